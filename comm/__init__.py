@@ -1,0 +1,1 @@
+"""Control messages between processes and tensor collectives between ranks."""

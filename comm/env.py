@@ -1,0 +1,66 @@
+"""The environment variables that Trimaran's own processes hand to each other."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from trimaran.comm.errors import ConfigError
+
+SUPERVISOR = "TRIMARAN_SUPERVISOR"
+TOKEN = "TRIMARAN_TOKEN"
+GROUP = "TRIMARAN_GROUP"
+LOG_FORMAT = "TRIMARAN_LOG_FORMAT"
+LOG_LEVEL = "TRIMARAN_LOG_LEVEL"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChildEnv:
+    """What the supervisor tells a child before the child can connect to it."""
+
+    supervisor: str
+    """Address of the supervisor: ``unix:/path`` or ``tcp:host:port``."""
+
+    token: str
+    """One-time secret of this run; opens every connection of it."""
+
+    group: str = ""
+    """Name of the worker group this process belongs to; empty for a front end."""
+
+    log_format: str = "text"
+    """``text`` or ``json``."""
+
+    log_level: str = "INFO"
+    """Lowest level that is written."""
+
+    def to_environ(self) -> dict[str, str]:
+        """The variables that make a child read back this object."""
+        return {
+            SUPERVISOR: self.supervisor,
+            TOKEN: self.token,
+            GROUP: self.group,
+            LOG_FORMAT: self.log_format,
+            LOG_LEVEL: self.log_level,
+        }
+
+    @classmethod
+    def from_environ(cls, environ: Mapping[str, str] | None = None) -> ChildEnv:
+        """Read the variables of this process.
+
+        Raises:
+            ConfigError: the process was not started by a supervisor.
+        """
+        env = os.environ if environ is None else environ
+        if SUPERVISOR not in env or TOKEN not in env:
+            raise ConfigError(
+                f"{SUPERVISOR} and {TOKEN} are not set: this program is started by "
+                "`trimaran serve`, not by hand."
+            )
+        return cls(
+            supervisor=env[SUPERVISOR],
+            token=env[TOKEN],
+            group=env.get(GROUP, ""),
+            log_format=env.get(LOG_FORMAT, "text"),
+            log_level=env.get(LOG_LEVEL, "INFO"),
+        )

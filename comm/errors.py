@@ -1,0 +1,55 @@
+"""The error tree, by who must act, and how each kind appears on the wire."""
+
+from __future__ import annotations
+
+from enum import Enum
+
+
+class ErrorKind(Enum):
+    """An error's kind with its HTTP status and its gRPC status name."""
+
+    UNKNOWN = (400, "UNKNOWN")
+    INTERNAL = (500, "INTERNAL")
+    NOT_FOUND = (404, "NOT_FOUND")
+    INVALID_ARG = (400, "INVALID_ARGUMENT")
+    UNAVAILABLE = (503, "UNAVAILABLE")
+    UNSUPPORTED = (501, "UNIMPLEMENTED")
+    ALREADY_EXISTS = (400, "ALREADY_EXISTS")
+    CANCELLED = (400, "CANCELLED")
+
+    @property
+    def http_status(self) -> int:
+        """The HTTP status code that clients see."""
+        return self.value[0]
+
+    @property
+    def grpc_name(self) -> str:
+        """The name of the ``grpc.StatusCode`` that clients see."""
+        return self.value[1]
+
+
+class TrimaranError(Exception):
+    """Base class. Anything else that escapes is a bug."""
+
+
+class ConfigError(TrimaranError, ValueError):
+    """The operator must change the configuration. Raised before any rank starts."""
+
+
+class RequestError(TrimaranError):
+    """The client must change or repeat this request. Everything else carries on."""
+
+    def __init__(self, message: str, kind: ErrorKind = ErrorKind.INVALID_ARG) -> None:
+        super().__init__(message)
+        self.kind = kind
+
+
+class EngineDeadError(RequestError):
+    """The group behind this request is gone and it could not be replayed."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message, ErrorKind.UNAVAILABLE)
+
+
+class ProtocolError(TrimaranError):
+    """A peer process sent what this protocol version does not allow."""

@@ -1,0 +1,76 @@
+"""The one log handler of a process: text or JSON lines that name role and rank."""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+import time
+
+
+class _TextFormatter(logging.Formatter):
+    def __init__(self, origin: str) -> None:
+        super().__init__()
+        self._origin = origin
+
+    def format(self, record: logging.LogRecord) -> str:
+        stamp = time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime(record.created))
+        line = (
+            f"{stamp}.{int(record.msecs):03d} {record.levelname:<7} "
+            f"[{self._origin} pid {record.process}] {record.getMessage()}"
+        )
+        if record.exc_info:
+            line += "\n" + self.formatException(record.exc_info)
+        return line
+
+
+class _JsonFormatter(logging.Formatter):
+    def __init__(self, role: str, rank: int | None, group: str) -> None:
+        super().__init__()
+        self._fields: dict[str, object] = {"role": role}
+        if rank is not None:
+            self._fields["rank"] = rank
+        if group:
+            self._fields["group"] = group
+
+    def format(self, record: logging.LogRecord) -> str:
+        entry: dict[str, object] = {
+            "time": round(record.created, 6),
+            "level": record.levelname,
+            **self._fields,
+            "pid": record.process,
+            "logger": record.name,
+            "message": record.getMessage(),
+        }
+        if record.exc_info:
+            entry["exception"] = self.formatException(record.exc_info)
+        return json.dumps(entry, ensure_ascii=False)
+
+
+class _LossyStreamHandler(logging.StreamHandler):  # type: ignore[type-arg]
+    """Drops lines that cannot be written: a full disk must not stop serving."""
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        if not isinstance(sys.exc_info()[1], OSError):
+            super().handleError(record)
+
+
+def setup_logging(
+    role: str,
+    *,
+    rank: int | None = None,
+    group: str = "",
+    log_format: str = "text",
+    level: str = "INFO",
+) -> None:
+    """Install the process's only handler, on stderr. INFO is dropped on ranks above 0."""
+    handler = _LossyStreamHandler(sys.stderr)
+    if log_format == "json":
+        handler.setFormatter(_JsonFormatter(role, rank, group))
+    else:
+        origin = role if rank is None else f"{role} {rank}"
+        handler.setFormatter(_TextFormatter(origin))
+    root = logging.getLogger()
+    root.handlers[:] = [handler]
+    quiet = rank not in (None, 0) and level == "INFO"
+    root.setLevel("WARNING" if quiet else level)

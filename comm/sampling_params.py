@@ -1,0 +1,135 @@
+"""What a client asked of sampling: every field that the served interfaces know."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Any
+
+from trimaran.comm.errors import RequestError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """One request's sampling. A field at its default asks for nothing.
+
+    Greedy when ``top_k`` and ``top_p`` are both unset (0), or ``top_k`` is 1, or
+    ``temperature`` is 0. With both set, top-k filters first, then top-p over the rest.
+    """
+
+    max_tokens: int = 16
+    """Most new tokens of a sequence, at least 1."""
+
+    end_id: int = -1
+    """Generation ends after this id; -1 means never."""
+
+    pad_id: int = -1
+    """Id that pads ``output_ids``; -1 means ``end_id``."""
+
+    temperature: float = 1.0
+    """Divides the logits; 0 means greedy."""
+
+    top_k: int = 0
+    """Keep the k likeliest ids; 0 keeps all."""
+
+    top_p: float = 0.0
+    """Keep the smallest set of ids with this mass, in (0, 1]; 0 means unset."""
+
+    seed: int = 0
+    """Key of the sampling noise, uint64."""
+
+    stop_words: tuple[tuple[int, ...], ...] = ()
+    """Generation ends when the output ends with one of these id sequences."""
+
+    min_tokens: int = 1
+    """``end_id`` is masked until this many new tokens exist."""
+
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    min_p: float = 0.0
+    top_p_decay: float = 1.0
+    top_p_min: float = 1e-6
+    top_p_reset_ids: int = -1
+    no_repeat_ngram_size: int = 0
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    embedding_bias: bytes = b""
+    """float32 little-endian, one value a vocabulary id."""
+
+    num_return_sequences: int = 1
+    beam_width: int = 1
+    length_penalty: float = 0.0
+    early_stopping: int = 1
+    beam_search_diversity_rate: float = 0.0
+    return_log_probs: bool = False
+    return_context_logits: bool = False
+    return_generation_logits: bool = False
+    return_perf_metrics: bool = False
+    draft_ids: tuple[int, ...] = ()
+    draft_acceptance_threshold: float = 0.0
+    guide_type: str = ""
+    guide: str = ""
+    lookahead: tuple[int, ...] = ()
+
+    @property
+    def is_greedy(self) -> bool:
+        """Whether the likeliest id is always taken."""
+        return self.temperature == 0 or self.top_k == 1 or (self.top_k == 0 and self.top_p <= 0)
+
+    def changed_fields(self) -> dict[str, Any]:
+        """The fields that differ from their defaults, by name."""
+        return {
+            f.name: getattr(self, f.name)
+            for f in fields(self)
+            if getattr(self, f.name) != f.default
+        }
+
+    def refuse_all_but(self, served: frozenset[str]) -> None:
+        """Refuse, by name, a field that is set and that the engine does not serve.
+
+        Raises:
+            RequestError: names the field, its value and the fields that are served.
+        """
+        for name, value in self.changed_fields().items():
+            if name not in served:
+                raise RequestError(
+                    f"sampling parameter '{name}' (value {value!r}) is not served by this "
+                    f"engine; leave it unset. Served: {', '.join(sorted(served))}."
+                )
+
+    def validate(self, vocab_size: int) -> None:
+        """Check every served value against its range.
+
+        Raises:
+            RequestError: names the field, its value and the allowed range.
+        """
+        checks = (
+            ("max_tokens", self.max_tokens >= 1, "at least 1"),
+            ("temperature", 0 <= self.temperature < float("inf"), "a finite number >= 0"),
+            ("top_k", self.top_k >= 0, "0 (all) or more"),
+            ("top_p", 0 <= self.top_p <= 1, "between 0 and 1"),
+            ("seed", 0 <= self.seed < 1 << 64, "an unsigned 64-bit number"),
+            ("min_tokens", self.min_tokens >= 0, "0 or more"),
+            ("end_id", self.end_id >= -1, "-1 or an id of the vocabulary"),
+        )
+        for name, is_valid, allowed in checks:
+            if not is_valid:
+                raise RequestError(
+                    f"'{name}' is {getattr(self, name)!r} but must be {allowed} "
+                    f"(vocabulary size {vocab_size})"
+                )
+
+    def to_wire(self) -> dict[str, Any]:
+        """Only what differs from the defaults, for msgpack."""
+        return self.changed_fields()
+
+    @classmethod
+    def from_wire(cls, wire: dict[str, Any]) -> SamplingParams:
+        """The inverse of `to_wire`; msgpack turned tuples into lists."""
+        values = dict(wire)
+        for name in ("stop_words", "bad_words"):
+            if name in values:
+                values[name] = tuple(tuple(word) for word in values[name])
+        for name in ("draft_ids", "lookahead"):
+            if name in values:
+                values[name] = tuple(values[name])
+        return cls(**values)

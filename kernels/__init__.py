@@ -1,0 +1,1 @@
+"""Compute kernels, each with its plain torch twin."""

@@ -1,0 +1,1 @@
+"""The `trimaran` command and the supervisor of a run."""

@@ -1,0 +1,1 @@
+"""Orchestrator mode: worker groups of several models."""

@@ -1,0 +1,1 @@
+"""The HTTP, gRPC and metrics front end. Never imports torch."""

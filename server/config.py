@@ -1,0 +1,67 @@
+"""What one front-end process serves and where it listens."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FrontendConfig:
+    """Everything a front end is told by the supervisor."""
+
+    model_repository: str
+    """Folder of the served models."""
+
+    engine_listen: tuple[str, ...] = ()
+    """Addresses on which engine groups dial in (`comm.address`)."""
+
+    token: str = ""
+    """Secret that opens an engine's connection."""
+
+    groups: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    """Token-level model to the names of its worker groups."""
+
+    server_id: str = "triton"
+    """Name in the server metadata."""
+
+    http_address: str = "0.0.0.0"
+    http_port: int = 8000
+    grpc_address: str = "0.0.0.0"
+    grpc_port: int = 8001
+    metrics_address: str = "0.0.0.0"
+    metrics_port: int = 8002
+    allow_http: bool = True
+    allow_grpc: bool = True
+    allow_metrics: bool = True
+
+    http_max_input_bytes: int = 64 << 20
+    """Limit on the JSON part of a request, each JSON tensor and raw requests."""
+
+    exit_timeout_s: float = 30.0
+    """Longest drain."""
+
+    replay_timeout_s: float = 120.0
+    """Requests of a dead group wait this long for the group to come back."""
+
+    max_replays: int = 3
+    """Replays of one request before it fails."""
+
+    strict_readiness: bool = True
+    model_control_mode: str = "none"
+    log_verbose_level: int = 0
+    tokenizer_threads: int = 2
+    metrics_config: dict[str, str] = field(default_factory=dict)
+    """``--metrics-config`` keys: counter_latencies, histogram_latencies, ..."""
+
+    def to_wire(self) -> dict[str, Any]:
+        """Plain dictionaries, for msgpack."""
+        return asdict(self)
+
+    @classmethod
+    def from_wire(cls, wire: dict[str, Any]) -> FrontendConfig:
+        """The inverse of `to_wire`."""
+        values = dict(wire)
+        values["engine_listen"] = tuple(values["engine_listen"])
+        values["groups"] = {name: tuple(names) for name, names in values["groups"].items()}
+        return cls(**values)

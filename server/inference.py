@@ -1,0 +1,92 @@
+"""One inference request and its responses, free of any wire format."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import numpy as np
+from tritonclient.grpc.model_config_pb2 import ModelConfig
+
+ParameterValue = str | int | bool | float
+
+
+@dataclass(slots=True)
+class Tensor:
+    """A named array. ``BYTES`` tensors hold ``bytes`` objects in an object array.
+
+    ``BF16`` is held as uint16 bit patterns.
+    """
+
+    name: str
+    datatype: str
+    """Protocol name: BOOL, INT32, FP32, BYTES and so on."""
+    data: np.ndarray[Any, Any]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Batch dimension included, if the model batches."""
+        return self.data.shape
+
+
+@dataclass(slots=True, kw_only=True)
+class InferRequest:
+    """A validated request: inputs fit the model's config."""
+
+    model_name: str
+    model_version: str = ""
+    """As the client gave it; empty means the latest."""
+    id: str = ""
+    inputs: dict[str, Tensor] = field(default_factory=dict)
+    outputs: tuple[str, ...] = ()
+    """Requested outputs; empty means all."""
+    parameters: dict[str, ParameterValue] = field(default_factory=dict)
+    """Custom parameters."""
+    priority: int = 0
+    timeout_us: int = 0
+    sequence_id: int | str = 0
+    sequence_start: bool = False
+    sequence_end: bool = False
+    arrival_ns: int = 0
+    """``time.monotonic_ns()`` when the request was complete."""
+
+
+@dataclass(slots=True, kw_only=True)
+class InferResponse:
+    """One response. ``is_final`` may stand on the last one; a model whose iterator ends
+    without it has sent a flag-only final."""
+
+    model_name: str
+    model_version: str
+    id: str = ""
+    outputs: list[Tensor] = field(default_factory=list)
+    parameters: dict[str, ParameterValue] = field(default_factory=dict)
+    is_final: bool = False
+
+
+class Model(Protocol):
+    """A served model version.
+
+    `infer` is an async generator. It raises `RequestError`, before or between responses.
+    Closing it (``aclose``), or cancelling the task that iterates it, cancels the request
+    and frees what it holds within one engine step.
+    """
+
+    name: str
+    version: str
+    config: ModelConfig
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether a request could run now."""
+        ...
+
+    @property
+    def is_decoupled(self) -> bool:
+        """Whether a request may have other than one response."""
+        ...
+
+    def infer(self, request: InferRequest) -> AsyncIterator[InferResponse]:
+        """Run one request."""
+        ...

@@ -1,0 +1,1 @@
+"""One rank of an engine: scheduling, KV cache and model execution."""

@@ -1,0 +1,157 @@
+"""What one engine is and may hold: the configuration that every rank of a group gets."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from trimaran.comm.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParallelConfig:
+    """Sizes of the parallel axes; world size is ``tp_size * pp_size``."""
+
+    tp_size: int = 1
+    pp_size: int = 1
+    moe_tp_size: int = -1
+    moe_ep_size: int = -1
+
+    @property
+    def world_size(self) -> int:
+        """Ranks of the group."""
+        return self.tp_size * self.pp_size
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchedulerConfig:
+    """Limits on what one engine step may hold."""
+
+    max_num_batched_tokens: int = 8192
+    """Tokens one step may compute, prompt chunks and decodes together."""
+
+    max_num_seqs: int = 256
+    """Sequences that may hold KV blocks at once; rows on the device."""
+
+    max_seq_len: int = 2048
+    """Prompt and output of a sequence together."""
+
+    max_input_len: int = 2048
+    """Longest prompt."""
+
+    policy: str = "guaranteed_no_evict"
+    """``max_utilization``, ``guaranteed_no_evict`` or ``static_batch``."""
+
+    batching: str = "inflight_fused_batching"
+    """``inflight_fused_batching`` or ``V1``."""
+
+    enable_chunked_context: bool = True
+    """A prompt may be computed over several steps."""
+
+    max_queue_size: int = 0
+    """Requests that may wait; 0 means no limit."""
+
+    depth: int = 2
+    """Steps in flight: 1 plain, 2 overlapped."""
+
+    def __post_init__(self) -> None:
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            raise ConfigError(
+                f"max_num_batched_tokens ({self.max_num_batched_tokens}) is below "
+                f"max_num_seqs ({self.max_num_seqs}), so a full decode step would not "
+                "fit. Raise the first or lower the second."
+            )
+        if self.depth not in (1, 2):
+            raise ConfigError(f"depth is {self.depth} but must be 1 or 2")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CacheConfig:
+    """How much KV cache there is and how it is reused."""
+
+    tokens_per_block: int = 32
+    max_tokens: int = 0
+    """Token capacity (``max_tokens_in_paged_kv_cache``); 0 means by memory fraction."""
+
+    free_memory_fraction: float = 0.9
+    """Share of the memory left after the weights that the cache takes."""
+
+    enable_block_reuse: bool = True
+    """Finished prompts' blocks serve later requests with the same prefix."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """One model's engine."""
+
+    model: str
+    """Name of the served token-level model."""
+
+    engine_dir: str
+    """An engine folder, or a Hugging Face folder that is sharded in memory."""
+
+    dtype: str = "auto"
+    """``auto`` (the folder's), ``float32``, ``float16`` or ``bfloat16``."""
+
+    load_format: str = "auto"
+    """``auto``, or ``random``: weights made on the device, no files read."""
+
+    device: str = "auto"
+    """``auto``, ``cpu`` or ``cuda``."""
+
+    num_threads: int = 1
+    """CPU threads of a rank."""
+
+    gpu_device_ids: tuple[int, ...] = ()
+    """Local GPUs of the ranks, in rank order; empty means by local rank."""
+
+    deterministic: bool = False
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+    cache: CacheConfig = field(default_factory=CacheConfig)
+
+    def to_wire(self) -> dict[str, Any]:
+        """Plain dictionaries, for msgpack."""
+        return asdict(self)
+
+    @classmethod
+    def from_wire(cls, wire: dict[str, Any]) -> EngineConfig:
+        """The inverse of `to_wire`."""
+        values = dict(wire)
+        values["parallel"] = ParallelConfig(**values["parallel"])
+        values["scheduler"] = SchedulerConfig(**values["scheduler"])
+        values["cache"] = CacheConfig(**values["cache"])
+        values["gpu_device_ids"] = tuple(values["gpu_device_ids"])
+        return cls(**values)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankConfig:
+    """What a rank needs beside its engine: whom to serve and how long to wait."""
+
+    engine: EngineConfig
+    group: str
+    incarnation: int = 0
+    frontends: tuple[str, ...] = ()
+    """Addresses that rank 0 dials once the group is warm."""
+
+    start_method: str = ""
+    """How the group was started, for the log and the metrics: ``mpirun`` and the like."""
+
+    hang_timeout_s: float = 10.0
+    """A step, or a peer's silence, longer than this ends the group."""
+
+    stats_period_ms: int = 100
+    """Least time between two `StatsReport`."""
+
+    def to_wire(self) -> dict[str, Any]:
+        """Plain dictionaries, for msgpack."""
+        return asdict(self)
+
+    @classmethod
+    def from_wire(cls, wire: dict[str, Any]) -> RankConfig:
+        """The inverse of `to_wire`."""
+        values = dict(wire)
+        values["engine"] = EngineConfig.from_wire(values["engine"])
+        values["frontends"] = tuple(values["frontends"])
+        return cls(**values)

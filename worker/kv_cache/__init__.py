@@ -1,0 +1,1 @@
+"""Blocks of keys and values: who holds them and what they contain."""

@@ -1,0 +1,1 @@
+"""Sharded layers shared by every model."""
