@@ -1,0 +1,94 @@
+# Trimaran: `make` lists the targets.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+DECOUPLED ?= True
+WORLD_SIZE ?= 2
+HTTP_PORT ?= 8000
+GRPC_PORT ?= 8001
+METRICS_PORT ?= 8002
+SERVE_FLAGS ?=
+DEMO := .demo
+DEMO_MODEL := examples/demo_models/base
+DEMO_ENGINE := $(DEMO)/engine-tp$(WORLD_SIZE)
+DEMO_REPO := $(DEMO)/repository-tp$(WORLD_SIZE)-$(DECOUPLED)
+PACKAGES := builder client comm kernels launcher orchestrator server worker
+# One thread a rank: two ranks share the two cores of a small machine.
+TEST_ENV := PYTHONSAFEPATH=1 OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
+MPI_ENV := OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1 \
+	PRTE_ALLOW_RUN_AS_ROOT=1 PRTE_ALLOW_RUN_AS_ROOT_CONFIRM=1 OMPI_MCA_mpi_yield_when_idle=1
+MPIEXEC := $(MPI_ENV) $(BIN)/mpirun --oversubscribe --bind-to none
+PYTEST := $(TEST_ENV) $(BIN)/python -m pytest -q
+
+.DEFAULT_GOAL := help
+.PHONY: help setup serve demo test test-unit test-e2e check format build-wheel clean
+
+help:  ## list the targets
+	@awk -F ':.*## ' '/^[a-z%A-Z0-9_-]+:.*## /{printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+$(VENV)/pyvenv.cfg:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
+		{ echo "make: $(PYTHON) is older than 3.10; name a newer one: make PYTHON=python3.11"; exit 1; }
+	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || \
+		{ [ "$$(id -u)" = 0 ] && apt-get update -qq && apt-get install -y -qq python3-venv; } || \
+		{ echo "make: the Python module venv is missing: apt-get install python3-venv"; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.runtime: $(VENV)/pyvenv.cfg setup.cfg pyproject.toml constraints.txt
+	$(BIN)/pip install -q --disable-pip-version-check -c constraints.txt -e '.[mpi]'
+	@touch $@
+
+$(VENV)/.test: $(VENV)/.runtime
+	$(BIN)/pip install -q --disable-pip-version-check -c constraints.txt -e '.[mpi,test]'
+	@touch $@
+
+$(VENV)/.dev: $(VENV)/.test
+	$(BIN)/pip install -q --disable-pip-version-check -c constraints.txt -e '.[mpi,test,dev]'
+	@touch $@
+
+setup: $(VENV)/.runtime  ## install what serving needs into .venv
+
+$(DEMO_ENGINE)/config.json: $(VENV)/.runtime $(DEMO_MODEL)/config.json
+	$(BIN)/trimaran build --checkpoint $(DEMO_MODEL) --output $(DEMO_ENGINE) \
+		--tp-size $(WORLD_SIZE) --max-batch-size 64 --max-input-len 896 --max-num-tokens 1024
+
+$(DEMO_REPO)/.filled: $(DEMO_ENGINE)/config.json
+	@rm -rf $(DEMO_REPO)
+	$(BIN)/trimaran init-repo $(DEMO_REPO) --fill \
+		"tokenizer_dir:$(abspath $(DEMO_MODEL)),engine_dir:$(abspath $(DEMO_ENGINE)),decoupled_mode:$(DECOUPLED),triton_max_batch_size:64,triton_backend:tensorrtllm,batching_strategy:inflight_fused_batching,logits_datatype:TYPE_FP32,encoder_input_features_data_type:TYPE_FP16,preprocessing_instance_count:1,postprocessing_instance_count:1,bls_instance_count:1,max_queue_delay_microseconds:0,max_queue_size:0"
+	@touch $@
+
+demo: $(DEMO_REPO)/.filled  ## build the demo engine and its model repository
+
+serve: demo  ## serve the demo model on 2 CPU ranks (DECOUPLED=False, HTTP_PORT=..., SERVE_FLAGS=...)
+	@exec $(BIN)/trimaran serve --world-size $(WORLD_SIZE) --model-repo $(DEMO_REPO) \
+		--http-port $(HTTP_PORT) --grpc-port $(GRPC_PORT) --metrics-port $(METRICS_PORT) $(SERVE_FLAGS)
+
+test: test-unit test-mpi-2 test-mpi-4 test-e2e  ## all tests that CI runs: unit, MPI, end to end
+
+test-unit: $(VENV)/.test  ## unit tests
+	$(PYTEST) tests/unit
+
+test-mpi-%: $(VENV)/.test  ## tests on N MPI ranks: make test-mpi-4
+	$(TEST_ENV) $(MPIEXEC) -n $* $(BIN)/python -m mpi4py -m pytest -q --timeout=120 tests/mpi
+
+test-e2e: $(VENV)/.test  ## end-to-end tests: real mpirun, sockets and clients
+	$(PYTEST) tests/e2e
+
+.typecheck/.linked: Makefile
+	@mkdir -p .typecheck/trimaran
+	@for name in $(PACKAGES); do ln -sfn ../../$$name .typecheck/trimaran/$$name; done
+	@touch $@
+
+check: $(VENV)/.dev .typecheck/.linked  ## ruff, mypy, file and function sizes, import layers
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	cd .typecheck && ../$(BIN)/mypy --strict -p trimaran
+	$(PYTEST) tests/unit/project
+
+format: $(VENV)/.dev  ## format the code
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+clean:  ## remove what was built, the virtual environment excepted
+	rm -rf $(DEMO) build dist .typecheck .mypy_cache .ruff_cache .pytest_cache

@@ -1,0 +1,102 @@
+"""The house rules on size and imports, as functions over the tracked source files."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[3]
+PACKAGES = (
+    "builder", "client", "comm", "kernels", "launcher", "orchestrator", "server", "worker",
+)  # fmt: skip
+MAX_FILE_LINES = 500
+MAX_FUNCTION_LINES = 60
+MAX_ARGUMENTS = 8
+MAX_NESTING = 4
+
+# What each package may import, itself aside. Imports point downwards.
+LAYERS: dict[str, frozenset[str]] = {
+    "comm": frozenset(),
+    "kernels": frozenset({"comm"}),
+    "worker": frozenset({"kernels", "comm"}),
+    "builder": frozenset({"worker", "kernels", "comm"}),
+    "server": frozenset({"comm"}),
+    "orchestrator": frozenset({"comm"}),
+    "client": frozenset({"comm"}),
+    "launcher": frozenset(PACKAGES),
+}
+
+
+@dataclass(frozen=True)
+class Source:
+    """One tracked Python file of a package."""
+
+    path: Path
+    package: str
+    tree: ast.Module
+    num_lines: int
+
+
+def tracked_files(*patterns: str) -> list[Path]:
+    """Files that git tracks, plus new ones that it does not ignore."""
+    listing = subprocess.run(
+        ["git", "ls-files", "--cached", "--others", "--exclude-standard", *patterns],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout
+    return sorted({ROOT / line for line in listing.splitlines() if (ROOT / line).is_file()})
+
+
+def sources(*folders: str) -> list[Source]:
+    """The parsed Python files below these top-level folders."""
+    found = []
+    for path in tracked_files(*(f"{folder}/*.py" for folder in folders)):
+        text = path.read_text(encoding="utf-8")
+        package = path.relative_to(ROOT).parts[0]
+        found.append(Source(path, package, ast.parse(text), text.count("\n")))
+    return found
+
+
+def functions(source: Source) -> list[ast.FunctionDef | ast.AsyncFunctionDef]:
+    """Every function and method of a file."""
+    return [
+        node
+        for node in ast.walk(source.tree)
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+    ]
+
+
+def where(source: Source, node: ast.AST) -> str:
+    """A place as file:line, to click on."""
+    return f"{source.path.relative_to(ROOT)}:{getattr(node, 'lineno', 1)}"
+
+
+def imported_packages(source: Source, *, only_at_import: bool) -> set[str]:
+    """Names below ``trimaran`` and other roots that a file imports."""
+    nodes = source.tree.body if only_at_import else list(ast.walk(source.tree))
+    names: set[str] = set()
+    for node in nodes:
+        if isinstance(node, ast.Import):
+            names.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            names.add(node.module)
+    return names
+
+
+def nesting(node: ast.AST, depth: int = 0) -> int:
+    """Deepest nesting of control flow below a function."""
+    control = (ast.If, ast.For, ast.AsyncFor, ast.While, ast.With, ast.AsyncWith, ast.Try)
+    deepest = depth
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+            continue
+        is_elif = (
+            isinstance(node, ast.If) and child in node.orelse and isinstance(child, ast.If)
+        )
+        deeper = depth + 1 if isinstance(child, control) and not is_elif else depth
+        deepest = max(deepest, nesting(child, deeper))
+    return deepest

@@ -1,0 +1,113 @@
+"""Claims about the code base itself: sizes, layers, docstrings and what ships."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+_SPEC = importlib.util.spec_from_file_location("rules", Path(__file__).with_name("rules.py"))
+assert _SPEC is not None and _SPEC.loader is not None
+rules = importlib.util.module_from_spec(_SPEC)
+sys.modules["rules"] = rules
+_SPEC.loader.exec_module(rules)
+
+TORCH_FREE = (
+    "trimaran.comm.messages", "trimaran.comm.mpi", "trimaran.comm.shm_ring",
+    "trimaran.comm.address", "trimaran.worker.config", "trimaran.worker.engine_folder",
+    "trimaran.server.main", "trimaran.launcher.cli", "trimaran.launcher.supervisor",
+)  # fmt: skip
+
+
+def test_no_file_is_over_the_line_limit():
+    long = [
+        f"{s.path.relative_to(rules.ROOT)}: {s.num_lines}"
+        for s in rules.sources(*rules.PACKAGES, "tests", "benchmarks", "examples")
+        if s.num_lines > rules.MAX_FILE_LINES
+    ]
+    assert long == []
+
+
+def test_no_function_is_over_the_line_limit():
+    long = [
+        f"{rules.where(s, f)} {f.name}: {f.end_lineno - f.lineno + 1}"
+        for s in rules.sources(*rules.PACKAGES)
+        for f in rules.functions(s)
+        if f.end_lineno - f.lineno + 1 > rules.MAX_FUNCTION_LINES
+    ]
+    assert long == []
+
+
+def test_no_function_takes_too_many_arguments():
+    wide = [
+        f"{rules.where(s, f)} {f.name}"
+        for s in rules.sources(*rules.PACKAGES)
+        for f in rules.functions(s)
+        if len([a for a in [*f.args.posonlyargs, *f.args.args, *f.args.kwonlyargs]
+                if a.arg not in ("self", "cls")]) > rules.MAX_ARGUMENTS
+    ]  # fmt: skip
+    assert wide == []
+
+
+def test_no_function_nests_too_deep():
+    deep = [
+        f"{rules.where(s, f)} {f.name}"
+        for s in rules.sources(*rules.PACKAGES)
+        for f in rules.functions(s)
+        if rules.nesting(f) > rules.MAX_NESTING
+    ]
+    assert deep == []
+
+
+def test_every_module_says_in_a_docstring_what_it_owns():
+    silent = [
+        str(s.path.relative_to(rules.ROOT))
+        for s in rules.sources(*rules.PACKAGES)
+        if not ast.get_docstring(s.tree)
+    ]
+    assert silent == []
+
+
+def test_imports_point_downwards():
+    upward = []
+    for source in rules.sources(*rules.PACKAGES):
+        allowed = rules.LAYERS[source.package] | {source.package}
+        for name in rules.imported_packages(source, only_at_import=False):
+            parts = name.split(".")
+            if parts[0] == "trimaran" and (len(parts) < 2 or parts[1] not in allowed):
+                upward.append(f"{source.path.relative_to(rules.ROOT)} imports {name}")
+    assert upward == []
+
+
+@pytest.mark.parametrize("module", TORCH_FREE)
+def test_a_torch_free_module_stays_free_of_torch(module):
+    code = f"import sys, {module}; sys.exit('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_wheel_holds_every_tracked_file_of_the_packages(tmp_path):
+    # From a copy: a build folder left in the checkout would bring back deleted files.
+    tree = tmp_path / "tree"
+    for path in rules.tracked_files():
+        copy = tree / path.relative_to(rules.ROOT)
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(path, copy)
+    subprocess.run(
+        [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation",
+         "--no-index", "-w", str(tmp_path), str(tree)],
+        check=True,
+        stderr=subprocess.DEVNULL,
+    )  # fmt: skip
+    (wheel,) = tmp_path.glob("*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        shipped = {name for name in archive.namelist() if ".dist-info/" not in name}
+    folders = tuple(f"{package}/*" for package in rules.PACKAGES)
+    tracked = {f"trimaran/{p.relative_to(rules.ROOT)}" for p in rules.tracked_files(*folders)}
+    assert shipped == tracked
