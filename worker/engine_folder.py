@@ -1,0 +1,332 @@
+"""Reads and checks a model folder before any rank starts; free of torch."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+from trimaran.comm.errors import ConfigError
+from trimaran.worker.pretrained_config import PretrainedConfig
+from trimaran.worker.shard_file import read_tensor_entries
+
+FORMAT_VERSION = 1
+CONFIG_FILE = "config.json"
+HUGGINGFACE_INDEX = "model.safetensors.index.json"
+_BUILD_AGAIN = "Build the folder again with `trimaran build`"
+
+
+class FolderKind(Enum):
+    """What a model folder holds."""
+
+    ENGINE = "engine"
+    """One shard a rank, with the limits it was built for."""
+
+    CHECKPOINT = "checkpoint"
+    """One shard a rank, no limits: the first half of a build in two steps."""
+
+    HUGGINGFACE = "huggingface"
+    """Whole tensors, to be sharded in memory."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankMapping:
+    """The parallel sizes that a folder's shards were made for."""
+
+    world_size: int = 1
+    tp_size: int = 1
+    pp_size: int = 1
+    moe_tp_size: int = 1
+    moe_ep_size: int = 1
+    gpus_per_node: int = 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BuildConfig:
+    """The limits that an engine folder was built for."""
+
+    max_batch_size: int = 2048
+    max_input_len: int = 1024
+    max_seq_len: int = 0
+    """Prompt and output together; 0 means the model's positions."""
+
+    max_num_tokens: int = 8192
+    max_beam_width: int = 1
+    gather_context_logits: bool = False
+    gather_generation_logits: bool = False
+    plugin_config: dict[str, Any] = field(default_factory=dict)
+    """``tokens_per_block`` and the plugin settings that the build command was given."""
+
+    @property
+    def tokens_per_block(self) -> int:
+        """Tokens of a KV block."""
+        return int(self.plugin_config.get("tokens_per_block", 32))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, for ``config.json``."""
+        return asdict(self)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineFolder:
+    """A folder whose configuration and files were checked, without reading weights."""
+
+    path: Path
+    kind: FolderKind
+    config: PretrainedConfig
+    mapping: RankMapping | None
+    """None for a Hugging Face folder, which serves any sizes."""
+
+    build: BuildConfig
+    weight_files: tuple[Path, ...]
+    """One a rank in rank order, or all files of a Hugging Face folder."""
+
+    @classmethod
+    def load(cls, path: str | Path, *, check_weights: bool = True) -> EngineFolder:
+        """Read ``config.json`` and check it against the files that lie beside it.
+
+        ``check_weights=False`` leaves weight files alone, for weights made at random.
+        Raises `ConfigError` that names the file, the value and the remedy.
+        """
+        folder = Path(path)
+        values = _read_config(folder)
+        source = str(folder / CONFIG_FILE)
+        if "pretrained_config" not in values and "mapping" not in values:
+            config = PretrainedConfig.from_huggingface(values, source)
+            return cls(
+                path=folder,
+                kind=FolderKind.HUGGINGFACE,
+                config=config,
+                mapping=None,
+                build=BuildConfig(max_input_len=config.max_position_embeddings),
+                weight_files=_huggingface_files(folder) if check_weights else (),
+            )
+        return cls._load_sharded(folder, values, source, check_weights)
+
+    @classmethod
+    def _load_sharded(
+        cls, folder: Path, values: dict[str, Any], source: str, check_weights: bool
+    ) -> EngineFolder:
+        is_engine = "pretrained_config" in values
+        _check_format(values, source)
+        pretrained = _section(values, "pretrained_config", source) if is_engine else values
+        config = PretrainedConfig.from_dict(pretrained, source)
+        mapping = _rank_mapping(_section(pretrained, "mapping", source), source)
+        _check_quantization(pretrained.get("quantization") or {}, source)
+        build = (
+            _build_config(_section(values, "build_config", source), source)
+            if is_engine
+            else BuildConfig()
+        )
+        files = tuple(shard_path(folder, rank) for rank in range(mapping.world_size))
+        if check_weights:
+            _check_shards(files, values.get("shards") or [], source)
+        return cls(
+            path=folder,
+            kind=FolderKind.ENGINE if is_engine else FolderKind.CHECKPOINT,
+            config=config,
+            mapping=mapping,
+            build=build,
+            weight_files=files,
+        )
+
+    @property
+    def max_seq_len(self) -> int:
+        """Prompt and output together, never above the model's positions."""
+        positions = self.config.max_position_embeddings
+        return min(self.build.max_seq_len or positions, positions)
+
+    def check_parallel(self, tp_size: int, pp_size: int) -> None:
+        """Refuse sizes that this folder's shards were not made for."""
+        if self.mapping is None:
+            check_divisible(self.config, tp_size, pp_size)
+            return
+        made_for = self.mapping
+        if (made_for.tp_size, made_for.pp_size) != (tp_size, pp_size):
+            raise ConfigError(
+                f"{self.path}: built for tp_size {made_for.tp_size} and pp_size "
+                f"{made_for.pp_size} (world size {made_for.world_size}), but asked to run "
+                f"with tp_size {tp_size} and pp_size {pp_size} (world size "
+                f"{tp_size * pp_size}). Start {made_for.world_size} ranks, or build again "
+                f"with --tp-size {tp_size} --pp-size {pp_size}."
+            )
+
+    def shard_of(self, rank: int) -> Path:
+        """The weight file of one rank of an engine or checkpoint folder."""
+        return self.weight_files[rank]
+
+
+def shard_path(folder: Path, rank: int) -> Path:
+    """Where one rank's weights lie."""
+    return folder / f"rank{rank}.safetensors"
+
+
+def check_divisible(config: PretrainedConfig, tp_size: int, pp_size: int) -> None:
+    """Refuse parallel sizes that the model's heads, widths or layers cannot be cut into."""
+    for name, size in (("tp_size", tp_size), ("pp_size", pp_size)):
+        if size < 1:
+            raise ConfigError(f"{name} is {size} but must be 1 or more")
+    if config.num_attention_heads % tp_size:
+        raise _cannot_cut("num_attention_heads", config.num_attention_heads, tp_size)
+    if config.intermediate_size % tp_size:
+        raise _cannot_cut("intermediate_size", config.intermediate_size, tp_size)
+    num_kv_heads = config.num_key_value_heads
+    if num_kv_heads % tp_size and tp_size % num_kv_heads:
+        raise ConfigError(
+            f"num_key_value_heads ({num_kv_heads}) neither divides tp_size ({tp_size}) nor is "
+            "a multiple of it. Choose a tp_size that divides it or is a multiple of it."
+        )
+    if pp_size > config.num_hidden_layers:
+        raise ConfigError(
+            f"pp_size ({pp_size}) is above num_hidden_layers ({config.num_hidden_layers}), so "
+            "a stage would be empty. Choose a smaller --pp-size."
+        )
+
+
+def _cannot_cut(name: str, value: int, tp_size: int) -> ConfigError:
+    sizes = [size for size in range(1, min(value, 64) + 1) if value % size == 0]
+    return ConfigError(
+        f"{name} ({value}) is not a multiple of tp_size ({tp_size}). Choose a --tp-size among "
+        f"{', '.join(map(str, sizes))}."
+    )
+
+
+def _read_config(folder: Path) -> dict[str, Any]:
+    path = folder / CONFIG_FILE
+    if not folder.is_dir():
+        raise ConfigError(
+            f"{folder}: no such folder. Name an engine folder made by `trimaran build`, or a "
+            "Hugging Face folder."
+        )
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise ConfigError(
+            f"{folder}: holds no {CONFIG_FILE}. Name an engine folder made by "
+            "`trimaran build`, or a Hugging Face folder."
+        ) from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: cannot be read: {error}. {_BUILD_AGAIN}.") from None
+    if not text.strip():
+        raise ConfigError(f"{path}: is empty. {_BUILD_AGAIN}, or copy it again.")
+    try:
+        values = json.loads(text)
+    except ValueError as error:
+        raise ConfigError(
+            f"{path}: is not JSON: {error}. {_BUILD_AGAIN}, or copy it again."
+        ) from None
+    if not isinstance(values, dict):
+        raise ConfigError(
+            f"{path}: holds a {type(values).__name__}, not an object. {_BUILD_AGAIN}."
+        )
+    return values
+
+
+def _check_format(values: Mapping[str, Any], source: str) -> None:
+    version = values.get("format_version")
+    if version != FORMAT_VERSION:
+        made_by = values.get("version", "another program")
+        raise ConfigError(
+            f"{source}: format_version is {version!r} (written by {made_by!r}), but this "
+            f"version reads {FORMAT_VERSION}. {_BUILD_AGAIN} of this version."
+        )
+
+
+def _section(values: Mapping[str, Any], key: str, source: str) -> dict[str, Any]:
+    section = values.get(key)
+    if not isinstance(section, dict):
+        raise ConfigError(
+            f"{source}: {key} is {section!r} but must be an object. {_BUILD_AGAIN}."
+        )
+    return section
+
+
+def _rank_mapping(values: Mapping[str, Any], source: str) -> RankMapping:
+    known = {field.name for field in fields(RankMapping)}
+    chosen = {key: value for key, value in values.items() if key in known}
+    _check_positive_integers(chosen, "mapping", source)
+    mapping = RankMapping(**chosen)
+    if mapping.world_size != mapping.tp_size * mapping.pp_size:
+        raise ConfigError(
+            f"{source}: mapping.world_size is {mapping.world_size} but tp_size "
+            f"{mapping.tp_size} times pp_size {mapping.pp_size} is "
+            f"{mapping.tp_size * mapping.pp_size}. {_BUILD_AGAIN}."
+        )
+    return mapping
+
+
+def _build_config(values: Mapping[str, Any], source: str) -> BuildConfig:
+    known = {field.name for field in fields(BuildConfig)}
+    chosen = {key: value for key, value in values.items() if key in known}
+    limits = {key: chosen[key] for key in chosen if key.startswith("max_")}
+    _check_positive_integers(limits, "build_config", source)
+    plugins = chosen.setdefault("plugin_config", {})
+    if not isinstance(plugins, dict):
+        raise ConfigError(
+            f"{source}: build_config.plugin_config must be an object. {_BUILD_AGAIN}."
+        )
+    blocks = {"tokens_per_block": plugins.get("tokens_per_block", 32)}
+    _check_positive_integers(blocks, "build_config.plugin_config", source)
+    return BuildConfig(**chosen)
+
+
+def _check_positive_integers(values: Mapping[str, Any], section: str, source: str) -> None:
+    for key, value in values.items():
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise ConfigError(
+                f"{source}: {section}.{key} is {value!r} but must be a whole number of 1 or "
+                f"more. {_BUILD_AGAIN}."
+            )
+
+
+def _check_quantization(values: Mapping[str, Any], source: str) -> None:
+    for key in ("quant_algo", "kv_cache_quant_algo"):
+        if values.get(key) is not None:
+            raise ConfigError(
+                f"{source}: quantization.{key} is {values[key]!r}, which is not served. Build "
+                "the folder again without quantization."
+            )
+
+
+def _check_shards(files: tuple[Path, ...], listed: list[dict[str, Any]], source: str) -> None:
+    bytes_of = {entry.get("file"): entry.get("bytes") for entry in listed}
+    for file in files:
+        if not file.is_file():
+            raise ConfigError(
+                f"{file}: missing, though {source} tells of {len(files)} ranks. "
+                f"{_BUILD_AGAIN}, or copy all of its files."
+            )
+        read_tensor_entries(file)
+        expected = bytes_of.get(file.name)
+        if expected is not None and expected != file.stat().st_size:
+            raise ConfigError(
+                f"{file}: has {file.stat().st_size} bytes, but {source} tells of {expected}: "
+                f"it belongs to another build. {_BUILD_AGAIN}, or copy it again."
+            )
+
+
+def _huggingface_files(folder: Path) -> tuple[Path, ...]:
+    index = folder / HUGGINGFACE_INDEX
+    if index.is_file():
+        try:
+            names = sorted(
+                set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+            )
+        except (ValueError, KeyError, AttributeError, TypeError):
+            raise ConfigError(
+                f"{index}: holds no weight_map. Download the folder again."
+            ) from None
+        files = tuple(folder / name for name in names)
+    else:
+        files = tuple(sorted(folder.glob("*.safetensors")))
+    if not files:
+        raise ConfigError(
+            f"{folder}: holds no .safetensors file. Convert its weights to safetensors first "
+            "(transformers: model.save_pretrained)."
+        )
+    for file in files:
+        read_tensor_entries(file)
+    return files
