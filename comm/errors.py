@@ -53,3 +53,7 @@ class EngineDeadError(RequestError):
 
 class ProtocolError(TrimaranError):
     """A peer process sent what this protocol version does not allow."""
+
+
+class PeerLostError(TrimaranError):
+    """Another rank of the group did not answer in time: the group cannot go on."""

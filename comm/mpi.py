@@ -1,0 +1,168 @@
+"""The MPI world of this process: importing this module initialises MPI."""
+
+from __future__ import annotations
+
+from mpi4py import MPI  # isort: skip  # before all else: a death before MPI_Init hangs MPI_Comm_spawn
+
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from trimaran.comm.errors import ConfigError, PeerLostError
+from trimaran.comm.wait import wait_for
+
+Comm = MPI.Comm
+
+_ABORT_GRACE_S = 2.0
+# Slurm's count is that of the step, which holds one daemon a node when mpirun made the
+# step: it only counts where no other starter has left its own.
+_SIZE_VARIABLES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS")
+
+
+@dataclass(frozen=True, slots=True)
+class World:
+    """The ranks started together, and which of them share memory.
+
+    Ranks with equal entries in ``hosts`` can map each other's memory; no other ranks
+    may be assumed to share anything.
+    """
+
+    comm: Comm
+    rank: int
+    size: int
+    hosts: tuple[str, ...]
+    """Of every rank: where it runs."""
+
+    @classmethod
+    def discover(cls, host: str | None = None) -> World:
+        """Collective over all ranks. ``host`` overrides what this rank calls its place.
+
+        Raises:
+            ConfigError: MPI's world is not the one that the starter made.
+        """
+        check_world_size(MPI.COMM_WORLD.Get_size(), os.environ)
+        comm = MPI.COMM_WORLD.Dup()
+        hosts = tuple(comm.allgather(host_identity() if host is None else host))
+        return cls(comm, comm.Get_rank(), comm.Get_size(), hosts)
+
+    @property
+    def local_ranks(self) -> tuple[int, ...]:
+        """The ranks of this rank's host, in order."""
+        return self.ranks_beside(self.rank)
+
+    @property
+    def local_rank(self) -> int:
+        """Position among the ranks of the same host."""
+        return self.local_ranks.index(self.rank)
+
+    def ranks_beside(self, rank: int) -> tuple[int, ...]:
+        """The ranks that share a host with ``rank``, itself included."""
+        return tuple(r for r in range(self.size) if self.hosts[r] == self.hosts[rank])
+
+    def duplicate(self) -> Comm:
+        """A communicator of its own for one purpose. Collective."""
+        return self.comm.Dup()
+
+    def subgroup(self, ranks: tuple[int, ...]) -> World:
+        """The world of ``ranks`` alone, renumbered in order.
+
+        Collective over all ranks; each passes the group that it belongs to itself.
+        """
+        comm = self.comm.Split(min(ranks), ranks.index(self.rank))
+        hosts = tuple(self.hosts[rank] for rank in ranks)
+        return World(comm, comm.Get_rank(), comm.Get_size(), hosts)
+
+    def barrier(self, timeout_s: float, what: str) -> None:
+        """Wait for all ranks without burning the core.
+
+        Raises:
+            PeerLostError: not all ranks came within ``timeout_s``.
+        """
+        request = self.comm.Ibarrier()
+        if not wait_for(request.Test, timeout_s, max_sleep_s=0.002):
+            raise PeerLostError(
+                f"rank {self.rank}: not all of {self.size} ranks reached '{what}' within "
+                f"{timeout_s:g} s; see the other ranks' logs"
+            )
+
+
+def check_world_size(size: int, environ: Mapping[str, str]) -> None:
+    """Compare MPI's world with the one that the starter says it made.
+
+    Raises:
+        ConfigError: they differ, as when the starter's MPI is not ours.
+    """
+    for name in _SIZE_VARIABLES:
+        if name not in environ:
+            continue
+        if int(environ[name]) == size:
+            return
+        raise ConfigError(
+            f"MPI's world has {size} rank(s) but {name} is {environ[name]}: the starter "
+            f"and this process's MPI library ({library_version()}) do not fit together. "
+            "Under srun choose the plug-in of that library (--mpi=pmix for Open MPI, "
+            "--mpi=pmi2 for MPICH); under mpirun use the mpirun of that library."
+        )
+
+
+def host_identity() -> str:
+    """Equal on two ranks exactly if they can open each other's memory files."""
+    boot_id = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    return f"{socket.gethostname()}/{boot_id}/{os.readlink('/proc/self/ns/pid')}"
+
+
+def library_version() -> str:
+    """Name and version of the MPI library in use, on one line."""
+    first_line = MPI.Get_library_version().split(",")[0].splitlines()[0]
+    return " ".join(first_line.replace("\x00", "").replace(":", "").split())
+
+
+def thread_level() -> int:
+    """The thread level that the library granted, as MPI numbers it."""
+    return MPI.Query_thread()
+
+
+def require_threads() -> None:
+    """Check that a watchdog thread may end the job while the main thread is inside MPI.
+
+    Raises:
+        ConfigError: the library grants less than MPI_THREAD_MULTIPLE.
+    """
+    if thread_level() < MPI.THREAD_MULTIPLE:
+        raise ConfigError(
+            f"{library_version()} grants thread level {thread_level()} but Trimaran needs "
+            f"MPI_THREAD_MULTIPLE ({MPI.THREAD_MULTIPLE}). Use a build of it with threads."
+        )
+
+
+def abort(code: int = 1) -> None:
+    """End every rank of the world now; does not return.
+
+    A library that cannot abort any more is given two seconds, then this process dies by
+    SIGKILL, which every starter takes as the end of the job.
+    """
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except OSError:
+            pass
+    threading.Thread(target=_kill_self, daemon=True).start()
+    MPI.COMM_WORLD.Abort(code)
+    time.sleep(_ABORT_GRACE_S + 1)
+
+
+def finalize() -> None:
+    """Leave MPI. Collective; waits for the others."""
+    if not MPI.Is_finalized():
+        MPI.Finalize()
+
+
+def _kill_self() -> None:
+    time.sleep(_ABORT_GRACE_S)
+    os.kill(os.getpid(), signal.SIGKILL)

@@ -1,0 +1,111 @@
+"""Where a rank stands in its group: parallel axes, coordinates and neighbours."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from trimaran.comm.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class Coord:
+    """Position on every parallel axis."""
+
+    pp: int
+    tp: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParallelLayout:
+    """Sizes of the parallel axes as seen from one rank.
+
+    Ranks of one tensor group are neighbours: rank = pp * tp_size + tp.
+    """
+
+    rank: int = 0
+    tp_size: int = 1
+    pp_size: int = 1
+    hosts: tuple[str, ...] = ()
+    """Host of every rank; empty means that all share one."""
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.rank < self.world_size:
+            raise ConfigError(f"rank {self.rank} is outside a world of {self.world_size}")
+        if self.hosts and len(self.hosts) != self.world_size:
+            raise ConfigError(
+                f"{len(self.hosts)} rank(s) were started but tp_size {self.tp_size} times "
+                f"pp_size {self.pp_size} needs {self.world_size}. Start {self.world_size} "
+                "ranks (--world-size), or build the engine for the number you have."
+            )
+
+    @property
+    def world_size(self) -> int:
+        """Ranks of the group."""
+        return self.tp_size * self.pp_size
+
+    @property
+    def coord(self) -> Coord:
+        """Position of this rank."""
+        return self.coord_of(self.rank)
+
+    @property
+    def tp_rank(self) -> int:
+        """Position on the tensor axis."""
+        return self.coord.tp
+
+    @property
+    def pp_rank(self) -> int:
+        """Pipeline stage."""
+        return self.coord.pp
+
+    @property
+    def is_leader(self) -> bool:
+        """Whether this rank schedules and speaks to the front ends."""
+        return self.rank == 0
+
+    @property
+    def is_first_stage(self) -> bool:
+        """Whether this rank embeds token ids."""
+        return self.pp_rank == 0
+
+    @property
+    def is_last_stage(self) -> bool:
+        """Whether this rank computes logits."""
+        return self.pp_rank == self.pp_size - 1
+
+    @property
+    def tp_ranks(self) -> tuple[int, ...]:
+        """The ranks of this rank's tensor group, in order."""
+        first = self.pp_rank * self.tp_size
+        return tuple(range(first, first + self.tp_size))
+
+    @property
+    def pp_ranks(self) -> tuple[int, ...]:
+        """The ranks of this rank's pipeline, first stage first."""
+        return tuple(range(self.tp_rank, self.world_size, self.tp_size))
+
+    @property
+    def local_ranks(self) -> tuple[int, ...]:
+        """The ranks of this rank's host, in order."""
+        if not self.hosts:
+            return tuple(range(self.world_size))
+        here = self.hosts[self.rank]
+        return tuple(r for r, host in enumerate(self.hosts) if host == here)
+
+    @property
+    def local_rank(self) -> int:
+        """Position among the ranks of the same host; picks the GPU."""
+        return self.local_ranks.index(self.rank)
+
+    @property
+    def num_hosts(self) -> int:
+        """Hosts that the group spans."""
+        return len(set(self.hosts)) if self.hosts else 1
+
+    def coord_of(self, rank: int) -> Coord:
+        """Position of any rank."""
+        return Coord(*divmod(rank, self.tp_size))
+
+    def rank_at(self, coord: Coord) -> int:
+        """The inverse of `coord_of`."""
+        return coord.pp * self.tp_size + coord.tp

@@ -1,0 +1,44 @@
+"""Coordinates, neighbours and refusals of the parallel layout."""
+
+from __future__ import annotations
+
+import pytest
+
+from trimaran.comm.errors import ConfigError
+from trimaran.comm.topology import Coord, ParallelLayout
+
+
+def test_ranks_of_a_tensor_group_are_neighbours():
+    layout = ParallelLayout(rank=5, tp_size=4, pp_size=2)
+
+    assert layout.coord == Coord(pp=1, tp=1)
+    assert layout.tp_ranks == (4, 5, 6, 7)
+    assert layout.pp_ranks == (1, 5)
+
+
+def test_every_rank_has_its_own_coordinates():
+    layout = ParallelLayout(tp_size=2, pp_size=3)
+
+    ranks = [layout.rank_at(layout.coord_of(rank)) for rank in range(6)]
+
+    assert ranks == [0, 1, 2, 3, 4, 5]
+
+
+def test_local_ranks_count_per_host():
+    layout = ParallelLayout(rank=3, tp_size=4, hosts=("a", "b", "a", "b"))
+
+    assert layout.local_ranks == (1, 3)
+    assert layout.local_rank == 1
+    assert layout.num_hosts == 2
+
+
+def test_only_the_ends_of_the_pipeline_embed_and_compute_logits():
+    layouts = [ParallelLayout(rank=rank, pp_size=3) for rank in range(3)]
+
+    assert [layout.is_first_stage for layout in layouts] == [True, False, False]
+    assert [layout.is_last_stage for layout in layouts] == [False, False, True]
+
+
+def test_a_world_of_the_wrong_size_is_refused_with_both_numbers():
+    with pytest.raises(ConfigError, match=r"3 rank\(s\) were started .* needs 4"):
+        ParallelLayout(rank=0, tp_size=2, pp_size=2, hosts=("a",) * 3)
