@@ -1,0 +1,197 @@
+"""A real `trimaran serve` with its whole process tree, for end-to-end tests."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+BIN = Path(sys.executable).parent
+ROOT = Path(__file__).resolve().parents[2]
+DEMO_MODEL = ROOT / "examples" / "demo_models" / "base"
+
+
+def free_ports(count: int) -> list[int]:
+    """Ports that nobody listens on now."""
+    with contextlib.ExitStack() as stack:
+        socks = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for sock in socks:
+            sock.bind(("127.0.0.1", 0))
+        return [sock.getsockname()[1] for sock in socks]
+
+
+def command_env() -> dict[str, str]:
+    """The environment of a shell that has not activated the virtual environment."""
+    env = {k: v for k, v in os.environ.items() if not k.startswith(("OMPI_", "PMIX_", "PRTE_"))}
+    env["OMP_NUM_THREADS"] = "1"
+    return env
+
+
+def run_trimaran(*args: str, timeout_s: float = 120) -> subprocess.CompletedProcess[str]:
+    """Run the `trimaran` command to its end."""
+    return subprocess.run(
+        [str(BIN / "trimaran"), *args],
+        capture_output=True,
+        text=True,
+        timeout=timeout_s,
+        env=command_env(),
+        cwd="/",
+    )
+
+
+@dataclass
+class Served:
+    """One running server. Use as a context manager: nothing of it outlives the block."""
+
+    repository: Path
+    world_size: int = 1
+    flags: tuple[str, ...] = ()
+    log_path: Path = Path("serve.log")
+    http_port: int = 0
+    grpc_port: int = 0
+    metrics_port: int = 0
+    process: subprocess.Popen[bytes] = field(init=False)
+    seen: dict[int, psutil.Process] = field(default_factory=dict)
+
+    def __enter__(self) -> Served:
+        self.start()
+        try:
+            self.wait_ready()
+        except BaseException:
+            self.kill()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def start(self) -> None:
+        """Start the supervisor in a session of its own."""
+        self.http_port, self.grpc_port, self.metrics_port = free_ports(3)
+        command = [
+            str(BIN / "trimaran"), "serve",
+            "--world-size", str(self.world_size), "--model-repo", str(self.repository),
+            "--http-port", str(self.http_port), "--grpc-port", str(self.grpc_port),
+            "--metrics-port", str(self.metrics_port), *self.flags,
+        ]  # fmt: skip
+        with self.log_path.open("wb") as log:
+            self.process = subprocess.Popen(
+                command,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,
+                env=command_env(),
+                cwd="/",
+            )
+
+    def wait_ready(self, timeout_s: float = 90) -> None:
+        """Return when the server answers ready; fail with its log otherwise."""
+        deadline = time.monotonic() + timeout_s
+        while time.monotonic() < deadline:
+            if self.process.poll() is not None:
+                raise AssertionError(f"ended with {self.process.returncode}:\n{self.log()}")
+            if self.is_ready():
+                self.remember_tree()
+                return
+            time.sleep(0.1)
+        raise AssertionError(f"not ready after {timeout_s} s:\n{self.log()}")
+
+    def is_ready(self) -> bool:
+        """Whether /v2/health/ready answers 200 now."""
+        try:
+            with urllib.request.urlopen(self.url("/v2/health/ready"), timeout=5) as reply:
+                return bool(reply.status == 200)
+        except OSError:
+            return False
+
+    def log(self) -> str:
+        """Everything the command wrote so far."""
+        return self.log_path.read_text(errors="replace")
+
+    def url(self, path: str) -> str:
+        """A URL on the HTTP port."""
+        return f"http://127.0.0.1:{self.http_port}{path}"
+
+    def post(self, path: str, body: Any, timeout_s: float = 60) -> tuple[int, Any]:
+        """POST JSON; return status and decoded JSON, errors included."""
+        request = urllib.request.Request(self.url(path), data=json.dumps(body).encode())
+        try:
+            with urllib.request.urlopen(request, timeout=timeout_s) as reply:
+                return reply.status, json.load(reply)
+        except urllib.error.HTTPError as error:
+            return error.code, json.loads(error.read())
+
+    def get(self, path: str) -> Any:
+        """GET JSON."""
+        with urllib.request.urlopen(self.url(path), timeout=30) as reply:
+            return json.load(reply)
+
+    def metrics(self) -> dict[str, float]:
+        """Every sample of the metrics endpoint by its name with labels."""
+        url = f"http://127.0.0.1:{self.metrics_port}/metrics"
+        with urllib.request.urlopen(url, timeout=30) as reply:
+            lines = reply.read().decode().splitlines()
+        pairs = (line.rsplit(" ", 1) for line in lines if line and not line.startswith("#"))
+        return {name: float(value) for name, value in pairs}
+
+    def events(self, path: str, body: Any, timeout_s: float = 60) -> list[dict[str, Any]]:
+        """POST to a stream route; return its events in order."""
+        request = urllib.request.Request(self.url(path), data=json.dumps(body).encode())
+        with urllib.request.urlopen(request, timeout=timeout_s) as reply:
+            text = reply.read().decode()
+        return [json.loads(event[len("data: ") :]) for event in text.split("\n\n") if event]
+
+    def remember_tree(self) -> dict[int, psutil.Process]:
+        """Note every process of the tree, to look for orphans later."""
+        with contextlib.suppress(psutil.NoSuchProcess):
+            root = psutil.Process(self.process.pid)
+            for process in [root, *root.children(recursive=True)]:
+                self.seen[process.pid] = process
+        return self.seen
+
+    def survivors(self) -> list[psutil.Process]:
+        """Noted processes that still run."""
+        return [
+            p for p in self.seen.values()
+            if p.is_running() and p.status() != psutil.STATUS_ZOMBIE
+        ]  # fmt: skip
+
+    def wait_gone(self, timeout_s: float) -> list[psutil.Process]:
+        """Wait until no noted process runs; return what is left at the deadline."""
+        deadline = time.monotonic() + timeout_s
+        while self.survivors() and time.monotonic() < deadline:
+            self.process.poll()
+            time.sleep(0.05)
+        return self.survivors()
+
+    def stop(self, timeout_s: float = 40) -> int:
+        """SIGTERM, wait, and make sure that the whole tree is gone; the exit code."""
+        self.remember_tree()
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGTERM)
+        try:
+            return self.process.wait(timeout_s)
+        finally:
+            self.kill()
+
+    def kill(self) -> None:
+        """Kill whatever is left of the tree, by pid."""
+        self.remember_tree()
+        for process in self.survivors():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(10)

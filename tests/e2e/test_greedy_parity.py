@@ -1,0 +1,102 @@
+"""Greedy ids through HTTP equal those of transformers on the same weights in float32."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from served import DEMO_MODEL, Served
+
+NUM_NEW = 24
+TOKENS_PER_BLOCK = 16
+TOKEN_BUDGET = 128
+LENGTHS = (1, 2, TOKENS_PER_BLOCK, TOKENS_PER_BLOCK + 1, 2 * TOKENS_PER_BLOCK, 300)
+
+
+def prompts(vocab_size: int) -> list[list[int]]:
+    """64 prompts: the lengths that sit on block and budget borders, and others."""
+    generator = np.random.default_rng(7)
+    lengths = [*LENGTHS, *generator.integers(3, 90, 64 - len(LENGTHS))]
+    return [generator.integers(3, vocab_size, int(n)).tolist() for n in lengths]
+
+
+def reference_ids(folder: Path, all_prompts: list[list[int]]) -> list[list[int]]:
+    """What transformers generates greedily, one prompt at a time."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    answers = []
+    for prompt in all_prompts:
+        ids = torch.tensor([prompt])
+        output = model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=NUM_NEW,
+            min_new_tokens=NUM_NEW,
+            do_sample=False,
+            eos_token_id=None,
+            pad_token_id=0,
+        )
+        answers.append(output[0, len(prompt) :].tolist())
+    return answers
+
+
+@pytest.fixture(scope="module")
+def gpt2_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random GPT-2: learned positions, biases, gelu_new."""
+    torch.manual_seed(3)
+    config = transformers.GPT2Config(
+        vocab_size=1003, n_positions=512, n_embd=96, n_layer=3, n_head=4,
+        bos_token_id=0, eos_token_id=0,
+    )  # fmt: skip
+    model = transformers.GPT2LMHeadModel(config)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("bias"):
+                parameter.normal_(std=0.1)
+            elif parameter.dim() > 1:
+                parameter.mul_(4)
+    folder = tmp_path_factory.mktemp("gpt2")
+    model.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module", params=["llama", "gpt2"])
+def case(request, gpt2_folder):
+    """A checkpoint with its prompts and the reference answers."""
+    folder = DEMO_MODEL if request.param == "llama" else gpt2_folder
+    vocab_size = transformers.AutoConfig.from_pretrained(folder).vocab_size
+    all_prompts = prompts(vocab_size)
+    return folder, all_prompts, reference_ids(folder, all_prompts)
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_greedy_ids_equal_transformers(
+    case, world_size, build_engine, make_repository, tmp_path
+):
+    folder, all_prompts, expected = case
+    engine = build_engine(
+        folder, "--dtype", "float32", "--tp-size", str(world_size), "--max-batch-size", "32",
+        "--max-num-tokens", str(TOKEN_BUDGET), "--max-input-len", "400",
+        "--tokens-per-block", str(TOKENS_PER_BLOCK),
+    )  # fmt: skip
+    repository = make_repository(engine, enable_chunked_context="True")
+    server = Served(repository, world_size=world_size, log_path=tmp_path / "serve.log")
+
+    def ask(prompt: list[int]) -> list[int]:
+        body = {
+            "input_ids": prompt, "input_lengths": len(prompt), "request_output_len": NUM_NEW,
+            "exclude_input_in_output": True,
+        }  # fmt: skip
+        status, reply = server.post("/v2/models/tensorrt_llm/generate", body)
+        assert status == 200, reply
+        return list(reply["output_ids"])
+
+    with server, ThreadPoolExecutor(16) as pool:
+        answers = list(pool.map(ask, all_prompts))
+
+    different = [i for i, (a, e) in enumerate(zip(answers, expected, strict=True)) if a != e]
+    assert different == []
