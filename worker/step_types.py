@@ -1,0 +1,146 @@
+"""One engine step as data: what is decided for it and what comes back."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgpack
+import numpy as np
+import numpy.typing as npt
+
+from trimaran.comm.errors import ProtocolError
+
+Int32Array = npt.NDArray[np.int32]
+
+_ARRAYS = (
+    "rows",
+    "num_scheduled_tokens",
+    "num_computed_tokens",
+    "sampled",
+    "new_blocks",
+    "block_copies",
+    "finished_rows",
+)
+_COLUMNS = {"new_blocks": 4, "block_copies": 3}
+
+
+def int32s(values: Sequence[Any], num_columns: int = 0) -> Int32Array:
+    """An int32 array of ``values``; a table if ``num_columns`` is given."""
+    array = np.array(values, dtype=np.int32)
+    return array.reshape(-1, num_columns) if num_columns else array
+
+
+@dataclass(slots=True, kw_only=True)
+class NewRow:
+    """A row's occupant, sent once: a new sequence, or one that comes back.
+
+    ``token_ids`` holds the prompt and the output known so far. A preempted or replayed
+    sequence differs from a new one only in having output.
+    """
+
+    row: int
+    token_ids: Int32Array
+    num_prompt_tokens: int
+    sequence_index: int = 0
+    """Part of the sampling noise's key."""
+
+    sampling: dict[str, Any] = field(default_factory=dict)
+    """`SamplingParams.to_wire()`."""
+
+    adapter_id: int = 0
+
+
+@dataclass(slots=True, kw_only=True)
+class SchedulerOutput:
+    """The decision of one step: flat arrays that hold only what changed.
+
+    Entry i of the three parallel arrays schedules ``num_scheduled_tokens[i]`` tokens of
+    the sequence in ``rows[i]``, after the ``num_computed_tokens[i]`` that have KV already.
+    Sequences with one token come first. A rank applies, in this order: ``finished_rows``,
+    ``new_rows``, ``new_blocks``, ``block_copies``, the forward pass.
+    """
+
+    step: int
+    rows: Int32Array
+    num_scheduled_tokens: Int32Array
+    num_computed_tokens: Int32Array
+    sampled: Int32Array
+    """Entries (indices into ``rows``) whose last token's logits are sampled, ascending."""
+
+    new_blocks: Int32Array
+    """[n, 4]: KV group, row, index in the row's block table, block id."""
+
+    block_copies: Int32Array
+    """[n, 3]: KV group, source block, destination block."""
+
+    finished_rows: Int32Array
+    new_rows: list[NewRow] = field(default_factory=list)
+    num_decodes: int = 0
+    """How many leading entries have exactly one scheduled token."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the step."""
+        return int(self.num_scheduled_tokens.sum())
+
+    def encode(self) -> bytes:
+        """A msgpack list: two integers, the arrays' raw bytes, the new rows."""
+        arrays = [getattr(self, name).tobytes() for name in _ARRAYS]
+        rows = [
+            [
+                new.row,
+                new.token_ids.tobytes(),
+                new.num_prompt_tokens,
+                new.sequence_index,
+                new.sampling,
+                new.adapter_id,
+            ]
+            for new in self.new_rows
+        ]
+        packed: bytes = msgpack.packb([self.step, self.num_decodes, arrays, rows])
+        return packed
+
+    @classmethod
+    def decode(cls, payload: bytes | memoryview) -> SchedulerOutput:
+        """The inverse of `encode`; arrays are read-only views of ``payload``'s parts.
+
+        Raises:
+            ProtocolError: ``payload`` is not an encoded decision.
+        """
+        try:
+            step, num_decodes, raw_arrays, raw_rows = msgpack.unpackb(
+                payload, strict_map_key=False
+            )
+            arrays = {
+                name: np.frombuffer(raw, dtype=np.int32)
+                for name, raw in zip(_ARRAYS, raw_arrays, strict=True)
+            }
+            for name, num_columns in _COLUMNS.items():
+                arrays[name] = arrays[name].reshape(-1, num_columns)
+            new_rows = [
+                NewRow(
+                    row=row,
+                    token_ids=np.frombuffer(ids, dtype=np.int32),
+                    num_prompt_tokens=num_prompt,
+                    sequence_index=index,
+                    sampling=sampling,
+                    adapter_id=adapter,
+                )
+                for row, ids, num_prompt, index, sampling, adapter in raw_rows
+            ]
+            return cls(step=step, num_decodes=num_decodes, new_rows=new_rows, **arrays)
+        except (ValueError, TypeError, msgpack.UnpackException) as error:
+            raise ProtocolError(
+                f"cannot decode a step's decision of {len(payload)} bytes: {error}"
+            ) from error
+
+
+@dataclass(slots=True, kw_only=True)
+class SampledTokens:
+    """What one step sampled, on the host: entry i belongs to ``sampled[i]``."""
+
+    token_ids: list[int]
+    log_probs: list[float] | None = None
+    """Log-probability of each id under the model; only if some request asked."""
