@@ -1,0 +1,126 @@
+"""The `trimaran` command: finds the subcommand, runs it, turns errors into exit codes."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from trimaran.comm.errors import ConfigError, TrimaranError
+from trimaran.launcher.flags import FlagParser
+
+EXIT_FAILURE = 1
+EXIT_CONFIG = 2
+EXIT_INTERRUPTED = 130
+
+
+@dataclass(frozen=True, slots=True)
+class Subcommand:
+    """One subcommand. Its module has ``add_arguments(parser)`` and ``run(args) -> int``."""
+
+    module: str
+    summary: str
+    example: str
+
+
+SUBCOMMANDS: dict[str, Subcommand] = {
+    "serve": Subcommand(
+        "trimaran.launcher.serve",
+        "serve a model repository",
+        "trimaran serve --model-repo repository --world-size 2",
+    ),
+    "build": Subcommand(
+        "trimaran.builder.cli",
+        "turn a Hugging Face checkpoint into an engine folder",
+        "trimaran build --checkpoint llama --output engine --tp-size 2",
+    ),
+    "init-repo": Subcommand(
+        "trimaran.launcher.init_repo",
+        "write a model repository",
+        "trimaran init-repo repository --fill engine_dir:engine,tokenizer_dir:llama",
+    ),
+    "fill-template": Subcommand(
+        "trimaran.launcher.fill_template",
+        "fill ${...} values of a config.pbtxt",
+        "trimaran fill-template -i config.pbtxt engine_dir:engine,decoupled_mode:True",
+    ),
+    "client": Subcommand(
+        "trimaran.client.cli",
+        "send requests",
+        "trimaran client --text 'What is machine learning?' --streaming",
+    ),
+    "bench": Subcommand(
+        "trimaran.client.bench",
+        "measure throughput and latency",
+        "trimaran bench --concurrency 16 --num-requests 200",
+    ),
+    "doctor": Subcommand(
+        "trimaran.launcher.doctor",
+        "say what will and won't work on this machine",
+        "trimaran doctor",
+    ),
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command. Returns the exit code: 2 for what the operator must change."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    try:
+        return _dispatch(words)
+    except ConfigError as error:
+        print(f"trimaran: error: {error}", file=sys.stderr)
+        return EXIT_CONFIG
+    except TrimaranError as error:
+        print(f"trimaran: error: {error}", file=sys.stderr)
+        return EXIT_FAILURE
+    except KeyboardInterrupt:
+        return EXIT_INTERRUPTED
+    except BrokenPipeError:
+        # The reader of our output went away (`trimaran ... | head`): not our failure.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return EXIT_FAILURE
+
+
+def _dispatch(words: list[str]) -> int:
+    name = words[0] if words else "--help"
+    if name in ("--help", "-h", "help"):
+        print(_overview())
+        return 0 if words else EXIT_CONFIG
+    if name in ("--version", "-V"):
+        print(f"trimaran {_version()}")
+        return 0
+    subcommand = SUBCOMMANDS.get(name.replace("_", "-"))
+    if subcommand is None:
+        known = ", ".join(SUBCOMMANDS)
+        raise ConfigError(f"{name!r} is not a command. Commands are {known}.")
+    module = importlib.import_module(subcommand.module)
+    parser = FlagParser(
+        prog=f"trimaran {name}",
+        description=f"{subcommand.summary.capitalize()}.",
+        epilog=f"Example:\n  {subcommand.example}",
+    )
+    module.add_arguments(parser)
+    if not any("--config" in action.option_strings for action in parser._actions):
+        parser.add_argument("--config", metavar="FILE", help="YAML file of `flag: value` lines")
+    return int(module.run(parser.parse(words[1:])) or 0)
+
+
+def _version() -> str:
+    from importlib.metadata import version
+
+    return version("trimaran")
+
+
+def _overview() -> str:
+    lines = ["usage: trimaran COMMAND [flags]", "", "LLM serving on MPI ranks.", ""]
+    lines += [f"  {name:<14} {each.summary}" for name, each in SUBCOMMANDS.items()]
+    lines += [
+        "",
+        "Example:",
+        f"  {SUBCOMMANDS['serve'].example}",
+        "",
+        "Flags of a command: trimaran COMMAND --help",
+    ]
+    return "\n".join(lines)

@@ -1,0 +1,150 @@
+"""The argument parser of every `trimaran` command: spellings, run files, help on a screen."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+from trimaran.comm.errors import ConfigError
+
+_TRUE = ("true", "1", "yes", "on")
+_FALSE = ("false", "0", "no", "off")
+
+
+def boolean(text: str) -> bool:
+    """A flag's value ``true`` or ``false``, in the spellings that tritonserver takes."""
+    if text.lower() in _TRUE:
+        return True
+    if text.lower() in _FALSE:
+        return False
+    raise argparse.ArgumentTypeError(f"{text!r} is neither true nor false")
+
+
+def positive(text: str) -> int:
+    """A whole number of 1 or more."""
+    if not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of 1 or more")
+    return int(text)
+
+
+def seconds(text: str) -> float:
+    """A time of 0 or more."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds, 0 or more")
+    return value
+
+
+class FlagParser(argparse.ArgumentParser):
+    """Flags may be written with ``_`` or ``-`` and may come from a YAML file.
+
+    An error is one line on stderr and exit code 2. Flags named by `hide` are left out of
+    ``--help`` and appear in ``--help-all``.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        options.setdefault("formatter_class", argparse.RawDescriptionHelpFormatter)
+        super().__init__(allow_abbrev=False, **options)
+        self._hidden: set[str] = set()
+
+    def hide(self, *dests: str) -> None:
+        """Leave the flags of these destinations out of the short help."""
+        self._hidden.update(dests)
+
+    def error(self, message: str) -> NoReturn:
+        """One line and exit code 2."""
+        print(f"{self.prog}: error: {message} ({self.prog} --help)", file=sys.stderr)
+        raise SystemExit(2)
+
+    def parse(self, argv: Sequence[str]) -> argparse.Namespace:
+        """Parse ``argv``, after the flags of the file that its ``--config`` names."""
+        own = [self._respell(word) for word in argv]
+        for number, word in enumerate(own):
+            if word == "--help-all":
+                self._hidden.clear()
+                own[number] = "--help"
+            elif word == "--config" and number + 1 < len(own):
+                own = self._file_flags(Path(own[number + 1])) + own
+            elif word.startswith("--config="):
+                own = self._file_flags(Path(word.partition("=")[2])) + own
+        return self.parse_args(own)
+
+    def format_help(self) -> str:
+        """The help text, without hidden flags."""
+        shown = {action: action.help for action in self._actions}
+        for action in self._actions:
+            if action.dest in self._hidden:
+                action.help = argparse.SUPPRESS
+        try:
+            text = super().format_help()
+        finally:
+            for action, help_text in shown.items():
+                action.help = help_text
+        return text + ("\nAll flags: --help-all\n" if self._hidden else "")
+
+    def _respell(self, word: str) -> str:
+        """The declared spelling of a long flag, whichever of ``_`` and ``-`` it uses."""
+        if not word.startswith("--"):
+            return word
+        name, equals, value = word.partition("=")
+        return f"{self._declared(name) or name}{equals}{value}"
+
+    def _declared(self, name: str) -> str | None:
+        for option in self._option_string_actions:
+            if option.replace("_", "-") == name.replace("_", "-"):
+                return option
+        return None
+
+    def _file_flags(self, path: Path) -> list[str]:
+        """The flags that a YAML file of ``name: value`` lines stands for."""
+        import yaml  # only users of run files pay for its import
+
+        try:
+            values = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
+        except OSError as error:
+            raise ConfigError(f"--config {path}: {error.strerror}") from None
+        except (yaml.YAMLError, UnicodeDecodeError) as error:
+            where = " ".join(str(error).split())
+            raise ConfigError(f"--config {path}: is not YAML: {where}") from None
+        if not isinstance(values, dict):
+            raise ConfigError(f"--config {path}: must hold lines of the form `flag: value`")
+        flags: list[str] = []
+        for key, value in values.items():
+            flags += self._flag_words(path, str(key), value)
+        return flags
+
+    def _flag_words(self, path: Path, key: str, value: object) -> list[str]:
+        option = self._declared("--" + key.lstrip("-"))
+        if option is None or option == "--config":
+            known = [name[2:] for name in self._option_string_actions if name[:2] == "--"]
+            near = difflib.get_close_matches(key.replace("_", "-"), known, 1)
+            hint = f"; did you mean {near[0]}?" if near else ""
+            raise ConfigError(f"--config {path}: {self.prog} has no flag {key!r}{hint}")
+        action = self._option_string_actions[option]
+        if action.nargs == 0:
+            if not isinstance(value, bool):
+                raise ConfigError(f"--config {path}: {key} is {value!r}, not true or false")
+            return [option] if value else []
+        if value is None:
+            return []
+        if isinstance(value, list):
+            words = [_as_word(path, key, item) for item in value]
+            if action.nargs is not None:
+                return [option, *words]
+            return [f"{option}={word}" for word in words]
+        return [f"{option}={_as_word(path, key, value)}"]
+
+
+def _as_word(path: Path, key: str, value: object) -> str:
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, str | int | float):
+        return str(value)
+    raise ConfigError(f"--config {path}: {key} is {value!r}, not a single value")
