@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+
 from trimaran.comm.errors import ProtocolError
 from trimaran.comm.sampling_params import SamplingParams
 from trimaran.worker.step_types import NewRow, SchedulerOutput, int32s

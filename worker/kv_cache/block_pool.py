@@ -1,0 +1,93 @@
+"""The KV-cache blocks of one group: who holds them and what they contain."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+
+BlockHash = bytes
+
+
+class BlockPool:
+    """A fixed set of blocks, each in use, or free, or free with reusable content.
+
+    A free block keeps its hash until it is handed out again, so a later sequence with the
+    same prefix can still claim it. Free blocks are handed out in this order: those without
+    content, then least recently released. Every call is O(1) a block.
+    """
+
+    def __init__(self, num_blocks: int) -> None:
+        self.num_blocks = num_blocks
+        self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
+        self._ref_counts = [0] * num_blocks
+        self._block_of: dict[BlockHash, int] = {}
+        self._hash_of: dict[int, BlockHash] = {}
+
+    @property
+    def num_free(self) -> int:
+        """Blocks that nobody holds."""
+        return len(self._free)
+
+    def allocate(self, count: int) -> list[int] | None:
+        """Take ``count`` blocks, or take nothing and return None if too few are free."""
+        free = self._free
+        if count > len(free):
+            return None
+        blocks = [free.popitem(last=False)[0] for _ in range(count)]
+        for block in blocks:
+            self.forget(block)
+            self._ref_counts[block] = 1
+        return blocks
+
+    def share(self, blocks: Iterable[int]) -> None:
+        """Hold each block once more; a free one is taken with its content."""
+        for block in blocks:
+            if self._ref_counts[block] == 0:
+                del self._free[block]
+            self._ref_counts[block] += 1
+
+    def release(self, blocks: Sequence[int]) -> None:
+        """Drop one hold on each block of a sequence, last first: tails are evicted first."""
+        for block in reversed(blocks):
+            count = self._ref_counts[block] - 1
+            assert count >= 0, f"block {block} released more often than held"
+            self._ref_counts[block] = count
+            if count == 0:
+                self._free[block] = None
+                if block not in self._hash_of:
+                    self._free.move_to_end(block, last=False)
+
+    def publish(self, block: int, block_hash: BlockHash) -> None:
+        """Make a full block's content findable, unless another block already has it."""
+        if block_hash not in self._block_of and block not in self._hash_of:
+            self._block_of[block_hash] = block
+            self._hash_of[block] = block_hash
+
+    def lookup(self, block_hash: BlockHash) -> int | None:
+        """The block with this content, in use or free."""
+        return self._block_of.get(block_hash)
+
+    def is_held(self, block: int) -> bool:
+        """Whether some sequence holds the block."""
+        return self._ref_counts[block] > 0
+
+    def forget(self, block: int) -> None:
+        """Make the block's content unfindable."""
+        block_hash = self._hash_of.pop(block, None)
+        if block_hash is not None:
+            del self._block_of[block_hash]
+
+    def check(self, holders: Iterable[Sequence[int]]) -> None:
+        """Raise AssertionError unless ``holders`` explain every reference count.
+
+        ``holders`` are the block lists of all sequences. O(blocks); for tests.
+        """
+        counts = [0] * self.num_blocks
+        for blocks in holders:
+            assert len(set(blocks)) == len(blocks), f"a sequence holds a block twice: {blocks}"
+            for block in blocks:
+                counts[block] += 1
+        assert counts == self._ref_counts, "reference counts differ from the holders"
+        free = {block for block, count in enumerate(counts) if count == 0}
+        assert free == set(self._free), "the free list is not the set of unheld blocks"
+        assert {b: h for h, b in self._block_of.items()} == self._hash_of
