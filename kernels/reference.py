@@ -1,0 +1,152 @@
+"""Every kernel in plain torch: the definition that fast versions are tested against."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+# Shapes: T tokens, D and E widths, S sequences, M blocks of the longest sequence, Q queries
+# of the longest sequence, L its tokens, B tokens of a block, N query heads, K key-value
+# heads, G = N / K, H head size, P positions.
+
+_QUERY_TILE = 256
+"""Queries of a sequence that attention takes at once: bounds the memory for scores."""
+
+
+def linear(x_TD: Tensor, weight_ED: Tensor, bias_E: Tensor | None = None) -> Tensor:
+    """``x @ weight.T + bias`` in the dtype of ``x``."""
+    return F.linear(x_TD, weight_ED, bias_E)
+
+
+def linear_float32(x_TD: Tensor, weight_ED: Tensor) -> Tensor:
+    """``x @ weight.T`` as float32, for logits."""
+    return F.linear(x_TD, weight_ED).float()
+
+
+def rms_norm(x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
+    """Root-mean-square normalisation in float32, rounded once to the dtype of ``x``."""
+    x = x_TD.float()
+    scale = torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps)
+    return (x * scale * weight_D.float()).to(x_TD.dtype)
+
+
+def add_rms_norm(x_TD: Tensor, residual_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
+    """Add ``x`` into ``residual``, which becomes the sum, and normalise it."""
+    residual_TD += x_TD
+    return rms_norm(residual_TD, weight_D, eps)
+
+
+def layer_norm(x_TD: Tensor, weight_D: Tensor, bias_D: Tensor, eps: float) -> Tensor:
+    """Layer normalisation."""
+    return F.layer_norm(x_TD, (x_TD.shape[-1],), weight_D, bias_D, eps)
+
+
+def add_layer_norm(
+    x_TD: Tensor, residual_TD: Tensor, weight_D: Tensor, bias_D: Tensor, eps: float
+) -> Tensor:
+    """Add ``x`` into ``residual``, which becomes the sum, and normalise it."""
+    residual_TD += x_TD
+    return layer_norm(residual_TD, weight_D, bias_D, eps)
+
+
+def silu_and_mul(gate_up_TE: Tensor) -> Tensor:
+    """``silu(gate) * up`` of the two halves of the last dim, in float32, rounded once."""
+    gate, up = gate_up_TE.float().chunk(2, dim=-1)
+    return (F.silu(gate) * up).to(gate_up_TE.dtype)
+
+
+def activation(x_TD: Tensor, name: str) -> Tensor:
+    """``gelu_new`` (tanh form), ``gelu`` (exact) or ``relu``."""
+    if name == "relu":
+        return F.relu(x_TD)
+    return F.gelu(x_TD, approximate="none" if name == "gelu" else "tanh")
+
+
+def rotate(x_TNH: Tensor, cos_sin_PH: Tensor, positions_T: Tensor) -> None:
+    """Rotate the halves of each head by its position's angles, in place.
+
+    ``cos_sin`` is float32: the first half of a row holds cosines, the second sines.
+    """
+    cos, sin = cos_sin_PH[positions_T].unsqueeze(1).chunk(2, dim=-1)
+    first, second = x_TNH.float().chunk(2, dim=-1)
+    x_TNH.copy_(torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1))
+
+
+def write_kv(key_TKH: Tensor, value_TKH: Tensor, kv_cache: Tensor, slots_T: Tensor) -> None:
+    """Store each token's key and value at its slot of ``kv_cache`` [blocks, 2, B, K, H]."""
+    block_size = kv_cache.shape[2]
+    blocks = torch.div(slots_T, block_size, rounding_mode="floor")
+    offsets = slots_T - blocks * block_size
+    kv_cache[:, 0][blocks, offsets] = key_TKH
+    kv_cache[:, 1][blocks, offsets] = value_TKH
+
+
+def paged_attention(
+    query_TNH: Tensor,
+    kv_cache: Tensor,
+    query_start_loc: Tensor,
+    seq_lens: Tensor,
+    block_tables: Tensor,
+    scale: float,
+    max_query_len: int,
+    max_seq_len: int,
+) -> Tensor:
+    """Causal attention of each sequence's last tokens over its cached keys and values.
+
+    ``kv_cache`` is [blocks, 2, B, K, H] with any block stride; the queries of sequence s
+    are its last ``query_start_loc[s + 1] - query_start_loc[s]`` tokens. Scores are float32.
+    Vectorised over sequences and without a wait for the device, at the price of padding all
+    to the longest: a batch should hold queries of similar length.
+    """
+    num_tokens, num_heads, head_size = query_TNH.shape
+    keys, values = _gather_kv(kv_cache, seq_lens, block_tables, max_seq_len)
+    starts = query_start_loc[:-1].long()
+    query_lens = query_start_loc[1:].long() - starts
+    tiles = []
+    for first in range(0, max_query_len, _QUERY_TILE):
+        offsets = torch.arange(
+            first, min(first + _QUERY_TILE, max_query_len), device=query_TNH.device
+        )
+        rows = (starts[:, None] + offsets).clamp(max=num_tokens - 1)
+        positions = (seq_lens.long() - query_lens)[:, None] + offsets
+        tiles.append(_attend(query_TNH[rows], keys, values, positions, scale))
+    padded = torch.cat(tiles, dim=1)
+    tokens = torch.arange(num_tokens, device=query_TNH.device)
+    sequences = torch.searchsorted(query_start_loc[1:].long(), tokens, right=True)
+    # Padding tokens behind the last sequence read some row; nobody reads theirs.
+    sequences = sequences.clamp(max=starts.shape[0] - 1)
+    offsets = (tokens - starts[sequences]).clamp(max=max_query_len - 1)
+    return padded[sequences, offsets].reshape(num_tokens, num_heads, head_size)
+
+
+def _gather_kv(
+    kv_cache: Tensor, seq_lens: Tensor, block_tables: Tensor, max_seq_len: int
+) -> tuple[Tensor, Tensor]:
+    """Keys and values [S, L, K, H] as float32, zero behind a sequence's end."""
+    block_size = kv_cache.shape[2]
+    num_blocks = -(-max_seq_len // block_size)
+    starts = torch.arange(num_blocks, device=kv_cache.device) * block_size
+    tables = block_tables[:, :num_blocks].long()
+    tables = torch.where(starts < seq_lens[:, None], tables, 0)
+    gathered = kv_cache[tables]
+    keys = gathered[:, :, 0].flatten(1, 2).float()
+    values = gathered[:, :, 1].flatten(1, 2).float()
+    tokens = torch.arange(keys.shape[1], device=kv_cache.device)
+    # Unwritten memory may hold NaN, which a zero weight would not remove.
+    is_outside = (tokens >= seq_lens[:, None])[:, :, None, None]
+    return keys.masked_fill(is_outside, 0.0), values.masked_fill(is_outside, 0.0)
+
+
+def _attend(
+    query_SQNH: Tensor, key_SLKH: Tensor, value_SLKH: Tensor, position_SQ: Tensor, scale: float
+) -> Tensor:
+    num_sequences, num_queries, _, head_size = query_SQNH.shape
+    groups = (num_sequences, num_queries, key_SLKH.shape[2], -1, head_size)
+    query = query_SQNH.float().view(groups) * scale
+    scores = torch.einsum("sqkgh,slkh->sqkgl", query, key_SLKH)
+    tokens = torch.arange(key_SLKH.shape[1], device=scores.device)
+    is_future = tokens > position_SQ[:, :, None]
+    scores = scores.masked_fill(is_future[:, :, None, None, :], float("-inf"))
+    output = torch.einsum("sqkgl,slkh->sqkgh", torch.softmax(scores, dim=-1), value_SLKH)
+    return output.flatten(2, 3).to(query_SQNH.dtype)

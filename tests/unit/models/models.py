@@ -1,0 +1,171 @@
+"""Small random models of transformers, and ours run over a paged cache beside them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+
+from trimaran.worker.attention.backend import AttentionMetadata, ForwardContext
+from trimaran.worker.engine_folder import EngineFolder
+from trimaran.worker.layers.parallel import ShardPosition, TensorGroup
+from trimaran.worker.models.interfaces import CausalLM, StageRange
+from trimaran.worker.models.registry import build_model
+from trimaran.worker.models.weight_loader import load_checkpoint
+
+CPU = torch.device("cpu")
+BLOCK = 4
+LLAMA3_ROPE = {
+    "rope_type": "llama3", "rope_theta": 10000.0, "factor": 4.0, "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0, "original_max_position_embeddings": 32,
+}  # fmt: skip
+
+
+def llama_config(**changes: Any) -> LlamaConfig:
+    """A Llama with grouped queries."""
+    values: dict[str, Any] = {
+        "vocab_size": 150, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3,
+        "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 16,
+        "max_position_embeddings": 128, "rms_norm_eps": 1e-5, "initializer_range": 0.1,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+        "bos_token_id": None, "eos_token_id": None,
+    }  # fmt: skip
+    return LlamaConfig(**{**values, **changes})
+
+
+def gpt2_config(**changes: Any) -> GPT2Config:
+    """A GPT-2 with its usual activation."""
+    values: dict[str, Any] = {
+        "vocab_size": 150, "n_embd": 64, "n_inner": 96, "n_layer": 3, "n_head": 4,
+        "n_positions": 128, "initializer_range": 0.1, "bos_token_id": None,
+        "eos_token_id": None,
+    }  # fmt: skip
+    return GPT2Config(**{**values, **changes})
+
+
+def save_huggingface(folder: Path, config: Any, *, dtype: torch.dtype = torch.float32) -> Any:
+    """A random model of transformers, saved to ``folder`` and returned."""
+    torch.manual_seed(1)
+    kind = LlamaForCausalLM if isinstance(config, LlamaConfig) else GPT2LMHeadModel
+    model = kind(config).eval()
+    for name, parameter in model.named_parameters():
+        # Norms and biases start as ones and zeros, which would hide errors.
+        if parameter.dim() == 1:
+            torch.nn.init.normal_(parameter, 1.0 if "bias" not in name else 0.0, 0.2)
+    model = model.to(dtype)
+    model.save_pretrained(folder)
+    # Reloaded, so that both sides have what the files say.
+    return kind.from_pretrained(folder, attn_implementation="eager", dtype=dtype).eval()
+
+
+def load_ours(
+    folder: Path, tp: TensorGroup | None = None, dtype: torch.dtype = torch.float32
+) -> CausalLM:
+    """Our model of a Hugging Face folder."""
+    found = EngineFolder.load(folder)
+    stage = StageRange.of(found.config.num_hidden_layers, 0, 1)
+    model = build_model(found.config, stage, tp or ShardPosition(), dtype=dtype, device=CPU)
+    load_checkpoint(model, found.weight_files)
+    model.process_weights_after_loading()
+    return model
+
+
+class PagedRun:
+    """A few sequences on one model, with their blocks dealt out in mixed order."""
+
+    def __init__(self, model: CausalLM, num_sequences: int, max_len: int = 64) -> None:
+        self.model = model
+        self.lengths = [0] * num_sequences
+        blocks_each = -(-max_len // BLOCK)
+        order = torch.randperm(
+            num_sequences * blocks_each, generator=torch.Generator().manual_seed(3)
+        )
+        self.tables = order.view(num_sequences, blocks_each).to(torch.int32)
+        spec = model.kv_cache_specs()[0]
+        layers = len(model.kv_cache_specs())
+        shape = (order.numel(), layers, 2, BLOCK, spec.num_kv_heads, spec.head_size)
+        # NaN: whatever a layer reads that nobody wrote must not matter.
+        pool = torch.full(shape, float("nan"), dtype=spec.dtype)
+        self.caches = [pool[:, layer] for layer in range(layers)]
+
+    def hidden(self, chunks: dict[int, list[int]], *, hidden: Tensor | None = None) -> Tensor:
+        """Run one step that gives each sequence a chunk of tokens; its hidden states."""
+        tokens, positions, slots, starts = [], [], [], [0]
+        for sequence, ids in chunks.items():
+            first = self.lengths[sequence]
+            for offset, token in enumerate(ids):
+                position = first + offset
+                block = int(self.tables[sequence, position // BLOCK])
+                tokens.append(token)
+                positions.append(position)
+                slots.append(block * BLOCK + position % BLOCK)
+            self.lengths[sequence] += len(ids)
+            starts.append(len(tokens))
+        sequences = list(chunks)
+        lengths = [self.lengths[s] for s in sequences]
+        sizes = [len(ids) for ids in chunks.values()]
+        num_decodes = next((i for i, size in enumerate(sizes) if size > 1), len(sizes))
+        metadata = AttentionMetadata(
+            query_start_loc=torch.tensor(starts, dtype=torch.int32),
+            seq_lens=torch.tensor(lengths, dtype=torch.int32),
+            block_tables=self.tables[sequences],
+            slot_mapping=torch.tensor(slots),
+            max_query_len=max(sizes),
+            max_seq_len=max(lengths),
+            num_decodes=num_decodes,
+        )
+        context = ForwardContext(attention=metadata, kv_caches=self.caches)
+        ids = torch.tensor(tokens)
+        return self.model.forward(ids, torch.tensor(positions), context, hidden)
+
+    def logits(self, chunks: dict[int, list[int]]) -> Tensor:
+        """Logits of every token of one step."""
+        with torch.inference_mode():
+            return self.model.compute_logits(self.hidden(chunks))
+
+    def greedy(self, prompts: list[list[int]], num_tokens: int) -> list[list[int]]:
+        """Continue all prompts together: prompts in one step, then one token a step."""
+        logits = self.logits(dict(enumerate(prompts)))
+        ends = np.cumsum([len(prompt) for prompt in prompts]) - 1
+        outputs = [[int(logits[end].argmax())] for end in ends]
+        for _ in range(num_tokens - 1):
+            logits = self.logits({s: output[-1:] for s, output in enumerate(outputs)})
+            for row, output in enumerate(outputs):
+                output.append(int(logits[row].argmax()))
+        return outputs
+
+
+def reference_greedy(model: Any, prompts: list[list[int]], num_tokens: int) -> list[list[int]]:
+    """What transformers continues each prompt with, one at a time."""
+    outputs = []
+    for prompt in prompts:
+        ids = torch.tensor([prompt])
+        with torch.inference_mode():
+            done = model.generate(
+                ids,
+                attention_mask=torch.ones_like(ids),
+                max_new_tokens=num_tokens,
+                do_sample=False,
+                pad_token_id=0,
+            )
+        outputs.append(done[0, len(prompt) :].tolist())
+    return outputs
+
+
+def prompts(*lengths: int, vocab_size: int = 150) -> list[list[int]]:
+    """Random prompts of these lengths."""
+    generator = torch.Generator().manual_seed(7)
+    return [
+        torch.randint(vocab_size, (length,), generator=generator).tolist() for length in lengths
+    ]
+
+
+def edit_config(folder: Path, **changes: Any) -> None:
+    """Overwrite keys of a folder's ``config.json``."""
+    path = folder / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))

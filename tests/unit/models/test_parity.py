@@ -1,0 +1,105 @@
+"""Our models against transformers on the same weights."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+_SPEC = importlib.util.spec_from_file_location("models", Path(__file__).with_name("models.py"))
+assert _SPEC is not None and _SPEC.loader is not None
+models = importlib.util.module_from_spec(_SPEC)
+sys.modules["models"] = models
+_SPEC.loader.exec_module(models)
+
+CONFIGS = {
+    "llama": models.llama_config(),
+    "llama-tied": models.llama_config(tie_word_embeddings=True),
+    "llama-one-kv-head": models.llama_config(num_key_value_heads=1),
+    "llama-all-heads": models.llama_config(num_key_value_heads=8),
+    "llama-biases": models.llama_config(attention_bias=True, mlp_bias=True),
+    "llama-wide-heads": models.llama_config(head_dim=32),
+    "llama-rope-llama3": models.llama_config(rope_parameters=models.LLAMA3_ROPE),
+    "llama-rope-linear": models.llama_config(
+        rope_parameters={"rope_type": "linear", "rope_theta": 500.0, "factor": 2.0}
+    ),
+    "gpt2": models.gpt2_config(),
+    "gpt2-gelu": models.gpt2_config(activation_function="gelu"),
+    "gpt2-relu-untied": models.gpt2_config(
+        activation_function="relu", tie_word_embeddings=False
+    ),
+}
+
+
+@pytest.fixture(params=list(CONFIGS))
+def pair(request, tmp_path):
+    theirs = models.save_huggingface(tmp_path, CONFIGS[request.param])
+    return theirs, models.load_ours(tmp_path)
+
+
+def test_greedy_tokens_in_float32_are_those_of_transformers(pair):
+    theirs, ours = pair
+    prompts = models.prompts(1, 3, 4, 5, 37)
+
+    outputs = models.PagedRun(ours, 5).greedy(prompts, 20)
+
+    assert outputs == models.reference_greedy(theirs, prompts, 20)
+
+
+def test_logits_in_float32_are_those_of_transformers(pair):
+    theirs, ours = pair
+    (prompt,) = models.prompts(40)
+
+    logits = models.PagedRun(ours, 1).logits({0: prompt})
+
+    expected = theirs(torch.tensor([prompt])).logits[0].detach()
+    torch.testing.assert_close(logits, expected, atol=2e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["llama", "llama-rope-llama3", "gpt2"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_logits_in_half_precision_are_within_rounding_of_float32(name, dtype, tmp_path):
+    theirs = models.save_huggingface(tmp_path, CONFIGS[name], dtype=dtype)
+    ours = models.load_ours(tmp_path, dtype=dtype)
+    (prompt,) = models.prompts(40)
+
+    logits = models.PagedRun(ours, 1).logits({0: prompt})
+
+    expected = theirs(torch.tensor([prompt])).logits[0].detach().float()
+    exact = theirs.float()(torch.tensor([prompt])).logits[0].detach()
+    # No worse than transformers itself rounds.
+    error = (logits - exact).abs().max()
+    assert error <= 1.5 * (expected - exact).abs().max()
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_chunked_prompts_beside_decodes_change_no_token(name, tmp_path):
+    theirs = models.save_huggingface(tmp_path, CONFIGS[name])
+    run = models.PagedRun(models.load_ours(tmp_path), 3)
+    first, second, third = models.prompts(9, 30, 6)
+    expected = models.reference_greedy(theirs, [first, second, third], 4)
+
+    token = int(run.logits({0: first})[-1].argmax())
+    run.logits({2: third[:5]})
+    steps = [
+        {0: [token], 1: second[:10]},
+        {0: [], 1: second[10:11], 2: third[5:]},
+        {0: [], 1: second[11:]},
+    ]
+    outputs = [[token], [], []]
+    for chunks in steps:
+        if outputs[0]:
+            chunks[0] = outputs[0][-1:]
+        rows = run.logits(chunks)
+        row = -1
+        for sequence, ids in chunks.items():
+            row += len(ids)
+            if sequence != 1 or run.lengths[1] == len(second):
+                outputs[sequence].append(int(rows[row].argmax()))
+
+    assert outputs[0] == expected[0]
+    assert outputs[1] == expected[1][:1]
+    assert outputs[2] == expected[2][:1]

@@ -1,0 +1,32 @@
+"""The non-linearities between the two halves of an MLP."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from trimaran.worker.layers.linear import LayerContext
+
+
+class SiluAndMul(nn.Module):
+    """``silu(gate) * up`` of a stacked gate and up projection."""
+
+    def __init__(self, context: LayerContext) -> None:
+        super().__init__()
+        self._ops = context.ops
+
+    def forward(self, gate_up_TE: Tensor) -> Tensor:
+        """[T, 2F] to [T, F]."""
+        return self._ops.silu_and_mul(gate_up_TE)
+
+
+class Activation(nn.Module):
+    """An element-wise activation by the name it has in a configuration."""
+
+    def __init__(self, context: LayerContext, name: str) -> None:
+        super().__init__()
+        self._ops = context.ops
+        self._name = name
+
+    def forward(self, x_TD: Tensor) -> Tensor:
+        """Same shape."""
+        return self._ops.activation(x_TD, self._name)

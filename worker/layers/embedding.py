@@ -1,0 +1,100 @@
+"""Token embedding and output head, their rows cut over the ranks and padded to fit."""
+
+from __future__ import annotations
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from trimaran.worker.layers.linear import LayerContext, check_shape
+from trimaran.worker.layers.parallel import split
+
+
+class _VocabParallel(nn.Module):
+    """Rows of a [vocabulary, hidden] matrix; padding rows are zero."""
+
+    def __init__(
+        self, context: LayerContext, vocab_size: int, padded_size: int, hidden_size: int
+    ) -> None:
+        super().__init__()
+        self.tp = context.tp
+        self.vocab_size = vocab_size
+        self.num_rows = split("padded vocab_size", padded_size, self.tp.size)
+        self.first_row = self.tp.rank * self.num_rows
+        self.weight = context.empty(self.num_rows, hidden_size)
+
+    def weight_loader(self, parameter: nn.Parameter, loaded: Tensor, shard: str = "") -> None:
+        """Copy this rank's rows of a whole [vocabulary, hidden]."""
+        check_shape(loaded, (self.vocab_size, parameter.shape[1]))
+        num_real = min(max(self.vocab_size - self.first_row, 0), self.num_rows)
+        parameter.data[num_real:].zero_()
+        if num_real:
+            rows = loaded.narrow(0, self.first_row, num_real)
+            parameter.data[:num_real].copy_(rows)
+
+
+class VocabParallelEmbedding(_VocabParallel):
+    """Token ids to vectors; each rank looks up its rows and the ranks add up."""
+
+    def forward(self, token_ids_T: Tensor) -> Tensor:
+        """The tokens' vectors [T, D], whole on every rank."""
+        if self.tp.size == 1:
+            return F.embedding(token_ids_T, self.weight)
+        local = token_ids_T - self.first_row
+        is_elsewhere = (local < 0) | (local >= self.num_rows)
+        vectors = F.embedding(local.masked_fill(is_elsewhere, 0), self.weight)
+        vectors.masked_fill_(is_elsewhere.unsqueeze(-1), 0.0)
+        return self.tp.all_reduce(vectors)
+
+
+class ParallelLMHead(_VocabParallel):
+    """Hidden states to logits; shares the embedding's weight when tied."""
+
+    def __init__(
+        self,
+        context: LayerContext,
+        vocab_size: int,
+        padded_size: int,
+        hidden_size: int,
+        *,
+        tied_to: VocabParallelEmbedding | None = None,
+    ) -> None:
+        if tied_to is None:
+            super().__init__(context, vocab_size, padded_size, hidden_size)
+        else:
+            nn.Module.__init__(self)
+            self.tp = context.tp
+            self.vocab_size = vocab_size
+            self.num_rows = tied_to.num_rows
+            self.first_row = tied_to.first_row
+        # In a list, so that a tied weight is not a parameter of this module too.
+        self._tied = [] if tied_to is None else [tied_to]
+        self._linear = context.ops.linear_float32
+
+    def local_logits(self, hidden_ND: Tensor) -> Tensor:
+        """float32 [N, local rows]: ids ``first_row`` and up; padding rows give zero."""
+        weight = self._tied[0].weight if self._tied else self.weight
+        return self._linear(hidden_ND, weight)
+
+    def forward(self, hidden_ND: Tensor) -> Tensor:
+        """float32 logits of the whole vocabulary [N, V] on every rank."""
+        logits = self.local_logits(hidden_ND)
+        if self.tp.size > 1:
+            logits = self.tp.all_gather(logits, -1)
+        return logits[:, : self.vocab_size]
+
+
+class PositionEmbedding(nn.Module):
+    """Learned position vectors, whole on every rank."""
+
+    def __init__(self, context: LayerContext, num_positions: int, hidden_size: int) -> None:
+        super().__init__()
+        self.weight = context.empty(num_positions, hidden_size)
+
+    def forward(self, positions_T: Tensor) -> Tensor:
+        """The positions' vectors [T, D]."""
+        return F.embedding(positions_T, self.weight)
+
+    def weight_loader(self, parameter: nn.Parameter, loaded: Tensor, shard: str = "") -> None:
+        """Copy the whole tensor."""
+        check_shape(loaded, tuple(parameter.shape))
+        parameter.data.copy_(loaded)

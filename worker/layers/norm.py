@@ -1,0 +1,51 @@
+"""Normalisation layers, with the residual addition fused in."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from trimaran.worker.layers.linear import LayerContext, check_shape
+
+
+class RMSNorm(nn.Module):
+    """Root-mean-square normalisation."""
+
+    def __init__(self, context: LayerContext, hidden_size: int, eps: float) -> None:
+        super().__init__()
+        self.weight = context.empty(hidden_size)
+        self.eps = eps
+        self._ops = context.ops
+
+    def forward(self, x_TD: Tensor, residual_TD: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Normalise ``x + residual``. Returns it and the sum, kept in ``residual``."""
+        if residual_TD is None:
+            return self._ops.rms_norm(x_TD, self.weight, self.eps), x_TD
+        return self._ops.add_rms_norm(x_TD, residual_TD, self.weight, self.eps), residual_TD
+
+    def weight_loader(self, parameter: nn.Parameter, loaded: Tensor, shard: str = "") -> None:
+        """Copy the whole tensor."""
+        check_shape(loaded, tuple(parameter.shape))
+        parameter.data.copy_(loaded)
+
+
+class LayerNorm(nn.Module):
+    """Layer normalisation with weight and bias."""
+
+    def __init__(self, context: LayerContext, hidden_size: int, eps: float) -> None:
+        super().__init__()
+        self.weight = context.empty(hidden_size)
+        self.bias = context.empty(hidden_size)
+        self.eps = eps
+        self._ops = context.ops
+
+    def forward(self, x_TD: Tensor, residual_TD: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Normalise ``x + residual``. Returns it and the sum, kept in ``residual``."""
+        if residual_TD is None:
+            return self._ops.layer_norm(x_TD, self.weight, self.bias, self.eps), x_TD
+        normed = self._ops.add_layer_norm(x_TD, residual_TD, self.weight, self.bias, self.eps)
+        return normed, residual_TD
+
+    def weight_loader(self, parameter: nn.Parameter, loaded: Tensor, shard: str = "") -> None:
+        """Copy the whole tensor."""
+        check_shape(loaded, tuple(parameter.shape))
+        parameter.data.copy_(loaded)

@@ -1,0 +1,179 @@
+"""GPT-2: learned positions, layer norm, biases everywhere."""
+
+from __future__ import annotations
+
+from typing import cast
+
+from torch import Tensor, nn
+
+from trimaran.worker.attention.backend import AttentionBackend, ForwardContext
+from trimaran.worker.attention.paged import PagedAttention
+from trimaran.worker.layers.activation import Activation
+from trimaran.worker.layers.embedding import (
+    ParallelLMHead,
+    PositionEmbedding,
+    VocabParallelEmbedding,
+)
+from trimaran.worker.layers.linear import (
+    ColumnParallelLinear,
+    LayerContext,
+    QKVParallelLinear,
+    RowParallelLinear,
+)
+from trimaran.worker.layers.norm import LayerNorm
+from trimaran.worker.models.interfaces import CausalLM, StageRange, WeightTarget
+from trimaran.worker.pretrained_config import PretrainedConfig
+
+# Shapes: T tokens of the step, D hidden size, N heads, H head size.
+
+# (checkpoint name, parameter, shard, whether the checkpoint holds it as [in, out])
+_LAYER_WEIGHTS = (
+    ("ln_1", "attention_norm", "", False),
+    ("ln_2", "mlp_norm", "", False),
+    ("attn.c_attn", "attention.qkv_proj", "qkv", True),
+    ("attn.c_proj", "attention.o_proj", "", True),
+    ("mlp.c_fc", "mlp.up_proj", "", True),
+    ("mlp.c_proj", "mlp.down_proj", "", True),
+)
+
+
+class GPT2Attention(nn.Module):
+    """Self-attention."""
+
+    def __init__(self, config: PretrainedConfig, context: LayerContext) -> None:
+        super().__init__()
+        self.head_size = config.head_size
+        self.scale = config.head_size**-0.5
+        heads = config.num_attention_heads
+        self.qkv_proj = QKVParallelLinear(
+            context, config.hidden_size, config.head_size, heads, heads, bias=True
+        )
+        self.o_proj = RowParallelLinear(
+            context, heads * config.head_size, config.hidden_size, bias=True
+        )
+        self._backend: AttentionBackend = PagedAttention(context.ops)
+
+    def forward(self, hidden_TD: Tensor, kv_cache: Tensor, context: ForwardContext) -> Tensor:
+        """Attend over this layer's cache. Collective over the tensor group."""
+        qkv = self.qkv_proj.forward(hidden_TD)
+        heads = self.qkv_proj.num_heads
+        heads_TNH = qkv.view(qkv.shape[0], -1, self.head_size)
+        output_TNH = self._backend.forward(
+            heads_TNH[:, :heads],
+            heads_TNH[:, heads : 2 * heads],
+            heads_TNH[:, 2 * heads :],
+            kv_cache,
+            context.attention,
+            self.scale,
+        )
+        return self.o_proj.forward(output_TNH.flatten(1))
+
+
+class GPT2MLP(nn.Module):
+    """``down(act(up(x)))``."""
+
+    def __init__(self, config: PretrainedConfig, context: LayerContext) -> None:
+        super().__init__()
+        inner = config.intermediate_size
+        self.up_proj = ColumnParallelLinear(context, config.hidden_size, inner, bias=True)
+        self.act = Activation(context, config.hidden_act)
+        self.down_proj = RowParallelLinear(context, inner, config.hidden_size, bias=True)
+
+    def forward(self, hidden_TD: Tensor) -> Tensor:
+        """[T, D] to [T, D]. Collective over the tensor group."""
+        return self.down_proj.forward(self.act.forward(self.up_proj.forward(hidden_TD)))
+
+
+class GPT2Layer(nn.Module):
+    """One decoder layer; the residual is added by the next norm."""
+
+    def __init__(self, config: PretrainedConfig, context: LayerContext) -> None:
+        super().__init__()
+        self.attention_norm = LayerNorm(context, config.hidden_size, config.norm_epsilon)
+        self.attention = GPT2Attention(config, context)
+        self.mlp_norm = LayerNorm(context, config.hidden_size, config.norm_epsilon)
+        self.mlp = GPT2MLP(config, context)
+
+    def forward(
+        self,
+        hidden_TD: Tensor,
+        residual_TD: Tensor | None,
+        kv_cache: Tensor,
+        context: ForwardContext,
+    ) -> tuple[Tensor, Tensor]:
+        """Returns the MLP's output and the residual that is still to be added to it."""
+        normed, residual = self.attention_norm.forward(hidden_TD, residual_TD)
+        attended = self.attention.forward(normed, kv_cache, context)
+        normed, residual = self.mlp_norm.forward(attended, residual)
+        return self.mlp.forward(normed), residual
+
+
+class GPT2LMHeadModel(CausalLM):
+    """GPT-2, one pipeline stage of it."""
+
+    ignored_weights = (".attn.bias", ".attn.masked_bias")
+    name_prefix = "transformer."
+
+    def __init__(
+        self, config: PretrainedConfig, stage: StageRange, context: LayerContext
+    ) -> None:
+        super().__init__(config, stage, context)
+        padded = config.padded_vocab_size(context.tp.size)
+        vocabulary = (config.vocab_size, padded, config.hidden_size)
+        embedding = VocabParallelEmbedding(context, *vocabulary) if stage.is_first else None
+        if embedding is not None:
+            self.embed_tokens = embedding
+            self.embed_positions = PositionEmbedding(
+                context, config.max_position_embeddings, config.hidden_size
+            )
+        self.layers = nn.ModuleDict(
+            {str(n): GPT2Layer(config, context) for n in self.layer_numbers()}
+        )
+        self._stack = [cast(GPT2Layer, layer) for layer in self.layers.values()]
+        if stage.is_last:
+            tied_to = embedding if config.tie_word_embeddings else None
+            self.norm = LayerNorm(context, config.hidden_size, config.norm_epsilon)
+            self.lm_head = ParallelLMHead(context, *vocabulary, tied_to=tied_to)
+
+    def forward(
+        self,
+        token_ids_T: Tensor,
+        positions_T: Tensor,
+        context: ForwardContext,
+        hidden_TD: Tensor | None = None,
+    ) -> Tensor:
+        """Run this stage; see `CausalLM.forward`."""
+        if self.stage.is_first:
+            hidden_TD = self.embed_tokens.forward(token_ids_T)
+            hidden_TD = hidden_TD + self.embed_positions.forward(positions_T)
+        assert hidden_TD is not None, "a later stage needs the previous stage's result"
+        hidden, residual = hidden_TD, None
+        for layer, kv_cache in zip(self._stack, context.kv_caches, strict=True):
+            hidden, residual = layer.forward(hidden, residual, kv_cache, context)
+        if self.stage.is_last:
+            return self.norm.forward(hidden, residual)[0]
+        return hidden if residual is None else hidden + residual
+
+    def checkpoint_weights(self) -> dict[str, tuple[WeightTarget, ...]]:
+        """Every weight of the whole model by its Hugging Face name, and where it goes."""
+        is_tied = self.config.tie_word_embeddings
+        embedding = [WeightTarget("embed_tokens.weight")]
+        if is_tied:
+            # A last stage without the embedding holds a copy as its head.
+            embedding.append(WeightTarget("lm_head.weight"))
+        weights = {
+            "wte.weight": tuple(embedding),
+            "wpe.weight": (WeightTarget("embed_positions.weight"),),
+            "ln_f.weight": (WeightTarget("norm.weight"),),
+            "ln_f.bias": (WeightTarget("norm.bias"),),
+        }
+        if not is_tied:
+            weights["lm_head.weight"] = (WeightTarget("lm_head.weight"),)
+        for number in range(self.config.num_hidden_layers):
+            for name, target, shard, is_transposed in _LAYER_WEIGHTS:
+                place = f"layers.{number}.{target}"
+                weights[f"h.{number}.{name}.weight"] = (
+                    WeightTarget(f"{place}.weight", shard, is_transposed),
+                )
+                weights[f"h.{number}.{name}.bias"] = (WeightTarget(f"{place}.bias", shard),)
+        return weights

@@ -1,0 +1,151 @@
+"""What a model is to the engine, the weight loader and the builder."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from trimaran.worker.attention.backend import ForwardContext, KVCacheSpec
+from trimaran.worker.layers.embedding import ParallelLMHead
+from trimaran.worker.layers.linear import LayerContext, ParallelLinear
+from trimaran.worker.pretrained_config import PretrainedConfig
+
+# Shapes: T tokens of the step, D hidden size, N rows whose logits are wanted, V vocabulary.
+
+
+@dataclass(frozen=True, slots=True)
+class StageRange:
+    """The layers ``first`` to ``end - 1`` of one pipeline stage."""
+
+    first: int
+    end: int
+    num_layers: int
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this stage embeds token ids."""
+        return self.first == 0
+
+    @property
+    def is_last(self) -> bool:
+        """Whether this stage computes logits."""
+        return self.end == self.num_layers
+
+    @classmethod
+    def of(cls, num_layers: int, pp_rank: int, pp_size: int) -> StageRange:
+        """Even ranges; the first stages take one layer more where it does not divide."""
+        each, rest = divmod(num_layers, pp_size)
+        first = pp_rank * each + min(pp_rank, rest)
+        return cls(first, first + each + (pp_rank < rest), num_layers)
+
+
+@dataclass(frozen=True, slots=True)
+class WeightTarget:
+    """Where a whole tensor of a Hugging Face checkpoint goes."""
+
+    parameter: str
+    """Name in the state dict of the stage that holds it."""
+
+    shard: str = ""
+    """Part of a fused parameter: ``q``, ``gate`` and the like."""
+
+    is_transposed: bool = False
+    """The checkpoint holds [in, out]."""
+
+
+class LoadsWeight(Protocol):
+    """A module that knows which part of a whole tensor is its rank's."""
+
+    def weight_loader(self, parameter: nn.Parameter, loaded: Tensor, shard: str = "") -> None:
+        """Copy this rank's part of ``loaded``; raises `WeightShapeError`."""
+        ...
+
+
+class CausalLM(nn.Module):
+    """One rank's part of a decoder: embedding, a range of layers, and head.
+
+    Parameter names are those of the engine folder's shards; layers carry their number in
+    the whole model.
+    """
+
+    ignored_weights: tuple[str, ...] = ()
+    """Endings of checkpoint names that carry no weight."""
+
+    name_prefix: str = ""
+    """What a checkpoint may put before the names of `checkpoint_weights`."""
+
+    lm_head: ParallelLMHead
+
+    def __init__(
+        self, config: PretrainedConfig, stage: StageRange, context: LayerContext
+    ) -> None:
+        super().__init__()
+        self.config = config
+        self.stage = stage
+        self.context = context
+
+    def forward(
+        self,
+        token_ids_T: Tensor,
+        positions_T: Tensor,
+        context: ForwardContext,
+        hidden_TD: Tensor | None = None,
+    ) -> Tensor:
+        """Run this stage. Returns hidden states [T, D], normalised after the last layer.
+
+        ``hidden_TD`` is the previous stage's result; only the first stage reads
+        ``token_ids_T``.
+        """
+        raise NotImplementedError
+
+    def compute_logits(self, hidden_ND: Tensor) -> Tensor:
+        """float32 logits [N, V], whole on every rank; collective over the tensor group."""
+        logits: Tensor = self.lm_head(hidden_ND)
+        return logits
+
+    def kv_cache_specs(self) -> list[KVCacheSpec]:
+        """One entry a layer of this stage, in order."""
+        tp_size = self.context.tp.size
+        spec = KVCacheSpec(
+            num_kv_heads=max(1, self.config.num_key_value_heads // tp_size),
+            head_size=self.config.head_size,
+            dtype=self.context.dtype,
+        )
+        return [spec] * (self.stage.end - self.stage.first)
+
+    def checkpoint_weights(self) -> dict[str, tuple[WeightTarget, ...]]:
+        """Every weight of the whole model by its Hugging Face name, and where it goes."""
+        raise NotImplementedError
+
+    def process_weights_after_loading(self) -> None:
+        """Let every layer's method finish, once all weights are in place."""
+        for module in self.modules():
+            if isinstance(module, ParallelLinear):
+                module.method.process_weights_after_loading(module)
+
+    @property
+    def vocab_size_padded(self) -> int:
+        """Rows of the output matrix over all ranks."""
+        return self.config.padded_vocab_size(self.context.tp.size)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of weights, activations and KV cache."""
+        return self.context.dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Where the weights are."""
+        return self.context.device
+
+    def backends(self) -> dict[str, str]:
+        """Backend name by operator, for the log and the metrics."""
+        return dict(self.context.ops.backends)
+
+    def layer_numbers(self) -> Iterator[int]:
+        """Numbers of this stage's layers in the whole model."""
+        return iter(range(self.stage.first, self.stage.end))

@@ -1,0 +1,211 @@
+"""Llama: rotary positions, grouped queries, RMS norm, gated MLP."""
+
+from __future__ import annotations
+
+from typing import cast
+
+from torch import Tensor, nn
+
+from trimaran.worker.attention.backend import AttentionBackend, ForwardContext
+from trimaran.worker.attention.paged import PagedAttention
+from trimaran.worker.layers.activation import SiluAndMul
+from trimaran.worker.layers.embedding import ParallelLMHead, VocabParallelEmbedding
+from trimaran.worker.layers.linear import (
+    LayerContext,
+    MergedColumnParallelLinear,
+    QKVParallelLinear,
+    RowParallelLinear,
+)
+from trimaran.worker.layers.norm import RMSNorm
+from trimaran.worker.layers.rotary import RotaryEmbedding
+from trimaran.worker.models.interfaces import CausalLM, StageRange, WeightTarget
+from trimaran.worker.pretrained_config import PretrainedConfig
+
+# Shapes: T tokens of the step, D hidden size, N query heads, K key-value heads, H head size.
+
+
+class LlamaAttention(nn.Module):
+    """Self-attention with rotary positions."""
+
+    def __init__(
+        self, config: PretrainedConfig, context: LayerContext, rotary: RotaryEmbedding
+    ) -> None:
+        super().__init__()
+        self.head_size = config.head_size
+        self.scale = config.head_size**-0.5
+        self.qkv_proj = QKVParallelLinear(
+            context,
+            config.hidden_size,
+            config.head_size,
+            config.num_attention_heads,
+            config.num_key_value_heads,
+            bias=config.attn_bias,
+        )
+        self.o_proj = RowParallelLinear(
+            context,
+            config.num_attention_heads * config.head_size,
+            config.hidden_size,
+            bias=config.attn_bias,
+        )
+        self._num_heads = self.qkv_proj.num_heads
+        self._num_rotated = self.qkv_proj.num_heads + self.qkv_proj.num_kv_heads
+        # Shared by all layers and owned by the model.
+        self._rotary = [rotary]
+        self._backend: AttentionBackend = PagedAttention(context.ops)
+
+    def forward(
+        self, hidden_TD: Tensor, positions_T: Tensor, kv_cache: Tensor, context: ForwardContext
+    ) -> Tensor:
+        """Attend over this layer's cache. Collective over the tensor group."""
+        qkv = self.qkv_proj.forward(hidden_TD)
+        heads_TNH = qkv.view(qkv.shape[0], -1, self.head_size)
+        # Query and key heads lie side by side: one rotation serves both.
+        self._rotary[0].forward(heads_TNH[:, : self._num_rotated], positions_T)
+        output_TNH = self._backend.forward(
+            heads_TNH[:, : self._num_heads],
+            heads_TNH[:, self._num_heads : self._num_rotated],
+            heads_TNH[:, self._num_rotated :],
+            kv_cache,
+            context.attention,
+            self.scale,
+        )
+        return self.o_proj.forward(output_TNH.flatten(1))
+
+
+class LlamaMLP(nn.Module):
+    """``down(silu(gate(x)) * up(x))``."""
+
+    def __init__(self, config: PretrainedConfig, context: LayerContext) -> None:
+        super().__init__()
+        inner = config.intermediate_size
+        self.gate_up_proj = MergedColumnParallelLinear(
+            context, config.hidden_size, {"gate": inner, "up": inner}, bias=config.mlp_bias
+        )
+        self.act = SiluAndMul(context)
+        self.down_proj = RowParallelLinear(
+            context, inner, config.hidden_size, bias=config.mlp_bias
+        )
+
+    def forward(self, hidden_TD: Tensor) -> Tensor:
+        """[T, D] to [T, D]. Collective over the tensor group."""
+        return self.down_proj.forward(self.act.forward(self.gate_up_proj.forward(hidden_TD)))
+
+
+class LlamaLayer(nn.Module):
+    """One decoder layer; the residual is added by the next norm."""
+
+    def __init__(
+        self, config: PretrainedConfig, context: LayerContext, rotary: RotaryEmbedding
+    ) -> None:
+        super().__init__()
+        self.attention_norm = RMSNorm(context, config.hidden_size, config.norm_epsilon)
+        self.attention = LlamaAttention(config, context, rotary)
+        self.mlp_norm = RMSNorm(context, config.hidden_size, config.norm_epsilon)
+        self.mlp = LlamaMLP(config, context)
+
+    def forward(
+        self,
+        hidden_TD: Tensor,
+        residual_TD: Tensor | None,
+        positions_T: Tensor,
+        kv_cache: Tensor,
+        context: ForwardContext,
+    ) -> tuple[Tensor, Tensor]:
+        """Returns the MLP's output and the residual that is still to be added to it."""
+        normed, residual = self.attention_norm.forward(hidden_TD, residual_TD)
+        attended = self.attention.forward(normed, positions_T, kv_cache, context)
+        normed, residual = self.mlp_norm.forward(attended, residual)
+        return self.mlp.forward(normed), residual
+
+
+class LlamaForCausalLM(CausalLM):
+    """Llama, one pipeline stage of it."""
+
+    ignored_weights = ("rotary_emb.inv_freq",)
+    name_prefix = "model."
+
+    def __init__(
+        self, config: PretrainedConfig, stage: StageRange, context: LayerContext
+    ) -> None:
+        super().__init__(config, stage, context)
+        padded = config.padded_vocab_size(context.tp.size)
+        vocabulary = (config.vocab_size, padded, config.hidden_size)
+        self.rotary = RotaryEmbedding(
+            context,
+            config.head_size,
+            config.max_position_embeddings,
+            config.rotary_base,
+            config.rope_scaling,
+        )
+        embedding = VocabParallelEmbedding(context, *vocabulary) if stage.is_first else None
+        if embedding is not None:
+            self.embed_tokens = embedding
+        self.layers = nn.ModuleDict(
+            {str(n): LlamaLayer(config, context, self.rotary) for n in self.layer_numbers()}
+        )
+        self._stack = [cast(LlamaLayer, layer) for layer in self.layers.values()]
+        if stage.is_last:
+            tied_to = embedding if config.tie_word_embeddings else None
+            self.norm = RMSNorm(context, config.hidden_size, config.norm_epsilon)
+            self.lm_head = ParallelLMHead(context, *vocabulary, tied_to=tied_to)
+
+    def forward(
+        self,
+        token_ids_T: Tensor,
+        positions_T: Tensor,
+        context: ForwardContext,
+        hidden_TD: Tensor | None = None,
+    ) -> Tensor:
+        """Run this stage; see `CausalLM.forward`."""
+        if self.stage.is_first:
+            hidden_TD = self.embed_tokens.forward(token_ids_T)
+        assert hidden_TD is not None, "a later stage needs the previous stage's result"
+        hidden, residual = hidden_TD, None
+        for layer, kv_cache in zip(self._stack, context.kv_caches, strict=True):
+            hidden, residual = layer.forward(hidden, residual, positions_T, kv_cache, context)
+        if self.stage.is_last:
+            return self.norm.forward(hidden, residual)[0]
+        return hidden if residual is None else hidden + residual
+
+    def checkpoint_weights(self) -> dict[str, tuple[WeightTarget, ...]]:
+        """Every weight of the whole model by its Hugging Face name, and where it goes."""
+        config = self.config
+        is_tied = config.tie_word_embeddings
+        embedding = [WeightTarget("embed_tokens.weight")]
+        if is_tied:
+            # A last stage without the embedding holds a copy as its head.
+            embedding.append(WeightTarget("lm_head.weight"))
+        weights = {
+            "embed_tokens.weight": tuple(embedding),
+            "norm.weight": (WeightTarget("norm.weight"),),
+        }
+        if not is_tied:
+            weights["lm_head.weight"] = (WeightTarget("lm_head.weight"),)
+        for number in range(config.num_hidden_layers):
+            for name, target, shard in _layer_weights(config):
+                weights[f"layers.{number}.{name}"] = (
+                    WeightTarget(f"layers.{number}.{target}", shard),
+                )
+        return weights
+
+
+def _layer_weights(config: PretrainedConfig) -> list[tuple[str, str, str]]:
+    """(checkpoint name, parameter, shard) of one layer's weights."""
+    linears = [
+        ("self_attn.q_proj", "attention.qkv_proj", "q", config.attn_bias),
+        ("self_attn.k_proj", "attention.qkv_proj", "k", config.attn_bias),
+        ("self_attn.v_proj", "attention.qkv_proj", "v", config.attn_bias),
+        ("self_attn.o_proj", "attention.o_proj", "", config.attn_bias),
+        ("mlp.gate_proj", "mlp.gate_up_proj", "gate", config.mlp_bias),
+        ("mlp.up_proj", "mlp.gate_up_proj", "up", config.mlp_bias),
+        ("mlp.down_proj", "mlp.down_proj", "", config.mlp_bias),
+    ]
+    weights = [
+        ("input_layernorm.weight", "attention_norm.weight", ""),
+        ("post_attention_layernorm.weight", "mlp_norm.weight", ""),
+    ]
+    for name, target, shard, has_bias in linears:
+        weights.append((f"{name}.weight", f"{target}.weight", shard))
+        if has_bias:
+            weights.append((f"{name}.bias", f"{target}.bias", shard))
+    return weights

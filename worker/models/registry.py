@@ -1,0 +1,90 @@
+"""Architectures by name, and the way from an engine's configuration to a loaded model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from trimaran.comm.errors import ConfigError
+from trimaran.comm.topology import ParallelLayout
+from trimaran.kernels.dispatch import select_ops
+from trimaran.worker.config import EngineConfig
+from trimaran.worker.engine_folder import EngineFolder, FolderKind
+from trimaran.worker.layers.linear import LayerContext
+from trimaran.worker.layers.parallel import TensorGroup
+from trimaran.worker.models.gpt2 import GPT2LMHeadModel
+from trimaran.worker.models.interfaces import CausalLM, StageRange
+from trimaran.worker.models.llama import LlamaForCausalLM
+from trimaran.worker.models.weight_loader import fill_random, load_checkpoint, load_shard
+from trimaran.worker.pretrained_config import PretrainedConfig
+
+MODELS: dict[str, type[CausalLM]] = {
+    "LlamaForCausalLM": LlamaForCausalLM,
+    "GPT2LMHeadModel": GPT2LMHeadModel,
+}
+
+DTYPES = {
+    "float32": torch.float32,
+    "float16": torch.float16,
+    "bfloat16": torch.bfloat16,
+}
+
+
+def dtype_by_name(name: str) -> torch.dtype:
+    """The torch dtype of a configuration's word."""
+    if name not in DTYPES:
+        raise ConfigError(f"dtype is {name!r} but must be one of auto, {', '.join(DTYPES)}.")
+    return DTYPES[name]
+
+
+def build_model(
+    config: PretrainedConfig,
+    stage: StageRange,
+    tp: TensorGroup,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> CausalLM:
+    """A rank's model with memory for its weights, but not the weights.
+
+    With a `ShardPosition` as ``tp`` it can be loaded and saved without peers.
+    """
+    if config.architecture not in MODELS:
+        raise ConfigError(
+            f"the architecture {config.architecture!r} is not served. Served are "
+            f"{', '.join(MODELS)}."
+        )
+    context = LayerContext(tp, select_ops(device, dtype), dtype, device)
+    return MODELS[config.architecture](config, stage, context).eval()
+
+
+def load_model(
+    config: EngineConfig,
+    layout: ParallelLayout,
+    tp: TensorGroup,
+    device: torch.device,
+    *,
+    progress: Callable[[str], None] | None = None,
+) -> CausalLM:
+    """This rank's model, ready to run. Local: no rank waits for another.
+
+    The folder is an engine folder made for these parallel sizes, or a Hugging Face folder
+    that is sharded here. ``progress`` gets a word on what is being read.
+    """
+    is_random = config.load_format == "random"
+    folder = EngineFolder.load(config.engine_dir, check_weights=not is_random)
+    folder.check_parallel(layout.tp_size, layout.pp_size)
+    dtype = dtype_by_name(folder.config.dtype if config.dtype == "auto" else config.dtype)
+    stage = StageRange.of(folder.config.num_hidden_layers, layout.pp_rank, layout.pp_size)
+    model = build_model(folder.config, stage, tp, dtype=dtype, device=device)
+    if is_random:
+        fill_random(model)
+    elif folder.kind is FolderKind.HUGGINGFACE:
+        load_checkpoint(model, folder.weight_files, progress=progress)
+    else:
+        if progress is not None:
+            progress(folder.shard_of(layout.rank).name)
+        load_shard(model, folder.shard_of(layout.rank))
+    model.process_weights_after_loading()
+    return model

@@ -1,0 +1,167 @@
+"""Weights into a rank's model: from a whole checkpoint, from its shard file, or at random."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import cast
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+
+from trimaran.comm.errors import ConfigError
+from trimaran.worker.layers.linear import WeightShapeError
+from trimaran.worker.models.interfaces import CausalLM, LoadsWeight, WeightTarget
+
+_MAX_NAMES = 5
+_RANDOM_STD = 0.02
+
+
+def load_checkpoint(
+    model: CausalLM,
+    files: Sequence[Path],
+    *,
+    progress: Callable[[str], None] | None = None,
+) -> None:
+    """Fill a rank's model from a Hugging Face checkpoint's safetensors files.
+
+    Files are memory-mapped: only what this rank keeps is copied. ``progress`` gets each
+    file's name before it is read. Raises `ConfigError` that names every tensor that is
+    missing, unexpected or of another shape.
+    """
+    targets = model.checkpoint_weights()
+    parameters = dict(model.named_parameters())
+    seen: set[str] = set()
+    unexpected: list[str] = []
+    for path in files:
+        if progress is not None:
+            progress(path.name)
+        for name, tensor in _tensors(path):
+            key = _checkpoint_key(model, name, targets)
+            if key is None:
+                continue
+            if key not in targets:
+                unexpected.append(name)
+                continue
+            if key in seen:
+                raise ConfigError(f"{path}: the tensor {name!r} was in an earlier file too.")
+            seen.add(key)
+            for target in targets[key]:
+                if target.parameter in parameters:
+                    _load_one(model, parameters[target.parameter], target, tensor, path, name)
+    folder = files[0].parent if files else Path()
+    _refuse_differences(folder, [name for name in targets if name not in seen], unexpected)
+
+
+def load_shard(model: CausalLM, path: Path) -> None:
+    """Fill a rank's model from its own file of an engine folder.
+
+    On the CPU, weights whose dtype is the model's stay memory-mapped: ranks that load the
+    same file share its pages, and nothing is read before it is used.
+    """
+    parameters = dict(model.named_parameters())
+    unexpected = []
+    missing = set(parameters)
+    for name, tensor in _tensors(path):
+        parameter = parameters.get(name)
+        if parameter is None:
+            unexpected.append(name)
+            continue
+        missing.discard(name)
+        if tensor.shape != parameter.shape:
+            raise ConfigError(
+                f"{path}: the tensor {name!r} has shape {list(tensor.shape)}, but config.json "
+                f"implies {list(parameter.shape)}. Build the folder again."
+            )
+        if tensor.dtype == parameter.dtype and parameter.device.type == "cpu":
+            parameter.data = tensor
+        else:
+            parameter.data.copy_(tensor)
+    _refuse_differences(path, sorted(missing), unexpected)
+
+
+def fill_random(model: CausalLM, seed: int = 0) -> None:
+    """Make weights on the model's device: small normal matrices, unit norms, no biases.
+
+    The same seed gives the same weights on the same device and shard.
+    """
+    rank = model.context.tp.rank
+    for name, parameter in model.named_parameters():
+        if name.endswith(".bias"):
+            parameter.data.zero_()
+        elif parameter.dim() == 1:
+            parameter.data.fill_(1.0)
+        else:
+            # Position vectors are whole on every rank and so must agree.
+            shard = "" if "embed_positions" in name else f"@{rank}"
+            generator = torch.Generator(device=parameter.device)
+            generator.manual_seed(_seed_of(f"{seed}:{name}{shard}"))
+            parameter.data.normal_(0.0, _RANDOM_STD, generator=generator)
+
+
+def _tensors(path: Path) -> Iterator[tuple[str, Tensor]]:
+    """A file's tensors, memory-mapped."""
+    try:
+        with safe_open(path, framework="pt") as file:
+            for name in file.keys():  # noqa: SIM118 - not a dict
+                yield name, file.get_tensor(name)
+    except (OSError, SafetensorError) as error:
+        raise ConfigError(f"{path}: cannot be read as safetensors: {error}.") from None
+
+
+def _checkpoint_key(
+    model: CausalLM, name: str, targets: dict[str, tuple[WeightTarget, ...]]
+) -> str | None:
+    """The name as the model lists it; None for a tensor that carries no weight here."""
+    key = name.removeprefix(model.name_prefix)
+    if key in targets:
+        return key
+    if key.endswith(model.ignored_weights):
+        return None
+    if key == "lm_head.weight" and model.config.tie_word_embeddings:
+        return None
+    return name
+
+
+def _load_one(
+    model: CausalLM,
+    parameter: nn.Parameter,
+    target: WeightTarget,
+    tensor: Tensor,
+    path: Path,
+    name: str,
+) -> None:
+    module = cast(LoadsWeight, model.get_submodule(target.parameter.rpartition(".")[0]))
+    whole = tensor.t() if target.is_transposed and tensor.dim() == 2 else tensor
+    try:
+        module.weight_loader(parameter, whole, target.shard)
+    except WeightShapeError as error:
+        raise ConfigError(
+            f"{path}: the tensor {name!r} {error}. The weights and config.json belong to "
+            "different models; download the folder again."
+        ) from None
+
+
+def _refuse_differences(path: Path, missing: list[str], unexpected: list[str]) -> None:
+    if not missing and not unexpected:
+        return
+    parts = []
+    if missing:
+        parts.append(f"{len(missing)} missing ({_some(missing)})")
+    if unexpected:
+        parts.append(f"{len(unexpected)} unexpected ({_some(unexpected)})")
+    raise ConfigError(
+        f"{path}: the tensors do not match config.json: {', '.join(parts)}. Use the weights "
+        "and the configuration of one model."
+    )
+
+
+def _some(names: list[str]) -> str:
+    shown = ", ".join(names[:_MAX_NAMES])
+    return shown if len(names) <= _MAX_NAMES else f"{shown}, ..."
+
+
+def _seed_of(text: str) -> int:
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little") >> 1
