@@ -27,7 +27,8 @@ class Tensor:
     @property
     def shape(self) -> tuple[int, ...]:
         """Batch dimension included, if the model batches."""
-        return self.data.shape
+        shape: tuple[int, ...] = self.data.shape
+        return shape
 
 
 @dataclass(slots=True, kw_only=True)

@@ -1,0 +1,119 @@
+"""Strict reading of JSON bodies: types are never converted, and errors say what was read."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from trimaran.comm.errors import ErrorKind, RequestError
+
+MAX_NESTING = 100
+"""Deepest nesting of lists in tensor data."""
+
+_REASONS = {
+    "Expecting value": "Invalid value",
+    "Expecting ',' delimiter": "Missing a comma or } after an object member",
+    "Expecting ':' delimiter": "Missing a colon after a name of object member",
+    "Expecting property name enclosed in double quotes": "Missing a name for object member",
+    "Illegal trailing comma before end of object": "Missing a name for object member",
+    "Illegal trailing comma before end of array": "Invalid value",
+    "Unterminated string starting at": "Missing a closing quotation mark in string",
+    "Extra data": "The document root must not be followed by other values",
+    "Invalid control character at": "Invalid encoding in string",
+}
+
+JsonObject = dict[str, Any]
+
+
+class RepeatedKeys(dict[str, Any]):
+    """A JSON object in which a key occurs more than once; the last value stays."""
+
+    repeated: tuple[str, ...] = ()
+
+
+def _object_from_pairs(pairs: list[tuple[str, Any]]) -> JsonObject:
+    members = dict(pairs)
+    if len(members) == len(pairs):
+        return members
+    names = [name for name, _ in pairs]
+    marked = RepeatedKeys(members)
+    marked.repeated = tuple(name for name in members if names.count(name) > 1)
+    return marked
+
+
+_DECODER = json.JSONDecoder(object_pairs_hook=_object_from_pairs)
+
+
+def unparsable(reason: str, offset: int) -> RequestError:
+    """The error of a body that is not JSON."""
+    return RequestError(
+        f"failed to parse the request JSON buffer: {reason}. at {offset}", ErrorKind.INTERNAL
+    )
+
+
+def parse(body: bytes | bytearray | memoryview) -> Any:
+    """Decode a JSON text. Bytes that are not UTF-8 survive, escaped as surrogates.
+
+    Raises:
+        RequestError: not JSON; names the reason and the offset in bytes.
+    """
+    text = bytes(body).decode("utf-8", "surrogateescape")
+    if not text.strip(" \t\r\n"):
+        raise unparsable("The document is empty", 0)
+    try:
+        return _DECODER.decode(text)
+    except json.JSONDecodeError as error:
+        reason = _REASONS.get(error.msg, error.msg)
+        offset = len(text[: error.pos].encode("utf-8", "surrogateescape"))
+        raise unparsable(reason, offset) from None
+    except RecursionError:
+        raise unparsable(f"Nested deeper than {MAX_NESTING} levels", 0) from None
+
+
+def wrong_type(field: str, found: str, wanted: str) -> RequestError:
+    """The error of a field with another JSON type; ``field`` may hold its own verb."""
+    return RequestError(
+        f"Unable to parse {field}: attempt to access JSON {found} as {wanted}",
+        ErrorKind.INTERNAL,
+    )
+
+
+def as_string(value: object, field: str) -> str:
+    """The value, if it is a string."""
+    if not isinstance(value, str):
+        raise wrong_type(field, "non-string", "string")
+    return value
+
+
+def as_bool(value: object, field: str) -> bool:
+    """The value, if it is true or false."""
+    if not isinstance(value, bool):
+        raise wrong_type(field, "non-boolean", "boolean")
+    return value
+
+
+def as_unsigned(value: object, field: str) -> int:
+    """The value, if it is an integer of 64 bits without a sign."""
+    if type(value) is not int or not 0 <= value < 1 << 64:
+        raise wrong_type(field, "non-unsigned-integer", "unsigned-integer")
+    return value
+
+
+def as_list(value: object, field: str) -> list[Any]:
+    """The value, if it is a list."""
+    if not isinstance(value, list):
+        raise wrong_type(field, "non-array", "array")
+    return value
+
+
+def as_object(value: object, field: str) -> JsonObject:
+    """The value, if it is an object."""
+    if not isinstance(value, dict):
+        raise wrong_type(field, "non-object", "object")
+    return value
+
+
+def dump(value: object) -> bytes:
+    """Compact JSON; surrogates become the bytes that they escaped."""
+    text = json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+    return text.encode("utf-8", "surrogateescape")

@@ -1,0 +1,62 @@
+"""The request parameters of ``infer``: reserved names, their types, and custom ones."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from trimaran.comm.errors import RequestError
+from trimaran.server.inference import InferRequest, ParameterValue
+from trimaran.server.json_access import as_bool, as_string, as_unsigned
+
+RESERVED_PREFIX = "triton_"
+RESERVED = frozenset(
+    (
+        "sequence_id", "sequence_start", "sequence_end", "priority", "timeout", "headers",
+        "binary_data_output",
+    )
+)  # fmt: skip
+
+
+def check_custom_name(name: str) -> None:
+    """Refuse names that the protocol keeps for itself."""
+    if name.startswith(RESERVED_PREFIX):
+        raise RequestError(
+            f"parameter keys starting with '{RESERVED_PREFIX}' are reserved for the server "
+            f"and should not be specified, got '{name}'"
+        )
+
+
+def custom_value(name: str, value: object) -> ParameterValue:
+    """The value of a custom parameter, if it has a type that parameters can have."""
+    if isinstance(value, (str, bool, int, float)):
+        return value
+    raise RequestError(
+        f"parameter '{name}' has invalid type. It should be either 'int', 'bool', or 'string'."
+    )
+
+
+def apply_json_parameters(request: InferRequest, members: Mapping[str, object]) -> bool:
+    """Move the ``parameters`` of a JSON request into it. Returns ``binary_data_output``."""
+    wants_binary = False
+    for name, value in members.items():
+        if name == "sequence_id":
+            is_text = isinstance(value, str)
+            request.sequence_id = (
+                as_string(value, "'sequence_id'")
+                if is_text
+                else as_unsigned(value, "'sequence_id'")
+            )
+        elif name == "sequence_start":
+            request.sequence_start = as_bool(value, "'sequence_start'")
+        elif name == "sequence_end":
+            request.sequence_end = as_bool(value, "'sequence_end'")
+        elif name == "priority":
+            request.priority = as_unsigned(value, "'priority'")
+        elif name == "timeout":
+            request.timeout_us = as_unsigned(value, "'timeout'")
+        elif name == "binary_data_output":
+            wants_binary = as_bool(value, "'binary_data_output'")
+        else:
+            check_custom_name(name)
+            request.parameters[name] = custom_value(name, value)
+    return wants_binary
