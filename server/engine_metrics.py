@@ -1,0 +1,215 @@
+"""The metrics of the engines behind token-level models: ``nv_trt_llm_*`` and our own."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from prometheus_client import Gauge, Histogram
+from prometheus_client.registry import CollectorRegistry
+
+_LABELS = ("model", "version")
+_TOKEN_BUCKETS = (10, 50, 100, 500, 1000)
+_FIRST_TOKEN_BUCKETS = (
+    0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40,
+)  # fmt: skip
+_INTER_TOKEN_BUCKETS = (
+    0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 1, 2.5,
+)  # fmt: skip
+
+# Family: its help, its label, and each label value with the engine statistic behind it.
+_FAMILIES: dict[str, tuple[str, str, dict[str, str]]] = {
+    "nv_trt_llm_request_metrics": (
+        "TRT LLM request metrics",
+        "request_type",
+        {
+            "active": "active_requests",
+            "max": "max_requests",
+            "scheduled": "scheduled_requests",
+            "context": "context_requests",
+            "waiting": "waiting_requests",
+        },
+    ),
+    "nv_trt_llm_runtime_memory_metrics": (
+        "TRT LLM runtime memory metrics",
+        "memory_type",
+        {
+            "cpu": "cpu_memory_bytes",
+            "gpu": "gpu_memory_bytes",
+            "pinned": "pinned_memory_bytes",
+        },
+    ),
+    "nv_trt_llm_kv_cache_block_metrics": (
+        "TRT LLM KV cache block metrics",
+        "kv_cache_block_type",
+        {
+            "max": "kv_max_blocks",
+            "free": "kv_free_blocks",
+            "used": "kv_used_blocks",
+            "tokens_per": "kv_tokens_per_block",
+            "reused": "kv_reused_blocks",
+            "fraction": "kv_used_fraction",
+        },
+    ),
+    "nv_trt_llm_inflight_batcher_metrics": (
+        "TRT LLM inflight_batcher-specific metrics",
+        "inflight_batcher_specific_metric",
+        {
+            "total_context_tokens": "total_context_tokens",
+            "generation_requests": "generation_requests",
+            "micro_batch_id": "micro_batch_id",
+            "paused_requests": "paused_requests",
+        },
+    ),
+    "nv_trt_llm_general_metrics": (
+        "General TRT LLM metrics",
+        "general_type",
+        {"timestamp": "timestamp_us", "iteration_counter": "iteration_counter"},
+    ),
+}
+
+
+class EngineMetrics:
+    """All series of the token-level models of one front end."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        def gauge(name: str, documentation: str, *labels: str) -> Gauge:
+            return Gauge(name, documentation, (*_LABELS, *labels), registry=registry)
+
+        def histogram(
+            name: str, documentation: str, buckets: tuple[float, ...], *labels: str
+        ) -> Histogram:
+            return Histogram(
+                name, documentation, (*_LABELS, *labels), buckets=buckets, registry=registry
+            )
+
+        self._gauges = {
+            name: gauge(name, documentation, label)
+            for name, (documentation, label, _) in _FAMILIES.items()
+        }
+        help_text = "TRT LLM response metrics"
+        label = "response_metric_type"
+        self._input_tokens = histogram(
+            "nv_llm_input_token_len", help_text, _TOKEN_BUCKETS, label
+        )
+        self._output_tokens = histogram(
+            "nv_llm_output_token_len", help_text, _TOKEN_BUCKETS, label
+        )
+        self._first_token = histogram(
+            "trimaran_time_to_first_token_seconds",
+            "Time from a request's arrival to its first token",
+            _FIRST_TOKEN_BUCKETS,
+        )
+        self._inter_token = histogram(
+            "trimaran_inter_token_latency_seconds",
+            "Time between successive tokens of a sequence",
+            _INTER_TOKEN_BUCKETS,
+        )
+        self._backend = gauge(
+            "trimaran_backend_info",
+            "Which implementation serves an operator (value is always 1)",
+            "operator",
+            "backend",
+        )
+        self._transport = gauge(
+            "trimaran_transport_info",
+            "Which transport carries a collective (value is always 1)",
+            "collective",
+            "transport",
+        )
+        self._start_method = gauge(
+            "trimaran_start_method_info",
+            "How the model's ranks were started (value is always 1)",
+            "start_method",
+            "mpi",
+            "world_size",
+            "tp_size",
+            "pp_size",
+        )
+        self._group_up = gauge(
+            "trimaran_group_up", "Whether the worker group serves (1) or not (0)", "group"
+        )
+        self._group_restarts = gauge(
+            "trimaran_group_restarts", "Restarts of the worker group so far", "group"
+        )
+        self._latest: dict[tuple[str, str], dict[str, float]] = {}
+        self._infos: dict[tuple[str, str], list[tuple[Gauge, tuple[str, ...]]]] = {}
+
+    def add_model(self, model: str, version: str) -> None:
+        """Show the model's series with value 0."""
+        self.set_stats(model, version, {})
+        self._input_tokens.labels(model, version, "total_input_tokens")
+        self._output_tokens.labels(model, version, "total_output_tokens")
+        self._first_token.labels(model, version)
+        self._inter_token.labels(model, version)
+
+    def set_stats(self, model: str, version: str, stats: Mapping[str, float]) -> None:
+        """Show the figures of the engine's last iteration; missing keys show 0."""
+        values = dict(stats)
+        num_blocks = values.get("kv_max_blocks", 0)
+        used = values.get("kv_used_blocks", 0)
+        values["kv_used_fraction"] = used / num_blocks if num_blocks else 0.0
+        self._latest[model, version] = values
+        for name, (_, _, keys) in _FAMILIES.items():
+            for label, key in keys.items():
+                self._gauges[name].labels(model, version, label).set(values.get(key, 0))
+
+    def set_info(self, model: str, version: str, facts: Mapping[str, Any]) -> None:
+        """Show what the engine said about itself, in place of what it said before."""
+        for gauge, labels in self._infos.pop((model, version), []):
+            gauge.remove(*labels)
+        shown: list[tuple[Gauge, tuple[str, ...]]] = [
+            (self._backend, (model, version, operator, str(backend)))
+            for operator, backend in dict(facts.get("backends", {})).items()
+        ]
+        shown += [
+            (self._transport, (model, version, collective, str(transport)))
+            for collective, transport in dict(facts.get("transports", {})).items()
+        ]
+        keys = ("start_method", "mpi", "world_size", "tp_size", "pp_size")
+        start = tuple(str(facts.get(key, "")) for key in keys)
+        shown.append((self._start_method, (model, version, *start)))
+        for gauge, labels in shown:
+            gauge.labels(*labels).set(1)
+        self._infos[model, version] = shown
+
+    def set_group(
+        self, model: str, version: str, group: str, *, up: bool, restarts: int
+    ) -> None:
+        """Show whether a worker group serves."""
+        self._group_up.labels(model, version, group).set(int(up))
+        self._group_restarts.labels(model, version, group).set(restarts)
+
+    def observe_first_token(self, model: str, version: str, seconds: float) -> None:
+        """Add one request's time to first token."""
+        self._first_token.labels(model, version).observe(seconds)
+
+    def observe_inter_token(self, model: str, version: str, seconds: float) -> None:
+        """Add one gap between tokens."""
+        self._inter_token.labels(model, version).observe(seconds)
+
+    def observe_lengths(
+        self, model: str, version: str, num_input: int, num_output: int
+    ) -> None:
+        """Add one finished request's lengths in tokens."""
+        self._input_tokens.labels(model, version, "total_input_tokens").observe(num_input)
+        self._output_tokens.labels(model, version, "total_output_tokens").observe(num_output)
+
+    def load_header(self, style: str) -> str | None:
+        """The value of the ``endpoint-load-metrics`` header, if style and figures exist."""
+        values = next((v for v in self._latest.values() if v.get("kv_max_blocks")), None)
+        if values is None:
+            return None
+        utilization = values["kv_used_fraction"]
+        capacity = int(values["kv_max_blocks"] * values.get("kv_tokens_per_block", 0))
+        if style == "text":
+            return (
+                f"TEXT named_metrics.kv_cache_utilization={utilization:.6f}, "
+                f"named_metrics.max_token_capacity={capacity}"
+            )
+        if style == "json":
+            return (
+                'JSON {"named_metrics":{"kv_cache_utilization":'
+                f'{utilization:g},"max_token_capacity":{capacity}}}}}'
+            )
+        return None

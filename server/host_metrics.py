@@ -1,0 +1,68 @@
+"""The metrics of the host: its processors, memory and GPUs."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+
+import psutil
+from prometheus_client.core import Metric
+from prometheus_client.registry import CollectorRegistry
+
+from trimaran.server.nvml import GpuReading, Nvml
+
+_GPU_FAMILIES = (
+    ("nv_gpu_utilization", "gauge", "GPU utilization rate [0.0 - 1.0)", "utilization"),
+    ("nv_gpu_memory_total_bytes", "gauge", "GPU total memory, in bytes", "memory_total_bytes"),
+    ("nv_gpu_memory_used_bytes", "gauge", "GPU used memory, in bytes", "memory_used_bytes"),
+    ("nv_gpu_power_usage", "gauge", "GPU power usage in watts", "power_w"),
+    ("nv_gpu_power_limit", "gauge", "GPU power management limit in watts", "power_limit_w"),
+    ("nv_energy_consumption", "counter", "GPU energy consumption in joules", "energy_j"),
+)
+
+
+class HostMetrics:
+    """Reads the host when asked, at most once an interval. GPU families only with GPUs."""
+
+    def __init__(self, registry: CollectorRegistry, interval_s: float = 2.0) -> None:
+        self._interval_s = interval_s
+        self._nvml = Nvml.open()
+        self._read_at = -interval_s
+        self._cpu = (0.0, 0, 0)
+        self._gpus: list[GpuReading] = []
+        # The first reading covers the time since this call.
+        psutil.cpu_percent(interval=None)
+        registry.register(self)
+
+    def collect(self) -> Iterator[Metric]:
+        """The registry's question for samples."""
+        self._refresh()
+        utilization, total, used = self._cpu
+        for name, documentation, value in (
+            ("nv_cpu_utilization", "CPU utilization rate [0.0 - 1.0]", utilization),
+            ("nv_cpu_memory_total_bytes", "CPU total memory (RAM), in bytes", total),
+            ("nv_cpu_memory_used_bytes", "CPU used memory (RAM), in bytes", used),
+            ("nv_pinned_memory_pool_total_bytes", "Pinned memory pool total size, in bytes", 0),
+            ("nv_pinned_memory_pool_used_bytes", "Pinned memory pool used size, in bytes", 0),
+        ):
+            metric = Metric(name, documentation, "gauge")
+            metric.add_sample(name, {}, float(value))
+            yield metric
+        for name, kind, documentation, attribute in _GPU_FAMILIES if self._gpus else ():
+            metric = Metric(name, documentation, kind)
+            for gpu in self._gpus:
+                reading = getattr(gpu, attribute)
+                if reading is not None:
+                    metric.add_sample(name, {"gpu_uuid": gpu.uuid}, float(reading))
+            yield metric
+
+    def _refresh(self) -> None:
+        now = time.monotonic()
+        if now - self._read_at < self._interval_s:
+            return
+        self._read_at = now
+        memory = psutil.virtual_memory()
+        used = memory.total - memory.available
+        self._cpu = (psutil.cpu_percent(interval=None) / 100, memory.total, used)
+        if self._nvml is not None:
+            self._gpus = self._nvml.read()

@@ -1,0 +1,82 @@
+"""All metrics of one front end, in a registry of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from prometheus_client.registry import CollectorRegistry
+
+from trimaran.server.engine_metrics import EngineMetrics
+from trimaran.server.exposition import render
+from trimaran.server.host_metrics import HostMetrics
+from trimaran.server.inference import Model
+from trimaran.server.measured_model import MeasuredModel
+from trimaran.server.model_metrics import InferenceFamilies, MetricsOptions, ModelMetrics
+from trimaran.server.statistics import ModelStatistics
+
+
+class Metrics:
+    """What a front end counts. Used on the event loop only.
+
+    Every model is served through `measure`, also the steps of an ensemble, so that each
+    model's requests are counted once and in one way.
+    """
+
+    def __init__(self, metrics_config: Mapping[str, str] | None = None) -> None:
+        self._registry = CollectorRegistry(auto_describe=False)
+        options = MetricsOptions.parse(dict(metrics_config or {}))
+        self._families = InferenceFamilies(self._registry, options)
+        self._engines = EngineMetrics(self._registry)
+        HostMetrics(self._registry)
+
+    def measure(self, model: Model) -> Model:
+        """The model, counted. A model that is counted already is returned as it is."""
+        if isinstance(model, MeasuredModel):
+            return model
+        series = ModelMetrics(self._families, model.name, model.version, model.config)
+        return MeasuredModel(model, ModelStatistics(model.name, model.version), series)
+
+    def set_load_duration(self, model: str, version: str, seconds: float) -> None:
+        """Note how long a model took to load."""
+        self._families.load_duration.labels(model, version).set(seconds)
+
+    def add_engine(self, model: str, version: str) -> None:
+        """Show the engine series of a token-level model, with value 0."""
+        self._engines.add_model(model, version)
+
+    def observe_time_to_first_token(self, model: str, version: str, seconds: float) -> None:
+        """Add one request's time from arrival to its first token."""
+        self._engines.observe_first_token(model, version, seconds)
+
+    def observe_inter_token(self, model: str, version: str, seconds: float) -> None:
+        """Add one gap between successive tokens of a sequence."""
+        self._engines.observe_inter_token(model, version, seconds)
+
+    def observe_lengths(
+        self, model: str, version: str, num_input: int, num_output: int
+    ) -> None:
+        """Add a finished request's prompt and output lengths in tokens."""
+        self._engines.observe_lengths(model, version, num_input, num_output)
+
+    def set_engine_stats(self, model: str, version: str, stats: Mapping[str, float]) -> None:
+        """Show the figures of an engine's last iteration (`comm.messages.STATS_KEYS`)."""
+        self._engines.set_stats(model, version, stats)
+
+    def set_engine_info(self, model: str, version: str, facts: Mapping[str, Any]) -> None:
+        """Show the backends, transports and start method of `EngineHello.facts`."""
+        self._engines.set_info(model, version, facts)
+
+    def group_state(
+        self, model: str, group: str, is_up: bool, num_restarts: int, version: str = "1"
+    ) -> None:
+        """Show whether a worker group serves, and how often it was started again."""
+        self._engines.set_group(model, version, group, up=is_up, restarts=num_restarts)
+
+    def load_header(self, style: str) -> str | None:
+        """The ``endpoint-load-metrics`` header for a requested style, if there is one."""
+        return self._engines.load_header(style)
+
+    def render(self) -> bytes:
+        """All series as Prometheus text."""
+        return render(self._registry)

@@ -1,0 +1,227 @@
+"""The ``nv_inference_*`` metrics of the served models."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import Enum
+
+from prometheus_client import Counter, Gauge, Histogram
+from prometheus_client.core import Metric
+from prometheus_client.registry import CollectorRegistry
+from tritonclient.grpc.model_config_pb2 import ModelConfig
+
+from trimaran.comm.errors import ConfigError
+from trimaran.server.exposition import QuantileSummary
+
+_LABELS = ("model", "version")
+_SUMMARIES = ("request", "queue", "compute_input", "compute_infer", "compute_output")
+_FIRST_RESPONSE = "nv_inference_first_response_histogram_ms"
+_QUANTILES = (0.5, 0.9, 0.95, 0.99, 0.999)
+_FIRST_RESPONSE_BUCKETS = (100.0, 500.0, 2000.0, 5000.0)
+
+
+class FailureReason(Enum):
+    """Why a request failed, as the failure counter's label."""
+
+    REJECTED = "REJECTED"
+    CANCELED = "CANCELED"
+    BACKEND = "BACKEND"
+    OTHER = "OTHER"
+
+
+@dataclass(frozen=True, slots=True)
+class MetricsOptions:
+    """Which latency metrics exist (``--metrics-config``)."""
+
+    has_counters: bool = True
+    has_histograms: bool = False
+    has_summaries: bool = False
+    quantiles: tuple[float, ...] = _QUANTILES
+
+    @classmethod
+    def parse(cls, values: dict[str, str]) -> MetricsOptions:
+        """Read the ``--metrics-config`` keys.
+
+        Raises:
+            ConfigError: an unknown key, or a value that is not of its form.
+        """
+        known = ("counter_latencies", "histogram_latencies", "summary_latencies")
+        for name, value in values.items():
+            if name not in (*known, "summary_quantiles"):
+                raise ConfigError(
+                    f"--metrics-config {name}={value}: known keys are {', '.join(known)} and "
+                    "summary_quantiles"
+                )
+            if name in known and value not in ("true", "false"):
+                raise ConfigError(f"--metrics-config {name}={value}: must be true or false")
+        return cls(
+            has_counters=values.get("counter_latencies", "true") == "true",
+            has_histograms=values.get("histogram_latencies") == "true",
+            has_summaries=values.get("summary_latencies") == "true",
+            quantiles=_quantiles(values.get("summary_quantiles")) or _QUANTILES,
+        )
+
+
+def _quantiles(text: str | None) -> tuple[float, ...]:
+    if not text:
+        return ()
+    try:
+        return tuple(float(pair.split(":")[0]) for pair in text.split(","))
+    except ValueError:
+        raise ConfigError(
+            f"--metrics-config summary_quantiles={text}: must look like 0.5:0.05,0.9:0.01"
+        ) from None
+
+
+class InferenceFamilies:
+    """The metric families that all models share."""
+
+    def __init__(self, registry: CollectorRegistry, options: MetricsOptions) -> None:
+        self.options = options
+        self.registry = registry
+        self.success = self._counter(
+            "request_success", "Number of successful inference requests, all batch sizes"
+        )
+        self.failure = Counter(
+            "nv_inference_request_failure",
+            "Number of failed inference requests, all batch sizes",
+            (*_LABELS, "reason"),
+            registry=registry,
+        )
+        self.count = self._counter("count", "Number of inferences performed")
+        self.executions = self._counter("exec_count", "Number of model executions performed")
+        self.durations: dict[str, Counter] = {}
+        if options.has_counters:
+            for name, what in (
+                ("request", "inference request"),
+                ("queue", "inference queuing"),
+                ("compute_input", "compute input"),
+                ("compute_infer", "compute inference"),
+                ("compute_output", "inference compute output"),
+            ):
+                self.durations[name] = self._counter(
+                    f"{name}_duration_us", f"Cumulative {what} duration in microseconds"
+                )
+        self.pending = Gauge(
+            "nv_inference_pending_request_count",
+            "Instantaneous number of pending requests awaiting execution per-model",
+            _LABELS,
+            registry=registry,
+        )
+        self.load_duration = Gauge(
+            "nv_model_load_duration_secs",
+            "Model load time in seconds",
+            _LABELS,
+            registry=registry,
+        )
+        self.first_response: dict[tuple[float, ...], Histogram] = {}
+        self.summaries: dict[str, QuantileSummary] = {}
+        if options.has_summaries:
+            for name in _SUMMARIES:
+                self.summaries[name] = QuantileSummary(
+                    f"nv_inference_{name}_summary_us",
+                    f"Summary of {name.replace('_', ' ')} duration in microseconds",
+                    options.quantiles,
+                    registry,
+                )
+
+    def _counter(self, name: str, documentation: str) -> Counter:
+        return Counter(f"nv_inference_{name}", documentation, _LABELS, registry=self.registry)
+
+
+class ModelMetrics:
+    """One model version's series. All exist with value 0 from the beginning."""
+
+    def __init__(
+        self, families: InferenceFamilies, name: str, version: str, config: ModelConfig
+    ) -> None:
+        labels = (name, version)
+        self._labels = labels
+        self._success = families.success.labels(*labels)
+        self._failures = {
+            reason: families.failure.labels(*labels, reason.value) for reason in FailureReason
+        }
+        self._count = families.count.labels(*labels)
+        self._executions = families.executions.labels(*labels)
+        self._durations = {
+            name: counter.labels(*labels) for name, counter in families.durations.items()
+        }
+        families.pending.labels(*labels)
+        families.load_duration.labels(*labels)
+        self._summaries = families.summaries
+        for summary in self._summaries.values():
+            summary.add_series(name, version)
+        self._first_response: Histogram | None = None
+        if families.options.has_histograms:
+            self._first_response = _first_response_series(families, labels, config)
+
+    def success(
+        self, *, batch_size: int, total_us: float, queue_us: float, infer_us: float
+    ) -> None:
+        """Count a finished request."""
+        self._success.inc()
+        self._count.inc(batch_size)
+        self._executions.inc()
+        output_us = max(0.0, total_us - queue_us - infer_us)
+        for name, value in (
+            ("request", total_us),
+            ("queue", queue_us),
+            ("compute_input", 0.0),
+            ("compute_infer", infer_us),
+            ("compute_output", output_us),
+        ):
+            if name in self._durations:
+                self._durations[name].inc(int(value))
+            if name in self._summaries:
+                self._summaries[name].observe(*self._labels, value)
+
+    def failure(self, reason: FailureReason) -> None:
+        """Count a failed request."""
+        self._failures[reason].inc()
+
+    def first_response(self, elapsed_ms: float) -> None:
+        """Note the time from a request's arrival to its first response."""
+        if self._first_response is not None:
+            self._first_response.observe(elapsed_ms)
+
+
+def _first_response_series(
+    families: InferenceFamilies, labels: tuple[str, str], config: ModelConfig
+) -> Histogram:
+    buckets = _FIRST_RESPONSE_BUCKETS
+    for control in config.model_metrics.metric_control:
+        if control.metric_identifier.family == _FIRST_RESPONSE:
+            buckets = tuple(control.histogram_options.buckets) or buckets
+    return _histogram_with(families, buckets).labels(*labels)
+
+
+def _histogram_with(families: InferenceFamilies, buckets: tuple[float, ...]) -> Histogram:
+    """The family with these buckets: a family of the client has one set for all series."""
+    if buckets not in families.first_response:
+        # Only the first is asked by the registry; the merger shows the others too.
+        is_first = not families.first_response
+        families.first_response[buckets] = Histogram(
+            _FIRST_RESPONSE,
+            "Duration from request to first response in milliseconds",
+            _LABELS,
+            buckets=buckets,
+            registry=None,
+        )
+        if is_first:
+            families.registry.register(_MergedHistogram(families.first_response))
+    return families.first_response[buckets]
+
+
+class _MergedHistogram:
+    """Histograms of one name whose series have different buckets, shown as one family."""
+
+    def __init__(self, parts: dict[tuple[float, ...], Histogram]) -> None:
+        self._parts = parts
+
+    def collect(self) -> Iterator[Metric]:
+        """The registry's question for samples."""
+        metrics = [metric for part in self._parts.values() for metric in part.collect()]
+        for metric in metrics[1:]:
+            metrics[0].samples += metric.samples
+        yield from metrics[:1]
