@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mpi4py import MPI  # isort: skip  # before all else: a death before MPI_Init hangs MPI_Comm_spawn
+from mpi4py import MPI as MPI  # isort: skip  # first: a death before MPI_Init hangs Spawn
 
 import os
 import signal

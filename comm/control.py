@@ -1,0 +1,255 @@
+"""The control plane of a group: rank 0's decisions on their way to every other rank."""
+
+from __future__ import annotations
+
+import time
+from enum import IntEnum
+from typing import Protocol
+
+from trimaran.comm.errors import PeerLostError
+from trimaran.comm.mpi import MPI, Comm, World
+from trimaran.comm.shared_memory import SharedSegment
+from trimaran.comm.shm_ring import RingReader, RingWriter, ShmRing
+from trimaran.comm.wait import BUSY_SLEEP_S, IDLE_SLEEP_S, Backoff, wait_for
+
+_TAG = 1
+
+
+class _Kind(IntEnum):
+    """First byte of every message of the control plane."""
+
+    DECISION = 0
+    IDLE = 1
+    """No decision follows until there is work again: followers wait without a limit."""
+    ALIVE = 2
+    """Work is outstanding but this step has no decision."""
+    CLOSE = 3
+
+
+class ControlPlane(Protocol):
+    """One writer, rank 0; every other rank receives each payload once, in order.
+
+    After a decision the next message is due within the hang timeout, unless `mark_idle`
+    came last. Calls that wait end with `PeerLostError` when a peer misses its deadline.
+    """
+
+    def broadcast(self, payload: bytes) -> None:
+        """Rank 0: send one decision to all."""
+
+    def mark_idle(self) -> None:
+        """Rank 0: tell followers that they may wait for ever."""
+
+    def keep_alive(self) -> None:
+        """Rank 0: tell followers that the next decision takes longer."""
+
+    def receive(self) -> bytes | None:
+        """Followers: the next decision; None after `close` of rank 0."""
+
+    def close(self) -> None:
+        """Rank 0: end every follower's loop. Followers: nothing to do."""
+
+    @property
+    def transport(self) -> str:
+        """How decisions travel, for the log and the metrics."""
+
+
+class LocalControlPlane:
+    """The control plane of a group of one rank: nobody to tell."""
+
+    transport = "none"
+
+    def broadcast(self, payload: bytes) -> None:
+        """Nothing to send."""
+
+    def mark_idle(self) -> None:
+        """Nothing to send."""
+
+    def keep_alive(self) -> None:
+        """Nothing to send."""
+
+    def receive(self) -> bytes | None:
+        """There is no follower to call this.
+
+        Raises:
+            RuntimeError: always.
+        """
+        raise RuntimeError("a group of one rank has no follower")
+
+    def close(self) -> None:
+        """Nothing to close."""
+
+
+class Leader:
+    """Rank 0's end: the ring of its own host, and one MPI message to each other host."""
+
+    def __init__(
+        self, comm: Comm, ring: RingWriter | None, hosts: list[int], timeout_s: float
+    ) -> None:
+        self._comm = comm
+        self._ring = ring
+        self._first_ranks = hosts
+        self._timeout_s = timeout_s
+        self._pending: list[MPI.Request] = []
+
+    @property
+    def transport(self) -> str:
+        """How decisions travel, for the log and the metrics."""
+        return _transport(self._ring is not None, bool(self._first_ranks))
+
+    def broadcast(self, payload: bytes) -> None:
+        """Send one decision to all; returns before they have it."""
+        self._send(_Kind.DECISION, payload)
+
+    def mark_idle(self) -> None:
+        """Tell followers that they may wait for ever."""
+        self._send(_Kind.IDLE)
+
+    def keep_alive(self) -> None:
+        """Tell followers that the next decision takes longer."""
+        self._send(_Kind.ALIVE)
+
+    def receive(self) -> bytes | None:
+        """Rank 0 sends only.
+
+        Raises:
+            RuntimeError: always.
+        """
+        raise RuntimeError("rank 0 does not receive decisions")
+
+    def close(self) -> None:
+        """End every follower's loop."""
+        self._send(_Kind.CLOSE)
+        self._flush()
+
+    def _send(self, kind: _Kind, payload: bytes = b"") -> None:
+        message = bytes((kind,)) + payload
+        # Other hosts first: their way is longer.
+        self._flush()
+        for rank in self._first_ranks:
+            self._pending.append(self._comm.Isend([message, MPI.BYTE], rank, _TAG))
+        if self._ring is not None:
+            self._ring.write(message, self._timeout_s)
+
+    def _flush(self) -> None:
+        """Complete the sends of the last message, so that at most one a host is open."""
+        if not self._pending:
+            return
+        if not wait_for(lambda: MPI.Request.Testall(self._pending), self._timeout_s):
+            raise PeerLostError(
+                f"the first rank of another host (one of {self._first_ranks}) took no "
+                f"decision for {self._timeout_s:g} s"
+            )
+        self._pending.clear()
+
+
+class Follower:
+    """Another rank's end: reads its host's ring, or as first rank of a host feeds it."""
+
+    transport = ""
+
+    def __init__(self, source: RingReader | MpiSource, timeout_s: float) -> None:
+        self._source = source
+        self._timeout_s = timeout_s
+        self._is_idle = True
+
+    def broadcast(self, payload: bytes) -> None:
+        """Followers receive only.
+
+        Raises:
+            RuntimeError: always.
+        """
+        raise RuntimeError("only rank 0 broadcasts decisions")
+
+    mark_idle = keep_alive = close = lambda self: None
+
+    def receive(self) -> bytes | None:
+        """The next decision; None after `close` of rank 0.
+
+        Raises:
+            PeerLostError: work is outstanding and rank 0 was silent for too long.
+        """
+        while True:
+            message = self._source.read(None if self._is_idle else self._timeout_s)
+            if message is None:
+                raise PeerLostError(
+                    f"rank 0 sent no decision for {self._timeout_s:g} s although work is "
+                    "outstanding"
+                )
+            kind = message[0]
+            self._is_idle = kind == _Kind.IDLE
+            if kind == _Kind.DECISION:
+                return message[1:]
+            if kind == _Kind.CLOSE:
+                return None
+
+
+class MpiSource:
+    """Reads rank 0's messages over MPI and passes them on to the ring of this host."""
+
+    def __init__(self, comm: Comm, ring: RingWriter | None, relay_timeout_s: float) -> None:
+        self._comm = comm
+        self._ring = ring
+        self._relay_timeout_s = relay_timeout_s
+
+    def read(self, timeout_s: float | None) -> bytes | None:
+        """The next message; None if none comes within ``timeout_s`` (None: no limit).
+
+        Polls: a blocking MPI receive would burn the core while idle.
+        """
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        backoff = Backoff(IDLE_SLEEP_S if timeout_s is None else BUSY_SLEEP_S)
+        status = MPI.Status()
+        while (found := self._comm.Improbe(0, _TAG, status)) is None:
+            if deadline is not None and time.monotonic() > deadline:
+                return None
+            backoff.pause()
+        buffer = bytearray(status.Get_count(MPI.BYTE))
+        found.Recv([buffer, MPI.BYTE])
+        message = bytes(buffer)
+        if self._ring is not None:
+            self._ring.write(message, self._relay_timeout_s)
+        return message
+
+
+def _transport(has_ring: bool, has_mpi: bool) -> str:
+    names = [name for name, used in (("shm_ring", has_ring), ("mpi", has_mpi)) if used]
+    return "+".join(names)
+
+
+def connect_control(world: World, timeout_s: float) -> ControlPlane:
+    """This rank's end of the group's control plane. Collective over ``world``.
+
+    ``timeout_s`` is the longest silence while work is outstanding.
+    """
+    if world.size == 1:
+        return LocalControlPlane()
+    comm = world.duplicate()
+    beside = world.local_ranks
+    ring = _share_ring(world, beside)
+    if world.rank == 0:
+        first_ranks = sorted({world.ranks_beside(rank)[0] for rank in range(world.size)} - {0})
+        return Leader(comm, ring[0], first_ranks, timeout_s)
+    if world.rank == beside[0]:
+        return Follower(MpiSource(comm, ring[0], timeout_s), timeout_s)
+    assert ring[1] is not None
+    return Follower(ring[1], timeout_s)
+
+
+def _share_ring(
+    world: World, beside: tuple[int, ...]
+) -> tuple[RingWriter | None, RingReader | None]:
+    """The ring of this host, written by its first rank; neither end for a lone rank."""
+    local = world.subgroup(beside)
+    num_readers = local.size - 1
+    if num_readers == 0:
+        return None, None
+    if local.rank == 0:
+        segment = SharedSegment.create(ShmRing.segment_bytes(num_readers))
+        local.comm.bcast(segment.handle)
+    else:
+        segment = SharedSegment.attach(local.comm.bcast(None))
+    local.comm.Barrier()
+    segment.close_descriptor()
+    if local.rank == 0:
+        return RingWriter(segment, num_readers), None
+    return None, RingReader(segment, num_readers, local.rank - 1)

@@ -1,0 +1,187 @@
+"""Collectives over torch.distributed: gloo between hosts of CPU ranks, NCCL on GPUs."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import psutil
+import torch
+import torch.distributed as dist
+
+from trimaran.comm.collectives import TensorParallelGroup
+from trimaran.comm.errors import ConfigError, PeerLostError
+from trimaran.comm.mpi import World
+
+_MULTICAST_OFF = {
+    "NCCL_NVLS_ENABLE": "0",
+    "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
+    "NVSHMEM_DISABLE_NVLS": "1",
+}
+_DIAL_TIMEOUT_S = 5.0
+# torch exports it without saying so in its type hints.
+_TCPStore: Any = dist.TCPStore  # type: ignore[attr-defined]
+
+
+class ProcessGroup(TensorParallelGroup):
+    """The tensor group as the default process group of torch.distributed."""
+
+    transport = ""
+
+    def __init__(self, world: World, backend: str, timeout_s: float, connect_s: float) -> None:
+        self.rank = world.rank
+        self.size = world.size
+        store = _connect_store(world, connect_s)
+        dist.init_process_group(
+            backend,
+            store=store,
+            rank=world.rank,
+            world_size=world.size,
+            timeout=timedelta(seconds=timeout_s),
+        )
+
+    def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Sum over the group, in place; returns ``tensor``."""
+        if not tensor.is_contiguous():
+            return tensor.copy_(self.all_reduce(tensor.contiguous()))
+        self._run(dist.all_reduce, tensor)
+        return tensor
+
+    def all_gather(self, tensor: torch.Tensor, dim: int = -1) -> torch.Tensor:
+        """The tensors of all ranks joined along ``dim`` in rank order, new memory."""
+        own = tensor.contiguous()
+        parts = [torch.empty_like(own) for _ in range(self.size)]
+        self._run(dist.all_gather, parts, own)
+        return torch.cat(parts, dim)
+
+    def broadcast(self, tensor: torch.Tensor, src: int = 0) -> torch.Tensor:
+        """Overwrite ``tensor`` with that of group rank ``src``; returns ``tensor``."""
+        own = tensor.contiguous()
+        self._run(dist.broadcast, own, src)
+        return tensor if own is tensor else tensor.copy_(own)
+
+    def barrier(self) -> None:
+        """Wait until every rank of the group is here."""
+        self._run(dist.barrier)
+
+    def transport_of(self, num_bytes: int) -> str:
+        """One transport for all sizes."""
+        return self.transport
+
+    def close(self) -> None:
+        """Leave torch.distributed. Collective."""
+        dist.destroy_process_group()
+
+    def _run(self, call: object, *arguments: object) -> None:
+        try:
+            call(*arguments)  # type: ignore[operator]
+        except RuntimeError as error:
+            raise PeerLostError(
+                f"{self.transport} failed on rank {self.rank} of {self.size}: {error}"
+            ) from error
+
+
+class GlooGroup(ProcessGroup):
+    """CPU ranks on several hosts, over TCP. 16-bit floats travel as float32."""
+
+    transport = "gloo"
+
+    def __init__(self, world: World, timeout_s: float, connect_timeout_s: float) -> None:
+        super().__init__(world, "gloo", timeout_s, connect_timeout_s)
+
+    def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Sum over the group, in place; returns ``tensor``."""
+        if tensor.dtype in (torch.float16, torch.bfloat16):
+            return tensor.copy_(super().all_reduce(tensor.float()))
+        return super().all_reduce(tensor)
+
+
+class NcclGroup(ProcessGroup):
+    """One GPU a rank. Calls are enqueued on the current stream."""
+
+    transport = "nccl"
+
+    def __init__(
+        self, world: World, device: torch.device, timeout_s: float, connect_timeout_s: float
+    ) -> None:
+        for name, value in _MULTICAST_OFF.items():
+            os.environ.setdefault(name, value)
+        torch.cuda.set_device(device)
+        self._device = device
+        super().__init__(world, "nccl", timeout_s, connect_timeout_s)
+
+    def all_gather(self, tensor: torch.Tensor, dim: int = -1) -> torch.Tensor:
+        """The tensors of all ranks joined along ``dim`` in rank order, new memory."""
+        own = tensor.contiguous()
+        joined = torch.empty((self.size, *own.shape), dtype=own.dtype, device=own.device)
+        self._run(dist.all_gather_into_tensor, joined, own)
+        return joined.flatten(0, 1) if dim == 0 else torch.cat(joined.unbind(0), dim)
+
+    def barrier(self) -> None:
+        """Wait until every rank of the group is here and its GPU is idle."""
+        self.all_reduce(torch.zeros(1, device=self._device))
+        torch.cuda.synchronize(self._device)
+
+
+def _connect_store(world: World, timeout_s: float) -> Any:
+    """A key-value store on group rank 0 that all ranks reach. Collective.
+
+    Rank 0 binds a free port and hands over the bound socket, so that no other process
+    can take the port in between.
+    """
+    limit = timedelta(seconds=timeout_s)
+    is_one_host = len(set(world.hosts)) == 1
+    if world.rank == 0:
+        listener = socket.create_server(("127.0.0.1" if is_one_host else "", 0), backlog=128)
+        port = listener.getsockname()[1]
+        store = _TCPStore(
+            "127.0.0.1",
+            port,
+            world.size,
+            is_master=True,
+            timeout=limit,
+            wait_for_workers=False,
+            master_listen_fd=listener.detach(),
+        )
+        world.comm.bcast((["127.0.0.1"] if is_one_host else own_addresses(), port))
+        return store
+    candidates, port = world.comm.bcast(None)
+    address = reachable_address(candidates, port)
+    return _TCPStore(
+        address, port, world.size, is_master=False, timeout=limit, wait_for_workers=False
+    )
+
+
+def own_addresses() -> list[str]:
+    """This host's IPv4 addresses; those of ``GLOO_SOCKET_IFNAME`` alone if it is set."""
+    chosen = os.environ.get("GLOO_SOCKET_IFNAME") or os.environ.get("NCCL_SOCKET_IFNAME", "")
+    names = [name.lstrip("=^") for name in chosen.split(",") if name]
+    interfaces = psutil.net_if_addrs()
+    selected = {name: interfaces[name] for name in names if name in interfaces} or interfaces
+    return [
+        entry.address
+        for entries in selected.values()
+        for entry in entries
+        if entry.family == socket.AF_INET and not entry.address.startswith("127.")
+    ]
+
+
+def reachable_address(candidates: Sequence[str], port: int) -> str:
+    """The first of the addresses on which that port answers.
+
+    Raises:
+        ConfigError: none answers.
+    """
+    for address in candidates:
+        try:
+            socket.create_connection((address, port), timeout=_DIAL_TIMEOUT_S).close()
+        except OSError:
+            continue
+        return address
+    raise ConfigError(
+        f"none of rank 0's addresses {list(candidates)} answers on port {port}; open the "
+        "ports between the hosts or name the interface in GLOO_SOCKET_IFNAME"
+    )

@@ -1,0 +1,132 @@
+"""Tensor collectives among real ranks, over every CPU transport."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from trimaran.comm.collectives import TensorParallelGroup, connect_group
+from trimaran.comm.errors import PeerLostError
+from trimaran.comm.mpi import World
+
+CPU = torch.device("cpu")
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+SIZES = (1, 7, 4096, 40_000, 262_144, 1_048_576)
+
+
+@pytest.fixture(scope="module", params=["one_host", "two_hosts"])
+def group(request, world, two_host_world) -> TensorParallelGroup:
+    chosen = world if request.param == "one_host" else two_host_world
+    group = connect_group(chosen, CPU, timeout_s=30.0)
+    yield group
+    world.barrier(30.0, "end of a module")
+    group.close()
+
+
+def inputs(size: int, num_elements: int, dtype: torch.dtype, seed: int) -> list[torch.Tensor]:
+    """Every rank's input; the same list on all ranks."""
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(num_elements, generator=generator).to(dtype) for _ in range(size)]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("num_elements", SIZES)
+def test_all_reduce_equals_the_sum_in_rank_order(group, dtype, num_elements):
+    tensors = inputs(group.size, num_elements, dtype, seed=num_elements)
+    total = np.zeros(num_elements, np.float32)
+    for tensor in tensors:
+        total = total + tensor.float().numpy()
+
+    result = group.all_reduce(tensors[group.rank].clone())
+
+    expected = torch.from_numpy(total).to(dtype)
+    assert result.dtype == dtype
+    if group.transport_of(1) == "shared_memory":
+        assert torch.equal(result, expected)
+    else:
+        torch.testing.assert_close(result, expected)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("num_elements", SIZES)
+def test_all_reduce_gives_every_rank_the_same_bits(group, world, dtype, num_elements):
+    own = inputs(group.size, num_elements, dtype, seed=3)[group.rank]
+
+    result = group.all_reduce(own)
+
+    assert len(set(world.comm.allgather(result.view(torch.uint8).numpy().tobytes()))) == 1
+
+
+def test_all_reduce_writes_into_the_tensor_it_was_given(group):
+    tensor = torch.ones(4, 6)
+    strided = tensor[:, ::2]
+
+    returned = group.all_reduce(strided)
+
+    assert returned is strided
+    assert torch.equal(tensor[:, ::2], torch.full((4, 3), float(group.size)))
+    assert torch.equal(tensor[:, 1::2], torch.ones(4, 3))
+
+
+@pytest.mark.parametrize("shape", [(3, 5), (300, 2000)], ids=str)
+@pytest.mark.parametrize("dim", [0, 1, -1])
+def test_all_gather_joins_in_rank_order(group, shape, dim):
+    parts = [
+        torch.full(shape, float(rank)) + torch.arange(shape[1]) for rank in range(group.size)
+    ]
+
+    gathered = group.all_gather(parts[group.rank], dim)
+
+    assert torch.equal(gathered, torch.cat(parts, dim))
+
+
+@pytest.mark.parametrize("num_elements", [1, 1000, 3_000_000])
+def test_broadcast_overwrites_the_others(group, num_elements):
+    source = group.size - 1
+    tensor = torch.full((num_elements,), group.rank, dtype=torch.int32)
+
+    group.broadcast(tensor, src=source)
+
+    assert torch.equal(tensor, torch.full((num_elements,), source, dtype=torch.int32))
+
+
+def test_results_survive_later_calls_of_any_kind(group):
+    kept = []
+    for step in range(200):
+        kept.append(group.all_reduce(torch.full((50,), float(step))))
+        group.broadcast(torch.zeros(3), src=step % group.size)
+        gathered = group.all_gather(torch.full((2,), float(group.rank)))
+        assert gathered.tolist() == [float(r) for r in range(group.size) for _ in range(2)]
+    group.barrier()
+
+    assert [float(t[0]) for t in kept] == [float(step * group.size) for step in range(200)]
+
+
+def test_a_group_names_its_transport(group, request):
+    is_one_host = request.node.callspec.params["group"] == "one_host"
+
+    expected = "shared_memory" if is_one_host else "gloo"
+    assert set(group.transports().values()) == {expected}
+
+
+def test_a_rank_that_does_not_come_is_named_after_the_deadline(world: World):
+    group = connect_group(world, CPU, timeout_s=0.2)
+    missing = world.size - 1
+
+    if world.rank == missing:
+        world.barrier(30.0, "the others gave up")
+        return
+    with pytest.raises(PeerLostError, match=rf"rank\(s\) \[{missing}\]"):
+        group.all_reduce(torch.ones(8))
+    world.barrier(30.0, "the others gave up")
+
+
+def test_groups_of_their_own_do_not_mix(world: World):
+    halves = [tuple(range(world.size // 2)), tuple(range(world.size // 2, world.size))]
+    own = halves[world.rank >= world.size // 2]
+
+    group = connect_group(world.subgroup(own), CPU, timeout_s=30.0)
+    result = group.all_reduce(torch.tensor([float(world.rank)]))
+
+    assert result.item() == sum(own)

@@ -1,0 +1,115 @@
+"""Rank 0's decisions on their way to every other rank."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+import time
+
+import pytest
+
+from trimaran.comm.control import ControlPlane, connect_control
+from trimaran.comm.errors import PeerLostError
+from trimaran.comm.mpi import World
+
+
+@pytest.fixture(params=["one_host", "two_hosts"])
+def place(request, world, two_host_world) -> World:
+    return world if request.param == "one_host" else two_host_world
+
+
+def follow(control: ControlPlane) -> list[bytes]:
+    """All decisions until the leader closes."""
+    received = []
+    while (payload := control.receive()) is not None:
+        received.append(payload)
+    return received
+
+
+def digest(payloads: list[bytes]) -> str:
+    """One fingerprint of contents, lengths and order."""
+    state = hashlib.sha256()
+    for payload in payloads:
+        state.update(len(payload).to_bytes(8, "little") + payload)
+    return state.hexdigest()
+
+
+def test_every_follower_gets_every_decision_whole_and_in_order(place):
+    rng = random.Random(5)
+    sizes = [0, 1, 100, 16 << 10, (16 << 10) + 1, 3 << 20] + [rng.randrange(2000)] * 300
+    payloads = [rng.randbytes(size) for size in sizes]
+    control = connect_control(place, timeout_s=30.0)
+
+    if place.rank == 0:
+        for payload in payloads:
+            control.broadcast(payload)
+        control.close()
+        received = payloads
+    else:
+        received = follow(control)
+
+    assert place.comm.allgather(digest(received)) == [digest(payloads)] * place.size
+
+
+def test_an_idle_group_waits_longer_than_the_hang_timeout(place):
+    control = connect_control(place, timeout_s=0.3)
+
+    if place.rank == 0:
+        control.broadcast(b"work")
+        control.mark_idle()
+        time.sleep(0.6)
+        control.broadcast(b"more")
+        control.close()
+        return
+    assert follow(control) == [b"work", b"more"]
+
+
+def test_a_busy_leader_that_falls_silent_is_noticed(place):
+    control = connect_control(place, timeout_s=0.2)
+
+    if place.rank == 0:
+        control.broadcast(b"work")
+    else:
+        assert control.receive() == b"work"
+        with pytest.raises(PeerLostError, match=r"rank 0 sent no decision for 0\.2 s"):
+            control.receive()
+    place.barrier(30.0, "all noticed")
+
+
+def test_a_leader_that_says_it_is_alive_is_waited_for(place):
+    control = connect_control(place, timeout_s=0.5)
+
+    if place.rank == 0:
+        control.broadcast(b"work")
+        for _ in range(4):
+            time.sleep(0.2)
+            control.keep_alive()
+        control.close()
+        return
+    assert follow(control) == [b"work"]
+
+
+def test_waiting_followers_use_next_to_no_processor_time(place):
+    control = connect_control(place, timeout_s=30.0)
+    place.barrier(30.0, "all connected")
+
+    if place.rank == 0:
+        time.sleep(2.0)
+        control.close()
+        return
+    before = time.process_time()
+    assert follow(control) == []
+    # 2 % of a core over two seconds, for all ranks together.
+    assert time.process_time() - before < 0.04 / (place.size - 1) + 0.01
+
+
+def test_the_transport_is_named(place):
+    control = connect_control(place, timeout_s=30.0)
+
+    if place.rank == 0:
+        has_mpi = len(set(place.hosts)) > 1
+        expected = {(2, False): "shm_ring", (2, True): "mpi"}.get(
+            (place.size, has_mpi), "shm_ring+mpi" if has_mpi else "shm_ring"
+        )
+        assert control.transport == expected
+    place.barrier(30.0, "named")
