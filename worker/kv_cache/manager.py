@@ -64,6 +64,7 @@ class KVCacheManager:
         self.num_reused_blocks = 0
         """Blocks that did not have to be computed, over all sequences so far."""
         self._num_reserved = 0
+        self._fresh: set[tuple[int, int]] = set()
 
     @property
     def num_free(self) -> int:
@@ -78,6 +79,10 @@ class KVCacheManager:
     def blocks_for(self, num_tokens: int) -> int:
         """Blocks that hold ``num_tokens``."""
         return -(-num_tokens // self.block_size)
+
+    def begin_step(self) -> None:
+        """What was published until now is written before the next step starts."""
+        self._fresh.clear()
 
     def extend_hashes(self, blocks: SequenceBlocks, token_ids: array[int]) -> None:
         """Hash the blocks that ``token_ids``, all known ids of the sequence, have filled."""
@@ -108,10 +113,11 @@ class KVCacheManager:
 
     def _split(self, found: list[list[int]], num_tokens: int) -> Prefix:
         num_shared = min(len(found[0]), (num_tokens - 1) // self.block_size)
-        return Prefix(
-            [blocks[:num_shared] for blocks in found],
-            [blocks[num_shared] for blocks in found if len(blocks) > num_shared],
-        )
+        last = [blocks[num_shared] for blocks in found if len(blocks) > num_shared]
+        # A step copies before it computes: what it fills itself can be shared, not copied.
+        if any(item in self._fresh for item in enumerate(last)):
+            last = []
+        return Prefix([blocks[:num_shared] for blocks in found], last)
 
     def blocks_to_take(self, prefix: Prefix, num_blocks: int) -> int:
         """Free blocks used up when a sequence of ``num_blocks`` starts with ``prefix``."""
@@ -171,13 +177,17 @@ class KVCacheManager:
         self._num_reserved += max(0, num_blocks - blocks.num_blocks)
 
     def publish(self, blocks: SequenceBlocks, num_tokens: int) -> None:
-        """Make the full blocks among the first ``num_tokens``, all computed, findable."""
+        """Make the full blocks among the first ``num_tokens`` findable.
+
+        They are computed, or will be by the step that is being planned.
+        """
         if not self.enable_reuse:
             return
         end = min(num_tokens // self.block_size, len(blocks.hashes))
         for index in range(blocks.num_published, end):
-            for pool, table in zip(self.pools, blocks.tables, strict=True):
-                pool.publish(table[index], blocks.hashes[index])
+            for group, table in enumerate(blocks.tables):
+                self.pools[group].publish(table[index], blocks.hashes[index])
+                self._fresh.add((group, table[index]))
         blocks.num_published = max(blocks.num_published, end)
 
     def release(self, blocks: SequenceBlocks) -> None:

@@ -12,6 +12,7 @@ ROOT = root_hash(b"", 0)
 
 def start(manager: KVCacheManager, ids: array, root: bytes = ROOT):
     """Admit a sequence, give it all its blocks and publish them as computed."""
+    manager.begin_step()
     blocks = SequenceBlocks(len(manager.pools), root)
     manager.extend_hashes(blocks, ids)
     prefix = manager.find_prefix(blocks, len(ids))
@@ -205,6 +206,7 @@ def run_history(rng: random.Random) -> None:
 
 
 def admit(manager, rng, live, blocks, ids, prefix) -> None:
+    manager.begin_step()
     worst = manager.blocks_for(len(ids) + rng.randrange(6))
     if manager.blocks_to_take(prefix, worst) > manager.num_available:
         return
@@ -215,3 +217,19 @@ def admit(manager, rng, live, blocks, ids, prefix) -> None:
     manager.extend_hashes(blocks, ids)
     manager.publish(blocks, len(ids))
     live.append((blocks, ids))
+
+
+def test_a_block_filled_by_this_step_is_shared_but_never_copied():
+    manager = KVCacheManager([8], SIZE, enable_reuse=True)
+    ids = array("i", range(8))
+    manager.begin_step()
+    start(manager, ids)
+    second = SequenceBlocks(1, ROOT)
+    manager.extend_hashes(second, ids)
+
+    same_step = manager.find_prefix(second, len(ids))
+    manager.begin_step()
+    next_step = manager.find_prefix(second, len(ids))
+
+    assert (len(same_step.shared[0]), same_step.last) == (1, [])
+    assert (len(next_step.shared[0]), len(next_step.last)) == (1, 1)

@@ -1,0 +1,152 @@
+"""One request and its sequences, from submission to the last token."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Hashable
+from dataclasses import dataclass, field
+from enum import IntEnum
+
+from trimaran.comm.messages import FinishReason
+from trimaran.comm.sampling_params import SamplingParams
+from trimaran.worker.kv_cache.manager import SequenceBlocks, root_hash
+
+NEVER = 1 << 62
+
+
+class RequestStatus(IntEnum):
+    """Where a sequence stands."""
+
+    NEW = 0
+    """Not in the queue yet: it forks off once its prompt is computed."""
+    WAITING = 1
+    RUNNING = 2
+    FINISHED = 3
+
+
+class Sequence:
+    """One stream of tokens of a request.
+
+    ``token_ids`` are the ids that the host knows: the prompt, then the output. The step
+    being planned may build on ``num_pending`` more, which the device has sampled or will.
+    ``num_computed_tokens`` counts tokens whose KV the launched steps leave behind.
+    """
+
+    __slots__ = (
+        "blocks",
+        "finish_reason",
+        "index",
+        "is_preempted",
+        "key",
+        "last_step",
+        "max_len",
+        "num_computed_before",
+        "num_computed_tokens",
+        "num_pending",
+        "num_prompt_tokens",
+        "parent",
+        "publish_at",
+        "request",
+        "row",
+        "status",
+        "token_ids",
+    )
+
+    def __init__(
+        self, request: Request, position: int, token_ids: array[int], num_groups: int
+    ) -> None:
+        self.request = request
+        self.index = request.sequence_index + position
+        self.key = (-request.priority, request.number, position)
+        """Order of admission; the reverse is the order of preemption."""
+        self.token_ids = token_ids
+        self.num_prompt_tokens = request.num_prompt_tokens
+        self.max_len = request.num_prompt_tokens + request.sampling.max_tokens
+        self.num_computed_tokens = 0
+        self.num_computed_before = 0
+        """The same without ``last_step``."""
+        self.num_pending = 0
+        self.row = -1
+        self.last_step = 0
+        """The last step that computes tokens of it."""
+        root = root_hash(request.cache_salt, request.adapter_id)
+        self.blocks = SequenceBlocks(num_groups, root)
+        self.publish_at = 0
+        """``num_computed_tokens`` from which another full block can be published."""
+        self.parent: Sequence | None = None
+        self.status = RequestStatus.NEW
+        self.finish_reason = FinishReason.NOT_FINISHED
+        self.is_preempted = False
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Output ids that the host knows."""
+        return len(self.token_ids) - self.num_prompt_tokens
+
+    def ends_by(self, token_id: int) -> FinishReason:
+        """Whether the output so far, ``token_id`` last and appended, ends the sequence."""
+        words = self.request.stop_words.get(token_id)
+        if words is not None:
+            for word in words:
+                if (
+                    len(word) <= self.num_output_tokens
+                    and self.token_ids[-len(word) :].tolist() == word
+                ):
+                    return FinishReason.STOP_WORDS
+        if len(self.token_ids) >= self.max_len:
+            return FinishReason.LENGTH
+        return FinishReason.NOT_FINISHED
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Request:
+    """What a client asked for: a prompt, sampling, and 1..n sequences."""
+
+    source: Hashable
+    """The connection that submitted it."""
+
+    request_id: int
+    """Unique on its source."""
+
+    number: int
+    """Order of arrival."""
+
+    prompt_ids: array[int]
+    sampling: SamplingParams
+    output_ids: array[int] = field(default_factory=lambda: array("i"))
+    """Output that clients already have: the request is replayed."""
+
+    sequence_index: int = 0
+    """Index of the first sequence."""
+
+    priority: int = 0
+    deadline: float = float("inf")
+    """On the clock of ``time.monotonic``."""
+
+    adapter_id: int = 0
+    cache_salt: bytes = b""
+    stop_words: dict[int, list[list[int]]] = field(default_factory=dict)
+    """Stop words by their last id."""
+
+    sequences: list[Sequence] = field(default_factory=list)
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Length of the prompt."""
+        return len(self.prompt_ids)
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether all sequences are."""
+        return all(s.status is RequestStatus.FINISHED for s in self.sequences)
+
+    def start_sequences(self, num_groups: int) -> None:
+        """Make the sequences; the first computes the prompt, the others fork off it."""
+        for word in self.sampling.stop_words:
+            if word:
+                self.stop_words.setdefault(word[-1], []).append(list(word))
+        for position in range(self.sampling.num_return_sequences):
+            ids = self.prompt_ids + self.output_ids
+            self.sequences.append(Sequence(self, position, ids, num_groups))
+        for sequence in self.sequences[1:]:
+            sequence.parent = self.sequences[0]

@@ -1,0 +1,335 @@
+"""What each step computes: admission, chunking, preemption, and taking in the results."""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections import deque
+from collections.abc import Iterable
+from operator import attrgetter
+
+from trimaran.comm.errors import ErrorKind, RequestError
+from trimaran.comm.messages import FinishReason
+from trimaran.worker.config import SchedulerConfig
+from trimaran.worker.kv_cache.manager import KVCacheManager, Prefix
+from trimaran.worker.request import NEVER, Request, RequestStatus, Sequence
+from trimaran.worker.step_plan import ScheduledStep, StepPlan
+
+_KEY = attrgetter("key")
+_WATERMARK = 0.01
+"""Share of the blocks that admission leaves free for the growth of running sequences."""
+
+Emission = tuple[Sequence, int, FinishReason]
+"""A sequence, its next token id or -1 if it only ends, and whether it ends."""
+
+
+class Scheduler:
+    """Decides steps under one token budget and keeps every sequence's place.
+
+    There are no phases: a sequence has known and computed tokens, and a step lets the
+    computed ones catch up. A decode is the case of one missing token, a chunk of a prompt
+    the case of many. Running sequences come first, then the queue in order of priority and
+    arrival; the first that does not fit stops admission, so none is overtaken for ever.
+
+    Steps may be planned before the results of earlier ones are known. All ranks run steps
+    in order, so what a later step writes never reaches an earlier one.
+    """
+
+    def __init__(self, config: SchedulerConfig, cache: KVCacheManager) -> None:
+        self.config = config
+        self.cache = cache
+        self.running: list[Sequence] = []
+        self.waiting: list[Sequence] = []
+        self.step = 0
+        self._is_static = config.policy == "static_batch" or config.batching.upper() == "V1"
+        self._can_preempt = config.policy == "max_utilization" and not self._is_static
+        self._free_rows = list(range(config.max_num_seqs - 1, -1, -1))
+        self._finished_rows: list[int] = []
+        self._num_processed_steps = 0
+        self._to_release: deque[Sequence] = deque()
+        self._ended: list[Emission] = []
+        self._num_preempted = 0
+
+    # ---- requests ------------------------------------------------------------------------
+
+    def check(self, request: Request) -> None:
+        """Refuse a request that the limits can never admit.
+
+        Raises:
+            RequestError: names the value, the limit and the remedy.
+        """
+        config = self.config
+        num_prompt, num_seqs = request.num_prompt_tokens, request.sampling.num_return_sequences
+        if num_seqs > config.max_num_seqs:
+            raise RequestError(
+                f"num_return_sequences is {num_seqs} but this engine runs at most "
+                f"{config.max_num_seqs} sequences at once. Ask for fewer."
+            )
+        total = num_prompt + request.sampling.max_tokens
+        num_blocks = self.cache.blocks_for(max(num_prompt, total - 1))
+        if num_blocks > self.cache.num_blocks:
+            raise RequestError(
+                f"a prompt of {num_prompt} tokens and {request.sampling.max_tokens} new ones "
+                f"need {num_blocks} KV cache blocks of {self.cache.block_size} tokens but the "
+                f"cache has {self.cache.num_blocks}. Shorten the prompt, lower max_tokens, or "
+                "give the engine a larger KV cache."
+            )
+        if not config.enable_chunked_context and num_prompt > config.max_num_batched_tokens:
+            raise RequestError(
+                f"a prompt of {num_prompt} tokens exceeds the {config.max_num_batched_tokens} "
+                "tokens of one step (max_num_tokens). Shorten it, or enable chunked context."
+            )
+        limit = config.max_queue_size
+        num_queued = len(self.waiting) - len(self._free_rows)
+        if limit and not request.output_ids and num_queued >= limit:
+            raise RequestError(
+                f"Maximum queue size of {limit} has been reached, please try again later",
+                ErrorKind.UNAVAILABLE,
+            )
+
+    def add(self, request: Request) -> None:
+        """Queue a checked request. A replayed one may turn out to be complete."""
+        request.start_sequences(len(self.cache.pools))
+        first = request.sequences[0]
+        if request.output_ids:
+            reason = first.ends_by(request.output_ids[-1])
+            if reason is not FinishReason.NOT_FINISHED:
+                self._finish(first, reason)
+                self._ended.append((first, -1, reason))
+                return
+        self.cache.extend_hashes(first.blocks, first.token_ids)
+        self._enqueue(first)
+
+    def end(self, request: Request, reason: FinishReason) -> None:
+        """End all of a request's sequences now, by cancellation or timeout."""
+        for sequence in request.sequences:
+            if sequence.status is not RequestStatus.FINISHED:
+                self._finish(sequence, reason)
+                self._ended.append((sequence, -1, reason))
+
+    def take_ended(self) -> list[Emission]:
+        """The ends that no step's result brought, once each."""
+        ended, self._ended = self._ended, []
+        return ended
+
+    @property
+    def has_requests(self) -> bool:
+        """Whether any sequence runs or waits, or an end is to be told."""
+        return bool(self.running or self.waiting or self._ended)
+
+    @property
+    def num_preempted(self) -> int:
+        """Sequences in the queue that ran before."""
+        return self._num_preempted
+
+    # ---- planning ------------------------------------------------------------------------
+
+    def schedule(self) -> ScheduledStep | None:
+        """Decide the next step; None if there is nothing to compute."""
+        plan = StepPlan(self.step + 1, self.config.max_num_batched_tokens)
+        self.cache.begin_step()
+        was_empty = not self.running
+        self._plan_running(plan)
+        if not plan.has_preempted and (was_empty or not self._is_static):
+            self._admit(plan)
+        if not plan.has_entries:
+            return None
+        self.step += 1
+        finished, self._finished_rows = self._finished_rows, []
+        self._enqueue_forks(plan)
+        return plan.finish(finished)
+
+    def _plan_running(self, plan: StepPlan) -> None:
+        # Ordered by key: whoever is preempted comes later in it than whoever needs room.
+        index = 0
+        running = self.running
+        while index < len(running) and plan.budget > 0:
+            sequence = running[index]
+            index += 1
+            num_known = len(sequence.token_ids) + sequence.num_pending
+            missing = num_known - sequence.num_computed_tokens
+            # At its length limit it only waits for tokens that are in flight.
+            if num_known >= sequence.max_len or missing <= 0:
+                continue
+            chunk = 1 if missing == 1 else self._chunk(sequence, missing, plan.budget)
+            if self._make_room(sequence, sequence.num_computed_tokens + chunk, plan):
+                self._advance(sequence, chunk, chunk == missing, plan)
+
+    def _chunk(self, sequence: Sequence, missing: int, budget: int) -> int:
+        """Tokens to compute now; an incomplete prompt stops at a block's end if it can."""
+        if missing <= budget:
+            return missing
+        start, size = sequence.num_computed_tokens, self.cache.block_size
+        aligned = (start + budget) // size * size - start
+        return aligned if aligned > 0 else budget
+
+    def _make_room(self, sequence: Sequence, num_tokens: int, plan: StepPlan) -> bool:
+        """Grow a running sequence, preempting others; False if it was preempted itself."""
+        blocks = sequence.blocks
+        num_blocks = blocks.num_blocks
+        if num_tokens <= num_blocks * self.cache.block_size:
+            return True
+        while not self.cache.grow(blocks, num_tokens):
+            assert self._can_preempt, "a sequence outgrew its reservation"
+            victim = self.running[-1]
+            self._preempt(victim)
+            plan.has_preempted = True
+            if victim is sequence:
+                return False
+        plan.add_blocks(sequence.row, blocks, num_blocks)
+        return True
+
+    def _preempt(self, sequence: Sequence) -> None:
+        """Back to the queue: what was computed is freed, though it may be found again."""
+        self._leave_row(sequence)
+        self.cache.release(sequence.blocks)
+        sequence.num_computed_tokens = 0
+        sequence.is_preempted = True
+        self._num_preempted += 1
+        self._enqueue(sequence)
+
+    def _advance(
+        self, sequence: Sequence, chunk: int, is_sampled: bool, plan: StepPlan
+    ) -> None:
+        start = sequence.num_computed_tokens
+        plan.add(sequence, start, chunk, is_sampled)
+        sequence.num_computed_before = start
+        sequence.num_computed_tokens = start + chunk
+        sequence.last_step = plan.step
+        if is_sampled:
+            sequence.num_pending += 1
+        if start + chunk >= sequence.publish_at:
+            # Layers write a step's KV before they read any, so it can be shared at once.
+            self.cache.publish(sequence.blocks, start + chunk)
+            size = self.cache.block_size
+            sequence.publish_at = (
+                (sequence.blocks.num_published + 1) * size if self.cache.enable_reuse else NEVER
+            )
+
+    def _admit(self, plan: StepPlan) -> None:
+        while self.waiting and self._free_rows and plan.budget > 0:
+            sequence = self.waiting[0]
+            # A preempted one comes back when the host knows all of its tokens.
+            if sequence.num_pending or not self._start(sequence, plan):
+                return
+
+    def _start(self, sequence: Sequence, plan: StepPlan) -> bool:
+        """Admit one sequence with its first chunk, or return False and change nothing."""
+        cache, blocks = self.cache, sequence.blocks
+        num_known = len(sequence.token_ids)
+        prefix = self._find_prefix(sequence, plan.step)
+        worst = cache.blocks_for(max(num_known, sequence.max_len - 1))
+        lifetime = cache.blocks_for(num_known + 1) if self._can_preempt else worst
+        watermark = self._watermark if self._can_preempt and self.running else 0
+        needed = cache.blocks_to_take(prefix, min(lifetime, worst))
+        if needed > cache.num_available - watermark:
+            return False
+        num_cached = num_known - 1 if prefix.last else len(prefix.shared[0]) * cache.block_size
+        missing = num_known - num_cached
+        can_wait = missing <= self.config.max_num_batched_tokens
+        if missing > plan.budget and can_wait and not self.config.enable_chunked_context:
+            return False
+        sequence.num_computed_tokens, copies = cache.begin(blocks, prefix, num_known)
+        if not self._can_preempt:
+            cache.reserve(blocks, worst)
+        chunk = self._chunk(sequence, missing, plan.budget)
+        has_room = cache.grow(blocks, num_cached + chunk)
+        assert has_room, "a sequence was admitted without room for its first chunk"
+        self._enter_row(sequence)
+        plan.add_row(sequence, copies)
+        self._advance(sequence, chunk, chunk == missing, plan)
+        return True
+
+    def _find_prefix(self, sequence: Sequence, step: int) -> Prefix:
+        """What it can start with: its parent's prompt, or whatever is cached."""
+        parent, num_known = sequence.parent, len(sequence.token_ids)
+        if parent is not None and parent.row >= 0 and not sequence.num_output_tokens:
+            is_running = parent.last_step == step
+            computed = parent.num_computed_before if is_running else parent.num_computed_tokens
+            if computed >= num_known:
+                return self.cache.find_fork(parent.blocks, num_known)
+        return self.cache.find_prefix(sequence.blocks, num_known)
+
+    @property
+    def _watermark(self) -> int:
+        return int(self.cache.num_blocks * _WATERMARK)
+
+    def _enqueue(self, sequence: Sequence) -> None:
+        sequence.status = RequestStatus.WAITING
+        insort(self.waiting, sequence, key=_KEY)
+
+    def _enqueue_forks(self, plan: StepPlan) -> None:
+        """Queue the siblings of sequences whose prompt this step completes."""
+        for sequence in plan.first_samples:
+            for sibling in sequence.request.sequences[1:]:
+                if sibling.status is RequestStatus.NEW:
+                    self.cache.extend_hashes(sibling.blocks, sibling.token_ids)
+                    self._enqueue(sibling)
+
+    def _enter_row(self, sequence: Sequence) -> None:
+        self.waiting.remove(sequence)
+        if sequence.is_preempted:
+            sequence.is_preempted = False
+            self._num_preempted -= 1
+        sequence.row = self._free_rows.pop()
+        sequence.status = RequestStatus.RUNNING
+        sequence.publish_at = 0
+        insort(self.running, sequence, key=_KEY)
+
+    def _leave_row(self, sequence: Sequence) -> None:
+        self.running.remove(sequence)
+        self._free_rows.append(sequence.row)
+        self._finished_rows.append(sequence.row)
+        sequence.row = -1
+
+    # ---- results -------------------------------------------------------------------------
+
+    def update_from_output(
+        self, step: ScheduledStep, token_ids: Iterable[int]
+    ) -> list[Emission]:
+        """Take in one step's sampled ids, in order of the step's ``sampled`` sequences.
+
+        The id of a sequence that has ended meanwhile is dropped.
+        """
+        emitted: list[Emission] = []
+        block_size = self.cache.block_size
+        for sequence, token_id in zip(step.sampled, token_ids, strict=True):
+            sequence.num_pending -= 1
+            if sequence.status is RequestStatus.FINISHED:
+                continue
+            if token_id == sequence.request.sampling.end_id:
+                self._finish(sequence, FinishReason.END_ID)
+                emitted.append((sequence, -1, FinishReason.END_ID))
+                continue
+            sequence.token_ids.append(token_id)
+            if len(sequence.token_ids) % block_size == 0:
+                self.cache.extend_hashes(sequence.blocks, sequence.token_ids)
+            reason = sequence.ends_by(token_id)
+            if reason is not FinishReason.NOT_FINISHED:
+                self._finish(sequence, reason)
+            emitted.append((sequence, token_id, reason))
+        self._num_processed_steps = step.decision.step
+        self._release_ended()
+        return emitted
+
+    def _finish(self, sequence: Sequence, reason: FinishReason) -> None:
+        if sequence.status is RequestStatus.WAITING:
+            self.waiting.remove(sequence)
+            self._num_preempted -= sequence.is_preempted
+        is_running = sequence.status is RequestStatus.RUNNING
+        sequence.status = RequestStatus.FINISHED
+        sequence.finish_reason = reason
+        if is_running:
+            self._leave_row(sequence)
+            if sequence.last_step > self._num_processed_steps:
+                self._to_release.append(sequence)
+            else:
+                self.cache.release(sequence.blocks)
+
+    def _release_ended(self) -> None:
+        """Free the blocks of ended sequences that no step in flight writes any more."""
+        for _ in range(len(self._to_release)):
+            sequence = self._to_release.popleft()
+            if sequence.last_step > self._num_processed_steps:
+                self._to_release.append(sequence)
+            else:
+                self.cache.release(sequence.blocks)

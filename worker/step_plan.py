@@ -1,0 +1,129 @@
+"""The step being planned, and what the host remembers of a step until its result is in."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as List
+
+import numpy as np
+
+from trimaran.worker.kv_cache.manager import BlockCopy, SequenceBlocks
+from trimaran.worker.request import Sequence
+from trimaran.worker.step_types import NewRow, SchedulerOutput, int32s
+
+_NO_BLOCKS = int32s((), 4)
+_NO_COPIES = int32s((), 3)
+_NONE = int32s(())
+
+
+class ScheduledStep:
+    """A decision and the sequences behind its rows."""
+
+    __slots__ = ("decision", "num_context", "num_context_tokens", "sampled")
+
+    def __init__(
+        self,
+        decision: SchedulerOutput,
+        sampled: list[Sequence],
+        num_context: int,
+        num_context_tokens: int,
+    ) -> None:
+        self.decision = decision
+        self.sampled = sampled
+        self.num_context = num_context
+        """Sequences that compute prompt tokens."""
+        self.num_context_tokens = num_context_tokens
+
+
+class _Entries:
+    """Parallel lists of the scheduled sequences of one kind."""
+
+    __slots__ = ("chunks", "is_sampled", "sequences", "starts")
+
+    def __init__(self) -> None:
+        self.sequences: list[Sequence] = []
+        self.starts: list[int] = []
+        self.chunks: list[int] = []
+        self.is_sampled: list[bool] = []
+
+
+class StepPlan:
+    """Collects one step: entries within a token budget, new rows, blocks and copies."""
+
+    def __init__(self, step: int, budget: int) -> None:
+        self.step = step
+        self.budget = budget
+        """Tokens that may still be scheduled."""
+        self.has_preempted = False
+        self.first_samples: list[Sequence] = []
+        """Sequences whose first new token this step samples."""
+        self._decodes = _Entries()
+        self._chunks = _Entries()
+        self._new_rows: list[NewRow] = []
+        self._new_blocks: list[tuple[int, int, int, int]] = []
+        self._copies: list[BlockCopy] = []
+        self._num_context = 0
+        self._num_context_tokens = 0
+
+    @property
+    def has_entries(self) -> bool:
+        """Whether the step computes anything."""
+        return bool(self._decodes.sequences or self._chunks.sequences)
+
+    def add(self, sequence: Sequence, start: int, chunk: int, is_sampled: bool) -> None:
+        """Schedule ``chunk`` tokens after the first ``start``."""
+        entries = self._decodes if chunk == 1 else self._chunks
+        entries.sequences.append(sequence)
+        entries.starts.append(start)
+        entries.chunks.append(chunk)
+        entries.is_sampled.append(is_sampled)
+        self.budget -= chunk
+        if start < sequence.num_prompt_tokens:
+            self._num_context += 1
+            self._num_context_tokens += chunk
+            if is_sampled and len(sequence.request.sequences) > 1:
+                self.first_samples.append(sequence)
+
+    def add_row(self, sequence: Sequence, copies: list[BlockCopy]) -> None:
+        """Send a sequence in full: it has just entered its row."""
+        self._new_rows.append(
+            NewRow(
+                row=sequence.row,
+                token_ids=np.array(sequence.token_ids, dtype=np.int32),
+                num_prompt_tokens=sequence.num_prompt_tokens,
+                sequence_index=sequence.index,
+                sampling=sequence.request.sampling.to_wire(),
+                adapter_id=sequence.request.adapter_id,
+            )
+        )
+        self._copies += copies
+        self.add_blocks(sequence.row, sequence.blocks, 0)
+
+    def add_blocks(self, row: int, blocks: SequenceBlocks, first: int) -> None:
+        """Send the blocks of a row's tables from index ``first`` on."""
+        for group, table in enumerate(blocks.tables):
+            for index in range(first, len(table)):
+                self._new_blocks.append((group, row, index, table[index]))
+
+    def finish(self, finished_rows: List[int]) -> ScheduledStep:
+        """The decision, one-token entries first."""
+        first, then = self._decodes, self._chunks
+        sequences = first.sequences + then.sequences
+        is_sampled = first.is_sampled + then.is_sampled
+        if all(is_sampled):
+            sampled, indices = sequences, np.arange(len(sequences), dtype=np.int32)
+        else:
+            indices = int32s([i for i, wanted in enumerate(is_sampled) if wanted])
+            sampled = [sequences[i] for i in indices]
+        decision = SchedulerOutput(
+            step=self.step,
+            rows=int32s([sequence.row for sequence in sequences]),
+            num_scheduled_tokens=int32s(first.chunks + then.chunks),
+            num_computed_tokens=int32s(first.starts + then.starts),
+            sampled=indices,
+            new_blocks=int32s(self._new_blocks, 4) if self._new_blocks else _NO_BLOCKS,
+            block_copies=int32s(self._copies, 3) if self._copies else _NO_COPIES,
+            finished_rows=int32s(finished_rows) if finished_rows else _NONE,
+            new_rows=self._new_rows,
+            num_decodes=len(first.sequences),
+        )
+        return ScheduledStep(decision, sampled, self._num_context, self._num_context_tokens)
