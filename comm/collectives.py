@@ -23,6 +23,12 @@ class TensorParallelGroup(ABC):
 
     rank: int
     size: int
+    timeout_s: float
+    """Longest wait for another rank; long while loading, the hang timeout afterwards.
+
+    Honoured by shared memory. Over gloo and NCCL it is the value at connecting that
+    counts, and the process's watchdog ends a shorter hang.
+    """
 
     @abstractmethod
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -64,6 +70,7 @@ class SingleRankGroup(TensorParallelGroup):
 
     rank = 0
     size = 1
+    timeout_s = 0.0
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
         """The tensor itself."""

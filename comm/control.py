@@ -33,6 +33,9 @@ class ControlPlane(Protocol):
     came last. Calls that wait end with `PeerLostError` when a peer misses its deadline.
     """
 
+    last_decision: bytes
+    """What was sent or received last, for the log of a failure; empty at first."""
+
     def broadcast(self, payload: bytes) -> None:
         """Rank 0: send one decision to all."""
 
@@ -40,7 +43,7 @@ class ControlPlane(Protocol):
         """Rank 0: tell followers that they may wait for ever."""
 
     def keep_alive(self) -> None:
-        """Rank 0: tell followers that the next decision takes longer."""
+        """Rank 0, often while busy: prevent a silence that followers take for a death."""
 
     def receive(self) -> bytes | None:
         """Followers: the next decision; None after `close` of rank 0."""
@@ -58,8 +61,12 @@ class LocalControlPlane:
 
     transport = "none"
 
+    def __init__(self) -> None:
+        self.last_decision = b""
+
     def broadcast(self, payload: bytes) -> None:
         """Nothing to send."""
+        self.last_decision = payload
 
     def mark_idle(self) -> None:
         """Nothing to send."""
@@ -89,7 +96,9 @@ class Leader:
         self._ring = ring
         self._first_ranks = hosts
         self._timeout_s = timeout_s
+        self.last_decision = b""
         self._pending: list[MPI.Request] = []
+        self._last_sent = 0.0
 
     @property
     def transport(self) -> str:
@@ -98,6 +107,7 @@ class Leader:
 
     def broadcast(self, payload: bytes) -> None:
         """Send one decision to all; returns before they have it."""
+        self.last_decision = payload
         self._send(_Kind.DECISION, payload)
 
     def mark_idle(self) -> None:
@@ -105,8 +115,9 @@ class Leader:
         self._send(_Kind.IDLE)
 
     def keep_alive(self) -> None:
-        """Tell followers that the next decision takes longer."""
-        self._send(_Kind.ALIVE)
+        """Send something if followers heard nothing for a quarter of the time limit."""
+        if time.monotonic() - self._last_sent > self._timeout_s / 4:
+            self._send(_Kind.ALIVE)
 
     def receive(self) -> bytes | None:
         """Rank 0 sends only.
@@ -123,6 +134,7 @@ class Leader:
 
     def _send(self, kind: _Kind, payload: bytes = b"") -> None:
         message = bytes((kind,)) + payload
+        self._last_sent = time.monotonic()
         # Other hosts first: their way is longer.
         self._flush()
         for rank in self._first_ranks:
@@ -151,6 +163,7 @@ class Follower:
         self._source = source
         self._timeout_s = timeout_s
         self._is_idle = True
+        self.last_decision = b""
 
     def broadcast(self, payload: bytes) -> None:
         """Followers receive only.
@@ -178,7 +191,8 @@ class Follower:
             kind = message[0]
             self._is_idle = kind == _Kind.IDLE
             if kind == _Kind.DECISION:
-                return message[1:]
+                self.last_decision = message[1:]
+                return self.last_decision
             if kind == _Kind.CLOSE:
                 return None
 

@@ -34,6 +34,7 @@ class ProcessGroup(TensorParallelGroup):
     def __init__(self, world: World, backend: str, timeout_s: float, connect_s: float) -> None:
         self.rank = world.rank
         self.size = world.size
+        self.timeout_s = timeout_s
         store = _connect_store(world, connect_s)
         dist.init_process_group(
             backend,

@@ -38,7 +38,7 @@ class SharedMemoryGroup(TensorParallelGroup):
         self.rank = world.rank
         self.size = world.size
         self._segment = segment
-        self._timeout_s = timeout_s
+        self.timeout_s = timeout_s
         self._flags = segment.words()[: self.size * WORDS_A_LINE : WORDS_A_LINE]
         self._count = 0
         self._entry_of_last = 0
@@ -156,13 +156,13 @@ class SharedMemoryGroup(TensorParallelGroup):
 
     def _wait_slowly(self, count: int, phase: str) -> None:
         """Wait for all ranks with sleeps in between, until the deadline."""
-        deadline = time.monotonic() + self._timeout_s
+        deadline = time.monotonic() + self.timeout_s
         sleep_s = _FIRST_SLEEP_S
         while late := [rank for rank in range(self.size) if self._flags[rank] < count]:
             if time.monotonic() > deadline:
                 raise PeerLostError(
                     f"rank(s) {late} of the tensor group did not reach phase {count} "
-                    f"({phase}) within {self._timeout_s:g} s; they are at "
+                    f"({phase}) within {self.timeout_s:g} s; they are at "
                     f"{[self._flags[rank] for rank in late]}"
                 )
             time.sleep(sleep_s)

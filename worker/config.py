@@ -141,6 +141,9 @@ class RankConfig:
     hang_timeout_s: float = 10.0
     """A step, or a peer's silence, longer than this ends the group."""
 
+    start_timeout_s: float = 1800.0
+    """Longest time from a rank's start to a loaded and warm model."""
+
     stats_period_ms: int = 100
     """Least time between two `StatsReport`."""
 

@@ -1,0 +1,193 @@
+"""A child's connection to its supervisor: configuration in, states out, death on its loss."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import sys
+import threading
+from collections import deque
+from typing import Any
+
+from trimaran.comm.address import Address
+from trimaran.comm.env import ChildEnv
+from trimaran.comm.errors import ProtocolError
+from trimaran.comm.messages import (
+    PROTOCOL_VERSION,
+    ChildConfig,
+    ChildHello,
+    ChildState,
+    Command,
+    FrameBuffer,
+    Message,
+    Ping,
+    Pong,
+    encode,
+)
+
+logger = logging.getLogger(__name__)
+
+CONNECT_TIMEOUT_S = 30.0
+SEND_TIMEOUT_S = 10.0
+ORPHAN_EXIT_CODE = 1
+_RECEIVE_BYTES = 64 << 10
+
+
+class SupervisorLink:
+    """The open connection. Its reading thread ends the process when the supervisor is gone.
+
+    A process whose supervisor has ended, however that happened, must not live on: the
+    thread ends it at once, whatever the other threads are doing.
+    """
+
+    def __init__(self, sock: socket.socket, inbox: FrameBuffer) -> None:
+        self._sock = sock
+        self._inbox = inbox
+        self._send_lock = threading.Lock()
+        # Held around the queue and its descriptor together: readable means not empty.
+        self._queue_lock = threading.Lock()
+        self._commands: deque[Command] = deque()
+        self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._is_closing = False
+        self._thread = threading.Thread(target=self._read, name="supervisor-link", daemon=True)
+
+    @classmethod
+    def connect(
+        cls, env: ChildEnv, role: str, rank: int = 0, world_size: int = 1
+    ) -> tuple[SupervisorLink, dict[str, Any]]:
+        """Introduce this process; the link and the configuration that came back.
+
+        Raises:
+            OSError: the supervisor does not listen.
+            ProtocolError: it speaks another version or refuses this child.
+        """
+        sock = Address.parse(env.supervisor).connect(CONNECT_TIMEOUT_S)
+        hello = ChildHello(
+            token=env.token,
+            role=role,
+            group=env.group,
+            rank=rank,
+            world_size=world_size,
+            pid=os.getpid(),
+            host=socket.gethostname(),
+        )
+        sock.sendall(encode(hello))
+        inbox = FrameBuffer()
+        early = _receive_some(sock, inbox)
+        answer = early.pop(0)
+        if not isinstance(answer, ChildConfig) or answer.protocol_version != PROTOCOL_VERSION:
+            raise ProtocolError(
+                f"the supervisor at {env.supervisor} answered {type(answer).__name__}; this "
+                f"process speaks protocol version {PROTOCOL_VERSION}. All processes of a run "
+                "must be of one installation."
+            )
+        _watch_for_lost_host(sock)
+        sock.settimeout(None)
+        link = cls(sock, inbox)
+        link._take(early)
+        link._thread.start()
+        return link, answer.config
+
+    def fileno(self) -> int:
+        """Readable while commands wait; for epoll and event loops."""
+        return self._wake_fd
+
+    def commands(self) -> list[Command]:
+        """The commands that came since the last call; does not block."""
+        if not self._commands:
+            return []
+        with self._queue_lock:
+            os.eventfd_read(self._wake_fd)
+            taken = list(self._commands)
+            self._commands.clear()
+        return taken
+
+    def state(
+        self,
+        state: str,
+        text: str = "",
+        *,
+        is_config_error: bool = False,
+        facts: dict[str, Any] | None = None,
+    ) -> None:
+        """Report a change of state; any thread may call this."""
+        message = ChildState(
+            state=state, text=text, is_config_error=is_config_error, facts=facts or {}
+        )
+        self._send(message)
+
+    def close(self) -> None:
+        """Leave in order: the supervisor's EOF no longer ends this process."""
+        self._is_closing = True
+        try:
+            self._sock.shutdown(socket.SHUT_RDWR)
+        except OSError:
+            pass
+        self._thread.join(timeout=5.0)
+        self._sock.close()
+
+    def _send(self, message: Message) -> None:
+        with self._send_lock:
+            try:
+                self._sock.sendall(encode(message))
+            except OSError:
+                # The reading thread sees the same loss and ends the process.
+                logger.debug("a message to the supervisor was lost", exc_info=True)
+
+    def _read(self) -> None:
+        while True:
+            try:
+                data = self._sock.recv(_RECEIVE_BYTES)
+                messages = self._inbox.feed(data) if data else []
+            except (OSError, ProtocolError) as error:
+                self._end_process(str(error))
+                return
+            if not data:
+                self._end_process("connection closed")
+                return
+            self._take(messages)
+
+    def _take(self, messages: list[Message]) -> None:
+        for message in messages:
+            if isinstance(message, Command):
+                with self._queue_lock:
+                    self._commands.append(message)
+                    os.eventfd_write(self._wake_fd, 1)
+            elif isinstance(message, Ping):
+                self._send(Pong(payload=message.payload))
+
+    def _end_process(self, reason: str) -> None:
+        if self._is_closing:
+            return
+        logger.error("the supervisor is gone (%s): this process ends", reason)
+        for stream in (sys.stdout, sys.stderr):
+            try:
+                stream.flush()
+            except (OSError, ValueError):
+                pass
+        os._exit(ORPHAN_EXIT_CODE)
+
+
+def _receive_some(sock: socket.socket, inbox: FrameBuffer) -> list[Message]:
+    """Block until at least one message is there."""
+    while True:
+        data = sock.recv(_RECEIVE_BYTES)
+        if not data:
+            raise ProtocolError(
+                "the supervisor closed the connection before it sent a configuration; its "
+                "log says why (a wrong token, or a child it did not start)"
+            )
+        messages = inbox.feed(data)
+        if messages:
+            return messages
+
+
+def _watch_for_lost_host(sock: socket.socket) -> None:
+    """Have the kernel end a TCP connection whose other host is gone within about 10 s."""
+    if sock.family == socket.AF_UNIX:
+        return
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 4)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 2)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3)

@@ -1,0 +1,197 @@
+"""One rank of a worker group, from its start to an orderly or a loud end."""
+
+from __future__ import annotations
+
+from trimaran.comm import mpi  # isort: skip  # initialises MPI: nothing that can fail comes first
+
+import faulthandler
+import logging
+import signal
+import sys
+from typing import TYPE_CHECKING, Any
+
+from trimaran.comm.env import ChildEnv
+from trimaran.comm.errors import ConfigError
+from trimaran.comm.log import setup_logging
+from trimaran.comm.messages import EngineHello
+from trimaran.comm.supervisor_link import SupervisorLink
+from trimaran.comm.watchdog import Watchdog
+from trimaran.worker.config import RankConfig
+
+if TYPE_CHECKING:
+    from trimaran.comm.collectives import TensorParallelGroup
+    from trimaran.comm.control import ControlPlane
+    from trimaran.comm.topology import ParallelLayout
+    from trimaran.worker.engine import Engine
+
+logger = logging.getLogger(__name__)
+
+FINALIZE_TIMEOUT_S = 10.0
+CONFIG_ERROR_CODE = 2
+FAILURE_CODE = 1
+
+
+class RankProcess:
+    """The parts of this process, in the order in which they come up.
+
+    Whatever goes wrong ends in `fail`, which tells the supervisor and aborts every rank:
+    a group with a rank missing would only hang.
+    """
+
+    def __init__(self) -> None:
+        self._link: SupervisorLink | None = None
+        self._watchdog: Watchdog | None = None
+        self._control: ControlPlane | None = None
+        self._group: TensorParallelGroup | None = None
+
+    def run(self) -> None:
+        """Start, load, serve, end. Returns after MPI is finalised."""
+        env = ChildEnv.from_environ()
+        rank, size = mpi.MPI.COMM_WORLD.Get_rank(), mpi.MPI.COMM_WORLD.Get_size()
+        setup_logging(
+            "rank", rank=rank, group=env.group, log_format=env.log_format, level=env.log_level
+        )
+        self._link, wire = SupervisorLink.connect(env, "rank", rank, size)
+        config = RankConfig.from_wire(wire)
+        self._watchdog = Watchdog(config.hang_timeout_s, self._abort_hung)
+        self._watchdog.watch(lambda: "starting up", config.start_timeout_s)
+        world = mpi.World.discover()
+        mpi.require_threads()
+        engine, topology = self._load(world, config)
+        self._watchdog.watch(lambda: "waiting for the other ranks", config.start_timeout_s)
+        world.barrier(config.start_timeout_s, "model loaded")
+        self._watchdog.pause()
+        self._serve(engine, topology, config, env)
+        self._end(engine)
+
+    def fail(self, error: BaseException) -> None:
+        """Log and report why this rank cannot go on, then abort all ranks."""
+        is_config_error = isinstance(error, ConfigError)
+        if is_config_error:
+            logger.error("%s", error)
+        else:
+            logger.critical("rank fails%s", self._last_step(), exc_info=error)
+        self._report_failure(f"{type(error).__name__}: {error}", is_config_error)
+        mpi.abort(CONFIG_ERROR_CODE if is_config_error else FAILURE_CODE)
+
+    # ---- the stages of a life -----------------------------------------------------------
+
+    def _load(self, world: mpi.World, config: RankConfig) -> tuple[Engine, ParallelLayout]:
+        """Everything up to a warm engine. Collective."""
+        link = self._require_link()
+        link.state("loading", "connecting the ranks")
+        # torch is imported only now: MPI and the supervisor have known us for a second.
+        import torch
+
+        from trimaran.comm.collectives import connect_group
+        from trimaran.comm.control import connect_control
+        from trimaran.comm.topology import ParallelLayout
+        from trimaran.worker.device import select_device
+        from trimaran.worker.engine import Engine
+
+        torch.set_num_threads(config.engine.num_threads)
+        parallel = config.engine.parallel
+        topology = ParallelLayout(
+            rank=world.rank,
+            tp_size=parallel.tp_size,
+            pp_size=parallel.pp_size,
+            hosts=world.hosts,
+        )
+        device = select_device(config.engine, topology)
+        self._control = connect_control(world, config.hang_timeout_s)
+        tp_world = world.subgroup(topology.tp_ranks)
+        self._group = connect_group(tp_world, device, config.start_timeout_s)
+        link.state("loading", f"loading the model on {device}")
+        engine = Engine(config, topology, self._control, self._group)
+        engine.load()
+        self._group.timeout_s = config.hang_timeout_s
+        return engine, topology
+
+    def _serve(
+        self, engine: Engine, topology: ParallelLayout, config: RankConfig, env: ChildEnv
+    ) -> None:
+        """Report ready and run this rank's loop until shutdown."""
+        from trimaran.worker.frontend_link import FrontendLinks
+        from trimaran.worker.serve_loop import LeaderLoop, follow
+
+        link, watchdog, control = self._require_link(), self._watchdog, self._control
+        assert watchdog is not None and control is not None
+        if not topology.is_leader:
+            link.state("ready")
+            follow(engine, control, watchdog)
+            return
+        facts = self._facts(engine, config)
+        logger.info("warm: %s", ", ".join(f"{name}={facts[name]}" for name in sorted(facts)))
+        hello = EngineHello(
+            token=env.token,
+            model=config.engine.model,
+            group=config.group,
+            incarnation=config.incarnation,
+            facts=facts,
+        )
+        links = FrontendLinks(config.frontends, hello, link.fileno())
+        link.state("ready", facts=facts)
+        loop = LeaderLoop(engine, links, control, link, watchdog, config.stats_period_ms)
+        loop.run()
+        links.close()
+
+    def _end(self, engine: Engine) -> None:
+        """Leave in order: the followers' loops first, the supervisor's connection last."""
+        link, watchdog = self._require_link(), self._watchdog
+        assert watchdog is not None and self._control is not None and self._group is not None
+        watchdog.watch(lambda: "shutting down", FINALIZE_TIMEOUT_S)
+        self._control.close()
+        engine.shutdown()
+        self._group.close()
+        mpi.finalize()
+        watchdog.stop()
+        link.close()
+
+    # ---- helpers ------------------------------------------------------------------------
+
+    def _require_link(self) -> SupervisorLink:
+        assert self._link is not None
+        return self._link
+
+    def _facts(self, engine: Engine, config: RankConfig) -> dict[str, Any]:
+        """What the front ends and the metrics are told about this group."""
+        assert self._control is not None and self._group is not None
+        facts = dict(engine.facts())
+        facts["transports"] = {**self._group.transports(), "control": self._control.transport}
+        facts["start_method"] = config.start_method
+        facts["mpi"] = mpi.library_version()
+        return facts
+
+    def _last_step(self) -> str:
+        if self._control is None or not self._control.last_decision:
+            return ""
+        from trimaran.worker.serve_loop import describe_decision
+
+        return f" after {describe_decision(self._control.last_decision)}"
+
+    def _report_failure(self, text: str, is_config_error: bool) -> None:
+        if self._link is not None:
+            self._link.state("failed", text, is_config_error=is_config_error)
+
+    def _abort_hung(self) -> None:
+        """Called by the watchdog's thread, which has logged where the main thread is."""
+        self._report_failure("a step or the start took too long; the log has the stacks", False)
+        mpi.abort(FAILURE_CODE)
+
+
+def main() -> None:
+    """Entry of ``trimaran-rank``, which mpirun or srun starts for the supervisor."""
+    # The supervisor drains and then tells us; a signal to the whole job must not cut in.
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    faulthandler.enable()
+    process = RankProcess()
+    try:
+        process.run()
+    except BaseException as error:
+        process.fail(error)
+    sys.exit(0)
+
+
+if __name__ == "__main__":
+    main()

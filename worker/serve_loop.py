@@ -1,0 +1,134 @@
+"""The loops of a loaded group: rank 0 serves the front ends, the others follow it."""
+
+from __future__ import annotations
+
+import logging
+import time
+from typing import TYPE_CHECKING
+
+from trimaran.comm.control import ControlPlane
+from trimaran.comm.errors import ProtocolError, RequestError
+from trimaran.comm.messages import Cancel, RequestFailed, StatsReport, Submit
+from trimaran.comm.supervisor_link import SupervisorLink
+from trimaran.comm.watchdog import Watchdog
+from trimaran.worker.frontend_link import Arrival, FrontendLinks
+from trimaran.worker.step_types import SchedulerOutput
+
+if TYPE_CHECKING:
+    from trimaran.worker.engine import Engine
+
+logger = logging.getLogger(__name__)
+
+
+def describe_decision(payload: bytes) -> str:
+    """A step's decision for the log: sizes and rows, no token ids."""
+    if not payload:
+        return "the first step"
+    try:
+        decision = SchedulerOutput.decode(payload)
+    except ProtocolError:
+        return f"an undecodable decision of {len(payload)} bytes"
+    return (
+        f"step {decision.step} ({len(decision.rows)} sequences, {decision.num_tokens} tokens, "
+        f"rows {decision.rows.tolist()}, scheduled {decision.num_scheduled_tokens.tolist()}, "
+        f"computed before {decision.num_computed_tokens.tolist()})"
+    )
+
+
+class LeaderLoop:
+    """Rank 0: requests in, one engine step, tokens out, until told to shut down.
+
+    Without work it sleeps in the kernel on the front ends' and the supervisor's sockets.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        links: FrontendLinks,
+        control: ControlPlane,
+        supervisor: SupervisorLink,
+        watchdog: Watchdog,
+        stats_period_ms: int,
+    ) -> None:
+        self._engine = engine
+        self._links = links
+        self._control = control
+        self._supervisor = supervisor
+        self._watchdog = watchdog
+        self._stats_period_s = stats_period_ms / 1000
+        self._next_stats = 0.0
+        self._num_open = 0
+        self._was_busy = False
+
+    def run(self) -> None:
+        """Serve until the supervisor says shutdown."""
+        while not self._is_shutdown_asked():
+            for arrival in self._links.poll(is_busy=self._engine.has_work):
+                self._take(arrival)
+            if self._engine.has_work:
+                self._step()
+            elif self._was_busy:
+                self._rest()
+            if self._links.num_open != self._num_open:
+                self._num_open = self._links.num_open
+                self._report_stats()
+        self._watchdog.pause()
+
+    def _is_shutdown_asked(self) -> bool:
+        for command in self._supervisor.commands():
+            if command.verb == "shutdown":
+                return True
+            logger.debug("rank 0 has nothing to do for command %r", command.verb)
+        return False
+
+    def _take(self, arrival: Arrival) -> None:
+        source, message = arrival.source, arrival.message
+        if message is None:
+            self._engine.drop_source(source)
+        elif isinstance(message, Submit):
+            try:
+                self._engine.submit(source, message)
+            except RequestError as error:
+                failed = RequestFailed(
+                    request_id=message.request_id, kind=error.kind.name, text=str(error)
+                )
+                self._links.send(source, failed)
+        elif isinstance(message, Cancel):
+            self._engine.cancel(source, message.request_ids)
+        else:
+            raise ProtocolError(f"a front end sent {type(message).__name__} to an engine")
+
+    def _step(self) -> None:
+        self._was_busy = True
+        self._watchdog.watch(self._describe)
+        result = self._engine.step()
+        for source, message in result.messages:
+            self._links.send(source, message)
+        self._control.keep_alive()
+        if time.monotonic() >= self._next_stats:
+            self._report_stats()
+
+    def _rest(self) -> None:
+        self._was_busy = False
+        self._watchdog.pause()
+        self._control.mark_idle()
+        self._report_stats()
+
+    def _report_stats(self) -> None:
+        self._next_stats = time.monotonic() + self._stats_period_s
+        self._links.send_all(StatsReport(values=self._engine.stats()))
+
+    def _describe(self) -> str:
+        return f"an engine step after {describe_decision(self._control.last_decision)}"
+
+
+def follow(engine: Engine, control: ControlPlane, watchdog: Watchdog) -> None:
+    """Every other rank: carry out rank 0's decisions until it closes the control plane."""
+
+    def describe() -> str:
+        return describe_decision(control.last_decision)
+
+    while (decision := control.receive()) is not None:
+        watchdog.watch(describe)
+        engine.follow(decision)
+        watchdog.pause()
