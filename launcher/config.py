@@ -1,0 +1,96 @@
+"""What `trimaran serve` was asked to do, resolved and checked before anything starts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from trimaran.comm.errors import ConfigError
+from trimaran.server.config import FrontendConfig
+from trimaran.worker.config import EngineConfig
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupConfig:
+    """One worker group: the ranks that together run one engine."""
+
+    name: str
+    model: str
+    engine: EngineConfig
+
+    @property
+    def world_size(self) -> int:
+        """Ranks of the group."""
+        return self.engine.parallel.world_size
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MpiConfig:
+    """How ranks are started."""
+
+    kind: str = "auto"
+    """``auto``, ``openmpi`` or ``mpich``: whose mpirun; ``job``: the MPI job that this
+    process is a task of; ``none``: one rank without mpirun."""
+
+    mpirun: str = ""
+    """Path of mpirun; empty means look beside the interpreter, then on PATH."""
+
+    oversubscribe: bool = False
+    """More ranks than slots, also where that is not needed on the CPU."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RestartPolicy:
+    """How often a dead child is started again."""
+
+    max_restarts: int = 3
+    """Restarts within ``window_s``; 0 means never."""
+
+    window_s: float = 600.0
+    first_delay_s: float = 0.5
+    """Pause before a restart; doubles with each one in the window."""
+
+    max_delay_s: float = 30.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LogConfig:
+    """Where log lines go and what they look like."""
+
+    format: str = "text"
+    level: str = "INFO"
+    file: str = ""
+    """Every line goes there too; empty means stderr alone."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServeConfig:
+    """Everything that the supervisor needs to know."""
+
+    frontend: FrontendConfig
+    groups: tuple[GroupConfig, ...]
+    mpi: MpiConfig = field(default_factory=MpiConfig)
+    restart: RestartPolicy = field(default_factory=RestartPolicy)
+    log: LogConfig = field(default_factory=LogConfig)
+    hang_timeout_s: float = 10.0
+    exit_timeout_s: float = 30.0
+    """Longest drain."""
+
+    connect_timeout_s: float = 120.0
+    """A started process reports to the supervisor within this time."""
+
+    startup_timeout_s: float = 1800.0
+    """A connected process is ready within this time."""
+
+    ensemble: str = ""
+    """Text-level model of the example request; empty means none is served."""
+
+    notes: tuple[str, ...] = ()
+    """What was accepted without effect, for the log."""
+
+    def __post_init__(self) -> None:
+        if self.mpi.kind == "none" and any(group.world_size != 1 for group in self.groups):
+            sizes = ", ".join(str(group.world_size) for group in self.groups)
+            raise ConfigError(
+                f"world size must be 1 when using no-mpi, but is {sizes}. Leave out --no-mpi, "
+                "or serve an engine built for one rank."
+            )

@@ -1,0 +1,188 @@
+"""From a token-level model's folder, its config.pbtxt and the flags to an `EngineConfig`."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+from trimaran.comm.errors import ConfigError
+from trimaran.launcher.gpus import num_visible_gpus, torch_is_cpu_only
+from trimaran.server.model_repository import RepositoryModel
+from trimaran.worker.config import CacheConfig, EngineConfig, ParallelConfig, SchedulerConfig
+from trimaran.worker.engine_folder import EngineFolder, FolderKind
+
+_BATCHING = {
+    "inflight_fused_batching": "inflight_fused_batching",
+    "inflight_batching": "inflight_fused_batching",
+    "V1": "V1",
+    "v1": "V1",
+}
+_POLICIES = {
+    "max_utilization": "max_utilization",
+    "guaranteed_no_evict": "guaranteed_no_evict",
+    "guaranteed_completion": "guaranteed_no_evict",
+    "static_batch": "static_batch",
+}
+_HUGGINGFACE_MAX_NUM_SEQS = 256
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineFlags:
+    """The flags that go into an engine's configuration; None leaves the folder's value."""
+
+    world_size: int | None = None
+    device: str = "auto"
+    dtype: str = "auto"
+    load_format: str = "auto"
+    max_batch_size: int | None = None
+    max_num_tokens: int | None = None
+    tokens_per_block: int | None = None
+    depth: int = 2
+    num_threads: int | None = None
+    deterministic: bool = False
+
+
+def engine_config(model: RepositoryModel, flags: EngineFlags) -> EngineConfig:
+    """One model's engine.
+
+    Raises:
+        ConfigError: the folder is unusable, or a key and a flag do not go together.
+    """
+    engine_dir = _engine_dir(model)
+    folder = EngineFolder.load(engine_dir, check_weights=flags.load_format != "random")
+    parallel = _parallel(folder, flags.world_size)
+    gpu_ids = _gpu_device_ids(model, parallel.world_size)
+    device = resolve_device(flags.device)
+    return EngineConfig(
+        model=model.name,
+        engine_dir=engine_dir,
+        dtype=flags.dtype,
+        load_format=flags.load_format,
+        device=device,
+        num_threads=flags.num_threads or _threads_of_a_rank(device, parallel.world_size),
+        gpu_device_ids=gpu_ids,
+        deterministic=flags.deterministic,
+        parallel=parallel,
+        scheduler=_scheduler(model, folder, flags),
+        cache=_cache(model, folder, flags),
+    )
+
+
+def resolve_device(device: str) -> str:
+    """``cpu`` or ``cuda``; ``auto`` is the GPU if this machine and this torch have one."""
+    if device != "auto":
+        return device
+    return "cuda" if num_visible_gpus() and not torch_is_cpu_only() else "cpu"
+
+
+def _engine_dir(model: RepositoryModel) -> str:
+    path = model.parameters.get_str("gpt_model_path")
+    if not path:
+        raise ConfigError(
+            f"{model.folder}/config.pbtxt: gpt_model_path (engine_dir) is not set. Fill it: "
+            f"trimaran fill-template -i {model.folder}/config.pbtxt engine_dir:FOLDER"
+        )
+    if not os.path.isdir(path):
+        raise ConfigError(
+            f"{model.folder}/config.pbtxt: Decoder (GPT) model path at {path} does not exist."
+        )
+    return str(os.path.abspath(path))
+
+
+def _parallel(folder: EngineFolder, world_size: int | None) -> ParallelConfig:
+    made_for = folder.mapping
+    if made_for is None:
+        tp_size = world_size or 1
+        folder.check_parallel(tp_size, 1)
+        return ParallelConfig(tp_size=tp_size)
+    if world_size is not None and world_size != made_for.world_size:
+        folder.check_parallel(world_size, 1)
+    if made_for.pp_size != 1:
+        raise ConfigError(
+            f"{folder.path}: built for pp_size {made_for.pp_size}, which this version cannot "
+            f"run. Build again with --pp-size 1 --tp-size {made_for.world_size}."
+        )
+    return ParallelConfig(
+        tp_size=made_for.tp_size,
+        pp_size=made_for.pp_size,
+        moe_tp_size=made_for.moe_tp_size,
+        moe_ep_size=made_for.moe_ep_size,
+    )
+
+
+def _scheduler(
+    model: RepositoryModel, folder: EngineFolder, flags: EngineFlags
+) -> SchedulerConfig:
+    build, values = folder.build, model.parameters
+    max_tokens = flags.max_num_tokens or build.max_num_tokens
+    is_huggingface = folder.kind is FolderKind.HUGGINGFACE
+    built_seqs = _HUGGINGFACE_MAX_NUM_SEQS if is_huggingface else build.max_batch_size
+    # Only a batch size that somebody asked for is held against the token budget.
+    max_seqs = flags.max_batch_size or min(built_seqs, max_tokens)
+    chunked = values.get_bool("enable_chunked_context")
+    queue = model.config.dynamic_batching.default_queue_policy.max_queue_size
+    return SchedulerConfig(
+        max_num_batched_tokens=max_tokens,
+        max_num_seqs=max_seqs,
+        max_seq_len=folder.max_seq_len,
+        max_input_len=min(build.max_input_len, folder.max_seq_len),
+        policy=_choice(model, "batch_scheduler_policy", _POLICIES, "guaranteed_no_evict"),
+        batching=_choice(model, "gpt_model_type", _BATCHING, "inflight_fused_batching"),
+        enable_chunked_context=True if chunked is None else chunked,
+        max_queue_size=int(queue),
+        depth=flags.depth,
+    )
+
+
+def _cache(model: RepositoryModel, folder: EngineFolder, flags: EngineFlags) -> CacheConfig:
+    values = model.parameters
+    fraction = values.get_float("kv_cache_free_gpu_mem_fraction")
+    if fraction is not None and not 0 < fraction <= 1:
+        raise ConfigError(
+            f"{model.folder}/config.pbtxt: kv_cache_free_gpu_mem_fraction is {fraction} but "
+            "must be above 0 and at most 1"
+        )
+    max_tokens = values.get_int("max_tokens_in_paged_kv_cache")
+    reuse = values.get_bool("enable_kv_cache_reuse")
+    return CacheConfig(
+        tokens_per_block=flags.tokens_per_block or folder.build.tokens_per_block,
+        max_tokens=max_tokens or 0,
+        free_memory_fraction=0.9 if fraction is None else fraction,
+        enable_block_reuse=True if reuse is None else reuse,
+    )
+
+
+def _choice(model: RepositoryModel, key: str, known: dict[str, str], default: str) -> str:
+    value = model.parameters.get_str(key)
+    if not value:
+        return default
+    if value not in known:
+        raise ConfigError(
+            f"{model.folder}/config.pbtxt: {key} is {value!r} but must be one of "
+            f"{', '.join(known)}"
+        )
+    return known[value]
+
+
+def _gpu_device_ids(model: RepositoryModel, world_size: int) -> tuple[int, ...]:
+    """The GPUs that ``gpu_device_ids`` names, one a rank; empty means by local rank."""
+    text = model.parameters.get_str("gpu_device_ids")
+    if not text:
+        return ()
+    where = f"{model.folder}/config.pbtxt: gpu_device_ids is {text!r}"
+    if ";" in text:
+        raise ConfigError(f"{where}: several groups need one server each. Name one list.")
+    words = [word.strip() for word in text.split(",")]
+    if not all(word.isdigit() for word in words):
+        raise ConfigError(f"{where} but must be GPU numbers with commas between, as in 0,1")
+    if len(words) != world_size:
+        raise ConfigError(
+            f"{where}: {len(words)} GPUs for a world size of {world_size}. Name one a rank."
+        )
+    return tuple(int(word) for word in words)
+
+
+def _threads_of_a_rank(device: str, world_size: int) -> int:
+    if device != "cpu":
+        return 1
+    return max(1, len(os.sched_getaffinity(0)) // world_size)

@@ -1,0 +1,328 @@
+"""One set of processes that live and die together: the ranks of an engine, or a front end."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+from trimaran.comm.messages import ChildConfig, ChildState, Command
+from trimaran.launcher.children import Children, describe_signal, describe_status
+from trimaran.launcher.links import Link
+from trimaran.launcher.mpi_launch import Mpi, exit_signal
+from trimaran.launcher.process_tree import kill_descendants
+
+logger = logging.getLogger(__name__)
+
+_CONCLUDE_S = 0.5
+"""A lost connection is followed so soon by the starter's exit code, or never."""
+
+_READ_S = 0.05
+_KILL_PERIOD_S = 0.05
+
+
+class GroupState(Enum):
+    """Where a group stands."""
+
+    DOWN = "down"
+    STARTING = "starting"
+    READY = "ready"
+    DYING = "dying"
+    """Something ended; the rest is being ended."""
+
+    STOPPING = "stopping"
+    """Told to end in order."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupSpec:
+    """What a group consists of."""
+
+    role: str
+    """``frontend`` or ``rank``."""
+
+    name: str
+    world_size: int
+    command: Sequence[str]
+    """Starts the whole group: mpirun, or the only process itself."""
+
+    env: Mapping[str, str]
+    make_config: Callable[[int], dict[str, Any]]
+    """From the incarnation to what every process of it is told."""
+
+    mpi: Mpi | None = None
+    """The starter, if ``command`` is its mpirun."""
+
+    connect_timeout_s: float
+    startup_timeout_s: float
+
+    @property
+    def title(self) -> str:
+        """The group in log lines."""
+        return "front end" if self.role == "frontend" else f"group {self.name}"
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """Why a group died."""
+
+    text: str
+    is_config_error: bool = False
+    is_final: bool = False
+    """Starting it again cannot help."""
+
+
+@dataclass(frozen=True, slots=True)
+class GroupEvents:
+    """Whom a group tells what."""
+
+    on_connected: Callable[[Group], None]
+    """Every process has its configuration."""
+
+    on_ready: Callable[[Group], None]
+    on_drained: Callable[[Group, dict[str, Any]], None]
+    on_failure: Callable[[Group, Failure], None]
+    """All its processes are gone."""
+
+    on_stopped: Callable[[Group], None]
+    """All its processes are gone, as they were told."""
+
+
+class Group:
+    """Starts its processes, follows their states, finds out why one died, ends the rest."""
+
+    def __init__(self, spec: GroupSpec, children: Children, events: GroupEvents) -> None:
+        self.spec = spec
+        self.state = GroupState.DOWN
+        self.incarnation = -1
+        self.was_ready = False
+        self._children = children
+        self._events = events
+        self._links: dict[int, Link] = {}
+        self._told: dict[int, ChildState] = {}
+        self._starter_pid = 0
+        self._starter_status: int | None = None
+        self._lost: Link | None = None
+        self._failure: Failure | None = None
+        self._timers: list[asyncio.TimerHandle] = []
+
+    def start(self) -> None:
+        """Start the next incarnation."""
+        self.incarnation += 1
+        self._links, self._told = {}, {}
+        self._starter_status = self._lost = self._failure = None
+        self.state = GroupState.STARTING
+        spec = self.spec
+        try:
+            self._starter_pid = self._children.start(spec.command, spec.env, self._on_exit)
+        except OSError as error:
+            self._starter_status = 0
+            self._die(Failure(f"{spec.command[0]}: {error.strerror}", is_final=True))
+            return
+        logger.info("%s: started pid %d", spec.title, self._starter_pid)
+        self._after(spec.connect_timeout_s, self._on_connect_timeout)
+
+    def send(self, command: Command, rank: int | None = None) -> None:
+        """Send to one process, or to all."""
+        for number, link in self._links.items():
+            if rank is None or rank == number:
+                link.send(command)
+
+    def stop(self) -> None:
+        """Tell every process to end in order; `kill` what does not."""
+        if self.state in (GroupState.DOWN, GroupState.DYING):
+            return
+        self.state = GroupState.STOPPING
+        self._cancel_timers()
+        if len(self._links) < self.spec.world_size:
+            self.kill()  # who has not connected cannot be told
+        else:
+            self.send(Command(verb="shutdown"))
+
+    def kill(self) -> None:
+        """Kill every process of the group now; `on_stopped` or `on_failure` follows."""
+        self._kill_once()
+        self._finish_when_gone()
+
+    # ---- what the connections say -------------------------------------------------------
+
+    def on_hello(self, link: Link) -> None:
+        """A process of this group has connected: tell it what to do."""
+        assert link.hello is not None
+        hello, world_size = link.hello, self.spec.world_size
+        if self.state is not GroupState.STARTING:
+            link.close()
+            return
+        if hello.world_size != world_size or not 0 <= hello.rank < world_size:
+            self._die(self._wrong_world(hello.rank, hello.world_size))
+        elif hello.rank in self._links:
+            self._die(self._wrong_world(hello.rank, 1))
+        else:
+            self._links[hello.rank] = link
+            link.send(ChildConfig(config=self.spec.make_config(self.incarnation)))
+            if len(self._links) == world_size:
+                self._cancel_timers()
+                self._after(self.spec.startup_timeout_s, self._on_startup_timeout)
+                self._events.on_connected(self)
+
+    def on_state(self, link: Link, state: ChildState) -> None:
+        """A process of this group has a new state."""
+        if self._links.get(link.rank) is not link:
+            return
+        self._told[link.rank] = state
+        if state.state == "failed":
+            self._on_failed(link, state)
+        elif state.state == "drained":
+            self._events.on_drained(self, state.facts)
+        elif state.state == "ready" and self.state is GroupState.STARTING:
+            ready = [told for told in self._told.values() if told.state == "ready"]
+            if len(ready) == self.spec.world_size:
+                self.state, self.was_ready = GroupState.READY, True
+                self._cancel_timers()
+                self._events.on_ready(self)
+        elif state.text:
+            logger.debug("%s: %s: %s", self.spec.title, self._process(link), state.text)
+
+    def on_lost(self, link: Link) -> None:
+        """A process of this group closed its connection: it is dying or dead."""
+        if self._links.get(link.rank) is not link or self.state is GroupState.STOPPING:
+            return
+        if self._lost is None and self._failure is None:
+            self._lost = link
+            # The starter's exit code, which tells how the process died, comes right after.
+            self._after(_CONCLUDE_S, self._conclude)
+
+    # ---- endings ------------------------------------------------------------------------
+
+    def _on_exit(self, status: int) -> None:
+        self._starter_status = status
+        if self.state is GroupState.STOPPING:
+            self.kill()
+        else:
+            # Connections that closed before the starter ended may not have been read yet.
+            self._after(_READ_S, self._conclude)
+
+    def _on_failed(self, link: Link, state: ChildState) -> None:
+        # Whoever complains after another process was lost, complains about that.
+        if self._lost is None and self.state in (GroupState.STARTING, GroupState.READY):
+            text = f"{self._process(link)} failed: {state.text}"
+            is_final = state.is_config_error or not self.was_ready
+            self._die(Failure(text, state.is_config_error, is_final))
+
+    def _on_connect_timeout(self) -> None:
+        missing = [r for r in range(self.spec.world_size) if r not in self._links]
+        self._die(
+            Failure(
+                f"{self._names(missing)} did not connect within "
+                f"{self.spec.connect_timeout_s:g} s of the start (--connect-timeout)",
+                is_final=not self.was_ready,
+            )
+        )
+
+    def _on_startup_timeout(self) -> None:
+        slow = [r for r in range(self.spec.world_size) if self._last_state(r) != "ready"]
+        told = self._told.get(slow[0])
+        last = f"; last heard: {told.state} {told.text}".rstrip() if told else ""
+        self._die(
+            Failure(
+                f"{self._names(slow)} not ready within {self.spec.startup_timeout_s:g} s "
+                f"(--startup-timeout){last}",
+                is_final=not self.was_ready,
+            )
+        )
+
+    def _conclude(self) -> None:
+        """Say what died first, by what was seen."""
+        if self.state not in (GroupState.STARTING, GroupState.READY):
+            return
+        status, lost = self._starter_status, self._lost
+        has_connected = len(self._links) == self.spec.world_size
+        is_final = not self.was_ready and not has_connected
+        how = "closed its connection" if status is None else describe_status(status)
+        starter = f"{os.path.basename(self.spec.command[0])} (pid {self._starter_pid})"
+        if self.spec.mpi is None:
+            text = f"{self._names([0])} (pid {self._starter_pid}) {how}"
+        elif lost is not None and not (status is not None and os.WIFSIGNALED(status)):
+            text = f"{self._process(lost)} {self._fate(status)}"
+        elif has_connected:
+            text = f"{starter} {how}"
+        else:
+            text = f"{starter} {how} before all ranks had connected; its output is above"
+        self._die(Failure(text, is_final=is_final))
+
+    def _fate(self, status: int | None) -> str:
+        """How the first process died, which is what mpirun's exit code tells of."""
+        if status is None:
+            return "died"
+        code = os.WEXITSTATUS(status)
+        number = exit_signal(self.spec.mpi, code)
+        return (
+            f"was killed by {describe_signal(number)}" if number else f"ended with code {code}"
+        )
+
+    def _wrong_world(self, rank: int, world_size: int) -> Failure:
+        return Failure(
+            f"MPI started a process as rank {rank} of {world_size}, but the group has "
+            f"{self.spec.world_size} ranks: mpirun and mpi4py's MPI library do not fit "
+            "together. Name the library's own mpirun with --mpirun PATH.",
+            is_config_error=True,
+            is_final=True,
+        )
+
+    def _die(self, failure: Failure) -> None:
+        if self.state is GroupState.DYING:
+            return
+        self._failure = failure
+        self.state = GroupState.DYING
+        self._cancel_timers()
+        self.kill()
+
+    def _kill_once(self) -> None:
+        keep = self._children.pids - {self._starter_pid}
+        kill_descendants(os.getpid(), keep)
+
+    def _finish_when_gone(self) -> None:
+        """Report the end once nothing of the group is left."""
+        if self.state is GroupState.DOWN:
+            return
+        keep = self._children.pids - {self._starter_pid}
+        if kill_descendants(os.getpid(), keep) or self._starter_status is None:
+            self._cancel_timers()
+            self._after(_KILL_PERIOD_S, self._finish_when_gone)
+            return
+        self._cancel_timers()
+        for link in self._links.values():
+            link.close()
+        was_told, self.state = self.state is GroupState.STOPPING, GroupState.DOWN
+        if was_told or self._failure is None:
+            self._events.on_stopped(self)
+        else:
+            self._events.on_failure(self, self._failure)
+
+    # ---- words --------------------------------------------------------------------------
+
+    def _process(self, link: Link) -> str:
+        host = link.hello.host if link.hello else ""
+        where = f" on {host}" if host and self.spec.world_size > 1 else ""
+        return f"{self._names([link.rank])} (pid {link.pid}{where})"
+
+    def _names(self, ranks: list[int]) -> str:
+        if self.spec.role == "frontend":
+            return "front end"
+        return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+
+    def _last_state(self, rank: int) -> str:
+        told = self._told.get(rank)
+        return told.state if told else ""
+
+    def _after(self, delay_s: float, action: Callable[[], None]) -> None:
+        self._timers.append(asyncio.get_running_loop().call_later(delay_s, action))
+
+    def _cancel_timers(self) -> None:
+        for timer in self._timers:
+            timer.cancel()
+        self._timers.clear()

@@ -1,0 +1,99 @@
+"""Carries every process's log lines to stderr and the log file without ever blocking."""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import os
+import select
+import time
+
+_READ_BYTES = 64 << 10
+_PIPE_BYTES = 1 << 20
+_MAX_PENDING_BYTES = 4 << 20
+_RETRY_S = 0.05
+
+
+class LogPump:
+    """A pipe that children write to, copied to all sinks.
+
+    A sink that fails (disk full, reader gone) loses lines; one that stalls is buffered
+    up to a limit and then loses lines. Neither ever stops a process that logs.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, sinks: list[int]) -> None:
+        self._loop = loop
+        self._sinks = [_Sink(fd) for fd in sinks]
+        self._read_fd, self.write_fd = os.pipe2(os.O_CLOEXEC)
+        os.set_blocking(self._read_fd, False)
+        try:
+            fcntl.fcntl(self._read_fd, fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
+        except OSError:
+            pass  # over the user's limit: the usual 64 KiB will do
+        self._retry: asyncio.TimerHandle | None = None
+        loop.add_reader(self._read_fd, self._on_readable)
+
+    def write(self, text: str) -> int:
+        """Lines of this process; with `flush`, what a logging stream needs."""
+        self._copy(text.encode("utf-8", "replace"))
+        return len(text)
+
+    def flush(self) -> None:
+        """Nothing to do: `write` already tried."""
+
+    def close(self, timeout_s: float = 0.5) -> None:
+        """Copy what is left, as far as sinks take it in ``timeout_s``."""
+        self._loop.remove_reader(self._read_fd)
+        if self._retry is not None:
+            self._retry.cancel()
+        os.close(self.write_fd)
+        self._on_readable()
+        deadline = time.monotonic() + timeout_s
+        while any(not sink.drain() for sink in self._sinks) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        os.close(self._read_fd)
+
+    def _on_readable(self) -> None:
+        try:
+            while data := os.read(self._read_fd, _READ_BYTES):
+                self._copy(data)
+                if len(data) < _READ_BYTES:
+                    break
+        except BlockingIOError:
+            pass
+
+    def _copy(self, data: bytes) -> None:
+        for sink in self._sinks:
+            sink.add(data)
+        self._drain()
+
+    def _drain(self) -> None:
+        stalled = [sink for sink in self._sinks if not sink.drain()]
+        if stalled and self._retry is None and not self._loop.is_closed():
+            self._retry = self._loop.call_later(_RETRY_S, self._try_again)
+
+    def _try_again(self) -> None:
+        self._retry = None
+        self._drain()
+
+
+class _Sink:
+    """One place that lines go to."""
+
+    def __init__(self, fd: int) -> None:
+        self._fd = fd
+        self._pending = bytearray()
+
+    def add(self, data: bytes) -> None:
+        if len(self._pending) + len(data) <= _MAX_PENDING_BYTES:
+            self._pending += data
+
+    def drain(self) -> bool:
+        """Write what the sink takes without blocking; whether nothing is left."""
+        try:
+            # A pipe or terminal that is ready takes this many bytes at once.
+            while self._pending and select.select([], [self._fd], [], 0)[1]:
+                del self._pending[: os.write(self._fd, self._pending[: select.PIPE_BUF])]
+        except OSError:
+            self._pending.clear()
+        return not self._pending

@@ -1,0 +1,92 @@
+"""The processes below this one: who they are, how they die with it, how they are ended."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import time
+from collections.abc import Callable, Collection
+from pathlib import Path
+
+_PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def adopt_orphans() -> None:
+    """Make this process the parent of every descendant whose own parent dies.
+
+    The tree below it is then complete: nothing that it started can leave it.
+    """
+    if _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_CHILD_SUBREAPER)")
+
+
+def die_with(parent: int) -> Callable[[], None]:
+    """What a new child of process ``parent`` runs before exec, to be killed with it."""
+
+    def prepare() -> None:
+        _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        if os.getppid() != parent:  # it died before the call above
+            os._exit(1)
+
+    return prepare
+
+
+def descendants(root: int, without: Collection[int] = ()) -> list[int]:
+    """Living processes below ``root``; those in ``without`` and below them are left out."""
+    children = _children_of_all()
+    found: list[int] = []
+    pending = [root]
+    while pending:
+        for pid in children.get(pending.pop(), ()):
+            if pid not in without:
+                found.append(pid)
+                pending.append(pid)
+    return found
+
+
+def send(pid: int, signal_number: int) -> None:
+    """Signal a process that may be gone by now."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.kill(pid, signal_number)
+
+
+def kill_descendants(root: int, without: Collection[int] = ()) -> list[int]:
+    """Kill what `descendants` names; what was found, empty when all are gone."""
+    found = descendants(root, without)
+    for pid in found:
+        send(pid, signal.SIGKILL)
+    return found
+
+
+def kill_and_reap_all(timeout_s: float = 5.0) -> list[int]:
+    """End every process below this one; those left after ``timeout_s``. Blocks."""
+    deadline = time.monotonic() + timeout_s
+    left = kill_descendants(os.getpid())
+    while left and time.monotonic() < deadline:
+        with contextlib.suppress(ChildProcessError):
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
+        time.sleep(0.01)
+        left = kill_descendants(os.getpid())
+    return left
+
+
+def _children_of_all() -> dict[int, list[int]]:
+    """Every parent's living children; zombies are gone but for their exit code."""
+    children: dict[int, list[int]] = {}
+    for entry in os.listdir("/proc"):
+        if not entry.isdigit():
+            continue
+        try:
+            text = Path("/proc", entry, "stat").read_text(encoding="ascii", errors="replace")
+        except OSError:
+            continue
+        # The program's name may hold spaces and brackets; fields follow its last bracket.
+        state, parent = text.rpartition(")")[2].split()[:2]
+        if state not in "ZX":
+            children.setdefault(int(parent), []).append(int(entry))
+    return children

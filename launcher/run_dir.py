@@ -1,0 +1,71 @@
+"""The folder of one run's sockets, private to its user and removed with the run."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+import tempfile
+from pathlib import Path
+
+from trimaran.comm.errors import ConfigError
+
+_PREFIX = "trimaran-"
+_LOCK = "lock"
+_LONGEST_SOCKET_PATH = 107
+"""Bytes that the kernel takes as the address of a Unix socket."""
+
+_LONGEST_NAME = len("/frontend-000.sock")
+
+
+class RunDir:
+    """A new folder, locked while this process lives; folders of dead runs are swept."""
+
+    def __init__(self, parent: str | None = None) -> None:
+        base = Path(parent or os.environ.get("XDG_RUNTIME_DIR") or tempfile.gettempdir())
+        try:
+            _sweep(base)
+            self.path = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=base))
+            self._lock = os.open(self.path / _LOCK, os.O_CREAT | os.O_RDWR, 0o600)
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            raise ConfigError(
+                f"cannot make a folder for sockets in {base}: {error.strerror}. Name a "
+                "writable one in TMPDIR."
+            ) from None
+        if len(os.fsencode(self.path)) + _LONGEST_NAME > _LONGEST_SOCKET_PATH:
+            self.remove()
+            raise ConfigError(
+                f"{base} is too long a path for Unix sockets (limit {_LONGEST_SOCKET_PATH} "
+                "bytes in all). Name a shorter one in TMPDIR."
+            )
+
+    def socket(self, name: str) -> str:
+        """The address of a Unix socket in this folder."""
+        return f"unix:{self.path / name}.sock"
+
+    def remove(self) -> None:
+        """Delete the folder. May be called twice."""
+        if self._lock >= 0:
+            shutil.rmtree(self.path, ignore_errors=True)
+            os.close(self._lock)
+            self._lock = -1
+
+
+def _sweep(base: Path) -> None:
+    """Delete folders whose owner died without deleting them."""
+    for folder in base.glob(f"{_PREFIX}*"):
+        try:
+            if folder.is_symlink() or folder.stat().st_uid != os.geteuid():
+                continue
+            lock = os.open(folder / _LOCK, os.O_RDWR)
+        except OSError:
+            # No lock yet: its owner is just making it, or it is not ours to judge.
+            continue
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(folder, ignore_errors=True)
+        except OSError:
+            pass
+        finally:
+            os.close(lock)

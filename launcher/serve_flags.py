@@ -1,0 +1,297 @@
+"""The flags of `trimaran serve`: the replaced launch script's, tritonserver's and our own."""
+
+from __future__ import annotations
+
+import argparse
+
+from trimaran.launcher.flags import FlagParser, boolean, positive, seconds
+
+DEFAULT_LOG_FILE = "triton_log.txt"
+USAGE = "%(prog)s --model-repo DIR [--world-size N] [flags]"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare every flag; those that few need are left out of the short help."""
+    parser.usage = USAGE
+    add = parser.add_argument
+    add(
+        "--model-repo",
+        "--model-repository",
+        "--model-store",
+        metavar="DIR",
+        dest="model_repo",
+        help="model repository (trimaran init-repo writes one)",
+    )
+    add(
+        "--world-size",
+        type=positive,
+        metavar="N",
+        help="MPI ranks (default: the engine's tp x pp)",
+    )
+    _add_endpoint_flags(parser)
+    _add_engine_flags(parser)
+    _add_process_flags(parser)
+    _add_log_flags(parser)
+    _add_replaced_flags(parser)
+    if isinstance(parser, FlagParser):
+        parser.hide(*_RARE)
+
+
+_RARE = (
+    "allow_http",
+    "allow_grpc",
+    "allow_metrics",
+    "http_address",
+    "grpc_address",
+    "metrics_address",
+    "http_max_input_size",
+    "strict_readiness",
+    "metrics_config",
+    "id",
+    "model_control_mode",
+    "load_format",
+    "tokens_per_block",
+    "depth",
+    "deterministic",
+    "connect_timeout",
+    "startup_timeout",
+    "log_verbose",
+    "multi_model",
+    "disable_spawn_processes",
+    "multimodal_gpu0_cuda_mem_pool_bytes",
+    "tritonserver",
+    "trtllm_llmapi_launch",
+    "backend_config",
+    "disable_auto_complete_config",
+    "pinned_memory_pool_byte_size",
+    "cuda_memory_pool_byte_size",
+    "force",
+    "replay_timeout",
+    "max_replays",
+    "oversubscribe",
+    "restart_window",
+)
+
+
+def _add_endpoint_flags(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    for name, port in (("http", 8000), ("grpc", 8001), ("metrics", 8002)):
+        title = {"http": "HTTP", "grpc": "gRPC", "metrics": "metrics"}[name]
+        add(
+            f"--{name}-port",
+            type=_port,
+            default=port,
+            metavar="P",
+            help=f"{title} port (%(default)s)",
+        )
+        add(f"--{name}-address", metavar="ADDR", help=f"{title} listens here (0.0.0.0)")
+        add(
+            f"--allow-{name}",
+            type=boolean,
+            default=True,
+            metavar="BOOL",
+            help=f"open the {title} port (true)",
+        )
+    add(
+        "--http-max-input-size",
+        type=positive,
+        default=64 << 20,
+        metavar="BYTES",
+        help="limit on a request's JSON and on raw requests (%(default)s)",
+    )
+    add(
+        "--strict-readiness",
+        type=boolean,
+        default=True,
+        metavar="BOOL",
+        help="ready means that every model is ready (true)",
+    )
+    add(
+        "--model-control-mode",
+        default="none",
+        choices=("none", "explicit", "poll"),
+        help="how models are loaded; none: all at start",
+    )
+    add(
+        "--metrics-config",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="counter_latencies, histogram_latencies, summary_latencies: true or false",
+    )
+    add("--id", default="triton", metavar="NAME", help="name in the server metadata")
+
+
+def _add_engine_flags(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add(
+        "--tensorrt-llm-model-name",
+        metavar="NAME",
+        help="token-level model to serve (default: the repository's only one)",
+    )
+    add("--device", default="auto", choices=("auto", "cpu", "cuda"))
+    add(
+        "--dtype",
+        default="auto",
+        choices=("auto", "float32", "float16", "bfloat16"),
+        help="of the weights in memory (the folder's)",
+    )
+    add(
+        "--load-format",
+        default="auto",
+        choices=("auto", "random"),
+        help="random: weights made on the device, no files read",
+    )
+    add("--max-batch-size", type=positive, metavar="N", help="sequences in flight at once")
+    add("--max-num-tokens", type=positive, metavar="N", help="tokens a step computes at most")
+    add("--tokens-per-block", type=positive, metavar="N", help="tokens of a KV cache block")
+    add("--depth", type=int, default=2, choices=(1, 2), help="steps in flight (2: overlapped)")
+    add(
+        "--num-threads",
+        type=positive,
+        metavar="N",
+        help="CPU threads a rank (default: the cores shared out)",
+    )
+    add(
+        "--deterministic",
+        action="store_true",
+        help="equal tokens whatever else is in the batch",
+    )
+
+
+def _add_process_flags(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add(
+        "--mpi",
+        default="auto",
+        choices=("auto", "openmpi", "mpich", "job"),
+        help="whose mpirun; job: the MPI job we are a task of",
+    )
+    add("--mpirun", default="", metavar="PATH", help="mpirun to use (the venv's, then PATH's)")
+    add("--no-mpi", action="store_true", help="one rank without mpirun")
+    add("--oversubscribe", action="store_true", help="more ranks than slots")
+    add(
+        "--restart",
+        default="on-failure",
+        choices=("on-failure", "never"),
+        help="what to do about a dead child",
+    )
+    add(
+        "--max-restarts",
+        type=_count,
+        default=3,
+        metavar="N",
+        help="restarts within --restart-window (%(default)s)",
+    )
+    add(
+        "--restart-window",
+        type=seconds,
+        default=600.0,
+        metavar="S",
+        help="seconds over which restarts are counted (%(default)s)",
+    )
+    add(
+        "--hang-timeout",
+        type=seconds,
+        default=10.0,
+        metavar="S",
+        help="a rank silent for longer ends its group (%(default)s)",
+    )
+    add(
+        "--exit-timeout",
+        "--exit-timeout-secs",
+        type=seconds,
+        default=30.0,
+        metavar="S",
+        dest="exit_timeout",
+        help="longest drain after SIGTERM or Ctrl-C (%(default)s)",
+    )
+    add(
+        "--connect-timeout",
+        type=seconds,
+        default=120.0,
+        metavar="S",
+        help="a started process reports within this time (%(default)s)",
+    )
+    add(
+        "--startup-timeout",
+        type=seconds,
+        default=1800.0,
+        metavar="S",
+        help="a process is ready within this time (%(default)s)",
+    )
+    add(
+        "--replay-timeout",
+        type=seconds,
+        default=120.0,
+        metavar="S",
+        help="requests of a dead group wait this long for it (%(default)s)",
+    )
+    add(
+        "--max-replays",
+        type=_count,
+        default=3,
+        metavar="N",
+        help="replays of one request before it fails (%(default)s)",
+    )
+
+
+def _add_log_flags(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add(
+        "--log-format",
+        default="text",
+        type=_log_format,
+        metavar="text|json",
+        help="one line of text, or one JSON object, an event",
+    )
+    add("--log", action="store_true", help="log verbosely, to --log-file too")
+    add("--log-file", metavar="FILE", help=f"also log there ({DEFAULT_LOG_FILE} with --log)")
+    add("--log-verbose", type=_verbosity, default=0, metavar="N", help="above 0: debug lines")
+
+
+def _add_replaced_flags(parser: argparse.ArgumentParser) -> None:
+    """Flags of scripts written for the replaced system that ask for nothing here."""
+    add = parser.add_argument
+    add(
+        "--force",
+        "-f",
+        action="store_true",
+        help="accepted: servers on other ports never conflict",
+    )
+    add("--multi-model", action="store_true", help="refused: one model a server")
+    add("--disable-spawn-processes", action="store_true", help="refused, like --multi-model")
+    for name, metavar in (
+        ("--tritonserver", "PATH"),
+        ("--multimodal-gpu0-cuda-mem-pool-bytes", "BYTES"),
+        ("--pinned-memory-pool-byte-size", "BYTES"),
+    ):
+        add(name, metavar=metavar, help="accepted without effect")
+    for name in ("--backend-config", "--cuda-memory-pool-byte-size"):
+        add(name, action="append", metavar="VALUE", help="accepted without effect")
+    for name in ("--trtllm-llmapi-launch", "--disable-auto-complete-config"):
+        add(name, action="store_true", help="accepted without effect")
+
+
+def _port(text: str) -> int:
+    if not text.isdigit() or not 1 <= int(text) <= 65535:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a port from 1 to 65535")
+    return int(text)
+
+
+def _count(text: str) -> int:
+    if not text.isdigit():
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of 0 or more")
+    return int(text)
+
+
+def _verbosity(text: str) -> int:
+    return int(text) if text.isdigit() else int(boolean(text))
+
+
+def _log_format(text: str) -> str:
+    if text in ("text", "default", "ISO8601"):
+        return "text"
+    if text == "json":
+        return text
+    raise argparse.ArgumentTypeError(f"{text!r} is neither text nor json")
