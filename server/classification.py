@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import numpy as np
 
 from trimaran.comm.errors import RequestError
@@ -34,10 +32,3 @@ def classify(
             texts.append(f"{float(row[index]):f}:{index}{label}".encode())
     shape = (len(rows), count) if is_batching else (count,)
     return Tensor(output.name, "BYTES", object_array(texts, shape))
-
-
-def read_labels(model_folder: Path, filename: str) -> list[str]:
-    """One label a line; none if the output names no file."""
-    if not filename:
-        return []
-    return (model_folder / filename).read_text().splitlines()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,7 +23,11 @@ class EncodedInfer:
 
 
 def select_outputs(
-    outputs: list[Tensor], wanted: list[RequestedOutput], *, is_batching: bool
+    outputs: list[Tensor],
+    wanted: list[RequestedOutput],
+    labels: Mapping[str, list[str]],
+    *,
+    is_batching: bool,
 ) -> list[Tensor]:
     """The outputs that were asked for, classified where that was asked; all if none was."""
     if not wanted:
@@ -34,13 +39,21 @@ def select_outputs(
         if output is None:
             continue
         if output.num_classes:
-            tensor = classify(tensor, output.num_classes, is_batching=is_batching, labels=[])
+            tensor = classify(
+                tensor,
+                output.num_classes,
+                is_batching=is_batching,
+                labels=labels.get(tensor.name, []),
+            )
         selected.append(tensor)
     return selected
 
 
 def encode_infer(
-    response: InferResponse, parsed: ParsedInfer, max_batch_size: int
+    response: InferResponse,
+    parsed: ParsedInfer,
+    max_batch_size: int,
+    labels: Mapping[str, list[str]],
 ) -> EncodedInfer:
     """The body for a response to a parsed request.
 
@@ -55,7 +68,9 @@ def encode_infer(
         document["parameters"] = response.parameters
     entries: list[dict[str, Any]] = []
     blobs: list[bytes] = []
-    tensors = select_outputs(response.outputs, parsed.outputs, is_batching=max_batch_size > 0)
+    tensors = select_outputs(
+        response.outputs, parsed.outputs, labels, is_batching=max_batch_size > 0
+    )
     for tensor in tensors:
         entry: dict[str, Any] = {
             "name": tensor.name, "datatype": tensor.datatype, "shape": list(tensor.shape),

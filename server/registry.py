@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from pathlib import Path
 
 from trimaran.comm.errors import ErrorKind, RequestError
 from trimaran.server.inference import Model
@@ -33,13 +34,21 @@ class NotReadyError(RequestError):
 class ModelRegistry:
     """All models of one front end. An empty version text means the highest version."""
 
-    def __init__(self, models: Iterable[Model], *, strict_readiness: bool = True) -> None:
+    def __init__(
+        self,
+        models: Iterable[Model],
+        *,
+        strict_readiness: bool = True,
+        repository: Path | None = None,
+    ) -> None:
         self._models: dict[str, dict[int, Model]] = {}
         self._validators: dict[tuple[str, str], Validator] = {}
+        self._labels: dict[tuple[str, str], dict[str, list[str]]] = {}
         self._strict_readiness = strict_readiness
         for model in models:
             self._models.setdefault(model.name, {})[int(model.version)] = model
             self._validators[model.name, model.version] = Validator(model.config)
+            self._labels[model.name, model.version] = _read_labels(model, repository)
 
     def get(self, name: str, version: str = "") -> Model:
         """The model, ready or not.
@@ -73,6 +82,10 @@ class ModelRegistry:
         """The checks of this model's requests."""
         return self._validators[model.name, model.version]
 
+    def labels(self, model: Model) -> dict[str, list[str]]:
+        """The class labels of the model's outputs that have them."""
+        return self._labels[model.name, model.version]
+
     def models(self) -> list[Model]:
         """All models, by name and version."""
         return [
@@ -102,6 +115,17 @@ class ModelRegistry:
             for model in self.models()
         ]
         return [entry for entry in entries if entry.state == "READY" or not only_ready]
+
+
+def _read_labels(model: Model, repository: Path | None) -> dict[str, list[str]]:
+    if repository is None:
+        return {}
+    folder = repository / model.name
+    return {
+        output.name: (folder / output.label_filename).read_text().splitlines()
+        for output in model.config.output
+        if output.label_filename
+    }
 
 
 def parse_version(text: str) -> int | None:

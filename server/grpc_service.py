@@ -1,0 +1,267 @@
+"""The RPCs of ``inference.GRPCInferenceService``."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import aclosing
+from functools import wraps
+from typing import Any, NoReturn
+
+import grpc
+from tritonclient.grpc import service_pb2 as pb
+from tritonclient.grpc import service_pb2_grpc
+
+from trimaran.comm.errors import ErrorKind, RequestError
+from trimaran.server.grpc_convert import fill_response, parse_request
+from trimaran.server.grpc_stream import GRPC_STOPPING, Context, StreamSession
+from trimaran.server.infer_response import select_outputs
+from trimaran.server.inference import InferResponse
+from trimaran.server.metadata import metadata_message, server_metadata
+from trimaran.server.service import (
+    REPOSITORY_NAME_REFUSED,
+    SHARED_MEMORY_DISABLED,
+    TRACE_REFUSED,
+    TRACE_SETTINGS,
+    Service,
+    unknown_region,
+)
+
+logger = logging.getLogger(__name__)
+
+DECOUPLED = "ModelInfer RPC doesn't support models with decoupled transaction policy"
+
+_Method = Callable[[Any, Any, Context], Awaitable[Any]]
+
+
+async def abort(context: Context, error: RequestError) -> NoReturn:
+    """End a call with an error's status."""
+    await context.abort(getattr(grpc.StatusCode, error.kind.grpc_name), str(error))
+    raise AssertionError("abort returns by raising")
+
+
+def _rpc(method: _Method) -> _Method:
+    """Turn a method's errors into the call's status."""
+
+    @wraps(method)
+    async def call(self: Any, request: Any, context: Context) -> Any:
+        try:
+            return await method(self, request, context)
+        except RequestError as error:
+            await abort(context, error)
+        except (grpc.aio.AbortError, grpc.aio.UsageError):
+            raise
+        except Exception:
+            logger.exception("gRPC %s failed", method.__name__)
+            text = "internal error; the server's log has the details"
+            await abort(context, RequestError(text, ErrorKind.INTERNAL))
+
+    return call
+
+
+class InferenceServicer(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ignore[misc]
+    """Answers the calls of all connections."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+
+    @_rpc
+    async def ServerLive(
+        self, request: pb.ServerLiveRequest, context: Context
+    ) -> pb.ServerLiveResponse:
+        return pb.ServerLiveResponse(live=True)
+
+    @_rpc
+    async def ServerReady(
+        self, request: pb.ServerReadyRequest, context: Context
+    ) -> pb.ServerReadyResponse:
+        return pb.ServerReadyResponse(ready=self._service.is_ready)
+
+    @_rpc
+    async def ModelReady(
+        self, request: pb.ModelReadyRequest, context: Context
+    ) -> pb.ModelReadyResponse:
+        model = self._service.registry.get(request.name, request.version)
+        return pb.ModelReadyResponse(ready=model.is_ready)
+
+    @_rpc
+    async def ServerMetadata(
+        self, request: pb.ServerMetadataRequest, context: Context
+    ) -> pb.ServerMetadataResponse:
+        return pb.ServerMetadataResponse(**server_metadata(self._service.config.server_id))
+
+    @_rpc
+    async def ModelMetadata(
+        self, request: pb.ModelMetadataRequest, context: Context
+    ) -> pb.ModelMetadataResponse:
+        registry = self._service.registry
+        model = registry.get_ready(request.name, request.version)
+        versions = [model.version] if request.version else registry.ready_versions(request.name)
+        return metadata_message(model, versions)
+
+    @_rpc
+    async def ModelConfig(
+        self, request: pb.ModelConfigRequest, context: Context
+    ) -> pb.ModelConfigResponse:
+        model = self._service.registry.get(request.name, request.version)
+        return pb.ModelConfigResponse(config=self._service.model_config(model))
+
+    @_rpc
+    async def ModelStatistics(
+        self, request: pb.ModelStatisticsRequest, context: Context
+    ) -> pb.ModelStatisticsResponse:
+        return self._service.statistics(request.name, request.version)
+
+    @_rpc
+    async def ModelInfer(
+        self, request: pb.ModelInferRequest, context: Context
+    ) -> pb.ModelInferResponse:
+        arrival_ns = time.monotonic_ns()
+        service = self._service
+        with service.admission.admit(GRPC_STOPPING):
+            model = service.registry.get_ready(request.model_name, request.model_version)
+            if model.is_decoupled:
+                raise RequestError(DECOUPLED, ErrorKind.UNSUPPORTED)
+            parsed = parse_request(request)
+            parsed.request.model_version = request.model_version
+            parsed.request.arrival_ns = arrival_ns
+            only: InferResponse | None = None
+            responses = service.infer(model, parsed.request, parsed.inputs, parsed.outputs)
+            async with aclosing(responses):  # type: ignore[type-var]
+                async for response in responses:
+                    only = only or response
+            if only is None:
+                raise RequestError(
+                    f"model '{model.name}' ended without a response", ErrorKind.INTERNAL
+                )
+            only.id = request.id
+            outputs = select_outputs(
+                only.outputs,
+                parsed.outputs,
+                service.registry.labels(model),
+                is_batching=model.config.max_batch_size > 0,
+            )
+            message = pb.ModelInferResponse()
+            fill_response(message, only, outputs)
+            return message
+
+    async def ModelStreamInfer(
+        self, request_iterator: AsyncIterator[pb.ModelInferRequest], context: Context
+    ) -> None:
+        error = await StreamSession(self._service, context).run(request_iterator)
+        if error is not None:
+            await abort(context, error)
+
+    @_rpc
+    async def RepositoryIndex(
+        self, request: pb.RepositoryIndexRequest, context: Context
+    ) -> pb.RepositoryIndexResponse:
+        _refuse_name(request.repository_name)
+        response = pb.RepositoryIndexResponse()
+        for entry in self._service.registry.index(only_ready=request.ready):
+            response.models.add(
+                name=entry.name, version=entry.version, state=entry.state, reason=entry.reason
+            )
+        return response
+
+    @_rpc
+    async def RepositoryModelLoad(
+        self, request: pb.RepositoryModelLoadRequest, context: Context
+    ) -> pb.RepositoryModelLoadResponse:
+        _refuse_name(request.repository_name)
+        raise self._service.refuse_control()
+
+    @_rpc
+    async def RepositoryModelUnload(
+        self, request: pb.RepositoryModelUnloadRequest, context: Context
+    ) -> pb.RepositoryModelUnloadResponse:
+        _refuse_name(request.repository_name)
+        raise self._service.refuse_control()
+
+    @_rpc
+    async def SystemSharedMemoryStatus(
+        self, request: pb.SystemSharedMemoryStatusRequest, context: Context
+    ) -> pb.SystemSharedMemoryStatusResponse:
+        _refuse_region("system", request.name)
+        return pb.SystemSharedMemoryStatusResponse()
+
+    @_rpc
+    async def CudaSharedMemoryStatus(
+        self, request: pb.CudaSharedMemoryStatusRequest, context: Context
+    ) -> pb.CudaSharedMemoryStatusResponse:
+        _refuse_region("cuda", request.name)
+        return pb.CudaSharedMemoryStatusResponse()
+
+    @_rpc
+    async def SystemSharedMemoryRegister(self, request: Any, context: Context) -> None:
+        raise _shared_memory_disabled()
+
+    @_rpc
+    async def SystemSharedMemoryUnregister(self, request: Any, context: Context) -> None:
+        raise _shared_memory_disabled()
+
+    @_rpc
+    async def CudaSharedMemoryRegister(self, request: Any, context: Context) -> None:
+        raise _shared_memory_disabled()
+
+    @_rpc
+    async def CudaSharedMemoryUnregister(self, request: Any, context: Context) -> None:
+        raise _shared_memory_disabled()
+
+    @_rpc
+    async def TraceSetting(
+        self, request: pb.TraceSettingRequest, context: Context
+    ) -> pb.TraceSettingResponse:
+        names = {model.name for model in self._service.registry.models()}
+        if request.model_name and request.model_name not in names:
+            raise RequestError(f"Request for unknown model : {request.model_name}")
+        if request.settings:
+            raise RequestError(TRACE_REFUSED, ErrorKind.UNSUPPORTED)
+        response = pb.TraceSettingResponse()
+        for name, value in TRACE_SETTINGS.items():
+            response.settings[name].value.extend([value] if isinstance(value, str) else value)
+        return response
+
+    @_rpc
+    async def LogSettings(
+        self, request: pb.LogSettingsRequest, context: Context
+    ) -> pb.LogSettingsResponse:
+        settings = self._service.log_settings
+        settings.update({name: _log_value(name, v) for name, v in request.settings.items()})
+        response = pb.LogSettingsResponse()
+        for name, value in settings.values().items():
+            if isinstance(value, bool):
+                response.settings[name].bool_param = value
+            elif isinstance(value, int):
+                response.settings[name].uint32_param = value
+            else:
+                response.settings[name].string_param = value
+        return response
+
+
+def _log_value(name: str, value: pb.LogSettingsRequest.SettingValue) -> Any:
+    kind = value.WhichOneof("parameter_choice")
+    if kind is None:
+        return None
+    wanted = {"log_file": "string", "log_format": "string", "log_verbose_level": "uint32"}.get(
+        name, "bool"
+    )
+    if kind != f"{wanted}_param":
+        word = "boolean" if wanted == "bool" else wanted
+        raise RequestError(f"expect {word} for '{name}'")
+    return getattr(value, kind)
+
+
+def _refuse_name(repository_name: str) -> None:
+    if repository_name:
+        raise RequestError(REPOSITORY_NAME_REFUSED, ErrorKind.UNSUPPORTED)
+
+
+def _refuse_region(kind: str, name: str) -> None:
+    if name:
+        raise unknown_region(kind, name)
+
+
+def _shared_memory_disabled() -> RequestError:
+    return RequestError(SHARED_MEMORY_DISABLED, ErrorKind.UNSUPPORTED)

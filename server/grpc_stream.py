@@ -1,0 +1,174 @@
+"""``ModelStreamInfer``: any number of requests on one stream, answered as they progress."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from contextlib import aclosing
+from typing import Any, TypeAlias
+
+import grpc.aio
+from tritonclient.grpc import service_pb2 as pb
+
+from trimaran.comm.errors import RequestError
+from trimaran.server.grpc_convert import (
+    FINAL,
+    fill_response,
+    parse_request,
+    wants_empty_final,
+)
+from trimaran.server.infer_json import ParsedInfer
+from trimaran.server.infer_response import select_outputs
+from trimaran.server.inference import InferResponse, Model
+from trimaran.server.service import Service
+
+GRPC_STOPPING = "GRPC server is shutting down and has stopped accepting new requests."
+_END_ON_ERROR = ("triton_grpc_error", "true")
+
+Context: TypeAlias = grpc.aio.ServicerContext
+
+
+class StreamSession:
+    """One stream. Its requests run concurrently; its end, however it comes, ends them.
+
+    Messages of different requests interleave. Requests for non-decoupled models are
+    answered in their order. Writing waits for the client, so a slow reader holds back
+    the requests of its own stream only.
+    """
+
+    def __init__(self, service: Service, context: Context) -> None:
+        self._service = service
+        self._context = context
+        self._writing = asyncio.Lock()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._last_ordered: asyncio.Task[None] | None = None
+        self._failure: asyncio.Future[RequestError] = asyncio.get_running_loop().create_future()
+        metadata = context.invocation_metadata() or ()
+        self._ends_on_error = any((key, value) == _END_ON_ERROR for key, value in metadata)
+
+    async def run(self, requests: AsyncIterator[pb.ModelInferRequest]) -> RequestError | None:
+        """Serve until the client sends no more and everything is answered.
+
+        Returns the error that ends the call, for clients that asked for one.
+        """
+        reader = asyncio.ensure_future(self._read(requests))
+        try:
+            ends: set[asyncio.Future[Any]] = {reader, self._failure}
+            await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+            if self._failure.done():
+                return self._failure.result()
+            await reader
+            return None
+        finally:
+            leftover = [reader, *self._tasks]
+            for task in leftover:
+                task.cancel()
+            await asyncio.gather(*leftover, return_exceptions=True)
+
+    async def _read(self, requests: AsyncIterator[pb.ModelInferRequest]) -> None:
+        async for message in requests:
+            arrival_ns = time.monotonic_ns()
+            task = asyncio.ensure_future(
+                self._serve(message, arrival_ns, after=self._last_ordered)
+            )
+            if self._is_ordered(message):
+                self._last_ordered = task
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+        while self._tasks:
+            await asyncio.wait(self._tasks)
+
+    def _is_ordered(self, message: pb.ModelInferRequest) -> bool:
+        try:
+            model = self._service.registry.get(message.model_name, message.model_version)
+        except RequestError:
+            return False
+        return not model.is_decoupled
+
+    async def _serve(
+        self,
+        message: pb.ModelInferRequest,
+        arrival_ns: int,
+        after: asyncio.Task[None] | None,
+    ) -> None:
+        try:
+            with self._service.admission.admit(GRPC_STOPPING):
+                model, parsed, responses = self._start(message, arrival_ns)
+                before = None if model.is_decoupled else after
+                await self._answer(message, model, parsed, responses, before)
+        except RequestError as error:
+            # Nothing ran: the client gets the id alone.
+            refusal = pb.ModelStreamInferResponse(error_message=str(error))
+            refusal.infer_response.id = message.id
+            await self._write(refusal)
+
+    def _start(
+        self, message: pb.ModelInferRequest, arrival_ns: int
+    ) -> tuple[Model, ParsedInfer, AsyncIterator[InferResponse]]:
+        model = self._service.registry.get_ready(message.model_name, message.model_version)
+        parsed = parse_request(message)
+        parsed.request.model_version = message.model_version
+        parsed.request.arrival_ns = arrival_ns
+        responses = self._service.infer(model, parsed.request, parsed.inputs, parsed.outputs)
+        return model, parsed, responses
+
+    async def _answer(
+        self,
+        message: pb.ModelInferRequest,
+        model: Model,
+        parsed: ParsedInfer,
+        responses: AsyncIterator[InferResponse],
+        before: asyncio.Task[None] | None,
+    ) -> None:
+        has_ended = False
+        try:
+            async with aclosing(responses):  # type: ignore[type-var]
+                async for response in responses:
+                    if before is not None:
+                        await asyncio.wait({before})
+                    has_ended = response.is_final or not model.is_decoupled
+                    response.id = message.id
+                    await self._write(self._encode(model, parsed, response, has_ended))
+        except RequestError as error:
+            await self._fail(message, error)
+            return
+        if not has_ended and wants_empty_final(message):
+            final = pb.ModelStreamInferResponse()
+            _name(final.infer_response, message)
+            await self._write(final)
+
+    def _encode(
+        self, model: Model, parsed: ParsedInfer, response: InferResponse, is_final: bool
+    ) -> pb.ModelStreamInferResponse:
+        outputs = select_outputs(
+            response.outputs,
+            parsed.outputs,
+            self._service.registry.labels(model),
+            is_batching=model.config.max_batch_size > 0,
+        )
+        message = pb.ModelStreamInferResponse()
+        fill_response(message.infer_response, response, outputs)
+        message.infer_response.parameters[FINAL].bool_param = is_final
+        return message
+
+    async def _fail(self, message: pb.ModelInferRequest, error: RequestError) -> None:
+        if self._ends_on_error:
+            if not self._failure.done():
+                self._failure.set_result(error)
+            return
+        failure = pb.ModelStreamInferResponse(error_message=str(error))
+        _name(failure.infer_response, message)
+        await self._write(failure)
+
+    async def _write(self, message: pb.ModelStreamInferResponse) -> None:
+        async with self._writing:
+            await self._context.write(message)
+
+
+def _name(response: pb.ModelInferResponse, request: pb.ModelInferRequest) -> None:
+    """Make a response the last one of a request, without tensors."""
+    response.model_name = request.model_name
+    response.model_version = request.model_version
+    response.id = request.id
+    response.parameters[FINAL].bool_param = True

@@ -1,0 +1,127 @@
+"""``POST .../generate`` and ``POST .../generate_stream``."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator
+from contextlib import aclosing
+
+from aiohttp import web
+
+from trimaran.comm.errors import RequestError
+from trimaran.server.generate import (
+    EXACTLY_ONE,
+    GenerateEncoder,
+    GenerateMapper,
+    error_object,
+)
+from trimaran.server.http_messages import JSON, read_body
+from trimaran.server.http_routes import Route
+from trimaran.server.inference import InferRequest, InferResponse
+from trimaran.server.service import Service
+
+_LOAD_FORMAT_HEADER = "endpoint-load-metrics-format"
+_LOAD_HEADER = "endpoint-load-metrics"
+_EVENT_STREAM = "text/event-stream; charset=utf-8"
+
+
+class GenerateEndpoint:
+    """Both generate routes. Closing a request's connection cancels the request."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+        self._mappers: dict[tuple[str, str], GenerateMapper] = {}
+
+    async def generate(self, request: web.BaseRequest, route: Route) -> web.Response:
+        """Answer with the model's only response as one JSON object.
+
+        Raises:
+            RequestError: nothing was answered.
+        """
+        with self._service.admission.admit():
+            parsed, responses = await self._start(request, route)
+            count, body = 0, b""
+            encoder = GenerateEncoder()
+            async with aclosing(responses):  # type: ignore[type-var]
+                try:
+                    async for response in responses:
+                        count += 1
+                        if count == 1:
+                            response.id = parsed.id
+                            body = encoder.encode(response)
+                except RequestError:
+                    # The first response has fixed the status; this was another one.
+                    if count == 0:
+                        raise
+                    count += 1
+        if count != 1:
+            body = error_object(EXACTLY_ONE)
+        headers = {"Content-Type": JSON, **self._load_header(request)}
+        return web.Response(body=body, headers=headers)
+
+    async def generate_stream(
+        self, request: web.BaseRequest, route: Route
+    ) -> web.StreamResponse:
+        """Answer with one server-sent event a response.
+
+        Raises:
+            RequestError: nothing was answered.
+        """
+        with self._service.admission.admit():
+            parsed, responses = await self._start(request, route)
+            async with aclosing(responses):  # type: ignore[type-var]
+                first = await anext(responses, None)
+                stream = web.StreamResponse(
+                    headers={"Content-Type": _EVENT_STREAM, **self._load_header(request)}
+                )
+                if request.version >= (1, 1):
+                    stream.enable_chunked_encoding()
+                if self._service.admission.is_draining:
+                    stream.force_close()
+                await stream.prepare(request)
+                if first is not None:
+                    await _write_events(stream, parsed, first, responses)
+            await stream.write_eof()
+        return stream
+
+    async def _start(
+        self, request: web.BaseRequest, route: Route
+    ) -> tuple[InferRequest, AsyncIterator[InferResponse]]:
+        service = self._service
+        model = service.registry.get_ready(route.name, route.version)
+        limit = service.config.http_max_input_bytes
+        if request.headers.get("Content-Encoding", "identity") not in ("", "identity"):
+            raise RequestError("Unsupported content-encoding, only 'identity' is supported.")
+        body = await read_body(request, limit)
+        mapper = self._mappers.get((model.name, model.version))
+        if mapper is None:
+            mapper = GenerateMapper(model.config, limit)
+            self._mappers[model.name, model.version] = mapper
+        parsed, inputs = mapper.parse(body)
+        parsed.model_version = model.version
+        parsed.arrival_ns = time.monotonic_ns()
+        return parsed, service.infer(model, parsed, inputs)
+
+    def _load_header(self, request: web.BaseRequest) -> dict[str, str]:
+        style = request.headers.get(_LOAD_FORMAT_HEADER)
+        value = self._service.metrics.load_header(style) if style else None
+        return {_LOAD_HEADER: value} if value else {}
+
+
+async def _write_events(
+    stream: web.StreamResponse,
+    request: InferRequest,
+    first: InferResponse,
+    responses: AsyncIterator[InferResponse],
+) -> None:
+    """Write all responses. Waits only while the client's window is full, so that a slow
+    reader holds back its own request and no other."""
+    encoder = GenerateEncoder()
+    first.id = request.id
+    try:
+        await stream.write(b"data: %b\n\n" % encoder.encode(first))
+        async for response in responses:
+            response.id = request.id
+            await stream.write(b"data: %b\n\n" % encoder.encode(response))
+    except RequestError as error:
+        await stream.write(b"data: %b\n\n" % error_object(str(error)))

@@ -1,0 +1,75 @@
+"""``POST .../infer``."""
+
+from __future__ import annotations
+
+import time
+from contextlib import aclosing
+
+from aiohttp import web
+
+from trimaran.comm.errors import ErrorKind, RequestError
+from trimaran.server.compression import best_coding, compress, decompress
+from trimaran.server.http_messages import JSON, MAX_BODY_BYTES, read_body
+from trimaran.server.http_routes import Route
+from trimaran.server.infer_json import ParsedInfer, header_length, parse_infer
+from trimaran.server.infer_response import EncodedInfer, encode_infer
+from trimaran.server.inference import InferResponse, Model
+from trimaran.server.service import Service
+
+LENGTH_HEADER = "Inference-Header-Content-Length"
+DECOUPLED = "HTTP end point doesn't support models with decoupled transaction policy"
+
+
+async def infer(service: Service, request: web.BaseRequest, route: Route) -> web.Response:
+    """Answer one inference request.
+
+    Raises:
+        RequestError: anything but success.
+    """
+    with service.admission.admit():
+        model = service.registry.get_ready(route.name, route.version)
+        if model.is_decoupled:
+            raise RequestError(DECOUPLED, ErrorKind.UNSUPPORTED)
+        parsed = await _parse(service, request, model)
+        response = await _only_response(service, model, parsed)
+        encoded = encode_infer(
+            response, parsed, model.config.max_batch_size, service.registry.labels(model)
+        )
+    return _respond(encoded, request.headers.get("Accept-Encoding", ""))
+
+
+async def _parse(service: Service, request: web.BaseRequest, model: Model) -> ParsedInfer:
+    limit = service.config.http_max_input_bytes
+    length_text = request.headers.get(LENGTH_HEADER)
+    # Blobs after the JSON are not under the input limit.
+    body = await read_body(request, limit if length_text is None else MAX_BODY_BYTES)
+    coding = request.headers.get("Content-Encoding", "")
+    body = decompress(body, coding, limit if length_text is None else MAX_BODY_BYTES)
+    json_bytes = header_length(length_text, len(body))
+    parsed = parse_infer(body, json_bytes, model.config, limit)
+    parsed.request.model_version = model.version
+    parsed.request.arrival_ns = time.monotonic_ns()
+    return parsed
+
+
+async def _only_response(service: Service, model: Model, parsed: ParsedInfer) -> InferResponse:
+    responses = service.infer(model, parsed.request, parsed.inputs, parsed.outputs)
+    only: InferResponse | None = None
+    async with aclosing(responses):  # type: ignore[type-var]
+        async for response in responses:
+            only = only or response
+    if only is None:
+        raise RequestError(f"model '{model.name}' ended without a response", ErrorKind.INTERNAL)
+    only.id = parsed.request.id
+    return only
+
+
+def _respond(encoded: EncodedInfer, accept_encoding: str) -> web.Response:
+    headers = {"Content-Type": JSON}
+    if encoded.json_bytes is not None:
+        headers["Content-Type"] = "application/octet-stream"
+        headers[LENGTH_HEADER] = str(encoded.json_bytes)
+    coding = best_coding(accept_encoding)
+    if coding != "identity":
+        headers["Content-Encoding"] = coding
+    return web.Response(body=compress(encoded.body, coding), headers=headers)

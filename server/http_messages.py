@@ -1,0 +1,66 @@
+"""HTTP bodies in and out: reading within limits, JSON answers and errors."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from aiohttp import web
+
+from trimaran.comm.errors import EngineDeadError, RequestError
+from trimaran.server import json_access
+from trimaran.server.compression import UnsupportedCodingError
+from trimaran.server.generate import error_object
+from trimaran.server.infer_json import json_too_large
+from trimaran.server.registry import NotReadyError
+
+JSON = "application/json"
+MAX_BODY_BYTES = (1 << 31) - 1
+"""Limit on a whole body, blobs included; gRPC messages have the same."""
+
+RETRY_AFTER_S = "2"
+"""What clients of a dead worker group are told to wait."""
+
+
+async def read_body(request: web.BaseRequest, max_bytes: int) -> bytes:
+    """The whole body.
+
+    A longer one is refused as soon as that is known: what still arrives is thrown away by
+    the connection, so that clients which write before they read see the answer.
+
+    Raises:
+        RequestError: longer than ``max_bytes``.
+    """
+    announced = request.content_length
+    if announced is not None and announced > max_bytes:
+        raise json_too_large(announced, max_bytes)
+    if request.headers.get("Expect", "").lower() == "100-continue" and request.transport:
+        request.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+    chunks: list[bytes] = []
+    num_bytes = 0
+    while chunk := await request.content.readany():
+        chunks.append(chunk)
+        num_bytes += len(chunk)
+        if num_bytes > max_bytes:
+            raise json_too_large(num_bytes, max_bytes)
+    return b"".join(chunks)
+
+
+def json_response(value: Any, headers: Mapping[str, str] | None = None) -> web.Response:
+    """A successful answer."""
+    return web.Response(body=json_access.dump(value), content_type=JSON, headers=headers)
+
+
+def error_response(error: RequestError) -> web.Response:
+    """The answer to a request that failed before anything was sent."""
+    response = plain_error(error.kind.http_status, str(error))
+    if isinstance(error, (NotReadyError, EngineDeadError)):
+        response.headers["Retry-After"] = RETRY_AFTER_S
+    if isinstance(error, UnsupportedCodingError):
+        response.headers["Accept-Encoding"] = "gzip, deflate"
+    return response
+
+
+def plain_error(status: int, text: str) -> web.Response:
+    """An error that is no request's fault."""
+    return web.Response(status=status, body=error_object(text), content_type=JSON)

@@ -1,0 +1,150 @@
+"""The HTTP routes that ask about the server and its models, or change its settings."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from aiohttp import web
+
+from trimaran.comm.errors import ErrorKind, RequestError
+from trimaran.server import json_access
+from trimaran.server.http_messages import json_response, read_body
+from trimaran.server.http_routes import Route
+from trimaran.server.metadata import metadata_message, server_metadata, to_json
+from trimaran.server.service import (
+    REPOSITORY_NAME_REFUSED,
+    SHARED_MEMORY_DISABLED,
+    TRACE_REFUSED,
+    TRACE_SETTINGS,
+    Service,
+    unknown_region,
+)
+
+_Handler = Callable[[Service, Route, bytes], web.Response]
+
+
+async def answer(service: Service, request: web.BaseRequest, route: Route) -> web.Response:
+    """Answer a route of this module.
+
+    Raises:
+        RequestError: the request was wrong or is not served.
+    """
+    body = b""
+    if request.method == "POST":
+        body = await read_body(request, service.config.http_max_input_bytes)
+    elif route.action == "logging":
+        return json_response(service.log_settings.values())
+    elif route.action == "trace":
+        return _trace(service, route)
+    return _HANDLERS[route.action](service, route, body)
+
+
+def _health(is_good: bool) -> web.Response:
+    return web.Response(status=200 if is_good else 400, content_type="text/plain")
+
+
+def _live(service: Service, route: Route, body: bytes) -> web.Response:
+    return _health(True)
+
+
+def _ready(service: Service, route: Route, body: bytes) -> web.Response:
+    return _health(service.is_ready)
+
+
+def _server_metadata(service: Service, route: Route, body: bytes) -> web.Response:
+    return json_response(server_metadata(service.config.server_id))
+
+
+def _model_ready(service: Service, route: Route, body: bytes) -> web.Response:
+    if not service.registry.get(route.name, route.version).is_ready:
+        raise RequestError("Model version not ready")
+    return _health(True)
+
+
+def _model_metadata(service: Service, route: Route, body: bytes) -> web.Response:
+    model = service.registry.get_ready(route.name, route.version)
+    versions = [model.version] if route.version else service.registry.ready_versions(route.name)
+    return json_response(to_json(metadata_message(model, versions)))
+
+
+def _model_config(service: Service, route: Route, body: bytes) -> web.Response:
+    model = service.registry.get(route.name, route.version)
+    return json_response(to_json(service.model_config(model)))
+
+
+def _statistics(service: Service, route: Route, body: bytes) -> web.Response:
+    return json_response(to_json(service.statistics(route.name, route.version)))
+
+
+def _index(service: Service, route: Route, body: bytes) -> web.Response:
+    only_ready = False
+    if body:
+        document = json_access.as_object(json_access.parse(body), "the request")
+        only_ready = document.get("ready", False)
+        if not isinstance(only_ready, bool):
+            raise RequestError("Invalid value for 'ready': expected a boolean")
+    entries: list[dict[str, Any]] = []
+    for entry in service.registry.index(only_ready=only_ready):
+        members = {"name": entry.name, "version": entry.version, "state": entry.state}
+        if entry.reason:
+            members["reason"] = entry.reason
+        entries.append(members)
+    return json_response(entries)
+
+
+def _control(service: Service, route: Route, body: bytes) -> web.Response:
+    raise service.refuse_control()
+
+
+def _named_repository(service: Service, route: Route, body: bytes) -> web.Response:
+    raise RequestError(REPOSITORY_NAME_REFUSED, ErrorKind.UNSUPPORTED)
+
+
+def _logging(service: Service, route: Route, body: bytes) -> web.Response:
+    document = json_access.parse(body)
+    service.log_settings.update(json_access.as_object(document, "the log settings"))
+    return json_response(service.log_settings.values())
+
+
+def _trace(service: Service, route: Route) -> web.Response:
+    if route.name and all(m.name != route.name for m in service.registry.models()):
+        raise RequestError(f"Request for unknown model : {route.name}")
+    return json_response(TRACE_SETTINGS)
+
+
+def _trace_change(service: Service, route: Route, body: bytes) -> web.Response:
+    _trace(service, route)
+    raise RequestError(TRACE_REFUSED, ErrorKind.UNSUPPORTED)
+
+
+def _shared_memory_change(service: Service, route: Route, body: bytes) -> web.Response:
+    raise RequestError(SHARED_MEMORY_DISABLED, ErrorKind.UNSUPPORTED)
+
+
+def _shared_memory_status(kind: str) -> _Handler:
+    def status(service: Service, route: Route, body: bytes) -> web.Response:
+        if route.name:
+            raise unknown_region(kind, route.name)
+        return json_response([])
+
+    return status
+
+
+_HANDLERS: dict[str, _Handler] = {
+    "live": _live,
+    "ready": _ready,
+    "server_metadata": _server_metadata,
+    "model_ready": _model_ready,
+    "model_metadata": _model_metadata,
+    "model_config": _model_config,
+    "statistics": _statistics,
+    "index": _index,
+    "control": _control,
+    "named_repository": _named_repository,
+    "logging": _logging,
+    "trace": _trace_change,
+    "shared_memory_change": _shared_memory_change,
+    "systemsharedmemory_status": _shared_memory_status("system"),
+    "cudasharedmemory_status": _shared_memory_status("cuda"),
+}

@@ -1,0 +1,98 @@
+"""The paths of the HTTP protocol and what each stands for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from urllib.parse import unquote
+
+GET = frozenset(("GET",))
+POST = frozenset(("POST",))
+BOTH = GET | POST
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """A matched path: the action, its methods, and the names found in the path."""
+
+    action: str
+    methods: frozenset[str]
+    name: str = ""
+    version: str = ""
+
+
+_FIXED = {
+    "/v2": Route("server_metadata", GET),
+    "/v2/health/live": Route("live", GET),
+    "/v2/health/ready": Route("ready", GET),
+    "/v2/models/stats": Route("statistics", GET),
+    "/v2/logging": Route("logging", BOTH),
+    "/v2/trace/setting": Route("trace", BOTH),
+    "/v2/repository/index": Route("index", POST),
+}
+
+_OF_MODEL = {
+    "": ("model_metadata", GET),
+    "ready": ("model_ready", GET),
+    "config": ("model_config", GET),
+    "stats": ("statistics", GET),
+    "infer": ("infer", POST),
+    "generate": ("generate", POST),
+    "generate_stream": ("generate_stream", POST),
+}
+
+_SHARED_MEMORY = ("systemsharedmemory", "cudasharedmemory")
+
+
+def match(path: str) -> Route | None:
+    """The route of a path, compared exactly; None if there is none."""
+    fixed = _FIXED.get(path)
+    if fixed is not None:
+        return fixed
+    empty, *parts = path.split("/")
+    if empty or len(parts) < 3 or parts[0] != "v2":
+        return None
+    if parts[1] == "models":
+        return _model_route(unquote(parts[2]), parts[3:])
+    if parts[1] == "repository":
+        return _repository_route([unquote(part) for part in parts[2:]])
+    if parts[1] in _SHARED_MEMORY:
+        return _shared_memory_route(parts[1], [unquote(part) for part in parts[2:]])
+    return None
+
+
+def _model_route(name: str, rest: list[str]) -> Route | None:
+    if not name:
+        return None
+    if rest == ["trace", "setting"]:
+        return Route("trace", BOTH, name)
+    version = ""
+    if len(rest) >= 2 and rest[0] == "versions":
+        version, rest = rest[1], rest[2:]
+        if not (version.isascii() and version.isdigit()):
+            return None
+    # An empty last segment is a trailing slash, which belongs to no path.
+    found = _OF_MODEL.get("/".join(rest)) if rest != [""] else None
+    return Route(*found, name, version) if found else None
+
+
+def _repository_route(rest: list[str]) -> Route | None:
+    if len(rest) == 2 and rest[1] == "index":
+        return Route("index", POST)
+    if len(rest) == 3 and rest[0] == "models" and rest[2] in ("load", "unload"):
+        return Route("control", POST, rest[1])
+    if len(rest) == 4 and rest[1] == "models" and rest[3] in ("load", "unload"):
+        return Route("named_repository", POST, rest[2])
+    return None
+
+
+def _shared_memory_route(kind: str, rest: list[str]) -> Route | None:
+    name = ""
+    if len(rest) == 3 and rest[0] == "region":
+        name, rest = rest[1], rest[2:]
+        if rest == ["register"]:
+            return Route("shared_memory_change", POST, name)
+    if rest == ["status"]:
+        return Route(f"{kind}_status", GET, name)
+    if rest == ["unregister"]:
+        return Route("shared_memory_change", POST, name)
+    return None

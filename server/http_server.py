@@ -1,0 +1,127 @@
+"""The HTTP server: connections, routing, and what errors look like."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from aiohttp import web
+
+from trimaran.comm.errors import RequestError
+from trimaran.server import http_queries
+from trimaran.server.http_generate import GenerateEndpoint
+from trimaran.server.http_infer import infer
+from trimaran.server.http_messages import error_response, plain_error
+from trimaran.server.http_routes import match
+from trimaran.server.service import Service
+
+logger = logging.getLogger(__name__)
+
+
+class HttpServer:
+    """Serves one address. A request ends at once when its connection does."""
+
+    def __init__(self, service: Service, host: str, port: int) -> None:
+        self._service = service
+        self._host = host
+        self._port = port
+        self._generate = GenerateEndpoint(service)
+        self._busy: set[Any] = set()
+        self._server = web.Server(
+            self._handle, handler_cancellation=True, access_log=None, auto_decompress=False
+        )
+        self._runner = web.ServerRunner(self._server)
+
+    async def start(self) -> None:
+        """Listen.
+
+        Raises:
+            OSError: the port is in use.
+        """
+        await self._runner.setup()
+        await web.TCPSite(self._runner, self._host, self._port, backlog=1024).start()
+        logger.info("Started HTTPService at %s:%d", self._host, self.port)
+
+    @property
+    def port(self) -> int:
+        """The port in use, also when 0 was asked for."""
+        return int(self._runner.addresses[0][1])
+
+    def close_idle_connections(self) -> None:
+        """Close every connection that is not in the middle of a request."""
+        for connection in self._server.connections:
+            if connection not in self._busy:
+                connection.close()
+
+    async def stop(self) -> None:
+        """Close everything, running requests too."""
+        await self._runner.cleanup()
+
+    async def _handle(self, request: web.BaseRequest) -> web.StreamResponse:
+        self._busy.add(request.protocol)
+        try:
+            response = await self._answer(request)
+        except RequestError as error:
+            response = error_response(error)
+        except ConnectionError:
+            # The client is gone; there is nobody to answer.
+            raise
+        except Exception:
+            logger.exception("%s %s failed", request.method, request.raw_path)
+            response = plain_error(500, "internal error; the server's log has the details")
+        finally:
+            self._busy.discard(request.protocol)
+        if self._service.admission.is_draining and not response.prepared:
+            response.force_close()
+        return response
+
+    async def _answer(self, request: web.BaseRequest) -> web.StreamResponse:
+        route = match(request.raw_path.partition("?")[0])
+        if route is None:
+            return plain_error(404, "Not Found")
+        if request.method not in route.methods:
+            return plain_error(405, "Method Not Allowed")
+        if route.action == "infer":
+            return await infer(self._service, request, route)
+        if route.action == "generate":
+            return await self._generate.generate(request, route)
+        if route.action == "generate_stream":
+            return await self._generate.generate_stream(request, route)
+        return await http_queries.answer(self._service, request, route)
+
+
+class MetricsServer:
+    """Serves the metrics on a port of their own. Other paths answer 200 with nothing."""
+
+    def __init__(self, service: Service, host: str, port: int) -> None:
+        self._service = service
+        self._host = host
+        self._port = port
+        self._runner = web.ServerRunner(web.Server(self._handle, access_log=None))
+
+    async def start(self) -> None:
+        """Listen.
+
+        Raises:
+            OSError: the port is in use.
+        """
+        await self._runner.setup()
+        await web.TCPSite(self._runner, self._host, self._port).start()
+        logger.info("Started Metrics Service at %s:%d", self._host, self.port)
+
+    @property
+    def port(self) -> int:
+        """The port in use, also when 0 was asked for."""
+        return int(self._runner.addresses[0][1])
+
+    async def stop(self) -> None:
+        """Close everything."""
+        await self._runner.cleanup()
+
+    async def _handle(self, request: web.BaseRequest) -> web.StreamResponse:
+        if request.method != "GET":
+            return plain_error(405, "Method Not Allowed")
+        body = b""
+        if request.raw_path.partition("?")[0] in ("/metrics", "/metrics/"):
+            body = self._service.metrics.render()
+        return web.Response(body=body, content_type="text/plain", charset="utf-8")
