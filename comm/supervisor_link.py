@@ -29,7 +29,6 @@ from trimaran.comm.messages import (
 logger = logging.getLogger(__name__)
 
 CONNECT_TIMEOUT_S = 30.0
-SEND_TIMEOUT_S = 10.0
 ORPHAN_EXIT_CODE = 1
 _RECEIVE_BYTES = 64 << 10
 
@@ -72,22 +71,20 @@ class SupervisorLink:
             pid=os.getpid(),
             host=socket.gethostname(),
         )
-        sock.sendall(encode(hello))
         inbox = FrameBuffer()
-        early = _receive_some(sock, inbox)
-        answer = early.pop(0)
-        if not isinstance(answer, ChildConfig) or answer.protocol_version != PROTOCOL_VERSION:
-            raise ProtocolError(
-                f"the supervisor at {env.supervisor} answered {type(answer).__name__}; this "
-                f"process speaks protocol version {PROTOCOL_VERSION}. All processes of a run "
-                "must be of one installation."
-            )
+        try:
+            sock.sendall(encode(hello))
+            early = _receive_some(sock, inbox)
+            config = _check_answer(early.pop(0))
+        except BaseException:
+            sock.close()
+            raise
         _watch_for_lost_host(sock)
         sock.settimeout(None)
         link = cls(sock, inbox)
         link._take(early)
         link._thread.start()
-        return link, answer.config
+        return link, config
 
     def fileno(self) -> int:
         """Readable while commands wait; for epoll and event loops."""
@@ -181,6 +178,17 @@ def _receive_some(sock: socket.socket, inbox: FrameBuffer) -> list[Message]:
         messages = inbox.feed(data)
         if messages:
             return messages
+
+
+def _check_answer(answer: Message) -> dict[str, Any]:
+    """The configuration in the supervisor's first message."""
+    if isinstance(answer, ChildConfig) and answer.protocol_version == PROTOCOL_VERSION:
+        return answer.config
+    raise ProtocolError(
+        f"the supervisor answered {type(answer).__name__} of protocol version "
+        f"{getattr(answer, 'protocol_version', 'unknown')}; this process speaks version "
+        f"{PROTOCOL_VERSION}. All processes of a run must be of one installation."
+    )
 
 
 def _watch_for_lost_host(sock: socket.socket) -> None:

@@ -1,0 +1,52 @@
+"""The watchdog ends what hangs and leaves alone what does not."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+
+from trimaran.comm.watchdog import Watchdog
+
+
+def test_a_hang_is_reported_with_what_hung_and_where(caplog, capfd):
+    barked = threading.Event()
+    watchdog = Watchdog(0.1, barked.set)
+    watchdog.watch(lambda: "step 7")
+
+    with caplog.at_level(logging.ERROR):
+        assert barked.wait(10.0)
+    watchdog.stop()
+
+    assert "step 7 did not end" in caplog.text
+    assert "test_watchdog.py" in capfd.readouterr().err
+
+
+def test_a_paused_watchdog_waits_for_ever():
+    barked = threading.Event()
+    watchdog = Watchdog(0.05, barked.set)
+    watchdog.watch(lambda: "a step")
+    watchdog.pause()
+
+    assert not barked.wait(0.3)
+    watchdog.stop()
+
+
+def test_steps_that_end_in_time_are_not_hangs():
+    barked = threading.Event()
+    watchdog = Watchdog(2.0, barked.set)
+    for _ in range(40):
+        watchdog.watch(lambda: "a short step")
+        time.sleep(0.005)
+
+    assert not barked.is_set()
+    watchdog.stop()
+
+
+def test_an_activity_may_have_a_limit_of_its_own():
+    barked = threading.Event()
+    watchdog = Watchdog(0.1, barked.set)
+    watchdog.watch(lambda: "loading", timeout_s=60.0)
+
+    assert not barked.wait(0.3)
+    watchdog.stop()
