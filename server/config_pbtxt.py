@@ -1,0 +1,59 @@
+"""Reads a model's config.pbtxt and says what is wrong with it by file and line."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from google.protobuf import text_format
+from tritonclient.grpc.model_config_pb2 import ModelConfig
+
+from trimaran.comm.errors import ConfigError
+
+_PLACEHOLDER = re.compile(r"\$\{(\w+)\}|\$(\w+)")
+# A quoted string, or a comment to the end of the line: places where a placeholder is legal.
+_QUOTED_OR_COMMENT = re.compile(r"\"(?:\\.|[^\"\\])*\"|'(?:\\.|[^'\\])*'|#[^\n]*")
+_FIELD_BEFORE = re.compile(r"(\w+)\s*:?\s*[\[{]?\s*$")
+
+
+def read_config(path: Path) -> ModelConfig:
+    """Parse one config.pbtxt.
+
+    A placeholder left inside quotes stays in the value, where it means "not set".
+
+    Raises:
+        ConfigError: unreadable, a placeholder outside quotes, or not a ModelConfig; the
+            message names file, line and remedy.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: cannot be read: {error}") from error
+    _refuse_open_placeholder(path, text)
+    try:
+        return text_format.Parse(text, ModelConfig())
+    except text_format.ParseError as error:
+        line = error.GetLine()
+        place = f"{path}:{line}" if line is not None else str(path)
+        raise ConfigError(f"{place}: not a valid model configuration: {error}") from error
+
+
+def is_placeholder(value: str) -> bool:
+    """Whether a parameter's value is a template's placeholder that nobody filled."""
+    return _PLACEHOLDER.fullmatch(value.strip()) is not None
+
+
+def _refuse_open_placeholder(path: Path, text: str) -> None:
+    # Blanked rather than removed, so that positions stay those of the file.
+    bare = _QUOTED_OR_COMMENT.sub(lambda found: " " * len(found.group()), text)
+    found = _PLACEHOLDER.search(bare)
+    if found is None:
+        return
+    line = bare.count("\n", 0, found.start()) + 1
+    name = found.group(1) or found.group(2)
+    before = _FIELD_BEFORE.search(bare[: found.start()])
+    field = f" of field '{before.group(1)}'" if before else ""
+    raise ConfigError(
+        f"{path}:{line}: the placeholder ${{{name}}}{field} is not filled. Fill it: "
+        f"trimaran fill-template -i {path} {name}:VALUE"
+    )
