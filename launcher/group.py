@@ -126,11 +126,10 @@ class Group:
         logger.info("%s: started pid %d", spec.title, self._starter_pid)
         self._after(spec.connect_timeout_s, self._on_connect_timeout)
 
-    def send(self, command: Command, rank: int | None = None) -> None:
-        """Send to one process, or to all."""
-        for number, link in self._links.items():
-            if rank is None or rank == number:
-                link.send(command)
+    def send(self, command: Command) -> None:
+        """Send to every process that is connected."""
+        for link in self._links.values():
+            link.send(command)
 
     def stop(self) -> None:
         """Tell every process to end in order; `kill` what does not."""
@@ -241,7 +240,7 @@ class Group:
             return
         status, lost = self._starter_status, self._lost
         has_connected = len(self._links) == self.spec.world_size
-        is_final = not self.was_ready and not has_connected
+        is_final = not self.was_ready and not self._links
         how = "closed its connection" if status is None else describe_status(status)
         starter = f"{os.path.basename(self.spec.command[0])} (pid {self._starter_pid})"
         if self.spec.mpi is None:
@@ -261,7 +260,9 @@ class Group:
         code = os.WEXITSTATUS(status)
         number = exit_signal(self.spec.mpi, code)
         return (
-            f"was killed by {describe_signal(number)}" if number else f"ended with code {code}"
+            f"was killed by {describe_signal(number)}"
+            if number
+            else f"ended with exit code {code}"
         )
 
     def _wrong_world(self, rank: int, world_size: int) -> Failure:

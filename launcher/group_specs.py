@@ -88,6 +88,7 @@ def worker_spec(
             frontends=config.frontend.engine_listen[:1],
             start_method=start_method,
             hang_timeout_s=config.hang_timeout_s,
+            start_timeout_s=config.startup_timeout_s,
         ).to_wire()
 
     return GroupSpec(

@@ -36,6 +36,7 @@ _LAST_WORDS_S = 2.0
 """Drain after a failure: nothing can finish, but clients should get an answer."""
 
 _SHUTDOWN_GRACE_S = 3.0
+_ANNOUNCE_S = 0.1
 
 
 class Supervisor:
@@ -165,7 +166,6 @@ class Supervisor:
     def _on_connected(self, group: Group) -> None:
         if group is self._frontend and group.incarnation > 0:
             for worker in self._workers:
-                worker.send(Command(verb="redial"), rank=0)
                 self._tell_state(worker, _STATE_WORDS[worker.state])
 
     def _on_ready(self, group: Group) -> None:
@@ -175,7 +175,9 @@ class Supervisor:
         is_serving = all(each.state is GroupState.READY for each in self._groups)
         if is_serving and not self._is_announced and not self._is_ending:
             self._is_announced = True
-            print_endpoints(self._config)
+            # The last lines of a start: what children have just logged goes before them.
+            loop = asyncio.get_running_loop()
+            loop.call_later(_ANNOUNCE_S, print_endpoints, self._config)
 
     def _on_drained(self, group: Group, facts: dict[str, Any]) -> None:
         if facts.get("num_unfinished"):
@@ -190,9 +192,8 @@ class Supervisor:
             logger.error("%s: %s", group.spec.title, failure.text)
             self._on_stopped(group)
             return
-        delay = (
-            None if failure.is_final else self._budget.take(asyncio.get_running_loop().time())
-        )
+        loop = asyncio.get_running_loop()
+        delay = None if failure.is_final else self._budget.take(loop.time())
         if delay is None:
             why = self._why_final(failure)
             logger.error("%s: %s; %s", group.spec.title, failure.text, why)

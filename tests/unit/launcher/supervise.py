@@ -1,0 +1,43 @@
+"""Runs a supervisor over the test's own child programs: settings come as JSON in argv."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+from trimaran.comm.log import setup_logging
+from trimaran.launcher.config import GroupConfig, LogConfig, RestartPolicy, ServeConfig
+from trimaran.launcher.group_specs import Programs
+from trimaran.launcher.mpi_launch import OPENMPI, Mpi
+from trimaran.launcher.supervisor import Supervisor
+from trimaran.server.config import FrontendConfig
+from trimaran.worker.config import EngineConfig, ParallelConfig
+
+HERE = Path(__file__).parent
+
+
+def main() -> int:
+    settings = json.loads(sys.argv[1])
+    size = settings.pop("world_size", 1)
+    starter = settings.pop("starter", "")
+    engine = EngineConfig(
+        model="m", engine_dir="/nowhere", parallel=ParallelConfig(tp_size=size)
+    )
+    config = ServeConfig(
+        frontend=FrontendConfig(model_repository="/nowhere", groups={"m": ("m",)}),
+        groups=(GroupConfig(name="m", model="m", engine=engine),),
+        restart=RestartPolicy(max_restarts=settings.pop("max_restarts", 2), first_delay_s=0.05),
+        log=LogConfig(file=settings.pop("log_file", "")),
+        ensemble="ensemble",
+        **settings,
+    )
+    child = (sys.executable, "-P", str(HERE / "child_program.py"))
+    mpi = Mpi(starter, OPENMPI, "5.0") if starter else None
+    setup_logging("supervisor")
+    programs = Programs((*child, "frontend"), (*child, "rank"))
+    return Supervisor(config, mpi, programs).run()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,240 @@
+"""The supervisor's word on start, readiness, drain, death and restart."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+from pathlib import Path
+
+import pytest
+
+from trimaran.comm.messages import ChildHello, encode
+
+
+def test_ready_ends_with_the_endpoints_and_a_request_to_paste(supervise):
+    server = supervise(world_size=2)
+    server.wait_ready()
+    assert server.log.splitlines()[-4:] == [
+        "HTTP     http://localhost:8000",
+        "gRPC     localhost:8001",
+        "Metrics  http://localhost:8002/metrics",
+        "curl -X POST localhost:8000/v2/models/ensemble/generate -d "
+        '\'{"text_input": "What is machine learning?", "max_tokens": 20, '
+        '"bad_words": "", "stop_words": ""}\'',
+    ]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+def test_a_signal_drains_and_ends_every_process_with_code_0(supervise, number):
+    server = supervise(world_size=2)
+    server.wait_ready()
+    assert server.terminate(number) == 0
+    assert server.survivors() == []
+    assert not list(server.log_path.parent.glob("trimaran-*"))
+
+
+def test_a_signal_while_loading_ends_at_once(supervise):
+    server = supervise("rank:1:0:load-for-ever", world_size=2)
+    server.wait_for("group m: started")
+    assert server.terminate() == 0
+    assert server.survivors() == []
+
+
+def test_a_second_signal_forces(supervise):
+    server = supervise("frontend:0:*:drain-for-ever")
+    server.wait_ready()
+    server.process.send_signal(signal.SIGTERM)
+    server.wait_for("draining")
+    assert server.terminate() == 128 + signal.SIGTERM
+    assert server.survivors() == []
+
+
+def test_a_drain_that_leaves_requests_unfinished_ends_with_code_1(supervise):
+    server = supervise("frontend:0:*:unfinished")
+    server.wait_ready()
+    assert server.terminate() == 1
+    assert "1 requests unfinished" in server.log
+
+
+def test_a_front_end_that_never_drains_is_given_the_exit_timeout(supervise):
+    server = supervise("frontend:0:*:drain-for-ever", exit_timeout_s=0.1)
+    server.wait_ready()
+    assert server.terminate() == 1
+    assert "not drained" in server.log
+    assert server.survivors() == []
+
+
+def test_a_process_that_ignores_shutdown_is_killed(supervise):
+    server = supervise("rank:1:*:ignore-shutdown", world_size=2)
+    server.wait_ready()
+    assert server.terminate() == 0
+    assert "killing what has not ended: group m" in server.log
+    assert server.survivors() == []
+
+
+def test_a_killed_rank_is_named_with_its_signal_and_the_group_restarted(supervise):
+    server = supervise("rank:1:0:die-ready", world_size=2)
+    server.wait_for(r"group m: rank 1 \(pid \d+ on .*\) was killed by signal 9 \(SIGKILL\)")
+    server.wait_for("told down")
+    server.wait_for("group m: ready", count=2)
+    server.wait_for("told up", count=2)
+    assert server.terminate() == 0
+    assert server.survivors() == []
+
+
+def test_a_killed_starter_is_named_and_the_group_restarted(supervise):
+    server = supervise(world_size=2)
+    server.wait_ready()
+    pid = server.pid_of(r"group m: started pid (\d+)")
+    os.kill(pid, signal.SIGKILL)
+    server.wait_for(rf"group m: starter \(pid {pid}\) was killed by signal 9")
+    server.wait_for("group m: ready", count=2)
+    assert server.terminate() == 0
+    assert server.survivors() == []
+
+
+def test_a_killed_front_end_is_named_and_restarted_and_told_of_the_groups(supervise):
+    server = supervise(world_size=2)
+    server.wait_ready()
+    pid = server.pid_of(r"front end: started pid (\d+)")
+    os.kill(pid, signal.SIGKILL)
+    server.wait_for(rf"front end \(pid {pid}\) was killed by signal 9")
+    server.wait_for("front end: ready", count=2)
+    server.wait_for("told up", count=2)
+    assert server.log.count("group m: started") == 1
+    assert server.terminate() == 0
+
+
+def test_the_restart_budget_ends_and_with_it_the_server(supervise):
+    server = supervise("rank:0:*:die-ready", world_size=2, max_restarts=2)
+    assert server.end() == 1
+    assert server.log.count("group m: started") == 3
+    assert "not started again: 2 restarts within 600 s are used up" in server.log
+    assert server.survivors() == []
+
+
+def test_without_restarts_the_first_death_is_the_last(supervise):
+    server = supervise("rank:0:*:die-ready", world_size=2, max_restarts=0)
+    assert server.end() == 1
+    assert "restarts are off" in server.log
+    assert server.survivors() == []
+
+
+def test_a_load_failure_on_one_rank_is_one_error_that_names_it(supervise):
+    server = supervise("rank:1:*:fail-loading rank:0:*:load-for-ever", world_size=2)
+    assert server.end() == 1
+    errors = [line for line in server.log.splitlines() if "ERROR" in line]
+    assert len(errors) == 1
+    assert "rank 1 (pid" in errors[0]
+    assert "failed: layer 3 is missing" in errors[0]
+    assert server.log.count("group m: started") == 1
+    assert server.survivors() == []
+
+
+def test_a_configuration_error_of_a_rank_is_never_restarted_and_ends_with_code_2(supervise):
+    server = supervise("rank:0:1:config-error rank:0:0:die-ready", world_size=2)
+    assert server.end() == 2
+    assert "vocab_size is 7 but must be 8" in server.log
+    assert server.log.count("group m: started") == 2
+
+
+def test_a_front_end_that_fails_ends_the_server(supervise):
+    server = supervise("frontend:0:*:fail-loading", world_size=2)
+    assert server.end() == 1
+    assert "front end: front end (pid" in server.log
+    assert server.survivors() == []
+
+
+def test_a_rank_that_exits_while_loading_is_restarted_with_its_code_in_the_log(supervise):
+    server = supervise("rank:0:0:exit-loading", world_size=2)
+    server.wait_for(r"rank 0 \(pid \d+ on .*\) ended with exit code 7")
+    server.wait_ready()
+    assert server.terminate() == 0
+
+
+def test_ranks_that_never_connect_are_named_at_the_deadline(supervise):
+    server = supervise("rank:1:*:never-connect", world_size=2, connect_timeout_s=1.5)
+    assert server.end() == 1
+    assert "rank 1 did not connect within 1.5 s" in server.log
+    assert server.survivors() == []
+
+
+def test_a_rank_that_never_gets_ready_is_named_with_what_it_said_last(supervise):
+    server = supervise("rank:1:*:load-for-ever", world_size=2, startup_timeout_s=0.5)
+    assert server.end() == 1
+    assert "rank 1 not ready within 0.5 s" in server.log
+    assert "last heard: loading half way" in server.log
+    assert server.survivors() == []
+
+
+def test_singletons_in_place_of_one_world_are_a_configuration_error(supervise):
+    server = supervise(world_size=2, told_size=1)
+    assert server.end() == 2
+    assert "as rank 0 of 1, but the group has 2 ranks" in server.log
+    assert server.survivors() == []
+
+
+def test_nothing_outlives_a_killed_supervisor(supervise):
+    server = supervise(world_size=2)
+    server.wait_ready()
+    assert len(server.seen) >= 4
+    server.process.kill()
+    assert server.survivors() == []
+
+
+def test_a_process_that_left_its_session_and_parent_is_ended_too(supervise):
+    server = supervise("rank:1:*:grandchild", world_size=2)
+    server.wait_ready()
+    num_processes = len(server.seen)
+    assert num_processes >= 5
+    assert server.terminate() == 0
+    assert server.survivors() == []
+
+
+def test_logs_that_cannot_be_written_stop_nothing(supervise, tmp_path):
+    log = tmp_path / "copy"
+    server = supervise(world_size=2, stderr="/dev/full", log_file=str(log))
+    server.log_path = log
+    server.wait_for("front end: ready")
+    assert server.terminate() == 0
+
+
+def test_a_full_log_file_stops_nothing(supervise):
+    server = supervise(world_size=2, log_file="/dev/full")
+    server.wait_ready()
+    assert server.terminate() == 0
+
+
+def test_every_process_logs_to_the_log_file_too(supervise, tmp_path):
+    log = tmp_path / "copy"
+    server = supervise(world_size=2, log_file=str(log))
+    server.wait_ready()
+    server.terminate()
+    assert "told up" in log.read_text()
+    assert "front end: ready" in log.read_text()
+
+
+def test_a_stranger_on_the_supervisors_socket_is_sent_away(supervise):
+    server = supervise()
+    server.wait_ready()
+    (path,) = server.log_path.parent.glob("trimaran-*/supervisor.sock")
+    with socket.socket(socket.AF_UNIX) as sock:
+        sock.connect(str(path))
+        sock.settimeout(30)
+        sock.sendall(encode(ChildHello(token="guess", role="rank", group="m")))
+        assert sock.recv(1) == b""
+    assert "wrong token" in server.log
+    assert server.terminate() == 0
+
+
+def test_the_folder_of_a_killed_supervisor_is_swept_by_the_next(supervise):
+    first = supervise()
+    first.wait_ready()
+    first.process.kill()
+    first.survivors()
+    (stale,) = Path(first.log_path.parent).glob("trimaran-*")
+    second = supervise()
+    second.wait_for("curl", count=2)
+    assert not stale.exists()
+    assert second.terminate() == 0
