@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from trimaran.kernels import reference
+from trimaran.kernels.build import KernelsUnavailableError, load_library
+from trimaran.kernels.cpu import CpuOps
+
+logger = logging.getLogger(__name__)
 
 
 class Ops(Protocol):
     """The operators that layers are made of; `reference` says what each one computes."""
+
+    pads_to_longest: bool
+    """Whether attention takes all sequences of a call as long as the longest."""
 
     @property
     def backends(self) -> dict[str, str]:
@@ -55,14 +63,10 @@ class Ops(Protocol):
     ) -> Tensor: ...
 
 
-OPERATORS = (
-    "linear", "linear_float32", "rms_norm", "add_rms_norm", "layer_norm", "add_layer_norm",
-    "silu_and_mul", "activation", "rotate", "write_kv", "paged_attention",
-)  # fmt: skip
-
-
 class TorchOps:
     """All operators in plain torch, on any device."""
+
+    pads_to_longest = True
 
     linear = staticmethod(reference.linear)
     linear_float32 = staticmethod(reference.linear_float32)
@@ -79,9 +83,15 @@ class TorchOps:
     @property
     def backends(self) -> dict[str, str]:
         """Every operator is torch's."""
-        return dict.fromkeys(OPERATORS, "torch")
+        return dict.fromkeys(reference.OPERATORS, "torch")
 
 
-def select_ops(device: torch.device, dtype: torch.dtype) -> Ops:
-    """The fastest operators that this device and dtype have."""
-    return TorchOps()
+def select_ops(device: torch.device, dtype: torch.dtype, num_threads: int = 1) -> Ops:
+    """The fastest operators that this device and dtype have; ``num_threads`` is for a CPU."""
+    if device.type != "cpu":
+        return TorchOps()
+    try:
+        return CpuOps(load_library(), dtype, num_threads)
+    except KernelsUnavailableError as error:
+        logger.warning("torch serves all operators, several times slower: %s", error)
+        return TorchOps()

@@ -10,6 +10,11 @@ from torch import Tensor
 # of the longest sequence, L its tokens, B tokens of a block, N query heads, K key-value
 # heads, G = N / K, H head size, P positions.
 
+OPERATORS = (
+    "linear", "linear_float32", "rms_norm", "add_rms_norm", "layer_norm", "add_layer_norm",
+    "silu_and_mul", "activation", "rotate", "write_kv", "paged_attention",
+)  # fmt: skip
+
 _QUERY_TILE = 256
 """Queries of a sequence that attention takes at once: bounds the memory for scores."""
 

@@ -29,37 +29,43 @@ class PagedAttention:
         self._ops.write_kv(key_TKH, value_TKH, kv_cache, metadata.slot_mapping)
         num_decodes = metadata.num_decodes
         num_sequences = metadata.seq_lens.shape[0]
-        if num_decodes in (0, num_sequences):
-            return self._attend(query_TNH, kv_cache, metadata, (0, num_sequences), scale)
+        if not self._ops.pads_to_longest or num_decodes in (0, num_sequences):
+            return self._ops.paged_attention(
+                query_TNH,
+                kv_cache,
+                metadata.query_start_loc,
+                metadata.seq_lens,
+                metadata.block_tables,
+                scale,
+                metadata.max_query_len,
+                metadata.max_seq_len,
+            )
         # Apart, so that decodes are not padded to the length of the longest chunk.
-        decodes = self._attend(query_TNH, kv_cache, metadata, (0, num_decodes), scale)
-        rest = self._attend(query_TNH, kv_cache, metadata, (num_decodes, num_sequences), scale)
-        return torch.cat((decodes, rest))
+        parts = [
+            self._attend(query_TNH, kv_cache, metadata, sequences, scale)
+            for sequences in (slice(0, num_decodes), slice(num_decodes, num_sequences))
+        ]
+        return torch.cat(parts)
 
     def _attend(
         self,
         query_TNH: Tensor,
         kv_cache: Tensor,
         metadata: AttentionMetadata,
-        sequences: tuple[int, int],
+        sequences: slice,
         scale: float,
     ) -> Tensor:
-        first, end = sequences
-        num_decodes = metadata.num_decodes
-        is_decode = 0 < end <= num_decodes
-        starts = metadata.query_start_loc[first : end + 1]
-        if first:
-            # The leading sequences have one token each.
-            query_TNH, starts = query_TNH[first:], starts - first
-        elif is_decode:
-            query_TNH = query_TNH[:end]
+        """Attention of the leading decodes, or of all sequences behind them."""
+        first, end = sequences.start, sequences.stop
+        # The leading sequences have one token each.
+        tokens = slice(0, end) if first == 0 else slice(first, None)
         return self._ops.paged_attention(
-            query_TNH,
+            query_TNH[tokens],
             kv_cache,
-            starts,
-            metadata.seq_lens[first:end],
-            metadata.block_tables[first:end],
+            metadata.query_start_loc[first : end + 1] - first,
+            metadata.seq_lens[sequences],
+            metadata.block_tables[sequences],
             scale,
-            1 if is_decode else metadata.max_query_len,
+            1 if first == 0 else metadata.max_query_len,
             metadata.max_seq_len,
         )

@@ -8,7 +8,7 @@ import torch
 
 from trimaran.comm.errors import ConfigError
 from trimaran.comm.topology import ParallelLayout
-from trimaran.kernels.dispatch import select_ops
+from trimaran.kernels.dispatch import Ops, TorchOps, select_ops
 from trimaran.worker.config import EngineConfig
 from trimaran.worker.engine_folder import EngineFolder, FolderKind
 from trimaran.worker.layers.linear import LayerContext
@@ -45,17 +45,19 @@ def build_model(
     *,
     dtype: torch.dtype,
     device: torch.device,
+    ops: Ops | None = None,
 ) -> CausalLM:
     """A rank's model with memory for its weights, but not the weights.
 
-    With a `ShardPosition` as ``tp`` it can be loaded and saved without peers.
+    With a `ShardPosition` as ``tp`` it can be loaded and saved without peers. ``ops`` are
+    torch's unless given.
     """
     if config.architecture not in MODELS:
         raise ConfigError(
             f"the architecture {config.architecture!r} is not served. Served are "
             f"{', '.join(MODELS)}."
         )
-    context = LayerContext(tp, select_ops(device, dtype), dtype, device)
+    context = LayerContext(tp, ops or TorchOps(), dtype, device)
     return MODELS[config.architecture](config, stage, context).eval()
 
 
@@ -77,7 +79,8 @@ def load_model(
     folder.check_parallel(layout.tp_size, layout.pp_size)
     dtype = dtype_by_name(folder.config.dtype if config.dtype == "auto" else config.dtype)
     stage = StageRange.of(folder.config.num_hidden_layers, layout.pp_rank, layout.pp_size)
-    model = build_model(folder.config, stage, tp, dtype=dtype, device=device)
+    ops = select_ops(device, dtype, config.num_threads)
+    model = build_model(folder.config, stage, tp, dtype=dtype, device=device, ops=ops)
     if is_random:
         fill_random(model)
     elif folder.kind is FolderKind.HUGGINGFACE:

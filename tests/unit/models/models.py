@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
+from trimaran.kernels.dispatch import Ops
 from trimaran.worker.attention.backend import AttentionMetadata, ForwardContext
 from trimaran.worker.engine_folder import EngineFolder
 from trimaran.worker.layers.parallel import ShardPosition, TensorGroup
@@ -64,12 +65,17 @@ def save_huggingface(folder: Path, config: Any, *, dtype: torch.dtype = torch.fl
 
 
 def load_ours(
-    folder: Path, tp: TensorGroup | None = None, dtype: torch.dtype = torch.float32
+    folder: Path,
+    tp: TensorGroup | None = None,
+    dtype: torch.dtype = torch.float32,
+    ops: Ops | None = None,
 ) -> CausalLM:
-    """Our model of a Hugging Face folder."""
+    """Our model of a Hugging Face folder; by plain torch unless ``ops`` are given."""
     found = EngineFolder.load(folder)
     stage = StageRange.of(found.config.num_hidden_layers, 0, 1)
-    model = build_model(found.config, stage, tp or ShardPosition(), dtype=dtype, device=CPU)
+    model = build_model(
+        found.config, stage, tp or ShardPosition(), dtype=dtype, device=CPU, ops=ops
+    )
     load_checkpoint(model, found.weight_files)
     model.process_weights_after_loading()
     return model

@@ -9,6 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from trimaran.kernels.build import load_library
+from trimaran.kernels.cpu import CpuOps
+from trimaran.kernels.dispatch import TorchOps
+
 _SPEC = importlib.util.spec_from_file_location("models", Path(__file__).with_name("models.py"))
 assert _SPEC is not None and _SPEC.loader is not None
 models = importlib.util.module_from_spec(_SPEC)
@@ -34,10 +38,22 @@ CONFIGS = {
 }
 
 
+OPS = {
+    "torch": lambda dtype: TorchOps(),
+    "cpu kernels": lambda dtype: CpuOps(load_library(), dtype, 1),
+}
+
+
+@pytest.fixture(params=list(OPS))
+def ops_of(request):
+    """The operators under test, by dtype."""
+    return OPS[request.param]
+
+
 @pytest.fixture(params=list(CONFIGS))
-def pair(request, tmp_path):
+def pair(request, tmp_path, ops_of):
     theirs = models.save_huggingface(tmp_path, CONFIGS[request.param])
-    return theirs, models.load_ours(tmp_path)
+    return theirs, models.load_ours(tmp_path, ops=ops_of(torch.float32))
 
 
 def test_greedy_tokens_in_float32_are_those_of_transformers(pair):
@@ -61,9 +77,9 @@ def test_logits_in_float32_are_those_of_transformers(pair):
 
 @pytest.mark.parametrize("name", ["llama", "llama-rope-llama3", "gpt2"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_logits_in_half_precision_are_within_rounding_of_float32(name, dtype, tmp_path):
+def test_logits_in_half_precision_are_within_rounding_of_float32(name, dtype, tmp_path, ops_of):
     theirs = models.save_huggingface(tmp_path, CONFIGS[name], dtype=dtype)
-    ours = models.load_ours(tmp_path, dtype=dtype)
+    ours = models.load_ours(tmp_path, dtype=dtype, ops=ops_of(dtype))
     (prompt,) = models.prompts(40)
 
     logits = models.PagedRun(ours, 1).logits({0: prompt})
@@ -76,9 +92,9 @@ def test_logits_in_half_precision_are_within_rounding_of_float32(name, dtype, tm
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
-def test_chunked_prompts_beside_decodes_change_no_token(name, tmp_path):
+def test_chunked_prompts_beside_decodes_change_no_token(name, tmp_path, ops_of):
     theirs = models.save_huggingface(tmp_path, CONFIGS[name])
-    run = models.PagedRun(models.load_ours(tmp_path), 3)
+    run = models.PagedRun(models.load_ours(tmp_path, ops=ops_of(torch.float32)), 3)
     first, second, third = models.prompts(9, 30, 6)
     expected = models.reference_greedy(theirs, [first, second, third], 4)
 
@@ -103,3 +119,18 @@ def test_chunked_prompts_beside_decodes_change_no_token(name, tmp_path):
     assert outputs[0] == expected[0]
     assert outputs[1] == expected[1][:1]
     assert outputs[2] == expected[2][:1]
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_tokens_logits_on_the_cpu_do_not_depend_on_the_batch(name, dtype, tmp_path):
+    models.save_huggingface(tmp_path, CONFIGS[name], dtype=dtype)
+    ours = models.load_ours(tmp_path, dtype=dtype, ops=CpuOps(load_library(), dtype, 1))
+    first, second = models.prompts(21, 33)
+
+    alone = models.PagedRun(ours, 1).logits({0: first})
+    run = models.PagedRun(ours, 2)
+    start = run.logits({0: first[:13], 1: second})
+    rest = run.logits({1: [5], 0: first[13:]})
+
+    assert torch.cat((start[:13], rest[1:])).equal(alone)

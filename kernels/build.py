@@ -1,0 +1,109 @@
+"""Compiles the CPU kernels once a machine, and says why where it cannot."""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import hashlib
+import logging
+import os
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+
+logger = logging.getLogger(__name__)
+
+SOURCES = Path(__file__).with_name("csrc")
+NEEDED_FEATURES = ("avx512f", "avx512bw", "avx512vl", "avx512dq", "fma", "f16c")
+USED_FEATURES = ("avx512_bf16",)
+_COMPILERS = ("g++", "c++", "clang++")
+_TIMEOUT_S = 300
+
+
+class KernelsUnavailableError(RuntimeError):
+    """This machine cannot compile or run the CPU kernels; the text says why."""
+
+
+def load_library() -> ctypes.CDLL:
+    """The compiled kernels, from the user's cache or compiled now (about 6 s).
+
+    The file's name holds a hash of the sources, the compiler and the processor's features,
+    so a folder shared by different machines holds one file for each kind.
+    """
+    flags = _feature_flags()
+    compiler = _compiler()
+    digest = hashlib.sha256()
+    for source in sorted(SOURCES.iterdir()):
+        digest.update(source.name.encode() + source.read_bytes())
+    digest.update(" ".join([compiler, *flags]).encode())
+    folder = _cache_folder()
+    library = folder / f"cpu-{digest.hexdigest()[:16]}.so"
+    with (folder / ".lock").open("w") as lock:
+        # Ranks start together: one compiles, the others wait for it.
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not library.exists():
+            _compile(compiler, flags, library)
+    try:
+        return ctypes.CDLL(str(library))
+    except OSError as error:
+        raise KernelsUnavailableError(f"{library} cannot be loaded: {error}") from None
+
+
+def cpu_features() -> frozenset[str]:
+    """The processor's features by the kernel's names; empty where they cannot be read."""
+    try:
+        for line in Path("/proc/cpuinfo").read_text(encoding="ascii").splitlines():
+            if line.startswith("flags"):
+                return frozenset(line.partition(":")[2].split())
+    except OSError:
+        pass
+    return frozenset()
+
+
+def _feature_flags() -> list[str]:
+    features = cpu_features()
+    missing = [name for name in NEEDED_FEATURES if name not in features]
+    if missing:
+        raise KernelsUnavailableError(f"this processor lacks {', '.join(missing)}")
+    chosen = [*NEEDED_FEATURES, *(name for name in USED_FEATURES if name in features)]
+    return [f"-m{name.replace('_', '')}" for name in chosen]
+
+
+def _compiler() -> str:
+    for name in (os.environ.get("CXX"), *_COMPILERS):
+        found = shutil.which(name) if name else None
+        if found:
+            return found
+    raise KernelsUnavailableError(f"no C++ compiler found: install {_COMPILERS[0]}")
+
+
+def _cache_folder() -> Path:
+    root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    folder = Path(root) / "trimaran" / "kernels"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if os.access(folder, os.W_OK):
+            return folder
+    except OSError:
+        pass
+    logger.warning("%s is not writable: the CPU kernels are compiled at every start", folder)
+    return Path(tempfile.mkdtemp(prefix="trimaran-kernels-"))
+
+
+def _compile(compiler: str, flags: list[str], library: Path) -> None:
+    logger.info("compiling the CPU kernels with %s (once a machine)", compiler)
+    partial = library.with_suffix(f".{os.getpid()}.partial")
+    command = [
+        compiler, "-O3", "-std=c++17", "-shared", "-fPIC", "-pthread", *flags,
+        "-fno-math-errno", f"-I{SOURCES}", *map(str, sorted(SOURCES.glob("*.cpp"))),
+        "-o", str(partial),
+    ]  # fmt: skip
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise KernelsUnavailableError(f"{compiler} failed: {error}") from None
+    if done.returncode:
+        last_lines = "\n".join(done.stderr.splitlines()[-10:])
+        raise KernelsUnavailableError(f"{compiler} failed:\n{last_lines}")
+    partial.replace(library)

@@ -1,0 +1,182 @@
+"""The operators on a CPU with AVX-512, by our own C++ kernels."""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+
+import torch
+from torch import Tensor
+
+from trimaran.kernels import reference
+from trimaran.kernels.build import cpu_features
+
+# Shapes: T tokens, D and E widths, N query heads, K key-value heads, H head size.
+
+_DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+
+
+class _Kernel:
+    """A C function that takes one struct of 8-byte fields.
+
+    Fields are packed into memory that is kept for the next call: several times cheaper than
+    passing them one by one. So a kernel has one caller at a time.
+    """
+
+    def __init__(self, library: ctypes.CDLL, name: str, layout: str) -> None:
+        self._pack = struct.Struct("=" + layout).pack_into
+        self._args = ctypes.create_string_buffer(struct.calcsize("=" + layout))
+        self._function = getattr(library, name)
+        self._function.restype = None
+        self._pointer = ctypes.c_void_p(ctypes.addressof(self._args))
+
+    def __call__(self, *values: float) -> None:
+        self._pack(self._args, 0, *values)
+        self._function(self._pointer)
+
+
+class CpuOps:
+    """Operators for one dtype. A token's result never depends on the tokens beside it.
+
+    Tensors are on the CPU and contiguous in their last dim. All instances share one pool of
+    threads, and calls are made by one thread at a time.
+    """
+
+    pads_to_longest = False
+
+    def __init__(self, library: ctypes.CDLL, dtype: torch.dtype, num_threads: int) -> None:
+        self._dtype = dtype
+        self._code = _DTYPE_CODES[dtype]
+        self._linear = _Kernel(library, "trimaran_linear", "10q")
+        self._norm = _Kernel(library, "trimaran_norm", "10qd")
+        self._activation = _Kernel(library, "trimaran_activation", "6q")
+        self._rotate = _Kernel(library, "trimaran_rotate", "8q")
+        self._write_kv = _Kernel(library, "trimaran_write_kv", "11q")
+        self._attention = _Kernel(library, "trimaran_attention", "15qd")
+        library.trimaran_set_num_threads.argtypes = [ctypes.c_long]
+        library.trimaran_set_num_threads(num_threads)
+
+    @property
+    def backends(self) -> dict[str, str]:
+        """Which instructions serve each operator."""
+        has_bf16 = self._dtype is torch.bfloat16 and "avx512_bf16" in cpu_features()
+        names = dict.fromkeys(reference.OPERATORS, "avx512")
+        if has_bf16:
+            names.update(dict.fromkeys(("linear", "linear_float32"), "avx512_bf16"))
+            names["paged_attention"] = "avx512_bf16"
+        names["activation"] = "avx512 (gelu_new), torch (others)"
+        return names
+
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        """``x @ weight.T + bias``; sums in float32, rounded once."""
+        return self._multiply(x, weight, bias, self._dtype)
+
+    def linear_float32(self, x: Tensor, weight: Tensor) -> Tensor:
+        """``x @ weight.T`` as float32, never rounded to the weights' dtype."""
+        return self._multiply(x, weight, None, torch.float32)
+
+    def _multiply(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype
+    ) -> Tensor:
+        rows, width = x.shape
+        outputs = weight.shape[0]
+        y = torch.empty((rows, outputs), dtype=dtype)
+        self._linear(
+            self._code, dtype is torch.float32, x.data_ptr(), weight.data_ptr(),
+            0 if bias is None else bias.data_ptr(), y.data_ptr(),
+            rows, width, outputs, x.stride(0),
+        )  # fmt: skip
+        return y
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """Root-mean-square normalisation in float32."""
+        return self._normalise(x, None, weight, None, eps)
+
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """Add ``x`` into ``residual``, which becomes the sum, and normalise it."""
+        return self._normalise(x, residual, weight, None, eps)
+
+    def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+        """Layer normalisation in float32."""
+        return self._normalise(x, None, weight, bias, eps)
+
+    def add_layer_norm(
+        self, x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, eps: float
+    ) -> Tensor:
+        """Add ``x`` into ``residual``, which becomes the sum, and normalise it."""
+        return self._normalise(x, residual, weight, bias, eps)
+
+    def _normalise(
+        self,
+        x: Tensor,
+        residual: Tensor | None,
+        weight: Tensor,
+        bias: Tensor | None,
+        eps: float,
+    ) -> Tensor:
+        rows, width = x.shape
+        y = torch.empty((rows, width), dtype=self._dtype)
+        residual_at, residual_stride = 0, 0
+        if residual is not None:
+            residual_at, residual_stride = residual.data_ptr(), residual.stride(0)
+        self._norm(
+            self._code, x.data_ptr(), weight.data_ptr(),
+            0 if bias is None else bias.data_ptr(),
+            residual_at, y.data_ptr(),
+            rows, width, x.stride(0), residual_stride, eps,
+        )  # fmt: skip
+        return y
+
+    def silu_and_mul(self, gate_up: Tensor) -> Tensor:
+        """``silu(gate) * up`` of the two halves of a contiguous input's last dim."""
+        rows, width = gate_up.shape[0], gate_up.shape[1] // 2
+        y = torch.empty((rows, width), dtype=self._dtype)
+        self._activation(self._code, 0, gate_up.data_ptr(), y.data_ptr(), rows, width)
+        return y
+
+    def activation(self, x: Tensor, name: str) -> Tensor:
+        """``gelu_new`` here, others by torch; ``x`` is contiguous."""
+        if name not in ("gelu_new", "gelu_pytorch_tanh"):
+            return reference.activation(x, name)
+        y = torch.empty_like(x)
+        self._activation(self._code, 1, x.data_ptr(), y.data_ptr(), x.shape[0], x.shape[1])
+        return y
+
+    def rotate(self, x: Tensor, cos_sin: Tensor, positions: Tensor) -> None:
+        """Rotate the halves of each head [T, N, H] by its position's angles, in place."""
+        tokens, heads, head_size = x.shape
+        self._rotate(
+            self._code, x.data_ptr(), cos_sin.data_ptr(), positions.data_ptr(),
+            tokens, heads, head_size, x.stride(0),
+        )  # fmt: skip
+
+    def write_kv(self, key: Tensor, value: Tensor, kv_cache: Tensor, slots: Tensor) -> None:
+        """Store each token's key and value [T, K, H] at its slot."""
+        tokens, heads, head_size = key.shape
+        self._write_kv(
+            self._code, key.data_ptr(), value.data_ptr(), kv_cache.data_ptr(),
+            slots.data_ptr(), tokens, heads * head_size, key.stride(0), value.stride(0),
+            kv_cache.shape[2], kv_cache.stride(0),
+        )  # fmt: skip
+
+    def paged_attention(
+        self,
+        query: Tensor,
+        kv_cache: Tensor,
+        query_start_loc: Tensor,
+        seq_lens: Tensor,
+        block_tables: Tensor,
+        scale: float,
+        max_query_len: int,
+        max_seq_len: int,
+    ) -> Tensor:
+        """Causal attention over cached keys and values; reads nothing behind a query."""
+        tokens, heads, head_size = query.shape
+        output = torch.empty((tokens, heads, head_size), dtype=self._dtype)
+        self._attention(
+            self._code, query.data_ptr(), kv_cache.data_ptr(), output.data_ptr(),
+            query_start_loc.data_ptr(), seq_lens.data_ptr(), block_tables.data_ptr(),
+            seq_lens.shape[0], heads, kv_cache.shape[3], head_size, kv_cache.shape[2],
+            query.stride(0), kv_cache.stride(0), block_tables.stride(0), scale,
+        )  # fmt: skip
+        return output

@@ -1,0 +1,71 @@
+// The kernels' C interface, as Python calls it. Lengths and strides count elements.
+#pragma once
+
+#include <cstdint>
+
+enum DType { kFloat32 = 0, kBfloat16 = 1, kFloat16 = 2 };
+
+extern "C" {
+
+struct LinearArgs {
+  long dtype, float_output;
+  const void *x, *weight, *bias;
+  void* y;
+  long rows, k, outputs, x_stride;
+};
+void trimaran_linear(const LinearArgs* args);
+
+// Normalises rows of x, or of residual after adding x to it. bias null: root mean square.
+struct NormArgs {
+  long dtype;
+  const void *x, *weight, *bias;
+  void *residual, *y;
+  long rows, width, x_stride, residual_stride;
+  double eps;
+};
+void trimaran_norm(const NormArgs* args);
+
+// silu(gate) * up of rows [gate | up], or gelu (tanh form) of rows where is_gelu is set.
+struct ActivationArgs {
+  long dtype, is_gelu;
+  const void* x;
+  void* y;
+  long rows, width;
+};
+void trimaran_activation(const ActivationArgs* args);
+
+// Rotates `heads` heads of each token in place.
+struct RotateArgs {
+  long dtype;
+  void* x;
+  const float* cos_sin;
+  const int64_t* positions;
+  long tokens, heads, head_size, token_stride;
+};
+void trimaran_rotate(const RotateArgs* args);
+
+// Stores keys and values of each token at its slot of the cache [blocks, 2, B, heads * size].
+struct WriteKvArgs {
+  long dtype;
+  const void *key, *value;
+  void* cache;
+  const int64_t* slots;
+  long tokens, width, key_stride, value_stride, block_size, block_stride;
+};
+void trimaran_write_kv(const WriteKvArgs* args);
+
+struct AttentionArgs {
+  long dtype;
+  const void *query, *cache;
+  void* output;
+  const int32_t *query_start_loc, *seq_lens, *block_tables;
+  long sequences, heads, kv_heads, head_size, block_size;
+  long query_stride, block_stride, table_stride;
+  double scale;
+};
+void trimaran_attention(const AttentionArgs* args);
+
+// Threads of every later call, the caller included.
+void trimaran_set_num_threads(long num_threads);
+
+}

@@ -1,0 +1,55 @@
+// A pool of threads that share one kernel call's work by taking numbered pieces.
+#pragma once
+
+#include <atomic>
+#include <condition_variable>
+#include <memory>
+#include <mutex>
+#include <thread>
+#include <vector>
+
+namespace trimaran {
+
+// Runs `work(arg, piece)` for pieces 0 to count - 1 on all threads; returns when all are
+// done. One caller at a time.
+//
+// Workers spin for a short while after a call, since the next one of a model's step comes
+// within microseconds, and then sleep in the kernel: an idle engine takes no CPU time.
+class Pool {
+ public:
+  using Work = void (*)(void* arg, long piece);
+
+  static Pool& get();
+
+  // Threads including the caller. Joins the old workers and starts new ones.
+  void resize(int num_threads);
+  int size() const { return num_threads_; }
+
+  void run(Work work, void* arg, long count);
+
+  template <class F>
+  void each(long count, F&& body) {
+    run([](void* arg, long piece) { (*static_cast<F*>(arg))(piece); }, &body, count);
+  }
+
+ private:
+  Pool() = default;
+  ~Pool() { resize(1); }
+  void serve(unsigned seen);
+  void take_pieces();
+
+  int num_threads_ = 1;
+  std::vector<std::thread> workers_;
+  std::mutex mutex_;
+  std::condition_variable wake_;
+  std::atomic<unsigned> epoch_{0};
+  std::atomic<int> sleeping_{0};
+  std::atomic<bool> stop_{false};
+  Work work_ = nullptr;
+  void* arg_ = nullptr;
+  long count_ = 0;
+  alignas(64) std::atomic<long> next_{0};
+  alignas(64) std::atomic<int> busy_{0};
+};
+
+}  // namespace trimaran

@@ -1,0 +1,205 @@
+"""The CPU kernels against their torch twins, and their independence of the batch."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from trimaran.kernels import reference
+from trimaran.kernels.build import load_library
+from trimaran.kernels.cpu import CpuOps
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1.6e-2, torch.float16: 2e-3}
+
+
+@pytest.fixture(params=DTYPES, ids=str)
+def dtype(request):
+    return request.param
+
+
+@pytest.fixture(params=[1, 2], ids=["one thread", "two threads"])
+def ops(request, dtype):
+    yield CpuOps(load_library(), dtype, request.param)
+    CpuOps(load_library(), dtype, 1)
+
+
+def _random(*shape: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(shape, generator=generator).to(dtype)
+
+
+def _close(actual: torch.Tensor, expected: torch.Tensor, scale: float = 1.0) -> None:
+    limit = TOLERANCE[actual.dtype]
+    torch.testing.assert_close(actual, expected, atol=limit * scale, rtol=limit)
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3, 5, 6, 7, 16, 33, 100])
+@pytest.mark.parametrize(("width", "outputs"), [(64, 96), (1408, 40), (37, 19), (8, 1)])
+def test_linear_is_that_of_torch(ops, dtype, rows, width, outputs):
+    x, weight = _random(rows, width, dtype=dtype), _random(outputs, width, dtype=dtype, seed=1)
+    bias = _random(outputs, dtype=dtype, seed=2)
+
+    actual = ops.linear(x, weight, bias)
+
+    exact = torch.nn.functional.linear(x.double(), weight.double(), bias.double())
+    _close(actual, exact.to(dtype), scale=width**0.5)
+
+
+def test_logits_are_not_rounded_to_the_weights_dtype(ops, dtype):
+    x, weight = _random(3, 64, dtype=dtype), _random(50, 64, dtype=dtype, seed=1)
+    logits = ops.linear_float32(x, weight)
+    torch.testing.assert_close(logits, x.float() @ weight.float().T, atol=1e-4, rtol=1e-5)
+
+
+def test_a_rows_product_does_not_depend_on_the_rows_beside_it(ops, dtype):
+    x, weight = _random(40, 200, dtype=dtype), _random(70, 200, dtype=dtype, seed=1)
+
+    together = ops.linear(x, weight)
+
+    for count in (1, 2, 3, 7, 16, 39):
+        assert ops.linear(x[:count].clone(), weight).equal(together[:count])
+        assert ops.linear(x[-count:], weight).equal(together[-count:])
+
+
+@pytest.mark.parametrize("width", [64, 500, 16, 7])
+def test_norms_are_those_of_the_reference(ops, dtype, width):
+    x, weight = _random(9, width, dtype=dtype), _random(width, dtype=dtype, seed=1)
+    bias = _random(width, dtype=dtype, seed=2)
+
+    _close(ops.rms_norm(x, weight, 1e-5), reference.rms_norm(x, weight, 1e-5), 4)
+    _close(
+        ops.layer_norm(x, weight, bias, 1e-5), reference.layer_norm(x, weight, bias, 1e-5), 4
+    )
+
+
+def test_fused_norms_leave_the_sum_in_the_residual(ops, dtype):
+    x, weight = _random(9, 96, dtype=dtype), _random(96, dtype=dtype, seed=1)
+    bias, residual = _random(96, dtype=dtype, seed=2), _random(9, 96, dtype=dtype, seed=3)
+    ours, theirs = residual.clone(), residual.clone()
+
+    normed = ops.add_rms_norm(x, ours, weight, 1e-5)
+
+    _close(normed, reference.add_rms_norm(x, theirs, weight, 1e-5), 4)
+    assert ours.equal(theirs)
+    ours, theirs = residual.clone(), residual.clone()
+    normed = ops.add_layer_norm(x, ours, weight, bias, 1e-5)
+    _close(normed, reference.add_layer_norm(x, theirs, weight, bias, 1e-5), 4)
+    assert ours.equal(theirs)
+
+
+@pytest.mark.parametrize("width", [96, 21])
+def test_silu_and_mul_is_that_of_the_reference_over_the_whole_range(ops, dtype, width):
+    x = _random(5, 2 * width, dtype=dtype) * 20
+    _close(ops.silu_and_mul(x), reference.silu_and_mul(x), 4)
+
+
+@pytest.mark.parametrize("name", ["gelu_new", "gelu", "relu"])
+def test_activations_are_those_of_the_reference(ops, dtype, name):
+    x = _random(5, 77, dtype=dtype) * 4
+    _close(ops.activation(x, name), reference.activation(x, name))
+
+
+@pytest.mark.parametrize("head_size", [64, 16, 24])
+def test_rotation_is_that_of_the_reference_on_strided_heads(ops, dtype, head_size):
+    qkv = _random(7, 6, head_size, dtype=dtype)
+    angles = torch.outer(torch.arange(50.0), torch.arange(head_size // 2) + 0.5)
+    table = torch.cat((angles.cos(), angles.sin()), dim=-1)
+    positions = torch.tensor([0, 3, 49, 2, 2, 17, 1])
+    ours, theirs = qkv.clone(), qkv.clone()
+
+    ops.rotate(ours[:, :4], table, positions)
+
+    reference.rotate(theirs[:, :4], table, positions)
+    _close(ours, theirs)
+    assert ours[:, 4:].equal(qkv[:, 4:])
+
+
+def test_keys_and_values_reach_their_slots_and_no_other(ops, dtype):
+    pool = torch.zeros((6, 3, 2, 4, 2, 16), dtype=dtype)
+    expected = pool.clone()
+    qkv = _random(5, 8, 16, dtype=dtype)
+    slots = torch.tensor([0, 23, 7, 8, 13])
+
+    ops.write_kv(qkv[:, 4:6], qkv[:, 6:], pool[:, 1], slots)
+
+    reference.write_kv(qkv[:, 4:6], qkv[:, 6:], expected[:, 1], slots)
+    assert pool.equal(expected)
+
+
+class _Batch:
+    """Sequences of (cached tokens, queries) over a pool whose unused memory is NaN."""
+
+    def __init__(self, dtype, sequences, *, heads=4, kv_heads=2, head_size=32, block_size=8):
+        self.starts = torch.tensor([0, *(q for _, q in sequences)]).cumsum(0).int()
+        self.lens = torch.tensor([past + q for past, q in sequences], dtype=torch.int32)
+        most = -(-int(self.lens.max()) // block_size)
+        order = torch.randperm(
+            most * len(sequences), generator=torch.Generator().manual_seed(5)
+        )
+        self.tables = order.int().view(len(sequences), most)
+        shape = (len(order), 2, 2, block_size, kv_heads, head_size)
+        pool = torch.full(shape, float("nan"), dtype=dtype)
+        self.cache = pool[:, 1]
+        for row, length in zip(self.tables.long(), self.lens.tolist(), strict=True):
+            slots = torch.cat([block * block_size + torch.arange(block_size) for block in row])
+            key = _random(length, kv_heads, head_size, dtype=dtype, seed=length)
+            value = _random(length, kv_heads, head_size, dtype=dtype, seed=length + 1)
+            reference.write_kv(key, value, self.cache, slots[:length])
+        self.query = _random(int(self.starts[-1]), heads, head_size, dtype=dtype, seed=9)
+        self.longest = (max(q for _, q in sequences), int(self.lens.max()))
+        self.scale = head_size**-0.5
+
+    def run(self, ops, first=0, end=None):
+        """Attention of the sequences from ``first`` to ``end``."""
+        end = len(self.lens) if end is None else end
+        tokens = slice(int(self.starts[first]), int(self.starts[end]))
+        starts = self.starts[first : end + 1] - self.starts[first]
+        chosen = slice(first, end)
+        return ops.paged_attention(
+            self.query[tokens], self.cache, starts, self.lens[chosen], self.tables[chosen],
+            self.scale, *self.longest,
+        )  # fmt: skip
+
+
+MIXED = [(0, 1), (7, 1), (8, 1), (30, 1), (0, 8), (5, 20), (9, 7), (200, 3)]
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "head_size", "block_size"),
+    [
+        (4, 2, 32, 8),
+        (8, 1, 64, 32),
+        (4, 4, 16, 16),
+        (32, 1, 16, 4),
+        (6, 2, 80, 16),
+        (2, 1, 24, 5),
+    ],
+)
+def test_attention_over_decodes_and_chunks_is_that_of_the_reference(
+    ops, dtype, heads, kv_heads, head_size, block_size
+):
+    batch = _Batch(
+        dtype, MIXED, heads=heads, kv_heads=kv_heads, head_size=head_size, block_size=block_size
+    )
+    _close(batch.run(ops), batch.run(reference))
+
+
+def test_a_sequences_attention_does_not_depend_on_the_sequences_beside_it(ops, dtype):
+    batch = _Batch(dtype, MIXED)
+    together = batch.run(ops)
+    for number in range(len(MIXED)):
+        alone = batch.run(ops, number, number + 1)
+        rows = slice(int(batch.starts[number]), int(batch.starts[number + 1]))
+        assert alone.equal(together[rows]), MIXED[number]
+
+
+def test_a_chunked_prompt_attends_as_a_whole_one(ops, dtype):
+    whole = _Batch(dtype, [(0, 50)])
+    expected = whole.run(ops)
+    for first, end in ((0, 1), (1, 14), (14, 50)):
+        actual = ops.paged_attention(
+            whole.query[first:end], whole.cache, torch.tensor([0, end - first]).int(),
+            torch.tensor([end]).int(), whole.tables, whole.scale, end - first, end,
+        )  # fmt: skip
+        assert actual.equal(expected[first:end])
