@@ -12,10 +12,10 @@ import time
 def main() -> None:
     at = sys.argv.index("-n")
     size, command = int(sys.argv[at + 1]), sys.argv[at + 2 :]
-    told_size = os.environ.get("TEST_TOLD_SIZE", str(size))
+    told_size = int(os.environ.get("TEST_TOLD_SIZE", str(size)))
     ranks = []
     for rank in range(size):
-        env = {**os.environ, "TEST_RANK": str(rank), "TEST_SIZE": told_size}
+        env = {**os.environ, "TEST_RANK": str(rank % told_size), "TEST_SIZE": str(told_size)}
         ranks.append(subprocess.Popen(command, env=env, preexec_fn=os.setpgrp))
     while True:
         codes = [rank.poll() for rank in ranks]
