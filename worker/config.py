@@ -51,8 +51,8 @@ class SchedulerConfig:
     max_queue_size: int = 0
     """Requests that may wait; 0 means no limit."""
 
-    depth: int = 2
-    """Steps in flight: 1 plain, 2 overlapped."""
+    depth: int = 0
+    """Steps in flight: 1 plain, 2 overlapped, 0 what suits the device (GPU 2, CPU 1)."""
 
     def __post_init__(self) -> None:
         if self.max_num_batched_tokens < self.max_num_seqs:
@@ -61,8 +61,8 @@ class SchedulerConfig:
                 f"max_num_seqs ({self.max_num_seqs}), so a full decode step would not "
                 "fit. Raise the first or lower the second."
             )
-        if self.depth not in (1, 2):
-            raise ConfigError(f"depth is {self.depth} but must be 1 or 2")
+        if self.depth not in (0, 1, 2):
+            raise ConfigError(f"depth is {self.depth} but must be 1, 2 or 0 (by device)")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -34,6 +34,7 @@ class Sequence:
 
     __slots__ = (
         "blocks",
+        "cum_log_prob",
         "finish_reason",
         "index",
         "is_preempted",
@@ -77,6 +78,8 @@ class Sequence:
         self.status = RequestStatus.NEW
         self.finish_reason = FinishReason.NOT_FINISHED
         self.is_preempted = False
+        self.cum_log_prob = 0.0
+        """Of the output sampled here; what a replay brought is not in it."""
 
     @property
     def num_output_tokens(self) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import insort
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable
 from operator import attrgetter
 
 from trimaran.comm.errors import ErrorKind, RequestError
@@ -110,6 +110,10 @@ class Scheduler:
         """The ends that no step's result brought, once each."""
         ended, self._ended = self._ended, []
         return ended
+
+    def discard_ended(self, source: Hashable) -> None:
+        """Forget the ends that a vanished source would have been told."""
+        self._ended = [item for item in self._ended if item[0].request.source != source]
 
     @property
     def has_requests(self) -> bool:

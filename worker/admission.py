@@ -1,0 +1,125 @@
+"""From a front end's message to a checked request."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import time
+from array import array
+from collections.abc import Hashable, Iterable
+
+from trimaran.comm.errors import ErrorKind, RequestError
+from trimaran.comm.messages import Submit
+from trimaran.comm.sampling_params import SamplingParams
+from trimaran.worker.config import SchedulerConfig
+from trimaran.worker.request import Request
+from trimaran.worker.sampling_rows import SERVED_FIELDS
+
+logger = logging.getLogger(__name__)
+
+
+def request_from(
+    source: Hashable, message: Submit, number: int, limits: SchedulerConfig, vocab_size: int
+) -> Request:
+    """The request of ``message``, all its values checked.
+
+    ``max_tokens`` beyond ``max_seq_len`` is lowered to what is left after the prompt.
+
+    Raises:
+        RequestError: names the value, what is allowed and the remedy.
+    """
+    _refuse_unserved(message)
+    sampling = _sampling(message, vocab_size)
+    prompt, output = _ids(message.prompt_ids), _ids(message.output_ids)
+    _check_prompt(prompt, limits)
+    _check_ids("input_ids", prompt, vocab_size)
+    _check_ids("output_ids", output, vocab_size)
+    if output and sampling.num_return_sequences > 1:
+        raise RequestError(
+            f"a request with {len(output)} output ids continues one sequence, but "
+            f"num_return_sequences is {sampling.num_return_sequences}; send one request each"
+        )
+    room = limits.max_seq_len - len(prompt)
+    if sampling.max_tokens > room:
+        sampling = dataclasses.replace(sampling, max_tokens=room)
+    return Request(
+        source=source,
+        request_id=message.request_id,
+        number=number,
+        prompt_ids=prompt,
+        output_ids=output,
+        sampling=sampling,
+        sequence_index=message.sequence_index,
+        priority=message.priority,
+        deadline=time.monotonic() + message.timeout_us / 1e6,
+        adapter_id=message.adapter_id,
+        cache_salt=message.cache_salt,
+    )
+
+
+def _refuse_unserved(message: Submit) -> None:
+    if message.adapter_id:
+        raise RequestError(
+            f"LoRA task {message.adapter_id} is asked for but this engine serves no adapters; "
+            "leave lora_task_id unset",
+            ErrorKind.UNSUPPORTED,
+        )
+    if message.embeddings is not None:
+        raise RequestError(
+            "a prompt embedding table is given but this engine serves none; leave "
+            "prompt_embedding_table unset",
+            ErrorKind.UNSUPPORTED,
+        )
+
+
+def _sampling(message: Submit, vocab_size: int) -> SamplingParams:
+    try:
+        sampling = SamplingParams.from_wire(message.sampling)
+    except TypeError as error:
+        raise RequestError(f"unknown sampling parameter: {error}") from error
+    sampling.refuse_all_but(SERVED_FIELDS)
+    sampling.validate(vocab_size)
+    checks = (
+        ("end_id", sampling.end_id < vocab_size, f"below the vocabulary size {vocab_size}"),
+        ("repetition_penalty", sampling.repetition_penalty > 0, "above 0"),
+        ("min_p", 0 <= sampling.min_p <= 1, "between 0 and 1"),
+        ("num_return_sequences", sampling.num_return_sequences >= 1, "at least 1"),
+        ("no_repeat_ngram_size", sampling.no_repeat_ngram_size >= 0, "0 (off) or more"),
+    )
+    for name, is_valid, allowed in checks:
+        if not is_valid:
+            raise RequestError(f"'{name}' is {getattr(sampling, name)!r} but must be {allowed}")
+    for word in sampling.bad_words:
+        _check_ids("bad_words", word, vocab_size)
+    if len(sampling.embedding_bias) not in (0, 4 * vocab_size):
+        raise RequestError(
+            f"embedding_bias holds {len(sampling.embedding_bias) // 4} values but must hold "
+            f"one for each of the {vocab_size} vocabulary ids"
+        )
+    return sampling
+
+
+def _ids(raw: bytes) -> array[int]:
+    ids = array("i")
+    ids.frombytes(raw)
+    return ids
+
+
+def _check_prompt(prompt: array[int], limits: SchedulerConfig) -> None:
+    if not prompt:
+        raise RequestError("the prompt is empty; send at least one token id")
+    limit = min(limits.max_input_len, limits.max_seq_len - 1)
+    if len(prompt) > limit:
+        raise RequestError(
+            f"Prompt length ({len(prompt)}) exceeds maximum input length ({limit}). Shorten "
+            "the prompt, or build the engine with a larger --max-input-len and --max-seq-len."
+        )
+
+
+def _check_ids(name: str, ids: Iterable[int], vocab_size: int) -> None:
+    values = list(ids)
+    for value in (min(values), max(values)) if values else ():
+        if not 0 <= value < vocab_size:
+            raise RequestError(
+                f"{name} holds {value}, which is no token id: ids are 0 to {vocab_size - 1}"
+            )

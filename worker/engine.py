@@ -1,0 +1,215 @@
+"""The engine of one rank: requests in, steps decided and run, tokens out."""
+
+from __future__ import annotations
+
+import gc
+import heapq
+import logging
+import time
+from collections import deque
+from collections.abc import Hashable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from trimaran.comm.collectives import TensorParallelGroup
+from trimaran.comm.control import ControlPlane
+from trimaran.comm.errors import ConfigError
+from trimaran.comm.messages import FinishReason, Message, Submit
+from trimaran.comm.topology import ParallelLayout
+from trimaran.worker.admission import request_from
+from trimaran.worker.config import RankConfig
+from trimaran.worker.device import select_device
+from trimaran.worker.emission import step_outputs
+from trimaran.worker.engine_stats import EngineStats
+from trimaran.worker.loading import LoadedEngine, load_engine
+from trimaran.worker.model_runner import ModelRunnerOutput
+from trimaran.worker.request import Request
+from trimaran.worker.scheduler import Emission, Scheduler
+from trimaran.worker.step_plan import ScheduledStep
+from trimaran.worker.step_types import SchedulerOutput
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class StepResult:
+    """What a step has to tell the front ends, by connection."""
+
+    messages: list[tuple[Any, Message]] = field(default_factory=list)
+    """Sources are what the caller submitted under."""
+
+
+class Engine:
+    """One loop for every mode: keeps up to ``depth`` steps in flight on the device.
+
+    Rank 0 schedules, sends each decision to the other ranks and takes in what was sampled.
+    The others `follow`. Every rank samples the same ids, so none is sent back. With depth
+    1 a step's result is known before the next is planned; with 2 the device has the next
+    step before the host looks at the last one's ids.
+    """
+
+    def __init__(
+        self,
+        rank_config: RankConfig,
+        topology: ParallelLayout,
+        control: ControlPlane,
+        tp_group: TensorParallelGroup,
+    ) -> None:
+        self._config = rank_config.engine
+        self._topology = topology
+        self._control = control
+        self._tp = tp_group
+        self.device = select_device(self._config, topology)
+        # On the CPU a step runs where the host would plan the next: overlap only delays.
+        default_depth = 2 if self.device.type == "cuda" else 1
+        self.depth = self._config.scheduler.depth or default_depth
+        self._in_flight: deque[tuple[ScheduledStep, ModelRunnerOutput]] = deque()
+        self._requests: dict[tuple[Hashable, int], list[Request]] = {}
+        self._deadlines: list[tuple[float, int, Request]] = []
+        self._num_submitted = 0
+        self._loaded: LoadedEngine | None = None
+
+    # ---- life ----------------------------------------------------------------------------
+
+    def load(self) -> None:
+        """Load the model, size and allocate the KV cache, warm up. Collective.
+
+        Raises:
+            ConfigError: the configuration asks for what this engine cannot do.
+        """
+        if self._topology.pp_size > 1:
+            raise ConfigError(
+                f"pp_size is {self._topology.pp_size} but pipeline stages are not executed "
+                "yet. Build the engine with --pp-size 1 and a larger --tp-size."
+            )
+        self._loaded = load_engine(
+            self._config, self._topology, self._tp, self.device, self.depth
+        )
+        self.runner = self._loaded.runner
+        self.scheduler = Scheduler(self._loaded.limits, self._loaded.cache)
+        self._stats = EngineStats(self._loaded, self.scheduler)
+        # What is alive now stays: the collector need not look at it again.
+        gc.collect()
+        gc.freeze()
+
+    def facts(self) -> dict[str, Any]:
+        """What front ends and metrics are told once the engine is warm."""
+        assert self._loaded is not None
+        return self._loaded.facts(self._topology, self.depth)
+
+    def stats(self) -> dict[str, float]:
+        """The gauges of the last iteration, keys of ``STATS_KEYS``."""
+        return self._stats.values()
+
+    def shutdown(self) -> None:
+        """Wait for the device; nothing is launched afterwards."""
+        self._in_flight.clear()
+        self._requests.clear()
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    # ---- requests (rank 0) ---------------------------------------------------------------
+
+    def submit(self, source: Hashable, message: Submit) -> None:
+        """Queue a request of the connection ``source``.
+
+        Raises:
+            RequestError: this request cannot be served; nothing is queued.
+        """
+        assert self._loaded is not None
+        limits = self._loaded.limits
+        request = request_from(source, message, self._num_submitted, limits, self._vocab_size)
+        self.scheduler.check(request)
+        self._num_submitted += 1
+        self.scheduler.add(request)
+        self._requests.setdefault((source, message.request_id), []).append(request)
+        if message.timeout_us:
+            heapq.heappush(self._deadlines, (request.deadline, request.number, request))
+
+    def cancel(self, source: Hashable, request_ids: list[int]) -> None:
+        """End these requests of ``source`` as CANCELLED; unknown ids are ignored."""
+        for request_id in request_ids:
+            for request in self._requests.pop((source, request_id), ()):
+                self.scheduler.end(request, FinishReason.CANCELLED)
+
+    def drop_source(self, source: Hashable) -> None:
+        """A connection is gone: end its requests, and tell nobody."""
+        for key in [key for key in self._requests if key[0] == source]:
+            for request in self._requests.pop(key):
+                self.scheduler.end(request, FinishReason.CANCELLED)
+        self.scheduler.discard_ended(source)
+
+    @property
+    def has_work(self) -> bool:
+        """Whether `step` has anything to do."""
+        return bool(self._in_flight) or self.scheduler.has_requests
+
+    @property
+    def _vocab_size(self) -> int:
+        assert self._loaded is not None
+        return self._loaded.vocab_size
+
+    # ---- steps ---------------------------------------------------------------------------
+
+    def step(self) -> StepResult:
+        """Run one engine step on rank 0 and return what it has to tell."""
+        if self._deadlines:
+            self._end_overdue()
+        step = self.scheduler.schedule()
+        if step is not None:
+            self._stats.record(step)
+            if self._topology.world_size > 1:
+                self._control.broadcast(step.decision.encode())
+            self._in_flight.append((step, self.runner.execute_model(step.decision)))
+        result = StepResult()
+        ended = self.scheduler.take_ended()
+        if ended:
+            self._emit(result, self.scheduler.step, ended)
+        if self._in_flight and (step is None or len(self._in_flight) >= self.depth):
+            self._take_result(result)
+        elif step is None and self.scheduler.has_requests:
+            raise RuntimeError(
+                f"{len(self.scheduler.waiting)} requests wait, nothing runs and none can start"
+            )
+        return result
+
+    def _take_result(self, result: StepResult) -> None:
+        """Wait for the oldest step in flight and take in its ids."""
+        step, output = self._in_flight.popleft()
+        sampled = output.wait()
+        emissions = self.scheduler.update_from_output(step, sampled.token_ids)
+        log_probs = None
+        if sampled.log_probs is not None:
+            log_probs = dict(zip(step.sampled, sampled.log_probs, strict=True))
+        self._emit(result, step.decision.step, emissions, log_probs)
+
+    def _emit(
+        self,
+        result: StepResult,
+        step: int,
+        emissions: list[Emission],
+        log_probs: dict[Any, float] | None = None,
+    ) -> None:
+        result.messages += step_outputs(step, emissions, log_probs)
+        for sequence, _, reason in emissions:
+            if reason is not FinishReason.NOT_FINISHED:
+                self._forget(sequence.request)
+
+    def _forget(self, request: Request) -> None:
+        key = (request.source, request.request_id)
+        if request.is_finished and request in self._requests.get(key, ()):
+            self._requests[key].remove(request)
+            if not self._requests[key]:
+                del self._requests[key]
+
+    def _end_overdue(self) -> None:
+        now = time.monotonic()
+        while self._deadlines and self._deadlines[0][0] <= now:
+            request = heapq.heappop(self._deadlines)[2]
+            self.scheduler.end(request, FinishReason.TIMED_OUT)
+
+    def follow(self, payload: bytes) -> None:
+        """Carry out rank 0's decision on another rank. Collective over the tensor group."""
+        self.runner.execute_model(SchedulerOutput.decode(payload))

@@ -1,0 +1,63 @@
+"""The gauges that the engine reports about its last iteration."""
+
+from __future__ import annotations
+
+import time
+
+import psutil
+import torch
+
+from trimaran.comm.messages import STATS_KEYS
+from trimaran.worker.loading import LoadedEngine
+from trimaran.worker.scheduler import Scheduler
+from trimaran.worker.step_plan import ScheduledStep
+
+
+class EngineStats:
+    """Remembers what the last step held; an idle engine reports no request."""
+
+    def __init__(self, loaded: LoadedEngine, scheduler: Scheduler) -> None:
+        self._loaded = loaded
+        self._scheduler = scheduler
+        self._process = psutil.Process()
+        self._last: ScheduledStep | None = None
+        self._num_active = 0
+
+    def record(self, step: ScheduledStep) -> None:
+        """Note a step that was just scheduled."""
+        self._last = step
+        self._num_active = len(self._scheduler.running) + len(self._scheduler.waiting)
+
+    def values(self) -> dict[str, float]:
+        """One value for each of ``STATS_KEYS``."""
+        last = self._last if self._scheduler.has_requests else None
+        active = self._num_active if last is not None else len(self._scheduler.waiting)
+        scheduled = 0 if last is None else len(last.decision.rows)
+        context = 0 if last is None else last.num_context
+        device = self._loaded.runner.inputs.device
+        cache = self._loaded.cache
+        values: dict[str, float] = {
+            "active_requests": active,
+            "max_requests": self._loaded.limits.max_num_seqs,
+            "scheduled_requests": scheduled,
+            "context_requests": context,
+            "waiting_requests": active - scheduled,
+            "generation_requests": scheduled - context,
+            "paused_requests": self._scheduler.num_preempted,
+            "total_context_tokens": 0 if last is None else last.num_context_tokens,
+            "micro_batch_id": 0,
+            "kv_max_blocks": cache.num_blocks,
+            "kv_free_blocks": cache.num_free,
+            "kv_used_blocks": cache.num_blocks - cache.num_free,
+            "kv_tokens_per_block": cache.block_size,
+            "kv_reused_blocks": cache.num_reused_blocks,
+            "iteration_counter": self._scheduler.step,
+            "timestamp_us": time.time_ns() // 1000,
+            "cpu_memory_bytes": self._process.memory_info().rss,
+            "gpu_memory_bytes": (
+                torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
+            ),
+            "pinned_memory_bytes": self._loaded.runner.inputs.pinned_bytes,
+        }
+        assert values.keys() == set(STATS_KEYS)
+        return values

@@ -1,0 +1,61 @@
+"""How many KV-cache blocks there are: from a token count, or from the memory that is left."""
+
+from __future__ import annotations
+
+import logging
+
+import psutil
+import torch
+
+from trimaran.comm.errors import ConfigError
+from trimaran.worker.config import CacheConfig, SchedulerConfig
+
+logger = logging.getLogger(__name__)
+
+CPU_SHARE = 0.5
+"""Of the free memory of a host without GPUs: others live there too."""
+
+CPU_MAX_BYTES = 4 << 30
+"""A rank's cache on the CPU is no larger, unless ``max_tokens`` asks for more."""
+
+
+def free_bytes(device: torch.device, ranks_on_host: int) -> int:
+    """Memory that this rank's cache could take, before ``free_memory_fraction``."""
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        return torch.cuda.mem_get_info(device)[0]
+    share = int(psutil.virtual_memory().available * CPU_SHARE) // ranks_on_host
+    return min(share, CPU_MAX_BYTES)
+
+
+def blocks_that_fit(
+    cache: CacheConfig, scheduler: SchedulerConfig, block_bytes: int, available_bytes: int
+) -> int:
+    """Blocks of this rank's cache, all KV groups together ``block_bytes`` each.
+
+    No more than all rows at full length can use. ``max_tokens`` is a limit beside the
+    memory's; on a host where memory is only shared out, it may ask for more.
+
+    Raises:
+        ConfigError: not even one block fits.
+    """
+    size = cache.tokens_per_block
+    useful = scheduler.max_num_seqs * -(-scheduler.max_seq_len // size)
+    fitting = int(available_bytes * cache.free_memory_fraction) // block_bytes
+    asked = -(-cache.max_tokens // size) if cache.max_tokens else useful
+    num_blocks = min(asked, useful, fitting)
+    if num_blocks < 1:
+        raise ConfigError(
+            f"the KV cache has room for no block: {available_bytes / 2**20:.0f} MiB are free, "
+            f"of which {cache.free_memory_fraction:.2f} may be used, and a block of {size} "
+            f"tokens takes {block_bytes / 2**20:.2f} MiB. Free memory, raise "
+            "kv_cache_free_gpu_mem_fraction, or use more ranks."
+        )
+    if num_blocks * size < scheduler.max_seq_len:
+        logger.warning(
+            "the KV cache holds %d tokens, fewer than max_seq_len %d: longer requests are "
+            "refused",
+            num_blocks * size,
+            scheduler.max_seq_len,
+        )
+    return num_blocks

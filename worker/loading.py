@@ -1,0 +1,143 @@
+"""From a configuration to an engine that is ready to step: model, KV cache, warm-up."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from trimaran.comm.collectives import TensorParallelGroup
+from trimaran.comm.errors import ConfigError
+from trimaran.comm.topology import ParallelLayout
+from trimaran.worker.config import EngineConfig, SchedulerConfig
+from trimaran.worker.input_batch import InputBatch
+from trimaran.worker.kv_cache.manager import KVCacheManager
+from trimaran.worker.kv_cache.sizing import blocks_that_fit, free_bytes
+from trimaran.worker.model_runner import KVGroup, ModelRunner, group_layers
+from trimaran.worker.models.interfaces import CausalLM
+from trimaran.worker.models.registry import load_model
+from trimaran.worker.step_types import NewRow, SchedulerOutput, int32s
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class LoadedEngine:
+    """What loading made: the runner, the cache's manager and the limits that hold."""
+
+    runner: ModelRunner
+    cache: KVCacheManager
+    limits: SchedulerConfig
+    vocab_size: int
+
+    def facts(self, topology: ParallelLayout, depth: int) -> dict[str, Any]:
+        """For front ends, logs and metrics."""
+        model, limits = self.runner.model, self.limits
+        return {
+            "max_batch_size": limits.max_num_seqs,
+            "max_num_tokens": limits.max_num_batched_tokens,
+            "max_seq_len": limits.max_seq_len,
+            "max_input_len": limits.max_input_len,
+            "vocab_size": self.vocab_size,
+            "vocab_size_padded": model.vocab_size_padded,
+            "logits_dtype": "float32",
+            "dtype": str(model.dtype).removeprefix("torch."),
+            "device": str(model.device),
+            "world_size": topology.world_size,
+            "tp_size": topology.tp_size,
+            "pp_size": topology.pp_size,
+            "tokens_per_block": self.cache.block_size,
+            "max_blocks": self.cache.num_blocks,
+            "depth": depth,
+            "backends": {**model.backends(), "sampling": "torch"},
+        }
+
+
+def load_engine(
+    config: EngineConfig,
+    topology: ParallelLayout,
+    tp: TensorParallelGroup,
+    device: torch.device,
+    depth: int,
+) -> LoadedEngine:
+    """Load this rank's weights, agree on the cache's size, allocate and warm up. Collective."""
+    model = load_model(config, topology, tp, device)
+    limits = _limits(config.scheduler, model)
+    groups = group_layers(model.kv_cache_specs())
+    if len(groups) != 1:
+        raise ConfigError(
+            f"the model's layers need {len(groups)} kinds of KV cache but one is served. "
+            "Serve a model whose layers all attend alike."
+        )
+    num_blocks = _agreed_blocks(config, limits, groups, topology, tp, device)
+    block_size = config.cache.tokens_per_block
+    for group in groups:
+        group.allocate(num_blocks, block_size, device)
+    inputs = InputBatch(
+        limits.max_num_seqs, limits.max_seq_len, block_size, len(groups), device, depth
+    )
+    vocab_size = model.config.vocab_size
+    runner = ModelRunner(model, groups, inputs, vocab_size)
+    _warm_up(runner, limits, num_blocks)
+    cache = KVCacheManager(
+        [num_blocks] * len(groups), block_size, enable_reuse=config.cache.enable_block_reuse
+    )
+    gib = num_blocks * sum(group.block_bytes(block_size) for group in groups) / 2**30
+    logger.info("KV cache ready: %d blocks of %d tokens, %.2f GiB", num_blocks, block_size, gib)
+    return LoadedEngine(runner, cache, limits, vocab_size)
+
+
+def _limits(scheduler: SchedulerConfig, model: CausalLM) -> SchedulerConfig:
+    """The configured limits, lowered to what the model was made for."""
+    longest = model.config.max_position_embeddings
+    if scheduler.max_seq_len <= longest:
+        return scheduler
+    logger.info("max_seq_len lowered from %d to the model's %d", scheduler.max_seq_len, longest)
+    return dataclasses.replace(
+        scheduler, max_seq_len=longest, max_input_len=min(scheduler.max_input_len, longest)
+    )
+
+
+def _agreed_blocks(
+    config: EngineConfig,
+    limits: SchedulerConfig,
+    groups: list[KVGroup],
+    topology: ParallelLayout,
+    tp: TensorParallelGroup,
+    device: torch.device,
+) -> int:
+    """The number of blocks that fits on every rank."""
+    block_bytes = sum(group.block_bytes(config.cache.tokens_per_block) for group in groups)
+    available = free_bytes(device, len(topology.local_ranks))
+    mine = blocks_that_fit(config.cache, limits, block_bytes, available)
+    every = tp.all_gather(torch.tensor([mine], dtype=torch.int64, device=device), 0)
+    return int(every.min())
+
+
+def _warm_up(runner: ModelRunner, limits: SchedulerConfig, num_blocks: int) -> None:
+    """Run a prompt and a decode, so that the first request pays for no lazy start."""
+    block_size = runner.inputs.block_size
+    length = min(2 * block_size, limits.max_seq_len - 1, num_blocks * block_size - 1)
+    length = max(1, min(length, limits.max_num_batched_tokens))
+    blocks = int32s(
+        [(0, 0, index, index) for index in range(-(-(length + 1) // block_size))], 4
+    )
+    empty, zero, one = int32s(()), int32s([0]), int32s([1])
+    prompt = NewRow(row=0, token_ids=int32s([0] * length), num_prompt_tokens=length)
+    for new_rows, start, chunk in (([prompt], 0, length), ([], length, 1)):
+        decision = SchedulerOutput(
+            step=0,
+            rows=zero,
+            num_scheduled_tokens=one * chunk,
+            num_computed_tokens=zero + start,
+            sampled=zero,
+            new_blocks=blocks if new_rows else blocks[:0],
+            block_copies=int32s((), 3),
+            finished_rows=empty,
+            new_rows=new_rows,
+            num_decodes=int(chunk == 1),
+        )
+        runner.execute_model(decision).wait()

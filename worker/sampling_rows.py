@@ -1,0 +1,163 @@
+"""Every row's sampling parameters, and what the rows of one step ask for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import IntFlag
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from trimaran.comm.sampling_params import SamplingParams
+from trimaran.worker.noise import noise_keys
+from trimaran.worker.staging import to_device
+from trimaran.worker.step_types import Int32Array, NewRow
+
+SERVED_FIELDS = frozenset(
+    {
+        "max_tokens", "end_id", "pad_id", "temperature", "top_k", "top_p", "min_p", "seed",
+        "stop_words", "bad_words", "min_tokens", "repetition_penalty", "presence_penalty",
+        "frequency_penalty", "no_repeat_ngram_size", "embedding_bias", "num_return_sequences",
+        "return_log_probs",
+        # They steer beam search only; without it clients send them to no effect.
+        "length_penalty", "early_stopping", "beam_search_diversity_rate",
+    }
+)  # fmt: skip
+
+
+class Want(IntFlag):
+    """What a row asks of the sampler beyond the likeliest id."""
+
+    RANDOM = 1
+    PENALTY = 2
+    MIN_TOKENS = 4
+    BAD_WORDS = 8
+    NGRAM = 16
+    BIAS = 32
+    LOG_PROBS = 64
+
+
+# Columns of the float and integer parameters.
+TEMPERATURE, TOP_P, MIN_P, REPETITION, PRESENCE, FREQUENCY = range(6)
+TOP_K, MIN_TOKENS, END_ID, NGRAM = range(4)
+
+
+def wants_of(params: SamplingParams) -> Want:
+    """The processors that a request needs."""
+    wants = Want(0)
+    if not params.is_greedy:
+        wants |= Want.RANDOM
+    penalties = (params.repetition_penalty, params.presence_penalty, params.frequency_penalty)
+    if penalties != (1.0, 0.0, 0.0):
+        wants |= Want.PENALTY
+    if params.min_tokens > 1 and params.end_id >= 0:
+        wants |= Want.MIN_TOKENS
+    if any(params.bad_words):
+        wants |= Want.BAD_WORDS
+    if params.no_repeat_ngram_size > 0:
+        wants |= Want.NGRAM
+    if params.embedding_bias:
+        wants |= Want.BIAS
+    if params.return_log_probs:
+        wants |= Want.LOG_PROBS
+    return wants
+
+
+@dataclass(slots=True)
+class SamplingBatch:
+    """What the sampled rows of one step ask for. Arrays are on the host, [N, ...]."""
+
+    rows: Int32Array
+    lengths: Int32Array
+    """Tokens before the sampled one."""
+
+    wants: npt.NDArray[np.uint32]
+    all_wants: int
+    """Union of ``wants``."""
+
+    state: SamplingRows
+
+    def rows_wanting(self, want: Want) -> npt.NDArray[np.int64]:
+        """Entries that ask for ``want``, ascending."""
+        return np.flatnonzero(self.wants & np.uint32(want))
+
+    def floats(self, entries: npt.NDArray[np.int64]) -> Tensor:
+        """float32 [n, 6] on the device, columns by name above."""
+        return to_device(self.state.float_params[self.rows[entries]], self.state.device)
+
+    def ints(self, entries: npt.NDArray[np.int64]) -> Tensor:
+        """int64 [n, 4] on the device."""
+        return to_device(self.state.int_params[self.rows[entries]], self.state.device)
+
+    def index(self, entries: npt.NDArray[np.int64]) -> Tensor:
+        """``entries`` on the device."""
+        return to_device(entries, self.state.device)
+
+    def num_outputs(self, entries: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """Output tokens before the sampled one."""
+        rows = self.rows[entries]
+        outputs: npt.NDArray[np.int64] = self.lengths[entries] - self.state.num_prompt[rows]
+        return outputs
+
+    def keys(self, entries: npt.NDArray[np.int64]) -> Tensor:
+        """int32 [n, 2]: the noise's key of each row at its output position."""
+        rows = self.rows[entries]
+        keys = noise_keys(
+            self.state.seeds[rows],
+            self.state.sequence_indices[rows],
+            self.num_outputs(entries).astype(np.uint64),
+        )
+        return to_device(keys, self.state.device)
+
+
+class SamplingRows:
+    """The sampling parameters of all rows, written when a row is entered."""
+
+    def __init__(self, num_rows: int, vocab_size: int, device: torch.device) -> None:
+        self.vocab_size = vocab_size
+        self.device = device
+        self.float_params = np.zeros((num_rows, 6), dtype=np.float32)
+        self.int_params = np.zeros((num_rows, 4), dtype=np.int64)
+        self.seeds = np.zeros(num_rows, dtype=np.uint64)
+        self.sequence_indices = np.zeros(num_rows, dtype=np.uint64)
+        self.num_prompt = np.zeros(num_rows, dtype=np.int64)
+        self.bad_words: dict[int, tuple[tuple[int, ...], ...]] = {}
+        self.biases: dict[int, Tensor] = {}
+        self._wants = np.zeros(num_rows, dtype=np.uint32)
+
+    def enter(self, new: NewRow) -> None:
+        """Set a row's parameters from its new occupant's."""
+        params, row = SamplingParams.from_wire(new.sampling), new.row
+        self._wants[row] = wants_of(params)
+        # A repetition penalty of 0 or less is refused at submission.
+        self.float_params[row] = (
+            params.temperature,
+            params.top_p if params.top_p > 0 else 1.0,
+            params.min_p,
+            params.repetition_penalty,
+            params.presence_penalty,
+            params.frequency_penalty,
+        )
+        self.int_params[row] = (
+            params.top_k,
+            params.min_tokens,
+            params.end_id,
+            params.no_repeat_ngram_size,
+        )
+        self.seeds[row] = params.seed
+        self.sequence_indices[row] = new.sequence_index
+        self.num_prompt[row] = new.num_prompt_tokens
+        self.bad_words.pop(row, None)
+        self.biases.pop(row, None)
+        if any(params.bad_words):
+            self.bad_words[row] = tuple(word for word in params.bad_words if word)
+        if params.embedding_bias:
+            bias = np.frombuffer(params.embedding_bias, dtype="<f4").copy()
+            self.biases[row] = torch.from_numpy(bias).to(self.device)
+
+    def batch(self, rows: Int32Array, lengths: Int32Array) -> SamplingBatch:
+        """What one step's sampled ``rows``, ``lengths`` tokens long, ask for."""
+        wants = self._wants[rows]
+        return SamplingBatch(rows, lengths, wants, int(np.bitwise_or.reduce(wants)), self)

@@ -1,0 +1,152 @@
+"""Host memory in which a step's integer inputs are packed, and its one copy to the device."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+_WIDE = ("positions", "token_places", "slots", "sampled_places", "logits_indices")
+_NARROW = ("query_start_loc", "seq_lens", "rows")
+
+
+class StepArrays:
+    """The packed arrays of one shape of step, as views of one piece of memory.
+
+    int64: ``positions`` [T], ``token_places`` [T], ``slots`` [groups, T],
+    ``sampled_places`` [N], ``logits_indices`` [N]. int32: ``query_start_loc`` [S + 1],
+    ``seq_lens`` [S], ``rows`` [S].
+    """
+
+    positions: npt.NDArray[np.int64]
+    token_places: npt.NDArray[np.int64]
+    slots: npt.NDArray[np.int64]
+    sampled_places: npt.NDArray[np.int64]
+    logits_indices: npt.NDArray[np.int64]
+    query_start_loc: npt.NDArray[np.int32]
+    seq_lens: npt.NDArray[np.int32]
+    rows: npt.NDArray[np.int32]
+
+
+Shape = tuple[int, int, int, int]
+"""Tokens, entries, sampled entries, KV groups."""
+
+
+def _sizes(shape: Shape) -> dict[str, int]:
+    tokens, entries, sampled, groups = shape
+    return {
+        "positions": tokens,
+        "token_places": tokens,
+        "slots": tokens * groups,
+        "sampled_places": sampled,
+        "logits_indices": sampled,
+        "query_start_loc": entries + 1,
+        "seq_lens": entries,
+        "rows": entries,
+    }
+
+
+def num_bytes(shape: Shape) -> int:
+    """Memory that one step of this shape packs."""
+    sizes = _sizes(shape)
+    return sum(8 * sizes[name] for name in _WIDE) + sum(4 * sizes[name] for name in _NARROW)
+
+
+def _views(memory: Tensor, shape: Shape) -> dict[str, Tensor]:
+    views: dict[str, Tensor] = {}
+    sizes = _sizes(shape)
+    start = 0
+    for names, dtype in ((_WIDE, torch.int64), (_NARROW, torch.int32)):
+        for name in names:
+            end = start + sizes[name] * dtype.itemsize
+            views[name] = memory[start:end].view(dtype)
+            start = end
+    views["slots"] = views["slots"].view(shape[3], shape[0])
+    return views
+
+
+class _Slot:
+    """One step's staging memory; on a GPU with its device twin and the event of its copy."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.is_cpu = device.type == "cpu"
+        self.host = torch.empty(0, dtype=torch.uint8)
+        self.twin = self.host
+        self.copied: torch.cuda.Event | None = None
+        self._known: dict[Shape, tuple[StepArrays, Mapping[str, Tensor]]] = {}
+
+    def views(self, shape: Shape) -> tuple[StepArrays, Mapping[str, Tensor]]:
+        """Views for the host to fill and for the device to read."""
+        known = self._known.get(shape)
+        if known is not None:
+            return known
+        size = num_bytes(shape)
+        if size > len(self.host):
+            self._grow(max(size, 2 * len(self.host)))
+        host_views = _views(self.host, shape)
+        arrays = StepArrays()
+        for name, view in host_views.items():
+            setattr(arrays, name, view.numpy())
+        made = arrays, host_views if self.is_cpu else _views(self.twin, shape)
+        # Decode steps repeat their shapes, so theirs are worth keeping; prompts' are not.
+        if shape[0] == shape[1]:
+            self._known[shape] = made
+        return made
+
+    def _grow(self, size: int) -> None:
+        self._known.clear()
+        self.host = torch.empty(size, dtype=torch.uint8, pin_memory=not self.is_cpu)
+        self.twin = (
+            self.host if self.is_cpu else torch.empty_like(self.host, device=self.device)
+        )
+
+    def send(self, size: int) -> None:
+        """Start the copy to the device."""
+        if not self.is_cpu:
+            self.twin[:size].copy_(self.host[:size], non_blocking=True)
+            self.copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self.copied.record()
+
+
+class StagingRing:
+    """As many pieces of staging memory as steps may be in flight, used in turn.
+
+    A piece is not written again before its copy is over, so the host never races a copy.
+    On the CPU the device reads the memory itself: steps run to their end before the next.
+    """
+
+    def __init__(self, device: torch.device, num_slots: int) -> None:
+        self._slots = [_Slot(device) for _ in range(1 if device.type == "cpu" else num_slots)]
+        self._current = 0
+        self._size = 0
+
+    def next(self, *shape: int) -> tuple[StepArrays, Mapping[str, Tensor]]:
+        """Arrays to fill before `send`, and the device tensors that will hold the same."""
+        self._current = (self._current + 1) % len(self._slots)
+        slot = self._slots[self._current]
+        if slot.copied is not None:
+            slot.copied.synchronize()
+        tokens, entries, sampled, groups = shape
+        key = (tokens, entries, sampled, groups)
+        self._size = num_bytes(key)
+        return slot.views(key)
+
+    def send(self) -> None:
+        """Start the copy of what `next` handed out."""
+        self._slots[self._current].send(self._size)
+
+    @property
+    def pinned_bytes(self) -> int:
+        """Page-locked host memory."""
+        return sum(len(slot.host) for slot in self._slots if not slot.is_cpu)
+
+
+def to_device(array: npt.NDArray[Any], device: torch.device) -> Tensor:
+    """A small array on the device: shared memory on the CPU, a copy elsewhere."""
+    tensor = torch.from_numpy(array)
+    return tensor if device.type == "cpu" else tensor.to(device, non_blocking=True)
