@@ -1,0 +1,127 @@
+"""Whole MPI jobs: what ends them and what refuses to begin."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from trimaran.comm.wait import wait_for
+
+ROOT_OK = {
+    f"{prefix}_ALLOW_RUN_AS_ROOT{suffix}": "1"
+    for prefix in ("OMPI", "PRTE")
+    for suffix in ("", "_CONFIRM")
+}
+DISCOVER = """
+import sys
+from trimaran.comm import mpi
+from trimaran.comm.errors import ConfigError
+try:
+    world = mpi.World.discover()
+except ConfigError as error:
+    sys.exit(str(error))
+print(world.size)
+mpi.finalize()
+"""
+ABORT = """
+import sys, time
+from trimaran.comm import mpi
+world = mpi.World.discover()
+print("up", flush=True)
+world.barrier(30.0, "start")
+if world.rank == 1:
+    mpi.abort(7)
+time.sleep(120)
+"""
+STOPPED = """
+import os, signal, torch
+from trimaran.comm import mpi
+from trimaran.comm.collectives import connect_group
+from trimaran.comm.errors import PeerLostError
+world = mpi.World.discover()
+group = connect_group(world, torch.device("cpu"), timeout_s=1.0)
+if world.rank == 1:
+    print(os.getpid(), flush=True)
+try:
+    while True:
+        group.all_reduce(torch.ones(4))
+except PeerLostError as error:
+    print(error, flush=True)
+    mpi.abort(9)
+"""
+
+
+def environment(**extra: str) -> dict[str, str]:
+    return {**os.environ, **ROOT_OK, "OMPI_MCA_mpi_yield_when_idle": "1", **extra}
+
+
+def mpirun(code: str, num_ranks: int) -> subprocess.Popen:
+    starter = Path(sys.executable).with_name("mpirun")
+    return subprocess.Popen(
+        [str(starter), "--oversubscribe", "--bind-to", "none", "-n", str(num_ranks),
+         sys.executable, "-P", "-c", code],
+        env=environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )  # fmt: skip
+
+
+def run_alone(**extra: str) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        [sys.executable, "-P", "-c", DISCOVER],
+        env=environment(**extra),
+        capture_output=True,
+        text=True,
+    )
+
+
+def test_a_rank_alone_is_a_world_of_one():
+    done = run_alone()
+
+    assert (done.returncode, done.stdout.strip()) == (0, "1")
+
+
+@pytest.mark.parametrize("name", ["OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS"])
+def test_singletons_of_a_larger_job_are_refused_with_the_remedy(name):
+    # PMI_SIZE and the like alone do not make the library look for a starter.
+    done = run_alone(**{name: "4"})
+
+    assert done.returncode == 1
+    assert f"world has 1 rank(s) but {name} is 4" in done.stderr
+    assert "--mpi=pmix" in done.stderr
+
+
+def test_a_starter_that_counts_tasks_otherwise_is_believed_over_slurm():
+    done = run_alone(OMPI_COMM_WORLD_SIZE="1", SLURM_STEP_NUM_TASKS="8")
+
+    assert done.returncode == 0
+
+
+def test_an_abort_of_one_rank_ends_the_others():
+    job = mpirun(ABORT, 3)
+
+    output, _ = job.communicate(timeout=60)
+
+    assert output.count("up\n") == 3
+    assert job.returncode == 7
+
+
+def test_a_stopped_rank_is_named_and_the_job_ends():
+    job = mpirun(STOPPED, 2)
+    pid = int(job.stdout.readline())
+    time.sleep(0.2)
+
+    os.kill(pid, signal.SIGSTOP)
+    output, _ = job.communicate(timeout=60)
+
+    assert "rank(s) [1] of the tensor group" in output
+    assert "within 1 s" in output
+    assert job.returncode != 0
+    assert wait_for(lambda: not Path(f"/proc/{pid}").exists(), 20.0)
