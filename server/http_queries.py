@@ -74,7 +74,12 @@ def _model_config(service: Service, route: Route, body: bytes) -> web.Response:
 
 
 def _statistics(service: Service, route: Route, body: bytes) -> web.Response:
-    return json_response(to_json(service.statistics(route.name, route.version)))
+    document = to_json(service.statistics(route.name, route.version))
+    for entry in document["model_stats"]:
+        for name in ("batch_stats", "memory_usage"):
+            # Clients know these after the response statistics.
+            entry[name] = entry.pop(name)
+    return json_response(document)
 
 
 def _index(service: Service, route: Route, body: bytes) -> web.Response:

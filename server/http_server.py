@@ -7,7 +7,7 @@ from typing import Any
 
 from aiohttp import web
 
-from trimaran.comm.errors import RequestError
+from trimaran.comm.errors import ConfigError, RequestError
 from trimaran.server import http_queries
 from trimaran.server.http_generate import GenerateEndpoint
 from trimaran.server.http_infer import infer
@@ -36,10 +36,9 @@ class HttpServer:
         """Listen.
 
         Raises:
-            OSError: the port is in use.
+            ConfigError: the port is in use.
         """
-        await self._runner.setup()
-        await web.TCPSite(self._runner, self._host, self._port, backlog=1024).start()
+        await _listen(self._runner, self._host, self._port, "--http-port")
         logger.info("Started HTTPService at %s:%d", self._host, self.port)
 
     @property
@@ -103,10 +102,9 @@ class MetricsServer:
         """Listen.
 
         Raises:
-            OSError: the port is in use.
+            ConfigError: the port is in use.
         """
-        await self._runner.setup()
-        await web.TCPSite(self._runner, self._host, self._port).start()
+        await _listen(self._runner, self._host, self._port, "--metrics-port")
         logger.info("Started Metrics Service at %s:%d", self._host, self.port)
 
     @property
@@ -125,3 +123,13 @@ class MetricsServer:
         if request.raw_path.partition("?")[0] in ("/metrics", "/metrics/"):
             body = self._service.metrics.render()
         return web.Response(body=body, content_type="text/plain", charset="utf-8")
+
+
+async def _listen(runner: web.ServerRunner, host: str, port: int, flag: str) -> None:
+    await runner.setup()
+    try:
+        await web.TCPSite(runner, host, port, backlog=1024).start()
+    except OSError as error:
+        raise ConfigError(
+            f"cannot listen on {host}:{port}: {error.strerror}. Choose another {flag}."
+        ) from None

@@ -1,0 +1,70 @@
+"""The ``trimaran-frontend`` process."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import os
+import signal
+import sys
+
+import uvloop
+
+from trimaran.comm.env import ChildEnv
+from trimaran.comm.errors import ConfigError
+from trimaran.comm.log import setup_logging
+from trimaran.comm.supervisor_link import SupervisorLink
+from trimaran.server.config import FrontendConfig
+from trimaran.server.frontend import Frontend
+
+logger = logging.getLogger(__name__)
+
+EXIT_FAILURE, EXIT_CONFIG = 1, 2
+
+
+def main() -> None:
+    """Connect to the supervisor, serve what it says, and end when it says so."""
+    # The supervisor drains; a signal to the whole terminal group must not end requests.
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, signal.SIG_IGN)
+    code = EXIT_FAILURE
+    try:
+        env = ChildEnv.from_environ()
+        setup_logging("frontend", log_format=env.log_format, level=env.log_level)
+        link, wire = SupervisorLink.connect(env, "frontend")
+        code = _serve(link, wire)
+        link.close()
+    except ConfigError as error:
+        print(f"trimaran-frontend: {error}", file=sys.stderr)
+        code = EXIT_CONFIG
+    # Worker threads of a library must not hold up the end of a served process.
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def _serve(link: SupervisorLink, wire: dict[str, object]) -> int:
+    """Serve until the shutdown command; the exit code. Failures go to the supervisor."""
+    try:
+        config = FrontendConfig.from_wire(wire)
+        uvloop.run(_run(config, link))
+    except ConfigError as error:
+        logger.error("%s", error)
+        link.state("failed", str(error), is_config_error=True)
+        return EXIT_CONFIG
+    except Exception as error:
+        logger.exception("the front end failed")
+        link.state("failed", f"{type(error).__name__}: {error}")
+        return EXIT_FAILURE
+    return 0
+
+
+async def _run(config: FrontendConfig, link: SupervisorLink) -> None:
+    # What was made so far lives as long as the process: keep it out of every collection.
+    gc.collect()
+    gc.freeze()
+    await Frontend(config, link).run()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,304 @@
+"""Servers on real sockets with small models, for tests that speak to them as clients do."""
+
+from __future__ import annotations
+
+import asyncio
+import http.client
+import json
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from dataclasses import dataclass
+from email.message import Message
+from typing import Any
+
+import numpy as np
+import pytest
+import uvloop
+from google.protobuf import text_format
+from tritonclient.grpc.model_config_pb2 import ModelConfig
+
+from trimaran.comm.errors import EngineDeadError, ErrorKind, RequestError
+from trimaran.server.config import FrontendConfig
+from trimaran.server.grpc_server import GrpcServer
+from trimaran.server.http_server import HttpServer, MetricsServer
+from trimaran.server.inference import InferRequest, InferResponse, Tensor
+from trimaran.server.metrics import Metrics
+from trimaran.server.registry import ModelRegistry
+from trimaran.server.service import Service
+
+ECHO = """
+name: "echo" backend: "python"
+input { name: "TEXT" data_type: TYPE_STRING dims: -1 optional: true }
+input { name: "FP32" data_type: TYPE_FP32 dims: -1 optional: true }
+input { name: "FP16" data_type: TYPE_FP16 dims: -1 optional: true }
+input { name: "BF16" data_type: TYPE_BF16 dims: -1 optional: true }
+input { name: "INT8" data_type: TYPE_INT8 dims: -1 optional: true }
+input { name: "INT64" data_type: TYPE_INT64 dims: -1 optional: true }
+input { name: "UINT64" data_type: TYPE_UINT64 dims: -1 optional: true }
+input { name: "BOOL" data_type: TYPE_BOOL dims: [ -1, 2 ] optional: true }
+output { name: "OUT_TEXT" data_type: TYPE_STRING dims: -1 }
+output { name: "OUT_FP32" data_type: TYPE_FP32 dims: -1 }
+output { name: "OUT_FP16" data_type: TYPE_FP16 dims: -1 }
+output { name: "OUT_BF16" data_type: TYPE_BF16 dims: -1 }
+output { name: "OUT_INT8" data_type: TYPE_INT8 dims: -1 }
+output { name: "OUT_INT64" data_type: TYPE_INT64 dims: -1 }
+output { name: "OUT_UINT64" data_type: TYPE_UINT64 dims: -1 }
+output { name: "OUT_BOOL" data_type: TYPE_BOOL dims: [ -1, 2 ] }
+"""
+DOUBLE = """
+name: "double" backend: "python" max_batch_size: 4
+input { name: "X" data_type: TYPE_INT32 dims: 2 }
+output { name: "Y" data_type: TYPE_INT32 dims: 2 }
+"""
+RAW = """
+name: "raw" backend: "python"
+input { name: "TEXT" data_type: TYPE_STRING dims: 1 }
+output { name: "OUT_TEXT" data_type: TYPE_STRING dims: 1 }
+"""
+SQUEEZE = """
+name: "squeeze" backend: "python" max_batch_size: 4
+input { name: "X" data_type: TYPE_INT32 dims: 1 reshape { shape: [ ] } }
+output { name: "SEEN" data_type: TYPE_INT32 dims: -1 }
+"""
+REPEAT = """
+name: "repeat" backend: "python" max_batch_size: 8
+input { name: "text_input" data_type: TYPE_STRING dims: 1 }
+input { name: "max_tokens" data_type: TYPE_INT32 dims: 1 }
+input { name: "delay_ms" data_type: TYPE_INT32 dims: 1 optional: true }
+input { name: "fail_at" data_type: TYPE_INT32 dims: 1 optional: true }
+input { name: "bad_words" data_type: TYPE_STRING dims: -1 optional: true }
+input { name: "stream" data_type: TYPE_BOOL dims: 1 optional: true }
+input { name: "has_flag_only_end" data_type: TYPE_BOOL dims: 1 optional: true }
+output { name: "text_output" data_type: TYPE_STRING dims: -1 }
+output { name: "output_ids" data_type: TYPE_INT32 dims: -1 }
+model_transaction_policy { decoupled: true }
+"""
+FAIL = """
+name: "fail" backend: "python"
+input { name: "KIND" data_type: TYPE_STRING dims: 1 }
+output { name: "Y" data_type: TYPE_INT32 dims: 1 }
+"""
+
+
+class SmallModel:
+    """What the models of these tests have in common."""
+
+    version = "1"
+
+    def __init__(self, config: str) -> None:
+        self.config = text_format.Parse(config, ModelConfig())
+        self.name = self.config.name
+        self.is_ready = True
+        self.is_decoupled = self.config.model_transaction_policy.decoupled
+
+    def respond(self, **outputs: Tensor) -> InferResponse:
+        """A response with these tensors under these names."""
+        tensors = [Tensor(name, t.datatype, t.data) for name, t in outputs.items()]
+        return InferResponse(model_name=self.name, model_version="1", outputs=tensors)
+
+
+class EchoModel(SmallModel):
+    """Gives back each input under the name OUT_..., and all request parameters."""
+
+    async def infer(self, request: InferRequest) -> AsyncIterator[InferResponse]:
+        response = self.respond(**{f"OUT_{n}": t for n, t in request.inputs.items()})
+        response.parameters = dict(request.parameters)
+        yield response
+
+
+class DoubleModel(SmallModel):
+    """Doubles each value."""
+
+    async def infer(self, request: InferRequest) -> AsyncIterator[InferResponse]:
+        yield self.respond(Y=Tensor("Y", "INT32", request.inputs["X"].data * 2))
+
+
+class SqueezeModel(SmallModel):
+    """Answers with the shape that it saw."""
+
+    async def infer(self, request: InferRequest) -> AsyncIterator[InferResponse]:
+        shape = np.array(request.inputs["X"].shape, np.int32)
+        yield self.respond(SEEN=Tensor("SEEN", "INT32", shape))
+
+
+class RepeatModel(SmallModel):
+    """Answers ``max_tokens`` times; fails or waits in between where asked to."""
+
+    def __init__(self, config: str) -> None:
+        super().__init__(config)
+        self.num_running = 0
+        self.num_ended_early = 0
+        self.num_responses = 0
+
+    async def infer(self, request: InferRequest) -> AsyncIterator[InferResponse]:
+        def scalar(name: str, default: Any) -> Any:
+            return request.inputs[name].data.item() if name in request.inputs else default
+
+        count = scalar("max_tokens", 1)
+        text, delay_s = scalar("text_input", b""), scalar("delay_ms", 0) / 1e3
+        self.num_running += 1
+        is_complete = False
+        try:
+            for index in range(count):
+                if index == scalar("fail_at", -1):
+                    is_complete = True
+                    raise RequestError("boom", ErrorKind.INTERNAL)
+                await asyncio.sleep(delay_s)
+                response = self.respond(
+                    text_output=Tensor("", "BYTES", np.array([text + b" %d" % index], object)),
+                    output_ids=Tensor("", "INT32", np.array([index], np.int32)),
+                )
+                is_last = index == count - 1 and not scalar("has_flag_only_end", False)
+                response.is_final = is_last
+                self.num_responses += 1
+                is_complete = index == count - 1
+                yield response
+            is_complete = True
+        finally:
+            self.num_running -= 1
+            self.num_ended_early += not is_complete
+
+
+class FailModel(SmallModel):
+    """Fails as its input says."""
+
+    async def infer(self, request: InferRequest) -> AsyncIterator[InferResponse]:
+        kind = request.inputs["KIND"].data.item().decode()
+        if kind == "bug":
+            raise ZeroDivisionError("division by zero")
+        if kind == "dead":
+            raise EngineDeadError("the group 'g0' is gone")
+        if kind != "none":
+            raise RequestError(f"failed as {kind}", ErrorKind[kind])
+        return
+        yield
+
+
+@dataclass(frozen=True)
+class Answer:
+    """An HTTP response."""
+
+    status: int
+    headers: Message
+    body: bytes
+
+    @property
+    def json(self) -> Any:
+        """The body's value."""
+        return json.loads(self.body)
+
+    @property
+    def error(self) -> str:
+        """The text of an error body, which holds nothing else."""
+        document = self.json
+        assert list(document) == ["error"]
+        return document["error"]
+
+    @property
+    def events(self) -> list[Any]:
+        """The values of a server-sent event stream."""
+        *events, rest = self.body.split(b"\n\n")
+        assert rest == b""
+        assert all(event.startswith(b"data: ") for event in events)
+        return [json.loads(event[6:]) for event in events]
+
+
+class RunningServer:
+    """All servers of a front end in a thread with an event loop of its own."""
+
+    def __init__(self, **config: Any) -> None:
+        self.repeat = RepeatModel(REPEAT)
+        self.asleep = EchoModel(ECHO.replace('"echo"', '"asleep"'))
+
+        models = [
+            EchoModel(ECHO),
+            EchoModel(RAW),
+            DoubleModel(DOUBLE),
+            SqueezeModel(SQUEEZE),
+            FailModel(FAIL),
+            self.repeat,
+            self.asleep,
+        ]
+        self.metrics = Metrics(config.pop("metrics_config", {}))
+        self._config = FrontendConfig(model_repository="", **config)
+        self._models = [self.metrics.measure(model) for model in models]
+        self.loop = uvloop.new_event_loop()
+        self._thread = threading.Thread(target=self.loop.run_forever)
+        self._thread.start()
+        self.run(self._start())
+
+    def run(self, work: Coroutine[Any, Any, Any]) -> Any:
+        """Run a coroutine on the server's loop and wait for it."""
+        return asyncio.run_coroutine_threadsafe(work, self.loop).result(60)
+
+    def request(
+        self,
+        method: str,
+        path: str,
+        body: bytes | None = None,
+        headers: dict[str, str] | None = None,
+    ) -> Answer:
+        """One HTTP request on a connection of its own."""
+        connection = http.client.HTTPConnection("127.0.0.1", self.http_port, timeout=60)
+        try:
+            connection.request(method, path, body, headers or {})
+            response = connection.getresponse()
+            return Answer(response.status, response.headers, response.read())
+        finally:
+            connection.close()
+
+    def post(self, path: str, value: Any, headers: dict[str, str] | None = None) -> Answer:
+        """Post a JSON value, or bytes as they are."""
+        body = value if isinstance(value, bytes) else json.dumps(value).encode()
+        return self.request("POST", path, body, headers)
+
+    def get(self, path: str) -> Answer:
+        """Get a path."""
+        return self.request("GET", path)
+
+    def wait_until(self, condition: Callable[[], bool]) -> None:
+        """Return once a condition holds, however long that takes."""
+        while not condition():
+            time.sleep(0.005)
+
+    async def _start(self) -> None:
+        self.service = Service(self._config, ModelRegistry(self._models), self.metrics)
+        self.http = HttpServer(self.service, "127.0.0.1", 0)
+        self.grpc = GrpcServer(self.service, "127.0.0.1", 0)
+        self._metrics_server = MetricsServer(self.service, "127.0.0.1", 0)
+        await self.http.start()
+        await self.grpc.start()
+        await self._metrics_server.start()
+        self.http_port = self.http.port
+        self.http_url = f"127.0.0.1:{self.http.port}"
+        self.grpc_url = f"127.0.0.1:{self.grpc.port}"
+        self.metrics_url = f"http://127.0.0.1:{self._metrics_server.port}"
+
+    def close(self) -> None:
+        """End the servers and their thread."""
+        self.run(self._stop())
+        self.loop.call_soon_threadsafe(self.loop.stop)
+        self._thread.join()
+        self.loop.close()
+
+    async def _stop(self) -> None:
+        await self.grpc.stop(0)
+        await self.http.stop()
+        await self._metrics_server.stop()
+
+
+@pytest.fixture(scope="session")
+def server() -> Iterator[RunningServer]:
+    """A server that tests share; they leave it ready."""
+    running = RunningServer()
+    yield running
+    running.close()
+
+
+@pytest.fixture
+def fresh_server() -> Iterator[RunningServer]:
+    """A server for one test."""
+    running = RunningServer()
+    yield running
+    running.close()

@@ -1,0 +1,212 @@
+"""Paths, methods, and what the server tells about itself and its models."""
+
+import pytest
+import tritonclient.http as triton
+
+
+@pytest.mark.parametrize(
+    "path",
+    ["/", "/v2/", "/v2/models", "/v2/models/", "/v2//models/echo", "/v2/models/echo/",
+     "/v2/models/echo/versions/abc", "/v2/models/echo/versions/1/", "/v2/models/echo/nothing",
+     "/v2/models/echo/versions/1/trace/setting", "/v3", "/v2/health", "/metrics"],
+)  # fmt: skip
+def test_paths_are_compared_exactly(server, path):
+    answer = server.get(path)
+    assert (answer.status, answer.error) == (404, "Not Found")
+
+
+@pytest.mark.parametrize(
+    ("method", "path"),
+    [("POST", "/v2"), ("POST", "/v2/health/ready"), ("OPTIONS", "/v2/health/live"),
+     ("GET", "/v2/models/echo/infer"), ("GET", "/v2/models/repeat/generate"),
+     ("PUT", "/v2/models/repeat/generate_stream"), ("GET", "/v2/repository/index"),
+     ("POST", "/v2/models/echo/config")],
+)  # fmt: skip
+def test_a_wrong_method_is_405(server, method, path):
+    answer = server.request(method, path)
+    assert (answer.status, answer.error) == (405, "Method Not Allowed")
+
+
+def test_a_query_string_is_ignored(server):
+    assert server.get("/v2?x=1").json["name"] == "triton"
+
+
+def test_server_metadata_lists_the_extensions_in_order(server):
+    document = server.get("/v2").json
+    assert list(document) == ["name", "version", "extensions"]
+    assert document["version"].startswith("2.")
+    assert document["extensions"][0] == "classification"
+    assert "statistics" in document["extensions"]
+
+
+def test_health_bodies_are_empty(server):
+    for path in ("/v2/health/live", "/v2/health/ready", "/v2/models/echo/ready"):
+        answer = server.get(path)
+        assert (answer.status, answer.body) == (200, b"")
+
+
+def test_one_model_that_is_not_ready_makes_the_server_not_ready(server):
+    server.asleep.is_ready = False
+    try:
+        assert server.get("/v2/health/ready").status == 400
+        assert server.get("/v2/health/live").status == 200
+        answer = server.get("/v2/models/asleep/ready")
+        assert (answer.status, answer.error) == (400, "Model version not ready")
+        answer = server.post("/v2/models/asleep/infer", {"inputs": []})
+        assert (answer.status, answer.error) == (
+            503, "Request for unknown model: 'asleep' version 1 is not at ready state",
+        )  # fmt: skip
+        assert int(answer.headers["Retry-After"]) > 0
+        assert server.post("/v2/models/asleep/generate", {}).headers["Retry-After"]
+        index = {
+            entry["name"]: entry for entry in server.post("/v2/repository/index", b"").json
+        }
+        assert index["asleep"]["state"] == "UNAVAILABLE"
+        assert index["echo"] == {"name": "echo", "version": "1", "state": "READY"}
+        ready = server.post("/v2/repository/index", {"ready": True}).json
+        assert "asleep" not in [entry["name"] for entry in ready]
+    finally:
+        server.asleep.is_ready = True
+    assert server.get("/v2/health/ready").status == 200
+
+
+@pytest.mark.parametrize(
+    ("path", "text"),
+    [
+        ("/v2/models/x", "Request for unknown model: 'x' is not found"),
+        ("/v2/models/x/config", "Request for unknown model: 'x' is not found"),
+        ("/v2/models/x/ready", "Request for unknown model: 'x' is not found"),
+        (
+            "/v2/models/echo/versions/7",
+            "Request for unknown model: 'echo' version 7 is not found",
+        ),
+        ("/v2/models/a%20b", "Request for unknown model: 'a b' is not found"),
+    ],
+)
+def test_an_unknown_model_is_404(server, path, text):
+    answer = server.get(path)
+    assert (answer.status, answer.error) == (404, text)
+
+
+@pytest.mark.parametrize("action", ["infer", "generate", "generate_stream"])
+def test_inference_on_an_unknown_model_is_404(server, action):
+    answer = server.post(f"/v2/models/x/versions/2/{action}", {})
+    assert (answer.status, answer.error) == (404, "Request for unknown model: 'x' is not found")
+
+
+def test_statistics_of_an_unknown_model_are_400(server):
+    answer = server.get("/v2/models/x/stats")
+    assert (answer.status, answer.error) == (400, "requested model 'x' is not available")
+    answer = server.get("/v2/models/echo/versions/3/stats")
+    assert answer.error == "requested model version is not available for model 'echo'"
+
+
+def test_model_metadata_shows_the_batch_dimension(server):
+    assert server.get("/v2/models/double/versions/1").json == {
+        "name": "double",
+        "versions": ["1"],
+        "platform": "python",
+        "inputs": [{"name": "X", "datatype": "INT32", "shape": [-1, 2]}],
+        "outputs": [{"name": "Y", "datatype": "INT32", "shape": [-1, 2]}],
+    }
+
+
+def test_the_configuration_has_its_defaults_written_out_in_order(server):
+    config = server.get("/v2/models/repeat/config").json
+    assert list(config) == [
+        "name", "platform", "backend", "runtime", "version_policy", "max_batch_size", "input",
+        "output", "batch_input", "batch_output", "optimization", "instance_group",
+        "default_model_filename", "cc_model_filenames", "metric_tags", "parameters",
+        "model_warmup", "model_transaction_policy",
+    ]  # fmt: skip
+    assert config["model_transaction_policy"] == {"decoupled": True}
+    assert config["version_policy"] == {"latest": {"num_versions": 1}}
+    assert config["input"][0] == {
+        "name": "text_input", "data_type": "TYPE_STRING", "format": "FORMAT_NONE", "dims": [1],
+        "is_shape_tensor": False, "allow_ragged_batch": False, "optional": False,
+        "is_non_linear_format_io": False,
+    }  # fmt: skip
+    (group,) = config["instance_group"]
+    assert (group["name"], group["kind"], group["count"]) == ("repeat_0", "KIND_CPU", 1)
+
+
+def test_statistics_count_what_was_served(fresh_server):
+    server = fresh_server
+    tensor = {"name": "X", "shape": [3, 2], "datatype": "INT32", "data": [0] * 6}
+    server.post("/v2/models/double/infer", {"inputs": [tensor]})
+    tensor = {"name": "KIND", "shape": [1], "datatype": "BYTES", "data": ["INTERNAL"]}
+    server.post("/v2/models/fail/infer", {"inputs": [tensor]})
+    server.post("/v2/models/fail/infer", {"inputs": []})
+    document = server.get("/v2/models/stats").json["model_stats"]
+    assert [entry["name"] for entry in document] == sorted(entry["name"] for entry in document)
+    found = {entry["name"]: entry for entry in document}
+    double = found["double"]
+    assert (double["inference_count"], double["execution_count"]) == (3, 1)
+    assert double["batch_stats"][0]["batch_size"] == 3
+    totals = double["inference_stats"]
+    computed = ("compute_input", "compute_infer", "compute_output")
+    assert {totals[key]["count"] for key in ("success", "queue", *computed)} == {1}
+    assert totals["success"]["ns"] > 0
+    # A request that never fitted the model counts nowhere.
+    assert found["fail"]["inference_stats"]["fail"]["count"] == 1
+
+
+def test_repository_control_is_refused_outside_explicit_mode(server):
+    for verb in ("load", "unload"):
+        answer = server.post(f"/v2/repository/models/echo/{verb}", b"")
+        assert (answer.status, answer.error) == (
+            503, "explicit model load / unload is not allowed if polling is enabled",
+        )  # fmt: skip
+        assert server.post(f"/v2/repository/r/models/echo/{verb}", b"").status == 501
+    assert server.post("/v2/repository/index", {"ready": "x"}).error == (
+        "Invalid value for 'ready': expected a boolean"
+    )
+
+
+def test_shared_memory_is_refused_as_a_disabled_feature(server):
+    for kind in ("systemsharedmemory", "cudasharedmemory"):
+        for action in ("region/r/register", "region/r/unregister", "unregister"):
+            answer = server.post(f"/v2/{kind}/{action}", b"{}")
+            assert answer.status == 501
+            assert answer.error.startswith("Client shared memory is disabled.")
+        assert server.get(f"/v2/{kind}/status").json == []
+    assert server.get("/v2/systemsharedmemory/region/r/status").error == (
+        "Unable to find system shared memory region: 'r'"
+    )
+
+
+def test_log_settings_are_read_and_changed(server):
+    before = server.get("/v2/logging").json
+    assert list(before) == [
+        "log_file", "log_info", "log_warning", "log_error", "log_verbose_level", "log_format",
+    ]  # fmt: skip
+    changed = server.post("/v2/logging", {"log_verbose_level": 1, "log_info": None, "x": 2})
+    assert changed.json == {**before, "log_verbose_level": 1}
+    assert server.post("/v2/logging", {"log_verbose_level": 0}).json == before
+    assert server.post("/v2/logging", {"log_file": "/tmp/x"}).status == 501
+    assert server.post("/v2/logging", {"log_format": "x"}).error == (
+        "invalid argument for --log_format, got: x"
+    )
+    assert server.post("/v2/logging", {"log_info": "yes"}).status == 500
+
+
+def test_trace_settings_say_that_tracing_is_off(server):
+    assert server.get("/v2/trace/setting").json["trace_level"] == ["OFF"]
+    assert server.get("/v2/models/echo/trace/setting").json["trace_rate"] == "1000"
+    answer = server.get("/v2/models/x/trace/setting")
+    assert (answer.status, answer.error) == (400, "Request for unknown model : x")
+
+
+def test_tritonclient_asks_and_understands(server):
+    client = triton.InferenceServerClient(server.http_url)
+    assert client.is_server_live()
+    assert client.is_server_ready()
+    assert client.is_model_ready("echo", "1")
+    assert not client.is_model_ready("nothing")
+    assert client.get_server_metadata()["name"] == "triton"
+    assert client.get_model_metadata("double")["versions"] == ["1"]
+    assert client.get_model_config("repeat")["max_batch_size"] == 8
+    names = [entry["name"] for entry in client.get_model_repository_index()]
+    assert names == sorted(names)
+    assert client.get_inference_statistics("echo")["model_stats"][0]["name"] == "echo"
+    client.close()
