@@ -1,0 +1,88 @@
+"""``trimaran build``: a checkpoint in, an engine folder out."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from pathlib import Path
+
+from trimaran.builder.config_file import ShardTable, engine_values, write_config
+from trimaran.builder.foreign_flags import (
+    BUILD_FLAGS,
+    CONVERT_FLAGS,
+    PLUGIN_FLAGS,
+    FlagSink,
+    add_foreign_flags,
+    check_foreign_flags,
+    plugin_values,
+    say_harmless,
+)
+from trimaran.builder.output_folder import check_replaceable, replaced_folder, say_done
+from trimaran.builder.settings import (
+    add_checkpoint_flags,
+    add_model_flags,
+    build_config,
+    load_source,
+    positive,
+    pretrained_config,
+    rank_mapping,
+)
+from trimaran.worker.engine_folder import (
+    EngineFolder,
+    FolderKind,
+    RankMapping,
+)
+from trimaran.worker.pretrained_config import PretrainedConfig
+
+_FOREIGN = (*CONVERT_FLAGS, *BUILD_FLAGS, *PLUGIN_FLAGS)
+
+
+def add_arguments(parser: FlagSink) -> None:
+    """The flags of ``trimaran build``."""
+    add_checkpoint_flags(parser, "engine_outputs")
+    add_model_flags(parser)
+    for name, text in (
+        ("max-batch-size", "requests in one step (2048)"),
+        ("max-input-len", "longest prompt (1024)"),
+        ("max-num-tokens", "tokens in one step (8192)"),
+        ("max-beam-width", "beams of a request (1)"),
+        ("tokens-per-block", "tokens of a KV cache block (32)"),
+        ("max-output-len", "longest output, instead of --max-seq-len"),
+    ):
+        parser.add_argument(f"--{name}", type=positive, metavar="N", help=text)
+    parser.add_argument("--max-seq-len", "--max-decoder-seq-len", type=positive, metavar="N",
+                        help="prompt and output together (the model's positions)")  # fmt: skip
+    parser.add_argument("--build-config", type=Path, metavar="FILE", help="JSON file of limits")
+    parser.add_argument("--dry-run", action="store_true", help="check, but write nothing")
+    parser.hide("max_output_len", "max_beam_width", "build_config")
+    add_foreign_flags(parser, _FOREIGN)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Build one engine folder. Returns the exit code."""
+    began = time.monotonic()
+    say_harmless(check_foreign_flags(args, _FOREIGN))
+    source = load_source(args.checkpoint)
+    mapping = rank_mapping(args, source)
+    config = pretrained_config(args, source)
+    limits = build_config(args, config, plugin_values(args))
+    if args.dry_run:
+        check_replaceable(args.output)
+        print(f"trimaran build: {args.output} can be built; --dry-run wrote nothing")
+        return 0
+    with replaced_folder(args.output) as folder:
+        shards = [] if args.save_config_only else _shards(source, config, mapping, folder)
+        write_config(folder, engine_values(config, mapping, limits, shards))
+        EngineFolder.load(folder, check_weights=not args.save_config_only)
+    say_done("build", args.output, mapping, began)
+    return 0
+
+
+def _shards(
+    source: EngineFolder, config: PretrainedConfig, mapping: RankMapping, folder: Path
+) -> ShardTable:
+    from trimaran.builder.shards import take_shards, write_shards  # imports torch
+
+    if source.kind is FolderKind.CHECKPOINT:
+        return take_shards(source, folder)
+    return write_shards(source, config, mapping, folder)

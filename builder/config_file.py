@@ -1,0 +1,57 @@
+"""The contents of the ``config.json`` that a build writes."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from trimaran.worker.engine_folder import (
+    CONFIG_FILE,
+    FORMAT_VERSION,
+    BuildConfig,
+    RankMapping,
+)
+from trimaran.worker.pretrained_config import PretrainedConfig
+
+ShardTable = list[dict[str, str | int]]
+"""For each rank's file its name and size in bytes."""
+
+
+def engine_values(
+    config: PretrainedConfig, mapping: RankMapping, limits: BuildConfig, shards: ShardTable
+) -> dict[str, Any]:
+    """Of an engine folder."""
+    build = {
+        **limits.to_dict(),
+        "kv_cache_type": "paged",
+        "speculative_decoding_mode": "none",
+        "lora_config": {},
+    }
+    pretrained = _pretrained_values(config, mapping)
+    return {**_head(), "pretrained_config": pretrained, "build_config": build, "shards": shards}
+
+
+def checkpoint_values(
+    config: PretrainedConfig, mapping: RankMapping, shards: ShardTable
+) -> dict[str, Any]:
+    """Of a checkpoint folder, the result of the first of two steps."""
+    return {**_head(), **_pretrained_values(config, mapping), "shards": shards}
+
+
+def write_config(folder: Path, values: dict[str, Any]) -> None:
+    """Write ``config.json``."""
+    text = json.dumps(values, indent=2) + "\n"
+    (folder / CONFIG_FILE).write_text(text, encoding="utf-8")
+
+
+def _head() -> dict[str, Any]:
+    return {"format_version": FORMAT_VERSION, "version": version("trimaran")}
+
+
+def _pretrained_values(config: PretrainedConfig, mapping: RankMapping) -> dict[str, Any]:
+    none = {"quant_algo": None, "kv_cache_quant_algo": None, "exclude_modules": None}
+    sizes = {**asdict(mapping), "cp_size": 1}
+    return {**config.to_dict(), "mapping": sizes, "quantization": none}

@@ -1,0 +1,56 @@
+"""``trimaran convert``: the first of two steps, weights cut and converted but no limits set."""
+
+from __future__ import annotations
+
+import argparse
+import time
+
+from trimaran.builder.config_file import ShardTable, checkpoint_values, write_config
+from trimaran.builder.foreign_flags import (
+    CONVERT_FLAGS,
+    FlagSink,
+    add_foreign_flags,
+    check_foreign_flags,
+    say_harmless,
+)
+from trimaran.builder.output_folder import replaced_folder, say_done
+from trimaran.builder.settings import (
+    add_checkpoint_flags,
+    add_model_flags,
+    load_source,
+    pretrained_config,
+    rank_mapping,
+)
+from trimaran.comm.errors import ConfigError
+from trimaran.worker.engine_folder import EngineFolder, FolderKind
+
+
+def add_arguments(parser: FlagSink) -> None:
+    """The flags of ``trimaran convert``."""
+    add_checkpoint_flags(parser, "tllm_checkpoint")
+    add_model_flags(parser)
+    add_foreign_flags(parser, CONVERT_FLAGS)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Write one checkpoint folder. Returns the exit code."""
+    began = time.monotonic()
+    say_harmless(check_foreign_flags(args, CONVERT_FLAGS))
+    source = load_source(args.checkpoint)
+    if source.kind is not FolderKind.HUGGINGFACE:
+        raise ConfigError(
+            f"{args.checkpoint}: is converted already. Name the Hugging Face folder, or go on "
+            f"with `trimaran build --checkpoint-dir {args.checkpoint}`."
+        )
+    mapping = rank_mapping(args, source)
+    config = pretrained_config(args, source)
+    with replaced_folder(args.output) as folder:
+        shards: ShardTable = []
+        if not args.save_config_only:
+            from trimaran.builder.shards import write_shards  # imports torch
+
+            shards = write_shards(source, config, mapping, folder)
+        write_config(folder, checkpoint_values(config, mapping, shards))
+        EngineFolder.load(folder, check_weights=not args.save_config_only)
+    say_done("convert", args.output, mapping, began)
+    return 0

@@ -1,0 +1,228 @@
+"""From flags and a checkpoint to the parallel sizes, the dtype and the limits of a build."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from trimaran.builder.foreign_flags import FlagSink
+from trimaran.comm.errors import ConfigError
+from trimaran.worker.engine_folder import (
+    BuildConfig,
+    EngineFolder,
+    FolderKind,
+    RankMapping,
+    check_divisible,
+)
+from trimaran.worker.pretrained_config import DTYPES, PretrainedConfig
+
+LOGITS_DTYPES = ("float32", "float16")
+_LIMITS = ("max_batch_size", "max_input_len", "max_seq_len", "max_num_tokens", "max_beam_width")
+_OVERRIDES = {
+    "n_layer": "num_hidden_layers",
+    "n_head": "num_attention_heads",
+    "n_kv_head": "num_key_value_heads",
+    "n_embd": "hidden_size",
+    "inter_size": "intermediate_size",
+    "vocab_size": "vocab_size",
+    "n_positions": "max_position_embeddings",
+    "rotary_base": "rotary_base",
+}
+
+
+def load_source(path: Path) -> EngineFolder:
+    """The checkpoint: a Hugging Face folder, or one made by ``trimaran convert``."""
+    source = EngineFolder.load(path)
+    if source.kind is FolderKind.ENGINE:
+        raise ConfigError(
+            f"{path}: is an engine folder already. Serve it, or name the checkpoint it was "
+            "built from."
+        )
+    return source
+
+
+def rank_mapping(args: argparse.Namespace, source: EngineFolder) -> RankMapping:
+    """Parallel sizes from the flags, checked against the model's heads and layers."""
+    made_for = source.mapping
+    tp_size = args.tp_size or (made_for.tp_size if made_for else 1)
+    pp_size = args.pp_size or (made_for.pp_size if made_for else 1)
+    source.check_parallel(tp_size, pp_size)
+    check_divisible(source.config, tp_size, pp_size)
+    world_size = tp_size * pp_size
+    if args.world_size is not None and args.world_size != world_size:
+        raise ConfigError(
+            f"--world-size is {args.world_size} but --tp-size {tp_size} times --pp-size "
+            f"{pp_size} is {world_size}. Correct one of the three."
+        )
+    moe_tp_size, moe_ep_size = _expert_sizes(args, tp_size)
+    return RankMapping(
+        world_size=world_size,
+        tp_size=tp_size,
+        pp_size=pp_size,
+        moe_tp_size=moe_tp_size,
+        moe_ep_size=moe_ep_size,
+        gpus_per_node=args.gpus_per_node,
+    )
+
+
+def _expert_sizes(args: argparse.Namespace, tp_size: int) -> tuple[int, int]:
+    """Ranks that cut each expert, and ranks that share experts out; -1 means the rest."""
+    moe_tp, moe_ep = args.moe_tp_size, args.moe_ep_size
+    if moe_tp == -1 and moe_ep == -1:
+        return tp_size, 1
+    if min(moe_tp, moe_ep) < -1 or 0 in (moe_tp, moe_ep):
+        raise ConfigError(
+            f"--moe-tp-size is {moe_tp} and --moe-ep-size is {moe_ep}, but each must be 1 or "
+            "more, or -1 for what --tp-size leaves."
+        )
+    moe_tp = tp_size // moe_ep if moe_tp == -1 else moe_tp
+    moe_ep = tp_size // moe_tp if moe_ep == -1 else moe_ep
+    if moe_tp * moe_ep != tp_size:
+        raise ConfigError(
+            f"--moe-tp-size ({args.moe_tp_size}) times --moe-ep-size ({args.moe_ep_size}) must "
+            f"be --tp-size ({tp_size}). Leave both out, or correct one."
+        )
+    return moe_tp, moe_ep
+
+
+def pretrained_config(args: argparse.Namespace, source: EngineFolder) -> PretrainedConfig:
+    """The model's configuration with the types that the flags ask for."""
+    config = source.config
+    for flag, name in _OVERRIDES.items():
+        value = getattr(args, flag, None)
+        if value is not None and float(value) != float(getattr(config, name)):
+            raise ConfigError(
+                f"--{flag} is {value} but {source.path} has {name} {getattr(config, name)}. "
+                "Remove the flag: sizes come from the checkpoint."
+            )
+    dtype = config.dtype if args.dtype == "auto" else args.dtype
+    if source.kind is FolderKind.CHECKPOINT and dtype != config.dtype:
+        raise ConfigError(
+            f"--dtype is {dtype} but {source.path} was converted to {config.dtype}. Convert "
+            "again with the other type, or remove the flag."
+        )
+    return replace(config, dtype=dtype, logits_dtype=args.logits_dtype or config.logits_dtype)
+
+
+def build_config(
+    args: argparse.Namespace, config: PretrainedConfig, plugins: dict[str, str]
+) -> BuildConfig:
+    """The limits: from the flags, else from ``--build-config``, else the usual ones."""
+    filed = _build_config_file(args.build_config)
+    given = {name: filed[name] for name in _LIMITS if filed.get(name) is not None}
+    given.update({name: v for name in _LIMITS if (v := getattr(args, name)) is not None})
+    max_seq_len = _max_seq_len(args, config, given)
+    max_input_len = given.get("max_input_len", min(BuildConfig().max_input_len, max_seq_len))
+    max_num_tokens = given.get("max_num_tokens", BuildConfig().max_num_tokens)
+    # Only a batch size that somebody asked for is held against the token budget.
+    max_batch_size = given.get(
+        "max_batch_size", min(BuildConfig().max_batch_size, max_num_tokens)
+    )
+    if max_input_len > max_seq_len:
+        raise ConfigError(
+            f"--max-input-len ({max_input_len}) is above --max-seq-len ({max_seq_len}), which "
+            "counts prompt and output. Lower the first or raise the second."
+        )
+    if max_num_tokens < max_batch_size:
+        raise ConfigError(
+            f"--max-num-tokens ({max_num_tokens}) is below --max-batch-size "
+            f"({max_batch_size}), so a full decode step would not fit. Raise the first or "
+            "lower the second."
+        )
+    if given.get("max_beam_width", 1) != 1:
+        raise ConfigError(
+            f"--max-beam-width is {given['max_beam_width']} but beam search is not served. "
+            "It must be 1."
+        )
+    tokens_per_block = args.tokens_per_block or _filed_tokens_per_block(filed)
+    return BuildConfig(
+        max_batch_size=max_batch_size,
+        max_input_len=max_input_len,
+        max_seq_len=max_seq_len,
+        max_num_tokens=max_num_tokens,
+        plugin_config={"tokens_per_block": tokens_per_block, **plugins},
+    )
+
+
+def _max_seq_len(
+    args: argparse.Namespace, config: PretrainedConfig, given: dict[str, int]
+) -> int:
+    positions = config.max_position_embeddings
+    if args.max_output_len is not None and "max_seq_len" not in given:
+        given["max_seq_len"] = given.get("max_input_len", 1024) + args.max_output_len
+    max_seq_len = given.get("max_seq_len", positions)
+    if max_seq_len > positions:
+        raise ConfigError(
+            f"--max-seq-len ({max_seq_len}) is above the model's {positions} positions "
+            "(max_position_embeddings). Lower it, or leave it out."
+        )
+    return max_seq_len
+
+
+def _build_config_file(path: Path | None) -> dict[str, Any]:
+    if path is None:
+        return {}
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"--build-config {path}: {error.strerror}.") from None
+    except ValueError as error:
+        raise ConfigError(f"--build-config {path}: is not JSON: {error}.") from None
+    if not isinstance(values, dict):
+        raise ConfigError(f"--build-config {path}: must hold one object.")
+    for name in _LIMITS:
+        value = values.get(name)
+        if value is not None and (type(value) is not int or value < 1):
+            raise ConfigError(
+                f"--build-config {path}: {name} is {value!r} but must be a whole number of 1 "
+                "or more."
+            )
+    return values
+
+
+def _filed_tokens_per_block(values: dict[str, Any]) -> int:
+    plugins = values.get("plugin_config")
+    value = plugins.get("tokens_per_block") if isinstance(plugins, dict) else None
+    return value if type(value) is int and value > 0 else BuildConfig().tokens_per_block
+
+
+def add_checkpoint_flags(parser: FlagSink, default_output: str) -> None:
+    """Where the checkpoint is and where the result goes."""
+    parser.add_argument("--checkpoint", "--checkpoint-dir", "--model-dir", type=Path,
+                        required=True, metavar="DIR",
+                        help="a Hugging Face folder, or the result of `convert`")  # fmt: skip
+    parser.add_argument("--output", "--output-dir", type=Path, default=Path(default_output),
+                        metavar="DIR", help=f"({default_output})")  # fmt: skip
+
+
+def add_model_flags(parser: FlagSink) -> None:
+    """Flags of both steps: what is cut, for how many ranks, in which type."""
+    number = positive
+    parser.add_argument("--tp-size", type=number, metavar="N", help="ranks that share a layer")
+    parser.add_argument("--pp-size", type=number, metavar="N", help="pipeline stages")
+    parser.add_argument("--moe-tp-size", type=int, default=-1, metavar="N",
+                        help="ranks that share an expert")  # fmt: skip
+    parser.add_argument("--moe-ep-size", type=int, default=-1, metavar="N",
+                        help="ranks that share the experts out")  # fmt: skip
+    parser.add_argument("--dtype", choices=("auto", *DTYPES), default="auto",
+                        help="of weights (default: the checkpoint's)")  # fmt: skip
+    parser.add_argument("--logits-dtype", choices=LOGITS_DTYPES, help="of returned logits")
+    parser.add_argument("--gpus-per-node", type=number, default=8, metavar="N",
+                        help="kept in config.json")  # fmt: skip
+    parser.add_argument("--world-size", type=number, metavar="N",
+                        help="checked against the sizes above")  # fmt: skip
+    parser.add_argument("--save-config-only", action="store_true", help="write no weights")
+    for flag, name in _OVERRIDES.items():
+        parser.add_argument(f"--{flag}", type=float, metavar="N",
+                            help=f"checked against the checkpoint's {name}")  # fmt: skip
+    parser.hide("world_size", "gpus_per_node", *_OVERRIDES)
+
+
+def positive(text: str) -> int:
+    """A whole number of 1 or more."""
+    if not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of 1 or more")
+    return int(text)
