@@ -36,6 +36,11 @@ SUBCOMMANDS: dict[str, Subcommand] = {
         "turn a Hugging Face checkpoint into an engine folder",
         "trimaran build --checkpoint llama --output engine --tp-size 2",
     ),
+    "convert": Subcommand(
+        "trimaran.builder.convert",
+        "do the first half of a build in two steps",
+        "trimaran convert --model-dir llama --output-dir checkpoint --tp-size 2",
+    ),
     "init-repo": Subcommand(
         "trimaran.launcher.init_repo",
         "write a model repository",
