@@ -1,0 +1,76 @@
+"""`trimaran fill-template`: puts values into the ${...} placeholders of a template."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from string import Template
+
+from trimaran.comm.errors import ConfigError
+
+# Substituted even when nobody gives them, as their documented default is "no limit".
+DEFAULTS = {"max_queue_size": "0", "max_queue_delay_microseconds": "0"}
+
+
+def split_escaped(text: str, separator: str) -> list[str]:
+    """Split at separators that no backslash protects; each backslash is consumed."""
+    parts, current = [], ""
+    characters = iter(text)
+    for character in characters:
+        if character == "\\":
+            current += next(characters, "")
+        elif character == separator:
+            parts.append(current)
+            current = ""
+        else:
+            current += character
+    return [*parts, current]
+
+
+def parse_substitutions(text: str) -> dict[str, str]:
+    """Read ``key:value,key2:value2``. A comma in a value is ``\\,``; a colon ``\\\\:``.
+
+    Raises:
+        ConfigError: a part is not one key and one value.
+    """
+    values = {}
+    for part in split_escaped(text, ","):
+        pair = split_escaped(part, ":")
+        if len(pair) != 2:
+            raise ConfigError(
+                f"substitution {part!r} is not key:value. Write a comma inside a value as "
+                "'\\,' and a colon as '\\\\:'"
+            )
+        values[pair[0]] = pair[1]
+    return values
+
+
+def fill(text: str, values: dict[str, str]) -> str:
+    """Substitute placeholders; those without a value stay as they are."""
+    return Template(text).safe_substitute({**DEFAULTS, **values})
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The flags of ``trimaran fill-template``."""
+    parser.add_argument("file_path", help="path of the template")
+    parser.add_argument("substitutions", help="key:value,key2:value2")
+    parser.add_argument("--in-place", "-i", action="store_true", help="overwrite the file")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print the filled template, or with ``-i`` overwrite it."""
+    path = Path(args.file_path)
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror}") from error
+    values = parse_substitutions(args.substitutions)
+    for key in values:
+        if key not in text:
+            raise ConfigError(f"key '{key}' does not exist in the file {path}.")
+    filled = fill(text, values)
+    if args.in_place:
+        path.write_text(filled, encoding="utf-8")
+    else:
+        print(filled, end="")
+    return 0

@@ -1,0 +1,97 @@
+"""`trimaran init-repo`: writes the five models of a repository, filled or as templates."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+from importlib import resources
+from pathlib import Path
+
+from trimaran.comm.errors import ConfigError
+from trimaran.launcher.fill_template import fill, parse_substitutions
+
+logger = logging.getLogger(__name__)
+
+MODELS = ("ensemble", "preprocessing", "tensorrt_llm", "postprocessing", "tensorrt_llm_bls")
+
+# The scripts of the replaced system, by name, and the command each one stands for.
+SCRIPTS = {
+    "launch_triton_server.py": ("serve",),
+    "fill_template.py": ("fill-template",),
+    "inflight_batcher_llm_client.py": ("client", "token"),
+    "end_to_end_grpc_client.py": ("client", "text"),
+    "benchmark_core_model.py": ("bench",),
+}
+_SCRIPT = '''#!/usr/bin/env python3
+"""Runs `trimaran {command}` with this script's arguments."""
+
+import sys
+
+from trimaran.launcher.cli import main
+
+sys.exit(main([{words}, *sys.argv[1:]]))
+'''
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The flags of ``trimaran init-repo``."""
+    parser.add_argument("directory", help="folder of the repository; made if missing")
+    parser.add_argument(
+        "--fill",
+        default="",
+        metavar="KEY:VALUE,...",
+        help="fill these placeholders in every model that has them",
+    )
+    parser.add_argument(
+        "--models", default=",".join(MODELS), help="comma list of the models to write"
+    )
+    parser.add_argument(
+        "--scripts",
+        metavar="DIR",
+        help="also write launch, fill and client scripts under their documented names",
+    )
+    parser.add_argument("--force", action="store_true", help="overwrite existing models")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Write the repository, and the scripts if asked."""
+    root = Path(args.directory)
+    names = [name.strip() for name in args.models.split(",")]
+    unknown = [name for name in names if name not in MODELS]
+    if unknown:
+        raise ConfigError(f"model {unknown[0]!r} is not one of {', '.join(MODELS)}")
+    values = parse_substitutions(args.fill) if args.fill else {}
+    texts = {name: template(name) for name in names}
+    for key in values:
+        if not any(f"${{{key}}}" in text for text in texts.values()):
+            raise ConfigError(f"no template has the placeholder ${{{key}}}")
+    for name, text in texts.items():
+        _write_model(root / name, fill(text, values) if values else text, args.force)
+    print(f"wrote {', '.join(names)} to {root}")
+    if args.scripts:
+        _write_scripts(Path(args.scripts))
+    return 0
+
+
+def template(model: str) -> str:
+    """The template of one model's config.pbtxt."""
+    folder = resources.files("trimaran.server") / "templates" / model
+    return (folder / "config.pbtxt").read_text(encoding="utf-8")
+
+
+def _write_model(folder: Path, text: str, is_forced: bool) -> None:
+    path = folder / "config.pbtxt"
+    if path.exists() and not is_forced:
+        raise ConfigError(f"{path} exists. Remove it, or overwrite it with --force.")
+    (folder / "1").mkdir(parents=True, exist_ok=True)
+    path.write_text(text, encoding="utf-8")
+
+
+def _write_scripts(folder: Path) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, words in SCRIPTS.items():
+        path = folder / name
+        quoted = ", ".join(f'"{word}"' for word in words)
+        path.write_text(_SCRIPT.format(command=" ".join(words), words=quoted))
+        path.chmod(0o755)
+    print(f"wrote {', '.join(SCRIPTS)} to {folder}")
