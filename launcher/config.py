@@ -16,6 +16,7 @@ class GroupConfig:
     name: str
     model: str
     engine: EngineConfig
+    stats_period_ms: int = 100
 
     @property
     def world_size(self) -> int:

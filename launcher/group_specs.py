@@ -89,6 +89,7 @@ def worker_spec(
             start_method=start_method,
             hang_timeout_s=config.hang_timeout_s,
             start_timeout_s=config.startup_timeout_s,
+            stats_period_ms=group.stats_period_ms,
         ).to_wire()
 
     return GroupSpec(

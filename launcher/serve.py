@@ -44,6 +44,8 @@ def run(args: argparse.Namespace) -> int:
 
     0 after a drain, 1 when serving failed, 2 when the configuration is at fault.
     """
+    # What the repository accepts without effect is for the front end to say, once.
+    setup_logging("supervisor", log_format=args.log_format, level="ERROR")
     config = resolve(args)
     setup_logging("supervisor", log_format=config.log.format, level=config.log.level)
     preflight.check(config)
@@ -66,7 +68,13 @@ def resolve(args: argparse.Namespace) -> ServeConfig:
     repository = ModelRepository.load(args.model_repo)
     model = _token_model(repository, args.tensorrt_llm_model_name)
     engine = engine_config(model, _engine_flags(args))
-    group = GroupConfig(name=model.name, model=model.name, engine=engine)
+    period_ms = model.parameters.get_int("stats_check_period_ms")
+    group = GroupConfig(
+        name=model.name,
+        model=model.name,
+        engine=engine,
+        stats_period_ms=100 if period_ms is None else max(1, period_ms),
+    )
     return ServeConfig(
         frontend=_frontend(args, group),
         groups=(group,),
@@ -116,7 +124,7 @@ def _refuse(args: argparse.Namespace) -> None:
 
 def _token_model(repository: ModelRepository, names: str | None) -> RepositoryModel:
     """The one token-level model to serve."""
-    found = {n: m for n, m in repository.models.items() if m.role is Role.TOKEN}
+    found = {model.name: model for model in repository.of_role(Role.TOKEN)}
     if names is None:
         if len(found) == 1:
             return next(iter(found.values()))
@@ -147,9 +155,8 @@ def _token_model(repository: ModelRepository, names: str | None) -> RepositoryMo
 def _text_model(repository: ModelRepository) -> str:
     """The model that the example request names: an ensemble, else the BLS model."""
     for role in (Role.ENSEMBLE, Role.BLS):
-        for name, model in sorted(repository.models.items()):
-            if model.role is role:
-                return str(name)
+        for model in repository.of_role(role):
+            return model.name
     return ""
 
 

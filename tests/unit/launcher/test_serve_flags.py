@@ -1,0 +1,237 @@
+"""Flags, run files and repository keys, and the configuration that comes of them."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from trimaran.comm.errors import ConfigError
+from trimaran.launcher import cli
+
+sys.path.insert(0, str(Path(__file__).parent))
+from launcher_repository import parse, resolve, write_checkpoint, write_engine, write_model
+
+
+@pytest.fixture
+def repository(tmp_path):
+    """A repository whose model is an engine for two ranks."""
+    engine = write_engine(tmp_path / "engine", tp_size=2)
+    write_model(tmp_path / "repo" / "tensorrt_llm", gpt_model_path=str(engine))
+    return tmp_path / "repo"
+
+
+def test_the_replaced_scripts_flags_take_effect_in_their_own_spelling(repository, tmp_path):
+    config = resolve(
+        repository, "--world_size=2", "--http_port", "9000", "--grpc_port=9001",
+        "--metrics_port=9002", "--log", "--log-file", "x.txt", "--exit_timeout=5", "-f",
+        "--tensorrt_llm_model_name", "tensorrt_llm", "--oversubscribe",
+    )  # fmt: skip
+    frontend = config.frontend
+    assert (frontend.http_port, frontend.grpc_port, frontend.metrics_port) == (9000, 9001, 9002)
+    assert (config.log.file, config.log.level, frontend.log_verbose_level) == (
+        "x.txt",
+        "DEBUG",
+        3,
+    )
+    assert (config.exit_timeout_s, frontend.exit_timeout_s) == (5, 5)
+    assert config.mpi.oversubscribe
+    assert config.groups[0].world_size == 2
+
+
+def test_the_engine_folder_gives_the_limits_and_the_world_size(repository):
+    engine = resolve(repository).groups[0].engine
+    assert engine.parallel.tp_size == 2
+    scheduler = engine.scheduler
+    assert scheduler.max_num_batched_tokens == 64
+    assert scheduler.max_num_seqs == 16
+    assert (scheduler.max_input_len, scheduler.max_seq_len) == (100, 200)
+    assert scheduler.max_queue_size == 7
+
+
+def test_flags_go_before_the_engine_folder(repository):
+    engine = resolve(
+        repository, "--max-batch-size", "4", "--max-num-tokens", "32", "--tokens-per-block",
+        "16", "--depth", "1", "--dtype", "float32", "--num-threads", "3", "--deterministic",
+    ).groups[0].engine  # fmt: skip
+    assert engine.scheduler.max_num_seqs == 4
+    assert engine.scheduler.max_num_batched_tokens == 32
+    assert engine.scheduler.depth == 1
+    assert engine.cache.tokens_per_block == 16
+    assert (engine.dtype, engine.num_threads, engine.deterministic) == ("float32", 3, True)
+
+
+def test_repository_keys_reach_the_engine(tmp_path):
+    write_model(
+        tmp_path / "repo" / "m",
+        gpt_model_path=str(write_checkpoint(tmp_path / "hf")),
+        gpt_model_type="V1",
+        batch_scheduler_policy="max_utilization",
+        enable_chunked_context="false",
+        max_tokens_in_paged_kv_cache="2560",
+        kv_cache_free_gpu_mem_fraction="0.5",
+        enable_kv_cache_reuse="False",
+        gpu_device_ids="1",
+        stats_check_period_ms="250",
+    )
+    group = resolve(tmp_path / "repo").groups[0]
+    engine = group.engine
+    assert (engine.scheduler.batching, engine.scheduler.policy) == ("V1", "max_utilization")
+    assert not engine.scheduler.enable_chunked_context
+    assert (engine.cache.max_tokens, engine.cache.free_memory_fraction) == (2560, 0.5)
+    assert not engine.cache.enable_block_reuse
+    assert engine.gpu_device_ids == (1,)
+    assert group.stats_period_ms == 250
+
+
+def test_unfilled_keys_leave_the_defaults(tmp_path):
+    write_model(
+        tmp_path / "repo" / "m",
+        gpt_model_path=str(write_checkpoint(tmp_path / "hf")),
+        batch_scheduler_policy="${batch_scheduler_policy}",
+        kv_cache_free_gpu_mem_fraction="${kv_cache_free_gpu_mem_fraction}",
+    )
+    engine = resolve(tmp_path / "repo").groups[0].engine
+    assert engine.scheduler.policy == "guaranteed_no_evict"
+    assert engine.scheduler.enable_chunked_context
+    assert engine.cache.free_memory_fraction == 0.9
+    assert engine.parallel.world_size == 1
+
+
+def test_a_run_file_holds_any_flags_and_the_command_line_goes_before_it(repository, tmp_path):
+    run = tmp_path / "run.yaml"
+    run.write_text(
+        "http_port: 7000\ngrpc-port: 7001\nlog: true\nforce: false\nstrict-readiness: false\n"
+        "metrics_config: [counter_latencies=true, histogram_latencies=true]\n"
+    )
+    config = resolve(repository, "--config", str(run), "--http-port=7777")
+    assert (config.frontend.http_port, config.frontend.grpc_port) == (7777, 7001)
+    assert config.log.file == "triton_log.txt"
+    assert not config.frontend.strict_readiness
+    assert config.frontend.metrics_config == {
+        "counter_latencies": "true", "histogram_latencies": "true",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        ("http_prot: 1", "no flag 'http_prot'; did you mean http-port?"),
+        ("log: 3", "log is 3, not true or false"),
+        ("- a", "must hold lines of the form"),
+        ("a: [", "is not YAML"),
+        ("http-port: {a: 1}", "not a single value"),
+    ],
+)
+def test_a_wrong_run_file_is_refused(repository, tmp_path, text, complaint):
+    run = tmp_path / "run.yaml"
+    run.write_text(text)
+    with pytest.raises(ConfigError, match=r"run\.yaml") as caught:
+        resolve(repository, "--config", str(run))
+    assert complaint in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("flags", "complaint"),
+    [
+        (["--world-size", "4"], "Start 2 ranks, or build again with --tp-size 4"),
+        (["--no-mpi"], "world size must be 1 when using no-mpi"),
+        (["--multi-model"], "--multi-model is not served"),
+        (["--disable-spawn-processes"], "--disable-spawn-processes is not served"),
+        (["--model-control-mode", "explicit"], "all models are loaded at start"),
+        (["--tensorrt-llm-model-name", "other"], "The repository holds tensorrt_llm"),
+        (["--tensorrt-llm-model-name", "a,b"], "a server runs one"),
+        (
+            ["--max-batch-size", "100"],
+            "(64) is below max_num_seqs (100)",
+        ),
+        (["--metrics-config", "x"], "not of the form KEY=VALUE"),
+        (["--mpi", "job", "--mpirun", "/x"], "leave out --mpirun"),
+    ],
+)
+def test_what_cannot_take_effect_is_refused(repository, flags, complaint):
+    with pytest.raises(ConfigError) as caught:
+        resolve(repository, *flags)
+    assert complaint in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("parameters", "complaint"),
+    [
+        ({}, "gpt_model_path (engine_dir) is not set"),
+        (
+            {"gpt_model_path": "/no/such"},
+            "Decoder (GPT) model path at /no/such does not exist.",
+        ),
+        ({"gpu_device_ids": "0,1,2"}, "3 GPUs for a world size of 1"),
+        ({"gpu_device_ids": "0;1"}, "several groups"),
+        ({"kv_cache_free_gpu_mem_fraction": "1.5"}, "must be above 0 and at most 1"),
+    ],
+)
+def test_a_wrong_repository_key_is_refused_with_its_file(tmp_path, parameters, complaint):
+    checkpoint = write_checkpoint(tmp_path / "hf")
+    if parameters:
+        parameters = {"gpt_model_path": str(checkpoint), **parameters}
+    folder = write_model(tmp_path / "repo" / "m", **parameters)
+    with pytest.raises(ConfigError) as caught:
+        resolve(tmp_path / "repo")
+    assert complaint in str(caught.value)
+    assert f"{folder}/config.pbtxt" in str(caught.value)
+
+
+def test_two_token_models_need_a_choice(repository, tmp_path):
+    hf = write_checkpoint(tmp_path / "hf")
+    write_model(repository / "second", gpt_model_path=str(hf))
+    with pytest.raises(ConfigError, match=r"2 token-level models \(second, tensorrt_llm\)"):
+        resolve(repository)
+    config = resolve(repository, "--tensorrt-llm-model-name", "second")
+    assert config.frontend.groups == {"second": ("second",)}
+
+
+def test_flags_without_effect_are_noted_once_each(repository):
+    config = resolve(repository, "--tritonserver", "/x", "--backend-config", "a,b", "-f")
+    assert len(config.notes) == 3
+    assert config.notes[0].startswith("--tritonserver has no effect")
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [["--http-port", "70000"], ["--depth", "3"], ["--no-such"], ["--log-format", "xml"],
+     ["--world-size", "0"], ["--hang-timeout", "-1"], ["--strict-readiness", "maybe"]],
+)  # fmt: skip
+def test_a_malformed_flag_is_one_line_and_code_2(capsys, flags):
+    with pytest.raises(SystemExit) as caught:
+        parse(*flags)
+    assert caught.value.code == 2
+    assert len(capsys.readouterr().err.splitlines()) == 1
+
+
+def test_a_configuration_error_is_one_line_and_code_2(capsys, tmp_path):
+    assert cli.main(["serve", "--model-repo", str(tmp_path / "none")]) == 2
+    errors = capsys.readouterr().err.splitlines()
+    assert len(errors) == 1
+    assert errors[0].startswith("trimaran: error: model repository ")
+
+
+def test_help_fits_a_screen_and_shows_an_example(capsys):
+    with pytest.raises(SystemExit) as caught:
+        cli.main(["serve", "--help"])
+    text = capsys.readouterr().out
+    assert caught.value.code == 0
+    assert len(text.splitlines()) <= 50
+    assert "trimaran serve --model-repo repository --world-size 2" in text
+    assert "--hang-timeout" in text
+
+
+def test_help_all_shows_every_flag(capsys):
+    with pytest.raises(SystemExit):
+        cli.main(["serve", "--help-all"])
+    text = capsys.readouterr().out
+    for flag in ("--multi-model", "--tritonserver", "--strict-readiness", "--replay-timeout"):
+        assert flag in text
+
+
+def test_an_unknown_command_names_the_known_ones(capsys):
+    assert cli.main(["sreve"]) == 2
+    assert "serve, build" in capsys.readouterr().err
