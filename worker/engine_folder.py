@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from enum import Enum
@@ -16,6 +17,7 @@ from trimaran.worker.shard_file import read_tensor_entries
 FORMAT_VERSION = 1
 CONFIG_FILE = "config.json"
 HUGGINGFACE_INDEX = "model.safetensors.index.json"
+_LAYER_TENSOR = re.compile(r"(.*?\b(?:layers|h)\.)(\d+)(\..+\.(?:weight|bias))")
 _BUILD_AGAIN = "Build the folder again with `trimaran build`"
 
 
@@ -102,7 +104,7 @@ class EngineFolder:
                 config=config,
                 mapping=None,
                 build=BuildConfig(max_input_len=config.max_position_embeddings),
-                weight_files=_huggingface_files(folder) if check_weights else (),
+                weight_files=_huggingface_files(folder, config) if check_weights else (),
             )
         return cls._load_sharded(folder, values, source, check_weights)
 
@@ -115,7 +117,8 @@ class EngineFolder:
         pretrained = _section(values, "pretrained_config", source) if is_engine else values
         config = PretrainedConfig.from_dict(pretrained, source)
         mapping = _rank_mapping(_section(pretrained, "mapping", source), source)
-        _check_quantization(pretrained.get("quantization") or {}, source)
+        if pretrained.get("quantization") is not None:
+            _check_quantization(_section(pretrained, "quantization", source), source)
         build = (
             _build_config(_section(values, "build_config", source), source)
             if is_engine
@@ -123,7 +126,7 @@ class EngineFolder:
         )
         files = tuple(shard_path(folder, rank) for rank in range(mapping.world_size))
         if check_weights:
-            _check_shards(files, values.get("shards") or [], source)
+            _check_shards(files, values.get("shards"), source)
         return cls(
             path=folder,
             kind=FolderKind.ENGINE if is_engine else FolderKind.CHECKPOINT,
@@ -291,8 +294,9 @@ def _check_quantization(values: Mapping[str, Any], source: str) -> None:
             )
 
 
-def _check_shards(files: tuple[Path, ...], listed: list[dict[str, Any]], source: str) -> None:
-    bytes_of = {entry.get("file"): entry.get("bytes") for entry in listed}
+def _check_shards(files: tuple[Path, ...], listed: Any, source: str) -> None:
+    entries = listed if isinstance(listed, list) else []
+    bytes_of = {e.get("file"): e.get("bytes") for e in entries if isinstance(e, dict)}
     for file in files:
         if not file.is_file():
             raise ConfigError(
@@ -308,25 +312,46 @@ def _check_shards(files: tuple[Path, ...], listed: list[dict[str, Any]], source:
             )
 
 
-def _huggingface_files(folder: Path) -> tuple[Path, ...]:
-    index = folder / HUGGINGFACE_INDEX
-    if index.is_file():
-        try:
-            names = sorted(
-                set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
-            )
-        except (ValueError, KeyError, AttributeError, TypeError):
-            raise ConfigError(
-                f"{index}: holds no weight_map. Download the folder again."
-            ) from None
-        files = tuple(folder / name for name in names)
-    else:
-        files = tuple(sorted(folder.glob("*.safetensors")))
+def _huggingface_files(folder: Path, config: PretrainedConfig) -> tuple[Path, ...]:
+    """The files with the weights, after a look at their headers."""
+    files = _listed_files(folder)
     if not files:
         raise ConfigError(
             f"{folder}: holds no .safetensors file. Convert its weights to safetensors first "
             "(transformers: model.save_pretrained)."
         )
+    names: set[str] = set()
     for file in files:
-        read_tensor_entries(file)
+        names.update(read_tensor_entries(file))
+    _check_layers(folder, names, config.num_hidden_layers)
     return files
+
+
+def _listed_files(folder: Path) -> tuple[Path, ...]:
+    index = folder / HUGGINGFACE_INDEX
+    if index.is_file():
+        try:
+            values = json.loads(index.read_text(encoding="utf-8"))
+            return tuple(folder / name for name in sorted(set(values["weight_map"].values())))
+        except (ValueError, KeyError, AttributeError, TypeError):
+            raise ConfigError(
+                f"{index}: holds no weight_map. Download the folder again."
+            ) from None
+    single = folder / "model.safetensors"
+    return (single,) if single.is_file() else tuple(sorted(folder.glob("model-*.safetensors")))
+
+
+def _check_layers(folder: Path, names: set[str], num_layers: int) -> None:
+    """Refuse weights that a layer has and another lacks; no model is needed to see that."""
+    numbers_of: dict[tuple[str, str], set[int]] = {}
+    for name in names:
+        found = _LAYER_TENSOR.match(name)
+        if found:
+            numbers_of.setdefault((found[1], found[3]), set()).add(int(found[2]))
+    for (prefix, suffix), numbers in sorted(numbers_of.items()):
+        for number in range(num_layers):
+            if number not in numbers:
+                raise ConfigError(
+                    f"{folder}: the tensor '{prefix}{number}{suffix}' is missing, though "
+                    f"{CONFIG_FILE} tells of {num_layers} layers. Download the folder again."
+                )

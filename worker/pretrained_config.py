@@ -123,6 +123,7 @@ class PretrainedConfig:
         try:
             architecture = _architecture_of(values)
             _check_architecture(architecture)
+            _check_unquantized(values)
             convert = _from_llama if architecture == "LlamaForCausalLM" else _from_gpt2
             return cls(architecture=architecture, **_common(values), **convert(values))
         except KeyError as error:
@@ -132,6 +133,11 @@ class PretrainedConfig:
             ) from None
         except ConfigError as error:
             raise ConfigError(f"{source}: {error}") from None
+        except (TypeError, ValueError, AttributeError) as error:
+            raise ConfigError(
+                f"{source}: holds a value of the wrong type: {error}. Download the folder "
+                "again."
+            ) from None
 
 
 def _architecture_of(values: Mapping[str, Any]) -> str:
@@ -150,6 +156,15 @@ def _check_architecture(architecture: Any) -> None:
         f"the architecture {architecture or 'of this model'!r}{kind} is not served. Served are "
         f"{', '.join(SERVED_ARCHITECTURES)}; name a folder with one of these."
     )
+
+
+def _check_unquantized(values: Mapping[str, Any]) -> None:
+    quantization = values.get("quantization_config")
+    if quantization:
+        raise ConfigError(
+            f"the weights are quantized ({quantization.get('quant_method')!r}), which is not "
+            "served. Name the checkpoint in bfloat16, float16 or float32."
+        )
 
 
 def _check_positive(name: str, value: Any) -> None:
@@ -207,6 +222,11 @@ def _rope(values: Mapping[str, Any]) -> tuple[float, dict[str, Any] | None]:
     """Rotary base and scaling, from either spelling: `rope_parameters` or `rope_scaling`."""
     scaling = dict(values.get("rope_parameters") or values.get("rope_scaling") or {})
     base = float(scaling.pop("rope_theta", None) or values.get("rope_theta") or 10000.0)
+    share = scaling.pop("partial_rotary_factor", None)
+    if share not in (None, 1.0):
+        raise ConfigError(
+            f"partial_rotary_factor is {share}, which is not served. It must be 1"
+        )
     scaling["rope_type"] = scaling.pop("type", None) or scaling.get("rope_type") or "default"
     return base, None if scaling["rope_type"] == "default" else scaling
 
