@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 FINALIZE_TIMEOUT_S = 10.0
+COLLECTIVE_SHARE = 0.8
+"""Of the hang timeout: a collective gives up, and names who is missing, before the watchdog."""
 CONFIG_ERROR_CODE = 2
 FAILURE_CODE = 1
 
@@ -104,7 +106,7 @@ class RankProcess:
         link.state("loading", f"loading the model on {device}")
         engine = Engine(config, topology, self._control, self._group)
         engine.load()
-        self._group.timeout_s = config.hang_timeout_s
+        self._group.timeout_s = config.hang_timeout_s * COLLECTIVE_SHARE
         return engine, topology
 
     def _serve(

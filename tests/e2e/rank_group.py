@@ -1,0 +1,261 @@
+"""A real group of ranks under mpirun, with the test as its supervisor and its front end."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import psutil
+
+from trimaran.comm.address import Address
+from trimaran.comm.env import ChildEnv
+from trimaran.comm.messages import (
+    ChildConfig,
+    ChildHello,
+    ChildState,
+    Command,
+    EngineHello,
+    FrameBuffer,
+    FrontendHello,
+    Message,
+    StepOutput,
+    Submit,
+    encode,
+    pack_ids,
+)
+from trimaran.worker.config import (
+    CacheConfig,
+    EngineConfig,
+    ParallelConfig,
+    RankConfig,
+    SchedulerConfig,
+)
+
+BIN = Path(sys.executable).parent
+DEMO_MODEL = Path(__file__).resolve().parents[2] / "examples" / "demo_models" / "base"
+START_TIMEOUT_S = 90.0
+
+
+def wait_until(is_done: Callable[[], bool], timeout_s: float, what: str) -> None:
+    """Poll; a failure names what did not happen."""
+    deadline = time.monotonic() + timeout_s
+    while not is_done():
+        if time.monotonic() > deadline:
+            raise AssertionError(f"{what}: not within {timeout_s:g} s")
+        time.sleep(0.02)
+
+
+class Connection:
+    """One accepted connection; a thread collects what comes."""
+
+    def __init__(self, sock) -> None:
+        self.sock = sock
+        self.messages: list[Message] = []
+        self.is_closed = False
+        self._thread = threading.Thread(target=self._read, daemon=True)
+        self._thread.start()
+
+    def _read(self) -> None:
+        inbox = FrameBuffer()
+        try:
+            while data := self.sock.recv(1 << 16):
+                self.messages += inbox.feed(data)
+        except OSError:
+            pass
+        self.is_closed = True
+
+    def send(self, message: Message) -> None:
+        self.sock.sendall(encode(message))
+
+    def of_type(self, message_type: type[Message]) -> list[Message]:
+        return [m for m in list(self.messages) if isinstance(m, message_type)]
+
+    def wait_for(self, message_type: type[Message], timeout_s: float = 60.0) -> Message:
+        wait_until(lambda: bool(self.of_type(message_type)), timeout_s, message_type.__name__)
+        return self.of_type(message_type)[0]
+
+    def close(self) -> None:
+        # The reader holds the socket: only a shutdown makes the other end see the loss.
+        try:
+            self.sock.shutdown(2)
+        except OSError:
+            pass
+        self._thread.join()
+        self.sock.close()
+
+
+class RankGroup:
+    """Ranks of one model. Use as a context manager: nothing of it outlives the block."""
+
+    def __init__(self, folder: Path, world_size: int, **changes: object) -> None:
+        self.world_size = world_size
+        self.ranks: dict[int, Connection] = {}
+        self.hellos: dict[int, ChildHello] = {}
+        self._engines: list[Connection] = []
+        self._supervisor = Address(path=str(folder / "s.sock")).listen()
+        self._frontend = Address(path=str(folder / "f.sock")).listen()
+        self._frontend.settimeout(60.0)
+        self.config = self._rank_config(f"unix:{folder}/f.sock", **changes)
+        env = ChildEnv(supervisor=f"unix:{folder}/s.sock", token="t", group="g")
+        self.log_path = folder / "ranks.log"
+        self._log = self.log_path.open("wb")
+        self.process = subprocess.Popen(
+            [str(BIN / "mpirun"), "--allow-run-as-root", "--oversubscribe", "--bind-to", "none",
+             "-n", str(world_size), str(BIN / "trimaran-rank")],
+            env={**os.environ, **env.to_environ(), **_mpi_environment()},
+            stdout=self._log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )  # fmt: skip
+        self._acceptor = threading.Thread(target=self._accept_ranks, daemon=True)
+        self._acceptor.start()
+
+    def _rank_config(
+        self, frontend: str, tp_size: int = 0, hang_timeout_s: float = 3.0
+    ) -> RankConfig:
+        engine = EngineConfig(
+            model="demo",
+            engine_dir=str(DEMO_MODEL),
+            dtype="float32",
+            device="cpu",
+            parallel=ParallelConfig(tp_size=tp_size or self.world_size),
+            scheduler=SchedulerConfig(max_num_batched_tokens=256, max_num_seqs=16),
+            cache=CacheConfig(max_tokens=8192),
+        )
+        return RankConfig(
+            engine=engine,
+            group="g",
+            incarnation=1,
+            frontends=(frontend,),
+            start_method="mpirun",
+            hang_timeout_s=hang_timeout_s,
+        )
+
+    def _accept_ranks(self) -> None:
+        for _ in range(self.world_size):
+            connection = Connection(self._supervisor.accept()[0])
+            hello = connection.wait_for(ChildHello)
+            assert isinstance(hello, ChildHello)
+            connection.send(ChildConfig(config=self.config.to_wire()))
+            self.hellos[hello.rank] = hello
+            self.ranks[hello.rank] = connection
+
+    def __enter__(self) -> RankGroup:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.process.poll() is None:
+            for process in self.processes():
+                process.kill()
+            self.process.wait()
+        for connection in (*self.ranks.values(), *self._engines):
+            connection.close()
+        self._supervisor.close()
+        self._frontend.close()
+        self._log.close()
+
+    # ---- what tests ask and do ----------------------------------------------------------
+
+    def wait_ready(self) -> Connection:
+        """Every rank is ready and rank 0 has dialled in: its connection."""
+        self.wait_for_state("ready")
+        return self.accept_engine()
+
+    def wait_for_state(self, state: str, ranks: tuple[int, ...] = ()) -> None:
+        wanted = ranks or tuple(range(self.world_size))
+        wait_until(
+            lambda: all(
+                rank in self.ranks and any(s.state == state for s in self.states(rank))
+                for rank in wanted
+            ),
+            START_TIMEOUT_S,
+            f"state {state} of ranks {wanted}; log: {self.log()}",
+        )
+
+    def states(self, rank: int) -> list[ChildState]:
+        return [m for m in self.ranks[rank].of_type(ChildState) if isinstance(m, ChildState)]
+
+    def accept_engine(self) -> Connection:
+        engine = Connection(self._frontend.accept()[0])
+        self._engines.append(engine)
+        engine.wait_for(EngineHello)
+        engine.send(FrontendHello())
+        return engine
+
+    def shut_down(self) -> int:
+        """Tell all ranks to end; mpirun's exit code."""
+        for connection in self.ranks.values():
+            connection.send(Command(verb="shutdown"))
+        return self.process.wait(30)
+
+    def pid(self, rank: int) -> int:
+        return self.hellos[rank].pid
+
+    def processes(self) -> list[psutil.Process]:
+        """mpirun and everything below it that is alive."""
+        try:
+            parent = psutil.Process(self.process.pid)
+            return [parent, *parent.children(recursive=True)]
+        except psutil.NoSuchProcess:
+            return []
+
+    def wait_gone(self, timeout_s: float = 20.0) -> int:
+        """All ranks and mpirun have ended; mpirun's exit code."""
+        pids = [hello.pid for hello in self.hellos.values()]
+        code = self.process.wait(timeout_s)
+        wait_until(
+            lambda: not any(psutil.pid_exists(pid) for pid in pids), timeout_s, "ranks gone"
+        )
+        return code
+
+    def log(self) -> str:
+        return self.log_path.read_text(encoding="utf-8", errors="replace")
+
+
+def _mpi_environment() -> dict[str, str]:
+    names = [f"{p}_ALLOW_RUN_AS_ROOT{s}" for p in ("OMPI", "PRTE") for s in ("", "_CONFIRM")]
+    return {
+        **dict.fromkeys(names, "1"),
+        "OMPI_MCA_mpi_yield_when_idle": "1",
+        "OMP_NUM_THREADS": "1",
+        "PYTHONSAFEPATH": "1",
+    }
+
+
+def submit(request_id: int, prompt: list[int], max_tokens: int) -> Submit:
+    """A greedy request that runs to its length."""
+    return Submit(
+        request_id=request_id,
+        model="demo",
+        prompt_ids=pack_ids(prompt),
+        sampling={"max_tokens": max_tokens},
+        streaming=True,
+    )
+
+
+def tokens_of(engine: Connection, request_id: int) -> tuple[list[int], int]:
+    """Ids so far of one request, and its finish reason (0: it goes on)."""
+    ids: list[int] = []
+    reason = 0
+    for message in engine.of_type(StepOutput):
+        assert isinstance(message, StepOutput)
+        counts = np.frombuffer(message.num_tokens, "<u2")
+        starts = np.cumsum(counts) - counts
+        tokens = np.frombuffer(message.token_ids, "<i4")
+        reasons = np.frombuffer(message.finish_reasons, "u1")
+        for row in np.flatnonzero(np.frombuffer(message.request_ids, "<u8") == request_id):
+            ids += tokens[starts[row] : starts[row] + counts[row]].tolist()
+            reason = reason or int(reasons[row])
+    return ids, reason
+
+
+def finish(engine: Connection, request_id: int) -> tuple[list[int], int]:
+    """Wait for a request's end."""
+    wait_until(lambda: tokens_of(engine, request_id)[1] != 0, 60.0, f"end of {request_id}")
+    return tokens_of(engine, request_id)
