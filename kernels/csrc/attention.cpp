@@ -1,9 +1,11 @@
 // Causal attention over a paged cache: decodes and prompt chunks in one call.
 //
-// A piece of work is a few queries of one sequence against one key-value head. Their scores
-// are kept whole, so softmax is exact, and each query's result depends on its own keys only.
+// A piece of work is one query of a sequence against several key-value heads, or a few
+// against one. Scores are kept whole, so softmax is exact, and each query's result depends
+// on its own keys only.
 #include <algorithm>
 #include <cmath>
+#include <type_traits>
 #include <vector>
 
 #include "api.h"
@@ -18,7 +20,7 @@ constexpr int kRowsOfPiece = 24;
 constexpr int kMaxVectors = 4;
 
 struct Piece {
-  int sequence, kv_head, first_query, num_queries;
+  int sequence, first_head, num_heads, first_query, num_queries;
 };
 
 template <class T>
@@ -27,91 +29,123 @@ class Attention {
   explicit Attention(const AttentionArgs& a)
       : a_(a),
         group_(a.heads / a.kv_heads),
+        size_(a.head_size),
         token_stride_(a.kv_heads * a.head_size),
         value_offset_(a.block_size * token_stride_) {}
 
   void run() const {
     std::vector<Piece> pieces;
     int queries = std::max(1l, kRowsOfPiece / group_);
+    // A decode takes all heads at once, as they lie side by side in memory, unless that
+    // leaves threads without work.
+    long shares = (2 * Pool::get().size() + a_.sequences - 1) / a_.sequences;
+    int together = std::max(1l, a_.kv_heads / shares);
     for (int s = 0; s < a_.sequences; ++s) {
       int count = a_.query_start_loc[s + 1] - a_.query_start_loc[s];
+      int heads = count == 1 ? together : 1;
       for (int q = 0; q < count; q += queries)
-        for (int h = 0; h < a_.kv_heads; ++h)
-          pieces.push_back({s, h, q, std::min(queries, count - q)});
+        for (int h = 0; h < a_.kv_heads; h += heads)
+          pieces.push_back({s, h, std::min<int>(heads, a_.kv_heads - h), q,
+                            std::min(queries, count - q)});
     }
     Pool::get().each(pieces.size(), [&](long i) { attend(pieces[i]); });
   }
 
  private:
-  // The rows of a piece are its queries times the heads of the group.
+  // One piece's place in the batch and its memory: for each head its rows, which are its
+  // queries times the query heads of its group.
+  struct Scratch {
+    std::vector<T> query;
+    std::vector<float> scores, output;
+    long rows, keys, stride, past, first_token;
+  };
+
   void attend(const Piece& piece) const {
-    thread_local std::vector<T> query;
-    thread_local std::vector<float> scores, factors;
-    long rows = piece.num_queries * group_;
-    long size = a_.head_size;
-    long first_token = a_.query_start_loc[piece.sequence] + piece.first_query;
-    long count = a_.query_start_loc[piece.sequence + 1] - a_.query_start_loc[piece.sequence];
-    long past = a_.seq_lens[piece.sequence] - count + piece.first_query;
-    long keys = past + piece.num_queries;
-    long stride = (keys + 15) / 16 * 16;
-    query.resize(rows * size);
-    scores.resize(rows * stride);
-    factors.resize(rows);
+    thread_local Scratch scratch;
+    Scratch& s = scratch;
+    const int32_t* starts = a_.query_start_loc + piece.sequence;
+    s.rows = piece.num_queries * group_;
+    s.first_token = starts[0] + piece.first_query;
+    s.past = a_.seq_lens[piece.sequence] - (starts[1] - starts[0]) + piece.first_query;
+    s.keys = s.past + piece.num_queries;
+    s.stride = (s.keys + 15) / 16 * 16;
+    long rows = piece.num_heads * s.rows;
+    s.query.resize(rows * size_);
+    s.scores.resize(rows * s.stride);
+    s.output.assign(rows * padded_size(), 0.0f);
     for (long row = 0; row < rows; ++row)
-      std::copy_n(query_at(piece, first_token, row), size, query.data() + row * size);
-    for (long row = 0; row < rows; row += kMaxRows) {
-      long batch = std::min<long>(kMaxRows, rows - row);
-      float* out = scores.data() + row * stride;
-      score_rows(piece, batch, query.data() + row * size, keys, out, stride);
+      std::copy_n((const T*)a_.query + query_offset(piece, s, row, a_.query_stride), size_,
+                  s.query.data() + row * size_);
+    each_block(piece, s, 0, [&](const T* key, long first, long count, long ahead) {
+      score_block(piece, s, key, first, count, ahead);
+    });
+    for (long row = 0; row < rows; ++row) {
+      float factor = softmax(s.scores.data() + row * s.stride,
+                             s.past + row % s.rows / group_ + 1, s.stride);
+      // Kept where the row's sum goes last: behind its output.
+      s.output[row * padded_size() + padded_size() - 16] = factor;
     }
-    for (long row = 0; row < rows; ++row)
-      factors[row] = softmax(scores.data() + row * stride, past + row / group_ + 1, stride);
-    for (long row = 0; row < rows; row += kMaxRows) {
-      long batch = std::min<long>(kMaxRows, rows - row);
-      mix_rows(piece, first_token, row, batch, keys, scores.data() + row * stride, stride,
-               factors.data() + row);
+    each_block(piece, s, value_offset_, [&](const T* value, long first, long count, long ahead) {
+      mix_block(piece, s, value, first, count, ahead);
+    });
+    for (long row = 0; row < rows; ++row) finish(piece, s, row);
+  }
+
+  // Floats of one row's output, and one vector for its factor.
+  long padded_size() const { return (size_ + 15) / 16 * 16 + 16; }
+
+  // Where a row's query, or its output, starts.
+  long query_offset(const Piece& piece, const Scratch& s, long row, long token_stride) const {
+    long head = (piece.first_head + row / s.rows) * group_ + row % group_;
+    return (s.first_token + row % s.rows / group_) * token_stride + head * size_;
+  }
+
+  // Calls body(memory, first token, tokens) for each block of keys, or of values further on.
+  template <class F>
+  void each_block(const Piece& piece, const Scratch& s, long offset, F&& body) const {
+    const int32_t* table = a_.block_tables + piece.sequence * a_.table_stride;
+    offset += piece.first_head * size_;
+    auto at = [&](long block) { return (const T*)a_.cache + table[block] * a_.block_stride; };
+    for (long first = 0; first < s.keys; first += a_.block_size) {
+      long block = first / a_.block_size;
+      long count = std::min(a_.block_size, s.keys - first);
+      long next = first + count < s.keys ? block + 1 : block;
+      body(at(block) + offset, first, count, at(next) - at(block));
     }
   }
 
-  const T* query_at(const Piece& piece, long first_token, long row) const {
-    long head = piece.kv_head * group_ + row % group_;
-    return (const T*)a_.query + (first_token + row / group_) * a_.query_stride +
-           head * a_.head_size;
+  // Blocks lie anywhere, which the hardware does not foresee: ask for one ahead.
+  INLINE void fetch(const T* row) const {
+    for (long byte = 0; byte < size_ * (long)sizeof(T); byte += 64)
+      _mm_prefetch((const char*)row + byte, _MM_HINT_T0);
   }
 
-  const T* block_at(const Piece& piece, long block) const {
-    long number = a_.block_tables[piece.sequence * a_.table_stride + block];
-    return (const T*)a_.cache + number * a_.block_stride + piece.kv_head * a_.head_size;
-  }
-
-  void score_rows(const Piece& piece, long rows, const T* query, long keys, float* scores,
-                  long stride) const {
-    for (long first = 0; first < keys; first += a_.block_size) {
-      const T* key = block_at(piece, first / a_.block_size);
-      long count = std::min(a_.block_size, keys - first);
-      switch (rows) {
-        case 1: score_block<1>(query, key, count, scores + first, stride); break;
-        case 2: score_block<2>(query, key, count, scores + first, stride); break;
-        case 3: score_block<3>(query, key, count, scores + first, stride); break;
-        case 4: score_block<4>(query, key, count, scores + first, stride); break;
-        case 5: score_block<5>(query, key, count, scores + first, stride); break;
-        default: score_block<6>(query, key, count, scores + first, stride);
+  void score_block(const Piece& piece, Scratch& s, const T* key, long first,
+                   long count, long ahead) const {
+    for (long head = 0; head < piece.num_heads; ++head)
+      for (long row = 0; row < s.rows; row += kMaxRows) {
+        long at = head * s.rows + row;
+        const T* query = s.query.data() + at * size_;
+        float* scores = s.scores.data() + at * s.stride + first;
+        with_rows(std::min<long>(kMaxRows, s.rows - row), [&](auto rows) {
+          score<rows.value>(query, key + head * size_, count, scores, s.stride, ahead);
+        });
       }
-    }
   }
 
   template <int R>
-  void score_block(const T* query, const T* key, long count, float* scores,
-                   long stride) const {
-    long size = a_.head_size, t = 0;
+  void score(const T* query, const T* key, long count, float* scores, long stride,
+             long ahead) const {
+    long t = 0;
     for (; t + 4 <= count; t += 4) {
+      for (int i = 0; i < 4; ++i) fetch(key + (t + i) * token_stride_ + ahead);
       __m128 sums[R][1];
-      dot_tile<T, R, 1>(query, size, key + t * token_stride_, token_stride_, size, sums);
+      dot_tile<T, R, 1>(query, size_, key + t * token_stride_, token_stride_, size_, sums);
       for (int r = 0; r < R; ++r) _mm_storeu_ps(scores + r * stride + t, sums[r][0]);
     }
     for (; t < count; ++t)
       for (int r = 0; r < R; ++r)
-        scores[r * stride + t] = dot(query + r * size, key + t * token_stride_, size);
+        scores[r * stride + t] = dot(query + r * size_, key + t * token_stride_, size_);
   }
 
   // Scores become weights, zero from `keys` to `stride`; returns what they sum to, inverted.
@@ -136,66 +170,81 @@ class Attention {
     return 1.0f / sum1(sum);
   }
 
-  void mix_rows(const Piece& piece, long first_token, long first_row, long rows, long keys,
-                const float* weights, long stride, const float* factors) const {
-    for (long dim = 0; dim < a_.head_size; dim += 16 * kMaxVectors) {
-      float out[kMaxRows][16 * kMaxVectors];
-      switch (rows) {
-        case 1: mix<1>(piece, dim, keys, weights, stride, out); break;
-        case 2: mix<2>(piece, dim, keys, weights, stride, out); break;
-        case 3: mix<3>(piece, dim, keys, weights, stride, out); break;
-        case 4: mix<4>(piece, dim, keys, weights, stride, out); break;
-        case 5: mix<5>(piece, dim, keys, weights, stride, out); break;
-        default: mix<6>(piece, dim, keys, weights, stride, out);
-      }
-      long width = std::min<long>(16 * kMaxVectors, a_.head_size - dim);
-      for (long r = 0; r < rows; ++r) {
-        long row = first_row + r;
-        long head = piece.kv_head * group_ + row % group_;
-        T* y = (T*)a_.output +
-               ((first_token + row / group_) * a_.heads + head) * a_.head_size + dim;
-        for (long i = 0; i < width; i += 16) {
-          __m512 v = _mm512_mul_ps(load(out[r] + i), _mm512_set1_ps(factors[r]));
-          store(y + i, v, width - i >= 16 ? (__mmask16)0xffff : mask_of(width - i));
+  void mix_block(const Piece& piece, Scratch& s, const T* value, long first,
+                 long count, long ahead) const {
+    for (long head = 0; head < piece.num_heads; ++head)
+      for (long row = 0; row < s.rows; row += kMaxRows)
+        for (long dim = 0; dim < size_; dim += 16 * kMaxVectors) {
+          long at = head * s.rows + row;
+          const float* weights = s.scores.data() + at * s.stride + first;
+          float* output = s.output.data() + at * padded_size() + dim;
+          with_rows(std::min<long>(kMaxRows, s.rows - row), [&](auto rows) {
+            mix<rows.value>(value + head * size_ + dim, size_ - dim, count, weights, s.stride,
+                            output, ahead);
+          });
         }
+  }
+
+  // Adds weighted values to R rows of output, up to 64 elements of each.
+  template <int R>
+  void mix(const T* value, long width, long count, const float* weights, long stride,
+           float* output, long ahead) const {
+    __mmask16 masks[kMaxVectors];
+    for (int v = 0; v < kMaxVectors; ++v) {
+      long left = width - 16 * v;
+      masks[v] = left >= 16 ? 0xffff : left > 0 ? mask_of(left) : 0;
+    }
+    long row = padded_size();
+    __m512 acc[R][kMaxVectors];
+#pragma GCC unroll 8
+    for (int r = 0; r < R; ++r)
+#pragma GCC unroll 4
+      for (int v = 0; v < kMaxVectors; ++v) acc[r][v] = load(output + r * row + 16 * v, masks[v]);
+    for (long t = 0; t < count; ++t, value += token_stride_) {
+      fetch(value + ahead);
+      __m512 values[kMaxVectors];
+#pragma GCC unroll 4
+      for (int v = 0; v < kMaxVectors; ++v) values[v] = load(value + 16 * v, masks[v]);
+#pragma GCC unroll 8
+      for (int r = 0; r < R; ++r) {
+        __m512 weight = _mm512_set1_ps(weights[r * stride + t]);
+#pragma GCC unroll 4
+        for (int v = 0; v < kMaxVectors; ++v)
+          acc[r][v] = _mm512_fmadd_ps(weight, values[v], acc[r][v]);
       }
+    }
+#pragma GCC unroll 8
+    for (int r = 0; r < R; ++r)
+#pragma GCC unroll 4
+      for (int v = 0; v < kMaxVectors; ++v) store(output + r * row + 16 * v, acc[r][v], masks[v]);
+  }
+
+  // Divides a row by its sum of weights and writes it out.
+  void finish(const Piece& piece, const Scratch& s, long row) const {
+    const float* sums = s.output.data() + row * padded_size();
+    __m512 factor = _mm512_set1_ps(sums[padded_size() - 16]);
+    T* y = (T*)a_.output + query_offset(piece, s, row, a_.heads * size_);
+    for (long i = 0; i < size_; i += 16) {
+      __mmask16 m = size_ - i >= 16 ? (__mmask16)0xffff : mask_of(size_ - i);
+      store(y + i, _mm512_mul_ps(load(sums + i, m), factor), m);
     }
   }
 
-  // Weighted sums of values [dim, dim + 64) for R rows.
-  template <int R>
-  void mix(const Piece& piece, long dim, long keys, const float* weights, long stride,
-           float out[kMaxRows][16 * kMaxVectors]) const {
-    __mmask16 masks[kMaxVectors];
-    for (int v = 0; v < kMaxVectors; ++v) {
-      long left = a_.head_size - dim - 16 * v;
-      masks[v] = left >= 16 ? 0xffff : left > 0 ? mask_of(left) : 0;
+  // Calls body with the number of rows as a constant.
+  template <class F>
+  static INLINE void with_rows(long rows, F&& body) {
+    switch (rows) {
+      case 1: return body(std::integral_constant<int, 1>());
+      case 2: return body(std::integral_constant<int, 2>());
+      case 3: return body(std::integral_constant<int, 3>());
+      case 4: return body(std::integral_constant<int, 4>());
+      case 5: return body(std::integral_constant<int, 5>());
+      default: return body(std::integral_constant<int, 6>());
     }
-    __m512 acc[R][kMaxVectors];
-    for (int r = 0; r < R; ++r)
-      for (int v = 0; v < kMaxVectors; ++v) acc[r][v] = _mm512_setzero_ps();
-    for (long first = 0; first < keys; first += a_.block_size) {
-      const T* value = block_at(piece, first / a_.block_size) + value_offset_ + dim;
-      long count = std::min(a_.block_size, keys - first);
-      for (long t = 0; t < count; ++t, value += token_stride_) {
-        __m512 values[kMaxVectors];
-#pragma GCC unroll 4
-        for (int v = 0; v < kMaxVectors; ++v) values[v] = load(value + 16 * v, masks[v]);
-#pragma GCC unroll 8
-        for (int r = 0; r < R; ++r) {
-          __m512 weight = _mm512_set1_ps(weights[r * stride + first + t]);
-#pragma GCC unroll 4
-          for (int v = 0; v < kMaxVectors; ++v)
-            acc[r][v] = _mm512_fmadd_ps(weight, values[v], acc[r][v]);
-        }
-      }
-    }
-    for (int r = 0; r < R; ++r)
-      for (int v = 0; v < kMaxVectors; ++v) _mm512_storeu_ps(out[r] + 16 * v, acc[r][v]);
   }
 
   const AttentionArgs& a_;
-  const long group_, token_stride_, value_offset_;
+  const long group_, size_, token_stride_, value_offset_;
 };
 
 }  // namespace
