@@ -18,8 +18,11 @@ from trimaran.launcher.process_tree import kill_descendants
 
 logger = logging.getLogger(__name__)
 
-_CONCLUDE_S = 0.5
-"""A lost connection is followed so soon by the starter's exit code, or never."""
+_NOTICE_S = 0.3
+"""The starter has noticed a death after this time, and which process died first."""
+
+_STARTER_END_S = 2.0
+"""The starter ends so soon after its last process, or is ended."""
 
 _READ_S = 0.05
 _KILL_PERIOD_S = 0.05
@@ -192,8 +195,8 @@ class Group:
             return
         if self._lost is None and self._failure is None:
             self._lost = link
-            # The starter's exit code, which tells how the process died, comes right after.
-            self._after(_CONCLUDE_S, self._conclude)
+            # How the process died is what the starter's exit code tells, once it has ended.
+            self._after(_NOTICE_S, self._end_the_others)
 
     # ---- endings ------------------------------------------------------------------------
 
@@ -204,6 +207,12 @@ class Group:
         else:
             # Connections that closed before the starter ended may not have been read yet.
             self._after(_READ_S, self._conclude)
+
+    def _end_the_others(self) -> None:
+        """Kill what outlives a lost process: ranks ignore the signal that mpirun sends."""
+        if self._starter_status is None:
+            kill_descendants(self._starter_pid)
+            self._after(_STARTER_END_S, self._conclude)
 
     def _on_failed(self, link: Link, state: ChildState) -> None:
         # Whoever complains after another process was lost, complains about that.
