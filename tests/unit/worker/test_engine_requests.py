@@ -1,0 +1,275 @@
+"""Requests at the engine: refusals, ends, several sequences, fairness and gauges."""
+
+import time
+
+import numpy as np
+import pytest
+
+from trimaran.comm.errors import ConfigError, ErrorKind, RequestError
+from trimaran.comm.messages import STATS_KEYS, FinishReason
+
+VOCAB = 150
+
+
+@pytest.mark.parametrize(
+    ("fields", "text"),
+    [
+        ({"beam_width": 2}, r"'beam_width' \(value 2\) is not served"),
+        ({"return_context_logits": True}, "return_context_logits"),
+        ({"temperature": -1.0}, r"'temperature' is -1.0 but must be a finite number >= 0"),
+        ({"repetition_penalty": 0.0}, r"'repetition_penalty' is 0.0 but must be above 0"),
+        ({"end_id": VOCAB}, r"'end_id' is 150 but must be below the vocabulary size 150"),
+        ({"bad_words": ((3, 999),)}, r"bad_words holds 999.* ids are 0 to 149"),
+        ({"embedding_bias": b"1234"}, r"embedding_bias holds 1 values .* 150"),
+        ({"prompt": [4, VOCAB]}, r"input_ids holds 150.* ids are 0 to 149"),
+        ({"prompt": [4, -1]}, r"input_ids holds -1"),
+        ({"prompt": []}, "the prompt is empty"),
+        ({"prompt": [1] * 128}, r"Prompt length \(128\) exceeds maximum input length \(127\)"),
+        ({"adapter_id": 3}, "LoRA task 3"),
+        ({"embeddings": {"dtype": "FP32"}}, "prompt embedding table"),
+        ({"num_return_sequences": 17}, r"num_return_sequences is 17 .* at most 16"),
+    ],
+)
+def test_a_bad_request_is_refused_by_name_and_the_others_go_on(make_engine, fields, text):
+    driver = make_engine()
+    good = driver.submit([1, 2, 3], max_tokens=4)
+    fields = {"prompt": [5, 6], **fields}
+
+    with pytest.raises(RequestError, match=text):
+        driver.submit(**fields)
+    driver.run()
+
+    assert len(driver.output(good)) == 4
+    driver.check_idle()
+
+
+def test_max_tokens_is_lowered_to_what_is_left_of_the_sequence_length(make_engine):
+    driver = make_engine()
+    request = driver.submit([1] * 120, max_tokens=50)
+
+    driver.run()
+
+    assert len(driver.output(request)) == 8
+    assert driver.reasons[request, 0] == FinishReason.LENGTH
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_a_cancelled_request_leaves_nothing_after_a_step(make_engine, depth):
+    driver = make_engine(depth=depth)
+    request = driver.submit([1, 2, 3], max_tokens=100)
+    for _ in range(5):
+        driver.step()
+
+    driver.engine.cancel("client", [request, 999])
+    driver.run(max_steps=driver.num_steps + 2)
+
+    assert driver.reasons == {(request, 0): FinishReason.CANCELLED}
+    driver.check_idle()
+
+
+def test_a_queued_request_is_cancelled_without_a_token(make_engine):
+    driver = make_engine(max_num_seqs=1)
+    driver.submit([1, 2, 3], max_tokens=3)
+    driver.step()
+    queued = driver.submit([1, 2, 3], max_tokens=3)
+
+    driver.engine.cancel("client", [queued])
+    driver.run()
+
+    assert driver.output(queued) == []
+    assert driver.reasons[queued, 0] == FinishReason.CANCELLED
+    driver.check_idle()
+
+
+def test_only_the_source_that_submitted_can_cancel(make_engine):
+    driver = make_engine()
+    request = driver.submit([1, 2, 3], source="one", max_tokens=3)
+    driver.step()
+
+    driver.engine.cancel("other", [request])
+    driver.run()
+
+    assert driver.reasons[request, 0] == FinishReason.LENGTH
+
+
+def test_a_lost_connection_ends_its_requests_silently(make_engine):
+    driver = make_engine(depth=2)
+    lost = driver.submit([1, 2, 3], source="lost", max_tokens=100)
+    kept = driver.submit([4, 5, 6], source="kept", max_tokens=10)
+    for _ in range(3):
+        driver.step()
+
+    driver.engine.drop_source("lost")
+    driver.run()
+
+    assert (lost, 0) not in driver.reasons
+    assert driver.reasons == {(kept, 0): FinishReason.LENGTH}
+    driver.check_idle()
+
+
+def test_a_request_over_its_time_ends_as_timed_out(make_engine):
+    driver = make_engine()
+    overdue = driver.submit([1, 2, 3], max_tokens=100, timeout_us=1)
+    patient = driver.submit([1, 2, 3], max_tokens=5, timeout_us=60_000_000)
+    time.sleep(0.001)
+
+    driver.run()
+
+    assert driver.reasons == {
+        (overdue, 0): FinishReason.TIMED_OUT,
+        (patient, 0): FinishReason.LENGTH,
+    }
+    driver.check_idle()
+
+
+@pytest.mark.parametrize("changes", [{}, {"depth": 2}, {"enable_block_reuse": False}])
+def test_sequences_of_a_request_are_those_of_single_ones(make_engine, prompt_of, changes):
+    driver = make_engine(**changes)
+    sampling = {"max_tokens": 12, "top_p": 0.95, "seed": 4}
+    prompt = prompt_of(21)
+    several = driver.submit(prompt, num_return_sequences=3, **sampling)
+    driver.run()
+    single = [driver.submit(prompt, sequence_index=index, **sampling) for index in range(3)]
+    driver.run()
+
+    outputs = [driver.output(several, index) for index in range(3)]
+    assert outputs == [driver.output(r, index) for index, r in enumerate(single)]
+    assert len({tuple(output) for output in outputs}) == 3
+    driver.check_idle()
+
+
+def test_a_late_request_has_its_first_token_while_another_runs(make_engine):
+    driver = make_engine(depth=2)
+    early = driver.submit([1, 2, 3], max_tokens=100)
+    while len(driver.output(early)) < 10:
+        driver.step()
+    late = driver.submit([4] * 100, max_tokens=5)
+    while not driver.output(late):
+        driver.step()
+
+    assert len(driver.output(early)) < 20
+
+
+def test_the_end_id_is_not_part_of_the_output(make_engine):
+    driver = make_engine()
+    request = driver.submit([1, 2, 3], max_tokens=8)
+    driver.run()
+    tokens = driver.output(request)
+    place = next(n for n in range(1, 8) if tokens[n] not in tokens[:n])
+
+    again = driver.submit([1, 2, 3], max_tokens=8, end_id=tokens[place])
+    driver.run()
+
+    assert driver.output(again) == tokens[:place]
+    assert driver.reasons[again, 0] == FinishReason.END_ID
+    driver.check_idle()
+
+
+def test_log_probs_come_with_each_token_and_add_up(make_engine):
+    driver = make_engine(depth=2)
+    asked = driver.submit([1, 2, 3], max_tokens=6, return_log_probs=True)
+    silent = driver.submit([1, 2, 3], max_tokens=6)
+    driver.run()
+
+    values = [value for extra in driver.extras[asked, 0] for value in extra["log_probs"]]
+    assert len(values) == 6 and all(value <= 0 for value in values)
+    assert driver.extras[asked, 0][-1]["cum_log_prob"] == pytest.approx(sum(values))
+    assert (silent, 0) not in driver.extras
+
+
+def test_gauges_tell_the_truth(make_engine):
+    driver = make_engine(max_num_seqs=2, max_tokens=2048)
+    idle = driver.engine.stats()
+    assert idle.keys() == set(STATS_KEYS)
+    assert idle["active_requests"] == idle["kv_used_blocks"] == 0
+    assert (idle["kv_max_blocks"], idle["kv_tokens_per_block"]) == (16, 16)
+    assert idle["max_requests"] == 2
+    for length in (20, 50, 30):
+        driver.submit([length] * length, max_tokens=10)
+
+    driver.step()
+    first = driver.engine.stats()
+    assert (first["active_requests"], first["scheduled_requests"]) == (3, 2)
+    assert (first["context_requests"], first["generation_requests"]) == (2, 0)
+    assert (first["waiting_requests"], first["paused_requests"]) == (1, 0)
+    # 20 tokens, then 28 of the other 44 of the budget: a chunk ends with a block.
+    assert first["total_context_tokens"] == 20 + 32
+    assert first["kv_used_blocks"] == 2 + 2
+    assert first["kv_free_blocks"] == 16 - 4
+    assert first["iteration_counter"] == 1
+
+    driver.step()
+    second = driver.engine.stats()
+    assert (second["context_requests"], second["generation_requests"]) == (1, 1)
+    assert second["total_context_tokens"] == 18
+    assert second["timestamp_us"] >= first["timestamp_us"] > time.time_ns() // 1000 - 60_000_000
+    assert second["cpu_memory_bytes"] > 1 << 20
+
+    driver.run()
+    last = driver.engine.stats()
+    assert last["active_requests"] == last["kv_used_blocks"] == 0
+    assert last["kv_reused_blocks"] == 0
+    driver.submit([50] * 50, max_tokens=1)
+    driver.run()
+    assert driver.engine.stats()["kv_reused_blocks"] == 3
+
+
+def test_facts_name_limits_and_backends(make_engine):
+    facts = make_engine().engine.facts()
+
+    expected = {
+        "max_batch_size": 16,
+        "max_num_tokens": 64,
+        "max_seq_len": 128,
+        "max_input_len": 127,
+        "vocab_size": VOCAB,
+        "logits_dtype": "float32",
+        "dtype": "float32",
+        "device": "cpu",
+        "world_size": 1,
+        "tokens_per_block": 16,
+        "max_blocks": 128,
+        "depth": 1,
+    }
+    assert {name: facts[name] for name in expected} == expected
+    assert facts["backends"]["sampling"] == "torch"
+
+
+def test_200_requests_are_not_mixed_up(make_engine, prompt_of):
+    driver = make_engine(depth=2, max_tokens=1024)
+    alone = make_engine(max_tokens=1024, enable_block_reuse=False)
+    lengths = np.random.default_rng(1).integers(1, 40, 200)
+    requests, expected = [], []
+    for seed, length in enumerate(lengths):
+        prompt = prompt_of(int(length), seed)
+        requests.append(driver.submit(prompt, max_tokens=5))
+        single = alone.submit(prompt, max_tokens=5)
+        alone.run(max_steps=10_000)
+        expected.append(alone.output(single))
+
+    driver.run()
+
+    assert [driver.output(request) for request in requests] == expected
+    driver.check_idle()
+
+
+def test_pipeline_stages_are_refused_before_anything_is_loaded(make_engine):
+    from trimaran.comm.topology import ParallelLayout
+
+    engine = make_engine().engine
+    engine._topology = ParallelLayout(pp_size=2)
+
+    with pytest.raises(ConfigError, match="pp_size is 2"):
+        engine.load()
+
+
+def test_a_full_queue_is_unavailable_not_invalid(make_engine):
+    driver = make_engine(max_num_seqs=1, max_queue_size=1)
+    driver.submit([1], max_tokens=5)
+    driver.step()
+    driver.submit([1], max_tokens=5)
+
+    with pytest.raises(RequestError, match="Maximum queue size of 1") as caught:
+        driver.submit([1], max_tokens=5)
+
+    assert caught.value.kind is ErrorKind.UNAVAILABLE
