@@ -1,0 +1,272 @@
+"""All engines that serve this front end: requests out, tokens in, replay after a death."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from trimaran.comm.address import Address
+from trimaran.comm.errors import EngineDeadError, ErrorKind, RequestError
+from trimaran.comm.messages import (
+    Cancel,
+    EngineHello,
+    FinishReason,
+    Message,
+    RequestFailed,
+    StatsReport,
+    StepOutput,
+    Submit,
+)
+from trimaran.server.config import FrontendConfig
+from trimaran.server.engine_link import EngineLink
+from trimaran.server.live_request import LiveRequest
+from trimaran.server.metrics import Metrics
+
+logger = logging.getLogger(__name__)
+
+_VERSION = "1"
+
+
+@dataclass(slots=True)
+class _Group:
+    """One worker group: its connection while it is up, and the requests it owes."""
+
+    name: str
+    model: str
+    link: EngineLink | None = None
+    incarnation: int = -1
+    num_restarts: int = 0
+    facts: dict[str, Any] = field(default_factory=dict)
+    live: dict[int, LiveRequest] = field(default_factory=dict)
+    give_up: asyncio.TimerHandle | None = None
+
+
+class EngineClient:
+    """Submits requests to the groups of each model. Used on the event loop only.
+
+    When a group's connection is lost, its requests wait for the group's next
+    incarnation, which goes on after the ids that clients already have.
+    """
+
+    def __init__(self, config: FrontendConfig, metrics: Metrics) -> None:
+        self._config = config
+        self._metrics = metrics
+        self._ids = itertools.count(1)
+        self._groups = {
+            name: _Group(name, model)
+            for model, names in config.groups.items()
+            for name in names
+        }
+        self._servers: list[asyncio.Server] = []
+        self._handlers: dict[type[Message], Callable[[_Group, Any], None]] = {
+            StepOutput: self._step_output,
+            RequestFailed: self._request_failed,
+            StatsReport: self._stats_report,
+        }
+
+    async def start(self) -> None:
+        """Listen for groups that dial in."""
+        loop = asyncio.get_running_loop()
+        for text in self._config.engine_listen:
+            address = Address.parse(text)
+            if address.path and os.path.exists(address.path):
+                os.unlink(address.path)
+            make_link = partial(EngineLink, self, self._config.token)
+            server = await loop.create_server(make_link, sock=address.listen())
+            self._servers.append(server)
+
+    async def close(self) -> None:
+        """Stop listening and close every connection."""
+        for server in self._servers:
+            server.close()
+        for group in self._groups.values():
+            if group.give_up is not None:
+                group.give_up.cancel()
+            if group.link is not None:
+                group.link.close()
+
+    def is_ready(self, model: str) -> bool:
+        """Whether a group of this model is up."""
+        return any(g.link is not None for g in self._groups.values() if g.model == model)
+
+    def facts(self, model: str) -> dict[str, Any]:
+        """The facts of the model's engine, of its last incarnation.
+
+        Raises:
+            RequestError: no group of the model was ever up.
+        """
+        for group in self._groups.values():
+            if group.model == model and group.facts:
+                return group.facts
+        raise self._unavailable(model)
+
+    def submit(self, model: str, **fields: Any) -> LiveRequest:
+        """Start one request on the least loaded group; ``fields`` are those of `Submit`.
+
+        Raises:
+            RequestError: no group of the model is up.
+        """
+        up = [g for g in self._groups.values() if g.model == model and g.link is not None]
+        if not up:
+            raise self._unavailable(model)
+        group = min(up, key=lambda g: len(g.live))
+        request_id = next(self._ids)
+        submit = Submit(request_id=request_id, model=model, group=group.name, **fields)
+        request = LiveRequest(
+            submit,
+            self._cancel,
+            partial(self._metrics.observe_inter_token, model, _VERSION),
+            partial(self._metrics.observe_time_to_first_token, model, _VERSION),
+        )
+        request.group = group.name
+        group.live[request_id] = request
+        assert group.link is not None
+        group.link.send(submit)
+        return request
+
+    def on_group_state(
+        self, group: str, state: str, num_restarts: int = 0, **_: object
+    ) -> None:
+        """The supervisor's word on a group; ``failed`` means that it will not come back."""
+        known = self._groups.get(group)
+        if known is None:
+            return
+        known.num_restarts = num_restarts
+        self._show_state(known)
+        if state == "failed":
+            self._give_up(known, "the group failed and is not started again")
+
+    # ---- connections --------------------------------------------------------------------
+
+    def refusal(self, hello: EngineHello) -> str:
+        """Why this engine cannot serve here; empty if it can."""
+        group = self._groups.get(hello.group)
+        if group is None or group.model != hello.model:
+            known = ", ".join(f"{g.name} of {g.model}" for g in self._groups.values())
+            return f"group '{hello.group}' of model '{hello.model}' is unknown; known: {known}"
+        if hello.incarnation < group.incarnation:
+            return f"incarnation {hello.incarnation} is older than {group.incarnation}"
+        return ""
+
+    def link_ready(self, link: EngineLink, hello: EngineHello) -> None:
+        """A warm group dialled in: it takes over what the last incarnation owed."""
+        group = self._groups[hello.group]
+        if group.link is not None:
+            group.link.hello = None
+            group.link.close()
+        group.link, group.incarnation, group.facts = link, hello.incarnation, hello.facts
+        if group.give_up is not None:
+            group.give_up.cancel()
+            group.give_up = None
+        logger.info("Group '%s' of model '%s' is up", group.name, group.model)
+        self._metrics.set_engine_info(group.model, _VERSION, hello.facts)
+        self._show_state(group)
+        self._replay(group, link)
+
+    def link_lost(self, link: EngineLink) -> None:
+        """A group died: its requests wait for the next incarnation."""
+        assert link.hello is not None
+        group = self._groups[link.hello.group]
+        if group.link is not link:
+            return
+        group.link = None
+        self._show_state(group)
+        logger.error(
+            "Group '%s' of model '%s' is gone; %d requests wait for its return",
+            group.name, group.model, len(group.live),
+        )  # fmt: skip
+        why = f"the group did not come back within {self._config.replay_timeout_s:g} s"
+        loop = asyncio.get_running_loop()
+        group.give_up = loop.call_later(
+            self._config.replay_timeout_s, self._give_up, group, why
+        )
+
+    def message(self, link: EngineLink, message: Message) -> None:
+        """Take one message of a group."""
+        assert link.hello is not None
+        group = self._groups[link.hello.group]
+        handler = self._handlers.get(type(message))
+        if handler is not None and group.link is link:
+            handler(group, message)
+
+    def _replay(self, group: _Group, link: EngineLink) -> None:
+        for request in list(group.live.values()):
+            request.num_replays += 1
+            if request.num_replays > self._config.max_replays:
+                del group.live[request.request_id]
+                request.fail(
+                    EngineDeadError(
+                        f"the engine of model '{group.model}' died {request.num_replays} "
+                        f"times under this request (limit {self._config.max_replays}); it "
+                        "is not tried again"
+                    )
+                )
+            else:
+                link.send(request.replay_submit())
+        if group.live:
+            logger.info("Group '%s': %d requests replayed", group.name, len(group.live))
+
+    def _give_up(self, group: _Group, why: str) -> None:
+        if group.give_up is not None:
+            group.give_up.cancel()
+            group.give_up = None
+        requests, group.live = list(group.live.values()), {}
+        for request in requests:
+            request.fail(EngineDeadError(f"the engine of model '{group.model}' is gone: {why}"))
+
+    # ---- messages -----------------------------------------------------------------------
+
+    def _step_output(self, group: _Group, output: StepOutput) -> None:
+        ids = np.frombuffer(output.request_ids, dtype="<u8").tolist()
+        counts = np.frombuffer(output.num_tokens, dtype="<u2").tolist()
+        reasons = np.frombuffer(output.finish_reasons, dtype=np.uint8).tolist()
+        tokens = np.frombuffer(output.token_ids, dtype="<i4").tolist()
+        start = 0
+        for row, request_id in enumerate(ids):
+            end = start + counts[row]
+            request = group.live.get(request_id)
+            if request is not None:
+                reason = FinishReason(reasons[row])
+                if reason is not FinishReason.NOT_FINISHED:
+                    del group.live[request_id]
+                request.push(tokens[start:end], reason, output.extras.get(row, {}))
+                if request.is_over:
+                    self._observe_lengths(request)
+            start = end
+
+    def _request_failed(self, group: _Group, failure: RequestFailed) -> None:
+        request = group.live.pop(failure.request_id, None)
+        if request is not None:
+            request.fail(RequestError(failure.text, ErrorKind[failure.kind]))
+
+    def _stats_report(self, group: _Group, report: StatsReport) -> None:
+        self._metrics.set_engine_stats(group.model, _VERSION, report.values)
+
+    def _cancel(self, request: LiveRequest) -> None:
+        group = self._groups[request.group]
+        group.live.pop(request.request_id, None)
+        if group.link is not None:
+            group.link.send(Cancel(request_ids=[request.request_id]))
+
+    def _observe_lengths(self, request: LiveRequest) -> None:
+        num_input = len(request.submit.prompt_ids) // 4
+        num_output = len(request.output_ids)
+        self._metrics.observe_lengths(request.submit.model, _VERSION, num_input, num_output)
+
+    def _show_state(self, group: _Group) -> None:
+        is_up = group.link is not None
+        self._metrics.group_state(group.model, group.name, is_up, group.num_restarts)
+
+    def _unavailable(self, model: str) -> RequestError:
+        return EngineDeadError(
+            f"Request for unknown model: '{model}' version {_VERSION} is not at ready state: "
+            "its engine is not running; try again in some seconds"
+        )

@@ -1,0 +1,133 @@
+"""One request that an engine runs, as the front end sees it: an iterator of new tokens."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from trimaran.comm.errors import RequestError
+from trimaran.comm.messages import FinishReason, Submit, pack_ids
+
+
+@dataclass(slots=True)
+class TokenChunk:
+    """New ids of one sequence: of one step, or of several if the reader was slow."""
+
+    token_ids: list[int] = field(default_factory=list)
+    finish_reason: FinishReason = FinishReason.NOT_FINISHED
+    extras: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def is_last(self) -> bool:
+        """Whether the sequence has ended."""
+        return self.finish_reason is not FinishReason.NOT_FINISHED
+
+
+class LiveRequest:
+    """A submitted request. Read its `chunks` once; `cancel` ends it at the engine.
+
+    Tokens that arrive while nobody reads are merged into one chunk, so that a slow
+    reader costs memory for its ids only.
+    """
+
+    def __init__(
+        self,
+        submit: Submit,
+        on_cancel: Callable[[LiveRequest], None],
+        observe_gap: Callable[[float], None],
+        observe_first: Callable[[float], None],
+    ) -> None:
+        self.submit = submit
+        self.group = ""
+        self.output_ids: list[int] = []
+        self.num_replays = 0
+        self.is_over = False
+        self._on_cancel = on_cancel
+        self._observe_gap = observe_gap
+        self._observe_first = observe_first
+        self._pending: TokenChunk | None = None
+        self._error: RequestError | None = None
+        self._waiter: asyncio.Future[None] | None = None
+        self._last_token_s = 0.0
+        self._submitted_s = time.monotonic()
+
+    @property
+    def request_id(self) -> int:
+        """The id on the engine's connection."""
+        return self.submit.request_id
+
+    def replay_submit(self) -> Submit:
+        """The message that lets another engine go on where this one is."""
+        return replace(self.submit, output_ids=pack_ids(self.output_ids))
+
+    def push(self, ids: list[int], reason: FinishReason, extras: dict[str, Any]) -> None:
+        """Take what one step produced."""
+        if ids:
+            self._measure(len(ids))
+            self.output_ids += ids
+        chunk = self._pending
+        if chunk is None:
+            self._pending = TokenChunk(ids, reason, extras)
+        else:
+            chunk.token_ids += ids
+            chunk.finish_reason = reason
+            chunk.extras.update(extras)
+        self.is_over = reason is not FinishReason.NOT_FINISHED
+        self._wake()
+
+    def fail(self, error: RequestError) -> None:
+        """End with an error, after the tokens that are still unread."""
+        self._error = error
+        self.is_over = True
+        self._wake()
+
+    def cancel(self) -> None:
+        """End the request now; the reader gets CANCELLED with what there is. Idempotent."""
+        if not self.is_over:
+            self._on_cancel(self)
+            self.push([], FinishReason.CANCELLED, {})
+
+    def abandon(self) -> None:
+        """The reader is gone: end the request at the engine."""
+        if not self.is_over:
+            self._on_cancel(self)
+            self.is_over = True
+
+    async def chunks(self) -> AsyncGenerator[TokenChunk, None]:
+        """Yield chunks; the last one has a finish reason.
+
+        Raises:
+            RequestError: the engine refused or lost the request.
+        """
+        try:
+            while True:
+                if self._pending is None and self._error is None:
+                    self._waiter = asyncio.get_running_loop().create_future()
+                    await self._waiter
+                chunk, self._pending = self._pending, None
+                if chunk is not None:
+                    yield chunk
+                    if chunk.is_last:
+                        return
+                elif self._error is not None:
+                    raise self._error
+        finally:
+            self.abandon()
+
+    def _wake(self) -> None:
+        waiter, self._waiter = self._waiter, None
+        if waiter is not None and not waiter.done():
+            waiter.set_result(None)
+
+    def _measure(self, num_tokens: int) -> None:
+        now = time.monotonic()
+        if self._last_token_s:
+            gap = (now - self._last_token_s) / num_tokens
+            for _ in range(num_tokens):
+                self._observe_gap(gap)
+        else:
+            self._observe_first(now - self._submitted_s)
+        self._last_token_s = now

@@ -1,0 +1,113 @@
+"""Text to ids and back, with the special ids of a Hugging Face tokenizer folder."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import subprocess
+import sys
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer as FastTokenizer
+
+from trimaran.comm.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+# Below this a hop to a thread costs more than the encoding itself.
+_INLINE_CHARACTERS = 2048
+_CONVERT = (
+    "import sys, transformers; "
+    "transformers.AutoTokenizer.from_pretrained(sys.argv[1]).save_pretrained(sys.argv[2])"
+)
+_CONVERT_TIMEOUT_S = 300.0
+
+
+class Tokenizer:
+    """One tokenizer folder. Methods are safe from any thread."""
+
+    def __init__(self, folder: str, num_threads: int = 2) -> None:
+        """Load the folder.
+
+        Raises:
+            ConfigError: no folder, or no tokenizer that can be read or converted.
+        """
+        path = Path(folder)
+        if not path.is_dir():
+            raise ConfigError(f"tokenizer_dir {folder} is not a folder")
+        self._converted: tempfile.TemporaryDirectory[str] | None = None
+        if not (path / "tokenizer.json").exists():
+            path = self._convert(path)
+        try:
+            self._fast = FastTokenizer.from_file(str(path / "tokenizer.json"))
+        except Exception as error:
+            raise ConfigError(f"{path}/tokenizer.json cannot be read: {error}") from error
+        self._fast.no_padding()
+        self._fast.no_truncation()
+        self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="tokenizer")
+        settings = {
+            **_read_json(path / "special_tokens_map.json"),
+            **_read_json(path / "tokenizer_config.json"),
+        }
+        self.end_id = self._special_id(settings.get("eos_token"))
+        pad_id = self._special_id(settings.get("pad_token"))
+        self.pad_id = self.end_id if pad_id is None else pad_id
+        self.vocab_size: int = self._fast.get_vocab_size(with_added_tokens=True)
+
+    async def encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        """The ids of a text; a long text does not hold up the event loop."""
+        if len(text) <= _INLINE_CHARACTERS:
+            return self.encode_now(text, add_special_tokens)
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(
+            self._threads, self.encode_now, text, add_special_tokens
+        )
+
+    def encode_now(self, text: str, add_special_tokens: bool) -> list[int]:
+        """The ids of a text."""
+        ids: list[int] = self._fast.encode(text, add_special_tokens=add_special_tokens).ids
+        return ids
+
+    def decode(self, ids: list[int], skip_special_tokens: bool = True) -> str:
+        """The text of some ids."""
+        text: str = self._fast.decode(ids, skip_special_tokens=skip_special_tokens)
+        return text
+
+    def _special_id(self, token: Any) -> int | None:
+        content = token.get("content") if isinstance(token, dict) else token
+        found: int | None = self._fast.token_to_id(content) if content else None
+        return found
+
+    def _convert(self, folder: Path) -> Path:
+        """Convert a slow tokenizer once, in a child: transformers imports torch."""
+        self._converted = tempfile.TemporaryDirectory(prefix="trimaran-tokenizer-")
+        logger.info("Converting the tokenizer of %s to tokenizer.json", folder)
+        done = subprocess.run(
+            [sys.executable, "-P", "-c", _CONVERT, str(folder), self._converted.name],
+            capture_output=True,
+            text=True,
+            timeout=_CONVERT_TIMEOUT_S,
+            check=False,
+        )
+        converted = Path(self._converted.name)
+        if done.returncode != 0 or not (converted / "tokenizer.json").exists():
+            reason = done.stderr.strip().splitlines()[-1:] or ["no tokenizer.json came out"]
+            raise ConfigError(
+                f"tokenizer_dir {folder} has no tokenizer.json and cannot be converted: "
+                f"{reason[0]}"
+            )
+        return converted
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    if not path.exists():
+        return {}
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ConfigError(f"{path}: not JSON: {error}") from error
+    return content if isinstance(content, dict) else {}
