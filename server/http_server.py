@@ -50,7 +50,7 @@ class HttpServer:
         """Close every connection that is not in the middle of a request."""
         for connection in self._server.connections:
             if connection not in self._busy:
-                connection.close()
+                connection.force_close()
 
     async def stop(self) -> None:
         """Close everything, running requests too."""

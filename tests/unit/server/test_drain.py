@@ -1,0 +1,102 @@
+"""What clients see while the server is on its way out."""
+
+import http.client
+import json
+import threading
+
+import grpc
+import pytest
+from tritonclient.grpc import service_pb2 as pb
+from tritonclient.grpc import service_pb2_grpc
+
+
+async def _drain(server):
+    server.service.admission.start_draining()
+    server.http.close_idle_connections()
+
+
+def test_running_requests_finish_and_new_ones_are_refused(fresh_server):
+    server = fresh_server
+    found = []
+    body = {"text_input": "a", "max_tokens": 100, "delay_ms": 5}
+    running = threading.Thread(
+        target=lambda: found.append(server.post("/v2/models/repeat/generate_stream", body))
+    )
+    running.start()
+    server.wait_until(lambda: server.repeat.num_running == 1)
+    server.run(_drain(server))
+    assert server.service.admission.num_running == 1
+    for action in ("infer", "generate", "generate_stream"):
+        answer = server.post(f"/v2/models/repeat/{action}", body)
+        assert (answer.status, answer.error) == (
+            503,
+            "Server is stopping, scheduler for model has stopped accepting new inference "
+            "requests",
+        )
+        assert answer.headers["Connection"] == "close"
+    assert server.get("/v2/health/ready").status == 400
+    assert server.get("/v2/health/live").status == 200
+    server.run(server.service.admission.wait_idle())
+    running.join()
+    assert len(found[0].events) == 100
+
+
+def test_idle_connections_are_closed_at_once(fresh_server):
+    server = fresh_server
+    connection = http.client.HTTPConnection("127.0.0.1", server.http_port, timeout=60)
+    connection.request("GET", "/v2")
+    connection.getresponse().read()
+    server.run(_drain(server))
+    assert connection.sock.recv(1) == b""
+    connection.close()
+
+
+def test_a_request_whose_body_is_on_its_way_is_refused_not_dropped(fresh_server):
+    server = fresh_server
+    body = json.dumps({"text_input": "a", "max_tokens": 1}).encode()
+    connection = http.client.HTTPConnection("127.0.0.1", server.http_port, timeout=60)
+    connection.putrequest("POST", "/v2/models/repeat/generate")
+    connection.putheader("Content-Length", str(len(body)))
+    connection.endheaders(body[:5])
+    server.wait_until(lambda: server.service.admission.num_running == 1)
+    server.run(_drain(server))
+    connection.send(body[5:])
+    response = connection.getresponse()
+    assert (response.status, json.loads(response.read())["text_output"]) == (200, "a 0")
+    connection.close()
+
+
+def test_grpc_refuses_with_its_own_text_and_finishes_what_runs(fresh_server):
+    server = fresh_server
+    text = "GRPC server is shutting down and has stopped accepting new requests."
+    go_on = threading.Event()
+
+    def request(request_id, count, delay_ms):
+        message = pb.ModelInferRequest(model_name="repeat", id=request_id)
+        values = {"max_tokens": count, "delay_ms": delay_ms}
+        message.inputs.add(name="text_input", datatype="BYTES", shape=[1, 1])
+        message.inputs[0].contents.bytes_contents.append(b"a")
+        for name, value in values.items():
+            tensor = message.inputs.add(name=name, datatype="INT32", shape=[1, 1])
+            tensor.contents.int_contents.append(value)
+        return message
+
+    def requests():
+        yield request("early", 20, 20)
+        go_on.wait()
+        yield request("late", 1, 0)
+
+    with grpc.insecure_channel(server.grpc_url) as channel:
+        stub = service_pb2_grpc.GRPCInferenceServiceStub(channel)
+        responses = stub.ModelStreamInfer(requests())
+        next(responses)
+        server.run(_drain(server))
+        go_on.set()
+        rest = list(responses)
+        late = [r for r in rest if r.infer_response.id == "late"]
+        assert [r.error_message for r in late] == [text]
+        assert len(rest) == 20
+        with pytest.raises(grpc.RpcError) as caught:
+            stub.ModelInfer(pb.ModelInferRequest(model_name="double"))
+        assert (caught.value.code().name, caught.value.details()) == ("UNAVAILABLE", text)
+        assert not stub.ServerReady(pb.ServerReadyRequest()).ready

@@ -1,0 +1,186 @@
+"""Clients that misbehave, or are slow, or go away."""
+
+import http.client
+import json
+import socket
+
+import pytest
+
+LIMIT = 64 << 20
+
+
+def open_socket(server):
+    return socket.create_connection(("127.0.0.1", server.http_port), timeout=60)
+
+
+def post_head(path, body=b"", length=None):
+    length = len(body) if length is None else length
+    head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Length: {length}\r\n\r\n"
+    return head.encode() + body
+
+
+def generate_body(**members):
+    return json.dumps({"text_input": "a", **members}).encode()
+
+
+def read_all(sock):
+    parts = []
+    while part := sock.recv(1 << 16):
+        parts.append(part)
+    return b"".join(parts)
+
+
+@pytest.mark.parametrize("action", ["infer", "generate", "generate_stream"])
+def test_a_body_of_100_megabytes_is_refused_and_the_connection_lives(server, action):
+    size = 100 * 1000 * 1000
+    model = "double" if action == "infer" else "repeat"
+    connection = http.client.HTTPConnection("127.0.0.1", server.http_port, timeout=60)
+    connection.request("POST", f"/v2/models/{model}/{action}", b" " * size)
+    response = connection.getresponse()
+    assert response.status == 400
+    assert json.loads(response.read())["error"] == (
+        f"request JSON size of {size} bytes exceeds the maximum allowed input size of {LIMIT} "
+        "bytes. Use --http-max-input-size to increase the limit."
+    )
+    connection.request("GET", "/v2/health/live")
+    assert connection.getresponse().status == 200
+    connection.close()
+
+
+def test_a_chunked_body_is_refused_when_it_passes_the_limit(server):
+    connection = http.client.HTTPConnection("127.0.0.1", server.http_port, timeout=60)
+    chunk = b" " * (1 << 20)
+    body = (chunk for _ in range(66))
+    connection.request(
+        "POST", "/v2/models/repeat/generate", body, {"Transfer-Encoding": "chunked"},
+        encode_chunked=True,
+    )  # fmt: skip
+    response = connection.getresponse()
+    assert response.status == 400
+    assert b"exceeds the maximum allowed input size" in response.read()
+    connection.close()
+
+
+def test_a_chunked_body_is_accepted(server):
+    connection = http.client.HTTPConnection("127.0.0.1", server.http_port, timeout=60)
+    body = generate_body(max_tokens=1)
+    connection.request(
+        "POST", "/v2/models/repeat/generate", iter([body[:7], body[7:]]),
+        {"Transfer-Encoding": "chunked"}, encode_chunked=True,
+    )  # fmt: skip
+    assert json.loads(connection.getresponse().read())["text_output"] == "a 0"
+    connection.close()
+
+
+def test_a_json_tensor_over_the_limit_is_refused(server):
+    tensor = {"name": "FP32", "shape": [(LIMIT >> 2) + 1], "datatype": "FP32", "data": []}
+    answer = server.post("/v2/models/echo/infer", {"inputs": [tensor]})
+    assert (answer.status, answer.error) == (
+        400,
+        f"JSON input 'FP32' has a byte_size ({LIMIT + 4}) that exceeds the maximum allowed "
+        f"value of {LIMIT} bytes. Use --http-max-input-size to increase the limit.",
+    )
+
+
+def test_blobs_after_the_json_are_not_under_the_limit(server):
+    size = 100 << 20
+    tensor = {"name": "INT8", "shape": [size], "datatype": "INT8",
+              "parameters": {"binary_data_size": size}}  # fmt: skip
+    head = json.dumps({"inputs": [tensor], "outputs": [{"name": "OUT_TEXT"}]}).encode()
+    headers = {"Inference-Header-Content-Length": str(len(head))}
+    answer = server.post("/v2/models/echo/infer", head + bytes(size), headers)
+    assert answer.json["outputs"] == []
+
+
+def test_deep_nesting_is_refused(server):
+    for body in (b"[" * 200_000, b'{"text_input":' + b"[" * 5000 + b"]" * 5000 + b"}"):
+        answer = server.post("/v2/models/repeat/generate", body)
+        assert answer.status in (400, 500)
+        assert "deeper than 100 levels" in answer.error
+
+
+def test_expect_100_continue_is_answered_before_the_body_is_sent(server):
+    body = generate_body(max_tokens=1)
+    with open_socket(server) as sock:
+        sock.sendall(
+            b"POST /v2/models/repeat/generate HTTP/1.1\r\nHost: x\r\nConnection: close\r\n"
+            b"Expect: 100-continue\r\nContent-Length: %d\r\n\r\n" % len(body)
+        )
+        assert sock.recv(64) == b"HTTP/1.1 100 Continue\r\n\r\n"
+        sock.sendall(body)
+        assert b'"text_output":"a 0"' in read_all(sock)
+
+
+def test_a_truncated_request_runs_nothing_and_blocks_nobody(fresh_server):
+    server = fresh_server
+    body = generate_body(max_tokens=1)
+    with open_socket(server) as waiting, open_socket(server) as leaving:
+        waiting.sendall(post_head("/v2/models/repeat/generate", body[:5], len(body)))
+        leaving.sendall(post_head("/v2/models/repeat/generate", body[:5], len(body)))
+        leaving.shutdown(socket.SHUT_WR)
+        assert read_all(leaving) == b""
+        answer = server.post("/v2/models/repeat/generate", body)
+        assert answer.json["text_output"] == "a 0"
+    assert server.repeat.num_responses == 1
+
+
+def test_nonsense_instead_of_http_harms_nobody(server):
+    with open_socket(server) as sock:
+        sock.sendall(b"\x16\x03\x01 hello\r\n\r\n")
+        read_all(sock)
+    assert server.get("/v2/health/live").status == 200
+
+
+@pytest.mark.parametrize("action", ["generate", "generate_stream"])
+def test_leaving_before_the_first_byte_cancels_the_request(fresh_server, action):
+    server = fresh_server
+    body = generate_body(max_tokens=1, delay_ms=3_600_000)
+    with open_socket(server) as sock:
+        sock.sendall(post_head(f"/v2/models/repeat/{action}", body))
+        server.wait_until(lambda: server.repeat.num_running == 1)
+    server.wait_until(lambda: server.repeat.num_running == 0)
+    assert server.repeat.num_ended_early == 1
+    found = server.get("/v2/models/repeat/stats").json["model_stats"][0]["inference_stats"]
+    assert found["fail"]["count"] == 1
+
+
+def test_leaving_in_mid_stream_cancels_the_request(fresh_server):
+    server = fresh_server
+    body = generate_body(max_tokens=1_000_000, delay_ms=1)
+    with open_socket(server) as sock:
+        sock.sendall(post_head("/v2/models/repeat/generate_stream", body))
+        assert sock.recv(64).startswith(b"HTTP/1.1 200")
+    server.wait_until(lambda: server.repeat.num_running == 0)
+    assert server.repeat.num_ended_early == 1
+
+
+def test_a_slow_reader_is_held_back_and_blocks_nobody(fresh_server):
+    server = fresh_server
+    with socket.socket() as sock:
+        # A small window, so that the server's writes soon stand still.
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        sock.connect(("127.0.0.1", server.http_port))
+        body = generate_body(text_input="x" * 1000, max_tokens=100_000)
+        sock.sendall(post_head("/v2/models/repeat/generate_stream", body))
+        server.wait_until(lambda: server.repeat.num_responses > 100)
+        seen = -1
+        while seen != server.repeat.num_responses:
+            seen = server.repeat.num_responses
+            quick = server.post("/v2/models/double/generate", {"X": [1, 2]})
+            assert quick.json["Y"] == [2, 4]
+        # Far from all: what nobody reads is not made.
+        assert server.repeat.num_responses < 20_000
+        assert server.repeat.num_running == 1
+        sock.recv(100)
+    server.wait_until(lambda: server.repeat.num_running == 0)
+
+
+def test_one_connection_serves_many_requests(server):
+    connection = http.client.HTTPConnection("127.0.0.1", server.http_port, timeout=60)
+    for n in range(20):
+        connection.request("POST", "/v2/models/repeat/generate_stream",
+                           generate_body(max_tokens=n))  # fmt: skip
+        assert connection.getresponse().read().count(b"data: ") == n
+        connection.request("GET", "/v2/nothing")
+        assert connection.getresponse().read() == b'{"error":"Not Found"}'
+    connection.close()

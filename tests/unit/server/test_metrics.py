@@ -1,0 +1,207 @@
+"""The metrics port and what its families say."""
+
+import urllib.request
+
+import pytest
+
+from trimaran.comm.errors import ConfigError
+from trimaran.server.metrics import Metrics
+
+NV_INFERENCE = (
+    "request_success", "count", "exec_count", "request_duration_us", "queue_duration_us",
+    "compute_input_duration_us", "compute_infer_duration_us", "compute_output_duration_us",
+    "pending_request_count",
+)  # fmt: skip
+
+
+def scrape(server):
+    with urllib.request.urlopen(f"{server.metrics_url}/metrics") as response:
+        assert response.headers["Content-Type"] == "text/plain; charset=utf-8"
+        return parse(response.read())
+
+
+def parse(text):
+    samples = {}
+    for line in text.decode().splitlines():
+        if not line.startswith("#"):
+            name, _, value = line.rpartition(" ")
+            samples[name] = float(value)
+    return samples
+
+
+def of(name, model="double", **labels):
+    pairs = {"model": model, "version": "1", **labels}
+    return name + "{" + ",".join(f'{k}="{v}"' for k, v in pairs.items()) + "}"
+
+
+def infer_double(server, batch=1):
+    tensor = {"name": "X", "shape": [batch, 2], "datatype": "INT32", "data": [0] * 2 * batch}
+    return server.post("/v2/models/double/infer", {"inputs": [tensor]})
+
+
+def fail(server, kind):
+    tensor = {"name": "KIND", "shape": [1], "datatype": "BYTES", "data": [kind]}
+    return server.post("/v2/models/fail/infer", {"inputs": [tensor]})
+
+
+def test_every_family_of_every_model_is_there_with_zero_from_the_start(fresh_server):
+    samples = scrape(fresh_server)
+    for model in ("double", "repeat"):
+        for name in NV_INFERENCE:
+            assert samples[of(f"nv_inference_{name}", model)] == 0
+        for reason in ("REJECTED", "CANCELED", "BACKEND", "OTHER"):
+            name = of("nv_inference_request_failure", model, reason=reason)
+            assert samples[name] == 0
+    assert samples["nv_cpu_memory_total_bytes"] > 0
+    assert 0 <= samples["nv_cpu_utilization"] <= 1
+    assert "nv_pinned_memory_pool_total_bytes" in samples
+
+
+def test_success_counts_requests_and_their_batches(fresh_server):
+    infer_double(fresh_server)
+    infer_double(fresh_server, batch=3)
+    samples = scrape(fresh_server)
+    assert samples[of("nv_inference_request_success")] == 2
+    assert samples[of("nv_inference_count")] == 4
+    assert samples[of("nv_inference_exec_count")] == 2
+    assert samples[of("nv_inference_request_duration_us")] > 0
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason"),
+    [("INTERNAL", "BACKEND"), ("INVALID_ARG", "BACKEND"), ("UNAVAILABLE", "REJECTED"),
+     ("CANCELLED", "CANCELED"), ("bug", "OTHER")],
+)  # fmt: skip
+def test_failures_count_under_their_reason(fresh_server, kind, reason):
+    fail(fresh_server, kind)
+    samples = scrape(fresh_server)
+    for label in ("REJECTED", "CANCELED", "BACKEND", "OTHER"):
+        name = of("nv_inference_request_failure", "fail", reason=label)
+        assert samples[name] == (label == reason)
+    assert samples[of("nv_inference_request_success", "fail")] == 0
+
+
+def test_counters_keep_the_names_that_dashboards_know(fresh_server):
+    with urllib.request.urlopen(f"{fresh_server.metrics_url}/metrics") as response:
+        text = response.read().decode()
+    assert "# TYPE nv_inference_count counter" in text
+    assert "_total{" not in text
+    assert "_created" not in text
+
+
+def test_other_paths_answer_200_with_nothing_and_other_methods_405(server):
+    with urllib.request.urlopen(f"{server.metrics_url}/other") as response:
+        assert (response.status, response.read()) == (200, b"")
+    with urllib.request.urlopen(f"{server.metrics_url}/metrics/") as response:
+        assert response.read()
+    request = urllib.request.Request(f"{server.metrics_url}/metrics", data=b"")
+    with pytest.raises(urllib.error.HTTPError) as caught:
+        urllib.request.urlopen(request)
+    assert caught.value.code == 405
+    caught.value.close()
+
+
+def test_an_engines_last_iteration_shows_in_every_in_flight_family():
+    metrics = Metrics()
+    metrics.add_engine("m", "1")
+    zero = parse(metrics.render())
+    assert zero[of("nv_trt_llm_request_metrics", "m", request_type="active")] == 0
+    stats = {
+        "active_requests": 5, "max_requests": 64, "scheduled_requests": 3,
+        "context_requests": 1,
+        "waiting_requests": 2, "generation_requests": 2, "paused_requests": 1,
+        "total_context_tokens": 17, "micro_batch_id": 0, "kv_max_blocks": 200,
+        "kv_free_blocks": 150, "kv_used_blocks": 50, "kv_tokens_per_block": 32,
+        "kv_reused_blocks": 7, "iteration_counter": 99, "timestamp_us": 12,
+        "cpu_memory_bytes": 1, "gpu_memory_bytes": 2, "pinned_memory_bytes": 3,
+    }  # fmt: skip
+    metrics.set_engine_stats("m", "1", stats)
+    samples = parse(metrics.render())
+    families = {
+        ("nv_trt_llm_request_metrics", "request_type"): {
+            "active": 5, "max": 64, "scheduled": 3, "context": 1, "waiting": 2,
+        },
+        ("nv_trt_llm_runtime_memory_metrics", "memory_type"): {"cpu": 1, "gpu": 2, "pinned": 3},
+        ("nv_trt_llm_kv_cache_block_metrics", "kv_cache_block_type"): {
+            "max": 200, "free": 150, "used": 50, "tokens_per": 32, "reused": 7,
+            "fraction": 0.25,
+        },
+        ("nv_trt_llm_inflight_batcher_metrics", "inflight_batcher_specific_metric"): {
+            "total_context_tokens": 17, "generation_requests": 2, "micro_batch_id": 0,
+            "paused_requests": 1,
+        },
+        ("nv_trt_llm_general_metrics", "general_type"): {
+            "timestamp": 12, "iteration_counter": 99,
+        },
+    }  # fmt: skip
+    for (family, label), values in families.items():
+        found = {name: samples[of(family, "m", **{label: name})] for name in values}
+        assert found == values
+
+
+def test_token_histograms_have_the_known_buckets():
+    metrics = Metrics()
+    metrics.add_engine("m", "1")
+    metrics.observe_lengths("m", "1", 11, 600)
+    metrics.observe_time_to_first_token("m", "1", 0.03)
+    metrics.observe_inter_token("m", "1", 0.004)
+    samples = parse(metrics.render())
+
+    def bucket(le):
+        labels = {"response_metric_type": "total_input_tokens", "le": le}
+        return samples[of("nv_llm_input_token_len_bucket", "m", **labels)]
+
+    assert [bucket(le) for le in ("10.0", "50.0", "100.0", "500.0", "1000.0", "+Inf")] == [
+        0, 1, 1, 1, 1, 1,
+    ]  # fmt: skip
+    name = of("nv_llm_output_token_len_sum", "m", response_metric_type="total_output_tokens")
+    assert samples[name] == 600
+    assert samples[of("trimaran_time_to_first_token_seconds_count", "m")] == 1
+    assert samples[of("trimaran_inter_token_latency_seconds_sum", "m")] == 0.004
+
+
+def test_what_an_engine_says_about_itself_replaces_what_it_said_before():
+    metrics = Metrics()
+    facts = {"backends": {"attention": "torch"}, "transports": {"all_reduce": "shm"},
+             "start_method": "mpirun", "mpi": "Open MPI 5", "world_size": 2, "tp_size": 2,
+             "pp_size": 1}  # fmt: skip
+    metrics.set_engine_info("m", "1", {**facts, "backends": {"attention": "other"}})
+    metrics.set_engine_info("m", "1", facts)
+    samples = parse(metrics.render())
+    shown = [name for name in samples if name.startswith("trimaran_backend_info")]
+    assert shown == [of("trimaran_backend_info", "m", operator="attention", backend="torch")]
+    transport = {"collective": "all_reduce", "transport": "shm"}
+    assert samples[of("trimaran_transport_info", "m", **transport)] == 1
+    metrics.group_state("m", "g0", is_up=False, num_restarts=3)
+    samples = parse(metrics.render())
+    assert samples[of("trimaran_group_up", "m", group="g0")] == 0
+    assert samples[of("trimaran_group_restarts", "m", group="g0")] == 3
+
+
+def test_latency_families_follow_the_configuration(server):
+    assert "nv_inference_first_response_histogram_ms" not in str(scrape(server))
+    metrics = Metrics(
+        {
+            "counter_latencies": "false",
+            "histogram_latencies": "true",
+            "summary_latencies": "true",
+            "summary_quantiles": "0.5:0.05,0.9:0.01",
+        }
+    )
+    server.repeat.name = "repeat"
+    metrics.measure(server.repeat)
+    text = metrics.render().decode()
+    assert "nv_inference_request_duration_us" not in text
+    buckets = 'nv_inference_first_response_histogram_ms_bucket{model="repeat",version="1",le='
+    for le in ("100.0", "500.0", "2000.0", "5000.0", "+Inf"):
+        assert f'{buckets}"{le}"' in text
+    quantile = 'nv_inference_queue_summary_us{model="repeat",version="1",quantile='
+    assert f'{quantile}"0.5"}} Nan' in text
+    assert f'{quantile}"0.99"' not in text
+
+
+@pytest.mark.parametrize("values", [{"x": "1"}, {"histogram_latencies": "yes"},
+                                    {"summary_quantiles": "a"}])  # fmt: skip
+def test_a_wrong_metrics_configuration_is_refused(values):
+    with pytest.raises(ConfigError, match="--metrics-config"):
+        Metrics(values)
