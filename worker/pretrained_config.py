@@ -106,9 +106,9 @@ class PretrainedConfig:
         """
         known = {field.name for field in fields(cls)}
         chosen = {key: value for key, value in values.items() if key in known}
-        _check_architecture(chosen.get("architecture"))
-        chosen["eos_token_ids"] = tuple(chosen.get("eos_token_ids", ()))
         try:
+            _check_architecture(chosen.get("architecture"))
+            chosen["eos_token_ids"] = tuple(chosen.get("eos_token_ids", ()))
             return cls(**chosen)
         except TypeError as error:
             raise ConfigError(

@@ -1,0 +1,174 @@
+"""A model folder is read without torch, and damage is named before a rank starts."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from trimaran.comm.errors import ConfigError
+from trimaran.worker.engine_folder import EngineFolder, FolderKind
+from trimaran.worker.pretrained_config import PretrainedConfig
+
+
+@pytest.fixture
+def engine(llama, trimaran, tmp_path):
+    """An engine folder for two ranks."""
+    output = tmp_path / "engine"
+    done = trimaran("build", "--checkpoint", llama().folder, "--output", output, "--tp-size", 2)
+    assert done.code == 0, done.err
+    return output
+
+
+def _edit(engine, edit):
+    path = engine / "config.json"
+    values = json.loads(path.read_text())
+    edit(values)
+    path.write_text(json.dumps(values))
+
+
+def test_a_folder_reads_as_what_was_built(engine, llama):
+    folder = EngineFolder.load(engine)
+    assert folder.kind is FolderKind.ENGINE
+    assert (folder.mapping.world_size, folder.mapping.tp_size, folder.mapping.pp_size) == (
+        2,
+        2,
+        1,
+    )
+    assert folder.config.num_hidden_layers == 3
+    assert folder.config.eos_token_ids == (2,)
+    assert folder.max_seq_len == 128
+    assert folder.shard_of(1) == engine / "rank1.safetensors"
+
+
+def test_reading_a_folder_imports_no_torch(engine):
+    code = (
+        "import sys; from trimaran.worker.engine_folder import EngineFolder; "
+        f"EngineFolder.load({str(engine)!r}); sys.exit('torch' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-P", "-c", code]).returncode == 0
+
+
+@pytest.mark.parametrize(("tp_size", "pp_size"), [(1, 1), (4, 1), (1, 2)])
+def test_another_world_size_is_refused_with_both_sizes(tp_size, pp_size, engine):
+    with pytest.raises(
+        ConfigError, match=r"built for tp_size 2 .*Start 2 ranks, or build again"
+    ):
+        EngineFolder.load(engine).check_parallel(tp_size, pp_size)
+
+
+def test_a_truncated_shard_is_refused(engine):
+    path = engine / "rank1.safetensors"
+    path.write_bytes(path.read_bytes()[:-1])
+    with pytest.raises(ConfigError, match=r"rank1\.safetensors: not a whole safetensors file"):
+        EngineFolder.load(engine)
+
+
+def test_a_shard_of_another_build_is_refused(engine, llama, trimaran, tmp_path):
+    other = tmp_path / "other"
+    trimaran("build", "--checkpoint", engine.parent / "llama", "--output", other)
+    (engine / "rank1.safetensors").write_bytes((other / "rank0.safetensors").read_bytes())
+    with pytest.raises(ConfigError, match=r"rank1\.safetensors: has .* another build"):
+        EngineFolder.load(engine)
+
+
+def test_a_lost_shard_is_refused(engine):
+    (engine / "rank0.safetensors").unlink()
+    with pytest.raises(ConfigError, match=r"rank0\.safetensors: missing.*2 ranks"):
+        EngineFolder.load(engine)
+
+
+@pytest.mark.parametrize(
+    ("edit", "words"),
+    [
+        (lambda v: v.update(format_version=99), "format_version is 99.*reads 1"),
+        (lambda v: v.pop("format_version"), "format_version is None"),
+        (lambda v: v.pop("build_config"), "build_config is None but must be an object"),
+        (lambda v: v["pretrained_config"].pop("mapping"), "mapping is None"),
+        (lambda v: v["pretrained_config"].pop("hidden_size"), "'hidden_size'"),
+        (lambda v: v["pretrained_config"]["mapping"].update(world_size=3), "is 3 .* is 2"),
+        (lambda v: v["pretrained_config"]["mapping"].update(tp_size="2"), "tp_size is '2'"),
+        (lambda v: v["build_config"].update(max_batch_size=-1), "max_batch_size is -1"),
+        (lambda v: v["build_config"].update(plugin_config=3), "plugin_config must be"),
+        (lambda v: v["build_config"]["plugin_config"].update(tokens_per_block=0), "is 0"),
+        (
+            lambda v: v["pretrained_config"]["quantization"].update(quant_algo="FP8"),
+            "quant_algo is 'FP8', which is not served",
+        ),
+        (
+            lambda v: v["pretrained_config"].update(architecture="OPTForCausalLM"),
+            "'OPTForCausalLM' is not served",
+        ),
+    ],
+)
+def test_a_damaged_configuration_is_refused_with_key_and_value(edit, words, engine):
+    _edit(engine, edit)
+    with pytest.raises(ConfigError, match=words) as refusal:
+        EngineFolder.load(engine)
+    assert str(engine / "config.json") in str(refusal.value)
+
+
+def test_a_hugging_face_folder_fits_any_sizes_that_divide_it(llama):
+    folder = EngineFolder.load(llama().folder)
+    assert folder.kind is FolderKind.HUGGINGFACE
+    assert folder.mapping is None
+    folder.check_parallel(4, 1)
+    with pytest.raises(ConfigError, match=r"num_attention_heads \(4\).* tp_size \(3\)"):
+        folder.check_parallel(3, 1)
+
+
+def test_random_weights_need_no_files(llama):
+    folder = llama().folder
+    (folder / "model.safetensors").unlink()
+    assert EngineFolder.load(folder, check_weights=False).weight_files == ()
+
+
+@pytest.mark.parametrize(
+    "rope",
+    [
+        {"rope_theta": 5e5, "rope_scaling": {"type": "linear", "factor": 2.0}},
+        {"rope_theta": 5e5, "rope_scaling": {"rope_type": "linear", "factor": 2.0}},
+        {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 5e5}},
+    ],
+)
+def test_every_spelling_of_rotary_scaling_means_the_same(rope, llama):
+    checkpoint = llama()
+    checkpoint.edit_config(**{"rope_theta": None, **rope})
+    config = EngineFolder.load(checkpoint.folder).config
+    assert config.rotary_base == 5e5
+    assert config.rope_scaling == {"rope_type": "linear", "factor": 2.0}
+
+
+def test_several_end_ids_and_the_old_spelling_of_dtype_are_read(llama):
+    checkpoint = llama()
+    checkpoint.edit_config(eos_token_id=[2, 5], dtype=None, torch_dtype="float16")
+    config = EngineFolder.load(checkpoint.folder).config
+    assert config.eos_token_ids == (2, 5)
+    assert config.dtype == "float16"
+
+
+def test_gpt2_sizes_are_read_under_the_common_names(gpt2):
+    config = EngineFolder.load(gpt2().folder).config
+    assert config.architecture == "GPT2LMHeadModel"
+    assert (config.hidden_size, config.head_size, config.intermediate_size) == (32, 8, 48)
+    assert config.tie_word_embeddings and config.attn_bias and config.mlp_bias
+    assert config.position_embedding_type == "learned_absolute"
+
+
+def test_a_configuration_survives_the_way_through_json(llama):
+    checkpoint = llama()
+    checkpoint.edit_config(rope_scaling={"rope_type": "linear", "factor": 2.0})
+    config = EngineFolder.load(checkpoint.folder).config
+    again = PretrainedConfig.from_dict(json.loads(json.dumps(config.to_dict())), "x")
+    assert again == config
+
+
+@pytest.mark.parametrize(("vocab_size", "tp_size", "padded"), [(150, 1, 192), (150, 4, 192),
+                         (50257, 2, 50304), (128, 3, 192), (4096, 8, 4096)])  # fmt: skip
+def test_the_padded_vocabulary_divides_by_the_ranks(vocab_size, tp_size, padded, llama):
+    checkpoint = llama()
+    checkpoint.edit_config(vocab_size=vocab_size)
+    config = EngineFolder.load(checkpoint.folder, check_weights=False).config
+    assert config.padded_vocab_size(tp_size) == padded

@@ -1,0 +1,157 @@
+"""An output folder appears whole or not at all, and never in the place of something else."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import pytest
+
+from trimaran.builder.output_folder import replaced_folder
+from trimaran.comm.errors import ConfigError
+from trimaran.worker.engine_folder import EngineFolder
+
+
+def _names(folder):
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_a_second_build_replaces_the_first(llama, trimaran, tmp_path):
+    folder, output = llama().folder, tmp_path / "out" / "engine"
+    trimaran("build", "--checkpoint", folder, "--output", output, "--tp-size", 4)
+    done = trimaran("build", "--checkpoint", folder, "--output", output, "--tp-size", 2)
+    assert done.code == 0
+    assert _names(output) == ["config.json", "rank0.safetensors", "rank1.safetensors"]
+    assert _names(output.parent) == ["engine"]
+
+
+def test_a_reader_of_the_replaced_folder_keeps_its_weights(llama, trimaran, tmp_path):
+    folder, output = llama().folder, tmp_path / "engine"
+    trimaran("build", "--checkpoint", folder, "--output", output)
+    before = (output / "rank0.safetensors").read_bytes()
+    with (output / "rank0.safetensors").open("rb") as reader:
+        trimaran("build", "--checkpoint", folder, "--output", output, "--dtype", "float16")
+        assert reader.read() == before
+
+
+def test_a_failed_build_leaves_the_earlier_folder_as_it_was(llama, trimaran, tmp_path):
+    checkpoint, output = llama(), tmp_path / "out" / "engine"
+    trimaran("build", "--checkpoint", checkpoint.folder, "--output", output)
+    before = {path.name: path.read_bytes() for path in output.iterdir()}
+    del checkpoint.tensors["model.norm.weight"]
+    checkpoint.save()
+    assert trimaran("build", "--checkpoint", checkpoint.folder, "--output", output).code == 2
+    assert {path.name: path.read_bytes() for path in output.iterdir()} == before
+    assert _names(output.parent) == ["engine"]
+
+
+def test_what_a_killed_build_left_behind_is_removed(llama, trimaran, tmp_path):
+    output = tmp_path / "out" / "engine"
+    leftover = output.parent / ".engine.partial"
+    leftover.mkdir(parents=True)
+    (leftover / "rank7.safetensors").write_bytes(b"half a shard")
+    assert trimaran("build", "--checkpoint", llama().folder, "--output", output).code == 0
+    assert _names(output.parent) == ["engine"]
+    assert _names(output) == ["config.json", "rank0.safetensors"]
+
+
+def test_a_folder_with_other_files_is_refused_and_kept(llama, trimaran, tmp_path):
+    output = tmp_path / "mine"
+    output.mkdir()
+    (output / "thesis.txt").write_text("years of work")
+    done = trimaran("build", "--checkpoint", llama().folder, "--output", output)
+    assert done.code == 2
+    assert "thesis.txt" in done.err and "another --output" in done.err
+    assert _names(output) == ["thesis.txt"]
+
+
+def test_the_checkpoint_itself_is_no_output(llama, trimaran):
+    folder = llama().folder
+    done = trimaran("build", "--checkpoint", folder, "--output", folder)
+    assert done.code == 2
+    assert _names(folder) == ["config.json", "model.safetensors"]
+
+
+def test_an_empty_folder_and_the_current_one_are_filled(llama, trimaran, tmp_path, monkeypatch):
+    folder, output = llama().folder, tmp_path / "engine"
+    output.mkdir()
+    monkeypatch.chdir(tmp_path)
+    assert trimaran("build", "--checkpoint", folder, "--output", "engine").code == 0
+    assert _names(output) == ["config.json", "rank0.safetensors"]
+
+
+def test_two_builds_of_one_folder_at_a_time_are_refused(tmp_path):
+    with replaced_folder(tmp_path / "engine"):
+        with pytest.raises(ConfigError, match="another build is writing"):
+            with replaced_folder(tmp_path / "engine"):
+                pass
+
+
+def test_a_dry_run_checks_and_writes_nothing(llama, trimaran, tmp_path):
+    folder, output = llama().folder, tmp_path / "engine"
+    words = ["build", "--checkpoint", folder, "--output", output, "--dry-run"]
+    assert trimaran(*words).code == 0
+    assert trimaran(*words, "--tp-size", "3").code == 2
+    assert not output.exists()
+
+
+def test_a_folder_without_weights_can_be_described(llama, trimaran, tmp_path):
+    output = tmp_path / "engine"
+    words = ["--checkpoint", llama().folder, "--output", output, "--save-config-only"]
+    assert trimaran("build", *words, "--tp-size", 2).code == 0
+    assert _names(output) == ["config.json"]
+    assert EngineFolder.load(output, check_weights=False).mapping.tp_size == 2
+    with pytest.raises(ConfigError, match=r"rank0\.safetensors: missing"):
+        EngineFolder.load(output)
+
+
+def test_every_user_may_read_the_shards_that_the_umask_lets_read(llama, trimaran, tmp_path):
+    output = tmp_path / "engine"
+    trimaran("build", "--checkpoint", llama().folder, "--output", output)
+    modes = {path.name: path.stat().st_mode for path in output.iterdir()}
+    assert modes["rank0.safetensors"] == modes["config.json"]
+
+
+def test_shards_on_another_file_system_are_copied(llama, trimaran, tmp_path, monkeypatch):
+    converted = tmp_path / "converted"
+    trimaran("convert", "--model_dir", llama().folder, "--output_dir", converted)
+
+    def cross_device(self, target):
+        raise OSError(18, "Invalid cross-device link")
+
+    monkeypatch.setattr("pathlib.Path.hardlink_to", cross_device)
+    output = tmp_path / "engine"
+    assert trimaran("build", "--checkpoint", converted, "--output", output).code == 0
+    shutil.rmtree(converted)
+    assert EngineFolder.load(output).weight_files[0].stat().st_nlink == 1
+
+
+def test_the_limits_come_from_flags_before_the_file_before_the_defaults(
+    llama, trimaran, tmp_path
+):
+    limits = tmp_path / "limits.json"
+    limits.write_text(json.dumps({
+        "max_batch_size": 7, "max_input_len": 50, "plugin_config": {"tokens_per_block": 16},
+    }))  # fmt: skip
+    output = tmp_path / "engine"
+    done = trimaran("build", "--checkpoint", llama().folder, "--output", output,
+                    "--build_config", limits, "--max_input_len", 40)  # fmt: skip
+    assert done.code == 0, done.err
+    build = EngineFolder.load(output).build
+    assert (build.max_batch_size, build.max_input_len) == (7, 40)
+    assert (build.max_seq_len, build.max_num_tokens) == (128, 8192)
+    assert build.tokens_per_block == 16
+
+
+def test_the_legacy_output_length_sets_the_sequence_length(llama, trimaran, tmp_path):
+    output = tmp_path / "engine"
+    trimaran("build", "--checkpoint", llama().folder, "--output", output,
+             "--max_input_len", 40, "--max_output_len", 24)  # fmt: skip
+    assert EngineFolder.load(output).max_seq_len == 64
+
+
+def test_a_smaller_token_budget_lowers_the_default_batch(llama, trimaran, tmp_path):
+    output = tmp_path / "engine"
+    trimaran("build", "--checkpoint", llama().folder, "--output", output,
+             "--max_num_tokens", 256)  # fmt: skip
+    assert EngineFolder.load(output).build.max_batch_size == 256

@@ -1,0 +1,216 @@
+"""What cannot be built is refused with the value and the remedy, and nothing is written."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+
+@pytest.fixture
+def refused(trimaran, tmp_path):
+    """Build, and return the error line; the exit code is 2 and no file is left."""
+
+    def build(folder, *flags):
+        output = tmp_path / "out" / "engine"
+        done = trimaran("build", "--checkpoint", folder, "--output", output, *flags)
+        assert done.code == 2, done
+        assert not output.parent.exists() or list(output.parent.iterdir()) == []
+        assert "Traceback" not in done.err
+        return done.err
+
+    return build
+
+
+def test_a_missing_tensor_of_a_layer_is_named(llama, refused):
+    checkpoint = llama()
+    del checkpoint.tensors["model.layers.1.mlp.up_proj.weight"]
+    checkpoint.save()
+    error = refused(checkpoint.folder)
+    assert "the tensor 'model.layers.1.mlp.up_proj.weight' is missing" in error
+    assert "Download the folder again" in error
+
+
+def test_a_missing_tensor_outside_the_layers_is_named(llama, refused):
+    checkpoint = llama()
+    del checkpoint.tensors["lm_head.weight"]
+    checkpoint.save()
+    error = refused(checkpoint.folder)
+    assert "1 missing (lm_head.weight)" in error
+
+
+def test_a_tensor_of_another_shape_is_named_with_both_shapes(llama, refused):
+    checkpoint = llama()
+    checkpoint.tensors["model.layers.2.mlp.down_proj.weight"] = torch.zeros(32, 44)
+    checkpoint.save()
+    error = refused(checkpoint.folder)
+    assert "model.layers.2.mlp.down_proj.weight" in error
+    assert "[32, 44]" in error and "[32, 48]" in error
+
+
+def test_fewer_layers_than_the_configuration_tells_of_are_refused(llama, refused):
+    checkpoint = llama()
+    checkpoint.edit_config(num_hidden_layers=5)
+    error = refused(checkpoint.folder)
+    assert ".3." in error and "5 layers" in error
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--tp-size", "3"], ["num_attention_heads (4)", "tp_size (3)", "1, 2, 4"]),
+        (["--pp-size", "4"], ["pp_size (4)", "num_hidden_layers (3)", "smaller --pp-size"]),
+        (["--tp-size", "2", "--world-size", "4"], ["--world-size is 4", "is 2"]),
+        (["--tp-size", "2", "--moe-tp-size", "2", "--moe-ep-size", "2"], ["--tp-size (2)"]),
+        (["--moe-tp-size", "0"], ["--moe-tp-size is 0", "1 or more, or -1"]),
+        (["--max-seq-len", "129"], ["--max-seq-len (129)", "128 positions"]),
+        (["--max-input-len", "99", "--max-seq-len", "64"], ["(99)", "(64)", "Lower the first"]),
+        (["--max-num-tokens", "8", "--max-batch-size", "16"], ["(8)", "(16)", "decode step"]),
+        (["--max-beam-width", "2"], ["--max-beam-width is 2", "must be 1"]),
+        (["--n_layer", "9"], ["--n_layer is 9", "num_hidden_layers 3", "Remove the flag"]),
+    ],
+)
+def test_sizes_that_do_not_fit_are_refused(flags, words, llama, refused):
+    error = refused(llama().folder, *flags)
+    for word in words:
+        assert word in error
+
+
+def test_key_value_heads_that_neither_divide_nor_multiply_are_refused(llama, refused):
+    checkpoint = llama(num_attention_heads=12, num_key_value_heads=3, intermediate_size=48)
+    error = refused(checkpoint.folder, "--tp-size", "4")
+    assert "num_key_value_heads (3)" in error and "tp_size (4)" in error
+
+
+def test_an_intermediate_size_that_cannot_be_cut_is_refused(llama, refused):
+    error = refused(llama(intermediate_size=46).folder, "--tp-size", "4")
+    assert "intermediate_size (46)" in error and "1, 2, 23, 46" in error
+
+
+@pytest.mark.parametrize(
+    "flag",
+    [
+        "--use_fp8", "--use-weight-only", "--int8_kv_cache", "--fp8_kv_cache", "--use_nvfp4",
+        "--smoothquant=0.5", "--weight_streaming", "--gather_context_logits", "--nougat",
+        "--lora_dir=adapters", "--lora_plugin=auto", "--max_draft_len=4",
+        "--speculative_decoding_mode=medusa", "--kv_cache_type=continuous", "--cp_size=2",
+        "--paged_kv_cache=disable", "--max_multimodal_len=64", "--meta_ckpt_dir=x",
+        "--use_fp8_context_fmha=enable", "--model_config=x.json", "--streamingllm=enable",
+    ],
+)  # fmt: skip
+def test_a_flag_that_asks_for_what_is_not_served_is_refused_by_name(flag, llama, refused):
+    error = refused(llama().folder, flag)
+    name, _, value = flag.partition("=")
+    assert name.replace("-", "_") in error.replace("-", "_")
+    assert value in error
+
+
+def test_flags_that_only_the_replaced_tools_need_are_accepted_and_named_once(
+    llama, trimaran, tmp_path
+):
+    done = trimaran(
+        "build", "--checkpoint_dir", llama().folder, "--output_dir", tmp_path / "engine",
+        "--gemm_plugin", "auto", "--gpt_attention_plugin", "float16", "--workers", "4",
+        "--context_fmha", "enable", "--remove_input_padding", "enable", "--paged_kv_cache",
+        "enable", "--use_paged_context_fmha", "enable", "--max_draft_len", "0",
+        "--speculative_decoding_mode", "none", "--lora_plugin", "disable", "--strip_plan",
+    )  # fmt: skip
+    assert done.code == 0
+    assert done.err.count("accepted without effect") == 1
+    assert "--gemm_plugin" in done.err and "--strip_plan" in done.err
+    plugins = json.loads((tmp_path / "engine" / "config.json").read_text())["build_config"]
+    assert plugins["plugin_config"]["gemm_plugin"] == "auto"
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"architectures": ["BloomForCausalLM"]}, ["'BloomForCausalLM'", "LlamaForCausalLM"]),
+        ({"architectures": ["MixtralForCausalLM"]}, ["mixture of experts", "GPT2LMHeadModel"]),
+        ({"architectures": None, "model_type": "t5"}, ["'t5'", "GPT2LMHeadModel"]),
+        ({"hidden_size": 0}, ["hidden_size is 0", "1 or more"]),
+        ({"vocab_size": "many"}, ["vocab_size is 'many'"]),
+        ({"num_key_value_heads": 3}, ["(4)", "num_key_value_heads (3)"]),
+        ({"rms_norm_eps": None}, ["'rms_norm_eps' is missing"]),
+        ({"dtype": "float8"}, ["dtype is 'float8'", "bfloat16"]),
+        ({"hidden_act": "relu"}, ["hidden_act is 'relu'", "silu"]),
+        ({"rope_scaling": {"type": "yarn", "factor": 4.0}}, ["'yarn'", "linear", "llama3"]),
+        ({"rope_theta": "big"}, ["wrong type", "big"]),
+        ({"quantization_config": {"quant_method": "gptq"}}, ["quantized", "gptq", "bfloat16"]),
+    ],
+)
+def test_a_configuration_that_cannot_be_served_is_refused(changes, words, llama, refused):
+    checkpoint = llama()
+    checkpoint.edit_config(**changes)
+    error = refused(checkpoint.folder)
+    assert str(checkpoint.folder / "config.json") in error
+    for word in words:
+        assert word in error
+
+
+@pytest.mark.parametrize("key", ["scale_attn_by_inverse_layer_idx", "add_cross_attention"])
+def test_gpt2_variants_that_are_not_served_are_refused(key, gpt2, refused):
+    checkpoint = gpt2()
+    checkpoint.edit_config(**{key: True})
+    assert key in refused(checkpoint.folder)
+
+
+def test_a_truncated_weight_file_is_refused_with_both_sizes(llama, refused):
+    path = llama().folder / "model.safetensors"
+    whole = path.stat().st_size
+    path.write_bytes(path.read_bytes()[:-100])
+    error = refused(path.parent)
+    assert str(path) in error and str(whole) in error and str(whole - 100) in error
+
+
+@pytest.mark.parametrize(
+    "contents", [b"", b"abc", b"\x10" + b"\0" * 7 + b"not json at all!", b"\xff" * 64]
+)
+def test_a_file_that_is_no_safetensors_is_refused(contents, llama, refused):
+    path = llama().folder / "model.safetensors"
+    path.write_bytes(contents)
+    assert f"{path}: not a whole safetensors file" in refused(path.parent)
+
+
+def test_a_folder_without_weights_is_refused(llama, refused):
+    folder = llama().folder
+    (folder / "model.safetensors").unlink()
+    assert "holds no .safetensors file" in refused(folder)
+
+
+def test_an_index_that_names_an_absent_file_is_refused(llama, refused):
+    folder = llama().folder
+    absent = {"weight_map": {"lm_head.weight": "model-00007-of-00009.safetensors"}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(absent))
+    assert "model-00007-of-00009.safetensors: cannot be read" in refused(folder)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [("", "is empty"), ("{", "is not JSON"), ("[1]", "holds a list"), ("{}", "is not served")],
+)
+def test_a_broken_configuration_file_is_named(text, words, llama, refused):
+    folder = llama().folder
+    (folder / "config.json").write_text(text)
+    error = refused(folder)
+    assert words in error and str(folder / "config.json") in error
+
+
+def test_an_absent_folder_is_named(tmp_path, refused):
+    assert f"{tmp_path / 'nowhere'}: no such folder" in refused(tmp_path / "nowhere")
+
+
+def test_a_converted_folder_keeps_its_sizes_and_type(llama, trimaran, refused, tmp_path):
+    converted = tmp_path / "converted"
+    trimaran(
+        "convert", "--model_dir", llama().folder, "--output_dir", converted, "--tp_size", 2
+    )
+    assert "built for tp_size 2" in refused(converted, "--tp-size", "4")
+    assert "converted to float32" in refused(converted, "--dtype", "float16")
+
+
+def test_an_engine_folder_is_no_checkpoint(llama, trimaran, refused, tmp_path):
+    engine = tmp_path / "built"
+    trimaran("build", "--checkpoint", llama().folder, "--output", engine)
+    assert "is an engine folder already" in refused(engine)
