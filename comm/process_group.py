@@ -31,7 +31,14 @@ class ProcessGroup(TensorParallelGroup):
 
     transport = ""
 
-    def __init__(self, world: World, backend: str, timeout_s: float, connect_s: float) -> None:
+    def __init__(
+        self,
+        world: World,
+        backend: str,
+        timeout_s: float,
+        connect_s: float,
+        device: torch.device | None = None,
+    ) -> None:
         self.rank = world.rank
         self.size = world.size
         self.timeout_s = timeout_s
@@ -42,6 +49,7 @@ class ProcessGroup(TensorParallelGroup):
             rank=world.rank,
             world_size=world.size,
             timeout=timedelta(seconds=timeout_s),
+            device_id=device,
         )
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -112,7 +120,7 @@ class NcclGroup(ProcessGroup):
             os.environ.setdefault(name, value)
         torch.cuda.set_device(device)
         self._device = device
-        super().__init__(world, "nccl", timeout_s, connect_timeout_s)
+        super().__init__(world, "nccl", timeout_s, connect_timeout_s, device)
 
     def all_gather(self, tensor: torch.Tensor, dim: int = -1) -> torch.Tensor:
         """The tensors of all ranks joined along ``dim`` in rank order, new memory."""

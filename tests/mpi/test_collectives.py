@@ -8,17 +8,30 @@ import torch
 
 from trimaran.comm.collectives import TensorParallelGroup, connect_group
 from trimaran.comm.errors import PeerLostError
-from trimaran.comm.mpi import World
+from trimaran.comm.mpi import MPI, World
 
 CPU = torch.device("cpu")
+PLACES = ["one_host", "two_hosts"]
+if torch.cuda.device_count() >= MPI.COMM_WORLD.Get_size():
+    PLACES.append("gpus")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 SIZES = (1, 7, 4096, 40_000, 262_144, 1_048_576)
 
 
-@pytest.fixture(scope="module", params=["one_host", "two_hosts"])
-def group(request, world, two_host_world) -> TensorParallelGroup:
-    chosen = world if request.param == "one_host" else two_host_world
-    group = connect_group(chosen, CPU, timeout_s=30.0)
+@pytest.fixture(scope="module", params=PLACES)
+def place(request) -> str:
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def device(place, world) -> torch.device:
+    return torch.device("cuda", world.local_rank) if place == "gpus" else CPU
+
+
+@pytest.fixture(scope="module")
+def group(place, device, world, two_host_world) -> TensorParallelGroup:
+    chosen = two_host_world if place == "two_hosts" else world
+    group = connect_group(chosen, device, timeout_s=30.0)
     yield group
     world.barrier(30.0, "end of a module")
     group.close()
@@ -32,13 +45,13 @@ def inputs(size: int, num_elements: int, dtype: torch.dtype, seed: int) -> list[
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("num_elements", SIZES)
-def test_all_reduce_equals_the_sum_in_rank_order(group, dtype, num_elements):
+def test_all_reduce_equals_the_sum_in_rank_order(group, device, dtype, num_elements):
     tensors = inputs(group.size, num_elements, dtype, seed=num_elements)
     total = np.zeros(num_elements, np.float32)
     for tensor in tensors:
         total = total + tensor.float().numpy()
 
-    result = group.all_reduce(tensors[group.rank].clone())
+    result = group.all_reduce(tensors[group.rank].to(device, copy=True)).cpu()
 
     expected = torch.from_numpy(total).to(dtype)
     assert result.dtype == dtype
@@ -50,23 +63,23 @@ def test_all_reduce_equals_the_sum_in_rank_order(group, dtype, num_elements):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("num_elements", SIZES)
-def test_all_reduce_gives_every_rank_the_same_bits(group, world, dtype, num_elements):
+def test_all_reduce_gives_every_rank_the_same_bits(group, device, world, dtype, num_elements):
     own = inputs(group.size, num_elements, dtype, seed=3)[group.rank]
 
-    result = group.all_reduce(own)
+    result = group.all_reduce(own.to(device)).cpu()
 
     assert len(set(world.comm.allgather(result.view(torch.uint8).numpy().tobytes()))) == 1
 
 
-def test_all_reduce_writes_into_the_tensor_it_was_given(group):
-    tensor = torch.ones(4, 6)
+def test_all_reduce_writes_into_the_tensor_it_was_given(group, device):
+    tensor = torch.ones(4, 6, device=device)
     strided = tensor[:, ::2]
 
     returned = group.all_reduce(strided)
 
     assert returned is strided
-    assert torch.equal(tensor[:, ::2], torch.full((4, 3), float(group.size)))
-    assert torch.equal(tensor[:, 1::2], torch.ones(4, 3))
+    assert torch.equal(tensor[:, ::2].cpu(), torch.full((4, 3), float(group.size)))
+    assert torch.equal(tensor[:, 1::2].cpu(), torch.ones(4, 3))
 
 
 @pytest.mark.parametrize("shape", [(3, 5), (300, 2000)], ids=str)
@@ -82,31 +95,30 @@ def test_all_gather_joins_in_rank_order(group, shape, dim):
 
 
 @pytest.mark.parametrize("num_elements", [1, 1000, 3_000_000])
-def test_broadcast_overwrites_the_others(group, num_elements):
+def test_broadcast_overwrites_the_others(group, device, num_elements):
     source = group.size - 1
-    tensor = torch.full((num_elements,), group.rank, dtype=torch.int32)
+    tensor = torch.full((num_elements,), group.rank, dtype=torch.int32, device=device)
 
     group.broadcast(tensor, src=source)
 
-    assert torch.equal(tensor, torch.full((num_elements,), source, dtype=torch.int32))
+    assert torch.equal(tensor.cpu(), torch.full((num_elements,), source, dtype=torch.int32))
 
 
-def test_results_survive_later_calls_of_any_kind(group):
+def test_results_survive_later_calls_of_any_kind(group, device):
     kept = []
     for step in range(200):
-        kept.append(group.all_reduce(torch.full((50,), float(step))))
-        group.broadcast(torch.zeros(3), src=step % group.size)
-        gathered = group.all_gather(torch.full((2,), float(group.rank)))
+        kept.append(group.all_reduce(torch.full((50,), float(step), device=device)))
+        group.broadcast(torch.zeros(3, device=device), src=step % group.size)
+        gathered = group.all_gather(torch.full((2,), float(group.rank), device=device))
         assert gathered.tolist() == [float(r) for r in range(group.size) for _ in range(2)]
     group.barrier()
 
     assert [float(t[0]) for t in kept] == [float(step * group.size) for step in range(200)]
 
 
-def test_a_group_names_its_transport(group, request):
-    is_one_host = request.node.callspec.params["group"] == "one_host"
+def test_a_group_names_its_transport(group, place):
+    expected = {"one_host": "shared_memory", "two_hosts": "gloo", "gpus": "nccl"}[place]
 
-    expected = "shared_memory" if is_one_host else "gloo"
     assert set(group.transports().values()) == {expected}
 
 
