@@ -1,0 +1,115 @@
+"""An engine over several ranks gives the tokens of one rank, and all ranks sample alike."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from trimaran.comm.collectives import SingleRankGroup, connect_group
+from trimaran.comm.control import LocalControlPlane, connect_control
+from trimaran.comm.messages import StepOutput, Submit, pack_ids
+from trimaran.comm.sampling_params import SamplingParams
+from trimaran.comm.topology import ParallelLayout
+from trimaran.worker.config import CacheConfig, EngineConfig, RankConfig, SchedulerConfig
+from trimaran.worker.engine import Engine
+
+VOCAB = 150
+PROMPTS = [
+    np.random.default_rng(length).integers(0, VOCAB, length) for length in (1, 16, 40, 70)
+]
+SAMPLINGS = ({}, {"top_k": 20, "seed": 3}, {"top_p": 0.9, "seed": 4, "min_tokens": 3})
+
+
+@pytest.fixture(scope="module")
+def folder(world, tmp_path_factory):
+    """A Hugging Face folder that rank 0 writes for all."""
+    path = str(tmp_path_factory.mktemp("model")) if world.rank == 0 else ""
+    if world.rank == 0:
+        torch.manual_seed(3)
+        config = LlamaConfig(
+            vocab_size=VOCAB,
+            hidden_size=64,
+            intermediate_size=96,
+            num_hidden_layers=2,
+            num_attention_heads=8,
+            num_key_value_heads=2,
+            head_dim=8,
+            max_position_embeddings=128,
+            initializer_range=0.3,
+            bos_token_id=None,
+            eos_token_id=None,
+        )
+        LlamaForCausalLM(config).save_pretrained(path)
+    return world.comm.bcast(path)
+
+
+def make_engine(folder, layout, control, group, depth):
+    config = EngineConfig(
+        model="test",
+        engine_dir=folder,
+        device="cpu",
+        dtype="float32",
+        scheduler=SchedulerConfig(
+            max_num_batched_tokens=48,
+            max_num_seqs=8,
+            max_seq_len=100,
+            max_input_len=99,
+            policy="max_utilization",
+            depth=depth,
+        ),
+        cache=CacheConfig(tokens_per_block=16, max_tokens=256),
+    )
+    engine = Engine(RankConfig(engine=config, group="test"), layout, control, group)
+    engine.load()
+    return engine
+
+
+def serve(engine):
+    """Outputs of all prompts under all samplings, by request id."""
+    count = 0
+    for prompt in PROMPTS:
+        for sampling in SAMPLINGS:
+            params = SamplingParams(max_tokens=12, **sampling).to_wire()
+            ids = pack_ids(prompt)
+            engine.submit(
+                0, Submit(request_id=count, model="m", prompt_ids=ids, sampling=params)
+            )
+            count += 1
+    outputs = {number: [] for number in range(count)}
+    while engine.has_work:
+        for _, message in engine.step().messages:
+            assert isinstance(message, StepOutput)
+            ids = iter(np.frombuffer(message.token_ids, dtype=np.int32).tolist())
+            request_ids = np.frombuffer(message.request_ids, dtype=np.uint64)
+            counts = np.frombuffer(message.num_tokens, dtype=np.uint16)
+            for request_id, num_tokens in zip(request_ids.tolist(), counts, strict=True):
+                outputs[request_id] += [next(ids) for _ in range(num_tokens)]
+    return outputs
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_all_ranks_together_give_the_tokens_of_one(world, folder, depth):
+    group = connect_group(world, torch.device("cpu"), 20.0)
+    control = connect_control(world, 20.0)
+    layout = ParallelLayout(rank=world.rank, tp_size=world.size, hosts=world.hosts)
+    engine = make_engine(folder, layout, control, group, depth)
+    if world.rank == 0:
+        outputs = serve(engine)
+        control.close()
+        single = make_engine(
+            folder, ParallelLayout(), LocalControlPlane(), SingleRankGroup(), 1
+        )
+        assert outputs == serve(single)
+        assert all(len(ids) == 12 for ids in outputs.values())
+    else:
+        while (payload := control.receive()) is not None:
+            engine.follow(payload)
+    world.barrier(30.0, "all served")
+
+    tables = world.comm.gather(engine.runner.inputs.token_table)
+
+    if world.rank == 0:
+        assert all(torch.equal(table, tables[0]) for table in tables)
+    group.close()
