@@ -3,36 +3,19 @@
 from __future__ import annotations
 
 import ctypes
-import struct
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from trimaran.kernels import reference
 from trimaran.kernels.build import cpu_features
+from trimaran.kernels.decoder import CpuDecoder, Decoder, DecoderShape, LayerWeights
+from trimaran.kernels.kernel import DTYPE_CODES, Kernel
 
 # Shapes: T tokens, D and E widths, N query heads, K key-value heads, H head size.
 
-_DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-
-
-class _Kernel:
-    """A C function that takes one struct of 8-byte fields.
-
-    Fields are packed into memory that is kept for the next call: several times cheaper than
-    passing them one by one. So a kernel has one caller at a time.
-    """
-
-    def __init__(self, library: ctypes.CDLL, name: str, layout: str) -> None:
-        self._pack = struct.Struct("=" + layout).pack_into
-        self._args = ctypes.create_string_buffer(struct.calcsize("=" + layout))
-        self._function = getattr(library, name)
-        self._function.restype = None
-        self._pointer = ctypes.c_void_p(ctypes.addressof(self._args))
-
-    def __call__(self, *values: float) -> None:
-        self._pack(self._args, 0, *values)
-        self._function(self._pointer)
+_GELU_NAMES = ("gelu_new", "gelu_pytorch_tanh")
 
 
 class CpuOps:
@@ -45,14 +28,15 @@ class CpuOps:
     pads_to_longest = False
 
     def __init__(self, library: ctypes.CDLL, dtype: torch.dtype, num_threads: int) -> None:
+        self._library = library
         self._dtype = dtype
-        self._code = _DTYPE_CODES[dtype]
-        self._linear = _Kernel(library, "trimaran_linear", "10q")
-        self._norm = _Kernel(library, "trimaran_norm", "10qd")
-        self._activation = _Kernel(library, "trimaran_activation", "6q")
-        self._rotate = _Kernel(library, "trimaran_rotate", "8q")
-        self._write_kv = _Kernel(library, "trimaran_write_kv", "11q")
-        self._attention = _Kernel(library, "trimaran_attention", "15qd")
+        self._code = DTYPE_CODES[dtype]
+        self._linear = Kernel(library, "trimaran_linear", "10q")
+        self._norm = Kernel(library, "trimaran_norm", "10qd")
+        self._activation = Kernel(library, "trimaran_activation", "6q")
+        self._rotate = Kernel(library, "trimaran_rotate", "8q")
+        self._write_kv = Kernel(library, "trimaran_write_kv", "11q")
+        self._attention = Kernel(library, "trimaran_attention", "15qd")
         library.trimaran_set_num_threads.argtypes = [ctypes.c_long]
         library.trimaran_set_num_threads(num_threads)
 
@@ -66,6 +50,14 @@ class CpuOps:
             names["paged_attention"] = "avx512_bf16"
         names["activation"] = "avx512 (gelu_new), torch (others)"
         return names
+
+    def fuse_decoder(
+        self, shape: DecoderShape, layers: Sequence[LayerWeights]
+    ) -> Decoder | None:
+        """These layers in one call, unless their activation is torch's."""
+        if shape.activation not in ("silu", *_GELU_NAMES):
+            return None
+        return CpuDecoder(self._library, self._dtype, shape, layers)
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """``x @ weight.T + bias``; sums in float32, rounded once."""
@@ -136,7 +128,7 @@ class CpuOps:
 
     def activation(self, x: Tensor, name: str) -> Tensor:
         """``gelu_new`` here, others by torch; ``x`` is contiguous."""
-        if name not in ("gelu_new", "gelu_pytorch_tanh"):
+        if name not in _GELU_NAMES:
             return reference.activation(x, name)
         y = torch.empty_like(x)
         self._activation(self._code, 1, x.data_ptr(), y.data_ptr(), x.shape[0], x.shape[1])

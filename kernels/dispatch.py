@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor
 from trimaran.kernels import reference
 from trimaran.kernels.build import KernelsUnavailableError, load_library
 from trimaran.kernels.cpu import CpuOps
+from trimaran.kernels.decoder import Decoder, DecoderShape, LayerWeights
 
 logger = logging.getLogger(__name__)
 
@@ -24,6 +26,12 @@ class Ops(Protocol):
     @property
     def backends(self) -> dict[str, str]:
         """Backend name by operator, for the log and the metrics."""
+        ...
+
+    def fuse_decoder(
+        self, shape: DecoderShape, layers: Sequence[LayerWeights]
+    ) -> Decoder | None:
+        """These layers as one operator; None if this backend has none for them."""
         ...
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor: ...
@@ -79,6 +87,12 @@ class TorchOps:
     rotate = staticmethod(reference.rotate)
     write_kv = staticmethod(reference.write_kv)
     paged_attention = staticmethod(reference.paged_attention)
+
+    def fuse_decoder(
+        self, shape: DecoderShape, layers: Sequence[LayerWeights]
+    ) -> Decoder | None:
+        """Torch runs layers operator by operator."""
+        return None
 
     @property
     def backends(self) -> dict[str, str]:

@@ -65,6 +65,30 @@ struct AttentionArgs {
 };
 void trimaran_attention(const AttentionArgs* args);
 
+// One layer's weights; a null bias is absent, a null norm bias makes the norm one of root
+// mean squares.
+struct DecoderLayer {
+  const void *attention_norm, *attention_norm_bias, *qkv, *qkv_bias, *out, *out_bias;
+  const void *mlp_norm, *mlp_norm_bias, *up, *up_bias, *down, *down_bias;
+  void* cache;
+};
+
+struct DecoderArgs {
+  long dtype, is_gelu;
+  const DecoderLayer* layers;
+  // Halves of layers to run, [first, end): 2 n is the attention of layer n, 2 n + 1 its MLP.
+  long first_half, end_half;
+  // Rows of hidden states. In: to be added to residual. Out: the same, after the last half.
+  void *x, *residual;
+  long rows, hidden, inner, heads, kv_heads, head_size;
+  const float* cos_sin;  // null: no rotation
+  const int64_t *positions, *slots;
+  const int32_t *query_start_loc, *seq_lens, *block_tables;
+  long sequences, block_size, block_stride, table_stride;
+  double scale, eps;
+};
+void trimaran_decoder(const DecoderArgs* args);
+
 // Threads of every later call, the caller included.
 void trimaran_set_num_threads(long num_threads);
 

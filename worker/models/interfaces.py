@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from trimaran.worker.attention.backend import ForwardContext, KVCacheSpec
 from trimaran.worker.layers.embedding import ParallelLMHead
+from trimaran.worker.layers.fused import FusedLayers, fuse_layers
 from trimaran.worker.layers.linear import LayerContext, ParallelLinear
 from trimaran.worker.pretrained_config import PretrainedConfig
 
@@ -79,6 +80,7 @@ class CausalLM(nn.Module):
     """What a checkpoint may put before the names of `checkpoint_weights`."""
 
     lm_head: ParallelLMHead
+    layers: nn.ModuleDict
 
     def __init__(
         self, config: PretrainedConfig, stage: StageRange, context: LayerContext
@@ -87,6 +89,7 @@ class CausalLM(nn.Module):
         self.config = config
         self.stage = stage
         self.context = context
+        self._fused: FusedLayers | None = None
 
     def forward(
         self,
@@ -126,6 +129,8 @@ class CausalLM(nn.Module):
         for module in self.modules():
             if isinstance(module, ParallelLinear):
                 module.method.process_weights_after_loading(module)
+        rotary = getattr(self, "rotary", None)
+        self._fused = fuse_layers(self.config, self.context, list(self.layers.values()), rotary)
 
     @property
     def vocab_size_padded(self) -> int:
@@ -144,7 +149,9 @@ class CausalLM(nn.Module):
 
     def backends(self) -> dict[str, str]:
         """Backend name by operator, for the log and the metrics."""
-        return dict(self.context.ops.backends)
+        names = dict(self.context.ops.backends)
+        names["decoder"] = "one by one" if self._fused is None else "fused"
+        return names
 
     def layer_numbers(self) -> Iterator[int]:
         """Numbers of this stage's layers in the whole model."""

@@ -161,8 +161,13 @@ class LlamaForCausalLM(CausalLM):
             hidden_TD = self.embed_tokens.forward(token_ids_T)
         assert hidden_TD is not None, "a later stage needs the previous stage's result"
         hidden, residual = hidden_TD, None
-        for layer, kv_cache in zip(self._stack, context.kv_caches, strict=True):
-            hidden, residual = layer.forward(hidden, residual, positions_T, kv_cache, context)
+        if self._fused is not None:
+            hidden, residual = self._fused.forward(hidden_TD, positions_T, context)
+        else:
+            for layer, kv_cache in zip(self._stack, context.kv_caches, strict=True):
+                hidden, residual = layer.forward(
+                    hidden, residual, positions_T, kv_cache, context
+                )
         if self.stage.is_last:
             return self.norm.forward(hidden, residual)[0]
         return hidden if residual is None else hidden + residual

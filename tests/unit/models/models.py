@@ -69,15 +69,21 @@ def load_ours(
     tp: TensorGroup | None = None,
     dtype: torch.dtype = torch.float32,
     ops: Ops | None = None,
+    *,
+    is_finished: bool = True,
 ) -> CausalLM:
-    """Our model of a Hugging Face folder; by plain torch unless ``ops`` are given."""
+    """Our model of a Hugging Face folder; by plain torch unless ``ops`` are given.
+
+    ``is_finished=False`` leaves out what is done once weights are in place.
+    """
     found = EngineFolder.load(folder)
     stage = StageRange.of(found.config.num_hidden_layers, 0, 1)
     model = build_model(
         found.config, stage, tp or ShardPosition(), dtype=dtype, device=CPU, ops=ops
     )
     load_checkpoint(model, found.weight_files)
-    model.process_weights_after_loading()
+    if is_finished:
+        model.process_weights_after_loading()
     return model
 
 

@@ -134,3 +134,18 @@ def test_a_tokens_logits_on_the_cpu_do_not_depend_on_the_batch(name, dtype, tmp_
     rest = run.logits({1: [5], 0: first[13:]})
 
     assert torch.cat((start[:13], rest[1:])).equal(alone)
+
+
+@pytest.mark.parametrize("name", ["llama", "llama-biases", "gpt2"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_fused_layers_give_the_bits_of_layers_run_operator_by_operator(name, dtype, tmp_path):
+    models.save_huggingface(tmp_path, CONFIGS[name], dtype=dtype)
+    ops = CpuOps(load_library(), dtype, 1)
+    fused = models.load_ours(tmp_path, dtype=dtype, ops=ops)
+    stepwise = models.load_ours(tmp_path, dtype=dtype, ops=ops, is_finished=False)
+    first, second = models.prompts(21, 33)
+
+    chunks = {0: first, 1: second}
+    assert fused.backends()["decoder"] != stepwise.backends()["decoder"]
+    expected = models.PagedRun(stepwise, 2).logits(chunks)
+    assert models.PagedRun(fused, 2).logits(chunks).equal(expected)
