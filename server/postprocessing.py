@@ -1,0 +1,68 @@
+"""The postprocessing model: ids of each beam to text."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from trimaran.server.detokenizer import IncrementalDetokenizer
+from trimaran.server.inference import InferRequest, InferResponse, Tensor
+from trimaran.server.model_repository import RepositoryModel
+from trimaran.server.tokenizer import Tokenizer
+
+
+@dataclass(slots=True, kw_only=True)
+class LastIdsJob(InferRequest):
+    """The end of a stream of ids: what the detokenizer makes of the last ones.
+
+    It travels as an ordinary request, so that a text request counts here once.
+    """
+
+    detokenizer: IncrementalDetokenizer
+    ids: list[int] = field(default_factory=list)
+
+
+class PostprocessingModel:
+    """A model of the postprocessing role, native whatever its ``model.py`` says."""
+
+    is_decoupled = False
+    is_ready = True
+
+    def __init__(self, model: RepositoryModel, version: int, tokenizer: Tokenizer) -> None:
+        self.name = model.name
+        self.version = str(version)
+        self.config = model.config
+        self.tokenizer = tokenizer
+        skip = model.parameters.get_loose_bool("skip_special_tokens")
+        self.skip_special_tokens = True if skip is None else skip
+        self._is_batched = model.config.max_batch_size > 0
+
+    async def infer(self, request: InferRequest) -> AsyncGenerator[InferResponse, None]:
+        """Decode every beam of every sample; see `inference.Model`."""
+        if isinstance(request, LastIdsJob):
+            batch, texts = 1, [request.detokenizer.push(request.ids, is_last=True)]
+        else:
+            batch, texts = request.inputs["TOKENS_BATCH"].shape[0], self._decode(request)
+        data = np.array([text.encode() for text in texts], dtype=object)
+        if self._is_batched:
+            data = data.reshape(batch, -1)
+        yield InferResponse(
+            model_name=self.name,
+            model_version=self.version,
+            id=request.id,
+            outputs=[Tensor("OUTPUT", "BYTES", data)],
+            is_final=True,
+        )
+
+    def _decode(self, request: InferRequest) -> list[str]:
+        tokens = request.inputs["TOKENS_BATCH"].data
+        beams = tokens.reshape(-1, tokens.shape[-1])
+        lengths = request.inputs["SEQUENCE_LENGTH"].data.reshape(-1)
+        return [
+            self.tokenizer.decode(
+                beam[: max(0, int(length))].tolist(), self.skip_special_tokens
+            )
+            for beam, length in zip(beams, lengths, strict=True)
+        ]

@@ -1,0 +1,151 @@
+"""From the tensors of a token-level request to its sampling parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from trimaran.comm.errors import RequestError
+from trimaran.comm.sampling_params import SamplingParams
+from trimaran.server.sample_inputs import SampleInputs
+
+# Field of `SamplingParams`, the inputs that set it (old and new names), and its type.
+_SCALARS: tuple[tuple[str, tuple[str, ...], Callable[[Any], Any]], ...] = (
+    ("end_id", ("end_id",), int),
+    ("pad_id", ("pad_id",), int),
+    ("temperature", ("temperature",), float),
+    ("top_k", ("runtime_top_k",), int),
+    ("top_p_min", ("runtime_top_p_min",), float),
+    ("top_p_decay", ("runtime_top_p_decay",), float),
+    ("top_p_reset_ids", ("runtime_top_p_reset_ids",), int),
+    ("length_penalty", ("len_penalty",), float),
+    ("early_stopping", ("early_stopping",), int),
+    ("repetition_penalty", ("repetition_penalty",), float),
+    ("min_tokens", ("min_length", "min_tokens"), int),
+    ("beam_search_diversity_rate", ("beam_search_diversity_rate",), float),
+    ("presence_penalty", ("presence_penalty",), float),
+    ("frequency_penalty", ("frequency_penalty",), float),
+    ("seed", ("random_seed", "seed"), int),
+    ("no_repeat_ngram_size", ("no_repeat_ngram_size",), int),
+    ("return_log_probs", ("return_log_probs",), bool),
+    ("return_context_logits", ("return_context_logits",), bool),
+    ("return_generation_logits", ("return_generation_logits",), bool),
+    ("return_perf_metrics", ("return_perf_metrics",), bool),
+    ("beam_width", ("beam_width",), int),
+    ("draft_acceptance_threshold", ("draft_acceptance_threshold",), float),
+    ("guide_type", ("guided_decoding_guide_type",), lambda raw: raw.decode()),
+    ("guide", ("guided_decoding_guide",), lambda raw: raw.decode()),
+)
+_LOOKAHEAD = (
+    "lookahead_window_size",
+    "lookahead_ngram_size",
+    "lookahead_verification_set_size",
+)
+# Inputs of features that no engine here serves; a request that carries one is refused.
+_REFUSED: tuple[tuple[str, str], ...] = (
+    ("encoder_input_features", "encoder-decoder models are not served"),
+    ("prompt_embedding_table", "prompt tuning is not served"),
+    ("lora_task_id", "LoRA is not served"),
+    ("lora_weights", "LoRA is not served"),
+    ("lora_config", "LoRA is not served"),
+    ("draft_logits", "draft logits are not served"),
+    ("cross_attention_mask", "cross attention is not served"),
+    ("skip_cross_attn_blocks", "cross attention is not served"),
+    ("mrope_rotary_cos_sin", "multimodal positions are not served"),
+    ("mrope_position_deltas", "multimodal positions are not served"),
+    ("context_phase_params", "disaggregated serving is not served"),
+    ("retention_token_range_starts", "cache retention is not served"),
+    ("retention_token_range_ends", "cache retention is not served"),
+    ("retention_token_range_priorities", "cache retention is not served"),
+    ("retention_token_range_durations_ms", "cache retention is not served"),
+    ("retention_decode_priority", "cache retention is not served"),
+    ("retention_decode_duration_ms", "cache retention is not served"),
+)
+
+
+def read_sampling(inputs: SampleInputs) -> SamplingParams:
+    """The sampling parameters of one sample; an absent input leaves its default.
+
+    Raises:
+        RequestError: a malformed word list, or an input of a feature that is not served.
+    """
+    _refuse_unserved(inputs)
+    values: dict[str, Any] = {}
+    max_tokens = inputs.scalar("request_output_len")
+    if max_tokens is None:
+        raise RequestError("request_output_len is not present in the request")
+    values["max_tokens"] = max_tokens
+    for field, names, convert in _SCALARS:
+        value = inputs.scalar(*names)
+        if value is not None:
+            values[field] = convert(value)
+    top_p = inputs.scalar("runtime_top_p")
+    if top_p is not None and top_p > 0:
+        values["top_p"] = top_p
+    values["stop_words"] = word_list(inputs, "stop_words_list")
+    values["bad_words"] = word_list(inputs, "bad_words_list")
+    values["draft_ids"] = tuple(inputs.ids("draft_input_ids"))
+    values["lookahead"] = _lookahead(inputs)
+    bias = inputs.array("embedding_bias")
+    if bias is not None and np.any(bias):
+        values["embedding_bias"] = np.ascontiguousarray(bias, dtype="<f4").tobytes()
+    return SamplingParams(**values)
+
+
+def word_list(inputs: SampleInputs, name: str) -> tuple[tuple[int, ...], ...]:
+    """The words of a ``[2, L]`` list: concatenated ids, and the end of each word.
+
+    Raises:
+        RequestError: the offsets do not describe words.
+    """
+    array = inputs.array(name)
+    if array is None:
+        return ()
+    flat = array.reshape(-1).tolist()
+    if len(flat) % 2:
+        raise RequestError(f"{name}: Sparse list must not have odd length: {flat}")
+    half = len(flat) // 2
+    ids, ends = flat[:half], flat[half:]
+    used = [end for end in ends if end != -1]
+    if ends[: len(used)] != used:
+        raise RequestError(f"{name}: Sparse list must not have additional -1s: {flat}")
+    words, start = [], 0
+    for end in used:
+        if end > half or end < 0:
+            raise RequestError(
+                f"{name}: Sparse list must not have out-of-bound offsets: {flat}"
+            )
+        if end <= start:
+            raise RequestError(
+                f"{name}: Sparse list must not have non-increasing offsets: {flat}"
+            )
+        words.append(tuple(ids[start:end]))
+        start = end
+    return tuple(words)
+
+
+def pack_words(words: list[list[int]]) -> list[list[int]]:
+    """The ``[2, L]`` list of some words, the inverse of `word_list`."""
+    ids = [token for word in words for token in word]
+    ends, end = [], 0
+    for word in words:
+        end += len(word)
+        ends.append(end)
+    return [ids, ends + [-1] * (len(ids) - len(ends))]
+
+
+def _refuse_unserved(inputs: SampleInputs) -> None:
+    for name, reason in _REFUSED:
+        if inputs.array(name) is not None:
+            raise RequestError(f"input '{name}' is set but {reason}; leave it out")
+
+
+def _lookahead(inputs: SampleInputs) -> tuple[int, ...]:
+    values = [inputs.scalar(name) for name in _LOOKAHEAD]
+    if all(value is None for value in values):
+        return ()
+    if any(value is None for value in values):
+        raise RequestError(f"{', '.join(_LOOKAHEAD)} must be given together or not at all")
+    return tuple(values)

@@ -1,0 +1,37 @@
+"""The text of one sequence as it grows: detokenized, cut at a stop word, echoed or not."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from trimaran.server.detokenizer import IncrementalDetokenizer
+from trimaran.server.stop_text import StopText
+
+
+@dataclass(slots=True)
+class TextAnswer:
+    """One sequence's detokenizer and stop words, and what was shown of it."""
+
+    detokenizer: IncrementalDetokenizer
+    stop: StopText
+    num_ids: int = 0
+    _parts: list[str] = field(default_factory=list)
+
+    def push(self, ids: list[int]) -> str:
+        """The text that may be shown after these ids."""
+        self.num_ids += len(ids)
+        return self._shown(self.stop.push(self.detokenizer.push(ids)))
+
+    def finish(self, rest: str) -> str:
+        """The last text; ``rest`` is what the detokenizer still had."""
+        return self._shown(self.stop.push(rest, is_last=True))
+
+    @property
+    def text(self) -> str:
+        """All text shown so far."""
+        return "".join(self._parts)
+
+    def _shown(self, text: str) -> str:
+        if text:
+            self._parts.append(text)
+        return text

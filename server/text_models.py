@@ -1,0 +1,183 @@
+"""The two text models: the ensemble, wired by its config, and the BLS model."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+
+from tritonclient.grpc.model_config_pb2 import ModelConfig
+
+from trimaran.comm.errors import ConfigError, RequestError
+from trimaran.server.inference import InferRequest, InferResponse
+from trimaran.server.model_repository import RepositoryModel, Role
+from trimaran.server.sample_inputs import SampleInputs
+from trimaran.server.text_pipeline import (
+    PipelineOptions,
+    Steps,
+    TensorMaps,
+    TextPipeline,
+    prefixed,
+)
+
+_SAME_NAMES = (
+    "num_return_sequences", "exclude_input_in_output", "temperature", "repetition_penalty",
+    "presence_penalty", "frequency_penalty", "min_length", "min_tokens", "random_seed", "seed",
+    "return_log_probs", "return_context_logits", "return_generation_logits",
+    "return_perf_metrics", "return_num_input_tokens", "return_num_output_tokens",
+    "beam_width", "prompt_embedding_table", "prompt_vocab_size", "lora_task_id",
+    "lora_weights", "lora_config", "guided_decoding_guide_type", "guided_decoding_guide",
+)  # fmt: skip
+BLS_MAPS = TensorMaps(
+    preprocessing={
+        "QUERY": "text_input",
+        "DECODER_QUERY": "decoder_text_input",
+        "IMAGE_BYTES": "image_bytes_input",
+        "IMAGE_URL": "image_url_input",
+        "VIDEO_BYTES": "video_bytes_input",
+        "REQUEST_OUTPUT_LEN": "max_tokens",
+        "BAD_WORDS_DICT": "bad_words",
+        "STOP_WORDS_DICT": "stop_words",
+        "EMBEDDING_BIAS_WORDS": "embedding_bias_words",
+        "EMBEDDING_BIAS_WEIGHTS": "embedding_bias_weights",
+        "END_ID": "end_id",
+        "PAD_ID": "pad_id",
+        "PROMPT_TABLE_EXTRA_ID": "prompt_table_extra_id",
+    },
+    token={
+        "runtime_top_k": "top_k",
+        "runtime_top_p": "top_p",
+        "len_penalty": "length_penalty",
+        "streaming": "stream",
+        **{name: name for name in _SAME_NAMES},
+    },
+    token_from_preprocessing={
+        "input_ids": "INPUT_ID",
+        "input_lengths": "REQUEST_INPUT_LEN",
+        "request_output_len": "REQUEST_OUTPUT_LEN",
+        "bad_words_list": "BAD_WORDS_IDS",
+        "embedding_bias": "EMBEDDING_BIAS",
+        "end_id": "OUT_END_ID",
+        "pad_id": "OUT_PAD_ID",
+        "prompt_table_extra_ids": "OUT_PROMPT_TABLE_EXTRA_IDS",
+    },
+)
+
+
+def ensemble_maps(config: ModelConfig, step_names: dict[Role, str]) -> TensorMaps:
+    """The maps that an ensemble's steps declare."""
+    steps = {step.model_name: step for step in config.ensemble_scheduling.step}
+    pre, token = steps[step_names[Role.PREPROCESSING]], steps[step_names[Role.TOKEN]]
+    inputs = {tensor.name for tensor in config.input}
+    written = {tensor: output for output, tensor in pre.output_map.items()}
+    return TensorMaps(
+        preprocessing={k: v for k, v in pre.input_map.items() if v in inputs},
+        token={k: v for k, v in token.input_map.items() if v in inputs},
+        token_from_preprocessing={
+            k: written[v] for k, v in token.input_map.items() if v in written
+        },
+    )
+
+
+class EnsembleModel:
+    """An ensemble of the three roles. Decoupled as soon as its token model is."""
+
+    def __init__(
+        self, model: RepositoryModel, version: int, steps: Steps, maps: TensorMaps
+    ) -> None:
+        self.name = model.name
+        self.version = str(version)
+        self.config = model.config
+        self._token = steps.token
+        options = PipelineOptions(
+            name=self.name,
+            version=self.version,
+            is_batched=model.config.max_batch_size > 0,
+        )
+        self._pipeline = TextPipeline(steps, maps, options)
+        self._options = options
+        if steps.token.is_decoupled:
+            self.config.model_transaction_policy.decoupled = True
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether every step could run now."""
+        return self._pipeline.is_ready
+
+    @property
+    def is_decoupled(self) -> bool:
+        """Whether a request may have other than one response."""
+        return self._token.is_decoupled
+
+    async def infer(self, request: InferRequest) -> AsyncGenerator[InferResponse, None]:
+        """Run one request; see `inference.Model`."""
+        try:
+            async with aclosing(self._pipeline.infer(request)) as responses:
+                async for response in responses:
+                    response.parameters = {
+                        "sequence_id": request.sequence_id,
+                        "sequence_start": request.sequence_start,
+                        "sequence_end": request.sequence_end,
+                    }
+                    yield response
+        except RequestError as error:
+            raise prefixed(f"in ensemble '{self.name}', ", error) from error
+
+
+class BlsModel:
+    """The BLS role: the same pipeline, wired here; requests never wait for each other."""
+
+    def __init__(self, model: RepositoryModel, version: int, steps: Steps) -> None:
+        self.name = model.name
+        self.version = str(version)
+        self.config = model.config
+        parameters = model.parameters
+        if parameters.get_str("tensorrt_llm_draft_model_name"):
+            raise ConfigError(
+                f"{model.config_path}: tensorrt_llm_draft_model_name is set, but speculative "
+                "decoding is not served. Leave it unset."
+            )
+        if parameters.get_str("multimodal_encoders_name"):
+            raise ConfigError(
+                f"{model.config_path}: multimodal_encoders_name is set, but multimodal models "
+                "are not served. Leave it unset."
+            )
+        self._is_batched = model.config.max_batch_size > 0
+        self._accumulates = parameters.get_loose_bool("accumulate_tokens") or False
+        options = PipelineOptions(
+            name=self.name,
+            version=self.version,
+            is_batched=self._is_batched,
+            accumulates=self._accumulates,
+        )
+        self._pipeline = TextPipeline(steps, BLS_MAPS, options)
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether every step could run now."""
+        return self._pipeline.is_ready
+
+    @property
+    def is_decoupled(self) -> bool:
+        """Whether a request may have other than one response."""
+        return bool(self.config.model_transaction_policy.decoupled)
+
+    async def infer(self, request: InferRequest) -> AsyncGenerator[InferResponse, None]:
+        """Run one request; see `inference.Model`."""
+        self._check(request)
+        async with aclosing(self._pipeline.infer(request)) as responses:
+            async for response in responses:
+                yield response
+
+    def _check(self, request: InferRequest) -> None:
+        text = request.inputs.get("text_input")
+        if text is None:
+            raise RequestError("text_input is required")
+        count = int(text.shape[0]) if self._is_batched else 1
+        for index in range(count):
+            sample = SampleInputs(request.inputs, index, self._is_batched)
+            if (sample.scalar("max_tokens") or 0) <= 0:
+                raise RequestError("max_tokens must be a single value > 0")
+            if (sample.scalar("num_draft_tokens") or 0) > 0:
+                raise RequestError("cannot perform speculative decoding without draft model")
+        if self._accumulates and count > 1:
+            raise RequestError("Expected batch size of 1")
