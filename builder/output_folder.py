@@ -30,18 +30,17 @@ def replaced_folder(output: Path) -> Iterator[Path]:
         partial.mkdir(parents=True, exist_ok=True)
         lock = os.open(partial, os.O_RDONLY | os.O_DIRECTORY)
     except OSError as error:
-        raise ConfigError(
-            f"{output}: cannot be written ({error.strerror}). Name a folder where you may "
-            "write with --output."
-        ) from None
+        raise _cannot_write(output, error) from None
     try:
         _lock(lock, partial, output)
         _clear(partial)
         try:
             yield partial
             _put_in_place(partial, output)
-        except BaseException:
+        except BaseException as error:
             shutil.rmtree(partial, ignore_errors=True)
+            if isinstance(error, OSError):
+                raise _cannot_write(output, error) from None
             raise
     finally:
         os.close(lock)
@@ -82,9 +81,21 @@ def _lock(lock: int, partial: Path, output: Path) -> None:
         ) from None
 
 
+def _cannot_write(output: Path, error: OSError) -> ConfigError:
+    existing = next(path for path in output.parents if path.exists())
+    free = shutil.disk_usage(existing).free / 2**20
+    return ConfigError(
+        f"{output}: cannot be written: {error.strerror or error}. The disk has {free:.0f} MiB "
+        "free. Free more, correct the access rights, or name another --output."
+    )
+
+
 def _clear(folder: Path) -> None:
     for path in folder.iterdir():
-        path.unlink()
+        if path.is_dir():
+            shutil.rmtree(path)
+        else:
+            path.unlink()
 
 
 def _put_in_place(partial: Path, output: Path) -> None:

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from trimaran.builder.config_file import ShardTable
 from trimaran.builder.progress import ProgressBar
-from trimaran.comm.errors import ConfigError
 from trimaran.comm.topology import ParallelLayout
 from trimaran.kernels.dispatch import TorchOps
 from trimaran.worker.engine_folder import EngineFolder, RankMapping, shard_path
@@ -63,7 +62,7 @@ def take_shards(source: EngineFolder, output: Path) -> ShardTable:
             try:
                 target.hardlink_to(path)
             except OSError:  # another file system, or one without links
-                _copy(path, target)
+                shutil.copyfile(path, target)
             entries.append(_entry(target))
     return entries
 
@@ -81,31 +80,16 @@ def _save(parameters: dict[str, torch.nn.Parameter], path: Path) -> None:
     tensors: dict[str, Tensor] = {name: each.data for name, each in parameters.items()}
     try:
         save_file(tensors, path, metadata={"format": "pt"})
-        # safetensors makes files that only their owner may read.
-        path.chmod(0o666 & ~_umask())
-    except (OSError, SafetensorError) as error:
-        raise _cannot_write(path, error) from None
+    except SafetensorError as error:
+        raise OSError(str(error)) from None
+    # safetensors makes files that only their owner may read.
+    path.chmod(0o666 & ~_umask())
 
 
 def _umask() -> int:
     mask = os.umask(0)
     os.umask(mask)
     return mask
-
-
-def _copy(path: Path, target: Path) -> None:
-    try:
-        shutil.copyfile(path, target)
-    except OSError as error:
-        raise _cannot_write(target, error) from None
-
-
-def _cannot_write(path: Path, error: Exception) -> ConfigError:
-    free = shutil.disk_usage(path.parent).free / 2**20
-    return ConfigError(
-        f"{path}: cannot be written: {error}. The disk has {free:.0f} MiB free; free more, or "
-        "name an --output on another disk."
-    )
 
 
 def _entry(path: Path) -> dict[str, str | int]:

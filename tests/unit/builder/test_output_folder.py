@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
+import pty
 import shutil
+import subprocess
+import sys
 
 import pytest
 
@@ -155,3 +159,38 @@ def test_a_smaller_token_budget_lowers_the_default_batch(llama, trimaran, tmp_pa
     trimaran("build", "--checkpoint", llama().folder, "--output", output,
              "--max_num_tokens", 256)  # fmt: skip
     assert EngineFolder.load(output).build.max_batch_size == 256
+
+
+def test_a_full_disk_is_named_and_nothing_is_left(llama, tmp_path):
+    output = tmp_path / "out" / "engine"
+    words = ["build", "--checkpoint", str(llama().folder), "--output", str(output)]
+    code = (
+        "import resource, sys; resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096)); "
+        f"from trimaran.launcher.cli import main; sys.exit(main({words!r}))"
+    )
+    done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True)
+    assert done.returncode == 2, done.stderr
+    assert f"{output}: cannot be written" in done.stderr
+    assert "MiB free" in done.stderr and "Traceback" not in done.stderr
+    assert _names(output.parent) == []
+
+
+def test_a_progress_bar_shows_on_a_terminal_after_a_second(tmp_path):
+    code = (
+        "import time; from trimaran.builder.progress import ProgressBar\n"
+        "with ProgressBar(3) as bar:\n"
+        "    for text in ('early', 'later', 'last'):\n"
+        "        bar.step(text); time.sleep(1.1)\n"
+    )
+    reader, terminal = pty.openpty()
+    subprocess.run([sys.executable, "-P", "-c", code], stderr=terminal, check=True)
+    os.close(terminal)
+    shown = os.read(reader, 1 << 16).decode()
+    os.close(reader)
+    assert "later" in shown and "early" not in shown
+
+
+def test_no_progress_bar_is_written_to_a_file(llama, trimaran, tmp_path):
+    done = trimaran("build", "--checkpoint", llama().folder, "--output", tmp_path / "engine")
+    assert done.err == ""
+    assert done.out.count("\n") == 1
