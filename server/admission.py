@@ -31,15 +31,23 @@ class Admission:
         """Requests admitted and not over."""
         return self._num_running
 
-    @contextmanager
-    def admit(self, refusal: str = STOPPING) -> Iterator[None]:
-        """Hold one running request.
+    def check(self, refusal: str = STOPPING) -> None:
+        """Refuse a request that would not be admitted, before its body is read.
 
         Raises:
             RequestError: the server is draining; its text is ``refusal``.
         """
         if self._is_draining:
             raise RequestError(refusal, ErrorKind.UNAVAILABLE)
+
+    @contextmanager
+    def admit(self, refusal: str = STOPPING) -> Iterator[None]:
+        """Hold one running request, complete with its body.
+
+        Raises:
+            RequestError: as for `check`.
+        """
+        self.check(refusal)
         self._num_running += 1
         try:
             yield

@@ -17,7 +17,7 @@ from trimaran.server.generate import (
 )
 from trimaran.server.http_messages import JSON, read_body
 from trimaran.server.http_routes import Route
-from trimaran.server.inference import InferRequest, InferResponse
+from trimaran.server.inference import InferRequest, InferResponse, Model
 from trimaran.server.service import Service
 
 _LOAD_FORMAT_HEADER = "endpoint-load-metrics-format"
@@ -38,9 +38,10 @@ class GenerateEndpoint:
         Raises:
             RequestError: nothing was answered.
         """
+        model, body = await self._read(request, route)
         with self._service.admission.admit():
-            parsed, responses = await self._start(request, route)
-            count, body = 0, b""
+            parsed, responses = self._start(model, body)
+            count, answer = 0, b""
             encoder = GenerateEncoder()
             async with aclosing(responses):  # type: ignore[type-var]
                 try:
@@ -48,16 +49,16 @@ class GenerateEndpoint:
                         count += 1
                         if count == 1:
                             response.id = parsed.id
-                            body = encoder.encode(response)
+                            answer = encoder.encode(response)
                 except RequestError:
                     # The first response has fixed the status; this was another one.
                     if count == 0:
                         raise
                     count += 1
         if count != 1:
-            body = error_object(EXACTLY_ONE)
+            answer = error_object(EXACTLY_ONE)
         headers = {"Content-Type": JSON, **self._load_header(request)}
-        return web.Response(body=body, headers=headers)
+        return web.Response(body=answer, headers=headers)
 
     async def generate_stream(
         self, request: web.BaseRequest, route: Route
@@ -67,8 +68,9 @@ class GenerateEndpoint:
         Raises:
             RequestError: nothing was answered.
         """
+        model, body = await self._read(request, route)
         with self._service.admission.admit():
-            parsed, responses = await self._start(request, route)
+            parsed, responses = self._start(model, body)
             async with aclosing(responses):  # type: ignore[type-var]
                 first = await anext(responses, None)
                 stream = web.StreamResponse(
@@ -84,23 +86,26 @@ class GenerateEndpoint:
             await stream.write_eof()
         return stream
 
-    async def _start(
-        self, request: web.BaseRequest, route: Route
-    ) -> tuple[InferRequest, AsyncIterator[InferResponse]]:
+    async def _read(self, request: web.BaseRequest, route: Route) -> tuple[Model, bytes]:
         service = self._service
+        service.admission.check()
         model = service.registry.get_ready(route.name, route.version)
-        limit = service.config.http_max_input_bytes
         if request.headers.get("Content-Encoding", "identity") not in ("", "identity"):
             raise RequestError("Unsupported content-encoding, only 'identity' is supported.")
-        body = await read_body(request, limit)
+        return model, await read_body(request, service.config.http_max_input_bytes)
+
+    def _start(
+        self, model: Model, body: bytes
+    ) -> tuple[InferRequest, AsyncIterator[InferResponse]]:
+        arrival_ns = time.monotonic_ns()
         mapper = self._mappers.get((model.name, model.version))
         if mapper is None:
-            mapper = GenerateMapper(model.config, limit)
+            mapper = GenerateMapper(model.config, self._service.config.http_max_input_bytes)
             self._mappers[model.name, model.version] = mapper
         parsed, inputs = mapper.parse(body)
         parsed.model_version = model.version
-        parsed.arrival_ns = time.monotonic_ns()
-        return parsed, service.infer(model, parsed, inputs)
+        parsed.arrival_ns = arrival_ns
+        return parsed, self._service.infer(model, parsed, inputs)
 
     def _load_header(self, request: web.BaseRequest) -> dict[str, str]:
         style = request.headers.get(_LOAD_FORMAT_HEADER)

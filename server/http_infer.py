@@ -26,11 +26,13 @@ async def infer(service: Service, request: web.BaseRequest, route: Route) -> web
     Raises:
         RequestError: anything but success.
     """
+    service.admission.check()
+    model = service.registry.get_ready(route.name, route.version)
+    if model.is_decoupled:
+        raise RequestError(DECOUPLED, ErrorKind.UNSUPPORTED)
+    body = await _read(service, request)
     with service.admission.admit():
-        model = service.registry.get_ready(route.name, route.version)
-        if model.is_decoupled:
-            raise RequestError(DECOUPLED, ErrorKind.UNSUPPORTED)
-        parsed = await _parse(service, request, model)
+        parsed = _parse(service, request, body, model)
         response = await _only_response(service, model, parsed)
         encoded = encode_infer(
             response, parsed, model.config.max_batch_size, service.registry.labels(model)
@@ -38,17 +40,23 @@ async def infer(service: Service, request: web.BaseRequest, route: Route) -> web
     return _respond(encoded, request.headers.get("Accept-Encoding", ""))
 
 
-async def _parse(service: Service, request: web.BaseRequest, model: Model) -> ParsedInfer:
-    limit = service.config.http_max_input_bytes
-    length_text = request.headers.get(LENGTH_HEADER)
+async def _read(service: Service, request: web.BaseRequest) -> bytes:
+    """The decompressed body."""
     # Blobs after the JSON are not under the input limit.
-    body = await read_body(request, limit if length_text is None else MAX_BODY_BYTES)
-    coding = request.headers.get("Content-Encoding", "")
-    body = decompress(body, coding, limit if length_text is None else MAX_BODY_BYTES)
-    json_bytes = header_length(length_text, len(body))
-    parsed = parse_infer(body, json_bytes, model.config, limit)
+    has_blobs = LENGTH_HEADER in request.headers
+    limit = MAX_BODY_BYTES if has_blobs else service.config.http_max_input_bytes
+    body = await read_body(request, limit)
+    return decompress(body, request.headers.get("Content-Encoding", ""), limit)
+
+
+def _parse(
+    service: Service, request: web.BaseRequest, body: bytes, model: Model
+) -> ParsedInfer:
+    arrival_ns = time.monotonic_ns()
+    json_bytes = header_length(request.headers.get(LENGTH_HEADER), len(body))
+    parsed = parse_infer(body, json_bytes, model.config, service.config.http_max_input_bytes)
     parsed.request.model_version = model.version
-    parsed.request.arrival_ns = time.monotonic_ns()
+    parsed.request.arrival_ns = arrival_ns
     return parsed
 
 

@@ -17,6 +17,9 @@ from trimaran.server.service import Service
 
 logger = logging.getLogger(__name__)
 
+_STOP_GRACE_S = 0.5
+"""Requests still running when the server stops get this long."""
+
 
 class HttpServer:
     """Serves one address. A request ends at once when its connection does."""
@@ -30,7 +33,7 @@ class HttpServer:
         self._server = web.Server(
             self._handle, handler_cancellation=True, access_log=None, auto_decompress=False
         )
-        self._runner = web.ServerRunner(self._server)
+        self._runner = web.ServerRunner(self._server, shutdown_timeout=_STOP_GRACE_S)
 
     async def start(self) -> None:
         """Listen.
@@ -96,7 +99,8 @@ class MetricsServer:
         self._service = service
         self._host = host
         self._port = port
-        self._runner = web.ServerRunner(web.Server(self._handle, access_log=None))
+        server = web.Server(self._handle, access_log=None)
+        self._runner = web.ServerRunner(server, shutdown_timeout=_STOP_GRACE_S)
 
     async def start(self) -> None:
         """Listen.
