@@ -80,7 +80,7 @@ def load_engine(
         limits.max_num_seqs, limits.max_seq_len, block_size, len(groups), device, depth
     )
     vocab_size = model.config.vocab_size
-    runner = ModelRunner(model, groups, inputs, vocab_size)
+    runner = ModelRunner(model, groups, inputs, vocab_size, tp)
     _warm_up(runner, limits, num_blocks)
     cache = KVCacheManager(
         [num_blocks] * len(groups), block_size, enable_reuse=config.cache.enable_block_reuse

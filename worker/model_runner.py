@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from trimaran.comm.collectives import TensorParallelGroup
 from trimaran.worker.attention.backend import (
     AttentionMetadata,
     ForwardContext,
@@ -14,7 +15,7 @@ from trimaran.worker.attention.backend import (
 )
 from trimaran.worker.input_batch import InputBatch, StepInputs
 from trimaran.worker.models.interfaces import CausalLM
-from trimaran.worker.sampler import SamplerOutput, sample
+from trimaran.worker.sampler import SamplerOutput, argmax_over_shards, sample
 from trimaran.worker.sampling_rows import SamplingRows
 from trimaran.worker.step_types import SampledTokens, SchedulerOutput
 
@@ -95,9 +96,15 @@ class ModelRunner:
     """
 
     def __init__(
-        self, model: CausalLM, groups: list[KVGroup], inputs: InputBatch, vocab_size: int
+        self,
+        model: CausalLM,
+        groups: list[KVGroup],
+        inputs: InputBatch,
+        vocab_size: int,
+        tp: TensorParallelGroup,
     ) -> None:
         self.model = model
+        self.tp = tp
         self.groups = groups
         self.inputs = inputs
         num_rows = len(inputs.num_prompt_tokens)
@@ -132,12 +139,23 @@ class ModelRunner:
             return ModelRunnerOutput(SamplerOutput(nothing), None)
         if inputs.logits_indices is not None:
             hidden_TD = hidden_TD.index_select(0, inputs.logits_indices)
-        logits_NV = self.model.compute_logits(hidden_TD)
         lengths = (decision.num_computed_tokens + decision.num_scheduled_tokens)[sampled]
         batch = self.sampling.batch(decision.rows[sampled], lengths)
-        output = sample(logits_NV, batch, self.inputs.token_table)
+        if batch.all_wants == 0 and self.tp.size > 1:
+            output = SamplerOutput(self._greedy_over_shards(hidden_TD))
+        else:
+            logits_NV = self.model.compute_logits(hidden_TD)
+            output = sample(logits_NV, batch, self.inputs.token_table)
         self.inputs.write_sampled(inputs, output.token_ids)
         return ModelRunnerOutput(output, self._copy_stream)
+
+    def _greedy_over_shards(self, hidden_ND: Tensor) -> Tensor:
+        """The likeliest ids without gathering logits. Collective over the tensor group."""
+        head = self.model.lm_head
+        # The last shards may hold padding rows, which are no ids.
+        num_real = min(max(head.vocab_size - head.first_row, 0), head.num_rows)
+        logits_NS = head.local_logits(hidden_ND)[:, :num_real]
+        return argmax_over_shards(logits_NS, head.first_row, self.tp)
 
     def _copy_blocks(self, decision: SchedulerOutput) -> None:
         """Make the step's block copies; all sources are read before any is written."""

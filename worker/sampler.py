@@ -10,6 +10,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from trimaran.comm.collectives import TensorParallelGroup
 from trimaran.worker import logits_processors
 from trimaran.worker.noise import gumbel
 from trimaran.worker.sampling_rows import (
@@ -72,6 +73,20 @@ def sample(logits_NV: Tensor, batch: SamplingBatch, token_table_RL: Tensor) -> S
         return SamplerOutput(ids)
     chosen = model_logits.gather(1, ids[:, None])[:, 0]
     return SamplerOutput(ids, chosen - model_logits.logsumexp(dim=-1))
+
+
+def argmax_over_shards(logits_NS: Tensor, first_id: int, tp: TensorParallelGroup) -> Tensor:
+    """`argmax` of logits whose vocabulary is cut over the ranks; the same on every rank.
+
+    ``logits_NS`` are this rank's, for the ids from ``first_id`` on; maybe none. Collective:
+    the ranks exchange 8 bytes a row, which order like (value, inverted id).
+    """
+    if logits_NS.shape[1] == 0:
+        best = torch.full((len(logits_NS), 1), -(1 << 63), device=logits_NS.device)
+    else:
+        ids = argmax(logits_NS)[:, None]
+        best = _sort_keys(logits_NS.gather(1, ids), ids + first_id)
+    return _ID_BITS - (tp.all_gather(best, 1).amax(dim=1) & _ID_BITS)
 
 
 def argmax(logits_NV: Tensor) -> Tensor:

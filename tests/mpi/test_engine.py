@@ -14,6 +14,7 @@ from trimaran.comm.sampling_params import SamplingParams
 from trimaran.comm.topology import ParallelLayout
 from trimaran.worker.config import CacheConfig, EngineConfig, RankConfig, SchedulerConfig
 from trimaran.worker.engine import Engine
+from trimaran.worker.sampler import argmax_over_shards
 
 VOCAB = 150
 PROMPTS = [
@@ -112,4 +113,18 @@ def test_all_ranks_together_give_the_tokens_of_one(world, folder, depth):
 
     if world.rank == 0:
         assert all(torch.equal(table, tables[0]) for table in tables)
+    group.close()
+
+
+def test_the_argmax_over_shards_is_the_first_of_the_likeliest_ids(world):
+    group = connect_group(world, torch.device("cpu"), 20.0)
+    torch.manual_seed(0)
+    # Few values, so that most rows have their largest on several ranks; the last has none.
+    width = 37
+    whole = torch.randint(0, 5, (50, width * (world.size - 1))).float()
+    mine = whole[:, world.rank * width : (world.rank + 1) * width]
+
+    ids = argmax_over_shards(mine, world.rank * width, group)
+
+    assert torch.equal(ids, whole.argmax(dim=1))
     group.close()
