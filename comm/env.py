@@ -13,6 +13,8 @@ TOKEN = "TRIMARAN_TOKEN"
 GROUP = "TRIMARAN_GROUP"
 LOG_FORMAT = "TRIMARAN_LOG_FORMAT"
 LOG_LEVEL = "TRIMARAN_LOG_LEVEL"
+JOB = "TRIMARAN_JOB"
+"""Set in a job that the supervisor did not start: rank 0 alone knows the supervisor."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

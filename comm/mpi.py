@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from trimaran.comm import env
 from trimaran.comm.errors import ConfigError, PeerLostError
 from trimaran.comm.wait import wait_for
 
@@ -109,6 +110,18 @@ def check_world_size(size: int, environ: Mapping[str, str]) -> None:
             "Under srun choose the plug-in of that library (--mpi=pmix for Open MPI, "
             "--mpi=pmi2 for MPICH); under mpirun use the mpirun of that library."
         )
+
+
+def job_environ(environ: Mapping[str, str]) -> dict[str, str]:
+    """The variables that tell a rank of its supervisor; those of rank 0 in a foreign job.
+
+    Collective over all ranks in a job that the supervisor did not start.
+    """
+    own = {name: value for name, value in environ.items() if name.startswith("TRIMARAN_")}
+    if env.JOB not in own:
+        return own
+    shared: dict[str, str] = MPI.COMM_WORLD.bcast(own, root=0)
+    return shared
 
 
 def host_identity() -> str:

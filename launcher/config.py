@@ -67,6 +67,9 @@ class LogConfig:
 class ServeConfig:
     """Everything that the supervisor needs to know."""
 
+    advertise_address: str = ""
+    """Address under which ranks of other hosts reach the supervisor; empty: none are."""
+
     frontend: FrontendConfig
     groups: tuple[GroupConfig, ...]
     mpi: MpiConfig = field(default_factory=MpiConfig)

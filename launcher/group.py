@@ -60,6 +60,9 @@ class GroupSpec:
     mpi: Mpi | None = None
     """The starter, if ``command`` is its mpirun."""
 
+    inherit_fds: bool = False
+    """The process reaches the job that we are a task of through our descriptors."""
+
     connect_timeout_s: float
     startup_timeout_s: float
 
@@ -121,7 +124,9 @@ class Group:
         self.state = GroupState.STARTING
         spec = self.spec
         try:
-            self._starter_pid = self._children.start(spec.command, spec.env, self._on_exit)
+            self._starter_pid = self._children.start(
+                spec.command, spec.env, self._on_exit, inherit_fds=spec.inherit_fds
+            )
         except OSError as error:
             self._starter_status = 0
             self._die(Failure(f"{spec.command[0]}: {error.strerror}", is_final=True))
@@ -252,7 +257,9 @@ class Group:
         is_final = not self.was_ready and not self._links
         how = "closed its connection" if status is None else describe_status(status)
         starter = f"{os.path.basename(self.spec.command[0])} (pid {self._starter_pid})"
-        if self.spec.mpi is None:
+        if self.spec.mpi is None and lost is not None and lost.pid != self._starter_pid:
+            text = f"{self._process(lost)} died"
+        elif self.spec.mpi is None:
             text = f"{self._names([0])} (pid {self._starter_pid}) {how}"
         elif lost is not None and not (status is not None and os.WIFSIGNALED(status)):
             text = f"{self._process(lost)} {self._fate(status)}"

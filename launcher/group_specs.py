@@ -12,6 +12,7 @@ from trimaran.comm.env import ChildEnv
 from trimaran.comm.errors import ConfigError
 from trimaran.launcher.config import GroupConfig, ServeConfig
 from trimaran.launcher.group import GroupSpec
+from trimaran.launcher.job import rank_environ
 from trimaran.launcher.mpi_launch import Mpi, compose, num_slots, starter_env
 from trimaran.worker.config import RankConfig
 
@@ -68,10 +69,10 @@ def worker_spec(
         **_child_env(config, secret, group.name),
         "OMP_NUM_THREADS": str(group.engine.num_threads),
     }
+    is_job = config.mpi.kind == "job"
+    start_method = "job" if is_job else "singleton" if mpi is None else "mpirun"
     command = list(programs.rank)
-    start_method = "singleton"
     if mpi is not None:
-        start_method = "mpirun"
         command = compose(
             mpi,
             group.world_size,
@@ -79,6 +80,7 @@ def worker_spec(
             forward=sorted(ours),
             oversubscribe=_needs_oversubscribe(config, group.world_size),
         )
+    base = rank_environ(os.environ) if is_job else starter_env(os.environ)
 
     def make_config(incarnation: int) -> dict[str, Any]:
         return RankConfig(
@@ -97,9 +99,10 @@ def worker_spec(
         name=group.name,
         world_size=group.world_size,
         command=command,
-        env={**starter_env(os.environ), **ours},
+        env={**base, **ours},
         make_config=make_config,
         mpi=mpi,
+        inherit_fds=is_job,
         connect_timeout_s=config.connect_timeout_s,
         startup_timeout_s=config.startup_timeout_s,
     )

@@ -9,7 +9,6 @@ import socket
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from trimaran.comm.address import Address
 from trimaran.comm.errors import ProtocolError
 from trimaran.comm.messages import (
     PROTOCOL_VERSION,
@@ -114,10 +113,9 @@ class Link(asyncio.Protocol):
         self.close()
 
 
-async def listen(address: Address, token: str, events: LinkEvents) -> asyncio.Server:
-    """Accept children's connections on ``address``."""
+async def listen(sock: socket.socket, token: str, events: LinkEvents) -> asyncio.Server:
+    """Accept children's connections on a listening socket, which belongs to the server now."""
     loop = asyncio.get_running_loop()
-    sock = address.listen()
     sock.setblocking(False)
     if sock.family == socket.AF_UNIX:
         return await loop.create_unix_server(lambda: Link(token, events), sock=sock)

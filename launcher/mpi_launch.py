@@ -11,6 +11,7 @@ import sysconfig
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
+from trimaran.comm.env import JOB
 from trimaran.comm.errors import ConfigError
 from trimaran.launcher.config import MpiConfig
 
@@ -31,7 +32,7 @@ _ROOT_ENV = {
 }
 # What an MPI job tells its tasks: with these in its environment, mpirun or a singleton
 # would take itself for a part of that job.
-_JOB_PREFIXES = ("OMPI_COMM_", "OMPI_UNIVERSE", "PMIX_", "PMI_", "PRTE_LAUNCHED", "HYDI_")
+_JOB_PREFIXES = ("OMPI_COMM_", "OMPI_UNIVERSE", "PMIX_", "PMI_", "PRTE_LAUNCHED", "HYDI_", JOB)
 
 
 @dataclass(frozen=True, slots=True)

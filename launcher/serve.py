@@ -17,6 +17,8 @@ from trimaran.launcher.config import (
     ServeConfig,
 )  # fmt: skip
 from trimaran.launcher.engine_args import EngineFlags, engine_config
+from trimaran.launcher.group_specs import Programs
+from trimaran.launcher.job import Job, abort_job, become_rank, current_job, own_address
 from trimaran.launcher.mpi_launch import check_library, find_mpi
 from trimaran.launcher.serve_flags import DEFAULT_LOG_FILE, add_arguments
 from trimaran.launcher.supervisor import Supervisor
@@ -46,20 +48,31 @@ def run(args: argparse.Namespace) -> int:
     """
     # What the repository accepts without effect is for the front end to say, once.
     setup_logging("supervisor", log_format=args.log_format, level="ERROR")
-    config = resolve(args)
-    setup_logging("supervisor", log_format=config.log.format, level=config.log.level)
-    preflight.check(config)
-    mpi = None
-    if config.mpi.kind != "none":
-        mpi = find_mpi(config.mpi)
-        check_library(mpi)
+    job = _job(args)
+    if job is not None and job.rank > 0:
+        become_rank(Programs.installed().rank)
+    try:
+        config = resolve(args, job)
+        setup_logging("supervisor", log_format=config.log.format, level=config.log.level)
+        preflight.check(config)
+        mpi = None
+        if config.mpi.kind not in ("none", "job"):
+            mpi = find_mpi(config.mpi)
+            check_library(mpi)
+        supervisor = Supervisor(config, mpi, Programs.installed())
+    except ConfigError:
+        if job is not None:
+            abort_job()
+        raise
     for note in config.notes:
         logger.info("%s", note)
-    return Supervisor(config, mpi).run()
+    return supervisor.run()
 
 
-def resolve(args: argparse.Namespace) -> ServeConfig:
+def resolve(args: argparse.Namespace, job: Job | None = None) -> ServeConfig:
     """The configuration that these flags ask for; reads the repository and the engine.
+
+    ``job`` is the MPI job that this process is the first task of, if any.
 
     Raises:
         ConfigError: the operator must change something.
@@ -75,16 +88,23 @@ def resolve(args: argparse.Namespace) -> ServeConfig:
         engine=engine,
         stats_period_ms=100 if period_ms is None else max(1, period_ms),
     )
+    if job is not None and job.size != group.world_size:
+        raise ConfigError(
+            f"this MPI job has {job.size} tasks but {engine.engine_dir} runs on "
+            f"{group.world_size} ranks. Start the job with that many tasks."
+        )
     return ServeConfig(
         frontend=_frontend(args, group),
         groups=(group,),
         mpi=MpiConfig(
-            kind="none" if args.no_mpi else args.mpi,
+            kind="none" if args.no_mpi else "job" if job is not None else args.mpi,
             mpirun=args.mpirun,
             oversubscribe=args.oversubscribe,
         ),
+        advertise_address=args.advertise_address or _own_address(job),
+        # Ranks of a job that somebody else started are not ours to start again.
         restart=RestartPolicy(
-            max_restarts=args.max_restarts if args.restart == "on-failure" else 0,
+            max_restarts=args.max_restarts if args.restart == "on-failure" and not job else 0,
             window_s=args.restart_window,
         ),
         log=_log(args),
@@ -99,6 +119,25 @@ def resolve(args: argparse.Namespace) -> ServeConfig:
             if getattr(args, name)
         ),
     )
+
+
+def _job(args: argparse.Namespace) -> Job | None:
+    """The MPI job to serve in, if we are in one and no other way was asked for."""
+    if args.no_mpi or args.mpirun or args.mpi not in ("auto", "job"):
+        return None
+    job = current_job(os.environ)
+    if job is None and args.mpi == "job":
+        raise ConfigError(
+            "--mpi job: this process is no task of an MPI job. Start it with mpirun or srun, "
+            "one task a rank."
+        )
+    return job
+
+
+def _own_address(job: Job | None) -> str:
+    """Where other hosts reach us, if some of the ranks will be on other hosts."""
+    is_one_host = job.is_one_host if job else os.environ.get("SLURM_JOB_NUM_NODES", "1") == "1"
+    return "" if is_one_host else own_address()
 
 
 def _refuse(args: argparse.Namespace) -> None:

@@ -68,6 +68,7 @@ _RARE = (
     "force",
     "replay_timeout",
     "max_replays",
+    "advertise_address",
     "oversubscribe",
     "restart_window",
 )
@@ -168,6 +169,11 @@ def _add_process_flags(parser: argparse.ArgumentParser) -> None:
         help="whose mpirun; job: the MPI job we are a task of",
     )
     add("--mpirun", default="", metavar="PATH", help="mpirun to use (the venv's, then PATH's)")
+    add(
+        "--advertise-address",
+        metavar="ADDR",
+        help="where ranks on other hosts reach this one (default: found in a job)",
+    )
     add("--no-mpi", action="store_true", help="one rank without mpirun")
     add("--oversubscribe", action="store_true", help="more ranks than slots")
     add(

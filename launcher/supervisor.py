@@ -93,18 +93,25 @@ class Supervisor:
             if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:
                 loop.add_signal_handler(number, self._on_signal, number)
         events = LinkEvents(self._on_hello, self._on_state, self._on_lost)
-        server = await listen(Address.parse(self._address), self._token, events)
+        servers = [await listen(sock, self._token, events) for sock in self._listeners]
         for group in self._groups:
             group.start()
         await self._wake.wait()
         self._is_ending = True
         await self._end()
-        server.close()
+        for server in servers:
+            server.close()
         return self._exit_code()
 
     def _make_groups(self, run_dir: RunDir, children: Children) -> None:
         self._token = secrets.token_hex(16)
-        self._address = run_dir.socket("supervisor")
+        address = run_dir.socket("supervisor")
+        self._listeners = [Address.parse(address).listen()]
+        rank_address = address
+        if self._config.advertise_address:
+            self._listeners.append(Address(host="0.0.0.0").listen())
+            port = self._listeners[-1].getsockname()[1]
+            rank_address = f"tcp:{self._config.advertise_address}:{port}"
         engine_address = run_dir.socket("frontend-0")
         config = dataclasses.replace(
             self._config,
@@ -119,11 +126,16 @@ class Supervisor:
             on_failure=self._on_failure,
             on_stopped=self._on_stopped,
         )
-        secret = (self._address, self._token)
-        self._frontend = Group(frontend_spec(config, self._programs, secret), children, events)
+        self._frontend = Group(
+            frontend_spec(config, self._programs, (address, self._token)), children, events
+        )
         self._workers = [
             Group(
-                worker_spec(config, group, self._mpi, self._programs, secret), children, events
+                worker_spec(
+                    config, group, self._mpi, self._programs, (rank_address, self._token)
+                ),
+                children,
+                events,
             )
             for group in config.groups
         ]

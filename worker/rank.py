@@ -6,6 +6,7 @@ from trimaran.comm import mpi  # isort: skip  # initialises MPI: nothing that ca
 
 import faulthandler
 import logging
+import os
 import signal
 import sys
 from typing import TYPE_CHECKING, Any
@@ -48,7 +49,7 @@ class RankProcess:
 
     def run(self) -> None:
         """Start, load, serve, end. Returns after MPI is finalised."""
-        env = ChildEnv.from_environ()
+        env = ChildEnv.from_environ(mpi.job_environ(os.environ))
         rank, size = mpi.MPI.COMM_WORLD.Get_rank(), mpi.MPI.COMM_WORLD.Get_size()
         setup_logging(
             "rank", rank=rank, group=env.group, log_format=env.log_format, level=env.log_level
