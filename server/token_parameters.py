@@ -52,6 +52,9 @@ _NO_DRAFT = "speculative decoding is not served by this version"
 _NO_ENCODER = "encoder-decoder models are not served by this version"
 _OBSOLETE = "it is obsolete; the engine folder and the flags of `trimaran serve` hold it"
 
+# Set in every filled template: no news for an operator.
+_USUAL = ("FORCE_CPU_ONLY_INPUT_TENSORS", "tokenizer_dir")
+
 KNOWN: dict[str, Known] = {
     "gpt_model_type": _served(
         "str", "inflight_fused_batching", "inflight_batching", "V1", "v1"
@@ -156,7 +159,7 @@ def _check_value(path: Path, parameters: ModelParameters, key: str, known: Known
             f"{path}: parameter '{key}' is {value!r}, but {known.reason}. "
             f"Leave it unset{neutral}."
         )
-    if known.effect is Effect.ACCEPTED and key != "FORCE_CPU_ONLY_INPUT_TENSORS":
+    if known.effect is Effect.ACCEPTED and key not in _USUAL:
         logger.info(
             "%s: '%s' = %s is accepted without effect: %s", path, key, value, known.reason
         )
