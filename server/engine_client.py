@@ -44,6 +44,7 @@ class _Group:
     link: EngineLink | None = None
     incarnation: int = -1
     num_restarts: int = 0
+    is_stopping: bool = False
     facts: dict[str, Any] = field(default_factory=dict)
     live: dict[int, LiveRequest] = field(default_factory=dict)
     give_up: asyncio.TimerHandle | None = None
@@ -135,11 +136,15 @@ class EngineClient:
     def on_group_state(
         self, group: str, state: str, num_restarts: int = 0, **_: object
     ) -> None:
-        """The supervisor's word on a group; ``failed`` means that it will not come back."""
+        """The supervisor's word on a group.
+
+        ``failed`` means that it will not come back, ``stopping`` that its end is in order.
+        """
         known = self._groups.get(group)
         if known is None:
             return
         known.num_restarts = num_restarts
+        known.is_stopping = state == "stopping"
         self._show_state(known)
         if state == "failed":
             self._give_up(known, "the group failed and is not started again")
@@ -179,6 +184,8 @@ class EngineClient:
             return
         group.link = None
         self._show_state(group)
+        if group.is_stopping:
+            return
         logger.error(
             "Group '%s' of model '%s' is gone; %d requests wait for its return",
             group.name, group.model, len(group.live),
