@@ -67,7 +67,8 @@ class LeaderLoop:
                 self._take(arrival)
             if self._engine.has_work:
                 self._step()
-            elif self._was_busy:
+            # Before the next poll, which sleeps for as long as nothing comes.
+            if self._was_busy and not self._engine.has_work:
                 self._rest()
             if self._links.num_open != self._num_open:
                 self._num_open = self._links.num_open
