@@ -10,7 +10,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from trimaran.worker.staging import StagingRing, StepArrays
+from trimaran.worker.staging import StagingRing, StepArrays, to_device
 from trimaran.worker.step_types import Int32Array, SchedulerOutput
 
 # Shapes: R rows, L longest sequence, M blocks of a longest sequence, T tokens of the step,
@@ -91,8 +91,7 @@ class InputBatch:
     ) -> None:
         num_rows = self._block_ids.shape[1]
         places = (groups.astype(np.int64) * num_rows + rows) * self.max_blocks + indices
-        changes = torch.from_numpy(np.stack((places, values.astype(np.int64))))
-        on_device = changes.to(self.device, non_blocking=True)
+        on_device = to_device(np.stack((places, values.astype(np.int64))), self.device)
         self.block_tables.view(-1).index_copy_(0, on_device[0], on_device[1].int())
 
     def prepare(self, decision: SchedulerOutput) -> StepInputs:

@@ -19,7 +19,7 @@ from trimaran.worker.kv_cache.sizing import blocks_that_fit, free_bytes
 from trimaran.worker.model_runner import KVGroup, ModelRunner, group_layers
 from trimaran.worker.models.interfaces import CausalLM
 from trimaran.worker.models.registry import load_model
-from trimaran.worker.step_types import NewRow, SchedulerOutput, int32s
+from trimaran.worker.warm_up import peak_step_bytes, run_small_steps
 
 logger = logging.getLogger(__name__)
 
@@ -72,16 +72,25 @@ def load_engine(
             f"the model's layers need {len(groups)} kinds of KV cache but one is served. "
             "Serve a model whose layers all attend alike."
         )
-    num_blocks = _agreed_blocks(config, limits, groups, topology, tp, device)
     block_size = config.cache.tokens_per_block
-    for group in groups:
-        group.allocate(num_blocks, block_size, device)
     inputs = InputBatch(
         limits.max_num_seqs, limits.max_seq_len, block_size, len(groups), device, depth
     )
     vocab_size = model.config.vocab_size
-    runner = ModelRunner(model, groups, inputs, vocab_size, tp)
-    _warm_up(runner, limits, num_blocks)
+
+    def make_runner(num_blocks: int) -> ModelRunner:
+        for group in groups:
+            group.allocate(num_blocks, block_size, device)
+        return ModelRunner(model, groups, inputs, vocab_size, tp)
+
+    step_bytes = 0
+    if device.type == "cuda":
+        step_bytes = peak_step_bytes(make_runner(inputs.max_blocks), limits)
+        for group in groups:
+            group.pool = None
+    num_blocks = _agreed_blocks(config, limits, groups, topology, tp, device, step_bytes)
+    runner = make_runner(num_blocks)
+    run_small_steps(runner, limits)
     cache = KVCacheManager(
         [num_blocks] * len(groups), block_size, enable_reuse=config.cache.enable_block_reuse
     )
@@ -108,36 +117,11 @@ def _agreed_blocks(
     topology: ParallelLayout,
     tp: TensorParallelGroup,
     device: torch.device,
+    step_bytes: int,
 ) -> int:
-    """The number of blocks that fits on every rank."""
+    """The number of blocks that fits on every rank, beside what a step needs."""
     block_bytes = sum(group.block_bytes(config.cache.tokens_per_block) for group in groups)
-    available = free_bytes(device, len(topology.local_ranks))
+    available = free_bytes(device, len(topology.local_ranks)) - step_bytes
     mine = blocks_that_fit(config.cache, limits, block_bytes, available)
     every = tp.all_gather(torch.tensor([mine], dtype=torch.int64, device=device), 0)
     return int(every.min())
-
-
-def _warm_up(runner: ModelRunner, limits: SchedulerConfig, num_blocks: int) -> None:
-    """Run a prompt and a decode, so that the first request pays for no lazy start."""
-    block_size = runner.inputs.block_size
-    length = min(2 * block_size, limits.max_seq_len - 1, num_blocks * block_size - 1)
-    length = max(1, min(length, limits.max_num_batched_tokens))
-    blocks = int32s(
-        [(0, 0, index, index) for index in range(-(-(length + 1) // block_size))], 4
-    )
-    empty, zero, one = int32s(()), int32s([0]), int32s([1])
-    prompt = NewRow(row=0, token_ids=int32s([0] * length), num_prompt_tokens=length)
-    for new_rows, start, chunk in (([prompt], 0, length), ([], length, 1)):
-        decision = SchedulerOutput(
-            step=0,
-            rows=zero,
-            num_scheduled_tokens=one * chunk,
-            num_computed_tokens=zero + start,
-            sampled=zero,
-            new_blocks=blocks if new_rows else blocks[:0],
-            block_copies=int32s((), 3),
-            finished_rows=empty,
-            new_rows=new_rows,
-            num_decodes=int(chunk == 1),
-        )
-        runner.execute_model(decision).wait()

@@ -17,6 +17,7 @@ from trimaran.worker.input_batch import InputBatch, StepInputs
 from trimaran.worker.models.interfaces import CausalLM
 from trimaran.worker.sampler import SamplerOutput, argmax_over_shards, sample
 from trimaran.worker.sampling_rows import SamplingRows
+from trimaran.worker.staging import to_device
 from trimaran.worker.step_types import SampledTokens, SchedulerOutput
 
 
@@ -163,7 +164,7 @@ class ModelRunner:
             copies = decision.block_copies[decision.block_copies[:, 0] == number]
             if len(copies):
                 assert group.pool is not None
-                pairs = torch.from_numpy(copies[:, 1:].T.astype("int64")).to(group.pool.device)
+                pairs = to_device(copies[:, 1:].T.astype("int64"), group.pool.device)
                 group.pool.index_copy_(0, pairs[1], group.pool.index_select(0, pairs[0]))
 
 

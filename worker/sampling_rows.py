@@ -155,7 +155,7 @@ class SamplingRows:
             self.bad_words[row] = tuple(word for word in params.bad_words if word)
         if params.embedding_bias:
             bias = np.frombuffer(params.embedding_bias, dtype="<f4").copy()
-            self.biases[row] = torch.from_numpy(bias).to(self.device)
+            self.biases[row] = to_device(bias, self.device)
 
     def batch(self, rows: Int32Array, lengths: Int32Array) -> SamplingBatch:
         """What one step's sampled ``rows``, ``lengths`` tokens long, ask for."""

@@ -1,0 +1,136 @@
+"""The engine on a GPU: the CPU's tokens, the same ones overlapped, and no hidden wait."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from trimaran.comm.collectives import SingleRankGroup
+from trimaran.comm.control import LocalControlPlane
+from trimaran.comm.messages import StepOutput, Submit, pack_ids
+from trimaran.comm.sampling_params import SamplingParams
+from trimaran.comm.topology import ParallelLayout
+from trimaran.worker.config import CacheConfig, EngineConfig, RankConfig, SchedulerConfig
+from trimaran.worker.engine import Engine
+from trimaran.worker.noise import hash_bits, noise_keys
+from trimaran.worker.sampler import _largest
+
+pytestmark = pytest.mark.gpu
+
+VOCAB = 150
+PROMPTS = [
+    np.random.default_rng(length).integers(0, VOCAB, length) for length in (1, 16, 40, 90)
+]
+SAMPLINGS = (
+    {},
+    {"top_k": 20, "seed": 3},
+    {"top_p": 0.9, "seed": 4, "min_tokens": 3, "end_id": 7},
+    {"top_p": 1.0, "seed": 5, "repetition_penalty": 1.2, "bad_words": ((3, 4), (9,))},
+    {"no_repeat_ngram_size": 2, "return_log_probs": True},
+)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    path = tmp_path_factory.mktemp("model")
+    torch.manual_seed(3)
+    config = LlamaConfig(
+        vocab_size=VOCAB,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        max_position_embeddings=128,
+        initializer_range=0.3,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
+    LlamaForCausalLM(config).save_pretrained(path)
+    return str(path)
+
+
+def make_engine(folder, device, depth, **cache):
+    config = EngineConfig(
+        model="test",
+        engine_dir=folder,
+        device=device,
+        dtype="float32",
+        scheduler=SchedulerConfig(
+            max_num_batched_tokens=48,
+            max_num_seqs=8,
+            max_seq_len=128,
+            max_input_len=127,
+            policy="max_utilization",
+            depth=depth,
+        ),
+        cache=CacheConfig(tokens_per_block=16, **cache),
+    )
+    rank = RankConfig(engine=config, group="test")
+    engine = Engine(rank, ParallelLayout(), LocalControlPlane(), SingleRankGroup())
+    engine.load()
+    return engine
+
+
+def serve(engine):
+    """Outputs of all prompts under all samplings, by request id."""
+    count = 0
+    for prompt in PROMPTS:
+        for sampling in SAMPLINGS:
+            params = SamplingParams(max_tokens=12, **sampling).to_wire()
+            ids = pack_ids(prompt)
+            engine.submit(
+                0, Submit(request_id=count, model="m", prompt_ids=ids, sampling=params)
+            )
+            count += 1
+    outputs = {number: [] for number in range(count)}
+    while engine.has_work:
+        for _, message in engine.step().messages:
+            assert isinstance(message, StepOutput)
+            ids = iter(np.frombuffer(message.token_ids, dtype=np.int32).tolist())
+            request_ids = np.frombuffer(message.request_ids, dtype=np.uint64)
+            counts = np.frombuffer(message.num_tokens, dtype=np.uint16)
+            for request_id, num_tokens in zip(request_ids.tolist(), counts, strict=True):
+                outputs[request_id] += [next(ids) for _ in range(num_tokens)]
+    return outputs
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_tokens_in_float32_are_those_of_the_cpu(folder, depth):
+    expected = serve(make_engine(folder, "cpu", 1, max_tokens=512))
+
+    assert serve(make_engine(folder, "cuda", depth, max_tokens=240)) == expected
+
+
+def test_a_step_makes_no_hidden_wait_for_the_device(folder):
+    engine = make_engine(folder, "cuda", 2, max_tokens=512)
+    serve(engine)
+
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        serve(engine)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def test_the_cache_takes_its_share_of_the_free_memory(folder):
+    engine = make_engine(folder, "cuda", 2)
+
+    # All rows at full length: there is memory for far more.
+    assert engine.facts()["max_blocks"] == 8 * 128 // 16
+    assert engine.facts()["depth"] == 2
+    assert engine.stats()["gpu_memory_bytes"] > 0
+    assert engine.stats()["pinned_memory_bytes"] > 0
+
+
+def test_noise_bits_and_candidate_order_are_those_of_the_cpu():
+    keys = torch.from_numpy(noise_keys(*(np.arange(5, dtype=np.uint64) + n for n in range(3))))
+    ids = torch.arange(100_000)[None]
+    assert torch.equal(hash_bits(keys, ids), hash_bits(keys.cuda(), ids.cuda()).cpu())
+
+    logits = torch.randint(-3, 3, (5, 1000)).float()
+    for count in (1, 50, 1000):
+        assert torch.equal(_largest(logits, count)[1], _largest(logits.cuda(), count)[1].cpu())

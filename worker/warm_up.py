@@ -1,0 +1,65 @@
+"""Made-up steps before the first request: to warm up, and to see what a step needs."""
+
+from __future__ import annotations
+
+import torch
+
+from trimaran.comm.sampling_params import SamplingParams
+from trimaran.worker.config import SchedulerConfig
+from trimaran.worker.model_runner import ModelRunner
+from trimaran.worker.step_types import Int32Array, NewRow, SchedulerOutput, int32s
+
+_COSTLIEST = SamplingParams(top_p=0.9, seed=1).to_wire()
+"""Sorts the whole vocabulary."""
+
+
+def _step(rows: list[NewRow], computed: Int32Array, chunks: Int32Array) -> SchedulerOutput:
+    """A step whose rows all use the first blocks: nobody reads what it writes."""
+    return SchedulerOutput(
+        step=0,
+        rows=int32s([new.row for new in rows]),
+        num_scheduled_tokens=chunks,
+        num_computed_tokens=computed,
+        sampled=int32s(range(len(rows))),
+        new_blocks=int32s((), 4),
+        block_copies=int32s((), 3),
+        finished_rows=int32s(()),
+        new_rows=rows,
+        num_decodes=len(rows) if bool((chunks == 1).all()) else 0,
+    )
+
+
+def _row(row: int, length: int) -> NewRow:
+    return NewRow(
+        row=row,
+        token_ids=int32s([0] * length),
+        num_prompt_tokens=length,
+        sampling=_COSTLIEST,
+    )
+
+
+def run_small_steps(runner: ModelRunner, limits: SchedulerConfig) -> None:
+    """Run a prompt and a decode, so that the first request pays for no lazy start."""
+    length = min(limits.max_seq_len - 1, limits.max_num_batched_tokens)
+    length = max(1, min(length, 2 * runner.inputs.block_size))
+    rows = [_row(0, length)]
+    runner.execute_model(_step(rows, int32s([0]), int32s([length]))).wait()
+    runner.execute_model(_step(rows, int32s([length]), int32s([1]))).wait()
+
+
+def peak_step_bytes(runner: ModelRunner, limits: SchedulerConfig) -> int:
+    """Device memory that the largest steps take for a moment: all prompt, and all decode."""
+    device = runner.inputs.device
+    torch.cuda.synchronize(device)
+    before = torch.cuda.memory_allocated(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    longest = min(limits.max_input_len, limits.max_num_batched_tokens, limits.max_seq_len - 1)
+    num_full = min(limits.max_num_seqs, max(1, limits.max_num_batched_tokens // longest))
+    prompts = [_row(row, longest) for row in range(num_full)]
+    chunks = int32s([longest] * num_full)
+    runner.execute_model(_step(prompts, chunks * 0, chunks)).wait()
+    short = [_row(row, 1) for row in range(limits.max_num_seqs)]
+    ones = int32s([1] * len(short))
+    runner.execute_model(_step(short, ones, ones)).wait()
+    torch.cuda.synchronize(device)
+    return torch.cuda.max_memory_allocated(device) - before
