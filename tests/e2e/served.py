@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+from prometheus_client.parser import text_string_to_metric_families
 
 BIN = Path(sys.executable).parent
 ROOT = Path(__file__).resolve().parents[2]
@@ -139,13 +140,25 @@ class Served:
         with urllib.request.urlopen(self.url(path), timeout=30) as reply:
             return json.load(reply)
 
-    def metrics(self) -> dict[str, float]:
-        """Every sample of the metrics endpoint by its name with labels."""
+    def samples(self, name: str) -> list[tuple[dict[str, str], float]]:
+        """Labels and value of every sample of this name on the metrics endpoint."""
         url = f"http://127.0.0.1:{self.metrics_port}/metrics"
         with urllib.request.urlopen(url, timeout=30) as reply:
-            lines = reply.read().decode().splitlines()
-        pairs = (line.rsplit(" ", 1) for line in lines if line and not line.startswith("#"))
-        return {name: float(value) for name, value in pairs}
+            families = text_string_to_metric_families(reply.read().decode())
+            return [
+                (sample.labels, sample.value)
+                for family in families
+                for sample in family.samples
+                # The parser names counters as OpenMetrics does.
+                if sample.name in (name, f"{name}_total")
+            ]
+
+    def metric(self, name: str, **labels: str) -> float:
+        """The value of the only sample with these labels."""
+        (value,) = [
+            value for found, value in self.samples(name) if labels.items() <= found.items()
+        ]
+        return value
 
     def events(self, path: str, body: Any, timeout_s: float = 60) -> list[dict[str, Any]]:
         """POST to a stream route; return its events in order."""

@@ -133,11 +133,19 @@ def test_cancelling_a_grpc_stream_frees_its_blocks(decoupled_server):
             stream.cancel()
 
     asyncio.run(run())
-    key = 'nv_trt_llm_request_metrics{model="tensorrt_llm",request_type="active",version="1"}'
+
+    def num_active() -> float:
+        name = "nv_trt_llm_request_metrics"
+        return decoupled_server.metric(name, model="tensorrt_llm", request_type="active")
+
     deadline = time.monotonic() + 10
-    while decoupled_server.metrics()[key] != 0 and time.monotonic() < deadline:
+    while num_active() != 0 and time.monotonic() < deadline:
         time.sleep(0.1)
-    assert decoupled_server.metrics()[key] == 0
+    assert num_active() == 0
+    used = decoupled_server.metric(
+        "nv_trt_llm_kv_cache_block_metrics", model="tensorrt_llm", kv_cache_block_type="used"
+    )
+    assert used == 0
 
 
 @pytest.mark.timeout(240)

@@ -1,0 +1,119 @@
+"""What an operator reads: metrics that are live and true, and an idle system that idles."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+
+import psutil
+from served import Served
+
+STEPS = ("ensemble", "preprocessing", "tensorrt_llm", "postprocessing")
+
+
+def settled(server: Served, name: str, expected: float, **labels: str) -> float:
+    """The metric's value once it is as expected, or after five seconds."""
+    deadline = time.monotonic() + 5
+    while server.metric(name, **labels) != expected and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return server.metric(name, **labels)
+
+
+def test_a_run_through_the_ensemble_counts_once_in_every_model(plain_server):
+    name = "nv_inference_request_success"
+    before = {model: plain_server.metric(name, model=model) for model in STEPS}
+    body = {"text_input": "Once upon a time", "max_tokens": 5}
+    for _ in range(3):
+        assert plain_server.post("/v2/models/ensemble/generate", body)[0] == 200
+
+    after = {model: plain_server.metric(name, model=model) for model in STEPS}
+    assert {model: after[model] - before[model] for model in STEPS} == dict.fromkeys(STEPS, 3)
+
+
+def test_token_lengths_and_latencies_are_observed(plain_server):
+    def count(name: str) -> float:
+        return plain_server.metric(name, model="tensorrt_llm")
+
+    names = ("trimaran_time_to_first_token_seconds_count", "nv_llm_output_token_len_count")
+    before = [count(name) for name in names]
+    gaps = count("trimaran_inter_token_latency_seconds_count")
+    total = plain_server.metric("nv_llm_output_token_len_sum", model="tensorrt_llm")
+    body = {
+        "input_ids": [5, 6, 7], "input_lengths": 3, "request_output_len": 9, "end_id": -1
+    }  # fmt: skip
+    assert plain_server.post("/v2/models/tensorrt_llm/generate", body)[0] == 200
+
+    assert [count(name) for name in names] == [value + 1 for value in before]
+    assert count("trimaran_inter_token_latency_seconds_count") == gaps + 8
+    assert plain_server.metric("nv_llm_output_token_len_sum", model="tensorrt_llm") == total + 9
+
+
+def test_engine_gauges_return_to_idle_and_the_iteration_counter_moves(plain_server):
+    def iterations() -> float:
+        return plain_server.metric(
+            "nv_trt_llm_general_metrics", general_type="iteration_counter"
+        )
+
+    before = iterations()
+    body = {"text_input": "Once upon a time", "max_tokens": 30}
+    assert plain_server.post("/v2/models/ensemble/generate", body)[0] == 200
+
+    active = settled(plain_server, "nv_trt_llm_request_metrics", 0, request_type="active")
+    used = settled(
+        plain_server, "nv_trt_llm_kv_cache_block_metrics", 0, kv_cache_block_type="used"
+    )
+    assert (active, used) == (0, 0)
+    assert iterations() >= before + 25
+
+
+def test_a_repeated_prompt_reuses_its_blocks(plain_server):
+    label = {"kv_cache_block_type": "reused"}
+    name = "nv_trt_llm_kv_cache_block_metrics"
+    ids = list(range(100, 200))
+    body = {"input_ids": ids, "input_lengths": len(ids), "request_output_len": 2}
+    assert plain_server.post("/v2/models/tensorrt_llm/generate", body)[0] == 200
+    time.sleep(0.5)
+    before = plain_server.metric(name, **label)
+    assert plain_server.post("/v2/models/tensorrt_llm/generate", body)[0] == 200
+
+    # 100 tokens fill three blocks of 32.
+    assert settled(plain_server, name, before + 3, **label) == before + 3
+
+
+def test_metrics_and_log_name_backends_transports_and_the_start(decoupled_server):
+    operators = {
+        labels["operator"]
+        for labels, value in decoupled_server.samples("trimaran_backend_info")
+    }
+    transports = {
+        labels["collective"]: labels["transport"]
+        for labels, _ in decoupled_server.samples("trimaran_transport_info")
+    }
+    ((start, _),) = decoupled_server.samples("trimaran_start_method_info")
+
+    assert {"linear", "paged_attention", "sampling"} <= operators
+    assert transports["all_reduce"] == "shared_memory"
+    assert transports["control"] == "shm_ring"
+    assert start["start_method"] == "mpirun"
+    assert start["world_size"] == "2"
+    log = decoupled_server.log()
+    for word in ("backends=", "transports=", "start_method=mpirun", "paged_attention"):
+        assert word in log
+
+
+def test_all_processes_together_idle_below_two_percent_of_a_core(decoupled_server):
+    time.sleep(2)
+    processes = list(decoupled_server.remember_tree().values())
+
+    def cpu_s() -> float:
+        total = 0.0
+        for process in processes:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                times = process.cpu_times()
+                total += times.user + times.system
+        return total
+
+    before, started = cpu_s(), time.monotonic()
+    time.sleep(10)
+    share = (cpu_s() - before) / (time.monotonic() - started)
+    assert share < 0.02
