@@ -75,7 +75,9 @@ def forbid_early_end(logits_NV: Tensor, batch: SamplingBatch, token_table_RL: Te
     is_early = batch.num_outputs(entries) < params[:, MIN_TOKENS]
     if is_early.any():
         places = batch.index(np.stack((entries[is_early], params[is_early, END_ID])))
-        logits_NV[places[0], places[1]] = _NEVER
+        # A tensor: a scalar would be copied to the device, and waited for.
+        never = logits_NV.new_full((1,), _NEVER)
+        logits_NV.index_put_((places[0], places[1]), never)
 
 
 def forbid_bad_words(logits_NV: Tensor, batch: SamplingBatch, token_table_RL: Tensor) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import numpy as np
 import pytest
 import torch
@@ -109,7 +111,10 @@ def test_a_step_makes_no_hidden_wait_for_the_device(folder):
     engine = make_engine(folder, "cuda", 2, max_tokens=512)
     serve(engine)
 
-    torch.cuda.set_sync_debug_mode("error")
+    with warnings.catch_warnings():
+        # torch says that the mode is a prototype.
+        warnings.simplefilter("ignore")
+        torch.cuda.set_sync_debug_mode("error")
     try:
         serve(engine)
     finally:
