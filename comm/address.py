@@ -43,7 +43,11 @@ class Address:
         if self.path:
             sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
             sock.settimeout(timeout_s)
-            sock.connect(self.path)
+            try:
+                sock.connect(self.path)
+            except OSError:
+                sock.close()
+                raise
         else:
             sock = socket.create_connection((self.host, self.port), timeout=timeout_s)
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
