@@ -247,9 +247,6 @@ class Supervisor:
         """Drain, then end every process in order, then by force; a second signal skips on."""
         if self._frontend.state is GroupState.READY:
             await self._drain()
-        for worker in self._workers:
-            # To the front end, an engine that ends unannounced is an engine that died.
-            self._tell_state(worker, "stopping")
         for group in self._groups:
             group.stop()
         if all(group.state is GroupState.DOWN for group in self._groups):

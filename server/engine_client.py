@@ -44,7 +44,6 @@ class _Group:
     link: EngineLink | None = None
     incarnation: int = -1
     num_restarts: int = 0
-    is_stopping: bool = False
     facts: dict[str, Any] = field(default_factory=dict)
     live: dict[int, LiveRequest] = field(default_factory=dict)
     give_up: asyncio.TimerHandle | None = None
@@ -59,6 +58,7 @@ class EngineClient:
 
     def __init__(self, config: FrontendConfig, metrics: Metrics) -> None:
         self._config = config
+        self._expects_the_end = False
         self._metrics = metrics
         self._ids = itertools.count(1)
         self._groups = {
@@ -136,18 +136,18 @@ class EngineClient:
     def on_group_state(
         self, group: str, state: str, num_restarts: int = 0, **_: object
     ) -> None:
-        """The supervisor's word on a group.
-
-        ``failed`` means that it will not come back, ``stopping`` that its end is in order.
-        """
+        """The supervisor's word on a group; ``failed`` means that it will not come back."""
         known = self._groups.get(group)
         if known is None:
             return
         known.num_restarts = num_restarts
-        known.is_stopping = state == "stopping"
         self._show_state(known)
         if state == "failed":
             self._give_up(known, "the group failed and is not started again")
+
+    def expect_the_end(self) -> None:
+        """From now on, an engine that closes its connection ends in order."""
+        self._expects_the_end = True
 
     # ---- connections --------------------------------------------------------------------
 
@@ -184,7 +184,7 @@ class EngineClient:
             return
         group.link = None
         self._show_state(group)
-        if group.is_stopping:
+        if self._expects_the_end:
             return
         logger.error(
             "Group '%s' of model '%s' is gone; %d requests wait for its return",

@@ -139,5 +139,6 @@ class Frontend:
                 await asyncio.wait_for(admission.wait_idle(), timeout_s)
             except asyncio.TimeoutError:
                 num_unfinished = admission.num_running
+        self._engines.expect_the_end()
         facts: dict[str, Any] = {"num_unfinished": num_unfinished}
         self._link.state("drained", facts=facts)
