@@ -1,0 +1,329 @@
+"""Signals, deaths and ends of the real processes, watched from outside."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from pathlib import Path
+
+import psutil
+import pytest
+from served import BIN, Served, command_env, free_ports
+
+GONE_IDLE_S = 5
+GONE_KILLED_S = 10
+NUM_TOKENS = 700
+STREAM = "/v2/models/ensemble/generate_stream"
+BODY = {
+    "text_input": "It was a bright cold day", "max_tokens": NUM_TOKENS, "stream": True,
+    "bad_words": "", "stop_words": "",
+}  # fmt: skip
+
+
+class Stream(threading.Thread):
+    """A client that reads one long stream; `started` is set once text has come."""
+
+    def __init__(self, server: Served) -> None:
+        super().__init__(daemon=True)
+        self._port = server.http_port
+        self.started = threading.Event()
+        self.text = ""
+        self.num_events = 0
+        self.error = ""
+        self.start()
+        assert self.started.wait(60), self.error
+
+    def run(self) -> None:
+        connection = http.client.HTTPConnection("127.0.0.1", self._port, timeout=120)
+        try:
+            connection.request("POST", STREAM, json.dumps(BODY))
+            reply = connection.getresponse()
+            for line in reply:
+                if line.startswith(b"data: "):
+                    self._take(json.loads(line[len(b"data: ") :]))
+        except (OSError, http.client.HTTPException) as error:
+            self.error = repr(error)
+        finally:
+            connection.close()
+
+    def finish(self) -> str:
+        """The whole text, once the stream has ended."""
+        self.join(120)
+        assert not self.is_alive()
+        return self.text
+
+    def _take(self, event: dict[str, str]) -> None:
+        if "error" in event:
+            self.error = event["error"]
+            return
+        self.text += event["text_output"]
+        self.num_events += 1
+        if self.num_events == 20:
+            self.started.set()
+
+
+@pytest.fixture(scope="module")
+def repository(
+    demo_engine: Callable[[int], Path], make_repository: Callable[..., Path]
+) -> Path:
+    """The demo model for two ranks."""
+    return make_repository(demo_engine(2))
+
+
+@pytest.fixture(scope="module")
+def undisturbed(repository: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """What the stream of these tests says when nothing dies."""
+    log = tmp_path_factory.mktemp("log") / "serve.log"
+    with Served(repository, 2, ("--dtype", "float32"), log) as server:
+        return Stream(server).finish()
+
+
+@pytest.fixture
+def serve(repository: Path, tmp_path: Path) -> Iterator[Callable[..., Served]]:
+    """Start servers of two ranks that are ended with the test."""
+    started: list[Served] = []
+
+    def start(*flags: str) -> Served:
+        log = tmp_path / f"serve-{len(started)}.log"
+        started.append(Served(repository, 2, ("--dtype", "float32", *flags), log))
+        started[-1].start()
+        started[-1].wait_ready()
+        return started[-1]
+
+    yield start
+    for server in started:
+        server.kill()
+
+
+def find(server: Served, name: str, number: int = 0) -> psutil.Process:
+    """One process of the tree: ``mpirun``, ``front end`` or ``rank``, the latter by pid."""
+    programs = {"mpirun": "prterun", "front end": "trimaran-frontend", "rank": "trimaran-rank"}
+    found = []
+    for process in psutil.Process(server.process.pid).children(recursive=True):
+        words = [os.path.basename(word) for word in process.cmdline()[:2]]
+        if programs[name] in words[: 1 if name == "mpirun" else 2]:
+            found.append(process)
+    return sorted(found, key=lambda process: process.pid)[number]
+
+
+def wait_log(server: Served, text: str, timeout_s: float = 60) -> None:
+    """Wait until the log holds ``text``."""
+    deadline = time.monotonic() + timeout_s
+    while text not in server.log():
+        assert time.monotonic() < deadline, f"{text!r} is not in the log:\n{server.log()}"
+        time.sleep(0.05)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_an_idle_server_is_gone_within_5_seconds_of_a_signal(serve, number):
+    server = serve()
+    with closing(http.client.HTTPConnection("127.0.0.1", server.http_port)) as idle:
+        idle.request("GET", "/v2/health/ready")
+        idle.getresponse().read()
+        server.remember_tree()
+        server.process.send_signal(number)
+        assert server.wait_gone(GONE_IDLE_S) == []
+    assert server.process.wait() == 0
+    assert "ERROR" not in server.log()
+
+
+def test_a_busy_server_finishes_its_streams_and_admits_no_more(serve, undisturbed):
+    server = serve()
+    stream = Stream(server)
+    server.remember_tree()
+    server.process.send_signal(signal.SIGTERM)
+    wait_log(server, "draining")
+    assert stream.finish() == undisturbed
+    assert server.process.wait(40) == 0
+    assert server.wait_gone(GONE_IDLE_S) == []
+
+
+def test_a_second_signal_ends_a_busy_server_at_once(serve):
+    server = serve()
+    stream = Stream(server)
+    server.remember_tree()
+    server.process.send_signal(signal.SIGINT)
+    wait_log(server, "draining")
+    server.process.send_signal(signal.SIGINT)
+    assert server.wait_gone(GONE_IDLE_S) == []
+    assert server.process.wait() in (0, 128 + signal.SIGINT)
+    stream.finish()
+
+
+@pytest.mark.parametrize(
+    ("victim", "number", "told"),
+    [
+        ("rank", 0, "rank 0 (pid {pid} on {host}) was killed by signal 9 (SIGKILL)"),
+        ("rank", 1, "rank 1 (pid {pid} on {host}) was killed by signal 9 (SIGKILL)"),
+        ("mpirun", 0, "mpirun (pid {pid}) was killed by signal 9 (SIGKILL)"),
+    ],
+)
+def test_a_stream_survives_the_death_of_its_engine(serve, undisturbed, victim, number, told):
+    server = serve()
+    stream = Stream(server)
+    server.remember_tree()
+    before = {p.pid: p for p in (find(server, "rank", 0), find(server, "rank", 1))}
+    dead = find(server, victim, number)
+    dead.kill()
+    wait_log(server, told.format(pid=dead.pid, host=os.uname().nodename))
+    assert stream.finish() == undisturbed, stream.error
+    assert not any(process.is_running() for process in before.values())
+    assert server.is_ready()
+    assert server.stop() == 0
+    assert server.wait_gone(GONE_KILLED_S) == []
+
+
+def test_a_dead_engine_is_not_ready_and_refuses_with_a_time_to_retry(serve):
+    server = serve("--max-restarts", "1")
+    find(server, "rank", 1).kill()
+    wait_log(server, "restart in")
+    with closing(http.client.HTTPConnection("127.0.0.1", server.http_port)) as connection:
+        connection.request("GET", "/v2/health/ready")
+        ready = connection.getresponse()
+        ready.read()
+        connection.request("POST", "/v2/models/ensemble/generate", json.dumps(BODY))
+        refused = connection.getresponse()
+        refused.read()
+    assert (ready.status, refused.status) == (400, 503)
+    assert int(refused.headers["Retry-After"]) >= 1
+    server.wait_ready()
+    assert server.stop() == 0
+
+
+def test_a_killed_front_end_comes_back_and_finds_the_engine(serve, undisturbed):
+    server = serve()
+    stream = Stream(server)
+    ranks = {find(server, "rank", 0).pid, find(server, "rank", 1).pid}
+    dead = find(server, "front end")
+    dead.kill()
+    wait_log(server, f"front end (pid {dead.pid}) was killed by signal 9 (SIGKILL)")
+    stream.finish()
+    server.wait_ready()
+    assert {find(server, "rank", 0).pid, find(server, "rank", 1).pid} == ranks
+    assert Stream(server).finish() == undisturbed
+    assert server.stop() == 0
+    assert server.wait_gone(GONE_KILLED_S) == []
+
+
+@pytest.mark.parametrize("victim", ["rank", "mpirun", "front end"])
+def test_without_restarts_a_death_ends_the_server_with_code_1(serve, victim):
+    server = serve("--restart", "never")
+    Stream(server)
+    server.remember_tree()
+    find(server, victim).kill()
+    assert server.wait_gone(GONE_KILLED_S) == []
+    assert server.process.wait() == 1
+    assert "was killed by signal 9 (SIGKILL); not started again" in server.log()
+
+
+def test_nothing_outlives_the_supervisor(serve):
+    server = serve()
+    Stream(server)
+    assert len(server.remember_tree()) == 5
+    server.process.kill()
+    assert server.wait_gone(GONE_KILLED_S) == []
+
+
+@pytest.mark.parametrize("delay_s", [0.4, 0.8, 1.2, 2.0])
+def test_nothing_outlives_a_supervisor_killed_during_the_start(repository, tmp_path, delay_s):
+    server = Served(repository, 2, log_path=tmp_path / "serve.log")
+    server.start()
+    time.sleep(delay_s)
+    server.remember_tree()
+    server.process.kill()
+    assert server.wait_gone(GONE_KILLED_S) == []
+    server.kill()
+
+
+def test_a_hung_rank_is_noticed_and_its_group_restarted(serve, undisturbed):
+    server = serve("--hang-timeout", "2")
+    stream = Stream(server)
+    server.remember_tree()
+    hung = find(server, "rank", 1)
+    hung.suspend()
+    wait_log(server, "restart in")
+    assert not hung.is_running()
+    assert stream.finish() == undisturbed, stream.error
+    assert server.stop() == 0
+    assert server.wait_gone(GONE_KILLED_S) == []
+
+
+def test_a_second_server_refuses_the_ports_of_the_first(serve, repository):
+    server = serve()
+    second = subprocess.run(
+        [str(BIN / "trimaran"), "serve", "--model-repo", str(repository), "--http-port",
+         str(server.http_port), "--grpc-port", "1", "--metrics-port", "2"],
+        capture_output=True, text=True, env=command_env(), timeout=60,
+    )  # fmt: skip
+    assert second.returncode == 2
+    assert f"--http-port {server.http_port}: the port is in use by pid" in second.stderr
+    assert len(second.stderr.splitlines()) == 1
+    assert server.is_ready()
+
+
+def test_a_full_disk_for_logs_stops_nothing(repository, tmp_path, undisturbed):
+    server = Served(
+        repository, 2, ("--dtype", "float32", "--log-file", "/dev/full"), Path("/dev/full")
+    )
+    with server:
+        assert Stream(server).finish() == undisturbed
+        assert server.stop() == 0
+
+
+def test_one_rank_serves_without_mpirun(
+    demo_engine: Callable[[int], Path], make_repository: Callable[..., Path], tmp_path: Path
+):
+    log = tmp_path / "serve.log"
+    with Served(make_repository(demo_engine(1)), 1, ("--no-mpi",), log) as server:
+        assert Stream(server).finish()
+        names = {process.name() for process in server.seen.values()}
+        assert "prterun" not in names
+        assert server.stop() == 0
+        assert server.wait_gone(GONE_IDLE_S) == []
+
+
+class InJob(Served):
+    """A server whose tasks are started by somebody else's mpirun."""
+
+    def start(self) -> None:
+        """Every task runs the same command line."""
+        self.http_port, self.grpc_port, self.metrics_port = free_ports(3)
+        command = [
+            str(BIN / "mpirun"), "--allow-run-as-root", "--oversubscribe", "--bind-to", "none",
+            "-n", str(self.world_size), str(BIN / "trimaran"), "serve",
+            "--model-repo", str(self.repository), "--http-port", str(self.http_port),
+            "--grpc-port", str(self.grpc_port), "--metrics-port", str(self.metrics_port),
+            *self.flags,
+        ]  # fmt: skip
+        env = {**command_env(), "OMPI_ALLOW_RUN_AS_ROOT": "1"}
+        env["OMPI_ALLOW_RUN_AS_ROOT_CONFIRM"] = "1"
+        with self.log_path.open("wb") as log:
+            self.process = subprocess.Popen(
+                command, stdout=log, stderr=log, stdin=subprocess.DEVNULL,
+                start_new_session=True, env=env, cwd="/",
+            )  # fmt: skip
+
+
+def test_tasks_of_a_foreign_mpirun_become_one_server(repository, tmp_path, undisturbed):
+    with InJob(repository, 2, ("--dtype", "float32"), tmp_path / "serve.log") as server:
+        assert Stream(server).finish() == undisturbed
+        supervisors = [p for p in server.seen.values() if p.name() == "trimaran"]
+        assert len(supervisors) == 1
+        supervisors[0].send_signal(signal.SIGTERM)
+        assert server.wait_gone(2 * GONE_IDLE_S) == []
+        assert server.process.wait() == 0
+
+
+def test_a_configuration_error_ends_every_task_of_a_foreign_mpirun(repository, tmp_path):
+    server = InJob(repository, 3, (), tmp_path / "serve.log")
+    server.start()
+    assert server.process.wait(60) != 0
+    assert "this MPI job has 3 tasks but" in server.log()
+    server.kill()
