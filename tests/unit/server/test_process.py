@@ -115,11 +115,15 @@ class StartedFrontend:
         wire = FrontendConfig(**{**defaults, **config}).to_wire()
         self.supervisor.send(ChildConfig(config=wire))
 
-    def dial_in(self, stack):
-        """Be an engine: introduce it and wait to be accepted."""
+    def wait_until_listening(self):
+        """Return once engines may dial in."""
         while not self.is_listening:
             text = self.supervisor.receive(ChildState).text
             self.is_listening = text == "waiting for the engines"
+
+    def dial_in(self, stack):
+        """Be an engine: introduce it and wait to be accepted."""
+        self.wait_until_listening()
         engine = Peer(stack.enter_context(self.engine_address.connect(60)))
         engine.send(EngineHello(token="secret", model="tensorrt_llm", group="g0", facts=FACTS))
         assert engine.receive(FrontendHello).accepted
@@ -170,6 +174,8 @@ def test_the_front_end_never_imports_torch():
 
 def test_it_serves_from_the_first_engine_on_and_ends_when_told(repository, stack, tmp_path):
     frontend = StartedFrontend(stack, tmp_path)
+    frontend.wait_until_listening()
+    assert "Started" not in Path(frontend.log.name).read_text()
     engine = frontend.dial_in(stack)
     frontend.supervisor.wait_for_state("ready")
     port = frontend.http_port()
