@@ -97,10 +97,16 @@ class FlagParser(argparse.ArgumentParser):
         return f"{self._declared(name) or name}{equals}{value}"
 
     def _declared(self, name: str) -> str | None:
-        for option in self._option_string_actions:
-            if option.replace("_", "-") == name.replace("_", "-"):
-                return option
+        for parser in self._with_subcommands():
+            for option in parser._option_string_actions:
+                if option.replace("_", "-") == name.replace("_", "-"):
+                    return option
         return None
+
+    def _with_subcommands(self) -> list[argparse.ArgumentParser]:
+        """This parser and those of its subcommands."""
+        groups = [a for a in self._actions if isinstance(a, argparse._SubParsersAction)]
+        return [self, *(parser for group in groups for parser in group.choices.values())]
 
     def _file_flags(self, path: Path) -> list[str]:
         """The flags that a YAML file of ``name: value`` lines stands for."""

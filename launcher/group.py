@@ -24,6 +24,10 @@ _NOTICE_S = 0.3
 _STARTER_END_S = 2.0
 """The starter ends so soon after its last process, or is ended."""
 
+_MAX_PINGS = 4
+"""Unanswered pings that make up ``hang_timeout_s``. Counted, not timed: when this process
+itself was suspended, no child is blamed for the time."""
+
 _READ_S = 0.05
 _KILL_PERIOD_S = 0.05
 
@@ -65,6 +69,8 @@ class GroupSpec:
 
     connect_timeout_s: float
     startup_timeout_s: float
+    hang_timeout_s: float
+    """A process that is silent for so long, once ready, has hung; 0 means never."""
 
     @property
     def title(self) -> str:
@@ -190,6 +196,7 @@ class Group:
             if len(ready) == self.spec.world_size:
                 self.state, self.was_ready = GroupState.READY, True
                 self._cancel_timers()
+                self._check_alive()
                 self._events.on_ready(self)
         elif state.text:
             logger.debug("%s: %s: %s", self.spec.title, self._process(link), state.text)
@@ -225,6 +232,21 @@ class Group:
             text = f"{self._process(link)} failed: {state.text}"
             is_final = state.is_config_error or not self.was_ready
             self._die(Failure(text, state.is_config_error, is_final))
+
+    def _check_alive(self) -> None:
+        """Ping every process, time and again; end the group if one stays silent."""
+        if self.spec.hang_timeout_s <= 0 or self.state is not GroupState.READY:
+            return
+        hung = [link for link in self._links.values() if link.num_unanswered >= _MAX_PINGS]
+        if hung and self._lost is None:
+            limit = f"{self.spec.hang_timeout_s:g} s (--hang-timeout)"
+            self._die(
+                Failure(f"{self._process(hung[0])} has hung: no sign of life for {limit}")
+            )
+            return
+        for link in self._links.values():
+            link.ping()
+        self._after(self.spec.hang_timeout_s / _MAX_PINGS, self._check_alive)
 
     def _on_connect_timeout(self) -> None:
         missing = [r for r in range(self.spec.world_size) if r not in self._links]

@@ -54,6 +54,7 @@ def frontend_spec(
         make_config=lambda incarnation: wire,
         connect_timeout_s=config.connect_timeout_s,
         startup_timeout_s=config.startup_timeout_s,
+        hang_timeout_s=config.hang_timeout_s,
     )
 
 
@@ -105,6 +106,7 @@ def worker_spec(
         inherit_fds=is_job,
         connect_timeout_s=config.connect_timeout_s,
         startup_timeout_s=config.startup_timeout_s,
+        hang_timeout_s=config.hang_timeout_s,
     )
 
 

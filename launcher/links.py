@@ -16,6 +16,8 @@ from trimaran.comm.messages import (
     ChildState,
     FrameBuffer,
     Message,
+    Ping,
+    Pong,
     encode,
 )  # fmt: skip
 
@@ -45,6 +47,8 @@ class Link(asyncio.Protocol):
         self._transport: asyncio.Transport | None = None
         self._deadline: asyncio.TimerHandle | None = None
         self.hello: ChildHello | None = None
+        self.num_unanswered = 0
+        """Pings sent since the child was last heard."""
 
     @property
     def pid(self) -> int:
@@ -61,6 +65,11 @@ class Link(asyncio.Protocol):
         if self._transport is not None and not self._transport.is_closing():
             self._transport.write(encode(message))
 
+    def ping(self) -> None:
+        """Ask for a sign of life."""
+        self.num_unanswered += 1
+        self.send(Ping(payload=self.num_unanswered))
+
     def close(self) -> None:
         """Close this end, at which the child exits."""
         if self._transport is not None:
@@ -73,6 +82,7 @@ class Link(asyncio.Protocol):
         self._deadline = loop.call_later(_HELLO_TIMEOUT_S, self._refuse, "no ChildHello")
 
     def data_received(self, data: bytes) -> None:
+        self.num_unanswered = 0
         try:
             messages = self._frames.feed(data)
         except ProtocolError as error:
@@ -92,7 +102,7 @@ class Link(asyncio.Protocol):
             self._open(message)
         elif isinstance(message, ChildState):
             self._events.on_state(self, message)
-        else:
+        elif not isinstance(message, Pong):
             self._refuse(f"unexpected {type(message).__name__}")
 
     def _open(self, message: Message) -> None:

@@ -168,6 +168,24 @@ def test_a_rank_that_never_gets_ready_is_named_with_what_it_said_last(supervise)
     assert server.survivors() == []
 
 
+@pytest.mark.parametrize(
+    ("pattern", "told"),
+    [
+        (r"front end: started pid (\d+)", r"front end \(pid {pid}\) has hung"),
+        (r"group m: started pid (\d+)", r"rank 0 \(pid {pid}\) has hung"),
+    ],
+)
+def test_a_process_that_stops_answering_is_ended_and_restarted(supervise, pattern, told):
+    server = supervise(hang_timeout_s=0.4)
+    server.wait_ready()
+    pid = server.pid_of(pattern)
+    os.kill(pid, signal.SIGSTOP)
+    server.wait_for(told.format(pid=pid) + r": no sign of life for 0\.4 s")
+    server.wait_for("(front end|group m): ready", count=3)
+    assert server.terminate() == 0
+    assert server.survivors() == []
+
+
 def test_singletons_in_place_of_one_world_are_a_configuration_error(supervise):
     server = supervise(world_size=2, told_size=1)
     assert server.end() == 2
