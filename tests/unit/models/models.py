@@ -61,6 +61,12 @@ def save_huggingface(folder: Path, config: Any, *, dtype: torch.dtype = torch.fl
     model = model.to(dtype)
     model.save_pretrained(folder)
     # Reloaded, so that both sides have what the files say.
+    return load_huggingface(folder, config, dtype=dtype)
+
+
+def load_huggingface(folder: Path, config: Any, *, dtype: torch.dtype = torch.float32) -> Any:
+    """The model that `save_huggingface` left in ``folder``."""
+    kind = LlamaForCausalLM if isinstance(config, LlamaConfig) else GPT2LMHeadModel
     return kind.from_pretrained(folder, attn_implementation="eager", dtype=dtype).eval()
 
 
