@@ -41,6 +41,32 @@ class StepInputs:
     max_seq_len: int
 
 
+class _DecodeStep:
+    """A pure decode step on the CPU, whose inputs can be advanced where they are."""
+
+    __slots__ = ("block_size", "host", "inputs", "token_places")
+
+    def __init__(self, block_size: int, inputs: StepInputs, host: StepArrays) -> None:
+        self.block_size = block_size
+        self.inputs = inputs
+        self.host = host
+        self.token_places = torch.from_numpy(host.token_places)
+
+    def is_followed_by(self, decision: SchedulerOutput) -> bool:
+        """Whether ``decision`` decodes the next token of the same rows, in the same blocks."""
+        host = self.host
+        if len(decision.new_blocks) or decision.new_rows:
+            return False
+        if decision.rows.tobytes() != host.rows.tobytes():
+            return False
+        computed = decision.num_computed_tokens
+        return (
+            decision.num_decodes == len(decision.rows) == len(decision.sampled)
+            and computed.tobytes() == host.seq_lens.tobytes()
+            and bool((computed % self.block_size).all())
+        )
+
+
 class InputBatch:
     """Token ids and block tables of every row, kept where the model runs.
 
@@ -67,11 +93,14 @@ class InputBatch:
             (num_rows, self.row_len), dtype=torch.int32, device=device
         )
         self._flat_ids = self.token_table.view(-1)
+        if device.type == "cpu":
+            self._host_ids = self._flat_ids.numpy()
         shape = (num_groups, num_rows, self.max_blocks)
         self._block_ids: npt.NDArray[np.int32] = np.zeros(shape, dtype=np.int32)
         mirror = torch.from_numpy(self._block_ids)
         self.block_tables = mirror if device.type == "cpu" else mirror.to(device)
         self._staging = StagingRing(device, depth + 1)
+        self._last_decode: _DecodeStep | None = None
 
     def apply_changes(self, decision: SchedulerOutput) -> None:
         """Enter new rows and new blocks."""
@@ -96,6 +125,27 @@ class InputBatch:
 
     def prepare(self, decision: SchedulerOutput) -> StepInputs:
         """This step's inputs: computed here from the decision, sent in one copy."""
+        last = self._last_decode
+        if last is not None and last.is_followed_by(decision):
+            return self._advance(last)
+        inputs, host = self._compute(decision)
+        is_repeatable = self.device.type == "cpu" and inputs.logits_indices is None
+        self._last_decode = None
+        if is_repeatable and decision.num_decodes == len(decision.rows):
+            self._last_decode = _DecodeStep(self.block_size, inputs, host)
+        return inputs
+
+    def _advance(self, last: _DecodeStep) -> StepInputs:
+        """The inputs of the step before, each sequence one token on, made in their place."""
+        host, inputs = last.host, last.inputs
+        # Positions, places and slots alike: no block ends here.
+        host.wide += 1
+        host.seq_lens += 1
+        inputs.max_seq_len += 1
+        inputs.token_ids = torch.index_select(self._flat_ids, 0, last.token_places)
+        return inputs
+
+    def _compute(self, decision: SchedulerOutput) -> tuple[StepInputs, StepArrays]:
         rows, computed = decision.rows, decision.num_computed_tokens
         chunks, sampled = decision.num_scheduled_tokens, decision.sampled
         num_entries, num_sampled = len(rows), len(sampled)
@@ -123,7 +173,7 @@ class InputBatch:
         self._staging.send()
         max_seq_len = int(ends.max())
         num_blocks = -(-max_seq_len // self.block_size)
-        return StepInputs(
+        inputs = StepInputs(
             token_ids=self._flat_ids.index_select(0, device["token_places"]),
             positions=device["positions"],
             query_start_loc=device["query_start_loc"],
@@ -138,6 +188,7 @@ class InputBatch:
             max_query_len=1 if is_decode else int(chunks.max()),
             max_seq_len=max_seq_len,
         )
+        return inputs, host
 
     def _expand(
         self, decision: SchedulerOutput, host: StepArrays, num_tokens: int
@@ -166,4 +217,7 @@ class InputBatch:
 
     def write_sampled(self, inputs: StepInputs, token_ids_N: Tensor) -> None:
         """Put sampled ids where the next step reads its inputs."""
+        if self.device.type == "cpu":
+            self._host_ids[inputs.sampled_slots.numpy()] = token_ids_N.numpy()
+            return
         self._flat_ids.index_copy_(0, inputs.sampled_slots, token_ids_N.to(torch.int32))

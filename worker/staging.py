@@ -19,8 +19,10 @@ class StepArrays:
 
     int64: ``positions`` [T], ``token_places`` [T], ``slots`` [groups, T],
     ``sampled_places`` [N], ``logits_indices`` [N]. int32: ``query_start_loc`` [S + 1],
-    ``seq_lens`` [S], ``rows`` [S].
+    ``seq_lens`` [S], ``rows`` [S]. ``wide`` is all of int64 at once.
     """
+
+    wide: npt.NDArray[np.int64]
 
     positions: npt.NDArray[np.int64]
     token_places: npt.NDArray[np.int64]
@@ -92,6 +94,8 @@ class _Slot:
         arrays = StepArrays()
         for name, view in host_views.items():
             setattr(arrays, name, view.numpy())
+        num_wide = sum(_sizes(shape)[name] for name in _WIDE)
+        arrays.wide = self.host[: 8 * num_wide].view(torch.int64).numpy()
         made = arrays, host_views if self.is_cpu else _views(self.twin, shape)
         # Decode steps repeat their shapes, so theirs are worth keeping; prompts' are not.
         if shape[0] == shape[1]:
