@@ -84,10 +84,9 @@ def test_all_reduce_writes_into_the_tensor_it_was_given(group, device):
 
 @pytest.mark.parametrize("shape", [(3, 5), (300, 2000)], ids=str)
 @pytest.mark.parametrize("dim", [0, 1, -1])
-def test_all_gather_joins_in_rank_order(group, shape, dim):
-    parts = [
-        torch.full(shape, float(rank)) + torch.arange(shape[1]) for rank in range(group.size)
-    ]
+def test_all_gather_joins_in_rank_order(group, device, shape, dim):
+    row = torch.arange(shape[1], device=device)
+    parts = [torch.full(shape, float(rank), device=device) + row for rank in range(group.size)]
 
     gathered = group.all_gather(parts[group.rank], dim)
 
