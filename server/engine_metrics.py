@@ -9,13 +9,25 @@ from prometheus_client import Gauge, Histogram
 from prometheus_client.registry import CollectorRegistry
 
 _LABELS = ("model", "version")
+_START_KEYS = ("start_method", "mpi", "world_size", "tp_size", "pp_size")
 _TOKEN_BUCKETS = (10, 50, 100, 500, 1000)
-_FIRST_TOKEN_BUCKETS = (
+_FIRST_START_KEYS = ("start_method", "mpi", "world_size", "tp_size", "pp_size")
+_TOKEN_BUCKETS = (
     0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40,
 )  # fmt: skip
-_INTER_TOKEN_BUCKETS = (
+_INTER_START_KEYS = ("start_method", "mpi", "world_size", "tp_size", "pp_size")
+_TOKEN_BUCKETS = (
     0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 1, 2.5,
 )  # fmt: skip
+
+_LENGTH_HELP, _LENGTH_LABEL = "TRT LLM response metrics", "response_metric_type"
+
+# What an engine says about itself: the help and the labels.
+_INFOS = {
+    "backend": ("Which implementation serves an operator", "operator", "backend"),
+    "transport": ("Which transport carries a collective", "collective", "transport"),
+    "start_method": ("How the model's ranks were started", *_START_KEYS),
+}
 
 # Family: its help, its label, and each label value with the engine statistic behind it.
 _FAMILIES: dict[str, tuple[str, str, dict[str, str]]] = {
@@ -73,67 +85,49 @@ class EngineMetrics:
     """All series of the token-level models of one front end."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
-        def gauge(name: str, documentation: str, *labels: str) -> Gauge:
-            return Gauge(name, documentation, (*_LABELS, *labels), registry=registry)
-
-        def histogram(
-            name: str, documentation: str, buckets: tuple[float, ...], *labels: str
-        ) -> Histogram:
-            return Histogram(
-                name, documentation, (*_LABELS, *labels), buckets=buckets, registry=registry
-            )
-
+        self._registry = registry
         self._gauges = {
-            name: gauge(name, documentation, label)
+            name: self._gauge(name, documentation, label)
             for name, (documentation, label, _) in _FAMILIES.items()
         }
-        help_text = "TRT LLM response metrics"
-        label = "response_metric_type"
-        self._input_tokens = histogram(
-            "nv_llm_input_token_len", help_text, _TOKEN_BUCKETS, label
+        self._input_tokens = self._histogram(
+            "nv_llm_input_token_len", _LENGTH_HELP, _TOKEN_BUCKETS, _LENGTH_LABEL
         )
-        self._output_tokens = histogram(
-            "nv_llm_output_token_len", help_text, _TOKEN_BUCKETS, label
+        self._output_tokens = self._histogram(
+            "nv_llm_output_token_len", _LENGTH_HELP, _TOKEN_BUCKETS, _LENGTH_LABEL
         )
-        self._first_token = histogram(
+        self._first_token = self._histogram(
             "trimaran_time_to_first_token_seconds",
             "Time from a request's arrival to its first token",
             _FIRST_TOKEN_BUCKETS,
         )
-        self._inter_token = histogram(
+        self._inter_token = self._histogram(
             "trimaran_inter_token_latency_seconds",
             "Time between successive tokens of a sequence",
             _INTER_TOKEN_BUCKETS,
         )
-        self._backend = gauge(
-            "trimaran_backend_info",
-            "Which implementation serves an operator (value is always 1)",
-            "operator",
-            "backend",
-        )
-        self._transport = gauge(
-            "trimaran_transport_info",
-            "Which transport carries a collective (value is always 1)",
-            "collective",
-            "transport",
-        )
-        self._start_method = gauge(
-            "trimaran_start_method_info",
-            "How the model's ranks were started (value is always 1)",
-            "start_method",
-            "mpi",
-            "world_size",
-            "tp_size",
-            "pp_size",
-        )
-        self._group_up = gauge(
+        self._info_gauges = {
+            name: self._gauge(f"trimaran_{name}_info", f"{what} (value is always 1)", *labels)
+            for name, (what, *labels) in _INFOS.items()
+        }
+        self._group_up = self._gauge(
             "trimaran_group_up", "Whether the worker group serves (1) or not (0)", "group"
         )
-        self._group_restarts = gauge(
+        self._group_restarts = self._gauge(
             "trimaran_group_restarts", "Restarts of the worker group so far", "group"
         )
         self._latest: dict[tuple[str, str], dict[str, float]] = {}
         self._infos: dict[tuple[str, str], list[tuple[Gauge, tuple[str, ...]]]] = {}
+
+    def _gauge(self, name: str, documentation: str, *labels: str) -> Gauge:
+        return Gauge(name, documentation, (*_LABELS, *labels), registry=self._registry)
+
+    def _histogram(
+        self, name: str, documentation: str, buckets: tuple[float, ...], *labels: str
+    ) -> Histogram:
+        return Histogram(
+            name, documentation, (*_LABELS, *labels), buckets=buckets, registry=self._registry
+        )
 
     def add_model(self, model: str, version: str) -> None:
         """Show the model's series with value 0."""
@@ -158,17 +152,13 @@ class EngineMetrics:
         """Show what the engine said about itself, in place of what it said before."""
         for gauge, labels in self._infos.pop((model, version), []):
             gauge.remove(*labels)
+        backend, transport, start = (self._info_gauges[name] for name in _INFOS)
         shown: list[tuple[Gauge, tuple[str, ...]]] = [
-            (self._backend, (model, version, operator, str(backend)))
-            for operator, backend in dict(facts.get("backends", {})).items()
+            (start, (model, version, *(str(facts.get(key, "")) for key in _START_KEYS)))
         ]
-        shown += [
-            (self._transport, (model, version, collective, str(transport)))
-            for collective, transport in dict(facts.get("transports", {})).items()
-        ]
-        keys = ("start_method", "mpi", "world_size", "tp_size", "pp_size")
-        start = tuple(str(facts.get(key, "")) for key in keys)
-        shown.append((self._start_method, (model, version, *start)))
+        for gauge, fact in ((backend, "backends"), (transport, "transports")):
+            for name, value in dict(facts.get(fact, {})).items():
+                shown.append((gauge, (model, version, name, str(value))))
         for gauge, labels in shown:
             gauge.labels(*labels).set(1)
         self._infos[model, version] = shown

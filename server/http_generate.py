@@ -41,22 +41,7 @@ class GenerateEndpoint:
         model, body = await self._read(request, route)
         with self._service.admission.admit():
             parsed, responses = self._start(model, body)
-            count, answer = 0, b""
-            encoder = GenerateEncoder()
-            async with aclosing(responses):  # type: ignore[type-var]
-                try:
-                    async for response in responses:
-                        count += 1
-                        if count == 1:
-                            response.id = parsed.id
-                            answer = encoder.encode(response)
-                except RequestError:
-                    # The first response has fixed the status; this was another one.
-                    if count == 0:
-                        raise
-                    count += 1
-        if count != 1:
-            answer = error_object(EXACTLY_ONE)
+            answer = await _only_answer(parsed, responses)
         headers = {"Content-Type": JSON, **self._load_header(request)}
         return web.Response(body=answer, headers=headers)
 
@@ -111,6 +96,26 @@ class GenerateEndpoint:
         style = request.headers.get(_LOAD_FORMAT_HEADER)
         value = self._service.metrics.load_header(style) if style else None
         return {_LOAD_HEADER: value} if value else {}
+
+
+async def _only_answer(request: InferRequest, responses: AsyncIterator[InferResponse]) -> bytes:
+    """The only response as a JSON object, or else the error of not being one.
+
+    Raises:
+        RequestError: the first response is an error, which decides the status.
+    """
+    async with aclosing(responses):  # type: ignore[type-var]
+        only = await anext(responses, None)
+        if only is None:
+            return error_object(EXACTLY_ONE)
+        only.id = request.id
+        answer = GenerateEncoder().encode(only)
+        try:
+            async for _ in responses:
+                answer = error_object(EXACTLY_ONE)
+        except RequestError:
+            answer = error_object(EXACTLY_ONE)
+    return answer
 
 
 async def _write_events(

@@ -15,7 +15,14 @@ from trimaran.comm.errors import ConfigError
 from trimaran.server.exposition import QuantileSummary
 
 _LABELS = ("model", "version")
-_SUMMARIES = ("request", "queue", "compute_input", "compute_infer", "compute_output")
+_DURATIONS = {
+    "request": "inference request",
+    "queue": "inference queuing",
+    "compute_input": "compute input",
+    "compute_infer": "compute inference",
+    "compute_output": "inference compute output",
+}
+_SUMMARIES = tuple(_DURATIONS)
 _FIRST_RESPONSE = "nv_inference_first_response_histogram_ms"
 _QUANTILES = (0.5, 0.9, 0.95, 0.99, 0.999)
 _FIRST_RESPONSE_BUCKETS = (100.0, 500.0, 2000.0, 5000.0)
@@ -91,18 +98,12 @@ class InferenceFamilies:
         )
         self.count = self._counter("count", "Number of inferences performed")
         self.executions = self._counter("exec_count", "Number of model executions performed")
-        self.durations: dict[str, Counter] = {}
-        if options.has_counters:
-            for name, what in (
-                ("request", "inference request"),
-                ("queue", "inference queuing"),
-                ("compute_input", "compute input"),
-                ("compute_infer", "compute inference"),
-                ("compute_output", "inference compute output"),
-            ):
-                self.durations[name] = self._counter(
-                    f"{name}_duration_us", f"Cumulative {what} duration in microseconds"
-                )
+        self.durations = {
+            name: self._counter(
+                f"{name}_duration_us", f"Cumulative {what} duration in microseconds"
+            )
+            for name, what in (_DURATIONS if options.has_counters else {}).items()
+        }
         self.pending = Gauge(
             "nv_inference_pending_request_count",
             "Instantaneous number of pending requests awaiting execution per-model",
@@ -116,15 +117,15 @@ class InferenceFamilies:
             registry=registry,
         )
         self.first_response: dict[tuple[float, ...], Histogram] = {}
-        self.summaries: dict[str, QuantileSummary] = {}
-        if options.has_summaries:
-            for name in _SUMMARIES:
-                self.summaries[name] = QuantileSummary(
-                    f"nv_inference_{name}_summary_us",
-                    f"Summary of {name.replace('_', ' ')} duration in microseconds",
-                    options.quantiles,
-                    registry,
-                )
+        self.summaries = {
+            name: QuantileSummary(
+                f"nv_inference_{name}_summary_us",
+                f"Summary of {name.replace('_', ' ')} duration in microseconds",
+                options.quantiles,
+                registry,
+            )
+            for name in (_SUMMARIES if options.has_summaries else ())
+        }
 
     def _counter(self, name: str, documentation: str) -> Counter:
         return Counter(f"nv_inference_{name}", documentation, _LABELS, registry=self.registry)
