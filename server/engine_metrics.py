@@ -11,12 +11,10 @@ from prometheus_client.registry import CollectorRegistry
 _LABELS = ("model", "version")
 _START_KEYS = ("start_method", "mpi", "world_size", "tp_size", "pp_size")
 _TOKEN_BUCKETS = (10, 50, 100, 500, 1000)
-_FIRST_START_KEYS = ("start_method", "mpi", "world_size", "tp_size", "pp_size")
-_TOKEN_BUCKETS = (
+_FIRST_TOKEN_BUCKETS = (
     0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40,
 )  # fmt: skip
-_INTER_START_KEYS = ("start_method", "mpi", "world_size", "tp_size", "pp_size")
-_TOKEN_BUCKETS = (
+_INTER_TOKEN_BUCKETS = (
     0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 1, 2.5,
 )  # fmt: skip
 
