@@ -16,7 +16,13 @@ logger = logging.getLogger(__name__)
 
 SOURCES = Path(__file__).with_name("csrc")
 NEEDED_FEATURES = ("avx512f", "avx512bw", "avx512vl", "avx512dq", "fma", "f16c")
-USED_FEATURES = ("avx512_bf16",)
+USED_FEATURES = {
+    "avx512_bf16": "avx512bf16",
+    "amx_tile": "amx-tile",
+    "amx_bf16": "amx-bf16",
+}
+"""Used where the processor has them: its word and the compiler's."""
+
 _COMPILERS = ("g++", "c++", "clang++")
 _TIMEOUT_S = 300
 
@@ -66,8 +72,8 @@ def _feature_flags() -> list[str]:
     missing = [name for name in NEEDED_FEATURES if name not in features]
     if missing:
         raise KernelsUnavailableError(f"this processor lacks {', '.join(missing)}")
-    chosen = [*NEEDED_FEATURES, *(name for name in USED_FEATURES if name in features)]
-    return [f"-m{name.replace('_', '')}" for name in chosen]
+    used = [word for name, word in USED_FEATURES.items() if name in features]
+    return [f"-m{word}" for word in (*NEEDED_FEATURES, *used)]
 
 
 def _compiler() -> str:

@@ -37,17 +37,18 @@ class CpuOps:
         self._rotate = Kernel(library, "trimaran_rotate", "8q")
         self._write_kv = Kernel(library, "trimaran_write_kv", "11q")
         self._attention = Kernel(library, "trimaran_attention", "15qd")
+        library.trimaran_has_amx.restype = ctypes.c_long
         library.trimaran_set_num_threads.argtypes = [ctypes.c_long]
         library.trimaran_set_num_threads(num_threads)
 
     @property
     def backends(self) -> dict[str, str]:
         """Which instructions serve each operator."""
-        has_bf16 = self._dtype is torch.bfloat16 and "avx512_bf16" in cpu_features()
         names = dict.fromkeys(reference.OPERATORS, "avx512")
-        if has_bf16:
-            names.update(dict.fromkeys(("linear", "linear_float32"), "avx512_bf16"))
+        if self._dtype is torch.bfloat16 and "avx512_bf16" in cpu_features():
             names["paged_attention"] = "avx512_bf16"
+            product = "amx_bf16" if self._library.trimaran_has_amx() else "avx512_bf16"
+            names.update(linear=product, linear_float32=product)
         names["activation"] = "avx512 (gelu_new), torch (others)"
         return names
 

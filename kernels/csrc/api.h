@@ -15,6 +15,9 @@ struct LinearArgs {
 };
 void trimaran_linear(const LinearArgs* args);
 
+// Whether products of bf16 use tile instructions.
+long trimaran_has_amx();
+
 // Normalises rows of x, or of residual after adding x to it. bias null: root mean square.
 struct NormArgs {
   long dtype;

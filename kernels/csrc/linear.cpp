@@ -6,6 +6,7 @@
 #include <algorithm>
 
 #include "api.h"
+#include "linear_amx.h"
 #include "pool.h"
 #include "vec.h"
 
@@ -81,28 +82,31 @@ struct Linear {
       }
   }
 
-  void run() const {
+  // Outputs from `start` on.
+  void run(long start) const {
     Pool& pool = Pool::get();
     // Pieces of about 64 KiB of weights, and no fewer than the threads can share.
     long width = std::max(8l, 65536 / (long)(k * sizeof(T)) / 8 * 8);
-    long share = ((outputs + pool.size() - 1) / pool.size() + 7) / 8 * 8;
+    long share = ((outputs - start + pool.size() - 1) / pool.size() + 7) / 8 * 8;
     width = std::min(width, share);
-    long pieces = (outputs + width - 1) / width;
-    pool.each(pieces, [&](long piece) {
-      block(piece * width, std::min((piece + 1) * width, outputs));
+    pool.each((outputs - start + width - 1) / width, [&](long piece) {
+      long first = start + piece * width;
+      block(first, std::min(first + width, outputs));
     });
   }
 };
 
 template <class T>
-void run(const LinearArgs& a) {
+void run(const LinearArgs& a, long start = 0) {
   const T* x = (const T*)a.x;
   const T* w = (const T*)a.weight;
   const T* bias = (const T*)a.bias;
   if (a.float_output)
-    Linear<T, float>{x, a.x_stride, w, bias, (float*)a.y, a.outputs, a.rows, a.k, a.outputs}.run();
+    Linear<T, float>{x, a.x_stride, w, bias, (float*)a.y, a.outputs, a.rows, a.k, a.outputs}
+        .run(start);
   else
-    Linear<T, T>{x, a.x_stride, w, bias, (T*)a.y, a.outputs, a.rows, a.k, a.outputs}.run();
+    Linear<T, T>{x, a.x_stride, w, bias, (T*)a.y, a.outputs, a.rows, a.k, a.outputs}
+        .run(start);
 }
 
 }  // namespace
@@ -112,7 +116,12 @@ extern "C" void trimaran_linear(const LinearArgs* args) {
   using namespace trimaran;
   switch (args->dtype) {
     case kFloat32: return run<float>(*args);
-    case kBfloat16: return run<bf16>(*args);
-    default: return run<f16>(*args);
+    case kFloat16: return run<f16>(*args);
+    default: break;
   }
+  if (!amx_fits(*args)) return run<bf16>(*args);
+  long done = amx_linear(*args);
+  if (done < args->outputs) run<bf16>(*args, done);
 }
+
+extern "C" long trimaran_has_amx() { return trimaran::amx_is_usable(); }
