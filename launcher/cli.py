@@ -54,12 +54,12 @@ SUBCOMMANDS: dict[str, Subcommand] = {
     "client": Subcommand(
         "trimaran.client.cli",
         "send requests",
-        "trimaran client --text 'What is machine learning?' --streaming",
+        "trimaran client text -p 'What is machine learning?' --streaming",
     ),
     "bench": Subcommand(
         "trimaran.client.bench",
         "measure throughput and latency",
-        "trimaran bench --concurrency 16 --num-requests 200",
+        "trimaran bench --input-len 128 --output-len 128 --concurrency 16 --num-requests 200",
     ),
     "doctor": Subcommand(
         "trimaran.launcher.doctor",

@@ -128,12 +128,13 @@ class FlagParser(argparse.ArgumentParser):
 
     def _flag_words(self, path: Path, key: str, value: object) -> list[str]:
         option = self._declared("--" + key.lstrip("-"))
-        if option is None or option == "--config":
-            known = [name[2:] for name in self._option_string_actions if name[:2] == "--"]
+        own = self._option_string_actions
+        if option is None or option == "--config" or option not in own:
+            known = [name[2:] for name in own if name[:2] == "--"]
             near = difflib.get_close_matches(key.replace("_", "-"), known, 1)
             hint = f"; did you mean {near[0]}?" if near else ""
             raise ConfigError(f"--config {path}: {self.prog} has no flag {key!r}{hint}")
-        action = self._option_string_actions[option]
+        action = own[option]
         if action.nargs == 0:
             if not isinstance(value, bool):
                 raise ConfigError(f"--config {path}: {key} is {value!r}, not true or false")

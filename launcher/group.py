@@ -12,9 +12,10 @@ from typing import Any
 
 from trimaran.comm.messages import ChildConfig, ChildState, Command
 from trimaran.launcher.children import Children, describe_signal, describe_status
+from trimaran.launcher.helper_watch import HelperWatch
 from trimaran.launcher.links import Link
 from trimaran.launcher.mpi_launch import Mpi, exit_signal
-from trimaran.launcher.process_tree import kill_descendants
+from trimaran.launcher.process_tree import descendants, kill_descendants
 
 logger = logging.getLogger(__name__)
 
@@ -120,6 +121,7 @@ class Group:
         self._starter_status: int | None = None
         self._lost: Link | None = None
         self._failure: Failure | None = None
+        self._helpers = HelperWatch(self._on_helper_end)
         self._timers: list[asyncio.TimerHandle] = []
 
     def start(self) -> None:
@@ -180,6 +182,7 @@ class Group:
             if len(self._links) == world_size:
                 self._cancel_timers()
                 self._after(self.spec.startup_timeout_s, self._on_startup_timeout)
+                self._watch_helpers()
                 self._events.on_connected(self)
 
     def on_state(self, link: Link, state: ChildState) -> None:
@@ -219,6 +222,23 @@ class Group:
         else:
             # Connections that closed before the starter ended may not have been read yet.
             self._after(_READ_S, self._conclude)
+
+    def _watch_helpers(self) -> None:
+        """Mind what the starter started besides ranks: without it, nobody minds the ranks."""
+        if self.spec.mpi is not None:
+            ranks = {link.pid for link in self._links.values()}
+            below_ranks = {pid for rank in ranks for pid in descendants(rank)}
+            found = set(descendants(self._starter_pid))
+            self._helpers.watch(found - ranks - below_ranks)
+
+    def _on_helper_end(self, process: str) -> None:
+        self._after(_READ_S, self._blame_helper, process)
+
+    def _blame_helper(self, process: str) -> None:
+        # A rank's death, or the starter's, ends its helpers too and is told of elsewhere.
+        is_up = self.state in (GroupState.STARTING, GroupState.READY)
+        if is_up and self._lost is None and self._starter_status is None:
+            self._die(Failure(f"{process}, a helper of mpirun, died"))
 
     def _end_the_others(self) -> None:
         """Kill what outlives a lost process: ranks ignore the signal that mpirun sends."""
@@ -334,6 +354,7 @@ class Group:
             self._after(_KILL_PERIOD_S, self._finish_when_gone)
             return
         self._cancel_timers()
+        self._helpers.close()
         for link in self._links.values():
             link.close()
         was_told, self.state = self.state is GroupState.STOPPING, GroupState.DOWN
@@ -358,8 +379,8 @@ class Group:
         told = self._told.get(rank)
         return told.state if told else ""
 
-    def _after(self, delay_s: float, action: Callable[[], None]) -> None:
-        self._timers.append(asyncio.get_running_loop().call_later(delay_s, action))
+    def _after(self, delay_s: float, action: Callable[..., None], *values: object) -> None:
+        self._timers.append(asyncio.get_running_loop().call_later(delay_s, action, *values))
 
     def _cancel_timers(self) -> None:
         for timer in self._timers:

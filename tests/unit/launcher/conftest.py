@@ -30,6 +30,8 @@ class Supervised:
         env = {**os.environ, "TEST_BEHAVIOUR": behaviour, "TMPDIR": str(folder)}
         env.pop("XDG_RUNTIME_DIR", None)
         env["TEST_TOLD_SIZE"] = str(settings.pop("told_size", settings.get("world_size", 1)))
+        if settings.pop("has_helper", False):
+            env["TEST_HELPER"] = "1"
         output = settings.pop("stderr", self.log_path)
         with open(output, "ab") as stream:
             self.process = subprocess.Popen(

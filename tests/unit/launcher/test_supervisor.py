@@ -7,6 +7,7 @@ import signal
 import socket
 from pathlib import Path
 
+import psutil
 import pytest
 
 from trimaran.comm.messages import ChildHello, encode
@@ -91,6 +92,17 @@ def test_a_killed_starter_is_named_and_the_group_restarted(supervise):
     server.wait_for(rf"group m: starter \(pid {pid}\) was killed by signal 9")
     server.wait_for("group m: ready", count=2)
     assert server.terminate() == 0
+    assert server.survivors() == []
+
+
+def test_a_killed_helper_of_the_starter_ends_the_group(supervise):
+    server = supervise(world_size=2, has_helper=True, max_restarts=0)
+    server.wait_ready()
+    starter = psutil.Process(server.pid_of(r"group m: started pid (\d+)"))
+    (helper,) = starter.children()
+    helper.kill()
+    assert server.end() == 1
+    assert f"(pid {helper.pid}), a helper of mpirun, died" in server.log
     assert server.survivors() == []
 
 
