@@ -13,9 +13,10 @@ from trimaran.worker.attention.backend import (
     ForwardContext,
     KVCacheSpec,
 )
+from trimaran.worker.candidates import argmax_over_shards
 from trimaran.worker.input_batch import InputBatch, StepInputs
 from trimaran.worker.models.interfaces import CausalLM
-from trimaran.worker.sampler import SamplerOutput, argmax_over_shards, sample
+from trimaran.worker.sampler import SamplerOutput, sample
 from trimaran.worker.sampling_rows import SamplingRows
 from trimaran.worker.staging import to_device
 from trimaran.worker.step_types import SampledTokens, SchedulerOutput

@@ -14,10 +14,10 @@ from trimaran.comm.control import LocalControlPlane
 from trimaran.comm.messages import StepOutput, Submit, pack_ids
 from trimaran.comm.sampling_params import SamplingParams
 from trimaran.comm.topology import ParallelLayout
+from trimaran.worker.candidates import largest
 from trimaran.worker.config import CacheConfig, EngineConfig, RankConfig, SchedulerConfig
 from trimaran.worker.engine import Engine
 from trimaran.worker.noise import hash_bits, noise_keys
-from trimaran.worker.sampler import _largest
 
 pytestmark = pytest.mark.gpu
 
@@ -138,4 +138,4 @@ def test_noise_bits_and_candidate_order_are_those_of_the_cpu():
 
     logits = torch.randint(-3, 3, (5, 1000)).float()
     for count in (1, 50, 1000):
-        assert torch.equal(_largest(logits, count)[1], _largest(logits.cuda(), count)[1].cpu())
+        assert torch.equal(largest(logits, count)[1], largest(logits.cuda(), count)[1].cpu())

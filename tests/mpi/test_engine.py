@@ -12,9 +12,9 @@ from trimaran.comm.control import LocalControlPlane, connect_control
 from trimaran.comm.messages import StepOutput, Submit, pack_ids
 from trimaran.comm.sampling_params import SamplingParams
 from trimaran.comm.topology import ParallelLayout
+from trimaran.worker.candidates import argmax_over_shards
 from trimaran.worker.config import CacheConfig, EngineConfig, RankConfig, SchedulerConfig
 from trimaran.worker.engine import Engine
-from trimaran.worker.sampler import argmax_over_shards
 
 VOCAB = 150
 PROMPTS = [
