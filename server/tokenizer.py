@@ -57,6 +57,8 @@ class Tokenizer:
         pad_id = self._special_id(settings.get("pad_token"))
         self.pad_id = self.end_id if pad_id is None else pad_id
         self.vocab_size: int = self._fast.get_vocab_size(with_added_tokens=True)
+        added = self._fast.get_added_tokens_decoder()
+        self.special_ids = frozenset(i for i, token in added.items() if token.special)
 
     async def encode(self, text: str, add_special_tokens: bool) -> list[int]:
         """The ids of a text; a long text does not hold up the event loop."""

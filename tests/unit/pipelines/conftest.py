@@ -1,0 +1,366 @@
+"""The five models over an engine whose tokens a test decides, a real peer on a socket."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import json
+import random
+from array import array
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import uvloop
+from tokenizers import Tokenizer as FastTokenizer
+from tokenizers import decoders, pre_tokenizers, processors, trainers
+from tokenizers.models import BPE
+
+from trimaran.comm.address import Address
+from trimaran.comm.messages import (
+    Cancel,
+    EngineHello,
+    FinishReason,
+    FrameBuffer,
+    FrontendHello,
+    Message,
+    RequestFailed,
+    StepOutput,
+    Submit,
+    encode,
+    unpack_ids,
+)
+from trimaran.launcher.fill_template import fill
+from trimaran.launcher.init_repo import MODELS, template
+from trimaran.server.config import FrontendConfig
+from trimaran.server.datatypes import from_config
+from trimaran.server.engine_client import EngineClient
+from trimaran.server.inference import InferRequest, InferResponse, Model
+from trimaran.server.metrics import Metrics
+from trimaran.server.model_repository import ModelRepository
+from trimaran.server.pipeline import build_models
+from trimaran.server.tokenizer import Tokenizer
+from trimaran.server.validation import Validator, WireInput
+
+Script = Callable[[Submit], list[int]]
+FACTS = {
+    "max_batch_size": 64,
+    "max_num_tokens": 1024,
+    "max_seq_len": 512,
+    "max_input_len": 256,
+    "vocab_size": 600,
+    "world_size": 1,
+}
+
+
+class ScriptedEngine:
+    """Answers each request with the ids that ``script`` gives for it.
+
+    ``max_per_step`` above 1 gives a row a random number of ids a step. While `gate` is
+    clear no step runs, so that a test decides when tokens come.
+    """
+
+    def __init__(self, script: Script, *, max_per_step: int = 1) -> None:
+        self._script = script
+        self._random = random.Random(7)
+        self._max_per_step = max_per_step
+        self._frames = FrameBuffer()
+        self._answers: dict[int, list[int]] = {}
+        self._given: dict[int, int] = {}
+        self._tasks: list[asyncio.Task[None]] = []
+        self._num_steps = 0
+        self.gate = asyncio.Event()
+        self.gate.set()
+        self.submits: list[Submit] = []
+        self.cancelled: list[int] = []
+        self.refusals: dict[bytes, tuple[str, str]] = {}
+        self.extras: Callable[[list[int]], dict[str, Any]] = lambda ids: {}
+
+    async def dial(self, address: str, hello: EngineHello) -> FrontendHello:
+        """Connect and greet; serve if the front end accepts."""
+        path = Address.parse(address).path
+        assert path is not None
+        self._reader, self._writer = await asyncio.open_unix_connection(path)
+        self.send(hello)
+        answer = await self.receive()
+        assert isinstance(answer, FrontendHello)
+        if answer.accepted:
+            self._tasks = [
+                asyncio.ensure_future(self._read()),
+                asyncio.ensure_future(self._run()),
+            ]
+        return answer
+
+    def send(self, message: Message) -> None:
+        """Send any message."""
+        self._writer.write(encode(message))
+
+    async def receive(self) -> Message | None:
+        """The next message, or None at the connection's end. Only before it serves."""
+        while True:
+            data = await self._reader.read(65536)
+            if not data:
+                return None
+            for message in self._frames.feed(data):
+                return message
+
+    async def end(self) -> None:
+        """Die: the connection ends in the middle of whatever it is doing."""
+        for task in self._tasks:
+            task.cancel()
+            with suppress(asyncio.CancelledError):
+                await task
+        self._writer.close()
+        with suppress(ConnectionError):
+            await self._writer.wait_closed()
+
+    @property
+    def num_live(self) -> int:
+        """Requests that still have ids to come."""
+        return len(self._answers)
+
+    async def until(self, condition: Callable[[], bool]) -> None:
+        """Return once a condition holds."""
+        while not condition():
+            await asyncio.sleep(0.001)
+
+    async def _read(self) -> None:
+        while data := await self._reader.read(65536):
+            for message in self._frames.feed(data):
+                self._take(message)
+
+    def _take(self, message: Message) -> None:
+        if isinstance(message, Submit):
+            self.submits.append(message)
+            if message.prompt_ids in self.refusals:
+                kind, text = self.refusals[message.prompt_ids]
+                self.send(RequestFailed(request_id=message.request_id, kind=kind, text=text))
+                return
+            ids = self._script(message)[: message.sampling.get("max_tokens", 16)]
+            done = unpack_ids(message.output_ids).tolist()
+            assert done == ids[: len(done)]
+            self._answers[message.request_id] = ids
+            self._given[message.request_id] = len(done)
+        elif isinstance(message, Cancel):
+            self.cancelled += message.request_ids
+            for request_id in message.request_ids:
+                self._answers.pop(request_id, None)
+
+    async def _run(self) -> None:
+        while True:
+            await self.gate.wait()
+            if self._answers:
+                self.step()
+                await self._writer.drain()
+            await asyncio.sleep(0 if self._answers else 0.001)
+
+    def step(self) -> None:
+        """Send one step's ids of every request."""
+        rows = {r: self._next_ids(r) for r in list(self._answers)}
+        ends = [self._given[r] == len(self._answers[r]) for r in rows]
+        self._num_steps += 1
+        self.send(
+            StepOutput(
+                step=self._num_steps,
+                request_ids=array("Q", rows).tobytes(),
+                sequence_indices=array("H", [0] * len(rows)).tobytes(),
+                num_tokens=array("H", [len(ids) for ids in rows.values()]).tobytes(),
+                finish_reasons=bytes(FinishReason.LENGTH if end else 0 for end in ends),
+                token_ids=array("i", [i for ids in rows.values() for i in ids]).tobytes(),
+                extras={
+                    row: extras
+                    for row, ids in enumerate(rows.values())
+                    if (extras := self.extras(ids))
+                },
+            )
+        )
+        for request_id, end in zip(rows, ends, strict=True):
+            if end:
+                del self._answers[request_id]
+
+    def _next_ids(self, request_id: int) -> list[int]:
+        start = self._given[request_id]
+        count = self._random.randint(1, self._max_per_step)
+        ids = self._answers[request_id][start : start + count]
+        self._given[request_id] = start + len(ids)
+        return ids
+
+
+class Served:
+    """All models of a repository over one engine group, called as the protocols call them."""
+
+    def __init__(self, root: Path, config: FrontendConfig) -> None:
+        self._root = root
+        self.config = config
+        self.metrics = Metrics()
+        self.engines = EngineClient(config, self.metrics)
+        self.tokenizer = Tokenizer(str(root / "tokenizer"))
+        self.models: dict[str, Model] = {}
+        self.dialled: list[ScriptedEngine] = []
+
+    async def start(self) -> None:
+        """Build the models and listen for engines."""
+        repository = ModelRepository.load(self.config.model_repository)
+        models = await build_models(repository, self.engines, self.metrics)
+        self.models = {model.name: model for model in models}
+        await self.engines.start()
+
+    async def dial(
+        self, script: Script, *, max_per_step: int = 1, incarnation: int = 0, group: str = "g0"
+    ) -> ScriptedEngine:
+        """Another engine, accepted and serving."""
+        engine = ScriptedEngine(script, max_per_step=max_per_step)
+        self.dialled.append(engine)
+        answer = await engine.dial(
+            self.config.engine_listen[0], self.hello(incarnation=incarnation, group=group)
+        )
+        assert answer.accepted, answer.reason
+        return engine
+
+    def hello(self, **fields: Any) -> EngineHello:
+        """A greeting that is accepted, but for ``fields``."""
+        values = {"token": "secret", "model": "tensorrt_llm", "group": "g0", "facts": FACTS}
+        return EngineHello(**{**values, **fields})
+
+    async def close(self) -> None:
+        """End engines and connections."""
+        await self.engines.close()
+        for engine in self.dialled:
+            await engine.end()
+
+    def stream(
+        self, model: str, outputs: tuple[str, ...] = (), id: str = "", **inputs: Any
+    ) -> Any:
+        """The responses as they come. A value is a sample's scalar or list, or the whole
+        array."""
+        config = self.models[model].config
+        types = {tensor.name: tensor.data_type for tensor in config.input}
+        wires = [
+            _wire(name, from_config(types[name]), value, config.max_batch_size > 0)
+            for name, value in inputs.items()
+        ]
+        request = InferRequest(model_name=model, id=id, outputs=outputs)
+        request.inputs = Validator(config).check(wires, outputs, id)
+        return self.models[model].infer(request)
+
+    async def infer(self, model: str, **options: Any) -> list[InferResponse]:
+        """All responses."""
+        async with aclosing(self.stream(model, **options)) as responses:
+            return [response async for response in responses]
+
+    async def texts(self, model: str, **options: Any) -> list[str]:
+        """The text of each response."""
+        return [text_of(response) for response in await self.infer(model, **options)]
+
+    def answer(self, text: str) -> Script:
+        """A script that answers every request with the ids of this text."""
+        ids = self.tokenizer.encode_now(text, False)
+        return lambda submit: ids
+
+
+def text_of(response: InferResponse) -> str:
+    """The text output of a response."""
+    (text,) = next(o.data for o in response.outputs if o.name == "text_output").flat
+    return text.decode()
+
+
+def _wire(name: str, datatype: str, value: Any, is_batched: bool) -> WireInput:
+    if not isinstance(value, np.ndarray):
+        sample = value if isinstance(value, list) else [value]
+        if datatype == "BYTES":
+            sample = [text.encode() if isinstance(text, str) else text for text in sample]
+        value = np.array([sample] if is_batched else sample, dtype=_NUMPY.get(datatype, object))
+    return WireInput(name, datatype, value.shape, value.reshape(-1))
+
+
+_NUMPY = {
+    "INT32": np.int32, "INT64": np.int64, "UINT64": np.uint64, "FP32": np.float32,
+    "BOOL": np.bool_, "FP16": np.float16, "UINT8": np.uint8,
+}  # fmt: skip
+
+
+@pytest.fixture(scope="session")
+def tokenizer_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A byte-level BPE of 600 ids with bos, eos and pad, trained here."""
+    folder = tmp_path_factory.mktemp("tokenizer")
+    tokenizer = FastTokenizer(BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=600,
+        special_tokens=["<s>", "</s>", "<pad>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    words = Path(__file__).read_text(encoding="utf-8").split()
+    tokenizer.train_from_iterator([" ".join(words), "größer 東京 Ünïcödé 🙂🎉 " * 9], trainer)
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="<s> $A", special_tokens=[("<s>", 0)]
+    )
+    tokenizer.save(str(folder / "tokenizer.json"))
+    settings = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": {"content": "<pad>"}}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    return folder
+
+
+Serve = Callable[..., AbstractAsyncContextManager[Served]]
+
+
+@pytest.fixture
+def serve(tmp_path: Path, tokenizer_folder: Path) -> Serve:
+    """Builds and starts the five models; options are template values and front-end fields."""
+
+    @asynccontextmanager
+    async def start(
+        frontend: dict[str, Any] | None = None, **values: str
+    ) -> AsyncIterator[Served]:
+        (tmp_path / "tokenizer").symlink_to(tokenizer_folder)
+        filled = {
+            "triton_max_batch_size": "4",
+            "decoupled_mode": "True",
+            "tokenizer_dir": str(tokenizer_folder),
+            "triton_backend": "tensorrtllm",
+            "preprocessing_instance_count": "1",
+            "postprocessing_instance_count": "1",
+            "bls_instance_count": "1",
+            "logits_datatype": "TYPE_FP32",
+            "encoder_input_features_data_type": "TYPE_FP16",
+            "prompt_embedding_table_data_type": "TYPE_FP16",
+            **values,
+        }
+        for model in MODELS:
+            (tmp_path / "models" / model / "1").mkdir(parents=True)
+            text = fill(template(model), filled)
+            (tmp_path / "models" / model / "config.pbtxt").write_text(text)
+        config = FrontendConfig(
+            model_repository=str(tmp_path / "models"),
+            engine_listen=(f"unix:{tmp_path}/engine.sock",),
+            token="secret",
+            **{"groups": {"tensorrt_llm": ("g0",)}, **(frontend or {})},
+        )
+        served = Served(tmp_path, config)
+        await served.start()
+        try:
+            yield served
+        finally:
+            await served.close()
+
+    return start
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """Run coroutine tests on the event loop that a front end uses."""
+    if not inspect.iscoroutinefunction(pyfuncitem.obj):
+        return None
+    names = inspect.signature(pyfuncitem.obj).parameters
+    test: Callable[..., Awaitable[None]] = pyfuncitem.obj
+
+    async def run() -> None:
+        await test(**{name: pyfuncitem.funcargs[name] for name in names})
+
+    uvloop.run(run())
+    return True

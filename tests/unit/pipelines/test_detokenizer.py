@@ -1,0 +1,135 @@
+"""Deltas of text join to the text of all ids, however the ids come."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+
+import pytest
+from tokenizers import Tokenizer as FastTokenizer
+from tokenizers import decoders, normalizers, trainers
+from tokenizers.models import BPE
+
+from trimaran.server.detokenizer import IncrementalDetokenizer
+from trimaran.server.tokenizer import Tokenizer
+
+TEXT = "größer 東京🙂🎉  and so on, 👨‍👩‍👧‍👦 a\n\tb — Ünïcödé кириллица 🏳️‍🌈 the end"
+
+
+@pytest.fixture(scope="session")
+def fallback_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tokenizer whose words carry their leading space and whose rare characters are one
+    id a byte, as LLaMA 2 has it."""
+    folder = tmp_path_factory.mktemp("fallback")
+    tokenizer = FastTokenizer(BPE(byte_fallback=True, unk_token="<unk>", fuse_unk=True))
+    tokenizer.normalizer = normalizers.Sequence(
+        [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+    )
+    tokenizer.decoder = decoders.Sequence(
+        [
+            decoders.Replace("▁", " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            decoders.Strip(" ", 1, 0),
+        ]
+    )
+    trainer = trainers.BpeTrainer(
+        vocab_size=420,
+        special_tokens=["<unk>", "<s>", "</s>", *(f"<0x{i:02X}>" for i in range(256))],
+        limit_alphabet=60,
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(["▁the▁end▁of▁a▁sentence,▁and▁so▁on "] * 20, trainer)
+    path = folder / "tokenizer.json"
+    tokenizer.save(str(path))
+    # Bytes are ordinary ids; only the training above must not touch them.
+    special = [f"<0x{i:02X}>" for i in range(256)]
+    text = path.read_text(encoding="utf-8")
+    (folder / "tokenizer.json").write_text(_without_added(text, special), encoding="utf-8")
+    return folder
+
+
+def _without_added(text: str, contents: list[str]) -> str:
+    document = json.loads(text)
+    document["added_tokens"] = [
+        token for token in document["added_tokens"] if token["content"] not in contents
+    ]
+    return json.dumps(document)
+
+
+@pytest.fixture(params=["byte_level", "fallback"])
+def tokenizer(request: pytest.FixtureRequest) -> Tokenizer:
+    """Each kind of tokenizer in turn."""
+    name = {"byte_level": "tokenizer_folder", "fallback": "fallback_folder"}[request.param]
+    return Tokenizer(str(request.getfixturevalue(name)))
+
+
+def _deltas(
+    tokenizer: Tokenizer, prompt: list[int], ids: list[int], draw: random.Random, most: int
+) -> list[str]:
+    detokenizer = IncrementalDetokenizer(tokenizer, prompt)
+    deltas, start = [], 0
+    while start < len(ids):
+        end = start + draw.randint(1, most)
+        deltas.append(detokenizer.push(ids[start:end], is_last=end >= len(ids)))
+        start = end
+    return deltas
+
+
+@pytest.mark.parametrize("most", [1, 2, 5, 50])
+def test_deltas_join_to_the_text_after_the_prompt(tokenizer, most):
+    draw = random.Random(most)
+    ids = tokenizer.encode_now(TEXT * 3, False)
+    whole = tokenizer.decode(ids)
+    assert whole == TEXT * 3
+    for _ in range(40):
+        # A prompt that ends inside a character is no text.
+        num_prompt = draw.randrange(1, len(ids))
+        prompt_text = tokenizer.decode(ids[:num_prompt])
+        if prompt_text.endswith("\ufffd"):
+            continue
+        deltas = _deltas(tokenizer, ids[:num_prompt], ids[num_prompt:], draw, most)
+        assert prompt_text + "".join(deltas) == whole
+        assert not any("\ufffd" in delta for delta in deltas)
+
+
+def test_a_skipped_id_does_not_swallow_the_next_space(tokenizer):
+    ids = tokenizer.encode_now("so on", False)
+    end = tokenizer.encode_now(" and so on", False)
+    special = min(tokenizer.special_ids)
+    detokenizer = IncrementalDetokenizer(tokenizer, ids)
+    text = "".join(detokenizer.push([token]) for token in [special, special, *end])
+    assert text.startswith(" ")
+    assert text.strip() == "and so on"
+
+
+def test_special_ids_are_text_where_they_are_not_skipped(tokenizer_folder):
+    tokenizer = Tokenizer(str(tokenizer_folder))
+    detokenizer = IncrementalDetokenizer(tokenizer, [0], skip_special_tokens=False)
+    assert detokenizer.push([1]) == "</s>"
+
+
+def test_an_unfinished_character_shows_only_at_the_end(tokenizer):
+    ids = tokenizer.encode_now("🙂", False)
+    detokenizer = IncrementalDetokenizer(tokenizer, tokenizer.encode_now("a", False))
+    early = "".join(detokenizer.push([token]) for token in ids[:-1])
+    assert early.strip() == ""
+    assert set(detokenizer.push([], is_last=True)) == {"\ufffd"}
+
+
+def test_broken_bytes_are_shown_after_a_while(tokenizer_folder):
+    tokenizer = Tokenizer(str(tokenizer_folder))
+    (first_byte,) = (i for i in range(600) if tokenizer._fast.id_to_token(i) == "ð")
+    detokenizer = IncrementalDetokenizer(tokenizer, [0])
+    deltas = [detokenizer.push([first_byte]) for _ in range(100)]
+    assert len("".join(deltas)) > 60
+
+
+def test_a_replacement_character_that_the_model_wrote_is_kept(tokenizer):
+    ids = tokenizer.encode_now("a \ufffd b", False)
+    for most in (1, 9):
+        deltas = _deltas(
+            tokenizer, tokenizer.encode_now("a", False), ids, random.Random(0), most
+        )
+        assert "".join(deltas).strip() == "a \ufffd b"
