@@ -1,0 +1,93 @@
+"""Files that go into a request: token ids, prompt tables and adapters."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from trimaran.client.tensors import row, tensor
+from trimaran.comm.errors import ConfigError
+
+_WEIGHTS = "model.lora_weights.npy"
+# The second is the name that older converters wrote.
+_CONFIGS = ("model.lora_config.npy", "model.lora_keys.npy")
+
+
+def read_ids(flag: str, path: str) -> list[int]:
+    """The token ids of a CSV file, rows one after another.
+
+    Raises:
+        ConfigError: names the flag, the file and the line.
+    """
+    ids: list[int] = []
+    for number, line in enumerate(_text(flag, path).splitlines(), 1):
+        words = [word.strip() for word in line.split(",") if word.strip()]
+        try:
+            ids += [int(word) for word in words]
+        except ValueError:
+            raise ConfigError(
+                f"{flag} {path}:{number}: {line!r} is not token ids with commas between"
+            ) from None
+    if not ids:
+        raise ConfigError(f"{flag} {path}: holds no token ids")
+    return ids
+
+
+def prompt_table(path: str, task: int, dtype: str) -> list[Any]:
+    """The tensors of one task's prompt table.
+
+    Raises:
+        ConfigError: no table, or no such task in it.
+    """
+    table = _array("--prompt-embedding-table-path", Path(path))
+    if table.ndim == 3:
+        if not 0 <= task < len(table):
+            raise ConfigError(f"--prompt-task-id is {task} but {path} holds {len(table)} tasks")
+        table = table[task]
+    return [
+        tensor("prompt_embedding_table", table[None], _numpy_dtype(dtype)),
+        row("prompt_vocab_size", len(table), np.int32),
+    ]
+
+
+def lora(path: str | None, task_id: int | None, dtype: str) -> list[Any]:
+    """The tensors of an adapter: its id, and its weights when a folder is given.
+
+    Raises:
+        ConfigError: a folder without an id, or without the two files.
+    """
+    if path is None:
+        return [row("lora_task_id", task_id, np.uint64)]
+    if task_id is None:
+        raise ConfigError("--lora-path needs --lora-task-id")
+    folder = Path(path)
+    config = next((folder / name for name in _CONFIGS if (folder / name).exists()), None)
+    if config is None:
+        raise ConfigError(f"--lora-path {path} holds no {_CONFIGS[0]}")
+    weights = _array("--lora-path", folder / _WEIGHTS)
+    return [
+        row("lora_task_id", task_id, np.uint64),
+        tensor("lora_weights", weights, _numpy_dtype(dtype)),
+        tensor("lora_config", _array("--lora-path", config), np.int32),
+    ]
+
+
+def _text(flag: str, path: str) -> str:
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"{flag} {path}: {error.strerror}") from error
+
+
+def _array(flag: str, path: Path) -> np.ndarray[Any, Any]:
+    try:
+        array: np.ndarray[Any, Any] = np.load(path)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{flag}: {path} cannot be read: {error}") from error
+    return array
+
+
+def _numpy_dtype(dtype: str) -> Any:
+    return "BF16" if dtype == "bfloat16" else np.dtype(dtype)

@@ -1,0 +1,168 @@
+"""One open gRPC stream: requests go out, responses are received in the order of the wire."""
+
+from __future__ import annotations
+
+import argparse
+import queue
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import tritonclient.grpc as grpcclient
+from tritonclient.utils import InferenceServerException
+
+from trimaran.client.tensors import Array, outputs_of
+from trimaran.comm.errors import ConfigError, TrimaranError
+
+
+class ServerError(TrimaranError):
+    """The server refused or failed a request."""
+
+
+class CancelledByClient(TrimaranError):
+    """The call ended because this client cancelled it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Response:
+    """One response of a stream."""
+
+    outputs: dict[str, Array]
+    is_final: bool
+
+
+class InferStream:
+    """A stream to one server. Use as a context manager; closing it cancels what still runs."""
+
+    def __init__(self, client: Any, timeout_s: float | None, compression: str | None) -> None:
+        self._client = client
+        self._responses: queue.Queue[Response | TrimaranError] = queue.Queue()
+        client.start_stream(
+            self._take, stream_timeout=timeout_s, compression_algorithm=compression
+        )
+
+    def __enter__(self) -> InferStream:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._client.stop_stream(cancel_requests=True)
+
+    def send(
+        self,
+        model: str,
+        inputs: list[Any],
+        request_id: str = "",
+        outputs: list[str] | None = None,
+    ) -> None:
+        """Send one request; ``outputs`` limits what comes back.
+
+        Raises:
+            ServerError: the server cannot be reached, or the stream broke.
+        """
+        wanted = [grpcclient.InferRequestedOutput(name) for name in outputs or ()]
+        try:
+            self._client.async_stream_infer(
+                model,
+                inputs,
+                outputs=wanted or None,
+                request_id=request_id,
+                # Without it a final flag that follows the last data would never arrive.
+                enable_empty_final_response=True,
+            )
+        except InferenceServerException as error:
+            raise self._what_broke(error) from error
+
+    def receive(self, timeout_s: float | None = None) -> Response | None:
+        """The next response, or None when none came in time. Blocks.
+
+        Raises:
+            ServerError: the server refused or failed a request, or is gone.
+            CancelledByClient: `cancel` ended the stream.
+        """
+        try:
+            item = self._responses.get(timeout=timeout_s)
+        except queue.Empty:
+            return None
+        if isinstance(item, TrimaranError):
+            raise item
+        return item
+
+    def _what_broke(self, error: InferenceServerException) -> TrimaranError:
+        """Why the stream takes no more requests: the error itself says only that."""
+        while not self._responses.empty():
+            item = self._responses.get()
+            if isinstance(item, TrimaranError):
+                return item
+        return ServerError(error.message())
+
+    def cancel(self) -> None:
+        """Cancel the call, with everything that it still runs."""
+        self._client.stop_stream(cancel_requests=True)
+
+    def _take(self, result: Any, error: InferenceServerException | None) -> None:
+        if error is None:
+            parameters = result.get_response().parameters
+            # A server that sends no flag answers every request once.
+            is_final = (
+                "triton_final_response" not in parameters
+                or parameters["triton_final_response"].bool_param
+            )
+            self._responses.put(Response(outputs_of(result), is_final))
+        elif error.status() == "StatusCode.CANCELLED":
+            self._responses.put(CancelledByClient(error.message()))
+        else:
+            self._responses.put(ServerError(error.message()))
+
+
+def add_url_arguments(parser: argparse.ArgumentParser) -> None:
+    """The flags that every gRPC client has."""
+    parser.add_argument("-v", "--verbose", action="store_true", help="print every message")
+    parser.add_argument(
+        "-u", "--url", default="localhost:8001", help="HOST:PORT of the server's gRPC endpoint"
+    )
+
+
+def add_channel_arguments(parser: argparse.ArgumentParser) -> None:
+    """The flags of an encrypted, compressed or time-limited channel."""
+    parser.add_argument("-s", "--ssl", action="store_true", help="encrypt the channel")
+    parser.add_argument("-r", "--root-certificates", metavar="FILE", help="PEM file")
+    parser.add_argument("-p", "--private-key", metavar="FILE", help="PEM file")
+    parser.add_argument("-x", "--certificate-chain", metavar="FILE", help="PEM file")
+    parser.add_argument(
+        "-C", "--grpc-compression-algorithm", choices=("deflate", "gzip"), metavar="NAME",
+        help="deflate or gzip",
+    )  # fmt: skip
+    parser.add_argument(
+        "-t", "--stream-timeout", type=float, metavar="S", help="longest life of the stream"
+    )
+
+
+def open_client(args: argparse.Namespace) -> Any:
+    """The client that the channel flags describe. A context manager.
+
+    Raises:
+        ConfigError: the URL or a key file is not usable.
+    """
+    options = {}
+    if getattr(args, "ssl", False):
+        options = {
+            "ssl": True,
+            "root_certificates": _existing(args.root_certificates),
+            "private_key": _existing(args.private_key),
+            "certificate_chain": _existing(args.certificate_chain),
+        }
+    if "://" in args.url:
+        raise ConfigError(f"--url is {args.url!r} but must be HOST:PORT, as in localhost:8001")
+    return grpcclient.InferenceServerClient(args.url, verbose=args.verbose, **options)
+
+
+def _existing(path: str | None) -> str | None:
+    if path is not None and not Path(path).is_file():
+        raise ConfigError(f"key file {path} does not exist")
+    return path

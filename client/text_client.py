@@ -1,0 +1,212 @@
+"""`trimaran client text`: prompts to a text-level model, and the texts that come back."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from typing import Any
+
+import numpy as np
+
+from trimaran.client.prompt_files import lora
+from trimaran.client.stream import InferStream, ServerError, add_url_arguments, open_client
+from trimaran.client.tensors import present, row, tensor
+from trimaran.client.texts import Texts
+from trimaran.client.token_client import METRICS
+from trimaran.client.token_request import flag_tensors, seed_name
+from trimaran.comm.errors import ConfigError, TrimaranError
+
+_LOGITS = ("context_logits", "generation_logits")
+
+
+class MismatchError(TrimaranError):
+    """The server's text is not the expected one."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The flags of the replaced system's text-level client."""
+    add_url_arguments(parser)
+    parser.add_argument("-p", "--prompt", required=True, help="a text, or a JSON list of texts")
+    parser.add_argument(
+        "--model-name", default="ensemble", metavar="NAME", help="ensemble or tensorrt_llm_bls"
+    )
+    parser.add_argument("-S", "--streaming", action="store_true", help="text as it comes")
+    parser.add_argument("-o", "--output-len", type=int, default=100, metavar="N", help="tokens")
+    parser.add_argument("--request-id", default="")
+    parser.add_argument(
+        "--batch-inputs", action="store_true", help="all prompts in one request"
+    )
+    parser.add_argument(
+        "--overwrite-output-text", action="store_true",
+        help="a response holds the whole text so far (BLS with accumulate_tokens)",
+    )  # fmt: skip
+    parser.add_argument("--expected-outputs", metavar="TEXT", help="a text, or a JSON list")
+    parser.add_argument("--check-outputs", action="store_true", help="fail on other texts")
+    _add_sampling(parser)
+    _add_extras(parser)
+
+
+def _add_sampling(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("sampling")
+    group.add_argument("-n", "--num-return-sequences", type=int, metavar="N")
+    group.add_argument("-b", "--beam-width", type=int, default=1, metavar="N")
+    group.add_argument("--temperature", type=float, default=1.0)
+    group.add_argument("--repetition-penalty", type=float)
+    group.add_argument("--presence-penalty", type=float)
+    group.add_argument("--frequency-penalty", type=float)
+    group.add_argument("--top-k", type=int)
+    group.add_argument("--top-p", type=float)
+    group.add_argument("--seed", "--random-seed", type=int, dest="seed")
+    group.add_argument("--end-id", type=int)
+    group.add_argument("--pad-id", type=int)
+    group.add_argument("--stop-words", nargs="+", default=[], metavar="WORD")
+    group.add_argument("--bad-words", nargs="+", default=[], metavar="WORD")
+    group.add_argument("--embedding-bias-words", nargs="+", default=[], metavar="WORD")
+    group.add_argument(
+        "--embedding-bias-weights", nargs="+", type=float, default=[], metavar="W"
+    )
+    group.add_argument("--guided-decoding-guide-type", metavar="TYPE")
+    group.add_argument("--guided-decoding-guide", metavar="TEXT")
+
+
+def _add_extras(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("outputs and adapters")
+    group.add_argument("--exclude-input-in-output", action="store_true")
+    group.add_argument("--return-log-probs", action="store_true")
+    group.add_argument("--return-context-logits", action="store_true")
+    group.add_argument("--return-generation-logits", action="store_true")
+    group.add_argument("--return-perf-metrics", action="store_true")
+    group.add_argument("--lora-path", metavar="DIR")
+    group.add_argument("--lora-task-id", type=int)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Send the prompts and print the texts. Returns 0 if all went as the flags expect."""
+    prompts = _texts(args.prompt)
+    expected = _texts(args.expected_outputs) if args.expected_outputs is not None else None
+    if args.check_outputs and (expected is None or len(expected) != len(prompts)):
+        raise ConfigError(
+            f"--check-outputs needs --expected-outputs with one text a prompt: "
+            f"{len(prompts)} prompts, {len(expected or [])} texts"
+        )
+    if len(args.embedding_bias_words) != len(args.embedding_bias_weights):
+        raise ConfigError(
+            f"--embedding-bias-words has {len(args.embedding_bias_words)} words but "
+            f"--embedding-bias-weights has {len(args.embedding_bias_weights)} weights"
+        )
+    try:
+        done = _all_texts(args, prompts)
+    except ServerError as error:
+        print(f"Received an error from server:\n{error}")
+        return 1
+    if args.check_outputs and expected is not None:
+        _compare(done, expected)
+    return 0
+
+
+def _all_texts(args: argparse.Namespace, prompts: list[str]) -> list[str]:
+    """Run and show every request; the first text of each prompt."""
+    batches = [prompts] if args.batch_inputs else [[prompt] for prompt in prompts]
+    done: list[str] = []
+    with open_client(args) as client:
+        seed = seed_name(client, args.model_name, args.seed)
+        with InferStream(client, None, None) as stream:
+            for batch in batches:
+                texts = _exchange(args, stream, batch, seed)
+                _show(args, texts)
+                done += [texts.text(index) for index in range(len(batch))]
+    return done
+
+
+def _texts(argument: str) -> list[str]:
+    """The texts of an argument: it is tried as a JSON list first."""
+    try:
+        value = json.loads(argument)
+    except ValueError:
+        return [argument]
+    if isinstance(value, list) and value and all(isinstance(item, str) for item in value):
+        return value
+    return [value] if isinstance(value, str) else [argument]
+
+
+def _exchange(
+    args: argparse.Namespace, stream: InferStream, prompts: list[str], seed: str
+) -> Texts:
+    """Run one request to its end."""
+    # With several beams or accumulated tokens a response replaces what came before.
+    is_whole = args.overwrite_output_text or args.beam_width > 1
+    texts = Texts(is_appended=args.streaming and not is_whole)
+    is_single = len(prompts) == 1 and (args.num_return_sequences or 1) == 1
+    is_live = texts.is_appended and is_single
+    stream.send(args.model_name, request_inputs(args, prompts, seed), args.request_id)
+    is_final = False
+    while not is_final:
+        response = stream.receive()
+        if response is not None:
+            fresh = texts.take(response.outputs)
+            is_final = response.is_final
+            if is_live:
+                print(fresh, end="\n" if is_final else "", flush=True)
+    return texts
+
+
+def request_inputs(args: argparse.Namespace, prompts: list[str], seed: str) -> list[Any]:
+    """The tensors of one request; every tensor has a row for each prompt."""
+    num_rows = len(prompts)
+
+    def each(name: str, value: Any, dtype: Any) -> Any:
+        return row(name, value, dtype, num_rows)
+
+    def words(name: str, values: list[Any], dtype: Any) -> Any:
+        return tensor(name, [values] * num_rows, dtype) if values else None
+
+    return present([
+        tensor("text_input", [[prompt] for prompt in prompts], str),
+        each("max_tokens", args.output_len, np.int32),
+        each("stream", args.streaming, bool),
+        each("beam_width", args.beam_width, np.int32),
+        each("temperature", args.temperature, np.float32),
+        each("num_return_sequences", args.num_return_sequences, np.int32),
+        each("repetition_penalty", args.repetition_penalty, np.float32),
+        each("presence_penalty", args.presence_penalty, np.float32),
+        each("frequency_penalty", args.frequency_penalty, np.float32),
+        each("top_k", args.top_k, np.int32),
+        each("top_p", args.top_p, np.float32),
+        each(seed, args.seed, np.uint64),
+        each("end_id", args.end_id, np.int32),
+        each("pad_id", args.pad_id, np.int32),
+        each("guided_decoding_guide_type", args.guided_decoding_guide_type, str),
+        each("guided_decoding_guide", args.guided_decoding_guide, str),
+        words("stop_words", args.stop_words, str),
+        words("bad_words", args.bad_words, str),
+        words("embedding_bias_words", args.embedding_bias_words, str),
+        words("embedding_bias_weights", args.embedding_bias_weights, np.float32),
+        *flag_tensors(args, num_rows),
+        *lora(args.lora_path, args.lora_task_id, "float16"),
+    ])  # fmt: skip
+
+
+def _show(args: argparse.Namespace, texts: Texts) -> None:
+    was_live = args.streaming and texts.is_appended and len(texts.by_place) == 1
+    if not was_live:
+        for place, text in texts.labelled():
+            print(f"{place}: {text}" if place else text)
+    for name in ("cum_log_probs", "output_log_probs"):
+        if args.return_log_probs and name in texts.last:
+            print(f"{name}: {texts.last[name].tolist()}")
+    for name in _LOGITS:
+        if getattr(args, f"return_{name}") and name in texts.last:
+            print(f"{name}.shape: {list(texts.last[name].shape)}")
+    if args.return_perf_metrics:
+        for name in METRICS:
+            if name in texts.last:
+                print(f"{name}: {texts.last[name].flat[0]}")
+
+
+def _compare(texts: list[str], expected: list[str]) -> None:
+    for number, (text, wanted) in enumerate(zip(texts, expected, strict=True)):
+        if text != wanted:
+            raise MismatchError(
+                f"prompt {number}: the server's text is not the expected one\n"
+                f"expected: {wanted!r}\nreceived: {text!r}"
+            )

@@ -1,0 +1,100 @@
+"""The flags of `trimaran client token`, named as in the replaced system's client."""
+
+from __future__ import annotations
+
+import argparse
+
+from trimaran.client.stream import add_channel_arguments, add_url_arguments
+from trimaran.client.vocabulary import TYPES
+
+DEFAULT_TEXT = "Born in north-east France, Soyer trained as a"
+DTYPES = ("float16", "float32", "bfloat16")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """All flags."""
+    add_url_arguments(parser)
+    add_channel_arguments(parser)
+    _add_prompt(parser)
+    _add_sampling(parser)
+    _add_run(parser)
+    _add_adapters(parser)
+    _add_outputs(parser)
+
+
+def _add_prompt(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("prompt")
+    group.add_argument("--text", default=DEFAULT_TEXT, help="prompt; needs --tokenizer-dir")
+    group.add_argument("--tokenizer-dir", default="", metavar="DIR", help="tokenizer folder")
+    group.add_argument("--tokenizer-type", default="auto", choices=TYPES, help="all read alike")
+    group.add_argument(
+        "--input-tokens-csv", default="", metavar="FILE", help="prompt ids instead of --text"
+    )
+    group.add_argument(
+        "--draft-tokens-csv", default="", metavar="FILE", help="draft ids to verify"
+    )
+    group.add_argument(
+        "--output-tokens-csv",
+        default="",
+        metavar="FILE",
+        help="ids that --check-output expects",
+    )
+    group.add_argument("--end-id", type=int, default=-1, help="where no tokenizer tells it")
+    group.add_argument("--pad-id", type=int, default=50256, help="where no tokenizer tells it")
+
+
+def _add_sampling(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("sampling")
+    group.add_argument(
+        "--request-output-len", type=int, default=16, metavar="N", help="tokens to generate"
+    )
+    group.add_argument("-n", "--num-return-sequences", type=int, metavar="N")
+    group.add_argument("-b", "--beam-width", type=int, default=1, metavar="N")
+    group.add_argument("--temperature", type=float, default=1.0)
+    group.add_argument("--repetition-penalty", type=float)
+    group.add_argument("--presence-penalty", type=float)
+    group.add_argument("--frequency-penalty", type=float)
+    group.add_argument("--top-k", type=int, default=1)
+    group.add_argument("--top-p", type=float, default=0.0)
+    group.add_argument("--seed", "--random-seed", type=int, dest="seed")
+    group.add_argument("--lookahead_config", metavar="[W,N,G]", help="lookahead decoding")
+
+
+def _add_run(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("request")
+    group.add_argument("--model-name", default="tensorrt_llm")
+    group.add_argument("--request-id", default="")
+    group.add_argument("-S", "--streaming", action="store_true", help="a response a step")
+    group.add_argument(
+        "--stop-after-ms", type=int, default=0, metavar="MS", help="stop the request then"
+    )
+    group.add_argument(
+        "--stop-via-request-cancel", action="store_true",
+        help="stop by cancelling the call instead of a stop request",
+    )  # fmt: skip
+
+
+def _add_adapters(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("adapters and prompt tables")
+    group.add_argument("--prompt-embedding-table-path", metavar="FILE")
+    group.add_argument("--prompt-task-id", type=int, default=0)
+    group.add_argument("--prompt_table_extra_id", type=int)
+    group.add_argument("--vocab_size", type=int, help="ids from here on are virtual")
+    group.add_argument("--lora-path", metavar="DIR")
+    group.add_argument("--lora-task-id", type=int)
+    group.add_argument("--dtype", default="float16", choices=DTYPES)
+
+
+def _add_outputs(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("outputs")
+    group.add_argument("-c", "--check-output", action="store_true", help="print PASS! or FAIL!")
+    group.add_argument("--correctness-threshold", type=float, default=1.0, metavar="RATE")
+    group.add_argument("--exclude-input-in-output", action="store_true")
+    group.add_argument("--return-log-probs", action="store_true")
+    group.add_argument("--return-context-logits", action="store_true")
+    group.add_argument("--return-generation-logits", action="store_true")
+    group.add_argument("--return-perf-metrics", action="store_true")
+    group.add_argument(
+        "--requested-outputs", nargs="+", default=[], metavar="NAME",
+        help="ask for these outputs, and expect just these",
+    )  # fmt: skip

@@ -1,0 +1,145 @@
+"""The tensors of a token-level request, from the flags of the token-level client."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from tritonclient.utils import InferenceServerException
+
+from trimaran.client.prompt_files import lora, prompt_table, read_ids
+from trimaran.client.stream import ServerError
+from trimaran.client.tensors import present, row, tensor
+from trimaran.client.token_flags import DEFAULT_TEXT
+from trimaran.client.vocabulary import Vocabulary
+from trimaran.comm.errors import ConfigError
+
+# The default text in GPT-2's vocabulary, for a run without a tokenizer.
+_DEFAULT_IDS = (28524, 287, 5093, 12, 23316, 4881, 11, 30022, 263, 8776, 355, 257)
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """What a request starts from, and what tells its end."""
+
+    ids: list[int]
+    end_id: int
+    pad_id: int
+    vocabulary: Vocabulary | None
+
+    @classmethod
+    def from_flags(cls, args: argparse.Namespace) -> Prompt:
+        """The prompt that the flags name.
+
+        Raises:
+            ConfigError: a text without a tokenizer, or an unusable file.
+        """
+        vocabulary = Vocabulary(args.tokenizer_dir) if args.tokenizer_dir else None
+        end_id, pad_id = args.end_id, args.pad_id
+        if vocabulary is not None:
+            end_id = args.end_id if vocabulary.end_id is None else vocabulary.end_id
+            pad_id = args.pad_id if vocabulary.pad_id is None else vocabulary.pad_id
+        if args.input_tokens_csv:
+            ids = read_ids("--input-tokens-csv", args.input_tokens_csv)
+        elif vocabulary is not None:
+            ids = vocabulary.encode(args.text)
+        elif args.text == DEFAULT_TEXT:
+            ids = list(_DEFAULT_IDS)
+        else:
+            raise ConfigError(
+                "--text needs --tokenizer-dir DIR. Without one, give ids: "
+                "--input-tokens-csv FILE"
+            )
+        return cls(ids, end_id, pad_id, vocabulary)
+
+
+def request_inputs(args: argparse.Namespace, prompt: Prompt, seed_name: str) -> list[Any]:
+    """The input tensors. ``seed_name`` is what the served model calls the seed."""
+    inputs = [
+        tensor("input_ids", [prompt.ids], np.int32),
+        row("input_lengths", len(prompt.ids), np.int32),
+        row("request_output_len", args.request_output_len, np.int32),
+        row("beam_width", args.beam_width, np.int32),
+        row("temperature", args.temperature, np.float32),
+        row("runtime_top_k", args.top_k, np.int32),
+        row("runtime_top_p", args.top_p, np.float32),
+        row("end_id", prompt.end_id, np.int32),
+        row("pad_id", prompt.pad_id, np.int32),
+        row("streaming", args.streaming, bool),
+        row("num_return_sequences", args.num_return_sequences, np.int32),
+        row("repetition_penalty", args.repetition_penalty, np.float32),
+        row("presence_penalty", args.presence_penalty, np.float32),
+        row("frequency_penalty", args.frequency_penalty, np.float32),
+        row(seed_name, args.seed, np.uint64),
+        *flag_tensors(args),
+        *lora(args.lora_path, args.lora_task_id, args.dtype),
+    ]
+    if args.draft_tokens_csv:
+        draft = read_ids("--draft-tokens-csv", args.draft_tokens_csv)
+        inputs.append(tensor("draft_input_ids", [draft], np.int32))
+    inputs += _prompt_table(args, prompt)
+    inputs += _lookahead(args.lookahead_config)
+    return present(inputs)
+
+
+def flag_tensors(args: argparse.Namespace, num_rows: int = 1) -> list[Any]:
+    """Tensors of the flags that ask for more, or less, in the answer."""
+    names = (
+        "exclude_input_in_output", "return_log_probs", "return_context_logits",
+        "return_generation_logits", "return_perf_metrics",
+    )  # fmt: skip
+    return [row(name, True, bool, num_rows) for name in names if getattr(args, name)]
+
+
+def stop_inputs() -> list[Any]:
+    """The tensors of a request that stops the one with the same id."""
+    return [
+        tensor("input_ids", [[0]], np.int32),
+        row("input_lengths", 0, np.int32),
+        row("request_output_len", 0, np.int32),
+        row("stop", True, bool),
+    ]
+
+
+def seed_name(client: Any, model: str, seed: int | None) -> str:
+    """What the model calls its seed; older and newer repositories differ."""
+    if seed is None:
+        return "random_seed"
+    try:
+        metadata = client.get_model_metadata(model)
+    except InferenceServerException as error:
+        raise ServerError(error.message()) from error
+    return "seed" if "seed" in {each.name for each in metadata.inputs} else "random_seed"
+
+
+def _prompt_table(args: argparse.Namespace, prompt: Prompt) -> list[Any]:
+    tensors = []
+    if args.prompt_embedding_table_path:
+        tensors += prompt_table(
+            args.prompt_embedding_table_path, args.prompt_task_id, args.dtype
+        )
+    if args.prompt_table_extra_id is not None:
+        if args.vocab_size is None:
+            raise ConfigError("--prompt_table_extra_id needs --vocab_size")
+        extra = [args.prompt_table_extra_id * (i >= args.vocab_size) for i in prompt.ids]
+        tensors.append(tensor("prompt_table_extra_ids", [extra], np.uint64))
+    return tensors
+
+
+def _lookahead(config: str | None) -> list[Any]:
+    if config is None:
+        return []
+    try:
+        window, ngram, verification = (int(number) for number in json.loads(config))
+    except (ValueError, TypeError):
+        raise ConfigError(
+            f"--lookahead_config is {config!r} but must be three numbers, as in [7,7,7]"
+        ) from None
+    return [
+        row("lookahead_window_size", window, np.int32),
+        row("lookahead_ngram_size", ngram, np.int32),
+        row("lookahead_verification_set_size", verification, np.int32),
+    ]

@@ -1,0 +1,71 @@
+"""The tokenizer that a client encodes prompts and decodes answers with."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from trimaran.comm.errors import ConfigError
+
+TYPES = ("auto", "t5", "llama")
+
+
+class Vocabulary:
+    """A Hugging Face tokenizer folder. Loads no torch."""
+
+    def __init__(self, folder: str) -> None:
+        """Load the folder.
+
+        Raises:
+            ConfigError: it is no folder, or holds no tokenizer.
+        """
+        self._folder = Path(folder)
+        if not self._folder.is_dir():
+            raise ConfigError(f"--tokenizer-dir {folder} is not a folder")
+        self._tokenizer = self._load()
+        self.end_id = self._special_id("eos_token")
+        pad_id = self._special_id("pad_token")
+        self.pad_id = self.end_id if pad_id is None else pad_id
+
+    def encode(self, text: str) -> list[int]:
+        """The ids of a prompt, with the special tokens that the tokenizer adds."""
+        ids: list[int] = self._tokenizer.encode(text).ids
+        return ids
+
+    def decode(self, ids: list[int]) -> str:
+        """The text of some ids, without special tokens."""
+        text: str = self._tokenizer.decode(ids, skip_special_tokens=True)
+        return text
+
+    def _load(self) -> Any:
+        from tokenizers import Tokenizer
+
+        path = self._folder / "tokenizer.json"
+        if not path.exists():
+            return self._load_slow()
+        try:
+            return Tokenizer.from_file(str(path))
+        except Exception as error:
+            raise ConfigError(f"{path} cannot be read: {error}") from error
+
+    def _load_slow(self) -> Any:
+        """A folder in an older format, converted in memory."""
+        from transformers import AutoTokenizer
+
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(str(self._folder))
+            return tokenizer.backend_tokenizer
+        except (OSError, ValueError, AttributeError) as error:
+            raise ConfigError(f"--tokenizer-dir {self._folder}: {error}") from error
+
+    def _special_id(self, name: str) -> int | None:
+        """The id of the token that the folder's settings call ``name``."""
+        token: Any = None
+        for file_name in ("special_tokens_map.json", "tokenizer_config.json"):
+            path = self._folder / file_name
+            if path.exists():
+                token = json.loads(path.read_text(encoding="utf-8")).get(name) or token
+        text = token.get("content") if isinstance(token, dict) else token
+        number: int | None = self._tokenizer.token_to_id(text) if text else None
+        return number
