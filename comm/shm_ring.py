@@ -138,10 +138,9 @@ class RingReader(ShmRing):
         Raises:
             PeerLostError: the writer stopped in the middle of a message.
         """
-        limit = _MAX_SLEEP_S if timeout_s is None else timeout_s
-        while not self._wait_for_slot(limit):
-            if timeout_s is not None:
-                return None
+        limit = float("inf") if timeout_s is None else timeout_s
+        if not self._wait_for_slot(limit):
+            return None
         chunk, has_more = self._take_slot()
         if not has_more:
             return chunk
@@ -164,7 +163,7 @@ class RingReader(ShmRing):
             left = deadline - time.monotonic()
             if left <= 0:
                 return False
-            self._futex.wait(self._taken, left)
+            self._futex.wait(self._taken, min(left, _MAX_SLEEP_S))
         return True
 
     def _take_slot(self) -> tuple[bytes, bool]:

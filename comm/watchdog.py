@@ -56,8 +56,8 @@ class Watchdog:
 
     def _bark(self, late_s: float) -> None:
         logger.error(
-            "%s did not end within its time limit (%.1f s over): the job ends. Stacks of "
-            "all threads follow.",
+            "%s did not end within its time limit (%.1f s over): the job ends. If it needs "
+            "that long, raise --hang-timeout. Stacks of all threads follow.",
             self._what(),
             late_s,
         )

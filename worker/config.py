@@ -139,7 +139,7 @@ class RankConfig:
     """How the group was started, for the log and the metrics: ``mpirun`` and the like."""
 
     hang_timeout_s: float = 10.0
-    """A step, or a peer's silence, longer than this ends the group."""
+    """A step, or a peer's silence, longer than this ends the group; 0 means never."""
 
     start_timeout_s: float = 1800.0
     """Longest time from a rank's start to a loaded and warm model."""

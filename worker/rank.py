@@ -46,6 +46,7 @@ class RankProcess:
         self._watchdog: Watchdog | None = None
         self._control: ControlPlane | None = None
         self._group: TensorParallelGroup | None = None
+        self._hang_timeout_s = float("inf")
 
     def run(self) -> None:
         """Start, load, serve, end. Returns after MPI is finalised."""
@@ -56,7 +57,8 @@ class RankProcess:
         )
         self._link, wire = SupervisorLink.connect(env, "rank", rank, size)
         config = RankConfig.from_wire(wire)
-        self._watchdog = Watchdog(config.hang_timeout_s, self._abort_hung)
+        self._hang_timeout_s = config.hang_timeout_s or float("inf")
+        self._watchdog = Watchdog(self._hang_timeout_s, self._abort_hung)
         self._watchdog.watch(lambda: "starting up", config.start_timeout_s)
         world = mpi.World.discover()
         mpi.require_threads()
@@ -75,7 +77,10 @@ class RankProcess:
         else:
             logger.critical("rank fails%s", self._last_step(), exc_info=error)
         self._report_failure(f"{type(error).__name__}: {error}", is_config_error)
-        mpi.abort(CONFIG_ERROR_CODE if is_config_error else FAILURE_CODE)
+        code = CONFIG_ERROR_CODE if is_config_error else FAILURE_CODE
+        if self._link is None and mpi.MPI.COMM_WORLD.Get_size() == 1:
+            sys.exit(code)
+        mpi.abort(code)
 
     # ---- the stages of a life -----------------------------------------------------------
 
@@ -101,13 +106,13 @@ class RankProcess:
             hosts=world.hosts,
         )
         device = select_device(config.engine, topology)
-        self._control = connect_control(world, config.hang_timeout_s)
+        self._control = connect_control(world, self._hang_timeout_s)
         tp_world = world.subgroup(topology.tp_ranks)
         self._group = connect_group(tp_world, device, config.start_timeout_s)
         link.state("loading", f"loading the model on {device}")
         engine = Engine(config, topology, self._control, self._group)
         engine.load()
-        self._group.timeout_s = config.hang_timeout_s * COLLECTIVE_SHARE
+        self._group.timeout_s = self._hang_timeout_s * COLLECTIVE_SHARE
         return engine, topology
 
     def _serve(

@@ -117,11 +117,15 @@ class RankGroup:
         self._acceptor.start()
 
     def _rank_config(
-        self, frontend: str, tp_size: int = 0, hang_timeout_s: float = 3.0
+        self,
+        frontend: str,
+        tp_size: int = 0,
+        hang_timeout_s: float = 3.0,
+        engine_dir: Path = DEMO_MODEL,
     ) -> RankConfig:
         engine = EngineConfig(
             model="demo",
-            engine_dir=str(DEMO_MODEL),
+            engine_dir=str(engine_dir),
             dtype="float32",
             device="cpu",
             parallel=ParallelConfig(tp_size=tp_size or self.world_size),

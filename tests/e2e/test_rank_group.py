@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -13,7 +14,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from rank_group import RankGroup, finish, submit, tokens_of, wait_until
+from rank_group import BIN, RankGroup, finish, submit, tokens_of, wait_until
 
 from trimaran.comm.messages import Cancel, FinishReason, Ping, Pong, RequestFailed
 
@@ -195,6 +196,39 @@ def test_a_world_that_does_not_fit_the_layout_is_a_configuration_error(tmp_path)
     assert failed
     assert all(state.is_config_error for state in failed)
     assert "2 rank(s) were started but tp_size 4" in failed[0].text
+
+
+def test_a_folder_that_holds_no_model_is_a_configuration_error(tmp_path):
+    with RankGroup(tmp_path, 1, engine_dir=tmp_path) as group:
+        wait_until(lambda: len(group.ranks) > 0, 60.0, "a rank")
+        assert group.wait_gone(60.0) != 0
+        (failed,) = [state for state in group.states(0) if state.state == "failed"]
+
+    assert failed.is_config_error
+    assert str(tmp_path) in failed.text
+
+
+def test_without_a_hang_timeout_a_stopped_rank_is_waited_for(tmp_path):
+    with RankGroup(tmp_path, 2, hang_timeout_s=0.0) as group:
+        engine = group.wait_ready()
+        engine.send(submit(1, [5, 6, 7], LONG))
+        wait_until(lambda: len(tokens_of(engine, 1)[0]) > 3, 30.0, "first tokens")
+
+        os.kill(group.pid(1), signal.SIGSTOP)
+        time.sleep(1.5)
+        os.kill(group.pid(1), signal.SIGCONT)
+
+        assert finish(engine, 1)[1] == FinishReason.LENGTH
+        assert group.shut_down() == 0
+
+
+def test_a_rank_started_by_hand_says_what_starts_it():
+    done = subprocess.run(
+        [str(BIN / "trimaran-rank")], capture_output=True, text=True, cwd="/", timeout=60
+    )
+
+    assert done.returncode == 2
+    assert "started by `trimaran serve`" in done.stderr
 
 
 def test_nothing_is_left_of_a_group_that_was_killed_whole(busy):
