@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import logging
 import time
 from array import array
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable, Sequence
+
+import numpy as np
 
 from trimaran.comm.errors import ErrorKind, RequestError
 from trimaran.comm.messages import Submit
@@ -14,8 +15,6 @@ from trimaran.comm.sampling_params import SamplingParams
 from trimaran.worker.config import SchedulerConfig
 from trimaran.worker.request import Request
 from trimaran.worker.sampling_rows import SERVED_FIELDS
-
-logger = logging.getLogger(__name__)
 
 
 def request_from(
@@ -116,9 +115,9 @@ def _check_prompt(prompt: array[int], limits: SchedulerConfig) -> None:
         )
 
 
-def _check_ids(name: str, ids: Iterable[int], vocab_size: int) -> None:
-    values = list(ids)
-    for value in (min(values), max(values)) if values else ():
+def _check_ids(name: str, ids: Sequence[int] | array[int], vocab_size: int) -> None:
+    values = np.array(ids, dtype=np.int64)
+    for value in (values.min(), values.max()) if len(values) else ():
         if not 0 <= value < vocab_size:
             raise RequestError(
                 f"{name} holds {value}, which is no token id: ids are 0 to {vocab_size - 1}"

@@ -16,7 +16,7 @@ CPU_SHARE = 0.5
 """Of the free memory of a host without GPUs: others live there too."""
 
 CPU_MAX_BYTES = 4 << 30
-"""A rank's cache on the CPU is no larger, unless ``max_tokens`` asks for more."""
+"""A rank's cache on the CPU is no larger."""
 
 
 def free_bytes(device: torch.device, ranks_on_host: int) -> int:
@@ -33,8 +33,7 @@ def blocks_that_fit(
 ) -> int:
     """Blocks of this rank's cache, all KV groups together ``block_bytes`` each.
 
-    No more than all rows at full length can use. ``max_tokens`` is a limit beside the
-    memory's; on a host where memory is only shared out, it may ask for more.
+    No more than all rows at full length can use, nor than ``max_tokens`` need.
 
     Raises:
         ConfigError: not even one block fits.
