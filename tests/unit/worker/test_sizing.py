@@ -17,8 +17,8 @@ def blocks(available_bytes, **cache):
 
 
 def test_memory_is_shared_by_the_fraction():
-    assert blocks(20_000) == 10
-    assert blocks(20_000, free_memory_fraction=0.9) == 18
+    assert blocks(10_000) == 5
+    assert blocks(10_000, free_memory_fraction=0.9) == 9
 
 
 def test_no_more_than_all_rows_at_full_length_is_taken():
