@@ -35,7 +35,9 @@ def free_ports(count: int) -> list[int]:
 
 def command_env() -> dict[str, str]:
     """The environment of a shell that has not activated the virtual environment."""
-    env = {k: v for k, v in os.environ.items() if not k.startswith(("OMPI_", "PMIX_", "PRTE_"))}
+    # Variables of a surrounding MPI job; a machine's own Open MPI settings stay.
+    job = ("OMPI_COMM_", "OMPI_UNIVERSE_", "PMIX_", "PRTE_", "PMI_")
+    env = {k: v for k, v in os.environ.items() if not k.startswith(job)}
     env["OMP_NUM_THREADS"] = "1"
     return env
 

@@ -26,6 +26,7 @@ def prompts(vocab_size: int) -> list[list[int]]:
 
 def reference_ids(folder: Path, all_prompts: list[list[int]]) -> list[list[int]]:
     """What transformers generates greedily, one prompt at a time."""
+    torch.set_num_threads(2)
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     answers = []
     for prompt in all_prompts:
