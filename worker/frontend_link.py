@@ -29,6 +29,7 @@ MAX_UNSENT_BYTES = 64 << 20
 """A front end that leaves more than this unread is dropped; its requests are cancelled."""
 
 _RECEIVE_BYTES = 256 << 10
+_MAX_RECEIVES = 16
 _FIRST_REDIAL_S = 0.05
 _LAST_REDIAL_S = 1.0
 _HELLO_TIMEOUT_S = 30.0
@@ -72,16 +73,18 @@ class _Connection:
             del self.unsent[:sent]
 
     def receive(self) -> list[Message]:
-        """What has come; raises OSError when the front end has closed."""
+        """What has come, up to a limit; raises OSError when the front end has closed."""
         messages: list[Message] = []
-        while True:
+        # A bound, so that a flood of requests cannot hold up the next step.
+        for _ in range(_MAX_RECEIVES):
             try:
                 data = self.sock.recv(_RECEIVE_BYTES)
             except BlockingIOError:
-                return messages
+                break
             if not data:
                 raise ConnectionResetError("connection closed by the front end")
             messages += self.inbox.feed(data)
+        return messages
 
 
 class _Peer:

@@ -73,10 +73,12 @@ class RankProcess:
         """Log and report why this rank cannot go on, then abort all ranks."""
         is_config_error = isinstance(error, ConfigError)
         if is_config_error:
-            logger.error("%s", error)
+            text = str(error)
+            logger.error("%s", text)
         else:
+            text = f"{type(error).__name__}: {error}"
             logger.critical("rank fails%s", self._last_step(), exc_info=error)
-        self._report_failure(f"{type(error).__name__}: {error}", is_config_error)
+        self._report_failure(text, is_config_error)
         code = CONFIG_ERROR_CODE if is_config_error else FAILURE_CODE
         if self._link is None and mpi.MPI.COMM_WORLD.Get_size() == 1:
             sys.exit(code)
