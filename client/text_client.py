@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from trimaran.client.prompt_files import lora
+from trimaran.client.short_help import hide
 from trimaran.client.stream import InferStream, ServerError, add_url_arguments, open_client
 from trimaran.client.tensors import present, row, tensor
 from trimaran.client.texts import Texts
@@ -44,6 +45,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--check-outputs", action="store_true", help="fail on other texts")
     _add_sampling(parser)
     _add_extras(parser)
+    hide(
+        parser, "verbose", "num_return_sequences", "beam_width", "repetition_penalty",
+        "presence_penalty", "frequency_penalty", "end_id", "pad_id", "embedding_bias_words",
+        "embedding_bias_weights", "guided_decoding_guide_type", "guided_decoding_guide",
+        "return_log_probs", "return_context_logits", "return_generation_logits",
+        "return_perf_metrics", "lora_path", "lora_task_id",
+    )  # fmt: skip
 
 
 def _add_sampling(parser: argparse.ArgumentParser) -> None:

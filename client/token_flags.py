@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 
+from trimaran.client.short_help import hide
 from trimaran.client.stream import add_channel_arguments, add_url_arguments
 from trimaran.client.vocabulary import TYPES
 
@@ -20,6 +21,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     _add_run(parser)
     _add_adapters(parser)
     _add_outputs(parser)
+    hide(
+        parser, "ssl", "root_certificates", "private_key", "certificate_chain",
+        "grpc_compression_algorithm", "stream_timeout", "tokenizer_type", "draft_tokens_csv",
+        "num_return_sequences", "repetition_penalty", "presence_penalty", "frequency_penalty",
+        "lookahead_config", "prompt_embedding_table_path", "prompt_task_id",
+        "prompt_table_extra_id", "vocab_size", "lora_path", "lora_task_id", "dtype",
+        "return_log_probs", "return_context_logits", "return_generation_logits",
+        "return_perf_metrics", "correctness_threshold", "beam_width", "verbose", "end_id",
+        "pad_id",
+    )  # fmt: skip
 
 
 def _add_prompt(parser: argparse.ArgumentParser) -> None:

@@ -68,7 +68,8 @@ class FlagParser(argparse.ArgumentParser):
         own = [self._respell(word) for word in argv]
         for number, word in enumerate(own):
             if word == "--help-all":
-                self._hidden.clear()
+                for parser in self._with_subcommands():
+                    getattr(parser, "_hidden", set()).clear()
                 own[number] = "--help"
             elif word == "--config" and number + 1 < len(own):
                 own = self._file_flags(Path(own[number + 1])) + own

@@ -1,0 +1,196 @@
+"""`trimaran bench`: loads a server and measures throughput, latency and token times."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import uvloop
+
+from trimaran.client import bench_report
+from trimaran.client.bench_flags import DEFAULT_URLS
+from trimaran.client.bench_flags import add_arguments as add_arguments
+from trimaran.client.load import LoadGenerator, Run, Target
+from trimaran.client.targets import (
+    GrpcTarget,
+    HttpTarget,
+    decoupled_over_grpc,
+    decoupled_over_http,
+)
+from trimaran.client.vocabulary import Vocabulary
+from trimaran.client.workload import Item, Workload, within
+from trimaran.comm.errors import ConfigError
+
+_MAX_REQUESTS = 30000
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the benchmark. Returns 1 if a request failed or the figures regressed."""
+    _check(args)
+    url = args.url or DEFAULT_URLS[args.protocol]
+    workload = Workload(args.vocab_size, args.seed)
+    items = within(_items(args, workload), args.max_input_len)
+    delays = workload.delays(len(items), args.request_rate, args.time_delay_dist)
+    load_before = os.getloadavg()
+    started_at = time.strftime("%Y-%m-%dT%H:%M:%S%z")
+    warmup = workload.strangers(items[: args.warmup])
+    done = uvloop.run(_measure(args, url, warmup, list(zip(items, delays, strict=True))))
+    values = bench_report.figures(done)
+    rows = bench_report.table(values)
+    print(bench_report.render(rows))
+    _print_errors(done, args.verbose)
+    if args.op_stats_csv:
+        bench_report.write_csv(args.op_stats_csv, rows)
+    if args.dump_perfetto_trace:
+        bench_report.write_trace(args.dump_perfetto_trace, done)
+    if args.json:
+        facts = {"started_at": started_at, "load_average_before": load_before}
+        _write_json(args, facts, values)
+    return 1 if values["failed_requests"] or _is_slower(args, values) else 0
+
+
+def _check(args: argparse.Namespace) -> None:
+    if args.test_llmapi:
+        raise ConfigError("--test-llmapi: this version does not serve the llmapi model")
+    is_short = args.input_len is not None or args.output_len is not None
+    if args.workload and is_short:
+        raise ConfigError(f"--input-len and --output-len do not go with {args.workload}")
+    if not args.workload and (args.input_len is None or args.output_len is None):
+        raise ConfigError(
+            "say what to send: --input-len N --output-len N, or a sub-command: dataset, "
+            "token-norm-dist or token-from-histogram"
+        )
+    for name in ("concurrency", "num_requests", "input_len", "output_len", "vocab_size"):
+        value = getattr(args, name)
+        if value is not None and value < 1:
+            raise ConfigError(f"--{name.replace('_', '-')} is {value} but must be 1 or more")
+    if bool(args.check_perf_json) != bool(args.check_perf_key):
+        raise ConfigError("--check-perf-json and --check-perf-key go together")
+
+
+def _items(args: argparse.Namespace, workload: Workload) -> list[Item]:
+    count = args.num_requests or (_MAX_REQUESTS if args.workload else 10 * args.concurrency)
+    if args.workload == "dataset":
+        vocabulary = Vocabulary(args.tokenizer_dir)
+        return workload.dataset(count, args.dataset, vocabulary, args.op_tokens_per_word)
+    if args.workload == "token-norm-dist":
+        inputs = (args.input_mean, args.input_stdev)
+        return workload.normal(count, inputs, (args.output_mean, args.output_stdev))
+    if args.workload == "token-from-histogram":
+        return workload.histogram(count, args.histogram_key)
+    return workload.fixed(count, args.input_len, args.output_len)
+
+
+async def _measure(
+    args: argparse.Namespace, url: str, warmup: list[Item], plan: list[tuple[Item, float]]
+) -> Run:
+    target = await _target(args, url)
+    load = LoadGenerator(target, args.concurrency)
+    try:
+        print("[INFO] Warm up for benchmarking.")
+        await load.run([(item, 0.0) for item in warmup])
+        print(f"[INFO] Start benchmarking on {len(plan)} prompts.")
+        with _Progress(len(plan)) as progress:
+            done = await load.run(plan, progress.advance)
+    finally:
+        await target.close()
+    print(f"[INFO] Total Latency: {1000 * done.elapsed_s:.3f} ms")
+    return done
+
+
+async def _target(args: argparse.Namespace, url: str) -> Target:
+    is_http = args.protocol == "http"
+    find_out = decoupled_over_http if is_http else decoupled_over_grpc
+    names = args.tensorrt_llm_model_name or ["tensorrt_llm"]
+    models = {name: await find_out(url, name) for name in names}
+    if args.decoupled and not all(models.values()):
+        name = next(name for name, is_decoupled in models.items() if not is_decoupled)
+        raise ConfigError(
+            f"--decoupled: model {name!r} is not. Fill decoupled_mode:True, or drop the flag."
+        )
+    options = {
+        "is_streaming": not args.no_streaming,
+        "excludes_input": args.exclude_input_in_output,
+    }
+    if is_http:
+        return HttpTarget(url, models, **options)
+    target = GrpcTarget(url, models, **options)
+    target.stream_timeout_s = args.stream_timeout
+    return target
+
+
+class _Progress:
+    """A bar on a terminal, nothing elsewhere."""
+
+    def __init__(self, total: int) -> None:
+        self._bar: Any = None
+        if sys.stderr.isatty():
+            from rich.console import Console
+            from rich.progress import Progress
+
+            self._bar = Progress(console=Console(stderr=True), transient=True)
+            self._task = self._bar.add_task("requests", total=total)
+
+    def __enter__(self) -> _Progress:
+        if self._bar is not None:
+            self._bar.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+    def advance(self) -> None:
+        """One more request is done."""
+        if self._bar is not None:
+            self._bar.advance(self._task)
+
+
+def _print_errors(done: Run, is_verbose: bool) -> None:
+    errors = [record.error for record in done.records if record.error]
+    for error in errors if is_verbose else errors[:1]:
+        print(f"Request failed: {error}", file=sys.stderr)
+
+
+def _write_json(
+    args: argparse.Namespace, facts: dict[str, Any], values: dict[str, float]
+) -> None:
+    try:
+        around = bench_report.surroundings(args.metrics_url)
+    except OSError as error:
+        raise ConfigError(f"--metrics-url {args.metrics_url}: {error}") from error
+    result = {
+        "command": ["trimaran", *sys.argv[1:]],
+        **facts,
+        "load_average_after": os.getloadavg(),
+        **around,
+        "results": {name: round(value, 4) for name, value in values.items()},
+    }
+    Path(args.json).write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+
+
+def _is_slower(args: argparse.Namespace, values: dict[str, float]) -> bool:
+    if not args.check_perf_json:
+        return False
+    try:
+        limits = json.loads(Path(args.check_perf_json).read_text(encoding="utf-8"))
+        expected = float(limits[args.check_perf_key])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(
+            f"--check-perf-json {args.check_perf_json}: no latency under "
+            f"{args.check_perf_key!r}: {error}"
+        ) from error
+    allowed = expected * (1 + args.check_perf_rtol) + args.check_perf_atol
+    if values["elapsed_ms"] <= allowed:
+        return False
+    print(
+        f"Slower than allowed: {values['elapsed_ms']:.0f} ms in total, expected {expected:.0f} "
+        f"and at most {allowed:.0f}",
+        file=sys.stderr,
+    )
+    return True

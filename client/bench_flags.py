@@ -1,0 +1,100 @@
+"""The flags of `trimaran bench`, named as in the replaced system's benchmark."""
+
+from __future__ import annotations
+
+import argparse
+
+from trimaran.client.short_help import hide
+from trimaran.client.vocabulary import TYPES
+
+DEFAULT_URLS = {"http": "localhost:8000", "grpc": "localhost:8001"}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Global flags, which come before the sub-command, and the sub-commands."""
+    parser.add_argument("-u", "--url", metavar="HOST:PORT", help="default: by protocol")
+    parser.add_argument("-i", "--protocol", choices=("http", "grpc"), default="http")
+    parser.add_argument(
+        "--tensorrt-llm-model-name", action="append", metavar="NAME",
+        help="token-level model (default tensorrt_llm); repeat to take turns",
+    )  # fmt: skip
+    _add_load(parser)
+    _add_lengths(parser)
+    _add_results(parser)
+    parser.add_argument("-v", "--verbose", action="store_true", help="print every error")
+    parser.add_argument("-t", "--stream-timeout", type=float, metavar="S", help="gRPC streams")
+    parser.add_argument("--decoupled", action="store_true", help="insist on a decoupled model")
+    parser.add_argument(
+        "--no-streaming", action="store_true", help="one response a request: no token times"
+    )
+    parser.add_argument("--exclude-input-in-output", action="store_true")
+    parser.add_argument("--test-llmapi", action="store_true", help="refused: not served yet")
+    _add_subcommands(parser)
+    parser.usage = "trimaran bench [flags] [dataset|token-norm-dist|token-from-histogram ...]"
+    hide(
+        parser, "verbose", "stream_timeout", "exclude_input_in_output", "test_llmapi",
+        "time_delay_dist", "warmup", "seed", "op_stats_csv", "dump_perfetto_trace",
+        "check_perf_json", "check_perf_key", "check_perf_atol", "check_perf_rtol",
+    )  # fmt: skip
+
+
+def _add_load(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "-c", "--concurrency", type=int, default=128, metavar="N", help="requests in flight"
+    )
+    parser.add_argument(
+        "--num-requests", type=int, metavar="N",
+        help="default: 30000 at most with a sub-command, else 10 for each connection",
+    )  # fmt: skip
+    parser.add_argument(
+        "--request-rate", type=float, default=-1, metavar="R", help="a second; -1: unpaced"
+    )
+    parser.add_argument(
+        "--time-delay-dist", choices=("exponential_dist", "constant"),
+        default="exponential_dist", help="gaps between paced requests",
+    )  # fmt: skip
+    parser.add_argument("--warmup", type=int, default=10, metavar="N", help="requests before")
+    parser.add_argument("--seed", type=int, default=420, help="of prompts, lengths and gaps")
+
+
+def _add_lengths(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--input-len", type=int, metavar="N", help="random prompts of N tokens")
+    parser.add_argument("--output-len", type=int, metavar="N", help="tokens to generate")
+    parser.add_argument(
+        "--vocab-size", type=int, default=1000, metavar="N", help="random ids are below N"
+    )
+    parser.add_argument(
+        "--max-input-len", type=int, metavar="N", help="drop prompts that are longer"
+    )
+
+
+def _add_results(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--json", metavar="FILE", help="write figures, versions and machine")
+    parser.add_argument(
+        "--metrics-url", metavar="URL", help="record the engine's own facts from here in --json"
+    )
+    parser.add_argument("--op-stats-csv", metavar="FILE", help="write the table")
+    parser.add_argument(
+        "--dump-perfetto-trace", metavar="FILE", nargs="?", const="perfetto_trace.json",
+        help="write every request as a span",
+    )  # fmt: skip
+    parser.add_argument(
+        "--check-perf-json", metavar="FILE", help="JSON object of total latencies in ms"
+    )
+    parser.add_argument("--check-perf-key", metavar="KEY", help="fail if slower than this one")
+    parser.add_argument("--check-perf-atol", type=float, default=50, metavar="MS")
+    parser.add_argument("--check-perf-rtol", type=float, default=0.05, metavar="RATE")
+
+
+def _add_subcommands(parser: argparse.ArgumentParser) -> None:
+    kinds = parser.add_subparsers(dest="workload", metavar="dataset|token-norm-dist|...")
+    dataset = kinds.add_parser("dataset", help="prompts of a JSON file")
+    dataset.add_argument("--dataset", required=True, metavar="FILE")
+    dataset.add_argument("--tokenizer-dir", required=True, metavar="DIR")
+    dataset.add_argument("--tokenizer-type", default="auto", choices=TYPES)
+    dataset.add_argument("--op-tokens-per-word", type=float, default=1.3, metavar="R")
+    normal = kinds.add_parser("token-norm-dist", help="normally distributed lengths")
+    for name in ("--input-mean", "--input-stdev", "--output-mean", "--output-stdev"):
+        normal.add_argument(name, type=float, required=True, metavar="N")
+    histogram = kinds.add_parser("token-from-histogram", help="lengths of a built-in table")
+    histogram.add_argument("--histogram-key", required=True, metavar="KEY")

@@ -1,0 +1,96 @@
+"""The load of a benchmark: sends a workload to a target and notes when tokens come."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from trimaran.client.workload import Item
+
+
+@dataclass(slots=True)
+class Record:
+    """What happened to one request. Times are in seconds of one monotonic clock."""
+
+    item: Item
+    due_s: float
+    """When it should have been sent. Latencies count from here, so that a request that
+    waited for a free connection does not look fast."""
+    arrivals: list[tuple[float, int]] = field(default_factory=list)
+    """Time and number of generated tokens of each response."""
+    end_s: float = 0.0
+    error: str = ""
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Tokens that came."""
+        return sum(count for _, count in self.arrivals)
+
+
+class Target(Protocol):
+    """Where requests go."""
+
+    async def generate(self, item: Item, record: Record) -> None:
+        """Run one request; add each response to ``record.arrivals``.
+
+        Raises:
+            ServerError: refused or failed.
+        """
+        ...
+
+    async def close(self) -> None:
+        """Close the connections."""
+        ...
+
+
+@dataclass(slots=True)
+class Run:
+    """All records of a run, with its length."""
+
+    records: list[Record]
+    elapsed_s: float
+
+
+class LoadGenerator:
+    """Runs a workload with a bounded number of requests in flight."""
+
+    def __init__(self, target: Target, concurrency: int) -> None:
+        self._target = target
+        self._concurrency = concurrency
+
+    async def run(
+        self,
+        plan: Sequence[tuple[Item, float]],
+        on_done: Callable[[], None] = lambda: None,
+    ) -> Run:
+        """Send each item, some seconds after the start, once fewer than the allowed number
+        are in flight. Returns when all are done."""
+        begin = time.monotonic()
+        is_paced = any(delay for _, delay in plan)
+        todo = iter(plan)
+        records: list[Record] = []
+
+        async def worker() -> None:
+            for item, delay in todo:
+                wait = begin + delay - time.monotonic()
+                if wait > 0:
+                    await asyncio.sleep(wait)
+                due = begin + delay if is_paced else time.monotonic()
+                record = Record(item, due)
+                records.append(record)
+                await self._send(record)
+                on_done()
+
+        num_workers = min(self._concurrency, len(plan))
+        await asyncio.gather(*(worker() for _ in range(num_workers)))
+        return Run(records, time.monotonic() - begin)
+
+    async def _send(self, record: Record) -> None:
+        try:
+            await self._target.generate(record.item, record)
+        except Exception as error:  # one request's failure is a result of the benchmark
+            record.error = f"{type(error).__name__}: {error}"
+        record.end_s = time.monotonic()

@@ -1,0 +1,170 @@
+"""The two ways to the token-level models: HTTP generate endpoints and gRPC."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import time
+from collections.abc import AsyncIterator, Mapping
+from typing import Any
+
+import aiohttp
+import numpy as np
+import tritonclient.grpc.aio as grpcclient
+from tritonclient.utils import InferenceServerException
+
+from trimaran.client.load import Record
+from trimaran.client.stream import ServerError
+from trimaran.client.tensors import row, tensor
+from trimaran.client.workload import Item
+from trimaran.comm.errors import ConfigError
+
+# A read may wait as long as the longest generation; only the connection has a deadline.
+_HTTP_TIMEOUT = aiohttp.ClientTimeout(total=None, sock_connect=30)
+
+
+class HttpTarget:
+    """``generate_stream`` of decoupled models, ``generate`` of the others."""
+
+    def __init__(
+        self, url: str, models: Mapping[str, bool], *, is_streaming: bool, excludes_input: bool
+    ) -> None:
+        """``models`` says of each name whether that model is decoupled."""
+        self._url = url
+        self._models = dict(models)
+        self._names = itertools.cycle(models)
+        self._is_streaming = is_streaming
+        self._excludes_input = excludes_input
+        self._session = aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=0), timeout=_HTTP_TIMEOUT
+        )
+
+    async def generate(self, item: Item, record: Record) -> None:
+        """Run one request."""
+        name = next(self._names)
+        is_decoupled = self._models[name]
+        is_streaming = is_decoupled and self._is_streaming
+        body: dict[str, Any] = {
+            "input_ids": item.ids,
+            "input_lengths": len(item.ids),
+            "request_output_len": item.output_len,
+            "streaming": is_streaming,
+        }
+        if self._excludes_input:
+            body["exclude_input_in_output"] = True
+        hidden = 0 if is_streaming or self._excludes_input else len(item.ids)
+        verb = "generate_stream" if is_decoupled else "generate"
+        path = f"http://{self._url}/v2/models/{name}/{verb}"
+        async with self._session.post(path, json=body) as reply:
+            if reply.status != 200:
+                raise ServerError(f"HTTP {reply.status}: {(await reply.text()).strip()}")
+            if not is_decoupled:
+                _note(record, await reply.json(), hidden)
+                return
+            async for line in reply.content:
+                if line.startswith(b"data: "):
+                    _note(record, json.loads(line[6:]), hidden)
+
+    async def close(self) -> None:
+        """Close the connections."""
+        await self._session.close()
+
+
+class GrpcTarget:
+    """``ModelStreamInfer`` of decoupled models, ``ModelInfer`` of the others."""
+
+    def __init__(
+        self, url: str, models: Mapping[str, bool], *, is_streaming: bool, excludes_input: bool
+    ) -> None:
+        """``models`` says of each name whether that model is decoupled."""
+        self._client = grpcclient.InferenceServerClient(url)
+        self._models = dict(models)
+        self._names = itertools.cycle(models)
+        self._is_streaming = is_streaming
+        self._excludes_input = excludes_input
+        self.stream_timeout_s: float | None = None
+
+    async def generate(self, item: Item, record: Record) -> None:
+        """Run one request."""
+        name = next(self._names)
+        is_decoupled = self._models[name]
+        is_streaming = is_decoupled and self._is_streaming
+        inputs = [
+            tensor("input_ids", [item.ids], np.int32),
+            row("input_lengths", len(item.ids), np.int32),
+            row("request_output_len", item.output_len, np.int32),
+            row("streaming", is_streaming, bool),
+        ]
+        if self._excludes_input:
+            inputs.append(row("exclude_input_in_output", True, bool))
+        hidden = 0 if is_streaming or self._excludes_input else len(item.ids)
+        try:
+            if not is_decoupled:
+                _note_result(record, await self._client.infer(name, inputs), hidden)
+                return
+            results = self._client.stream_infer(
+                _once({"model_name": name, "inputs": inputs}),
+                stream_timeout=self.stream_timeout_s,
+            )
+            async for result, error in results:
+                if error is not None:
+                    raise ServerError(error.message())
+                _note_result(record, result, hidden)
+        except InferenceServerException as error:
+            raise ServerError(error.message()) from error
+
+    async def close(self) -> None:
+        """Close the connection."""
+        await self._client.close()
+
+
+async def decoupled_over_http(url: str, name: str) -> bool:
+    """Whether a model is decoupled.
+
+    Raises:
+        ConfigError: no server, or no such model.
+    """
+    path = f"http://{url}/v2/models/{name}/config"
+    try:
+        async with aiohttp.ClientSession() as session, session.get(path) as reply:
+            config = await reply.json()
+    except (aiohttp.ClientError, ValueError) as error:
+        raise ConfigError(f"no server answers at http://{url}: {error}") from error
+    if "error" in config:
+        raise ConfigError(f"model {name!r} at http://{url}: {config['error']}")
+    return bool(config.get("model_transaction_policy", {}).get("decoupled", False))
+
+
+async def decoupled_over_grpc(url: str, name: str) -> bool:
+    """Whether a model is decoupled.
+
+    Raises:
+        ConfigError: no server, or no such model.
+    """
+    async with grpcclient.InferenceServerClient(url) as client:
+        try:
+            reply = await client.get_model_config(name)
+        except InferenceServerException as error:
+            raise ConfigError(f"model {name!r} at {url}: {error.message()}") from error
+    return bool(reply.config.model_transaction_policy.decoupled)
+
+
+async def _once(request: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
+    yield request
+
+
+def _note(record: Record, reply: Mapping[str, Any], hidden: int) -> None:
+    """Add a JSON response; ``hidden`` of its tokens are the prompt's echo."""
+    if "error" in reply:
+        raise ServerError(str(reply["error"]))
+    length = reply.get("sequence_length", 0)
+    total = sum(length) if isinstance(length, list) else int(length)
+    if total > hidden:
+        record.arrivals.append((time.monotonic(), total - hidden))
+
+
+def _note_result(record: Record, result: Any, hidden: int) -> None:
+    lengths = result.as_numpy("sequence_length")
+    total = 0 if lengths is None else int(lengths.sum())
+    if total > hidden:
+        record.arrivals.append((time.monotonic(), total - hidden))
