@@ -14,13 +14,14 @@ logger = logging.getLogger(__name__)
 
 MODELS = ("ensemble", "preprocessing", "tensorrt_llm", "postprocessing", "tensorrt_llm_bls")
 
-# The scripts of the replaced system, by name, and the command each one stands for.
+# The scripts of the replaced system, by their documented paths, and the command that each
+# one stands for.
 SCRIPTS = {
-    "launch_triton_server.py": ("serve",),
-    "fill_template.py": ("fill-template",),
-    "inflight_batcher_llm_client.py": ("client", "token"),
-    "end_to_end_grpc_client.py": ("client", "text"),
-    "benchmark_core_model.py": ("bench",),
+    "scripts/launch_triton_server.py": ("serve",),
+    "tools/fill_template.py": ("fill-template",),
+    "inflight_batcher_llm/client/inflight_batcher_llm_client.py": ("client", "token"),
+    "inflight_batcher_llm/client/end_to_end_grpc_client.py": ("client", "text"),
+    "tools/inflight_batcher_llm/benchmark_core_model.py": ("bench",),
 }
 _SCRIPT = '''#!/usr/bin/env python3
 """Runs `trimaran {command}` with this script's arguments."""
@@ -48,7 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--scripts",
         metavar="DIR",
-        help="also write launch, fill and client scripts under their documented names",
+        help="also write launch, fill and client scripts under their documented paths",
     )
     parser.add_argument("--force", action="store_true", help="overwrite existing models")
 
@@ -88,9 +89,9 @@ def _write_model(folder: Path, text: str, is_forced: bool) -> None:
 
 
 def _write_scripts(folder: Path) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
     for name, words in SCRIPTS.items():
         path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
         quoted = ", ".join(f'"{word}"' for word in words)
         path.write_text(_SCRIPT.format(command=" ".join(words), words=quoted))
         path.chmod(0o755)
