@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import logging
 import os
+import sys
 
 from trimaran.comm.errors import ConfigError
 from trimaran.comm.log import setup_logging
@@ -21,7 +22,7 @@ from trimaran.launcher.group_specs import Programs
 from trimaran.launcher.job import Job, abort_job, become_rank, current_job, own_address
 from trimaran.launcher.mpi_launch import check_library, find_mpi
 from trimaran.launcher.serve_flags import DEFAULT_LOG_FILE, add_arguments
-from trimaran.launcher.supervisor import Supervisor
+from trimaran.launcher.supervisor import EXIT_CONFIG, Supervisor
 from trimaran.server.config import FrontendConfig
 from trimaran.server.model_repository import ModelRepository, RepositoryModel, Role
 
@@ -60,10 +61,13 @@ def run(args: argparse.Namespace) -> int:
             mpi = find_mpi(config.mpi)
             check_library(mpi)
         supervisor = Supervisor(config, mpi, Programs.installed())
-    except ConfigError:
-        if job is not None:
-            abort_job()
-        raise
+    except ConfigError as error:
+        if job is None:
+            raise
+        # Said before the abort, which may end this task too.
+        print(f"trimaran: error: {error}", file=sys.stderr, flush=True)
+        abort_job()
+        return EXIT_CONFIG
     for note in config.notes:
         logger.info("%s", note)
     return supervisor.run()

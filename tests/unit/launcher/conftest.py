@@ -18,6 +18,7 @@ import psutil
 import pytest
 
 HERE = Path(__file__).parent
+sys.path.insert(0, str(HERE))
 DEADLINE_S = 60.0
 
 

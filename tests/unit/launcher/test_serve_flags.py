@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import pytest
+from launcher_repository import parse, resolve, write_checkpoint, write_engine, write_model
 
 from trimaran.comm.errors import ConfigError
 from trimaran.launcher import cli
-
-sys.path.insert(0, str(Path(__file__).parent))
-from launcher_repository import parse, resolve, write_checkpoint, write_engine, write_model
 
 
 @pytest.fixture

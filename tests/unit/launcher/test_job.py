@@ -1,0 +1,75 @@
+"""Which task of which MPI job this process is, by its starter's variables."""
+
+from __future__ import annotations
+
+import ipaddress
+
+import pytest
+from launcher_repository import parse, resolve, write_engine, write_model
+
+from trimaran.comm.errors import ConfigError
+from trimaran.launcher import job, serve
+from trimaran.launcher.job import Job, current_job
+
+
+@pytest.mark.parametrize(
+    ("environ", "expected"),
+    [
+        ({}, None),
+        (
+            {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2",
+             "OMPI_COMM_WORLD_LOCAL_SIZE": "2"},
+            Job(1, 2, True),
+        ),
+        (
+            {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "4",
+             "OMPI_COMM_WORLD_LOCAL_SIZE": "2"},
+            Job(0, 4, False),
+        ),
+        ({"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "1"}, None),
+        ({"PMI_RANK": "3", "PMI_SIZE": "4", "MPI_LOCALNRANKS": "4"}, Job(3, 4, True)),
+        (
+            {"PMIX_RANK": "1", "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_ID": "0",
+             "SLURM_STEP_TASKS_PER_NODE": "1(x2)"},
+            Job(1, 2, False),
+        ),
+        (
+            {"PMIX_RANK": "1", "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_ID": "0",
+             "SLURM_STEP_TASKS_PER_NODE": "2"},
+            Job(1, 2, True),
+        ),
+        ({"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"}, None),
+        ({"SLURM_JOB_ID": "7", "SLURM_PROCID": "0"}, None),
+    ],
+)  # fmt: skip
+def test_a_task_knows_its_place(environ, expected):
+    assert current_job(environ) == expected
+
+
+def test_tasks_that_no_mpi_joins_are_refused():
+    with pytest.raises(ConfigError, match=r"2 tasks that no MPI joins.*--mpi=pmix"):
+        current_job({"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2"})
+
+
+def test_a_rank_inside_a_job_keeps_the_jobs_variables_and_asks_rank_0_for_the_rest():
+    environ = job.rank_environ({"PMIX_RANK": "1", "OMPI_MCA_mpi_yield_when_idle": "0"})
+    assert environ["PMIX_RANK"] == "1"
+    assert environ["OMPI_MCA_mpi_yield_when_idle"] == "0"
+    assert environ["TRIMARAN_JOB"] == "1"
+
+
+def test_an_address_for_other_hosts_is_not_a_loopback():
+    assert not ipaddress.ip_address(job.own_address()).is_loopback
+
+
+def test_a_job_fixes_the_way_of_starting_and_forbids_restarts(tmp_path):
+    engine = write_engine(tmp_path / "engine", tp_size=2)
+    write_model(tmp_path / "repo" / "m", gpt_model_path=str(engine))
+    words = ("--model-repo", str(tmp_path / "repo"), "--load-format", "random")
+    config = serve.resolve(parse(*words), Job(0, 2, True))
+    assert (config.mpi.kind, config.restart.max_restarts) == ("job", 0)
+    assert config.advertise_address == ""
+    assert serve.resolve(parse(*words), Job(0, 2, False)).advertise_address != ""
+    with pytest.raises(ConfigError, match=r"this MPI job has 3 tasks but .* runs on 2 ranks"):
+        serve.resolve(parse(*words), Job(0, 3, True))
+    assert resolve(tmp_path / "repo").restart.max_restarts == 3
