@@ -64,7 +64,9 @@ def _keys_of_largest(scaled_NV: Tensor, count: int) -> Tensor:
     largest = grouped.max(axis=1)
     place = num_groups - count
     bounds = np.partition(largest, place, axis=1)[:, place]
-    rows, ids = np.divmod(np.flatnonzero(values >= bounds[:, None]), vocab_size)
+    # Not `>=`: a row with NaN must keep its ids too.
+    is_below = values < bounds[:, None]
+    rows, ids = np.divmod(np.flatnonzero(np.invert(is_below, out=is_below)), vocab_size)
     counts = np.bincount(rows, minlength=num_rows)
     columns = np.arange(len(rows)) - np.repeat(np.cumsum(counts) - counts, counts)
     keys = np.full((num_rows, int(counts.max())), np.iinfo(np.int64).min)

@@ -126,7 +126,7 @@ class Engine:
         self.scheduler.add(request)
         self._requests.setdefault((source, message.request_id), []).append(request)
         if message.timeout_us:
-            heapq.heappush(self._deadlines, (request.deadline, request.number, request))
+            self._watch(request)
 
     def cancel(self, source: Hashable, request_ids: list[int]) -> None:
         """End these requests of ``source`` as CANCELLED; unknown ids are ignored."""
@@ -203,6 +203,13 @@ class Engine:
             self._requests[key].remove(request)
             if not self._requests[key]:
                 del self._requests[key]
+
+    def _watch(self, request: Request) -> None:
+        """Remember a deadline; those of finished requests do not pile up."""
+        if len(self._deadlines) > 2 * len(self._requests) + 64:
+            self._deadlines = [item for item in self._deadlines if not item[2].is_finished]
+            heapq.heapify(self._deadlines)
+        heapq.heappush(self._deadlines, (request.deadline, request.number, request))
 
     def _end_overdue(self) -> None:
         now = time.monotonic()

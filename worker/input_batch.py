@@ -89,12 +89,12 @@ class InputBatch:
         self.row_len = max_seq_len + 1
         self.max_blocks = -(-max_seq_len // block_size)
         self.num_prompt_tokens = np.zeros(num_rows, dtype=np.int64)
-        self.token_table = torch.zeros(
-            (num_rows, self.row_len), dtype=torch.int32, device=device
-        )
+        # numpy's zeros cost no memory until they are written.
+        table = torch.from_numpy(np.zeros((num_rows, self.row_len), dtype=np.int32))
+        self.token_table = table.to(device)
         self._flat_ids = self.token_table.view(-1)
-        if device.type == "cpu":
-            self._host_ids = self._flat_ids.numpy()
+        on_host = table if device.type == "cpu" else table[:0]
+        self._host_ids = on_host.view(-1).numpy()
         shape = (num_groups, num_rows, self.max_blocks)
         self._block_ids: npt.NDArray[np.int32] = np.zeros(shape, dtype=np.int32)
         mirror = torch.from_numpy(self._block_ids)

@@ -122,6 +122,15 @@ def test_a_request_over_its_time_ends_as_timed_out(make_engine):
     driver.check_idle()
 
 
+def test_deadlines_of_finished_requests_do_not_pile_up(make_engine):
+    driver = make_engine()
+    for _ in range(200):
+        driver.submit([1, 2], max_tokens=1, timeout_us=3_600_000_000)
+        driver.run()
+
+    assert len(driver.engine._deadlines) <= 70
+
+
 @pytest.mark.parametrize("changes", [{}, {"depth": 2}, {"enable_block_reuse": False}])
 def test_sequences_of_a_request_are_those_of_single_ones(make_engine, prompt_of, changes):
     driver = make_engine(**changes)

@@ -175,6 +175,19 @@ def test_the_order_of_candidates_does_not_depend_on_how_many_are_taken():
         assert torch.equal(values, logits.gather(1, ids))
 
 
+def test_a_row_of_nan_hurts_no_other_row():
+    torch.manual_seed(3)
+    logits = torch.randn(2, 600)
+    params = [SamplingParams(top_k=5, top_p=0.9, seed=1)] * 2
+    expected = draw(logits, params).token_ids.tolist()[1]
+    logits[0, 100:] = float("nan")
+
+    ids = draw(logits, params).token_ids.tolist()
+
+    assert ids[1] == expected
+    assert 0 <= ids[0] < 600
+
+
 def test_the_end_id_is_masked_until_min_tokens():
     logits = torch.tensor([[0.0, 5.0, 1.0, 2.0]] * 3)
     params = [SamplingParams(end_id=1, min_tokens=count) for count in (1, 2, 2)]
