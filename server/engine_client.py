@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from trimaran.comm.address import Address
-from trimaran.comm.errors import EngineDeadError, ErrorKind, RequestError
+from trimaran.comm.errors import EngineDeadError, ErrorKind, ProtocolError, RequestError
 from trimaran.comm.messages import (
     Cancel,
     EngineHello,
@@ -32,8 +32,6 @@ from trimaran.server.metrics import Metrics
 
 logger = logging.getLogger(__name__)
 
-_VERSION = "1"
-
 
 @dataclass(slots=True)
 class _Group:
@@ -48,12 +46,21 @@ class _Group:
     live: dict[int, LiveRequest] = field(default_factory=dict)
     give_up: asyncio.TimerHandle | None = None
 
+    def take_live(self) -> dict[int, LiveRequest]:
+        """Its requests, which are somebody else's from now on."""
+        if self.give_up is not None:
+            self.give_up.cancel()
+            self.give_up = None
+        taken, self.live = self.live, {}
+        return taken
+
 
 class EngineClient:
     """Submits requests to the groups of each model. Used on the event loop only.
 
-    When a group's connection is lost, its requests wait for the group's next
-    incarnation, which goes on after the ids that clients already have.
+    When a group's connection is lost, its requests go on at another group of the model,
+    or wait for the group's next incarnation. Either goes on after the ids that clients
+    already have.
     """
 
     def __init__(self, config: FrontendConfig, metrics: Metrics) -> None:
@@ -66,6 +73,7 @@ class EngineClient:
             for model, names in config.groups.items()
             for name in names
         }
+        self._versions: dict[str, str] = {}
         self._servers: list[asyncio.Server] = []
         self._handlers: dict[type[Message], Callable[[_Group, Any], None]] = {
             StepOutput: self._step_output,
@@ -86,6 +94,7 @@ class EngineClient:
 
     async def close(self) -> None:
         """Stop listening and close every connection."""
+        self._expects_the_end = True
         for server in self._servers:
             server.close()
         for group in self._groups.values():
@@ -93,6 +102,14 @@ class EngineClient:
                 group.give_up.cancel()
             if group.link is not None:
                 group.link.close()
+
+    def set_version(self, model: str, version: str) -> None:
+        """The version under which a model's engines are counted; at first "1"."""
+        self._versions[model] = version
+
+    def version(self, model: str) -> str:
+        """The version under which a model's engines are counted."""
+        return self._versions.get(model, "1")
 
     def is_ready(self, model: str) -> bool:
         """Whether a group of this model is up."""
@@ -115,19 +132,17 @@ class EngineClient:
         Raises:
             RequestError: no group of the model is up.
         """
-        up = [g for g in self._groups.values() if g.model == model and g.link is not None]
-        if not up:
+        group = self._least_loaded(model)
+        if group is None:
             raise self._unavailable(model)
-        group = min(up, key=lambda g: len(g.live))
-        request_id = next(self._ids)
+        request_id, version = next(self._ids), self.version(model)
         submit = Submit(request_id=request_id, model=model, group=group.name, **fields)
         request = LiveRequest(
             submit,
             self._cancel,
-            partial(self._metrics.observe_inter_token, model, _VERSION),
-            partial(self._metrics.observe_time_to_first_token, model, _VERSION),
+            partial(self._metrics.observe_inter_token, model, version),
+            partial(self._metrics.observe_time_to_first_token, model, version),
         )
-        request.group = group.name
         group.live[request_id] = request
         assert group.link is not None
         group.link.send(submit)
@@ -168,13 +183,14 @@ class EngineClient:
             group.link.hello = None
             group.link.close()
         group.link, group.incarnation, group.facts = link, hello.incarnation, hello.facts
-        if group.give_up is not None:
-            group.give_up.cancel()
-            group.give_up = None
         logger.info("Group '%s' of model '%s' is up", group.name, group.model)
-        self._metrics.set_engine_info(group.model, _VERSION, hello.facts)
+        self._metrics.set_engine_info(group.model, self.version(group.model), hello.facts)
         self._show_state(group)
-        self._replay(group, link)
+        owed: dict[int, LiveRequest] = {}
+        for other in self._groups.values():
+            if other is group or (other.model == group.model and other.link is None):
+                owed |= other.take_live()
+        self._replay(owed, group)
 
     def link_lost(self, link: EngineLink) -> None:
         """A group died: its requests wait for the next incarnation."""
@@ -185,6 +201,14 @@ class EngineClient:
         group.link = None
         self._show_state(group)
         if self._expects_the_end:
+            return
+        other = self._least_loaded(group.model)
+        if other is not None:
+            logger.error(
+                "Group '%s' of model '%s' is gone; %d requests go on at group '%s'",
+                group.name, group.model, len(group.live), other.name,
+            )  # fmt: skip
+            self._replay(group.take_live(), other)
             return
         logger.error(
             "Group '%s' of model '%s' is gone; %d requests wait for its return",
@@ -197,18 +221,29 @@ class EngineClient:
         )
 
     def message(self, link: EngineLink, message: Message) -> None:
-        """Take one message of a group."""
+        """Take one message of a group.
+
+        Raises:
+            ProtocolError: no message of an engine, or one that contradicts itself.
+        """
         assert link.hello is not None
         group = self._groups[link.hello.group]
         handler = self._handlers.get(type(message))
-        if handler is not None and group.link is link:
+        if handler is None:
+            raise ProtocolError(f"{type(message).__name__} is no message of an engine")
+        if group.link is not link:
+            return
+        try:
             handler(group, message)
+        except (ValueError, KeyError, IndexError) as error:
+            raise ProtocolError(f"a broken {type(message).__name__}: {error}") from error
 
-    def _replay(self, group: _Group, link: EngineLink) -> None:
-        for request in list(group.live.values()):
+    def _replay(self, requests: dict[int, LiveRequest], group: _Group) -> None:
+        """Let this group, which is up, go on with requests of a group that died."""
+        assert group.link is not None
+        for request_id, request in requests.items():
             request.num_replays += 1
             if request.num_replays > self._config.max_replays:
-                del group.live[request.request_id]
                 request.fail(
                     EngineDeadError(
                         f"the engine of model '{group.model}' died {request.num_replays} "
@@ -217,16 +252,13 @@ class EngineClient:
                     )
                 )
             else:
-                link.send(request.replay_submit())
-        if group.live:
-            logger.info("Group '%s': %d requests replayed", group.name, len(group.live))
+                group.live[request_id] = request
+                group.link.send(request.replay_submit(group.name))
+        if requests:
+            logger.info("Group '%s': %d requests replayed", group.name, len(requests))
 
     def _give_up(self, group: _Group, why: str) -> None:
-        if group.give_up is not None:
-            group.give_up.cancel()
-            group.give_up = None
-        requests, group.live = list(group.live.values()), {}
-        for request in requests:
+        for request in group.take_live().values():
             request.fail(EngineDeadError(f"the engine of model '{group.model}' is gone: {why}"))
 
     # ---- messages -----------------------------------------------------------------------
@@ -255,25 +287,33 @@ class EngineClient:
             request.fail(RequestError(failure.text, ErrorKind[failure.kind]))
 
     def _stats_report(self, group: _Group, report: StatsReport) -> None:
-        self._metrics.set_engine_stats(group.model, _VERSION, report.values)
+        version = self.version(group.model)
+        self._metrics.set_engine_stats(group.model, version, report.values)
+
+    def _least_loaded(self, model: str) -> _Group | None:
+        up = [g for g in self._groups.values() if g.model == model and g.link is not None]
+        return min(up, key=lambda g: len(g.live), default=None)
 
     def _cancel(self, request: LiveRequest) -> None:
-        group = self._groups[request.group]
+        group = self._groups[request.submit.group]
         group.live.pop(request.request_id, None)
         if group.link is not None:
             group.link.send(Cancel(request_ids=[request.request_id]))
 
     def _observe_lengths(self, request: LiveRequest) -> None:
-        num_input = len(request.submit.prompt_ids) // 4
+        model, num_input = request.submit.model, len(request.submit.prompt_ids) // 4
         num_output = len(request.output_ids)
-        self._metrics.observe_lengths(request.submit.model, _VERSION, num_input, num_output)
+        self._metrics.observe_lengths(model, self.version(model), num_input, num_output)
 
     def _show_state(self, group: _Group) -> None:
         is_up = group.link is not None
-        self._metrics.group_state(group.model, group.name, is_up, group.num_restarts)
+        version = self.version(group.model)
+        self._metrics.group_state(
+            group.model, group.name, is_up, group.num_restarts, version=version
+        )
 
     def _unavailable(self, model: str) -> RequestError:
         return EngineDeadError(
-            f"Request for unknown model: '{model}' version {_VERSION} is not at ready state: "
-            "its engine is not running; try again in some seconds"
+            f"Request for unknown model: '{model}' version {self.version(model)} is not at "
+            "ready state: its engine is not running; try again in some seconds"
         )

@@ -25,12 +25,25 @@ class TokenChunk:
         """Whether the sequence has ended."""
         return self.finish_reason is not FinishReason.NOT_FINISHED
 
+    def merge(
+        self, token_ids: list[int], finish_reason: FinishReason, extras: dict[str, Any]
+    ) -> None:
+        """Add what a later step produced: lists grow, other extras are replaced."""
+        self.token_ids += token_ids
+        self.finish_reason = finish_reason
+        for name, value in extras.items():
+            if isinstance(value, list):
+                self.extras[name] = [*self.extras.get(name, ()), *value]
+            else:
+                self.extras[name] = value
+
 
 class LiveRequest:
     """A submitted request. Read its `chunks` once; `cancel` ends it at the engine.
 
     Tokens that arrive while nobody reads are merged into one chunk, so that a slow
-    reader costs memory for its ids only.
+    reader costs memory for its ids only. A reader that waits for the whole answer
+    (``submit.streaming`` is false) is woken once, at its end.
     """
 
     def __init__(
@@ -41,7 +54,6 @@ class LiveRequest:
         observe_first: Callable[[float], None],
     ) -> None:
         self.submit = submit
-        self.group = ""
         self.output_ids: list[int] = []
         self.num_replays = 0
         self.is_over = False
@@ -59,8 +71,9 @@ class LiveRequest:
         """The id on the engine's connection."""
         return self.submit.request_id
 
-    def replay_submit(self) -> Submit:
+    def replay_submit(self, group: str) -> Submit:
         """The message that lets another engine go on where this one is."""
+        self.submit.group = group
         return replace(self.submit, output_ids=pack_ids(self.output_ids))
 
     def push(self, ids: list[int], reason: FinishReason, extras: dict[str, Any]) -> None:
@@ -72,11 +85,10 @@ class LiveRequest:
         if chunk is None:
             self._pending = TokenChunk(ids, reason, extras)
         else:
-            chunk.token_ids += ids
-            chunk.finish_reason = reason
-            chunk.extras.update(extras)
+            chunk.merge(ids, reason, extras)
         self.is_over = reason is not FinishReason.NOT_FINISHED
-        self._wake()
+        if self.is_over or self.submit.streaming:
+            self._wake()
 
     def fail(self, error: RequestError) -> None:
         """End with an error, after the tokens that are still unread."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from trimaran.comm.errors import RequestError
+from trimaran.comm.errors import EngineDeadError, RequestError
 from trimaran.comm.messages import FinishReason
 from trimaran.server.detokenizer import IncrementalDetokenizer
 from trimaran.server.inference import InferRequest, InferResponse, Model, ParameterValue, Tensor
@@ -233,4 +233,7 @@ def _renamed(tensors: Mapping[str, Tensor], sources: Mapping[str, str]) -> dict[
 
 def prefixed(prefix: str, error: RequestError) -> RequestError:
     """The same error with a prefix, as a composed model reports it."""
-    return RequestError(f"{prefix}{error}", error.kind)
+    text = f"{prefix}{error}"
+    if isinstance(error, EngineDeadError):
+        return EngineDeadError(text)
+    return RequestError(text, error.kind)

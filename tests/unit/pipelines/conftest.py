@@ -45,6 +45,7 @@ from trimaran.server.pipeline import build_models
 from trimaran.server.tokenizer import Tokenizer
 from trimaran.server.validation import Validator, WireInput
 
+_DEADLINE_S = 30
 Script = Callable[[Submit], list[int]]
 FACTS = {
     "max_batch_size": 64,
@@ -68,6 +69,7 @@ class ScriptedEngine:
         self._random = random.Random(7)
         self._max_per_step = max_per_step
         self._frames = FrameBuffer()
+        self._unread: list[Message] = []
         self._answers: dict[int, list[int]] = {}
         self._given: dict[int, int] = {}
         self._tasks: list[asyncio.Task[None]] = []
@@ -100,12 +102,12 @@ class ScriptedEngine:
 
     async def receive(self) -> Message | None:
         """The next message, or None at the connection's end. Only before it serves."""
-        while True:
+        while not self._unread:
             data = await self._reader.read(65536)
             if not data:
                 return None
-            for message in self._frames.feed(data):
-                return message
+            self._unread += self._frames.feed(data)
+        return self._unread.pop(0)
 
     async def end(self) -> None:
         """Die: the connection ends in the middle of whatever it is doing."""
@@ -128,9 +130,8 @@ class ScriptedEngine:
             await asyncio.sleep(0.001)
 
     async def _read(self) -> None:
-        while data := await self._reader.read(65536):
-            for message in self._frames.feed(data):
-                self._take(message)
+        while (message := await self.receive()) is not None:
+            self._take(message)
 
     def _take(self, message: Message) -> None:
         if isinstance(message, Submit):
@@ -360,7 +361,9 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     test: Callable[..., Awaitable[None]] = pyfuncitem.obj
 
     async def run() -> None:
-        await test(**{name: pyfuncitem.funcargs[name] for name in names})
+        # The loop does not see the signal by which pytest ends a test that hangs.
+        arguments = {name: pyfuncitem.funcargs[name] for name in names}
+        await asyncio.wait_for(test(**arguments), _DEADLINE_S)
 
     uvloop.run(run())
     return True
