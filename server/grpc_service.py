@@ -20,6 +20,7 @@ from trimaran.server.infer_response import select_outputs
 from trimaran.server.inference import InferResponse
 from trimaran.server.metadata import metadata_message, server_metadata
 from trimaran.server.service import (
+    INTERNAL,
     REPOSITORY_NAME_REFUSED,
     SHARED_MEMORY_DISABLED,
     TRACE_REFUSED,
@@ -54,8 +55,7 @@ def _rpc(method: _Method) -> _Method:
             raise
         except Exception:
             logger.exception("gRPC %s failed", method.__name__)
-            text = "internal error; the server's log has the details"
-            await abort(context, RequestError(text, ErrorKind.INTERNAL))
+            await abort(context, RequestError(INTERNAL, ErrorKind.INTERNAL))
 
     return call
 

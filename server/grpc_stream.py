@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import AsyncIterator
 from contextlib import aclosing
@@ -11,7 +12,7 @@ from typing import Any, TypeAlias
 import grpc.aio
 from tritonclient.grpc import service_pb2 as pb
 
-from trimaran.comm.errors import RequestError
+from trimaran.comm.errors import ErrorKind, RequestError
 from trimaran.server.grpc_convert import (
     FINAL,
     fill_response,
@@ -21,7 +22,9 @@ from trimaran.server.grpc_convert import (
 from trimaran.server.infer_json import ParsedInfer
 from trimaran.server.infer_response import select_outputs
 from trimaran.server.inference import InferResponse, Model
-from trimaran.server.service import Service
+from trimaran.server.service import INTERNAL, Service
+
+logger = logging.getLogger(__name__)
 
 GRPC_STOPPING = "GRPC server is shutting down and has stopped accepting new requests."
 _END_ON_ERROR = ("triton_grpc_error", "true")
@@ -102,6 +105,9 @@ class StreamSession:
             refusal = pb.ModelStreamInferResponse(error_message=str(error))
             refusal.infer_response.id = message.id
             await self._write(refusal)
+        except Exception:
+            logger.exception("a streamed request of model %s failed", message.model_name)
+            await self._fail(message, RequestError(INTERNAL, ErrorKind.INTERNAL))
 
     def _start(
         self, message: pb.ModelInferRequest, arrival_ns: int

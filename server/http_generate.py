@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import AsyncIterator
 from contextlib import aclosing
@@ -18,10 +19,12 @@ from trimaran.server.generate import (
 from trimaran.server.http_messages import JSON, read_body
 from trimaran.server.http_routes import Route
 from trimaran.server.inference import InferRequest, InferResponse, Model
-from trimaran.server.service import Service
+from trimaran.server.service import INTERNAL, Service
 
 _LOAD_FORMAT_HEADER = "endpoint-load-metrics-format"
 _LOAD_HEADER = "endpoint-load-metrics"
+logger = logging.getLogger(__name__)
+
 _EVENT_STREAM = "text/event-stream; charset=utf-8"
 
 
@@ -135,3 +138,9 @@ async def _write_events(
             await stream.write(b"data: %b\n\n" % encoder.encode(response))
     except RequestError as error:
         await stream.write(b"data: %b\n\n" % error_object(str(error)))
+    except ConnectionError:
+        raise
+    except Exception:
+        # The status is sent: only an event can tell.
+        logger.exception("a stream of model %s failed", request.model_name)
+        await stream.write(b"data: %b\n\n" % error_object(INTERNAL))

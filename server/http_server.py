@@ -13,7 +13,7 @@ from trimaran.server.http_generate import GenerateEndpoint
 from trimaran.server.http_infer import infer
 from trimaran.server.http_messages import error_response, plain_error
 from trimaran.server.http_routes import match
-from trimaran.server.service import Service
+from trimaran.server.service import INTERNAL, Service
 
 logger = logging.getLogger(__name__)
 
@@ -70,7 +70,7 @@ class HttpServer:
             raise
         except Exception:
             logger.exception("%s %s failed", request.method, request.raw_path)
-            response = plain_error(500, "internal error; the server's log has the details")
+            response = plain_error(500, INTERNAL)
         finally:
             self._busy.discard(request.protocol)
         if self._service.admission.is_draining and not response.prepared:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 from trimaran.comm.errors import ErrorKind, RequestError
@@ -21,6 +22,9 @@ _REASONS = {
     "Extra data": "The document root must not be followed by other values",
     "Invalid control character at": "Invalid encoding in string",
 }
+
+_HALF_ESCAPE = re.compile(r"\\u[dD][89a-fA-F]")
+_ESCAPE = re.compile(r"\\(?:u([0-9a-fA-F]{4})|.)", re.DOTALL)
 
 JsonObject = dict[str, Any]
 
@@ -60,14 +64,39 @@ def parse(body: bytes | bytearray | memoryview) -> Any:
     text = bytes(body).decode("utf-8", "surrogateescape")
     if not text.strip(" \t\r\n"):
         raise unparsable("The document is empty", 0)
+    _check_surrogates(text)
     try:
         return _DECODER.decode(text)
     except json.JSONDecodeError as error:
         reason = _REASONS.get(error.msg, error.msg)
         offset = len(text[: error.pos].encode("utf-8", "surrogateescape"))
         raise unparsable(reason, offset) from None
+    except ValueError:
+        # An integer of thousands of digits.
+        raise unparsable("Number too big to be stored in double", 0) from None
     except RecursionError:
         raise unparsable(f"Nested deeper than {MAX_NESTING} levels", 0) from None
+
+
+def _check_surrogates(text: str) -> None:
+    """Refuse escapes of half characters, which would be neither text nor bytes."""
+    if _HALF_ESCAPE.search(text) is None:
+        return
+    first_half: re.Match[str] | None = None
+    for escape in _ESCAPE.finditer(text):
+        code = int(escape[1], 16) if escape[1] else 0
+        is_second_half = 0xDC00 <= code < 0xE000
+        follows = first_half is not None and first_half.end() == escape.start()
+        if is_second_half != follows or (first_half is not None and not follows):
+            raise _half(text, first_half or escape)
+        first_half = escape if 0xD800 <= code < 0xDC00 else None
+    if first_half is not None:
+        raise _half(text, first_half)
+
+
+def _half(text: str, escape: re.Match[str]) -> RequestError:
+    offset = len(text[: escape.start()].encode("utf-8", "surrogateescape"))
+    return unparsable("The surrogate pair in string is invalid", offset)
 
 
 def wrong_type(field: str, found: str, wanted: str) -> RequestError:

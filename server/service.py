@@ -20,6 +20,9 @@ from trimaran.server.metrics import Metrics
 from trimaran.server.registry import ModelRegistry, parse_version
 from trimaran.server.validation import WireInput
 
+INTERNAL = "internal error; the server's log has the details"
+"""What clients are told of a bug."""
+
 CONTROL_REFUSED = "explicit model load / unload is not allowed if polling is enabled"
 SHARED_MEMORY_DISABLED = (
     "Client shared memory is disabled. Start the server with '--allow-client-shm=true' to "

@@ -144,6 +144,8 @@ class RepeatModel(SmallModel):
                 if index == scalar("fail_at", -1):
                     is_complete = True
                     raise RequestError("boom", ErrorKind.INTERNAL)
+                if index == request.parameters.get("crash_at"):
+                    raise ZeroDivisionError("division by zero")
                 await asyncio.sleep(delay_s)
                 response = self.respond(
                     text_output=Tensor("", "BYTES", np.array([text + b" %d" % index], object)),

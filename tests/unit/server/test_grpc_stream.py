@@ -120,6 +120,16 @@ def test_an_error_while_running_is_final_and_the_stream_goes_on(stream):
     assert finals([failure]) == [True]
 
 
+def test_a_bug_while_running_is_an_error_and_the_stream_goes_on(stream):
+    crashing = repeat("c", 3)
+    crashing.parameters["crash_at"].int64_param = 1
+    responses = list(stream(crashing, repeat("a", 2)))
+    (failure,) = [r for r in responses if r.error_message]
+    assert failure.infer_response.id == "c"
+    assert failure.error_message.startswith("internal error")
+    assert texts([r for r in responses if r.infer_response.id == "a"]) == ["a 0", "a 1"]
+
+
 def test_an_error_while_running_ends_the_call_of_those_who_ask_for_that(stream):
     call = stream(
         repeat("slow", 2, delay_ms=60_000),

@@ -1,5 +1,8 @@
 """The generate routes as clients see them."""
 
+import http.client
+import json
+
 import pytest
 
 GENERATE = "/v2/models/repeat/generate"
@@ -49,6 +52,37 @@ def test_a_later_error_is_an_event_under_status_200(server):
     answer = server.post(STREAM, {"text_input": "hi", "max_tokens": 2, "fail_at": 1})
     assert answer.status == 200
     assert answer.events[1:] == [{"error": "boom"}]
+
+
+def test_a_bug_in_mid_stream_is_an_event_and_the_connection_lives(server):
+    connection = http.client.HTTPConnection("127.0.0.1", server.http_port, timeout=60)
+    for _ in range(2):
+        body = json.dumps({"text_input": "hi", "max_tokens": 3, "crash_at": 1})
+        connection.request("POST", STREAM, body)
+        *_, last, rest = connection.getresponse().read().split(b"\n\n")
+        assert json.loads(last[6:])["error"].startswith("internal error")
+        assert rest == b""
+    connection.close()
+
+
+@pytest.mark.parametrize(
+    ("body", "reason"),
+    [
+        (b'{"a":"\\ud800"}', "The surrogate pair in string is invalid. at 6"),
+        (b'{"a":"\\udc80"}', "The surrogate pair in string is invalid. at 6"),
+        (b'{"a":"\\ud83d \\ude00"}', "The surrogate pair in string is invalid. at 6"),
+        (b'{"a":%b}' % (b"1" * 5000), "Number too big to be stored in double. at 0"),
+    ],
+)
+def test_json_that_has_no_meaning_is_refused(server, body, reason):
+    answer = server.post(GENERATE, body)
+    assert answer.status == 500
+    assert answer.error == f"failed to parse the request JSON buffer: {reason}"
+
+
+def test_escaped_characters_outside_the_basic_plane_are_text(server):
+    body = b'{"text_input":"\\ud83d\\ude00 \\\\ud800","max_tokens":1}'
+    assert server.post(GENERATE, body).json["text_output"] == "\U0001f600 \\ud800 0"
 
 
 def test_text_streams_as_it_is(server):
