@@ -46,14 +46,17 @@ def is_placeholder(value: str) -> bool:
 def _refuse_open_placeholder(path: Path, text: str) -> None:
     # Blanked rather than removed, so that positions stay those of the file.
     bare = _QUOTED_OR_COMMENT.sub(lambda found: " " * len(found.group()), text)
-    found = _PLACEHOLDER.search(bare)
-    if found is None:
+    found = list(_PLACEHOLDER.finditer(bare))
+    if not found:
         return
-    line = bare.count("\n", 0, found.start()) + 1
-    name = found.group(1) or found.group(2)
-    before = _FIELD_BEFORE.search(bare[: found.start()])
+    start = found[0].start()
+    line = bare.count("\n", 0, start) + 1
+    before = _FIELD_BEFORE.search(bare[:start])
     field = f" of field '{before.group(1)}'" if before else ""
+    # All of them at once: otherwise each start of the server would name the next one.
+    names = list(dict.fromkeys(match.group(1) or match.group(2) for match in found))
+    others = f" (nor are {', '.join(names[1:])})" if len(names) > 1 else ""
     raise ConfigError(
-        f"{path}:{line}: the placeholder ${{{name}}}{field} is not filled. Fill it: "
-        f"trimaran fill-template -i {path} {name}:VALUE"
+        f"{path}:{line}: the placeholder ${{{names[0]}}}{field} is not filled{others}. Fill: "
+        f"trimaran fill-template -i {path} {','.join(f'{name}:VALUE' for name in names)}"
     )

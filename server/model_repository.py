@@ -4,50 +4,34 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
-from enum import Enum
 from pathlib import Path
-from typing import Any
 
 from tritonclient.grpc.model_config_pb2 import ModelConfig
 
 from trimaran.comm.errors import ConfigError
 from trimaran.server.config_pbtxt import read_config
+from trimaran.server.ensemble_graph import check_ensemble
 from trimaran.server.model_parameters import ModelParameters
-from trimaran.server.token_parameters import check_token_parameters
+from trimaran.server.parameter_table import check_parameters
+from trimaran.server.role_parameters import (
+    BLS_PARAMETERS,
+    POSTPROCESSING_PARAMETERS,
+    PREPROCESSING_PARAMETERS,
+)
+from trimaran.server.signatures import Role, check_tensors, role_of
+from trimaran.server.token_parameters import TOKEN_PARAMETERS
 
 logger = logging.getLogger(__name__)
 
 
-class Role(Enum):
-    """What a model does in a request's way. OTHER runs user code."""
+__all__ = ["ModelRepository", "RepositoryModel", "Role"]
 
-    PREPROCESSING = "preprocessing"
-    TOKEN = "token model"
-    POSTPROCESSING = "postprocessing"
-    ENSEMBLE = "ensemble"
-    BLS = "bls"
-    OTHER = "other"
-
-
-# Inputs and outputs that only a model of that role has together.
-_SIGNATURES: tuple[tuple[Role, frozenset[str], frozenset[str]], ...] = (
-    (
-        Role.PREPROCESSING,
-        frozenset({"QUERY", "REQUEST_OUTPUT_LEN"}),
-        frozenset({"INPUT_ID", "REQUEST_INPUT_LEN"}),
-    ),
-    (
-        Role.POSTPROCESSING,
-        frozenset({"TOKENS_BATCH", "SEQUENCE_LENGTH"}),
-        frozenset({"OUTPUT"}),
-    ),
-    (
-        Role.TOKEN,
-        frozenset({"input_ids", "input_lengths", "request_output_len"}),
-        frozenset({"output_ids", "sequence_length"}),
-    ),
-    (Role.BLS, frozenset({"text_input", "max_tokens"}), frozenset({"text_output"})),
-)
+_PARAMETERS = {
+    Role.PREPROCESSING: PREPROCESSING_PARAMETERS,
+    Role.TOKEN: TOKEN_PARAMETERS,
+    Role.POSTPROCESSING: POSTPROCESSING_PARAMETERS,
+    Role.BLS: BLS_PARAMETERS,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,9 +79,10 @@ class ModelRepository:
                 f"models: trimaran init-repo {root}"
             )
         repository = cls(root, models)
+        configs = {name: model.config for name, model in models.items()}
         for model in models.values():
             if model.role is Role.ENSEMBLE:
-                _check_ensemble(model, repository)
+                check_ensemble(model.config_path, model.config, configs)
         return repository
 
     def of_role(self, role: Role) -> list[RepositoryModel]:
@@ -117,9 +102,10 @@ def _load_model(folder: Path) -> RepositoryModel:
     versions = _versions(folder)
     values = {key: value.string_value for key, value in config.parameters.items()}
     parameters = ModelParameters(values, path)
-    role = _role(config)
-    if role is Role.TOKEN:
-        check_token_parameters(path, parameters)
+    role = role_of(config)
+    check_tensors(path, config, role)
+    if role in _PARAMETERS:
+        check_parameters(path, parameters, _PARAMETERS[role])
     return RepositoryModel(folder.name, folder, config, role, versions, parameters)
 
 
@@ -137,69 +123,3 @@ def _versions(folder: Path) -> tuple[int, ...]:
     if not found:
         raise ConfigError(f"{folder}: holds no version folder. Make one: mkdir {folder}/1")
     return tuple(sorted(found))
-
-
-def _role(config: ModelConfig) -> Role:
-    if config.platform == "ensemble" or config.HasField("ensemble_scheduling"):
-        return Role.ENSEMBLE
-    inputs = {tensor.name for tensor in config.input}
-    outputs = {tensor.name for tensor in config.output}
-    for role, needed_inputs, needed_outputs in _SIGNATURES:
-        if needed_inputs <= inputs and needed_outputs <= outputs:
-            return role
-    return Role.OTHER
-
-
-def _check_ensemble(ensemble: RepositoryModel, repository: ModelRepository) -> None:
-    """Every step's model and tensors exist, and every tensor that is read is written."""
-    steps = ensemble.config.ensemble_scheduling.step
-    if not steps:
-        raise ConfigError(f"{ensemble.config_path}: the ensemble has no step")
-    available = {tensor.name for tensor in ensemble.config.input}
-    for step in steps:
-        available |= set(step.output_map.values())
-    for step in steps:
-        model = repository.models.get(step.model_name)
-        if model is None:
-            raise ConfigError(
-                f"{ensemble.config_path}: step model '{step.model_name}' is not in "
-                f"{repository.path}. It holds {', '.join(repository.models)}."
-            )
-        _check_maps(ensemble, step.model_name, model, step, available)
-    missing = {tensor.name for tensor in ensemble.config.output} - available
-    if missing:
-        raise ConfigError(
-            f"{ensemble.config_path}: no step writes the output(s) {', '.join(sorted(missing))}"
-        )
-
-
-def _check_maps(
-    ensemble: RepositoryModel,
-    name: str,
-    model: RepositoryModel,
-    step: Any,
-    available: set[str],
-) -> None:
-    sides = (
-        ("input", {t.name for t in model.config.input}, dict(step.input_map)),
-        ("output", {t.name for t in model.config.output}, dict(step.output_map)),
-    )
-    for side, declared, mapped in sides:
-        unknown = sorted(set(mapped) - declared)
-        if unknown:
-            raise ConfigError(
-                f"{ensemble.config_path}: step '{name}' maps the {side} '{unknown[0]}', which "
-                f"{model.config_path} does not declare"
-            )
-    unwritten = sorted(set(sides[0][2].values()) - available)
-    if unwritten:
-        raise ConfigError(
-            f"{ensemble.config_path}: step '{name}' reads '{unwritten[0]}', which is neither "
-            "an input of the ensemble nor written by a step"
-        )
-    needed = {t.name for t in model.config.input if not t.optional} - set(sides[0][2])
-    if needed:
-        raise ConfigError(
-            f"{ensemble.config_path}: step '{name}' lacks the required input "
-            f"'{sorted(needed)[0]}'"
-        )
