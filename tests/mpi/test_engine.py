@@ -7,6 +7,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from trimaran.comm import mpi
 from trimaran.comm.collectives import SingleRankGroup, connect_group
 from trimaran.comm.control import LocalControlPlane, connect_control
 from trimaran.comm.messages import StepOutput, Submit, pack_ids
@@ -17,6 +18,9 @@ from trimaran.worker.config import CacheConfig, EngineConfig, RankConfig, Schedu
 from trimaran.worker.engine import Engine
 
 VOCAB = 150
+HAS_GPUS = torch.cuda.device_count() >= mpi.MPI.COMM_WORLD.Get_size()
+DEVICE = "cuda" if HAS_GPUS else "cpu"
+"""A GPU for each rank where the host has as many; float32 gives the same tokens."""
 PROMPTS = [
     np.random.default_rng(length).integers(0, VOCAB, length) for length in (1, 16, 40, 70)
 ]
@@ -50,7 +54,7 @@ def make_engine(folder, layout, control, group, depth):
     config = EngineConfig(
         model="test",
         engine_dir=folder,
-        device="cpu",
+        device=DEVICE,
         dtype="float32",
         scheduler=SchedulerConfig(
             max_num_batched_tokens=48,
@@ -92,7 +96,8 @@ def serve(engine):
 
 @pytest.mark.parametrize("depth", [1, 2])
 def test_all_ranks_together_give_the_tokens_of_one(world, folder, depth):
-    group = connect_group(world, torch.device("cpu"), 20.0)
+    rank_device = torch.device("cuda", world.rank) if HAS_GPUS else torch.device("cpu")
+    group = connect_group(world, rank_device, 20.0)
     control = connect_control(world, 20.0)
     layout = ParallelLayout(rank=world.rank, tp_size=world.size, hosts=world.hosts)
     engine = make_engine(folder, layout, control, group, depth)
@@ -109,7 +114,7 @@ def test_all_ranks_together_give_the_tokens_of_one(world, folder, depth):
             engine.follow(payload)
     world.barrier(30.0, "all served")
 
-    tables = world.comm.gather(engine.runner.inputs.token_table)
+    tables = world.comm.gather(engine.runner.inputs.token_table.cpu())
 
     if world.rank == 0:
         assert all(torch.equal(table, tables[0]) for table in tables)
