@@ -16,7 +16,8 @@ from collections.abc import Callable
 import torch
 
 from trimaran.comm.collectives import SingleRankGroup
-from trimaran.kernels.dispatch import Ops, TorchOps, select_ops
+from trimaran.kernels.dispatch import Ops, select_ops
+from trimaran.kernels.torch_ops import TorchOps
 from trimaran.worker.attention.backend import AttentionMetadata, ForwardContext
 from trimaran.worker.models.interfaces import CausalLM, StageRange
 from trimaran.worker.models.registry import DTYPES, build_model

@@ -14,7 +14,7 @@ from torch import Tensor
 from trimaran.builder.config_file import ShardTable
 from trimaran.builder.progress import ProgressBar
 from trimaran.comm.topology import ParallelLayout
-from trimaran.kernels.dispatch import TorchOps
+from trimaran.kernels.torch_ops import TorchOps
 from trimaran.worker.engine_folder import EngineFolder, RankMapping, shard_path
 from trimaran.worker.layers.linear import LayerContext
 from trimaran.worker.layers.parallel import ShardPosition

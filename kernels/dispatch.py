@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import logging
 from collections.abc import Sequence
 from typing import Protocol
@@ -9,10 +10,10 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from trimaran.kernels import reference
 from trimaran.kernels.build import KernelsUnavailableError, load_library
 from trimaran.kernels.cpu import CpuOps
 from trimaran.kernels.decoder import Decoder, DecoderShape, LayerWeights
+from trimaran.kernels.torch_ops import TorchOps
 
 logger = logging.getLogger(__name__)
 
@@ -71,41 +72,22 @@ class Ops(Protocol):
     ) -> Tensor: ...
 
 
-class TorchOps:
-    """All operators in plain torch, on any device."""
-
-    pads_to_longest = True
-
-    linear = staticmethod(reference.linear)
-    linear_float32 = staticmethod(reference.linear_float32)
-    rms_norm = staticmethod(reference.rms_norm)
-    add_rms_norm = staticmethod(reference.add_rms_norm)
-    layer_norm = staticmethod(reference.layer_norm)
-    add_layer_norm = staticmethod(reference.add_layer_norm)
-    silu_and_mul = staticmethod(reference.silu_and_mul)
-    activation = staticmethod(reference.activation)
-    rotate = staticmethod(reference.rotate)
-    write_kv = staticmethod(reference.write_kv)
-    paged_attention = staticmethod(reference.paged_attention)
-
-    def fuse_decoder(
-        self, shape: DecoderShape, layers: Sequence[LayerWeights]
-    ) -> Decoder | None:
-        """Torch runs layers operator by operator."""
-        return None
-
-    @property
-    def backends(self) -> dict[str, str]:
-        """Every operator is torch's."""
-        return dict.fromkeys(reference.OPERATORS, "torch")
-
-
 def select_ops(device: torch.device, dtype: torch.dtype, num_threads: int = 1) -> Ops:
     """The fastest operators that this device and dtype have; ``num_threads`` is for a CPU."""
     if device.type != "cpu":
-        return TorchOps()
+        return _gpu_ops()
     try:
         return CpuOps(load_library(), dtype, num_threads)
     except KernelsUnavailableError as error:
         logger.warning("torch serves all operators, several times slower: %s", error)
         return TorchOps()
+
+
+def _gpu_ops() -> Ops:
+    if importlib.util.find_spec("triton") is None:
+        logger.warning("torch serves all operators: the package triton is not installed")
+        return TorchOps()
+    # Imported only now: a CPU needs no Triton.
+    from trimaran.kernels.gpu import TritonOps
+
+    return TritonOps()

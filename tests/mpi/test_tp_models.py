@@ -13,7 +13,7 @@ import torch
 from trimaran.comm.collectives import TensorParallelGroup, connect_group
 from trimaran.kernels.build import load_library
 from trimaran.kernels.cpu import CpuOps
-from trimaran.kernels.dispatch import TorchOps
+from trimaran.kernels.torch_ops import TorchOps
 
 _PATH = Path(__file__).parents[1] / "unit" / "models" / "models.py"
 _SPEC = importlib.util.spec_from_file_location("models", _PATH)

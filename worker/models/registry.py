@@ -8,7 +8,8 @@ import torch
 
 from trimaran.comm.errors import ConfigError
 from trimaran.comm.topology import ParallelLayout
-from trimaran.kernels.dispatch import Ops, TorchOps, select_ops
+from trimaran.kernels.dispatch import Ops, select_ops
+from trimaran.kernels.torch_ops import TorchOps
 from trimaran.worker.config import EngineConfig
 from trimaran.worker.engine_folder import EngineFolder, FolderKind
 from trimaran.worker.layers.linear import LayerContext

@@ -11,7 +11,7 @@ import torch
 
 from trimaran.kernels.build import load_library
 from trimaran.kernels.cpu import CpuOps
-from trimaran.kernels.dispatch import TorchOps
+from trimaran.kernels.torch_ops import TorchOps
 
 _SPEC = importlib.util.spec_from_file_location("models", Path(__file__).with_name("models.py"))
 assert _SPEC is not None and _SPEC.loader is not None

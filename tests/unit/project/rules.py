@@ -70,6 +70,11 @@ def functions(source: Source) -> list[ast.FunctionDef | ast.AsyncFunctionDef]:
     ]
 
 
+def is_device_code(function: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
+    """Whether a function runs on a GPU, where arguments are pointers and numbers alone."""
+    return any(ast.unparse(decorator) == "triton.jit" for decorator in function.decorator_list)
+
+
 def where(source: Source, node: ast.AST) -> str:
     """A place as file:line, to click on."""
     return f"{source.path.relative_to(ROOT)}:{getattr(node, 'lineno', 1)}"

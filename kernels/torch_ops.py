@@ -1,0 +1,37 @@
+"""The operators in plain torch, on any device."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from trimaran.kernels import reference
+from trimaran.kernels.decoder import Decoder, DecoderShape, LayerWeights
+
+
+class TorchOps:
+    """All operators in plain torch, on any device."""
+
+    pads_to_longest = True
+
+    linear = staticmethod(reference.linear)
+    linear_float32 = staticmethod(reference.linear_float32)
+    rms_norm = staticmethod(reference.rms_norm)
+    add_rms_norm = staticmethod(reference.add_rms_norm)
+    layer_norm = staticmethod(reference.layer_norm)
+    add_layer_norm = staticmethod(reference.add_layer_norm)
+    silu_and_mul = staticmethod(reference.silu_and_mul)
+    activation = staticmethod(reference.activation)
+    rotate = staticmethod(reference.rotate)
+    write_kv = staticmethod(reference.write_kv)
+    paged_attention = staticmethod(reference.paged_attention)
+
+    def fuse_decoder(
+        self, shape: DecoderShape, layers: Sequence[LayerWeights]
+    ) -> Decoder | None:
+        """Torch runs layers operator by operator."""
+        return None
+
+    @property
+    def backends(self) -> dict[str, str]:
+        """Every operator is torch's."""
+        return dict.fromkeys(reference.OPERATORS, "torch")
