@@ -16,7 +16,8 @@ def _mix(x: UInt64Array) -> UInt64Array:
     """The finaliser of splitmix64: a bijection in which every input bit reaches all others."""
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return x ^ (x >> np.uint64(31))
+    mixed: UInt64Array = x ^ (x >> np.uint64(31))
+    return mixed
 
 
 def noise_keys(
