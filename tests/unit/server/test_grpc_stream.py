@@ -2,6 +2,7 @@
 
 import asyncio
 import queue
+import time
 
 import grpc
 import numpy as np
@@ -160,6 +161,25 @@ def test_cancelling_a_stream_ends_all_its_requests_and_no_others(fresh_server):
         fresh_server.wait_until(lambda: fresh_server.repeat.num_running == 1)
         assert len(list(other)) == 300
     assert fresh_server.repeat.num_ended_early == 2
+
+
+def test_a_slow_reader_is_held_back_and_blocks_nobody(fresh_server):
+    server = fresh_server
+    with grpc.insecure_channel(server.grpc_url) as channel:
+        stub = service_pb2_grpc.GRPCInferenceServiceStub(channel)
+        slow = stub.ModelStreamInfer(iter([repeat("x" * 10_000, 10_000)]))
+        next(slow)
+        seen = -1
+        while seen != server.repeat.num_responses:
+            seen = server.repeat.num_responses
+            quick = stub.ModelInfer(double("q", 1), timeout=60)
+            assert quick.id == "q"
+            time.sleep(0.02)
+        # Far from all: what nobody reads is not made.
+        assert server.repeat.num_responses < 5_000
+        assert server.repeat.num_running == 1
+        slow.cancel()
+    server.wait_until(lambda: server.repeat.num_running == 0)
 
 
 def test_a_lost_connection_ends_its_requests(fresh_server):

@@ -6,6 +6,7 @@ import pytest
 
 from trimaran.comm.errors import ConfigError
 from trimaran.server.metrics import Metrics
+from trimaran.server.nvml import Nvml
 
 NV_INFERENCE = (
     "request_success", "count", "exec_count", "request_duration_us", "queue_duration_us",
@@ -79,6 +80,13 @@ def test_failures_count_under_their_reason(fresh_server, kind, reason):
         name = of("nv_inference_request_failure", "fail", reason=label)
         assert samples[name] == (label == reason)
     assert samples[of("nv_inference_request_success", "fail")] == 0
+
+
+def test_gpus_are_shown_where_there_are_any(server):
+    names = {name.partition("{")[0] for name in scrape(server)}
+    shown = {name for name in names if name.startswith(("nv_gpu_", "nv_energy_"))}
+    nvml = Nvml.open()
+    assert (len(shown) >= 4) == (nvml is not None and bool(nvml.read()))
 
 
 def test_counters_keep_the_names_that_dashboards_know(fresh_server):
