@@ -13,6 +13,7 @@ from trimaran.comm.errors import ConfigError
 _PLACEHOLDER = re.compile(r"\$\{(\w+)\}|\$(\w+)")
 # A quoted string, or a comment to the end of the line: places where a placeholder is legal.
 _QUOTED_OR_COMMENT = re.compile(r"\"(?:\\.|[^\"\\])*\"|'(?:\\.|[^'\\])*'|#[^\n]*")
+_POSITION = re.compile(r"^\d+:\d+ : ")
 _FIELD_BEFORE = re.compile(r"(\w+)\s*:?\s*[\[{]?\s*$")
 
 
@@ -35,7 +36,8 @@ def read_config(path: Path) -> ModelConfig:
     except text_format.ParseError as error:
         line = error.GetLine()
         place = f"{path}:{line}" if line is not None else str(path)
-        raise ConfigError(f"{place}: not a valid model configuration: {error}") from error
+        what = _POSITION.sub("", str(error))
+        raise ConfigError(f"{place}: not a valid model configuration: {what}") from error
 
 
 def is_placeholder(value: str) -> bool:

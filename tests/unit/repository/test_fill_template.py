@@ -1,0 +1,116 @@
+"""fill-template and init-repo behave as the replaced tools, escapes included."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from trimaran.launcher import init_repo
+from trimaran.launcher.cli import main
+from trimaran.launcher.fill_template import parse_substitutions
+
+
+@pytest.mark.parametrize(
+    ("text", "values"),
+    [
+        ("a:1,b:two", {"a": "1", "b": "two"}),
+        (r"gpu_device_ids:0\,1", {"gpu_device_ids": "0,1"}),
+        (r"gpu_device_ids:0\,1;2\,3", {"gpu_device_ids": "0,1;2,3"}),
+        (r"url:http\\://host", {"url": "http://host"}),
+        ("empty:", {"empty": ""}),
+    ],
+)
+def test_commas_and_colons_are_escaped_as_documented(text, values):
+    assert parse_substitutions(text) == values
+
+
+@pytest.mark.parametrize("text", ["a", "a:1:2", "a:1,,b:2", r"url:http\://host"])
+def test_a_part_that_is_not_key_and_value_is_refused(tmp_path, capsys, text):
+    path = tmp_path / "t"
+    path.write_text("a b url")
+
+    assert main(["fill-template", str(path), text]) == 2
+    assert "is not key:value" in capsys.readouterr().err
+
+
+def test_without_in_place_the_result_goes_to_stdout_and_the_file_stays(tmp_path, capsys):
+    path = tmp_path / "t"
+    path.write_text("x: ${a} $b ${c} $$\n")
+
+    assert main(["fill-template", str(path), "a:1,b:2"]) == 0
+
+    assert capsys.readouterr().out == "x: 1 2 ${c} $\n"
+    assert path.read_text() == "x: ${a} $b ${c} $$\n"
+
+
+@pytest.mark.parametrize("flag", ["-i", "--in_place", "--in-place"])
+def test_in_place_overwrites_the_file(tmp_path, capsys, flag):
+    path = tmp_path / "t"
+    path.write_text("x: ${a}")
+
+    assert main(["fill-template", flag, str(path), "a:1"]) == 0
+
+    assert path.read_text() == "x: 1"
+    assert capsys.readouterr().out == ""
+
+
+def test_queue_limits_have_defaults(tmp_path, capsys):
+    path = tmp_path / "t"
+    path.write_text("${max_queue_size} ${max_queue_delay_microseconds} ${other} other")
+
+    main(["fill-template", str(path), "other:7"])
+
+    assert capsys.readouterr().out == "0 0 7 other"
+
+
+def test_a_key_must_occur_in_the_file_filled_or_not(tmp_path, capsys):
+    path = tmp_path / "t"
+    path.write_text('key: "engine_dir" value: "${engine_dir}" size: ${size}')
+
+    assert main(["fill-template", "-i", str(path), "engine_dir:/a,size:1"]) == 0
+    assert main(["fill-template", "-i", str(path), "engine_dir:/b"]) == 0
+    assert main(["fill-template", "-i", str(path), "sizes:1"]) == 2
+    assert f"key 'sizes' does not exist in the file {path}." in capsys.readouterr().err
+
+
+def test_init_repo_writes_five_models_and_keeps_what_is_there(tmp_path, capsys):
+    root = tmp_path / "repo"
+
+    assert main(["init-repo", str(root)]) == 0
+
+    assert {path.parent.name for path in root.glob("*/config.pbtxt")} == set(init_repo.MODELS)
+    assert all((root / model / "1").is_dir() for model in init_repo.MODELS)
+    assert "${engine_dir}" in (root / "tensorrt_llm" / "config.pbtxt").read_text()
+    assert main(["init-repo", str(root)]) == 2
+    assert "exists. Remove it, or overwrite it with --force." in capsys.readouterr().err
+    assert main(["init-repo", str(root), "--force", "--models", "ensemble"]) == 0
+
+
+def test_init_repo_fills_each_model_that_has_the_placeholder(tmp_path):
+    root = tmp_path / "repo"
+
+    assert main(["init-repo", str(root), "--fill", "engine_dir:/e,bls_instance_count:3"]) == 0
+
+    assert '"/e"' in (root / "tensorrt_llm" / "config.pbtxt").read_text()
+    assert "count: 3" in (root / "tensorrt_llm_bls" / "config.pbtxt").read_text()
+
+
+def test_init_repo_refuses_a_fill_key_that_no_template_has(tmp_path, capsys):
+    assert main(["init-repo", str(tmp_path / "r"), "--fill", "engin_dir:/e"]) == 2
+    assert "no template has the placeholder ${engin_dir}" in capsys.readouterr().err
+    assert not (tmp_path / "r").exists()
+
+
+@pytest.mark.parametrize("path", list(init_repo.SCRIPTS))
+def test_the_documented_scripts_run_their_command(tmp_path, path):
+    main(["init-repo", str(tmp_path / "repo"), "--scripts", str(tmp_path)])
+
+    done = subprocess.run(
+        [sys.executable, "-P", str(tmp_path / path), "--help"],
+        capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+
+    assert done.returncode == 0
+    assert f"usage: trimaran {' '.join(init_repo.SCRIPTS[path])}" in done.stdout

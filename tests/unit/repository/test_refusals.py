@@ -1,0 +1,226 @@
+"""What is wrong with a repository is said by file, line or key, value and remedy."""
+
+from __future__ import annotations
+
+import logging
+import re
+
+import pytest
+
+from trimaran.comm.errors import ConfigError
+from trimaran.server.model_repository import ModelRepository
+
+
+def refusal(root) -> str:
+    with pytest.raises(ConfigError) as caught:
+        ModelRepository.load(root)
+    return str(caught.value)
+
+
+def test_an_unfilled_number_names_file_line_field_and_command(write_repository):
+    root = write_repository(triton_max_batch_size="${triton_max_batch_size}")
+    path = root / "ensemble" / "config.pbtxt"
+    line = next(
+        number
+        for number, text in enumerate(path.read_text().splitlines(), 1)
+        if text.startswith("max_batch_size")
+    )
+
+    assert refusal(root) == (
+        f"{path}:{line}: the placeholder ${{triton_max_batch_size}} of field 'max_batch_size' "
+        f"is not filled. Fill: trimaran fill-template -i {path} triton_max_batch_size:VALUE"
+    )
+
+
+def test_every_unfilled_placeholder_is_named_at_once(write_repository):
+    root = write_repository(
+        logits_datatype="${logits_datatype}", decoupled_mode="${decoupled_mode}"
+    )
+    (root / "ensemble" / "config.pbtxt").unlink()
+
+    message = refusal(root)
+
+    assert "${decoupled_mode} of field 'decoupled' is not filled" in message
+    assert "(nor are logits_datatype)" in message
+    assert message.endswith("decoupled_mode:VALUE,logits_datatype:VALUE")
+
+
+def test_placeholders_in_comments_and_strings_are_legal(write_repository, edit):
+    root = write_repository()
+    path = root / "postprocessing" / "config.pbtxt"
+    edit(path, "dynamic_batching", "# fill ${this}\n# it's $that\ndynamic_batching")
+
+    assert "postprocessing" in ModelRepository.load(root).models
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "complaint"),
+    [
+        ("dynamic_batching { }", "dynamic_batchin { }", 'no field named "dynamic_batchin"'),
+        ("dynamic_batching { }", "dynamic_batching {", 'no field named "input"'),
+        ("max_batch_size: 8", "max_batch_size: eight", "eight"),
+        ("TYPE_INT32", "TYPE_INT33", "TYPE_INT33"),
+    ],
+)
+def test_what_is_no_model_configuration_is_refused_with_its_line(
+    write_repository, edit, old, new, complaint
+):
+    root = write_repository()
+    path = root / "postprocessing" / "config.pbtxt"
+    edit(path, old, new)
+
+    message = refusal(root)
+
+    assert re.match(rf"{re.escape(str(path))}:\d+: not a valid model configuration: ", message)
+    assert complaint in message
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        'name: "postprocessing", backend: "python"; max_batch_size: 8',
+        'name: "postprocessing" # comment\nbackend: "python" max_batch_size: 8',
+    ],
+)
+def test_fields_may_be_separated_by_commas_semicolons_and_comments(
+    write_repository, edit, text
+):
+    root = write_repository()
+    path = root / "postprocessing" / "config.pbtxt"
+    edit(path, 'name: "postprocessing"\nbackend: "python"\nmax_batch_size: 8', text)
+
+    assert ModelRepository.load(root).models["postprocessing"].config.backend == "python"
+
+
+@pytest.mark.parametrize("spelling", ["true", "True", "t", "1"])
+def test_booleans_have_the_spellings_of_text_format(write_repository, spelling):
+    models = ModelRepository.load(write_repository(decoupled_mode=spelling)).models
+
+    assert models["tensorrt_llm"].config.model_transaction_policy.decoupled
+
+
+def test_parameters_may_be_a_list_of_messages_with_colons(write_repository, edit):
+    root = write_repository()
+    path = root / "postprocessing" / "config.pbtxt"
+    edit(
+        path,
+        'parameters {\n  key: "skip_special_tokens"\n'
+        '  value { string_value: "${skip_special_tokens}" }\n}',
+        'parameters: [ { key: "skip_special_tokens", value: { string_value: "no" } } ]',
+    )
+
+    parameters = ModelRepository.load(root).models["postprocessing"].parameters
+    assert parameters.get_loose_bool("skip_special_tokens") is False
+
+
+def test_another_name_than_the_folder_is_refused(write_repository, edit):
+    root = write_repository()
+    path = root / "tensorrt_llm" / "config.pbtxt"
+    edit(path, 'name: "tensorrt_llm"', 'name: "tensorrt_llm_2"')
+
+    assert refusal(root) == (
+        f"{path}: name is 'tensorrt_llm_2' but the folder is 'tensorrt_llm'. Make them equal "
+        "or remove the name."
+    )
+
+
+def test_version_folders_are_numbers_and_one_is_needed(write_repository, caplog):
+    root = write_repository()
+    (root / "tensorrt_llm" / "backup").mkdir()
+    (root / "tensorrt_llm" / "3").mkdir()
+    with caplog.at_level(logging.WARNING):
+        assert ModelRepository.load(root).models["tensorrt_llm"].versions == (1, 3)
+    assert "'backup' is not a version number and is ignored" in caplog.text
+
+    (root / "ensemble" / "1").rmdir()
+    assert refusal(root) == (
+        f"{root}/ensemble: holds no version folder. Make one: mkdir {root}/ensemble/1"
+    )
+
+
+def test_an_empty_or_missing_repository_says_how_to_write_one(tmp_path):
+    assert refusal(tmp_path / "nowhere").endswith(
+        f"is not a folder. Write one: trimaran init-repo {tmp_path}/nowhere"
+    )
+    assert f"trimaran init-repo {tmp_path}" in refusal(tmp_path)
+
+
+def test_a_tensor_of_another_type_is_refused(write_repository, edit):
+    root = write_repository()
+    path = root / "postprocessing" / "config.pbtxt"
+    edit(path, "TYPE_INT32", "TYPE_INT64")
+
+    assert refusal(root) == (
+        f"{path}: the input 'TOKENS_BATCH' has data_type TYPE_INT64 but must have TYPE_INT32"
+    )
+
+
+def test_logits_may_be_single_or_half_precision_only(write_repository):
+    root = write_repository(logits_datatype="TYPE_FP64")
+
+    assert "'context_logits' has data_type TYPE_FP64 but must have TYPE_FP32 or TYPE_FP16" in (
+        refusal(root)
+    )
+
+
+class TestEnsembleGraph:
+    """Steps exist and tensors connect."""
+
+    def test_a_step_whose_model_is_missing(self, write_repository, edit):
+        root = write_repository()
+        edit(root / "ensemble" / "config.pbtxt", '"postprocessing"', '"postprocess"')
+
+        assert "step model 'postprocess' is not in the repository, which holds ensemble" in (
+            refusal(root)
+        )
+
+    def test_a_tensor_that_nobody_writes(self, write_repository, edit):
+        root = write_repository()
+        path = root / "ensemble" / "config.pbtxt"
+        edit(path, 'key: "TOKENS_BATCH"\n        value: "_TOKENS_BATCH"',
+             'key: "TOKENS_BATCH"\n        value: "_NOBODYS"')  # fmt: skip
+
+        assert refusal(root) == (
+            f"{path}: '_NOBODYS', read as input 'TOKENS_BATCH' of step 'postprocessing', is "
+            "neither an input of the ensemble nor written by a step"
+        )
+
+    def test_a_tensor_that_the_model_does_not_declare(self, write_repository, edit):
+        root = write_repository()
+        edit(root / "ensemble" / "config.pbtxt", 'key: "len_penalty"', 'key: "length_penalty"')
+
+        assert "step 'tensorrt_llm' maps the input 'length_penalty', which that model's" in (
+            refusal(root)
+        )
+
+    def test_a_required_input_that_is_not_mapped(self, write_repository, edit):
+        root = write_repository()
+        edit(root / "ensemble" / "config.pbtxt",
+             'input_map {\n        key: "SEQUENCE_LENGTH"\n        value: "_SEQUENCE_LENGTH"\n'
+             "      }", "")  # fmt: skip
+
+        assert "step 'postprocessing' lacks the required input 'SEQUENCE_LENGTH'" in refusal(
+            root
+        )
+
+    def test_types_that_differ(self, write_repository, edit):
+        root = write_repository()
+        path = root / "tensorrt_llm" / "config.pbtxt"
+        dims = "\n    dims: [ -1, -1, -1 ]"
+        edit(path, f"TYPE_FP32{dims}", f"TYPE_FP16{dims}")
+
+        assert "'generation_logits' is TYPE_FP16 as output 'generation_logits' of step" in (
+            refusal(root)
+        )
+
+    def test_a_step_that_takes_smaller_batches(self, write_repository, edit):
+        root = write_repository()
+        edit(root / "postprocessing" / "config.pbtxt", "max_batch_size: 8", "max_batch_size: 4")
+
+        assert "max_batch_size is 8 but step 'postprocessing' takes at most 4" in refusal(root)
+
+    def test_a_tensor_that_two_steps_write(self, write_repository, edit):
+        root = write_repository()
+        edit(root / "ensemble" / "config.pbtxt", 'value: "text_output"', 'value: "batch_index"')
+
+        assert "'batch_index' is written twice" in refusal(root)
