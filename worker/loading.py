@@ -65,6 +65,10 @@ def load_engine(
 ) -> LoadedEngine:
     """Load this rank's weights, agree on the cache's size, allocate and warm up. Collective."""
     model = load_model(config, topology, tp, device)
+    if device.type == "cpu" and model.backends()["linear"] != "torch":
+        # Our kernels have threads of their own. Torch's would spin beside them after every
+        # larger operation of the sampler, and the step would wait for the cores.
+        torch.set_num_threads(1)
     limits = _limits(config.scheduler, model)
     groups = group_layers(model.kv_cache_specs())
     if len(groups) != 1:
