@@ -1,10 +1,9 @@
-"""One request that an engine runs, as the front end sees it: an iterator of new tokens."""
+"""One request that an engine runs, as the front end sees it: its new tokens."""
 
 from __future__ import annotations
 
-import asyncio
 import time
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -39,11 +38,11 @@ class TokenChunk:
 
 
 class LiveRequest:
-    """A submitted request. Read its `chunks` once; `cancel` ends it at the engine.
+    """A submitted request, read with `take` whenever it has news.
 
     Tokens that arrive while nobody reads are merged into one chunk, so that a slow
     reader costs memory for its ids only. A reader that waits for the whole answer
-    (``submit.streaming`` is false) is woken once, at its end.
+    (``submit.streaming`` is false) hears once, at its end.
     """
 
     def __init__(
@@ -62,9 +61,10 @@ class LiveRequest:
         self._observe_first = observe_first
         self._pending: TokenChunk | None = None
         self._error: RequestError | None = None
-        self._waiter: asyncio.Future[None] | None = None
+        self.on_news: Callable[[], None] = _nobody
+        """Called when there is something to take."""
         self._last_token_s = 0.0
-        self._submitted_s = time.monotonic()
+        self._arrived_s = submit.arrival_ns / 1e9 or time.monotonic()
 
     @property
     def request_id(self) -> int:
@@ -88,13 +88,19 @@ class LiveRequest:
             chunk.merge(ids, reason, extras)
         self.is_over = reason is not FinishReason.NOT_FINISHED
         if self.is_over or self.submit.streaming:
-            self._wake()
+            self.on_news()
 
     def fail(self, error: RequestError) -> None:
         """End with an error, after the tokens that are still unread."""
         self._error = error
         self.is_over = True
-        self._wake()
+        self.on_news()
+
+    def reject(self, error: RequestError) -> None:
+        """End with an error here and at the engine."""
+        if not self.is_over:
+            self._on_cancel(self)
+            self.fail(error)
 
     def cancel(self) -> None:
         """End the request now; the reader gets CANCELLED with what there is. Idempotent."""
@@ -108,31 +114,24 @@ class LiveRequest:
             self._on_cancel(self)
             self.is_over = True
 
-    async def chunks(self) -> AsyncGenerator[TokenChunk, None]:
-        """Yield chunks; the last one has a finish reason.
+    @property
+    def has_news(self) -> bool:
+        """Whether `take` has something to give."""
+        if self._error is not None:
+            return True
+        return self._pending is not None and (self.submit.streaming or self.is_over)
+
+    def take(self) -> TokenChunk:
+        """What came since the last call; the last chunk has a finish reason.
 
         Raises:
             RequestError: the engine refused or lost the request.
         """
-        try:
-            while True:
-                if self._pending is None and self._error is None:
-                    self._waiter = asyncio.get_running_loop().create_future()
-                    await self._waiter
-                chunk, self._pending = self._pending, None
-                if chunk is not None:
-                    yield chunk
-                    if chunk.is_last:
-                        return
-                elif self._error is not None:
-                    raise self._error
-        finally:
-            self.abandon()
-
-    def _wake(self) -> None:
-        waiter, self._waiter = self._waiter, None
-        if waiter is not None and not waiter.done():
-            waiter.set_result(None)
+        chunk, self._pending = self._pending, None
+        if chunk is not None:
+            return chunk
+        assert self._error is not None
+        raise self._error
 
     def _measure(self, num_tokens: int) -> None:
         now = time.monotonic()
@@ -141,5 +140,9 @@ class LiveRequest:
             for _ in range(num_tokens):
                 self._observe_gap(gap)
         else:
-            self._observe_first(now - self._submitted_s)
+            self._observe_first(now - self._arrived_s)
         self._last_token_s = now
+
+
+def _nobody() -> None:
+    """Nobody listens yet."""

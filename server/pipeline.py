@@ -123,7 +123,7 @@ class _Builder:
         missing = [role.value for role in _STEPS if role not in names]
         if missing:
             raise ConfigError(f"{model.config_path}: the ensemble has no {missing[0]} step")
-        maps = ensemble_maps(model.config, names)
+        maps = ensemble_maps(model, names)
         return EnsembleModel(model, version, self._wired(names), maps)
 
     def _bls(self, model: RepositoryModel, version: int) -> Model:
@@ -144,13 +144,16 @@ class _Builder:
 
     def _wired(self, names: dict[Role, str]) -> Steps:
         post = self._plain[names[Role.POSTPROCESSING]]
+        token = self._plain[names[Role.TOKEN]]
         assert isinstance(post, PostprocessingModel)
+        assert isinstance(token, TokenModel)
         return Steps(
             preprocessing=self._steps[names[Role.PREPROCESSING]],
             token=self._steps[names[Role.TOKEN]],
             postprocessing=self._steps[names[Role.POSTPROCESSING]],
             tokenizer=post.tokenizer,
             skip_special_tokens=post.skip_special_tokens,
+            excludes_input=token.excludes_input,
         )
 
 

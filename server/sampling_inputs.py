@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import fields
 from typing import Any
 
 import numpy as np
@@ -43,6 +44,7 @@ _LOOKAHEAD = (
     "lookahead_ngram_size",
     "lookahead_verification_set_size",
 )
+_DEFAULTS: dict[str, Any] = {field.name: field.default for field in fields(SamplingParams)}
 # Inputs of features that no engine here serves; a request that carries one is refused.
 _REFUSED: tuple[tuple[str, str], ...] = (
     ("encoder_input_features", "encoder-decoder models are not served"),
@@ -65,7 +67,7 @@ _REFUSED: tuple[tuple[str, str], ...] = (
 )
 
 
-def read_sampling(inputs: SampleInputs) -> SamplingParams:
+def read_sampling(inputs: SampleInputs, vocab_size: int) -> SamplingParams:
     """The sampling parameters of one sample; an absent input leaves its default.
 
     Raises:
@@ -80,7 +82,7 @@ def read_sampling(inputs: SampleInputs) -> SamplingParams:
     for field, names, convert in _SCALARS:
         value = inputs.scalar(*names)
         if value is not None:
-            values[field] = convert(value)
+            values[field] = _exact(field, convert(value))
     top_p = inputs.scalar("runtime_top_p")
     if top_p is not None and top_p > 0:
         values["top_p"] = top_p
@@ -88,10 +90,29 @@ def read_sampling(inputs: SampleInputs) -> SamplingParams:
     values["bad_words"] = word_list(inputs, "bad_words_list")
     values["draft_ids"] = tuple(inputs.ids("draft_input_ids"))
     values["lookahead"] = _lookahead(inputs)
-    bias = inputs.array("embedding_bias")
-    if bias is not None and np.any(bias):
-        values["embedding_bias"] = np.ascontiguousarray(bias, dtype="<f4").tobytes()
+    values["embedding_bias"] = _bias(inputs, vocab_size)
     return SamplingParams(**values)
+
+
+def _exact(field: str, value: Any) -> Any:
+    """The default where the value is the default in the wire's 32 bits."""
+    default = _DEFAULTS[field]
+    if isinstance(value, float) and np.float32(value) == np.float32(default):
+        return default
+    return value
+
+
+def _bias(inputs: SampleInputs, vocab_size: int) -> bytes:
+    """One value an id of the engine, which may have more ids than the tokenizer."""
+    given = inputs.array("embedding_bias")
+    if given is None or not np.any(given):
+        return b""
+    bias = np.asarray(given, dtype="<f4").reshape(-1)
+    if bias.size > vocab_size:
+        raise RequestError(
+            f"embedding_bias has {bias.size} values, but the vocabulary has {vocab_size} ids"
+        )
+    return np.pad(bias, (0, vocab_size - bias.size)).tobytes()
 
 
 def word_list(inputs: SampleInputs, name: str) -> tuple[tuple[int, ...], ...]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from trimaran.server.detokenizer import IncrementalDetokenizer
+from trimaran.server.sequence_outputs import Progress
 from trimaran.server.stop_text import StopText
 
 
@@ -14,12 +15,11 @@ class TextAnswer:
 
     detokenizer: IncrementalDetokenizer
     stop: StopText
-    num_ids: int = 0
+    progress: Progress
     _parts: list[str] = field(default_factory=list)
 
     def push(self, ids: list[int]) -> str:
         """The text that may be shown after these ids."""
-        self.num_ids += len(ids)
         return self._shown(self.stop.push(self.detokenizer.push(ids)))
 
     def finish(self, rest: str) -> str:

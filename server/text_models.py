@@ -5,12 +5,10 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 
-from tritonclient.grpc.model_config_pb2 import ModelConfig
-
 from trimaran.comm.errors import ConfigError, RequestError
 from trimaran.server.inference import InferRequest, InferResponse
 from trimaran.server.model_repository import RepositoryModel, Role
-from trimaran.server.sample_inputs import SampleInputs
+from trimaran.server.sample_inputs import SampleInputs, batch_size
 from trimaran.server.text_pipeline import (
     PipelineOptions,
     Steps,
@@ -18,6 +16,7 @@ from trimaran.server.text_pipeline import (
     TextPipeline,
     prefixed,
 )
+from trimaran.server.token_model import check_transaction
 
 _SAME_NAMES = (
     "num_return_sequences", "exclude_input_in_output", "temperature", "repetition_penalty",
@@ -27,6 +26,17 @@ _SAME_NAMES = (
     "beam_width", "prompt_embedding_table", "prompt_vocab_size", "lora_task_id",
     "lora_weights", "lora_config", "guided_decoding_guide_type", "guided_decoding_guide",
 )  # fmt: skip
+_SAME_OUTPUTS = (
+    "cum_log_probs", "output_log_probs", "batch_index", "sequence_index", "num_input_tokens",
+    "num_output_tokens",
+)  # fmt: skip
+# Each reader's input, and the output that it must come from for the native pipeline.
+_NATIVE_WIRES = (
+    (Role.TOKEN, "input_ids", Role.PREPROCESSING, "INPUT_ID"),
+    (Role.TOKEN, "input_lengths", Role.PREPROCESSING, "REQUEST_INPUT_LEN"),
+    (Role.POSTPROCESSING, "TOKENS_BATCH", Role.TOKEN, "output_ids"),
+    (Role.POSTPROCESSING, "SEQUENCE_LENGTH", Role.TOKEN, "sequence_length"),
+)
 BLS_MAPS = TensorMaps(
     preprocessing={
         "QUERY": "text_input",
@@ -60,21 +70,44 @@ BLS_MAPS = TensorMaps(
         "pad_id": "OUT_PAD_ID",
         "prompt_table_extra_ids": "OUT_PROMPT_TABLE_EXTRA_IDS",
     },
+    outputs={
+        "OUTPUT": "text_output",
+        **{name: name for name in _SAME_OUTPUTS},
+    },
 )
 
 
-def ensemble_maps(config: ModelConfig, step_names: dict[Role, str]) -> TensorMaps:
-    """The maps that an ensemble's steps declare."""
-    steps = {step.model_name: step for step in config.ensemble_scheduling.step}
-    pre, token = steps[step_names[Role.PREPROCESSING]], steps[step_names[Role.TOKEN]]
-    inputs = {tensor.name for tensor in config.input}
+def ensemble_maps(model: RepositoryModel, step_names: dict[Role, str]) -> TensorMaps:
+    """The maps that an ensemble's steps declare.
+
+    Raises:
+        ConfigError: the steps are not connected as text in, ids, text out.
+    """
+    by_name = {step.model_name: step for step in model.config.ensemble_scheduling.step}
+    steps = {role: by_name[name] for role, name in step_names.items()}
+    inputs = {tensor.name for tensor in model.config.input}
+    for reader, input_name, writer, output_name in _NATIVE_WIRES:
+        tensor = steps[reader].input_map.get(input_name)
+        if tensor is None or tensor != steps[writer].output_map.get(output_name):
+            raise ConfigError(
+                f"{model.config_path}: '{input_name}' of step '{step_names[reader]}' must be "
+                f"'{output_name}' of step '{step_names[writer]}'"
+            )
+    pre, token = steps[Role.PREPROCESSING], steps[Role.TOKEN]
+    if pre.input_map["QUERY"] not in inputs:
+        raise ConfigError(
+            f"{model.config_path}: 'QUERY' of step '{pre.model_name}' must be an input of the "
+            "ensemble"
+        )
     written = {tensor: output for output, tensor in pre.output_map.items()}
+    outputs = {**token.output_map, "OUTPUT": steps[Role.POSTPROCESSING].output_map["OUTPUT"]}
     return TensorMaps(
         preprocessing={k: v for k, v in pre.input_map.items() if v in inputs},
         token={k: v for k, v in token.input_map.items() if v in inputs},
         token_from_preprocessing={
             k: written[v] for k, v in token.input_map.items() if v in written
         },
+        outputs=outputs,
     )
 
 
@@ -94,7 +127,6 @@ class EnsembleModel:
             is_batched=model.config.max_batch_size > 0,
         )
         self._pipeline = TextPipeline(steps, maps, options)
-        self._options = options
         if steps.token.is_decoupled:
             self.config.model_transaction_policy.decoupled = True
 
@@ -169,15 +201,26 @@ class BlsModel:
                 yield response
 
     def _check(self, request: InferRequest) -> None:
-        text = request.inputs.get("text_input")
-        if text is None:
+        if "text_input" not in request.inputs:
             raise RequestError("text_input is required")
-        count = int(text.shape[0]) if self._is_batched else 1
-        for index in range(count):
-            sample = SampleInputs(request.inputs, index, self._is_batched)
+        if "image_input" in request.inputs:
+            raise RequestError("input 'image_input' is set but images are not served")
+        count = batch_size(request.inputs, "text_input", self._is_batched)
+        samples = [SampleInputs(request.inputs, i, self._is_batched) for i in range(count)]
+        for sample in samples:
             if (sample.scalar("max_tokens") or 0) <= 0:
                 raise RequestError("max_tokens must be a single value > 0")
             if (sample.scalar("num_draft_tokens") or 0) > 0:
                 raise RequestError("cannot perform speculative decoding without draft model")
+        first = samples[0]
+        if self._accumulates and (first.scalar("beam_width") or 1) > 1:
+            raise RequestError("Accumulation of tokens is only implemented for beam width = 1")
         if self._accumulates and count > 1:
             raise RequestError("Expected batch size of 1")
+        num_sequences = first.scalar("num_return_sequences")
+        check_transaction(
+            self.is_decoupled,
+            count,
+            1 if num_sequences is None else num_sequences,
+            first.flag("stream"),
+        )

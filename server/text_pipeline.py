@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
 from trimaran.comm.errors import EngineDeadError, RequestError
 from trimaran.comm.messages import FinishReason
 from trimaran.server.detokenizer import IncrementalDetokenizer
-from trimaran.server.inference import InferRequest, InferResponse, Model, ParameterValue, Tensor
-from trimaran.server.live_request import TokenChunk
+from trimaran.server.inference import InferRequest, InferResponse, Model, Tensor
 from trimaran.server.postprocessing import LastIdsJob
-from trimaran.server.sample_inputs import SampleInputs
+from trimaran.server.sample_inputs import SampleInputs, batch_size
+from trimaran.server.sequence_outputs import Progress, SequenceOutputs
 from trimaran.server.stop_text import StopText
 from trimaran.server.text_answer import TextAnswer
 from trimaran.server.token_job import ChunkResponse, TokenJob
@@ -30,6 +30,14 @@ class TensorMaps:
     token_from_preprocessing: Mapping[str, str]
     """Token model's input to preprocessing's output."""
 
+    outputs: Mapping[str, str]
+    """A step's output to the text model's output."""
+
+    @property
+    def text(self) -> str:
+        """The text model's input with the prompt."""
+        return self.preprocessing["QUERY"]
+
 
 @dataclass(frozen=True, slots=True)
 class Steps:
@@ -40,19 +48,19 @@ class Steps:
     postprocessing: Model
     tokenizer: Tokenizer
     skip_special_tokens: bool = True
+    excludes_input: bool = False
+    """Whether answers lack the prompt, unless a request says otherwise."""
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PipelineOptions:
     """What differs between the text models."""
 
     name: str
     version: str
     is_batched: bool
-    excludes_input: bool = False
     accumulates: bool = False
-    parameters: dict[str, ParameterValue] = field(default_factory=dict)
-    """Response parameters of every response."""
+    """Whether each streamed response repeats the text so far."""
 
 
 class TextPipeline:
@@ -72,6 +80,7 @@ class TextPipeline:
     async def infer(self, request: InferRequest) -> AsyncGenerator[InferResponse, None]:
         """Run one request; see `inference.Model`."""
         token_inputs = await self._token_inputs(request)
+        run = _Run(self._steps, self._maps, self._options, request, token_inputs)
         job = TokenJob(
             model_name=self._steps.token.name,
             id=request.id,
@@ -80,8 +89,8 @@ class TextPipeline:
             priority=request.priority,
             timeout_us=request.timeout_us,
             arrival_ns=request.arrival_ns,
+            is_incremental=run.is_incremental,
         )
-        run = _Run(self._steps, self._options, request, token_inputs)
         async with aclosing(self._steps.token.infer(job)) as responses:  # type: ignore[type-var]
             async for response in responses:
                 assert isinstance(response, ChunkResponse)
@@ -113,59 +122,65 @@ class _Run:
     def __init__(
         self,
         steps: Steps,
+        maps: TensorMaps,
         options: PipelineOptions,
         request: InferRequest,
         token_inputs: dict[str, Tensor],
     ) -> None:
         self._steps = steps
+        self._maps = maps
         self._options = options
         self._request = request
         self._token_inputs = token_inputs
-        self._first = SampleInputs(request.inputs, 0, options.is_batched)
-        self._is_streaming = self._first.flag("stream", "streaming")
-        text = request.inputs["text_input"]
-        self._num_samples = int(text.shape[0]) if options.is_batched else 1
-        self._num_sequences = self._first.scalar("num_return_sequences") or 1
+        flags = SampleInputs(token_inputs, 0, options.is_batched)
+        num_samples = batch_size(request.inputs, maps.text, options.is_batched)
+        num_sequences = flags.scalar("num_return_sequences") or 1
+        self._num_open = num_samples * num_sequences
+        self._outputs = SequenceOutputs(flags, num_samples, num_sequences)
+        self._is_streaming = flags.flag("streaming")
+        excludes = flags.scalar("exclude_input_in_output")
+        self._excludes_input = steps.excludes_input if excludes is None else bool(excludes)
+        stop_input = maps.preprocessing.get("STOP_WORDS_DICT", "")
+        self._stop_words = [
+            tuple(filter(None, self._sample(index).texts(stop_input)))
+            for index in range(num_samples)
+        ]
         self._answers: dict[tuple[int, int], TextAnswer] = {}
-        self._num_open = self._num_samples * self._num_sequences
-        excludes = self._first.scalar("exclude_input_in_output")
-        self._excludes_input = options.excludes_input if excludes is None else bool(excludes)
 
     @property
-    def is_over(self) -> bool:
-        """Whether every sequence has ended, by the engine or by a stop word."""
-        return self._num_open == 0
+    def is_incremental(self) -> bool:
+        """Whether ids are wanted as they come: for the client, or to find a stop word."""
+        return self._is_streaming or any(self._stop_words)
 
     async def take(self, response: ChunkResponse) -> InferResponse | None:
         """The text response that this chunk makes, if it makes one."""
-        key = (response.sample, response.sequence)
-        answer = self._answers.get(key)
+        place, chunk = (response.sample, response.sequence), response.chunk
+        answer = self._answers.get(place)
         if answer is None:
-            answer = self._answers[key] = self._new_answer(response.sample)
+            answer = self._answers[place] = self._new_answer(response.sample)
         if answer.stop.is_matched:
             return None
-        chunk = response.chunk
-        if chunk.is_last:
-            delta = answer.push([]) + await self._last(answer, chunk)
-        else:
-            delta = answer.push(chunk.token_ids)
-        is_last = chunk.is_last or answer.stop.is_matched
-        if is_last and not chunk.is_last:
+        answer.progress.add(chunk)
+        delta = "" if chunk.is_last else answer.push(chunk.token_ids)
+        if chunk.is_last or answer.stop.is_matched:
+            self._num_open -= 1
+            delta += await self._last(answer, chunk.token_ids if chunk.is_last else [])
+            # Harmless where the engine has ended it.
             response.end_sequence()
-        self._num_open -= is_last
-        if not is_last and (not self._is_streaming or not delta):
-            return None
-        if self._is_streaming and chunk.finish_reason is FinishReason.CANCELLED and not delta:
-            return None
-        return self._response(key, answer, delta)
+            if self._is_streaming and chunk.finish_reason is FinishReason.CANCELLED:
+                # A stopped stream ends with the flag alone.
+                return self._response(place, answer, delta) if delta else None
+            return self._response(place, answer, delta)
+        if self._is_streaming and delta:
+            return self._response(place, answer, delta)
+        return None
 
-    async def _last(self, answer: TextAnswer, chunk: TokenChunk) -> str:
-        answer.num_ids += len(chunk.token_ids)
+    async def _last(self, answer: TextAnswer, ids: list[int]) -> str:
         job = LastIdsJob(
             model_name=self._steps.postprocessing.name,
             id=self._request.id,
             detokenizer=answer.detokenizer,
-            ids=chunk.token_ids,
+            ids=ids,
         )
         rest = ""
         stream = self._steps.postprocessing.infer(job)
@@ -175,52 +190,48 @@ class _Run:
         return answer.finish(rest)
 
     def _new_answer(self, sample: int) -> TextAnswer:
-        options = self._options
-        prompt = SampleInputs(self._token_inputs, sample, options.is_batched)
+        prompt = SampleInputs(self._token_inputs, sample, self._options.is_batched)
         ids = prompt.ids("input_ids")[: prompt.scalar("input_lengths")]
-        own = SampleInputs(self._request.inputs, sample, options.is_batched)
         detokenizer = IncrementalDetokenizer(
             self._steps.tokenizer, ids, self._steps.skip_special_tokens
         )
-        return TextAnswer(detokenizer, StopText(tuple(own.texts("stop_words"))))
+        stop = StopText(self._stop_words[sample])
+        return TextAnswer(detokenizer, stop, Progress(len(ids)))
 
-    def _response(self, key: tuple[int, int], answer: TextAnswer, delta: str) -> InferResponse:
+    def _response(
+        self, place: tuple[int, int], answer: TextAnswer, delta: str
+    ) -> InferResponse:
         text = delta
         if not self._is_streaming:
-            text = answer.text
-            if not self._excludes_input:
-                own = SampleInputs(self._request.inputs, key[0], self._options.is_batched)
-                text = own.texts("text_input")[0] + text
+            prompt = self._sample(place[0]).texts(self._maps.text)[0]
+            text = answer.text if self._excludes_input else prompt + answer.text
         elif self._options.accumulates:
             text = answer.text
-        outputs = [Tensor("text_output", "BYTES", np.array([[text.encode()]], dtype=object))]
-        for name, value in self._scalars(key, answer):
-            outputs.append(Tensor(name, "INT32", np.array([[value]], dtype=np.int32)))
-        if not self._options.is_batched:
-            for tensor in outputs:
-                tensor.data = tensor.data[0]
-        wanted = self._request.outputs
+        outputs = [
+            Tensor("OUTPUT", "BYTES", np.array([[text.encode()]], dtype=object)),
+            *self._outputs.tensors(*place, answer.progress),
+        ]
         return InferResponse(
             model_name=self._options.name,
             model_version=self._options.version,
             id=self._request.id,
-            outputs=[o for o in outputs if not wanted or o.name in wanted],
-            parameters=dict(self._options.parameters),
-            is_final=self.is_over,
+            outputs=self._chosen(outputs),
+            is_final=self._num_open == 0,
         )
 
-    def _scalars(self, key: tuple[int, int], answer: TextAnswer) -> list[tuple[str, int]]:
-        values = []
-        if self._num_samples > 1:
-            values.append(("batch_index", key[0]))
-        if self._num_sequences > 1:
-            values.append(("sequence_index", key[1]))
-        if self._first.flag("return_num_input_tokens"):
-            prompt = SampleInputs(self._token_inputs, key[0], self._options.is_batched)
-            values.append(("num_input_tokens", int(prompt.scalar("input_lengths"))))
-        if self._first.flag("return_num_output_tokens"):
-            values.append(("num_output_tokens", answer.num_ids))
-        return values
+    def _chosen(self, outputs: list[Tensor]) -> list[Tensor]:
+        """The outputs that the text model has and the client wants, under their names."""
+        names, wanted = self._maps.outputs, self._request.outputs
+        chosen = []
+        for tensor in outputs:
+            name = names.get(tensor.name)
+            if name is not None and (not wanted or name in wanted):
+                data = tensor.data if self._options.is_batched else tensor.data[0]
+                chosen.append(Tensor(name, tensor.datatype, data))
+        return chosen
+
+    def _sample(self, index: int) -> SampleInputs:
+        return SampleInputs(self._request.inputs, index, self._options.is_batched)
 
 
 def _renamed(tensors: Mapping[str, Tensor], sources: Mapping[str, str]) -> dict[str, Tensor]:

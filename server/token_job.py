@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable
-from contextlib import aclosing, suppress
 from dataclasses import dataclass, field, replace
 
+from trimaran.comm.errors import ErrorKind, RequestError
 from trimaran.comm.messages import pack_ids
 from trimaran.comm.sampling_params import SamplingParams
 from trimaran.server.engine_client import EngineClient
 from trimaran.server.inference import InferRequest, InferResponse
 from trimaran.server.live_request import LiveRequest, TokenChunk
+from trimaran.server.queue_policy import QueuePolicy
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +31,9 @@ class TokenJob(InferRequest):
     with `ChunkResponse`, which spares a tensor for every token.
     """
 
+    is_incremental: bool = True
+    """Whether chunks are wanted as they come, or one at the end."""
+
 
 @dataclass(slots=True, kw_only=True)
 class ChunkResponse(InferResponse):
@@ -43,23 +47,33 @@ class ChunkResponse(InferResponse):
 
 
 class TokenStream:
-    """All sequences of one request at the engine, merged as they come."""
+    """All sequences of one request at the engine, merged as they come.
+
+    A reader that is slower than the engine finds fewer and longer chunks.
+    """
 
     def __init__(self, engines: EngineClient, model: str, request: InferRequest) -> None:
         self._engines = engines
         self._model = model
         self._request = request
-        self.num_sequences = 1
-        self._live: dict[LiveRequest, tuple[int, int]] = {}
+        self._live: dict[tuple[int, int], LiveRequest] = {}
+        self._waiter: asyncio.Future[None] | None = None
+        self._timeout: asyncio.TimerHandle | None = None
 
-    def start(self, samples: list[Sample], num_sequences: int, is_streaming: bool) -> None:
+    def start(
+        self,
+        samples: list[Sample],
+        num_sequences: int,
+        policy: QueuePolicy,
+        *,
+        is_incremental: bool,
+    ) -> None:
         """Submit every sequence of every sample.
 
         Raises:
             RequestError: the engine is not there; nothing is left running.
         """
         request = self._request
-        self.num_sequences = num_sequences
         try:
             for index, sample in enumerate(samples):
                 for sequence in range(num_sequences):
@@ -69,31 +83,35 @@ class TokenStream:
                         prompt_ids=pack_ids(sample.prompt_ids),
                         sequence_index=sequence,
                         sampling=sampling.to_wire(),
-                        priority=request.priority,
-                        timeout_us=request.timeout_us,
-                        streaming=is_streaming,
+                        priority=policy.priority(request),
+                        streaming=is_incremental,
                         client_request_id=request.id,
                         arrival_ns=request.arrival_ns,
                     )
-                    self._live[live] = (index, sequence)
+                    live.on_news = self._wake
+                    self._live[index, sequence] = live
         except BaseException:
             self.abandon()
             raise
+        timeout_s = policy.timeout_s(request)
+        if timeout_s:
+            loop = asyncio.get_running_loop()
+            self._timeout = loop.call_later(timeout_s, self._expire)
 
     def cancel(self) -> None:
         """End every sequence with what it has."""
-        for live in self._live:
+        for live in self._live.values():
             live.cancel()
 
     def cancel_sequence(self, sample: int, sequence: int) -> None:
         """End one sequence with what it has."""
-        for live, place in self._live.items():
-            if place == (sample, sequence):
-                live.cancel()
+        self._live[sample, sequence].cancel()
 
     def abandon(self) -> None:
         """Nobody reads any more: end every sequence at the engine."""
-        for live in self._live:
+        if self._timeout is not None:
+            self._timeout.cancel()
+        for live in self._live.values():
             live.abandon()
 
     async def chunks(self) -> AsyncGenerator[tuple[int, int, TokenChunk, bool], None]:
@@ -102,42 +120,27 @@ class TokenStream:
         Raises:
             RequestError: the engine refused or lost a sequence; the others are ended.
         """
+        unfinished = dict(self._live)
         try:
-            if len(self._live) == 1:
-                ((live, (sample, sequence)),) = self._live.items()
-                async with aclosing(live.chunks()) as chunks:
-                    async for chunk in chunks:
-                        yield sample, sequence, chunk, chunk.is_last
-            else:
-                async with aclosing(self._merged()) as merged:
-                    async for item in merged:
-                        yield item
+            while unfinished:
+                ready = [place for place, live in unfinished.items() if live.has_news]
+                if not ready:
+                    self._waiter = asyncio.get_running_loop().create_future()
+                    await self._waiter
+                for place in ready:
+                    chunk = unfinished[place].take()
+                    if chunk.is_last:
+                        del unfinished[place]
+                    yield *place, chunk, not unfinished
         finally:
             self.abandon()
 
-    async def _merged(self) -> AsyncGenerator[tuple[int, int, TokenChunk, bool], None]:
-        queue: asyncio.Queue[tuple[int, int, TokenChunk] | BaseException] = asyncio.Queue()
+    def _wake(self) -> None:
+        waiter, self._waiter = self._waiter, None
+        if waiter is not None and not waiter.done():
+            waiter.set_result(None)
 
-        async def read(live: LiveRequest, sample: int, sequence: int) -> None:
-            try:
-                async with aclosing(live.chunks()) as chunks:
-                    async for chunk in chunks:
-                        queue.put_nowait((sample, sequence, chunk))
-            except Exception as error:
-                queue.put_nowait(error)
-
-        readers = [asyncio.ensure_future(read(live, *at)) for live, at in self._live.items()]
-        num_open = len(readers)
-        try:
-            while num_open:
-                item = await queue.get()
-                if isinstance(item, BaseException):
-                    raise item
-                num_open -= item[2].is_last
-                yield *item, num_open == 0
-        finally:
-            for reader in readers:
-                reader.cancel()
-            for reader in readers:
-                with suppress(asyncio.CancelledError):
-                    await reader
+    def _expire(self) -> None:
+        for live in self._live.values():
+            if not live.output_ids:
+                live.reject(RequestError("Request timeout expired", ErrorKind.UNAVAILABLE))

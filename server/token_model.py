@@ -4,20 +4,18 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
-from functools import partial
 
-import numpy as np
 from tritonclient.grpc.model_config_pb2 import ModelConfig
 
-from trimaran.comm.errors import ErrorKind, RequestError
-from trimaran.comm.messages import FinishReason
+from trimaran.comm.errors import RequestError
 from trimaran.server.engine_client import EngineClient
-from trimaran.server.inference import InferRequest, InferResponse, Tensor
-from trimaran.server.live_request import TokenChunk
+from trimaran.server.inference import InferRequest, InferResponse
 from trimaran.server.model_repository import RepositoryModel
+from trimaran.server.queue_policy import QueuePolicy
 from trimaran.server.sample_inputs import SampleInputs, batch_size
 from trimaran.server.sampling_inputs import read_sampling
-from trimaran.server.token_job import ChunkResponse, Sample, TokenJob, TokenStream
+from trimaran.server.token_answers import Answers, ChunkAnswers, TensorAnswers
+from trimaran.server.token_job import Sample, TokenJob, TokenStream
 
 NOT_DECOUPLED = "Streaming is only supported if model is deployed using decoupled mode."
 BATCH_NOT_DECOUPLED = (
@@ -34,8 +32,11 @@ class TokenModel:
         self.config: ModelConfig = model.config
         self._engines = engines
         self._is_batched = model.config.max_batch_size > 0
-        self._excludes_input = model.parameters.get_bool("exclude_input_in_output") or False
+        self.excludes_input = model.parameters.get_bool("exclude_input_in_output") or False
+        """Whether answers lack the prompt, unless a request says otherwise."""
+        self._policy = QueuePolicy(model.config)
         self._running: dict[str, set[TokenStream]] = {}
+        engines.set_version(self.name, self.version)
 
     @property
     def is_ready(self) -> bool:
@@ -53,17 +54,23 @@ class TokenModel:
         if first.flag("stop"):
             self._stop(request.id)
             if not self.is_decoupled:
-                yield self._response(request, [], True)
+                yield InferResponse(
+                    model_name=self.name,
+                    model_version=self.version,
+                    id=request.id,
+                    is_final=True,
+                )
             return
         samples = self._samples(request)
+        num_sequences = first.scalar("num_return_sequences")
+        num_sequences = 1 if num_sequences is None else num_sequences
         is_streaming = first.flag("streaming")
-        num_sequences = first.scalar("num_return_sequences") or 1
-        self._check_policy(len(samples), num_sequences, is_streaming)
+        check_transaction(self.is_decoupled, len(samples), num_sequences, is_streaming)
         stream = TokenStream(self._engines, self.name, request)
-        stream.start(samples, num_sequences, is_streaming)
+        answers, is_incremental = self._answers(request, samples, stream, num_sequences)
+        stream.start(samples, num_sequences, self._policy, is_incremental=is_incremental)
         self._running.setdefault(request.id, set()).add(stream)
         try:
-            answers = _Answers(self, request, samples, stream, is_streaming)
             async with aclosing(stream.chunks()) as chunks:
                 async for sample, sequence, chunk, is_end in chunks:
                     response = answers.take(sample, sequence, chunk, is_end)
@@ -72,6 +79,27 @@ class TokenModel:
         finally:
             stream.abandon()
             self._forget(request.id, stream)
+
+    def _answers(
+        self,
+        request: InferRequest,
+        samples: list[Sample],
+        stream: TokenStream,
+        num_sequences: int,
+    ) -> tuple[Answers, bool]:
+        """What makes the responses, and whether it wants ids as they come."""
+        if isinstance(request, TokenJob):
+            return ChunkAnswers(self, request, stream), request.is_incremental
+        flags = SampleInputs(request.inputs, 0, self._is_batched)
+        excludes = flags.scalar("exclude_input_in_output")
+        answers = TensorAnswers(
+            self,
+            request,
+            samples,
+            num_sequences,
+            excludes_input=self.excludes_input if excludes is None else bool(excludes),
+        )
+        return answers, answers.is_streaming
 
     def _stop(self, request_id: str) -> None:
         if not request_id:
@@ -85,23 +113,6 @@ class TokenModel:
         if not streams:
             self._running.pop(request_id, None)
 
-    def _check_policy(self, num_samples: int, num_sequences: int, is_streaming: bool) -> None:
-        if num_sequences < 1:
-            raise RequestError(
-                f"num_return_sequences is {num_sequences} but must be at least 1"
-            )
-        if self.is_decoupled:
-            return
-        if is_streaming:
-            raise RequestError(NOT_DECOUPLED)
-        if num_samples > 1:
-            raise RequestError(BATCH_NOT_DECOUPLED)
-        if num_sequences > 1:
-            raise RequestError(
-                f"num_return_sequences is {num_sequences}, which requires the decoupled "
-                "transaction policy"
-            )
-
     # ---- request ------------------------------------------------------------------------
 
     def _samples(self, request: InferRequest) -> list[Sample]:
@@ -110,126 +121,53 @@ class TokenModel:
                 "input_ids or encoder_input_features is not present in the request."
             )
         facts = self._engines.facts(self.name)
+        vocab_size = int(facts["vocab_size"])
         count = batch_size(request.inputs, "input_ids", self._is_batched)
         samples = []
         for index in range(count):
             inputs = SampleInputs(request.inputs, index, self._is_batched)
-            sampling = read_sampling(inputs)
-            sampling.validate(int(facts["vocab_size"]))
-            ids = inputs.ids("input_ids")[: inputs.scalar("input_lengths")]
-            _check_prompt(ids, facts)
-            samples.append(Sample(ids, sampling))
+            sampling = read_sampling(inputs, vocab_size)
+            sampling.validate(vocab_size)
+            samples.append(Sample(_prompt(inputs, facts), sampling))
         return samples
 
-    def _response(
-        self, request: InferRequest, outputs: list[Tensor], is_final: bool
-    ) -> InferResponse:
-        wanted = request.outputs
-        return InferResponse(
-            model_name=self.name,
-            model_version=self.version,
-            id=request.id,
-            outputs=[o for o in outputs if not wanted or o.name in wanted],
-            is_final=is_final,
+
+def check_transaction(
+    is_decoupled: bool, num_samples: int, num_sequences: int, is_streaming: bool
+) -> None:
+    """Check that a request has as many responses as the model may give.
+
+    Raises:
+        RequestError: more than one, and the model is not decoupled.
+    """
+    if num_sequences < 1:
+        raise RequestError(f"num_return_sequences is {num_sequences} but must be at least 1")
+    if is_decoupled:
+        return
+    if is_streaming:
+        raise RequestError(NOT_DECOUPLED)
+    if num_samples > 1:
+        raise RequestError(BATCH_NOT_DECOUPLED)
+    if num_sequences > 1:
+        raise RequestError(
+            f"num_return_sequences is {num_sequences}, which requires the decoupled "
+            "transaction policy"
         )
 
 
-class _Answers:
-    """Turns chunks of one request into responses: at once if it streams, else at the end."""
-
-    def __init__(
-        self,
-        model: TokenModel,
-        request: InferRequest,
-        samples: list[Sample],
-        stream: TokenStream,
-        is_streaming: bool,
-    ) -> None:
-        self._model = model
-        self._request = request
-        self._samples = samples
-        self._is_streaming = is_streaming
-        self._stream = stream
-        first = SampleInputs(request.inputs, 0, model._is_batched)
-        excludes = first.scalar("exclude_input_in_output")
-        self._excludes_input = model._excludes_input if excludes is None else bool(excludes)
-        self._flags = tuple(
-            name
-            for name in ("num_input_tokens", "num_output_tokens")
-            if first.flag(f"return_{name}")
-        )
-        self._ids: dict[tuple[int, int], list[int]] = {}
-
-    def take(
-        self, sample: int, sequence: int, chunk: TokenChunk, is_end: bool
-    ) -> InferResponse | None:
-        """The response that this chunk makes, if it makes one."""
-        if isinstance(self._request, TokenJob):
-            return ChunkResponse(
-                model_name=self._model.name,
-                model_version=self._model.version,
-                id=self._request.id,
-                is_final=is_end,
-                sample=sample,
-                sequence=sequence,
-                chunk=chunk,
-                end_sequence=partial(self._stream.cancel_sequence, sample, sequence),
-            )
-        so_far = self._ids.setdefault((sample, sequence), [])
-        so_far += chunk.token_ids
-        if self._is_streaming:
-            ids = chunk.token_ids
-            # A stopped stream ends with the flag alone.
-            if not ids and chunk.finish_reason is FinishReason.CANCELLED:
-                return None
-        elif not chunk.is_last:
-            return None
-        else:
-            prompt = [] if self._excludes_input else self._samples[sample].prompt_ids
-            ids = prompt + so_far
-        outputs = self._tensors(sample, sequence, ids, len(so_far), chunk)
-        return self._model._response(self._request, outputs, is_end)
-
-    def _tensors(
-        self, sample: int, sequence: int, ids: list[int], num_output: int, chunk: TokenChunk
-    ) -> list[Tensor]:
-        outputs = [
-            Tensor("output_ids", "INT32", np.array([[ids]], dtype=np.int32)),
-            Tensor("sequence_length", "INT32", np.array([[len(ids)]], dtype=np.int32)),
-        ]
-        scalars: list[tuple[str, int]] = []
-        if len(self._samples) > 1:
-            scalars.append(("batch_index", sample))
-        if self._stream.num_sequences > 1:
-            scalars.append(("sequence_index", sequence))
-        counts = (len(self._samples[sample].prompt_ids), num_output)
-        scalars += [
-            (name, count)
-            for name, count in zip(
-                ("num_input_tokens", "num_output_tokens"), counts, strict=True
-            )
-            if name in self._flags
-        ]
-        outputs += [
-            Tensor(name, "INT32", np.array([[value]], dtype=np.int32))
-            for name, value in scalars
-        ]
-        if not self._model._is_batched:
-            for tensor in outputs:
-                tensor.data = tensor.data[0]
-        wanted = self._request.outputs
-        if wanted and not {"output_ids", "sequence_length"} <= set(wanted):
+def _prompt(inputs: SampleInputs, facts: dict[str, object]) -> list[int]:
+    ids = inputs.ids("input_ids")
+    length = inputs.scalar("input_lengths")
+    if length is not None:
+        if not 0 <= length <= len(ids):
             raise RequestError(
-                "output_ids and sequence_length must be present in the list of output tensors",
-                ErrorKind.INVALID_ARG,
+                f"input_lengths is {length} but must be between 0 and {len(ids)}, the number "
+                "of input_ids"
             )
-        return outputs
-
-
-def _check_prompt(ids: list[int], facts: dict[str, object]) -> None:
+        ids = ids[:length]
     if not ids:
         raise RequestError("the prompt is empty: input_ids must hold at least one token")
-    limit = int(str(facts["max_input_len"]))
+    limit = min(int(str(facts["max_input_len"])), int(str(facts["max_seq_len"])) - 1)
     if len(ids) > limit:
         raise RequestError(
             f"Prompt length ({len(ids)}) exceeds maximum input length ({limit}). Shorten the "
@@ -242,3 +180,4 @@ def _check_prompt(ids: list[int], facts: dict[str, object]) -> None:
         raise RequestError(
             f"token id {bad} of input_ids is outside the vocabulary of {vocab_size} ids"
         )
+    return ids

@@ -1,0 +1,41 @@
+"""How long a request may wait for its first token, and who goes first."""
+
+from __future__ import annotations
+
+from tritonclient.grpc.model_config_pb2 import ModelConfig, ModelQueuePolicy
+
+from trimaran.server.inference import InferRequest
+
+
+class QueuePolicy:
+    """The ``dynamic_batching`` settings of a model, as they bear on one request."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        batching = config.dynamic_batching
+        self._num_levels = int(batching.priority_levels)
+        self._default_level = int(batching.default_priority_level)
+        self._policies = dict(batching.priority_queue_policy)
+        self._default_policy = batching.default_queue_policy
+
+    def level(self, request: InferRequest) -> int:
+        """1 is the most urgent; 0 where the model has no levels."""
+        if 1 <= request.priority <= self._num_levels:
+            return request.priority
+        return self._default_level if self._num_levels else 0
+
+    def priority(self, request: InferRequest) -> int:
+        """As the engine orders requests: higher runs first."""
+        return -self.level(request)
+
+    def timeout_s(self, request: InferRequest) -> float:
+        """The longest wait for the first token; 0 means for ever.
+
+        A client may shorten the model's own limit where the model allows that.
+        """
+        policy = self._policies.get(self.level(request), self._default_policy)
+        if policy.timeout_action == ModelQueuePolicy.TimeoutAction.DELAY:
+            return 0.0
+        timeout_us = int(policy.default_timeout_microseconds)
+        if policy.allow_timeout_override and 0 < request.timeout_us < timeout_us:
+            timeout_us = request.timeout_us
+        return timeout_us / 1e6
