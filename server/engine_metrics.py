@@ -114,6 +114,8 @@ class EngineMetrics:
         self._group_restarts = self._gauge(
             "trimaran_group_restarts", "Restarts of the worker group so far", "group"
         )
+        # Looked up once a token: finding a series by labels takes longer than observing.
+        self._inter_token_series: dict[tuple[str, str], Histogram] = {}
         self._latest: dict[tuple[str, str], dict[str, float]] = {}
         self._infos: dict[tuple[str, str], list[tuple[Gauge, tuple[str, ...]]]] = {}
 
@@ -174,7 +176,11 @@ class EngineMetrics:
 
     def observe_inter_token(self, model: str, version: str, seconds: float) -> None:
         """Add one gap between tokens."""
-        self._inter_token.labels(model, version).observe(seconds)
+        series = self._inter_token_series.get((model, version))
+        if series is None:
+            series = self._inter_token.labels(model, version)
+            self._inter_token_series[model, version] = series
+        series.observe(seconds)
 
     def observe_lengths(
         self, model: str, version: str, num_input: int, num_output: int
