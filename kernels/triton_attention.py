@@ -31,7 +31,8 @@ def _add_keys(q, k, v, is_seen, scale, top, total, acc, PRECISION: tl.constexpr)
     return new_top, total * decay + tl.sum(weights, 1), acc
 
 
-@triton.jit  # type: ignore[untyped-decorator,unused-ignore]
+# What changes from step to step must not lead to another compilation.
+@triton.jit(do_not_specialize=["table_stride", "num_chunks"])  # type: ignore[untyped-decorator,unused-ignore]
 def _attention_kernel(  # type: ignore[no-untyped-def]
     query, cache, output, log_sums, query_start_loc, seq_lens, block_tables, scale,
     query_stride, block_stride, table_stride, num_kv_heads, num_chunks,
@@ -64,8 +65,8 @@ def _attention_kernel(  # type: ignore[no-untyped-def]
     heads = kv_head * GROUP + rows % GROUP
     is_dim = (dims < HEAD)[None, :]
     is_row = (queries < num_queries) & (rows < step * GROUP)
-    places = tokens[:, None] * query_stride + heads[:, None] * HEAD + dims[None, :]
-    q = tl.load(query + places, mask=is_row[:, None] & is_dim, other=0.0)
+    from_query = tokens[:, None] * query_stride + heads[:, None] * HEAD + dims[None, :]
+    q = tl.load(query + from_query, mask=is_row[:, None] & is_dim, other=0.0)
     top = tl.full([TILE_M], float("-inf"), tl.float32)
     total = tl.zeros([TILE_M], tl.float32)
     acc = tl.zeros([TILE_M, HEAD_PADDED], tl.float32)
@@ -83,36 +84,36 @@ def _attention_kernel(  # type: ignore[no-untyped-def]
         top, total, acc = _add_keys(q, k, v, is_seen, scale, top, total, acc, PRECISION)
     result = acc / tl.where(total == 0.0, 1.0, total)[:, None]
     pairs = (tokens * num_kv_heads * GROUP + heads) * num_chunks + chunk
-    place = output + pairs[:, None] * HEAD + dims[None, :]
-    tl.store(place, result.to(output.dtype.element_ty), mask=is_row[:, None] & is_dim)
+    to_output = output + pairs[:, None] * HEAD + dims[None, :]
+    tl.store(to_output, result.to(output.dtype.element_ty), mask=is_row[:, None] & is_dim)
     if IS_SPLIT:
         # A chunk behind the sequence's end has no weight.
         log_sum = tl.where(total == 0.0, float("-inf"), top + tl.log(tl.maximum(total, 1e-30)))
         tl.store(log_sums + pairs, log_sum, mask=is_row)
 
 
-@triton.jit  # type: ignore[untyped-decorator,unused-ignore]
+@triton.jit(do_not_specialize=["num_chunks"])  # type: ignore[untyped-decorator,unused-ignore]
 def _merge_kernel(  # type: ignore[no-untyped-def]
-    partial,
-    log_sums,
-    output,
-    num_chunks,
-    HEAD: tl.constexpr,
-    HEAD_PADDED: tl.constexpr,
-    CHUNKS: tl.constexpr,
+    partial, log_sums, output, num_chunks, HEAD: tl.constexpr, HEAD_PADDED: tl.constexpr
 ):
     """Weighs one head's partial results of all chunks by their sums."""
     pair = tl.program_id(0).to(tl.int64)
-    chunks = tl.arange(0, CHUNKS)
     dims = tl.arange(0, HEAD_PADDED)
-    is_chunk = chunks < num_chunks
-    logs = tl.load(log_sums + pair * num_chunks + chunks, mask=is_chunk, other=float("-inf"))
-    weights = tl.exp(logs - tl.max(logs, 0))
-    places = (pair * num_chunks + chunks)[:, None] * HEAD + dims[None, :]
-    is_read = (logs != float("-inf"))[:, None] & (dims < HEAD)[None, :]
-    values = tl.load(partial + places, mask=is_read, other=0.0)
-    result = tl.sum(values * weights[:, None], 0) / tl.sum(weights, 0)
-    tl.store(output + pair * HEAD + dims, result.to(output.dtype.element_ty), mask=dims < HEAD)
+    top = tl.load(log_sums + pair * num_chunks)
+    total = tl.exp(top - top)
+    acc = tl.load(partial + pair * num_chunks * HEAD + dims, mask=dims < HEAD, other=0.0)
+    for chunk in range(1, num_chunks):
+        log_sum = tl.load(log_sums + pair * num_chunks + chunk)
+        # The first chunk has keys, so the maximum is finite.
+        new_top = tl.maximum(top, log_sum)
+        decay, weight = tl.exp(top - new_top), tl.exp(log_sum - new_top)
+        place = partial + (pair * num_chunks + chunk) * HEAD + dims
+        value = tl.load(place, mask=dims < HEAD, other=0.0)
+        acc = acc * decay + value * weight
+        total = total * decay + weight
+        top = new_top
+    result = (acc / total).to(output.dtype.element_ty)
+    tl.store(output + pair * HEAD + dims, result, mask=dims < HEAD)
 
 
 def paged_attention(
@@ -159,7 +160,6 @@ def paged_attention(
     )  # fmt: skip
     if is_split:
         _merge_kernel[(num_tokens * num_heads,)](
-            target, log_sums, output, num_chunks, HEAD=head_size, HEAD_PADDED=head_padded,
-            CHUNKS=triton.next_power_of_2(num_chunks),
+            target, log_sums, output, num_chunks, HEAD=head_size, HEAD_PADDED=head_padded
         )  # fmt: skip
     return output

@@ -72,7 +72,8 @@ def functions(source: Source) -> list[ast.FunctionDef | ast.AsyncFunctionDef]:
 
 def is_device_code(function: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
     """Whether a function runs on a GPU, where arguments are pointers and numbers alone."""
-    return any(ast.unparse(decorator) == "triton.jit" for decorator in function.decorator_list)
+    decorators = [ast.unparse(decorator) for decorator in function.decorator_list]
+    return any(decorator.startswith("triton.jit") for decorator in decorators)
 
 
 def where(source: Source, node: ast.AST) -> str:

@@ -1,0 +1,63 @@
+"""Choosing token ids on a CPU with AVX-512, by our own C++ kernels."""
+
+from __future__ import annotations
+
+import ctypes
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from trimaran.kernels.kernel import Kernel
+
+# Shapes: N rows, V vocabulary.
+
+
+class CpuSampling:
+    """One id for each row of logits, rows shared out to the kernels' threads.
+
+    ``logits_NV`` is float32 and contiguous in its last dim. Its twins in torch are
+    `trimaran.worker.candidates.argmax` and `trimaran.worker.draw.draw`.
+    """
+
+    name = "avx512"
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        self._argmax = Kernel(library, "trimaran_argmax", "5q")
+        self._sample = Kernel(library, "trimaran_sample", "8q")
+
+    def argmax(self, logits_NV: Tensor) -> Tensor:
+        """The first of the likeliest ids of each row, int64 [N]."""
+        rows, vocab_size = logits_NV.shape
+        ids = torch.empty(rows, dtype=torch.int64)
+        self._argmax(
+            logits_NV.data_ptr(), ids.data_ptr(), rows, vocab_size, logits_NV.stride(0)
+        )
+        return ids
+
+    def draw(
+        self,
+        logits_NV: Tensor,
+        params_N3: npt.NDArray[np.float32],
+        top_k_N: npt.NDArray[np.int64],
+        keys_N2: npt.NDArray[np.int32],
+    ) -> Tensor:
+        """One random id a row, int64 [N].
+
+        ``params_N3`` holds temperature (above 0), top-p (1: all) and min-p (0: all);
+        ``top_k_N`` 0 keeps all; ``keys_N2`` is the noise's. Arrays are contiguous.
+        """
+        rows, vocab_size = logits_NV.shape
+        ids = torch.empty(rows, dtype=torch.int64)
+        self._sample(
+            logits_NV.data_ptr(),
+            ids.data_ptr(),
+            params_N3.ctypes.data,
+            top_k_N.ctypes.data,
+            keys_N2.ctypes.data,
+            rows,
+            vocab_size,
+            logits_NV.stride(0),
+        )
+        return ids
