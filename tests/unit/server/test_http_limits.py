@@ -175,6 +175,44 @@ def test_a_slow_reader_is_held_back_and_blocks_nobody(fresh_server):
     server.wait_until(lambda: server.repeat.num_running == 0)
 
 
+def test_an_http_1_0_client_reads_a_stream_to_its_end(server):
+    body = generate_body(max_tokens=3)
+    with open_socket(server) as sock:
+        head = post_head("/v2/models/repeat/generate_stream", body)
+        sock.sendall(head.replace(b"HTTP/1.1", b"HTTP/1.0"))
+        response = read_all(sock)
+    assert b"chunked" not in response
+    assert response.partition(b"\r\n\r\n")[2].count(b"data: {") == 3
+
+
+def test_requests_sent_at_once_are_answered_in_their_order(server):
+    path = "/v2/models/repeat/generate"
+    slow = generate_body(text_input="slow", max_tokens=1, delay_ms=50)
+    fast = generate_body(text_input="fast", max_tokens=1)
+    with open_socket(server) as sock:
+        sock.sendall(post_head(path, slow) + post_head(path, fast))
+        response = b""
+        while b"fast 0" not in response:
+            response += sock.recv(1 << 16)
+    assert response.index(b"slow 0") < response.index(b"fast 0")
+
+
+def test_leaving_cancels_an_infer_request_too(fresh_server):
+    server = fresh_server
+    server.repeat.is_decoupled = False
+    tensors = [
+        {"name": "text_input", "datatype": "BYTES", "shape": [1, 1], "data": ["a"]},
+        {"name": "max_tokens", "datatype": "INT32", "shape": [1, 1], "data": [1]},
+        {"name": "delay_ms", "datatype": "INT32", "shape": [1, 1], "data": [3_600_000]},
+    ]
+    body = json.dumps({"inputs": tensors}).encode()
+    with open_socket(server) as sock:
+        sock.sendall(post_head("/v2/models/repeat/infer", body))
+        server.wait_until(lambda: server.repeat.num_running == 1)
+    server.wait_until(lambda: server.repeat.num_running == 0)
+    assert server.repeat.num_ended_early == 1
+
+
 def test_one_connection_serves_many_requests(server):
     connection = http.client.HTTPConnection("127.0.0.1", server.http_port, timeout=60)
     for n in range(20):

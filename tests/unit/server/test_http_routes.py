@@ -27,6 +27,11 @@ def test_a_wrong_method_is_405(server, method, path):
     assert (answer.status, answer.error) == (405, "Method Not Allowed")
 
 
+def test_head_is_405_without_a_body(server):
+    answer = server.request("HEAD", "/v2/health/ready")
+    assert (answer.status, answer.body) == (405, b"")
+
+
 def test_a_query_string_is_ignored(server):
     assert server.get("/v2?x=1").json["name"] == "triton"
 
