@@ -1,0 +1,269 @@
+"""`trimaran bench`: workloads, pacing, figures and their files."""
+
+from __future__ import annotations
+
+import csv
+import json
+
+import numpy as np
+import pytest
+from scripted_server import Reply, ids_reply
+
+from trimaran.client.bench_report import figures
+from trimaran.client.load import Record, Run
+from trimaran.client.workload import Item, Workload
+
+SHORT = ("--input-len", "4", "--output-len", "3", "-c", "2", "--num-requests", "6")
+
+
+def rows(out: str) -> dict[str, float]:
+    """The table as numbers."""
+    cells = [line.strip("| ").split("|") for line in out.splitlines() if line.startswith("|")]
+    return {label.strip(): float(value) for label, value in cells if "Stat" not in label}
+
+
+def test_http_streams_are_counted_token_by_token(http_server, trimaran):
+    http_server.events = lambda body: [
+        {"output_ids": [1, 2], "sequence_length": 2}, {"output_ids": 3, "sequence_length": 1},
+    ]  # fmt: skip
+
+    code, out, _ = trimaran("bench", "-u", http_server.url, "--warmup", "1", *SHORT)
+
+    assert code == 0
+    table = rows(out)
+    assert table["Total requests"] == 6
+    assert table["Avg. OP tokens per request"] == 3
+    assert table["Avg. IP tokens per request"] == 4
+    assert table["P99 time to first token (ms)"] > 0
+    assert table["P50 inter-token latency (ms)"] >= 0
+    assert len(http_server.bodies) == 7
+    path, body = http_server.bodies[0]
+    assert path == "/v2/models/tensorrt_llm/generate_stream"
+    assert len(body.pop("input_ids")) == 4
+    assert body == {"input_lengths": 4, "request_output_len": 3, "streaming": True}
+    lines = out.splitlines()
+    assert lines[:2] == [
+        "[INFO] Warm up for benchmarking.", "[INFO] Start benchmarking on 6 prompts.",
+    ]  # fmt: skip
+    assert lines[2].startswith("[INFO] Total Latency: ")
+
+
+def test_a_model_that_is_not_decoupled_answers_once_and_its_echo_is_not_counted(
+    http_server, trimaran
+):
+    http_server.is_decoupled = False
+    http_server.events = lambda body: [{"output_ids": [0] * 7, "sequence_length": 7}]
+
+    _, out, _ = trimaran("bench", "-u", http_server.url, *SHORT)
+
+    table = rows(out)
+    assert table["Avg. OP tokens per request"] == 3
+    assert "P99 time to first token (ms)" not in table
+    assert {path for path, _ in http_server.bodies} == {"/v2/models/tensorrt_llm/generate"}
+
+
+@pytest.mark.parametrize("flags", [(), ("--no-streaming", "--exclude-input-in-output")])
+def test_grpc_streams_are_counted(server, trimaran, flags):
+    server.script = lambda request: [ids_reply([1]), ids_reply([2, 3]), Reply(is_final=True)]
+
+    code, out, _ = trimaran("bench", "-i", "grpc", "-u", server.url, *SHORT, *flags)
+
+    assert code == 0
+    assert rows(out)["Avg. OP tokens per request"] == 3
+    assert server.received[0].inputs["streaming"].item() is not bool(flags)
+
+
+def test_unary_grpc_serves_models_that_are_not_decoupled(server, trimaran):
+    server.is_decoupled = False
+    server.script = lambda request: [ids_reply([0] * 4 + [1, 2])]
+
+    code, out, _ = trimaran("bench", "-i", "grpc", "-u", server.url, *SHORT)
+
+    assert code == 0
+    assert rows(out)["Avg. OP tokens per request"] == 2
+
+
+@pytest.mark.parametrize("protocol", ["http", "grpc"])
+def test_a_failed_request_is_counted_apart_and_fails_the_run(
+    server, http_server, trimaran, protocol
+):
+    http_server.events = lambda body: [{"error": "queue is full"}]
+    server.script = lambda request: [Reply(error="queue is full")]
+    url = server.url if protocol == "grpc" else http_server.url
+
+    code, out, err = trimaran("bench", "-i", protocol, "-u", url, *SHORT)
+
+    assert code == 1
+    assert rows(out)["Failed requests"] == 6
+    assert rows(out)["OP tokens/sec"] == 0
+    assert "Request failed: ServerError: queue is full" in err
+
+
+def test_several_models_take_turns(http_server, trimaran):
+    http_server.events = lambda body: [{"sequence_length": 1}]
+    names = ("--tensorrt-llm-model-name", "a", "--tensorrt-llm-model-name", "b")
+
+    trimaran("bench", "-u", http_server.url, "--warmup", "0", *names, *SHORT)
+
+    used = sorted(path.split("/")[3] for path, _ in http_server.bodies)
+    assert used == ["a"] * 3 + ["b"] * 3
+
+
+def test_results_go_to_files(http_server, trimaran, tmp_path):
+    http_server.events = lambda body: [{"sequence_length": 1}, {"sequence_length": 2}]
+    paths = [str(tmp_path / name) for name in ("r.json", "r.csv", "trace.json")]
+    flags = ("--json", paths[0], "--op-stats-csv", paths[1], "--dump-perfetto-trace", paths[2])
+
+    code, _, _ = trimaran("bench", "-u", http_server.url, *flags, *SHORT)
+
+    assert code == 0
+    result = json.loads((tmp_path / "r.json").read_text())
+    assert result["results"]["output_tokens"] == 18
+    assert result["client_host"]["num_cpus"] >= 1
+    assert set(result["versions"]) >= {"trimaran", "python", "tritonclient"}
+    assert len(result["load_average_before"]) == len(result["load_average_after"]) == 3
+    assert result["engine"] is None
+    with open(paths[1], newline="") as file:
+        table = dict(csv.reader(file))
+    assert float(table["Total requests"]) == 6
+    trace = json.loads((tmp_path / "trace.json").read_text())
+    assert len(trace["traceEvents"]) == 6
+
+
+def test_a_run_slower_than_its_record_fails(http_server, trimaran, tmp_path):
+    http_server.events = lambda body: [{"sequence_length": 3}]
+    (tmp_path / "perf.json").write_text(json.dumps({"fast": -1000.0, "slow": 1e9}))
+    check = ("--check-perf-json", str(tmp_path / "perf.json"), "--check-perf-key")
+
+    assert trimaran("bench", "-u", http_server.url, *check, "slow", *SHORT)[0] == 0
+    code, _, err = trimaran("bench", "-u", http_server.url, *check, "fast", *SHORT)
+
+    assert code == 1
+    assert "Slower than allowed" in err
+
+
+@pytest.mark.parametrize(
+    ("words", "complaint"),
+    [
+        ((), "say what to send: --input-len N --output-len N, or a sub-command"),
+        (("--input-len", "4"), "say what to send"),
+        (("--input-len", "0", "--output-len", "1"), "--input-len is 0 but must be 1 or more"),
+        ((*SHORT, "--test-llmapi"), "does not serve the llmapi model"),
+        (
+            (*SHORT, "--check-perf-key", "k"),
+            "--check-perf-json and --check-perf-key go together",
+        ),
+        ((*SHORT, "--max-input-len", "3"), "the shortest has 4"),
+        ((*SHORT, "token-from-histogram", "--histogram-key", "x"), "do not go with"),
+        (("token-from-histogram", "--histogram-key", "x"), "must be one of example"),
+        (("-u", "127.0.0.1:1", *SHORT), "no server answers at http://127.0.0.1:1"),
+    ],
+)
+def test_what_cannot_run_is_refused(trimaran, words, complaint):
+    code, _, err = trimaran("bench", *words)
+
+    assert code == 2
+    assert complaint in err
+
+
+def test_decoupled_insists_on_a_decoupled_model(http_server, trimaran):
+    http_server.is_decoupled = False
+
+    code, _, err = trimaran("bench", "-u", http_server.url, "--decoupled", *SHORT)
+
+    assert code == 2
+    assert "--decoupled: model 'tensorrt_llm' is not" in err
+
+
+def test_a_dataset_gives_prompts_and_lengths_by_words(
+    http_server, trimaran, tmp_path, repo_root
+):
+    http_server.events = lambda body: [{"sequence_length": 1}]
+    records = [
+        {"input": "The sea", "instruction": "was calm", "output": "one two three four"},
+        {"input": "A" * 500, "instruction": "long", "output": "x"},
+    ]
+    (tmp_path / "d.json").write_text(json.dumps(records))
+    demo = repo_root / "examples" / "demo_models" / "base"
+
+    code, out, _ = trimaran(
+        "bench", "-u", http_server.url, "--warmup", "0", "--max-input-len", "20", "dataset",
+        "--dataset", str(tmp_path / "d.json"), "--tokenizer-dir", str(demo),
+        "--op-tokens-per-word", "1.5",
+    )  # fmt: skip
+
+    assert code == 0
+    assert "Tokenizer: Tokens per word = " in out
+    ((_, body),) = http_server.bodies
+    assert body["request_output_len"] == 6
+
+
+class TestWorkload:
+    """The same seed makes the same requests."""
+
+    def test_lengths_are_normally_distributed(self):
+        items = Workload(100).normal(2000, (50, 10), (20, 0))
+
+        lengths = [len(item.ids) for item in items]
+        assert abs(np.mean(lengths) - 50) < 1
+        assert abs(np.std(lengths) - 10) < 1
+        assert {item.output_len for item in items} == {20}
+        assert max(max(item.ids) for item in items) < 100
+        assert items == Workload(100).normal(2000, (50, 10), (20, 0))
+        assert items != Workload(100, seed=1).normal(2000, (50, 10), (20, 0))
+
+    def test_a_length_is_one_token_at_least(self):
+        items = Workload(100).normal(50, (-5, 1), (0, 0))
+
+        assert {(len(item.ids), item.output_len) for item in items} == {(1, 1)}
+
+    def test_histogram_lengths_stay_within_the_table(self):
+        items = Workload(100).histogram(500, "example")
+
+        assert min(len(item.ids) for item in items) >= 16
+        assert max(len(item.ids) for item in items) < 768
+        assert max(item.output_len for item in items) < 256
+
+    def test_gaps_are_constant_or_exponential_with_the_same_rate(self):
+        constant = Workload(10).delays(5, 4.0, "constant")
+        random = Workload(10).delays(4000, 4.0, "exponential_dist")
+
+        assert constant == [0.0, 0.25, 0.5, 0.75, 1.0]
+        assert abs(np.mean(np.diff(random)) - 0.25) < 0.02
+        assert Workload(10).delays(3, -1, "constant") == [0.0] * 3
+
+    def test_warm_up_prompts_are_as_long_but_others(self):
+        workload = Workload(1000)
+        items = workload.fixed(3, 20, 5)
+
+        strangers = workload.strangers(items)
+
+        assert [len(item.ids) for item in strangers] == [20] * 3
+        assert not {tuple(i.ids) for i in items} & {tuple(i.ids) for i in strangers}
+
+
+class TestFigures:
+    """Figures follow from the times of arrival."""
+
+    def test_gaps_are_shared_out_over_the_tokens_of_a_response(self):
+        record = Record(Item([1, 2], 5), due_s=1.0)
+        record.arrivals = [(1.5, 1), (1.9, 4)]
+        record.end_s = 2.0
+
+        values = figures(Run([record], elapsed_s=2.0))
+
+        assert values["time_to_first_token_ms_p50"] == pytest.approx(500)
+        assert values["inter_token_ms_avg"] == pytest.approx(100)
+        assert values["latency_ms_p99"] == pytest.approx(1000)
+        assert values["output_tokens_per_s"] == pytest.approx(2.5)
+        assert values["avg_in_flight_requests"] == pytest.approx(0.5)
+
+    def test_failed_requests_do_not_count_as_fast_ones(self):
+        good = Record(Item([1], 1), due_s=0.0, arrivals=[(1.0, 1)], end_s=1.0)
+        bad = Record(Item([1], 1), due_s=0.0, end_s=0.001, error="refused")
+
+        values = figures(Run([good, bad], elapsed_s=1.0))
+
+        assert values["failed_requests"] == 1
+        assert values["requests_per_s"] == 1
+        assert values["latency_ms_p50"] == pytest.approx(1000)

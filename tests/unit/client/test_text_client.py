@@ -1,0 +1,150 @@
+"""`trimaran client text`: prompts out, texts regrouped."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from scripted_server import Reply, text_reply
+
+
+@pytest.fixture
+def call(server, trimaran):
+    """Send a prompt with more flags."""
+
+    def run(prompt, *flags):
+        return trimaran("client", "text", "-u", server.url, "-p", prompt, *flags)
+
+    return run
+
+
+def echo(request):
+    """Answers the prompt with itself and an ending."""
+    return [text_reply(request.inputs["text_input"].flat[0].decode() + " end", is_final=True)]
+
+
+def test_one_prompt_is_one_request_and_its_text_is_printed(server, call):
+    server.script = echo
+
+    assert call("Hello", "-o", "7") == (0, "Hello end\n", "")
+
+    (request,) = server.received
+    assert request.model == "ensemble"
+    values = {name: array.tolist() for name, array in request.inputs.items()}
+    assert values == {
+        "text_input": [[b"Hello"]], "max_tokens": [[7]], "stream": [[False]],
+        "beam_width": [[1]], "temperature": [[1.0]],
+    }  # fmt: skip
+
+
+def test_a_json_list_of_prompts_is_a_request_each(server, call):
+    server.script = echo
+
+    code, out, _ = call('["a", "b"]')
+
+    assert (code, out) == (0, "a end\nb end\n")
+    assert [request.inputs["text_input"].shape for request in server.received] == [(1, 1)] * 2
+
+
+@pytest.mark.parametrize("prompt", ["[1, 2]", "17", '{"a": 1}', "[not json"])
+def test_json_that_is_no_list_of_texts_is_a_prompt(server, call, prompt):
+    server.script = echo
+
+    assert call(prompt)[1] == f"{prompt} end\n"
+
+
+def test_a_batch_is_one_request_whose_responses_are_regrouped(server, call):
+    server.script = lambda request: [
+        text_reply(" of", batch_index=("INT32", [[1]])),
+        text_reply("A", batch_index=("INT32", [[0]])),
+        text_reply(" b", batch_index=("INT32", [[1]])),
+        text_reply(" a", batch_index=("INT32", [[0]]), is_final=True),
+    ]
+
+    code, out, _ = call('["p", "q"]', "--batch-inputs", "-S", "--stop-words", "x", "yz")
+
+    assert (code, out) == (0, "batch 0: A a\nbatch 1:  of b\n")
+    (request,) = server.received
+    assert request.inputs["text_input"].tolist() == [[b"p"], [b"q"]]
+    assert request.inputs["max_tokens"].tolist() == [[100], [100]]
+    assert request.inputs["stop_words"].tolist() == [[b"x", b"yz"], [b"x", b"yz"]]
+
+
+def test_text_of_a_stream_is_appended_or_overwritten(server, call):
+    server.script = lambda request: [
+        text_reply("One"), text_reply(" two"), Reply(is_final=True),
+    ]  # fmt: skip
+    assert call("p", "-S")[1] == "One two\n"
+
+    server.script = lambda request: [
+        text_reply("One"), text_reply("One two"), Reply(is_final=True),
+    ]  # fmt: skip
+    assert call("p", "-S", "--overwrite-output-text")[1] == "One two\n"
+
+
+def test_beams_and_sequences_have_lines_of_their_own(server, call):
+    server.script = lambda request: [text_reply("x", "y", is_final=True)]
+    assert call("p", "-b", "2")[1] == "beam 0: x\nbeam 1: y\n"
+
+    server.script = lambda request: [
+        text_reply("s", sequence_index=("INT32", [[1]])),
+        text_reply("f", sequence_index=("INT32", [[0]]), is_final=True),
+    ]
+    assert call("p", "-n", "2")[1] == "sequence 0: f\nsequence 1: s\n"
+
+
+def test_flags_become_tensors_of_their_type(server, call):
+    call(
+        "p", "--model-name", "tensorrt_llm_bls", "--top-k", "3", "--seed", "5",
+        "--bad-words", "b", "--embedding-bias-words", "u", "v",
+        "--embedding-bias-weights", "1.5", "-2", "--request-id", "id7", "--return-log-probs",
+    )  # fmt: skip
+
+    (request,) = server.received
+    assert (request.model, request.id) == ("tensorrt_llm_bls", "id7")
+    values = {name: array.tolist() for name, array in request.inputs.items()}
+    assert values["top_k"] == [[3]]
+    assert values["seed"] == [[5]]
+    assert values["bad_words"] == [[b"b"]]
+    assert values["embedding_bias_words"] == [[b"u", b"v"]]
+    assert values["embedding_bias_weights"] == [[1.5, -2.0]]
+    assert values["return_log_probs"] == [[True]]
+
+
+def test_expected_texts_are_compared(server, call):
+    server.script = echo
+    prompts, texts = json.dumps(["a", "b"]), json.dumps(["a end", "b end"])
+
+    assert call(prompts, "--check-outputs", "--expected-outputs", texts)[0] == 0
+    code, _, err = call("a", "--check-outputs", "--expected-outputs", "other")
+
+    assert code == 1
+    assert "prompt 0: the server's text is not the expected one" in err
+    assert "expected: 'other'" in err
+    assert "received: 'a end'" in err
+
+
+@pytest.mark.parametrize(
+    ("flags", "complaint"),
+    [
+        (("--embedding-bias-words", "a"), "1 words but --embedding-bias-weights has 0 weights"),
+        (("--lora-path", "/l"), "--lora-path needs --lora-task-id"),
+        (("--check-outputs",), "--check-outputs needs --expected-outputs"),
+        (("--check-outputs", "--expected-outputs", '["a", "b"]'), "1 prompts, 2 texts"),
+    ],
+)
+def test_flags_that_do_not_go_together_are_refused(server, call, flags, complaint):
+    code, _, err = call("p", *flags)
+
+    assert code == 2
+    assert complaint in err
+    assert server.received == []
+
+
+def test_an_error_of_the_server_fails_the_run(server, call):
+    server.script = lambda request: [text_reply("par"), Reply(error="no engine")]
+
+    code, out, _ = call("p", "-S")
+
+    assert code == 1
+    assert out == "parReceived an error from server:\nno engine\n"

@@ -1,0 +1,251 @@
+"""`trimaran client token`: what goes over the wire, what is printed, what fails."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from scripted_server import Reply, ids_reply
+
+
+@pytest.fixture
+def ids_file(tmp_path):
+    path = tmp_path / "in.csv"
+    path.write_text("5, 6, 7\n8\n")
+    return str(path)
+
+
+@pytest.fixture
+def call(server, trimaran, ids_file):
+    """Send the ids 5 6 7 8 with more flags."""
+
+    def run(*flags):
+        return trimaran(
+            "client", "token", "-u", server.url, "--input-tokens-csv", ids_file, *flags
+        )
+
+    return run
+
+
+def test_the_default_request_has_the_documented_tensors(server, call):
+    server.script = lambda request: [ids_reply([5, 6, 7, 8, 1, 2], is_final=True)]
+
+    code, out, _ = call("--request-output-len", "2", "--request-id", "9")
+
+    assert code == 0
+    (request,) = server.received
+    assert (request.model, request.id, request.outputs) == ("tensorrt_llm", "9", [])
+    values = {name: array.tolist() for name, array in request.inputs.items()}
+    assert values == {
+        "input_ids": [[5, 6, 7, 8]], "input_lengths": [[4]], "request_output_len": [[2]],
+        "beam_width": [[1]], "temperature": [[1.0]], "runtime_top_k": [[1]],
+        "runtime_top_p": [[0.0]], "end_id": [[-1]], "pad_id": [[50256]], "streaming": [[False]],
+    }  # fmt: skip
+    assert out.splitlines() == [
+        "Input sequence:  [5, 6, 7, 8]", "Got completed request", "Output sequence:  [1, 2]",
+    ]  # fmt: skip
+
+
+def test_optional_flags_become_tensors_and_others_are_not_sent(server, call):
+    code, _, _ = call(
+        "--top_k", "40", "--top-p", "0.9", "--repetition-penalty", "1.5", "--return-log-probs",
+        "--exclude-input-in-output", "--lookahead_config", "[7,6,5]", "--seed", "3",
+        "--requested-outputs", "output_ids", "sequence_length",
+    )  # fmt: skip
+
+    assert code == 1  # the scripted answer lacks the requested outputs
+    (request,) = server.received
+    values = {name: array.item() for name, array in request.inputs.items() if array.size == 1}
+    assert values["runtime_top_k"] == 40
+    assert values["runtime_top_p"] == np.float32(0.9)
+    assert values["repetition_penalty"] == 1.5
+    assert values["return_log_probs"] is True
+    assert values["exclude_input_in_output"] is True
+    assert values["lookahead_ngram_size"] == 6
+    assert values["seed"] == 3
+    assert request.outputs == ["output_ids", "sequence_length"]
+    assert "presence_penalty" not in request.inputs
+
+
+def test_the_seed_has_the_name_that_the_model_knows(server, call):
+    server.input_names = ("random_seed",)
+
+    call("--random-seed", "11")
+
+    assert server.received[0].inputs["random_seed"].item() == 11
+
+
+def test_a_stream_is_printed_as_it_comes_and_put_together(server, call):
+    server.script = lambda request: [
+        ids_reply([1]), ids_reply([2, 3]), ids_reply([4]), Reply(is_final=True),
+    ]  # fmt: skip
+
+    code, out, _ = call("--streaming")
+
+    assert code == 0
+    assert out.splitlines() == [
+        "Input sequence:  [5, 6, 7, 8]", "[1]", "[2, 3]", "[4]", "Got completed request",
+        "Output sequence:  [1, 2, 3, 4]",
+    ]  # fmt: skip
+
+
+def test_sequences_are_put_together_by_their_index(server, call):
+    server.script = lambda request: [
+        ids_reply([1], sequence_index=("INT32", [[0]])),
+        ids_reply([7], sequence_index=("INT32", [[1]])),
+        ids_reply([8], sequence_index=("INT32", [[1]])),
+        ids_reply([2], sequence_index=("INT32", [[0]]), is_final=True),
+    ]
+
+    _, out, _ = call("--streaming", "-n", "2")
+
+    assert "Output sequence:  [1, 2]\nOutput sequence:  [7, 8]" in out
+    assert server.received[0].inputs["num_return_sequences"].item() == 2
+
+
+def test_beams_of_a_stream_are_sent_whole(server, call):
+    def beams(*rows):
+        width = max(len(row) for row in rows)
+        padded = [row + [-1] * (width - len(row)) for row in rows]
+        return {"output_ids": ("INT32", [padded]),
+                "sequence_length": ("INT32", [[len(row) for row in rows]])}  # fmt: skip
+
+    server.script = lambda request: [
+        Reply(beams([1], [2])), Reply(beams([2, 9], [1, 4, 5]), is_final=True),
+    ]  # fmt: skip
+
+    _, out, _ = call("--streaming", "-b", "2")
+
+    assert out.endswith("Output sequence:  [2, 9]\nOutput sequence:  [1, 4, 5]\n")
+
+
+@pytest.mark.parametrize(
+    ("came", "flags", "verdict", "rate", "code"),
+    [
+        ([1, 2, 3, 4], (), "PASS!", "1.0", 0),
+        ([1, 2, 9, 4], (), "FAIL!", "0.75", 1),
+        ([1, 2, 9, 4], ("--correctness-threshold", "0.7"), "PASS!", "0.75", 0),
+        ([1, 2], (), "FAIL!", "0.5", 1),
+    ],
+)
+def test_check_output_compares_ids(server, call, tmp_path, came, flags, verdict, rate, code):
+    expected = tmp_path / "out.csv"
+    expected.write_text("1,2,3,4")
+    server.script = lambda request: [ids_reply([5, 6, 7, 8, *came], is_final=True)]
+
+    done, out, _ = call("-c", "--output-tokens-csv", str(expected), *flags)
+
+    assert done == code
+    assert f"Output token matching rate: {rate}" in out
+    assert verdict in out.splitlines()
+
+
+def test_a_stop_request_has_the_same_id_and_ends_the_first_one(server, call):
+    def script(request):
+        if "stop" in request.inputs:
+            return [Reply(is_final=True), Reply(is_final=True)]
+        return [ids_reply([1])]
+
+    server.script = script
+
+    code, out, _ = call("-S", "--stop-after-ms", "50", "--request-id", "s")
+
+    assert code == 0
+    stop = server.received[1]
+    assert stop.id == "s"
+    assert {name: array.tolist() for name, array in stop.inputs.items()} == {
+        "input_ids": [[0]], "input_lengths": [[0]], "request_output_len": [[0]],
+        "stop": [[True]],
+    }  # fmt: skip
+    assert "Got cancellation response from server" in out
+    assert "Got completed request" in out
+
+
+def test_cancelling_the_call_is_reported(server, call):
+    def script(request):
+        yield ids_reply([1])
+        server.stays_open.wait(30)
+
+    server.script = script
+
+    code, out, _ = call("-S", "--stop-after-ms", "50", "--stop-via-request-cancel")
+
+    assert code == 0
+    assert "Request is cancelled" in out
+    assert len(server.received) == 1
+
+
+def test_a_request_that_was_to_be_stopped_but_came_whole_fails(server, call):
+    server.script = lambda request: [ids_reply([1, 2], is_final=True)]
+
+    code, out, _ = call("-S", "--stop-after-ms", "5000", "--request-output-len", "2")
+
+    assert code == 1
+    assert "2 tokens came although the request for 2 was stopped" in out
+
+
+def test_an_error_of_the_server_is_printed_and_fails(server, call):
+    server.script = lambda request: [Reply(error="Streaming is only supported in ...")]
+
+    code, out, _ = call()
+
+    assert code == 1
+    assert "Received an error from server:\nStreaming is only supported in ..." in out
+
+
+def test_no_server_is_an_error_and_no_traceback(trimaran):
+    code, out, _ = trimaran("client", "token", "-u", "127.0.0.1:1")
+
+    assert code == 1
+    assert "Received an error from server:" in out
+    assert "Failed to connect" in out
+
+
+def test_only_requested_outputs_may_come(server, call):
+    server.script = lambda request: [
+        ids_reply([1], is_final=True, cum_log_probs=("FP32", [[0.5]]))
+    ]
+
+    code, out, _ = call("--requested-outputs", "output_ids", "sequence_length")
+
+    assert code == 1
+    assert "outputs ['cum_log_probs', 'output_ids', 'sequence_length'] came" in out
+
+
+def test_performance_metrics_are_printed_a_line_each(server, call):
+    server.script = lambda request: [
+        ids_reply([5, 6, 7, 8, 1], is_final=True,
+                  kv_cache_reused_blocks=("INT32", [[4]]), acceptance_rate=("FP32", [[0.5]]))
+    ]  # fmt: skip
+
+    _, out, _ = call("--return-perf-metrics")
+
+    assert "kv_cache_reused_blocks: 4\nacceptance_rate: 0.5\n" in out
+
+
+def test_without_a_tokenizer_only_the_default_text_has_ids(server, trimaran):
+    trimaran("client", "token", "-u", server.url)
+    assert server.received[0].inputs["input_ids"][0, 0] == 28524
+
+    code, _, err = trimaran("client", "token", "-u", server.url, "--text", "Hello")
+    assert code == 2
+    assert "--text needs --tokenizer-dir DIR" in err
+
+
+def test_with_a_tokenizer_text_is_shown_and_the_end_id_is_its_own(server, trimaran):
+    demo = Path(__file__).parents[3] / "examples" / "demo_models" / "base"
+
+    def script(request):
+        ids = request.inputs["input_ids"][0].tolist()
+        return [ids_reply([*ids, *ids[1:]], is_final=True)]
+
+    server.script = script
+
+    code, out, _ = trimaran(
+        "client", "token", "-u", server.url, "--tokenizer-dir", str(demo), "--text", "Hello"
+    )
+
+    assert code == 0
+    assert "Input: Hello\nOutput beam 0: Hello\n" in out
+    assert server.received[0].inputs["end_id"].item() >= 0
