@@ -25,7 +25,6 @@ def test_running_requests_finish_and_new_ones_are_refused(fresh_server):
     running.start()
     server.wait_until(lambda: server.repeat.num_running == 1)
     server.run(_drain(server))
-    assert server.service.admission.num_running == 1
     for action in ("infer", "generate", "generate_stream"):
         answer = server.post(f"/v2/models/repeat/{action}", body)
         assert (answer.status, answer.error) == (
