@@ -70,7 +70,9 @@ class Frontend:
         for name in self._config.groups:
             for version in repository.models[name].versions:
                 self._metrics.add_engine(name, str(version))
-        models = await build_models(repository, self._engines, self._metrics)
+        models = await build_models(
+            repository, self._engines, self._metrics, self._config.tokenizer_threads
+        )
         return [self._metrics.measure(model) for model in models]
 
     async def _all_ready(self, models: list[Model]) -> bool:

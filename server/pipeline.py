@@ -25,25 +25,34 @@ _STEPS = (Role.PREPROCESSING, Role.TOKEN, Role.POSTPROCESSING)
 
 
 async def build_models(
-    repository: ModelRepository, engines: EngineClient, metrics: Metrics
+    repository: ModelRepository,
+    engines: EngineClient,
+    metrics: Metrics,
+    tokenizer_threads: int = 2,
 ) -> list[Model]:
     """Every model of the repository, each wrapped so that its requests are counted.
 
     Raises:
         ConfigError: a model cannot be served; the message names it and the remedy.
     """
-    return await asyncio.to_thread(_Builder(repository, engines, metrics).build)
+    builder = _Builder(repository, engines, metrics, tokenizer_threads)
+    return await asyncio.to_thread(builder.build)
 
 
 class _Builder:
     """Builds step models first, then the text models over them."""
 
     def __init__(
-        self, repository: ModelRepository, engines: EngineClient, metrics: Metrics
+        self,
+        repository: ModelRepository,
+        engines: EngineClient,
+        metrics: Metrics,
+        tokenizer_threads: int,
     ) -> None:
         self._repository = repository
         self._engines = engines
         self._metrics = metrics
+        self._tokenizer_threads = tokenizer_threads
         self._tokenizers: dict[str, Tokenizer] = {}
         self._steps: dict[str, Model] = {}
         self._plain: dict[str, PreprocessingModel | PostprocessingModel | TokenModel] = {}
@@ -106,7 +115,7 @@ class _Builder:
             )
         key = str(Path(folder).resolve())
         if key not in self._tokenizers:
-            self._tokenizers[key] = Tokenizer(folder)
+            self._tokenizers[key] = Tokenizer(folder, self._tokenizer_threads)
         return self._tokenizers[key]
 
     def _ensemble(self, model: RepositoryModel, version: int) -> Model:

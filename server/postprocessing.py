@@ -6,7 +6,9 @@ from collections.abc import AsyncGenerator
 from dataclasses import dataclass, field
 
 import numpy as np
+import numpy.typing as npt
 
+from trimaran.comm.errors import RequestError
 from trimaran.server.detokenizer import IncrementalDetokenizer
 from trimaran.server.inference import InferRequest, InferResponse, Tensor
 from trimaran.server.model_repository import RepositoryModel
@@ -59,10 +61,19 @@ class PostprocessingModel:
     def _decode(self, request: InferRequest) -> list[str]:
         tokens = request.inputs["TOKENS_BATCH"].data
         beams = tokens.reshape(-1, tokens.shape[-1])
-        lengths = request.inputs["SEQUENCE_LENGTH"].data.reshape(-1)
-        return [
-            self.tokenizer.decode(
-                beam[: max(0, int(length))].tolist(), self.skip_special_tokens
+        lengths = request.inputs["SEQUENCE_LENGTH"].data.reshape(-1).tolist()
+        if len(lengths) != len(beams):
+            raise RequestError(
+                f"SEQUENCE_LENGTH has {len(lengths)} lengths, but TOKENS_BATCH has "
+                f"{len(beams)} beams; give one length a beam"
             )
-            for beam, length in zip(beams, lengths, strict=True)
-        ]
+        return [self._text(beam, length) for beam, length in zip(beams, lengths, strict=True)]
+
+    def _text(self, beam: npt.NDArray[np.int32], length: int) -> str:
+        ids = beam[: max(0, length)].tolist()
+        if ids and min(ids) < 0:
+            raise RequestError(
+                f"TOKENS_BATCH holds {min(ids)} within the first {length} ids, which "
+                "SEQUENCE_LENGTH says are text"
+            )
+        return self.tokenizer.decode(ids, self.skip_special_tokens)

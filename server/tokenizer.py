@@ -39,16 +39,21 @@ class Tokenizer:
         path = Path(folder)
         if not path.is_dir():
             raise ConfigError(f"tokenizer_dir {folder} is not a folder")
-        self._converted: tempfile.TemporaryDirectory[str] | None = None
-        if not (path / "tokenizer.json").exists():
-            path = self._convert(path)
+        self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="tokenizer")
+        if (path / "tokenizer.json").exists():
+            self._load(path)
+        else:
+            with tempfile.TemporaryDirectory(prefix="trimaran-tokenizer-") as scratch:
+                _convert(path, Path(scratch))
+                self._load(Path(scratch))
+
+    def _load(self, path: Path) -> None:
         try:
             self._fast = FastTokenizer.from_file(str(path / "tokenizer.json"))
         except Exception as error:
             raise ConfigError(f"{path}/tokenizer.json cannot be read: {error}") from error
         self._fast.no_padding()
         self._fast.no_truncation()
-        self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="tokenizer")
         settings = {
             **_read_json(path / "special_tokens_map.json"),
             **_read_json(path / "tokenizer_config.json"),
@@ -84,25 +89,22 @@ class Tokenizer:
         found: int | None = self._fast.token_to_id(content) if content else None
         return found
 
-    def _convert(self, folder: Path) -> Path:
-        """Convert a slow tokenizer once, in a child: transformers imports torch."""
-        self._converted = tempfile.TemporaryDirectory(prefix="trimaran-tokenizer-")
-        logger.info("Converting the tokenizer of %s to tokenizer.json", folder)
-        done = subprocess.run(
-            [sys.executable, "-P", "-c", _CONVERT, str(folder), self._converted.name],
-            capture_output=True,
-            text=True,
-            timeout=_CONVERT_TIMEOUT_S,
-            check=False,
+
+def _convert(folder: Path, target: Path) -> None:
+    """Convert a slow tokenizer, in a child: transformers imports torch."""
+    logger.info("Converting the tokenizer of %s to tokenizer.json", folder)
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", _CONVERT, str(folder), str(target)],
+        capture_output=True,
+        text=True,
+        timeout=_CONVERT_TIMEOUT_S,
+        check=False,
+    )
+    if done.returncode != 0 or not (target / "tokenizer.json").exists():
+        reason = done.stderr.strip().splitlines()[-1:] or ["no tokenizer.json came out"]
+        raise ConfigError(
+            f"tokenizer_dir {folder} has no tokenizer.json and cannot be converted: {reason[0]}"
         )
-        converted = Path(self._converted.name)
-        if done.returncode != 0 or not (converted / "tokenizer.json").exists():
-            reason = done.stderr.strip().splitlines()[-1:] or ["no tokenizer.json came out"]
-            raise ConfigError(
-                f"tokenizer_dir {folder} has no tokenizer.json and cannot be converted: "
-                f"{reason[0]}"
-            )
-        return converted
 
 
 def _read_json(path: Path) -> dict[str, Any]:

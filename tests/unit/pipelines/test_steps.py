@@ -1,0 +1,206 @@
+"""Preprocessing and postprocessing as models of their own, and the tokenizers under them."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from transformers import GPT2Tokenizer
+
+from trimaran.comm.errors import ConfigError, RequestError
+from trimaran.server.tokenizer import Tokenizer
+
+
+async def _preprocess(served, **inputs):
+    (response,) = await served.infer("preprocessing", **{"REQUEST_OUTPUT_LEN": 9, **inputs})
+    return {tensor.name: tensor for tensor in response.outputs}
+
+
+async def test_text_becomes_the_tensors_of_the_token_model(serve):
+    async with serve() as served:
+        encode = served.tokenizer.encode_now
+        tensors = await _preprocess(served, QUERY="größer 東京")
+        values = {name: tensor.data.tolist() for name, tensor in tensors.items()}
+        ids = encode("größer 東京", True)
+        assert values == {
+            "INPUT_ID": [ids],
+            "REQUEST_INPUT_LEN": [[len(ids)]],
+            "DECODER_INPUT_ID": [[2]],
+            "REQUEST_DECODER_INPUT_LEN": [[1]],
+            "REQUEST_OUTPUT_LEN": [[9]],
+            "OUT_END_ID": [[1]],
+            "OUT_PAD_ID": [[2]],
+            "BAD_WORDS_IDS": [[[], []]],
+            "STOP_WORDS_IDS": [[[], []]],
+            "EMBEDDING_BIAS": [[]],
+        }
+        declared = {t.name: t.data_type for t in served.models["preprocessing"].config.output}
+        assert set(values) <= set(declared)
+        assert {t.datatype for t in tensors.values()} == {"INT32", "FP32"}
+
+
+async def test_a_batch_is_padded_to_its_longest(serve):
+    async with serve() as served:
+        texts = np.array([["a much longer text"], ["b"]], dtype=object)
+        words = np.array([["stop", "no"], ["halt now", "x"]], dtype=object)
+        tensors = await _preprocess(
+            served,
+            QUERY=np.vectorize(str.encode, otypes=[object])(texts),
+            REQUEST_OUTPUT_LEN=np.array([[3], [4]], np.int32),
+            STOP_WORDS_DICT=np.vectorize(str.encode, otypes=[object])(words),
+            PAD_ID=np.array([[7], [8]], np.int32),
+        )
+        encode = served.tokenizer.encode_now
+        ids = [encode(text, True) for (text,) in texts]
+        rows = tensors["INPUT_ID"].data.tolist()
+        assert rows == [ids[0], ids[1] + [8] * (len(ids[0]) - len(ids[1]))]
+        assert tensors["REQUEST_INPUT_LEN"].data.tolist() == [[len(ids[0])], [len(ids[1])]]
+        assert tensors["REQUEST_OUTPUT_LEN"].data.tolist() == [[3], [4]]
+        lists = tensors["STOP_WORDS_IDS"].data
+        for row, (first, second) in zip(lists, words, strict=True):
+            one, two = encode(first, False), encode(second, False)
+            assert row[0].tolist()[: len(one) + len(two)] == one + two
+            assert set(row[0].tolist()[len(one) + len(two) :]) <= {0}
+            ends = [len(one), len(one) + len(two)]
+            assert row[1].tolist() == ends + [-1] * (row.shape[1] - 2)
+
+
+async def test_an_empty_placeholder_word_is_ignored(serve):
+    async with serve() as served:
+        tensors = await _preprocess(served, QUERY="x", STOP_WORDS_DICT="", BAD_WORDS_DICT="")
+        assert tensors["STOP_WORDS_IDS"].shape == (1, 2, 0)
+        assert tensors["BAD_WORDS_IDS"].shape == (1, 2, 0)
+
+
+async def test_decoder_texts_are_encoded_like_prompts(serve):
+    async with serve() as served:
+        tensors = await _preprocess(served, QUERY="x", DECODER_QUERY="hello")
+        ids = served.tokenizer.encode_now("hello", True)
+        assert tensors["DECODER_INPUT_ID"].data.tolist() == [ids]
+        assert tensors["REQUEST_DECODER_INPUT_LEN"].data.tolist() == [[len(ids)]]
+
+
+async def test_special_tokens_are_added_only_where_configured(serve):
+    async with serve(add_special_tokens="false") as served:
+        tensors = await _preprocess(served, QUERY="x")
+        assert tensors["INPUT_ID"].data.tolist() == [served.tokenizer.encode_now("x", False)]
+
+
+async def test_only_requested_outputs_of_preprocessing_come(serve):
+    async with serve() as served:
+        tensors = await _preprocess(served, QUERY="x", outputs=("OUT_END_ID",))
+        assert list(tensors) == ["OUT_END_ID"]
+
+
+@pytest.mark.parametrize(
+    ("inputs", "text"),
+    [
+        ({"QUERY": b"\xff\xfe"}, "input 'QUERY' is not UTF-8"),
+        (
+            {"EMBEDDING_BIAS_WORDS": ["a", "b"], "EMBEDDING_BIAS_WEIGHTS": [1.0]},
+            "2 words but 1 weights; give one weight a word",
+        ),
+        ({"IMAGE_URL": "http://x/y.png"}, "input 'IMAGE_URL' is set but images are not served"),
+    ],
+)
+async def test_preprocessing_refuses_by_name(serve, inputs, text):
+    async with serve() as served:
+        with pytest.raises(RequestError, match=text):
+            await _preprocess(served, **{"QUERY": "x", **inputs})
+
+
+async def _postprocess(served, ids, lengths):
+    (response,) = await served.infer(
+        "postprocessing",
+        TOKENS_BATCH=np.array(ids, np.int32),
+        SEQUENCE_LENGTH=np.array(lengths, np.int32),
+    )
+    (tensor,) = response.outputs
+    return [[text.decode() for text in row] for row in tensor.data]
+
+
+@pytest.mark.parametrize(("skip", "end"), [("true", ""), ("no", "</s>"), ("${x}", "")])
+async def test_each_beam_of_each_sample_becomes_its_text(serve, skip, end):
+    async with serve(skip_special_tokens=skip) as served:
+        encode = served.tokenizer.encode_now
+        texts = [["größer 東京", "b"], ["🙂 hi", "four words are here"]]
+        rows = [[[*encode(text, False), 1] for text in beams] for beams in texts]
+        width = max(len(ids) for beams in rows for ids in beams)
+        padded = [[ids + [-1] * (width - len(ids)) for ids in beams] for beams in rows]
+        lengths = [[len(ids) for ids in beams] for beams in rows]
+        assert await _postprocess(served, padded, lengths) == [
+            [text + end for text in beams] for beams in texts
+        ]
+
+
+@pytest.mark.parametrize(
+    ("ids", "lengths", "text"),
+    [
+        ([[[5, -1]]], [[2]], "TOKENS_BATCH holds -1 within the first 2 ids"),
+        ([[[5], [6]]], [[1]], "SEQUENCE_LENGTH has 1 lengths, but TOKENS_BATCH has 2 beams"),
+    ],
+)
+async def test_postprocessing_refuses_what_is_no_text(serve, ids, lengths, text):
+    async with serve() as served:
+        with pytest.raises(RequestError, match=text):
+            await _postprocess(served, ids, lengths)
+
+
+# ---- tokenizer folders ------------------------------------------------------------------
+
+
+def test_a_pad_token_that_is_missing_is_the_end_token(tokenizer_folder, tmp_path):
+    (tmp_path / "tokenizer.json").symlink_to(tokenizer_folder / "tokenizer.json")
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": "</s>"}))
+    tokenizer = Tokenizer(str(tmp_path))
+    assert (tokenizer.end_id, tokenizer.pad_id) == (1, 1)
+
+
+def test_a_slow_tokenizer_is_converted_once(tmp_path):
+    letters = {chr(256 + i) if i < 33 else chr(i): i for i in range(33, 127)}
+    vocab = {**letters, "Ġ": 127, "lo": 128, "Ġlo": 129, "<|endoftext|>": 130}
+    (tmp_path / "vocab.json").write_text(json.dumps(vocab), encoding="utf-8")
+    (tmp_path / "merges.txt").write_text("#version: 0.2\nl o\nĠ lo\n", encoding="utf-8")
+    (tmp_path / "tokenizer_config.json").write_text(
+        json.dumps({"tokenizer_class": "GPT2Tokenizer", "eos_token": "<|endoftext|>"})
+    )
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt2"}))
+    tokenizer = Tokenizer(str(tmp_path))
+    slow = GPT2Tokenizer.from_pretrained(str(tmp_path))
+    ids = tokenizer.encode_now("hello lo", False)
+    assert ids == slow.encode("hello lo")
+    assert tokenizer.decode(ids) == "hello lo"
+    assert tokenizer.end_id == 130
+    assert not (tmp_path / "tokenizer.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("content", "text"),
+    [
+        (None, "is not a folder"),
+        ("{", "tokenizer.json cannot be read"),
+        ("", "has no tokenizer.json and cannot be converted"),
+    ],
+)
+def test_a_folder_without_a_tokenizer_is_refused(tmp_path, content, text):
+    folder = tmp_path / "tokenizer"
+    if content is not None:
+        folder.mkdir()
+        if content:
+            (folder / "tokenizer.json").write_text(content)
+    with pytest.raises(ConfigError, match=text):
+        Tokenizer(str(folder))
+
+
+def test_pipelines_import_neither_torch_nor_transformers():
+    program = (
+        "import sys, trimaran.server.pipeline; "
+        "print([name for name in ('torch', 'transformers') if name in sys.modules])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", program], capture_output=True, text=True, check=True
+    )
+    assert done.stdout.strip() == "[]"

@@ -1,0 +1,338 @@
+"""Ensemble and BLS: text in, text out, over the three models between them."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+
+import numpy as np
+import pytest
+
+from trimaran.comm.errors import ErrorKind, RequestError
+from trimaran.comm.messages import unpack_ids
+from trimaran.comm.sampling_params import SamplingParams
+from trimaran.server.stop_text import StopText
+
+TEXT_MODELS = pytest.mark.parametrize("model", ["ensemble", "tensorrt_llm_bls"])
+
+
+def _values(response):
+    return {
+        tensor.name: tensor.data.item() for tensor in response.outputs if tensor.data.size == 1
+    }
+
+
+@TEXT_MODELS
+async def test_an_answer_is_the_prompt_and_its_continuation(serve, model):
+    async with serve() as served:
+        await served.dial(served.answer(" is größer than 東京 </s>"))
+        (response,) = await served.infer(model, text_input="A house", max_tokens=99)
+        (output,) = response.outputs
+        assert (output.name, output.datatype, output.shape) == ("text_output", "BYTES", (1, 1))
+        assert output.data.item().decode() == "A house is größer than 東京 "
+        assert response.is_final
+
+
+async def test_only_the_ensemble_adds_sequence_parameters(serve):
+    async with serve() as served:
+        await served.dial(served.answer("a"))
+        (of_ensemble,) = await served.infer("ensemble", text_input="x", max_tokens=1)
+        (of_bls,) = await served.infer("tensorrt_llm_bls", text_input="x", max_tokens=1)
+        assert of_ensemble.parameters == {
+            "sequence_id": 0,
+            "sequence_start": False,
+            "sequence_end": False,
+        }
+        assert of_bls.parameters == {}
+
+
+@TEXT_MODELS
+async def test_inputs_reach_the_engine_under_the_token_models_names(serve, model):
+    async with serve() as served:
+        engine = await served.dial(served.answer("a"))
+        encode = served.tokenizer.encode_now
+        await served.infer(
+            model,
+            text_input="Hello",
+            max_tokens=7,
+            top_k=5,
+            top_p=0.5,
+            temperature=0.25,
+            repetition_penalty=1.5,
+            length_penalty=2.0,
+            min_length=3,
+            random_seed=11,
+            bad_words=["ugly", ""],
+            stop_words=["halt"],
+            end_id=5,
+            beam_width=1,
+        )
+        (submit,) = engine.submits
+        assert unpack_ids(submit.prompt_ids).tolist() == encode("Hello", True)
+        assert SamplingParams.from_wire(submit.sampling) == SamplingParams(
+            max_tokens=7,
+            top_k=5,
+            top_p=0.5,
+            temperature=0.25,
+            repetition_penalty=1.5,
+            length_penalty=2.0,
+            min_tokens=3,
+            seed=11,
+            bad_words=(tuple(encode("ugly", False)),),
+            end_id=5,
+            pad_id=2,
+        )
+
+
+@TEXT_MODELS
+async def test_biased_words_bias_each_of_their_ids(serve, model):
+    async with serve() as served:
+        engine = await served.dial(served.answer("a"))
+        await served.infer(
+            model,
+            text_input="x",
+            max_tokens=1,
+            embedding_bias_words=["zebra", "zoo"],
+            embedding_bias_weights=[2.0, -1.0],
+        )
+        expected = np.zeros(600, np.float32)
+        for word, weight in (("zebra", 2.0), ("zoo", -1.0)):
+            for token in served.tokenizer.encode_now(word, True):
+                expected[token] += weight
+        found = np.frombuffer(engine.submits[0].sampling["embedding_bias"], "<f4")
+        np.testing.assert_array_equal(found, expected)
+
+
+@TEXT_MODELS
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_batch_of_texts_gives_one_answer_each(serve, model, stream):
+    async with serve() as served:
+        answers = {"one": " answer", "two and more": " reply 🙂", "drei": " größer"}
+        encode = served.tokenizer.encode_now
+        await served.dial(
+            lambda submit: next(
+                encode(answer, False)
+                for text, answer in answers.items()
+                if encode(text, True) == unpack_ids(submit.prompt_ids).tolist()
+            )
+        )
+        texts = np.array([[text.encode()] for text in answers], dtype=object)
+        responses = await served.infer(
+            model,
+            text_input=texts,
+            max_tokens=np.full((3, 1), 50, np.int32),
+            stream=np.full((3, 1), stream),
+        )
+        found = ["", "", ""]
+        for response in responses:
+            assert all(tensor.shape[0] == 1 for tensor in response.outputs)
+            found[_values(response)["batch_index"]] += _values(response)["text_output"].decode()
+        prompts = [""] * 3 if stream else list(answers)
+        assert found == [p + a for p, a in zip(prompts, answers.values(), strict=True)]
+        assert [r.is_final for r in responses].index(True) == len(responses) - 1
+
+
+@TEXT_MODELS
+async def test_further_outputs_come_where_asked_and_only_as_requested(serve, model):
+    async with serve() as served:
+        engine = await served.dial(served.answer("one two"))
+        engine.extras = lambda ids: {"log_probs": [-0.5] * len(ids)}
+        inputs = {
+            "text_input": "x",
+            "max_tokens": 99,
+            "return_num_input_tokens": True,
+            "return_num_output_tokens": True,
+            "return_log_probs": True,
+            "num_return_sequences": 2,
+        }
+        num_ids = len(served.tokenizer.encode_now("one two", False))
+        for response in await served.infer(model, **inputs):
+            tensors = {tensor.name: tensor.data for tensor in response.outputs}
+            assert tensors["num_input_tokens"].tolist() == [[2]]
+            assert tensors["num_output_tokens"].tolist() == [[num_ids]]
+            assert tensors["cum_log_probs"].tolist() == [[-num_ids / 2]]
+            assert tensors["output_log_probs"].tolist() == [[[-0.5] * num_ids]]
+            assert tensors["sequence_index"].item() in (0, 1)
+        responses = await served.infer(model, outputs=("text_output",), **inputs)
+        assert [[o.name for o in r.outputs] for r in responses] == [["text_output"]] * 2
+
+
+# ---- stop words -------------------------------------------------------------------------
+
+
+@TEXT_MODELS
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("max_per_step", [1, 5])
+async def test_a_stop_word_stays_and_what_follows_is_cut(serve, model, stream, max_per_step):
+    async with serve() as served:
+        answer = "we go on and on until größer 東京 comes, and then more of it " * 5
+        engine = await served.dial(served.answer(answer), max_per_step=max_per_step)
+        for word in ("r 東", "ntil g", "and then", "e"):
+            texts = await served.texts(
+                model, text_input="x", max_tokens=400, stop_words=["never", word], stream=stream
+            )
+            end = answer.index(word) + len(word)
+            assert "".join(texts) == ("" if stream else "x") + answer[:end]
+        await engine.until(lambda: len(engine.cancelled) == 4)
+
+
+async def test_a_stop_word_of_the_prompt_does_not_stop(serve):
+    async with serve() as served:
+        await served.dial(served.answer(" and on"))
+        texts = await served.texts(
+            "ensemble", text_input="a stop is", max_tokens=99, stop_words=["stop"]
+        )
+        assert texts == ["a stop is and on"]
+
+
+async def test_a_beginning_of_a_stop_word_is_shown_once_it_is_none(serve):
+    async with serve() as served:
+        await served.dial(served.answer("one stopwatch, no more sto"))
+        texts = await served.texts(
+            "ensemble", text_input="x", max_tokens=99, stop_words=["stopped"], stream=True
+        )
+        assert "".join(texts) == "one stopwatch, no more sto"
+
+
+async def test_a_stop_word_ends_its_own_sequence_only(serve):
+    async with serve() as served:
+        encode = served.tokenizer.encode_now
+        answers = ["first stop and more", "second goes on to its end"]
+        await served.dial(lambda submit: encode(answers[submit.sequence_index], False))
+        responses = await served.infer(
+            "ensemble",
+            text_input="x",
+            max_tokens=99,
+            stop_words=["stop"],
+            num_return_sequences=2,
+            exclude_input_in_output=True,
+        )
+        found = {_values(r)["sequence_index"]: _values(r)["text_output"] for r in responses}
+        assert found == {0: b"first stop", 1: b"second goes on to its end"}
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_stop_words_are_found_however_the_text_is_cut(seed):
+    draw = random.Random(seed)
+    text = "".join(draw.choice("abc") for _ in range(60))
+    words = tuple("".join(draw.choice("abc") for _ in range(4)) for _ in range(3))
+    ends = [text.find(word) + len(word) for word in words if word in text]
+    stop, shown, start = StopText(words), [], 0
+    while start < len(text):
+        end = start + draw.randint(1, 7)
+        shown.append(stop.push(text[start:end], is_last=end >= len(text)))
+        start = end
+    assert stop.is_matched == bool(ends)
+    # A chunk that holds two stop words is cut at the one that ends first.
+    assert "".join(shown) == text[: min(ends, default=len(text))]
+
+
+# ---- policy and errors ------------------------------------------------------------------
+
+
+@TEXT_MODELS
+async def test_a_repository_that_is_not_decoupled_answers_once_and_refuses_streams(
+    serve, model
+):
+    async with serve(decoupled_mode="False") as served:
+        await served.dial(served.answer("a b"))
+        assert not served.models[model].is_decoupled
+        assert await served.texts(model, text_input="x", max_tokens=99) == ["xa b"]
+        with pytest.raises(
+            RequestError, match="Streaming is only supported if model is deploy"
+        ):
+            await served.texts(model, text_input="x", max_tokens=99, stream=True)
+        with pytest.raises(RequestError, match="Batch size > 1 requires the tensorrt_llm"):
+            await served.infer(
+                model,
+                text_input=np.array([[b"x"], [b"y"]], dtype=object),
+                max_tokens=np.ones((2, 1), np.int32),
+            )
+
+
+@pytest.mark.parametrize(
+    ("inputs", "text"),
+    [
+        ({"max_tokens": 0}, "max_tokens must be a single value > 0"),
+        ({"num_draft_tokens": 4}, "cannot perform speculative decoding without draft model"),
+        ({"image_url_input": "http://x"}, "input 'IMAGE_URL' is set but images are not served"),
+        (
+            {"image_input": np.zeros((1, 1, 3, 2, 2), np.float16)},
+            "input 'image_input' is set but images are not served",
+        ),
+    ],
+)
+async def test_bls_refuses_what_it_cannot_do(serve, inputs, text):
+    async with serve() as served:
+        engine = await served.dial(served.answer("a"))
+        with pytest.raises(RequestError) as got:
+            await served.infer(
+                "tensorrt_llm_bls", **{"text_input": "x", "max_tokens": 3, **inputs}
+            )
+        assert str(got.value) == text
+        assert engine.submits == []
+
+
+async def test_accumulation_takes_one_text_and_one_beam(serve):
+    async with serve(accumulate_tokens="yes") as served:
+        await served.dial(served.answer("a"))
+        with pytest.raises(RequestError, match="Expected batch size of 1"):
+            await served.infer(
+                "tensorrt_llm_bls",
+                text_input=np.array([[b"x"], [b"y"]], dtype=object),
+                max_tokens=np.ones((2, 1), np.int32),
+            )
+        with pytest.raises(RequestError, match="only implemented for beam width = 1"):
+            await served.infer("tensorrt_llm_bls", text_input="x", max_tokens=1, beam_width=2)
+
+
+async def test_errors_of_steps_name_the_ensemble_and_keep_their_kind(serve):
+    async with serve() as served:
+        await served.dial(served.answer("a"))
+        with pytest.raises(RequestError) as got:
+            await served.infer("ensemble", text_input=b"\xff", max_tokens=1)
+        assert str(got.value).startswith("in ensemble 'ensemble', input 'QUERY' is not UTF-8")
+        with pytest.raises(RequestError) as got:
+            await served.infer("ensemble", text_input="word " * 400, max_tokens=1)
+        assert str(got.value).startswith("in ensemble 'ensemble', Prompt length (")
+        assert got.value.kind is ErrorKind.INVALID_ARG
+
+
+async def test_each_step_counts_a_text_request_once(serve):
+    async with serve() as served:
+        await served.dial(served.answer("a b c stop d e f"))
+        for stream in (False, True):
+            await served.infer(
+                "ensemble", text_input="x", max_tokens=9, stop_words=["stop"], stream=stream
+            )
+        with pytest.raises(RequestError):
+            await served.infer("ensemble", text_input="x", max_tokens=0)
+        counts = {
+            name: (
+                model.statistics.message().inference_stats.success.count,
+                model.statistics.message().inference_stats.fail.count,
+            )
+            for name, model in served.models.items()
+        }
+        assert counts == {
+            "preprocessing": (3, 0),
+            "tensorrt_llm": (2, 1),
+            "postprocessing": (2, 0),
+            "ensemble": (2, 1),
+            "tensorrt_llm_bls": (0, 0),
+        }
+
+
+async def test_bls_requests_do_not_wait_for_each_other(serve):
+    async with serve() as served:
+        engine = await served.dial(served.answer("a b c"))
+        engine.gate.clear()
+        tasks = [
+            asyncio.ensure_future(
+                served.texts("tensorrt_llm_bls", text_input="x", max_tokens=9)
+            )
+            for _ in range(50)
+        ]
+        await engine.until(lambda: len(engine.submits) == 50)
+        engine.gate.set()
+        assert await asyncio.gather(*tasks) == [["xa b c"]] * 50
