@@ -43,6 +43,7 @@ class RepositoryModel:
     config: ModelConfig
     role: Role
     versions: tuple[int, ...]
+    """The versions to serve, as the version policy chooses them: the latest by default."""
     parameters: ModelParameters
 
     @property
@@ -99,10 +100,10 @@ def _load_model(folder: Path) -> RepositoryModel:
             "equal or remove the name."
         )
     config.name = folder.name
-    versions = _versions(folder)
+    versions = _chosen(path, config, _versions(folder))
     values = {key: value.string_value for key, value in config.parameters.items()}
     parameters = ModelParameters(values, path)
-    role = role_of(config)
+    role = role_of(path, config)
     check_tensors(path, config, role)
     if role in _PARAMETERS:
         check_parameters(path, parameters, _PARAMETERS[role])
@@ -123,3 +124,19 @@ def _versions(folder: Path) -> tuple[int, ...]:
     if not found:
         raise ConfigError(f"{folder}: holds no version folder. Make one: mkdir {folder}/1")
     return tuple(sorted(found))
+
+
+def _chosen(path: Path, config: ModelConfig, found: tuple[int, ...]) -> tuple[int, ...]:
+    """The versions that the model's policy serves, of those that exist."""
+    policy = config.version_policy
+    if policy.HasField("all"):
+        return found
+    if policy.HasField("specific"):
+        missing = sorted(set(policy.specific.versions) - set(found))
+        if missing:
+            raise ConfigError(
+                f"{path}: version_policy names the version {missing[0]}, but the folder holds "
+                f"{', '.join(map(str, found))}"
+            )
+        return tuple(sorted(policy.specific.versions))
+    return found[-(policy.latest.num_versions or 1) :]

@@ -69,8 +69,12 @@ _CHOICES: dict[str, tuple[str, ...]] = {
 }
 
 
-def role_of(config: ModelConfig) -> Role:
-    """The role, by platform and tensors; the name does not matter."""
+def role_of(path: Path, config: ModelConfig) -> Role:
+    """The role, by platform and tensors; the name does not matter.
+
+    Raises:
+        ConfigError: name or backend say what the model is, but it lacks tensors for that.
+    """
     if config.platform == "ensemble" or config.HasField("ensemble_scheduling"):
         return Role.ENSEMBLE
     inputs = {tensor.name for tensor in config.input}
@@ -78,7 +82,24 @@ def role_of(config: ModelConfig) -> Role:
     for role, needed_inputs, needed_outputs in _SIGNATURES:
         if needed_inputs <= inputs and needed_outputs <= outputs:
             return role
+    _refuse_near_miss(path, config, inputs, outputs)
     return Role.OTHER
+
+
+def _refuse_near_miss(
+    path: Path, config: ModelConfig, inputs: set[str], outputs: set[str]
+) -> None:
+    names = {name: role for role, name in _TEMPLATES.items()}
+    is_engine = config.backend == "tensorrtllm"
+    meant = Role.TOKEN if is_engine else names.get(config.name)
+    for role, needed_inputs, needed_outputs in _SIGNATURES:
+        if role is meant:
+            lacking = sorted(needed_inputs - inputs) or sorted(needed_outputs - outputs)
+            side = "input" if needed_inputs - inputs else "output"
+            raise ConfigError(
+                f"{path}: a {role.value} has the {side} '{lacking[0]}', which is not declared. "
+                f"A complete one: trimaran init-repo FOLDER --models {_TEMPLATES[role]}"
+            )
 
 
 def check_tensors(path: Path, config: ModelConfig, role: Role) -> None:

@@ -129,13 +129,72 @@ def test_version_folders_are_numbers_and_one_is_needed(write_repository, caplog)
     (root / "tensorrt_llm" / "backup").mkdir()
     (root / "tensorrt_llm" / "3").mkdir()
     with caplog.at_level(logging.WARNING):
-        assert ModelRepository.load(root).models["tensorrt_llm"].versions == (1, 3)
+        assert ModelRepository.load(root).models["tensorrt_llm"].versions == (3,)
     assert "'backup' is not a version number and is ignored" in caplog.text
 
     (root / "ensemble" / "1").rmdir()
     assert refusal(root) == (
         f"{root}/ensemble: holds no version folder. Make one: mkdir {root}/ensemble/1"
     )
+
+
+@pytest.mark.parametrize(
+    ("policy", "versions"),
+    [
+        ("", (10,)), ("version_policy { latest { num_versions: 2 } }", (3, 10)),
+        ("version_policy { all { } }", (1, 3, 10)),
+        ("version_policy { specific { versions: [ 3 ] } }", (3,)),
+    ],
+)  # fmt: skip
+def test_the_version_policy_chooses_versions(write_repository, policy, versions):
+    root = write_repository()
+    path = root / "postprocessing" / "config.pbtxt"
+    path.write_text(path.read_text() + policy)
+    for version in ("3", "10"):
+        (root / "postprocessing" / version).mkdir()
+
+    assert ModelRepository.load(root).models["postprocessing"].versions == versions
+
+
+def test_a_version_that_the_policy_names_must_exist(write_repository):
+    root = write_repository()
+    path = root / "postprocessing" / "config.pbtxt"
+    path.write_text(path.read_text() + "version_policy { specific { versions: [ 4 ] } }")
+
+    assert (
+        refusal(root) == f"{path}: version_policy names the version 4, but the folder holds 1"
+    )
+
+
+@pytest.mark.parametrize(
+    ("model", "tensor", "role"),
+    [
+        ("tensorrt_llm", "input_lengths", "token model"),
+        ("preprocessing", "QUERY", "preprocessing"),
+        ("postprocessing", "SEQUENCE_LENGTH", "postprocessing"),
+        ("tensorrt_llm_bls", "max_tokens", "bls"),
+    ],
+)
+def test_a_model_of_a_known_name_without_a_tensor_of_its_role_is_refused(
+    write_repository, edit, model, tensor, role
+):
+    root = write_repository()
+    path = root / model / "config.pbtxt"
+    edit(path, f'name: "{tensor}"', 'name: "renamed"')
+
+    assert refusal(root) == (
+        f"{path}: a {role} has the input '{tensor}', which is not declared. A complete one: "
+        f"trimaran init-repo FOLDER --models {model}"
+    )
+
+
+def test_an_output_declared_twice_is_taken(write_repository, edit):
+    root = write_repository()
+    path = root / "ensemble" / "config.pbtxt"
+    twice = 'output [ { name: "batch_index" data_type: TYPE_INT32 dims: [ 1 ] } ]\n'
+    path.write_text(path.read_text() + twice)
+
+    assert "ensemble" in ModelRepository.load(root).models
 
 
 def test_an_empty_or_missing_repository_says_how_to_write_one(tmp_path):
