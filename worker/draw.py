@@ -25,12 +25,14 @@ def draw(logits_NV: Tensor, batch: SamplingBatch, entries: Entries) -> Tensor:
     """Sample the rows ``entries`` of the batch, whose logits these are. int64 [N].
 
     Rows without a filter, with top-k, and with other filters go separate ways, so that
-    none pays for another's.
+    none pays for another's. The CPU's kernel does the same row by row.
     """
     params = _Params(batch, entries)
-    temperatures = np.maximum(params.floats[:, TEMPERATURE], _MIN_TEMPERATURE)
-    scaled = logits_NV / to_device(temperatures, logits_NV.device)[:, None]
-    has_top_k = (params.top_k > 0) & (params.top_k < scaled.shape[1])
+    kernel = batch.state.kernel
+    if kernel is not None:
+        filters = np.ascontiguousarray(params.floats[:, (TEMPERATURE, TOP_P, MIN_P)])
+        return kernel.draw(logits_NV, filters, params.top_k, params.host_keys())
+    has_top_k = (params.top_k > 0) & (params.top_k < logits_NV.shape[1])
     has_other = (params.floats[:, TOP_P] < 1) | (params.floats[:, MIN_P] > 0)
     ways = (
         (has_top_k, _draw_top_k),
@@ -41,11 +43,11 @@ def draw(logits_NV: Tensor, batch: SamplingBatch, entries: Entries) -> Tensor:
     for is_here, way in ways:
         rows = np.flatnonzero(is_here)
         if len(rows) == len(entries):
-            return way(scaled, params)
+            return way(logits_NV, params)
         if len(rows):
-            index = to_device(rows, scaled.device)
+            index = to_device(rows, logits_NV.device)
             ids = index.new_empty(len(entries)) if ids is None else ids
-            ids.index_copy_(0, index, way(scaled.index_select(0, index), params.of(rows)))
+            ids.index_copy_(0, index, way(logits_NV.index_select(0, index), params.of(rows)))
     assert ids is not None
     return ids
 
@@ -58,60 +60,76 @@ class _Params:
         self._entries = entries
         rows = batch.rows[entries]
         self.floats = batch.state.float_params[rows]
+        np.maximum(
+            self.floats[:, TEMPERATURE], _MIN_TEMPERATURE, out=self.floats[:, TEMPERATURE]
+        )
         self.top_k = batch.state.int_params[rows, TOP_K]
 
     def of(self, rows: Entries) -> _Params:
         """Those of some of the rows."""
         return _Params(self._batch, self._entries[rows])
 
-    def keys(self) -> Tensor:
-        """int32 [N, 2]: the noise's keys, on the device."""
+    def host_keys(self) -> npt.NDArray[np.int32]:
+        """int32 [N, 2]: the noise's keys."""
         return self._batch.keys(self._entries)
 
+    def keys(self, device: torch.device) -> Tensor:
+        """The same on the device."""
+        return to_device(self.host_keys(), device)
 
-def _draw_any(scaled_NV: Tensor, params: _Params) -> Tensor:
-    ids = torch.arange(scaled_NV.shape[1], device=scaled_NV.device)[None]
-    return argmax(gumbel(params.keys(), ids).add_(scaled_NV))
+    def tempered(self, logits_NK: Tensor) -> Tensor:
+        """Logits divided by each row's temperature."""
+        return logits_NK / to_device(self.floats[:, TEMPERATURE, None], logits_NK.device)
 
 
-def _draw_top_k(scaled_NV: Tensor, params: _Params) -> Tensor:
+def _draw_any(logits_NV: Tensor, params: _Params) -> Tensor:
+    ids = torch.arange(logits_NV.shape[1], device=logits_NV.device)[None]
+    noise = gumbel(params.keys(logits_NV.device), ids)
+    return argmax(noise.add_(params.tempered(logits_NV)))
+
+
+def _draw_top_k(logits_NV: Tensor, params: _Params) -> Tensor:
     """Top-k, then top-p over the mass of what is left, then min-p."""
     count = int(params.top_k.max())
-    values, ids = largest(scaled_NV, count)
+    logits, ids = largest(logits_NV, count)
+    values = params.tempered(logits)
     mass = _relative_mass(values)
     is_out = None
     if (params.top_k < count).any():
-        top_k = to_device(params.top_k, scaled_NV.device)[:, None]
-        is_out = torch.arange(count, device=scaled_NV.device) >= top_k
+        top_k = to_device(params.top_k, logits_NV.device)[:, None]
+        is_out = torch.arange(count, device=logits_NV.device) >= top_k
         mass.masked_fill_(is_out, 0.0)
     return _draw_from(values, ids, mass, mass.sum(dim=-1, keepdim=True), is_out, params)
 
 
-def _draw_top_p(scaled_NV: Tensor, params: _Params) -> Tensor:
+def _draw_top_p(logits_NV: Tensor, params: _Params) -> Tensor:
     """Top-p and min-p over the whole vocabulary."""
-    num_rows, vocab_size = scaled_NV.shape
-    if scaled_NV.device.type != "cpu" or vocab_size < 4 * _FEW:
-        return _draw_sorted(scaled_NV, params)
+    num_rows, vocab_size = logits_NV.shape
+    if logits_NV.device.type != "cpu" or vocab_size < 4 * _FEW:
+        return _draw_sorted(logits_NV, params)
     # The host may look at the mass, which it must not do on a GPU.
-    values, ids = largest(scaled_NV, _FEW)
+    logits, ids = largest(logits_NV, _FEW)
+    values = params.tempered(logits)
     mass = _relative_mass(values)
-    total = (scaled_NV.logsumexp(dim=-1, keepdim=True) - values[:, :1]).double().exp_()
+    whole = params.tempered(logits_NV).logsumexp(dim=-1, keepdim=True)
+    total = (whole - values[:, :1]).double().exp_()
     has_mass = mass.sum(dim=-1).numpy() > (params.floats[:, TOP_P] + 1e-5) * total[:, 0].numpy()
     has_tail = mass[:, -1].numpy() < params.floats[:, MIN_P]
     is_enough = has_mass | has_tail
     if is_enough.all():
         return _draw_from(values, ids, mass, total, None, params)
     if not is_enough.any():
-        return _draw_sorted(scaled_NV, params)
+        return _draw_sorted(logits_NV, params)
     chosen = torch.empty(num_rows, dtype=torch.int64)
     few, many = np.flatnonzero(is_enough), np.flatnonzero(~is_enough)
     chosen[few] = _draw_from(values[few], ids[few], mass[few], total[few], None, params.of(few))
-    chosen[many] = _draw_sorted(scaled_NV[many], params.of(many))
+    chosen[many] = _draw_sorted(logits_NV[many], params.of(many))
     return chosen
 
 
-def _draw_sorted(scaled_NV: Tensor, params: _Params) -> Tensor:
-    values, ids = largest(scaled_NV, scaled_NV.shape[1])
+def _draw_sorted(logits_NV: Tensor, params: _Params) -> Tensor:
+    logits, ids = largest(logits_NV, logits_NV.shape[1])
+    values = params.tempered(logits)
     mass = _relative_mass(values)
     return _draw_from(values, ids, mass, mass.sum(dim=-1, keepdim=True), None, params)
 
@@ -141,7 +159,7 @@ def _draw_from(
         min_p = to_device(params.floats[:, MIN_P].astype(np.float64), device)[:, None]
         is_small = mass_NK < min_p
         is_out_NK = is_small if is_out_NK is None else is_out_NK | is_small
-    noisy = gumbel(params.keys(), ids_NK).add_(values_NK)
+    noisy = gumbel(params.keys(device), ids_NK).add_(values_NK)
     if is_out_NK is not None:
         # The likeliest stays whatever the parameters are.
         is_out_NK[:, 0] = False

@@ -12,6 +12,8 @@ import torch
 from trimaran.comm.collectives import TensorParallelGroup
 from trimaran.comm.errors import ConfigError
 from trimaran.comm.topology import ParallelLayout
+from trimaran.kernels.build import load_library
+from trimaran.kernels.sampling import CpuSampling
 from trimaran.worker.config import EngineConfig, SchedulerConfig
 from trimaran.worker.input_batch import InputBatch
 from trimaran.worker.kv_cache.manager import KVCacheManager
@@ -35,7 +37,7 @@ class LoadedEngine:
 
     def facts(self, topology: ParallelLayout, depth: int) -> dict[str, Any]:
         """For front ends, logs and metrics."""
-        model, limits = self.runner.model, self.limits
+        model, limits, kernel = self.runner.model, self.limits, self.runner.sampling.kernel
         return {
             "max_batch_size": limits.max_num_seqs,
             "max_num_tokens": limits.max_num_batched_tokens,
@@ -52,7 +54,10 @@ class LoadedEngine:
             "tokens_per_block": self.cache.block_size,
             "max_blocks": self.cache.num_blocks,
             "depth": depth,
-            "backends": {**model.backends(), "sampling": "torch"},
+            "backends": {
+                **model.backends(),
+                "sampling": "torch" if kernel is None else kernel.name,
+            },
         }
 
 
@@ -65,7 +70,9 @@ def load_engine(
 ) -> LoadedEngine:
     """Load this rank's weights, agree on the cache's size, allocate and warm up. Collective."""
     model = load_model(config, topology, tp, device)
+    kernel = None
     if device.type == "cpu" and model.backends()["linear"] != "torch":
+        kernel = CpuSampling(load_library())
         # Our kernels have threads of their own. Torch's would spin beside them after every
         # larger operation of the sampler, and the step would wait for the cores.
         torch.set_num_threads(1)
@@ -85,7 +92,7 @@ def load_engine(
     def make_runner(num_blocks: int) -> ModelRunner:
         for group in groups:
             group.allocate(num_blocks, block_size, device)
-        return ModelRunner(model, groups, inputs, vocab_size, tp)
+        return ModelRunner(model, groups, inputs, vocab_size, tp, kernel)
 
     step_bytes = 0
     if device.type == "cuda":

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from trimaran.comm.collectives import TensorParallelGroup
+from trimaran.kernels.sampling import CpuSampling
 from trimaran.worker.attention.backend import (
     AttentionMetadata,
     ForwardContext,
@@ -104,13 +105,14 @@ class ModelRunner:
         inputs: InputBatch,
         vocab_size: int,
         tp: TensorParallelGroup,
+        kernel: CpuSampling | None = None,
     ) -> None:
         self.model = model
         self.tp = tp
         self.groups = groups
         self.inputs = inputs
         num_rows = len(inputs.num_prompt_tokens)
-        self.sampling = SamplingRows(num_rows, vocab_size, inputs.device)
+        self.sampling = SamplingRows(num_rows, vocab_size, inputs.device, kernel)
         self._kv_caches = _layer_views(groups)
         is_gpu = inputs.device.type == "cuda"
         self._copy_stream: torch.cuda.Stream | None = None

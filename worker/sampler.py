@@ -41,8 +41,10 @@ def sample(logits_NV: Tensor, batch: SamplingBatch, token_table_RL: Tensor) -> S
     ids so far, those sampled by steps in flight included.
     """
     wants = batch.all_wants
+    kernel = batch.state.kernel
+    likeliest = argmax if kernel is None else kernel.argmax
     if not wants:
-        return SamplerOutput(argmax(logits_NV))
+        return SamplerOutput(likeliest(logits_NV))
     model_logits = logits_NV.clone() if wants & Want.LOG_PROBS else logits_NV
     for want, process in PROCESSORS:
         if wants & want:
@@ -51,7 +53,7 @@ def sample(logits_NV: Tensor, batch: SamplingBatch, token_table_RL: Tensor) -> S
     if len(entries) == len(batch.rows):
         ids = draw(logits_NV, batch, entries)
     else:
-        ids = argmax(logits_NV)
+        ids = likeliest(logits_NV)
         if len(entries):
             index = batch.index(entries)
             ids.index_copy_(0, index, draw(logits_NV[index], batch, entries))

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from trimaran.comm.sampling_params import SamplingParams
+from trimaran.kernels.sampling import CpuSampling
 from trimaran.worker.noise import noise_keys
 from trimaran.worker.staging import to_device
 from trimaran.worker.step_types import Int32Array, NewRow
@@ -101,23 +102,30 @@ class SamplingBatch:
         outputs: npt.NDArray[np.int64] = self.lengths[entries] - self.state.num_prompt[rows]
         return outputs
 
-    def keys(self, entries: npt.NDArray[np.int64]) -> Tensor:
+    def keys(self, entries: npt.NDArray[np.int64]) -> npt.NDArray[np.int32]:
         """int32 [n, 2]: the noise's key of each row at its output position."""
         rows = self.rows[entries]
-        keys = noise_keys(
+        return noise_keys(
             self.state.seeds[rows],
             self.state.sequence_indices[rows],
             self.num_outputs(entries).astype(np.uint64),
         )
-        return to_device(keys, self.state.device)
 
 
 class SamplingRows:
     """The sampling parameters of all rows, written when a row is entered."""
 
-    def __init__(self, num_rows: int, vocab_size: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        num_rows: int,
+        vocab_size: int,
+        device: torch.device,
+        kernel: CpuSampling | None = None,
+    ) -> None:
         self.vocab_size = vocab_size
         self.device = device
+        self.kernel = kernel
+        """What chooses ids on this CPU; None means torch."""
         self.float_params = np.zeros((num_rows, 6), dtype=np.float32)
         self.int_params = np.zeros((num_rows, 4), dtype=np.int64)
         self.seeds = np.zeros(num_rows, dtype=np.uint64)
