@@ -10,9 +10,11 @@ from trimaran.comm.errors import PeerLostError
 from trimaran.comm.mpi import MPI, Comm, World
 from trimaran.comm.shared_memory import SharedSegment
 from trimaran.comm.shm_ring import RingReader, RingWriter, ShmRing
-from trimaran.comm.wait import BUSY_SLEEP_S, IDLE_SLEEP_S, Backoff, wait_for
+from trimaran.comm.wait import Backoff, wait_for
+from trimaran.comm.wake_line import WakeReceiver, WakeSender, connect_wake_lines
 
 _TAG = 1
+_MAX_SEND_S = 3600.0
 
 
 class _Kind(IntEnum):
@@ -49,7 +51,7 @@ class ControlPlane(Protocol):
         """Followers: the next decision; None after `close` of rank 0."""
 
     def close(self) -> None:
-        """Rank 0: end every follower's loop. Followers: nothing to do."""
+        """Rank 0: end every follower's loop. All: free what this end holds."""
 
     @property
     def transport(self) -> str:
@@ -90,14 +92,22 @@ class Leader:
     """Rank 0's end: the ring of its own host, and one MPI message to each other host."""
 
     def __init__(
-        self, comm: Comm, ring: RingWriter | None, hosts: list[int], timeout_s: float
+        self,
+        comm: Comm,
+        ring: RingWriter | None,
+        first_ranks: list[int],
+        wake: WakeSender | None,
+        timeout_s: float,
     ) -> None:
         self._comm = comm
         self._ring = ring
-        self._first_ranks = hosts
+        self._first_ranks = first_ranks
+        self._wake = wake
         self._timeout_s = timeout_s
+        self._num_sent = 0
+        self._is_idle = True
+        self._is_closed = False
         self.last_decision = b""
-        self._pending: list[MPI.Request] = []
         self._last_sent = 0.0
 
     @property
@@ -129,29 +139,35 @@ class Leader:
 
     def close(self) -> None:
         """End every follower's loop."""
+        if self._is_closed:
+            return
+        self._is_closed = True
         self._send(_Kind.CLOSE)
-        self._flush()
+        if self._wake is not None:
+            self._wake.close()
 
     def _send(self, kind: _Kind, payload: bytes = b"") -> None:
         message = bytes((kind,)) + payload
         self._last_sent = time.monotonic()
+        self._num_sent += 1
         # Other hosts first: their way is longer.
-        self._flush()
-        for rank in self._first_ranks:
-            self._pending.append(self._comm.Isend([message, MPI.BYTE], rank, _TAG))
+        requests = [
+            self._comm.Isend([message, MPI.BYTE], rank, _TAG) for rank in self._first_ranks
+        ]
+        if self._is_idle and self._wake is not None:
+            self._wake.wake(self._num_sent)
+        self._is_idle = kind == _Kind.IDLE
         if self._ring is not None:
             self._ring.write(message, self._timeout_s)
-
-    def _flush(self) -> None:
-        """Complete the sends of the last message, so that at most one a host is open."""
-        if not self._pending:
-            return
-        if not wait_for(lambda: MPI.Request.Testall(self._pending), self._timeout_s):
+        # A large message only moves while its sender is inside MPI, so it is completed
+        # here: the step that follows may never call MPI.
+        if requests and not wait_for(
+            lambda: MPI.Request.Testall(requests), min(self._timeout_s, _MAX_SEND_S)
+        ):
             raise PeerLostError(
                 f"the first rank of another host (one of {self._first_ranks}) took no "
                 f"decision for {self._timeout_s:g} s"
             )
-        self._pending.clear()
 
 
 class Follower:
@@ -173,7 +189,12 @@ class Follower:
         """
         raise RuntimeError("only rank 0 broadcasts decisions")
 
-    mark_idle = keep_alive = close = lambda self: None
+    mark_idle = keep_alive = lambda self: None
+
+    def close(self) -> None:
+        """Free what this end holds."""
+        if isinstance(self._source, MpiSource):
+            self._source.close()
 
     def receive(self) -> bytes | None:
         """The next decision; None after `close` of rank 0.
@@ -200,28 +221,46 @@ class Follower:
 class MpiSource:
     """Reads rank 0's messages over MPI and passes them on to the ring of this host."""
 
-    def __init__(self, comm: Comm, ring: RingWriter | None, relay_timeout_s: float) -> None:
+    def __init__(
+        self, comm: Comm, ring: RingWriter | None, wake: WakeReceiver, timeout_s: float
+    ) -> None:
         self._comm = comm
         self._ring = ring
-        self._relay_timeout_s = relay_timeout_s
+        self._wake = wake
+        self._timeout_s = timeout_s
+        self._num_read = 0
+
+    def close(self) -> None:
+        """Free the wake line."""
+        self._wake.close()
 
     def read(self, timeout_s: float | None) -> bytes | None:
-        """The next message; None if none comes within ``timeout_s`` (None: no limit).
+        """The next message; None if none comes within ``timeout_s``.
 
-        Polls: a blocking MPI receive would burn the core while idle.
+        Polls, since a blocking MPI receive would burn the core; without a limit it first
+        sleeps until rank 0 wakes this host.
         """
-        deadline = None if timeout_s is None else time.monotonic() + timeout_s
-        backoff = Backoff(IDLE_SLEEP_S if timeout_s is None else BUSY_SLEEP_S)
         status = MPI.Status()
-        while (found := self._comm.Improbe(0, _TAG, status)) is None:
-            if deadline is not None and time.monotonic() > deadline:
+        found = self._comm.Improbe(0, _TAG, status)
+        if timeout_s is None:
+            if found is None:
+                self._wake.wait_beyond(self._num_read)
+            else:
+                self._wake.take_waiting()
+        limit_s = self._timeout_s if timeout_s is None else timeout_s
+        deadline = time.monotonic() + limit_s
+        backoff = Backoff()
+        while found is None:
+            if time.monotonic() > deadline:
                 return None
             backoff.pause()
+            found = self._comm.Improbe(0, _TAG, status)
+        self._num_read += 1
         buffer = bytearray(status.Get_count(MPI.BYTE))
         found.Recv([buffer, MPI.BYTE])
         message = bytes(buffer)
         if self._ring is not None:
-            self._ring.write(message, self._relay_timeout_s)
+            self._ring.write(message, self._timeout_s)
         return message
 
 
@@ -240,11 +279,12 @@ def connect_control(world: World, timeout_s: float) -> ControlPlane:
     comm = world.duplicate()
     beside = world.local_ranks
     ring = _share_ring(world, beside)
+    first_ranks = sorted({world.ranks_beside(rank)[0] for rank in range(world.size)} - {0})
+    sender, receiver = connect_wake_lines(world, first_ranks) if first_ranks else (None, None)
     if world.rank == 0:
-        first_ranks = sorted({world.ranks_beside(rank)[0] for rank in range(world.size)} - {0})
-        return Leader(comm, ring[0], first_ranks, timeout_s)
-    if world.rank == beside[0]:
-        return Follower(MpiSource(comm, ring[0], timeout_s), timeout_s)
+        return Leader(comm, ring[0], first_ranks, sender, timeout_s)
+    if receiver is not None:
+        return Follower(MpiSource(comm, ring[0], receiver, timeout_s), timeout_s)
     assert ring[1] is not None
     return Follower(ring[1], timeout_s)
 

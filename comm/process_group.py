@@ -4,24 +4,22 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
-import psutil
 import torch
 import torch.distributed as dist
 
 from trimaran.comm.collectives import TensorParallelGroup
-from trimaran.comm.errors import ConfigError, PeerLostError
+from trimaran.comm.errors import PeerLostError
 from trimaran.comm.mpi import World
+from trimaran.comm.net import dial_any, own_addresses
 
 _MULTICAST_OFF = {
     "NCCL_NVLS_ENABLE": "0",
     "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
     "NVSHMEM_DISABLE_NVLS": "1",
 }
-_DIAL_TIMEOUT_S = 5.0
 # torch exports it without saying so in its type hints.
 _TCPStore: Any = dist.TCPStore  # type: ignore[attr-defined]
 
@@ -158,39 +156,8 @@ def _connect_store(world: World, timeout_s: float) -> Any:
         world.comm.bcast((["127.0.0.1"] if is_one_host else own_addresses(), port))
         return store
     candidates, port = world.comm.bcast(None)
-    address = reachable_address(candidates, port)
+    with dial_any(candidates, port) as sock:
+        address = sock.getpeername()[0]
     return _TCPStore(
         address, port, world.size, is_master=False, timeout=limit, wait_for_workers=False
-    )
-
-
-def own_addresses() -> list[str]:
-    """This host's IPv4 addresses; those of ``GLOO_SOCKET_IFNAME`` alone if it is set."""
-    chosen = os.environ.get("GLOO_SOCKET_IFNAME") or os.environ.get("NCCL_SOCKET_IFNAME", "")
-    names = [name.lstrip("=^") for name in chosen.split(",") if name]
-    interfaces = psutil.net_if_addrs()
-    selected = {name: interfaces[name] for name in names if name in interfaces} or interfaces
-    return [
-        entry.address
-        for entries in selected.values()
-        for entry in entries
-        if entry.family == socket.AF_INET and not entry.address.startswith("127.")
-    ]
-
-
-def reachable_address(candidates: Sequence[str], port: int) -> str:
-    """The first of the addresses on which that port answers.
-
-    Raises:
-        ConfigError: none answers.
-    """
-    for address in candidates:
-        try:
-            socket.create_connection((address, port), timeout=_DIAL_TIMEOUT_S).close()
-        except OSError:
-            continue
-        return address
-    raise ConfigError(
-        f"none of rank 0's addresses {list(candidates)} answers on port {port}; open the "
-        "ports between the hosts or name the interface in GLOO_SOCKET_IFNAME"
     )

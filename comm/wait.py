@@ -11,9 +11,6 @@ FIRST_SLEEP_S = 0.00005
 BUSY_SLEEP_S = 0.001
 """Longest sleep of a waiter that expects something soon."""
 
-IDLE_SLEEP_S = 0.005
-"""Longest sleep of a waiter that expects nothing: under 1 % of a core."""
-
 
 class Backoff:
     """The pauses of one polling wait.

@@ -18,6 +18,20 @@ def place(request, world, two_host_world) -> World:
     return world if request.param == "one_host" else two_host_world
 
 
+@pytest.fixture
+def connect(place):
+    """Connects control planes that end with the test."""
+    planes = []
+
+    def connect(timeout_s: float) -> ControlPlane:
+        planes.append(connect_control(place, timeout_s))
+        return planes[-1]
+
+    yield connect
+    for plane in planes:
+        plane.close()
+
+
 def follow(control: ControlPlane) -> list[bytes]:
     """All decisions until the leader closes."""
     received = []
@@ -34,11 +48,11 @@ def digest(payloads: list[bytes]) -> str:
     return state.hexdigest()
 
 
-def test_every_follower_gets_every_decision_whole_and_in_order(place):
+def test_every_follower_gets_every_decision_whole_and_in_order(place, connect):
     rng = random.Random(5)
     sizes = [0, 1, 100, 16 << 10, (16 << 10) + 1, 3 << 20] + [rng.randrange(2000)] * 300
     payloads = [rng.randbytes(size) for size in sizes]
-    control = connect_control(place, timeout_s=30.0)
+    control = connect(timeout_s=30.0)
 
     if place.rank == 0:
         for payload in payloads:
@@ -51,8 +65,8 @@ def test_every_follower_gets_every_decision_whole_and_in_order(place):
     assert place.comm.allgather(digest(received)) == [digest(payloads)] * place.size
 
 
-def test_an_idle_group_waits_longer_than_the_hang_timeout(place):
-    control = connect_control(place, timeout_s=0.3)
+def test_an_idle_group_waits_longer_than_the_hang_timeout(place, connect):
+    control = connect(timeout_s=0.3)
 
     if place.rank == 0:
         control.broadcast(b"work")
@@ -64,8 +78,8 @@ def test_an_idle_group_waits_longer_than_the_hang_timeout(place):
     assert follow(control) == [b"work", b"more"]
 
 
-def test_a_busy_leader_that_falls_silent_is_noticed(place):
-    control = connect_control(place, timeout_s=0.2)
+def test_a_busy_leader_that_falls_silent_is_noticed(place, connect):
+    control = connect(timeout_s=0.2)
 
     if place.rank == 0:
         control.broadcast(b"work")
@@ -76,8 +90,8 @@ def test_a_busy_leader_that_falls_silent_is_noticed(place):
     place.barrier(30.0, "all noticed")
 
 
-def test_a_leader_that_says_it_is_alive_is_waited_for(place):
-    control = connect_control(place, timeout_s=0.5)
+def test_a_leader_that_says_it_is_alive_is_waited_for(place, connect):
+    control = connect(timeout_s=0.5)
 
     if place.rank == 0:
         control.broadcast(b"work")
@@ -89,8 +103,8 @@ def test_a_leader_that_says_it_is_alive_is_waited_for(place):
     assert follow(control) == [b"work"]
 
 
-def test_waiting_followers_use_next_to_no_processor_time(place):
-    control = connect_control(place, timeout_s=30.0)
+def test_waiting_followers_use_next_to_no_processor_time(place, connect):
+    control = connect(timeout_s=30.0)
     place.barrier(30.0, "all connected")
 
     if place.rank == 0:
@@ -103,8 +117,25 @@ def test_waiting_followers_use_next_to_no_processor_time(place):
     assert time.process_time() - before < 0.04 / (place.size - 1) + 0.01
 
 
-def test_the_transport_is_named(place):
-    control = connect_control(place, timeout_s=30.0)
+def test_many_changes_from_idle_to_busy_lose_nothing(place, connect):
+    control = connect(timeout_s=30.0)
+    payloads = [index.to_bytes(2, "little") for index in range(2000)]
+
+    if place.rank == 0:
+        for index, payload in enumerate(payloads):
+            control.broadcast(payload)
+            if index % 3:
+                control.mark_idle()
+            if index % 50 == 0:
+                time.sleep(0.001)
+        control.close()
+    received = payloads if place.rank == 0 else follow(control)
+
+    assert received == payloads
+
+
+def test_the_transport_is_named(place, connect):
+    control = connect(timeout_s=30.0)
 
     if place.rank == 0:
         has_mpi = len(set(place.hosts)) > 1
