@@ -3,11 +3,18 @@
 #include <immintrin.h>
 #include <sched.h>
 
+#include <algorithm>
+
 namespace trimaran {
 
 namespace {
+
 // About 50 us: longer than the pause between two kernels of a step.
 constexpr int kSpins = 1000;
+constexpr uint64_t kField = 0xffff;
+
+bool has_piece(uint64_t ticket) { return (ticket & kField) < (ticket >> 16 & kField); }
+
 }  // namespace
 
 Pool& Pool::get() {
@@ -20,42 +27,38 @@ void Pool::resize(int num_threads) {
   {
     std::lock_guard<std::mutex> lock(mutex_);
     stop_.store(true);
-    epoch_.fetch_add(1);
   }
   wake_.notify_all();
   for (auto& worker : workers_) worker.join();
   workers_.clear();
   stop_.store(false);
   num_threads_ = num_threads;
-  unsigned seen = epoch_.load();
-  for (int i = 1; i < num_threads; ++i) workers_.emplace_back([this, seen] { serve(seen); });
+  for (int i = 1; i < num_threads; ++i) workers_.emplace_back([this] { serve(); });
 }
 
 void Pool::take_pieces() {
-  for (;;) {
-    long piece = next_.fetch_add(1, std::memory_order_relaxed);
-    if (piece >= count_) return;
-    work_(arg_, piece);
+  uint64_t ticket = ticket_.load(std::memory_order_acquire);
+  while (has_piece(ticket)) {
+    if (!ticket_.compare_exchange_weak(ticket, ticket + 1, std::memory_order_acq_rel)) continue;
+    work_(arg_, first_ + (long)(ticket & kField));
+    done_.fetch_add(1, std::memory_order_release);
+    ticket = ticket_.load(std::memory_order_acquire);
   }
 }
 
-void Pool::serve(unsigned seen) {
-  for (;;) {
+void Pool::serve() {
+  while (!stop_.load(std::memory_order_relaxed)) {
+    take_pieces();
     int spins = 0;
-    while (epoch_.load(std::memory_order_acquire) == seen && spins < kSpins) {
+    while (!has_piece(ticket_.load(std::memory_order_relaxed)) && spins < kSpins) {
       _mm_pause();
       ++spins;
     }
-    if (epoch_.load(std::memory_order_acquire) == seen) {
-      std::unique_lock<std::mutex> lock(mutex_);
-      sleeping_.fetch_add(1);
-      wake_.wait(lock, [&] { return epoch_.load() != seen; });
-      sleeping_.fetch_sub(1);
-    }
-    ++seen;
-    if (stop_.load()) return;
-    take_pieces();
-    busy_.fetch_sub(1, std::memory_order_release);
+    if (spins < kSpins) continue;
+    std::unique_lock<std::mutex> lock(mutex_);
+    sleeping_.fetch_add(1);
+    wake_.wait(lock, [&] { return stop_.load() || has_piece(ticket_.load()); });
+    sleeping_.fetch_sub(1);
   }
 }
 
@@ -66,17 +69,22 @@ void Pool::run(Work work, void* arg, long count) {
   }
   work_ = work;
   arg_ = arg;
-  count_ = count;
-  next_.store(0, std::memory_order_relaxed);
-  busy_.store(num_threads_ - 1, std::memory_order_relaxed);
-  epoch_.fetch_add(1);
-  if (sleeping_.load() > 0) {
+  for (long first = 0; first < count; first += kField)
+    run_batch(first, std::min<long>(count - first, kField));
+}
+
+void Pool::run_batch(long first, long count) {
+  first_ = first;
+  done_.store(0, std::memory_order_relaxed);
+  // Against a worker that counts itself asleep before it looks at the ticket.
+  ticket_.store(++calls_ << 32 | (uint64_t)count << 16, std::memory_order_seq_cst);
+  if (sleeping_.load(std::memory_order_seq_cst) > 0) {
     std::lock_guard<std::mutex> lock(mutex_);
     wake_.notify_all();
   }
   take_pieces();
   // Another process may hold the worker's core: let it go rather than spin against it.
-  for (int spins = 0; busy_.load(std::memory_order_acquire) > 0; ++spins) {
+  for (int spins = 0; done_.load(std::memory_order_acquire) < count; ++spins) {
     if (spins < kSpins)
       _mm_pause();
     else

@@ -3,7 +3,7 @@
 
 #include <atomic>
 #include <condition_variable>
-#include <memory>
+#include <cstdint>
 #include <mutex>
 #include <thread>
 #include <vector>
@@ -13,8 +13,10 @@ namespace trimaran {
 // Runs `work(arg, piece)` for pieces 0 to count - 1 on all threads; returns when all are
 // done. One caller at a time.
 //
-// Workers spin for a short while after a call, since the next one of a model's step comes
-// within microseconds, and then sleep in the kernel: an idle engine takes no CPU time.
+// The caller waits for pieces, not for threads: a worker that sleeps, or whose core another
+// process holds, is left out. Workers spin for a short while after a call, since the next one
+// of a model's step comes within microseconds, and then sleep in the kernel: an idle engine
+// takes no CPU time.
 class Pool {
  public:
   using Work = void (*)(void* arg, long piece);
@@ -35,21 +37,25 @@ class Pool {
  private:
   Pool() = default;
   ~Pool() { resize(1); }
-  void serve(unsigned seen);
+  void serve();
   void take_pieces();
+  void run_batch(long first, long count);
 
   int num_threads_ = 1;
   std::vector<std::thread> workers_;
   std::mutex mutex_;
   std::condition_variable wake_;
-  std::atomic<unsigned> epoch_{0};
   std::atomic<int> sleeping_{0};
   std::atomic<bool> stop_{false};
+  // Read by whoever holds a piece: the call cannot end, nor these change, before it is done.
   Work work_ = nullptr;
   void* arg_ = nullptr;
-  long count_ = 0;
-  alignas(64) std::atomic<long> next_{0};
-  alignas(64) std::atomic<int> busy_{0};
+  long first_ = 0;
+  uint64_t calls_ = 0;
+  // The call's number (32 bits), its pieces (16) and the next one to take (16), in one word:
+  // a thread that comes late sees from it alone that there is nothing left for it.
+  alignas(64) std::atomic<uint64_t> ticket_{0};
+  alignas(64) std::atomic<long> done_{0};
 };
 
 }  // namespace trimaran
