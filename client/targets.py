@@ -20,6 +20,7 @@ from trimaran.client.workload import Item
 from trimaran.comm.errors import ConfigError
 
 # A read may wait as long as the longest generation; only the connection has a deadline.
+_LONGEST_LINE_BYTES = 64 << 20
 _HTTP_TIMEOUT = aiohttp.ClientTimeout(total=None, sock_connect=30)
 
 
@@ -36,7 +37,10 @@ class HttpTarget:
         self._is_streaming = is_streaming
         self._excludes_input = excludes_input
         self._session = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0), timeout=_HTTP_TIMEOUT
+            connector=aiohttp.TCPConnector(limit=0),
+            timeout=_HTTP_TIMEOUT,
+            # One event may hold a whole prompt and its answer on one line.
+            read_bufsize=_LONGEST_LINE_BYTES,
         )
 
     async def generate(self, item: Item, record: Record) -> None:

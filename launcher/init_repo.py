@@ -9,6 +9,7 @@ from pathlib import Path
 
 from trimaran.comm.errors import ConfigError
 from trimaran.launcher.fill_template import fill, parse_substitutions
+from trimaran.server.config_pbtxt import open_placeholders, placeholder_names
 
 logger = logging.getLogger(__name__)
 
@@ -69,9 +70,19 @@ def run(args: argparse.Namespace) -> int:
     for name, text in texts.items():
         _write_model(root / name, fill(text, values) if values else text, args.force)
     print(f"wrote {', '.join(names)} to {root}")
+    _print_what_is_left(root, names)
     if args.scripts:
         _write_scripts(Path(args.scripts))
     return 0
+
+
+def _print_what_is_left(root: Path, names: list[str]) -> None:
+    """Name what must be filled before the repository can be served."""
+    for name in names:
+        path = root / name / "config.pbtxt"
+        left = placeholder_names(open_placeholders(path.read_text(encoding="utf-8")))
+        if left:
+            print(f"to fill in {path}: {', '.join(left)}")
 
 
 def template(model: str) -> str:

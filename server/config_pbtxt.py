@@ -45,18 +45,28 @@ def is_placeholder(value: str) -> bool:
     return _PLACEHOLDER.fullmatch(value.strip()) is not None
 
 
-def _refuse_open_placeholder(path: Path, text: str) -> None:
-    # Blanked rather than removed, so that positions stay those of the file.
+def open_placeholders(text: str) -> list[re.Match[str]]:
+    """Placeholders outside strings and comments, where only a value is legal."""
+    # Blanked rather than removed, so that positions stay those of the text.
     bare = _QUOTED_OR_COMMENT.sub(lambda found: " " * len(found.group()), text)
-    found = list(_PLACEHOLDER.finditer(bare))
+    return list(_PLACEHOLDER.finditer(bare))
+
+
+def placeholder_names(found: list[re.Match[str]]) -> list[str]:
+    """Their names, each once, in the order of the text."""
+    return list(dict.fromkeys(match.group(1) or match.group(2) for match in found))
+
+
+def _refuse_open_placeholder(path: Path, text: str) -> None:
+    found = open_placeholders(text)
     if not found:
         return
     start = found[0].start()
-    line = bare.count("\n", 0, start) + 1
-    before = _FIELD_BEFORE.search(bare[:start])
+    line = text.count("\n", 0, start) + 1
+    before = _FIELD_BEFORE.search(text[:start])
     field = f" of field '{before.group(1)}'" if before else ""
     # All of them at once: otherwise each start of the server would name the next one.
-    names = list(dict.fromkeys(match.group(1) or match.group(2) for match in found))
+    names = placeholder_names(found)
     others = f" (nor are {', '.join(names[1:])})" if len(names) > 1 else ""
     raise ConfigError(
         f"{path}:{line}: the placeholder ${{{names[0]}}}{field} is not filled{others}. Fill: "

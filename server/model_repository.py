@@ -133,9 +133,10 @@ def _chosen(path: Path, config: ModelConfig, found: tuple[int, ...]) -> tuple[in
         return found
     if policy.HasField("specific"):
         missing = sorted(set(policy.specific.versions) - set(found))
-        if missing:
+        if missing or not policy.specific.versions:
+            named = f"version {missing[0]}" if missing else "no version"
             raise ConfigError(
-                f"{path}: version_policy names the version {missing[0]}, but the folder holds "
+                f"{path}: version_policy names {named}, but the folder holds "
                 f"{', '.join(map(str, found))}"
             )
         return tuple(sorted(policy.specific.versions))

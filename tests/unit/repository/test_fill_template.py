@@ -114,3 +114,19 @@ def test_the_documented_scripts_run_their_command(tmp_path, path):
 
     assert done.returncode == 0
     assert f"usage: trimaran {' '.join(init_repo.SCRIPTS[path])}" in done.stdout
+
+
+def test_init_repo_says_what_is_still_to_fill(tmp_path, capsys):
+    main(["init-repo", str(tmp_path), "--fill", "triton_max_batch_size:4,decoupled_mode:True"])
+
+    lines = capsys.readouterr().out.splitlines()[1:]
+    folders = {
+        "ensemble": "logits_datatype",
+        "preprocessing": "preprocessing_instance_count",
+        "tensorrt_llm": "encoder_input_features_data_type, logits_datatype",
+        "postprocessing": "postprocessing_instance_count",
+        "tensorrt_llm_bls": "logits_datatype, bls_instance_count",
+    }
+    assert lines == [
+        f"to fill in {tmp_path}/{name}/config.pbtxt: {keys}" for name, keys in folders.items()
+    ]

@@ -161,9 +161,7 @@ def test_a_version_that_the_policy_names_must_exist(write_repository):
     path = root / "postprocessing" / "config.pbtxt"
     path.write_text(path.read_text() + "version_policy { specific { versions: [ 4 ] } }")
 
-    assert (
-        refusal(root) == f"{path}: version_policy names the version 4, but the folder holds 1"
-    )
+    assert refusal(root) == f"{path}: version_policy names version 4, but the folder holds 1"
 
 
 @pytest.mark.parametrize(
