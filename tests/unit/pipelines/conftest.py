@@ -193,12 +193,11 @@ class ScriptedEngine:
 class Served:
     """All models of a repository over one engine group, called as the protocols call them."""
 
-    def __init__(self, root: Path, config: FrontendConfig) -> None:
-        self._root = root
+    def __init__(self, config: FrontendConfig, tokenizer: Tokenizer) -> None:
         self.config = config
         self.metrics = Metrics()
         self.engines = EngineClient(config, self.metrics)
-        self.tokenizer = Tokenizer(str(root / "tokenizer"))
+        self.tokenizer = tokenizer
         self.models: dict[str, Model] = {}
         self.dialled: list[ScriptedEngine] = []
 
@@ -316,33 +315,16 @@ def serve(tmp_path: Path, tokenizer_folder: Path) -> Serve:
 
     @asynccontextmanager
     async def start(
-        frontend: dict[str, Any] | None = None, **values: str
+        frontend: dict[str, Any] | None = None, repository: Path | None = None, **values: str
     ) -> AsyncIterator[Served]:
-        (tmp_path / "tokenizer").symlink_to(tokenizer_folder)
-        filled = {
-            "triton_max_batch_size": "4",
-            "decoupled_mode": "True",
-            "tokenizer_dir": str(tokenizer_folder),
-            "triton_backend": "tensorrtllm",
-            "preprocessing_instance_count": "1",
-            "postprocessing_instance_count": "1",
-            "bls_instance_count": "1",
-            "logits_datatype": "TYPE_FP32",
-            "encoder_input_features_data_type": "TYPE_FP16",
-            "prompt_embedding_table_data_type": "TYPE_FP16",
-            **values,
-        }
-        for model in MODELS:
-            (tmp_path / "models" / model / "1").mkdir(parents=True)
-            text = fill(template(model), filled)
-            (tmp_path / "models" / model / "config.pbtxt").write_text(text)
+        root = repository or _write_repository(tmp_path, tokenizer_folder, values)
         config = FrontendConfig(
-            model_repository=str(tmp_path / "models"),
+            model_repository=str(root),
             engine_listen=(f"unix:{tmp_path}/engine.sock",),
             token="secret",
             **{"groups": {"tensorrt_llm": ("g0",)}, **(frontend or {})},
         )
-        served = Served(tmp_path, config)
+        served = Served(config, Tokenizer(str(tokenizer_folder)))
         await served.start()
         try:
             yield served
@@ -350,6 +332,27 @@ def serve(tmp_path: Path, tokenizer_folder: Path) -> Serve:
             await served.close()
 
     return start
+
+
+def _write_repository(root: Path, tokenizer_folder: Path, values: dict[str, str]) -> Path:
+    filled = {
+        "triton_max_batch_size": "4",
+        "decoupled_mode": "True",
+        "tokenizer_dir": str(tokenizer_folder),
+        "triton_backend": "tensorrtllm",
+        "preprocessing_instance_count": "1",
+        "postprocessing_instance_count": "1",
+        "bls_instance_count": "1",
+        "logits_datatype": "TYPE_FP32",
+        "encoder_input_features_data_type": "TYPE_FP16",
+        "prompt_embedding_table_data_type": "TYPE_FP16",
+        **values,
+    }
+    for model in MODELS:
+        folder = root / "models" / model
+        (folder / "1").mkdir(parents=True)
+        (folder / "config.pbtxt").write_text(fill(template(model), filled))
+    return root / "models"
 
 
 @pytest.hookimpl(tryfirst=True)

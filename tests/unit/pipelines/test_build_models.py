@@ -1,0 +1,153 @@
+"""From a repository of models to what serves it."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+from pathlib import Path
+
+import pytest
+
+from trimaran.comm.errors import ConfigError
+from trimaran.server.config import FrontendConfig
+from trimaran.server.engine_client import EngineClient
+from trimaran.server.metrics import Metrics
+from trimaran.server.model_repository import ModelRepository
+from trimaran.server.pipeline import build_models
+
+OTHER = """
+name: "mine" backend: "python"
+input { name: "X" data_type: TYPE_FP32 dims: 1 }
+output { name: "Y" data_type: TYPE_FP32 dims: 1 }
+"""
+
+
+async def _build(root: Path) -> list[str]:
+    metrics = Metrics()
+    engines = EngineClient(FrontendConfig(model_repository=str(root)), metrics)
+    models = await build_models(ModelRepository.load(root), engines, metrics)
+    return [model.name for model in models]
+
+
+def _edit(config: Path, old: str, new: str) -> None:
+    text = config.read_text()
+    assert old in text
+    config.write_text(text.replace(old, new))
+
+
+async def test_all_five_models_are_built_and_wait_for_the_engine(serve):
+    async with serve() as served:
+        ready = {name: model.is_ready for name, model in served.models.items()}
+        assert ready == {
+            "preprocessing": True,
+            "postprocessing": True,
+            "tensorrt_llm": False,
+            "ensemble": False,
+            "tensorrt_llm_bls": False,
+        }
+        await served.dial(served.answer("a"))
+        assert all(model.is_ready for model in served.models.values())
+        assert all(
+            served.models[name].is_decoupled
+            for name in ("ensemble", "tensorrt_llm", "tensorrt_llm_bls")
+        )
+
+
+async def test_the_log_says_that_a_models_python_file_is_not_run(serve, tmp_path, caplog):
+    caplog.set_level(logging.INFO)
+    async with serve():
+        (tmp_path / "models" / "preprocessing" / "1" / "model.py").touch()
+        await _build(tmp_path / "models")
+    messages = [record.message for record in caplog.records]
+    assert "Model 'preprocessing': native preprocessing; its model.py is not run" in messages
+    assert "Model 'ensemble': native ensemble" in messages
+
+
+@pytest.mark.parametrize(
+    ("model", "old", "new", "texts"),
+    [
+        (
+            "tensorrt_llm_bls",
+            "${tensorrt_llm_model_name}",
+            "other_llm",
+            ("tensorrt_llm_bls/config.pbtxt", "needs the token model 'other_llm'"),
+        ),
+        (
+            "tensorrt_llm_bls",
+            "${tensorrt_llm_draft_model_name}",
+            "draft",
+            ("tensorrt_llm_bls/config.pbtxt", "tensorrt_llm_draft_model_name"),
+        ),
+        (
+            "preprocessing",
+            "${multimodal_model_path}",
+            "/some/where",
+            ("preprocessing/config.pbtxt", "multimodal_model_path"),
+        ),
+    ],
+)
+async def test_what_cannot_be_served_is_refused_by_file_and_key(
+    serve, tmp_path, model, old, new, texts
+):
+    async with serve():
+        _edit(tmp_path / "models" / model / "config.pbtxt", old, new)
+        with pytest.raises(ConfigError) as got:
+            await _build(tmp_path / "models")
+    assert all(text in str(got.value) for text in texts)
+
+
+async def test_a_model_of_no_role_is_refused(serve, tmp_path):
+    async with serve():
+        (tmp_path / "models" / "mine" / "1").mkdir(parents=True)
+        (tmp_path / "models" / "mine" / "config.pbtxt").write_text(OTHER)
+        with pytest.raises(
+            ConfigError, match="model 'mine' has the inputs and outputs of none"
+        ):
+            await _build(tmp_path / "models")
+
+
+async def test_an_ensemble_may_name_its_tensors_as_it_likes(serve, tmp_path):
+    async with serve():
+        config = tmp_path / "models" / "ensemble" / "config.pbtxt"
+        for name in ("text_input", "text_output", "stop_words", "stream", "_INPUT_ID"):
+            _edit(config, f'"{name}"', f'"my_{name}"')
+    shutil.move(tmp_path / "models", tmp_path / "again")
+    async with serve(repository=tmp_path / "again") as served:
+        await served.dial(served.answer("one two halt three"))
+        responses = await served.infer(
+            "ensemble", my_text_input="x", max_tokens=99, my_stop_words=["halt"]
+        )
+        (output,) = responses[0].outputs
+        assert output.name == "my_text_output"
+        assert output.data.item() == b"xone two halt"
+        streamed = await served.infer(
+            "ensemble", my_text_input="x", max_tokens=99, my_stream=True
+        )
+        assert len(streamed) > 2
+
+
+async def test_an_ensemble_that_is_wired_otherwise_is_refused(serve, tmp_path):
+    async with serve():
+        config = tmp_path / "models" / "ensemble" / "config.pbtxt"
+        text = config.read_text()
+        head, step = text.split('model_name: "postprocessing"')
+        tensor = step.split('key: "TOKENS_BATCH"')[1].split('value: "')[1].split('"')[0]
+        config.write_text(
+            head + 'model_name: "postprocessing"' + step.replace(tensor, "_INPUT_ID")
+        )
+        with pytest.raises(
+            ConfigError, match=r"'TOKENS_BATCH' of step 'postprocessing' must be"
+        ):
+            await _build(tmp_path / "models")
+
+
+async def test_an_engine_is_counted_under_the_version_that_is_served(serve, tmp_path):
+    async with serve():
+        (tmp_path / "models" / "tensorrt_llm" / "5").mkdir()
+    shutil.move(tmp_path / "models", tmp_path / "again")
+    async with serve(repository=tmp_path / "again") as served:
+        assert served.models["tensorrt_llm"].version == "5"
+        await served.dial(served.answer("a"))
+        text = served.metrics.render().decode()
+        assert 'trimaran_group_up{model="tensorrt_llm",version="5",group="g0"} 1' in text
+        assert 'trimaran_group_up{model="tensorrt_llm",version="1"' not in text
