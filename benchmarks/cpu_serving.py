@@ -1,0 +1,210 @@
+"""Output tokens a second of a served random-weight Llama on the CPU, beside transformers.
+
+    .venv/bin/python benchmarks/cpu_serving.py --json benchmarks/results/cpu_serving.json
+
+The model (hidden 512, 8 layers, 8/4 heads of 64, ffn 1408, vocabulary 32000, bfloat16) is
+served by `trimaran serve` on one rank with two threads and asked through gRPC streams by
+`trimaran bench`; transformers generates with the same sizes and threads in the same run.
+Other work on the machine disturbs every figure: the load average is written beside them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import platform
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+BIN = Path(sys.executable).parent
+CONFIG = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 512,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 64,
+    "intermediate_size": 1408,
+    "vocab_size": 32000,
+    "max_position_embeddings": 2048,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+    "hidden_act": "silu",
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+FILL = (
+    "triton_backend:tensorrtllm,triton_max_batch_size:64,decoupled_mode:True,"
+    "batching_strategy:inflight_fused_batching,logits_datatype:TYPE_FP32,"
+    "encoder_input_features_data_type:TYPE_FP16,enable_kv_cache_reuse:False,"
+)
+LENGTH = 128
+
+
+def free_ports(count: int) -> list[int]:
+    """Ports that nobody listens on now."""
+    with contextlib.ExitStack() as stack:
+        socks = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for sock in socks:
+            sock.bind(("127.0.0.1", 0))
+        return [sock.getsockname()[1] for sock in socks]
+
+
+@contextlib.contextmanager
+def served(folder: Path, threads: int) -> Iterator[int]:
+    """Serve the model; yields the gRPC port."""
+    model = folder / "model"
+    model.mkdir()
+    (model / "config.json").write_text(json.dumps(CONFIG))
+    subprocess.run(
+        [BIN / "trimaran", "init-repo", folder / "repository", "--models", "tensorrt_llm",
+         "--fill", f"{FILL}engine_dir:{model}"],
+        check=True,
+        stdout=subprocess.DEVNULL,
+    )  # fmt: skip
+    http, grpc, metrics = free_ports(3)
+    command = [
+        BIN / "trimaran", "serve", "--model-repo", folder / "repository", "--world-size", "1",
+        "--num-threads", str(threads), "--load-format", "random", "--device", "cpu",
+        "--max-batch-size", "32", "--max-num-tokens", "2048",
+        "--http-port", str(http), "--grpc-port", str(grpc), "--metrics-port", str(metrics),
+    ]  # fmt: skip
+    with (folder / "serve.log").open("wb") as log:
+        process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
+    try:
+        wait_ready(process, http, folder / "serve.log")
+        yield grpc
+    finally:
+        process.terminate()
+        process.wait(60)
+
+
+def wait_ready(process: subprocess.Popen[bytes], port: int, log: Path) -> None:
+    """Return when the server is ready; end with its log if it is not."""
+    deadline = time.monotonic() + 120
+    while process.poll() is None and time.monotonic() < deadline:
+        with contextlib.suppress(OSError):
+            urllib.request.urlopen(f"http://127.0.0.1:{port}/v2/health/ready", timeout=5)
+            return
+        time.sleep(0.1)
+    sys.exit(f"the server did not become ready:\n{log.read_text()}")
+
+
+def bench(port: int, concurrency: int, folder: Path) -> float:
+    """Output tokens a second of one run of `trimaran bench`."""
+    result = folder / "bench.json"
+    subprocess.run(
+        [BIN / "trimaran", "bench", "-i", "grpc", "-u", f"127.0.0.1:{port}",
+         "--concurrency", str(concurrency), "--num-requests", str(max(4, 3 * concurrency)),
+         "--input-len", str(LENGTH), "--output-len", str(LENGTH), "--vocab-size", "32000",
+         "--json", result],
+        check=True,
+        stdout=subprocess.DEVNULL,
+    )  # fmt: skip
+    return float(find(json.loads(result.read_text()), "output_tokens_per_s"))
+
+
+def find(report: Any, key: str) -> Any:
+    """The value of a key anywhere in a nested report."""
+    if isinstance(report, dict):
+        if key in report:
+            return report[key]
+        for value in report.values():
+            with contextlib.suppress(KeyError):
+                return find(value, key)
+    raise KeyError(key)
+
+
+def transformers_rate(batch: int, threads: int) -> float:
+    """Output tokens a second of transformers on the same sizes, in a child of its own."""
+    code = (
+        "import json, sys, time, torch, transformers\n"
+        "sizes, batch, length, threads = json.loads(sys.argv[1])\n"
+        "torch.set_num_threads(threads)\n"
+        "config = transformers.LlamaConfig(**sizes)\n"
+        "model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)\n"
+        "ids = torch.randint(3, config.vocab_size, (batch, length))\n"
+        "def run():\n"
+        "    start = time.perf_counter()\n"
+        "    model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False,\n"
+        "                   max_new_tokens=length, min_new_tokens=length, pad_token_id=0)\n"
+        "    return batch * length / (time.perf_counter() - start)\n"
+        "run(); print(max(run() for _ in range(3)))\n"
+    )
+    sizes = {k: v for k, v in CONFIG.items() if k not in ("architectures", "torch_dtype")}
+    arguments = json.dumps([sizes, batch, LENGTH, threads])
+    done = subprocess.run(
+        [sys.executable, "-P", "-W", "ignore", "-c", code, arguments],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return float(done.stdout.split()[-1])
+
+
+def main() -> None:
+    """Measure, print a table and write the result."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    before = os.getloadavg()
+    rows = []
+    with tempfile.TemporaryDirectory(prefix="trimaran-bench-") as name:
+        folder = Path(name)
+        with served(folder, args.threads) as port:
+            for concurrency in (1, 16):
+                bench(port, concurrency, folder)
+                rates = [bench(port, concurrency, folder) for _ in range(args.repeats)]
+                rows.append({"concurrency": concurrency, "trimaran_runs": rates})
+    for row in rows:
+        row["trimaran_best"] = max(row["trimaran_runs"])
+        row["trimaran_median"] = statistics.median(row["trimaran_runs"])
+        row["transformers_best"] = transformers_rate(row["concurrency"], args.threads)
+    print(f"{'concurrent':>10} {'trimaran':>9} {'(median)':>9} {'transformers':>13}  tokens/s")
+    for row in rows:
+        print(
+            f"{row['concurrency']:>10} {row['trimaran_best']:>9.0f} "
+            f"{row['trimaran_median']:>9.0f} {row['transformers_best']:>13.0f}"
+        )
+    print(f"load average before {before[0]:.2f}, after {os.getloadavg()[0]:.2f}")
+    if args.json:
+        import torch
+        import transformers
+
+        report = {
+            "command": "benchmarks/cpu_serving.py",
+            "device": f"{cpu_name()}, {args.threads} threads",
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+            "load_average_before": before,
+            "rows": rows,
+        }
+        args.json.write_text(json.dumps(report, indent=1) + "\n")
+
+
+def cpu_name() -> str:
+    """The processor's name as Linux gives it."""
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.machine()
+
+
+if __name__ == "__main__":
+    main()
