@@ -31,6 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     _add_endpoint_flags(parser)
     _add_engine_flags(parser)
     _add_process_flags(parser)
+    _add_time_flags(parser)
     _add_log_flags(parser)
     _add_replaced_flags(parser)
     if isinstance(parser, FlagParser):
@@ -196,44 +197,21 @@ def _add_process_flags(parser: argparse.ArgumentParser) -> None:
         metavar="S",
         help="seconds over which restarts are counted (%(default)s)",
     )
-    add(
-        "--hang-timeout",
-        type=seconds,
-        default=10.0,
-        metavar="S",
-        help="a rank silent for longer ends its group (%(default)s)",
-    )
-    add(
-        "--exit-timeout",
-        "--exit-timeout-secs",
-        type=seconds,
-        default=30.0,
-        metavar="S",
-        dest="exit_timeout",
-        help="longest drain after SIGTERM or Ctrl-C (%(default)s)",
-    )
-    add(
-        "--connect-timeout",
-        type=seconds,
-        default=120.0,
-        metavar="S",
-        help="a started process reports within this time (%(default)s)",
-    )
-    add(
-        "--startup-timeout",
-        type=seconds,
-        default=1800.0,
-        metavar="S",
-        help="a process is ready within this time (%(default)s)",
-    )
-    add(
-        "--replay-timeout",
-        type=seconds,
-        default=120.0,
-        metavar="S",
-        help="requests of a dead group wait this long for it (%(default)s)",
-    )
-    add(
+
+
+def _add_time_flags(parser: argparse.ArgumentParser) -> None:
+    for flag, default, meaning in (
+        ("--hang-timeout", 10.0, "a process silent for longer is ended; 0: never"),
+        ("--exit-timeout", 30.0, "longest drain after SIGTERM or Ctrl-C"),
+        ("--connect-timeout", 120.0, "a started process reports within this time"),
+        ("--startup-timeout", 1800.0, "a process is ready within this time"),
+        ("--replay-timeout", 120.0, "requests of a dead group wait this long for it"),
+    ):
+        names = [flag, "--exit-timeout-secs"] if flag == "--exit-timeout" else [flag]
+        parser.add_argument(
+            *names, type=seconds, default=default, metavar="S", help=f"{meaning} (%(default)g)"
+        )
+    parser.add_argument(
         "--max-replays",
         type=_count,
         default=3,
