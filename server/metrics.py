@@ -8,6 +8,7 @@ from typing import Any
 from prometheus_client.registry import CollectorRegistry
 
 from trimaran.server.engine_metrics import EngineMetrics
+from trimaran.server.engine_stats_log import log_engine_stats
 from trimaran.server.exposition import render
 from trimaran.server.host_metrics import HostMetrics
 from trimaran.server.inference import Model
@@ -62,6 +63,7 @@ class Metrics:
     def set_engine_stats(self, model: str, version: str, stats: Mapping[str, float]) -> None:
         """Show the figures of an engine's last iteration (`comm.messages.STATS_KEYS`)."""
         self._engines.set_stats(model, version, stats)
+        log_engine_stats(model, stats)
 
     def set_engine_info(self, model: str, version: str, facts: Mapping[str, Any]) -> None:
         """Show the backends, transports and start method of `EngineHello.facts`."""

@@ -1,5 +1,6 @@
 """The metrics port and what its families say."""
 
+import json
 import urllib.request
 
 import pytest
@@ -145,6 +146,24 @@ def test_an_engines_last_iteration_shows_in_every_in_flight_family():
     for (family, label), values in families.items():
         found = {name: samples[of(family, "m", **{label: name})] for name in values}
         assert found == values
+
+
+def test_the_verbose_log_has_the_engines_statistics_as_one_json_line(caplog):
+    metrics = Metrics()
+    stats = {"active_requests": 5, "kv_max_blocks": 200, "kv_used_blocks": 50,
+             "iteration_counter": 7, "timestamp_us": 1_700_000_000_000_000}  # fmt: skip
+    metrics.set_engine_stats("m", "1", stats)
+    assert caplog.records == []
+    with caplog.at_level("DEBUG"):
+        metrics.set_engine_stats("m", "1", stats)
+    (record,) = caplog.records
+    model, _, line = record.getMessage().partition(": ")
+    values = json.loads(line)
+    assert model == "m"
+    assert values["Active Request Count"] == 5
+    assert values["Iteration Counter"] == 7
+    assert values["Fraction used KV cache blocks"] == 0.25
+    assert values["Timestamp"] == "11-14-2023 22:13:20.000000"
 
 
 def test_token_histograms_have_the_known_buckets():
