@@ -3,8 +3,8 @@
     .venv/bin/python benchmarks/cpu_serving.py --json benchmarks/results/cpu_serving.json
 
 The model (hidden 512, 8 layers, 8/4 heads of 64, ffn 1408, vocabulary 32000, bfloat16) is
-served by `trimaran serve` on one rank with two threads and asked through gRPC streams by
-`trimaran bench`; transformers generates with the same sizes and threads in the same run.
+served by `trimaran serve` on one rank with two threads and asked through gRPC by
+`trimaran bench --no-streaming`, which shares the machine with it; transformers generates with the same sizes and threads in the same run.
 Other work on the machine disturbs every figure: the load average is written beside them.
 """
 
@@ -111,7 +111,7 @@ def bench(port: int, concurrency: int, folder: Path) -> float:
         [BIN / "trimaran", "bench", "-i", "grpc", "-u", f"127.0.0.1:{port}",
          "--concurrency", str(concurrency), "--num-requests", str(max(4, 3 * concurrency)),
          "--input-len", str(LENGTH), "--output-len", str(LENGTH), "--vocab-size", "32000",
-         "--json", result],
+         "--no-streaming", "--json", result],
         check=True,
         stdout=subprocess.DEVNULL,
     )  # fmt: skip
