@@ -6,6 +6,7 @@ import asyncio
 import dataclasses
 import logging
 import os
+import resource
 import secrets
 import signal
 import sys
@@ -37,6 +38,7 @@ _LAST_WORDS_S = 2.0
 
 _SHUTDOWN_GRACE_S = 3.0
 _ANNOUNCE_S = 0.1
+_MAX_OPEN_FILES = 65536
 
 
 class Supervisor:
@@ -62,6 +64,7 @@ class Supervisor:
     def run(self) -> int:
         """Serve until a signal or a failure; the exit code."""
         adopt_orphans()
+        _allow_many_connections()
         run_dir = RunDir()
         try:
             return asyncio.run(self._run(run_dir))
@@ -101,7 +104,9 @@ class Supervisor:
         await self._end()
         for server in servers:
             server.close()
-        return self._exit_code()
+        code = self._exit_code()
+        logger.info("ended with exit code %d", code)
+        return code
 
     def _make_groups(self, run_dir: RunDir, children: Children) -> None:
         self._token = secrets.token_hex(16)
@@ -199,7 +204,8 @@ class Supervisor:
 
     def _on_failure(self, group: Group, failure: Failure) -> None:
         if group is not self._frontend:
-            self._tell_state(group, "down", failure.text)
+            state = "failed" if self._is_ending else "down"
+            self._tell_state(group, state, failure.text)
         if self._is_ending:
             logger.error("%s: %s", group.spec.title, failure.text)
             self._on_stopped(group)
@@ -262,9 +268,10 @@ class Supervisor:
         timeout_s = self._config.exit_timeout_s
         if self._failure is not None:
             timeout_s = min(timeout_s, _LAST_WORDS_S)
-            for worker in self._workers:
-                if worker.state is GroupState.DOWN:
-                    self._tell_state(worker, "failed", self._failure.text)
+        for worker in self._workers:
+            if worker.state is GroupState.DOWN:
+                # Its requests would wait out the drain for a restart that will not come.
+                self._tell_state(worker, "failed")
         self._drained.clear()
         self._frontend.send(Command(verb="drain", arguments={"timeout_s": timeout_s}))
         if not await self._unless_forced(self._drained, timeout_s + _DRAIN_MARGIN_S):
@@ -311,6 +318,14 @@ _STATE_WORDS = {
     GroupState.DYING: "down",
     GroupState.STOPPING: "down",
 }
+
+
+def _allow_many_connections() -> None:
+    """Let the front end, which inherits this limit, hold as many sockets as it may."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _MAX_OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, _MAX_OPEN_FILES)
+    if soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def _log_through(stream: Any) -> None:

@@ -27,7 +27,10 @@ def main() -> int:
     config = ServeConfig(
         frontend=FrontendConfig(model_repository="/nowhere", groups={"m": ("m",)}),
         groups=(GroupConfig(name="m", model="m", engine=engine),),
-        restart=RestartPolicy(max_restarts=settings.pop("max_restarts", 2), first_delay_s=0.05),
+        restart=RestartPolicy(
+            max_restarts=settings.pop("max_restarts", 2),
+            first_delay_s=settings.pop("restart_delay_s", 0.05),
+        ),
         log=LogConfig(file=settings.pop("log_file", "")),
         ensemble="ensemble",
         **settings,

@@ -118,6 +118,15 @@ def test_a_killed_front_end_is_named_and_restarted_and_told_of_the_groups(superv
     assert server.terminate() == 0
 
 
+def test_a_signal_before_a_restart_fails_what_waits_for_it(supervise):
+    server = supervise("rank:0:0:die-ready", world_size=2, restart_delay_s=20)
+    server.wait_for("restart in 20.0 s")
+    assert server.terminate() == 0
+    assert "told failed" in server.log
+    assert server.log.count("group m: started") == 1
+    assert server.survivors() == []
+
+
 def test_the_restart_budget_ends_and_with_it_the_server(supervise):
     server = supervise("rank:0:*:die-ready", world_size=2, max_restarts=2)
     assert server.end() == 1
