@@ -1,0 +1,85 @@
+"""Compiling the CPU kernels: once a machine, and never a silent substitute."""
+
+from __future__ import annotations
+
+import logging
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from trimaran.kernels.build import KernelsUnavailableError, load_library
+from trimaran.kernels.dispatch import select_ops
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    """An empty cache of compiled kernels."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    return tmp_path / "trimaran" / "kernels"
+
+
+def _install_compiler(folder: Path, script: str, monkeypatch) -> Path:
+    compiler = folder / "compiler"
+    compiler.write_text(f"#!/bin/sh\n{script}\n")
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CXX", str(compiler))
+    return compiler
+
+
+def test_a_second_start_uses_what_the_first_compiled(cache, tmp_path, monkeypatch):
+    calls = tmp_path / "calls"
+    _install_compiler(tmp_path, f'echo call >> {calls}; exec g++ -O0 "$@"', monkeypatch)
+
+    load_library()
+    load_library()
+
+    assert calls.read_text() == "call\n"
+    assert [path.suffix for path in cache.iterdir() if path.name != ".lock"] == [".so"]
+
+
+def test_a_compiler_that_fails_is_quoted_and_leaves_no_library(cache, tmp_path, monkeypatch):
+    _install_compiler(tmp_path, "echo vec.h is unreadable >&2; exit 1", monkeypatch)
+
+    with pytest.raises(
+        KernelsUnavailableError, match=r"compiler failed:\nvec\.h is unreadable"
+    ):
+        load_library()
+
+    assert not list(cache.glob("*.so"))
+
+
+def test_without_a_compiler_torch_serves_and_a_warning_says_why(cache, monkeypatch, caplog):
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.setenv("PATH", "/nowhere")
+
+    with caplog.at_level(logging.WARNING):
+        ops = select_ops(CPU, torch.float32)
+
+    assert set(ops.backends.values()) == {"torch"}
+    assert "no C++ compiler found: install g++" in caplog.text
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_every_operator_has_a_named_backend(dtype):
+    ops = select_ops(CPU, dtype)
+    assert ops.backends["linear"].startswith(("avx512", "amx", "torch"))
+    assert all(ops.backends.values())
+
+
+def test_a_cache_that_cannot_be_written_costs_a_compilation_and_says_so(
+    tmp_path, monkeypatch, caplog
+):
+    (tmp_path / "trimaran").write_text("a file where the folder would be")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    _install_compiler(tmp_path, 'exec g++ -O0 "$@"', monkeypatch)
+
+    with caplog.at_level(logging.WARNING):
+        load_library()
+
+    assert "compiled at every start" in caplog.text
+    assert os.path.isfile(tmp_path / "trimaran")
