@@ -14,7 +14,6 @@ from trimaran.comm.wait import Backoff, wait_for
 from trimaran.comm.wake_line import WakeReceiver, WakeSender, connect_wake_lines
 
 _TAG = 1
-_MAX_SEND_S = 3600.0
 
 
 class _Kind(IntEnum):
@@ -161,9 +160,7 @@ class Leader:
             self._ring.write(message, self._timeout_s)
         # A large message only moves while its sender is inside MPI, so it is completed
         # here: the step that follows may never call MPI.
-        if requests and not wait_for(
-            lambda: MPI.Request.Testall(requests), min(self._timeout_s, _MAX_SEND_S)
-        ):
+        if requests and not wait_for(lambda: MPI.Request.Testall(requests), self._timeout_s):
             raise PeerLostError(
                 f"the first rank of another host (one of {self._first_ranks}) took no "
                 f"decision for {self._timeout_s:g} s"

@@ -108,6 +108,9 @@ class RankProcess:
             hosts=world.hosts,
         )
         device = select_device(config.engine, topology)
+        if device.type == "cuda":
+            # Kernels are launched on the current device, whatever their tensors say.
+            torch.cuda.set_device(device)
         self._control = connect_control(world, self._hang_timeout_s)
         tp_world = world.subgroup(topology.tp_ranks)
         self._group = connect_group(tp_world, device, config.start_timeout_s)
