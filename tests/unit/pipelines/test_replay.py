@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import random
 from contextlib import aclosing
 
 import pytest
@@ -271,3 +272,42 @@ async def test_closing_one_stream_leaves_the_others_alone(serve):
         raw = pack_ids(served.tokenizer.encode_now("y", True))
         closed = [s.request_id for s in engine.submits if s.prompt_ids == raw]
         await engine.until(lambda: engine.cancelled == closed)
+
+
+@pytest.mark.parametrize("num_tokens", [20, 27, 30])
+async def test_a_stop_word_is_found_across_a_death(serve, num_tokens):
+    async with serve() as served:
+        engine = await served.dial(served.answer(TEXT))
+        engine.gate.clear()
+        task = _start(served, stop_words=["and on it goes, 👨‍👩"])
+        await engine.until(lambda: len(engine.submits) == 1)
+        await _die_after(engine, num_tokens)
+        await served.dial(served.answer(TEXT), incarnation=1)
+        assert "".join(await task) == TEXT[: TEXT.index("👩") + 1]
+
+
+@pytest.mark.parametrize("seed", range(5))
+async def test_streams_survive_deaths_at_any_moment(serve, seed):
+    draw = random.Random(seed)
+    async with serve(frontend={"max_replays": 100}) as served:
+        encode = served.tokenizer.encode_now
+        answers = [f"{i}: {TEXT[i:]}" for i in range(20)]
+        ids = {pack_ids(encode(f"p{i}", True)): encode(a, False) for i, a in enumerate(answers)}
+
+        def script(submit):
+            return ids[submit.prompt_ids]
+
+        engine = await served.dial(script, max_per_step=5)
+        tasks = [
+            asyncio.ensure_future(
+                served.texts("ensemble", text_input=f"p{i}", max_tokens=400, stream=i % 3 > 0)
+            )
+            for i in range(20)
+        ]
+        for incarnation in range(1, 8):
+            await asyncio.sleep(draw.uniform(0, 0.01))
+            await engine.end()
+            engine = await served.dial(script, max_per_step=5, incarnation=incarnation)
+        for i, task in enumerate(tasks):
+            prompt = "" if i % 3 else f"p{i}"
+            assert "".join(await task) == prompt + answers[i]

@@ -336,3 +336,21 @@ async def test_bls_requests_do_not_wait_for_each_other(serve):
         await engine.until(lambda: len(engine.submits) == 50)
         engine.gate.set()
         assert await asyncio.gather(*tasks) == [["xa b c"]] * 50
+
+
+@TEXT_MODELS
+@pytest.mark.parametrize("stream", [False, True])
+async def test_models_without_a_batch_dimension_answer_without_one(serve, model, stream):
+    async with serve(triton_max_batch_size="0") as served:
+        await served.dial(served.answer("one größer two stop three"))
+        responses = await served.infer(
+            model,
+            text_input="x",
+            max_tokens=99,
+            stop_words=["stop"],
+            stream=stream,
+            return_num_output_tokens=True,
+        )
+        assert all(tensor.shape == (1,) for r in responses for tensor in r.outputs)
+        text = b"".join(_values(r)["text_output"] for r in responses).decode()
+        assert text == ("" if stream else "x") + "one größer two stop"

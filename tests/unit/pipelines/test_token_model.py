@@ -390,3 +390,14 @@ async def test_one_sequences_failure_ends_the_others(serve):
                 request_output_len=np.ones((2, 1), np.int32),
             )
         await engine.until(lambda: engine.cancelled == [engine.submits[0].request_id])
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+async def test_ids_without_a_batch_dimension_come_back_without_one(serve, streaming):
+    async with serve(triton_max_batch_size="0") as served:
+        await served.dial(_counting)
+        responses = await served.infer("tensorrt_llm", **PROMPT, streaming=streaming)
+        ids = [i for r in responses for i in r.outputs[0].data.reshape(-1).tolist()]
+        assert ids == ([] if streaming else [7, 8, 9]) + [7, 8, 9, 10, 11]
+        assert all(r.outputs[0].data.ndim == 2 for r in responses)
+        assert all(r.outputs[1].shape == (1,) for r in responses)
