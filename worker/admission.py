@@ -82,6 +82,8 @@ def _sampling(message: Submit, vocab_size: int) -> SamplingParams:
         ("end_id", sampling.end_id < vocab_size, f"below the vocabulary size {vocab_size}"),
         ("repetition_penalty", sampling.repetition_penalty > 0, "above 0"),
         ("min_p", 0 <= sampling.min_p <= 1, "between 0 and 1"),
+        ("top_p_decay", 0 < sampling.top_p_decay <= 1, "above 0 and at most 1"),
+        ("top_p_min", 0 < sampling.top_p_min <= 1, "above 0 and at most 1"),
         ("num_return_sequences", sampling.num_return_sequences >= 1, "at least 1"),
         ("no_repeat_ngram_size", sampling.no_repeat_ngram_size >= 0, "0 (off) or more"),
     )

@@ -9,7 +9,15 @@ from torch import Tensor
 
 from trimaran.worker.candidates import argmax, largest
 from trimaran.worker.noise import gumbel
-from trimaran.worker.sampling_rows import MIN_P, TEMPERATURE, TOP_K, TOP_P, SamplingBatch
+from trimaran.worker.sampling_rows import (
+    MIN_P,
+    TEMPERATURE,
+    TOP_K,
+    TOP_P,
+    TOP_P_DECAY,
+    TOP_P_MIN,
+    SamplingBatch,
+)
 from trimaran.worker.staging import to_device
 
 # Shapes: N rows that draw, V vocabulary, K candidates of a row.
@@ -64,6 +72,10 @@ class _Params:
             self.floats[:, TEMPERATURE], _MIN_TEMPERATURE, out=self.floats[:, TEMPERATURE]
         )
         self.top_k = batch.state.int_params[rows, TOP_K]
+        decay = self.floats[:, TOP_P_DECAY]
+        if (decay != 1).any():
+            decayed = self.floats[:, TOP_P] * decay ** batch.num_outputs(entries)
+            self.floats[:, TOP_P] = np.maximum(decayed, self.floats[:, TOP_P_MIN])
 
     def of(self, rows: Entries) -> _Params:
         """Those of some of the rows."""

@@ -19,6 +19,7 @@ from trimaran.worker.step_types import Int32Array, NewRow
 SERVED_FIELDS = frozenset(
     {
         "max_tokens", "end_id", "pad_id", "temperature", "top_k", "top_p", "min_p", "seed",
+        "top_p_decay", "top_p_min",
         "stop_words", "bad_words", "min_tokens", "repetition_penalty", "presence_penalty",
         "frequency_penalty", "no_repeat_ngram_size", "embedding_bias", "num_return_sequences",
         "return_log_probs",
@@ -41,7 +42,9 @@ class Want(IntFlag):
 
 
 # Columns of the float and integer parameters.
-TEMPERATURE, TOP_P, MIN_P, REPETITION, PRESENCE, FREQUENCY = range(6)
+(
+    TEMPERATURE, TOP_P, MIN_P, REPETITION, PRESENCE, FREQUENCY, TOP_P_DECAY, TOP_P_MIN,
+) = range(8)  # fmt: skip
 TOP_K, MIN_TOKENS, END_ID, NGRAM = range(4)
 
 
@@ -85,7 +88,7 @@ class SamplingBatch:
         return np.flatnonzero(self.wants & np.uint32(want))
 
     def floats(self, entries: npt.NDArray[np.int64]) -> Tensor:
-        """float32 [n, 6] on the device, columns by name above."""
+        """float32 [n, 8] on the device, columns by name above."""
         return to_device(self.state.float_params[self.rows[entries]], self.state.device)
 
     def ints(self, entries: npt.NDArray[np.int64]) -> Tensor:
@@ -126,7 +129,7 @@ class SamplingRows:
         self.device = device
         self.kernel = kernel
         """What chooses ids on this CPU; None means torch."""
-        self.float_params = np.zeros((num_rows, 6), dtype=np.float32)
+        self.float_params = np.zeros((num_rows, 8), dtype=np.float32)
         self.int_params = np.zeros((num_rows, 4), dtype=np.int64)
         self.seeds = np.zeros(num_rows, dtype=np.uint64)
         self.sequence_indices = np.zeros(num_rows, dtype=np.uint64)
@@ -147,6 +150,8 @@ class SamplingRows:
             params.repetition_penalty,
             params.presence_penalty,
             params.frequency_penalty,
+            params.top_p_decay if params.top_p > 0 else 1.0,
+            params.top_p_min,
         )
         self.int_params[row] = (
             params.top_k,

@@ -175,6 +175,22 @@ def test_the_order_of_candidates_does_not_depend_on_how_many_are_taken():
         assert torch.equal(values, logits.gather(1, ids))
 
 
+@pytest.mark.parametrize(
+    ("num_outputs", "left"), [(0, [1, 4, 3, 6]), (1, [1, 4]), (2, [1]), (9, [1])]
+)
+def test_top_p_decays_with_every_token_down_to_its_least(num_outputs, left):
+    # 0.72, then 0.36, then never below 0.25.
+    params = [
+        SamplingParams(top_p=0.72, top_p_decay=0.5, top_p_min=0.25, seed=seed)
+        for seed in range(300)
+    ]
+    logits = torch.as_tensor(LOGITS, dtype=torch.float32).repeat(300, 1)
+
+    ids = draw(logits, params, outputs=[[5] * num_outputs] * 300).token_ids.tolist()
+
+    assert set(ids) == set(left)
+
+
 def test_a_row_of_nan_hurts_no_other_row():
     torch.manual_seed(3)
     logits = torch.randn(2, 600)
