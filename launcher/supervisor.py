@@ -13,6 +13,7 @@ import sys
 from typing import Any
 
 from trimaran.comm.address import Address
+from trimaran.comm.errors import ConfigError
 from trimaran.comm.messages import ChildState, Command
 from trimaran.launcher.banner import print_endpoints
 from trimaran.launcher.children import Children, describe_signal
@@ -307,7 +308,9 @@ class Supervisor:
             try:
                 sinks.append(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644))
             except OSError as error:
-                logger.error("--log-file %s: %s; logging to stderr alone", path, error.strerror)
+                raise ConfigError(
+                    f"--log-file {path}: {error.strerror}. Name a file that can be written."
+                ) from None
         return sinks
 
 

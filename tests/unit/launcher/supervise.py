@@ -6,11 +6,12 @@ import json
 import sys
 from pathlib import Path
 
+from trimaran.comm.errors import ConfigError
 from trimaran.comm.log import setup_logging
 from trimaran.launcher.config import GroupConfig, LogConfig, RestartPolicy, ServeConfig
 from trimaran.launcher.group_specs import Programs
 from trimaran.launcher.mpi_launch import OPENMPI, Mpi
-from trimaran.launcher.supervisor import Supervisor
+from trimaran.launcher.supervisor import EXIT_CONFIG, Supervisor
 from trimaran.server.config import FrontendConfig
 from trimaran.worker.config import EngineConfig, ParallelConfig
 
@@ -39,7 +40,11 @@ def main() -> int:
     mpi = Mpi(starter, OPENMPI, "5.0") if starter else None
     setup_logging("supervisor")
     programs = Programs((*child, "frontend"), (*child, "rank"))
-    return Supervisor(config, mpi, programs).run()
+    try:
+        return Supervisor(config, mpi, programs).run()
+    except ConfigError as error:
+        print(error, file=sys.stderr)
+        return EXIT_CONFIG
 
 
 if __name__ == "__main__":

@@ -245,6 +245,13 @@ def test_a_full_log_file_stops_nothing(supervise):
     assert server.terminate() == 0
 
 
+def test_a_log_file_that_cannot_be_made_is_refused(supervise, tmp_path):
+    server = supervise(log_file=str(tmp_path / "missing" / "log"))
+    assert server.end() == 2
+    assert "missing/log: No such file or directory" in server.log
+    assert "started pid" not in server.log
+
+
 def test_every_process_logs_to_the_log_file_too(supervise, tmp_path):
     log = tmp_path / "copy"
     server = supervise(world_size=2, log_file=str(log))
