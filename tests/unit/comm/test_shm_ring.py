@@ -115,7 +115,8 @@ def test_a_waiting_reader_process_uses_no_processor_time():
     RingWriter(segment, 1).write(b"end", 5.0)
     process.communicate()
 
-    assert ticks == 0
+    # One tick of 10 ms may still belong to its start.
+    assert ticks <= 1
 
 
 def test_a_killed_process_leaves_no_file_behind():
