@@ -198,11 +198,14 @@ class Engine:
                 self._forget(sequence.request)
 
     def _forget(self, request: Request) -> None:
+        if not request.is_finished:
+            return
         key = (request.source, request.request_id)
-        if request.is_finished and request in self._requests.get(key, ()):
-            self._requests[key].remove(request)
-            if not self._requests[key]:
-                del self._requests[key]
+        others = [other for other in self._requests.pop(key, ()) if other is not request]
+        if others:
+            self._requests[key] = others
+        # They refer to each other: without this they would wait for the garbage collector.
+        request.sequences.clear()
 
     def _watch(self, request: Request) -> None:
         """Remember a deadline; those of finished requests do not pile up."""
