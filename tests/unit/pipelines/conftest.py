@@ -83,9 +83,12 @@ class ScriptedEngine:
 
     async def dial(self, address: str, hello: EngineHello) -> FrontendHello:
         """Connect and greet; serve if the front end accepts."""
-        path = Address.parse(address).path
-        assert path is not None
-        self._reader, self._writer = await asyncio.open_unix_connection(path)
+        parsed = Address.parse(address)
+        if parsed.path:
+            opened = asyncio.open_unix_connection(parsed.path)
+        else:
+            opened = asyncio.open_connection(parsed.host, parsed.port)
+        self._reader, self._writer = await opened
         self.send(hello)
         answer = await self.receive()
         assert isinstance(answer, FrontendHello)
@@ -215,7 +218,7 @@ class Served:
         engine = ScriptedEngine(script, max_per_step=max_per_step)
         self.dialled.append(engine)
         answer = await engine.dial(
-            self.config.engine_listen[0], self.hello(incarnation=incarnation, group=group)
+            self.config.engine_listen[-1], self.hello(incarnation=incarnation, group=group)
         )
         assert answer.accepted, answer.reason
         return engine
@@ -320,9 +323,12 @@ def serve(tmp_path: Path, tokenizer_folder: Path) -> Serve:
         root = repository or _write_repository(tmp_path, tokenizer_folder, values)
         config = FrontendConfig(
             model_repository=str(root),
-            engine_listen=(f"unix:{tmp_path}/engine.sock",),
             token="secret",
-            **{"groups": {"tensorrt_llm": ("g0",)}, **(frontend or {})},
+            **{
+                "engine_listen": (f"unix:{tmp_path}/engine.sock",),
+                "groups": {"tensorrt_llm": ("g0",)},
+                **(frontend or {}),
+            },
         )
         served = Served(config, Tokenizer(str(tokenizer_folder)))
         await served.start()

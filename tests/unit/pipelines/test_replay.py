@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import socket
 from contextlib import aclosing
 
 import pytest
@@ -311,3 +312,12 @@ async def test_streams_survive_deaths_at_any_moment(serve, seed):
         for i, task in enumerate(tasks):
             prompt = "" if i % 3 else f"p{i}"
             assert "".join(await task) == prompt + answers[i]
+
+
+async def test_engines_of_other_hosts_dial_in_over_tcp(serve, tmp_path):
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    listen = (f"unix:{tmp_path}/engine.sock", f"tcp:127.0.0.1:{port}")
+    async with serve(frontend={"engine_listen": listen}) as served:
+        await served.dial(served.answer(TEXT))
+        assert "".join(await _start(served)) == TEXT
