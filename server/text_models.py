@@ -65,6 +65,7 @@ BLS_MAPS = TensorMaps(
         "input_lengths": "REQUEST_INPUT_LEN",
         "request_output_len": "REQUEST_OUTPUT_LEN",
         "bad_words_list": "BAD_WORDS_IDS",
+        "stop_words_list": "STOP_WORDS_IDS",
         "embedding_bias": "EMBEDDING_BIAS",
         "end_id": "OUT_END_ID",
         "pad_id": "OUT_PAD_ID",

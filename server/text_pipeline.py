@@ -64,7 +64,11 @@ class PipelineOptions:
 
 
 class TextPipeline:
-    """Runs text requests over three step models; any number of them at once."""
+    """Runs text requests over three step models; any number of them at once.
+
+    Stop words go two ways: as ids to the engine, which alone sees special tokens, and as
+    text to the detokenizer, which alone sees a word that other tokens spell.
+    """
 
     def __init__(self, steps: Steps, maps: TensorMaps, options: PipelineOptions) -> None:
         self._steps = steps
@@ -101,8 +105,6 @@ class TextPipeline:
     async def _token_inputs(self, request: InferRequest) -> dict[str, Tensor]:
         maps = self._maps
         inputs = _renamed(request.inputs, maps.preprocessing)
-        # Text stop words are matched on the text, where tokens cannot hide them.
-        inputs.pop("STOP_WORDS_DICT", None)
         pre_request = InferRequest(
             model_name=self._steps.preprocessing.name, id=request.id, inputs=inputs
         )

@@ -63,7 +63,7 @@ async def test_inputs_reach_the_engine_under_the_token_models_names(serve, model
             min_length=3,
             random_seed=11,
             bad_words=["ugly", ""],
-            stop_words=["halt"],
+            stop_words=["halt", "</s>"],
             end_id=5,
             beam_width=1,
         )
@@ -79,6 +79,7 @@ async def test_inputs_reach_the_engine_under_the_token_models_names(serve, model
             min_tokens=3,
             seed=11,
             bad_words=(tuple(encode("ugly", False)),),
+            stop_words=(tuple(encode("halt", False)), (1,)),
             end_id=5,
             pad_id=2,
         )
