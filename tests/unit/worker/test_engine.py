@@ -1,5 +1,7 @@
 """However an engine gets there, a request's tokens are the same."""
 
+import random
+
 import pytest
 import torch
 from transformers import LlamaForCausalLM
@@ -124,3 +126,54 @@ def test_preemption_happens_in_the_cases_that_claim_it(make_engine, prompt_of):
         most = max(most, driver.engine.scheduler.num_preempted)
 
     assert most > 0
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_tokens_survive_any_history(make_engine, prompt_of, seed):
+    """Random arrivals, cancellations, priorities and replays on a cache that is too small."""
+    rng = random.Random(seed)
+    reference = make_engine(max_num_batched_tokens=256, enable_block_reuse=False)
+    driver = make_engine(
+        depth=rng.choice((1, 2)),
+        max_tokens=rng.choice((176, 256)),
+        max_num_batched_tokens=rng.choice((20, 48)),
+        max_num_seqs=rng.choice((3, 8)),
+        policy=rng.choice(("max_utilization", "max_utilization", "guaranteed_no_evict")),
+    )
+    expected, cancelled = {}, set()
+    for number in range(40):
+        prompt = prompt_of(rng.randrange(1, 90), rng.randrange(12))
+        fields = rng.choice(
+            (GREEDY, SEEDED, {"top_k": 30, "seed": number}, {"repetition_penalty": 1.3})
+        )
+        num_done = rng.choice((0, 0, 3))
+        alone = reference.submit(prompt, max_tokens=12, **fields)
+        reference.run(max_steps=10_000)
+        whole = reference.output(alone)
+        request = driver.submit(
+            prompt,
+            output=whole[:num_done],
+            max_tokens=12,
+            priority=rng.choice((0, 0, 2)),
+            **fields,
+        )
+        expected[request] = whole[num_done:]
+        for _ in range(rng.randrange(6)):
+            if driver.engine.has_work:
+                driver.step()
+        if rng.random() < 0.2:
+            unlucky = rng.choice(list(expected))
+            cancelled.add(unlucky)
+            driver.engine.cancel("client", [unlucky])
+        scheduler = driver.engine.scheduler
+        held = (*scheduler.running, *scheduler.waiting, *scheduler._to_release)
+        scheduler.cache.check([sequence.blocks for sequence in held])
+    driver.run(max_steps=10_000)
+
+    for request, tokens in expected.items():
+        if driver.reasons[request, 0] == FinishReason.CANCELLED:
+            assert request in cancelled
+            assert driver.output(request) == tokens[: len(driver.output(request))]
+        else:
+            assert driver.output(request) == tokens
+    driver.check_idle()
