@@ -44,13 +44,12 @@ class StepInputs:
 class _DecodeStep:
     """A pure decode step on the CPU, whose inputs can be advanced where they are."""
 
-    __slots__ = ("block_size", "host", "inputs", "token_places")
+    __slots__ = ("block_size", "host", "inputs")
 
     def __init__(self, block_size: int, inputs: StepInputs, host: StepArrays) -> None:
         self.block_size = block_size
         self.inputs = inputs
         self.host = host
-        self.token_places = torch.from_numpy(host.token_places)
 
     def is_followed_by(self, decision: SchedulerOutput) -> bool:
         """Whether ``decision`` decodes the next token of the same rows, in the same blocks."""
@@ -136,13 +135,15 @@ class InputBatch:
         return inputs
 
     def _advance(self, last: _DecodeStep) -> StepInputs:
-        """The inputs of the step before, each sequence one token on, made in their place."""
+        """The inputs of the step before, each sequence one token on, made in their place.
+
+        Its sampled ids are there already: `write_sampled` made them the next input.
+        """
         host, inputs = last.host, last.inputs
         # Positions, places and slots alike: no block ends here.
         host.wide += 1
         host.seq_lens += 1
         inputs.max_seq_len += 1
-        inputs.token_ids = torch.index_select(self._flat_ids, 0, last.token_places)
         return inputs
 
     def _compute(self, decision: SchedulerOutput) -> tuple[StepInputs, StepArrays]:
@@ -219,5 +220,7 @@ class InputBatch:
         """Put sampled ids where the next step reads its inputs."""
         if self.device.type == "cpu":
             self._host_ids[inputs.sampled_slots.numpy()] = token_ids_N.numpy()
+            if self._last_decode is not None:
+                inputs.token_ids = token_ids_N
             return
         self._flat_ids.index_copy_(0, inputs.sampled_slots, token_ids_N.to(torch.int32))

@@ -123,6 +123,8 @@ class ModelRunner:
     def execute_model(self, decision: SchedulerOutput) -> ModelRunnerOutput:
         """Launch one step. Collective over the tensor group."""
         self.inputs.apply_changes(decision)
+        for row in decision.finished_rows:
+            self.sampling.leave(row)
         for new in decision.new_rows:
             self.sampling.enter(new)
         if len(decision.block_copies):
@@ -143,18 +145,20 @@ class ModelRunner:
             return ModelRunnerOutput(SamplerOutput(nothing), None)
         if inputs.logits_indices is not None:
             hidden_TD = hidden_TD.index_select(0, inputs.logits_indices)
-        lengths = (decision.num_computed_tokens + decision.num_scheduled_tokens)[sampled]
-        batch = self.sampling.batch(decision.rows[sampled], lengths)
-        if batch.all_wants == 0 and self.tp.size > 1:
-            output = SamplerOutput(self._greedy_over_shards(hidden_TD))
-        else:
+        if self.sampling.has_wants:
+            lengths = (decision.num_computed_tokens + decision.num_scheduled_tokens)[sampled]
+            batch = self.sampling.batch(decision.rows[sampled], lengths)
             logits_NV = self.model.compute_logits(hidden_TD)
             output = sample(logits_NV, batch, self.inputs.token_table)
+        else:
+            output = SamplerOutput(self._likeliest(hidden_TD))
         self.inputs.write_sampled(inputs, output.token_ids)
         return ModelRunnerOutput(output, self._copy_stream)
 
-    def _greedy_over_shards(self, hidden_ND: Tensor) -> Tensor:
-        """The likeliest ids without gathering logits. Collective over the tensor group."""
+    def _likeliest(self, hidden_ND: Tensor) -> Tensor:
+        """The likeliest ids, without gathering logits. Collective over the tensor group."""
+        if self.tp.size == 1:
+            return self.sampling.likeliest(self.model.compute_logits(hidden_ND))
         head = self.model.lm_head
         # The last shards may hold padding rows, which are no ids.
         num_real = min(max(head.vocab_size - head.first_row, 0), head.num_rows)

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from trimaran.worker import logits_processors
-from trimaran.worker.candidates import argmax
 from trimaran.worker.draw import draw
 from trimaran.worker.sampling_rows import SamplingBatch, Want
 
@@ -41,10 +40,8 @@ def sample(logits_NV: Tensor, batch: SamplingBatch, token_table_RL: Tensor) -> S
     ids so far, those sampled by steps in flight included.
     """
     wants = batch.all_wants
-    kernel = batch.state.kernel
-    likeliest = argmax if kernel is None else kernel.argmax
     if not wants:
-        return SamplerOutput(likeliest(logits_NV))
+        return SamplerOutput(batch.state.likeliest(logits_NV))
     model_logits = logits_NV.clone() if wants & Want.LOG_PROBS else logits_NV
     for want, process in PROCESSORS:
         if wants & want:
@@ -53,7 +50,7 @@ def sample(logits_NV: Tensor, batch: SamplingBatch, token_table_RL: Tensor) -> S
     if len(entries) == len(batch.rows):
         ids = draw(logits_NV, batch, entries)
     else:
-        ids = likeliest(logits_NV)
+        ids = batch.state.likeliest(logits_NV)
         if len(entries):
             index = batch.index(entries)
             ids.index_copy_(0, index, draw(logits_NV[index], batch, entries))

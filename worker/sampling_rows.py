@@ -12,6 +12,7 @@ from torch import Tensor
 
 from trimaran.comm.sampling_params import SamplingParams
 from trimaran.kernels.sampling import CpuSampling
+from trimaran.worker.candidates import argmax
 from trimaran.worker.noise import noise_keys
 from trimaran.worker.staging import to_device
 from trimaran.worker.step_types import Int32Array, NewRow
@@ -136,12 +137,24 @@ class SamplingRows:
         self.num_prompt = np.zeros(num_rows, dtype=np.int64)
         self.bad_words: dict[int, tuple[tuple[int, ...], ...]] = {}
         self.biases: dict[int, Tensor] = {}
+        self.has_wants = False
+        """Whether any row asks for more than the likeliest id."""
         self._wants = np.zeros(num_rows, dtype=np.uint32)
+
+    def likeliest(self, logits_NV: Tensor) -> Tensor:
+        """The first of the likeliest ids of each row, int64 [N]."""
+        return argmax(logits_NV) if self.kernel is None else self.kernel.argmax(logits_NV)
+
+    def leave(self, row: int) -> None:
+        """The row's occupant is gone."""
+        self._wants[row] = 0
+        self.has_wants = bool(self._wants.any())
 
     def enter(self, new: NewRow) -> None:
         """Set a row's parameters from its new occupant's."""
         params, row = SamplingParams.from_wire(new.sampling), new.row
         self._wants[row] = wants_of(params)
+        self.has_wants = bool(self._wants.any())
         # A repetition penalty of 0 or less is refused at submission.
         self.float_params[row] = (
             params.temperature,

@@ -45,6 +45,7 @@ def run_small_steps(runner: ModelRunner, limits: SchedulerConfig) -> None:
     rows = [_row(0, length)]
     runner.execute_model(_step(rows, int32s([0]), int32s([length]))).wait()
     runner.execute_model(_step(rows, int32s([length]), int32s([1]))).wait()
+    runner.sampling.leave(0)
 
 
 def peak_step_bytes(runner: ModelRunner, limits: SchedulerConfig) -> int:
@@ -62,4 +63,6 @@ def peak_step_bytes(runner: ModelRunner, limits: SchedulerConfig) -> int:
     ones = int32s([1] * len(short))
     runner.execute_model(_step(short, ones, ones)).wait()
     torch.cuda.synchronize(device)
+    for new in short:
+        runner.sampling.leave(new.row)
     return torch.cuda.max_memory_allocated(device) - before
