@@ -9,6 +9,7 @@ from pathlib import Path
 
 from trimaran.comm.errors import ConfigError
 from trimaran.server.engine_client import EngineClient
+from trimaran.server.graph_model import GraphModel, GraphStep
 from trimaran.server.inference import Model
 from trimaran.server.metrics import Metrics
 from trimaran.server.model_repository import ModelRepository, RepositoryModel, Role
@@ -54,17 +55,29 @@ class _Builder:
         self._metrics = metrics
         self._tokenizer_threads = tokenizer_threads
         self._tokenizers: dict[str, Tokenizer] = {}
-        self._steps: dict[str, Model] = {}
+        self._models: dict[str, Model] = {}
+        self._unfinished: set[str] = set()
         self._plain: dict[str, PreprocessingModel | PostprocessingModel | TokenModel] = {}
 
     def build(self) -> list[Model]:
         models: list[Model] = []
         for role in (*_STEPS, Role.ENSEMBLE, Role.BLS, Role.OTHER):
             for model in self._repository.of_role(role):
-                models.append(self._one(model))
+                models.append(self._built(model))
         return models
 
-    def _one(self, model: RepositoryModel) -> Model:
+    def _built(self, model: RepositoryModel) -> Model:
+        """The model, built on the first call."""
+        if model.name not in self._models:
+            if model.name in self._unfinished:
+                raise ConfigError(
+                    f"{model.config_path}: the ensemble '{model.name}' is a step of itself"
+                )
+            self._unfinished.add(model.name)
+            self._models[model.name] = self._metrics.measure(self._build_one(model))
+        return self._models[model.name]
+
+    def _build_one(self, model: RepositoryModel) -> Model:
         if len(model.versions) > 1:
             raise ConfigError(
                 f"{model.folder} holds the versions {model.versions}, but one version of a "
@@ -79,32 +92,30 @@ class _Builder:
             Role.OTHER: _refuse,
         }
         built = makers[model.role](model, model.versions[0])
-        if (model.folder / str(model.versions[0]) / "model.py").exists():
+        if isinstance(built, GraphModel):
+            logger.info("Model '%s': %s, run step by step", model.name, model.role.value)
+        elif (model.folder / str(model.versions[0]) / "model.py").exists():
             logger.info(
                 "Model '%s': native %s; its model.py is not run", model.name, model.role.value
             )
         else:
             logger.info("Model '%s': native %s", model.name, model.role.value)
-        return self._metrics.measure(built)
+        return built
 
     def _preprocessing(self, model: RepositoryModel, version: int) -> Model:
         built = PreprocessingModel(model, version, self._tokenizer(model))
         self._plain[model.name] = built
-        return self._step(built)
+        return built
 
     def _postprocessing(self, model: RepositoryModel, version: int) -> Model:
         built = PostprocessingModel(model, version, self._tokenizer(model))
         self._plain[model.name] = built
-        return self._step(built)
+        return built
 
     def _token(self, model: RepositoryModel, version: int) -> Model:
         built = TokenModel(model, version, self._engines)
         self._plain[model.name] = built
-        return self._step(built)
-
-    def _step(self, model: Model) -> Model:
-        self._steps[model.name] = self._metrics.measure(model)
-        return self._steps[model.name]
+        return built
 
     def _tokenizer(self, model: RepositoryModel) -> Tokenizer:
         folder = model.parameters.get_str("tokenizer_dir")
@@ -119,21 +130,21 @@ class _Builder:
         return self._tokenizers[key]
 
     def _ensemble(self, model: RepositoryModel, version: int) -> Model:
-        names: dict[Role, str] = {}
-        for step in model.config.ensemble_scheduling.step:
-            role = self._repository.models[step.model_name].role
-            if role not in _STEPS or role in names:
-                raise ConfigError(
-                    f"{model.config_path}: step '{step.model_name}' is a {role.value}; an "
-                    "ensemble here has one preprocessing, one token model and one "
-                    "postprocessing"
-                )
-            names[role] = step.model_name
-        missing = [role.value for role in _STEPS if role not in names]
-        if missing:
-            raise ConfigError(f"{model.config_path}: the ensemble has no {missing[0]} step")
-        maps = ensemble_maps(model, names)
-        return EnsembleModel(model, version, self._wired(names), maps)
+        steps = model.config.ensemble_scheduling.step
+        names = {self._repository.models[s.model_name].role: s.model_name for s in steps}
+        if len(steps) == len(_STEPS) and set(names) == set(_STEPS):
+            maps = ensemble_maps(model, names)
+            if maps is not None:
+                return EnsembleModel(model, version, self._wired(names), maps)
+        graph = [
+            GraphStep(
+                self._built(self._repository.models[step.model_name]),
+                dict(step.input_map),
+                dict(step.output_map),
+            )
+            for step in steps
+        ]
+        return GraphModel(model, version, graph)
 
     def _bls(self, model: RepositoryModel, version: int) -> Model:
         token = model.parameters.get_str("tensorrt_llm_model_name") or "tensorrt_llm"
@@ -152,14 +163,15 @@ class _Builder:
         return BlsModel(model, version, self._wired(names))
 
     def _wired(self, names: dict[Role, str]) -> Steps:
+        models = {r: self._built(self._repository.models[n]) for r, n in names.items()}
         post = self._plain[names[Role.POSTPROCESSING]]
         token = self._plain[names[Role.TOKEN]]
         assert isinstance(post, PostprocessingModel)
         assert isinstance(token, TokenModel)
         return Steps(
-            preprocessing=self._steps[names[Role.PREPROCESSING]],
-            token=self._steps[names[Role.TOKEN]],
-            postprocessing=self._steps[names[Role.POSTPROCESSING]],
+            preprocessing=models[Role.PREPROCESSING],
+            token=models[Role.TOKEN],
+            postprocessing=models[Role.POSTPROCESSING],
             tokenizer=post.tokenizer,
             skip_special_tokens=post.skip_special_tokens,
             excludes_input=token.excludes_input,

@@ -6,6 +6,7 @@ from collections.abc import AsyncGenerator
 from contextlib import aclosing
 
 from trimaran.comm.errors import ConfigError, RequestError
+from trimaran.server.graph_model import prefixed, sequence_parameters
 from trimaran.server.inference import InferRequest, InferResponse
 from trimaran.server.model_repository import RepositoryModel, Role
 from trimaran.server.sample_inputs import SampleInputs, batch_size
@@ -14,7 +15,6 @@ from trimaran.server.text_pipeline import (
     Steps,
     TensorMaps,
     TextPipeline,
-    prefixed,
 )
 from trimaran.server.token_model import check_transaction
 
@@ -78,30 +78,23 @@ BLS_MAPS = TensorMaps(
 )
 
 
-def ensemble_maps(model: RepositoryModel, step_names: dict[Role, str]) -> TensorMaps:
-    """The maps that an ensemble's steps declare.
-
-    Raises:
-        ConfigError: the steps are not connected as text in, ids, text out.
-    """
+def ensemble_maps(model: RepositoryModel, step_names: dict[Role, str]) -> TensorMaps | None:
+    """The maps of an ensemble whose steps are these three, connected as text in, ids, text
+    out; None if they are connected otherwise."""
     by_name = {step.model_name: step for step in model.config.ensemble_scheduling.step}
     steps = {role: by_name[name] for role, name in step_names.items()}
-    inputs = {tensor.name for tensor in model.config.input}
     for reader, input_name, writer, output_name in _NATIVE_WIRES:
-        tensor = steps[reader].input_map.get(input_name)
-        if tensor is None or tensor != steps[writer].output_map.get(output_name):
-            raise ConfigError(
-                f"{model.config_path}: '{input_name}' of step '{step_names[reader]}' must be "
-                f"'{output_name}' of step '{step_names[writer]}'"
-            )
+        tensor = dict(steps[reader].input_map).get(input_name)
+        if tensor is None or tensor != dict(steps[writer].output_map).get(output_name):
+            return None
     pre, token = steps[Role.PREPROCESSING], steps[Role.TOKEN]
+    inputs = {tensor.name for tensor in model.config.input}
+    outputs = {**token.output_map, **steps[Role.POSTPROCESSING].output_map}
     if pre.input_map["QUERY"] not in inputs:
-        raise ConfigError(
-            f"{model.config_path}: 'QUERY' of step '{pre.model_name}' must be an input of the "
-            "ensemble"
-        )
+        return None
+    if not {tensor.name for tensor in model.config.output} <= set(outputs.values()):
+        return None
     written = {tensor: output for output, tensor in pre.output_map.items()}
-    outputs = {**token.output_map, "OUTPUT": steps[Role.POSTPROCESSING].output_map["OUTPUT"]}
     return TensorMaps(
         preprocessing={k: v for k, v in pre.input_map.items() if v in inputs},
         token={k: v for k, v in token.input_map.items() if v in inputs},
@@ -146,11 +139,7 @@ class EnsembleModel:
         try:
             async with aclosing(self._pipeline.infer(request)) as responses:
                 async for response in responses:
-                    response.parameters = {
-                        "sequence_id": request.sequence_id,
-                        "sequence_start": request.sequence_start,
-                        "sequence_end": request.sequence_end,
-                    }
+                    response.parameters = sequence_parameters(request)
                     yield response
         except RequestError as error:
             raise prefixed(f"in ensemble '{self.name}', ", error) from error

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from trimaran.comm.errors import EngineDeadError, RequestError
 from trimaran.comm.messages import FinishReason
 from trimaran.server.detokenizer import IncrementalDetokenizer
 from trimaran.server.inference import InferRequest, InferResponse, Model, Tensor
@@ -242,11 +241,3 @@ def _renamed(tensors: Mapping[str, Tensor], sources: Mapping[str, str]) -> dict[
         for target, source in sources.items()
         if source in tensors
     }
-
-
-def prefixed(prefix: str, error: RequestError) -> RequestError:
-    """The same error with a prefix, as a composed model reports it."""
-    text = f"{prefix}{error}"
-    if isinstance(error, EngineDeadError):
-        return EngineDeadError(text)
-    return RequestError(text, error.kind)
