@@ -26,6 +26,7 @@ class CpuSampling:
     def __init__(self, library: ctypes.CDLL) -> None:
         self._argmax = Kernel(library, "trimaran_argmax", "5q")
         self._sample = Kernel(library, "trimaran_sample", "8q")
+        self._store = Kernel(library, "trimaran_store_ids", "4q")
 
     def argmax(self, logits_NV: Tensor) -> Tensor:
         """The first of the likeliest ids of each row, int64 [N]."""
@@ -61,3 +62,8 @@ class CpuSampling:
             logits_NV.stride(0),
         )
         return ids
+
+    def store(self, ids_N: Tensor, places_N: Tensor, table: Tensor) -> None:
+        """``table[places] = ids``: int64, int64 and a flat int32 table, all contiguous."""
+        count = ids_N.shape[0]
+        self._store(ids_N.data_ptr(), places_N.data_ptr(), table.data_ptr(), count)

@@ -10,6 +10,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from trimaran.kernels.sampling import CpuSampling
 from trimaran.worker.staging import StagingRing, StepArrays, to_device
 from trimaran.worker.step_types import Int32Array, SchedulerOutput
 
@@ -82,9 +83,11 @@ class InputBatch:
         num_groups: int,
         device: torch.device,
         depth: int,
+        kernel: CpuSampling | None = None,
     ) -> None:
         self.block_size = block_size
         self.device = device
+        self._kernel = kernel
         self.row_len = max_seq_len + 1
         self.max_blocks = -(-max_seq_len // block_size)
         self.num_prompt_tokens = np.zeros(num_rows, dtype=np.int64)
@@ -92,8 +95,6 @@ class InputBatch:
         table = torch.from_numpy(np.zeros((num_rows, self.row_len), dtype=np.int32))
         self.token_table = table.to(device)
         self._flat_ids = self.token_table.view(-1)
-        on_host = table if device.type == "cpu" else table[:0]
-        self._host_ids = on_host.view(-1).numpy()
         shape = (num_groups, num_rows, self.max_blocks)
         self._block_ids: npt.NDArray[np.int32] = np.zeros(shape, dtype=np.int32)
         mirror = torch.from_numpy(self._block_ids)
@@ -218,9 +219,9 @@ class InputBatch:
 
     def write_sampled(self, inputs: StepInputs, token_ids_N: Tensor) -> None:
         """Put sampled ids where the next step reads its inputs."""
-        if self.device.type == "cpu":
-            self._host_ids[inputs.sampled_slots.numpy()] = token_ids_N.numpy()
-            if self._last_decode is not None:
-                inputs.token_ids = token_ids_N
-            return
-        self._flat_ids.index_copy_(0, inputs.sampled_slots, token_ids_N.to(torch.int32))
+        if self._kernel is not None:
+            self._kernel.store(token_ids_N, inputs.sampled_slots, self._flat_ids)
+        else:
+            self._flat_ids.index_copy_(0, inputs.sampled_slots, token_ids_N.to(torch.int32))
+        if self._last_decode is not None:
+            inputs.token_ids = token_ids_N

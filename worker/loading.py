@@ -85,7 +85,7 @@ def load_engine(
         )
     block_size = config.cache.tokens_per_block
     inputs = InputBatch(
-        limits.max_num_seqs, limits.max_seq_len, block_size, len(groups), device, depth
+        limits.max_num_seqs, limits.max_seq_len, block_size, len(groups), device, depth, kernel
     )
     vocab_size = model.config.vocab_size
 

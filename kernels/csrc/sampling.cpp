@@ -284,3 +284,7 @@ void trimaran_sample(const SampleArgs* args) {
   trimaran::Pool::get().each(args->rows,
                              [&](long row) { args->ids[row] = trimaran::Row(*args, row).draw(); });
 }
+
+void trimaran_store_ids(const StoreIdsArgs* args) {
+  for (long i = 0; i < args->count; ++i) args->table[args->places[i]] = (int32_t)args->ids[i];
+}

@@ -23,4 +23,12 @@ struct SampleArgs {
   long rows, vocab, row_stride;
 };
 void trimaran_sample(const SampleArgs* args);
+
+// table[places[i]] = ids[i]
+struct StoreIdsArgs {
+  const int64_t *ids, *places;
+  int32_t* table;
+  long count;
+};
+void trimaran_store_ids(const StoreIdsArgs* args);
 }

@@ -94,3 +94,13 @@ def test_nan_neither_crashes_nor_leaves_the_vocabulary(kernel):
     ids = choose(logits, [random_params(rng, 5000) for _ in range(60)], kernel)
 
     assert all(0 <= token_id < 5000 for token_id in ids)
+
+
+def test_ids_are_stored_at_their_places(kernel):
+    table = torch.zeros(50, dtype=torch.int32)
+
+    kernel.store(torch.tensor([7, 8, 9]), torch.tensor([40, 0, 13]), table)
+
+    assert {place: int(table[place]) for place in table.nonzero()[:, 0].tolist()} == {
+        40: 7, 0: 8, 13: 9,
+    }  # fmt: skip
