@@ -1,0 +1,128 @@
+"""What the options of a text request do to the text, with the demo model and real ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from served import Served
+
+PROMPT = "It was a dark and"
+GREEDY = {"text_input": PROMPT, "max_tokens": 24, "exclude_input_in_output": True}
+SAMPLED = {**GREEDY, "top_k": 50, "temperature": 0.9}
+
+
+def _reply(server: Served, body: dict[str, Any], model: str = "ensemble") -> dict[str, Any]:
+    status, reply = server.post(f"/v2/models/{model}/generate", body)
+    assert status == 200, reply
+    return reply
+
+
+def _text(server: Served, body: dict[str, Any], model: str = "ensemble") -> str:
+    return str(_reply(server, body, model)["text_output"])
+
+
+def _events(server: Served, body: dict[str, Any], model: str = "ensemble") -> list[Any]:
+    return server.events(f"/v2/models/{model}/generate_stream", {**body, "stream": True})
+
+
+@pytest.mark.parametrize("model", ["ensemble", "tensorrt_llm_bls"])
+@pytest.mark.parametrize("position", [3, 11])
+def test_text_ends_with_its_stop_word(decoupled_server, model, position):
+    whole = _text(decoupled_server, GREEDY)
+    # A word that begins and ends inside other words.
+    word = whole[position : position + 9]
+    body = {**GREEDY, "stop_words": ["never there", word]}
+    expected = whole[: whole.index(word) + len(word)]
+    assert _text(decoupled_server, body, model) == expected
+    deltas = [event["text_output"] for event in _events(decoupled_server, body, model)]
+    assert "".join(deltas) == expected
+
+
+def test_a_bad_word_does_not_come(decoupled_server):
+    word = " " + _text(decoupled_server, GREEDY).split()[0]
+    text = _text(decoupled_server, {**GREEDY, "bad_words": [word, word.strip()]})
+    assert not text.startswith(word)
+
+
+def test_a_biased_word_comes_at_once(decoupled_server):
+    body = {
+        **GREEDY, "max_tokens": 1,
+        "embedding_bias_words": [" sea"], "embedding_bias_weights": [100.0],
+    }  # fmt: skip
+    assert _text(decoupled_server, body) in " sea"
+    assert _text(decoupled_server, {**body, "embedding_bias_weights": [-100.0]}) not in " sea"
+
+
+def test_a_seed_decides_a_sample(decoupled_server):
+    texts = [_text(decoupled_server, {**SAMPLED, "seed": seed}) for seed in (1, 1, 2, 3)]
+    assert texts[0] == texts[1]
+    assert len(set(texts)) == 3
+
+
+def test_temperature_zero_and_top_k_one_are_greedy(decoupled_server):
+    greedy = _text(decoupled_server, GREEDY)
+    assert _text(decoupled_server, {**SAMPLED, "temperature": 0.0}) == greedy
+    assert _text(decoupled_server, {**SAMPLED, "top_k": 1}) == greedy
+
+
+def test_returned_sequences_differ_and_carry_their_index(decoupled_server):
+    found: dict[int, str] = {}
+    for event in _events(decoupled_server, {**SAMPLED, "num_return_sequences": 3}):
+        index = event["sequence_index"]
+        found[index] = found.get(index, "") + event["text_output"]
+    assert sorted(found) == [0, 1, 2]
+    assert len(set(found.values())) == 3
+
+
+def test_a_batch_of_texts_is_answered_as_each_alone(decoupled_server):
+    prompts = [PROMPT, "The ship", "She said that he"]
+    alone = [_text(decoupled_server, {**GREEDY, "text_input": text}) for text in prompts]
+    body = {
+        "text_input": prompts,
+        "max_tokens": [24, 24, 24],
+        "exclude_input_in_output": [True, True, True],
+    }
+    events = decoupled_server.events("/v2/models/ensemble/generate_stream", body)
+    assert {event["batch_index"]: event["text_output"] for event in events} == dict(
+        enumerate(alone)
+    )
+
+
+def test_log_probs_add_up_and_do_not_depend_on_streaming(decoupled_server):
+    body = {**GREEDY, "return_log_probs": True, "return_num_output_tokens": True}
+    reply = _reply(decoupled_server, body)
+    each = reply["output_log_probs"]
+    assert len(each) == reply["num_output_tokens"] == 24
+    assert max(each) <= 0
+    assert reply["cum_log_probs"] == pytest.approx(sum(each), rel=1e-4)
+
+    streamed: list[float] = []
+    for event in _events(decoupled_server, body):
+        new = event["output_log_probs"]
+        streamed += new if isinstance(new, list) else [new]
+    assert streamed == pytest.approx(each, abs=0.05)
+
+
+def test_a_repetition_penalty_changes_a_text_that_repeats(decoupled_server):
+    body = {**GREEDY, "max_tokens": 150}
+    words = _text(decoupled_server, body).split()
+    penalised = _text(decoupled_server, {**body, "repetition_penalty": 1.5}).split()
+    assert len(set(penalised)) / len(penalised) > len(set(words)) / len(words)
+
+
+@pytest.mark.parametrize(
+    ("option", "text"),
+    [
+        ({"return_context_logits": True}, "'return_context_logits' (value True) is not served"),
+        ({"beam_width": 3}, "'beam_width' (value 3) is not served"),
+        ({"lora_task_id": 5}, "input 'lora_task_id' is set but LoRA is not served"),
+        ({"temperature": -1.0}, "'temperature' is -1.0 but must be a finite number >= 0"),
+        ({"text_input": "word " * 2000}, "exceeds maximum input length (896)"),
+    ],
+)
+def test_what_is_not_served_is_refused_by_name_and_value(decoupled_server, option, text):
+    status, reply = decoupled_server.post("/v2/models/ensemble/generate", {**GREEDY, **option})
+    assert status == 400
+    assert reply["error"].startswith("in ensemble 'ensemble', ")
+    assert text in reply["error"]
