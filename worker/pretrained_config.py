@@ -10,7 +10,7 @@ from typing import Any
 from trimaran.comm.errors import ConfigError
 
 SERVED_ARCHITECTURES = ("LlamaForCausalLM", "GPT2LMHeadModel")
-SERVED_ROPE_TYPES = ("default", "linear", "llama3")
+SERVED_ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn")
 DTYPES = ("float32", "float16", "bfloat16")
 
 _ARCHITECTURE_OF_MODEL_TYPE = {

@@ -1,4 +1,4 @@
-"""Rotary position angles: plain, linearly scaled, and Llama 3's scaling by wavelength."""
+"""Rotary position angles: plain, and scaled for longer contexts as checkpoints ask for."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class RotaryEmbedding(nn.Module):
         frequencies = inverse_frequencies(head_size, base, scaling).to(context.device)
         positions = torch.arange(max_positions, dtype=torch.float32, device=context.device)
         angles = torch.outer(positions, frequencies)
-        table = torch.cat((angles.cos(), angles.sin()), dim=-1)
+        table = torch.cat((angles.cos(), angles.sin()), dim=-1) * amplitude(scaling)
         self.register_buffer("cos_sin", table, persistent=False)
 
     def forward(self, heads_TNH: Tensor, positions_T: Tensor) -> None:
@@ -46,7 +46,8 @@ def inverse_frequencies(
     exponents = torch.arange(0, head_size, 2, dtype=torch.int64).float() / head_size
     plain = 1.0 / (base**exponents)
     kind = "default" if scaling is None else str(scaling.get("rope_type", "default"))
-    if scaling is None or kind == "default":
+    # Dynamic scaling begins behind the last position that is served.
+    if scaling is None or kind in ("default", "dynamic"):
         return plain
     if scaling.get("partial_rotary_factor", 1.0) != 1.0:
         raise ConfigError(
@@ -57,9 +58,54 @@ def inverse_frequencies(
         return plain / float(_required(scaling, "factor"))
     if kind == "llama3":
         return _llama3(plain, scaling)
+    if kind == "yarn":
+        return _yarn(plain, head_size, base, scaling)
     raise ConfigError(
-        f"rope_type {kind!r} is not served. Served are default, linear and llama3."
+        f"rope_type {kind!r} is not served. Served are default, linear, dynamic, llama3 and "
+        "yarn."
     )
+
+
+def amplitude(scaling: Mapping[str, Any] | None) -> float:
+    """What cosines and sines are multiplied by: 1, except with YaRN."""
+    if scaling is None or scaling.get("rope_type") != "yarn":
+        return 1.0
+    given = scaling.get("attention_factor")
+    if given is not None:
+        return float(given)
+    factor = float(_required(scaling, "factor"))
+    above, below = scaling.get("mscale"), scaling.get("mscale_all_dim")
+    if above and below:
+        return _yarn_scale(factor, above) / _yarn_scale(factor, below)
+    return _yarn_scale(factor, 1.0)
+
+
+def _yarn_scale(factor: float, weight: float) -> float:
+    return 1.0 if factor <= 1.0 else 0.1 * weight * math.log(factor) + 1.0
+
+
+def _yarn(plain: Tensor, head_size: int, base: float, scaling: Mapping[str, Any]) -> Tensor:
+    """Long waves divided by ``factor``, short ones kept, a ramp over dims between (YaRN).
+
+    Source: https://arxiv.org/abs/2309.00071, with the bounds as Hugging Face rounds them.
+    """
+    factor = float(_required(scaling, "factor"))
+    old_length = float(_required(scaling, "original_max_position_embeddings"))
+
+    def dim_of(turns: float) -> float:
+        """The dim whose wave makes so many turns over the old length."""
+        return head_size * math.log(old_length / (turns * 2 * math.pi)) / (2 * math.log(base))
+
+    low = dim_of(float(scaling.get("beta_fast") or 32))
+    high = dim_of(float(scaling.get("beta_slow") or 1))
+    if scaling.get("truncate", True):
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, head_size - 1)
+    if low == high:
+        high += 0.001
+    ramp = ((torch.arange(head_size // 2).float() - low) / (high - low)).clamp(0.0, 1.0)
+    kept = 1 - ramp
+    return plain / factor * (1 - kept) + plain * kept
 
 
 def _llama3(plain: Tensor, scaling: Mapping[str, Any]) -> Tensor:

@@ -135,7 +135,10 @@ def test_flags_that_only_the_replaced_tools_need_are_accepted_and_named_once(
         ({"rms_norm_eps": None}, ["'rms_norm_eps' is missing"]),
         ({"dtype": "float8"}, ["dtype is 'float8'", "bfloat16"]),
         ({"hidden_act": "relu"}, ["hidden_act is 'relu'", "silu"]),
-        ({"rope_scaling": {"type": "yarn", "factor": 4.0}}, ["'yarn'", "linear", "llama3"]),
+        (
+            {"rope_scaling": {"type": "longrope", "factor": 4.0}},
+            ["'longrope'", "linear", "llama3"],
+        ),
         ({"rope_theta": "big"}, ["wrong type", "big"]),
         ({"quantization_config": {"quant_method": "gptq"}}, ["quantized", "gptq", "bfloat16"]),
     ],

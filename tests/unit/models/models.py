@@ -26,6 +26,11 @@ LLAMA3_ROPE = {
     "high_freq_factor": 4.0, "original_max_position_embeddings": 32,
 }  # fmt: skip
 
+YARN_ROPE = {
+    "rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0,
+    "original_max_position_embeddings": 32,
+}  # fmt: skip
+
 
 def llama_config(**changes: Any) -> LlamaConfig:
     """A Llama with grouped queries."""

@@ -30,6 +30,19 @@ CONFIGS = {
     "llama-rope-linear": models.llama_config(
         rope_parameters={"rope_type": "linear", "rope_theta": 500.0, "factor": 2.0}
     ),
+    "llama-rope-dynamic": models.llama_config(
+        rope_parameters={"rope_type": "dynamic", "rope_theta": 500.0, "factor": 2.0}
+    ),
+    "llama-rope-yarn": models.llama_config(rope_parameters=models.YARN_ROPE),
+    "llama-rope-yarn-mscale": models.llama_config(
+        rope_parameters={
+            **models.YARN_ROPE,
+            "mscale": 0.8,
+            "mscale_all_dim": 0.5,
+            "beta_fast": 16,
+            "truncate": False,
+        }
+    ),
     "gpt2": models.gpt2_config(),
     "gpt2-gelu": models.gpt2_config(activation_function="gelu"),
     "gpt2-relu-untied": models.gpt2_config(
