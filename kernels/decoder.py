@@ -124,6 +124,8 @@ class CpuDecoder:
 
     def _use_caches(self, caches: Sequence[Tensor]) -> None:
         """Lay out the kernels' table of layers for these KV caches."""
+        # One call has one shape of cache: layers with equal specs share a pool.
+        assert all(cache.stride() == caches[0].stride() for cache in caches)
         rows = []
         for layer, cache in zip(self._layers, caches, strict=True):
             tensors = [*layer.tensors(), cache]
