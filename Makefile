@@ -35,6 +35,9 @@ $(VENV)/pyvenv.cfg:
 	$(PYTHON) -m venv $(VENV)
 
 $(VENV)/.runtime: $(VENV)/pyvenv.cfg setup.cfg pyproject.toml constraints.txt
+	@command -v g++ >/dev/null || \
+		{ [ "$$(id -u)" = 0 ] && apt-get update -qq && apt-get install -y -qq g++; } || \
+		echo "make: g++ is missing, so the CPU runs torch's slower operators: apt-get install g++"
 	$(BIN)/pip install -q --disable-pip-version-check -c constraints.txt -e '.[mpi]'
 	@touch $@
 
