@@ -254,7 +254,18 @@ class Command(Message):
     verb: str
     """``drain`` (front end: admit nothing new, answer ``drained`` when idle),
     ``shutdown`` (end now, in order, exit 0), ``group_state`` (front end: ``group``
-    became ``state``)."""
+    became ``state``), ``reply`` (the answer to the `ChildRequest` of ``request_id``)."""
+    arguments: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(slots=True, kw_only=True)
+class ChildRequest(Message):
+    """Child to supervisor: something that only the supervisor can do."""
+
+    number: ClassVar[int] = 24
+    request_id: int
+    """Chosen by the child; the ``reply`` command carries it."""
+    verb: str
     arguments: dict[str, Any] = field(default_factory=dict)
 
 
@@ -262,7 +273,7 @@ _TYPES: dict[int, type[Message]] = {
     cls.number: cls
     for cls in (
         EngineHello, FrontendHello, Submit, Cancel, StepOutput, RequestFailed, StatsReport,
-        Ping, Pong, ChildHello, ChildConfig, ChildState, Command,
+        Ping, Pong, ChildHello, ChildConfig, ChildState, Command, ChildRequest,
     )
 }  # fmt: skip
 _FIELDS: dict[type[Message], tuple[str, ...]] = {

@@ -17,6 +17,7 @@ from trimaran.comm.messages import (
     PROTOCOL_VERSION,
     ChildConfig,
     ChildHello,
+    ChildRequest,
     ChildState,
     Command,
     FrameBuffer,
@@ -113,6 +114,10 @@ class SupervisorLink:
             state=state, text=text, is_config_error=is_config_error, facts=facts or {}
         )
         self._send(message)
+
+    def request(self, request_id: int, verb: str, arguments: dict[str, Any]) -> None:
+        """Ask the supervisor for something; its answer comes as a ``reply`` command."""
+        self._send(ChildRequest(request_id=request_id, verb=verb, arguments=arguments))
 
     def close(self) -> None:
         """Leave in order: the supervisor's EOF no longer ends this process."""

@@ -9,6 +9,14 @@ from trimaran.server.config import FrontendConfig
 from trimaran.worker.config import EngineConfig
 
 
+@dataclass(frozen=True, slots=True)
+class HostSlots:
+    """A host and how many ranks of a group run there."""
+
+    host: str
+    num_ranks: int
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupConfig:
     """One worker group: the ranks that together run one engine."""
@@ -17,6 +25,24 @@ class GroupConfig:
     model: str
     engine: EngineConfig
     stats_period_ms: int = 100
+    instance: int = 0
+    """Which of the model's data-parallel replicas this is."""
+
+    generation: int = 1
+    """Counts the loads of the model in this server."""
+
+    launch: str = "mpirun"
+    """``mpirun``, ``srun``, ``spawn`` (by the orchestrator), ``prestarted`` (a part of one
+    job's ranks), ``job`` (the job that we are a task of) or ``none`` (one plain process)."""
+
+    hosts: tuple[HostSlots, ...] = ()
+    """Where the ranks run, in order; empty means this host, or where the job puts them."""
+
+    participants: tuple[int, ...] = ()
+    """World ranks of a prestarted group."""
+
+    env: dict[str, str] = field(default_factory=dict)
+    """Variables of this group's ranks alone, such as CUDA_VISIBLE_DEVICES of a MIG slice."""
 
     @property
     def world_size(self) -> int:

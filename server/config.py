@@ -49,6 +49,18 @@ class FrontendConfig:
 
     strict_readiness: bool = True
     model_control_mode: str = "none"
+    load_models: tuple[str, ...] = ()
+    """Models to load at start in explicit mode; ``*`` means all."""
+
+    repository_poll_s: float = 15.0
+    """Pause between two looks at the repository in poll mode."""
+
+    routing: str = "auto"
+    """Between the groups of a model: ``least_loaded``, ``prefix_aware``, or ``auto``."""
+
+    remembered: bytes = b""
+    """What the front end before this one had loaded; empty for the first one."""
+
     log_verbose_level: int = 0
     tokenizer_threads: int = 2
     metrics_config: dict[str, str] = field(default_factory=dict)
@@ -63,5 +75,6 @@ class FrontendConfig:
         """The inverse of `to_wire`."""
         values = dict(wire)
         values["engine_listen"] = tuple(values["engine_listen"])
+        values["load_models"] = tuple(values["load_models"])
         values["groups"] = {name: tuple(names) for name, names in values["groups"].items()}
         return cls(**values)

@@ -138,6 +138,10 @@ class RankConfig:
     start_method: str = ""
     """How the group was started, for the log and the metrics: ``mpirun`` and the like."""
 
+    participants: tuple[int, ...] = ()
+    """World ranks that run this engine, in order; empty means all of them. A rank that
+    runs no engine (the orchestrator's place in a job) is in no group's list."""
+
     hang_timeout_s: float = 10.0
     """A step, or a peer's silence, longer than this ends the group; 0 means never."""
 
@@ -157,4 +161,5 @@ class RankConfig:
         values = dict(wire)
         values["engine"] = EngineConfig.from_wire(values["engine"])
         values["frontends"] = tuple(values["frontends"])
+        values["participants"] = tuple(values["participants"])
         return cls(**values)
