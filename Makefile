@@ -8,6 +8,7 @@ HTTP_PORT ?= 8000
 GRPC_PORT ?= 8001
 METRICS_PORT ?= 8002
 SERVE_FLAGS ?=
+SOAK_FLAGS ?=
 DEMO := .demo
 DEMO_MODEL := examples/demo_models/base
 DEMO_ENGINE := $(DEMO)/engine-tp$(WORLD_SIZE)
@@ -21,7 +22,7 @@ MPIEXEC := $(MPI_ENV) $(BIN)/mpirun --oversubscribe --bind-to none
 PYTEST := $(TEST_ENV) $(BIN)/python -m pytest -q
 
 .DEFAULT_GOAL := help
-.PHONY: help setup serve demo test test-unit test-e2e check format build-wheel clean
+.PHONY: help setup serve demo test test-unit test-e2e test-faults test-slurm test-deploy soak check format clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z%A-Z0-9_-]+:.*## /{printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -77,6 +78,18 @@ test-mpi-%: $(VENV)/.test  ## tests on N MPI ranks: make test-mpi-4
 
 test-e2e: $(VENV)/.test  ## end-to-end tests: real mpirun, sockets and clients
 	$(PYTEST) tests/e2e
+
+test-faults: $(VENV)/.test  ## kills, hangs and partitions of several models and hosts; a 3-minute soak
+	$(PYTEST) tests/faults
+
+test-slurm: $(VENV)/.test  ## every batch template on a Slurm that the test starts (as root on Debian)
+	$(PYTEST) tests/slurm
+
+test-deploy: $(VENV)/.test  ## manifests, alert rules, dashboards and the status page, with their tools
+	$(PYTEST) tests/deploy
+
+soak: $(VENV)/.test  ## 30 minutes of load on three models under random kills (SOAK_FLAGS=...)
+	$(TEST_ENV) $(BIN)/python benchmarks/soak.py $(SOAK_FLAGS)
 
 .typecheck/.linked: Makefile
 	@mkdir -p .typecheck/trimaran
