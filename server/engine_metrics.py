@@ -8,6 +8,8 @@ from typing import Any
 from prometheus_client import Gauge, Histogram
 from prometheus_client.registry import CollectorRegistry
 
+from trimaran.server.recent_rates import Key, ModelCounts, read_counts
+
 _LABELS = ("model", "version")
 _START_KEYS = ("start_method", "mpi", "world_size", "tp_size", "pp_size")
 _TOKEN_BUCKETS = (10, 50, 100, 500, 1000)
@@ -188,6 +190,14 @@ class EngineMetrics:
         """Add one finished request's lengths in tokens."""
         self._input_tokens.labels(model, version, "total_input_tokens").observe(num_input)
         self._output_tokens.labels(model, version, "total_output_tokens").observe(num_output)
+
+    def latency_counts(self) -> dict[Key, ModelCounts]:
+        """The latency histograms' cumulative counts now."""
+        return read_counts(self._first_token, self._inter_token)
+
+    def values(self, model: str, version: str) -> Mapping[str, float] | None:
+        """The engine's last figures; None for a model without an engine."""
+        return self._latest.get((model, version))
 
     def load_header(self, style: str) -> str | None:
         """The value of the ``endpoint-load-metrics`` header, if style and figures exist."""

@@ -12,6 +12,7 @@ from trimaran.comm.messages import Command
 from trimaran.comm.supervisor_link import SupervisorLink
 from trimaran.server.config import FrontendConfig
 from trimaran.server.engine_client import EngineClient
+from trimaran.server.group_board import GroupBoard
 from trimaran.server.grpc_server import GrpcServer
 from trimaran.server.http_server import HttpServer, MetricsServer
 from trimaran.server.inference import Model
@@ -40,6 +41,7 @@ class Frontend:
         self._link = link
         self._metrics = Metrics(config.metrics_config)
         self._engines = EngineClient(config, self._metrics)
+        self._board = GroupBoard()
         self._shutdown = asyncio.Event()
         self._drain: asyncio.Task[None] | None = None
         self._service: Service | None = None
@@ -94,7 +96,9 @@ class Frontend:
             repository=Path(config.model_repository),
         )
         log_settings = LogSettings(config.log_verbose_level)
-        self._service = service = Service(config, registry, self._metrics, log_settings)
+        self._service = service = Service(
+            config, registry, self._metrics, log_settings, board=self._board
+        )
         grpc = GrpcServer(service, config.grpc_address, config.grpc_port)
         http = HttpServer(service, config.http_address, config.http_port)
         metrics = MetricsServer(service, config.metrics_address, config.metrics_port)
@@ -126,6 +130,7 @@ class Frontend:
             timeout_s = float(command.arguments.get("timeout_s", self._config.exit_timeout_s))
             self._drain = asyncio.ensure_future(self._drain_within(timeout_s))
         elif command.verb == "group_state":
+            self._board.update(str(command.arguments["group"]), command.arguments)
             self._engines.on_group_state(**command.arguments)
 
     async def _drain_within(self, timeout_s: float) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import psutil
 from prometheus_client.core import Metric
@@ -21,6 +22,18 @@ _GPU_FAMILIES = (
 )
 
 
+@dataclass(frozen=True, slots=True)
+class HostReading:
+    """One host's processors, memory and GPUs at one moment."""
+
+    cpu_utilization: float
+    """Share of all cores that was busy since the reading before."""
+
+    memory_total_bytes: int
+    memory_used_bytes: int
+    gpus: tuple[GpuReading, ...] = ()
+
+
 class HostMetrics:
     """Reads the host when asked, at most once an interval. GPU families only with GPUs."""
 
@@ -28,41 +41,50 @@ class HostMetrics:
         self._interval_s = interval_s
         self._nvml = Nvml.open()
         self._read_at = -interval_s
-        self._cpu = (0.0, 0, 0)
-        self._gpus: list[GpuReading] = []
+        self._reading = HostReading(0.0, 0, 0)
         # The first reading covers the time since this call.
         psutil.cpu_percent(interval=None)
         registry.register(self)
 
     def collect(self) -> Iterator[Metric]:
         """The registry's question for samples."""
-        self._refresh()
-        utilization, total, used = self._cpu
+        reading = self.read()
         for name, documentation, value in (
-            ("nv_cpu_utilization", "CPU utilization rate [0.0 - 1.0]", utilization),
-            ("nv_cpu_memory_total_bytes", "CPU total memory (RAM), in bytes", total),
-            ("nv_cpu_memory_used_bytes", "CPU used memory (RAM), in bytes", used),
+            ("nv_cpu_utilization", "CPU utilization rate [0.0 - 1.0]", reading.cpu_utilization),
+            (
+                "nv_cpu_memory_total_bytes",
+                "CPU total memory (RAM), in bytes",
+                reading.memory_total_bytes,
+            ),
+            (
+                "nv_cpu_memory_used_bytes",
+                "CPU used memory (RAM), in bytes",
+                reading.memory_used_bytes,
+            ),
             ("nv_pinned_memory_pool_total_bytes", "Pinned memory pool total size, in bytes", 0),
             ("nv_pinned_memory_pool_used_bytes", "Pinned memory pool used size, in bytes", 0),
         ):
             metric = Metric(name, documentation, "gauge")
             metric.add_sample(name, {}, float(value))
             yield metric
-        for name, kind, documentation, attribute in _GPU_FAMILIES if self._gpus else ():
+        for name, kind, documentation, attribute in _GPU_FAMILIES if reading.gpus else ():
             metric = Metric(name, documentation, kind)
-            for gpu in self._gpus:
-                reading = getattr(gpu, attribute)
-                if reading is not None:
-                    metric.add_sample(name, {"gpu_uuid": gpu.uuid}, float(reading))
+            for gpu in reading.gpus:
+                value = getattr(gpu, attribute)
+                if value is not None:
+                    metric.add_sample(name, {"gpu_uuid": gpu.uuid}, float(value))
             yield metric
 
-    def _refresh(self) -> None:
+    def read(self) -> HostReading:
+        """The host now, or what was read at most one interval ago."""
         now = time.monotonic()
-        if now - self._read_at < self._interval_s:
-            return
-        self._read_at = now
-        memory = psutil.virtual_memory()
-        used = memory.total - memory.available
-        self._cpu = (psutil.cpu_percent(interval=None) / 100, memory.total, used)
-        if self._nvml is not None:
-            self._gpus = self._nvml.read()
+        if now - self._read_at >= self._interval_s:
+            self._read_at = now
+            memory = psutil.virtual_memory()
+            self._reading = HostReading(
+                cpu_utilization=psutil.cpu_percent(interval=None) / 100,
+                memory_total_bytes=memory.total,
+                memory_used_bytes=memory.total - memory.available,
+                gpus=tuple(self._nvml.read()) if self._nvml is not None else (),
+            )
+        return self._reading

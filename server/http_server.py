@@ -11,9 +11,11 @@ from trimaran.comm.errors import ConfigError, RequestError
 from trimaran.server import http_queries
 from trimaran.server.http_generate import GenerateEndpoint
 from trimaran.server.http_infer import infer
-from trimaran.server.http_messages import error_response, plain_error
+from trimaran.server.http_messages import error_response, json_response, plain_error
 from trimaran.server.http_routes import match
 from trimaran.server.service import INTERNAL, Service
+from trimaran.server.status import StatusReport
+from trimaran.server.status_page import render_page
 
 logger = logging.getLogger(__name__)
 
@@ -93,12 +95,16 @@ class HttpServer:
 
 
 class MetricsServer:
-    """Serves the metrics on a port of their own. Other paths answer 200 with nothing."""
+    """Serves the metrics and the operator's page on a port of their own.
+
+    Other paths answer 200 with nothing.
+    """
 
     def __init__(self, service: Service, host: str, port: int) -> None:
         self._service = service
         self._host = host
         self._port = port
+        self._status = StatusReport(service)
         server = web.Server(self._handle, access_log=None)
         self._runner = web.ServerRunner(server, shutdown_timeout=_STOP_GRACE_S)
 
@@ -109,6 +115,7 @@ class MetricsServer:
             ConfigError: the port is in use.
         """
         await _listen(self._runner, self._host, self._port, "--metrics-port")
+        self._status.start()
         logger.info("Started Metrics Service at %s:%d", self._host, self.port)
 
     @property
@@ -118,14 +125,19 @@ class MetricsServer:
 
     async def stop(self) -> None:
         """Close everything."""
+        await self._status.stop()
         await self._runner.cleanup()
 
     async def _handle(self, request: web.BaseRequest) -> web.StreamResponse:
         if request.method != "GET":
             return plain_error(405, "Method Not Allowed")
-        body = b""
-        if request.raw_path.partition("?")[0] in ("/metrics", "/metrics/"):
-            body = self._service.metrics.render()
+        path = request.raw_path.partition("?")[0]
+        if path == "/":
+            page = render_page(self._status.document())
+            return web.Response(text=page, content_type="text/html", charset="utf-8")
+        if path == "/status.json":
+            return json_response(self._status.document())
+        body = self._service.metrics.render() if path in ("/metrics", "/metrics/") else b""
         return web.Response(body=body, content_type="text/plain", charset="utf-8")
 
 

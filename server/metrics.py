@@ -10,10 +10,11 @@ from prometheus_client.registry import CollectorRegistry
 from trimaran.server.engine_metrics import EngineMetrics
 from trimaran.server.engine_stats_log import log_engine_stats
 from trimaran.server.exposition import render
-from trimaran.server.host_metrics import HostMetrics
+from trimaran.server.host_metrics import HostMetrics, HostReading
 from trimaran.server.inference import Model
 from trimaran.server.measured_model import MeasuredModel
 from trimaran.server.model_metrics import InferenceFamilies, MetricsOptions, ModelMetrics
+from trimaran.server.recent_rates import Key, ModelCounts
 from trimaran.server.statistics import ModelStatistics
 
 
@@ -29,7 +30,7 @@ class Metrics:
         options = MetricsOptions.parse(dict(metrics_config or {}))
         self._families = InferenceFamilies(self._registry, options)
         self._engines = EngineMetrics(self._registry)
-        HostMetrics(self._registry)
+        self._host = HostMetrics(self._registry)
 
     def measure(self, model: Model) -> Model:
         """The model, counted. A model that is counted already is returned as it is."""
@@ -74,6 +75,18 @@ class Metrics:
     ) -> None:
         """Show whether a worker group serves, and how often it was started again."""
         self._engines.set_group(model, version, group, up=is_up, restarts=num_restarts)
+
+    def latency_counts(self) -> dict[Key, ModelCounts]:
+        """The latency histograms of all models, as they stand."""
+        return self._engines.latency_counts()
+
+    def engine_values(self, model: str, version: str) -> Mapping[str, float] | None:
+        """The last figures of a model's engine; None for a model without one."""
+        return self._engines.values(model, version)
+
+    def read_host(self) -> HostReading:
+        """Processors, memory and GPUs of this host."""
+        return self._host.read()
 
     def load_header(self, style: str) -> str | None:
         """The ``endpoint-load-metrics`` header for a requested style, if there is one."""

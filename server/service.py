@@ -11,6 +11,7 @@ from tritonclient.grpc.service_pb2 import ModelStatisticsResponse
 from trimaran.comm.errors import ErrorKind, RequestError
 from trimaran.server.admission import Admission
 from trimaran.server.config import FrontendConfig
+from trimaran.server.group_board import GroupBoard
 from trimaran.server.infer_json import RequestedOutput
 from trimaran.server.inference import InferRequest, InferResponse, Model
 from trimaran.server.log_settings import LogSettings
@@ -49,6 +50,7 @@ class Service:
     metrics: Metrics
     log_settings: LogSettings = field(default_factory=LogSettings)
     admission: Admission = field(default_factory=Admission)
+    board: GroupBoard = field(default_factory=GroupBoard)
     _configs: dict[tuple[str, str], ModelConfig] = field(default_factory=dict)
 
     @property

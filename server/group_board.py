@@ -1,0 +1,58 @@
+"""What the supervisor said last about every process group, and the faults seen so far."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping
+from typing import Any
+
+MAX_FAULTS = 50
+
+_DEFAULTS: dict[str, Any] = {
+    "model": "",
+    "generation": 1,
+    "state": "starting",
+    "text": "",
+    "fault_time": 0.0,
+    "num_restarts": 0,
+    "restart_in_s": 0.0,
+    "world_size": 1,
+    "start_method": "",
+    "ranks": [],
+}
+
+
+class GroupBoard:
+    """The last ``group_state`` of every group. Used on the event loop only."""
+
+    def __init__(self) -> None:
+        self._groups: dict[str, dict[str, Any]] = {}
+        self._faults: deque[dict[str, Any]] = deque(maxlen=MAX_FAULTS)
+
+    def update(self, group: str, values: Mapping[str, Any]) -> None:
+        """Take one ``group_state``: its fields replace those known; a new fault is kept."""
+        known = self._groups.setdefault(group, {"group": group, **_DEFAULTS})
+        before = known["fault_time"]
+        known.update(values)
+        if known["fault_time"] and known["fault_time"] != before:
+            self._faults.append(
+                {"time": known["fault_time"], "group": group, "text": known["text"]}
+            )
+
+    def remove(self, group: str) -> None:
+        """Forget a group that was stopped; its faults stay."""
+        self._groups.pop(group, None)
+
+    def group(self, name: str) -> Mapping[str, Any] | None:
+        """What is known of one group; None if nothing is."""
+        return self._groups.get(name)
+
+    def groups(self) -> list[dict[str, Any]]:
+        """All groups: those of models first, by name."""
+        return sorted(
+            self._groups.values(), key=lambda each: (not each["model"], each["group"])
+        )
+
+    def faults(self) -> list[dict[str, Any]]:
+        """The last faults, the youngest first: ``time``, ``group`` and ``text``."""
+        return list(reversed(self._faults))
