@@ -42,16 +42,25 @@ class EngineFlags:
     deterministic: bool = False
 
 
-def engine_config(model: RepositoryModel, flags: EngineFlags) -> EngineConfig:
-    """One model's engine.
+def engine_config(
+    model: RepositoryModel, flags: EngineFlags, num_named: int = 0
+) -> EngineConfig:
+    """One model's engine, on no GPUs in particular.
+
+    ``num_named`` is the number of devices or ranks that config.pbtxt names for it: it sets
+    the world size of a folder that was made for none.
 
     Raises:
         ConfigError: the folder is unusable, or a key and a flag do not go together.
     """
     engine_dir = _engine_dir(model)
     folder = EngineFolder.load(engine_dir, check_weights=flags.load_format != "random")
-    parallel = _parallel(folder, flags.world_size)
-    gpu_ids = _gpu_device_ids(model, parallel.world_size)
+    try:
+        parallel = _parallel(folder, flags.world_size, num_named)
+    except ConfigError as error:
+        if flags.world_size or not num_named:
+            raise
+        raise ConfigError(f"{model.config_path} places it on {num_named}: {error}") from None
     device = resolve_device(flags.device)
     return EngineConfig(
         model=model.name,
@@ -59,8 +68,7 @@ def engine_config(model: RepositoryModel, flags: EngineFlags) -> EngineConfig:
         dtype=flags.dtype,
         load_format=flags.load_format,
         device=device,
-        num_threads=flags.num_threads or _threads_of_a_rank(device, parallel.world_size),
-        gpu_device_ids=gpu_ids,
+        num_threads=flags.num_threads or threads_of_a_rank(device, parallel.world_size),
         deterministic=flags.deterministic,
         parallel=parallel,
         scheduler=_scheduler(model, folder, flags),
@@ -89,10 +97,10 @@ def _engine_dir(model: RepositoryModel) -> str:
     return str(os.path.abspath(path))
 
 
-def _parallel(folder: EngineFolder, world_size: int | None) -> ParallelConfig:
+def _parallel(folder: EngineFolder, world_size: int | None, num_named: int) -> ParallelConfig:
     made_for = folder.mapping
     if made_for is None:
-        tp_size = world_size or 1
+        tp_size = world_size or num_named or 1
         folder.check_parallel(tp_size, 1)
         return ParallelConfig(tp_size=tp_size)
     if world_size is not None and world_size != made_for.world_size:
@@ -164,25 +172,8 @@ def _choice(model: RepositoryModel, key: str, known: dict[str, str], default: st
     return known[value]
 
 
-def _gpu_device_ids(model: RepositoryModel, world_size: int) -> tuple[int, ...]:
-    """The GPUs that ``gpu_device_ids`` names, one a rank; empty means by local rank."""
-    text = model.parameters.get_str("gpu_device_ids")
-    if not text:
-        return ()
-    where = f"{model.folder}/config.pbtxt: gpu_device_ids is {text!r}"
-    if ";" in text:
-        raise ConfigError(f"{where}: several groups need one server each. Name one list.")
-    words = [word.strip() for word in text.split(",")]
-    if not all(word.isdigit() for word in words):
-        raise ConfigError(f"{where} but must be GPU numbers with commas between, as in 0,1")
-    if len(words) != world_size:
-        raise ConfigError(
-            f"{where}: {len(words)} GPUs for a world size of {world_size}. Name one a rank."
-        )
-    return tuple(int(word) for word in words)
-
-
-def _threads_of_a_rank(device: str, world_size: int) -> int:
+def threads_of_a_rank(device: str, num_ranks: int) -> int:
+    """CPU threads of each of this host's ranks: the cores, shared out."""
     if device != "cpu":
         return 1
-    return max(1, len(os.sched_getaffinity(0)) // world_size)
+    return max(1, len(os.sched_getaffinity(0)) // num_ranks)

@@ -29,6 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="MPI ranks (default: the engine's tp x pp)",
     )
     _add_endpoint_flags(parser)
+    _add_model_control_flags(parser)
     _add_engine_flags(parser)
     _add_process_flags(parser)
     _add_time_flags(parser)
@@ -50,6 +51,9 @@ _RARE = (
     "metrics_config",
     "id",
     "model_control_mode",
+    "load_model",
+    "repository_poll_secs",
+    "routing",
     "load_format",
     "tokens_per_block",
     "depth",
@@ -57,7 +61,6 @@ _RARE = (
     "connect_timeout",
     "startup_timeout",
     "log_verbose",
-    "multi_model",
     "disable_spawn_processes",
     "multimodal_gpu0_cuda_mem_pool_bytes",
     "tritonserver",
@@ -109,12 +112,6 @@ def _add_endpoint_flags(parser: argparse.ArgumentParser) -> None:
         help="ready means that every model is ready (true)",
     )
     add(
-        "--model-control-mode",
-        default="none",
-        choices=("none", "explicit", "poll"),
-        help="how models are loaded; none: all at start",
-    )
-    add(
         "--metrics-config",
         action="append",
         default=[],
@@ -124,12 +121,42 @@ def _add_endpoint_flags(parser: argparse.ArgumentParser) -> None:
     add("--id", default="triton", metavar="NAME", help="name in the server metadata")
 
 
+def _add_model_control_flags(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add(
+        "--model-control-mode",
+        default="none",
+        choices=("none", "explicit", "poll"),
+        help="when models are loaded; none: all at start",
+    )
+    add(
+        "--load-model",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="with --model-control-mode explicit: load it at start; *: all",
+    )
+    add(
+        "--repository-poll-secs",
+        type=positive,
+        default=15,
+        metavar="S",
+        help="with --model-control-mode poll: pause between two looks (%(default)s)",
+    )
+    add(
+        "--routing",
+        default="auto",
+        choices=("auto", "least_loaded", "prefix_aware"),
+        help="between the instances of a model (%(default)s)",
+    )
+
+
 def _add_engine_flags(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add(
         "--tensorrt-llm-model-name",
         metavar="NAME",
-        help="token-level model to serve (default: the repository's only one)",
+        help="token-level models to serve, comma between (default: the repository's)",
     )
     add("--device", default="auto", choices=("auto", "cpu", "cuda"))
     add(
@@ -175,7 +202,17 @@ def _add_process_flags(parser: argparse.ArgumentParser) -> None:
         metavar="ADDR",
         help="where ranks on other hosts reach this one (default: found in a job)",
     )
-    add("--no-mpi", action="store_true", help="one rank without mpirun")
+    add(
+        "--multi-model",
+        action="store_true",
+        help="orchestrator mode: a group of ranks for each token-level model",
+    )
+    add(
+        "--disable-spawn-processes",
+        action="store_true",
+        help="with --multi-model: all groups in one job, placed by participant_ids",
+    )
+    add("--no-mpi", action="store_true", help="one rank a group, without mpirun")
     add("--oversubscribe", action="store_true", help="more ranks than slots")
     add(
         "--restart",
@@ -243,8 +280,6 @@ def _add_replaced_flags(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="accepted: servers on other ports never conflict",
     )
-    add("--multi-model", action="store_true", help="refused: one model a server")
-    add("--disable-spawn-processes", action="store_true", help="refused, like --multi-model")
     for name, metavar in (
         ("--tritonserver", "PATH"),
         ("--multimodal-gpu0-cuda-mem-pool-bytes", "BYTES"),

@@ -132,11 +132,11 @@ def test_a_wrong_run_file_is_refused(repository, tmp_path, text, complaint):
     [
         (["--world-size", "4"], "Start 2 ranks, or build again with --tp-size 4"),
         (["--no-mpi"], "world size must be 1 when using no-mpi"),
-        (["--multi-model"], "--multi-model is not served"),
-        (["--disable-spawn-processes"], "--disable-spawn-processes is not served"),
-        (["--model-control-mode", "explicit"], "all models are loaded at start"),
+        (["--multi-model", "--world-size", "2"], "World size must be 1 when using multi-model"),
+        (["--disable-spawn-processes"], "Add --multi-model"),
+        (["--load-model", "m"], "requires setting '--model-control-mode=explicit' as well."),
         (["--tensorrt-llm-model-name", "other"], "The repository holds tensorrt_llm"),
-        (["--tensorrt-llm-model-name", "a,b"], "a server runs one"),
+        (["--tensorrt-llm-model-name", "a,b"], "a: no token-level model of that name"),
         (
             ["--max-batch-size", "100"],
             "(64) is below max_num_seqs (100)",
@@ -159,8 +159,8 @@ def test_what_cannot_take_effect_is_refused(repository, flags, complaint):
             {"gpt_model_path": "/no/such"},
             "Decoder (GPT) model path at /no/such does not exist.",
         ),
-        ({"gpu_device_ids": "0,1,2"}, "3 GPUs for a world size of 1"),
-        ({"gpu_device_ids": "0;1"}, "several groups"),
+        ({"gpu_device_ids": "0,1,2"}, "places it on 3: num_attention_heads (4) is not"),
+        ({"gpu_device_ids": "0;1"}, "names 2 lists for 1 instance(s)"),
         ({"kv_cache_free_gpu_mem_fraction": "1.5"}, "must be above 0 and at most 1"),
     ],
 )

@@ -1,0 +1,127 @@
+"""The instances of a token-level model: its data-parallel replicas and their devices."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TypeVar
+
+from trimaran.comm.errors import ConfigError
+from trimaran.server.model_repository import RepositoryModel
+
+MIG_PREFIX = "MIG-"
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Instance:
+    """One replica, as config.pbtxt describes it."""
+
+    number: int
+    devices: tuple[str, ...] = ()
+    """GPU numbers or MIG UUIDs, one a rank; empty means that none are named."""
+
+    participants: tuple[int, ...] = ()
+    """World ranks that are to run it; empty means that none are named."""
+
+
+def instances_of(model: RepositoryModel) -> tuple[Instance, ...]:
+    """Every replica that ``instance_group``, ``gpu_device_ids`` and ``participant_ids`` ask
+    for.
+
+    Raises:
+        ConfigError: the three do not go together.
+    """
+    count = _count(model)
+    devices = _devices(model, count)
+    participants = _participants(model, count)
+    return tuple(
+        Instance(number=n, devices=devices[n], participants=participants[n])
+        for n in range(count)
+    )
+
+
+def _count(model: RepositoryModel) -> int:
+    groups = model.config.instance_group
+    # A group that names GPUs means so many instances on each of them.
+    return sum(max(1, group.count) * max(1, len(group.gpus)) for group in groups) or 1
+
+
+def _devices(model: RepositoryModel, count: int) -> list[tuple[str, ...]]:
+    groups = model.config.instance_group
+    named: list[tuple[str, ...]] = [
+        (str(gpu),)
+        for group in groups
+        for gpu in group.gpus
+        for _ in range(max(1, group.count))
+    ]
+    lists = [
+        tuple(_device(model, word) for word in words)
+        for words in _lists(model, "gpu_device_ids")
+    ]
+    if not named:
+        return _one_each(model, "gpu_device_ids", lists, count)
+    if lists:
+        raise ConfigError(
+            f"{model.config_path}: GPUs are named twice, by gpu_device_ids and by the gpus of "
+            "instance_group. Leave out one of them."
+        )
+    if len(named) != count:
+        raise ConfigError(
+            f"{model.config_path}: instance_group names GPUs for {len(named)} of {count} "
+            "instances. Name them for all, or use gpu_device_ids."
+        )
+    return named
+
+
+def _device(model: RepositoryModel, word: str) -> str:
+    if word.isdigit():
+        return str(int(word))
+    if word.startswith(MIG_PREFIX):
+        return word
+    raise ConfigError(
+        f"{model.config_path}: gpu_device_ids holds {word!r} but must be GPU numbers with "
+        f"commas between, as in 0,1, or one {MIG_PREFIX}UUID an instance; ';' goes between "
+        "instances"
+    )
+
+
+def _participants(model: RepositoryModel, count: int) -> list[tuple[int, ...]]:
+    lists = []
+    for words in _lists(model, "participant_ids"):
+        bad = next((word for word in words if not word.isdigit() or int(word) < 1), None)
+        if bad is not None:
+            raise ConfigError(
+                f"{model.config_path}: participant_ids holds {bad!r} but must be world ranks "
+                "of 1 or more with commas between, as in 1,2; rank 0 is the orchestrator's "
+                "place, and ';' goes between instances"
+            )
+        lists.append(tuple(int(word) for word in words))
+    return _one_each(model, "participant_ids", lists, count)
+
+
+def _lists(model: RepositoryModel, key: str) -> list[list[str]]:
+    """The words of each ``;``-separated list."""
+    text = model.parameters.get_str(key)
+    if not text:
+        return []
+    return [[word.strip() for word in part.split(",")] for part in text.split(";")]
+
+
+def _one_each(
+    model: RepositoryModel, key: str, lists: list[tuple[_T, ...]], count: int
+) -> list[tuple[_T, ...]]:
+    """One list for every instance; empty ones where none is given."""
+    if not lists:
+        return [()] * count
+    if len(lists) < count:
+        raise ConfigError(
+            f"{model.config_path}: {key} mismatch: instance {len(lists)} >= {len(lists)} "
+            f"entries. instance_group asks for {count} instances: name a list for each, with "
+            "';' between."
+        )
+    if len(lists) > count:
+        raise ConfigError(
+            f"{model.config_path}: {key} names {len(lists)} lists for {count} instance(s). "
+            f"Set the count of instance_group to {len(lists)}, or leave out lists."
+        )
+    return lists

@@ -1,0 +1,189 @@
+"""What the flags of `trimaran serve` say by themselves, before any model is read."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Mapping
+
+from trimaran.comm.errors import ConfigError
+from trimaran.launcher.config import LogConfig, MpiConfig, RestartPolicy
+from trimaran.launcher.engine_args import EngineFlags
+from trimaran.launcher.job import Job, current_job
+from trimaran.launcher.serve_flags import DEFAULT_LOG_FILE
+from trimaran.server.config import FrontendConfig
+
+_WITHOUT_EFFECT = {
+    "tritonserver": "the server is Trimaran's own",
+    "multimodal_gpu0_cuda_mem_pool_bytes": "there is no CUDA memory pool in the front end",
+    "pinned_memory_pool_byte_size": "there is no pinned memory pool in the front end",
+    "cuda_memory_pool_byte_size": "there is no CUDA memory pool in the front end",
+    "backend_config": "there are no loadable backends",
+    "trtllm_llmapi_launch": "Trimaran starts its ranks itself",
+    "disable_auto_complete_config": "configurations are never completed",
+    "force": "servers on other ports never conflict",
+}
+_ALL_MODELS = "*"
+
+
+def check_flags(args: argparse.Namespace) -> None:
+    """Refuse flags that do not go together, or that this version does not serve.
+
+    Raises:
+        ConfigError: names the flags and the remedy.
+    """
+    if not args.model_repo:
+        raise ConfigError("--model-repo DIR is missing: the model repository to serve")
+    if args.no_mpi and (args.mpirun or args.mpi != "auto"):
+        raise ConfigError("--no-mpi goes together with neither --mpi nor --mpirun")
+    if args.mpi == "job" and args.mpirun:
+        raise ConfigError("--mpi job starts no mpirun of its own: leave out --mpirun")
+    if args.disable_spawn_processes and not args.multi_model:
+        raise ConfigError(
+            "--disable-spawn-processes says how --multi-model gets its ranks. Add "
+            "--multi-model, or leave it out."
+        )
+    if (
+        args.multi_model
+        and not args.disable_spawn_processes
+        and args.world_size not in (None, 1)
+    ):
+        raise ConfigError(
+            "World size must be 1 when using multi-model without disable-spawn-processes, but "
+            f"is {args.world_size}: each model's group is started by itself, at the size of "
+            "its engine. Leave out --world-size, or add --disable-spawn-processes."
+        )
+    _check_model_control(args)
+
+
+def _check_model_control(args: argparse.Namespace) -> None:
+    if args.load_model and args.model_control_mode != "explicit":
+        raise ConfigError(
+            "Use of '--load-model' requires setting '--model-control-mode=explicit' as well."
+        )
+    if _ALL_MODELS in args.load_model and len(args.load_model) > 1:
+        raise ConfigError(
+            f"--load-model {_ALL_MODELS} means all models and goes together with no other "
+            f"name, but {len(args.load_model)} were given"
+        )
+
+
+def apply_environment(args: argparse.Namespace, environ: Mapping[str, str]) -> None:
+    """Take the variables that stand for flags in the replaced system."""
+    if environ.get("TRTLLM_ORCHESTRATOR") == "1":
+        args.multi_model = True
+        if environ.get("TRTLLM_ORCHESTRATOR_SPAWN_PROCESSES") == "0":
+            args.disable_spawn_processes = True
+
+
+def job_of(args: argparse.Namespace) -> Job | None:
+    """The MPI job to serve in, if we are in one and no other way was asked for.
+
+    Raises:
+        ConfigError: ``--mpi job`` outside of a job.
+    """
+    if args.no_mpi or args.mpirun or args.mpi not in ("auto", "job"):
+        return None
+    job = current_job(os.environ)
+    if job is None and args.mpi == "job":
+        raise ConfigError(
+            "--mpi job: this process is no task of an MPI job. Start it with mpirun or srun, "
+            "one task a rank."
+        )
+    return job
+
+
+def engine_flags(args: argparse.Namespace) -> EngineFlags:
+    """The flags that go into every engine."""
+    return EngineFlags(
+        # Of a group in leader mode; of the whole job in orchestrator mode.
+        world_size=None if args.multi_model else args.world_size,
+        device=args.device,
+        dtype=args.dtype,
+        load_format=args.load_format,
+        max_batch_size=args.max_batch_size,
+        max_num_tokens=args.max_num_tokens,
+        tokens_per_block=args.tokens_per_block,
+        depth=args.depth,
+        num_threads=args.num_threads,
+        deterministic=args.deterministic,
+    )
+
+
+def frontend_config(
+    args: argparse.Namespace, groups: Mapping[str, tuple[str, ...]]
+) -> FrontendConfig:
+    """The front end's configuration; ``groups`` are those started with it, by model."""
+    http_address = args.http_address or "0.0.0.0"
+    return FrontendConfig(
+        model_repository=os.path.abspath(args.model_repo),
+        groups=dict(groups),
+        server_id=args.id,
+        http_address=http_address,
+        http_port=args.http_port,
+        grpc_address=args.grpc_address or "0.0.0.0",
+        grpc_port=args.grpc_port,
+        metrics_address=args.metrics_address or http_address,
+        metrics_port=args.metrics_port,
+        allow_http=args.allow_http,
+        allow_grpc=args.allow_grpc,
+        allow_metrics=args.allow_metrics,
+        http_max_input_bytes=args.http_max_input_size,
+        exit_timeout_s=args.exit_timeout,
+        replay_timeout_s=args.replay_timeout,
+        max_replays=args.max_replays,
+        strict_readiness=args.strict_readiness,
+        model_control_mode=args.model_control_mode,
+        load_models=tuple(args.load_model),
+        repository_poll_s=float(args.repository_poll_secs),
+        routing=args.routing,
+        log_verbose_level=max(args.log_verbose, 3 if args.log else 0),
+        metrics_config=_metrics_config(args),
+    )
+
+
+def _metrics_config(args: argparse.Namespace) -> dict[str, str]:
+    found = {}
+    for setting in args.metrics_config:
+        key, equals, value = setting.partition("=")
+        if not equals or not key:
+            raise ConfigError(f"--metrics-config {setting!r} is not of the form KEY=VALUE")
+        found[key] = value
+    return found
+
+
+def mpi_config(args: argparse.Namespace, job: Job | None) -> MpiConfig:
+    """How ranks are started."""
+    return MpiConfig(
+        kind="none" if args.no_mpi else "job" if job is not None else args.mpi,
+        mpirun=args.mpirun,
+        oversubscribe=args.oversubscribe,
+    )
+
+
+def restart_policy(args: argparse.Namespace, job: Job | None) -> RestartPolicy:
+    """How often the dead are started again."""
+    # Ranks of a job that somebody else started are not ours to start again.
+    may_restart = args.restart == "on-failure" and job is None
+    return RestartPolicy(
+        max_restarts=args.max_restarts if may_restart else 0, window_s=args.restart_window
+    )
+
+
+def log_config(args: argparse.Namespace) -> LogConfig:
+    """Where log lines go."""
+    is_verbose = args.log or args.log_verbose > 0
+    return LogConfig(
+        format=args.log_format,
+        level="DEBUG" if is_verbose else "INFO",
+        file=args.log_file or (DEFAULT_LOG_FILE if args.log else ""),
+    )
+
+
+def notes(args: argparse.Namespace) -> tuple[str, ...]:
+    """What was accepted without effect, for the log."""
+    return tuple(
+        f"--{name.replace('_', '-')} has no effect: {why}"
+        for name, why in _WITHOUT_EFFECT.items()
+        if getattr(args, name)
+    )
