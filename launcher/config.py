@@ -64,6 +64,9 @@ class MpiConfig:
     oversubscribe: bool = False
     """More ranks than slots, also where that is not needed on the CPU."""
 
+    rsh_agent: str = ""
+    """What starts mpirun's daemons on other hosts; empty means ssh or rsh."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RestartPolicy:
@@ -98,6 +101,15 @@ class ServeConfig:
 
     frontend: FrontendConfig
     groups: tuple[GroupConfig, ...]
+    """The groups to start with; others come when models are loaded while serving."""
+
+    world_size: int = 0
+    """Ranks of the one job that prestarted groups share, the orchestrator's place with
+    them; 0 without such groups."""
+
+    world_hosts: tuple[HostSlots, ...] = ()
+    """Where mpirun puts the ranks of that job, in order; empty means this host."""
+
     mpi: MpiConfig = field(default_factory=MpiConfig)
     restart: RestartPolicy = field(default_factory=RestartPolicy)
     log: LogConfig = field(default_factory=LogConfig)

@@ -73,6 +73,8 @@ _RARE = (
     "replay_timeout",
     "max_replays",
     "advertise_address",
+    "hostfile",
+    "rsh_agent",
     "oversubscribe",
     "restart_window",
 )
@@ -211,6 +213,20 @@ def _add_process_flags(parser: argparse.ArgumentParser) -> None:
         "--disable-spawn-processes",
         action="store_true",
         help="with --multi-model: all groups in one job, placed by participant_ids",
+    )
+    add("--hosts", default="", metavar="LIST", help="hosts of the ranks, as in node1:2,node2:2")
+    add("--hostfile", default="", metavar="FILE", help="the same, one a line")
+    add(
+        "--rsh-agent",
+        default="",
+        metavar="PATH",
+        help="starts mpirun's daemons on other hosts (ssh or rsh)",
+    )
+    add(
+        "--worker-launch",
+        default="auto",
+        choices=("auto", "spawn", "mpirun", "srun"),
+        help="how groups are started (auto: what works here)",
     )
     add("--no-mpi", action="store_true", help="one rank a group, without mpirun")
     add("--oversubscribe", action="store_true", help="more ranks than slots")

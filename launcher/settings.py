@@ -158,6 +158,7 @@ def mpi_config(args: argparse.Namespace, job: Job | None) -> MpiConfig:
         kind="none" if args.no_mpi else "job" if job is not None else args.mpi,
         mpirun=args.mpirun,
         oversubscribe=args.oversubscribe,
+        rsh_agent=args.rsh_agent,
     )
 
 
