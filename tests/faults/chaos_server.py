@@ -1,0 +1,156 @@
+"""A server under test whose every process and every left-over can be found from outside."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import subprocess
+import tempfile
+import uuid
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil
+from served import BIN, Served, command_env, free_ports
+
+MARK = "TRIMARAN_TEST_RUN"
+_PROGRAMS = {
+    "trimaran": "supervisor",
+    "trimaran-frontend": "front end",
+    "trimaran-orchestrator": "orchestrator",
+    "trimaran-rank": "rank",
+    "prterun": "starter",
+    "mpirun": "starter",
+    "srun": "starter",
+    "prte": "daemon",
+    "prted": "daemon",
+}
+
+
+@dataclass(frozen=True)
+class Member:
+    """One process of the server."""
+
+    pid: int
+    role: str
+    """A value of ``_PROGRAMS``, or the program's name."""
+    group: str
+    """The group that it was started for; empty outside of one."""
+    process: psutil.Process = field(compare=False, repr=False)
+
+
+@dataclass
+class ChaosServer(Served):
+    """A server with a mark in its environment and its own /dev/shm and temporary folder.
+
+    Whatever carries the mark, lies in the two folders, or listens on its ports after the
+    end has been left over. Needs root, for the mount namespace of its /dev/shm.
+    """
+
+    multi_model: bool = True
+    folder: Path = Path(".")
+    mark: str = field(default_factory=lambda: uuid.uuid4().hex)
+    holder: subprocess.Popen[bytes] = field(init=False)
+
+    def start(self) -> None:
+        """Start the supervisor inside the namespace."""
+        self.log_path = self.folder / "serve.log"
+        # Sockets lie below it, and their paths are limited to 107 bytes.
+        self.tmp = Path(tempfile.mkdtemp(prefix="chaos-"))
+        self.holder = _hold_private_shm()
+        self.http_port, self.grpc_port, self.metrics_port = free_ports(3)
+        ranks = (
+            ["--multi-model"] if self.multi_model else ["--world-size", str(self.world_size)]
+        )
+        command = [
+            "nsenter", f"--mount=/proc/{self.holder.pid}/ns/mnt", "--",
+            str(BIN / "trimaran"), "serve", *ranks, "--model-repo", str(self.repository),
+            "--http-port", str(self.http_port), "--grpc-port", str(self.grpc_port),
+            "--metrics-port", str(self.metrics_port), *self.flags,
+        ]  # fmt: skip
+        env = {**command_env(), MARK: self.mark, "TMPDIR": str(self.tmp)}
+        env.pop("XDG_RUNTIME_DIR", None)
+        with self.log_path.open("wb") as log:
+            self.process = subprocess.Popen(
+                command,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,
+                env=env,
+                cwd="/",
+            )
+
+    def end(self, timeout_s: float = 60) -> int:
+        """SIGTERM and the exit code. What is left over stays, to be looked at."""
+        self.process.terminate()
+        return self.process.wait(timeout_s)
+
+    def kill(self) -> None:
+        """End what is left of the server, and of its namespace and folder."""
+        for member in self.members():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                member.process.kill()
+        super().kill()
+        self.holder.kill()
+        self.holder.wait()
+        shutil.rmtree(self.tmp, ignore_errors=True)
+
+    def members(self) -> list[Member]:
+        """Every living process that carries the mark, by pid."""
+        return sorted(_marked(self.mark), key=lambda member: member.pid)
+
+    def find(self, role: str, group: str | None = None) -> list[Member]:
+        """The members of one role, of one group or of all."""
+        return [
+            m for m in self.members() if m.role == role and (group is None or m.group == group)
+        ]
+
+    def is_model_ready(self, model: str) -> bool:
+        """Whether this model answers that it is ready."""
+        with contextlib.suppress(OSError):
+            self.get(f"/v2/models/{model}/ready")
+            return True
+        return False
+
+    def shm_files(self) -> list[str]:
+        """Names in the server's /dev/shm."""
+        return sorted(os.listdir(f"/proc/{self.holder.pid}/root/dev/shm"))
+
+    def temporary_files(self) -> list[str]:
+        """Names in its temporary folder."""
+        return sorted(path.name for path in self.tmp.iterdir())
+
+
+def _hold_private_shm() -> subprocess.Popen[bytes]:
+    """A process that keeps a mount namespace with an empty /dev/shm."""
+    script = "mount -t tmpfs tmpfs /dev/shm && echo && exec sleep infinity"
+    holder = subprocess.Popen(
+        ["unshare", "--mount", "sh", "-c", script],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        start_new_session=True,
+    )
+    assert holder.stdout is not None
+    with holder.stdout as stdout:
+        assert stdout.readline() == b"\n", "no mount namespace: this needs root"
+    return holder
+
+
+def _marked(mark: str) -> Iterator[Member]:
+    for process in psutil.process_iter():
+        # A process that ends meanwhile, or a zombie, has no environment.
+        with contextlib.suppress(psutil.Error, OSError):
+            environ = process.environ()
+            if environ.get(MARK) != mark or process.status() == psutil.STATUS_ZOMBIE:
+                continue
+            role = _role(process.cmdline())
+            yield Member(process.pid, role, environ.get("TRIMARAN_GROUP", ""), process)
+
+
+def _role(words: list[str]) -> str:
+    """Scripts run as ``python -P /path/of/script``, programs as themselves."""
+    names = [os.path.basename(word) for word in words[:4]]
+    return next((_PROGRAMS[n] for n in names if n in _PROGRAMS), names[0] if names else "")
