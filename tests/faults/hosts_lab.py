@@ -1,0 +1,221 @@
+"""Hosts on one machine: each with its own network, processes, name, /dev/shm, /tmp and sshd."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+import subprocess
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil
+
+_TMP = "/var/tmp"
+_START_TIMEOUT_S = 20.0
+_BOOT = """
+set -e
+hostname {name}
+mount -t tmpfs tmpfs /dev/shm
+mount -t tmpfs tmpfs {tmp}
+mount -t tmpfs tmpfs /run
+mkdir /run/sshd
+mount --bind {folder}/hosts /etc/hosts
+mount --bind {folder}/resolv.conf /etc/resolv.conf
+exec {sshd} -D -e -f {folder}/sshd_config
+"""
+_SSHD_CONFIG = """
+HostKey {folder}/host_key
+AuthorizedKeysFile {folder}/key.pub
+StrictModes no
+UsePAM no
+PermitRootLogin prohibit-password
+PidFile none
+MaxStartups 100
+SetEnv TMPDIR={tmp}
+"""
+_SSH_CONFIG = """
+Host *
+  IdentityFile {folder}/key
+  StrictHostKeyChecking no
+  UserKnownHostsFile /dev/null
+  LogLevel ERROR
+  ConnectTimeout 3
+  ServerAliveInterval 2
+  ServerAliveCountMax 3
+"""
+
+
+@dataclass
+class LabHost:
+    """One host: what runs it, its address, and the end of its cable on the bridge."""
+
+    name: str
+    address: str
+    cable: str
+    power: subprocess.Popen[bytes]
+    init_pid: int = 0
+
+
+@dataclass
+class HostsLab:
+    """Hosts ``one``, ``two``, ... that reach each other by ssh. Needs root and openssh-server.
+
+    They share the file system, /tmp and /dev/shm excepted, and nothing else: a process of
+    one sees no process of another, so nothing works here that needs to be one machine. Use
+    as a context manager: nothing of it outlives the block.
+    """
+
+    num_hosts: int = 2
+    hosts: dict[str, LabHost] = field(default_factory=dict)
+
+    def __enter__(self) -> HostsLab:
+        tag = secrets.token_hex(3)
+        self.folder = Path(tempfile.mkdtemp(prefix=f"lab-{tag}-"))
+        self._bridge = f"lab{tag}"
+        self._net = _free_network()
+        try:
+            self._write_files()
+            _ip("link", "add", self._bridge, "type", "bridge")
+            _ip("addr", "add", f"{self._net}.1/24", "dev", self._bridge)
+            _ip("link", "set", self._bridge, "up")
+            for number, name in enumerate(self._names(), 1):
+                self.hosts[name] = self._boot(name, number, tag)
+            self._await_ssh()
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for host in self.hosts.values():
+            host.power.kill()
+            host.power.wait()
+            # It vanishes with its namespace, but not at once.
+            subprocess.run(["ip", "link", "del", host.cable], stderr=subprocess.DEVNULL)
+        subprocess.run(["ip", "link", "del", self._bridge], stderr=subprocess.DEVNULL)
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    @property
+    def agent(self) -> Path:
+        """What mpirun runs in place of ssh."""
+        return self.folder / "ssh"
+
+    def command(self, name: str, words: Sequence[str]) -> list[str]:
+        """The command line that runs ``words`` on a host. Signals do not pass through it."""
+        return [
+            "nsenter", f"--target={self.hosts[name].init_pid}", "--net", "--uts", "--mount",
+            "--pid", "--", "env", f"TMPDIR={_TMP}", *words,
+        ]  # fmt: skip
+
+    def cut(self, name: str) -> None:
+        """Take the host's link down: packets vanish, and nobody is told."""
+        _ip("link", "set", self.hosts[name].cable, "down")
+
+    def mend(self, name: str) -> None:
+        """Take the link up again."""
+        _ip("link", "set", self.hosts[name].cable, "up")
+
+    def pids(self, name: str) -> list[int]:
+        """Every process of a host, its sshd aside."""
+        init = self.hosts[name].init_pid
+        namespace = os.readlink(f"/proc/{init}/ns/pid")
+        found = []
+        for process in psutil.process_iter(["name"]):
+            try:
+                is_inside = os.readlink(f"/proc/{process.pid}/ns/pid") == namespace
+            except OSError:
+                continue
+            if is_inside and process.info["name"] not in ("sshd", "unshare"):
+                found.append(process.pid)
+        return found
+
+    def shm_files(self, name: str) -> list[str]:
+        """Names in a host's /dev/shm."""
+        return sorted(os.listdir(f"/proc/{self.hosts[name].init_pid}/root/dev/shm"))
+
+    def temporary_files(self, name: str) -> list[str]:
+        """Names in a host's temporary folder."""
+        return sorted(os.listdir(f"/proc/{self.hosts[name].init_pid}/root{_TMP}"))
+
+    def _names(self) -> tuple[str, ...]:
+        return ("one", "two", "three", "four")[: self.num_hosts]
+
+    def _write_files(self) -> None:
+        names = enumerate(self._names(), 11)
+        lines = ["127.0.0.1 localhost", *(f"{self._net}.{n} {name}" for n, name in names)]
+        (self.folder / "hosts").write_text("\n".join(lines) + "\n")
+        # Without it, reverse look-ups wait 10 s each for a name server that is not there.
+        (self.folder / "resolv.conf").write_text("options timeout:1 attempts:1\n")
+        for name, text in (("sshd_config", _SSHD_CONFIG), ("ssh_config", _SSH_CONFIG)):
+            (self.folder / name).write_text(text.format(folder=self.folder, tmp=_TMP))
+        self.agent.write_text(f'#!/bin/sh\nexec ssh -F {self.folder}/ssh_config "$@"\n')
+        self.agent.chmod(0o755)
+        for key in ("key", "host_key"):
+            _run("ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(self.folder / key))
+
+    def _boot(self, name: str, number: int, tag: str) -> LabHost:
+        sshd = shutil.which("sshd", path="/usr/sbin:/usr/bin")
+        assert sshd is not None, "no sshd: apt-get install openssh-server"
+        script = _BOOT.format(name=name, tmp=_TMP, folder=self.folder, sshd=sshd)
+        log = (self.folder / f"sshd-{name}.log").open("wb")
+        with log:
+            power = subprocess.Popen(
+                ["unshare", "--net", "--uts", "--mount", "--pid", "--fork", "--mount-proc",
+                 "--kill-child", "sh", "-c", script],
+                stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True,
+            )  # fmt: skip
+        host = LabHost(name, f"{self._net}.{10 + number}", f"v{tag}{number}", power)
+        host.init_pid = _child_of(power.pid)
+        _ip("link", "add", host.cable, "type", "veth", "peer", "name", "eth0", "netns",
+            str(host.init_pid))  # fmt: skip
+        _ip("link", "set", host.cable, "master", self._bridge, "up")
+        inside = ("nsenter", f"--target={host.init_pid}", "--net", "ip")
+        _run(*inside, "addr", "add", f"{host.address}/24", "dev", "eth0")
+        for interface in ("lo", "eth0"):
+            _run(*inside, "link", "set", interface, "up")
+        return host
+
+    def _await_ssh(self) -> None:
+        deadline = time.monotonic() + _START_TIMEOUT_S
+        first = self._names()[0]
+        for name in self._names():
+            words = self.command(first, [str(self.agent), name, "true"])
+            while (done := subprocess.run(words, capture_output=True, text=True)).returncode:
+                log = (self.folder / f"sshd-{name}.log").read_text()
+                assert time.monotonic() < deadline, f"{name}: {done.stderr}\n{log}"
+                time.sleep(0.1)
+
+
+def _child_of(pid: int) -> int:
+    """The process that unshare forked; it is in the new namespaces."""
+    deadline = time.monotonic() + _START_TIMEOUT_S
+    while time.monotonic() < deadline:
+        children = psutil.Process(pid).children()
+        # Before its exec, the child may not have left unshare's namespaces.
+        if children and children[0].name() != "unshare":
+            return children[0].pid
+        time.sleep(0.02)
+    raise AssertionError("unshare made no process: this needs root")
+
+
+def _free_network() -> str:
+    """The first three numbers of a private network that no interface has."""
+    taken = _run("ip", "-4", "-o", "addr")
+    while True:
+        net = f"10.{200 + secrets.randbelow(50)}.{secrets.randbelow(250)}"
+        if f" {net}." not in taken:
+            return net
+
+
+def _ip(*words: str) -> None:
+    _run("ip", *words)
+
+
+def _run(*words: str) -> str:
+    done = subprocess.run(words, capture_output=True, text=True)
+    assert done.returncode == 0, f"{' '.join(words)}: {done.stderr}"
+    return done.stdout
