@@ -65,6 +65,9 @@ class Served:
     http_port: int = 0
     grpc_port: int = 0
     metrics_port: int = 0
+    address: str = "127.0.0.1"
+    """Where its ports are reached from here."""
+
     process: subprocess.Popen[bytes] = field(init=False)
     seen: dict[int, psutil.Process] = field(default_factory=dict)
 
@@ -126,7 +129,7 @@ class Served:
 
     def url(self, path: str) -> str:
         """A URL on the HTTP port."""
-        return f"http://127.0.0.1:{self.http_port}{path}"
+        return f"http://{self.address}:{self.http_port}{path}"
 
     def post(self, path: str, body: Any, timeout_s: float = 60) -> tuple[int, Any]:
         """POST JSON; return status and decoded JSON, errors included."""
@@ -144,7 +147,7 @@ class Served:
 
     def samples(self, name: str) -> list[tuple[dict[str, str], float]]:
         """Labels and value of every sample of this name on the metrics endpoint."""
-        url = f"http://127.0.0.1:{self.metrics_port}/metrics"
+        url = f"http://{self.address}:{self.metrics_port}/metrics"
         with urllib.request.urlopen(url, timeout=30) as reply:
             families = text_string_to_metric_families(reply.read().decode())
             return [

@@ -15,5 +15,5 @@ from models import THREE_MODELS, build_repository  # noqa: E402
 
 @pytest.fixture(scope="session")
 def three_models(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A repository of three models of two groups of two ranks and two of one."""
+    """A repository of three models: of two ranks, of one, and of two replicas."""
     return build_repository(tmp_path_factory.mktemp("three"), THREE_MODELS)

@@ -14,6 +14,7 @@ import aiohttp
 import numpy as np
 import tritonclient.grpc.aio as grpc_client
 from models import Case
+from served import Served
 from tritonclient.utils import InferenceServerException
 
 RIGHT, RETRYABLE, CANCELLED = "right", "retryable", "cancelled"
@@ -49,8 +50,7 @@ class FailedError(Exception):
 class Load:
     """Clients that send random cases, one after the other, until they are told to stop."""
 
-    http_port: int
-    grpc_port: int
+    server: Served
     cases: list[Case]
     num_clients: int = 64
     deadline_s: float = 120.0
@@ -62,13 +62,13 @@ class Load:
 
     async def run(self) -> None:
         """Send requests until `is_stopping`, and wait for the last ones."""
-        url = f"http://127.0.0.1:{self.http_port}"
+        url = self.server.url("")
+        target = f"{self.server.address}:{self.server.grpc_port}"
         connector = aiohttp.TCPConnector(limit=0)
-        # Idle connections die with a front end: a new one each makes errors ours alone.
         timeout = aiohttp.ClientTimeout(total=None)
         async with (
             aiohttp.ClientSession(url, connector=connector, timeout=timeout) as session,
-            grpc_client.InferenceServerClient(f"127.0.0.1:{self.grpc_port}") as stub,
+            grpc_client.InferenceServerClient(target) as stub,
         ):
             streams = (HttpStream(session), HttpUnary(session), GrpcStream(stub))
             chosen = [streams[(0, 0, 1, 2)[n % 4]] for n in range(self.num_clients)]

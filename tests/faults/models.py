@@ -36,9 +36,9 @@ class Model:
 
 
 THREE_MODELS = (
-    Model("llama", "base", tp_size=2),
-    Model("mixtral", "moe", tp_size=2),
-    Model("small", "draft", num_replicas=2),
+    Model("pair", "base", tp_size=2),
+    Model("single", "base"),
+    Model("twins", "draft", num_replicas=2),
 )
 
 

@@ -107,7 +107,7 @@ class Soak:
     ) -> tuple[Load, Chaos | None]:
         """Load for so long, under chaos if there is one; returns when both have ended."""
         load = Load(
-            server.http_port, server.grpc_port, cases, self.num_clients,
+            server, cases, self.num_clients,
             deadline_s=self.deadline_s, seed=self.seed, think_s=self.think_s,
         )  # fmt: skip
         clients = threading.Thread(target=asyncio.run, args=(load.run(),), daemon=True)
