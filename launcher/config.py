@@ -127,7 +127,10 @@ class ServeConfig:
     """Text-level model of the example request; empty means none is served."""
 
     notes: tuple[str, ...] = ()
-    """What was accepted without effect, for the log."""
+    """What was accepted without effect, and why groups start as they do, for the log."""
+
+    picture: str = ""
+    """Who sits where, as lines of text."""
 
     def __post_init__(self) -> None:
         if self.mpi.kind == "none" and any(group.world_size != 1 for group in self.groups):

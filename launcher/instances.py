@@ -24,15 +24,22 @@ class Instance:
     """World ranks that are to run it; empty means that none are named."""
 
 
-def instances_of(model: RepositoryModel) -> tuple[Instance, ...]:
+def instances_of(
+    model: RepositoryModel, *, needs_devices: bool = False
+) -> tuple[Instance, ...]:
     """Every replica that ``instance_group``, ``gpu_device_ids`` and ``participant_ids`` ask
-    for.
+    for. With ``needs_devices`` several replicas must name theirs.
 
     Raises:
         ConfigError: the three do not go together.
     """
     count = _count(model)
     devices = _devices(model, count)
+    if needs_devices and count > 1 and not devices[0]:
+        raise ConfigError(
+            f"{model.config_path}: gpu_device_ids parameter required when instance count > 1. "
+            f"Name GPUs for each of the {count} instances, as in 0;1."
+        )
     participants = _participants(model, count)
     return tuple(
         Instance(number=n, devices=devices[n], participants=participants[n])

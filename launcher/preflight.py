@@ -53,11 +53,12 @@ def check(config: ServeConfig) -> None:
         ConfigError: serving cannot work; says why and what to do.
     """
     check_ports(endpoints(config.frontend))
-    for group in config.groups:
-        engine = group.engine
-        if engine.device == "cuda":
-            check_gpus(group.world_size, engine.gpu_device_ids)
-    check_shared_memory(sum(group.world_size for group in config.groups))
+    # What other hosts have is for their ranks to say.
+    here = [group for group in config.groups if not group.hosts]
+    for group in here:
+        if group.engine.device == "cuda":
+            check_gpus(group.world_size, group.engine.gpu_device_ids)
+    check_shared_memory(sum(group.world_size for group in here))
 
 
 def check_ports(wanted: Iterable[Endpoint]) -> None:

@@ -5,23 +5,38 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import os
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
 
 from trimaran.comm.errors import ConfigError
 from trimaran.launcher import settings
 from trimaran.launcher.config import GroupConfig, ServeConfig
-from trimaran.launcher.engine_args import engine_config, threads_of_a_rank
+from trimaran.launcher.engine_args import engine_config, resolve_device, threads_of_a_rank
+from trimaran.launcher.hosts import allocated_hosts, is_this_host, named_hosts, this_host
 from trimaran.launcher.instances import Instance, instances_of
 from trimaran.launcher.job import Job, own_address
-from trimaran.server.model_repository import ModelRepository, RepositoryModel, Role
+from trimaran.launcher.launch_choice import Launch, choose_launch
+from trimaran.launcher.mpi_launch import Mpi, find_mpi
+from trimaran.launcher.prestarted import (
+    needed_world_size,
+    seat_participants,
+    show_ranks,
+    world_hosts,
+)
+from trimaran.launcher.seating import (
+    Draft,
+    PlacementConflict,
+    seat,
+    seats_of,
+    show,
+    with_devices,
+)
+from trimaran.launcher.start_models import text_model, token_models
+from trimaran.orchestrator.placement import Host
+from trimaran.server.model_repository import ModelRepository, RepositoryModel
 
-
-class PlacementConflict(ConfigError):
-    """There is no room beside running groups; there would be if ``groups`` ended first."""
-
-    def __init__(self, text: str, groups: tuple[str, ...]) -> None:
-        super().__init__(text)
-        self.groups = groups
+__all__ = ["PlacementConflict", "Resolver", "group_name"]
 
 
 def group_name(model: str, instance: int, generation: int) -> str:
@@ -43,11 +58,27 @@ class Resolver:
         Raises:
             ConfigError: flags that do not go together.
         """
-        settings.check_flags(args)
+        settings.check_flags(args, job)
         self._args = args
         self._job = job
         self._flags = settings.engine_flags(args)
-        self._launch = "none" if args.no_mpi else "job" if job is not None else "mpirun"
+        self._device = resolve_device(args.device)
+        self._named_hosts = named_hosts(args, self._device)
+        self.launch: Launch = choose_launch(args, job, self._named_hosts, lambda: self.mpi)
+
+    @cached_property
+    def mpi(self) -> Mpi:
+        """The MPI that starts groups.
+
+        Raises:
+            ConfigError: there is none.
+        """
+        return find_mpi(settings.mpi_config(self._args, self._job))
+
+    @property
+    def needs_mpi(self) -> bool:
+        """Whether groups are started by an mpirun of ours, or spawned."""
+        return self._job is None and self.launch.kind in ("mpirun", "spawn", "prestarted")
 
     def initial(self) -> ServeConfig:
         """The configuration to start with.
@@ -57,23 +88,28 @@ class Resolver:
         """
         args, job = self._args, self._job
         repository = ModelRepository.load(args.model_repo)
-        groups: tuple[GroupConfig, ...] = ()
-        for model in self._token_models(repository):
-            groups += self._groups(model, 1)
-        groups = self._placed(groups, ())
+        drafts: list[Draft] = []
+        for model in token_models(args, repository):
+            drafts += self._drafts(model, 1)
+        groups = self._placed(drafts, ())
+        is_prestarted = self.launch.kind == "prestarted"
+        world_size = self._world_size(drafts) if is_prestarted else 0
         return ServeConfig(
             frontend=settings.frontend_config(args, _names_by_model(groups)),
             groups=groups,
+            world_size=world_size,
+            world_hosts=world_hosts(world_size, self._named_hosts) if is_prestarted else (),
             mpi=settings.mpi_config(args, job),
-            advertise_address=args.advertise_address or _own_address(job),
+            advertise_address=args.advertise_address or self._own_address(),
             restart=settings.restart_policy(args, job),
             log=settings.log_config(args),
             hang_timeout_s=args.hang_timeout,
             exit_timeout_s=args.exit_timeout,
             connect_timeout_s=args.connect_timeout,
             startup_timeout_s=args.startup_timeout,
-            ensemble=_text_model(repository),
-            notes=settings.notes(args),
+            ensemble=text_model(repository),
+            notes=(*settings.notes(args), *self._notes(drafts)),
+            picture=self.picture(groups),
         )
 
     def groups_of(
@@ -85,10 +121,10 @@ class Resolver:
             PlacementConflict: only running groups are in the way.
             ConfigError: the model cannot be served here.
         """
-        if self._job is not None:
+        if self.launch.kind in ("job", "prestarted"):
             raise ConfigError(
-                f"model '{model.name}' needs ranks of its own, but this server runs inside an "
-                "MPI job whose ranks are all taken. Start the server outside of the job."
+                f"model '{model.name}' needs ranks of its own, but all ranks of this server "
+                f"started with it ({self.launch.why}). Start the server again to load it."
             )
         others = sorted({group.model for group in running} - {model.name})
         if others and not self._args.multi_model:
@@ -96,91 +132,129 @@ class Resolver:
                 f"model '{model.name}' cannot be served beside '{others[0]}': this server "
                 "runs one token-level model. Start it with --multi-model."
             )
-        return self._placed(self._groups(model, generation), running)
+        return self._placed(self._drafts(model, generation), running)
+
+    def picture(self, groups: Sequence[GroupConfig]) -> str:
+        """Who sits where, as lines of text."""
+        if self.launch.kind == "prestarted":
+            drafts = [Draft(group) for group in groups]
+            return show_ranks(groups, self._world_size(drafts))
+        return show(self._hosts, groups) if self._chooses_hosts else ""
 
     # ---- groups -------------------------------------------------------------------------
 
-    def _groups(self, model: RepositoryModel, generation: int) -> tuple[GroupConfig, ...]:
-        """The groups of one model, not yet placed."""
-        return tuple(
-            self._group(model, instance, generation) for instance in instances_of(model)
-        )
+    def _drafts(self, model: RepositoryModel, generation: int) -> list[Draft]:
+        """The groups of one model, without seats."""
+        num_nodes = model.parameters.get_int("num_nodes") or 1
+        return [
+            Draft(
+                self._group(model, instance, generation),
+                instance.devices,
+                # In leader mode the ranks fill the hosts in order, as mpirun does by itself.
+                num_nodes if self._args.multi_model else 0,
+            )
+            for instance in instances_of(model, needs_devices=self._device == "cuda")
+        ]
 
     def _group(
         self, model: RepositoryModel, instance: Instance, generation: int
     ) -> GroupConfig:
-        named = instance.participants or instance.devices
-        engine = engine_config(model, self._flags, len(named))
-        if instance.devices and len(instance.devices) != engine.parallel.world_size:
+        is_prestarted = self.launch.kind == "prestarted"
+        participants = instance.participants if is_prestarted else ()
+        engine = engine_config(model, self._flags, len(participants or instance.devices))
+        world_size = engine.parallel.world_size
+        if instance.devices and len(instance.devices) != world_size:
             raise ConfigError(
                 f"{model.config_path}: gpu_device_ids is {','.join(instance.devices)!r}: "
-                f"{len(instance.devices)} GPUs for a world size of "
-                f"{engine.parallel.world_size}. Name one a rank."
+                f"{len(instance.devices)} GPUs for a world size of {world_size}. Name one a "
+                "rank."
+            )
+        if self.launch.kind == "job" and self._job and self._job.size != world_size:
+            raise ConfigError(
+                f"this MPI job has {self._job.size} tasks but {engine.engine_dir} runs on "
+                f"{world_size} ranks. Start the job with that many tasks."
             )
         period_ms = model.parameters.get_int("stats_check_period_ms")
-        engine = dataclasses.replace(
-            engine, gpu_device_ids=tuple(int(device) for device in instance.devices)
-        )
-        group = GroupConfig(
+        return GroupConfig(
             name=group_name(model.name, instance.number, generation),
             model=model.name,
             engine=engine,
             stats_period_ms=100 if period_ms is None else max(1, period_ms),
             instance=instance.number,
             generation=generation,
-            launch=self._launch,
+            launch=self.launch.kind,
+            participants=participants,
         )
-        if self._job is not None and self._job.size != group.world_size:
-            raise ConfigError(
-                f"this MPI job has {self._job.size} tasks but {engine.engine_dir} runs on "
-                f"{group.world_size} ranks. Start the job with that many tasks."
-            )
-        return group
 
     def _placed(
-        self, groups: Sequence[GroupConfig], running: Sequence[GroupConfig]
+        self, drafts: Sequence[Draft], running: Sequence[GroupConfig]
     ) -> tuple[GroupConfig, ...]:
         """The groups with their hosts, devices and share of the cores."""
-        num_ranks = sum(group.world_size for group in (*groups, *running))
-        return tuple(self._with_threads(group, num_ranks) for group in groups)
+        if self.launch.kind == "prestarted":
+            groups = seat_participants(
+                drafts,
+                self._world_size(drafts),
+                self._hosts,
+                is_one_host=self._job.is_one_host if self._job else len(self._hosts) == 1,
+            )
+        elif not self._chooses_hosts:
+            groups = [with_devices(draft.group, draft.devices) for draft in drafts]
+        else:
+            groups = seat(drafts, self._hosts, running)
+        ranks_on = Counter(seat.host for seat in seats_of((*groups, *running)))
+        return tuple(self._with_threads(group, ranks_on) for group in groups)
 
-    def _with_threads(self, group: GroupConfig, num_ranks: int) -> GroupConfig:
+    def _with_threads(self, group: GroupConfig, ranks_on: Mapping[str, int]) -> GroupConfig:
         if self._flags.num_threads is not None:
             return group
-        threads = threads_of_a_rank(group.engine.device, num_ranks)
+        # Other hosts are taken to have as many cores as this one.
+        most = max(ranks_on[seat.host] for seat in seats_of([group]))
+        threads = threads_of_a_rank(group.engine.device, most)
         return dataclasses.replace(
             group, engine=dataclasses.replace(group.engine, num_threads=threads)
         )
 
-    # ---- models -------------------------------------------------------------------------
+    # ---- places -------------------------------------------------------------------------
 
-    def _token_models(self, repository: ModelRepository) -> list[RepositoryModel]:
-        """The token-level models to start with."""
-        found = {model.name: model for model in repository.of_role(Role.TOKEN)}
-        names = self._args.tensorrt_llm_model_name
-        if names is None:
-            chosen = list(found)
+    @cached_property
+    def _hosts(self) -> tuple[Host, ...]:
+        """Where groups may be placed; this host alone if no others are known."""
+        if self._named_hosts:
+            return self._named_hosts
+        allocated: tuple[Host, ...] = ()
+        if self._args.multi_model and self._job is None:
+            allocated = allocated_hosts(os.environ, self._device)
+        return allocated or (this_host(self._device),)
+
+    @property
+    def _chooses_hosts(self) -> bool:
+        """Whether we say where ranks run; else the job's starter or mpirun does."""
+        if self.launch.kind == "job":
+            return False
+        is_one_host = os.environ.get("SLURM_JOB_NUM_NODES", "1") == "1"
+        return self._args.multi_model or bool(self._named_hosts) or is_one_host
+
+    def _world_size(self, drafts: Sequence[Draft]) -> int:
+        """Ranks of the job that prestarted groups share."""
+        if self._job is not None:
+            return self._job.size
+        return self._args.world_size or needed_world_size(drafts)
+
+    def _own_address(self) -> str:
+        """Where other hosts reach us, if some of the ranks will be on other hosts."""
+        if self._job is not None:
+            is_one_host = self._job.is_one_host
+        elif self._named_hosts:
+            is_one_host = all(is_this_host(host.name) for host in self._named_hosts)
         else:
-            chosen = [name.strip() for name in names.split(",") if name.strip()]
-        for name in chosen:
-            if name not in found:
-                raise ConfigError(
-                    f"--tensorrt-llm-model-name {name}: no token-level model of that name. The "
-                    f"repository holds {', '.join(sorted(found)) or 'none'}."
-                )
-        if not found:
-            raise ConfigError(
-                "the model repository holds no token-level model (tensorrt_llm). Write one "
-                "with `trimaran init-repo`."
-            )
-        if not self._args.multi_model and len(chosen) != 1:
-            where = "--tensorrt-llm-model-name names" if names else "the model repository holds"
-            raise ConfigError(
-                f"{where} {len(chosen)} token-level models ({', '.join(sorted(chosen))}) and a "
-                "server runs one. Serve them all with --multi-model, or choose one with "
-                "--tensorrt-llm-model-name."
-            )
-        return [found[name] for name in chosen]
+            is_one_host = os.environ.get("SLURM_JOB_NUM_NODES", "1") == "1"
+        return "" if is_one_host else own_address()
+
+    def _notes(self, drafts: Sequence[Draft]) -> list[str]:
+        """What the log should say of the groups at start."""
+        if not self._args.multi_model:
+            return []
+        return [f"groups are started by {self.launch.kind}: {self.launch.why}"]
 
 
 def _names_by_model(groups: Iterable[GroupConfig]) -> dict[str, tuple[str, ...]]:
@@ -188,17 +262,3 @@ def _names_by_model(groups: Iterable[GroupConfig]) -> dict[str, tuple[str, ...]]
     for group in groups:
         names[group.model] = (*names.get(group.model, ()), group.name)
     return names
-
-
-def _text_model(repository: ModelRepository) -> str:
-    """The model that the example request names: an ensemble, else the BLS model."""
-    for role in (Role.ENSEMBLE, Role.BLS):
-        for model in repository.of_role(role):
-            return model.name
-    return ""
-
-
-def _own_address(job: Job | None) -> str:
-    """Where other hosts reach us, if some of the ranks will be on other hosts."""
-    is_one_host = job.is_one_host if job else os.environ.get("SLURM_JOB_NUM_NODES", "1") == "1"
-    return "" if is_one_host else own_address()

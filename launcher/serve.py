@@ -10,15 +10,14 @@ import sys
 from trimaran.comm.errors import ConfigError
 from trimaran.comm.log import setup_logging
 from trimaran.launcher import preflight, settings
-from trimaran.launcher.config import ServeConfig
 from trimaran.launcher.group_specs import Programs
-from trimaran.launcher.job import Job, abort_job, become_rank
-from trimaran.launcher.mpi_launch import check_library, find_mpi
+from trimaran.launcher.job import abort_job, become_rank
+from trimaran.launcher.mpi_launch import check_library
 from trimaran.launcher.resolve import Resolver
 from trimaran.launcher.serve_flags import add_arguments
 from trimaran.launcher.supervisor import EXIT_CONFIG, Supervisor
 
-__all__ = ["add_arguments", "resolve", "run"]
+__all__ = ["add_arguments", "run"]
 
 logger = logging.getLogger(__name__)
 
@@ -35,12 +34,12 @@ def run(args: argparse.Namespace) -> int:
     if job is not None and job.rank > 0:
         become_rank(Programs.installed().rank)
     try:
-        config = resolve(args, job)
+        resolver = Resolver(args, job)
+        config = resolver.initial()
         setup_logging("supervisor", log_format=config.log.format, level=config.log.level)
         preflight.check(config)
-        mpi = None
-        if config.mpi.kind not in ("none", "job"):
-            mpi = find_mpi(config.mpi)
+        mpi = resolver.mpi if resolver.needs_mpi else None
+        if mpi is not None:
             check_library(mpi)
         supervisor = Supervisor(config, mpi, Programs.installed())
     except ConfigError as error:
@@ -52,13 +51,6 @@ def run(args: argparse.Namespace) -> int:
         return EXIT_CONFIG
     for note in config.notes:
         logger.info("%s", note)
+    for line in config.picture.splitlines():
+        logger.info("%s", line)
     return supervisor.run()
-
-
-def resolve(args: argparse.Namespace, job: Job | None = None) -> ServeConfig:
-    """The configuration that these flags ask for; reads the repository and the engine.
-
-    Raises:
-        ConfigError: the operator must change something.
-    """
-    return Resolver(args, job).initial()

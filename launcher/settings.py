@@ -26,7 +26,7 @@ _WITHOUT_EFFECT = {
 _ALL_MODELS = "*"
 
 
-def check_flags(args: argparse.Namespace) -> None:
+def check_flags(args: argparse.Namespace, job: Job | None) -> None:
     """Refuse flags that do not go together, or that this version does not serve.
 
     Raises:
@@ -43,17 +43,36 @@ def check_flags(args: argparse.Namespace) -> None:
             "--disable-spawn-processes says how --multi-model gets its ranks. Add "
             "--multi-model, or leave it out."
         )
-    if (
-        args.multi_model
-        and not args.disable_spawn_processes
-        and args.world_size not in (None, 1)
-    ):
-        raise ConfigError(
-            "World size must be 1 when using multi-model without disable-spawn-processes, but "
-            f"is {args.world_size}: each model's group is started by itself, at the size of "
-            "its engine. Leave out --world-size, or add --disable-spawn-processes."
-        )
+    _check_world_size(args, job)
     _check_model_control(args)
+
+
+def _check_world_size(args: argparse.Namespace, job: Job | None) -> None:
+    if not args.multi_model:
+        return
+    if not args.disable_spawn_processes:
+        world_size = job.size if job is not None else args.world_size
+        if world_size not in (None, 1):
+            raise ConfigError(
+                "World size must be 1 when using multi-model without disable-spawn-processes, "
+                f"but is {world_size}: each model's group is started by itself, at the size of "
+                "its engine. Leave out --world-size and start one process, or add "
+                "--disable-spawn-processes."
+            )
+        return
+    if args.no_mpi:
+        raise ConfigError("--disable-spawn-processes needs an MPI job: leave out --no-mpi")
+    if args.model_control_mode != "none":
+        raise ConfigError(
+            f"--model-control-mode {args.model_control_mode} does not go together with "
+            "--disable-spawn-processes: all ranks start with the server, and models cannot "
+            "get others later. Leave out one of the two."
+        )
+    if job is not None and args.world_size not in (None, job.size):
+        raise ConfigError(
+            f"--world-size is {args.world_size} but this MPI job has {job.size} tasks. Leave "
+            "it out, or start the job with that many tasks."
+        )
 
 
 def _check_model_control(args: argparse.Namespace) -> None:

@@ -6,8 +6,11 @@ import argparse
 import json
 from pathlib import Path
 
-from trimaran.launcher import serve
+from trimaran.launcher import serve_flags
+from trimaran.launcher.config import ServeConfig
 from trimaran.launcher.flags import FlagParser
+from trimaran.launcher.job import Job
+from trimaran.launcher.resolve import Resolver
 
 TOKEN_CONFIG = """
 backend: "tensorrtllm"
@@ -77,12 +80,17 @@ def write_engine(folder: Path, tp_size: int, pp_size: int = 1, **build: int) -> 
 def parse(*words: str) -> argparse.Namespace:
     """The flags of `trimaran serve`."""
     parser = FlagParser(prog="trimaran serve")
-    serve.add_arguments(parser)
+    serve_flags.add_arguments(parser)
     parser.add_argument("--config")
     return parser.parse(words)
 
 
-def resolve(repository: Path, *words: str) -> serve.ServeConfig:
-    """What `trimaran serve --model-repo repository WORDS` would run, weights unread."""
+def resolver(repository: Path, *words: str, job: Job | None = None) -> Resolver:
+    """What `trimaran serve --model-repo repository WORDS` asks, weights unread."""
     flags = ("--model-repo", str(repository), "--load-format", "random", *words)
-    return serve.resolve(parse(*flags))
+    return Resolver(parse(*flags), job)
+
+
+def resolve(repository: Path, *words: str, job: Job | None = None) -> ServeConfig:
+    """What it would run."""
+    return resolver(repository, *words, job=job).initial()

@@ -5,10 +5,10 @@ from __future__ import annotations
 import ipaddress
 
 import pytest
-from launcher_repository import parse, resolve, write_engine, write_model
+from launcher_repository import resolve, write_engine, write_model
 
 from trimaran.comm.errors import ConfigError
-from trimaran.launcher import job, serve
+from trimaran.launcher import job
 from trimaran.launcher.job import Job, current_job
 
 
@@ -65,11 +65,11 @@ def test_an_address_for_other_hosts_is_not_a_loopback():
 def test_a_job_fixes_the_way_of_starting_and_forbids_restarts(tmp_path):
     engine = write_engine(tmp_path / "engine", tp_size=2)
     write_model(tmp_path / "repo" / "m", gpt_model_path=str(engine))
-    words = ("--model-repo", str(tmp_path / "repo"), "--load-format", "random")
-    config = serve.resolve(parse(*words), Job(0, 2, True))
+    repository = tmp_path / "repo"
+    config = resolve(repository, job=Job(0, 2, True))
     assert (config.mpi.kind, config.restart.max_restarts) == ("job", 0)
     assert config.advertise_address == ""
-    assert serve.resolve(parse(*words), Job(0, 2, False)).advertise_address != ""
+    assert resolve(repository, job=Job(0, 2, False)).advertise_address != ""
     with pytest.raises(ConfigError, match=r"this MPI job has 3 tasks but .* runs on 2 ranks"):
-        serve.resolve(parse(*words), Job(0, 3, True))
+        resolve(repository, job=Job(0, 3, True))
     assert resolve(tmp_path / "repo").restart.max_restarts == 3

@@ -1,0 +1,334 @@
+"""Many models, many groups: what `--multi-model` starts, where, and what it refuses."""
+
+from __future__ import annotations
+
+import pytest
+from launcher_repository import resolve, resolver, write_checkpoint, write_engine, write_model
+
+from trimaran.comm.errors import ConfigError
+from trimaran.launcher import hosts
+from trimaran.launcher.job import Job
+from trimaran.launcher.resolve import PlacementConflict, group_name
+from trimaran.server.model_repository import ModelRepository
+
+
+@pytest.fixture
+def make_model(tmp_path):
+    """Adds a model of ``tp_size`` ranks to the repository of this test."""
+
+    def make(name, tp_size=1, instances=0, **parameters):
+        engine = tmp_path / f"engine-{tp_size}"
+        if not engine.exists():
+            write_engine(engine, tp_size=tp_size)
+        folder = write_model(tmp_path / "repo" / name, gpt_model_path=str(engine), **parameters)
+        if instances:
+            with (folder / "config.pbtxt").open("a") as file:
+                file.write(f"instance_group [ {{ count: {instances} kind: KIND_CPU }} ]\n")
+        return tmp_path / "repo"
+
+    return make
+
+
+@pytest.fixture
+def four_gpus(monkeypatch):
+    """A machine that shows four GPUs."""
+    monkeypatch.setattr(hosts, "num_visible_gpus", lambda: 4)
+    return "--device=cuda"
+
+
+def refusal(repository, *flags, job=None):
+    with pytest.raises(ConfigError) as caught:
+        resolve(repository, "--multi-model", *flags, job=job)
+    return str(caught.value)
+
+
+def gpu_ids(config):
+    return {group.name: group.engine.gpu_device_ids for group in config.groups}
+
+
+def test_groups_are_named_by_model_instance_and_generation():
+    assert [group_name("m", *place) for place in ((0, 1), (1, 1), (0, 2), (1, 2))] == [
+        "m", "m#1", "m@2", "m#1@2",
+    ]  # fmt: skip
+
+
+def test_every_token_model_gets_a_group_of_its_own_size(make_model):
+    make_model("one")
+    config = resolve(make_model("two", tp_size=2), "--multi-model", "--num-threads", "1")
+    assert [(g.name, g.model, g.world_size) for g in config.groups] == [
+        ("one", "one", 1), ("two", "two", 2),
+    ]  # fmt: skip
+    assert config.frontend.groups == {"one": ("one",), "two": ("two",)}
+
+
+def test_a_checkpoint_folder_runs_on_as_many_ranks_as_gpus_are_named(tmp_path):
+    checkpoint = write_checkpoint(tmp_path / "hf")
+    folder = tmp_path / "repo" / "m"
+    write_model(folder, gpt_model_path=str(checkpoint), gpu_device_ids="0,1")
+    (group,) = resolve(tmp_path / "repo", "--multi-model").groups
+    assert group.engine.parallel.tp_size == 2
+
+
+def test_instances_are_replicas_with_devices_of_their_own(make_model, four_gpus):
+    repository = make_model("m", tp_size=2, instances=2, gpu_device_ids="0,1;3,2")
+    config = resolve(repository, "--multi-model", four_gpus)
+    assert gpu_ids(config) == {"m": (0, 1), "m#1": (3, 2)}
+    assert config.frontend.groups == {"m": ("m", "m#1")}
+    assert "GPU 2    m#1 rank 1" in config.picture
+
+
+def test_instances_on_the_cpu_need_no_devices(make_model):
+    config = resolve(make_model("m", instances=3), "--multi-model", "--device", "cpu")
+    assert [group.name for group in config.groups] == ["m", "m#1", "m#2"]
+
+
+def test_unnamed_gpus_are_chosen_among_those_that_nobody_named(make_model, four_gpus):
+    make_model("first", tp_size=2)
+    config = resolve(
+        make_model("second", tp_size=2, gpu_device_ids="1,0"), "--multi-model", four_gpus
+    )
+    assert gpu_ids(config) == {"first": (2, 3), "second": (1, 0)}
+
+
+def test_a_mig_slice_is_all_that_its_rank_sees(make_model, four_gpus):
+    make_model("a", gpu_device_ids="MIG-11")
+    config = resolve(make_model("b", gpu_device_ids="MIG-22"), "--multi-model", four_gpus)
+    assert [g.env for g in config.groups] == [
+        {"CUDA_VISIBLE_DEVICES": "MIG-11"}, {"CUDA_VISIBLE_DEVICES": "MIG-22"},
+    ]  # fmt: skip
+    make_model("c", tp_size=2, gpu_device_ids="MIG-33,MIG-44")
+    text = refusal(make_model("d"), four_gpus)
+    assert "MIG slices cannot talk to each other (MIG-33,MIG-44)" in text
+
+
+def test_the_cores_are_shared_among_the_ranks_of_all_groups(make_model, monkeypatch):
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: range(12))
+    make_model("one")
+    config = resolve(make_model("two", tp_size=2), "--multi-model", "--device", "cpu")
+    assert {group.engine.num_threads for group in config.groups} == {4}
+
+
+def test_overlapping_gpus_are_refused_with_a_picture(make_model):
+    make_model("a", tp_size=2, gpu_device_ids="0,1")
+    text = refusal(make_model("b", gpu_device_ids="1"))
+    assert "group 'b' asks for GPU 1, which group 'a' has" in text
+    assert "GPU 1    a rank 1" in text
+
+
+def test_too_few_gpus_are_refused_with_a_picture(make_model, four_gpus):
+    make_model("a", tp_size=4)
+    text = refusal(make_model("b", tp_size=2), four_gpus)
+    assert "group 'b' needs 2 GPU(s) on one host but at most 0 are free" in text
+    assert "no place: b (2 rank(s))" in text
+
+
+@pytest.mark.parametrize(
+    ("instances", "parameters", "complaint"),
+    [
+        (2, {}, "gpu_device_ids parameter required when instance count > 1"),
+        (2, {"gpu_device_ids": "0"}, "gpu_device_ids mismatch: instance 1 >= 1 entries"),
+        (1, {"gpu_device_ids": "0;1"}, "Set the count of instance_group to 2"),
+        (1, {"gpu_device_ids": "0,1"}, "2 GPUs for a world size of 1"),
+        (1, {"gpu_device_ids": "0,x"}, "holds 'x' but must be GPU numbers"),
+        (1, {"participant_ids": "0,1"}, "holds '0' but must be world ranks of 1 or more"),
+        (1, {"num_nodes": "2"}, "1 ranks, which num_nodes 2 does not divide"),
+        (1, {"num_nodes": "0"}, "must be at least 1"),
+    ],
+)
+def test_places_that_do_not_fit_the_model_are_refused(
+    make_model, four_gpus, instances, parameters, complaint
+):
+    assert complaint in refusal(make_model("m", instances=instances, **parameters), four_gpus)
+
+
+def test_the_gpus_of_an_instance_group_are_one_instance_each(make_model, four_gpus):
+    repository = make_model("m")
+    with (repository / "m" / "config.pbtxt").open("a") as file:
+        file.write("instance_group [ { count: 1 kind: KIND_GPU gpus: [ 2, 0 ] } ]\n")
+    assert gpu_ids(resolve(repository, "--multi-model", four_gpus)) == {"m": (2,), "m#1": (0,)}
+
+
+# ---- one job for all groups ---------------------------------------------------------------
+
+
+def test_participants_share_the_ranks_of_one_job(make_model):
+    make_model("a", tp_size=2, participant_ids="1,2")
+    repository = make_model("b", instances=2, participant_ids="3;4")
+    config = resolve(repository, "--multi-model", "--disable-spawn-processes")
+    assert {g.name: g.participants for g in config.groups} == {
+        "a": (1, 2), "b": (3,), "b#1": (4,),
+    }  # fmt: skip
+    assert {group.launch for group in config.groups} == {"prestarted"}
+    assert config.world_size == 5
+    assert "rank 0   the orchestrator's place, no engine" in config.picture
+    assert "rank 4   b#1 rank 0" in config.picture
+
+
+def test_participants_on_one_host_get_gpus(make_model, four_gpus):
+    make_model("a", tp_size=2, participant_ids="2,1")
+    config = resolve(
+        make_model("b", participant_ids="3", gpu_device_ids="0"),
+        "--multi-model", "--disable-spawn-processes", four_gpus,
+    )  # fmt: skip
+    assert gpu_ids(config) == {"a": (1, 2), "b": (0,)}
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "complaint"),
+    [
+        ("", "1", "Spawning of processes was disabled in orchestrator mode, but participant"),
+        ("1,2", "2", "'a' and 'b' both name rank 2"),
+        ("1", "2", "1 ranks for a world size of 2"),
+        ("1,1", "2", "names a rank twice"),
+        ("1,2", "4", "the job has ranks 1 to 3 beside the orchestrator's"),
+    ],
+)
+def test_participants_that_do_not_fit_the_job_are_refused(make_model, first, second, complaint):
+    make_model("a", tp_size=2, participant_ids=first)
+    repository = make_model("b", participant_ids=second)
+    text = refusal(repository, "--disable-spawn-processes", "--world-size", "4")
+    assert complaint in text
+
+
+def test_a_job_that_others_started_gives_the_number_of_ranks(make_model):
+    repository = make_model("a", participant_ids="1")
+    flags = ("--multi-model", "--disable-spawn-processes")
+    config = resolve(repository, *flags, job=Job(0, 3, True))
+    assert (config.world_size, config.mpi.kind) == (3, "job")
+    assert "rank 2   idle" in config.picture
+    assert "World size must be 1" in refusal(repository, job=Job(0, 3, True))
+
+
+# ---- several hosts ------------------------------------------------------------------------
+
+
+def test_groups_are_placed_whole_on_the_hosts_that_are_named(make_model, tmp_path):
+    make_model("a", tp_size=2)
+    repository = make_model("b", tp_size=2)
+    hostfile = tmp_path / "hosts"
+    hostfile.write_text("# two machines\nnode1 slots=2\nnode2:2\n")
+    for flags in (("--hosts", "node1:2,node2,node2"), ("--hostfile", str(hostfile))):
+        config = resolve(repository, "--multi-model", *flags, "--advertise-address", "me")
+        assert [
+            [(entry.host, entry.num_ranks) for entry in group.hosts] for group in config.groups
+        ] == [[("node1", 2)], [("node2", 2)]]
+        assert {group.launch for group in config.groups} == {"mpirun"}
+
+
+def test_a_model_may_span_hosts(make_model):
+    repository = make_model("a", tp_size=4, num_nodes="2")
+    (group,) = resolve(repository, "--multi-model", "--hosts", "n1:2,n2:2").groups
+    assert [(entry.host, entry.num_ranks) for entry in group.hosts] == [("n1", 2), ("n2", 2)]
+    (group,) = resolve(make_model("a2", tp_size=3), "--tensorrt-llm-model-name", "a2",
+                       "--hosts", "n1:2,n2:2").groups  # fmt: skip
+    assert [(entry.host, entry.num_ranks) for entry in group.hosts] == [("n1", 2), ("n2", 1)]
+
+
+@pytest.mark.parametrize(
+    ("flags", "complaint"),
+    [
+        (("--hosts", "n1:x"), "'n1:x' is not a host"),
+        (("--hosts", "n1", "--hostfile", "f"), "leave out one"),
+        (("--hostfile", "/none"), "cannot be read"),
+        (("--hosts", "n1:1"), "needs 2 slot(s) on one host but at most 1 are free"),
+        (("--hosts", "n1:2", "--worker-launch", "spawn"), "onto other hosts (n1)"),
+    ],
+)
+def test_hosts_that_cannot_work_are_refused(make_model, flags, complaint):
+    assert complaint in refusal(make_model("a", tp_size=2), *flags)
+
+
+# ---- the way of launching -----------------------------------------------------------------
+
+
+def test_a_way_of_launching_that_cannot_work_is_refused(make_model, monkeypatch):
+    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+    repository = make_model("m")
+    assert "this is no Slurm job" in refusal(repository, "--worker-launch", "srun")
+    assert "cannot take effect" in refusal(repository, "--no-mpi", "--worker-launch", "spawn")
+    with pytest.raises(ConfigError, match="leader mode has no orchestrator"):
+        resolve(repository, "--worker-launch", "spawn")
+
+
+def test_leader_mode_is_started_by_mpirun_and_orchestrator_mode_says_why(make_model):
+    repository = make_model("m")
+    assert resolve(repository).groups[0].launch == "mpirun"
+    config = resolve(repository, "--multi-model", "--worker-launch", "mpirun")
+    assert config.notes == ("groups are started by mpirun: --worker-launch asks for it",)
+    config = resolve(repository, "--multi-model", "--no-mpi")
+    assert (config.groups[0].launch, config.mpi.kind) == ("none", "none")
+
+
+# ---- models that come later ---------------------------------------------------------------
+
+
+def loaded(repository, name):
+    return ModelRepository.load(repository).models[name]
+
+
+def test_a_model_loaded_later_gets_free_gpus_beside_the_running_ones(make_model, four_gpus):
+    make_model("a", tp_size=2)
+    repository = make_model("b", tp_size=2)
+    start = resolver(
+        repository, "--multi-model", four_gpus, "--model-control-mode", "explicit",
+        "--load-model", "a",
+    )  # fmt: skip
+    running = start.initial().groups
+    assert [group.name for group in running] == ["a"]
+    (group,) = start.groups_of(loaded(repository, "b"), 1, running)
+    assert (group.name, group.engine.gpu_device_ids) == ("b", (2, 3))
+
+
+def test_a_new_generation_without_room_names_the_old_one(make_model, four_gpus):
+    make_model("other")
+    repository = make_model("m", tp_size=2, gpu_device_ids="0,1")
+    start = resolver(repository, "--multi-model", four_gpus)
+    with pytest.raises(PlacementConflict) as caught:
+        start.groups_of(loaded(repository, "m"), 2, start.initial().groups)
+    assert caught.value.groups == ("m",)
+    assert "group 'm@2' asks for GPU 0, which group 'm' has" in str(caught.value)
+
+
+def test_a_model_without_room_names_the_others_that_are_in_its_way(make_model, four_gpus):
+    repository = make_model("a", tp_size=4)
+    start = resolver(repository, "--multi-model", four_gpus)
+    running = start.initial().groups
+    make_model("b", tp_size=2)
+    with pytest.raises(PlacementConflict) as caught:
+        start.groups_of(loaded(repository, "b"), 1, running)
+    assert caught.value.groups == ("a",)
+
+
+def test_a_model_that_can_never_fit_is_refused_outright(make_model, four_gpus, tmp_path):
+    repository = make_model("a")
+    start = resolver(repository, "--multi-model", four_gpus)
+    write_model(repository / "b", gpt_model_path=str(write_checkpoint(tmp_path / "hf")),
+                gpu_device_ids="8")  # fmt: skip
+    with pytest.raises(ConfigError, match="names GPU 8 but 4 are visible") as caught:
+        start.groups_of(loaded(repository, "b"), 1, start.initial().groups)
+    assert not isinstance(caught.value, PlacementConflict)
+
+
+def test_leader_mode_takes_one_token_model(make_model):
+    repository = make_model("a")
+    start = resolver(repository)
+    running = start.initial().groups
+    make_model("b")
+    with pytest.raises(ConfigError, match="Start it with --multi-model"):
+        start.groups_of(loaded(repository, "b"), 1, running)
+    assert start.groups_of(loaded(repository, "a"), 2, running)[0].name == "a@2"
+
+
+def test_leader_mode_inside_several_slurm_nodes_leaves_the_hosts_to_mpirun(
+    make_model, four_gpus, monkeypatch
+):
+    monkeypatch.setenv("SLURM_JOB_NUM_NODES", "2")
+    (group,) = resolve(make_model("m", tp_size=8), four_gpus).groups
+    assert (group.hosts, group.engine.gpu_device_ids) == ((), ())
+
+
+def test_explicit_mode_starts_nothing_that_is_not_named(make_model):
+    repository = make_model("a")
+    flags = ("--multi-model", "--model-control-mode", "explicit")
+    assert resolve(repository, *flags).groups == ()
+    assert len(resolve(repository, *flags, "--load-model", "*").groups) == 1

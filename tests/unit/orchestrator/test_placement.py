@@ -1,0 +1,115 @@
+"""Groups on hosts and devices: who gets which seat, what is refused, and the picture of it."""
+
+from __future__ import annotations
+
+import pytest
+
+from trimaran.orchestrator.placement import GroupNeed, Host, NoPlaceError, picture, place
+
+FOUR_GPUS = Host(name="a", num_gpus=4)
+
+
+def gpus(name, num_ranks, *devices, num_nodes=1):
+    return GroupNeed(
+        name=name, num_ranks=num_ranks, devices=devices, needs_gpus=True, num_nodes=num_nodes
+    )
+
+
+def where(seats):
+    return [(seat.group, seat.rank, seat.host, seat.device) for seat in seats]
+
+
+def refusal(needs, hosts, taken=()):
+    with pytest.raises(NoPlaceError) as caught:
+        place(needs, hosts, taken)
+    return str(caught.value)
+
+
+def test_named_gpus_are_given_in_rank_order_and_others_get_what_is_left():
+    seats = place([gpus("any", 2), gpus("named", 2, "2", "0")], [FOUR_GPUS])
+    assert where(seats) == [
+        ("any", 0, "a", "1"), ("any", 1, "a", "3"),
+        ("named", 0, "a", "2"), ("named", 1, "a", "0"),
+    ]  # fmt: skip
+
+
+def test_large_groups_are_seated_before_small_ones():
+    hosts = [Host(name="a", num_gpus=2), Host(name="b", num_gpus=1)]
+    seats = place([gpus("small", 1), gpus("large", 2)], hosts)
+    assert where(seats)[0] == ("small", 0, "b", "0")
+
+
+def test_the_same_gpu_number_on_another_host_is_another_gpu():
+    hosts = [Host(name="a", num_gpus=2, num_slots=2), Host(name="b", num_gpus=2, num_slots=2)]
+    seats = place([gpus("x", 2, "0", "1"), gpus("y", 2, "0", "1")], hosts)
+    assert {(seat.group, seat.host) for seat in seats} == {("x", "a"), ("y", "b")}
+
+
+def test_a_group_over_two_hosts_has_half_of_its_ranks_on_each():
+    hosts = [Host(name=name, num_gpus=4, num_slots=4) for name in "ab"]
+    seats = place([gpus("x", 4, "0", "1", "0", "1", num_nodes=2)], hosts)
+    assert where(seats) == [
+        ("x", 0, "a", "0"), ("x", 1, "a", "1"), ("x", 2, "b", "0"), ("x", 3, "b", "1"),
+    ]  # fmt: skip
+
+
+def test_ranks_may_fill_the_hosts_in_order():
+    hosts = [Host(name="a", num_slots=3), Host(name="b", num_slots=2)]
+    seats = place([GroupNeed(name="x", num_ranks=4, num_nodes=0)], hosts)
+    assert [seat.host for seat in seats] == ["a", "a", "a", "b"]
+
+
+def test_a_gpu_asked_for_twice_is_refused_with_both_groups_and_a_picture():
+    text = refusal([gpus("llama", 2, "0", "1"), gpus("gpt", 2, "1", "2")], [FOUR_GPUS])
+    assert "group 'gpt' asks for GPU 1, which group 'llama' has." in text
+    assert "gpu_device_ids in config.pbtxt" in text
+    assert "GPU 1    llama rank 1\n" in text
+    assert text.endswith("no place: gpt (2 rank(s), GPUs 1,2)")
+
+
+def test_overlaps_count_where_no_gpu_is_used_too():
+    need = GroupNeed(name="x", num_ranks=1, devices=("0",))
+    other = GroupNeed(name="y", num_ranks=1, devices=("0",))
+    assert "asks for GPU 0" in refusal([need, other], [Host(name="a")])
+
+
+@pytest.mark.parametrize(
+    ("need", "complaint"),
+    [
+        (gpus("x", 1, "7"), "gpu_device_ids names GPU 7 but 4 are visible here"),
+        (gpus("x", 2, "1", "1"), "names GPU 1 twice"),
+        (gpus("x", 5), "needs 5 GPU(s) on one host but at most 4 are free"),
+        (gpus("x", 4, num_nodes=2), "asks for num_nodes 2, but there is/are 1 host(s)"),
+        (gpus("x", 3, num_nodes=2), "3 ranks, which num_nodes 2 does not divide"),
+    ],
+)
+def test_what_does_not_fit_says_what_is_missing(need, complaint):
+    assert complaint in refusal([need], [FOUR_GPUS])
+
+
+def test_slots_limit_ranks_without_gpus():
+    hosts = [Host(name="a", num_slots=1), Host(name="b", num_slots=1)]
+    text = refusal([GroupNeed(name="x", num_ranks=2)], hosts)
+    assert "needs 2 slot(s) on one host but at most 1 are free" in text
+    assert "num_nodes" in text
+
+
+def test_taken_seats_stay_taken():
+    running = place([gpus("old", 3)], [FOUR_GPUS])
+    assert where(place([gpus("new", 1)], [FOUR_GPUS], running)) == [("new", 0, "a", "3")]
+    assert "at most 1 are free" in refusal([gpus("new", 2)], [FOUR_GPUS], running)
+
+
+def test_the_picture_shows_every_gpu_and_every_group():
+    host = Host(name="a", num_gpus=3)
+    seats = place([gpus("x", 2), GroupNeed(name="cpu", num_ranks=2)], [host])
+    assert picture([host, Host(name="b")], seats).splitlines() == [
+        "Who sits where:",
+        "  a (3 GPU(s))",
+        "    GPU 0    x rank 0",
+        "    GPU 1    x rank 1",
+        "    GPU 2    free",
+        "    CPU      cpu rank 0 to 1",
+        "  b",
+        "    nobody",
+    ]
