@@ -11,16 +11,23 @@ from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 
 from trimaran.comm.errors import ConfigError
-from trimaran.launcher import mpi_launch, preflight
+from trimaran.launcher import mpi_launch, preflight, serve_flags, settings
 from trimaran.launcher.config import MpiConfig
+from trimaran.launcher.flags import FlagParser
 from trimaran.launcher.gpus import num_visible_gpus, torch_is_cpu_only
 from trimaran.launcher.preflight import Endpoint
+from trimaran.launcher.resolve import Resolver
 from trimaran.launcher.run_dir import RunDir
+from trimaran.server.model_repository import ModelRepository, Role
 
 _MIN_PYTHON = (3, 10)
 _PACKAGES = (
     "mpi4py", "torch", "tritonclient", "grpcio", "aiohttp", "uvloop", "msgpack", "numpy",
     "safetensors", "tokenizers", "transformers",
+)  # fmt: skip
+_SHOWN = (
+    "help", "model_repo", "multi_model", "world_size", "device", "hosts", "worker_launch",
+    "mpirun", "http_port", "grpc_port", "metrics_port",
 )  # fmt: skip
 _MARKS = {"ok": "ok  ", "note": "note", "bad": "BAD "}
 
@@ -37,29 +44,27 @@ class Finding:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Flags of `trimaran doctor`."""
-    parser.add_argument("--mpirun", default="", metavar="PATH", help="mpirun to examine")
-    for name, port in (("http", 8000), ("grpc", 8001), ("metrics", 8002)):
-        parser.add_argument(f"--{name}-port", type=int, default=port, metavar="P",
-                            help="port to look at (%(default)s)")  # fmt: skip
+    """Flags of `trimaran doctor`: those of `trimaran serve`, whose start it examines."""
+    serve_flags.add_arguments(parser)
+    parser.usage = "%(prog)s [--model-repo DIR] [flags of trimaran serve]"
+    if isinstance(parser, FlagParser):
+        parser.hide(*(action.dest for action in parser._actions if action.dest not in _SHOWN))
 
 
 def run(args: argparse.Namespace) -> int:
     """Print the report; 0 if `trimaran serve` can work here, else 1."""
+    settings.apply_environment(args, os.environ)
     findings: list[Finding] = []
-    for examine in (
-        _python,
-        _packages,
-        _programs,
-        _mpi,
-        _devices,
-        _kernels,
-        _memory,
-        _folders,
-        _ports,
-    ):
+    examinations = (
+        _python, _packages, _programs, _mpi, _devices, _kernels, _memory, _folders, _ports,
+        _models,
+    )  # fmt: skip
+    for examine in examinations:
         for finding in examine(args):
-            print(f"{_MARKS[finding.grade]} {finding.subject:<14} {finding.text}", flush=True)
+            head, *more = finding.text.splitlines()
+            print(f"{_MARKS[finding.grade]} {finding.subject:<14} {head}", flush=True)
+            for line in more:
+                print(f"{'':<20}{line}", flush=True)
             findings.append(finding)
     num_bad = sum(finding.grade == "bad" for finding in findings)
     if num_bad:
@@ -165,6 +170,32 @@ def _ports(args: argparse.Namespace) -> Iterator[Finding]:
             # Another port mends this without touching the machine.
             grade = "note" if finding.grade == "bad" else finding.grade
             yield Finding(grade, finding.subject, finding.text)
+
+
+def _models(args: argparse.Namespace) -> Iterator[Finding]:
+    """What would be started for the repository, and where."""
+    if not args.model_repo:
+        return
+    try:
+        num_models = len(ModelRepository.load(args.model_repo).of_role(Role.TOKEN))
+        if num_models > 1 and not args.multi_model and not args.tensorrt_llm_model_name:
+            text = f"{num_models} token-level models: serve them with --multi-model"
+            yield Finding("note", "models", text)
+            args.multi_model = True
+        resolver = Resolver(args, settings.job_of(args))
+        config = resolver.initial()
+        preflight.check_groups(config.groups)
+    except ConfigError as error:
+        yield Finding("bad", "models", str(error))
+        return
+    for group in config.groups:
+        engine = group.engine
+        text = f"{group.world_size} rank(s) on {engine.device}, {engine.engine_dir}"
+        yield Finding("ok", f"group {group.name}", text)
+    for note in config.notes:
+        yield Finding("note", "models", note)
+    if config.picture:
+        yield Finding("ok", "placement", config.picture)
 
 
 def _tried(subject: str, examine: Callable[[], str]) -> Iterator[Finding]:

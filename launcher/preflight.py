@@ -6,13 +6,13 @@ import errno
 import os
 import shutil
 import socket
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import psutil
 
 from trimaran.comm.errors import ConfigError
-from trimaran.launcher.config import ServeConfig
+from trimaran.launcher.config import GroupConfig, ServeConfig
 from trimaran.launcher.gpus import num_visible_gpus
 from trimaran.server.config import FrontendConfig
 
@@ -53,8 +53,13 @@ def check(config: ServeConfig) -> None:
         ConfigError: serving cannot work; says why and what to do.
     """
     check_ports(endpoints(config.frontend))
+    check_groups(config.groups)
+
+
+def check_groups(groups: Sequence[GroupConfig]) -> None:
+    """Refuse groups for which this machine has too few GPUs or too little shared memory."""
     # What other hosts have is for their ranks to say.
-    here = [group for group in config.groups if not group.hosts]
+    here = [group for group in groups if not group.hosts]
     for group in here:
         if group.engine.device == "cuda":
             check_gpus(group.world_size, group.engine.gpu_device_ids)

@@ -88,9 +88,8 @@ class Resolver:
         """
         args, job = self._args, self._job
         repository = ModelRepository.load(args.model_repo)
-        drafts: list[Draft] = []
-        for model in token_models(args, repository):
-            drafts += self._drafts(model, 1)
+        models = token_models(args, repository)
+        drafts = [draft for model in models for draft in self._drafts(model, 1)]
         groups = self._placed(drafts, ())
         is_prestarted = self.launch.kind == "prestarted"
         world_size = self._world_size(drafts) if is_prestarted else 0
@@ -108,7 +107,7 @@ class Resolver:
             connect_timeout_s=args.connect_timeout,
             startup_timeout_s=args.startup_timeout,
             ensemble=text_model(repository),
-            notes=(*settings.notes(args), *self._notes(drafts)),
+            notes=(*settings.notes(args), *self._notes(models)),
             picture=self.picture(groups),
         )
 
@@ -250,11 +249,22 @@ class Resolver:
             is_one_host = os.environ.get("SLURM_JOB_NUM_NODES", "1") == "1"
         return "" if is_one_host else own_address()
 
-    def _notes(self, drafts: Sequence[Draft]) -> list[str]:
-        """What the log should say of the groups at start."""
-        if not self._args.multi_model:
-            return []
-        return [f"groups are started by {self.launch.kind}: {self.launch.why}"]
+    def _notes(self, models: Iterable[RepositoryModel]) -> list[str]:
+        """How groups start, and which keys of their models change nothing here."""
+        found = []
+        if self._args.multi_model:
+            found.append(f"groups are started by {self.launch.kind}: {self.launch.why}")
+        idle = {
+            "gpu_device_ids": self._device == "cpu" and "ranks compute on the CPU",
+            "participant_ids": self.launch.kind != "prestarted"
+            and "it goes together with --disable-spawn-processes",
+            "num_nodes": not self._args.multi_model and "it goes together with --multi-model",
+        }
+        for model in models:
+            for key, why in idle.items():
+                if why and model.parameters.get_str(key):
+                    found.append(f"{model.config_path}: {key} has no effect: {why}")
+        return found
 
 
 def _names_by_model(groups: Iterable[GroupConfig]) -> dict[str, tuple[str, ...]]:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import socket
 
+import pytest
+from launcher_repository import write_checkpoint, write_model
+
 from trimaran.launcher import cli
 
 
@@ -34,3 +37,36 @@ def test_a_busy_port_is_a_note_since_another_would_do(capsys):
     assert (
         f"note http port      --http-port {port}: the port is in use" in capsys.readouterr().out
     )
+
+
+def repository(tmp_path, **gpus):
+    checkpoint = write_checkpoint(tmp_path / "hf")
+    for name, ids in gpus.items():
+        write_model(
+            tmp_path / "repo" / name, gpt_model_path=str(checkpoint), gpu_device_ids=ids
+        )
+    return ["--model-repo", str(tmp_path / "repo"), "--load-format", "random"]
+
+
+def test_the_doctor_shows_who_would_sit_where(capsys, free_port, tmp_path):
+    flags = repository(tmp_path, a="0,1", b="2")
+    assert cli.main(["doctor", *ports(free_port), *flags]) == 0
+    report = capsys.readouterr().out
+    assert "note models         2 token-level models: serve them with --multi-model" in report
+    assert "ok   group a        2 rank(s) on cpu" in report
+    assert "GPU 1    a rank 1" in report
+    assert "GPU 2    b rank 0" in report
+
+
+def test_the_doctor_finds_a_gpu_that_two_models_ask_for(capsys, free_port, tmp_path):
+    flags = repository(tmp_path, a="0,1", b="1")
+    assert cli.main(["doctor", *ports(free_port), *flags]) == 1
+    report = capsys.readouterr().out
+    assert "BAD  models         group 'b' asks for GPU 1, which group 'a' has" in report
+    assert "no place: b (1 rank(s), GPUs 1)" in report
+
+
+def test_the_doctors_help_fits_a_screen(capsys):
+    with pytest.raises(SystemExit):
+        cli.main(["doctor", "--help"])
+    assert len(capsys.readouterr().out.splitlines()) <= 30

@@ -259,6 +259,13 @@ def test_leader_mode_is_started_by_mpirun_and_orchestrator_mode_says_why(make_mo
     assert (config.groups[0].launch, config.mpi.kind) == ("none", "none")
 
 
+def test_keys_that_change_nothing_here_are_noted(make_model):
+    repository = make_model("m", participant_ids="1", gpu_device_ids="0", num_nodes="1")
+    notes = "\n".join(resolve(repository, "--device", "cpu").notes)
+    for key in ("participant_ids", "gpu_device_ids", "num_nodes"):
+        assert f"m/config.pbtxt: {key} has no effect" in notes
+
+
 # ---- models that come later ---------------------------------------------------------------
 
 
