@@ -52,7 +52,9 @@ class ChaosServer(Served):
     multi_model: bool = True
     folder: Path = Path(".")
     mark: str = field(default_factory=lambda: uuid.uuid4().hex)
-    holder: subprocess.Popen[bytes] = field(init=False)
+    tmp: Path = Path(".")
+    holder: subprocess.Popen[bytes] | None = None
+    """Keeps the mount namespace of its /dev/shm."""
 
     def start(self) -> None:
         """Start the supervisor inside the namespace."""
@@ -94,9 +96,10 @@ class ChaosServer(Served):
             with contextlib.suppress(psutil.NoSuchProcess):
                 member.process.kill()
         super().kill()
-        self.holder.kill()
-        self.holder.wait()
-        shutil.rmtree(self.tmp, ignore_errors=True)
+        if self.holder is not None:
+            self.holder.kill()
+            self.holder.wait()
+            shutil.rmtree(self.tmp, ignore_errors=True)
 
     def members(self) -> list[Member]:
         """Every living process that carries the mark, by pid."""
@@ -117,6 +120,7 @@ class ChaosServer(Served):
 
     def shm_files(self) -> list[str]:
         """Names in the server's /dev/shm."""
+        assert self.holder is not None
         return sorted(os.listdir(f"/proc/{self.holder.pid}/root/dev/shm"))
 
     def temporary_files(self) -> list[str]:
@@ -143,11 +147,18 @@ def _marked(mark: str) -> Iterator[Member]:
     for process in psutil.process_iter():
         # A process that ends meanwhile, or a zombie, has no environment.
         with contextlib.suppress(psutil.Error, OSError):
-            environ = process.environ()
-            if environ.get(MARK) != mark or process.status() == psutil.STATUS_ZOMBIE:
-                continue
-            role = _role(process.cmdline())
-            yield Member(process.pid, role, environ.get("TRIMARAN_GROUP", ""), process)
+            if process.environ().get(MARK) == mark:
+                yield member_of(process)
+
+
+def member_of(process: psutil.Process) -> Member:
+    """What a living process is to the server.
+
+    Raises:
+        psutil.Error: it is gone.
+    """
+    group = process.environ().get("TRIMARAN_GROUP", "")
+    return Member(process.pid, _role(process.cmdline()), group, process)
 
 
 def _role(words: list[str]) -> str:

@@ -83,7 +83,7 @@ class HostsLab:
             _ip("addr", "add", f"{self._net}.1/24", "dev", self._bridge)
             _ip("link", "set", self._bridge, "up")
             for number, name in enumerate(self._names(), 1):
-                self.hosts[name] = self._boot(name, number, tag)
+                self.hosts[name] = self._boot(name, number)
             self._await_ssh()
         except BaseException:
             self.__exit__()
@@ -118,6 +118,19 @@ class HostsLab:
     def mend(self, name: str) -> None:
         """Take the link up again."""
         _ip("link", "set", self.hosts[name].cable, "up")
+
+    def power_off(self, name: str) -> None:
+        """End a host and all that runs on it in one moment; its peers are told nothing."""
+        self.cut(name)
+        self.hosts[name].power.kill()
+        self.hosts[name].power.wait()
+
+    def power_on(self, name: str) -> None:
+        """Start the host again, with the same name and address and nothing running."""
+        number = self._names().index(name) + 1
+        subprocess.run(["ip", "link", "del", self.hosts[name].cable], stderr=subprocess.DEVNULL)
+        self.hosts[name] = self._boot(name, number)
+        self._await_ssh()
 
     def pids(self, name: str) -> list[int]:
         """Every process of a host, its sshd aside."""
@@ -157,7 +170,7 @@ class HostsLab:
         for key in ("key", "host_key"):
             _run("ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(self.folder / key))
 
-    def _boot(self, name: str, number: int, tag: str) -> LabHost:
+    def _boot(self, name: str, number: int) -> LabHost:
         sshd = shutil.which("sshd", path="/usr/sbin:/usr/bin")
         assert sshd is not None, "no sshd: apt-get install openssh-server"
         script = _BOOT.format(name=name, tmp=_TMP, folder=self.folder, sshd=sshd)
@@ -168,7 +181,7 @@ class HostsLab:
                  "--kill-child", "sh", "-c", script],
                 stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True,
             )  # fmt: skip
-        host = LabHost(name, f"{self._net}.{10 + number}", f"v{tag}{number}", power)
+        host = LabHost(name, f"{self._net}.{10 + number}", f"v{self._bridge}{number}", power)
         host.init_pid = _child_of(power.pid)
         _ip("link", "add", host.cable, "type", "veth", "peer", "name", "eth0", "netns",
             str(host.init_pid))  # fmt: skip

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import random
+import threading
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -36,6 +38,19 @@ class Outcome:
     num_tokens: int = 0
     first_token_s: float = 0.0
     longest_gap_s: float = 0.0
+
+
+@contextlib.contextmanager
+def running(load: Load) -> Iterator[Load]:
+    """The load runs in a thread during the block; its last requests end with the block."""
+    clients = threading.Thread(target=asyncio.run, args=(load.run(),), daemon=True)
+    clients.start()
+    try:
+        yield load
+    finally:
+        load.is_stopping = True
+        clients.join(2 * load.deadline_s)
+    assert not clients.is_alive(), "clients did not end within twice their deadline"
 
 
 class RetryableError(Exception):

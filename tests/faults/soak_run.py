@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import platform
 import statistics
-import threading
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -17,7 +15,7 @@ from typing import Any
 from chaos import Chaos, Disturbance
 from chaos_server import ChaosServer
 from leftovers import Holdings, left_over, settled
-from load import CANCELLED, FAILED, LATE, LOST, RETRYABLE, RIGHT, WRONG, Load, Outcome
+from load import CANCELLED, FAILED, LATE, LOST, RETRYABLE, RIGHT, WRONG, Load, Outcome, running
 from models import Model, make_cases, with_answers
 
 _FRONT_END = "kill the front end"
@@ -110,19 +108,14 @@ class Soak:
             server, cases, self.num_clients,
             deadline_s=self.deadline_s, seed=self.seed, think_s=self.think_s,
         )  # fmt: skip
-        clients = threading.Thread(target=asyncio.run, args=(load.run(),), daemon=True)
-        clients.start()
-        if chaos is not None:
-            chaos.start()
         deadline = time.monotonic() + seconds
-        while time.monotonic() < deadline and server.process.poll() is None:
-            time.sleep(0.2)
-        if chaos is not None:
-            chaos.stop()
-        load.is_stopping = True
-        clients.join(2 * self.deadline_s)
-        if clients.is_alive():
-            self.problems.append("clients did not end within twice their deadline")
+        with running(load):
+            if chaos is not None:
+                chaos.start()
+            while time.monotonic() < deadline and server.process.poll() is None:
+                time.sleep(0.2)
+            if chaos is not None:
+                chaos.stop()
         return load, chaos
 
     def _when_idle(self, server: ChaosServer, is_settled: Any) -> Holdings:
