@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from trimaran.comm.errors import ConfigError
 from trimaran.server.config import FrontendConfig
 from trimaran.worker.config import EngineConfig
 
@@ -131,11 +130,3 @@ class ServeConfig:
 
     picture: str = ""
     """Who sits where, as lines of text."""
-
-    def __post_init__(self) -> None:
-        if self.mpi.kind == "none" and any(group.world_size != 1 for group in self.groups):
-            sizes = ", ".join(str(group.world_size) for group in self.groups)
-            raise ConfigError(
-                f"world size must be 1 when using no-mpi, but is {sizes}. Leave out --no-mpi, "
-                "or serve an engine built for one rank."
-            )

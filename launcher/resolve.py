@@ -168,11 +168,7 @@ class Resolver:
                 f"{len(instance.devices)} GPUs for a world size of {world_size}. Name one a "
                 "rank."
             )
-        if self.launch.kind == "job" and self._job and self._job.size != world_size:
-            raise ConfigError(
-                f"this MPI job has {self._job.size} tasks but {engine.engine_dir} runs on "
-                f"{world_size} ranks. Start the job with that many tasks."
-            )
+        self._check_world_size(world_size, engine.engine_dir)
         period_ms = model.parameters.get_int("stats_check_period_ms")
         return GroupConfig(
             name=group_name(model.name, instance.number, generation),
@@ -185,10 +181,28 @@ class Resolver:
             participants=participants,
         )
 
+    def _check_world_size(self, world_size: int, engine_dir: str) -> None:
+        if self.launch.kind == "none" and world_size != 1:
+            raise ConfigError(
+                f"world size must be 1 when using no-mpi, but is {world_size}. Leave out "
+                "--no-mpi, or serve an engine built for one rank."
+            )
+        if self.launch.kind == "job" and self._job and self._job.size != world_size:
+            raise ConfigError(
+                f"this MPI job has {self._job.size} tasks but {engine_dir} runs on "
+                f"{world_size} ranks. Start the job with that many tasks."
+            )
+
     def _placed(
         self, drafts: Sequence[Draft], running: Sequence[GroupConfig]
     ) -> tuple[GroupConfig, ...]:
         """The groups with their hosts, devices and share of the cores."""
+        if self.launch.kind == "job" and len(drafts) > 1:
+            raise ConfigError(
+                f"{len(drafts)} groups ({', '.join(d.group.name for d in drafts)}) cannot share "
+                "the ranks of this MPI job. Serve one instance, or add --multi-model "
+                "--disable-spawn-processes and participant_ids."
+            )
         if self.launch.kind == "prestarted":
             groups = seat_participants(
                 drafts,
