@@ -199,8 +199,8 @@ class Resolver:
         """The groups with their hosts, devices and share of the cores."""
         if self.launch.kind == "job" and len(drafts) > 1:
             raise ConfigError(
-                f"{len(drafts)} groups ({', '.join(d.group.name for d in drafts)}) cannot share "
-                "the ranks of this MPI job. Serve one instance, or add --multi-model "
+                f"{len(drafts)} groups ({', '.join(d.group.name for d in drafts)}) cannot "
+                "share the ranks of this MPI job. Serve one instance, or add --multi-model "
                 "--disable-spawn-processes and participant_ids."
             )
         if self.launch.kind == "prestarted":
