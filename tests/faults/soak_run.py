@@ -87,7 +87,8 @@ class Soak:
 
     def _server(self) -> ChaosServer:
         flags = (
-            "--dtype", "float32", "--max-restarts", "100000", "--max-replays", "10",
+            "--dtype", "float32", "--max-restarts", "100000", "--restart-window", "10",
+            "--max-replays", "10",
             "--num-threads", "1", *self.flags,
         )  # fmt: skip
         world_size = self.models[0].tp_size

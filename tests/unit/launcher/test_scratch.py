@@ -1,0 +1,62 @@
+"""The folders that an MPI library is told to use, and their end."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from trimaran.launcher.mpi_launch import MpiConfig, compose, find_mpi, starter_env
+from trimaran.launcher.run_dir import RunDir
+from trimaran.launcher.scratch import MpiScratch
+
+RANK = "from mpi4py import MPI; MPI.COMM_WORLD.barrier(); print('up', flush=True); input()"
+
+
+@pytest.fixture
+def scratch() -> Iterator[MpiScratch]:
+    run_dir = RunDir()
+    made = MpiScratch(run_dir)
+    yield made
+    made.remove()
+    run_dir.remove()
+
+
+def folders(scratch: MpiScratch, tag: str) -> list[Path]:
+    return [
+        Path(env[name])
+        for env, name in (
+            (scratch.session_env(tag), "PRTE_MCA_prte_local_tmpdir_base"),
+            (scratch.segment_env(tag), "OMPI_MCA_btl_sm_backing_directory"),
+        )
+    ]
+
+
+def test_the_files_of_a_killed_mpirun_are_deleted_with_its_group(scratch):
+    tag = "model#1@2"
+    env = {**starter_env(os.environ), **scratch.session_env(tag), **scratch.segment_env(tag)}
+    scratch.prepare(tag)
+    command = compose(
+        find_mpi(MpiConfig()), 2, [sys.executable, "-c", RANK], oversubscribe=True
+    )
+    process = subprocess.Popen(
+        command, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True
+    )
+    with process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"up\n"
+        assert all(any(folder.iterdir()) for folder in folders(scratch, tag))
+        process.kill()
+    assert all(any(folder.iterdir()) for folder in folders(scratch, tag))
+    scratch.clear(tag)
+    assert not any(folder.exists() for folder in folders(scratch, tag))
+
+
+def test_groups_of_similar_names_have_folders_of_their_own(scratch):
+    names = {folders(scratch, tag)[0].name for tag in ("a#1", "a@1", "a:1", "a/1", "a%1", "a1")}
+    assert len(names) == 6
+    assert not any(mark in name for name in names for mark in "/:,#@")
