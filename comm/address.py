@@ -59,6 +59,7 @@ class Address:
             sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
             sock.bind(self.path)
         else:
-            sock = socket.create_server((self.host, self.port))
+            # A port that was chosen before is held by a socket of the same user.
+            sock = socket.create_server((self.host, self.port), reuse_port=bool(self.port))
         sock.listen(backlog)
         return sock

@@ -11,6 +11,7 @@ from trimaran.comm.errors import ConfigError
 SUPERVISOR = "TRIMARAN_SUPERVISOR"
 TOKEN = "TRIMARAN_TOKEN"
 GROUP = "TRIMARAN_GROUP"
+INCARNATION = "TRIMARAN_INCARNATION"
 LOG_FORMAT = "TRIMARAN_LOG_FORMAT"
 LOG_LEVEL = "TRIMARAN_LOG_LEVEL"
 JOB = "TRIMARAN_JOB"
@@ -29,6 +30,9 @@ class ChildEnv:
 
     group: str = ""
     """Name of the worker group this process belongs to; empty for a front end."""
+
+    incarnation: int = -1
+    """Which start of the group this process belongs to; -1 if that is not said."""
 
     log_format: str = "text"
     """``text`` or ``json``."""
@@ -63,6 +67,7 @@ class ChildEnv:
             supervisor=env[SUPERVISOR],
             token=env[TOKEN],
             group=env.get(GROUP, ""),
+            incarnation=int(env.get(INCARNATION, "-1")),
             log_format=env.get(LOG_FORMAT, "text"),
             log_level=env.get(LOG_LEVEL, "INFO"),
         )

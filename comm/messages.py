@@ -220,6 +220,8 @@ class ChildHello(Message):
     world_size: int = 1
     pid: int = 0
     host: str = ""
+    incarnation: int = -1
+    """Which start of the group the child belongs to; -1 if it does not know."""
 
 
 @dataclass(slots=True, kw_only=True)

@@ -71,6 +71,7 @@ class SupervisorLink:
             world_size=world_size,
             pid=os.getpid(),
             host=socket.gethostname(),
+            incarnation=env.incarnation,
         )
         inbox = FrameBuffer()
         try:

@@ -5,17 +5,25 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from enum import Enum
+import time
+from collections.abc import Callable
 from typing import Any
 
 from trimaran.comm.messages import ChildConfig, ChildState, Command
-from trimaran.launcher.children import Children, describe_signal, describe_status
+from trimaran.launcher.children import describe_signal, describe_status
+from trimaran.launcher.group_types import (
+    FRONTEND,
+    ORCHESTRATOR,
+    Failure,
+    GroupEvents,
+    GroupSpec,
+    GroupState,
+)
 from trimaran.launcher.helper_watch import HelperWatch
 from trimaran.launcher.links import Link
-from trimaran.launcher.mpi_launch import Mpi, exit_signal
-from trimaran.launcher.process_tree import descendants, kill_descendants
+from trimaran.launcher.mpi_launch import exit_signal
+from trimaran.launcher.process_tree import descendants, kill_tagged
+from trimaran.launcher.starters import Starter, StarterEvents
 
 logger = logging.getLogger(__name__)
 
@@ -33,92 +41,22 @@ _READ_S = 0.05
 _KILL_PERIOD_S = 0.05
 
 
-class GroupState(Enum):
-    """Where a group stands."""
-
-    DOWN = "down"
-    STARTING = "starting"
-    READY = "ready"
-    DYING = "dying"
-    """Something ended; the rest is being ended."""
-
-    STOPPING = "stopping"
-    """Told to end in order."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GroupSpec:
-    """What a group consists of."""
-
-    role: str
-    """``frontend`` or ``rank``."""
-
-    name: str
-    world_size: int
-    command: Sequence[str]
-    """Starts the whole group: mpirun, or the only process itself."""
-
-    env: Mapping[str, str]
-    make_config: Callable[[int], dict[str, Any]]
-    """From the incarnation to what every process of it is told."""
-
-    mpi: Mpi | None = None
-    """The starter, if ``command`` is its mpirun."""
-
-    inherit_fds: bool = False
-    """The process reaches the job that we are a task of through our descriptors."""
-
-    connect_timeout_s: float
-    startup_timeout_s: float
-    hang_timeout_s: float
-    """A process that is silent for so long, once ready, has hung; 0 means never."""
-
-    @property
-    def title(self) -> str:
-        """The group in log lines."""
-        return "front end" if self.role == "frontend" else f"group {self.name}"
-
-
-@dataclass(frozen=True, slots=True)
-class Failure:
-    """Why a group died."""
-
-    text: str
-    is_config_error: bool = False
-    is_final: bool = False
-    """Starting it again cannot help."""
-
-
-@dataclass(frozen=True, slots=True)
-class GroupEvents:
-    """Whom a group tells what."""
-
-    on_connected: Callable[[Group], None]
-    """Every process has its configuration."""
-
-    on_ready: Callable[[Group], None]
-    on_drained: Callable[[Group, dict[str, Any]], None]
-    on_failure: Callable[[Group, Failure], None]
-    """All its processes are gone."""
-
-    on_stopped: Callable[[Group], None]
-    """All its processes are gone, as they were told."""
-
-
 class Group:
     """Starts its processes, follows their states, finds out why one died, ends the rest."""
 
-    def __init__(self, spec: GroupSpec, children: Children, events: GroupEvents) -> None:
+    def __init__(self, spec: GroupSpec, starter: Starter, events: GroupEvents) -> None:
         self.spec = spec
         self.state = GroupState.DOWN
         self.incarnation = -1
         self.was_ready = False
-        self._children = children
+        self.fault = ""
+        """Why it died last."""
+
+        self.fault_time = 0.0
+        self._starter = starter
         self._events = events
         self._links: dict[int, Link] = {}
         self._told: dict[int, ChildState] = {}
-        self._starter_pid = 0
-        self._starter_status: int | None = None
         self._lost: Link | None = None
         self._failure: Failure | None = None
         self._helpers = HelperWatch(self._on_helper_end)
@@ -128,18 +66,18 @@ class Group:
         """Start the next incarnation."""
         self.incarnation += 1
         self._links, self._told = {}, {}
-        self._starter_status = self._lost = self._failure = None
+        self._lost = self._failure = None
         self.state = GroupState.STARTING
         spec = self.spec
+        events = StarterEvents(self._on_exit, self._on_start_failure)
         try:
-            self._starter_pid = self._children.start(
-                spec.command, spec.env, self._on_exit, inherit_fds=spec.inherit_fds
-            )
+            self._starter.start(self.incarnation, events)
         except OSError as error:
-            self._starter_status = 0
             self._die(Failure(f"{spec.command[0]}: {error.strerror}", is_final=True))
             return
-        logger.info("%s: started pid %d", spec.title, self._starter_pid)
+        pid = self._starter.pid
+        what = f"pid {pid}" if pid else self._starter.title
+        logger.info("%s: started %s", spec.title, what)
         self._after(spec.connect_timeout_s, self._on_connect_timeout)
 
     def send(self, command: Command) -> None:
@@ -160,8 +98,35 @@ class Group:
 
     def kill(self) -> None:
         """Kill every process of the group now; `on_stopped` or `on_failure` follows."""
+        # Those on other hosts cannot be killed from here: they end when this closes.
+        for link in self._links.values():
+            link.close()
         self._kill_once()
         self._finish_when_gone()
+
+    @property
+    def link(self) -> Link:
+        """The connection of its first process, which has connected."""
+        return self._links[0]
+
+    @property
+    def is_serving(self) -> bool:
+        """Whether all its processes are ready and none is known to be dying."""
+        return self.state is GroupState.READY and self._lost is None
+
+    def describe_ranks(self) -> list[dict[str, Any]]:
+        """Every connected process: ``rank``, ``pid``, ``host`` and ``device``."""
+        return [
+            {
+                "rank": rank,
+                "pid": link.pid,
+                "host": link.hello.host if link.hello else "",
+                "device": str(self._told[rank].facts.get("device", ""))
+                if rank in self._told
+                else "",
+            }
+            for rank, link in sorted(self._links.items())
+        ]
 
     # ---- what the connections say -------------------------------------------------------
 
@@ -169,7 +134,8 @@ class Group:
         """A process of this group has connected: tell it what to do."""
         assert link.hello is not None
         hello, world_size = link.hello, self.spec.world_size
-        if self.state is not GroupState.STARTING:
+        is_of_this_start = hello.incarnation in (-1, self.incarnation)
+        if self.state is not GroupState.STARTING or not is_of_this_start:
             link.close()
             return
         if hello.world_size != world_size or not 0 <= hello.rank < world_size:
@@ -178,7 +144,8 @@ class Group:
             self._die(self._wrong_world(hello.rank, 1))
         else:
             self._links[hello.rank] = link
-            link.send(ChildConfig(config=self.spec.make_config(self.incarnation)))
+            config = self.spec.make_config(self.incarnation, hello.rank)
+            link.send(ChildConfig(config=config))
             if len(self._links) == world_size:
                 self._cancel_timers()
                 self._after(self.spec.startup_timeout_s, self._on_startup_timeout)
@@ -210,13 +177,18 @@ class Group:
             return
         if self._lost is None and self._failure is None:
             self._lost = link
+            self._events.on_down(self)
             # How the process died is what the starter's exit code tells, once it has ended.
             self._after(_NOTICE_S, self._end_the_others)
 
     # ---- endings ------------------------------------------------------------------------
 
-    def _on_exit(self, status: int) -> None:
-        self._starter_status = status
+    def _on_start_failure(self, text: str) -> None:
+        if self.state in (GroupState.STARTING, GroupState.READY) and self._lost is None:
+            is_final = not self.was_ready and not self._links
+            self._die(Failure(text, is_final=is_final))
+
+    def _on_exit(self) -> None:
         if self.state is GroupState.STOPPING:
             self.kill()
         else:
@@ -228,7 +200,7 @@ class Group:
         if self.spec.mpi is not None:
             ranks = {link.pid for link in self._links.values()}
             below_ranks = {pid for rank in ranks for pid in descendants(rank)}
-            found = set(descendants(self._starter_pid))
+            found = set(descendants(self._starter.pid))
             self._helpers.watch(found - ranks - below_ranks)
 
     def _on_helper_end(self, process: str) -> None:
@@ -237,14 +209,15 @@ class Group:
     def _blame_helper(self, process: str) -> None:
         # A rank's death, or the starter's, ends its helpers too and is told of elsewhere.
         is_up = self.state in (GroupState.STARTING, GroupState.READY)
-        if is_up and self._lost is None and self._starter_status is None:
+        if is_up and self._lost is None and not self._starter.is_over:
             self._die(Failure(f"{process}, a helper of mpirun, died"))
 
     def _end_the_others(self) -> None:
         """Kill what outlives a lost process: ranks ignore the signal that mpirun sends."""
-        if self._starter_status is None:
-            kill_descendants(self._starter_pid)
-            self._after(_STARTER_END_S, self._conclude)
+        if self._starter.status is None:
+            # The starter itself lives on for a moment: its exit code says how a rank died.
+            kill_tagged(os.getpid(), self.spec.tag, spare=self._starter.pid)
+            self._after(_STARTER_END_S if self._starter.pid else _READ_S, self._conclude)
 
     def _on_failed(self, link: Link, state: ChildState) -> None:
         # Whoever complains after another process was lost, complains about that.
@@ -294,15 +267,15 @@ class Group:
         """Say what died first, by what was seen."""
         if self.state not in (GroupState.STARTING, GroupState.READY):
             return
-        status, lost = self._starter_status, self._lost
+        status, lost = self._starter.status, self._lost
         has_connected = len(self._links) == self.spec.world_size
         is_final = not self.was_ready and not self._links
         how = "closed its connection" if status is None else describe_status(status)
-        starter = f"{os.path.basename(self.spec.command[0])} (pid {self._starter_pid})"
-        if self.spec.mpi is None and lost is not None and lost.pid != self._starter_pid:
+        starter = self._starter.title
+        if self.spec.mpi is None and lost is not None and lost.pid != self._starter.pid:
             text = f"{self._process(lost)} died"
         elif self.spec.mpi is None:
-            text = f"{self._names([0])} (pid {self._starter_pid}) {how}"
+            text = f"{self._names([0])} (pid {self._starter.pid}) {how}"
         elif lost is not None and not (status is not None and os.WIFSIGNALED(status)):
             text = f"{self._process(lost)} {self._fate(status)}"
         elif has_connected:
@@ -336,27 +309,27 @@ class Group:
         if self.state is GroupState.DYING:
             return
         self._failure = failure
+        self.fault, self.fault_time = failure.text, time.time()
         self.state = GroupState.DYING
         self._cancel_timers()
+        if self._lost is None:
+            self._events.on_down(self)
         self.kill()
 
-    def _kill_once(self) -> None:
-        keep = self._children.pids - {self._starter_pid}
-        kill_descendants(os.getpid(), keep)
+    def _kill_once(self) -> list[int]:
+        return kill_tagged(os.getpid(), self.spec.tag)
 
     def _finish_when_gone(self) -> None:
         """Report the end once nothing of the group is left."""
         if self.state is GroupState.DOWN:
             return
-        keep = self._children.pids - {self._starter_pid}
-        if kill_descendants(os.getpid(), keep) or self._starter_status is None:
+        if self._kill_once() or not self._starter.is_over:
             self._cancel_timers()
             self._after(_KILL_PERIOD_S, self._finish_when_gone)
             return
         self._cancel_timers()
         self._helpers.close()
-        for link in self._links.values():
-            link.close()
+        self._starter.release()
         was_told, self.state = self.state is GroupState.STOPPING, GroupState.DOWN
         if was_told or self._failure is None:
             self._events.on_stopped(self)
@@ -371,8 +344,8 @@ class Group:
         return f"{self._names([link.rank])} (pid {link.pid}{where})"
 
     def _names(self, ranks: list[int]) -> str:
-        if self.spec.role == "frontend":
-            return "front end"
+        if self.spec.role in (FRONTEND, ORCHESTRATOR):
+            return self.spec.title
         return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
 
     def _last_state(self, rank: int) -> str:

@@ -5,24 +5,39 @@ from __future__ import annotations
 import os
 import shutil
 import sysconfig
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from trimaran.comm.env import ChildEnv
+from trimaran.comm.env import INCARNATION, ChildEnv
 from trimaran.comm.errors import ConfigError
 from trimaran.launcher.config import GroupConfig, ServeConfig
-from trimaran.launcher.group import GroupSpec
+from trimaran.launcher.group_types import (
+    FRONTEND,
+    ORCHESTRATOR,
+    RANK,
+    EngineSpec,
+    GroupSpec,
+    group_tag,
+)
 from trimaran.launcher.job import rank_environ
 from trimaran.launcher.mpi_launch import Mpi, compose, num_slots, starter_env
+from trimaran.launcher.srun import compose_srun, plugin, step_env
 from trimaran.worker.config import RankConfig
+
+PRESTARTED = "ranks"
+"""Name of the one group that holds all prestarted ranks."""
+
+MPIRUN_LAUNCHES = ("mpirun", "prestarted")
 
 
 @dataclass(frozen=True, slots=True)
 class Programs:
-    """The commands of the front end and of a rank."""
+    """The commands of the front end, of a rank and of the orchestrator."""
 
     frontend: tuple[str, ...]
     rank: tuple[str, ...]
+    orchestrator: tuple[str, ...] = ()
 
     @classmethod
     def installed(cls) -> Programs:
@@ -31,102 +46,239 @@ class Programs:
         Raises:
             ConfigError: the package is not installed there.
         """
-        return cls((_script("trimaran-frontend"),), (_script("trimaran-rank"),))
+        names = ("trimaran-frontend", "trimaran-rank", "trimaran-orchestrator")
+        frontend, rank, orchestrator = ((_script(name),) for name in names)
+        return cls(frontend, rank, orchestrator)
 
 
-def frontend_spec(
-    config: ServeConfig, programs: Programs, secret: tuple[str, str]
-) -> GroupSpec:
-    """The front end; ``secret`` is the supervisor's address and the run's token."""
-    env = {
-        **starter_env(os.environ),
-        **_child_env(config, secret, ""),
-        # The front end forks for conversions only; tokenizers' own threads stay.
-        "TOKENIZERS_PARALLELISM": "false",
-    }
-    wire = config.frontend.to_wire()
-    return GroupSpec(
-        role="frontend",
-        name="frontend",
-        world_size=1,
-        command=programs.frontend,
-        env=env,
-        make_config=lambda incarnation: wire,
-        connect_timeout_s=config.connect_timeout_s,
-        startup_timeout_s=config.startup_timeout_s,
-        hang_timeout_s=config.hang_timeout_s,
-    )
+@dataclass(frozen=True, slots=True)
+class Addresses:
+    """Where children of this host, and of others, reach the supervisor and the front end."""
+
+    token: str
+    supervisor: str
+    frontend: str
+    far_supervisor: str = ""
+    """Over TCP; empty if nothing runs on another host."""
+
+    far_frontend: str = ""
 
 
-def worker_spec(
-    config: ServeConfig,
-    group: GroupConfig,
-    mpi: Mpi | None,
-    programs: Programs,
-    secret: tuple[str, str],
-) -> GroupSpec:
-    """One engine's ranks; ``secret`` as for `frontend_spec`."""
-    ours = {
-        **_child_env(config, secret, group.name),
-        "OMP_NUM_THREADS": str(group.engine.num_threads),
-    }
-    is_job = config.mpi.kind == "job"
-    start_method = "job" if is_job else "singleton" if mpi is None else "mpirun"
-    command = list(programs.rank)
-    if mpi is not None:
-        command = compose(
-            mpi,
-            group.world_size,
-            command,
-            forward=sorted(ours),
-            oversubscribe=_needs_oversubscribe(config, group.world_size),
+class SpecMaker:
+    """Makes the specifications of all groups of one server."""
+
+    def __init__(
+        self, config: ServeConfig, mpi: Mpi | None, programs: Programs, addresses: Addresses
+    ) -> None:
+        self._config = config
+        self._mpi = mpi
+        self._programs = programs
+        self._addresses = addresses
+
+    def frontend(self, remembered: Mapping[str, Any]) -> GroupSpec:
+        """The front end; ``remembered["state"]`` goes to every incarnation of it."""
+        env = {
+            **starter_env(os.environ),
+            **self._child_env(FRONTEND, ""),
+            # The front end forks for conversions only; tokenizers' own threads stay.
+            "TOKENIZERS_PARALLELISM": "false",
+        }
+        wire = self._config.frontend.to_wire()
+
+        def make_config(incarnation: int, rank: int) -> dict[str, Any]:
+            return {**wire, "remembered": remembered["state"]}
+
+        return self._spec(FRONTEND, FRONTEND, self._programs.frontend, env, make_config)
+
+    def orchestrator(self) -> GroupSpec:
+        """The process that spawns groups."""
+        env = {
+            **starter_env(os.environ),
+            **self._child_env(ORCHESTRATOR, ""),
+            "OMPI_MCA_mpi_ft_enable": "1",
+            "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
+        }
+
+        def make_config(incarnation: int, rank: int) -> dict[str, Any]:
+            return {"incarnation": incarnation}
+
+        programs = self._programs.orchestrator
+        return self._spec(ORCHESTRATOR, ORCHESTRATOR, programs, env, make_config)
+
+    def workers(self, group: GroupConfig) -> GroupSpec:
+        """One engine's ranks, started for it alone."""
+        is_job = group.launch == "job"
+        ours = {**self._rank_env(group, group.name, bool(group.hosts)), **group.env}
+        base = rank_environ(os.environ) if is_job else starter_env(os.environ)
+        if group.launch == "srun":
+            base = step_env(base)
+        # A spawned rank inherits the rest from the orchestrator.
+        env = ours if group.launch == "spawn" else {**base, **ours}
+
+        def make_config(incarnation: int, rank: int) -> dict[str, Any]:
+            return self._rank_config(group, incarnation).to_wire()
+
+        engine = EngineSpec(
+            name=group.name,
+            model=group.model,
+            generation=group.generation,
+            start_method=self._start_method(group),
+            ranks=tuple(range(group.world_size)),
         )
-    base = rank_environ(os.environ) if is_job else starter_env(os.environ)
+        return self._spec(
+            RANK,
+            group.name,
+            self._command(group, sorted(ours)),
+            env,
+            make_config,
+            engines=(engine,),
+            world_size=group.world_size,
+            launch=group.launch,
+        )
 
-    def make_config(incarnation: int) -> dict[str, Any]:
+    def prestarted(self, groups: Sequence[GroupConfig]) -> GroupSpec:
+        """All ranks of one job; each engine takes the ranks that it names.
+
+        Rank 0 runs no engine: it is the place that the replaced system's orchestrator
+        holds, so that ``participant_ids`` mean the same ranks.
+        """
+        config = self._config
+        is_job, world_size = config.mpi.kind == "job", config.world_size
+        ours = self._rank_env(groups[0], PRESTARTED, bool(config.world_hosts))
+        command = list(self._programs.rank)
+        if not is_job:
+            assert self._mpi is not None
+            command = compose(
+                self._mpi,
+                world_size,
+                command,
+                forward=[*sorted(ours), INCARNATION],
+                oversubscribe=self._needs_oversubscribe(world_size),
+                hosts=config.world_hosts,
+                rsh_agent=config.mpi.rsh_agent,
+            )
+        base = rank_environ(os.environ) if is_job else starter_env(os.environ)
+        owner = {rank: group for group in groups for rank in group.participants}
+
+        def make_config(incarnation: int, rank: int) -> dict[str, Any]:
+            group = owner.get(rank)
+            # A rank without an engine is told any engine, and that it is not among its ranks.
+            return self._rank_config(group or groups[0], incarnation).to_wire()
+
+        engines = tuple(
+            EngineSpec(
+                name=group.name,
+                model=group.model,
+                generation=group.generation,
+                start_method=self._start_method(group),
+                ranks=group.participants,
+            )
+            for group in groups
+        )
+        return self._spec(
+            RANK,
+            PRESTARTED,
+            command,
+            {**base, **ours},
+            make_config,
+            engines=engines,
+            world_size=world_size,
+            launch="job" if is_job else "prestarted",
+        )
+
+    # ---- parts --------------------------------------------------------------------------
+
+    def _spec(
+        self,
+        role: str,
+        name: str,
+        command: Sequence[str],
+        env: Mapping[str, str],
+        make_config: Any,
+        *,
+        engines: tuple[EngineSpec, ...] = (),
+        world_size: int = 1,
+        launch: str = "",
+    ) -> GroupSpec:
+        config = self._config
+        return GroupSpec(
+            role=role,
+            name=name,
+            world_size=world_size,
+            command=command,
+            env=env,
+            make_config=make_config,
+            engines=engines,
+            mpi=self._mpi if launch in MPIRUN_LAUNCHES else None,
+            is_spawned=launch == "spawn",
+            inherit_fds=launch == "job",
+            connect_timeout_s=config.connect_timeout_s,
+            startup_timeout_s=config.startup_timeout_s,
+            hang_timeout_s=config.hang_timeout_s,
+        )
+
+    def _command(self, group: GroupConfig, forward: Sequence[str]) -> list[str]:
+        program = list(self._programs.rank)
+        if group.launch == "mpirun":
+            assert self._mpi is not None
+            return compose(
+                self._mpi,
+                group.world_size,
+                program,
+                forward=[*forward, INCARNATION],
+                oversubscribe=self._needs_oversubscribe(group.world_size),
+                hosts=group.hosts,
+                rsh_agent=self._config.mpi.rsh_agent,
+            )
+        if group.launch == "srun":
+            return compose_srun(plugin(), group.world_size, program, group.hosts)
+        return program
+
+    def _rank_config(self, group: GroupConfig, incarnation: int) -> RankConfig:
+        addresses = self._addresses
+        # With mpirun, rank 0 of a leader group is on this host, also in a job of several.
+        is_elsewhere = group.hosts or group.participants or group.launch == "srun"
+        is_far = bool(addresses.far_frontend and is_elsewhere)
         return RankConfig(
             engine=group.engine,
             group=group.name,
             incarnation=incarnation,
-            frontends=config.frontend.engine_listen[:1],
-            start_method=start_method,
-            hang_timeout_s=config.hang_timeout_s,
-            start_timeout_s=config.startup_timeout_s,
+            frontends=(addresses.far_frontend if is_far else addresses.frontend,),
+            start_method=self._start_method(group),
+            participants=group.participants,
+            hang_timeout_s=self._config.hang_timeout_s,
+            start_timeout_s=self._config.startup_timeout_s,
             stats_period_ms=group.stats_period_ms,
-        ).to_wire()
+        )
 
-    return GroupSpec(
-        role="rank",
-        name=group.name,
-        world_size=group.world_size,
-        command=command,
-        env={**base, **ours},
-        make_config=make_config,
-        mpi=mpi,
-        inherit_fds=is_job,
-        connect_timeout_s=config.connect_timeout_s,
-        startup_timeout_s=config.startup_timeout_s,
-        hang_timeout_s=config.hang_timeout_s,
-    )
+    def _start_method(self, group: GroupConfig) -> str:
+        return "singleton" if group.launch == "none" else group.launch
 
+    def _rank_env(self, group: GroupConfig, name: str, is_far: bool) -> dict[str, str]:
+        address = self._addresses.far_supervisor if is_far else ""
+        # Ranks that a job has put on other hosts learn the address from rank 0.
+        if not address and self._config.advertise_address:
+            address = self._addresses.far_supervisor
+        return {
+            **self._child_env(RANK, name, address),
+            "OMP_NUM_THREADS": str(group.engine.num_threads),
+        }
 
-def _child_env(config: ServeConfig, secret: tuple[str, str], group: str) -> dict[str, str]:
-    address, token = secret
-    child = ChildEnv(
-        supervisor=address,
-        token=token,
-        group=group,
-        log_format=config.log.format,
-        log_level=config.log.level,
-    )
-    return {**child.to_environ(), "PYTHONSAFEPATH": "1", "PYTHONUNBUFFERED": "1"}
+    def _child_env(self, role: str, name: str, address: str = "") -> dict[str, str]:
+        child = ChildEnv(
+            supervisor=address or self._addresses.supervisor,
+            token=self._addresses.token,
+            group=group_tag(role, name),
+            log_format=self._config.log.format,
+            log_level=self._config.log.level,
+        )
+        return {**child.to_environ(), "PYTHONSAFEPATH": "1", "PYTHONUNBUFFERED": "1"}
 
-
-def _needs_oversubscribe(config: ServeConfig, world_size: int) -> bool:
-    if config.mpi.oversubscribe:
-        return True
-    # An allocation knows its own slots, on hosts that cannot be counted from here.
-    return "SLURM_JOB_ID" not in os.environ and world_size > num_slots()
+    def _needs_oversubscribe(self, world_size: int) -> bool:
+        if self._config.mpi.oversubscribe:
+            return True
+        # An allocation knows its own slots, on hosts that cannot be counted from here.
+        return "SLURM_JOB_ID" not in os.environ and world_size > num_slots()
 
 
 def _script(name: str) -> str:

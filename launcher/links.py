@@ -13,6 +13,7 @@ from trimaran.comm.errors import ProtocolError
 from trimaran.comm.messages import (
     PROTOCOL_VERSION,
     ChildHello,
+    ChildRequest,
     ChildState,
     FrameBuffer,
     Message,
@@ -33,6 +34,7 @@ class LinkEvents:
 
     on_hello: Callable[[Link], None]
     on_state: Callable[[Link, ChildState], None]
+    on_request: Callable[[Link, ChildRequest], None]
     on_lost: Callable[[Link], None]
     """The child's end closed: it died, or is about to."""
 
@@ -102,6 +104,8 @@ class Link(asyncio.Protocol):
             self._open(message)
         elif isinstance(message, ChildState):
             self._events.on_state(self, message)
+        elif isinstance(message, ChildRequest):
+            self._events.on_request(self, message)
         elif not isinstance(message, Pong):
             self._refuse(f"unexpected {type(message).__name__}")
 

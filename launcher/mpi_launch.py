@@ -8,16 +8,17 @@ import shutil
 import subprocess
 import sys
 import sysconfig
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from trimaran.comm.env import JOB
 from trimaran.comm.errors import ConfigError
-from trimaran.launcher.config import MpiConfig
+from trimaran.launcher.config import HostSlots, MpiConfig
 
 OPENMPI = "openmpi"
 MPICH = "mpich"
 _TITLES = {OPENMPI: "Open MPI", MPICH: "MPICH"}
+_FIRST_WITH_PRTE = 5
 _PROBE_TIMEOUT_S = 60.0
 _LIBRARY_PROBE = (
     "import mpi4py; mpi4py.rc.initialize = False; "
@@ -171,21 +172,37 @@ def compose(
     *,
     forward: Iterable[str] = (),
     oversubscribe: bool = False,
+    hosts: Sequence[HostSlots] = (),
+    rsh_agent: str = "",
 ) -> list[str]:
     """The command line that starts ``world_size`` ranks of ``command``.
 
     ``forward`` names variables that ranks on other hosts need too; their values stay out
-    of the command line, where every user of the machine could read them.
+    of the command line, where every user of the machine could read them. ``hosts`` are
+    filled in order; ``rsh_agent`` starts mpirun's daemons there.
     """
-    words = [mpi.mpirun]
+    # Daemons on other hosts are started by its path, as their shells have no PATH of ours.
+    words = [os.path.abspath(mpi.mpirun) if hosts else mpi.mpirun]
+    where = ",".join(f"{host.host}:{host.num_ranks}" for host in hosts)
     if mpi.kind == MPICH:
         # Hydra allows root and oversubscription by itself.
+        words += ["-hosts", where] if where else []
+        words += ["-launcher", "rsh", "-launcher-exec", rsh_agent] if rsh_agent else []
         return [*words, "-genvall", "-bind-to", "none", "-n", str(world_size), *command]
     if os.geteuid() == 0:
         words.append("--allow-run-as-root")
     if oversubscribe:
         words.append("--oversubscribe")
     words += ["--bind-to", "none", "--mca", "mpi_yield_when_idle", "1"]
+    if where:
+        words += ["--host", where, "--map-by", "slot"]
+    if rsh_agent:
+        is_prte = mpi.major >= _FIRST_WITH_PRTE
+        words += (
+            ["--prtemca", "plm_ssh_agent", rsh_agent]
+            if is_prte
+            else ["--mca", "plm_rsh_agent", rsh_agent]
+        )
     for name in forward:
         words += ["-x", name]
     return [*words, "-n", str(world_size), *command]
@@ -201,6 +218,9 @@ def starter_env(environ: Mapping[str, str]) -> dict[str, str]:
     if os.geteuid() == 0:
         env.update(_ROOT_ENV)
     env["OMPI_MCA_mpi_yield_when_idle"] = "1"
+    if not any(shutil.which(name, path=env["PATH"]) for name in ("ssh", "rsh")):
+        # Open MPI 4 refuses to start even local ranks where it finds neither.
+        env.setdefault("OMPI_MCA_plm_rsh_agent", shutil.which("sh") or "sh")
     return env
 
 

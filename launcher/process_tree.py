@@ -7,8 +7,10 @@ import ctypes
 import os
 import signal
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from pathlib import Path
+
+from trimaran.comm.env import GROUP
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
@@ -35,16 +37,29 @@ def die_with(parent: int) -> Callable[[], None]:
     return prepare
 
 
-def descendants(root: int, without: Collection[int] = ()) -> list[int]:
-    """Living processes below ``root``; those in ``without`` and below them are left out."""
+def descendants(root: int) -> list[int]:
+    """Living processes below ``root``."""
     children = _children_of_all()
     found: list[int] = []
     pending = [root]
     while pending:
-        for pid in children.get(pending.pop(), ()):
-            if pid not in without:
-                found.append(pid)
-                pending.append(pid)
+        below = children.get(pending.pop(), ())
+        found += below
+        pending += below
+    return found
+
+
+def tagged(root: int, tag: str) -> list[int]:
+    """Living processes below ``root`` that were started for the group of this tag."""
+    wanted = f"{GROUP}={tag}".encode()
+    return [pid for pid in descendants(root) if wanted in _environ(pid)]
+
+
+def kill_tagged(root: int, tag: str, spare: int = 0) -> list[int]:
+    """Kill what `tagged` names, ``spare`` excepted; what was found."""
+    found = [pid for pid in tagged(root, tag) if pid != spare]
+    for pid in found:
+        send(pid, signal.SIGKILL)
     return found
 
 
@@ -54,9 +69,9 @@ def send(pid: int, signal_number: int) -> None:
         os.kill(pid, signal_number)
 
 
-def kill_descendants(root: int, without: Collection[int] = ()) -> list[int]:
+def kill_descendants(root: int) -> list[int]:
     """Kill what `descendants` names; what was found, empty when all are gone."""
-    found = descendants(root, without)
+    found = descendants(root)
     for pid in found:
         send(pid, signal.SIGKILL)
     return found
@@ -73,6 +88,14 @@ def kill_and_reap_all(timeout_s: float = 5.0) -> list[int]:
         time.sleep(0.01)
         left = kill_descendants(os.getpid())
     return left
+
+
+def _environ(pid: int) -> list[bytes]:
+    """The variables with which a process was started; none if it is gone or not ours."""
+    try:
+        return Path("/proc", str(pid), "environ").read_bytes().split(b"\0")
+    except OSError:
+        return []
 
 
 def _children_of_all() -> dict[int, list[int]]:

@@ -41,7 +41,7 @@ def run(args: argparse.Namespace) -> int:
         mpi = resolver.mpi if resolver.needs_mpi else None
         if mpi is not None:
             check_library(mpi)
-        supervisor = Supervisor(config, mpi, Programs.installed())
+        supervisor = Supervisor(config, mpi, Programs.installed(), resolver)
     except ConfigError as error:
         if job is None:
             raise

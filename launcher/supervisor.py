@@ -9,22 +9,25 @@ import os
 import resource
 import secrets
 import signal
+import socket
 import sys
 from typing import Any
 
 from trimaran.comm.address import Address
 from trimaran.comm.errors import ConfigError
-from trimaran.comm.messages import ChildState, Command
+from trimaran.comm.messages import ChildRequest, ChildState, Command
 from trimaran.launcher.banner import print_endpoints
 from trimaran.launcher.children import Children, describe_signal
 from trimaran.launcher.config import ServeConfig
-from trimaran.launcher.group import Failure, Group, GroupEvents, GroupState
-from trimaran.launcher.group_specs import Programs, frontend_spec, worker_spec
+from trimaran.launcher.group import Group
+from trimaran.launcher.group_control import GroupControl, GroupResolver
+from trimaran.launcher.group_specs import Addresses, Programs, SpecMaker
+from trimaran.launcher.group_types import Failure, GroupEvents, GroupState
 from trimaran.launcher.links import Link, LinkEvents, listen
 from trimaran.launcher.log_pump import LogPump
 from trimaran.launcher.mpi_launch import Mpi
 from trimaran.launcher.process_tree import adopt_orphans, kill_and_reap_all
-from trimaran.launcher.restart import RestartBudget
+from trimaran.launcher.roster import Roster
 from trimaran.launcher.run_dir import RunDir
 
 logger = logging.getLogger(__name__)
@@ -38,6 +41,7 @@ _LAST_WORDS_S = 2.0
 """Drain after a failure: nothing can finish, but clients should get an answer."""
 
 _SHUTDOWN_GRACE_S = 3.0
+_FORCED_POLL_S = 0.05
 _ANNOUNCE_S = 0.1
 _MAX_OPEN_FILES = 65536
 
@@ -50,12 +54,17 @@ class Supervisor:
     """
 
     def __init__(
-        self, config: ServeConfig, mpi: Mpi | None, programs: Programs | None = None
+        self,
+        config: ServeConfig,
+        mpi: Mpi | None,
+        programs: Programs | None = None,
+        resolver: GroupResolver | None = None,
     ) -> None:
+        """``resolver`` makes groups of the models that are loaded while serving."""
         self._config = config
         self._mpi = mpi
         self._programs = programs or Programs.installed()
-        self._budget = RestartBudget(config.restart)
+        self._resolver = resolver
         self._signals: list[int] = []
         self._failure: Failure | None = None
         self._is_announced = False
@@ -96,9 +105,9 @@ class Supervisor:
             # `nohup` asks for SIGHUP to be ignored.
             if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:
                 loop.add_signal_handler(number, self._on_signal, number)
-        events = LinkEvents(self._on_hello, self._on_state, self._on_lost)
+        events = LinkEvents(self._on_hello, self._on_state, self._on_request, self._on_lost)
         servers = [await listen(sock, self._token, events) for sock in self._listeners]
-        for group in self._groups:
+        for group in list(self._roster):
             group.start()
         await self._wake.wait()
         self._is_ending = True
@@ -111,18 +120,12 @@ class Supervisor:
 
     def _make_groups(self, run_dir: RunDir, children: Children) -> None:
         self._token = secrets.token_hex(16)
-        address = run_dir.socket("supervisor")
-        self._listeners = [Address.parse(address).listen()]
-        rank_address = address
-        if self._config.advertise_address:
-            self._listeners.append(Address(host="0.0.0.0").listen())
-            port = self._listeners[-1].getsockname()[1]
-            rank_address = f"tcp:{self._config.advertise_address}:{port}"
-        engine_address = run_dir.socket("frontend-0")
+        addresses = self._open_addresses(run_dir)
+        listen_on = tuple(a for a in (addresses.frontend, self._tcp_listen) if a)
         config = dataclasses.replace(
             self._config,
             frontend=dataclasses.replace(
-                self._config.frontend, engine_listen=(engine_address,), token=self._token
+                self._config.frontend, engine_listen=listen_on, token=self._token
             ),
         )
         events = GroupEvents(
@@ -131,21 +134,33 @@ class Supervisor:
             on_drained=self._on_drained,
             on_failure=self._on_failure,
             on_stopped=self._on_stopped,
+            on_down=self._on_down,
         )
-        self._frontend = Group(
-            frontend_spec(config, self._programs, (address, self._token)), children, events
+        maker = SpecMaker(config, self._mpi, self._programs, addresses)
+        self._roster = Roster(maker, children, events, config.restart)
+        self._roster.add(config.groups)
+        self._control = GroupControl(self._roster, self._resolver)
+
+    def _open_addresses(self, run_dir: RunDir) -> Addresses:
+        """The sockets on which children are expected, by their addresses."""
+        near = run_dir.socket("supervisor")
+        self._listeners = [Address.parse(near).listen()]
+        frontend = run_dir.socket("frontend-0")
+        self._tcp_listen = ""
+        host = self._config.advertise_address
+        if not host:
+            return Addresses(self._token, near, frontend)
+        self._listeners.append(Address(host="0.0.0.0").listen())
+        port = self._listeners[-1].getsockname()[1]
+        # Held, but not listened on: every incarnation of the front end opens this port.
+        self._held = socket.socket()
+        self._held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        self._held.bind(("0.0.0.0", 0))
+        frontend_port = self._held.getsockname()[1]
+        self._tcp_listen = f"tcp:0.0.0.0:{frontend_port}"
+        return Addresses(
+            self._token, near, frontend, f"tcp:{host}:{port}", f"tcp:{host}:{frontend_port}"
         )
-        self._workers = [
-            Group(
-                worker_spec(
-                    config, group, self._mpi, self._programs, (rank_address, self._token)
-                ),
-                children,
-                events,
-            )
-            for group in config.groups
-        ]
-        self._groups = [self._frontend, *self._workers]
 
     # ---- events -------------------------------------------------------------------------
 
@@ -159,43 +174,50 @@ class Supervisor:
             self._forced.set()
 
     def _on_hello(self, link: Link) -> None:
-        group = self._group_of(link)
+        group = self._roster.group_of(link)
         if group is None:
             link.close()
         else:
             group.on_hello(link)
 
     def _on_state(self, link: Link, state: ChildState) -> None:
-        group = self._group_of(link)
-        if group is not None:
+        group = self._roster.group_of(link)
+        if group is not None and group is self._roster.orchestrator and state.state == "group":
+            self._roster.spawn_link.on_event(state.facts)
+        elif group is not None:
             group.on_state(link, state)
 
+    def _on_request(self, link: Link, request: ChildRequest) -> None:
+        if self._roster.group_of(link) is self._roster.frontend and not self._is_ending:
+            self._control.handle(link, request)
+
     def _on_lost(self, link: Link) -> None:
-        group = self._group_of(link)
+        group = self._roster.group_of(link)
         if group is not None:
             group.on_lost(link)
 
-    def _group_of(self, link: Link) -> Group | None:
-        assert link.hello is not None
-        if link.hello.role == "frontend":
-            return self._frontend
-        return next((g for g in self._workers if g.spec.name == link.hello.group), None)
-
     def _on_connected(self, group: Group) -> None:
-        if group is self._frontend and group.incarnation > 0:
-            for worker in self._workers:
-                self._tell_state(worker, _STATE_WORDS[worker.state])
+        if group is self._roster.frontend:
+            if group.incarnation > 0:
+                self._control.on_new_frontend(group.link)
+            self._roster.tell_all()
 
     def _on_ready(self, group: Group) -> None:
         logger.info("%s: ready", group.spec.title)
-        if group is not self._frontend:
-            self._tell_state(group, "up")
-        is_serving = all(each.state is GroupState.READY for each in self._groups)
-        if is_serving and not self._is_announced and not self._is_ending:
+        if group is self._roster.orchestrator:
+            self._roster.spawn_link.on_up()
+        self._control.on_ready(group)
+        self._roster.tell(group)
+        if self._roster.is_serving and not self._is_announced and not self._is_ending:
             self._is_announced = True
             # The last lines of a start: what children have just logged goes before them.
             loop = asyncio.get_running_loop()
             loop.call_later(_ANNOUNCE_S, print_endpoints, self._config)
+
+    def _on_down(self, group: Group) -> None:
+        if group is self._roster.orchestrator:
+            self._roster.spawn_link.on_down()
+        self._roster.tell(group)
 
     def _on_drained(self, group: Group, facts: dict[str, Any]) -> None:
         if facts.get("num_unfinished"):
@@ -204,95 +226,114 @@ class Supervisor:
         self._drained.set()
 
     def _on_failure(self, group: Group, failure: Failure) -> None:
-        if group is not self._frontend:
-            state = "failed" if self._is_ending else "down"
-            self._tell_state(group, state, failure.text)
         if self._is_ending:
             logger.error("%s: %s", group.spec.title, failure.text)
+            self._roster.mark_failed(group)
+            self._roster.tell(group)
             self._on_stopped(group)
             return
+        if self._control.is_stopping(group):
+            self._control.on_stopped(group)
+            return
+        if self._control.forgive(group):
+            logger.error("%s: %s; the load has failed", group.spec.title, failure.text)
+            return
         loop = asyncio.get_running_loop()
-        delay = None if failure.is_final else self._budget.take(loop.time())
+        delay = None if failure.is_final else self._roster.budget(group).take(loop.time())
         if delay is None:
-            why = self._why_final(failure)
+            why = self._why_final(group, failure)
             logger.error("%s: %s; %s", group.spec.title, failure.text, why)
+            self._roster.mark_failed(group)
+            self._roster.tell(group)
             self._failure = failure
             self._wake.set()
             return
         logger.error("%s: %s; restart in %.1f s", group.spec.title, failure.text, delay)
+        self._roster.note_restart(group, delay)
+        self._roster.tell(group)
         loop.call_later(delay, self._restart, group)
 
-    def _why_final(self, failure: Failure) -> str:
+    def _why_final(self, group: Group, failure: Failure) -> str:
         if failure.is_final:
             return "not started again"
         if self._config.restart.max_restarts == 0:
             return "not started again: restarts are off"
-        return f"not started again: {self._budget} are used up"
+        return f"not started again: {self._roster.budget(group)} are used up"
 
     def _restart(self, group: Group) -> None:
-        if not self._is_ending:
+        if not self._is_ending and not self._control.is_stopping(group):
+            self._roster.note_restart(group, 0.0)
             group.start()
+            self._roster.tell(group)
 
     def _on_stopped(self, group: Group) -> None:
-        if self._is_ending and all(each.state is GroupState.DOWN for each in self._groups):
-            self._stopped.set()
-        if group is self._frontend:
+        self._control.on_stopped(group)
+        self._stopped.set()
+        if group is self._roster.frontend:
             self._drained.set()
-
-    def _tell_state(self, group: Group, state: str, text: str = "") -> None:
-        arguments = {
-            "group": group.spec.name,
-            "state": state,
-            "text": text,
-            "num_restarts": max(0, group.incarnation),
-        }
-        self._frontend.send(Command(verb="group_state", arguments=arguments))
 
     # ---- the end ------------------------------------------------------------------------
 
     async def _end(self) -> None:
         """Drain, then end every process in order, then by force; a second signal skips on."""
-        if self._frontend.state is GroupState.READY:
+        if self._roster.frontend.state is GroupState.READY:
             await self._drain()
-        for group in self._groups:
+        # Spawned ranks take leave of the orchestrator, which therefore ends after them.
+        orchestrator = self._roster.orchestrator
+        await self._end_groups([group for group in self._roster if group is not orchestrator])
+        if orchestrator is not None:
+            await self._end_groups([orchestrator])
+
+    async def _end_groups(self, groups: list[Group]) -> None:
+        for group in groups:
             group.stop()
-        if all(group.state is GroupState.DOWN for group in self._groups):
-            return
-        if not await self._unless_forced(self._stopped, _SHUTDOWN_GRACE_S):
-            slow = [g.spec.title for g in self._groups if g.state is not GroupState.DOWN]
+        if not await self._until_down(groups, may_force=True):
+            slow = [g.spec.title for g in groups if g.state is not GroupState.DOWN]
             logger.warning("killing what has not ended: %s", ", ".join(slow))
-            for group in self._groups:
+            for group in groups:
                 group.kill()
-            await self._within(self._stopped, _SHUTDOWN_GRACE_S)
+            await self._until_down(groups, may_force=False)
+
+    async def _until_down(self, groups: list[Group], *, may_force: bool) -> bool:
+        """Wait for the end of groups; False after the grace or when a signal forces."""
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + _SHUTDOWN_GRACE_S
+        while not self._roster.are_down(groups):
+            self._stopped.clear()
+            left_s = deadline - loop.time()
+            if left_s <= 0 or (may_force and self._forced.is_set()):
+                return False
+            await self._first_of(self._stopped, self._forced, left_s)
+            if not may_force and self._forced.is_set():
+                await asyncio.sleep(min(left_s, _FORCED_POLL_S))
+        return True
 
     async def _drain(self) -> None:
         timeout_s = self._config.exit_timeout_s
-        if self._failure is not None:
+        workers = self._roster.workers.values()
+        if self._failure is not None and not any(group.is_serving for group in workers):
             timeout_s = min(timeout_s, _LAST_WORDS_S)
-        for worker in self._workers:
+        for worker in workers:
             if worker.state is GroupState.DOWN:
                 # Its requests would wait out the drain for a restart that will not come.
-                self._tell_state(worker, "failed")
+                self._roster.mark_failed(worker)
+                self._roster.tell(worker)
         self._drained.clear()
-        self._frontend.send(Command(verb="drain", arguments={"timeout_s": timeout_s}))
-        if not await self._unless_forced(self._drained, timeout_s + _DRAIN_MARGIN_S):
+        frontend = self._roster.frontend
+        frontend.send(Command(verb="drain", arguments={"timeout_s": timeout_s}))
+        await self._first_of(self._drained, self._forced, timeout_s + _DRAIN_MARGIN_S)
+        if not self._drained.is_set():
             self._was_cut_short = True
             if not self._forced.is_set():
                 logger.error("front end: not drained after %g s", timeout_s + _DRAIN_MARGIN_S)
 
-    async def _unless_forced(self, event: asyncio.Event, timeout_s: float) -> bool:
-        """Wait for ``event``; False after ``timeout_s`` or as soon as a signal forces."""
-        waits = [asyncio.create_task(e.wait()) for e in (event, self._forced)]
+    async def _first_of(
+        self, one: asyncio.Event, other: asyncio.Event, timeout_s: float
+    ) -> None:
+        waits = [asyncio.create_task(event.wait()) for event in (one, other)]
         await asyncio.wait(waits, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
         for wait in waits:
             wait.cancel()
-        return event.is_set()
-
-    async def _within(self, event: asyncio.Event, timeout_s: float) -> None:
-        try:
-            await asyncio.wait_for(event.wait(), timeout_s)
-        except asyncio.TimeoutError:
-            pass
 
     def _exit_code(self) -> int:
         if self._failure is not None:
@@ -312,15 +353,6 @@ class Supervisor:
                     f"--log-file {path}: {error.strerror}. Name a file that can be written."
                 ) from None
         return sinks
-
-
-_STATE_WORDS = {
-    GroupState.DOWN: "down",
-    GroupState.STARTING: "down",
-    GroupState.READY: "up",
-    GroupState.DYING: "down",
-    GroupState.STOPPING: "down",
-}
 
 
 def _allow_many_connections() -> None:

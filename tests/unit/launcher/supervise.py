@@ -27,7 +27,11 @@ def main() -> int:
     )
     config = ServeConfig(
         frontend=FrontendConfig(model_repository="/nowhere", groups={"m": ("m",)}),
-        groups=(GroupConfig(name="m", model="m", engine=engine),),
+        groups=(
+            GroupConfig(
+                name="m", model="m", engine=engine, launch="mpirun" if starter else "none"
+            ),
+        ),
         restart=RestartPolicy(
             max_restarts=settings.pop("max_restarts", 2),
             first_delay_s=settings.pop("restart_delay_s", 0.05),

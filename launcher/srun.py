@@ -1,0 +1,47 @@
+"""Composes the Slurm step that starts the ranks of one group."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from trimaran.launcher.config import HostSlots
+from trimaran.launcher.mpi_launch import MPICH, library_version, parse_library
+
+# What the batch script's own options left for steps: a group's step has options of its own.
+_JOB_OPTIONS = (
+    "SLURM_CPU_BIND", "SLURM_NTASKS", "SLURM_NPROCS", "SLURM_TASKS_PER_NODE",
+    "SLURM_NTASKS_PER_NODE", "SLURM_DISTRIBUTION", "SLURM_MPI_TYPE",
+)  # fmt: skip
+
+
+def plugin() -> str:
+    """Slurm's MPI plug-in that joins ranks of the library which mpi4py loads.
+
+    Raises:
+        ConfigError: it loads none.
+    """
+    kind, _ = parse_library(library_version())
+    return "pmi2" if kind == MPICH else "pmix"
+
+
+def compose_srun(
+    mpi_plugin: str, world_size: int, command: Sequence[str], hosts: Sequence[HostSlots]
+) -> list[str]:
+    """The command line of a step of ``world_size`` ranks of ``command``.
+
+    The step shares what the job has with the other groups' steps, and ends when one of its
+    ranks dies. Variables reach the ranks as Slurm passes them on by itself.
+    """
+    words = [
+        "srun", "--overlap", f"--mpi={mpi_plugin}", "--kill-on-bad-exit=1", "--cpu-bind=none",
+        "--export=ALL", "--unbuffered", "--input=none", "-n", str(world_size),
+    ]  # fmt: skip
+    if hosts:
+        names = ",".join(host.host for host in hosts)
+        words += ["-N", str(len(hosts)), f"--nodelist={names}", "--distribution=block"]
+    return [*words, *command]
+
+
+def step_env(environ: Mapping[str, str]) -> dict[str, str]:
+    """The environment of a group's srun, without what the job says for other steps."""
+    return {k: v for k, v in environ.items() if not k.startswith(_JOB_OPTIONS)}
