@@ -59,13 +59,12 @@ def allocated_hosts(environ: Mapping[str, str], device: str) -> tuple[Host, ...]
         return ()
     nodes = environ.get("SLURM_JOB_NODELIST", "")
     names = _expand(nodes)
-    slots = _per_node(
-        environ.get("SLURM_TASKS_PER_NODE") or environ.get("SLURM_JOB_CPUS_PER_NODE", "")
-    )
+    # Steps that overlap may have as many tasks as CPUs, whatever the job's own number.
+    slots = _per_node(environ.get("SLURM_JOB_CPUS_PER_NODE", ""))
     if len(slots) != len(names):
         raise ConfigError(
-            f"Slurm names {len(names)} nodes ({nodes}) but {len(slots)} task counts. Say "
-            "--ntasks-per-node in the job."
+            f"Slurm names {len(names)} nodes ({nodes}) but {len(slots)} numbers of CPUs. Name "
+            "the hosts with --hosts."
         )
     gpus = environ.get("SLURM_GPUS_ON_NODE", "0")
     num_gpus = int(gpus) if device == "cuda" and gpus.isdigit() else None
