@@ -32,9 +32,9 @@ from trimaran.launcher.seating import (
     show,
     with_devices,
 )
-from trimaran.launcher.start_models import text_model, token_models
+from trimaran.launcher.start_models import start_models
 from trimaran.orchestrator.placement import Host
-from trimaran.server.model_repository import ModelRepository, RepositoryModel
+from trimaran.server.model_repository import RepositoryModel
 
 __all__ = ["PlacementConflict", "Resolver", "group_name"]
 
@@ -87,9 +87,8 @@ class Resolver:
             ConfigError: the operator must change something.
         """
         args, job = self._args, self._job
-        repository = ModelRepository.load(args.model_repo)
-        models = token_models(args, repository)
-        drafts = [draft for model in models for draft in self._drafts(model, 1)]
+        models = start_models(args)
+        drafts = [draft for model in models.token for draft in self._drafts(model, 1)]
         groups = self._placed(drafts, ())
         is_prestarted = self.launch.kind == "prestarted"
         world_size = self._world_size(drafts) if is_prestarted else 0
@@ -106,8 +105,8 @@ class Resolver:
             exit_timeout_s=args.exit_timeout,
             connect_timeout_s=args.connect_timeout,
             startup_timeout_s=args.startup_timeout,
-            ensemble=text_model(repository),
-            notes=(*settings.notes(args), *self._notes(models)),
+            ensemble=models.text,
+            notes=(*settings.notes(args), *self._notes(models.token)),
             picture=self.picture(groups),
         )
 

@@ -4,25 +4,73 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
 
 from trimaran.comm.errors import ConfigError
-from trimaran.server.model_repository import ModelRepository, RepositoryModel, Role
+from trimaran.server.model_repository import (
+    ModelRepository,
+    RepositoryModel,
+    Role,
+    load_model,
+    model_folders,
+)
 
 _ALL = "*"
 
 
-def token_models(
-    args: argparse.Namespace, repository: ModelRepository
-) -> list[RepositoryModel]:
-    """The token-level models whose groups start with the server.
+@dataclass(frozen=True, slots=True)
+class StartModels:
+    """What is loaded first."""
+
+    token: tuple[RepositoryModel, ...]
+    """Token-level models, whose groups start with the server."""
+
+    text: str
+    """The model that the example request names: an ensemble, else a BLS model, else none."""
+
+
+def start_models(args: argparse.Namespace) -> StartModels:
+    """The models that these flags start with. Others of the repository are not read.
 
     Raises:
-        ConfigError: none is left, one is not there, or there are more than a server runs.
+        ConfigError: a model is unusable or not there, or there are more than a server runs.
     """
-    found = {model.name: model for model in repository.of_role(Role.TOKEN)}
     is_explicit = args.model_control_mode == "explicit"
+    names = None
     if is_explicit and _ALL not in args.load_model:
-        found = {name: found[name] for name in _steps(repository, args.load_model) & set(found)}
+        names = _with_steps(Path(args.model_repo), args.load_model)
+        if not names:
+            return StartModels((), "")
+    repository = ModelRepository.load(args.model_repo, names)
+    return StartModels(
+        tuple(_token_models(args, repository, may_be_none=is_explicit)), _text(repository)
+    )
+
+
+def _with_steps(root: Path, names: Sequence[str]) -> set[str]:
+    """The named models with those that they run: loading one loads all."""
+    folders = model_folders(root)
+    found: set[str] = set()
+    waiting = list(names)
+    for name in names:
+        if name not in folders:
+            raise ConfigError(
+                f"--load-model {name}: no model of that name. The repository holds "
+                f"{', '.join(folders) or 'none'}."
+            )
+    while waiting:
+        name = waiting.pop()
+        if name not in found and name in folders:
+            found.add(name)
+            waiting += load_model(folders[name]).steps
+    return found
+
+
+def _token_models(
+    args: argparse.Namespace, repository: ModelRepository, *, may_be_none: bool
+) -> list[RepositoryModel]:
+    found = {model.name: model for model in repository.of_role(Role.TOKEN)}
     names = args.tensorrt_llm_model_name
     chosen = list(found)
     if names is not None:
@@ -33,7 +81,7 @@ def token_models(
                 f"--tensorrt-llm-model-name {name}: no token-level model of that name. The "
                 f"repository holds {', '.join(sorted(found)) or 'none'}."
             )
-    if not found and not is_explicit:
+    if not found and not may_be_none:
         raise ConfigError(
             "the model repository holds no token-level model (tensorrt_llm). Write one with "
             "`trimaran init-repo`."
@@ -48,23 +96,8 @@ def token_models(
     return [found[name] for name in chosen]
 
 
-def text_model(repository: ModelRepository) -> str:
-    """The model that the example request names: an ensemble, else the BLS model."""
+def _text(repository: ModelRepository) -> str:
     for role in (Role.ENSEMBLE, Role.BLS):
         for model in repository.of_role(role):
             return model.name
     return ""
-
-
-def _steps(repository: ModelRepository, names: Sequence[str]) -> set[str]:
-    """The named models with the steps of their ensembles: loading one loads all."""
-    seen: set[str] = set()
-    waiting = list(names)
-    while waiting:
-        name = waiting.pop()
-        if name in seen or name not in repository.models:
-            continue
-        seen.add(name)
-        config = repository.models[name].config
-        waiting += [step.model_name for step in config.ensemble_scheduling.step]
-    return seen

@@ -6,7 +6,7 @@ import pytest
 from launcher_repository import resolve, resolver, write_checkpoint, write_engine, write_model
 
 from trimaran.comm.errors import ConfigError
-from trimaran.launcher import hosts
+from trimaran.launcher import cli, hosts
 from trimaran.launcher.job import Job
 from trimaran.launcher.resolve import PlacementConflict, group_name
 from trimaran.server.model_repository import ModelRepository
@@ -339,8 +339,36 @@ def test_leader_mode_inside_several_slurm_nodes_leaves_the_hosts_to_mpirun(
     assert (group.hosts, group.engine.gpu_device_ids) == ((), ())
 
 
+EXPLICIT = ("--multi-model", "--model-control-mode", "explicit")
+
+
 def test_explicit_mode_starts_nothing_that_is_not_named(make_model):
-    repository = make_model("a")
-    flags = ("--multi-model", "--model-control-mode", "explicit")
-    assert resolve(repository, *flags).groups == ()
-    assert len(resolve(repository, *flags, "--load-model", "*").groups) == 1
+    make_model("a")
+    repository = make_model("b")
+    assert resolve(repository, *EXPLICIT).groups == ()
+    assert resolve(repository, *EXPLICIT, "--load-model", "b").frontend.groups == {"b": ("b",)}
+    assert len(resolve(repository, *EXPLICIT, "--load-model", "*").groups) == 2
+    text = refusal(repository, *EXPLICIT, "--load-model", "c")
+    assert "--load-model c: no model of that name. The repository holds a, b." in text
+
+
+def test_explicit_mode_does_not_read_what_it_does_not_load(make_model):
+    make_model("good")
+    repository = make_model("bad", num_nodes="x")
+    assert len(resolve(repository, *EXPLICIT, "--load-model", "good").groups) == 1
+    assert "num_nodes" in refusal(repository, *EXPLICIT, "--load-model", "bad")
+
+
+def test_loading_a_text_model_starts_the_groups_of_its_steps(make_model, tmp_path):
+    repository = make_model("other")
+    fill = (
+        f"engine_dir:{write_checkpoint(tmp_path / 'hf')},tokenizer_dir:/tokenizer,"
+        "triton_max_batch_size:8,decoupled_mode:True,triton_backend:tensorrtllm,"
+        "logits_datatype:TYPE_FP32,encoder_input_features_data_type:TYPE_FP16,"
+        "preprocessing_instance_count:1,postprocessing_instance_count:1,bls_instance_count:1"
+    )
+    assert cli.main(["init-repo", str(repository), "--fill", fill]) == 0
+    for text in ("ensemble", "tensorrt_llm_bls"):
+        config = resolve(repository, *EXPLICIT, "--load-model", text)
+        assert config.frontend.groups == {"tensorrt_llm": ("tensorrt_llm",)}
+        assert config.ensemble == text
