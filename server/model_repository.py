@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,7 +25,17 @@ from trimaran.server.token_parameters import TOKEN_PARAMETERS
 logger = logging.getLogger(__name__)
 
 
-__all__ = ["ModelRepository", "RepositoryModel", "Role"]
+__all__ = [
+    "ModelRepository",
+    "NoVersionError",
+    "RepositoryModel",
+    "Role",
+    "load_model",
+    "model_folders",
+    "repository_model",
+]
+
+CONFIG_FILE = "config.pbtxt"
 
 _PARAMETERS = {
     Role.PREPROCESSING: PREPROCESSING_PARAMETERS,
@@ -32,6 +43,10 @@ _PARAMETERS = {
     Role.POSTPROCESSING: POSTPROCESSING_PARAMETERS,
     Role.BLS: BLS_PARAMETERS,
 }
+
+
+class NoVersionError(ConfigError):
+    """A model's folder holds no version to serve."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +64,16 @@ class RepositoryModel:
     @property
     def config_path(self) -> Path:
         """The file that error messages name."""
-        return self.folder / "config.pbtxt"
+        return self.folder / CONFIG_FILE
+
+    @property
+    def steps(self) -> tuple[str, ...]:
+        """The models that this one runs, each once: none unless it is composed of others."""
+        if self.role is Role.BLS:
+            token = self.parameters.get_str("tensorrt_llm_model_name") or "tensorrt_llm"
+            return ("preprocessing", token, "postprocessing")
+        steps = self.config.ensemble_scheduling.step
+        return tuple(dict.fromkeys(step.model_name for step in steps))
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,30 +84,25 @@ class ModelRepository:
     models: dict[str, RepositoryModel]
 
     @classmethod
-    def load(cls, path: str | Path) -> ModelRepository:
-        """Read and check every model of the repository.
+    def load(cls, path: str | Path, names: Collection[str] | None = None) -> ModelRepository:
+        """Read and check every model of the repository, or those of these names alone.
 
         Raises:
             ConfigError: names the folder or file, the line or key, the value and what is
                 allowed.
         """
         root = Path(path)
-        if not root.is_dir():
+        folders = model_folders(root)
+        if not folders:
             raise ConfigError(
-                f"model repository {root} is not a folder. Write one: trimaran init-repo {root}"
-            )
-        folders = sorted(f for f in root.iterdir() if f.is_dir() and not f.name.startswith("."))
-        models = {f.name: _load_model(f) for f in folders if (f / "config.pbtxt").exists()}
-        if not models:
-            raise ConfigError(
-                f"model repository {root} holds no MODEL/config.pbtxt. Write the five "
+                f"model repository {root} holds no MODEL/{CONFIG_FILE}. Write the five "
                 f"models: trimaran init-repo {root}"
             )
-        repository = cls(root, models)
-        configs = {name: model.config for name, model in models.items()}
-        for model in models.values():
-            if model.role is Role.ENSEMBLE:
-                check_ensemble(model.config_path, model.config, configs)
+        wanted = {name: f for name, f in folders.items() if names is None or name in names}
+        repository = cls(root, {name: load_model(f) for name, f in wanted.items()})
+        configs = {name: model.config for name, model in repository.models.items()}
+        for model in repository.of_role(Role.ENSEMBLE):
+            check_ensemble(model.config_path, model.config, configs)
         return repository
 
     def of_role(self, role: Role) -> list[RepositoryModel]:
@@ -91,23 +110,59 @@ class ModelRepository:
         return [model for model in self.models.values() if model.role is role]
 
 
-def _load_model(folder: Path) -> RepositoryModel:
-    path = folder / "config.pbtxt"
-    config = read_config(path)
-    if config.name and config.name != folder.name:
+def model_folders(root: Path) -> dict[str, Path]:
+    """The folder of every model of a repository, by name.
+
+    Raises:
+        ConfigError: the repository is no folder.
+    """
+    if not root.is_dir():
         raise ConfigError(
-            f"{path}: name is {config.name!r} but the folder is {folder.name!r}. Make them "
+            f"model repository {root} is not a folder. Write one: trimaran init-repo {root}"
+        )
+    folders = sorted(f for f in root.iterdir() if f.is_dir() and not f.name.startswith("."))
+    return {f.name: f for f in folders if (f / CONFIG_FILE).exists()}
+
+
+def load_model(folder: Path) -> RepositoryModel:
+    """The model of a folder, as its config.pbtxt describes it.
+
+    Raises:
+        ConfigError: as for `ModelRepository.load`.
+        NoVersionError: there is no version to serve.
+    """
+    return repository_model(folder, read_config(folder / CONFIG_FILE))
+
+
+def repository_model(folder: Path, config: ModelConfig) -> RepositoryModel:
+    """The model of a folder under a given configuration; the folder's own is not read.
+
+    Raises:
+        ConfigError: as for `ModelRepository.load`.
+        NoVersionError: there is no version to serve.
+    """
+    path = folder / CONFIG_FILE
+    own = ModelConfig()
+    own.CopyFrom(config)
+    if own.name and own.name != folder.name:
+        raise ConfigError(
+            f"{path}: name is {own.name!r} but the folder is {folder.name!r}. Make them "
             "equal or remove the name."
         )
-    config.name = folder.name
-    versions = _chosen(path, config, _versions(folder))
-    values = {key: value.string_value for key, value in config.parameters.items()}
-    parameters = ModelParameters(values, path)
-    role = role_of(path, config)
-    check_tensors(path, config, role)
+    own.name = folder.name
+    versions = _chosen(path, own, _versions(folder))
+    parameters = parameters_of(folder, own)
+    role = role_of(path, own)
+    check_tensors(path, own, role)
     if role in _PARAMETERS:
         check_parameters(path, parameters, _PARAMETERS[role])
-    return RepositoryModel(folder.name, folder, config, role, versions, parameters)
+    return RepositoryModel(folder.name, folder, own, role, versions, parameters)
+
+
+def parameters_of(folder: Path, config: ModelConfig) -> ModelParameters:
+    """The parameters of a configuration, unchecked."""
+    values = {key: value.string_value for key, value in config.parameters.items()}
+    return ModelParameters(values, folder / CONFIG_FILE)
 
 
 def _versions(folder: Path) -> tuple[int, ...]:
@@ -122,7 +177,7 @@ def _versions(folder: Path) -> tuple[int, ...]:
                 "%s: '%s' is not a version number and is ignored", folder, entry.name
             )
     if not found:
-        raise ConfigError(f"{folder}: holds no version folder. Make one: mkdir {folder}/1")
+        raise NoVersionError(f"{folder}: holds no version folder. Make one: mkdir {folder}/1")
     return tuple(sorted(found))
 
 
@@ -135,7 +190,7 @@ def _chosen(path: Path, config: ModelConfig, found: tuple[int, ...]) -> tuple[in
         missing = sorted(set(policy.specific.versions) - set(found))
         if missing or not policy.specific.versions:
             named = f"version {missing[0]}" if missing else "no version"
-            raise ConfigError(
+            raise NoVersionError(
                 f"{path}: version_policy names {named}, but the folder holds "
                 f"{', '.join(map(str, found))}"
             )
