@@ -33,6 +33,7 @@ class EngineLink(asyncio.Protocol):
         self._token = token
         self._transport: asyncio.Transport | None = None
         self._frames = FrameBuffer()
+        self._is_retired = False
         self.hello: EngineHello | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -42,6 +43,8 @@ class EngineLink(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         """Dispatch every complete message; a peer that breaks the protocol is dropped."""
+        if self._is_retired:
+            return
         try:
             for message in self._frames.feed(data):
                 self._take(message)
@@ -52,8 +55,12 @@ class EngineLink(asyncio.Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         """The group is gone, or this end closed."""
         self._transport = None
-        if self.hello is not None:
+        if not self._is_retired and self.hello is not None:
             self._client.link_lost(self)
+
+    def retire(self) -> None:
+        """Tell the client nothing more."""
+        self._is_retired = True
 
     def send(self, message: Message) -> None:
         """Queue a message; after the connection's end it is dropped."""
@@ -66,6 +73,8 @@ class EngineLink(asyncio.Protocol):
             self._transport.close()
 
     def _take(self, message: Message) -> None:
+        if self._is_retired:
+            return
         if self.hello is not None:
             if isinstance(message, Ping):
                 self.send(Pong(payload=message.payload))

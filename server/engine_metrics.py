@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from prometheus_client import Gauge, Histogram
 from prometheus_client.registry import CollectorRegistry
 
 from trimaran.server.recent_rates import Key, ModelCounts, read_counts
+
+_Info = tuple[str, tuple[str, ...]]
+"""Which info gauge, and its labels after model and version."""
 
 _LABELS = ("model", "version")
 _START_KEYS = ("start_method", "mpi", "world_size", "tp_size", "pp_size")
@@ -21,6 +24,9 @@ _INTER_TOKEN_BUCKETS = (
 )  # fmt: skip
 
 _LENGTH_HELP, _LENGTH_LABEL = "TRT LLM response metrics", "response_metric_type"
+
+# Of several groups of a model the other figures are added up.
+_MAXIMA = ("kv_tokens_per_block", "micro_batch_id", "timestamp_us")
 
 # What an engine says about itself: the help and the labels.
 _INFOS = {
@@ -116,10 +122,10 @@ class EngineMetrics:
         self._group_restarts = self._gauge(
             "trimaran_group_restarts", "Restarts of the worker group so far", "group"
         )
-        # Looked up once a token: finding a series by labels takes longer than observing.
-        self._inter_token_series: dict[tuple[str, str], Histogram] = {}
-        self._latest: dict[tuple[str, str], dict[str, float]] = {}
-        self._infos: dict[tuple[str, str], list[tuple[Gauge, tuple[str, ...]]]] = {}
+        self._stats: dict[Key, dict[str, Mapping[str, float]]] = {}
+        self._latest: dict[Key, dict[str, float]] = {}
+        self._infos: dict[Key, dict[str, set[_Info]]] = {}
+        self._groups: dict[Key, set[str]] = {}
 
     def _gauge(self, name: str, documentation: str, *labels: str) -> Gauge:
         return Gauge(name, documentation, (*_LABELS, *labels), registry=self._registry)
@@ -132,43 +138,86 @@ class EngineMetrics:
         )
 
     def add_model(self, model: str, version: str) -> None:
-        """Show the model's series with value 0."""
-        self.set_stats(model, version, {})
+        """Show the model's series, with value 0 if they are new."""
+        self._show_stats((model, version))
         self._input_tokens.labels(model, version, "total_input_tokens")
         self._output_tokens.labels(model, version, "total_output_tokens")
         self._first_token.labels(model, version)
         self._inter_token.labels(model, version)
 
-    def set_stats(self, model: str, version: str, stats: Mapping[str, float]) -> None:
-        """Show the figures of the engine's last iteration; missing keys show 0."""
-        values = dict(stats)
+    def remove_model(self, model: str, version: str) -> None:
+        """Show nothing more of the model. Added again, it begins at 0."""
+        key = model, version
+        for group in {*self._groups.get(key, ()), *self._infos.get(key, ())}:
+            self.remove_group(model, version, group)
+        for known in (self._groups, self._infos, self._stats, self._latest):
+            known.pop(key, None)
+        for name, (_, _, keys) in _FAMILIES.items():
+            for label in keys:
+                self._gauges[name].remove(model, version, label)
+        self._input_tokens.remove(model, version, "total_input_tokens")
+        self._output_tokens.remove(model, version, "total_output_tokens")
+        self._first_token.remove(model, version)
+        self._inter_token.remove(model, version)
+
+    def remove_group(self, model: str, version: str, group: str) -> None:
+        """Show nothing more of one worker group."""
+        key = model, version
+        self._groups.get(key, set()).discard(group)
+        self._group_up.remove(model, version, group)
+        self._group_restarts.remove(model, version, group)
+        self._set_infos(key, group, set())
+        self.set_stats(model, version, {}, group)
+
+    def set_stats(
+        self, model: str, version: str, stats: Mapping[str, float], group: str = ""
+    ) -> None:
+        """Show the figures of a group's last iteration beside those of the model's other
+        groups; missing keys count as 0."""
+        groups = self._stats.setdefault((model, version), {})
+        groups[group] = stats
+        if not stats:
+            del groups[group]
+        self._show_stats((model, version))
+
+    def _show_stats(self, key: Key) -> None:
+        """Show what all groups of a model have together."""
+        values = _together(list(self._stats.get(key, {}).values()))
         num_blocks = values.get("kv_max_blocks", 0)
         used = values.get("kv_used_blocks", 0)
         values["kv_used_fraction"] = used / num_blocks if num_blocks else 0.0
-        self._latest[model, version] = values
+        self._latest[key] = values
         for name, (_, _, keys) in _FAMILIES.items():
-            for label, key in keys.items():
-                self._gauges[name].labels(model, version, label).set(values.get(key, 0))
+            for label, stat in keys.items():
+                self._gauges[name].labels(*key, label).set(values.get(stat, 0))
 
-    def set_info(self, model: str, version: str, facts: Mapping[str, Any]) -> None:
-        """Show what the engine said about itself, in place of what it said before."""
-        for gauge, labels in self._infos.pop((model, version), []):
-            gauge.remove(*labels)
-        backend, transport, start = (self._info_gauges[name] for name in _INFOS)
-        shown: list[tuple[Gauge, tuple[str, ...]]] = [
-            (start, (model, version, *(str(facts.get(key, "")) for key in _START_KEYS)))
-        ]
-        for gauge, fact in ((backend, "backends"), (transport, "transports")):
-            for name, value in dict(facts.get(fact, {})).items():
-                shown.append((gauge, (model, version, name, str(value))))
-        for gauge, labels in shown:
-            gauge.labels(*labels).set(1)
-        self._infos[model, version] = shown
+    def set_info(
+        self, model: str, version: str, facts: Mapping[str, Any], group: str = ""
+    ) -> None:
+        """Show what a group's engine said about itself, in place of what it said before."""
+        start = tuple(str(facts.get(key, "")) for key in _START_KEYS)
+        infos: set[_Info] = {("start_method", start)}
+        for name, fact in (("backend", "backends"), ("transport", "transports")):
+            infos |= {(name, (key, str(value))) for key, value in facts.get(fact, {}).items()}
+        self._set_infos((model, version), group, infos)
+
+    def _set_infos(self, key: Key, group: str, infos: set[_Info]) -> None:
+        groups = self._infos.setdefault(key, {})
+        before = set().union(*groups.values())
+        groups[group] = infos
+        now = set().union(*groups.values())
+        for name, labels in before - now:
+            self._info_gauges[name].remove(*key, *labels)
+        for name, labels in now - before:
+            self._info_gauges[name].labels(*key, *labels).set(1)
+        if not infos:
+            del groups[group]
 
     def set_group(
         self, model: str, version: str, group: str, *, up: bool, restarts: int
     ) -> None:
         """Show whether a worker group serves."""
+        self._groups.setdefault((model, version), set()).add(group)
         self._group_up.labels(model, version, group).set(int(up))
         self._group_restarts.labels(model, version, group).set(restarts)
 
@@ -176,13 +225,10 @@ class EngineMetrics:
         """Add one request's time to first token."""
         self._first_token.labels(model, version).observe(seconds)
 
-    def observe_inter_token(self, model: str, version: str, seconds: float) -> None:
-        """Add one gap between tokens."""
-        series = self._inter_token_series.get((model, version))
-        if series is None:
-            series = self._inter_token.labels(model, version)
-            self._inter_token_series[model, version] = series
-        series.observe(seconds)
+    def inter_token_observer(self, model: str, version: str) -> Callable[[float], None]:
+        """What adds one gap between tokens. Called once a token, so the series is looked up
+        beforehand: finding it by labels takes longer than observing."""
+        return self._inter_token.labels(model, version).observe
 
     def observe_lengths(
         self, model: str, version: str, num_input: int, num_output: int
@@ -217,3 +263,13 @@ class EngineMetrics:
                 f'{utilization:g},"max_token_capacity":{capacity}}}}}'
             )
         return None
+
+
+def _together(groups: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """The figures of all groups of a model as those of one engine."""
+    values: dict[str, float] = {}
+    for stats in groups:
+        for key, value in stats.items():
+            before = values.get(key, 0)
+            values[key] = max(before, value) if key in _MAXIMA else before + value
+    return values

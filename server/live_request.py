@@ -9,6 +9,9 @@ from typing import Any
 
 from trimaran.comm.errors import RequestError
 from trimaran.comm.messages import FinishReason, Submit, pack_ids
+from trimaran.comm.sampling_params import SamplingParams
+
+_DEFAULT_MAX_TOKENS = SamplingParams().max_tokens
 
 
 @dataclass(slots=True)
@@ -50,15 +53,18 @@ class LiveRequest:
         submit: Submit,
         on_cancel: Callable[[LiveRequest], None],
         observe_gap: Callable[[float], None],
-        observe_first: Callable[[float], None],
+        on_first_token: Callable[[LiveRequest, float], None],
     ) -> None:
         self.submit = submit
+        self.max_tokens: int = submit.sampling.get("max_tokens", _DEFAULT_MAX_TOKENS)
         self.output_ids: list[int] = []
+        self.context_tokens = 0
+        """Tokens that its group has to compute before the first new one."""
         self.num_replays = 0
         self.is_over = False
         self._on_cancel = on_cancel
         self._observe_gap = observe_gap
-        self._observe_first = observe_first
+        self._on_first_token = on_first_token
         self._pending: TokenChunk | None = None
         self._error: RequestError | None = None
         self.on_news: Callable[[], None] = _nobody
@@ -71,9 +77,13 @@ class LiveRequest:
         """The id on the engine's connection."""
         return self.submit.request_id
 
-    def replay_submit(self, group: str) -> Submit:
+    @property
+    def num_left(self) -> int:
+        """Tokens that may still come."""
+        return self.max_tokens - len(self.output_ids)
+
+    def replay_submit(self) -> Submit:
         """The message that lets another engine go on where this one is."""
-        self.submit.group = group
         return replace(self.submit, output_ids=pack_ids(self.output_ids))
 
     def push(self, ids: list[int], reason: FinishReason, extras: dict[str, Any]) -> None:
@@ -140,7 +150,7 @@ class LiveRequest:
             for _ in range(num_tokens):
                 self._observe_gap(gap)
         else:
-            self._observe_first(now - self._arrived_s)
+            self._on_first_token(self, now - self._arrived_s)
         self._last_token_s = now
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from prometheus_client.registry import CollectorRegistry
@@ -32,12 +32,16 @@ class Metrics:
         self._engines = EngineMetrics(self._registry)
         self._host = HostMetrics(self._registry)
 
-    def measure(self, model: Model) -> Model:
+    def measure(self, model: Model) -> MeasuredModel:
         """The model, counted. A model that is counted already is returned as it is."""
         if isinstance(model, MeasuredModel):
             return model
         series = ModelMetrics(self._families, model.name, model.version, model.config)
         return MeasuredModel(model, ModelStatistics(model.name, model.version), series)
+
+    def forget(self, model: str, version: str) -> None:
+        """Show nothing more of a model version; measured again, it counts from 0."""
+        self._families.remove(model, version)
 
     def set_load_duration(self, model: str, version: str, seconds: float) -> None:
         """Note how long a model took to load."""
@@ -47,13 +51,21 @@ class Metrics:
         """Show the engine series of a token-level model, with value 0."""
         self._engines.add_model(model, version)
 
+    def remove_engine(self, model: str, version: str) -> None:
+        """Show nothing more of a model version's engines."""
+        self._engines.remove_model(model, version)
+
+    def remove_group(self, model: str, version: str, group: str) -> None:
+        """Show nothing more of one worker group."""
+        self._engines.remove_group(model, version, group)
+
     def observe_time_to_first_token(self, model: str, version: str, seconds: float) -> None:
         """Add one request's time from arrival to its first token."""
         self._engines.observe_first_token(model, version, seconds)
 
-    def observe_inter_token(self, model: str, version: str, seconds: float) -> None:
-        """Add one gap between successive tokens of a sequence."""
-        self._engines.observe_inter_token(model, version, seconds)
+    def inter_token_observer(self, model: str, version: str) -> Callable[[float], None]:
+        """What adds one gap between successive tokens of a sequence, in seconds."""
+        return self._engines.inter_token_observer(model, version)
 
     def observe_lengths(
         self, model: str, version: str, num_input: int, num_output: int
@@ -61,14 +73,23 @@ class Metrics:
         """Add a finished request's prompt and output lengths in tokens."""
         self._engines.observe_lengths(model, version, num_input, num_output)
 
-    def set_engine_stats(self, model: str, version: str, stats: Mapping[str, float]) -> None:
-        """Show the figures of an engine's last iteration (`comm.messages.STATS_KEYS`)."""
-        self._engines.set_stats(model, version, stats)
+    def set_engine_stats(
+        self, model: str, version: str, stats: Mapping[str, float], group: str = ""
+    ) -> None:
+        """Show the figures of a group's last iteration (`comm.messages.STATS_KEYS`), added to
+        those of the model's other groups."""
+        self._engines.set_stats(model, version, stats, group)
         log_engine_stats(model, stats)
 
-    def set_engine_info(self, model: str, version: str, facts: Mapping[str, Any]) -> None:
+    def drop_engine_stats(self, model: str, version: str, group: str) -> None:
+        """Count the figures of a group no more: it is down."""
+        self._engines.set_stats(model, version, {}, group)
+
+    def set_engine_info(
+        self, model: str, version: str, facts: Mapping[str, Any], group: str = ""
+    ) -> None:
         """Show the backends, transports and start method of `EngineHello.facts`."""
-        self._engines.set_info(model, version, facts)
+        self._engines.set_info(model, version, facts, group)
 
     def group_state(
         self, model: str, group: str, is_up: bool, num_restarts: int, version: str = "1"

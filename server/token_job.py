@@ -9,9 +9,9 @@ from dataclasses import dataclass, field, replace
 from trimaran.comm.errors import ErrorKind, RequestError
 from trimaran.comm.messages import pack_ids
 from trimaran.comm.sampling_params import SamplingParams
-from trimaran.server.engine_client import EngineClient
 from trimaran.server.inference import InferRequest, InferResponse
 from trimaran.server.live_request import LiveRequest, TokenChunk
+from trimaran.server.model_engines import ModelEngines
 from trimaran.server.queue_policy import QueuePolicy
 
 
@@ -52,9 +52,8 @@ class TokenStream:
     A reader that is slower than the engine finds fewer and longer chunks.
     """
 
-    def __init__(self, engines: EngineClient, model: str, request: InferRequest) -> None:
+    def __init__(self, engines: ModelEngines, request: InferRequest) -> None:
         self._engines = engines
-        self._model = model
         self._request = request
         self._live: dict[tuple[int, int], LiveRequest] = {}
         self._waiter: asyncio.Future[None] | None = None
@@ -79,7 +78,6 @@ class TokenStream:
                 for sequence in range(num_sequences):
                     sampling = replace(sample.sampling, num_return_sequences=1)
                     live = self._engines.submit(
-                        self._model,
                         prompt_ids=pack_ids(sample.prompt_ids),
                         sequence_index=sequence,
                         sampling=sampling.to_wire(),

@@ -8,8 +8,8 @@ from contextlib import aclosing
 from tritonclient.grpc.model_config_pb2 import ModelConfig
 
 from trimaran.comm.errors import RequestError
-from trimaran.server.engine_client import EngineClient
 from trimaran.server.inference import InferRequest, InferResponse
+from trimaran.server.model_engines import ModelEngines
 from trimaran.server.model_repository import RepositoryModel
 from trimaran.server.queue_policy import QueuePolicy
 from trimaran.server.sample_inputs import SampleInputs, batch_size
@@ -24,9 +24,9 @@ BATCH_NOT_DECOUPLED = (
 
 
 class TokenModel:
-    """A model of the token role, answered by the engine groups of its name."""
+    """A model of the token role, answered by its engine groups."""
 
-    def __init__(self, model: RepositoryModel, version: int, engines: EngineClient) -> None:
+    def __init__(self, model: RepositoryModel, version: int, engines: ModelEngines) -> None:
         self.name = model.name
         self.version = str(version)
         self.config: ModelConfig = model.config
@@ -36,12 +36,11 @@ class TokenModel:
         """Whether answers lack the prompt, unless a request says otherwise."""
         self._policy = QueuePolicy(model.config)
         self._running: dict[str, set[TokenStream]] = {}
-        engines.set_version(self.name, self.version)
 
     @property
     def is_ready(self) -> bool:
         """Whether a worker group is up."""
-        return self._engines.is_ready(self.name)
+        return self._engines.is_ready
 
     @property
     def is_decoupled(self) -> bool:
@@ -66,7 +65,7 @@ class TokenModel:
         num_sequences = 1 if num_sequences is None else num_sequences
         is_streaming = first.flag("streaming")
         check_transaction(self.is_decoupled, len(samples), num_sequences, is_streaming)
-        stream = TokenStream(self._engines, self.name, request)
+        stream = TokenStream(self._engines, request)
         answers, is_incremental = self._answers(request, samples, stream, num_sequences)
         stream.start(samples, num_sequences, self._policy, is_incremental=is_incremental)
         self._running.setdefault(request.id, set()).add(stream)
@@ -120,7 +119,7 @@ class TokenModel:
             raise RequestError(
                 "input_ids or encoder_input_features is not present in the request."
             )
-        facts = self._engines.facts(self.name)
+        facts = self._engines.facts()
         vocab_size = int(facts["vocab_size"])
         count = batch_size(request.inputs, "input_ids", self._is_batched)
         samples = []

@@ -53,6 +53,7 @@ class LoadedEngine:
             "pp_size": topology.pp_size,
             "tokens_per_block": self.cache.block_size,
             "max_blocks": self.cache.num_blocks,
+            "reuses_blocks": self.cache.enable_reuse,
             "depth": depth,
             "backends": {
                 **model.backends(),

@@ -1,0 +1,110 @@
+"""One worker group as the front end sees it: its connection, and the requests it owes."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from trimaran.comm.messages import FinishReason, Message, StepOutput
+from trimaran.server.engine_link import EngineLink
+from trimaran.server.live_request import LiveRequest
+from trimaran.server.routing import GroupLoad
+
+_REASONS = tuple(FinishReason)
+
+
+@dataclass(slots=True, eq=False)
+class EngineGroup:
+    """A group of one generation of a model."""
+
+    name: str
+    on_end: Callable[[LiveRequest], None]
+    """Called with each request that came to its end by itself."""
+
+    link: EngineLink | None = None
+    """None while the group is down."""
+
+    incarnation: int = -1
+    num_restarts: int = 0
+    failure: str = ""
+    """Why the group will not come back; empty if it may."""
+
+    facts: dict[str, Any] = field(default_factory=dict)
+    live: dict[int, LiveRequest] = field(default_factory=dict)
+    load: GroupLoad = field(default_factory=GroupLoad)
+    give_up: asyncio.TimerHandle | None = None
+    """Fails the waiting requests of a group that stays away."""
+
+    def take(self, request: LiveRequest) -> None:
+        """Owe this request from now on."""
+        self.live[request.request_id] = request
+        self.load.output_tokens += request.num_left
+        self.load.context_tokens += request.context_tokens
+        request.submit.group = self.name
+
+    def tell(self, message: Message) -> None:
+        """Send a message, if the group is up."""
+        if self.link is not None:
+            self.link.send(message)
+
+    def remove(self, request_id: int) -> LiveRequest | None:
+        """Owe this request no longer."""
+        request = self.live.pop(request_id, None)
+        if request is not None:
+            self.load.output_tokens -= request.num_left
+            self.context_done(request)
+        return request
+
+    def take_live(self) -> list[LiveRequest]:
+        """Its requests, which are somebody else's from now on."""
+        if self.give_up is not None:
+            self.give_up.cancel()
+            self.give_up = None
+        taken, self.live = list(self.live.values()), {}
+        self.load.output_tokens = self.load.context_tokens = 0
+        return taken
+
+    def context_done(self, request: LiveRequest) -> None:
+        """The request's prompt needs no more computing."""
+        self.load.context_tokens -= request.context_tokens
+        request.context_tokens = 0
+
+    def disconnect(self) -> None:
+        """Close the connection; nobody hears of it again."""
+        link, self.link = self.link, None
+        if link is not None:
+            link.retire()
+            link.close()
+
+    def retire(self) -> None:
+        """Hear no more of the group. Its ranks end it; an engine whose connection was closed
+        would dial again."""
+        link, self.link = self.link, None
+        if link is not None:
+            link.retire()
+
+    def take_step(self, output: StepOutput) -> None:
+        """Give every request of a step its tokens."""
+        ids = np.frombuffer(output.request_ids, dtype="<u8").tolist()
+        counts = np.frombuffer(output.num_tokens, dtype="<u2").tolist()
+        reasons = np.frombuffer(output.finish_reasons, dtype=np.uint8).tolist()
+        tokens = np.frombuffer(output.token_ids, dtype="<i4").tolist()
+        live, extras = self.live, output.extras
+        start = 0
+        self.load.output_tokens -= len(tokens)
+        for row, request_id in enumerate(ids):
+            end = start + counts[row]
+            request = live.get(request_id)
+            if request is None:
+                self.load.output_tokens += end - start
+            else:
+                reason = _REASONS[reasons[row]]
+                request.push(tokens[start:end], reason, extras.get(row, {}))
+                if request.is_over:
+                    self.remove(request_id)
+                    self.on_end(request)
+            start = end
