@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import shutil
 from collections.abc import Mapping
 
 from trimaran.comm.errors import ConfigError
@@ -43,8 +44,24 @@ def check_flags(args: argparse.Namespace, job: Job | None) -> None:
             "--disable-spawn-processes says how --multi-model gets its ranks. Add "
             "--multi-model, or leave it out."
         )
+    _check_hosts(args, job)
     _check_world_size(args, job)
     _check_model_control(args)
+
+
+def _check_hosts(args: argparse.Namespace, job: Job | None) -> None:
+    flag = "--hosts" if args.hosts else "--hostfile" if args.hostfile else ""
+    if flag and (job is not None or args.no_mpi):
+        why = (
+            "the MPI job that we run in has its hosts" if job else "--no-mpi starts ranks here"
+        )
+        raise ConfigError(f"{flag} cannot take effect: {why}. Leave it out.")
+    if args.rsh_agent and not flag:
+        raise ConfigError(
+            "--rsh-agent reaches other hosts, but none are named. Add --hosts, or leave it out."
+        )
+    if args.rsh_agent and shutil.which(args.rsh_agent.split()[0]) is None:
+        raise ConfigError(f"--rsh-agent {args.rsh_agent}: no such program")
 
 
 def _check_world_size(args: argparse.Namespace, job: Job | None) -> None:

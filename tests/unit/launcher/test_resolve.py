@@ -237,6 +237,9 @@ def test_a_model_may_span_hosts(make_model):
         (("--hostfile", "/none"), "cannot be read"),
         (("--hosts", "n1:1"), "needs 2 slot(s) on one host but at most 1 are free"),
         (("--hosts", "n1:2", "--worker-launch", "spawn"), "onto other hosts (n1)"),
+        (("--hosts", "n1:2", "--no-mpi"), "--hosts cannot take effect: --no-mpi"),
+        (("--rsh-agent", "/bin/sh"), "reaches other hosts, but none are named"),
+        (("--rsh-agent", "/none/rsh", "--hosts", "n1:2"), "/none/rsh: no such program"),
     ],
 )
 def test_hosts_that_cannot_work_are_refused(make_model, flags, complaint):
