@@ -3,10 +3,17 @@
 from __future__ import annotations
 
 import pytest
-from launcher_repository import resolve, resolver, write_checkpoint, write_engine, write_model
+from launcher_repository import (
+    parse,
+    resolve,
+    resolver,
+    write_checkpoint,
+    write_engine,
+    write_model,
+)
 
 from trimaran.comm.errors import ConfigError
-from trimaran.launcher import cli, hosts
+from trimaran.launcher import cli, hosts, settings
 from trimaran.launcher.job import Job
 from trimaran.launcher.resolve import PlacementConflict, group_name
 from trimaran.server.model_repository import ModelRepository
@@ -375,3 +382,44 @@ def test_loading_a_text_model_starts_the_groups_of_its_steps(make_model, tmp_pat
         config = resolve(repository, *EXPLICIT, "--load-model", text)
         assert config.frontend.groups == {"tensorrt_llm": ("tensorrt_llm",)}
         assert config.ensemble == text
+
+
+def test_model_control_flags_reach_the_front_end(make_model):
+    make_model("a")
+    repository = make_model("b")
+    flags = (*EXPLICIT, "--load-model=a", "--load_model", "b", "--routing", "least_loaded")
+    frontend = resolve(repository, *flags).frontend
+    assert (frontend.model_control_mode, frontend.load_models) == ("explicit", ("a", "b"))
+    assert frontend.routing == "least_loaded"
+    frontend = resolve(
+        repository, "--multi-model", "--model-control-mode=poll", "--repository-poll-secs=3"
+    ).frontend
+    assert (frontend.model_control_mode, frontend.repository_poll_s) == ("poll", 3.0)
+    assert set(frontend.groups) == {"a", "b"}
+
+
+@pytest.mark.parametrize(
+    ("flags", "complaint"),
+    [
+        (("--load-model", "a"), "Use of '--load-model' requires setting"),
+        ((*EXPLICIT[1:], "--load-model=*", "--load-model=a"), "goes together with no other"),
+        (
+            ("--disable-spawn-processes", "--model-control-mode", "poll"),
+            "models cannot get others later",
+        ),
+        (("--disable-spawn-processes", "--no-mpi"), "needs an MPI job: leave out --no-mpi"),
+    ],
+)
+def test_model_control_flags_that_cannot_take_effect_are_refused(make_model, flags, complaint):
+    assert complaint in refusal(make_model("a"), *flags)
+
+
+def test_variables_of_the_replaced_system_stand_for_flags():
+    args = parse()
+    settings.apply_environment(
+        args, {"TRTLLM_ORCHESTRATOR": "1", "TRTLLM_ORCHESTRATOR_SPAWN_PROCESSES": "0"}
+    )
+    assert args.multi_model and args.disable_spawn_processes
+    args = parse()
+    settings.apply_environment(args, {"TRTLLM_ORCHESTRATOR": "0"})
+    assert not args.multi_model
