@@ -22,6 +22,7 @@ from trimaran.launcher.group_types import (
 )
 from trimaran.launcher.job import rank_environ
 from trimaran.launcher.mpi_launch import Mpi, compose, num_slots, starter_env
+from trimaran.launcher.scratch import MpiScratch
 from trimaran.launcher.srun import compose_srun, plugin, step_env
 from trimaran.worker.config import RankConfig
 
@@ -68,12 +69,18 @@ class SpecMaker:
     """Makes the specifications of all groups of one server."""
 
     def __init__(
-        self, config: ServeConfig, mpi: Mpi | None, programs: Programs, addresses: Addresses
+        self,
+        config: ServeConfig,
+        mpi: Mpi | None,
+        programs: Programs,
+        addresses: Addresses,
+        scratch: MpiScratch,
     ) -> None:
         self._config = config
         self._mpi = mpi
         self._programs = programs
         self._addresses = addresses
+        self._scratch = scratch
 
     def frontend(self, remembered: Mapping[str, Any]) -> GroupSpec:
         """The front end; ``remembered["state"]`` goes to every incarnation of it."""
@@ -97,6 +104,7 @@ class SpecMaker:
             **self._child_env(ORCHESTRATOR, ""),
             "OMPI_MCA_mpi_ft_enable": "1",
             "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
+            **self._scratch.env(group_tag(ORCHESTRATOR, ""), is_here_alone=True),
         }
 
         def make_config(incarnation: int, rank: int) -> dict[str, Any]:
@@ -112,8 +120,9 @@ class SpecMaker:
         base = rank_environ(os.environ) if is_job else starter_env(os.environ)
         if group.launch == "srun":
             base = step_env(base)
+        files = self._scratch_env(group.launch, group.name, group.hosts)
         # A spawned rank inherits the rest from the orchestrator.
-        env = ours if group.launch == "spawn" else {**base, **ours}
+        env = {**files, **ours} if group.launch == "spawn" else {**base, **files, **ours}
 
         def make_config(incarnation: int, rank: int) -> dict[str, Any]:
             return self._rank_config(group, incarnation).to_wire()
@@ -158,6 +167,8 @@ class SpecMaker:
                 rsh_agent=config.mpi.rsh_agent,
             )
         base = rank_environ(os.environ) if is_job else starter_env(os.environ)
+        launch = "job" if is_job else "prestarted"
+        files = self._scratch_env(launch, PRESTARTED, config.world_hosts)
         owner = {rank: group for group in groups for rank in group.participants}
 
         def make_config(incarnation: int, rank: int) -> dict[str, Any]:
@@ -179,11 +190,11 @@ class SpecMaker:
             RANK,
             PRESTARTED,
             command,
-            {**base, **ours},
+            {**base, **files, **ours},
             make_config,
             engines=engines,
             world_size=world_size,
-            launch="job" if is_job else "prestarted",
+            launch=launch,
         )
 
     # ---- parts --------------------------------------------------------------------------
@@ -263,6 +274,14 @@ class SpecMaker:
             **self._child_env(RANK, name, address),
             "OMP_NUM_THREADS": str(group.engine.num_threads),
         }
+
+    def _scratch_env(self, launch: str, name: str, hosts: Any) -> dict[str, str]:
+        """Where the MPI that starts a group, unless it is somebody else's, keeps its files."""
+        if launch not in ("mpirun", "prestarted", "spawn", "none"):
+            return {}
+        # Without --host, mpirun spreads over the nodes of the allocation that it is in.
+        is_alone = not hosts and os.environ.get("SLURM_JOB_NUM_NODES", "1") == "1"
+        return self._scratch.env(group_tag(RANK, name), is_here_alone=is_alone)
 
     def _child_env(self, role: str, name: str, address: str = "") -> dict[str, str]:
         child = ChildEnv(

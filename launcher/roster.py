@@ -10,11 +10,18 @@ from trimaran.launcher.children import Children
 from trimaran.launcher.config import GroupConfig, RestartPolicy
 from trimaran.launcher.group import Group
 from trimaran.launcher.group_specs import PRESTARTED, SpecMaker
-from trimaran.launcher.group_types import FRONTEND, ORCHESTRATOR, GroupEvents, GroupState
+from trimaran.launcher.group_types import (
+    FRONTEND,
+    ORCHESTRATOR,
+    GroupEvents,
+    GroupSpec,
+    GroupState,
+)
 from trimaran.launcher.links import Link
 from trimaran.launcher.restart import RestartBudget
+from trimaran.launcher.scratch import MpiScratch
 from trimaran.launcher.spawn_starter import SpawnLink, SpawnStarter
-from trimaran.launcher.starters import CommandStarter
+from trimaran.launcher.starters import CommandStarter, Starter
 
 _STATE_WORDS = {
     GroupState.DOWN: "down",
@@ -35,20 +42,22 @@ class Roster:
         self,
         maker: SpecMaker,
         children: Children,
+        scratch: MpiScratch,
         events: GroupEvents,
         policy: RestartPolicy,
     ) -> None:
         self._maker = maker
         self._children = children
+        self._scratch = scratch
         self._events = events
         self._policy = policy
         self.remembered: dict[str, Any] = {"state": b"", "groups": None}
         """What the front end wants its successor to know; ``groups``: those it uses."""
 
-        spec = maker.frontend(self.remembered)
-        self.frontend = Group(spec, CommandStarter(spec, children), events)
-        self.orchestrator: Group | None = None
         self.spawn_link = SpawnLink(self._send_to_orchestrator)
+        spec = maker.frontend(self.remembered)
+        self.frontend = Group(spec, self._starter(spec), events)
+        self.orchestrator: Group | None = None
         self.workers: dict[str, Group] = {}
         self.configs: dict[str, GroupConfig] = {}
         """Every engine's group, by name; those of one job share a process group."""
@@ -70,19 +79,13 @@ class Roster:
         added = []
         if any(config.launch == "spawn" for config in configs) and self.orchestrator is None:
             spec = self._maker.orchestrator()
-            starter = CommandStarter(spec, self._children)
-            self.orchestrator = Group(spec, starter, self._events)
+            self.orchestrator = Group(spec, self._starter(spec), self._events)
             added.append(self.orchestrator)
         sharing = [config for config in configs if config.launch == "prestarted"]
         specs = [self._maker.prestarted(sharing)] if sharing else []
         specs += [self._maker.workers(each) for each in configs if each not in sharing]
         for spec in specs:
-            starter_of_it = (
-                SpawnStarter(spec, self.spawn_link)
-                if spec.is_spawned
-                else CommandStarter(spec, self._children)
-            )
-            group = self.workers[spec.name] = Group(spec, starter_of_it, self._events)
+            group = self.workers[spec.name] = Group(spec, self._starter(spec), self._events)
             added.append(group)
         return added
 
@@ -174,6 +177,11 @@ class Roster:
             }
             for engine in spec.engines
         ]  # fmt: skip
+
+    def _starter(self, spec: GroupSpec) -> Starter:
+        if spec.is_spawned:
+            return SpawnStarter(spec, self.spawn_link, self._scratch)
+        return CommandStarter(spec, self._children, self._scratch)
 
     def _send_to_orchestrator(self, command: Command) -> None:
         if self.orchestrator is not None:

@@ -23,24 +23,21 @@ class MpiScratch:
         self._disk = run_dir.path / "mpi"
         self._memory = RunDir(_SHARED_MEMORY)
 
-    def session_env(self, tag: str) -> dict[str, str]:
-        """What tells mpirun, and an MPI without one, where its session folder goes.
+    def env(self, tag: str, *, is_here_alone: bool) -> dict[str, str]:
+        """What tells the MPI of a group; segments only if it ``is_here_alone``, on this host.
 
-        Only the processes of this host take these, so groups on others may have them too.
+        The base of session folders is one that the processes of other hosts do not take.
         """
-        base = str(self._disk / _folder_name(tag))
-        return {
-            "PRTE_MCA_prte_local_tmpdir_base": base,
-            "OMPI_MCA_orte_local_tmpdir_base": base,
+        disk, memory = map(str, self._folders(tag))
+        sessions = {
+            "PRTE_MCA_prte_local_tmpdir_base": disk,
+            "OMPI_MCA_orte_local_tmpdir_base": disk,
         }
-
-    def segment_env(self, tag: str) -> dict[str, str]:
-        """What tells the ranks of a group that is on this host alone where segments go."""
-        folder = str(self._memory.path / _folder_name(tag))
-        return {
-            "OMPI_MCA_btl_sm_backing_directory": folder,
-            "OMPI_MCA_btl_vader_backing_directory": folder,
+        segments = {
+            "OMPI_MCA_btl_sm_backing_directory": memory,
+            "OMPI_MCA_btl_vader_backing_directory": memory,
         }
+        return {**sessions, **segments} if is_here_alone else sessions
 
     def prepare(self, tag: str) -> None:
         """Make the folders of a group that is about to be started."""

@@ -8,6 +8,7 @@ from typing import Any
 from trimaran.comm.env import INCARNATION
 from trimaran.comm.messages import Command
 from trimaran.launcher.group_types import GroupSpec
+from trimaran.launcher.scratch import MpiScratch
 from trimaran.launcher.starters import StarterEvents
 
 
@@ -73,8 +74,9 @@ class SpawnStarter:
     status: int | None = None
     is_over = True
 
-    def __init__(self, spec: GroupSpec, link: SpawnLink) -> None:
+    def __init__(self, spec: GroupSpec, link: SpawnLink, scratch: MpiScratch) -> None:
         self._spec = spec
+        self._scratch = scratch
         self._link = link
         self._incarnation = -1
 
@@ -87,6 +89,7 @@ class SpawnStarter:
         """See `starters.Starter`."""
         self._incarnation = incarnation
         spec = self._spec
+        self._scratch.prepare(spec.tag)
         arguments = {
             "group": spec.name,
             "incarnation": incarnation,
@@ -99,6 +102,7 @@ class SpawnStarter:
     def release(self) -> None:
         """See `starters.Starter`."""
         self._link.release(self._spec.name, self._incarnation)
+        self._scratch.clear(self._spec.tag)
 
 
 def _key(facts: Mapping[str, Any]) -> tuple[str, int]:

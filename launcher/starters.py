@@ -10,6 +10,7 @@ from typing import Protocol
 from trimaran.comm.env import INCARNATION
 from trimaran.launcher.children import Children
 from trimaran.launcher.group_types import GroupSpec
+from trimaran.launcher.scratch import MpiScratch
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,8 +57,9 @@ class Starter(Protocol):
 class CommandStarter:
     """One direct child: mpirun, srun, or the only process of the group."""
 
-    def __init__(self, spec: GroupSpec, children: Children) -> None:
+    def __init__(self, spec: GroupSpec, children: Children, scratch: MpiScratch) -> None:
         self._spec = spec
+        self._scratch = scratch
         self._children = children
         self._pid = 0
         self._status: int | None = None
@@ -91,10 +93,12 @@ class CommandStarter:
             events.on_exit()
 
         spec = self._spec
+        self._scratch.prepare(spec.tag)
         env = {**spec.env, INCARNATION: str(incarnation)}
         self._pid = self._children.start(
             spec.command, env, on_exit, inherit_fds=spec.inherit_fds
         )
 
     def release(self) -> None:
-        """See `Starter`: the child is killed with its group."""
+        """See `Starter`: the child was killed with its group."""
+        self._scratch.clear(self._spec.tag)

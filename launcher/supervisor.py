@@ -29,6 +29,7 @@ from trimaran.launcher.mpi_launch import Mpi
 from trimaran.launcher.process_tree import adopt_orphans, kill_and_reap_all
 from trimaran.launcher.roster import Roster
 from trimaran.launcher.run_dir import RunDir
+from trimaran.launcher.scratch import MpiScratch
 
 logger = logging.getLogger(__name__)
 
@@ -76,12 +77,14 @@ class Supervisor:
         adopt_orphans()
         _allow_many_connections()
         run_dir = RunDir()
+        self._scratch = MpiScratch(run_dir)
         try:
             return asyncio.run(self._run(run_dir))
         finally:
             left = kill_and_reap_all()
             if left:
                 logger.error("processes that would not end: %s", left)
+            self._scratch.remove()
             run_dir.remove()
 
     async def _run(self, run_dir: RunDir) -> int:
@@ -136,8 +139,8 @@ class Supervisor:
             on_stopped=self._on_stopped,
             on_down=self._on_down,
         )
-        maker = SpecMaker(config, self._mpi, self._programs, addresses)
-        self._roster = Roster(maker, children, events, config.restart)
+        maker = SpecMaker(config, self._mpi, self._programs, addresses, self._scratch)
+        self._roster = Roster(maker, children, self._scratch, events, config.restart)
         self._roster.add(config.groups)
         self._control = GroupControl(self._roster, self._resolver)
 

@@ -74,6 +74,27 @@ def holdings(server: ChaosServer) -> Holdings:
     )
 
 
+def idle_cpu(server: ChaosServer, seconds: float) -> dict[str, float]:
+    """Processor time of an idle server, in percent of one core: by role, and of all."""
+    before = _cpu_times(server)
+    time.sleep(seconds)
+    used: Counter[str] = Counter()
+    for pid, (role, spent_s) in _cpu_times(server).items():
+        if pid in before:
+            used[role] += spent_s - before[pid][1]
+    percents = {role: round(spent_s / seconds * 100, 2) for role, spent_s in used.items()}
+    return {**percents, "all": round(sum(percents.values()), 2)}
+
+
+def _cpu_times(server: ChaosServer) -> dict[int, tuple[str, float]]:
+    times = {}
+    for member in server.members():
+        with contextlib.suppress(psutil.Error):
+            spent = member.process.cpu_times()
+            times[member.pid] = member.role, spent.user + spent.system
+    return times
+
+
 def settled(
     server: ChaosServer, is_settled: Callable[[Holdings], bool], timeout_s: float = 30.0
 ) -> Holdings:
@@ -96,17 +117,6 @@ def left_over(server: ChaosServer) -> list[str]:
             sock.connect(("127.0.0.1", port))
             found.append(f"port {port} is open")
     return found
-
-
-def memory_files_of(process: psutil.Process) -> list[str]:
-    """Names of the anonymous memory files that a process has open or mapped."""
-    names = set()
-    for entry in Path(f"/proc/{process.pid}/fd").iterdir():
-        with contextlib.suppress(OSError):
-            target = os.readlink(entry)
-            if target.startswith("/memfd:"):
-                names.add(target)
-    return sorted(names)
 
 
 def _count_files(folder: Path) -> int:

@@ -14,11 +14,12 @@ from typing import Any
 
 from chaos import Chaos, Disturbance
 from chaos_server import ChaosServer
-from leftovers import Holdings, left_over, settled
+from leftovers import Holdings, idle_cpu, left_over, settled
 from load import CANCELLED, FAILED, LATE, LOST, RETRYABLE, RIGHT, WRONG, Load, Outcome, running
 from models import Model, make_cases, with_answers
 
 _FRONT_END = "kill the front end"
+_IDLE_S = 10.0
 _SLACK_S = 1.0
 """A refusal may reach its client a little after the model is ready again."""
 
@@ -54,6 +55,7 @@ class Soak:
             # A front end and a second of load, then what is held is what stays.
             self._with_load(server, cases, seconds=5.0, chaos=None)
             before = self._when_idle(server, lambda now: now.used_blocks == 0)
+            idle = idle_cpu(server, _IDLE_S)
             load, chaos = self._with_load(server, cases, self.minutes * 60, self._chaos(server))
             after = self._when_idle(server, lambda now: not now.growth(before))
             self.problems += [f"held after the soak: {g}" for g in after.growth(before)]
@@ -80,6 +82,7 @@ class Soak:
             },
             "faults": _fault_figures(chaos.disturbances),
             "requests": _request_figures(load.outcomes, chaos.disturbances),
+            "idle_cpu_percent": idle,
             "held_before": before.to_dict(),
             "held_after": after.to_dict(),
             "exit_code": exit_code,

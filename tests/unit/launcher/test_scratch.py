@@ -27,18 +27,14 @@ def scratch() -> Iterator[MpiScratch]:
 
 
 def folders(scratch: MpiScratch, tag: str) -> list[Path]:
-    return [
-        Path(env[name])
-        for env, name in (
-            (scratch.session_env(tag), "PRTE_MCA_prte_local_tmpdir_base"),
-            (scratch.segment_env(tag), "OMPI_MCA_btl_sm_backing_directory"),
-        )
-    ]
+    env = scratch.env(tag, is_here_alone=True)
+    names = "PRTE_MCA_prte_local_tmpdir_base", "OMPI_MCA_btl_sm_backing_directory"
+    return [Path(env[name]) for name in names]
 
 
 def test_the_files_of_a_killed_mpirun_are_deleted_with_its_group(scratch):
     tag = "model#1@2"
-    env = {**starter_env(os.environ), **scratch.session_env(tag), **scratch.segment_env(tag)}
+    env = {**starter_env(os.environ), **scratch.env(tag, is_here_alone=True)}
     scratch.prepare(tag)
     command = compose(
         find_mpi(MpiConfig()), 2, [sys.executable, "-c", RANK], oversubscribe=True
