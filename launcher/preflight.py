@@ -14,6 +14,7 @@ import psutil
 from trimaran.comm.errors import ConfigError
 from trimaran.launcher.config import GroupConfig, ServeConfig
 from trimaran.launcher.gpus import num_visible_gpus
+from trimaran.launcher.hosts import is_this_host
 from trimaran.server.config import FrontendConfig
 
 SHARED_MEMORY = "/dev/shm"
@@ -59,7 +60,7 @@ def check(config: ServeConfig) -> None:
 def check_groups(groups: Sequence[GroupConfig]) -> None:
     """Refuse groups for which this machine has too few GPUs or too little shared memory."""
     # What other hosts have is for their ranks to say.
-    here = [group for group in groups if not group.hosts]
+    here = [group for group in groups if all(is_this_host(e.host) for e in group.hosts)]
     for group in here:
         if group.engine.device == "cuda":
             check_gpus(group.world_size, group.engine.gpu_device_ids)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import logging
 import os
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -35,6 +36,8 @@ from trimaran.launcher.seating import (
 from trimaran.launcher.start_models import start_models
 from trimaran.orchestrator.placement import Host
 from trimaran.server.model_repository import RepositoryModel
+
+logger = logging.getLogger(__name__)
 
 __all__ = ["PlacementConflict", "Resolver", "group_name"]
 
@@ -130,7 +133,10 @@ class Resolver:
                 f"model '{model.name}' cannot be served beside '{others[0]}': this server "
                 "runs one token-level model. Start it with --multi-model."
             )
-        return self._placed(self._drafts(model, generation), running)
+        groups = self._placed(self._drafts(model, generation), running)
+        for line in self.picture((*running, *groups)).splitlines():
+            logger.info("%s", line)
+        return groups
 
     def picture(self, groups: Sequence[GroupConfig]) -> str:
         """Who sits where, as lines of text."""
