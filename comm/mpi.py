@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from mpi4py import MPI as MPI  # isort: skip  # first: a death before MPI_Init hangs Spawn
 
+import ctypes
 import os
 import signal
 import socket
@@ -19,6 +20,8 @@ from trimaran.comm.errors import ConfigError, PeerLostError
 from trimaran.comm.wait import wait_for
 
 Comm = MPI.Comm
+
+_PR_SET_PDEATHSIG = 1
 
 _ABORT_GRACE_S = 2.0
 # Slurm's count is that of the step, which holds one daemon a node when mpirun made the
@@ -168,6 +171,19 @@ def abort(code: int = 1) -> None:
     threading.Thread(target=_kill_self, daemon=True).start()
     MPI.COMM_WORLD.Abort(code)
     time.sleep(_ABORT_GRACE_S + 1)
+
+
+def is_spawned() -> bool:
+    """Whether an orchestrator spawned this process's world."""
+    return bool(MPI.Comm.Get_parent() != MPI.COMM_NULL)
+
+
+def die_with_parent() -> None:
+    """Have the kernel kill this process when the one that started it dies.
+
+    Covers what no message can: a process that is stopped, or that hangs inside MPI.
+    """
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
 
 def finalize() -> None:

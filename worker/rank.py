@@ -7,6 +7,7 @@ from trimaran.comm import mpi  # isort: skip  # initialises MPI: nothing that ca
 import faulthandler
 import logging
 import os
+import select
 import signal
 import sys
 from typing import TYPE_CHECKING, Any
@@ -47,6 +48,7 @@ class RankProcess:
         self._control: ControlPlane | None = None
         self._group: TensorParallelGroup | None = None
         self._hang_timeout_s = float("inf")
+        self._device = ""
 
     def run(self) -> None:
         """Start, load, serve, end. Returns after MPI is finalised."""
@@ -62,6 +64,12 @@ class RankProcess:
         self._watchdog.watch(lambda: "starting up", config.start_timeout_s)
         world = mpi.World.discover()
         mpi.require_threads()
+        if config.participants:
+            is_idle = world.rank not in config.participants
+            world = world.subgroup((world.rank,) if is_idle else config.participants)
+            if is_idle:
+                self._idle()
+                return
         engine, topology = self._load(world, config)
         self._watchdog.watch(lambda: "waiting for the other ranks", config.start_timeout_s)
         world.barrier(config.start_timeout_s, "model loaded")
@@ -108,6 +116,7 @@ class RankProcess:
             hosts=world.hosts,
         )
         device = select_device(config.engine, topology)
+        self._device = str(device)
         if device.type == "cuda":
             # Kernels are launched on the current device, whatever their tensors say.
             torch.cuda.set_device(device)
@@ -130,7 +139,7 @@ class RankProcess:
         link, watchdog, control = self._require_link(), self._watchdog, self._control
         assert watchdog is not None and control is not None
         if not topology.is_leader:
-            link.state("ready")
+            link.state("ready", facts={"device": self._device})
             follow(engine, control, watchdog)
             return
         facts = self._facts(engine, config)
@@ -143,22 +152,48 @@ class RankProcess:
             facts=facts,
         )
         links = FrontendLinks(config.frontends, hello, link.fileno())
-        link.state("ready", facts=facts)
+        link.state("ready", facts={**facts, "device": self._device})
         loop = LeaderLoop(engine, links, control, link, watchdog, config.stats_period_ms)
         loop.run()
         links.close()
 
+    def _idle(self) -> None:
+        """Hold a place in the job that runs no engine, until shutdown."""
+        link = self._require_link()
+        assert self._watchdog is not None
+        self._watchdog.pause()
+        link.state("ready", facts={"device": "none"})
+        while all(command.verb != "shutdown" for command in link.commands()):
+            select.select([link.fileno()], [], [])
+        self._leave()
+
     def _end(self, engine: Engine) -> None:
         """Leave in order: the followers' loops first, the supervisor's connection last."""
-        link, watchdog = self._require_link(), self._watchdog
+        watchdog = self._watchdog
         assert watchdog is not None and self._control is not None and self._group is not None
         watchdog.watch(lambda: "shutting down", FINALIZE_TIMEOUT_S)
         self._control.close()
         engine.shutdown()
         self._group.close()
-        mpi.finalize()
+        self._leave()
+
+    def _leave(self) -> None:
+        """Leave MPI with the other ranks of the job, then the supervisor."""
+        link, watchdog = self._require_link(), self._watchdog
+        assert watchdog is not None
+        watchdog.watch(lambda: "leaving MPI", FINALIZE_TIMEOUT_S)
+        is_spawned = mpi.is_spawned()
+        if is_spawned:
+            # MPI_Finalize would wait for the orchestrator, which lives on.
+            mpi.World.discover().barrier(FINALIZE_TIMEOUT_S, "end")
+        else:
+            mpi.finalize()
         watchdog.stop()
         link.close()
+        if is_spawned:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(0)
 
     # ---- helpers ------------------------------------------------------------------------
 
@@ -198,6 +233,7 @@ def main() -> None:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     faulthandler.enable()
+    mpi.die_with_parent()
     process = RankProcess()
     try:
         process.run()

@@ -1,0 +1,115 @@
+"""Spawns groups of ranks through MPI, each in a thread of its own."""
+
+from __future__ import annotations
+
+import logging
+import os
+import select
+import shutil
+import threading
+from collections import deque
+from collections.abc import Mapping, Sequence
+
+from trimaran.comm.messages import Command
+from trimaran.comm.mpi import MPI
+from trimaran.comm.supervisor_link import SupervisorLink
+
+logger = logging.getLogger(__name__)
+
+Key = tuple[str, int]
+"""A group's name and its incarnation."""
+
+_ENV = "/usr/bin/env"
+
+
+class Spawner:
+    """The loop of the orchestrator; it sleeps in the kernel until the supervisor speaks.
+
+    Spawn is called in a side thread: it never returns when a rank dies before MPI_Init, and
+    that must not keep other groups from being spawned. What was spawned is never waited for
+    through MPI: Revoke, Disconnect and Free may hang once a rank is gone, and a probe does
+    not tell of a death. The supervisor, to which every rank is connected, sees it at once.
+    """
+
+    def __init__(self, link: SupervisorLink) -> None:
+        self._link = link
+        self._comms: dict[Key, MPI.Intercomm] = {}
+        # Kept for ever: freeing the communicator of a group that died may hang.
+        self._dropped: list[MPI.Intercomm] = []
+        self._forgotten: set[Key] = set()
+        self._finished: deque[tuple[Key, MPI.Intercomm | None, str]] = deque()
+        self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+
+    def run(self) -> None:
+        """Obey the supervisor until it says shutdown."""
+        poll = select.poll()
+        poll.register(self._link.fileno(), select.POLLIN)
+        poll.register(self._wake_fd, select.POLLIN)
+        self._link.state("ready")
+        while True:
+            poll.poll()
+            for command in self._link.commands():
+                if command.verb == "shutdown":
+                    return
+                self._obey(command)
+            self._take_finished()
+
+    def _obey(self, command: Command) -> None:
+        arguments = command.arguments
+        key = (str(arguments["group"]), int(arguments["incarnation"]))
+        if command.verb == "spawn":
+            words = (arguments["env"], arguments["command"], int(arguments["world_size"]))
+            threading.Thread(
+                target=self._spawn, args=(key, *words), name=f"spawn {key[0]}", daemon=True
+            ).start()
+        elif command.verb == "forget":
+            self._forget(key)
+
+    def _spawn(
+        self, key: Key, env: Mapping[str, str], command: Sequence[str], world_size: int
+    ) -> None:
+        """Spawn one group; runs in a thread of its own."""
+        comm, text = None, ""
+        # MPI would wait for ever for what `env` cannot start.
+        if shutil.which(command[0]) is None:
+            text = f"{command[0]}: no such program"
+        else:
+            words = [*(f"{name}={value}" for name, value in env.items()), *command]
+            try:
+                comm = MPI.COMM_SELF.Spawn(_ENV, words, maxprocs=world_size)
+            except MPI.Exception as error:
+                text = f"{error.Get_error_string()} ({world_size} ranks)"
+        self._finished.append((key, comm, text))
+        os.eventfd_write(self._wake_fd, 1)
+
+    def _take_finished(self) -> None:
+        """Take what the spawning threads have done."""
+        try:
+            os.eventfd_read(self._wake_fd)
+        except BlockingIOError:
+            return
+        while self._finished:
+            key, comm, text = self._finished.popleft()
+            if comm is None:
+                self._tell(key, "spawn_failed", text)
+            else:
+                comm.Set_errhandler(MPI.ERRORS_RETURN)
+                self._comms[key] = comm
+                self._tell(key, "spawned")
+            if key in self._forgotten:
+                self._forget(key)
+
+    def _forget(self, key: Key) -> None:
+        comm = self._comms.pop(key, None)
+        if comm is None:
+            # Still being spawned; by now its ranks may be dead, and Spawn hang.
+            self._forgotten.add(key)
+        else:
+            self._forgotten.discard(key)
+            self._dropped.append(comm)
+
+    def _tell(self, key: Key, event: str, text: str = "") -> None:
+        group, incarnation = key
+        logger.debug("group %s: %s %s", group, event, text)
+        facts = {"group": group, "incarnation": incarnation, "event": event, "text": text}
+        self._link.state("group", facts=facts)
