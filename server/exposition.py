@@ -74,9 +74,15 @@ class QuantileSummary:
         """Show this model from now on."""
         self._series[model, version] = _Window(self.MAX_SAMPLES)
 
+    def remove_series(self, model: str, version: str) -> None:
+        """Show this model no more."""
+        self._series.pop((model, version), None)
+
     def observe(self, model: str, version: str, value: float) -> None:
-        """Add one value."""
-        self._series[model, version].add(value)
+        """Add one value of a model that is shown."""
+        window = self._series.get((model, version))
+        if window is not None:
+            window.add(value)
 
     def collect(self) -> Iterator[Metric]:
         """The registry's question for samples."""

@@ -4,28 +4,33 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
+from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any
 
+from trimaran.comm.address import Address
 from trimaran.comm.messages import Command
 from trimaran.comm.supervisor_link import SupervisorLink
 from trimaran.server.config import FrontendConfig
 from trimaran.server.engine_client import EngineClient
 from trimaran.server.group_board import GroupBoard
+from trimaran.server.group_requests import GroupRequests
 from trimaran.server.grpc_server import GrpcServer
 from trimaran.server.http_server import HttpServer, MetricsServer
-from trimaran.server.inference import Model
+from trimaran.server.load_request import OverrideFolders
 from trimaran.server.log_settings import LogSettings
 from trimaran.server.metrics import Metrics
-from trimaran.server.model_repository import ModelRepository
-from trimaran.server.pipeline import build_models
+from trimaran.server.model_control import ModelControl
+from trimaran.server.model_reader import ModelReader
+from trimaran.server.model_startup import ModelStartup
+from trimaran.server.pipeline import ModelFactory
 from trimaran.server.registry import ModelRegistry
+from trimaran.server.repository_poll import RepositoryPoll
 from trimaran.server.service import Service
+from trimaran.server.token_groups import TokenGroups
 
 logger = logging.getLogger(__name__)
 
-_READY_POLL_S = 0.02
 _GRPC_GRACE_S = 0.5
 
 
@@ -42,6 +47,22 @@ class Frontend:
         self._metrics = Metrics(config.metrics_config)
         self._engines = EngineClient(config, self._metrics)
         self._board = GroupBoard()
+        self._requests = GroupRequests(link)
+        self._registry = ModelRegistry(strict_readiness=config.strict_readiness)
+        overrides = OverrideFolders(_scratch(config))
+        reader = ModelReader(Path(config.model_repository), overrides)
+        groups = TokenGroups(self._requests, self._engines, self._board)
+        self._control = ModelControl(
+            reader,
+            overrides,
+            groups,
+            ModelFactory(config.tokenizer_threads),
+            self._metrics,
+            self._registry,
+            self._requests.remember,
+        )
+        self._startup = ModelStartup(config, reader, self._control, groups)
+        self._poll = RepositoryPoll(reader, self._control, config.repository_poll_s)
         self._shutdown = asyncio.Event()
         self._drain: asyncio.Task[None] | None = None
         self._service: Service | None = None
@@ -56,48 +77,37 @@ class Frontend:
         loop = asyncio.get_running_loop()
         loop.add_reader(self._link.fileno(), self._take_commands)
         self._link.state("loading", f"reading models of {self._config.model_repository}")
-        started = time.monotonic()
-        models = await self._build_models()
+        await self._startup.begin()
         await self._engines.start()
-        if not await self._all_ready(models):
-            return
-        for model in models:
-            elapsed_s = time.monotonic() - started
-            self._metrics.set_load_duration(model.name, model.version, elapsed_s)
-        await self._serve(models)
+        self._link.state("loading", "waiting for the engines")
+        if await self._unless_shut_down(self._startup.finish()):
+            await self._serve()
+        await self._control.close()
         await self._engines.close()
 
-    async def _build_models(self) -> list[Model]:
-        repository = ModelRepository.load(self._config.model_repository)
-        for name in self._config.groups:
-            for version in repository.models[name].versions:
-                self._metrics.add_engine(name, str(version))
-        models = await build_models(
-            repository, self._engines, self._metrics, self._config.tokenizer_threads
-        )
-        return [self._metrics.measure(model) for model in models]
+    async def _unless_shut_down(self, work: Coroutine[Any, Any, None]) -> bool:
+        """Do some work; False if the shutdown comes before its end."""
+        task = asyncio.ensure_future(work)
+        shutdown = asyncio.ensure_future(self._shutdown.wait())
+        await asyncio.wait({task, shutdown}, return_when=asyncio.FIRST_COMPLETED)
+        shutdown.cancel()
+        if task.done():
+            task.result()
+            return True
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        return False
 
-    async def _all_ready(self, models: list[Model]) -> bool:
-        """Wait until all models could run; False if the shutdown comes first."""
-        self._link.state("loading", "waiting for the engines")
-        while not all(model.is_ready for model in models):
-            try:
-                await asyncio.wait_for(self._shutdown.wait(), _READY_POLL_S)
-            except asyncio.TimeoutError:
-                continue
-            return False
-        return True
-
-    async def _serve(self, models: list[Model]) -> None:
-        config = self._config
-        registry = ModelRegistry(
-            models,
-            strict_readiness=config.strict_readiness,
-            repository=Path(config.model_repository),
-        )
+    async def _serve(self) -> None:
+        config, registry = self._config, self._registry
         log_settings = LogSettings(config.log_verbose_level)
         self._service = service = Service(
-            config, registry, self._metrics, log_settings, board=self._board
+            config,
+            registry,
+            self._metrics,
+            log_settings,
+            board=self._board,
+            control=self._control,
         )
         grpc = GrpcServer(service, config.grpc_address, config.grpc_port)
         http = HttpServer(service, config.http_address, config.http_port)
@@ -110,12 +120,20 @@ class Frontend:
         if config.allow_metrics:
             await metrics.start()
         names = ", ".join(f"{m.name}:{m.version}" for m in registry.models())
-        logger.info("Serving models %s", names)
-        self._link.state("ready", facts={"models": [model.name for model in models]})
-        await self._shutdown.wait()
+        logger.info("Serving models %s", names or "(none)")
+        facts = {"models": [model.name for model in registry.models()]}
+        self._link.state("ready", facts=facts)
+        await self._follow_repository()
         await grpc.stop(_GRPC_GRACE_S)
         await http.stop()
         await metrics.stop()
+
+    async def _follow_repository(self) -> None:
+        """Poll, where that is asked for, until the shutdown."""
+        if self._config.model_control_mode == "poll":
+            await self._unless_shut_down(self._poll.run())
+        else:
+            await self._shutdown.wait()
 
     # ---- the supervisor's commands ------------------------------------------------------
 
@@ -132,6 +150,8 @@ class Frontend:
         elif command.verb == "group_state":
             self._board.update(str(command.arguments["group"]), command.arguments)
             self._engines.on_group_state(**command.arguments)
+        elif command.verb == "reply":
+            self._requests.on_reply(command.arguments)
 
     async def _drain_within(self, timeout_s: float) -> None:
         """Admit nothing, close idle connections, and report when the rest is done."""
@@ -149,3 +169,9 @@ class Frontend:
         self._engines.expect_the_end()
         facts: dict[str, Any] = {"num_unfinished": num_unfinished}
         self._link.state("drained", facts=facts)
+
+
+def _scratch(config: FrontendConfig) -> Path:
+    """A folder for files of clients, in the one that the supervisor deletes at the end."""
+    address = Address.parse(config.engine_listen[0])
+    return Path(address.path).parent / "models"

@@ -18,6 +18,7 @@ from trimaran.server.grpc_convert import fill_response, parse_request
 from trimaran.server.grpc_stream import GRPC_STOPPING, Context, StreamSession
 from trimaran.server.infer_response import select_outputs
 from trimaran.server.inference import InferResponse
+from trimaran.server.load_request import load_request_of_grpc, unload_dependents_of_grpc
 from trimaran.server.metadata import metadata_message, server_metadata
 from trimaran.server.service import (
     INTERNAL,
@@ -82,8 +83,8 @@ class InferenceServicer(service_pb2_grpc.GRPCInferenceServiceServicer):  # type:
     async def ModelReady(
         self, request: pb.ModelReadyRequest, context: Context
     ) -> pb.ModelReadyResponse:
-        model = self._service.registry.get(request.name, request.version)
-        return pb.ModelReadyResponse(ready=model.is_ready)
+        ready = self._service.registry.is_model_ready(request.name, request.version)
+        return pb.ModelReadyResponse(ready=ready)
 
     @_rpc
     async def ServerMetadata(
@@ -159,7 +160,7 @@ class InferenceServicer(service_pb2_grpc.GRPCInferenceServiceServicer):  # type:
     ) -> pb.RepositoryIndexResponse:
         _refuse_name(request.repository_name)
         response = pb.RepositoryIndexResponse()
-        for entry in self._service.registry.index(only_ready=request.ready):
+        for entry in self._service.index(request.ready):
             response.models.add(
                 name=entry.name, version=entry.version, state=entry.state, reason=entry.reason
             )
@@ -170,14 +171,18 @@ class InferenceServicer(service_pb2_grpc.GRPCInferenceServiceServicer):  # type:
         self, request: pb.RepositoryModelLoadRequest, context: Context
     ) -> pb.RepositoryModelLoadResponse:
         _refuse_name(request.repository_name)
-        raise self._service.refuse_control()
+        parameters = load_request_of_grpc(request.model_name, request.parameters)
+        await self._service.load(parameters)
+        return pb.RepositoryModelLoadResponse()
 
     @_rpc
     async def RepositoryModelUnload(
         self, request: pb.RepositoryModelUnloadRequest, context: Context
     ) -> pb.RepositoryModelUnloadResponse:
         _refuse_name(request.repository_name)
-        raise self._service.refuse_control()
+        unload_dependents = unload_dependents_of_grpc(request.parameters)
+        self._service.unload(request.model_name, unload_dependents=unload_dependents)
+        return pb.RepositoryModelUnloadResponse()
 
     @_rpc
     async def SystemSharedMemoryStatus(

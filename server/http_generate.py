@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import AsyncIterator
 from contextlib import aclosing
+from weakref import WeakKeyDictionary
 
 from aiohttp import web
 
@@ -33,7 +34,7 @@ class GenerateEndpoint:
 
     def __init__(self, service: Service) -> None:
         self._service = service
-        self._mappers: dict[tuple[str, str], GenerateMapper] = {}
+        self._mappers: WeakKeyDictionary[Model, GenerateMapper] = WeakKeyDictionary()
 
     async def generate(self, request: web.BaseRequest, route: Route) -> web.Response:
         """Answer with the model's only response as one JSON object.
@@ -41,9 +42,9 @@ class GenerateEndpoint:
         Raises:
             RequestError: nothing was answered.
         """
-        model, body = await self._read(request, route)
+        body = await self._read(request, route)
         with self._service.admission.admit():
-            parsed, responses = self._start(model, body)
+            parsed, responses = self._start(route, body)
             answer = await _only_answer(parsed, responses)
         headers = {"Content-Type": JSON, **self._load_header(request)}
         return web.Response(body=answer, headers=headers)
@@ -56,9 +57,9 @@ class GenerateEndpoint:
         Raises:
             RequestError: nothing was answered.
         """
-        model, body = await self._read(request, route)
+        body = await self._read(request, route)
         with self._service.admission.admit():
-            parsed, responses = self._start(model, body)
+            parsed, responses = self._start(route, body)
             async with aclosing(responses):  # type: ignore[type-var]
                 first = await anext(responses, None)
                 stream = web.StreamResponse(
@@ -74,22 +75,25 @@ class GenerateEndpoint:
             await stream.write_eof()
         return stream
 
-    async def _read(self, request: web.BaseRequest, route: Route) -> tuple[Model, bytes]:
+    async def _read(self, request: web.BaseRequest, route: Route) -> bytes:
         service = self._service
         service.admission.check()
-        model = service.registry.get_ready(route.name, route.version)
+        # Refused before its body is read, if nothing could come of it.
+        service.registry.get_ready(route.name, route.version)
         if request.headers.get("Content-Encoding", "identity") not in ("", "identity"):
             raise RequestError("Unsupported content-encoding, only 'identity' is supported.")
-        return model, await read_body(request, service.config.http_max_input_bytes)
+        return await read_body(request, service.config.http_max_input_bytes)
 
     def _start(
-        self, model: Model, body: bytes
+        self, route: Route, body: bytes
     ) -> tuple[InferRequest, AsyncIterator[InferResponse]]:
         arrival_ns = time.monotonic_ns()
-        mapper = self._mappers.get((model.name, model.version))
+        # Not before the body is there: until then the model may be replaced.
+        model = self._service.registry.get_ready(route.name, route.version)
+        mapper = self._mappers.get(model)
         if mapper is None:
             mapper = GenerateMapper(model.config, self._service.config.http_max_input_bytes)
-            self._mappers[model.name, model.version] = mapper
+            self._mappers[model] = mapper
         parsed, inputs = mapper.parse(body)
         parsed.model_version = model.version
         parsed.arrival_ns = arrival_ns

@@ -32,6 +32,8 @@ async def infer(service: Service, request: web.BaseRequest, route: Route) -> web
         raise RequestError(DECOUPLED, ErrorKind.UNSUPPORTED)
     body = await _read(service, request)
     with service.admission.admit():
+        # While the body came the model may have been replaced.
+        model = service.registry.get_ready(route.name, route.version)
         parsed = _parse(service, request, body, model)
         response = await _only_response(service, model, parsed)
         encoded = encode_infer(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import asdict
 from typing import Any
 
 from aiohttp import web
@@ -11,6 +12,7 @@ from trimaran.comm.errors import ErrorKind, RequestError
 from trimaran.server import json_access
 from trimaran.server.http_messages import json_response, read_body
 from trimaran.server.http_routes import Route
+from trimaran.server.load_request import load_request_of_json, unload_dependents_of_json
 from trimaran.server.metadata import metadata_message, server_metadata, to_json
 from trimaran.server.service import (
     REPOSITORY_NAME_REFUSED,
@@ -37,6 +39,9 @@ async def answer(service: Service, request: web.BaseRequest, route: Route) -> we
         return json_response(service.log_settings.values())
     elif route.action == "trace":
         return _trace(service, route)
+    if route.action == "load":
+        await service.load(load_request_of_json(route.name, body))
+        return web.Response()
     return _HANDLERS[route.action](service, route, body)
 
 
@@ -57,7 +62,7 @@ def _server_metadata(service: Service, route: Route, body: bytes) -> web.Respons
 
 
 def _model_ready(service: Service, route: Route, body: bytes) -> web.Response:
-    if not service.registry.get(route.name, route.version).is_ready:
+    if not service.registry.is_model_ready(route.name, route.version):
         raise RequestError("Model version not ready")
     return _health(True)
 
@@ -90,16 +95,15 @@ def _index(service: Service, route: Route, body: bytes) -> web.Response:
         if not isinstance(only_ready, bool):
             raise RequestError("Invalid value for 'ready': expected a boolean")
     entries: list[dict[str, Any]] = []
-    for entry in service.registry.index(only_ready=only_ready):
-        members = {"name": entry.name, "version": entry.version, "state": entry.state}
-        if entry.reason:
-            members["reason"] = entry.reason
-        entries.append(members)
+    for entry in service.index(only_ready):
+        members = asdict(entry)
+        entries.append({name: value for name, value in members.items() if value})
     return json_response(entries)
 
 
-def _control(service: Service, route: Route, body: bytes) -> web.Response:
-    raise service.refuse_control()
+def _unload(service: Service, route: Route, body: bytes) -> web.Response:
+    service.unload(route.name, unload_dependents=unload_dependents_of_json(body))
+    return web.Response()
 
 
 def _named_repository(service: Service, route: Route, body: bytes) -> web.Response:
@@ -145,7 +149,7 @@ _HANDLERS: dict[str, _Handler] = {
     "model_config": _model_config,
     "statistics": _statistics,
     "index": _index,
-    "control": _control,
+    "unload": _unload,
     "named_repository": _named_repository,
     "logging": _logging,
     "trace": _trace_change,

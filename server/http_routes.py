@@ -79,7 +79,7 @@ def _repository_route(rest: list[str]) -> Route | None:
     if len(rest) == 2 and rest[1] == "index":
         return Route("index", POST)
     if len(rest) == 3 and rest[0] == "models" and rest[2] in ("load", "unload"):
-        return Route("control", POST, rest[1])
+        return Route(rest[2], POST, rest[1])
     if len(rest) == 4 and rest[1] == "models" and rest[3] in ("load", "unload"):
         return Route("named_repository", POST, rest[2])
     return None

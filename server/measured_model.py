@@ -29,9 +29,27 @@ class MeasuredModel:
         self._model = model
         self.statistics = statistics
         self._metrics = metrics
+        self._num_running = 0
+        self._ended = asyncio.Event()
         self.name = model.name
         self.version = model.version
         self.config: ModelConfig = model.config
+
+    def counting_on(self, model: Model) -> MeasuredModel:
+        """Another model of this one's name and version, whose requests are added to those
+        of this one."""
+        return MeasuredModel(model, self.statistics, self._metrics)
+
+    @property
+    def num_running(self) -> int:
+        """Requests that have begun and are not over, those as a step of another included."""
+        return self._num_running
+
+    async def wait_idle(self) -> None:
+        """Return when no request is running."""
+        while self._num_running:
+            self._ended.clear()
+            await self._ended.wait()
 
     @property
     def is_ready(self) -> bool:
@@ -46,6 +64,7 @@ class MeasuredModel:
     async def infer(self, request: InferRequest) -> AsyncIterator[InferResponse]:
         """Run one request and count it."""
         measure = _Measurement(self, request)
+        self._num_running += 1
         try:
             async with aclosing(self._model.infer(request)) as responses:  # type: ignore[type-var]
                 async for response in responses:
@@ -62,6 +81,9 @@ class MeasuredModel:
         except BaseException:
             measure.failure(FailureReason.OTHER)
             raise
+        finally:
+            self._num_running -= 1
+            self._ended.set()
         measure.success()
 
     def _reason(self, error: RequestError) -> FailureReason:

@@ -127,6 +127,20 @@ class InferenceFamilies:
             for name in (_SUMMARIES if options.has_summaries else ())
         }
 
+    def remove(self, model: str, version: str) -> None:
+        """Show nothing more of a model version. One added later begins at 0."""
+        labels = (model, version)
+        families: list[Counter | Gauge | Histogram] = [
+            self.success, self.count, self.executions, self.pending, self.load_duration,
+            *self.durations.values(), *self.first_response.values(),
+        ]  # fmt: skip
+        for family in families:
+            family.remove(*labels)
+        for reason in FailureReason:
+            self.failure.remove(*labels, reason.value)
+        for summary in self.summaries.values():
+            summary.remove_series(model, version)
+
     def _counter(self, name: str, documentation: str) -> Counter:
         return Counter(f"nv_inference_{name}", documentation, _LABELS, registry=self.registry)
 

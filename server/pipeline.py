@@ -1,18 +1,22 @@
-"""From a model repository to the models that serve it."""
+"""From a model's configuration to the object that serves it."""
 
 from __future__ import annotations
 
-import asyncio
 import logging
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
+from weakref import WeakValueDictionary
+
+from tritonclient.grpc.model_config_pb2 import ModelConfig
 
 from trimaran.comm.errors import ConfigError
-from trimaran.server.engine_client import EngineClient
+from trimaran.server.ensemble_graph import check_ensemble
 from trimaran.server.graph_model import GraphModel, GraphStep
 from trimaran.server.inference import Model
-from trimaran.server.metrics import Metrics
-from trimaran.server.model_repository import ModelRepository, RepositoryModel, Role
+from trimaran.server.model_engines import ModelEngines
+from trimaran.server.model_repository import RepositoryModel, Role
 from trimaran.server.postprocessing import PostprocessingModel
 from trimaran.server.preprocessing import PreprocessingModel
 from trimaran.server.text_models import BlsModel, EnsembleModel, ensemble_maps
@@ -22,100 +26,80 @@ from trimaran.server.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 
+COMPOSED = (Role.ENSEMBLE, Role.BLS)
+"""Roles that run other models."""
+
 _STEPS = (Role.PREPROCESSING, Role.TOKEN, Role.POSTPROCESSING)
 
 
-async def build_models(
-    repository: ModelRepository,
-    engines: EngineClient,
-    metrics: Metrics,
-    tokenizer_threads: int = 2,
-) -> list[Model]:
-    """Every model of the repository, each wrapped so that its requests are counted.
+@dataclass(frozen=True, slots=True)
+class Step:
+    """A model that others may run."""
 
-    Raises:
-        ConfigError: a model cannot be served; the message names it and the remedy.
-    """
-    builder = _Builder(repository, engines, metrics, tokenizer_threads)
-    return await asyncio.to_thread(builder.build)
+    source: RepositoryModel
+    plain: Model
+    """The model itself."""
+    model: Model
+    """The same, counted."""
 
 
-class _Builder:
-    """Builds step models first, then the text models over them."""
+class ModelFactory:
+    """Makes models. Tokenizers are shared by the models that are alive."""
 
-    def __init__(
-        self,
-        repository: ModelRepository,
-        engines: EngineClient,
-        metrics: Metrics,
-        tokenizer_threads: int,
-    ) -> None:
-        self._repository = repository
-        self._engines = engines
-        self._metrics = metrics
+    def __init__(self, tokenizer_threads: int = 2) -> None:
         self._tokenizer_threads = tokenizer_threads
-        self._tokenizers: dict[str, Tokenizer] = {}
-        self._models: dict[str, Model] = {}
-        self._unfinished: set[str] = set()
-        self._plain: dict[str, PreprocessingModel | PostprocessingModel | TokenModel] = {}
+        self._tokenizers: WeakValueDictionary[tuple[object, ...], Tokenizer] = (
+            WeakValueDictionary()
+        )
 
-    def build(self) -> list[Model]:
-        models: list[Model] = []
-        for role in (*_STEPS, Role.ENSEMBLE, Role.BLS, Role.OTHER):
-            for model in self._repository.of_role(role):
-                models.append(self._built(model))
-        return models
+    def single(self, source: RepositoryModel, engines: ModelEngines | None = None) -> Model:
+        """A model that runs by itself; one of the token role has ``engines``. Reads files.
 
-    def _built(self, model: RepositoryModel) -> Model:
-        """The model, built on the first call."""
-        if model.name not in self._models:
-            if model.name in self._unfinished:
-                raise ConfigError(
-                    f"{model.config_path}: the ensemble '{model.name}' is a step of itself"
-                )
-            self._unfinished.add(model.name)
-            self._models[model.name] = self._metrics.measure(self._build_one(model))
-        return self._models[model.name]
-
-    def _build_one(self, model: RepositoryModel) -> Model:
-        if len(model.versions) > 1:
-            raise ConfigError(
-                f"{model.folder} holds the versions {model.versions}, but one version of a "
-                "model is served. Keep one."
-            )
+        Raises:
+            ConfigError: the model cannot be served; the message names it and the remedy.
+        """
+        model = _own_config(source)
         makers: dict[Role, Callable[[RepositoryModel, int], Model]] = {
             Role.PREPROCESSING: self._preprocessing,
-            Role.TOKEN: self._token,
             Role.POSTPROCESSING: self._postprocessing,
-            Role.ENSEMBLE: self._ensemble,
-            Role.BLS: self._bls,
-            Role.OTHER: _refuse,
         }
-        built = makers[model.role](model, model.versions[0])
+        if model.role is Role.TOKEN:
+            assert engines is not None
+            built: Model = TokenModel(model, _only_version(model), engines)
+        elif model.role in makers:
+            built = makers[model.role](model, _only_version(model))
+        else:
+            raise _unserved(model)
+        _log_native(model)
+        return built
+
+    def composed(self, source: RepositoryModel, steps: Mapping[str, Step]) -> Model:
+        """An ensemble or a BLS model over models of ``steps``, which may hold others too.
+
+        Raises:
+            ConfigError: a step is missing, or does not fit; the message names the remedy.
+        """
+        model = _own_config(source)
+        version = _only_version(model)
+        if model.role is Role.BLS:
+            built = self._bls(model, version, steps)
+        else:
+            configs = {name: step.source.config for name, step in steps.items()}
+            check_ensemble(model.config_path, model.config, configs)
+            built = self._ensemble(model, version, steps)
         if isinstance(built, GraphModel):
             logger.info("Model '%s': %s, run step by step", model.name, model.role.value)
-        elif (model.folder / str(model.versions[0]) / "model.py").exists():
-            logger.info(
-                "Model '%s': native %s; its model.py is not run", model.name, model.role.value
-            )
         else:
-            logger.info("Model '%s': native %s", model.name, model.role.value)
+            _log_native(model)
         return built
+
+    # ---- single models ------------------------------------------------------------------
 
     def _preprocessing(self, model: RepositoryModel, version: int) -> Model:
-        built = PreprocessingModel(model, version, self._tokenizer(model))
-        self._plain[model.name] = built
-        return built
+        return PreprocessingModel(model, version, self._tokenizer(model))
 
     def _postprocessing(self, model: RepositoryModel, version: int) -> Model:
-        built = PostprocessingModel(model, version, self._tokenizer(model))
-        self._plain[model.name] = built
-        return built
-
-    def _token(self, model: RepositoryModel, version: int) -> Model:
-        built = TokenModel(model, version, self._engines)
-        self._plain[model.name] = built
-        return built
+        return PostprocessingModel(model, version, self._tokenizer(model))
 
     def _tokenizer(self, model: RepositoryModel) -> Tokenizer:
         folder = model.parameters.get_str("tokenizer_dir")
@@ -124,62 +108,113 @@ class _Builder:
                 f"{model.config_path}: tokenizer_dir is not set. Fill it: trimaran "
                 f"fill-template -i {model.config_path} tokenizer_dir:FOLDER"
             )
-        key = str(Path(folder).resolve())
-        if key not in self._tokenizers:
-            self._tokenizers[key] = Tokenizer(folder, self._tokenizer_threads)
-        return self._tokenizers[key]
+        # With the files' times: a load after a change must not find what was there before.
+        path = Path(folder).resolve()
+        key = (str(path), *_file_times(path))
+        tokenizer = self._tokenizers.get(key)
+        if tokenizer is None:
+            tokenizer = Tokenizer(folder, self._tokenizer_threads)
+            self._tokenizers[key] = tokenizer
+        return tokenizer
 
-    def _ensemble(self, model: RepositoryModel, version: int) -> Model:
-        steps = model.config.ensemble_scheduling.step
-        names = {self._repository.models[s.model_name].role: s.model_name for s in steps}
-        if len(steps) == len(_STEPS) and set(names) == set(_STEPS):
+    # ---- composed models ----------------------------------------------------------------
+
+    def _ensemble(
+        self, model: RepositoryModel, version: int, steps: Mapping[str, Step]
+    ) -> Model:
+        scheduled = model.config.ensemble_scheduling.step
+        names = {steps[s.model_name].source.role: s.model_name for s in scheduled}
+        if len(scheduled) == len(_STEPS) and set(names) == set(_STEPS):
             maps = ensemble_maps(model, names)
             if maps is not None:
-                return EnsembleModel(model, version, self._wired(names), maps)
+                return EnsembleModel(model, version, _wired(names, steps), maps)
         graph = [
-            GraphStep(
-                self._built(self._repository.models[step.model_name]),
-                dict(step.input_map),
-                dict(step.output_map),
-            )
-            for step in steps
+            GraphStep(steps[step.model_name].model, dict(step.input_map), dict(step.output_map))
+            for step in scheduled
         ]
         return GraphModel(model, version, graph)
 
-    def _bls(self, model: RepositoryModel, version: int) -> Model:
-        token = model.parameters.get_str("tensorrt_llm_model_name") or "tensorrt_llm"
-        names = {
-            Role.PREPROCESSING: "preprocessing",
-            Role.TOKEN: token,
-            Role.POSTPROCESSING: "postprocessing",
-        }
+    def _bls(self, model: RepositoryModel, version: int, steps: Mapping[str, Step]) -> Model:
+        names = dict(zip(_STEPS, model.steps, strict=True))
         for role, name in names.items():
-            found = self._repository.models.get(name)
-            if found is None or found.role is not role:
+            found = steps.get(name)
+            if found is None or found.source.role is not role:
                 raise ConfigError(
                     f"{model.config_path}: needs the {role.value} '{name}', which "
-                    f"{self._repository.path} does not hold"
+                    f"{model.folder.parent} does not hold"
                 )
-        return BlsModel(model, version, self._wired(names))
+        return BlsModel(model, version, _wired(names, steps))
 
-    def _wired(self, names: dict[Role, str]) -> Steps:
-        models = {r: self._built(self._repository.models[n]) for r, n in names.items()}
-        post = self._plain[names[Role.POSTPROCESSING]]
-        token = self._plain[names[Role.TOKEN]]
-        assert isinstance(post, PostprocessingModel)
-        assert isinstance(token, TokenModel)
-        return Steps(
-            preprocessing=models[Role.PREPROCESSING],
-            token=models[Role.TOKEN],
-            postprocessing=models[Role.POSTPROCESSING],
-            tokenizer=post.tokenizer,
-            skip_special_tokens=post.skip_special_tokens,
-            excludes_input=token.excludes_input,
+
+def read_labels(model: RepositoryModel) -> dict[str, list[str]]:
+    """The class labels of the outputs that have a file of them.
+
+    Raises:
+        ConfigError: a file cannot be read.
+    """
+    labels = {}
+    for output in model.config.output:
+        if not output.label_filename:
+            continue
+        path = model.folder / output.label_filename
+        try:
+            labels[output.name] = path.read_text(encoding="utf-8").splitlines()
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(
+                f"{model.config_path}: label_filename of output '{output.name}': {path} cannot "
+                f"be read: {error}"
+            ) from error
+    return labels
+
+
+def _own_config(source: RepositoryModel) -> RepositoryModel:
+    """The same with a configuration that a model may complete."""
+    config = ModelConfig()
+    config.CopyFrom(source.config)
+    return replace(source, config=config)
+
+
+def _only_version(model: RepositoryModel) -> int:
+    if len(model.versions) > 1:
+        raise ConfigError(
+            f"{model.folder} holds the versions {model.versions}, but one version of a "
+            "model is served. Keep one."
         )
+    return model.versions[0]
 
 
-def _refuse(model: RepositoryModel, version: int) -> Model:
-    raise ConfigError(
+def _file_times(folder: Path) -> list[tuple[str, int, int]]:
+    if not folder.is_dir():
+        return []
+    with os.scandir(folder) as entries:
+        stats = [(entry.name, entry.stat()) for entry in entries if entry.is_file()]
+    return sorted((name, stat.st_mtime_ns, stat.st_size) for name, stat in stats)
+
+
+def _wired(names: Mapping[Role, str], steps: Mapping[str, Step]) -> Steps:
+    post = steps[names[Role.POSTPROCESSING]].plain
+    token = steps[names[Role.TOKEN]].plain
+    assert isinstance(post, PostprocessingModel)
+    assert isinstance(token, TokenModel)
+    return Steps(
+        preprocessing=steps[names[Role.PREPROCESSING]].model,
+        token=steps[names[Role.TOKEN]].model,
+        postprocessing=steps[names[Role.POSTPROCESSING]].model,
+        tokenizer=post.tokenizer,
+        skip_special_tokens=post.skip_special_tokens,
+        excludes_input=token.excludes_input,
+    )
+
+
+def _log_native(model: RepositoryModel) -> None:
+    note = ""
+    if (model.folder / str(model.versions[0]) / "model.py").exists():
+        note = "; its model.py is not run"
+    logger.info("Model '%s': native %s%s", model.name, model.role.value, note)
+
+
+def _unserved(model: RepositoryModel) -> ConfigError:
+    return ConfigError(
         f"{model.config_path}: model '{model.name}' has the inputs and outputs of none of the "
         f"roles {', '.join(r.value for r in Role if r is not Role.OTHER)}; models of your own "
         "are not served by this version. Remove the folder."

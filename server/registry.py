@@ -1,23 +1,39 @@
-"""The served models by name and version, and whether they are ready."""
+"""The served models by name and version, their states, and whether they are ready."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
+from enum import Enum
+from weakref import WeakKeyDictionary
 
 from trimaran.comm.errors import ErrorKind, RequestError
 from trimaran.server.inference import Model
 from trimaran.server.validation import Validator
 
+UNLOADED = "unloaded"
+"""Why a model is unavailable that was unloaded on purpose."""
+
+_DISCONNECTED = "its workers are not connected"
+
+
+class VersionState(Enum):
+    """What has become of one version of a model, by the name that clients see."""
+
+    LOADING = "LOADING"
+    """Not admitted yet, or not just now; running requests go on."""
+    READY = "READY"
+    UNLOADING = "UNLOADING"
+    UNAVAILABLE = "UNAVAILABLE"
+
 
 @dataclass(frozen=True, slots=True)
 class IndexEntry:
-    """One line of the repository index."""
+    """One line of the repository index; a model that was never loaded has only a name."""
 
     name: str
-    version: str
-    state: str
+    version: str = ""
+    state: str = ""
     reason: str = ""
 
 
@@ -31,40 +47,95 @@ class NotReadyError(RequestError):
         )
 
 
-class ModelRegistry:
-    """All models of one front end. An empty version text means the highest version."""
+@dataclass(slots=True)
+class _Version:
+    """One version's state; ``model`` is there while requests may ask about it."""
 
-    def __init__(
-        self,
-        models: Iterable[Model],
-        *,
-        strict_readiness: bool = True,
-        repository: Path | None = None,
-    ) -> None:
-        self._models: dict[str, dict[int, Model]] = {}
-        self._validators: dict[tuple[str, str], Validator] = {}
-        self._labels: dict[tuple[str, str], dict[str, list[str]]] = {}
+    state: VersionState
+    reason: str = ""
+    model: Model | None = None
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether a request could run now."""
+        model = self.model
+        return self.state is VersionState.READY and model is not None and model.is_ready
+
+
+@dataclass(slots=True)
+class _Extras:
+    """What belongs to a model for as long as somebody holds it."""
+
+    validator: Validator
+    labels: Mapping[str, list[str]]
+
+
+class ModelRegistry:
+    """All models of one front end. An empty version text means the highest version.
+
+    A version is replaced between two steps of the event loop: whoever has got a model
+    keeps what belongs to it until its request ends.
+    """
+
+    def __init__(self, models: Iterable[Model] = (), *, strict_readiness: bool = True) -> None:
+        self._versions: dict[str, dict[int, _Version]] = {}
+        self._extras: WeakKeyDictionary[Model, _Extras] = WeakKeyDictionary()
         self._strict_readiness = strict_readiness
+        by_name: dict[str, list[Model]] = {}
         for model in models:
-            self._models.setdefault(model.name, {})[int(model.version)] = model
-            self._validators[model.name, model.version] = Validator(model.config)
-            self._labels[model.name, model.version] = _read_labels(model, repository)
+            by_name.setdefault(model.name, []).append(model)
+        for versions in by_name.values():
+            self.publish(versions)
+
+    # ---- changes ------------------------------------------------------------------------
+
+    def publish(
+        self, models: Collection[Model], labels: Mapping[str, list[str]] | None = None
+    ) -> None:
+        """Serve these versions of one model from now on, and none besides.
+
+        ``labels`` are the class labels of outputs.
+        """
+        name = next(iter(models)).name
+        versions = self._versions.setdefault(name, {})
+        for version in versions.values():
+            version.model = None
+            version.state, version.reason = VersionState.UNAVAILABLE, UNLOADED
+        for model in models:
+            self._extras[model] = _Extras(Validator(model.config), labels or {})
+            versions[int(model.version)] = _Version(VersionState.READY, model=model)
+
+    def set_state(self, name: str, version: str, state: VersionState, reason: str = "") -> None:
+        """Change one version's state; its model stays if the version may serve again."""
+        versions = self._versions.setdefault(name, {})
+        known = versions.setdefault(int(version), _Version(state))
+        known.state, known.reason = state, reason
+        if state in (VersionState.UNLOADING, VersionState.UNAVAILABLE):
+            known.model = None
+
+    def set_unloaded(self, name: str) -> None:
+        """Note that a model is wanted no more, also one that could not be loaded."""
+        for version in self._versions.get(name, {}).values():
+            if version.state is VersionState.UNAVAILABLE:
+                version.reason = UNLOADED
+
+    # ---- questions ----------------------------------------------------------------------
 
     def get(self, name: str, version: str = "") -> Model:
         """The model, ready or not.
 
         Raises:
             RequestError: no such model or version, or ``version`` is not a number.
+            NotReadyError: it is being loaded for the first time, or unloaded.
         """
-        versions = self._models.get(name)
-        if versions is None:
-            raise _unknown(f"'{name}' is not found")
-        number = parse_version(version)
-        if number is None:
-            return versions[max(versions)]
-        if number not in versions:
+        number, found = self._find(name, version)
+        if found.model is not None:
+            return found.model
+        if found.state is not VersionState.UNAVAILABLE:
+            raise NotReadyError(name, str(number))
+        if version:
             raise _unknown(f"'{name}' version {number} is not found")
-        return versions[number]
+        raise _unknown(f"'{name}' has no available versions")
 
     def get_ready(self, name: str, version: str = "") -> Model:
         """The model, able to run.
@@ -74,58 +145,97 @@ class ModelRegistry:
             NotReadyError: known but not able to run now.
         """
         model = self.get(name, version)
-        if not model.is_ready:
+        if not self.is_model_ready(model.name, model.version):
             raise NotReadyError(model.name, model.version)
         return model
 
+    def is_model_ready(self, name: str, version: str = "") -> bool:
+        """Whether a request to this model could run now.
+
+        Raises:
+            RequestError: no such model or version.
+        """
+        try:
+            self.get(name, version)
+        except NotReadyError:
+            return False
+        return self._find(name, version)[1].is_ready
+
     def validator(self, model: Model) -> Validator:
         """The checks of this model's requests."""
-        return self._validators[model.name, model.version]
+        return self._extras[model].validator
 
-    def labels(self, model: Model) -> dict[str, list[str]]:
+    def labels(self, model: Model) -> Mapping[str, list[str]]:
         """The class labels of the model's outputs that have them."""
-        return self._labels[model.name, model.version]
+        return self._extras[model].labels
 
     def models(self) -> list[Model]:
-        """All models, by name and version."""
-        return [
-            versions[number]
-            for _, versions in sorted(self._models.items())
+        """All models that may serve, by name and version."""
+        found = (
+            versions[number].model
+            for _, versions in sorted(self._versions.items())
             for number in sorted(versions)
-        ]
+        )
+        return [model for model in found if model is not None]
 
     def ready_versions(self, name: str) -> list[str]:
         """The versions of a model that could run now."""
-        versions = self._models[name]
+        versions = self._versions[name]
         return [str(number) for number in sorted(versions) if versions[number].is_ready]
+
+    def state(self, name: str, version: str) -> VersionState | None:
+        """What has become of a version; None if it was never heard of."""
+        found = self._versions.get(name, {}).get(int(version))
+        return None if found is None else found.state
 
     @property
     def is_ready(self) -> bool:
         """Whether the whole server counts as ready."""
-        return not self._strict_readiness or all(model.is_ready for model in self.models())
+        return not self._strict_readiness or all(
+            version.is_ready or version.reason == UNLOADED
+            for versions in self._versions.values()
+            for version in versions.values()
+        )
 
-    def index(self, *, only_ready: bool = False) -> list[IndexEntry]:
-        """All versions of all models, by name."""
+    def index(
+        self, *, only_ready: bool = False, others: Iterable[str] = ()
+    ) -> list[IndexEntry]:
+        """All versions of all models, by name; ``others`` are models that may be loaded."""
         entries = [
-            IndexEntry(model.name, model.version, "READY")
-            if model.is_ready
-            else IndexEntry(
-                model.name, model.version, "UNAVAILABLE", "its workers are not connected"
-            )
-            for model in self.models()
+            _entry(name, number, versions[number])
+            for name, versions in self._versions.items()
+            for number in sorted(versions)
         ]
-        return [entry for entry in entries if entry.state == "READY" or not only_ready]
+        entries += [IndexEntry(name) for name in set(others) - set(self._versions)]
+        entries.sort(key=lambda entry: entry.name)
+        ready = VersionState.READY.value
+        return [entry for entry in entries if entry.state == ready or not only_ready]
+
+    def _find(self, name: str, version: str) -> tuple[int, _Version]:
+        """A version's number and state: without one, of the highest that may serve."""
+        versions = self._versions.get(name)
+        if versions is None:
+            raise _unknown(f"'{name}' is not found")
+        number = parse_version(version)
+        if number is None:
+            number = max(versions, key=lambda n: (_may_serve(versions[n]), n))
+        if number not in versions:
+            raise _unknown(f"'{name}' version {number} is not found")
+        return number, versions[number]
 
 
-def _read_labels(model: Model, repository: Path | None) -> dict[str, list[str]]:
-    if repository is None:
-        return {}
-    folder = repository / model.name
-    return {
-        output.name: (folder / output.label_filename).read_text().splitlines()
-        for output in model.config.output
-        if output.label_filename
-    }
+def _may_serve(version: _Version) -> int:
+    """How much a version is to be preferred when none is named."""
+    if version.model is not None:
+        return 2
+    return int(version.state is not VersionState.UNAVAILABLE)
+
+
+def _entry(name: str, number: int, version: _Version) -> IndexEntry:
+    state, reason = version.state, version.reason
+    if state is VersionState.READY and not version.is_ready:
+        state, reason = VersionState.UNAVAILABLE, _DISCONNECTED
+    return IndexEntry(name, str(number), state.value, reason)
 
 
 def parse_version(text: str) -> int | None:

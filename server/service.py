@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
+from weakref import WeakKeyDictionary
 
 from tritonclient.grpc.model_config_pb2 import ModelConfig
 from tritonclient.grpc.service_pb2 import ModelStatisticsResponse
@@ -14,11 +15,13 @@ from trimaran.server.config import FrontendConfig
 from trimaran.server.group_board import GroupBoard
 from trimaran.server.infer_json import RequestedOutput
 from trimaran.server.inference import InferRequest, InferResponse, Model
+from trimaran.server.load_request import LoadRequest
 from trimaran.server.log_settings import LogSettings
 from trimaran.server.measured_model import MeasuredModel
 from trimaran.server.metadata import completed_config
 from trimaran.server.metrics import Metrics
-from trimaran.server.registry import ModelRegistry, parse_version
+from trimaran.server.model_control import ModelControl
+from trimaran.server.registry import IndexEntry, ModelRegistry, parse_version
 from trimaran.server.validation import WireInput
 
 INTERNAL = "internal error; the server's log has the details"
@@ -51,7 +54,9 @@ class Service:
     log_settings: LogSettings = field(default_factory=LogSettings)
     admission: Admission = field(default_factory=Admission)
     board: GroupBoard = field(default_factory=GroupBoard)
-    _configs: dict[tuple[str, str], ModelConfig] = field(default_factory=dict)
+    control: ModelControl | None = None
+    """None where nothing is loaded while the server runs."""
+    _configs: WeakKeyDictionary[Model, ModelConfig] = field(default_factory=WeakKeyDictionary)
 
     @property
     def is_ready(self) -> bool:
@@ -60,10 +65,9 @@ class Service:
 
     def model_config(self, model: Model) -> ModelConfig:
         """The completed configuration of a model."""
-        key = (model.name, model.version)
-        if key not in self._configs:
-            self._configs[key] = completed_config(model)
-        return self._configs[key]
+        if model not in self._configs:
+            self._configs[model] = completed_config(model)
+        return self._configs[model]
 
     def infer(
         self,
@@ -104,15 +108,33 @@ class Service:
                 response.model_stats.append(model.statistics.message())
         return response
 
-    def refuse_control(self) -> RequestError:
-        """The error of a request to load or unload a model."""
-        if self.config.model_control_mode != "explicit":
-            return RequestError(CONTROL_REFUSED, ErrorKind.UNAVAILABLE)
-        return RequestError(
-            "this server does not load or unload models while it runs; restart it with the "
-            "models wanted",
-            ErrorKind.UNSUPPORTED,
-        )
+    def index(self, only_ready: bool) -> list[IndexEntry]:
+        """The repository index: in explicit mode with what could be loaded."""
+        is_explicit = self.config.model_control_mode == "explicit"
+        others = self.control.names() if is_explicit and self.control is not None else ()
+        return self.registry.index(only_ready=only_ready, others=others)
+
+    async def load(self, request: LoadRequest) -> None:
+        """Load a model on a client's request; returns once it serves.
+
+        Raises:
+            RequestError: it was not loaded.
+        """
+        await self._control().load(request)
+
+    def unload(self, name: str, *, unload_dependents: bool) -> None:
+        """Begin to unload a model on a client's request.
+
+        Raises:
+            RequestError: clients may not.
+        """
+        self._control().unload(name, unload_dependents=unload_dependents)
+
+    def _control(self) -> ModelControl:
+        if self.config.model_control_mode != "explicit" or self.control is None:
+            raise RequestError(CONTROL_REFUSED, ErrorKind.UNAVAILABLE)
+        self.admission.check()
+        return self.control
 
 
 def unknown_region(kind: str, name: str) -> RequestError:

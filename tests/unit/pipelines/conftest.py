@@ -40,8 +40,10 @@ from trimaran.server.datatypes import from_config
 from trimaran.server.engine_client import EngineClient
 from trimaran.server.inference import InferRequest, InferResponse, Model
 from trimaran.server.metrics import Metrics
-from trimaran.server.model_repository import ModelRepository
-from trimaran.server.pipeline import build_models
+from trimaran.server.model_repository import ModelRepository, Role
+from trimaran.server.model_set import Candidate, ModelSet
+from trimaran.server.pipeline import COMPOSED, ModelFactory
+from trimaran.server.registry import ModelRegistry
 from trimaran.server.tokenizer import Tokenizer
 from trimaran.server.validation import Validator, WireInput
 
@@ -193,6 +195,41 @@ class ScriptedEngine:
         return ids
 
 
+def build(config: FrontendConfig, engines: EngineClient, metrics: Metrics) -> dict[str, Model]:
+    """Every model of a repository, by name.
+
+    Raises:
+        ConfigError: one of them cannot be served.
+    """
+    factory = ModelFactory()
+    candidates = []
+    for source in ModelRepository.load(config.model_repository).models.values():
+        plain = None
+        if source.role is Role.TOKEN:
+            groups = config.groups.get(source.name, ())
+            version = str(source.versions[-1])
+            plain = factory.single(source, engines.add_model(source.name, version, 1, groups))
+        elif source.role not in COMPOSED:
+            plain = factory.single(source)
+        candidates.append(Candidate(source=source, plain=plain))
+    registry = ModelRegistry()
+    outcome = ModelSet(factory, metrics, registry).commit(candidates)
+    for failure in outcome.failures.values():
+        raise failure
+    return {model.name: model for model in registry.models()}
+
+
+@pytest.fixture
+def build_models() -> Callable[[Path], dict[str, Model]]:
+    """Builds every model of a repository, over no engines."""
+
+    def build_all(root: Path) -> dict[str, Model]:
+        config, metrics = FrontendConfig(model_repository=str(root)), Metrics()
+        return build(config, EngineClient(config, metrics), metrics)
+
+    return build_all
+
+
 class Served:
     """All models of a repository over one engine group, called as the protocols call them."""
 
@@ -206,9 +243,7 @@ class Served:
 
     async def start(self) -> None:
         """Build the models and listen for engines."""
-        repository = ModelRepository.load(self.config.model_repository)
-        models = await build_models(repository, self.engines, self.metrics)
-        self.models = {model.name: model for model in models}
+        self.models = build(self.config, self.engines, self.metrics)
         await self.engines.start()
 
     async def dial(

@@ -9,24 +9,12 @@ from pathlib import Path
 import pytest
 
 from trimaran.comm.errors import ConfigError
-from trimaran.server.config import FrontendConfig
-from trimaran.server.engine_client import EngineClient
-from trimaran.server.metrics import Metrics
-from trimaran.server.model_repository import ModelRepository
-from trimaran.server.pipeline import build_models
 
 OTHER = """
 name: "mine" backend: "python"
 input { name: "X" data_type: TYPE_FP32 dims: 1 }
 output { name: "Y" data_type: TYPE_FP32 dims: 1 }
 """
-
-
-async def _build(root: Path) -> list[str]:
-    metrics = Metrics()
-    engines = EngineClient(FrontendConfig(model_repository=str(root)), metrics)
-    models = await build_models(ModelRepository.load(root), engines, metrics)
-    return [model.name for model in models]
 
 
 def _edit(config: Path, old: str, new: str) -> None:
@@ -53,11 +41,13 @@ async def test_all_five_models_are_built_and_wait_for_the_engine(serve):
         )
 
 
-async def test_the_log_says_that_a_models_python_file_is_not_run(serve, tmp_path, caplog):
+async def test_the_log_says_that_a_models_python_file_is_not_run(
+    serve, build_models, tmp_path, caplog
+):
     caplog.set_level(logging.INFO)
     async with serve():
         (tmp_path / "models" / "preprocessing" / "1" / "model.py").touch()
-        await _build(tmp_path / "models")
+        build_models(tmp_path / "models")
     messages = [record.message for record in caplog.records]
     assert "Model 'preprocessing': native preprocessing; its model.py is not run" in messages
     assert "Model 'ensemble': native ensemble" in messages
@@ -87,23 +77,23 @@ async def test_the_log_says_that_a_models_python_file_is_not_run(serve, tmp_path
     ],
 )
 async def test_what_cannot_be_served_is_refused_by_file_and_key(
-    serve, tmp_path, model, old, new, texts
+    serve, build_models, tmp_path, model, old, new, texts
 ):
     async with serve():
         _edit(tmp_path / "models" / model / "config.pbtxt", old, new)
         with pytest.raises(ConfigError) as got:
-            await _build(tmp_path / "models")
+            build_models(tmp_path / "models")
     assert all(text in str(got.value) for text in texts)
 
 
-async def test_a_model_of_no_role_is_refused(serve, tmp_path):
+async def test_a_model_of_no_role_is_refused(serve, build_models, tmp_path):
     async with serve():
         (tmp_path / "models" / "mine" / "1").mkdir(parents=True)
         (tmp_path / "models" / "mine" / "config.pbtxt").write_text(OTHER)
         with pytest.raises(
             ConfigError, match="model 'mine' has the inputs and outputs of none"
         ):
-            await _build(tmp_path / "models")
+            build_models(tmp_path / "models")
 
 
 async def test_an_ensemble_may_name_its_tensors_as_it_likes(serve, tmp_path):

@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import http.client
 import json
+import sys
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from dataclasses import dataclass
 from email.message import Message
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -26,6 +28,9 @@ from trimaran.server.inference import InferRequest, InferResponse, Tensor
 from trimaran.server.metrics import Metrics
 from trimaran.server.registry import ModelRegistry
 from trimaran.server.service import Service
+
+# Helper modules lie beside the tests, which are imported by path.
+sys.path.insert(0, str(Path(__file__).parent))
 
 ECHO = """
 name: "echo" backend: "python"

@@ -1,0 +1,128 @@
+"""Reads what is to be loaded: models of the repository, or those that came with a request."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from trimaran.comm.errors import ConfigError, ErrorKind, RequestError
+from trimaran.server.config_pbtxt import read_config
+from trimaran.server.fingerprint import fingerprint
+from trimaran.server.load_request import LoadRequest, OverrideFolders
+from trimaran.server.model_repository import (
+    CONFIG_FILE,
+    NoVersionError,
+    RepositoryModel,
+    load_model,
+    model_folders,
+    parameters_of,
+    repository_model,
+)
+from trimaran.server.pipeline import read_labels
+
+
+class LoadError(RequestError):
+    """A model was not loaded; what was loaded before is as it was."""
+
+    def __init__(self, name: str, text: str) -> None:
+        super().__init__(f"failed to load '{name}', {text}", ErrorKind.INTERNAL)
+        self.reason = text
+
+
+@dataclass(frozen=True, slots=True)
+class ReadModel:
+    """A model as it is on disk now."""
+
+    source: RepositoryModel
+    labels: dict[str, list[str]] = field(default_factory=dict)
+    fingerprint: str = ""
+    """Empty for a model that came with its request."""
+
+
+class ModelReader:
+    """Reads models from a repository's folder. Reads files: not for the event loop."""
+
+    def __init__(self, root: Path, overrides: OverrideFolders) -> None:
+        self._root = root
+        self._overrides = overrides
+
+    def names(self) -> list[str]:
+        """The models that the repository holds now.
+
+        Raises:
+            ConfigError: it is no folder.
+        """
+        return list(model_folders(self._root))
+
+    def fingerprints(self) -> dict[str, str]:
+        """The state of the files of every model of the repository.
+
+        Raises:
+            ConfigError: it is no folder.
+        """
+        found = {}
+        for name, folder in model_folders(self._root).items():
+            try:
+                config = read_config(folder / CONFIG_FILE)
+            except ConfigError:
+                found[name] = fingerprint(folder, None)
+            else:
+                found[name] = fingerprint(folder, parameters_of(folder, config))
+        return found
+
+    def read(
+        self, requests: Sequence[LoadRequest], is_loaded: Callable[[str], bool]
+    ) -> dict[str, ReadModel]:
+        """The requested models and the steps they need that are not loaded, by name.
+
+        Raises:
+            LoadError: one of them cannot be read.
+        """
+        found: dict[str, ReadModel] = {}
+        folders = model_folders(self._root)
+        for request in requests:
+            found[request.name] = self._requested(request, folders.get(request.name))
+        unseen = list(found)
+        while unseen:
+            for step in found[unseen.pop()].source.steps:
+                if step not in found and not is_loaded(step) and step in folders:
+                    found[step] = self._of_repository(step, folders[step])
+                    unseen.append(step)
+        return found
+
+    def _requested(self, request: LoadRequest, folder: Path | None) -> ReadModel:
+        if not request.config:
+            return self._of_repository(request.name, folder)
+        if request.files:
+            folder = self._overrides.write(request)
+        elif folder is None:
+            raise _not_found(request.name)
+        try:
+            source = repository_model(folder, request.model_config())
+            return ReadModel(source, read_labels(source))
+        except ConfigError as error:
+            self._overrides.remove(folder)
+            raise _unreadable(request.name, error) from error
+
+    def _of_repository(self, name: str, folder: Path | None) -> ReadModel:
+        if folder is None:
+            raise _not_found(name)
+        try:
+            source = load_model(folder)
+            # Taken before the files are read: a change in between is seen at the next look.
+            return ReadModel(
+                source, read_labels(source), fingerprint(folder, source.parameters)
+            )
+        except ConfigError as error:
+            raise _unreadable(name, error) from error
+
+
+def _not_found(name: str) -> LoadError:
+    return LoadError(name, "failed to poll from model repository")
+
+
+def _unreadable(name: str, error: ConfigError) -> LoadError:
+    if isinstance(error, NoVersionError):
+        return LoadError(name, f"no version is available: {error}")
+    return LoadError(name, f"failed to poll from model repository: {error}")

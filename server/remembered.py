@@ -1,0 +1,50 @@
+"""What a front end leaves to the one that is started after its death."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import msgpack
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RememberedModel:
+    """One loaded model, or one that waits for its steps."""
+
+    name: str
+    folder: str
+    config: bytes
+    """The ModelConfig that it was loaded with."""
+
+    fingerprint: str = ""
+    groups: tuple[str, ...] = ()
+    generation: int = 1
+    is_loaded: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Remembered:
+    """The loaded models, and the last generation of each model that ever had one."""
+
+    models: tuple[RememberedModel, ...] = ()
+    generations: dict[str, int] = field(default_factory=dict)
+
+    def to_bytes(self) -> bytes:
+        """For the supervisor to keep."""
+        packed: bytes = msgpack.packb(asdict(self))
+        return packed
+
+    @classmethod
+    def from_bytes(cls, raw: bytes) -> Remembered:
+        """The inverse of `to_bytes`."""
+        values: dict[str, Any] = msgpack.unpackb(raw)
+        models: Sequence[dict[str, Any]] = values["models"]
+        return cls(
+            models=tuple(
+                RememberedModel(**{**model, "groups": tuple(model["groups"])})
+                for model in models
+            ),
+            generations=dict(values["generations"]),
+        )

@@ -1,0 +1,52 @@
+"""Follows a repository's folder: what appears is loaded, what changes again, what goes not."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from contextlib import suppress
+
+from trimaran.comm.errors import ConfigError
+from trimaran.server.load_request import LoadRequest
+from trimaran.server.model_control import ModelControl
+from trimaran.server.model_reader import LoadError, ModelReader
+
+logger = logging.getLogger(__name__)
+
+
+class RepositoryPoll:
+    """Looks at the repository once a period. A model that fails to load is tried again
+    when its files change."""
+
+    def __init__(self, reader: ModelReader, control: ModelControl, period_s: float) -> None:
+        self._reader = reader
+        self._control = control
+        self._period_s = period_s
+        self._seen: dict[str, str] = {}
+
+    async def run(self) -> None:
+        """Look until cancelled. Models that are loaded already count as seen."""
+        self._seen = await asyncio.to_thread(self._reader.fingerprints)
+        for loaded in self._control.loaded():
+            self._seen[loaded.candidate.name] = loaded.candidate.fingerprint
+        while True:
+            await asyncio.sleep(self._period_s)
+            try:
+                await self._look()
+            except ConfigError as error:
+                logger.error("the repository cannot be read: %s", error)
+
+    async def _look(self) -> None:
+        found = await asyncio.to_thread(self._reader.fingerprints)
+        gone = self._seen.keys() - found.keys()
+        changed = [name for name, value in found.items() if self._seen.get(name) != value]
+        self._seen = found
+        for name in gone:
+            self._control.unload(name)
+        # Each by itself, so that one which fails keeps no other from being loaded.
+        await asyncio.gather(*map(self._load, changed))
+
+    async def _load(self, name: str) -> None:
+        # What fails is in the log already.
+        with suppress(LoadError):
+            await self._control.load(LoadRequest(name))

@@ -1,0 +1,111 @@
+"""The worker groups behind token-level models: opened, awaited and closed."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from trimaran.comm.errors import ErrorKind, RequestError
+from trimaran.server.engine_client import EngineClient
+from trimaran.server.group_board import GroupBoard
+from trimaran.server.group_requests import GroupRequests
+from trimaran.server.model_engines import ModelEngines
+from trimaran.server.model_repository import RepositoryModel
+
+logger = logging.getLogger(__name__)
+
+_READY_POLL_S = 0.02
+
+
+@dataclass(frozen=True, slots=True)
+class OpenedGroups:
+    """One generation of a model: its groups, and the way to their engines."""
+
+    engines: ModelEngines
+    groups: tuple[str, ...]
+    generation: int
+
+
+class TokenGroups:
+    """Opens and closes generations of token-level models.
+
+    Counts the generations of each model, so that no two groups in the life of a server
+    have one name.
+    """
+
+    def __init__(
+        self, requests: GroupRequests, engines: EngineClient, board: GroupBoard
+    ) -> None:
+        self._requests = requests
+        self._engines = engines
+        self._board = board
+        self.generations: dict[str, int] = {}
+        """The last generation of each model."""
+
+    def adopt(
+        self, source: RepositoryModel, generation: int, groups: Sequence[str]
+    ) -> OpenedGroups:
+        """Take groups that are started already."""
+        last = self.generations.get(source.name, 0)
+        self.generations[source.name] = max(last, generation)
+        version = str(source.versions[0])
+        engines = self._engines.add_model(source.name, version, generation, tuple(groups))
+        return OpenedGroups(engines, tuple(groups), generation)
+
+    async def open(
+        self, source: RepositoryModel, before_start: Callable[[], None]
+    ) -> OpenedGroups:
+        """Have the next generation started; its engines are not up yet.
+
+        ``before_start`` is called when its number is taken.
+
+        Raises:
+            GroupsRefusedError: nothing was started.
+        """
+        generation = self.generations.get(source.name, 0) + 1
+        self.generations[source.name] = generation
+        before_start()
+        groups = await self._requests.start(source, generation)
+        return self.adopt(source, generation, groups)
+
+    async def wait_up(self, opened: OpenedGroups) -> None:
+        """Return once every group serves.
+
+        Raises:
+            RequestError: one of them failed, and is not started again.
+        """
+        while True:
+            states = [self._board.group(group) for group in opened.groups]
+            for state in states:
+                if state is not None and state["state"] == "failed":
+                    raise RequestError(
+                        f"its worker group '{state['group']}' failed: {state['text']}",
+                        ErrorKind.INTERNAL,
+                    )
+            if all(group.link is not None for group in opened.engines.groups.values()):
+                return
+            await asyncio.sleep(_READY_POLL_S)
+
+    async def wait_known(self, opened: OpenedGroups) -> None:
+        """Return once every group is up or known to be down."""
+        while not opened.engines.is_ready:
+            states = [self._board.group(group) for group in opened.groups]
+            if all(state is not None and state["state"] != "up" for state in states):
+                return
+            await asyncio.sleep(_READY_POLL_S)
+
+    async def close(self, engines: ModelEngines | None, groups: Sequence[str]) -> None:
+        """End a generation: returns once its processes are gone, and what they held with
+        them."""
+        if engines is not None:
+            engines.close()
+        if not groups:
+            return
+        try:
+            await self._requests.stop(groups)
+        except RequestError as error:
+            logger.error("groups %s: %s", ", ".join(groups), error)
+        for group in groups:
+            self._board.remove(group)
