@@ -240,7 +240,7 @@ class ModelEngines:
         hashes: Sequence[int] = ()
         if any(group.load.prefixes is not None for group in up):
             hashes = _hashes(submit, submit.prompt_ids, size)
-        prompt = Prompt(num_tokens, hashes, size)
+        prompt = Prompt(num_tokens, request.num_left, hashes, size)
         loads = [group.load for group in up]
         group = up[self._router.choose(loads, prompt) if len(up) > 1 else 0]
         # Of a replayed request that has tokens nobody says when its context is done.

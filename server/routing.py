@@ -5,10 +5,13 @@ from __future__ import annotations
 import itertools
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 MAX_KNOWN_BLOCKS = 1 << 16
 """Most blocks of prompts that are remembered a group; about 10 MiB."""
+
+KNOWN_TOKEN_WORTH = 4.0
+MAX_IMBALANCE = 1.25
 
 _ID_BYTES = 4
 _FORGETTING = 0.99
@@ -76,7 +79,12 @@ class Prompt:
     """A request as routing sees it."""
 
     num_tokens: int
-    hashes: Sequence[int] = field(default_factory=tuple)
+    max_tokens: int = 0
+    """Most tokens of its output."""
+
+    hashes: Sequence[int] = ()
+    """Of its blocks (`block_hashes`); none if nobody asks."""
+
     tokens_per_block: int = 32
 
     def num_known(self, load: GroupLoad) -> int:
@@ -88,12 +96,15 @@ class Prompt:
 
 
 class Router:
-    """Chooses the group that would have least to compute after it has taken the request.
+    """Chooses the group that owes least, or one that knows the prompt's beginning.
 
-    A group that knows the prompt's beginning is therefore preferred as long as it is ahead
-    of the others by no more tokens than that saves; beyond, the least loaded one is taken.
-    Equals take turns. Requests end before they reach their limit more or less often: what
-    a running one may still ask for counts by the share that finished ones used of theirs.
+    Computing a beginning again is work for nothing, while uneven groups only do the same
+    work at other times: a known token makes up for `KNOWN_TOKEN_WORTH` owed ones. But a
+    group that owes over `MAX_IMBALANCE` times what the least loaded one does, and this
+    request besides, is not preferred. Equals take turns.
+
+    Requests end before they reach their limit more or less often: what one may still ask
+    for counts by the share that finished ones used of theirs.
     """
 
     def __init__(self) -> None:
@@ -114,12 +125,14 @@ class Router:
     def choose(self, loads: Sequence[GroupLoad], prompt: Prompt) -> int:
         """The index of the group for this request; there is at least one."""
         share = self.used_share
-
-        def cost(index: int) -> tuple[float, int]:
-            load = loads[index]
-            owed = load.context_tokens + share * load.output_tokens
-            return owed - prompt.num_known(load), load.last_chosen
-
-        chosen = min(range(len(loads)), key=cost)
+        owed = [load.context_tokens + share * load.output_tokens for load in loads]
+        own = prompt.num_tokens + share * prompt.max_tokens
+        limit = MAX_IMBALANCE * min(owed) + own
+        costs = [
+            (owed[i] - KNOWN_TOKEN_WORTH * prompt.num_known(load), load.last_chosen, i)
+            for i, load in enumerate(loads)
+            if owed[i] <= limit
+        ]
+        chosen = min(costs)[-1]
         loads[chosen].last_chosen = next(self._turns)
         return chosen

@@ -68,7 +68,7 @@ async def test_new_requests_are_refused_while_no_engine_is_there(serve):
         engine = await served.dial(served.answer("a"))
         assert await served.texts("ensemble", text_input="x", max_tokens=4) == ["xa"]
         await engine.end()
-        await engine.until(lambda: not served.engines.is_ready("tensorrt_llm"))
+        await engine.until(lambda: not served.models["tensorrt_llm"].is_ready)
         with pytest.raises(EngineDeadError, match="in ensemble 'ensemble', Request for") as got:
             await served.infer("ensemble", text_input="x", max_tokens=4)
         assert got.value.kind is ErrorKind.UNAVAILABLE
@@ -163,7 +163,7 @@ async def test_whichever_group_returns_first_takes_over_for_all(serve):
         await engines[0].end()
         await engines[1].until(lambda: len(engines[1].submits) == 4)
         await engines[1].end()
-        await engines[1].until(lambda: not served.engines.is_ready("tensorrt_llm"))
+        await engines[1].until(lambda: not served.models["tensorrt_llm"].is_ready)
         await served.dial(served.answer(TEXT), group="g0", incarnation=1)
         assert {"".join(await task) for task in tasks} == {TEXT}
 
@@ -211,7 +211,7 @@ async def test_an_engine_that_breaks_the_protocol_is_dropped_and_its_requests_wa
         task = _start(served)
         await engine.until(lambda: len(engine.submits) == 1)
         engine.send(Cancel(request_ids=[1]))
-        await engine.until(lambda: not served.engines.is_ready("tensorrt_llm"))
+        await engine.until(lambda: not served.models["tensorrt_llm"].is_ready)
         await served.dial(served.answer(TEXT), incarnation=1)
         assert "".join(await task) == TEXT
 

@@ -171,7 +171,7 @@ def test_token_histograms_have_the_known_buckets():
     metrics.add_engine("m", "1")
     metrics.observe_lengths("m", "1", 11, 600)
     metrics.observe_time_to_first_token("m", "1", 0.03)
-    metrics.observe_inter_token("m", "1", 0.004)
+    metrics.inter_token_observer("m", "1")(0.004)
     samples = parse(metrics.render())
 
     def bucket(le):
@@ -203,6 +203,60 @@ def test_what_an_engine_says_about_itself_replaces_what_it_said_before():
     samples = parse(metrics.render())
     assert samples[of("trimaran_group_up", "m", group="g0")] == 0
     assert samples[of("trimaran_group_restarts", "m", group="g0")] == 3
+
+
+def test_the_figures_of_a_models_groups_are_shown_as_one_engines():
+    metrics = Metrics()
+    metrics.add_engine("m", "1")
+    first = {"kv_max_blocks": 100, "kv_used_blocks": 10, "kv_tokens_per_block": 32,
+             "active_requests": 3, "timestamp_us": 7}  # fmt: skip
+    second = {**first, "kv_used_blocks": 40, "active_requests": 4, "timestamp_us": 5}
+    metrics.set_engine_stats("m", "1", first, "m")
+    metrics.set_engine_stats("m", "1", second, "m#1")
+    blocks, label = "nv_trt_llm_kv_cache_block_metrics", "kv_cache_block_type"
+
+    def shown():
+        samples = parse(metrics.render())
+        found = {
+            name: samples[of(blocks, "m", **{label: name})]
+            for name in ("max", "used", "tokens_per", "fraction")
+        }
+        found["active"] = samples[of("nv_trt_llm_request_metrics", "m", request_type="active")]
+        return found
+
+    both = {"max": 200, "used": 50, "tokens_per": 32, "fraction": 0.25, "active": 7}
+    assert shown() == both
+    metrics.add_engine("m", "1")
+    assert shown() == both
+    metrics.drop_engine_stats("m", "1", "m#1")
+    assert shown() == {"max": 100, "used": 10, "tokens_per": 32, "fraction": 0.1, "active": 3}
+
+
+def test_nothing_is_left_of_an_engine_that_was_removed_and_a_later_one_begins_at_0():
+    metrics = Metrics()
+    nothing = metrics.render()
+    facts = {"backends": {"attention": "torch"}, "transports": {}, "start_method": "spawn"}
+
+    def fill():
+        metrics.add_engine("m", "1")
+        for group in ("m", "m#1"):
+            metrics.group_state("m", group, is_up=True, num_restarts=0)
+            metrics.set_engine_info("m", "1", facts, group)
+            metrics.set_engine_stats("m", "1", {"active_requests": 3}, group)
+
+    fill()
+    fresh = metrics.render()
+    metrics.observe_lengths("m", "1", 3, 4)
+    metrics.observe_time_to_first_token("m", "1", 0.1)
+    metrics.inter_token_observer("m", "1")(0.1)
+    metrics.remove_group("m", "1", "m#1")
+    assert of("trimaran_group_up", "m", group="m#1") not in parse(metrics.render())
+    assert parse(metrics.render())[of("trimaran_backend_info", "m", operator="attention",
+                                      backend="torch")] == 1  # fmt: skip
+    metrics.remove_engine("m", "1")
+    assert metrics.render() == nothing
+    fill()
+    assert metrics.render() == fresh
 
 
 def test_latency_families_follow_the_configuration(server):
