@@ -1,0 +1,150 @@
+"""Where the groups of several models run: refusals, replicas, and ranks of one job."""
+
+from __future__ import annotations
+
+import contextlib
+import subprocess
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+from served import BIN, Served, command_env, free_ports, run_trimaran
+
+FILL = (
+    "triton_backend:tensorrtllm,triton_max_batch_size:64,decoupled_mode:False,"
+    "logits_datatype:TYPE_FP32,encoder_input_features_data_type:TYPE_FP16"
+)
+PROMPT = (12, 345, 678, 9)
+PAIR, SINGLE = "pair", "single"
+EXACT = ("--dtype", "float32")
+
+
+@pytest.fixture(scope="module")
+def make_models(
+    demo_engine: Callable[[int], Path], tmp_path_factory: pytest.TempPathFactory
+) -> Callable[..., Path]:
+    """A repository of ``pair`` on two ranks and ``single`` on one, with these values."""
+
+    def make(
+        pair: dict[str, str] | None = None,
+        single: dict[str, str] | None = None,
+        instances: int = 1,
+    ) -> Path:
+        root = tmp_path_factory.mktemp("repository")
+        for model, world_size, values in ((PAIR, 2, pair), (SINGLE, 1, single)):
+            if values is None:
+                continue
+            scratch = root / "filled" / model
+            more = "".join(f",{key}:{value}" for key, value in values.items())
+            done = run_trimaran(
+                "init-repo", str(scratch), "--models", "tensorrt_llm",
+                "--fill", f"{FILL},engine_dir:{demo_engine(world_size)}{more}",
+            )  # fmt: skip
+            assert done.returncode == 0, done.stderr
+            text = (scratch / "tensorrt_llm" / "config.pbtxt").read_text()
+            text = text.replace('name: "tensorrt_llm"', f'name: "{model}"', 1)
+            text = text.replace("count: 1", f"count: {instances}")
+            (root / "models" / model / "1").mkdir(parents=True)
+            (root / "models" / model / "config.pbtxt").write_text(text)
+        return root / "models"
+
+    return make
+
+
+def tokens(server: Served, model: str, num_tokens: int = 60) -> list[int]:
+    """The greedy tokens of one request."""
+    body = {
+        "input_ids": PROMPT, "input_lengths": len(PROMPT), "request_output_len": num_tokens,
+        "exclude_input_in_output": True, "end_id": -1,
+    }  # fmt: skip
+    status, reply = server.post(f"/v2/models/{model}/generate", body)
+    assert status == 200, reply
+    return list(reply["output_ids"])
+
+
+def test_overlapping_gpus_are_refused_before_anything_starts(make_models):
+    repository = make_models({"gpu_device_ids": r"0\,1"}, {"gpu_device_ids": "1"})
+    done = run_trimaran("serve", "--multi-model", "--model-repo", str(repository))
+    assert done.returncode == 2
+    assert done.stdout == ""
+    head, *picture = done.stderr.splitlines()
+    assert head.startswith("trimaran: error: group 'single' asks for GPU 1, which group 'pair'")
+    assert picture == [
+        "Who sits where:",
+        "  localhost",
+        "    GPU 0    pair rank 0",
+        "    GPU 1    pair rank 1",
+        "  no place: single (1 rank(s), GPUs 1)",
+    ]
+
+
+class OneJob(Served):
+    """A server whose groups share the ranks of one MPI job, an mpirun's of somebody else."""
+
+    def start(self) -> None:
+        """Every task runs the same command line."""
+        self.http_port, self.grpc_port, self.metrics_port = free_ports(3)
+        command = [
+            str(BIN / "mpirun"), "--allow-run-as-root", "--oversubscribe", "--bind-to", "none",
+            "-n", str(self.world_size), str(BIN / "trimaran"), "serve",
+            "--model-repo", str(self.repository), "--http-port", str(self.http_port),
+            "--grpc-port", str(self.grpc_port), "--metrics-port", str(self.metrics_port),
+            *self.flags,
+        ]  # fmt: skip
+        env = {**command_env(), "OMPI_ALLOW_RUN_AS_ROOT": "1"}
+        env["OMPI_ALLOW_RUN_AS_ROOT_CONFIRM"] = "1"
+        with self.log_path.open("wb") as log:
+            self.process = subprocess.Popen(
+                command, stdout=log, stderr=log, stdin=subprocess.DEVNULL,
+                start_new_session=True, env=env, cwd="/",
+            )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def participants(make_models) -> Path:
+    """Both models on the ranks of one job."""
+    return make_models({"participant_ids": r"3\,1"}, {"participant_ids": "2"})
+
+
+@pytest.fixture(scope="module")
+def leader_tokens(participants, tmp_path_factory) -> list[int]:
+    """What ``pair`` says in leader mode."""
+    flags = (*EXACT, "--tensorrt-llm-model-name", PAIR)
+    log = tmp_path_factory.mktemp("log") / "serve.log"
+    with Served(participants, 2, flags, log) as server:
+        return tokens(server, PAIR)
+
+
+@pytest.mark.parametrize("kind", [Served, OneJob], ids=["own mpirun", "foreign mpirun"])
+def test_groups_in_the_ranks_of_one_job_give_the_tokens_of_leader_mode(
+    participants, leader_tokens, tmp_path, kind
+):
+    flags = (*EXACT, "--multi-model", "--disable-spawn-processes")
+    with kind(participants, 4, flags, tmp_path / "serve.log") as server:
+        assert tokens(server, PAIR) == leader_tokens
+        assert len(tokens(server, SINGLE)) == 60
+        assert "rank 3   pair rank 0" in server.log()
+
+
+def test_a_model_with_a_living_instance_stays_ready(make_models, tmp_path):
+    repository = make_models(single={}, instances=2)
+    flags = ("--multi-model", *EXACT, "--worker-launch", "mpirun")
+    with Served(repository, 1, flags, tmp_path / "serve.log") as server:
+        expected = tokens(server, SINGLE, 400)
+        found: list[list[int]] = []
+        threads = [
+            threading.Thread(target=lambda: found.append(tokens(server, SINGLE, 400)))
+            for _ in range(6)
+        ]
+        for thread in threads:
+            thread.start()
+        for process in psutil.Process(server.process.pid).children(recursive=True):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                if process.environ().get("TRIMARAN_GROUP") == f"{SINGLE}#1":
+                    process.kill()
+        assert server.is_ready()
+        for thread in threads:
+            thread.join(60)
+        assert found == [expected] * 6
