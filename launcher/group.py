@@ -57,6 +57,7 @@ class Group:
         self._events = events
         self._links: dict[int, Link] = {}
         self._told: dict[int, ChildState] = {}
+        self._left: set[int] = set()
         self._lost: Link | None = None
         self._failure: Failure | None = None
         self._helpers = HelperWatch(self._on_helper_end)
@@ -65,7 +66,7 @@ class Group:
     def start(self) -> None:
         """Start the next incarnation."""
         self.incarnation += 1
-        self._links, self._told = {}, {}
+        self._links, self._told, self._left = {}, {}, set()
         self._lost = self._failure = None
         self.state = GroupState.STARTING
         spec = self.spec
@@ -173,7 +174,13 @@ class Group:
 
     def on_lost(self, link: Link) -> None:
         """A process of this group closed its connection: it is dying or dead."""
-        if self._links.get(link.rank) is not link or self.state is GroupState.STOPPING:
+        if self._links.get(link.rank) is not link:
+            return
+        if self.state is GroupState.STOPPING:
+            self._left.add(link.rank)
+            if len(self._left) == self.spec.world_size and self._starter.is_over:
+                # No starter's exit will tell that the last process is gone.
+                self._after(_NOTICE_S, self.kill)
             return
         if self._lost is None and self._failure is None:
             self._lost = link

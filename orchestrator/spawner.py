@@ -8,7 +8,6 @@ import select
 import shutil
 import threading
 from collections import deque
-from collections.abc import Mapping, Sequence
 
 from trimaran.comm.messages import Command
 from trimaran.comm.mpi import MPI
@@ -26,7 +25,9 @@ class Spawner:
     """The loop of the orchestrator; it sleeps in the kernel until the supervisor speaks.
 
     Spawn is called in a side thread: it never returns when a rank dies before MPI_Init, and
-    that must not keep other groups from being spawned. What was spawned is never waited for
+    that must not keep other groups from being spawned. One runs at a time, since concurrent
+    ones hang; one whose group was given up is left behind, each with a communicator of its
+    own. What was spawned is never waited for
     through MPI: Revoke, Disconnect and Free may hang once a rank is gone, and a probe does
     not tell of a death. The supervisor, to which every rank is connected, sees it at once.
     """
@@ -37,6 +38,8 @@ class Spawner:
         # Kept for ever: freeing the communicator of a group that died may hang.
         self._dropped: list[MPI.Intercomm] = []
         self._forgotten: set[Key] = set()
+        self._waiting: deque[Command] = deque()
+        self._running: Key | None = None
         self._finished: deque[tuple[Key, MPI.Intercomm | None, str]] = deque()
         self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
 
@@ -55,31 +58,36 @@ class Spawner:
             self._take_finished()
 
     def _obey(self, command: Command) -> None:
-        arguments = command.arguments
-        key = (str(arguments["group"]), int(arguments["incarnation"]))
         if command.verb == "spawn":
-            words = (arguments["env"], arguments["command"], int(arguments["world_size"]))
-            threading.Thread(
-                target=self._spawn, args=(key, *words), name=f"spawn {key[0]}", daemon=True
-            ).start()
+            self._waiting.append(command)
         elif command.verb == "forget":
-            self._forget(key)
+            self._forget(_key(command))
+        self._spawn_next()
 
-    def _spawn(
-        self, key: Key, env: Mapping[str, str], command: Sequence[str], world_size: int
-    ) -> None:
+    def _spawn_next(self) -> None:
+        if self._running is not None or not self._waiting:
+            return
+        command = self._waiting.popleft()
+        self._running = _key(command)
+        threading.Thread(
+            target=self._spawn, args=(MPI.COMM_SELF.Dup(), command), name="spawn", daemon=True
+        ).start()
+
+    def _spawn(self, parent: MPI.Intracomm, command: Command) -> None:
         """Spawn one group; runs in a thread of its own."""
+        arguments = command.arguments
+        program, world_size = arguments["command"], int(arguments["world_size"])
         comm, text = None, ""
         # MPI would wait for ever for what `env` cannot start.
-        if shutil.which(command[0]) is None:
-            text = f"{command[0]}: no such program"
+        if shutil.which(program[0]) is None:
+            text = f"{program[0]}: no such program"
         else:
-            words = [*(f"{name}={value}" for name, value in env.items()), *command]
+            words = [f"{name}={value}" for name, value in arguments["env"].items()]
             try:
-                comm = MPI.COMM_SELF.Spawn(_ENV, words, maxprocs=world_size)
+                comm = parent.Spawn(_ENV, [*words, *program], maxprocs=world_size)
             except MPI.Exception as error:
                 text = f"{error.Get_error_string()} ({world_size} ranks)"
-        self._finished.append((key, comm, text))
+        self._finished.append((_key(command), comm, text))
         os.eventfd_write(self._wake_fd, 1)
 
     def _take_finished(self) -> None:
@@ -98,12 +106,18 @@ class Spawner:
                 self._tell(key, "spawned")
             if key in self._forgotten:
                 self._forget(key)
+            if key == self._running:
+                self._running = None
+        self._spawn_next()
 
     def _forget(self, key: Key) -> None:
+        self._waiting = deque(each for each in self._waiting if _key(each) != key)
         comm = self._comms.pop(key, None)
         if comm is None:
             # Still being spawned; by now its ranks may be dead, and Spawn hang.
             self._forgotten.add(key)
+            if key == self._running:
+                self._running = None
         else:
             self._forgotten.discard(key)
             self._dropped.append(comm)
@@ -113,3 +127,7 @@ class Spawner:
         logger.debug("group %s: %s %s", group, event, text)
         facts = {"group": group, "incarnation": incarnation, "event": event, "text": text}
         self._link.state("group", facts=facts)
+
+
+def _key(command: Command) -> Key:
+    return str(command.arguments["group"]), int(command.arguments["incarnation"])
