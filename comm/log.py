@@ -68,7 +68,7 @@ def setup_logging(
     if log_format == "json":
         handler.setFormatter(_JsonFormatter(role, rank, group))
     else:
-        origin = role if rank is None else f"{role} {rank}"
+        origin = role if rank is None else f"{group} {role} {rank}".lstrip()
         handler.setFormatter(_TextFormatter(origin))
     root = logging.getLogger()
     root.handlers[:] = [handler]
