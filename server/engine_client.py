@@ -105,9 +105,11 @@ class EngineClient:
         if owner is None or owner.model != hello.model:
             known = ", ".join(f"{name} of {e.model}" for name, e in self._owners.items())
             return f"group '{hello.group}' of model '{hello.model}' is unknown; known: {known}"
-        last = owner.groups[hello.group].incarnation
-        if hello.incarnation < last:
-            return f"incarnation {hello.incarnation} is older than {last}"
+        group = owner.groups[hello.group]
+        if hello.incarnation < group.incarnation:
+            return f"incarnation {hello.incarnation} is older than {group.incarnation}"
+        if hello.incarnation <= group.ended_incarnation:
+            return f"incarnation {hello.incarnation} is being ended"
         return ""
 
     def link_ready(self, link: EngineLink, hello: EngineHello) -> None:

@@ -29,6 +29,9 @@ class EngineGroup:
     """None while the group is down."""
 
     incarnation: int = -1
+    ended_incarnation: int = -1
+    """The supervisor said of it that it is down, though its rank 0 may dial in again."""
+
     num_restarts: int = 0
     failure: str = ""
     """Why the group will not come back; empty if it may."""

@@ -145,7 +145,10 @@ class ModelEngines:
         # "starting" is also what a supervisor says that has not heard yet of the readiness.
         is_over = state in ("down", "failed") and restarts >= group.incarnation
         is_older = state == "starting" and restarts > group.incarnation
+        if state in ("starting", "up"):
+            group.ended_incarnation = -1
         if group.link is not None and (is_over or is_older):
+            group.ended_incarnation = group.incarnation
             self.link_lost(group)
         elif state == "failed" and not self._client.expects_the_end:
             self._move(group, "failed")
