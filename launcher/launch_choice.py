@@ -55,7 +55,10 @@ def choose_launch(
     if wanted != "auto":
         reason = obstacle[wanted](args, hosts, find_mpi, environ)
         if reason:
-            raise ConfigError(f"--worker-launch {wanted} cannot work here: {reason}")
+            raise ConfigError(
+                f"--worker-launch {wanted} cannot work here: {reason}. Leave it out, and what "
+                "works is chosen."
+            )
         return Launch(wanted, "--worker-launch asks for it")
     if not args.multi_model:
         return Launch("mpirun", "leader mode has one group")
@@ -63,7 +66,10 @@ def choose_launch(
         return Launch(
             "srun", f"inside Slurm job {environ['SLURM_JOB_ID']} groups are its steps"
         )
-    return Launch("mpirun", "an mpirun for each group")
+    reason = _no_spawn(args, hosts, find_mpi, environ)
+    if not reason:
+        return Launch("spawn", f"{find_mpi()} on one host can spawn groups and outlive them")
+    return Launch("mpirun", f"no spawning: {reason}")
 
 
 def _fixed(args: argparse.Namespace, job: Job | None) -> Launch | None:
@@ -85,17 +91,17 @@ def _no_spawn(
 ) -> str:
     """Why groups cannot be spawned; empty if they can."""
     if not args.multi_model:
-        return "leader mode has no orchestrator. Add --multi-model, or leave it out."
+        return "leader mode (without --multi-model) has no orchestrator"
     far = [host.name for host in hosts if not is_this_host(host.name)]
     if far:
-        return f"ranks cannot be spawned onto other hosts ({', '.join(far)}). Choose mpirun."
+        return f"ranks cannot be spawned onto other hosts ({', '.join(far)})"
     if environ.get("SLURM_JOB_NUM_NODES", "1") != "1":
-        return "ranks cannot be spawned onto other nodes of the Slurm job. Choose srun."
+        return "ranks cannot be spawned onto other nodes of the Slurm job"
     mpi = find_mpi()
     if mpi.kind != OPENMPI or mpi.major < _FIRST_WITH_ULFM:
         return (
             f"with {mpi} a dead rank would take the orchestrator along; Open MPI "
-            f"{_FIRST_WITH_ULFM} or newer is needed. Choose mpirun."
+            f"{_FIRST_WITH_ULFM} or newer is needed"
         )
     return ""
 
@@ -108,11 +114,11 @@ def _no_srun(
 ) -> str:
     """Why groups cannot be Slurm steps; empty if they can."""
     if "SLURM_JOB_ID" not in environ:
-        return "this is no Slurm job. Start it with sbatch or salloc, or choose mpirun."
+        return "this is no Slurm job"
     if shutil.which("srun") is None:
-        return "srun is not on PATH. Choose mpirun."
+        return "srun is not on PATH"
     if args.mpirun:
-        return "--mpirun names another starter. Leave out one of the two."
+        return "--mpirun names another starter"
     return ""
 
 
