@@ -261,7 +261,7 @@ def test_a_way_of_launching_that_cannot_work_is_refused(make_model, monkeypatch)
     repository = make_model("m")
     assert "this is no Slurm job" in refusal(repository, "--worker-launch", "srun")
     assert "cannot take effect" in refusal(repository, "--no-mpi", "--worker-launch", "spawn")
-    with pytest.raises(ConfigError, match="leader mode has no orchestrator"):
+    with pytest.raises(ConfigError, match="has no orchestrator"):
         resolve(repository, "--worker-launch", "spawn")
 
 
