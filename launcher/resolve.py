@@ -104,6 +104,7 @@ class Resolver:
             advertise_address=args.advertise_address or self._own_address(),
             restart=settings.restart_policy(args, job),
             log=settings.log_config(args),
+            ready_file=os.path.abspath(args.ready_file) if args.ready_file else "",
             hang_timeout_s=args.hang_timeout,
             exit_timeout_s=args.exit_timeout,
             connect_timeout_s=args.connect_timeout,
@@ -174,6 +175,12 @@ class Resolver:
                 "rank."
             )
         self._check_world_size(world_size, engine.engine_dir)
+        if self._args.routing == "prefix_aware" and not engine.cache.enable_block_reuse:
+            raise ConfigError(
+                f"{model.config_path}: enable_kv_cache_reuse is false, so that an engine keeps "
+                "nothing of a prompt and --routing prefix_aware cannot take effect. Set it to "
+                "true, or use --routing auto."
+            )
         period_ms = model.parameters.get_int("stats_check_period_ms")
         return GroupConfig(
             name=group_name(model.name, instance.number, generation),

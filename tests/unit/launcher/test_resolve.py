@@ -89,6 +89,15 @@ def test_instances_on_the_cpu_need_no_devices(make_model):
     assert [group.name for group in config.groups] == ["m", "m#1", "m#2"]
 
 
+def test_prompts_cannot_be_followed_where_engines_keep_nothing_of_them(make_model):
+    repository = make_model("m", instances=2, enable_kv_cache_reuse="False")
+    on_cpu = ("--device", "cpu")
+    assert "enable_kv_cache_reuse is false" in refusal(
+        repository, *on_cpu, "--routing", "prefix_aware"
+    )
+    assert resolve(repository, "--multi-model", *on_cpu).frontend.routing == "auto"
+
+
 def test_unnamed_gpus_are_chosen_among_those_that_nobody_named(make_model, four_gpus):
     make_model("first", tp_size=2)
     config = resolve(
