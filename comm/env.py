@@ -14,6 +14,7 @@ GROUP = "TRIMARAN_GROUP"
 INCARNATION = "TRIMARAN_INCARNATION"
 LOG_FORMAT = "TRIMARAN_LOG_FORMAT"
 LOG_LEVEL = "TRIMARAN_LOG_LEVEL"
+LOG_DIR = "TRIMARAN_LOG_DIR"
 JOB = "TRIMARAN_JOB"
 """Set in a job that the supervisor did not start: rank 0 alone knows the supervisor."""
 
@@ -40,6 +41,9 @@ class ChildEnv:
     log_level: str = "INFO"
     """Lowest level that is written."""
 
+    log_dir: str = ""
+    """Folder of one log file a process; empty means stderr alone."""
+
     def to_environ(self) -> dict[str, str]:
         """The variables that make a child read back this object."""
         return {
@@ -48,6 +52,7 @@ class ChildEnv:
             GROUP: self.group,
             LOG_FORMAT: self.log_format,
             LOG_LEVEL: self.log_level,
+            **({LOG_DIR: self.log_dir} if self.log_dir else {}),
         }
 
     @classmethod
@@ -70,4 +75,5 @@ class ChildEnv:
             incarnation=int(env.get(INCARNATION, "-1")),
             log_format=env.get(LOG_FORMAT, "text"),
             log_level=env.get(LOG_LEVEL, "INFO"),
+            log_dir=env.get(LOG_DIR, ""),
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import sys
 import time
 
@@ -62,15 +63,31 @@ def setup_logging(
     group: str = "",
     log_format: str = "text",
     level: str = "INFO",
+    directory: str = "",
 ) -> None:
-    """Install the process's only handler, on stderr. INFO is dropped on ranks above 0."""
-    handler = _LossyStreamHandler(sys.stderr)
+    """Log to stderr, where INFO is dropped on ranks above 0.
+
+    With ``directory`` also, complete, to a file of this process's own there, such as
+    ``frontend.log`` or ``GROUP-rank1.log``, to which its next incarnation appends.
+    """
+    formatter: logging.Formatter
     if log_format == "json":
-        handler.setFormatter(_JsonFormatter(role, rank, group))
+        formatter = _JsonFormatter(role, rank, group)
     else:
         origin = role if rank is None else f"{group} {role} {rank}".lstrip()
-        handler.setFormatter(_TextFormatter(origin))
-    root = logging.getLogger()
-    root.handlers[:] = [handler]
+        formatter = _TextFormatter(origin)
+    on_stderr = _LossyStreamHandler(sys.stderr)
     quiet = rank not in (None, 0) and level == "INFO"
-    root.setLevel("WARNING" if quiet else level)
+    on_stderr.setLevel("WARNING" if quiet else level)
+    handlers: list[logging.Handler] = [on_stderr]
+    if directory:
+        name = role if rank is None else f"{group}-{role}{rank}".lstrip("-")
+        path = os.path.join(directory, f"{name}.log")
+        # Held open for the life of the process.
+        stream = open(path, "a", encoding="utf-8", buffering=1)  # noqa: SIM115
+        handlers.append(_LossyStreamHandler(stream))
+    for handler in handlers:
+        handler.setFormatter(formatter)
+    root = logging.getLogger()
+    root.handlers[:] = handlers
+    root.setLevel(level)

@@ -2,20 +2,54 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import logging
+import socket
+from pathlib import Path
 
 from trimaran.launcher.config import ServeConfig
 from trimaran.launcher.preflight import endpoints
 
+logger = logging.getLogger(__name__)
+
 _TITLES = {"http": "HTTP", "grpc": "gRPC", "metrics": "Metrics"}
 
 
-def print_endpoints(config: ServeConfig) -> None:
-    """Print the last lines of a start. Nobody reading them is no reason to stop."""
-    try:
+def announce(config: ServeConfig) -> None:
+    """Print the last lines of a start and write the ready file, if one is wanted.
+
+    Nobody reading the lines is no reason to stop, and neither is a full disk.
+    """
+    with contextlib.suppress(OSError):
         print("\n".join(endpoint_lines(config)), flush=True)
-    except OSError:
-        pass
+    if not config.ready_file:
+        return
+    try:
+        # Complete or not there at all: others wait for it.
+        part = Path(f"{config.ready_file}.part")
+        part.write_text(json.dumps(endpoint_urls(config), indent=1) + "\n", encoding="utf-8")
+        part.replace(config.ready_file)
+    except OSError as error:
+        logger.error("--ready-file %s: %s", config.ready_file, error.strerror)
+
+
+def withdraw(config: ServeConfig) -> None:
+    """Remove the ready file: the server is on its way out."""
+    if config.ready_file:
+        with contextlib.suppress(OSError):
+            Path(config.ready_file).unlink(missing_ok=True)
+
+
+def endpoint_urls(config: ServeConfig) -> dict[str, str]:
+    """The open endpoints by name, under this host's name."""
+    host = socket.gethostname()
+    return {
+        endpoint.name: f"{host}:{endpoint.port}"
+        if endpoint.name == "grpc"
+        else f"http://{host}:{endpoint.port}"
+        for endpoint in endpoints(config.frontend)
+    }
 
 
 def endpoint_lines(config: ServeConfig) -> list[str]:

@@ -90,6 +90,9 @@ class LogConfig:
     file: str = ""
     """Every line goes there too; empty means stderr alone."""
 
+    dir: str = ""
+    """Folder of one log file a process; empty means none."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServeConfig:
@@ -121,6 +124,9 @@ class ServeConfig:
 
     startup_timeout_s: float = 1800.0
     """A connected process is ready within this time."""
+
+    ready_file: str = ""
+    """Written with the endpoints once serving, removed at the end; empty means none."""
 
     ensemble: str = ""
     """Text-level model of the example request; empty means none is served."""

@@ -290,6 +290,7 @@ class SpecMaker:
             group=group_tag(role, name),
             log_format=self._config.log.format,
             log_level=self._config.log.level,
+            log_dir=self._config.log.dir,
         )
         return {**child.to_environ(), "PYTHONSAFEPATH": "1", "PYTHONUNBUFFERED": "1"}
 

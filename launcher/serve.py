@@ -36,7 +36,12 @@ def run(args: argparse.Namespace) -> int:
     try:
         resolver = Resolver(args, job)
         config = resolver.initial()
-        setup_logging("supervisor", log_format=config.log.format, level=config.log.level)
+        setup_logging(
+            "supervisor",
+            log_format=config.log.format,
+            level=config.log.level,
+            directory=config.log.dir,
+        )
         preflight.check(config)
         mpi = resolver.mpi if resolver.needs_mpi else None
         if mpi is not None:

@@ -77,6 +77,8 @@ _RARE = (
     "rsh_agent",
     "oversubscribe",
     "restart_window",
+    "log_dir",
+    "ready_file",
 )
 
 
@@ -283,6 +285,13 @@ def _add_log_flags(parser: argparse.ArgumentParser) -> None:
         help="one line of text, or one JSON object, an event",
     )
     add("--log", action="store_true", help="log verbosely, to --log-file too")
+    add("--log-dir", default="", metavar="DIR", help="also one log file a process there")
+    add(
+        "--ready-file",
+        default="",
+        metavar="FILE",
+        help="written with the endpoints once serving, removed at the end",
+    )
     add("--log-file", metavar="FILE", help=f"also log there ({DEFAULT_LOG_FILE} with --log)")
     add("--log-verbose", type=_verbosity, default=0, metavar="N", help="above 0: debug lines")
 

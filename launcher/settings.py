@@ -214,6 +214,7 @@ def log_config(args: argparse.Namespace) -> LogConfig:
         format=args.log_format,
         level="DEBUG" if is_verbose else "INFO",
         file=args.log_file or (DEFAULT_LOG_FILE if args.log else ""),
+        dir=_log_dir(args.log_dir),
     )
 
 
@@ -224,3 +225,15 @@ def notes(args: argparse.Namespace) -> tuple[str, ...]:
         for name, why in _WITHOUT_EFFECT.items()
         if getattr(args, name)
     )
+
+
+def _log_dir(path: str) -> str:
+    if not path:
+        return ""
+    try:
+        os.makedirs(path, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(
+            f"--log-dir {path}: {error.strerror}. Name a folder that can be written."
+        ) from None
+    return os.path.abspath(path)

@@ -16,7 +16,7 @@ from typing import Any
 from trimaran.comm.address import Address
 from trimaran.comm.errors import ConfigError
 from trimaran.comm.messages import ChildRequest, ChildState, Command
-from trimaran.launcher.banner import print_endpoints
+from trimaran.launcher.banner import announce, withdraw
 from trimaran.launcher.children import Children, describe_signal
 from trimaran.launcher.config import ServeConfig
 from trimaran.launcher.group import Group
@@ -74,6 +74,7 @@ class Supervisor:
 
     def run(self) -> int:
         """Serve until a signal or a failure; the exit code."""
+        withdraw(self._config)  # that of a server which was killed
         adopt_orphans()
         _allow_many_connections()
         run_dir = RunDir()
@@ -114,6 +115,7 @@ class Supervisor:
             group.start()
         await self._wake.wait()
         self._is_ending = True
+        withdraw(self._config)
         await self._end()
         for server in servers:
             server.close()
@@ -215,7 +217,7 @@ class Supervisor:
             self._is_announced = True
             # The last lines of a start: what children have just logged goes before them.
             loop = asyncio.get_running_loop()
-            loop.call_later(_ANNOUNCE_S, print_endpoints, self._config)
+            loop.call_later(_ANNOUNCE_S, announce, self._config)
 
     def _on_down(self, group: Group) -> None:
         if group is self._roster.orchestrator:
@@ -264,7 +266,8 @@ class Supervisor:
         return f"not started again: {self._roster.budget(group)} are used up"
 
     def _restart(self, group: Group) -> None:
-        if not self._is_ending and not self._control.is_stopping(group):
+        is_known = group in list(self._roster)  # else it was stopped meanwhile
+        if is_known and not self._is_ending and not self._control.is_stopping(group):
             self._roster.note_restart(group, 0.0)
             group.start()
             self._roster.tell(group)
@@ -368,6 +371,7 @@ def _allow_many_connections() -> None:
 
 def _log_through(stream: Any) -> None:
     """Send this process's log lines to another stream."""
-    for handler in logging.getLogger().handlers:
+    # The first one: a file of this process's own stays what it is.
+    for handler in logging.getLogger().handlers[:1]:
         if isinstance(handler, logging.StreamHandler):
             handler.setStream(stream)

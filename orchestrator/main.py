@@ -26,7 +26,12 @@ def main() -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)
     env = ChildEnv.from_environ()
-    setup_logging("orchestrator", log_format=env.log_format, level=env.log_level)
+    setup_logging(
+        "orchestrator",
+        log_format=env.log_format,
+        level=env.log_level,
+        directory=env.log_dir,
+    )
     link, _ = SupervisorLink.connect(env, "orchestrator")
     code = 0
     try:

@@ -30,7 +30,12 @@ def main() -> None:
     code = EXIT_FAILURE
     try:
         env = ChildEnv.from_environ()
-        setup_logging("frontend", log_format=env.log_format, level=env.log_level)
+        setup_logging(
+            "frontend",
+            log_format=env.log_format,
+            level=env.log_level,
+            directory=env.log_dir,
+        )
         link, wire = SupervisorLink.connect(env, "frontend")
         code = _serve(link, wire)
         link.close()

@@ -55,7 +55,12 @@ class RankProcess:
         env = ChildEnv.from_environ(mpi.job_environ(os.environ))
         rank, size = mpi.MPI.COMM_WORLD.Get_rank(), mpi.MPI.COMM_WORLD.Get_size()
         setup_logging(
-            "rank", rank=rank, group=env.group, log_format=env.log_format, level=env.log_level
+            "rank",
+            rank=rank,
+            group=env.group,
+            log_format=env.log_format,
+            level=env.log_level,
+            directory=env.log_dir,
         )
         self._link, wire = SupervisorLink.connect(env, "rank", rank, size)
         config = RankConfig.from_wire(wire)
