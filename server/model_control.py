@@ -338,19 +338,19 @@ class ModelControl:
 
     async def _end(self, models: Sequence[LoadedModel]) -> None:
         await _all_idle(models)
-        for loaded in models:
-            candidate = loaded.candidate
-            await self._groups.close(candidate.engines, candidate.groups)
-            for group in candidate.groups:
-                self._leaving.pop(group, None)
-            self._overrides.remove(candidate.source.folder)
-            name, version = candidate.name, candidate.version
-            if self._registry.state(name, version) is VersionState.UNLOADING:
-                state = VersionState.UNAVAILABLE
-                self._registry.set_state(name, version, state, UNLOADED)
-            current = self._set.get(name)
-            if current is None or current.candidate.version != version:
-                self._metrics.forget(name, version)
+        await asyncio.gather(*(self._end_one(loaded.candidate) for loaded in models))
+
+    async def _end_one(self, candidate: Candidate) -> None:
+        await self._groups.close(candidate.engines, candidate.groups)
+        for group in candidate.groups:
+            self._leaving.pop(group, None)
+        self._overrides.remove(candidate.source.folder)
+        name, version = candidate.name, candidate.version
+        if self._registry.state(name, version) is VersionState.UNLOADING:
+            self._registry.set_state(name, version, VersionState.UNAVAILABLE, UNLOADED)
+        current = self._set.get(name)
+        if current is None or current.candidate.version != version:
+            self._metrics.forget(name, version)
 
     # ---- memory -------------------------------------------------------------------------
 

@@ -1,8 +1,10 @@
 """A front-end process whose peers, the supervisor and the engines, are the test's own."""
 
 import os
+import socket
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -49,9 +51,15 @@ class Peer:
         self.sock.settimeout(60)
         self._frames = FrameBuffer()
         self._messages = []
+        self._sending = threading.Lock()
 
     def send(self, message):
-        self.sock.sendall(encode(message))
+        with self._sending:
+            self.sock.sendall(encode(message))
+
+    def close(self):
+        """End the connection, also for a thread that waits for a message."""
+        self.sock.shutdown(socket.SHUT_RDWR)
 
     def receive(self, *kinds):
         """The next message; the end of the connection is None."""
@@ -94,6 +102,8 @@ class StartedFrontend:
         )
         stack.callback(self.process.kill)
         self.supervisor = Peer(stack.enter_context(listener.accept()[0]))
+        # For the front end after this one.
+        os.unlink(address.path)
         hello = self.supervisor.receive(ChildHello)
         assert (hello.role, hello.token, hello.pid) == ("frontend", "secret", self.process.pid)
         ports = dict.fromkeys(("http_port", "grpc_port", "metrics_port"), 0)

@@ -1,0 +1,330 @@
+"""Loading and unloading models of which none needs an engine."""
+
+import base64
+import http.client
+import json
+import os
+import shutil
+from contextlib import ExitStack
+
+import pytest
+import tritonclient.grpc as triton_grpc
+import tritonclient.http as triton_http
+from controlled_frontend import ControlledFrontend
+from google.protobuf import json_format, text_format
+from started_frontend import write_repository
+from tritonclient.grpc.model_config_pb2 import ModelConfig
+
+REFUSED = "explicit model load / unload is not allowed if polling is enabled"
+NOT_POLLED = "failed to load '{}', failed to poll from model repository"
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory):
+    """A server in explicit mode; tests leave it without models."""
+    folder = tmp_path_factory.mktemp("control")
+    write_repository(folder / "repository")
+    with ExitStack() as stack:
+        frontend = ControlledFrontend(stack, folder)
+        frontend.repository = folder / "repository"
+        frontend.wait_ready()
+        yield frontend
+
+
+@pytest.fixture
+def frontend(shared):
+    """The server with nothing loaded."""
+    yield shared
+    for name in shared.index():
+        shared.unload(name)
+    shared.wait_until(lambda: {r for s, r in shared.index().values() if s} <= {"unloaded"})
+
+
+def config_of(frontend, model):
+    """The configuration in the repository."""
+    text = (frontend.repository / model / "config.pbtxt").read_text()
+    return text_format.Parse(text, ModelConfig())
+
+
+def as_json(config):
+    return json_format.MessageToJson(config, preserving_proto_field_name=True)
+
+
+def test_a_server_without_models_is_ready_and_lists_what_it_could_load(frontend):
+    assert frontend.is_ready()
+    assert set(frontend.index()) == {
+        "ensemble", "postprocessing", "preprocessing", "tensorrt_llm", "tensorrt_llm_bls",
+    }  # fmt: skip
+    assert frontend.call("POST", "/v2/repository/index", {"ready": True}) == (200, [])
+    assert frontend.tokenize()[0] == 404
+
+
+def test_a_loaded_model_serves_until_it_is_unloaded(frontend):
+    assert frontend.load("preprocessing") == (200, None)
+    assert frontend.index()["preprocessing"] == ("READY", None)
+    assert frontend.tokenize()[0] == 200
+    assert frontend.unload("preprocessing") == (200, None)
+    frontend.wait_until(
+        lambda: frontend.index()["preprocessing"] == ("UNAVAILABLE", "unloaded")
+    )
+    assert frontend.tokenize() == (
+        404,
+        {"error": "Request for unknown model: 'preprocessing' has no available versions"},
+    )
+    assert frontend.call("GET", "/v2/models/preprocessing/ready")[0] == 404
+    assert frontend.is_ready()
+    assert frontend.load("preprocessing")[0] == 200
+    assert frontend.tokenize()[0] == 200
+
+
+def test_the_clients_of_both_protocols_load_and_unload(frontend):
+    grpc_url = f"127.0.0.1:{frontend.grpc_port()}"
+    for module, url in ((triton_http, frontend.url[7:]), (triton_grpc, grpc_url)):
+        with module.InferenceServerClient(url) as client:
+            client.load_model("preprocessing")
+            assert client.is_model_ready("preprocessing")
+            client.unload_model("preprocessing")
+            frontend.wait_until(lambda: frontend.index()["preprocessing"][1] == "unloaded")
+            changed = config_of(frontend, "preprocessing")
+            changed.max_batch_size = 3
+            client.load_model("preprocessing", config=as_json(changed))
+            found = frontend.call("GET", "/v2/models/preprocessing/config")[1]
+            assert found["max_batch_size"] == 3
+            with pytest.raises(triton_http.InferenceServerException, match="failed to poll"):
+                client.load_model("nothing")
+            client.unload_model("nothing")
+
+
+def test_a_load_without_a_change_is_none(frontend):
+    frontend.load("preprocessing")
+    frontend.tokenize()
+    assert frontend.load("preprocessing")[0] == 200
+    assert frontend.num_succeeded("preprocessing") == 1
+
+
+@pytest.mark.parametrize("touched", ["config.pbtxt", "1/new_file"])
+def test_a_load_after_a_change_starts_the_counters_again(frontend, touched):
+    frontend.load("preprocessing")
+    frontend.tokenize()
+    path = frontend.repository / "preprocessing" / touched
+    path.touch()
+    assert frontend.load("preprocessing")[0] == 200
+    assert frontend.num_succeeded("preprocessing") == 0
+    assert frontend.tokenize()[0] == 200
+
+
+def test_a_change_of_the_tokenizer_is_a_change(frontend, tmp_path):
+    shutil.copytree(_tokenizer_dir(frontend), tmp_path / "tokenizer")
+    config = config_of(frontend, "preprocessing")
+    config.parameters["tokenizer_dir"].string_value = str(tmp_path / "tokenizer")
+    path = frontend.repository / "preprocessing" / "config.pbtxt"
+    before = path.read_text()
+    path.write_text(text_format.MessageToString(config))
+    try:
+        frontend.load("preprocessing")
+        frontend.tokenize()
+        os.utime(tmp_path / "tokenizer" / "tokenizer.json")
+        frontend.load("preprocessing")
+        assert frontend.num_succeeded("preprocessing") == 0
+    finally:
+        path.write_text(before)
+
+
+def _tokenizer_dir(frontend):
+    return config_of(frontend, "preprocessing").parameters["tokenizer_dir"].string_value
+
+
+def test_a_failed_load_leaves_the_model_as_it_was(frontend):
+    frontend.load("preprocessing")
+    frontend.tokenize()
+    path = frontend.repository / "preprocessing" / "config.pbtxt"
+    before = path.read_text()
+    path.write_text("max_batch_size: many")
+    try:
+        status, body = frontend.load("preprocessing")
+    finally:
+        path.write_text(before)
+    assert status == 500
+    assert body["error"].startswith(NOT_POLLED.format("preprocessing") + ": ")
+    assert f"{path}:1" in body["error"]
+    assert frontend.index()["preprocessing"] == ("READY", None)
+    assert frontend.num_succeeded("preprocessing") == 1
+    assert frontend.is_ready()
+
+
+def test_a_model_that_is_not_there_is_not_loaded(frontend):
+    for name in ("nothing", "..%2Frepository", "a%2Fb"):
+        status, body = frontend.load(name)
+        assert (status, body["error"].split(", ")[1]) == (
+            500, "failed to poll from model repository",
+        )  # fmt: skip
+    assert frontend.unload("nothing") == (200, None)
+    assert frontend.is_ready()
+
+
+def test_a_model_without_a_version_is_not_loaded(frontend):
+    folder = frontend.repository / "preprocessing" / "1"
+    folder.rename(folder.with_name("moved"))
+    try:
+        status, body = frontend.load("preprocessing")
+    finally:
+        folder.with_name("moved").rename(folder)
+    assert status == 500
+    assert body["error"].startswith("failed to load 'preprocessing', no version is available")
+
+
+def test_a_new_version_takes_the_place_of_the_old_one(frontend):
+    frontend.load("preprocessing")
+    newer = frontend.repository / "preprocessing" / "2"
+    newer.mkdir()
+    try:
+        assert frontend.load("preprocessing")[0] == 200
+        assert frontend.call("GET", "/v2/models/preprocessing")[1]["versions"] == ["2"]
+        _, entries = frontend.call("POST", "/v2/repository/index")
+        found = {e.get("version"): e.get("state") for e in entries if "state" in e}
+        assert found == {"1": "UNAVAILABLE", "2": "READY"}
+        assert frontend.call("GET", "/v2/models/preprocessing/versions/1/ready")[0] == 404
+        assert frontend.is_ready()
+    finally:
+        newer.rmdir()
+
+
+def test_a_configuration_of_the_request_holds_until_the_next_load(frontend):
+    frontend.load("preprocessing")
+    changed = config_of(frontend, "preprocessing")
+    changed.max_batch_size = 5
+    assert frontend.load("preprocessing", config=as_json(changed))[0] == 200
+    path = "/v2/models/preprocessing/config"
+    assert frontend.call("GET", path)[1]["max_batch_size"] == 5
+    assert frontend.load("preprocessing")[0] == 200
+    assert frontend.call("GET", path)[1]["max_batch_size"] == 8
+
+
+def test_a_model_may_come_with_its_request_alone(frontend):
+    config = config_of(frontend, "postprocessing")
+    config.name = ""
+    config.output[0].label_filename = "labels.txt"
+    files = {"file:1/model.py": b"# not run", "file:1/../labels.txt": b""}
+    text = as_json(config)
+    status, body = frontend.load(
+        "brought", config=text, **{k: base64.b64encode(v).decode() for k, v in files.items()}
+    )
+    assert status == 500
+    assert "names no file of a version" in body["error"]
+    config.output[0].label_filename = "1/labels.txt"
+    encoded = base64.b64encode(b"# not run").decode()
+    files = {"file:1/model.py": encoded, "file:1/labels.txt": encoded}
+    assert frontend.load("brought", config=as_json(config), **files)[0] == 200
+    assert frontend.index()["brought"] == ("READY", None)
+    found = sorted(frontend.scratch.rglob("model.py"))
+    assert [path.read_text() for path in found] == ["# not run"]
+    frontend.unload("brought")
+    frontend.wait_until(lambda: not found[0].exists())
+
+
+@pytest.mark.parametrize(
+    ("parameters", "error"),
+    [
+        ({"config": {"backend": "x"}}, "attempt to access JSON non-string as string"),
+        ({"config": "{nothing"}, "model repository: the parameter 'config' is no model"),
+        ({"file:1/a": ""}, "override files were given without the load parameter 'config'"),
+        ({"file:1/a": "?", "config": "{}"}, "must be base64 text"),
+        ({"file:/etc/passwd": "", "config": "{}"}, "names no file of a version"),
+        ({"foo": "x"}, "unexpected error on creating Triton parameter"),
+    ],
+)  # fmt: skip
+def test_parameters_that_are_none_are_refused(frontend, parameters, error):
+    status, body = frontend.load("preprocessing", **parameters)
+    assert status == 500
+    assert error in body["error"]
+
+
+def test_grpc_refuses_parameters_by_name_and_type(frontend):
+    with triton_grpc.InferenceServerClient(f"127.0.0.1:{frontend.grpc_port()}") as client:
+        stub, pb = client._client_stub, triton_grpc.service_pb2
+        cases = [
+            ("foo", {"string_param": "x"}, "unrecognized load parameter 'foo'."),
+            ("config", {"bool_param": True}, "parameter 'config', expected string_param."),
+            ("file:1/a", {"string_param": ""}, "'file:1/a', expected bytes_param."),
+        ]
+        for name, value, error in cases:
+            request = pb.RepositoryModelLoadRequest(model_name="preprocessing")
+            request.parameters[name].MergeFrom(pb.ModelRepositoryParameter(**value))
+            with pytest.raises(Exception, match=error) as caught:
+                stub.RepositoryModelLoad(request)
+            assert caught.value.code().name == "INVALID_ARGUMENT"
+
+
+def test_an_unloaded_model_leaves_no_series_behind(frontend):
+    frontend.load("preprocessing")
+    frontend.tokenize()
+    assert 'nv_inference_count{model="preprocessing",version="1"} 1' in frontend.metrics()
+    frontend.unload("preprocessing")
+    frontend.wait_until(lambda: 'model="preprocessing"' not in frontend.metrics())
+
+
+def test_a_request_whose_body_is_on_its_way_meets_the_new_model(frontend):
+    frontend.load("preprocessing")
+    body = json.dumps({"inputs": [
+        {"name": "QUERY", "datatype": "BYTES", "shape": [1, 1], "data": ["a"]},
+        {"name": "REQUEST_OUTPUT_LEN", "datatype": "INT32", "shape": [1, 1], "data": [1]},
+    ]}).encode()  # fmt: skip
+    connection = http.client.HTTPConnection(frontend.url[7:], timeout=60)
+    connection.putrequest("POST", "/v2/models/preprocessing/infer")
+    connection.putheader("Content-Length", str(len(body)))
+    connection.endheaders(body[:5])
+    (frontend.repository / "preprocessing" / "config.pbtxt").touch()
+    assert frontend.load("preprocessing")[0] == 200
+    connection.send(body[5:])
+    answer = connection.getresponse()
+    assert answer.status == 200
+    answer.read()
+    connection.close()
+    assert frontend.num_succeeded("preprocessing") == 1
+
+
+@pytest.mark.parametrize("mode", ["none", "poll"])
+def test_other_modes_take_no_requests_to_load(tmp_path, mode):
+    write_repository(tmp_path / "repository")
+    for name in ("tensorrt_llm", "ensemble", "tensorrt_llm_bls"):
+        shutil.rmtree(tmp_path / "repository" / name)
+    with ExitStack() as stack:
+        frontend = ControlledFrontend(stack, tmp_path, model_control_mode=mode)
+        frontend.wait_ready()
+        assert frontend.tokenize()[0] == 200
+        assert frontend.load("preprocessing") == (503, {"error": REFUSED})
+        assert frontend.unload("preprocessing") == (503, {"error": REFUSED})
+        with triton_grpc.InferenceServerClient(f"127.0.0.1:{frontend.grpc_port()}") as client:
+            with pytest.raises(triton_http.InferenceServerException, match=REFUSED) as caught:
+                client.load_model("preprocessing")
+            assert caught.value.status() == "StatusCode.UNAVAILABLE"
+
+
+def test_polling_follows_the_repository(tmp_path):
+    write_repository(tmp_path / "repository")
+    for name in ("tensorrt_llm", "ensemble", "tensorrt_llm_bls"):
+        shutil.rmtree(tmp_path / "repository" / name)
+    with ExitStack() as stack:
+        frontend = ControlledFrontend(
+            stack, tmp_path, model_control_mode="poll", repository_poll_s=0.1
+        )
+        frontend.wait_ready()
+        frontend.tokenize()
+        model = tmp_path / "repository" / "preprocessing"
+        (model / "config.pbtxt").touch()
+        frontend.wait_until(lambda: frontend.num_succeeded("preprocessing") == 0)
+        shutil.copytree(model, tmp_path / "another")
+        (tmp_path / "another").rename(tmp_path / "repository" / "another")
+        config = tmp_path / "repository" / "another" / "config.pbtxt"
+        config.write_text(config.read_text().replace('"preprocessing"', '"another"'))
+        frontend.wait_until(lambda: frontend.index().get("another") == ("READY", None))
+        broken = config.read_text()
+        config.write_text("nonsense")
+        frontend.wait_until(lambda: "failed to load 'another'" in frontend.text())
+        assert frontend.index()["another"] == ("READY", None)
+        config.write_text(broken)
+        shutil.rmtree(model)
+        frontend.wait_until(
+            lambda: frontend.index()["preprocessing"] == ("UNAVAILABLE", "unloaded")
+        )
+        assert frontend.is_ready()

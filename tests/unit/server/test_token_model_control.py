@@ -1,0 +1,277 @@
+"""Loading and unloading token-level models: their worker groups come and go with them."""
+
+import threading
+from contextlib import ExitStack
+
+import pytest
+from controlled_frontend import ControlledFrontend
+from started_frontend import write_repository
+
+NOT_READY = "Request for unknown model: '{}' version 1 is not at ready state"
+
+
+@pytest.fixture
+def start(tmp_path):
+    """Starts front ends in explicit mode over one repository, one after the other."""
+    write_repository(tmp_path / "repository")
+    with ExitStack() as stack:
+
+        def start(**config):
+            frontend = ControlledFrontend(stack, tmp_path, **config)
+            frontend.repository = tmp_path / "repository"
+            frontend.wait_ready()
+            return frontend
+
+        yield start
+
+
+@pytest.fixture
+def frontend(start):
+    """A server that has loaded the ensemble, and so its steps."""
+    frontend = start()
+    assert frontend.load("ensemble") == (200, None)
+    return frontend
+
+
+def change(frontend, model="tensorrt_llm"):
+    """Have the next load of a model find it changed."""
+    (frontend.repository / model / "1" / "changed").touch()
+    path = frontend.repository / model / "config.pbtxt"
+    path.write_text(path.read_text() + "\n")
+
+
+def in_background(work, *args):
+    """Run a call to the server in a thread; its result is in the list when that ends."""
+    results = []
+    thread = threading.Thread(target=lambda: results.append(work(*args)))
+    thread.start()
+    return thread, results
+
+
+def states(frontend):
+    """The state of each model that was ever loaded."""
+    return {name: state for name, (state, _) in frontend.index().items() if state}
+
+
+def test_an_ensemble_loads_the_steps_that_it_lacks(frontend):
+    assert states(frontend) == {
+        "ensemble": "READY", "preprocessing": "READY", "postprocessing": "READY",
+        "tensorrt_llm": "READY",
+    }  # fmt: skip
+    assert [group for group, _ in frontend.started] == ["tensorrt_llm"]
+    assert frontend.generate()[0] == 200
+
+
+def test_a_model_that_is_loading_is_not_ready_and_says_so(start):
+    frontend = start()
+    frontend.held.add("tensorrt_llm")
+    loading, results = in_background(frontend.load, "ensemble")
+    frontend.wait_until(lambda: states(frontend).get("tensorrt_llm") == "LOADING")
+    assert states(frontend)["ensemble"] == "LOADING"
+    assert not frontend.is_ready()
+    assert frontend.generate() == (503, {"error": NOT_READY.format("ensemble")})
+    assert frontend.call("GET", "/v2/models/tensorrt_llm/ready") == (
+        400, {"error": "Model version not ready"},
+    )  # fmt: skip
+    frontend.wait_until(lambda: frontend.started)
+    frontend.release("tensorrt_llm")
+    loading.join()
+    assert results == [(200, None)]
+    assert frontend.is_ready()
+
+
+def test_a_group_that_fails_fails_the_load_with_its_words(start):
+    frontend = start()
+    frontend.failing["tensorrt_llm"] = "rank 0 (pid 7): out of memory"
+    status, body = frontend.load("tensorrt_llm")
+    assert status == 500
+    assert body["error"].startswith("failed to load 'tensorrt_llm', its worker group ")
+    assert "rank 0 (pid 7): out of memory" in body["error"]
+    state, reason = frontend.index()["tensorrt_llm"]
+    assert state == "UNAVAILABLE"
+    assert "out of memory" in reason
+    assert not frontend.is_ready()
+    frontend.unload("tensorrt_llm")
+    assert frontend.is_ready()
+    assert frontend.load("tensorrt_llm")[0] == 200
+    assert [group for group, _ in frontend.started] == ["tensorrt_llm", "tensorrt_llm@2"]
+
+
+def test_what_cannot_be_placed_is_refused_with_the_supervisors_words(start):
+    frontend = start()
+    frontend.refusals["tensorrt_llm"] = "gpu_device_ids names GPU 7 of 4"
+    status, body = frontend.load("tensorrt_llm")
+    assert (status, body["error"]) == (
+        500, "failed to load 'tensorrt_llm', gpu_device_ids names GPU 7 of 4",
+    )  # fmt: skip
+    assert not frontend.started
+
+
+def test_a_change_is_served_beside_what_runs_and_no_request_notices(frontend):
+    old = frontend.engines["tensorrt_llm"]
+    whole = frontend.stream().text()
+    old.gate.clear()
+    running = frontend.stream()
+    frontend.held.add("tensorrt_llm@2")
+    change(frontend)
+    loading, results = in_background(frontend.load, "tensorrt_llm")
+    frontend.wait_until(lambda: len(frontend.started) == 2)
+    assert states(frontend)["tensorrt_llm"] == "READY"
+    assert frontend.is_ready()
+    frontend.release("tensorrt_llm@2")
+    loading.join()
+    assert results == [(200, None)]
+    assert frontend.generate()[0] == 200
+    assert frontend.engines["tensorrt_llm@2"].num_submitted == 1
+    assert old.num_submitted == 2
+    assert not frontend.stopped
+    old.gate.set()
+    assert running.text() == whole
+    frontend.wait_until(lambda: frontend.stopped == ["tensorrt_llm"])
+    assert frontend.num_succeeded("tensorrt_llm") == 1
+
+
+def test_a_change_that_fails_leaves_what_runs(frontend):
+    frontend.failing["tensorrt_llm@2"] = "rank 0 (pid 7): no such file"
+    change(frontend)
+    assert frontend.load("tensorrt_llm")[0] == 500
+    assert states(frontend)["tensorrt_llm"] == "READY"
+    assert frontend.generate()[0] == 200
+    assert "tensorrt_llm" not in frontend.stopped
+
+
+def test_where_there_is_no_place_beside_it_the_old_one_finishes_first(frontend):
+    old = frontend.engines["tensorrt_llm"]
+    whole = frontend.stream().text()
+    old.gate.clear()
+    running = frontend.stream()
+    frontend.conflicts["tensorrt_llm@2"] = ["tensorrt_llm"]
+    frontend.conflicts["tensorrt_llm@3"] = ["tensorrt_llm"]
+    change(frontend)
+    loading, results = in_background(frontend.load, "tensorrt_llm")
+    frontend.wait_until(lambda: states(frontend)["tensorrt_llm"] == "LOADING")
+    assert frontend.generate() == (503, {"error": NOT_READY.format("ensemble")})
+    assert frontend.tokenize()[0] == 200
+    assert not frontend.stopped
+    old.gate.set()
+    assert running.text() == whole
+    loading.join()
+    assert results == [(200, None)]
+    assert frontend.stopped == ["tensorrt_llm"]
+    assert [group for group, _ in frontend.started] == ["tensorrt_llm", "tensorrt_llm@3"]
+    assert frontend.generate()[0] == 200
+
+
+def test_where_the_new_one_fails_in_the_place_of_the_old_that_comes_back(frontend):
+    first = frontend.started[0][1]
+    frontend.conflicts["tensorrt_llm@2"] = ["tensorrt_llm"]
+    frontend.failing["tensorrt_llm@3"] = "rank 0 (pid 7): no such file"
+    path = frontend.repository / "tensorrt_llm" / "config.pbtxt"
+    path.write_text(path.read_text().replace("max_batch_size: 8", "max_batch_size: 16"))
+    status, body = frontend.load("tensorrt_llm")
+    assert status == 500
+    assert "no such file" in body["error"]
+    assert states(frontend)["tensorrt_llm"] == "READY"
+    (group, again) = frontend.started[-1]
+    assert group == "tensorrt_llm@4"
+    assert again["config"] == first["config"]
+    assert frontend.generate()[0] == 200
+    assert frontend.is_ready()
+
+
+def test_an_unload_waits_for_what_runs_and_ends_the_groups(frontend):
+    engine = frontend.engines["tensorrt_llm"]
+    whole = frontend.stream().text()
+    engine.gate.clear()
+    running = frontend.stream()
+    assert frontend.unload("tensorrt_llm") == (200, None)
+    assert states(frontend)["tensorrt_llm"] == "UNLOADING"
+    assert states(frontend)["ensemble"] == "UNLOADING"
+    assert states(frontend)["preprocessing"] == "READY"
+    assert not frontend.is_ready()
+    assert frontend.generate()[0] == 503
+    assert not frontend.stopped
+    engine.gate.set()
+    assert running.text() == whole
+    frontend.wait_until(lambda: frontend.stopped == ["tensorrt_llm"])
+    frontend.wait_until(lambda: frontend.index()["ensemble"] == ("UNAVAILABLE", "unloaded"))
+    assert frontend.is_ready()
+    frontend.wait_until(lambda: 'model="tensorrt_llm"' not in frontend.metrics())
+
+
+def test_an_ensemble_comes_back_with_its_step_unless_it_was_unloaded_itself(frontend):
+    assert frontend.load("tensorrt_llm_bls") == (200, None)
+    frontend.unload("tensorrt_llm_bls")
+    frontend.unload("tensorrt_llm")
+    frontend.wait_until(lambda: frontend.index()["ensemble"] == ("UNAVAILABLE", "unloaded"))
+    assert frontend.load("tensorrt_llm")[0] == 200
+    assert states(frontend)["ensemble"] == "READY"
+    assert states(frontend)["tensorrt_llm_bls"] == "UNAVAILABLE"
+    assert frontend.generate()[0] == 200
+
+
+def test_unload_dependents_takes_the_steps_along(frontend):
+    assert frontend.unload("ensemble")[0] == 200
+    assert states(frontend)["tensorrt_llm"] == "READY"
+    assert frontend.load("ensemble")[0] == 200
+    assert frontend.unload("ensemble", unload_dependents=True)[0] == 200
+    frontend.wait_until(lambda: set(states(frontend).values()) == {"UNAVAILABLE"})
+    assert frontend.stopped == ["tensorrt_llm"]
+
+
+def test_a_load_right_after_an_unload_needs_no_pause(frontend):
+    whole = frontend.stream().text()
+    frontend.engines["tensorrt_llm"].gate.clear()
+    running = frontend.stream()
+    frontend.conflicts["tensorrt_llm@2"] = ["tensorrt_llm"]
+    frontend.unload("tensorrt_llm")
+    loading, results = in_background(frontend.load, "tensorrt_llm")
+    frontend.wait_until(lambda: states(frontend)["tensorrt_llm"] == "LOADING")
+    frontend.engines["tensorrt_llm"].gate.set()
+    assert running.text() == whole
+    loading.join()
+    assert results == [(200, None)]
+    assert frontend.generate()[0] == 200
+
+
+def test_a_load_goes_on_when_its_client_is_gone(start):
+    frontend = start()
+    frontend.held.add("tensorrt_llm")
+    connection = frontend.connect()
+    connection.request("POST", "/v2/repository/models/tensorrt_llm/load")
+    frontend.wait_until(lambda: frontend.started)
+    connection.close()
+    frontend.release("tensorrt_llm")
+    frontend.wait_until(lambda: states(frontend)["tensorrt_llm"] == "READY")
+
+
+def test_the_next_front_end_serves_what_was_loaded(start):
+    frontend = start()
+    assert frontend.load("ensemble")[0] == 200
+    change(frontend)
+    assert frontend.load("tensorrt_llm")[0] == 200
+    frontend.wait_until(lambda: frontend.stopped == ["tensorrt_llm"])
+    assert frontend.remembered["groups"] == ["tensorrt_llm@2"]
+    remembered = frontend.remembered["state"]
+    frontend.process.kill()
+    frontend.process.wait()
+    after = start(remembered=remembered, started=["tensorrt_llm@2"])
+    assert after.generate()[0] == 200
+    assert after.load("tensorrt_llm")[0] == 200
+    assert not after.started
+    change(after)
+    assert after.load("tensorrt_llm")[0] == 200
+    assert [group for group, _ in after.started] == ["tensorrt_llm@3"]
+
+
+def test_the_next_front_end_does_not_wait_for_a_group_that_is_down(start):
+    frontend = start()
+    assert frontend.load("ensemble")[0] == 200
+    remembered = frontend.remembered["state"]
+    frontend.process.kill()
+    frontend.process.wait()
+    after = start(remembered=remembered, down=["tensorrt_llm"])
+    assert after.tokenize()[0] == 200
+    assert after.generate()[0] == 503
+    after.release("tensorrt_llm")
+    after.wait_until(lambda: after.generate()[0] == 200)
