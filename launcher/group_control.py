@@ -64,7 +64,7 @@ class GroupControl:
                 self._reply(link, request.request_id)
             else:
                 raise ConfigError(f"unknown request {request.verb!r}")
-        except ConfigError as error:
+        except (ConfigError, OSError) as error:
             conflicts = list(getattr(error, "groups", ()))
             self._reply(link, request.request_id, error=str(error), conflicts=conflicts)
 
@@ -120,6 +120,11 @@ class GroupControl:
         model = repository_model(Path(arguments["folder"]), config)
         running = list(self._roster.configs.values())
         configs = self._resolver.groups_of(model, int(arguments["generation"]), running)
+        twins = [config.name for config in configs if config.name in self._roster.configs]
+        if twins:
+            raise ConfigError(
+                f"group '{twins[0]}' runs already: stop it first, or start another generation"
+            )
         if any(config.launch == "prestarted" for config in configs):
             raise ConfigError(
                 f"model '{model.name}' needs ranks of its own, but all ranks of this server "

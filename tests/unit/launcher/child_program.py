@@ -1,16 +1,20 @@
 """A child of the supervisor without model or server: it only keeps the process contract.
 
 What it does wrong, and when, comes from the environment variable TEST_BEHAVIOUR: words of
-the form ``role:rank:incarnation:act``, where ``*`` stands for any value.
+the form ``role:rank:incarnation:act`` or ``role:rank:incarnation:act:group``, where ``*``
+stands for any value. A front end asks the supervisor for what the lines of the file
+TEST_REQUESTS say, as they come, and prints the replies and what it is told of groups.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import select
 import signal
 import sys
 import time
+from pathlib import Path
 
 if "--mpi" in sys.argv:
     from mpi4py import MPI
@@ -19,16 +23,21 @@ if "--mpi" in sys.argv:
 else:
     RANK, SIZE = int(os.environ.get("TEST_RANK", "0")), int(os.environ.get("TEST_SIZE", "1"))
 
+from tritonclient.grpc.model_config_pb2 import ModelConfig
+
 from trimaran.comm.env import ChildEnv
 from trimaran.comm.supervisor_link import SupervisorLink
+
+POLL_S = 0.02
 
 
 def acts(role: str, incarnation: int) -> set[str]:
     """What this process is told to do wrong."""
     found = set()
     for word in os.environ.get("TEST_BEHAVIOUR", "").split():
-        who, rank, when, act = word.split(":")
-        if who == role and rank in ("*", str(RANK)) and when in ("*", str(incarnation)):
+        who, rank, when, act, *group = word.split(":")
+        is_meant = who == role and rank in ("*", str(RANK)) and when in ("*", str(incarnation))
+        if is_meant and group in ([], [ChildEnv.from_environ().group]):
             found.add(act)
     return found
 
@@ -49,10 +58,36 @@ def misbehave_early(link: SupervisorLink, todo: set[str]) -> None:
         time.sleep(600)
 
 
+class Requests:
+    """The lines of TEST_REQUESTS: request id, verb and arguments, as one JSON list each."""
+
+    def __init__(self, link: SupervisorLink) -> None:
+        self._link = link
+        self._path = Path(os.environ.get("TEST_REQUESTS", ""))
+        self.are_expected = "TEST_REQUESTS" in os.environ and sys.argv[1] == "frontend"
+
+    def send_new(self) -> None:
+        """Send what nobody has sent yet."""
+        if not self.are_expected or not self._path.exists():
+            return
+        taken = self._path.with_suffix(".taken")
+        self._path.rename(taken)
+        for line in taken.read_text().splitlines():
+            request_id, verb, arguments = json.loads(line)
+            if verb == "start_groups":
+                config = ModelConfig(name=arguments["model"], backend="python")
+                arguments["config"] = config.SerializeToString()
+            if verb == "remember":
+                arguments["state"] = arguments["state"].encode()
+            self._link.request(request_id, verb, arguments)
+
+
 def serve(link: SupervisorLink, todo: set[str]) -> None:
     """Obey commands until shutdown."""
+    requests = Requests(link)
     while True:
-        select.select([link.fileno()], [], [])
+        select.select([link.fileno()], [], [], POLL_S if requests.are_expected else None)
+        requests.send_new()
         for command in link.commands():
             if command.verb == "drain" and "drain-for-ever" not in todo:
                 link.state("drained", facts={"num_unfinished": int("unfinished" in todo)})
@@ -60,7 +95,12 @@ def serve(link: SupervisorLink, todo: set[str]) -> None:
                 link.close()
                 return
             elif command.verb == "group_state":
-                print("told", command.arguments["state"], file=sys.stderr, flush=True)
+                told = command.arguments
+                # One write: the lines of several processes meet in one pipe.
+                print(f"told {told['state']} {told['group']}", file=sys.stderr, flush=True)
+                print(f"state {json.dumps(told)}", file=sys.stderr, flush=True)
+            elif command.verb == "reply":
+                print(f"reply {json.dumps(command.arguments)}", file=sys.stderr, flush=True)
 
 
 def main() -> None:
@@ -71,6 +111,8 @@ def main() -> None:
         time.sleep(600)
     link, config = SupervisorLink.connect(ChildEnv.from_environ(), role, RANK, SIZE)
     todo = acts(role, config.get("incarnation", 0))
+    if config.get("remembered"):
+        print(f"remembers {config['remembered'].decode()}", file=sys.stderr, flush=True)
     link.state("loading", "half way")
     misbehave_early(link, todo)
     if "grandchild" in todo and os.fork() == 0:

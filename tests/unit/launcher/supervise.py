@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from trimaran.comm.errors import ConfigError
@@ -11,11 +12,35 @@ from trimaran.comm.log import setup_logging
 from trimaran.launcher.config import GroupConfig, LogConfig, RestartPolicy, ServeConfig
 from trimaran.launcher.group_specs import Programs
 from trimaran.launcher.mpi_launch import OPENMPI, Mpi
+from trimaran.launcher.seating import PlacementConflict
 from trimaran.launcher.supervisor import EXIT_CONFIG, Supervisor
 from trimaran.server.config import FrontendConfig
+from trimaran.server.model_repository import RepositoryModel
 from trimaran.worker.config import EngineConfig, ParallelConfig
 
 HERE = Path(__file__).parent
+
+
+class OneRankGroups:
+    """Serves every model by a group of one rank; models whose names say so are refused."""
+
+    def groups_of(
+        self, model: RepositoryModel, generation: int, running: Sequence[GroupConfig]
+    ) -> tuple[GroupConfig, ...]:
+        if model.name == "impossible":
+            raise ConfigError("its engine has no layers")
+        if model.name == "crowded":
+            raise PlacementConflict("no room", tuple(group.name for group in running))
+        name = model.name if generation == 1 else f"{model.name}@{generation}"
+        return (group_of(model.name, name, generation),)
+
+
+def group_of(model: str, name: str, generation: int = 1) -> GroupConfig:
+    """A group of one rank that is started as it is."""
+    engine = EngineConfig(model=model, engine_dir="/nowhere")
+    return GroupConfig(
+        name=name, model=model, engine=engine, generation=generation, launch="none"
+    )
 
 
 def main() -> int:
@@ -25,12 +50,14 @@ def main() -> int:
     engine = EngineConfig(
         model="m", engine_dir="/nowhere", parallel=ParallelConfig(tp_size=size)
     )
+    others = tuple(group_of(name, name) for name in settings.pop("others", ()))
     config = ServeConfig(
         frontend=FrontendConfig(model_repository="/nowhere", groups={"m": ("m",)}),
         groups=(
             GroupConfig(
                 name="m", model="m", engine=engine, launch="mpirun" if starter else "none"
             ),
+            *others,
         ),
         restart=RestartPolicy(
             max_restarts=settings.pop("max_restarts", 2),
@@ -45,7 +72,7 @@ def main() -> int:
     setup_logging("supervisor")
     programs = Programs((*child, "frontend"), (*child, "rank"))
     try:
-        return Supervisor(config, mpi, programs).run()
+        return Supervisor(config, mpi, programs, OneRankGroups()).run()
     except ConfigError as error:
         print(error, file=sys.stderr)
         return EXIT_CONFIG
