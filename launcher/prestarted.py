@@ -51,6 +51,7 @@ def seat_participants(
     owners: dict[int, str] = {}
     for draft in drafts:
         _check_participants(draft.group, world_size)
+        _check_devices(draft)
         for rank in draft.group.participants:
             holder = owners.setdefault(rank, draft.group.name)
             if holder != draft.group.name:
@@ -108,6 +109,16 @@ def _check_participants(group: GroupConfig, world_size: int) -> None:
         raise ConfigError(
             f"{where}, but the job has ranks 1 to {world_size - 1} beside the orchestrator's. "
             f"Start it with --world-size {max(ranks) + 1}, or correct the list."
+        )
+
+
+def _check_devices(draft: Draft) -> None:
+    slices = [device for device in draft.devices if not device.isdigit()]
+    if slices:
+        raise ConfigError(
+            f"group '{draft.group.name}': gpu_device_ids names {slices[0]}, but a MIG slice is "
+            "given to a rank by its environment, which the ranks of one job share. Leave out "
+            "--disable-spawn-processes."
         )
 
 

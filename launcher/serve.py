@@ -27,8 +27,9 @@ def run(args: argparse.Namespace) -> int:
 
     0 after a drain, 1 when serving failed, 2 when the configuration is at fault.
     """
+    setup_logging("supervisor", log_format=args.log_format)
     # What the repository accepts without effect is for the front end to say, once.
-    setup_logging("supervisor", log_format=args.log_format, level="ERROR")
+    logging.getLogger("trimaran.server").setLevel(logging.ERROR)
     settings.apply_environment(args, os.environ)
     job = settings.job_of(args)
     if job is not None and job.rank > 0:

@@ -215,6 +215,12 @@ def test_a_job_that_others_started_gives_the_number_of_ranks(make_model):
     assert "World size must be 1" in refusal(repository, job=Job(0, 3, True))
 
 
+def test_a_mig_slice_cannot_be_given_to_a_rank_of_a_shared_job(make_model, four_gpus):
+    repository = make_model("m", participant_ids="1", gpu_device_ids="MIG-1")
+    text = refusal(repository, "--disable-spawn-processes", four_gpus)
+    assert "Leave out --disable-spawn-processes" in text
+
+
 def test_instances_cannot_share_the_ranks_of_a_job(make_model):
     with pytest.raises(ConfigError, match=r"2 groups \(m, m#1\) cannot share the ranks"):
         resolve(make_model("m", instances=2), "--device", "cpu", job=Job(0, 1, True))
