@@ -162,6 +162,7 @@ class Frontend:
             if self._http is not None:
                 self._http.close_idle_connections()
             logger.info("Draining: %d requests are running", admission.num_running)
+            await self._control.close()
             try:
                 await asyncio.wait_for(admission.wait_idle(), timeout_s)
             except asyncio.TimeoutError:

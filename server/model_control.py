@@ -9,7 +9,8 @@ from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
-from trimaran.comm.errors import ConfigError, RequestError
+from trimaran.comm.errors import ConfigError, ErrorKind, RequestError
+from trimaran.server.admission import STOPPING
 from trimaran.server.exclusive import ExclusiveNames
 from trimaran.server.group_requests import GroupsRefusedError
 from trimaran.server.load_request import LoadRequest, OverrideFolders
@@ -67,9 +68,15 @@ class ModelControl:
 
         Raises:
             LoadError: one of them was not loaded.
+            RequestError: `close` came first.
         """
+        task = self._spawn(self._load(requests))
         try:
-            await asyncio.shield(self._spawn(self._load(requests)))
+            await asyncio.shield(task)
+        except asyncio.CancelledError:
+            if task.cancelled():
+                raise RequestError(STOPPING, ErrorKind.UNAVAILABLE) from None
+            raise
         except LoadError as error:
             logger.error("%s", error)
             raise
@@ -97,10 +104,11 @@ class ModelControl:
         return self._set.loaded()
 
     async def close(self) -> None:
-        """Give up what is under way."""
-        for task in self._tasks:
+        """Give up what is under way. May be called twice."""
+        tasks = list(self._tasks)
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
 
     def adopt(self, opened: Mapping[str, OpenedGroups]) -> None:
         """Have the first load of these models use groups that are started already."""
@@ -281,6 +289,8 @@ class ModelControl:
         await _all_idle(suspended)
         candidate = suspended[-1].candidate
         self._set.detach_engines(name)
+        # First, so that a front end after this one does not wait for them.
+        self.remember()
         await self._groups.close(candidate.engines, candidate.groups)
 
     def _is_vacated(self, name: str) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -17,6 +18,7 @@ from trimaran.server.model_repository import RepositoryModel
 logger = logging.getLogger(__name__)
 
 _READY_POLL_S = 0.02
+_UNHEARD_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,12 +91,17 @@ class TokenGroups:
             await asyncio.sleep(_READY_POLL_S)
 
     async def wait_known(self, opened: OpenedGroups) -> None:
-        """Return once every group is up or known to be down."""
-        while not opened.engines.is_ready:
-            states = [self._board.group(group) for group in opened.groups]
-            if all(state is not None and state["state"] != "up" for state in states):
-                return
-            await asyncio.sleep(_READY_POLL_S)
+        """Return once every group is up or known to be down; of one that the supervisor does
+        not know, once it could have said so."""
+        unheard_until_s = time.monotonic() + _UNHEARD_S
+        for name, group in opened.engines.groups.items():
+            while group.link is None:
+                state = self._board.group(name)
+                if state is None and time.monotonic() > unheard_until_s:
+                    break
+                if state is not None and state["state"] != "up":
+                    break
+                await asyncio.sleep(_READY_POLL_S)
 
     async def close(self, engines: ModelEngines | None, groups: Sequence[str]) -> None:
         """End a generation: returns once its processes are gone, and what they held with

@@ -7,6 +7,8 @@ import pytest
 from controlled_frontend import ControlledFrontend
 from started_frontend import write_repository
 
+from trimaran.comm.messages import Command
+
 NOT_READY = "Request for unknown model: '{}' version 1 is not at ready state"
 
 
@@ -275,3 +277,18 @@ def test_the_next_front_end_does_not_wait_for_a_group_that_is_down(start):
     assert after.generate()[0] == 503
     after.release("tensorrt_llm")
     after.wait_until(lambda: after.generate()[0] == 200)
+
+
+def test_a_load_under_way_is_given_up_when_the_server_drains(start):
+    frontend = start()
+    frontend.held.add("tensorrt_llm")
+    loading, results = in_background(frontend.load, "tensorrt_llm")
+    frontend.wait_until(lambda: frontend.started)
+    frontend.supervisor.send(Command(verb="drain", arguments={"timeout_s": 30}))
+    loading.join()
+    assert results[0][0] == 503
+    assert results[0][1]["error"].startswith("Server is stopping")
+    frontend.wait_until(lambda: frontend.states[-1].state == "drained")
+    assert frontend.load("tensorrt_llm")[0] == 503
+    frontend.supervisor.send(Command(verb="shutdown"))
+    assert frontend.process.wait(60) == 0
