@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 from pathlib import Path
@@ -24,9 +25,11 @@ class MpiScratch:
         self._memory = RunDir(_SHARED_MEMORY)
 
     def env(self, tag: str, *, is_here_alone: bool) -> dict[str, str]:
-        """What tells the MPI of a group; segments only if it ``is_here_alone``, on this host.
+        """What tells the MPI of a group; ``is_here_alone``: it has ranks on this host only.
 
         The base of session folders is one that the processes of other hosts do not take.
+        Segments on another host could not be deleted, so there are none: MPI only starts
+        the ranks and carries control between hosts, over TCP then.
         """
         disk, memory = map(str, self._folders(tag))
         sessions = {
@@ -34,10 +37,14 @@ class MpiScratch:
             "OMPI_MCA_orte_local_tmpdir_base": disk,
         }
         segments = {
+            # A singleton has a folder there too.
+            "TMPDIR": disk,
             "OMPI_MCA_btl_sm_backing_directory": memory,
             "OMPI_MCA_btl_vader_backing_directory": memory,
         }
-        return {**sessions, **segments} if is_here_alone else sessions
+        if is_here_alone:
+            return {**sessions, **segments}
+        return {**sessions, "OMPI_MCA_btl": os.environ.get("OMPI_MCA_btl", "self,tcp")}
 
     def prepare(self, tag: str) -> None:
         """Make the folders of a group that is about to be started."""

@@ -68,8 +68,9 @@ class HttpServer:
         except RequestError as error:
             response = error_response(error)
         except ConnectionError:
-            # The client is gone; there is nobody to answer.
-            raise
+            # The client is gone. What is returned is not sent; raised, it would be logged.
+            response = plain_error(400, "")
+            response.force_close()
         except Exception:
             logger.exception("%s %s failed", request.method, request.raw_path)
             response = plain_error(500, INTERNAL)

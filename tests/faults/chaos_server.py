@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import tempfile
+import urllib.request
 import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -113,8 +114,8 @@ class ChaosServer(Served):
 
     def is_model_ready(self, model: str) -> bool:
         """Whether this model answers that it is ready."""
-        with contextlib.suppress(OSError):
-            self.get(f"/v2/models/{model}/ready")
+        path = f"/v2/models/{model}/ready"
+        with contextlib.suppress(OSError), urllib.request.urlopen(self.url(path), timeout=5):
             return True
         return False
 

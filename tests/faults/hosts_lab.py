@@ -133,9 +133,12 @@ class HostsLab:
         self._await_ssh()
 
     def pids(self, name: str) -> list[int]:
-        """Every process of a host, its sshd aside."""
+        """Every process of a host, its sshd aside; none while it is off."""
         init = self.hosts[name].init_pid
-        namespace = os.readlink(f"/proc/{init}/ns/pid")
+        try:
+            namespace = os.readlink(f"/proc/{init}/ns/pid")
+        except FileNotFoundError:
+            return []
         found = []
         for process in psutil.process_iter(["name"]):
             try:
