@@ -24,6 +24,7 @@ from trimaran.launcher.job import rank_environ
 from trimaran.launcher.mpi_launch import Mpi, compose, num_slots, starter_env
 from trimaran.launcher.scratch import MpiScratch
 from trimaran.launcher.srun import compose_srun, plugin, step_env
+from trimaran.orchestrator.mpi_settings import mpi_settings
 from trimaran.worker.config import RankConfig
 
 PRESTARTED = "ranks"
@@ -102,13 +103,12 @@ class SpecMaker:
         env = {
             **starter_env(os.environ),
             **self._child_env(ORCHESTRATOR, ""),
-            "OMPI_MCA_mpi_ft_enable": "1",
-            "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
+            **mpi_settings(),
             **self._scratch.env(group_tag(ORCHESTRATOR, ""), is_here_alone=True),
         }
 
         def make_config(incarnation: int, rank: int) -> dict[str, Any]:
-            return {"incarnation": incarnation}
+            return {"hang_timeout_s": self._config.hang_timeout_s}
 
         programs = self._programs.orchestrator
         return self._spec(ORCHESTRATOR, ORCHESTRATOR, programs, env, make_config)

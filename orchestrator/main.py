@@ -10,9 +10,10 @@ import signal
 import sys
 
 from trimaran.comm.env import ChildEnv
-from trimaran.comm.errors import ConfigError
+from trimaran.comm.errors import ConfigError, PeerLostError
 from trimaran.comm.log import setup_logging
 from trimaran.comm.supervisor_link import SupervisorLink
+from trimaran.comm.watchdog import Watchdog
 from trimaran.orchestrator.spawner import Spawner
 
 logger = logging.getLogger(__name__)
@@ -32,16 +33,26 @@ def main() -> None:
         level=env.log_level,
         directory=env.log_dir,
     )
-    link, _ = SupervisorLink.connect(env, "orchestrator")
+    link, config = SupervisorLink.connect(env, "orchestrator")
+
+    def on_hang() -> None:
+        link.state("failed", "MPI's daemon does not answer (--hang-timeout)")
+        os._exit(EXIT_FAILURE)
+
     code = 0
     try:
         mpi.require_threads()
-        Spawner(link).run()
+        watchdog = Watchdog(config["hang_timeout_s"] or float("inf"), on_hang)
+        Spawner(link, watchdog).run()
         link.close()
     except ConfigError as error:
         logger.error("%s", error)
         link.state("failed", str(error), is_config_error=True)
         code = EXIT_CONFIG
+    except PeerLostError as error:
+        logger.error("%s", error)
+        link.state("failed", str(error))
+        code = EXIT_FAILURE
     except Exception as error:
         logger.exception("the orchestrator failed")
         link.state("failed", f"{type(error).__name__}: {error}")

@@ -1,4 +1,4 @@
-"""Spawns groups of ranks through MPI, each in a thread of its own."""
+"""Spawns groups of ranks through MPI, one after the other, and minds MPI's own daemon."""
 
 from __future__ import annotations
 
@@ -7,11 +7,15 @@ import os
 import select
 import shutil
 import threading
+import time
 from collections import deque
 
+from trimaran.comm.errors import PeerLostError
 from trimaran.comm.messages import Command
 from trimaran.comm.mpi import MPI
 from trimaran.comm.supervisor_link import SupervisorLink
+from trimaran.comm.watchdog import Watchdog
+from trimaran.orchestrator.daemon import SpawnDaemon
 
 logger = logging.getLogger(__name__)
 
@@ -19,6 +23,7 @@ Key = tuple[str, int]
 """A group's name and its incarnation."""
 
 _ENV = "/usr/bin/env"
+_LONGEST_PERIOD_S = 3.0
 
 
 class Spawner:
@@ -26,14 +31,19 @@ class Spawner:
 
     Spawn is called in a side thread: it never returns when a rank dies before MPI_Init, and
     that must not keep other groups from being spawned. One runs at a time, since concurrent
-    ones hang; one whose group was given up is left behind, each with a communicator of its
-    own. What was spawned is never waited for
-    through MPI: Revoke, Disconnect and Free may hang once a rank is gone, and a probe does
-    not tell of a death. The supervisor, to which every rank is connected, sees it at once.
+    ones hang; one whose group was given up is left behind, which each having a communicator
+    of its own allows. What was spawned is never waited for through MPI: Revoke, Disconnect
+    and Free may hang once a rank is gone, and a probe does not tell of a death. The
+    supervisor, to which every rank is connected, sees it at once.
     """
 
-    def __init__(self, link: SupervisorLink) -> None:
+    def __init__(self, link: SupervisorLink, watchdog: Watchdog) -> None:
+        """``watchdog`` ends the process when MPI's daemon does not answer in time."""
         self._link = link
+        self._watchdog = watchdog
+        self._period_s = min(watchdog.hang_timeout_s / 3, _LONGEST_PERIOD_S)
+        self._daemon = SpawnDaemon()
+        self._poll = select.poll()
         self._comms: dict[Key, MPI.Intercomm] = {}
         # Kept for ever: freeing the communicator of a group that died may hang.
         self._dropped: list[MPI.Intercomm] = []
@@ -44,18 +54,38 @@ class Spawner:
         self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
 
     def run(self) -> None:
-        """Obey the supervisor until it says shutdown."""
-        poll = select.poll()
-        poll.register(self._link.fileno(), select.POLLIN)
-        poll.register(self._wake_fd, select.POLLIN)
+        """Obey the supervisor until it says shutdown.
+
+        Raises:
+            PeerLostError: MPI's daemon died, and so did all ranks.
+        """
+        self._poll.register(self._link.fileno(), select.POLLIN)
+        self._poll.register(self._wake_fd, select.POLLIN)
         self._link.state("ready")
+        next_look = time.monotonic() + self._period_s
         while True:
-            poll.poll()
+            readable = self._poll.poll(1000 * max(0.0, next_look - time.monotonic()))
+            if self._daemon.fileno() in (fd for fd, _ in readable):
+                pid = self._daemon.pid
+                raise PeerLostError(f"MPI's daemon (pid {pid}) died, and all ranks with it")
             for command in self._link.commands():
                 if command.verb == "shutdown":
                     return
                 self._obey(command)
             self._take_finished()
+            if time.monotonic() >= next_look:
+                next_look = time.monotonic() + self._period_s
+                self._look_after_daemon()
+
+    def _look_after_daemon(self) -> None:
+        daemon = self._daemon
+        if daemon.find():
+            self._poll.register(daemon.fileno(), select.POLLIN)
+        if daemon.pid:
+            title = f"waiting for an answer of MPI's daemon (pid {daemon.pid})"
+            self._watchdog.watch(lambda: title)
+            daemon.ask()
+            self._watchdog.pause()
 
     def _obey(self, command: Command) -> None:
         if command.verb == "spawn":
