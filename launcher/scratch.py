@@ -10,6 +10,7 @@ from pathlib import Path
 from trimaran.launcher.run_dir import RunDir
 
 _SHARED_MEMORY = "/dev/shm"
+_TRANSPORTS = "OMPI_MCA_btl"
 
 
 class MpiScratch:
@@ -44,7 +45,7 @@ class MpiScratch:
         }
         if is_here_alone:
             return {**sessions, **segments}
-        return {**sessions, "OMPI_MCA_btl": os.environ.get("OMPI_MCA_btl", "self,tcp")}
+        return {**sessions, _TRANSPORTS: os.environ.get(_TRANSPORTS, "self,tcp")}
 
     def prepare(self, tag: str) -> None:
         """Make the folders of a group that is about to be started."""
