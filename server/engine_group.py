@@ -42,6 +42,10 @@ class EngineGroup:
     give_up: asyncio.TimerHandle | None = None
     """Fails the waiting requests of a group that stays away."""
 
+    def num_requests(self) -> int:
+        """Requests that it owes."""
+        return len(self.live)
+
     def take(self, request: LiveRequest) -> None:
         """Owe this request from now on."""
         self.live[request.request_id] = request

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from prometheus_client import Gauge, Histogram
+from prometheus_client import Counter, Gauge, Histogram
 from prometheus_client.registry import CollectorRegistry
 
 from trimaran.server.recent_rates import Key, ModelCounts, read_counts
@@ -122,6 +122,17 @@ class EngineMetrics:
         self._group_restarts = self._gauge(
             "trimaran_group_restarts", "Restarts of the worker group so far", "group"
         )
+        self._group_requests = self._gauge(
+            "trimaran_group_requests", "Requests that the worker group owes tokens", "group"
+        )
+        self._replays = Counter(
+            "trimaran_replayed_requests", "Requests sent again after a group died", _LABELS,
+            registry=registry,
+        )  # fmt: skip
+        self._lost = Counter(
+            "trimaran_lost_requests", "Requests that failed because groups died", _LABELS,
+            registry=registry,
+        )  # fmt: skip
         self._stats: dict[Key, dict[str, Mapping[str, float]]] = {}
         self._latest: dict[Key, dict[str, float]] = {}
         self._infos: dict[Key, dict[str, set[_Info]]] = {}
@@ -144,6 +155,8 @@ class EngineMetrics:
         self._output_tokens.labels(model, version, "total_output_tokens")
         self._first_token.labels(model, version)
         self._inter_token.labels(model, version)
+        self._replays.labels(model, version)
+        self._lost.labels(model, version)
 
     def remove_model(self, model: str, version: str) -> None:
         """Show nothing more of the model. Added again, it begins at 0."""
@@ -159,6 +172,8 @@ class EngineMetrics:
         self._output_tokens.remove(model, version, "total_output_tokens")
         self._first_token.remove(model, version)
         self._inter_token.remove(model, version)
+        self._replays.remove(model, version)
+        self._lost.remove(model, version)
 
     def remove_group(self, model: str, version: str, group: str) -> None:
         """Show nothing more of one worker group."""
@@ -166,6 +181,7 @@ class EngineMetrics:
         self._groups.get(key, set()).discard(group)
         self._group_up.remove(model, version, group)
         self._group_restarts.remove(model, version, group)
+        self._group_requests.remove(model, version, group)
         self._set_infos(key, group, set())
         self.set_stats(model, version, {}, group)
 
@@ -220,6 +236,21 @@ class EngineMetrics:
         self._groups.setdefault((model, version), set()).add(group)
         self._group_up.labels(model, version, group).set(int(up))
         self._group_restarts.labels(model, version, group).set(restarts)
+
+    def count_group(
+        self, model: str, version: str, group: str, num_requests: Callable[[], int]
+    ) -> None:
+        """Show what ``num_requests`` says whenever somebody asks."""
+        self._groups.setdefault((model, version), set()).add(group)
+        self._group_requests.labels(model, version, group).set_function(num_requests)
+
+    def count_replays(self, model: str, version: str, num_replays: int) -> None:
+        """Add requests that were sent again."""
+        self._replays.labels(model, version).inc(num_replays)
+
+    def count_lost(self, model: str, version: str, num_requests: int) -> None:
+        """Add requests that failed with their groups."""
+        self._lost.labels(model, version).inc(num_requests)
 
     def observe_first_token(self, model: str, version: str, seconds: float) -> None:
         """Add one request's time to first token."""

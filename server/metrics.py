@@ -97,6 +97,20 @@ class Metrics:
         """Show whether a worker group serves, and how often it was started again."""
         self._engines.set_group(model, version, group, up=is_up, restarts=num_restarts)
 
+    def count_group(
+        self, model: str, version: str, group: str, num_requests: Callable[[], int]
+    ) -> None:
+        """Show how many requests a worker group owes, asked for whenever somebody reads."""
+        self._engines.count_group(model, version, group, num_requests)
+
+    def count_replays(self, model: str, version: str, num_replays: int) -> None:
+        """Add requests that were sent again after a group died."""
+        self._engines.count_replays(model, version, num_replays)
+
+    def count_lost(self, model: str, version: str, num_requests: int) -> None:
+        """Add requests that failed because groups died."""
+        self._engines.count_lost(model, version, num_requests)
+
     def latency_counts(self) -> dict[Key, ModelCounts]:
         """The latency histograms of all models, as they stand."""
         return self._engines.latency_counts()

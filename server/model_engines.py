@@ -66,6 +66,7 @@ class ModelEngines:
         }
         for group in self.groups.values():
             self._show_state(group)
+            self._metrics.count_group(model, version, group.name, group.num_requests)
 
     @property
     def is_ready(self) -> bool:
@@ -199,25 +200,30 @@ class ModelEngines:
     def _replay(self, requests: Sequence[LiveRequest]) -> None:
         """Let groups that are up go on with requests of a group that died."""
         limit = self._config.max_replays
+        up, num_replays = self._up(), 0
         for request in requests:
             request.num_replays += 1
             if request.num_replays > limit:
+                self._metrics.count_lost(self.model, self.version, 1)
                 error = (
                     f"the engine of model '{self.model}' died {request.num_replays} times "
                     f"under this request (limit {limit}); it is not tried again"
                 )
                 request.fail(EngineDeadError(error))
                 continue
-            group = self._choose(self._up(), request)
+            num_replays += 1
+            group = self._choose(up, request)
             group.take(request)
             group.tell(request.replay_submit())
-        if requests:
-            logger.info("Model '%s': %d requests replayed", self.model, len(requests))
+        if num_replays:
+            self._metrics.count_replays(self.model, self.version, num_replays)
+            logger.info("Model '%s': %d requests replayed", self.model, num_replays)
 
     def _give_up(self, group: EngineGroup, why: str) -> None:
         self._fail(group.take_live(), why)
 
-    def _fail(self, requests: Iterable[LiveRequest], why: str) -> None:
+    def _fail(self, requests: Sequence[LiveRequest], why: str) -> None:
+        self._metrics.count_lost(self.model, self.version, len(requests))
         for request in requests:
             request.fail(EngineDeadError(f"the engine of model '{self.model}' is gone: {why}"))
 

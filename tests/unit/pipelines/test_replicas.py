@@ -202,8 +202,7 @@ async def test_whatever_becomes_of_requests_nothing_is_owed_in_the_end(replicas,
                 await group.dial(name, incarnations[name], is_open=True, **facts)
         for request, task in zip(kept, tasks, strict=True):
             assert await task == count_up(request.submit)[:60]
-        await asyncio.sleep(0.02)
-        assert group.owed() == [(0, 0)] * 3
+        await group.served.dialled[0].until(lambda: group.owed() == [(0, 0)] * 3)
         assert not any(each.live for each in group.model.groups.values())
 
 
@@ -215,8 +214,12 @@ async def test_requests_of_a_dead_group_spread_over_all_that_are_up(replicas):
         await group.dial_all()
         requests = [group.submit([index]) for index in range(12)]
         await group.submitted(a=4, b=4, c=4)
+        assert samples(group.served)["trimaran_group_requests", "a"] == 4
         await group.engines["a"].end()
         await group.submitted(b=6, c=6)
+        assert samples(group.served)["trimaran_group_requests", "a"] == 0
+        assert samples(group.served)["trimaran_group_requests", "b"] == 6
+        assert samples(group.served)["trimaran_replayed_requests_total",] == 4
         for name in ("b", "c"):
             group.engines[name].gate.set()
         for index, request in enumerate(requests):
@@ -231,7 +234,7 @@ async def test_a_group_that_the_supervisor_calls_down_is_left_before_its_connect
         requests = [group.submit([index]) for index in range(2)]
         await group.submitted(a=1, b=1)
         a.step()
-        await asyncio.sleep(0.01)
+        await a.until(lambda: requests[0].output_ids == [1])
         group.state("a", "down", text="rank 1 was killed by signal 9")
         b.gate.set()
         for index, request in enumerate(requests):
@@ -304,6 +307,7 @@ async def test_requests_fail_at_once_when_the_last_group_fails(replicas):
             with pytest.raises(EngineDeadError, match=r"not started again: rank 0 ex") as got:
                 await read(request)
             assert got.value.kind is ErrorKind.UNAVAILABLE
+        assert samples(group.served)["trimaran_lost_requests_total",] == 2
         with pytest.raises(EngineDeadError, match="not started again: out of memory"):
             group.submit([1])
         # The supervisor's last word may be overtaken by a start on an operator's order.
