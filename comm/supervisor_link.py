@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import select
 import socket
 import sys
 import threading
@@ -50,6 +51,8 @@ class SupervisorLink:
         self._commands: deque[Command] = deque()
         self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._is_closing = False
+        self._is_pinged = False
+        self._ping_timeout_s = float("inf")
         self._thread = threading.Thread(target=self._read, name="supervisor-link", daemon=True)
 
     @classmethod
@@ -102,6 +105,15 @@ class SupervisorLink:
             self._commands.clear()
         return taken
 
+    def expect_pings(self, timeout_s: float) -> None:
+        """End this process when the first ping is not followed by others in time.
+
+        Takes effect on a connection over TCP: one from another host may stay open for
+        minutes when that host is lost.
+        """
+        if self._sock.family != socket.AF_UNIX:
+            self._ping_timeout_s = timeout_s
+
     def state(
         self,
         state: str,
@@ -139,7 +151,14 @@ class SupervisorLink:
                 logger.debug("a message to the supervisor was lost", exc_info=True)
 
     def _read(self) -> None:
+        poll = select.poll()
+        poll.register(self._sock, select.POLLIN)
         while True:
+            limit_s = self._ping_timeout_s
+            can_wait = not self._is_pinged or limit_s == float("inf")
+            if not poll.poll(None if can_wait else 1000 * limit_s):
+                self._end_process(f"not heard of for {limit_s:g} s")
+                return
             try:
                 data = self._sock.recv(_RECEIVE_BYTES)
                 messages = self._inbox.feed(data) if data else []
@@ -158,6 +177,7 @@ class SupervisorLink:
                     self._commands.append(message)
                     os.eventfd_write(self._wake_fd, 1)
             elif isinstance(message, Ping):
+                self._is_pinged = True
                 self._send(Pong(payload=message.payload))
 
     def _end_process(self, reason: str) -> None:

@@ -31,6 +31,8 @@ logger = logging.getLogger(__name__)
 FINALIZE_TIMEOUT_S = 10.0
 COLLECTIVE_SHARE = 0.8
 """Of the hang timeout: a collective gives up, and names who is missing, before the watchdog."""
+PING_SHARE = 1.5
+"""Of the hang timeout: by then the supervisor has given up a rank that it cannot reach."""
 CONFIG_ERROR_CODE = 2
 FAILURE_CODE = 1
 
@@ -65,6 +67,7 @@ class RankProcess:
         self._link, wire = SupervisorLink.connect(env, "rank", rank, size)
         config = RankConfig.from_wire(wire)
         self._hang_timeout_s = config.hang_timeout_s or float("inf")
+        self._link.expect_pings(PING_SHARE * self._hang_timeout_s)
         self._watchdog = Watchdog(self._hang_timeout_s, self._abort_hung)
         self._watchdog.watch(lambda: "starting up", config.start_timeout_s)
         world = mpi.World.discover()

@@ -29,6 +29,7 @@ import select, sys, time
 from trimaran.comm.env import ChildEnv
 from trimaran.comm.supervisor_link import SupervisorLink
 link, config = SupervisorLink.connect(ChildEnv.from_environ(), "rank", 1, 2)
+link.expect_pings(config["ping_timeout_s"])
 link.state("loading", config["text"])
 poller = select.poll()
 poller.register(link.fileno(), select.POLLIN)
@@ -66,7 +67,7 @@ class Supervisor:
             self._messages += self._inbox.feed(self.sock.recv(65536))
         return self._messages.pop(0)
 
-    def start_child(self) -> subprocess.Popen:
+    def start_child(self, ping_timeout_s: float = float("inf")) -> subprocess.Popen:
         process = subprocess.Popen(
             [sys.executable, "-P", "-c", CHILD],
             env={**self.env.to_environ(), "PATH": "/usr/bin"},
@@ -74,7 +75,8 @@ class Supervisor:
         )
         self.accept()
         self.hello = self.receive()
-        self.sock.sendall(encode(ChildConfig(config={"text": "weights"})))
+        config = {"text": "weights", "ping_timeout_s": ping_timeout_s}
+        self.sock.sendall(encode(ChildConfig(config=config)))
         self.first_state = self.receive()
         return process
 
@@ -146,6 +148,22 @@ def test_a_ping_is_answered_while_the_child_is_busy(supervisor):
     supervisor.sock.close()
     process.wait(30)
     process.stderr.close()
+
+
+def test_a_child_of_another_host_ends_when_pings_cease(tmp_path):
+    supervisor = Supervisor("tcp:127.0.0.1:0")
+    process = supervisor.start_child(ping_timeout_s=1.0)
+
+    # Before the first ping nothing is expected: models take their time to load.
+    with pytest.raises(subprocess.TimeoutExpired):
+        process.wait(2)
+    supervisor.sock.sendall(encode(Ping()))
+
+    assert process.wait(30) == 1
+    assert b"the supervisor is gone (not heard of for 1 s)" in process.stderr.read()
+    process.stderr.close()
+    supervisor.sock.close()
+    supervisor.listener.close()
 
 
 def test_a_supervisor_that_hangs_up_at_once_is_an_error_with_a_remedy(tmp_path):
