@@ -277,12 +277,16 @@ class EngineMetrics:
         return self._latest.get((model, version))
 
     def load_header(self, style: str) -> str | None:
-        """The value of the ``endpoint-load-metrics`` header, if style and figures exist."""
-        values = next((v for v in self._latest.values() if v.get("kv_max_blocks")), None)
-        if values is None:
+        """The value of the ``endpoint-load-metrics`` header, if style and figures exist: of
+        all engines behind this endpoint together."""
+        engines = [values for values in self._latest.values() if values.get("kv_max_blocks")]
+        if not engines:
             return None
-        utilization = values["kv_used_fraction"]
-        capacity = int(values["kv_max_blocks"] * values.get("kv_tokens_per_block", 0))
+        num_blocks = sum(values["kv_max_blocks"] for values in engines)
+        utilization = sum(values.get("kv_used_blocks", 0) for values in engines) / num_blocks
+        capacity = int(
+            sum(v["kv_max_blocks"] * v.get("kv_tokens_per_block", 0) for v in engines)
+        )
         if style == "text":
             return (
                 f"TEXT named_metrics.kv_cache_utilization={utilization:.6f}, "

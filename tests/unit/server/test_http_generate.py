@@ -232,3 +232,9 @@ def test_the_load_header_is_sent_when_asked_for_and_known(fresh_server):
         'JSON {"named_metrics":{"kv_cache_utilization":0.25,"max_token_capacity":3200}}'
     )
     assert header("xml") is None
+    other = {"kv_max_blocks": 300, "kv_used_blocks": 15, "kv_tokens_per_block": 16}
+    fresh_server.metrics.set_engine_stats("other", "1", other)
+    assert header("text") == (
+        "TEXT named_metrics.kv_cache_utilization=0.100000, "
+        "named_metrics.max_token_capacity=8000"
+    )
