@@ -1,0 +1,177 @@
+"""Models come and go in a server that runs, while clients go on using it."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+import tritonclient.grpc as triton_grpc
+import tritonclient.http as triton_http
+from served import Served
+
+FLAGS = (
+    "--multi-model", "--model-control-mode", "explicit", "--dtype", "float32",
+    "--num-threads", "1",
+)  # fmt: skip
+PROMPT = {"text_input": "The old man", "max_tokens": 40, "stream": True}
+DEADLINE_S = 60
+
+
+class Clients:
+    """Clients that stream one greedy text after the other until the block ends."""
+
+    def __init__(self, server: Served, count: int) -> None:
+        self._server = server
+        self._is_over = threading.Event()
+        self._threads = [threading.Thread(target=self._run) for _ in range(count)]
+        self.texts: list[str] = []
+        self.errors: list[str] = []
+
+    def __enter__(self) -> Clients:
+        for thread in self._threads:
+            thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._is_over.set()
+        for thread in self._threads:
+            thread.join()
+
+    def _run(self) -> None:
+        while not self._is_over.is_set():
+            try:
+                self.texts.append(text_of(self._server))
+            except Exception as error:
+                self.errors.append(repr(error))
+
+
+def text_of(server: Served) -> str:
+    """The text of one stream."""
+    events = server.events("/v2/models/ensemble/generate_stream", PROMPT)
+    return "".join(event["text_output"] for event in events)
+
+
+def states(server: Served) -> dict[str, str]:
+    """The state of each model that was ever loaded."""
+    _, entries = server.post("/v2/repository/index", {})
+    return {e["name"]: e["state"] for e in entries if "state" in e}
+
+
+def ranks(server: Served) -> dict[str, psutil.Process]:
+    """The processes that run an engine, by group."""
+    found = {}
+    for process in psutil.Process(server.process.pid).children(recursive=True):
+        # Some of them end while they are looked at.
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if any("trimaran-rank" in word for word in process.cmdline()[:2]):
+                found[process.environ()["TRIMARAN_GROUP"]] = process
+    return found
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    """Return once a condition holds; fail after a generous time."""
+    deadline = time.monotonic() + DEADLINE_S
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+@pytest.fixture(scope="module")
+def engine(
+    demo_engine: Callable[[int], Path], tmp_path_factory: pytest.TempPathFactory
+) -> Path:
+    """An engine folder that the tests may change."""
+    folder = tmp_path_factory.mktemp("own") / "engine"
+    shutil.copytree(demo_engine(1), folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def repository(make_repository: Callable[..., Path], engine: Path) -> Path:
+    """A repository that the tests may change."""
+    return make_repository(engine)
+
+
+@pytest.fixture(scope="module")
+def server(repository: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    """One server for all tests: the first of them loads what the others use."""
+    log = tmp_path_factory.mktemp("log") / "serve.log"
+    with Served(repository, 1, FLAGS, log) as running:
+        yield running
+        assert running.stop() == 0
+
+
+def test_nothing_runs_until_it_is_loaded_over_http(server):
+    assert states(server) == {}
+    assert ranks(server) == {}
+    with triton_http.InferenceServerClient(server.url("")[7:], network_timeout=120) as client:
+        client.load_model("ensemble")
+        assert client.is_model_ready("ensemble")
+        assert client.is_server_ready()
+    assert set(states(server).values()) == {"READY"}
+    assert list(ranks(server)) == ["tensorrt_llm"]
+    assert text_of(server)
+
+
+def test_a_changed_model_is_switched_to_without_a_failed_request(server, repository):
+    expected = text_of(server)
+    (repository / "tensorrt_llm" / "2").mkdir()
+    url = f"127.0.0.1:{server.grpc_port}"
+    with Clients(server, 4) as clients, triton_grpc.InferenceServerClient(url) as client:
+        client.load_model("tensorrt_llm")
+        num_before = len(clients.texts)
+        wait_until(lambda: list(ranks(server)) == ["tensorrt_llm@2"])
+        wait_until(lambda: len(clients.texts) >= num_before + 8)
+    assert clients.errors == []
+    assert set(clients.texts) == {expected}
+    assert server.get("/v2/models/tensorrt_llm")["versions"] == ["2"]
+
+
+def test_a_model_that_cannot_be_started_leaves_the_one_that_runs(server, engine):
+    expected = text_of(server)
+    weights = engine / "rank0.safetensors"
+    weights.rename(weights.with_name("kept"))
+    # Of the right size, so that only the rank notices.
+    content = weights.with_name("kept").read_bytes()
+    weights.write_bytes(content.replace(b"embed", b"other", 1))
+    try:
+        status, body = server.post("/v2/repository/models/tensorrt_llm/load", {})
+    finally:
+        weights.with_name("kept").replace(weights)
+    assert status == 500
+    assert body["error"].startswith("failed to load 'tensorrt_llm', its worker group ")
+    assert "rank 0" in body["error"]
+    assert server.is_ready()
+    assert text_of(server) == expected
+    wait_until(lambda: list(ranks(server)) == ["tensorrt_llm@2"])
+
+
+def test_the_loaded_models_outlive_the_front_end(server):
+    expected = text_of(server)
+    children = psutil.Process(server.process.pid).children()
+    (frontend,) = [p for p in children if "trimaran-frontend" in " ".join(p.cmdline())]
+    frontend.kill()
+    frontend.wait(DEADLINE_S)
+    wait_until(server.is_ready)
+    assert text_of(server) == expected
+    assert list(ranks(server)) == ["tensorrt_llm@2"]
+
+
+def test_an_unloaded_model_leaves_nothing_behind(server):
+    (process,) = ranks(server).values()
+    with triton_http.InferenceServerClient(server.url("")[7:], network_timeout=120) as client:
+        client.unload_model("ensemble", unload_dependents=True)
+        assert not client.is_model_ready("ensemble")
+        wait_until(lambda: set(states(server).values()) == {"UNAVAILABLE"})
+        assert not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
+        assert ranks(server) == {}
+        assert server.samples("trimaran_group_up") == []
+        assert server.is_ready()
+        client.load_model("ensemble")
+    assert text_of(server)
