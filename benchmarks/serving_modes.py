@@ -1,0 +1,174 @@
+"""Leader mode beside orchestrator mode: tokens a second, and processor time a token.
+
+    .venv/bin/python benchmarks/serving_modes.py --json benchmarks/results/serving_modes.json
+
+One random-weight Llama (`cpu_serving.CONFIG`) is served at the same time in leader mode and in
+orchestrator mode, there once for each way to launch; all servers stay up, and each round asks
+every one of them in random order. Ratios are medians over rounds of an orchestrator's figure
+by the leader's in the same round. Processor time is that of all processes of a server, the
+idle orchestrator among them; other work on the machine disturbs it less than the rates.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import platform
+import random
+import statistics
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil
+from cpu_serving import (
+    BIN,
+    CONFIG,
+    FILL,
+    LENGTH,
+    bench,
+    cpu_name,
+    free_ports,
+    wait_ready,
+)
+
+MODES = {
+    "leader": (),
+    "spawn": ("--multi-model", "--worker-launch", "spawn"),
+    "mpirun": ("--multi-model", "--worker-launch", "mpirun"),
+}
+
+
+@dataclass
+class Server:
+    """One running server and its figures, a value a round."""
+
+    process: psutil.Process
+    port: int
+    rates: list[float] = field(default_factory=list)
+    cpu_ms: list[float] = field(default_factory=list)
+    """Processor time of the whole server for one output token."""
+
+    def cpu_seconds(self) -> float:
+        """Processor time of all of its processes so far."""
+        total = 0.0
+        for process in [self.process, *self.process.children(recursive=True)]:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                times = process.cpu_times()
+                total += times.user + times.system
+        return total
+
+    def ask(self, concurrency: int, folder: Path) -> None:
+        """One round."""
+        before = self.cpu_seconds()
+        self.rates.append(bench(self.port, concurrency, folder))
+        num_tokens = max(4, 3 * concurrency) * LENGTH
+        self.cpu_ms.append(1000 * (self.cpu_seconds() - before) / num_tokens)
+
+
+@contextlib.contextmanager
+def served(folder: Path, mode: str, args: argparse.Namespace) -> Iterator[Server]:
+    """One server of the model in one mode."""
+    http, grpc, metrics = free_ports(3)
+    command = [
+        BIN / "trimaran", "serve", "--model-repo", folder / "repository",
+        "--num-threads", str(args.threads), "--load-format", "random", "--device", "cpu",
+        "--max-batch-size", "32", "--max-num-tokens", "2048",
+        "--http-port", str(http), "--grpc-port", str(grpc), "--metrics-port", str(metrics),
+        *MODES[mode],
+    ]  # fmt: skip
+    log = folder / f"{mode}.log"
+    with log.open("wb") as file:
+        process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT)
+    try:
+        wait_ready(process, http, log)
+        yield Server(psutil.Process(process.pid), grpc)
+    finally:
+        process.terminate()
+        process.wait(60)
+
+
+def write_repository(folder: Path) -> None:
+    """A token-level model of random weights."""
+    model = folder / "model"
+    model.mkdir()
+    (model / "config.json").write_text(json.dumps(CONFIG))
+    subprocess.run(
+        [BIN / "trimaran", "init-repo", folder / "repository", "--models", "tensorrt_llm",
+         "--fill", f"{FILL}engine_dir:{model},max_tokens_in_paged_kv_cache:16384"],
+        check=True,
+        stdout=subprocess.DEVNULL,
+    )  # fmt: skip
+
+
+def compare(
+    folder: Path, concurrency: int, args: argparse.Namespace
+) -> list[dict[str, object]]:
+    """Rounds over all modes at one concurrency; a row for each mode."""
+    with contextlib.ExitStack() as stack:
+        servers = {mode: stack.enter_context(served(folder, mode, args)) for mode in MODES}
+        for number in range(args.rounds + 1):
+            for mode in random.sample(list(MODES), len(MODES)):
+                servers[mode].ask(concurrency, folder)
+            if number == 0:  # everybody's first round is a warm-up
+                for server in servers.values():
+                    server.rates.clear()
+                    server.cpu_ms.clear()
+    leader = servers["leader"]
+    return [
+        {
+            "mode": mode,
+            "concurrency": concurrency,
+            "tokens_per_s": statistics.median(server.rates),
+            "rate_ratio": ratio(server.rates, leader.rates),
+            "cpu_ms_per_token": statistics.median(server.cpu_ms),
+            "cpu_ratio": ratio(server.cpu_ms, leader.cpu_ms),
+        }
+        for mode, server in servers.items()
+    ]
+
+
+def ratio(values: list[float], base: list[float]) -> float:
+    """Median of the ratios round by round."""
+    return statistics.median(a / b for a, b in zip(values, base, strict=True))
+
+
+def main() -> None:
+    """Measure, print a table and write the result."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 16])
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    before = os.getloadavg()
+    rows: list[dict[str, object]] = []
+    with tempfile.TemporaryDirectory(prefix="trimaran-bench-") as name:
+        folder = Path(name)
+        write_repository(folder)
+        for concurrency in args.concurrency:
+            rows += compare(folder, concurrency, args)
+    titles = ("mode", "concurrent", "tokens/s", "ratio", "CPU ms", "ratio")
+    print("{:<8} {:>10} {:>9} {:>6} {:>7} {:>6}".format(*titles))
+    for row in rows:
+        print("{:<8} {:>10} {:>9.0f} {:>6.3f} {:>7.3f} {:>6.3f}".format(*row.values()))
+    print(f"load average before {before[0]:.2f}, after {os.getloadavg()[0]:.2f}")
+    if args.json:
+        report = {
+            "command": "benchmarks/serving_modes.py",
+            "device": f"{cpu_name()}, {args.threads} threads",
+            "python": platform.python_version(),
+            "rounds": args.rounds,
+            "load_average_before": before,
+            "load_average_after": os.getloadavg(),
+            "rows": rows,
+        }
+        args.json.write_text(json.dumps(report, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
