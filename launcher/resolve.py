@@ -226,7 +226,10 @@ class Resolver:
             groups = [with_devices(draft.group, draft.devices) for draft in drafts]
         else:
             groups = seat(drafts, self._hosts, running)
-        ranks_on = Counter(seat.host for seat in seats_of((*groups, *running)))
+        # An older generation of a model ends as soon as the new one serves.
+        models = {group.model for group in groups}
+        staying = [group for group in running if group.model not in models]
+        ranks_on = Counter(seat.host for seat in seats_of((*groups, *staying)))
         return tuple(self._with_threads(group, ranks_on) for group in groups)
 
     def _with_threads(self, group: GroupConfig, ranks_on: Mapping[str, int]) -> GroupConfig:

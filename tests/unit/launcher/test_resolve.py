@@ -326,6 +326,15 @@ def test_a_new_generation_without_room_names_the_old_one(make_model, four_gpus):
     assert "group 'm@2' asks for GPU 0, which group 'm' has" in str(caught.value)
 
 
+def test_a_new_generation_gets_the_cores_of_the_old_one(make_model, monkeypatch):
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: range(12))
+    repository = make_model("m", tp_size=2)
+    start = resolver(repository, "--multi-model", "--device", "cpu")
+    running = start.initial().groups
+    (group,) = start.groups_of(loaded(repository, "m"), 2, running)
+    assert (group.engine.num_threads, running[0].engine.num_threads) == (6, 6)
+
+
 def test_a_model_without_room_names_the_others_that_are_in_its_way(make_model, four_gpus):
     repository = make_model("a", tp_size=4)
     start = resolver(repository, "--multi-model", four_gpus)
