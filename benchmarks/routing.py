@@ -1,0 +1,187 @@
+"""What following a prompt's beginning saves when conversations meet two replicas of a model.
+
+    .venv/bin/python benchmarks/routing.py --json benchmarks/results/routing.json
+
+A random-weight Llama (`cpu_serving.CONFIG`) is served by `trimaran serve --multi-model` as
+two instances of one thread each. Conversations begin with a document of their own and take
+turns in random order, a fixed number at a time; each turn sends the whole history. The same
+conversations run once with each way of routing, in turn; reused tokens are counted by the
+engines. Other work on the machine disturbs the times, never the counts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import platform
+import random
+import re
+import statistics
+import subprocess
+import tempfile
+import time
+import urllib.request
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from cpu_serving import BIN, CONFIG, cpu_name, free_ports, wait_ready
+
+FILL = (
+    "triton_backend:tensorrtllm,triton_max_batch_size:64,decoupled_mode:False,"
+    "batching_strategy:inflight_fused_batching,logits_datatype:TYPE_FP32,"
+    "encoder_input_features_data_type:TYPE_FP16,enable_kv_cache_reuse:True,"
+)
+WAYS = ("least_loaded", "prefix_aware")
+DOCUMENT, TURN, OUTPUT = 256, 48, 32
+"""Tokens of a conversation's first message, of each later one, and of each answer."""
+
+
+@contextlib.contextmanager
+def served(folder: Path, routing: str) -> Iterator[tuple[int, int]]:
+    """Serve two replicas; yields the HTTP and the metrics port."""
+    model = folder / "model"
+    model.mkdir(exist_ok=True)
+    (model / "config.json").write_text(json.dumps(CONFIG))
+    repository = folder / routing
+    subprocess.run(
+        [BIN / "trimaran", "init-repo", repository, "--models", "tensorrt_llm",
+         "--fill", f"{FILL}engine_dir:{model}"],
+        check=True,
+        stdout=subprocess.DEVNULL,
+    )  # fmt: skip
+    config = repository / "tensorrt_llm" / "config.pbtxt"
+    config.write_text(re.sub(r"count: 1\b", "count: 2", config.read_text(), count=1))
+    http, grpc, metrics = free_ports(3)
+    command = [
+        BIN / "trimaran", "serve", "--multi-model", "--model-repo", repository,
+        "--num-threads", "1", "--load-format", "random", "--device", "cpu",
+        "--max-batch-size", "32", "--max-num-tokens", "2048", "--routing", routing,
+        "--http-port", str(http), "--grpc-port", str(grpc), "--metrics-port", str(metrics),
+    ]  # fmt: skip
+    log = folder / f"{routing}.log"
+    with log.open("wb") as file:
+        process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT)
+    try:
+        wait_ready(process, http, log)
+        yield http, metrics
+    finally:
+        process.terminate()
+        process.wait(60)
+
+
+def ask(port: int, ids: list[int]) -> list[int]:
+    """The ids of one answer."""
+    body = {
+        "input_ids": ids, "input_lengths": len(ids), "request_output_len": OUTPUT,
+        "exclude_input_in_output": True, "end_id": -1,
+    }  # fmt: skip
+    request = urllib.request.Request(
+        f"http://127.0.0.1:{port}/v2/models/tensorrt_llm/generate", json.dumps(body).encode()
+    )
+    with urllib.request.urlopen(request, timeout=300) as response:
+        return list(json.load(response)["output_ids"])
+
+
+def reused_blocks(port: int) -> tuple[float, float]:
+    """Blocks that the engines did not compute so far, and tokens a block."""
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics") as response:
+        text = response.read().decode()
+
+    def value(label: str) -> float:
+        series = rf'^nv_trt_llm_kv_cache_block_metrics{{.*type="{label}"}} (\S+)$'
+        found = re.search(series, text, re.MULTILINE)
+        assert found is not None, text
+        return float(found[1])
+
+    return value("reused"), value("tokens_per")
+
+
+def converse(http: int, args: argparse.Namespace) -> dict[str, float]:
+    """Run all conversations; times of answers and totals."""
+    draw = random.Random(5)
+    talks = [[draw.randrange(3, 32000) for _ in range(DOCUMENT)] for _ in range(args.talks)]
+    said = [[draw.randrange(3, 32000) for _ in range(TURN)] for _ in range(args.turns)]
+    seconds: list[float] = []
+    num_input = 0
+
+    def turn(index: int, number: int) -> None:
+        nonlocal num_input
+        talk = talks[index]
+        if number:
+            talk += said[number]
+        num_input += len(talk)
+        start = time.perf_counter()
+        talk += ask(http, talk)
+        seconds.append(time.perf_counter() - start)
+
+    start = time.perf_counter()
+    with ThreadPoolExecutor(args.concurrency) as pool:
+        for number in range(args.turns):
+            order = draw.sample(range(args.talks), args.talks)
+            # A round ends before the next begins: no conversation overtakes itself.
+            list(pool.map(lambda index, number=number: turn(index, number), order))
+    return {
+        "seconds": time.perf_counter() - start,
+        "median_answer_s": statistics.median(seconds),
+        "prompt_tokens": num_input,
+        "output_tokens": OUTPUT * len(seconds),
+    }
+
+
+def measure(folder: Path, routing: str, args: argparse.Namespace) -> dict[str, float]:
+    """One run of all conversations on fresh engines."""
+    with served(folder, routing) as (http, metrics):
+        list(ThreadPoolExecutor(4).map(lambda n: ask(http, [n + 3] * 40), range(8)))
+        time.sleep(0.5)
+        before, _ = reused_blocks(metrics)
+        found = converse(http, args)
+        time.sleep(0.5)
+        after, size = reused_blocks(metrics)
+    found["reused_share"] = (after - before) * size / found["prompt_tokens"]
+    found["output_tokens_per_s"] = found["output_tokens"] / found["seconds"]
+    return found
+
+
+def main() -> None:
+    """Measure, print a table and write the result."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--talks", type=int, default=24)
+    parser.add_argument("--turns", type=int, default=5)
+    parser.add_argument("--concurrency", type=int, default=8)
+    parser.add_argument("--repeats", type=int, default=2)
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    before = os.getloadavg()[0]
+    rows: list[dict[str, Any]] = []
+    for _ in range(args.repeats):
+        for routing in WAYS:
+            with tempfile.TemporaryDirectory(prefix="trimaran-bench-") as name:
+                rows.append({"routing": routing, **measure(Path(name), routing, args)})
+    print(f"{'routing':>14} {'reused':>7} {'tokens/s':>9} {'median answer':>14}")
+    for row in rows:
+        print(
+            f"{row['routing']:>14} {row['reused_share']:>7.0%} "
+            f"{row['output_tokens_per_s']:>9.0f} {row['median_answer_s']:>12.2f} s"
+        )
+    print(f"load average before {before:.2f}, after {os.getloadavg()[0]:.2f}")
+    if args.json:
+        report = {
+            "command": "benchmarks/routing.py",
+            "device": f"{cpu_name()}, two replicas of one thread",
+            "python": platform.python_version(),
+            "conversations": {
+                "number": args.talks, "turns": args.turns, "concurrency": args.concurrency,
+                "document_tokens": DOCUMENT, "turn_tokens": TURN, "output_tokens": OUTPUT,
+            },
+            "load_average_before": before,
+            "rows": rows,
+        }  # fmt: skip
+        args.json.write_text(json.dumps(report, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
