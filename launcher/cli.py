@@ -61,6 +61,11 @@ SUBCOMMANDS: dict[str, Subcommand] = {
         "measure throughput and latency",
         "trimaran bench --input-len 128 --output-len 128 --concurrency 16 --num-requests 200",
     ),
+    "slurm": Subcommand(
+        "trimaran.slurm.commands",
+        "render, submit and stop batch jobs",
+        "trimaran slurm submit --model-repo repository --world-size 2 --gpus-per-node 2",
+    ),
     "doctor": Subcommand(
         "trimaran.launcher.doctor",
         "say what will and won't work on this machine",

@@ -9,7 +9,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[3]
 PACKAGES = (
-    "builder", "client", "comm", "kernels", "launcher", "orchestrator", "server", "worker",
+    "builder", "client", "comm", "kernels", "launcher", "orchestrator", "server", "slurm",
+    "worker",
 )  # fmt: skip
 MAX_FILE_LINES = 500
 MAX_FUNCTION_LINES = 60
@@ -24,6 +25,7 @@ LAYERS: dict[str, frozenset[str]] = {
     "builder": frozenset({"worker", "kernels", "comm"}),
     "server": frozenset({"comm"}),
     "orchestrator": frozenset({"comm"}),
+    "slurm": frozenset({"comm"}),
     "client": frozenset({"comm"}),
     "launcher": frozenset(PACKAGES),
 }

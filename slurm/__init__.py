@@ -1,0 +1,1 @@
+"""Batch jobs: templates, what fills them, and the commands that submit and stop them."""

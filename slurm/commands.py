@@ -1,0 +1,88 @@
+"""`trimaran slurm`: render a batch script, submit it, stop its job."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from trimaran.comm.errors import ConfigError
+from trimaran.slurm import queue
+from trimaran.slurm.job_spec import RARE, JobSpec, add_job_arguments
+from trimaran.slurm.render import render
+
+__all__ = ["add_arguments", "run"]
+
+EXIT_FAILURE = 1
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the flags of all three actions."""
+    parser.usage = "%(prog)s render|submit [flags] | %(prog)s stop JOB"
+    add = parser.add_argument
+    add("action", choices=("render", "submit", "stop"))
+    add("job", nargs="?", default="", help="id of the job to stop")
+    add_job_arguments(parser)
+    add("--output", default="", metavar="FILE", help="write the script there")
+    hide = getattr(parser, "hide", None)
+    if hide is not None:
+        hide(*RARE)
+    add("--wait", type=float, default=600.0, metavar="S", help="wait so long (0: do not)")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Do one action; the exit code."""
+    if args.action == "stop":
+        return _stop(args)
+    if args.job:
+        raise ConfigError(f"{args.action} takes flags only, not {args.job!r}")
+    job = JobSpec.from_args(args)
+    script = render(job)
+    if args.action == "render":
+        _write(script, args.output)
+        return 0
+    return _submit(job, script, args)
+
+
+def _write(script: str, path: str) -> None:
+    if not path:
+        print(script, end="")
+        return
+    try:
+        Path(path).write_text(script, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"--output {path}: {error.strerror}") from None
+
+
+def _submit(job: JobSpec, script: str, args: argparse.Namespace) -> int:
+    """Check with Slurm, submit, and print the endpoints once every server is ready."""
+    if args.output:
+        _write(script, args.output)
+    Path(job.log_dir).mkdir(parents=True, exist_ok=True)
+    print(queue.test_only(script))
+    job_id = queue.submit(script)
+    print(f"Job {job_id} is submitted; its logs go to {job.log_dir}.")
+    names = (
+        [f"{job_id}_{task}" for task in range(job.num_replicas)]
+        if job.num_replicas
+        else [job_id]
+    )
+    if args.wait <= 0:
+        return 0
+    folders = {name: Path(job.log_dir, f"{job.name}-{name}") for name in names}
+    found = queue.wait_ready(job_id, folders, args.wait)
+    for name, endpoints in found.items():
+        print(f"Ready: {name}")
+        for title, url in endpoints.items():
+            print(f"  {title:<8} {url}")
+    return 0
+
+
+def _stop(args: argparse.Namespace) -> int:
+    if not args.job:
+        raise ConfigError("slurm stop: the job's id is missing")
+    queue.drain(args.job)
+    if args.wait <= 0:
+        return 0
+    state = queue.wait_over(args.job, args.wait)
+    print(f"Job {args.job}: {state}")
+    return 0 if state == "COMPLETED" else EXIT_FAILURE

@@ -1,0 +1,176 @@
+"""What a batch job asks of Slurm and of the server that runs in it."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+from dataclasses import dataclass
+
+from trimaran.comm.errors import ConfigError
+
+TEMPLATES = {
+    "leader": "one model on one node",
+    "leader-multinode": "one model over several nodes",
+    "orchestrator": "several models, each with workers of its own",
+    "replicas": "an array of servers of one model",
+}
+MAX_EXIT_SHARE = 0.8
+"""Of the time between Slurm's signal and its kill: the drain ends before that."""
+
+RARE = (
+    "account", "qos", "mem", "constraint", "reservation", "cpus_per_task", "grpc_port",
+    "metrics_port", "max_requeues", "mpi", "container_mounts", "job_name",
+)  # fmt: skip
+"""Flags that the short help leaves out."""
+
+_FREE_OPTIONS = ("partition", "account", "qos", "time", "mem", "constraint", "reservation")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobSpec:
+    """The values that fill a template."""
+
+    template: str
+    name: str
+    nodes: int
+    world_size: int
+    tasks_per_node: int
+    cpus_per_task: int | None
+    gpus_per_node: int
+    num_replicas: int
+    """Tasks of the array; 0 without one."""
+
+    options: tuple[tuple[str, str], ...]
+    """Slurm's options that only pass through, by name."""
+
+    sbatch_lines: tuple[str, ...]
+    log_dir: str
+    drain_s: int
+    """Seconds before the time limit at which Slurm asks the server to end."""
+
+    max_requeues: int
+    setup: tuple[str, ...]
+    """Shell lines before the server starts, such as `module load`."""
+
+    model_repo: str
+    http_port: int
+    grpc_port: int
+    metrics_port: int
+    serve_flags: tuple[str, ...]
+    mpi: str
+    container_image: str
+    container_mounts: str
+
+    @property
+    def exit_timeout_s(self) -> int:
+        """Longest drain of the server."""
+        return max(1, int(self.drain_s * MAX_EXIT_SHARE))
+
+    @property
+    def job_variable(self) -> str:
+        """The job's own id, in the script's words."""
+        if self.num_replicas:
+            return "${SLURM_ARRAY_JOB_ID}_${SLURM_ARRAY_TASK_ID}"
+        return "$SLURM_JOB_ID"
+
+    @property
+    def run_name(self) -> str:
+        """The name of the folder of this job's logs, in the script's words."""
+        return f'"{self.name}-{self.job_variable}"'
+
+    @classmethod
+    def from_args(cls, args: argparse.Namespace) -> JobSpec:
+        """The job that the flags describe.
+
+        Raises:
+            ConfigError: they contradict each other.
+        """
+        if not args.model_repo:
+            raise ConfigError("--model-repo DIR is missing: the model repository to serve")
+        is_multinode = args.template == "leader-multinode"
+        if args.nodes > 1 and args.template in ("leader", "replicas"):
+            raise ConfigError(
+                f"--nodes is {args.nodes} but template {args.template} runs on one node. "
+                "Choose --template leader-multinode or orchestrator."
+            )
+        if args.world_size % args.nodes and is_multinode:
+            raise ConfigError(
+                f"--world-size {args.world_size} ranks do not spread evenly over {args.nodes} "
+                "nodes. Change one of the two."
+            )
+        if args.template != "replicas" and args.replicas:
+            raise ConfigError(
+                f"--replicas {args.replicas} goes with --template replicas, not {args.template}"
+            )
+        per_node = -(-args.world_size // args.nodes)
+        if 0 < args.gpus_per_node < per_node:
+            raise ConfigError(
+                f"--gpus-per-node {args.gpus_per_node} is less than the {per_node} ranks of a "
+                "node, and each needs a GPU. Raise it, or serve on more nodes."
+            )
+        return cls(
+            template=args.template,
+            name=args.job_name,
+            nodes=args.nodes,
+            world_size=args.world_size,
+            tasks_per_node=per_node,
+            cpus_per_task=args.cpus_per_task,
+            gpus_per_node=args.gpus_per_node,
+            num_replicas=(args.replicas or 1) if args.template == "replicas" else 0,
+            options=tuple(
+                (name, getattr(args, name)) for name in _FREE_OPTIONS if getattr(args, name)
+            ),
+            sbatch_lines=tuple(args.sbatch),
+            log_dir=os.path.abspath(args.log_dir),
+            drain_s=args.drain_seconds,
+            max_requeues=args.max_requeues,
+            setup=tuple(args.setup),
+            model_repo=os.path.abspath(args.model_repo),
+            http_port=args.http_port,
+            grpc_port=args.grpc_port,
+            metrics_port=args.metrics_port,
+            serve_flags=tuple(shlex.split(args.serve_flags)),
+            mpi=args.mpi,
+            container_image=args.container_image,
+            container_mounts=args.container_mounts,
+        )
+
+
+def add_job_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the flags that `JobSpec.from_args` reads."""
+    add = parser.add_argument
+    add("--template", default="leader", choices=tuple(TEMPLATES), help="which kind of job")
+    add("--model-repo", default="", metavar="DIR", help="model repository, on every node")
+    add("--world-size", type=_positive, default=1, metavar="N", help="ranks in all")
+    add("--nodes", type=_positive, default=1, metavar="N")
+    add("--replicas", type=_count, default=0, metavar="N", help="servers of the array")
+    add("--gpus-per-node", type=_count, default=0, metavar="N", help="0: serve on the CPU")
+    add("--cpus-per-task", type=_positive, metavar="N")
+    for name in _FREE_OPTIONS:
+        add(f"--{name}", default="", metavar="X", help=f"Slurm's --{name}")
+    add("--sbatch", action="append", default=[], metavar="LINE", help="more #SBATCH options")
+    add("--setup", action="append", default=[], metavar="LINE", help="shell line run first")
+    add("--job-name", default="trimaran", metavar="NAME")
+    add("--log-dir", default="trimaran-logs", metavar="DIR", help="logs, on every node")
+    add("--http-port", type=_positive, default=8000, metavar="P")
+    add("--grpc-port", type=_positive, default=8001, metavar="P")
+    add("--metrics-port", type=_positive, default=8002, metavar="P")
+    add("--serve-flags", default="", metavar="FLAGS", help="more flags of trimaran serve")
+    add("--drain-seconds", type=_positive, default=60, metavar="S", help="time to finish")
+    add("--max-requeues", type=_count, default=3, metavar="N", help="after failures")
+    add("--mpi", default="pmix", choices=("pmix", "pmi2"), help="plug-in inside containers")
+    add("--container-image", default="", metavar="IMAGE", help="run in it (Pyxis, Enroot)")
+    add("--container-mounts", default="", metavar="MOUNTS")
+
+
+def _positive(text: str) -> int:
+    if not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of 1 or more")
+    return int(text)
+
+
+def _count(text: str) -> int:
+    if not text.isdigit():
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of 0 or more")
+    return int(text)
