@@ -53,18 +53,19 @@ class LiveRequest:
         submit: Submit,
         on_cancel: Callable[[LiveRequest], None],
         observe_gap: Callable[[float], None],
-        on_first_token: Callable[[LiveRequest, float], None],
+        on_context_done: Callable[[LiveRequest, float | None], None],
     ) -> None:
         self.submit = submit
         self.max_tokens: int = submit.sampling.get("max_tokens", _DEFAULT_MAX_TOKENS)
         self.output_ids: list[int] = []
         self.context_tokens = 0
         """Tokens that its group has to compute before the first new one."""
-        self.num_replays = 0
+        self.num_deaths = 0
         self.is_over = False
         self._on_cancel = on_cancel
         self._observe_gap = observe_gap
-        self._on_first_token = on_first_token
+        self._on_context_done = on_context_done
+        self._is_context_done = False
         self._pending: TokenChunk | None = None
         self._error: RequestError | None = None
         self.on_news: Callable[[], None] = _nobody
@@ -84,6 +85,7 @@ class LiveRequest:
 
     def replay_submit(self) -> Submit:
         """The message that lets another engine go on where this one is."""
+        self._is_context_done = False
         return replace(self.submit, output_ids=pack_ids(self.output_ids))
 
     def push(self, ids: list[int], reason: FinishReason, extras: dict[str, Any]) -> None:
@@ -145,12 +147,14 @@ class LiveRequest:
 
     def _measure(self, num_tokens: int) -> None:
         now = time.monotonic()
+        if not self._is_context_done:
+            self._is_context_done = True
+            is_first = not self._last_token_s
+            self._on_context_done(self, now - self._arrived_s if is_first else None)
         if self._last_token_s:
             gap = (now - self._last_token_s) / num_tokens
             for _ in range(num_tokens):
                 self._observe_gap(gap)
-        else:
-            self._on_first_token(self, now - self._arrived_s)
         self._last_token_s = now
 
 

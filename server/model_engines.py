@@ -94,7 +94,7 @@ class ModelEngines:
         if not up:
             raise self._unavailable()
         submit = Submit(request_id=self._client.next_id(), model=self.model, **fields)
-        request = LiveRequest(submit, self._cancel, self._observe_gap, self._first_token)
+        request = LiveRequest(submit, self._cancel, self._observe_gap, self._context_done)
         group = self._choose(up, request)
         group.take(request)
         group.tell(submit)
@@ -113,6 +113,7 @@ class ModelEngines:
     def link_ready(self, link: EngineLink, hello: EngineHello) -> None:
         """A warm group dialled in: it takes over what waits for a group."""
         group = self.groups[hello.group]
+        died = group.take_live() if group.link is not None else []
         group.disconnect()
         group.link, group.incarnation, group.facts = link, hello.incarnation, hello.facts
         group.failure = ""
@@ -120,7 +121,7 @@ class ModelEngines:
         logger.info("Group '%s' of model '%s' is up", group.name, self.model)
         self._metrics.set_engine_info(self.model, self.version, hello.facts, group.name)
         self._show_state(group)
-        owed = group.take_live()
+        owed = self._survivors(died) + group.take_live()
         for other in self.groups.values():
             if other.link is None:
                 owed += other.take_live()
@@ -131,28 +132,30 @@ class ModelEngines:
         group.disconnect()
         self._show_state(group)
         self._metrics.drop_engine_stats(self.model, self.version, group.name)
-        if self._client.expects_the_end:
-            return
-        self._move(group, "is gone")
+        if not self._client.expects_the_end:
+            self._move(group, self._survivors(group.take_live()), "is gone")
 
     def state_changed(self, group: EngineGroup, state: str, restarts: int, text: str) -> None:
         """The supervisor's word on a group, which may come before the connection's end."""
+        is_up = group.link is not None
+        if is_up and restarts < group.incarnation:
+            return  # News of an incarnation that is over.
         group.num_restarts = restarts
-        self._show_state(group)
         if state == "failed":
             group.failure = "the group failed and is not started again"
             if text:
                 group.failure += f": {text}"
-        # "starting" is also what a supervisor says that has not heard yet of the readiness.
-        is_over = state in ("down", "failed") and restarts >= group.incarnation
-        is_older = state == "starting" and restarts > group.incarnation
-        if state in ("starting", "up"):
+        elif state in ("starting", "up"):
+            group.failure = ""
             group.ended_incarnation = -1
-        if group.link is not None and (is_over or is_older):
+        self._show_state(group)
+        # "starting" is also what a supervisor says that has not heard yet of the readiness.
+        is_next = state == "starting" and restarts > group.incarnation
+        if is_up and (state in ("down", "failed") or is_next):
             group.ended_incarnation = group.incarnation
             self.link_lost(group)
         elif state == "failed" and not self._client.expects_the_end:
-            self._move(group, "failed")
+            self._move(group, group.take_live(), "failed")
 
     def message(self, group: EngineGroup, message: Message) -> bool:
         """Take one message of a group; False if it is none of an engine."""
@@ -162,29 +165,44 @@ class ModelEngines:
         handler(group, message)
         return True
 
-    def _move(self, group: EngineGroup, what: str) -> None:
-        """Let others go on with the requests of a group that is down."""
-        is_waiting = group.give_up is not None
-        requests = group.take_live()
+    def _survivors(self, requests: Sequence[LiveRequest]) -> list[LiveRequest]:
+        """Of requests whose group died, those that may be tried again; the others fail."""
+        limit = self._config.max_replays
+        found = []
+        for request in requests:
+            request.num_deaths += 1
+            if request.num_deaths <= limit:
+                found.append(request)
+                continue
+            error = (
+                f"the engine of model '{self.model}' died {request.num_deaths} times under "
+                f"this request (limit {limit}); it is not tried again"
+            )
+            request.fail(EngineDeadError(error))
+        self._metrics.count_lost(self.model, self.version, len(requests) - len(found))
+        return found
+
+    def _move(self, group: EngineGroup, requests: Sequence[LiveRequest], what: str) -> None:
+        """Let others go on with the requests of a group that is down, or let them wait."""
         up = self._up()
-        waits_at = next((g for g in self.groups.values() if not g.failure), None)
+        waits_at = group
+        if group.failure:
+            waits_at = next((g for g in self.groups.values() if not g.failure), group)
         if not requests:
-            logger.error("Group '%s' of model '%s' %s", group.name, self.model, what)
+            then = "no request waits"
         elif up:
-            logger.error(
-                "Group '%s' of model '%s' %s; %d requests go on at %s",
-                group.name, self.model, what, len(requests), ", ".join(g.name for g in up),
-            )  # fmt: skip
-            self._replay(requests)
-        elif waits_at is None:
-            self._fail(requests, group.failure)
+            then = f"{len(requests)} requests go on at {', '.join(g.name for g in up)}"
+        elif waits_at.failure:
+            then = f"{len(requests)} requests fail"
         else:
-            if not is_waiting:
-                logger.error(
-                    "Group '%s' of model '%s' %s; %d requests wait for its return",
-                    group.name, self.model, what, len(requests),
-                )  # fmt: skip
-            self._park(requests, waits_at if group.failure else group)
+            then = f"{len(requests)} requests wait for group '{waits_at.name}'"
+        logger.error("Group '%s' of model '%s' %s: %s", group.name, self.model, what, then)
+        if up:
+            self._replay(requests)
+        elif waits_at.failure:
+            self._fail(requests, group.failure)
+        elif requests:
+            self._park(requests, waits_at)
 
     def _park(self, requests: Sequence[LiveRequest], group: EngineGroup) -> None:
         """Let requests wait for a group that is down."""
@@ -199,25 +217,14 @@ class ModelEngines:
 
     def _replay(self, requests: Sequence[LiveRequest]) -> None:
         """Let groups that are up go on with requests of a group that died."""
-        limit = self._config.max_replays
-        up, num_replays = self._up(), 0
+        up = self._up()
         for request in requests:
-            request.num_replays += 1
-            if request.num_replays > limit:
-                self._metrics.count_lost(self.model, self.version, 1)
-                error = (
-                    f"the engine of model '{self.model}' died {request.num_replays} times "
-                    f"under this request (limit {limit}); it is not tried again"
-                )
-                request.fail(EngineDeadError(error))
-                continue
-            num_replays += 1
             group = self._choose(up, request)
             group.take(request)
             group.tell(request.replay_submit())
-        if num_replays:
-            self._metrics.count_replays(self.model, self.version, num_replays)
-            logger.info("Model '%s': %d requests replayed", self.model, num_replays)
+        if requests:
+            self._metrics.count_replays(self.model, self.version, len(requests))
+            logger.info("Model '%s': %d requests replayed", self.model, len(requests))
 
     def _give_up(self, group: EngineGroup, why: str) -> None:
         self._fail(group.take_live(), why)
@@ -252,18 +259,18 @@ class ModelEngines:
         prompt = Prompt(num_tokens, request.num_left, hashes, size)
         loads = [group.load for group in up]
         group = up[self._router.choose(loads, prompt) if len(up) > 1 else 0]
-        # Of a replayed request that has tokens nobody says when its context is done.
-        if not request.output_ids:
-            request.context_tokens = num_tokens - prompt.num_known(group.load)
+        request.context_tokens = num_tokens - prompt.num_known(group.load)
         if group.load.prefixes is not None:
             group.load.prefixes.add(hashes)
         return group
 
     # ---- requests -----------------------------------------------------------------------
 
-    def _first_token(self, request: LiveRequest, seconds: float) -> None:
+    def _context_done(self, request: LiveRequest, first_token_s: float | None) -> None:
+        """A request has its first token, or its first one after a replay."""
         self.groups[request.submit.group].context_done(request)
-        self._metrics.observe_time_to_first_token(self.model, self.version, seconds)
+        if first_token_s is not None:
+            self._metrics.observe_time_to_first_token(self.model, self.version, first_token_s)
 
     def _ended(self, request: LiveRequest) -> None:
         """A request came to its end by itself; the next of its conversation begins with it."""

@@ -271,10 +271,14 @@ async def test_a_model_whose_only_group_is_called_down_is_not_ready_at_once(repl
 async def test_old_news_of_a_group_do_not_harm_its_next_incarnation(replicas):
     async with replicas(1) as group:
         await group.dial("a", 3, is_open=True)
+        group.engines["a"].gate.clear()
+        request = group.submit([1])
         for state, num_restarts in (("down", 2), ("starting", 3), ("up", 3), ("failed", 2)):
             group.state("a", state, num_restarts)
             assert group.model.is_ready
-        assert await read(group.submit([1])) == list(range(2, 42))
+        group.engines["a"].gate.set()
+        assert await read(request) == list(range(2, 42))
+        assert len(group.engines["a"].submits) == 1
         group.state("a", "starting", 4)
         assert not group.model.is_ready
 
