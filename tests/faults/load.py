@@ -13,11 +13,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import aiohttp
+import grpc
 import numpy as np
 import tritonclient.grpc.aio as grpc_client
 from models import Case
 from served import Served
-from tritonclient.utils import InferenceServerException
 
 RIGHT, RETRYABLE, CANCELLED = "right", "retryable", "cancelled"
 LOST = "connection lost"
@@ -113,7 +113,9 @@ class Load:
             outcome.kind, outcome.text = LATE, f"no end within {self.deadline_s:g} s"
         except RetryableError as error:
             outcome.kind, outcome.text = RETRYABLE, str(error)
-        except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError) as error:
+        except (
+            aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, ConnectionError
+        ) as error:  # fmt: skip
             outcome.kind, outcome.text = LOST, f"{type(error).__name__}: {error}"
         except Exception as error:
             # Whatever a client library raises is an outcome of this request.
@@ -214,9 +216,9 @@ class GrpcStream:
                     yield [int(i) for i in ids.reshape(-1)]
                 if result.get_response().parameters["triton_final_response"].bool_param:
                     return
-        except InferenceServerException as error:
-            if error.status() == "StatusCode.UNAVAILABLE":
-                raise RetryableError(str(error)) from None
+        except grpc.RpcError as error:
+            if error.code() is grpc.StatusCode.UNAVAILABLE:
+                raise ConnectionError(error.details()) from None
             raise
 
 

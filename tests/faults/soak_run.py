@@ -162,6 +162,14 @@ def _touches(disturbance: Disturbance, outcome: Outcome) -> bool:
     )
 
 
+def _is_met(outcome: Outcome, disturbances: Sequence[Disturbance]) -> bool:
+    """Whether it was in flight when a fault struck its model."""
+    return any(
+        outcome.model in d.models and outcome.start_s < d.start_s < outcome.end_s
+        for d in disturbances
+    )
+
+
 def _describe(outcome: Outcome, touching: list[Disturbance]) -> str:
     during = ", ".join(sorted({d.kind for d in touching})) or "no fault"
     text = outcome.text if len(outcome.text) < 400 else f"{outcome.text[:400]}..."
@@ -197,6 +205,9 @@ def _request_figures(
                 calm.append(outcome)
         figures[model] = {
             "outcomes": dict(Counter(o.kind for o in mine)),
+            "met_by_a_fault": dict(
+                Counter(o.kind for o in touched if _is_met(o, disturbances))
+            ),
             "tokens": sum(o.num_tokens for o in mine),
             "undisturbed": _latencies(calm),
             "while_others_are_disturbed": _latencies(others),
