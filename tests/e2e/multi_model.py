@@ -1,0 +1,81 @@
+"""A server of two token-level models of different layouts, for tests of orchestrator mode."""
+
+from __future__ import annotations
+
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+from served import Served, run_trimaran
+from token_stream import TokenStream
+
+PAIR, SINGLE = "pair", "single"
+WORLD_SIZES = {PAIR: 2, SINGLE: 1}
+PROMPTS = {PAIR: (12, 345, 678, 9), SINGLE: (9, 876, 543, 21, 5)}
+NUM_TOKENS = 400
+FILL = (
+    "triton_backend:tensorrtllm,triton_max_batch_size:64,decoupled_mode:True,"
+    "batching_strategy:inflight_fused_batching,logits_datatype:TYPE_FP32,"
+    "encoder_input_features_data_type:TYPE_FP16,max_queue_delay_microseconds:0,"
+    "max_queue_size:0"
+)
+
+
+def write_models(folder: Path, engine: Callable[[int], Path]) -> Path:
+    """Two token-level models of different layouts, and nothing else."""
+    for model, world_size in WORLD_SIZES.items():
+        scratch = folder / "filled" / model
+        done = run_trimaran(
+            "init-repo", str(scratch), "--models", "tensorrt_llm",
+            "--fill", f"{FILL},engine_dir:{engine(world_size)}",
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        (folder / "models" / model / "1").mkdir(parents=True)
+        text = (scratch / "tensorrt_llm" / "config.pbtxt").read_text()
+        text = text.replace('name: "tensorrt_llm"', f'name: "{model}"', 1)
+        (folder / "models" / model / "config.pbtxt").write_text(text)
+    return folder / "models"
+
+
+class MultiModel(Served):
+    """A server of both models, each with as many ranks as its engine was built for."""
+
+    def stream(self, model: str) -> TokenStream:
+        """A long greedy stream that is under way."""
+        return TokenStream(self, model, PROMPTS[model], NUM_TOKENS)
+
+    def is_model_ready(self, model: str) -> bool:
+        """What the readiness route of one model says now."""
+        try:
+            with urllib.request.urlopen(self.url(f"/v2/models/{model}/ready"), timeout=30):
+                return True
+        except urllib.error.HTTPError:
+            return False
+
+    def processes(self, group: str) -> dict[str, psutil.Process]:
+        """The processes of one group: ``rank 0`` onwards, ``mpirun``; others by program."""
+        return {
+            _name(process): process
+            for process in psutil.Process(self.process.pid).children(recursive=True)
+            if process.environ().get("TRIMARAN_GROUP") == group
+        }
+
+    def wait_log(self, text: str, count: int = 1, timeout_s: float = 60) -> None:
+        """Wait until the log holds ``text`` so many times."""
+        deadline = time.monotonic() + timeout_s
+        while self.log().count(text) < count:
+            assert time.monotonic() < deadline, f"{text!r} is not in the log:\n{self.log()}"
+            time.sleep(0.05)
+
+
+def _name(process: psutil.Process) -> str:
+    program = next(
+        (Path(word).name for word in process.cmdline()[:2] if "trimaran-" in word),
+        process.name(),
+    )
+    if program == "trimaran-rank":
+        return f"rank {process.environ()['OMPI_COMM_WORLD_RANK']}"
+    return "mpirun" if program == "prterun" else program

@@ -1,0 +1,128 @@
+"""Groups that an orchestrator spawns through MPI: what they give, and what they survive."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+from multi_model import PAIR, SINGLE, WORLD_SIZES, MultiModel, write_models
+
+GONE_S = 10
+ORCHESTRATOR, FRONTEND = ":orchestrator", ":frontend"
+# A short window: the pause before a restart does not grow from test to test.
+FLAGS = (
+    "--multi-model", "--worker-launch", "spawn", "--dtype", "float32",
+    "--max-restarts", "9", "--restart-window", "5", "--hang-timeout", "4",
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def repository(
+    demo_engine: Callable[[int], Path], tmp_path_factory: pytest.TempPathFactory
+) -> Path:
+    """The models."""
+    return write_models(tmp_path_factory.mktemp("repository"), demo_engine)
+
+
+@pytest.fixture(scope="module")
+def server(repository: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[MultiModel]:
+    """One server that lives through the faults of several tests."""
+    log = tmp_path_factory.mktemp("log") / "serve.log"
+    with MultiModel(repository, 1, FLAGS, log) as running:
+        yield running
+        assert running.stop() == 0
+        assert running.wait_gone(GONE_S) == []
+
+
+@pytest.fixture(scope="module")
+def undisturbed(server: MultiModel) -> dict[str, list[int]]:
+    """The tokens of both streams when nothing dies."""
+    streams = {model: server.stream(model) for model in WORLD_SIZES}
+    return {model: stream.finish() for model, stream in streams.items()}
+
+
+def test_a_spawned_model_gives_the_tokens_that_it_gives_in_leader_mode(
+    repository, tmp_path, undisturbed
+):
+    alone = tmp_path / "models"
+    alone.mkdir()
+    (alone / PAIR).symlink_to(repository / PAIR)
+    flags = ("--dtype", "float32")
+    with MultiModel(alone, WORLD_SIZES[PAIR], flags, tmp_path / "serve.log") as leader:
+        assert leader.stream(PAIR).finish() == undisturbed[PAIR]
+
+
+@pytest.mark.parametrize(
+    ("victim", "number"), [("rank 0", signal.SIGKILL), ("rank 1", signal.SIGSTOP)]
+)
+def test_the_fault_of_a_spawned_rank_ends_its_own_group_alone(
+    server, undisturbed, victim, number
+):
+    doomed, other = server.stream(PAIR), server.stream(SINGLE)
+    others = server.processes(SINGLE) | server.processes(ORCHESTRATOR)
+    before = server.processes(PAIR)
+    before[victim].send_signal(number)
+    assert other.finish() == undisturbed[SINGLE]
+    assert doomed.finish() == undisturbed[PAIR]
+    assert server.processes(SINGLE) | server.processes(ORCHESTRATOR) == others
+    assert not any(process.is_running() for process in before.values())
+    server.wait_ready()
+
+
+@pytest.mark.parametrize(
+    ("victim", "number"),
+    [
+        ("trimaran-orchestrator", signal.SIGKILL),
+        ("prte", signal.SIGKILL),
+        ("prte", signal.SIGSTOP),
+    ],
+)
+def test_all_groups_come_back_after_a_fault_of_what_spawned_them(
+    server, undisturbed, victim, number
+):
+    streams = {model: server.stream(model) for model in WORLD_SIZES}
+    before = [*server.processes(PAIR).values(), *server.processes(SINGLE).values()]
+    num_starts = {m: server.log().count(f"group {m}: ready") for m in WORLD_SIZES}
+    server.processes(ORCHESTRATOR)[victim].send_signal(number)
+    for model, count in num_starts.items():
+        server.wait_log(f"group {model}: ready", count + 1)
+    assert not any(process.is_running() for process in before)
+    assert {m: stream.finish() for m, stream in streams.items()} == undisturbed
+    server.wait_ready()
+
+
+def test_groups_that_are_spawned_again_and_again_leave_nothing(server):
+    held = []
+    for _ in range(4):
+        num_starts = server.log().count(f"group {SINGLE}: ready")
+        server.processes(SINGLE)["rank 0"].kill()
+        server.wait_log(f"group {SINGLE}: ready", num_starts + 1)
+        server.wait_ready()
+        held.append(_held(server))
+    # The first one may still meet what earlier tests have left to be closed.
+    assert held[1:] == [held[1]] * 3
+
+
+def _held(server: MultiModel) -> dict[str, int]:
+    """What a server holds: files open in its lasting processes, processes, segments."""
+    lasting = {**server.processes(ORCHESTRATOR), **server.processes(FRONTEND)}
+    supervisor = psutil.Process(server.process.pid)
+    counts = {name: process.num_fds() for name, process in lasting.items()}
+    counts["supervisor"] = supervisor.num_fds()
+    counts["processes"] = len(supervisor.children(recursive=True))
+    group = server.processes(SINGLE)["rank 0"].environ()
+    for variable in ("OMPI_MCA_btl_sm_backing_directory", "PRTE_MCA_prte_local_tmpdir_base"):
+        folder = Path(group[variable]).parent
+        counts[variable] = sum(len(files) for _, _, files in os.walk(folder))
+    return counts
+
+
+def test_a_stopped_rank_does_not_outlive_a_killed_supervisor(repository, tmp_path):
+    with MultiModel(repository, 1, FLAGS, tmp_path / "serve.log") as doomed:
+        doomed.processes(PAIR)["rank 1"].suspend()
+        doomed.process.kill()
+        assert doomed.wait_gone(GONE_S) == []
