@@ -92,6 +92,9 @@ class EngineClient:
         owner = self._owners.get(group)
         if owner is not None:
             owner.state_changed(owner.groups[group], state, num_restarts, text)
+        elif state == "down":
+            # Of a group that is unloaded this is the last word.
+            del self._states[group]
 
     def expect_the_end(self) -> None:
         """From now on, an engine that closes its connection ends in order."""

@@ -328,6 +328,16 @@ async def test_a_failure_that_was_known_before_the_model_counts(serve):
             group.submit([1])
 
 
+async def test_restarts_that_were_known_before_the_model_are_shown(serve):
+    async with serve() as served:
+        for state, num_restarts in (("starting", 1), ("down", 1), ("up", 2)):
+            served.engines.on_group_state(group="a", state=state, num_restarts=num_restarts)
+        group = Replicas(served, 1)
+        assert samples(served)["trimaran_group_restarts", "a"] == 2
+        await group.dial("a", 2, is_open=True)
+        assert await read(group.submit([1])) == list(range(2, 42))
+
+
 async def test_deaths_of_one_model_are_not_felt_by_another(replicas):
     async with replicas(1, max_replays=0) as group:
         other = await group.served.dial(count_up)
