@@ -85,7 +85,11 @@ test-faults: $(VENV)/.test  ## kills, hangs and partitions of several models and
 test-slurm: $(VENV)/.test  ## every batch template on a Slurm that the test starts (as root on Debian)
 	$(PYTEST) tests/slurm
 
-test-deploy: $(VENV)/.test  ## manifests, alert rules, dashboards and the status page, with their tools
+$(VENV)/.deploy: $(VENV)/.test
+	$(BIN)/pip install -q --disable-pip-version-check -c constraints.txt -e '.[mpi,test,deploy]'
+	@touch $@
+
+test-deploy: $(VENV)/.deploy  ## manifests, alert rules, dashboards and the status page, with their tools
 	$(PYTEST) tests/deploy
 
 soak: $(VENV)/.test  ## 30 minutes of load on three models under random kills (SOAK_FLAGS=...)

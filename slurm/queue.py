@@ -85,7 +85,7 @@ def wait_ready(
                 f"servers were not ready after {timeout_s:g} s (--wait)"
             )
         time.sleep(_POLL_S)
-    return found
+    return {name: found[name] for name in folders}
 
 
 def drain(job_id: str) -> None:

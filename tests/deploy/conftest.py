@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import os
-import shutil
-import subprocess
 import sys
 from pathlib import Path
 
@@ -26,19 +23,7 @@ build_engine, make_repository, demo_engine = (
     _e2e.demo_engine,
 )
 
-
-def program(name: str, package: str) -> str:
-    """A program's path; as root on Debian it is installed first if it is missing."""
-    if shutil.which(name) is None and os.geteuid() == 0 and shutil.which("apt-get"):
-        env = {**os.environ, "DEBIAN_FRONTEND": "noninteractive"}
-        subprocess.run(["apt-get", "update", "-qq"], env=env, check=True, timeout=300)
-        subprocess.run(
-            ["apt-get", "install", "-y", "-qq", "--no-install-recommends", package],
-            env=env, check=True, timeout=600, stdout=subprocess.DEVNULL,
-        )  # fmt: skip
-    path = shutil.which(name)
-    assert path is not None, f"{name} is missing: apt-get install {package}"
-    return path
+from tools import program  # noqa: E402
 
 
 @pytest.fixture(scope="session")

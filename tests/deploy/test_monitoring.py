@@ -1,0 +1,168 @@
+"""Alert rules by promtool; every dashboard query by a real Prometheus on a real server."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import time
+import urllib.parse
+import urllib.request
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from served import Served, free_ports
+from tools import program
+
+DEPLOY = Path(__file__).resolve().parents[2] / "deploy"
+RUNBOOK = DEPLOY.parent / "docs" / "runbook.md"
+BODY = {"text_input": "It was", "max_tokens": 40, "bad_words": "", "stop_words": ""}
+SCRAPE_S = 1
+# What a machine without a GPU, or a server without failures, has no samples of.
+MAY_BE_EMPTY = ("nv_gpu_",)
+
+
+def promtool(*words: str) -> str:
+    done = subprocess.run(
+        [program("promtool", "prometheus"), *words],
+        cwd=DEPLOY / "prometheus", capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def alerts() -> list[dict[str, Any]]:
+    rules = yaml.safe_load((DEPLOY / "prometheus" / "rules.yml").read_text())
+    return [rule for group in rules["groups"] for rule in group["rules"]]
+
+
+def queries() -> list[tuple[str, str]]:
+    """Title and expression of every dashboard query, its variables filled in."""
+    dashboard = json.loads((DEPLOY / "grafana" / "trimaran.json").read_text())
+    found = [
+        (panel["title"], target["expr"])
+        for panel in dashboard["panels"]
+        for target in panel.get("targets", ())
+    ]
+    found += [(note["name"], note["expr"]) for note in dashboard["annotations"]["list"]]
+    return [(title, re.sub(r"\$(instance|model)\b", ".*", expr)) for title, expr in found]
+
+
+def test_promtool_accepts_configuration_and_rules():
+    assert "SUCCESS" in promtool("check", "config", "prometheus.yml")
+
+
+def test_each_alert_fires_on_its_fault_and_only_then():
+    assert "SUCCESS" in promtool("test", "rules", "rules_test.yml")
+    tested = (DEPLOY / "prometheus" / "rules_test.yml").read_text()
+    assert all(f"alertname: {rule['alert']}" in tested for rule in alerts())
+
+
+def test_every_alert_has_a_section_in_the_runbook():
+    sections = re.findall(r"^## (\w+)$", RUNBOOK.read_text(), re.MULTILINE)
+    assert sections == [rule["alert"] for rule in alerts()]
+    for rule in alerts():
+        assert rule["annotations"]["runbook"] == f"docs/runbook.md#{rule['alert'].lower()}"
+
+
+class Prometheus:
+    """A real Prometheus that scrapes one server, with our rules."""
+
+    def __init__(self, folder: Path, target: int) -> None:
+        (self.port,) = free_ports(1)
+        config = {
+            "global": {
+                "scrape_interval": f"{SCRAPE_S}s",
+                "evaluation_interval": f"{SCRAPE_S}s",
+            },
+            "rule_files": [str(DEPLOY / "prometheus" / "rules.yml")],
+            "scrape_configs": [
+                {
+                    "job_name": "trimaran",
+                    "static_configs": [{"targets": [f"127.0.0.1:{target}"]}],
+                }
+            ],
+        }
+        path = folder / "prometheus.yml"
+        path.write_text(yaml.safe_dump(config))
+        self._process = subprocess.Popen(
+            [program("prometheus", "prometheus"), f"--config.file={path}",
+             f"--storage.tsdb.path={folder / 'data'}",
+             f"--web.listen-address=127.0.0.1:{self.port}"],
+            stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+        )  # fmt: skip
+
+    def get(self, path: str, **values: str) -> Any:
+        url = f"http://127.0.0.1:{self.port}/api/v1/{path}?{urllib.parse.urlencode(values)}"
+        with urllib.request.urlopen(url, timeout=10) as reply:
+            answer = json.load(reply)
+        assert answer["status"] == "success"
+        return answer["data"]
+
+    def query(self, expression: str) -> list[Any]:
+        return list(self.get("query", query=expression)["result"])
+
+    def wait_for(self, expression: str, timeout_s: float = 60) -> None:
+        deadline = time.monotonic() + timeout_s
+        while time.monotonic() < deadline:
+            try:
+                if self.query(expression):
+                    return
+            except OSError:
+                pass
+            time.sleep(0.3)
+        raise AssertionError(f"no samples of {expression}")
+
+    def stop(self) -> None:
+        self._process.terminate()
+        self._process.wait(30)
+
+
+@pytest.fixture(scope="module")
+def scraped(
+    demo_engine: Callable[[int], Path],
+    make_repository: Callable[..., Path],
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Iterator[tuple[Served, Prometheus]]:
+    """A server that has answered requests, and a Prometheus that has seen it do so."""
+    log = tmp_path_factory.mktemp("log") / "serve.log"
+    with Served(make_repository(demo_engine(1)), world_size=1, log_path=log) as server:
+        prometheus = Prometheus(tmp_path_factory.mktemp("prometheus"), server.metrics_port)
+        try:
+            prometheus.wait_for('up{job="trimaran"} == 1')
+            for _ in range(6):
+                server.post("/v2/models/ensemble/generate", BODY)
+                time.sleep(SCRAPE_S)
+            prometheus.wait_for("rate(nv_inference_request_success[1m]) > 0")
+            yield server, prometheus
+        finally:
+            prometheus.stop()
+
+
+@pytest.mark.parametrize(("title", "expression"), queries())
+def test_every_dashboard_query_has_an_answer(scraped, title, expression):
+    _, prometheus = scraped
+    result = prometheus.query(expression)
+    if not any(name in expression for name in MAY_BE_EMPTY) and title != "Restarts":
+        assert result, f"{title}: {expression}"
+
+
+def test_every_name_in_rules_and_dashboard_is_one_that_the_server_has(scraped):
+    _, prometheus = scraped
+    known = set(prometheus.get("label/__name__/values"))
+    text = (DEPLOY / "grafana" / "trimaran.json").read_text()
+    text += " ".join(rule["expr"] for rule in alerts())
+    used = set(re.findall(r"\b(?:nv|trimaran)_\w+", text))
+    missing = {name for name in used - known if not name.startswith(MAY_BE_EMPTY)}
+    assert missing == set()
+
+
+def test_no_alert_fires_on_a_healthy_server(scraped):
+    _, prometheus = scraped
+    assert prometheus.get("alerts")["alerts"] == []
+    rules = prometheus.get("rules")["groups"][0]["rules"]
+    assert len(rules) == len(alerts())
+    assert all(rule["health"] == "ok" for rule in rules), rules

@@ -1,0 +1,180 @@
+"""Every template that can run here, as a batch job on a real Slurm."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from batch_job import BatchJob, LongRequest
+from lab import SlurmLab
+
+OURS = ("trimaran", "trimaran-rank", "trimaran-frontend", "trimaran-rank1")
+TEMPLATES = ("leader", "leader-multinode", "orchestrator", "replicas")
+FLOAT32 = ("--serve-flags", "--dtype float32 --device cpu")
+
+pytestmark = pytest.mark.timeout(400)
+
+
+@pytest.fixture(scope="session")
+def one_rank(demo_engine: Callable[[int], Path], make_repository: Callable[..., Path]) -> Path:
+    """The demo model for one rank."""
+    return make_repository(demo_engine(1))
+
+
+@pytest.fixture(scope="session")
+def two_ranks(demo_engine: Callable[[int], Path], make_repository: Callable[..., Path]) -> Path:
+    """The demo model for two ranks."""
+    return make_repository(demo_engine(2))
+
+
+@pytest.fixture(scope="session")
+def two_models(
+    demo_engine: Callable[[int], Path],
+    make_repository: Callable[..., Path],
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Path:
+    """Two token models, the second on two ranks, each with an ensemble."""
+    first = make_repository(demo_engine(1))
+    second = make_repository(demo_engine(2))
+    folder = tmp_path_factory.mktemp("two") / "models"
+    shutil.copytree(first, folder)
+    for name in ("tensorrt_llm", "ensemble"):
+        shutil.copytree(second / name, folder / f"{name}_2")
+        path = folder / f"{name}_2" / "config.pbtxt"
+        text = path.read_text().replace('"tensorrt_llm"', '"tensorrt_llm_2"')
+        path.write_text(text.replace('name: "ensemble"', 'name: "ensemble_2"'))
+    return folder
+
+
+@pytest.mark.parametrize("template", TEMPLATES)
+def test_slurm_accepts_every_template(lab: SlurmLab, template: str, tmp_path: Path):
+    flags = ["--nodes", "2", "--world-size", "4"] if template == "leader-multinode" else []
+    job = BatchJob(lab, tmp_path)
+    script = job.trimaran(
+        "slurm", "render", "--template", template, "--model-repo", "/data/models",
+        "--gpus-per-node", "2", "--time", "10", *flags,
+    )  # fmt: skip
+    assert script.returncode == 0, script.stderr
+    done = lab.run("sbatch", "--test-only", text=script.stdout)
+    assert done.returncode == 0, done.stderr
+    assert "to start at" in done.stderr
+
+
+def test_a_leader_job_serves_drains_and_completes(submit, one_rank: Path):
+    job = submit("leader", one_rank, *FLOAT32)
+    assert re.search(rf"http +http://n\d:{job.http_port}\n", job.output)
+    assert job.rank_logs() == ["tensorrt_llm-rank0.log"]
+    assert len(job.steps()) == 1
+    undisturbed = job.ask(800)
+    request = LongRequest(job)
+    done = job.trimaran("slurm", "stop", job.job_id)
+    assert done.returncode == 0, f"{done.stderr}\n{job.log()}"
+    assert "COMPLETED" in done.stdout
+    assert request.finish() == undisturbed
+    assert job.lab.job(job.job_id)["ExitCode"] == "0:0"
+    job.wait_gone(OURS)
+    assert not list(job.log_dir.glob("*/ready.json"))
+
+
+def test_a_plain_scancel_ends_every_process(submit, two_ranks: Path):
+    job = submit("leader", two_ranks, "--world-size", "2", "--gpus-per-node", "2", *FLOAT32)
+    assert job.ask()
+    assert len(job.processes("trimaran-rank")) == 2
+    job.cancel()
+    state = job.lab.wait_state(job.job_id, "CANCELLED")
+    assert state["JobState"] == "CANCELLED"
+    job.wait_gone(OURS)
+
+
+def test_a_killed_rank_is_replaced_inside_the_job(submit, two_ranks: Path):
+    job = submit("leader", two_ranks, "--world-size", "2", *FLOAT32)
+    undisturbed = job.ask(800)
+    request = LongRequest(job)
+    victim = job.processes("trimaran-rank")[1]
+    victim.kill()
+    assert request.finish() == undisturbed
+    assert "restart in" in job.log()
+    assert job.lab.job(job.job_id)["JobState"] == "RUNNING"
+
+
+def test_one_model_over_two_nodes(submit, two_ranks: Path):
+    job = submit("leader-multinode", two_ranks, "--nodes", "2", "--world-size", "2", *FLOAT32)
+    assert job.ask()
+    hosts = {process.environ()["SLURMD_NODENAME"] for process in job.processes("trimaran-rank")}
+    assert len(hosts) == 2
+    assert job.rank_logs() == ["tensorrt_llm-rank0.log", "tensorrt_llm-rank1.log"]
+    done = job.trimaran("slurm", "stop", job.job_id)
+    assert "COMPLETED" in done.stdout, f"{done.stderr}\n{job.log()}"
+    job.wait_gone(OURS)
+
+
+def test_several_models_in_one_allocation(submit, two_models: Path):
+    flags = ("--world-size", "3", *FLOAT32)
+    job = submit("orchestrator", two_models, *flags)
+    assert job.ask(model="ensemble") == job.ask(model="ensemble_2")
+    assert len(job.processes("trimaran-rank")) == 3
+    assert len(job.steps()) == 2
+    victim = next(
+        p for p in job.processes("trimaran-rank")
+        if p.environ()["TRIMARAN_GROUP"] == "tensorrt_llm_2"
+    )  # fmt: skip
+    victim.kill()
+    assert job.ask(model="ensemble")
+    job.wait_ready()
+    assert job.ask(model="ensemble_2") == job.ask(model="ensemble")
+    job.cancel()
+    job.lab.wait_state(job.job_id, "CANCELLED")
+    job.wait_gone(OURS)
+
+
+def test_an_array_of_replicas(submit, one_rank: Path):
+    job = submit("replicas", one_rank, "--replicas", "2", *FLOAT32)
+    assert job.output.count("Ready: ") == 2
+    ports = [int(port) for port in re.findall(r"http +http://n\d:(\d+)", job.output)]
+    assert ports == [job.http_port, job.http_port + 10]
+    answers = {job.ask(port=port) for port in ports}
+    assert len(answers) == 1
+    done = job.trimaran("slurm", "stop", job.job_id)
+    assert "COMPLETED" in done.stdout, f"{done.stderr}\n{job.log()}"
+
+
+def test_a_failed_server_is_requeued_and_serves_again(submit, one_rank: Path):
+    job = submit("leader", one_rank, *FLOAT32)
+    (supervisor,) = job.processes("trimaran")
+    supervisor.kill()
+    state = job.lab.wait_state(job.job_id, "PENDING", "CONFIGURING", timeout_s=60)
+    assert int(state["Restarts"]) == 1
+    assert "ended with code 137: requeueing job" in job.log()
+    # Slurm holds a requeued job back for about two minutes.
+    job.lab.wait_state(job.job_id, "RUNNING", timeout_s=200)
+    job.wait_ready()
+    assert job.ask()
+
+
+def test_a_mistake_is_not_requeued(submit, two_ranks: Path):
+    job = submit("leader", two_ranks, "--world-size", "3", wait=False)
+    state = job.lab.wait_state(job.job_id, "FAILED")
+    assert state["ExitCode"] == "2:0"
+    assert state["Restarts"] == "0"
+
+
+def test_the_job_of_a_lost_node_starts_again_elsewhere(lab: SlurmLab, submit, two_ranks: Path):
+    job = submit("leader-multinode", two_ranks, "--nodes", "2", "--world-size", "2", *FLOAT32)
+    hosts = {p.environ()["SLURMD_NODENAME"] for p in job.processes("trimaran-rank")}
+    assert job.ask()
+    lost = max(hosts)
+    lab.fail_node(lost)
+    try:
+        lab.wait_state(job.job_id, "PENDING", "CONFIGURING", timeout_s=90)
+        lab.wait_state(job.job_id, "RUNNING", timeout_s=200)
+        job.wait_ready()
+        assert job.ask()
+        again = {p.environ()["SLURMD_NODENAME"] for p in job.processes("trimaran-rank")}
+        assert lost not in again
+    finally:
+        job.cancel()
+        lab.start_node(lost)
+        lab.wait_idle(90)
