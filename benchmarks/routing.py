@@ -2,8 +2,9 @@
 
     .venv/bin/python benchmarks/routing.py --json benchmarks/results/routing.json
 
-A random-weight Llama (`cpu_serving.CONFIG`) is served by `trimaran serve --multi-model` as
-two instances of one thread each. Conversations begin with a document of their own and take
+A random-weight Llama (`cpu_serving.CONFIG`, or the config.json of ``--model``) is served by
+`trimaran serve --multi-model` as two instances, of one thread each on the CPU, or on a GPU
+each with ``--device cuda``. Conversations begin with a document of their own and take
 turns in random order, a fixed number at a time; each turn sends the whole history. The same
 conversations run once with each way of routing, in turn; reused tokens are counted by the
 engines. Other work on the machine disturbs the times, never the counts.
@@ -36,20 +37,22 @@ FILL = (
     "encoder_input_features_data_type:TYPE_FP16,enable_kv_cache_reuse:True,"
 )
 WAYS = ("least_loaded", "prefix_aware")
-DOCUMENT, TURN, OUTPUT = 256, 48, 32
-"""Tokens of a conversation's first message, of each later one, and of each answer."""
 
 
 @contextlib.contextmanager
-def served(folder: Path, routing: str) -> Iterator[tuple[int, int]]:
+def served(folder: Path, routing: str, args: argparse.Namespace) -> Iterator[tuple[int, int]]:
     """Serve two replicas; yields the HTTP and the metrics port."""
-    model = folder / "model"
-    model.mkdir(exist_ok=True)
-    (model / "config.json").write_text(json.dumps(CONFIG))
+    model = args.model
+    if model is None:
+        model = folder / "model"
+        model.mkdir()
+        (model / "config.json").write_text(json.dumps(CONFIG))
+    where = ["--num-threads", "1"] if args.device == "cpu" else []
+    devices = "" if args.device == "cpu" else ",gpu_device_ids:0;1"
     repository = folder / routing
     subprocess.run(
         [BIN / "trimaran", "init-repo", repository, "--models", "tensorrt_llm",
-         "--fill", f"{FILL}engine_dir:{model}"],
+         "--fill", f"{FILL}engine_dir:{model}{devices}"],
         check=True,
         stdout=subprocess.DEVNULL,
     )  # fmt: skip
@@ -58,7 +61,7 @@ def served(folder: Path, routing: str) -> Iterator[tuple[int, int]]:
     http, grpc, metrics = free_ports(3)
     command = [
         BIN / "trimaran", "serve", "--multi-model", "--model-repo", repository,
-        "--num-threads", "1", "--load-format", "random", "--device", "cpu",
+        "--load-format", "random", "--device", args.device, *where,
         "--max-batch-size", "32", "--max-num-tokens", "2048", "--routing", routing,
         "--http-port", str(http), "--grpc-port", str(grpc), "--metrics-port", str(metrics),
     ]  # fmt: skip
@@ -73,10 +76,10 @@ def served(folder: Path, routing: str) -> Iterator[tuple[int, int]]:
         process.wait(60)
 
 
-def ask(port: int, ids: list[int]) -> list[int]:
+def ask(port: int, ids: list[int], num_tokens: int) -> list[int]:
     """The ids of one answer."""
     body = {
-        "input_ids": ids, "input_lengths": len(ids), "request_output_len": OUTPUT,
+        "input_ids": ids, "input_lengths": len(ids), "request_output_len": num_tokens,
         "exclude_input_in_output": True, "end_id": -1,
     }  # fmt: skip
     request = urllib.request.Request(
@@ -103,8 +106,10 @@ def reused_blocks(port: int) -> tuple[float, float]:
 def converse(http: int, args: argparse.Namespace) -> dict[str, float]:
     """Run all conversations; times of answers and totals."""
     draw = random.Random(5)
-    talks = [[draw.randrange(3, 32000) for _ in range(DOCUMENT)] for _ in range(args.talks)]
-    said = [[draw.randrange(3, 32000) for _ in range(TURN)] for _ in range(args.turns)]
+    talks = [
+        [draw.randrange(3, 32000) for _ in range(args.document)] for _ in range(args.talks)
+    ]
+    said = [[draw.randrange(3, 32000) for _ in range(args.turn)] for _ in range(args.turns)]
     seconds: list[float] = []
     num_input = 0
 
@@ -115,7 +120,7 @@ def converse(http: int, args: argparse.Namespace) -> dict[str, float]:
             talk += said[number]
         num_input += len(talk)
         start = time.perf_counter()
-        talk += ask(http, talk)
+        talk += ask(http, talk, args.output)
         seconds.append(time.perf_counter() - start)
 
     start = time.perf_counter()
@@ -128,14 +133,14 @@ def converse(http: int, args: argparse.Namespace) -> dict[str, float]:
         "seconds": time.perf_counter() - start,
         "median_answer_s": statistics.median(seconds),
         "prompt_tokens": num_input,
-        "output_tokens": OUTPUT * len(seconds),
+        "output_tokens": args.output * len(seconds),
     }
 
 
 def measure(folder: Path, routing: str, args: argparse.Namespace) -> dict[str, float]:
     """One run of all conversations on fresh engines."""
-    with served(folder, routing) as (http, metrics):
-        list(ThreadPoolExecutor(4).map(lambda n: ask(http, [n + 3] * 40), range(8)))
+    with served(folder, routing, args) as (http, metrics):
+        list(ThreadPoolExecutor(4).map(lambda n: ask(http, [n + 3] * 40, 8), range(8)))
         time.sleep(0.5)
         before, _ = reused_blocks(metrics)
         found = converse(http, args)
@@ -152,6 +157,11 @@ def main() -> None:
     parser.add_argument("--talks", type=int, default=24)
     parser.add_argument("--turns", type=int, default=5)
     parser.add_argument("--concurrency", type=int, default=8)
+    parser.add_argument("--document", type=int, default=256, help="tokens of a first message")
+    parser.add_argument("--turn", type=int, default=48, help="tokens of each later one")
+    parser.add_argument("--output", type=int, default=32, help="tokens of each answer")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--model", type=Path, help="folder with a config.json")
     parser.add_argument("--repeats", type=int, default=2)
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
@@ -171,12 +181,9 @@ def main() -> None:
     if args.json:
         report = {
             "command": "benchmarks/routing.py",
-            "device": f"{cpu_name()}, two replicas of one thread",
+            "device": "two GPUs" if args.device == "cuda" else f"{cpu_name()}, two threads",
             "python": platform.python_version(),
-            "conversations": {
-                "number": args.talks, "turns": args.turns, "concurrency": args.concurrency,
-                "document_tokens": DOCUMENT, "turn_tokens": TURN, "output_tokens": OUTPUT,
-            },
+            "settings": {k: v for k, v in vars(args).items() if isinstance(v, (int, str))},
             "load_average_before": before,
             "rows": rows,
         }  # fmt: skip
