@@ -22,7 +22,7 @@ from trimaran.launcher.group_types import (
 from trimaran.launcher.helper_watch import HelperWatch
 from trimaran.launcher.links import Link
 from trimaran.launcher.mpi_launch import exit_signal
-from trimaran.launcher.process_tree import descendants, kill_tagged
+from trimaran.launcher.process_tree import descendants
 from trimaran.launcher.starters import Starter, StarterEvents
 
 logger = logging.getLogger(__name__)
@@ -36,6 +36,10 @@ _STARTER_END_S = 2.0
 _MAX_PINGS = 4
 """Unanswered pings that make up ``hang_timeout_s``. Counted, not timed: when this process
 itself was suspended, no child is blamed for the time."""
+
+_LOADING_PATIENCE = 6
+"""A process that is loading may be silent so many times as long as one that serves: code
+that does not let its other threads run, such as an import, is no hang."""
 
 _READ_S = 0.05
 _KILL_PERIOD_S = 0.05
@@ -102,7 +106,6 @@ class Group:
         # Those on other hosts cannot be killed from here: they end when this closes.
         for link in self._links.values():
             link.close()
-        self._kill_once()
         self._finish_when_gone()
 
     @property
@@ -151,6 +154,8 @@ class Group:
                 self._cancel_timers()
                 self._after(self.spec.startup_timeout_s, self._on_startup_timeout)
                 self._watch_helpers()
+                # Not at once: what a process sends that dies with a ping unread is lost.
+                self._after(self.spec.hang_timeout_s / _MAX_PINGS, self._check_alive)
                 self._events.on_connected(self)
 
     def on_state(self, link: Link, state: ChildState) -> None:
@@ -223,7 +228,7 @@ class Group:
         """Kill what outlives a lost process: ranks ignore the signal that mpirun sends."""
         if self._starter.status is None:
             # The starter itself lives on for a moment: its exit code says how a rank died.
-            kill_tagged(os.getpid(), self.spec.tag, spare=self._starter.pid)
+            self._starter.kill(spare_own=True)
             self._after(_STARTER_END_S if self._starter.pid else _READ_S, self._conclude)
 
     def _on_failed(self, link: Link, state: ChildState) -> None:
@@ -235,18 +240,21 @@ class Group:
 
     def _check_alive(self) -> None:
         """Ping every process, time and again; end the group if one stays silent."""
-        if self.spec.hang_timeout_s <= 0 or self.state is not GroupState.READY:
+        limit_s = self.spec.hang_timeout_s
+        if limit_s <= 0 or self.state not in (GroupState.STARTING, GroupState.READY):
             return
+        why = "--hang-timeout"
+        if self.state is GroupState.STARTING:
+            limit_s *= _LOADING_PATIENCE
+            why = f"{_LOADING_PATIENCE} times --hang-timeout, while loading"
         hung = [link for link in self._links.values() if link.num_unanswered >= _MAX_PINGS]
         if hung and self._lost is None:
-            limit = f"{self.spec.hang_timeout_s:g} s (--hang-timeout)"
-            self._die(
-                Failure(f"{self._process(hung[0])} has hung: no sign of life for {limit}")
-            )
+            who = self._process(hung[0])
+            self._die(Failure(f"{who} has hung: no sign of life for {limit_s:g} s ({why})"))
             return
         for link in self._links.values():
             link.ping()
-        self._after(self.spec.hang_timeout_s / _MAX_PINGS, self._check_alive)
+        self._after(limit_s / _MAX_PINGS, self._check_alive)
 
     def _on_connect_timeout(self) -> None:
         missing = [r for r in range(self.spec.world_size) if r not in self._links]
@@ -323,14 +331,11 @@ class Group:
             self._events.on_down(self)
         self.kill()
 
-    def _kill_once(self) -> list[int]:
-        return kill_tagged(os.getpid(), self.spec.tag)
-
     def _finish_when_gone(self) -> None:
         """Report the end once nothing of the group is left."""
         if self.state is GroupState.DOWN:
             return
-        if self._kill_once() or not self._starter.is_over:
+        if self._starter.kill() or not self._starter.is_over:
             self._cancel_timers()
             self._after(_KILL_PERIOD_S, self._finish_when_gone)
             return

@@ -222,6 +222,7 @@ class SpecMaker:
             engines=engines,
             mpi=self._mpi if launch in MPIRUN_LAUNCHES else None,
             is_spawned=launch == "spawn",
+            is_step=launch == "srun",
             inherit_fds=launch == "job",
             connect_timeout_s=config.connect_timeout_s,
             startup_timeout_s=config.startup_timeout_s,

@@ -67,6 +67,9 @@ class GroupSpec:
     is_spawned: bool = False
     """The orchestrator starts the ranks."""
 
+    is_step: bool = False
+    """``command`` is an srun, and the ranks are not below it."""
+
     inherit_fds: bool = False
     """The process reaches the job that we are a task of through our descriptors."""
 

@@ -22,6 +22,7 @@ from trimaran.launcher.restart import RestartBudget
 from trimaran.launcher.scratch import MpiScratch
 from trimaran.launcher.spawn_starter import SpawnLink, SpawnStarter
 from trimaran.launcher.starters import CommandStarter, Starter
+from trimaran.launcher.step_starter import StepStarter
 
 _STATE_WORDS = {
     GroupState.DOWN: "down",
@@ -181,6 +182,8 @@ class Roster:
     def _starter(self, spec: GroupSpec) -> Starter:
         if spec.is_spawned:
             return SpawnStarter(spec, self.spawn_link, self._scratch)
+        if spec.is_step:
+            return StepStarter(spec, self._children, self._scratch)
         return CommandStarter(spec, self._children, self._scratch)
 
     def _send_to_orchestrator(self, command: Command) -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from trimaran.comm.env import INCARNATION
 from trimaran.comm.messages import Command
 from trimaran.launcher.group_types import GroupSpec
+from trimaran.launcher.process_tree import kill_tagged
 from trimaran.launcher.scratch import MpiScratch
 from trimaran.launcher.starters import StarterEvents
 
@@ -98,6 +100,10 @@ class SpawnStarter:
             "env": {**spec.env, INCARNATION: str(incarnation)},
         }
         self._link.start(Command(verb="spawn", arguments=arguments), events)
+
+    def kill(self, *, spare_own: bool = False) -> bool:
+        """See `starters.Starter`."""
+        return bool(kill_tagged(os.getpid(), self._spec.tag))
 
     def release(self) -> None:
         """See `starters.Starter`."""

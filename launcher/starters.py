@@ -10,6 +10,7 @@ from typing import Protocol
 from trimaran.comm.env import INCARNATION
 from trimaran.launcher.children import Children
 from trimaran.launcher.group_types import GroupSpec
+from trimaran.launcher.process_tree import kill_tagged
 from trimaran.launcher.scratch import MpiScratch
 
 
@@ -25,7 +26,7 @@ class StarterEvents:
 
 
 class Starter(Protocol):
-    """Starts all processes of a group. They are ended by their group's tag, not here."""
+    """Starts all processes of a group, and kills them."""
 
     @property
     def pid(self) -> int:
@@ -48,6 +49,13 @@ class Starter(Protocol):
 
         Raises:
             OSError: the program cannot be started.
+        """
+
+    def kill(self, *, spare_own: bool = False) -> bool:
+        """Kill what there is of the group now; whether there was anything. Called until not.
+
+        Ranks on other hosts are out of reach: they end as their connections close. With
+        ``spare_own`` the starter's own process lives on, to say how the first rank died.
         """
 
     def release(self) -> None:
@@ -98,6 +106,10 @@ class CommandStarter:
         self._pid = self._children.start(
             spec.command, env, on_exit, inherit_fds=spec.inherit_fds
         )
+
+    def kill(self, *, spare_own: bool = False) -> bool:
+        """See `Starter`."""
+        return bool(kill_tagged(os.getpid(), self._spec.tag, self._pid if spare_own else 0))
 
     def release(self) -> None:
         """See `Starter`: the child was killed with its group."""

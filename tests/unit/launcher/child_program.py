@@ -55,6 +55,7 @@ def misbehave_early(link: SupervisorLink, todo: set[str]) -> None:
         link.state("failed", "vocab_size is 7 but must be 8", is_config_error=True)
         os._exit(2)
     if "load-for-ever" in todo:
+        print(f"pid {os.getpid()} loads for ever", file=sys.stderr, flush=True)
         time.sleep(600)
 
 

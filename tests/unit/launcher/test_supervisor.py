@@ -207,6 +207,19 @@ def test_a_process_that_stops_answering_is_ended_and_restarted(supervise, patter
     assert server.survivors() == []
 
 
+def test_a_process_that_stops_answering_while_it_loads_is_ended_and_restarted(supervise):
+    server = supervise("rank:1:0:load-for-ever", world_size=2, hang_timeout_s=0.4)
+    hung = int(server.wait_for(r"pid (\d+) loads for ever")[1])
+    os.kill(hung, signal.SIGSTOP)
+    server.wait_for(
+        rf"rank 1 \(pid {hung} .*\) has hung: no sign of life for 2\.4 s "
+        r"\(6 times --hang-timeout, while loading\)"
+    )
+    server.wait_ready()
+    assert server.terminate() == 0
+    assert server.survivors() == []
+
+
 def test_singletons_in_place_of_one_world_are_a_configuration_error(supervise):
     server = supervise(world_size=2, told_size=1)
     assert server.end() == 2
