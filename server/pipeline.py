@@ -140,8 +140,7 @@ class ModelFactory:
             found = steps.get(name)
             if found is None or found.source.role is not role:
                 raise ConfigError(
-                    f"{model.config_path}: needs the {role.value} '{name}', which "
-                    f"{model.folder.parent} does not hold"
+                    f"{model.config_path}: needs the {role.value} '{name}', which is not loaded"
                 )
         return BlsModel(model, version, _wired(names, steps))
 

@@ -36,13 +36,19 @@ class Engine:
         self.gate = threading.Event()
         self.gate.set()
         self.num_submitted = 0
-        self._peer = Peer(address.connect(DEADLINE_S))
-        self._peer.send(EngineHello(token="secret", model=model, group=group, facts=FACTS))
-        answer = self._peer.receive(FrontendHello)
-        assert answer.accepted, answer.reason
+        hello = EngineHello(token="secret", model=model, group=group, facts=FACTS)
+        # A real engine takes longer to load than the front end to expect it.
+        while not self._is_accepted(address, hello):
+            self._peer.sock.close()
+            time.sleep(0.05)
         self._first_id = first_id
         self._thread = threading.Thread(target=self._serve, daemon=True)
         self._thread.start()
+
+    def _is_accepted(self, address, hello):
+        self._peer = Peer(address.connect(DEADLINE_S))
+        self._peer.send(hello)
+        return self._peer.receive(FrontendHello).accepted
 
     def close(self):
         """End the connection, as a process that ends does."""

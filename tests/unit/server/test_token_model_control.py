@@ -292,3 +292,20 @@ def test_a_load_under_way_is_given_up_when_the_server_drains(start):
     assert frontend.load("tensorrt_llm")[0] == 503
     frontend.supervisor.send(Command(verb="shutdown"))
     assert frontend.process.wait(60) == 0
+
+
+def test_an_unload_gives_up_a_load_under_way(start):
+    frontend = start()
+    assert frontend.load("preprocessing")[0] == 200
+    frontend.held.add("tensorrt_llm")
+    loading, results = in_background(frontend.load, "ensemble")
+    frontend.wait_until(lambda: frontend.started)
+    assert frontend.unload("tensorrt_llm")[0] == 200
+    loading.join()
+    assert results[0][0] == 500
+    assert "unloaded while it was being loaded" in results[0][1]["error"]
+    frontend.wait_until(lambda: frontend.stopped == ["tensorrt_llm"])
+    frontend.wait_until(lambda: states(frontend)["tensorrt_llm"] == "UNAVAILABLE")
+    assert states(frontend)["postprocessing"] == "READY"
+    assert frontend.load("ensemble")[0] == 200
+    assert frontend.generate()[0] == 200

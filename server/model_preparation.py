@@ -1,0 +1,227 @@
+"""Makes what is read into models that can serve: with tokenizers, with worker groups."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Collection, Coroutine, Iterable, Mapping, Sequence
+from typing import Any
+
+from trimaran.comm.errors import ConfigError, RequestError
+from trimaran.server.group_requests import GroupsRefusedError
+from trimaran.server.inference import Model
+from trimaran.server.model_reader import LoadError, ReadModel
+from trimaran.server.model_repository import Role
+from trimaran.server.model_set import Candidate, LoadedModel, ModelSet
+from trimaran.server.pipeline import COMPOSED, ModelFactory
+from trimaran.server.token_groups import OpenedGroups, TokenGroups
+
+logger = logging.getLogger(__name__)
+
+
+class GivenUpError(LoadError):
+    """The model was unloaded before it was loaded."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name, "it was unloaded while it was being loaded")
+
+
+class BackgroundTasks:
+    """Tasks that nobody waits for, until they are given up together."""
+
+    def __init__(self) -> None:
+        self._tasks: set[asyncio.Task[Any]] = set()
+
+    def spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        """Start some work."""
+        task = asyncio.ensure_future(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    async def cancel(self) -> None:
+        """Give up all of it."""
+        tasks = list(self._tasks)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+class ModelPreparation:
+    """Prepares candidates for a set of models. Used on the event loop only.
+
+    The groups of a token-level model start beside those of the loaded one. Where only its
+    own are in the way, the loaded one is suspended, finishes what it has and gives up its
+    groups first: it is then *vacated*.
+    """
+
+    def __init__(
+        self,
+        models: ModelSet,
+        groups: TokenGroups,
+        factory: ModelFactory,
+        background: BackgroundTasks,
+        remember: Callable[[], None],
+    ) -> None:
+        self._set = models
+        self._groups = groups
+        self._factory = factory
+        self._background = background
+        self._remember = remember
+        self._adopted: dict[str, OpenedGroups] = {}
+        self._under_way: dict[str, asyncio.Future[Candidate]] = {}
+        self.leaving: dict[str, asyncio.Task[None]] = {}
+        """Groups that are about to end, each with the task that ends it."""
+
+    def adopt(self, opened: Mapping[str, OpenedGroups]) -> None:
+        """Have the first candidates of these models use groups that are started already."""
+        self._adopted.update(opened)
+
+    def cancel(self, names: Iterable[str]) -> None:
+        """Give up preparing these."""
+        for name in names:
+            if name in self._under_way:
+                self._under_way[name].cancel()
+
+    async def prepare(
+        self, read: Sequence[ReadModel]
+    ) -> tuple[list[Candidate], dict[str, BaseException]]:
+        """Candidates of these models, and what kept others from being one, by name.
+
+        Of a model that failed nothing is left; it may be vacated all the same.
+        """
+        tasks = {each.source.name: asyncio.ensure_future(self._one(each)) for each in read}
+        self._under_way.update(tasks)
+        found = await asyncio.gather(*tasks.values(), return_exceptions=True)
+        candidates: list[Candidate] = []
+        failures: dict[str, BaseException] = {}
+        for name, result in zip(tasks, found, strict=True):
+            del self._under_way[name]
+            if isinstance(result, asyncio.CancelledError):
+                failures[name] = GivenUpError(name)
+            elif isinstance(result, BaseException):
+                failures[name] = result
+            else:
+                candidates.append(result)
+        return candidates, failures
+
+    async def restored(self, read: ReadModel, opened: OpenedGroups | None) -> Candidate:
+        """A candidate that may be down just now.
+
+        Raises:
+            RequestError, ConfigError: it cannot be made.
+        """
+        if opened is None:
+            return await self._one(read)
+        plain = self._factory.single(read.source, opened.engines)
+        await self._groups.wait_known(opened)
+        return _candidate(read, plain=plain, opened=opened)
+
+    async def reopened(self, name: str) -> Candidate:
+        """A vacated model over new groups.
+
+        Raises:
+            RequestError, ConfigError: it does not come up again.
+        """
+        current = self._set.get(name)
+        assert current is not None
+        candidate = current.candidate
+        read = ReadModel(candidate.source, dict(candidate.labels), candidate.fingerprint)
+        opened = await self._groups.open(candidate.source, self._remember)
+        return await self._over(read, opened)
+
+    def is_vacated(self, name: str) -> bool:
+        """Whether a loaded model has given up its groups."""
+        current = self._set.get(name)
+        if current is None or current.source.role is not Role.TOKEN:
+            return False
+        return not current.candidate.groups
+
+    async def _one(self, read: ReadModel) -> Candidate:
+        if read.source.role is Role.TOKEN:
+            return await self._over(read, await self._open(read))
+        plain = None
+        if read.source.role not in COMPOSED:
+            plain = await asyncio.to_thread(self._factory.single, read.source)
+        return _candidate(read, plain=plain)
+
+    async def _over(self, read: ReadModel, opened: OpenedGroups) -> Candidate:
+        """A token-level model over its groups, once all of them are up."""
+        try:
+            plain = self._factory.single(read.source, opened.engines)
+            await self._groups.wait_up(opened)
+        except BaseException:
+            self._background.spawn(self._groups.close(opened.engines, opened.groups))
+            raise
+        return _candidate(read, plain=plain, opened=opened)
+
+    async def _open(self, read: ReadModel) -> OpenedGroups:
+        """Start the groups of a model: beside those that run, or else in their place."""
+        name = read.source.name
+        adopted = self._adopted.pop(name, None)
+        if adopted is not None:
+            return adopted
+        while True:
+            try:
+                return await self._groups.open(read.source, self._remember)
+            except GroupsRefusedError as error:
+                leaving = {self.leaving[g] for g in error.conflicts if g in self.leaving}
+                if leaving:
+                    logger.info("model '%s' waits for the place of groups that end", name)
+                    await asyncio.wait(leaving)
+                elif self._are_own(name, error.conflicts):
+                    await self._vacate(name)
+                else:
+                    raise
+
+    def _are_own(self, name: str, groups: Collection[str]) -> bool:
+        current = self._set.get(name)
+        return current is not None and 0 < len(set(groups)) == len(
+            set(groups) & set(current.candidate.groups)
+        )
+
+    async def _vacate(self, name: str) -> None:
+        """End the groups of a loaded model, which admits nothing from now on."""
+        logger.info("model '%s' ends its groups first: the new ones need their place", name)
+        suspended = self._set.suspend(name)
+        await all_idle(suspended)
+        candidate = suspended[-1].candidate
+        self._set.detach_engines(name)
+        # First, so that a front end after this one does not wait for them.
+        self._remember()
+        await self._groups.close(candidate.engines, candidate.groups)
+
+
+async def all_idle(models: Iterable[LoadedModel]) -> None:
+    """Return when no request runs on these, of which users come before steps."""
+    for loaded in models:
+        await loaded.model.wait_idle()
+
+
+def is_expected(failure: BaseException) -> bool:
+    """Whether a failure is somebody's to mend, and no bug of ours."""
+    return isinstance(failure, (RequestError, ConfigError))
+
+
+def load_error(name: str, failure: BaseException) -> LoadError:
+    """A failure as the client of the load is told of it."""
+    if isinstance(failure, LoadError):
+        return failure
+    text = str(failure) if is_expected(failure) else f"{type(failure).__name__}: {failure}"
+    error = LoadError(name, text)
+    error.__cause__ = failure
+    return error
+
+
+def _candidate(
+    read: ReadModel, *, plain: Model | None = None, opened: OpenedGroups | None = None
+) -> Candidate:
+    return Candidate(
+        source=read.source,
+        labels=read.labels,
+        fingerprint=read.fingerprint,
+        plain=plain,
+        engines=opened.engines if opened is not None else None,
+        groups=opened.groups if opened is not None else (),
+        generation=opened.generation if opened is not None else 1,
+    )
