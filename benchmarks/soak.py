@@ -4,7 +4,8 @@
 
 Every request must end with the greedy tokens of an undisturbed run, or with an error that
 says to retry, within its deadline; requests of untouched models must not fail; and nothing
-may be left over. Ends with 1 and says what was not so. Needs root on Linux.
+may be left over. Ends with 1 and says what was not so. Needs root on Linux, to give the
+server a /dev/shm of its own (or --shared-shm, on a machine where nothing else is started).
 """
 
 from __future__ import annotations
@@ -19,23 +20,26 @@ from pathlib import Path
 _TESTS = Path(__file__).resolve().parents[1] / "tests"
 sys.path[:0] = [str(_TESTS / "faults"), str(_TESTS / "e2e")]
 
-from models import THREE_MODELS, build_repository  # noqa: E402
+from models import FOUR_GPUS, GPU_IDS, THREE_MODELS, TWO_GPUS, build_repository  # noqa: E402
+from shm import PrivateShm, SharedShm  # noqa: E402
 from soak_run import Soak  # noqa: E402
 
 
 def main() -> int:
     """Run the soak, print its account, write it as JSON; 0 if nothing was wrong."""
     args = _arguments()
-    names = args.models.split(",") if args.models else [m.name for m in THREE_MODELS]
-    models = tuple(model for model in THREE_MODELS if model.name in names)
-    gpus = dict(zip(names, args.gpus.split(":"), strict=True)) if args.gpus else None
+    models = {0: THREE_MODELS, 2: TWO_GPUS, 4: FOUR_GPUS}[args.gpus]
+    if args.leader:
+        models = models[:1]
+    # Answers are compared bit by bit: float32 on the CPU, fixed orders on a GPU.
+    exact = ("--deterministic",) if args.gpus else ("--dtype", "float32", "--num-threads", "1")
     folder = Path(tempfile.mkdtemp(prefix="trimaran-soak-"))
     soak = Soak(
-        build_repository(folder, models, gpus),
+        build_repository(folder, models, GPU_IDS.get(args.gpus)),
         models,
         folder,
         args.minutes,
-        flags=tuple(args.flags),
+        flags=(*exact, *args.flags),
         multi_model=not args.leader,
         num_clients=args.clients,
         deadline_s=args.deadline,
@@ -43,6 +47,7 @@ def main() -> int:
         kinds=tuple(args.faults.split(",")) if args.faults else (),
         pause_s=(args.pause / 4, args.pause),
         think_s=args.think,
+        make_shm=SharedShm if args.shared_shm else PrivateShm,
     )
     report = {"command": " ".join(["benchmarks/soak.py", *sys.argv[1:]]), **soak.run()}
     text = json.dumps(report, indent=1)
@@ -65,10 +70,10 @@ def _arguments() -> argparse.Namespace:
     add("--pause", type=float, default=8.0, help="longest pause between faults (%(default)g s)")
     add("--think", type=float, default=0.5, help="mean pause of a client (%(default)g s)")
     add("--seed", type=int, default=1)
-    add("--models", default="", help="comma list (default: all three)")
     add("--faults", default="", help="comma list of kinds (default: all)")
-    add("--gpus", default="", help="gpu_device_ids of each model, colons between models")
-    add("--leader", action="store_true", help="leader mode, with one of the models")
+    add("--gpus", type=int, default=0, choices=(0, 2, 4), help="0: on the CPU (%(default)s)")
+    add("--leader", action="store_true", help="leader mode, with the first model alone")
+    add("--shared-shm", action="store_true", help="use the machine's /dev/shm: needs no root")
     add("--json", type=Path, help="write the account there")
     add("flags", nargs="*", help="after --: further flags of trimaran serve")
     return parser.parse_args()

@@ -19,6 +19,15 @@ OPENMPI = "openmpi"
 MPICH = "mpich"
 _TITLES = {OPENMPI: "Open MPI", MPICH: "MPICH"}
 _FIRST_WITH_PRTE = 5
+_KEEPALIVE = {
+    "PRTE_MCA_oob_tcp_keepalive_time": "3",
+    "PRTE_MCA_oob_tcp_keepalive_intvl": "2",
+    "PRTE_MCA_oob_tcp_keepalive_probes": "3",
+}
+"""Seconds and count after which a daemon of mpirun ends itself, and its ranks, when the host
+of mpirun is lost. Before the ranks notice: what they then say would keep the daemon waiting
+for an answer, as long as TCP does."""
+
 _PROBE_TIMEOUT_S = 60.0
 _LIBRARY_PROBE = (
     "import mpi4py; mpi4py.rc.initialize = False; "
@@ -221,7 +230,7 @@ def starter_env(environ: Mapping[str, str]) -> dict[str, str]:
     if not any(shutil.which(name, path=env["PATH"]) for name in ("ssh", "rsh")):
         # Open MPI 4 refuses to start even local ranks where it finds neither.
         env.setdefault("OMPI_MCA_plm_rsh_agent", shutil.which("sh") or "sh")
-    return env
+    return {**_KEEPALIVE, **env}
 
 
 def without_job(environ: Mapping[str, str]) -> dict[str, str]:

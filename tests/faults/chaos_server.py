@@ -9,12 +9,13 @@ import subprocess
 import tempfile
 import urllib.request
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import psutil
 from served import BIN, Served, command_env, free_ports
+from shm import PrivateShm, Shm
 
 MARK = "TRIMARAN_TEST_RUN"
 _PROGRAMS = {
@@ -47,29 +48,29 @@ class ChaosServer(Served):
     """A server with a mark in its environment and its own /dev/shm and temporary folder.
 
     Whatever carries the mark, lies in the two folders, or listens on its ports after the
-    end has been left over. Needs root, for the mount namespace of its /dev/shm.
+    end has been left over.
     """
 
     multi_model: bool = True
     folder: Path = Path(".")
     mark: str = field(default_factory=lambda: uuid.uuid4().hex)
     tmp: Path = Path(".")
-    holder: subprocess.Popen[bytes] | None = None
-    """Keeps the mount namespace of its /dev/shm."""
+    make_shm: Callable[[], Shm] = PrivateShm
+    shm: Shm | None = None
 
     def start(self) -> None:
-        """Start the supervisor inside the namespace."""
+        """Start the supervisor."""
         self.log_path = self.folder / "serve.log"
         # Sockets lie below it, and their paths are limited to 107 bytes.
         self.tmp = Path(tempfile.mkdtemp(prefix="chaos-"))
-        self.holder = _hold_private_shm()
+        self.shm = self.make_shm()
         self.http_port, self.grpc_port, self.metrics_port = free_ports(3)
         ranks = (
             ["--multi-model"] if self.multi_model else ["--world-size", str(self.world_size)]
         )
         command = [
-            "nsenter", f"--mount=/proc/{self.holder.pid}/ns/mnt", "--",
-            str(BIN / "trimaran"), "serve", *ranks, "--model-repo", str(self.repository),
+            *self.shm.prefix, str(BIN / "trimaran"), "serve", *ranks,
+            "--model-repo", str(self.repository),
             "--http-port", str(self.http_port), "--grpc-port", str(self.grpc_port),
             "--metrics-port", str(self.metrics_port), *self.flags,
         ]  # fmt: skip
@@ -97,9 +98,8 @@ class ChaosServer(Served):
             with contextlib.suppress(psutil.NoSuchProcess):
                 member.process.kill()
         super().kill()
-        if self.holder is not None:
-            self.holder.kill()
-            self.holder.wait()
+        if self.shm is not None:
+            self.shm.close()
             shutil.rmtree(self.tmp, ignore_errors=True)
 
     def members(self) -> list[Member]:
@@ -121,27 +121,12 @@ class ChaosServer(Served):
 
     def shm_files(self) -> list[str]:
         """Names in the server's /dev/shm."""
-        assert self.holder is not None
-        return sorted(os.listdir(f"/proc/{self.holder.pid}/root/dev/shm"))
+        assert self.shm is not None
+        return self.shm.files()
 
     def temporary_files(self) -> list[str]:
         """Names in its temporary folder."""
         return sorted(path.name for path in self.tmp.iterdir())
-
-
-def _hold_private_shm() -> subprocess.Popen[bytes]:
-    """A process that keeps a mount namespace with an empty /dev/shm."""
-    script = "mount -t tmpfs tmpfs /dev/shm && echo && exec sleep infinity"
-    holder = subprocess.Popen(
-        ["unshare", "--mount", "sh", "-c", script],
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        start_new_session=True,
-    )
-    assert holder.stdout is not None
-    with holder.stdout as stdout:
-        assert stdout.readline() == b"\n", "no mount namespace: this needs root"
-    return holder
 
 
 def _marked(mark: str) -> Iterator[Member]:

@@ -23,6 +23,9 @@ RIGHT, RETRYABLE, CANCELLED = "right", "retryable", "cancelled"
 LOST = "connection lost"
 WRONG, LATE, FAILED = "wrong", "late", "failed"
 _RETRY_PAUSE_S = 1.0
+_CONNECTION_ERRORS = (
+    ConnectionError, aiohttp.ClientConnectionError, aiohttp.ClientPayloadError
+)  # fmt: skip
 
 
 @dataclass
@@ -113,9 +116,7 @@ class Load:
             outcome.kind, outcome.text = LATE, f"no end within {self.deadline_s:g} s"
         except RetryableError as error:
             outcome.kind, outcome.text = RETRYABLE, str(error)
-        except (
-            aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, ConnectionError
-        ) as error:  # fmt: skip
+        except _CONNECTION_ERRORS as error:
             outcome.kind, outcome.text = LOST, f"{type(error).__name__}: {error}"
         except Exception as error:
             # Whatever a client library raises is an outcome of this request.

@@ -42,6 +42,11 @@ THREE_MODELS = (
 )
 
 
+TWO_GPUS = (Model("first", "base"), Model("second", "draft"))
+FOUR_GPUS = (Model("pair", "base", tp_size=2), *TWO_GPUS)
+GPU_IDS = {2: {"first": "0", "second": "1"}, 4: {"pair": "0,1", "first": "2", "second": "3"}}
+
+
 @dataclass(frozen=True)
 class Case:
     """One greedy request and the only right answer to it."""

@@ -7,7 +7,7 @@ import platform
 import statistics
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from chaos_server import ChaosServer
 from leftovers import Holdings, idle_cpu, left_over, settled
 from load import CANCELLED, FAILED, LATE, LOST, RETRYABLE, RIGHT, WRONG, Load, Outcome, running
 from models import Model, make_cases, with_answers
+from shm import PrivateShm, Shm
 
 _FRONT_END = "kill the front end"
 _IDLE_S = 10.0
@@ -32,7 +33,7 @@ class Soak:
     models: tuple[Model, ...]
     folder: Path
     minutes: float
-    flags: tuple[str, ...] = ()
+    flags: tuple[str, ...] = ("--dtype", "float32", "--num-threads", "1")
     multi_model: bool = True
     num_clients: int = 64
     deadline_s: float = 120.0
@@ -42,6 +43,7 @@ class Soak:
     kinds: tuple[str, ...] = ()
     pause_s: tuple[float, float] = (1.0, 8.0)
     think_s: float = 0.5
+    make_shm: Callable[[], Shm] = PrivateShm
     problems: list[str] = field(default_factory=list)
 
     def run(self) -> dict[str, Any]:
@@ -90,14 +92,15 @@ class Soak:
 
     def _server(self) -> ChaosServer:
         flags = (
-            "--dtype", "float32", "--max-restarts", "100000", "--restart-window", "10",
+            "--max-restarts", "100000", "--restart-window", "10",
             "--max-replays", "10",
-            "--num-threads", "1", *self.flags,
+            *self.flags,
         )  # fmt: skip
         world_size = self.models[0].tp_size
         return ChaosServer(
-            self.repository, world_size, flags, multi_model=self.multi_model, folder=self.folder
-        )
+            self.repository, world_size, flags, multi_model=self.multi_model,
+            folder=self.folder, make_shm=self.make_shm,
+        )  # fmt: skip
 
     def _chaos(self, server: ChaosServer) -> Chaos:
         return Chaos(

@@ -18,9 +18,12 @@ from models import Case, Model, build_repository, make_cases, with_answers
 from soak_run import judge
 
 MODELS = (Model("here", "base", tp_size=2), Model("there", "draft", tp_size=2))
-HANG_TIMEOUT_S = 3.0
+HANG_TIMEOUT_S = 4.0
 NOTICED_S = 2 * HANG_TIMEOUT_S
 READY_S = 60.0
+GONE_S = 10.0
+LOST_S = 30.0
+FLAGS = ("--dtype", "float32", "--num-threads", "1", "--max-restarts", "100")
 NUM_CLIENTS = 8
 
 
@@ -40,10 +43,7 @@ def lab() -> Iterator[HostsLab]:
 @pytest.fixture
 def server(lab: HostsLab, repository: Path, tmp_path: Path) -> Iterator[HostsServer]:
     """The supervisor and one model on host one, the other model on host two."""
-    flags = (
-        "--dtype", "float32", "--num-threads", "1", "--max-restarts", "100",
-        "--hang-timeout", str(HANG_TIMEOUT_S),
-    )  # fmt: skip
+    flags = (*FLAGS, "--hang-timeout", str(HANG_TIMEOUT_S))
     with HostsServer(repository, flags=flags, folder=tmp_path, lab=lab) as served:
         yield served
 
@@ -105,6 +105,20 @@ def test_each_model_runs_on_a_host_of_its_own(server, lab):
     assert by_host == {"one": {"here"}, "two": {"there"}}
     assert server.end() == 0
     assert_nothing_is_left(server, lab)
+
+
+def test_nothing_on_any_host_outlives_the_supervisor(server, lab):
+    server.find("supervisor")[0].process.kill()
+    for name in lab.hosts:
+        wait_until(
+            lambda name=name: not lab.pids(name), GONE_S, f"processes of {name} are gone"
+        )
+
+
+def test_nothing_stays_on_a_host_when_that_of_its_supervisor_is_lost(repository, tmp_path, lab):
+    with HostsServer(repository, flags=FLAGS, folder=tmp_path, lab=lab):
+        lab.power_off("one")
+        wait_until(lambda: not lab.pids("two"), LOST_S, "processes of two are gone")
 
 
 @pytest.mark.timeout(300)
