@@ -47,6 +47,7 @@ class Frontend:
         self._metrics = Metrics(config.metrics_config)
         self._engines = EngineClient(config, self._metrics)
         self._board = GroupBoard()
+        self._metrics.show_board(self._board)
         self._requests = GroupRequests(link)
         self._registry = ModelRegistry(strict_readiness=config.strict_readiness)
         overrides = OverrideFolders(_scratch(config))

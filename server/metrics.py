@@ -7,9 +7,11 @@ from typing import Any
 
 from prometheus_client.registry import CollectorRegistry
 
+from trimaran.server.board_metrics import BoardMetrics
 from trimaran.server.engine_metrics import EngineMetrics
 from trimaran.server.engine_stats_log import log_engine_stats
 from trimaran.server.exposition import render
+from trimaran.server.group_board import GroupBoard
 from trimaran.server.host_metrics import HostMetrics, HostReading
 from trimaran.server.inference import Model
 from trimaran.server.measured_model import MeasuredModel
@@ -31,6 +33,10 @@ class Metrics:
         self._families = InferenceFamilies(self._registry, options)
         self._engines = EngineMetrics(self._registry)
         self._host = HostMetrics(self._registry)
+
+    def show_board(self, board: GroupBoard) -> None:
+        """Show what stands on the board of groups; at most once."""
+        BoardMetrics(board, self._registry)
 
     def measure(self, model: Model) -> MeasuredModel:
         """The model, counted. A model that is counted already is returned as it is."""

@@ -6,6 +6,7 @@ import urllib.request
 import pytest
 
 from trimaran.comm.errors import ConfigError
+from trimaran.server.group_board import GroupBoard
 from trimaran.server.metrics import Metrics
 from trimaran.server.nvml import Nvml
 
@@ -257,6 +258,26 @@ def test_nothing_is_left_of_an_engine_that_was_removed_and_a_later_one_begins_at
     assert metrics.render() == nothing
     fill()
     assert metrics.render() == fresh
+
+
+def test_processes_and_faults_are_read_off_the_board_of_groups():
+    metrics, board = Metrics(), GroupBoard()
+    metrics.show_board(board)
+    board.update("m#1", {"model": "m", "state": "down", "fault_time": 1e9, "num_restarts": 1})
+    board.update("orchestrator", {"state": "down", "num_restarts": 2, "fault_time": 2e9})
+    board.update("frontend", {"state": "up"})
+    samples = parse(metrics.render())
+    found = {name: value for name, value in samples.items() if name.startswith("trimaran_")}
+    assert found == {
+        'trimaran_process_up{process="frontend"}': 1,
+        'trimaran_process_up{process="orchestrator"}': 0,
+        'trimaran_process_restarts{process="frontend"}': 0,
+        'trimaran_process_restarts{process="orchestrator"}': 2,
+        'trimaran_last_fault_timestamp_seconds{model="m",group="m#1"}': 1e9,
+        'trimaran_last_fault_timestamp_seconds{model="",group="orchestrator"}': 2e9,
+    }
+    board.remove("m#1")
+    assert not any('group="m#1"' in name for name in parse(metrics.render()))
 
 
 def test_latency_families_follow_the_configuration(server):
