@@ -33,12 +33,10 @@ class MpiScratch:
         the ranks and carries control between hosts, over TCP then.
         """
         disk, memory = map(str, self._folders(tag))
-        sessions = {
-            "PRTE_MCA_prte_local_tmpdir_base": disk,
-            "OMPI_MCA_orte_local_tmpdir_base": disk,
-        }
+        # Open MPI 4 passes such a variable on to ranks, which take it for a contradiction.
+        sessions = {"PRTE_MCA_prte_local_tmpdir_base": disk}
         segments = {
-            # A singleton has a folder there too.
+            # Where Open MPI 4 and a singleton have their folders.
             "TMPDIR": disk,
             "OMPI_MCA_btl_sm_backing_directory": memory,
             "OMPI_MCA_btl_vader_backing_directory": memory,
