@@ -289,7 +289,7 @@ class Group:
         starter = self._starter.title
         if self.spec.mpi is None and lost is not None and lost.pid != self._starter.pid:
             text = f"{self._process(lost)} died"
-        elif self.spec.mpi is None:
+        elif self.spec.mpi is None and not self.spec.is_step:
             text = f"{self._names([0])} (pid {self._starter.pid}) {how}"
         elif lost is not None and not (status is not None and os.WIFSIGNALED(status)):
             text = f"{self._process(lost)} {self._fate(status)}"

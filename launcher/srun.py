@@ -38,7 +38,11 @@ def compose_srun(
     ]  # fmt: skip
     if hosts:
         names = ",".join(host.host for host in hosts)
-        words += ["-N", str(len(hosts)), f"--nodelist={names}", "--distribution=block"]
+        most = max(host.num_ranks for host in hosts)
+        words += [
+            "-N", str(len(hosts)), f"--nodelist={names}", "--distribution=block",
+            f"--ntasks-per-node={most}",
+        ]  # fmt: skip
     return [*words, *command]
 
 

@@ -96,6 +96,14 @@ class BatchJob:
                     found.append(process)
         return found
 
+    def processes_of(self, group: str, name: str) -> list[psutil.Process]:
+        """Processes of one group by program name, the oldest first."""
+        found = self.processes(name)
+        return sorted(
+            (p for p in found if p.environ().get("TRIMARAN_GROUP") == group),
+            key=lambda process: process.pid,
+        )
+
     def steps(self) -> list[str]:
         """The job's running steps, the batch script aside."""
         done = self.lab.run("squeue", "--steps", "-h", "-o", "%i", "-j", self.job_id)

@@ -130,6 +130,25 @@ def test_several_models_in_one_allocation(submit, two_models: Path):
     job.wait_gone(OURS)
 
 
+def test_a_step_ends_whole_when_a_rank_stops_or_its_srun_is_killed(submit, two_models: Path):
+    flags = ("--world-size", "3", "--serve-flags")
+    job = submit("orchestrator", two_models, *flags, f"{FLOAT32[1]} --hang-timeout 3")
+    answer = job.ask(300, model="ensemble")
+    others = job.processes_of("tensorrt_llm_2", "trimaran-rank")
+    (stopped,) = job.processes_of("tensorrt_llm", "trimaran-rank")
+    stopped.suspend()
+    assert job.ask(300, model="ensemble") == answer
+    assert not stopped.is_running()
+    srun = job.processes_of("tensorrt_llm", "srun")[0]  # its helper is younger
+    (left,) = job.processes_of("tensorrt_llm", "trimaran-rank")
+    left.suspend()
+    srun.kill()
+    assert job.ask(300, model="ensemble") == answer
+    assert not left.is_running()
+    assert job.processes_of("tensorrt_llm_2", "trimaran-rank") == others
+    assert len(job.steps()) == 2
+
+
 def test_an_array_of_replicas(submit, one_rank: Path):
     job = submit("replicas", one_rank, "--replicas", "2", *FLOAT32)
     assert job.output.count("Ready: ") == 2
