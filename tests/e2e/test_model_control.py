@@ -6,6 +6,7 @@ import contextlib
 import shutil
 import threading
 import time
+import urllib.error
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -32,6 +33,8 @@ class Clients:
         self._threads = [threading.Thread(target=self._run) for _ in range(count)]
         self.texts: list[str] = []
         self.errors: list[str] = []
+        self.num_refused = 0
+        """Requests that were told to come again later."""
 
     def __enter__(self) -> Clients:
         for thread in self._threads:
@@ -47,8 +50,18 @@ class Clients:
         while not self._is_over.is_set():
             try:
                 self.texts.append(text_of(self._server))
+            except urllib.error.HTTPError as error:
+                with error:
+                    self._refused(error)
             except Exception as error:
                 self.errors.append(repr(error))
+
+    def _refused(self, error: urllib.error.HTTPError) -> None:
+        if error.code == 503 and error.headers["Retry-After"]:
+            self.num_refused += 1
+            time.sleep(0.1)
+        else:
+            self.errors.append(repr(error))
 
 
 def text_of(server: Served) -> str:
@@ -128,7 +141,7 @@ def test_a_changed_model_is_switched_to_without_a_failed_request(server, reposit
         num_before = len(clients.texts)
         wait_until(lambda: list(ranks(server)) == ["tensorrt_llm@2"])
         wait_until(lambda: len(clients.texts) >= num_before + 8)
-    assert clients.errors == []
+    assert (clients.errors, clients.num_refused) == ([], 0)
     assert set(clients.texts) == {expected}
     assert server.get("/v2/models/tensorrt_llm")["versions"] == ["2"]
 
@@ -152,7 +165,27 @@ def test_a_model_that_cannot_be_started_leaves_the_one_that_runs(server, engine)
     wait_until(lambda: list(ranks(server)) == ["tensorrt_llm@2"])
 
 
+def test_where_its_gpus_are_taken_the_one_that_runs_ends_first(server, repository):
+    expected = text_of(server)
+    config = repository / "tensorrt_llm" / "config.pbtxt"
+    config.write_text(config.read_text().replace('"${gpu_device_ids}"', '"0"'))
+    with triton_http.InferenceServerClient(server.url("")[7:], network_timeout=120) as client:
+        client.load_model("tensorrt_llm")
+        wait_until(lambda: len(ranks(server)) == 1)
+        config.touch()
+        with Clients(server, 4) as clients:
+            wait_until(lambda: len(clients.texts) >= 4)
+            client.load_model("tensorrt_llm")
+            num_before = len(clients.texts)
+            wait_until(lambda: len(clients.texts) >= num_before + 4)
+    assert clients.errors == []
+    assert clients.num_refused > 0
+    assert set(clients.texts) == {expected}
+    assert len(ranks(server)) == 1
+
+
 def test_the_loaded_models_outlive_the_front_end(server):
+    (group,) = ranks(server)
     expected = text_of(server)
     children = psutil.Process(server.process.pid).children()
     (frontend,) = [p for p in children if "trimaran-frontend" in " ".join(p.cmdline())]
@@ -160,7 +193,7 @@ def test_the_loaded_models_outlive_the_front_end(server):
     frontend.wait(DEADLINE_S)
     wait_until(server.is_ready)
     assert text_of(server) == expected
-    assert list(ranks(server)) == ["tensorrt_llm@2"]
+    assert list(ranks(server)) == [group]
 
 
 def test_an_unloaded_model_leaves_nothing_behind(server):
