@@ -6,6 +6,7 @@ import asyncio
 import logging
 import random
 from contextlib import asynccontextmanager
+from functools import partial
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
@@ -204,6 +205,43 @@ async def test_whatever_becomes_of_requests_nothing_is_owed_in_the_end(replicas,
             assert await task == count_up(request.submit)[:60]
         await group.served.dialled[0].until(lambda: group.owed() == [(0, 0)] * 3)
         assert not any(each.live for each in group.model.groups.values())
+
+
+async def die_and_return(group, name, incarnation, draw):
+    """A group dies and comes back; supervisor and sockets say so in any order."""
+
+    async def say(state, num_restarts):
+        group.state(name, state, num_restarts)
+
+    following = incarnation + 1
+    words = [("down", incarnation), ("starting", following), ("up", following)]
+    queues = [
+        [partial(say, *word) for word in words],
+        [group.engines[name].end, partial(group.dial, name, following, is_open=True)],
+    ]
+    while any(queues):
+        await draw.choice([queue for queue in queues if queue]).pop(0)()
+    await group.engines[name].until(lambda: group.model.groups[name].link is not None)
+
+
+@pytest.mark.parametrize("seed", range(8))
+async def test_a_death_may_be_heard_of_from_supervisor_and_socket_in_any_order(replicas, seed):
+    draw = random.Random(seed)
+    async with replicas(2) as group:
+        await group.dial_all(is_open=True)
+        incarnations = dict.fromkeys(group.names, 0)
+        requests, tasks = [], []
+        for _ in range(6):
+            for _ in range(4):
+                requests.append(group.submit([draw.randrange(100)], 90))
+                tasks.append(asyncio.ensure_future(read(requests[-1])))
+            await asyncio.sleep(draw.choice([0, 0.003]))
+            name = draw.choice(group.names)
+            await die_and_return(group, name, incarnations[name], draw)
+            incarnations[name] += 1
+        for request, task in zip(requests, tasks, strict=True):
+            assert await task == count_up(request.submit)[:90]
+        await group.served.dialled[0].until(lambda: group.owed() == [(0, 0)] * 2)
 
 
 # ---- deaths -----------------------------------------------------------------------------
