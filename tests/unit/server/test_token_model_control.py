@@ -309,3 +309,18 @@ def test_an_unload_gives_up_a_load_under_way(start):
     assert states(frontend)["postprocessing"] == "READY"
     assert frontend.load("ensemble")[0] == 200
     assert frontend.generate()[0] == 200
+
+
+def test_polling_switches_engines_that_were_started_with_the_server(start):
+    frontend = start(
+        model_control_mode="poll",
+        repository_poll_s=0.2,
+        groups={"tensorrt_llm": ("tensorrt_llm",)},
+        started=["tensorrt_llm"],
+    )
+    assert frontend.generate()[0] == 200
+    assert not frontend.started
+    change(frontend)
+    frontend.wait_until(lambda: frontend.stopped == ["tensorrt_llm"])
+    assert [group for group, _ in frontend.started] == ["tensorrt_llm@2"]
+    assert frontend.generate()[0] == 200
