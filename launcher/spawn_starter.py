@@ -10,6 +10,7 @@ from trimaran.comm.env import INCARNATION
 from trimaran.comm.messages import Command
 from trimaran.launcher.group_types import GroupSpec
 from trimaran.launcher.process_tree import kill_tagged
+from trimaran.launcher.rank_watch import RankWatch
 from trimaran.launcher.scratch import MpiScratch
 from trimaran.launcher.starters import StarterEvents
 
@@ -65,8 +66,6 @@ class SpawnLink:
             return
         if facts["event"] == "spawn_failed":
             events.on_failure(f"MPI_Comm_spawn failed: {facts.get('text', '')}")
-        elif facts["event"] == "lost":
-            events.on_failure(str(facts.get("text") or "MPI lost one of its ranks"))
 
 
 class SpawnStarter:
@@ -81,6 +80,7 @@ class SpawnStarter:
         self._scratch = scratch
         self._link = link
         self._incarnation = -1
+        self._watch: RankWatch | None = None
 
     @property
     def title(self) -> str:
@@ -99,6 +99,7 @@ class SpawnStarter:
             "command": list(spec.command),
             "env": {**spec.env, INCARNATION: str(incarnation)},
         }
+        self._watch = RankWatch(spec.tag, spec.world_size, events.on_failure)
         self._link.start(Command(verb="spawn", arguments=arguments), events)
 
     def kill(self, *, spare_own: bool = False) -> bool:
@@ -107,6 +108,8 @@ class SpawnStarter:
 
     def release(self) -> None:
         """See `starters.Starter`."""
+        if self._watch is not None:
+            self._watch.close()
         self._link.release(self._spec.name, self._incarnation)
         self._scratch.clear(self._spec.tag)
 
