@@ -11,7 +11,7 @@ import pytest
 
 from trimaran.comm.errors import ConfigError
 from trimaran.launcher import mpi_launch
-from trimaran.launcher.config import MpiConfig
+from trimaran.launcher.config import HostSlots, MpiConfig
 from trimaran.launcher.mpi_launch import MPICH, OPENMPI, Mpi
 
 VERSIONS = {
@@ -110,6 +110,36 @@ def test_mpich_passes_the_whole_environment_by_itself():
         Mpi("mpirun", MPICH, "5.0.2"), 4, ["rank"], forward=["A"], oversubscribe=True
     )
     assert line == ["mpirun", "-genvall", "-bind-to", "none", "-n", "4", "rank"]
+
+
+HOSTS = (HostSlots("h1", 2), HostSlots("h2", 1))
+
+
+@pytest.mark.parametrize(
+    ("kind", "version", "expected"),
+    [
+        (OPENMPI, "5.0.11", ["--host", "h1:2,h2:1", "--prtemca", "plm_ssh_agent", "/bin/rsh"]),
+        (OPENMPI, "4.1.4", ["--host", "h1:2,h2:1", "plm_rsh_agent", "/bin/rsh"]),
+        (MPICH, "5.0.2", ["-hosts", "h1:2,h2:1", "-launcher-exec", "/bin/rsh"]),
+    ],
+)
+def test_ranks_are_put_on_hosts_through_the_named_agent(kind, version, expected):
+    line = mpi_launch.compose(
+        Mpi("/m/mpirun", kind, version), 3, ["rank"], hosts=HOSTS, rsh_agent="/bin/rsh"
+    )
+    assert [word for word in line if word in expected] == expected
+    assert line[-3:] == ["-n", "3", "rank"]
+
+
+def test_the_daemons_of_other_hosts_find_mpirun_by_its_whole_path():
+    line = mpi_launch.compose(Mpi("mpirun", OPENMPI, "5.0.11"), 3, ["rank"], hosts=HOSTS)
+    assert os.path.isabs(line[0])
+
+
+def test_where_there_is_neither_ssh_nor_rsh_mpirun_still_starts_local_ranks(tmp_path):
+    assert "OMPI_MCA_plm_rsh_agent" in mpi_launch.starter_env({"PATH": str(tmp_path)})
+    program(tmp_path, "ssh", "")
+    assert "OMPI_MCA_plm_rsh_agent" not in mpi_launch.starter_env({"PATH": str(tmp_path)})
 
 
 def test_a_starter_forgets_the_job_that_it_runs_in_and_finds_its_own_mpi_first():
