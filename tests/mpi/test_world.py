@@ -22,6 +22,16 @@ def test_a_subgroup_is_renumbered_in_order(world):
     assert ranks[group.rank] == world.rank
 
 
+def test_participants_take_their_given_order_and_others_stay_alone(world):
+    participants = tuple(reversed(range(1, world.size)))
+
+    group = world.subgroup((world.rank,) if world.rank == 0 else participants)
+
+    numbers = tuple(group.comm.allgather(world.rank))
+    assert numbers == ((0,) if world.rank == 0 else participants)
+    assert numbers[group.rank] == world.rank
+
+
 def test_a_barrier_names_what_it_waited_for(world):
     late = world.duplicate()
     if world.rank != 0:
