@@ -243,18 +243,19 @@ class Group:
         limit_s = self.spec.hang_timeout_s
         if limit_s <= 0 or self.state not in (GroupState.STARTING, GroupState.READY):
             return
-        why = "--hang-timeout"
+        # Pings are as frequent while loading: ranks on other hosts end without them.
+        period_s, max_pings, why = limit_s / _MAX_PINGS, _MAX_PINGS, "--hang-timeout"
         if self.state is GroupState.STARTING:
-            limit_s *= _LOADING_PATIENCE
+            limit_s, max_pings = limit_s * _LOADING_PATIENCE, max_pings * _LOADING_PATIENCE
             why = f"{_LOADING_PATIENCE} times --hang-timeout, while loading"
-        hung = [link for link in self._links.values() if link.num_unanswered >= _MAX_PINGS]
+        hung = [link for link in self._links.values() if link.num_unanswered >= max_pings]
         if hung and self._lost is None:
             who = self._process(hung[0])
             self._die(Failure(f"{who} has hung: no sign of life for {limit_s:g} s ({why})"))
             return
         for link in self._links.values():
             link.ping()
-        self._after(limit_s / _MAX_PINGS, self._check_alive)
+        self._after(period_s, self._check_alive)
 
     def _on_connect_timeout(self) -> None:
         missing = [r for r in range(self.spec.world_size) if r not in self._links]
