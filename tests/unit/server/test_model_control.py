@@ -90,8 +90,18 @@ def test_the_clients_of_both_protocols_load_and_unload(frontend):
             client.load_model("preprocessing", config=as_json(changed))
             found = frontend.call("GET", "/v2/models/preprocessing/config")[1]
             assert found["max_batch_size"] == 3
+            content = b"# not run\n"
+            changed.name = ""
+            client.load_model(
+                "carried", config=as_json(changed), files={"file:7/model.py": content}
+            )
+            assert frontend.call("GET", "/v2/models/carried")[1]["versions"] == ["7"]
+            (found,) = frontend.scratch.rglob("model.py")
+            assert found.read_bytes() == content
             with pytest.raises(triton_http.InferenceServerException, match="failed to poll"):
                 client.load_model("nothing")
+            client.unload_model("carried")
+            frontend.wait_until(lambda: not list(frontend.scratch.rglob("model.py")))
             client.unload_model("nothing")
 
 
@@ -181,7 +191,7 @@ def test_a_new_version_takes_the_place_of_the_old_one(frontend):
         assert frontend.load("preprocessing")[0] == 200
         assert frontend.call("GET", "/v2/models/preprocessing")[1]["versions"] == ["2"]
         _, entries = frontend.call("POST", "/v2/repository/index")
-        found = {e.get("version"): e.get("state") for e in entries if "state" in e}
+        found = {e.get("version"): e["state"] for e in entries if e["name"] == "preprocessing"}
         assert found == {"1": "UNAVAILABLE", "2": "READY"}
         assert frontend.call("GET", "/v2/models/preprocessing/versions/1/ready")[0] == 404
         assert frontend.is_ready()
