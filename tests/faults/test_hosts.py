@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from chaos import Chaos, Disturbance, model_of
-from chaos_server import Member
+from chaos_server import ChaosServer, Member
 from hosts_lab import HostsLab
 from hosts_server import HostsServer
 from load import RIGHT, Load, running
@@ -48,10 +48,12 @@ def server(lab: HostsLab, repository: Path, tmp_path: Path) -> Iterator[HostsSer
         yield served
 
 
-@pytest.fixture
-def cases(server: HostsServer) -> list[Case]:
-    """Requests of both models and their answers, long enough to be met by a fault."""
-    return with_answers(make_cases(MODELS, 6, longest=300), server)
+@pytest.fixture(scope="module")
+def cases(repository: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Case]:
+    """Requests, long enough to be met by a fault, with the answers of a server on one host."""
+    folder = tmp_path_factory.mktemp("undisturbed")
+    with ChaosServer(repository, flags=FLAGS, folder=folder) as undisturbed:
+        return with_answers(make_cases(MODELS, 6, longest=300), undisturbed)
 
 
 def wait_until(is_so: Callable[[], bool], timeout_s: float, what: str) -> float:
