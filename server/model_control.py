@@ -91,8 +91,16 @@ class ModelControl:
 
         Returns at once: running requests finish, then its worker groups end. A load under
         way is given up. A name that is not loaded is none of our business.
+
+        Raises:
+            RequestError: the model's worker groups cannot end by themselves.
         """
         names = self._with_steps(name) if unload_dependents else {name}
+        for loaded in filter(None, map(self._set.get, names)):
+            reason = self._groups.why_lasting(loaded.candidate.groups)
+            if reason:
+                text = f"failed to unload '{loaded.candidate.name}', {reason}"
+                raise RequestError(text, ErrorKind.UNSUPPORTED)
         self._preparation.cancel(names)
         if self._busy.are_free(names):
             self._withdraw(names)

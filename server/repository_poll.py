@@ -6,7 +6,7 @@ import asyncio
 import logging
 from contextlib import suppress
 
-from trimaran.comm.errors import ConfigError
+from trimaran.comm.errors import ConfigError, RequestError
 from trimaran.server.load_request import LoadRequest
 from trimaran.server.model_control import ModelControl
 from trimaran.server.model_reader import LoadError, ModelReader
@@ -42,9 +42,15 @@ class RepositoryPoll:
         changed = [name for name, value in found.items() if self._seen.get(name) != value]
         self._seen = found
         for name in gone:
-            self._control.unload(name)
+            self._unload(name)
         # Each by itself, so that one which fails keeps no other from being loaded.
         await asyncio.gather(*map(self._load, changed))
+
+    def _unload(self, name: str) -> None:
+        try:
+            self._control.unload(name)
+        except RequestError as error:
+            logger.error("%s", error)
 
     async def _load(self, name: str) -> None:
         # What fails is in the log already.

@@ -19,6 +19,7 @@ logger = logging.getLogger(__name__)
 
 _READY_POLL_S = 0.02
 _UNHEARD_S = 5.0
+_OF_ONE_JOB = ("job", "prestarted")
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +90,19 @@ class TokenGroups:
             if all(group.link is not None for group in opened.engines.groups.values()):
                 return
             await asyncio.sleep(_READY_POLL_S)
+
+    def why_lasting(self, groups: Sequence[str]) -> str:
+        """Why these groups cannot end while the server runs; empty if they can."""
+        for name in groups:
+            state = self._board.group(name)
+            if state is not None and state["start_method"] in _OF_ONE_JOB:
+                return (
+                    f"its worker group '{name}' is part of an MPI job that ends as a whole. "
+                    "Stop the server, or start it so that each group has processes of its own "
+                    "(trimaran serve --multi-model, not under mpirun and without "
+                    "--disable-spawn-processes)."
+                )
+        return ""
 
     async def wait_known(self, opened: OpenedGroups) -> None:
         """Return once every group is up or known to be down; of one that the supervisor does

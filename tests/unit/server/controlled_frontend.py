@@ -99,6 +99,7 @@ class ControlledFrontend(StartedFrontend):
     def __init__(self, stack, tmp_path, *, started=(), down=(), **config):
         """``started`` groups are up already, those of ``down`` will be some time."""
         self.states = []
+        self.start_method = "mpirun"
         self.stopped = []
         self.remembered = {}
         self.engines = {}
@@ -286,6 +287,6 @@ class ControlledFrontend(StartedFrontend):
     def _tell(self, group, model, generation, state, text=""):
         arguments = {
             "group": group, "model": model, "generation": generation, "state": state,
-            "text": text,
+            "text": text, "start_method": self.start_method,
         }  # fmt: skip
         self.supervisor.send(Command(verb="group_state", arguments=arguments))

@@ -324,3 +324,18 @@ def test_polling_switches_engines_that_were_started_with_the_server(start):
     frontend.wait_until(lambda: frontend.stopped == ["tensorrt_llm"])
     assert [group for group, _ in frontend.started] == ["tensorrt_llm@2"]
     assert frontend.generate()[0] == 200
+
+
+def test_a_group_of_a_job_that_ends_as_a_whole_is_not_unloaded(start):
+    frontend = start()
+    frontend.start_method = "prestarted"
+    assert frontend.load("ensemble")[0] == 200
+    status, body = frontend.unload("tensorrt_llm")
+    assert status == 501
+    assert "part of an MPI job that ends as a whole" in body["error"]
+    assert frontend.unload("ensemble", unload_dependents=True)[0] == 501
+    assert frontend.unload("ensemble") == (200, None)
+    frontend.wait_until(lambda: states(frontend)["ensemble"] == "UNAVAILABLE")
+    assert states(frontend)["tensorrt_llm"] == "READY"
+    assert frontend.load("ensemble")[0] == 200
+    assert frontend.generate()[0] == 200
