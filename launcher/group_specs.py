@@ -243,7 +243,7 @@ class SpecMaker:
                 rsh_agent=self._config.mpi.rsh_agent,
             )
         if group.launch == "srun":
-            return compose_srun(plugin(), group.world_size, program, group.hosts)
+            return compose_srun(plugin(), group.world_size, program, group.hosts, group.env)
         return program
 
     def _rank_config(self, group: GroupConfig, incarnation: int) -> RankConfig:

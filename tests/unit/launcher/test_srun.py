@@ -7,7 +7,7 @@ from trimaran.launcher.srun import compose_srun, step_env
 
 
 def test_a_step_shares_the_job_and_ends_with_its_first_rank():
-    words = compose_srun("pmix", 2, ["rank"], ())
+    words = compose_srun("pmix", 2, ["rank"])
     assert words[0] == "srun" and words[-3:] == ["-n", "2", "rank"]
     assert {"--overlap", "--mpi=pmix", "--kill-on-bad-exit=1"} <= set(words)
     assert not any(word.startswith("--nodelist") for word in words)
@@ -19,9 +19,14 @@ def test_a_step_is_put_on_the_hosts_of_its_group():
     assert words[words.index("-N") + 1] == "2"
 
 
+def test_devices_of_a_group_are_set_where_slurm_does_not_replace_them():
+    words = compose_srun("pmix", 1, ["rank"], env={"CUDA_VISIBLE_DEVICES": "MIG-1"})
+    assert words[-3:] == ["env", "CUDA_VISIBLE_DEVICES=MIG-1", "rank"]
+
+
 def test_what_the_batch_script_asked_of_tasks_does_not_bind_the_steps_of_groups():
     environ = {
         "SLURM_JOB_ID": "7", "SLURM_NTASKS": "8", "SLURM_NTASKS_PER_NODE": "4",
-        "SLURM_CPU_BIND": "cores", "PATH": "/bin",
+        "SLURM_CPU_BIND": "cores", "SLURM_GPUS_PER_TASK": "1", "PATH": "/bin",
     }  # fmt: skip
     assert step_env(environ) == {"SLURM_JOB_ID": "7", "PATH": "/bin"}
