@@ -74,7 +74,7 @@ class Group:
         self._lost = self._failure = None
         self.state = GroupState.STARTING
         spec = self.spec
-        events = StarterEvents(self._on_exit, self._on_start_failure)
+        events = StarterEvents(self._on_exit, self._on_start_failure, self._on_starter_lost)
         try:
             self._starter.start(self.incarnation, events)
         except OSError as error:
@@ -199,6 +199,10 @@ class Group:
         if self.state in (GroupState.STARTING, GroupState.READY) and self._lost is None:
             is_final = not self.was_ready and not self._links
             self._die(Failure(text, is_final=is_final))
+
+    def _on_starter_lost(self, text: str) -> None:
+        if self.state in (GroupState.STARTING, GroupState.READY) and self._lost is None:
+            self._die(Failure(text))
 
     def _on_exit(self) -> None:
         if self.state is GroupState.STOPPING:

@@ -57,7 +57,7 @@ class SpawnLink:
         waiting = {_key(each.arguments) for each in self._waiting}
         for key, events in list(self._started.items()):
             if key not in waiting:
-                events.on_failure("its orchestrator died")
+                events.on_starter_lost("its orchestrator died")
 
     def on_event(self, facts: Mapping[str, Any]) -> None:
         """What the orchestrator says about a group."""
@@ -85,7 +85,8 @@ class SpawnStarter:
     @property
     def title(self) -> str:
         """See `starters.Starter`."""
-        return f"{self._spec.world_size} ranks by MPI_Comm_spawn"
+        size = self._spec.world_size
+        return f"{size} rank{'s' if size > 1 else ''} by MPI_Comm_spawn"
 
     def start(self, incarnation: int, events: StarterEvents) -> None:
         """See `starters.Starter`."""

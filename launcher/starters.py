@@ -24,6 +24,9 @@ class StarterEvents:
     on_failure: Callable[[str], None]
     """The processes could not be started, or one of them was seen to die; says which."""
 
+    on_starter_lost: Callable[[str], None]
+    """What had started them died, and they go with it; says what. It comes back."""
+
 
 class Starter(Protocol):
     """Starts all processes of a group, and kills them."""

@@ -128,3 +128,18 @@ def test_nothing_of_any_model_outlives_a_killed_supervisor(repository, tmp_path)
         assert len(doomed.remember_tree()) == 7
         doomed.process.kill()
         assert doomed.wait_gone(GONE_S) == []
+
+
+def test_a_start_survives_the_death_of_the_orchestrator(repository, tmp_path):
+    flags = ("--multi-model", "--worker-launch", "spawn", "--dtype", "float32")
+    starting = MultiModel(repository, 1, flags, tmp_path / "serve.log")
+    starting.start()
+    try:
+        starting.wait_log("orchestrator: ready")
+        starting.processes(":orchestrator")["trimaran-orchestrator"].kill()
+        starting.wait_log("its orchestrator died; restart in", count=len(WORLD_SIZES))
+        starting.wait_ready()
+        assert starting.stop() == 0
+        assert starting.wait_gone(GONE_S) == []
+    finally:
+        starting.kill()
