@@ -10,7 +10,7 @@ import pytest
 
 HERE = Path(__file__).parent
 E2E = HERE.parent / "e2e"
-sys.path[:0] = [str(HERE), str(E2E)]
+sys.path[:0] = [str(HERE), str(E2E), str(HERE.parent / "unit" / "project")]
 
 # The engines, repositories and servers of the end-to-end tests.
 _spec = importlib.util.spec_from_file_location("e2e_conftest", E2E / "conftest.py")

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import os
 import re
+import shutil
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 from kubernetes_validate import latest_version, validate
-from tools import python_tool
+from rules import PACKAGES, ROOT
+from tools import program, python_tool
 
 DEPLOY = Path(__file__).resolve().parents[2] / "deploy"
 CHART = DEPLOY / "helm" / "trimaran"
@@ -46,9 +50,6 @@ def test_the_dockerfile_passes_hadolint():
 
 
 def test_the_dockerfile_copies_every_package():
-    sys.path.insert(0, str(Path(__file__).parents[1] / "unit" / "project"))
-    from rules import PACKAGES
-
     text = (DEPLOY / "Dockerfile").read_text()
     assert set(re.findall(r"^COPY (\w+) \1$", text, re.MULTILINE)) == set(PACKAGES)
 
@@ -63,6 +64,35 @@ def test_the_compose_file_names_files_that_are_there():
     assert int(grace.rstrip("s")) > 30  # the default --exit-timeout
 
 
+def test_compose_understands_its_file():
+    words = [
+        program("docker-compose", "docker-compose"),
+        "-f",
+        DEPLOY / "compose.yaml",
+        "config",
+    ]
+    env = {**os.environ, "MODELS": "/models"}
+    done = subprocess.run(words, env=env, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert set(yaml.safe_load(done.stdout)["services"]) == {"trimaran", "prometheus", "grafana"}
+
+
+def test_the_files_that_the_dockerfile_copies_make_the_whole_wheel(tmp_path):
+    text = (DEPLOY / "Dockerfile").read_text()
+    for line in re.findall(r"^COPY (.+) \S+$", text, re.MULTILINE):
+        for name in line.split():
+            copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
+            copy(ROOT / name, tmp_path / name)
+    run(
+        sys.executable, "-P", "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation",
+        "--wheel-dir", str(tmp_path / "wheel"), str(tmp_path),
+    )  # fmt: skip
+    (wheel,) = (tmp_path / "wheel").glob("*.whl")
+    shipped = {name for name in zipfile.ZipFile(wheel).namelist() if name.endswith(".py")}
+    tracked = run("git", "-C", str(ROOT), "ls-files", *(f"{p}/*.py" for p in PACKAGES)).split()
+    assert {f"trimaran/{name}" for name in tracked} <= shipped
+
+
 @pytest.mark.parametrize("name", ["statefulset.yaml", "leaderworkerset.yaml"])
 def test_kubernetes_objects_fit_their_schemas(name):
     documents = list(yaml.safe_load_all((DEPLOY / "kubernetes" / name).read_text()))
@@ -70,6 +100,19 @@ def test_kubernetes_objects_fit_their_schemas(name):
     assert own
     for document in own:
         check(document)
+
+
+def test_the_leader_worker_set_has_fields_of_its_kind():
+    spec = of_kind(list(yaml.safe_load_all(MULTI_NODE.read_text())), "LeaderWorkerSet")["spec"]
+    assert set(spec) <= {
+        "replicas", "leaderWorkerTemplate", "rolloutStrategy", "startupPolicy", "networkConfig",
+    }  # fmt: skip
+    assert set(spec["leaderWorkerTemplate"]) <= {
+        "size", "restartPolicy", "leaderTemplate", "workerTemplate", "subGroupPolicy",
+        "resizePolicy", "volumeClaimTemplates", "persistentVolumeClaimRetentionPolicy",
+    }  # fmt: skip
+    restart = spec["leaderWorkerTemplate"]["restartPolicy"]
+    assert restart in ("RecreateGroupOnPodRestart", "None", "RecreateGroupAfterStart")
 
 
 def test_both_pod_templates_of_the_leader_worker_set_are_pods():
