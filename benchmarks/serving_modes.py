@@ -76,7 +76,7 @@ def served(folder: Path, mode: str, args: argparse.Namespace) -> Iterator[Server
     http, grpc, metrics = free_ports(3)
     command = [
         BIN / "trimaran", "serve", "--model-repo", folder / "repository",
-        "--num-threads", str(args.threads), "--load-format", "random", "--device", "cpu",
+        "--num-threads", str(args.threads), "--load-format", "random", "--device", args.device,
         "--max-batch-size", "32", "--max-num-tokens", "2048",
         "--http-port", str(http), "--grpc-port", str(grpc), "--metrics-port", str(metrics),
         *MODES[mode],
@@ -132,6 +132,12 @@ def compare(
     ]
 
 
+def gpu_name() -> str:
+    """The first GPU, by the driver's own tool."""
+    words = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
+    return subprocess.run(words, capture_output=True, text=True).stdout.splitlines()[0]
+
+
 def ratio(values: list[float], base: list[float]) -> float:
     """Median of the ratios round by round."""
     return statistics.median(a / b for a, b in zip(values, base, strict=True))
@@ -142,6 +148,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 16])
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
@@ -160,7 +167,8 @@ def main() -> None:
     if args.json:
         report = {
             "command": "benchmarks/serving_modes.py",
-            "device": f"{cpu_name()}, {args.threads} threads",
+            "device": args.device if args.device == "cpu" else gpu_name(),
+            "cpu": f"{cpu_name()}, {args.threads} threads",
             "python": platform.python_version(),
             "rounds": args.rounds,
             "load_average_before": before,
