@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import functools
 import json
+import math
 import re
 import subprocess
 import time
 import urllib.parse
 import urllib.request
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import yaml
 from served import Served, free_ports
@@ -19,10 +23,25 @@ from tools import program
 
 DEPLOY = Path(__file__).resolve().parents[2] / "deploy"
 RUNBOOK = DEPLOY.parent / "docs" / "runbook.md"
+LONG_BODY = {"text_input": "It was", "max_tokens": 800, "bad_words": "", "stop_words": ""}
 BODY = {"text_input": "It was", "max_tokens": 40, "bad_words": "", "stop_words": ""}
 SCRAPE_S = 1
-# What a machine without a GPU, or a server without failures, has no samples of.
-MAY_BE_EMPTY = ("nv_gpu_",)
+HOST_METRICS = DEPLOY.parent / "server" / "host_metrics.py"
+
+
+def of_gpus(text: str) -> bool:
+    """Whether it asks for what only a machine with a GPU has."""
+    return "nv_gpu_" in text
+
+
+def rank_of(server: Served) -> psutil.Process:
+    """The process of a server's only rank."""
+    children = psutil.Process(server.process.pid).children(recursive=True)
+    (rank,) = [
+        child for child in children
+        if any(word.endswith("trimaran-rank") for word in child.cmdline()[:2])
+    ]  # fmt: skip
+    return rank
 
 
 def promtool(*words: str) -> str:
@@ -105,6 +124,15 @@ class Prometheus:
     def query(self, expression: str) -> list[Any]:
         return list(self.get("query", query=expression)["result"])
 
+    def numbers(self, expression: str) -> list[float]:
+        """Every number that a panel of the last ten minutes would draw."""
+        now = time.time()
+        answer = self.get(
+            "query_range", query=expression, start=str(now - 600), end=str(now), step="1"
+        )
+        values = [float(value) for series in answer["result"] for _, value in series["values"]]
+        return [value for value in values if math.isfinite(value)]
+
     def wait_for(self, expression: str, timeout_s: float = 60) -> None:
         deadline = time.monotonic() + timeout_s
         while time.monotonic() < deadline:
@@ -127,7 +155,7 @@ def scraped(
     make_repository: Callable[..., Path],
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[tuple[Served, Prometheus]]:
-    """A server that has answered requests, and a Prometheus that has seen it do so."""
+    """A server that has lost and replaced its worker under load, seen by a Prometheus."""
     log = tmp_path_factory.mktemp("log") / "serve.log"
     with Served(make_repository(demo_engine(1)), world_size=1, log_path=log) as server:
         prometheus = Prometheus(tmp_path_factory.mktemp("prometheus"), server.metrics_port)
@@ -137,17 +165,25 @@ def scraped(
                 server.post("/v2/models/ensemble/generate", BODY)
                 time.sleep(SCRAPE_S)
             prometheus.wait_for("rate(nv_inference_request_success[1m]) > 0")
+            with ThreadPoolExecutor() as pool:
+                rank = rank_of(server)
+                post = functools.partial(server.post, "/v2/models/ensemble/generate")
+                answers = [pool.submit(post, LONG_BODY) for _ in range(8)]
+                while not any(value for _, value in server.samples("trimaran_group_requests")):
+                    assert not answers[0].done(), answers[0].result()
+                rank.kill()
+                prometheus.wait_for("trimaran_group_up == 0")
+                assert [answer.result()[0] for answer in answers] == [200] * 8
+            prometheus.wait_for("trimaran_group_up == 1")
             yield server, prometheus
         finally:
             prometheus.stop()
 
 
-@pytest.mark.parametrize(("title", "expression"), queries())
+@pytest.mark.parametrize(("title", "expression"), [q for q in queries() if not of_gpus(q[1])])
 def test_every_dashboard_query_has_an_answer(scraped, title, expression):
     _, prometheus = scraped
-    result = prometheus.query(expression)
-    if not any(name in expression for name in MAY_BE_EMPTY) and title != "Restarts":
-        assert result, f"{title}: {expression}"
+    assert prometheus.numbers(expression), f"{title}: {expression}"
 
 
 def test_every_name_in_rules_and_dashboard_is_one_that_the_server_has(scraped):
@@ -156,13 +192,36 @@ def test_every_name_in_rules_and_dashboard_is_one_that_the_server_has(scraped):
     text = (DEPLOY / "grafana" / "trimaran.json").read_text()
     text += " ".join(rule["expr"] for rule in alerts())
     used = set(re.findall(r"\b(?:nv|trimaran)_\w+", text))
-    missing = {name for name in used - known if not name.startswith(MAY_BE_EMPTY)}
-    assert missing == set()
+    assert {name for name in used - known if not of_gpus(name)} == set()
+    host_metrics = HOST_METRICS.read_text()
+    assert all(f'"{name}"' in host_metrics for name in used if of_gpus(name))
 
 
-def test_no_alert_fires_on_a_healthy_server(scraped):
+def test_queries_about_gpus_are_understood(scraped):
     _, prometheus = scraped
-    assert prometheus.get("alerts")["alerts"] == []
+    about_gpus = [expression for _, expression in queries() if of_gpus(expression)]
+    assert about_gpus
+    for expression in about_gpus:
+        prometheus.query(expression)  # which fails on what is no query
+
+
+def test_a_death_and_its_replay_are_on_the_dashboard(scraped):
+    _, prometheus = scraped
+    by_title: dict[str, list[str]] = {}
+    for title, expression in queries():
+        by_title.setdefault(title, []).append(expression)
+    assert {0.0, 1.0} <= set(prometheus.numbers(by_title["Groups up"][0]))
+    assert max(prometheus.numbers(by_title["Restarts"][0])) == 1
+    replayed, lost = by_title["Requests replayed and lost"]
+    assert max(prometheus.numbers(replayed)) > 0
+    assert max(prometheus.numbers(lost)) == 0
+
+
+def test_a_death_that_clients_do_not_notice_fires_no_alert(scraped):
+    _, prometheus = scraped
+    # One may be pending: replayed requests have waited for their first tokens.
+    alerts_now = prometheus.get("alerts")["alerts"]
+    assert [alert for alert in alerts_now if alert["state"] == "firing"] == []
     rules = prometheus.get("rules")["groups"][0]["rules"]
     assert len(rules) == len(alerts())
     assert all(rule["health"] == "ok" for rule in rules), rules
