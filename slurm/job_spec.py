@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import shlex
 from dataclasses import dataclass
 
@@ -86,35 +87,14 @@ class JobSpec:
         Raises:
             ConfigError: they contradict each other.
         """
-        if not args.model_repo:
-            raise ConfigError("--model-repo DIR is missing: the model repository to serve")
-        is_multinode = args.template == "leader-multinode"
-        if args.nodes > 1 and args.template in ("leader", "replicas"):
-            raise ConfigError(
-                f"--nodes is {args.nodes} but template {args.template} runs on one node. "
-                "Choose --template leader-multinode or orchestrator."
-            )
-        if args.world_size % args.nodes and is_multinode:
-            raise ConfigError(
-                f"--world-size {args.world_size} ranks do not spread evenly over {args.nodes} "
-                "nodes. Change one of the two."
-            )
-        if args.template != "replicas" and args.replicas:
-            raise ConfigError(
-                f"--replicas {args.replicas} goes with --template replicas, not {args.template}"
-            )
-        per_node = -(-args.world_size // args.nodes)
-        if 0 < args.gpus_per_node < per_node:
-            raise ConfigError(
-                f"--gpus-per-node {args.gpus_per_node} is less than the {per_node} ranks of a "
-                "node, and each needs a GPU. Raise it, or serve on more nodes."
-            )
+        _check_words(args)
+        _check_shape(args)
         return cls(
             template=args.template,
             name=args.job_name,
             nodes=args.nodes,
             world_size=args.world_size,
-            tasks_per_node=per_node,
+            tasks_per_node=-(-args.world_size // args.nodes),
             cpus_per_task=args.cpus_per_task,
             gpus_per_node=args.gpus_per_node,
             num_replicas=(args.replicas or 1) if args.template == "replicas" else 0,
@@ -134,6 +114,51 @@ class JobSpec:
             mpi=args.mpi,
             container_image=args.container_image,
             container_mounts=args.container_mounts,
+        )
+
+
+def _check_shape(args: argparse.Namespace) -> None:
+    """Refuse nodes, ranks and GPUs that do not go together."""
+    if args.nodes > 1 and args.template in ("leader", "replicas"):
+        raise ConfigError(
+            f"--nodes is {args.nodes} but template {args.template} runs on one node. "
+            "Choose --template leader-multinode or orchestrator."
+        )
+    if args.nodes > 1 and args.container_image and args.template == "orchestrator":
+        raise ConfigError(
+            f"--nodes is {args.nodes} but inside a container groups of workers start on "
+            "their own node only. Leave out --container-image, or serve one model."
+        )
+    if args.world_size % args.nodes and args.template == "leader-multinode":
+        raise ConfigError(
+            f"--world-size {args.world_size} ranks do not spread evenly over {args.nodes} "
+            "nodes. Change one of the two."
+        )
+    if args.template != "replicas" and args.replicas:
+        raise ConfigError(
+            f"--replicas {args.replicas} goes with --template replicas, not {args.template}"
+        )
+    per_node = -(-args.world_size // args.nodes)
+    if 0 < args.gpus_per_node < per_node:
+        raise ConfigError(
+            f"--gpus-per-node {args.gpus_per_node} is less than the {per_node} ranks of a "
+            "node, and each needs a GPU. Raise it, or serve on more nodes."
+        )
+
+
+def _check_words(args: argparse.Namespace) -> None:
+    """Refuse values that Slurm would read otherwise than they are written."""
+    if not args.model_repo:
+        raise ConfigError("--model-repo DIR is missing: the model repository to serve")
+    for name in ("job_name", *_FREE_OPTIONS):
+        value = getattr(args, name)
+        if re.search(r"[\s\"'$`\\;]", value):
+            flag = f"--{name.replace('_', '-')}"
+            raise ConfigError(f"{flag} {value!r}: spaces and quotes cannot be written there")
+    if re.search(r"[%\"\\\n]", args.log_dir):
+        raise ConfigError(
+            f"--log-dir {args.log_dir!r}: Slurm gives % a meaning in file names, and "
+            "quotes and backslashes cannot be written there. Choose another folder."
         )
 
 

@@ -16,6 +16,8 @@ import psutil
 from lab import SlurmLab
 from served import BIN, free_ports
 
+OURS = ("trimaran", "trimaran-rank", "trimaran-frontend", "trimaran-rank1")
+OVER = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
 BODY = {"text_input": "It was", "bad_words": "", "stop_words": ""}
 
 
@@ -28,16 +30,14 @@ class BatchJob:
         self.job_id = ""
         self.output = ""
         self.http_port = 0
+        self._answers: list[str] = []
+        self._state: dict[str, str] = {}
 
     def submit(self, template: str, repository: Path, *flags: str, wait: bool = True) -> None:
         """`trimaran slurm submit`, which returns when the server is ready."""
-        self.http_port, grpc_port, metrics_port = free_ports(3)
         done = self.trimaran(
-            "slurm", "submit", "--template", template, "--model-repo", str(repository),
-            "--log-dir", str(self.log_dir), "--http-port", str(self.http_port),
-            "--grpc-port", str(grpc_port), "--metrics-port", str(metrics_port),
-            "--setup", f"export PATH={BIN}:$PATH OMP_NUM_THREADS=1",
-            "--drain-seconds", "40", "--wait", "150" if wait else "0", *flags,
+            "slurm", "submit", *self._flags(template, repository),
+            "--wait", "150" if wait else "0", *flags,
         )  # fmt: skip
         self.output = done.stdout
         found = re.search(r"Job (\d+) is submitted", done.stdout)
@@ -45,19 +45,44 @@ class BatchJob:
             self.job_id = found[1]
         assert done.returncode == 0, f"{done.stdout}\n{done.stderr}\n{self.log()}"
 
+    def submit_without_container(self, template: str, repository: Path, *flags: str) -> None:
+        """Submit a script that was rendered for a container, less what asks for the container.
+
+        Pyxis is not here; what remains is the step in which the whole server runs.
+        """
+        flags = (*flags, "--container-image", "trimaran.sqsh")
+        done = self.trimaran("slurm", "render", *self._flags(template, repository), *flags)
+        assert done.returncode == 0, done.stderr
+        options = " --container-image=trimaran.sqsh", " --no-container-mount-home"
+        assert all(option in done.stdout for option in options)
+        script = done.stdout.replace(options[0], "").replace(options[1], "")
+        self.log_dir.mkdir(parents=True)
+        submitted = self.lab.run("sbatch", "--parsable", text=script)
+        assert submitted.returncode == 0, submitted.stderr
+        self.job_id = submitted.stdout.strip()
+        self.wait_ready()
+
+    def _flags(self, template: str, repository: Path) -> list[str]:
+        self.http_port, grpc_port, metrics_port = free_ports(3)
+        return [
+            "--template", template, "--model-repo", str(repository),
+            "--log-dir", str(self.log_dir), "--http-port", str(self.http_port),
+            "--grpc-port", str(grpc_port), "--metrics-port", str(metrics_port),
+            "--setup", f"export PATH={BIN}:$PATH OMP_NUM_THREADS=1", "--drain-seconds", "40",
+        ]  # fmt: skip
+
     def trimaran(self, *words: str) -> Any:
         """Run the `trimaran` command against the cluster."""
         return self.lab.run(str(BIN / "trimaran"), *words, timeout_s=200)
 
     def ask(self, max_tokens: int = 8, model: str = "ensemble", port: int = 0) -> str:
-        """The job's own answer to a request."""
-        return self._generate(model, {**BODY, "max_tokens": max_tokens}, port)
-
-    def _generate(self, model: str, body: dict[str, Any], port: int = 0) -> str:
+        """The job's own answer to curl."""
         url = f"http://127.0.0.1:{port or self.http_port}/v2/models/{model}/generate"
-        request = urllib.request.Request(url, data=json.dumps(body).encode())
-        with urllib.request.urlopen(request, timeout=100) as reply:
-            return str(json.load(reply)["text_output"])
+        body = json.dumps({**BODY, "max_tokens": max_tokens})
+        done = self.lab.run("curl", "-sS", "--fail", "--max-time", "100", "-d", body, url)
+        self._answers.append(f"$ curl -d '{body}' {url}\n{(done.stdout or done.stderr)[:250]}")
+        assert done.returncode == 0, f"{done.stderr}\n{self.log()}"
+        return str(json.loads(done.stdout)["text_output"])
 
     def is_ready(self) -> bool:
         """Whether the server says so."""
@@ -89,10 +114,10 @@ class BatchJob:
         for process in psutil.process_iter(["name"]):
             with contextlib.suppress(psutil.Error):
                 environ = process.environ() if process.info["name"] in names else {}
-                if (
-                    environ.get("SLURM_JOB_ID") == self.job_id
-                    and environ.get("SLURM_CONF") == self.lab.env["SLURM_CONF"]
-                ):
+                ids = environ.get("SLURM_JOB_ID"), environ.get("SLURM_ARRAY_JOB_ID")
+                is_ours = environ.get("SLURM_CONF") == self.lab.env["SLURM_CONF"]
+                # A server in a container does not see its job's number.
+                if is_ours and (self.job_id in ids or ids == (None, None)):
                     found.append(process)
         return found
 
@@ -109,10 +134,24 @@ class BatchJob:
         done = self.lab.run("squeue", "--steps", "-h", "-o", "%i", "-j", self.job_id)
         return [step for step in done.stdout.split() if step.partition(".")[2].isdigit()]
 
-    def cancel(self) -> None:
-        """A plain scancel."""
-        if self.job_id:
-            self.lab.run("scancel", self.job_id)
+    def cancel(self) -> dict[str, str]:
+        """A plain scancel; what Slurm then knows of the job."""
+        self.lab.run("scancel", self.job_id)
+        self._state = self.lab.wait_state(self.job_id, *OVER)
+        self.wait_gone(OURS)
+        return self._state
+
+    def show(self) -> None:
+        """Print what the job answered, what it wrote, and how it ended."""
+        print(
+            self.output,
+            *self._answers[:2],
+            *self._answers[2:][-1:],
+            *self.rank_logs(),
+            sep="\n",
+        )
+        print(*self.log().splitlines()[-20:], sep="\n")
+        print({name: self._state[name] for name in ("JobState", "Reason", "ExitCode")})
 
     def wait_gone(self, names: Sequence[str], timeout_s: float = 30) -> None:
         """Wait until none of the job's processes runs."""
@@ -125,9 +164,10 @@ class BatchJob:
 class LongRequest(threading.Thread):
     """A request that runs while something happens to its server."""
 
-    def __init__(self, job: BatchJob, max_tokens: int = 800) -> None:
+    def __init__(self, job: BatchJob, max_tokens: int = 800, model: str = "ensemble") -> None:
         super().__init__(daemon=True)
         self._job = job
+        self._model = model
         self._max_tokens = max_tokens
         self.text = ""
         self.error = ""
@@ -136,9 +176,9 @@ class LongRequest(threading.Thread):
 
     def run(self) -> None:
         try:
-            self.text = self._job.ask(self._max_tokens)
-        except OSError as error:
-            self.error = repr(error)
+            self.text = self._job.ask(self._max_tokens, self._model)
+        except AssertionError as error:
+            self.error = str(error)
 
     def finish(self) -> str:
         """The whole answer."""

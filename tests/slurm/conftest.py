@@ -36,7 +36,7 @@ def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SlurmLab]:
 
 @pytest.fixture
 def submit(lab: SlurmLab, tmp_path: Path) -> Iterator[Callable[..., BatchJob]]:
-    """Submit a template; the job is cancelled with the test."""
+    """Submit a template; the job is cancelled with the test, and ends with all it started."""
     jobs: list[BatchJob] = []
 
     def start(template: str, repository: Path, *flags: str, wait: bool = True) -> BatchJob:
@@ -46,4 +46,6 @@ def submit(lab: SlurmLab, tmp_path: Path) -> Iterator[Callable[..., BatchJob]]:
 
     yield start
     for job in jobs:
-        job.cancel()
+        if job.job_id:
+            job.cancel()
+            job.show()

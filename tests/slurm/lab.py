@@ -20,7 +20,7 @@ import psutil
 
 PROGRAMS = {
     "slurmctld": "slurmctld", "slurmd": "slurmd", "sinfo": "slurm-client", "munged": "munge",
-    "unshare": "util-linux",
+    "unshare": "util-linux", "curl": "curl",
 }  # fmt: skip
 FILES = {
     "/usr/lib/*/libpmi2.so.0": "libpmi2-0",
@@ -30,6 +30,9 @@ FILES = {
 NUM_CPUS = 8
 NUM_GPUS = 2
 READY_S = 60.0
+GRACE_S = 60
+"""A preempted job of partition main may run on for so long."""
+
 LOST_NODE_S = 20
 """A node that is silent for so long is down."""
 
@@ -59,6 +62,9 @@ SelectTypeParameters=CR_CPU
 SchedulerType=sched/backfill
 SchedulerParameters=bf_interval=3,sched_min_interval=100000
 SwitchType=switch/none
+PreemptType=preempt/partition_prio
+PreemptMode=REQUEUE
+SlurmctldParameters=preempt_send_user_signal
 MpiDefault=none
 ReturnToService=2
 JobRequeue=1
@@ -239,7 +245,11 @@ class SlurmLab:
                 f"NodeName={node} NodeHostname={node} NodeAddr=127.0.0.1 Port={port} "
                 f"CPUs={NUM_CPUS} RealMemory=4096 Gres=gpu:{NUM_GPUS} State=UNKNOWN\n"
             )
-        text += "PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE State=UP\n"
+        for partition in (
+            f"main Default=YES PriorityTier=1 GraceTime={GRACE_S}",
+            "urgent PriorityTier=10 PreemptMode=OFF",
+        ):
+            text += f"PartitionName={partition} Nodes=ALL MaxTime=INFINITE State=UP\n"
         (folder / "slurm.conf").write_text(text)
         devices = f"{folder}/dev/gpu[0-{NUM_GPUS - 1}]"
         for number in range(NUM_GPUS):

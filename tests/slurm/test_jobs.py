@@ -8,10 +8,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from batch_job import BatchJob, LongRequest
+from batch_job import OURS, BatchJob, LongRequest
 from lab import SlurmLab
 
-OURS = ("trimaran", "trimaran-rank", "trimaran-frontend", "trimaran-rank1")
 TEMPLATES = ("leader", "leader-multinode", "orchestrator", "replicas")
 FLOAT32 = ("--serve-flags", "--dtype float32 --device cpu")
 
@@ -83,10 +82,7 @@ def test_a_plain_scancel_ends_every_process(submit, two_ranks: Path):
     job = submit("leader", two_ranks, "--world-size", "2", "--gpus-per-node", "2", *FLOAT32)
     assert job.ask()
     assert len(job.processes("trimaran-rank")) == 2
-    job.cancel()
-    state = job.lab.wait_state(job.job_id, "CANCELLED")
-    assert state["JobState"] == "CANCELLED"
-    job.wait_gone(OURS)
+    assert job.cancel()["JobState"] == "CANCELLED"
 
 
 def test_a_killed_rank_is_replaced_inside_the_job(submit, two_ranks: Path):
@@ -125,9 +121,7 @@ def test_several_models_in_one_allocation(submit, two_models: Path):
     assert job.ask(model="ensemble")
     job.wait_ready()
     assert job.ask(model="ensemble_2") == job.ask(model="ensemble")
-    job.cancel()
-    job.lab.wait_state(job.job_id, "CANCELLED")
-    job.wait_gone(OURS)
+    assert job.cancel()["JobState"] == "CANCELLED"
 
 
 def test_a_step_ends_whole_when_a_rank_stops_or_its_srun_is_killed(submit, two_models: Path):
@@ -147,6 +141,74 @@ def test_a_step_ends_whole_when_a_rank_stops_or_its_srun_is_killed(submit, two_m
     assert not left.is_running()
     assert job.processes_of("tensorrt_llm_2", "trimaran-rank") == others
     assert len(job.steps()) == 2
+
+
+def test_models_sit_on_the_nodes_of_the_allocation_and_drain(submit, two_models: Path):
+    flags = ("--nodes", "2", "--world-size", "4", "--cpus-per-task", "1", *FLOAT32)
+    job = submit("orchestrator", two_models, *flags)
+    undisturbed = job.ask(800, model="ensemble_2")
+    hosts = {
+        group: {
+            p.environ()["SLURMD_NODENAME"] for p in job.processes_of(group, "trimaran-rank")
+        }
+        for group in ("tensorrt_llm", "tensorrt_llm_2")
+    }
+    assert [len(names) for names in hosts.values()] == [1, 1]
+    assert hosts["tensorrt_llm"] != hosts["tensorrt_llm_2"]
+    request = LongRequest(job, model="ensemble_2")
+    (victim, _) = job.processes_of("tensorrt_llm_2", "trimaran-rank")
+    victim.kill()
+    assert request.finish() == undisturbed
+    last = LongRequest(job)
+    done = job.trimaran("slurm", "stop", job.job_id)
+    assert "COMPLETED" in done.stdout, f"{done.stderr}\n{job.log()}"
+    assert last.finish() == undisturbed
+
+
+@pytest.mark.parametrize("template", ["leader", "leader-multinode", "orchestrator"])
+def test_the_step_of_a_container_serves_and_drains(
+    lab: SlurmLab, tmp_path: Path, two_ranks: Path, template: str
+):
+    job = BatchJob(lab, tmp_path / "logs")
+    nodes = ("--nodes", "2") if template == "leader-multinode" else ()
+    size = ("--world-size", "2")
+    job.submit_without_container(template, two_ranks, *nodes, *size, *FLOAT32)
+    try:
+        assert len(job.steps()) == 1
+        undisturbed = job.ask(200)
+        request = LongRequest(job, 200)
+        done = job.trimaran("slurm", "stop", job.job_id)
+        assert "COMPLETED" in done.stdout, f"{done.stderr}\n{job.log()}"
+        assert request.finish() == undisturbed
+    finally:
+        job.cancel()
+        job.show()
+
+
+def test_a_job_at_its_time_limit_finishes_what_runs(submit, one_rank: Path):
+    job = submit("leader", one_rank, "--time", "3", *FLOAT32)
+    first = job.ask(200)
+    answers = []
+    with pytest.raises(AssertionError, match=r"503|Failed to connect|Couldn't connect"):
+        while True:
+            answers.append(job.ask(200))
+    assert set(answers) == {first}
+    job.lab.wait_state(job.job_id, "COMPLETED")
+    assert "DUE TO TIME LIMIT" not in job.log()
+
+
+def test_a_preempted_job_finishes_what_runs_and_is_requeued(
+    lab: SlurmLab, submit, one_rank: Path
+):
+    job = submit("leader", one_rank, *FLOAT32)
+    undisturbed = job.ask(800)
+    request = LongRequest(job)
+    words = ("--partition", "urgent", "--nodes", str(len(lab.nodes)), "--exclusive")
+    urgent = lab.run("sbatch", "--parsable", "--output=/dev/null", *words, "--wrap", "sleep 1")
+    assert request.finish() == undisturbed
+    lab.wait_state(job.job_id, "PENDING", timeout_s=90)
+    assert "trimaran was preempted: requeueing job" in job.log()
+    lab.wait_state(urgent.stdout.strip(), "COMPLETED", timeout_s=90)
 
 
 def test_an_array_of_replicas(submit, one_rank: Path):

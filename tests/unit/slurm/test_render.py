@@ -1,0 +1,108 @@
+"""Flags and files become batch scripts that a shell can read, or are refused with a reason."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from trimaran.comm.errors import ConfigError
+from trimaran.launcher.cli import main
+from trimaran.launcher.flags import FlagParser
+from trimaran.slurm.commands import add_arguments, run
+from trimaran.slurm.job_spec import TEMPLATES, JobSpec
+from trimaran.slurm.render import render
+
+
+def script_of(*flags: str) -> str:
+    parser = FlagParser(prog="trimaran slurm")
+    add_arguments(parser)
+    return render(JobSpec.from_args(parser.parse(["render", "--model-repo", "/repo", *flags])))
+
+
+@pytest.mark.parametrize("template", TEMPLATES)
+@pytest.mark.parametrize("container", [(), ("--container-image", "nvcr#trimaran:1")])
+def test_every_script_is_read_by_bash(template: str, container: tuple[str, ...]):
+    nodes = ("--nodes", "2") if template == "leader-multinode" else ()
+    script = script_of("--template", template, "--world-size", "4", *nodes, *container)
+    done = subprocess.run(["bash", "-n"], input=script, text=True, capture_output=True)
+    assert done.returncode == 0, done.stderr
+    assert "{{" not in script and "{%" not in script
+
+
+def test_the_shape_of_the_job_comes_from_the_flags():
+    script = script_of(
+        "--template", "leader-multinode", "--nodes", "2", "--world-size", "8",
+        "--gpus-per-node", "4", "--time", "1-00:00", "--partition", "long",
+        "--sbatch=--exclusive", "--drain-seconds", "100",
+    )  # fmt: skip
+    for line in (
+        "--nodes=2", "--ntasks-per-node=4", "--gres=gpu:4", "--time=1-00:00",
+        "--partition=long", "--exclusive", "--requeue", "--signal=B:TERM@100",
+    ):  # fmt: skip
+        assert f"#SBATCH {line}\n" in script
+    assert "trimaran serve --world-size 8 --worker-launch srun" in script
+    assert "--exit-timeout 80 " in script
+
+
+def test_words_with_spaces_stay_words():
+    script = script_of(
+        "--model-repo", "/my models", "--log-dir", "/my logs",
+        "--serve-flags", "--load-model 'a b' --dtype float32",
+    )  # fmt: skip
+    assert "--model-repo '/my models'" in script
+    assert "'a b'" in script
+    assert '#SBATCH --output="/my logs/%x-%j.log"\n' in script
+
+
+def test_a_job_is_read_from_a_yaml_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    path = tmp_path / "job.yaml"
+    path.write_text(
+        "template: replicas\nmodel_repo: /repo\nreplicas: 3\nserve_flags: --dtype float32\n"
+        "setup: [module load cuda, source env]\n"
+    )
+    assert main(["slurm", "render", "--config", str(path)]) == 0
+    script = capsys.readouterr().out
+    assert "#SBATCH --array=0-2\n" in script
+    assert "\nmodule load cuda\nsource env\n" in script
+    assert "--dtype \\\n  float32" in script
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--nodes", "2"], "--nodes is 2 but template leader runs on one node"),
+        (["--template", "leader-multinode", "--nodes", "2", "--world-size", "3"],
+         "3 ranks do not spread evenly over 2 nodes"),
+        (["--replicas", "2"], "--replicas 2 goes with --template replicas"),
+        (["--world-size", "4", "--gpus-per-node", "2"], "less than the 4 ranks of a node"),
+        (["--template", "orchestrator", "--nodes", "2", "--container-image", "x"],
+         "inside a container groups of workers start on their own node only"),
+        (["--job-name", "a b"], "--job-name 'a b'"),
+        (["--log-dir", "/logs/%j"], "--log-dir"),
+        (["--partition", "a b"], "--partition 'a b'"),
+    ],
+)  # fmt: skip
+def test_what_contradicts_itself_is_refused(flags: list[str], message: str):
+    with pytest.raises(ConfigError) as caught:
+        script_of(*flags)
+    assert message in str(caught.value)
+
+
+def test_the_model_repository_is_asked_for():
+    parser = FlagParser(prog="trimaran slurm")
+    add_arguments(parser)
+    with pytest.raises(ConfigError, match="--model-repo DIR is missing"):
+        run(parser.parse(["render"]))
+
+
+def test_a_machine_without_slurm_says_so(tmp_path: Path):
+    code = "import sys; from trimaran.launcher.cli import main; sys.exit(main(sys.argv[1:]))"
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", code, "slurm", "stop", "7"],
+        env={"PATH": str(tmp_path)}, capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 2
+    assert "scancel is not on PATH: this command needs Slurm's client programs" in done.stderr
