@@ -83,7 +83,7 @@ test-faults: $(VENV)/.test  ## kills, hangs and partitions of several models and
 	$(PYTEST) tests/faults
 
 test-slurm: $(VENV)/.test  ## every batch template on a Slurm that the test starts (as root on Debian)
-	$(PYTEST) tests/slurm
+	$(PYTEST) -rP tests/slurm
 
 $(VENV)/.deploy: $(VENV)/.test
 	$(BIN)/pip install -q --disable-pip-version-check -c constraints.txt -e '.[mpi,test,deploy]'

@@ -81,7 +81,9 @@ def test_a_leader_job_serves_drains_and_completes(submit, one_rank: Path):
 def test_a_plain_scancel_ends_every_process(submit, two_ranks: Path):
     job = submit("leader", two_ranks, "--world-size", "2", "--gpus-per-node", "2", *FLOAT32)
     assert job.ask()
-    assert len(job.processes("trimaran-rank")) == 2
+    ranks = job.processes("trimaran-rank")
+    assert len(ranks) == 2
+    assert {rank.environ()["CUDA_VISIBLE_DEVICES"] for rank in ranks} == {"0,1"}
     assert job.cancel()["JobState"] == "CANCELLED"
 
 
