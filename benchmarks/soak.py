@@ -66,7 +66,7 @@ def _arguments() -> argparse.Namespace:
     add = parser.add_argument
     add("--minutes", type=float, default=30.0, help="of load under chaos (%(default)g)")
     add("--clients", type=int, default=64, help="concurrent clients (%(default)s)")
-    add("--deadline", type=float, default=120.0, help="of one request, seconds (%(default)g)")
+    add("--deadline", type=float, default=180.0, help="of one request, seconds (%(default)g)")
     add("--pause", type=float, default=8.0, help="longest pause between faults (%(default)g s)")
     add("--think", type=float, default=0.5, help="mean pause of a client (%(default)g s)")
     add("--seed", type=int, default=1)

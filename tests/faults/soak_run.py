@@ -36,7 +36,7 @@ class Soak:
     flags: tuple[str, ...] = ("--dtype", "float32", "--num-threads", "1")
     multi_model: bool = True
     num_clients: int = 64
-    deadline_s: float = 120.0
+    deadline_s: float = 180.0
     longest: int = 96
     cases_per_model: int = 16
     seed: int = 1
@@ -93,8 +93,7 @@ class Soak:
     def _server(self) -> ChaosServer:
         flags = (
             "--max-restarts", "100000", "--restart-window", "10",
-            "--max-replays", "10",
-            *self.flags,
+            "--max-replays", "3", "--replay-timeout", "45", *self.flags,
         )  # fmt: skip
         world_size = self.models[0].tp_size
         return ChaosServer(

