@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import os
-from pathlib import Path
+
+import psutil
 
 from trimaran.comm.errors import ConfigError
 from trimaran.comm.mpi import MPI, library_version
 
 _NOBODY_HAS_THIS_NAME = "trimaran-is-anybody-there"
-
-
 _NO_PROGRAM = "/proc/self/no-such-program"
 
 
@@ -33,13 +32,18 @@ class SpawnDaemon:
         """
         with contextlib.suppress(MPI.Exception):
             MPI.COMM_SELF.Spawn(_NO_PROGRAM, maxprocs=1)
-        children = _children()
+        # The orchestrator itself starts no process.
+        children = [
+            child
+            for child in psutil.Process().children()
+            if child.status() != psutil.STATUS_ZOMBIE
+        ]
         if not children:
             raise ConfigError(
                 "MPI cannot spawn ranks here: its daemon (prte, of the same Open MPI as "
                 f"{library_version()}) did not start. Choose --worker-launch mpirun."
             )
-        self.pid = children[0]
+        self.pid = children[0].pid
         self._pid_fd = os.pidfd_open(self.pid)
 
     def fileno(self) -> int:
@@ -57,12 +61,3 @@ class SpawnDaemon:
         except MPI.Exception as error:
             if error.Get_error_class() != MPI.ERR_NAME:
                 raise
-
-
-def _children() -> list[int]:
-    """The processes that this one has started."""
-    return [
-        int(pid)
-        for path in Path("/proc/self/task").glob("*/children")
-        for pid in path.read_text(encoding="ascii").split()
-    ]
