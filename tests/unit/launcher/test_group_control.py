@@ -210,14 +210,13 @@ def test_each_group_has_a_restart_budget_of_its_own(asked):
     assert server.server.terminate() == 0
 
 
-def test_one_group_that_uses_up_its_budget_ends_the_server_with_code_1(asked):
-    server = asked("rank:0:*:die-ready:a", others=["a"], max_restarts=1)
-    assert server.server.end() == 1
-    assert "group a: " in server.server.log
-    assert "not started again: 1 restarts within 600 s are used up" in server.server.log
-    assert "told failed a" in server.server.log
-    assert server.server.log.count("group m: started") == 1
-    assert server.server.survivors() == []
+def test_one_group_that_uses_up_its_budget_ends_the_server_with_code_1(supervise):
+    server = supervise("rank:0:*:die-ready:a", others=["a"], max_restarts=1)
+    assert server.end() == 1
+    assert "not started again: 1 restarts within 600 s are used up" in server.log
+    assert "told failed a" in server.log
+    assert server.log.count("group m: started") == 1
+    assert server.survivors() == []
 
 
 def test_ending_one_group_leaves_the_processes_of_the_others(asked):
