@@ -52,6 +52,11 @@ class Pod:
         """What its command wrote so far."""
         return self.log_path.read_text(errors="replace")
 
+    def run(self, command: Sequence[str], timeout_s: float) -> None:
+        """Run a command inside, as a kubelet runs a hook."""
+        enter = ("nsenter", f"--target={self.pid}", "--net", "--uts", "--mount", "--pid", "--")
+        subprocess.run([*enter, *command], check=True, timeout=timeout_s)
+
     def processes(self) -> list[psutil.Process]:
         """Every process of it, zombies too."""
         try:

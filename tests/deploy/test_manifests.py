@@ -126,7 +126,7 @@ def test_both_pod_templates_of_the_leader_worker_set_are_pods():
 
 def test_the_scripts_of_the_leader_worker_set_are_shell():
     config = of_kind(list(yaml.safe_load_all(MULTI_NODE.read_text())), "ConfigMap")
-    for name in ("rsh", "leader", "worker"):
+    for name in ("rsh", "leader", "worker", "drained"):
         subprocess.run(["sh", "-n"], input=config["data"][name], text=True, check=True)
 
 

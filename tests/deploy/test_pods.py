@@ -11,6 +11,7 @@ import subprocess
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -132,12 +133,16 @@ def test_the_leader_worker_set_serves_over_two_pods(
 
     worker_spec = group["workerTemplate"]["spec"]
     worker = pods.start(
-        f"{name}-1", command_of(pods, worker_spec), env, shared_memory(worker_spec), domain
+        f"{name}-1",
+        words_of(pods, worker_spec["containers"][0]),
+        env,
+        shared_memory(worker_spec),
+        domain,
     )
     spec = group["leaderTemplate"]["spec"]
     (container,) = spec["containers"]
     env["GPUS"] = "1"  # so that the two ranks go to two pods
-    leader = pods.start(name, command_of(pods, spec), env, shared_memory(spec), domain)
+    leader = pods.start(name, words_of(pods, container), env, shared_memory(spec), domain)
     ports = ports_of(container)
     leader.until_ready(container["readinessProbe"], ports)
     assert is_rank_in(leader) and is_rank_in(worker)
@@ -147,12 +152,20 @@ def test_the_leader_worker_set_serves_over_two_pods(
     wait_for(lambda: leader.probe(container["readinessProbe"], ports) != 200)
     leader.until_ready(container["readinessProbe"], ports)
 
-    code, rest = terminate(leader, spec, container)
+    # A group is deleted: both pods are told to end at the same time.
+    (worker_container,) = worker_spec["containers"]
+    hook = words_of(pods, worker_container["lifecycle"]["preStop"]["exec"])
+    with ThreadPoolExecutor() as pool:
+        grace_s = worker_spec["terminationGracePeriodSeconds"]
+        drained = pool.submit(worker.run, hook, grace_s)
+        code, rest = terminate(leader, spec, container)
+        drained.result()
+    assert not is_rank_in(worker)
+    os.kill(worker.pid, signal.SIGTERM)
+    worker.power.wait(10)
     assert code == 0, leader.log()
     assert rest.count(b"data: ") > 1
     assert b"error" not in rest
-    wait_for(lambda: not is_rank_in(worker))
-    assert worker.power.poll() is None, worker.log()
 
 
 def write_volumes(pods: Pods, scripts: dict[str, str]) -> None:
@@ -173,10 +186,9 @@ def write_volumes(pods: Pods, scripts: dict[str, str]) -> None:
         path.chmod(0o755)
 
 
-def command_of(pods: Pods, spec: dict[str, Any]) -> list[str]:
-    (container,) = spec["containers"]
-    return [word.replace("/multinode", str(pods.folder / "multinode"))
-            for word in container["command"]]  # fmt: skip
+def words_of(pods: Pods, runs: dict[str, Any]) -> list[str]:
+    """The command of a container or hook, with the folders of this lab in it."""
+    return [word.replace("/multinode", f"{pods.folder}/multinode") for word in runs["command"]]
 
 
 def is_rank_in(pod: Pod) -> bool:
