@@ -100,16 +100,19 @@ def orchestrator(tmp_path: Path) -> Iterator[Orchestrator]:
 def test_a_group_that_was_given_up_does_not_keep_others_from_being_spawned(
     orchestrator, tmp_path
 ):
-    # Its ranks end before they reach MPI, which goes on waiting for them.
+    # Its ranks end before they reach MPI, which may wait for them for ever.
     orchestrator.spawn("doomed", "/bin/false")
     orchestrator.forget("doomed")
     for group in ("first", "second"):
         orchestrator.spawn(group, *PYTHON, RANK, MARK=str(tmp_path / group))
 
-    told = [orchestrator.state().facts for _ in range(2)]
+    told: dict[str, str] = {}
+    while not told.keys() >= {"first", "second"}:
+        facts = orchestrator.state().facts
+        told[facts["group"]] = facts["event"]
 
-    assert {facts["group"] for facts in told} == {"first", "second"}
-    assert {facts["event"] for facts in told} == {"spawned"}
+    # MPI may also say that the doomed one failed.
+    assert told["first"] == told["second"] == "spawned"
     deadline = time.monotonic() + 30
     while not all((tmp_path / group).exists() for group in ("first", "second")):
         assert time.monotonic() < deadline
