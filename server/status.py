@@ -7,6 +7,7 @@ import contextlib
 import time
 from collections.abc import Mapping
 from dataclasses import asdict
+from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 from trimaran.comm.errors import RequestError
@@ -30,6 +31,7 @@ class StatusReport:
     def __init__(self, service: Service) -> None:
         self._service = service
         self._started_s = time.monotonic()
+        self._release = version("trimaran")
         self._rates = RecentRates()
         self._sampler: asyncio.Task[None] | None = None
 
@@ -75,6 +77,7 @@ class StatusReport:
         state = "draining" if is_draining else "ready" if service.is_ready else "unavailable"
         return {
             "id": metadata["name"],
+            "release": self._release,
             "version": metadata["version"],
             "state": state,
             "running_requests": service.admission.num_running,
