@@ -21,7 +21,8 @@ RATES = {
 }  # fmt: skip
 STATUS = {
     "server": {
-        "id": "triton", "release": "0.1.0", "version": "2.73.0", "state": "ready", "running_requests": 10,
+        "id": "triton", "release": "0.1.0", "version": "2.73.0", "state": "ready",
+        "running_requests": 10,
         "uptime_s": 93784.2, "time": 1_700_000_000.0,
     },
     "models": [
