@@ -45,8 +45,13 @@ class Pod:
     name: str
     address: str
     power: subprocess.Popen[bytes]
-    pid: int
+    first: psutil.Process
     log_path: Path
+
+    @property
+    def pid(self) -> int:
+        """Process 1, by its number outside."""
+        return self.first.pid
 
     def log(self) -> str:
         """What its command wrote so far."""
@@ -60,8 +65,7 @@ class Pod:
     def processes(self) -> list[psutil.Process]:
         """Every process of it, zombies too."""
         try:
-            first = psutil.Process(self.pid)
-            return [first, *first.children(recursive=True)]
+            return [self.first, *self.first.children(recursive=True)]
         except psutil.NoSuchProcess:
             return []
 
@@ -116,7 +120,9 @@ class Pods:
 
     def __exit__(self, *_: object) -> None:
         for pod in self._pods:
-            pod.power.kill()
+            # Its change of user made the kernel forget that it dies with unshare.
+            with contextlib.suppress(psutil.NoSuchProcess):
+                pod.first.kill()
             pod.power.wait()
         subprocess.run(["ip", "link", "del", f"pod{self._tag}"], stderr=subprocess.DEVNULL)
         shutil.rmtree(self.folder, ignore_errors=True)
@@ -172,14 +178,14 @@ class Pods:
             _run(*inside, "link", "set", interface, "up")
 
 
-def _child_of(pid: int) -> int:
+def _child_of(pid: int) -> psutil.Process:
     deadline = time.monotonic() + _START_TIMEOUT_S
     while time.monotonic() < deadline:
         with contextlib.suppress(psutil.NoSuchProcess):
             children = psutil.Process(pid).children()
             # Before its exec, the child may not have left unshare's namespaces.
             if children and children[0].name() != "unshare":
-                return children[0].pid
+                return children[0]
         time.sleep(0.02)
     raise AssertionError("unshare made no process: this needs root")
 
