@@ -213,3 +213,25 @@ class Served:
                 process.kill()
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(10)
+
+
+class InJob(Served):
+    """A server whose tasks are started by somebody else's mpirun."""
+
+    def start(self) -> None:
+        """Every task runs the same command line."""
+        self.http_port, self.grpc_port, self.metrics_port = free_ports(3)
+        command = [
+            str(BIN / "mpirun"), "--allow-run-as-root", "--oversubscribe", "--bind-to", "none",
+            "-n", str(self.world_size), str(BIN / "trimaran"), "serve",
+            "--model-repo", str(self.repository), "--http-port", str(self.http_port),
+            "--grpc-port", str(self.grpc_port), "--metrics-port", str(self.metrics_port),
+            *self.flags,
+        ]  # fmt: skip
+        env = {**command_env(), "OMPI_ALLOW_RUN_AS_ROOT": "1"}
+        env["OMPI_ALLOW_RUN_AS_ROOT_CONFIRM"] = "1"
+        with self.log_path.open("wb") as log:
+            self.process = subprocess.Popen(
+                command, stdout=log, stderr=log, stdin=subprocess.DEVNULL,
+                start_new_session=True, env=env, cwd="/",
+            )  # fmt: skip

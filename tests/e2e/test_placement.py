@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import subprocess
 import threading
 from collections.abc import Callable
 from pathlib import Path
 
 import psutil
 import pytest
-from served import BIN, Served, command_env, free_ports, run_trimaran
+from served import InJob, Served, run_trimaran
 
 FILL = (
     "triton_backend:tensorrtllm,triton_max_batch_size:64,decoupled_mode:False,"
@@ -80,28 +79,6 @@ def test_overlapping_gpus_are_refused_before_anything_starts(make_models):
     ]
 
 
-class OneJob(Served):
-    """A server whose groups share the ranks of one MPI job, an mpirun's of somebody else."""
-
-    def start(self) -> None:
-        """Every task runs the same command line."""
-        self.http_port, self.grpc_port, self.metrics_port = free_ports(3)
-        command = [
-            str(BIN / "mpirun"), "--allow-run-as-root", "--oversubscribe", "--bind-to", "none",
-            "-n", str(self.world_size), str(BIN / "trimaran"), "serve",
-            "--model-repo", str(self.repository), "--http-port", str(self.http_port),
-            "--grpc-port", str(self.grpc_port), "--metrics-port", str(self.metrics_port),
-            *self.flags,
-        ]  # fmt: skip
-        env = {**command_env(), "OMPI_ALLOW_RUN_AS_ROOT": "1"}
-        env["OMPI_ALLOW_RUN_AS_ROOT_CONFIRM"] = "1"
-        with self.log_path.open("wb") as log:
-            self.process = subprocess.Popen(
-                command, stdout=log, stderr=log, stdin=subprocess.DEVNULL,
-                start_new_session=True, env=env, cwd="/",
-            )  # fmt: skip
-
-
 @pytest.fixture(scope="module")
 def participants(make_models) -> Path:
     """Both models on the ranks of one job."""
@@ -117,7 +94,7 @@ def leader_tokens(participants, tmp_path_factory) -> list[int]:
         return tokens(server, PAIR)
 
 
-@pytest.mark.parametrize("kind", [Served, OneJob], ids=["own mpirun", "foreign mpirun"])
+@pytest.mark.parametrize("kind", [Served, InJob], ids=["own mpirun", "foreign mpirun"])
 def test_groups_in_the_ranks_of_one_job_give_the_tokens_of_leader_mode(
     participants, leader_tokens, tmp_path, kind
 ):

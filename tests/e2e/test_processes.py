@@ -15,7 +15,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from served import BIN, Served, command_env, free_ports
+from served import BIN, InJob, Served, command_env
 
 GONE_IDLE_S = 5
 GONE_KILLED_S = 10
@@ -287,28 +287,6 @@ def test_one_rank_serves_without_mpirun(
         assert "prterun" not in names
         assert server.stop() == 0
         assert server.wait_gone(GONE_IDLE_S) == []
-
-
-class InJob(Served):
-    """A server whose tasks are started by somebody else's mpirun."""
-
-    def start(self) -> None:
-        """Every task runs the same command line."""
-        self.http_port, self.grpc_port, self.metrics_port = free_ports(3)
-        command = [
-            str(BIN / "mpirun"), "--allow-run-as-root", "--oversubscribe", "--bind-to", "none",
-            "-n", str(self.world_size), str(BIN / "trimaran"), "serve",
-            "--model-repo", str(self.repository), "--http-port", str(self.http_port),
-            "--grpc-port", str(self.grpc_port), "--metrics-port", str(self.metrics_port),
-            *self.flags,
-        ]  # fmt: skip
-        env = {**command_env(), "OMPI_ALLOW_RUN_AS_ROOT": "1"}
-        env["OMPI_ALLOW_RUN_AS_ROOT_CONFIRM"] = "1"
-        with self.log_path.open("wb") as log:
-            self.process = subprocess.Popen(
-                command, stdout=log, stderr=log, stdin=subprocess.DEVNULL,
-                start_new_session=True, env=env, cwd="/",
-            )  # fmt: skip
 
 
 def test_tasks_of_a_foreign_mpirun_become_one_server(repository, tmp_path, undisturbed):
