@@ -173,12 +173,13 @@ def test_the_step_of_a_container_serves_and_drains(
 ):
     job = BatchJob(lab, tmp_path / "logs")
     nodes = ("--nodes", "2") if template == "leader-multinode" else ()
+    num_tokens = 200 if nodes else 800
     size = ("--world-size", "2")
     job.submit_without_container(template, two_ranks, *nodes, *size, *FLOAT32)
     try:
         assert len(job.steps()) == 1
-        undisturbed = job.ask(200)
-        request = LongRequest(job, 200)
+        undisturbed = job.ask(num_tokens)
+        request = LongRequest(job, num_tokens)
         done = job.trimaran("slurm", "stop", job.job_id)
         assert "COMPLETED" in done.stdout, f"{done.stderr}\n{job.log()}"
         assert request.finish() == undisturbed
