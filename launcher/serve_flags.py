@@ -269,7 +269,7 @@ def _add_time_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--max-replays",
         type=_count,
-        default=3,
+        default=2,
         metavar="N",
         help="replays of one request before it fails (%(default)s)",
     )

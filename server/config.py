@@ -44,7 +44,7 @@ class FrontendConfig:
     replay_timeout_s: float = 120.0
     """Requests of a dead group wait this long for the group to come back."""
 
-    max_replays: int = 3
+    max_replays: int = 2
     """Replays of one request before it fails."""
 
     strict_readiness: bool = True

@@ -13,7 +13,7 @@ from trimaran.comm.errors import ProtocolError
 from trimaran.comm.messages import EngineHello, Message
 from trimaran.server.config import FrontendConfig
 from trimaran.server.engine_group import EngineGroup
-from trimaran.server.engine_link import EngineLink
+from trimaran.server.engine_link import BEING_ENDED, EngineLink
 from trimaran.server.metrics import Metrics
 from trimaran.server.model_engines import ModelEngines
 
@@ -112,7 +112,7 @@ class EngineClient:
         if hello.incarnation < group.incarnation:
             return f"incarnation {hello.incarnation} is older than {group.incarnation}"
         if hello.incarnation <= group.ended_incarnation:
-            return f"incarnation {hello.incarnation} is being ended"
+            return f"incarnation {hello.incarnation} {BEING_ENDED}"
         return ""
 
     def link_ready(self, link: EngineLink, hello: EngineHello) -> None:

@@ -24,6 +24,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+BEING_ENDED = "is being ended"
+"""Why an engine is refused whose death is known already."""
+
 
 class EngineLink(asyncio.Protocol):
     """Rank 0 of one group. Everything happens on the event loop."""
@@ -88,7 +91,9 @@ class EngineLink(asyncio.Protocol):
     def _greet(self, hello: EngineHello) -> None:
         reason = self._refusal(hello)
         if reason:
-            logger.error("refused an engine for model '%s': %s", hello.model, reason)
+            # A dying group dials again until it is ended: that is no error.
+            level = logging.INFO if reason.endswith(BEING_ENDED) else logging.ERROR
+            logger.log(level, "refused an engine for model '%s': %s", hello.model, reason)
             self.send(FrontendHello(accepted=False, reason=reason))
             self.close()
             return
