@@ -23,6 +23,11 @@ RIGHT, RETRYABLE, CANCELLED = "right", "retryable", "cancelled"
 LOST = "connection lost"
 WRONG, LATE, FAILED = "wrong", "late", "failed"
 _RETRY_PAUSE_S = 1.0
+# A channel goes on refusing for its pause after the server is back.
+_CHANNEL = [
+    ("grpc.initial_reconnect_backoff_ms", 200),
+    ("grpc.max_reconnect_backoff_ms", 400),
+]
 _CONNECTION_ERRORS = (
     ConnectionError, aiohttp.ClientConnectionError, aiohttp.ClientPayloadError
 )  # fmt: skip
@@ -86,7 +91,7 @@ class Load:
         timeout = aiohttp.ClientTimeout(total=None)
         async with (
             aiohttp.ClientSession(url, connector=connector, timeout=timeout) as session,
-            grpc_client.InferenceServerClient(target) as stub,
+            grpc_client.InferenceServerClient(target, channel_args=_CHANNEL) as stub,
         ):
             streams = (HttpStream(session), HttpUnary(session), GrpcStream(stub))
             chosen = [streams[(0, 0, 1, 2)[n % 4]] for n in range(self.num_clients)]
