@@ -29,7 +29,16 @@ def run(args: argparse.Namespace) -> int:
     """
     setup_logging("supervisor", log_format=args.log_format)
     # What the repository accepts without effect is for the front end to say, once.
-    logging.getLogger("trimaran.server").setLevel(logging.ERROR)
+    repository_log = logging.getLogger("trimaran.server")
+    level = repository_log.level
+    repository_log.setLevel(logging.ERROR)
+    try:
+        return _serve(args)
+    finally:
+        repository_log.setLevel(level)
+
+
+def _serve(args: argparse.Namespace) -> int:
     settings.apply_environment(args, os.environ)
     job = settings.job_of(args)
     if job is not None and job.rank > 0:
