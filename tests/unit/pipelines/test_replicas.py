@@ -450,6 +450,7 @@ async def test_a_closed_generation_leaves_nothing_behind(replicas, caplog):
         unfinished = again.submit([2])
         await a.until(lambda: len(a.submits) + len(b.submits) == 2)
         caplog.set_level(logging.WARNING)
+        caplog.clear()
         again.model.close()
         again.model.close()
         with pytest.raises(RequestError, match="unloaded"):
