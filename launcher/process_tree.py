@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from trimaran.comm.env import GROUP
+from trimaran.comm.env import GROUP, INCARNATION
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
@@ -51,8 +51,19 @@ def descendants(root: int) -> list[int]:
 
 def tagged(root: int, tag: str) -> list[int]:
     """Living processes below ``root`` that were started for the group of this tag."""
-    wanted = f"{GROUP}={tag}".encode()
-    return [pid for pid in descendants(root) if wanted in _environ(pid)]
+    return list(incarnations(root, tag))
+
+
+def incarnations(root: int, tag: str) -> dict[int, int]:
+    """What `tagged` names, and the start of the group that each belongs to; -1 if unsaid."""
+    wanted, said = f"{GROUP}={tag}".encode(), f"{INCARNATION}=".encode()
+    found: dict[int, int] = {}
+    for pid in descendants(root):
+        variables = _environ(pid)
+        if wanted in variables:
+            numbers = [int(each[len(said) :]) for each in variables if each.startswith(said)]
+            found[pid] = numbers[0] if numbers else -1
+    return found
 
 
 def kill_tagged(root: int, tag: str, spare: int = 0) -> list[int]:

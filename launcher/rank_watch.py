@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 from collections.abc import Callable
 
 from trimaran.launcher.helper_watch import HelperWatch
-from trimaran.launcher.process_tree import descendants, tagged
+from trimaran.launcher.process_tree import descendants, incarnations, send
 
 _LOOK_S = 0.25
 _READ_S = 0.1
@@ -19,11 +20,17 @@ class RankWatch:
 
     A rank that dies before it has reached MPI leaves MPI_Comm_spawn waiting for ever, and
     one that dies before it has connected is not missed by anybody.
+
+    A daemon that outlives its orchestrator for a moment may still start ranks of an earlier
+    incarnation, after that was ended: they are killed, and nobody misses them.
     """
 
-    def __init__(self, tag: str, num_ranks: int, on_end: Callable[[str], None]) -> None:
+    def __init__(
+        self, tag: str, incarnation: int, num_ranks: int, on_end: Callable[[str], None]
+    ) -> None:
         """``on_end`` is told what died."""
         self._tag = tag
+        self._incarnation = incarnation
         self._num_ranks = num_ranks
         self._on_end = on_end
         self._seen: set[int] = set()
@@ -38,9 +45,13 @@ class RankWatch:
         self._ends.close()
 
     def _look(self) -> None:
-        tagged_now = set(tagged(os.getpid(), self._tag))
+        tagged_now = incarnations(os.getpid(), self._tag)
+        earlier = range(self._incarnation)
+        for pid in [pid for pid, number in tagged_now.items() if number in earlier]:
+            del tagged_now[pid]
+            send(pid, signal.SIGKILL)
         # What a rank starts has its tag too.
-        found = tagged_now - {pid for rank in tagged_now for pid in descendants(rank)}
+        found = tagged_now.keys() - {pid for rank in tagged_now for pid in descendants(rank)}
         gone = self._seen - found
         if gone:
             self._on_end(f"a spawned rank (pid {min(gone)}) died")

@@ -100,7 +100,7 @@ class SpawnStarter:
             "command": list(spec.command),
             "env": {**spec.env, INCARNATION: str(incarnation)},
         }
-        self._watch = RankWatch(spec.tag, spec.world_size, events.on_failure)
+        self._watch = RankWatch(spec.tag, incarnation, spec.world_size, events.on_failure)
         self._link.start(Command(verb="spawn", arguments=arguments), events)
 
     def kill(self, *, spare_own: bool = False) -> bool:

@@ -17,11 +17,12 @@ PARENT = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {SLEEP!
 PATIENCE_S = 30
 
 
-def start(program: str) -> subprocess.Popen[bytes]:
+def start(program: str, incarnation: int = 2) -> subprocess.Popen[bytes]:
     """A process of the group that has started."""
+    tags = {"TRIMARAN_GROUP": TAG, "TRIMARAN_INCARNATION": str(incarnation)}
     process = subprocess.Popen(
         [sys.executable, "-c", program],
-        env={**os.environ, "TRIMARAN_GROUP": TAG},
+        env={**os.environ, **tags},
         stdout=subprocess.PIPE,
     )
     assert process.stdout is not None
@@ -32,7 +33,7 @@ def start(program: str) -> subprocess.Popen[bytes]:
 async def kill_and_hear(ranks: list[subprocess.Popen[bytes]], late_s: float) -> str:
     """What the watch says of the death of the last rank, killed ``late_s`` after its start."""
     told: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-    watch = RankWatch(TAG, len(ranks), lambda text: told.done() or told.set_result(text))
+    watch = RankWatch(TAG, 2, len(ranks), lambda text: told.done() or told.set_result(text))
     await asyncio.sleep(late_s)
     assert not told.done()
     ranks[-1].kill()
@@ -59,7 +60,7 @@ def test_the_death_of_a_rank_is_noticed(late_s):
 def test_a_program_that_a_rank_runs_may_end():
     async def watch() -> list[str]:
         told: list[str] = []
-        watch = RankWatch(TAG, 1, told.append)
+        watch = RankWatch(TAG, 2, 1, told.append)
         await asyncio.sleep(1.0)
         helper = int(subprocess.check_output(["pgrep", "-P", str(rank.pid)]))
         os.kill(helper, 9)
@@ -74,3 +75,23 @@ def test_a_program_that_a_rank_runs_may_end():
         rank.kill()
         rank.wait()
         rank.stdout.close()
+
+
+def test_a_late_rank_of_an_earlier_incarnation_is_killed_and_not_missed():
+    async def watch() -> list[str]:
+        told: list[str] = []
+        watch = RankWatch(TAG, 2, 1, told.append)
+        await asyncio.to_thread(late.wait, PATIENCE_S)
+        await asyncio.sleep(0.8)
+        watch.close()
+        return told
+
+    rank, late = start(SLEEP), start(SLEEP, incarnation=1)
+    try:
+        assert asyncio.run(watch()) == []
+        assert late.returncode == -9
+    finally:
+        for process in (rank, late):
+            process.kill()
+            process.wait()
+            process.stdout.close()
