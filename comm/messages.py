@@ -158,7 +158,8 @@ class RequestFailed(Message):
 
 @dataclass(slots=True, kw_only=True)
 class StatsReport(Message):
-    """Engine to front end: gauges of the last iteration, keys of `STATS_KEYS`."""
+    """Engine to front end: gauges of the last iteration and sums since the start, keys of
+    `STATS_KEYS`."""
 
     number: ClassVar[int] = 7
     values: dict[str, float]
@@ -200,6 +201,13 @@ STATS_KEYS = (
     "cpu_memory_bytes",
     "gpu_memory_bytes",
     "pinned_memory_bytes",
+    "receive_seconds",
+    "schedule_seconds",
+    "launch_seconds",
+    "wait_seconds",
+    "emit_seconds",
+    "device_seconds",
+    "sample_seconds",
 )
 
 

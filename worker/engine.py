@@ -28,6 +28,7 @@ from trimaran.worker.model_runner import ModelRunnerOutput
 from trimaran.worker.request import Request
 from trimaran.worker.scheduler import Emission, Scheduler
 from trimaran.worker.step_plan import ScheduledStep
+from trimaran.worker.step_times import Part, StepTimes
 from trimaran.worker.step_types import SchedulerOutput
 
 logger = logging.getLogger(__name__)
@@ -69,6 +70,7 @@ class Engine:
         self._requests: dict[tuple[Hashable, int], list[Request]] = {}
         self._deadlines: list[tuple[float, int, Request]] = []
         self._num_submitted = 0
+        self.times = StepTimes()
         self._loaded: LoadedEngine | None = None
 
     # ---- life ----------------------------------------------------------------------------
@@ -89,7 +91,7 @@ class Engine:
         )
         self.runner = self._loaded.runner
         self.scheduler = Scheduler(self._loaded.limits, self._loaded.cache)
-        self._stats = EngineStats(self._loaded, self.scheduler)
+        self._stats = EngineStats(self._loaded, self.scheduler, self.times)
         # What is alive now stays: the collector need not look at it again.
         gc.collect()
         gc.freeze()
@@ -155,14 +157,19 @@ class Engine:
 
     def step(self) -> StepResult:
         """Run one engine step on rank 0 and return what it has to tell."""
+        self.times.enter(Part.SCHEDULE)
         if self._deadlines:
             self._end_overdue()
         step = self.scheduler.schedule()
         if step is not None:
             self._stats.record(step)
+            self.times.enter(Part.LAUNCH)
             if self._topology.world_size > 1:
                 self._control.broadcast(step.decision.encode())
-            self._in_flight.append((step, self.runner.execute_model(step.decision)))
+            output = self.runner.execute_model(step.decision)
+            self.times.launched(output.marks)
+            self._in_flight.append((step, output))
+        self.times.enter(Part.EMIT)
         result = StepResult()
         ended = self.scheduler.take_ended()
         if ended:
@@ -178,7 +185,9 @@ class Engine:
     def _take_result(self, result: StepResult) -> None:
         """Wait for the oldest step in flight and take in its ids."""
         step, output = self._in_flight.popleft()
+        self.times.enter(Part.WAIT)
         sampled = output.wait()
+        self.times.enter(Part.EMIT)
         emissions = self.scheduler.update_from_output(step, sampled.token_ids)
         log_probs = None
         if sampled.log_probs is not None:

@@ -11,14 +11,16 @@ from trimaran.comm.messages import STATS_KEYS
 from trimaran.worker.loading import LoadedEngine
 from trimaran.worker.scheduler import Scheduler
 from trimaran.worker.step_plan import ScheduledStep
+from trimaran.worker.step_times import StepTimes
 
 
 class EngineStats:
     """Remembers what the last step held; an idle engine reports no request."""
 
-    def __init__(self, loaded: LoadedEngine, scheduler: Scheduler) -> None:
+    def __init__(self, loaded: LoadedEngine, scheduler: Scheduler, times: StepTimes) -> None:
         self._loaded = loaded
         self._scheduler = scheduler
+        self._times = times
         self._process = psutil.Process()
         self._last: ScheduledStep | None = None
         self._num_active = 0
@@ -58,6 +60,7 @@ class EngineStats:
                 torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
             ),
             "pinned_memory_bytes": self._loaded.runner.inputs.pinned_bytes,
+            **self._times.values(),
         }
         assert values.keys() == set(STATS_KEYS)
         return values

@@ -20,15 +20,19 @@ from trimaran.worker.models.interfaces import CausalLM
 from trimaran.worker.sampler import SamplerOutput, sample
 from trimaran.worker.sampling_rows import SamplingRows
 from trimaran.worker.staging import to_device
+from trimaran.worker.step_times import DeviceClock, StepMarks
 from trimaran.worker.step_types import SampledTokens, SchedulerOutput
 
 
 class ModelRunnerOutput:
     """One step's result, maybe still on its way from the device."""
 
-    __slots__ = ("_event", "_log_probs", "_token_ids")
+    __slots__ = ("_event", "_log_probs", "_token_ids", "marks")
 
-    def __init__(self, output: SamplerOutput, copy_stream: torch.cuda.Stream | None) -> None:
+    def __init__(
+        self, output: SamplerOutput, copy_stream: torch.cuda.Stream | None, marks: StepMarks
+    ) -> None:
+        self.marks = marks
         self._token_ids = output.token_ids
         self._log_probs = output.log_probs
         self._event: torch.cuda.Event | None = None
@@ -115,6 +119,7 @@ class ModelRunner:
         self.sampling = SamplingRows(num_rows, vocab_size, inputs.device, kernel)
         self._kv_caches = _layer_views(groups)
         is_gpu = inputs.device.type == "cuda"
+        self._clock = DeviceClock(inputs.device)
         self._copy_stream: torch.cuda.Stream | None = None
         if is_gpu:
             self._copy_stream = torch.cuda.Stream(inputs.device)  # type: ignore[no-untyped-call]
@@ -122,6 +127,7 @@ class ModelRunner:
     @torch.inference_mode()
     def execute_model(self, decision: SchedulerOutput) -> ModelRunnerOutput:
         """Launch one step. Collective over the tensor group."""
+        marks = self._clock.begin()
         self.inputs.apply_changes(decision)
         for row in decision.finished_rows:
             self.sampling.leave(row)
@@ -134,15 +140,19 @@ class ModelRunner:
             attention=_metadata(inputs, decision.num_decodes), kv_caches=self._kv_caches
         )
         hidden_TD = self.model.forward(inputs.token_ids, inputs.positions, context)
-        return self._sample(hidden_TD, inputs, decision)
+        if len(decision.sampled) == 0:
+            marks.end()
+            nothing = torch.empty(0, dtype=torch.int64)
+            return ModelRunnerOutput(SamplerOutput(nothing), None, marks)
+        marks.sampling()
+        output = self._sample(hidden_TD, inputs, decision)
+        marks.end()
+        return ModelRunnerOutput(output, self._copy_stream, marks)
 
     def _sample(
         self, hidden_TD: Tensor, inputs: StepInputs, decision: SchedulerOutput
-    ) -> ModelRunnerOutput:
+    ) -> SamplerOutput:
         sampled = decision.sampled
-        if len(sampled) == 0:
-            nothing = torch.empty(0, dtype=torch.int64)
-            return ModelRunnerOutput(SamplerOutput(nothing), None)
         if inputs.logits_indices is not None:
             hidden_TD = hidden_TD.index_select(0, inputs.logits_indices)
         if self.sampling.has_wants:
@@ -153,7 +163,7 @@ class ModelRunner:
         else:
             output = SamplerOutput(self._likeliest(hidden_TD))
         self.inputs.write_sampled(inputs, output.token_ids)
-        return ModelRunnerOutput(output, self._copy_stream)
+        return output
 
     def _likeliest(self, hidden_ND: Tensor) -> Tensor:
         """The likeliest ids, without gathering logits. Collective over the tensor group."""

@@ -12,6 +12,7 @@ from trimaran.comm.messages import Cancel, RequestFailed, StatsReport, Submit
 from trimaran.comm.supervisor_link import SupervisorLink
 from trimaran.comm.watchdog import Watchdog
 from trimaran.worker.frontend_link import Arrival, FrontendLinks
+from trimaran.worker.step_times import Part
 from trimaran.worker.step_types import SchedulerOutput
 
 if TYPE_CHECKING:
@@ -62,8 +63,13 @@ class LeaderLoop:
 
     def run(self) -> None:
         """Serve until the supervisor says shutdown."""
+        times = self._engine.times
         while not self._is_shutdown_asked():
-            for arrival in self._links.poll(is_busy=self._engine.has_work):
+            is_busy = self._engine.has_work
+            times.enter(Part.RECEIVE if is_busy else Part.IDLE)
+            arrivals = self._links.poll(is_busy=is_busy)
+            times.enter(Part.RECEIVE)
+            for arrival in arrivals:
                 self._take(arrival)
             if self._engine.has_work:
                 self._step()
