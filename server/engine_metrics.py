@@ -9,6 +9,7 @@ from prometheus_client import Counter, Gauge, Histogram
 from prometheus_client.registry import CollectorRegistry
 
 from trimaran.server.recent_rates import Key, ModelCounts, read_counts
+from trimaran.server.step_metrics import StepMetrics
 
 _Info = tuple[str, tuple[str, ...]]
 """Which info gauge, and its labels after model and version."""
@@ -133,6 +134,7 @@ class EngineMetrics:
             "trimaran_lost_requests", "Requests that failed because groups died", _LABELS,
             registry=registry,
         )  # fmt: skip
+        self._steps = StepMetrics(registry)
         self._stats: dict[Key, dict[str, Mapping[str, float]]] = {}
         self._latest: dict[Key, dict[str, float]] = {}
         self._infos: dict[Key, dict[str, set[_Info]]] = {}
@@ -157,6 +159,7 @@ class EngineMetrics:
         self._inter_token.labels(model, version)
         self._replays.labels(model, version)
         self._lost.labels(model, version)
+        self._steps.add_model(model, version)
 
     def remove_model(self, model: str, version: str) -> None:
         """Show nothing more of the model. Added again, it begins at 0."""
@@ -174,6 +177,7 @@ class EngineMetrics:
         self._inter_token.remove(model, version)
         self._replays.remove(model, version)
         self._lost.remove(model, version)
+        self._steps.remove_model(model, version)
 
     def remove_group(self, model: str, version: str, group: str) -> None:
         """Show nothing more of one worker group."""
@@ -192,7 +196,9 @@ class EngineMetrics:
         groups; missing keys count as 0."""
         groups = self._stats.setdefault((model, version), {})
         groups[group] = stats
-        if not stats:
+        if stats:
+            self._steps.add(model, version, group, stats)
+        else:
             del groups[group]
         self._show_stats((model, version))
 

@@ -98,7 +98,7 @@ class CudaMarks:
     def seconds(self) -> tuple[float, float] | None:
         """Time in the model and in the sampler, once; None while the device is not there."""
         begin, sampling, end = self._events
-        if not end.query():
+        if not end.query():  # type: ignore[no-untyped-call]
             return None
         middle = sampling if self._has_sampled else end
         times = begin.elapsed_time(middle) / 1e3, middle.elapsed_time(end) / 1e3
