@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 from trimaran.comm.errors import ConfigError
 
@@ -106,6 +107,13 @@ class EngineConfig:
     """Local GPUs of the ranks, in rank order; empty means by local rank."""
 
     deterministic: bool = False
+
+    cuda_graphs: bool = True
+    """Decode steps on a GPU run from CUDA graphs."""
+
+    max_cuda_graphs: int = 0
+    """Graphs to capture at most, the smallest steps first; 0 means all sizes."""
+
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     cache: CacheConfig = field(default_factory=CacheConfig)
@@ -123,6 +131,46 @@ class EngineConfig:
         values["cache"] = CacheConfig(**values["cache"])
         values["gpu_device_ids"] = tuple(values["gpu_device_ids"])
         return cls(**values)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProfileConfig:
+    """Which steps of every rank are traced, and where the files go."""
+
+    MAX_STEPS: ClassVar[int] = 1000
+
+    first: int
+    last: int
+    """Traced as well."""
+
+    folder: str
+
+    @classmethod
+    def parse(cls, text: str, folder: str) -> ProfileConfig:
+        """The meaning of ``steps=FIRST:LAST``.
+
+        Raises:
+            ConfigError: the text means nothing, or more steps than a trace can hold.
+        """
+        found = re.fullmatch(r"steps=(\d+):(\d+)", text)
+        if found is None:
+            raise ConfigError(
+                f"--profile is {text!r} but must name the first and the last step of the "
+                "trace, as in steps=100:120"
+            )
+        first, last = int(found[1]), int(found[2])
+        if first < 1 or last < first:
+            raise ConfigError(
+                f"--profile {text}: steps count from 1 and the last is not before the first"
+            )
+        if last - first >= cls.MAX_STEPS:
+            raise ConfigError(
+                f"--profile {text} asks for {last - first + 1} steps but a trace that a viewer "
+                f"can open holds at most {cls.MAX_STEPS}. Name fewer."
+            )
+        if not folder:
+            raise ConfigError(f"--profile {text} has no folder to write to. Add --log-dir DIR.")
+        return cls(first=first, last=last, folder=folder)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -151,6 +199,9 @@ class RankConfig:
     stats_period_ms: int = 100
     """Least time between two `StatsReport`."""
 
+    profile: ProfileConfig | None = None
+    """Steps to trace; None for none."""
+
     def to_wire(self) -> dict[str, Any]:
         """Plain dictionaries, for msgpack."""
         return asdict(self)
@@ -162,4 +213,6 @@ class RankConfig:
         values["engine"] = EngineConfig.from_wire(values["engine"])
         values["frontends"] = tuple(values["frontends"])
         values["participants"] = tuple(values["participants"])
+        if values.get("profile") is not None:
+            values["profile"] = ProfileConfig(**values["profile"])
         return cls(**values)

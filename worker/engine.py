@@ -24,10 +24,11 @@ from trimaran.worker.device import select_device
 from trimaran.worker.emission import step_outputs
 from trimaran.worker.engine_stats import EngineStats
 from trimaran.worker.loading import LoadedEngine, load_engine
-from trimaran.worker.model_runner import ModelRunnerOutput
 from trimaran.worker.request import Request
 from trimaran.worker.scheduler import Emission, Scheduler
 from trimaran.worker.step_plan import ScheduledStep
+from trimaran.worker.step_profile import StepProfile
+from trimaran.worker.step_result import ModelRunnerOutput
 from trimaran.worker.step_times import Part, StepTimes
 from trimaran.worker.step_types import SchedulerOutput
 
@@ -71,6 +72,7 @@ class Engine:
         self._deadlines: list[tuple[float, int, Request]] = []
         self._num_submitted = 0
         self.times = StepTimes()
+        self._profile = StepProfile.of_rank(rank_config, topology.rank, self.device)
         self._loaded: LoadedEngine | None = None
 
     # ---- life ----------------------------------------------------------------------------
@@ -86,6 +88,8 @@ class Engine:
                 f"pp_size is {self._topology.pp_size} but pipeline stages are not executed "
                 "yet. Build the engine with --pp-size 1 and a larger --tp-size."
             )
+        if self._profile is not None:
+            self._profile.prepare()
         self._loaded = load_engine(
             self._config, self._topology, self._tp, self.device, self.depth
         )
@@ -111,6 +115,9 @@ class Engine:
         self._requests.clear()
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
+        if self._profile is not None:
+            self._profile.close()
+        self.runner.close()
 
     # ---- requests (rank 0) ---------------------------------------------------------------
 
@@ -160,6 +167,8 @@ class Engine:
         self.times.enter(Part.SCHEDULE)
         if self._deadlines:
             self._end_overdue()
+        if self._profile is not None:
+            self._profile.begin_step(self.scheduler.step + 1, self.times)
         step = self.scheduler.schedule()
         if step is not None:
             self._stats.record(step)
@@ -193,6 +202,8 @@ class Engine:
         if sampled.log_probs is not None:
             log_probs = dict(zip(step.sampled, sampled.log_probs, strict=True))
         self._emit(result, step.decision.step, emissions, log_probs)
+        if self._profile is not None:
+            self._profile.end_step(step.decision.step)
 
     def _emit(
         self,
@@ -231,4 +242,10 @@ class Engine:
 
     def follow(self, payload: bytes) -> None:
         """Carry out rank 0's decision on another rank. Collective over the tensor group."""
-        self.runner.execute_model(SchedulerOutput.decode(payload))
+        decision = SchedulerOutput.decode(payload)
+        if self._profile is None:
+            self.runner.execute_model(decision)
+            return
+        self._profile.begin_step(decision.step)
+        self.runner.execute_model(decision)
+        self._profile.end_step(decision.step)

@@ -41,6 +41,15 @@ class StepInputs:
     max_query_len: int
     max_seq_len: int
 
+    rows: Tensor | None = None
+    """Row of ``block_tables`` of each sequence; None where sequence s has row s."""
+
+    sampled_rows: Tensor | None = None
+    """int32 [N] on the device, where it is known there: the rows that sample."""
+
+    sampled_lengths: Tensor | None = None
+    """int32 [N] likewise: tokens before the sampled one."""
+
 
 class _DecodeStep:
     """A pure decode step on the CPU, whose inputs can be advanced where they are."""
@@ -102,7 +111,10 @@ class InputBatch:
         self._staging = StagingRing(device, depth + 1)
         self._last_decode: _DecodeStep | None = None
 
-    def apply_changes(self, decision: SchedulerOutput) -> None:
+    def use_spare_block(self, block: int) -> None:
+        """Nothing pads a step here."""
+
+    def _apply_changes(self, decision: SchedulerOutput) -> None:
         """Enter new rows and new blocks."""
         for new in decision.new_rows:
             self.num_prompt_tokens[new.row] = new.num_prompt_tokens
@@ -123,8 +135,9 @@ class InputBatch:
         on_device = to_device(np.stack((places, values.astype(np.int64))), self.device)
         self.block_tables.view(-1).index_copy_(0, on_device[0], on_device[1].int())
 
-    def prepare(self, decision: SchedulerOutput) -> StepInputs:
-        """This step's inputs: computed here from the decision, sent in one copy."""
+    def prepare(self, decision: SchedulerOutput, num_padded: int = 0) -> StepInputs:
+        """Enter what changed, and compute the step's inputs; ``num_padded`` is for GPUs."""
+        self._apply_changes(decision)
         last = self._last_decode
         if last is not None and last.is_followed_by(decision):
             return self._advance(last)

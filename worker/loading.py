@@ -15,6 +15,8 @@ from trimaran.comm.topology import ParallelLayout
 from trimaran.kernels.build import load_library
 from trimaran.kernels.sampling import CpuSampling
 from trimaran.worker.config import EngineConfig, SchedulerConfig
+from trimaran.worker.cuda_graphs import graph_sizes
+from trimaran.worker.device_inputs import DeviceInputs
 from trimaran.worker.input_batch import InputBatch
 from trimaran.worker.kv_cache.manager import KVCacheManager
 from trimaran.worker.kv_cache.sizing import blocks_that_fit, free_bytes
@@ -55,6 +57,7 @@ class LoadedEngine:
             "max_blocks": self.cache.num_blocks,
             "reuses_blocks": self.cache.enable_reuse,
             "depth": depth,
+            "cuda_graphs": self.runner.num_graphs,
             "backends": {
                 **model.backends(),
                 "sampling": "torch" if kernel is None else kernel.name,
@@ -85,30 +88,63 @@ def load_engine(
             "Serve a model whose layers all attend alike."
         )
     block_size = config.cache.tokens_per_block
-    inputs = InputBatch(
-        limits.max_num_seqs, limits.max_seq_len, block_size, len(groups), device, depth, kernel
-    )
+    inputs = _make_inputs(limits, block_size, device, depth, kernel)
     vocab_size = model.config.vocab_size
 
     def make_runner(num_blocks: int) -> ModelRunner:
         for group in groups:
             group.allocate(num_blocks, block_size, device)
-        return ModelRunner(model, groups, inputs, vocab_size, tp, kernel)
+        inputs.use_spare_block(num_blocks)
+        return ModelRunner(model, groups, inputs, vocab_size, tp, depth, kernel)
 
+    sizes = _graph_sizes(config, limits, tp, device)
     step_bytes = 0
     if device.type == "cuda":
-        step_bytes = peak_step_bytes(make_runner(inputs.max_blocks), limits)
+        prompt_bytes, decode_bytes = peak_step_bytes(make_runner(inputs.max_blocks), limits)
+        # The graphs keep the memory of the largest decode for themselves.
+        step_bytes = max(prompt_bytes, decode_bytes) + (decode_bytes if sizes else 0)
         for group in groups:
             group.pool = None
     num_blocks = _agreed_blocks(config, limits, groups, topology, tp, device, step_bytes)
     runner = make_runner(num_blocks)
     run_small_steps(runner, limits)
+    if sizes:
+        runner.capture_graphs(sizes)
     cache = KVCacheManager(
         [num_blocks] * len(groups), block_size, enable_reuse=config.cache.enable_block_reuse
     )
     gib = num_blocks * sum(group.block_bytes(block_size) for group in groups) / 2**30
     logger.info("KV cache ready: %d blocks of %d tokens, %.2f GiB", num_blocks, block_size, gib)
     return LoadedEngine(runner, cache, limits, vocab_size)
+
+
+def _make_inputs(
+    limits: SchedulerConfig,
+    block_size: int,
+    device: torch.device,
+    depth: int,
+    kernel: CpuSampling | None,
+) -> InputBatch | DeviceInputs:
+    rows, length = limits.max_num_seqs, limits.max_seq_len
+    if device.type == "cuda":
+        tokens = limits.max_num_batched_tokens
+        return DeviceInputs(rows, length, tokens, block_size, device, depth)
+    return InputBatch(rows, length, block_size, 1, device, depth, kernel)
+
+
+def _graph_sizes(
+    config: EngineConfig,
+    limits: SchedulerConfig,
+    tp: TensorParallelGroup,
+    device: torch.device,
+) -> list[int]:
+    """Sizes of the decode steps to capture; none where graphs are off or have no place."""
+    if device.type != "cuda" or not config.cuda_graphs:
+        return []
+    if tp.size > 1:
+        logger.info("no CUDA graphs: with tp_size %d decode steps are launched", tp.size)
+        return []
+    return graph_sizes(limits.max_num_seqs, config.max_cuda_graphs)
 
 
 def _limits(scheduler: SchedulerConfig, model: CausalLM) -> SchedulerConfig:

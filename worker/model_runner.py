@@ -15,56 +15,16 @@ from trimaran.worker.attention.backend import (
     KVCacheSpec,
 )
 from trimaran.worker.candidates import argmax_over_shards
+from trimaran.worker.cuda_graphs import CudaGraphs
+from trimaran.worker.device_inputs import DeviceInputs
 from trimaran.worker.input_batch import InputBatch, StepInputs
 from trimaran.worker.models.interfaces import CausalLM
 from trimaran.worker.sampler import SamplerOutput, sample
 from trimaran.worker.sampling_rows import SamplingRows
 from trimaran.worker.staging import to_device
-from trimaran.worker.step_times import DeviceClock, StepMarks
-from trimaran.worker.step_types import SampledTokens, SchedulerOutput
-
-
-class ModelRunnerOutput:
-    """One step's result, maybe still on its way from the device."""
-
-    __slots__ = ("_event", "_log_probs", "_token_ids", "marks")
-
-    def __init__(
-        self, output: SamplerOutput, copy_stream: torch.cuda.Stream | None, marks: StepMarks
-    ) -> None:
-        self.marks = marks
-        self._token_ids = output.token_ids
-        self._log_probs = output.log_probs
-        self._event: torch.cuda.Event | None = None
-        if copy_stream is not None:
-            self._start_copy(copy_stream)
-
-    def _start_copy(self, copy_stream: torch.cuda.Stream) -> None:
-        # A stream of its own: the copy waits for the sampler, and the next step not for it.
-        copy_stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(copy_stream):
-            self._token_ids = _copy_back(self._token_ids, copy_stream)
-            if self._log_probs is not None:
-                self._log_probs = _copy_back(self._log_probs, copy_stream)
-            self._event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
-            self._event.record(copy_stream)
-
-    def wait(self) -> SampledTokens:
-        """The sampled ids on the host. Blocks until the device has them."""
-        if self._event is not None:
-            self._event.synchronize()
-        return SampledTokens(
-            token_ids=self._token_ids.tolist(),
-            log_probs=None if self._log_probs is None else self._log_probs.tolist(),
-        )
-
-
-def _copy_back(tensor: Tensor, copy_stream: torch.cuda.Stream) -> Tensor:
-    # The sampler's memory must not be reused before the copy has read it.
-    tensor.record_stream(copy_stream)
-    # torch keeps a pool of pinned memory, so this is no system call after warm-up.
-    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-    return host.copy_(tensor, non_blocking=True)
+from trimaran.worker.step_result import Copier, ModelRunnerOutput
+from trimaran.worker.step_times import DeviceClock
+from trimaran.worker.step_types import SchedulerOutput
 
 
 class KVGroup:
@@ -80,10 +40,10 @@ class KVGroup:
         return self.spec.token_bytes * block_size * len(self.layers)
 
     def allocate(self, num_blocks: int, block_size: int, device: torch.device) -> None:
-        """Make the pool [blocks, layers, 2, B, K, H]."""
+        """Make the pool [blocks + 1, layers, 2, B, K, H]; the last block is a spare one."""
         spec = self.spec
         heads = (spec.num_kv_heads, spec.head_size)
-        shape = (num_blocks, len(self.layers), 2, block_size, *heads)
+        shape = (num_blocks + 1, len(self.layers), 2, block_size, *heads)
         self.pool = torch.empty(shape, dtype=spec.dtype, device=device)
 
 
@@ -106,9 +66,10 @@ class ModelRunner:
         self,
         model: CausalLM,
         groups: list[KVGroup],
-        inputs: InputBatch,
+        inputs: InputBatch | DeviceInputs,
         vocab_size: int,
         tp: TensorParallelGroup,
+        depth: int,
         kernel: CpuSampling | None = None,
     ) -> None:
         self.model = model
@@ -118,28 +79,39 @@ class ModelRunner:
         num_rows = len(inputs.num_prompt_tokens)
         self.sampling = SamplingRows(num_rows, vocab_size, inputs.device, kernel)
         self._kv_caches = _layer_views(groups)
-        is_gpu = inputs.device.type == "cuda"
         self._clock = DeviceClock(inputs.device)
-        self._copy_stream: torch.cuda.Stream | None = None
-        if is_gpu:
-            self._copy_stream = torch.cuda.Stream(inputs.device)  # type: ignore[no-untyped-call]
+        self._graphs: CudaGraphs | None = None
+        self._copier: Copier | None = None
+        if inputs.device.type == "cuda":
+            self._copier = Copier(inputs.device, num_rows, depth)
+
+    def capture_graphs(self, sizes: list[int]) -> None:
+        """Run decodes from CUDA graphs from now on."""
+        self._graphs = CudaGraphs(sizes, self._launch_decode)
+        self._graphs.capture(self.inputs.device)
+
+    @property
+    def num_graphs(self) -> int:
+        """Captured decode sizes."""
+        return 0 if self._graphs is None else len(self._graphs)
+
+    def close(self) -> None:
+        """Free what must be freed before the tensor group's communicator."""
+        if self._graphs is not None:
+            self._graphs.close()
+            self._graphs = None
 
     @torch.inference_mode()
     def execute_model(self, decision: SchedulerOutput) -> ModelRunnerOutput:
         """Launch one step. Collective over the tensor group."""
         marks = self._clock.begin()
-        self.inputs.apply_changes(decision)
         for row in decision.finished_rows:
             self.sampling.leave(row)
         for new in decision.new_rows:
             self.sampling.enter(new)
         if len(decision.block_copies):
             self._copy_blocks(decision)
-        inputs = self.inputs.prepare(decision)
-        context = ForwardContext(
-            attention=_metadata(inputs, decision.num_decodes), kv_caches=self._kv_caches
-        )
-        hidden_TD = self.model.forward(inputs.token_ids, inputs.positions, context)
+        hidden_TD, inputs = self._run_model(decision)
         if len(decision.sampled) == 0:
             marks.end()
             nothing = torch.empty(0, dtype=torch.int64)
@@ -147,7 +119,29 @@ class ModelRunner:
         marks.sampling()
         output = self._sample(hidden_TD, inputs, decision)
         marks.end()
-        return ModelRunnerOutput(output, self._copy_stream, marks)
+        return ModelRunnerOutput(output, self._copier, marks)
+
+    def _run_model(self, decision: SchedulerOutput) -> tuple[Tensor, StepInputs]:
+        """Hidden states of the step's tokens: a replayed graph's, or launched one by one."""
+        size = 0
+        if self._graphs is not None and decision.num_decodes == len(decision.rows):
+            size = self._graphs.pick(decision.num_decodes)
+        inputs = self.inputs.prepare(decision, size)
+        if size:
+            assert self._graphs is not None
+            return self._graphs.replay(size)[: len(decision.rows)], inputs
+        return self._forward(inputs, decision.num_decodes), inputs
+
+    def _forward(self, inputs: StepInputs, num_decodes: int) -> Tensor:
+        context = ForwardContext(
+            attention=_metadata(inputs, num_decodes), kv_caches=self._kv_caches
+        )
+        return self.model.forward(inputs.token_ids, inputs.positions, context)
+
+    def _launch_decode(self, size: int) -> Tensor:
+        """A decode of ``size`` sequences, whatever rows the fixed memory names."""
+        assert isinstance(self.inputs, DeviceInputs)
+        return self._forward(self.inputs.views(size, size, size), size)
 
     def _sample(
         self, hidden_TD: Tensor, inputs: StepInputs, decision: SchedulerOutput
@@ -194,6 +188,7 @@ def _metadata(inputs: StepInputs, num_decodes: int) -> AttentionMetadata:
         max_query_len=inputs.max_query_len,
         max_seq_len=inputs.max_seq_len,
         num_decodes=num_decodes,
+        rows=inputs.rows,
     )
 
 

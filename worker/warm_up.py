@@ -48,21 +48,26 @@ def run_small_steps(runner: ModelRunner, limits: SchedulerConfig) -> None:
     runner.sampling.leave(0)
 
 
-def peak_step_bytes(runner: ModelRunner, limits: SchedulerConfig) -> int:
+def peak_step_bytes(runner: ModelRunner, limits: SchedulerConfig) -> tuple[int, int]:
     """Device memory that the largest steps take for a moment: all prompt, and all decode."""
-    device = runner.inputs.device
-    torch.cuda.synchronize(device)
-    before = torch.cuda.memory_allocated(device)
-    torch.cuda.reset_peak_memory_stats(device)
     longest = min(limits.max_input_len, limits.max_num_batched_tokens, limits.max_seq_len - 1)
     num_full = min(limits.max_num_seqs, max(1, limits.max_num_batched_tokens // longest))
     prompts = [_row(row, longest) for row in range(num_full)]
     chunks = int32s([longest] * num_full)
-    runner.execute_model(_step(prompts, chunks * 0, chunks)).wait()
+    prompt_bytes = _peak_bytes(runner, _step(prompts, chunks * 0, chunks))
     short = [_row(row, 1) for row in range(limits.max_num_seqs)]
     ones = int32s([1] * len(short))
-    runner.execute_model(_step(short, ones, ones)).wait()
-    torch.cuda.synchronize(device)
+    decode_bytes = _peak_bytes(runner, _step(short, ones, ones))
     for new in short:
         runner.sampling.leave(new.row)
+    return prompt_bytes, decode_bytes
+
+
+def _peak_bytes(runner: ModelRunner, step: SchedulerOutput) -> int:
+    device = runner.inputs.device
+    torch.cuda.synchronize(device)
+    before = torch.cuda.memory_allocated(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    runner.execute_model(step).wait()
+    torch.cuda.synchronize(device)
     return torch.cuda.max_memory_allocated(device) - before

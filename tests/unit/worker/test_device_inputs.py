@@ -1,0 +1,130 @@
+"""A step's inputs made by the GPU's kernels: those that the CPU makes of the same decision."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from trimaran.worker.device_inputs import DeviceInputs
+from trimaran.worker.input_batch import InputBatch
+from trimaran.worker.step_types import NewRow, SchedulerOutput, int32s
+
+NUM_ROWS, MAX_LEN, BLOCK = 7, 600, 16
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def both():
+    device = DeviceInputs(NUM_ROWS, MAX_LEN, 700, BLOCK, CPU, depth=2)
+    device.use_spare_block(99)
+    return InputBatch(NUM_ROWS, MAX_LEN, BLOCK, 1, CPU, 2), device
+
+
+def decide(entries, sampled, new_rows=(), new_blocks=(), num_decodes=0):
+    """A decision of (row, computed, chunk) entries."""
+    rows, computed, chunks = zip(*entries, strict=True)
+    return SchedulerOutput(
+        step=1,
+        rows=int32s(rows),
+        num_scheduled_tokens=int32s(chunks),
+        num_computed_tokens=int32s(computed),
+        sampled=int32s(sampled),
+        new_blocks=int32s(new_blocks, 4),
+        block_copies=int32s((), 3),
+        finished_rows=int32s(()),
+        new_rows=list(new_rows),
+        num_decodes=num_decodes,
+    )
+
+
+def admit(row, length, first_block):
+    """A new row with ids and blocks of its own."""
+    ids = int32s(np.arange(length) + 1000 * row)
+    blocks = [(0, row, n, first_block + 3 * n) for n in range(-(-length // BLOCK))]
+    return NewRow(row=row, token_ids=ids, num_prompt_tokens=length), blocks
+
+
+def compare(cpu, device, decision, num_padded=0):
+    expected = cpu.prepare(decision)
+    found = device.prepare(decision, num_padded)
+    tokens, entries = len(expected.positions), len(decision.rows)
+    assert torch.equal(found.token_ids[:tokens], expected.token_ids)
+    assert torch.equal(found.positions[:tokens], expected.positions)
+    assert torch.equal(found.slot_mappings[0][:tokens], expected.slot_mappings[0])
+    assert torch.equal(found.seq_lens[:entries], expected.seq_lens)
+    assert torch.equal(found.query_start_loc[: entries + 1], expected.query_start_loc)
+    assert found.rows[:entries].tolist() == decision.rows.tolist()
+    assert torch.equal(found.sampled_slots, cpu_places(expected, device))
+    assert found.sampled_rows.tolist() == decision.rows[decision.sampled].tolist()
+    ends = decision.num_computed_tokens + decision.num_scheduled_tokens
+    assert found.sampled_lengths.tolist() == ends[decision.sampled].tolist()
+    if expected.logits_indices is not None:
+        assert torch.equal(found.logits_indices, expected.logits_indices)
+    assert (found.max_query_len, found.max_seq_len) == (
+        expected.max_query_len,
+        expected.max_seq_len,
+    )
+    return expected, found
+
+
+def cpu_places(expected, device):
+    # Both tables have rows of max_seq_len + 1 ids.
+    assert device.token_table.shape[1] == MAX_LEN + 1
+    return expected.sampled_slots
+
+
+def test_chunks_and_decodes_of_new_rows(both):
+    (first, blocks), (second, more) = admit(3, 530, 5), admit(0, 40, 300)
+    decision = decide(
+        [(3, 0, 530), (0, 0, 30)], [0], new_rows=[first, second], new_blocks=blocks + more
+    )
+    compare(*both, decision)
+    third, others = admit(6, 9, 400)
+    decision = decide(
+        [(3, 530, 1), (0, 30, 10), (6, 0, 9)],
+        [0, 1, 2],
+        new_rows=[third],
+        new_blocks=[(0, 3, 34, 77), *others],
+        num_decodes=1,
+    )
+    compare(*both, decision)
+
+
+def test_padding_entries_use_the_spare_row_and_block(both):
+    (first, blocks), (second, more) = admit(2, 33, 5), admit(5, 16, 50)
+    compare(
+        *both,
+        decide([(2, 0, 33), (5, 0, 16)], [0, 1], [first, second], blocks + more),
+    )
+    decision = decide(
+        [(2, 33, 1), (5, 16, 1)], [0, 1], new_blocks=[(0, 5, 1, 60)], num_decodes=2
+    )
+    _, found = compare(*both, decision, num_padded=4)
+
+    assert found.rows.tolist() == [2, 5, NUM_ROWS, NUM_ROWS]
+    assert found.seq_lens.tolist() == [34, 17, 1, 1]
+    assert found.query_start_loc.tolist() == [0, 1, 2, 3, 4]
+    assert found.positions.tolist() == [33, 16, 0, 0]
+    assert found.slot_mappings[0].tolist()[2:] == [99 * BLOCK] * 2
+
+
+def test_sampled_ids_are_the_next_steps_input(both):
+    new, blocks = admit(1, 20, 5)
+    _, found = compare(*both, decide([(1, 0, 20)], [0], [new], blocks))
+    _, device = both
+    ids = torch.tensor([4321])
+    device.write_sampled(found, ids)
+    decision = decide([(1, 20, 1)], [0], num_decodes=1)
+
+    assert device.prepare(decision).token_ids.tolist() == [4321]
+
+
+def test_memory_grows_with_the_step_and_is_used_in_turn(both):
+    _, device = both
+    before = device.pinned_bytes
+    for row in range(NUM_ROWS):
+        new, blocks = admit(row, MAX_LEN - row, 7 * row)
+        inputs = device.prepare(decide([(row, 0, 64)], [], [new], blocks))
+        assert inputs.token_ids.tolist() == [1000 * row + n for n in range(64)]
+    assert device.pinned_bytes > before

@@ -1,0 +1,198 @@
+"""The rows' state on a GPU, and one step's inputs made there from one packed copy."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from trimaran.worker.input_batch import StepInputs
+from trimaran.worker.step_types import Int32Array, NewRow, SchedulerOutput
+
+# Shapes: R rows, L longest sequence, M blocks of a longest sequence, T tokens of the step,
+# S entries (scheduled sequences), N sampled entries.
+
+_MIN_PACKED = 1 << 14
+
+
+class _Staging:
+    """Pinned memory of one step in flight, and the event of its copy.
+
+    The interpreter's kernels run on the CPU, where there is nothing to wait for.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._is_gpu = device.type == "cuda"
+        self.memory = torch.empty(0, dtype=torch.int32)
+        self.array: Int32Array = self.memory.numpy()
+        self._copied: torch.cuda.Event | None = None
+
+    def reserve(self, count: int) -> None:
+        """Wait until the memory is free, and make it large enough."""
+        if self._copied is not None:
+            self._copied.synchronize()
+        if count > len(self.memory):
+            size = max(_MIN_PACKED, 1 << (count - 1).bit_length())
+            self.memory = torch.empty(size, dtype=torch.int32, pin_memory=self._is_gpu)
+            self.array = self.memory.numpy()
+
+    def send(self, target: Tensor, count: int) -> None:
+        """Start the copy of the first ``count`` to ``target``."""
+        target[:count].copy_(self.memory[:count], non_blocking=True)
+        if self._is_gpu:
+            self._copied = self._copied or torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._copied.record()
+
+
+class DeviceInputs:
+    """Token ids and block tables of every row on a GPU; see `InputBatch` for the CPU's.
+
+    A step sends one packed copy: which rows, how many tokens each has computed, and what
+    changed. Kernels make token ids, positions and slots of it, in memory that stays where
+    it is, so that a CUDA graph can read it. Steps run in order on one stream, so one such
+    memory serves all steps in flight. Entries that pad a step use a row and a block of
+    their own, which no sequence has.
+    """
+
+    def __init__(
+        self,
+        num_rows: int,
+        max_seq_len: int,
+        max_tokens: int,
+        block_size: int,
+        device: torch.device,
+        depth: int,
+    ) -> None:
+        # Imported only now: a CPU needs no Triton.
+        from trimaran.kernels import triton_inputs
+
+        self._kernels = triton_inputs
+        self.block_size = block_size
+        self.device = device
+        self.max_seq_len = max_seq_len
+        self.max_blocks = -(-max_seq_len // block_size)
+        self.num_prompt_tokens = np.zeros(num_rows, dtype=np.int64)
+        shape = (num_rows + 1, max_seq_len + 1)
+        self.token_table = torch.zeros(shape, dtype=torch.int32, device=device)
+        table = (num_rows + 1, self.max_blocks)
+        self.block_tables = torch.zeros(table, dtype=torch.int32, device=device)
+        size = max(max_tokens, num_rows)
+        self._target = triton_inputs.StepTensors.allocate(size, device)
+        self._ring = [_Staging(device) for _ in range(depth + 1)]
+        self._packed = torch.empty(_MIN_PACKED, dtype=torch.int32, device=device)
+        self._step = 0
+
+    def use_spare_block(self, block: int) -> None:
+        """Where padding entries write; no sequence may have it."""
+        self.block_tables[-1].fill_(block)
+
+    # ---- one step ------------------------------------------------------------------------
+
+    def prepare(self, decision: SchedulerOutput, num_padded: int = 0) -> StepInputs:
+        """Enter what changed and make the step's inputs, padded to ``num_padded`` entries."""
+        num_entries, num_sampled = len(decision.rows), len(decision.sampled)
+        num_updates, new_rows = len(decision.new_blocks), decision.new_rows
+        at_places = 4 * num_entries + 1
+        at_segments = at_places + 2 * num_updates
+        at_ids = at_segments + 3 * len(new_rows)
+        count = at_ids + sum(len(new.token_ids) for new in new_rows)
+        self._step += 1
+        staging = self._ring[self._step % len(self._ring)]
+        staging.reserve(count)
+        num_tokens = self._pack_entries(staging.array, decision)
+        self._pack_blocks(staging.array[at_places:at_segments], decision)
+        self._pack_ids(staging.array, at_segments, at_ids, new_rows)
+        packed = self._send(staging, count)
+        if num_updates or new_rows:
+            longest = max((len(new.token_ids) for new in new_rows), default=0)
+            self._kernels.enter(
+                packed, self.token_table, self.block_tables, at_places, num_updates,
+                at_segments, len(new_rows), longest,
+            )  # fmt: skip
+        is_decode = decision.num_decodes == num_entries
+        max_query_len = 1 if is_decode else int(decision.num_scheduled_tokens.max())
+        self._kernels.prepare(
+            packed, self.token_table, self.block_tables, self._target, num_entries,
+            max(num_entries, num_padded), num_tokens, max_query_len, self.block_size,
+        )  # fmt: skip
+        longest = int((decision.num_computed_tokens + decision.num_scheduled_tokens).max())
+        padding = max(0, num_padded - num_entries)
+        inputs = self.views(num_entries + padding, num_tokens + padding, num_sampled)
+        inputs.max_query_len, inputs.max_seq_len = max_query_len, longest
+        if num_sampled == num_tokens:
+            # All tokens, in order; padding lies behind them.
+            inputs.logits_indices = None
+        return inputs
+
+    def views(self, num_entries: int, num_tokens: int, num_sampled: int) -> StepInputs:
+        """The inputs of a step of these sizes, where every such step finds them."""
+        wide, narrow = self._target.wide, self._target.narrow
+        return StepInputs(
+            token_ids=narrow[0, :num_tokens],
+            positions=wide[0, :num_tokens],
+            query_start_loc=narrow[3, : num_entries + 1],
+            seq_lens=narrow[2, :num_entries],
+            block_tables=[self.block_tables],
+            slot_mappings=[wide[1, :num_tokens]],
+            logits_indices=wide[2, :num_sampled],
+            sampled_slots=wide[3, :num_sampled],
+            max_query_len=1,
+            max_seq_len=self.max_seq_len,
+            rows=narrow[1, :num_entries],
+            sampled_rows=narrow[4, :num_sampled],
+            sampled_lengths=narrow[5, :num_sampled],
+        )
+
+    def _pack_entries(self, array: Int32Array, decision: SchedulerOutput) -> int:
+        """Rows, computed tokens, places of sampled entries, starts. Returns the tokens."""
+        count = len(decision.rows)
+        fields = array[: 3 * count].reshape(3, count)
+        fields[0] = decision.rows
+        fields[1] = decision.num_computed_tokens
+        if len(decision.sampled) == count:
+            fields[2] = np.arange(count, dtype=np.int32)
+        else:
+            fields[2] = -1
+            fields[2][decision.sampled] = np.arange(len(decision.sampled), dtype=np.int32)
+        starts = array[3 * count : 4 * count + 1]
+        starts[0] = 0
+        np.cumsum(decision.num_scheduled_tokens, out=starts[1:])
+        return int(starts[-1])
+
+    def _pack_blocks(self, array: Int32Array, decision: SchedulerOutput) -> None:
+        count = len(decision.new_blocks)
+        if count:
+            _, rows, indices, blocks = decision.new_blocks.T
+            np.multiply(rows, self.max_blocks, out=array[:count])
+            array[:count] += indices
+            array[count:] = blocks
+
+    def _pack_ids(
+        self, array: Int32Array, at_segments: int, at_ids: int, new_rows: Sequence[NewRow]
+    ) -> None:
+        for number, new in enumerate(new_rows):
+            length = len(new.token_ids)
+            self.num_prompt_tokens[new.row] = new.num_prompt_tokens
+            segment = at_segments + 3 * number
+            array[segment : segment + 3] = new.row, at_ids, length
+            array[at_ids : at_ids + length] = new.token_ids
+            at_ids += length
+
+    def _send(self, staging: _Staging, count: int) -> Tensor:
+        if count > len(self._packed):
+            self._packed = torch.empty(
+                len(staging.memory), dtype=torch.int32, device=self.device
+            )
+        staging.send(self._packed, count)
+        return self._packed
+
+    def write_sampled(self, inputs: StepInputs, token_ids_N: Tensor) -> None:
+        """Put sampled ids where the next step reads its inputs."""
+        self._kernels.store_ids(token_ids_N, inputs.sampled_slots, self.token_table)
+
+    @property
+    def pinned_bytes(self) -> int:
+        """Page-locked host memory."""
+        return sum(4 * len(staging.memory) for staging in self._ring)

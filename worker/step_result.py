@@ -1,0 +1,72 @@
+"""What one step sampled, on its way from the device to the host."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from trimaran.worker.sampler import SamplerOutput
+from trimaran.worker.step_times import StepMarks
+from trimaran.worker.step_types import SampledTokens
+
+
+class ModelRunnerOutput:
+    """One step's result, maybe still on its way from the device."""
+
+    __slots__ = ("_event", "_log_probs", "_token_ids", "marks")
+
+    def __init__(self, output: SamplerOutput, copier: Copier | None, marks: StepMarks) -> None:
+        self.marks = marks
+        self._token_ids = output.token_ids
+        self._log_probs = output.log_probs
+        self._event: torch.cuda.Event | None = None
+        if copier is not None:
+            self._token_ids, self._log_probs, self._event = copier.start(output)
+
+    def wait(self) -> SampledTokens:
+        """The sampled ids on the host. Blocks until the device has them."""
+        if self._event is not None:
+            self._event.synchronize()
+        return SampledTokens(
+            token_ids=self._token_ids.tolist(),
+            log_probs=None if self._log_probs is None else self._log_probs.tolist(),
+        )
+
+
+class Copier:
+    """Copies results to pinned memory on a stream of its own, which later steps wait not for.
+
+    Its memory is used in turn: a result must be read before ``depth`` more are started.
+    """
+
+    def __init__(self, device: torch.device, max_ids: int, depth: int) -> None:
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._slots = [
+            (
+                torch.empty(max_ids, dtype=torch.int64, pin_memory=True),
+                torch.empty(max_ids, dtype=torch.float32, pin_memory=True),
+                torch.cuda.Event(blocking=True),  # type: ignore[no-untyped-call]
+            )
+            for _ in range(depth + 1)
+        ]
+        self._turn = 0
+
+    def start(self, output: SamplerOutput) -> tuple[Tensor, Tensor | None, torch.cuda.Event]:
+        """Launch the copies; the event tells when they are over."""
+        self._turn = (self._turn + 1) % len(self._slots)
+        ids, log_probs, event = self._slots[self._turn]
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            copied_ids = _copy_back(output.token_ids, ids, self._stream)
+            copied = None
+            if output.log_probs is not None:
+                copied = _copy_back(output.log_probs, log_probs, self._stream)
+            event.record(self._stream)
+        return copied_ids, copied, event
+
+
+def _copy_back(source: Tensor, memory: Tensor, stream: torch.cuda.Stream) -> Tensor:
+    # The sampler's memory must not be reused before the copy has read it.
+    source.record_stream(stream)
+    # In its own dtype: a conversion would be one more kernel.
+    return memory.view(source.dtype)[: len(source)].copy_(source, non_blocking=True)
