@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from trimaran.server.config import FrontendConfig
-from trimaran.worker.config import EngineConfig
+from trimaran.worker.config import EngineConfig, ProfileConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,6 +127,9 @@ class ServeConfig:
 
     ready_file: str = ""
     """Written with the endpoints once serving, removed at the end; empty means none."""
+
+    profile: ProfileConfig | None = None
+    """Steps that every rank traces; None for none."""
 
     ensemble: str = ""
     """Text-level model of the example request; empty means none is served."""

@@ -261,6 +261,7 @@ class SpecMaker:
             hang_timeout_s=self._config.hang_timeout_s,
             start_timeout_s=self._config.startup_timeout_s,
             stats_period_ms=group.stats_period_ms,
+            profile=self._config.profile,
         )
 
     def _start_method(self, group: GroupConfig) -> str:

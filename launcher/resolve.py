@@ -109,6 +109,7 @@ class Resolver:
             exit_timeout_s=args.exit_timeout,
             connect_timeout_s=args.connect_timeout,
             startup_timeout_s=args.startup_timeout,
+            profile=settings.profile_config(args),
             ensemble=models.text,
             notes=(*settings.notes(args), *self._notes(models.token)),
             picture=self.picture(groups),

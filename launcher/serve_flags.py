@@ -78,6 +78,7 @@ _RARE = (
     "oversubscribe",
     "restart_window",
     "log_dir",
+    "profile",
     "ready_file",
 )
 
@@ -286,6 +287,12 @@ def _add_log_flags(parser: argparse.ArgumentParser) -> None:
     )
     add("--log", action="store_true", help="log verbosely, to --log-file too")
     add("--log-dir", default="", metavar="DIR", help="also one log file a process there")
+    add(
+        "--profile",
+        default="",
+        metavar="steps=A:B",
+        help="trace these steps of every rank, into --log-dir",
+    )
     add(
         "--ready-file",
         default="",

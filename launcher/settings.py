@@ -13,6 +13,7 @@ from trimaran.launcher.engine_args import EngineFlags
 from trimaran.launcher.job import Job, current_job
 from trimaran.launcher.serve_flags import DEFAULT_LOG_FILE
 from trimaran.server.config import FrontendConfig
+from trimaran.worker.config import ProfileConfig
 
 _WITHOUT_EFFECT = {
     "tritonserver": "the server is Trimaran's own",
@@ -216,6 +217,11 @@ def log_config(args: argparse.Namespace) -> LogConfig:
         file=args.log_file or (DEFAULT_LOG_FILE if args.log else ""),
         dir=_log_dir(args.log_dir),
     )
+
+
+def profile_config(args: argparse.Namespace) -> ProfileConfig | None:
+    """The steps to trace, written beside the logs; None for none."""
+    return ProfileConfig.parse(args.profile, _log_dir(args.log_dir)) if args.profile else None
 
 
 def notes(args: argparse.Namespace) -> tuple[str, ...]:

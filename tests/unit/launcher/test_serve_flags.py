@@ -57,6 +57,16 @@ def test_flags_go_before_the_engine_folder(repository):
     assert (engine.dtype, engine.num_threads, engine.deterministic) == ("float32", 3, True)
 
 
+def test_steps_to_trace_are_named_by_number_and_go_where_the_logs_go(repository, tmp_path):
+    assert resolve(repository).profile is None
+    logs = tmp_path / "logs"
+    profile = resolve(repository, "--profile", "steps=5:9", "--log-dir", str(logs)).profile
+    assert profile is not None
+    assert (profile.first, profile.last, profile.folder) == (5, 9, str(logs))
+    with pytest.raises(ConfigError, match="Add --log-dir DIR"):
+        resolve(repository, "--profile", "steps=5:9")
+
+
 def test_repository_keys_reach_the_engine(tmp_path):
     write_model(
         tmp_path / "repo" / "m",

@@ -15,7 +15,13 @@ from trimaran.comm.control import LocalControlPlane
 from trimaran.comm.messages import FinishReason, StepOutput, Submit, pack_ids
 from trimaran.comm.sampling_params import SamplingParams
 from trimaran.comm.topology import ParallelLayout
-from trimaran.worker.config import CacheConfig, EngineConfig, RankConfig, SchedulerConfig
+from trimaran.worker.config import (
+    CacheConfig,
+    EngineConfig,
+    ProfileConfig,
+    RankConfig,
+    SchedulerConfig,
+)
 from trimaran.worker.engine import Engine
 
 VOCAB = 150
@@ -47,9 +53,9 @@ def model_folder(tmp_path_factory):
 class Driver:
     """An engine and what it has said, by request."""
 
-    def __init__(self, config: EngineConfig) -> None:
+    def __init__(self, config: EngineConfig, profile: ProfileConfig | None = None) -> None:
         self.engine = Engine(
-            RankConfig(engine=config, group="test"),
+            RankConfig(engine=config, group="test", profile=profile),
             ParallelLayout(),
             LocalControlPlane(),
             SingleRankGroup(),
@@ -130,7 +136,7 @@ class Driver:
 def make_engine(model_folder):
     """A function that makes a driver; changes go to the scheduler's or cache's config."""
 
-    def make(**changes) -> Driver:
+    def make(profile: ProfileConfig | None = None, **changes) -> Driver:
         values = {
             "max_num_batched_tokens": 64,
             "max_num_seqs": 16,
@@ -153,7 +159,8 @@ def make_engine(model_folder):
                 device="cpu",
                 scheduler=SchedulerConfig(**{name: values[name] for name in scheduler}),
                 cache=CacheConfig(**{name: values[name] for name in cache}),
-            )
+            ),
+            profile,
         )
 
     return make

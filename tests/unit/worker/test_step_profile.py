@@ -1,0 +1,91 @@
+"""Traces of chosen steps."""
+
+import dataclasses
+import gzip
+import json
+
+import pytest
+
+from trimaran.comm.errors import ConfigError
+from trimaran.worker.config import EngineConfig, ProfileConfig, RankConfig
+
+
+@pytest.fixture
+def traced(make_engine, tmp_path):
+    """A function that makes an engine which traces the steps ``first`` to ``last``."""
+
+    def make(first: int, last: int, **changes):
+        config = ProfileConfig(first=first, last=last, folder=str(tmp_path / "traces"))
+        return make_engine(profile=config, **changes)
+
+    return make
+
+
+def spans(folder) -> list[str]:
+    (path,) = folder.iterdir()
+    with gzip.open(path) as file:
+        events = json.load(file)["traceEvents"]
+    names = [event["name"] for event in events if event.get("ph") == "X"]
+    return [name for name in names if name.startswith("engine: ")]
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_the_steps_asked_for_are_in_the_trace_and_no_others(traced, tmp_path, prompt_of, depth):
+    driver = traced(3, 5, depth=depth)
+    driver.submit(prompt_of(10), max_tokens=20)
+    driver.run()
+    driver.engine.shutdown()
+    launches = spans(tmp_path / "traces").count("engine: launch")
+    # What is in flight when the last one's ids arrive has been launched as well.
+    assert launches == 3 + depth - 1
+
+
+def test_a_trace_that_the_end_cuts_short_is_written(traced, tmp_path, prompt_of):
+    driver = traced(2, 1000)
+    driver.submit(prompt_of(10), max_tokens=4)
+    driver.run()
+    driver.engine.shutdown()
+    assert spans(tmp_path / "traces").count("engine: launch") == 3
+
+
+def test_steps_that_never_come_leave_no_file(traced, tmp_path, prompt_of):
+    driver = traced(500, 510)
+    driver.submit(prompt_of(10), max_tokens=4)
+    driver.run()
+    driver.engine.shutdown()
+    assert not (tmp_path / "traces").exists()
+
+
+def test_tracing_changes_no_token(traced, make_engine, prompt_of):
+    outputs = []
+    for driver in (make_engine(), traced(2, 6)):
+        number = driver.submit(prompt_of(10), max_tokens=12)
+        driver.run()
+        driver.engine.shutdown()
+        outputs.append(driver.output(number))
+    assert outputs[0] == outputs[1]
+
+
+@pytest.mark.parametrize(
+    ("text", "folder", "words"),
+    [
+        ("5:9", "logs", "must name the first and the last step"),
+        ("steps=9:5", "logs", "not before the first"),
+        ("steps=0:5", "logs", "count from 1"),
+        ("steps=1:5000", "logs", "at most 1000"),
+        ("steps=1:5", "", "--log-dir"),
+    ],
+)
+def test_what_cannot_be_traced_is_refused(text, folder, words):
+    with pytest.raises(ConfigError, match=words):
+        ProfileConfig.parse(text, folder)
+
+
+def test_ranks_are_told_what_to_trace():
+    profile = ProfileConfig.parse("steps=100:120", "logs")
+    config = RankConfig(
+        engine=EngineConfig(model="m", engine_dir="d"), group="m", profile=profile
+    )
+    assert RankConfig.from_wire(config.to_wire()) == config
+    without = dataclasses.replace(config, profile=None)
+    assert RankConfig.from_wire(without.to_wire()) == without
