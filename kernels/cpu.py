@@ -50,6 +50,7 @@ class CpuOps:
             product = "amx_bf16" if self._library.trimaran_has_amx() else "avx512_bf16"
             names.update(linear=product, linear_float32=product)
         names["activation"] = "avx512 (gelu_new), torch (others)"
+        names.update(gelu_and_mul="torch", embed="torch")
         return names
 
     def fuse_decoder(
@@ -127,6 +128,14 @@ class CpuOps:
         self._activation(self._code, 0, gate_up.data_ptr(), y.data_ptr(), rows, width)
         return y
 
+    def gelu_and_mul(self, gate_up: Tensor, name: str) -> Tensor:
+        """``act(gate) * up`` by torch."""
+        return reference.gelu_and_mul(gate_up, name)
+
+    def embed(self, ids: Tensor, table: Tensor, first_row: int = 0) -> Tensor:
+        """Rows of a table by torch."""
+        return reference.embed(ids, table, first_row)
+
     def activation(self, x: Tensor, name: str) -> Tensor:
         """``gelu_new`` here, others by torch; ``x`` is contiguous."""
         if name not in _GELU_NAMES:
@@ -142,6 +151,26 @@ class CpuOps:
             self._code, x.data_ptr(), cos_sin.data_ptr(), positions.data_ptr(),
             tokens, heads, head_size, x.stride(0),
         )  # fmt: skip
+
+    def rope_and_cache(
+        self,
+        heads: Tensor,
+        cos_sin: Tensor,
+        positions: Tensor,
+        kv_cache: Tensor,
+        slots: Tensor,
+        is_neox: bool = True,
+    ) -> None:
+        """Rotate query and key heads [T, N + 2 K, H] in place, then store keys and values.
+
+        Parts of heads and pairs of neighbours are rotated by torch.
+        """
+        num_kv = kv_cache.shape[3]
+        if is_neox and cos_sin.shape[1] == heads.shape[2]:
+            self.rotate(heads[:, :-num_kv], cos_sin, positions)
+        else:
+            reference.rotate(heads[:, :-num_kv], cos_sin, positions, is_neox)
+        self.write_kv(heads[:, -2 * num_kv : -num_kv], heads[:, -num_kv:], kv_cache, slots)
 
     def write_kv(self, key: Tensor, value: Tensor, kv_cache: Tensor, slots: Tensor) -> None:
         """Store each token's key and value [T, K, H] at its slot."""

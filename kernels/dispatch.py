@@ -53,9 +53,23 @@ class Ops(Protocol):
 
     def silu_and_mul(self, gate_up: Tensor) -> Tensor: ...
 
+    def gelu_and_mul(self, gate_up: Tensor, name: str) -> Tensor: ...
+
     def activation(self, x: Tensor, name: str) -> Tensor: ...
 
+    def embed(self, ids: Tensor, table: Tensor, first_row: int = 0) -> Tensor: ...
+
     def rotate(self, x: Tensor, cos_sin: Tensor, positions: Tensor) -> None: ...
+
+    def rope_and_cache(
+        self,
+        heads: Tensor,
+        cos_sin: Tensor,
+        positions: Tensor,
+        kv_cache: Tensor,
+        slots: Tensor,
+        is_neox: bool = True,
+    ) -> None: ...
 
     def write_kv(self, key: Tensor, value: Tensor, kv_cache: Tensor, slots: Tensor) -> None: ...
 

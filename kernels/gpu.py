@@ -4,11 +4,18 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from trimaran.kernels import reference, triton_attention, triton_elementwise
+from trimaran.kernels import (
+    reference,
+    triton_attention,
+    triton_elementwise,
+    triton_norm,
+    triton_rotary,
+)
 from trimaran.kernels.torch_ops import TorchOps
 
 _TRITON = (
-    "rms_norm", "add_rms_norm", "silu_and_mul", "rotate", "write_kv", "paged_attention",
+    "rms_norm", "add_rms_norm", "layer_norm", "add_layer_norm", "silu_and_mul",
+    "gelu_and_mul", "activation", "embed", "rope_and_cache", "write_kv", "paged_attention",
 )  # fmt: skip
 
 
@@ -18,8 +25,11 @@ class TritonOps(TorchOps):
     # Decodes and prompt chunks want other tiles: they are called apart.
     pads_to_longest = True
     silu_and_mul = staticmethod(triton_elementwise.silu_and_mul)
-    rotate = staticmethod(triton_elementwise.rotate)
-    write_kv = staticmethod(triton_elementwise.write_kv)
+    gelu_and_mul = staticmethod(triton_elementwise.gated_activation)
+    activation = staticmethod(triton_elementwise.activation)
+    embed = staticmethod(triton_elementwise.embed)
+    rope_and_cache = staticmethod(triton_rotary.rope_and_cache)
+    write_kv = staticmethod(triton_rotary.write_kv)
     paged_attention = staticmethod(triton_attention.paged_attention)
 
     @property
@@ -31,8 +41,18 @@ class TritonOps(TorchOps):
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """Root-mean-square normalisation in float32."""
-        return triton_elementwise.rms_norm(x, weight, eps)
+        return triton_norm.rms_norm(x, weight, eps)
 
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
         """Add ``x`` into ``residual``, which becomes the sum, and normalise it."""
-        return triton_elementwise.rms_norm(x, weight, eps, residual)
+        return triton_norm.rms_norm(x, weight, eps, residual)
+
+    def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+        """Layer normalisation in float32."""
+        return triton_norm.layer_norm(x, weight, bias, eps)
+
+    def add_layer_norm(
+        self, x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, eps: float
+    ) -> Tensor:
+        """Add ``x`` into ``residual``, which becomes the sum, and normalise it."""
+        return triton_norm.layer_norm(x, weight, bias, eps, residual)

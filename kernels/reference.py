@@ -12,7 +12,8 @@ from torch import Tensor
 
 OPERATORS = (
     "linear", "linear_float32", "rms_norm", "add_rms_norm", "layer_norm", "add_layer_norm",
-    "silu_and_mul", "activation", "rotate", "write_kv", "paged_attention",
+    "silu_and_mul", "gelu_and_mul", "activation", "embed", "rope_and_cache", "write_kv",
+    "paged_attention",
 )  # fmt: skip
 
 _QUERY_TILE = 256
@@ -61,21 +62,64 @@ def silu_and_mul(gate_up_TE: Tensor) -> Tensor:
     return (F.silu(gate) * up).to(gate_up_TE.dtype)
 
 
+def gelu_and_mul(gate_up_TE: Tensor, name: str) -> Tensor:
+    """``act(gate) * up`` of the two halves of the last dim, in float32, rounded once.
+
+    ``name`` is one of those of `activation`.
+    """
+    gate, up = gate_up_TE.float().chunk(2, dim=-1)
+    return (activation(gate, name) * up).to(gate_up_TE.dtype)
+
+
 def activation(x_TD: Tensor, name: str) -> Tensor:
-    """``gelu_new`` (tanh form), ``gelu`` (exact) or ``relu``."""
+    """``gelu_new`` or ``gelu_pytorch_tanh`` (tanh form), ``gelu`` (exact) or ``relu``."""
     if name == "relu":
         return F.relu(x_TD)
     return F.gelu(x_TD, approximate="none" if name == "gelu" else "tanh")
 
 
-def rotate(x_TNH: Tensor, cos_sin_PH: Tensor, positions_T: Tensor) -> None:
-    """Rotate the halves of each head by its position's angles, in place.
+def embed(ids_T: Tensor, table_VD: Tensor, first_row: int = 0) -> Tensor:
+    """The rows ``ids - first_row`` of a table; zeros for those that it does not have."""
+    rows = ids_T - first_row
+    is_elsewhere = (rows < 0) | (rows >= table_VD.shape[0])
+    vectors = F.embedding(rows.masked_fill(is_elsewhere, 0), table_VD)
+    return vectors.masked_fill_(is_elsewhere.unsqueeze(-1), 0.0)
 
-    ``cos_sin`` is float32: the first half of a row holds cosines, the second sines.
+
+def rotate(
+    x_TNH: Tensor, cos_sin_PR: Tensor, positions_T: Tensor, is_neox: bool = True
+) -> None:
+    """Rotate the first R dims of each head by its position's angles, in place.
+
+    ``cos_sin`` is float32: the first half of a row holds cosines, the second sines. Angle i
+    turns dims i and i + R / 2, or 2 i and 2 i + 1 without ``is_neox``.
     """
-    cos, sin = cos_sin_PH[positions_T].unsqueeze(1).chunk(2, dim=-1)
-    first, second = x_TNH.float().chunk(2, dim=-1)
-    x_TNH.copy_(torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1))
+    cos, sin = cos_sin_PR[positions_T].unsqueeze(1).chunk(2, dim=-1)
+    rotated = x_TNH[..., : cos_sin_PR.shape[1]]
+    if is_neox:
+        first, second = rotated.float().chunk(2, dim=-1)
+    else:
+        first, second = rotated.float().unflatten(-1, (-1, 2)).unbind(-1)
+    turned = (first * cos - second * sin, second * cos + first * sin)
+    rotated.copy_(torch.cat(turned, -1) if is_neox else torch.stack(turned, -1).flatten(-2))
+
+
+def rope_and_cache(
+    heads_TAH: Tensor,
+    cos_sin_PR: Tensor,
+    positions_T: Tensor,
+    kv_cache: Tensor,
+    slots_T: Tensor,
+    is_neox: bool = True,
+) -> None:
+    """Rotate query and key heads in place and store keys and values at their slots.
+
+    ``heads`` holds N query heads, then K key and K value heads; `rotate` and `write_kv` say
+    the rest.
+    """
+    num_kv = kv_cache.shape[3]
+    rotate(heads_TAH[:, :-num_kv], cos_sin_PR, positions_T, is_neox)
+    write_kv(heads_TAH[:, -2 * num_kv : -num_kv], heads_TAH[:, -num_kv:], kv_cache, slots_T)
 
 
 def write_kv(key_TKH: Tensor, value_TKH: Tensor, kv_cache: Tensor, slots_T: Tensor) -> None:

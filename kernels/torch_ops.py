@@ -20,8 +20,11 @@ class TorchOps:
     layer_norm = staticmethod(reference.layer_norm)
     add_layer_norm = staticmethod(reference.add_layer_norm)
     silu_and_mul = staticmethod(reference.silu_and_mul)
+    gelu_and_mul = staticmethod(reference.gelu_and_mul)
     activation = staticmethod(reference.activation)
+    embed = staticmethod(reference.embed)
     rotate = staticmethod(reference.rotate)
+    rope_and_cache = staticmethod(reference.rope_and_cache)
     write_kv = staticmethod(reference.write_kv)
     paged_attention = staticmethod(reference.paged_attention)
 
