@@ -62,6 +62,7 @@ def engine_config(
             raise
         raise ConfigError(f"{model.config_path} places it on {num_named}: {error}") from None
     device = resolve_device(flags.device)
+    graphs = model.parameters.get_bool("cuda_graph_mode")
     return EngineConfig(
         model=model.name,
         engine_dir=engine_dir,
@@ -70,6 +71,8 @@ def engine_config(
         device=device,
         num_threads=flags.num_threads or threads_of_a_rank(device, parallel.world_size),
         deterministic=flags.deterministic,
+        cuda_graphs=True if graphs is None else graphs,
+        max_cuda_graphs=model.parameters.get_int("cuda_graph_cache_size") or 0,
         parallel=parallel,
         scheduler=_scheduler(model, folder, flags),
         cache=_cache(model, folder, flags),

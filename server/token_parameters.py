@@ -76,6 +76,6 @@ TOKEN_PARAMETERS: dict[str, Known] = {
     "xgrammar_tokenizer_info_path": accepted("str", "it serves guided decoding only"),
     "enable_context_fmha_fp32_acc": accepted("bool", _TRT_ONLY),
     "multi_block_mode": accepted("bool", _TRT_ONLY),
-    "cuda_graph_mode": accepted("bool", _TRT_ONLY),
-    "cuda_graph_cache_size": accepted("int", _TRT_ONLY),
+    "cuda_graph_mode": served("bool"),
+    "cuda_graph_cache_size": served("int", low=0),
 }  # fmt: skip

@@ -79,6 +79,8 @@ def test_repository_keys_reach_the_engine(tmp_path):
         enable_kv_cache_reuse="False",
         gpu_device_ids="1",
         stats_check_period_ms="250",
+        cuda_graph_mode="false",
+        cuda_graph_cache_size="8",
     )
     group = resolve(tmp_path / "repo").groups[0]
     engine = group.engine
@@ -87,6 +89,7 @@ def test_repository_keys_reach_the_engine(tmp_path):
     assert (engine.cache.max_tokens, engine.cache.free_memory_fraction) == (2560, 0.5)
     assert not engine.cache.enable_block_reuse
     assert engine.gpu_device_ids == (1,)
+    assert (engine.cuda_graphs, engine.max_cuda_graphs) == (False, 8)
     assert group.stats_period_ms == 250
 
 
@@ -102,6 +105,7 @@ def test_unfilled_keys_leave_the_defaults(tmp_path):
     assert engine.scheduler.enable_chunked_context
     assert engine.cache.free_memory_fraction == 0.9
     assert engine.parallel.world_size == 1
+    assert engine.cuda_graphs
 
 
 def test_a_run_file_holds_any_flags_and_the_command_line_goes_before_it(repository, tmp_path):

@@ -79,12 +79,12 @@ def test_values_that_ask_for_nothing_special_are_taken(write_repository, values)
 
 def test_a_parameter_without_effect_is_logged_with_the_reason(write_repository, caplog):
     with caplog.at_level(logging.INFO):
-        ModelRepository.load(write_repository(cuda_graph_mode="True"))
+        ModelRepository.load(write_repository(multi_block_mode="True"))
 
-    lines = [line for line in caplog.messages if "cuda_graph_mode" in line]
+    lines = [line for line in caplog.messages if "multi_block_mode" in line]
     assert len(lines) == 1
     assert lines[0].endswith(
-        "'cuda_graph_mode' = True is accepted without effect: it tunes TensorRT, which is not "
+        "'multi_block_mode' = True is accepted without effect: it tunes TensorRT, which is not "
         "used here"
     )
 
