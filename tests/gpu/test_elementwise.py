@@ -13,11 +13,14 @@ import torch
 from trimaran.kernels import reference
 from trimaran.kernels.gpu import TritonOps
 
-DEVICE = torch.device("cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda")
-DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+DEVICE = torch.device("cpu" if IS_INTERPRETED else "cuda")
+# The interpreter cuts bf16 where the hardware rounds.
+DTYPES = [torch.float32, torch.float16] + ([] if IS_INTERPRETED else [torch.bfloat16])
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 1.6e-2, torch.float16: 2e-3}
 
-pytestmark = pytest.mark.gpu
+# What overflows is divided by: 0 is right. Only the interpreter's numpy speaks of it.
+pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore:overflow encountered in exp")]
 
 
 @pytest.fixture(params=DTYPES, ids=str)
