@@ -21,6 +21,10 @@ class TensorEntry:
     """The format's own word: ``BF16``, ``F16``, ``F32`` and so on."""
 
     shape: tuple[int, ...]
+    start: int
+    """Where its bytes begin in the file."""
+
+    num_bytes: int
 
 
 def read_tensor_entries(path: Path) -> dict[str, TensorEntry]:
@@ -51,10 +55,12 @@ def read_tensor_entries(path: Path) -> dict[str, TensorEntry]:
         raise ConfigError(
             _not_whole(path, f"it has {num_bytes} bytes and its header tells of {expected}")
         )
-    return {
-        name: TensorEntry(entry["dtype"], tuple(entry["shape"]))
-        for name, entry in header.items()
-    }
+    return {name: _entry(value, 8 + header_bytes) for name, value in header.items()}
+
+
+def _entry(value: dict[str, Any], data_start: int) -> TensorEntry:
+    start, end = value["data_offsets"]
+    return TensorEntry(value["dtype"], tuple(value["shape"]), data_start + start, end - start)
 
 
 def _parse_header(path: Path, header: bytes) -> dict[str, dict[str, Any]]:

@@ -14,6 +14,8 @@ from torch import Tensor, nn
 from trimaran.comm.errors import ConfigError
 from trimaran.worker.layers.linear import WeightShapeError
 from trimaran.worker.models.interfaces import CausalLM, LoadsWeight, WeightTarget
+from trimaran.worker.models.tensor_reader import TensorReader
+from trimaran.worker.shard_file import read_tensor_entries
 
 _MAX_NAMES = 5
 _RANDOM_STD = 0.02
@@ -27,32 +29,52 @@ def load_checkpoint(
 ) -> None:
     """Fill a rank's model from a Hugging Face checkpoint's safetensors files.
 
-    Files are memory-mapped: only what this rank keeps is copied. ``progress`` gets each
-    file's name before it is read. Raises `ConfigError` that names every tensor that is
-    missing, unexpected or of another shape.
+    On the CPU files are memory-mapped: only what this rank keeps is copied. On a GPU what it
+    needs is read by several threads. ``progress`` gets each file's name before it is read.
+    Raises `ConfigError` that names every tensor that is missing, unexpected or of another
+    shape.
     """
     targets = model.checkpoint_weights()
     parameters = dict(model.named_parameters())
-    seen: set[str] = set()
+    seen: dict[str, Path] = {}
     unexpected: list[str] = []
-    for path in files:
-        if progress is not None:
-            progress(path.name)
-        for name, tensor in _tensors(path):
-            key = _checkpoint_key(model, name, targets)
-            if key is None:
-                continue
-            if key not in targets:
-                unexpected.append(name)
-                continue
-            if key in seen:
-                raise ConfigError(f"{path}: the tensor {name!r} was in an earlier file too.")
-            seen.add(key)
-            for target in targets[key]:
-                if target.parameter in parameters:
+    with _Files(model.device) as reader:
+        for path in files:
+            if progress is not None:
+                progress(path.name)
+            keys = _keys_of(model, path, targets, unexpected)
+            for name, key in keys.items():
+                if key in seen:
+                    raise ConfigError(
+                        f"{path}: the tensor {name!r} was in an earlier file too."
+                    )
+                seen[key] = path
+            mine = {
+                name: [one for one in targets[key] if one.parameter in parameters]
+                for name, key in keys.items()
+            }
+            for name, tensor in reader.tensors(path, [name for name in mine if mine[name]]):
+                for target in mine[name]:
                     _load_one(model, parameters[target.parameter], target, tensor, path, name)
     folder = files[0].parent if files else Path()
     _refuse_differences(folder, [name for name in targets if name not in seen], unexpected)
+
+
+def _keys_of(
+    model: CausalLM,
+    path: Path,
+    targets: dict[str, tuple[WeightTarget, ...]],
+    unexpected: list[str],
+) -> dict[str, str]:
+    """A file's tensors by name, each with its name in ``targets``; adds to ``unexpected``."""
+    keys = {}
+    for name in read_tensor_entries(path):
+        key = _checkpoint_key(model, name, targets)
+        if key in targets:
+            keys[name] = key
+        elif key is not None:
+            unexpected.append(name)
+    return keys
 
 
 def load_shard(model: CausalLM, path: Path) -> None:
@@ -62,24 +84,23 @@ def load_shard(model: CausalLM, path: Path) -> None:
     same file share its pages, and nothing is read before it is used.
     """
     parameters = dict(model.named_parameters())
-    unexpected = []
-    missing = set(parameters)
-    for name, tensor in _tensors(path):
-        parameter = parameters.get(name)
-        if parameter is None:
-            unexpected.append(name)
-            continue
-        missing.discard(name)
-        if tensor.shape != parameter.shape:
+    entries = read_tensor_entries(path)
+    known = [name for name in entries if name in parameters]
+    for name in known:
+        if entries[name].shape != tuple(parameters[name].shape):
             raise ConfigError(
-                f"{path}: the tensor {name!r} has shape {list(tensor.shape)}, but config.json "
-                f"implies {list(parameter.shape)}. Build the folder again."
+                f"{path}: the tensor {name!r} has shape {list(entries[name].shape)}, but "
+                f"config.json implies {list(parameters[name].shape)}. Build the folder again."
             )
-        if tensor.dtype == parameter.dtype and parameter.device.type == "cpu":
-            parameter.data = tensor
-        else:
-            parameter.data.copy_(tensor)
-    _refuse_differences(path, sorted(missing), unexpected)
+    with _Files(model.device) as reader:
+        for name, tensor in reader.tensors(path, known):
+            parameter = parameters[name]
+            if tensor.dtype == parameter.dtype and parameter.device.type == "cpu":
+                parameter.data = tensor
+            else:
+                parameter.data.copy_(tensor)
+    missing = sorted(parameters.keys() - entries.keys())
+    _refuse_differences(path, missing, [name for name in entries if name not in parameters])
 
 
 def fill_random(model: CausalLM, seed: int = 0) -> None:
@@ -101,11 +122,30 @@ def fill_random(model: CausalLM, seed: int = 0) -> None:
             parameter.data.normal_(0.0, _RANDOM_STD, generator=generator)
 
 
-def _tensors(path: Path) -> Iterator[tuple[str, Tensor]]:
-    """A file's tensors, memory-mapped."""
+class _Files:
+    """Reads a rank's tensors: memory-mapped on the CPU, into its memory on a GPU."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._reader = TensorReader(device) if device.type == "cuda" else None
+
+    def tensors(self, path: Path, names: Sequence[str]) -> Iterator[tuple[str, Tensor]]:
+        """The named tensors of a file."""
+        if self._reader is not None:
+            return self._reader.read(path, names)
+        return _mapped(path, names)
+
+    def __enter__(self) -> _Files:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        if self._reader is not None:
+            self._reader.close()
+
+
+def _mapped(path: Path, names: Sequence[str]) -> Iterator[tuple[str, Tensor]]:
     try:
         with safe_open(path, framework="pt") as file:
-            for name in file.keys():  # noqa: SIM118 - not a dict
+            for name in names:
                 yield name, file.get_tensor(name)
     except (OSError, SafetensorError) as error:
         raise ConfigError(f"{path}: cannot be read as safetensors: {error}.") from None
