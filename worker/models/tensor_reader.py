@@ -93,7 +93,7 @@ class TensorReader:
         device: torch.device,
         *,
         num_threads: int = 8,
-        piece_bytes: int = 16 << 20,
+        piece_bytes: int = 8 << 20,
         max_ahead_bytes: int = 2 << 30,
     ) -> None:
         self._device = device
