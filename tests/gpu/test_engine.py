@@ -55,12 +55,13 @@ def folder(tmp_path_factory):
     return str(path)
 
 
-def make_engine(folder, device, depth, **cache):
+def make_engine(folder, device, depth, cuda_graphs=True, **cache):
     config = EngineConfig(
         model="test",
         engine_dir=folder,
         device=device,
         dtype="float32",
+        cuda_graphs=cuda_graphs,
         scheduler=SchedulerConfig(
             max_num_batched_tokens=48,
             max_num_seqs=8,
@@ -100,11 +101,18 @@ def serve(engine):
     return outputs
 
 
-@pytest.mark.parametrize("depth", [1, 2])
-def test_tokens_in_float32_are_those_of_the_cpu(folder, depth):
-    expected = serve(make_engine(folder, "cpu", 1, max_tokens=512))
+@pytest.fixture(scope="module")
+def expected(folder):
+    return serve(make_engine(folder, "cpu", 1, max_tokens=512))
 
-    assert serve(make_engine(folder, "cuda", depth, max_tokens=240)) == expected
+
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("cuda_graphs", [True, False], ids=["graphs", "eager"])
+def test_tokens_in_float32_are_those_of_the_cpu(folder, expected, depth, cuda_graphs):
+    engine = make_engine(folder, "cuda", depth, cuda_graphs, max_tokens=240)
+
+    assert engine.facts()["cuda_graphs"] == (4 if cuda_graphs else 0)
+    assert serve(engine) == expected
 
 
 def test_a_step_makes_no_hidden_wait_for_the_device(folder):
