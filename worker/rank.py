@@ -19,6 +19,7 @@ from trimaran.comm.messages import EngineHello
 from trimaran.comm.supervisor_link import SupervisorLink
 from trimaran.comm.watchdog import Watchdog
 from trimaran.worker.config import RankConfig
+from trimaran.worker.start_times import StartTimes
 
 if TYPE_CHECKING:
     from trimaran.comm.collectives import TensorParallelGroup
@@ -51,6 +52,7 @@ class RankProcess:
         self._group: TensorParallelGroup | None = None
         self._hang_timeout_s = float("inf")
         self._device = ""
+        self._times = StartTimes()
 
     def run(self) -> None:
         """Start, load, serve, end. Returns after MPI is finalised."""
@@ -64,6 +66,7 @@ class RankProcess:
             level=env.log_level,
             directory=env.log_dir,
         )
+        self._times.end("interpreter and MPI")
         self._link, wire = SupervisorLink.connect(env, "rank", rank, size)
         config = RankConfig.from_wire(wire)
         self._hang_timeout_s = config.hang_timeout_s or float("inf")
@@ -123,6 +126,7 @@ class RankProcess:
             pp_size=parallel.pp_size,
             hosts=world.hosts,
         )
+        self._times.end("torch")
         device = select_device(config.engine, topology)
         self._device = str(device)
         if device.type == "cuda":
@@ -132,8 +136,10 @@ class RankProcess:
         tp_world = world.subgroup(topology.tp_ranks)
         self._group = connect_group(tp_world, device, config.start_timeout_s)
         link.state("loading", f"loading the model on {device}")
+        self._times.end("connections")
         engine = Engine(config, topology, self._control, self._group)
         engine.load()
+        self._times.end("engine")
         self._group.timeout_s = self._hang_timeout_s * COLLECTIVE_SHARE
         return engine, topology
 
@@ -161,6 +167,8 @@ class RankProcess:
         )
         links = FrontendLinks(config.frontends, hello, link.fileno())
         link.state("ready", facts={**facts, "device": self._device})
+        self._times.end("other ranks")
+        logger.info("ready after %s", self._times)
         loop = LeaderLoop(engine, links, control, link, watchdog, config.stats_period_ms)
         loop.run()
         links.close()

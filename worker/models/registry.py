@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import time
 from collections.abc import Callable
 
 import torch
@@ -19,6 +21,8 @@ from trimaran.worker.models.interfaces import CausalLM, StageRange
 from trimaran.worker.models.llama import LlamaForCausalLM
 from trimaran.worker.models.weight_loader import fill_random, load_checkpoint, load_shard
 from trimaran.worker.pretrained_config import PretrainedConfig
+
+logger = logging.getLogger(__name__)
 
 MODELS: dict[str, type[CausalLM]] = {
     "LlamaForCausalLM": LlamaForCausalLM,
@@ -75,6 +79,7 @@ def load_model(
     The folder is an engine folder made for these parallel sizes, or a Hugging Face folder
     that is sharded here. ``progress`` gets a word on what is being read.
     """
+    start = time.monotonic()
     is_random = config.load_format == "random"
     folder = EngineFolder.load(config.engine_dir, check_weights=not is_random)
     folder.check_parallel(layout.tp_size, layout.pp_size)
@@ -91,4 +96,10 @@ def load_model(
             progress(folder.shard_of(layout.rank).name)
         load_shard(model, folder.shard_of(layout.rank))
     model.process_weights_after_loading()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    num_bytes = sum(parameter.nbytes for parameter in model.parameters())
+    logger.info(
+        "weights ready: %.2f GiB in %.1f s", num_bytes / 2**30, time.monotonic() - start
+    )
     return model
