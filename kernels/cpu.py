@@ -132,7 +132,7 @@ class CpuOps:
         """``act(gate) * up`` by torch."""
         return reference.gelu_and_mul(gate_up, name)
 
-    def embed(self, ids: Tensor, table: Tensor, first_row: int = 0) -> Tensor:
+    def embed(self, ids: Tensor, table: Tensor, first_row: int | None = None) -> Tensor:
         """Rows of a table by torch."""
         return reference.embed(ids, table, first_row)
 

@@ -78,8 +78,11 @@ def activation(x_TD: Tensor, name: str) -> Tensor:
     return F.gelu(x_TD, approximate="none" if name == "gelu" else "tanh")
 
 
-def embed(ids_T: Tensor, table_VD: Tensor, first_row: int = 0) -> Tensor:
-    """The rows ``ids - first_row`` of a table; zeros for those that it does not have."""
+def embed(ids_T: Tensor, table_VD: Tensor, first_row: int | None = None) -> Tensor:
+    """The rows ``ids`` of a table that has them all; with ``first_row`` the rows
+    ``ids - first_row``, and zeros for those that it does not have."""
+    if first_row is None:
+        return F.embedding(ids_T, table_VD)
     rows = ids_T - first_row
     is_elsewhere = (rows < 0) | (rows >= table_VD.shape[0])
     vectors = F.embedding(rows.masked_fill(is_elsewhere, 0), table_VD)

@@ -111,14 +111,14 @@ def activation(x_TD: Tensor, name: str) -> Tensor:
     return output
 
 
-def embed(ids_T: Tensor, table_VD: Tensor, first_row: int = 0) -> Tensor:
-    """The rows ``ids - first_row`` of a contiguous table; zeros for those it does not have.
+def embed(ids_T: Tensor, table_VD: Tensor, first_row: int | None = None) -> Tensor:
+    """The rows ``ids`` of a contiguous table, or ``ids - first_row``; zeros for others.
 
     Never overlaps the kernel before it: the step's integers are complete behind it.
     """
     tokens, (num_rows, width) = ids_T.shape[0], table_VD.shape
     output = torch.empty((tokens, width), dtype=table_VD.dtype, device=table_VD.device)
     _embed_kernel[(tokens, triton.cdiv(width, _TILE))](
-        ids_T, table_VD, output, first_row, num_rows, width, TILE=_TILE
+        ids_T, table_VD, output, first_row or 0, num_rows, width, TILE=_TILE
     )
     return output

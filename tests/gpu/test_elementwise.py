@@ -102,6 +102,14 @@ def test_silu_and_mul_is_that_of_the_reference_over_the_whole_range(ops, dtype, 
     _close(ops.silu_and_mul(x), reference.silu_and_mul(x), 4)
 
 
+@pytest.mark.parametrize("width", [96, 1100])
+def test_tokens_become_their_rows_of_a_table(ops, dtype, width):
+    table = _random(50, width, dtype=dtype)
+    for kind in (torch.int32, torch.int64):
+        ids = torch.tensor([0, 49, 3, 3, 17], dtype=kind, device=DEVICE)
+        assert ops.embed(ids, table).equal(reference.embed(ids, table))
+
+
 @pytest.mark.parametrize("first_row", [0, 40])
 def test_tokens_that_a_table_does_not_have_become_zeros(ops, dtype, first_row):
     table = _random(50, 1100, dtype=dtype)

@@ -21,6 +21,7 @@ class _VocabParallel(nn.Module):
         self.num_rows = split("padded vocab_size", padded_size, self.tp.size)
         self.first_row = self.tp.rank * self.num_rows
         self.weight = context.empty(self.num_rows, hidden_size)
+        self._ops = context.ops
 
     def weight_loader(self, parameter: nn.Parameter, loaded: Tensor, shard: str = "") -> None:
         """Copy this rank's rows of a whole [vocabulary, hidden]."""
@@ -38,12 +39,8 @@ class VocabParallelEmbedding(_VocabParallel):
     def forward(self, token_ids_T: Tensor) -> Tensor:
         """The tokens' vectors [T, D], whole on every rank."""
         if self.tp.size == 1:
-            return F.embedding(token_ids_T, self.weight)
-        local = token_ids_T - self.first_row
-        is_elsewhere = (local < 0) | (local >= self.num_rows)
-        vectors = F.embedding(local.masked_fill(is_elsewhere, 0), self.weight)
-        vectors.masked_fill_(is_elsewhere.unsqueeze(-1), 0.0)
-        return self.tp.all_reduce(vectors)
+            return self._ops.embed(token_ids_T, self.weight)
+        return self.tp.all_reduce(self._ops.embed(token_ids_T, self.weight, self.first_row))
 
 
 class ParallelLMHead(_VocabParallel):
