@@ -115,6 +115,7 @@ class RankProcess:
         from trimaran.comm.collectives import connect_group
         from trimaran.comm.control import connect_control
         from trimaran.comm.topology import ParallelLayout
+        from trimaran.worker.affinity import pin_near
         from trimaran.worker.device import select_device
         from trimaran.worker.engine import Engine
 
@@ -132,6 +133,7 @@ class RankProcess:
         if device.type == "cuda":
             # Kernels are launched on the current device, whatever their tensors say.
             torch.cuda.set_device(device)
+            pin_near(device)
         self._control = connect_control(world, self._hang_timeout_s)
         tp_world = world.subgroup(topology.tp_ranks)
         self._group = connect_group(tp_world, device, config.start_timeout_s)

@@ -12,6 +12,7 @@ from trimaran.comm.messages import Cancel, RequestFailed, StatsReport, Submit
 from trimaran.comm.supervisor_link import SupervisorLink
 from trimaran.comm.watchdog import Watchdog
 from trimaran.worker.frontend_link import Arrival, FrontendLinks
+from trimaran.worker.garbage import GarbageCollection
 from trimaran.worker.step_times import Part
 from trimaran.worker.step_types import SchedulerOutput
 
@@ -60,9 +61,15 @@ class LeaderLoop:
         self._next_stats = 0.0
         self._num_open = 0
         self._was_busy = False
+        self._garbage = GarbageCollection()
 
     def run(self) -> None:
         """Serve until the supervisor says shutdown."""
+        with self._garbage:
+            self._run()
+        self._watchdog.pause()
+
+    def _run(self) -> None:
         times = self._engine.times
         while not self._is_shutdown_asked():
             is_busy = self._engine.has_work
@@ -79,7 +86,6 @@ class LeaderLoop:
             if self._links.num_open != self._num_open:
                 self._num_open = self._links.num_open
                 self._report_stats()
-        self._watchdog.pause()
 
     def _is_shutdown_asked(self) -> bool:
         for command in self._supervisor.commands():
@@ -112,6 +118,7 @@ class LeaderLoop:
         for source, message in result.messages:
             self._links.send(source, message)
         self._control.keep_alive()
+        self._garbage.after_step()
         if time.monotonic() >= self._next_stats:
             self._report_stats()
 
@@ -120,6 +127,8 @@ class LeaderLoop:
         self._watchdog.pause()
         self._control.mark_idle()
         self._report_stats()
+        self._engine.times.enter(Part.IDLE)
+        self._garbage.at_rest()
 
     def _report_stats(self) -> None:
         self._next_stats = time.monotonic() + self._stats_period_s
@@ -135,7 +144,9 @@ def follow(engine: Engine, control: ControlPlane, watchdog: Watchdog) -> None:
     def describe() -> str:
         return describe_decision(control.last_decision)
 
-    while (decision := control.receive()) is not None:
-        watchdog.watch(describe)
-        engine.follow(decision)
-        watchdog.pause()
+    with GarbageCollection() as garbage:
+        while (decision := control.receive()) is not None:
+            watchdog.watch(describe)
+            engine.follow(decision)
+            garbage.after_step()
+            watchdog.pause()

@@ -1,0 +1,41 @@
+"""When the engine's process looks for garbage."""
+
+import gc
+import weakref
+
+from trimaran.worker import garbage
+from trimaran.worker.garbage import GarbageCollection
+
+
+class Cycle:
+    """Garbage that only the collector finds."""
+
+    def __init__(self) -> None:
+        self.me = self
+
+
+def test_cycles_stay_during_steps_and_go_at_rest(monkeypatch):
+    monkeypatch.setattr(garbage, "IDLE_PERIOD_S", 0.0)
+    with GarbageCollection() as collection:
+        seen = weakref.ref(Cycle())
+        assert not gc.isenabled()
+        collection.after_step()
+        assert seen() is not None
+        collection.at_rest()
+        assert seen() is None
+    assert gc.isenabled()
+
+
+def test_a_loop_that_never_rests_collects_now_and_then(monkeypatch):
+    monkeypatch.setattr(garbage, "BUSY_PERIOD_S", 0.0)
+    with GarbageCollection() as collection:
+        seen = weakref.ref(Cycle())
+        collection.after_step()
+        assert seen() is None
+
+
+def test_a_moment_of_rest_after_another_costs_nothing():
+    with GarbageCollection() as collection:
+        seen = weakref.ref(Cycle())
+        collection.at_rest()
+        assert seen() is not None
