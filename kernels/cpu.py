@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from trimaran.kernels import reference
+from trimaran.kernels.attention import AttentionMetadata, AttentionSpec
 from trimaran.kernels.build import cpu_features
 from trimaran.kernels.decoder import CpuDecoder, Decoder, DecoderShape, LayerWeights
 from trimaran.kernels.kernel import DTYPE_CODES, Kernel
@@ -24,8 +25,6 @@ class CpuOps:
     Tensors are on the CPU and contiguous in their last dim. All instances share one pool of
     threads, and calls are made by one thread at a time.
     """
-
-    pads_to_longest = False
 
     def __init__(self, library: ctypes.CDLL, dtype: torch.dtype, num_threads: int) -> None:
         self._library = library
@@ -185,20 +184,23 @@ class CpuOps:
         self,
         query: Tensor,
         kv_cache: Tensor,
-        query_start_loc: Tensor,
-        seq_lens: Tensor,
-        block_tables: Tensor,
-        scale: float,
-        max_query_len: int,
-        max_seq_len: int,
+        metadata: AttentionMetadata,
+        spec: AttentionSpec,
     ) -> Tensor:
-        """Causal attention over cached keys and values; reads nothing behind a query."""
+        """Causal attention over cached keys and values; reads nothing behind a query.
+
+        A window or a soft cap is torch's.
+        """
+        if spec.window or spec.soft_cap or metadata.rows is not None:
+            return reference.paged_attention(query, kv_cache, metadata, spec)
         tokens, heads, head_size = query.shape
         output = torch.empty((tokens, heads, head_size), dtype=self._dtype)
+        tables = metadata.block_tables
         self._attention(
             self._code, query.data_ptr(), kv_cache.data_ptr(), output.data_ptr(),
-            query_start_loc.data_ptr(), seq_lens.data_ptr(), block_tables.data_ptr(),
-            seq_lens.shape[0], heads, kv_cache.shape[3], head_size, kv_cache.shape[2],
-            query.stride(0), kv_cache.stride(0), block_tables.stride(0), scale,
+            metadata.query_start_loc.data_ptr(), metadata.seq_lens.data_ptr(),
+            tables.data_ptr(), metadata.seq_lens.shape[0], heads, kv_cache.shape[3],
+            head_size, kv_cache.shape[2], query.stride(0), kv_cache.stride(0),
+            tables.stride(0), spec.scale,
         )  # fmt: skip
         return output

@@ -10,6 +10,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from trimaran.kernels.attention import AttentionMetadata, AttentionSpec
 from trimaran.kernels.build import KernelsUnavailableError, load_library
 from trimaran.kernels.cpu import CpuOps
 from trimaran.kernels.decoder import Decoder, DecoderShape, LayerWeights
@@ -20,9 +21,6 @@ logger = logging.getLogger(__name__)
 
 class Ops(Protocol):
     """The operators that layers are made of; `reference` says what each one computes."""
-
-    pads_to_longest: bool
-    """Whether attention takes all sequences of a call as long as the longest."""
 
     @property
     def backends(self) -> dict[str, str]:
@@ -77,19 +75,21 @@ class Ops(Protocol):
         self,
         query: Tensor,
         kv_cache: Tensor,
-        query_start_loc: Tensor,
-        seq_lens: Tensor,
-        block_tables: Tensor,
-        scale: float,
-        max_query_len: int,
-        max_seq_len: int,
+        metadata: AttentionMetadata,
+        spec: AttentionSpec,
     ) -> Tensor: ...
 
 
-def select_ops(device: torch.device, dtype: torch.dtype, num_threads: int = 1) -> Ops:
-    """The fastest operators that this device and dtype have; ``num_threads`` is for a CPU."""
+def select_ops(
+    device: torch.device, dtype: torch.dtype, num_threads: int = 1, deterministic: bool = False
+) -> Ops:
+    """The fastest operators that this device and dtype have; ``num_threads`` is for a CPU.
+
+    With ``deterministic``, the fastest whose result for a token does not depend on the
+    tokens beside it. Those of a CPU never do.
+    """
     if device.type != "cpu":
-        return _gpu_ops()
+        return _gpu_ops(deterministic)
     try:
         return CpuOps(load_library(), dtype, num_threads)
     except KernelsUnavailableError as error:
@@ -97,11 +97,11 @@ def select_ops(device: torch.device, dtype: torch.dtype, num_threads: int = 1) -
         return TorchOps()
 
 
-def _gpu_ops() -> Ops:
+def _gpu_ops(deterministic: bool) -> Ops:
     if importlib.util.find_spec("triton") is None:
         logger.warning("torch serves all operators: the package triton is not installed")
         return TorchOps()
     # Imported only now: a CPU needs no Triton.
     from trimaran.kernels.gpu import TritonOps
 
-    return TritonOps()
+    return TritonOps(deterministic)

@@ -11,6 +11,7 @@ from trimaran.kernels import (
     triton_norm,
     triton_rotary,
 )
+from trimaran.kernels.attention import AttentionMetadata, AttentionSpec
 from trimaran.kernels.torch_ops import TorchOps
 
 _TRITON = (
@@ -20,17 +21,20 @@ _TRITON = (
 
 
 class TritonOps(TorchOps):
-    """Attention and what is done to each token by Triton; products by torch."""
+    """Attention and what is done to each token by Triton; products by torch.
 
-    # Decodes and prompt chunks want other tiles: they are called apart.
-    pads_to_longest = True
+    With ``is_deterministic`` a token's result does not depend on the tokens beside it.
+    """
+
     silu_and_mul = staticmethod(triton_elementwise.silu_and_mul)
     gelu_and_mul = staticmethod(triton_elementwise.gated_activation)
     activation = staticmethod(triton_elementwise.activation)
     embed = staticmethod(triton_elementwise.embed)
     rope_and_cache = staticmethod(triton_rotary.rope_and_cache)
     write_kv = staticmethod(triton_rotary.write_kv)
-    paged_attention = staticmethod(triton_attention.paged_attention)
+
+    def __init__(self, is_deterministic: bool = False) -> None:
+        self.is_deterministic = is_deterministic
 
     @property
     def backends(self) -> dict[str, str]:
@@ -56,3 +60,11 @@ class TritonOps(TorchOps):
     ) -> Tensor:
         """Add ``x`` into ``residual``, which becomes the sum, and normalise it."""
         return triton_norm.layer_norm(x, weight, bias, eps, residual)
+
+    def paged_attention(
+        self, query: Tensor, kv_cache: Tensor, metadata: AttentionMetadata, spec: AttentionSpec
+    ) -> Tensor:
+        """Causal attention of each sequence's last tokens; see `reference.paged_attention`."""
+        return triton_attention.paged_attention(
+            query, kv_cache, metadata, spec, is_deterministic=self.is_deterministic
+        )

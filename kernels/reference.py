@@ -6,6 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from trimaran.kernels.attention import AttentionMetadata, AttentionSpec
+
 # Shapes: T tokens, D and E widths, S sequences, M blocks of the longest sequence, Q queries
 # of the longest sequence, L its tokens, B tokens of a block, N query heads, K key-value
 # heads, G = N / K, H head size, P positions.
@@ -135,40 +137,49 @@ def write_kv(key_TKH: Tensor, value_TKH: Tensor, kv_cache: Tensor, slots_T: Tens
 
 
 def paged_attention(
-    query_TNH: Tensor,
-    kv_cache: Tensor,
-    query_start_loc: Tensor,
-    seq_lens: Tensor,
-    block_tables: Tensor,
-    scale: float,
-    max_query_len: int,
-    max_seq_len: int,
+    query_TNH: Tensor, kv_cache: Tensor, metadata: AttentionMetadata, spec: AttentionSpec
 ) -> Tensor:
     """Causal attention of each sequence's last tokens over its cached keys and values.
 
-    ``kv_cache`` is [blocks, 2, B, K, H] with any block stride; the queries of sequence s
-    are its last ``query_start_loc[s + 1] - query_start_loc[s]`` tokens. Scores are float32.
+    ``kv_cache`` is [blocks, 2, B, K, H] with any strides; the queries of sequence s are its
+    last ``query_start_loc[s + 1] - query_start_loc[s]`` tokens. Scores are float32.
     Vectorised over sequences and without a wait for the device, at the price of padding all
-    to the longest: a batch should hold queries of similar length.
+    of the leading decodes, and all behind them, to the longest.
     """
+    output = torch.empty_like(query_TNH, memory_format=torch.contiguous_format)
+    num_decodes, num_sequences = metadata.num_decodes, metadata.seq_lens.shape[0]
+    # The leading sequences have one token each.
+    if num_decodes:
+        last = query_TNH.shape[0] if num_decodes == num_sequences else num_decodes
+        decodes = metadata.part(0, num_decodes)
+        output[:last] = _attend_padded(query_TNH[:last], kv_cache, decodes, spec)
+    if num_decodes < num_sequences:
+        chunks = metadata.part(num_decodes, num_sequences)
+        output[num_decodes:] = _attend_padded(query_TNH[num_decodes:], kv_cache, chunks, spec)
+    return output
+
+
+def _attend_padded(
+    query_TNH: Tensor, kv_cache: Tensor, metadata: AttentionMetadata, spec: AttentionSpec
+) -> Tensor:
     num_tokens, num_heads, head_size = query_TNH.shape
-    keys, values = _gather_kv(kv_cache, seq_lens, block_tables, max_seq_len)
-    starts = query_start_loc[:-1].long()
-    query_lens = query_start_loc[1:].long() - starts
+    tables = metadata.tables()
+    keys, values = _gather_kv(kv_cache, metadata.seq_lens, tables, metadata.max_seq_len)
+    starts = metadata.query_start_loc[:-1].long()
+    ends = metadata.query_start_loc[1:].long()
+    most = metadata.max_query_len
     tiles = []
-    for first in range(0, max_query_len, _QUERY_TILE):
-        offsets = torch.arange(
-            first, min(first + _QUERY_TILE, max_query_len), device=query_TNH.device
-        )
+    for first in range(0, most, _QUERY_TILE):
+        offsets = torch.arange(first, min(first + _QUERY_TILE, most), device=query_TNH.device)
         rows = (starts[:, None] + offsets).clamp(max=num_tokens - 1)
-        positions = (seq_lens.long() - query_lens)[:, None] + offsets
-        tiles.append(_attend(query_TNH[rows], keys, values, positions, scale))
+        positions = (metadata.seq_lens.long() - (ends - starts))[:, None] + offsets
+        tiles.append(_attend(query_TNH[rows], keys, values, positions, spec))
     padded = torch.cat(tiles, dim=1)
     tokens = torch.arange(num_tokens, device=query_TNH.device)
-    sequences = torch.searchsorted(query_start_loc[1:].long(), tokens, right=True)
+    sequences = torch.searchsorted(ends, tokens, right=True)
     # Padding tokens behind the last sequence read some row; nobody reads theirs.
     sequences = sequences.clamp(max=starts.shape[0] - 1)
-    offsets = (tokens - starts[sequences]).clamp(max=max_query_len - 1)
+    offsets = (tokens - starts[sequences]).clamp(max=most - 1)
     return padded[sequences, offsets].reshape(num_tokens, num_heads, head_size)
 
 
@@ -191,14 +202,23 @@ def _gather_kv(
 
 
 def _attend(
-    query_SQNH: Tensor, key_SLKH: Tensor, value_SLKH: Tensor, position_SQ: Tensor, scale: float
+    query_SQNH: Tensor,
+    key_SLKH: Tensor,
+    value_SLKH: Tensor,
+    position_SQ: Tensor,
+    spec: AttentionSpec,
 ) -> Tensor:
     num_sequences, num_queries, _, head_size = query_SQNH.shape
     groups = (num_sequences, num_queries, key_SLKH.shape[2], -1, head_size)
-    query = query_SQNH.float().view(groups) * scale
+    query = query_SQNH.float().view(groups) * spec.scale
     scores = torch.einsum("sqkgh,slkh->sqkgl", query, key_SLKH)
+    if spec.soft_cap > 0:
+        scores = spec.soft_cap * torch.tanh(scores / spec.soft_cap)
     tokens = torch.arange(key_SLKH.shape[1], device=scores.device)
-    is_future = tokens > position_SQ[:, :, None]
-    scores = scores.masked_fill(is_future[:, :, None, None, :], float("-inf"))
+    is_hidden = tokens > position_SQ[:, :, None]
+    if spec.window > 0:
+        is_past = tokens <= position_SQ[:, :, None] - spec.window
+        is_hidden |= is_past & (tokens >= spec.num_sinks)
+    scores = scores.masked_fill(is_hidden[:, :, None, None, :], float("-inf"))
     output = torch.einsum("sqkgl,slkh->sqkgh", torch.softmax(scores, dim=-1), value_SLKH)
     return output.flatten(2, 3).to(query_SQNH.dtype)

@@ -11,8 +11,6 @@ from trimaran.kernels.decoder import Decoder, DecoderShape, LayerWeights
 class TorchOps:
     """All operators in plain torch, on any device."""
 
-    pads_to_longest = True
-
     linear = staticmethod(reference.linear)
     linear_float32 = staticmethod(reference.linear_float32)
     rms_norm = staticmethod(reference.rms_norm)

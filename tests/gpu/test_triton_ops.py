@@ -85,32 +85,3 @@ def test_keys_and_values_reach_their_slots_and_no_other(ops, dtype):
 
     reference.write_kv(qkv[:, 4:6], qkv[:, 6:], expected[:, 1], slots)
     assert pool.equal(expected)
-
-
-CASES = {
-    "decodes": [(0, 1), (7, 1), (8, 1), (30, 1)],
-    "long decodes": [(0, 1), (255, 1), (256, 1), (700, 1)],
-    "chunks": [(0, 1), (0, 8), (5, 20), (9, 70), (200, 3)],
-}
-SHAPES = [(4, 2, 32, 8), (8, 1, 64, 32), (4, 4, 16, 16), (6, 2, 80, 16), (32, 8, 128, 32)]
-
-
-@pytest.mark.parametrize("name", list(CASES))
-@pytest.mark.parametrize(("heads", "kv_heads", "head_size", "block_size"), SHAPES)
-def test_attention_is_that_of_the_reference(
-    ops, dtype, name, heads, kv_heads, head_size, block_size
-):
-    lengths = CASES[name]
-    starts = torch.tensor([0, *(q for _, q in lengths)]).cumsum(0).int().to(DEVICE)
-    lens = torch.tensor([past + q for past, q in lengths], dtype=torch.int32, device=DEVICE)
-    most = -(-int(lens.max()) // block_size)
-    order = torch.randperm(most * len(lengths), generator=torch.Generator().manual_seed(5))
-    tables = order.int().view(len(lengths), most).to(DEVICE)
-    pool = _random(len(order), 2, 2, block_size, kv_heads, head_size, dtype=dtype, seed=4)
-    query = _random(int(starts[-1]), heads, head_size, dtype=dtype, seed=9)
-    call = (query, pool[:, 1], starts, lens, tables, head_size**-0.5)
-    longest = (max(q for _, q in lengths), int(lens.max()))
-
-    actual = ops.paged_attention(*call, *longest)
-
-    _close(actual, reference.paged_attention(*call, *longest), 2)

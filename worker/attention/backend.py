@@ -9,8 +9,14 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-# Shapes: T tokens of the step, S sequences of the step, M blocks of the longest sequence,
-# N query heads, K key-value heads, H head size, B tokens of a block.
+from trimaran.kernels.attention import AttentionMetadata, AttentionSpec
+
+# Shapes: T tokens of the step, N query heads, K key-value heads, H head size, B tokens of a
+# block.
+
+__all__ = [
+    "AttentionBackend", "AttentionMetadata", "AttentionSpec", "ForwardContext", "KVCacheSpec",
+]  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,42 +38,14 @@ class KVCacheSpec:
 
 
 @dataclass(slots=True, kw_only=True)
-class AttentionMetadata:
-    """Where the tokens of one step stand in their sequences and in the KV cache.
-
-    Tensors are on the model's device; the integers are upper bounds known to the host, so
-    that no backend waits for the device.
-    """
-
-    query_start_loc: Tensor
-    """int32 [S + 1]: sequence s owns the step's tokens ``[loc[s], loc[s + 1])``."""
-
-    seq_lens: Tensor
-    """int32 [S]: tokens of the sequence in the cache after this step."""
-
-    block_tables: Tensor
-    """int32 [S, M]: blocks of each sequence; entries beyond its length are ignored."""
-
-    slot_mapping: Tensor
-    """int64 [T]: ``block * B + offset`` that each token's KV goes to."""
-
-    max_query_len: int
-    max_seq_len: int
-
-    num_decodes: int = 0
-    """How many leading sequences have exactly one query token. 0 is always right; the
-    true number lets a backend treat decodes and prompt chunks apart."""
-
-
-@dataclass(slots=True, kw_only=True)
 class ForwardContext:
     """What a layer may read of the step beside its input."""
 
     attention: AttentionMetadata
 
     kv_caches: Sequence[Tensor]
-    """One tensor a layer of this rank's stage, [num_blocks, 2, B, K, H]: views
-    ``pool[:, layer]`` of the block-major pool, so block strides are larger than a block."""
+    """One tensor a layer of this rank's stage, [num_blocks, 2, B, K, H]: a view of the pool
+    of all layers, so that strides are those of the pool."""
 
 
 class AttentionBackend(Protocol):
@@ -83,7 +61,12 @@ class AttentionBackend(Protocol):
         value_TKH: Tensor,
         kv_cache: Tensor,
         metadata: AttentionMetadata,
-        scale: float,
     ) -> Tensor:
         """Write keys and values to their slots, then attend causally. Returns [T, N, H]."""
+        ...
+
+    def attend(
+        self, query_TNH: Tensor, kv_cache: Tensor, metadata: AttentionMetadata
+    ) -> Tensor:
+        """Attend to keys and values that are in their slots already. Returns [T, N, H]."""
         ...

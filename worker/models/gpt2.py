@@ -6,7 +6,11 @@ from typing import cast
 
 from torch import Tensor, nn
 
-from trimaran.worker.attention.backend import AttentionBackend, ForwardContext
+from trimaran.worker.attention.backend import (
+    AttentionBackend,
+    AttentionSpec,
+    ForwardContext,
+)
 from trimaran.worker.attention.paged import PagedAttention
 from trimaran.worker.layers.activation import Activation
 from trimaran.worker.layers.embedding import (
@@ -43,7 +47,6 @@ class GPT2Attention(nn.Module):
     def __init__(self, config: PretrainedConfig, context: LayerContext) -> None:
         super().__init__()
         self.head_size = config.head_size
-        self.scale = config.head_size**-0.5
         heads = config.num_attention_heads
         self.qkv_proj = QKVParallelLinear(
             context, config.hidden_size, config.head_size, heads, heads, bias=True
@@ -51,7 +54,9 @@ class GPT2Attention(nn.Module):
         self.o_proj = RowParallelLinear(
             context, heads * config.head_size, config.hidden_size, bias=True
         )
-        self._backend: AttentionBackend = PagedAttention(context.ops)
+        self._backend: AttentionBackend = PagedAttention(
+            context.ops, AttentionSpec(scale=config.head_size**-0.5)
+        )
 
     def forward(self, hidden_TD: Tensor, kv_cache: Tensor, context: ForwardContext) -> Tensor:
         """Attend over this layer's cache. Collective over the tensor group."""
@@ -64,7 +69,6 @@ class GPT2Attention(nn.Module):
             heads_TNH[:, 2 * heads :],
             kv_cache,
             context.attention,
-            self.scale,
         )
         return self.o_proj.forward(output_TNH.flatten(1))
 

@@ -6,7 +6,11 @@ from typing import cast
 
 from torch import Tensor, nn
 
-from trimaran.worker.attention.backend import AttentionBackend, ForwardContext
+from trimaran.worker.attention.backend import (
+    AttentionBackend,
+    AttentionSpec,
+    ForwardContext,
+)
 from trimaran.worker.attention.paged import PagedAttention
 from trimaran.worker.layers.activation import SiluAndMul
 from trimaran.worker.layers.embedding import ParallelLMHead, VocabParallelEmbedding
@@ -32,7 +36,6 @@ class LlamaAttention(nn.Module):
     ) -> None:
         super().__init__()
         self.head_size = config.head_size
-        self.scale = config.head_size**-0.5
         self.qkv_proj = QKVParallelLinear(
             context,
             config.hidden_size,
@@ -51,7 +54,9 @@ class LlamaAttention(nn.Module):
         self._num_rotated = self.qkv_proj.num_heads + self.qkv_proj.num_kv_heads
         # Shared by all layers and owned by the model.
         self._rotary = [rotary]
-        self._backend: AttentionBackend = PagedAttention(context.ops)
+        self._backend: AttentionBackend = PagedAttention(
+            context.ops, AttentionSpec(scale=config.head_size**-0.5)
+        )
 
     def forward(
         self, hidden_TD: Tensor, positions_T: Tensor, kv_cache: Tensor, context: ForwardContext
@@ -67,7 +72,6 @@ class LlamaAttention(nn.Module):
             heads_TNH[:, self._num_rotated :],
             kv_cache,
             context.attention,
-            self.scale,
         )
         return self.o_proj.forward(output_TNH.flatten(1))
 

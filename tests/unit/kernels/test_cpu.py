@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from trimaran.kernels import reference
+from trimaran.kernels.attention import AttentionMetadata, AttentionSpec
 from trimaran.kernels.build import load_library
 from trimaran.kernels.cpu import CpuOps
 
@@ -148,18 +149,22 @@ class _Batch:
             reference.write_kv(key, value, self.cache, slots[:length])
         self.query = _random(int(self.starts[-1]), heads, head_size, dtype=dtype, seed=9)
         self.longest = (max(q for _, q in sequences), int(self.lens.max()))
-        self.scale = head_size**-0.5
+        self.spec = AttentionSpec(scale=head_size**-0.5)
 
     def run(self, ops, first=0, end=None):
         """Attention of the sequences from ``first`` to ``end``."""
         end = len(self.lens) if end is None else end
         tokens = slice(int(self.starts[first]), int(self.starts[end]))
-        starts = self.starts[first : end + 1] - self.starts[first]
         chosen = slice(first, end)
-        return ops.paged_attention(
-            self.query[tokens], self.cache, starts, self.lens[chosen], self.tables[chosen],
-            self.scale, *self.longest,
-        )  # fmt: skip
+        metadata = AttentionMetadata(
+            query_start_loc=self.starts[first : end + 1] - self.starts[first],
+            seq_lens=self.lens[chosen],
+            block_tables=self.tables[chosen],
+            slot_mapping=self.lens[chosen].long(),
+            max_query_len=self.longest[0],
+            max_seq_len=self.longest[1],
+        )
+        return ops.paged_attention(self.query[tokens], self.cache, metadata, self.spec)
 
 
 MIXED = [(0, 1), (7, 1), (8, 1), (30, 1), (0, 8), (5, 20), (9, 7), (200, 3)]
@@ -198,8 +203,14 @@ def test_a_chunked_prompt_attends_as_a_whole_one(ops, dtype):
     whole = _Batch(dtype, [(0, 50)])
     expected = whole.run(ops)
     for first, end in ((0, 1), (1, 14), (14, 50)):
-        actual = ops.paged_attention(
-            whole.query[first:end], whole.cache, torch.tensor([0, end - first]).int(),
-            torch.tensor([end]).int(), whole.tables, whole.scale, end - first, end,
-        )  # fmt: skip
+        metadata = AttentionMetadata(
+            query_start_loc=torch.tensor([0, end - first]).int(),
+            seq_lens=torch.tensor([end]).int(),
+            block_tables=whole.tables,
+            slot_mapping=torch.arange(first, end),
+            max_query_len=end - first,
+            max_seq_len=end,
+        )
+        query = whole.query[first:end]
+        actual = ops.paged_attention(query, whole.cache, metadata, whole.spec)
         assert actual.equal(expected[first:end])

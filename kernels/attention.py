@@ -1,0 +1,90 @@
+"""What attention kernels are told: where a step's tokens stand, and which keys they see."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+# Shapes: T tokens of the step, S sequences of the step, R rows, M blocks of the longest
+# sequence, B tokens of a block.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionSpec:
+    """Which keys a query sees, and how its scores are formed. The same for all of a layer."""
+
+    scale: float
+    """Factor of the products of queries and keys."""
+
+    window: int = 0
+    """Tokens a query looks back at, itself included; 0 means all."""
+
+    num_sinks: int = 0
+    """First tokens of a sequence that are seen whatever the window."""
+
+    soft_cap: float = 0.0
+    """Scores become ``cap * tanh(score / cap)``; 0 leaves them."""
+
+    def __post_init__(self) -> None:
+        if min(self.window, self.num_sinks, self.soft_cap) < 0:
+            raise ValueError(
+                f"attention takes window ({self.window}), num_sinks ({self.num_sinks}) and "
+                f"soft_cap ({self.soft_cap}) from 0 on. Set what is not wanted to 0."
+            )
+
+
+@dataclass(slots=True, kw_only=True)
+class AttentionMetadata:
+    """Where the tokens of one step stand in their sequences and in the KV cache.
+
+    Tensors are on the model's device; the integers are upper bounds known to the host, so
+    that no kernel waits for the device.
+    """
+
+    query_start_loc: Tensor
+    """int32 [S + 1]: sequence s owns the step's tokens ``[loc[s], loc[s + 1])``."""
+
+    seq_lens: Tensor
+    """int32 [S]: tokens of the sequence in the cache after this step."""
+
+    block_tables: Tensor
+    """int32 [S, M], or [R, M] with ``rows``: blocks of each sequence; entries beyond its
+    length are ignored."""
+
+    slot_mapping: Tensor
+    """int64 [T]: ``block * B + offset`` that each token's KV goes to."""
+
+    max_query_len: int
+    max_seq_len: int
+
+    num_decodes: int = 0
+    """How many leading sequences have exactly one query token. 0 is always right; the
+    true number lets a kernel treat decodes and prompt chunks apart."""
+
+    rows: Tensor | None = None
+    """int32 [S]: sequence s has the blocks ``block_tables[rows[s]]``; None: row s."""
+
+    plans: dict[tuple[Any, ...], Any] = field(default_factory=dict)
+    """What kernels made of this step for the layers behind the first, by their settings."""
+
+    def part(self, first: int, end: int) -> AttentionMetadata:
+        """Of the sequences ``first`` to ``end - 1``: all leading decodes, or all others."""
+        return AttentionMetadata(
+            query_start_loc=self.query_start_loc[first : end + 1] - first,
+            seq_lens=self.seq_lens[first:end],
+            block_tables=self.block_tables
+            if self.rows is not None
+            else self.block_tables[first:end],
+            slot_mapping=self.slot_mapping[first:],
+            max_query_len=1 if first == 0 and self.num_decodes else self.max_query_len,
+            max_seq_len=self.max_seq_len,
+            rows=None if self.rows is None else self.rows[first:end],
+        )
+
+    def tables(self) -> Tensor:
+        """The block table of each sequence of the step, [S, M]."""
+        if self.rows is None:
+            return self.block_tables
+        return self.block_tables.index_select(0, self.rows)

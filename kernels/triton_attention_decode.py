@@ -1,0 +1,175 @@
+"""Paged attention of sequences with one query each: Triton kernel and its launch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton  # type: ignore[import-not-found,import-untyped,unused-ignore]
+import triton.language as tl  # type: ignore[import-not-found,import-untyped,unused-ignore]
+from torch import Tensor
+
+from trimaran.kernels.attention import AttentionMetadata, AttentionSpec
+from trimaran.kernels.triton_attention_plan import DecodePlan, plan_decodes
+from trimaran.kernels.triton_attention_scores import score_factors, softmax_step
+
+# Shapes: S sequences, N query heads, K key-value heads, G = N / K, H head size, B tokens of a
+# block, I pieces of all sequences.
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeConfig:
+    """How one program works."""
+
+    tile: int = 64
+    """Keys in one step of the loop."""
+
+    num_warps: int = 4
+    num_stages: int = 3
+
+
+@triton.jit  # type: ignore[untyped-decorator,unused-ignore]
+def _merge(  # type: ignore[no-untyped-def]
+    partial, log_sums, first_piece, num_pieces, heads, is_head, NUM_HEADS: tl.constexpr,
+    HEAD: tl.constexpr, HEAD_PADDED: tl.constexpr, GROUP_PADDED: tl.constexpr,
+):  # fmt: skip
+    """Weighs the results of a sequence's pieces by their sums, in the pieces' order."""
+    dims = tl.arange(0, HEAD_PADDED)
+    top = tl.full([GROUP_PADDED], float("-inf"), tl.float32)
+    total = tl.zeros([GROUP_PADDED], tl.float32)
+    acc = tl.zeros([GROUP_PADDED, HEAD_PADDED], tl.float32)
+    mask = is_head[:, None] & (dims < HEAD)[None, :]
+    for piece in range(first_piece, first_piece + num_pieces):
+        place = piece * NUM_HEADS + heads
+        # Written by other multiprocessors: past the first-level cache.
+        log_sum = tl.load(log_sums + place, mask=is_head, other=0.0, cache_modifier=".cg")
+        value = tl.load(
+            partial + place[:, None] * HEAD + dims[None, :], mask=mask, other=0.0,
+            cache_modifier=".cg",
+        )  # fmt: skip
+        new_top = tl.maximum(top, log_sum)
+        decay, weight = tl.exp2(top - new_top), tl.exp2(log_sum - new_top)
+        acc = acc * decay[:, None] + value * weight[:, None]
+        total = total * decay + weight
+        top = new_top
+    return acc / total[:, None]
+
+
+@triton.jit  # type: ignore[untyped-decorator,unused-ignore]
+def _decode_kernel(  # type: ignore[no-untyped-def]
+    query, cache, output, pieces, counters, partial, log_sums, tables, scale, cap,
+    query_stride, output_stride, table_stride,
+    block_stride, value_offset, token_stride, head_stride,
+    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, GROUP_PADDED: tl.constexpr,
+    HEAD: tl.constexpr, HEAD_PADDED: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr,
+    SINKS: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_CAP: tl.constexpr,
+    PRECISION: tl.constexpr, USE_PDL: tl.constexpr,
+):  # fmt: skip
+    """One piece of a sequence's keys for the query heads of one key-value head.
+
+    A sequence's only piece writes to ``output`` [S, N, H]. Of several, each writes a
+    partial result, and the one that is done last weighs them all.
+    """
+    kv_head = tl.program_id(0) % KV_HEADS
+    num_pieces_of_all = tl.load(pieces)
+    group, dims = tl.arange(0, GROUP_PADDED), tl.arange(0, HEAD_PADDED)
+    heads = kv_head * GROUP + group
+    is_head = group < GROUP
+    is_dim = dims < HEAD
+    head_mask = is_head[:, None] & is_dim[None, :]
+    keys_of_head = cache + kv_head * head_stride + dims[None, :]
+    if USE_PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    for piece in range(
+        tl.program_id(0) // KV_HEADS, num_pieces_of_all, tl.num_programs(0) // KV_HEADS
+    ):
+        at = pieces + (1 + piece) * 8
+        sequence, row = tl.load(at).to(tl.int64), tl.load(at + 1).to(tl.int64)
+        start, end = tl.load(at + 2), tl.load(at + 3)
+        first_piece, num_pieces = tl.load(at + 4), tl.load(at + 5)
+        skipped = tl.load(at + 6)
+        from_query = query + sequence * query_stride + heads[:, None] * HEAD + dims[None, :]
+        q = tl.load(from_query, mask=head_mask, other=0.0)
+        top = tl.full([GROUP_PADDED], float("-inf"), tl.float32)
+        total = tl.zeros([GROUP_PADDED], tl.float32)
+        acc = tl.zeros([GROUP_PADDED, HEAD_PADDED], tl.float32)
+        table = tables + row * table_stride
+        for at_key in range(start, end, TILE):
+            keys = at_key + tl.arange(0, TILE)
+            is_key = keys < end
+            if HAS_WINDOW:
+                keys = tl.where(keys < SINKS, keys, keys + skipped)
+            blocks = tl.load(table + keys // BLOCK, mask=is_key, other=0).to(tl.int64)
+            places = blocks * block_stride + keys % BLOCK * token_stride
+            place = keys_of_head + places[:, None]
+            mask = is_key[:, None] & is_dim[None, :]
+            k = tl.load(place, mask=mask, other=0.0)
+            v = tl.load(place + value_offset, mask=mask, other=0.0)
+            top, total, acc = softmax_step(
+                q, k, v, is_key[None, :], scale, cap, top, total, acc, HAS_CAP, True,
+                PRECISION,
+            )  # fmt: skip
+        to_output = output + sequence * output_stride + heads[:, None] * HEAD + dims[None, :]
+        result = acc / tl.where(total == 0.0, 1.0, total)[:, None]
+        if num_pieces == 1:
+            tl.store(to_output, result.to(output.dtype.element_ty), mask=head_mask)
+        else:
+            place = piece * (KV_HEADS * GROUP) + heads
+            tl.store(partial + place[:, None] * HEAD + dims[None, :], result, mask=head_mask)
+            tl.store(log_sums + place, top + tl.log2(total), mask=is_head)
+            # All threads' stores come before the count.
+            tl.debug_barrier()
+            counter = counters + sequence * KV_HEADS + kv_head
+            num_done = tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu")
+            if num_done == num_pieces - 1:
+                tl.store(counter, 0)
+                result = _merge(
+                    partial, log_sums, first_piece, num_pieces, heads, is_head,
+                    KV_HEADS * GROUP, HEAD, HEAD_PADDED, GROUP_PADDED,
+                )  # fmt: skip
+                tl.store(to_output, result.to(output.dtype.element_ty), mask=head_mask)
+
+
+def decode(
+    query_SNH: Tensor,
+    kv_cache: Tensor,
+    metadata: AttentionMetadata,
+    spec: AttentionSpec,
+    output_SNH: Tensor,
+    *,
+    is_fixed: bool = False,
+    config: DecodeConfig | None = None,
+) -> None:
+    """Attention of the first S sequences of a step, one query each, into ``output``.
+
+    ``kv_cache`` [blocks, 2, B, K, H] may have any strides but 1 in its last dim. With
+    ``is_fixed`` a sequence's result does not depend on the others. The number of sequences
+    alone decides what is launched: safe under CUDA graph capture, and a replay may have
+    any lengths up to those of the block table.
+    """
+    num_sequences, num_heads, head_size = query_SNH.shape
+    num_kv_heads = kv_cache.shape[3]
+    heads = (num_heads, num_kv_heads, head_size)
+    key = ("decode", heads, spec.window, spec.num_sinks, is_fixed)
+    plan: DecodePlan | None = metadata.plans.get(key)
+    if plan is None:
+        plan = plan_decodes(metadata, spec, heads, num_sequences, is_fixed)
+        metadata.plans[key] = plan
+    config = config or DecodeConfig()
+    scale, cap = score_factors(spec)
+    group = num_heads // num_kv_heads
+    strides = kv_cache.stride()
+    _decode_kernel[(plan.num_programs * num_kv_heads,)](
+        query_SNH, kv_cache, output_SNH, plan.pieces, plan.counters, plan.partial,
+        plan.log_sums, metadata.block_tables, scale, cap, query_SNH.stride(0),
+        output_SNH.stride(0), metadata.block_tables.stride(0),
+        strides[0], strides[1], strides[2], strides[3],
+        KV_HEADS=num_kv_heads, GROUP=group,
+        GROUP_PADDED=max(16, triton.next_power_of_2(group)), HEAD=head_size,
+        HEAD_PADDED=max(16, triton.next_power_of_2(head_size)), BLOCK=kv_cache.shape[2],
+        TILE=config.tile, SINKS=spec.num_sinks, HAS_WINDOW=spec.window > 0,
+        HAS_CAP=spec.soft_cap > 0,
+        PRECISION="ieee" if query_SNH.dtype is torch.float32 else "tf32", USE_PDL=False,
+        num_warps=config.num_warps, num_stages=config.num_stages,
+    )  # fmt: skip

@@ -1,0 +1,145 @@
+"""How a step's decodes are cut into pieces of about equal length, decided on the device."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+import triton  # type: ignore[import-not-found,import-untyped,unused-ignore]
+import triton.language as tl  # type: ignore[import-not-found,import-untyped,unused-ignore]
+from torch import Tensor
+
+from trimaran.kernels.attention import AttentionMetadata, AttentionSpec
+
+# Shapes: S sequences, K key-value heads, N query heads, H head size, I pieces at most.
+
+TILE = 32
+"""Pieces are whole tiles of keys, but for a sequence's last."""
+
+MIN_PIECE = 64
+"""Keys of the smallest piece: below, starting a program costs more than its reads."""
+
+FIXED_PIECE = 256
+"""Keys of a piece where results must not depend on the batch."""
+
+PROGRAMS_PER_SM = 6
+"""Programs that a multiprocessor is given in turn, so that few are idle at the end."""
+
+_WRITERS = 16
+
+
+@dataclass(slots=True)
+class DecodePlan:
+    """The pieces of one step's decodes, the same for all layers, and their workspace."""
+
+    pieces: Tensor
+    """int32 [1 + I, 8]: the number of pieces; then each one's sequence, row, first and end
+    key, first piece and number of pieces of the sequence, keys left out behind the sinks."""
+
+    counters: Tensor
+    """int32 [S, K]: pieces done. Zero between launches."""
+
+    partial: Tensor
+    """float32 [I, N, H]: a piece's result."""
+
+    log_sums: Tensor
+    """float32 [I, N]: base 2 logarithm of the sum of a piece's weights."""
+
+    num_programs: int
+    """Programs a key-value head: one a piece, or fewer that take several in turn."""
+
+
+@triton.jit(do_not_specialize=["num_sequences", "target"])  # type: ignore[untyped-decorator,unused-ignore]
+def _plan_kernel(  # type: ignore[no-untyped-def]
+    seq_lens, rows, pieces, counters, num_sequences, target,
+    KV_HEADS: tl.constexpr, WINDOW: tl.constexpr, SINKS: tl.constexpr, TILE: tl.constexpr,
+    FIXED: tl.constexpr, MIN: tl.constexpr, HAS_ROWS: tl.constexpr, SPAN: tl.constexpr,
+    WRITERS: tl.constexpr,
+):  # fmt: skip
+    """Each program finds all pieces and writes every WRITERS-th of each sequence."""
+    writer = tl.program_id(0)
+    sequences = tl.arange(0, SPAN)
+    is_sequence = sequences < num_sequences
+    length = tl.load(seq_lens + sequences, mask=is_sequence, other=0)
+    row = sequences
+    if HAS_ROWS:
+        row = tl.load(rows + sequences, mask=is_sequence, other=0)
+    skipped = tl.zeros_like(length)
+    if WINDOW > 0:
+        skipped = tl.maximum(length - WINDOW - SINKS, 0)
+    seen = length - skipped
+    if FIXED > 0:
+        size = tl.zeros_like(seen) + FIXED
+    else:
+        wanted = tl.maximum((tl.sum(seen) + target - 1) // target, MIN)
+        number = tl.maximum((seen + wanted - 1) // wanted, 1)
+        each = (seen + number - 1) // number
+        size = tl.maximum((each + TILE - 1) // TILE, 1) * TILE
+    # A sequence of no tokens still has a piece, which writes zeros.
+    num_pieces = tl.maximum((seen + size - 1) // size, 1)
+    num_pieces = tl.where(is_sequence, num_pieces, 0)
+    first_piece = tl.cumsum(num_pieces) - num_pieces
+    for number in range(writer, tl.max(num_pieces), WRITERS):
+        is_piece = number < num_pieces
+        at = pieces + (1 + first_piece + number) * 8
+        tl.store(at, sequences, mask=is_piece)
+        tl.store(at + 1, row, mask=is_piece)
+        tl.store(at + 2, number * size, mask=is_piece)
+        tl.store(at + 3, tl.minimum((number + 1) * size, seen), mask=is_piece)
+        tl.store(at + 4, first_piece, mask=is_piece)
+        tl.store(at + 5, num_pieces, mask=is_piece)
+        tl.store(at + 6, skipped, mask=is_piece)
+    if writer == 0:
+        tl.store(pieces, tl.sum(num_pieces))
+        for head in range(KV_HEADS):
+            tl.store(counters + sequences * KV_HEADS + head, 0, mask=is_sequence)
+
+
+@lru_cache(maxsize=8)
+def num_processors(device: torch.device) -> int:
+    """Multiprocessors of a GPU; those of an H200 where kernels are interpreted."""
+    if device.type != "cuda":
+        return 132
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def plan_decodes(
+    metadata: AttentionMetadata,
+    spec: AttentionSpec,
+    heads: tuple[int, int, int],
+    num_sequences: int,
+    is_fixed: bool,
+) -> DecodePlan:
+    """Cut the first ``num_sequences`` sequences, each with one query, into pieces.
+
+    ``heads`` are the numbers of query and of key-value heads and the head size. Without
+    ``is_fixed`` the pieces share out what the step reads, so a long sequence beside short
+    ones gets more programs. Nothing depends on the lengths but what is on the device: safe
+    under CUDA graph capture.
+    """
+    num_heads, num_kv_heads, head_size = heads
+    device = metadata.seq_lens.device
+    processors = num_processors(device)
+    target = max(1, processors * PROGRAMS_PER_SM // num_kv_heads)
+    most = num_sequences + target
+    num_programs = most
+    if is_fixed:
+        most = num_sequences * triton.cdiv(metadata.max_seq_len, FIXED_PIECE)
+        num_programs = min(most, 4 * target)
+    plan = DecodePlan(
+        pieces=torch.empty((1 + most, 8), dtype=torch.int32, device=device),
+        counters=torch.empty((num_sequences, num_kv_heads), dtype=torch.int32, device=device),
+        partial=torch.empty((most, num_heads, head_size), device=device, dtype=torch.float32),
+        log_sums=torch.empty((most, num_heads), device=device, dtype=torch.float32),
+        num_programs=num_programs,
+    )
+    has_rows = metadata.rows is not None
+    _plan_kernel[(_WRITERS,)](
+        metadata.seq_lens, metadata.rows if has_rows else metadata.seq_lens, plan.pieces,
+        plan.counters, num_sequences, target, KV_HEADS=num_kv_heads, WINDOW=spec.window,
+        SINKS=spec.num_sinks, TILE=TILE, FIXED=FIXED_PIECE if is_fixed else 0, MIN=MIN_PIECE,
+        HAS_ROWS=has_rows, SPAN=max(16, triton.next_power_of_2(num_sequences)),
+        WRITERS=_WRITERS,
+    )  # fmt: skip
+    return plan

@@ -1,0 +1,194 @@
+"""Paged attention of sequences with several queries each: Triton kernels and their launch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton  # type: ignore[import-not-found,import-untyped,unused-ignore]
+import triton.language as tl  # type: ignore[import-not-found,import-untyped,unused-ignore]
+from torch import Tensor
+
+from trimaran.kernels.attention import AttentionMetadata, AttentionSpec
+from trimaran.kernels.triton_attention_scores import score_factors, softmax_step
+
+# Shapes: T tokens, S sequences, N query heads, K key-value heads, G = N / K, H head size,
+# B tokens of a block, I tiles of queries at most.
+
+_WRITERS = 16
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillConfig:
+    """How one program works."""
+
+    tile_m: int = 128
+    """Rows of queries, one a query and head of the group."""
+
+    tile_n: int = 64
+    """Keys in one step of the loop."""
+
+    num_warps: int = 8
+    num_stages: int = 3
+
+
+@triton.jit(do_not_specialize=["num_sequences"])  # type: ignore[untyped-decorator,unused-ignore]
+def _tiles_kernel(  # type: ignore[no-untyped-def]
+    query_start_loc, rows, tiles, num_sequences, STEP: tl.constexpr, HAS_ROWS: tl.constexpr,
+    SPAN: tl.constexpr, WRITERS: tl.constexpr,
+):  # fmt: skip
+    """Lists all tiles of STEP queries; each program writes every WRITERS-th of a sequence."""
+    writer = tl.program_id(0)
+    sequences = tl.arange(0, SPAN)
+    is_sequence = sequences < num_sequences
+    first = tl.load(query_start_loc + sequences, mask=is_sequence, other=0)
+    end = tl.load(query_start_loc + sequences + 1, mask=is_sequence, other=0)
+    row = sequences
+    if HAS_ROWS:
+        row = tl.load(rows + sequences, mask=is_sequence, other=0)
+    num_tiles = (end - first + STEP - 1) // STEP
+    behind = tl.cumsum(num_tiles)
+    for number in range(writer, tl.max(num_tiles), WRITERS):
+        is_tile = number < num_tiles
+        # The last queries see most keys: they start first.
+        at = tiles + (behind - number) * 4
+        tl.store(at, sequences, mask=is_tile)
+        tl.store(at + 1, row, mask=is_tile)
+        tl.store(at + 2, number * STEP, mask=is_tile)
+    if writer == 0:
+        tl.store(tiles, tl.sum(num_tiles))
+
+
+@triton.jit  # type: ignore[untyped-decorator,unused-ignore]
+def _prefill_kernel(  # type: ignore[no-untyped-def]
+    query, cache, output, tiles, query_start_loc, seq_lens, tables, scale, cap,
+    query_stride, output_stride, table_stride,
+    block_stride, value_offset, token_stride, head_stride,
+    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD: tl.constexpr,
+    HEAD_PADDED: tl.constexpr, BLOCK: tl.constexpr, TILE_M: tl.constexpr,
+    TILE_N: tl.constexpr, WINDOW: tl.constexpr, SINKS: tl.constexpr, HAS_CAP: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """One tile of a sequence's queries, of all heads that share a key-value head.
+
+    Keys in front of a window are left out in whole tiles, but for those of the sinks.
+    """
+    kv_head, tile = tl.program_id(0) % KV_HEADS, tl.program_id(0) // KV_HEADS
+    if tile >= tl.load(tiles):
+        return
+    sequence, row = tl.load(tiles + (1 + tile) * 4), tl.load(tiles + (1 + tile) * 4 + 1)
+    start_query = tl.load(tiles + (1 + tile) * 4 + 2)
+    first = tl.load(query_start_loc + sequence)
+    num_queries = tl.load(query_start_loc + sequence + 1) - first
+    past = tl.load(seq_lens + sequence) - num_queries
+    step: tl.constexpr = TILE_M // GROUP
+    rows, dims = tl.arange(0, TILE_M), tl.arange(0, HEAD_PADDED)
+    queries = start_query + rows // GROUP
+    heads = kv_head * GROUP + rows % GROUP
+    is_row = (queries < num_queries) & (rows < step * GROUP)
+    is_dim = dims < HEAD
+    places = (first + queries).to(tl.int64)
+    mask = is_row[:, None] & is_dim[None, :]
+    from_query = places[:, None] * query_stride + heads[:, None] * HEAD + dims[None, :]
+    q = tl.load(query + from_query, mask=mask, other=0.0)
+    top = tl.full([TILE_M], float("-inf"), tl.float32)
+    total = tl.zeros([TILE_M], tl.float32)
+    acc = tl.zeros([TILE_M, HEAD_PADDED], tl.float32)
+    table = tables + row.to(tl.int64) * table_stride
+    from_cache = cache + kv_head * head_stride + dims[None, :]
+    positions = past + queries
+    end = past + tl.minimum(start_query + step, num_queries)
+    sink_end: tl.constexpr = (SINKS + TILE_N - 1) // TILE_N * TILE_N
+    skipped = 0
+    # All queries of the tile see the keys in front of this one.
+    masked_from = (past + start_query + 1) // TILE_N * TILE_N
+    if WINDOW > 0:
+        in_front = tl.maximum(past + start_query - WINDOW + 1, 0) // TILE_N * TILE_N
+        skipped = tl.maximum(in_front - sink_end, 0)
+        masked_from = 0
+    for at in range(0, masked_from, TILE_N):
+        keys = at + tl.arange(0, TILE_N)
+        blocks = tl.load(table + keys // BLOCK).to(tl.int64)
+        place = from_cache + (blocks * block_stride + keys % BLOCK * token_stride)[:, None]
+        if HEAD == HEAD_PADDED:
+            k = tl.load(place)
+            v = tl.load(place + value_offset)
+        else:
+            k = tl.load(place, mask=is_dim[None, :], other=0.0)
+            v = tl.load(place + value_offset, mask=is_dim[None, :], other=0.0)
+        top, total, acc = softmax_step(
+            q, k, v, 0, scale, cap, top, total, acc, HAS_CAP, False, PRECISION
+        )  # fmt: skip
+    for at in range(masked_from, end - skipped, TILE_N):
+        keys = at + tl.arange(0, TILE_N)
+        if WINDOW > 0:
+            keys = tl.where(at < sink_end, keys, keys + skipped)
+        is_key = keys < end
+        blocks = tl.load(table + keys // BLOCK, mask=is_key, other=0).to(tl.int64)
+        place = from_cache + (blocks * block_stride + keys % BLOCK * token_stride)[:, None]
+        key_mask = is_key[:, None] & is_dim[None, :]
+        k = tl.load(place, mask=key_mask, other=0.0)
+        v = tl.load(place + value_offset, mask=key_mask, other=0.0)
+        is_seen = keys[None, :] <= positions[:, None]
+        if WINDOW > 0:
+            is_near = keys[None, :] > positions[:, None] - WINDOW
+            is_seen = is_seen & (is_near | (keys < SINKS)[None, :])
+        top, total, acc = softmax_step(
+            q, k, v, is_seen & is_key[None, :], scale, cap, top, total, acc, HAS_CAP, True,
+            PRECISION,
+        )  # fmt: skip
+    result = acc / tl.where(total == 0.0, 1.0, total)[:, None]
+    to_output = places[:, None] * output_stride + heads[:, None] * HEAD + dims[None, :]
+    tl.store(output + to_output, result.to(output.dtype.element_ty), mask=mask)
+
+
+def prefill(
+    query_TNH: Tensor,
+    kv_cache: Tensor,
+    metadata: AttentionMetadata,
+    spec: AttentionSpec,
+    output_TNH: Tensor,
+    *,
+    config: PrefillConfig | None = None,
+) -> None:
+    """Attention of all sequences behind the leading decodes, into their tokens' ``output``.
+
+    ``kv_cache`` [blocks, 2, B, K, H] may have any strides but 1 in its last dim. A
+    sequence's result does not depend on the others.
+    """
+    num_tokens, num_heads, head_size = query_TNH.shape
+    num_kv_heads = kv_cache.shape[3]
+    group = num_heads // num_kv_heads
+    config = config or PrefillConfig()
+    tile_m = max(config.tile_m, triton.next_power_of_2(group))
+    first = metadata.num_decodes
+    num_sequences = metadata.seq_lens.shape[0] - first
+    most = triton.cdiv(num_tokens - first, tile_m // group) + num_sequences
+    starts = metadata.query_start_loc[first:]
+    key = ("prefill", first, tile_m // group)
+    tiles: Tensor | None = metadata.plans.get(key)
+    tables = metadata.block_tables
+    if metadata.rows is None:
+        tables = tables[first:]
+    if tiles is None:
+        tiles = torch.empty((1 + most, 4), dtype=torch.int32, device=query_TNH.device)
+        has_rows = metadata.rows is not None
+        _tiles_kernel[(_WRITERS,)](
+            starts, starts if metadata.rows is None else metadata.rows[first:], tiles,
+            num_sequences, STEP=tile_m // group, HAS_ROWS=has_rows,
+            SPAN=max(16, triton.next_power_of_2(num_sequences)), WRITERS=_WRITERS,
+        )  # fmt: skip
+        metadata.plans[key] = tiles
+    scale, cap = score_factors(spec)
+    strides = kv_cache.stride()
+    _prefill_kernel[(most * num_kv_heads,)](
+        query_TNH, kv_cache, output_TNH, tiles, starts, metadata.seq_lens[first:], tables,
+        scale, cap, query_TNH.stride(0), output_TNH.stride(0), tables.stride(0),
+        strides[0], strides[1], strides[2], strides[3],
+        KV_HEADS=num_kv_heads, GROUP=group, HEAD=head_size,
+        HEAD_PADDED=max(16, triton.next_power_of_2(head_size)), BLOCK=kv_cache.shape[2],
+        TILE_M=tile_m, TILE_N=config.tile_n, WINDOW=spec.window, SINKS=spec.num_sinks,
+        HAS_CAP=spec.soft_cap > 0,
+        PRECISION="ieee" if query_TNH.dtype is torch.float32 else "tf32",
+        num_warps=config.num_warps, num_stages=config.num_stages,
+    )  # fmt: skip

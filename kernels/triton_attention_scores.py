@@ -1,0 +1,43 @@
+"""The step that all Triton attention shares: scores of a tile of keys, and running softmax."""
+
+from __future__ import annotations
+
+import triton  # type: ignore[import-not-found,import-untyped,unused-ignore]
+import triton.language as tl  # type: ignore[import-not-found,import-untyped,unused-ignore]
+
+from trimaran.kernels.attention import AttentionSpec
+
+LOG2_E = 1.4426950408889634
+
+
+def score_factors(spec: AttentionSpec) -> tuple[float, float]:
+    """The factor of products, and the cap, that `softmax_step` takes: for powers of two."""
+    if spec.soft_cap > 0:
+        return 2 * LOG2_E * spec.scale / spec.soft_cap, spec.soft_cap * LOG2_E
+    return spec.scale * LOG2_E, 0.0
+
+
+@triton.jit  # type: ignore[untyped-decorator,unused-ignore]
+def softmax_step(  # type: ignore[no-untyped-def]
+    q, k, v, is_seen, scale, cap, top, total, acc, HAS_CAP: tl.constexpr,
+    IS_MASKED: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """One tile of keys: the running maximum, sum and weighted values, in powers of two."""
+    scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+    if HAS_CAP:
+        # cap * tanh(x) by one exponential of 2 x, which may overflow to infinity.
+        scores = cap - 2 * cap / (1 + tl.exp2(scores * scale))
+        scale = 1.0
+    if IS_MASKED:
+        scores = tl.where(is_seen, scores, float("-inf"))
+    new_top = tl.maximum(top, tl.max(scores, 1) * scale)
+    shift = new_top
+    if IS_MASKED:
+        # A row may have seen no key yet: keep its exponents finite.
+        shift = tl.where(new_top == float("-inf"), 0.0, new_top)
+    weights = tl.exp2(scores * scale - shift[:, None])
+    decay = tl.exp2(top - shift)
+    total = total * decay + tl.sum(weights, 1)
+    acc = acc * decay[:, None]
+    acc = tl.dot(weights.to(v.dtype), v, acc, input_precision=PRECISION)
+    return new_top, total, acc

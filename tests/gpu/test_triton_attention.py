@@ -1,0 +1,191 @@
+"""Triton's paged attention against its torch twin.
+
+On a machine without a GPU it runs in Triton's interpreter: TRITON_INTERPRET=1.
+"""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+
+from trimaran.kernels import reference
+from trimaran.kernels.attention import AttentionMetadata, AttentionSpec
+from trimaran.kernels.triton_attention import paged_attention
+
+IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+DEVICE = torch.device("cpu" if IS_INTERPRETED else "cuda")
+# The interpreter's products of bf16 are not those of the hardware.
+DTYPES = [torch.float32, torch.float16] + ([] if IS_INTERPRETED else [torch.bfloat16])
+TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 1.6e-2, torch.float16: 2e-3}
+
+pytestmark = pytest.mark.gpu
+
+Lengths = list[tuple[int, int]]
+
+
+@pytest.fixture(params=DTYPES, ids=str)
+def dtype(request):
+    return request.param
+
+
+class Batch:
+    """Sequences of (cached tokens, queries), decodes first; memory of no token is NaN."""
+
+    def __init__(
+        self, dtype, lengths: Lengths, *, heads=4, kv_heads=2, size=32, block=8, order="token"
+    ):
+        generator = torch.Generator().manual_seed(len(lengths))
+        most = -(-max(past + q for past, q in lengths) // block)
+        blocks = torch.randperm(most * len(lengths), generator=generator)
+        shape = [len(blocks), 3, 2, block, kv_heads, size]
+        if order == "head":
+            shape[3], shape[4] = shape[4], shape[3]
+        pool = torch.randn(shape, generator=generator)
+        if order == "head":
+            pool = pool.transpose(3, 4)
+        self.tables = blocks.int().view(len(lengths), most)
+        self.cache = pool.to(dtype)[:, 1]
+        assert self.cache.stride() == pool[:, 1].stride()
+        for row, (past, queries) in zip(self.tables, lengths, strict=True):
+            for number, place in enumerate(row.tolist()):
+                used = past + queries - number * block
+                self.cache[place, :, max(0, used) :] = float("nan")
+        self.cache = self.cache.to(DEVICE)
+        self.lengths = lengths
+        total = sum(q for _, q in lengths)
+        self.query = torch.randn(total, heads + 3, size, generator=generator)
+        self.query = self.query.to(dtype).to(DEVICE)[:, 1 : heads + 1]
+        self.scale = size**-0.5
+
+    def metadata(self, first=0, end=None, *, with_rows=False, num_decodes=None):
+        lengths = self.lengths[first:end]
+        chunks = [queries for _, queries in lengths]
+        starts = torch.tensor([0, *chunks]).cumsum(0).int()
+        lens = torch.tensor([past + queries for past, queries in lengths]).int()
+        if num_decodes is None:
+            num_decodes = next((i for i, q in enumerate(chunks) if q > 1), len(chunks))
+        tables, rows = self.tables[first:end], None
+        if with_rows:
+            rows = torch.arange(len(lengths)).flip(0).int().to(DEVICE)
+            tables = tables.flip(0).contiguous()
+        return AttentionMetadata(
+            query_start_loc=starts.to(DEVICE),
+            seq_lens=lens.to(DEVICE),
+            block_tables=tables.to(DEVICE),
+            slot_mapping=torch.empty(0, dtype=torch.int64),
+            max_query_len=max(chunks),
+            max_seq_len=int(lens.max()),
+            num_decodes=num_decodes,
+            rows=rows,
+        )
+
+    def check(self, spec: AttentionSpec, **options) -> torch.Tensor:
+        """Compare the whole step, by this metadata, with the reference."""
+        expected = reference.paged_attention(
+            self.query, self.cache, self.metadata(num_decodes=0), spec
+        )
+        actual = paged_attention(self.query, self.cache, self.metadata(**options), spec)
+        limit = TOLERANCE[actual.dtype]
+        torch.testing.assert_close(actual, expected, atol=limit * 2, rtol=limit)
+        return actual
+
+
+CASES: dict[str, Lengths] = {
+    "decodes": [(0, 1), (7, 1), (8, 1), (30, 1)],
+    "long decodes": [(0, 1), (255, 1), (256, 1), (700, 1)],
+    "chunks": [(0, 2), (0, 8), (5, 20), (9, 70), (200, 3)],
+    "both": [(300, 1), (3, 1), (0, 40), (64, 64), (130, 5)],
+}
+# Query heads, key-value heads, head size, block.
+SHAPES = [(4, 2, 32, 8), (8, 1, 64, 32), (4, 4, 16, 16), (6, 2, 80, 16), (20, 4, 96, 32)]
+WIDE = [(32, 8, 128, 32), (2, 1, 256, 64), (40, 1, 64, 16)]
+
+
+@pytest.mark.parametrize("order", ["token", "head"])
+@pytest.mark.parametrize("name", list(CASES))
+@pytest.mark.parametrize(("heads", "kv_heads", "size", "block"), SHAPES)
+def test_attention_is_that_of_the_reference(dtype, name, heads, kv_heads, size, block, order):
+    shape = {"heads": heads, "kv_heads": kv_heads, "size": size, "block": block}
+    batch = Batch(dtype, CASES[name], **shape, order=order)
+    batch.check(AttentionSpec(scale=batch.scale))
+
+
+@pytest.mark.parametrize("name", ["long decodes", "both"])
+@pytest.mark.parametrize(("heads", "kv_heads", "size", "block"), WIDE)
+def test_attention_of_wide_heads_is_that_of_the_reference(
+    dtype, name, heads, kv_heads, size, block
+):
+    shape = {"heads": heads, "kv_heads": kv_heads, "size": size, "block": block}
+    batch = Batch(dtype, CASES[name], **shape, order="head")
+    batch.check(AttentionSpec(scale=batch.scale))
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        AttentionSpec(scale=0.3, window=1),
+        AttentionSpec(scale=0.3, window=40),
+        AttentionSpec(scale=0.3, window=100, num_sinks=4),
+        AttentionSpec(scale=0.3, window=17, num_sinks=70),
+        AttentionSpec(scale=2.0, soft_cap=1.5),
+        AttentionSpec(scale=0.5, window=64, num_sinks=64, soft_cap=20.0),
+        AttentionSpec(scale=0.3, window=5000, num_sinks=4),
+    ],
+    ids=str,
+)
+def test_windows_sinks_and_caps_are_those_of_the_reference(dtype, spec):
+    Batch(dtype, CASES["long decodes"]).check(spec)
+    Batch(dtype, CASES["both"]).check(spec)
+
+
+@pytest.mark.parametrize("name", list(CASES))
+def test_sequences_find_their_blocks_by_row(dtype, name):
+    batch = Batch(dtype, CASES[name])
+    batch.check(AttentionSpec(scale=batch.scale), with_rows=True)
+
+
+def test_decodes_that_are_not_named_so_are_served_too(dtype):
+    batch = Batch(dtype, CASES["both"])
+    batch.check(AttentionSpec(scale=batch.scale), num_decodes=0)
+
+
+@pytest.mark.parametrize("name", ["long decodes", "both"])
+def test_without_the_others_a_deterministic_result_is_the_same_to_the_bit(dtype, name):
+    batch = Batch(dtype, CASES[name])
+    spec = AttentionSpec(scale=batch.scale)
+    together = paged_attention(
+        batch.query, batch.cache, batch.metadata(), spec, is_deterministic=True
+    )
+    first = 0
+    for number, (_, queries) in enumerate(batch.lengths):
+        tokens = slice(first, first + queries)
+        alone = paged_attention(
+            batch.query[tokens], batch.cache, batch.metadata(number, number + 1), spec,
+            is_deterministic=True,
+        )  # fmt: skip
+        assert alone.equal(together[tokens]), batch.lengths[number]
+        first += queries
+
+
+def test_a_long_sequence_beside_short_ones_is_cut_finer():
+    batch = Batch(torch.float16, [(2000, 1), (3, 1), (3, 1)], block=16)
+    metadata = batch.metadata()
+    paged_attention(batch.query, batch.cache, metadata, AttentionSpec(scale=batch.scale))
+    (plan,) = metadata.plans.values()
+    pieces = plan.pieces[1 : 1 + int(plan.pieces[0, 0])]
+    assert pieces[:, 0].bincount().tolist()[1:] == [1, 1]
+    assert int((pieces[:, 0] == 0).sum()) >= 8
+    assert int((pieces[:, 3] - pieces[:, 2]).sum()) == 2001 + 4 + 4
+    assert int(plan.counters.abs().max()) == 0
+
+
+def test_a_plan_serves_all_layers_of_a_step(dtype):
+    batch = Batch(dtype, CASES["both"])
+    spec = AttentionSpec(scale=batch.scale)
+    metadata = batch.metadata()
+    first = paged_attention(batch.query, batch.cache, metadata, spec)
+    plans = dict(metadata.plans)
+    assert paged_attention(batch.query, batch.cache, metadata, spec).equal(first)
+    assert metadata.plans == plans
