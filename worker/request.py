@@ -34,12 +34,15 @@ class Sequence:
 
     __slots__ = (
         "blocks",
+        "capacity",
         "cum_log_prob",
+        "end_id",
         "finish_reason",
         "index",
         "is_preempted",
         "key",
         "last_step",
+        "look_at",
         "max_len",
         "num_computed_before",
         "num_computed_tokens",
@@ -50,6 +53,7 @@ class Sequence:
         "request",
         "row",
         "status",
+        "stop_words",
         "token_ids",
     )
 
@@ -63,6 +67,11 @@ class Sequence:
         self.token_ids = token_ids
         self.num_prompt_tokens = request.num_prompt_tokens
         self.max_len = request.num_prompt_tokens + request.sampling.max_tokens
+        self.end_id = request.sampling.end_id
+        self.stop_words = request.stop_words
+        """Stop words by their last id."""
+        self.look_at = 0
+        """Number of known tokens at which the next one may end it or fill a block."""
         self.num_computed_tokens = 0
         self.num_computed_before = 0
         """The same without ``last_step``."""
@@ -72,6 +81,8 @@ class Sequence:
         """The last step that computes tokens of it."""
         root = root_hash(request.cache_salt, request.adapter_id)
         self.blocks = SequenceBlocks(num_groups, root)
+        self.capacity = 0
+        """Tokens that the blocks hold, while it has a row."""
         self.publish_at = 0
         """``num_computed_tokens`` from which another full block can be published."""
         self.parent: Sequence | None = None
@@ -88,7 +99,7 @@ class Sequence:
 
     def ends_by(self, token_id: int) -> FinishReason:
         """Whether the output so far, ``token_id`` last and appended, ends the sequence."""
-        words = self.request.stop_words.get(token_id)
+        words = self.stop_words.get(token_id)
         if words is not None:
             for word in words:
                 if (

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bisect import insort
+from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Hashable, Iterable
 from operator import attrgetter
@@ -145,17 +145,31 @@ class Scheduler:
     def _plan_running(self, plan: StepPlan) -> None:
         # Ordered by key: whoever is preempted comes later in it than whoever needs room.
         index = 0
-        running = self.running
+        running, step = self.running, plan.step
         while index < len(running) and plan.budget > 0:
             sequence = running[index]
             index += 1
             num_known = len(sequence.token_ids) + sequence.num_pending
-            missing = num_known - sequence.num_computed_tokens
+            start = sequence.num_computed_tokens
+            missing = num_known - start
             # At its length limit it only waits for tokens that are in flight.
             if num_known >= sequence.max_len or missing <= 0:
                 continue
+            if (
+                missing == 1
+                and num_known <= sequence.capacity
+                and num_known < sequence.publish_at
+                and start >= sequence.num_prompt_tokens
+            ):
+                # `_advance` of nearly every sequence of nearly every step, spelled out.
+                plan.add_decode(sequence, start)
+                sequence.num_computed_before = start
+                sequence.num_computed_tokens = num_known
+                sequence.last_step = step
+                sequence.num_pending += 1
+                continue
             chunk = 1 if missing == 1 else self._chunk(sequence, missing, plan.budget)
-            if self._make_room(sequence, sequence.num_computed_tokens + chunk, plan):
+            if self._make_room(sequence, start + chunk, plan):
                 self._advance(sequence, chunk, chunk == missing, plan)
 
     def _chunk(self, sequence: Sequence, missing: int, budget: int) -> int:
@@ -168,10 +182,10 @@ class Scheduler:
 
     def _make_room(self, sequence: Sequence, num_tokens: int, plan: StepPlan) -> bool:
         """Grow a running sequence, preempting others; False if it was preempted itself."""
+        if num_tokens <= sequence.capacity:
+            return True
         blocks = sequence.blocks
         num_blocks = blocks.num_blocks
-        if num_tokens <= num_blocks * self.cache.block_size:
-            return True
         while not self.cache.grow(blocks, num_tokens):
             assert self._can_preempt, "a sequence outgrew its reservation"
             victim = self.running[-1]
@@ -180,6 +194,7 @@ class Scheduler:
             if victim is sequence:
                 return False
         plan.add_blocks(sequence.row, blocks, num_blocks)
+        sequence.capacity = blocks.num_blocks * self.cache.block_size
         return True
 
     def _preempt(self, sequence: Sequence) -> None:
@@ -238,6 +253,7 @@ class Scheduler:
         chunk = self._chunk(sequence, missing, plan.budget)
         has_room = cache.grow(blocks, num_cached + chunk)
         assert has_room, "a sequence was admitted without room for its first chunk"
+        sequence.capacity = blocks.num_blocks * cache.block_size
         self._enter_row(sequence)
         plan.add_row(sequence, copies)
         self._advance(sequence, chunk, chunk == missing, plan)
@@ -270,7 +286,7 @@ class Scheduler:
                     self._enqueue(sibling)
 
     def _enter_row(self, sequence: Sequence) -> None:
-        self.waiting.remove(sequence)
+        _remove(self.waiting, sequence)
         if sequence.is_preempted:
             sequence.is_preempted = False
             self._num_preempted -= 1
@@ -280,7 +296,7 @@ class Scheduler:
         insort(self.running, sequence, key=_KEY)
 
     def _leave_row(self, sequence: Sequence) -> None:
-        self.running.remove(sequence)
+        _remove(self.running, sequence)
         self._free_rows.append(sequence.row)
         self._finished_rows.append(sequence.row)
         sequence.row = -1
@@ -295,29 +311,39 @@ class Scheduler:
         The id of a sequence that has ended meanwhile is dropped.
         """
         emitted: list[Emission] = []
-        block_size = self.cache.block_size
+        not_finished = FinishReason.NOT_FINISHED
         for sequence, token_id in zip(step.sampled, token_ids, strict=True):
             sequence.num_pending -= 1
             if sequence.status is RequestStatus.FINISHED:
                 continue
-            if token_id == sequence.request.sampling.end_id:
+            if token_id == sequence.end_id:
                 self._finish(sequence, FinishReason.END_ID)
                 emitted.append((sequence, -1, FinishReason.END_ID))
                 continue
             sequence.token_ids.append(token_id)
-            if len(sequence.token_ids) % block_size == 0:
-                self.cache.extend_hashes(sequence.blocks, sequence.token_ids)
-            reason = sequence.ends_by(token_id)
-            if reason is not FinishReason.NOT_FINISHED:
-                self._finish(sequence, reason)
+            reason = not_finished
+            if sequence.stop_words or len(sequence.token_ids) >= sequence.look_at:
+                reason = self._look_at(sequence, token_id)
             emitted.append((sequence, token_id, reason))
         self._num_processed_steps = step.decision.step
         self._release_ended()
         return emitted
 
+    def _look_at(self, sequence: Sequence, token_id: int) -> FinishReason:
+        """Hash a block that the new token fills, and end the sequence if it does."""
+        num_known, block_size = len(sequence.token_ids), self.cache.block_size
+        if num_known % block_size == 0:
+            self.cache.extend_hashes(sequence.blocks, sequence.token_ids)
+        next_end = (num_known // block_size + 1) * block_size
+        sequence.look_at = min(sequence.max_len, next_end)
+        reason = sequence.ends_by(token_id)
+        if reason is not FinishReason.NOT_FINISHED:
+            self._finish(sequence, reason)
+        return reason
+
     def _finish(self, sequence: Sequence, reason: FinishReason) -> None:
         if sequence.status is RequestStatus.WAITING:
-            self.waiting.remove(sequence)
+            _remove(self.waiting, sequence)
             self._num_preempted -= sequence.is_preempted
         is_running = sequence.status is RequestStatus.RUNNING
         sequence.status = RequestStatus.FINISHED
@@ -337,3 +363,10 @@ class Scheduler:
                 self._to_release.append(sequence)
             else:
                 self.cache.release(sequence.blocks)
+
+
+def _remove(sequences: list[Sequence], sequence: Sequence) -> None:
+    """Take one out of a list that is ordered by key; no two keys are equal."""
+    place = bisect_left(sequences, sequence.key, key=_KEY)
+    assert sequences[place] is sequence, "a sequence is not where its key says"
+    del sequences[place]

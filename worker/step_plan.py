@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence as List
 
 import numpy as np
@@ -35,15 +36,18 @@ class ScheduledStep:
 
 
 class _Entries:
-    """Parallel lists of the scheduled sequences of one kind."""
+    """The scheduled sequences of one kind, as parallel columns of the decision."""
 
-    __slots__ = ("chunks", "is_sampled", "sequences", "starts")
+    __slots__ = ("chunks", "rows", "sequences", "starts", "unsampled")
 
     def __init__(self) -> None:
         self.sequences: list[Sequence] = []
-        self.starts: list[int] = []
-        self.chunks: list[int] = []
-        self.is_sampled: list[bool] = []
+        self.rows = array("i")
+        self.starts = array("i")
+        self.chunks = array("i")
+        """Of sequences with one token each nothing is kept."""
+        self.unsampled: list[int] = []
+        """Entries whose logits nobody wants: the few incomplete prompts."""
 
 
 class StepPlan:
@@ -69,13 +73,24 @@ class StepPlan:
         """Whether the step computes anything."""
         return bool(self._decodes.sequences or self._chunks.sequences)
 
+    def add_decode(self, sequence: Sequence, start: int) -> None:
+        """Schedule and sample one token of output after the first ``start``."""
+        entries = self._decodes
+        entries.sequences.append(sequence)
+        entries.rows.append(sequence.row)
+        entries.starts.append(start)
+        self.budget -= 1
+
     def add(self, sequence: Sequence, start: int, chunk: int, is_sampled: bool) -> None:
         """Schedule ``chunk`` tokens after the first ``start``."""
         entries = self._decodes if chunk == 1 else self._chunks
+        if not is_sampled:
+            entries.unsampled.append(len(entries.sequences))
         entries.sequences.append(sequence)
+        entries.rows.append(sequence.row)
         entries.starts.append(start)
-        entries.chunks.append(chunk)
-        entries.is_sampled.append(is_sampled)
+        if chunk > 1:
+            entries.chunks.append(chunk)
         self.budget -= chunk
         if start < sequence.num_prompt_tokens:
             self._num_context += 1
@@ -108,22 +123,25 @@ class StepPlan:
         """The decision, one-token entries first."""
         first, then = self._decodes, self._chunks
         sequences = first.sequences + then.sequences
-        is_sampled = first.is_sampled + then.is_sampled
-        if all(is_sampled):
-            sampled, indices = sequences, np.arange(len(sequences), dtype=np.int32)
-        else:
-            indices = int32s([i for i, wanted in enumerate(is_sampled) if wanted])
-            sampled = [sequences[i] for i in indices]
+        num_decodes = len(first.sequences)
+        indices = np.arange(len(sequences), dtype=np.int32)
+        sampled = sequences
+        if first.unsampled or then.unsampled:
+            unsampled = first.unsampled + [num_decodes + place for place in then.unsampled]
+            indices = np.delete(indices, unsampled)
+            sampled = [sequences[place] for place in indices]
+        chunks = np.ones(len(sequences), dtype=np.int32)
+        chunks[num_decodes:] = then.chunks
         decision = SchedulerOutput(
             step=self.step,
-            rows=int32s([sequence.row for sequence in sequences]),
-            num_scheduled_tokens=int32s(first.chunks + then.chunks),
-            num_computed_tokens=int32s(first.starts + then.starts),
+            rows=np.frombuffer(first.rows + then.rows, dtype=np.int32),
+            num_scheduled_tokens=chunks,
+            num_computed_tokens=np.frombuffer(first.starts + then.starts, dtype=np.int32),
             sampled=indices,
             new_blocks=int32s(self._new_blocks, 4) if self._new_blocks else _NO_BLOCKS,
             block_copies=int32s(self._copies, 3) if self._copies else _NO_COPIES,
             finished_rows=int32s(finished_rows) if finished_rows else _NONE,
             new_rows=self._new_rows,
-            num_decodes=len(first.sequences),
+            num_decodes=num_decodes,
         )
         return ScheduledStep(decision, sampled, self._num_context, self._num_context_tokens)

@@ -86,6 +86,8 @@ class KVCacheManager:
 
     def extend_hashes(self, blocks: SequenceBlocks, token_ids: array[int]) -> None:
         """Hash the blocks that ``token_ids``, all known ids of the sequence, have filled."""
+        if not self.enable_reuse:
+            return
         size = self.block_size
         hashes = blocks.hashes
         while (len(hashes) + 1) * size <= len(token_ids):
