@@ -47,7 +47,7 @@ class CpuOps:
         if self._dtype is torch.bfloat16 and "avx512_bf16" in cpu_features():
             names["paged_attention"] = "avx512_bf16"
             product = "amx_bf16" if self._library.trimaran_has_amx() else "avx512_bf16"
-            names.update(linear=product, linear_float32=product)
+            names.update(linear=product, logits=product)
         names["activation"] = "avx512 (gelu_new), torch (others)"
         names.update(gelu_and_mul="torch", embed="torch")
         return names
@@ -64,7 +64,7 @@ class CpuOps:
         """``x @ weight.T + bias``; sums in float32, rounded once."""
         return self._multiply(x, weight, bias, self._dtype)
 
-    def linear_float32(self, x: Tensor, weight: Tensor) -> Tensor:
+    def logits(self, x: Tensor, weight: Tensor) -> Tensor:
         """``x @ weight.T`` as float32, never rounded to the weights' dtype."""
         return self._multiply(x, weight, None, torch.float32)
 

@@ -43,6 +43,10 @@ class TritonOps(TorchOps):
         names.update(dict.fromkeys(_TRITON, "triton"))
         return names
 
+    def logits(self, x: Tensor, weight: Tensor) -> Tensor:
+        """``x @ weight.T`` in the dtype of ``x``: the sampler rounds nothing and reads it once."""
+        return self.linear(x, weight)
+
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """Root-mean-square normalisation in float32."""
         return triton_norm.rms_norm(x, weight, eps)

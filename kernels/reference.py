@@ -13,7 +13,7 @@ from trimaran.kernels.attention import AttentionMetadata, AttentionSpec
 # heads, G = N / K, H head size, P positions.
 
 OPERATORS = (
-    "linear", "linear_float32", "rms_norm", "add_rms_norm", "layer_norm", "add_layer_norm",
+    "linear", "logits", "rms_norm", "add_rms_norm", "layer_norm", "add_layer_norm",
     "silu_and_mul", "gelu_and_mul", "activation", "embed", "rope_and_cache", "write_kv",
     "paged_attention",
 )  # fmt: skip
@@ -27,8 +27,8 @@ def linear(x_TD: Tensor, weight_ED: Tensor, bias_E: Tensor | None = None) -> Ten
     return F.linear(x_TD, weight_ED, bias_E)
 
 
-def linear_float32(x_TD: Tensor, weight_ED: Tensor) -> Tensor:
-    """``x @ weight.T`` as float32, for logits."""
+def logits(x_TD: Tensor, weight_ED: Tensor) -> Tensor:
+    """``x @ weight.T`` as float32."""
     return F.linear(x_TD, weight_ED).float()
 
 

@@ -12,7 +12,7 @@ class TorchOps:
     """All operators in plain torch, on any device."""
 
     linear = staticmethod(reference.linear)
-    linear_float32 = staticmethod(reference.linear_float32)
+    logits = staticmethod(reference.logits)
     rms_norm = staticmethod(reference.rms_norm)
     add_rms_norm = staticmethod(reference.add_rms_norm)
     layer_norm = staticmethod(reference.layer_norm)

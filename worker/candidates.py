@@ -31,7 +31,7 @@ def argmax_over_shards(logits_NS: Tensor, first_id: int, tp: TensorParallelGroup
         best = torch.full((len(logits_NS), 1), -(1 << 63), device=logits_NS.device)
     else:
         ids = argmax(logits_NS)[:, None]
-        best = _sort_keys(logits_NS.gather(1, ids), ids + first_id)
+        best = _sort_keys(logits_NS.gather(1, ids).float(), ids + first_id)
     return _ID_BITS - (tp.all_gather(best, 1).amax(dim=1) & _ID_BITS)
 
 

@@ -11,6 +11,7 @@ from trimaran.worker.candidates import argmax, largest
 from trimaran.worker.noise import gumbel
 from trimaran.worker.sampling_rows import (
     MIN_P,
+    MIN_TEMPERATURE,
     TEMPERATURE,
     TOP_K,
     TOP_P,
@@ -24,7 +25,6 @@ from trimaran.worker.staging import to_device
 
 Entries = npt.NDArray[np.int64]
 
-_MIN_TEMPERATURE = np.float32(1e-5)
 _FEW = 256
 """Candidates that usually hold the mass of top-p, tried before sorting a vocabulary."""
 
@@ -69,7 +69,7 @@ class _Params:
         rows = batch.rows[entries]
         self.floats = batch.state.float_params[rows]
         np.maximum(
-            self.floats[:, TEMPERATURE], _MIN_TEMPERATURE, out=self.floats[:, TEMPERATURE]
+            self.floats[:, TEMPERATURE], MIN_TEMPERATURE, out=self.floats[:, TEMPERATURE]
         )
         self.top_k = batch.state.int_params[rows, TOP_K]
         decay = self.floats[:, TOP_P_DECAY]

@@ -149,9 +149,13 @@ class ModelRunner:
         sampled = decision.sampled
         if inputs.logits_indices is not None:
             hidden_TD = hidden_TD.index_select(0, inputs.logits_indices)
-        if self.sampling.has_wants:
+        # A GPU's draw takes the likeliest id along, in one pass.
+        is_gpu = inputs.sampled_rows is not None
+        if self.sampling.has_wants or (is_gpu and self.tp.size == 1):
             lengths = (decision.num_computed_tokens + decision.num_scheduled_tokens)[sampled]
-            batch = self.sampling.batch(decision.rows[sampled], lengths)
+            batch = self.sampling.batch(
+                decision.rows[sampled], lengths, inputs.sampled_rows, inputs.sampled_lengths
+            )
             logits_NV = self.model.compute_logits(hidden_TD)
             output = sample(logits_NV, batch, self.inputs.token_table)
         else:

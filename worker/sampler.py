@@ -36,12 +36,15 @@ class SamplerOutput:
 def sample(logits_NV: Tensor, batch: SamplingBatch, token_table_RL: Tensor) -> SamplerOutput:
     """Choose each row's next id. A row's result does not depend on the other rows.
 
-    ``logits_NV`` is float32 and may be overwritten. ``token_table_RL`` holds every row's
-    ids so far, those sampled by steps in flight included.
+    ``logits_NV`` is float32, on a GPU maybe the model's dtype, and may be overwritten.
+    ``token_table_RL`` holds every row's ids so far, those sampled by steps in flight included.
     """
     wants = batch.all_wants
+    if batch.device_rows is not None and not wants & ~Want.RANDOM:
+        return SamplerOutput(_draw_in_one_pass(logits_NV, batch))
     if not wants:
         return SamplerOutput(batch.state.likeliest(logits_NV))
+    logits_NV = logits_NV.float()
     model_logits = logits_NV.clone() if wants & Want.LOG_PROBS else logits_NV
     for want, process in PROCESSORS:
         if wants & want:
@@ -58,3 +61,17 @@ def sample(logits_NV: Tensor, batch: SamplingBatch, token_table_RL: Tensor) -> S
         return SamplerOutput(ids)
     chosen = model_logits.gather(1, ids[:, None])[:, 0]
     return SamplerOutput(ids, chosen - model_logits.logsumexp(dim=-1))
+
+
+def _draw_in_one_pass(logits_NV: Tensor, batch: SamplingBatch) -> Tensor:
+    """Rows that want no more than the likeliest id or a draw from all, on a GPU."""
+    # Imported only now: a CPU needs no Triton.
+    from trimaran.kernels import triton_sampling
+
+    state = batch.state.device_state
+    assert state is not None
+    assert batch.device_rows is not None
+    assert batch.device_lengths is not None
+    return triton_sampling.draw(
+        logits_NV, batch.device_rows, batch.device_lengths, state.tensor()
+    )

@@ -40,6 +40,8 @@ class Want(IntFlag):
     NGRAM = 16
     BIAS = 32
     LOG_PROBS = 64
+    FILTER = 128
+    """Of a random row: top-k, top-p or min-p."""
 
 
 # Columns of the float and integer parameters.
@@ -48,12 +50,17 @@ class Want(IntFlag):
 ) = range(8)  # fmt: skip
 TOP_K, MIN_TOKENS, END_ID, NGRAM = range(4)
 
+MIN_TEMPERATURE = 1e-5
+"""A lower one that is not 0 would leave nothing but the largest logit in float32."""
+
 
 def wants_of(params: SamplingParams) -> Want:
     """The processors that a request needs."""
     wants = Want(0)
     if not params.is_greedy:
         wants |= Want.RANDOM
+        if params.top_k > 0 or 0 < params.top_p < 1 or params.min_p > 0:
+            wants |= Want.FILTER
     penalties = (params.repetition_penalty, params.presence_penalty, params.frequency_penalty)
     if penalties != (1.0, 0.0, 0.0):
         wants |= Want.PENALTY
@@ -83,6 +90,11 @@ class SamplingBatch:
     """Union of ``wants``."""
 
     state: SamplingRows
+    device_rows: Tensor | None = None
+    """``rows`` on a GPU."""
+
+    device_lengths: Tensor | None = None
+    """``lengths`` on a GPU."""
 
     def rows_wanting(self, want: Want) -> npt.NDArray[np.int64]:
         """Entries that ask for ``want``, ascending."""
@@ -140,6 +152,9 @@ class SamplingRows:
         self.has_wants = False
         """Whether any row asks for more than the likeliest id."""
         self._wants = np.zeros(num_rows, dtype=np.uint32)
+        self.device_state: DeviceSamplingState | None = None
+        if device.type == "cuda":
+            self.device_state = DeviceSamplingState(num_rows, device)
 
     def likeliest(self, logits_NV: Tensor) -> Tensor:
         """The first of the likeliest ids of each row, int64 [N]."""
@@ -175,6 +190,11 @@ class SamplingRows:
         self.seeds[row] = params.seed
         self.sequence_indices[row] = new.sequence_index
         self.num_prompt[row] = new.num_prompt_tokens
+        if self.device_state is not None:
+            temperature = 0.0 if params.is_greedy else max(params.temperature, MIN_TEMPERATURE)
+            self.device_state.enter(
+                row, params.seed, new.sequence_index, new.num_prompt_tokens, temperature
+            )
         self.bad_words.pop(row, None)
         self.biases.pop(row, None)
         if any(params.bad_words):
@@ -183,7 +203,43 @@ class SamplingRows:
             bias = np.frombuffer(params.embedding_bias, dtype="<f4").copy()
             self.biases[row] = to_device(bias, self.device)
 
-    def batch(self, rows: Int32Array, lengths: Int32Array) -> SamplingBatch:
-        """What one step's sampled ``rows``, ``lengths`` tokens long, ask for."""
+    def batch(
+        self,
+        rows: Int32Array,
+        lengths: Int32Array,
+        device_rows: Tensor | None = None,
+        device_lengths: Tensor | None = None,
+    ) -> SamplingBatch:
+        """What one step's sampled ``rows``, ``lengths`` tokens long, ask for.
+
+        The last two are the same where the device knows them already.
+        """
         wants = self._wants[rows]
-        return SamplingBatch(rows, lengths, wants, int(np.bitwise_or.reduce(wants)), self)
+        all_wants = int(np.bitwise_or.reduce(wants))
+        return SamplingBatch(rows, lengths, wants, all_wants, self, device_rows, device_lengths)
+
+
+class DeviceSamplingState:
+    """What a GPU's draw needs of every row: seed, sequence index, prompt, temperature."""
+
+    def __init__(self, num_rows: int, device: torch.device) -> None:
+        self._tensor = torch.zeros((num_rows, 4), dtype=torch.int64, device=device)
+        self._entered: dict[int, tuple[int, int, int, int]] = {}
+
+    def enter(
+        self, row: int, seed: int, sequence_index: int, num_prompt: int, temperature: float
+    ) -> None:
+        """Note a row's new occupant; 0 as temperature asks for the likeliest id."""
+        signed_seed = seed - (1 << 64) if seed >= 1 << 63 else seed
+        bits = int(np.float32(temperature).view(np.int32))
+        self._entered[row] = (signed_seed, sequence_index, num_prompt, bits)
+
+    def tensor(self) -> Tensor:
+        """int64 [R, 4]; sends what was noted since the last call."""
+        if self._entered:
+            rows = np.fromiter(self._entered, dtype=np.int64)
+            values = np.array(list(self._entered.values()), dtype=np.int64)
+            self._entered.clear()
+            device = self._tensor.device
+            self._tensor.index_copy_(0, to_device(rows, device), to_device(values, device))
+        return self._tensor

@@ -65,15 +65,15 @@ class ParallelLMHead(_VocabParallel):
             self.first_row = tied_to.first_row
         # In a list, so that a tied weight is not a parameter of this module too.
         self._tied = [] if tied_to is None else [tied_to]
-        self._linear = context.ops.linear_float32
+        self._logits = context.ops.logits
 
     def local_logits(self, hidden_ND: Tensor) -> Tensor:
-        """float32 [N, local rows]: ids ``first_row`` and up; padding rows give zero."""
+        """[N, local rows], float32 or a GPU's dtype: ids ``first_row`` and up; padding rows give zero."""
         weight = self._tied[0].weight if self._tied else self.weight
-        return self._linear(hidden_ND, weight)
+        return self._logits(hidden_ND, weight)
 
     def forward(self, hidden_ND: Tensor) -> Tensor:
-        """float32 logits of the whole vocabulary [N, V] on every rank."""
+        """Logits of the whole vocabulary [N, V] on every rank; see `local_logits`."""
         logits = self.local_logits(hidden_ND)
         if self.tp.size > 1:
             logits = self.tp.all_gather(logits, -1)

@@ -106,7 +106,10 @@ class CausalLM(nn.Module):
         raise NotImplementedError
 
     def compute_logits(self, hidden_ND: Tensor) -> Tensor:
-        """float32 logits [N, V], whole on every rank; collective over the tensor group."""
+        """Logits [N, V], whole on every rank, float32 or on a GPU the model's dtype.
+
+        Collective over the tensor group.
+        """
         logits: Tensor = self.lm_head(hidden_ND)
         return logits
 

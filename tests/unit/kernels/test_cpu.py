@@ -49,7 +49,7 @@ def test_linear_is_that_of_torch(ops, dtype, rows, width, outputs):
 
 def test_logits_are_not_rounded_to_the_weights_dtype(ops, dtype):
     x, weight = _random(3, 64, dtype=dtype), _random(50, 64, dtype=dtype, seed=1)
-    logits = ops.linear_float32(x, weight)
+    logits = ops.logits(x, weight)
     torch.testing.assert_close(logits, x.float() @ weight.float().T, atol=1e-4, rtol=1e-5)
 
 
