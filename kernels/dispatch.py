@@ -57,8 +57,6 @@ class Ops(Protocol):
 
     def embed(self, ids: Tensor, table: Tensor, first_row: int | None = None) -> Tensor: ...
 
-    def rotate(self, x: Tensor, cos_sin: Tensor, positions: Tensor) -> None: ...
-
     def rope_and_cache(
         self,
         heads: Tensor,

@@ -21,7 +21,6 @@ class TorchOps:
     gelu_and_mul = staticmethod(reference.gelu_and_mul)
     activation = staticmethod(reference.activation)
     embed = staticmethod(reference.embed)
-    rotate = staticmethod(reference.rotate)
     rope_and_cache = staticmethod(reference.rope_and_cache)
     write_kv = staticmethod(reference.write_kv)
     paged_attention = staticmethod(reference.paged_attention)

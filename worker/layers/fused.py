@@ -66,6 +66,8 @@ def fuse_layers(
     """
     if not layers or not all(_is_plain(layer) for layer in layers):
         return None
+    if rotary is not None and not rotary.rotates_whole_heads(config.head_size):
+        return None
     first: Any = layers[0]
     shape = DecoderShape(
         hidden=config.hidden_size,

@@ -1,4 +1,4 @@
-"""Rotary position angles: plain, and scaled for longer contexts as checkpoints ask for."""
+"""Rotary positions: their angles, plain or scaled for longer contexts, and who turns heads."""
 
 from __future__ import annotations
 
@@ -12,38 +12,64 @@ from torch import Tensor, nn
 from trimaran.comm.errors import ConfigError
 from trimaran.worker.layers.linear import LayerContext
 
+# Shapes: T tokens, K key-value heads, A all heads (queries, keys, values), H head size, R
+# rotated dims of a head.
+
 
 class RotaryEmbedding(nn.Module):
-    """Angles of every position, computed once in float32 and shared by all layers."""
+    """Angles of every position, computed once in float32 and shared by all layers.
+
+    The first ``rotary_size`` dims of a head are rotated: its halves against each other
+    (``is_neox``, as GPT-NeoX and Llama do), or its neighbours (as GPT-J does).
+    """
 
     cos_sin: Tensor
 
     def __init__(
         self,
         context: LayerContext,
-        head_size: int,
+        rotary_size: int,
         max_positions: int,
         base: float,
         scaling: Mapping[str, Any] | None,
+        *,
+        is_neox: bool = True,
     ) -> None:
         super().__init__()
+        if rotary_size < 2 or rotary_size % 2:
+            raise ConfigError(
+                f"{rotary_size} dims of a head are to be rotated, but a rotation takes pairs: "
+                "an even number from 2 on. Correct the checkpoint's config.json."
+            )
+        self.is_neox = is_neox
         self._ops = context.ops
-        frequencies = inverse_frequencies(head_size, base, scaling).to(context.device)
+        frequencies = inverse_frequencies(rotary_size, base, scaling).to(context.device)
         positions = torch.arange(max_positions, dtype=torch.float32, device=context.device)
         angles = torch.outer(positions, frequencies)
         table = torch.cat((angles.cos(), angles.sin()), dim=-1) * amplitude(scaling)
         self.register_buffer("cos_sin", table, persistent=False)
 
-    def forward(self, heads_TNH: Tensor, positions_T: Tensor) -> None:
-        """Rotate heads in place."""
-        self._ops.rotate(heads_TNH, self.cos_sin, positions_T)
+    def forward(
+        self, heads_TAH: Tensor, positions_T: Tensor, kv_cache: Tensor, slots_T: Tensor
+    ) -> None:
+        """Rotate query and key heads in place and store keys and values at their slots.
+
+        ``heads`` holds the queries, then the K keys and K values that ``kv_cache`` takes.
+        """
+        self._ops.rope_and_cache(
+            heads_TAH, self.cos_sin, positions_T, kv_cache, slots_T, self.is_neox
+        )
+
+    def rotates_whole_heads(self, head_size: int) -> bool:
+        """Whether all dims of a head are rotated, its halves against each other."""
+        return self.is_neox and self.cos_sin.shape[1] == head_size
 
 
 def inverse_frequencies(
-    head_size: int, base: float, scaling: Mapping[str, Any] | None
+    rotary_size: int, base: float, scaling: Mapping[str, Any] | None
 ) -> Tensor:
-    """float32 [H / 2] radians per position, for a scaling as Hugging Face writes it."""
-    exponents = torch.arange(0, head_size, 2, dtype=torch.int64).float() / head_size
+    """float32 [R / 2] radians per position, for a scaling as Hugging Face writes it."""
+    exponents = torch.arange(0, rotary_size, 2, dtype=torch.int64).float() / rotary_size
     plain = 1.0 / (base**exponents)
     kind = "default" if scaling is None else str(scaling.get("rope_type", "default"))
     # Dynamic scaling begins behind the last position that is served.
@@ -59,7 +85,7 @@ def inverse_frequencies(
     if kind == "llama3":
         return _llama3(plain, scaling)
     if kind == "yarn":
-        return _yarn(plain, head_size, base, scaling)
+        return _yarn(plain, rotary_size, base, scaling)
     raise ConfigError(
         f"rope_type {kind!r} is not served. Served are default, linear, dynamic, llama3 and "
         "yarn."
@@ -84,7 +110,7 @@ def _yarn_scale(factor: float, weight: float) -> float:
     return 1.0 if factor <= 1.0 else 0.1 * weight * math.log(factor) + 1.0
 
 
-def _yarn(plain: Tensor, head_size: int, base: float, scaling: Mapping[str, Any]) -> Tensor:
+def _yarn(plain: Tensor, size: int, base: float, scaling: Mapping[str, Any]) -> Tensor:
     """Long waves divided by ``factor``, short ones kept, a ramp over dims between (YaRN).
 
     Source: https://arxiv.org/abs/2309.00071, with the bounds as Hugging Face rounds them.
@@ -94,16 +120,16 @@ def _yarn(plain: Tensor, head_size: int, base: float, scaling: Mapping[str, Any]
 
     def dim_of(turns: float) -> float:
         """The dim whose wave makes so many turns over the old length."""
-        return head_size * math.log(old_length / (turns * 2 * math.pi)) / (2 * math.log(base))
+        return size * math.log(old_length / (turns * 2 * math.pi)) / (2 * math.log(base))
 
     low = dim_of(float(scaling.get("beta_fast") or 32))
     high = dim_of(float(scaling.get("beta_slow") or 1))
     if scaling.get("truncate", True):
         low, high = math.floor(low), math.ceil(high)
-    low, high = max(low, 0), min(high, head_size - 1)
+    low, high = max(low, 0), min(high, size - 1)
     if low == high:
         high += 0.001
-    ramp = ((torch.arange(head_size // 2).float() - low) / (high - low)).clamp(0.0, 1.0)
+    ramp = ((torch.arange(size // 2).float() - low) / (high - low)).clamp(0.0, 1.0)
     kept = 1 - ramp
     return plain / factor * (1 - kept) + plain * kept
 

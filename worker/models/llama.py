@@ -51,7 +51,6 @@ class LlamaAttention(nn.Module):
             bias=config.attn_bias,
         )
         self._num_heads = self.qkv_proj.num_heads
-        self._num_rotated = self.qkv_proj.num_heads + self.qkv_proj.num_kv_heads
         # Shared by all layers and owned by the model.
         self._rotary = [rotary]
         self._backend: AttentionBackend = PagedAttention(
@@ -64,14 +63,10 @@ class LlamaAttention(nn.Module):
         """Attend over this layer's cache. Collective over the tensor group."""
         qkv = self.qkv_proj.forward(hidden_TD)
         heads_TNH = qkv.view(qkv.shape[0], -1, self.head_size)
-        # Query and key heads lie side by side: one rotation serves both.
-        self._rotary[0].forward(heads_TNH[:, : self._num_rotated], positions_T)
-        output_TNH = self._backend.forward(
-            heads_TNH[:, : self._num_heads],
-            heads_TNH[:, self._num_heads : self._num_rotated],
-            heads_TNH[:, self._num_rotated :],
-            kv_cache,
-            context.attention,
+        slots = context.attention.slot_mapping
+        self._rotary[0].forward(heads_TNH, positions_T, kv_cache, slots)
+        output_TNH = self._backend.attend(
+            heads_TNH[:, : self._num_heads], kv_cache, context.attention
         )
         return self.o_proj.forward(output_TNH.flatten(1))
 
