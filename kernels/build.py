@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import fcntl
+import functools
 import hashlib
 import logging
 import os
@@ -43,7 +44,7 @@ def load_library() -> ctypes.CDLL:
     for source in sorted(SOURCES.iterdir()):
         digest.update(source.name.encode() + source.read_bytes())
     digest.update(" ".join([compiler, *flags]).encode())
-    folder = _cache_folder()
+    folder = cache_folder()
     library = folder / f"cpu-{digest.hexdigest()[:16]}.so"
     with (folder / ".lock").open("w") as lock:
         # Ranks start together: one compiles, the others wait for it.
@@ -84,7 +85,9 @@ def _compiler() -> str:
     raise KernelsUnavailableError(f"no C++ compiler found: install {_COMPILERS[0]}")
 
 
-def _cache_folder() -> Path:
+@functools.cache
+def cache_folder() -> Path:
+    """Where compiled kernels are kept: the user's cache, or a new folder a process."""
     root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     folder = Path(root) / "trimaran" / "kernels"
     try:
@@ -93,7 +96,7 @@ def _cache_folder() -> Path:
             return folder
     except OSError:
         pass
-    logger.warning("%s is not writable: the CPU kernels are compiled at every start", folder)
+    logger.warning("%s is not writable: kernels are compiled at every start", folder)
     return Path(tempfile.mkdtemp(prefix="trimaran-kernels-"))
 
 
