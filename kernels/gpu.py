@@ -12,16 +12,18 @@ from trimaran.kernels import (
     triton_rotary,
 )
 from trimaran.kernels.attention import AttentionMetadata, AttentionSpec
+from trimaran.kernels.products import Products, TorchProducts
 from trimaran.kernels.torch_ops import TorchOps
 
 _TRITON = (
     "rms_norm", "add_rms_norm", "layer_norm", "add_layer_norm", "silu_and_mul",
     "gelu_and_mul", "activation", "embed", "rope_and_cache", "write_kv", "paged_attention",
 )  # fmt: skip
+_PRODUCTS = ("linear", "gated_linear", "logits")
 
 
 class TritonOps(TorchOps):
-    """Attention and what is done to each token by Triton; products by torch.
+    """Attention and what is done to each token by Triton, products by ``products``.
 
     With ``is_deterministic`` a token's result does not depend on the tokens beside it.
     """
@@ -33,18 +35,30 @@ class TritonOps(TorchOps):
     rope_and_cache = staticmethod(triton_rotary.rope_and_cache)
     write_kv = staticmethod(triton_rotary.write_kv)
 
-    def __init__(self, is_deterministic: bool = False) -> None:
+    def __init__(
+        self, is_deterministic: bool = False, products: Products | None = None
+    ) -> None:
         self.is_deterministic = is_deterministic
+        self._products = products or TorchProducts()
 
     @property
     def backends(self) -> dict[str, str]:
         """Which operators are Triton's."""
         names = dict.fromkeys(reference.OPERATORS, "torch")
         names.update(dict.fromkeys(_TRITON, "triton"))
+        names.update(dict.fromkeys(_PRODUCTS, self._products.backend))
         return names
 
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        """``x @ weight.T + bias`` in the dtype of ``x``."""
+        return self._products.linear(x, weight, bias)
+
+    def gated_linear(self, x: Tensor, weight: Tensor) -> Tensor:
+        """``silu(x @ gate.T) * (x @ up.T)``, with gate rows above up rows."""
+        return self._products.gated_linear(x, weight)
+
     def logits(self, x: Tensor, weight: Tensor) -> Tensor:
-        """``x @ weight.T`` in the dtype of ``x``: the sampler rounds nothing and reads it once."""
+        """``x @ weight.T`` in the dtype of ``x``, which the sampler reads once."""
         return self.linear(x, weight)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -63,19 +63,19 @@ def _race_kernel(  # type: ignore[no-untyped-def]
     bits = tl.load(own + 3).to(tl.int32)
     temperature = bits.to(tl.float32, bitcast=True)
     ids = chunk * CHUNK + tl.arange(0, CHUNK)
-    place = logits + entry.to(tl.int64) * row_stride + ids
-    x = tl.load(place, mask=ids < vocab_size, other=float("-inf")).to(tl.float32)
+    source = logits + entry.to(tl.int64) * row_stride + ids
+    x = tl.load(source, mask=ids < vocab_size, other=float("-inf")).to(tl.float32)
     if temperature > 0.0:
         first_key, second_key = _noise_keys(own, tl.load(lengths + entry).to(tl.int64))
         x = x / temperature
         top = tl.maximum(tl.max(x, 0), -1e30)
         arrivals = _waits(ids, first_key, second_key) * tl.exp(top - x)
-        best, place = tl.min(arrivals, 0, return_indices=True)
+        best, winner = tl.min(arrivals, 0, return_indices=True)
         score = top - tl.log(best)
     else:
-        score, place = tl.max(x, 0, return_indices=True)
+        score, winner = tl.max(x, 0, return_indices=True)
     tl.store(scores + entry * num_chunks + chunk, score)
-    tl.store(winners + entry * num_chunks + chunk, chunk * CHUNK + place)
+    tl.store(winners + entry * num_chunks + chunk, chunk * CHUNK + winner)
 
 
 @triton.jit  # type: ignore[untyped-decorator,unused-ignore]
