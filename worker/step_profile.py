@@ -46,7 +46,7 @@ class StepProfile:
 
     def prepare(self) -> None:
         """Load the profiler's library, which takes a second; before any graph is captured."""
-        with profile(activities=self._activities):
+        with profile(activities=self._activities, acc_events=True):
             torch.zeros(1, device=self._device)
 
     def begin_step(self, step: int, times: StepTimes | None = None) -> None:
@@ -59,7 +59,7 @@ class StepProfile:
             return
         if not config.first <= step <= config.last:
             return
-        self._profile = profile(activities=self._activities)
+        self._profile = profile(activities=self._activities, acc_events=True)
         self._profile.start()
         if times is not None:
             self._times = times
