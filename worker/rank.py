@@ -116,6 +116,7 @@ class RankProcess:
         from trimaran.comm.control import connect_control
         from trimaran.comm.topology import ParallelLayout
         from trimaran.worker.affinity import pin_near
+        from trimaran.worker.compile_watch import watch_compilations
         from trimaran.worker.device import select_device
         from trimaran.worker.engine import Engine
 
@@ -142,6 +143,8 @@ class RankProcess:
         engine = Engine(config, topology, self._control, self._group)
         engine.load()
         self._times.end("engine")
+        if device.type == "cuda":
+            watch_compilations()
         self._group.timeout_s = self._hang_timeout_s * COLLECTIVE_SHARE
         return engine, topology
 
