@@ -1,0 +1,170 @@
+"""Attention of prompts on Hopper by our CUDA C++ kernels: what they take, and their launch."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from trimaran.kernels.attention import AttentionMetadata, AttentionSpec
+from trimaran.kernels.cuda_build import load_cubin
+from trimaran.kernels.cuda_driver import CudaKernel, CudaModule, TensorMap, tensor_map
+
+# Shapes: T tokens, N query heads, K key-value heads, H head size, B tokens of a block.
+
+_SOURCE = "attention_prefill"
+_ROWS = 128
+_PANEL = 64
+_THREADS = 384
+_PLANNERS = 1024
+_SHARED_BYTES = {64: 165_888, 128: 198_400}
+_DTYPES = (torch.float16, torch.bfloat16)
+_BLOCKS = (8, 16, 32, 64, 128)
+_TILE_INTS = 4
+
+
+class _Arguments(ctypes.Structure):
+    _fields_ = (
+        ("output", ctypes.c_void_p), ("tables", ctypes.c_void_p), ("tiles", ctypes.c_void_p),
+        ("output_stride", ctypes.c_longlong), ("table_stride", ctypes.c_longlong),
+        ("scale_log2", ctypes.c_float), ("group", ctypes.c_int), ("kv_heads", ctypes.c_int),
+        ("block_shift", ctypes.c_int),
+    )  # fmt: skip
+
+
+class _PlanArguments(ctypes.Structure):
+    _fields_ = (
+        ("query_start_loc", ctypes.c_void_p), ("seq_lens", ctypes.c_void_p),
+        ("rows", ctypes.c_void_p), ("tiles", ctypes.c_void_p),
+        ("num_sequences", ctypes.c_int), ("step", ctypes.c_int),
+    )  # fmt: skip
+
+
+def refusal(query_TNH: Tensor, kv_cache: Tensor, spec: AttentionSpec) -> str | None:
+    """Why these kernels cannot serve this attention; None if they can."""
+    head_size = query_TNH.shape[2]
+    group = query_TNH.shape[1] // kv_cache.shape[3]
+    if query_TNH.dtype not in _DTYPES or kv_cache.dtype != query_TNH.dtype:
+        return f"queries of {query_TNH.dtype} and a cache of {kv_cache.dtype}"
+    if head_size not in _SHARED_BYTES:
+        return f"heads of {head_size}"
+    if kv_cache.shape[2] not in _BLOCKS:
+        return f"blocks of {kv_cache.shape[2]} tokens"
+    if spec.window or spec.num_sinks or spec.soft_cap:
+        return "a window, sinks or a soft cap"
+    if group > _ROWS:
+        return f"{group} query heads to a key-value head"
+    strides = (*kv_cache.stride()[:4], query_TNH.stride(0))
+    if kv_cache.stride(4) != 1 or query_TNH.stride()[1:] != (head_size, 1):
+        return "heads that are not dense"
+    if any(stride % 8 for stride in strides):
+        return f"strides {strides} that are no multiples of 8"
+    if (query_TNH.data_ptr() | kv_cache.data_ptr()) % 16:
+        return "addresses that are no multiples of 16"
+    return None
+
+
+def prefill(
+    query_TNH: Tensor,
+    kv_cache: Tensor,
+    metadata: AttentionMetadata,
+    spec: AttentionSpec,
+    output_TNH: Tensor,
+) -> None:
+    """Attention of all sequences behind the leading decodes, into their tokens' ``output``.
+
+    Takes what `refusal` does not refuse, and ``output`` [T, N, H] contiguous. ``kv_cache``
+    [blocks, 2, B, K, H] may have any strides. A sequence's result does not depend on the
+    others. The plan of the first layer of a step serves the others.
+    """
+    num_tokens, num_heads, head_size = query_TNH.shape
+    num_kv_heads = kv_cache.shape[3]
+    group = num_heads // num_kv_heads
+    device = query_TNH.device
+    stream = torch.cuda.current_stream(device).cuda_stream
+    tables = metadata.block_tables
+    if metadata.rows is None:
+        tables = tables[metadata.num_decodes :]
+    tiles = _plan(metadata, num_tokens, _ROWS // group, stream)
+    arguments = _Arguments(
+        output_TNH.data_ptr(), tables.data_ptr(), tiles.data_ptr(),
+        output_TNH.stride(0), tables.stride(0), spec.scale * math.log2(math.e), group,
+        num_kv_heads, kv_cache.shape[2].bit_length() - 1,
+    )  # fmt: skip
+    queries = tensor_map(query_TNH, (2, 1, 0), (_PANEL, group, _ROWS // group))
+    kernel = _kernel(device, query_TNH.dtype, head_size)
+    num_blocks = min(_num_processors(device), (tiles.shape[0] - 1) * num_kv_heads)
+    kernel.launch(num_blocks, stream, queries, _cache_map(kv_cache), arguments)
+
+
+def _plan(metadata: AttentionMetadata, num_tokens: int, step: int, stream: int) -> Tensor:
+    """The tiles of a step, each of ``step`` queries, as the kernel's source describes them."""
+    first = metadata.num_decodes
+    key = ("cuda_prefill", first, step)
+    plan: Tensor | None = metadata.plans.get(key)
+    if plan is not None:
+        return plan
+    num_sequences = metadata.seq_lens.shape[0] - first
+    most = -(-(num_tokens - first) // step) + num_sequences
+    device = metadata.seq_lens.device
+    plan = torch.empty((1 + most, _TILE_INTS), dtype=torch.int32, device=device)
+    rows = metadata.rows
+    arguments = _PlanArguments(
+        metadata.query_start_loc[first:].data_ptr(), metadata.seq_lens[first:].data_ptr(),
+        None if rows is None else rows[first:].data_ptr(), plan.data_ptr(), num_sequences,
+        step,
+    )  # fmt: skip
+    _plan_kernel(device).launch(1, stream, arguments)
+    metadata.plans[key] = plan
+    return plan
+
+
+def load(device: torch.device) -> None:
+    """Compile and load the kernels; an error says why this machine cannot have them."""
+    torch.empty(0, device=device)  # opens the device's context
+    _plan_kernel(device)
+    for dtype in _DTYPES:
+        for head_size in _SHARED_BYTES:
+            _kernel(device, dtype, head_size)
+
+
+@lru_cache
+def _module() -> CudaModule:
+    return CudaModule(load_cubin(_SOURCE, "sm_90a"))
+
+
+@lru_cache
+def _kernel(device: torch.device, dtype: torch.dtype, head_size: int) -> CudaKernel:
+    name = f"prefill_{str(dtype).removeprefix('torch.')}_{head_size}"
+    return _module().kernel(
+        name, device, num_threads=_THREADS, shared_bytes=_SHARED_BYTES[head_size]
+    )
+
+
+@lru_cache
+def _plan_kernel(device: torch.device) -> CudaKernel:
+    return _module().kernel("plan_prefill", device, num_threads=_PLANNERS)
+
+
+@lru_cache
+def _num_processors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+_maps: dict[tuple[object, ...], TensorMap] = {}
+_MOST_MAPS = 4096
+
+
+def _cache_map(kv_cache: Tensor) -> TensorMap:
+    """The cache of a layer for copies of one block of one head; caches live long."""
+    key = (kv_cache.data_ptr(), kv_cache.shape, kv_cache.stride(), kv_cache.dtype)
+    found = _maps.get(key)
+    if found is None:
+        if len(_maps) >= _MOST_MAPS:
+            _maps.clear()
+        box = (_PANEL, kv_cache.shape[2], 1, 1, 1)
+        found = _maps[key] = tensor_map(kv_cache, (4, 2, 3, 1, 0), box)
+    return found
