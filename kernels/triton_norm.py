@@ -28,7 +28,7 @@ def _norm_kernel(  # type: ignore[no-untyped-def]
     is_dim = dims < width
     if OVERLAPS:
         gdc_launch_dependents()
-    scale = tl.load(weight + dims, mask=is_dim, other=0.0).to(tl.float32)
+    scale = tl.load(weight + dims, mask=is_dim, other=0.0)
     if OVERLAPS:
         gdc_wait()
     value = tl.load(x + row * x_stride + dims, mask=is_dim, other=0.0).to(tl.float32)
@@ -41,7 +41,7 @@ def _norm_kernel(  # type: ignore[no-untyped-def]
     if IS_CENTRED:
         mean = tl.sum(value, 0) / width
         value = tl.where(is_dim, value - mean, 0.0)
-    value *= tl.rsqrt(tl.sum(value * value, 0) / width + eps) * scale
+    value *= tl.rsqrt(tl.sum(value * value, 0) / width + eps) * scale.to(tl.float32)
     if IS_CENTRED:
         value += tl.load(bias + dims, mask=is_dim, other=0.0).to(tl.float32)
     tl.store(output + row * width + dims, value.to(output.dtype.element_ty), mask=is_dim)

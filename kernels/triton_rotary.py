@@ -30,10 +30,7 @@ def _rope_and_cache_kernel(  # type: ignore[no-untyped-def]
     if OVERLAPS:
         gdc_launch_dependents()
     # Positions and slots are complete before the step's first layer, see `rope_and_cache`.
-    angles = cos_sin + tl.load(positions + token).to(tl.int64) * 2 * HALF + pairs
-    cos = tl.load(angles, mask=pairs < HALF, other=0.0)[None, :]
-    sin = tl.load(angles + HALF, mask=pairs < HALF, other=0.0)[None, :]
-    slot = tl.load(slots + token)
+    position, slot = tl.load(positions + token), tl.load(slots + token)
     is_head = (head < num_queries + 2 * num_kv)[:, None]
     is_rotated = (head < num_queries + num_kv)[:, None]
     is_cached = is_head & (head >= num_queries)[:, None]
@@ -45,25 +42,28 @@ def _rope_and_cache_kernel(  # type: ignore[no-untyped-def]
     if OVERLAPS:
         gdc_wait()
     element = heads.dtype.element_ty
+    # Heads are asked for before their angles, whose place is known only with the position.
+    is_pair = (pairs < HALF)[None, :]
+    dims = tl.arange(0, 2 * PADDED)[None, :]
+    is_dim = dims < 2 * HALF
     if IS_NEOX:
-        is_pair = (pairs < HALF)[None, :]
         near = tl.load(source + pairs[None, :], mask=is_head & is_pair, other=0.0)
         far = tl.load(source + HALF + pairs[None, :], mask=is_head & is_pair, other=0.0)
-        left, right = near.to(tl.float32), far.to(tl.float32)
-        near = tl.where(is_rotated, (left * cos - right * sin).to(element), near)
-        far = tl.where(is_rotated, (right * cos + left * sin).to(element), far)
+    else:
+        both = tl.load(source + dims, mask=is_head & is_dim, other=0.0)
+        near, far = tl.split(tl.reshape(both, [HEADS, PADDED, 2]))
+    angles = cos_sin + position.to(tl.int64) * 2 * HALF + pairs
+    cos = tl.load(angles, mask=pairs < HALF, other=0.0)[None, :]
+    sin = tl.load(angles + HALF, mask=pairs < HALF, other=0.0)[None, :]
+    left, right = near.to(tl.float32), far.to(tl.float32)
+    near = tl.where(is_rotated, (left * cos - right * sin).to(element), near)
+    far = tl.where(is_rotated, (right * cos + left * sin).to(element), far)
+    if IS_NEOX:
         tl.store(source + pairs[None, :], near, mask=is_rotated & is_pair)
         tl.store(source + HALF + pairs[None, :], far, mask=is_rotated & is_pair)
         tl.store(target + pairs[None, :], near, mask=is_cached & is_pair)
         tl.store(target + HALF + pairs[None, :], far, mask=is_cached & is_pair)
     else:
-        dims = tl.arange(0, 2 * PADDED)[None, :]
-        is_dim = dims < 2 * HALF
-        both = tl.load(source + dims, mask=is_head & is_dim, other=0.0)
-        near, far = tl.split(tl.reshape(both, [HEADS, PADDED, 2]))
-        left, right = near.to(tl.float32), far.to(tl.float32)
-        near = tl.where(is_rotated, (left * cos - right * sin).to(element), near)
-        far = tl.where(is_rotated, (right * cos + left * sin).to(element), far)
         both = tl.reshape(tl.join(near, far), [HEADS, 2 * PADDED])
         tl.store(source + dims, both, mask=is_rotated & is_dim)
         tl.store(target + dims, both, mask=is_cached & is_dim)
