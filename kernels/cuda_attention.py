@@ -21,7 +21,7 @@ _PANEL = 64
 _THREADS = 384
 _PLANNERS = 1024
 _SHARED_BYTES = {64: 165_888, 128: 198_400}
-_DTYPES = (torch.float16, torch.bfloat16)
+DTYPES = (torch.float16, torch.bfloat16)
 _BLOCKS = (8, 16, 32, 64, 128)
 _TILE_INTS = 4
 
@@ -47,7 +47,7 @@ def refusal(query_TNH: Tensor, kv_cache: Tensor, spec: AttentionSpec) -> str | N
     """Why these kernels cannot serve this attention; None if they can."""
     head_size = query_TNH.shape[2]
     group = query_TNH.shape[1] // kv_cache.shape[3]
-    if query_TNH.dtype not in _DTYPES or kv_cache.dtype != query_TNH.dtype:
+    if query_TNH.dtype not in DTYPES or kv_cache.dtype != query_TNH.dtype:
         return f"queries of {query_TNH.dtype} and a cache of {kv_cache.dtype}"
     if head_size not in _SHARED_BYTES:
         return f"heads of {head_size}"
@@ -122,13 +122,12 @@ def _plan(metadata: AttentionMetadata, num_tokens: int, step: int, stream: int) 
     return plan
 
 
-def load(device: torch.device) -> None:
-    """Compile and load the kernels; an error says why this machine cannot have them."""
+def load(device: torch.device, dtype: torch.dtype) -> None:
+    """Compile and load the kernels, or raise `KernelsUnavailableError`, which says why not."""
     torch.empty(0, device=device)  # opens the device's context
     _plan_kernel(device)
-    for dtype in _DTYPES:
-        for head_size in _SHARED_BYTES:
-            _kernel(device, dtype, head_size)
+    for head_size in _SHARED_BYTES:
+        _kernel(device, dtype, head_size)
 
 
 @lru_cache
