@@ -85,11 +85,14 @@ def _compiler() -> str:
     raise KernelsUnavailableError(f"no C++ compiler found: install {_COMPILERS[0]}")
 
 
-@functools.cache
 def cache_folder() -> Path:
     """Where compiled kernels are kept: the user's cache, or a new folder a process."""
-    root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    folder = Path(root) / "trimaran" / "kernels"
+    return _writable_folder(Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"))
+
+
+@functools.cache
+def _writable_folder(root: Path) -> Path:
+    folder = root / "trimaran" / "kernels"
     try:
         folder.mkdir(parents=True, exist_ok=True)
         if os.access(folder, os.W_OK):

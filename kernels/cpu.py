@@ -47,7 +47,7 @@ class CpuOps:
         if self._dtype is torch.bfloat16 and "avx512_bf16" in cpu_features():
             names["paged_attention"] = "avx512_bf16"
             product = "amx_bf16" if self._library.trimaran_has_amx() else "avx512_bf16"
-            names.update(linear=product, logits=product)
+            names.update(linear=product, gated_linear=product, logits=product)
         names["activation"] = "avx512 (gelu_new), torch (others)"
         names.update(gelu_and_mul="torch", embed="torch")
         return names
@@ -63,6 +63,10 @@ class CpuOps:
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """``x @ weight.T + bias``; sums in float32, rounded once."""
         return self._multiply(x, weight, bias, self._dtype)
+
+    def gated_linear(self, x: Tensor, weight: Tensor) -> Tensor:
+        """``silu(x @ gate.T) * (x @ up.T)``, with gate rows above up rows."""
+        return self.silu_and_mul(self.linear(x, weight))
 
     def logits(self, x: Tensor, weight: Tensor) -> Tensor:
         """``x @ weight.T`` as float32, never rounded to the weights' dtype."""

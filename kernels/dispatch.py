@@ -35,6 +35,8 @@ class Ops(Protocol):
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor: ...
 
+    def gated_linear(self, x: Tensor, weight: Tensor) -> Tensor: ...
+
     def logits(self, x: Tensor, weight: Tensor) -> Tensor: ...
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor: ...
@@ -87,7 +89,7 @@ def select_ops(
     tokens beside it. Those of a CPU never do.
     """
     if device.type != "cpu":
-        return _gpu_ops(deterministic)
+        return _gpu_ops(device, dtype, deterministic)
     try:
         return CpuOps(load_library(), dtype, num_threads)
     except KernelsUnavailableError as error:
@@ -95,11 +97,12 @@ def select_ops(
         return TorchOps()
 
 
-def _gpu_ops(deterministic: bool) -> Ops:
+def _gpu_ops(device: torch.device, dtype: torch.dtype, deterministic: bool) -> Ops:
     if importlib.util.find_spec("triton") is None:
         logger.warning("torch serves all operators: the package triton is not installed")
         return TorchOps()
     # Imported only now: a CPU needs no Triton.
     from trimaran.kernels.gpu import TritonOps
+    from trimaran.kernels.products import select_products
 
-    return TritonOps(deterministic)
+    return TritonOps(deterministic, select_products(device, dtype, deterministic))

@@ -13,9 +13,9 @@ from trimaran.kernels.attention import AttentionMetadata, AttentionSpec
 # heads, G = N / K, H head size, P positions.
 
 OPERATORS = (
-    "linear", "logits", "rms_norm", "add_rms_norm", "layer_norm", "add_layer_norm",
-    "silu_and_mul", "gelu_and_mul", "activation", "embed", "rope_and_cache", "write_kv",
-    "paged_attention",
+    "linear", "gated_linear", "logits", "rms_norm", "add_rms_norm", "layer_norm",
+    "add_layer_norm", "silu_and_mul", "gelu_and_mul", "activation", "embed",
+    "rope_and_cache", "write_kv", "paged_attention",
 )  # fmt: skip
 
 _QUERY_TILE = 256
@@ -25,6 +25,11 @@ _QUERY_TILE = 256
 def linear(x_TD: Tensor, weight_ED: Tensor, bias_E: Tensor | None = None) -> Tensor:
     """``x @ weight.T + bias`` in the dtype of ``x``."""
     return F.linear(x_TD, weight_ED, bias_E)
+
+
+def gated_linear(x_TD: Tensor, weight_ED: Tensor) -> Tensor:
+    """``silu(x @ gate.T) * (x @ up.T)`` [T, E / 2], with gate rows above up rows."""
+    return silu_and_mul(F.linear(x_TD, weight_ED))
 
 
 def logits(x_TD: Tensor, weight_ED: Tensor) -> Tensor:

@@ -12,6 +12,7 @@ class TorchOps:
     """All operators in plain torch, on any device."""
 
     linear = staticmethod(reference.linear)
+    gated_linear = staticmethod(reference.gated_linear)
     logits = staticmethod(reference.logits)
     rms_norm = staticmethod(reference.rms_norm)
     add_rms_norm = staticmethod(reference.add_rms_norm)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from trimaran.worker.layers.linear import LayerContext
+from trimaran.worker.layers.linear import LayerContext, MergedColumnParallelLinear
+from trimaran.worker.layers.methods import UnquantizedLinearMethod
 
 
 class SiluAndMul(nn.Module):
@@ -17,6 +18,13 @@ class SiluAndMul(nn.Module):
     def forward(self, gate_up_TE: Tensor) -> Tensor:
         """[T, 2F] to [T, F]."""
         return self._ops.silu_and_mul(gate_up_TE)
+
+    def project(self, gate_up: MergedColumnParallelLinear, x_TD: Tensor) -> Tensor:
+        """``forward(gate_up(x))``, as one operator where nothing comes between the two."""
+        is_plain = isinstance(gate_up.method, UnquantizedLinearMethod)
+        if is_plain and gate_up.bias is None and not gate_up.lora.is_active:
+            return self._ops.gated_linear(x_TD, gate_up.weight)
+        return self.forward(gate_up.forward(x_TD))
 
 
 class Activation(nn.Module):

@@ -87,7 +87,7 @@ class LlamaMLP(nn.Module):
 
     def forward(self, hidden_TD: Tensor) -> Tensor:
         """[T, D] to [T, D]. Collective over the tensor group."""
-        return self.down_proj.forward(self.act.forward(self.gate_up_proj.forward(hidden_TD)))
+        return self.down_proj.forward(self.act.project(self.gate_up_proj, hidden_TD))
 
 
 class LlamaLayer(nn.Module):

@@ -1,0 +1,85 @@
+// Blocks that run together: copies into several of them, barriers and loads across them; and
+// kernels that overlap with the one before.
+#pragma once
+
+#include "hopper.cuh"
+
+// ---- Copies of a box of a matrix; `policy` says how long the cache should keep it.
+
+__device__ __forceinline__ void copy_box_2d(u32 to, const TensorMap* map, u32 barrier, int x,
+                                            int y, u64 policy) {
+    asm volatile(
+        "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes"
+        ".L2::cache_hint [%0], [%1, {%3, %4}], [%2], %5;" ::"r"(to),
+        "l"(map), "r"(barrier), "r"(x), "r"(y), "l"(policy)
+        : "memory");
+}
+
+// Into every block of the cluster that `mask` names, at the same addresses there.
+__device__ __forceinline__ void copy_box_to(u32 to, const TensorMap* map, u32 barrier, int x,
+                                            int y, unsigned short mask, u64 policy) {
+    asm volatile(
+        "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes"
+        ".multicast::cluster.L2::cache_hint [%0], [%1, {%3, %4}], [%2], %5, %6;" ::"r"(to),
+        "l"(map), "r"(barrier), "r"(x), "r"(y), "h"(mask), "l"(policy)
+        : "memory");
+}
+
+// ---- Clusters.
+
+__device__ __forceinline__ u32 cluster_rank() {
+    u32 rank;
+    asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+    return rank;
+}
+
+// Makes initialised barriers visible to the copy engine and to the cluster.
+__device__ __forceinline__ void fence_barriers() {
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+}
+
+// All threads of all blocks of the cluster get here. Orders no ordinary stores: what one
+// block writes for another goes by `send_to`.
+__device__ __forceinline__ void cluster_sync() {
+    asm volatile(
+        "barrier.cluster.arrive.relaxed.aligned;\n"
+        "barrier.cluster.wait.aligned;" ::
+            : "memory");
+}
+
+// Arrives at the barrier that has this address in block `rank` of the cluster.
+__device__ __forceinline__ void barrier_arrive_at(u32 barrier, u32 rank) {
+    asm volatile(
+        "{\n.reg .b32 there;\n"
+        "mapa.shared::cluster.u32 there, %0, %1;\n"
+        "mbarrier.arrive.shared::cluster.b64 _, [there];\n}" ::"r"(barrier),
+        "r"(rank)
+        : "memory");
+}
+
+// An address of this block as block `rank` of the cluster has it.
+__device__ __forceinline__ u32 address_at(u32 address, u32 rank) {
+    u32 there;
+    asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(address), "r"(rank));
+    return there;
+}
+
+// Stores eight bytes in another block, which count for the barrier there.
+__device__ __forceinline__ void send_to(u32 there, u32 barrier_there, float a, float b) {
+    asm volatile(
+        "st.async.shared::cluster.mbarrier::complete_tx::bytes.v2.f32 [%0], {%1, %2}, [%3];" ::
+            "r"(there),
+        "f"(a), "f"(b), "r"(barrier_there)
+        : "memory");
+}
+
+// ---- Programmatic dependent launch.
+
+// What kernels before this one have written may be read, and what they read be written.
+__device__ __forceinline__ void wait_for_previous_kernels() {
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+}
+
+__device__ __forceinline__ void let_next_kernel_start() {
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+}

@@ -1,0 +1,408 @@
+// out = x @ w.T for few to some hundred rows of x, or SwiGLU of it, on Hopper.
+//
+// A block multiplies GEMM_MI x GEMM_WARPGROUPS x 64 rows of x with 16 x GEMM_CHUNKS rows of w.
+// One thread copies tiles through a ring of GEMM_STAGES in shared memory; the warpgroups multiply.
+// The blocks of a cluster share work in two ways: `split` of them take a part of the inner
+// dimension each and add up through shared memory in a fixed order; `sharing` of them take
+// neighbouring rows of w and send each other slices of the same rows of x.
+// Weights do not depend on the kernel before: the ring fills with them before it has finished.
+//
+// GEMM_SPLIT: 1 for `split` above 1; each cluster then has one group of tiles.
+// GEMM_GATED: w holds gate rows above as many up rows; out = silu(x @ gate.T) * (x @ up.T).
+// GEMM_FLOAT16: float16 instead of bfloat16.
+#include "cluster.cuh"
+#include "wide_product.cuh"
+
+namespace {
+
+constexpr int kColumns = 16 * GEMM_CHUNKS;
+constexpr int kRows = 64 * GEMM_MI * GEMM_WARPGROUPS;
+constexpr int kInner = 64;
+constexpr int kRowBytes = 2 * kInner;
+constexpr int kTileX = kRows * kRowBytes;
+constexpr int kTileW = kColumns * kRowBytes;
+constexpr int kStageBytes = kTileX + kTileW;
+constexpr int kSums = kColumns / 2;
+constexpr int kMultipliers = 128 * GEMM_WARPGROUPS;
+// Registers a thread: most of the file go from the copying warpgroup to the multiplying ones.
+constexpr int kCopyRegisters = GEMM_WARPGROUPS == 2 ? 40 : 32;
+constexpr int kMultiplyRegisters = GEMM_WARPGROUPS == 2 ? 232 : 160;
+#ifdef GEMM_FLOAT16
+constexpr bool kIsBf16 = false;
+#else
+constexpr bool kIsBf16 = true;
+#endif
+#ifdef GEMM_GATED
+constexpr bool kIsGated = true;
+#else
+constexpr bool kIsGated = false;
+#endif
+constexpr int kOutColumns = kIsGated ? kColumns / 2 : kColumns;
+
+__device__ __forceinline__ float gated(float gate, float up) {
+    return gate / (1.0f + __expf(-gate)) * up;
+}
+
+}  // namespace
+
+struct Arguments {
+    u32* out;        // [rows, pitch], two values a word
+    int rows;        // of x
+    int columns;     // of out
+    int pitch;       // of rows of out: columns, rounded up to a multiple of 8
+    int inner_steps; // the inner dimension in steps of 64, rounded up
+    int row_tiles;
+    int groups;      // row tiles x groups of `sharing` column tiles; with a split, a cluster each
+    int split;       // blocks of a cluster that share the inner dimension
+    int sharing;     // blocks of a cluster that share rows of x
+    u64 hint_w;      // cache policy of weights
+};
+
+namespace {
+
+// Where a block stands: its place in the cluster, and the tiles that fall to it.
+struct Place {
+    int part, neighbour, first_step, num_steps, cluster, num_clusters;
+
+    __device__ explicit Place(const Arguments& args) {
+        const int size = args.split * args.sharing;
+        const int rank = size > 1 ? static_cast<int>(cluster_rank()) : 0;
+        part = rank / args.sharing;
+        neighbour = rank % args.sharing;
+        first_step = args.inner_steps * part / args.split;
+        num_steps = args.inner_steps * (part + 1) / args.split - first_step;
+        cluster = blockIdx.x / size;
+        num_clusters = gridDim.x / size;
+    }
+};
+
+struct Ring {
+    u32 tiles, full, empty;
+    int stage = 0;
+    u32 parity = 0;
+
+    __device__ u32 x() const { return tiles + stage * kStageBytes; }
+    __device__ u32 w() const { return x() + kTileX; }
+    __device__ u32 filled() const { return full + 8 * stage; }
+    __device__ u32 released() const { return empty + 8 * stage; }
+    __device__ void advance() {
+        if (++stage == GEMM_STAGES) {
+            stage = 0;
+            parity ^= 1;
+        }
+    }
+};
+
+__device__ __forceinline__ void copy_weights(const Arguments& args, const Ring& ring,
+                                             const TensorMap* map, int step, int column_tile) {
+    const int first = column_tile * kOutColumns;
+    copy_box_2d(ring.w(), map, ring.filled(), step * kInner, first, args.hint_w);
+    if (kIsGated) {
+        copy_box_2d(ring.w() + kTileW / 2, map, ring.filled(), step * kInner,
+                  args.columns + first, args.hint_w);
+    }
+}
+
+__device__ __forceinline__ void copy_rows(const Arguments& args, const Ring& ring,
+                                          const Place& place, const TensorMap* map, int step,
+                                          int row_tile) {
+    constexpr u64 kKeep = 0x14F0000000000000ull;
+    const int slice = kRows / args.sharing;
+    const int first = row_tile * kRows + place.neighbour * slice;
+    const u32 target = ring.x() + place.neighbour * slice * kRowBytes;
+    if (args.sharing == 1) {
+        copy_box_2d(target, map, ring.filled(), step * kInner, first, kKeep);
+    } else {
+        const u32 peers = ((1u << args.sharing) - 1) << (place.part * args.sharing);
+        copy_box_to(target, map, ring.filled(), step * kInner, first,
+                     static_cast<unsigned short>(peers), kKeep);
+    }
+}
+
+// The copying warpgroup's work: one thread of it keeps the ring full.
+__device__ __forceinline__ void fill_ring(const Arguments& args, const Place& place, Ring ring,
+                                          const TensorMap* map_x, const TensorMap* map_w) {
+    // The first tile's weights go ahead; rows of x must wait for the kernel that makes them.
+    const int ahead = min(place.num_steps, GEMM_STAGES);
+    int group = place.cluster;
+    int column_tile = group / args.row_tiles * args.sharing + place.neighbour;
+    Ring early = ring;
+    for (int n = 0; n < ahead && group < args.groups; ++n, early.advance()) {
+        barrier_arrive_expect(early.filled(), kStageBytes);
+        copy_weights(args, early, map_w, place.first_step + n, column_tile);
+    }
+    wait_for_previous_kernels();
+    int num_early = ahead;
+    for (; group < args.groups; group += place.num_clusters) {
+        column_tile = group / args.row_tiles * args.sharing + place.neighbour;
+        const int row_tile = group % args.row_tiles;
+        for (int n = 0; n < place.num_steps; ++n, ring.advance()) {
+            const int step = place.first_step + n;
+            if (num_early > 0) {
+                --num_early;
+            } else {
+                barrier_wait(ring.released(), ring.parity ^ 1);
+                barrier_arrive_expect(ring.filled(), kStageBytes);
+                copy_weights(args, ring, map_w, step, column_tile);
+            }
+            copy_rows(args, ring, place, map_x, step, row_tile);
+        }
+    }
+    // Neighbours may reach into this block's shared memory until all stages are released.
+    for (int n = 0; n < GEMM_STAGES; ++n, ring.advance()) {
+        barrier_wait(ring.released(), ring.parity ^ 1);
+    }
+}
+
+// Tells every block that sends to this one that a stage has been read.
+__device__ __forceinline__ void release(const Arguments& args, const Place& place,
+                                        u32 barrier) {
+    const int lane = threadIdx.x % 128;
+    if (args.sharing == 1) {
+        if (lane == 0) barrier_arrive(barrier);
+    } else if (lane < args.sharing) {
+        barrier_arrive_at(barrier, place.part * args.sharing + lane);
+    }
+}
+
+__device__ __forceinline__ void multiply_tile(const Arguments& args, const Place& place,
+                                              Ring& ring, float (&sums)[GEMM_MI][kSums]) {
+    const int warpgroup = threadIdx.x / 128;
+    u32 last = 0;
+#pragma unroll
+    for (int i = 0; i < GEMM_MI; ++i) {
+#pragma unroll
+        for (int n = 0; n < kSums; ++n) sums[i][n] = 0.0f;
+    }
+    for (int n = 0; n < place.num_steps; ++n, ring.advance()) {
+        barrier_wait(ring.filled(), ring.parity);
+        const u64 x = operand(ring.x() + warpgroup * GEMM_MI * 64 * kRowBytes, 16);
+        const u64 w = operand(ring.w(), 16);
+        products_fence();
+#pragma unroll
+        for (int k = 0; k < kInner / 16; ++k) {
+#pragma unroll
+            for (int i = 0; i < GEMM_MI; ++i) {
+                add_wide_product(sums[i], x + i * (64 * kRowBytes / 16) + 2 * k, w + 2 * k);
+            }
+        }
+        products_commit();
+        products_wait<1>();
+        if (n > 0) release(args, place, last);
+        last = ring.released();
+    }
+    products_wait<0>();
+    release(args, place, last);
+}
+
+#if !GEMM_SPLIT
+// Four words of each of four lanes, transposed: 16 consecutive bytes of a row for each lane.
+__device__ __forceinline__ void transpose_quad(u32 (&v)[4]) {
+    const int lane = threadIdx.x % 4;
+#pragma unroll
+    for (int far = 1; far < 4; far *= 2) {
+        const bool is_upper = lane & far;
+#pragma unroll
+        for (int a = 0; a < 4; ++a) {
+            if (a & far) continue;
+            const u32 sent = is_upper ? v[a] : v[a + far];
+            const u32 received = __shfl_xor_sync(0xffffffffu, sent, far);
+            if (is_upper) {
+                v[a] = received;
+            } else {
+                v[a + far] = received;
+            }
+        }
+    }
+}
+
+// Two neighbouring results of row `lane / 4 + 8 * half`, of the eight columns `tile`.
+__device__ __forceinline__ u32 result(const float (&sums)[kSums], int tile, int half) {
+    const int at = 4 * tile + 2 * half;
+    if (!kIsGated) return pack<kIsBf16>(sums[at], sums[at + 1]);
+    constexpr int kUp = kSums / 2;
+    return pack<kIsBf16>(gated(sums[at], sums[(at + kUp) % kSums]),
+                gated(sums[at + 1], sums[(at + kUp + 1) % kSums]));
+}
+
+__device__ __forceinline__ void store_tile(const Arguments& args, int row_tile,
+                                           int column_tile, const float (&sums)[GEMM_MI][kSums]) {
+    constexpr int kTiles = kOutColumns / 8;
+    const int warp = threadIdx.x % 128 / 32, lane = threadIdx.x % 32;
+    const int columns = args.columns - column_tile * kOutColumns;
+#pragma unroll
+    for (int part = 0; part < 2 * GEMM_MI; ++part) {
+        const int i = part / 2, half = part % 2;
+        const int row = row_tile * kRows + (threadIdx.x / 128 * GEMM_MI + i) * 64 + warp * 16 +
+                        8 * half + lane / 4;
+        const bool is_inside = row < args.rows;
+        u32* out = args.out + (static_cast<long long>(row) * args.pitch +
+                               column_tile * kOutColumns) / 2;
+#pragma unroll
+        for (int tile = 0; tile + 4 <= kTiles; tile += 4) {
+            u32 v[4] = {result(sums[i], tile, half), result(sums[i], tile + 1, half),
+                        result(sums[i], tile + 2, half), result(sums[i], tile + 3, half)};
+            transpose_quad(v);
+            const int column = 8 * (tile + lane % 4);
+            if (is_inside && column < columns) {
+                *reinterpret_cast<uint4*>(out + column / 2) = make_uint4(v[0], v[1], v[2], v[3]);
+            }
+        }
+#pragma unroll
+        for (int tile = kTiles / 4 * 4; tile < kTiles; ++tile) {
+            const u32 value = result(sums[i], tile, half);
+            if (is_inside && 8 * tile < columns) out[4 * tile + lane % 4] = value;
+        }
+    }
+}
+#else
+// Column tiles of eight that this part adds up: a run of those of the block.
+__device__ __forceinline__ int first_owned(const Arguments& args, int part) {
+    return kOutColumns / 8 * part / args.split;
+}
+
+constexpr int kUp = kIsGated ? 2 : 1;  // sums of the product for a result
+
+// Where a part's sums of a row lie in the block that adds them up: [part][row][column].
+__device__ __forceinline__ u32 inbox(const Ring& ring, int part, int row, int rows, int tiles) {
+    return ring.tiles + 4 * ((part * rows + row) * (8 * kUp * tiles + 8));
+}
+
+// Sends each part the sums that it adds up, `rows` of them.
+__device__ __forceinline__ void send_sums(const Arguments& args, const Place& place,
+                                          const Ring& ring, const float (&sums)[GEMM_MI][kSums],
+                                          int rows, u32 arrived) {
+    const int warp = threadIdx.x % 128 / 32, lane = threadIdx.x % 32;
+    for (int owner = 0; owner < args.split; ++owner) {
+        const int rank = owner * args.sharing + place.neighbour;
+        const int first = first_owned(args, owner), end = first_owned(args, owner + 1);
+        const u32 barrier_there = address_at(arrived, rank);
+#pragma unroll
+        for (int half = 0; half < 2 * GEMM_MI; ++half) {
+            const int i = half / 2;
+            const int row = (threadIdx.x / 128 * GEMM_MI + i) * 64 + warp * 16 +
+                            8 * (half % 2) + lane / 4;
+            if (row >= rows) continue;
+            const u32 there =
+                address_at(inbox(ring, place.part, row, rows, end - first), rank) +
+                8 * (lane % 4);
+#pragma unroll
+            for (int tile = 0; tile < kColumns / 8; ++tile) {
+                const int column = tile % (kOutColumns / 8);
+                if (column < first || column >= end) continue;
+                const int at = tile / (kOutColumns / 8) * (end - first) + column - first;
+                const float* sum = &sums[i][4 * tile + 2 * (half % 2)];
+                send_to(there + 32 * at, barrier_there, sum[0], sum[1]);
+            }
+        }
+    }
+}
+
+// The sum over the parts, in their order.
+__device__ __forceinline__ float4 add_parts(u32 address, u32 stride, int split) {
+    float4 total = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+    for (int part = 0; part < split; ++part) {
+        float4 more;
+        asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
+                     : "=f"(more.x), "=f"(more.y), "=f"(more.z), "=f"(more.w)
+                     : "r"(address + part * stride)
+                     : "memory");
+        total.x += more.x;
+        total.y += more.y;
+        total.z += more.z;
+        total.w += more.w;
+    }
+    return total;
+}
+
+// Adds up and stores the columns that fall to this part.
+__device__ __forceinline__ void store_sums(const Arguments& args, const Place& place,
+                                           const Ring& ring, int rows, int row_tile,
+                                           int column_tile) {
+    const int first = first_owned(args, place.part);
+    const int tiles = first_owned(args, place.part + 1) - first;
+    const u32 stride = inbox(ring, 1, 0, rows, tiles) - ring.tiles;
+    for (int unit = threadIdx.x; unit < rows * 2 * tiles; unit += kMultipliers) {
+        const int row = unit / (2 * tiles), column = unit % (2 * tiles) * 4;
+        const u32 address = inbox(ring, 0, row, rows, tiles) + 4 * column;
+        float4 sum = add_parts(address, stride, args.split);
+        if (kIsGated) {
+            const float4 up = add_parts(address + 32 * tiles, stride, args.split);
+            sum = make_float4(gated(sum.x, up.x), gated(sum.y, up.y), gated(sum.z, up.z),
+                              gated(sum.w, up.w));
+        }
+        const int out_column = column_tile * kOutColumns + 8 * first + column;
+        if (out_column >= args.columns) continue;
+        const long long at =
+            static_cast<long long>(row_tile * kRows + row) * args.pitch + out_column;
+        *reinterpret_cast<uint2*>(args.out + at / 2) =
+            make_uint2(pack<kIsBf16>(sum.x, sum.y), pack<kIsBf16>(sum.z, sum.w));
+    }
+}
+
+// Adds up the parts' sums through shared memory: every block those of some columns.
+__device__ __forceinline__ void reduce_tile(const Arguments& args, const Place& place,
+                                            const Ring& ring,
+                                            const float (&sums)[GEMM_MI][kSums], int row_tile,
+                                            int column_tile, u32 arrived) {
+    const int rows = min(kRows, args.rows - row_tile * kRows);
+    if (threadIdx.x == 0) {
+        const int tiles = first_owned(args, place.part + 1) - first_owned(args, place.part);
+        barrier_arrive_expect(arrived, args.split * rows * 8 * kUp * tiles * 4);
+    }
+    // All blocks have read their rings, which now take sums. Nobody leaves before it has
+    // got all that is sent to it.
+    cluster_sync();
+    send_sums(args, place, ring, sums, rows, arrived);
+    barrier_wait(arrived, 0);
+    store_sums(args, place, ring, rows, row_tile, column_tile);
+}
+#endif
+
+}  // namespace
+
+extern "C" __global__ void __launch_bounds__(kMultipliers + 128, 1)
+    gemm(const __grid_constant__ TensorMap map_x, const __grid_constant__ TensorMap map_w,
+         const Arguments args) {
+    extern __shared__ __align__(1024) unsigned char memory[];
+    __shared__ __align__(8) u64 barriers[2 * GEMM_STAGES + 1];
+    const Place place(args);
+    const bool is_cluster = args.split * args.sharing > 1;
+    Ring ring{(shared_address(memory) + 1023) & ~1023u, shared_address(barriers),
+              shared_address(barriers + GEMM_STAGES)};
+    if (threadIdx.x == kMultipliers) {
+        prefetch_map(&map_x);
+        prefetch_map(&map_w);
+        for (int n = 0; n < GEMM_STAGES; ++n) {
+            barrier_init(ring.full + 8 * n, 1);
+            barrier_init(ring.empty + 8 * n, GEMM_WARPGROUPS * args.sharing);
+        }
+        barrier_init(shared_address(barriers + 2 * GEMM_STAGES), 1);
+        fence_barriers();
+    }
+    __syncthreads();
+    if (is_cluster) cluster_sync();
+    let_next_kernel_start();
+    if (threadIdx.x >= kMultipliers) {
+        if (GEMM_WARPGROUPS > 1) give_registers<kCopyRegisters>();
+        if (threadIdx.x == kMultipliers) fill_ring(args, place, ring, &map_x, &map_w);
+        __syncwarp();
+#if GEMM_SPLIT
+        cluster_sync();
+#endif
+    } else {
+        if (GEMM_WARPGROUPS > 1) take_registers<kMultiplyRegisters>();
+        float sums[GEMM_MI][kSums];
+        for (int group = place.cluster; group < args.groups; group += place.num_clusters) {
+            const int column_tile = group / args.row_tiles * args.sharing + place.neighbour;
+            const int row_tile = group % args.row_tiles;
+            multiply_tile(args, place, ring, sums);
+#if GEMM_SPLIT
+            reduce_tile(args, place, ring, sums, row_tile, column_tile,
+                        shared_address(barriers + 2 * GEMM_STAGES));
+#else
+            store_tile(args, row_tile, column_tile, sums);
+#endif
+        }
+    }
+}

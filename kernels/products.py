@@ -1,0 +1,194 @@
+"""Matrix products on a GPU: the fastest that was measured for a shape and number of rows."""
+
+from __future__ import annotations
+
+import functools
+import json
+import logging
+from bisect import bisect_left
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from trimaran.comm.errors import ConfigError
+from trimaran.kernels.build import KernelsUnavailableError
+from trimaran.kernels.cuda_build import check_compiler
+from trimaran.kernels.hopper_gemm import GemmShape, HopperGemm, can_multiply, compile_gemm
+from trimaran.kernels.triton_elementwise import silu_and_mul
+
+logger = logging.getLogger(__name__)
+
+# Shapes: T tokens, D inner width, E outputs of the weight.
+
+TABLES = Path(__file__).with_name("tables")
+
+Choice = GemmShape | None
+"""How our kernel cuts a product; None leaves it to torch."""
+
+
+class ProductTable:
+    """Measured choices for one device: for each weight, the best up to a number of rows.
+
+    Above the last entry, and for weights that were not measured, torch multiplies. A file
+    maps ``outputs x inner`` (with `` gated`` for SwiGLU) to a list of ``[most rows, null or
+    [rows, columns, split, sharing]]``, and is written by ``benchmarks/tune_products.py``.
+    """
+
+    def __init__(self, entries: dict[str, list[tuple[int, list[int] | None]]]) -> None:
+        self._bounds: dict[tuple[int, int, bool], list[int]] = {}
+        self._choices: dict[tuple[int, int, bool], list[Choice]] = {}
+        for name, steps in entries.items():
+            sizes, _, kind = name.partition(" ")
+            outputs, _, inner = sizes.partition("x")
+            key = (int(outputs), int(inner), kind == "gated")
+            self._bounds[key] = [most for most, _ in steps]
+            self._choices[key] = [GemmShape(*cut) if cut else None for _, cut in steps]
+
+    @classmethod
+    def of_device(cls, name: str) -> ProductTable:
+        """The table of a GPU by its name; an empty one if it was not measured."""
+        path = TABLES / f"{name.lower().replace(' ', '_')}.json"
+        if not path.exists():
+            return cls({})
+        return cls(json.loads(path.read_text(encoding="utf-8")))
+
+    def pick(self, num_rows: int, outputs: int, inner: int, is_gated: bool) -> Choice:
+        """The choice for a product of ``num_rows`` with a weight [outputs, inner]."""
+        key = (outputs, inner, is_gated)
+        bounds = self._bounds.get(key)
+        if bounds is None or num_rows > bounds[-1]:
+            return None
+        return self._choices[key][bisect_left(bounds, num_rows)]
+
+    def choices(self, outputs: int, inner: int, is_gated: bool) -> list[GemmShape]:
+        """All of our kernel's cuts for a weight."""
+        found = self._choices.get((outputs, inner, is_gated), [])
+        return list(dict.fromkeys(choice for choice in found if choice is not None))
+
+
+class Products(Protocol):
+    """Products of one kind of GPU."""
+
+    backend: str
+
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor: ...
+
+    def gated_linear(self, x: Tensor, weight: Tensor) -> Tensor: ...
+
+
+class TorchProducts:
+    """Torch's own products."""
+
+    backend = "torch"
+
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        """``x @ weight.T + bias`` in the dtype of ``x``."""
+        return F.linear(x, weight, bias)
+
+    def gated_linear(self, x: Tensor, weight: Tensor) -> Tensor:
+        """``silu(x @ gate.T) * (x @ up.T)``, with gate rows above up rows."""
+        return silu_and_mul(F.linear(x, weight))
+
+
+class HopperProducts:
+    """Products with weights of one dtype on one Hopper GPU, by our kernel or by torch.
+
+    With ``is_deterministic`` a row's result depends neither on the other rows nor on their
+    number: our kernel multiplies, with a split that the weight alone decides.
+    """
+
+    def __init__(
+        self, device: torch.device, dtype: torch.dtype, is_deterministic: bool = False
+    ) -> None:
+        self._device = device
+        self._dtype = dtype
+        self._is_deterministic = is_deterministic
+        self._table = ProductTable.of_device(torch.cuda.get_device_name(device))
+        self._kernels: dict[tuple[GemmShape, bool], HopperGemm] = {}
+        self._compiled: set[tuple[int, int, bool]] = set()
+        self.backend = "cuda" if is_deterministic else "cuda, torch"
+
+    def linear(self, x_TD: Tensor, weight_ED: Tensor, bias_E: Tensor | None = None) -> Tensor:
+        """``x @ weight.T + bias`` in the dtype of ``x``."""
+        kernel = self._kernel(x_TD, weight_ED, is_gated=False)
+        if kernel is None:
+            return F.linear(x_TD, weight_ED, bias_E)
+        output_TE = kernel(x_TD, weight_ED)
+        return output_TE if bias_E is None else output_TE + bias_E
+
+    def gated_linear(self, x_TD: Tensor, weight_ED: Tensor) -> Tensor:
+        """``silu(x @ gate.T) * (x @ up.T)`` [T, E / 2], gate rows above up rows."""
+        kernel = self._kernel(x_TD, weight_ED, is_gated=True)
+        if kernel is None:
+            return silu_and_mul(self.linear(x_TD, weight_ED))
+        return kernel(x_TD, weight_ED)
+
+    def _kernel(self, x_TD: Tensor, weight_ED: Tensor, *, is_gated: bool) -> HopperGemm | None:
+        outputs, inner = weight_ED.shape
+        if self._is_deterministic:
+            choice: Choice = fixed_choice(x_TD.shape[0], outputs)
+        else:
+            choice = self._table.pick(x_TD.shape[0], outputs, inner, is_gated)
+        if choice is None:
+            return None
+        kernel = self._kernels.get((choice, is_gated))
+        if kernel is None:
+            self._compile(outputs, inner, is_gated)
+            kernel = HopperGemm(choice, self._dtype, self._device, is_gated=is_gated)
+            self._kernels[(choice, is_gated)] = kernel
+        return kernel
+
+    def _compile(self, outputs: int, inner: int, is_gated: bool) -> None:
+        """Compile all that the table has for a weight, side by side, when it is first seen."""
+        if (outputs, inner, is_gated) in self._compiled:
+            return
+        self._compiled.add((outputs, inner, is_gated))
+        choices = self._table.choices(outputs, inner, is_gated)
+        compile_one = functools.partial(compile_gemm, dtype=self._dtype, is_gated=is_gated)
+        with ThreadPoolExecutor(max_workers=8) as pool:
+            list(pool.map(compile_one, choices))
+
+
+def select_products(
+    device: torch.device, dtype: torch.dtype, is_deterministic: bool = False
+) -> Products:
+    """The fastest products of a GPU; `ConfigError` where it has no deterministic ones."""
+    reason = _refusal(device, dtype)
+    if reason is None:
+        return HopperProducts(device, dtype, is_deterministic)
+    if is_deterministic:
+        raise ConfigError(
+            f"deterministic products are not served here: {reason}. Serve without "
+            "deterministic, in bfloat16 or float16 on a GPU of compute capability 9.0, or on "
+            "the CPU."
+        )
+    logger.info("torch multiplies matrices: %s", reason)
+    return TorchProducts()
+
+
+def _refusal(device: torch.device, dtype: torch.dtype) -> str | None:
+    """Why our kernel cannot multiply; None if it can."""
+    if not can_multiply(device, dtype):
+        return f"our kernel takes no {dtype} on {torch.cuda.get_device_name(device)}"
+    try:
+        check_compiler()
+    except KernelsUnavailableError as error:
+        return str(error)
+    return None
+
+
+def fixed_choice(num_rows: int, outputs: int) -> GemmShape:
+    """A cut whose split depends on the weight alone, for any number of rows.
+
+    The split makes one row's product use most of the GPU; the order of its sums is the same
+    for all cuts of equal split.
+    """
+    split = 1
+    while split < 8 and outputs * split < 96 * 128:
+        split *= 2
+    rows = 64 if num_rows <= 64 else 128 if num_rows <= 128 else 256
+    return GemmShape(rows, 128, split)
