@@ -19,7 +19,7 @@ _TRITON = (
     "rms_norm", "add_rms_norm", "layer_norm", "add_layer_norm", "silu_and_mul",
     "gelu_and_mul", "activation", "embed", "rope_and_cache", "write_kv", "paged_attention",
 )  # fmt: skip
-_PRODUCTS = ("linear", "gated_linear", "logits")
+_PRODUCTS = ("linear", "add_linear", "gated_linear", "logits")
 
 
 class TritonOps(TorchOps):
@@ -52,6 +52,10 @@ class TritonOps(TorchOps):
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """``x @ weight.T + bias`` in the dtype of ``x``."""
         return self._products.linear(x, weight, bias)
+
+    def add_linear(self, x: Tensor, weight: Tensor, residual: Tensor) -> Tensor | None:
+        """Add the product into ``residual``, or return it; see `reference.add_linear`."""
+        return self._products.add_linear(x, weight, residual)
 
     def gated_linear(self, x: Tensor, weight: Tensor) -> Tensor:
         """``silu(x @ gate.T) * (x @ up.T)``, with gate rows above up rows."""

@@ -18,6 +18,7 @@ from trimaran.comm.errors import ConfigError
 from trimaran.kernels.build import KernelsUnavailableError
 from trimaran.kernels.cuda_build import check_compiler
 from trimaran.kernels.hopper_gemm import GemmShape, HopperGemm, can_multiply, compile_gemm
+from trimaran.kernels.reference import add_linear
 from trimaran.kernels.triton_elementwise import silu_and_mul
 
 logger = logging.getLogger(__name__)
@@ -77,6 +78,8 @@ class Products(Protocol):
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor: ...
 
+    def add_linear(self, x: Tensor, weight: Tensor, residual: Tensor) -> Tensor | None: ...
+
     def gated_linear(self, x: Tensor, weight: Tensor) -> Tensor: ...
 
 
@@ -88,6 +91,10 @@ class TorchProducts:
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """``x @ weight.T + bias`` in the dtype of ``x``."""
         return F.linear(x, weight, bias)
+
+    def add_linear(self, x: Tensor, weight: Tensor, residual: Tensor) -> Tensor | None:
+        """Add ``x @ weight.T`` into ``residual``."""
+        return add_linear(x, weight, residual)
 
     def gated_linear(self, x: Tensor, weight: Tensor) -> Tensor:
         """``silu(x @ gate.T) * (x @ up.T)``, with gate rows above up rows."""
@@ -119,6 +126,15 @@ class HopperProducts:
             return F.linear(x_TD, weight_ED, bias_E)
         output_TE = kernel(x_TD, weight_ED)
         return output_TE if bias_E is None else output_TE + bias_E
+
+    def add_linear(
+        self, x_TD: Tensor, weight_ED: Tensor, residual_TE: Tensor
+    ) -> Tensor | None:
+        """Torch adds its product into ``residual``; ours is returned for the next norm."""
+        kernel = self._kernel(x_TD, weight_ED, is_gated=False)
+        if kernel is None:
+            return add_linear(x_TD, weight_ED, residual_TE)
+        return kernel(x_TD, weight_ED)
 
     def gated_linear(self, x_TD: Tensor, weight_ED: Tensor) -> Tensor:
         """``silu(x @ gate.T) * (x @ up.T)`` [T, E / 2], gate rows above up rows."""

@@ -13,7 +13,7 @@ from trimaran.kernels.attention import AttentionMetadata, AttentionSpec
 # heads, G = N / K, H head size, P positions.
 
 OPERATORS = (
-    "linear", "gated_linear", "logits", "rms_norm", "add_rms_norm", "layer_norm",
+    "linear", "add_linear", "gated_linear", "logits", "rms_norm", "add_rms_norm", "layer_norm",
     "add_layer_norm", "silu_and_mul", "gelu_and_mul", "activation", "embed",
     "rope_and_cache", "write_kv", "paged_attention",
 )  # fmt: skip
@@ -35,6 +35,15 @@ def gated_linear(x_TD: Tensor, weight_ED: Tensor) -> Tensor:
 def logits(x_TD: Tensor, weight_ED: Tensor) -> Tensor:
     """``x @ weight.T`` as float32."""
     return F.linear(x_TD, weight_ED).float()
+
+
+def add_linear(x_TD: Tensor, weight_ED: Tensor, residual_TE: Tensor) -> Tensor | None:
+    """Add ``x @ weight.T`` into ``residual``, rounding once.
+
+    A backend for which that is a pass of its own returns the product instead of None.
+    """
+    residual_TE.addmm_(x_TD, weight_ED.T)
+    return None
 
 
 def rms_norm(x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:

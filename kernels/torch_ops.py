@@ -14,6 +14,7 @@ class TorchOps:
     linear = staticmethod(reference.linear)
     gated_linear = staticmethod(reference.gated_linear)
     logits = staticmethod(reference.logits)
+    add_linear = staticmethod(reference.add_linear)
     rms_norm = staticmethod(reference.rms_norm)
     add_rms_norm = staticmethod(reference.add_rms_norm)
     layer_norm = staticmethod(reference.layer_norm)

@@ -175,3 +175,14 @@ def test_keys_and_values_reach_their_slots_and_no_other(ops, dtype, kv_heads, he
 
     reference.write_kv(heads[:, :kv_heads], heads[:, kv_heads:], expected[:, 1], case.slots)
     assert case.pool.equal(expected)
+
+
+def test_a_product_ends_in_the_residual_or_is_returned(ops, dtype):
+    x, weight = _random(5, 64, dtype=dtype), _random(40, 64, dtype=dtype, seed=1)
+    residual = _random(5, 40, dtype=dtype, seed=2)
+    total = residual.clone()
+
+    product = ops.add_linear(x, weight, total)
+
+    exact = residual.double() + x.double() @ weight.double().T
+    _close(total if product is None else total + product, exact.to(dtype), 8)

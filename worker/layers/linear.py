@@ -192,6 +192,7 @@ class RowParallelLinear(ParallelLinear):
         lora: LoRAMethod | None = None,
     ) -> None:
         self._whole_shape = (out_features, in_features)
+        self._add_linear = context.ops.add_linear
         local = split("in_features", in_features, context.tp.size)
         super().__init__(context, (out_features, local), bias=bias, method=method, lora=lora)
 
@@ -205,6 +206,13 @@ class RowParallelLinear(ParallelLinear):
         output_TE = self.tp.all_reduce(output_TE)
         # After the sum: every rank holds the whole bias.
         return output_TE if self.bias is None else output_TE.add_(self.bias)
+
+    def add_to(self, residual_TD: Tensor, x_TD: Tensor) -> Tensor | None:
+        """Add ``forward(x)`` to ``residual``, or return it where that is a pass of its own."""
+        is_plain = isinstance(self.method, UnquantizedLinearMethod) and not self.lora.is_active
+        if is_plain and self.tp.size == 1 and self.bias is None:
+            return self._add_linear(x_TD, self.weight, residual_TD)
+        return self.forward(x_TD)
 
     def weight_loader(self, parameter: nn.Parameter, loaded: Tensor, shard: str = "") -> None:
         """Copy this rank's columns of a whole [out, in], or the whole bias [out]."""

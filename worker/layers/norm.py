@@ -16,10 +16,17 @@ class RMSNorm(nn.Module):
         self.eps = eps
         self._ops = context.ops
 
-    def forward(self, x_TD: Tensor, residual_TD: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Normalise ``x + residual``. Returns it and the sum, kept in ``residual``."""
-        if residual_TD is None:
-            return self._ops.rms_norm(x_TD, self.weight, self.eps), x_TD
+    def forward(
+        self, x_TD: Tensor | None, residual_TD: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """Normalise ``x + residual``. Returns it and the sum, kept in ``residual``.
+
+        One of the two may be None: there is nothing to add, or nothing to add to.
+        """
+        if x_TD is None or residual_TD is None:
+            total_TD = residual_TD if x_TD is None else x_TD
+            assert total_TD is not None, "nothing to normalise"
+            return self._ops.rms_norm(total_TD, self.weight, self.eps), total_TD
         return self._ops.add_rms_norm(x_TD, residual_TD, self.weight, self.eps), residual_TD
 
     def weight_loader(self, parameter: nn.Parameter, loaded: Tensor, shard: str = "") -> None:

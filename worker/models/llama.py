@@ -58,9 +58,17 @@ class LlamaAttention(nn.Module):
         )
 
     def forward(
-        self, hidden_TD: Tensor, positions_T: Tensor, kv_cache: Tensor, context: ForwardContext
-    ) -> Tensor:
-        """Attend over this layer's cache. Collective over the tensor group."""
+        self,
+        hidden_TD: Tensor,
+        residual_TD: Tensor,
+        positions_T: Tensor,
+        kv_cache: Tensor,
+        context: ForwardContext,
+    ) -> Tensor | None:
+        """Attend over this layer's cache. Collective over the tensor group.
+
+        Returns what is still to be added to the residual, or None.
+        """
         qkv = self.qkv_proj.forward(hidden_TD)
         heads_TNH = qkv.view(qkv.shape[0], -1, self.head_size)
         slots = context.attention.slot_mapping
@@ -68,7 +76,7 @@ class LlamaAttention(nn.Module):
         output_TNH = self._backend.attend(
             heads_TNH[:, : self._num_heads], kv_cache, context.attention
         )
-        return self.o_proj.forward(output_TNH.flatten(1))
+        return self.o_proj.add_to(residual_TD, output_TNH.flatten(1))
 
 
 class LlamaMLP(nn.Module):
@@ -85,9 +93,10 @@ class LlamaMLP(nn.Module):
             context, inner, config.hidden_size, bias=config.mlp_bias
         )
 
-    def forward(self, hidden_TD: Tensor) -> Tensor:
-        """[T, D] to [T, D]. Collective over the tensor group."""
-        return self.down_proj.forward(self.act.project(self.gate_up_proj, hidden_TD))
+    def forward(self, hidden_TD: Tensor, residual_TD: Tensor) -> Tensor | None:
+        """[T, D] to [T, D], added to the residual or returned. Collective over the group."""
+        inner_TF = self.act.project(self.gate_up_proj, hidden_TD)
+        return self.down_proj.add_to(residual_TD, inner_TF)
 
 
 class LlamaLayer(nn.Module):
@@ -104,17 +113,17 @@ class LlamaLayer(nn.Module):
 
     def forward(
         self,
-        hidden_TD: Tensor,
+        hidden_TD: Tensor | None,
         residual_TD: Tensor | None,
         positions_T: Tensor,
         kv_cache: Tensor,
         context: ForwardContext,
-    ) -> tuple[Tensor, Tensor]:
-        """Returns the MLP's output and the residual that is still to be added to it."""
+    ) -> tuple[Tensor | None, Tensor]:
+        """Returns what is still to be added to the residual, or None, and the residual."""
         normed, residual = self.attention_norm.forward(hidden_TD, residual_TD)
-        attended = self.attention.forward(normed, positions_T, kv_cache, context)
+        attended = self.attention.forward(normed, residual, positions_T, kv_cache, context)
         normed, residual = self.mlp_norm.forward(attended, residual)
-        return self.mlp.forward(normed), residual
+        return self.mlp.forward(normed, residual), residual
 
 
 class LlamaForCausalLM(CausalLM):
@@ -159,7 +168,8 @@ class LlamaForCausalLM(CausalLM):
         if self.stage.is_first:
             hidden_TD = self.embed_tokens.forward(token_ids_T)
         assert hidden_TD is not None, "a later stage needs the previous stage's result"
-        hidden, residual = hidden_TD, None
+        hidden: Tensor | None = hidden_TD
+        residual: Tensor | None = None
         if self._fused is not None:
             hidden, residual = self._fused.forward(hidden_TD, positions_T, context)
         else:
@@ -169,7 +179,9 @@ class LlamaForCausalLM(CausalLM):
                 )
         if self.stage.is_last:
             return self.norm.forward(hidden, residual)[0]
-        return hidden if residual is None else hidden + residual
+        if hidden is None or residual is None:
+            return cast(Tensor, residual if hidden is None else hidden)
+        return hidden + residual
 
     def checkpoint_weights(self) -> dict[str, tuple[WeightTarget, ...]]:
         """Every weight of the whole model by its Hugging Face name, and where it goes."""
