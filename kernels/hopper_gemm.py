@@ -4,67 +4,19 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from trimaran.kernels.cuda_build import load_cubin
 from trimaran.kernels.cuda_driver import CudaModule, TensorMap, tensor_map
+from trimaran.kernels.product_table import INNER_STEP, GemmShape
 
 # Shapes: T tokens, D inner width, E outputs of the weight, F outputs of the product.
-
-_INNER = 64
-_SHARED_BYTES = 230_400
-"""Dynamic shared memory that a block can have beside its barriers."""
 
 _READ_ONCE = 0x12F0000000000000
 _READ_AGAIN = 0x1000000000000000
 """Cache policies of the copy engine: evict first, evict normally."""
-
-
-@dataclass(frozen=True, slots=True)
-class GemmShape:
-    """How one launch cuts a product; see ``cuda/gemm.cu``.
-
-    ``rows`` x ``columns`` of the product fall to a block at a time: 64, 128, 192 or 256, and
-    a multiple of 16 up to 256. ``split`` blocks share the inner dimension, ``sharing`` blocks
-    rows of x; at most 8 blocks in all make a cluster.
-    """
-
-    rows: int
-    columns: int
-    split: int = 1
-    sharing: int = 1
-
-    def __post_init__(self) -> None:
-        ring = self.stages * self.stage_bytes
-        if self.split > 1 and self._inbox_bytes > ring:
-            raise ValueError(
-                f"{self} needs {self._inbox_bytes} bytes of shared memory for partial sums but "
-                f"has {ring}: take fewer columns or a smaller split"
-            )
-
-    @property
-    def _inbox_bytes(self) -> int:
-        """Shared memory for the partial sums of the columns that a block adds up."""
-        owned = 8 * -(-self.columns // 8 // self.split)
-        return self.split * self.rows * 4 * (owned + 8)
-
-    @property
-    def warpgroups(self) -> int:
-        """Warpgroups that multiply."""
-        return {64: 1, 128: 2, 192: 3, 256: 2}[self.rows]
-
-    @property
-    def stage_bytes(self) -> int:
-        """Shared memory of one stage of the ring."""
-        return 2 * _INNER * (self.rows + self.columns)
-
-    @property
-    def stages(self) -> int:
-        """As many as fit."""
-        return min(8, _SHARED_BYTES // self.stage_bytes)
 
 
 class _Arguments(ctypes.Structure):
@@ -85,8 +37,8 @@ class _Arguments(ctypes.Structure):
 class HopperGemm:
     """``x @ weight.T``, or SwiGLU of it, cut in one way on one device.
 
-    bf16 or float16 with sums in float32; D and the strides of rows multiples of 8, operands
-    aligned to 16 bytes. Safe under graph capture. A row's result depends on neither the other
+    bf16 or float16 with sums in float32; D a multiple of 8, the weight contiguous, at least
+    one row. Safe under graph capture. A row's result depends on neither the other
     rows nor their number, and is the same for all shapes of equal ``split``.
     """
 
@@ -119,6 +71,14 @@ class HopperGemm:
         """[T, E], or [T, E / 2] of ``silu(gate) * up`` with gate rows above up rows."""
         shape = self.shape
         num_rows, inner = x_TD.shape
+        inner_steps = -(-inner // INNER_STEP)
+        if inner % 8 or inner_steps < shape.split:
+            raise ValueError(
+                f"an inner dimension of {inner} is not a multiple of 8 of at least "
+                f"{INNER_STEP * (shape.split - 1) + 1}, which {shape} takes: let torch multiply"
+            )
+        if x_TD.stride(1) != 1 or x_TD.stride(0) % 8 or x_TD.data_ptr() % 16:
+            x_TD = x_TD.clone(memory_format=torch.contiguous_format)
         num_columns = weight_ED.shape[0] // 2 if self._is_gated else weight_ED.shape[0]
         tile_columns = shape.columns // 2 if self._is_gated else shape.columns
         pitch = -(-num_columns // 8) * 8
@@ -128,7 +88,7 @@ class HopperGemm:
         groups = row_tiles * -(-column_tiles // self._sharing)
         clusters = groups if self._split > 1 else min(groups, self._max_clusters)
         arguments = _Arguments(
-            out_TF.data_ptr(), num_rows, num_columns, pitch, -(-inner // _INNER), row_tiles,
+            out_TF.data_ptr(), num_rows, num_columns, pitch, inner_steps, row_tiles,
             groups, self._split, self._sharing, _READ_ONCE if row_tiles == 1 else _READ_AGAIN,
         )  # fmt: skip
         maps: tuple[TensorMap, TensorMap] = (
@@ -177,5 +137,5 @@ def _tiles(matrix: Tensor, box_rows: int) -> TensorMap:
     if found is None:
         if len(_maps) == _MAX_MAPS:
             _maps.clear()
-        found = _maps[key] = tensor_map(matrix, (1, 0), (_INNER, box_rows))
+        found = _maps[key] = tensor_map(matrix, (1, 0), (INNER_STEP, box_rows))
     return found

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import functools
-import json
 import logging
-from bisect import bisect_left
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Protocol
 
 import torch
@@ -17,58 +14,14 @@ from torch import Tensor
 from trimaran.comm.errors import ConfigError
 from trimaran.kernels.build import KernelsUnavailableError
 from trimaran.kernels.cuda_build import check_compiler
-from trimaran.kernels.hopper_gemm import GemmShape, HopperGemm, can_multiply, compile_gemm
+from trimaran.kernels.hopper_gemm import HopperGemm, can_multiply, compile_gemm
+from trimaran.kernels.product_table import Choice, GemmShape, ProductTable, fixed_choice
 from trimaran.kernels.reference import add_linear
 from trimaran.kernels.triton_elementwise import silu_and_mul
 
 logger = logging.getLogger(__name__)
 
 # Shapes: T tokens, D inner width, E outputs of the weight.
-
-TABLES = Path(__file__).with_name("tables")
-
-Choice = GemmShape | None
-"""How our kernel cuts a product; None leaves it to torch."""
-
-
-class ProductTable:
-    """Measured choices for one device: for each weight, the best up to a number of rows.
-
-    Above the last entry, and for weights that were not measured, torch multiplies. A file
-    maps ``outputs x inner`` (with `` gated`` for SwiGLU) to a list of ``[most rows, null or
-    [rows, columns, split, sharing]]``, and is written by ``benchmarks/tune_products.py``.
-    """
-
-    def __init__(self, entries: dict[str, list[tuple[int, list[int] | None]]]) -> None:
-        self._bounds: dict[tuple[int, int, bool], list[int]] = {}
-        self._choices: dict[tuple[int, int, bool], list[Choice]] = {}
-        for name, steps in entries.items():
-            sizes, _, kind = name.partition(" ")
-            outputs, _, inner = sizes.partition("x")
-            key = (int(outputs), int(inner), kind == "gated")
-            self._bounds[key] = [most for most, _ in steps]
-            self._choices[key] = [GemmShape(*cut) if cut else None for _, cut in steps]
-
-    @classmethod
-    def of_device(cls, name: str) -> ProductTable:
-        """The table of a GPU by its name; an empty one if it was not measured."""
-        path = TABLES / f"{name.lower().replace(' ', '_')}.json"
-        if not path.exists():
-            return cls({})
-        return cls(json.loads(path.read_text(encoding="utf-8")))
-
-    def pick(self, num_rows: int, outputs: int, inner: int, is_gated: bool) -> Choice:
-        """The choice for a product of ``num_rows`` with a weight [outputs, inner]."""
-        key = (outputs, inner, is_gated)
-        bounds = self._bounds.get(key)
-        if bounds is None or num_rows > bounds[-1]:
-            return None
-        return self._choices[key][bisect_left(bounds, num_rows)]
-
-    def choices(self, outputs: int, inner: int, is_gated: bool) -> list[GemmShape]:
-        """All of our kernel's cuts for a weight."""
-        found = self._choices.get((outputs, inner, is_gated), [])
-        return list(dict.fromkeys(choice for choice in found if choice is not None))
 
 
 class Products(Protocol):
@@ -146,7 +99,7 @@ class HopperProducts:
     def _kernel(self, x_TD: Tensor, weight_ED: Tensor, *, is_gated: bool) -> HopperGemm | None:
         outputs, inner = weight_ED.shape
         if self._is_deterministic:
-            choice: Choice = fixed_choice(x_TD.shape[0], outputs)
+            choice: Choice = fixed_choice(x_TD.shape[0], outputs, inner)
         else:
             choice = self._table.pick(x_TD.shape[0], outputs, inner, is_gated)
         if choice is None:
@@ -195,16 +148,3 @@ def _refusal(device: torch.device, dtype: torch.dtype) -> str | None:
     except KernelsUnavailableError as error:
         return str(error)
     return None
-
-
-def fixed_choice(num_rows: int, outputs: int) -> GemmShape:
-    """A cut whose split depends on the weight alone, for any number of rows.
-
-    The split makes one row's product use most of the GPU; the order of its sums is the same
-    for all cuts of equal split.
-    """
-    split = 1
-    while split < 8 and outputs * split < 96 * 128:
-        split *= 2
-    rows = 64 if num_rows <= 64 else 128 if num_rows <= 128 else 256
-    return GemmShape(rows, 128, split)

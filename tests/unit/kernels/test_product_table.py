@@ -1,0 +1,65 @@
+"""Which cut a product gets: from the measured table, or fixed for equal results."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from trimaran.kernels.product_table import TABLES, GemmShape, ProductTable, fixed_choice
+
+
+def test_a_row_count_gets_the_first_entry_that_reaches_it():
+    table = ProductTable(
+        {"4096x1024": [(16, [64, 128, 4, 1]), (64, None), (256, [256, 96, 2, 2])]}
+    )
+
+    assert table.pick(1, 4096, 1024, False) == GemmShape(64, 128, 4)
+    assert table.pick(16, 4096, 1024, False) == GemmShape(64, 128, 4)
+    assert table.pick(17, 4096, 1024, False) is None
+    assert table.pick(65, 4096, 1024, False) == GemmShape(256, 96, 2, 2)
+    assert table.choices(4096, 1024, False) == [
+        GemmShape(64, 128, 4), GemmShape(256, 96, 2, 2),
+    ]  # fmt: skip
+
+
+def test_torch_multiplies_what_was_not_measured():
+    table = ProductTable({"4096x1024": [(16, [64, 128, 4, 1])]})
+
+    assert table.pick(17, 4096, 1024, False) is None
+    assert table.pick(1, 4096, 1024, True) is None
+    assert table.pick(1, 4096, 512, False) is None
+    assert (
+        ProductTable.of_device("a GPU that nobody measured").pick(1, 4096, 1024, False) is None
+    )
+
+
+@pytest.mark.parametrize("path", sorted(TABLES.glob("*.json")), ids=lambda path: path.stem)
+def test_a_committed_table_holds_cuts_that_fit(path):
+    entries = json.loads(path.read_text(encoding="utf-8"))
+    table = ProductTable(entries)
+
+    for name, steps in entries.items():
+        bounds = [most for most, _ in steps]
+        assert bounds == sorted(set(bounds)), name
+        sizes, _, kind = name.partition(" ")
+        outputs, _, inner = sizes.partition("x")
+        for cut in table.choices(int(outputs), int(inner), kind == "gated"):
+            assert cut.stages >= 3 and cut.split * cut.sharing <= 8
+            assert cut.columns % 16 == 0 and cut.rows // cut.sharing % 8 == 0
+
+
+@pytest.mark.parametrize(
+    "outputs, inner", [(8, 64), (4096, 4096), (6144, 4096), (128256, 4096)]
+)
+def test_the_split_of_a_fixed_cut_depends_on_the_weight_alone(outputs, inner):
+    cuts = [fixed_choice(rows, outputs, inner) for rows in (1, 64, 65, 200, 5000)]
+
+    assert len({cut.split for cut in cuts}) == 1
+    assert cuts[0].split * 64 <= inner
+    assert all(cut.columns == 128 and cut.sharing == 1 for cut in cuts)
+
+
+def test_a_cut_whose_partial_sums_do_not_fit_is_refused():
+    with pytest.raises(ValueError, match="bytes of shared memory for partial sums"):
+        GemmShape(256, 192, 5)
