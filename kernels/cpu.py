@@ -47,7 +47,9 @@ class CpuOps:
         if self._dtype is torch.bfloat16 and "avx512_bf16" in cpu_features():
             names["paged_attention"] = "avx512_bf16"
             product = "amx_bf16" if self._library.trimaran_has_amx() else "avx512_bf16"
-            names.update(linear=product, add_linear=product, gated_linear=product, logits=product)
+            names.update(
+                linear=product, add_linear=product, gated_linear=product, logits=product
+            )
         names["activation"] = "avx512 (gelu_new), torch (others)"
         names.update(gelu_and_mul="torch", embed="torch")
         return names

@@ -80,9 +80,7 @@ class HopperProducts:
         output_TE = kernel(x_TD, weight_ED)
         return output_TE if bias_E is None else output_TE + bias_E
 
-    def add_linear(
-        self, x_TD: Tensor, weight_ED: Tensor, residual_TE: Tensor
-    ) -> Tensor | None:
+    def add_linear(self, x_TD: Tensor, weight_ED: Tensor, residual_TE: Tensor) -> Tensor | None:
         """Torch adds its product into ``residual``; ours is returned for the next norm."""
         kernel = self._kernel(x_TD, weight_ED, is_gated=False)
         if kernel is None:

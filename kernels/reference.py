@@ -118,7 +118,7 @@ def rotate(
     if is_neox:
         first, second = rotated.float().chunk(2, dim=-1)
     else:
-        first, second = rotated.float().unflatten(-1, (-1, 2)).unbind(-1)
+        first, second = rotated.float().reshape(*rotated.shape[:-1], -1, 2).unbind(-1)
     turned = (first * cos - second * sin, second * cos + first * sin)
     rotated.copy_(torch.cat(turned, -1) if is_neox else torch.stack(turned, -1).flatten(-2))
 

@@ -16,9 +16,7 @@ class RMSNorm(nn.Module):
         self.eps = eps
         self._ops = context.ops
 
-    def forward(
-        self, x_TD: Tensor | None, residual_TD: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
+    def forward(self, x_TD: Tensor | None, residual_TD: Tensor | None) -> tuple[Tensor, Tensor]:
         """Normalise ``x + residual``. Returns it and the sum, kept in ``residual``.
 
         One of the two may be None: there is nothing to add, or nothing to add to.
