@@ -106,5 +106,10 @@ def _gpu_ops(device: torch.device, dtype: torch.dtype, deterministic: bool) -> O
     # Imported only now: a CPU needs no Triton.
     from trimaran.kernels.gpu import TritonOps
     from trimaran.kernels.products import select_products
+    from trimaran.kernels.prompt_attention import select_prompt_attention
 
-    return TritonOps(deterministic, select_products(device, dtype, deterministic))
+    return TritonOps(
+        deterministic,
+        select_products(device, dtype, deterministic),
+        select_prompt_attention(device, dtype),
+    )

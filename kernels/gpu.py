@@ -13,6 +13,7 @@ from trimaran.kernels import (
 )
 from trimaran.kernels.attention import AttentionMetadata, AttentionSpec
 from trimaran.kernels.products import Products, TorchProducts
+from trimaran.kernels.prompt_attention import PromptAttention, TritonPrompts
 from trimaran.kernels.torch_ops import TorchOps
 
 _TRITON = (
@@ -23,7 +24,8 @@ _PRODUCTS = ("linear", "add_linear", "gated_linear", "logits")
 
 
 class TritonOps(TorchOps):
-    """Attention and what is done to each token by Triton, products by ``products``.
+    """What is done to each token and decodes by Triton, products by ``products``, the
+    attention of prompts by ``prompts``.
 
     With ``is_deterministic`` a token's result does not depend on the tokens beside it.
     """
@@ -36,10 +38,14 @@ class TritonOps(TorchOps):
     write_kv = staticmethod(triton_rotary.write_kv)
 
     def __init__(
-        self, is_deterministic: bool = False, products: Products | None = None
+        self,
+        is_deterministic: bool = False,
+        products: Products | None = None,
+        prompts: PromptAttention | None = None,
     ) -> None:
         self.is_deterministic = is_deterministic
         self._products = products or TorchProducts()
+        self._prompts = prompts or TritonPrompts()
 
     @property
     def backends(self) -> dict[str, str]:
@@ -47,6 +53,8 @@ class TritonOps(TorchOps):
         names = dict.fromkeys(reference.OPERATORS, "torch")
         names.update(dict.fromkeys(_TRITON, "triton"))
         names.update(dict.fromkeys(_PRODUCTS, self._products.backend))
+        if self._prompts.backend != "triton":
+            names["paged_attention"] = f"{self._prompts.backend}, triton"
         return names
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -88,5 +96,6 @@ class TritonOps(TorchOps):
     ) -> Tensor:
         """Causal attention of each sequence's last tokens; see `reference.paged_attention`."""
         return triton_attention.paged_attention(
-            query, kv_cache, metadata, spec, is_deterministic=self.is_deterministic
-        )
+            query, kv_cache, metadata, spec, is_deterministic=self.is_deterministic,
+            prompts=self._prompts,
+        )  # fmt: skip

@@ -1,4 +1,4 @@
-"""Paged attention on a GPU by Triton: each part of a step by the kernel that is made for it."""
+"""Paged attention on a GPU: each part of a step by the kernel that is made for it."""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ import torch
 from torch import Tensor
 
 from trimaran.kernels.attention import AttentionMetadata, AttentionSpec
+from trimaran.kernels.prompt_attention import PromptAttention, TritonPrompts
 from trimaran.kernels.triton_attention_decode import decode
-from trimaran.kernels.triton_attention_prefill import prefill
+
+_TRITON = TritonPrompts()
 
 
 def paged_attention(
@@ -17,11 +19,13 @@ def paged_attention(
     spec: AttentionSpec,
     *,
     is_deterministic: bool = False,
+    prompts: PromptAttention = _TRITON,
 ) -> Tensor:
     """Causal attention of each sequence's last tokens; see `reference.paged_attention`.
 
     A step of decodes alone is safe under CUDA graph capture. With ``is_deterministic`` a
-    sequence's result does not depend on the sequences beside it.
+    sequence's result does not depend on the sequences beside it. ``prompts`` serves what is
+    behind the decodes.
     """
     output = torch.empty_like(query_TNH, memory_format=torch.contiguous_format)
     num_decodes = metadata.num_decodes
@@ -31,5 +35,5 @@ def paged_attention(
             is_fixed=is_deterministic,
         )  # fmt: skip
     if num_decodes < metadata.seq_lens.shape[0]:
-        prefill(query_TNH, kv_cache, metadata, spec, output)
+        prompts(query_TNH, kv_cache, metadata, spec, output)
     return output
