@@ -94,10 +94,11 @@ def prefill(
         output_TNH.stride(0), tables.stride(0), spec.scale * math.log2(math.e), group,
         num_kv_heads, kv_cache.shape[2].bit_length() - 1,
     )  # fmt: skip
-    queries = tensor_map(query_TNH, (2, 1, 0), (_PANEL, group, _ROWS // group))
+    queries = _map(query_TNH, (2, 1, 0), (_PANEL, group, _ROWS // group))
+    cache = _map(kv_cache, (4, 2, 3, 1, 0), (_PANEL, kv_cache.shape[2], 1, 1, 1))
     kernel = _kernel(device, query_TNH.dtype, head_size)
     num_blocks = min(_num_processors(device), (tiles.shape[0] - 1) * num_kv_heads)
-    kernel.launch(num_blocks, stream, queries, _cache_map(kv_cache), arguments)
+    kernel.launch(num_blocks, stream, queries, cache, arguments)
 
 
 def _plan(metadata: AttentionMetadata, num_tokens: int, step: int, stream: int) -> Tensor:
@@ -154,16 +155,15 @@ def _num_processors(device: torch.device) -> int:
 
 
 _maps: dict[tuple[object, ...], TensorMap] = {}
-_MOST_MAPS = 4096
+_MOST_MAPS = 8192
 
 
-def _cache_map(kv_cache: Tensor) -> TensorMap:
-    """The cache of a layer for copies of one block of one head; caches live long."""
-    key = (kv_cache.data_ptr(), kv_cache.shape, kv_cache.stride(), kv_cache.dtype)
+def _map(tensor: Tensor, dims: tuple[int, ...], box: tuple[int, ...]) -> TensorMap:
+    """`tensor_map`, which depends on the place and the strides alone: these come back."""
+    key = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, box)
     found = _maps.get(key)
     if found is None:
         if len(_maps) >= _MOST_MAPS:
             _maps.clear()
-        box = (_PANEL, kv_cache.shape[2], 1, 1, 1)
-        found = _maps[key] = tensor_map(kv_cache, (4, 2, 3, 1, 0), box)
+        found = _maps[key] = tensor_map(tensor, dims, box)
     return found
