@@ -66,10 +66,13 @@ class CudaKernel:
 
     def max_clusters(self, cluster: int) -> int:
         """How many clusters of so many blocks the device runs at once."""
-        count = ctypes.c_int()
+        count, function = ctypes.c_int(), ctypes.c_void_p()
         self._launch.grid[0] = cluster
+        # Unlike launches, this asks for the device's context on this thread.
+        torch.cuda.set_device(torch.cuda.current_device())
+        _call("cuKernelGetFunction", ctypes.byref(function), self._handle)
         _call(
-            "cuOccupancyMaxActiveClusters", ctypes.byref(count), self._handle,
+            "cuOccupancyMaxActiveClusters", ctypes.byref(count), function,
             ctypes.byref(self._launch),
         )  # fmt: skip
         return count.value
