@@ -67,13 +67,14 @@ class CudaKernel:
     def max_clusters(self, cluster: int) -> int:
         """How many clusters of so many blocks the device runs at once."""
         count, function = ctypes.c_int(), ctypes.c_void_p()
-        self._launch.grid[0] = cluster
+        probe = _Launch.from_buffer_copy(self._launch)
+        probe.grid[0], probe.num_attributes = cluster, 1
         # Unlike launches, this asks for the device's context on this thread.
         torch.cuda.set_device(torch.cuda.current_device())
         _call("cuKernelGetFunction", ctypes.byref(function), self._handle)
         _call(
             "cuOccupancyMaxActiveClusters", ctypes.byref(count), function,
-            ctypes.byref(self._launch),
+            ctypes.byref(probe),
         )  # fmt: skip
         return count.value
 
