@@ -11,7 +11,7 @@ from triton.language.extra.cuda import (  # type: ignore[import-not-found,import
     gdc_wait,
 )
 
-from trimaran.kernels.triton_launch import overlap_options
+from trimaran.kernels.triton_launch import Launcher
 
 # Shapes: T tokens, D width, E = 2 F gate and up, V rows of a table.
 
@@ -80,6 +80,11 @@ def _embed_kernel(  # type: ignore[no-untyped-def]
     tl.store(output + token * width + dims, value, mask=dims < width)
 
 
+_gated = Launcher(_gated_kernel)
+_activation = Launcher(_activation_kernel)
+_embed = Launcher(_embed_kernel, has_overlap=False)
+
+
 def gated_activation(gate_up_TE: Tensor, name: str) -> Tensor:
     """``act(gate) * up`` of the halves of the last dim, in float32, rounded once.
 
@@ -88,10 +93,8 @@ def gated_activation(gate_up_TE: Tensor, name: str) -> Tensor:
     """
     rows, width = gate_up_TE.shape[0], gate_up_TE.shape[1] // 2
     output = torch.empty((rows, width), dtype=gate_up_TE.dtype, device=gate_up_TE.device)
-    _gated_kernel[(rows, triton.cdiv(width, _TILE))](
-        gate_up_TE, output, gate_up_TE.stride(0), width, TILE=_TILE, CODE=_CODES[name],
-        **overlap_options(gate_up_TE.device),
-    )  # fmt: skip
+    args = (gate_up_TE, output, gate_up_TE.stride(0), width)
+    _gated((rows, triton.cdiv(width, _TILE)), args, (_TILE, _CODES[name]))
     return output
 
 
@@ -104,10 +107,8 @@ def activation(x_TD: Tensor, name: str) -> Tensor:
     """``gelu_new`` or ``gelu_pytorch_tanh`` (tanh form), ``gelu`` (exact) or ``relu``."""
     rows, width = x_TD.shape
     output = torch.empty((rows, width), dtype=x_TD.dtype, device=x_TD.device)
-    _activation_kernel[(rows, triton.cdiv(width, _TILE))](
-        x_TD, output, x_TD.stride(0), width, TILE=_TILE, CODE=_CODES[name],
-        **overlap_options(x_TD.device),
-    )  # fmt: skip
+    args = (x_TD, output, x_TD.stride(0), width)
+    _activation((rows, triton.cdiv(width, _TILE)), args, (_TILE, _CODES[name]))
     return output
 
 
@@ -118,7 +119,6 @@ def embed(ids_T: Tensor, table_VD: Tensor, first_row: int | None = None) -> Tens
     """
     tokens, (num_rows, width) = ids_T.shape[0], table_VD.shape
     output = torch.empty((tokens, width), dtype=table_VD.dtype, device=table_VD.device)
-    _embed_kernel[(tokens, triton.cdiv(width, _TILE))](
-        ids_T, table_VD, output, first_row or 0, num_rows, width, TILE=_TILE
-    )
+    args = (ids_T, table_VD, output, first_row or 0, num_rows, width)
+    _embed((tokens, triton.cdiv(width, _TILE)), args, (_TILE,))
     return output

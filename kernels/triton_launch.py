@@ -1,4 +1,4 @@
-"""How Triton kernels are launched one behind the other on this machine."""
+"""Quick launches of Triton kernels, which may begin before their predecessor has ended."""
 
 from __future__ import annotations
 
@@ -7,24 +7,88 @@ import os
 from typing import Any
 
 import torch
+from torch import Tensor
+from triton.runtime import driver  # type: ignore[import-not-found,import-untyped,unused-ignore]
 
-# Programmatic dependent launch (CUDA 12, Hopper and later): a kernel begins while the one
-# before it ends. It may read what no kernel of the step writes, and must call `gdc_wait`
-# before it touches anything else. That holds over a chain of kernels too, since each of them
-# waits for its own predecessor before it ends.
+_INT32_END = 1 << 31
 
 
 @functools.cache
-def can_overlap(device: torch.device) -> bool:
-    """Whether kernels on a device may begin before their predecessor has ended."""
-    if device.type != "cuda" or os.environ.get("TRITON_INTERPRET") == "1":
+def can_overlap(device: int) -> bool:
+    """Whether kernels on a GPU may begin before their predecessor has ended.
+
+    With programmatic dependent launch (CUDA 12, Hopper and later) a kernel may at once read
+    what no kernel of the step writes, and must call ``gdc_wait`` before it touches anything
+    else. Over a chain of kernels that suffices, since each waits before it ends.
+    """
+    if device < 0 or os.environ.get("TRITON_INTERPRET") == "1":
         return False
     return torch.cuda.get_device_capability(device) >= (9, 0)
 
 
-@functools.cache
-def overlap_options(device: torch.device) -> dict[str, Any]:
-    """Keyword arguments of a launch whose kernel has a constant ``OVERLAPS``."""
-    if can_overlap(device):
-        return {"OVERLAPS": True, "launch_pdl": True}
-    return {"OVERLAPS": False}
+class Launcher:
+    """Launches one Triton kernel.
+
+    Triton looks at every argument to find the compiled form, which takes the host three
+    times as long as the launch; here one look-up by what Triton compiles apart does.
+    ``has_overlap`` kernels have OVERLAPS as their last constant, true where they may overlap.
+    """
+
+    def __init__(self, kernel: Any, *, has_overlap: bool = True) -> None:
+        self._kernel = kernel
+        self._has_overlap = has_overlap
+        self._compiled: dict[tuple[Any, ...], tuple[Any, tuple[Any, ...]]] = {}
+
+    def __call__(
+        self,
+        grid: tuple[int, int],
+        args: tuple[Any, ...],
+        constants: tuple[Any, ...],
+        num_warps: int = 4,
+    ) -> None:
+        """Launch on the current stream of the first argument's device, the current one.
+
+        ``args`` are tensors, whole numbers and floats in the kernel's order, its
+        ``constants`` follow.
+        """
+        device = args[0].get_device()
+        key: list[Any] = [device, num_warps, constants]
+        for arg in args:
+            if isinstance(arg, Tensor):
+                key += (arg.dtype, arg.data_ptr() & 15)
+            elif isinstance(arg, int):
+                key.append(_kind(arg))
+        found = self._compiled.get(tuple(key))
+        if found is None:
+            self._compile(tuple(key), grid, args, constants)
+            return
+        kernel, constants = found
+        kernel.run(
+            *grid, 1, driver.active.get_current_stream(device), kernel.function,
+            kernel.packed_metadata, None, None, None, *args, *constants,
+        )  # fmt: skip
+
+    def _compile(
+        self,
+        key: tuple[Any, ...],
+        grid: tuple[int, int],
+        args: tuple[Any, ...],
+        constants: tuple[Any, ...],
+    ) -> None:
+        """Launch through Triton, which compiles where needed, and keep what it launched."""
+        device, num_warps = key[:2]
+        options = {"num_warps": num_warps}
+        if self._has_overlap:
+            constants = (*constants, can_overlap(device))
+            if can_overlap(device):
+                options["launch_pdl"] = True
+        kernel = self._kernel[grid](*args, *constants, **options)
+        # The interpreter compiles nothing.
+        if kernel is not None:
+            self._compiled[key] = (kernel, constants)
+
+
+def _kind(value: int) -> int:
+    """What Triton compiles apart: 1, multiples of 16 and others, of 32 bits or of 64."""
+    kind = 2 if value == 1 else 0 if value & 15 == 0 else 1
+    return kind if -_INT32_END <= value < _INT32_END else kind + 3

@@ -11,7 +11,7 @@ from triton.language.extra.cuda import (  # type: ignore[import-not-found,import
     gdc_wait,
 )
 
-from trimaran.kernels.triton_launch import overlap_options
+from trimaran.kernels.triton_launch import Launcher
 
 # Shapes: T tokens, D width.
 
@@ -47,6 +47,9 @@ def _norm_kernel(  # type: ignore[no-untyped-def]
     tl.store(output + row * width + dims, value.to(output.dtype.element_ty), mask=is_dim)
 
 
+_norm = Launcher(_norm_kernel)
+
+
 def rms_norm(
     x_TD: Tensor, weight_D: Tensor, eps: float, residual_TD: Tensor | None = None
 ) -> Tensor:
@@ -77,14 +80,13 @@ def _normalise(
     eps: float,
 ) -> Tensor:
     rows, width = x_TD.shape
-    output = torch.empty((rows, width), dtype=x_TD.dtype, device=x_TD.device)
+    output = torch.empty_like(x_TD)
     residual = x_TD if residual_TD is None else residual_TD
     padded = triton.next_power_of_2(width)
+    bias = weight_D if bias_D is None else bias_D
+    args = (x_TD, residual, weight_D, bias, output)
+    sizes = (x_TD.stride(0), residual.stride(0), width, eps)
+    constants = (padded, residual_TD is not None, bias_D is not None)
     # The number of warps sets the order of the sums: it may depend on the width alone.
-    _norm_kernel[(rows,)](
-        x_TD, residual, weight_D, weight_D if bias_D is None else bias_D, output,
-        x_TD.stride(0), residual.stride(0), width, eps,
-        PADDED=padded, HAS_RESIDUAL=residual_TD is not None, IS_CENTRED=bias_D is not None,
-        num_warps=min(max(padded // 512, 1), 16), **overlap_options(x_TD.device),
-    )  # fmt: skip
+    _norm((rows, 1), args + sizes, constants, min(max(padded // 512, 1), 16))
     return output

@@ -10,7 +10,7 @@ from triton.language.extra.cuda import (  # type: ignore[import-not-found,import
     gdc_wait,
 )
 
-from trimaran.kernels.triton_launch import overlap_options
+from trimaran.kernels.triton_launch import Launcher
 
 # Shapes: T tokens, N query heads, K key-value heads, H head size, A = N + 2 K all heads, P
 # positions, R rotated dims of a head, B tokens of a block.
@@ -98,6 +98,10 @@ def _write_kv_kernel(  # type: ignore[no-untyped-def]
     tl.store(target + kind_stride, v, mask=is_value)
 
 
+_rope_and_cache = Launcher(_rope_and_cache_kernel)
+_write_kv = Launcher(_write_kv_kernel)
+
+
 def rope_and_cache(
     heads_TAH: Tensor,
     cos_sin_PR: Tensor,
@@ -121,13 +125,15 @@ def rope_and_cache(
     padded = triton.next_power_of_2(half)
     chunk = min(max(1024 // padded, 1), triton.next_power_of_2(all_heads))
     rest = head_size - 2 * half
-    _rope_and_cache_kernel[(tokens, triton.cdiv(all_heads, chunk))](
+    args = (
         heads_TAH, cos_sin_PR, positions_T, kv_cache, slots_T, heads_TAH.stride(0),
-        all_heads - 2 * num_kv, num_kv, *kv_cache.stride()[:4], BLOCK=kv_cache.shape[2],
-        HEAD_SIZE=head_size, HALF=half, PADDED=padded,
-        REST=triton.next_power_of_2(rest) if rest else 0, HEADS=chunk, IS_NEOX=is_neox,
-        **overlap_options(heads_TAH.device),
+        all_heads - 2 * num_kv, num_kv, *kv_cache.stride()[:4],
     )  # fmt: skip
+    constants = (
+        kv_cache.shape[2], head_size, half, padded,
+        triton.next_power_of_2(rest) if rest else 0, chunk, is_neox,
+    )  # fmt: skip
+    _rope_and_cache((tokens, triton.cdiv(all_heads, chunk)), args, constants)
 
 
 def write_kv(key_TKH: Tensor, value_TKH: Tensor, kv_cache: Tensor, slots_T: Tensor) -> None:
@@ -138,8 +144,9 @@ def write_kv(key_TKH: Tensor, value_TKH: Tensor, kv_cache: Tensor, slots_T: Tens
     tokens, num_kv, head_size = key_TKH.shape
     padded = triton.next_power_of_2(head_size)
     chunk = min(max(2048 // padded, 1), triton.next_power_of_2(num_kv))
-    _write_kv_kernel[(tokens, triton.cdiv(num_kv, chunk))](
-        key_TKH, value_TKH, kv_cache, slots_T, key_TKH.stride(0), value_TKH.stride(0),
-        num_kv, *kv_cache.stride()[:4], BLOCK=kv_cache.shape[2],
-        HEAD_SIZE=head_size, PADDED=padded, HEADS=chunk, **overlap_options(key_TKH.device),
+    args = (
+        key_TKH, value_TKH, kv_cache, slots_T, key_TKH.stride(0), value_TKH.stride(0), num_kv,
+        *kv_cache.stride()[:4],
     )  # fmt: skip
+    constants = (kv_cache.shape[2], head_size, padded, chunk)
+    _write_kv((tokens, triton.cdiv(num_kv, chunk)), args, constants)

@@ -186,3 +186,14 @@ def test_a_product_ends_in_the_residual_or_is_returned(ops, dtype):
 
     exact = residual.double() + x.double() @ weight.double().T
     _close(total if product is None else total + product, exact.to(dtype), 8)
+
+
+def test_a_launch_fits_its_own_arguments_and_not_earlier_ones(ops):
+    flat = _random(4 * 64 + 8, dtype=torch.float16)
+    weight = _random(64, dtype=torch.float16, seed=1)
+    for _ in range(2):
+        # Rows of other strides and other alignment, of 64 values and of one.
+        for first, stride, width in ((0, 64, 64), (1, 64, 64), (8, 57, 57), (3, 7, 1)):
+            x = flat[first:].as_strided((3, width), (stride, 1), flat[first:].storage_offset())
+            expected = reference.rms_norm(x, weight[:width], 1e-5)
+            _close(ops.rms_norm(x, weight[:width], 1e-5), expected, 4)
