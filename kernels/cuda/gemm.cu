@@ -76,6 +76,22 @@ struct Place {
     }
 };
 
+// The tile of a group that falls to a block. Rows go in bands that stay in the cache while all
+// weights pass; within a band, blocks that run together have the same weights.
+struct Tile {
+    int row, column;
+
+    __device__ Tile(const Arguments& args, const Place& place, int group) {
+        constexpr int kBand = 8;
+        const int column_groups = args.groups / args.row_tiles;
+        const int band = group / (kBand * column_groups);
+        const int height = min(kBand, args.row_tiles - band * kBand);
+        const int at = group - band * kBand * column_groups;
+        row = band * kBand + at % height;
+        column = at / height * args.sharing + place.neighbour;
+    }
+};
+
 struct Ring {
     u32 tiles, full, empty;
     int stage = 0;
@@ -125,17 +141,16 @@ __device__ __forceinline__ void fill_ring(const Arguments& args, const Place& pl
     // The first tile's weights go ahead; rows of x must wait for the kernel that makes them.
     const int ahead = min(place.num_steps, GEMM_STAGES);
     int group = place.cluster;
-    int column_tile = group / args.row_tiles * args.sharing + place.neighbour;
+    const Tile first(args, place, group);
     Ring early = ring;
     for (int n = 0; n < ahead && group < args.groups; ++n, early.advance()) {
         barrier_arrive_expect(early.filled(), kStageBytes);
-        copy_weights(args, early, map_w, place.first_step + n, column_tile);
+        copy_weights(args, early, map_w, place.first_step + n, first.column);
     }
     wait_for_previous_kernels();
     int num_early = ahead;
     for (; group < args.groups; group += place.num_clusters) {
-        column_tile = group / args.row_tiles * args.sharing + place.neighbour;
-        const int row_tile = group % args.row_tiles;
+        const Tile tile(args, place, group);
         for (int n = 0; n < place.num_steps; ++n, ring.advance()) {
             const int step = place.first_step + n;
             if (num_early > 0) {
@@ -143,9 +158,9 @@ __device__ __forceinline__ void fill_ring(const Arguments& args, const Place& pl
             } else {
                 barrier_wait(ring.released(), ring.parity ^ 1);
                 barrier_arrive_expect(ring.filled(), kStageBytes);
-                copy_weights(args, ring, map_w, step, column_tile);
+                copy_weights(args, ring, map_w, step, tile.column);
             }
-            copy_rows(args, ring, place, map_x, step, row_tile);
+            copy_rows(args, ring, place, map_x, step, tile.row);
         }
     }
     // Neighbours may reach into this block's shared memory until all stages are released.
@@ -394,14 +409,13 @@ extern "C" __global__ void __launch_bounds__(kMultipliers + 128, 1)
         if (GEMM_WARPGROUPS > 1) take_registers<kMultiplyRegisters>();
         float sums[GEMM_MI][kSums];
         for (int group = place.cluster; group < args.groups; group += place.num_clusters) {
-            const int column_tile = group / args.row_tiles * args.sharing + place.neighbour;
-            const int row_tile = group % args.row_tiles;
+            const Tile tile(args, place, group);
             multiply_tile(args, place, ring, sums);
 #if GEMM_SPLIT
-            reduce_tile(args, place, ring, sums, row_tile, column_tile,
+            reduce_tile(args, place, ring, sums, tile.row, tile.column,
                         shared_address(barriers + 2 * GEMM_STAGES));
 #else
-            store_tile(args, row_tile, column_tile, sums);
+            store_tile(args, tile.row, tile.column, sums);
 #endif
         }
     }
