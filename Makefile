@@ -13,7 +13,7 @@ DEMO := .demo
 DEMO_MODEL := examples/demo_models/base
 DEMO_ENGINE := $(DEMO)/engine-tp$(WORLD_SIZE)
 DEMO_REPO := $(DEMO)/repository-tp$(WORLD_SIZE)-$(DECOUPLED)
-PACKAGES := builder client comm kernels launcher orchestrator server slurm worker
+PACKAGES := bench builder client comm kernels launcher orchestrator server slurm worker
 # One thread a rank: two ranks share the two cores of a small machine.
 TEST_ENV := PYTHONSAFEPATH=1 OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
 MPI_ENV := OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1 \

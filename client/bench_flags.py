@@ -10,8 +10,11 @@ from trimaran.client.vocabulary import TYPES
 DEFAULT_URLS = {"http": "localhost:8000", "grpc": "localhost:8001"}
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Global flags, which come before the sub-command, and the sub-commands."""
+SubCommands = argparse._SubParsersAction  # argparse has no public name for it
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> SubCommands[argparse.ArgumentParser]:
+    """Global flags, which come before the sub-command, and the sub-commands: returned."""
     parser.add_argument("-u", "--url", metavar="HOST:PORT", help="default: by protocol")
     parser.add_argument("-i", "--protocol", choices=("http", "grpc"), default="http")
     parser.add_argument(
@@ -29,13 +32,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--exclude-input-in-output", action="store_true")
     parser.add_argument("--test-llmapi", action="store_true", help="refused: not served yet")
-    _add_subcommands(parser)
+    kinds = _add_subcommands(parser)
     parser.usage = "trimaran bench [flags] [dataset|token-norm-dist|token-from-histogram ...]"
     hide(
         parser, "verbose", "stream_timeout", "exclude_input_in_output", "test_llmapi",
         "time_delay_dist", "warmup", "seed", "op_stats_csv", "dump_perfetto_trace",
         "check_perf_json", "check_perf_key", "check_perf_atol", "check_perf_rtol",
     )  # fmt: skip
+    return kinds
 
 
 def _add_load(parser: argparse.ArgumentParser) -> None:
@@ -86,7 +90,9 @@ def _add_results(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--check-perf-rtol", type=float, default=0.05, metavar="RATE")
 
 
-def _add_subcommands(parser: argparse.ArgumentParser) -> None:
+def _add_subcommands(
+    parser: argparse.ArgumentParser,
+) -> SubCommands[argparse.ArgumentParser]:
     kinds = parser.add_subparsers(dest="workload", metavar="dataset|token-norm-dist|...")
     dataset = kinds.add_parser("dataset", help="prompts of a JSON file")
     dataset.add_argument("--dataset", required=True, metavar="FILE")
@@ -98,3 +104,4 @@ def _add_subcommands(parser: argparse.ArgumentParser) -> None:
         normal.add_argument(name, type=float, required=True, metavar="N")
     histogram = kinds.add_parser("token-from-histogram", help="lengths of a built-in table")
     histogram.add_argument("--histogram-key", required=True, metavar="KEY")
+    return kinds

@@ -101,13 +101,16 @@ class StepTensors:
     """int32 [6, size]: token ids, rows, sequence lengths, query starts, rows and
     lengths of the sampled entries."""
 
+    block_size: int
+
     @classmethod
-    def allocate(cls, size: int, device: torch.device) -> StepTensors:
+    def allocate(cls, size: int, block_size: int, device: torch.device) -> StepTensors:
         """For steps of at most ``size`` tokens, entries and padding entries."""
         # Every row starts at a full line of the cache: kernels then load it whole.
         size = -(-(size + 1) // 64) * 64
         wide = torch.zeros((4, size), dtype=torch.int64, device=device)
-        return cls(wide, torch.zeros((6, size), dtype=torch.int32, device=device))
+        narrow = torch.zeros((6, size), dtype=torch.int32, device=device)
+        return cls(wide, narrow, block_size)
 
 
 def enter(
@@ -142,7 +145,6 @@ def prepare(
     num_padded: int,
     num_tokens: int,
     max_query_len: int,
-    block_size: int,
 ) -> None:
     """Fill ``target`` for one step of ``num_entries`` entries.
 
@@ -154,7 +156,7 @@ def prepare(
     _prepare_kernel[grid](
         packed, table_RL, block_tables_RM, target.wide, target.narrow, num_entries, num_tokens,
         table_RL.stride(0), block_tables_RM.stride(0), table_RL.shape[0] - 1,
-        target.wide.stride(0), target.narrow.stride(0), BLOCK=block_size,
+        target.wide.stride(0), target.narrow.stride(0), BLOCK=target.block_size,
         TILE=_TILE if max_query_len > 1 else 16,
     )  # fmt: skip
 

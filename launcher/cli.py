@@ -57,7 +57,7 @@ SUBCOMMANDS: dict[str, Subcommand] = {
         "trimaran client text -p 'What is machine learning?' --streaming",
     ),
     "bench": Subcommand(
-        "trimaran.client.bench",
+        "trimaran.bench.cli",
         "measure throughput and latency",
         "trimaran bench --input-len 128 --output-len 128 --concurrency 16 --num-requests 200",
     ),

@@ -51,7 +51,7 @@ class CudaGraphs:
     def capture(self, device: torch.device) -> None:
         """Capture all sizes, the largest first: the smaller ones then reuse its memory."""
         start = time.monotonic()
-        pool = torch.cuda.graph_pool_handle()  # type: ignore[no-untyped-call]
+        pool = torch.cuda.graph_pool_handle()
         stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(stream):

@@ -79,7 +79,7 @@ class DeviceInputs:
         table = (num_rows + 1, self.max_blocks)
         self.block_tables = torch.zeros(table, dtype=torch.int32, device=device)
         size = max(max_tokens, num_rows)
-        self._target = triton_inputs.StepTensors.allocate(size, device)
+        self._target = triton_inputs.StepTensors.allocate(size, block_size, device)
         self._ring = [_Staging(device) for _ in range(depth + 1)]
         self._packed = torch.empty(_MIN_PACKED, dtype=torch.int32, device=device)
         self._step = 0
@@ -115,7 +115,7 @@ class DeviceInputs:
         max_query_len = 1 if is_decode else int(decision.num_scheduled_tokens.max())
         self._kernels.prepare(
             packed, self.token_table, self.block_tables, self._target, num_entries,
-            max(num_entries, num_padded), num_tokens, max_query_len, self.block_size,
+            max(num_entries, num_padded), num_tokens, max_query_len,
         )  # fmt: skip
         longest = int((decision.num_computed_tokens + decision.num_scheduled_tokens).max())
         padding = max(0, num_padded - num_entries)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[3]
 PACKAGES = (
+    "bench",
     "builder", "client", "comm", "kernels", "launcher", "orchestrator", "server", "slurm",
     "worker",
 )  # fmt: skip
@@ -27,6 +28,7 @@ LAYERS: dict[str, frozenset[str]] = {
     "orchestrator": frozenset({"comm"}),
     "slurm": frozenset({"comm"}),
     "client": frozenset({"comm"}),
+    "bench": frozenset({"client", "worker", "kernels", "comm"}),
     "launcher": frozenset(PACKAGES),
 }
 

@@ -1,0 +1,1 @@
+"""Benchmarks that users run: offline throughput and latency, against the machine's limit."""

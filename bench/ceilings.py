@@ -1,0 +1,84 @@
+"""What this machine's device sustains, measured before a benchmark is held against it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import psutil
+import torch
+
+from trimaran.bench.roofline import Ceilings, ModelShape
+
+_ROWS = 8192
+_USABLE = 0.9
+"""Share of a device's memory that engines are given."""
+
+
+def measure(
+    shape: ModelShape, device: torch.device, dtype: torch.dtype, seconds: float
+) -> Ceilings:
+    """Run the layer's own products for ``seconds``, then copies; the rates that held.
+
+    A card that is pushed lowers its clock: a short burst would give a ceiling that no
+    longer run can reach.
+    """
+    with torch.inference_mode():
+        flops = _product_rate(shape, device, dtype, seconds)
+        bandwidth = _copy_rate(device)
+    if device.type == "cuda":
+        memory = float(torch.cuda.get_device_properties(device).total_memory)
+    else:
+        memory = float(psutil.virtual_memory().total)
+    return Ceilings(flops=flops, bandwidth=bandwidth, memory=_USABLE * memory)
+
+
+def _product_rate(
+    shape: ModelShape, device: torch.device, dtype: torch.dtype, seconds: float
+) -> float:
+    rows = _ROWS if device.type == "cuda" else 256
+    sizes = (
+        (shape.hidden, shape.query_width + 2 * shape.kv_width),
+        (shape.query_width, shape.hidden),
+        (shape.hidden, 2 * shape.inner),
+        (shape.inner, shape.hidden),
+    )
+    # Random values: products of zeros take less power and run faster.
+    pairs = [
+        (
+            torch.randn((rows, inputs), device=device, dtype=dtype),
+            torch.randn((outputs, inputs), device=device, dtype=dtype),
+        )
+        for inputs, outputs in sizes
+    ]
+    flops = sum(2.0 * rows * inputs * outputs for inputs, outputs in sizes)
+
+    def run() -> None:
+        for x, weight in pairs:
+            torch.nn.functional.linear(x, weight)
+
+    return flops * _calls_per_s(run, device, seconds)
+
+
+def _copy_rate(device: torch.device) -> float:
+    count = (1 << 30) if device.type == "cuda" else (1 << 25)
+    source = torch.ones(count, device=device, dtype=torch.float32)
+    target = torch.empty_like(source)
+    return 8.0 * count * _calls_per_s(lambda: target.copy_(source), device, 0.5)
+
+
+def _calls_per_s(run: Callable[[], object], device: torch.device, seconds: float) -> float:
+    def wait() -> None:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+
+    run()
+    wait()
+    start = time.perf_counter()
+    calls = 0
+    while (elapsed := time.perf_counter() - start) < seconds or not calls:
+        for _ in range(10):
+            run()
+        calls += 10
+        wait()
+    return calls / elapsed

@@ -1,0 +1,154 @@
+"""Runs one rank's engine without a front end: requests in, tokens out, timed."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from trimaran.comm.collectives import SingleRankGroup
+from trimaran.comm.control import LocalControlPlane
+from trimaran.comm.errors import ConfigError
+from trimaran.comm.messages import RequestFailed, StepOutput, Submit, pack_ids
+from trimaran.comm.sampling_params import SamplingParams
+from trimaran.comm.topology import ParallelLayout
+from trimaran.worker.config import EngineConfig, RankConfig
+from trimaran.worker.engine import Engine
+
+_SOURCE = "bench"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Load:
+    """Requests that all arrive at once, none sharing a prefix, none ending early."""
+
+    isl: int
+    osl: int
+    requests: int
+    temperature: float = 1.0
+
+    @classmethod
+    def parse(cls, text: str, temperature: float) -> Load:
+        """From ``ISL/OSLxREQUESTS``; raises ConfigError."""
+        try:
+            lengths, requests = text.split("x")
+            isl, osl = lengths.split("/")
+            load = cls(
+                isl=int(isl), osl=int(osl), requests=int(requests), temperature=temperature
+            )
+        except ValueError:
+            raise ConfigError(f"{text!r} is not a load such as 128/128x64") from None
+        if min(load.isl, load.osl, load.requests) < 1:
+            raise ConfigError(f"{text!r}: lengths and requests start at 1")
+        return load
+
+    def __str__(self) -> str:
+        return f"{self.isl}/{self.osl}x{self.requests}"
+
+
+@dataclass(slots=True)
+class OfflineRun:
+    """What one run took."""
+
+    seconds: float = 0.0
+    num_tokens: int = 0
+    first_token_s: list[float] = field(default_factory=list)
+    """One a request, from the start of the run."""
+
+    steps_s: list[float] = field(default_factory=list)
+
+    @property
+    def out_tok_s(self) -> float:
+        """Output tokens a second, counted from the outputs."""
+        return self.num_tokens / self.seconds
+
+
+@contextlib.contextmanager
+def random_checkpoint(config: dict[str, object]) -> Iterator[str]:
+    """A folder that holds a configuration and no weights."""
+    with tempfile.TemporaryDirectory(prefix="trimaran-bench-") as folder:
+        Path(folder, "config.json").write_text(json.dumps(config), encoding="utf-8")
+        yield folder
+
+
+def load_engine(config: EngineConfig) -> Engine:
+    """An engine that is ready, as the only rank."""
+    rank = RankConfig(engine=config, group=_SOURCE)
+    engine = Engine(rank, ParallelLayout(), LocalControlPlane(), SingleRankGroup())
+    engine.load()
+    return engine
+
+
+class OfflineDriver:
+    """Submits loads to one engine; request ids and seeds never repeat."""
+
+    def __init__(self, engine: Engine, vocab_size: int) -> None:
+        self._engine = engine
+        self._vocab_size = vocab_size
+        self._next_id = 1
+
+    def run(self, load: Load) -> OfflineRun:
+        """Submit all requests at once, and step until none is left.
+
+        Raises:
+            RuntimeError: a request was refused, or tokens are missing.
+        """
+        self._submit(load)
+        waiting = set(range(self._next_id - load.requests, self._next_id))
+        done = OfflineRun()
+        start = last = time.perf_counter()
+        while self._engine.has_work:
+            messages = self._engine.step().messages
+            now = time.perf_counter()
+            for _, message in messages:
+                if isinstance(message, RequestFailed):
+                    raise RuntimeError(f"a request failed: {message.text}")
+                if isinstance(message, StepOutput):
+                    done.num_tokens += len(message.token_ids) // 4
+                    self._note_first(message, waiting, done, now - start)
+            done.steps_s.append(now - last)
+            last = now
+        done.seconds = last - start
+        expected = load.requests * load.osl
+        if done.num_tokens != expected:
+            raise RuntimeError(f"{done.num_tokens} tokens came, {expected} were due")
+        return done
+
+    def _submit(self, load: Load) -> None:
+        random = np.random.default_rng(self._next_id)
+        for _ in range(load.requests):
+            sampling = SamplingParams(
+                max_tokens=load.osl,
+                temperature=load.temperature,
+                top_k=0 if load.temperature else 1,
+                top_p=1.0,
+                seed=self._next_id,
+            )
+            prompt = random.integers(0, self._vocab_size, load.isl)
+            message = Submit(
+                request_id=self._next_id,
+                model=_SOURCE,
+                prompt_ids=pack_ids(prompt),
+                sampling=sampling.to_wire(),
+                streaming=True,
+            )
+            self._engine.submit(_SOURCE, message)
+            self._next_id += 1
+
+    @staticmethod
+    def _note_first(
+        message: StepOutput, waiting: set[int], done: OfflineRun, elapsed_s: float
+    ) -> None:
+        if not waiting:
+            return
+        counts = np.frombuffer(message.num_tokens, dtype=np.uint16)
+        ids = np.frombuffer(message.request_ids, dtype=np.uint64)[counts > 0]
+        for request_id in waiting.intersection(ids.tolist()):
+            waiting.discard(request_id)
+            done.first_token_s.append(elapsed_s)

@@ -1,0 +1,73 @@
+"""The flags that offline benchmarks share, and the engine that they describe."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+
+from trimaran.bench.offline import Load
+from trimaran.bench.shapes import SHAPES
+from trimaran.comm.errors import ConfigError
+from trimaran.worker.config import CacheConfig, EngineConfig, SchedulerConfig
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Model, engine, rules of the measurement and where results go."""
+    model = parser.add_mutually_exclusive_group()
+    model.add_argument(
+        "--shape", choices=sorted(SHAPES), default="tiny", help="random weights (default tiny)"
+    )
+    model.add_argument("--model", metavar="DIR", help="an engine folder or a checkpoint")
+    add = parser.add_argument
+    add("--load", action="append", metavar="ISL/OSLxN", help="N requests at once; repeat")
+    add("--runs", type=int, default=3, metavar="N", help="the median of these is told")
+    add("--temperature", type=float, default=1.0, metavar="T", help="0: greedy")
+    add("--dtype", default="auto", help="auto: bfloat16 on a GPU and on the CPU")
+    add("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    add("--threads", type=int, default=1, metavar="N", help="of a CPU")
+    add("--max-num-seqs", type=int, default=1024, metavar="N", help="running at once")
+    add("--max-num-tokens", type=int, default=8192, metavar="N", help="of one step")
+    add("--gpu-memory", type=float, default=0.9, metavar="SHARE", help="of all of the card's")
+    add("--depth", type=int, default=0, metavar="N", help="steps in flight; 0: by device")
+    add("--no-cuda-graphs", action="store_true")
+    add("--deterministic", action="store_true", help="kernels that do not see the batch")
+    add("--ceiling-seconds", type=float, default=12.0, metavar="S", help="0: no limit is told")
+    add("--output", metavar="FILE", help="append results as JSON lines")
+
+
+def loads_of(args: argparse.Namespace, default: Sequence[str]) -> list[Load]:
+    """The loads to run; raises ConfigError."""
+    for name in ("runs", "max_num_seqs", "max_num_tokens", "threads"):
+        if getattr(args, name) < 1:
+            raise ConfigError(f"--{name.replace('_', '-')} is below 1")
+    return [Load.parse(text, args.temperature) for text in args.load or default]
+
+
+def engine_config(
+    args: argparse.Namespace, folder: str, loads: list[Load], memory_fraction: float
+) -> EngineConfig:
+    """An engine for these loads: no reuse, nothing reserved, no more rows than are used.
+
+    ``memory_fraction`` is of what the weights leave.
+    """
+    longest = max(load.isl + load.osl for load in loads)
+    num_seqs = min(args.max_num_seqs, max(load.requests for load in loads))
+    return EngineConfig(
+        model="bench",
+        engine_dir=folder,
+        dtype=args.dtype,
+        load_format="auto" if args.model else "random",
+        device=args.device,
+        num_threads=args.threads,
+        deterministic=args.deterministic,
+        cuda_graphs=not args.no_cuda_graphs,
+        scheduler=SchedulerConfig(
+            max_num_batched_tokens=max(args.max_num_tokens, num_seqs),
+            max_num_seqs=num_seqs,
+            max_seq_len=longest,
+            max_input_len=longest - 1,
+            policy="max_utilization",
+            depth=args.depth,
+        ),
+        cache=CacheConfig(enable_block_reuse=False, free_memory_fraction=memory_fraction),
+    )

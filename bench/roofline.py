@@ -1,0 +1,160 @@
+"""What a machine could do at most: every operator of a step at its own roofline, in turn."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+_STEP_TOKENS = 8192
+"""Prompts are computed in steps of about this size."""
+
+_WORKSPACE_BYTES = 3e9
+"""Of the usable memory, beside weights and KV cache: activations, graphs, the context."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ceilings:
+    """What one device sustains."""
+
+    flops: float
+    """Floating-point operations a second of matrix products in the weights' dtype."""
+
+    bandwidth: float
+    """Bytes a second of a device-to-device copy, read and written."""
+
+    memory: float
+    """Bytes that weights, KV cache and workspace may take."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelShape:
+    """The sizes of a decoder with a gated MLP and grouped queries."""
+
+    layers: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_size: int
+    inner: int
+    vocab: int
+    is_tied: bool = False
+    value_bytes: float = 2.0
+    """Of weights, activations and KV cache."""
+
+    @classmethod
+    def of(cls, config: Mapping[str, Any]) -> ModelShape:
+        """From a Hugging Face configuration."""
+        heads = config["num_attention_heads"]
+        dtype = config.get("dtype") or config.get("torch_dtype") or "bfloat16"
+        return cls(
+            layers=config["num_hidden_layers"],
+            hidden=config["hidden_size"],
+            heads=heads,
+            kv_heads=config.get("num_key_value_heads") or heads,
+            head_size=config.get("head_dim") or config["hidden_size"] // heads,
+            inner=config["intermediate_size"],
+            vocab=config["vocab_size"],
+            is_tied=bool(config.get("tie_word_embeddings")),
+            value_bytes=4.0 if dtype == "float32" else 2.0,
+        )
+
+    @property
+    def query_width(self) -> int:
+        """Query heads side by side."""
+        return self.heads * self.head_size
+
+    @property
+    def kv_width(self) -> int:
+        """Key heads, or value heads, side by side."""
+        return self.kv_heads * self.head_size
+
+    @property
+    def kv_token_bytes(self) -> float:
+        """KV cache of one token over all layers."""
+        return 2 * self.layers * self.kv_width * self.value_bytes
+
+    @property
+    def weight_bytes(self) -> float:
+        """All weights."""
+        attention = self.hidden * 2 * (self.query_width + self.kv_width)
+        layer = attention + 3 * self.hidden * self.inner + 2 * self.hidden
+        matrices = 1 if self.is_tied else 2
+        whole = self.layers * layer + self.hidden + matrices * self.vocab * self.hidden
+        return whole * self.value_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class _Work:
+    bytes: float
+    flops: float
+
+
+def _product(rows: float, inputs: int, outputs: int, value: float, weights: float) -> _Work:
+    """A product of ``rows`` by a matrix; ``weights`` is 1 where the matrix is read."""
+    moved = weights * inputs * outputs + rows * (inputs + outputs)
+    return _Work(moved * value, 2 * rows * inputs * outputs)
+
+
+def _step_work(
+    shape: ModelShape, tokens: float, read_tokens: float, pairs: float, logits: float
+) -> list[tuple[int, _Work]]:
+    """(how often, work) of each operator of one step over ``tokens`` new tokens.
+
+    ``read_tokens`` are tokens whose KV is read, ``pairs`` queries times keys.
+    """
+    value, hidden = shape.value_bytes, shape.hidden
+    qkv = shape.query_width + 2 * shape.kv_width
+    kv_moved = 2 * shape.kv_width * (read_tokens + tokens)
+    attention = _Work(
+        (kv_moved + 2 * tokens * shape.query_width) * value, 4 * shape.query_width * pairs
+    )
+    # Between its two products the MLP's inner values need not leave the chip twice.
+    mlp = _Work(
+        (3 * hidden * shape.inner + 2 * tokens * (hidden + shape.inner)) * value,
+        6 * tokens * hidden * shape.inner,
+    )
+    return [
+        (shape.layers, _product(tokens, hidden, qkv, value, 1)),
+        (shape.layers, attention),
+        (shape.layers, _product(tokens, shape.query_width, hidden, value, 1)),
+        (shape.layers, mlp),
+        (1, _Work((hidden + logits) * shape.vocab * value, 2 * logits * hidden * shape.vocab)),
+    ]
+
+
+def _seconds(work: list[tuple[int, _Work]], at: Ceilings) -> float:
+    return sum(
+        count * max(each.bytes / at.bandwidth, each.flops / at.flops) for count, each in work
+    )
+
+
+def decode_step_s(shape: ModelShape, at: Ceilings, batch: float, context: float) -> float:
+    """Seconds of one decode step of ``batch`` sequences with ``context`` tokens each."""
+    work = _step_work(shape, batch, batch * context, batch * (context + 1), batch)
+    return _seconds(work, at)
+
+
+def prompt_s(shape: ModelShape, at: Ceilings, length: int) -> float:
+    """Seconds for one prompt, its share of a step that several prompts fill."""
+    tokens = max(length, _STEP_TOKENS)
+    pairs = tokens * (length / 2 + 0.5)
+    return _seconds(_step_work(shape, tokens, 0, pairs, tokens / length), at) * length / tokens
+
+
+def resident_sequences(shape: ModelShape, at: Ceilings, isl: int, osl: int, most: int) -> int:
+    """Sequences that the memory holds at once, on average half way through their output."""
+    room = at.memory - _WORKSPACE_BYTES - shape.weight_bytes
+    return max(1, min(most, int(room / (shape.kv_token_bytes * (isl + osl / 2)))))
+
+
+def output_tokens_per_s(
+    shape: ModelShape, at: Ceilings, isl: int, osl: int, most: int
+) -> float:
+    """The limit of offline throughput: ``most`` requests at once, or as many as fit.
+
+    Each request costs its prompt and its share of ``osl - 1`` decode steps.
+    """
+    batch = resident_sequences(shape, at, isl, osl, most)
+    step = decode_step_s(shape, at, batch, isl + osl / 2)
+    return osl / (prompt_s(shape, at, isl) + (osl - 1) * step / batch)

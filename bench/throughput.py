@@ -1,0 +1,213 @@
+"""`trimaran bench throughput` and `latency`: one engine in this process, against the limit."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import statistics
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from trimaran.bench import ceilings, results
+from trimaran.bench.offline import (
+    Load,
+    OfflineDriver,
+    OfflineRun,
+    load_engine,
+    random_checkpoint,
+)
+from trimaran.bench.offline_flags import engine_config, loads_of
+from trimaran.bench.roofline import Ceilings, ModelShape, output_tokens_per_s
+from trimaran.bench.shapes import shape_config
+from trimaran.comm.errors import ConfigError
+from trimaran.worker.engine import Engine
+
+_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+
+
+def run_throughput(args: argparse.Namespace) -> int:
+    """Median of the runs of each load, and the percentage of the machine's limit."""
+    loads = loads_of(args, ["128/128x64"])
+    with _subject(args, loads) as subject:
+        print(f"{subject.name} in {subject.dtype} on {subject.device_name}")
+        for load in loads:
+            runs = _runs(subject.driver, load, args.runs)
+            _tell(args, subject, load, runs, subject.facts(load, runs))
+    return 0
+
+
+def run_latency(args: argparse.Namespace) -> int:
+    """One request at a time: time to the first token, and between tokens."""
+    loads = loads_of(args, ["128/128x1"])
+    with _subject(args, loads) as subject:
+        print(f"{subject.name} in {subject.dtype} on {subject.device_name}")
+        for load in loads:
+            runs = _runs(subject.driver, load, args.runs)
+            first = [run.first_token_s[0] for run in runs]
+            between = np.concatenate([run.steps_s[2:] for run in runs] or [[]])
+            figures = {
+                "first_token_ms": round(1e3 * statistics.median(first), 3),
+                "token_ms_p50": round(1e3 * float(np.percentile(between, 50)), 3),
+                "token_ms_p99": round(1e3 * float(np.percentile(between, 99)), 3),
+            }
+            print("  ".join(f"{name} {value}" for name, value in figures.items()))
+            _tell(args, subject, load, runs, {**subject.facts(load, runs), **figures})
+    return 0
+
+
+class _Subject:
+    """What is measured: an engine, its shape, and what its device can do."""
+
+    def __init__(
+        self,
+        args: argparse.Namespace,
+        engine: Engine,
+        config: dict[str, Any],
+        limits: Ceilings | None,
+    ) -> None:
+        self.name = args.shape if args.model is None else Path(args.model).name
+        self.shape = ModelShape.of(config)
+        self.limits = limits
+        self.dtype = engine.facts()["dtype"]
+        self.engine = engine
+        self.driver = OfflineDriver(engine, config["vocab_size"])
+        self.device = engine.device
+        self._max_num_seqs = engine.facts()["max_batch_size"]
+        self._temperature = args.temperature
+        is_gpu = self.device.type == "cuda"
+        self.device_name = torch.cuda.get_device_name(self.device) if is_gpu else "the CPU"
+
+    def facts(self, load: Load, runs: list[OfflineRun]) -> dict[str, Any]:
+        """The figures of one load."""
+        rates = sorted(run.out_tok_s for run in runs)
+        median = statistics.median(rates)
+        facts: dict[str, Any] = {
+            "benchmark": "throughput",
+            "shape": self.name,
+            "gpus": 1 if self.device.type == "cuda" else 0,
+            "isl": load.isl,
+            "osl": load.osl,
+            "requests": load.requests,
+            "out_tok_s": round(median, 1),
+            "out_tok_s_runs": [round(rate, 1) for rate in rates],
+            "seconds": round(statistics.median(run.seconds for run in runs), 3),
+            "step_ms_p50": round(
+                1e3 * float(np.median(np.concatenate([r.steps_s for r in runs]))), 3
+            ),
+            "dtype": self.dtype,
+            "temperature": load.temperature,
+        }
+        if self.limits is not None:
+            most = min(load.requests, self._max_num_seqs)
+            limit = output_tokens_per_s(self.shape, self.limits, load.isl, load.osl, most)
+            facts["limit_tok_s"] = round(limit, 1)
+            facts["limit_pct"] = round(100 * median / limit, 1)
+        return facts
+
+
+@contextlib.contextmanager
+def _subject(args: argparse.Namespace, loads: list[Load]) -> Iterator[_Subject]:
+    device = torch.device(_device_of(args))
+    with _folder(args, device, loads) as (folder, config):
+        limits = None
+        if args.ceiling_seconds > 0:
+            dtype = _DTYPES[config["dtype"]]
+            shape = ModelShape.of(config)
+            limits = ceilings.measure(shape, device, dtype, args.ceiling_seconds)
+            tera = limits.flops / 1e12, limits.bandwidth / 1e12
+            print(f"ceilings: {tera[0]:.1f} TFLOP/s, {tera[1]:.2f} TB/s")
+            if device.type == "cuda":
+                torch.cuda.empty_cache()
+        fraction = _memory_fraction(args, ModelShape.of(config), device)
+        engine = load_engine(engine_config(args, folder, loads, fraction))
+        try:
+            yield _Subject(args, engine, config, limits)
+        finally:
+            engine.shutdown()
+
+
+def _device_of(args: argparse.Namespace) -> str:
+    if args.device != "auto":
+        return str(args.device)
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+@contextlib.contextmanager
+def _folder(
+    args: argparse.Namespace, device: torch.device, loads: list[Load]
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    if args.model:
+        path = Path(args.model, "config.json")
+        if not path.is_file():
+            raise ConfigError(f"{args.model} holds no config.json: name a checkpoint's folder")
+        config = json.loads(path.read_text(encoding="utf-8"))
+        config = config.get("pretrained_config", config)
+        config["dtype"] = config.get("dtype") or config.get("torch_dtype") or "bfloat16"
+        yield args.model, config
+        return
+    dtype = "bfloat16" if args.dtype == "auto" else args.dtype
+    longest = max(load.isl + load.osl for load in loads)
+    config = shape_config(args.shape, dtype, longest)
+    with random_checkpoint(config) as folder:
+        yield folder, config
+
+
+def _memory_fraction(
+    args: argparse.Namespace, shape: ModelShape, device: torch.device
+) -> float:
+    """The share of what the weights leave that leaves ``--gpu-memory`` of the card in use."""
+    if not 0 < args.gpu_memory <= 1:
+        raise ConfigError(f"--gpu-memory is {args.gpu_memory} but must be above 0, at most 1")
+    if device.type != "cuda":
+        return float(args.gpu_memory)
+    total = float(torch.cuda.get_device_properties(device).total_memory)
+    fraction = 1 - (1 - args.gpu_memory) * total / max(total - shape.weight_bytes, 1.0)
+    if fraction <= 0:
+        raise ConfigError(
+            f"--gpu-memory {args.gpu_memory} of {total / 1e9:.0f} GB leaves no KV cache beside "
+            f"{shape.weight_bytes / 1e9:.0f} GB of weights: raise it"
+        )
+    return float(fraction)
+
+
+def _runs(driver: OfflineDriver, load: Load, count: int) -> list[OfflineRun]:
+    # What is compiled or allocated at first use is not what is measured.
+    short = Load(
+        isl=load.isl,
+        osl=min(load.osl, 16),
+        requests=min(load.requests, 2048),
+        temperature=load.temperature,
+    )
+    driver.run(short)
+    return [driver.run(load) for _ in range(count)]
+
+
+def _tell(
+    args: argparse.Namespace,
+    subject: _Subject,
+    load: Load,
+    runs: list[OfflineRun],
+    facts: dict[str, Any],
+) -> None:
+    limit = (
+        f"{facts['limit_pct']:5.1f} % of {facts['limit_tok_s']:,.0f}"
+        if "limit_pct" in facts
+        else ""
+    )
+    spread = " to ".join(
+        f"{rate:,.0f}" for rate in (facts["out_tok_s_runs"][0], facts["out_tok_s_runs"][-1])
+    )
+    print(
+        f"{load!s:>14}: {facts['out_tok_s']:10,.0f} tokens/s ({spread})  {limit}  "
+        f"median step {facts['step_ms_p50']:.2f} ms",
+        flush=True,
+    )
+    if args.output:
+        results.append(
+            args.output, {**facts, **results.environment(subject.device, subject.limits)}
+        )

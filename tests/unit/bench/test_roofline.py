@@ -1,0 +1,66 @@
+"""The limit of a machine: closed forms that hold at the extremes, and known sizes."""
+
+import dataclasses
+
+import pytest
+
+from trimaran.bench.roofline import (
+    Ceilings,
+    ModelShape,
+    decode_step_s,
+    output_tokens_per_s,
+    prompt_s,
+    resident_sequences,
+)
+from trimaran.bench.shapes import SHAPES
+
+SHAPE = ModelShape.of(SHAPES["llama8b"])
+H200 = Ceilings(flops=680e12, bandwidth=4.3e12, memory=0.95 * 141e9)
+
+
+def test_the_8b_shape_has_its_known_sizes():
+    assert SHAPE.weight_bytes == pytest.approx(16.06e9, rel=1e-3)
+    assert SHAPE.kv_token_bytes == 131072
+
+
+def test_one_sequence_reads_all_weights_but_the_embedding():
+    read = SHAPE.weight_bytes - 2 * SHAPE.vocab * SHAPE.hidden
+    assert decode_step_s(SHAPE, H200, 1, 128) == pytest.approx(read / H200.bandwidth, rel=0.01)
+
+
+def test_a_huge_batch_is_bound_by_arithmetic():
+    weights = SHAPE.weight_bytes / 2 - SHAPE.vocab * SHAPE.hidden
+    expected = 2 * 65536 * weights / H200.flops
+    assert decode_step_s(SHAPE, H200, 65536, 1) == pytest.approx(expected, rel=0.03)
+
+
+def test_twice_the_bandwidth_halves_a_step_that_is_bound_by_it():
+    faster = dataclasses.replace(H200, bandwidth=2 * H200.bandwidth)
+    slow, fast = (decode_step_s(SHAPE, each, 1, 1000) for each in (H200, faster))
+    assert slow == pytest.approx(2 * fast)
+
+
+def test_long_prompts_cost_more_a_token_and_share_the_weights():
+    short, long = (prompt_s(SHAPE, H200, length) / length for length in (128, 32768))
+    assert short < long < 2 * short
+
+
+def test_memory_bounds_what_is_resident_and_with_it_the_rate():
+    assert resident_sequences(SHAPE, H200, 1000, 1000, 768) == 584
+    assert resident_sequences(SHAPE, H200, 128, 128, 1024) == 1024
+    less = dataclasses.replace(H200, memory=40e9)
+    rates = [output_tokens_per_s(SHAPE, each, 1000, 1000, 768) for each in (less, H200)]
+    assert rates[0] < rates[1]
+
+
+@pytest.mark.parametrize(
+    ("isl", "osl", "most", "limit"),
+    [
+        (128, 128, 1024, 20590),
+        (2048, 128, 768, 2339),
+        (128, 256, 1, 286),
+        (128, 256, 256, 24835),
+    ],
+)
+def test_limits_of_the_8b_shape_on_one_h200(isl, osl, most, limit):
+    assert output_tokens_per_s(SHAPE, H200, isl, osl, most) == pytest.approx(limit, rel=2e-3)

@@ -1,0 +1,61 @@
+"""`trimaran bench throughput`: a real engine on the CPU, tokens counted, results kept."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from trimaran.launcher.cli import main
+
+FLAGS = ["--shape", "tiny", "--device", "cpu", "--runs", "2", "--ceiling-seconds", "0.2"]
+
+
+@pytest.mark.parametrize("command", ["throughput", "latency"])
+def test_results_name_the_load_the_limit_and_the_command(tmp_path, capsys, command):
+    output = tmp_path / "results.jsonl"
+
+    code = main(
+        [
+            "bench",
+            command,
+            *FLAGS,
+            "--load",
+            "20/6x2",
+            "--load",
+            "5/3x1",
+            "--output",
+            str(output),
+        ]
+    )
+
+    assert code == 0
+    lines = [json.loads(line) for line in output.read_text().splitlines()]
+    assert [(line["isl"], line["osl"], line["requests"]) for line in lines] == [
+        (20, 6, 2),
+        (5, 3, 1),
+    ]
+    for line in lines:
+        assert (line["shape"], line["gpus"]) == ("tiny", 0)
+        assert len(line["out_tok_s_runs"]) == 2
+        assert line["limit_pct"] > 0
+        assert line["out_tok_s"] == pytest.approx(sum(line["out_tok_s_runs"]) / 2, rel=0.01)
+        assert {"device", "torch", "commit", "command", "ceiling_tflops"} <= line.keys()
+    assert "20/6x2" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("flags", "complaint"),
+    [
+        (["--load", "20x6"], "'20x6' is not a load"),
+        (["--load", "20/0x6"], "start at 1"),
+        (["--runs", "0"], "--runs is below 1"),
+        (["--model", "nowhere"], "holds no config.json"),
+        (["--gpu-memory", "1.5"], "--gpu-memory is 1.5"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused(capsys, flags, complaint):
+    assert (
+        main(["bench", "throughput", "--device", "cpu", "--ceiling-seconds", "0", *flags]) == 2
+    )
+    assert complaint in capsys.readouterr().err
