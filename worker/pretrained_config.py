@@ -19,7 +19,7 @@ _ARCHITECTURE_OF_MODEL_TYPE = {
     "mixtral": "MixtralForCausalLM",
 }
 _SERVED_ACTIVATIONS = {
-    "LlamaForCausalLM": ("silu",),
+    "LlamaForCausalLM": ("silu", "gelu", "gelu_new", "gelu_pytorch_tanh"),
     "GPT2LMHeadModel": ("gelu_new", "gelu_pytorch_tanh", "gelu", "relu"),
 }
 _VOCAB_MULTIPLE = 64

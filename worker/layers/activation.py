@@ -8,21 +8,24 @@ from trimaran.worker.layers.linear import LayerContext, MergedColumnParallelLine
 from trimaran.worker.layers.methods import UnquantizedLinearMethod
 
 
-class SiluAndMul(nn.Module):
-    """``silu(gate) * up`` of a stacked gate and up projection."""
+class GatedActivation(nn.Module):
+    """``act(gate) * up`` of a stacked gate and up projection; ``silu`` or a kind of GELU."""
 
-    def __init__(self, context: LayerContext) -> None:
+    def __init__(self, context: LayerContext, name: str) -> None:
         super().__init__()
         self._ops = context.ops
+        self._name = name
 
     def forward(self, gate_up_TE: Tensor) -> Tensor:
         """[T, 2F] to [T, F]."""
-        return self._ops.silu_and_mul(gate_up_TE)
+        if self._name == "silu":
+            return self._ops.silu_and_mul(gate_up_TE)
+        return self._ops.gelu_and_mul(gate_up_TE, self._name)
 
     def project(self, gate_up: MergedColumnParallelLinear, x_TD: Tensor) -> Tensor:
         """``forward(gate_up(x))``, as one operator where nothing comes between the two."""
         is_plain = isinstance(gate_up.method, UnquantizedLinearMethod)
-        if is_plain and gate_up.bias is None and not gate_up.lora.is_active:
+        if is_plain and self._name == "silu" and gate_up.bias is None and not gate_up.lora.is_active:
             return self._ops.gated_linear(x_TD, gate_up.weight)
         return self.forward(gate_up.forward(x_TD))
 

@@ -68,6 +68,8 @@ def fuse_layers(
         return None
     if rotary is not None and not rotary.rotates_whole_heads(config.head_size):
         return None
+    if hasattr(layers[0].mlp, "gate_up_proj") and config.hidden_act != "silu":
+        return None
     first: Any = layers[0]
     shape = DecoderShape(
         hidden=config.hidden_size,

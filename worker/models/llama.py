@@ -12,7 +12,7 @@ from trimaran.worker.attention.backend import (
     ForwardContext,
 )
 from trimaran.worker.attention.paged import PagedAttention
-from trimaran.worker.layers.activation import SiluAndMul
+from trimaran.worker.layers.activation import GatedActivation
 from trimaran.worker.layers.embedding import ParallelLMHead, VocabParallelEmbedding
 from trimaran.worker.layers.linear import (
     LayerContext,
@@ -80,7 +80,7 @@ class LlamaAttention(nn.Module):
 
 
 class LlamaMLP(nn.Module):
-    """``down(silu(gate(x)) * up(x))``."""
+    """``down(act(gate(x)) * up(x))``."""
 
     def __init__(self, config: PretrainedConfig, context: LayerContext) -> None:
         super().__init__()
@@ -88,7 +88,7 @@ class LlamaMLP(nn.Module):
         self.gate_up_proj = MergedColumnParallelLinear(
             context, config.hidden_size, {"gate": inner, "up": inner}, bias=config.mlp_bias
         )
-        self.act = SiluAndMul(context)
+        self.act = GatedActivation(context, config.hidden_act)
         self.down_proj = RowParallelLinear(
             context, inner, config.hidden_size, bias=config.mlp_bias
         )

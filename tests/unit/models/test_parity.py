@@ -43,6 +43,8 @@ CONFIGS = {
             "truncate": False,
         }
     ),
+    "llama-gelu": models.llama_config(hidden_act="gelu"),
+    "llama-gelu-tanh": models.llama_config(hidden_act="gelu_pytorch_tanh"),
     "gpt2": models.gpt2_config(),
     "gpt2-gelu": models.gpt2_config(activation_function="gelu"),
     "gpt2-relu-untied": models.gpt2_config(
