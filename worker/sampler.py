@@ -40,7 +40,7 @@ def sample(logits_NV: Tensor, batch: SamplingBatch, token_table_RL: Tensor) -> S
     ``token_table_RL`` holds every row's ids so far, those sampled by steps in flight included.
     """
     wants = batch.all_wants
-    if batch.device_rows is not None and not wants & ~Want.RANDOM:
+    if batch.device_rows is not None and not wants & ~(Want.RANDOM | Want.FILTER):
         return SamplerOutput(_draw_in_one_pass(logits_NV, batch))
     if not wants:
         return SamplerOutput(batch.state.likeliest(logits_NV))
@@ -64,7 +64,7 @@ def sample(logits_NV: Tensor, batch: SamplingBatch, token_table_RL: Tensor) -> S
 
 
 def _draw_in_one_pass(logits_NV: Tensor, batch: SamplingBatch) -> Tensor:
-    """Rows that want no more than the likeliest id or a draw from all, on a GPU."""
+    """Rows whose logits stay as they are, on a GPU."""
     # Imported only now: a CPU needs no Triton.
     from trimaran.kernels import triton_sampling
 
@@ -73,5 +73,9 @@ def _draw_in_one_pass(logits_NV: Tensor, batch: SamplingBatch) -> Tensor:
     assert batch.device_rows is not None
     assert batch.device_lengths is not None
     return triton_sampling.draw(
-        logits_NV, batch.device_rows, batch.device_lengths, state.tensor()
+        logits_NV,
+        batch.device_rows,
+        batch.device_lengths,
+        state.tensor(),
+        has_filters=bool(batch.all_wants & Want.FILTER),
     )

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from trimaran.comm.sampling_params import SamplingParams
+from trimaran.kernels import sampling_state
 from trimaran.kernels.sampling import CpuSampling
 from trimaran.worker.candidates import argmax
 from trimaran.worker.noise import noise_keys
@@ -49,6 +50,8 @@ class Want(IntFlag):
     TEMPERATURE, TOP_P, MIN_P, REPETITION, PRESENCE, FREQUENCY, TOP_P_DECAY, TOP_P_MIN,
 ) = range(8)  # fmt: skip
 TOP_K, MIN_TOKENS, END_ID, NGRAM = range(4)
+
+_INT32_MAX = (1 << 31) - 1
 
 MIN_TEMPERATURE = 1e-5
 """A lower one that is not 0 would leave nothing but the largest logit in float32."""
@@ -191,10 +194,7 @@ class SamplingRows:
         self.sequence_indices[row] = new.sequence_index
         self.num_prompt[row] = new.num_prompt_tokens
         if self.device_state is not None:
-            temperature = 0.0 if params.is_greedy else max(params.temperature, MIN_TEMPERATURE)
-            self.device_state.enter(
-                row, params.seed, new.sequence_index, new.num_prompt_tokens, temperature
-            )
+            self.device_state.enter(new, params)
         self.bad_words.pop(row, None)
         self.biases.pop(row, None)
         if any(params.bad_words):
@@ -220,25 +220,41 @@ class SamplingRows:
 
 
 class DeviceSamplingState:
-    """What a GPU's draw needs of every row: seed, sequence index, prompt, temperature."""
+    """What a GPU's kernels need of every row, by the columns of `sampling_state`."""
 
     def __init__(self, num_rows: int, device: torch.device) -> None:
-        self._tensor = torch.zeros((num_rows, 4), dtype=torch.int64, device=device)
-        self._entered: dict[int, tuple[int, int, int, int]] = {}
+        self._tensor = torch.zeros(
+            (num_rows, sampling_state.WIDTH), dtype=torch.int32, device=device
+        )
+        self._entered: dict[int, npt.NDArray[np.int32]] = {}
 
-    def enter(
-        self, row: int, seed: int, sequence_index: int, num_prompt: int, temperature: float
-    ) -> None:
+    def enter(self, new: NewRow, params: SamplingParams) -> None:
         """Note a row's new occupant; 0 as temperature asks for the likeliest id."""
-        signed_seed = seed - (1 << 64) if seed >= 1 << 63 else seed
-        bits = int(np.float32(temperature).view(np.int32))
-        self._entered[row] = (signed_seed, sequence_index, num_prompt, bits)
+        words = np.zeros(sampling_state.WIDTH, dtype=np.int32)
+        floats = words.view(np.float32)
+        words[: sampling_state.SEQUENCE].view(np.uint64)[0] = params.seed
+        words[sampling_state.SEQUENCE] = new.sequence_index
+        words[sampling_state.NUM_PROMPT] = new.num_prompt_tokens
+        if not params.is_greedy:
+            floats[sampling_state.TEMPERATURE] = max(params.temperature, MIN_TEMPERATURE)
+        words[sampling_state.TOP_K] = min(params.top_k, _INT32_MAX)
+        floats[sampling_state.TOP_P] = params.top_p if params.top_p > 0 else 1.0
+        floats[sampling_state.MIN_P] = params.min_p
+        floats[sampling_state.TOP_P_DECAY] = params.top_p_decay if params.top_p > 0 else 1.0
+        floats[sampling_state.TOP_P_MIN] = params.top_p_min
+        floats[sampling_state.REPETITION] = params.repetition_penalty
+        floats[sampling_state.PRESENCE] = params.presence_penalty
+        floats[sampling_state.FREQUENCY] = params.frequency_penalty
+        words[sampling_state.MIN_TOKENS] = min(params.min_tokens, _INT32_MAX)
+        words[sampling_state.END_ID] = params.end_id
+        words[sampling_state.NGRAM] = min(params.no_repeat_ngram_size, _INT32_MAX)
+        self._entered[new.row] = words
 
     def tensor(self) -> Tensor:
-        """int64 [R, 4]; sends what was noted since the last call."""
+        """int32 [R, WIDTH]; sends what was noted since the last call."""
         if self._entered:
             rows = np.fromiter(self._entered, dtype=np.int64)
-            values = np.array(list(self._entered.values()), dtype=np.int64)
+            values = np.stack(list(self._entered.values()))
             self._entered.clear()
             device = self._tensor.device
             self._tensor.index_copy_(0, to_device(rows, device), to_device(values, device))

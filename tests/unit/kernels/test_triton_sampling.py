@@ -1,4 +1,4 @@
-"""The GPU's sampling kernels in Triton's interpreter: the same ids as the plain twin."""
+"""The GPU's sampling kernels in Triton's interpreter: the same ids as the CPU's."""
 
 from __future__ import annotations
 
@@ -6,64 +6,134 @@ import numpy as np
 import pytest
 import torch
 
+from trimaran.comm.sampling_params import SamplingParams
 from trimaran.kernels import triton_sampling
-from trimaran.worker.candidates import argmax
-from trimaran.worker.noise import gumbel, noise_keys
+from trimaran.worker import sampler
+from trimaran.worker.sampling_rows import DeviceSamplingState, SamplingRows, Want
+from trimaran.worker.step_types import NewRow, int32s
 
-NUM_ROWS = 9
+CPU = torch.device("cpu")
+NUM_PROMPT = 3
 
 
-def make_state(seeds, indices, prompts, temperatures):
-    state = np.zeros((NUM_ROWS, 4), dtype=np.int64)
-    state[:, 0], state[:, 1], state[:, 2] = seeds.view(np.int64), indices, prompts
-    state[:, 3] = temperatures.astype(np.float32).view(np.int32)
-    return torch.from_numpy(state)
+class Sampled:
+    """One step's rows, entered for the CPU and for the kernels."""
+
+    def __init__(self, params, lengths=None, vocab_size=1000):
+        self.rows = SamplingRows(len(params) + 2, vocab_size, CPU)
+        self.state = DeviceSamplingState(len(params) + 2, CPU)
+        for place, each in enumerate(params):
+            new = NewRow(
+                row=place + 2,
+                token_ids=int32s([1] * NUM_PROMPT),
+                num_prompt_tokens=NUM_PROMPT,
+                sequence_index=place % 3,
+                sampling=each.to_wire(),
+            )
+            self.rows.enter(new)
+            self.state.enter(new, each)
+        # Rows in another order than entered: entry i is not row i.
+        self.order = int32s(np.arange(len(params), 0, -1) + 1)
+        self.lengths = int32s(lengths or [NUM_PROMPT + 5] * len(params))
+
+    def on_cpu(self, logits):
+        batch = self.rows.batch(self.order, self.lengths)
+        return sampler.sample(logits.float().clone(), batch, torch.zeros(1, 1)).token_ids
+
+    def by_kernels(self, logits):
+        wants = self.rows.batch(self.order, self.lengths).all_wants
+        return triton_sampling.draw(
+            logits,
+            torch.from_numpy(self.order),
+            torch.from_numpy(self.lengths),
+            self.state.tensor(),
+            has_filters=bool(wants & Want.FILTER),
+        )
 
 
 @pytest.mark.parametrize("vocab_size", [7, 4096, 9001])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_draws_are_those_of_the_plain_twin(vocab_size, dtype):
+def test_draws_are_those_of_the_cpu(vocab_size, dtype):
     rng = np.random.default_rng(vocab_size)
-    seeds = rng.integers(0, 2**64, NUM_ROWS, dtype=np.uint64)
-    indices, prompts = rng.integers(0, 4, NUM_ROWS), rng.integers(1, 50, NUM_ROWS)
-    temperatures = np.where(np.arange(NUM_ROWS) % 3, rng.uniform(0.2, 3, NUM_ROWS), 0.0)
-    rows = torch.tensor([8, 0, 3, 1, 5], dtype=torch.int32)
-    lengths = torch.from_numpy(prompts[rows] + rng.integers(0, 90, 5)).int()
+    temperatures = [0.0, 0.2, 1.0, 3.0, 1e-6, 40.0]
+    seeds = [int(seed) for seed in rng.integers(0, 2**64, 6, dtype=np.uint64)]
+    params = [
+        SamplingParams(top_p=1.0, temperature=temperature, seed=seed)
+        for temperature, seed in zip(temperatures, seeds, strict=True)
+    ]
+    sampled = Sampled(params, [4, 3, 90, 7, 5, 12])
     # Rows are parts of a wider table, as logits of a padded vocabulary are.
-    logits = (torch.randn(5, vocab_size + 3) * 4).to(dtype)[:, :vocab_size]
+    logits = (torch.randn(6, vocab_size + 3) * 4).to(dtype)[:, :vocab_size]
 
-    state = make_state(seeds, indices, prompts, temperatures)
-    ids = triton_sampling.draw(logits, rows, lengths, state)
+    assert torch.equal(sampled.by_kernels(logits), sampled.on_cpu(logits))
 
-    keys = noise_keys(
-        seeds[rows],
-        indices[rows].astype(np.uint64),
-        (lengths.numpy() - prompts[rows]).astype(np.uint64),
-    )
-    for entry, row in enumerate(rows.tolist()):
-        scores = logits[entry : entry + 1].float()
-        if temperatures[row]:
-            noise = gumbel(
-                torch.from_numpy(keys[entry : entry + 1]), torch.arange(vocab_size)[None]
-            )
-            scores = scores / np.float32(temperatures[row]) + noise
-        assert ids[entry] == argmax(scores)[0]
+
+FILTERS = [
+    {"top_k": 5},
+    {"top_k": 40, "top_p": 0.8},
+    {"top_k": 300, "top_p": 0.95, "min_p": 0.02},
+    {"top_k": 5000},
+    {"top_k": 1500, "top_p": 0.5},
+    {"top_p": 0.9},
+    {"top_p": 0.2},
+    {"top_p": 1e-6},
+    {"top_p": 1.0, "min_p": 0.1},
+    {"top_p": 0.7, "min_p": 0.3, "temperature": 0.7},
+    {"top_p": 0.9, "top_p_decay": 0.8, "top_p_min": 0.4},
+    {"top_p": 0.999, "temperature": 20.0},
+    {"top_p": 1.0},
+    {},
+]
+
+
+@pytest.mark.parametrize(
+    ("vocab_size", "kind"), [(50, "tied"), (5001, "flat"), (5001, "peaked")]
+)
+def test_filtered_draws_are_those_of_the_cpu(vocab_size, kind):
+    torch.manual_seed(vocab_size)
+    params = [SamplingParams(**fields, seed=1) for fields in FILTERS]
+    logits = torch.randn(len(params), vocab_size) * (5 if kind == "peaked" else 0.1)
+    if kind == "tied":
+        logits = torch.randint(-2, 2, logits.shape).float()
+    sampled = Sampled(params)
+
+    assert torch.equal(sampled.by_kernels(logits), sampled.on_cpu(logits))
+
+
+def test_filters_read_halves_as_they_are():
+    torch.manual_seed(8)
+    params = [SamplingParams(**fields, seed=9) for fields in FILTERS]
+    logits = (torch.randn(len(params), 3000) * 2).half()
+    sampled = Sampled(params)
+
+    assert torch.equal(sampled.by_kernels(logits), sampled.on_cpu(logits))
 
 
 def test_of_equal_logits_the_lowest_id_wins_and_masked_ones_never():
-    state = make_state(
-        np.zeros(NUM_ROWS, np.uint64),
-        np.zeros(NUM_ROWS),
-        np.zeros(NUM_ROWS),
-        np.zeros(NUM_ROWS),
-    )
-    logits = torch.full((2, 9000), float("-inf"))
-    logits[0, [5, 4500]] = 1.0
-    logits[1, 8999] = -1e4
-    rows, lengths = torch.zeros(2, dtype=torch.int32), torch.ones(2, dtype=torch.int32)
+    logits = torch.full((4, 9000), float("-inf"))
+    logits[:2, [5, 4500]] = 1.0
+    logits[2:, 8999] = -1e4
+    greedy, random = SamplingParams(), SamplingParams(top_p=1.0)
+    sampled = Sampled([random, greedy, random, greedy])
 
-    assert triton_sampling.draw(logits, rows, lengths, state).tolist() == [5, 8999]
-    state[:, 3] = int(np.float32(1.0).view(np.int32))
-    drawn = triton_sampling.draw(logits, rows, lengths, state).tolist()
-    assert drawn[0] in (5, 4500)
-    assert drawn[1] == 8999
+    drawn = sampled.by_kernels(logits).tolist()
+
+    assert drawn[0] == 5
+    assert drawn[1] in (5, 4500)
+    assert drawn[2:] == [8999, 8999]
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize("fields", [FILTERS[0], FILTERS[2], FILTERS[5], FILTERS[9]])
+def test_logits_that_are_no_numbers_lead_to_an_id_and_hurt_no_other_row(fields):
+    torch.manual_seed(4)
+    logits = torch.randn(3, 600)
+    sampled = Sampled([SamplingParams(**fields, seed=7)] * 3)
+    expected = sampled.on_cpu(logits)
+    logits[0] = float("nan")
+    logits[2, 200:] = float("nan")
+
+    ids = sampled.by_kernels(logits).tolist()
+
+    assert ids[1] == expected[1]
+    assert all(0 <= token < 600 for token in ids)

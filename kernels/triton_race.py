@@ -1,0 +1,193 @@
+"""A draw as a race between token ids, and the keyed noise that decides it, for Triton kernels.
+
+The winner of argmax(logit / temperature + Gumbel noise) is a draw from the softmax. Exact
+scores cost several logarithms an id, so all ids get a cheap upper bound of theirs first and
+only those that can win an exact one.
+"""
+
+from __future__ import annotations
+
+import os
+
+import triton  # type: ignore[import-not-found,import-untyped,unused-ignore]
+import triton.language as tl  # type: ignore[import-not-found,import-untyped,unused-ignore]
+
+from trimaran.kernels import sampling_state
+
+SEED = tl.constexpr(sampling_state.SEED)
+SEQUENCE = tl.constexpr(sampling_state.SEQUENCE)
+NUM_PROMPT = tl.constexpr(sampling_state.NUM_PROMPT)
+
+_IS_COMPILED = tl.constexpr(os.environ.get("TRITON_INTERPRET") != "1")
+_LANE = tl.constexpr(8)
+_NO_ID = tl.constexpr(0x7FFFFFFF)
+
+
+@triton.jit  # type: ignore[untyped-decorator,unused-ignore]
+def load_float(word):  # type: ignore[no-untyped-def]
+    """The float32 of which a state's word holds the bits."""
+    return tl.load(word).to(tl.float32, bitcast=True)
+
+
+@triton.jit  # type: ignore[untyped-decorator,unused-ignore]
+def _mix(x):  # type: ignore[no-untyped-def]
+    """The finaliser of splitmix64."""
+    x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9
+    x = (x ^ (x >> 27)) * 0x94D049BB133111EB
+    return x ^ (x >> 31)
+
+
+@triton.jit  # type: ignore[untyped-decorator,unused-ignore]
+def noise_keys(own, length):  # type: ignore[no-untyped-def]
+    """The two words of `noise.noise_keys` for a row's state, as blocks of one element."""
+    golden = tl.full([1], 0x9E3779B97F4A7C15, tl.uint64)
+    at = tl.arange(0, 1)
+    low = tl.load(own + SEED + at).to(tl.uint32, bitcast=True).to(tl.uint64)
+    high = tl.load(own + SEED + 1 + at).to(tl.uint32, bitcast=True).to(tl.uint64)
+    sequence = tl.load(own + SEQUENCE + at).to(tl.uint64)
+    position = (length - tl.load(own + NUM_PROMPT + at)).to(tl.uint64)
+    key = _mix((low | (high << 32)) + golden)
+    key = _mix(key ^ (sequence * golden))
+    key = _mix(key + position * golden)
+    return key.to(tl.uint32), (key >> 32).to(tl.uint32)
+
+
+@triton.jit  # type: ignore[untyped-decorator,unused-ignore]
+def _hash(ids, first_key, second_key):  # type: ignore[no-untyped-def]
+    """`noise.hash_bits`."""
+    x = (ids.to(tl.uint32) * 0x9E3779B1) ^ first_key
+    x = (x ^ (x >> 16)) * 0x7FEB352D
+    x = ((x ^ (x >> 15)) ^ second_key) * 0x846CA68B
+    return x ^ (x >> 16)
+
+
+@triton.jit  # type: ignore[untyped-decorator,unused-ignore]
+def gumbel(ids, first_key, second_key):  # type: ignore[no-untyped-def]
+    """`noise.gumbel`, up to the rounding of the logarithms."""
+    bits = _hash(ids, first_key, second_key) & 0x7FFFFFFF
+    uniform = tl.minimum(
+        (bits.to(tl.float32) + 0.5) * 4.656612873077393e-10, 1.0 - 5.9604645e-8
+    )
+    # -log(1 - u), mended where the subtraction rounds: by the ratio of u to what was taken.
+    rest = 1.0 - uniform
+    taken = tl.where(rest == 1.0, 1.0, 1.0 - rest)
+    waits = tl.where(rest == 1.0, uniform, -tl.log(rest) * (uniform / taken))
+    return -tl.log(waits)
+
+
+@triton.jit  # type: ignore[untyped-decorator,unused-ignore]
+def _log2(x):  # type: ignore[no-untyped-def]
+    """One instruction, good to 2**-22."""
+    if _IS_COMPILED:
+        return tl.inline_asm_elementwise(
+            "lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
+        )
+    return tl.log2(x)
+
+
+@triton.jit  # type: ignore[untyped-decorator,unused-ignore]
+def is_before(x, ids, bound, bound_id):  # type: ignore[no-untyped-def]
+    """Whether ids come before (bound, bound_id) in the order of descending logits.
+
+    Of equal logits the lower id comes first.
+    """
+    return (x > bound) | ((x == bound) & (ids < bound_id))
+
+
+@triton.jit  # type: ignore[untyped-decorator,unused-ignore]
+def likeliest(source, vocab_size, first, last, TILE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The largest logit of tiles ``first`` to ``last`` and the first id that has it."""
+    lanes = tl.arange(0, TILE // _LANE)
+    in_tile = lanes[:, None] * _LANE + tl.arange(0, _LANE)[None, :]
+    best = tl.full([TILE // _LANE], float("-inf"), tl.float32)
+    best_tile = tl.full([TILE // _LANE], 0, tl.int32) + first
+    for tile in range(first, last):
+        ids = tile * TILE + in_tile
+        x = tl.load(source + ids, mask=ids < vocab_size, other=float("-inf"))
+        local = tl.max(x.to(tl.float32), 1)
+        is_better = local > best
+        best = tl.where(is_better, local, best)
+        best_tile = tl.where(is_better, tile, best_tile)
+    top = tl.max(best, 0)
+    tile = tl.min(tl.where(best == top, best_tile, last), 0)
+    is_winner = (best == top) & (best_tile == tile)
+    lane = tl.min(tl.where(is_winner, lanes, TILE // _LANE - 1), 0)
+    ids = tile * TILE + lane * _LANE + tl.arange(0, _LANE)
+    x = tl.load(source + ids, mask=ids < vocab_size, other=float("-inf")).to(tl.float32)
+    return top, tl.min(tl.where(x == top, ids, _NO_ID), 0)
+
+
+@triton.jit  # type: ignore[untyped-decorator,unused-ignore]
+def _exact_race(  # type: ignore[no-untyped-def]
+    source, vocab_size, first, last, temperature, first_key, second_key, bound, bound_id,
+    TILE: tl.constexpr,
+):  # fmt: skip
+    """`race` without bounds of scores."""
+    top = tl.full([], float("-inf"), tl.float32)
+    winner = tl.full([], 0, tl.int32) + first * TILE
+    for tile in range(first, last):
+        ids = tile * TILE + tl.arange(0, TILE)
+        x = tl.load(source + ids, mask=ids < vocab_size, other=float("-inf")).to(tl.float32)
+        score = tl.div_rn(x, temperature) + gumbel(ids, first_key, second_key)
+        score = tl.where(is_before(x, ids, bound, bound_id), score, float("-inf"))
+        local = tl.max(score, 0)
+        if local > top:
+            top = local
+            winner = tl.min(tl.where(score == local, ids, _NO_ID), 0)
+    return top, winner
+
+
+@triton.jit  # type: ignore[untyped-decorator,unused-ignore]
+def race(  # type: ignore[no-untyped-def]
+    source, vocab_size, first, last, temperature, first_key, second_key, bound, bound_id,
+    IS_BOUNDED: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """The best score of tiles ``first`` to ``last``, and its id.
+
+    With ``IS_BOUNDED`` only ids before (bound, bound_id) run. An exponential wait
+    -log(1 - u) is at least u, so logit / temperature - log(u) is at most too large.
+    """
+    lanes = tl.arange(0, TILE // _LANE)
+    in_tile = lanes[:, None] * _LANE + tl.arange(0, _LANE)[None, :]
+    best = tl.full([TILE // _LANE], float("-inf"), tl.float32)
+    second = best
+    best_tile = tl.full([TILE // _LANE], 0, tl.int32) + first
+    scale = 1.4426950408889634 / temperature
+    for tile in range(first, last):
+        ids = tile * TILE + in_tile
+        x = tl.load(source + ids, mask=ids < vocab_size, other=float("-inf")).to(tl.float32)
+        bits = _hash(ids, first_key, second_key) & 0x7FFFFFFF
+        most = x * scale - _log2(bits.to(tl.float32))
+        if IS_BOUNDED:
+            most = tl.where(is_before(x, ids, bound, bound_id), most, float("-inf"))
+        local = tl.max(most, 1)
+        second = tl.maximum(second, tl.minimum(best, local))
+        is_better = local > best
+        best = tl.where(is_better, local, best)
+        best_tile = tl.where(is_better, tile, best_tile)
+    top = tl.max(best, 0)
+    lane = tl.min(tl.where(best == top, lanes, TILE // _LANE - 1), 0)
+    tile = tl.max(tl.where(lanes == lane, best_tile, first), 0)
+    ids = tile * TILE + lane * _LANE + tl.arange(0, _LANE)
+    x = tl.load(source + ids, mask=ids < vocab_size, other=float("-inf")).to(tl.float32)
+    exact = tl.div_rn(x, temperature) + gumbel(ids, first_key, second_key)
+    if IS_BOUNDED:
+        exact = tl.where(is_before(x, ids, bound, bound_id), exact, float("-inf"))
+    score = tl.max(exact, 0)
+    winner = tl.min(tl.where(exact == score, ids, _NO_ID), 0)
+    # Whoever else could reach that, rounding of the bound and of its scale included?
+    needed = score * 1.4426950408889634 - 31.0
+    needed -= 1e-4 + 1e-6 * (tl.abs(needed) + 64.0)
+    rivals = tl.maximum(tl.where(lanes == lane, float("-inf"), best), second)
+    if tl.max(rivals, 0) >= needed:
+        if IS_BOUNDED:
+            score, winner = _exact_race(
+                source, vocab_size, first, last, temperature, first_key, second_key, bound,
+                bound_id, TILE,
+            )  # fmt: skip
+        else:
+            score, winner = _exact_race(
+                source, vocab_size, first, last, temperature, first_key, second_key,
+                float("-inf"), _NO_ID, TILE,
+            )  # fmt: skip
+    return score, winner
