@@ -18,7 +18,7 @@ from trimaran.comm.errors import ConfigError
 from trimaran.comm.messages import RequestFailed, StepOutput, Submit, pack_ids
 from trimaran.comm.sampling_params import SamplingParams
 from trimaran.comm.topology import ParallelLayout
-from trimaran.worker.config import EngineConfig, RankConfig
+from trimaran.worker.config import EngineConfig, ProfileConfig, RankConfig
 from trimaran.worker.engine import Engine
 
 _SOURCE = "bench"
@@ -77,9 +77,9 @@ def random_checkpoint(config: dict[str, object]) -> Iterator[str]:
         yield folder
 
 
-def load_engine(config: EngineConfig) -> Engine:
-    """An engine that is ready, as the only rank."""
-    rank = RankConfig(engine=config, group=_SOURCE)
+def load_engine(config: EngineConfig, profile: ProfileConfig | None = None) -> Engine:
+    """An engine that is ready, as the only rank; traces the steps of ``profile``."""
+    rank = RankConfig(engine=config, group=_SOURCE, profile=profile)
     engine = Engine(rank, ParallelLayout(), LocalControlPlane(), SingleRankGroup())
     engine.load()
     return engine

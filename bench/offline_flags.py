@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from trimaran.bench.offline import Load
 from trimaran.bench.shapes import SHAPES
 from trimaran.comm.errors import ConfigError
-from trimaran.worker.config import CacheConfig, EngineConfig, SchedulerConfig
+from trimaran.worker.config import CacheConfig, EngineConfig, ProfileConfig, SchedulerConfig
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -33,6 +33,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add("--deterministic", action="store_true", help="kernels that do not see the batch")
     add("--ceiling-seconds", type=float, default=12.0, metavar="S", help="0: no limit is told")
     add("--output", metavar="FILE", help="append results as JSON lines")
+    add("--profile", default="", metavar="steps=A:B", help="trace these steps of the engine")
+    add("--profile-dir", default="", metavar="DIR", help="with --profile: the trace goes there")
 
 
 def loads_of(args: argparse.Namespace, default: Sequence[str]) -> list[Load]:
@@ -41,6 +43,13 @@ def loads_of(args: argparse.Namespace, default: Sequence[str]) -> list[Load]:
         if getattr(args, name) < 1:
             raise ConfigError(f"--{name.replace('_', '-')} is below 1")
     return [Load.parse(text, args.temperature) for text in args.load or default]
+
+
+def profile_config(args: argparse.Namespace) -> ProfileConfig | None:
+    """The steps to trace; raises ConfigError."""
+    if not args.profile:
+        return None
+    return ProfileConfig.parse(args.profile, args.profile_dir, "--profile-dir")
 
 
 def engine_config(

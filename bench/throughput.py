@@ -21,7 +21,7 @@ from trimaran.bench.offline import (
     load_engine,
     random_checkpoint,
 )
-from trimaran.bench.offline_flags import engine_config, loads_of
+from trimaran.bench.offline_flags import engine_config, loads_of, profile_config
 from trimaran.bench.roofline import Ceilings, ModelShape, output_tokens_per_s
 from trimaran.bench.shapes import shape_config
 from trimaran.comm.errors import ConfigError
@@ -113,6 +113,7 @@ class _Subject:
 @contextlib.contextmanager
 def _subject(args: argparse.Namespace, loads: list[Load]) -> Iterator[_Subject]:
     device = torch.device(_device_of(args))
+    profile = profile_config(args)
     with _folder(args, device, loads) as (folder, config):
         limits = None
         if args.ceiling_seconds > 0:
@@ -124,7 +125,7 @@ def _subject(args: argparse.Namespace, loads: list[Load]) -> Iterator[_Subject]:
             if device.type == "cuda":
                 torch.cuda.empty_cache()
         fraction = _memory_fraction(args, ModelShape.of(config), device)
-        engine = load_engine(engine_config(args, folder, loads, fraction))
+        engine = load_engine(engine_config(args, folder, loads, fraction), profile)
         try:
             yield _Subject(args, engine, config, limits)
         finally:

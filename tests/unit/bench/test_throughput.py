@@ -59,3 +59,10 @@ def test_what_cannot_be_measured_is_refused(capsys, flags, complaint):
         main(["bench", "throughput", "--device", "cpu", "--ceiling-seconds", "0", *flags]) == 2
     )
     assert complaint in capsys.readouterr().err
+
+
+def test_the_steps_asked_for_are_traced(tmp_path):
+    flags = ["--load", "5/9x1", "--profile", "steps=4:6", "--profile-dir", str(tmp_path)]
+    assert main(["bench", "throughput", *FLAGS, *flags]) == 0
+    (trace,) = tmp_path.iterdir()
+    assert trace.name.endswith(".trace.json.gz")
