@@ -146,8 +146,8 @@ class ProfileConfig:
     folder: str
 
     @classmethod
-    def parse(cls, text: str, folder: str) -> ProfileConfig:
-        """The meaning of ``steps=FIRST:LAST``.
+    def parse(cls, text: str, folder: str, folder_flag: str = "--log-dir") -> ProfileConfig:
+        """The meaning of ``steps=FIRST:LAST``; ``folder_flag`` is how one says the folder.
 
         Raises:
             ConfigError: the text means nothing, or more steps than a trace can hold.
@@ -169,7 +169,9 @@ class ProfileConfig:
                 f"can open holds at most {cls.MAX_STEPS}. Name fewer."
             )
         if not folder:
-            raise ConfigError(f"--profile {text} has no folder to write to. Add --log-dir DIR.")
+            raise ConfigError(
+                f"--profile {text} has no folder to write to. Add {folder_flag} DIR."
+            )
         return cls(first=first, last=last, folder=folder)
 
 
