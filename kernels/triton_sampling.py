@@ -23,7 +23,7 @@ _PROGRAMS = 132 * 12
 """About as many keep the largest GPU busy; a row is cut into no more parts than that needs."""
 
 
-@triton.jit(do_not_specialize=["tiles_each"])  # type: ignore[untyped-decorator,unused-ignore]
+@triton.jit(do_not_specialize=["num_parts", "tiles_each"])  # type: ignore[untyped-decorator,unused-ignore]
 def _race_kernel(  # type: ignore[no-untyped-def]
     logits, rows, lengths, state, scores, winners, row_stride, vocab_size, num_tiles, num_parts,
     tiles_each, TILE: tl.constexpr,
@@ -92,7 +92,7 @@ def draw(
     )  # fmt: skip
     _finish_kernel[(count,)](
         scores, winners, output, num_parts, vocab_size,
-        PADDED=triton.next_power_of_2(num_parts), num_warps=1,
+        PADDED=triton.next_power_of_2(num_tiles), num_warps=1,
     )  # fmt: skip
     if has_filters:
         triton_filters.keep_to_filters(logits_NV, rows_N, lengths_N, state, output)

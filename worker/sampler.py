@@ -40,11 +40,13 @@ def sample(logits_NV: Tensor, batch: SamplingBatch, token_table_RL: Tensor) -> S
     ``token_table_RL`` holds every row's ids so far, those sampled by steps in flight included.
     """
     wants = batch.all_wants
-    if batch.device_rows is not None and not wants & ~(Want.RANDOM | Want.FILTER):
-        return SamplerOutput(_draw_in_one_pass(logits_NV, batch))
+    if batch.device_rows is not None:
+        # Imported only now: a CPU needs no Triton.
+        from trimaran.worker import device_sampler
+
+        return SamplerOutput(*device_sampler.sample(logits_NV, batch, token_table_RL))
     if not wants:
         return SamplerOutput(batch.state.likeliest(logits_NV))
-    logits_NV = logits_NV.float()
     model_logits = logits_NV.clone() if wants & Want.LOG_PROBS else logits_NV
     for want, process in PROCESSORS:
         if wants & want:
@@ -61,21 +63,3 @@ def sample(logits_NV: Tensor, batch: SamplingBatch, token_table_RL: Tensor) -> S
         return SamplerOutput(ids)
     chosen = model_logits.gather(1, ids[:, None])[:, 0]
     return SamplerOutput(ids, chosen - model_logits.logsumexp(dim=-1))
-
-
-def _draw_in_one_pass(logits_NV: Tensor, batch: SamplingBatch) -> Tensor:
-    """Rows whose logits stay as they are, on a GPU."""
-    # Imported only now: a CPU needs no Triton.
-    from trimaran.kernels import triton_sampling
-
-    state = batch.state.device_state
-    assert state is not None
-    assert batch.device_rows is not None
-    assert batch.device_lengths is not None
-    return triton_sampling.draw(
-        logits_NV,
-        batch.device_rows,
-        batch.device_lengths,
-        state.tensor(),
-        has_filters=bool(batch.all_wants & Want.FILTER),
-    )

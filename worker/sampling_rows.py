@@ -103,6 +103,17 @@ class SamplingBatch:
         """Entries that ask for ``want``, ascending."""
         return np.flatnonzero(self.wants & np.uint32(want))
 
+    def part(self, start: int, end: int) -> SamplingBatch:
+        """The entries from ``start`` to below ``end``, of which there is at least one."""
+        wants = self.wants[start:end]
+        return SamplingBatch(
+            self.rows[start:end],
+            self.lengths[start:end],
+            wants,
+            int(np.bitwise_or.reduce(wants)),
+            self.state,
+        )
+
     def floats(self, entries: npt.NDArray[np.int64]) -> Tensor:
         """float32 [n, 8] on the device, columns by name above."""
         return to_device(self.state.float_params[self.rows[entries]], self.state.device)
@@ -226,7 +237,10 @@ class DeviceSamplingState:
         self._tensor = torch.zeros(
             (num_rows, sampling_state.WIDTH), dtype=torch.int32, device=device
         )
+        self.bad_words: dict[int, Tensor] = {}
+        """Of rows that have any; see `triton_logits.forbid_bad_words`."""
         self._entered: dict[int, npt.NDArray[np.int32]] = {}
+        self._counts: Tensor | None = None
 
     def enter(self, new: NewRow, params: SamplingParams) -> None:
         """Note a row's new occupant; 0 as temperature asks for the likeliest id."""
@@ -249,6 +263,16 @@ class DeviceSamplingState:
         words[sampling_state.END_ID] = params.end_id
         words[sampling_state.NGRAM] = min(params.no_repeat_ngram_size, _INT32_MAX)
         self._entered[new.row] = words
+        self.bad_words.pop(new.row, None)
+        if any(params.bad_words):
+            table = _bad_words_table([word for word in params.bad_words if word])
+            self.bad_words[new.row] = to_device(table, self._tensor.device)
+
+    def counts(self, size: int) -> Tensor:
+        """int32 zeros for at least ``size`` numbers, to be left as zeros."""
+        if self._counts is None or len(self._counts) < size:
+            self._counts = torch.zeros(size, dtype=torch.int32, device=self._tensor.device)
+        return self._counts
 
     def tensor(self) -> Tensor:
         """int32 [R, WIDTH]; sends what was noted since the last call."""
@@ -259,3 +283,13 @@ class DeviceSamplingState:
             device = self._tensor.device
             self._tensor.index_copy_(0, to_device(rows, device), to_device(values, device))
         return self._tensor
+
+
+def _bad_words_table(words: list[tuple[int, ...]]) -> npt.NDArray[np.int32]:
+    """[W, H]: each word's last id, then those before it, -1 in front of shorter ones."""
+    table = np.full((len(words), max(len(word) for word in words)), -1, dtype=np.int32)
+    for number, word in enumerate(words):
+        table[number, 0] = word[-1]
+        if len(word) > 1:
+            table[number, 1 - len(word) :] = word[:-1]
+    return table

@@ -1,0 +1,111 @@
+"""Sampling as a GPU does it, in Triton's interpreter: ids and log-probabilities of the CPU."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from trimaran.comm.sampling_params import SamplingParams
+from trimaran.worker import sampler
+from trimaran.worker.sampling_rows import DeviceSamplingState, SamplingRows
+from trimaran.worker.step_types import NewRow, int32s
+
+CPU = torch.device("cpu")
+VOCAB = 300
+
+
+class Steps:
+    """Rows that were entered once for the CPU's sampler and once for the kernels."""
+
+    def __init__(self, params, lengths, num_ids=VOCAB):
+        rng = np.random.default_rng(len(params))
+        self.order = int32s(np.arange(len(params))[::-1])
+        self.lengths = int32s(lengths)
+        self.table = torch.from_numpy(rng.integers(0, num_ids, (len(params) + 1, 2100))).int()
+        self.on_cpu, self.on_device = (
+            self._enter(params, kernels) for kernels in (False, True)
+        )
+
+    def _enter(self, params, kernels):
+        rows = SamplingRows(len(params), VOCAB, CPU)
+        if kernels:
+            rows.device_state = DeviceSamplingState(len(params), CPU)
+        for entry, row in enumerate(self.order.tolist()):
+            prompt = min(int(self.lengths[entry]), 3)
+            rows.enter(
+                NewRow(
+                    row=row,
+                    token_ids=self.table[row, :prompt].numpy(),
+                    num_prompt_tokens=prompt,
+                    sampling=params[entry].to_wire(),
+                )
+            )
+        return rows
+
+    def both(self, logits):
+        """What the CPU samples, and what the kernels do."""
+        device = torch.from_numpy(self.order), torch.from_numpy(self.lengths)
+        batch = self.on_cpu.batch(self.order, self.lengths)
+        expected = sampler.sample(logits.float().clone(), batch, self.table)
+        batch = self.on_device.batch(self.order, self.lengths, *device)
+        return expected, sampler.sample(logits, batch, self.table)
+
+
+EDITS = [
+    {"repetition_penalty": 1.7},
+    {"frequency_penalty": 0.4, "presence_penalty": -0.3},
+    {"repetition_penalty": 0.6, "presence_penalty": 0.5, "top_k": 20, "seed": 3},
+    {"no_repeat_ngram_size": 1},
+    {"no_repeat_ngram_size": 2, "top_p": 1.0, "seed": 4},
+    {"no_repeat_ngram_size": 3},
+    {"min_tokens": 100, "end_id": 5},
+    {"bad_words": ((7,), (1, 2), (3, 4, 5, 6))},
+    {"embedding_bias": np.linspace(-3, 3, VOCAB, dtype="<f4").tobytes()},
+    {"top_p": 0.8, "seed": 6, "return_log_probs": True},
+    {"repetition_penalty": 1.1, "no_repeat_ngram_size": 2, "bad_words": ((9,),), "top_p": 0.9},
+    {},
+]
+
+
+@pytest.mark.parametrize("num_ids", [VOCAB, 9])
+def test_edited_logits_give_the_ids_and_log_probs_of_the_cpu(num_ids):
+    torch.manual_seed(num_ids)
+    params = [SamplingParams(**fields) for fields in EDITS]
+    # Longer than a tile of the kernels; and shorter than an n-gram.
+    lengths = [2050, 40, 600, 30, 90, 2, 50, 20, 10, 60, 1500, 5]
+    steps = Steps(params, lengths, num_ids)
+
+    for _ in range(2):
+        logits = torch.randn(len(params), VOCAB) * 2
+        before = logits.clone()
+        expected, sampled = steps.both(logits)
+        assert torch.equal(sampled.token_ids, expected.token_ids)
+        torch.testing.assert_close(sampled.log_probs, expected.log_probs)
+        assert torch.equal(logits, before)
+
+
+def test_bad_words_end_with_what_was_sampled():
+    words = ((11,), (40, 12), (30, 40, 13), (31, 40, 14), (1, 2, 3, 40, 15))
+    steps = Steps([SamplingParams(bad_words=words)] * 2, [6, 1])
+    steps.table[1, :6] = torch.tensor([8, 2, 2, 3, 30, 40])
+    steps.table[0, :1] = 40
+    for likely in (11, 12, 13, 14, 15, 20):
+        logits = torch.zeros(2, VOCAB)
+        logits[:, likely], logits[:, 20] = 5.0, 4.0
+        expected, sampled = steps.both(logits)
+        assert torch.equal(sampled.token_ids, expected.token_ids)
+        assert (sampled.token_ids[0] == 20) == (likely in (11, 12, 13, 20))
+
+
+def test_a_step_of_more_rows_than_are_edited_at_a_time():
+    torch.manual_seed(2)
+    params = [
+        SamplingParams(**fields)
+        for fields in [{"frequency_penalty": 1.0}] + [{}] * 128 + [{"repetition_penalty": 2.0}]
+    ]
+    steps = Steps(params, [30] * 130)
+    expected, sampled = steps.both(torch.randn(130, VOCAB))
+
+    assert torch.equal(sampled.token_ids, expected.token_ids)
+    assert sampled.log_probs is None

@@ -1,0 +1,75 @@
+"""Sampling on a GPU: parameters and ids so far stay there, and the host waits for nothing."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from trimaran.kernels import triton_logits, triton_sampling
+from trimaran.worker.sampling_rows import SamplingBatch, Want
+
+# Shapes: N sampled rows, V vocabulary, R rows, L longest sequence.
+
+EDITS = Want.BIAS | Want.PENALTY | Want.NGRAM | Want.BAD_WORDS | Want.MIN_TOKENS
+"""What changes logits, which are copied in float32 then: penalties must not be rounded."""
+
+_EDITED_ROWS = 128
+"""Rows that are copied at a time: a float32 copy of a large step would take much memory."""
+
+
+def sample(
+    logits_NV: Tensor, batch: SamplingBatch, token_table_RL: Tensor
+) -> tuple[Tensor, Tensor | None]:
+    """Ids, int64 [N], and if some row asked the log-probabilities, float32 [N].
+
+    The kernels find each row's parameters by its number; the host only launches those that
+    some row asks for. ``logits`` have any float dtype and are left as they are.
+    """
+    parts = []
+    step = _EDITED_ROWS if batch.all_wants & EDITS else len(batch.rows)
+    for start in range(0, len(batch.rows), step):
+        parts.append(_sample_part(logits_NV, batch, token_table_RL, start, start + step))
+    ids = parts[0] if len(parts) == 1 else torch.cat(parts)
+    if batch.all_wants & Want.LOG_PROBS:
+        return ids, triton_logits.log_probs(logits_NV, ids)
+    return ids, None
+
+
+def _sample_part(
+    logits_NV: Tensor, batch: SamplingBatch, token_table_RL: Tensor, start: int, end: int
+) -> Tensor:
+    state = batch.state.device_state
+    assert state is not None
+    assert batch.device_rows is not None
+    assert batch.device_lengths is not None
+    part = batch.part(start, end)
+    logits = logits_NV[start:end]
+    rows, lengths = batch.device_rows[start:end], batch.device_lengths[start:end]
+    params = state.tensor()
+    if part.all_wants & EDITS:
+        logits = logits.to(torch.float32, copy=True)
+        _edit(logits, part, rows, lengths, token_table_RL)
+    return triton_sampling.draw(
+        logits, rows, lengths, params, has_filters=bool(part.all_wants & Want.FILTER)
+    )
+
+
+def _edit(
+    logits_NV: Tensor, part: SamplingBatch, rows_N: Tensor, lengths_N: Tensor, table_RL: Tensor
+) -> None:
+    """Apply what the rows ask for, in the order of `sampler.PROCESSORS`."""
+    state = part.state.device_state
+    assert state is not None
+    params, longest = state.tensor(), int(part.lengths.max())
+    for entry in part.rows_wanting(Want.BIAS):
+        logits_NV[entry] += part.state.biases[int(part.rows[entry])]
+    if part.all_wants & Want.PENALTY:
+        counts = state.counts(_EDITED_ROWS * logits_NV.shape[1])
+        triton_logits.penalise(logits_NV, rows_N, lengths_N, params, table_RL, counts, longest)
+    if part.all_wants & (Want.NGRAM | Want.MIN_TOKENS):
+        triton_logits.forbid(logits_NV, rows_N, lengths_N, params, table_RL, longest)
+    for entry in part.rows_wanting(Want.BAD_WORDS):
+        words = state.bad_words[int(part.rows[entry])]
+        triton_logits.forbid_bad_words(
+            logits_NV, rows_N, lengths_N, table_RL, words, int(entry)
+        )
