@@ -17,6 +17,7 @@ from trimaran.kernels.cuda_build import check_compiler
 from trimaran.kernels.hopper_gemm import HopperGemm, can_multiply, compile_gemm
 from trimaran.kernels.product_table import Choice, GemmShape, ProductTable, fixed_choice
 from trimaran.kernels.reference import add_linear
+from trimaran.kernels.split_product import num_parts, split_product
 from trimaran.kernels.triton_elementwise import silu_and_mul
 
 logger = logging.getLogger(__name__)
@@ -81,11 +82,14 @@ class HopperProducts:
         return output_TE if bias_E is None else output_TE + bias_E
 
     def add_linear(self, x_TD: Tensor, weight_ED: Tensor, residual_TE: Tensor) -> Tensor | None:
-        """Torch adds its product into ``residual``; ours is returned for the next norm."""
+        """Torch adds its product into ``residual``, or it is returned, maybe in parts."""
         kernel = self._kernel(x_TD, weight_ED, is_gated=False)
-        if kernel is None:
-            return add_linear(x_TD, weight_ED, residual_TE)
-        return kernel(x_TD, weight_ED)
+        if kernel is not None:
+            return kernel(x_TD, weight_ED)
+        parts = num_parts(x_TD.shape[0], *weight_ED.shape)
+        if parts > 1:
+            return split_product(x_TD, weight_ED, parts)
+        return add_linear(x_TD, weight_ED, residual_TE)
 
     def gated_linear(self, x_TD: Tensor, weight_ED: Tensor) -> Tensor:
         """``silu(x @ gate.T) * (x @ up.T)`` [T, E / 2], gate rows above up rows."""

@@ -40,7 +40,8 @@ def logits(x_TD: Tensor, weight_ED: Tensor) -> Tensor:
 def add_linear(x_TD: Tensor, weight_ED: Tensor, residual_TE: Tensor) -> Tensor | None:
     """Add ``x @ weight.T`` into ``residual``, rounding once.
 
-    A backend for which that is a pass of its own returns the product instead of None.
+    A backend for which that is a pass of its own returns the product instead of None, or
+    float32 [parts, T, E], whose sum over the parts is the product.
     """
     residual_TE.addmm_(x_TD, weight_ED.T)
     return None
@@ -54,8 +55,11 @@ def rms_norm(x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
 
 
 def add_rms_norm(x_TD: Tensor, residual_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
-    """Add ``x`` into ``residual``, which becomes the sum, and normalise it."""
-    residual_TD += x_TD
+    """Add ``x`` into ``residual``, which becomes the sum, and normalise it.
+
+    ``x`` may be what `add_linear` returned: float32 parts [parts, T, D] of a sum.
+    """
+    residual_TD += x_TD if x_TD.dim() == 2 else x_TD.sum(0)
     return rms_norm(residual_TD, weight_D, eps)
 
 

@@ -11,7 +11,7 @@ from triton.language.extra.cuda import (  # type: ignore[import-not-found,import
     gdc_wait,
 )
 
-from trimaran.kernels.triton_launch import Launcher
+from trimaran.kernels.triton_launch import Launcher, num_tiles
 
 # Shapes: T tokens, D width, E = 2 F gate and up, V rows of a table.
 
@@ -94,7 +94,7 @@ def gated_activation(gate_up_TE: Tensor, name: str) -> Tensor:
     rows, width = gate_up_TE.shape[0], gate_up_TE.shape[1] // 2
     output = torch.empty((rows, width), dtype=gate_up_TE.dtype, device=gate_up_TE.device)
     args = (gate_up_TE, output, gate_up_TE.stride(0), width)
-    _gated((rows, triton.cdiv(width, _TILE)), args, (_TILE, _CODES[name]))
+    _gated((rows, num_tiles(width, _TILE)), args, (_TILE, _CODES[name]))
     return output
 
 
@@ -108,7 +108,7 @@ def activation(x_TD: Tensor, name: str) -> Tensor:
     rows, width = x_TD.shape
     output = torch.empty((rows, width), dtype=x_TD.dtype, device=x_TD.device)
     args = (x_TD, output, x_TD.stride(0), width)
-    _activation((rows, triton.cdiv(width, _TILE)), args, (_TILE, _CODES[name]))
+    _activation((rows, num_tiles(width, _TILE)), args, (_TILE, _CODES[name]))
     return output
 
 
@@ -120,5 +120,5 @@ def embed(ids_T: Tensor, table_VD: Tensor, first_row: int | None = None) -> Tens
     tokens, (num_rows, width) = ids_T.shape[0], table_VD.shape
     output = torch.empty((tokens, width), dtype=table_VD.dtype, device=table_VD.device)
     args = (ids_T, table_VD, output, first_row or 0, num_rows, width)
-    _embed((tokens, triton.cdiv(width, _TILE)), args, (_TILE,))
+    _embed((tokens, num_tiles(width, _TILE)), args, (_TILE,))
     return output

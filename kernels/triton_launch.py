@@ -26,6 +26,16 @@ def can_overlap(device: int) -> bool:
     return torch.cuda.get_device_capability(device) >= (9, 0)
 
 
+def padded_size(size: int) -> int:
+    """The least power of two that is not below ``size``. Triton's own takes the host longer."""
+    return 1 << (size - 1).bit_length()
+
+
+def num_tiles(size: int, tile: int) -> int:
+    """How many tiles cover ``size``."""
+    return -(-size // tile)
+
+
 class Launcher:
     """Launches one Triton kernel.
 

@@ -11,16 +11,16 @@ from triton.language.extra.cuda import (  # type: ignore[import-not-found,import
     gdc_wait,
 )
 
-from trimaran.kernels.triton_launch import Launcher
+from trimaran.kernels.triton_launch import Launcher, padded_size
 
 # Shapes: T tokens, D width.
 
 
 @triton.jit  # type: ignore[untyped-decorator,unused-ignore]
 def _norm_kernel(  # type: ignore[no-untyped-def]
-    x, residual, weight, bias, output, x_stride, residual_stride, width, eps,
-    PADDED: tl.constexpr, HAS_RESIDUAL: tl.constexpr, IS_CENTRED: tl.constexpr,
-    OVERLAPS: tl.constexpr,
+    x, residual, weight, bias, output, part_stride, x_stride, residual_stride, width, eps,
+    PADDED: tl.constexpr, PARTS: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
+    IS_CENTRED: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     """Program t normalises row t in float32; its sums do not depend on the other rows."""
     row = tl.program_id(0).to(tl.int64)
@@ -31,7 +31,10 @@ def _norm_kernel(  # type: ignore[no-untyped-def]
     scale = tl.load(weight + dims, mask=is_dim, other=0.0)
     if OVERLAPS:
         gdc_wait()
-    value = tl.load(x + row * x_stride + dims, mask=is_dim, other=0.0).to(tl.float32)
+    source = x + row * x_stride + dims
+    value = tl.load(source, mask=is_dim, other=0.0).to(tl.float32)
+    for part in tl.static_range(1, PARTS):
+        value += tl.load(source + part * part_stride, mask=is_dim, other=0.0)
     if HAS_RESIDUAL:
         place = residual + row * residual_stride + dims
         value += tl.load(place, mask=is_dim, other=0.0).to(tl.float32)
@@ -56,7 +59,8 @@ def rms_norm(
     """Root-mean-square normalisation of ``x``, or of ``residual`` after adding ``x`` to it.
 
     The last dim is contiguous, rows have any stride. bf16, float16 or float32, rounded once.
-    Safe under CUDA graph capture, as all of this file.
+    With a residual, ``x`` may be float32 parts [parts, T, D], whose sum is added. Safe under
+    CUDA graph capture, as all of this file.
     """
     return _normalise(x_TD, residual_TD, weight_D, None, eps)
 
@@ -68,25 +72,25 @@ def layer_norm(
     eps: float,
     residual_TD: Tensor | None = None,
 ) -> Tensor:
-    """Layer normalisation of ``x``, or of ``residual`` after adding ``x`` to it."""
+    """Layer normalisation, as `rms_norm`."""
     return _normalise(x_TD, residual_TD, weight_D, bias_D, eps)
 
 
 def _normalise(
-    x_TD: Tensor,
+    x: Tensor,
     residual_TD: Tensor | None,
     weight_D: Tensor,
     bias_D: Tensor | None,
     eps: float,
 ) -> Tensor:
-    rows, width = x_TD.shape
-    output = torch.empty_like(x_TD)
-    residual = x_TD if residual_TD is None else residual_TD
-    padded = triton.next_power_of_2(width)
-    bias = weight_D if bias_D is None else bias_D
-    args = (x_TD, residual, weight_D, bias, output)
-    sizes = (x_TD.stride(0), residual.stride(0), width, eps)
-    constants = (padded, residual_TD is not None, bias_D is not None)
+    residual = x if residual_TD is None else residual_TD
+    rows, width = residual.shape
+    output = torch.empty_like(residual)
+    parts, part_stride = (1, 0) if x.dim() == 2 else (x.shape[0], x.stride(0))
+    padded = padded_size(width)
+    args = (x, residual, weight_D, weight_D if bias_D is None else bias_D, output)
+    sizes = (part_stride, x.stride(-2), residual.stride(0), width, eps)
+    constants = (padded, parts, residual_TD is not None, bias_D is not None)
     # The number of warps sets the order of the sums: it may depend on the width alone.
     _norm((rows, 1), args + sizes, constants, min(max(padded // 512, 1), 16))
     return output

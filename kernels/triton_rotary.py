@@ -10,7 +10,7 @@ from triton.language.extra.cuda import (  # type: ignore[import-not-found,import
     gdc_wait,
 )
 
-from trimaran.kernels.triton_launch import Launcher
+from trimaran.kernels.triton_launch import Launcher, num_tiles, padded_size
 
 # Shapes: T tokens, N query heads, K key-value heads, H head size, A = N + 2 K all heads, P
 # positions, R rotated dims of a head, B tokens of a block.
@@ -122,8 +122,8 @@ def rope_and_cache(
     """
     tokens, all_heads, head_size = heads_TAH.shape
     num_kv, half = kv_cache.shape[3], cos_sin_PR.shape[1] // 2
-    padded = triton.next_power_of_2(half)
-    chunk = min(max(1024 // padded, 1), triton.next_power_of_2(all_heads))
+    padded = padded_size(half)
+    chunk = min(max(1024 // padded, 1), padded_size(all_heads))
     rest = head_size - 2 * half
     args = (
         heads_TAH, cos_sin_PR, positions_T, kv_cache, slots_T, heads_TAH.stride(0),
@@ -131,9 +131,9 @@ def rope_and_cache(
     )  # fmt: skip
     constants = (
         kv_cache.shape[2], head_size, half, padded,
-        triton.next_power_of_2(rest) if rest else 0, chunk, is_neox,
+        padded_size(rest) if rest else 0, chunk, is_neox,
     )  # fmt: skip
-    _rope_and_cache((tokens, triton.cdiv(all_heads, chunk)), args, constants)
+    _rope_and_cache((tokens, num_tiles(all_heads, chunk)), args, constants)
 
 
 def write_kv(key_TKH: Tensor, value_TKH: Tensor, kv_cache: Tensor, slots_T: Tensor) -> None:
@@ -142,11 +142,11 @@ def write_kv(key_TKH: Tensor, value_TKH: Tensor, kv_cache: Tensor, slots_T: Tens
     Strides and slots as for `rope_and_cache`.
     """
     tokens, num_kv, head_size = key_TKH.shape
-    padded = triton.next_power_of_2(head_size)
-    chunk = min(max(2048 // padded, 1), triton.next_power_of_2(num_kv))
+    padded = padded_size(head_size)
+    chunk = min(max(2048 // padded, 1), padded_size(num_kv))
     args = (
         key_TKH, value_TKH, kv_cache, slots_T, key_TKH.stride(0), value_TKH.stride(0), num_kv,
         *kv_cache.stride()[:4],
     )  # fmt: skip
     constants = (kv_cache.shape[2], head_size, padded, chunk)
-    _write_kv((tokens, triton.cdiv(num_kv, chunk)), args, constants)
+    _write_kv((tokens, num_tiles(num_kv, chunk)), args, constants)

@@ -79,6 +79,19 @@ def test_fused_norms_leave_the_sum_in_the_residual(ops, dtype, width):
     assert ours.equal(theirs)
 
 
+@pytest.mark.parametrize("parts", [1, 2, 4])
+@pytest.mark.parametrize("width", [64, 500])
+def test_a_norm_adds_up_the_parts_of_a_product(ops, dtype, width, parts):
+    x = _random(parts, 9, width, dtype=torch.float32)
+    weight, residual = _random(width, dtype=dtype, seed=1), _random(9, width, dtype=dtype)
+    ours, theirs = residual.clone(), residual.clone()
+
+    normed = ops.add_rms_norm(x, ours, weight, 1e-5)
+
+    _close(normed, reference.add_rms_norm(x, theirs, weight, 1e-5), 4)
+    _close(ours, theirs)
+
+
 def test_a_rows_norm_does_not_depend_on_the_rows_beside_it(ops, dtype):
     x, weight = _random(40, 768, dtype=dtype), _random(768, dtype=dtype, seed=1)
 

@@ -25,7 +25,8 @@ class GatedActivation(nn.Module):
     def project(self, gate_up: MergedColumnParallelLinear, x_TD: Tensor) -> Tensor:
         """``forward(gate_up(x))``, as one operator where nothing comes between the two."""
         is_plain = isinstance(gate_up.method, UnquantizedLinearMethod)
-        if is_plain and self._name == "silu" and gate_up.bias is None and not gate_up.lora.is_active:
+        is_alone = gate_up.bias is None and not gate_up.lora.is_active
+        if is_plain and is_alone and self._name == "silu":
             return self._ops.gated_linear(x_TD, gate_up.weight)
         return self.forward(gate_up.forward(x_TD))
 

@@ -208,7 +208,10 @@ class RowParallelLinear(ParallelLinear):
         return output_TE if self.bias is None else output_TE.add_(self.bias)
 
     def add_to(self, residual_TD: Tensor, x_TD: Tensor) -> Tensor | None:
-        """Add ``forward(x)`` to ``residual``, or return it where that is a pass of its own."""
+        """Add ``forward(x)`` to ``residual``, or return it where that is a pass of its own.
+
+        It may be returned as float32 parts [parts, T, E], which the next norm adds up.
+        """
         is_plain = isinstance(self.method, UnquantizedLinearMethod) and not self.lora.is_active
         if is_plain and self.tp.size == 1 and self.bias is None:
             return self._add_linear(x_TD, self.weight, residual_TD)

@@ -19,7 +19,8 @@ class RMSNorm(nn.Module):
     def forward(self, x_TD: Tensor | None, residual_TD: Tensor | None) -> tuple[Tensor, Tensor]:
         """Normalise ``x + residual``. Returns it and the sum, kept in ``residual``.
 
-        One of the two may be None: there is nothing to add, or nothing to add to.
+        One of the two may be None: there is nothing to add, or nothing to add to. ``x`` may
+        also be float32 parts [parts, T, D] of a sum.
         """
         if x_TD is None or residual_TD is None:
             total_TD = residual_TD if x_TD is None else x_TD
@@ -31,6 +32,15 @@ class RMSNorm(nn.Module):
         """Copy the whole tensor."""
         check_shape(loaded, tuple(parameter.shape))
         parameter.data.copy_(loaded)
+
+
+def settle(x_TD: Tensor | None, residual_TD: Tensor | None) -> Tensor:
+    """The sum that a norm would make of the two, as a tensor [T, D]."""
+    if x_TD is None or residual_TD is None:
+        total_TD = residual_TD if x_TD is None else x_TD
+        assert total_TD is not None, "nothing to add up"
+        return total_TD
+    return residual_TD + (x_TD if x_TD.dim() == 2 else x_TD.sum(0)).to(residual_TD.dtype)
 
 
 class LayerNorm(nn.Module):

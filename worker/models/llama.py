@@ -20,7 +20,7 @@ from trimaran.worker.layers.linear import (
     QKVParallelLinear,
     RowParallelLinear,
 )
-from trimaran.worker.layers.norm import RMSNorm
+from trimaran.worker.layers.norm import RMSNorm, settle
 from trimaran.worker.layers.rotary import RotaryEmbedding
 from trimaran.worker.models.interfaces import CausalLM, StageRange, WeightTarget
 from trimaran.worker.pretrained_config import PretrainedConfig
@@ -179,9 +179,7 @@ class LlamaForCausalLM(CausalLM):
                 )
         if self.stage.is_last:
             return self.norm.forward(hidden, residual)[0]
-        if hidden is None or residual is None:
-            return cast(Tensor, residual if hidden is None else hidden)
-        return hidden + residual
+        return settle(hidden, residual)
 
     def checkpoint_weights(self) -> dict[str, tuple[WeightTarget, ...]]:
         """Every weight of the whole model by its Hugging Face name, and where it goes."""
