@@ -181,6 +181,41 @@ class Pong(Message):
     payload: int = 0
 
 
+@dataclass(slots=True, kw_only=True)
+class Stop(Message):
+    """Front end to engine: end every request, also of other front ends, to which its client
+    gave this id; those that submitted them hear of it as CANCELLED."""
+
+    number: ClassVar[int] = 10
+    client_request_id: str
+
+
+# ---- front end <-> first front end ------------------------------------------------------
+
+
+@dataclass(slots=True, kw_only=True)
+class Ask(Message):
+    """Either way between two front ends: a question, or something to do."""
+
+    number: ClassVar[int] = 11
+    ask_id: int
+    """Unique among those of its sender on the connection."""
+    verb: str
+    arguments: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(slots=True, kw_only=True)
+class Answer(Message):
+    """The answer to the `Ask` of this number; with ``error`` nothing was done."""
+
+    number: ClassVar[int] = 12
+    ask_id: int
+    values: dict[str, Any] = field(default_factory=dict)
+    error: str = ""
+    kind: str = ""
+    """Name of the error's `ErrorKind`."""
+
+
 STATS_KEYS = (
     "active_requests",
     "max_requests",
@@ -283,7 +318,8 @@ _TYPES: dict[int, type[Message]] = {
     cls.number: cls
     for cls in (
         EngineHello, FrontendHello, Submit, Cancel, StepOutput, RequestFailed, StatsReport,
-        Ping, Pong, ChildHello, ChildConfig, ChildState, Command, ChildRequest,
+        Ping, Pong, Stop, Ask, Answer, ChildHello, ChildConfig, ChildState, Command,
+        ChildRequest,
     )
 }  # fmt: skip
 _FIELDS: dict[type[Message], tuple[str, ...]] = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import shutil
 import sysconfig
@@ -18,6 +19,7 @@ from trimaran.launcher.group_types import (
     RANK,
     EngineSpec,
     GroupSpec,
+    frontend_name,
     group_tag,
 )
 from trimaran.launcher.job import rank_environ
@@ -55,15 +57,24 @@ class Programs:
 
 @dataclass(frozen=True, slots=True)
 class Addresses:
-    """Where children of this host, and of others, reach the supervisor and the front end."""
+    """Where children of this host, and of others, reach the supervisor and the front ends."""
 
     token: str
     supervisor: str
-    frontend: str
+    frontends: tuple[str, ...]
     far_supervisor: str = ""
     """Over TCP; empty if nothing runs on another host."""
 
-    far_frontend: str = ""
+    far_frontends: tuple[str, ...] = ()
+    """One a front end, or none at all."""
+
+    between_frontends: str = ""
+    """Where the first front end expects the others."""
+
+    def engine_listen(self, index: int) -> tuple[str, ...]:
+        """Where a front end expects engines."""
+        ports = (f"tcp:0.0.0.0:{far.rpartition(':')[2]}" for far in self.far_frontends)
+        return (self.frontends[index], *list(ports)[index : index + 1])
 
 
 class SpecMaker:
@@ -83,20 +94,32 @@ class SpecMaker:
         self._addresses = addresses
         self._scratch = scratch
 
-    def frontend(self, remembered: Mapping[str, Any]) -> GroupSpec:
-        """The front end; ``remembered["state"]`` goes to every incarnation of it."""
+    def frontends(self, remembered: Mapping[str, Any]) -> list[GroupSpec]:
+        """All front ends; ``remembered["state"]`` goes to every incarnation of the first."""
+        count = self._config.frontend.num_frontends
+        return [self._frontend(index, remembered) for index in range(count)]
+
+    def _frontend(self, index: int, remembered: Mapping[str, Any]) -> GroupSpec:
+        name = frontend_name(index)
         env = {
             **starter_env(os.environ),
-            **self._child_env(FRONTEND, ""),
+            **self._child_env(FRONTEND, name),
             # The front end forks for conversions only; tokenizers' own threads stay.
             "TOKENIZERS_PARALLELISM": "false",
         }
-        wire = self._config.frontend.to_wire()
+        config = dataclasses.replace(
+            self._config.frontend,
+            index=index,
+            engine_listen=self._addresses.engine_listen(index),
+            first_frontend=self._addresses.between_frontends,
+            token=self._addresses.token,
+        )
+        wire = config.to_wire()
 
         def make_config(incarnation: int, rank: int) -> dict[str, Any]:
-            return {**wire, "remembered": remembered["state"]}
+            return {**wire, "remembered": remembered["state"] if index == 0 else b""}
 
-        return self._spec(FRONTEND, FRONTEND, self._programs.frontend, env, make_config)
+        return self._spec(FRONTEND, name, self._programs.frontend, env, make_config)
 
     def orchestrator(self) -> GroupSpec:
         """The process that spawns groups."""
@@ -250,12 +273,12 @@ class SpecMaker:
         addresses = self._addresses
         # With mpirun, rank 0 of a leader group is on this host, also in a job of several.
         is_elsewhere = group.hosts or group.participants or group.launch == "srun"
-        is_far = bool(addresses.far_frontend and is_elsewhere)
+        is_far = bool(addresses.far_frontends and is_elsewhere)
         return RankConfig(
             engine=group.engine,
             group=group.name,
             incarnation=incarnation,
-            frontends=(addresses.far_frontend if is_far else addresses.frontend,),
+            frontends=addresses.far_frontends if is_far else addresses.frontends,
             start_method=self._start_method(group),
             participants=group.participants,
             hang_timeout_s=self._config.hang_timeout_s,

@@ -81,6 +81,8 @@ class GroupSpec:
     @property
     def title(self) -> str:
         """The group in log lines."""
+        if self.role == FRONTEND and self.name != FRONTEND:
+            return f"front end {self.name.removeprefix(f'{FRONTEND}-')}"
         return _TITLES.get(self.role, f"group {self.name}")
 
     @property
@@ -91,7 +93,14 @@ class GroupSpec:
 
 def group_tag(role: str, name: str) -> str:
     """The value of TRIMARAN_GROUP in the environment of a group's processes."""
-    return name if role == RANK else f":{role}"
+    if role == RANK:
+        return name
+    return f":{name}" if role == FRONTEND else f":{role}"
+
+
+def frontend_name(index: int) -> str:
+    """The name of a front end's group; the first one is the only one by default."""
+    return f"{FRONTEND}-{index}" if index else FRONTEND
 
 
 @dataclass(frozen=True, slots=True)

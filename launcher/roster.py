@@ -34,7 +34,7 @@ _STATE_WORDS = {
 
 
 class Roster:
-    """The front end, the orchestrator if one is needed, and the worker groups.
+    """The front ends, the orchestrator if one is needed, and the worker groups.
 
     Groups come and go while the server runs; each has a restart budget of its own.
     """
@@ -56,8 +56,10 @@ class Roster:
         """What the front end wants its successor to know; ``groups``: those it uses."""
 
         self.spawn_link = SpawnLink(self._send_to_orchestrator)
-        spec = maker.frontend(self.remembered)
-        self.frontend = Group(spec, self._starter(spec), events)
+        self.frontends = [
+            Group(spec, self._starter(spec), events)
+            for spec in maker.frontends(self.remembered)
+        ]
         self.orchestrator: Group | None = None
         self.workers: dict[str, Group] = {}
         self.configs: dict[str, GroupConfig] = {}
@@ -68,8 +70,8 @@ class Roster:
         self._restart_in_s: dict[str, float] = {}
 
     def __iter__(self) -> Iterator[Group]:
-        """Every group: the front end, the orchestrator, the workers."""
-        yield self.frontend
+        """Every group: the front ends, the orchestrator, the workers."""
+        yield from self.frontends
         if self.orchestrator is not None:
             yield self.orchestrator
         yield from self.workers.values()
@@ -100,7 +102,8 @@ class Roster:
         """The group to which a connected process belongs; None if that is no group of ours."""
         assert link.hello is not None
         if link.hello.role == FRONTEND:
-            return self.frontend
+            tag = link.hello.group
+            return next((each for each in self.frontends if each.spec.tag == tag), None)
         if link.hello.role == ORCHESTRATOR:
             return self.orchestrator
         return self.workers.get(link.hello.group)
@@ -126,6 +129,11 @@ class Roster:
         self._restart_in_s[group.spec.tag] = delay_s
 
     @property
+    def first_frontend(self) -> Group:
+        """The one that knows what is served."""
+        return self.frontends[0]
+
+    @property
     def is_serving(self) -> bool:
         """Whether every group is up."""
         return all(group.is_serving for group in self)
@@ -134,12 +142,13 @@ class Roster:
         """Whether no process of these groups is left."""
         return all(group.state is GroupState.DOWN for group in groups)
 
-    # ---- what the front end is told -----------------------------------------------------
+    # ---- what the front ends are told ---------------------------------------------------
 
     def tell(self, group: Group) -> None:
-        """Tell the front end how a group stands."""
+        """Tell the front ends how a group stands."""
         for arguments in self._states(group):
-            self.frontend.send(Command(verb="group_state", arguments=arguments))
+            for frontend in self.frontends:
+                frontend.send(Command(verb="group_state", arguments=arguments))
 
     def tell_all(self) -> None:
         """Tell a new front end how every group stands."""

@@ -46,6 +46,7 @@ _RARE = (
     "http_address",
     "grpc_address",
     "metrics_address",
+    "frontend_processes",
     "http_max_input_size",
     "strict_readiness",
     "metrics_config",
@@ -102,6 +103,13 @@ def _add_endpoint_flags(parser: argparse.ArgumentParser) -> None:
             metavar="BOOL",
             help=f"open the {title} port (true)",
         )
+    add(
+        "--frontend-processes",
+        type=positive,
+        default=1,
+        metavar="N",
+        help="front ends that share the ports (%(default)s)",
+    )
     add(
         "--http-max-input-size",
         type=positive,

@@ -27,6 +27,9 @@ _WITHOUT_EFFECT = {
 }
 _ALL_MODELS = "*"
 
+MAX_FRONTENDS = 64
+"""Most front ends of one server."""
+
 
 def check_flags(args: argparse.Namespace, job: Job | None) -> None:
     """Refuse flags that do not go together, or that this version does not serve.
@@ -48,6 +51,21 @@ def check_flags(args: argparse.Namespace, job: Job | None) -> None:
     _check_hosts(args, job)
     _check_world_size(args, job)
     _check_model_control(args)
+    _check_frontends(args)
+
+
+def _check_frontends(args: argparse.Namespace) -> None:
+    count = args.frontend_processes
+    if count > MAX_FRONTENDS:
+        raise ConfigError(
+            f"--frontend-processes is {count} but at most {MAX_FRONTENDS} share the ports: "
+            "each of them has a connection to every engine. Name fewer."
+        )
+    if count > 1 and "summary_latencies=true" in args.metrics_config:
+        raise ConfigError(
+            f"--metrics-config summary_latencies=true: the quantiles of {count} front ends "
+            "cannot be added up. Use histogram_latencies=true, or --frontend-processes 1."
+        )
 
 
 def _check_hosts(args: argparse.Namespace, job: Job | None) -> None:
@@ -155,6 +173,7 @@ def frontend_config(
     return FrontendConfig(
         model_repository=os.path.abspath(args.model_repo),
         groups=dict(groups),
+        num_frontends=args.frontend_processes,
         server_id=args.id,
         http_address=http_address,
         http_port=args.http_port,

@@ -71,6 +71,7 @@ class Supervisor:
         self._is_announced = False
         self._is_ending = False
         self._was_cut_short = False
+        self._draining: set[Group] = set()
 
     def run(self) -> int:
         """Serve until a signal or a failure; the exit code."""
@@ -126,13 +127,6 @@ class Supervisor:
     def _make_groups(self, run_dir: RunDir, children: Children) -> None:
         self._token = secrets.token_hex(16)
         addresses = self._open_addresses(run_dir)
-        listen_on = tuple(a for a in (addresses.frontend, self._tcp_listen) if a)
-        config = dataclasses.replace(
-            self._config,
-            frontend=dataclasses.replace(
-                self._config.frontend, engine_listen=listen_on, token=self._token
-            ),
-        )
         events = GroupEvents(
             on_connected=self._on_connected,
             on_ready=self._on_ready,
@@ -141,30 +135,33 @@ class Supervisor:
             on_stopped=self._on_stopped,
             on_down=self._on_down,
         )
-        maker = SpecMaker(config, self._mpi, self._programs, addresses, self._scratch)
-        self._roster = Roster(maker, children, self._scratch, events, config.restart)
-        self._roster.add(config.groups)
+        maker = SpecMaker(self._config, self._mpi, self._programs, addresses, self._scratch)
+        self._roster = Roster(maker, children, self._scratch, events, self._config.restart)
+        self._roster.add(self._config.groups)
         self._control = GroupControl(self._roster, self._resolver)
 
     def _open_addresses(self, run_dir: RunDir) -> Addresses:
         """The sockets on which children are expected, by their addresses."""
         near = run_dir.socket("supervisor")
         self._listeners = [Address.parse(near).listen()]
-        frontend = run_dir.socket("frontend-0")
-        self._tcp_listen = ""
+        indices = range(self._config.frontend.num_frontends)
+        addresses = Addresses(
+            self._token,
+            near,
+            tuple(run_dir.socket(f"frontend-{index}") for index in indices),
+            between_frontends=run_dir.socket("frontends"),
+        )
         host = self._config.advertise_address
         if not host:
-            return Addresses(self._token, near, frontend)
+            return addresses
         self._listeners.append(Address(host="0.0.0.0").listen())
         port = self._listeners[-1].getsockname()[1]
-        # Held, but not listened on: every incarnation of the front end opens this port.
-        self._held = socket.socket()
-        self._held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-        self._held.bind(("0.0.0.0", 0))
-        frontend_port = self._held.getsockname()[1]
-        self._tcp_listen = f"tcp:0.0.0.0:{frontend_port}"
-        return Addresses(
-            self._token, near, frontend, f"tcp:{host}:{port}", f"tcp:{host}:{frontend_port}"
+        # Held, but not listened on: every incarnation of a front end opens its port.
+        self._held = [_held_socket() for _ in indices]
+        return dataclasses.replace(
+            addresses,
+            far_supervisor=f"tcp:{host}:{port}",
+            far_frontends=tuple(f"tcp:{host}:{held.getsockname()[1]}" for held in self._held),
         )
 
     # ---- events -------------------------------------------------------------------------
@@ -193,7 +190,7 @@ class Supervisor:
             group.on_state(link, state)
 
     def _on_request(self, link: Link, request: ChildRequest) -> None:
-        if self._roster.group_of(link) is self._roster.frontend and not self._is_ending:
+        if self._roster.group_of(link) is self._roster.first_frontend and not self._is_ending:
             self._control.handle(link, request)
 
     def _on_lost(self, link: Link) -> None:
@@ -202,8 +199,8 @@ class Supervisor:
             group.on_lost(link)
 
     def _on_connected(self, group: Group) -> None:
-        if group is self._roster.frontend:
-            if group.incarnation > 0:
+        if group in self._roster.frontends:
+            if group is self._roster.first_frontend and group.incarnation > 0:
                 self._control.on_new_frontend(group.link)
             self._roster.tell_all()
 
@@ -228,7 +225,7 @@ class Supervisor:
         if facts.get("num_unfinished"):
             self._was_cut_short = True
             logger.warning("drain ended with %s requests unfinished", facts["num_unfinished"])
-        self._drained.set()
+        self._note_drained(group)
 
     def _on_failure(self, group: Group, failure: Failure) -> None:
         if self._is_ending:
@@ -275,14 +272,14 @@ class Supervisor:
     def _on_stopped(self, group: Group) -> None:
         self._control.on_stopped(group)
         self._stopped.set()
-        if group is self._roster.frontend:
-            self._drained.set()
+        self._note_drained(group)
 
     # ---- the end ------------------------------------------------------------------------
 
     async def _end(self) -> None:
         """Drain, then end every process in order, then by force; a second signal skips on."""
-        if self._roster.frontend.state is GroupState.READY:
+        self._draining = {g for g in self._roster.frontends if g.state is GroupState.READY}
+        if self._draining:
             await self._drain()
         # Spawned ranks take leave of the orchestrator, which therefore ends after them.
         orchestrator = self._roster.orchestrator
@@ -325,13 +322,20 @@ class Supervisor:
                 self._roster.mark_failed(worker)
                 self._roster.tell(worker)
         self._drained.clear()
-        frontend = self._roster.frontend
-        frontend.send(Command(verb="drain", arguments={"timeout_s": timeout_s}))
+        for frontend in self._draining:
+            frontend.send(Command(verb="drain", arguments={"timeout_s": timeout_s}))
         await self._first_of(self._drained, self._forced, timeout_s + _DRAIN_MARGIN_S)
         if not self._drained.is_set():
             self._was_cut_short = True
             if not self._forced.is_set():
-                logger.error("front end: not drained after %g s", timeout_s + _DRAIN_MARGIN_S)
+                late = ", ".join(sorted(group.spec.title for group in self._draining))
+                logger.error("%s: not drained after %g s", late, timeout_s + _DRAIN_MARGIN_S)
+
+    def _note_drained(self, group: Group) -> None:
+        """A front end has nothing to finish any more."""
+        self._draining.discard(group)
+        if not self._draining:
+            self._drained.set()
 
     async def _first_of(
         self, one: asyncio.Event, other: asyncio.Event, timeout_s: float
@@ -375,3 +379,11 @@ def _log_through(stream: Any) -> None:
     for handler in logging.getLogger().handlers[:1]:
         if isinstance(handler, logging.StreamHandler):
             handler.setStream(stream)
+
+
+def _held_socket() -> socket.socket:
+    """A TCP port that others of this user may listen on and nobody else gets."""
+    held = socket.socket()
+    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+    held.bind(("0.0.0.0", 0))
+    return held

@@ -19,6 +19,15 @@ class FrontendConfig:
     token: str = ""
     """Secret that opens an engine's connection."""
 
+    index: int = 0
+    """Which of the front ends this is; the first one has index 0."""
+
+    num_frontends: int = 1
+    """Front ends that share the ports."""
+
+    first_frontend: str = ""
+    """Address at which the first front end expects the others."""
+
     groups: dict[str, tuple[str, ...]] = field(default_factory=dict)
     """Token-level model to the names of its worker groups."""
 
@@ -65,6 +74,11 @@ class FrontendConfig:
     tokenizer_threads: int = 2
     metrics_config: dict[str, str] = field(default_factory=dict)
     """``--metrics-config`` keys: counter_latencies, histogram_latencies, ..."""
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this front end decides what is served, and counts for all of them."""
+        return self.index == 0
 
     def to_wire(self) -> dict[str, Any]:
         """Plain dictionaries, for msgpack."""

@@ -30,6 +30,7 @@ class EngineClient:
         self._owners: dict[str, ModelEngines] = {}
         self._states: dict[str, tuple[str, int, str]] = {}
         self._servers: list[asyncio.Server] = []
+        self._early: dict[str, tuple[EngineLink, EngineHello]] = {}
 
     async def start(self) -> None:
         """Listen for groups that dial in."""
@@ -66,6 +67,8 @@ class EngineClient:
             self._owners[name] = engines
             if name in self._states:
                 engines.state_changed(engines.groups[name], *self._states[name])
+            if name in self._early:
+                engines.link_ready(*self._early.pop(name))
         return engines
 
     def remove_model(self, engines: ModelEngines) -> None:
@@ -78,6 +81,10 @@ class EngineClient:
         shown = {(each.model, each.version) for each in self._models()}
         if (engines.model, engines.version) not in shown:
             self.metrics.remove_engine(engines.model, engines.version)
+
+    def is_known(self, group: str) -> bool:
+        """Whether a model runs on this group."""
+        return group in self._owners
 
     def next_id(self) -> int:
         """A request id that was never used."""
@@ -105,6 +112,9 @@ class EngineClient:
     def refusal(self, hello: EngineHello) -> str:
         """Why this engine cannot serve here; empty if it can."""
         owner = self._owners.get(hello.group)
+        if owner is None and not self.config.is_first:
+            # The first front end decides, and may not have told of the group yet.
+            return ""
         if owner is None or owner.model != hello.model:
             known = ", ".join(f"{name} of {e.model}" for name, e in self._owners.items())
             return f"group '{hello.group}' of model '{hello.model}' is unknown; known: {known}"
@@ -117,10 +127,21 @@ class EngineClient:
 
     def link_ready(self, link: EngineLink, hello: EngineHello) -> None:
         """A warm group dialled in."""
-        self._owners[hello.group].link_ready(link, hello)
+        owner = self._owners.get(hello.group)
+        if owner is not None:
+            owner.link_ready(link, hello)
+            return
+        before, _ = self._early.get(hello.group, (None, None))
+        if before is not None:
+            before.retire()
+            before.close()
+        self._early[hello.group] = link, hello
 
     def link_lost(self, link: EngineLink) -> None:
         """A connection ended."""
+        if self._is_early(link):
+            del self._early[_hello(link).group]
+            return
         owner, group = self._of(link)
         owner.link_lost(group)
 
@@ -130,6 +151,8 @@ class EngineClient:
         Raises:
             ProtocolError: no message of an engine, or one that contradicts itself.
         """
+        if self._is_early(link):
+            return  # A report of figures: nothing was asked of it yet.
         owner, group = self._of(link)
         try:
             is_known = owner.message(group, message)
@@ -139,9 +162,18 @@ class EngineClient:
             raise ProtocolError(f"{type(message).__name__} is no message of an engine")
 
     def _of(self, link: EngineLink) -> tuple[ModelEngines, EngineGroup]:
-        assert link.hello is not None
-        owner = self._owners[link.hello.group]
-        return owner, owner.groups[link.hello.group]
+        name = _hello(link).group
+        owner = self._owners[name]
+        return owner, owner.groups[name]
+
+    def _is_early(self, link: EngineLink) -> bool:
+        early, _ = self._early.get(_hello(link).group, (None, None))
+        return early is link
 
     def _models(self) -> list[ModelEngines]:
         return list(dict.fromkeys(self._owners.values()))
+
+
+def _hello(link: EngineLink) -> EngineHello:
+    assert link.hello is not None
+    return link.hello

@@ -8,6 +8,7 @@ from typing import Any
 from prometheus_client import Counter, Gauge, Histogram
 from prometheus_client.registry import CollectorRegistry
 
+from trimaran.server.other_counts import OtherCounts
 from trimaran.server.recent_rates import Key, ModelCounts, read_counts
 from trimaran.server.step_metrics import StepMetrics
 
@@ -274,9 +275,12 @@ class EngineMetrics:
         self._input_tokens.labels(model, version, "total_input_tokens").observe(num_input)
         self._output_tokens.labels(model, version, "total_output_tokens").observe(num_output)
 
-    def latency_counts(self) -> dict[Key, ModelCounts]:
-        """The latency histograms' cumulative counts now."""
-        return read_counts(self._first_token, self._inter_token)
+    def latency_counts(self, others: OtherCounts) -> dict[Key, ModelCounts]:
+        """The latency histograms' cumulative counts now, with those of other front ends."""
+        return read_counts(
+            others.added_to(self._first_token.collect()),
+            others.added_to(self._inter_token.collect()),
+        )
 
     def values(self, model: str, version: str) -> Mapping[str, float] | None:
         """The engine's last figures; None for a model without an engine."""

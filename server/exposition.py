@@ -11,14 +11,14 @@ from prometheus_client.core import Metric
 from prometheus_client.registry import CollectorRegistry
 
 
-def render(registry: CollectorRegistry) -> bytes:
-    """All metrics as text 0.0.4.
+def render(metrics: Iterable[Metric]) -> bytes:
+    """Metrics as text 0.0.4.
 
     Unlike the client's own renderer it keeps counter names as they are: clients look for
     ``nv_inference_count``, not ``nv_inference_count_total``.
     """
     lines: list[str] = []
-    for metric in registry.collect():
+    for metric in metrics:
         is_counter = metric.type == "counter"
         lines.append(f"# HELP {metric.name} {_escaped(metric.documentation, quotes=False)}")
         lines.append(f"# TYPE {metric.name} {metric.type}")

@@ -5,29 +5,20 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Coroutine
-from pathlib import Path
 from typing import Any
 
-from trimaran.comm.address import Address
 from trimaran.comm.messages import Command
 from trimaran.comm.supervisor_link import SupervisorLink
 from trimaran.server.config import FrontendConfig
 from trimaran.server.engine_client import EngineClient
 from trimaran.server.group_board import GroupBoard
-from trimaran.server.group_requests import GroupRequests
 from trimaran.server.grpc_server import GrpcServer
 from trimaran.server.http_server import HttpServer, MetricsServer
-from trimaran.server.load_request import OverrideFolders
 from trimaran.server.log_settings import LogSettings
 from trimaran.server.metrics import Metrics
-from trimaran.server.model_control import ModelControl
-from trimaran.server.model_reader import ModelReader
-from trimaran.server.model_startup import ModelStartup
-from trimaran.server.pipeline import ModelFactory
 from trimaran.server.registry import ModelRegistry
-from trimaran.server.repository_poll import RepositoryPoll
+from trimaran.server.served_models import FollowedModels, OwnModels, ServedModels
 from trimaran.server.service import Service
-from trimaran.server.token_groups import TokenGroups
 
 logger = logging.getLogger(__name__)
 
@@ -48,22 +39,14 @@ class Frontend:
         self._engines = EngineClient(config, self._metrics)
         self._board = GroupBoard()
         self._metrics.show_board(self._board)
-        self._requests = GroupRequests(link)
         self._registry = ModelRegistry(strict_readiness=config.strict_readiness)
-        overrides = OverrideFolders(_scratch(config))
-        reader = ModelReader(Path(config.model_repository), overrides)
-        groups = TokenGroups(self._requests, self._engines, self._board)
-        self._control = ModelControl(
-            reader,
-            overrides,
-            groups,
-            ModelFactory(config.tokenizer_threads),
-            self._metrics,
-            self._registry,
-            self._requests.remember,
-        )
-        self._startup = ModelStartup(config, reader, self._control, groups)
-        self._poll = RepositoryPoll(reader, self._control, config.repository_poll_s)
+        self._log_settings = LogSettings(config.log_verbose_level)
+        parts = config, link, self._engines, self._board, self._metrics, self._registry
+        self._models: ServedModels
+        if config.is_first:
+            self._models = OwnModels(*parts)
+        else:
+            self._models = FollowedModels(*parts, self._log_settings)
         self._shutdown = asyncio.Event()
         self._drain: asyncio.Task[None] | None = None
         self._service: Service | None = None
@@ -78,12 +61,12 @@ class Frontend:
         loop = asyncio.get_running_loop()
         loop.add_reader(self._link.fileno(), self._take_commands)
         self._link.state("loading", f"reading models of {self._config.model_repository}")
-        await self._startup.begin()
+        await self._models.begin()
         await self._engines.start()
         self._link.state("loading", "waiting for the engines")
-        if await self._unless_shut_down(self._startup.finish()):
+        if await self._unless_shut_down(self._models.finish()):
             await self._serve()
-        await self._control.close()
+        await self._models.close()
         await self._engines.close()
 
     async def _unless_shut_down(self, work: Coroutine[Any, Any, None]) -> bool:
@@ -101,15 +84,10 @@ class Frontend:
 
     async def _serve(self) -> None:
         config, registry = self._config, self._registry
-        log_settings = LogSettings(config.log_verbose_level)
         self._service = service = Service(
-            config,
-            registry,
-            self._metrics,
-            log_settings,
-            board=self._board,
-            control=self._control,
+            config, registry, self._metrics, self._log_settings, board=self._board
         )
+        await self._models.attach(service)
         grpc = GrpcServer(service, config.grpc_address, config.grpc_port)
         http = HttpServer(service, config.http_address, config.http_port)
         metrics = MetricsServer(service, config.metrics_address, config.metrics_port)
@@ -118,23 +96,16 @@ class Frontend:
         if config.allow_http:
             await http.start()
             self._http = http
-        if config.allow_metrics:
+        if config.allow_metrics and config.is_first:
             await metrics.start()
         names = ", ".join(f"{m.name}:{m.version}" for m in registry.models())
         logger.info("Serving models %s", names or "(none)")
         facts = {"models": [model.name for model in registry.models()]}
         self._link.state("ready", facts=facts)
-        await self._follow_repository()
+        await self._unless_shut_down(self._models.follow())
         await grpc.stop(_GRPC_GRACE_S)
         await http.stop()
         await metrics.stop()
-
-    async def _follow_repository(self) -> None:
-        """Poll, where that is asked for, until the shutdown."""
-        if self._config.model_control_mode == "poll":
-            await self._unless_shut_down(self._poll.run())
-        else:
-            await self._shutdown.wait()
 
     # ---- the supervisor's commands ------------------------------------------------------
 
@@ -152,7 +123,7 @@ class Frontend:
             self._board.update(str(command.arguments["group"]), command.arguments)
             self._engines.on_group_state(**command.arguments)
         elif command.verb == "reply":
-            self._requests.on_reply(command.arguments)
+            self._models.on_reply(command.arguments)
 
     async def _drain_within(self, timeout_s: float) -> None:
         """Admit nothing, close idle connections, and report when the rest is done."""
@@ -163,7 +134,7 @@ class Frontend:
             if self._http is not None:
                 self._http.close_idle_connections()
             logger.info("Draining: %d requests are running", admission.num_running)
-            await self._control.close()
+            await self._models.give_up()
             try:
                 await asyncio.wait_for(admission.wait_idle(), timeout_s)
             except asyncio.TimeoutError:
@@ -171,9 +142,3 @@ class Frontend:
         self._engines.expect_the_end()
         facts: dict[str, Any] = {"num_unfinished": num_unfinished}
         self._link.state("drained", facts=facts)
-
-
-def _scratch(config: FrontendConfig) -> Path:
-    """A folder for files of clients, in the one that the supervisor deletes at the end."""
-    address = Address.parse(config.engine_listen[0])
-    return Path(address.path).parent / "models"

@@ -16,8 +16,6 @@ logger = logging.getLogger(__name__)
 
 _MAX_MESSAGE_BYTES = (1 << 31) - 1
 _OPTIONS = (
-    # Without this a second server on the port would bind silently.
-    ("grpc.so_reuseport", 0),
     ("grpc.max_send_message_length", _MAX_MESSAGE_BYTES),
     ("grpc.max_receive_message_length", _MAX_MESSAGE_BYTES),
     ("grpc.keepalive_time_ms", 7_200_000),
@@ -40,7 +38,9 @@ class GrpcServer:
         self._asked_port = port
         self.port = 0
         """The port in use, also when 0 was asked for."""
-        self._server = grpc.aio.server(options=_OPTIONS)
+        # Where it need not be shared, a second server on the port would bind silently.
+        is_shared = int(service.config.num_frontends > 1)
+        self._server = grpc.aio.server(options=(("grpc.so_reuseport", is_shared), *_OPTIONS))
         service_pb2_grpc.add_GRPCInferenceServiceServicer_to_server(
             InferenceServicer(service), self._server
         )

@@ -112,7 +112,7 @@ class InferenceServicer(service_pb2_grpc.GRPCInferenceServiceServicer):  # type:
     async def ModelStatistics(
         self, request: pb.ModelStatisticsRequest, context: Context
     ) -> pb.ModelStatisticsResponse:
-        return self._service.statistics(request.name, request.version)
+        return await self._service.statistics(request.name, request.version)
 
     @_rpc
     async def ModelInfer(
@@ -160,7 +160,7 @@ class InferenceServicer(service_pb2_grpc.GRPCInferenceServiceServicer):  # type:
     ) -> pb.RepositoryIndexResponse:
         _refuse_name(request.repository_name)
         response = pb.RepositoryIndexResponse()
-        for entry in self._service.index(request.ready):
+        for entry in await self._service.index(request.ready):
             response.models.add(
                 name=entry.name, version=entry.version, state=entry.state, reason=entry.reason
             )
@@ -181,7 +181,7 @@ class InferenceServicer(service_pb2_grpc.GRPCInferenceServiceServicer):  # type:
     ) -> pb.RepositoryModelUnloadResponse:
         _refuse_name(request.repository_name)
         unload_dependents = unload_dependents_of_grpc(request.parameters)
-        self._service.unload(request.model_name, unload_dependents=unload_dependents)
+        await self._service.unload(request.model_name, unload_dependents=unload_dependents)
         return pb.RepositoryModelUnloadResponse()
 
     @_rpc
@@ -233,7 +233,10 @@ class InferenceServicer(service_pb2_grpc.GRPCInferenceServiceServicer):  # type:
         self, request: pb.LogSettingsRequest, context: Context
     ) -> pb.LogSettingsResponse:
         settings = self._service.log_settings
-        settings.update({name: _log_value(name, v) for name, v in request.settings.items()})
+        changes = {name: _log_value(name, v) for name, v in request.settings.items()}
+        # Most clients only want to know.
+        if changes:
+            await self._service.change_log_settings(changes)
         response = pb.LogSettingsResponse()
         for name, value in settings.values().items():
             if isinstance(value, bool):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import asdict
 from typing import Any
 
@@ -42,6 +42,8 @@ async def answer(service: Service, request: web.BaseRequest, route: Route) -> we
     if route.action == "load":
         await service.load(load_request_of_json(route.name, body))
         return web.Response()
+    if route.action in _SHARED:
+        return await _SHARED[route.action](service, route, body)
     return _HANDLERS[route.action](service, route, body)
 
 
@@ -78,8 +80,8 @@ def _model_config(service: Service, route: Route, body: bytes) -> web.Response:
     return json_response(to_json(service.model_config(model)))
 
 
-def _statistics(service: Service, route: Route, body: bytes) -> web.Response:
-    document = to_json(service.statistics(route.name, route.version))
+async def _statistics(service: Service, route: Route, body: bytes) -> web.Response:
+    document = to_json(await service.statistics(route.name, route.version))
     for entry in document["model_stats"]:
         for name in ("batch_stats", "memory_usage"):
             # Clients know these after the response statistics.
@@ -87,7 +89,7 @@ def _statistics(service: Service, route: Route, body: bytes) -> web.Response:
     return json_response(document)
 
 
-def _index(service: Service, route: Route, body: bytes) -> web.Response:
+async def _index(service: Service, route: Route, body: bytes) -> web.Response:
     only_ready = False
     if body:
         document = json_access.as_object(json_access.parse(body), "the request")
@@ -95,14 +97,15 @@ def _index(service: Service, route: Route, body: bytes) -> web.Response:
         if not isinstance(only_ready, bool):
             raise RequestError("Invalid value for 'ready': expected a boolean")
     entries: list[dict[str, Any]] = []
-    for entry in service.index(only_ready):
+    for entry in await service.index(only_ready):
         members = asdict(entry)
         entries.append({name: value for name, value in members.items() if value})
     return json_response(entries)
 
 
-def _unload(service: Service, route: Route, body: bytes) -> web.Response:
-    service.unload(route.name, unload_dependents=unload_dependents_of_json(body))
+async def _unload(service: Service, route: Route, body: bytes) -> web.Response:
+    unload_dependents = unload_dependents_of_json(body)
+    await service.unload(route.name, unload_dependents=unload_dependents)
     return web.Response()
 
 
@@ -110,9 +113,9 @@ def _named_repository(service: Service, route: Route, body: bytes) -> web.Respon
     raise RequestError(REPOSITORY_NAME_REFUSED, ErrorKind.UNSUPPORTED)
 
 
-def _logging(service: Service, route: Route, body: bytes) -> web.Response:
+async def _logging(service: Service, route: Route, body: bytes) -> web.Response:
     document = json_access.parse(body)
-    service.log_settings.update(json_access.as_object(document, "the log settings"))
+    await service.change_log_settings(json_access.as_object(document, "the log settings"))
     return json_response(service.log_settings.values())
 
 
@@ -140,6 +143,14 @@ def _shared_memory_status(kind: str) -> _Handler:
     return status
 
 
+_SHARED: dict[str, Callable[[Service, Route, bytes], Awaitable[web.Response]]] = {
+    "statistics": _statistics,
+    "index": _index,
+    "unload": _unload,
+    "logging": _logging,
+}
+"""Routes that the first of several front ends answers."""
+
 _HANDLERS: dict[str, _Handler] = {
     "live": _live,
     "ready": _ready,
@@ -147,11 +158,7 @@ _HANDLERS: dict[str, _Handler] = {
     "model_ready": _model_ready,
     "model_metadata": _model_metadata,
     "model_config": _model_config,
-    "statistics": _statistics,
-    "index": _index,
-    "unload": _unload,
     "named_repository": _named_repository,
-    "logging": _logging,
     "trace": _trace_change,
     "shared_memory_change": _shared_memory_change,
     "systemsharedmemory_status": _shared_memory_status("system"),

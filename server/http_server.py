@@ -43,7 +43,8 @@ class HttpServer:
         Raises:
             ConfigError: the port is in use.
         """
-        await _listen(self._runner, self._host, self._port, "--http-port")
+        is_shared = self._service.config.num_frontends > 1
+        await _listen(self._runner, self._host, self._port, "--http-port", is_shared)
         logger.info("Started HTTPService at %s:%d", self._host, self.port)
 
     @property
@@ -133,6 +134,7 @@ class MetricsServer:
         if request.method != "GET":
             return plain_error(405, "Method Not Allowed")
         path = request.raw_path.partition("?")[0]
+        await self._service.refresh()
         if path == "/":
             page = render_page(self._status.document())
             return web.Response(text=page, content_type="text/html", charset="utf-8")
@@ -142,10 +144,13 @@ class MetricsServer:
         return web.Response(body=body, content_type="text/plain", charset="utf-8")
 
 
-async def _listen(runner: web.ServerRunner, host: str, port: int, flag: str) -> None:
+async def _listen(
+    runner: web.ServerRunner, host: str, port: int, flag: str, is_shared: bool = False
+) -> None:
     await runner.setup()
     try:
-        await web.TCPSite(runner, host, port, backlog=1024).start()
+        site = web.TCPSite(runner, host, port, backlog=1024, reuse_port=is_shared or None)
+        await site.start()
     except OSError as error:
         raise ConfigError(
             f"cannot listen on {host}:{port}: {error.strerror}. Choose another {flag}."

@@ -32,6 +32,7 @@ def main() -> None:
         env = ChildEnv.from_environ()
         setup_logging(
             "frontend",
+            rank=_index(env),
             log_format=env.log_format,
             level=env.log_level,
             directory=env.log_dir,
@@ -46,6 +47,12 @@ def main() -> None:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
+
+
+def _index(env: ChildEnv) -> int | None:
+    """Which front end this is, by the name of its group; None for the first one."""
+    _, _, index = env.group.partition("-")
+    return int(index) if index else None
 
 
 def _serve(link: SupervisorLink, wire: dict[str, object]) -> int:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from prometheus_client.registry import CollectorRegistry
+from tritonclient.grpc.service_pb2 import ModelStatistics as StatisticsMessage
 
 from trimaran.server.board_metrics import BoardMetrics
 from trimaran.server.engine_metrics import EngineMetrics
@@ -16,6 +17,7 @@ from trimaran.server.host_metrics import HostMetrics, HostReading
 from trimaran.server.inference import Model
 from trimaran.server.measured_model import MeasuredModel
 from trimaran.server.model_metrics import InferenceFamilies, MetricsOptions, ModelMetrics
+from trimaran.server.other_counts import OtherCounts, own_counts
 from trimaran.server.recent_rates import Key, ModelCounts
 from trimaran.server.statistics import ModelStatistics
 
@@ -33,6 +35,8 @@ class Metrics:
         self._families = InferenceFamilies(self._registry, options)
         self._engines = EngineMetrics(self._registry)
         self._host = HostMetrics(self._registry)
+        self.others = OtherCounts()
+        """What other front ends of this server have counted."""
 
     def show_board(self, board: GroupBoard) -> None:
         """Show what stands on the board of groups; at most once."""
@@ -48,6 +52,7 @@ class Metrics:
     def forget(self, model: str, version: str) -> None:
         """Show nothing more of a model version; measured again, it counts from 0."""
         self._families.remove(model, version)
+        self.others.forget(model, version)
 
     def set_load_duration(self, model: str, version: str, seconds: float) -> None:
         """Note how long a model took to load."""
@@ -119,7 +124,7 @@ class Metrics:
 
     def latency_counts(self) -> dict[Key, ModelCounts]:
         """The latency histograms of all models, as they stand."""
-        return self._engines.latency_counts()
+        return self._engines.latency_counts(self.others)
 
     def engine_values(self, model: str, version: str) -> Mapping[str, float] | None:
         """The last figures of a model's engine; None for a model without one."""
@@ -135,4 +140,10 @@ class Metrics:
 
     def render(self) -> bytes:
         """All series as Prometheus text."""
-        return render(self._registry)
+        return render(self.others.added_to(self._registry.collect()))
+
+    def own_counts(
+        self, statistics: Iterable[StatisticsMessage], num_running: int
+    ) -> dict[str, Any]:
+        """What this front end tells the first one, which adds it to what it has itself."""
+        return own_counts(self._registry, statistics, num_running)

@@ -15,6 +15,7 @@ from trimaran.comm.messages import (
     RequestFailed,
     StatsReport,
     StepOutput,
+    Stop,
     Submit,
     pack_ids,
 )
@@ -99,6 +100,12 @@ class ModelEngines:
         group.take(request)
         group.tell(submit)
         return request
+
+    def stop(self, client_request_id: str) -> None:
+        """End the requests that clients gave this id, at every front end."""
+        if self._config.num_frontends > 1:
+            for group in self.groups.values():
+                group.tell(Stop(client_request_id=client_request_id))
 
     def close(self, why: str = "the model was unloaded") -> None:
         """Forget the groups: requests that are still there fail. Idempotent."""

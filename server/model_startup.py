@@ -116,7 +116,7 @@ class ModelStartup:
         self._groups.generations.update(remembered.generations)
         for model in remembered.models:
             try:
-                read = _read(model)
+                read = read_again(model)
             except ConfigError as error:
                 logger.error("Model '%s' is not served any more: %s", model.name, error)
                 self._surplus += model.groups
@@ -127,7 +127,12 @@ class ModelStartup:
                 self._opened[model.name] = opened
 
 
-def _read(model: RememberedModel) -> ReadModel:
+def read_again(model: RememberedModel) -> ReadModel:
+    """Read a model that was loaded before.
+
+    Raises:
+        ConfigError: its files are not what they were.
+    """
     config = ModelConfig.FromString(model.config)
     source = repository_model(Path(model.folder), config)
     return ReadModel(source, read_labels(source), model.fingerprint)

@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from prometheus_client import Histogram
+from prometheus_client.core import Metric
 from prometheus_client.samples import Sample
 
 Key = tuple[str, str]
@@ -124,7 +124,7 @@ class RecentRates:
         return found[0], found[1].get(key, ModelCounts())
 
 
-def read_counts(first: Histogram, inter: Histogram) -> dict[Key, ModelCounts]:
+def read_counts(first: Iterable[Metric], inter: Iterable[Metric]) -> dict[Key, ModelCounts]:
     """A snapshot of the time-to-first-token and the inter-token histogram."""
     firsts, inters = _by_model(first), _by_model(inter)
     return {
@@ -133,7 +133,7 @@ def read_counts(first: Histogram, inter: Histogram) -> dict[Key, ModelCounts]:
     }
 
 
-def _by_model(histogram: Histogram) -> dict[Key, Counts]:
+def _by_model(histogram: Iterable[Metric]) -> dict[Key, Counts]:
     buckets: dict[Key, list[tuple[float, float]]] = {}
     for sample in _samples(histogram):
         if sample.name.endswith("_bucket"):
@@ -145,6 +145,6 @@ def _by_model(histogram: Histogram) -> dict[Key, Counts]:
     }
 
 
-def _samples(histogram: Histogram) -> Iterable[Sample]:
-    for metric in histogram.collect():
+def _samples(histogram: Iterable[Metric]) -> Iterable[Sample]:
+    for metric in histogram:
         yield from metric.samples

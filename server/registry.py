@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from weakref import WeakKeyDictionary
@@ -34,6 +34,16 @@ class IndexEntry:
     name: str
     version: str = ""
     state: str = ""
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class StateOfVersion:
+    """What is known of a version that takes no requests."""
+
+    name: str
+    version: str
+    state: VersionState
     reason: str = ""
 
 
@@ -81,6 +91,9 @@ class ModelRegistry:
         self._versions: dict[str, dict[int, _Version]] = {}
         self._extras: WeakKeyDictionary[Model, _Extras] = WeakKeyDictionary()
         self._strict_readiness = strict_readiness
+        self.on_change: Callable[[], None] = _nobody
+        """Called when another version serves, or one does no more."""
+
         by_name: dict[str, list[Model]] = {}
         for model in models:
             by_name.setdefault(model.name, []).append(model)
@@ -104,6 +117,7 @@ class ModelRegistry:
         for model in models:
             self._extras[model] = _Extras(Validator(model.config), labels or {})
             versions[int(model.version)] = _Version(VersionState.READY, model=model)
+        self.on_change()
 
     def set_state(self, name: str, version: str, state: VersionState, reason: str = "") -> None:
         """Change one version's state; its model stays if the version may serve again."""
@@ -112,12 +126,14 @@ class ModelRegistry:
         known.state, known.reason = state, reason
         if state in (VersionState.UNLOADING, VersionState.UNAVAILABLE):
             known.model = None
+        self.on_change()
 
     def set_unloaded(self, name: str) -> None:
         """Note that a model is wanted no more, also one that could not be loaded."""
         for version in self._versions.get(name, {}).values():
             if version.state is VersionState.UNAVAILABLE:
                 version.reason = UNLOADED
+        self.on_change()
 
     # ---- questions ----------------------------------------------------------------------
 
@@ -187,6 +203,15 @@ class ModelRegistry:
         """What has become of a version; None if it was never heard of."""
         found = self._versions.get(name, {}).get(int(version))
         return None if found is None else found.state
+
+    def not_ready(self) -> list[StateOfVersion]:
+        """The versions that take no requests; one whose workers are away is not among them."""
+        return [
+            StateOfVersion(name, str(number), version.state, version.reason)
+            for name, versions in self._versions.items()
+            for number, version in versions.items()
+            if version.state is not VersionState.READY
+        ]
 
     @property
     def is_ready(self) -> bool:
@@ -259,6 +284,10 @@ def parse_version(text: str) -> int | None:
             "> 0"
         )
     return number
+
+
+def _nobody() -> None:
+    """Nobody wants to know."""
 
 
 def _unknown(what: str) -> RequestError:

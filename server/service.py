@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 from weakref import WeakKeyDictionary
 
 from tritonclient.grpc.model_config_pb2 import ModelConfig
@@ -12,6 +13,7 @@ from tritonclient.grpc.service_pb2 import ModelStatisticsResponse
 from trimaran.comm.errors import ErrorKind, RequestError
 from trimaran.server.admission import Admission
 from trimaran.server.config import FrontendConfig
+from trimaran.server.first_frontend import FirstFrontend
 from trimaran.server.group_board import GroupBoard
 from trimaran.server.infer_json import RequestedOutput
 from trimaran.server.inference import InferRequest, InferResponse, Model
@@ -21,6 +23,7 @@ from trimaran.server.measured_model import MeasuredModel
 from trimaran.server.metadata import completed_config
 from trimaran.server.metrics import Metrics
 from trimaran.server.model_control import ModelControl
+from trimaran.server.other_frontends import OtherFrontends
 from trimaran.server.registry import IndexEntry, ModelRegistry, parse_version
 from trimaran.server.validation import WireInput
 
@@ -56,6 +59,10 @@ class Service:
     board: GroupBoard = field(default_factory=GroupBoard)
     control: ModelControl | None = None
     """None where nothing is loaded while the server runs."""
+    others: OtherFrontends | None = None
+    """The front ends that follow this one; None if there can be none."""
+    first: FirstFrontend | None = None
+    """The front end that this one follows; None if this is the first."""
     _configs: WeakKeyDictionary[Model, ModelConfig] = field(default_factory=WeakKeyDictionary)
 
     @property
@@ -86,12 +93,20 @@ class Service:
         request.outputs = names
         return model.infer(request)
 
-    def statistics(self, name: str, version: str) -> ModelStatisticsResponse:
+    async def refresh(self) -> None:
+        """Bring what other front ends have counted up to date."""
+        if self.others is not None:
+            await self.others.refresh()
+
+    async def statistics(self, name: str, version: str) -> ModelStatisticsResponse:
         """Counters of one model version, of all versions of one model, or of all models.
 
         Raises:
             RequestError: no such model or version.
         """
+        if self.first is not None:
+            return await self.first.statistics(name, version)
+        await self.refresh()
         number = parse_version(version)
         models = [m for m in self.registry.models() if name in ("", m.name)]
         if not models and name:
@@ -105,11 +120,35 @@ class Service:
         response = ModelStatisticsResponse()
         for model in models:
             if model.is_ready and isinstance(model, MeasuredModel):
-                response.model_stats.append(model.statistics.message())
+                message = model.statistics.message()
+                self.metrics.others.add_statistics(message)
+                response.model_stats.append(message)
         return response
 
-    def index(self, only_ready: bool) -> list[IndexEntry]:
+    def own_counts(self) -> dict[str, Any]:
+        """What this front end alone has counted."""
+        models = (m for m in self.registry.models() if isinstance(m, MeasuredModel))
+        statistics = [model.statistics.message() for model in models]
+        return self.metrics.own_counts(statistics, self.admission.num_running)
+
+    async def change_log_settings(self, changes: dict[str, Any]) -> None:
+        """Change some log settings, of all front ends.
+
+        Raises:
+            RequestError: as for `LogSettings.update`.
+        """
+        if self.first is not None:
+            await self.first.change_log_settings(changes)
+            return
+        self.log_settings.update(changes)
+        if self.others is not None:
+            self.others.publish()
+            await self.others.settled()
+
+    async def index(self, only_ready: bool) -> list[IndexEntry]:
         """The repository index: in explicit mode with what could be loaded."""
+        if self.first is not None:
+            return await self.first.index(only_ready)
         is_explicit = self.config.model_control_mode == "explicit"
         others = self.control.names() if is_explicit and self.control is not None else ()
         return self.registry.index(only_ready=only_ready, others=others)
@@ -120,15 +159,25 @@ class Service:
         Raises:
             RequestError: it was not loaded.
         """
+        if self.first is not None:
+            await self.first.load(request)
+            return
         await self._control().load(request)
+        if self.others is not None:
+            await self.others.settled()
 
-    def unload(self, name: str, *, unload_dependents: bool) -> None:
+    async def unload(self, name: str, *, unload_dependents: bool) -> None:
         """Begin to unload a model on a client's request.
 
         Raises:
             RequestError: clients may not.
         """
+        if self.first is not None:
+            await self.first.unload(name, unload_dependents=unload_dependents)
+            return
         self._control().unload(name, unload_dependents=unload_dependents)
+        if self.others is not None:
+            await self.others.settled()
 
     def _control(self) -> ModelControl:
         if self.config.model_control_mode != "explicit" or self.control is None:

@@ -68,6 +68,7 @@ class StatusReport:
     async def _sample(self) -> None:
         while True:
             await asyncio.sleep(SAMPLE_PERIOD_S)
+            await self._service.refresh()
             self._rates.add(self._service.metrics.latency_counts())
 
     def _server(self) -> dict[str, Any]:
@@ -80,7 +81,8 @@ class StatusReport:
             "release": self._release,
             "version": metadata["version"],
             "state": state,
-            "running_requests": service.admission.num_running,
+            "running_requests": service.admission.num_running
+            + service.metrics.others.num_running,
             "uptime_s": time.monotonic() - self._started_s,
             "time": time.time(),
         }
@@ -110,7 +112,9 @@ class StatusReport:
             return 0, 0
         if not isinstance(model, MeasuredModel):
             return 0, 0
-        totals = model.statistics.message().inference_stats
+        message = model.statistics.message()
+        self._service.metrics.others.add_statistics(message)
+        totals = message.inference_stats
         return totals.success.count, totals.fail.count
 
 

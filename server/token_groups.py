@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
 from trimaran.comm.errors import ErrorKind, RequestError
@@ -39,11 +39,17 @@ class TokenGroups:
     """
 
     def __init__(
-        self, requests: GroupRequests, engines: EngineClient, board: GroupBoard
+        self,
+        requests: GroupRequests,
+        engines: EngineClient,
+        board: GroupBoard,
+        released: Callable[[Sequence[str]], Awaitable[None]] | None = None,
     ) -> None:
+        """``released`` returns once other front ends use these groups no more."""
         self._requests = requests
         self._engines = engines
         self._board = board
+        self._released = released
         self.generations: dict[str, int] = {}
         """The last generation of each model."""
 
@@ -124,6 +130,8 @@ class TokenGroups:
             engines.close()
         if not groups:
             return
+        if self._released is not None:
+            await self._released(groups)
         try:
             await self._requests.stop(groups)
         except RequestError as error:

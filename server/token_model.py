@@ -105,6 +105,7 @@ class TokenModel:
             raise RequestError("Trying to stop a request but request ID is not provided")
         for stream in list(self._running.get(request_id, ())):
             stream.cancel()
+        self._engines.stop(request_id)
 
     def _forget(self, request_id: str, stream: TokenStream) -> None:
         streams = self._running.get(request_id, set())

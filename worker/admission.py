@@ -53,6 +53,7 @@ def request_from(
         deadline=time.monotonic() + message.timeout_us / 1e6,
         adapter_id=message.adapter_id,
         cache_salt=message.cache_salt,
+        client_id=message.client_request_id,
     )
 
 

@@ -143,6 +143,14 @@ class Engine:
             for request in self._requests.pop((source, request_id), ()):
                 self.scheduler.end(request, FinishReason.CANCELLED)
 
+    def stop(self, client_id: str) -> None:
+        """End the requests of this name as CANCELLED, whatever their source."""
+        named = [
+            r for found in self._requests.values() for r in found if r.client_id == client_id
+        ]
+        for request in named:
+            self.cancel(request.source, [request.request_id])
+
     def drop_source(self, source: Hashable) -> None:
         """A connection is gone: end its requests, and tell nobody."""
         for key in [key for key in self._requests if key[0] == source]:

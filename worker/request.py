@@ -139,6 +139,9 @@ class Request:
 
     adapter_id: int = 0
     cache_salt: bytes = b""
+    client_id: str = ""
+    """What its client calls it; not unique."""
+
     stop_words: dict[int, list[list[int]]] = field(default_factory=dict)
     """Stop words by their last id."""
 

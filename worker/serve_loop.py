@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from trimaran.comm.control import ControlPlane
 from trimaran.comm.errors import ProtocolError, RequestError
-from trimaran.comm.messages import Cancel, RequestFailed, StatsReport, Submit
+from trimaran.comm.messages import Cancel, RequestFailed, StatsReport, Stop, Submit
 from trimaran.comm.supervisor_link import SupervisorLink
 from trimaran.comm.watchdog import Watchdog
 from trimaran.worker.frontend_link import Arrival, FrontendLinks
@@ -108,6 +108,8 @@ class LeaderLoop:
                 self._links.send(source, failed)
         elif isinstance(message, Cancel):
             self._engine.cancel(source, message.request_ids)
+        elif isinstance(message, Stop):
+            self._engine.stop(message.client_request_id)
         else:
             raise ProtocolError(f"a front end sent {type(message).__name__} to an engine")
 

@@ -35,7 +35,7 @@ def acts(role: str, incarnation: int) -> set[str]:
     """What this process is told to do wrong."""
     found = set()
     for word in os.environ.get("TEST_BEHAVIOUR", "").split():
-        who, rank, when, act, *group = word.split(":")
+        who, rank, when, act, *group = word.split(":", 4)
         is_meant = who == role and rank in ("*", str(RANK)) and when in ("*", str(incarnation))
         if is_meant and group in ([], [ChildEnv.from_environ().group]):
             found.add(act)

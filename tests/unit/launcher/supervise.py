@@ -52,7 +52,11 @@ def main() -> int:
     )
     others = tuple(group_of(name, name) for name in settings.pop("others", ()))
     config = ServeConfig(
-        frontend=FrontendConfig(model_repository="/nowhere", groups={"m": ("m",)}),
+        frontend=FrontendConfig(
+            model_repository="/nowhere",
+            groups={"m": ("m",)},
+            num_frontends=settings.pop("num_frontends", 1),
+        ),
         groups=(
             GroupConfig(
                 name="m", model="m", engine=engine, launch="mpirun" if starter else "none"

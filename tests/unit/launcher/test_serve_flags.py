@@ -244,3 +244,15 @@ def test_help_all_shows_every_flag(capsys):
 def test_an_unknown_command_names_the_known_ones(capsys):
     assert cli.main(["sreve"]) == 2
     assert "serve, build" in capsys.readouterr().err
+
+
+def test_front_ends_are_counted_and_limited(repository):
+    assert resolve(repository, "--frontend-processes", "4").frontend.num_frontends == 4
+    with pytest.raises(ConfigError, match="is 65 but at most 64"):
+        resolve(repository, "--frontend-processes", "65")
+
+
+def test_quantiles_of_several_front_ends_are_refused(repository):
+    flags = ("--frontend-processes", "2", "--metrics-config", "summary_latencies=true")
+    with pytest.raises(ConfigError, match="cannot be added up"):
+        resolve(repository, *flags)

@@ -121,6 +121,31 @@ def test_a_killed_front_end_is_named_and_restarted_and_told_of_the_groups(superv
     assert server.terminate() == 0
 
 
+def test_one_of_several_front_ends_is_killed_and_restarted_alone(supervise):
+    server = supervise(num_frontends=3)
+    server.wait_ready()
+    pid = server.pid_of(r"front end 1: started pid (\d+)")
+    os.kill(pid, signal.SIGKILL)
+    server.wait_for(rf"front end 1 \(pid {pid}\) was killed by signal 9")
+    server.wait_for("front end 1: ready", count=2)
+    assert server.log.count("group m: started") == 1
+    assert [server.log.count(f"{name}: started") for name in ("front end", "front end 2")] == [
+        1,
+        1,
+    ]
+    assert server.terminate() == 0
+    assert server.survivors() == []
+
+
+def test_the_drain_waits_for_the_last_of_several_front_ends(supervise):
+    behaviour = "frontend:0:*:drain-for-ever::frontend-2"
+    server = supervise(behaviour, num_frontends=3, exit_timeout_s=0.1)
+    server.wait_ready()
+    assert server.terminate() == 1
+    assert "front end 2: not drained" in server.log
+    assert server.survivors() == []
+
+
 def test_a_signal_before_a_restart_fails_what_waits_for_it(supervise):
     server = supervise("rank:0:0:die-ready", world_size=2, restart_delay_s=20)
     server.wait_for("restart in 20.0 s")

@@ -25,20 +25,20 @@ def observe(histogram, *values, key=KEY):
 def test_tokens_per_second_count_first_and_later_tokens(histograms):
     first, inter = histograms
     recent = RecentRates()
-    recent.add(read_counts(first, inter), now=100.0)
+    recent.add(read_counts(first.collect(), inter.collect()), now=100.0)
     observe(first, 0.1)
     observe(inter, *[0.01] * 19)
-    recent.add(read_counts(first, inter), now=104.0)
+    recent.add(read_counts(first.collect(), inter.collect()), now=104.0)
     assert recent.rates(KEY).tokens_per_s == 5.0
 
 
 def test_the_rate_forgets_what_is_older_than_ten_seconds(histograms):
     first, inter = histograms
     recent = RecentRates()
-    recent.add(read_counts(first, inter), now=0.0)
+    recent.add(read_counts(first.collect(), inter.collect()), now=0.0)
     observe(inter, *[0.01] * 1000)
     for second in range(2, 30, 2):
-        recent.add(read_counts(first, inter), now=float(second))
+        recent.add(read_counts(first.collect(), inter.collect()), now=float(second))
     assert recent.rates(KEY).tokens_per_s == 0.0
     assert recent.rates(KEY).inter_token_p50_s is not None
 
@@ -46,19 +46,19 @@ def test_the_rate_forgets_what_is_older_than_ten_seconds(histograms):
 def test_quantiles_forget_what_is_older_than_a_minute(histograms):
     first, inter = histograms
     recent = RecentRates()
-    recent.add(read_counts(first, inter), now=0.0)
+    recent.add(read_counts(first.collect(), inter.collect()), now=0.0)
     observe(first, 0.35)
-    recent.add(read_counts(first, inter), now=2.0)
+    recent.add(read_counts(first.collect(), inter.collect()), now=2.0)
     assert 0.2 < recent.rates(KEY).first_token_p99_s <= 0.4
     for second in range(4, 70, 2):
-        recent.add(read_counts(first, inter), now=float(second))
+        recent.add(read_counts(first.collect(), inter.collect()), now=float(second))
     assert recent.rates(KEY).first_token_p99_s is None
 
 
 def test_memory_is_bounded_by_the_window(histograms):
     recent = RecentRates()
     for second in range(0, 10_000, 2):
-        recent.add(read_counts(*histograms), now=float(second))
+        recent.add(read_counts(*(each.collect() for each in histograms)), now=float(second))
     assert len(recent._snapshots) <= 32
 
 
@@ -83,5 +83,5 @@ def test_a_reloaded_model_starts_again_from_nothing():
 def test_an_unknown_model_has_no_figures(histograms):
     recent = RecentRates()
     assert recent.rates(KEY).tokens_per_s == 0.0
-    recent.add(read_counts(*histograms), now=1.0)
+    recent.add(read_counts(*(each.collect() for each in histograms)), now=1.0)
     assert recent.rates(KEY).first_token_p50_s is None

@@ -1,0 +1,156 @@
+"""What the other front ends of a server have counted, added to what the first one has."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+from prometheus_client.core import Metric
+from prometheus_client.registry import CollectorRegistry
+from tritonclient.grpc.service_pb2 import ModelStatistics as StatisticsMessage
+
+_ADDED = (
+    "nv_inference_",
+    "nv_llm_",
+    "trimaran_time_to_first_token_seconds",
+    "trimaran_inter_token_latency_seconds",
+    "trimaran_replayed_requests",
+    "trimaran_lost_requests",
+    "trimaran_group_requests",
+)
+"""Families of which each front end has a part. What engines and the host say of themselves,
+all front ends hear alike."""
+
+_GAUGE = "gauge"
+_Key = tuple[str, tuple[tuple[str, str], ...]]
+_Samples = dict[_Key, float]
+_Statistics = dict[tuple[str, str], StatisticsMessage]
+
+
+def own_counts(
+    registry: CollectorRegistry, statistics: Iterable[StatisticsMessage], num_running: int
+) -> dict[str, Any]:
+    """What a front end tells the first one."""
+    samples = [
+        [sample.name, sample.labels, sample.value, metric.type == _GAUGE]
+        for metric in registry.collect()
+        if metric.name.startswith(_ADDED)
+        for sample in metric.samples
+        if not sample.name.endswith("_created")
+    ]
+    return {
+        "samples": samples,
+        "statistics": [message.SerializeToString() for message in statistics],
+        "num_running": num_running,
+    }
+
+
+class _Counts:
+    """What one front end has counted so far."""
+
+    def __init__(self, wire: Mapping[str, Any]) -> None:
+        self.samples: _Samples = {}
+        self.gauges: _Samples = {}
+        for name, labels, value, is_gauge in wire["samples"]:
+            kept = self.gauges if is_gauge else self.samples
+            kept[_key(name, labels)] = value
+        self.statistics: _Statistics = {}
+        for raw in wire["statistics"]:
+            message = StatisticsMessage.FromString(raw)
+            self.statistics[message.name, message.version] = message
+        self.num_running = int(wire["num_running"])
+
+
+class OtherCounts:
+    """The last counts of each other front end, and all that those had counted which died.
+
+    A counter therefore never falls because a front end was started again.
+    """
+
+    def __init__(self) -> None:
+        self._of: dict[int, _Counts] = {}
+        self._dead_samples: _Samples = {}
+        self._dead_statistics: _Statistics = {}
+
+    def take(self, index: int, wire: Mapping[str, Any]) -> None:
+        """Take the counts of a front end, in place of what it said before."""
+        self._of[index] = _Counts(wire)
+
+    def lost(self, index: int) -> None:
+        """A front end is gone; what it had counted stays."""
+        counts = self._of.pop(index, None)
+        if counts is None:
+            return
+        _add(self._dead_samples, counts.samples)
+        for key, message in counts.statistics.items():
+            _merge(self._dead_statistics.setdefault(key, StatisticsMessage()), message)
+
+    def forget(self, model: str, version: str) -> None:
+        """The model version counts from 0 again."""
+        wanted = {("model", model), ("version", version)}
+        for samples in (self._dead_samples, *(each.samples for each in self._of.values())):
+            for key in [key for key in samples if wanted <= set(key[1])]:
+                del samples[key]
+        for known in (self._dead_statistics, *(c.statistics for c in self._of.values())):
+            known.pop((model, version), None)
+
+    @property
+    def num_running(self) -> int:
+        """Requests that run at other front ends."""
+        return sum(counts.num_running for counts in self._of.values())
+
+    def added_to(self, metrics: Iterable[Metric]) -> Iterator[Metric]:
+        """The same metrics, with the parts of the others in their samples."""
+        added = dict(self._dead_samples)
+        for counts in self._of.values():
+            _add(added, counts.samples)
+            _add(added, counts.gauges)
+        for metric in metrics:
+            if added and metric.name.startswith(_ADDED):
+                metric.samples = [
+                    sample._replace(
+                        value=sample.value + added.get(_key(sample.name, sample.labels), 0.0)
+                    )
+                    for sample in metric.samples
+                ]
+            yield metric
+
+    def add_statistics(self, message: StatisticsMessage) -> None:
+        """Add the parts of the others to the counters of a model version."""
+        key = message.name, message.version
+        for known in (self._dead_statistics, *(c.statistics for c in self._of.values())):
+            if key in known:
+                _merge(message, known[key])
+
+
+def _key(name: str, labels: Mapping[str, str]) -> _Key:
+    return name, tuple(sorted(labels.items()))
+
+
+def _add(total: _Samples, more: _Samples) -> None:
+    for key, value in more.items():
+        total[key] = total.get(key, 0.0) + value
+
+
+def _merge(total: StatisticsMessage, part: StatisticsMessage) -> None:
+    """Add counters; the batch sizes of both are there afterwards."""
+    total.name, total.version = part.name, part.version
+    total.last_inference = max(total.last_inference, part.last_inference)
+    total.inference_count += part.inference_count
+    total.execution_count += part.execution_count
+    for name in ("success", "fail", "queue", "compute_input", "compute_infer",
+                 "compute_output", "cache_hit", "cache_miss"):  # fmt: skip
+        _add_duration(getattr(total.inference_stats, name), getattr(part.inference_stats, name))
+    batches = {batch.batch_size: batch for batch in total.batch_stats}
+    for batch in part.batch_stats:
+        mine = batches.get(batch.batch_size)
+        if mine is None:
+            total.batch_stats.add().CopyFrom(batch)
+            continue
+        for name in ("compute_input", "compute_infer", "compute_output"):
+            _add_duration(getattr(mine, name), getattr(batch, name))
+
+
+def _add_duration(total: Any, part: Any) -> None:
+    total.count += part.count
+    total.ns += part.ns

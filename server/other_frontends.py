@@ -1,0 +1,185 @@
+"""The first front end's side of the others: it tells them what is served and adds up."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import logging
+import os
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from trimaran.comm.address import Address
+from trimaran.comm.errors import RequestError
+from trimaran.server.config import FrontendConfig
+from trimaran.server.load_request import LoadRequest
+from trimaran.server.other_counts import OtherCounts
+from trimaran.server.peer_link import PeerLink, Verb
+from trimaran.server.registry import ModelRegistry
+from trimaran.server.shared_state import SharedState
+
+if TYPE_CHECKING:
+    from trimaran.server.service import Service
+
+logger = logging.getLogger(__name__)
+
+_APPLY_TIMEOUT_S = 30.0
+_COUNTS_TIMEOUT_S = 2.0
+"""A front end that is silent for longer counts as it did when it last answered."""
+
+
+class OtherFrontends:
+    """The front ends that share the ports with this one. Used on the event loop only.
+
+    They serve what this one serves, and ask it for what only one of them may do. While it
+    is down, they go on with what they know.
+    """
+
+    def __init__(
+        self, config: FrontendConfig, registry: ModelRegistry, counts: OtherCounts
+    ) -> None:
+        self._config = config
+        self._registry = registry
+        self._counts = counts
+        self._service: Service | None = None
+        self._server: asyncio.Server | None = None
+        self._links: dict[int, PeerLink] = {}
+        self._remembered = b""
+        self._round: asyncio.Task[None] | None = None
+        self._is_stale = False
+        registry.on_change = self.publish
+
+    async def start(self, service: Service) -> None:
+        """Let the others join, now that it is known what is served."""
+        if self._config.num_frontends == 1:
+            return
+        self._service = service
+        verbs: dict[str, Verb] = {
+            "join": self._join, "load": self._load, "unload": self._unload,
+            "index": self._index, "statistics": self._statistics,
+            "change_log_settings": self._change_log_settings,
+        }  # fmt: skip
+        address = Address.parse(self._config.first_frontend)
+        with suppress(FileNotFoundError):
+            os.unlink(address.path)
+        make_link = partial(PeerLink, verbs, self._lost)
+        loop = asyncio.get_running_loop()
+        self._server = await loop.create_unix_server(make_link, sock=address.listen())
+
+    def close(self) -> None:
+        """Leave the others alone."""
+        if self._server is not None:
+            self._server.close()
+        for link in self._links.values():
+            link.close()
+
+    # ---- what the others are told -------------------------------------------------------
+
+    def remember(self, state: bytes) -> None:
+        """Take what is loaded now (`Remembered`)."""
+        self._remembered = state
+        self.publish()
+
+    def publish(self) -> None:
+        """Tell the others soon: several changes in one step of the event loop go together."""
+        self._is_stale = True
+        if self._links and (self._round is None or self._round.done()):
+            self._round = asyncio.ensure_future(self._tell_all())
+
+    async def settled(self) -> None:
+        """Return once the others serve what this one serves."""
+        while self._round is not None and not self._round.done():
+            await asyncio.shield(self._round)
+
+    async def released(self, groups: Sequence[str]) -> None:
+        """Return once no request of the others runs on these groups, which they were told to
+        use no more."""
+        asks = [link.ask("release", groups=list(groups)) for link in self._links.values()]
+        # One that is gone holds nothing.
+        await asyncio.gather(*asks, return_exceptions=True)
+
+    async def refresh(self) -> None:
+        """Bring what the others have counted up to date."""
+        links = list(self._links.items())
+        asks = [link.ask("counts", _COUNTS_TIMEOUT_S) for _, link in links]
+        answers = await asyncio.gather(*asks, return_exceptions=True)
+        for (index, link), answer in zip(links, answers, strict=True):
+            if isinstance(answer, BaseException):
+                logger.warning("the counts of front end %d are old: %s", index, answer)
+            elif self._links.get(index) is link:
+                self._counts.take(index, answer)
+
+    async def _tell_all(self) -> None:
+        while self._is_stale:
+            await asyncio.sleep(0)
+            self._is_stale = False
+            wire = self._state().to_wire()
+            await asyncio.gather(*(self._tell(link, wire) for link in self._links.values()))
+
+    async def _tell(self, link: PeerLink, wire: Mapping[str, Any]) -> None:
+        try:
+            await link.ask("state", _APPLY_TIMEOUT_S, **wire)
+        except RequestError as error:
+            logger.warning("front end %d does not follow: %s", link.index, error)
+
+    def _state(self) -> SharedState:
+        assert self._service is not None
+        return SharedState(
+            remembered=self._remembered,
+            states=tuple(self._registry.not_ready()),
+            log_settings=self._service.log_settings.values(),
+        )
+
+    # ---- what the others ask ------------------------------------------------------------
+
+    async def _join(self, link: PeerLink, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
+        if not hmac.compare_digest(arguments["token"].encode(), self._config.token.encode()):
+            link.close()
+            return {}
+        link.index = int(arguments["index"])
+        before = self._links.pop(link.index, None)
+        if before is not None:
+            before.close()
+            self._counts.lost(link.index)
+        self._links[link.index] = link
+        logger.info("Front end %d has joined", link.index)
+        self.publish()
+        return {}
+
+    def _lost(self, link: PeerLink) -> None:
+        if self._links.get(link.index) is link:
+            del self._links[link.index]
+            self._counts.lost(link.index)
+
+    def _of(self, link: PeerLink) -> Service:
+        assert self._service is not None
+        if link.index not in self._links:
+            raise RequestError("a front end has to join first")
+        return self._service
+
+    async def _load(self, link: PeerLink, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
+        await self._of(link).load(LoadRequest(**arguments))
+        return {}
+
+    async def _unload(self, link: PeerLink, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
+        await self._of(link).unload(**arguments)
+        return {}
+
+    async def _index(self, link: PeerLink, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
+        entries = await self._of(link).index(**arguments)
+        return {"entries": [asdict(entry) for entry in entries]}
+
+    async def _statistics(
+        self, link: PeerLink, arguments: Mapping[str, Any]
+    ) -> Mapping[str, Any]:
+        message = await self._of(link).statistics(**arguments)
+        return {"message": message.SerializeToString()}
+
+    async def _change_log_settings(
+        self, link: PeerLink, arguments: Mapping[str, Any]
+    ) -> Mapping[str, Any]:
+        await self._of(link).change_log_settings(arguments["changes"])
+        return {}

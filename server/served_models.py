@@ -1,0 +1,198 @@
+"""Where a front end's models come from: its own configuration, or the first front end."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Protocol
+
+from trimaran.comm.address import Address
+from trimaran.comm.supervisor_link import SupervisorLink
+from trimaran.server.config import FrontendConfig
+from trimaran.server.engine_client import EngineClient
+from trimaran.server.first_frontend import FirstFrontend
+from trimaran.server.group_board import GroupBoard
+from trimaran.server.group_requests import GroupRequests
+from trimaran.server.load_request import OverrideFolders
+from trimaran.server.log_settings import LogSettings
+from trimaran.server.metrics import Metrics
+from trimaran.server.model_control import ModelControl
+from trimaran.server.model_mirror import ModelMirror
+from trimaran.server.model_reader import ModelReader
+from trimaran.server.model_startup import ModelStartup
+from trimaran.server.other_frontends import OtherFrontends
+from trimaran.server.pipeline import ModelFactory
+from trimaran.server.registry import ModelRegistry
+from trimaran.server.repository_poll import RepositoryPoll
+from trimaran.server.service import Service
+from trimaran.server.token_groups import TokenGroups
+
+
+class ServedModels(Protocol):
+    """Fills the registry of one front end and keeps it as it should be."""
+
+    async def begin(self) -> None:
+        """Make known what can be known before any engine has dialled in.
+
+        Raises:
+            ConfigError: a model cannot be served.
+        """
+
+    async def finish(self) -> None:
+        """Return once the first models serve.
+
+        Raises:
+            ConfigError: a model cannot be served.
+        """
+
+    async def attach(self, service: Service) -> None:
+        """Let a service ask for changes."""
+
+    async def follow(self) -> None:
+        """See to changes that nobody asks this front end for, until cancelled."""
+
+    async def give_up(self) -> None:
+        """Drop the loads under way. May be called twice."""
+
+    async def close(self) -> None:
+        """Let go of everything."""
+
+    def on_reply(self, arguments: Mapping[str, Any]) -> None:
+        """Take an answer of the supervisor."""
+
+
+class OwnModels:
+    """The models of the first front end, which decides."""
+
+    def __init__(
+        self,
+        config: FrontendConfig,
+        link: SupervisorLink,
+        engines: EngineClient,
+        board: GroupBoard,
+        metrics: Metrics,
+        registry: ModelRegistry,
+    ) -> None:
+        self._config = config
+        self._requests = GroupRequests(link)
+        self._others = OtherFrontends(config, registry, metrics.others)
+        overrides = OverrideFolders(_scratch(config))
+        reader = ModelReader(Path(config.model_repository), overrides)
+        groups = TokenGroups(self._requests, engines, board, self._others.released)
+        self._control = ModelControl(
+            reader,
+            overrides,
+            groups,
+            ModelFactory(config.tokenizer_threads),
+            metrics,
+            registry,
+            self._remember,
+        )
+        self._startup = ModelStartup(config, reader, self._control, groups)
+        self._poll = RepositoryPoll(reader, self._control, config.repository_poll_s)
+
+    async def begin(self) -> None:
+        """See `ServedModels`."""
+        await self._startup.begin()
+
+    async def finish(self) -> None:
+        """See `ServedModels`."""
+        await self._startup.finish()
+
+    async def attach(self, service: Service) -> None:
+        """See `ServedModels`."""
+        service.control = self._control
+        service.others = self._others
+        await self._others.start(service)
+
+    async def follow(self) -> None:
+        """See `ServedModels`."""
+        if self._config.model_control_mode == "poll":
+            await self._poll.run()
+        else:
+            await asyncio.Event().wait()
+
+    async def give_up(self) -> None:
+        """See `ServedModels`."""
+        await self._control.close()
+
+    async def close(self) -> None:
+        """See `ServedModels`."""
+        await self._control.close()
+        self._others.close()
+
+    def on_reply(self, arguments: Mapping[str, Any]) -> None:
+        """See `ServedModels`."""
+        self._requests.on_reply(arguments)
+
+    def _remember(self, groups: Sequence[str], state: bytes) -> None:
+        self._requests.remember(groups, state)
+        self._others.remember(state)
+
+
+class FollowedModels:
+    """The models of any other front end: those of the first one."""
+
+    def __init__(
+        self,
+        config: FrontendConfig,
+        link: SupervisorLink,
+        engines: EngineClient,
+        board: GroupBoard,
+        metrics: Metrics,
+        registry: ModelRegistry,
+        log_settings: LogSettings,
+    ) -> None:
+        groups = TokenGroups(GroupRequests(link), engines, board)
+        factory = ModelFactory(config.tokenizer_threads)
+        self._mirror = ModelMirror(factory, engines, groups, metrics, registry, log_settings)
+        self._service: Service | None = None
+        self._first = FirstFrontend(
+            config, self._mirror.apply, self._mirror.released, self._own_counts
+        )
+        self._connection: asyncio.Task[None] | None = None
+
+    async def begin(self) -> None:
+        """See `ServedModels`."""
+        self._connection = asyncio.ensure_future(self._first.run())
+
+    async def finish(self) -> None:
+        """See `ServedModels`."""
+        await self._first.told()
+
+    async def attach(self, service: Service) -> None:
+        """See `ServedModels`."""
+        service.first = self._first
+        self._service = service
+
+    async def follow(self) -> None:
+        """See `ServedModels`."""
+        assert self._connection is not None
+        await asyncio.shield(self._connection)
+
+    async def give_up(self) -> None:
+        """See `ServedModels`."""
+
+    async def close(self) -> None:
+        """See `ServedModels`."""
+        if self._connection is not None:
+            self._connection.cancel()
+            with suppress(asyncio.CancelledError):
+                await self._connection
+        await self._mirror.close()
+
+    def on_reply(self, arguments: Mapping[str, Any]) -> None:
+        """See `ServedModels`."""
+
+    def _own_counts(self) -> Mapping[str, Any]:
+        if self._service is None:
+            return {"samples": [], "statistics": [], "num_running": 0}
+        return self._service.own_counts()
+
+
+def _scratch(config: FrontendConfig) -> Path:
+    """A folder for files of clients, in the one that the supervisor deletes at the end."""
+    address = Address.parse(config.engine_listen[0])
+    return Path(address.path).parent / "models"

@@ -1,0 +1,44 @@
+"""What all front ends of a server have to agree on: models, their states and log settings."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from trimaran.server.registry import StateOfVersion, VersionState
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SharedState:
+    """The first front end's word on what is served."""
+
+    remembered: bytes = b""
+    """`Remembered`, the loaded models."""
+
+    states: tuple[StateOfVersion, ...] = ()
+    """Every version that is not ready, or not served any more."""
+
+    log_settings: Mapping[str, Any] = field(default_factory=dict)
+
+    def to_wire(self) -> dict[str, Any]:
+        """Plain values, for msgpack."""
+        states = [{**asdict(each), "state": each.state.value} for each in self.states]
+        return {
+            "remembered": self.remembered,
+            "states": states,
+            "log_settings": dict(self.log_settings),
+        }
+
+    @classmethod
+    def from_wire(cls, wire: Mapping[str, Any]) -> SharedState:
+        """The inverse of `to_wire`."""
+        states = (
+            StateOfVersion(**{**each, "state": VersionState(each["state"])})
+            for each in wire["states"]
+        )
+        return cls(
+            remembered=wire["remembered"],
+            states=tuple(states),
+            log_settings=wire["log_settings"],
+        )

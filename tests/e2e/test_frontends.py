@@ -1,0 +1,211 @@
+"""Several front ends behind one port: to clients they are one server."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from served import Served
+
+NUM_FRONTENDS = 3
+DEADLINE_S = 30
+STREAM = "/v2/models/ensemble/generate_stream"
+GENERATE = "/v2/models/ensemble/generate"
+PROMPT: dict[str, Any] = {"text_input": "The ship", "max_tokens": 8}
+
+
+class Several(Served):
+    """A server of several front ends, each of which a test can reach by itself."""
+
+    def frontends(self) -> list[psutil.Process]:
+        """The front ends that run, in the order of their start."""
+        children = psutil.Process(self.process.pid).children()
+        found = [c for c in children if any("trimaran-frontend" in w for w in c.cmdline())]
+        return sorted(found, key=lambda each: each.create_time())
+
+    def named(self, index: int) -> psutil.Process:
+        """The front end of this number."""
+        tag = f":frontend-{index}" if index else ":frontend"
+        (found,) = [f for f in self.frontends() if f.environ().get("TRIMARAN_GROUP") == tag]
+        return found
+
+    def connect(self, index: int) -> http.client.HTTPConnection:
+        """An open connection to the front end of this number."""
+        pid = self.named(index).pid
+        deadline = time.monotonic() + DEADLINE_S
+        while time.monotonic() < deadline:
+            connection = http.client.HTTPConnection(self.address, self.http_port, timeout=60)
+            connection.request("GET", "/v2/health/live")
+            connection.getresponse().read()
+            port = connection.sock.getsockname()[1]
+            theirs = psutil.Process(pid).net_connections("tcp")
+            if any(each.raddr and each.raddr.port == port for each in theirs):
+                return connection
+            connection.close()
+        raise AssertionError(f"no connection reached front end {index}")
+
+    def call(self, index: int, method: str, path: str, body: Any = None) -> tuple[int, Any]:
+        """Status and JSON of a request to the front end of this number."""
+        connection = self.connect(index)
+        connection.request(method, path, None if body is None else json.dumps(body))
+        answer = connection.getresponse()
+        content = answer.read()
+        connection.close()
+        return answer.status, json.loads(content) if content else None
+
+    def succeeded(self, index: int) -> int:
+        """Requests to the ensemble that the statistics of one front end count."""
+        status, document = self.call(index, "GET", "/v2/models/ensemble/stats")
+        assert status == 200, document
+        return int(document["model_stats"][0]["inference_stats"]["success"]["count"])
+
+
+class Stream(threading.Thread):
+    """A streamed request on a connection, read to its end."""
+
+    def __init__(self, connection: http.client.HTTPConnection, **fields: Any) -> None:
+        super().__init__(daemon=True)
+        self._connection = connection
+        connection.request("POST", STREAM, json.dumps({**PROMPT, "stream": True, **fields}))
+        self._answer = connection.getresponse()
+        assert self._answer.status == 200
+        self.events: list[dict[str, Any]] = []
+        self.start()
+
+    def run(self) -> None:
+        """Collect the events."""
+        for line in self._answer:
+            if line.startswith(b"data: "):
+                self.events.append(json.loads(line[6:]))
+
+    def has_begun(self) -> bool:
+        """Whether a token has come."""
+        return bool(self.events)
+
+    def text(self) -> str:
+        """All of the text, once the stream has ended."""
+        self.join(DEADLINE_S)
+        assert not self.is_alive()
+        self._answer.close()
+        self._connection.close()
+        return "".join(event["text_output"] for event in self.events)
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    """Return once a condition holds; fail after a generous time."""
+    deadline = time.monotonic() + DEADLINE_S
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+@pytest.fixture(scope="module")
+def server(
+    demo_engine: Callable[[int], Path],
+    make_repository: Callable[..., Path],
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Iterator[Several]:
+    flags = (
+        "--frontend-processes", str(NUM_FRONTENDS), "--model-control-mode", "explicit",
+        "--load-model", "ensemble",
+    )  # fmt: skip
+    log = tmp_path_factory.mktemp("log") / "serve.log"
+    with Several(make_repository(demo_engine(1)), flags=flags, log_path=log) as served:
+        wait_until(lambda: "curl" in served.log())
+        yield served
+
+
+def test_every_front_end_answers_alike_and_counts_for_all(server: Several) -> None:
+    before = server.succeeded(0)
+
+    answers = [server.call(i, "POST", GENERATE, PROMPT) for i in range(NUM_FRONTENDS)]
+
+    assert answers[0][0] == 200
+    assert answers[0][1]["text_output"]
+    assert all(answer == answers[0] for answer in answers)
+    counts = [server.succeeded(index) for index in range(NUM_FRONTENDS)]
+    assert counts == [before + NUM_FRONTENDS] * NUM_FRONTENDS
+    labels = {"model": "ensemble", "version": "1"}
+    assert server.metric("nv_inference_request_success", **labels) == counts[0]
+    of_tokens = server.metric("nv_llm_output_token_len_count", model="tensorrt_llm")
+    assert of_tokens >= NUM_FRONTENDS
+
+
+def test_a_request_is_stopped_by_its_id_at_another_front_end(server: Several) -> None:
+    whole = server.call(0, "POST", GENERATE, {**PROMPT, "max_tokens": 800})[1]
+    stream = Stream(server.connect(1), id="long", max_tokens=800)
+    wait_until(stream.has_begun)
+
+    stop = {"id": "long", "stop": True, "input_ids": [1], "request_output_len": 1}
+    server.call(2, "POST", "/v2/models/tensorrt_llm/generate_stream", stop)
+
+    text = stream.text()
+    assert len(text) < len(whole["text_output"])
+    assert whole["text_output"].startswith(PROMPT["text_input"] + text)
+
+
+def test_what_one_front_end_is_asked_to_load_or_unload_all_do(server: Several) -> None:
+    path = "/v2/repository/models/tensorrt_llm_bls"
+    own = "/v2/models/tensorrt_llm_bls/ready"
+
+    loaded = server.call(1, "POST", f"{path}/load")[0]
+    ready = [server.call(index, "GET", own)[0] for index in range(NUM_FRONTENDS)]
+    unloaded = server.call(2, "POST", f"{path}/unload")[0]
+    gone = [server.call(index, "GET", own)[0] for index in range(NUM_FRONTENDS)]
+    indices = [server.call(i, "POST", "/v2/repository/index")[1] for i in range(NUM_FRONTENDS)]
+
+    assert (loaded, unloaded) == (200, 200)
+    assert ready == [200] * NUM_FRONTENDS
+    assert all(status >= 400 for status in gone)
+    assert indices == [indices[0]] * NUM_FRONTENDS
+
+
+def test_log_settings_are_the_same_everywhere(server: Several) -> None:
+    server.call(2, "POST", "/v2/logging", {"log_warning": False})
+    settings = [server.call(i, "GET", "/v2/logging")[1] for i in range(NUM_FRONTENDS)]
+    server.call(1, "POST", "/v2/logging", {"log_warning": True})
+
+    assert [each["log_warning"] for each in settings] == [False] * NUM_FRONTENDS
+
+
+@pytest.mark.parametrize("index", [1, 0])
+def test_a_front_end_that_dies_takes_nothing_with_it_but_its_connections(
+    server: Several, index: int
+) -> None:
+    expected = server.call(2, "POST", GENERATE, {**PROMPT, "max_tokens": 300})[1]
+    stream = Stream(server.connect(2), max_tokens=300)
+    wait_until(stream.has_begun)
+    before = server.succeeded(2)
+    pid = server.named(index).pid
+
+    os.kill(pid, signal.SIGKILL)
+    text = stream.text()
+    wait_until(lambda: len(server.frontends()) == NUM_FRONTENDS)
+    wait_until(lambda: server.log().count(f"front end{f' {index}' * bool(index)}: ready") > 1)
+
+    assert PROMPT["text_input"] + text == expected["text_output"]
+    answer = server.call(index, "POST", GENERATE, PROMPT)
+    assert answer == server.call(2, "POST", GENERATE, PROMPT)
+    if index:
+        assert server.succeeded(index) >= before
+
+
+def test_a_drain_waits_for_the_streams_of_all(server: Several) -> None:
+    streams = [Stream(server.connect(i), max_tokens=200) for i in range(NUM_FRONTENDS)]
+    wait_until(lambda: all(stream.has_begun() for stream in streams))
+
+    code = server.stop()
+
+    texts = [stream.text() for stream in streams]
+    assert texts[0]
+    assert texts == [texts[0]] * NUM_FRONTENDS
+    assert code == 0

@@ -1,0 +1,121 @@
+"""Counts of several front ends become those of one server."""
+
+import pytest
+from tritonclient.grpc.model_config_pb2 import ModelConfig
+
+from trimaran.server.metrics import Metrics
+from trimaran.server.statistics import ModelStatistics
+
+
+class Plain:
+    """A model that is only counted."""
+
+    name, version, is_ready, is_decoupled = "m", "1", True, False
+    config = ModelConfig(name="m")
+
+
+def counted(num_requests, batch_size=1):
+    """The metrics and statistics of a front end that answered so many requests."""
+    metrics = Metrics({"histogram_latencies": "true"})
+    model = metrics.measure(Plain())
+    metrics.add_engine("m", "1")
+    for _ in range(num_requests):
+        model.statistics.record_success(
+            batch_size=batch_size, total_ns=30, queue_ns=10, infer_ns=15
+        )
+        model._metrics.success(batch_size=batch_size, total_us=30, queue_us=10, infer_us=15)
+        metrics.observe_time_to_first_token("m", "1", 0.03)
+    return metrics, model.statistics
+
+
+def wire(num_requests, num_running=0, batch_size=1):
+    metrics, statistics = counted(num_requests, batch_size)
+    return metrics.own_counts([statistics.message()], num_running)
+
+
+def value(metrics, name):
+    (line,) = [x for x in metrics.render().decode().splitlines() if x.startswith(name + "{")]
+    return float(line.rpartition(" ")[2])
+
+
+@pytest.fixture
+def first():
+    return counted(2)
+
+
+def test_counters_histograms_and_running_requests_are_added_up(first):
+    metrics, _ = first
+
+    metrics.others.take(1, wire(3, num_running=4))
+    metrics.others.take(2, wire(5, num_running=1))
+
+    assert value(metrics, "nv_inference_request_success") == 10
+    assert value(metrics, "trimaran_time_to_first_token_seconds_count") == 10
+    assert value(metrics, "nv_inference_request_duration_us") == 300
+    assert metrics.others.num_running == 5
+    assert metrics.latency_counts()["m", "1"].first_token.total == 10
+
+
+def test_later_counts_of_a_front_end_replace_earlier_ones(first):
+    metrics, _ = first
+
+    metrics.others.take(1, wire(3))
+    metrics.others.take(1, wire(4))
+
+    assert value(metrics, "nv_inference_request_success") == 6
+
+
+def test_what_a_dead_front_end_counted_stays_but_not_what_it_was_doing(first):
+    metrics, statistics = first
+    metrics.others.take(1, wire(3, num_running=4))
+
+    metrics.others.lost(1)
+    metrics.others.take(1, wire(1))
+
+    message = statistics.message()
+    metrics.others.add_statistics(message)
+    assert value(metrics, "nv_inference_request_success") == 6
+    assert message.inference_stats.success.count == 6
+    assert metrics.others.num_running == 0
+
+
+def test_statistics_are_added_by_batch_size(first):
+    metrics, statistics = first
+    metrics.others.take(1, wire(3, batch_size=1))
+    metrics.others.take(2, wire(2, batch_size=8))
+
+    message = statistics.message()
+    metrics.others.add_statistics(message)
+
+    assert message.inference_count == 2 + 3 + 16
+    assert message.inference_stats.queue.ns == 70
+    batches = {b.batch_size: b.compute_infer.count for b in message.batch_stats}
+    assert batches == {1: 5, 8: 2}
+
+
+def test_a_model_that_is_forgotten_counts_from_0_everywhere(first):
+    metrics, _ = first
+    metrics.others.take(1, wire(3))
+    metrics.others.lost(1)
+    metrics.others.take(2, wire(5))
+
+    metrics.forget("m", "1")
+    metrics.measure(Plain())
+    message = ModelStatistics("m", "1").message()
+    metrics.others.add_statistics(message)
+
+    assert value(metrics, "nv_inference_request_success") == 0
+    assert message.inference_stats.success.count == 0
+
+
+def test_what_engines_say_of_themselves_is_not_added(first):
+    metrics, _ = first
+    other, statistics = counted(0)
+    for each in (metrics, other):
+        each.set_engine_stats("m", "1", {"active_requests": 7.0}, "g")
+
+    metrics.others.take(1, other.own_counts([statistics.message()], 0))
+
+    lines = metrics.render().decode().splitlines()
+    active = [x for x in lines if 'request_type="active"' in x]
+    assert [line.rpartition(" ")[2] for line in active] == ["7"]
