@@ -30,6 +30,7 @@ class _Arguments(ctypes.Structure):
         ("groups", ctypes.c_int),
         ("split", ctypes.c_int),
         ("sharing", ctypes.c_int),
+        ("slice", ctypes.c_int),
         ("hint_w", ctypes.c_uint64),
     )
 
@@ -84,15 +85,18 @@ class HopperGemm:
         pitch = -(-num_columns // 8) * 8
         out_TF = x_TD.new_empty((num_rows, pitch))
         row_tiles = -(-num_rows // shape.rows)
+        # The least slices that hold all rows; the kernel's products of others go nowhere.
+        slice_rows = -(-min(num_rows, shape.rows) // self._sharing // 8) * 8
         column_tiles = -(-num_columns // tile_columns)
         groups = row_tiles * -(-column_tiles // self._sharing)
         clusters = groups if self._split > 1 else min(groups, self._max_clusters)
         arguments = _Arguments(
             out_TF.data_ptr(), num_rows, num_columns, pitch, inner_steps, row_tiles,
-            groups, self._split, self._sharing, _READ_ONCE if row_tiles == 1 else _READ_AGAIN,
+            groups, self._split, self._sharing, slice_rows,
+            _READ_ONCE if row_tiles == 1 else _READ_AGAIN,
         )  # fmt: skip
         maps: tuple[TensorMap, TensorMap] = (
-            _tiles(x_TD, shape.rows // self._sharing),
+            _tiles(x_TD, slice_rows),
             _tiles(weight_ED, tile_columns),
         )
         stream = torch.cuda.current_stream(x_TD.device).cuda_stream

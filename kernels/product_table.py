@@ -32,17 +32,17 @@ class GemmShape:
 
     def __post_init__(self) -> None:
         ring = self.stages * self.stage_bytes
-        if self.split > 1 and self._inbox_bytes > ring:
+        if self.split > 1 and self._exchanged_bytes > ring:
             raise ValueError(
-                f"{self} needs {self._inbox_bytes} bytes of shared memory for partial sums but "
-                f"has {ring}: take fewer columns or a smaller split"
+                f"{self} needs {self._exchanged_bytes} bytes of shared memory for partial sums "
+                f"but has {ring}: take fewer columns or another split"
             )
 
     @property
-    def _inbox_bytes(self) -> int:
-        """Shared memory for the partial sums of the columns that a block adds up."""
-        owned = 8 * -(-self.columns // 8 // self.split)
-        return self.split * self.rows * 4 * (owned + 8)
+    def _exchanged_bytes(self) -> int:
+        """Shared memory for partial sums made and received, of a gated product at worst."""
+        pitch = 8 * (2 * -(-self.columns // 16 // self.split) + 1)
+        return (2 * self.split - 1) * self.rows * 4 * pitch
 
     @property
     def warpgroups(self) -> int:
@@ -57,7 +57,7 @@ class GemmShape:
     @property
     def stages(self) -> int:
         """As many as fit."""
-        return min(8, _SHARED_BYTES // self.stage_bytes)
+        return min(16, _SHARED_BYTES // self.stage_bytes)
 
 
 Choice = GemmShape | None

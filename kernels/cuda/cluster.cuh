@@ -39,7 +39,7 @@ __device__ __forceinline__ void fence_barriers() {
 }
 
 // All threads of all blocks of the cluster get here. Orders no ordinary stores: what one
-// block writes for another goes by `send_to`.
+// block writes for another goes by `send_bytes`.
 __device__ __forceinline__ void cluster_sync() {
     asm volatile(
         "barrier.cluster.arrive.relaxed.aligned;\n"
@@ -64,12 +64,12 @@ __device__ __forceinline__ u32 address_at(u32 address, u32 rank) {
     return there;
 }
 
-// Stores eight bytes in another block, which count for the barrier there.
-__device__ __forceinline__ void send_to(u32 there, u32 barrier_there, float a, float b) {
+// Copies shared memory of this block to another; the bytes count for the barrier there.
+__device__ __forceinline__ void send_bytes(u32 there, u32 from, u32 bytes, u32 barrier_there) {
     asm volatile(
-        "st.async.shared::cluster.mbarrier::complete_tx::bytes.v2.f32 [%0], {%1, %2}, [%3];" ::
-            "r"(there),
-        "f"(a), "f"(b), "r"(barrier_there)
+        "cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes"
+        " [%0], [%1], %2, [%3];" ::"r"(there),
+        "r"(from), "r"(bytes), "r"(barrier_there)
         : "memory");
 }
 

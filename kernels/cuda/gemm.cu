@@ -55,6 +55,7 @@ struct Arguments {
     int groups;      // row tiles x groups of `sharing` column tiles; with a split, a cluster each
     int split;       // blocks of a cluster that share the inner dimension
     int sharing;     // blocks of a cluster that share rows of x
+    int slice;       // rows of x that each of these copies; rows beyond them are not read
     u64 hint_w;      // cache policy of weights
 };
 
@@ -123,9 +124,8 @@ __device__ __forceinline__ void copy_rows(const Arguments& args, const Ring& rin
                                           const Place& place, const TensorMap* map, int step,
                                           int row_tile) {
     constexpr u64 kKeep = 0x14F0000000000000ull;
-    const int slice = kRows / args.sharing;
-    const int first = row_tile * kRows + place.neighbour * slice;
-    const u32 target = ring.x() + place.neighbour * slice * kRowBytes;
+    const int first = row_tile * kRows + place.neighbour * args.slice;
+    const u32 target = ring.x() + place.neighbour * args.slice * kRowBytes;
     if (args.sharing == 1) {
         copy_box_2d(target, map, ring.filled(), step * kInner, first, kKeep);
     } else {
@@ -140,11 +140,12 @@ __device__ __forceinline__ void fill_ring(const Arguments& args, const Place& pl
                                           const TensorMap* map_x, const TensorMap* map_w) {
     // The first tile's weights go ahead; rows of x must wait for the kernel that makes them.
     const int ahead = min(place.num_steps, GEMM_STAGES);
+    const u32 bytes = args.slice * args.sharing * kRowBytes + kTileW;
     int group = place.cluster;
     const Tile first(args, place, group);
     Ring early = ring;
     for (int n = 0; n < ahead && group < args.groups; ++n, early.advance()) {
-        barrier_arrive_expect(early.filled(), kStageBytes);
+        barrier_arrive_expect(early.filled(), bytes);
         copy_weights(args, early, map_w, place.first_step + n, first.column);
     }
     wait_for_previous_kernels();
@@ -157,7 +158,7 @@ __device__ __forceinline__ void fill_ring(const Arguments& args, const Place& pl
                 --num_early;
             } else {
                 barrier_wait(ring.released(), ring.parity ^ 1);
-                barrier_arrive_expect(ring.filled(), kStageBytes);
+                barrier_arrive_expect(ring.filled(), bytes);
                 copy_weights(args, ring, map_w, step, tile.column);
             }
             copy_rows(args, ring, place, map_x, step, tile.row);
@@ -271,56 +272,74 @@ __device__ __forceinline__ void store_tile(const Arguments& args, int row_tile,
     }
 }
 #else
-// Column tiles of eight that this part adds up: a run of those of the block.
-__device__ __forceinline__ int first_owned(const Arguments& args, int part) {
-    return kOutColumns / 8 * part / args.split;
-}
-
 constexpr int kUp = kIsGated ? 2 : 1;  // sums of the product for a result
 
-// Where a part's sums of a row lie in the block that adds them up: [part][row][column].
-__device__ __forceinline__ u32 inbox(const Ring& ring, int part, int row, int rows, int tiles) {
-    return ring.tiles + 4 * ((part * rows + row) * (8 * kUp * tiles + 8));
-}
+// The sums that pass between the parts of a tile: each part adds up those of a run of column
+// tiles of eight. A block holds `rows` rows of the sums for one part; its pitch spreads rows
+// over the banks. The sums made here lie in front, those received behind them.
+struct Exchange {
+    u32 base, arrived;
+    int rows, pitch, split, part;
 
-// Sends each part the sums that it adds up, `rows` of them.
-__device__ __forceinline__ void send_sums(const Arguments& args, const Place& place,
-                                          const Ring& ring, const float (&sums)[GEMM_MI][kSums],
-                                          int rows, u32 arrived) {
+    __device__ Exchange(const Arguments& args, const Place& place, const Ring& ring, int row_tile,
+                        u32 arrived)
+        : base(ring.tiles), arrived(arrived), split(args.split), part(place.part) {
+        const int most = (kOutColumns / 8 + split - 1) / split;
+        rows = min(kRows, args.rows - row_tile * kRows);
+        pitch = 8 * (kUp * most | 1);
+    }
+    __device__ int first_tile(int owner) const { return kOutColumns / 8 * owner / split; }
+    __device__ u32 block_bytes() const { return 4 * rows * pitch; }
+    __device__ u32 made_for(int owner) const { return base + owner * block_bytes(); }
+    // Where `owner` finds what part `from` made.
+    __device__ u32 found(int owner, int from) const {
+        if (from == owner) return made_for(owner);
+        return base + (split + from - (from > owner)) * block_bytes();
+    }
+};
+
+__device__ __forceinline__ void write_sums(const Exchange& exchange,
+                                           const float (&sums)[GEMM_MI][kSums]) {
+    constexpr int kTiles = kOutColumns / 8;
     const int warp = threadIdx.x % 128 / 32, lane = threadIdx.x % 32;
-    for (int owner = 0; owner < args.split; ++owner) {
-        const int rank = owner * args.sharing + place.neighbour;
-        const int first = first_owned(args, owner), end = first_owned(args, owner + 1);
-        const u32 barrier_there = address_at(arrived, rank);
 #pragma unroll
-        for (int half = 0; half < 2 * GEMM_MI; ++half) {
-            const int i = half / 2;
-            const int row = (threadIdx.x / 128 * GEMM_MI + i) * 64 + warp * 16 +
-                            8 * (half % 2) + lane / 4;
-            if (row >= rows) continue;
-            const u32 there =
-                address_at(inbox(ring, place.part, row, rows, end - first), rank) +
-                8 * (lane % 4);
+    for (int half = 0; half < 2 * GEMM_MI; ++half) {
+        const int i = half / 2;
+        const int row = (threadIdx.x / 128 * GEMM_MI + i) * 64 + warp * 16 + 8 * (half % 2) +
+                        lane / 4;
+        if (row >= exchange.rows) continue;
+        // Divisions are dear: once for each owner, not for each tile.
+        int owner = 0, next = exchange.first_tile(1), count = next;
+        u32 target = exchange.base + 4 * row * exchange.pitch + 8 * (lane % 4);
+        u32 owner_target = target;
 #pragma unroll
-            for (int tile = 0; tile < kColumns / 8; ++tile) {
-                const int column = tile % (kOutColumns / 8);
-                if (column < first || column >= end) continue;
-                const int at = tile / (kOutColumns / 8) * (end - first) + column - first;
-                const float* sum = &sums[i][4 * tile + 2 * (half % 2)];
-                send_to(there + 32 * at, barrier_there, sum[0], sum[1]);
+        for (int tile = 0; tile < kTiles; ++tile, target += 32) {
+            if (tile == next) {
+                ++owner;
+                next = exchange.first_tile(owner + 1);
+                count = next - tile;
+                owner_target += exchange.block_bytes();
+                target = owner_target;
+            }
+#pragma unroll
+            for (int up = 0; up < kUp; ++up) {
+                const float* sum = &sums[i][4 * (tile + up * kTiles) + 2 * (half % 2)];
+                asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(target + 32 * up * count),
+                             "f"(sum[0]), "f"(sum[1])
+                             : "memory");
             }
         }
     }
 }
 
 // The sum over the parts, in their order.
-__device__ __forceinline__ float4 add_parts(u32 address, u32 stride, int split) {
+__device__ __forceinline__ float4 add_parts(const Exchange& exchange, u32 within) {
     float4 total = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-    for (int part = 0; part < split; ++part) {
+    for (int from = 0; from < exchange.split; ++from) {
         float4 more;
         asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
                      : "=f"(more.x), "=f"(more.y), "=f"(more.z), "=f"(more.w)
-                     : "r"(address + part * stride)
+                     : "r"(exchange.found(exchange.part, from) + within)
                      : "memory");
         total.x += more.x;
         total.y += more.y;
@@ -331,25 +350,23 @@ __device__ __forceinline__ float4 add_parts(u32 address, u32 stride, int split) 
 }
 
 // Adds up and stores the columns that fall to this part.
-__device__ __forceinline__ void store_sums(const Arguments& args, const Place& place,
-                                           const Ring& ring, int rows, int row_tile,
-                                           int column_tile) {
-    const int first = first_owned(args, place.part);
-    const int tiles = first_owned(args, place.part + 1) - first;
-    const u32 stride = inbox(ring, 1, 0, rows, tiles) - ring.tiles;
-    for (int unit = threadIdx.x; unit < rows * 2 * tiles; unit += kMultipliers) {
-        const int row = unit / (2 * tiles), column = unit % (2 * tiles) * 4;
-        const u32 address = inbox(ring, 0, row, rows, tiles) + 4 * column;
-        float4 sum = add_parts(address, stride, args.split);
+__device__ __forceinline__ void store_sums(const Arguments& args, const Exchange& exchange,
+                                           const Tile& tile) {
+    const int first = exchange.first_tile(exchange.part);
+    const int units = 2 * (exchange.first_tile(exchange.part + 1) - first);
+    for (int unit = threadIdx.x; unit < exchange.rows * units; unit += kMultipliers) {
+        const int row = unit / units, column = unit % units * 4;
+        const u32 within = 4 * (row * exchange.pitch + column);
+        float4 sum = add_parts(exchange, within);
         if (kIsGated) {
-            const float4 up = add_parts(address + 32 * tiles, stride, args.split);
+            const float4 up = add_parts(exchange, within + 16 * units);
             sum = make_float4(gated(sum.x, up.x), gated(sum.y, up.y), gated(sum.z, up.z),
                               gated(sum.w, up.w));
         }
-        const int out_column = column_tile * kOutColumns + 8 * first + column;
+        const int out_column = tile.column * kOutColumns + 8 * first + column;
         if (out_column >= args.columns) continue;
         const long long at =
-            static_cast<long long>(row_tile * kRows + row) * args.pitch + out_column;
+            static_cast<long long>(tile.row * kRows + row) * args.pitch + out_column;
         *reinterpret_cast<uint2*>(args.out + at / 2) =
             make_uint2(pack<kIsBf16>(sum.x, sum.y), pack<kIsBf16>(sum.z, sum.w));
     }
@@ -357,20 +374,29 @@ __device__ __forceinline__ void store_sums(const Arguments& args, const Place& p
 
 // Adds up the parts' sums through shared memory: every block those of some columns.
 __device__ __forceinline__ void reduce_tile(const Arguments& args, const Place& place,
-                                            const Ring& ring,
-                                            const float (&sums)[GEMM_MI][kSums], int row_tile,
-                                            int column_tile, u32 arrived) {
-    const int rows = min(kRows, args.rows - row_tile * kRows);
-    if (threadIdx.x == 0) {
-        const int tiles = first_owned(args, place.part + 1) - first_owned(args, place.part);
-        barrier_arrive_expect(arrived, args.split * rows * 8 * kUp * tiles * 4);
-    }
-    // All blocks have read their rings, which now take sums. Nobody leaves before it has
-    // got all that is sent to it.
+                                            const Exchange& exchange,
+                                            const float (&sums)[GEMM_MI][kSums],
+                                            const Tile& tile) {
+    const u32 bytes = exchange.block_bytes();
+    if (threadIdx.x == 0) barrier_arrive_expect(exchange.arrived, (args.split - 1) * bytes);
+    // The ring has been read: sums may take its place.
+    named_wait(1, kMultipliers);
+    write_sums(exchange, sums);
+    fence_shared_for_async();
+    named_wait(1, kMultipliers);
+    // The other blocks have read theirs too, and may be sent sums.
     cluster_sync();
-    send_sums(args, place, ring, sums, rows, arrived);
-    barrier_wait(arrived, 0);
-    store_sums(args, place, ring, rows, row_tile, column_tile);
+    const int owner = threadIdx.x;
+    if (owner < args.split && owner != place.part) {
+        const int rank = owner * args.sharing + place.neighbour;
+        send_bytes(address_at(exchange.found(owner, place.part), rank),
+                   exchange.made_for(owner), bytes, address_at(exchange.arrived, rank));
+    }
+    __syncwarp();
+    barrier_wait(exchange.arrived, 0);
+    store_sums(args, exchange, tile);
+    // What was sent from here has come where it goes.
+    cluster_sync();
 }
 #endif
 
@@ -404,6 +430,7 @@ extern "C" __global__ void __launch_bounds__(kMultipliers + 128, 1)
         __syncwarp();
 #if GEMM_SPLIT
         cluster_sync();
+        cluster_sync();
 #endif
     } else {
         if (GEMM_WARPGROUPS > 1) take_registers<kMultiplyRegisters>();
@@ -412,8 +439,9 @@ extern "C" __global__ void __launch_bounds__(kMultipliers + 128, 1)
             const Tile tile(args, place, group);
             multiply_tile(args, place, ring, sums);
 #if GEMM_SPLIT
-            reduce_tile(args, place, ring, sums, tile.row, tile.column,
-                        shared_address(barriers + 2 * GEMM_STAGES));
+            const Exchange exchange(args, place, ring, tile.row,
+                                    shared_address(barriers + 2 * GEMM_STAGES));
+            reduce_tile(args, place, exchange, sums, tile);
 #else
             store_tile(args, tile.row, tile.column, sums);
 #endif
