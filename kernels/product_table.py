@@ -113,5 +113,6 @@ def fixed_choice(num_rows: int, outputs: int, inner: int) -> GemmShape:
     split = 1
     while split < 8 and outputs * split < 96 * 128 and 2 * split * INNER_STEP <= inner:
         split *= 2
-    rows = 64 if num_rows <= 64 else 128 if num_rows <= 128 else 256
+    # Partial sums of 256 rows would not fit.
+    rows = 64 if num_rows <= 64 else 256 if num_rows > 128 and split == 1 else 128
     return GemmShape(rows, 128, split)

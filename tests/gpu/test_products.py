@@ -15,10 +15,9 @@ from trimaran.kernels.products import HopperProducts
 DEVICE = torch.device("cuda")
 CUTS = [
     GemmShape(64, 224), GemmShape(64, 256, 8), GemmShape(64, 96, 2, 4),
-    GemmShape(64, 112, 1, 2), GemmShape(128, 192, 4), GemmShape(128, 224, 1, 4),
-    GemmShape(128, 128, 3, 2),
-    GemmShape(192, 112, 1, 4), GemmShape(192, 128, 4, 2), GemmShape(192, 96, 5),
-    GemmShape(256, 112, 1, 4), GemmShape(256, 128, 4, 2), GemmShape(256, 96, 2, 2),
+    GemmShape(64, 112, 1, 2), GemmShape(64, 64, 2), GemmShape(128, 192, 4),
+    GemmShape(128, 224, 1, 4), GemmShape(128, 128, 3, 2), GemmShape(192, 112, 1, 4),
+    GemmShape(192, 96, 2, 2), GemmShape(256, 112, 1, 4), GemmShape(256, 96, 2, 2),
     GemmShape(256, 192),
 ]  # fmt: skip
 TOLERANCE = {torch.bfloat16: 4e-3, torch.float16: 6e-4}
