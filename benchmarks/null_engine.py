@@ -1,0 +1,120 @@
+"""An engine without a model: every running request gets a token each step, at a steady pace.
+
+Started by `streaming.py` in place of a rank. The pause between steps comes in milliseconds
+from the environment variable NULL_ENGINE_STEP_MS.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from array import array
+
+from trimaran.comm.env import ChildEnv
+from trimaran.comm.messages import (
+    Cancel,
+    EngineHello,
+    FinishReason,
+    StatsReport,
+    StepOutput,
+    Submit,
+)
+from trimaran.comm.supervisor_link import SupervisorLink
+from trimaran.worker.config import RankConfig
+from trimaran.worker.frontend_link import FrontendLinks
+
+VOCAB_SIZE = 4096
+FACTS = {
+    "max_batch_size": 4096, "max_num_tokens": 8192, "max_seq_len": 65536,
+    "max_input_len": 32768, "vocab_size": VOCAB_SIZE, "vocab_size_padded": VOCAB_SIZE,
+    "logits_dtype": "float32", "world_size": 1, "tp_size": 1, "pp_size": 1,
+    "tokens_per_block": 32, "max_blocks": 1 << 16, "device": "none",
+    "start_method": "none", "mpi": "none", "dtype": "none",
+}  # fmt: skip
+
+
+class NullEngine:
+    """The requests of all front ends, and how many tokens each has still to get."""
+
+    def __init__(self, links: FrontendLinks) -> None:
+        self._links = links
+        self._left: dict[int, dict[int, int]] = {}
+        self._step = 0
+
+    def take(self) -> None:
+        """Take what has come; sleeps while nothing runs."""
+        for arrival in self._links.poll(is_busy=any(self._left.values())):
+            requests = self._left.setdefault(arrival.source, {})
+            message = arrival.message
+            if message is None:
+                del self._left[arrival.source]
+                self._links.send_all(StatsReport(values={}))
+            elif isinstance(message, Submit):
+                requests[message.request_id] = int(message.sampling["max_tokens"])
+            elif isinstance(message, Cancel):
+                for request_id in message.request_ids:
+                    requests.pop(request_id, None)
+
+    def step(self) -> None:
+        """One token for everybody."""
+        self._step += 1
+        for source, requests in self._left.items():
+            if requests:
+                self._links.send(source, self._output(requests))
+
+    def _output(self, requests: dict[int, int]) -> StepOutput:
+        count = len(requests)
+        ids = array("Q", requests)
+        reasons = bytearray(count)
+        for row, request_id in enumerate(ids):
+            requests[request_id] -= 1
+            if requests[request_id] == 0:
+                reasons[row] = FinishReason.LENGTH
+                del requests[request_id]
+        # Ids of ordinary tokens, other ones in each step and for each request.
+        tokens = array("i", (300 + (7 * self._step + 13 * i) % 3700 for i in ids))
+        return StepOutput(
+            step=self._step,
+            request_ids=ids.tobytes(),
+            sequence_indices=bytes(2 * count),
+            num_tokens=array("H", [1]).tobytes() * count,
+            finish_reasons=bytes(reasons),
+            token_ids=tokens.tobytes(),
+        )
+
+
+def main() -> None:
+    """Serve until the supervisor says shutdown."""
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, signal.SIG_IGN)
+    env = ChildEnv.from_environ()
+    link, wire = SupervisorLink.connect(env, "rank")
+    config = RankConfig.from_wire(wire)
+    hello = EngineHello(
+        token=env.token,
+        model=config.engine.model,
+        group=config.group,
+        incarnation=config.incarnation,
+        facts=FACTS,
+    )
+    links = FrontendLinks(config.frontends, hello, link.fileno())
+    link.state("ready", facts={"device": "none"})
+    engine = NullEngine(links)
+    pause_s = float(os.environ["NULL_ENGINE_STEP_MS"]) / 1000
+    due = time.monotonic()
+    while all(command.verb != "shutdown" for command in link.commands()):
+        engine.take()
+        now = time.monotonic()
+        if now < due:
+            time.sleep(min(due - now, 0.001))
+        else:
+            engine.step()
+            # A step that is late is not made up for.
+            due = max(due + pause_s, now)
+    links.close()
+    link.close()
+
+
+if __name__ == "__main__":
+    main()

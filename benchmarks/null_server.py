@@ -1,0 +1,29 @@
+"""`trimaran serve` with `null_engine.py` in place of each rank; takes the flags of serve."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import sys
+from pathlib import Path
+
+from trimaran.comm.log import setup_logging
+from trimaran.launcher.group_specs import Programs
+from trimaran.launcher.resolve import Resolver
+from trimaran.launcher.serve_flags import add_arguments
+from trimaran.launcher.supervisor import Supervisor
+
+
+def main() -> int:
+    """Serve until told to stop."""
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    setup_logging("supervisor")
+    resolver = Resolver(parser.parse_args(), None)
+    rank = (sys.executable, str(Path(__file__).with_name("null_engine.py")))
+    programs = dataclasses.replace(Programs.installed(), rank=rank)
+    return Supervisor(resolver.initial(), None, programs, resolver).run()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

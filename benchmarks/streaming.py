@@ -1,0 +1,201 @@
+"""Tokens a second that front ends can stream, with the engine replaced by nothing.
+
+    .venv/bin/python benchmarks/streaming.py --frontends 1 4 --streams 256 --load-processes 4
+
+Each run starts `trimaran serve` with `null_engine.py` as its rank, which gives every stream a
+token each step, and loads it over HTTP (server-sent events) or gRPC from several processes.
+The offered rate is streams by steps a second; a front end that cannot keep up merges tokens
+into fewer messages, so the table has tokens a message beside the rate, and the processor time
+of the front ends, which does not depend on how fast the clients are.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import multiprocessing
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import grpc.aio
+import psutil
+from cpu_serving import BIN, FILL, cpu_name, free_ports
+from tritonclient.grpc import service_pb2 as pb
+
+HERE = Path(__file__).parent
+TOKENIZER = HERE.parent / "examples" / "demo_models" / "base"
+STEPS = ("preprocessing", "postprocessing", "bls")
+QUEUE = "max_queue_delay_microseconds:0,max_queue_size:0,"
+PROMPT = "The captain of the ship"
+METHOD = "/inference.GRPCInferenceService/ModelStreamInfer"
+_EVENT, _LAST_CHUNK = b"data: ", b"\r\n0\r\n\r\n"
+
+
+@contextmanager
+def served(folder: Path, num_frontends: int, step_ms: float) -> Iterator[tuple[int, int, int]]:
+    """A server without a model: HTTP port, gRPC port and pid."""
+    repository = folder / "models"
+    if not repository.exists():
+        counts = "".join(f"{name}_instance_count:1," for name in STEPS)
+        text = f"{FILL}{counts}{QUEUE}engine_dir:{TOKENIZER},tokenizer_dir:{TOKENIZER}"
+        command = [str(BIN / "trimaran"), "init-repo", str(repository), "--fill", text]
+        subprocess.run(command, check=True, capture_output=True)
+    http, grpc_port, metrics = free_ports(3)
+    command = [
+        sys.executable, str(HERE / "null_server.py"), "--no-mpi", "--device", "cpu",
+        "--model-repo", str(repository), "--http-port", str(http),
+        "--grpc-port", str(grpc_port), "--metrics-port", str(metrics),
+        "--frontend-processes", str(num_frontends),
+    ]  # fmt: skip
+    env = {**os.environ, "NULL_ENGINE_STEP_MS": str(step_ms), "OMP_NUM_THREADS": "1"}
+    with (folder / "serve.log").open("wb") as log:
+        process = subprocess.Popen(command, stdout=log, stderr=log, env=env)
+    try:
+        deadline = time.monotonic() + 60
+        while "curl" not in (folder / "serve.log").read_text():
+            if process.poll() is not None or time.monotonic() > deadline:
+                raise SystemExit((folder / "serve.log").read_text())
+            time.sleep(0.1)
+        yield http, grpc_port, process.pid
+    finally:
+        process.terminate()
+        process.wait()
+
+
+# ---- load -------------------------------------------------------------------------------
+
+
+async def http_stream(port: int, num_tokens: int) -> int:
+    """Read one stream to its end; the number of its events."""
+    body = json.dumps({"text_input": PROMPT, "max_tokens": num_tokens, "stream": True})
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    writer.write(
+        b"POST /v2/models/ensemble/generate_stream HTTP/1.1\r\nHost: x\r\n"
+        b"Content-Length: %d\r\n\r\n%b" % (len(body), body.encode())
+    )
+    num_events, tail = 0, b""
+    while tail[-len(_LAST_CHUNK) :] != _LAST_CHUNK:
+        data = await reader.read(1 << 16)
+        if not data:
+            raise SystemExit(f"a stream ended early: {tail!r}")
+        both = tail + data
+        num_events += both.count(_EVENT) - tail.count(_EVENT)
+        tail = both[-len(_LAST_CHUNK) :]
+    writer.close()
+    return num_events
+
+
+async def grpc_stream(port: int, num_tokens: int) -> int:
+    """Read one stream to its end; the number of its messages."""
+    request = pb.ModelInferRequest(model_name="ensemble")
+    values = (
+        ("text_input", "BYTES", len(PROMPT).to_bytes(4, "little") + PROMPT.encode()),
+        ("max_tokens", "INT32", num_tokens.to_bytes(4, "little")),
+        ("stream", "BOOL", b"\x01"),
+    )
+    for name, datatype, raw in values:
+        request.inputs.add(name=name, datatype=datatype, shape=[1, 1])
+        request.raw_input_contents.append(raw)
+    # Else all streams of this process would share one connection, and one front end.
+    options = (("grpc.use_local_subchannel_pool", 1),)
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{port}", options) as channel:
+        call = channel.stream_stream(
+            METHOD, request_serializer=pb.ModelInferRequest.SerializeToString
+        )(iter([request]))
+        num_messages = 0
+        async for _ in call:
+            num_messages += 1
+    return num_messages
+
+
+def load(protocol: str, port: int, num_streams: int, num_tokens: int) -> int:
+    """Run some streams at once in this process; the number of messages."""
+    stream = http_stream if protocol == "http" else grpc_stream
+
+    async def every() -> int:
+        return sum(
+            await asyncio.gather(*(stream(port, num_tokens) for _ in range(num_streams)))
+        )
+
+    return asyncio.run(every())
+
+
+# ---- measurement ------------------------------------------------------------------------
+
+
+def cpu_seconds(pid: int) -> float:
+    """Processor time of the front ends of a server so far."""
+    found = [
+        child for child in psutil.Process(pid).children()
+        if any("trimaran-frontend" in word for word in child.cmdline())
+    ]  # fmt: skip
+    return sum(sum(child.cpu_times()[:2]) for child in found)
+
+
+def measure(
+    args: argparse.Namespace, ports: dict[str, int], protocol: str, pid: int
+) -> dict[str, float]:
+    """One run of all streams."""
+    count = min(args.load_processes, args.streams)
+    shares = [args.streams // count + (i < args.streams % count) for i in range(count)]
+    work = [(protocol, ports[protocol], share, args.tokens) for share in shares]
+    with multiprocessing.get_context("spawn").Pool(count) as pool:
+        pool.starmap(load, [(protocol, ports[protocol], 1, 8)] * count)
+        before, start = cpu_seconds(pid), time.monotonic()
+        num_messages = sum(pool.starmap(load, work, chunksize=1))
+        elapsed_s, cpu_s = time.monotonic() - start, cpu_seconds(pid) - before
+    num_tokens = args.streams * args.tokens
+    return {
+        "tok_s": num_tokens / elapsed_s,
+        "tokens_per_message": num_tokens / num_messages,
+        "cpu_us_per_token": 1e6 * cpu_s / num_tokens,
+        "cores": cpu_s / elapsed_s,
+    }
+
+
+def main() -> None:
+    """Measure and print a table."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--frontends", type=int, nargs="+", default=[1])
+    parser.add_argument("--protocols", nargs="+", default=["http", "grpc"])
+    parser.add_argument("--streams", type=int, default=256)
+    parser.add_argument("--tokens", type=int, default=400, help="of each stream")
+    parser.add_argument("--step-ms", type=float, default=10.0)
+    parser.add_argument("--load-processes", type=int, default=1)
+    parser.add_argument("--repeats", type=int, default=1)
+    parser.add_argument("--json", help="write the figures here, one object a line")
+    args = parser.parse_args()
+    offered = 1000 * args.streams / args.step_ms
+    print(f"{args.streams} streams of {args.tokens} tokens; offered {offered:,.0f} tokens/s")
+    print(f"{'frontends':>9} {'protocol':>8} {'tokens/s':>9} {'a message':>9} "
+          f"{'CPU us/token':>12} {'cores':>6}")  # fmt: skip
+    lines = []
+    with tempfile.TemporaryDirectory() as folder:
+        for num_frontends in args.frontends:
+            with served(Path(folder), num_frontends, args.step_ms) as (http, port, pid):
+                ports = {"http": http, "grpc": port}
+                for protocol in args.protocols * args.repeats:
+                    found = measure(args, ports, protocol, pid)
+                    print(f"{num_frontends:>9} {protocol:>8} {found['tok_s']:>9,.0f} "
+                          f"{found['tokens_per_message']:>9.2f} "
+                          f"{found['cpu_us_per_token']:>12.1f} {found['cores']:>6.2f}",
+                          flush=True)  # fmt: skip
+                    lines.append({
+                        "frontends": num_frontends, "protocol": protocol,
+                        "streams": args.streams, "tokens": args.tokens,
+                        "offered_tok_s": offered, **found, "cpu": cpu_name(),
+                        "cores_present": os.cpu_count(), "load": os.getloadavg()[0],
+                    })  # fmt: skip
+    if args.json:
+        Path(args.json).write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+if __name__ == "__main__":
+    main()
