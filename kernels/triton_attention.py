@@ -6,10 +6,11 @@ import torch
 from torch import Tensor
 
 from trimaran.kernels.attention import AttentionMetadata, AttentionSpec
+from trimaran.kernels.decode_attention import DecodeAttention, TritonDecodes
 from trimaran.kernels.prompt_attention import PromptAttention, TritonPrompts
-from trimaran.kernels.triton_attention_decode import decode
 
-_TRITON = TritonPrompts()
+_DECODES = TritonDecodes()
+_PROMPTS = TritonPrompts()
 
 
 def paged_attention(
@@ -19,18 +20,19 @@ def paged_attention(
     spec: AttentionSpec,
     *,
     is_deterministic: bool = False,
-    prompts: PromptAttention = _TRITON,
+    decodes: DecodeAttention = _DECODES,
+    prompts: PromptAttention = _PROMPTS,
 ) -> Tensor:
     """Causal attention of each sequence's last tokens; see `reference.paged_attention`.
 
     A step of decodes alone is safe under CUDA graph capture. With ``is_deterministic`` a
-    sequence's result does not depend on the sequences beside it. ``prompts`` serves what is
-    behind the decodes.
+    sequence's result does not depend on the sequences beside it. ``decodes`` serves the
+    leading decodes, ``prompts`` what is behind them.
     """
     output = torch.empty_like(query_TNH, memory_format=torch.contiguous_format)
     num_decodes = metadata.num_decodes
     if num_decodes:
-        decode(
+        decodes(
             query_TNH[:num_decodes], kv_cache, metadata, spec, output,
             is_fixed=is_deterministic,
         )  # fmt: skip

@@ -25,7 +25,7 @@ class DecodeConfig:
     """Keys in one step of the loop."""
 
     num_warps: int = 4
-    num_stages: int = 3
+    num_stages: int = 2
 
 
 @triton.jit  # type: ignore[untyped-decorator,unused-ignore]
@@ -56,14 +56,40 @@ def _merge(  # type: ignore[no-untyped-def]
 
 
 @triton.jit  # type: ignore[untyped-decorator,unused-ignore]
+def _put_piece(  # type: ignore[no-untyped-def]
+    partial, log_sums, counter, piece, heads, num_pieces, is_head, mask, top, total, result,
+    NUM_HEADS: tl.constexpr, HEAD: tl.constexpr, HEAD_PADDED: tl.constexpr,
+):  # fmt: skip
+    """Stores a partial result and counts it; whether all of the sequence are there now."""
+    place = piece * NUM_HEADS + heads
+    dims = tl.arange(0, HEAD_PADDED)
+    tl.store(partial + place[:, None] * HEAD + dims[None, :], result, mask=mask)
+    tl.store(log_sums + place, top + tl.log2(total), mask=is_head)
+    # All threads' stores come before the count.
+    tl.debug_barrier()
+    is_last = tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == num_pieces - 1
+    if is_last:
+        tl.store(counter, 0)
+    return is_last
+
+
+@triton.jit  # type: ignore[untyped-decorator,unused-ignore]
+def _read(pieces, piece):  # type: ignore[no-untyped-def]
+    """What `DecodePlan` says of a piece, in its order."""
+    at = pieces + (1 + piece) * 8
+    sequence, row = tl.load(at).to(tl.int64), tl.load(at + 1).to(tl.int64)
+    start, end, first_piece = tl.load(at + 2), tl.load(at + 3), tl.load(at + 4)
+    return sequence, row, start, end, first_piece, tl.load(at + 5), tl.load(at + 6)
+
+
+@triton.jit  # type: ignore[untyped-decorator,unused-ignore]
 def _decode_kernel(  # type: ignore[no-untyped-def]
     query, cache, output, pieces, counters, partial, log_sums, tables, scale, cap,
-    query_stride, output_stride, table_stride,
-    block_stride, value_offset, token_stride, head_stride,
-    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, GROUP_PADDED: tl.constexpr,
+    query_stride, output_stride, table_stride, block_stride, value_offset, token_stride,
+    head_stride, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, GROUP_PADDED: tl.constexpr,
     HEAD: tl.constexpr, HEAD_PADDED: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr,
     SINKS: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_CAP: tl.constexpr,
-    PRECISION: tl.constexpr, USE_PDL: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One piece of a sequence's keys for the query heads of one key-value head.
 
@@ -71,26 +97,16 @@ def _decode_kernel(  # type: ignore[no-untyped-def]
     partial result, and the one that is done last weighs them all.
     """
     kv_head = tl.program_id(0) % KV_HEADS
-    num_pieces_of_all = tl.load(pieces)
     group, dims = tl.arange(0, GROUP_PADDED), tl.arange(0, HEAD_PADDED)
     heads = kv_head * GROUP + group
-    is_head = group < GROUP
-    is_dim = dims < HEAD
+    is_head, is_dim = group < GROUP, dims < HEAD
     head_mask = is_head[:, None] & is_dim[None, :]
+    from_head = heads[:, None] * HEAD + dims[None, :]
     keys_of_head = cache + kv_head * head_stride + dims[None, :]
-    if USE_PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
-    for piece in range(
-        tl.program_id(0) // KV_HEADS, num_pieces_of_all, tl.num_programs(0) // KV_HEADS
-    ):
-        at = pieces + (1 + piece) * 8
-        sequence, row = tl.load(at).to(tl.int64), tl.load(at + 1).to(tl.int64)
-        start, end = tl.load(at + 2), tl.load(at + 3)
-        first_piece, num_pieces = tl.load(at + 4), tl.load(at + 5)
-        skipped = tl.load(at + 6)
-        from_query = query + sequence * query_stride + heads[:, None] * HEAD + dims[None, :]
-        q = tl.load(from_query, mask=head_mask, other=0.0)
+    first, step = tl.program_id(0) // KV_HEADS, tl.num_programs(0) // KV_HEADS
+    for piece in range(first, tl.load(pieces), step):
+        sequence, row, start, end, first_piece, num_pieces, skipped = _read(pieces, piece)
+        q = tl.load(query + sequence * query_stride + from_head, mask=head_mask, other=0.0)
         top = tl.full([GROUP_PADDED], float("-inf"), tl.float32)
         total = tl.zeros([GROUP_PADDED], tl.float32)
         acc = tl.zeros([GROUP_PADDED, HEAD_PADDED], tl.float32)
@@ -102,28 +118,23 @@ def _decode_kernel(  # type: ignore[no-untyped-def]
                 keys = tl.where(keys < SINKS, keys, keys + skipped)
             blocks = tl.load(table + keys // BLOCK, mask=is_key, other=0).to(tl.int64)
             places = blocks * block_stride + keys % BLOCK * token_stride
-            place = keys_of_head + places[:, None]
-            mask = is_key[:, None] & is_dim[None, :]
+            place, mask = keys_of_head + places[:, None], is_key[:, None] & is_dim[None, :]
             k = tl.load(place, mask=mask, other=0.0)
             v = tl.load(place + value_offset, mask=mask, other=0.0)
             top, total, acc = softmax_step(
-                q, k, v, is_key[None, :], scale, cap, top, total, acc, HAS_CAP, True,
-                PRECISION,
+                q, k, v, is_key[None, :], scale, cap, top, total, acc, HAS_CAP, True, PRECISION
             )  # fmt: skip
-        to_output = output + sequence * output_stride + heads[:, None] * HEAD + dims[None, :]
+        to_output = output + sequence * output_stride + from_head
         result = acc / tl.where(total == 0.0, 1.0, total)[:, None]
         if num_pieces == 1:
             tl.store(to_output, result.to(output.dtype.element_ty), mask=head_mask)
         else:
-            place = piece * (KV_HEADS * GROUP) + heads
-            tl.store(partial + place[:, None] * HEAD + dims[None, :], result, mask=head_mask)
-            tl.store(log_sums + place, top + tl.log2(total), mask=is_head)
-            # All threads' stores come before the count.
-            tl.debug_barrier()
-            counter = counters + sequence * KV_HEADS + kv_head
-            num_done = tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu")
-            if num_done == num_pieces - 1:
-                tl.store(counter, 0)
+            is_last = _put_piece(
+                partial, log_sums, counters + sequence * KV_HEADS + kv_head, piece, heads,
+                num_pieces, is_head, head_mask, top, total, result, KV_HEADS * GROUP, HEAD,
+                HEAD_PADDED,
+            )  # fmt: skip
+            if is_last:
                 result = _merge(
                     partial, log_sums, first_piece, num_pieces, heads, is_head,
                     KV_HEADS * GROUP, HEAD, HEAD_PADDED, GROUP_PADDED,
@@ -170,6 +181,6 @@ def decode(
         HEAD_PADDED=max(16, triton.next_power_of_2(head_size)), BLOCK=kv_cache.shape[2],
         TILE=config.tile, SINKS=spec.num_sinks, HAS_WINDOW=spec.window > 0,
         HAS_CAP=spec.soft_cap > 0,
-        PRECISION="ieee" if query_SNH.dtype is torch.float32 else "tf32", USE_PDL=False,
+        PRECISION="ieee" if query_SNH.dtype is torch.float32 else "tf32",
         num_warps=config.num_warps, num_stages=config.num_stages,
     )  # fmt: skip

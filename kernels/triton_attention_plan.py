@@ -17,13 +17,13 @@ from trimaran.kernels.attention import AttentionMetadata, AttentionSpec
 TILE = 32
 """Pieces are whole tiles of keys, but for a sequence's last."""
 
-MIN_PIECE = 64
+MIN_PIECE = 128
 """Keys of the smallest piece: below, starting a program costs more than its reads."""
 
 FIXED_PIECE = 256
 """Keys of a piece where results must not depend on the batch."""
 
-PROGRAMS_PER_SM = 6
+PROGRAMS_PER_SM = 3
 """Programs that a multiprocessor is given in turn, so that few are idle at the end."""
 
 _WRITERS = 16

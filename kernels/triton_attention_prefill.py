@@ -22,14 +22,21 @@ _WRITERS = 16
 class PrefillConfig:
     """How one program works."""
 
-    tile_m: int = 128
+    tile_m: int
     """Rows of queries, one a query and head of the group."""
 
-    tile_n: int = 64
+    tile_n: int
     """Keys in one step of the loop."""
 
-    num_warps: int = 8
-    num_stages: int = 3
+    num_warps: int
+    num_stages: int = 2
+
+    @classmethod
+    def of(cls, head_size: int, itemsize: int) -> PrefillConfig:
+        """The fastest on an H200 at prompts of 2,048 tokens on; wide heads have to fit."""
+        if itemsize > 2:
+            return cls(32, 32, 4)
+        return cls(128, 128, 8) if head_size <= 128 else cls(64, 64, 4)
 
 
 @triton.jit(do_not_specialize=["num_sequences"])  # type: ignore[untyped-decorator,unused-ignore]
@@ -60,62 +67,87 @@ def _tiles_kernel(  # type: ignore[no-untyped-def]
 
 
 @triton.jit  # type: ignore[untyped-decorator,unused-ignore]
+def _find(tile, tiles, query_start_loc, seq_lens):  # type: ignore[no-untyped-def]
+    """A tile's sequence: its first token, queries, the tile's first, past keys and row."""
+    at = tiles + (1 + tile) * 4
+    sequence, row, start_query = tl.load(at), tl.load(at + 1), tl.load(at + 2)
+    first = tl.load(query_start_loc + sequence)
+    num_queries = tl.load(query_start_loc + sequence + 1) - first
+    return first, num_queries, start_query, tl.load(seq_lens + sequence) - num_queries, row
+
+
+@triton.jit  # type: ignore[untyped-decorator,unused-ignore]
+def _sees(positions, keys, end, WINDOW: tl.constexpr, SINKS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Which of a tile's keys each row sees."""
+    is_seen = (keys[None, :] <= positions[:, None]) & (keys < end)[None, :]
+    if WINDOW > 0:
+        is_near = keys[None, :] > positions[:, None] - WINDOW
+        is_seen = is_seen & (is_near | (keys < SINKS)[None, :])
+    return is_seen
+
+
+@triton.jit  # type: ignore[untyped-decorator,unused-ignore]
+def _load_tile(  # type: ignore[no-untyped-def]
+    cache, table, keys, is_key, is_dim, block_stride, value_offset, token_stride,
+    BLOCK: tl.constexpr, HAS_END: tl.constexpr, IS_WHOLE: tl.constexpr,
+):  # fmt: skip
+    """A tile of keys and their values; zero where HAS_END and no key is, or no dim."""
+    if HAS_END:
+        blocks = tl.load(table + keys // BLOCK, mask=is_key, other=0).to(tl.int64)
+        mask = is_key[:, None] & is_dim[None, :]
+    else:
+        blocks = tl.load(table + keys // BLOCK).to(tl.int64)
+        mask = is_dim[None, :]
+    place = cache + (blocks * block_stride + keys % BLOCK * token_stride)[:, None]
+    if IS_WHOLE:
+        return tl.load(place), tl.load(place + value_offset)
+    k = tl.load(place, mask=mask, other=0.0)
+    return k, tl.load(place + value_offset, mask=mask, other=0.0)
+
+
+@triton.jit  # type: ignore[untyped-decorator,unused-ignore]
 def _prefill_kernel(  # type: ignore[no-untyped-def]
     query, cache, output, tiles, query_start_loc, seq_lens, tables, scale, cap,
-    query_stride, output_stride, table_stride,
-    block_stride, value_offset, token_stride, head_stride,
-    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD: tl.constexpr,
+    query_stride, output_stride, table_stride, block_stride, value_offset, token_stride,
+    head_stride, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD: tl.constexpr,
     HEAD_PADDED: tl.constexpr, BLOCK: tl.constexpr, TILE_M: tl.constexpr,
     TILE_N: tl.constexpr, WINDOW: tl.constexpr, SINKS: tl.constexpr, HAS_CAP: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One tile of a sequence's queries, of all heads that share a key-value head.
-
-    Keys in front of a window are left out in whole tiles, but for those of the sinks.
-    """
+    """One tile of a sequence's queries, of all heads that share a key-value head."""
     kv_head, tile = tl.program_id(0) % KV_HEADS, tl.program_id(0) // KV_HEADS
     if tile >= tl.load(tiles):
         return
-    sequence, row = tl.load(tiles + (1 + tile) * 4), tl.load(tiles + (1 + tile) * 4 + 1)
-    start_query = tl.load(tiles + (1 + tile) * 4 + 2)
-    first = tl.load(query_start_loc + sequence)
-    num_queries = tl.load(query_start_loc + sequence + 1) - first
-    past = tl.load(seq_lens + sequence) - num_queries
+    first, num_queries, start_query, past, row = _find(tile, tiles, query_start_loc, seq_lens)
     step: tl.constexpr = TILE_M // GROUP
     rows, dims = tl.arange(0, TILE_M), tl.arange(0, HEAD_PADDED)
-    queries = start_query + rows // GROUP
-    heads = kv_head * GROUP + rows % GROUP
+    queries, heads = start_query + rows // GROUP, kv_head * GROUP + rows % GROUP
     is_row = (queries < num_queries) & (rows < step * GROUP)
-    is_dim = dims < HEAD
-    places = (first + queries).to(tl.int64)
+    places, is_dim = (first + queries).to(tl.int64), dims < HEAD
     mask = is_row[:, None] & is_dim[None, :]
-    from_query = places[:, None] * query_stride + heads[:, None] * HEAD + dims[None, :]
-    q = tl.load(query + from_query, mask=mask, other=0.0)
+    from_head = heads[:, None] * HEAD + dims[None, :]
+    q = tl.load(query + places[:, None] * query_stride + from_head, mask=mask, other=0.0)
     top = tl.full([TILE_M], float("-inf"), tl.float32)
     total = tl.zeros([TILE_M], tl.float32)
     acc = tl.zeros([TILE_M, HEAD_PADDED], tl.float32)
-    table = tables + row.to(tl.int64) * table_stride
+    table, positions = tables + row.to(tl.int64) * table_stride, past + queries
     from_cache = cache + kv_head * head_stride + dims[None, :]
-    positions = past + queries
     end = past + tl.minimum(start_query + step, num_queries)
     sink_end: tl.constexpr = (SINKS + TILE_N - 1) // TILE_N * TILE_N
-    skipped = 0
-    # All queries of the tile see the keys in front of this one.
+    # Keys in front of this one are seen by all queries of the tile.
     masked_from = (past + start_query + 1) // TILE_N * TILE_N
+    skipped = 0
     if WINDOW > 0:
+        # In whole tiles, and but for those of the sinks.
         in_front = tl.maximum(past + start_query - WINDOW + 1, 0) // TILE_N * TILE_N
         skipped = tl.maximum(in_front - sink_end, 0)
         masked_from = 0
     for at in range(0, masked_from, TILE_N):
         keys = at + tl.arange(0, TILE_N)
-        blocks = tl.load(table + keys // BLOCK).to(tl.int64)
-        place = from_cache + (blocks * block_stride + keys % BLOCK * token_stride)[:, None]
-        if HEAD == HEAD_PADDED:
-            k = tl.load(place)
-            v = tl.load(place + value_offset)
-        else:
-            k = tl.load(place, mask=is_dim[None, :], other=0.0)
-            v = tl.load(place + value_offset, mask=is_dim[None, :], other=0.0)
+        k, v = _load_tile(
+            from_cache, table, keys, keys < end, is_dim, block_stride, value_offset,
+            token_stride, BLOCK, False, HEAD == HEAD_PADDED,
+        )  # fmt: skip
         top, total, acc = softmax_step(
             q, k, v, 0, scale, cap, top, total, acc, HAS_CAP, False, PRECISION
         )  # fmt: skip
@@ -123,23 +155,16 @@ def _prefill_kernel(  # type: ignore[no-untyped-def]
         keys = at + tl.arange(0, TILE_N)
         if WINDOW > 0:
             keys = tl.where(at < sink_end, keys, keys + skipped)
-        is_key = keys < end
-        blocks = tl.load(table + keys // BLOCK, mask=is_key, other=0).to(tl.int64)
-        place = from_cache + (blocks * block_stride + keys % BLOCK * token_stride)[:, None]
-        key_mask = is_key[:, None] & is_dim[None, :]
-        k = tl.load(place, mask=key_mask, other=0.0)
-        v = tl.load(place + value_offset, mask=key_mask, other=0.0)
-        is_seen = keys[None, :] <= positions[:, None]
-        if WINDOW > 0:
-            is_near = keys[None, :] > positions[:, None] - WINDOW
-            is_seen = is_seen & (is_near | (keys < SINKS)[None, :])
-        top, total, acc = softmax_step(
-            q, k, v, is_seen & is_key[None, :], scale, cap, top, total, acc, HAS_CAP, True,
-            PRECISION,
+        k, v = _load_tile(
+            from_cache, table, keys, keys < end, is_dim, block_stride, value_offset,
+            token_stride, BLOCK, True, False,
         )  # fmt: skip
-    result = acc / tl.where(total == 0.0, 1.0, total)[:, None]
-    to_output = places[:, None] * output_stride + heads[:, None] * HEAD + dims[None, :]
-    tl.store(output + to_output, result.to(output.dtype.element_ty), mask=mask)
+        top, total, acc = softmax_step(
+            q, k, v, _sees(positions, keys, end, WINDOW, SINKS), scale, cap, top, total, acc,
+            HAS_CAP, True, PRECISION,
+        )  # fmt: skip
+    result = (acc / tl.where(total == 0.0, 1.0, total)[:, None]).to(output.dtype.element_ty)
+    tl.store(output + places[:, None] * output_stride + from_head, result, mask=mask)
 
 
 def prefill(
@@ -159,7 +184,7 @@ def prefill(
     num_tokens, num_heads, head_size = query_TNH.shape
     num_kv_heads = kv_cache.shape[3]
     group = num_heads // num_kv_heads
-    config = config or PrefillConfig()
+    config = config or PrefillConfig.of(head_size, query_TNH.element_size())
     tile_m = max(config.tile_m, triton.next_power_of_2(group))
     first = metadata.num_decodes
     num_sequences = metadata.seq_lens.shape[0] - first

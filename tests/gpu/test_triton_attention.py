@@ -5,6 +5,8 @@ On a machine without a GPU it runs in Triton's interpreter: TRITON_INTERPRET=1.
 
 from __future__ import annotations
 
+import bisect
+import itertools
 import os
 
 import pytest
@@ -13,6 +15,7 @@ import torch
 from trimaran.kernels import reference
 from trimaran.kernels.attention import AttentionMetadata, AttentionSpec
 from trimaran.kernels.triton_attention import paged_attention
+from trimaran.kernels.triton_attention_shares import MIN_KEYS, PIECE_COST, share_out
 
 IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = torch.device("cpu" if IS_INTERPRETED else "cuda")
@@ -103,22 +106,24 @@ SHAPES = [(4, 2, 32, 8), (8, 1, 64, 32), (4, 4, 16, 16), (6, 2, 80, 16), (20, 4,
 WIDE = [(32, 8, 128, 32), (2, 1, 256, 64), (40, 1, 64, 16)]
 
 
-@pytest.mark.parametrize("order", ["token", "head"])
 @pytest.mark.parametrize("name", list(CASES))
 @pytest.mark.parametrize(("heads", "kv_heads", "size", "block"), SHAPES)
-def test_attention_is_that_of_the_reference(dtype, name, heads, kv_heads, size, block, order):
+def test_attention_is_that_of_the_reference(name, heads, kv_heads, size, block):
     shape = {"heads": heads, "kv_heads": kv_heads, "size": size, "block": block}
-    batch = Batch(dtype, CASES[name], **shape, order=order)
+    batch = Batch(DTYPES[-1], CASES[name], **shape)
     batch.check(AttentionSpec(scale=batch.scale))
 
 
-@pytest.mark.parametrize("name", ["long decodes", "both"])
+@pytest.mark.parametrize("order", ["token", "head"])
+def test_the_cache_may_have_any_strides(dtype, order):
+    batch = Batch(dtype, CASES["both"], order=order)
+    batch.check(AttentionSpec(scale=batch.scale))
+
+
 @pytest.mark.parametrize(("heads", "kv_heads", "size", "block"), WIDE)
-def test_attention_of_wide_heads_is_that_of_the_reference(
-    dtype, name, heads, kv_heads, size, block
-):
+def test_attention_of_wide_heads_is_that_of_the_reference(heads, kv_heads, size, block):
     shape = {"heads": heads, "kv_heads": kv_heads, "size": size, "block": block}
-    batch = Batch(dtype, CASES[name], **shape, order="head")
+    batch = Batch(DTYPES[-1], CASES["both"], **shape, order="head")
     batch.check(AttentionSpec(scale=batch.scale))
 
 
@@ -135,25 +140,24 @@ def test_attention_of_wide_heads_is_that_of_the_reference(
     ],
     ids=str,
 )
-def test_windows_sinks_and_caps_are_those_of_the_reference(dtype, spec):
-    Batch(dtype, CASES["long decodes"]).check(spec)
-    Batch(dtype, CASES["both"]).check(spec)
+def test_windows_sinks_and_caps_are_those_of_the_reference(spec):
+    Batch(DTYPES[-1], CASES["long decodes"]).check(spec)
+    Batch(DTYPES[-1], CASES["both"]).check(spec)
 
 
-@pytest.mark.parametrize("name", list(CASES))
-def test_sequences_find_their_blocks_by_row(dtype, name):
-    batch = Batch(dtype, CASES[name])
+def test_sequences_find_their_blocks_by_row():
+    batch = Batch(DTYPES[-1], CASES["both"])
     batch.check(AttentionSpec(scale=batch.scale), with_rows=True)
 
 
-def test_decodes_that_are_not_named_so_are_served_too(dtype):
-    batch = Batch(dtype, CASES["both"])
+def test_decodes_that_are_not_named_so_are_served_too():
+    batch = Batch(DTYPES[-1], CASES["both"])
     batch.check(AttentionSpec(scale=batch.scale), num_decodes=0)
 
 
 @pytest.mark.parametrize("name", ["long decodes", "both"])
-def test_without_the_others_a_deterministic_result_is_the_same_to_the_bit(dtype, name):
-    batch = Batch(dtype, CASES[name])
+def test_without_the_others_a_deterministic_result_is_the_same_to_the_bit(name):
+    batch = Batch(DTYPES[-1], CASES[name])
     spec = AttentionSpec(scale=batch.scale)
     together = paged_attention(
         batch.query, batch.cache, batch.metadata(), spec, is_deterministic=True
@@ -181,11 +185,49 @@ def test_a_long_sequence_beside_short_ones_is_cut_finer():
     assert int(plan.counters.abs().max()) == 0
 
 
-def test_a_plan_serves_all_layers_of_a_step(dtype):
-    batch = Batch(dtype, CASES["both"])
+def test_a_plan_serves_all_layers_of_a_step():
+    batch = Batch(DTYPES[-1], CASES["both"])
     spec = AttentionSpec(scale=batch.scale)
     metadata = batch.metadata()
     first = paged_attention(batch.query, batch.cache, metadata, spec)
     plans = dict(metadata.plans)
     assert paged_attention(batch.query, batch.cache, metadata, spec).equal(first)
     assert metadata.plans == plans
+
+
+@pytest.mark.parametrize("is_fixed", [False, True])
+@pytest.mark.parametrize(
+    "lengths", [[1], [64], [65], [5000], [3] * 40, [700, 1, 64, 129, 4000, 2], [256] * 70]
+)
+def test_every_key_is_in_one_piece_and_every_piece_in_one_share(lengths, is_fixed):
+    lens = torch.tensor(lengths, dtype=torch.int32, device=DEVICE)
+    metadata = AttentionMetadata(
+        query_start_loc=torch.arange(len(lengths) + 1, device=DEVICE).int(),
+        seq_lens=lens,
+        block_tables=lens.view(-1, 1),
+        slot_mapping=lens,
+        max_query_len=1,
+        max_seq_len=max(lengths),
+        num_decodes=len(lengths),
+    )
+    plan = share_out(metadata, (8, 2, 16), len(lengths), 40, 32, is_fixed=is_fixed)
+    num_shares = int(plan.shares[0])
+    firsts = plan.shares[1 : 2 + num_shares].tolist()
+    assert firsts[0] == 0
+    assert all(first < end for first, end in itertools.pairwise(firsts))
+    covered = dict.fromkeys(range(len(lengths)), 0)
+    keys = [0] * num_shares
+    for number in range(firsts[-1]):
+        sequence, row, start, end, head, count, *_ = plan.pieces[number].tolist()
+        assert row == sequence
+        assert start == covered[sequence]
+        assert start % 32 == 0
+        assert head <= number < head + count
+        covered[sequence] = end
+        keys[bisect.bisect_right(firsts, number) - 1] += end - start
+    assert list(covered.values()) == lengths
+    assert int(plan.counters.abs().max()) == 0
+    if not is_fixed:
+        assert num_shares <= 20
+        even = max(sum(lengths) + PIECE_COST * len(lengths), 20 * MIN_KEYS) / 20
+        assert max(keys) <= even + 32

@@ -1,0 +1,523 @@
+// Attention of one query a sequence over a paged cache of keys and values.
+//
+// All tiles of 64 keys of all sequences are shared out evenly over the blocks, so that a share
+// holds the end of one sequence, some whole ones and the beginning of another; what a share
+// has of a sequence is a piece. One warp copies tiles to shared memory as far ahead as there is
+// room, from sequence to sequence and while others multiply. Each of four warps takes 16 keys
+// of a tile with a softmax of its own, and at a piece's end they weigh what they have. The
+// pieces of a sequence that is cut are weighed by whoever is done last, in their order.
+
+#include "hopper.cuh"
+
+namespace {
+
+constexpr int KEYS = 64;
+constexpr int WARP_KEYS = 16;
+constexpr int CONSUMER_WARPS = 4;
+constexpr int CONSUMERS = 32 * CONSUMER_WARPS;
+constexpr int PANEL = 64;  // columns of 2 bytes in the 128 bytes that a swizzle covers
+constexpr int ROW_BYTES = 2 * PANEL;
+constexpr int PANEL_BYTES = KEYS * ROW_BYTES;
+constexpr int MAX_GROUP = 8;
+constexpr int FEW = 8;  // tokens of the smaller box
+#ifndef STAGES_BYTES
+#define STAGES_BYTES 98304
+#endif
+constexpr int STAGE_BYTES_OF_ALL = STAGES_BYTES;
+
+// Named barriers; 0 is the block's own.
+constexpr int IS_FREE = 1;   // what the warps exchange has been read
+constexpr int IS_THERE = 2;  // it has been written
+
+__device__ __forceinline__ float minus_infinity() { return __int_as_float(0xFF800000); }
+
+struct alignas(16) Piece {
+    int sequence;
+    int row;         // of the block table
+    int start, end;  // its keys
+    int first;       // piece of the sequence
+    int count;       // of pieces of the sequence
+    int skipped, unused;
+};
+
+struct Arguments {
+    void* output;
+    const void* query;
+    const int* tables;
+    // The number of shares, each one's first piece, and the number of pieces.
+    const int* shares;
+    const Piece* pieces;
+    int* counters;    // [S, K]: pieces done; zero before and after a launch
+    float* partial;   // [pieces, N, H]
+    float* log_sums;  // [pieces, N]: base 2
+    long long query_stride, output_stride, table_stride;
+    float scale_log2;
+    int group, kv_heads, block_shift;
+    // Whether shares, pieces and tables were complete before the kernel in front began.
+    int has_old_plan;
+    int halves_per_block;
+};
+
+template <int HEAD>
+struct Shape {
+    static constexpr int PANELS = HEAD / PANEL;
+    static constexpr int TILE_BYTES = PANELS * PANEL_BYTES;
+    static constexpr int STAGES = STAGE_BYTES_OF_ALL / (2 * TILE_BYTES);
+    static constexpr int EXCHANGE = STAGE_BYTES_OF_ALL;
+    static constexpr int STATISTICS = EXCHANGE + CONSUMER_WARPS * MAX_GROUP * HEAD * 4;
+    static constexpr int BARRIERS = STATISTICS + CONSUMER_WARPS * MAX_GROUP * 8;
+    static constexpr int FLAG = BARRIERS + 16 * STAGES;
+};
+
+// The addresses of the ring's barriers and where this thread stands in it.
+template <int STAGES>
+struct Ring {
+    u32 barriers;
+    u32 slot = 0, parity = 0;
+
+    __device__ __forceinline__ u32 full() const { return barriers + slot * 8; }
+    __device__ __forceinline__ u32 empty() const { return barriers + (STAGES + slot) * 8; }
+    __device__ __forceinline__ void next() {
+        if (++slot == STAGES) {
+            slot = 0;
+            parity ^= 1;
+        }
+    }
+};
+
+__device__ __forceinline__ void wait_for_kernel_in_front() {
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+}
+
+__device__ __forceinline__ Piece read_piece(const Piece* piece) {
+    const int4* words = reinterpret_cast<const int4*>(piece);
+    const int4 a = __ldcg(words), b = __ldcg(words + 1);
+    return {a.x, a.y, a.z, a.w, b.x, b.y, b.z, b.w};
+}
+
+__device__ __forceinline__ int tiles_of(const Piece& piece) {
+    return max(1, (piece.end - piece.start + KEYS - 1) / KEYS);
+}
+
+// ---- The warp that copies.
+
+// Lane l has the l-th box of a tile: a block's keys or values, 64 of their columns.
+template <int HEAD>
+struct Copier {
+    using S = Shape<HEAD>;
+    const TensorMap *blocks, *fews;
+    const Arguments& a;
+    u32 shared;
+    Ring<S::STAGES> ring;
+    int kv_head, lane;
+    bool has_waited;
+
+#ifdef PANEL_BOXES
+    __device__ __forceinline__ int panel() const { return lane % S::PANELS; }
+    __device__ __forceinline__ int is_value() const { return lane / S::PANELS % 2; }
+    __device__ __forceinline__ int index() const { return lane / (2 * S::PANELS); }
+#else
+    __device__ __forceinline__ int is_value() const { return lane % 2; }
+    __device__ __forceinline__ int index() const { return lane / 2; }
+#endif
+
+    // The block of this lane's box at a key; -1 if there is none.
+    __device__ __forceinline__ int block_at(const int* table, int key, int end) const {
+        const int own = key + (index() << a.block_shift);
+        return own < end && own < key + KEYS ? __ldcg(table + (own >> a.block_shift)) : -1;
+    }
+
+    __device__ void copy_tile(int block, int key, int end) {
+        barrier_wait(ring.empty(), ring.parity ^ 1);
+        const int rows = min(KEYS, end - key);
+        const int whole = rows >> a.block_shift << a.block_shift;
+        const int copied = whole + (rows - whole + FEW - 1) / FEW * FEW;
+        if (lane == 0) barrier_arrive_expect(ring.full(), copied * ROW_BYTES * S::PANELS * 2);
+        __syncwarp();
+        if (block >= 0) {
+            const int first = index() << a.block_shift;
+#ifdef PANEL_BOXES
+            const u32 to = shared + ring.slot * 2 * S::TILE_BYTES +
+                           is_value() * S::TILE_BYTES + panel() * PANEL_BYTES +
+                           first * ROW_BYTES;
+            const int column = panel() * PANEL;
+            if (first + (1 << a.block_shift) <= rows) {
+                copy_box_5d(to, blocks, ring.full(), column, 0, kv_head, is_value(), block);
+            } else {
+                for (int row = 0; row < rows - first; row += FEW)
+                    copy_box_5d(to + row * ROW_BYTES, fews, ring.full(), column, row, kv_head,
+                                is_value(), block);
+            }
+#else
+            const u32 to = shared + ring.slot * 2 * S::TILE_BYTES +
+                           is_value() * S::TILE_BYTES + first * 2 * HEAD;
+            const int half = block * a.halves_per_block + is_value();
+            if (first + (1 << a.block_shift) <= rows) {
+                copy_box_5d(to, blocks, ring.full(), 0, 0, 0, kv_head, half);
+            } else {
+                for (int row = 0; row < rows - first; row += FEW)
+                    copy_box_5d(to + row * 2 * HEAD, fews, ring.full(), 0, 0, row, kv_head,
+                                half);
+            }
+#endif
+        }
+        ring.next();
+    }
+
+    __device__ void copy_share(int first, int end) {
+        for (int number = first; number < end; ++number) {
+            const Piece piece = read_piece(a.pieces + number);
+            const int* table = a.tables + piece.row * a.table_stride;
+            const bool has_newest = number == piece.first + piece.count - 1;
+            const int tiles = tiles_of(piece);
+            int block = block_at(table, piece.start, piece.end);
+            for (int tile = 0; tile < tiles; ++tile) {
+                const int key = piece.start + tile * KEYS;
+                const int next = block_at(table, key + KEYS, piece.end);
+                // Only the newest token's key and value are from the kernel in front.
+                if (!has_waited && has_newest && tile == tiles - 1) {
+                    wait_for_kernel_in_front();
+                    has_waited = true;
+                }
+                copy_tile(block, key, piece.end);
+                block = next;
+            }
+        }
+    }
+};
+
+// ---- The warps that multiply.
+
+// Four 8x8 matrices of 2 bytes to a warp's registers; lane l names row l % 8 of matrix l / 8.
+template <bool IS_TRANSPOSED>
+__device__ __forceinline__ void load_matrices(u32 (&to)[4], u32 address) {
+    if constexpr (IS_TRANSPOSED) {
+        asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+                     : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
+                     : "r"(address)
+                     : "memory");
+    } else {
+        asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                     : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
+                     : "r"(address)
+                     : "memory");
+    }
+}
+
+// sum [16, 8] += a [16, 16] @ b [16, 8] by a warp. The lower 8 rows of `a` are zero.
+template <bool IS_BF16>
+__device__ __forceinline__ void multiply(float (&sum)[4], u32 a0, u32 a2, u32 b0, u32 b1) {
+#define WARP_PRODUCT(TYPE)                                                                \
+    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32." TYPE "." TYPE                   \
+                 ".f32 {%0, %1, %2, %3}, {%4, %5, %6, %5}, {%7, %8}, {%0, %1, %2, %3};"   \
+                 : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3])                 \
+                 : "r"(a0), "r"(0), "r"(a2), "r"(b0), "r"(b1))
+    if constexpr (IS_BF16) {
+        WARP_PRODUCT("bf16");
+    } else {
+        WARP_PRODUCT("f16");
+    }
+#undef WARP_PRODUCT
+}
+
+// Where 16 bytes of a token lie in a tile of keys or values.
+template <int HEAD>
+__device__ __forceinline__ u32 place_of(int token, int chunk) {
+#ifdef PANEL_BOXES
+    const int row = chunk / 8 * KEYS + token;
+#else
+    const int row = token * Shape<HEAD>::PANELS + chunk / 8;
+#endif
+    return row * ROW_BYTES + ((chunk % 8) ^ (row % 8)) * 16;
+}
+
+template <bool IS_BF16, int HEAD>
+struct Multiplier {
+    using S = Shape<HEAD>;
+    static constexpr int STEPS = HEAD / 16;
+    const Arguments& a;
+    u32 shared;
+    char* memory;
+    Ring<S::STAGES> ring;
+    int kv_head, warp, lane;
+
+    u32 query[STEPS][2];
+    float sum[2 * STEPS][4];
+    float top, total;  // of this lane's row, the total of this lane's columns only
+
+    __device__ __forceinline__ void begin(const Piece& piece) {
+        const int row = lane / 4;
+        const char* head = static_cast<const char*>(a.query) +
+                           2 * (piece.sequence * a.query_stride +
+                                static_cast<long long>(kv_head * a.group + row) * HEAD);
+#pragma unroll
+        for (int step = 0; step < STEPS; ++step)
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+                const int column = step * 16 + half * 8 + lane % 4 * 2;
+                query[step][half] =
+                    row < a.group ? *reinterpret_cast<const u32*>(head + 2 * column) : 0;
+            }
+#pragma unroll
+        for (int i = 0; i < 2 * STEPS; ++i)
+#pragma unroll
+            for (int j = 0; j < 4; ++j) sum[i][j] = 0;
+        top = minus_infinity();
+        total = 0;
+    }
+
+    // Values behind the sequence's end may be anything, also what is not a number.
+    __device__ __forceinline__ void clear_values(u32 values, int valid) {
+        constexpr int CHUNKS = 2 * HEAD / 16;
+        for (int i = lane; i < (WARP_KEYS - valid) * CHUNKS; i += 32) {
+            const int row = warp * WARP_KEYS + valid + i / CHUNKS;
+            asm volatile("st.shared.v4.b32 [%0], {%1, %1, %1, %1};" ::"r"(
+                             values + place_of<HEAD>(row, i % CHUNKS)),
+                         "r"(0)
+                         : "memory");
+        }
+        fence_shared_for_async();
+        __syncwarp();
+    }
+
+    __device__ __forceinline__ void score(float (&low)[4], float (&high)[4], u32 keys) {
+        const int row = warp * WARP_KEYS + lane / 16 * 8 + lane % 8;
+#pragma unroll
+        for (int step = 0; step < STEPS; ++step) {
+            const int chunk = step * 2 + lane / 8 % 2;
+            u32 matrices[4];
+            load_matrices<false>(matrices, keys + place_of<HEAD>(row, chunk));
+            multiply<IS_BF16>(low, query[step][0], query[step][1], matrices[0], matrices[1]);
+            multiply<IS_BF16>(high, query[step][0], query[step][1], matrices[2], matrices[3]);
+        }
+    }
+
+    __device__ __forceinline__ void add_values(u32 weights_low, u32 weights_high, u32 values) {
+        const int row = warp * WARP_KEYS + lane / 8 % 2 * 8 + lane % 8;
+#pragma unroll
+        for (int step = 0; step < STEPS; ++step) {
+            const int chunk = step * 2 + lane / 16;
+            u32 matrices[4];
+            load_matrices<true>(matrices, values + place_of<HEAD>(row, chunk));
+            multiply<IS_BF16>(sum[2 * step], weights_low, weights_high, matrices[0],
+                              matrices[1]);
+            multiply<IS_BF16>(sum[2 * step + 1], weights_low, weights_high, matrices[2],
+                              matrices[3]);
+        }
+    }
+
+    // This warp's keys of the tile in the ring's slot, the first `valid` of them.
+    __device__ __forceinline__ void take(int valid) {
+        const u32 keys = shared + ring.slot * 2 * S::TILE_BYTES;
+        float low[4] = {0, 0, 0, 0}, high[4] = {0, 0, 0, 0};
+        score(low, high, keys);
+        const int column = lane % 4 * 2;
+        float scores[4] = {low[0], low[1], high[0], high[1]};
+#pragma unroll
+        for (int i = 0; i < 4; ++i)
+            if (column + i % 2 + i / 2 * 8 >= valid) scores[i] = minus_infinity();
+        float most = fmaxf(fmaxf(scores[0], scores[1]), fmaxf(scores[2], scores[3]));
+        most = fmaxf(most, __shfl_xor_sync(~0u, most, 1));
+        most = fmaxf(most, __shfl_xor_sync(~0u, most, 2));
+        // The first key is valid, so this is finite.
+        const float new_top = fmaxf(top, most * a.scale_log2);
+        const float decay = exp2_fast(top - new_top);
+        top = new_top;
+        total *= decay;
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            scores[i] = exp2_fast(scores[i] * a.scale_log2 - new_top);
+            total += scores[i];
+        }
+#pragma unroll
+        for (int i = 0; i < 2 * STEPS; ++i) {
+            sum[i][0] *= decay;
+            sum[i][1] *= decay;
+        }
+        if (valid < WARP_KEYS) clear_values(keys + S::TILE_BYTES, valid);
+        add_values(pack<IS_BF16>(scores[0], scores[1]), pack<IS_BF16>(scores[2], scores[3]),
+                   keys + S::TILE_BYTES);
+    }
+
+    // What the warps have of a piece, weighed: the output, or a partial result.
+    __device__ void end(const Piece& piece, int number) {
+        total += __shfl_xor_sync(~0u, total, 1);
+        total += __shfl_xor_sync(~0u, total, 2);
+        float* exchange = reinterpret_cast<float*>(memory + S::EXCHANGE);
+        float2* statistics = reinterpret_cast<float2*>(memory + S::STATISTICS);
+        named_wait(IS_FREE, CONSUMERS);
+        const int row = lane / 4;
+        if (row < a.group) {
+            float* own = exchange + (warp * MAX_GROUP + row) * HEAD + lane % 4 * 2;
+#pragma unroll
+            for (int i = 0; i < 2 * STEPS; ++i)
+                *reinterpret_cast<float2*>(own + i * 8) = make_float2(sum[i][0], sum[i][1]);
+            if (lane % 4 == 0) statistics[warp * MAX_GROUP + row] = make_float2(top, total);
+        }
+        named_wait(IS_THERE, CONSUMERS);
+        for (int at = threadIdx.x * 4; at < a.group * HEAD; at += CONSUMERS * 4)
+            weigh_warps(piece, number, at / HEAD, at % HEAD, exchange, statistics);
+    }
+
+    __device__ __forceinline__ void weigh_warps(const Piece& piece, int number, int row,
+                                                int column, const float* exchange,
+                                                const float2* statistics) {
+        float most = minus_infinity(), all = 0;
+        for (int i = 0; i < CONSUMER_WARPS; ++i)
+            most = fmaxf(most, statistics[i * MAX_GROUP + row].x);
+        float4 value = make_float4(0, 0, 0, 0);
+        for (int i = 0; i < CONSUMER_WARPS; ++i) {
+            const float2 own = statistics[i * MAX_GROUP + row];
+            const float weight = own.y > 0 ? exp2_fast(own.x - most) : 0;
+            const float4 part = *reinterpret_cast<const float4*>(
+                exchange + (i * MAX_GROUP + row) * HEAD + column);
+            value.x += weight * part.x;
+            value.y += weight * part.y;
+            value.z += weight * part.z;
+            value.w += weight * part.w;
+            all += weight * own.y;
+        }
+        const float scale = all > 0 ? 1 / all : 0;
+        value = make_float4(value.x * scale, value.y * scale, value.z * scale, value.w * scale);
+        const int head = kv_head * a.group + row;
+        if (piece.count == 1) {
+            store(piece.sequence, head * HEAD + column, value);
+            return;
+        }
+        const long long pair = static_cast<long long>(number) * a.kv_heads * a.group + head;
+        *reinterpret_cast<float4*>(a.partial + pair * HEAD + column) = value;
+        if (column == 0) a.log_sums[pair] = all > 0 ? most + __log2f(all) : minus_infinity();
+    }
+
+    __device__ __forceinline__ void store(int sequence, int place, float4 value) const {
+        char* to = static_cast<char*>(a.output) + 2 * (sequence * a.output_stride + place);
+        *reinterpret_cast<uint2*>(to) =
+            make_uint2(pack<IS_BF16>(value.x, value.y), pack<IS_BF16>(value.z, value.w));
+    }
+
+    // Counts a piece as done; the last of a sequence weighs all of them.
+    __device__ void finish(int number) {
+        const Piece piece = read_piece(a.pieces + number);
+        if (piece.count == 1) return;
+        int* flag = reinterpret_cast<int*>(memory + S::FLAG);
+        __threadfence();
+        named_wait(IS_FREE, CONSUMERS);
+        if (threadIdx.x == 0) {
+            int* counter = a.counters + piece.sequence * a.kv_heads + kv_head;
+            const int done = atomicAdd(counter, 1) + 1;
+            if (done == piece.count) *counter = 0;
+            *flag = done == piece.count;
+            __threadfence();
+        }
+        named_wait(IS_THERE, CONSUMERS);
+        if (*flag == 0) return;
+        for (int row = warp; row < a.group; row += CONSUMER_WARPS)
+            weigh_pieces(piece, kv_head * a.group + row);
+    }
+
+    __device__ __forceinline__ void weigh_pieces(const Piece& piece, int head) {
+        const int heads = a.kv_heads * a.group;
+        const float* log_sums = a.log_sums + static_cast<long long>(piece.first) * heads + head;
+        float most = minus_infinity();
+        for (int i = lane; i < piece.count; i += 32)
+            most = fmaxf(most, __ldcg(log_sums + static_cast<long long>(i) * heads));
+        for (int i = 16; i > 0; i /= 2) most = fmaxf(most, __shfl_xor_sync(~0u, most, i));
+        // With heads of 64, a lane's four columns are another's too.
+        const int column = lane * 4 % HEAD;
+        const float* partial =
+            a.partial + (static_cast<long long>(piece.first) * heads + head) * HEAD + column;
+        float4 value = make_float4(0, 0, 0, 0);
+        float all = 0;
+        for (int base = 0; base < piece.count; base += 32) {
+            const int number = min(32, piece.count - base);
+            float own = 0;
+            if (lane < number)
+                own = exp2_fast(__ldcg(log_sums + static_cast<long long>(base + lane) * heads) -
+                                most);
+#pragma unroll 16
+            for (int i = 0; i < number; ++i) {
+                const float weight = __shfl_sync(~0u, own, i);
+                const float4 part = __ldcg(reinterpret_cast<const float4*>(
+                    partial + static_cast<long long>(base + i) * heads * HEAD));
+                value.x += weight * part.x;
+                value.y += weight * part.y;
+                value.z += weight * part.z;
+                value.w += weight * part.w;
+                all += weight;
+            }
+        }
+        const float scale = 1 / all;
+        store(piece.sequence, head * HEAD + column,
+              make_float4(value.x * scale, value.y * scale, value.z * scale, value.w * scale));
+    }
+
+    __device__ void take_share(int first, int end_of_share) {
+        for (int number = first; number < end_of_share; ++number) {
+            const Piece piece = read_piece(a.pieces + number);
+            begin(piece);
+            const int tiles = tiles_of(piece);
+            for (int tile = 0; tile < tiles; ++tile) {
+                const int key = piece.start + tile * KEYS + warp * WARP_KEYS;
+                barrier_wait(ring.full(), ring.parity);
+                if (key < piece.end) take(min(WARP_KEYS, piece.end - key));
+                __syncwarp();
+                if (lane == 0) barrier_arrive(ring.empty());
+                ring.next();
+            }
+            end(piece, number);
+        }
+        // Only the first and the last sequence of a share can have pieces elsewhere.
+        finish(first);
+        if (end_of_share - 1 != first) finish(end_of_share - 1);
+    }
+};
+
+template <bool IS_BF16, int HEAD>
+__device__ __forceinline__ void decode(const TensorMap* blocks, const TensorMap* fews,
+                                       const Arguments& a) {
+    using S = Shape<HEAD>;
+    extern __shared__ __align__(1024) char memory[];
+    const u32 shared = shared_address(memory);
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    const int kv_head = blockIdx.x % a.kv_heads;
+    const int step = gridDim.x / a.kv_heads;
+    const u32 barriers = shared + S::BARRIERS;
+    asm volatile("griddepcontrol.launch_dependents;");
+    if (threadIdx.x == 0) {
+        for (int i = 0; i < S::STAGES; ++i) {
+            barrier_init(barriers + i * 8, 1);
+            barrier_init(barriers + (S::STAGES + i) * 8, CONSUMER_WARPS);
+        }
+        asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    }
+    if (!a.has_old_plan) wait_for_kernel_in_front();
+    const int num_shares = __ldcg(a.shares);
+    __syncthreads();
+    if (warp == CONSUMER_WARPS) {
+        prefetch_map(blocks);
+        prefetch_map(fews);
+        Copier<HEAD> copier{blocks, fews, a,    shared,
+                            {barriers}, kv_head, lane, a.has_old_plan == 0};
+        for (int share = blockIdx.x / a.kv_heads; share < num_shares; share += step)
+            copier.copy_share(__ldcg(a.shares + 1 + share), __ldcg(a.shares + 2 + share));
+        return;
+    }
+    wait_for_kernel_in_front();
+    Multiplier<IS_BF16, HEAD> multiplier{a, shared, memory, {barriers}, kv_head, warp, lane};
+    for (int share = blockIdx.x / a.kv_heads; share < num_shares; share += step)
+        multiplier.take_share(__ldcg(a.shares + 1 + share), __ldcg(a.shares + 2 + share));
+}
+
+}  // namespace
+
+#define DECODE(NAME, IS_BF16, HEAD)                                                       \
+    extern "C" __global__ void __launch_bounds__(CONSUMERS + 32, 2)                       \
+        NAME(const __grid_constant__ TensorMap blocks, const __grid_constant__ TensorMap  \
+             fews, const __grid_constant__ Arguments arguments) {                         \
+        decode<IS_BF16, HEAD>(&blocks, &fews, arguments);                                 \
+    }
+
+DECODE(decode_float16_64, false, 64)
+DECODE(decode_float16_128, false, 128)
+DECODE(decode_bfloat16_64, true, 64)
+DECODE(decode_bfloat16_128, true, 128)

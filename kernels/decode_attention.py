@@ -1,0 +1,88 @@
+"""The choice of kernels for the attention of decodes on a GPU."""
+
+from __future__ import annotations
+
+import logging
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from trimaran.kernels import cuda_decode, triton_attention_decode
+from trimaran.kernels.attention import AttentionMetadata, AttentionSpec
+from trimaran.kernels.build import KernelsUnavailableError
+
+logger = logging.getLogger(__name__)
+
+# Shapes: S sequences, N query heads, H head size.
+
+
+class DecodeAttention(Protocol):
+    """Attention of a step's leading decodes, one query each."""
+
+    @property
+    def backend(self) -> str:
+        """What logs and metrics call it."""
+        ...
+
+    def __call__(
+        self,
+        query_SNH: Tensor,
+        kv_cache: Tensor,
+        metadata: AttentionMetadata,
+        spec: AttentionSpec,
+        output_SNH: Tensor,
+        *,
+        is_fixed: bool = False,
+    ) -> None: ...
+
+
+class TritonDecodes:
+    """Any attention on any GPU."""
+
+    backend = "triton"
+    __call__ = staticmethod(triton_attention_decode.decode)
+
+
+class HopperDecodes:
+    """Our CUDA C++ kernels, and Triton's for what those do not take.
+
+    Which of them serves a layer depends on its shape and spec alone, never on the batch.
+    """
+
+    backend = "cuda"
+
+    def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
+        cuda_decode.load(device, dtype)
+        self._refused: set[str] = set()
+
+    def __call__(
+        self,
+        query_SNH: Tensor,
+        kv_cache: Tensor,
+        metadata: AttentionMetadata,
+        spec: AttentionSpec,
+        output_SNH: Tensor,
+        *,
+        is_fixed: bool = False,
+    ) -> None:
+        """Attend, into the sequences' rows of ``output``."""
+        refusal = cuda_decode.refusal(query_SNH, kv_cache, spec)
+        serve = cuda_decode.decode if refusal is None else triton_attention_decode.decode
+        if refusal is not None and refusal not in self._refused:
+            self._refused.add(refusal)
+            logger.info("attention of decodes with %s is Triton's", refusal)
+        serve(query_SNH, kv_cache, metadata, spec, output_SNH, is_fixed=is_fixed)
+
+
+def select_decode_attention(device: torch.device, dtype: torch.dtype) -> DecodeAttention:
+    """The fastest that was measured for this device and dtype."""
+    if device.type != "cuda" or dtype not in cuda_decode.DTYPES:
+        return TritonDecodes()
+    if torch.cuda.get_device_capability(device) != (9, 0):
+        return TritonDecodes()
+    try:
+        return HopperDecodes(device, dtype)
+    except KernelsUnavailableError as error:
+        logger.warning("attention of decodes is Triton's, at lower speed: %s", error)
+        return TritonDecodes()

@@ -1,0 +1,163 @@
+"""How the keys of a step's decodes are shared out evenly over programs, on the device."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton  # type: ignore[import-not-found,import-untyped,unused-ignore]
+import triton.language as tl  # type: ignore[import-not-found,import-untyped,unused-ignore]
+from torch import Tensor
+
+from trimaran.kernels.attention import AttentionMetadata
+
+# Shapes: S sequences, K key-value heads, N query heads, H head size, I pieces at most, R shares
+# at most.
+
+MIN_KEYS = 256
+"""Keys of the smallest share: below, weighing pieces takes longer than reading them."""
+
+FIXED_KEYS = 512
+"""Keys of a piece where results must not depend on the batch."""
+
+MAX_FIXED_PIECES = 8
+"""A longer sequence has larger pieces then."""
+
+PIECE_COST = 32
+"""Keys that could be read in the time that ending a sequence takes."""
+
+_WRITERS = 16
+
+
+@dataclass(slots=True)
+class SharePlan:
+    """The pieces of one step's decodes, the same for all layers, and their workspace.
+
+    A sequence is cut into units of keys. All units, sequence by sequence, are shared out in
+    order and evenly, so that a share holds the end of one sequence, some whole ones and the
+    beginning of another. What a share has of a sequence is a piece.
+    """
+
+    shares: Tensor
+    """int32 [R + 2]: the number of shares, each one's first piece, the number of pieces."""
+
+    pieces: Tensor
+    """int32 [I, 8]: sequence, row, first and end key, first piece and number of pieces of
+    the sequence; two unused."""
+
+    counters: Tensor
+    """int32 [S, K]: pieces done. Zero between launches."""
+
+    partial: Tensor
+    """float32 [I, N, H]: a piece's result."""
+
+    log_sums: Tensor
+    """float32 [I, N]: base 2 logarithm of the sum of a piece's weights."""
+
+    num_programs: int
+    """Programs a key-value head: one a share, or fewer that take several in turn."""
+
+
+@triton.jit(do_not_specialize=["num_sequences", "num_shares"])  # type: ignore[untyped-decorator,unused-ignore]
+def _shares_kernel(  # type: ignore[no-untyped-def]
+    seq_lens, rows, shares, pieces, counters, num_sequences, num_shares,
+    KV_HEADS: tl.constexpr, UNIT: tl.constexpr, MIN_KEYS: tl.constexpr, COST: tl.constexpr,
+    FIXED_KEYS: tl.constexpr, MAX_PIECES: tl.constexpr, IS_FIXED: tl.constexpr,
+    HAS_ROWS: tl.constexpr, SPAN: tl.constexpr, WRITERS: tl.constexpr,
+):  # fmt: skip
+    """Each program finds all pieces and writes every WRITERS-th of each sequence.
+
+    All sequences lie on one ruler, each as long as its keys and COST. It is cut into equal
+    shares, and a unit of keys belongs to the share in which it begins.
+    """
+    writer = tl.program_id(0)
+    sequences = tl.arange(0, SPAN)
+    is_sequence = sequences < num_sequences
+    length = tl.load(seq_lens + sequences, mask=is_sequence, other=0)
+    row = sequences
+    if HAS_ROWS:
+        row = tl.load(rows + sequences, mask=is_sequence, other=0)
+    # A sequence of no tokens still has a piece, which writes zeros.
+    last_unit = tl.maximum((length + UNIT - 1) // UNIT - 1, 0)
+    cost = tl.where(is_sequence, length + COST, 0)
+    place = tl.cumsum(cost) - cost
+    if IS_FIXED:
+        size = tl.maximum((length + MAX_PIECES - 1) // MAX_PIECES, FIXED_KEYS)
+        size = (size + UNIT - 1) // UNIT * UNIT
+        first_share, last_share = tl.zeros_like(length), last_unit * UNIT // size
+        place = first_share
+    else:
+        size = tl.maximum((tl.sum(cost) + num_shares - 1) // num_shares, MIN_KEYS)
+        first_share, last_share = place // size, (place + last_unit * UNIT) // size
+    num_pieces = tl.where(is_sequence, last_share - first_share + 1, 0)
+    first_piece = tl.cumsum(num_pieces) - num_pieces
+    # Where the last unit in front of a sequence begins.
+    former = tl.load(seq_lens + sequences - 1, mask=is_sequence & (sequences > 0), other=0)
+    before = place - COST - former + tl.maximum((former + UNIT - 1) // UNIT - 1, 0) * UNIT
+    for number in range(writer, tl.max(num_pieces), WRITERS):
+        is_piece = number < num_pieces
+        share = first_share + number
+        begin = tl.maximum((share * size - place + UNIT - 1) // UNIT * UNIT, 0)
+        end = tl.minimum(((share + 1) * size - place + UNIT - 1) // UNIT * UNIT, length)
+        at = pieces + (first_piece + number) * 8
+        tl.store(at, sequences, mask=is_piece)
+        tl.store(at + 1, row, mask=is_piece)
+        tl.store(at + 2, begin, mask=is_piece)
+        tl.store(at + 3, end, mask=is_piece)
+        tl.store(at + 4, first_piece, mask=is_piece)
+        tl.store(at + 5, num_pieces, mask=is_piece)
+        if IS_FIXED:
+            tl.store(shares + 1 + first_piece + number, first_piece + number, mask=is_piece)
+        else:
+            begins = is_piece & ((number > 0) | (sequences == 0) | (before < share * size))
+            tl.store(shares + 1 + share, first_piece + number, mask=begins)
+    if writer == 0:
+        all_pieces = tl.sum(num_pieces)
+        last = all_pieces - 1 if IS_FIXED else tl.max(tl.where(is_sequence, last_share, 0))
+        tl.store(shares, last + 1)
+        tl.store(shares + 2 + last, all_pieces)
+        for head in range(KV_HEADS):
+            tl.store(counters + sequences * KV_HEADS + head, 0, mask=is_sequence)
+
+
+def share_out(
+    metadata: AttentionMetadata,
+    heads: tuple[int, int, int],
+    num_sequences: int,
+    num_programs: int,
+    unit: int,
+    *,
+    is_fixed: bool,
+) -> SharePlan:
+    """Share out the first ``num_sequences`` sequences, each with one query.
+
+    ``heads`` are the numbers of query and of key-value heads and the head size;
+    ``num_programs`` run at once on the device; ``unit`` keys stay together. With
+    ``is_fixed``, how a sequence is cut depends on its length alone. What is launched depends
+    on the number of sequences alone, and lengths are read on the device: safe under CUDA
+    graph capture.
+    """
+    num_heads, num_kv_heads, head_size = heads
+    device = metadata.seq_lens.device
+    num_shares = max(1, num_programs // num_kv_heads)
+    num_programs, most = num_shares, num_sequences + num_shares
+    if is_fixed:
+        most = num_shares = num_sequences * MAX_FIXED_PIECES
+        num_programs = min(num_programs, most)
+    plan = SharePlan(
+        shares=torch.empty(num_shares + 2, dtype=torch.int32, device=device),
+        pieces=torch.empty((most, 8), dtype=torch.int32, device=device),
+        counters=torch.empty((num_sequences, num_kv_heads), dtype=torch.int32, device=device),
+        partial=torch.empty((most, num_heads, head_size), device=device, dtype=torch.float32),
+        log_sums=torch.empty((most, num_heads), device=device, dtype=torch.float32),
+        num_programs=num_programs,
+    )
+    has_rows = metadata.rows is not None
+    _shares_kernel[(_WRITERS,)](
+        metadata.seq_lens, metadata.rows if has_rows else metadata.seq_lens, plan.shares,
+        plan.pieces, plan.counters, num_sequences, num_shares, KV_HEADS=num_kv_heads,
+        UNIT=unit, MIN_KEYS=MIN_KEYS, COST=PIECE_COST, FIXED_KEYS=FIXED_KEYS,
+        MAX_PIECES=MAX_FIXED_PIECES, IS_FIXED=is_fixed, HAS_ROWS=has_rows,
+        SPAN=max(16, triton.next_power_of_2(num_sequences)), WRITERS=_WRITERS,
+    )  # fmt: skip
+    return plan
