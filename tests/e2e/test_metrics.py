@@ -66,6 +66,29 @@ def test_engine_gauges_return_to_idle_and_the_iteration_counter_moves(plain_serv
     assert iterations() >= before + 25
 
 
+def test_the_engines_time_is_counted_while_it_works_and_not_while_it_rests(plain_server):
+    parts = ("receive", "schedule", "launch", "emit", "device", "sample")
+
+    def seconds() -> dict[str, float]:
+        name = "trimaran_engine_seconds"
+        return {
+            part: plain_server.metric(name, model="tensorrt_llm", part=part) for part in parts
+        }
+
+    before = seconds()
+    body = {"text_input": "Once upon a time", "max_tokens": 30}
+    start = time.monotonic()
+    assert plain_server.post("/v2/models/ensemble/generate", body)[0] == 200
+    settled(plain_server, "nv_trt_llm_request_metrics", 0, request_type="active")
+    passed = time.monotonic() - start
+    after = seconds()
+
+    assert all(after[part] > before[part] for part in parts)
+    assert sum(after[part] - before[part] for part in parts[:4]) <= passed
+    time.sleep(0.3)
+    assert seconds() == after
+
+
 def test_a_repeated_prompt_reuses_its_blocks(plain_server):
     label = {"kv_cache_block_type": "reused"}
     name = "nv_trt_llm_kv_cache_block_metrics"
