@@ -10,7 +10,7 @@ from torch import Tensor
 
 from trimaran.kernels.cuda_build import load_cubin
 from trimaran.kernels.cuda_driver import CudaModule, TensorMap, tensor_map
-from trimaran.kernels.product_table import INNER_STEP, GemmShape
+from trimaran.kernels.product_table import INNER_STEP, GemmShape, Kind
 
 # Shapes: T tokens, D inner width, E outputs of the weight, F outputs of the product.
 
@@ -36,7 +36,7 @@ class _Arguments(ctypes.Structure):
 
 
 class HopperGemm:
-    """``x @ weight.T``, or SwiGLU of it, cut in one way on one device.
+    """Products of one kind, cut in one way on one device.
 
     bf16 or float16 with sums in float32; D a multiple of 8, the weight contiguous, at least
     one row. Safe under graph capture. A row's result depends on neither the other
@@ -48,14 +48,15 @@ class HopperGemm:
         shape: GemmShape,
         dtype: torch.dtype,
         device: torch.device,
+        kind: Kind = "plain",
         *,
-        is_gated: bool = False,
         overlaps: bool = True,
     ) -> None:
+        shape.check(kind)
         self.shape = shape
-        self._is_gated = is_gated
-        cluster = shape.split * shape.sharing
-        self._kernel = CudaModule(compile_gemm(shape, dtype, is_gated=is_gated)).kernel(
+        self._kind = kind
+        cluster = shape.cluster(kind)
+        self._kernel = CudaModule(compile_gemm(shape, dtype, kind)).kernel(
             "gemm",
             device,
             num_threads=128 * (shape.warpgroups + 1),
@@ -65,11 +66,11 @@ class HopperGemm:
         )
         count = torch.cuda.get_device_properties(device).multi_processor_count
         self._max_clusters = count if cluster == 1 else self._kernel.max_clusters(cluster)
-        self._split, self._sharing = shape.split, shape.sharing
         self._cluster = cluster
+        self._adds_in_cluster = kind != "parts" and shape.split > 1
 
     def __call__(self, x_TD: Tensor, weight_ED: Tensor) -> Tensor:
-        """[T, E], or [T, E / 2] of ``silu(gate) * up`` with gate rows above up rows."""
+        """[T, E]; [T, E / 2] of ``silu(gate) * up``; or float32 [split, T, E] to add up."""
         shape = self.shape
         num_rows, inner = x_TD.shape
         inner_steps = -(-inner // INNER_STEP)
@@ -80,19 +81,23 @@ class HopperGemm:
             )
         if x_TD.stride(1) != 1 or x_TD.stride(0) % 8 or x_TD.data_ptr() % 16:
             x_TD = x_TD.clone(memory_format=torch.contiguous_format)
-        num_columns = weight_ED.shape[0] // 2 if self._is_gated else weight_ED.shape[0]
-        tile_columns = shape.columns // 2 if self._is_gated else shape.columns
+        halves = 2 if self._kind == "gated" else 1
+        num_columns, tile_columns = weight_ED.shape[0] // halves, shape.columns // halves
         pitch = -(-num_columns // 8) * 8
-        out_TF = x_TD.new_empty((num_rows, pitch))
+        if self._kind == "parts":
+            out = x_TD.new_empty((shape.split, num_rows, pitch), dtype=torch.float32)
+        else:
+            out = x_TD.new_empty((num_rows, pitch))
         row_tiles = -(-num_rows // shape.rows)
         # The least slices that hold all rows; the kernel's products of others go nowhere.
-        slice_rows = -(-min(num_rows, shape.rows) // self._sharing // 8) * 8
-        column_tiles = -(-num_columns // tile_columns)
-        groups = row_tiles * -(-column_tiles // self._sharing)
-        clusters = groups if self._split > 1 else min(groups, self._max_clusters)
+        slice_rows = -(-min(num_rows, shape.rows) // shape.sharing // 8) * 8
+        groups = row_tiles * -(-num_columns // (tile_columns * shape.sharing))
+        if self._kind == "parts":
+            groups *= shape.split
+        clusters = groups if self._adds_in_cluster else min(groups, self._max_clusters)
         arguments = _Arguments(
-            out_TF.data_ptr(), num_rows, num_columns, pitch, inner_steps, row_tiles,
-            groups, self._split, self._sharing, slice_rows,
+            out.data_ptr(), num_rows, num_columns, pitch, inner_steps, row_tiles,
+            groups, shape.split, shape.sharing, slice_rows,
             _READ_ONCE if row_tiles == 1 else _READ_AGAIN,
         )  # fmt: skip
         maps: tuple[TensorMap, TensorMap] = (
@@ -101,7 +106,7 @@ class HopperGemm:
         )
         stream = torch.cuda.current_stream(x_TD.device).cuda_stream
         self._kernel.launch(clusters * self._cluster, stream, *maps, arguments)
-        return out_TF if pitch == num_columns else out_TF[:, :num_columns]
+        return out if pitch == num_columns else out[..., :num_columns]
 
 
 def can_multiply(device: torch.device, dtype: torch.dtype) -> bool:
@@ -112,16 +117,17 @@ def can_multiply(device: torch.device, dtype: torch.dtype) -> bool:
 
 
 @functools.lru_cache(maxsize=256)
-def compile_gemm(shape: GemmShape, dtype: torch.dtype, *, is_gated: bool) -> bytes:
-    """The kernel for this shape; all shapes with and without a split share theirs."""
+def compile_gemm(shape: GemmShape, dtype: torch.dtype, kind: Kind) -> bytes:
+    """The kernel for this shape; shapes that differ in a split's number share theirs."""
     defines = [
         f"GEMM_MI={shape.rows // 64 // shape.warpgroups}",
         f"GEMM_WARPGROUPS={shape.warpgroups}",
         f"GEMM_CHUNKS={shape.columns // 16}",
         f"GEMM_STAGES={shape.stages}",
-        f"GEMM_SPLIT={int(shape.split > 1)}",
+        f"GEMM_SPLIT={int(kind != 'parts' and shape.split > 1)}",
+        f"GEMM_PARTS={int(kind == 'parts')}",
     ]
-    if is_gated:
+    if kind == "gated":
         defines.append("GEMM_GATED")
     if dtype == torch.float16:
         defines.append("GEMM_FLOAT16")

@@ -6,6 +6,7 @@ import json
 from bisect import bisect_left
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 TABLES = Path(__file__).with_name("tables")
 
@@ -15,6 +16,9 @@ INNER_STEP = 64
 _SHARED_BYTES = 230_400
 """Dynamic shared memory that a block can have beside its barriers."""
 
+Kind = Literal["plain", "gated", "parts"]
+"""``x @ weight.T``; SwiGLU of it; or float32 parts of it that are still to be added up."""
+
 
 @dataclass(frozen=True, slots=True)
 class GemmShape:
@@ -22,7 +26,7 @@ class GemmShape:
 
     ``rows`` x ``columns`` of the product fall to a block at a time: 64, 128, 192 or 256, and
     a multiple of 16 up to 256. ``split`` blocks share the inner dimension, ``sharing`` blocks
-    rows of x; at most 8 blocks in all make a cluster.
+    rows of x; at most 8 blocks in all make a cluster, to which blocks of parts do not count.
     """
 
     rows: int
@@ -30,18 +34,25 @@ class GemmShape:
     split: int = 1
     sharing: int = 1
 
-    def __post_init__(self) -> None:
-        ring = self.stages * self.stage_bytes
-        if self.split > 1 and self._exchanged_bytes > ring:
+    def check(self, kind: Kind) -> None:
+        """Raise ValueError unless the kernel can make a product of this kind."""
+        ring, bytes_needed = self.stages * self.stage_bytes, self._exchanged_bytes(kind)
+        if bytes_needed > ring:
             raise ValueError(
-                f"{self} needs {self._exchanged_bytes} bytes of shared memory for partial sums "
-                f"but has {ring}: take fewer columns or another split"
+                f"{self} needs {bytes_needed} bytes of shared memory for partial sums but has "
+                f"{ring}: take fewer columns or another split"
             )
 
-    @property
-    def _exchanged_bytes(self) -> int:
-        """Shared memory for partial sums made and received, of a gated product at worst."""
-        pitch = 8 * (2 * -(-self.columns // 16 // self.split) + 1)
+    def cluster(self, kind: Kind) -> int:
+        """Blocks of a cluster."""
+        return self.sharing if kind == "parts" else self.sharing * self.split
+
+    def _exchanged_bytes(self, kind: Kind) -> int:
+        """Shared memory for partial sums that a block makes and receives."""
+        if kind == "parts" or self.split == 1:
+            return 0
+        sums = 2 if kind == "gated" else 1
+        pitch = 8 * (sums * -(-self.columns // 8 // sums // self.split) + 1)
         return (2 * self.split - 1) * self.rows * 4 * pitch
 
     @property
@@ -68,17 +79,17 @@ class ProductTable:
     """Measured choices for one device: for each weight, the best up to a number of rows.
 
     Above the last entry, and for weights that were not measured, torch multiplies. A file
-    maps ``outputs x inner`` (with `` gated`` for SwiGLU) to a list of ``[most rows, null or
-    [rows, columns, split, sharing]]``, and is written by ``benchmarks/tune_products.py``.
+    maps ``outputs x inner kind`` to a list of ``[most rows, null or [rows, columns, split,
+    sharing]]``, and is written by ``benchmarks/tune_products.py``.
     """
 
     def __init__(self, entries: dict[str, list[tuple[int, list[int] | None]]]) -> None:
-        self._bounds: dict[tuple[int, int, bool], list[int]] = {}
-        self._choices: dict[tuple[int, int, bool], list[Choice]] = {}
+        self._bounds: dict[tuple[int, int, str], list[int]] = {}
+        self._choices: dict[tuple[int, int, str], list[Choice]] = {}
         for name, steps in entries.items():
             sizes, _, kind = name.partition(" ")
             outputs, _, inner = sizes.partition("x")
-            key = (int(outputs), int(inner), kind == "gated")
+            key = (int(outputs), int(inner), kind)
             self._bounds[key] = [most for most, _ in steps]
             self._choices[key] = [GemmShape(*cut) if cut else None for _, cut in steps]
 
@@ -90,17 +101,17 @@ class ProductTable:
             return cls({})
         return cls(json.loads(path.read_text(encoding="utf-8")))
 
-    def pick(self, num_rows: int, outputs: int, inner: int, is_gated: bool) -> Choice:
+    def pick(self, num_rows: int, outputs: int, inner: int, kind: Kind) -> Choice:
         """The choice for a product of ``num_rows`` with a weight [outputs, inner]."""
-        key = (outputs, inner, is_gated)
+        key = (outputs, inner, kind)
         bounds = self._bounds.get(key)
         if bounds is None or num_rows > bounds[-1]:
             return None
         return self._choices[key][bisect_left(bounds, num_rows)]
 
-    def choices(self, outputs: int, inner: int, is_gated: bool) -> list[GemmShape]:
+    def choices(self, outputs: int, inner: int, kind: Kind) -> list[GemmShape]:
         """All of our kernel's cuts for a weight."""
-        found = self._choices.get((outputs, inner, is_gated), [])
+        found = self._choices.get((outputs, inner, kind), [])
         return list(dict.fromkeys(choice for choice in found if choice is not None))
 
 

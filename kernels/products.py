@@ -15,7 +15,7 @@ from trimaran.comm.errors import ConfigError
 from trimaran.kernels.build import KernelsUnavailableError
 from trimaran.kernels.cuda_build import check_compiler
 from trimaran.kernels.hopper_gemm import HopperGemm, can_multiply, compile_gemm
-from trimaran.kernels.product_table import Choice, GemmShape, ProductTable, fixed_choice
+from trimaran.kernels.product_table import Choice, GemmShape, Kind, ProductTable, fixed_choice
 from trimaran.kernels.reference import add_linear
 from trimaran.kernels.split_product import num_parts, split_product
 from trimaran.kernels.triton_elementwise import silu_and_mul
@@ -69,13 +69,13 @@ class HopperProducts:
         self._dtype = dtype
         self._is_deterministic = is_deterministic
         self._table = ProductTable.of_device(torch.cuda.get_device_name(device))
-        self._kernels: dict[tuple[GemmShape, bool], HopperGemm] = {}
-        self._compiled: set[tuple[int, int, bool]] = set()
+        self._kernels: dict[tuple[GemmShape, Kind], HopperGemm] = {}
+        self._compiled: set[tuple[int, int, Kind]] = set()
         self.backend = "cuda" if is_deterministic else "cuda, torch"
 
     def linear(self, x_TD: Tensor, weight_ED: Tensor, bias_E: Tensor | None = None) -> Tensor:
         """``x @ weight.T + bias`` in the dtype of ``x``."""
-        kernel = self._kernel(x_TD, weight_ED, is_gated=False)
+        kernel = self._kernel(x_TD, weight_ED, "plain")
         if kernel is None:
             return F.linear(x_TD, weight_ED, bias_E)
         output_TE = kernel(x_TD, weight_ED)
@@ -83,7 +83,7 @@ class HopperProducts:
 
     def add_linear(self, x_TD: Tensor, weight_ED: Tensor, residual_TE: Tensor) -> Tensor | None:
         """Torch adds its product into ``residual``, or it is returned, maybe in parts."""
-        kernel = self._kernel(x_TD, weight_ED, is_gated=False)
+        kernel = self._kernel(x_TD, weight_ED, "plain" if self._is_deterministic else "parts")
         if kernel is not None:
             return kernel(x_TD, weight_ED)
         parts = num_parts(x_TD.shape[0], *weight_ED.shape)
@@ -93,33 +93,33 @@ class HopperProducts:
 
     def gated_linear(self, x_TD: Tensor, weight_ED: Tensor) -> Tensor:
         """``silu(x @ gate.T) * (x @ up.T)`` [T, E / 2], gate rows above up rows."""
-        kernel = self._kernel(x_TD, weight_ED, is_gated=True)
+        kernel = self._kernel(x_TD, weight_ED, "gated")
         if kernel is None:
             return silu_and_mul(self.linear(x_TD, weight_ED))
         return kernel(x_TD, weight_ED)
 
-    def _kernel(self, x_TD: Tensor, weight_ED: Tensor, *, is_gated: bool) -> HopperGemm | None:
+    def _kernel(self, x_TD: Tensor, weight_ED: Tensor, kind: Kind) -> HopperGemm | None:
         outputs, inner = weight_ED.shape
         if self._is_deterministic:
             choice: Choice = fixed_choice(x_TD.shape[0], outputs, inner)
         else:
-            choice = self._table.pick(x_TD.shape[0], outputs, inner, is_gated)
+            choice = self._table.pick(x_TD.shape[0], outputs, inner, kind)
         if choice is None:
             return None
-        kernel = self._kernels.get((choice, is_gated))
+        kernel = self._kernels.get((choice, kind))
         if kernel is None:
-            self._compile(outputs, inner, is_gated)
-            kernel = HopperGemm(choice, self._dtype, self._device, is_gated=is_gated)
-            self._kernels[(choice, is_gated)] = kernel
+            self._compile(outputs, inner, kind)
+            kernel = HopperGemm(choice, self._dtype, self._device, kind)
+            self._kernels[(choice, kind)] = kernel
         return kernel
 
-    def _compile(self, outputs: int, inner: int, is_gated: bool) -> None:
+    def _compile(self, outputs: int, inner: int, kind: Kind) -> None:
         """Compile all that the table has for a weight, side by side, when it is first seen."""
-        if (outputs, inner, is_gated) in self._compiled:
+        if (outputs, inner, kind) in self._compiled:
             return
-        self._compiled.add((outputs, inner, is_gated))
-        choices = self._table.choices(outputs, inner, is_gated)
-        compile_one = functools.partial(compile_gemm, dtype=self._dtype, is_gated=is_gated)
+        self._compiled.add((outputs, inner, kind))
+        choices = self._table.choices(outputs, inner, kind)
+        compile_one = functools.partial(compile_gemm, dtype=self._dtype, kind=kind)
         with ThreadPoolExecutor(max_workers=8) as pool:
             list(pool.map(compile_one, choices))
 

@@ -7,7 +7,9 @@
 // neighbouring rows of w and send each other slices of the same rows of x.
 // Weights do not depend on the kernel before: the ring fills with them before it has finished.
 //
-// GEMM_SPLIT: 1 for `split` above 1; each cluster then has one group of tiles.
+// GEMM_SPLIT: 1 for `split` above 1 in a cluster, which then has one group of tiles.
+// GEMM_PARTS: the parts of the inner dimension are not added up: out is float32 [split, rows,
+// pitch], and its parts are work of their own rather than blocks of a cluster.
 // GEMM_GATED: w holds gate rows above as many up rows; out = silu(x @ gate.T) * (x @ up.T).
 // GEMM_FLOAT16: float16 instead of bfloat16.
 #include "cluster.cuh"
@@ -46,14 +48,14 @@ __device__ __forceinline__ float gated(float gate, float up) {
 }  // namespace
 
 struct Arguments {
-    u32* out;        // [rows, pitch], two values a word
+    u32* out;        // [rows, pitch], two values a word; or float32 parts
     int rows;        // of x
     int columns;     // of out
     int pitch;       // of rows of out: columns, rounded up to a multiple of 8
     int inner_steps; // the inner dimension in steps of 64, rounded up
     int row_tiles;
-    int groups;      // row tiles x groups of `sharing` column tiles; with a split, a cluster each
-    int split;       // blocks of a cluster that share the inner dimension
+    int groups;      // row tiles x groups of `sharing` column tiles (x parts)
+    int split;       // blocks of a cluster, or parts, that share the inner dimension
     int sharing;     // blocks of a cluster that share rows of x
     int slice;       // rows of x that each of these copies; rows beyond them are not read
     u64 hint_w;      // cache policy of weights
@@ -61,30 +63,38 @@ struct Arguments {
 
 namespace {
 
-// Where a block stands: its place in the cluster, and the tiles that fall to it.
+// Where a block stands in its cluster, and the cluster among others.
 struct Place {
-    int part, neighbour, first_step, num_steps, cluster, num_clusters;
+    int part, neighbour, cluster, num_clusters;
 
     __device__ explicit Place(const Arguments& args) {
-        const int size = args.split * args.sharing;
+        const int size = args.sharing * (GEMM_PARTS ? 1 : args.split);
         const int rank = size > 1 ? static_cast<int>(cluster_rank()) : 0;
         part = rank / args.sharing;
         neighbour = rank % args.sharing;
-        first_step = args.inner_steps * part / args.split;
-        num_steps = args.inner_steps * (part + 1) / args.split - first_step;
         cluster = blockIdx.x / size;
         num_clusters = gridDim.x / size;
     }
 };
 
-// The tile of a group that falls to a block. Rows go in bands that stay in the cache while all
-// weights pass; within a band, blocks that run together have the same weights.
+// The tile of a group that falls to a block, and its part of the inner dimension. Rows go in
+// bands that stay in the cache while all weights pass; within a band, blocks that run together
+// have the same weights.
 struct Tile {
-    int row, column;
+    int row, column, part, first_step, num_steps;
 
     __device__ Tile(const Arguments& args, const Place& place, int group) {
         constexpr int kBand = 8;
-        const int column_groups = args.groups / args.row_tiles;
+        int num_groups = args.groups;
+        part = place.part;
+        if (GEMM_PARTS) {
+            part = group % args.split;
+            group /= args.split;
+            num_groups /= args.split;
+        }
+        first_step = args.inner_steps * part / args.split;
+        num_steps = args.inner_steps * (part + 1) / args.split - first_step;
+        const int column_groups = num_groups / args.row_tiles;
         const int band = group / (kBand * column_groups);
         const int height = min(kBand, args.row_tiles - band * kBand);
         const int at = group - band * kBand * column_groups;
@@ -139,21 +149,21 @@ __device__ __forceinline__ void copy_rows(const Arguments& args, const Ring& rin
 __device__ __forceinline__ void fill_ring(const Arguments& args, const Place& place, Ring ring,
                                           const TensorMap* map_x, const TensorMap* map_w) {
     // The first tile's weights go ahead; rows of x must wait for the kernel that makes them.
-    const int ahead = min(place.num_steps, GEMM_STAGES);
     const u32 bytes = args.slice * args.sharing * kRowBytes + kTileW;
     int group = place.cluster;
     const Tile first(args, place, group);
+    const int ahead = min(first.num_steps, GEMM_STAGES);
     Ring early = ring;
     for (int n = 0; n < ahead && group < args.groups; ++n, early.advance()) {
         barrier_arrive_expect(early.filled(), bytes);
-        copy_weights(args, early, map_w, place.first_step + n, first.column);
+        copy_weights(args, early, map_w, first.first_step + n, first.column);
     }
     wait_for_previous_kernels();
     int num_early = ahead;
     for (; group < args.groups; group += place.num_clusters) {
         const Tile tile(args, place, group);
-        for (int n = 0; n < place.num_steps; ++n, ring.advance()) {
-            const int step = place.first_step + n;
+        for (int n = 0; n < tile.num_steps; ++n, ring.advance()) {
+            const int step = tile.first_step + n;
             if (num_early > 0) {
                 --num_early;
             } else {
@@ -182,7 +192,8 @@ __device__ __forceinline__ void release(const Arguments& args, const Place& plac
 }
 
 __device__ __forceinline__ void multiply_tile(const Arguments& args, const Place& place,
-                                              Ring& ring, float (&sums)[GEMM_MI][kSums]) {
+                                              Ring& ring, int num_steps,
+                                              float (&sums)[GEMM_MI][kSums]) {
     const int warpgroup = threadIdx.x / 128;
     u32 last = 0;
 #pragma unroll
@@ -190,7 +201,7 @@ __device__ __forceinline__ void multiply_tile(const Arguments& args, const Place
 #pragma unroll
         for (int n = 0; n < kSums; ++n) sums[i][n] = 0.0f;
     }
-    for (int n = 0; n < place.num_steps; ++n, ring.advance()) {
+    for (int n = 0; n < num_steps; ++n, ring.advance()) {
         barrier_wait(ring.filled(), ring.parity);
         const u64 x = operand(ring.x() + warpgroup * GEMM_MI * 64 * kRowBytes, 16);
         const u64 w = operand(ring.w(), 16);
@@ -211,7 +222,7 @@ __device__ __forceinline__ void multiply_tile(const Arguments& args, const Place
     release(args, place, last);
 }
 
-#if !GEMM_SPLIT
+#if !GEMM_SPLIT && !GEMM_PARTS
 // Four words of each of four lanes, transposed: 16 consecutive bytes of a row for each lane.
 __device__ __forceinline__ void transpose_quad(u32 (&v)[4]) {
     const int lane = threadIdx.x % 4;
@@ -271,7 +282,7 @@ __device__ __forceinline__ void store_tile(const Arguments& args, int row_tile,
         }
     }
 }
-#else
+#elif GEMM_SPLIT
 constexpr int kUp = kIsGated ? 2 : 1;  // sums of the product for a result
 
 // The sums that pass between the parts of a tile: each part adds up those of a run of column
@@ -398,6 +409,30 @@ __device__ __forceinline__ void reduce_tile(const Arguments& args, const Place& 
     // What was sent from here has come where it goes.
     cluster_sync();
 }
+#else
+// Stores the float32 sums of a part: whole sectors of 32 bytes by four lanes.
+__device__ __forceinline__ void store_part(const Arguments& args, const Tile& tile,
+                                           const float (&sums)[GEMM_MI][kSums]) {
+    const int warp = threadIdx.x % 128 / 32, lane = threadIdx.x % 32;
+    const int columns = args.columns - tile.column * kColumns;
+#pragma unroll
+    for (int half = 0; half < 2 * GEMM_MI; ++half) {
+        const int i = half / 2;
+        const int row = tile.row * kRows + (threadIdx.x / 128 * GEMM_MI + i) * 64 + warp * 16 +
+                        8 * (half % 2) + lane / 4;
+        if (row >= args.rows) continue;
+        const long long line = static_cast<long long>(tile.part) * args.rows + row;
+        float* out = reinterpret_cast<float*>(args.out) + line * args.pitch +
+                     tile.column * kColumns + 2 * (lane % 4);
+#pragma unroll
+        for (int n = 0; n < kColumns / 8; ++n) {
+            const float* sum = &sums[i][4 * n + 2 * (half % 2)];
+            if (8 * n < columns) {
+                *reinterpret_cast<float2*>(out + 8 * n) = make_float2(sum[0], sum[1]);
+            }
+        }
+    }
+}
 #endif
 
 }  // namespace
@@ -408,7 +443,7 @@ extern "C" __global__ void __launch_bounds__(kMultipliers + 128, 1)
     extern __shared__ __align__(1024) unsigned char memory[];
     __shared__ __align__(8) u64 barriers[2 * GEMM_STAGES + 1];
     const Place place(args);
-    const bool is_cluster = args.split * args.sharing > 1;
+    const bool is_cluster = args.sharing > 1 || GEMM_SPLIT;
     Ring ring{(shared_address(memory) + 1023) & ~1023u, shared_address(barriers),
               shared_address(barriers + GEMM_STAGES)};
     if (threadIdx.x == kMultipliers) {
@@ -437,11 +472,13 @@ extern "C" __global__ void __launch_bounds__(kMultipliers + 128, 1)
         float sums[GEMM_MI][kSums];
         for (int group = place.cluster; group < args.groups; group += place.num_clusters) {
             const Tile tile(args, place, group);
-            multiply_tile(args, place, ring, sums);
+            multiply_tile(args, place, ring, tile.num_steps, sums);
 #if GEMM_SPLIT
             const Exchange exchange(args, place, ring, tile.row,
                                     shared_address(barriers + 2 * GEMM_STAGES));
             reduce_tile(args, place, exchange, sums, tile);
+#elif GEMM_PARTS
+            store_part(args, tile, sums);
 #else
             store_tile(args, tile.row, tile.column, sums);
 #endif

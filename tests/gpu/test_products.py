@@ -60,7 +60,7 @@ def test_every_cut_multiplies_drawn_shapes(cut, dtype):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("cut", CUTS, ids=str)
 def test_every_cut_gates_drawn_shapes(cut, dtype):
-    kernel = HopperGemm(cut, dtype, DEVICE, is_gated=True)
+    kernel = HopperGemm(cut, dtype, DEVICE, "gated")
     draw = random.Random(str(cut))
     for _ in range(6):
         rows, outputs = draw.randint(1, 600), draw.randint(8, 1500)
@@ -71,6 +71,21 @@ def test_every_cut_gates_drawn_shapes(cut, dtype):
 
         expected = reference.silu_and_mul(x.float() @ weight.float().T)
         assert _error(actual, expected) < TOLERANCE[dtype], (rows, outputs, x.shape[1])
+
+
+@pytest.mark.parametrize("cut", [*CUTS, GemmShape(256, 128, 4)], ids=str)
+def test_the_parts_of_every_cut_add_up(cut):
+    kernel = HopperGemm(cut, torch.bfloat16, DEVICE, "parts")
+    draw = random.Random(str(cut))
+    for _ in range(6):
+        rows, outputs = draw.randint(1, 600), draw.randint(8, 3000)
+        x, weight = _drawn(rows, outputs, 8 * draw.randint(64, 512), torch.bfloat16)
+        torch.full((cut.split, rows, -(-outputs // 8) * 8), float("nan"), device=DEVICE)
+
+        parts = kernel(x, weight)
+
+        assert parts.shape == (cut.split, rows, outputs) and parts.dtype == torch.float32
+        assert _error(parts.sum(0), x.float() @ weight.float().T) < 1e-4
 
 
 @pytest.mark.parametrize("outputs, inner", [(4096, 4096), (6144, 4096), (4096, 14336)])

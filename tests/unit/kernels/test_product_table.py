@@ -11,26 +11,27 @@ from trimaran.kernels.product_table import TABLES, GemmShape, ProductTable, fixe
 
 def test_a_row_count_gets_the_first_entry_that_reaches_it():
     table = ProductTable(
-        {"4096x1024": [(16, [64, 128, 4, 1]), (64, None), (256, [256, 96, 2, 2])]}
+        {"4096x1024 plain": [(16, [64, 128, 4, 1]), (64, None), (256, [256, 96, 2, 2])]}
     )
 
-    assert table.pick(1, 4096, 1024, False) == GemmShape(64, 128, 4)
-    assert table.pick(16, 4096, 1024, False) == GemmShape(64, 128, 4)
-    assert table.pick(17, 4096, 1024, False) is None
-    assert table.pick(65, 4096, 1024, False) == GemmShape(256, 96, 2, 2)
-    assert table.choices(4096, 1024, False) == [
+    assert table.pick(1, 4096, 1024, "plain") == GemmShape(64, 128, 4)
+    assert table.pick(16, 4096, 1024, "plain") == GemmShape(64, 128, 4)
+    assert table.pick(17, 4096, 1024, "plain") is None
+    assert table.pick(65, 4096, 1024, "plain") == GemmShape(256, 96, 2, 2)
+    assert table.choices(4096, 1024, "plain") == [
         GemmShape(64, 128, 4), GemmShape(256, 96, 2, 2),
     ]  # fmt: skip
 
 
 def test_torch_multiplies_what_was_not_measured():
-    table = ProductTable({"4096x1024": [(16, [64, 128, 4, 1])]})
+    table = ProductTable({"4096x1024 plain": [(16, [64, 128, 4, 1])]})
 
-    assert table.pick(17, 4096, 1024, False) is None
-    assert table.pick(1, 4096, 1024, True) is None
-    assert table.pick(1, 4096, 512, False) is None
+    assert table.pick(17, 4096, 1024, "plain") is None
+    assert table.pick(1, 4096, 1024, "gated") is None
+    assert table.pick(1, 4096, 512, "plain") is None
     assert (
-        ProductTable.of_device("a GPU that nobody measured").pick(1, 4096, 1024, False) is None
+        ProductTable.of_device("a GPU that nobody measured").pick(1, 4096, 1024, "plain")
+        is None
     )
 
 
@@ -44,8 +45,9 @@ def test_a_committed_table_holds_cuts_that_fit(path):
         assert bounds == sorted(set(bounds)), name
         sizes, _, kind = name.partition(" ")
         outputs, _, inner = sizes.partition("x")
-        for cut in table.choices(int(outputs), int(inner), kind == "gated"):
-            assert cut.stages >= 3 and cut.split * cut.sharing <= 8
+        for cut in table.choices(int(outputs), int(inner), kind):
+            cut.check(kind)
+            assert cut.stages >= 3 and cut.cluster(kind) <= 8
             assert cut.columns % 16 == 0 and cut.rows // cut.sharing % 8 == 0
 
 
@@ -62,4 +64,5 @@ def test_the_split_of_a_fixed_cut_depends_on_the_weight_alone(outputs, inner):
 
 def test_a_cut_whose_partial_sums_do_not_fit_is_refused():
     with pytest.raises(ValueError, match="bytes of shared memory for partial sums"):
-        GemmShape(256, 192, 5)
+        GemmShape(256, 192, 4).check("plain")
+    GemmShape(256, 192, 4).check("parts")
