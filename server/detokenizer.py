@@ -10,6 +10,9 @@ from trimaran.server.tokenizer import Tokenizer
 _CONTEXT_IDS = 6
 # A character has at most 4 bytes, so at most 3 ids wait for its last byte.
 _MAX_OPEN_IDS = 3
+# The window is cut to its context again when it is this long: decoding one that is longer
+# costs more than the second decoding that the cut takes.
+_MAX_WINDOW_IDS = 24
 # A model that emits only broken bytes must not make each step decode all of them again.
 _MAX_HELD_IDS = 32
 _REPLACEMENT = "\ufffd"
@@ -42,7 +45,10 @@ class IncrementalDetokenizer:
         if end == self._num_shown:
             return ""
         delta = text[len(self._shown_text) :]
-        self._show(end)
+        if end < _MAX_WINDOW_IDS:
+            self._num_shown, self._shown_text = end, text
+        else:
+            self._show(end)
         return delta
 
     def _complete(self, is_last: bool) -> tuple[int, str]:

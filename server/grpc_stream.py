@@ -127,13 +127,13 @@ class StreamSession:
         responses: AsyncIterator[InferResponse],
         before: asyncio.Task[None] | None,
     ) -> None:
-        has_ended = False
+        has_ended, is_decoupled = False, model.is_decoupled
         try:
             async with aclosing(responses):  # type: ignore[type-var]
                 async for response in responses:
                     if before is not None:
                         await asyncio.wait({before})
-                    has_ended = response.is_final or not model.is_decoupled
+                    has_ended = response.is_final or not is_decoupled
                     response.id = message.id
                     await self._write(self._encode(model, parsed, response, has_ended))
         except RequestError as error:

@@ -63,13 +63,13 @@ class MeasuredModel:
 
     async def infer(self, request: InferRequest) -> AsyncIterator[InferResponse]:
         """Run one request and count it."""
-        measure = _Measurement(self, request)
+        measure, is_decoupled = _Measurement(self, request), self.is_decoupled
         self._num_running += 1
         try:
             async with aclosing(self._model.infer(request)) as responses:  # type: ignore[type-var]
                 async for response in responses:
                     measure.response()
-                    if response.is_final or not self.is_decoupled:
+                    if response.is_final or not is_decoupled:
                         measure.success()
                     yield response
         except (GeneratorExit, asyncio.CancelledError):

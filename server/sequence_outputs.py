@@ -44,9 +44,18 @@ class SequenceOutputs:
         self._has_num_input = flags.flag("return_num_input_tokens")
         self._has_num_output = flags.flag("return_num_output_tokens")
         self._has_log_probs = flags.flag("return_log_probs")
+        self._has_any = (
+            self._has_batch_index
+            or self._has_sequence_index
+            or self._has_num_input
+            or self._has_num_output
+            or self._has_log_probs
+        )
 
     def tensors(self, sample: int, sequence: int, progress: Progress) -> list[Tensor]:
         """The outputs of a response, with a batch dimension of 1."""
+        if not self._has_any:
+            return []
         chosen = (
             ("batch_index", sample, self._has_batch_index),
             ("sequence_index", sequence, self._has_sequence_index),

@@ -208,10 +208,10 @@ class _Run:
             text = answer.text if self._excludes_input else prompt + answer.text
         elif self._options.accumulates:
             text = answer.text
-        outputs = [
-            Tensor("OUTPUT", "BYTES", np.array([[text.encode()]], dtype=object)),
-            *self._outputs.tensors(*place, answer.progress),
-        ]
+        data = np.empty((1, 1), dtype=object)
+        data[0, 0] = text.encode()
+        outputs = [Tensor("OUTPUT", "BYTES", data)]
+        outputs += self._outputs.tensors(*place, answer.progress)
         return InferResponse(
             model_name=self._options.name,
             model_version=self._options.version,

@@ -36,12 +36,16 @@ class ChunkAnswers:
         self._model = model
         self._request = request
         self._stream = stream
+        self._ends: dict[tuple[int, int], Callable[[], None]] = {}
 
     def take(
         self, sample: int, sequence: int, chunk: TokenChunk, is_end: bool
     ) -> InferResponse | None:
         """See `Answers`."""
-        end: Callable[[], None] = partial(self._stream.cancel_sequence, sample, sequence)
+        end = self._ends.get((sample, sequence))
+        if end is None:
+            end = partial(self._stream.cancel_sequence, sample, sequence)
+            self._ends[sample, sequence] = end
         return ChunkResponse(
             model_name=self._model.name,
             model_version=self._model.version,

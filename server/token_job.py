@@ -120,11 +120,13 @@ class TokenStream:
         """
         unfinished = dict(self._live)
         try:
+            loop = asyncio.get_running_loop()
             while unfinished:
                 ready = [place for place, live in unfinished.items() if live.has_news]
                 if not ready:
-                    self._waiter = asyncio.get_running_loop().create_future()
+                    self._waiter = loop.create_future()
                     await self._waiter
+                    continue
                 for place in ready:
                     chunk = unfinished[place].take()
                     if chunk.is_last:

@@ -30,6 +30,8 @@ class TokenModel:
         self.name = model.name
         self.version = str(version)
         self.config: ModelConfig = model.config
+        self.is_decoupled = bool(model.config.model_transaction_policy.decoupled)
+        """Whether a request may have other than one response."""
         self._engines = engines
         self._is_batched = model.config.max_batch_size > 0
         self.excludes_input = model.parameters.get_bool("exclude_input_in_output") or False
@@ -41,11 +43,6 @@ class TokenModel:
     def is_ready(self) -> bool:
         """Whether a worker group is up."""
         return self._engines.is_ready
-
-    @property
-    def is_decoupled(self) -> bool:
-        """Whether a request may have other than one response."""
-        return bool(self.config.model_transaction_policy.decoupled)
 
     async def infer(self, request: InferRequest) -> AsyncGenerator[InferResponse, None]:
         """Run one request; see `inference.Model`."""
