@@ -21,6 +21,12 @@ from trimaran.comm.errors import ConfigError
 
 # A read may wait as long as the longest generation; only the connection has a deadline.
 _LONGEST_LINE_BYTES = 64 << 20
+_NUM_CHANNELS = 16
+_OWN_CONNECTION = [
+    ("grpc.use_local_subchannel_pool", 1),
+    ("grpc.max_send_message_length", -1),
+    ("grpc.max_receive_message_length", -1),
+]
 _HTTP_TIMEOUT = aiohttp.ClientTimeout(total=None, sock_connect=30)
 
 
@@ -81,7 +87,12 @@ class GrpcTarget:
         self, url: str, models: Mapping[str, bool], *, is_streaming: bool, excludes_input: bool
     ) -> None:
         """``models`` says of each name whether that model is decoupled."""
-        self._client = grpcclient.InferenceServerClient(url)
+        # Several connections: one would take all streams to one of several front ends.
+        self._clients = [
+            grpcclient.InferenceServerClient(url, channel_args=_OWN_CONNECTION)
+            for _ in range(_NUM_CHANNELS)
+        ]
+        self._next_client = itertools.cycle(self._clients)
         self._models = dict(models)
         self._names = itertools.cycle(models)
         self._is_streaming = is_streaming
@@ -102,11 +113,12 @@ class GrpcTarget:
         if self._excludes_input:
             inputs.append(row("exclude_input_in_output", True, bool))
         hidden = 0 if is_streaming or self._excludes_input else len(item.ids)
+        client = next(self._next_client)
         try:
             if not is_decoupled:
-                _note_result(record, await self._client.infer(name, inputs), hidden)
+                _note_result(record, await client.infer(name, inputs), hidden)
                 return
-            results = self._client.stream_infer(
+            results = client.stream_infer(
                 _once({"model_name": name, "inputs": inputs}),
                 stream_timeout=self.stream_timeout_s,
             )
@@ -118,8 +130,9 @@ class GrpcTarget:
             raise ServerError(error.message()) from error
 
     async def close(self) -> None:
-        """Close the connection."""
-        await self._client.close()
+        """Close the connections."""
+        for client in self._clients:
+            await client.close()
 
 
 async def decoupled_over_http(url: str, name: str) -> bool:

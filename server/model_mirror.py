@@ -105,8 +105,12 @@ class ModelMirror:
                 return None
             opened = self._groups.adopt(read.source, model.generation, model.groups)
             engines = opened.engines
-            plain = self._factory.single(read.source, engines)
-            await self._groups.wait_known(opened)
+            try:
+                plain = self._factory.single(read.source, engines)
+                await self._groups.wait_known(opened)
+            except BaseException:
+                engines.close("the model cannot be served here")
+                raise
         elif read.source.role not in COMPOSED:
             plain = await asyncio.to_thread(self._factory.single, read.source)
         return Candidate(
