@@ -20,6 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from array import array
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -33,7 +34,7 @@ HERE = Path(__file__).parent
 TOKENIZER = HERE.parent / "examples" / "demo_models" / "base"
 STEPS = ("preprocessing", "postprocessing", "bls")
 QUEUE = "max_queue_delay_microseconds:0,max_queue_size:0,"
-PROMPT = "The captain of the ship"
+PROMPT, PROMPT_IDS = "The captain of the ship", [1, 300, 301, 302]
 METHOD = "/inference.GRPCInferenceService/ModelStreamInfer"
 _EVENT, _LAST_CHUNK = b"data: ", b"\r\n0\r\n\r\n"
 
@@ -72,13 +73,23 @@ def served(folder: Path, num_frontends: int, step_ms: float) -> Iterator[tuple[i
 # ---- load -------------------------------------------------------------------------------
 
 
-async def http_stream(port: int, num_tokens: int) -> int:
+def inputs_of(model: str, num_tokens: int) -> dict[str, object]:
+    """The inputs of a request to the text model or to the token-level one."""
+    if model == "ensemble":
+        return {"text_input": PROMPT, "max_tokens": num_tokens, "stream": True}
+    return {
+        "input_ids": PROMPT_IDS, "input_lengths": len(PROMPT_IDS),
+        "request_output_len": num_tokens, "streaming": True,
+    }  # fmt: skip
+
+
+async def http_stream(model: str, port: int, num_tokens: int) -> int:
     """Read one stream to its end; the number of its events."""
-    body = json.dumps({"text_input": PROMPT, "max_tokens": num_tokens, "stream": True})
+    body = json.dumps(inputs_of(model, num_tokens))
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     writer.write(
-        b"POST /v2/models/ensemble/generate_stream HTTP/1.1\r\nHost: x\r\n"
-        b"Content-Length: %d\r\n\r\n%b" % (len(body), body.encode())
+        b"POST /v2/models/%b/generate_stream HTTP/1.1\r\nHost: x\r\n"
+        b"Content-Length: %d\r\n\r\n%b" % (model.encode(), len(body), body.encode())
     )
     num_events, tail = 0, b""
     while tail[-len(_LAST_CHUNK) :] != _LAST_CHUNK:
@@ -92,17 +103,19 @@ async def http_stream(port: int, num_tokens: int) -> int:
     return num_events
 
 
-async def grpc_stream(port: int, num_tokens: int) -> int:
+async def grpc_stream(model: str, port: int, num_tokens: int) -> int:
     """Read one stream to its end; the number of its messages."""
-    request = pb.ModelInferRequest(model_name="ensemble")
-    values = (
-        ("text_input", "BYTES", len(PROMPT).to_bytes(4, "little") + PROMPT.encode()),
-        ("max_tokens", "INT32", num_tokens.to_bytes(4, "little")),
-        ("stream", "BOOL", b"\x01"),
-    )
-    for name, datatype, raw in values:
-        request.inputs.add(name=name, datatype=datatype, shape=[1, 1])
-        request.raw_input_contents.append(raw)
+    request = pb.ModelInferRequest(model_name=model)
+    for name, value in inputs_of(model, num_tokens).items():
+        values = value if isinstance(value, list) else [value]
+        datatype, raw = "INT32", array("i", [int(v) for v in values if not isinstance(v, str)])
+        data = raw.tobytes()
+        if isinstance(value, bool):
+            datatype, data = "BOOL", bytes([value])
+        elif isinstance(value, str):
+            datatype, data = "BYTES", len(value).to_bytes(4, "little") + value.encode()
+        request.inputs.add(name=name, datatype=datatype, shape=[1, len(values)])
+        request.raw_input_contents.append(data)
     # Else all streams of this process would share one connection, and one front end.
     options = (("grpc.use_local_subchannel_pool", 1),)
     async with grpc.aio.insecure_channel(f"127.0.0.1:{port}", options) as channel:
@@ -115,14 +128,13 @@ async def grpc_stream(port: int, num_tokens: int) -> int:
     return num_messages
 
 
-def load(protocol: str, port: int, num_streams: int, num_tokens: int) -> int:
+def load(protocol: str, model: str, port: int, num_streams: int, num_tokens: int) -> int:
     """Run some streams at once in this process; the number of messages."""
     stream = http_stream if protocol == "http" else grpc_stream
 
     async def every() -> int:
-        return sum(
-            await asyncio.gather(*(stream(port, num_tokens) for _ in range(num_streams)))
-        )
+        streams = (stream(model, port, num_tokens) for _ in range(num_streams))
+        return sum(await asyncio.gather(*streams))
 
     return asyncio.run(every())
 
@@ -145,9 +157,10 @@ def measure(
     """One run of all streams."""
     count = min(args.load_processes, args.streams)
     shares = [args.streams // count + (i < args.streams % count) for i in range(count)]
-    work = [(protocol, ports[protocol], share, args.tokens) for share in shares]
+    where = protocol, args.model, ports[protocol]
+    work = [(*where, share, args.tokens) for share in shares]
     with multiprocessing.get_context("spawn").Pool(count) as pool:
-        pool.starmap(load, [(protocol, ports[protocol], 1, 8)] * count)
+        pool.starmap(load, [(*where, 1, 8)] * count)
         before, start = cpu_seconds(pid), time.monotonic()
         num_messages = sum(pool.starmap(load, work, chunksize=1))
         elapsed_s, cpu_s = time.monotonic() - start, cpu_seconds(pid) - before
@@ -165,6 +178,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--frontends", type=int, nargs="+", default=[1])
     parser.add_argument("--protocols", nargs="+", default=["http", "grpc"])
+    parser.add_argument("--model", default="ensemble", choices=["ensemble", "tensorrt_llm"])
     parser.add_argument("--streams", type=int, default=256)
     parser.add_argument("--tokens", type=int, default=400, help="of each stream")
     parser.add_argument("--step-ms", type=float, default=10.0)
@@ -188,7 +202,7 @@ def main() -> None:
                           f"{found['cpu_us_per_token']:>12.1f} {found['cores']:>6.2f}",
                           flush=True)  # fmt: skip
                     lines.append({
-                        "frontends": num_frontends, "protocol": protocol,
+                        "frontends": num_frontends, "protocol": protocol, "model": args.model,
                         "streams": args.streams, "tokens": args.tokens,
                         "offered_tok_s": offered, **found, "cpu": cpu_name(),
                         "cores_present": os.cpu_count(), "load": os.getloadavg()[0],

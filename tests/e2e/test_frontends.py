@@ -19,6 +19,7 @@ from served import Served
 NUM_FRONTENDS = 3
 DEADLINE_S = 30
 STREAM = "/v2/models/ensemble/generate_stream"
+UNLOAD_ALL = {"parameters": {"unload_dependents": True}}
 GENERATE = "/v2/models/ensemble/generate"
 PROMPT: dict[str, Any] = {"text_input": "The ship", "max_tokens": 8}
 
@@ -37,6 +38,11 @@ class Several(Served):
         tag = f":frontend-{index}" if index else ":frontend"
         (found,) = [f for f in self.frontends() if f.environ().get("TRIMARAN_GROUP") == tag]
         return found
+
+    def ranks(self) -> list[psutil.Process]:
+        """The ranks that run."""
+        below = psutil.Process(self.process.pid).children(recursive=True)
+        return [c for c in below if c.name() == "trimaran-rank"]
 
     def connect(self, index: int) -> http.client.HTTPConnection:
         """An open connection to the front end of this number."""
@@ -167,6 +173,43 @@ def test_what_one_front_end_is_asked_to_load_or_unload_all_do(server: Several) -
     assert ready == [200] * NUM_FRONTENDS
     assert all(status >= 400 for status in gone)
     assert indices == [indices[0]] * NUM_FRONTENDS
+
+
+def test_a_model_with_ranks_is_unloaded_once_the_streams_of_all_have_ended(
+    server: Several,
+) -> None:
+    path = "/v2/repository/models/ensemble"
+    whole = server.call(0, "POST", GENERATE, {**PROMPT, "max_tokens": 300})[1]["text_output"]
+    stream = Stream(server.connect(2), max_tokens=300)
+    wait_until(stream.has_begun)
+    (rank,) = server.ranks()
+
+    status, _ = server.call(1, "POST", f"{path}/unload", UNLOAD_ALL)
+    refused = [server.call(index, "POST", GENERATE, PROMPT)[0] for index in range(3)]
+    text = stream.text()
+    wait_until(lambda: not rank.is_running())
+    loaded = server.call(2, "POST", f"{path}/load")
+    answers = [server.call(i, "POST", GENERATE, PROMPT)[1] for i in range(NUM_FRONTENDS)]
+
+    assert status == 200
+    assert all(code >= 400 for code in refused)
+    assert PROMPT["text_input"] + text == whole
+    assert loaded[0] == 200, loaded
+    assert answers[0]["text_output"]
+    assert answers == [answers[0]] * NUM_FRONTENDS
+
+
+def test_a_dead_rank_is_replayed_for_the_streams_of_all(server: Several) -> None:
+    whole = server.call(0, "POST", GENERATE, {**PROMPT, "max_tokens": 300})[1]["text_output"]
+    streams = [Stream(server.connect(i), max_tokens=300) for i in range(NUM_FRONTENDS)]
+    wait_until(lambda: all(stream.has_begun() for stream in streams))
+    replays = server.metric("trimaran_replayed_requests")
+
+    server.ranks()[0].kill()
+
+    texts = [PROMPT["text_input"] + stream.text() for stream in streams]
+    assert texts == [whole] * NUM_FRONTENDS
+    assert server.metric("trimaran_replayed_requests") == replays + NUM_FRONTENDS
 
 
 def test_log_settings_are_the_same_everywhere(server: Several) -> None:
