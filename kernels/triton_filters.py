@@ -3,7 +3,8 @@
 A row with top-k lists the ids that can be among its best, found by the maxima of groups of
 ids, and sorts only these. A row with other filters draws from all ids first. All that a
 filter leaves stands before all that it drops, in the order of descending logits: a draw that
-fails rules itself out and all behind it, and the next is drawn from those before it.
+fails rules itself out and all behind it, and the next is drawn from those before it, from a
+list again if they are few.
 """
 
 from __future__ import annotations
@@ -74,10 +75,11 @@ def _has_filter(temperature, top_k, top_p, min_p):  # type: ignore[no-untyped-de
 
 @triton.jit  # type: ignore[untyped-decorator,unused-ignore]
 def _survey_kernel(  # type: ignore[no-untyped-def]
-    logits, rows, lengths, state, maxima, masses, row_stride, vocab_size, num_tiles,
+    logits, rows, lengths, state, output, maxima, masses, row_stride, vocab_size, num_tiles,
     TILE: tl.constexpr,
 ):  # fmt: skip
-    """Of one tile of one row: the maxima of its groups and its mass relative to the largest."""
+    """Of one tile of one row: the maxima of its groups and, relative to the largest of these,
+    its mass and that of its ids before the one drawn."""
     entry, tile = tl.program_id(0), tl.program_id(1)
     own = state + tl.load(rows + entry).to(tl.int64) * _WIDTH
     length = tl.load(lengths + entry)
@@ -92,7 +94,11 @@ def _survey_kernel(  # type: ignore[no-untyped-def]
         if top_k == 0:
             top = tl.maximum(tl.max(largest, 0), -3e38)
             mass = tl.exp2((x - top) * (1.4426950408889634 / temperature))
-            tl.store(masses + place, tl.sum(tl.sum(mass, 1), 0))
+            drawn = tl.load(output + entry).to(tl.int32)
+            bound = tl.load(logits + entry.to(tl.int64) * row_stride + drawn).to(tl.float32)
+            before = tl.where(triton_race.is_before(x, ids, bound, drawn), mass, 0.0)
+            tl.store(masses + 2 * place, tl.sum(tl.sum(mass, 1), 0))
+            tl.store(masses + 2 * place + 1, tl.sum(tl.sum(before, 1), 0))
 
 
 @triton.jit  # type: ignore[untyped-decorator,unused-ignore]
@@ -146,18 +152,8 @@ def _end_of_top_k(source, vocab_size, num_tiles, top_k, TILE: tl.constexpr):  # 
 
 
 @triton.jit  # type: ignore[untyped-decorator,unused-ignore]
-def _list_best(  # type: ignore[no-untyped-def]
-    source, vocab_size, num_groups, maxima, groups_found, listed, top_k, GROUPS: tl.constexpr,
-    LIST: tl.constexpr,
-):  # fmt: skip
-    """List all ids whose logit reaches a floor that at least ``top_k`` groups' maxima reach.
-
-    Writes (sort key, inverted id) as int64 and returns how many there were to list; those
-    beyond ``LIST`` are not written.
-    """
-    groups = tl.arange(0, GROUPS)
-    is_group = groups < num_groups
-    keys = _sort_key(tl.load(maxima + groups, mask=is_group, other=float("-inf")))
+def _floor_of_top_k(keys, is_group, num_groups, top_k):  # type: ignore[no-untyped-def]
+    """A sort key that at least ``top_k`` groups' maxima reach, and not many more."""
     low = tl.full([], _LEAST_KEY, tl.int64)
     high = tl.max(keys, 0).to(tl.int64) + 1
     reaching = tl.full([], 0, tl.int32) + num_groups
@@ -170,12 +166,27 @@ def _list_best(  # type: ignore[no-untyped-def]
             reaching = count
         else:
             high = middle
+    return low
+
+
+@triton.jit  # type: ignore[untyped-decorator,unused-ignore]
+def _list_from(  # type: ignore[no-untyped-def]
+    source, vocab_size, groups, keys, is_group, groups_found, listed, low, LIST: tl.constexpr
+):
+    """List all ids whose sort key is at least ``low``, found by their groups' maxima ``keys``.
+
+    Writes (sort key, inverted id) as int64. Returns how many there are, or some number
+    above ``LIST`` if they are more than that.
+    """
     is_found = ((keys.to(tl.int64) >= low) & is_group).to(tl.int32)
     tl.store(groups_found + tl.cumsum(is_found, 0) - 1, groups, mask=is_found > 0)
     num_found = tl.sum(is_found, 0)
     # What was stored by some threads is loaded by others.
     tl.debug_barrier()
     num_listed = tl.full([], 0, tl.int32)
+    if num_found > LIST:
+        num_listed = num_found
+        num_found = tl.full([], 0, tl.int32)
     for start in range(0, num_found, _GROUP):
         places = start + tl.arange(0, _GROUP)
         group = tl.load(groups_found + places, mask=places < num_found, other=_NO_ID // _GROUP)
@@ -192,25 +203,30 @@ def _list_best(  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator,unused-ignore]
 def _draw_from_list(  # type: ignore[no-untyped-def]
-    listed, num_listed, temperature, top_k, top_p, min_p, first_key, second_key,
+    listed, num_listed, temperature, top_k, top_p, min_p, first_key, second_key, total,
     LIST: tl.constexpr,
 ):  # fmt: skip
-    """Top-k, then top-p over the mass of what is left, then min-p, and the draw."""
+    """Top-k, then top-p over the mass of what is left, then min-p, and the draw.
+
+    Without top-k top-p is over ``total``, the mass relative to the likeliest of all ids.
+    """
     rank = tl.arange(0, LIST)
     worst = tl.full([], -(1 << 63), tl.int64)
     item = tl.sort(tl.load(listed + rank, mask=rank < num_listed, other=worst), descending=True)
     x = _of_sort_key((item >> 32).to(tl.int32))
     ids = (item & _NO_ID).to(tl.int32) ^ _NO_ID
-    is_in = rank < tl.minimum(top_k, num_listed)
+    num_kept = tl.where(top_k > 0, tl.minimum(top_k, num_listed), num_listed)
+    is_in = rank < num_kept
     x = tl.where(is_in, x, float("-inf"))
-    relative = (tl.div_rn(x, temperature) - tl.div_rn(tl.max(x, 0), temperature)).to(tl.float64)
-    mass = tl.where(is_in, tl.exp(relative), 0.0)
+    tempered = tl.div_rn(x, temperature)
+    mass = tl.where(is_in, tl.exp((tempered - tl.max(tempered, 0)).to(tl.float64)), 0.0)
+    total = tl.where(top_k > 0, tl.sum(mass, 0), total)
     before = tl.cumsum(mass, 0) - mass
-    most = tl.where(top_p < 1.0, top_p.to(tl.float64) * tl.sum(mass, 0), float("inf"))
+    most = tl.where(top_p < 1.0, top_p.to(tl.float64) * total, float("inf"))
     is_left = (before < most) & (mass >= min_p.to(tl.float64))
     # The likeliest stays whatever the parameters are.
     is_in = is_in & (is_left | (rank == 0))
-    score = tl.div_rn(x, temperature) + triton_race.gumbel(ids, first_key, second_key)
+    score = tempered + triton_race.gumbel(ids, first_key, second_key)
     score = tl.where(is_in, score, float("-inf"))
     return tl.min(tl.where(score == tl.max(score, 0), ids, _NO_ID), 0)
 
@@ -218,38 +234,98 @@ def _draw_from_list(  # type: ignore[no-untyped-def]
 @triton.jit  # type: ignore[untyped-decorator,unused-ignore]
 def _settle(  # type: ignore[no-untyped-def]
     source, vocab_size, num_tiles, temperature, first_key, second_key, top_p, min_p, bound,
-    winner, is_drawn, top, total, TILE: tl.constexpr,
+    winner, top, total, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Draw until an id passes: (bound, winner) is the first if ``is_drawn``, else a bound."""
+    """Draw from the ids before (bound, winner) until one passes top-p and min-p."""
     is_done = tl.full([], 0, tl.int32)
-    is_candidate = tl.full([], 0, tl.int32) + is_drawn
-    least = top + temperature * tl.log(tl.maximum(min_p, 1e-37))
-    least -= 1e-5 * (tl.abs(least) + tl.abs(top))
     while is_done == 0:
-        if is_candidate == 1:
-            relative = (bound - top) / temperature
-            is_done = (tl.exp(relative.to(tl.float64)) >= min_p).to(tl.int32)
-            if is_done == 0:
-                # All between it and the least likely that min-p keeps fail like it.
-                winner = tl.where(bound < least, _NO_ID, winner)
-                bound = tl.maximum(bound, least)
-            elif top_p < 1.0:
+        score, drawn = triton_race.race(
+            source, vocab_size, 0, num_tiles, temperature, first_key, second_key, bound, winner,
+            True, TILE,
+        )  # fmt: skip
+        if score > float("-inf"):
+            winner = drawn
+            bound = tl.load(source + drawn).to(tl.float32)
+            relative = ((bound - top) / temperature).to(tl.float64)
+            is_done = (tl.exp(relative) >= min_p).to(tl.int32)
+            if (is_done == 1) & (top_p < 1.0):
                 mass = _mass_before(
                     source, vocab_size, num_tiles, bound, winner, top, temperature, TILE
                 )
                 is_done = (mass < top_p.to(tl.float64) * total).to(tl.int32)
-        if is_done == 0:
-            score, drawn = triton_race.race(
-                source, vocab_size, 0, num_tiles, temperature, first_key, second_key, bound,
-                winner, True, TILE,
+        else:
+            # Nothing stands before the likeliest: it stays whatever the parameters are.
+            is_done = tl.full([], 1, tl.int32)
+    return winner
+
+
+@triton.jit  # type: ignore[untyped-decorator,unused-ignore]
+def _check_draw(  # type: ignore[no-untyped-def]
+    masses, highest, num_tiles, temperature, top_p, min_p, bound, top, PADDED: tl.constexpr,
+    GROUPS: tl.constexpr,
+):  # fmt: skip
+    """Whether a draw from all ids, with logit ``bound``, passes; and the mass of all ids."""
+    tiles = tl.arange(0, PADDED)
+    is_tile = tiles < num_tiles
+    mass = tl.load(masses + 2 * tiles, mask=is_tile, other=0.0).to(tl.float64)
+    before = tl.load(masses + 2 * tiles + 1, mask=is_tile, other=0.0).to(tl.float64)
+    of_tile = tl.max(tl.reshape(highest, [PADDED, GROUPS // PADDED]), 1)
+    scale = tl.exp(((of_tile - top) / temperature).to(tl.float64))
+    total = tl.sum(mass * scale, 0)
+    most = tl.where(top_p < 1.0, top_p.to(tl.float64) * total, float("inf"))
+    relative = ((bound - top) / temperature).to(tl.float64)
+    has_passed = (tl.sum(before * scale, 0) < most) & (tl.exp(relative) >= min_p)
+    return has_passed.to(tl.int32), total
+
+
+@triton.jit  # type: ignore[untyped-decorator,unused-ignore]
+def _filter_row(  # type: ignore[no-untyped-def]
+    source, own, length, winner, maxima, masses, groups_found, listed, vocab_size, num_tiles,
+    GROUPS: tl.constexpr, LIST: tl.constexpr, TILE: tl.constexpr, PADDED: tl.constexpr,
+):  # fmt: skip
+    """The draw that a row's filters ask for; ``winner`` is one from all ids."""
+    temperature, top_k, top_p, min_p = _filters_of(own, length, vocab_size)
+    groups, num_groups = tl.arange(0, GROUPS), num_tiles * (TILE // _GROUP)
+    is_group = groups < num_groups
+    highest = tl.load(maxima + groups, mask=is_group, other=float("-inf"))
+    keys = _sort_key(highest)
+    top = tl.max(highest, 0)
+    bound = tl.load(source + winner).to(tl.float32)
+    total = tl.full([], 0.0, tl.float64)
+    is_settled = tl.full([], 0, tl.int32)
+    if top_k > 0:
+        low = _floor_of_top_k(keys, is_group, num_groups, top_k)
+    else:
+        is_settled, total = _check_draw(
+            masses, highest, num_tiles, temperature, top_p, min_p, bound, top, PADDED, GROUPS
+        )
+        # All behind the least likely id that min-p keeps are out as well.
+        least = top + temperature * tl.log(tl.maximum(min_p, 1e-37))
+        least -= 1e-5 * (tl.abs(least) + tl.abs(top))
+        least = tl.where(min_p > 0.0, least, bound)
+        winner = tl.where(bound < least, _NO_ID, winner)
+        bound = tl.maximum(bound, least)
+        low = _sort_key(bound).to(tl.int64)
+    if is_settled == 0:
+        first_key, second_key = triton_race.noise_keys(own, length)
+        num_listed = _list_from(
+            source, vocab_size, groups, keys, is_group, groups_found, listed, low, LIST
+        )
+        if num_listed <= LIST:
+            winner = _draw_from_list(
+                listed, num_listed, temperature, top_k, top_p, min_p, first_key, second_key,
+                total, LIST,
             )  # fmt: skip
-            if score > float("-inf"):
-                winner = drawn
-                bound = tl.load(source + drawn).to(tl.float32)
-            else:
-                # Nothing stands before the likeliest: it stays whatever the parameters are.
-                is_done = tl.full([], 1, tl.int32)
-            is_candidate = tl.full([], 1, tl.int32)
+        else:
+            if top_k > 0:
+                bound, winner = _end_of_top_k(source, vocab_size, num_tiles, top_k, TILE)
+                total = _mass_before(
+                    source, vocab_size, num_tiles, bound, winner, top, temperature, TILE
+                )
+            winner = _settle(
+                source, vocab_size, num_tiles, temperature, first_key, second_key, top_p,
+                min_p, bound, winner, top, total, TILE,
+            )  # fmt: skip
     return winner
 
 
@@ -265,48 +341,13 @@ def _filter_kernel(  # type: ignore[no-untyped-def]
     length = tl.load(lengths + entry)
     temperature, top_k, top_p, min_p = _filters_of(own, length, vocab_size)
     if _has_filter(temperature, top_k, top_p, min_p):
-        first_key, second_key = triton_race.noise_keys(own, length)
-        source = logits + entry * row_stride
         num_groups = num_tiles * (TILE // _GROUP)
-        maxima += entry * num_groups
-        groups = tl.arange(0, GROUPS)
-        highest = tl.load(maxima + groups, mask=groups < num_groups, other=float("-inf"))
-        top = tl.max(highest, 0)
-        winner = tl.load(output + entry).to(tl.int32)
-        bound = tl.load(source + winner).to(tl.float32)
-        total = tl.full([], 0.0, tl.float64)
-        is_settled = tl.full([], 0, tl.int32)
-        if top_k > 0:
-            own_list = listed + entry * LIST
-            num_listed = _list_best(
-                source, vocab_size, num_groups, maxima, groups_found + entry * num_groups,
-                own_list, top_k, GROUPS, LIST,
-            )  # fmt: skip
-            if num_listed <= LIST:
-                winner = _draw_from_list(
-                    own_list, num_listed, temperature, top_k, top_p, min_p, first_key,
-                    second_key, LIST,
-                )  # fmt: skip
-                is_settled = tl.full([], 1, tl.int32)
-            else:
-                bound, winner = _end_of_top_k(source, vocab_size, num_tiles, top_k, TILE)
-                total = _mass_before(
-                    source, vocab_size, num_tiles, bound, winner, top, temperature, TILE
-                )
-        else:
-            tiles = tl.arange(0, PADDED)
-            mass = tl.load(
-                masses + entry * num_tiles + tiles, mask=tiles < num_tiles, other=0.0
-            )
-            of_tile = tl.max(tl.reshape(highest, [PADDED, GROUPS // PADDED]), 1)
-            relative = ((of_tile - top) / temperature).to(tl.float64)
-            total = tl.sum(mass.to(tl.float64) * tl.exp(relative), 0)
-        if is_settled == 0:
-            is_drawn = (top_k == 0).to(tl.int32)
-            winner = _settle(
-                source, vocab_size, num_tiles, temperature, first_key, second_key, top_p,
-                min_p, bound, winner, is_drawn, top, total, TILE,
-            )  # fmt: skip
+        winner = _filter_row(
+            logits + entry * row_stride, own, length, tl.load(output + entry).to(tl.int32),
+            maxima + entry * num_groups, masses + 2 * entry * num_tiles,
+            groups_found + entry * num_groups, listed + entry * LIST, vocab_size, num_tiles,
+            GROUPS, LIST, TILE, PADDED,
+        )  # fmt: skip
         tl.store(output + entry, tl.minimum(winner, vocab_size - 1).to(tl.int64))
 
 
@@ -323,12 +364,12 @@ def keep_to_filters(
     num_tiles = triton.cdiv(vocab_size, _TILE)
     num_groups = num_tiles * (_TILE // _GROUP.value)
     maxima = torch.empty((count, num_groups), dtype=torch.float32, device=device)
-    masses = torch.empty((count, num_tiles), dtype=torch.float32, device=device)
+    masses = torch.empty((count, num_tiles, 2), dtype=torch.float32, device=device)
     groups_found = torch.empty((count, num_groups), dtype=torch.int32, device=device)
     listed = torch.empty((count, _LIST), dtype=torch.int64, device=device)
     _survey_kernel[(count, num_tiles)](
-        logits_NV, rows_N, lengths_N, state, maxima, masses, logits_NV.stride(0), vocab_size,
-        num_tiles, TILE=_TILE, num_warps=4,
+        logits_NV, rows_N, lengths_N, state, output_N, maxima, masses, logits_NV.stride(0),
+        vocab_size, num_tiles, TILE=_TILE, num_warps=4,
     )  # fmt: skip
     padded = triton.next_power_of_2(num_tiles)
     _filter_kernel[(count,)](

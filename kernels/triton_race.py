@@ -30,6 +30,27 @@ def load_float(word):  # type: ignore[no-untyped-def]
 
 
 @triton.jit  # type: ignore[untyped-decorator,unused-ignore]
+def _minus_log2(x):  # type: ignore[no-untyped-def]
+    """One instruction, good to 2**-22; the sign is part of the one that adds it."""
+    if _IS_COMPILED:
+        return tl.inline_asm_elementwise(
+            "lg2.approx.ftz.f32 $0, $1; neg.f32 $0, $0;", "=f,f", [x], dtype=tl.float32,
+            is_pure=True, pack=1,
+        )  # fmt: skip
+    return -tl.log2(x)
+
+
+@triton.jit  # type: ignore[untyped-decorator,unused-ignore]
+def _opaque(x):  # type: ignore[no-untyped-def]
+    """``x``, which the compiler cannot take apart."""
+    if _IS_COMPILED:
+        return tl.inline_asm_elementwise(
+            "mov.b32 $0, $1;", "=r,r", [x], dtype=tl.uint32, is_pure=True, pack=1
+        )
+    return x
+
+
+@triton.jit  # type: ignore[untyped-decorator,unused-ignore]
 def _mix(x):  # type: ignore[no-untyped-def]
     """The finaliser of splitmix64."""
     x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9
@@ -39,7 +60,11 @@ def _mix(x):  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator,unused-ignore]
 def noise_keys(own, length):  # type: ignore[no-untyped-def]
-    """The two words of `noise.noise_keys` for a row's state, as blocks of one element."""
+    """The two words of `noise.noise_keys` for a row's state, as blocks of one element.
+
+    The first is folded as `_hash` would fold it with every id, behind the compiler's back: it
+    would find that this is the same as to fold it there.
+    """
     golden = tl.full([1], 0x9E3779B97F4A7C15, tl.uint64)
     at = tl.arange(0, 1)
     low = tl.load(own + SEED + at).to(tl.uint32, bitcast=True).to(tl.uint64)
@@ -49,14 +74,15 @@ def noise_keys(own, length):  # type: ignore[no-untyped-def]
     key = _mix((low | (high << 32)) + golden)
     key = _mix(key ^ (sequence * golden))
     key = _mix(key + position * golden)
-    return key.to(tl.uint32), (key >> 32).to(tl.uint32)
+    first = key.to(tl.uint32)
+    return _opaque(first ^ (first >> 16)), (key >> 32).to(tl.uint32)
 
 
 @triton.jit  # type: ignore[untyped-decorator,unused-ignore]
 def _hash(ids, first_key, second_key):  # type: ignore[no-untyped-def]
-    """`noise.hash_bits`."""
-    x = (ids.to(tl.uint32) * 0x9E3779B1) ^ first_key
-    x = (x ^ (x >> 16)) * 0x7FEB352D
+    """`noise.hash_bits`; folding is linear, so the key's part of it is done beforehand."""
+    x = ids.to(tl.uint32) * 0x9E3779B1
+    x = (x ^ (x >> 16) ^ first_key) * 0x7FEB352D
     x = ((x ^ (x >> 15)) ^ second_key) * 0x846CA68B
     return x ^ (x >> 16)
 
@@ -73,16 +99,6 @@ def gumbel(ids, first_key, second_key):  # type: ignore[no-untyped-def]
     taken = tl.where(rest == 1.0, 1.0, 1.0 - rest)
     waits = tl.where(rest == 1.0, uniform, -tl.log(rest) * (uniform / taken))
     return -tl.log(waits)
-
-
-@triton.jit  # type: ignore[untyped-decorator,unused-ignore]
-def _log2(x):  # type: ignore[no-untyped-def]
-    """One instruction, good to 2**-22."""
-    if _IS_COMPILED:
-        return tl.inline_asm_elementwise(
-            "lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
-        )
-    return tl.log2(x)
 
 
 @triton.jit  # type: ignore[untyped-decorator,unused-ignore]
@@ -122,11 +138,12 @@ def _exact_race(  # type: ignore[no-untyped-def]
     source, vocab_size, first, last, temperature, first_key, second_key, bound, bound_id,
     TILE: tl.constexpr,
 ):  # fmt: skip
-    """`race` without bounds of scores."""
+    """`race` without bounds of scores. Rare: small steps keep its code short."""
+    STEP: tl.constexpr = TILE // 8
     top = tl.full([], float("-inf"), tl.float32)
     winner = tl.full([], 0, tl.int32) + first * TILE
-    for tile in range(first, last):
-        ids = tile * TILE + tl.arange(0, TILE)
+    for step in range(first * 8, last * 8):
+        ids = step * STEP + tl.arange(0, STEP)
         x = tl.load(source + ids, mask=ids < vocab_size, other=float("-inf")).to(tl.float32)
         score = tl.div_rn(x, temperature) + gumbel(ids, first_key, second_key)
         score = tl.where(is_before(x, ids, bound, bound_id), score, float("-inf"))
@@ -157,7 +174,7 @@ def race(  # type: ignore[no-untyped-def]
         ids = tile * TILE + in_tile
         x = tl.load(source + ids, mask=ids < vocab_size, other=float("-inf")).to(tl.float32)
         bits = _hash(ids, first_key, second_key) & 0x7FFFFFFF
-        most = x * scale - _log2(bits.to(tl.float32))
+        most = x * scale + _minus_log2(bits.to(tl.float32))
         if IS_BOUNDED:
             most = tl.where(is_before(x, ids, bound, bound_id), most, float("-inf"))
         local = tl.max(most, 1)

@@ -12,21 +12,23 @@ from trimaran.kernels import sampling_state, triton_filters, triton_race
 # Shapes: N sampled rows, V vocabulary, R rows, P parts of the vocabulary.
 
 _WIDTH = tl.constexpr(sampling_state.WIDTH)
+_TOP_K = tl.constexpr(sampling_state.TOP_K)
 _TEMPERATURE = tl.constexpr(sampling_state.TEMPERATURE)
 
-_TILE = 4096
+_TILE = 2048
 """Ids that one program looks at in one go."""
 
-_WARPS = 4
+_RESIDENT = 132 * 5
+"""Programs that the largest GPU runs at once; few rows are cut into about as many parts."""
 
-_PROGRAMS = 132 * 12
-"""About as many keep the largest GPU busy; a row is cut into no more parts than that needs."""
+_MOST_TILES = 8
+"""Tiles of a part where there are more programs than that, so that all end together."""
 
 
-@triton.jit(do_not_specialize=["num_parts", "tiles_each"])  # type: ignore[untyped-decorator,unused-ignore]
+@triton.jit(do_not_specialize=["num_parts", "tiles_each", "has_filters"])  # type: ignore[untyped-decorator,unused-ignore]
 def _race_kernel(  # type: ignore[no-untyped-def]
     logits, rows, lengths, state, scores, winners, row_stride, vocab_size, num_tiles, num_parts,
-    tiles_each, TILE: tl.constexpr,
+    tiles_each, has_filters, TILE: tl.constexpr,
 ):  # fmt: skip
     """The best id of one part of one row, and its score."""
     entry, part = tl.program_id(0), tl.program_id(1)
@@ -35,7 +37,11 @@ def _race_kernel(  # type: ignore[no-untyped-def]
     first = part * tiles_each
     last = tl.minimum(first + tiles_each, num_tiles)
     source = logits + entry.to(tl.int64) * row_stride
-    if temperature > 0.0:
+    # With top-k it is drawn from a short list instead.
+    top_k = tl.load(own + _TOP_K)
+    if (has_filters > 0) & (top_k > 0) & (top_k < vocab_size):
+        score, winner = float("-inf"), 0
+    elif temperature > 0.0:
         length = tl.load(lengths + entry)
         first_key, second_key = triton_race.noise_keys(own, length)
         score, winner = triton_race.race(
@@ -81,14 +87,14 @@ def draw(
     count, vocab_size = logits_NV.shape
     device = logits_NV.device
     num_tiles = triton.cdiv(vocab_size, _TILE)
-    tiles_each = max(1, num_tiles * count // _PROGRAMS)
+    tiles_each = min(triton.cdiv(num_tiles * count, _RESIDENT), _MOST_TILES)
     num_parts = triton.cdiv(num_tiles, tiles_each)
     scores = torch.empty((count, num_parts), dtype=torch.float32, device=device)
     winners = torch.empty((count, num_parts), dtype=torch.int32, device=device)
     output = torch.empty(count, dtype=torch.int64, device=device)
     _race_kernel[(count, num_parts)](
         logits_NV, rows_N, lengths_N, state, scores, winners, logits_NV.stride(0), vocab_size,
-        num_tiles, num_parts, tiles_each, TILE=_TILE, num_warps=_WARPS,
+        num_tiles, num_parts, tiles_each, int(has_filters), TILE=_TILE, num_warps=4,
     )  # fmt: skip
     _finish_kernel[(count,)](
         scores, winners, output, num_parts, vocab_size,
