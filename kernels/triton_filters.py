@@ -29,7 +29,7 @@ _TOP_P_MIN = tl.constexpr(sampling_state.TOP_P_MIN)
 
 _TILE = 4096
 _GROUP = tl.constexpr(64)
-_LIST = 1024
+_LIST = 512
 """Ids that a row's list holds; a row with more to list counts over its vocabulary."""
 
 _LEAST_KEY = tl.constexpr(-(1 << 31))
