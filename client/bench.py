@@ -7,6 +7,7 @@ import json
 import os
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from trimaran.client import bench_report
 from trimaran.client.bench_flags import DEFAULT_URLS
 from trimaran.client.bench_flags import add_arguments as add_arguments
 from trimaran.client.load import LoadGenerator, Run, Target
+from trimaran.client.load_processes import run_in_processes
 from trimaran.client.targets import (
     GrpcTarget,
     HttpTarget,
@@ -39,7 +41,7 @@ def run(args: argparse.Namespace) -> int:
     load_before = os.getloadavg()
     started_at = time.strftime("%Y-%m-%dT%H:%M:%S%z")
     warmup = workload.strangers(items[: args.warmup])
-    done = uvloop.run(_measure(args, url, warmup, list(zip(items, delays, strict=True))))
+    done = _measure(args, url, warmup, list(zip(items, delays, strict=True)))
     values = bench_report.figures(done)
     rows = bench_report.table(values)
     print(bench_report.render(rows))
@@ -65,10 +67,16 @@ def _check(args: argparse.Namespace) -> None:
             "say what to send: --input-len N --output-len N, or a sub-command: dataset, "
             "token-norm-dist or token-from-histogram"
         )
-    for name in ("concurrency", "num_requests", "input_len", "output_len", "vocab_size"):
+    counts = ("concurrency", "num_requests", "input_len", "output_len", "vocab_size")
+    for name in (*counts, "load_processes"):
         value = getattr(args, name)
         if value is not None and value < 1:
             raise ConfigError(f"--{name.replace('_', '-')} is {value} but must be 1 or more")
+    if args.load_processes > args.concurrency:
+        raise ConfigError(
+            f"--load-processes is {args.load_processes} but only {args.concurrency} requests "
+            "are in flight (--concurrency). Name as many processes at most."
+        )
     if bool(args.check_perf_json) != bool(args.check_perf_key):
         raise ConfigError("--check-perf-json and --check-perf-key go together")
 
@@ -86,7 +94,20 @@ def _items(args: argparse.Namespace, workload: Workload) -> list[Item]:
     return workload.fixed(count, args.input_len, args.output_len)
 
 
-async def _measure(
+def _measure(
+    args: argparse.Namespace, url: str, warmup: list[Item], plan: list[tuple[Item, float]]
+) -> Run:
+    if args.load_processes == 1:
+        done = uvloop.run(_measure_here(args, url, warmup, plan))
+    else:
+        uvloop.run(_measure_here(args, url, warmup, []))
+        make_target = partial(_target, args, url)
+        done = run_in_processes(make_target, plan, args.concurrency, args.load_processes)
+    print(f"[INFO] Total Latency: {1000 * done.elapsed_s:.3f} ms")
+    return done
+
+
+async def _measure_here(
     args: argparse.Namespace, url: str, warmup: list[Item], plan: list[tuple[Item, float]]
 ) -> Run:
     target = await _target(args, url)
@@ -94,13 +115,12 @@ async def _measure(
     try:
         print("[INFO] Warm up for benchmarking.")
         await load.run([(item, 0.0) for item in warmup])
-        print(f"[INFO] Start benchmarking on {len(plan)} prompts.")
+        if plan:
+            print(f"[INFO] Start benchmarking on {len(plan)} prompts.")
         with _Progress(len(plan)) as progress:
-            done = await load.run(plan, progress.advance)
+            return await load.run(plan, progress.advance)
     finally:
         await target.close()
-    print(f"[INFO] Total Latency: {1000 * done.elapsed_s:.3f} ms")
-    return done
 
 
 async def _target(args: argparse.Namespace, url: str) -> Target:

@@ -57,6 +57,10 @@ def _add_load(parser: argparse.ArgumentParser) -> None:
         "--time-delay-dist", choices=("exponential_dist", "constant"),
         default="exponential_dist", help="gaps between paced requests",
     )  # fmt: skip
+    parser.add_argument(
+        "--load-processes", type=int, default=1, metavar="N",
+        help="send from N processes: one reads some thousand tokens a second",
+    )  # fmt: skip
     parser.add_argument("--warmup", type=int, default=10, metavar="N", help="requests before")
     parser.add_argument("--seed", type=int, default=420, help="of prompts, lengths and gaps")
 

@@ -65,10 +65,17 @@ class LoadGenerator:
         self,
         plan: Sequence[tuple[Item, float]],
         on_done: Callable[[], None] = lambda: None,
+        *,
+        begin: float | None = None,
     ) -> Run:
         """Send each item, some seconds after the start, once fewer than the allowed number
-        are in flight. Returns when all are done."""
-        begin = time.monotonic()
+        are in flight. Returns when all are done.
+
+        The start is now, or ``begin`` on the monotonic clock.
+        """
+        if begin is None:
+            begin = time.monotonic()
+        await asyncio.sleep(max(0.0, begin - time.monotonic()))
         is_paced = any(delay for _, delay in plan)
         todo = iter(plan)
         records: list[Record] = []

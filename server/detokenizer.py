@@ -34,6 +34,7 @@ class IncrementalDetokenizer:
         # Skipped ids have no text; as context they would hide the space before the next.
         self._dropped = tokenizer.special_ids if skip_special_tokens else frozenset()
         self._ids = self._kept(prompt_ids)
+        self._num_shown, self._shown_text = 0, ""
         self._show(len(self._ids))
 
     def push(self, ids: list[int], is_last: bool = False) -> str:

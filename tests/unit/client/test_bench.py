@@ -267,3 +267,25 @@ class TestFigures:
         assert values["failed_requests"] == 1
         assert values["requests_per_s"] == 1
         assert values["latency_ms_p50"] == pytest.approx(1000)
+
+
+def test_a_load_from_several_processes_is_the_same_load(http_server, trimaran):
+    http_server.events = lambda body: [{"output_ids": [1, 2, 3], "sequence_length": 3}]
+
+    several = ("--load-processes", "2", "--seed", "7", "--warmup", "1", *SHORT)
+    code, out, _ = trimaran("bench", "-u", http_server.url, *several)
+
+    assert code == 0
+    assert rows(out)["Total requests"] == 6
+    assert rows(out)["Avg. OP tokens per request"] == 3
+    sent = sorted(json.dumps(body["input_ids"]) for _, body in http_server.bodies[1:])
+    http_server.bodies.clear()
+    trimaran("bench", "-u", http_server.url, "--seed", "7", "--warmup", "0", *SHORT)
+    assert sent == sorted(json.dumps(body["input_ids"]) for _, body in http_server.bodies)
+
+
+def test_more_load_processes_than_requests_in_flight_are_refused(http_server, trimaran):
+    code, _, err = trimaran("bench", "-u", http_server.url, "--load-processes", "3", *SHORT)
+
+    assert code == 2
+    assert "--load-processes is 3 but only 2 requests are in flight" in err
