@@ -70,10 +70,15 @@ def _compile(library: ctypes.CDLL, name: str, options: list[str]) -> bytes:
     )  # fmt: skip
     try:
         words = (ctypes.c_char_p * len(options))(*(word.encode() for word in options))
-        if library.nvrtcCompileProgram(program, len(options), words):
-            log = _text(library, "nvrtcGetProgramLog", program)
-            last_lines = "\n".join(log.decode(errors="replace").splitlines()[-10:])
+        is_refused = library.nvrtcCompileProgram(program, len(options), words)
+        log = _text(library, "nvrtcGetProgramLog", program).decode(errors="replace")
+        if is_refused:
+            last_lines = "\n".join(log.splitlines()[-10:])
             raise KernelsUnavailableError(f"NVRTC refuses {source.name}:\n{last_lines}")
+        for line in log.splitlines():
+            # Another version of the assembler may let products wait for each other.
+            if "Performance Loss" in line:
+                logger.warning("%s is slower than it can be: %s", source.name, line.strip())
         return _text(library, "nvrtcGetCUBIN", program)
     finally:
         library.nvrtcDestroyProgram(ctypes.byref(program))

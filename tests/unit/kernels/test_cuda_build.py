@@ -20,7 +20,8 @@ COMPILER = r"""
 #include <cstring>
 #include <string>
 static std::string code, headers;
-static const char* log_text = "gemm.cu(3): error: no such thing";
+static const char* log_text =
+    "gemm.cu(3): error: no such thing\n(C7512) Potential Performance Loss: serialized";
 extern "C" {
 int nvrtcVersion(int* major, int* minor) { *major = 13; *minor = 7; return 0; }
 int nvrtcCreateProgram(void** program, const char*, const char* name, int count,
@@ -91,6 +92,13 @@ def test_a_compiler_that_fails_is_quoted_and_leaves_no_code(cache, compiler, mon
     with pytest.raises(KernelsUnavailableError, match=r"gemm\.cu\(3\): error: no such thing"):
         load_cubin("gemm", "sm_90a")
     assert not list(cache.glob("*.cubin"))
+
+
+def test_code_that_the_assembler_calls_slow_is_named_in_the_log(cache, compiler, caplog):
+    load_cubin("gemm", "sm_90a")
+    assert caplog.messages == [
+        "gemm.cu is slower than it can be: (C7512) Potential Performance Loss: serialized"
+    ]
 
 
 def test_without_a_compiler_the_error_says_what_was_tried(cache):
