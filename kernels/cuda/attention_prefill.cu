@@ -6,11 +6,18 @@
 //
 // A tile is 128 rows: `step` consecutive queries of one sequence times the `group` heads that
 // share a key-value head. 128 keys are one step of its loop, from the last to the first.
+//
+// WINDOW: each query sees `window` keys, its own the last, and `num_sinks` first ones.
 
 #include "hopper.cuh"
 
 namespace {
 
+#ifdef WINDOW
+constexpr bool HAS_WINDOW = true;
+#else
+constexpr bool HAS_WINDOW = false;
+#endif
 constexpr int ROWS = 128;
 constexpr int KEYS = 128;
 constexpr int WARPGROUP = 128;
@@ -47,6 +54,8 @@ struct Arguments {
     int group;
     int kv_heads;
     int block_shift;
+    int window;
+    int num_sinks;
 };
 
 struct Item {
@@ -149,10 +158,25 @@ struct CacheReader {
     }
 };
 
-// How many steps a tile's loop has.
-__device__ __forceinline__ int num_steps(const Tile& tile) {
-    return (tile.position + (tile.num_queries & 0xFFFF) + KEYS - 1) / KEYS;
-}
+// The steps of a tile's loop, from the last to the first; there is always one.
+struct Steps {
+    int last;   // of the keys that the tile's last query sees
+    int low;    // of the first key in the window of the first query
+    int sinks;  // how many in front of that have sinks
+
+    __device__ __forceinline__ Steps(const Tile& tile, const Arguments& arguments)
+        : last((tile.position + (tile.num_queries & 0xFFFF) - 1) / KEYS), low(0), sinks(0) {
+        if constexpr (HAS_WINDOW) {
+            low = max(tile.position - arguments.window + 1, 0) / KEYS;
+            sinks = min((arguments.num_sinks + KEYS - 1) / KEYS, low);
+        }
+    }
+
+    // The step behind this one; negative behind the last of all.
+    __device__ __forceinline__ int next(int step) const {
+        return (HAS_WINDOW && step == low ? sinks : step) - 1;
+    }
+};
 
 // Keys of the tile's sequence, or some that no step reaches.
 __device__ __forceinline__ int num_keys(const Tile& tile) {
@@ -176,7 +200,8 @@ __device__ void produce(u32 base, Item* items, const TensorMap* queries,
         if (lane == 0) next = atomicAdd(&arguments.tiles[0].position, 1) + gridDim.x;
         CacheReader<HEAD> reader{cache, arguments.tables + tile.row * arguments.table_stride,
                                  num_keys(tile), arguments.block_shift, lane, kv_head};
-        int step = num_steps(tile) - 1;
+        const Steps steps(tile, arguments);
+        int step = steps.last;
         int block = reader.block_of(step);
         rings.queries.wait_empty();
         const u32 slot = rings.queries.slot();
@@ -191,8 +216,8 @@ __device__ void produce(u32 base, Item* items, const TensorMap* queries,
         }
         ++rings.queries.count;
         reader.copy(rings.keys, base + S::KEY_TILES, block, 0);
-        for (; step > 0; --step) {
-            const int next_block = reader.block_of(step - 1);
+        while ((step = steps.next(step)) >= 0) {
+            const int next_block = reader.block_of(step);
             reader.copy(rings.keys, base + S::KEY_TILES, next_block, 0);
             reader.copy(rings.values, base + S::VALUES, block, 1);
             block = next_block;
@@ -307,6 +332,19 @@ struct Consumer {
         }
     }
 
+    // Hides the keys in front of each row's window, but for the sinks.
+    __device__ __forceinline__ void hide_past(float (&scores)[KEYS / 2],
+                                              const int (&positions)[2], int first_key,
+                                              const Arguments& arguments) {
+        const int own_key = first_key + thread % 4 * 2;
+#pragma unroll
+        for (int i = 0; i < KEYS / 2; ++i) {
+            const int key = own_key + i / 4 * 8 + i % 2;
+            const bool is_past = key <= positions[i / 2 % 2] - arguments.window;
+            if (is_past && key >= arguments.num_sinks) scores[i] = minus_infinity();
+        }
+    }
+
     // Zeroes the rows of the current values from `first` on, where the cache holds anything at
     // all, NaN too. Both warpgroups do; neither waits for the other.
     __device__ __forceinline__ void clear_values(int first) {
@@ -326,7 +364,8 @@ struct Consumer {
 
     // One step of the loop behind the first: its scores, and the output of the step before.
     template <bool IS_HIDING>
-    __device__ __forceinline__ void step(const int (&positions)[2], int first_key) {
+    __device__ __forceinline__ void step(const int (&positions)[2], int first_key,
+                                         const Arguments& arguments) {
         float scores[KEYS / 2];
         float factor[2];
         rings.keys.wait_full();
@@ -342,6 +381,7 @@ struct Consumer {
         pin(scores);
         rings.keys.release();
         if (IS_HIDING) hide(scores, positions, first_key);
+        if (IS_HIDING && HAS_WINDOW) hide_past(scores, positions, first_key, arguments);
         soften(scores, factor);
         // Sums are never negative, and nothing is stored. But the assembler moves no sum, and
         // so no exponential, behind the wait that they are to fill.
@@ -359,7 +399,7 @@ struct Consumer {
     }
 
     __device__ __forceinline__ void first_step(const Tile& tile, const int (&positions)[2],
-                                               int first_key) {
+                                               int first_key, const Arguments& arguments) {
         float scores[KEYS / 2];
         float factor[2];
         top[0] = top[1] = minus_infinity();
@@ -374,6 +414,7 @@ struct Consumer {
         pin(scores);
         rings.keys.release();
         hide(scores, positions, first_key);
+        if (HAS_WINDOW) hide_past(scores, positions, first_key, arguments);
         soften(scores, factor);
         keep_weights(scores);
         const int end = num_keys(tile) - first_key;
@@ -388,6 +429,34 @@ struct Consumer {
         products_wait<0>();
         pin(out);
         rings.values.release();
+    }
+
+    // All steps of a tile. Keys that every row sees need no comparisons.
+    __device__ __forceinline__ void attend(const Tile& tile, const int (&positions)[2],
+                                           const Arguments& arguments) {
+        const Steps steps(tile, arguments);
+        int first_key = steps.last * KEYS;
+        first_step(tile, positions, first_key, arguments);
+        if constexpr (HAS_WINDOW) {
+            const int last_position = tile.position + (tile.num_queries & 0xFFFF) - 1;
+            while ((first_key = steps.next(first_key / KEYS) * KEYS) >= 0) {
+                const bool is_past = first_key <= last_position - arguments.window;
+                if (is_past || first_key + KEYS - 1 > tile.position) {
+                    step<true>(positions, first_key, arguments);
+                } else {
+                    step<false>(positions, first_key, arguments);
+                }
+            }
+        } else {
+            first_key -= KEYS;
+            for (; first_key + KEYS - 1 > tile.position; first_key -= KEYS) {
+                step<true>(positions, first_key, arguments);
+            }
+            for (; first_key >= 0; first_key -= KEYS) {
+                step<false>(positions, first_key, arguments);
+            }
+        }
+        last_output();
     }
 
     // Writes the rows of this warpgroup, through the shared memory of its queries.
@@ -453,14 +522,7 @@ struct Consumer {
                 positions[r] =
                     item.tile.position + static_cast<int>((row + 0.5f) * per_group);
             }
-            int first_key = (num_steps(item.tile) - 1) * KEYS;
-            first_step(item.tile, positions, first_key);
-            first_key -= KEYS;
-            for (; first_key + KEYS - 1 > item.tile.position; first_key -= KEYS) {
-                step<true>(positions, first_key);
-            }
-            for (; first_key >= 0; first_key -= KEYS) step<false>(positions, first_key);
-            last_output();
+            attend(item.tile, positions, arguments);
             store(item, arguments);
             rings.queries.release();
         }

@@ -69,14 +69,16 @@ def twin(query, cache, metadata, spec):
     return reference.paged_attention(query.float(), clean, exact, spec)
 
 
-def check(lengths, dtype, *, heads=8, size=128, num_decodes=0, rows=None, **layout):
+def check(
+    lengths, dtype, *, heads=8, size=128, num_decodes=0, rows=None, window=0, sinks=0, **layout
+):
     cache, tables = cache_of(lengths, dtype, size=size, **layout)
     query = queries_of(lengths, dtype, heads, size)
     if rows is not None:
         tables = tables[rows.argsort()]
         rows = rows.int().to(DEVICE)
     metadata = metadata_of(lengths, tables, num_decodes=num_decodes, rows=rows)
-    spec = AttentionSpec(scale=size**-0.5)
+    spec = AttentionSpec(scale=size**-0.5, window=window, num_sinks=sinks)
     assert cuda_attention.refusal(query, cache, spec) is None
     output = torch.full(query.shape, float("nan"), dtype=dtype, device=DEVICE)
     cuda_attention.prefill(query, cache, metadata, spec, output)
@@ -119,6 +121,14 @@ def test_any_number_of_heads_shares_a_key_value_head(dtype, heads):
 def test_any_block_and_order_of_the_cache_is_read(dtype, block, order):
     check([(0, 300), (250, 170)], dtype, block=block, order=order)
     check([(0, 300), (250, 170)], dtype, block=block, order=order, size=64)
+
+
+@pytest.mark.parametrize("window", [1, 31, 128, 129, 300, 5000])
+@pytest.mark.parametrize("sinks", [0, 4, 200])
+def test_windows_and_sinks_hide_the_keys_between(dtype, window, sinks):
+    lengths = [(0, 700), (1000, 130), (0, 1), (37, 64), (600, 500)]
+    check(lengths, dtype, window=window, sinks=sinks)
+    check(lengths, dtype, window=window, sinks=sinks, size=64, heads=2)
 
 
 def test_decodes_in_front_are_left_alone(dtype):
@@ -165,6 +175,6 @@ def test_what_is_not_served_is_named():
     assert cuda_attention.refusal(query, cache, AttentionSpec(scale=1)) == "heads of 80"
     query, cache = query[:, :, :64].contiguous(), cache[..., :64].contiguous()
     assert cuda_attention.refusal(query, cache, AttentionSpec(scale=1)) is None
-    windowed = AttentionSpec(scale=1, window=16)
-    assert "window" in str(cuda_attention.refusal(query, cache, windowed))
-    assert "float32" in str(cuda_attention.refusal(query.float(), cache, windowed))
+    capped = AttentionSpec(scale=1, soft_cap=30)
+    assert cuda_attention.refusal(query, cache, capped) == "a soft cap"
+    assert "float32" in str(cuda_attention.refusal(query.float(), cache, capped))
