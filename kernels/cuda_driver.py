@@ -144,11 +144,15 @@ def tensor_map(tensor: Tensor, dims: Sequence[int], box: Sequence[int]) -> Tenso
 @cache
 def _driver() -> ctypes.CDLL:
     try:
-        return ctypes.CDLL("libcuda.so.1")
+        library = ctypes.CDLL("libcuda.so.1")
     except OSError as error:
         raise KernelsUnavailableError(
             f"the driver of NVIDIA GPUs is missing: {error}"
         ) from None
+    # Torch may not have used it yet.
+    if code := library.cuInit(0):
+        raise KernelsUnavailableError(f"the driver of NVIDIA GPUs does not start: code {code}")
+    return library
 
 
 def _call(function: str, *arguments: object) -> None:
