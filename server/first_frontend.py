@@ -44,6 +44,9 @@ class FirstFrontend:
         self._is_told = asyncio.Event()
         self._is_lost = asyncio.Event()
         self._link: PeerLink | None = None
+        self.expects_the_end = False
+        """Whether the server is on its way out, and the first front end with it."""
+
         self._verbs: dict[str, Verb] = {
             "state": self._on_state,
             "release": self._on_release,
@@ -55,7 +58,8 @@ class FirstFrontend:
         while True:
             self._link = await self._dial()
             await self._is_lost.wait()
-            logger.warning("the first front end is gone: what was served goes on")
+            if not self.expects_the_end:
+                logger.warning("the first front end is gone: what was served goes on")
             self._link = None
 
     async def told(self) -> None:

@@ -174,6 +174,7 @@ class FollowedModels:
 
     async def give_up(self) -> None:
         """See `ServedModels`."""
+        self._first.expects_the_end = True
 
     async def close(self) -> None:
         """See `ServedModels`."""
