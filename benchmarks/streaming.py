@@ -51,6 +51,7 @@ def served(folder: Path, num_frontends: int, step_ms: float) -> Iterator[tuple[i
     http, grpc_port, metrics = free_ports(3)
     command = [
         sys.executable, str(HERE / "null_server.py"), "--no-mpi", "--device", "cpu",
+        "--load-format", "random",
         "--model-repo", str(repository), "--http-port", str(http),
         "--grpc-port", str(grpc_port), "--metrics-port", str(metrics),
         "--frontend-processes", str(num_frontends),
