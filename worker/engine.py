@@ -24,6 +24,7 @@ from trimaran.worker.device import select_device
 from trimaran.worker.emission import step_outputs
 from trimaran.worker.engine_stats import EngineStats
 from trimaran.worker.loading import LoadedEngine, load_engine
+from trimaran.worker.plan_timing import PlanTiming
 from trimaran.worker.request import Request
 from trimaran.worker.scheduler import Emission, Scheduler
 from trimaran.worker.step_plan import ScheduledStep
@@ -33,6 +34,9 @@ from trimaran.worker.step_times import Part, StepTimes
 from trimaran.worker.step_types import SchedulerOutput
 
 logger = logging.getLogger(__name__)
+
+_WAITED_S = 0.0002
+"""A result that kept the host waiting for longer was read when the device had it."""
 
 
 @dataclass(slots=True)
@@ -72,6 +76,7 @@ class Engine:
         self._deadlines: list[tuple[float, int, Request]] = []
         self._num_submitted = 0
         self.times = StepTimes()
+        self._timing = PlanTiming(self.depth > 1 and self.device.type == "cuda")
         self._profile = StepProfile.of_rank(rank_config, topology.rank, self.device)
         self._loaded: LoadedEngine | None = None
 
@@ -133,6 +138,7 @@ class Engine:
         self.scheduler.check(request)
         self._num_submitted += 1
         self.scheduler.add(request)
+        self._timing.submitted(time.perf_counter())
         self._requests.setdefault((source, message.request_id), []).append(request)
         if message.timeout_us:
             self._watch(request)
@@ -159,6 +165,12 @@ class Engine:
         self.scheduler.discard_ended(source)
 
     @property
+    def spare_s(self) -> float:
+        """Seconds that `step` can wait for requests without a gap on the device."""
+        # Whoever waits already could not start with the newcomers.
+        return 0.0 if self.scheduler.waiting else self._timing.spare_s(time.perf_counter())
+
+    @property
     def has_work(self) -> bool:
         """Whether `step` has anything to do."""
         return bool(self._in_flight) or self.scheduler.has_requests
@@ -172,7 +184,7 @@ class Engine:
 
     def step(self) -> StepResult:
         """Run one engine step on rank 0 and return what it has to tell."""
-        self.times.enter(Part.SCHEDULE)
+        start = self.times.enter(Part.SCHEDULE)
         if self._deadlines:
             self._end_overdue()
         if self._profile is not None:
@@ -186,7 +198,9 @@ class Engine:
             output = self.runner.execute_model(step.decision)
             self.times.launched(output.marks)
             self._in_flight.append((step, output))
-        self.times.enter(Part.EMIT)
+        launched = self.times.enter(Part.EMIT)
+        if step is not None and not step.num_context:
+            self._timing.planned(start, launched)
         result = StepResult()
         ended = self.scheduler.take_ended()
         if ended:
@@ -202,9 +216,15 @@ class Engine:
     def _take_result(self, result: StepResult) -> None:
         """Wait for the oldest step in flight and take in its ids."""
         step, output = self._in_flight.popleft()
-        self.times.enter(Part.WAIT)
+        begin = self.times.enter(Part.WAIT)
         sampled = output.wait()
-        self.times.enter(Part.EMIT)
+        end = self.times.enter(Part.EMIT)
+        self._timing.arrived(
+            end,
+            is_decode=not step.num_context,
+            has_waited=end - begin > _WAITED_S,
+            is_last=not self._in_flight,
+        )
         emissions = self.scheduler.update_from_output(step, sampled.token_ids)
         log_probs = None
         if sampled.log_probs is not None:

@@ -115,18 +115,20 @@ class FrontendLinks:
         self._epoll = select.epoll()
         self._epoll.register(wake_fd, select.EPOLLIN)
 
-    def poll(self, is_busy: bool) -> list[Arrival]:
+    def poll(self, is_busy: bool, wait_s: float = 0.0) -> list[Arrival]:
         """What has come from the front ends.
 
-        With ``is_busy`` this looks once; else it sleeps in the kernel until something
-        comes, the wake descriptor becomes readable or a front end is to be dialled.
+        With ``is_busy`` this waits ``wait_s`` at most; else it sleeps in the kernel until
+        something comes, the wake descriptor becomes readable or a front end is to be dialled.
 
         Raises:
             ProtocolError: a front end refused this engine.
         """
-        wait_s = self._dial()
+        next_dial_s = self._dial()
         arrivals, self._lost = self._lost, []
-        timeout = 0 if is_busy or arrivals else (-1 if wait_s is None else wait_s)
+        timeout = -1 if next_dial_s is None else next_dial_s
+        if is_busy or arrivals:
+            timeout = 0 if arrivals else wait_s
         for fd, events in self._epoll.poll(timeout):
             # A descriptor whose connection was lost earlier in this round is skipped.
             if fd in self._by_fd:

@@ -79,6 +79,7 @@ class LeaderLoop:
             for arrival in arrivals:
                 self._take(arrival)
             if self._engine.has_work:
+                self._await_newcomers()
                 self._step()
             # Before the next poll, which sleeps for as long as nothing comes.
             if self._was_busy and not self._engine.has_work:
@@ -86,6 +87,18 @@ class LeaderLoop:
             if self._links.num_open != self._num_open:
                 self._num_open = self._links.num_open
                 self._report_stats()
+
+    def _await_newcomers(self) -> None:
+        """Take requests along that come while the device is busy anyway."""
+        times = self._engine.times
+        while (wait_s := self._engine.spare_s) > 0:
+            times.enter(Part.WAIT)
+            arrivals = self._links.poll(is_busy=True, wait_s=wait_s)
+            times.enter(Part.RECEIVE)
+            if not arrivals:
+                return
+            for arrival in arrivals:
+                self._take(arrival)
 
     def _is_shutdown_asked(self) -> bool:
         for command in self._supervisor.commands():

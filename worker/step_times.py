@@ -140,13 +140,14 @@ class StepTimes:
         self._sample_s = 0.0
         self._marks: deque[StepMarks] = deque()
 
-    def enter(self, part: Part) -> None:
-        """From now on the time belongs to ``part``."""
+    def enter(self, part: Part) -> float:
+        """From now on the time belongs to ``part``. Returns the time, in seconds."""
         now = time.perf_counter()
         self._seconds[self._part] += now - self._since
         self._part, self._since = part, now
         if self.on_enter is not None:
             self.on_enter(part)
+        return now
 
     def launched(self, marks: StepMarks) -> None:
         """Count a step's time on the device once the device has passed its marks."""
