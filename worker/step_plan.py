@@ -45,7 +45,7 @@ class _Entries:
         self.rows = array("i")
         self.starts = array("i")
         self.chunks = array("i")
-        """Of sequences with one token each nothing is kept."""
+        """Of decodes nothing is kept."""
         self.unsampled: list[int] = []
         """Entries whose logits nobody wants: the few incomplete prompts."""
 
@@ -83,16 +83,19 @@ class StepPlan:
 
     def add(self, sequence: Sequence, start: int, chunk: int, is_sampled: bool) -> None:
         """Schedule ``chunk`` tokens after the first ``start``."""
-        entries = self._decodes if chunk == 1 else self._chunks
+        # A prompt's single token is computed as part of a prompt, so that its rounding does
+        # not depend on where the prompt was cut.
+        is_prompt = start < sequence.num_prompt_tokens
+        entries = self._chunks if is_prompt or chunk > 1 else self._decodes
         if not is_sampled:
             entries.unsampled.append(len(entries.sequences))
         entries.sequences.append(sequence)
         entries.rows.append(sequence.row)
         entries.starts.append(start)
-        if chunk > 1:
+        if entries is self._chunks:
             entries.chunks.append(chunk)
         self.budget -= chunk
-        if start < sequence.num_prompt_tokens:
+        if is_prompt:
             self._num_context += 1
             self._num_context_tokens += chunk
             if is_sampled and len(sequence.request.sequences) > 1:
@@ -120,7 +123,7 @@ class StepPlan:
                 self._new_blocks.append((group, row, index, table[index]))
 
     def finish(self, finished_rows: List[int]) -> ScheduledStep:
-        """The decision, one-token entries first."""
+        """The decision, decodes first."""
         first, then = self._decodes, self._chunks
         sequences = first.sequences + then.sequences
         num_decodes = len(first.sequences)

@@ -58,7 +58,7 @@ class SchedulerOutput:
 
     Entry i of the three parallel arrays schedules ``num_scheduled_tokens[i]`` tokens of
     the sequence in ``rows[i]``, after the ``num_computed_tokens[i]`` that have KV already.
-    Sequences with one token come first. A rank applies, in this order: ``finished_rows``,
+    Decodes come first. A rank applies, in this order: ``finished_rows``,
     ``new_rows``, ``new_blocks``, ``block_copies``, the forward pass.
     """
 
@@ -78,7 +78,7 @@ class SchedulerOutput:
     finished_rows: Int32Array
     new_rows: list[NewRow] = field(default_factory=list)
     num_decodes: int = 0
-    """How many leading entries have exactly one scheduled token."""
+    """How many leading entries compute one token of output; all others stand behind them."""
 
     @property
     def num_tokens(self) -> int:

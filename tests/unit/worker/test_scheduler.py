@@ -95,7 +95,10 @@ class Planner:
         decision = step.decision
         assert 0 < decision.num_tokens <= self.config.max_num_batched_tokens
         assert (decision.num_scheduled_tokens > 0).all()
-        is_decode = decision.num_scheduled_tokens == 1
+        by_row = {s.row: s for s in scheduler.running}
+        prompts = [by_row[row].num_prompt_tokens for row in decision.rows.tolist()]
+        is_output = decision.num_computed_tokens >= prompts
+        is_decode = is_output & (decision.num_scheduled_tokens == 1)
         assert is_decode[: decision.num_decodes].all()
         assert not is_decode[decision.num_decodes :].any()
         for s in scheduler.running:
