@@ -68,7 +68,7 @@ class ParallelLMHead(_VocabParallel):
         self._logits = context.ops.logits
 
     def local_logits(self, hidden_ND: Tensor) -> Tensor:
-        """[N, local rows] from id ``first_row`` on, float32 or a GPU's dtype; padding is zero."""
+        """[N, local rows] from id ``first_row`` on, float32 or the GPU's dtype; zero padded."""
         weight = self._tied[0].weight if self._tied else self.weight
         return self._logits(hidden_ND, weight)
 
