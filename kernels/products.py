@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 from typing import Protocol
 
@@ -14,7 +15,7 @@ from torch import Tensor
 from trimaran.comm.errors import ConfigError
 from trimaran.kernels.build import KernelsUnavailableError
 from trimaran.kernels.cuda_build import check_compiler
-from trimaran.kernels.hopper_gemm import HopperGemm, can_multiply, compile_gemm
+from trimaran.kernels.hopper_gemm import HopperGemm, NextWeight, can_multiply, compile_gemm
 from trimaran.kernels.product_table import Choice, GemmShape, Kind, ProductTable, fixed_choice
 from trimaran.kernels.reference import add_linear
 from trimaran.kernels.split_product import num_parts, split_product
@@ -23,6 +24,9 @@ from trimaran.kernels.triton_elementwise import silu_and_mul
 logger = logging.getLogger(__name__)
 
 # Shapes: T tokens, D inner width, E outputs of the weight.
+
+_MOST_AHEAD_ROWS = 128
+"""With more rows a product waits for arithmetic rather than for memory."""
 
 
 class Products(Protocol):
@@ -60,7 +64,13 @@ class HopperProducts:
 
     With ``is_deterministic`` a row's result depends neither on the other rows nor on their
     number: our kernel multiplies, with a split that the weight alone decides.
+
+    A model multiplies with its weights in one order: a product of few rows asks for the
+    beginning of the weight that followed it the last time.
     """
+
+    ahead_bytes = 0
+    """Of the next weight, what is brought into the cache; 0 for nothing."""
 
     def __init__(
         self, device: torch.device, dtype: torch.dtype, is_deterministic: bool = False
@@ -71,6 +81,8 @@ class HopperProducts:
         self._table = ProductTable.of_device(torch.cuda.get_device_name(device))
         self._kernels: dict[tuple[GemmShape, Kind], HopperGemm] = {}
         self._compiled: set[tuple[int, int, Kind]] = set()
+        self._last = 0
+        self._followers: dict[int, tuple[weakref.ref[Tensor], Kind]] = {}
         self.backend = "cuda" if is_deterministic else "cuda, torch"
 
     def linear(self, x_TD: Tensor, weight_ED: Tensor, bias_E: Tensor | None = None) -> Tensor:
@@ -78,14 +90,14 @@ class HopperProducts:
         kernel = self._kernel(x_TD, weight_ED, "plain")
         if kernel is None:
             return F.linear(x_TD, weight_ED, bias_E)
-        output_TE = kernel(x_TD, weight_ED)
+        output_TE = kernel(x_TD, weight_ED, self._following(x_TD, weight_ED))
         return output_TE if bias_E is None else output_TE + bias_E
 
     def add_linear(self, x_TD: Tensor, weight_ED: Tensor, residual_TE: Tensor) -> Tensor | None:
         """Torch adds its product into ``residual``, or it is returned, maybe in parts."""
         kernel = self._kernel(x_TD, weight_ED, "plain" if self._is_deterministic else "parts")
         if kernel is not None:
-            return kernel(x_TD, weight_ED)
+            return kernel(x_TD, weight_ED, self._following(x_TD, weight_ED))
         parts = num_parts(x_TD.shape[0], *weight_ED.shape)
         if parts > 1:
             return split_product(x_TD, weight_ED, parts)
@@ -96,14 +108,13 @@ class HopperProducts:
         kernel = self._kernel(x_TD, weight_ED, "gated")
         if kernel is None:
             return silu_and_mul(self.linear(x_TD, weight_ED))
-        return kernel(x_TD, weight_ED)
+        return kernel(x_TD, weight_ED, self._following(x_TD, weight_ED))
 
     def _kernel(self, x_TD: Tensor, weight_ED: Tensor, kind: Kind) -> HopperGemm | None:
         outputs, inner = weight_ED.shape
-        if self._is_deterministic:
-            choice: Choice = fixed_choice(x_TD.shape[0], outputs, inner)
-        else:
-            choice = self._table.pick(x_TD.shape[0], outputs, inner, kind)
+        self._followers[self._last] = (weakref.ref(weight_ED), kind)
+        self._last = weight_ED.data_ptr()
+        choice = self._choice(x_TD.shape[0], weight_ED, kind)
         if choice is None:
             return None
         kernel = self._kernels.get((choice, kind))
@@ -112,6 +123,25 @@ class HopperProducts:
             kernel = HopperGemm(choice, self._dtype, self._device, kind)
             self._kernels[(choice, kind)] = kernel
         return kernel
+
+    def _choice(self, num_rows: int, weight_ED: Tensor, kind: Kind) -> Choice:
+        outputs, inner = weight_ED.shape
+        if self._is_deterministic:
+            return fixed_choice(num_rows, outputs, inner)
+        return self._table.pick(num_rows, outputs, inner, kind)
+
+    def _following(self, x_TD: Tensor, weight_ED: Tensor) -> NextWeight | None:
+        """The weight that comes next, where memory is what a product waits for."""
+        num_rows = x_TD.shape[0]
+        follower = self._followers.get(weight_ED.data_ptr())
+        if follower is None or num_rows > _MOST_AHEAD_ROWS or not self.ahead_bytes:
+            return None
+        reference, kind = follower
+        weight = reference()
+        choice = None if weight is None else self._choice(num_rows, weight, kind)
+        if weight is None or choice is None:
+            return None
+        return NextWeight(weight, choice.split, self.ahead_bytes)
 
     def _compile(self, outputs: int, inner: int, kind: Kind) -> None:
         """Compile all that the table has for a weight, side by side, when it is first seen."""
