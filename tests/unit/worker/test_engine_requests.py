@@ -67,6 +67,22 @@ def test_a_cancelled_request_leaves_nothing_after_a_step(make_engine, depth):
     driver.check_idle()
 
 
+def test_a_name_stops_its_requests_whoever_submitted_them_and_no_others(make_engine):
+    driver = make_engine()
+    ids = [
+        driver.submit([1, 2, 3], source=source, max_tokens=20, client_request_id=name)
+        for source, name in (("one", "a"), ("two", "a"), ("two", "b"), ("two", ""))
+    ]
+    driver.step()
+
+    driver.engine.stop("a")
+    driver.run()
+
+    reasons = [driver.reasons[request, 0] for request in ids]
+    assert reasons == [FinishReason.CANCELLED] * 2 + [FinishReason.LENGTH] * 2
+    driver.check_idle()
+
+
 def test_a_queued_request_is_cancelled_without_a_token(make_engine):
     driver = make_engine(max_num_seqs=1)
     driver.submit([1, 2, 3], max_tokens=3)
