@@ -1,56 +1,142 @@
-"""Times paged attention on a GPU against the time to read its keys and values.
+"""Times paged attention of decodes on a GPU against the time to read its keys and values.
 
-    python3 benchmarks/gpu_attention.py
+    python3 benchmarks/gpu_attention.py            # our kernels at many batches
+    python3 benchmarks/gpu_attention.py --layouts  # the orders of a cache's dims in memory
 
-One layer of an 8B Llama's shape in bf16: 32 query heads, 8 key-value heads of 128. Figures
-are means over many launches between two events.
+One layer of an 8B Llama's shape in bf16, 32 query heads and 8 key-value heads of 128. Blocks
+of 32 tokens lie anywhere in 90 % of the free memory. All layers run in one CUDA graph, so
+that no launch waits for the host, and a figure is the median over replays.
 """
 
 from __future__ import annotations
 
+import argparse
+import random
+from collections.abc import Callable
+
 import torch
+from torch import Tensor
 
-from trimaran.kernels.triton_attention import paged_attention
+from trimaran.kernels import cuda_decode, triton_attention_decode
+from trimaran.kernels.attention import AttentionMetadata, AttentionSpec
 
-HEADS, KV_HEADS, SIZE, BLOCK = 32, 8, 128, 32
+HEADS, KV_HEADS, SIZE, BLOCK, LAYERS = 32, 8, 128, 32, 32
+TOKEN_BYTES = 2 * KV_HEADS * SIZE * 2
+SPEC = AttentionSpec(scale=SIZE**-0.5)
+DEVICE = torch.device("cuda", 0)
+
+Decode = Callable[[Tensor, Tensor, AttentionMetadata, AttentionSpec, Tensor], None]
+
+# Of the dims [layers, blocks, 2, tokens, heads, size], slowest first.
+LAYOUTS = {
+    "block, layer, kv, token, head": (1, 0, 2, 3, 4, 5),
+    "block, layer, kv, head, token": (1, 0, 2, 4, 3, 5),
+    "block, layer, head, kv, token": (1, 0, 4, 2, 3, 5),
+    "layer, block, kv, token, head": (0, 1, 2, 3, 4, 5),
+    "layer, block, kv, head, token": (0, 1, 2, 4, 3, 5),
+    "layer, block, head, kv, token": (0, 1, 4, 2, 3, 5),
+}
+OURS = "block, layer, kv, head, token"
+
+BATCHES = {
+    "1 of 256": [256],
+    "1 of 1024": [1024],
+    "8 of 256": [256] * 8,
+    "64 of 256": [256] * 64,
+    "64 of 128 to 384": random.Random(1).choices(range(128, 385), k=64),
+    "256 of 256": [256] * 256,
+    "256 of 128 to 384": random.Random(1).choices(range(128, 385), k=256),
+    "256 of 1024": [1024] * 256,
+    "512 of 1100": [1100] * 512,
+    "768 of 1500": [1500] * 768,
+    "64 of 2048": [2048] * 64,
+    "1 of 20000": [20_000],
+    "1 of 20000, 255 of 128": [20_000] + [128] * 255,
+}
 
 
-def time_us(sequences: int, queries: int, length: int) -> tuple[float, float]:
-    """Microseconds of a call, and the GB/s or TFLOP/s that it reaches."""
-    each = -(-length // BLOCK)
-    shape = (sequences * each, 4, 2, BLOCK, KV_HEADS, SIZE)
-    pool = torch.randn(shape, device="cuda", dtype=torch.bfloat16)
-    tables = torch.randperm(sequences * each, device="cuda").int().view(sequences, each)
-    query = torch.randn(sequences * queries, HEADS, SIZE, device="cuda", dtype=torch.bfloat16)
-    starts = torch.arange(0, sequences * queries + 1, queries, device="cuda").int()
-    lens = torch.full((sequences,), length, device="cuda").int()
-    first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    times = 50
-    for turn in range(times + 5):
-        if turn == 5:
-            first.record()
-        paged_attention(
-            query, pool[:, turn % 4], starts, lens, tables, SIZE**-0.5, queries, length
-        )
-    last.record()
+def make_pool() -> Tensor:
+    """Random numbers in 90 % of the free memory."""
+    block_bytes = LAYERS * BLOCK * TOKEN_BYTES
+    num_blocks = int(0.9 * torch.cuda.mem_get_info()[0]) // block_bytes
+    pool = torch.empty(num_blocks * block_bytes // 2, device=DEVICE, dtype=torch.bfloat16)
+    for part in pool.split(1 << 30):
+        part.normal_()
+    return pool
+
+
+def in_layout(pool: Tensor, name: str) -> Tensor:
+    """``pool`` as [layers, blocks, 2, tokens, heads, size], so ordered in memory."""
+    dims = (LAYERS, pool.numel() // (LAYERS * BLOCK * TOKEN_BYTES // 2), 2, BLOCK, KV_HEADS)
+    order = LAYOUTS[name]
+    shape = [(*dims, SIZE)[dim] for dim in order]
+    return pool.view(shape).permute([order.index(dim) for dim in range(6)])
+
+
+def time_us(decode: Decode, caches: Tensor, lengths: list[int], replays: int = 7) -> float:
+    """Microseconds of one layer's launch."""
+    most = -(-max(lengths) // BLOCK)
+    blocks = torch.randperm(caches.shape[1], device=DEVICE).int()
+    wanted = torch.arange(len(lengths) * most, device=DEVICE) % len(blocks)
+    lens = torch.tensor(lengths, device=DEVICE).int()
+    metadata = AttentionMetadata(
+        query_start_loc=torch.arange(len(lengths) + 1, device=DEVICE).int(),
+        seq_lens=lens,
+        block_tables=blocks[wanted].view(len(lengths), most),
+        slot_mapping=lens,
+        max_query_len=1,
+        max_seq_len=max(lengths),
+        num_decodes=len(lengths),
+    )
+    query = torch.randn(len(lengths), HEADS, SIZE, device=DEVICE, dtype=torch.bfloat16)
+    output = torch.empty_like(query)
+
+    def step() -> None:
+        metadata.plans.clear()
+        for cache in caches:
+            decode(query, cache, metadata, SPEC, output)
+
+    step()
     torch.cuda.synchronize()
-    us = first.elapsed_time(last) / times * 1e3
-    if queries == 1:
-        return us, sequences * length * 2 * KV_HEADS * SIZE * 2 / us / 1e3
-    pairs = queries * (length - queries) + queries * queries / 2
-    return us, sequences * pairs * HEADS * SIZE * 4 / us / 1e6
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    times = []
+    for _ in range(replays):
+        first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        first.record()
+        graph.replay()
+        last.record()
+        last.synchronize()
+        times.append(first.elapsed_time(last))
+    return sorted(times)[replays // 2] / LAYERS * 1e3
+
+
+def show(label: str, decode: Decode, caches: Tensor, lengths: list[int]) -> None:
+    """Print one line."""
+    us = time_us(decode, caches, lengths)
+    rate = sum(lengths) * TOKEN_BYTES / us / 1e3
+    print(f"{label:60s} {us:8.1f} us {rate:7.0f} GB/s", flush=True)
 
 
 def main() -> None:
     """Print one line per case."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--layouts", action="store_true", help="compare orders in memory")
+    arguments = parser.parse_args()
     print(torch.cuda.get_device_name())
-    for sequences, queries, length in (
-        (1, 1, 1024), (16, 1, 1024), (64, 1, 1024), (256, 1, 2048), (1, 1, 32768),
-        (1, 1024, 1024), (8, 1024, 1024), (1, 8192, 8192),
-    ):  # fmt: skip
-        us, rate = time_us(sequences, queries, length)
-        unit = "GB/s" if queries == 1 else "TFLOP/s"
-        print(f"{sequences:4d} x {queries:5d} of {length:6d}: {us:8.1f} us, {rate:7.0f} {unit}")
+    pool = make_pool()
+    kernels: dict[str, Decode] = {
+        "cuda": cuda_decode.decode,
+        "triton": triton_attention_decode.decode,
+    }
+    for layout in LAYOUTS if arguments.layouts else [OURS]:
+        caches = in_layout(pool, layout)
+        names = ["64 of 2048", "256 of 1024", "768 of 1500"] if arguments.layouts else BATCHES
+        for name in names:
+            for kernel, decode in kernels.items():
+                label = f"{layout}: " if arguments.layouts else ""
+                show(f"{label}{name}, {kernel}", decode, caches, BATCHES[name])
 
 
 if __name__ == "__main__":

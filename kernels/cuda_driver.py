@@ -120,11 +120,14 @@ class TensorMap(ctypes.Structure):
     _fields_ = (("words", ctypes.c_uint64 * (_MAP_BYTES // 8)),)
 
 
-def tensor_map(tensor: Tensor, dims: Sequence[int], box: Sequence[int]) -> TensorMap:
+def tensor_map(
+    tensor: Tensor, dims: Sequence[int], box: Sequence[int], *, promotes: bool = True
+) -> TensorMap:
     """``tensor`` for copies of ``box`` elements in each of its ``dims``, the fastest first.
 
     The first dim must have stride 1 and 64 elements in the box, which lie in shared memory in
-    swizzled rows of 128 bytes. What lies outside the tensor is read as 0.
+    swizzled rows of 128 bytes. What lies outside the tensor is read as 0. With ``promotes``
+    the second-level cache reads 256 bytes at a time.
     """
     sizes = (ctypes.c_uint64 * len(dims))(*(tensor.shape[dim] for dim in dims))
     strides = (ctypes.c_uint64 * (len(dims) - 1))(
@@ -136,7 +139,7 @@ def tensor_map(tensor: Tensor, dims: Sequence[int], box: Sequence[int]) -> Tenso
         "cuTensorMapEncodeTiled", ctypes.byref(buffer, start), _TYPES[tensor.dtype],
         len(dims), ctypes.c_void_p(tensor.data_ptr()), sizes, strides,
         (ctypes.c_uint32 * len(box))(*box), (ctypes.c_uint32 * len(box))(*[1] * len(box)),
-        0, _SWIZZLE_128, _PROMOTE_256, 0,
+        0, _SWIZZLE_128, _PROMOTE_256 if promotes else 0, 0,
     )  # fmt: skip
     return TensorMap.from_buffer(buffer, start)
 

@@ -26,6 +26,9 @@ MAX_FIXED_PIECES = 8
 PIECE_COST = 32
 """Keys that could be read in the time that ending a sequence takes."""
 
+CUT_COST = 150
+"""Keys that could be read in the time that weighing the pieces of sequences takes."""
+
 _WRITERS = 16
 
 
@@ -33,9 +36,10 @@ _WRITERS = 16
 class SharePlan:
     """The pieces of one step's decodes, the same for all layers, and their workspace.
 
-    A sequence is cut into units of keys. All units, sequence by sequence, are shared out in
-    order and evenly, so that a share holds the end of one sequence, some whole ones and the
-    beginning of another. What a share has of a sequence is a piece.
+    A share is one whole sequence; or, where that leaves programs idle for longer than it
+    takes to weigh pieces, all sequences, in units of keys, are shared out in order and evenly,
+    so that a share holds the end of one sequence, some whole ones and the beginning of
+    another. What a share has of a sequence is a piece.
     """
 
     shares: Tensor
@@ -58,12 +62,23 @@ class SharePlan:
     """Programs a key-value head: one a share, or fewer that take several in turn."""
 
 
+@triton.jit  # type: ignore[untyped-decorator,unused-ignore]
+def _put(at, mask, sequence, row, begin, end, first_piece, num_pieces):  # type: ignore[no-untyped-def]
+    """Writes pieces in the order that `SharePlan` gives."""
+    tl.store(at, sequence, mask=mask)
+    tl.store(at + 1, row, mask=mask)
+    tl.store(at + 2, begin, mask=mask)
+    tl.store(at + 3, end, mask=mask)
+    tl.store(at + 4, first_piece, mask=mask)
+    tl.store(at + 5, num_pieces, mask=mask)
+
+
 @triton.jit(do_not_specialize=["num_sequences", "num_shares"])  # type: ignore[untyped-decorator,unused-ignore]
 def _shares_kernel(  # type: ignore[no-untyped-def]
     seq_lens, rows, shares, pieces, counters, num_sequences, num_shares,
     KV_HEADS: tl.constexpr, UNIT: tl.constexpr, MIN_KEYS: tl.constexpr, COST: tl.constexpr,
-    FIXED_KEYS: tl.constexpr, MAX_PIECES: tl.constexpr, IS_FIXED: tl.constexpr,
-    HAS_ROWS: tl.constexpr, SPAN: tl.constexpr, WRITERS: tl.constexpr,
+    CUT_COST: tl.constexpr, FIXED_KEYS: tl.constexpr, MAX_PIECES: tl.constexpr,
+    IS_FIXED: tl.constexpr, HAS_ROWS: tl.constexpr, SPAN: tl.constexpr, WRITERS: tl.constexpr,
 ):  # fmt: skip
     """Each program finds all pieces and writes every WRITERS-th of each sequence.
 
@@ -81,6 +96,7 @@ def _shares_kernel(  # type: ignore[no-untyped-def]
     last_unit = tl.maximum((length + UNIT - 1) // UNIT - 1, 0)
     cost = tl.where(is_sequence, length + COST, 0)
     place = tl.cumsum(cost) - cost
+    is_whole = tl.sum(cost) < 0
     if IS_FIXED:
         size = tl.maximum((length + MAX_PIECES - 1) // MAX_PIECES, FIXED_KEYS)
         size = (size + UNIT - 1) // UNIT * UNIT
@@ -88,7 +104,11 @@ def _shares_kernel(  # type: ignore[no-untyped-def]
         place = first_share
     else:
         size = tl.maximum((tl.sum(cost) + num_shares - 1) // num_shares, MIN_KEYS)
-        first_share, last_share = place // size, (place + last_unit * UNIT) // size
+        turns = (num_sequences + num_shares - 1) // num_shares
+        mean = tl.sum(cost) // num_sequences
+        is_whole = tl.maximum(turns * mean, tl.max(cost)) <= size + CUT_COST
+        first_share = tl.where(is_whole, sequences, place // size)
+        last_share = tl.where(is_whole, sequences, (place + last_unit * UNIT) // size)
     num_pieces = tl.where(is_sequence, last_share - first_share + 1, 0)
     first_piece = tl.cumsum(num_pieces) - num_pieces
     # Where the last unit in front of a sequence begins.
@@ -99,18 +119,16 @@ def _shares_kernel(  # type: ignore[no-untyped-def]
         share = first_share + number
         begin = tl.maximum((share * size - place + UNIT - 1) // UNIT * UNIT, 0)
         end = tl.minimum(((share + 1) * size - place + UNIT - 1) // UNIT * UNIT, length)
-        at = pieces + (first_piece + number) * 8
-        tl.store(at, sequences, mask=is_piece)
-        tl.store(at + 1, row, mask=is_piece)
-        tl.store(at + 2, begin, mask=is_piece)
-        tl.store(at + 3, end, mask=is_piece)
-        tl.store(at + 4, first_piece, mask=is_piece)
-        tl.store(at + 5, num_pieces, mask=is_piece)
+        begin, end = tl.where(is_whole, 0, begin), tl.where(is_whole, length, end)
+        _put(
+            pieces + (first_piece + number) * 8, is_piece, sequences, row, begin, end,
+            first_piece, num_pieces,
+        )  # fmt: skip
         if IS_FIXED:
             tl.store(shares + 1 + first_piece + number, first_piece + number, mask=is_piece)
         else:
-            begins = is_piece & ((number > 0) | (sequences == 0) | (before < share * size))
-            tl.store(shares + 1 + share, first_piece + number, mask=begins)
+            begins = is_whole | (number > 0) | (sequences == 0) | (before < share * size)
+            tl.store(shares + 1 + share, first_piece + number, mask=is_piece & begins)
     if writer == 0:
         all_pieces = tl.sum(num_pieces)
         last = all_pieces - 1 if IS_FIXED else tl.max(tl.where(is_sequence, last_share, 0))
@@ -145,7 +163,9 @@ def share_out(
         most = num_shares = num_sequences * MAX_FIXED_PIECES
         num_programs = min(num_programs, most)
     plan = SharePlan(
-        shares=torch.empty(num_shares + 2, dtype=torch.int32, device=device),
+        shares=torch.empty(
+            max(num_shares, num_sequences) + 2, dtype=torch.int32, device=device
+        ),
         pieces=torch.empty((most, 8), dtype=torch.int32, device=device),
         counters=torch.empty((num_sequences, num_kv_heads), dtype=torch.int32, device=device),
         partial=torch.empty((most, num_heads, head_size), device=device, dtype=torch.float32),
@@ -156,7 +176,7 @@ def share_out(
     _shares_kernel[(_WRITERS,)](
         metadata.seq_lens, metadata.rows if has_rows else metadata.seq_lens, plan.shares,
         plan.pieces, plan.counters, num_sequences, num_shares, KV_HEADS=num_kv_heads,
-        UNIT=unit, MIN_KEYS=MIN_KEYS, COST=PIECE_COST, FIXED_KEYS=FIXED_KEYS,
+        UNIT=unit, MIN_KEYS=MIN_KEYS, COST=PIECE_COST, CUT_COST=CUT_COST, FIXED_KEYS=FIXED_KEYS,
         MAX_PIECES=MAX_FIXED_PIECES, IS_FIXED=is_fixed, HAS_ROWS=has_rows,
         SPAN=max(16, triton.next_power_of_2(num_sequences)), WRITERS=_WRITERS,
     )  # fmt: skip

@@ -1,8 +1,7 @@
 // Attention of one query a sequence over a paged cache of keys and values.
 //
-// All tiles of 64 keys of all sequences are shared out evenly over the blocks, so that a share
-// holds the end of one sequence, some whole ones and the beginning of another; what a share
-// has of a sequence is a piece. One warp copies tiles to shared memory as far ahead as there is
+// All keys are shared out over the blocks: a share holds whole sequences, or also the end of
+// one and the beginning of another; what a share has of a sequence is a piece. One warp copies tiles to shared memory as far ahead as there is
 // room, from sequence to sequence and while others multiply. Each of four warps takes 16 keys
 // of a tile with a softmax of its own, and at a piece's end they weigh what they have. The
 // pieces of a sequence that is cut are weighed by whoever is done last, in their order.
@@ -15,15 +14,11 @@ constexpr int KEYS = 64;
 constexpr int WARP_KEYS = 16;
 constexpr int CONSUMER_WARPS = 4;
 constexpr int CONSUMERS = 32 * CONSUMER_WARPS;
-constexpr int PANEL = 64;  // columns of 2 bytes in the 128 bytes that a swizzle covers
-constexpr int ROW_BYTES = 2 * PANEL;
-constexpr int PANEL_BYTES = KEYS * ROW_BYTES;
+constexpr int ROW_BYTES = 128;  // that a swizzle covers
+constexpr int PANEL = ROW_BYTES / 2;
 constexpr int MAX_GROUP = 8;
 constexpr int FEW = 8;  // tokens of the smaller box
-#ifndef STAGES_BYTES
-#define STAGES_BYTES 98304
-#endif
-constexpr int STAGE_BYTES_OF_ALL = STAGES_BYTES;
+constexpr int STAGE_BYTES_OF_ALL = 98304;
 
 // Named barriers; 0 is the block's own.
 constexpr int IS_FREE = 1;   // what the warps exchange has been read
@@ -61,12 +56,12 @@ struct Arguments {
 template <int HEAD>
 struct Shape {
     static constexpr int PANELS = HEAD / PANEL;
-    static constexpr int TILE_BYTES = PANELS * PANEL_BYTES;
+    static constexpr int TILE_BYTES = KEYS * HEAD * 2;
     static constexpr int STAGES = STAGE_BYTES_OF_ALL / (2 * TILE_BYTES);
     static constexpr int EXCHANGE = STAGE_BYTES_OF_ALL;
     static constexpr int STATISTICS = EXCHANGE + CONSUMER_WARPS * MAX_GROUP * HEAD * 4;
     static constexpr int BARRIERS = STATISTICS + CONSUMER_WARPS * MAX_GROUP * 8;
-    static constexpr int FLAG = BARRIERS + 16 * STAGES;
+    static constexpr int FLAGS = BARRIERS + 16 * STAGES;
 };
 
 // The addresses of the ring's barriers and where this thread stands in it.
@@ -101,7 +96,7 @@ __device__ __forceinline__ int tiles_of(const Piece& piece) {
 
 // ---- The warp that copies.
 
-// Lane l has the l-th box of a tile: a block's keys or values, 64 of their columns.
+// Lane l has the l-th box of a tile: a block's keys or values, one piece of memory.
 template <int HEAD>
 struct Copier {
     using S = Shape<HEAD>;
@@ -112,14 +107,8 @@ struct Copier {
     int kv_head, lane;
     bool has_waited;
 
-#ifdef PANEL_BOXES
-    __device__ __forceinline__ int panel() const { return lane % S::PANELS; }
-    __device__ __forceinline__ int is_value() const { return lane / S::PANELS % 2; }
-    __device__ __forceinline__ int index() const { return lane / (2 * S::PANELS); }
-#else
     __device__ __forceinline__ int is_value() const { return lane % 2; }
     __device__ __forceinline__ int index() const { return lane / 2; }
-#endif
 
     // The block of this lane's box at a key; -1 if there is none.
     __device__ __forceinline__ int block_at(const int* table, int key, int end) const {
@@ -136,19 +125,6 @@ struct Copier {
         __syncwarp();
         if (block >= 0) {
             const int first = index() << a.block_shift;
-#ifdef PANEL_BOXES
-            const u32 to = shared + ring.slot * 2 * S::TILE_BYTES +
-                           is_value() * S::TILE_BYTES + panel() * PANEL_BYTES +
-                           first * ROW_BYTES;
-            const int column = panel() * PANEL;
-            if (first + (1 << a.block_shift) <= rows) {
-                copy_box_5d(to, blocks, ring.full(), column, 0, kv_head, is_value(), block);
-            } else {
-                for (int row = 0; row < rows - first; row += FEW)
-                    copy_box_5d(to + row * ROW_BYTES, fews, ring.full(), column, row, kv_head,
-                                is_value(), block);
-            }
-#else
             const u32 to = shared + ring.slot * 2 * S::TILE_BYTES +
                            is_value() * S::TILE_BYTES + first * 2 * HEAD;
             const int half = block * a.halves_per_block + is_value();
@@ -159,7 +135,6 @@ struct Copier {
                     copy_box_5d(to + row * 2 * HEAD, fews, ring.full(), 0, 0, row, kv_head,
                                 half);
             }
-#endif
         }
         ring.next();
     }
@@ -223,11 +198,7 @@ __device__ __forceinline__ void multiply(float (&sum)[4], u32 a0, u32 a2, u32 b0
 // Where 16 bytes of a token lie in a tile of keys or values.
 template <int HEAD>
 __device__ __forceinline__ u32 place_of(int token, int chunk) {
-#ifdef PANEL_BOXES
-    const int row = chunk / 8 * KEYS + token;
-#else
     const int row = token * Shape<HEAD>::PANELS + chunk / 8;
-#endif
     return row * ROW_BYTES + ((chunk % 8) ^ (row % 8)) * 16;
 }
 
@@ -395,24 +366,30 @@ struct Multiplier {
             make_uint2(pack<IS_BF16>(value.x, value.y), pack<IS_BF16>(value.z, value.w));
     }
 
-    // Counts a piece as done; the last of a sequence weighs all of them.
-    __device__ void finish(int number) {
-        const Piece piece = read_piece(a.pieces + number);
-        if (piece.count == 1) return;
-        int* flag = reinterpret_cast<int*>(memory + S::FLAG);
+    // Counts two pieces as done; whoever is the last of a sequence weighs all of its pieces.
+    __device__ void finish(int first, int last) {
+        int* flags = reinterpret_cast<int*>(memory + S::FLAGS);
         __threadfence();
         named_wait(IS_FREE, CONSUMERS);
-        if (threadIdx.x == 0) {
-            int* counter = a.counters + piece.sequence * a.kv_heads + kv_head;
-            const int done = atomicAdd(counter, 1) + 1;
-            if (done == piece.count) *counter = 0;
-            *flag = done == piece.count;
+        if (warp < 2 && lane == 0) {
+            const int number = warp == 0 ? first : last;
+            const Piece piece = read_piece(a.pieces + number);
+            int is_last = 0;
+            if (piece.count > 1 && (warp == 0 || first != last)) {
+                int* counter = a.counters + piece.sequence * a.kv_heads + kv_head;
+                is_last = atomicAdd(counter, 1) == piece.count - 1;
+                if (is_last) *counter = 0;
+            }
+            flags[warp] = is_last;
             __threadfence();
         }
         named_wait(IS_THERE, CONSUMERS);
-        if (*flag == 0) return;
-        for (int row = warp; row < a.group; row += CONSUMER_WARPS)
-            weigh_pieces(piece, kv_head * a.group + row);
+        for (int i = 0; i < 2; ++i) {
+            if (flags[i] == 0) continue;
+            const Piece piece = read_piece(a.pieces + (i == 0 ? first : last));
+            for (int row = warp; row < a.group; row += CONSUMER_WARPS)
+                weigh_pieces(piece, kv_head * a.group + row);
+        }
     }
 
     __device__ __forceinline__ void weigh_pieces(const Piece& piece, int head) {
@@ -452,8 +429,10 @@ struct Multiplier {
     }
 
     __device__ void take_share(int first, int end_of_share) {
+        bool is_cut = false;
         for (int number = first; number < end_of_share; ++number) {
             const Piece piece = read_piece(a.pieces + number);
+            is_cut |= piece.count > 1;
             begin(piece);
             const int tiles = tiles_of(piece);
             for (int tile = 0; tile < tiles; ++tile) {
@@ -467,8 +446,7 @@ struct Multiplier {
             end(piece, number);
         }
         // Only the first and the last sequence of a share can have pieces elsewhere.
-        finish(first);
-        if (end_of_share - 1 != first) finish(end_of_share - 1);
+        if (is_cut) finish(first, end_of_share - 1);
     }
 };
 

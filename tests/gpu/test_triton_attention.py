@@ -227,7 +227,24 @@ def test_every_key_is_in_one_piece_and_every_piece_in_one_share(lengths, is_fixe
         keys[bisect.bisect_right(firsts, number) - 1] += end - start
     assert list(covered.values()) == lengths
     assert int(plan.counters.abs().max()) == 0
-    if not is_fixed:
+    is_whole = firsts[-1] == len(lengths)
+    if not is_fixed and not is_whole:
         assert num_shares <= 20
         even = max(sum(lengths) + PIECE_COST * len(lengths), 20 * MIN_KEYS) / 20
         assert max(keys) <= even + 32
+
+
+def test_sequences_are_cut_only_where_that_pays():
+    def num_pieces(lengths):
+        lens = torch.tensor(lengths, dtype=torch.int32, device=DEVICE)
+        batch = Batch(torch.float16, [(0, 1)] * len(lengths))
+        metadata = batch.metadata()
+        metadata.seq_lens = lens
+        plan = share_out(metadata, (8, 2, 16), len(lengths), 40, 32, is_fixed=False)
+        return int(plan.shares[1 + int(plan.shares[0])])
+
+    assert num_pieces([256] * 40) == 40
+    assert num_pieces([256]) == 1
+    assert num_pieces([5000]) == 20
+    assert num_pieces([1500] * 21) > 21
+    assert num_pieces([9000] + [100] * 39) > 45
