@@ -66,3 +66,20 @@ def test_the_steps_asked_for_are_traced(tmp_path):
     assert main(["bench", "throughput", *FLAGS, *flags]) == 0
     (trace,) = tmp_path.iterdir()
     assert trace.name.endswith(".trace.json.gz")
+
+
+def test_every_operator_of_a_layer_is_held_against_its_limit(tmp_path, capsys):
+    output = tmp_path / "kernels.jsonl"
+    flags = ["--shape", "tiny", "--device", "cpu", "--rows", "2", "--context", "40"]
+
+    code = main(
+        ["bench", "kernels", *flags, "--ceiling-seconds", "0.2", "--output", str(output)]
+    )
+
+    assert code == 0
+    lines = [json.loads(line) for line in output.read_text().splitlines()]
+    names = ["qkv", "out", "gate_up", "down", "add_rms_norm", "silu_and_mul", "decode"]
+    assert [line["operator"] for line in lines] == names
+    assert all(line["us"] > 0 and line["torch_us"] > 0 for line in lines)
+    assert all(line["limit_pct"] > 0 for line in lines)
+    assert "2 at 40" in capsys.readouterr().out

@@ -1,0 +1,20 @@
+"""The flags of `trimaran bench kernels`."""
+
+from __future__ import annotations
+
+import argparse
+
+from trimaran.bench.shapes import SHAPES
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """The flags of this sub-command."""
+    parser.add_argument("--shape", choices=sorted(SHAPES), default="llama8b")
+    parser.add_argument("--rows", type=int, nargs="+", default=[1, 64, 256, 1024, 8192])
+    parser.add_argument("--context", type=int, default=1024, help="tokens of a decode's cache")
+    parser.add_argument(
+        "--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16"
+    )
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda")
+    parser.add_argument("--ceiling-seconds", type=float, default=3.0, metavar="S")
+    parser.add_argument("--output", metavar="FILE", help="append results as JSON lines")

@@ -1,0 +1,68 @@
+"""Times one operator on a device: inputs in turn, host out of the way, the median told."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+import torch
+
+_CACHE_BYTES = 256e6
+"""Inputs in turn take at least this much together: more than the last cache."""
+
+_CALLS = 24
+_REPEATS = 7
+
+Inputs = TypeVar("Inputs")
+
+
+def rotated(make: Callable[[], Inputs], num_bytes: float) -> list[Inputs]:
+    """Several sets of inputs of ``num_bytes`` each."""
+    return [make() for _ in range(max(2, min(16, int(_CACHE_BYTES / max(num_bytes, 1)) + 1)))]
+
+
+def seconds_a_call(calls: Sequence[Callable[[], object]], device: torch.device) -> float:
+    """Median time of one of ``calls``, which are made in turn.
+
+    On a GPU they are replayed from a CUDA graph, so that the host's launches do not show.
+    """
+    if device.type != "cuda":
+        return _on_host(calls)
+    stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    with torch.inference_mode(), torch.cuda.stream(stream):
+        for call in calls:
+            call()
+        graph = torch.cuda.CUDAGraph()
+        graph.capture_begin(capture_error_mode="thread_local")
+        count = max(1, _CALLS // len(calls))
+        for _ in range(count):
+            for call in calls:
+                call()
+        graph.capture_end()
+        graph.replay()
+        times = [_replay_s(graph) for _ in range(_REPEATS)]
+    return statistics.median(times) / (count * len(calls))
+
+
+def _replay_s(graph: torch.cuda.CUDAGraph) -> float:
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+    begin.record()
+    graph.replay()
+    end.record()
+    end.synchronize()
+    return float(begin.elapsed_time(end)) / 1e3
+
+
+def _on_host(calls: Sequence[Callable[[], object]]) -> float:
+    times = []
+    with torch.inference_mode():
+        for call in calls:
+            call()
+        for _ in range(_REPEATS):
+            start = time.perf_counter()
+            for call in calls:
+                call()
+            times.append((time.perf_counter() - start) / len(calls))
+    return statistics.median(times)
