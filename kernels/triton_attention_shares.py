@@ -82,17 +82,14 @@ def _shares_kernel(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """Each program finds all pieces and writes every WRITERS-th of each sequence.
 
-    All sequences lie on one ruler, each as long as its keys and COST. It is cut into equal
+    Sequences lie on one ruler, each as long as its keys and COST. That is cut into equal
     shares, and a unit of keys belongs to the share in which it begins.
     """
     writer = tl.program_id(0)
     sequences = tl.arange(0, SPAN)
     is_sequence = sequences < num_sequences
     length = tl.load(seq_lens + sequences, mask=is_sequence, other=0)
-    row = sequences
-    if HAS_ROWS:
-        row = tl.load(rows + sequences, mask=is_sequence, other=0)
-    # A sequence of no tokens still has a piece, which writes zeros.
+    row = tl.load(rows + sequences, mask=is_sequence, other=0) if HAS_ROWS else sequences
     last_unit = tl.maximum((length + UNIT - 1) // UNIT - 1, 0)
     cost = tl.where(is_sequence, length + COST, 0)
     place = tl.cumsum(cost) - cost
@@ -111,8 +108,8 @@ def _shares_kernel(  # type: ignore[no-untyped-def]
         last_share = tl.where(is_whole, sequences, (place + last_unit * UNIT) // size)
     num_pieces = tl.where(is_sequence, last_share - first_share + 1, 0)
     first_piece = tl.cumsum(num_pieces) - num_pieces
-    # Where the last unit in front of a sequence begins.
     former = tl.load(seq_lens + sequences - 1, mask=is_sequence & (sequences > 0), other=0)
+    # Where the last unit in front of a sequence begins.
     before = place - COST - former + tl.maximum((former + UNIT - 1) // UNIT - 1, 0) * UNIT
     for number in range(writer, tl.max(num_pieces), WRITERS):
         is_piece = number < num_pieces
@@ -130,8 +127,8 @@ def _shares_kernel(  # type: ignore[no-untyped-def]
             begins = is_whole | (number > 0) | (sequences == 0) | (before < share * size)
             tl.store(shares + 1 + share, first_piece + number, mask=is_piece & begins)
     if writer == 0:
-        all_pieces = tl.sum(num_pieces)
-        last = all_pieces - 1 if IS_FIXED else tl.max(tl.where(is_sequence, last_share, 0))
+        all_pieces, last = tl.sum(num_pieces), tl.max(tl.where(is_sequence, last_share, 0))
+        last = all_pieces - 1 if IS_FIXED else last
         tl.store(shares, last + 1)
         tl.store(shares + 2 + last, all_pieces)
         for head in range(KV_HEADS):
