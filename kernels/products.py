@@ -20,6 +20,7 @@ from trimaran.kernels.product_table import Choice, GemmShape, Kind, ProductTable
 from trimaran.kernels.reference import add_linear
 from trimaran.kernels.split_product import num_parts, split_product
 from trimaran.kernels.triton_elementwise import silu_and_mul
+from trimaran.kernels.triton_skinny import can_stream, stream_gated, stream_parts
 
 logger = logging.getLogger(__name__)
 
@@ -83,7 +84,7 @@ class HopperProducts:
         self._compiled: set[tuple[int, int, Kind]] = set()
         self._last = 0
         self._followers: dict[int, tuple[weakref.ref[Tensor], Kind]] = {}
-        self.backend = "cuda" if is_deterministic else "cuda, torch"
+        self.backend = "cuda" if is_deterministic else "cuda, triton, torch"
 
     def linear(self, x_TD: Tensor, weight_ED: Tensor, bias_E: Tensor | None = None) -> Tensor:
         """``x @ weight.T + bias`` in the dtype of ``x``."""
@@ -95,6 +96,8 @@ class HopperProducts:
 
     def add_linear(self, x_TD: Tensor, weight_ED: Tensor, residual_TE: Tensor) -> Tensor | None:
         """Torch adds its product into ``residual``, or it is returned, maybe in parts."""
+        if self._streams(x_TD, weight_ED, is_gated=False):
+            return stream_parts(x_TD, weight_ED)
         kernel = self._kernel(x_TD, weight_ED, "plain" if self._is_deterministic else "parts")
         if kernel is not None:
             return kernel(x_TD, weight_ED, self._following(x_TD, weight_ED))
@@ -105,10 +108,18 @@ class HopperProducts:
 
     def gated_linear(self, x_TD: Tensor, weight_ED: Tensor) -> Tensor:
         """``silu(x @ gate.T) * (x @ up.T)`` [T, E / 2], gate rows above up rows."""
+        if self._streams(x_TD, weight_ED, is_gated=True):
+            return stream_gated(x_TD, weight_ED)
         kernel = self._kernel(x_TD, weight_ED, "gated")
         if kernel is None:
             return silu_and_mul(self.linear(x_TD, weight_ED))
         return kernel(x_TD, weight_ED, self._following(x_TD, weight_ED))
+
+    def _streams(self, x_TD: Tensor, weight_ED: Tensor, *, is_gated: bool) -> bool:
+        """Whether the product of so few rows is Triton's."""
+        if self._is_deterministic:
+            return False
+        return can_stream(x_TD.shape[0], weight_ED, is_gated=is_gated)
 
     def _kernel(self, x_TD: Tensor, weight_ED: Tensor, kind: Kind) -> HopperGemm | None:
         outputs, inner = weight_ED.shape

@@ -54,6 +54,7 @@ class Launcher:
         args: tuple[Any, ...],
         constants: tuple[Any, ...],
         num_warps: int = 4,
+        num_stages: int = 3,
     ) -> None:
         """Launch on the current stream of the first argument's device, the current one.
 
@@ -61,7 +62,7 @@ class Launcher:
         ``constants`` follow.
         """
         device = args[0].get_device()
-        key: list[Any] = [device, num_warps, constants]
+        key: list[Any] = [device, num_warps, num_stages, constants]
         for arg in args:
             # Tensors last: to learn that something is none takes Python the longest.
             if isinstance(arg, int):
@@ -86,8 +87,8 @@ class Launcher:
         constants: tuple[Any, ...],
     ) -> None:
         """Launch through Triton, which compiles where needed, and keep what it launched."""
-        device, num_warps = key[:2]
-        options = {"num_warps": num_warps}
+        device, num_warps, num_stages = key[:3]
+        options = {"num_warps": num_warps, "num_stages": num_stages}
         if self._has_overlap:
             constants = (*constants, can_overlap(device))
             if can_overlap(device):
