@@ -104,6 +104,7 @@ def _gpu_ops(device: torch.device, dtype: torch.dtype, deterministic: bool) -> O
         logger.warning("torch serves all operators: the package triton is not installed")
         return TorchOps()
     # Imported only now: a CPU needs no Triton.
+    from trimaran.kernels.decode_attention import select_decode_attention
     from trimaran.kernels.gpu import TritonOps
     from trimaran.kernels.products import select_products
     from trimaran.kernels.prompt_attention import select_prompt_attention
@@ -112,4 +113,5 @@ def _gpu_ops(device: torch.device, dtype: torch.dtype, deterministic: bool) -> O
         deterministic,
         select_products(device, dtype, deterministic),
         select_prompt_attention(device, dtype),
+        select_decode_attention(device, dtype),
     )

@@ -12,6 +12,7 @@ from trimaran.kernels import (
     triton_rotary,
 )
 from trimaran.kernels.attention import AttentionMetadata, AttentionSpec
+from trimaran.kernels.decode_attention import DecodeAttention, TritonDecodes
 from trimaran.kernels.products import Products, TorchProducts
 from trimaran.kernels.prompt_attention import PromptAttention, TritonPrompts
 from trimaran.kernels.torch_ops import TorchOps
@@ -24,8 +25,8 @@ _PRODUCTS = ("linear", "add_linear", "gated_linear", "logits")
 
 
 class TritonOps(TorchOps):
-    """What is done to each token and decodes by Triton, products by ``products``, the
-    attention of prompts by ``prompts``.
+    """What is done to each token by Triton, products by ``products``, the attention of
+    prompts by ``prompts`` and that of decodes by ``decodes``.
 
     With ``is_deterministic`` a token's result does not depend on the tokens beside it.
     """
@@ -42,10 +43,12 @@ class TritonOps(TorchOps):
         is_deterministic: bool = False,
         products: Products | None = None,
         prompts: PromptAttention | None = None,
+        decodes: DecodeAttention | None = None,
     ) -> None:
         self.is_deterministic = is_deterministic
         self._products = products or TorchProducts()
         self._prompts = prompts or TritonPrompts()
+        self._decodes = decodes or TritonDecodes()
 
     @property
     def backends(self) -> dict[str, str]:
@@ -53,8 +56,8 @@ class TritonOps(TorchOps):
         names = dict.fromkeys(reference.OPERATORS, "torch")
         names.update(dict.fromkeys(_TRITON, "triton"))
         names.update(dict.fromkeys(_PRODUCTS, self._products.backend))
-        if self._prompts.backend != "triton":
-            names["paged_attention"] = f"{self._prompts.backend}, triton"
+        attention = {self._decodes.backend, self._prompts.backend, "triton"}
+        names["paged_attention"] = ", ".join(sorted(attention))
         return names
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -97,5 +100,6 @@ class TritonOps(TorchOps):
         """Causal attention of each sequence's last tokens; see `reference.paged_attention`."""
         return triton_attention.paged_attention(
             query, kv_cache, metadata, spec, is_deterministic=self.is_deterministic,
+            decodes=self._decodes,
             prompts=self._prompts,
         )  # fmt: skip

@@ -26,7 +26,7 @@ MAX_FIXED_PIECES = 8
 PIECE_COST = 32
 """Keys that could be read in the time that ending a sequence takes."""
 
-CUT_COST = 150
+CUT_COST = 400
 """Keys that could be read in the time that weighing the pieces of sequences takes."""
 
 _WRITERS = 16
