@@ -33,7 +33,7 @@ def _prefetch(places):  # type: ignore[no-untyped-def]
     )  # fmt: skip
 
 
-@triton.jit  # type: ignore[untyped-decorator,unused-ignore]
+@triton.jit(do_not_specialize=["num_rows"])  # type: ignore[untyped-decorator,unused-ignore]
 def _skinny_kernel(  # type: ignore[no-untyped-def]
     x, weight, output, x_stride, num_rows, part_stride, row_stride, INNER: tl.constexpr,
     OUTPUTS: tl.constexpr, PARTS: tl.constexpr, IS_GATED: tl.constexpr, ROWS: tl.constexpr,
