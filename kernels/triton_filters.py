@@ -32,6 +32,9 @@ _GROUP = tl.constexpr(64)
 _LIST = 512
 """Ids that a row's list holds; a row with more to list counts over its vocabulary."""
 
+_WARPS = 16
+"""Of a row's one program: draws that fail are repeated there, over the vocabulary."""
+
 _LEAST_KEY = tl.constexpr(-(1 << 31))
 _NO_ID = tl.constexpr(0x7FFFFFFF)
 
@@ -97,8 +100,8 @@ def _survey_kernel(  # type: ignore[no-untyped-def]
             drawn = tl.load(output + entry).to(tl.int32)
             bound = tl.load(logits + entry.to(tl.int64) * row_stride + drawn).to(tl.float32)
             before = tl.where(triton_race.is_before(x, ids, bound, drawn), mass, 0.0)
-            tl.store(masses + 2 * place, tl.sum(tl.sum(mass, 1), 0))
-            tl.store(masses + 2 * place + 1, tl.sum(tl.sum(before, 1), 0))
+            tl.store(masses + 2 * place, tl.sum(mass))
+            tl.store(masses + 2 * place + 1, tl.sum(before))
 
 
 @triton.jit  # type: ignore[untyped-decorator,unused-ignore]
@@ -375,5 +378,5 @@ def keep_to_filters(
     _filter_kernel[(count,)](
         logits_NV, rows_N, lengths_N, state, maxima, masses, groups_found, listed, output_N,
         logits_NV.stride(0), vocab_size, num_tiles, GROUPS=padded * (_TILE // _GROUP.value),
-        LIST=_LIST, TILE=_TILE, PADDED=padded, num_warps=8,
+        LIST=_LIST, TILE=_TILE, PADDED=padded, num_warps=_WARPS,
     )  # fmt: skip

@@ -18,7 +18,7 @@ _TEMPERATURE = tl.constexpr(sampling_state.TEMPERATURE)
 _TILE = 2048
 """Ids that one program looks at in one go."""
 
-_RESIDENT = 132 * 5
+_RESIDENT = 132 * 6
 """Programs that the largest GPU runs at once; few rows are cut into about as many parts."""
 
 _MOST_TILES = 8
