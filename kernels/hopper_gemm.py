@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -18,9 +17,6 @@ from trimaran.kernels.product_table import INNER_STEP, GemmShape, Kind
 _READ_ONCE = 0x12F0000000000000
 _READ_AGAIN = 0x1000000000000000
 """Cache policies of the copy engine: evict first, evict normally."""
-
-_BOX_ROWS = 128
-_NO_NEXT = (0, 1, 1, 0, 1, 0)
 
 
 class _Arguments(ctypes.Structure):
@@ -36,34 +32,7 @@ class _Arguments(ctypes.Structure):
         ("sharing", ctypes.c_int),
         ("slice", ctypes.c_int),
         ("hint_w", ctypes.c_uint64),
-        ("next_boxes", ctypes.c_int),
-        ("next_row_boxes", ctypes.c_int),
-        ("next_box_rows", ctypes.c_int),
-        ("next_ahead", ctypes.c_int),
-        ("next_split", ctypes.c_int),
-        ("next_steps", ctypes.c_int),
     )
-
-
-@dataclass(frozen=True, slots=True)
-class NextWeight:
-    """The weight of the next product, and in how many parts that reads it.
-
-    A product that knows it asks for the first ``num_bytes`` to be in the cache by then.
-    """
-
-    weight: Tensor
-    split: int
-    num_bytes: int
-
-    def numbers(self) -> tuple[int, int, int, int, int, int]:
-        """The kernel's arguments that begin with ``next_``."""
-        outputs, inner = self.weight.shape
-        steps, row_boxes = -(-inner // INNER_STEP), -(-outputs // _BOX_ROWS)
-        step_bytes = 2 * INNER_STEP * outputs
-        ahead = min(self.num_bytes // (step_bytes * self.split), steps // self.split)
-        boxes = row_boxes * self.split * ahead
-        return boxes, row_boxes, _BOX_ROWS, ahead, self.split, steps
 
 
 class HopperGemm:
@@ -100,9 +69,7 @@ class HopperGemm:
         self._cluster = cluster
         self._adds_in_cluster = kind != "parts" and shape.split > 1
 
-    def __call__(
-        self, x_TD: Tensor, weight_ED: Tensor, following: NextWeight | None = None
-    ) -> Tensor:
+    def __call__(self, x_TD: Tensor, weight_ED: Tensor) -> Tensor:
         """[T, E]; [T, E / 2] of ``silu(gate) * up``; or float32 [split, T, E] to add up."""
         shape = self.shape
         num_rows, inner = x_TD.shape
@@ -132,10 +99,11 @@ class HopperGemm:
             out.data_ptr(), num_rows, num_columns, pitch, inner_steps, row_tiles,
             groups, shape.split, shape.sharing, slice_rows,
             _READ_ONCE if row_tiles == 1 else _READ_AGAIN,
-            *(_NO_NEXT if following is None else following.numbers()),
         )  # fmt: skip
-        maps = [_tiles(x_TD, slice_rows), _tiles(weight_ED, tile_columns)]
-        maps.append(maps[1] if following is None else _tiles(following.weight, _BOX_ROWS))
+        maps: tuple[TensorMap, TensorMap] = (
+            _tiles(x_TD, slice_rows),
+            _tiles(weight_ED, tile_columns),
+        )
         stream = torch.cuda.current_stream(x_TD.device).cuda_stream
         self._kernel.launch(clusters * self._cluster, stream, *maps, arguments)
         return out if pitch == num_columns else out[..., :num_columns]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import logging
-import weakref
 from concurrent.futures import ThreadPoolExecutor
 from typing import Protocol
 
@@ -15,7 +14,7 @@ from torch import Tensor
 from trimaran.comm.errors import ConfigError
 from trimaran.kernels.build import KernelsUnavailableError
 from trimaran.kernels.cuda_build import check_compiler
-from trimaran.kernels.hopper_gemm import HopperGemm, NextWeight, can_multiply, compile_gemm
+from trimaran.kernels.hopper_gemm import HopperGemm, can_multiply, compile_gemm
 from trimaran.kernels.product_table import Choice, GemmShape, Kind, ProductTable, fixed_choice
 from trimaran.kernels.reference import add_linear
 from trimaran.kernels.split_product import num_parts, split_product
@@ -25,9 +24,6 @@ from trimaran.kernels.triton_skinny import can_stream, stream_gated, stream_part
 logger = logging.getLogger(__name__)
 
 # Shapes: T tokens, D inner width, E outputs of the weight.
-
-_MOST_AHEAD_ROWS = 128
-"""With more rows a product waits for arithmetic rather than for memory."""
 
 
 class Products(Protocol):
@@ -65,13 +61,7 @@ class HopperProducts:
 
     With ``is_deterministic`` a row's result depends neither on the other rows nor on their
     number: our kernel multiplies, with a split that the weight alone decides.
-
-    A model multiplies with its weights in one order: a product of few rows asks for the
-    beginning of the weight that followed it the last time.
     """
-
-    ahead_bytes = 0
-    """Of the next weight, what is brought into the cache; 0 for nothing."""
 
     def __init__(
         self, device: torch.device, dtype: torch.dtype, is_deterministic: bool = False
@@ -82,8 +72,6 @@ class HopperProducts:
         self._table = ProductTable.of_device(torch.cuda.get_device_name(device))
         self._kernels: dict[tuple[GemmShape, Kind], HopperGemm] = {}
         self._compiled: set[tuple[int, int, Kind]] = set()
-        self._last = 0
-        self._followers: dict[int, tuple[weakref.ref[Tensor], Kind]] = {}
         self.backend = "cuda" if is_deterministic else "cuda, triton, torch"
 
     def linear(self, x_TD: Tensor, weight_ED: Tensor, bias_E: Tensor | None = None) -> Tensor:
@@ -91,7 +79,7 @@ class HopperProducts:
         kernel = self._kernel(x_TD, weight_ED, "plain")
         if kernel is None:
             return F.linear(x_TD, weight_ED, bias_E)
-        output_TE = kernel(x_TD, weight_ED, self._following(x_TD, weight_ED))
+        output_TE = kernel(x_TD, weight_ED)
         return output_TE if bias_E is None else output_TE + bias_E
 
     def add_linear(self, x_TD: Tensor, weight_ED: Tensor, residual_TE: Tensor) -> Tensor | None:
@@ -100,7 +88,7 @@ class HopperProducts:
             return stream_parts(x_TD, weight_ED)
         kernel = self._kernel(x_TD, weight_ED, "plain" if self._is_deterministic else "parts")
         if kernel is not None:
-            return kernel(x_TD, weight_ED, self._following(x_TD, weight_ED))
+            return kernel(x_TD, weight_ED)
         parts = num_parts(x_TD.shape[0], *weight_ED.shape)
         if parts > 1:
             return split_product(x_TD, weight_ED, parts)
@@ -113,7 +101,7 @@ class HopperProducts:
         kernel = self._kernel(x_TD, weight_ED, "gated")
         if kernel is None:
             return silu_and_mul(self.linear(x_TD, weight_ED))
-        return kernel(x_TD, weight_ED, self._following(x_TD, weight_ED))
+        return kernel(x_TD, weight_ED)
 
     def _streams(self, x_TD: Tensor, weight_ED: Tensor, *, is_gated: bool) -> bool:
         """Whether the product of so few rows is Triton's."""
@@ -123,9 +111,10 @@ class HopperProducts:
 
     def _kernel(self, x_TD: Tensor, weight_ED: Tensor, kind: Kind) -> HopperGemm | None:
         outputs, inner = weight_ED.shape
-        self._followers[self._last] = (weakref.ref(weight_ED), kind)
-        self._last = weight_ED.data_ptr()
-        choice = self._choice(x_TD.shape[0], weight_ED, kind)
+        if self._is_deterministic:
+            choice: Choice = fixed_choice(x_TD.shape[0], outputs, inner)
+        else:
+            choice = self._table.pick(x_TD.shape[0], outputs, inner, kind)
         if choice is None:
             return None
         kernel = self._kernels.get((choice, kind))
@@ -134,25 +123,6 @@ class HopperProducts:
             kernel = HopperGemm(choice, self._dtype, self._device, kind)
             self._kernels[(choice, kind)] = kernel
         return kernel
-
-    def _choice(self, num_rows: int, weight_ED: Tensor, kind: Kind) -> Choice:
-        outputs, inner = weight_ED.shape
-        if self._is_deterministic:
-            return fixed_choice(num_rows, outputs, inner)
-        return self._table.pick(num_rows, outputs, inner, kind)
-
-    def _following(self, x_TD: Tensor, weight_ED: Tensor) -> NextWeight | None:
-        """The weight that comes next, where memory is what a product waits for."""
-        num_rows = x_TD.shape[0]
-        follower = self._followers.get(weight_ED.data_ptr())
-        if follower is None or num_rows > _MOST_AHEAD_ROWS or not self.ahead_bytes:
-            return None
-        reference, kind = follower
-        weight = reference()
-        choice = None if weight is None else self._choice(num_rows, weight, kind)
-        if weight is None or choice is None:
-            return None
-        return NextWeight(weight, choice.split, self.ahead_bytes)
 
     def _compile(self, outputs: int, inner: int, kind: Kind) -> None:
         """Compile all that the table has for a weight, side by side, when it is first seen."""

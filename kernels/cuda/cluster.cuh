@@ -25,13 +25,6 @@ __device__ __forceinline__ void copy_box_to(u32 to, const TensorMap* map, u32 ba
         : "memory");
 }
 
-// Asks for a box to come into the cache, for a kernel behind this one.
-__device__ __forceinline__ void prefetch_box_2d(const TensorMap* map, int x, int y) {
-    asm volatile("cp.async.bulk.prefetch.tensor.2d.L2.global.tile [%0, {%1, %2}];" ::"l"(map),
-                 "r"(x), "r"(y)
-                 : "memory");
-}
-
 // ---- Clusters.
 
 __device__ __forceinline__ u32 cluster_rank() {

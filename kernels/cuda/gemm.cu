@@ -59,9 +59,6 @@ struct Arguments {
     int sharing;     // blocks of a cluster that share rows of x
     int slice;       // rows of x that each of these copies; rows beyond them are not read
     u64 hint_w;      // cache policy of weights
-    // What the next product reads first, to be in the cache by then: the first `next_ahead`
-    // steps of each of its `next_split` parts, in boxes of some rows of its weight.
-    int next_boxes, next_row_boxes, next_box_rows, next_ahead, next_split, next_steps;
 };
 
 namespace {
@@ -148,20 +145,9 @@ __device__ __forceinline__ void copy_rows(const Arguments& args, const Ring& rin
     }
 }
 
-// While few blocks still multiply and while short kernels run, memory would be idle.
-__device__ __forceinline__ void prefetch_next(const Arguments& args, const TensorMap* map) {
-    for (int n = blockIdx.x; n < args.next_boxes; n += gridDim.x) {
-        const int step = n / args.next_row_boxes, part = step % args.next_split;
-        const int first = args.next_steps * part / args.next_split;
-        prefetch_box_2d(map, (first + step / args.next_split) * kInner,
-                        n % args.next_row_boxes * args.next_box_rows);
-    }
-}
-
 // The copying warpgroup's work: one thread of it keeps the ring full.
 __device__ __forceinline__ void fill_ring(const Arguments& args, const Place& place, Ring ring,
-                                          const TensorMap* map_x, const TensorMap* map_w,
-                                          const TensorMap* map_next) {
+                                          const TensorMap* map_x, const TensorMap* map_w) {
     // The first tile's weights go ahead; rows of x must wait for the kernel that makes them.
     const u32 bytes = args.slice * args.sharing * kRowBytes + kTileW;
     int group = place.cluster;
@@ -188,7 +174,6 @@ __device__ __forceinline__ void fill_ring(const Arguments& args, const Place& pl
             copy_rows(args, ring, place, map_x, step, tile.row);
         }
     }
-    prefetch_next(args, map_next);
     // Neighbours may reach into this block's shared memory until all stages are released.
     for (int n = 0; n < GEMM_STAGES; ++n, ring.advance()) {
         barrier_wait(ring.released(), ring.parity ^ 1);
@@ -454,7 +439,7 @@ __device__ __forceinline__ void store_part(const Arguments& args, const Tile& ti
 
 extern "C" __global__ void __launch_bounds__(kMultipliers + 128, 1)
     gemm(const __grid_constant__ TensorMap map_x, const __grid_constant__ TensorMap map_w,
-         const __grid_constant__ TensorMap map_next, const Arguments args) {
+         const Arguments args) {
     extern __shared__ __align__(1024) unsigned char memory[];
     __shared__ __align__(8) u64 barriers[2 * GEMM_STAGES + 1];
     const Place place(args);
@@ -476,9 +461,7 @@ extern "C" __global__ void __launch_bounds__(kMultipliers + 128, 1)
     let_next_kernel_start();
     if (threadIdx.x >= kMultipliers) {
         if (GEMM_WARPGROUPS > 1) give_registers<kCopyRegisters>();
-        if (threadIdx.x == kMultipliers) {
-            fill_ring(args, place, ring, &map_x, &map_w, &map_next);
-        }
+        if (threadIdx.x == kMultipliers) fill_ring(args, place, ring, &map_x, &map_w);
         __syncwarp();
 #if GEMM_SPLIT
         cluster_sync();

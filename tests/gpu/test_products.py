@@ -120,21 +120,6 @@ def test_products_of_measured_shapes_are_those_of_torch_in_a_graph():
         assert _error(output, expected) < 6e-3
 
 
-def test_what_is_asked_for_ahead_changes_no_product():
-    generator = torch.Generator(DEVICE).manual_seed(5)
-    x, up = _drawn(3, 28672, 4096, torch.bfloat16)
-    down = torch.randn((4096, 14336), generator=generator, device=DEVICE).to(torch.bfloat16)
-    alone, chained = (HopperProducts(DEVICE, torch.bfloat16) for _ in range(2))
-    alone.ahead_bytes, chained.ahead_bytes = 0, 16_000_000
-
-    for products in (alone, chained, chained):
-        gated = products.gated_linear(x, up)
-        parts = products.add_linear(gated, down, torch.zeros_like(x))
-        if products is alone:
-            expected = gated, parts
-        assert gated.equal(expected[0]) and parts.equal(expected[1])
-
-
 def test_a_product_that_the_kernel_cannot_take_is_refused_by_its_inner_dimension():
     x, weight = _drawn(3, 64, 100, torch.bfloat16)
     kernel = HopperGemm(fixed_choice(3, 64, 100), torch.bfloat16, DEVICE)
