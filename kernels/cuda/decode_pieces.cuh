@@ -1,0 +1,92 @@
+// What the warps of a decode's attention share: pieces of sequences, and a ring of tiles.
+#pragma once
+
+#include "hopper.cuh"
+
+namespace {
+
+constexpr int KEYS = 64;
+constexpr int WARP_KEYS = 16;
+constexpr int CONSUMER_WARPS = 4;
+constexpr int CONSUMERS = 32 * CONSUMER_WARPS;
+constexpr int ROW_BYTES = 128;  // that a swizzle covers
+constexpr int PANEL = ROW_BYTES / 2;  // columns
+constexpr int MAX_GROUP = 8;
+constexpr int FEW = 8;  // tokens of the smaller box
+constexpr int STAGE_BYTES_OF_ALL = 98304;
+
+// Named barriers; 0 is the block's own.
+constexpr int IS_FREE = 1;   // what the warps exchange has been read
+constexpr int IS_THERE = 2;  // it has been written
+
+__device__ __forceinline__ float minus_infinity() { return __int_as_float(0xFF800000); }
+
+struct alignas(16) Piece {
+    int sequence;
+    int row;         // of the block table
+    int start, end;  // its keys
+    int first;       // piece of the sequence
+    int count;       // of pieces of the sequence
+    int skipped, unused;
+};
+
+struct Arguments {
+    void* output;
+    const void* query;
+    const int* tables;
+    // The number of shares, each one's first piece, and the number of pieces.
+    const int* shares;
+    const Piece* pieces;
+    int* counters;    // [S, K]: pieces done; zero before and after a launch
+    float* partial;   // [pieces, N, H]
+    float* log_sums;  // [pieces, N]: base 2
+    long long query_stride, output_stride, table_stride;
+    float scale_log2;
+    int group, kv_heads, block_shift;
+    // Whether shares, pieces and tables were complete before the kernel in front began.
+    int has_old_plan;
+    int halves_per_block;
+};
+
+template <int HEAD>
+struct Shape {
+    static constexpr int PANELS = HEAD / PANEL;
+    static constexpr int TILE_BYTES = KEYS * HEAD * 2;
+    static constexpr int STAGES = STAGE_BYTES_OF_ALL / (2 * TILE_BYTES);
+    static constexpr int EXCHANGE = STAGE_BYTES_OF_ALL;
+    static constexpr int STATISTICS = EXCHANGE + CONSUMER_WARPS * MAX_GROUP * HEAD * 4;
+    static constexpr int BARRIERS = STATISTICS + CONSUMER_WARPS * MAX_GROUP * 8;
+    static constexpr int FLAGS = BARRIERS + 16 * STAGES;
+};
+
+// The addresses of the ring's barriers and where this thread stands in it.
+template <int STAGES>
+struct Ring {
+    u32 barriers;
+    u32 slot = 0, parity = 0;
+
+    __device__ __forceinline__ u32 full() const { return barriers + slot * 8; }
+    __device__ __forceinline__ u32 empty() const { return barriers + (STAGES + slot) * 8; }
+    __device__ __forceinline__ void next() {
+        if (++slot == STAGES) {
+            slot = 0;
+            parity ^= 1;
+        }
+    }
+};
+
+__device__ __forceinline__ void wait_for_kernel_in_front() {
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+}
+
+__device__ __forceinline__ Piece read_piece(const Piece* piece) {
+    const int4* words = reinterpret_cast<const int4*>(piece);
+    const int4 a = __ldcg(words), b = __ldcg(words + 1);
+    return {a.x, a.y, a.z, a.w, b.x, b.y, b.z, b.w};
+}
+
+__device__ __forceinline__ int tiles_of(const Piece& piece) {
+    return max(1, (piece.end - piece.start + KEYS - 1) / KEYS);
+}
+
+}  // namespace
