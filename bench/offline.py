@@ -12,9 +12,9 @@ from pathlib import Path
 
 import numpy as np
 
+from trimaran.bench.load import Load
 from trimaran.comm.collectives import SingleRankGroup
 from trimaran.comm.control import LocalControlPlane
-from trimaran.comm.errors import ConfigError
 from trimaran.comm.messages import RequestFailed, StepOutput, Submit, pack_ids
 from trimaran.comm.sampling_params import SamplingParams
 from trimaran.comm.topology import ParallelLayout
@@ -22,34 +22,6 @@ from trimaran.worker.config import EngineConfig, ProfileConfig, RankConfig
 from trimaran.worker.engine import Engine
 
 _SOURCE = "bench"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Load:
-    """Requests that all arrive at once, none sharing a prefix, none ending early."""
-
-    isl: int
-    osl: int
-    requests: int
-    temperature: float = 1.0
-
-    @classmethod
-    def parse(cls, text: str, temperature: float) -> Load:
-        """From ``ISL/OSLxREQUESTS``; raises ConfigError."""
-        try:
-            lengths, requests = text.split("x")
-            isl, osl = lengths.split("/")
-            load = cls(
-                isl=int(isl), osl=int(osl), requests=int(requests), temperature=temperature
-            )
-        except ValueError:
-            raise ConfigError(f"{text!r} is not a load such as 128/128x64") from None
-        if min(load.isl, load.osl, load.requests) < 1:
-            raise ConfigError(f"{text!r}: lengths and requests start at 1")
-        return load
-
-    def __str__(self) -> str:
-        return f"{self.isl}/{self.osl}x{self.requests}"
 
 
 @dataclass(slots=True)

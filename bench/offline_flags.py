@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
-from trimaran.bench.offline import Load
+from trimaran.bench.load import Load
 from trimaran.bench.shapes import SHAPES
 from trimaran.comm.errors import ConfigError
 from trimaran.worker.config import CacheConfig, EngineConfig, ProfileConfig, SchedulerConfig
@@ -35,6 +35,14 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add("--output", metavar="FILE", help="append results as JSON lines")
     add("--profile", default="", metavar="steps=A:B", help="trace these steps of the engine")
     add("--profile-dir", default="", metavar="DIR", help="with --profile: the trace goes there")
+
+
+def add_peer(parser: argparse.ArgumentParser) -> None:
+    """Other engines on the same work."""
+    parser.add_argument(
+        "--peer", action="append", choices=("transformers", "vllm"), metavar="NAME",
+        help="run it on the same loads too, once ours is gone: transformers, vllm",
+    )  # fmt: skip
 
 
 def loads_of(args: argparse.Namespace, default: Sequence[str]) -> list[Load]:

@@ -10,33 +10,58 @@ import platform
 import shlex
 import subprocess
 import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from trimaran.bench.roofline import Ceilings
+from trimaran.comm.errors import ConfigError
+
+if TYPE_CHECKING:
+    import torch
 
 COMMIT = "TRIMARAN_COMMIT"
 """Names the commit where the sources lie outside of their repository."""
 
 
+CEILINGS = frozenset({"ceiling_tflops", "ceiling_tb_s", "ceiling_gb"})
+"""What a line says of the machine's limits."""
+
+
 def environment(device: torch.device, ceilings: Ceilings | None) -> dict[str, Any]:
     """The machine, the versions, the commit and the command."""
-    is_gpu = device.type == "cuda"
+    # Imported only now: where a server is asked from, there may be none.
+    import torch
+
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else None
+    return surroundings(name, ceilings)
+
+
+def surroundings(gpu: str | None, ceilings: Ceilings | None) -> dict[str, Any]:
+    """The same, of a GPU of this name, which is not touched; without one, of the CPU."""
     facts: dict[str, Any] = {
-        "device": torch.cuda.get_device_name(device) if is_gpu else _processor(),
-        "torch": torch.__version__,
-        "triton": _version("triton") if is_gpu else None,
+        "device": gpu or _processor(),
+        "torch": _version("torch"),
+        "triton": _version("triton") if gpu else None,
         "commit": commit(),
         "command": shlex.join(["trimaran", *sys.argv[1:]]),
     }
-    if not is_gpu:
+    if not gpu:
         facts["load_average"] = round(os.getloadavg()[0], 2)
     if ceilings is not None:
-        facts["ceiling_tflops"] = round(ceilings.flops / 1e12, 1)
-        facts["ceiling_tb_s"] = round(ceilings.bandwidth / 1e12, 3)
+        facts["ceiling_tflops"] = round(ceilings.flops / 1e12, 3)
+        facts["ceiling_tb_s"] = round(ceilings.bandwidth / 1e12, 4)
+        facts["ceiling_gb"] = round(ceilings.memory / 1e9, 1)
     return facts
+
+
+def ceilings_in(facts: Mapping[str, Any]) -> Ceilings:
+    """The ceilings that `surroundings` wrote."""
+    return Ceilings(
+        flops=1e12 * facts["ceiling_tflops"],
+        bandwidth=1e12 * facts["ceiling_tb_s"],
+        memory=1e9 * facts["ceiling_gb"],
+    )
 
 
 def commit() -> str:
@@ -54,6 +79,25 @@ def append(path: str, result: dict[str, Any]) -> None:
     """Add one JSON object to a file of such lines."""
     with open(path, "a", encoding="utf-8") as file:
         file.write(json.dumps(result) + "\n")
+
+
+def read(paths: Sequence[str]) -> list[dict[str, Any]]:
+    """The lines of result files.
+
+    Raises:
+        ConfigError: a file cannot be read or holds something else.
+    """
+    lines = []
+    for path in paths:
+        try:
+            text = Path(path).read_text(encoding="utf-8")
+            found = [json.loads(line) for line in text.splitlines() if line.strip()]
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"{path} is not a file of JSON lines: {error}") from error
+        if not all(isinstance(line, dict) for line in found):
+            raise ConfigError(f"{path} is not a file of JSON objects, one a line")
+        lines += found
+    return lines
 
 
 def _processor() -> str:

@@ -7,6 +7,7 @@ import contextlib
 import json
 import statistics
 from collections.abc import Iterator
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -14,19 +15,21 @@ import numpy as np
 import torch
 
 from trimaran.bench import ceilings, results
+from trimaran.bench.load import Load
 from trimaran.bench.offline import (
-    Load,
     OfflineDriver,
     OfflineRun,
     load_engine,
     random_checkpoint,
 )
 from trimaran.bench.offline_flags import engine_config, loads_of, profile_config
+from trimaran.bench.peers import PeerRun, check_installed, run_peer
 from trimaran.bench.roofline import Ceilings, ModelShape, output_tokens_per_s
 from trimaran.bench.shapes import shape_config
 from trimaran.comm.errors import ConfigError
 from trimaran.worker.engine import Engine
 
+Facts = dict[str, Any]
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 
@@ -38,6 +41,8 @@ def run_throughput(args: argparse.Namespace) -> int:
         for load in loads:
             runs = _runs(subject.driver, load, args.runs)
             _tell(args, subject, load, runs, subject.facts(load, runs))
+            for name, rates in subject.peers.items():
+                _tell_peer(args, subject, load, name, rates[loads.index(load)])
     return 0
 
 
@@ -69,7 +74,9 @@ class _Subject:
         engine: Engine,
         config: dict[str, Any],
         limits: Ceilings | None,
+        peers: dict[str, list[list[float]]],
     ) -> None:
+        self.peers = peers
         self.name = args.shape if args.model is None else Path(args.model).name
         self.shape = ModelShape.of(config)
         self.limits = limits
@@ -82,23 +89,28 @@ class _Subject:
         is_gpu = self.device.type == "cuda"
         self.device_name = torch.cuda.get_device_name(self.device) if is_gpu else "the CPU"
 
-    def facts(self, load: Load, runs: list[OfflineRun]) -> dict[str, Any]:
-        """The figures of one load."""
-        rates = sorted(run.out_tok_s for run in runs)
+    def facts(self, load: Load, runs: list[OfflineRun]) -> Facts:
+        """The figures of one load on our engine."""
+        steps_s = np.concatenate([run.steps_s for run in runs])
+        return {
+            **self.figures(load, [run.out_tok_s for run in runs]),
+            "seconds": round(statistics.median(run.seconds for run in runs), 3),
+            "step_ms_p50": round(1e3 * float(np.median(steps_s)), 3),
+        }
+
+    def figures(self, load: Load, rates: list[float], engine: str = "trimaran") -> Facts:
+        """What any engine's runs are told by, with the share of the limit."""
         median = statistics.median(rates)
         facts: dict[str, Any] = {
             "benchmark": "throughput",
+            "engine": engine,
             "shape": self.name,
             "gpus": 1 if self.device.type == "cuda" else 0,
             "isl": load.isl,
             "osl": load.osl,
             "requests": load.requests,
             "out_tok_s": round(median, 1),
-            "out_tok_s_runs": [round(rate, 1) for rate in rates],
-            "seconds": round(statistics.median(run.seconds for run in runs), 3),
-            "step_ms_p50": round(
-                1e3 * float(np.median(np.concatenate([r.steps_s for r in runs]))), 3
-            ),
+            "out_tok_s_runs": [round(rate, 1) for rate in sorted(rates)],
             "dtype": self.dtype,
             "temperature": load.temperature,
         }
@@ -114,6 +126,8 @@ class _Subject:
 def _subject(args: argparse.Namespace, loads: list[Load]) -> Iterator[_Subject]:
     device = torch.device(_device_of(args))
     profile = profile_config(args)
+    for name in _peer_names(args):
+        check_installed(name)
     with _folder(args, device, loads) as (folder, config):
         limits = None
         if args.ceiling_seconds > 0:
@@ -124,12 +138,42 @@ def _subject(args: argparse.Namespace, loads: list[Load]) -> Iterator[_Subject]:
             print(f"ceilings: {tera[0]:.1f} TFLOP/s, {tera[1]:.2f} TB/s")
             if device.type == "cuda":
                 torch.cuda.empty_cache()
+        peers = _peers(args, folder, config, loads)
         fraction = _memory_fraction(args, ModelShape.of(config), device)
         engine = load_engine(engine_config(args, folder, loads, fraction), profile)
         try:
-            yield _Subject(args, engine, config, limits)
+            yield _Subject(args, engine, config, limits, peers)
         finally:
             engine.shutdown()
+
+
+def _peer_names(args: argparse.Namespace) -> list[str]:
+    return getattr(args, "peer", None) or []
+
+
+def _peers(
+    args: argparse.Namespace, folder: str, config: Facts, loads: list[Load]
+) -> dict[str, list[list[float]]]:
+    """The rates of each peer, before our own engine takes the device's memory."""
+    found = {}
+    for name in _peer_names(args):
+        print(f"{name} is measured first", flush=True)
+        most = max(load.requests for load in loads)
+        work = PeerRun(
+            model=folder,
+            is_random=not args.model,
+            dtype=config["dtype"],
+            device=_device_of(args),
+            vocab_size=config["vocab_size"],
+            loads=loads,
+            runs=args.runs,
+            max_num_seqs=min(args.max_num_seqs, most),
+            max_num_tokens=args.max_num_tokens,
+            gpu_memory=args.gpu_memory,
+            threads=args.threads,
+        )
+        found[name] = run_peer(name, work)
+    return found
 
 
 def _device_of(args: argparse.Namespace) -> str:
@@ -181,11 +225,25 @@ def _runs(driver: OfflineDriver, load: Load, count: int) -> list[OfflineRun]:
     short = Load(
         isl=load.isl,
         osl=min(load.osl, 16),
-        requests=min(load.requests, 2048),
+        # Some steps full of prompts, then decodes.
+        requests=min(load.requests, max(1, 65536 // load.isl)),
         temperature=load.temperature,
     )
     driver.run(short)
     return [driver.run(load) for _ in range(count)]
+
+
+def _tell_peer(
+    args: argparse.Namespace, subject: _Subject, load: Load, name: str, rates: list[float]
+) -> None:
+    facts = subject.figures(load, rates, name)
+    facts[f"{name}_version"] = version(name)
+    share = f", {facts['limit_pct']:.1f} %" if "limit_pct" in facts else ""
+    print(f"{'':>14}  {facts['out_tok_s']:10,.0f} tokens/s by {name}{share}", flush=True)
+    if args.output:
+        results.append(
+            args.output, {**facts, **results.environment(subject.device, subject.limits)}
+        )
 
 
 def _tell(

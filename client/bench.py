@@ -33,7 +33,7 @@ _MAX_REQUESTS = 30000
 
 def run(args: argparse.Namespace) -> int:
     """Run the benchmark. Returns 1 if a request failed or the figures regressed."""
-    _check(args)
+    check(args)
     url = args.url or DEFAULT_URLS[args.protocol]
     workload = Workload(args.vocab_size, args.seed)
     items = within(_items(args, workload), args.max_input_len)
@@ -41,7 +41,7 @@ def run(args: argparse.Namespace) -> int:
     load_before = os.getloadavg()
     started_at = time.strftime("%Y-%m-%dT%H:%M:%S%z")
     warmup = workload.strangers(items[: args.warmup])
-    done = _measure(args, url, warmup, list(zip(items, delays, strict=True)))
+    done = measure(args, url, warmup, list(zip(items, delays, strict=True)))
     values = bench_report.figures(done)
     rows = bench_report.table(values)
     print(bench_report.render(rows))
@@ -56,7 +56,8 @@ def run(args: argparse.Namespace) -> int:
     return 1 if values["failed_requests"] or _is_slower(args, values) else 0
 
 
-def _check(args: argparse.Namespace) -> None:
+def check(args: argparse.Namespace) -> None:
+    """Refuse flags that do not go together; raises ConfigError."""
     if args.test_llmapi:
         raise ConfigError("--test-llmapi: this version does not serve the llmapi model")
     is_short = args.input_len is not None or args.output_len is not None
@@ -94,9 +95,10 @@ def _items(args: argparse.Namespace, workload: Workload) -> list[Item]:
     return workload.fixed(count, args.input_len, args.output_len)
 
 
-def _measure(
+def measure(
     args: argparse.Namespace, url: str, warmup: list[Item], plan: list[tuple[Item, float]]
 ) -> Run:
+    """Send the warm-up, then each item when it is due, from as many processes as asked."""
     if args.load_processes == 1:
         done = uvloop.run(_measure_here(args, url, warmup, plan))
     else:

@@ -132,7 +132,7 @@ def surroundings(metrics_url: str | None) -> dict[str, Any]:
         "client_host": {
             "cpu": _cpu_model(),
             "num_cpus": len(os.sched_getaffinity(0)),
-            "gpus": _gpus(),
+            "gpus": gpus(),
             "platform": platform.platform(),
         },
         "versions": {
@@ -164,7 +164,8 @@ def _cpu_model() -> str:
     return names[0] if names else platform.machine()
 
 
-def _gpus() -> list[str]:
+def gpus() -> list[str]:
+    """The names of this host's GPUs, which are not touched."""
     try:
         listing = subprocess.run(
             ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"],

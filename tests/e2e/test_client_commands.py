@@ -90,3 +90,22 @@ def test_bench_counts_every_token_over_both_protocols(decoupled_server, tmp_path
         assert result["results"]["output_tokens"] == 120
         assert result["results"]["time_to_first_token_ms_p50"] > 0
         assert result["engine"]["trimaran_start_method_info"][0]["world_size"] == "2"
+
+
+def test_bench_serve_sweeps_rates_and_concurrencies(decoupled_server, tmp_path):
+    output = tmp_path / "results.jsonl"
+    done = run_trimaran(
+        "bench", "serve", "-i", "grpc", "-u", f"127.0.0.1:{decoupled_server.grpc_port}",
+        "--load", "8/4x6", "--rates", "-1", "50", "--concurrencies", "2", "3", "--warmup", "2",
+        "--output", str(output),
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    lines = [json.loads(line) for line in output.read_text().splitlines()]
+    points = [(line["request_rate"], line["concurrency"]) for line in lines]
+    assert points == [(-1, 2), (-1, 3), (50, 2), (50, 3)]
+    for line in lines:
+        assert (line["isl"], line["osl"], line["requests"]) == (8, 4, 6)
+        assert line["failed_requests"] == 0
+        assert line["ttft_ms_p50"] > 0
+        assert line["itl_ms_p99"] > 0
+        assert line["e2e_ms_avg"] >= line["ttft_ms_avg"]

@@ -1,0 +1,178 @@
+"""`trimaran bench report`: result files as Markdown tables and a plot."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+from trimaran.bench import results
+from trimaran.bench.svg import Bar, Group, bar_chart
+from trimaran.comm.errors import ConfigError
+
+Line = dict[str, Any]
+_OURS = "trimaran"
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """The flags of this sub-command."""
+    parser.add_argument("files", nargs="+", metavar="FILE", help="JSON lines of --output")
+    parser.add_argument("--plot", metavar="FILE", help="write bars as SVG")
+
+
+def run_report(args: argparse.Namespace) -> int:
+    """Print a table of each benchmark; of equal measurements the last line counts."""
+    lines = results.read(args.files)
+    groups: list[Group] = []
+    has_limits = True
+    for kind, (table, chart) in _KINDS.items():
+        own = [line for line in lines if line.get("benchmark") == kind]
+        if own:
+            print("\n".join(table(own)) + "\n")
+            groups += chart(own)
+            has_limits &= kind != "serve"
+    if not groups:
+        raise ConfigError(f"{', '.join(args.files)}: no line names a benchmark of this command")
+    if args.plot:
+        title = "Percentage of the machine's limit" if has_limits else "Output tokens a second"
+        chart_text = bar_chart(title, groups, 100.0 if has_limits else None)
+        Path(args.plot).write_text(chart_text, encoding="utf-8")
+    return 0
+
+
+def _who(line: Line) -> str:
+    return str(line.get("engine") or _OURS)
+
+
+def _load_of(line: Line) -> tuple[Any, ...]:
+    names = ("shape", "device", "gpus", "dtype", "isl", "osl", "requests")
+    return tuple(line.get(name) for name in names)
+
+
+def _by_load(lines: Iterable[Line]) -> dict[tuple[Any, ...], dict[str, Line]]:
+    found: dict[tuple[Any, ...], dict[str, Line]] = {}
+    for line in lines:
+        found.setdefault(_load_of(line), {})[_who(line)] = line
+    return found
+
+
+def _throughput_table(lines: list[Line]) -> list[str]:
+    loads = _by_load(lines)
+    peers = sorted({name for who in loads.values() for name in who} - {_OURS})
+    head = ["model", "in/out", "requests", *peers, _OURS, "runs", "limit", "% of limit"]
+    rows = []
+    for who in loads.values():
+        line = who.get(_OURS) or next(iter(who.values()))
+        others = [f"{who[name]['out_tok_s']:,.0f}" if name in who else "" for name in peers]
+        own = who.get(_OURS)
+        runs = [f"{rate:,.0f}" for rate in own["out_tok_s_runs"]] if own else [""]
+        rows.append(
+            [
+                f"{line['shape']}, {line['dtype']}",
+                f"{line['isl']}/{line['osl']}",
+                f"{line['requests']:,}",
+                *others,
+                f"{own['out_tok_s']:,.0f}" if own else "",
+                f"{runs[0]} to {runs[-1]}" if own else "",
+                f"{line['limit_tok_s']:,.0f}" if "limit_tok_s" in line else "",
+                f"{own['limit_pct']:.1f}" if own and "limit_pct" in own else "",
+            ]
+        )
+    return _markdown(head, rows)
+
+
+def _throughput_chart(lines: list[Line]) -> list[Group]:
+    groups = []
+    for who in _by_load(lines).values():
+        bars = [
+            Bar(
+                series=name,
+                value=line["limit_pct"],
+                text=f"{line['out_tok_s']:,.0f} tokens/s, {line['limit_pct']:.1f} %",
+            )
+            for name, line in sorted(who.items())
+            if "limit_pct" in line
+        ]
+        if bars:
+            line = next(iter(who.values()))
+            label = f"{line['shape']} {line['isl']}/{line['osl']}, {line['requests']} requests"
+            groups.append(Group(label, bars))
+    return groups
+
+
+_SERVE_TIMES = ("ttft_ms_avg", "ttft_ms_p99", "itl_ms_avg", "itl_ms_p99", "e2e_ms_p99")
+
+
+def _serve_table(lines: list[Line]) -> list[str]:
+    head = ["protocol", "in/out", "requests", "rate", "streams", "tokens/s"]
+    head += [name.replace("_ms_", " ") + " ms" for name in _SERVE_TIMES]
+    rows = [
+        [
+            line["protocol"],
+            f"{line['isl']}/{line['osl']}",
+            f"{line['requests']:,}",
+            "at once" if line["request_rate"] <= 0 else f"{line['request_rate']:g}",
+            str(line["concurrency"]),
+            f"{line['out_tok_s']:,.0f}",
+            *(f"{line[name]:.1f}" if name in line else "" for name in _SERVE_TIMES),
+        ]
+        for line in lines
+    ]
+    return _markdown(head, rows)
+
+
+def _serve_chart(lines: list[Line]) -> list[Group]:
+    groups: dict[str, list[Bar]] = {}
+    for line in lines:
+        pace = "" if line["request_rate"] <= 0 else f", {line['request_rate']:g} a second"
+        label = f"{line['isl']}/{line['osl']}, {line['concurrency']} streams{pace}"
+        text = f"{line['out_tok_s']:,.0f} tokens/s"
+        bar = Bar(series=line["protocol"], value=line["out_tok_s"], text=text)
+        groups.setdefault(label, []).append(bar)
+    return [Group(label, bars) for label, bars in groups.items()]
+
+
+def _kernel_table(lines: list[Line]) -> list[str]:
+    head = ["operator", "size", "us", "% of limit", "torch us"]
+    rows = [
+        [
+            line["operator"],
+            line["size"],
+            f"{line['us']:,.1f}",
+            f"{line['limit_pct']:.0f}",
+            f"{line['torch_us']:,.1f}" if line.get("torch_us") else "",
+        ]
+        for line in lines
+    ]
+    return _markdown(head, rows)
+
+
+def _kernel_chart(lines: list[Line]) -> list[Group]:
+    return [
+        Group(
+            f"{line['operator']} {line['size']}",
+            [
+                Bar(
+                    series=_OURS,
+                    value=line["limit_pct"],
+                    text=f"{line['us']:,.1f} us, {line['limit_pct']:.0f} %",
+                )
+            ],
+        )
+        for line in lines
+    ]
+
+
+def _markdown(head: list[str], rows: list[list[str]]) -> list[str]:
+    cells = [head, ["---"] * len(head), *rows]
+    return ["| " + " | ".join(row) + " |" for row in cells]
+
+
+_KINDS: dict[
+    str, tuple[Callable[[list[Line]], list[str]], Callable[[list[Line]], list[Group]]]
+] = {
+    "throughput": (_throughput_table, _throughput_chart),
+    "serve": (_serve_table, _serve_chart),
+    "kernels": (_kernel_table, _kernel_chart),
+}

@@ -1,0 +1,151 @@
+"""`trimaran bench serve`: a server under each load, arrival rate and concurrency in turn."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import io
+import itertools
+import statistics
+from typing import Any
+
+from trimaran.bench import results
+from trimaran.bench.load import Load
+from trimaran.bench.roofline import ModelShape, output_tokens_per_s
+from trimaran.bench.shapes import SHAPES
+from trimaran.client import bench, bench_report
+from trimaran.client.bench_flags import DEFAULT_URLS
+from trimaran.client.workload import Workload
+from trimaran.comm.errors import ConfigError
+
+_TIMES = {"ttft": "time_to_first_token_ms", "itl": "inter_token_ms", "e2e": "latency_ms"}
+_SPREAD = ("avg", "p50", "p90", "p99")
+
+
+def run_serve(args: argparse.Namespace) -> int:
+    """Without ``--load`` the plain benchmark; with it, every point of the sweep."""
+    if not args.load:
+        _refuse_sweep(args)
+        return bench.run(argparse.Namespace(**{**vars(args), "workload": None}))
+    if args.input_len is not None or args.output_len is not None:
+        raise ConfigError("--load names the lengths: drop --input-len and --output-len")
+    if args.runs < 1:
+        raise ConfigError(f"--runs is {args.runs} but must be 1 or more")
+    loads = [Load.parse(text, temperature=0.0) for text in args.load]
+    facts = _facts(args)
+    rates = args.rates or [args.request_rate]
+    widths = args.concurrencies or [args.concurrency]
+    print(f"{'load':>16}{'rate':>7}{'streams':>9}{'tokens/s':>11}", end="")
+    print("".join(f"{f'{name} {part} ms':>14}" for name in _TIMES for part in ("avg", "p99")))
+    num_failed = 0
+    for load, rate, width in itertools.product(loads, rates, widths):
+        runs = [_measure(args, load, rate, width, turn) for turn in range(args.runs)]
+        point = _point(args, load, (rate, width), runs)
+        num_failed += point["failed_requests"]
+        _print(load, point)
+        if args.output:
+            results.append(args.output, {**point, **_limit(args, load, point, facts), **facts})
+    return 1 if num_failed else 0
+
+
+def _refuse_sweep(args: argparse.Namespace) -> None:
+    for name in ("rates", "concurrencies", "output"):
+        if getattr(args, name):
+            raise ConfigError(f"--{name} belongs to a sweep: name what to send with --load")
+
+
+def _measure(
+    args: argparse.Namespace, load: Load, rate: float, width: int, turn: int
+) -> dict[str, float]:
+    """The figures of one run, by requests that no earlier one sent."""
+    point = argparse.Namespace(
+        **{
+            **vars(args),
+            "workload": None,
+            "concurrency": width,
+            "request_rate": rate,
+            "num_requests": load.requests,
+            "input_len": load.isl,
+            "output_len": load.osl,
+            "seed": args.seed + turn,
+        }
+    )
+    bench.check(point)
+    workload = Workload(point.vocab_size, point.seed)
+    items = workload.fixed(load.requests, load.isl, load.osl)
+    delays = workload.delays(len(items), rate, point.time_delay_dist)
+    warmup = workload.strangers(items[: point.warmup])
+    url = point.url or DEFAULT_URLS[point.protocol]
+    # One line a point is told, not the plain benchmark's progress.
+    with contextlib.redirect_stdout(io.StringIO()):
+        done = bench.measure(point, url, warmup, list(zip(items, delays, strict=True)))
+    for error in sorted({record.error for record in done.records if record.error}):
+        print(f"failed: {error}")
+    return bench_report.figures(done)
+
+
+def _point(
+    args: argparse.Namespace,
+    load: Load,
+    sweep: tuple[float, int],
+    runs: list[dict[str, float]],
+) -> dict[str, Any]:
+    rates = sorted(run["output_tokens_per_s"] for run in runs)
+    point: dict[str, Any] = {
+        "benchmark": "serve",
+        "shape": args.shape,
+        "protocol": args.protocol,
+        "isl": load.isl,
+        "osl": load.osl,
+        "requests": load.requests,
+        "request_rate": sweep[0],
+        "concurrency": sweep[1],
+        "load_processes": args.load_processes,
+        "out_tok_s": round(statistics.median(rates), 1),
+        "out_tok_s_runs": [round(rate, 1) for rate in rates],
+        "req_s": round(statistics.median(run["requests_per_s"] for run in runs), 3),
+        "failed_requests": int(sum(run["failed_requests"] for run in runs)),
+    }
+    for (short, name), part in itertools.product(_TIMES.items(), _SPREAD):
+        values = [run[f"{name}_{part}"] for run in runs if f"{name}_{part}" in run]
+        if values:
+            point[f"{short}_ms_{part}"] = round(statistics.median(values), 3)
+    return point
+
+
+def _print(load: Load, point: dict[str, Any]) -> None:
+    rate = "-" if point["request_rate"] <= 0 else f"{point['request_rate']:g}"
+    cells = [point.get(f"{name}_ms_{part}") for name in _TIMES for part in ("avg", "p99")]
+    times = "".join(f"{'-' if value is None else f'{value:.2f}':>14}" for value in cells)
+    head = f"{load!s:>16}{rate:>7}{point['concurrency']:>9}{point['out_tok_s']:>11,.0f}"
+    print(head + times, flush=True)
+
+
+def _facts(args: argparse.Namespace) -> dict[str, Any]:
+    """The server's machine, which is taken to be this one, and its ceilings."""
+    if args.ceilings_of and not args.shape:
+        raise ConfigError("--ceilings-of gives a limit only with the model's --shape")
+    gpus = bench_report.gpus()
+    facts = {"gpus": 1 if gpus else 0, **results.surroundings(gpus[0] if gpus else None, None)}
+    if args.ceilings_of:
+        known = results.read([args.ceilings_of])
+        last = [line for line in known if line.keys() >= results.CEILINGS]
+        if not last:
+            raise ConfigError(f"--ceilings-of {args.ceilings_of}: no line holds ceilings")
+        facts |= {name: last[-1][name] for name in sorted(results.CEILINGS)}
+    return facts
+
+
+def _limit(
+    args: argparse.Namespace, load: Load, point: dict[str, Any], facts: dict[str, Any]
+) -> dict[str, Any]:
+    """The limit of requests that arrive at once; arrivals bound those that are paced."""
+    if not args.ceilings_of or point["request_rate"] > 0:
+        return {}
+    shape = ModelShape.of(SHAPES[args.shape])
+    most = min(load.requests, point["concurrency"])
+    limit = output_tokens_per_s(shape, results.ceilings_in(facts), load.isl, load.osl, most)
+    return {
+        "limit_tok_s": round(limit, 1),
+        "limit_pct": round(100 * point["out_tok_s"] / limit, 1),
+    }

@@ -1,0 +1,69 @@
+"""`trimaran bench report`: tables and a plot of result files."""
+
+from __future__ import annotations
+
+import json
+import xml.etree.ElementTree as ElementTree
+
+import pytest
+
+from trimaran.launcher.cli import main
+
+OURS = {
+    "benchmark": "throughput", "engine": "trimaran", "shape": "llama8b", "dtype": "bfloat16",
+    "device": "a card", "gpus": 1, "isl": 128, "osl": 256, "requests": 64,
+    "out_tok_s": 11000.0, "out_tok_s_runs": [10900.0, 11000.0, 11100.0],
+    "limit_tok_s": 13608.0, "limit_pct": 80.8,
+}  # fmt: skip
+PEER = {**OURS, "engine": "vllm", "out_tok_s": 9500.0, "limit_pct": 69.8}
+SERVED = {
+    "benchmark": "serve", "shape": None, "protocol": "grpc", "isl": 467, "osl": 256,
+    "requests": 500, "request_rate": 8.0, "concurrency": 128, "out_tok_s": 2040.0,
+    "ttft_ms_avg": 20.5, "ttft_ms_p99": 31.0, "itl_ms_avg": 6.1, "itl_ms_p99": 8.0,
+    "e2e_ms_p99": 1700.0,
+}  # fmt: skip
+
+
+def write(path, *lines):
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return str(path)
+
+
+def test_of_equal_measurements_the_last_counts_beside_its_peers(tmp_path, capsys):
+    older = {**OURS, "out_tok_s": 5.0, "limit_pct": 0.1}
+    plot = tmp_path / "plot.svg"
+    path = write(tmp_path / "results.jsonl", older, PEER, OURS)
+
+    assert main(["bench", "report", path, "--plot", str(plot)]) == 0
+
+    table = capsys.readouterr().out
+    row = "| 128/256 | 64 | 9,500 | 11,000 | 10,900 to 11,100 | 13,608 | 80.8 |"
+    assert row in table
+    assert "| 5 |" not in table
+    root = ElementTree.parse(plot).getroot()
+    texts = [each.text for each in root.iter("{http://www.w3.org/2000/svg}text")]
+    assert "11,000 tokens/s, 80.8 %" in texts
+    assert "9,500 tokens/s, 69.8 %" in texts
+
+
+def test_served_loads_are_told_with_their_times(tmp_path, capsys):
+    plot = tmp_path / "plot.svg"
+    path = write(tmp_path / "results.jsonl", SERVED)
+    assert main(["bench", "report", path, "--plot", str(plot)]) == 0
+    assert "| grpc | 467/256 | 500 | 8 | 128 | 2,040 | 20.5 | 31.0 |" in capsys.readouterr().out
+    assert "Output tokens a second" in plot.read_text()
+
+
+@pytest.mark.parametrize(
+    ("content", "complaint"),
+    [
+        ("not json", "is not a file of JSON lines"),
+        ("[1]", "is not a file of JSON objects"),
+        ('{"benchmark": "weather"}', "no line names a benchmark"),
+    ],
+)
+def test_files_of_other_kinds_are_refused(tmp_path, capsys, content, complaint):
+    path = tmp_path / "results.jsonl"
+    path.write_text(content)
+    assert main(["bench", "report", str(path)]) == 2
+    assert complaint in capsys.readouterr().err

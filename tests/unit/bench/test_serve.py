@@ -1,0 +1,48 @@
+"""`trimaran bench serve`: what does not go together is refused before anything is sent."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from trimaran.bench import results
+from trimaran.bench.roofline import Ceilings
+from trimaran.launcher.cli import main
+
+
+@pytest.mark.parametrize(
+    ("flags", "complaint"),
+    [
+        (["--rates", "2"], "--rates belongs to a sweep"),
+        (["--load", "8/4x2", "--input-len", "8"], "drop --input-len"),
+        (["--load", "8/4x2", "--runs", "0"], "--runs is 0"),
+        (["--load", "8/4x2", "--ceilings-of", "f"], "the model's --shape"),
+        (["--load", "8/4"], "'8/4' is not a load"),
+        ([], "say what to send"),
+        (["--load", "8/4x2", "--concurrencies", "0"], "--concurrency is 0"),
+    ],
+)
+def test_flags_that_do_not_go_together_are_refused(capsys, flags, complaint):
+    assert main(["bench", "serve", *flags]) == 2
+    assert complaint in capsys.readouterr().err
+
+
+def test_flags_may_stand_on_either_side_of_the_sub_command(capsys):
+    # No server is there: which address was tried tells whose flags counted.
+    for words in (
+        ["-u", "localhost:1", "serve", "--load", "8/4x2"],
+        ["serve", "-u", "localhost:1", "--load", "8/4x2"],
+        ["serve", "-u", "localhost:1", "--input-len", "8", "--output-len", "4"],
+    ):
+        assert main(["bench", *words]) == 2
+        assert "no server answers at http://localhost:1" in capsys.readouterr().err
+
+
+def test_ceilings_are_read_back_as_they_were_written(tmp_path):
+    path = tmp_path / "results.jsonl"
+    known = Ceilings(flops=680e12, bandwidth=4.3e12, memory=127e9)
+    facts = results.surroundings("a card", known)
+    results.append(str(path), facts)
+    assert results.read([str(path)]) == [json.loads(json.dumps(facts))]
+    assert results.ceilings_in(facts) == known
