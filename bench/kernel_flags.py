@@ -6,10 +6,16 @@ import argparse
 
 from trimaran.bench.shapes import SHAPES
 
+AREAS = ("operators", "attention", "elementwise", "sampling")
+
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """The flags of this sub-command."""
     parser.add_argument("--shape", choices=sorted(SHAPES), default="llama8b")
+    parser.add_argument(
+        "--areas", nargs="+", choices=AREAS, default=["operators"], metavar="NAME",
+        help=f"kernels to time: {', '.join(AREAS)}",
+    )  # fmt: skip
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 64, 256, 1024, 8192])
     parser.add_argument("--context", type=int, default=1024, help="tokens of a decode's cache")
     parser.add_argument(

@@ -1,214 +1,76 @@
-"""`trimaran bench kernels`: every operator of a layer against its own roofline and torch's."""
+"""`trimaran bench kernels`: every kernel against its own roofline, and beside torch's."""
 
 from __future__ import annotations
 
 import argparse
-import functools
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+import importlib
+from collections.abc import Iterator
 
 import torch
-from torch import Tensor
 
-from trimaran.bench import ceilings, results
-from trimaran.bench.kernel_timing import rotated, seconds_a_call
-from trimaran.bench.roofline import Ceilings, ModelShape
+from trimaran.bench import cases_operators, ceilings, results
+from trimaran.bench.kernel_case import KernelCase
+from trimaran.bench.kernel_timing import seconds_a_call
+from trimaran.bench.roofline import ModelShape
 from trimaran.bench.shapes import SHAPES
-from trimaran.kernels.attention import AttentionMetadata, AttentionSpec
-from trimaran.kernels.dispatch import Ops, select_ops
-from trimaran.kernels.torch_ops import TorchOps
+from trimaran.comm.errors import ConfigError
 
-# Shapes: T rows (tokens), D hidden size, E outputs.
-
-_BLOCK = 32
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
-
-
-@dataclass(slots=True)
-class KernelCase:
-    """One call of an operator: what it must move and compute at least."""
-
-    name: str
-    size: str
-    num_bytes: float
-    flops: float
-    make: Callable[[], tuple[Tensor, ...]]
-    """Fresh inputs; several sets are used in turn, so that none stays in a cache."""
-
-    run: Callable[..., object]
-    """The operator, with the operators to use and then its inputs."""
-
-    def limit_s(self, at: Ceilings) -> float:
-        """Seconds at the roofline."""
-        return max(self.num_bytes / at.bandwidth, self.flops / at.flops)
+_CALLS = 32
+"""In turn, so that the inputs of one call have left the caches when they come again."""
 
 
 def run_kernels(args: argparse.Namespace) -> int:
     """Time every case; the table names the percentage of the roofline."""
     device, dtype = torch.device(args.device), _DTYPES[args.dtype]
+    _check(args, device)
     shape = ModelShape.of({**SHAPES[args.shape], "dtype": args.dtype})
     limits = ceilings.measure(shape, device, dtype, args.ceiling_seconds)
-    ops = select_ops(device, dtype)
-    torch_ops = TorchOps()
     facts = results.environment(device, limits)
     print(f"{limits.flops / 1e12:.1f} TFLOP/s, {limits.bandwidth / 1e12:.2f} TB/s")
-    print(f"{'operator':<16}{'size':<20}{'us':>10}{'% of limit':>12}{'torch us':>12}")
-    for case in cases(shape, device, dtype, args.rows, args.context):
-        ours, theirs = (_time(case, each, device) for each in (ops, torch_ops))
-        share = 100 * case.limit_s(limits) / ours
-        figures = f"{1e6 * ours:10.1f}{share:12.1f}{1e6 * theirs:12.1f}"
-        print(f"{case.name:<16}{case.size:<20}{figures}", flush=True)
+    print(f"{'operator':<34}{'size':<24}{'us':>10}{'% of limit':>12}{'torch us':>12}")
+    for case in _cases(args, shape, device, dtype):
+        ours = seconds_a_call([case.run] * _CALLS, device)
+        theirs = seconds_a_call([case.peer] * _CALLS, device) if case.peer else None
+        share = 100 * case.limit_s(limits.bandwidth, limits.flops) / ours
+        beside = "" if theirs is None else f"{1e6 * theirs:12.1f}"
+        print(
+            f"{case.name:<34}{case.shape:<24}{1e6 * ours:10.1f}{share:12.1f}{beside}",
+            flush=True,
+        )
         if args.output:
             line = {
                 "benchmark": "kernels",
                 "shape": args.shape,
                 "operator": case.name,
-                "size": case.size,
+                "size": case.shape,
+                "dtype": case.dtype,
                 "us": round(1e6 * ours, 2),
                 "limit_pct": round(share, 1),
-                "torch_us": round(1e6 * theirs, 2),
+                "torch_us": None if theirs is None else round(1e6 * theirs, 2),
             }
             results.append(args.output, {**line, **facts})
     return 0
 
 
-def _time(case: KernelCase, ops: Ops, device: torch.device) -> float:
-    sets = rotated(case.make, case.num_bytes)
-    calls = [functools.partial(case.run, ops, *inputs) for inputs in sets]
-    return seconds_a_call(calls, device)
+def _check(args: argparse.Namespace, device: torch.device) -> None:
+    others = [area for area in args.areas if area != "operators"]
+    if others and device.type != "cuda":
+        raise ConfigError(f"--areas {others[0]}: these kernels run on a GPU: --device cuda")
+    if others and args.shape != "llama8b":
+        raise ConfigError(
+            f"--areas {others[0]} has the sizes of llama8b, not of {args.shape}: leave --shape "
+            "out, or name only the area operators"
+        )
 
 
-def cases(
-    shape: ModelShape, device: torch.device, dtype: torch.dtype, rows: list[int], context: int
+def _cases(
+    args: argparse.Namespace, shape: ModelShape, device: torch.device, dtype: torch.dtype
 ) -> Iterator[KernelCase]:
-    """All operators of a layer for each number of rows."""
-    for count in rows:
-        yield from _products(shape, device, dtype, count)
-        yield from _element_wise(shape, device, dtype, count)
-        if count <= 1024:
-            yield _decode(shape, device, dtype, count, context)
+    for area in args.areas:
+        if area == "operators":
+            yield from cases_operators.cases(shape, device, dtype, args.rows, args.context)
         else:
-            yield _prompts(shape, device, dtype, count, min(context, count))
-
-
-def _products(
-    shape: ModelShape, device: torch.device, dtype: torch.dtype, rows: int
-) -> Iterator[KernelCase]:
-    hidden, queries = shape.hidden, shape.query_width
-    sizes = {
-        "qkv": (hidden, queries + 2 * shape.kv_width),
-        "out": (queries, hidden),
-        "gate_up": (hidden, 2 * shape.inner),
-        "down": (shape.inner, hidden),
-    }
-    for name, (inner, outputs) in sizes.items():
-        is_gated = name == "gate_up"
-        written = outputs // 2 if is_gated else outputs
-        moved = inner * outputs + rows * (inner + written)
-
-        def make(inner: int = inner, outputs: int = outputs) -> tuple[Tensor, ...]:
-            x = torch.randn((rows, inner), device=device, dtype=dtype)
-            return x, torch.randn((outputs, inner), device=device, dtype=dtype).mul_(0.02)
-
-        def run(ops: Ops, x: Tensor, weight: Tensor, is_gated: bool = is_gated) -> object:
-            return ops.gated_linear(x, weight) if is_gated else ops.linear(x, weight)
-
-        size = f"{rows} x {inner} x {outputs}"
-        flops = 2.0 * rows * inner * outputs
-        yield KernelCase(name, size, moved * dtype.itemsize, flops, make, run)
-
-
-def _element_wise(
-    shape: ModelShape, device: torch.device, dtype: torch.dtype, rows: int
-) -> Iterator[KernelCase]:
-    hidden, inner = shape.hidden, shape.inner
-
-    def make_norm() -> tuple[Tensor, ...]:
-        x, residual = torch.randn((2, rows, hidden), device=device, dtype=dtype)
-        return x, residual, torch.ones(hidden, device=device, dtype=dtype)
-
-    def norm(ops: Ops, x: Tensor, residual: Tensor, weight: Tensor) -> object:
-        return ops.add_rms_norm(x, residual, weight, 1e-5)
-
-    size = f"{rows} x {hidden}"
-    yield KernelCase(
-        "add_rms_norm", size, 4 * rows * hidden * dtype.itemsize, 0, make_norm, norm
-    )
-
-    def make_gate() -> tuple[Tensor, ...]:
-        return (torch.randn((rows, 2 * inner), device=device, dtype=dtype),)
-
-    size = f"{rows} x {2 * inner}"
-    moved = 3 * rows * inner * dtype.itemsize
-
-    def gate(ops: Ops, x: Tensor) -> object:
-        return ops.silu_and_mul(x)
-
-    yield KernelCase("silu_and_mul", size, moved, 0, make_gate, gate)
-
-
-def _metadata(
-    device: torch.device, num_seqs: int, num_queries: int, context: int
-) -> AttentionMetadata:
-    blocks_each = -(-context // _BLOCK)
-    order = torch.randperm(num_seqs * blocks_each, device=device)
-    counts = torch.arange(num_seqs + 1, device=device, dtype=torch.int32)
-    return AttentionMetadata(
-        query_start_loc=counts * num_queries,
-        seq_lens=torch.full((num_seqs,), context, device=device, dtype=torch.int32),
-        block_tables=order.view(num_seqs, blocks_each).int(),
-        slot_mapping=torch.zeros(num_seqs * num_queries, device=device, dtype=torch.int64),
-        max_query_len=num_queries,
-        max_seq_len=context,
-        num_decodes=num_seqs if num_queries == 1 else 0,
-    )
-
-
-def _attention(
-    shape: ModelShape,
-    device: torch.device,
-    dtype: torch.dtype,
-    metadata: AttentionMetadata,
-    work: tuple[str, str, float],
-) -> KernelCase:
-    """``work`` is the case's name, its size and its pairs of queries and keys."""
-    name, size, pairs = work
-    tokens = len(metadata.slot_mapping)
-    keys = float(metadata.seq_lens.sum())
-    blocks = metadata.block_tables.numel()
-    spec = AttentionSpec(scale=shape.head_size**-0.5)
-
-    def make() -> tuple[Tensor, ...]:
-        heads = (tokens, shape.heads, shape.head_size)
-        query = torch.randn(heads, device=device, dtype=dtype)
-        size = (blocks, 2, _BLOCK, shape.kv_heads, shape.head_size)
-        cache = torch.randn(size, device=device, dtype=dtype)
-        if device.type == "cuda":
-            # The keys of a head lie side by side in a block, as the engine has them.
-            cache = cache.transpose(2, 3).contiguous().transpose(2, 3)
-        return query, cache
-
-    def run(ops: Ops, query: Tensor, cache: Tensor) -> object:
-        metadata.plans.clear()
-        return ops.paged_attention(query, cache, metadata, spec)
-
-    moved = 2 * shape.kv_width * keys + 2 * tokens * shape.query_width
-    flops = 4 * shape.query_width * pairs
-    return KernelCase(name, size, moved * dtype.itemsize, flops, make, run)
-
-
-def _decode(
-    shape: ModelShape, device: torch.device, dtype: torch.dtype, rows: int, context: int
-) -> KernelCase:
-    metadata = _metadata(device, rows, 1, context)
-    work = ("decode", f"{rows} at {context}", float(rows) * context)
-    return _attention(shape, device, dtype, metadata, work)
-
-
-def _prompts(
-    shape: ModelShape, device: torch.device, dtype: torch.dtype, tokens: int, length: int
-) -> KernelCase:
-    count = tokens // length
-    metadata = _metadata(device, count, length, length)
-    work = ("prompts", f"{count} of {length}", count * length * (length + 1) / 2)
-    return _attention(shape, device, dtype, metadata, work)
+            # Imported only where asked for: these modules hold GPU kernels.
+            module = importlib.import_module(f"trimaran.bench.cases_{area}")
+            yield from module.cases(device, dtype)
