@@ -9,6 +9,8 @@ from typing import Any
 from trimaran.comm.errors import ErrorKind, RequestError
 
 MAX_NESTING = 100
+
+_ENCODER = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))
 """Deepest nesting of lists in tensor data."""
 
 _REASONS = {
@@ -144,5 +146,4 @@ def as_object(value: object, field: str) -> JsonObject:
 
 def dump(value: object) -> bytes:
     """Compact JSON; surrogates become the bytes that they escaped."""
-    text = json.dumps(value, ensure_ascii=False, separators=(",", ":"))
-    return text.encode("utf-8", "surrogateescape")
+    return _ENCODER.encode(value).encode("utf-8", "surrogateescape")
