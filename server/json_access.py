@@ -9,9 +9,10 @@ from typing import Any
 from trimaran.comm.errors import ErrorKind, RequestError
 
 MAX_NESTING = 100
-
-_ENCODER = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))
 """Deepest nesting of lists in tensor data."""
+
+# json.dumps would make a new one for every value.
+_ENCODER = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))
 
 _REASONS = {
     "Expecting value": "Invalid value",
