@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 
 import torch
@@ -23,6 +24,11 @@ RunOperator = Callable[..., object]
 """An operator, with the operators to use and then its inputs."""
 
 
+@functools.cache
+def _operators(device: torch.device, dtype: torch.dtype) -> Ops:
+    return select_ops(device, dtype)
+
+
 def _case(
     names: tuple[str, str],
     work: tuple[float, float],
@@ -34,7 +40,7 @@ def _case(
     """``names`` are the operator's and the size's, ``work`` its bytes and operations."""
     sets = rotated(make, work[0])
     example = sets[0][0]
-    ops, torch_ops = select_ops(example.device, example.dtype), TorchOps()
+    ops, torch_ops = _operators(example.device, example.dtype), TorchOps()
     return KernelCase(
         name=names[0],
         shape=names[1],

@@ -101,6 +101,21 @@ def _throughput_chart(lines: list[Line]) -> list[Group]:
     return groups
 
 
+def _latency_table(lines: list[Line]) -> list[str]:
+    times = ("first_token_ms", "token_ms_p50", "token_ms_p99")
+    head = ["model", "in/out", *(name.replace("_", " ") for name in times), "% of limit"]
+    rows = [
+        [
+            f"{line['shape']}, {line['dtype']}",
+            f"{line['isl']}/{line['osl']}",
+            *(f"{line[name]:.2f}" for name in times),
+            f"{line['limit_pct']:.1f}" if "limit_pct" in line else "",
+        ]
+        for line in lines
+    ]
+    return _markdown(head, rows)
+
+
 _SERVE_TIMES = ("ttft_ms_avg", "ttft_ms_p99", "itl_ms_avg", "itl_ms_p99", "e2e_ms_p99")
 
 
@@ -173,6 +188,7 @@ _KINDS: dict[
     str, tuple[Callable[[list[Line]], list[str]], Callable[[list[Line]], list[Group]]]
 ] = {
     "throughput": (_throughput_table, _throughput_chart),
+    "latency": (_latency_table, _throughput_chart),
     "serve": (_serve_table, _serve_chart),
     "kernels": (_kernel_table, _kernel_chart),
 }

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from xml.sax.saxutils import escape
 
 _COLOURS = ("#2a6f97", "#c97b2d", "#7a9e3f", "#8a5a99", "#6b6b6b")
-_LABEL_WIDTH, _PLOT_WIDTH, _VALUE_WIDTH = 250, 430, 190
+_PLOT_WIDTH, _VALUE_WIDTH, _LETTER_WIDTH = 430, 190, 7
 _BAR, _GAP, _TOP = 15, 10, 58
 
 
@@ -34,26 +34,27 @@ def bar_chart(title: str, groups: Sequence[Group], mark: float | None = None) ->
     colours = {name: _COLOURS[i % len(_COLOURS)] for i, name in enumerate(series)}
     values = [bar.value for group in groups for bar in group.bars]
     largest = max([*values, mark or 0.0]) or 1.0
-    body = [_text(10, 22, title, "title"), *_legend(colours)]
+    left = 20 + _LETTER_WIDTH * max([len(group.label) for group in groups], default=0)
+    body = [_text(10, 22, title, "title"), *_legend(colours, left)]
     top = _TOP
     for group in groups:
         height = _BAR * len(group.bars)
-        body.append(_text(_LABEL_WIDTH - 8, top + height / 2 + 4, group.label, "label"))
+        body.append(_text(left - 8, top + height / 2 + 4, group.label, "label"))
         for number, bar in enumerate(group.bars):
             y, width = top + _BAR * number, _PLOT_WIDTH * bar.value / largest
             body.append(
-                f'<rect x="{_LABEL_WIDTH}" y="{y}" width="{width:.1f}" height="{_BAR - 2}" '
+                f'<rect x="{left}" y="{y}" width="{width:.1f}" height="{_BAR - 2}" '
                 f'fill="{colours[bar.series]}"/>'
             )
-            body.append(_text(_LABEL_WIDTH + width + 5, y + 11, bar.text, "value"))
+            body.append(_text(left + width + 5, y + 11, bar.text, "value"))
         top += height + _GAP
     if mark is not None:
-        x = _LABEL_WIDTH + _PLOT_WIDTH * mark / largest
+        x = left + _PLOT_WIDTH * mark / largest
         body.append(
             f'<line x1="{x:.1f}" x2="{x:.1f}" y1="{_TOP - 6}" y2="{top}" stroke="#b00020" '
             'stroke-dasharray="4 3"/>'
         )
-    width = _LABEL_WIDTH + _PLOT_WIDTH + _VALUE_WIDTH
+    width = left + _PLOT_WIDTH + _VALUE_WIDTH
     style = (
         "text{font:12px sans-serif;fill:#222}.title{font-size:15px}.label{text-anchor:end}"
         ".value{font-size:11px}"
@@ -68,12 +69,12 @@ def bar_chart(title: str, groups: Sequence[Group], mark: float | None = None) ->
     )
 
 
-def _legend(colours: dict[str, str]) -> list[str]:
-    lines, x = [], float(_LABEL_WIDTH)
+def _legend(colours: dict[str, str], left: float) -> list[str]:
+    lines, x = [], left
     for name, colour in colours.items():
         lines.append(f'<rect x="{x}" y="34" width="11" height="11" fill="{colour}"/>')
         lines.append(_text(x + 16, 44, name, "value"))
-        x += 32 + 7 * len(name)
+        x += 32 + _LETTER_WIDTH * len(name)
     return lines
 
 

@@ -56,11 +56,12 @@ def run_latency(args: argparse.Namespace) -> int:
             first = [run.first_token_s[0] for run in runs]
             between = np.concatenate([run.steps_s[2:] for run in runs] or [[]])
             figures = {
+                "benchmark": "latency",
                 "first_token_ms": round(1e3 * statistics.median(first), 3),
                 "token_ms_p50": round(1e3 * float(np.percentile(between, 50)), 3),
                 "token_ms_p99": round(1e3 * float(np.percentile(between, 99)), 3),
             }
-            print("  ".join(f"{name} {value}" for name, value in figures.items()))
+            print("  ".join(f"{name} {value}" for name, value in list(figures.items())[1:]))
             _tell(args, subject, load, runs, {**subject.facts(load, runs), **figures})
     return 0
 

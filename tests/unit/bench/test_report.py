@@ -54,6 +54,13 @@ def test_served_loads_are_told_with_their_times(tmp_path, capsys):
     assert "Output tokens a second" in plot.read_text()
 
 
+def test_latencies_have_a_table_of_their_own(tmp_path, capsys):
+    times = {"first_token_ms": 9.75, "token_ms_p50": 4.4, "token_ms_p99": 4.51}
+    line = {**OURS, "benchmark": "latency", "requests": 1, **times}
+    assert main(["bench", "report", write(tmp_path / "results.jsonl", line)]) == 0
+    assert "| 128/256 | 9.75 | 4.40 | 4.51 | 80.8 |" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("content", "complaint"),
     [
