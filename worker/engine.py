@@ -35,6 +35,9 @@ from trimaran.worker.step_types import SchedulerOutput
 
 logger = logging.getLogger(__name__)
 
+_FEW = 32
+"""Up to so many running sequences, a step is planned late, so that newcomers ride along."""
+
 _WAITED_S = 0.0002
 """A result that kept the host waiting for longer was read when the device had it."""
 
@@ -167,8 +170,11 @@ class Engine:
     @property
     def spare_s(self) -> float:
         """Seconds that `step` can wait for requests without a gap on the device."""
-        # Whoever waits already could not start with the newcomers.
-        return 0.0 if self.scheduler.waiting else self._timing.spare_s(time.perf_counter())
+        # With many running, a late wake-up would cost all of them for one newcomer's sake; and
+        # whoever waits already could not start with the newcomers.
+        if len(self.scheduler.running) > _FEW or self.scheduler.waiting:
+            return 0.0
+        return self._timing.spare_s(time.perf_counter())
 
     @property
     def has_work(self) -> bool:
