@@ -131,7 +131,11 @@ def _facts(args: argparse.Namespace) -> dict[str, Any]:
         known = results.read([args.ceilings_of])
         last = [line for line in known if line.keys() >= results.CEILINGS]
         if not last:
-            raise ConfigError(f"--ceilings-of {args.ceilings_of}: no line holds ceilings")
+            names = ", ".join(sorted(results.CEILINGS))
+            raise ConfigError(
+                f"--ceilings-of {args.ceilings_of}: no line holds {names}. Name the "
+                "--output of a `bench throughput` that measured them."
+            )
         facts |= {name: last[-1][name] for name in sorted(results.CEILINGS)}
     return facts
 

@@ -28,6 +28,14 @@ def test_flags_that_do_not_go_together_are_refused(capsys, flags, complaint):
     assert complaint in capsys.readouterr().err
 
 
+def test_a_file_without_ceilings_is_refused(tmp_path, capsys):
+    path = tmp_path / "results.jsonl"
+    path.write_text('{"benchmark": "throughput"}')
+    flags = ["--load", "8/4x2", "--shape", "tiny", "--ceilings-of", str(path)]
+    assert main(["bench", "serve", *flags]) == 2
+    assert "no line holds ceiling_gb, ceiling_tb_s, ceiling_tflops" in capsys.readouterr().err
+
+
 def test_flags_may_stand_on_either_side_of_the_sub_command(capsys):
     # No server is there: which address was tried tells whose flags counted.
     for words in (
