@@ -32,8 +32,8 @@ _GROUP = tl.constexpr(64)
 _LIST = 512
 """Ids that a row's list holds; a row with more to list counts over its vocabulary."""
 
-_WARPS = 16
-"""Of a row's one program: draws that fail are repeated there, over the vocabulary."""
+_WARPS = 8
+"""Of a row's one program, in which draws that fail are repeated."""
 
 _LEAST_KEY = tl.constexpr(-(1 << 31))
 _NO_ID = tl.constexpr(0x7FFFFFFF)
