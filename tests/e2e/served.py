@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -25,12 +26,15 @@ DEMO_MODEL = ROOT / "examples" / "demo_models" / "base"
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports that nobody listens on now."""
-    with contextlib.ExitStack() as stack:
-        socks = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for sock in socks:
-            sock.bind(("127.0.0.1", 0))
-        return [sock.getsockname()[1] for sock in socks]
+    """Ports that nobody listens on now, and that no connection will be given as its own."""
+    free: set[int] = set()
+    while len(free) < count:
+        # The kernel hands out 32768 and up to connections.
+        port = random.randrange(20_000, 32_000)
+        with socket.socket() as sock, contextlib.suppress(OSError):
+            sock.bind(("0.0.0.0", port))
+            free.add(port)
+    return list(free)
 
 
 def command_env() -> dict[str, str]:
