@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import fcntl
 import functools
@@ -100,7 +101,9 @@ def _writable_folder(root: Path) -> Path:
     except OSError:
         pass
     logger.warning("%s is not writable: kernels are compiled at every start", folder)
-    return Path(tempfile.mkdtemp(prefix="trimaran-kernels-"))
+    folder = Path(tempfile.mkdtemp(prefix="trimaran-kernels-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return folder
 
 
 def _compile(compiler: str, flags: list[str], library: Path) -> None:
