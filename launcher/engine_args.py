@@ -37,6 +37,7 @@ class EngineFlags:
     max_batch_size: int | None = None
     max_num_tokens: int | None = None
     tokens_per_block: int | None = None
+    expected_output_tokens: int = 1024
     depth: int = 2
     num_threads: int | None = None
     deterministic: bool = False
@@ -141,6 +142,7 @@ def _scheduler(
         batching=_choice(model, "gpt_model_type", _BATCHING, "inflight_fused_batching"),
         enable_chunked_context=True if chunked is None else chunked,
         max_queue_size=int(queue),
+        expected_output_tokens=flags.expected_output_tokens,
         depth=flags.depth,
     )
 

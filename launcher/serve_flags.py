@@ -57,6 +57,7 @@ _RARE = (
     "routing",
     "load_format",
     "tokens_per_block",
+    "expected_output_tokens",
     "depth",
     "deterministic",
     "connect_timeout",
@@ -187,6 +188,13 @@ def _add_engine_flags(parser: argparse.ArgumentParser) -> None:
     add("--max-batch-size", type=positive, metavar="N", help="sequences in flight at once")
     add("--max-num-tokens", type=positive, metavar="N", help="tokens a step computes at most")
     add("--tokens-per-block", type=positive, metavar="N", help="tokens of a KV cache block")
+    add(
+        "--expected-output-tokens",
+        type=positive,
+        default=1024,
+        metavar="N",
+        help="length of outputs that admission by max_utilization expects before any ended",
+    )
     add("--depth", type=int, default=2, choices=(1, 2), help="steps in flight (2: overlapped)")
     add(
         "--num-threads",

@@ -159,6 +159,7 @@ def engine_flags(args: argparse.Namespace) -> EngineFlags:
         max_batch_size=args.max_batch_size,
         max_num_tokens=args.max_num_tokens,
         tokens_per_block=args.tokens_per_block,
+        expected_output_tokens=args.expected_output_tokens,
         depth=args.depth,
         num_threads=args.num_threads,
         deterministic=args.deterministic,

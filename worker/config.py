@@ -52,6 +52,10 @@ class SchedulerConfig:
     max_queue_size: int = 0
     """Requests that may wait; 0 means no limit."""
 
+    expected_output_tokens: int = 1024
+    """Output after which a sequence is thought to end, until ends were seen; it weighs as
+    much as one sequence. For ``max_utilization``."""
+
     depth: int = 0
     """Steps in flight: 1 plain, 2 overlapped, 0 what suits the device (GPU 2, CPU 1)."""
 
@@ -61,6 +65,10 @@ class SchedulerConfig:
                 f"max_num_batched_tokens ({self.max_num_batched_tokens}) is below "
                 f"max_num_seqs ({self.max_num_seqs}), so a full decode step would not "
                 "fit. Raise the first or lower the second."
+            )
+        if self.expected_output_tokens < 1:
+            raise ConfigError(
+                f"expected_output_tokens is {self.expected_output_tokens} but must be 1 or more"
             )
         if self.depth not in (0, 1, 2):
             raise ConfigError(f"depth is {self.depth} but must be 1, 2 or 0 (by device)")

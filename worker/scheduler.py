@@ -10,6 +10,7 @@ from operator import attrgetter
 from trimaran.comm.errors import ErrorKind, RequestError
 from trimaran.comm.messages import FinishReason
 from trimaran.worker.config import SchedulerConfig
+from trimaran.worker.growth import GrowthForecast
 from trimaran.worker.kv_cache.manager import KVCacheManager, Prefix
 from trimaran.worker.request import NEVER, Request, RequestStatus, Sequence
 from trimaran.worker.step_plan import ScheduledStep, StepPlan
@@ -17,6 +18,8 @@ from trimaran.worker.step_plan import ScheduledStep, StepPlan
 _KEY = attrgetter("key")
 _WATERMARK = 0.01
 """Share of the blocks that admission leaves free for the growth of running sequences."""
+_PATIENCE = 16
+"""Steps until admission is tried again, unless a sequence ends before."""
 
 Emission = tuple[Sequence, int, FinishReason]
 """A sequence, its next token id or -1 if it only ends, and whether it ends."""
@@ -48,6 +51,9 @@ class Scheduler:
         self._to_release: deque[Sequence] = deque()
         self._ended: list[Emission] = []
         self._num_preempted = 0
+        self._growth = GrowthForecast(config.expected_output_tokens)
+        self._full_until = 0
+        """The step before which no room is expected for another sequence."""
 
     # ---- requests ------------------------------------------------------------------------
 
@@ -228,8 +234,27 @@ class Scheduler:
         while self.waiting and self._free_rows and plan.budget > 0:
             sequence = self.waiting[0]
             # A preempted one comes back when the host knows all of its tokens.
-            if sequence.num_pending or not self._start(sequence, plan):
+            if sequence.num_pending or not self._has_future(sequence, plan):
                 return
+            if not self._start(sequence, plan):
+                return
+
+    def _has_future(self, sequence: Sequence, plan: StepPlan) -> bool:
+        """Whether it can be expected to end before anybody must be preempted for room."""
+        if not self._can_preempt or not self.running:
+            return True
+        if plan.step < self._full_until:
+            return False
+        cache = self.cache
+        peak, held = self._growth.peak([*self.running, sequence])
+        # Shared blocks are held once, and of the last block of each half is empty.
+        num_held = (cache.num_blocks - cache.num_free) * cache.block_size
+        shared = max(0.0, held - len(sequence.token_ids) - num_held)
+        room = cache.num_blocks * cache.block_size * (1.0 - _WATERMARK)
+        if peak - shared + len(self.running) * cache.block_size / 2 <= room:
+            return True
+        self._full_until = plan.step + _PATIENCE
+        return False
 
     def _start(self, sequence: Sequence, plan: StepPlan) -> bool:
         """Admit one sequence with its first chunk, or return False and change nothing."""
@@ -348,7 +373,9 @@ class Scheduler:
         is_running = sequence.status is RequestStatus.RUNNING
         sequence.status = RequestStatus.FINISHED
         sequence.finish_reason = reason
+        self._full_until = 0
         if is_running:
+            self._growth.observe(sequence.num_output_tokens, reason is FinishReason.LENGTH)
             self._leave_row(sequence)
             if sequence.last_step > self._num_processed_steps:
                 self._to_release.append(sequence)

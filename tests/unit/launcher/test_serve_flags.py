@@ -48,11 +48,13 @@ def test_the_engine_folder_gives_the_limits_and_the_world_size(repository):
 def test_flags_go_before_the_engine_folder(repository):
     engine = resolve(
         repository, "--max-batch-size", "4", "--max-num-tokens", "32", "--tokens-per-block",
-        "16", "--depth", "1", "--dtype", "float32", "--num-threads", "3", "--deterministic",
+        "16", "--depth", "1", "--expected-output-tokens", "99",
+        "--dtype", "float32", "--num-threads", "3", "--deterministic",
     ).groups[0].engine  # fmt: skip
     assert engine.scheduler.max_num_seqs == 4
     assert engine.scheduler.max_num_batched_tokens == 32
     assert engine.scheduler.depth == 1
+    assert engine.scheduler.expected_output_tokens == 99
     assert engine.cache.tokens_per_block == 16
     assert (engine.dtype, engine.num_threads, engine.deterministic) == ("float32", 3, True)
 

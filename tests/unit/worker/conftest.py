@@ -143,6 +143,7 @@ def make_engine(model_folder):
             "max_seq_len": 128,
             "max_input_len": 127,
             "policy": "max_utilization",
+            "expected_output_tokens": 1,
             "depth": 1,
             "tokens_per_block": 16,
             "max_tokens": 2048,

@@ -26,6 +26,7 @@ class Planner:
             "max_seq_len": 256,
             "max_input_len": 255,
             "policy": "max_utilization",
+            "expected_output_tokens": 1,
             **limits,
         }
         self.config = SchedulerConfig(**values)
@@ -164,7 +165,7 @@ def test_higher_priority_is_admitted_first_then_earlier_arrival():
 
 
 def test_out_of_blocks_the_last_admitted_is_preempted_and_comes_back():
-    planner = Planner(num_blocks=4, enable_reuse=False)
+    planner = Planner(num_blocks=5, enable_reuse=False)
     first, second = planner.add(7, max_tokens=7), planner.add(7, max_tokens=7)
     planner.step()
     for _ in range(2):
@@ -181,7 +182,7 @@ def test_out_of_blocks_the_last_admitted_is_preempted_and_comes_back():
 
 
 def test_nobody_is_admitted_in_a_step_that_preempts():
-    planner = Planner(num_blocks=4, enable_reuse=False)
+    planner = Planner(num_blocks=5, enable_reuse=False)
     planner.add(7, max_tokens=7)
     planner.add(7, max_tokens=7)
     planner.step()
@@ -192,7 +193,7 @@ def test_nobody_is_admitted_in_a_step_that_preempts():
 
 
 def test_the_lowest_priority_is_preempted():
-    planner = Planner(num_blocks=4, enable_reuse=False)
+    planner = Planner(num_blocks=5, enable_reuse=False)
     planner.add(7, priority=0, max_tokens=7)
     planner.add(7, priority=1, max_tokens=7)
     for _ in range(3):
