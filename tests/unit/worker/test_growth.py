@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from tests.unit.worker.test_scheduler import BLOCK, Planner
 
+from tests.unit.worker.test_scheduler import BLOCK, Planner
 from trimaran.worker.growth import GrowthForecast
 
 
