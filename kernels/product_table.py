@@ -6,7 +6,7 @@ import json
 from bisect import bisect_left
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, cast
 
 TABLES = Path(__file__).with_name("tables")
 
@@ -84,12 +84,12 @@ class ProductTable:
     """
 
     def __init__(self, entries: dict[str, list[tuple[int, list[int] | None]]]) -> None:
-        self._bounds: dict[tuple[int, int, str], list[int]] = {}
-        self._choices: dict[tuple[int, int, str], list[Choice]] = {}
+        self._bounds: dict[tuple[int, int, Kind], list[int]] = {}
+        self._choices: dict[tuple[int, int, Kind], list[Choice]] = {}
         for name, steps in entries.items():
             sizes, _, kind = name.partition(" ")
             outputs, _, inner = sizes.partition("x")
-            key = (int(outputs), int(inner), kind)
+            key = (int(outputs), int(inner), cast(Kind, kind))
             self._bounds[key] = [most for most, _ in steps]
             self._choices[key] = [GemmShape(*cut) if cut else None for _, cut in steps]
 
@@ -108,6 +108,10 @@ class ProductTable:
         if bounds is None or num_rows > bounds[-1]:
             return None
         return self._choices[key][bisect_left(bounds, num_rows)]
+
+    def weights(self) -> list[tuple[int, int, Kind]]:
+        """Outputs, inner width and kind of the products that were measured."""
+        return list(self._choices)
 
     def choices(self, outputs: int, inner: int, kind: Kind) -> list[GemmShape]:
         """All of our kernel's cuts for a weight."""

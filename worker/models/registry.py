@@ -85,6 +85,10 @@ def load_model(
     folder.check_parallel(layout.tp_size, layout.pp_size)
     dtype = dtype_by_name(folder.config.dtype if config.dtype == "auto" else config.dtype)
     stage = StageRange.of(folder.config.num_hidden_layers, layout.pp_rank, layout.pp_size)
+    if device.type == "cuda":
+        from trimaran.kernels.compile_ahead import compile_ahead
+
+        compile_ahead(device, dtype, folder.config.hidden_size)
     ops = select_ops(device, dtype, config.num_threads)
     model = build_model(folder.config, stage, tp, dtype=dtype, device=device, ops=ops)
     if is_random:
