@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 
-BlockHash = bytes
+from trimaran.worker.kv_cache.free_blocks import FreeBlocks, Retention
+from trimaran.worker.kv_cache.host_pool import BlockHash, HostPool
 
 
 class BlockPool:
@@ -13,12 +13,17 @@ class BlockPool:
 
     A free block keeps its hash until it is handed out again, so a later sequence with the
     same prefix can still claim it. Free blocks are handed out in this order: those without
-    content, then least recently released. Every call is O(1) a block.
+    content, then by priority, then least recently released. Every call is O(1) a block.
+
+    With a ``host`` pool, content that is about to be lost moves there: `take_moves` tells
+    what to copy, before anything is written to the blocks handed out.
     """
 
-    def __init__(self, num_blocks: int) -> None:
+    def __init__(self, num_blocks: int, host: HostPool | None = None) -> None:
         self.num_blocks = num_blocks
-        self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
+        self.host = host
+        self._free = FreeBlocks(range(num_blocks))
+        self._moves: list[tuple[int, int]] = []
         self._ref_counts = [0] * num_blocks
         self._block_of: dict[BlockHash, int] = {}
         self._hash_of: dict[int, BlockHash] = {}
@@ -33,17 +38,30 @@ class BlockPool:
         free = self._free
         if count > len(free):
             return None
-        blocks = [free.popitem(last=False)[0] for _ in range(count)]
+        blocks = [free.pop() for _ in range(count)]
         for block in blocks:
-            self.forget(block)
+            if block in self._hash_of:
+                self._evict(block)
             self._ref_counts[block] = 1
         return blocks
+
+    def _evict(self, block: int) -> None:
+        if self.host is not None:
+            slot = self.host.store(self._hash_of[block], self._free.priority_of(block))
+            if slot is not None:
+                self._moves.append((block, slot))
+        self.forget(block)
+
+    def take_moves(self) -> list[tuple[int, int]]:
+        """Blocks whose content moves to the host, and the slots there; each is told once."""
+        moves, self._moves = self._moves, []
+        return moves
 
     def share(self, blocks: Iterable[int]) -> None:
         """Hold each block once more; a free one is taken with its content."""
         for block in blocks:
             if self._ref_counts[block] == 0:
-                del self._free[block]
+                self._free.remove(block)
             self._ref_counts[block] += 1
 
     def release(self, blocks: Sequence[int]) -> None:
@@ -53,15 +71,19 @@ class BlockPool:
             assert count >= 0, f"block {block} released more often than held"
             self._ref_counts[block] = count
             if count == 0:
-                self._free[block] = None
-                if block not in self._hash_of:
-                    self._free.move_to_end(block, last=False)
+                self._free.add(block, has_content=block in self._hash_of)
 
     def publish(self, block: int, block_hash: BlockHash) -> None:
         """Make a full block's content findable, unless another block already has it."""
         if block_hash not in self._block_of and block not in self._hash_of:
             self._block_of[block_hash] = block
             self._hash_of[block] = block_hash
+
+    def retain(self, block_hash: BlockHash, retention: Retention) -> None:
+        """Say how long the block with this content is kept once nobody holds it."""
+        block = self._block_of.get(block_hash)
+        if block is not None:
+            self._free.retain(block, retention)
 
     def lookup(self, block_hash: BlockHash) -> int | None:
         """The block with this content, in use or free."""
@@ -76,6 +98,7 @@ class BlockPool:
         block_hash = self._hash_of.pop(block, None)
         if block_hash is not None:
             del self._block_of[block_hash]
+            self._free.forget(block)
 
     def check(self, holders: Iterable[Sequence[int]]) -> None:
         """Raise AssertionError unless ``holders`` explain every reference count.

@@ -1,0 +1,202 @@
+"""What is evicted first, what moves to the host, and what a window lets go of."""
+
+import random
+from array import array
+
+import pytest
+
+from trimaran.worker.kv_cache.free_blocks import FreeBlocks, Retention
+from trimaran.worker.kv_cache.host_pool import HostPool
+from trimaran.worker.kv_cache.manager import (
+    KVCacheManager,
+    RetentionPlan,
+    SequenceBlocks,
+    root_hash,
+)
+
+SIZE = 4
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def free_with_content(*blocks, clock=None) -> FreeBlocks:
+    free = FreeBlocks((), clock or Clock())
+    for block in blocks:
+        free.add(block, has_content=True)
+    return free
+
+
+def drain(free: FreeBlocks) -> list[int]:
+    return [free.pop() for _ in range(len(free))]
+
+
+def start(manager: KVCacheManager, ids: array, retention=None):
+    """Admit a sequence whose loads are over at once, with all blocks, computed."""
+    manager.begin_step()
+    blocks = SequenceBlocks(len(manager.pools), root_hash(b"", 0))
+    blocks.retention = retention
+    manager.extend_hashes(blocks, ids)
+    prefix = manager.find_prefix(blocks, len(ids))
+    num_computed, _ = manager.begin(blocks, prefix, len(ids))
+    loads = list(blocks.load)
+    manager.loaded(blocks)
+    assert manager.grow(blocks, len(ids))
+    manager.publish(blocks, len(ids))
+    return blocks, num_computed, loads
+
+
+def test_low_priorities_go_first_and_within_one_the_oldest():
+    free = free_with_content(0, 1, 2, 3)
+    free.retain(0, Retention(80))
+    free.retain(2, Retention(10))
+
+    assert drain(free) == [2, 1, 3, 0]
+
+
+def test_a_priority_is_kept_while_the_block_is_in_use_and_gone_with_its_content():
+    free = free_with_content(0, 1)
+    free.remove(0)
+    free.retain(0, Retention(90))
+    free.add(0, has_content=True)
+    free.add(2, has_content=True)
+    assert drain(free) == [1, 2, 0]
+
+    free.forget(0)
+    free.add(0, has_content=True)
+    free.add(1, has_content=True)
+    assert drain(free) == [0, 1]
+
+
+def test_a_priority_ends_with_its_time_unless_it_was_said_anew():
+    clock = Clock()
+    free = free_with_content(0, 1, 2, clock=clock)
+    free.retain(0, Retention(90, 5.0))
+    free.retain(1, Retention(90, 5.0))
+    clock.now = 3.0
+    free.retain(1, Retention(90, 5.0))
+    clock.now = 6.0
+
+    assert drain(free) == [2, 0, 1]
+
+
+def test_the_host_keeps_what_is_worth_more_than_the_newcomer():
+    host = HostPool(1)
+    assert host.store(b"low", 34) is None
+    slot = host.store(b"high", 60)
+
+    assert host.store(b"usual", 35) is None
+    assert host.lookup(b"high") == slot
+    assert host.store(b"higher", 61) == slot
+    assert host.lookup(b"high") is None
+    host.check()
+
+
+def test_ranges_of_a_prompt_and_its_output_are_kept_apart():
+    plan = RetentionPlan(((0, 8, Retention(90)),), Retention(5), num_prompt_tokens=16)
+    manager = KVCacheManager([6], SIZE, enable_reuse=True)
+    ids = array("i", range(24))
+    manager.release(start(manager, ids, plan)[0])
+
+    manager.release(start(manager, array("i", range(100, 116)))[0])
+
+    # Gone are the output's blocks, and then the later half of the prompt.
+    assert start(manager, ids)[1] == 8
+
+
+def test_evicted_content_comes_back_from_the_host():
+    manager = KVCacheManager([4], SIZE, enable_reuse=True, host_slots=8)
+    ids = array("i", range(14))
+    manager.release(start(manager, ids)[0])
+    manager.release(start(manager, array("i", range(100, 116)))[0])
+    moves, loads = manager.take_transfers()
+    assert len(moves) == 3
+    assert loads == []
+
+    blocks, num_computed, loads = start(manager, ids)
+
+    assert num_computed == 12
+    slots = {block: slot for _, block, slot in moves}
+    assert [slot for _, slot, _ in loads] == [slots[place] for place in (0, 1, 2)]
+    assert [block for _, _, block in loads] == blocks.tables[0][:3]
+    assert manager.take_transfers()[1] == loads
+    assert manager.hosts[0].num_loaded == 3
+    manager.check([blocks])
+
+
+def test_what_is_under_way_from_the_host_is_not_loaded_twice():
+    manager = KVCacheManager([6], SIZE, enable_reuse=True, host_slots=8)
+    ids = array("i", range(9))
+    manager.release(start(manager, ids)[0])
+    manager.release(start(manager, array("i", range(100, 124)))[0])
+    first, second = (SequenceBlocks(1, root_hash(b"", 0)) for _ in range(2))
+    manager.extend_hashes(first, ids)
+    manager.extend_hashes(second, ids)
+    manager.begin(first, manager.find_prefix(first, 9), 9)
+
+    assert manager.find_prefix(second, 9).is_under_way
+
+    manager.loaded(first)
+    manager.publish(first, 8)
+    assert len(manager.find_prefix(second, 9).shared[0]) == 2
+
+
+def test_a_window_lets_go_of_all_but_the_sinks_and_what_is_seen():
+    manager = KVCacheManager([8], SIZE, enable_reuse=True, window=6, num_sinks=1)
+    ids = array("i", range(24))
+    blocks, _, _ = start(manager, ids)
+
+    manager.leave_behind(blocks, 23)
+
+    # Token 23 sees 18 to 23, which begin in block 4.
+    assert (blocks.num_held, manager.num_free) == (3, 5)
+    manager.check([blocks])
+    manager.release(blocks)
+    manager.check([])
+
+
+def test_a_reservation_of_a_windowed_sequence_is_for_what_it_holds_at_once():
+    manager = KVCacheManager([4], SIZE, enable_reuse=False, window=4)
+    blocks = SequenceBlocks(1, root_hash(b"", 0))
+    assert manager.most_held(1000, 1) == 3
+    manager.reserve(blocks, 3)
+    for length in range(1, 200):
+        manager.leave_behind(blocks, length - 1)
+        assert manager.grow(blocks, length)
+        assert manager.num_available == 1
+        manager.check([blocks])
+
+
+def test_a_cached_prefix_is_held_only_where_it_is_seen():
+    manager = KVCacheManager([8], SIZE, enable_reuse=True, window=6, num_sinks=1)
+    ids = array("i", range(24))
+    manager.release(start(manager, ids)[0])
+
+    blocks, num_computed, _ = start(manager, ids)
+
+    assert (num_computed, blocks.num_blocks, blocks.num_held) == (23, 6, 3)
+    manager.check([blocks])
+
+
+@pytest.mark.parametrize("window", [0, 6])
+def test_every_block_and_slot_has_one_place_over_random_histories(window):
+    rng = random.Random(window)
+    manager = KVCacheManager([12], SIZE, enable_reuse=True, host_slots=5, window=window)
+    live = []
+    for _ in range(600):
+        if live and rng.random() < 0.5:
+            manager.release(live.pop(rng.randrange(len(live))))
+        else:
+            head = rng.randrange(3)
+            ids = array("i", [head * 100 + place for place in range(rng.randrange(1, 20))])
+            if manager.num_available >= manager.blocks_for(len(ids)):
+                plan = RetentionPlan(((0, 8, Retention(rng.choice([0, 35, 90]))),))
+                live.append(start(manager, ids, plan)[0])
+        for blocks in live:
+            manager.leave_behind(blocks, blocks.num_published * SIZE) if window else None
+        manager.take_transfers()
+        manager.check(live)

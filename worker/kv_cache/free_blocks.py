@@ -1,0 +1,134 @@
+"""Blocks that nobody holds, in the order in which they are handed out again."""
+
+from __future__ import annotations
+
+import heapq
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator
+from typing import NamedTuple
+
+DEFAULT_PRIORITY = 35
+"""Of content that no request said anything about; priorities are 0 to 100."""
+
+
+class Retention(NamedTuple):
+    """How long content is kept once nobody uses it."""
+
+    priority: int = DEFAULT_PRIORITY
+    """Content of higher priority is evicted later."""
+
+    duration_s: float = 0.0
+    """After so long the priority is the default one again; 0 means never."""
+
+
+class FreeBlocks:
+    """Free blocks: those without content first, then by priority, then by age.
+
+    A block's priority is told while it is free or before, and holds until its content is
+    forgotten or its time is over. Only priorities other than the default cost anything.
+    """
+
+    def __init__(
+        self, blocks: Iterable[int], clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._clock = clock
+        self._blank: OrderedDict[int, None] = OrderedDict.fromkeys(blocks)
+        self._usual: OrderedDict[int, None] = OrderedDict()
+        self._ranked: dict[int, OrderedDict[int, None]] = {}
+        """Free blocks with content, by a priority that is not the default."""
+        self._num_ranked = 0
+        self._kept: dict[int, tuple[int, int]] = {}
+        """Priority that is not the default, and the number of the word about it, of blocks
+        free or not."""
+        self._ends: list[tuple[float, int, int]] = []
+        """When a word ends, its number, its block; words may be outdated."""
+        self._num_words = 0
+
+    def __len__(self) -> int:
+        return len(self._blank) + len(self._usual) + self._num_ranked
+
+    def __contains__(self, block: int) -> bool:
+        return block in self._blank or block in self._queue(block)
+
+    def __iter__(self) -> Iterator[int]:
+        yield from self._blank
+        yield from self._usual
+        for queue in self._ranked.values():
+            yield from queue
+
+    def add(self, block: int, *, has_content: bool) -> None:
+        """Take in a block that was released last."""
+        if not has_content:
+            self._blank[block] = None
+            return
+        self._queue(block)[block] = None
+        self._num_ranked += block in self._kept
+
+    def remove(self, block: int) -> None:
+        """Take out a certain block, which keeps its priority."""
+        if block in self._blank:
+            del self._blank[block]
+            return
+        del self._queue(block)[block]
+        self._num_ranked -= block in self._kept
+
+    def pop(self) -> int:
+        """Take out the next block, which keeps its priority; there must be one."""
+        if self._blank:
+            return self._blank.popitem(last=False)[0]
+        if self._ends:
+            self._end_overdue()
+        if not self._num_ranked:
+            return self._usual.popitem(last=False)[0]
+        queues = [item for item in self._ranked.items() if item[1]]
+        if self._usual:
+            queues.append((DEFAULT_PRIORITY, self._usual))
+        priority, queue = min(queues, key=lambda item: item[0])
+        self._num_ranked -= priority != DEFAULT_PRIORITY
+        return queue.popitem(last=False)[0]
+
+    def priority_of(self, block: int) -> int:
+        """The priority of a block's content."""
+        kept = self._kept.get(block)
+        return DEFAULT_PRIORITY if kept is None else kept[0]
+
+    def retain(self, block: int, retention: Retention) -> None:
+        """Say how long a block's content is kept, from now on."""
+        if self._ends:
+            self._end_overdue()
+        self._num_words += 1
+        self._rank(block, retention.priority)
+        if retention.duration_s and block in self._kept:
+            end = self._clock() + retention.duration_s
+            heapq.heappush(self._ends, (end, self._num_words, block))
+
+    def forget(self, block: int) -> None:
+        """The block's content is gone, and its priority with it."""
+        if block in self._kept:
+            self._rank(block, DEFAULT_PRIORITY)
+
+    def _rank(self, block: int, priority: int) -> None:
+        is_free = block in self._queue(block)
+        if is_free:
+            self.remove(block)
+        self._kept.pop(block, None)
+        if priority != DEFAULT_PRIORITY:
+            self._kept[block] = priority, self._num_words
+        if is_free:
+            self.add(block, has_content=True)
+
+    def _queue(self, block: int) -> OrderedDict[int, None]:
+        """Where a free block with content is."""
+        kept = self._kept.get(block) if self._kept else None
+        if kept is None:
+            return self._usual
+        return self._ranked.setdefault(kept[0], OrderedDict())
+
+    def _end_overdue(self) -> None:
+        now = self._clock()
+        while self._ends and self._ends[0][0] <= now:
+            _, word, block = heapq.heappop(self._ends)
+            kept = self._kept.get(block)
+            if kept is not None and kept[1] == word:
+                self._rank(block, DEFAULT_PRIORITY)
