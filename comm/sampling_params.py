@@ -63,6 +63,9 @@ class SamplingParams:
     return_log_probs: bool = False
     return_context_logits: bool = False
     return_generation_logits: bool = False
+    logits_dtype: str = "float32"
+    """Of the logits that are returned: float32 or float16."""
+
     return_perf_metrics: bool = False
     draft_ids: tuple[int, ...] = ()
     draft_acceptance_threshold: float = 0.0

@@ -16,6 +16,8 @@ from trimaran.worker.config import SchedulerConfig
 from trimaran.worker.request import Request
 from trimaran.worker.sampling_rows import SERVED_FIELDS
 
+_LOGITS_DTYPES = ("float32", "float16")
+
 
 def request_from(
     source: Hashable, message: Submit, number: int, limits: SchedulerConfig, vocab_size: int
@@ -86,6 +88,7 @@ def _sampling(message: Submit, vocab_size: int) -> SamplingParams:
         ("top_p_decay", 0 < sampling.top_p_decay <= 1, "above 0 and at most 1"),
         ("top_p_min", 0 < sampling.top_p_min <= 1, "above 0 and at most 1"),
         ("num_return_sequences", sampling.num_return_sequences >= 1, "at least 1"),
+        ("logits_dtype", sampling.logits_dtype in _LOGITS_DTYPES, " or ".join(_LOGITS_DTYPES)),
         ("no_repeat_ngram_size", sampling.no_repeat_ngram_size >= 0, "0 (off) or more"),
     )
     for name, is_valid, allowed in checks:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable
 from typing import Any
 
-from trimaran.comm.messages import StepOutput
+from torch import Tensor
+
+from trimaran.comm.messages import FinishReason, StepOutput
 from trimaran.worker.request import Sequence
 from trimaran.worker.scheduler import Emission
+from trimaran.worker.step_types import SampledTokens
 
 
 class _Columns:
@@ -37,11 +40,11 @@ class _Columns:
 
 
 def step_outputs(
-    step: int, emissions: list[Emission], log_probs: Mapping[Sequence, float] | None = None
+    step: int, emissions: list[Emission], details: StepDetails | None = None
 ) -> list[tuple[Hashable, StepOutput]]:
     """The messages of one step, by source; rows in the order of ``emissions``.
 
-    ``log_probs`` has the new ids' log-probabilities; they go to requests that asked.
+    ``details`` go to the requests that asked for them.
     """
     columns_of: dict[Hashable, _Columns] = {}
     for sequence, token_id, reason in emissions:
@@ -50,8 +53,10 @@ def step_outputs(
         if columns is None:
             columns = columns_of[request.source] = _Columns()
         has_token = token_id >= 0
-        if log_probs is not None and request.sampling.return_log_probs:
-            _add_log_probs(columns, sequence, log_probs, has_token)
+        if request.has_extras:
+            extras = _extras(sequence, details, has_token)
+            if extras:
+                columns.extras[len(columns.request_ids)] = extras
         columns.request_ids.append(request.request_id)
         columns.indices.append(sequence.index)
         columns.num_tokens.append(has_token)
@@ -61,15 +66,48 @@ def step_outputs(
     return [(source, columns.message(step)) for source, columns in columns_of.items()]
 
 
-def _add_log_probs(
-    columns: _Columns,
-    sequence: Sequence,
-    log_probs: Mapping[Sequence, float],
-    has_token: bool,
-) -> None:
-    new = [log_probs[sequence]] if has_token else []
-    sequence.cum_log_prob += sum(new)
-    columns.extras[len(columns.request_ids)] = {
-        "log_probs": new,
-        "cum_log_prob": sequence.cum_log_prob,
-    }
+class StepDetails:
+    """What one step's result says beside ids, by sequence."""
+
+    def __init__(self, sequences: list[Sequence], sampled: SampledTokens) -> None:
+        """``sequences`` are those that the step sampled."""
+        self.log_probs: dict[Sequence, float] = {}
+        self.context_logits: dict[Sequence, list[Tensor]] = {}
+        self.generation_logits: dict[Sequence, Tensor] = {}
+        if sampled.log_probs is not None:
+            self.log_probs = dict(zip(sequences, sampled.log_probs, strict=True))
+        logits = sampled.logits
+        if logits is not None:
+            self.context_logits = {sequences[i]: x for i, x in logits.context.items()}
+            self.generation_logits = {sequences[i]: x for i, x in logits.generation.items()}
+
+    @classmethod
+    def of(cls, sequences: list[Sequence], sampled: SampledTokens) -> StepDetails | None:
+        """The details, or None where there are none."""
+        if sampled.log_probs is None and sampled.logits is None:
+            return None
+        return cls(sequences, sampled)
+
+
+def _extras(sequence: Sequence, details: StepDetails | None, has_token: bool) -> dict[str, Any]:
+    """Lists have one item a token; a front end that merges steps lets them grow."""
+    sampling = sequence.request.sampling
+    extras: dict[str, Any] = {}
+    if sequence.figures is not None:
+        if has_token:
+            sequence.figures.token()
+        if sequence.finish_reason is not FinishReason.NOT_FINISHED:
+            extras["figures"] = sequence.figures.to_wire()
+    if details is None:
+        return extras
+    if sampling.return_log_probs:
+        new = [details.log_probs[sequence]] if has_token else []
+        sequence.cum_log_prob += sum(new)
+        extras["log_probs"], extras["cum_log_prob"] = new, sequence.cum_log_prob
+    pieces = details.context_logits.get(sequence)
+    if pieces is not None:
+        extras["context_logits"] = [piece.numpy().tobytes() for piece in pieces]
+    logits = details.generation_logits.get(sequence)
+    if logits is not None and has_token:
+        extras["generation_logits"] = [logits.numpy().tobytes()]
+    return extras

@@ -21,7 +21,7 @@ from trimaran.comm.topology import ParallelLayout
 from trimaran.worker.admission import request_from
 from trimaran.worker.config import RankConfig
 from trimaran.worker.device import select_device
-from trimaran.worker.emission import step_outputs
+from trimaran.worker.emission import StepDetails, step_outputs
 from trimaran.worker.engine_stats import EngineStats
 from trimaran.worker.loading import LoadedEngine, load_engine
 from trimaran.worker.plan_timing import PlanTiming
@@ -232,10 +232,8 @@ class Engine:
             is_last=not self._in_flight,
         )
         emissions = self.scheduler.update_from_output(step, sampled.token_ids)
-        log_probs = None
-        if sampled.log_probs is not None:
-            log_probs = dict(zip(step.sampled, sampled.log_probs, strict=True))
-        self._emit(result, step.decision.step, emissions, log_probs)
+        details = StepDetails.of(step.sampled, sampled)
+        self._emit(result, step.decision.step, emissions, details)
         if self._profile is not None:
             self._profile.end_step(step.decision.step)
 
@@ -244,9 +242,9 @@ class Engine:
         result: StepResult,
         step: int,
         emissions: list[Emission],
-        log_probs: dict[Any, float] | None = None,
+        details: StepDetails | None = None,
     ) -> None:
-        result.messages += step_outputs(step, emissions, log_probs)
+        result.messages += step_outputs(step, emissions, details)
         for sequence, _, reason in emissions:
             if reason is not FinishReason.NOT_FINISHED:
                 self._forget(sequence.request)

@@ -18,6 +18,7 @@ from trimaran.worker.candidates import argmax_over_shards
 from trimaran.worker.cuda_graphs import CudaGraphs
 from trimaran.worker.device_inputs import DeviceInputs
 from trimaran.worker.input_batch import InputBatch, StepInputs
+from trimaran.worker.kept_logits import KeptLogits, LogitsRows
 from trimaran.worker.models.interfaces import CausalLM
 from trimaran.worker.sampler import SamplerOutput, sample
 from trimaran.worker.sampling_rows import SamplingRows
@@ -85,6 +86,7 @@ class ModelRunner:
         self.inputs = inputs
         num_rows = len(inputs.num_prompt_tokens)
         self.sampling = SamplingRows(num_rows, vocab_size, inputs.device, kernel)
+        self._logits_rows = LogitsRows(num_rows, vocab_size, is_keeper=tp.rank == 0)
         self._kv_caches = _layer_views(groups)
         self._clock = DeviceClock(inputs.device)
         self._graphs: CudaGraphs | None = None
@@ -114,19 +116,25 @@ class ModelRunner:
         marks = self._clock.begin()
         for row in decision.finished_rows:
             self.sampling.leave(row)
+            self._logits_rows.leave(row)
         for new in decision.new_rows:
             self.sampling.enter(new)
+            self._logits_rows.enter(new)
         if len(decision.block_copies):
             self._copy_blocks(decision)
         hidden_TD, inputs = self._run_model(decision)
+        kept: KeptLogits | None = None
+        if not self._logits_rows.is_empty:
+            kept = KeptLogits()
+            self._logits_rows.keep_context(decision, hidden_TD, self.model.compute_logits, kept)
         if len(decision.sampled) == 0:
             marks.end()
             nothing = torch.empty(0, dtype=torch.int64)
             return ModelRunnerOutput(SamplerOutput(nothing), None, marks)
         marks.sampling()
-        output = self._sample(hidden_TD, inputs, decision)
+        output = self._sample(hidden_TD, inputs, decision, kept)
         marks.end()
-        return ModelRunnerOutput(output, self._copier, marks)
+        return ModelRunnerOutput(output, self._copier, marks, kept)
 
     def _run_model(self, decision: SchedulerOutput) -> tuple[Tensor, StepInputs]:
         """Hidden states of the step's tokens: a replayed graph's, or launched one by one."""
@@ -151,7 +159,11 @@ class ModelRunner:
         return self._forward(self.inputs.views(size, size, size), size)
 
     def _sample(
-        self, hidden_TD: Tensor, inputs: StepInputs, decision: SchedulerOutput
+        self,
+        hidden_TD: Tensor,
+        inputs: StepInputs,
+        decision: SchedulerOutput,
+        kept: KeptLogits | None,
     ) -> SamplerOutput:
         sampled = decision.sampled
         if inputs.logits_indices is not None:
@@ -164,6 +176,8 @@ class ModelRunner:
                 decision.rows[sampled], lengths, inputs.sampled_rows, inputs.sampled_lengths
             )
             logits_NV = self.model.compute_logits(hidden_TD)
+            if kept is not None:
+                self._logits_rows.keep_generation(decision, logits_NV, kept)
             output = sample(logits_NV, batch, self.inputs.token_table)
         else:
             output = SamplerOutput(self._likeliest(hidden_TD))

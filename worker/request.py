@@ -10,6 +10,7 @@ from enum import IntEnum
 from trimaran.comm.messages import FinishReason
 from trimaran.comm.sampling_params import SamplingParams
 from trimaran.worker.kv_cache.manager import SequenceBlocks, root_hash
+from trimaran.worker.request_figures import SequenceFigures
 
 NEVER = 1 << 62
 
@@ -37,6 +38,7 @@ class Sequence:
         "capacity",
         "cum_log_prob",
         "end_id",
+        "figures",
         "finish_reason",
         "index",
         "is_preempted",
@@ -91,6 +93,7 @@ class Sequence:
         self.is_preempted = False
         self.cum_log_prob = 0.0
         """Of the output sampled here; what a replay brought is not in it."""
+        self.figures = SequenceFigures() if request.sampling.return_perf_metrics else None
 
     @property
     def num_output_tokens(self) -> int:
@@ -146,6 +149,18 @@ class Request:
     """Stop words by their last id."""
 
     sequences: list[Sequence] = field(default_factory=list)
+
+    has_extras: bool = field(init=False)
+    """Whether it is told more than ids."""
+
+    def __post_init__(self) -> None:
+        sampling = self.sampling
+        self.has_extras = (
+            sampling.return_log_probs
+            or sampling.return_context_logits
+            or sampling.return_generation_logits
+            or sampling.return_perf_metrics
+        )
 
     @property
     def num_prompt_tokens(self) -> int:

@@ -24,7 +24,8 @@ SERVED_FIELDS = frozenset(
         "top_p_decay", "top_p_min",
         "stop_words", "bad_words", "min_tokens", "repetition_penalty", "presence_penalty",
         "frequency_penalty", "no_repeat_ngram_size", "embedding_bias", "num_return_sequences",
-        "return_log_probs",
+        "return_log_probs", "return_context_logits", "return_generation_logits",
+        "logits_dtype", "return_perf_metrics",
         # They steer beam search only; without it clients send them to no effect.
         "length_penalty", "early_stopping", "beam_search_diversity_rate",
     }
@@ -43,6 +44,8 @@ class Want(IntFlag):
     LOG_PROBS = 64
     FILTER = 128
     """Of a random row: top-k, top-p or min-p."""
+    LOGITS = 256
+    """They are returned: they must be whole, and in memory before an id is chosen."""
 
 
 # Columns of the float and integer parameters.
@@ -77,6 +80,8 @@ def wants_of(params: SamplingParams) -> Want:
         wants |= Want.BIAS
     if params.return_log_probs:
         wants |= Want.LOG_PROBS
+    if params.return_generation_logits:
+        wants |= Want.LOGITS
     return wants
 
 

@@ -273,6 +273,9 @@ class Scheduler:
         if missing > plan.budget and can_wait and not self.config.enable_chunked_context:
             return False
         sequence.num_computed_tokens, copies = cache.begin(blocks, prefix, num_known)
+        if sequence.figures is not None:
+            num_prompt_blocks = cache.blocks_for(sequence.num_prompt_tokens)
+            sequence.figures.started(num_prompt_blocks, blocks.num_blocks, len(copies))
         if not self._can_preempt:
             cache.reserve(blocks, worst)
         chunk = self._chunk(sequence, missing, plan.budget)
@@ -286,6 +289,9 @@ class Scheduler:
 
     def _find_prefix(self, sequence: Sequence, step: int) -> Prefix:
         """What it can start with: its parent's prompt, or whatever is cached."""
+        if sequence.request.sampling.return_context_logits and not sequence.num_output_tokens:
+            # A token whose KV is found has no logits.
+            return Prefix([[] for _ in self.cache.pools], [])
         parent, num_known = sequence.parent, len(sequence.token_ids)
         if parent is not None and parent.row >= 0 and not sequence.num_output_tokens:
             is_running = parent.last_step == step

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from trimaran.worker.kept_logits import KeptLogits
 from trimaran.worker.sampler import SamplerOutput
 from trimaran.worker.step_times import StepMarks
 from trimaran.worker.step_types import SampledTokens
@@ -13,10 +14,17 @@ from trimaran.worker.step_types import SampledTokens
 class ModelRunnerOutput:
     """One step's result, maybe still on its way from the device."""
 
-    __slots__ = ("_event", "_log_probs", "_token_ids", "marks")
+    __slots__ = ("_event", "_log_probs", "_logits", "_token_ids", "marks")
 
-    def __init__(self, output: SamplerOutput, copier: Copier | None, marks: StepMarks) -> None:
+    def __init__(
+        self,
+        output: SamplerOutput,
+        copier: Copier | None,
+        marks: StepMarks,
+        logits: KeptLogits | None = None,
+    ) -> None:
         self.marks = marks
+        self._logits = logits
         self._token_ids = output.token_ids
         self._log_probs = output.log_probs
         self._event: torch.cuda.Event | None = None
@@ -30,6 +38,7 @@ class ModelRunnerOutput:
         return SampledTokens(
             token_ids=self._token_ids.tolist(),
             log_probs=None if self._log_probs is None else self._log_probs.tolist(),
+            logits=self._logits,
         )
 
 

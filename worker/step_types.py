@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgpack
 import numpy as np
 import numpy.typing as npt
 
 from trimaran.comm.errors import ProtocolError
+
+if TYPE_CHECKING:
+    from trimaran.worker.kept_logits import KeptLogits
 
 Int32Array = npt.NDArray[np.int32]
 
@@ -144,3 +147,6 @@ class SampledTokens:
     token_ids: list[int]
     log_probs: list[float] | None = None
     """Log-probability of each id under the model; only if some request asked."""
+
+    logits: KeptLogits | None = None
+    """Likewise."""

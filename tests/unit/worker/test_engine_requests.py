@@ -15,7 +15,7 @@ VOCAB = 150
     ("fields", "text"),
     [
         ({"beam_width": 2}, r"'beam_width' \(value 2\) is not served"),
-        ({"return_context_logits": True}, "return_context_logits"),
+        ({"logits_dtype": "int8"}, "'logits_dtype' is 'int8' but must be float32 or float16"),
         ({"temperature": -1.0}, r"'temperature' is -1.0 but must be a finite number >= 0"),
         ({"repetition_penalty": 0.0}, r"'repetition_penalty' is 0.0 but must be above 0"),
         ({"end_id": VOCAB}, r"'end_id' is 150 but must be below the vocabulary size 150"),
