@@ -1,0 +1,107 @@
+// What the blocks of a launch of gemm.cu multiply, and the ring that feeds each of them.
+#pragma once
+
+#include "cluster.cuh"
+
+namespace {
+
+constexpr int kColumns = 16 * GEMM_CHUNKS;
+constexpr int kRows = 64 * GEMM_MI * GEMM_WARPGROUPS;
+constexpr int kInner = 64;
+constexpr int kRowBytes = 2 * kInner;
+constexpr int kTileX = kRows * kRowBytes;
+constexpr int kTileW = kColumns * kRowBytes;
+constexpr int kStageBytes = kTileX + kTileW;
+constexpr int kSums = kColumns / 2;
+constexpr int kMultipliers = 128 * GEMM_WARPGROUPS;
+// Registers a thread: most of the file go from the copying warpgroup to the multiplying ones.
+constexpr int kCopyRegisters = GEMM_WARPGROUPS == 2 ? 40 : 32;
+constexpr int kMultiplyRegisters = GEMM_WARPGROUPS == 2 ? 232 : 160;
+#ifdef GEMM_FLOAT16
+constexpr bool kIsBf16 = false;
+#else
+constexpr bool kIsBf16 = true;
+#endif
+#ifdef GEMM_GATED
+constexpr bool kIsGated = true;
+#else
+constexpr bool kIsGated = false;
+#endif
+constexpr int kOutColumns = kIsGated ? kColumns / 2 : kColumns;
+
+}  // namespace
+
+struct Arguments {
+    u32* out;        // [rows, pitch], two values a word; or float32 parts
+    int rows;        // of x
+    int columns;     // of out
+    int pitch;       // of rows of out: columns, rounded up to a multiple of 8
+    int inner_steps; // the inner dimension in steps of 64, rounded up
+    int row_tiles;
+    int groups;      // row tiles x groups of `sharing` column tiles (x parts)
+    int split;       // blocks of a cluster, or parts, that share the inner dimension
+    int sharing;     // blocks of a cluster that share rows of x
+    int slice;       // rows of x that each of these copies; rows beyond them are not read
+    u64 hint_w;      // cache policy of weights
+};
+
+namespace {
+
+// Where a block stands in its cluster, and the cluster among others.
+struct Place {
+    int part, neighbour, cluster, num_clusters;
+
+    __device__ explicit Place(const Arguments& args) {
+        const int size = args.sharing * (GEMM_PARTS ? 1 : args.split);
+        const int rank = size > 1 ? static_cast<int>(cluster_rank()) : 0;
+        part = rank / args.sharing;
+        neighbour = rank % args.sharing;
+        cluster = blockIdx.x / size;
+        num_clusters = gridDim.x / size;
+    }
+};
+
+// The tile of a group that falls to a block, and its part of the inner dimension. Rows go in
+// bands that stay in the cache while all weights pass; within a band, blocks that run together
+// have the same weights.
+struct Tile {
+    int row, column, part, first_step, num_steps;
+
+    __device__ Tile(const Arguments& args, const Place& place, int group) {
+        constexpr int kBand = 8;
+        int num_groups = args.groups;
+        part = place.part;
+        if (GEMM_PARTS) {
+            part = group % args.split;
+            group /= args.split;
+            num_groups /= args.split;
+        }
+        first_step = args.inner_steps * part / args.split;
+        num_steps = args.inner_steps * (part + 1) / args.split - first_step;
+        const int column_groups = num_groups / args.row_tiles;
+        const int band = group / (kBand * column_groups);
+        const int height = min(kBand, args.row_tiles - band * kBand);
+        const int at = group - band * kBand * column_groups;
+        row = band * kBand + at % height;
+        column = at / height * args.sharing + place.neighbour;
+    }
+};
+
+struct Ring {
+    u32 tiles, full, empty;
+    int stage = 0;
+    u32 parity = 0;
+
+    __device__ u32 x() const { return tiles + stage * kStageBytes; }
+    __device__ u32 w() const { return x() + kTileX; }
+    __device__ u32 filled() const { return full + 8 * stage; }
+    __device__ u32 released() const { return empty + 8 * stage; }
+    __device__ void advance() {
+        if (++stage == GEMM_STAGES) {
+            stage = 0;
+            parity ^= 1;
+        }
+    }
+};
+
+}  // namespace
