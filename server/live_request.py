@@ -35,7 +35,7 @@ class TokenChunk:
         self.finish_reason = finish_reason
         for name, value in extras.items():
             if isinstance(value, list):
-                self.extras[name] = [*self.extras.get(name, ()), *value]
+                self.extras.setdefault(name, []).extend(value)
             else:
                 self.extras[name] = value
 

@@ -67,7 +67,9 @@ _REFUSED: tuple[tuple[str, str], ...] = (
 )
 
 
-def read_sampling(inputs: SampleInputs, vocab_size: int) -> SamplingParams:
+def read_sampling(
+    inputs: SampleInputs, vocab_size: int, logits_dtype: str = "float32"
+) -> SamplingParams:
     """The sampling parameters of one sample; an absent input leaves its default.
 
     Raises:
@@ -91,6 +93,8 @@ def read_sampling(inputs: SampleInputs, vocab_size: int) -> SamplingParams:
     values["draft_ids"] = tuple(inputs.ids("draft_input_ids"))
     values["lookahead"] = _lookahead(inputs)
     values["embedding_bias"] = _bias(inputs, vocab_size)
+    if values.get("return_context_logits") or values.get("return_generation_logits"):
+        values["logits_dtype"] = logits_dtype
     return SamplingParams(**values)
 
 

@@ -2,13 +2,35 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
+from tritonclient.grpc.model_config_pb2 import ModelConfig
 
+from trimaran.server.datatypes import NUMPY_TYPES, from_config
 from trimaran.server.inference import Tensor
 from trimaran.server.live_request import TokenChunk
 from trimaran.server.sample_inputs import SampleInputs
+
+LOGITS_DTYPES = {"FP32": "float32", "FP16": "float16"}
+"""The datatypes of logits outputs, and how an engine calls them."""
+
+_LOGITS = ("context_logits", "generation_logits")
+_FIGURES = (
+    ("kv_cache_alloc_new_blocks", "INT32"),
+    ("kv_cache_reused_blocks", "INT32"),
+    ("kv_cache_alloc_total_blocks", "INT32"),
+    ("arrival_time_ns", "INT64"),
+    ("first_scheduled_time_ns", "INT64"),
+    ("first_token_time_ns", "INT64"),
+    ("last_token_time_ns", "INT64"),
+    ("acceptance_rate", "FP32"),
+    ("total_accepted_draft_tokens", "INT32"),
+    ("total_draft_tokens", "INT32"),
+)
 
 
 @dataclass(slots=True)
@@ -21,39 +43,76 @@ class Progress:
     log_probs: list[float] = field(default_factory=list)
     """Of the ids since `take_log_probs`."""
 
+    logits: dict[str, list[bytes]] = field(default_factory=dict)
+    """By output, what no response has had."""
+
+    logits_dtype: str = ""
+    figures: dict[str, int] = field(default_factory=dict)
+
     def add(self, chunk: TokenChunk) -> None:
         """Take in the next ids."""
         self.num_output += len(chunk.token_ids)
+        if not chunk.extras:
+            return
         # Summed here, as an engine knows only what it sampled itself.
         new = chunk.extras.get("log_probs", ())
         self.cum_log_prob += sum(new)
         self.log_probs += new
+        self.figures = chunk.extras.get("figures", self.figures)
+        self.logits_dtype = chunk.extras.get("logits_dtype", self.logits_dtype)
+        for name in _LOGITS:
+            if name in chunk.extras:
+                self.logits.setdefault(name, []).extend(chunk.extras[name])
 
     def take_log_probs(self) -> list[float]:
         """The log-probabilities since the last call."""
         taken, self.log_probs = self.log_probs, []
         return taken
 
+    def take_logits(self, name: str) -> npt.NDArray[Any] | None:
+        """The logits [tokens, vocabulary] since the last call; None if there are none."""
+        pieces = self.logits.pop(name, None)
+        if not pieces:
+            return None
+        # A prompt's come in pieces of any length, an output's token by token.
+        num_tokens = self.num_input if name == "context_logits" else len(pieces)
+        return np.frombuffer(b"".join(pieces), self.logits_dtype).reshape(num_tokens, -1)
+
 
 class SequenceOutputs:
     """Which of these outputs one request gets. ``flags`` are the token model's inputs."""
 
-    def __init__(self, flags: SampleInputs, num_samples: int, num_sequences: int) -> None:
+    def __init__(
+        self,
+        flags: SampleInputs,
+        num_samples: int,
+        num_sequences: int,
+        config: ModelConfig,
+    ) -> None:
+        """``config`` is that of the model that answers."""
+        self._is_streaming = flags.flag("streaming")
         self._has_batch_index = num_samples > 1
         self._has_sequence_index = num_sequences > 1
         self._has_num_input = flags.flag("return_num_input_tokens")
         self._has_num_output = flags.flag("return_num_output_tokens")
         self._has_log_probs = flags.flag("return_log_probs")
+        self._has_figures = flags.flag("return_perf_metrics")
+        self._logits = [name for name in _LOGITS if flags.flag(f"return_{name}")]
+        self._logits_type = logits_type(config)
         self._has_any = (
             self._has_batch_index
             or self._has_sequence_index
             or self._has_num_input
             or self._has_num_output
             or self._has_log_probs
+            or self._has_figures
+            or bool(self._logits)
         )
 
-    def tensors(self, sample: int, sequence: int, progress: Progress) -> list[Tensor]:
-        """The outputs of a response, with a batch dimension of 1."""
+    def tensors(
+        self, sample: int, sequence: int, progress: Progress, *, is_last: bool
+    ) -> list[Tensor]:
+        """The outputs of a response, with a batch dimension of 1; figures with the last."""
         if not self._has_any:
             return []
         chosen = (
@@ -63,9 +122,7 @@ class SequenceOutputs:
             ("num_output_tokens", progress.num_output, self._has_num_output),
         )
         tensors = [
-            Tensor(name, "INT32", np.array([[value]], dtype=np.int32))
-            for name, value, is_wanted in chosen
-            if is_wanted
+            _scalar(name, "INT32", value) for name, value, is_wanted in chosen if is_wanted
         ]
         if self._has_log_probs:
             total, each = [[progress.cum_log_prob]], [[progress.take_log_probs()]]
@@ -73,4 +130,33 @@ class SequenceOutputs:
                 Tensor("cum_log_probs", "FP32", np.array(total, dtype=np.float32)),
                 Tensor("output_log_probs", "FP32", np.array(each, dtype=np.float32)),
             ]
+        tensors += self._logits_tensors(progress)
+        if self._has_figures and is_last:
+            # No drafts were made, and none accepted.
+            tensors += [
+                _scalar(name, datatype, progress.figures.get(name, 0))
+                for name, datatype in _FIGURES
+            ]
         return tensors
+
+    def _logits_tensors(self, progress: Progress) -> Iterator[Tensor]:
+        datatype = self._logits_type
+        for name in self._logits:
+            logits = progress.take_logits(name)
+            if logits is None:
+                continue
+            data = logits.astype(NUMPY_TYPES[datatype], copy=False)[np.newaxis]
+            if name == "generation_logits":
+                # [1, beams, tokens, V]; in a stream tokens stand before beams.
+                data = data[:, :, np.newaxis] if self._is_streaming else data[:, np.newaxis]
+            yield Tensor(name, datatype, data)
+
+
+def logits_type(config: ModelConfig) -> str:
+    """The datatype of a model's logits outputs, FP32 where it has none."""
+    types = (from_config(o.data_type) for o in config.output if o.name.endswith("_logits"))
+    return next(types, "FP32")
+
+
+def _scalar(name: str, datatype: str, value: float) -> Tensor:
+    return Tensor(name, datatype, np.array([[value]], dtype=NUMPY_TYPES[datatype]))

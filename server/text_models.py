@@ -27,8 +27,11 @@ _SAME_NAMES = (
     "lora_weights", "lora_config", "guided_decoding_guide_type", "guided_decoding_guide",
 )  # fmt: skip
 _SAME_OUTPUTS = (
-    "cum_log_probs", "output_log_probs", "batch_index", "sequence_index", "num_input_tokens",
-    "num_output_tokens",
+    "cum_log_probs", "output_log_probs", "context_logits", "generation_logits", "batch_index",
+    "sequence_index", "num_input_tokens", "num_output_tokens", "kv_cache_alloc_new_blocks",
+    "kv_cache_reused_blocks", "kv_cache_alloc_total_blocks", "arrival_time_ns",
+    "first_scheduled_time_ns", "first_token_time_ns", "last_token_time_ns", "acceptance_rate",
+    "total_accepted_draft_tokens", "total_draft_tokens",
 )  # fmt: skip
 # Each reader's input, and the output that it must come from for the native pipeline.
 _NATIVE_WIRES = (
@@ -118,6 +121,7 @@ class EnsembleModel:
         options = PipelineOptions(
             name=self.name,
             version=self.version,
+            config=model.config,
             is_batched=model.config.max_batch_size > 0,
         )
         self._pipeline = TextPipeline(steps, maps, options)
@@ -168,6 +172,7 @@ class BlsModel:
         options = PipelineOptions(
             name=self.name,
             version=self.version,
+            config=model.config,
             is_batched=self._is_batched,
             accumulates=self._accumulates,
         )

@@ -7,6 +7,7 @@ from contextlib import aclosing
 from dataclasses import dataclass
 
 import numpy as np
+from tritonclient.grpc.model_config_pb2 import ModelConfig
 
 from trimaran.comm.messages import FinishReason
 from trimaran.server.detokenizer import IncrementalDetokenizer
@@ -57,6 +58,7 @@ class PipelineOptions:
 
     name: str
     version: str
+    config: ModelConfig
     is_batched: bool
     accumulates: bool = False
     """Whether each streamed response repeats the text so far."""
@@ -137,7 +139,7 @@ class _Run:
         num_samples = batch_size(request.inputs, maps.text, options.is_batched)
         num_sequences = flags.scalar("num_return_sequences") or 1
         self._num_open = num_samples * num_sequences
-        self._outputs = SequenceOutputs(flags, num_samples, num_sequences)
+        self._outputs = SequenceOutputs(flags, num_samples, num_sequences, options.config)
         self._is_streaming = flags.flag("streaming")
         excludes = flags.scalar("exclude_input_in_output")
         self._excludes_input = steps.excludes_input if excludes is None else bool(excludes)
@@ -170,8 +172,8 @@ class _Run:
             response.end_sequence()
             if self._is_streaming and chunk.finish_reason is FinishReason.CANCELLED:
                 # A stopped stream ends with the flag alone.
-                return self._response(place, answer, delta) if delta else None
-            return self._response(place, answer, delta)
+                return self._response(place, answer, delta, is_last=True) if delta else None
+            return self._response(place, answer, delta, is_last=True)
         if self._is_streaming and delta:
             return self._response(place, answer, delta)
         return None
@@ -200,7 +202,7 @@ class _Run:
         return TextAnswer(detokenizer, stop, Progress(len(ids)))
 
     def _response(
-        self, place: tuple[int, int], answer: TextAnswer, delta: str
+        self, place: tuple[int, int], answer: TextAnswer, delta: str, *, is_last: bool = False
     ) -> InferResponse:
         text = delta
         if not self._is_streaming:
@@ -211,7 +213,7 @@ class _Run:
         data = np.empty((1, 1), dtype=object)
         data[0, 0] = text.encode()
         outputs = [Tensor("OUTPUT", "BYTES", data)]
-        outputs += self._outputs.tensors(*place, answer.progress)
+        outputs += self._outputs.tensors(*place, answer.progress, is_last=is_last)
         return InferResponse(
             model_name=self._options.name,
             model_version=self._options.version,

@@ -87,7 +87,7 @@ class TensorAnswers:
         self._is_batched = model.config.max_batch_size > 0
         flags = SampleInputs(request.inputs, 0, self._is_batched)
         self.is_streaming = flags.flag("streaming")
-        self._outputs = SequenceOutputs(flags, len(samples), num_sequences)
+        self._outputs = SequenceOutputs(flags, len(samples), num_sequences, model.config)
         self._ids: dict[tuple[int, int], list[int]] = {}
         self._progress: dict[tuple[int, int], Progress] = {}
 
@@ -112,7 +112,7 @@ class TensorAnswers:
         outputs = [
             Tensor("output_ids", "INT32", np.array([[ids]], dtype=np.int32)),
             Tensor("sequence_length", "INT32", np.array([[len(ids)]], dtype=np.int32)),
-            *self._outputs.tensors(sample, sequence, progress),
+            *self._outputs.tensors(sample, sequence, progress, is_last=chunk.is_last),
         ]
         return self._response(outputs, is_end)
 

@@ -14,6 +14,7 @@ from trimaran.server.model_repository import RepositoryModel
 from trimaran.server.queue_policy import QueuePolicy
 from trimaran.server.sample_inputs import SampleInputs, batch_size
 from trimaran.server.sampling_inputs import read_sampling
+from trimaran.server.sequence_outputs import LOGITS_DTYPES, logits_type
 from trimaran.server.token_answers import Answers, ChunkAnswers, TensorAnswers
 from trimaran.server.token_job import Sample, TokenJob, TokenStream
 
@@ -37,6 +38,7 @@ class TokenModel:
         self.excludes_input = model.parameters.get_bool("exclude_input_in_output") or False
         """Whether answers lack the prompt, unless a request says otherwise."""
         self._policy = QueuePolicy(model.config)
+        self._logits_dtype = LOGITS_DTYPES[logits_type(model.config)]
         self._running: dict[str, set[TokenStream]] = {}
 
     @property
@@ -123,7 +125,7 @@ class TokenModel:
         samples = []
         for index in range(count):
             inputs = SampleInputs(request.inputs, index, self._is_batched)
-            sampling = read_sampling(inputs, vocab_size)
+            sampling = read_sampling(inputs, vocab_size, self._logits_dtype)
             sampling.validate(vocab_size)
             samples.append(Sample(_prompt(inputs, facts), sampling))
         return samples

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from trimaran.comm.messages import FinishReason, StepOutput
+from trimaran.comm.messages import StepOutput
 from trimaran.worker.request import Sequence
 from trimaran.worker.scheduler import Emission
 from trimaran.worker.step_types import SampledTokens
@@ -96,8 +96,8 @@ def _extras(sequence: Sequence, details: StepDetails | None, has_token: bool) ->
     if sequence.figures is not None:
         if has_token:
             sequence.figures.token()
-        if sequence.finish_reason is not FinishReason.NOT_FINISHED:
-            extras["figures"] = sequence.figures.to_wire()
+        # With every token: a text stop word ends a request before the engine knows.
+        extras["figures"] = sequence.figures.to_wire()
     if details is None:
         return extras
     if sampling.return_log_probs:
@@ -106,8 +106,10 @@ def _extras(sequence: Sequence, details: StepDetails | None, has_token: bool) ->
         extras["log_probs"], extras["cum_log_prob"] = new, sequence.cum_log_prob
     pieces = details.context_logits.get(sequence)
     if pieces is not None:
+        extras["logits_dtype"] = sampling.logits_dtype
         extras["context_logits"] = [piece.numpy().tobytes() for piece in pieces]
     logits = details.generation_logits.get(sequence)
     if logits is not None and has_token:
+        extras["logits_dtype"] = sampling.logits_dtype
         extras["generation_logits"] = [logits.numpy().tobytes()]
     return extras

@@ -105,7 +105,7 @@ def test_figures_tell_what_was_reused_and_when(make_engine):
     driver.run()
 
     assert (silent, 0) not in driver.extras
-    (cold,), (warm,) = driver.extras[first, 0], driver.extras[second, 0]
+    cold, warm = driver.extras[first, 0][-1], driver.extras[second, 0][-1]
     assert cold["figures"]["kv_cache_alloc_new_blocks"] == 3
     assert cold["figures"]["kv_cache_reused_blocks"] == 0
     assert warm["figures"]["kv_cache_alloc_new_blocks"] == 1

@@ -1,0 +1,127 @@
+"""Logits and figures on their way from the engine to a response of each model."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from trimaran.comm.sampling_params import SamplingParams
+
+VOCAB = 6
+FIGURES = {
+    "kv_cache_alloc_new_blocks": 4,
+    "kv_cache_reused_blocks": 3,
+    "kv_cache_alloc_total_blocks": 4,
+    "arrival_time_ns": 1 << 40,
+    "first_scheduled_time_ns": (1 << 40) + 1,
+    "first_token_time_ns": (1 << 40) + 2,
+    "last_token_time_ns": (1 << 40) + 3,
+}
+TOKEN = {"input_ids": [7, 8, 9], "input_lengths": 3, "request_output_len": 5}
+TEXT = {"text_input": "A house", "max_tokens": 5}
+MODELS = pytest.mark.parametrize(
+    ("model", "inputs", "stream"),
+    [
+        ("tensorrt_llm", TOKEN, "streaming"),
+        ("ensemble", TEXT, "stream"),
+        ("tensorrt_llm_bls", TEXT, "stream"),
+    ],
+)
+
+
+def _tell_all(engine, num_prompt, dtype):
+    """Make the engine tell logits that are the ids, and figures."""
+    told = []
+
+    def extras(ids):
+        told.extend(ids)
+        rows = [np.full(VOCAB, i, dtype).tobytes() for i in ids]
+        told_now = {"generation_logits": rows, "logits_dtype": dtype, "figures": FIGURES}
+        if len(told) == len(ids):
+            pieces = np.arange(num_prompt * VOCAB, dtype=dtype).reshape(num_prompt, VOCAB)
+            told_now["context_logits"] = [pieces[:1].tobytes(), pieces[1:].tobytes()]
+        return told_now
+
+    engine.extras = extras
+    return told
+
+
+@MODELS
+@pytest.mark.parametrize("is_stream", [False, True])
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+async def test_logits_have_the_shapes_and_the_type_of_the_config(
+    serve, model, inputs, stream, is_stream, dtype
+):
+    datatype = {"float32": "FP32", "float16": "FP16"}[dtype]
+    async with serve(logits_datatype=f"TYPE_{datatype}") as served:
+        engine = await served.dial(served.answer("Hello world and more"), max_per_step=3)
+        if model == "tensorrt_llm":
+            num_prompt = 3
+        else:
+            num_prompt = len(served.tokenizer.encode_now("A house", True))
+        told = _tell_all(engine, num_prompt, dtype)
+        flags = {"return_context_logits": True, "return_generation_logits": True}
+        responses = await served.infer(model, **inputs, **flags, **{stream: is_stream})
+        sampling = SamplingParams.from_wire(engine.submits[0].sampling)
+        assert sampling.logits_dtype == dtype
+        assert sampling.return_context_logits and sampling.return_generation_logits
+
+    first = {tensor.name: tensor for tensor in responses[0].outputs}
+    assert first["context_logits"].datatype == datatype
+    context = np.arange(num_prompt * VOCAB).reshape(1, num_prompt, VOCAB)
+    np.testing.assert_array_equal(first["context_logits"].data, context)
+    found = []
+    for response in responses:
+        tensors = {tensor.name: tensor for tensor in response.outputs}
+        assert tensors["generation_logits"].datatype == datatype
+        logits = tensors["generation_logits"].data
+        assert logits.shape == (
+            (1, logits.shape[1], 1, VOCAB) if is_stream else (1, 1, len(told), VOCAB)
+        )
+        found += logits[..., 0].reshape(-1).tolist()
+        assert ("context_logits" in tensors) == (response is responses[0])
+    assert found == told
+
+
+@MODELS
+@pytest.mark.parametrize("is_stream", [False, True])
+async def test_figures_come_with_the_last_response_of_who_asked(
+    serve, model, inputs, stream, is_stream
+):
+    async with serve() as served:
+        engine = await served.dial(served.answer("Hello world and more"))
+        _tell_all(engine, 3, "float32")
+        silent = await served.infer(model, **inputs, **{stream: is_stream})
+        told = await served.infer(
+            model, **inputs, return_perf_metrics=True, **{stream: is_stream}
+        )
+    names = {tensor.name for response in silent for tensor in response.outputs}
+    assert names <= {"output_ids", "sequence_length", "text_output"}
+    for response in told[:-1]:
+        assert not {tensor.name for tensor in response.outputs} & set(FIGURES)
+    last = {tensor.name: tensor for tensor in told[-1].outputs}
+    for name, value in {
+        **FIGURES,
+        "acceptance_rate": 0.0,
+        "total_accepted_draft_tokens": 0,
+        "total_draft_tokens": 0,
+    }.items():
+        assert last[name].data.tolist() == [[value]]
+        is_time = name.endswith("_ns")
+        is_rate = name == "acceptance_rate"
+        assert last[name].datatype == ("INT64" if is_time else "FP32" if is_rate else "INT32")
+
+
+async def test_a_text_stop_word_leaves_the_figures(serve):
+    async with serve() as served:
+        engine = await served.dial(served.answer("Hello world and more"))
+        _tell_all(engine, 3, "float32")
+        (response,) = await served.infer(
+            "ensemble",
+            **{**TEXT, "max_tokens": 20},
+            return_perf_metrics=True,
+            stop_words=["wor"],
+        )
+    tensors = {tensor.name: tensor.data for tensor in response.outputs}
+    assert tensors["text_output"].item() == b"A houseHello wor"
+    assert tensors["last_token_time_ns"].item() == FIGURES["last_token_time_ns"]
