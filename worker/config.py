@@ -88,6 +88,48 @@ class CacheConfig:
     enable_block_reuse: bool = True
     """Finished prompts' blocks serve later requests with the same prefix."""
 
+    attention_windows: tuple[int, ...] = ()
+    """Tokens that a layer's queries see (``max_attention_window_size``), themselves included,
+    layer by layer and then again from the first; empty means all of them."""
+
+    num_sinks: int = 0
+    """First tokens that are seen whatever the window (``sink_token_length``)."""
+
+    host_bytes: int = 0
+    """Host memory of each rank for evicted blocks (``kv_cache_host_memory_bytes``)."""
+
+    def __post_init__(self) -> None:
+        if any(window < 1 for window in self.attention_windows):
+            raise ConfigError(
+                f"attention windows are {list(self.attention_windows)} but each must be 1 or "
+                "more. Leave max_attention_window_size unset for none."
+            )
+        if self.num_sinks < 0 or self.host_bytes < 0:
+            raise ConfigError(
+                f"num_sinks ({self.num_sinks}) and host_bytes ({self.host_bytes}) must be 0 or "
+                "more"
+            )
+        if self.num_sinks and not self.attention_windows:
+            raise ConfigError(
+                f"sink_token_length is {self.num_sinks} but no attention window is set, so all "
+                "tokens are seen as it is. Set max_attention_window_size too, or leave both "
+                "unset."
+            )
+        if self.host_bytes and not self.enable_block_reuse:
+            raise ConfigError(
+                f"kv_cache_host_memory_bytes is {self.host_bytes} but blocks are not reused, so "
+                "none would be kept. Set enable_kv_cache_reuse to True, or the bytes to 0."
+            )
+
+    def windows_below(self, max_seq_len: int) -> tuple[int, ...]:
+        """The windows, 0 where no sequence is longer."""
+        return tuple(0 if w >= max_seq_len else w for w in self.attention_windows)
+
+    def widest_window(self, max_seq_len: int, num_layers: int) -> int:
+        """Tokens back that some layer sees; 0 if one sees all."""
+        windows = self.windows_below(max_seq_len)[:num_layers]
+        return max(windows) if windows and all(windows) else 0
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
@@ -136,7 +178,9 @@ class EngineConfig:
         values = dict(wire)
         values["parallel"] = ParallelConfig(**values["parallel"])
         values["scheduler"] = SchedulerConfig(**values["scheduler"])
-        values["cache"] = CacheConfig(**values["cache"])
+        cache = values["cache"]
+        windows = tuple(cache["attention_windows"])
+        values["cache"] = CacheConfig(**{**cache, "attention_windows": windows})
         values["gpu_device_ids"] = tuple(values["gpu_device_ids"])
         return cls(**values)
 

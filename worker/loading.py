@@ -111,7 +111,11 @@ def load_engine(
     if sizes:
         runner.capture_graphs(sizes)
     cache = KVCacheManager(
-        [num_blocks] * len(groups), block_size, enable_reuse=config.cache.enable_block_reuse
+        [num_blocks] * len(groups),
+        block_size,
+        enable_reuse=config.cache.enable_block_reuse,
+        window=config.cache.widest_window(limits.max_seq_len, model.config.num_hidden_layers),
+        num_sinks=config.cache.num_sinks,
     )
     gib = num_blocks * sum(group.block_bytes(block_size) for group in groups) / 2**30
     logger.info("KV cache ready: %d blocks of %d tokens, %.2f GiB", num_blocks, block_size, gib)

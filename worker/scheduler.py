@@ -12,8 +12,10 @@ from trimaran.comm.messages import FinishReason
 from trimaran.worker.config import SchedulerConfig
 from trimaran.worker.growth import GrowthForecast
 from trimaran.worker.kv_cache.manager import KVCacheManager, Prefix
+from trimaran.worker.loads import Loads
 from trimaran.worker.request import NEVER, Request, RequestStatus, Sequence
 from trimaran.worker.step_plan import ScheduledStep, StepPlan
+from trimaran.worker.step_types import TransferKind, int32s
 
 _KEY = attrgetter("key")
 _WATERMARK = 0.01
@@ -42,6 +44,7 @@ class Scheduler:
         self.cache = cache
         self.running: list[Sequence] = []
         self.waiting: list[Sequence] = []
+        self.loads = Loads()
         self.step = 0
         self._is_static = config.policy == "static_batch" or config.batching.upper() == "V1"
         self._can_preempt = config.policy == "max_utilization" and not self._is_static
@@ -54,6 +57,8 @@ class Scheduler:
         self._growth = GrowthForecast(config.expected_output_tokens)
         self._full_until = 0
         """The step before which no room is expected for another sequence."""
+        self._wait_step = 0
+        """The last step whose copies from the host the next step builds on."""
 
     # ---- requests ------------------------------------------------------------------------
 
@@ -71,7 +76,7 @@ class Scheduler:
                 f"{config.max_num_seqs} sequences at once. Ask for fewer."
             )
         total = num_prompt + request.sampling.max_tokens
-        num_blocks = self.cache.blocks_for(max(num_prompt, total - 1))
+        num_blocks = self._most_held(max(num_prompt, total - 1))
         if num_blocks > self.cache.num_blocks:
             raise RequestError(
                 f"a prompt of {num_prompt} tokens and {request.sampling.max_tokens} new ones "
@@ -124,7 +129,7 @@ class Scheduler:
     @property
     def has_requests(self) -> bool:
         """Whether any sequence runs or waits, or an end is to be told."""
-        return bool(self.running or self.waiting or self._ended)
+        return bool(self.running or self.waiting or self.loads or self._ended)
 
     @property
     def num_preempted(self) -> int:
@@ -137,12 +142,18 @@ class Scheduler:
         """Decide the next step; None if there is nothing to compute."""
         plan = StepPlan(self.step + 1, self.config.max_num_batched_tokens)
         self.cache.begin_step()
-        was_empty = not self.running
+        was_empty = not self.running and not self.loads
         self._plan_running(plan)
+        if self.loads:
+            self._start_loaded(plan, is_urgent=False)
         if not plan.has_preempted and (was_empty or not self._is_static):
             self._admit(plan)
+        if self.loads and not plan.has_entries:
+            self._start_loaded(plan, is_urgent=True)
         if not plan.has_entries:
             return None
+        if self.cache.hosts:
+            self._add_transfers(plan)
         self.step += 1
         finished, self._finished_rows = self._finished_rows, []
         self._enqueue_forks(plan)
@@ -175,6 +186,8 @@ class Scheduler:
                 sequence.num_pending += 1
                 continue
             chunk = 1 if missing == 1 else self._chunk(sequence, missing, plan.budget)
+            if self.cache.window and len(sequence.request.sequences) == 1:
+                self.cache.leave_behind(sequence.blocks, start)
             if self._make_room(sequence, start + chunk, plan):
                 self._advance(sequence, chunk, chunk == missing, plan)
 
@@ -246,7 +259,7 @@ class Scheduler:
         if plan.step < self._full_until:
             return False
         cache = self.cache
-        peak, held = self._growth.peak([*self.running, sequence])
+        peak, held = self._growth.peak([*self.running, *self.loads, sequence])
         # Shared blocks are held once, and of the last block of each half is empty.
         num_held = (cache.num_blocks - cache.num_free) * cache.block_size
         shared = max(0.0, held - len(sequence.token_ids) - num_held)
@@ -261,13 +274,15 @@ class Scheduler:
         cache, blocks = self.cache, sequence.blocks
         num_known = len(sequence.token_ids)
         prefix = self._find_prefix(sequence, plan.step)
-        worst = cache.blocks_for(max(num_known, sequence.max_len - 1))
-        lifetime = cache.blocks_for(num_known + 1) if self._can_preempt else worst
+        worst = self._most_held(max(num_known, sequence.max_len - 1))
+        lifetime = self._most_held(num_known + 1) if self._can_preempt else worst
         watermark = self._watermark if self._can_preempt and self.running else 0
         needed = cache.blocks_to_take(prefix, min(lifetime, worst))
-        if needed > cache.num_available - watermark:
+        if prefix.is_under_way or needed > cache.num_available - watermark:
             return False
-        num_cached = num_known - 1 if prefix.last else len(prefix.shared[0]) * cache.block_size
+        num_cached = (len(prefix.shared[0]) + prefix.num_stored) * cache.block_size
+        if prefix.last:
+            num_cached = num_known - 1
         missing = num_known - num_cached
         can_wait = missing <= self.config.max_num_batched_tokens
         if missing > plan.budget and can_wait and not self.config.enable_chunked_context:
@@ -282,10 +297,53 @@ class Scheduler:
         has_room = cache.grow(blocks, num_cached + chunk)
         assert has_room, "a sequence was admitted without room for its first chunk"
         sequence.capacity = blocks.num_blocks * cache.block_size
-        self._enter_row(sequence)
+        self._take_row(sequence)
+        if blocks.load:
+            self.loads.add(sequence, plan.step)
+            return True
+        insort(self.running, sequence, key=_KEY)
         plan.add_row(sequence, copies)
         self._advance(sequence, chunk, chunk == missing, plan)
         return True
+
+    def _start_loaded(self, plan: StepPlan, *, is_urgent: bool) -> None:
+        """Let those run whose prefix has come from the host.
+
+        With ``is_urgent`` the first runs in any case: the device waits for its copies.
+        """
+        while plan.budget > 0:
+            taken = self.loads.take(is_urgent=is_urgent)
+            if taken is None:
+                return
+            # Sent along even if it is over: the other ranks' copies may not be.
+            self._wait_step, sequence = taken
+            self.cache.loaded(sequence.blocks)
+            if sequence.status is RequestStatus.FINISHED:
+                self._free_rows.append(sequence.row)
+                sequence.row = -1
+                self.cache.release(sequence.blocks)
+                continue
+            is_urgent = False
+            insort(self.running, sequence, key=_KEY)
+            start = sequence.num_computed_tokens
+            missing = len(sequence.token_ids) - start
+            chunk = self._chunk(sequence, missing, plan.budget)
+            chunk = min(chunk, sequence.capacity - start)
+            plan.add_row(sequence, [])
+            self._advance(sequence, chunk, chunk == missing, plan)
+
+    def _add_transfers(self, plan: StepPlan) -> None:
+        moves, loads = self.cache.take_transfers()
+        transfers = [(TransferKind.MOVE, *move) for move in moves]
+        transfers += [(TransferKind.LOAD, *load) for load in loads]
+        if self._wait_step:
+            transfers.append((TransferKind.WAIT, self._wait_step, 0, 0))
+            self._wait_step = 0
+        if transfers:
+            plan.transfers = int32s(transfers, 4)
+
+    def _most_held(self, num_tokens: int) -> int:
+        return self.cache.most_held(num_tokens, self.config.max_num_batched_tokens)
 
     def _find_prefix(self, sequence: Sequence, step: int) -> Prefix:
         """What it can start with: its parent's prompt, or whatever is cached."""
@@ -316,7 +374,7 @@ class Scheduler:
                     self.cache.extend_hashes(sibling.blocks, sibling.token_ids)
                     self._enqueue(sibling)
 
-    def _enter_row(self, sequence: Sequence) -> None:
+    def _take_row(self, sequence: Sequence) -> None:
         _remove(self.waiting, sequence)
         if sequence.is_preempted:
             sequence.is_preempted = False
@@ -324,7 +382,6 @@ class Scheduler:
         sequence.row = self._free_rows.pop()
         sequence.status = RequestStatus.RUNNING
         sequence.publish_at = 0
-        insort(self.running, sequence, key=_KEY)
 
     def _leave_row(self, sequence: Sequence) -> None:
         _remove(self.running, sequence)
@@ -373,6 +430,10 @@ class Scheduler:
         return reason
 
     def _finish(self, sequence: Sequence, reason: FinishReason) -> None:
+        if sequence.blocks.load:
+            # Its blocks are being written: `_start_loaded` frees them.
+            sequence.status, sequence.finish_reason = RequestStatus.FINISHED, reason
+            return
         if sequence.status is RequestStatus.WAITING:
             _remove(self.waiting, sequence)
             self._num_preempted -= sequence.is_preempted

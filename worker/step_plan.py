@@ -13,6 +13,7 @@ from trimaran.worker.step_types import NewRow, SchedulerOutput, int32s
 
 _NO_BLOCKS = int32s((), 4)
 _NO_COPIES = int32s((), 3)
+_NO_TRANSFERS = int32s((), 4)
 _NONE = int32s(())
 
 
@@ -58,6 +59,7 @@ class StepPlan:
         self.budget = budget
         """Tokens that may still be scheduled."""
         self.has_preempted = False
+        self.transfers = _NO_TRANSFERS
         self.first_samples: list[Sequence] = []
         """Sequences whose first new token this step samples."""
         self._decodes = _Entries()
@@ -146,5 +148,6 @@ class StepPlan:
             finished_rows=int32s(finished_rows) if finished_rows else _NONE,
             new_rows=self._new_rows,
             num_decodes=num_decodes,
+            transfers=self.transfers,
         )
         return ScheduledStep(decision, sampled, self._num_context, self._num_context_tokens)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from enum import IntEnum
 from typing import TYPE_CHECKING, Any
 
 import msgpack
@@ -25,14 +26,26 @@ _ARRAYS = (
     "new_blocks",
     "block_copies",
     "finished_rows",
+    "transfers",
 )
-_COLUMNS = {"new_blocks": 4, "block_copies": 3}
+_COLUMNS = {"new_blocks": 4, "block_copies": 3, "transfers": 4}
 
 
 def int32s(values: Sequence[Any], num_columns: int = 0) -> Int32Array:
     """An int32 array of ``values``; a table if ``num_columns`` is given."""
     array = np.array(values, dtype=np.int32)
     return array.reshape(-1, num_columns) if num_columns else array
+
+
+class TransferKind(IntEnum):
+    """Copies of KV blocks between device and host, which run beside the steps."""
+
+    MOVE = 0
+    """From a block to a slot of the host: what earlier steps wrote, begun before the loads."""
+    LOAD = 1
+    """From a slot of the host to a block."""
+    WAIT = 2
+    """The step does not run before all loads up to those of a certain step are made."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -61,8 +74,8 @@ class SchedulerOutput:
 
     Entry i of the three parallel arrays schedules ``num_scheduled_tokens[i]`` tokens of
     the sequence in ``rows[i]``, after the ``num_computed_tokens[i]`` that have KV already.
-    Decodes come first. A rank applies, in this order: ``finished_rows``,
-    ``new_rows``, ``new_blocks``, ``block_copies``, the forward pass.
+    Decodes come first. A rank applies, in this order: ``finished_rows``, ``new_rows``,
+    ``transfers``, ``block_copies``, ``new_blocks``, the forward pass.
     """
 
     step: int
@@ -79,6 +92,10 @@ class SchedulerOutput:
     """[n, 3]: KV group, source block, destination block."""
 
     finished_rows: Int32Array
+    transfers: Int32Array = field(default_factory=lambda: int32s((), 4))
+    """[n, 4]: `TransferKind`, KV group, from, to; of a wait the last three are the step, twice
+    nothing."""
+
     new_rows: list[NewRow] = field(default_factory=list)
     num_decodes: int = 0
     """How many leading entries compute one token of output; all others stand behind them."""

@@ -54,6 +54,13 @@ class AttentionBackend(Protocol):
     name: str
     """What logs and metrics call it."""
 
+    spec: AttentionSpec
+
+    def limit(self, window: int, num_sinks: int) -> None:
+        """Let queries see ``window`` tokens back, themselves included, and the first
+        ``num_sinks`` of the sequence. Before the first step."""
+        ...
+
     def forward(
         self,
         query_TNH: Tensor,

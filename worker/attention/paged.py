@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from torch import Tensor
 
 from trimaran.kernels.attention import AttentionMetadata, AttentionSpec
@@ -15,8 +17,13 @@ class PagedAttention:
 
     def __init__(self, ops: Ops, spec: AttentionSpec) -> None:
         self._ops = ops
-        self._spec = spec
+        self.spec = spec
         self.name = ops.backends["paged_attention"]
+
+    def limit(self, window: int, num_sinks: int) -> None:
+        """Let queries see ``window`` tokens back, themselves included, and the first
+        ``num_sinks`` of the sequence. Before the first step."""
+        self.spec = replace(self.spec, window=window, num_sinks=num_sinks)
 
     def forward(
         self,
@@ -34,4 +41,4 @@ class PagedAttention:
         self, query_TNH: Tensor, kv_cache: Tensor, metadata: AttentionMetadata
     ) -> Tensor:
         """Attend to keys and values that are in their slots already. Returns [T, N, H]."""
-        return self._ops.paged_attention(query_TNH, kv_cache, metadata, self._spec)
+        return self._ops.paged_attention(query_TNH, kv_cache, metadata, self.spec)

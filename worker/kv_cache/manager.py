@@ -363,7 +363,10 @@ class KVCacheManager:
         if not self.enable_reuse:
             return
         end = min(num_tokens // self.block_size, len(blocks.hashes))
+        left = range(self._sink_blocks, self._sink_blocks + blocks.num_left)
         for index in range(blocks.num_published, end):
+            if index in left:
+                continue
             for group, table in enumerate(blocks.tables):
                 self.pools[group].publish(table[index], blocks.hashes[index])
                 self._fresh.add((group, table[index]))

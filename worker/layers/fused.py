@@ -60,7 +60,8 @@ def fuse_layers(
     layers: Sequence[nn.Module],
     rotary: RotaryEmbedding | None,
 ) -> FusedLayers | None:
-    """The layers as one operator; None where a method or the device has none for them.
+    """The layers as one operator; None where a method or the device has none for them,
+    as for a layer that does not see all tokens.
 
     Weights are read where they are: none may be replaced afterwards.
     """
@@ -99,7 +100,7 @@ def _is_plain(layer: Any) -> bool:
         _up(layer),
         layer.mlp.down_proj,
     )
-    return all(
+    return not layer.attention.backend.spec.window and all(
         isinstance(linear.method, UnquantizedLinearMethod) and isinstance(linear.lora, NoLoRA)
         for linear in linears
     )

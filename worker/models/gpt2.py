@@ -54,7 +54,7 @@ class GPT2Attention(nn.Module):
         self.o_proj = RowParallelLinear(
             context, heads * config.head_size, config.hidden_size, bias=True
         )
-        self._backend: AttentionBackend = PagedAttention(
+        self.backend: AttentionBackend = PagedAttention(
             context.ops, AttentionSpec(scale=config.head_size**-0.5)
         )
 
@@ -63,7 +63,7 @@ class GPT2Attention(nn.Module):
         qkv = self.qkv_proj.forward(hidden_TD)
         heads = self.qkv_proj.num_heads
         heads_TNH = qkv.view(qkv.shape[0], -1, self.head_size)
-        output_TNH = self._backend.forward(
+        output_TNH = self.backend.forward(
             heads_TNH[:, :heads],
             heads_TNH[:, heads : 2 * heads],
             heads_TNH[:, 2 * heads :],

@@ -53,7 +53,7 @@ class LlamaAttention(nn.Module):
         self._num_heads = self.qkv_proj.num_heads
         # Shared by all layers and owned by the model.
         self._rotary = [rotary]
-        self._backend: AttentionBackend = PagedAttention(
+        self.backend: AttentionBackend = PagedAttention(
             context.ops, AttentionSpec(scale=config.head_size**-0.5)
         )
 
@@ -73,7 +73,7 @@ class LlamaAttention(nn.Module):
         heads_TNH = qkv.view(qkv.shape[0], -1, self.head_size)
         slots = context.attention.slot_mapping
         self._rotary[0].forward(heads_TNH, positions_T, kv_cache, slots)
-        output_TNH = self._backend.attend(
+        output_TNH = self.backend.attend(
             heads_TNH[:, : self._num_heads], kv_cache, context.attention
         )
         return self.o_proj.add_to(residual_TD, output_TNH.flatten(1))

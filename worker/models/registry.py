@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -99,6 +100,9 @@ def load_model(
         if progress is not None:
             progress(folder.shard_of(layout.rank).name)
         load_shard(model, folder.shard_of(layout.rank))
+    windows = config.cache.windows_below(config.scheduler.max_seq_len)
+    if any(windows):
+        _limit_attention(model, windows, config.cache.num_sinks)
     model.process_weights_after_loading()
     if device.type == "cuda":
         torch.cuda.synchronize(device)
@@ -107,3 +111,12 @@ def load_model(
         "weights ready: %.2f GiB in %.1f s", num_bytes / 2**30, time.monotonic() - start
     )
     return model
+
+
+def _limit_attention(model: CausalLM, windows: tuple[int, ...], num_sinks: int) -> None:
+    """Let layer n see ``windows[n % len(windows)]`` tokens back, 0 being all of them."""
+    for number, layer in zip(model.layer_numbers(), model.layers.values(), strict=True):
+        attention: Any = layer.attention
+        window = windows[number % len(windows)]
+        if window:
+            attention.backend.limit(window, num_sinks)
