@@ -1,7 +1,8 @@
-"""Begins to compile a model's CUDA C++ kernels before they are asked for, side by side."""
+"""Begins to compile a model's slowest kernels before they are asked for, side by side."""
 
 from __future__ import annotations
 
+import importlib.util
 import os
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
@@ -9,29 +10,38 @@ from functools import partial
 
 import torch
 
+from trimaran.kernels import cuda_attention
 from trimaran.kernels.cuda_build import load_cubin
 from trimaran.kernels.hopper_gemm import can_multiply, compile_gemm
 from trimaran.kernels.product_table import ProductTable
 
-_ATTENTION = ("attention_prefill", "attention_decode")
-"""Sources that every model uses, the longest first."""
 
+def compile_ahead(
+    device: torch.device, dtype: torch.dtype, hidden_size: int, vocab_size: int
+) -> None:
+    """Begin to compile what a model of these sizes uses on a GPU; returns at once.
 
-def compile_ahead(device: torch.device, dtype: torch.dtype, hidden_size: int) -> None:
-    """Begin to compile what a model with this hidden size uses on ``device``; returns at once.
-
-    Its products are taken to be those measured ones that read or write ``hidden_size``.
+    That is the attention of CUDA C++, the products that were measured and read or write
+    ``hidden_size``, and the kernel of sampling that takes Triton the longest.
     """
-    if not can_multiply(device, dtype):
+    if importlib.util.find_spec("triton") is None:
         return
-    jobs: list[Callable[[], bytes]] = [
-        partial(load_cubin, name, "sm_90a") for name in _ATTENTION
-    ]
-    table = ProductTable.of_device(torch.cuda.get_device_name(device))
-    for outputs, inner, kind in table.weights():
-        if hidden_size in (outputs, inner):
-            for shape in table.choices(outputs, inner, kind):
-                jobs.append(partial(compile_gemm, shape, dtype, kind))
+    from trimaran.kernels.triton_filters import compile_filters
+
+    jobs: list[Callable[[], object]] = []
+    if can_multiply(device, dtype):
+        jobs.append(partial(load_cubin, "attention_decode", "sm_90a"))
+        for head_size in cuda_attention.HEAD_SIZES:
+            jobs.append(partial(cuda_attention.compile_prefill, dtype, head_size))
+    # Logits as the model leaves them, and the copies that penalties edit.
+    for logits_dtype in (dtype, torch.float32):
+        jobs.append(partial(compile_filters, device, logits_dtype, vocab_size))
+    if can_multiply(device, dtype):
+        table = ProductTable.of_device(torch.cuda.get_device_name(device))
+        for outputs, inner, kind in table.weights():
+            if hidden_size in (outputs, inner):
+                for shape in table.choices(outputs, inner, kind):
+                    jobs.append(partial(compile_gemm, shape, dtype, kind))
     run_beside(jobs)
 
 

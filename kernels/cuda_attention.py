@@ -15,12 +15,12 @@ from trimaran.kernels.cuda_driver import CudaKernel, CudaModule, TensorMap, tens
 
 # Shapes: T tokens, N query heads, K key-value heads, H head size, B tokens of a block.
 
-_SOURCE = "attention_prefill"
 _ROWS = 128
 _PANEL = 64
 _THREADS = 384
 _PLANNERS = 1024
 _SHARED_BYTES = {64: 165_888, 128: 198_400}
+HEAD_SIZES = tuple(_SHARED_BYTES)
 DTYPES = (torch.float16, torch.bfloat16)
 _BLOCKS = (8, 16, 32, 64, 128)
 _TILE_INTS = 4
@@ -88,7 +88,8 @@ def prefill(
     tables = metadata.block_tables
     if metadata.rows is None:
         tables = tables[metadata.num_decodes :]
-    tiles = _plan(metadata, num_tokens, _ROWS // group, stream)
+    plan_kernel = _plan_kernel(device, query_TNH.dtype, head_size)
+    tiles = _plan(metadata, num_tokens, _ROWS // group, stream, plan_kernel)
     arguments = _Arguments(
         output_TNH.data_ptr(), tables.data_ptr(), tiles.data_ptr(),
         output_TNH.stride(0), tables.stride(0), spec.scale * math.log2(math.e), group,
@@ -101,7 +102,9 @@ def prefill(
     kernel.launch(num_blocks, stream, queries, cache, arguments)
 
 
-def _plan(metadata: AttentionMetadata, num_tokens: int, step: int, stream: int) -> Tensor:
+def _plan(
+    metadata: AttentionMetadata, num_tokens: int, step: int, stream: int, kernel: CudaKernel
+) -> Tensor:
     """The tiles of a step, each of ``step`` queries, as the kernel's source describes them."""
     first = metadata.num_decodes
     key = ("cuda_prefill", first, step)
@@ -118,7 +121,7 @@ def _plan(metadata: AttentionMetadata, num_tokens: int, step: int, stream: int) 
         None if rows is None else rows[first:].data_ptr(), plan.data_ptr(), num_sequences,
         step,
     )  # fmt: skip
-    _plan_kernel(device).launch(1, stream, arguments)
+    kernel.launch(1, stream, arguments)
     metadata.plans[key] = plan
     return plan
 
@@ -126,30 +129,38 @@ def _plan(metadata: AttentionMetadata, num_tokens: int, step: int, stream: int) 
 def load(device: torch.device, dtype: torch.dtype) -> None:
     """Compile and load the kernels, or raise `KernelsUnavailableError`, which says why not."""
     torch.empty(0, device=device)  # opens the device's context
-    _plan_kernel(device)
-    for head_size in _SHARED_BYTES:
+    for head_size in HEAD_SIZES:
         _kernel(device, dtype, head_size, False)
 
 
 @lru_cache
-def _module(has_window: bool) -> CudaModule:
-    # Apart: with the code for windows, the loop without them runs a tenth slower.
-    return CudaModule(load_cubin(_SOURCE, "sm_90a", ("WINDOW",) if has_window else ()))
+def compile_prefill(dtype: torch.dtype, head_size: int, has_window: bool = False) -> bytes:
+    """The kernels for one dtype of `DTYPES` and head size."""
+    defines = [f"PREFILL_HEAD={head_size}", f"PREFILL_BF16={int(dtype == torch.bfloat16)}"]
+    if has_window:
+        # Apart: with the code for windows, the loop without them runs a tenth slower.
+        defines.append("WINDOW")
+    return load_cubin("attention_prefill", "sm_90a", tuple(defines))
+
+
+@lru_cache
+def _module(dtype: torch.dtype, head_size: int, has_window: bool) -> CudaModule:
+    return CudaModule(compile_prefill(dtype, head_size, has_window))
 
 
 @lru_cache
 def _kernel(
     device: torch.device, dtype: torch.dtype, head_size: int, has_window: bool
 ) -> CudaKernel:
-    name = f"prefill_{str(dtype).removeprefix('torch.')}_{head_size}"
-    return _module(has_window).kernel(
-        name, device, num_threads=_THREADS, shared_bytes=_SHARED_BYTES[head_size]
+    return _module(dtype, head_size, has_window).kernel(
+        "attend", device, num_threads=_THREADS, shared_bytes=_SHARED_BYTES[head_size]
     )
 
 
 @lru_cache
-def _plan_kernel(device: torch.device) -> CudaKernel:
-    return _module(False).kernel("plan_prefill", device, num_threads=_PLANNERS)
+def _plan_kernel(device: torch.device, dtype: torch.dtype, head_size: int) -> CudaKernel:
+    module = _module(dtype, head_size, False)
+    return module.kernel("plan_prefill", device, num_threads=_PLANNERS)
 
 
 @lru_cache

@@ -374,9 +374,30 @@ def keep_to_filters(
         logits_NV, rows_N, lengths_N, state, output_N, maxima, masses, logits_NV.stride(0),
         vocab_size, num_tiles, TILE=_TILE, num_warps=4,
     )  # fmt: skip
-    padded = triton.next_power_of_2(num_tiles)
     _filter_kernel[(count,)](
         logits_NV, rows_N, lengths_N, state, maxima, masses, groups_found, listed, output_N,
-        logits_NV.stride(0), vocab_size, num_tiles, GROUPS=padded * (_TILE // _GROUP.value),
-        LIST=_LIST, TILE=_TILE, PADDED=padded, num_warps=_WARPS,
+        logits_NV.stride(0), vocab_size, num_tiles, **_filter_constants(num_tiles),
     )  # fmt: skip
+
+
+def compile_filters(device: torch.device, logits_dtype: torch.dtype, vocab_size: int) -> None:
+    """Compile the kernel that takes Triton the longest, some seconds, without launching it.
+
+    Safe in a thread beside others. The kernel is the one that `keep_to_filters` launches for
+    dense logits [N, V] of this dtype.
+    """
+    num_tiles = triton.cdiv(vocab_size, _TILE)
+    with torch.cuda.device(device):
+        _filter_kernel.warmup(
+            logits_dtype, torch.int32, torch.int32, torch.int32, torch.float32, torch.float32,
+            torch.int32, torch.int64, torch.int64, vocab_size, vocab_size, num_tiles,
+            grid=(1,), **_filter_constants(num_tiles),
+        )  # fmt: skip
+
+
+def _filter_constants(num_tiles: int) -> dict[str, int]:
+    padded = triton.next_power_of_2(num_tiles)
+    groups = padded * (_TILE // _GROUP.value)
+    return {
+        "GROUPS": groups, "LIST": _LIST, "TILE": _TILE, "PADDED": padded, "num_warps": _WARPS,
+    }  # fmt: skip

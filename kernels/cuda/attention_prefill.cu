@@ -7,6 +7,7 @@
 // A tile is 128 rows: `step` consecutive queries of one sequence times the `group` heads that
 // share a key-value head. 128 keys are one step of its loop, from the last to the first.
 //
+// PREFILL_HEAD: the head size, 64 or 128. PREFILL_BF16: bfloat16 (true) or float16 (false).
 // WINDOW: each query sees `window` keys, its own the last, and `num_sinks` first ones.
 
 #include "attention_copies.cuh"
@@ -40,18 +41,11 @@ __device__ __forceinline__ void prefill(const TensorMap* queries, const TensorMa
 
 }  // namespace
 
-#define PREFILL(NAME, IS_BF16, HEAD)                                                      \
-    extern "C" __global__ void __launch_bounds__((CONSUMERS + 1) * WARPGROUP, 1)          \
-        NAME(const __grid_constant__ TensorMap queries,                                   \
-             const __grid_constant__ TensorMap cache,                                     \
-             const __grid_constant__ Arguments arguments) {                               \
-        prefill<IS_BF16, HEAD>(&queries, &cache, arguments);                              \
-    }
-
-PREFILL(prefill_bfloat16_128, true, 128)
-PREFILL(prefill_bfloat16_64, true, 64)
-PREFILL(prefill_float16_128, false, 128)
-PREFILL(prefill_float16_64, false, 64)
+extern "C" __global__ void __launch_bounds__((CONSUMERS + 1) * WARPGROUP, 1)
+    attend(const __grid_constant__ TensorMap queries, const __grid_constant__ TensorMap cache,
+           const __grid_constant__ Arguments arguments) {
+    prefill<PREFILL_BF16, PREFILL_HEAD>(&queries, &cache, arguments);
+}
 
 // ---- The plan of a step, made once for all layers.
 
