@@ -13,6 +13,7 @@ from trimaran.comm.errors import ErrorKind, RequestError
 from trimaran.comm.messages import Submit
 from trimaran.comm.sampling_params import SamplingParams
 from trimaran.worker.config import SchedulerConfig
+from trimaran.worker.prompt_tables import PromptTable
 from trimaran.worker.request import Request
 from trimaran.worker.sampling_rows import SERVED_FIELDS
 
@@ -20,7 +21,12 @@ _LOGITS_DTYPES = ("float32", "float16")
 
 
 def request_from(
-    source: Hashable, message: Submit, number: int, limits: SchedulerConfig, vocab_size: int
+    source: Hashable,
+    message: Submit,
+    number: int,
+    limits: SchedulerConfig,
+    vocab_size: int,
+    hidden_size: int,
 ) -> Request:
     """The request of ``message``, all its values checked.
 
@@ -33,7 +39,9 @@ def request_from(
     sampling = _sampling(message, vocab_size)
     prompt, output = _ids(message.prompt_ids), _ids(message.output_ids)
     _check_prompt(prompt, limits)
-    _check_ids("input_ids", prompt, vocab_size)
+    table = _prompt_table(message, hidden_size)
+    num_entries = 0 if table is None else table.shape[0]
+    _check_ids("input_ids", prompt, vocab_size + num_entries)
     _check_ids("output_ids", output, vocab_size)
     if output and sampling.num_return_sequences > 1:
         raise RequestError(
@@ -55,6 +63,7 @@ def request_from(
         deadline=time.monotonic() + message.timeout_us / 1e6,
         adapter_id=message.adapter_id,
         cache_salt=message.cache_salt,
+        prompt_table=None if table is None else message.embeddings,
         client_id=message.client_request_id,
     )
 
@@ -66,12 +75,14 @@ def _refuse_unserved(message: Submit) -> None:
             "leave lora_task_id unset",
             ErrorKind.UNSUPPORTED,
         )
-    if message.embeddings is not None:
-        raise RequestError(
-            "a prompt embedding table is given but this engine serves none; leave "
-            "prompt_embedding_table unset",
-            ErrorKind.UNSUPPORTED,
-        )
+
+
+def _prompt_table(message: Submit, hidden_size: int) -> PromptTable | None:
+    if message.embeddings is None:
+        return None
+    table = PromptTable.from_wire(message.embeddings)
+    table.check(hidden_size)
+    return table
 
 
 def _sampling(message: Submit, vocab_size: int) -> SamplingParams:

@@ -137,7 +137,14 @@ class Engine:
         """
         assert self._loaded is not None
         limits = self._loaded.limits
-        request = request_from(source, message, self._num_submitted, limits, self._vocab_size)
+        request = request_from(
+            source,
+            message,
+            self._num_submitted,
+            limits,
+            self._vocab_size,
+            self.runner.model.config.hidden_size,
+        )
         self.scheduler.check(request)
         self._num_submitted += 1
         self.scheduler.add(request)

@@ -64,6 +64,8 @@ def _history(
     places = torch.arange(longest, device=token_table_RL.device)
     is_known = places < ends[:, None]
     tokens = token_table_RL[:, :longest].index_select(0, device_rows).long()
+    # A prompt table's ids are no ids of the vocabulary, and are not penalised.
+    is_known &= tokens < batch.state.vocab_size
     tokens.masked_fill_(~is_known, 0)
     return tokens, is_known, is_known & (places >= prompts[:, None])
 
@@ -121,5 +123,7 @@ def forbid_repeated_ngrams(
         grams = tokens.unfold(0, size, 1)
         tail = tokens[length - size + 1 :]
         is_repeat = (grams[:, :-1] == tail).all(dim=1)
-        penalty = torch.where(is_repeat, _NEVER, 0.0)
-        logits_NV[entry].index_put_((grams[:, -1],), penalty, accumulate=True)
+        last = grams[:, -1]
+        penalty = torch.where(is_repeat & (last < logits_NV.shape[1]), _NEVER, 0.0)
+        last = last.clamp(max=logits_NV.shape[1] - 1)
+        logits_NV[entry].index_put_((last,), penalty, accumulate=True)

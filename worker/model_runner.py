@@ -20,6 +20,7 @@ from trimaran.worker.device_inputs import DeviceInputs
 from trimaran.worker.input_batch import InputBatch, StepInputs
 from trimaran.worker.kept_logits import KeptLogits, LogitsRows
 from trimaran.worker.models.interfaces import CausalLM
+from trimaran.worker.prompt_tables import PromptTables
 from trimaran.worker.sampler import SamplerOutput, sample
 from trimaran.worker.sampling_rows import SamplingRows
 from trimaran.worker.staging import to_device
@@ -87,6 +88,7 @@ class ModelRunner:
         num_rows = len(inputs.num_prompt_tokens)
         self.sampling = SamplingRows(num_rows, vocab_size, inputs.device, kernel)
         self._logits_rows = LogitsRows(num_rows, vocab_size, is_keeper=tp.rank == 0)
+        self._prompt_tables = PromptTables(vocab_size, inputs.device)
         self._kv_caches = _layer_views(groups)
         self._clock = DeviceClock(inputs.device)
         self._graphs: CudaGraphs | None = None
@@ -117,9 +119,11 @@ class ModelRunner:
         for row in decision.finished_rows:
             self.sampling.leave(row)
             self._logits_rows.leave(row)
+            self._prompt_tables.leave(row)
         for new in decision.new_rows:
             self.sampling.enter(new)
             self._logits_rows.enter(new)
+            self._prompt_tables.enter(new, self.model.dtype)
         if len(decision.block_copies):
             self._copy_blocks(decision)
         hidden_TD, inputs = self._run_model(decision)
@@ -145,13 +149,20 @@ class ModelRunner:
         if size:
             assert self._graphs is not None
             return self._graphs.replay(size)[: len(decision.rows)], inputs
-        return self._forward(inputs, decision.num_decodes), inputs
+        hidden_TD: Tensor | None = None
+        if not self._prompt_tables.is_empty:
+            hidden_TD = self._prompt_tables.embed(
+                decision, inputs.token_ids, self.model.embed_tokens
+            )
+        return self._forward(inputs, decision.num_decodes, hidden_TD), inputs
 
-    def _forward(self, inputs: StepInputs, num_decodes: int) -> Tensor:
+    def _forward(
+        self, inputs: StepInputs, num_decodes: int, hidden_TD: Tensor | None = None
+    ) -> Tensor:
         context = ForwardContext(
             attention=_metadata(inputs, num_decodes), kv_caches=self._kv_caches
         )
-        return self.model.forward(inputs.token_ids, inputs.positions, context)
+        return self.model.forward(inputs.token_ids, inputs.positions, context, hidden_TD)
 
     def _launch_decode(self, size: int) -> Tensor:
         """A decode of ``size`` sequences, whatever rows the fixed memory names."""

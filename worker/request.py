@@ -6,6 +6,7 @@ from array import array
 from collections.abc import Hashable
 from dataclasses import dataclass, field
 from enum import IntEnum
+from typing import Any
 
 from trimaran.comm.messages import FinishReason
 from trimaran.comm.sampling_params import SamplingParams
@@ -142,6 +143,9 @@ class Request:
 
     adapter_id: int = 0
     cache_salt: bytes = b""
+    prompt_table: dict[str, Any] | None = None
+    """`PromptTable.to_wire()`."""
+
     client_id: str = ""
     """What its client calls it; not unique."""
 

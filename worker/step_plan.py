@@ -113,6 +113,7 @@ class StepPlan:
                 sequence_index=sequence.index,
                 sampling=sequence.request.sampling.to_wire(),
                 adapter_id=sequence.request.adapter_id,
+                prompt_table=sequence.request.prompt_table,
             )
         )
         self._copies += copies

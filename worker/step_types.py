@@ -66,6 +66,8 @@ class NewRow:
     """`SamplingParams.to_wire()`."""
 
     adapter_id: int = 0
+    prompt_table: dict[str, Any] | None = None
+    """`PromptTable.to_wire()`, if ids beyond the vocabulary stand in the prompt."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -116,6 +118,7 @@ class SchedulerOutput:
                 new.sequence_index,
                 new.sampling,
                 new.adapter_id,
+                new.prompt_table,
             ]
             for new in self.new_rows
         ]
@@ -147,8 +150,9 @@ class SchedulerOutput:
                     sequence_index=index,
                     sampling=sampling,
                     adapter_id=adapter,
+                    prompt_table=table,
                 )
-                for row, ids, num_prompt, index, sampling, adapter in raw_rows
+                for row, ids, num_prompt, index, sampling, adapter, table in raw_rows
             ]
             return cls(step=step, num_decodes=num_decodes, new_rows=new_rows, **arrays)
         except (ValueError, TypeError, msgpack.UnpackException) as error:

@@ -148,7 +148,8 @@ class GPT2LMHeadModel(CausalLM):
     ) -> Tensor:
         """Run this stage; see `CausalLM.forward`."""
         if self.stage.is_first:
-            hidden_TD = self.embed_tokens.forward(token_ids_T)
+            if hidden_TD is None:
+                hidden_TD = self.embed_tokens.forward(token_ids_T)
             hidden_TD = hidden_TD + self.embed_positions.forward(positions_T)
         assert hidden_TD is not None, "a later stage needs the previous stage's result"
         hidden, residual = hidden_TD, None

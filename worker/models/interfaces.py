@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from trimaran.worker.attention.backend import ForwardContext, KVCacheSpec
-from trimaran.worker.layers.embedding import ParallelLMHead
+from trimaran.worker.layers.embedding import ParallelLMHead, VocabParallelEmbedding
 from trimaran.worker.layers.fused import FusedLayers, fuse_layers
 from trimaran.worker.layers.linear import LayerContext, ParallelLinear
 from trimaran.worker.pretrained_config import PretrainedConfig
@@ -79,6 +79,7 @@ class CausalLM(nn.Module):
     name_prefix: str = ""
     """What a checkpoint may put before the names of `checkpoint_weights`."""
 
+    embed_tokens: VocabParallelEmbedding
     lm_head: ParallelLMHead
     layers: nn.ModuleDict
 
@@ -100,8 +101,8 @@ class CausalLM(nn.Module):
     ) -> Tensor:
         """Run this stage. Returns hidden states [T, D], normalised after the last layer.
 
-        ``hidden_TD`` is the previous stage's result; only the first stage reads
-        ``token_ids_T``.
+        ``hidden_TD`` is the previous stage's result. The first stage embeds ``token_ids_T``,
+        unless it gets the tokens' vectors as ``hidden_TD``.
         """
         raise NotImplementedError
 

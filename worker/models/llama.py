@@ -165,7 +165,7 @@ class LlamaForCausalLM(CausalLM):
         hidden_TD: Tensor | None = None,
     ) -> Tensor:
         """Run this stage; see `CausalLM.forward`."""
-        if self.stage.is_first:
+        if self.stage.is_first and hidden_TD is None:
             hidden_TD = self.embed_tokens.forward(token_ids_T)
         assert hidden_TD is not None, "a later stage needs the previous stage's result"
         hidden: Tensor | None = hidden_TD

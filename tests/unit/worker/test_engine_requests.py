@@ -26,7 +26,18 @@ VOCAB = 150
         ({"prompt": []}, "the prompt is empty"),
         ({"prompt": [1] * 128}, r"Prompt length \(128\) exceeds maximum input length \(127\)"),
         ({"adapter_id": 3}, "LoRA task 3"),
-        ({"embeddings": {"dtype": "FP32"}}, "prompt embedding table"),
+        (
+            {"embeddings": {"dtype": "FP32", "shape": [2, 31], "data": b""}},
+            r"vectors of 31 values, but the model's have 32; send a table \[entries, 32\]",
+        ),
+        (
+            {"embeddings": {"dtype": "FP16", "shape": [2, 32], "data": b"1234"}},
+            r"has 4 bytes, but 128 belong to its shape \[2, 32\] of FP16",
+        ),
+        (
+            {"embeddings": {"dtype": "INT8", "shape": [2, 32], "data": b"1234"}},
+            "prompt_embedding_table is INT8 but must be FP16, BF16, FP32",
+        ),
         ({"num_return_sequences": 17}, r"num_return_sequences is 17 .* at most 16"),
     ],
 )
