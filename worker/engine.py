@@ -202,6 +202,8 @@ class Engine:
             self._end_overdue()
         if self._profile is not None:
             self._profile.begin_step(self.scheduler.step + 1, self.times)
+        if self.scheduler.loads:
+            self.scheduler.loads.done_step = self.runner.loaded_step
         step = self.scheduler.schedule()
         if step is not None:
             self._stats.record(step)

@@ -14,10 +14,11 @@ from trimaran.comm.errors import ConfigError
 from trimaran.comm.topology import ParallelLayout
 from trimaran.kernels.build import load_library
 from trimaran.kernels.sampling import CpuSampling
-from trimaran.worker.config import EngineConfig, SchedulerConfig
+from trimaran.worker.config import CacheConfig, EngineConfig, SchedulerConfig
 from trimaran.worker.cuda_graphs import graph_sizes
 from trimaran.worker.device_inputs import DeviceInputs
 from trimaran.worker.input_batch import InputBatch
+from trimaran.worker.kv_cache.host_copies import HostCopies
 from trimaran.worker.kv_cache.manager import KVCacheManager
 from trimaran.worker.kv_cache.sizing import blocks_that_fit, free_bytes
 from trimaran.worker.model_runner import KVGroup, ModelRunner, group_layers
@@ -104,20 +105,15 @@ def load_engine(
         # The graphs keep the memory of the largest decode for themselves.
         step_bytes = max(prompt_bytes, decode_bytes) + (decode_bytes if sizes else 0)
         for group in groups:
-            group.pool = None
+            group.free()
+        step_bytes += _num_staged(config.cache, limits) * _block_bytes(groups, block_size)
     num_blocks = _agreed_blocks(config, limits, groups, topology, tp, device, step_bytes)
     runner = make_runner(num_blocks)
     run_small_steps(runner, limits)
     if sizes:
         runner.capture_graphs(sizes)
-    cache = KVCacheManager(
-        [num_blocks] * len(groups),
-        block_size,
-        enable_reuse=config.cache.enable_block_reuse,
-        window=config.cache.widest_window(limits.max_seq_len, model.config.num_hidden_layers),
-        num_sinks=config.cache.num_sinks,
-    )
-    gib = num_blocks * sum(group.block_bytes(block_size) for group in groups) / 2**30
+    cache = _make_cache(config.cache, limits, runner, num_blocks)
+    gib = num_blocks * _block_bytes(groups, block_size) / 2**30
     logger.info("KV cache ready: %d blocks of %d tokens, %.2f GiB", num_blocks, block_size, gib)
     return LoadedEngine(runner, cache, limits, vocab_size)
 
@@ -134,6 +130,53 @@ def _make_inputs(
         tokens = limits.max_num_batched_tokens
         return DeviceInputs(rows, length, tokens, block_size, device, depth)
     return InputBatch(rows, length, block_size, 1, device, depth, kernel)
+
+
+def _block_bytes(groups: list[KVGroup], block_size: int) -> int:
+    """Bytes of one block of each group."""
+    return sum(group.block_bytes(block_size) for group in groups)
+
+
+def _make_cache(
+    cache: CacheConfig, limits: SchedulerConfig, runner: ModelRunner, num_blocks: int
+) -> KVCacheManager:
+    """The manager of the cache's blocks, and the host's memory for evicted ones."""
+    size = cache.tokens_per_block
+    num_slots = _host_slots(cache, runner.groups)
+    for group in runner.groups if num_slots else ():
+        assert group.memory is not None
+        host = HostCopies(group.memory, num_slots, _num_staged(cache, limits))
+        runner.hosts.append(host)
+        gib = host.num_bytes / 2**30
+        logger.info("KV cache on the host: %d blocks, %.2f GiB a rank", num_slots, gib)
+    num_layers = runner.model.config.num_hidden_layers
+    return KVCacheManager(
+        [num_blocks] * len(runner.groups),
+        size,
+        enable_reuse=cache.enable_block_reuse,
+        window=cache.widest_window(limits.max_seq_len, num_layers),
+        num_sinks=cache.num_sinks,
+        host_slots=num_slots,
+    )
+
+
+def _host_slots(cache: CacheConfig, groups: list[KVGroup]) -> int:
+    """Blocks that this rank keeps in its host's memory."""
+    each = _block_bytes(groups, cache.tokens_per_block)
+    if 0 < cache.host_bytes < each:
+        raise ConfigError(
+            f"kv_cache_host_memory_bytes is {cache.host_bytes} but a block of "
+            f"{cache.tokens_per_block} tokens takes {each} on each rank. Raise it to a "
+            "multiple of that, or set it to 0."
+        )
+    return cache.host_bytes // each
+
+
+def _num_staged(cache: CacheConfig, limits: SchedulerConfig) -> int:
+    """Blocks on the way to the host at once: as many as a step's tokens overwrite."""
+    if not cache.host_bytes:
+        return 0
+    return -(-limits.max_num_batched_tokens // cache.tokens_per_block)
 
 
 def _graph_sizes(
@@ -172,7 +215,7 @@ def _agreed_blocks(
     step_bytes: int,
 ) -> int:
     """The number of blocks that fits on every rank, beside what a step needs."""
-    block_bytes = sum(group.block_bytes(config.cache.tokens_per_block) for group in groups)
+    block_bytes = _block_bytes(groups, config.cache.tokens_per_block)
     available = free_bytes(device, len(topology.local_ranks)) - step_bytes
     mine = blocks_that_fit(config.cache, limits, block_bytes, available)
     every = tp.all_gather(torch.tensor([mine], dtype=torch.int64, device=device), 0)

@@ -18,6 +18,7 @@ from trimaran.worker.candidates import argmax_over_shards
 from trimaran.worker.cuda_graphs import CudaGraphs
 from trimaran.worker.device_inputs import DeviceInputs
 from trimaran.worker.input_batch import InputBatch, StepInputs
+from trimaran.worker.kv_cache.host_copies import HostCopies, begin_transfers
 from trimaran.worker.kept_logits import KeptLogits, LogitsRows
 from trimaran.worker.models.interfaces import CausalLM
 from trimaran.worker.prompt_tables import PromptTables
@@ -36,6 +37,8 @@ class KVGroup:
         self.spec = spec
         self.layers = layers
         self.pool: Tensor | None = None
+        self.memory: Tensor | None = None
+        """What ``pool`` is a view of, as it lies in memory."""
 
     def block_bytes(self, block_size: int) -> int:
         """Bytes of one block over all layers of the group."""
@@ -53,7 +56,12 @@ class KVGroup:
         if device.type == "cuda":
             shape[3:5] = heads, block_size
         pool = torch.empty(shape, dtype=spec.dtype, device=device)
+        self.memory = pool
         self.pool = pool.transpose(3, 4) if device.type == "cuda" else pool
+
+    def free(self) -> None:
+        """Let the pool go."""
+        self.pool = self.memory = None
 
 
 def group_layers(specs: Sequence[KVCacheSpec]) -> list[KVGroup]:
@@ -92,6 +100,8 @@ class ModelRunner:
         self._kv_caches = _layer_views(groups)
         self._clock = DeviceClock(inputs.device)
         self._graphs: CudaGraphs | None = None
+        self.hosts: list[HostCopies] = []
+        """Each group's part of the host's memory, where blocks are kept there."""
         self._copier: Copier | None = None
         if inputs.device.type == "cuda":
             self._copier = Copier(inputs.device, num_rows, depth)
@@ -106,11 +116,19 @@ class ModelRunner:
         """Captured decode sizes."""
         return 0 if self._graphs is None else len(self._graphs)
 
+    @property
+    def loaded_step(self) -> int:
+        """The last step whose copies from the host are made, with all before it."""
+        return min((host.done_step for host in self.hosts), default=0)
+
     def close(self) -> None:
         """Free what must be freed before the tensor group's communicator."""
         if self._graphs is not None:
             self._graphs.close()
             self._graphs = None
+        for host in self.hosts:
+            host.close()
+        self.hosts = []
 
     @torch.inference_mode()
     def execute_model(self, decision: SchedulerOutput) -> ModelRunnerOutput:
@@ -124,6 +142,8 @@ class ModelRunner:
             self.sampling.enter(new)
             self._logits_rows.enter(new)
             self._prompt_tables.enter(new, self.model.dtype)
+        if len(decision.transfers):
+            begin_transfers(self.hosts, decision.step, decision.transfers)
         if len(decision.block_copies):
             self._copy_blocks(decision)
         hidden_TD, inputs = self._run_model(decision)

@@ -1,0 +1,49 @@
+"""KV blocks that were evicted come back from the host with the same tokens."""
+
+import pytest
+
+from trimaran.comm.errors import ConfigError
+
+HOST_BYTES = 1 << 20
+SMALL = {"max_tokens": 208, "host_bytes": HOST_BYTES}
+
+
+def outputs_of(driver, prompts, **sampling):
+    ids = [driver.submit(prompt, max_tokens=12, **sampling) for prompt in prompts]
+    driver.run()
+    driver.check_idle()
+    return [driver.output(number) for number in ids]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"depth": 2},
+        {"max_num_batched_tokens": 23, "depth": 2},
+        {"policy": "guaranteed_no_evict"},
+        {"policy": "static_batch"},
+        {"attention_windows": (33,), "num_sinks": 4},
+    ],
+    ids=str,
+)
+def test_tokens_from_the_hosts_blocks_are_the_same(make_engine, prompt_of, changes):
+    prompts = [prompt_of(100, seed) for seed in range(4)]
+    windows = {name: changes[name] for name in changes if "_" in name and "win" in name}
+    windows |= {"num_sinks": changes["num_sinks"]} if "num_sinks" in changes else {}
+    expected = outputs_of(make_engine(enable_block_reuse=False, **windows), prompts)
+    driver = make_engine(**{**SMALL, **changes})
+    host = driver.engine.scheduler.cache.hosts[0]
+
+    for _ in range(3):
+        assert outputs_of(driver, prompts) == expected
+
+    assert host.num_stored > 0
+    assert host.num_loaded > 0
+
+
+def test_a_host_memory_that_holds_no_block_is_refused(make_engine):
+    with pytest.raises(ConfigError, match="host_memory_bytes is 100 but a block of 16"):
+        make_engine(host_bytes=100)
+    with pytest.raises(ConfigError, match="Set enable_kv_cache_reuse to True"):
+        make_engine(host_bytes=HOST_BYTES, enable_block_reuse=False)

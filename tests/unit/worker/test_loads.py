@@ -1,0 +1,158 @@
+"""Sequences whose prefix is on its way from the host, step by step, without a model."""
+
+from array import array
+
+import pytest
+
+from trimaran.comm.messages import FinishReason
+from trimaran.comm.sampling_params import SamplingParams
+from trimaran.worker.config import SchedulerConfig
+from trimaran.worker.kv_cache.manager import KVCacheManager
+from trimaran.worker.request import Request
+from trimaran.worker.scheduler import Scheduler
+from trimaran.worker.step_types import TransferKind
+
+BLOCK = 4
+PROMPTS = [range(100 * number, 100 * number + 30) for number in range(1, 7)]
+FIRST = PROMPTS[0]
+
+
+class Planner:
+    """A scheduler with a host pool whose steps are answered with made-up ids."""
+
+    def __init__(self, num_blocks=32, **limits):
+        values = {"max_num_batched_tokens": 32, "max_num_seqs": 8, "max_seq_len": 64}
+        config = SchedulerConfig(**{**values, "policy": "max_utilization", **limits})
+        self.cache = KVCacheManager([num_blocks], BLOCK, enable_reuse=True, host_slots=32)
+        self.scheduler = Scheduler(config, self.cache)
+        self.requests: list[Request] = []
+
+    def add(self, prompt, max_tokens=2) -> Request:
+        request = Request(
+            source="client",
+            request_id=len(self.requests),
+            number=len(self.requests),
+            prompt_ids=array("i", prompt),
+            sampling=SamplingParams(max_tokens=max_tokens),
+        )
+        self.scheduler.check(request)
+        self.scheduler.add(request)
+        self.requests.append(request)
+        return request
+
+    def step(self):
+        """Plan one step and answer it; its transfers by kind."""
+        scheduler = self.scheduler
+        step = scheduler.schedule()
+        self.cache.check([s.blocks for r in self.requests for s in r.sequences])
+        if step is None:
+            return None
+        scheduler.update_from_output(step, [7] * len(step.sampled))
+        scheduler.take_ended()
+        transfers = step.decision.transfers.tolist()
+        return {kind: [row[1:] for row in transfers if row[0] == kind] for kind in TransferKind}
+
+    def run(self):
+        while self.scheduler.has_requests:
+            self.step()
+
+    def check_empty(self):
+        assert not self.scheduler.has_requests
+        self.cache.check([])
+        assert self.cache.num_free == self.cache.num_available == self.cache.num_blocks
+        assert len(self.scheduler._free_rows) == self.scheduler.config.max_num_seqs
+
+
+@pytest.fixture(params=["max_utilization", "guaranteed_no_evict"])
+def planner(request):
+    """A planner whose host holds the first prompt, and whose device later ones."""
+    planner = Planner(policy=request.param)
+    for prompt in PROMPTS:
+        planner.add(prompt)
+        planner.run()
+    assert planner.cache.hosts[0].num_stored > 0
+    return planner
+
+
+def test_others_run_until_the_copies_are_made(planner):
+    busy = planner.add(range(5), max_tokens=20)
+    planner.step()
+    waiting = planner.add(FIRST)
+    loads = planner.step()[TransferKind.LOAD]
+    load_step = planner.scheduler.step
+    for _ in range(5):
+        assert planner.step()[TransferKind.WAIT] == []
+    assert busy.sequences[0].num_output_tokens == 7
+    assert waiting.sequences[0].num_output_tokens == 0
+
+    planner.scheduler.loads.done_step = load_step
+    transfers = planner.step()
+
+    assert transfers[TransferKind.WAIT] == [[load_step, 0, 0]]
+    assert waiting.sequences[0].num_output_tokens == 1
+    blocks = waiting.sequences[0].blocks.tables[0]
+    assert loads
+    assert {block for _, _, block in loads} <= set(blocks)
+    planner.run()
+    planner.check_empty()
+
+
+def test_the_device_waits_where_nothing_else_runs(planner):
+    request = planner.add(FIRST)
+
+    transfers = planner.step()
+
+    assert transfers[TransferKind.LOAD]
+    assert transfers[TransferKind.WAIT] == [[planner.scheduler.step, 0, 0]]
+    assert request.sequences[0].num_output_tokens == 1
+    planner.run()
+    planner.check_empty()
+
+
+def test_a_prefix_on_its_way_is_loaded_once_and_then_shared(planner):
+    planner.add(range(5), max_tokens=20)
+    planner.step()
+    twins = [planner.add(FIRST), planner.add(FIRST)]
+    num_loads = len(planner.step()[TransferKind.LOAD])
+    assert num_loads > 0
+    assert planner.step()[TransferKind.LOAD] == []
+
+    planner.scheduler.loads.done_step = planner.scheduler.step
+    assert planner.step()[TransferKind.LOAD] == []
+
+    assert [twin.sequences[0].num_output_tokens for twin in twins] == [1, 1]
+    planner.run()
+    planner.check_empty()
+
+
+def test_blocks_of_a_cancelled_load_are_kept_until_it_is_over(planner):
+    planner.add(range(5), max_tokens=20)
+    planner.step()
+    waiting = planner.add(FIRST)
+    planner.step()
+    load_step, num_free = planner.scheduler.step, planner.cache.num_free
+
+    planner.scheduler.end(waiting, FinishReason.CANCELLED)
+    planner.step()
+    assert planner.cache.num_free == num_free
+    planner.scheduler.loads.done_step = load_step
+
+    # Other ranks' copies may still be on their way: they are told to wait.
+    assert planner.step()[TransferKind.WAIT] == [[load_step, 0, 0]]
+    assert planner.cache.num_free > num_free
+    planner.run()
+    planner.check_empty()
+
+
+def test_all_ends_where_everybody_is_cancelled(planner):
+    busy = planner.add(range(5), max_tokens=20)
+    planner.step()
+    waiting = planner.add(FIRST)
+    planner.step()
+    for request in (busy, waiting):
+        planner.scheduler.end(request, FinishReason.CANCELLED)
+    planner.scheduler.take_ended()
+
+    assert planner.step() is None
+
+    planner.check_empty()

@@ -1,0 +1,138 @@
+"""Copies of KV blocks between this rank's device and its host's memory, beside the steps."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from trimaran.comm.errors import ConfigError
+from trimaran.worker.staging import to_device
+from trimaran.worker.step_types import Int32Array, TransferKind
+
+# Shapes: S slots of the host, E elements of a block, P blocks of half a staging memory.
+
+
+class HostCopies:
+    """One KV group's part of the host's memory, [S, E], and the copies to and from it.
+
+    On a GPU they run on a stream of their own. What is evicted is about to be overwritten:
+    a step gathers it into staging memory first, and leaves the slow way to the host to the
+    copy stream. Blocks that a load overwrites need no such step, as that stream keeps order.
+    The device waits for copies only where the decision says so, or where moves come faster
+    than the host takes them; the host waits for nothing.
+    """
+
+    def __init__(self, pool: Tensor, num_slots: int, num_staged: int) -> None:
+        """``pool`` [blocks, ...] is dense; ``num_staged`` blocks are staged at most."""
+        self._blocks = pool.view(pool.shape[0], -1)
+        self._is_gpu = pool.device.type == "cuda"
+        width = self._blocks.shape[1]
+        self._host = torch.empty((num_slots, width), dtype=pool.dtype)
+        self._done_step = 0
+        if not self._is_gpu:
+            return
+        _pin(self._host)
+        self._stream = torch.cuda.Stream(pool.device)  # type: ignore[no-untyped-call]
+        half = -(-num_staged // 2)
+        self._staging = torch.empty((2, half, width), dtype=pool.dtype, device=pool.device)
+        self._drained: list[torch.cuda.Event | None] = [None, None]
+        self._turn = 0
+        self._loads: deque[tuple[int, torch.cuda.Event]] = deque()
+        self._last_loads: dict[int, torch.cuda.Event] = {}
+
+    @property
+    def num_bytes(self) -> int:
+        """Host memory."""
+        return self._host.nbytes
+
+    @property
+    def done_step(self) -> int:
+        """The last step whose loads are made, with all before it."""
+        while self._is_gpu and self._loads and self._loads[0][1].query():
+            self._done_step = self._loads.popleft()[0]
+        return self._done_step
+
+    def begin(self, step: int, transfers: Int32Array) -> None:
+        """Start a step's copies of this group, before anything else of the step."""
+        kinds, pairs = transfers[:, 0], transfers[:, 2:]
+        moves, loads = pairs[kinds == TransferKind.MOVE], pairs[kinds == TransferKind.LOAD]
+        if not self._is_gpu:
+            self._host[moves[:, 1].tolist()] = self._blocks[moves[:, 0].tolist()]
+            self._blocks[loads[:, 1].tolist()] = self._host[loads[:, 0].tolist()]
+            self._done_step = step
+            return
+        is_direct = (moves[:, :1] == loads[:, 1]).any(1)
+        self._move_staged(moves[~is_direct])
+        # What earlier steps do with these blocks comes first.
+        self._stream.wait_stream(torch.cuda.current_stream(self._blocks.device))
+        with torch.cuda.stream(self._stream):
+            for block, slot in moves[is_direct].tolist():
+                self._host[slot].copy_(self._blocks[block], non_blocking=True)
+            for slot, block in loads.tolist():
+                self._blocks[block].copy_(self._host[slot], non_blocking=True)
+        if len(loads):
+            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            event.record(self._stream)
+            self._loads.append((step, event))
+            self._last_loads[step] = event
+
+    def wait(self, step: int) -> None:
+        """Let the device run what is launched next only after the loads of ``step``."""
+        if not self._is_gpu:
+            return
+        stream = torch.cuda.current_stream(self._blocks.device)
+        for number in [number for number in self._last_loads if number <= step]:
+            stream.wait_event(self._last_loads.pop(number))
+
+    def close(self) -> None:
+        """Give the memory back; the device has finished."""
+        if self._is_gpu:
+            torch.cuda.cudart().cudaHostUnregister(self._host.data_ptr())
+
+    def _move_staged(self, moves: Int32Array) -> None:
+        main = torch.cuda.current_stream(self._blocks.device)
+        half = self._staging.shape[1]
+        for first in range(0, len(moves), half):
+            piece = moves[first : first + half]
+            self._turn = 1 - self._turn
+            drained = self._drained[self._turn]
+            if drained is not None:
+                main.wait_event(drained)
+            staged = self._staging[self._turn, : len(piece)]
+            places = to_device(piece[:, 0].astype("int64"), self._blocks.device)
+            torch.index_select(self._blocks, 0, places, out=staged)
+            self._stream.wait_stream(main)
+            with torch.cuda.stream(self._stream):
+                for place, slot in enumerate(piece[:, 1].tolist()):
+                    self._host[slot].copy_(staged[place], non_blocking=True)
+            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            event.record(self._stream)
+            self._drained[self._turn] = event
+
+
+def _pin(memory: Tensor) -> None:
+    """Lock memory into place; torch's own pinned memory comes in powers of two.
+
+    Raises:
+        ConfigError: the system allows no more.
+    """
+    error = torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)
+    if int(error):
+        raise ConfigError(
+            f"kv_cache_host_memory_bytes: {memory.nbytes} bytes of host memory cannot be locked "
+            f"(CUDA error {int(error)}). Lower it, or free memory on this host."
+        )
+
+
+def begin_transfers(hosts: Sequence[HostCopies], step: int, transfers: Int32Array) -> None:
+    """Start a step's copies in all groups, and let the device wait for earlier ones."""
+    kinds = transfers[:, 0]
+    for group, host in enumerate(hosts):
+        of_group = (transfers[:, 1] == group) & (kinds != TransferKind.WAIT)
+        if of_group.any():
+            host.begin(step, transfers[of_group])
+        for awaited in transfers[kinds == TransferKind.WAIT, 1].tolist():
+            host.wait(awaited)
