@@ -18,8 +18,8 @@ from trimaran.worker.candidates import argmax_over_shards
 from trimaran.worker.cuda_graphs import CudaGraphs
 from trimaran.worker.device_inputs import DeviceInputs
 from trimaran.worker.input_batch import InputBatch, StepInputs
-from trimaran.worker.kv_cache.host_copies import HostCopies, begin_transfers
 from trimaran.worker.kept_logits import KeptLogits, LogitsRows
+from trimaran.worker.kv_cache.host_copies import HostCopies, begin_transfers
 from trimaran.worker.models.interfaces import CausalLM
 from trimaran.worker.prompt_tables import PromptTables
 from trimaran.worker.sampler import SamplerOutput, sample

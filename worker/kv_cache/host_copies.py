@@ -51,7 +51,7 @@ class HostCopies:
     @property
     def done_step(self) -> int:
         """The last step whose loads are made, with all before it."""
-        while self._is_gpu and self._loads and self._loads[0][1].query():
+        while self._is_gpu and self._loads and _is_over(self._loads[0][1]):
             self._done_step = self._loads.popleft()[0]
         return self._done_step
 
@@ -90,7 +90,8 @@ class HostCopies:
     def close(self) -> None:
         """Give the memory back; the device has finished."""
         if self._is_gpu:
-            torch.cuda.cudart().cudaHostUnregister(self._host.data_ptr())
+            cudart = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+            cudart.cudaHostUnregister(self._host.data_ptr())
 
     def _move_staged(self, moves: Int32Array) -> None:
         main = torch.cuda.current_stream(self._blocks.device)
@@ -119,12 +120,17 @@ def _pin(memory: Tensor) -> None:
     Raises:
         ConfigError: the system allows no more.
     """
-    error = torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)
-    if int(error):
+    cudart = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+    error = int(cudart.cudaHostRegister(memory.data_ptr(), memory.nbytes, 0))
+    if error:
         raise ConfigError(
-            f"kv_cache_host_memory_bytes: {memory.nbytes} bytes of host memory cannot be locked "
-            f"(CUDA error {int(error)}). Lower it, or free memory on this host."
+            f"kv_cache_host_memory_bytes: {memory.nbytes} bytes of host memory cannot be "
+            f"locked (CUDA error {error}). Lower it, or free memory on this host."
         )
+
+
+def _is_over(event: torch.cuda.Event) -> bool:
+    return bool(event.query())  # type: ignore[no-untyped-call]
 
 
 def begin_transfers(hosts: Sequence[HostCopies], step: int, transfers: Int32Array) -> None:
