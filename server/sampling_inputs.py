@@ -48,7 +48,6 @@ _DEFAULTS: dict[str, Any] = {field.name: field.default for field in fields(Sampl
 # Inputs of features that no engine here serves; a request that carries one is refused.
 _REFUSED: tuple[tuple[str, str], ...] = (
     ("encoder_input_features", "encoder-decoder models are not served"),
-    ("prompt_embedding_table", "prompt tuning is not served"),
     ("lora_task_id", "LoRA is not served"),
     ("lora_weights", "LoRA is not served"),
     ("lora_config", "LoRA is not served"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from trimaran.comm.errors import ErrorKind, RequestError
 from trimaran.comm.messages import pack_ids
@@ -21,6 +22,11 @@ class Sample:
 
     prompt_ids: list[int]
     sampling: SamplingParams
+    prompt_table: dict[str, Any] | None = None
+    """The field ``embeddings`` of `Submit`."""
+
+    cache_key: bytes = b""
+    """Beside ids, what prompts that share KV have in common."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -81,6 +87,8 @@ class TokenStream:
                         prompt_ids=pack_ids(sample.prompt_ids),
                         sequence_index=sequence,
                         sampling=sampling.to_wire(),
+                        embeddings=sample.prompt_table,
+                        cache_salt=sample.cache_key,
                         priority=policy.priority(request),
                         streaming=is_incremental,
                         client_request_id=request.id,

@@ -11,6 +11,7 @@ from trimaran.comm.errors import RequestError
 from trimaran.server.inference import InferRequest, InferResponse
 from trimaran.server.model_engines import ModelEngines
 from trimaran.server.model_repository import RepositoryModel
+from trimaran.server.prompt_table_inputs import cache_key, read_table
 from trimaran.server.queue_policy import QueuePolicy
 from trimaran.server.sample_inputs import SampleInputs, batch_size
 from trimaran.server.sampling_inputs import read_sampling
@@ -127,7 +128,10 @@ class TokenModel:
             inputs = SampleInputs(request.inputs, index, self._is_batched)
             sampling = read_sampling(inputs, vocab_size, self._logits_dtype)
             sampling.validate(vocab_size)
-            samples.append(Sample(_prompt(inputs, facts), sampling))
+            table = read_table(inputs, request.inputs.get("prompt_embedding_table"))
+            prompt = _prompt(inputs, facts, 0 if table is None else table["shape"][0])
+            key = cache_key(inputs, len(prompt), table)
+            samples.append(Sample(prompt, sampling, table, key))
         return samples
 
 
@@ -154,7 +158,9 @@ def check_transaction(
         )
 
 
-def _prompt(inputs: SampleInputs, facts: dict[str, object]) -> list[int]:
+def _prompt(
+    inputs: SampleInputs, facts: dict[str, object], num_table_entries: int
+) -> list[int]:
     ids = inputs.ids("input_ids")
     length = inputs.scalar("input_lengths")
     if length is not None:
@@ -172,11 +178,15 @@ def _prompt(inputs: SampleInputs, facts: dict[str, object]) -> list[int]:
             f"Prompt length ({len(ids)}) exceeds maximum input length ({limit}). Shorten the "
             "prompt, or build the engine with a larger --max-input-len."
         )
-    vocab_size = int(str(facts["vocab_size"]))
+    vocab_size = int(str(facts["vocab_size"])) + num_table_entries
     low, high = min(ids), max(ids)
     if low < 0 or high >= vocab_size:
         bad = low if low < 0 else high
         raise RequestError(
             f"token id {bad} of input_ids is outside the vocabulary of {vocab_size} ids"
+            + (
+                f", {num_table_entries} of the prompt table among them"
+                * bool(num_table_entries)
+            )
         )
     return ids

@@ -282,8 +282,15 @@ async def test_a_malformed_word_list_is_refused(serve, name, words, text):
         ({"runtime_top_p": 1.5}, "'top_p' is 1.5 but must be between 0 and 1"),
         ({"lora_task_id": 3}, "input 'lora_task_id' is set but LoRA is not served"),
         (
-            {"prompt_embedding_table": np.zeros((1, 2, 4), np.float16)},
-            "input 'prompt_embedding_table' is set but prompt tuning is not served",
+            {
+                "prompt_embedding_table": np.zeros((1, 2, 4), np.float16),
+                "input_ids": [7, 602, 9],
+            },
+            "token id 602 of input_ids is outside the vocabulary of 602 ids, 2 of the prompt",
+        ),
+        (
+            {"prompt_table_extra_ids": [1, 2]},
+            "prompt_table_extra_ids has 2 values, but the prompt has 3 tokens",
         ),
         ({"retention_decode_priority": 50}, "cache retention is not served"),
         (
@@ -375,6 +382,33 @@ async def test_closing_a_batch_cancels_all_its_samples(serve):
             await anext(responses)
             engine.gate.clear()
         await engine.until(lambda: len(engine.cancelled) == 3)
+
+
+async def test_a_prompt_table_goes_to_the_engine_and_keeps_caches_apart(serve):
+    table = np.arange(8, dtype=np.float16).reshape(1, 2, 4)
+    inputs = {**PROMPT, "input_ids": [7, 601, 9]}
+    async with serve() as served:
+        engine = await served.dial(_counting)
+        await served.infer("tensorrt_llm", **PROMPT)
+        for changes in (
+            {},
+            {"prompt_embedding_table": table + 1},
+            {"prompt_table_extra_ids": [0, 5, 0]},
+            {"prompt_table_extra_ids": [0, 5, 0], "prompt_vocab_size": 2},
+            {"prompt_table_extra_ids": [0, 6, 0]},
+            {"prompt_table_extra_ids": [0, 0, 0]},
+        ):
+            values = {**inputs, "prompt_embedding_table": table, **changes}
+            await served.infer("tensorrt_llm", **values)
+    plain, *asked = engine.submits
+    assert plain.embeddings is None and plain.cache_salt == b""
+    expected = {"dtype": "FP16", "shape": [2, 4], "data": table.tobytes()}
+    assert asked[0].embeddings == expected
+    assert unpack_ids(asked[0].prompt_ids).tolist() == [7, 601, 9]
+    salts = [submit.cache_salt for submit in asked]
+    # By the table, or by the extra ids where there are any.
+    assert salts[2] == salts[3] and salts[5] == salts[0]
+    assert len({b"", *salts}) == 5
 
 
 async def test_one_sequences_failure_ends_the_others(serve):
