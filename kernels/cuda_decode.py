@@ -22,7 +22,7 @@ _FEW = 8
 _UNIT = 32
 _THREADS = 160
 _PROGRAMS_PER_SM = 2
-_SHARED_BYTES = {64: 106_880, 128: 115_040}
+_SHARED_BYTES = {64: 109_248, 128: 113_184}
 DTYPES = (torch.float16, torch.bfloat16)
 _BLOCKS = (8, 16, 32, 64)
 _MAX_GROUP = 8
@@ -58,11 +58,11 @@ def refusal(query_SNH: Tensor, kv_cache: Tensor, spec: AttentionSpec) -> str | N
     if kv_cache.stride(4) != 1 or query_SNH.stride()[1:] != (head_size, 1):
         return "heads that are not dense"
     strides = kv_cache.stride()[:4]
-    if any(stride % 8 for stride in strides) or query_SNH.stride(0) % 2:
+    if any(stride % 8 for stride in (*strides, query_SNH.stride(0))):
         return f"strides {(*strides, query_SNH.stride(0))} of odd numbers of bytes"
     if strides[0] % strides[1]:
         return f"blocks {strides[0]} elements apart, whose halves are {strides[1]} apart"
-    if kv_cache.data_ptr() % 16 or query_SNH.data_ptr() % 4:
+    if kv_cache.data_ptr() % 16 or query_SNH.data_ptr() % 16:
         return "addresses that are no multiples of 16"
     return None
 

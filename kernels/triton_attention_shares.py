@@ -43,7 +43,8 @@ class SharePlan:
     """
 
     shares: Tensor
-    """int32 [R + 2]: the number of shares, each one's first piece, the number of pieces."""
+    """int32 [R + 3]: the numbers of shares and of pieces, each share's first piece, and the
+    number of pieces again."""
 
     pieces: Tensor
     """int32 [I, 8]: sequence, row, first and end key, first piece and number of pieces of
@@ -122,15 +123,16 @@ def _shares_kernel(  # type: ignore[no-untyped-def]
             first_piece, num_pieces,
         )  # fmt: skip
         if IS_FIXED:
-            tl.store(shares + 1 + first_piece + number, first_piece + number, mask=is_piece)
+            tl.store(shares + 2 + first_piece + number, first_piece + number, mask=is_piece)
         else:
             begins = is_whole | (number > 0) | (sequences == 0) | (before < share * size)
-            tl.store(shares + 1 + share, first_piece + number, mask=is_piece & begins)
+            tl.store(shares + 2 + share, first_piece + number, mask=is_piece & begins)
     if writer == 0:
         all_pieces, last = tl.sum(num_pieces), tl.max(tl.where(is_sequence, last_share, 0))
         last = all_pieces - 1 if IS_FIXED else last
         tl.store(shares, last + 1)
-        tl.store(shares + 2 + last, all_pieces)
+        tl.store(shares + 1, all_pieces)
+        tl.store(shares + 3 + last, all_pieces)
         for head in range(KV_HEADS):
             tl.store(counters + sequences * KV_HEADS + head, 0, mask=is_sequence)
 
@@ -161,7 +163,7 @@ def share_out(
         num_programs = min(num_programs, most)
     plan = SharePlan(
         shares=torch.empty(
-            max(num_shares, num_sequences) + 2, dtype=torch.int32, device=device
+            max(num_shares, num_sequences) + 3, dtype=torch.int32, device=device
         ),
         pieces=torch.empty((most, 8), dtype=torch.int32, device=device),
         counters=torch.empty((num_sequences, num_kv_heads), dtype=torch.int32, device=device),

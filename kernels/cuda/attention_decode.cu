@@ -1,16 +1,26 @@
 // Attention of one query a sequence over a paged cache of keys and values.
 //
 // All keys are shared out over the blocks: a share holds whole sequences, or also the end of
-// one and the beginning of another; what a share has of a sequence is a piece. One warp copies
-// tiles to shared memory as far ahead as there is room, from sequence to sequence and while
-// others multiply. Each of four warps takes 16 keys of a tile with a softmax of its own, and
-// at a piece's end they weigh what they have. The pieces of a sequence that is cut are weighed
-// by whoever is done last, in their order.
+// one and the beginning of another; what a share has of a sequence is a piece. One warp walks
+// the pieces and copies their queries and tiles to shared memory as far ahead as there is room,
+// from sequence to sequence and while others multiply; with each tile it says what to do with
+// it, so that the others never wait for global memory. Each of four warps takes 16 keys of a
+// tile with a softmax of its own, and at a piece's end they weigh what they have. The pieces of
+// a sequence that is cut are weighed by whoever is done last, in their order.
 
 #include "decode_pieces.cuh"
 #include "decode_products.cuh"
 
 namespace {
+
+// Whole multiples of 16 bytes, which count as bytes of a barrier.
+__device__ __forceinline__ void copy_bytes(u32 to, const void* from, int count, u32 barrier) {
+    asm volatile(
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, "
+        "[%3];" ::"r"(to),
+        "l"(from), "r"(count), "r"(barrier)
+        : "memory");
+}
 
 // ---- The warp that copies.
 
@@ -21,6 +31,7 @@ struct Copier {
     const TensorMap *blocks, *fews;
     const Arguments& a;
     u32 shared;
+    char* memory;
     Ring<S::STAGES> ring;
     int kv_head, lane;
     bool has_waited;
@@ -34,47 +45,115 @@ struct Copier {
         return own < end && own < key + KEYS ? __ldcg(table + (own >> a.block_shift)) : -1;
     }
 
-    __device__ void copy_tile(int block, int key, int end) {
-        barrier_wait(ring.empty(), ring.parity ^ 1);
-        const int rows = min(KEYS, end - key);
+    // Bytes that are copied for so many rows: a short tile's last box may hold more.
+    __device__ __forceinline__ int bytes_of(int rows) const {
         const int whole = rows >> a.block_shift << a.block_shift;
-        const int copied = whole + (rows - whole + FEW - 1) / FEW * FEW;
-        if (lane == 0) barrier_arrive_expect(ring.full(), copied * ROW_BYTES * S::PANELS * 2);
-        __syncwarp();
-        if (block >= 0) {
-            const int first = index() << a.block_shift;
-            const u32 to = shared + ring.slot * 2 * S::TILE_BYTES +
-                           is_value() * S::TILE_BYTES + first * 2 * HEAD;
-            const int half = block * a.halves_per_block + is_value();
-            if (first + (1 << a.block_shift) <= rows) {
-                copy_box_5d(to, blocks, ring.full(), 0, 0, 0, kv_head, half);
-            } else {
-                for (int row = 0; row < rows - first; row += FEW)
-                    copy_box_5d(to + row * 2 * HEAD, fews, ring.full(), 0, 0, row, kv_head,
-                                half);
-            }
-        }
-        ring.next();
+        return (whole + (rows - whole + FEW - 1) / FEW * FEW) * ROW_BYTES * S::PANELS * 2;
     }
 
-    __device__ void copy_share(int first, int end) {
-        for (int number = first; number < end; ++number) {
-            const Piece piece = read_piece(a.pieces + number);
-            const int* table = a.tables + piece.row * a.table_stride;
-            const bool has_newest = number == piece.first + piece.count - 1;
-            const int tiles = tiles_of(piece);
-            int block = block_at(table, piece.start, piece.end);
-            for (int tile = 0; tile < tiles; ++tile) {
-                const int key = piece.start + tile * KEYS;
-                const int next = block_at(table, key + KEYS, piece.end);
-                // Only the newest token's key and value are from the kernel in front.
-                if (!has_waited && has_newest && tile == tiles - 1) {
-                    wait_for_kernel_in_front();
-                    has_waited = true;
-                }
-                copy_tile(block, key, piece.end);
-                block = next;
+    // Waits for room, says what comes and how many bytes it will be.
+    __device__ __forceinline__ void announce(const Tile& tile, int bytes) {
+        barrier_wait(ring.empty(), ring.parity ^ 1);
+        if (lane == 0) {
+            int4* to = reinterpret_cast<int4*>(memory + S::TILES + ring.slot * sizeof(Tile));
+            to[0] = make_int4(tile.rows_and_flags, tile.sequence, tile.number, tile.count);
+            to[1].x = tile.first_cut;
+            barrier_arrive_expect(ring.full(), bytes);
+        }
+        __syncwarp();
+    }
+
+    __device__ __forceinline__ void copy_boxes(int block, int rows) {
+        const int first = index() << a.block_shift;
+        const u32 to = shared + ring.slot * 2 * S::TILE_BYTES + is_value() * S::TILE_BYTES +
+                       first * 2 * HEAD;
+        const int half = block * a.halves_per_block + is_value();
+        if (block < 0) return;
+        if (first + (1 << a.block_shift) <= rows) {
+            copy_box_5d(to, blocks, ring.full(), 0, 0, 0, kv_head, half);
+        } else {
+            for (int row = 0; row < rows - first; row += FEW)
+                copy_box_5d(to + row * 2 * HEAD, fews, ring.full(), 0, 0, row, kv_head, half);
+        }
+    }
+
+    // The group's queries to the slot where their piece begins.
+    __device__ __forceinline__ void copy_query(int sequence, u32 slot) {
+        if (lane == 0) {
+            const char* from = static_cast<const char*>(a.query) +
+                               2 * (sequence * a.query_stride +
+                                    static_cast<long long>(kv_head * a.group) * HEAD);
+            copy_bytes(shared + S::QUERIES + slot * S::QUERY_BYTES, from, query_bytes(),
+                       ring.barriers + slot * 8);
+        }
+        __syncwarp();
+    }
+
+    __device__ __forceinline__ int query_bytes() const { return a.group * HEAD * 2; }
+
+    __device__ __forceinline__ void wait_once() {
+        if (!has_waited) wait_for_kernel_in_front();
+        has_waited = true;
+    }
+
+    __device__ __forceinline__ int first_block_of(const Piece& piece) const {
+        return block_at(a.tables + piece.row * a.table_stride, piece.start, piece.end);
+    }
+
+    // `flags` are those of the piece's last tile.
+    __device__ __forceinline__ void copy_piece(const Piece& piece, int block, Tile tile,
+                                               int flags) {
+        const int* table = a.tables + piece.row * a.table_stride;
+        const bool has_newest = tile.number == piece.first + piece.count - 1;
+        const int tiles = tiles_of(piece);
+        const u32 begin = ring.slot;
+        for (int i = 0; i < tiles; ++i) {
+            const int key = piece.start + i * KEYS;
+            const int rows = min(KEYS, piece.end - key);
+            const int next = block_at(table, key + KEYS, piece.end);
+            // From the kernel in front are queries and the newest token's key and value.
+            if (!has_waited && (i == S::STAGES || (has_newest && i == tiles - 1))) {
+                wait_once();
+                if (i > 0) copy_query(piece.sequence, begin);
             }
+            tile.rows_and_flags =
+                rows | (i == 0 ? BEGINS : 0) | (i == tiles - 1 ? ENDS | flags : 0);
+            announce(tile, bytes_of(rows) + (i == 0 ? query_bytes() : 0));
+            if (i == 0 && has_waited) copy_query(piece.sequence, begin);
+            copy_boxes(block, rows);
+            ring.next();
+            block = next;
+        }
+        if (!has_waited) {
+            wait_once();
+            copy_query(piece.sequence, begin);
+        }
+    }
+
+    // What comes next is asked for a piece ahead: each answer takes as long as a tile.
+    __device__ void copy(Walk walk) {
+        if (walk.is_over()) {
+            announce({IS_FINAL, 0, 0, 0, 0, {}}, 0);
+            return;
+        }
+        const int first = walk.number;
+        bool is_cut = false;
+        Piece piece = walk.ahead(a, 0), next = walk.ahead(a, 1);
+        int block = first_block_of(piece);
+        for (; !walk.is_over(); walk.number += walk.stride) {
+            const Piece after = walk.ahead(a, 2);
+            const int first_of_next = first_block_of(next);
+            const bool is_final = walk.number + walk.stride >= walk.end;
+            is_cut = piece.count > 1 || (is_cut && walk.is_share);
+            // Only the first and the last sequence of a share can have pieces elsewhere.
+            const bool finishes = is_cut && (is_final || !walk.is_share);
+            copy_piece(piece, block,
+                       {0, piece.sequence, walk.number, piece.count,
+                        walk.is_share ? first : walk.number, {}},
+                       (finishes ? FINISHES : 0) | (is_final ? IS_FINAL : 0));
+            block = first_of_next;
+            piece = next;
+            next = after;
         }
     }
 };
@@ -87,7 +166,6 @@ __device__ __forceinline__ void decode(const TensorMap* blocks, const TensorMap*
     const u32 shared = shared_address(memory);
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const int kv_head = blockIdx.x % a.kv_heads;
-    const int step = gridDim.x / a.kv_heads;
     const u32 barriers = shared + S::BARRIERS;
     asm volatile("griddepcontrol.launch_dependents;");
     if (threadIdx.x == 0) {
@@ -98,21 +176,18 @@ __device__ __forceinline__ void decode(const TensorMap* blocks, const TensorMap*
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     }
     if (!a.has_old_plan) wait_for_kernel_in_front();
-    const int num_shares = __ldcg(a.shares);
     __syncthreads();
     if (warp == CONSUMER_WARPS) {
         prefetch_map(blocks);
         prefetch_map(fews);
-        Copier<HEAD> copier{blocks, fews, a,    shared,
+        const int program = blockIdx.x / a.kv_heads, programs = gridDim.x / a.kv_heads;
+        Copier<HEAD> copier{blocks, fews,       a,       shared, memory,
                             {barriers}, kv_head, lane, a.has_old_plan == 0};
-        for (int share = blockIdx.x / a.kv_heads; share < num_shares; share += step)
-            copier.copy_share(__ldcg(a.shares + 1 + share), __ldcg(a.shares + 2 + share));
+        copier.copy({a, program, programs});
         return;
     }
     wait_for_kernel_in_front();
-    Multiplier<IS_BF16, HEAD> multiplier{a, shared, memory, {barriers}, kv_head, warp, lane};
-    for (int share = blockIdx.x / a.kv_heads; share < num_shares; share += step)
-        multiplier.take_share(__ldcg(a.shares + 1 + share), __ldcg(a.shares + 2 + share));
+    Multiplier<IS_BF16, HEAD>{a, shared, memory, {barriers}, kv_head, warp, lane}.take_all();
 }
 
 }  // namespace

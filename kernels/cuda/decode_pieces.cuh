@@ -12,6 +12,7 @@ constexpr int CONSUMERS = 32 * CONSUMER_WARPS;
 constexpr int ROW_BYTES = 128;  // that a swizzle covers
 constexpr int PANEL = ROW_BYTES / 2;  // columns
 constexpr int MAX_GROUP = 8;
+constexpr int EXCHANGED = 4;  // queries of a group that warps weigh at once
 constexpr int FEW = 8;  // tokens of the smaller box
 constexpr int STAGE_BYTES_OF_ALL = 98304;
 
@@ -34,7 +35,7 @@ struct Arguments {
     void* output;
     const void* query;
     const int* tables;
-    // The number of shares, each one's first piece, and the number of pieces.
+    // The numbers of shares and of pieces, each share's first piece, the number of pieces.
     const int* shares;
     const Piece* pieces;
     int* counters;    // [S, K]: pieces done; zero before and after a launch
@@ -48,14 +49,32 @@ struct Arguments {
     int halves_per_block;
 };
 
+// What the warp that copies says of a tile in the ring.
+struct alignas(16) Tile {
+    int rows_and_flags;  // of keys, in the lowest byte
+    int sequence;
+    int number, count;  // of the piece, and of pieces of the sequence
+    int first_cut;      // with FINISHES: the other piece of this block that may be cut
+    int unused[3];
+};
+
+constexpr int BEGINS = 256;     // a piece
+constexpr int ENDS = 512;       // a piece
+constexpr int FINISHES = 1024;  // cut pieces have ended
+constexpr int IS_FINAL = 2048;  // nothing comes behind
+
 template <int HEAD>
 struct Shape {
     static constexpr int PANELS = HEAD / PANEL;
     static constexpr int TILE_BYTES = KEYS * HEAD * 2;
     static constexpr int STAGES = STAGE_BYTES_OF_ALL / (2 * TILE_BYTES);
-    static constexpr int EXCHANGE = STAGE_BYTES_OF_ALL;
-    static constexpr int STATISTICS = EXCHANGE + CONSUMER_WARPS * MAX_GROUP * HEAD * 4;
-    static constexpr int BARRIERS = STATISTICS + CONSUMER_WARPS * MAX_GROUP * 8;
+    static constexpr int QUERY_BYTES = MAX_GROUP * HEAD * 2;
+    static constexpr int QUERIES = STAGE_BYTES_OF_ALL;  // one a stage, where a piece begins
+    static constexpr int EXCHANGE = QUERIES + STAGES * QUERY_BYTES;
+    static constexpr int EXCHANGE_ROW = HEAD + 4;  // so that rows begin in different banks
+    static constexpr int STATISTICS = EXCHANGE + CONSUMER_WARPS * EXCHANGED * EXCHANGE_ROW * 4;
+    static constexpr int TILES = STATISTICS + CONSUMER_WARPS * EXCHANGED * 8;
+    static constexpr int BARRIERS = TILES + STAGES * static_cast<int>(sizeof(Tile));
     static constexpr int FLAGS = BARRIERS + 16 * STAGES;
 };
 
@@ -84,6 +103,30 @@ __device__ __forceinline__ Piece read_piece(const Piece* piece) {
     const int4 a = __ldcg(words), b = __ldcg(words + 1);
     return {a.x, a.y, a.z, a.w, b.x, b.y, b.z, b.w};
 }
+
+// The pieces of a block: a share; or, where every share is one piece, several in turn.
+struct Walk {
+    int number, end, stride;
+    bool is_share;
+
+    __device__ __forceinline__ Walk(const Arguments& a, int program, int programs) {
+        const int shares = __ldcg(a.shares), pieces = __ldcg(a.shares + 1);
+        const int first = __ldcg(a.shares + 2 + program);
+        const int behind = __ldcg(a.shares + 3 + program);
+        is_share = shares != pieces;
+        number = is_share ? first : program;
+        end = program >= shares ? number : is_share ? behind : pieces;
+        stride = is_share ? 1 : programs;
+    }
+
+    __device__ __forceinline__ bool is_over() const { return number >= end; }
+
+    // The piece so many steps ahead, or the last one.
+    __device__ __forceinline__ Piece ahead(const Arguments& a, int steps) const {
+        const int at = number + steps * stride;
+        return read_piece(a.pieces + (at < end ? at : number));
+    }
+};
 
 __device__ __forceinline__ int tiles_of(const Piece& piece) {
     return max(1, (piece.end - piece.start + KEYS - 1) / KEYS);

@@ -21,20 +21,40 @@ __device__ __forceinline__ void load_matrices(u32 (&to)[4], u32 address) {
     }
 }
 
-// sum [16, 8] += a [16, 16] @ b [16, 8] by a warp. The lower 8 rows of `a` are zero.
+// sum [16, 8] += a [16, 16] @ b [16, 8] by a warp.
 template <bool IS_BF16>
-__device__ __forceinline__ void multiply(float (&sum)[4], u32 a0, u32 a2, u32 b0, u32 b1) {
+__device__ __forceinline__ void multiply(float (&sum)[4], const u32 (&a)[4], u32 b0, u32 b1) {
 #define WARP_PRODUCT(TYPE)                                                                \
     asm volatile("mma.sync.aligned.m16n8k16.row.col.f32." TYPE "." TYPE                   \
-                 ".f32 {%0, %1, %2, %3}, {%4, %5, %6, %5}, {%7, %8}, {%0, %1, %2, %3};"   \
+                 ".f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"   \
                  : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3])                 \
-                 : "r"(a0), "r"(0), "r"(a2), "r"(b0), "r"(b1))
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1))
     if constexpr (IS_BF16) {
         WARP_PRODUCT("bf16");
     } else {
         WARP_PRODUCT("f16");
     }
 #undef WARP_PRODUCT
+}
+
+// The transpose of an 8x8 matrix of 2 bytes in a warp's registers.
+__device__ __forceinline__ u32 transposed(u32 matrix) {
+    u32 result;
+    asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(result) : "r"(matrix));
+    return result;
+}
+
+// Over the lanes that hold the same columns of a result.
+__device__ __forceinline__ float most_of_column(float x) {
+#pragma unroll
+    for (int i = 4; i < 32; i *= 2) x = fmaxf(x, __shfl_xor_sync(~0u, x, i));
+    return x;
+}
+
+__device__ __forceinline__ float sum_of_column(float x) {
+#pragma unroll
+    for (int i = 4; i < 32; i *= 2) x += __shfl_xor_sync(~0u, x, i);
+    return x;
 }
 
 // Where 16 bytes of a token lie in a tile of keys or values.
@@ -44,6 +64,8 @@ __device__ __forceinline__ u32 place_of(int token, int chunk) {
     return row * ROW_BYTES + ((chunk % 8) ^ (row % 8)) * 16;
 }
 
+// Keys are the rows of the first product and head dims those of the second, so that the
+// queries of a group, 8 at most, fill the columns of both.
 template <bool IS_BF16, int HEAD>
 struct Multiplier {
     using S = Shape<HEAD>;
@@ -55,28 +77,27 @@ struct Multiplier {
     int kv_head, warp, lane;
 
     u32 query[STEPS][2];
-    float sum[2 * STEPS][4];
-    float top, total;  // of this lane's row, the total of this lane's columns only
+    // Dims lane / 4 and that + 8 of 16, of the queries lane % 4 * 2 and the next.
+    float sum[STEPS][4];
+    float top[2], total[2];  // of these queries, the total of this lane's keys only
 
-    __device__ __forceinline__ void begin(const Piece& piece) {
+    __device__ __forceinline__ void begin() {
         const int row = lane / 4;
-        const char* head = static_cast<const char*>(a.query) +
-                           2 * (piece.sequence * a.query_stride +
-                                static_cast<long long>(kv_head * a.group + row) * HEAD);
+        const char* own = memory + S::QUERIES + ring.slot * S::QUERY_BYTES + row * HEAD * 2;
 #pragma unroll
         for (int step = 0; step < STEPS; ++step)
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
                 const int column = step * 16 + half * 8 + lane % 4 * 2;
                 query[step][half] =
-                    row < a.group ? *reinterpret_cast<const u32*>(head + 2 * column) : 0;
+                    row < a.group ? *reinterpret_cast<const u32*>(own + 2 * column) : 0;
             }
 #pragma unroll
-        for (int i = 0; i < 2 * STEPS; ++i)
+        for (int i = 0; i < STEPS; ++i)
 #pragma unroll
             for (int j = 0; j < 4; ++j) sum[i][j] = 0;
-        top = minus_infinity();
-        total = 0;
+        top[0] = top[1] = minus_infinity();
+        total[0] = total[1] = 0;
     }
 
     // Values behind the sequence's end may be anything, also what is not a number.
@@ -93,97 +114,103 @@ struct Multiplier {
         __syncwarp();
     }
 
-    __device__ __forceinline__ void score(float (&low)[4], float (&high)[4], u32 keys) {
-        const int row = warp * WARP_KEYS + lane / 16 * 8 + lane % 8;
+    // Keys lane / 4 and that + 8, of the queries lane % 4 * 2 and the next.
+    __device__ __forceinline__ void score(float (&scores)[4], u32 keys) {
+        const int row = warp * WARP_KEYS + lane / 8 % 2 * 8 + lane % 8;
+        float odd[4] = {0, 0, 0, 0};
 #pragma unroll
         for (int step = 0; step < STEPS; ++step) {
-            const int chunk = step * 2 + lane / 8 % 2;
             u32 matrices[4];
-            load_matrices<false>(matrices, keys + place_of<HEAD>(row, chunk));
-            multiply<IS_BF16>(low, query[step][0], query[step][1], matrices[0], matrices[1]);
-            multiply<IS_BF16>(high, query[step][0], query[step][1], matrices[2], matrices[3]);
+            load_matrices<false>(matrices, keys + place_of<HEAD>(row, step * 2 + lane / 16));
+            multiply<IS_BF16>(step % 2 ? odd : scores, matrices, query[step][0],
+                              query[step][1]);
         }
+#pragma unroll
+        for (int i = 0; i < 4; ++i) scores[i] += odd[i];
     }
 
     __device__ __forceinline__ void add_values(u32 weights_low, u32 weights_high, u32 values) {
-        const int row = warp * WARP_KEYS + lane / 8 % 2 * 8 + lane % 8;
+        const int row = warp * WARP_KEYS + lane / 16 * 8 + lane % 8;
 #pragma unroll
         for (int step = 0; step < STEPS; ++step) {
-            const int chunk = step * 2 + lane / 16;
             u32 matrices[4];
-            load_matrices<true>(matrices, values + place_of<HEAD>(row, chunk));
-            multiply<IS_BF16>(sum[2 * step], weights_low, weights_high, matrices[0],
-                              matrices[1]);
-            multiply<IS_BF16>(sum[2 * step + 1], weights_low, weights_high, matrices[2],
-                              matrices[3]);
+            load_matrices<true>(matrices,
+                                values + place_of<HEAD>(row, step * 2 + lane / 8 % 2));
+            multiply<IS_BF16>(sum[step], matrices, weights_low, weights_high);
         }
     }
 
     // This warp's keys of the tile in the ring's slot, the first `valid` of them.
     __device__ __forceinline__ void take(int valid) {
         const u32 keys = shared + ring.slot * 2 * S::TILE_BYTES;
-        float low[4] = {0, 0, 0, 0}, high[4] = {0, 0, 0, 0};
-        score(low, high, keys);
-        const int column = lane % 4 * 2;
-        float scores[4] = {low[0], low[1], high[0], high[1]};
+        float scores[4] = {0, 0, 0, 0};
+        score(scores, keys);
 #pragma unroll
         for (int i = 0; i < 4; ++i)
-            if (column + i % 2 + i / 2 * 8 >= valid) scores[i] = minus_infinity();
-        float most = fmaxf(fmaxf(scores[0], scores[1]), fmaxf(scores[2], scores[3]));
-        most = fmaxf(most, __shfl_xor_sync(~0u, most, 1));
-        most = fmaxf(most, __shfl_xor_sync(~0u, most, 2));
-        // The first key is valid, so this is finite.
-        const float new_top = fmaxf(top, most * a.scale_log2);
-        const float decay = exp2_fast(top - new_top);
-        top = new_top;
-        total *= decay;
+            if (lane / 4 + i / 2 * 8 >= valid) scores[i] = minus_infinity();
+        float decay[2];
 #pragma unroll
-        for (int i = 0; i < 4; ++i) {
+        for (int i = 0; i < 2; ++i) {
+            const float most = most_of_column(fmaxf(scores[i], scores[i + 2]));
+            // The first key is valid, so this is finite.
+            const float new_top = fmaxf(top[i], most * a.scale_log2);
+            decay[i] = exp2_fast(top[i] - new_top);
+            top[i] = new_top;
             scores[i] = exp2_fast(scores[i] * a.scale_log2 - new_top);
-            total += scores[i];
+            scores[i + 2] = exp2_fast(scores[i + 2] * a.scale_log2 - new_top);
+            total[i] = total[i] * decay[i] + scores[i] + scores[i + 2];
         }
 #pragma unroll
-        for (int i = 0; i < 2 * STEPS; ++i) {
-            sum[i][0] *= decay;
-            sum[i][1] *= decay;
-        }
+        for (int i = 0; i < STEPS; ++i)
+#pragma unroll
+            for (int j = 0; j < 4; ++j) sum[i][j] *= decay[j % 2];
         if (valid < WARP_KEYS) clear_values(keys + S::TILE_BYTES, valid);
-        add_values(pack<IS_BF16>(scores[0], scores[1]), pack<IS_BF16>(scores[2], scores[3]),
-                   keys + S::TILE_BYTES);
+        add_values(transposed(pack<IS_BF16>(scores[0], scores[1])),
+                   transposed(pack<IS_BF16>(scores[2], scores[3])), keys + S::TILE_BYTES);
     }
 
     // What the warps have of a piece, weighed: the output, or a partial result.
-    __device__ void end(const Piece& piece, int number) {
-        total += __shfl_xor_sync(~0u, total, 1);
-        total += __shfl_xor_sync(~0u, total, 2);
+    __device__ void end(const Tile& tile) {
+        total[0] = sum_of_column(total[0]);
+        total[1] = sum_of_column(total[1]);
         float* exchange = reinterpret_cast<float*>(memory + S::EXCHANGE);
         float2* statistics = reinterpret_cast<float2*>(memory + S::STATISTICS);
-        named_wait(IS_FREE, CONSUMERS);
-        const int row = lane / 4;
-        if (row < a.group) {
-            float* own = exchange + (warp * MAX_GROUP + row) * HEAD + lane % 4 * 2;
+        for (int first = 0; first < a.group; first += EXCHANGED) {
+            named_wait(IS_FREE, CONSUMERS);
 #pragma unroll
-            for (int i = 0; i < 2 * STEPS; ++i)
-                *reinterpret_cast<float2*>(own + i * 8) = make_float2(sum[i][0], sum[i][1]);
-            if (lane % 4 == 0) statistics[warp * MAX_GROUP + row] = make_float2(top, total);
+            for (int j = 0; j < 2; ++j) {
+                const int row = lane % 4 * 2 + j - first;
+                if (row < 0 || row >= EXCHANGED) continue;
+                const int place = warp * EXCHANGED + row;
+                float* own = exchange + place * S::EXCHANGE_ROW + lane / 4;
+#pragma unroll
+                for (int i = 0; i < STEPS; ++i) {
+                    own[i * 16] = sum[i][j];
+                    own[i * 16 + 8] = sum[i][j + 2];
+                }
+                if (lane < 4) statistics[place] = make_float2(top[j], total[j]);
+            }
+            named_wait(IS_THERE, CONSUMERS);
+            const int row = threadIdx.x * 4 / HEAD;
+            if (row < EXCHANGED && first + row < a.group)
+                weigh_warps(tile, first, row, threadIdx.x * 4 % HEAD, exchange, statistics);
         }
-        named_wait(IS_THERE, CONSUMERS);
-        for (int at = threadIdx.x * 4; at < a.group * HEAD; at += CONSUMERS * 4)
-            weigh_warps(piece, number, at / HEAD, at % HEAD, exchange, statistics);
     }
 
-    __device__ __forceinline__ void weigh_warps(const Piece& piece, int number, int row,
+    __device__ __forceinline__ void weigh_warps(const Tile& tile, int first, int row,
                                                 int column, const float* exchange,
                                                 const float2* statistics) {
         float most = minus_infinity(), all = 0;
+#pragma unroll
         for (int i = 0; i < CONSUMER_WARPS; ++i)
-            most = fmaxf(most, statistics[i * MAX_GROUP + row].x);
+            most = fmaxf(most, statistics[i * EXCHANGED + row].x);
         float4 value = make_float4(0, 0, 0, 0);
+#pragma unroll
         for (int i = 0; i < CONSUMER_WARPS; ++i) {
-            const float2 own = statistics[i * MAX_GROUP + row];
+            const float2 own = statistics[i * EXCHANGED + row];
             const float weight = own.y > 0 ? exp2_fast(own.x - most) : 0;
             const float4 part = *reinterpret_cast<const float4*>(
-                exchange + (i * MAX_GROUP + row) * HEAD + column);
+                exchange + (i * EXCHANGED + row) * S::EXCHANGE_ROW + column);
             value.x += weight * part.x;
             value.y += weight * part.y;
             value.z += weight * part.z;
@@ -192,12 +219,13 @@ struct Multiplier {
         }
         const float scale = all > 0 ? 1 / all : 0;
         value = make_float4(value.x * scale, value.y * scale, value.z * scale, value.w * scale);
-        const int head = kv_head * a.group + row;
-        if (piece.count == 1) {
-            store(piece.sequence, head * HEAD + column, value);
+        const int head = kv_head * a.group + first + row;
+        if (tile.count == 1) {
+            store(tile.sequence, head * HEAD + column, value);
             return;
         }
-        const long long pair = static_cast<long long>(number) * a.kv_heads * a.group + head;
+        const long long heads = static_cast<long long>(a.kv_heads) * a.group;
+        const long long pair = tile.number * heads + head;
         *reinterpret_cast<float4*>(a.partial + pair * HEAD + column) = value;
         if (column == 0) a.log_sums[pair] = all > 0 ? most + __log2f(all) : minus_infinity();
     }
@@ -270,25 +298,23 @@ struct Multiplier {
               make_float4(value.x * scale, value.y * scale, value.z * scale, value.w * scale));
     }
 
-    __device__ void take_share(int first, int end_of_share) {
-        bool is_cut = false;
-        for (int number = first; number < end_of_share; ++number) {
-            const Piece piece = read_piece(a.pieces + number);
-            is_cut |= piece.count > 1;
-            begin(piece);
-            const int tiles = tiles_of(piece);
-            for (int tile = 0; tile < tiles; ++tile) {
-                const int key = piece.start + tile * KEYS + warp * WARP_KEYS;
-                barrier_wait(ring.full(), ring.parity);
-                if (key < piece.end) take(min(WARP_KEYS, piece.end - key));
-                __syncwarp();
-                if (lane == 0) barrier_arrive(ring.empty());
-                ring.next();
-            }
-            end(piece, number);
+    // All that comes through the ring.
+    __device__ void take_all() {
+        for (int flags = 0; !(flags & IS_FINAL); ring.next()) {
+            barrier_wait(ring.full(), ring.parity);
+            const char* place = memory + S::TILES + ring.slot * sizeof(Tile);
+            const int4 words = *reinterpret_cast<const int4*>(place);
+            const int first_cut = reinterpret_cast<const Tile*>(place)->first_cut;
+            const Tile tile{words.x, words.y, words.z, words.w, first_cut, {}};
+            const int valid = (words.x & 255) - warp * WARP_KEYS;
+            flags = words.x;
+            if (flags & BEGINS) begin();
+            if (valid > 0) take(min(WARP_KEYS, valid));
+            __syncwarp();
+            if (lane == 0) barrier_arrive(ring.empty());
+            if (flags & ENDS) end(tile);
+            if (flags & FINISHES) finish(tile.first_cut, tile.number);
         }
-        // Only the first and the last sequence of a share can have pieces elsewhere.
-        if (is_cut) finish(first, end_of_share - 1);
     }
 };
 
