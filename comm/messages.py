@@ -101,7 +101,7 @@ class Submit(Message):
     timeout_us: int = 0
     """The request ends as TIMED_OUT this long after arrival; 0 means never."""
     adapter_id: int = 0
-    """LoRA task id; 0 means none."""
+    """LoRA task id; 0 without an ``adapter`` means none."""
     embeddings: dict[str, Any] | None = None
     """Prompt table: dtype, shape, data (bytes or a shared-memory descriptor)."""
     requested_outputs: tuple[str, ...] = ()
@@ -111,6 +111,10 @@ class Submit(Message):
     client_request_id: str = ""
     arrival_ns: int = 0
     """Monotonic clock of the front end's host, nanoseconds."""
+    adapter: dict[str, Any] | None = None
+    """What came with the LoRA task: ``weights`` and ``config``, each with ``datatype``,
+    ``shape`` and ``data``, and their ``digest``; or the ``name`` of an adapter instead of an
+    id."""
 
 
 @dataclass(slots=True, kw_only=True)

@@ -9,7 +9,7 @@ from collections.abc import Hashable, Sequence
 
 import numpy as np
 
-from trimaran.comm.errors import ErrorKind, RequestError
+from trimaran.comm.errors import RequestError
 from trimaran.comm.messages import Submit
 from trimaran.comm.sampling_params import SamplingParams
 from trimaran.worker.config import SchedulerConfig
@@ -35,7 +35,6 @@ def request_from(
     Raises:
         RequestError: names the value, what is allowed and the remedy.
     """
-    _refuse_unserved(message)
     sampling = _sampling(message, vocab_size)
     prompt, output = _ids(message.prompt_ids), _ids(message.output_ids)
     _check_prompt(prompt, limits)
@@ -61,20 +60,10 @@ def request_from(
         sequence_index=message.sequence_index,
         priority=message.priority,
         deadline=time.monotonic() + message.timeout_us / 1e6,
-        adapter_id=message.adapter_id,
         cache_salt=message.cache_salt,
         prompt_table=None if table is None else message.embeddings,
         client_id=message.client_request_id,
     )
-
-
-def _refuse_unserved(message: Submit) -> None:
-    if message.adapter_id:
-        raise RequestError(
-            f"LoRA task {message.adapter_id} is asked for but this engine serves no adapters; "
-            "leave lora_task_id unset",
-            ErrorKind.UNSUPPORTED,
-        )
 
 
 def _prompt_table(message: Submit, hidden_size: int) -> PromptTable | None:

@@ -132,6 +132,24 @@ class CacheConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LoraConfig:
+    """How many adapters an engine keeps, and how large they may be."""
+
+    max_adapter_size: int = 64
+    """Largest rank of an adapter's matrices."""
+
+    gpu_memory_fraction: float = 0.05
+    """Share of the memory left beside the model and the KV cache, for adapters in use; 0
+    serves none."""
+
+    host_memory_bytes: int = 1 << 30
+    """A rank's memory for adapters that may be used again."""
+
+    prefetch_dir: str = ""
+    """A folder of adapters, each in a subfolder that is named by its task id, or by a name."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
     """One model's engine."""
 
@@ -167,6 +185,7 @@ class EngineConfig:
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     cache: CacheConfig = field(default_factory=CacheConfig)
+    lora: LoraConfig = field(default_factory=LoraConfig)
 
     def to_wire(self) -> dict[str, Any]:
         """Plain dictionaries, for msgpack."""
@@ -181,6 +200,7 @@ class EngineConfig:
         cache = values["cache"]
         windows = tuple(cache["attention_windows"])
         values["cache"] = CacheConfig(**{**cache, "attention_windows": windows})
+        values["lora"] = LoraConfig(**values["lora"])
         values["gpu_device_ids"] = tuple(values["gpu_device_ids"])
         return cls(**values)
 

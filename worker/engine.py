@@ -102,7 +102,8 @@ class Engine:
             self._config, self._topology, self._tp, self.device, self.depth
         )
         self.runner = self._loaded.runner
-        self.scheduler = Scheduler(self._loaded.limits, self._loaded.cache)
+        self._adapters = self._loaded.adapters
+        self.scheduler = Scheduler(self._loaded.limits, self._loaded.cache, self._adapters)
         self._stats = EngineStats(self._loaded, self.scheduler, self.times)
         # What is alive now stays: the collector need not look at it again.
         gc.collect()
@@ -146,6 +147,7 @@ class Engine:
             self.runner.model.config.hidden_size,
         )
         self.scheduler.check(request)
+        request.adapter_id = self._adapters.enter(message, request)
         self._num_submitted += 1
         self.scheduler.add(request)
         self._timing.submitted(time.perf_counter())
@@ -207,6 +209,7 @@ class Engine:
         step = self.scheduler.schedule()
         if step is not None:
             self._stats.record(step)
+            step.decision.adapter_ops = self._adapters.take_ops()
             self.times.enter(Part.LAUNCH)
             if self._topology.world_size > 1:
                 self._control.broadcast(step.decision.encode())

@@ -21,6 +21,8 @@ from trimaran.worker.input_batch import InputBatch
 from trimaran.worker.kv_cache.host_copies import HostCopies
 from trimaran.worker.kv_cache.manager import KVCacheManager
 from trimaran.worker.kv_cache.sizing import blocks_that_fit, free_bytes
+from trimaran.worker.lora.loading import adapter_bytes, load_adapters
+from trimaran.worker.lora.manager import AdapterManager
 from trimaran.worker.model_runner import KVGroup, ModelRunner, group_layers
 from trimaran.worker.models.interfaces import CausalLM
 from trimaran.worker.models.registry import load_model
@@ -37,6 +39,7 @@ class LoadedEngine:
     cache: KVCacheManager
     limits: SchedulerConfig
     vocab_size: int
+    adapters: AdapterManager
 
     def facts(self, topology: ParallelLayout, depth: int) -> dict[str, Any]:
         """For front ends, logs and metrics."""
@@ -113,9 +116,11 @@ def load_engine(
     if sizes:
         runner.capture_graphs(sizes)
     cache = _make_cache(config.cache, limits, runner, num_blocks)
+    budget = adapter_bytes(config.lora, topology, tp, device, step_bytes)
+    adapters = load_adapters(config.lora, runner, limits, budget)
     gib = num_blocks * _block_bytes(groups, block_size) / 2**30
     logger.info("KV cache ready: %d blocks of %d tokens, %.2f GiB", num_blocks, block_size, gib)
-    return LoadedEngine(runner, cache, limits, vocab_size)
+    return LoadedEngine(runner, cache, limits, vocab_size, adapters)
 
 
 def _make_inputs(

@@ -20,6 +20,7 @@ from trimaran.worker.device_inputs import DeviceInputs
 from trimaran.worker.input_batch import InputBatch, StepInputs
 from trimaran.worker.kept_logits import KeptLogits, LogitsRows
 from trimaran.worker.kv_cache.host_copies import HostCopies, begin_transfers
+from trimaran.worker.lora.store import AdapterStore
 from trimaran.worker.models.interfaces import CausalLM
 from trimaran.worker.prompt_tables import PromptTables
 from trimaran.worker.sampler import SamplerOutput, sample
@@ -100,6 +101,7 @@ class ModelRunner:
         self._kv_caches = _layer_views(groups)
         self._clock = DeviceClock(inputs.device)
         self._graphs: CudaGraphs | None = None
+        self.adapters: AdapterStore | None = None
         self.hosts: list[HostCopies] = []
         """Each group's part of the host's memory, where blocks are kept there."""
         self._copier: Copier | None = None
@@ -134,6 +136,8 @@ class ModelRunner:
     def execute_model(self, decision: SchedulerOutput) -> ModelRunnerOutput:
         """Launch one step. Collective over the tensor group."""
         marks = self._clock.begin()
+        if self.adapters is not None:
+            self.adapters.begin_step(decision)
         for row in decision.finished_rows:
             self.sampling.leave(row)
             self._logits_rows.leave(row)
@@ -163,7 +167,9 @@ class ModelRunner:
     def _run_model(self, decision: SchedulerOutput) -> tuple[Tensor, StepInputs]:
         """Hidden states of the step's tokens: a replayed graph's, or launched one by one."""
         size = 0
-        if self._graphs is not None and decision.num_decodes == len(decision.rows):
+        is_decode = decision.num_decodes == len(decision.rows)
+        # Which adapters a step's tokens use is not in the graphs.
+        if self._graphs is not None and is_decode and not self.model.adapters.is_active:
             size = self._graphs.pick(decision.num_decodes)
         inputs = self.inputs.prepare(decision, size)
         if size:

@@ -13,6 +13,7 @@ from trimaran.worker.config import SchedulerConfig
 from trimaran.worker.growth import GrowthForecast
 from trimaran.worker.kv_cache.manager import KVCacheManager, Prefix
 from trimaran.worker.loads import Loads
+from trimaran.worker.lora.manager import AdapterManager
 from trimaran.worker.request import NEVER, Request, RequestStatus, Sequence
 from trimaran.worker.step_plan import ScheduledStep, StepPlan
 from trimaran.worker.step_types import TransferKind, int32s
@@ -39,9 +40,16 @@ class Scheduler:
     in order, so what a later step writes never reaches an earlier one.
     """
 
-    def __init__(self, config: SchedulerConfig, cache: KVCacheManager) -> None:
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        cache: KVCacheManager,
+        adapters: AdapterManager | None = None,
+    ) -> None:
+        """Without ``adapters`` no request may have one."""
         self.config = config
         self.cache = cache
+        self._adapters = adapters
         self.running: list[Sequence] = []
         self.waiting: list[Sequence] = []
         self.loads = Loads()
@@ -287,6 +295,8 @@ class Scheduler:
         can_wait = missing <= self.config.max_num_batched_tokens
         if missing > plan.budget and can_wait and not self.config.enable_chunked_context:
             return False
+        if not self._has_adapter(sequence):
+            return False
         sequence.num_computed_tokens, copies = cache.begin(blocks, prefix, num_known)
         if sequence.figures is not None:
             num_prompt_blocks = cache.blocks_for(sequence.num_prompt_tokens)
@@ -357,6 +367,11 @@ class Scheduler:
             if computed >= num_known:
                 return self.cache.find_fork(parent.blocks, num_known)
         return self.cache.find_prefix(sequence.blocks, num_known)
+
+    def _has_adapter(self, sequence: Sequence) -> bool:
+        """Whether its adapter, if it has one, is or can be brought where the model runs."""
+        number = sequence.request.adapter_id
+        return not number or self._adapters is None or self._adapters.make_ready(number)
 
     @property
     def _watermark(self) -> int:

@@ -99,6 +99,9 @@ class SchedulerOutput:
     nothing."""
 
     new_rows: list[NewRow] = field(default_factory=list)
+    adapter_ops: list[Any] = field(default_factory=list)
+    """What becomes of cached adapters before anything else; see `lora.store`."""
+
     num_decodes: int = 0
     """How many leading entries compute one token of output; all others stand behind them."""
 
@@ -108,7 +111,7 @@ class SchedulerOutput:
         return int(self.num_scheduled_tokens.sum())
 
     def encode(self) -> bytes:
-        """A msgpack list: two integers, the arrays' raw bytes, the new rows."""
+        """A msgpack list: two integers, the arrays' raw bytes, new rows, adapters."""
         arrays = [getattr(self, name).tobytes() for name in _ARRAYS]
         rows = [
             [
@@ -122,7 +125,9 @@ class SchedulerOutput:
             ]
             for new in self.new_rows
         ]
-        packed: bytes = msgpack.packb([self.step, self.num_decodes, arrays, rows])
+        packed: bytes = msgpack.packb(
+            [self.step, self.num_decodes, arrays, rows, self.adapter_ops]
+        )
         return packed
 
     @classmethod
@@ -133,7 +138,7 @@ class SchedulerOutput:
             ProtocolError: ``payload`` is not an encoded decision.
         """
         try:
-            step, num_decodes, raw_arrays, raw_rows = msgpack.unpackb(
+            step, num_decodes, raw_arrays, raw_rows, adapter_ops = msgpack.unpackb(
                 payload, strict_map_key=False
             )
             arrays = {
@@ -154,7 +159,13 @@ class SchedulerOutput:
                 )
                 for row, ids, num_prompt, index, sampling, adapter, table in raw_rows
             ]
-            return cls(step=step, num_decodes=num_decodes, new_rows=new_rows, **arrays)
+            return cls(
+                step=step,
+                num_decodes=num_decodes,
+                new_rows=new_rows,
+                adapter_ops=adapter_ops,
+                **arrays,
+            )
         except (ValueError, TypeError, msgpack.UnpackException) as error:
             raise ProtocolError(
                 f"cannot decode a step's decision of {len(payload)} bytes: {error}"

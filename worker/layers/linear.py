@@ -78,6 +78,16 @@ class ParallelLinear(nn.Module):
         """Copy this rank's part of a whole tensor; ``shard`` names a part of a fused one."""
         raise NotImplementedError
 
+    @property
+    def output_parts(self) -> dict[str, OutputPart]:
+        """The parts that the outputs consist of, by name, in their order."""
+        raise NotImplementedError
+
+    @property
+    def input_slice(self) -> tuple[int, int, int]:
+        """The first of the inputs that this rank has, how many it has, and of how many."""
+        raise NotImplementedError
+
 
 class MergedColumnParallelLinear(ParallelLinear):
     """Several column-parallel layers with one input, stacked: each rank has a slice of each.
@@ -113,6 +123,16 @@ class MergedColumnParallelLinear(ParallelLinear):
         check_shape(loaded, (part.whole, *tail))
         rows = loaded.narrow(0, part.source, part.rows)
         parameter.data.narrow(0, part.offset, part.rows).copy_(rows)
+
+    @property
+    def output_parts(self) -> dict[str, OutputPart]:
+        """The stacked layers by name."""
+        return self._ranges
+
+    @property
+    def input_slice(self) -> tuple[int, int, int]:
+        """Every rank has all inputs."""
+        return 0, self._in_features, self._in_features
 
 
 class ColumnParallelLinear(MergedColumnParallelLinear):
@@ -227,8 +247,21 @@ class RowParallelLinear(ParallelLinear):
         columns = parameter.shape[1]
         parameter.data.copy_(loaded.narrow(1, self.tp.rank * columns, columns))
 
+    @property
+    def output_parts(self) -> dict[str, OutputPart]:
+        """One part, whole on every rank."""
+        rows = self._whole_shape[0]
+        return {"": OutputPart(rows, rows, 0, 0)}
 
-class _Part:
+    @property
+    def input_slice(self) -> tuple[int, int, int]:
+        """This rank's share of the inputs."""
+        whole = self._whole_shape[1]
+        share = whole // self.tp.size
+        return self.tp.rank * share, share, whole
+
+
+class OutputPart:
     """Where a rank's slice of a whole weight starts, and where it goes in the stack."""
 
     def __init__(self, whole: int, rows: int, source: int, offset: int) -> None:
@@ -238,11 +271,11 @@ class _Part:
         self.offset = offset
 
 
-def _stack(parts: dict[str, tuple[int, int, int]]) -> dict[str, _Part]:
+def _stack(parts: dict[str, tuple[int, int, int]]) -> dict[str, OutputPart]:
     """Stack slices given as (whole rows, local rows, index of the slice)."""
     stacked = {}
     offset = 0
     for name, (whole, rows, index) in parts.items():
-        stacked[name] = _Part(whole, rows, index * rows, offset)
+        stacked[name] = OutputPart(whole, rows, index * rows, offset)
         offset += rows
     return stacked

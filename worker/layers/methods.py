@@ -53,11 +53,22 @@ class UnquantizedLinearMethod:
         return self._linear(x_TD, layer.weight, bias_E)  # type: ignore[arg-type]
 
 
+class AdapterState:
+    """Whether the step that runs has tokens with adapters; one for all layers of a model."""
+
+    __slots__ = ("is_active",)
+
+    def __init__(self) -> None:
+        self.is_active = False
+
+
 class LoRAMethod(Protocol):
     """What adapters add to a linear layer's output."""
 
-    is_active: bool
-    """False lets the layer skip the call."""
+    @property
+    def is_active(self) -> bool:
+        """False lets the layer skip the call."""
+        ...
 
     def apply(self, x_TD: Tensor, output_TE: Tensor) -> Tensor:
         """The output with each token's adapter added."""

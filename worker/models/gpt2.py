@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import cast
+from collections.abc import Mapping
+from typing import ClassVar, cast
 
 from torch import Tensor, nn
 
@@ -117,6 +118,15 @@ class GPT2LMHeadModel(CausalLM):
 
     ignored_weights = (".attn.bias", ".attn.masked_bias")
     name_prefix = "transformer."
+    adapter_modules: ClassVar[Mapping[str, tuple[str, str]]] = {
+        "attn_qkv": ("attention.qkv_proj", "*"),
+        "attn_q": ("attention.qkv_proj", "q"),
+        "attn_k": ("attention.qkv_proj", "k"),
+        "attn_v": ("attention.qkv_proj", "v"),
+        "attn_dense": ("attention.o_proj", ""),
+        "mlp_h_to_4h": ("mlp.up_proj", ""),
+        "mlp_4h_to_h": ("mlp.down_proj", ""),
+    }
 
     def __init__(
         self, config: PretrainedConfig, stage: StageRange, context: LayerContext
@@ -153,8 +163,9 @@ class GPT2LMHeadModel(CausalLM):
             hidden_TD = hidden_TD + self.embed_positions.forward(positions_T)
         assert hidden_TD is not None, "a later stage needs the previous stage's result"
         hidden, residual = hidden_TD, None
-        if self._fused is not None:
-            hidden, residual = self._fused.forward(hidden_TD, positions_T, context)
+        fused = self.fused
+        if fused is not None:
+            hidden, residual = fused.forward(hidden_TD, positions_T, context)
         else:
             for layer, kv_cache in zip(self._stack, context.kv_caches, strict=True):
                 hidden, residual = layer.forward(hidden, residual, kv_cache, context)

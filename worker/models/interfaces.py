@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +13,7 @@ from trimaran.worker.attention.backend import ForwardContext, KVCacheSpec
 from trimaran.worker.layers.embedding import ParallelLMHead, VocabParallelEmbedding
 from trimaran.worker.layers.fused import FusedLayers, fuse_layers
 from trimaran.worker.layers.linear import LayerContext, ParallelLinear
+from trimaran.worker.layers.methods import AdapterState
 from trimaran.worker.pretrained_config import PretrainedConfig
 
 # Shapes: T tokens of the step, D hidden size, N rows whose logits are wanted, V vocabulary.
@@ -79,6 +80,10 @@ class CausalLM(nn.Module):
     name_prefix: str = ""
     """What a checkpoint may put before the names of `checkpoint_weights`."""
 
+    adapter_modules: ClassVar[Mapping[str, tuple[str, str]]] = {}
+    """What adapters can add to, by the names of `lora.layout`: a linear layer's path in a
+    decoder layer, and the part of its output, ``*`` for all parts one after another."""
+
     embed_tokens: VocabParallelEmbedding
     lm_head: ParallelLMHead
     layers: nn.ModuleDict
@@ -90,6 +95,7 @@ class CausalLM(nn.Module):
         self.config = config
         self.stage = stage
         self.context = context
+        self.adapters = AdapterState()
         self._fused: FusedLayers | None = None
 
     def forward(
@@ -135,6 +141,11 @@ class CausalLM(nn.Module):
                 module.method.process_weights_after_loading(module)
         rotary = getattr(self, "rotary", None)
         self._fused = fuse_layers(self.config, self.context, list(self.layers.values()), rotary)
+
+    @property
+    def fused(self) -> FusedLayers | None:
+        """The layers as one operator, unless adapters come between its parts."""
+        return None if self.adapters.is_active else self._fused
 
     @property
     def vocab_size_padded(self) -> int:

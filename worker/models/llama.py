@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import cast
+from collections.abc import Mapping
+from typing import ClassVar, cast
 
 from torch import Tensor, nn
 
@@ -131,6 +132,17 @@ class LlamaForCausalLM(CausalLM):
 
     ignored_weights = ("rotary_emb.inv_freq",)
     name_prefix = "model."
+    adapter_modules: ClassVar[Mapping[str, tuple[str, str]]] = {
+        "attn_qkv": ("attention.qkv_proj", "*"),
+        "attn_q": ("attention.qkv_proj", "q"),
+        "attn_k": ("attention.qkv_proj", "k"),
+        "attn_v": ("attention.qkv_proj", "v"),
+        "attn_dense": ("attention.o_proj", ""),
+        # The replaced converter's names: the gate is h_to_4h.
+        "mlp_h_to_4h": ("mlp.gate_up_proj", "gate"),
+        "mlp_gate": ("mlp.gate_up_proj", "up"),
+        "mlp_4h_to_h": ("mlp.down_proj", ""),
+    }
 
     def __init__(
         self, config: PretrainedConfig, stage: StageRange, context: LayerContext
@@ -170,8 +182,9 @@ class LlamaForCausalLM(CausalLM):
         assert hidden_TD is not None, "a later stage needs the previous stage's result"
         hidden: Tensor | None = hidden_TD
         residual: Tensor | None = None
-        if self._fused is not None:
-            hidden, residual = self._fused.forward(hidden_TD, positions_T, context)
+        fused = self.fused
+        if fused is not None:
+            hidden, residual = fused.forward(hidden_TD, positions_T, context)
         else:
             for layer, kv_cache in zip(self._stack, context.kv_caches, strict=True):
                 hidden, residual = layer.forward(

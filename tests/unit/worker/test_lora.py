@@ -1,0 +1,107 @@
+"""Requests with adapters at the engine: whose tokens they get, and which adapters are kept."""
+
+import pytest
+
+from tests.unit.worker.lora_adapters import greedy, make_adapter, merged, on_the_wire
+from trimaran.comm.errors import RequestError
+
+LENGTH = 12
+
+
+@pytest.fixture(scope="module")
+def adapters(model_folder):
+    """Two adapters by task id; the second has another rank and fewer modules."""
+    return {
+        5: make_adapter(model_folder, seed=5),
+        9: make_adapter(model_folder, seed=9, rank=8, modules=("attn_q", "attn_v", "mlp_gate")),
+    }
+
+
+@pytest.fixture(scope="module")
+def references(model_folder, adapters):
+    """Transformers with each adapter merged in; 0 has none."""
+    return {0: merged(model_folder, [])} | {
+        task: merged(model_folder, adapter) for task, adapter in adapters.items()
+    }
+
+
+def submit(driver, adapters, prompt, task, **fields):
+    """A request that brings its adapter along."""
+    adapter = on_the_wire(adapters[task]) if task else None
+    return driver.submit(prompt, max_tokens=LENGTH, adapter_id=task, adapter=adapter, **fields)
+
+
+@pytest.mark.parametrize("changes", [{}, {"depth": 2, "max_num_batched_tokens": 20}])
+def test_each_request_of_a_mixed_batch_gets_what_its_merged_weights_give(
+    make_engine, adapters, references, prompt_of, changes
+):
+    driver = make_engine(**changes)
+    prompts = [prompt_of(10 + 9 * seed, seed) for seed in range(3)]
+    asked = [(p, task) for p in prompts for task in (0, 5, 9)]
+
+    requests = [submit(driver, adapters, p, task) for p, task in asked]
+    driver.run()
+
+    outputs = [driver.output(request) for request in requests]
+    assert outputs == [greedy(references[task], p, LENGTH) for p, task in asked]
+    assert len({tuple(output) for output in outputs}) == len(outputs)
+    driver.check_idle()
+
+
+def test_a_cached_adapter_needs_its_id_alone_and_an_unknown_id_is_refused(
+    make_engine, adapters, references, prompt_of
+):
+    driver, prompt = make_engine(), prompt_of(20)
+    text = "LoRA task 5 not found in cache. Please send LoRA weights with request"
+    with pytest.raises(RequestError, match=text):
+        driver.submit(prompt, max_tokens=LENGTH, adapter_id=5)
+    submit(driver, adapters, prompt, 5)
+    driver.run()
+
+    again = driver.submit(prompt, max_tokens=LENGTH, adapter_id=5)
+    driver.run()
+
+    assert driver.output(again) == greedy(references[5], prompt, LENGTH)
+
+
+def test_other_weights_under_the_same_id_are_another_adapter(
+    make_engine, adapters, references, prompt_of
+):
+    driver, prompt = make_engine(), prompt_of(40)
+    first = submit(driver, adapters, prompt, 5)
+    driver.step()
+    message = on_the_wire(adapters[9])
+    second = driver.submit(prompt, max_tokens=LENGTH, adapter_id=5, adapter=message)
+    driver.run()
+    third = driver.submit(prompt, max_tokens=LENGTH, adapter_id=5)
+    driver.run()
+
+    assert driver.output(first) == greedy(references[5], prompt, LENGTH)
+    for request in (second, third):
+        # No KV block of the first one's prompt was taken.
+        assert driver.output(request) == greedy(references[9], prompt, LENGTH)
+
+
+def test_adapters_take_turns_where_the_model_runs_and_paused_requests_go_on(
+    make_engine, model_folder, prompt_of
+):
+    adapters = {task: make_adapter(model_folder, seed=task) for task in range(1, 6)}
+    driver = make_engine(max_tokens=80, max_seq_len=64, max_input_len=63)
+    manager = driver.engine._adapters
+    manager._arena.size = int(2.5 * manager._layout.size_of([(1, 0, 4)]) * 14)
+    prompt = prompt_of(10)
+
+    requests = [submit(driver, adapters, prompt, 1 + n // 2) for n in range(10)]
+    most, num_paused = 0, 0
+    while driver.engine.has_work:
+        driver.step()
+        most = max(most, manager.num_on_device)
+        num_paused = max(num_paused, driver.engine.scheduler.num_preempted)
+
+    assert 1 < most < 5
+    assert num_paused
+    for number, request in enumerate(requests):
+        model = merged(model_folder, adapters[1 + number // 2])
+        assert driver.output(request) == greedy(model, prompt, LENGTH)
+    driver.check_idle()
+    assert manager.is_idle

@@ -1,0 +1,34 @@
+"""Places in one piece of memory for adapters of many sizes."""
+
+from __future__ import annotations
+
+
+class Arena:
+    """Hands out contiguous places, the first that fits; elements, not bytes."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self._used: list[tuple[int, int]] = []
+        """(first, size) of what is handed out, ascending."""
+
+    @property
+    def num_used(self) -> int:
+        """Elements that are handed out."""
+        return sum(size for _, size in self._used)
+
+    def take(self, size: int) -> int | None:
+        """The first element of a place of this size; None if no gap holds it."""
+        first = 0
+        for index, (used, length) in enumerate(self._used):
+            if used - first >= size:
+                self._used.insert(index, (first, size))
+                return first
+            first = used + length
+        if self.size - first < size:
+            return None
+        self._used.append((first, size))
+        return first
+
+    def give_back(self, first: int) -> None:
+        """Free the place that begins here."""
+        self._used = [place for place in self._used if place[0] != first]

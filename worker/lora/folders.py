@@ -1,0 +1,64 @@
+"""Adapters in subfolders of one folder, by name or by task id, read when they are needed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from trimaran.worker.lora.formats import (
+    AdapterFormatError,
+    AdapterTensors,
+    is_adapter_folder,
+    read_folder,
+    version_of,
+)
+
+_MAX_ID = (1 << 64) - 1
+
+
+class AdapterFolders:
+    """The subfolders of ``lora_prefetch_dir``. A folder whose name is a number is that task.
+
+    Folders that come later, or whose weights are replaced, are found too.
+    """
+
+    def __init__(self, root: str) -> None:
+        self._root = Path(root) if root else None
+
+    def find(self, key: int | str) -> Path | None:
+        """The folder of a task id or name, if there is one."""
+        name = str(key)
+        if self._root is None or Path(name).name != name:
+            return None
+        folder = self._root / name
+        return folder if is_adapter_folder(folder) else None
+
+    def all(self) -> list[tuple[int | str, Path]]:
+        """All adapters, in order of their names."""
+        return [(key_of(name), self._root / name) for name in self.names() if self._root]
+
+    def names(self) -> list[str]:
+        """The names of all adapters, sorted."""
+        if self._root is None:
+            return []
+        try:
+            return sorted(p.name for p in self._root.iterdir() if is_adapter_folder(p))
+        except OSError as error:
+            raise AdapterFormatError(f"{self._root}: {error.strerror}") from None
+
+    def content(self, folder: Path) -> tuple[str, int]:
+        """Equal as long as the folder's weights are not replaced."""
+        return str(folder), version_of(folder)
+
+    def holds(self, content: object) -> bool:
+        """Whether this content is one of `content`."""
+        return isinstance(content, tuple)
+
+    def read(self, folder: Path) -> AdapterTensors:
+        """The adapter of a folder."""
+        return read_folder(folder)
+
+
+def key_of(name: str) -> int | str:
+    """What an adapter of this name is looked up by: a task id if it is one."""
+    is_task = name.isdecimal() and int(name) <= _MAX_ID and str(int(name)) == name
+    return int(name) if is_task else name

@@ -1,0 +1,181 @@
+"""Which parts of a model's linear layers adapters can add to, and how a rank's share is cut."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from trimaran.worker.layers.linear import ParallelLinear
+from trimaran.worker.models.interfaces import CausalLM
+
+MODULE_NAMES = (
+    "attn_qkv", "attn_q", "attn_k", "attn_v", "attn_dense", "mlp_h_to_4h", "mlp_4h_to_h",
+    "mlp_gate", "cross_attn_qkv", "cross_attn_q", "cross_attn_k", "cross_attn_v",
+    "cross_attn_dense", "moe_h_to_4h", "moe_4h_to_h", "moe_gate", "moe_router",
+)  # fmt: skip
+"""The modules that an adapter can name; a module's place is its number on the wire."""
+
+_ALIGNMENT = 64
+"""Elements: matrices begin at multiples, so that a GPU reads them in wide words."""
+
+# Letters: D rank of an adapter, I inputs and O outputs of a linear layer.
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """One part of one linear layer's output, such as the keys of layer 3."""
+
+    index: int
+    """Place in `AdapterLayout.targets`; the parts of one layer follow each other."""
+
+    whole_inputs: int
+    whole_outputs: int
+    first_input: int
+    num_inputs: int
+    """Inputs that this rank has."""
+
+    first_row: int
+    num_rows: int
+    """Outputs that this rank has, as rows of the whole part."""
+
+    offset: int
+    """Where they begin in this rank's output of the linear layer."""
+
+
+@dataclass(frozen=True, slots=True)
+class Matrices:
+    """What an adapter adds to a module of a layer, ``x @ a.T @ b.T``: a [D, I], b [O, D]."""
+
+    module: int
+    layer: int
+    a: Tensor
+    b: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """A rank's share of two matrices in its adapter's memory."""
+
+    target: int
+    rank: int
+    """Columns of the second matrix, rows of the first."""
+
+    shape: tuple[int, int]
+    """Inputs and outputs of the target on this rank."""
+
+    a: int
+    """First element of the first matrix, [rank, inputs]."""
+
+    b: int
+    """First element of the second one: [outputs, rank], or transposed on a GPU."""
+
+
+@dataclass(frozen=True, slots=True)
+class PackedAdapter:
+    """This rank's share of one adapter: one flat piece of memory."""
+
+    data: Tensor
+    placed: tuple[Placed, ...]
+
+
+class AdapterLayout:
+    """All targets of a rank's model, and where the modules of an adapter go."""
+
+    def __init__(self, model: CausalLM) -> None:
+        self.targets: list[Target] = []
+        self.linears: list[tuple[ParallelLinear, list[Target]]] = []
+        self._modules: dict[tuple[int, int], list[Target]] = {}
+        parts = _parts_by_linear(model.adapter_modules)
+        for number, layer in zip(model.layer_numbers(), model.layers.values(), strict=True):
+            for path, modules in parts.items():
+                linear = layer.get_submodule(path)
+                assert isinstance(linear, ParallelLinear)
+                self._add(number, linear, modules)
+        self.num_layers = model.config.num_hidden_layers
+        self.module_names = tuple(
+            name for name in MODULE_NAMES if any(name in modules for modules in parts.values())
+        )
+
+    def _add(self, layer: int, linear: ParallelLinear, modules: dict[str, str]) -> None:
+        """Number the parts of one layer's output, and list them under their modules."""
+        first_input, num_inputs, whole_inputs = linear.input_slice
+        targets = {}
+        for shard, part in linear.output_parts.items():
+            targets[shard] = Target(
+                index=len(self.targets),
+                whole_inputs=whole_inputs,
+                whole_outputs=part.whole,
+                first_input=first_input,
+                num_inputs=num_inputs,
+                first_row=part.source,
+                num_rows=part.rows,
+                offset=part.offset,
+            )
+            self.targets.append(targets[shard])
+        self.linears.append((linear, list(targets.values())))
+        for name, shard in modules.items():
+            found = list(targets.values()) if shard == "*" else [targets[shard]]
+            self._modules[MODULE_NAMES.index(name), layer] = found
+
+    def shape_of(self, module: int, layer: int) -> tuple[int, int] | None:
+        """Whole inputs and outputs of a module; None if this rank's stage has none such."""
+        targets = self._modules.get((module, layer))
+        if targets is None:
+            return None
+        return targets[0].whole_inputs, sum(target.whole_outputs for target in targets)
+
+    def size_of(self, ranks: Sequence[tuple[int, int, int]]) -> int:
+        """Elements of this rank's share of an adapter of (module, layer, rank)s."""
+        return sum(
+            _padded(rank * target.num_inputs) + _padded(rank * target.num_rows)
+            for module, layer, rank in ranks
+            for target in self._modules.get((module, layer), ())
+        )
+
+    def largest_size(self, rank: int) -> int:
+        """Elements of this rank's share of an adapter of all targets."""
+        return sum(
+            _padded(rank * target.num_inputs) + _padded(rank * target.num_rows)
+            for target in self.targets
+        )
+
+    def pack(
+        self, matrices: Sequence[Matrices], dtype: torch.dtype, *, is_transposed: bool
+    ) -> PackedAdapter:
+        """This rank's share, in the model's dtype; ``is_transposed`` turns the second ones.
+
+        On a GPU's machine the memory is page-locked, so that copies need not wait.
+        """
+        ranks = [(one.module, one.layer, one.a.shape[0]) for one in matrices]
+        size = self.size_of(ranks)
+        data = torch.zeros(size, dtype=dtype, pin_memory=torch.cuda.is_available())
+        placed, place = [], 0
+        for one in matrices:
+            rank, first_row = one.a.shape[0], 0
+            for target in self._modules.get((one.module, one.layer), ()):
+                a = one.a.narrow(1, target.first_input, target.num_inputs)
+                b = one.b.narrow(0, first_row + target.first_row, target.num_rows)
+                first_row += target.whole_outputs
+                at_b = place + _padded(a.numel())
+                data[place : place + a.numel()].view(a.shape).copy_(a)
+                b = b.t() if is_transposed else b
+                data[at_b : at_b + b.numel()].view(b.shape).copy_(b)
+                shape = target.num_inputs, target.num_rows
+                placed.append(Placed(target.index, rank, shape, place, at_b))
+                place = at_b + _padded(b.numel())
+        return PackedAdapter(data, tuple(placed))
+
+
+def _parts_by_linear(modules: Mapping[str, tuple[str, str]]) -> dict[str, dict[str, str]]:
+    """Linear layers by their path in a decoder layer, each with its modules' parts."""
+    found: dict[str, dict[str, str]] = {}
+    for name, (path, shard) in modules.items():
+        found.setdefault(path, {})[name] = shard
+    return found
+
+
+def _padded(size: int) -> int:
+    return -(-size // _ALIGNMENT) * _ALIGNMENT

@@ -1,0 +1,62 @@
+"""The caches of adapters of an engine that is being loaded, and the room that they have."""
+
+from __future__ import annotations
+
+import logging
+
+import torch
+
+from trimaran.comm.collectives import TensorParallelGroup
+from trimaran.comm.topology import ParallelLayout
+from trimaran.worker.config import LoraConfig, SchedulerConfig
+from trimaran.worker.kv_cache.sizing import free_bytes
+from trimaran.worker.lora.layout import AdapterLayout
+from trimaran.worker.lora.manager import AdapterManager
+from trimaran.worker.lora.store import AdapterStore, HostSlots, Slots
+from trimaran.worker.model_runner import ModelRunner
+
+logger = logging.getLogger(__name__)
+
+
+def adapter_bytes(
+    config: LoraConfig,
+    topology: ParallelLayout,
+    tp: TensorParallelGroup,
+    device: torch.device,
+    step_bytes: int,
+) -> int:
+    """Memory for adapters in use, the same on every rank: a share of what the model, the KV
+    cache and a step's own ``step_bytes`` leave. Collective."""
+    left = max(0, free_bytes(device, len(topology.local_ranks)) - step_bytes)
+    mine = int(left * config.gpu_memory_fraction)
+    every = tp.all_gather(torch.tensor([mine], dtype=torch.int64, device=device), 0)
+    return int(every.min())
+
+
+def load_adapters(
+    config: LoraConfig, runner: ModelRunner, limits: SchedulerConfig, budget: int
+) -> AdapterManager:
+    """Let a runner's layers take adapters, and load those of the folder.
+
+    ``budget`` bytes are there for adapters in use, at most one a row.
+    """
+    model = runner.model
+    layout = AdapterLayout(model)
+    num_rows, element_bytes = limits.max_num_seqs, model.dtype.itemsize
+    size = min(budget // element_bytes, num_rows * layout.largest_size(config.max_adapter_size))
+    slots: Slots
+    if model.device.type == "cuda":
+        # Imported only now: a CPU needs no Triton.
+        from trimaran.worker.lora.device_slots import DeviceSlots
+
+        slots = DeviceSlots(model, layout, size, num_rows, config.max_adapter_size)
+    else:
+        slots = HostSlots(model.context.ops, model.adapters)
+    store = AdapterStore(model, layout, slots, num_rows)
+    manager = AdapterManager(layout, config, element_bytes, size, num_rows)
+    for number, tensors in manager.prefetch():
+        store.put(number, tensors)
+    if manager.num_on_host:
+        logger.info("%d LoRA adapters of %s", manager.num_on_host, config.prefetch_dir)
+    runner.adapters = store
+    return manager

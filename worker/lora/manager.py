@@ -1,0 +1,295 @@
+"""Which adapters are kept on the host and which where the model runs: rank 0's decisions."""
+
+from __future__ import annotations
+
+import logging
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from trimaran.comm.errors import ErrorKind, RequestError
+from trimaran.comm.messages import Submit
+from trimaran.worker.config import LoraConfig
+from trimaran.worker.lora.arena import Arena
+from trimaran.worker.lora.folders import AdapterFolders, key_of
+from trimaran.worker.lora.formats import AdapterFormatError, AdapterTensors
+from trimaran.worker.lora.layout import AdapterLayout
+from trimaran.worker.lora.store import DROP, LOAD, PUT
+from trimaran.worker.request import Request
+
+logger = logging.getLogger(__name__)
+
+_MANY = 256
+"""Requests of an adapter from which finished ones are forgotten with each new one."""
+
+Key = int | str
+"""A LoRA task id, or the name of an adapter's folder."""
+
+
+@dataclass(slots=True, eq=False)
+class Adapter:
+    """One version of an adapter."""
+
+    number: int
+    """Never used again: KV blocks and decisions go by it."""
+
+    key: Key
+    size: int
+    """Elements of a rank's share."""
+
+    content: object
+    """Equal for two versions with the same weights."""
+
+    requests: list[Request] = field(default_factory=list)
+    """Those that asked for it: it stays on the host until they are finished."""
+
+    slot: int = -1
+    first: int = -1
+    """Its place in the memory of all, while it has a slot."""
+
+    is_replaced: bool = False
+    """A newer version has its key."""
+
+    @property
+    def is_wanted(self) -> bool:
+        """Whether a request still needs it."""
+        self.requests = [request for request in self.requests if not request.is_finished]
+        return bool(self.requests)
+
+    @property
+    def is_running(self) -> bool:
+        """Whether a sequence with a row needs it: it stays where the model runs."""
+        return any(one.row >= 0 for request in self.requests for one in request.sequences)
+
+
+class AdapterManager:
+    """The caches of adapters: one on the host, one where the model runs.
+
+    Both forget what was used least recently, never what a request uses. What a cache does
+    goes into the next decision, so that all ranks hold the same.
+    """
+
+    def __init__(
+        self,
+        layout: AdapterLayout,
+        config: LoraConfig,
+        element_bytes: int,
+        device_size: int,
+        max_slots: int,
+    ) -> None:
+        """``device_size`` elements of memory are there for adapters in use."""
+        self._layout = layout
+        self._config = config
+        self._element_bytes = element_bytes
+        self._arena = Arena(device_size)
+        self._free_slots = list(range(max_slots - 1, -1, -1))
+        self._folders = AdapterFolders(config.prefetch_dir)
+        self._by_key: dict[Key, Adapter] = {}
+        self._on_host: OrderedDict[int, Adapter] = OrderedDict()
+        self._on_device: OrderedDict[int, Adapter] = OrderedDict()
+        """Both by number, the least recently used first."""
+        self._host_bytes = 0
+        self._last_number = 0
+        self._ops: list[Sequence[Any]] = []
+
+    # ---- requests ------------------------------------------------------------------------
+
+    def enter(self, message: Submit, request: Request) -> int:
+        """The number of the adapter that a request asks for, kept until its end; 0 for none.
+
+        Raises:
+            RequestError: it is not cached and did not come along, or is unusable.
+        """
+        if not message.adapter_id and message.adapter is None:
+            return 0
+        given = message.adapter or {}
+        name = given.get("name", "")
+        key: Key = key_of(name) if name else message.adapter_id
+        try:
+            adapter = self._find(key, given)
+        except AdapterFormatError as error:
+            raise RequestError(f"LoRA task {key}: {error}") from None
+        if len(adapter.requests) >= _MANY:
+            _ = adapter.is_wanted
+        adapter.requests.append(request)
+        self._on_host.move_to_end(adapter.number)
+        return adapter.number
+
+    def _find(self, key: Key, given: dict[str, Any]) -> Adapter:
+        """The adapter of a request: its own, the cached one, or that of a folder."""
+        cached = self._by_key.get(key)
+        if "weights" in given or "config" in given:
+            return self._from_request(key, given, cached)
+        folder = self._folders.find(key)
+        if folder is not None and (cached is None or self._folders.holds(cached.content)):
+            return self._from_folder(key, folder, cached)
+        if cached is not None:
+            return cached
+        if isinstance(key, str):
+            raise RequestError(
+                f"no LoRA adapter is named {key!r}; known names: "
+                f"{', '.join(self._folders.names()) or 'none'} (folders in lora_prefetch_dir)",
+                ErrorKind.NOT_FOUND,
+            )
+        raise RequestError(
+            f"LoRA task {key} not found in cache. Please send LoRA weights with request"
+        )
+
+    def _from_request(self, key: Key, given: dict[str, Any], cached: Adapter | None) -> Adapter:
+        if "weights" not in given or "config" not in given:
+            raise RequestError(
+                f"LoRA task {key}: lora_weights and lora_config must be given together"
+            )
+        content = given.get("digest", b"")
+        if cached is not None and content and cached.content == content:
+            return cached
+        tensors = AdapterTensors.from_wire(given["weights"], given["config"])
+        return self._put(key, tensors, content, given)
+
+    def _from_folder(self, key: Key, folder: Path, cached: Adapter | None) -> Adapter:
+        content = self._folders.content(folder)
+        if cached is not None and cached.content == content:
+            return cached
+        tensors = self._folders.read(folder)
+        return self._put(key, tensors, content, {"folder": str(folder)})
+
+    def prefetch(self) -> list[tuple[int, AdapterTensors]]:
+        """The adapters of all folders, as many as the host cache holds; no decision of them.
+
+        Every rank does this at the start, in one order.
+        """
+        found = []
+        for key, folder in self._folders.all():
+            try:
+                tensors = self._folders.read(folder)
+                adapter = self._put(key, tensors, self._folders.content(folder), {})
+            except (AdapterFormatError, RequestError) as error:
+                logger.error("adapter %s is left out: %s", folder, error)
+                continue
+            found.append((adapter.number, tensors))
+        self._ops.clear()
+        return found
+
+    # ---- the host's cache ----------------------------------------------------------------
+
+    def _put(
+        self,
+        key: Key,
+        tensors: AdapterTensors,
+        content: object,
+        source: dict[str, Any],
+    ) -> Adapter:
+        """Keep a new adapter, or a new version of one."""
+        tensors.check(self._layout, self._config.max_adapter_size)
+        size = self._layout.size_of(tensors.ranks)
+        self._check_fits(size)
+        self._make_room(size)
+        replaced = self._by_key.get(key)
+        if replaced is not None:
+            replaced.is_replaced = True
+            if not replaced.is_wanted:
+                self._drop(replaced)
+        self._last_number += 1
+        adapter = Adapter(number=self._last_number, key=key, size=size, content=content)
+        self._by_key[key] = adapter
+        self._on_host[adapter.number] = adapter
+        self._host_bytes += size * self._element_bytes
+        self._ops.append((PUT, adapter.number, source))
+        return adapter
+
+    def _check_fits(self, size: int) -> None:
+        num_bytes = size * self._element_bytes
+        if size > self._arena.size:
+            raise RequestError(
+                f"the adapter takes {num_bytes} bytes, but the cache beside the model has "
+                f"{self._arena.size * self._element_bytes}. Raise "
+                "lora_cache_gpu_memory_fraction, or lower kv_cache_free_gpu_mem_fraction."
+            )
+        if num_bytes > self._config.host_memory_bytes:
+            raise RequestError(
+                f"the adapter takes {num_bytes} bytes, but the host cache has "
+                f"{self._config.host_memory_bytes}. Raise lora_cache_host_memory_bytes."
+            )
+
+    def _make_room(self, size: int) -> None:
+        """Forget adapters until the host has room for another one."""
+        limit = self._config.host_memory_bytes - size * self._element_bytes
+        idle = [adapter for adapter in self._on_host.values() if not adapter.is_wanted]
+        for adapter in idle:
+            if self._host_bytes <= limit and not adapter.is_replaced:
+                continue
+            self._drop(adapter)
+        if self._host_bytes > limit:
+            raise RequestError(
+                "the host cache of LoRA adapters "
+                f"({self._config.host_memory_bytes} bytes) is full of adapters that running "
+                "requests use. Try again later, or raise lora_cache_host_memory_bytes.",
+                ErrorKind.UNAVAILABLE,
+            )
+
+    def _drop(self, adapter: Adapter) -> None:
+        if adapter.slot >= 0:
+            self._unload(adapter)
+        del self._on_host[adapter.number]
+        if self._by_key.get(adapter.key) is adapter:
+            del self._by_key[adapter.key]
+        self._host_bytes -= adapter.size * self._element_bytes
+        self._ops.append((DROP, adapter.number))
+
+    # ---- where the model runs ------------------------------------------------------------
+
+    def make_ready(self, number: int) -> bool:
+        """Bring an adapter to where the model runs; False if those of running sequences
+        leave no room."""
+        adapter = self._on_host[number]
+        if adapter.slot < 0 and not self._load(adapter):
+            return False
+        self._on_device.move_to_end(number)
+        return True
+
+    def _load(self, adapter: Adapter) -> bool:
+        first = self._arena.take(adapter.size) if self._free_slots else None
+        for other in list(self._on_device.values()) if first is None else ():
+            if first is not None:
+                break
+            if not other.is_running:
+                # What steps in flight read stays until they are through: the load that
+                # overwrites it comes after them.
+                self._unload(other)
+                first = self._arena.take(adapter.size)
+        if first is None:
+            return False
+        adapter.first, adapter.slot = first, self._free_slots.pop()
+        self._on_device[adapter.number] = adapter
+        self._ops.append((LOAD, adapter.number, adapter.slot, first))
+        return True
+
+    def _unload(self, adapter: Adapter) -> None:
+        self._arena.give_back(adapter.first)
+        self._free_slots.append(adapter.slot)
+        adapter.slot = adapter.first = -1
+        del self._on_device[adapter.number]
+
+    # ---- what others are told ------------------------------------------------------------
+
+    def take_ops(self) -> list[Sequence[Any]]:
+        """What the next decision has to say of adapters."""
+        ops, self._ops = self._ops, []
+        return ops
+
+    @property
+    def num_on_host(self) -> int:
+        """Adapters in the host's cache."""
+        return len(self._on_host)
+
+    @property
+    def num_on_device(self) -> int:
+        """Adapters where the model runs."""
+        return len(self._on_device)
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no request and no sequence uses an adapter."""
+        return not any(a.is_wanted for a in self._on_host.values())

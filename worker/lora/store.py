@@ -1,0 +1,171 @@
+"""The adapters that a rank holds, and how they get into its model's linear layers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from trimaran.kernels.dispatch import Ops
+from trimaran.worker.layers.linear import ParallelLinear
+from trimaran.worker.layers.methods import AdapterState
+from trimaran.worker.lora.formats import AdapterTensors, read_folder
+from trimaran.worker.lora.layout import AdapterLayout, PackedAdapter, Target
+from trimaran.worker.lora.step import NO_SLOT, RowSlots, tokens_by_slot
+from trimaran.worker.models.interfaces import CausalLM
+from trimaran.worker.step_types import Int32Array, SchedulerOutput
+
+# Shapes: T tokens of the step, I inputs and O outputs of a linear layer, D adapter size.
+
+PUT, DROP, LOAD = "put", "drop", "load"
+"""What a decision can ask for, in `SchedulerOutput.adapter_ops`: keep an adapter on the host
+(number, its tensors or its folder), forget it (number), bring it to where the model runs
+(number, slot, first element)."""
+
+
+class Slots(Protocol):
+    """The adapters that the model's layers can use, by slot."""
+
+    is_transposed: bool
+    """Whether the second matrices are turned around."""
+
+    def load(self, slot: int, first: int, adapter: PackedAdapter) -> None:
+        """Fill a slot; ``first`` is where the adapter lies in the memory of all."""
+        ...
+
+    def begin(self, slots_T: Int32Array) -> None:
+        """The slots of the next step's tokens."""
+        ...
+
+    def attach(self, linear: ParallelLinear, targets: Sequence[Target]) -> None:
+        """Let a layer add what adapters add to it."""
+        ...
+
+
+class AdapterStore:
+    """One rank's adapters. Rank 0 decides what is kept where; all ranks do it alike."""
+
+    def __init__(
+        self, model: CausalLM, layout: AdapterLayout, slots: Slots, num_rows: int
+    ) -> None:
+        self._layout = layout
+        self._dtype = model.dtype
+        self._slots = slots
+        self._state = model.adapters
+        self._rows = RowSlots(num_rows)
+        self._on_host: dict[int, PackedAdapter] = {}
+        self._slot_of: dict[int, int] = {}
+        for linear, targets in layout.linears:
+            slots.attach(linear, targets)
+
+    def begin_step(self, decision: SchedulerOutput) -> None:
+        """Carry out what a decision says of adapters, and let layers know the step's."""
+        for op in decision.adapter_ops:
+            self._carry_out(op)
+        if self._rows.is_used:
+            for row in decision.finished_rows:
+                self._rows.set(row, NO_SLOT)
+        for new in decision.new_rows:
+            if new.adapter_id:
+                self._rows.set(new.row, self._slot_of[new.adapter_id])
+        slots_T = self._rows.of_tokens(decision) if self._rows.is_used else None
+        self._state.is_active = slots_T is not None
+        if slots_T is not None:
+            self._slots.begin(slots_T)
+
+    def put(self, number: int, tensors: AdapterTensors) -> None:
+        """Keep this rank's share of an adapter."""
+        self._on_host[number] = self._layout.pack(
+            tensors.matrices(self._layout), self._dtype, is_transposed=self._slots.is_transposed
+        )
+
+    def _carry_out(self, op: Sequence[Any]) -> None:
+        kind, number, *rest = op
+        if kind == PUT:
+            self.put(number, _tensors(rest[0]))
+        elif kind == DROP:
+            del self._on_host[number]
+        else:
+            slot, first = rest
+            self._slots.load(slot, first, self._on_host[number])
+            self._slot_of[number] = slot
+
+
+def _tensors(source: dict[str, Any]) -> AdapterTensors:
+    """An adapter's tensors from a message's, or from the folder that every rank can read."""
+    if "folder" in source:
+        return read_folder(Path(source["folder"]))
+    return AdapterTensors.from_wire(source["weights"], source["config"])
+
+
+class HostSlots:
+    """Adapters on a CPU: where they lie is where they are used.
+
+    A token's result does not depend on the tokens beside it, as the product's does not.
+    """
+
+    is_transposed = False
+
+    def __init__(self, ops: Ops, state: AdapterState) -> None:
+        self._ops = ops
+        self._state = state
+        self._matrices: dict[int, dict[int, tuple[Tensor, Tensor]]] = {}
+        self._groups: list[tuple[Tensor, dict[int, tuple[Tensor, Tensor]]]] = []
+
+    def load(self, slot: int, first: int, adapter: PackedAdapter) -> None:
+        """Remember the matrices of a slot by target; ``first`` means nothing here."""
+        self._matrices[slot] = {}
+        for one in adapter.placed:
+            inputs, outputs = one.shape
+            a = adapter.data.narrow(0, one.a, one.rank * inputs).view(one.rank, inputs)
+            b = adapter.data.narrow(0, one.b, one.rank * outputs).view(outputs, one.rank)
+            self._matrices[slot][one.target] = a, b
+
+    def begin(self, slots_T: Int32Array) -> None:
+        """The tokens of the next step, by adapter."""
+        self._groups = [
+            (torch.from_numpy(tokens.astype(np.int64)), self._matrices[slot])
+            for slot, tokens in tokens_by_slot(slots_T)
+        ]
+
+    def attach(self, linear: ParallelLinear, targets: Sequence[Target]) -> None:
+        """Let a layer add what adapters add to it."""
+        linear.lora = _HostAddition(self, self._state, targets)
+
+    def add(self, targets: Sequence[Target], x_TI: Tensor, output_TO: Tensor) -> None:
+        """Add to these targets, in place."""
+        linear = self._ops.linear
+        for tokens, matrices in self._groups:
+            x = x_TI.index_select(0, tokens)
+            for target in targets:
+                found = matrices.get(target.index)
+                if found is not None:
+                    a_DI, b_OD = found
+                    added = linear(linear(x, a_DI), b_OD)
+                    part = output_TO.narrow(1, target.offset, target.num_rows)
+                    part.index_add_(0, tokens, added)
+
+
+class _HostAddition:
+    """What `HostSlots` add to one linear layer."""
+
+    def __init__(
+        self, slots: HostSlots, state: AdapterState, targets: Sequence[Target]
+    ) -> None:
+        self._slots = slots
+        self._state = state
+        self._targets = targets
+
+    @property
+    def is_active(self) -> bool:
+        """Whether the step has tokens with adapters."""
+        return self._state.is_active
+
+    def apply(self, x_TD: Tensor, output_TE: Tensor) -> Tensor:
+        """The output with each token's adapter added, in place."""
+        self._slots.add(self._targets, x_TD, output_TE)
+        return output_TE
