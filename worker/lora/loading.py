@@ -12,7 +12,7 @@ from trimaran.worker.config import LoraConfig, SchedulerConfig
 from trimaran.worker.kv_cache.sizing import free_bytes
 from trimaran.worker.lora.layout import AdapterLayout
 from trimaran.worker.lora.manager import AdapterManager
-from trimaran.worker.lora.store import AdapterStore, HostSlots, Slots
+from trimaran.worker.lora.store import AdapterStore, HostSlots
 from trimaran.worker.model_runner import ModelRunner
 
 logger = logging.getLogger(__name__)
@@ -44,14 +44,10 @@ def load_adapters(
     layout = AdapterLayout(model)
     num_rows, element_bytes = limits.max_num_seqs, model.dtype.itemsize
     size = min(budget // element_bytes, num_rows * layout.largest_size(config.max_adapter_size))
-    slots: Slots
     if model.device.type == "cuda":
-        # Imported only now: a CPU needs no Triton.
-        from trimaran.worker.lora.device_slots import DeviceSlots
-
-        slots = DeviceSlots(model, layout, size, num_rows, config.max_adapter_size)
-    else:
-        slots = HostSlots(model.context.ops, model.adapters)
+        # No room for any: a request with an adapter is refused.
+        return AdapterManager(layout, config, element_bytes, 0, num_rows)
+    slots = HostSlots(model.context.ops, model.adapters)
     store = AdapterStore(model, layout, slots, num_rows)
     manager = AdapterManager(layout, config, element_bytes, size, num_rows)
     for number, tensors in manager.prefetch():
