@@ -147,6 +147,8 @@ class StepOutput(Message):
     """int32, sum of ``num_tokens``."""
     extras: dict[int, dict[str, Any]] = field(default_factory=dict)
     """Row to further outputs: log-probs, logits, performance figures."""
+    bulk: list[int] = field(default_factory=list)
+    """Where large extras are; see `bulk_extras`. Empty if they are in ``extras``."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -192,6 +194,14 @@ class Stop(Message):
 
     number: ClassVar[int] = 10
     client_request_id: str
+
+
+@dataclass(slots=True, kw_only=True)
+class Release(Message):
+    """Front end to engine: the memory of these ``bulk`` payloads is needed no more."""
+
+    number: ClassVar[int] = 13
+    numbers: list[int]
 
 
 # ---- front end <-> first front end ------------------------------------------------------
@@ -322,7 +332,7 @@ _TYPES: dict[int, type[Message]] = {
     cls.number: cls
     for cls in (
         EngineHello, FrontendHello, Submit, Cancel, StepOutput, RequestFailed, StatsReport,
-        Ping, Pong, Stop, Ask, Answer, ChildHello, ChildConfig, ChildState, Command,
+        Ping, Pong, Stop, Release, Ask, Answer, ChildHello, ChildConfig, ChildState, Command,
         ChildRequest,
     )
 }  # fmt: skip

@@ -9,7 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from trimaran.comm.messages import FinishReason, Message, StepOutput
+from trimaran.comm.bulk_extras import unpack
+from trimaran.comm.messages import FinishReason, Message, Release, StepOutput
 from trimaran.server.engine_link import EngineLink
 from trimaran.server.live_request import LiveRequest
 from trimaran.server.routing import GroupLoad
@@ -94,13 +95,21 @@ class EngineGroup:
         if link is not None:
             link.retire()
 
+    def _extras(self, output: StepOutput) -> dict[int, dict[str, Any]]:
+        """What comes with ids, by row. Its memory can be given back once it is open."""
+        if not output.bulk:
+            return output.extras
+        opened = unpack(output)
+        self.tell(Release(numbers=output.bulk[-1:]))
+        return opened
+
     def take_step(self, output: StepOutput) -> None:
         """Give every request of a step its tokens."""
         ids = np.frombuffer(output.request_ids, dtype="<u8").tolist()
         counts = np.frombuffer(output.num_tokens, dtype="<u2").tolist()
         reasons = np.frombuffer(output.finish_reasons, dtype=np.uint8).tolist()
         tokens = np.frombuffer(output.token_ids, dtype="<i4").tolist()
-        live, extras = self.live, output.extras
+        live, extras = self.live, self._extras(output)
         start = 0
         self.load.output_tokens -= len(tokens)
         for row, request_id in enumerate(ids):

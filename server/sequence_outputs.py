@@ -43,7 +43,7 @@ class Progress:
     log_probs: list[float] = field(default_factory=list)
     """Of the ids since `take_log_probs`."""
 
-    logits: dict[str, list[bytes]] = field(default_factory=dict)
+    logits: dict[str, list[bytes | memoryview]] = field(default_factory=dict)
     """By output, what no response has had."""
 
     logits_dtype: str = ""

@@ -66,6 +66,10 @@ def step_outputs(
     return [(source, columns.message(step)) for source, columns in columns_of.items()]
 
 
+def _bytes(tensor: Tensor) -> memoryview:
+    return tensor.numpy().data.cast("B")
+
+
 class StepDetails:
     """What one step's result says beside ids, by sequence."""
 
@@ -107,9 +111,9 @@ def _extras(sequence: Sequence, details: StepDetails | None, has_token: bool) ->
     pieces = details.context_logits.get(sequence)
     if pieces is not None:
         extras["logits_dtype"] = sampling.logits_dtype
-        extras["context_logits"] = [piece.numpy().tobytes() for piece in pieces]
+        extras["context_logits"] = [_bytes(piece) for piece in pieces]
     logits = details.generation_logits.get(sequence)
     if logits is not None and has_token:
         extras["logits_dtype"] = sampling.logits_dtype
-        extras["generation_logits"] = [logits.numpy().tobytes()]
+        extras["generation_logits"] = [_bytes(logits)]
     return extras

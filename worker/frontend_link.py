@@ -150,6 +150,11 @@ class FrontendLinks:
         for connection in list(self._by_source.values()):
             self.send(connection.source, message)
 
+    def is_local(self, source: int) -> bool:
+        """Whether this front end is on this host; one that is gone is not."""
+        connection = self._by_source.get(source)
+        return connection is not None and bool(connection.address.path)
+
     @property
     def num_open(self) -> int:
         """Front ends that have accepted this engine."""

@@ -6,9 +6,19 @@ import logging
 import time
 from typing import TYPE_CHECKING
 
+from trimaran.comm.bulk import BulkSender
+from trimaran.comm.bulk_extras import MAX_REMOTE_BYTES, pack
 from trimaran.comm.control import ControlPlane
 from trimaran.comm.errors import ProtocolError, RequestError
-from trimaran.comm.messages import Cancel, RequestFailed, StatsReport, Stop, Submit
+from trimaran.comm.messages import (
+    Cancel,
+    Release,
+    RequestFailed,
+    StatsReport,
+    StepOutput,
+    Stop,
+    Submit,
+)
 from trimaran.comm.supervisor_link import SupervisorLink
 from trimaran.comm.watchdog import Watchdog
 from trimaran.worker.frontend_link import Arrival, FrontendLinks
@@ -62,6 +72,7 @@ class LeaderLoop:
         self._num_open = 0
         self._was_busy = False
         self._garbage = GarbageCollection()
+        self._bulk = BulkSender()
 
     def run(self) -> None:
         """Serve until the supervisor says shutdown."""
@@ -111,8 +122,10 @@ class LeaderLoop:
         source, message = arrival.source, arrival.message
         if message is None:
             self._engine.drop_source(source)
+            self._bulk.drop(source)
         elif isinstance(message, Submit):
             try:
+                self._check_logits(source, message)
                 self._engine.submit(source, message)
             except RequestError as error:
                 failed = RequestFailed(
@@ -123,14 +136,30 @@ class LeaderLoop:
             self._engine.cancel(source, message.request_ids)
         elif isinstance(message, Stop):
             self._engine.stop(message.client_request_id)
+        elif isinstance(message, Release):
+            self._bulk.release(source, message.numbers)
         else:
             raise ProtocolError(f"a front end sent {type(message).__name__} to an engine")
+
+    def _check_logits(self, source: int, message: Submit) -> None:
+        """Refuse logits that are too long for one message to another host."""
+        if not message.sampling.get("return_context_logits") or self._links.is_local(source):
+            return
+        num_tokens, vocab_size = len(message.prompt_ids) // 4, self._engine.facts()["vocab_size"]
+        num_bytes = 4 * num_tokens * vocab_size
+        if num_bytes > MAX_REMOTE_BYTES:
+            raise RequestError(
+                f"context logits of {num_tokens} tokens are {num_bytes} bytes, but a front end "
+                f"on another host than rank 0 takes {MAX_REMOTE_BYTES}; shorten the prompt"
+            )
 
     def _step(self) -> None:
         self._was_busy = True
         self._watchdog.watch(self._describe)
         result = self._engine.step()
         for source, message in result.messages:
+            if isinstance(message, StepOutput) and message.extras:
+                pack(message, source, self._bulk if self._links.is_local(source) else None)
             self._links.send(source, message)
         self._control.keep_alive()
         self._garbage.after_step()

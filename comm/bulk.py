@@ -1,0 +1,84 @@
+"""Large payloads between processes of one host: nameless shared memory beside a message."""
+
+from __future__ import annotations
+
+import os
+from collections import defaultdict
+from collections.abc import Hashable, Iterable
+
+import numpy as np
+
+from trimaran.comm.errors import ProtocolError
+
+INLINE_BYTES = 64 << 10
+"""Payloads up to here go into the message itself."""
+
+Handle = list[int]
+"""Process id, descriptor, bytes, and the number that gives the memory back."""
+
+
+class BulkSender:
+    """The sending end. Memory is held until its receiver gives it back, or is gone.
+
+    No name in a file system: the kernel frees the memory with the last process that has it,
+    however that ends.
+    """
+
+    def __init__(self) -> None:
+        self._held: dict[Hashable, dict[int, int]] = defaultdict(dict)
+        self._num_sent = 0
+
+    @property
+    def num_held(self) -> int:
+        """Payloads that were not given back."""
+        return sum(map(len, self._held.values()))
+
+    def put(self, receiver: Hashable, parts: Iterable[memoryview]) -> Handle:
+        """Write the parts one after another into new memory; what `open_bulk` needs."""
+        fd = os.memfd_create("trimaran-bulk", os.MFD_CLOEXEC)
+        num_bytes = 0
+        for part in parts:
+            view = part.cast("B")
+            num_bytes += len(view)
+            while view:
+                view = view[os.write(fd, view) :]
+        self._num_sent += 1
+        self._held[receiver][self._num_sent] = fd
+        return [os.getpid(), fd, num_bytes, self._num_sent]
+
+    def release(self, receiver: Hashable, numbers: Iterable[int]) -> None:
+        """The receiver has opened these, or does not want them; unknown ones are ignored."""
+        held = self._held.get(receiver, {})
+        for number in numbers:
+            if number in held:
+                os.close(held.pop(number))
+
+    def drop(self, receiver: Hashable) -> None:
+        """The receiver is gone."""
+        for fd in self._held.pop(receiver, {}).values():
+            os.close(fd)
+
+
+def open_bulk(handle: Handle) -> memoryview:
+    """A copy of a payload: a mapping would cost a descriptor for as long as it is looked at.
+
+    Raises:
+        ProtocolError: the memory cannot be opened, or is shorter.
+    """
+    pid, fd, num_bytes, _ = handle
+    path = f"/proc/{pid}/fd/{fd}"
+    payload = np.empty(num_bytes, dtype=np.uint8).data
+    try:
+        with open(path, "rb", buffering=0) as file:
+            start = 0
+            while start < num_bytes:
+                count = file.readinto(payload[start:])
+                if not count:
+                    raise ProtocolError(f"{path} ends after {start} of {num_bytes} bytes")
+                start += count
+    except OSError as error:
+        raise ProtocolError(
+            f"cannot open {num_bytes} bytes of process {pid} ({path}): {error}. Front end and "
+            "ranks of a host must run as one user with /proc mounted."
+        ) from error
+    return payload
