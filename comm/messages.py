@@ -111,6 +111,9 @@ class Submit(Message):
     client_request_id: str = ""
     arrival_ns: int = 0
     """Monotonic clock of the front end's host, nanoseconds."""
+    retention: dict[str, Any] | None = None
+    """How long KV blocks are kept: ``ranges`` of prompt tokens, each a start, an end, a
+    priority and milliseconds or -1, and the last two for the ``output``."""
     adapter: dict[str, Any] | None = None
     """What came with the LoRA task: ``weights`` and ``config``, each with ``datatype``,
     ``shape`` and ``data``, and their ``digest``; or the ``name`` of an adapter instead of an
@@ -245,6 +248,13 @@ STATS_KEYS = (
     "kv_used_blocks",
     "kv_tokens_per_block",
     "kv_reused_blocks",
+    "kv_host_max_blocks",
+    "kv_host_used_blocks",
+    "kv_host_moved_blocks",
+    "kv_host_loaded_blocks",
+    "v1_batching",
+    "total_generation_tokens",
+    "empty_generation_slots",
     "iteration_counter",
     "timestamp_us",
     "cpu_memory_bytes",

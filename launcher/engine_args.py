@@ -6,9 +6,10 @@ import os
 from dataclasses import dataclass
 
 from trimaran.comm.errors import ConfigError
+from trimaran.launcher.cache_args import cache_config, steps_in_flight
 from trimaran.launcher.gpus import num_visible_gpus, torch_is_cpu_only
 from trimaran.server.model_repository import RepositoryModel
-from trimaran.worker.config import CacheConfig, EngineConfig, ParallelConfig, SchedulerConfig
+from trimaran.worker.config import EngineConfig, ParallelConfig, SchedulerConfig
 from trimaran.worker.engine_folder import EngineFolder, FolderKind
 
 _BATCHING = {
@@ -76,7 +77,7 @@ def engine_config(
         max_cuda_graphs=model.parameters.get_int("cuda_graph_cache_size") or 0,
         parallel=parallel,
         scheduler=_scheduler(model, folder, flags),
-        cache=_cache(model, folder, flags),
+        cache=cache_config(model, flags.tokens_per_block or folder.build.tokens_per_block),
     )
 
 
@@ -131,6 +132,7 @@ def _scheduler(
     built_seqs = _HUGGINGFACE_MAX_NUM_SEQS if is_huggingface else build.max_batch_size
     # Only a batch size that somebody asked for is held against the token budget.
     max_seqs = flags.max_batch_size or min(built_seqs, max_tokens)
+    max_seqs = min(max_seqs, values.get_int("max_num_sequences") or max_seqs)
     chunked = values.get_bool("enable_chunked_context")
     queue = model.config.dynamic_batching.default_queue_policy.max_queue_size
     return SchedulerConfig(
@@ -143,25 +145,7 @@ def _scheduler(
         enable_chunked_context=True if chunked is None else chunked,
         max_queue_size=int(queue),
         expected_output_tokens=flags.expected_output_tokens,
-        depth=flags.depth,
-    )
-
-
-def _cache(model: RepositoryModel, folder: EngineFolder, flags: EngineFlags) -> CacheConfig:
-    values = model.parameters
-    fraction = values.get_float("kv_cache_free_gpu_mem_fraction")
-    if fraction is not None and not 0 < fraction <= 1:
-        raise ConfigError(
-            f"{model.folder}/config.pbtxt: kv_cache_free_gpu_mem_fraction is {fraction} but "
-            "must be above 0 and at most 1"
-        )
-    max_tokens = values.get_int("max_tokens_in_paged_kv_cache")
-    reuse = values.get_bool("enable_kv_cache_reuse")
-    return CacheConfig(
-        tokens_per_block=flags.tokens_per_block or folder.build.tokens_per_block,
-        max_tokens=max_tokens or 0,
-        free_memory_fraction=0.9 if fraction is None else fraction,
-        enable_block_reuse=True if reuse is None else reuse,
+        depth=steps_in_flight(model, flags.depth),
     )
 
 

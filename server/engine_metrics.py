@@ -81,12 +81,36 @@ _FAMILIES: dict[str, tuple[str, str, dict[str, str]]] = {
             "paused_requests": "paused_requests",
         },
     ),
+    "nv_trt_llm_v1_metrics": (
+        "TRT LLM v1-specific metrics",
+        "v1_specific_metric",
+        {
+            "total_context_tokens": "total_context_tokens",
+            "total_generation_tokens": "total_generation_tokens",
+            "empty_generation_slots": "empty_generation_slots",
+        },
+    ),
+    "trimaran_kv_host_blocks": (
+        "KV cache blocks in the host's memory: there is room for max, used hold content; moved "
+        "and loaded are those copied there and back since the start",
+        "type",
+        {
+            "max": "kv_host_max_blocks",
+            "used": "kv_host_used_blocks",
+            "moved": "kv_host_moved_blocks",
+            "loaded": "kv_host_loaded_blocks",
+        },
+    ),
     "nv_trt_llm_general_metrics": (
         "General TRT LLM metrics",
         "general_type",
         {"timestamp": "timestamp_us", "iteration_counter": "iteration_counter"},
     ),
 }
+
+
+# Of these two an engine shows the one of its batching.
+_IN_FLIGHT, _V1 = "nv_trt_llm_inflight_batcher_metrics", "nv_trt_llm_v1_metrics"
 
 
 class EngineMetrics:
@@ -210,9 +234,13 @@ class EngineMetrics:
         used = values.get("kv_used_blocks", 0)
         values["kv_used_fraction"] = used / num_blocks if num_blocks else 0.0
         self._latest[key] = values
+        absent = _IN_FLIGHT if values.get("v1_batching") else _V1
         for name, (_, _, keys) in _FAMILIES.items():
             for label, stat in keys.items():
-                self._gauges[name].labels(*key, label).set(values.get(stat, 0))
+                if name == absent:
+                    self._gauges[name].remove(*key, label)
+                else:
+                    self._gauges[name].labels(*key, label).set(values.get(stat, 0))
 
     def set_info(
         self, model: str, version: str, facts: Mapping[str, Any], group: str = ""

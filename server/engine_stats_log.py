@@ -13,12 +13,9 @@ _NAMES = {
     "Active Request Count": "active_requests",
     "Context Requests": "context_requests",
     "Free KV cache blocks": "kv_free_blocks",
-    "Generation Requests": "generation_requests",
     "Iteration Counter": "iteration_counter",
     "Max KV cache blocks": "kv_max_blocks",
     "Max Request Count": "max_requests",
-    "MicroBatch ID": "micro_batch_id",
-    "Paused Requests": "paused_requests",
     "Reused KV cache blocks": "kv_reused_blocks",
     "Runtime CPU Memory Usage": "cpu_memory_bytes",
     "Runtime GPU Memory Usage": "gpu_memory_bytes",
@@ -29,13 +26,23 @@ _NAMES = {
     "Used KV cache blocks": "kv_used_blocks",
     "Waiting Requests": "waiting_requests",
 }
+_IN_FLIGHT = {
+    "Generation Requests": "generation_requests",
+    "MicroBatch ID": "micro_batch_id",
+    "Paused Requests": "paused_requests",
+}
+_V1 = {
+    "Empty Generation Slots": "empty_generation_slots",
+    "Total Generation Tokens": "total_generation_tokens",
+}
 
 
 def log_engine_stats(model: str, stats: Mapping[str, float]) -> None:
     """Write one JSON line, if the log is verbose."""
     if not stats or not logger.isEnabledFor(logging.DEBUG):
         return
-    values: dict[str, object] = {name: int(stats.get(key, 0)) for name, key in _NAMES.items()}
+    names = {**_NAMES, **(_V1 if stats.get("v1_batching") else _IN_FLIGHT)}
+    values: dict[str, object] = {name: int(stats.get(key, 0)) for name, key in names.items()}
     num_blocks = stats.get("kv_max_blocks", 0)
     used = stats.get("kv_used_blocks", 0)
     values["Fraction used KV cache blocks"] = used / num_blocks if num_blocks else 0.0

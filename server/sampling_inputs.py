@@ -57,12 +57,6 @@ _REFUSED: tuple[tuple[str, str], ...] = (
     ("mrope_rotary_cos_sin", "multimodal positions are not served"),
     ("mrope_position_deltas", "multimodal positions are not served"),
     ("context_phase_params", "disaggregated serving is not served"),
-    ("retention_token_range_starts", "cache retention is not served"),
-    ("retention_token_range_ends", "cache retention is not served"),
-    ("retention_token_range_priorities", "cache retention is not served"),
-    ("retention_token_range_durations_ms", "cache retention is not served"),
-    ("retention_decode_priority", "cache retention is not served"),
-    ("retention_decode_duration_ms", "cache retention is not served"),
 )
 
 

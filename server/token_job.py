@@ -28,6 +28,9 @@ class Sample:
     cache_key: bytes = b""
     """Beside ids, what prompts that share KV have in common."""
 
+    retention: dict[str, Any] | None = None
+    """The field of that name of `Submit`."""
+
 
 @dataclass(slots=True, kw_only=True)
 class TokenJob(InferRequest):
@@ -89,6 +92,7 @@ class TokenStream:
                         sampling=sampling.to_wire(),
                         embeddings=sample.prompt_table,
                         cache_salt=sample.cache_key,
+                        retention=sample.retention,
                         priority=policy.priority(request),
                         streaming=is_incremental,
                         client_request_id=request.id,

@@ -8,6 +8,7 @@ from contextlib import aclosing
 from tritonclient.grpc.model_config_pb2 import ModelConfig
 
 from trimaran.comm.errors import RequestError
+from trimaran.server.cache_inputs import read_retention, salted
 from trimaran.server.inference import InferRequest, InferResponse
 from trimaran.server.model_engines import ModelEngines
 from trimaran.server.model_repository import RepositoryModel
@@ -131,7 +132,8 @@ class TokenModel:
             table = read_table(inputs, request.inputs.get("prompt_embedding_table"))
             prompt = _prompt(inputs, facts, 0 if table is None else table["shape"][0])
             key = cache_key(inputs, len(prompt), table)
-            samples.append(Sample(prompt, sampling, table, key))
+            key = salted(request.parameters, key)
+            samples.append(Sample(prompt, sampling, table, key, read_retention(inputs)))
         return samples
 
 

@@ -13,6 +13,8 @@ from trimaran.comm.errors import RequestError
 from trimaran.comm.messages import Submit
 from trimaran.comm.sampling_params import SamplingParams
 from trimaran.worker.config import SchedulerConfig
+from trimaran.worker.kv_cache.free_blocks import Retention
+from trimaran.worker.kv_cache.manager import RetentionPlan
 from trimaran.worker.prompt_tables import PromptTable
 from trimaran.worker.request import Request
 from trimaran.worker.sampling_rows import SERVED_FIELDS
@@ -61,6 +63,7 @@ def request_from(
         priority=message.priority,
         deadline=time.monotonic() + message.timeout_us / 1e6,
         cache_salt=message.cache_salt,
+        retention=_retention(message, len(prompt)),
         prompt_table=None if table is None else message.embeddings,
         client_id=message.client_request_id,
     )
@@ -102,6 +105,19 @@ def _sampling(message: Submit, vocab_size: int) -> SamplingParams:
             f"one for each of the {vocab_size} vocabulary ids"
         )
     return sampling
+
+
+def _retention(message: Submit, num_prompt_tokens: int) -> RetentionPlan | None:
+    said = message.retention
+    if said is None:
+        return None
+    ranges = tuple(
+        (start, end, Retention(priority, max(0, duration_ms) / 1e3))
+        for start, end, priority, duration_ms in said["ranges"]
+    )
+    priority, duration_ms = said["output"]
+    output = Retention(priority, max(0, duration_ms) / 1e3)
+    return RetentionPlan(ranges, output, num_prompt_tokens)
 
 
 def _ids(raw: bytes) -> array[int]:

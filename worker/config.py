@@ -59,6 +59,11 @@ class SchedulerConfig:
     depth: int = 0
     """Steps in flight: 1 plain, 2 overlapped, 0 what suits the device (GPU 2, CPU 1)."""
 
+    @property
+    def is_v1(self) -> bool:
+        """Whether the strategy is static batching by its old name."""
+        return self.batching.upper() == "V1"
+
     def __post_init__(self) -> None:
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise ConfigError(

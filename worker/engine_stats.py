@@ -53,13 +53,20 @@ class EngineStats:
             "kv_used_blocks": cache.num_blocks - cache.num_free,
             "kv_tokens_per_block": cache.block_size,
             "kv_reused_blocks": cache.num_reused_blocks,
+            "kv_host_max_blocks": sum(host.num_slots for host in cache.hosts),
+            "kv_host_used_blocks": sum(host.num_used for host in cache.hosts),
+            "kv_host_moved_blocks": sum(host.num_stored for host in cache.hosts),
+            "kv_host_loaded_blocks": sum(host.num_loaded for host in cache.hosts),
+            "v1_batching": self._scheduler.config.is_v1,
+            "total_generation_tokens": scheduled - context,
+            "empty_generation_slots": self._scheduler.num_empty_slots,
             "iteration_counter": self._scheduler.step,
             "timestamp_us": time.time_ns() // 1000,
             "cpu_memory_bytes": self._process.memory_info().rss,
             "gpu_memory_bytes": (
                 torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
             ),
-            "pinned_memory_bytes": self._loaded.runner.inputs.pinned_bytes,
+            "pinned_memory_bytes": self._loaded.runner.pinned_bytes,
             **self._times.values(),
         }
         assert values.keys() == set(STATS_KEYS)

@@ -119,6 +119,13 @@ class ModelRunner:
         return 0 if self._graphs is None else len(self._graphs)
 
     @property
+    def pinned_bytes(self) -> int:
+        """Page-locked host memory of this rank."""
+        is_gpu = self.inputs.device.type == "cuda"
+        blocks = sum(host.num_bytes for host in self.hosts) if is_gpu else 0
+        return self.inputs.pinned_bytes + blocks
+
+    @property
     def loaded_step(self) -> int:
         """The last step whose copies from the host are made, with all before it."""
         return min((host.done_step for host in self.hosts), default=0)

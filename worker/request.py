@@ -10,7 +10,7 @@ from typing import Any
 
 from trimaran.comm.messages import FinishReason
 from trimaran.comm.sampling_params import SamplingParams
-from trimaran.worker.kv_cache.manager import SequenceBlocks, root_hash
+from trimaran.worker.kv_cache.manager import RetentionPlan, SequenceBlocks, root_hash
 from trimaran.worker.request_figures import SequenceFigures
 
 NEVER = 1 << 62
@@ -84,6 +84,7 @@ class Sequence:
         """The last step that computes tokens of it."""
         root = root_hash(request.cache_salt, request.adapter_id)
         self.blocks = SequenceBlocks(num_groups, root)
+        self.blocks.retention = request.retention
         self.capacity = 0
         """Tokens that the blocks hold, while it has a row."""
         self.publish_at = 0
@@ -143,6 +144,9 @@ class Request:
 
     adapter_id: int = 0
     cache_salt: bytes = b""
+    retention: RetentionPlan | None = None
+    """How long its KV blocks are kept."""
+
     prompt_table: dict[str, Any] | None = None
     """`PromptTable.to_wire()`."""
 

@@ -7,11 +7,11 @@ from collections import deque
 from collections.abc import Hashable, Iterable
 from operator import attrgetter
 
-from trimaran.comm.errors import ErrorKind, RequestError
 from trimaran.comm.messages import FinishReason
 from trimaran.worker.config import SchedulerConfig
 from trimaran.worker.growth import GrowthForecast
 from trimaran.worker.kv_cache.manager import KVCacheManager, Prefix
+from trimaran.worker.limits import check_limits
 from trimaran.worker.loads import Loads
 from trimaran.worker.lora.manager import AdapterManager
 from trimaran.worker.request import NEVER, Request, RequestStatus, Sequence
@@ -54,7 +54,9 @@ class Scheduler:
         self.waiting: list[Sequence] = []
         self.loads = Loads()
         self.step = 0
-        self._is_static = config.policy == "static_batch" or config.batching.upper() == "V1"
+        self._is_static = config.policy == "static_batch" or config.is_v1
+        self._batch_size = 0
+        """Sequences of the static batch that runs, as it was formed."""
         self._can_preempt = config.policy == "max_utilization" and not self._is_static
         self._free_rows = list(range(config.max_num_seqs - 1, -1, -1))
         self._finished_rows: list[int] = []
@@ -76,34 +78,8 @@ class Scheduler:
         Raises:
             RequestError: names the value, the limit and the remedy.
         """
-        config = self.config
-        num_prompt, num_seqs = request.num_prompt_tokens, request.sampling.num_return_sequences
-        if num_seqs > config.max_num_seqs:
-            raise RequestError(
-                f"num_return_sequences is {num_seqs} but this engine runs at most "
-                f"{config.max_num_seqs} sequences at once. Ask for fewer."
-            )
-        total = num_prompt + request.sampling.max_tokens
-        num_blocks = self._most_held(max(num_prompt, total - 1))
-        if num_blocks > self.cache.num_blocks:
-            raise RequestError(
-                f"a prompt of {num_prompt} tokens and {request.sampling.max_tokens} new ones "
-                f"need {num_blocks} KV cache blocks of {self.cache.block_size} tokens but the "
-                f"cache has {self.cache.num_blocks}. Shorten the prompt, lower max_tokens, or "
-                "give the engine a larger KV cache."
-            )
-        if not config.enable_chunked_context and num_prompt > config.max_num_batched_tokens:
-            raise RequestError(
-                f"a prompt of {num_prompt} tokens exceeds the {config.max_num_batched_tokens} "
-                "tokens of one step (max_num_tokens). Shorten it, or enable chunked context."
-            )
-        limit = config.max_queue_size
         num_queued = len(self.waiting) - len(self._free_rows)
-        if limit and not request.output_ids and num_queued >= limit:
-            raise RequestError(
-                f"Maximum queue size of {limit} has been reached, please try again later",
-                ErrorKind.UNAVAILABLE,
-            )
+        check_limits(request, self.config, self.cache, num_queued)
 
     def add(self, request: Request) -> None:
         """Queue a checked request. A replayed one may turn out to be complete."""
@@ -144,6 +120,12 @@ class Scheduler:
         """Sequences in the queue that ran before."""
         return self._num_preempted
 
+    @property
+    def num_empty_slots(self) -> int:
+        """Sequences of the static batch that have ended before others of it."""
+        is_running = self._is_static and self.running
+        return max(0, self._batch_size - len(self.running)) if is_running else 0
+
     # ---- planning ------------------------------------------------------------------------
 
     def schedule(self) -> ScheduledStep | None:
@@ -156,6 +138,7 @@ class Scheduler:
             self._start_loaded(plan, is_urgent=False)
         if not plan.has_preempted and (was_empty or not self._is_static):
             self._admit(plan)
+            self._batch_size = len(self.running)
         if self.loads and not plan.has_entries:
             self._start_loaded(plan, is_urgent=True)
         if not plan.has_entries:

@@ -7,6 +7,7 @@ from launcher_repository import parse, resolve, write_checkpoint, write_engine, 
 
 from trimaran.comm.errors import ConfigError
 from trimaran.launcher import cli
+from trimaran.worker.config import EngineConfig
 
 
 @pytest.fixture
@@ -95,6 +96,39 @@ def test_repository_keys_reach_the_engine(tmp_path):
     assert group.stats_period_ms == 250
 
 
+def test_keys_of_the_cache_and_of_old_configurations_reach_the_engine(tmp_path):
+    write_model(
+        tmp_path / "repo" / "m",
+        gpt_model_path=str(write_checkpoint(tmp_path / "hf")),
+        max_attention_window_size="16, 4096",
+        sink_token_length="4",
+        kv_cache_host_memory_bytes="1000000",
+        kv_cache_onboard_blocks="True",
+        max_num_sequences="3",
+        enable_trt_overlap="False",
+    )
+    engine = resolve(tmp_path / "repo").groups[0].engine
+    assert engine.cache.attention_windows == (16, 4096)
+    assert (engine.cache.num_sinks, engine.cache.host_bytes) == (4, 1000000)
+    assert (engine.scheduler.max_num_seqs, engine.scheduler.depth) == (3, 1)
+    assert EngineConfig.from_wire(engine.to_wire()) == engine
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "depth"),
+    [
+        ("enable_trt_overlap", "true", 2),
+        ("enable_overlap_scheduler", "false", 1),
+        ("disable_overlap_scheduler", "true", 1),
+        ("disable_overlap_scheduler", "false", 2),
+    ],
+)
+def test_overlap_has_three_names(tmp_path, key, value, depth):
+    checkpoint = write_checkpoint(tmp_path / "hf")
+    write_model(tmp_path / "repo" / "m", gpt_model_path=str(checkpoint), **{key: value})
+    assert resolve(tmp_path / "repo").groups[0].engine.scheduler.depth == depth
+
+
 def test_unfilled_keys_leave_the_defaults(tmp_path):
     write_model(
         tmp_path / "repo" / "m",
@@ -178,6 +212,21 @@ def test_what_cannot_take_effect_is_refused(repository, flags, complaint):
         ({"gpu_device_ids": "0,1,2"}, "places it on 3: num_attention_heads (4) is not"),
         ({"gpu_device_ids": "0;1"}, "names 2 lists for 1 instance(s)"),
         ({"kv_cache_free_gpu_mem_fraction": "1.5"}, "must be above 0 and at most 1"),
+        ({"max_attention_window_size": "4096;8"}, "is '4096;8' but must be a number of tokens"),
+        ({"max_attention_window_size": "0"}, "attention windows are [0] but each must be 1"),
+        ({"sink_token_length": "4"}, "Set max_attention_window_size too"),
+        (
+            {"kv_cache_host_memory_bytes": "9", "kv_cache_onboard_blocks": "False"},
+            "kv_cache_onboard_blocks is False but blocks on the host",
+        ),
+        (
+            {"kv_cache_host_memory_bytes": "9", "enable_kv_cache_reuse": "False"},
+            "Set enable_kv_cache_reuse to True",
+        ),
+        (
+            {"enable_trt_overlap": "True", "disable_overlap_scheduler": "True"},
+            "enable_trt_overlap and disable_overlap_scheduler contradict each other",
+        ),
     ],
 )
 def test_a_wrong_repository_key_is_refused_with_its_file(tmp_path, parameters, complaint):

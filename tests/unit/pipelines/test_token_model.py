@@ -292,7 +292,6 @@ async def test_a_malformed_word_list_is_refused(serve, name, words, text):
             {"prompt_table_extra_ids": [1, 2]},
             "prompt_table_extra_ids has 2 values, but the prompt has 3 tokens",
         ),
-        ({"retention_decode_priority": 50}, "cache retention is not served"),
         (
             {"lookahead_window_size": 4},
             "lookahead_verification_set_size must be given together or not at all",

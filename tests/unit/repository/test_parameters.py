@@ -55,7 +55,7 @@ def test_integers_are_plain_decimal(tmp_path, text):
         ("encoder_engine_dir", "/e", "'/e', but encoder-decoder models are not served"),
         ("lora_prefetch_dir", "/l", "'/l', but LoRA is not served"),
         ("guided_decoding_backend", "xgrammar", "'xgrammar', but guided decoding is not"),
-        ("sink_token_length", "4", "Leave it unset (or set it to 0)."),
+        ("gpu_weights_percent", "0.5", "Leave it unset (or set it to 1)."),
     ],
 )  # fmt: skip
 def test_a_value_that_cannot_be_served_is_refused_by_file_key_and_value(

@@ -149,6 +149,31 @@ def test_an_engines_last_iteration_shows_in_every_in_flight_family():
         assert found == values
 
 
+def test_static_batching_has_metrics_of_its_own(caplog):
+    metrics = Metrics()
+    metrics.add_engine("m", "1")
+    assert "nv_trt_llm_v1_metrics{" not in metrics.render().decode()
+    stats = {"v1_batching": 1, "total_context_tokens": 17, "total_generation_tokens": 3,
+             "empty_generation_slots": 2}  # fmt: skip
+    with caplog.at_level("DEBUG"):
+        metrics.set_engine_stats("m", "1", stats)
+
+    samples = parse(metrics.render())
+    family = {
+        name: samples[of("nv_trt_llm_v1_metrics", "m", v1_specific_metric=name)]
+        for name in (
+            "total_context_tokens",
+            "total_generation_tokens",
+            "empty_generation_slots",
+        )
+    }
+    assert list(family.values()) == [17, 3, 2]
+    assert not [name for name in samples if name.startswith("nv_trt_llm_inflight")]
+    logged = json.loads(caplog.records[0].getMessage().partition(": ")[2])
+    assert (logged["Total Generation Tokens"], logged["Empty Generation Slots"]) == (3, 2)
+    assert "MicroBatch ID" not in logged
+
+
 def test_the_verbose_log_has_the_engines_statistics_as_one_json_line(caplog):
     metrics = Metrics()
     stats = {"active_requests": 5, "kv_max_blocks": 200, "kv_used_blocks": 50,

@@ -200,3 +200,38 @@ def test_every_block_and_slot_has_one_place_over_random_histories(window):
             manager.leave_behind(blocks, blocks.num_published * SIZE) if window else None
         manager.take_transfers()
         manager.check(live)
+
+
+@pytest.mark.parametrize("priority", [10, 35, 90])
+def test_a_request_decides_how_long_its_prompt_stays(make_engine, prompt_of, priority):
+    driver = make_engine(max_tokens=16 * 12)
+    first, second, third = (prompt_of(80, seed) for seed in range(3))
+    retention = {"ranges": [[0, 80, priority, -1]], "output": [35, -1]}
+    for prompt, said in ((second, None), (first, retention), (third, None)):
+        driver.submit(prompt, max_tokens=2, retention=said)
+        driver.run()
+    reused = driver.engine.stats()["kv_reused_blocks"]
+
+    driver.submit(first, max_tokens=2)
+    driver.run()
+
+    # There is room for two prompts and a little: the third took the place of the second,
+    # or of the first if that is worth less.
+    found = driver.engine.stats()["kv_reused_blocks"] - reused
+    assert found == (1 if priority == 10 else 5)
+
+
+def test_static_batches_tell_of_slots_that_wait_for_the_longest(make_engine, prompt_of):
+    driver = make_engine(batching="V1")
+    for length in (2, 9):
+        driver.submit(prompt_of(5, length), max_tokens=length)
+    driver.submit(prompt_of(5, 3), max_tokens=4)
+    seen = []
+    while driver.engine.has_work:
+        driver.step()
+        stats = driver.engine.stats()
+        seen.append((stats["empty_generation_slots"], stats["total_generation_tokens"]))
+
+    assert stats["v1_batching"] == 1
+    assert [slots for slots, _ in seen][:8] == [0, 1, 1, 2, 2, 2, 2, 2]
+    assert [tokens for _, tokens in seen][:8] == [0, 3, 2, 2, 1, 1, 1, 1]

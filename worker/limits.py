@@ -1,0 +1,45 @@
+"""What an engine can never admit, said at once."""
+
+from __future__ import annotations
+
+from trimaran.comm.errors import ErrorKind, RequestError
+from trimaran.worker.config import SchedulerConfig
+from trimaran.worker.kv_cache.manager import KVCacheManager
+from trimaran.worker.request import Request
+
+
+def check_limits(
+    request: Request, config: SchedulerConfig, cache: KVCacheManager, num_queued: int
+) -> None:
+    """Refuse a request that the limits can never admit, or that the queue has no place for.
+
+    Raises:
+        RequestError: names the value, the limit and the remedy.
+    """
+    num_prompt, num_seqs = request.num_prompt_tokens, request.sampling.num_return_sequences
+    if num_seqs > config.max_num_seqs:
+        raise RequestError(
+            f"num_return_sequences is {num_seqs} but this engine runs at most "
+            f"{config.max_num_seqs} sequences at once. Ask for fewer."
+        )
+    total = num_prompt + request.sampling.max_tokens
+    longest = max(num_prompt, total - 1)
+    num_blocks = cache.most_held(longest, config.max_num_batched_tokens)
+    if num_blocks > cache.num_blocks:
+        raise RequestError(
+            f"a prompt of {num_prompt} tokens and {request.sampling.max_tokens} new ones "
+            f"need {num_blocks} KV cache blocks of {cache.block_size} tokens but the "
+            f"cache has {cache.num_blocks}. Shorten the prompt, lower max_tokens, or "
+            "give the engine a larger KV cache."
+        )
+    if not config.enable_chunked_context and num_prompt > config.max_num_batched_tokens:
+        raise RequestError(
+            f"a prompt of {num_prompt} tokens exceeds the {config.max_num_batched_tokens} "
+            "tokens of one step (max_num_tokens). Shorten it, or enable chunked context."
+        )
+    limit = config.max_queue_size
+    if limit and not request.output_ids and num_queued >= limit:
+        raise RequestError(
+            f"Maximum queue size of {limit} has been reached, please try again later",
+            ErrorKind.UNAVAILABLE,
+        )
