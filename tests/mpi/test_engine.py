@@ -16,6 +16,7 @@ from trimaran.comm.topology import ParallelLayout
 from trimaran.worker.candidates import argmax_over_shards
 from trimaran.worker.config import CacheConfig, EngineConfig, RankConfig, SchedulerConfig
 from trimaran.worker.engine import Engine
+from trimaran.worker.prompt_tables import PromptTable
 
 VOCAB = 150
 HAS_GPUS = torch.cuda.device_count() >= mpi.MPI.COMM_WORLD.Get_size()
@@ -118,6 +119,55 @@ def test_all_ranks_together_give_the_tokens_of_one(world, folder, depth):
 
     if world.rank == 0:
         assert all(torch.equal(table, tables[0]) for table in tables)
+    group.close()
+
+
+def tell(engine):
+    """Ids, and logits of prompt and output, of a request with vectors of its own."""
+    table = np.random.default_rng(0).normal(0, 0.3, (3, 64)).astype(np.float32)
+    wants = {"return_context_logits": True, "return_generation_logits": True}
+    submit = Submit(
+        request_id=7,
+        model="m",
+        prompt_ids=pack_ids([5, VOCAB + 2, VOCAB, *range(60), VOCAB + 1]),
+        sampling=SamplingParams(max_tokens=5, **wants).to_wire(),
+        embeddings=PromptTable("FP32", table.shape, table.tobytes()).to_wire(),
+    )
+    engine.submit(0, submit)
+    told = {"ids": [], "context_logits": [], "generation_logits": []}
+    while engine.has_work:
+        for _, message in engine.step().messages:
+            told["ids"] += np.frombuffer(message.token_ids, dtype=np.int32).tolist()
+            for name in ("context_logits", "generation_logits"):
+                told[name] += message.extras[0].get(name, ())
+    logits = [
+        np.frombuffer(b"".join(told[name]), np.float32).reshape(-1, VOCAB)
+        for name in ("context_logits", "generation_logits")
+    ]
+    return told["ids"], *logits
+
+
+def test_logits_and_prompt_tables_are_whole_over_ranks(world, folder):
+    rank_device = torch.device("cuda", world.rank) if HAS_GPUS else torch.device("cpu")
+    group = connect_group(world, rank_device, 20.0)
+    control = connect_control(world, 20.0)
+    layout = ParallelLayout(rank=world.rank, tp_size=world.size, hosts=world.hosts)
+    engine = make_engine(folder, layout, control, group, 2)
+    if world.rank == 0:
+        ids, context, generation = tell(engine)
+        control.close()
+        single = make_engine(
+            folder, ParallelLayout(), LocalControlPlane(), SingleRankGroup(), 1
+        )
+        expected_ids, expected_context, expected_generation = tell(single)
+        assert ids == expected_ids
+        assert context.shape == (64, VOCAB) and generation.shape == (5, VOCAB)
+        np.testing.assert_allclose(context, expected_context, atol=1e-4)
+        np.testing.assert_allclose(generation, expected_generation, atol=1e-4)
+    else:
+        while (payload := control.receive()) is not None:
+            engine.follow(payload)
+    world.barrier(30.0, "all served")
     group.close()
 
 
