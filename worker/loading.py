@@ -112,12 +112,15 @@ def load_engine(
         step_bytes += _num_staged(config.cache, limits) * _block_bytes(groups, block_size)
     num_blocks = _agreed_blocks(config, limits, groups, topology, tp, device, step_bytes)
     runner = make_runner(num_blocks)
+    # Before graphs are captured: they hold what the layers do.
+    budget = adapter_bytes(config.lora, topology, tp, device, step_bytes)
+    adapters = load_adapters(
+        config.lora, runner, limits, budget, is_deterministic=config.deterministic
+    )
     run_small_steps(runner, limits)
     if sizes:
         runner.capture_graphs(sizes)
     cache = _make_cache(config.cache, limits, runner, num_blocks)
-    budget = adapter_bytes(config.lora, topology, tp, device, step_bytes)
-    adapters = load_adapters(config.lora, runner, limits, budget)
     gib = num_blocks * _block_bytes(groups, block_size) / 2**30
     logger.info("KV cache ready: %d blocks of %d tokens, %.2f GiB", num_blocks, block_size, gib)
     return LoadedEngine(runner, cache, limits, vocab_size, adapters)

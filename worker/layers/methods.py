@@ -54,12 +54,16 @@ class UnquantizedLinearMethod:
 
 
 class AdapterState:
-    """Whether the step that runs has tokens with adapters; one for all layers of a model."""
+    """What the layers of a model know of adapters in the step that runs."""
 
-    __slots__ = ("is_active",)
+    __slots__ = ("has_tokens", "is_active")
 
     def __init__(self) -> None:
+        self.has_tokens = False
+        """Whether tokens of the step have adapters."""
         self.is_active = False
+        """Whether layers keep the places free where adapters add: also without such tokens
+        where a token's rounding may not depend on the tokens beside it."""
 
 
 class LoRAMethod(Protocol):

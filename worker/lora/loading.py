@@ -12,7 +12,7 @@ from trimaran.worker.config import LoraConfig, SchedulerConfig
 from trimaran.worker.kv_cache.sizing import free_bytes
 from trimaran.worker.lora.layout import AdapterLayout
 from trimaran.worker.lora.manager import AdapterManager
-from trimaran.worker.lora.store import AdapterStore, HostSlots
+from trimaran.worker.lora.store import AdapterStore, HostSlots, Slots
 from trimaran.worker.model_runner import ModelRunner
 
 logger = logging.getLogger(__name__)
@@ -34,7 +34,12 @@ def adapter_bytes(
 
 
 def load_adapters(
-    config: LoraConfig, runner: ModelRunner, limits: SchedulerConfig, budget: int
+    config: LoraConfig,
+    runner: ModelRunner,
+    limits: SchedulerConfig,
+    budget: int,
+    *,
+    is_deterministic: bool,
 ) -> AdapterManager:
     """Let a runner's layers take adapters, and load those of the folder.
 
@@ -44,11 +49,26 @@ def load_adapters(
     layout = AdapterLayout(model)
     num_rows, element_bytes = limits.max_num_seqs, model.dtype.itemsize
     size = min(budget // element_bytes, num_rows * layout.largest_size(config.max_adapter_size))
-    if model.device.type == "cuda":
-        # No room for any: a request with an adapter is refused.
-        return AdapterManager(layout, config, element_bytes, 0, num_rows)
-    slots = HostSlots(model.context.ops, model.adapters)
-    store = AdapterStore(model, layout, slots, num_rows)
+    is_gpu = model.device.type == "cuda"
+    slots: Slots
+    if is_gpu:
+        # Imported only now: a CPU needs no Triton.
+        from trimaran.worker.lora.device_slots import DeviceSlots
+
+        memory = torch.empty(size, dtype=model.dtype, device=model.device)
+        slots = DeviceSlots(
+            layout, model.adapters, memory, num_rows, config.max_adapter_size,
+            is_deterministic=is_deterministic,
+        )  # fmt: skip
+    else:
+        slots = HostSlots(model.context.ops, model.adapters)
+    store = AdapterStore(
+        model,
+        layout,
+        slots,
+        num_rows,
+        is_always_active=is_gpu and is_deterministic and size > 0,
+    )
     manager = AdapterManager(layout, config, element_bytes, size, num_rows)
     for number, tensors in manager.prefetch():
         store.put(number, tensors)

@@ -50,12 +50,19 @@ class AdapterStore:
     """One rank's adapters. Rank 0 decides what is kept where; all ranks do it alike."""
 
     def __init__(
-        self, model: CausalLM, layout: AdapterLayout, slots: Slots, num_rows: int
+        self,
+        model: CausalLM,
+        layout: AdapterLayout,
+        slots: Slots,
+        num_rows: int,
+        *,
+        is_always_active: bool = False,
     ) -> None:
         self._layout = layout
         self._dtype = model.dtype
         self._slots = slots
         self._state = model.adapters
+        self._state.is_active = self._is_always_active = is_always_active
         self._rows = RowSlots(num_rows)
         self._on_host: dict[int, PackedAdapter] = {}
         self._slot_of: dict[int, int] = {}
@@ -73,7 +80,8 @@ class AdapterStore:
             if new.adapter_id:
                 self._rows.set(new.row, self._slot_of[new.adapter_id])
         slots_T = self._rows.of_tokens(decision) if self._rows.is_used else None
-        self._state.is_active = slots_T is not None
+        self._state.has_tokens = slots_T is not None
+        self._state.is_active = self._is_always_active or slots_T is not None
         if slots_T is not None:
             self._slots.begin(slots_T)
 

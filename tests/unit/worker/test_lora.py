@@ -1,9 +1,12 @@
 """Requests with adapters at the engine: whose tokens they get, and which adapters are kept."""
 
 import pytest
+import torch
 
 from tests.unit.worker.lora_adapters import greedy, make_adapter, merged, on_the_wire
 from trimaran.comm.errors import RequestError
+from trimaran.worker.lora.device_slots import DeviceSlots
+from trimaran.worker.lora.store import AdapterStore
 
 LENGTH = 12
 
@@ -25,17 +28,32 @@ def references(model_folder, adapters):
     }
 
 
+def use_gpu_kernels(driver):
+    """Let the engine keep adapters as on a GPU, and add them by its kernels."""
+    runner, manager = driver.engine.runner, driver.engine._adapters
+    memory = torch.empty(manager._arena.size, dtype=torch.float32)
+    slots = DeviceSlots(
+        manager._layout, runner.model.adapters, memory, 16, 64, is_deterministic=False
+    )
+    runner.adapters = AdapterStore(runner.model, manager._layout, slots, 16)
+
+
 def submit(driver, adapters, prompt, task, **fields):
     """A request that brings its adapter along."""
     adapter = on_the_wire(adapters[task]) if task else None
     return driver.submit(prompt, max_tokens=LENGTH, adapter_id=task, adapter=adapter, **fields)
 
 
-@pytest.mark.parametrize("changes", [{}, {"depth": 2, "max_num_batched_tokens": 20}])
+@pytest.mark.parametrize(
+    ("changes", "has_kernels"),
+    [({}, False), ({"depth": 2, "max_num_batched_tokens": 20}, False), ({}, True)],
+)
 def test_each_request_of_a_mixed_batch_gets_what_its_merged_weights_give(
-    make_engine, adapters, references, prompt_of, changes
+    make_engine, adapters, references, prompt_of, changes, has_kernels
 ):
     driver = make_engine(**changes)
+    if has_kernels:
+        use_gpu_kernels(driver)
     prompts = [prompt_of(10 + 9 * seed, seed) for seed in range(3)]
     asked = [(p, task) for p in prompts for task in (0, 5, 9)]
 

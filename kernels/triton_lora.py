@@ -1,0 +1,161 @@
+"""LoRA adapters on a GPU: two grouped products a layer, for many adapters in one batch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import triton  # type: ignore[import-not-found,import-untyped,unused-ignore]
+import triton.language as tl  # type: ignore[import-not-found,import-untyped,unused-ignore]
+from torch import Tensor
+from triton.language.extra.cuda import (  # type: ignore[import-not-found,import-untyped,unused-ignore]
+    gdc_launch_dependents,
+    gdc_wait,
+)
+
+from trimaran.kernels.adapters import AdapterBlocks, AdapterTables, AdapterTarget
+from trimaran.kernels.triton_launch import Launcher, num_tiles, padded_size
+
+# Shapes: T tokens of the step, I inputs and O outputs, G blocks of M tokens that share an
+# adapter, P targets of the product, C pieces of the inputs, D adapter size.
+
+_MIN_RANK = 16
+"""Least size of a product's side on tensor cores."""
+
+_TILE_I = 128
+_TILE_O = 128
+_MAX_PIECES = 8
+"""The inputs are cut, so that few tokens keep many processors busy."""
+
+
+@triton.jit  # type: ignore[untyped-decorator,unused-ignore]
+def _shrink_kernel(  # type: ignore[no-untyped-def]
+    x, data, places, tokens, slots, inner, width, row_stride, num_targets, first_target,
+    num_parts, piece_width, M: tl.constexpr, D: tl.constexpr, TILE: tl.constexpr,
+    OVERLAPS: tl.constexpr,
+):  # fmt: skip
+    """Program (g * P + p, c): a piece of ``x @ a.T`` of block g for target p."""
+    block = tl.program_id(0) // num_parts
+    part = tl.program_id(0) % num_parts
+    piece = tl.program_id(1)
+    slot = tl.load(slots + block).to(tl.int64)
+    place = places + (slot * num_targets + first_target + part) * 3
+    rank = tl.load(place).to(tl.int32)
+    at_a = tl.load(place + 1)
+    rows = tl.arange(0, M)
+    dims = tl.arange(0, D)
+    token = tl.load(tokens + block * M + rows)
+    source = x + tl.maximum(token, 0).to(tl.int64)[:, None] * row_stride
+    matrix = data + at_a + dims[:, None].to(tl.int64) * width
+    is_token, is_dim = (token >= 0)[:, None], (dims < rank)[:, None]
+    if OVERLAPS:
+        gdc_launch_dependents()
+        gdc_wait()
+    if rank > 0:
+        sums = tl.zeros((M, D), dtype=tl.float32)
+        end = tl.minimum((piece + 1) * piece_width, width)
+        for start in range(piece * piece_width, end, TILE):
+            columns = start + tl.arange(0, TILE)[None, :]
+            is_column = columns < end
+            some_x = tl.load(source + columns, mask=is_token & is_column, other=0.0)
+            some_a = tl.load(matrix + columns, mask=is_dim & is_column, other=0.0)
+            sums = tl.dot(some_x, tl.trans(some_a), sums, input_precision="ieee")
+        first = (piece * tl.num_programs(0) + tl.program_id(0)).to(tl.int64) * M * D
+        tl.store(inner + first + rows[:, None] * D + dims[None, :], sums)
+
+
+@triton.jit  # type: ignore[untyped-decorator,unused-ignore]
+def _expand_kernel(  # type: ignore[no-untyped-def]
+    inner, data, places, tokens, slots, output, row_stride, num_targets, first_target,
+    num_parts, num_pieces, tiles_0, tiles_1, rows_0, rows_1, rows_2, offset_0, offset_1,
+    offset_2, M: tl.constexpr, D: tl.constexpr, TILE: tl.constexpr, OVERLAPS: tl.constexpr,
+):  # fmt: skip
+    """Program (i, g) adds to the i-th tile of the targets' outputs, for block g."""
+    tile, block = tl.program_id(0), tl.program_id(1)
+    part = (tile >= tiles_0).to(tl.int32) + (tile >= tiles_1).to(tl.int32)
+    num_rows = tl.where(part == 0, rows_0, tl.where(part == 1, rows_1, rows_2))
+    offset = tl.where(part == 0, offset_0, tl.where(part == 1, offset_1, offset_2))
+    tile -= tl.where(part == 0, 0, tl.where(part == 1, tiles_0, tiles_1))
+    slot = tl.load(slots + block).to(tl.int64)
+    place = places + (slot * num_targets + first_target + part) * 3
+    rank = tl.load(place).to(tl.int32)
+    at_b = tl.load(place + 2)
+    rows = tl.arange(0, M)
+    dims = tl.arange(0, D)
+    columns = tile * TILE + tl.arange(0, TILE)
+    token = tl.load(tokens + block * M + rows)
+    is_column = (columns < num_rows)[None, :]
+    is_dim = dims < rank
+    if OVERLAPS:
+        gdc_launch_dependents()
+        gdc_wait()
+    if rank > 0:
+        matrix = data + at_b + dims[:, None].to(tl.int64) * num_rows + columns[None, :]
+        some_b = tl.load(matrix, mask=is_dim[:, None] & is_column, other=0.0)
+        first = (block * num_parts + part).to(tl.int64) * M * D
+        source = inner + first + rows[:, None] * D + dims[None, :]
+        piece_size = tl.num_programs(1).to(tl.int64) * num_parts * M * D
+        sums = tl.load(source, mask=is_dim[None, :], other=0.0)
+        for piece in range(1, num_pieces):
+            sums += tl.load(source + piece * piece_size, mask=is_dim[None, :], other=0.0)
+        added = tl.dot(sums.to(some_b.dtype), some_b, input_precision="ieee")
+        target = output + tl.maximum(token, 0).to(tl.int64)[:, None] * row_stride
+        target += offset + columns[None, :]
+        mask = (token >= 0)[:, None] & is_column
+        before = tl.load(target, mask=mask, other=0.0).to(tl.float32)
+        tl.store(target, (before + added).to(output.dtype.element_ty), mask=mask)
+
+
+_shrink = Launcher(_shrink_kernel)
+_expand = Launcher(_expand_kernel)
+
+
+def add_adapters(
+    x_TI: Tensor,
+    output_TO: Tensor,
+    tables: AdapterTables,
+    blocks: AdapterBlocks,
+    targets: Sequence[AdapterTarget],
+) -> None:
+    """As `adapters.add_adapters`, for up to three targets with numbers in a row.
+
+    ``x`` and the output are contiguous in their last dim. The order of summation depends on
+    the width of ``x`` alone.
+    """
+    num_blocks, block_size = blocks.tokens.shape
+    width, num_parts = x_TI.shape[1], len(targets)
+    size = max(_MIN_RANK, padded_size(tables.max_rank))
+    piece_width = num_tiles(num_tiles(width, _TILE_I), _MAX_PIECES) * _TILE_I
+    num_pieces = num_tiles(width, piece_width)
+    inner = torch.empty(
+        (num_pieces, num_blocks, num_parts, block_size, size),
+        dtype=torch.float32,
+        device=x_TI.device,
+    )
+    num_targets, first_target = tables.places.shape[1], targets[0].index
+    _shrink(
+        (num_blocks * num_parts, num_pieces),
+        (
+            x_TI, tables.data, tables.places, blocks.tokens, blocks.slots, inner,
+            width, x_TI.stride(0), num_targets, first_target, num_parts, piece_width,
+        ),
+        (block_size, size, _TILE_I),
+    )  # fmt: skip
+    rows = [target.num_rows for target in targets] + [0] * (3 - num_parts)
+    offsets = [target.offset for target in targets] + [0] * (3 - num_parts)
+    tiles = [num_tiles(count, _TILE_O) for count in rows]
+    ends = [tiles[0], tiles[0] + tiles[1]]
+    if num_parts < 3:
+        # No tile reaches a part that is not there.
+        ends = [
+            end if number < num_parts - 1 else sum(tiles) for number, end in enumerate(ends)
+        ]
+    _expand(
+        (sum(tiles), num_blocks),
+        (
+            inner, tables.data, tables.places, blocks.tokens, blocks.slots,
+            output_TO, output_TO.stride(0), num_targets, first_target, num_parts, num_pieces,
+            *ends, *rows, *offsets,
+        ),
+        (block_size, size, _TILE_O),
+    )  # fmt: skip

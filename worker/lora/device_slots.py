@@ -1,0 +1,113 @@
+"""The adapters in a GPU's memory, and the tokens of a step that use them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from trimaran.kernels.adapters import AdapterBlocks, AdapterTables, AdapterTarget
+from trimaran.kernels.triton_lora import add_adapters
+from trimaran.worker.layers.linear import ParallelLinear
+from trimaran.worker.layers.methods import AdapterState
+from trimaran.worker.lora.layout import AdapterLayout, PackedAdapter, Target
+from trimaran.worker.lora.step import token_blocks
+from trimaran.worker.step_types import Int32Array
+
+_SMALL_BLOCK, _LARGE_BLOCK = 16, 64
+"""Tokens that share the reading of an adapter; a decode has few of each."""
+
+_LARGE_FROM = 32
+"""Tokens of an adapter, on average, from which blocks are large."""
+
+
+class DeviceSlots:
+    """One piece of memory for all adapters, filled by copies in the order of steps.
+
+    A step in flight reads what it was launched with: a copy that overwrites it comes later
+    on the same stream.
+    """
+
+    is_transposed = True
+
+    def __init__(
+        self,
+        layout: AdapterLayout,
+        state: AdapterState,
+        data: Tensor,
+        num_slots: int,
+        max_rank: int,
+        *,
+        is_deterministic: bool,
+    ) -> None:
+        """``data`` is the memory, in the model's dtype; nothing of it is in use yet.
+
+        With ``is_deterministic`` a token's sum does not depend on the tokens beside it.
+        """
+        self._can_grow = not is_deterministic
+        self._state = state
+        self._device = data.device
+        shape = (num_slots, len(layout.targets), 3)
+        places = torch.zeros(shape, dtype=torch.int64, device=data.device)
+        self._tables = AdapterTables(data, places, max_rank)
+        self._blocks: AdapterBlocks | None = None
+
+    def load(self, slot: int, first: int, adapter: PackedAdapter) -> None:
+        """Start the copy of an adapter to where it shall lie, and enter it in the tables."""
+        size = len(adapter.data)
+        self._tables.data.narrow(0, first, size).copy_(adapter.data, non_blocking=True)
+        places = np.zeros(self._tables.places.shape[1:], dtype=np.int64)
+        for one in adapter.placed:
+            places[one.target] = one.rank, first + one.a, first + one.b
+        self._tables.places[slot].copy_(self._send(places))
+
+    def begin(self, slots_T: Int32Array) -> None:
+        """Group the next step's tokens by adapter."""
+        counts = np.unique(slots_T[slots_T >= 0], return_counts=True)[1]
+        is_large = self._can_grow and counts.mean() >= _LARGE_FROM
+        size = _LARGE_BLOCK if is_large else _SMALL_BLOCK
+        tokens, slots = token_blocks(slots_T, size)
+        sent = self._send(np.concatenate([tokens.reshape(-1), slots]))
+        self._blocks = AdapterBlocks(
+            sent[: tokens.size].view(tokens.shape), sent[tokens.size :]
+        )
+
+    def attach(self, linear: ParallelLinear, targets: Sequence[Target]) -> None:
+        """Let a layer add what adapters add to it."""
+        linear.lora = _DeviceAddition(self, self._state, targets)
+
+    def add(self, targets: Sequence[AdapterTarget], x_TI: Tensor, output_TO: Tensor) -> None:
+        """Add to these targets, in place."""
+        assert self._blocks is not None
+        add_adapters(x_TI, output_TO, self._tables, self._blocks, targets)
+
+    def _send(self, array: np.ndarray[tuple[int, ...], np.dtype[np.generic]]) -> Tensor:
+        """A small array on the device; the host does not wait."""
+        tensor = torch.from_numpy(array)
+        if self._device.type == "cpu":
+            return tensor
+        return tensor.pin_memory().to(self._device, non_blocking=True)
+
+
+class _DeviceAddition:
+    """What `DeviceSlots` add to one linear layer."""
+
+    def __init__(
+        self, slots: DeviceSlots, state: AdapterState, targets: Sequence[Target]
+    ) -> None:
+        self._slots = slots
+        self._state = state
+        self._targets = [AdapterTarget(t.index, t.offset, t.num_rows) for t in targets]
+
+    @property
+    def is_active(self) -> bool:
+        """Whether the layer leaves a place for adapters in this step."""
+        return self._state.is_active
+
+    def apply(self, x_TD: Tensor, output_TE: Tensor) -> Tensor:
+        """The output with each token's adapter added, in place."""
+        if self._state.has_tokens:
+            self._slots.add(self._targets, x_TD, output_TE)
+        return output_TE
