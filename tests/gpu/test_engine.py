@@ -147,3 +147,28 @@ def test_noise_bits_and_candidate_order_are_those_of_the_cpu():
     logits = torch.randint(-3, 3, (5, 1000)).float()
     for count in (1, 50, 1000):
         assert torch.equal(largest(logits, count)[1], largest(logits.cuda(), count)[1].cpu())
+
+
+@pytest.mark.parametrize(
+    "cache",
+    [{"attention_windows": (20,), "num_sinks": 3}, {"attention_windows": (9, 1000)}],
+    ids=["sinks", "a layer"],
+)
+def test_windows_give_the_cpus_tokens(folder, cache):
+    cache = {"max_tokens": 512, **cache}
+    expected = serve(make_engine(folder, "cpu", 1, **cache))
+
+    assert serve(make_engine(folder, "cuda", 2, **cache)) == expected
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_blocks_that_come_back_from_the_host_give_the_same_tokens(folder, expected, depth):
+    engine = make_engine(folder, "cuda", depth, max_tokens=160, host_bytes=1 << 20)
+    host = engine.scheduler.cache.hosts[0]
+
+    for _ in range(3):
+        assert serve(engine) == expected
+
+    assert host.num_loaded > 0
+    assert engine.scheduler.cache.num_free == engine.scheduler.cache.num_blocks
+    engine.shutdown()
