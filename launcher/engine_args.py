@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 from dataclasses import dataclass
 
@@ -9,7 +10,7 @@ from trimaran.comm.errors import ConfigError
 from trimaran.launcher.cache_args import cache_config, steps_in_flight
 from trimaran.launcher.gpus import num_visible_gpus, torch_is_cpu_only
 from trimaran.server.model_repository import RepositoryModel
-from trimaran.worker.config import EngineConfig, ParallelConfig, SchedulerConfig
+from trimaran.worker.config import EngineConfig, GuidedConfig, ParallelConfig, SchedulerConfig
 from trimaran.worker.engine_folder import EngineFolder, FolderKind
 
 _BATCHING = {
@@ -75,9 +76,31 @@ def engine_config(
         deterministic=flags.deterministic,
         cuda_graphs=True if graphs is None else graphs,
         max_cuda_graphs=model.parameters.get_int("cuda_graph_cache_size") or 0,
+        guided=_guided(model),
         parallel=parallel,
         scheduler=_scheduler(model, folder, flags),
         cache=cache_config(model, flags.tokens_per_block or folder.build.tokens_per_block),
+    )
+
+
+def _guided(model: RepositoryModel) -> GuidedConfig:
+    values = model.parameters
+    backend = values.get_str("guided_decoding_backend") or ""
+    if backend and importlib.util.find_spec(backend) is None:
+        raise ConfigError(
+            f"{model.config_path}: guided_decoding_backend is {backend}, which is not "
+            "installed. Install the extra 'guided' (pip install 'trimaran[guided]')."
+        )
+    paths = {"tokenizer_dir": "", "xgrammar_tokenizer_info_path": ""}
+    for key in paths if backend else ():
+        path = values.get_str(key) or ""
+        if path and not os.path.exists(path):
+            raise ConfigError(f"{model.config_path}: {key} is {path}, which does not exist")
+        paths[key] = os.path.abspath(path) if path else ""
+    return GuidedConfig(
+        backend=backend,
+        tokenizer_dir=paths["tokenizer_dir"],
+        tokenizer_info_path=paths["xgrammar_tokenizer_info_path"],
     )
 
 

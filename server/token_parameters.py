@@ -73,9 +73,9 @@ TOKEN_PARAMETERS: dict[str, Known] = {
     "speculative_decoding_fast_logits": refused(
         "bool", _NO_DRAFT, "False", "false", "FALSE", "0"
     ),
-    "guided_decoding_backend": refused("str", "guided decoding is not served"),
-    "tokenizer_dir": accepted("str", "it serves guided decoding only"),
-    "xgrammar_tokenizer_info_path": accepted("str", "it serves guided decoding only"),
+    "guided_decoding_backend": served("str", "xgrammar"),
+    "tokenizer_dir": served("str"),
+    "xgrammar_tokenizer_info_path": served("str"),
     "enable_context_fmha_fp32_acc": accepted("bool", _TRT_ONLY),
     "multi_block_mode": accepted("bool", _TRT_ONLY),
     "cuda_graph_mode": served("bool"),

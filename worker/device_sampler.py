@@ -5,12 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from trimaran.kernels import triton_logits, triton_sampling
+from trimaran.kernels import triton_logits, triton_mask, triton_sampling
 from trimaran.worker.sampling_rows import SamplingBatch, Want
 
 # Shapes: N sampled rows, V vocabulary, R rows, L longest sequence.
 
-EDITS = Want.BIAS | Want.PENALTY | Want.NGRAM | Want.BAD_WORDS | Want.MIN_TOKENS
+EDITS = Want.BIAS | Want.PENALTY | Want.NGRAM | Want.BAD_WORDS | Want.MIN_TOKENS | Want.GUIDE
 """What changes logits, which are copied in float32 then: penalties must not be rounded."""
 
 _EDITED_ROWS = 128
@@ -73,3 +73,6 @@ def _edit(
         triton_logits.forbid_bad_words(
             logits_NV, rows_N, lengths_N, table_RL, words, int(entry)
         )
+    if part.masks is not None and len(part.masks):
+        guided = part.index(part.rows_wanting(Want.GUIDE))
+        triton_mask.apply_masks(logits_NV, guided, part.masks)

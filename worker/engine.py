@@ -15,14 +15,16 @@ import torch
 
 from trimaran.comm.collectives import TensorParallelGroup
 from trimaran.comm.control import ControlPlane
-from trimaran.comm.errors import ConfigError
-from trimaran.comm.messages import FinishReason, Message, Submit
+from trimaran.comm.errors import ConfigError, RequestError
+from trimaran.comm.messages import FinishReason, Message, RequestFailed, Submit
 from trimaran.comm.topology import ParallelLayout
 from trimaran.worker.admission import request_from
 from trimaran.worker.config import RankConfig
 from trimaran.worker.device import select_device
 from trimaran.worker.emission import StepDetails, step_outputs
 from trimaran.worker.engine_stats import EngineStats
+from trimaran.worker.guided.compiler import GuideCompiler
+from trimaran.worker.guided.requests import GuidedRequests
 from trimaran.worker.loading import LoadedEngine, load_engine
 from trimaran.worker.plan_timing import PlanTiming
 from trimaran.worker.request import Request
@@ -37,6 +39,14 @@ logger = logging.getLogger(__name__)
 
 _FEW = 32
 """Up to so many running sequences, a step is planned late, so that newcomers ride along."""
+
+_GRAMMAR_S = 0.002
+"""Requests that come meanwhile wait for so long, if all others wait for a grammar."""
+
+_NOTHING_ALLOWED = (
+    "no id can follow: the guide allows none that the request's other parameters (min_length, "
+    "bad_words, no_repeat_ngram_size, embedding_bias) allow as well. Relax one of them."
+)
 
 _WAITED_S = 0.0002
 """A result that kept the host waiting for longer was read when the device had it."""
@@ -104,10 +114,18 @@ class Engine:
         self.runner = self._loaded.runner
         self._adapters = self._loaded.adapters
         self.scheduler = Scheduler(self._loaded.limits, self._loaded.cache, self._adapters)
+        self._guided = self._guided_requests()
         self._stats = EngineStats(self._loaded, self.scheduler, self.times)
         # What is alive now stays: the collector need not look at it again.
         gc.collect()
         gc.freeze()
+
+    def _guided_requests(self) -> GuidedRequests:
+        config = self._config.guided
+        if not config.backend or self._topology.rank > 0:
+            return GuidedRequests(None)
+        folder = self._config.engine_dir
+        return GuidedRequests(GuideCompiler(config, folder, self._vocab_size))
 
     def facts(self) -> dict[str, Any]:
         """What front ends and metrics are told once the engine is warm."""
@@ -122,6 +140,7 @@ class Engine:
         """Wait for the device; nothing is launched afterwards."""
         self._in_flight.clear()
         self._requests.clear()
+        self._guided.close()
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         if self._profile is not None:
@@ -149,7 +168,10 @@ class Engine:
         self.scheduler.check(request)
         request.adapter_id = self._adapters.enter(message, request)
         self._num_submitted += 1
-        self.scheduler.add(request)
+        if request.sampling.guide_type:
+            self._guided.hold(request)
+        else:
+            self.scheduler.add(request)
         self._timing.submitted(time.perf_counter())
         self._requests.setdefault((source, message.request_id), []).append(request)
         if message.timeout_us:
@@ -159,7 +181,7 @@ class Engine:
         """End these requests of ``source`` as CANCELLED; unknown ids are ignored."""
         for request_id in request_ids:
             for request in self._requests.pop((source, request_id), ()):
-                self.scheduler.end(request, FinishReason.CANCELLED)
+                self._end(request, FinishReason.CANCELLED)
 
     def stop(self, client_id: str) -> None:
         """End the requests of this name as CANCELLED, whatever their source."""
@@ -173,8 +195,12 @@ class Engine:
         """A connection is gone: end its requests, and tell nobody."""
         for key in [key for key in self._requests if key[0] == source]:
             for request in self._requests.pop(key):
-                self.scheduler.end(request, FinishReason.CANCELLED)
+                self._end(request, FinishReason.CANCELLED)
         self.scheduler.discard_ended(source)
+
+    def _end(self, request: Request, reason: FinishReason) -> None:
+        self._guided.drop(request)
+        self.scheduler.end(request, reason)
 
     @property
     def spare_s(self) -> float:
@@ -188,7 +214,7 @@ class Engine:
     @property
     def has_work(self) -> bool:
         """Whether `step` has anything to do."""
-        return bool(self._in_flight) or self.scheduler.has_requests
+        return bool(self._in_flight or self._guided) or self.scheduler.has_requests
 
     @property
     def _vocab_size(self) -> int:
@@ -200,6 +226,9 @@ class Engine:
     def step(self) -> StepResult:
         """Run one engine step on rank 0 and return what it has to tell."""
         start = self.times.enter(Part.SCHEDULE)
+        result = StepResult()
+        if self._guided:
+            self._add_compiled(result)
         if self._deadlines:
             self._end_overdue()
         if self._profile is not None:
@@ -219,7 +248,6 @@ class Engine:
         launched = self.times.enter(Part.EMIT)
         if step is not None and not step.num_context:
             self._timing.planned(start, launched)
-        result = StepResult()
         ended = self.scheduler.take_ended()
         if ended:
             self._emit(result, self.scheduler.step, ended)
@@ -229,7 +257,25 @@ class Engine:
             raise RuntimeError(
                 f"{len(self.scheduler.waiting)} requests wait, nothing runs and none can start"
             )
+        elif step is None and self._guided:
+            self._guided.sleep(_GRAMMAR_S)
         return result
+
+    def _add_compiled(self, result: StepResult) -> None:
+        """Queue the requests whose guides have become grammars; tell whose never will."""
+        for request, error in self._guided.take_compiled():
+            if error is None:
+                self.scheduler.add(request)
+            else:
+                self._fail(request, error, result)
+
+    def _fail(self, request: Request, error: RequestError, result: StepResult) -> None:
+        self._requests.pop((request.source, request.request_id), None)
+        failed = RequestFailed(
+            request_id=request.request_id, kind=error.kind.name, text=str(error)
+        )
+        result.messages.append((request.source, failed))
+        request.sequences.clear()
 
     def _take_result(self, result: StepResult) -> None:
         """Wait for the oldest step in flight and take in its ids."""
@@ -244,6 +290,8 @@ class Engine:
             is_last=not self._in_flight,
         )
         emissions = self.scheduler.update_from_output(step, sampled.token_ids)
+        for request in self.scheduler.take_failed():
+            self._fail(request, RequestError(_NOTHING_ALLOWED), result)
         details = StepDetails.of(step.sampled, sampled)
         self._emit(result, step.decision.step, emissions, details)
         if self._profile is not None:
@@ -282,7 +330,7 @@ class Engine:
         now = time.monotonic()
         while self._deadlines and self._deadlines[0][0] <= now:
             request = heapq.heappop(self._deadlines)[2]
-            self.scheduler.end(request, FinishReason.TIMED_OUT)
+            self._end(request, FinishReason.TIMED_OUT)
 
     def follow(self, payload: bytes) -> None:
         """Carry out rank 0's decision on another rank. Collective over the tensor group."""

@@ -127,3 +127,12 @@ def forbid_repeated_ngrams(
         penalty = torch.where(is_repeat & (last < logits_NV.shape[1]), _NEVER, 0.0)
         last = last.clamp(max=logits_NV.shape[1] - 1)
         logits_NV[entry].index_put_((last,), penalty, accumulate=True)
+
+
+def apply_masks(logits_NV: Tensor, batch: SamplingBatch, token_table_RL: Tensor) -> None:
+    """Mask what may not come next in the rows that follow a guide."""
+    assert batch.masks is not None, "a guided row was sampled without its mask"
+    index = batch.index(batch.rows_wanting(Want.GUIDE))
+    bits = torch.arange(32, dtype=torch.int32, device=logits_NV.device)
+    is_allowed = (batch.masks[:, :, None] >> bits & 1).flatten(1)[:, : logits_NV.shape[1]]
+    logits_NV[index] = logits_NV[index].masked_fill(is_allowed == 0, _NEVER)

@@ -21,6 +21,7 @@ PROCESSORS: tuple[tuple[Want, Processor], ...] = (
     (Want.NGRAM, logits_processors.forbid_repeated_ngrams),
     (Want.BAD_WORDS, logits_processors.forbid_bad_words),
     (Want.MIN_TOKENS, logits_processors.forbid_early_end),
+    (Want.GUIDE, logits_processors.apply_masks),
 )
 """In order of application; each touches only the rows that ask for it."""
 

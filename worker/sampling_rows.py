@@ -25,7 +25,7 @@ SERVED_FIELDS = frozenset(
         "stop_words", "bad_words", "min_tokens", "repetition_penalty", "presence_penalty",
         "frequency_penalty", "no_repeat_ngram_size", "embedding_bias", "num_return_sequences",
         "return_log_probs", "return_context_logits", "return_generation_logits",
-        "logits_dtype", "return_perf_metrics",
+        "logits_dtype", "return_perf_metrics", "guide_type", "guide",
         # They steer beam search only; without it clients send them to no effect.
         "length_penalty", "early_stopping", "beam_search_diversity_rate",
     }
@@ -46,6 +46,8 @@ class Want(IntFlag):
     """Of a random row: top-k, top-p or min-p."""
     LOGITS = 256
     """They are returned: they must be whole, and in memory before an id is chosen."""
+    GUIDE = 512
+    """Only what the step's masks allow may come."""
 
 
 # Columns of the float and integer parameters.
@@ -82,6 +84,8 @@ def wants_of(params: SamplingParams) -> Want:
         wants |= Want.LOG_PROBS
     if params.return_generation_logits:
         wants |= Want.LOGITS
+    if params.guide_type:
+        wants |= Want.GUIDE
     return wants
 
 
@@ -104,6 +108,9 @@ class SamplingBatch:
     device_lengths: Tensor | None = None
     """``lengths`` on a GPU."""
 
+    masks: Tensor | None = None
+    """int32 [n, ceil(V / 32)] on the device: what may come in each row that has a guide."""
+
     def rows_wanting(self, want: Want) -> npt.NDArray[np.int64]:
         """Entries that ask for ``want``, ascending."""
         return np.flatnonzero(self.wants & np.uint32(want))
@@ -111,12 +118,17 @@ class SamplingBatch:
     def part(self, start: int, end: int) -> SamplingBatch:
         """The entries from ``start`` to below ``end``, of which there is at least one."""
         wants = self.wants[start:end]
+        masks = self.masks
+        if masks is not None:
+            first = int(np.count_nonzero(self.wants[:start] & Want.GUIDE))
+            masks = masks[first : first + int(np.count_nonzero(wants & Want.GUIDE))]
         return SamplingBatch(
             self.rows[start:end],
             self.lengths[start:end],
             wants,
             int(np.bitwise_or.reduce(wants)),
             self.state,
+            masks=masks,
         )
 
     def floats(self, entries: npt.NDArray[np.int64]) -> Tensor:

@@ -26,6 +26,7 @@ _ARRAYS = (
     "new_blocks",
     "block_copies",
     "finished_rows",
+    "masks",
     "transfers",
 )
 _COLUMNS = {"new_blocks": 4, "block_copies": 3, "transfers": 4}
@@ -101,6 +102,10 @@ class SchedulerOutput:
     new_rows: list[NewRow] = field(default_factory=list)
     adapter_ops: list[Any] = field(default_factory=list)
     """What becomes of cached adapters before anything else; see `lora.store`."""
+
+    masks: Int32Array = field(default_factory=lambda: int32s(()))
+    """[m * ceil(V / 32)]: one after the other, in order of ``sampled``, what may come next
+    in each of the m sampled rows that follow a guide; see `guided.guide`."""
 
     num_decodes: int = 0
     """How many leading entries compute one token of output; all others stand behind them."""

@@ -7,7 +7,7 @@ from launcher_repository import parse, resolve, write_checkpoint, write_engine, 
 
 from trimaran.comm.errors import ConfigError
 from trimaran.launcher import cli
-from trimaran.worker.config import EngineConfig
+from trimaran.worker.config import EngineConfig, GuidedConfig
 
 
 @pytest.fixture
@@ -111,6 +111,26 @@ def test_keys_of_the_cache_and_of_old_configurations_reach_the_engine(tmp_path):
     assert engine.cache.attention_windows == (16, 4096)
     assert (engine.cache.num_sinks, engine.cache.host_bytes) == (4, 1000000)
     assert (engine.scheduler.max_num_seqs, engine.scheduler.depth) == (3, 1)
+    assert EngineConfig.from_wire(engine.to_wire()) == engine
+
+
+def test_keys_of_guided_decoding_reach_the_engine(tmp_path):
+    checkpoint = write_checkpoint(tmp_path / "hf")
+    info = tmp_path / "info.json"
+    info.write_text("{}")
+    keys = {"guided_decoding_backend": "xgrammar", "tokenizer_dir": str(checkpoint)}
+    write_model(
+        tmp_path / "repo" / "m",
+        gpt_model_path=str(checkpoint),
+        xgrammar_tokenizer_info_path=str(info),
+        **keys,
+    )
+
+    engine = resolve(tmp_path / "repo").groups[0].engine
+
+    assert engine.guided == GuidedConfig(
+        backend="xgrammar", tokenizer_dir=str(checkpoint), tokenizer_info_path=str(info)
+    )
     assert EngineConfig.from_wire(engine.to_wire()) == engine
 
 

@@ -54,7 +54,7 @@ def test_integers_are_plain_decimal(tmp_path, text):
         ("decoding_mode", "topk", "'topk' but must be one of auto, top_k"),
         ("encoder_engine_dir", "/e", "'/e', but encoder-decoder models are not served"),
         ("lora_prefetch_dir", "/l", "'/l', but LoRA is not served"),
-        ("guided_decoding_backend", "xgrammar", "'xgrammar', but guided decoding is not"),
+        ("guided_decoding_backend", "outlines", "'outlines' but must be xgrammar"),
         ("gpu_weights_percent", "0.5", "Leave it unset (or set it to 1)."),
     ],
 )  # fmt: skip

@@ -1,0 +1,298 @@
+"""Outputs that follow a guide: whatever is sampled, alone or among others, early or late."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tokenizers import Tokenizer
+
+from tests.unit.worker.conftest import Driver
+from trimaran.comm.errors import ConfigError, RequestError
+from trimaran.comm.messages import FinishReason, RequestFailed
+from trimaran.worker.config import CacheConfig, EngineConfig, GuidedConfig, SchedulerConfig
+
+MODEL = Path(__file__).parents[3] / "examples" / "demo_models" / "base"
+TOKENIZER = Tokenizer.from_file(str(MODEL / "tokenizer.json"))
+END = 1
+SCHEMA = json.dumps(
+    {
+        "type": "object",
+        "properties": {
+            "name": {"type": "string", "maxLength": 12},
+            "age": {"type": "integer", "minimum": 0, "maximum": 99},
+        },
+        "required": ["name", "age"],
+        "additionalProperties": False,
+    }
+)
+GUIDES = {
+    "json_schema": SCHEMA,
+    "regex": "(red|green|blue) [0-9]{2,4}",
+    "ebnf_grammar": 'root ::= "yes" | "no" root',
+    "choice": json.dumps(["to be", "not to be", 'a "quoted" word']),
+}
+
+
+class GuidedDriver(Driver):
+    """A driver that keeps failures apart."""
+
+    failed: dict[int, str]
+
+    def step(self):
+        self.num_steps += 1
+        for _, message in self.engine.step().messages:
+            if isinstance(message, RequestFailed):
+                self.failed[message.request_id] = message.text
+            else:
+                self._file(message)
+
+
+def make_engine(depth=1, max_tokens=2048, guided=None, **changes):
+    driver = GuidedDriver(
+        EngineConfig(
+            model="test",
+            engine_dir=str(MODEL),
+            dtype="float32",
+            device="cpu",
+            scheduler=SchedulerConfig(
+                max_num_batched_tokens=64,
+                max_num_seqs=16,
+                max_seq_len=256,
+                max_input_len=200,
+                policy="max_utilization",
+                expected_output_tokens=1,
+                depth=depth,
+            ),
+            cache=CacheConfig(tokens_per_block=16, max_tokens=max_tokens),
+            guided=guided or GuidedConfig(backend="xgrammar"),
+            **changes,
+        )
+    )
+    driver.failed = {}
+    return driver
+
+
+@pytest.fixture(scope="module")
+def driver():
+    return make_engine()
+
+
+def ids(text):
+    return TOKENIZER.encode(text, add_special_tokens=False).ids
+
+
+def submit(driver, kind, guide=None, seed=1, **fields):
+    return driver.submit(
+        ids("Once upon a time there was"),
+        **{
+            "max_tokens": 100, "end_id": END, "temperature": 1.2, "top_p": 1.0, "seed": seed,
+            "guide_type": kind, "guide": GUIDES.get(kind, "") if guide is None else guide,
+            **fields,
+        },
+    )  # fmt: skip
+
+
+def text_of(driver, request):
+    assert driver.reasons[request, 0] is FinishReason.END_ID
+    return TOKENIZER.decode(driver.output(request))
+
+
+def follows(kind, text):
+    if kind == "json_schema":
+        value = json.loads(text)
+        return set(value) == {"name", "age"} and 0 <= value["age"] <= 99
+    if kind == "regex":
+        return re.fullmatch(GUIDES["regex"], text) is not None
+    if kind == "ebnf_grammar":
+        return re.fullmatch("(no)*yes", text) is not None
+    return text in json.loads(GUIDES["choice"])
+
+
+@pytest.mark.parametrize("kind", GUIDES)
+def test_every_draw_follows_its_guide(driver, kind):
+    requests = [submit(driver, kind, seed=seed, temperature=3.0) for seed in range(8)]
+
+    driver.run()
+
+    texts = [text_of(driver, request) for request in requests]
+    assert all(follows(kind, text) for text in texts), texts
+    assert len(set(texts)) > 1, "draws of different seeds are all the same"
+
+
+def test_any_json_is_a_guide_without_a_text(driver):
+    request = submit(driver, "json", temperature=1.0, top_k=1, max_tokens=60)
+
+    driver.run()
+
+    text = TOKENIZER.decode(driver.output(request))
+    assert text.lstrip()[:1] in '{["-0123456789tfn'
+
+
+def test_greedy_output_is_the_likeliest_that_the_guide_allows(driver):
+    free = driver.submit(ids("The colour is"), max_tokens=1, top_k=1)
+    held = submit(driver, "choice", json.dumps([" not", " red"]), top_k=1)
+
+    driver.run()
+
+    assert driver.output(free)
+    assert text_of(driver, held).strip() in ("not", "red")
+
+
+@pytest.mark.parametrize("changes", [{"depth": 2}, {"max_tokens": 176, "depth": 2}])
+def test_guided_and_free_tokens_do_not_depend_on_each_other_or_on_how_steps_are_made(
+    driver, changes
+):
+    def submit_mixed(to):
+        guided = [submit(to, kind, seed=7) for kind in GUIDES]
+        return guided + [
+            to.submit(ids("It was a dark night"), max_tokens=40, top_k=0, top_p=1.0, seed=n)
+            for n in range(4)
+        ]
+
+    alone = []
+    for place in range(8):
+        requests = submit_mixed(driver)
+        driver.engine.cancel("client", [r for r in requests if r != requests[place]])
+        driver.run()
+        alone.append(driver.output(requests[place]))
+    mixed = make_engine(**changes)
+    requests = submit_mixed(mixed)
+    mixed.run()
+
+    assert [mixed.output(request) for request in requests] == alone
+    mixed.check_idle()
+
+
+def test_a_replayed_request_goes_on_in_its_guide(driver):
+    request = submit(driver, "json_schema", seed=3)
+    driver.run()
+    whole = driver.output(request)
+
+    replayed = submit(driver, "json_schema", seed=3, output=whole[:5])
+    wrong = submit(driver, "json_schema", seed=3, output=ids("Hello"))
+    driver.run()
+
+    assert driver.output(replayed) == whole[5:]
+    assert "does not follow the guide" in driver.failed[wrong]
+
+
+def test_without_an_end_id_a_complete_output_ends(driver):
+    request = submit(driver, "regex", "[0-9]{3}", end_id=-1)
+
+    driver.run()
+
+    assert re.fullmatch("[0-9]{3}", text_of(driver, request))
+
+
+def test_several_sequences_follow_one_guide_each_on_its_own(driver):
+    request = submit(driver, "regex", num_return_sequences=3)
+
+    driver.run()
+
+    texts = [TOKENIZER.decode(driver.output(request, index)) for index in range(3)]
+    assert all(follows("regex", text) for text in texts)
+    assert len(set(texts)) > 1
+
+
+@pytest.mark.parametrize(
+    ("kind", "guide", "reason"),
+    [
+        ("json_schema", '{"type": "objec', "Failed to parse JSON"),
+        ("regex", "(abc", "parenthesis is not closed"),
+        ("ebnf_grammar", "root ::= missing", "not defined"),
+        ("choice", '["a", 1]', "must be a JSON list of strings"),
+    ],
+)
+def test_a_wrong_guide_fails_alone(driver, kind, guide, reason):
+    good = submit(driver, "regex")
+    bad = submit(driver, kind, guide)
+
+    driver.run()
+
+    assert reason in driver.failed[bad]
+    assert follows("regex", text_of(driver, good))
+    driver.check_idle()
+
+
+def test_a_guide_that_other_parameters_leave_nothing_of_fails_alone(driver):
+    good = submit(driver, "regex")
+    bad = submit(driver, "regex", "7", min_tokens=5)
+
+    driver.run()
+
+    assert "min_length" in driver.failed[bad]
+    assert follows("regex", text_of(driver, good))
+    driver.check_idle()
+
+
+def test_what_is_no_guide_is_refused_at_once(driver):
+    with pytest.raises(RequestError, match="'xml' but must be one of json, json_schema"):
+        submit(driver, "xml")
+    with pytest.raises(RequestError, match="guided_decoding_guide is empty"):
+        submit(driver, "regex", "")
+
+
+def test_a_cancelled_request_whose_guide_is_compiling_ends(driver):
+    request = submit(driver, "json_schema")
+    driver.engine.cancel("client", [request])
+
+    driver.run()
+
+    assert driver.reasons[request, 0] is FinishReason.CANCELLED
+    driver.check_idle()
+
+
+def test_guides_are_refused_where_they_are_not_served():
+    plain = make_engine(guided=GuidedConfig())
+
+    with pytest.raises(RequestError, match="Set guided_decoding_backend to xgrammar"):
+        submit(plain, "regex")
+
+
+def test_a_file_says_what_the_tokenizer_is(tmp_path):
+    vocabulary = sorted(TOKENIZER.get_vocab().items(), key=lambda item: item[1])
+    path = tmp_path / "info.json"
+    path.write_text(
+        json.dumps(
+            {
+                "encoded_vocab": [token for token, _ in vocabulary],
+                "tokenizer_str": TOKENIZER.to_str(),
+                "stop_token_ids": [END],
+            }
+        )
+    )
+    guided = GuidedConfig(backend="xgrammar", tokenizer_info_path=str(path))
+    driver = make_engine(guided=guided)
+
+    request = submit(driver, "regex")
+    driver.run()
+
+    assert follows("regex", text_of(driver, request))
+    with pytest.raises(ConfigError, match="nowhere"):
+        make_engine(guided=dataclasses.replace(guided, tokenizer_info_path="nowhere"))
+
+
+def test_the_gpu_masks_as_the_cpu_does():
+    """In Triton's interpreter."""
+    import torch
+
+    from trimaran.kernels import triton_mask
+
+    rng = np.random.default_rng(0)
+    logits = torch.from_numpy(rng.standard_normal((3, 4100)).astype(np.float32))
+    words = rng.integers(-(1 << 31), 1 << 31, (2, 129), dtype=np.int64).astype(np.int32)
+    entries = torch.tensor([2, 0])
+    expected = logits.clone()
+    allowed = np.unpackbits(words.view(np.uint8), axis=1, bitorder="little")[:, :4100]
+    expected[entries] = torch.where(
+        torch.from_numpy(allowed.astype(bool)), expected[entries], float("-inf")
+    )
+
+    triton_mask.apply_masks(logits, entries, torch.from_numpy(words))
+
+    assert torch.equal(logits, expected)

@@ -1,0 +1,158 @@
+"""From a client's guide to a compiled grammar, beside the engine's steps."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from trimaran.comm.errors import ConfigError, RequestError
+from trimaran.worker.config import GuidedConfig
+from trimaran.worker.guided.guide import Grammar
+
+_THREADS = 2
+_CACHE_BYTES = 1 << 30
+_LONGEST = 1 << 20
+"""Characters of a guide: a compiler's time and memory grow with it."""
+_PLACE = re.compile(r"^\[[\d:.]+\] \S+:\d+: (Check failed: .* is false: )?")
+"""Where in its own sources the library says that an error arose."""
+
+
+class GuideCompiler:
+    """Compiles guides for one tokenizer, and remembers what it compiled.
+
+    Guides are checked and compiled by XGrammar (Dong et al., MLSys 2025), in threads of
+    their own: a large schema takes seconds, in which other requests must go on.
+    """
+
+    def __init__(self, config: GuidedConfig, engine_dir: str, vocab_size: int) -> None:
+        """Read the tokenizer's vocabulary.
+
+        Raises:
+            ConfigError: XGrammar is not installed, or the tokenizer cannot be read.
+        """
+        self._xgrammar = _import()
+        info = _tokenizer_info(self._xgrammar, config, engine_dir, vocab_size)
+        self._compiler = self._xgrammar.GrammarCompiler(
+            info, max_threads=_THREADS, cache_limit_bytes=_CACHE_BYTES
+        )
+        self._vocab_size = vocab_size
+        self._pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="guides")
+        self._kinds: Mapping[str, Callable[[str], Any]] = {
+            "json": lambda _: self._compiler.compile_builtin_json_grammar(),
+            "json_schema": self._compiler.compile_json_schema,
+            "regex": self._compiler.compile_regex,
+            "ebnf_grammar": self._compiler.compile_grammar,
+            "choice": lambda guide: self._compiler.compile_grammar(_choice_grammar(guide)),
+        }
+
+    def submit(self, kind: str, guide: str) -> Future[Grammar]:
+        """Start to compile ``guide``; the future raises RequestError where it is no guide.
+
+        Raises:
+            RequestError: no guide has this type, or it is too long to be tried.
+        """
+        if kind not in self._kinds:
+            raise RequestError(
+                f"guided_decoding_guide_type is {kind!r} but must be one of "
+                f"{', '.join(self._kinds)}"
+            )
+        if kind != "json" and not guide:
+            raise RequestError(
+                f"guided_decoding_guide_type is {kind!r} but guided_decoding_guide is empty"
+            )
+        if len(guide) > _LONGEST:
+            raise RequestError(
+                f"guided_decoding_guide has {len(guide)} characters but may have at most "
+                f"{_LONGEST}. Shorten it."
+            )
+        return self._pool.submit(self._compile, kind, guide)
+
+    def _compile(self, kind: str, guide: str) -> Grammar:
+        try:
+            compiled = self._kinds[kind](guide)
+        except RequestError:
+            raise
+        # The library raises whatever its C++ parts raise, RuntimeError most of all.
+        except Exception as error:
+            reason = _PLACE.sub("", str(error).strip())
+            raise RequestError(
+                f"guided_decoding_guide is no {kind} that can be followed: {reason}"
+            ) from error
+        return Grammar(self._xgrammar, compiled, self._vocab_size)
+
+    def close(self) -> None:
+        """End the threads; what they compile is dropped."""
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+
+def _import() -> ModuleType:
+    try:
+        import xgrammar
+    except ImportError as error:
+        raise ConfigError(
+            "guided_decoding_backend is xgrammar, which is not installed. Install the extra "
+            "'guided' (pip install trimaran[guided]), or leave the parameter unset."
+        ) from error
+    module: ModuleType = xgrammar
+    return module
+
+
+def _tokenizer_info(
+    xgrammar: ModuleType, config: GuidedConfig, engine_dir: str, vocab_size: int
+) -> Any:
+    if config.tokenizer_info_path:
+        return _info_of_file(xgrammar, config.tokenizer_info_path, vocab_size)
+    # Only a tokenizer is loaded, and only where guides are served: it takes a second.
+    from transformers import AutoTokenizer
+
+    folder = config.tokenizer_dir or engine_dir
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+        return xgrammar.TokenizerInfo.from_huggingface(tokenizer, vocab_size=vocab_size)
+    except (OSError, ValueError, RuntimeError) as error:
+        raise ConfigError(
+            f"Guided decoding requires tokenizer's information. Please provide "
+            f"'tokenizer_dir'. In {folder}: {error}"
+        ) from error
+
+
+def _info_of_file(xgrammar: ModuleType, path: str, vocab_size: int) -> Any:
+    """From a file with ``encoded_vocab``, ``tokenizer_str`` and ``stop_token_ids``."""
+    try:
+        values = json.loads(Path(path).read_text(encoding="utf-8"))
+        info = xgrammar.TokenizerInfo
+        found = info._detect_metadata_from_hf(values["tokenizer_str"])
+        return info(
+            values["encoded_vocab"],
+            found["vocab_type"],
+            vocab_size=vocab_size,
+            stop_token_ids=values["stop_token_ids"],
+            add_prefix_space=found["add_prefix_space"],
+        )
+    except (OSError, ValueError, KeyError, TypeError, RuntimeError) as error:
+        raise ConfigError(
+            f"xgrammar_tokenizer_info_path {path} is not a file with encoded_vocab, "
+            f"tokenizer_str and stop_token_ids: {error!r}"
+        ) from error
+
+
+def _choice_grammar(guide: str) -> str:
+    """One of the strings of a JSON list."""
+    try:
+        choices = json.loads(guide)
+    except ValueError as error:
+        raise RequestError(f"a guide of type 'choice' must be a JSON list: {error}") from error
+    if not (isinstance(choices, list) and choices and all(_is_text(c) for c in choices)):
+        raise RequestError(
+            "a guide of type 'choice' must be a JSON list of strings that are not empty"
+        )
+    return "root ::= " + " | ".join(json.dumps(choice) for choice in choices)
+
+
+def _is_text(value: object) -> bool:
+    return isinstance(value, str) and bool(value)
