@@ -9,6 +9,7 @@ from operator import attrgetter
 
 from trimaran.comm.messages import FinishReason
 from trimaran.worker.config import SchedulerConfig
+from trimaran.worker.fair_chunks import left_to_waiting
 from trimaran.worker.growth import GrowthForecast
 from trimaran.worker.kv_cache.manager import KVCacheManager, Prefix
 from trimaran.worker.limits import check_limits
@@ -23,6 +24,7 @@ _WATERMARK = 0.01
 """Share of the blocks that admission leaves free for the growth of running sequences."""
 _PATIENCE = 16
 """Steps until admission is tried again, unless a sequence ends before."""
+_REFUSED_STEPS = 4
 
 Emission = tuple[Sequence, int, FinishReason]
 """A sequence, its next token id or -1 if it only ends, and whether it ends."""
@@ -65,6 +67,9 @@ class Scheduler:
         self._ended: list[Emission] = []
         self._num_preempted = 0
         self._growth = GrowthForecast(config.expected_output_tokens)
+        self._shares_prompts = config.enable_chunked_context and not self._is_static
+        self._refused_until = 0
+        """The step before which long prompts leave nothing to those that wait for blocks."""
         self._full_until = 0
         """The step before which no room is expected for another sequence."""
         self._wait_step = 0
@@ -176,16 +181,28 @@ class Scheduler:
                 sequence.last_step = step
                 sequence.num_pending += 1
                 continue
-            chunk = 1 if missing == 1 else self._chunk(sequence, missing, plan.budget)
+            num_later = len(running) - index
+            chunk = (
+                1 if missing == 1 else self._chunk(sequence, missing, plan.budget, num_later)
+            )
             if self.cache.window and len(sequence.request.sequences) == 1:
                 self.cache.leave_behind(sequence.blocks, start)
             if self._make_room(sequence, start + chunk, plan):
                 self._advance(sequence, chunk, chunk == missing, plan)
 
-    def _chunk(self, sequence: Sequence, missing: int, budget: int) -> int:
-        """Tokens to compute now; an incomplete prompt stops at a block's end if it can."""
+    def _chunk(
+        self, sequence: Sequence, missing: int, budget: int, num_later: int = 0
+    ) -> int:
+        """Tokens to compute now; an incomplete prompt stops at a block's end if it can.
+
+        One that needs more than a step leaves a token to each of the ``num_later`` running
+        sequences behind it, and up to half of the rest to short prompts that wait.
+        """
+        budget = max(1, budget - num_later)
         if missing <= budget:
             return missing
+        if self._free_rows and self._shares_prompts and self.step >= self._refused_until:
+            budget -= left_to_waiting(self.waiting, budget)
         start, size = sequence.num_computed_tokens, self.cache.block_size
         aligned = (start + budget) // size * size - start
         return aligned if aligned > 0 else budget
@@ -241,6 +258,7 @@ class Scheduler:
             if sequence.num_pending or not self._has_future(sequence, plan):
                 return
             if not self._start(sequence, plan):
+                self._refused_until = plan.step + _REFUSED_STEPS
                 return
 
     def _has_future(self, sequence: Sequence, plan: StepPlan) -> bool:

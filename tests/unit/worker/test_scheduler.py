@@ -202,6 +202,44 @@ def test_the_lowest_priority_is_preempted():
     assert [s.request.number for s in planner.scheduler.running] == [1]
 
 
+def test_short_prompts_start_beside_a_huge_one_which_keeps_half_of_each_step():
+    planner = Planner(num_blocks=128)
+    huge = planner.add(200, max_tokens=2)
+    assert planner.step() == {0: 32}
+    shorts = [planner.add(6, max_tokens=30).number for _ in range(3)]
+
+    # 16 of 32 tokens for two short prompts, and the rest is whole blocks of the huge one's.
+    assert planner.step() == {0: 20, 1: 6, 2: 6}
+    first = planner.step()
+    assert first[0] >= 16 and first[3] == 6 and first[1] == first[2] == 1
+    num_steps = 3
+    while huge.number not in planner.ended:
+        scheduled = planner.step()
+        num_steps += 1
+        # Decodes behind it in the queue go on in every step.
+        assert all(scheduled[number] == 1 for number in shorts)
+    assert num_steps < 2 * 200 / 32 + 2
+
+
+def test_huge_prompts_follow_each_other():
+    planner = Planner(num_blocks=128)
+    planner.add(100, max_tokens=2)
+    planner.step()
+    planner.add(100, max_tokens=2)
+    assert planner.step() == {0: 32}
+
+
+def test_a_huge_prompt_has_whole_steps_while_those_behind_it_cannot_start():
+    planner = Planner(num_blocks=32, max_num_seqs=2, policy="guaranteed_no_evict")
+    planner.add(100, max_tokens=8)
+    planner.step()
+    planner.add(6, max_tokens=100)
+    scheduled = [planner.step() for _ in range(3)]
+    # Its blocks are found missing once; then nothing is kept free for some steps.
+    assert sum(step[0] for step in scheduled) >= 68 - 16
+    assert all(step.keys() == {0} for step in scheduled)
+
+
 def test_guaranteed_no_evict_starts_only_what_surely_fits():
     planner = Planner(num_blocks=6, policy="guaranteed_no_evict")
     # 4 + 8 tokens need 3 blocks; the last token's KV is never computed.
