@@ -190,9 +190,7 @@ class Scheduler:
             if self._make_room(sequence, start + chunk, plan):
                 self._advance(sequence, chunk, chunk == missing, plan)
 
-    def _chunk(
-        self, sequence: Sequence, missing: int, budget: int, num_later: int = 0
-    ) -> int:
+    def _chunk(self, sequence: Sequence, missing: int, budget: int, num_later: int = 0) -> int:
         """Tokens to compute now; an incomplete prompt stops at a block's end if it can.
 
         One that needs more than a step leaves a token to each of the ``num_later`` running
