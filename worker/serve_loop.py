@@ -145,8 +145,8 @@ class LeaderLoop:
         """Refuse logits that are too long for one message to another host."""
         if not message.sampling.get("return_context_logits") or self._links.is_local(source):
             return
-        num_tokens, vocab_size = len(message.prompt_ids) // 4, self._engine.facts()["vocab_size"]
-        num_bytes = 4 * num_tokens * vocab_size
+        num_tokens = len(message.prompt_ids) // 4
+        num_bytes = 4 * num_tokens * int(self._engine.facts()["vocab_size"])
         if num_bytes > MAX_REMOTE_BYTES:
             raise RequestError(
                 f"context logits of {num_tokens} tokens are {num_bytes} bytes, but a front end "
