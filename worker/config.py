@@ -155,6 +155,20 @@ class LoraConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class GuidedConfig:
+    """Whether outputs can be made to follow a grammar, and by which tokenizer."""
+
+    backend: str = ""
+    """``xgrammar``, or empty: none is served."""
+
+    tokenizer_dir: str = ""
+    """A Hugging Face folder; empty means the engine's own."""
+
+    tokenizer_info_path: str = ""
+    """A JSON file with ``encoded_vocab``, ``tokenizer_str`` and ``stop_token_ids`` instead."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
     """One model's engine."""
 
@@ -190,6 +204,7 @@ class EngineConfig:
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     cache: CacheConfig = field(default_factory=CacheConfig)
+    guided: GuidedConfig = field(default_factory=GuidedConfig)
     lora: LoraConfig = field(default_factory=LoraConfig)
 
     def to_wire(self) -> dict[str, Any]:
@@ -206,6 +221,7 @@ class EngineConfig:
         windows = tuple(cache["attention_windows"])
         values["cache"] = CacheConfig(**{**cache, "attention_windows": windows})
         values["lora"] = LoraConfig(**values["lora"])
+        values["guided"] = GuidedConfig(**values["guided"])
         values["gpu_device_ids"] = tuple(values["gpu_device_ids"])
         return cls(**values)
 

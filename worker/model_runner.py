@@ -219,6 +219,9 @@ class ModelRunner:
             batch = self.sampling.batch(
                 decision.rows[sampled], lengths, inputs.sampled_rows, inputs.sampled_lengths
             )
+            if len(decision.masks):
+                words = -(-self.sampling.vocab_size // 32)
+                batch.masks = to_device(decision.masks.reshape(-1, words), self.inputs.device)
             logits_NV = self.model.compute_logits(hidden_TD)
             if kept is not None:
                 self._logits_rows.keep_generation(decision, logits_NV, kept)

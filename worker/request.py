@@ -10,6 +10,7 @@ from typing import Any
 
 from trimaran.comm.messages import FinishReason
 from trimaran.comm.sampling_params import SamplingParams
+from trimaran.worker.guided.guide import Grammar, Guide
 from trimaran.worker.kv_cache.manager import RetentionPlan, SequenceBlocks, root_hash
 from trimaran.worker.request_figures import SequenceFigures
 
@@ -41,6 +42,7 @@ class Sequence:
         "end_id",
         "figures",
         "finish_reason",
+        "guide",
         "index",
         "is_preempted",
         "key",
@@ -95,6 +97,8 @@ class Sequence:
         self.is_preempted = False
         self.cum_log_prob = 0.0
         """Of the output sampled here; what a replay brought is not in it."""
+        self.guide: Guide | None = None
+        """Where it stands in its grammar."""
         self.figures = SequenceFigures() if request.sampling.return_perf_metrics else None
 
     @property
@@ -158,6 +162,9 @@ class Request:
 
     sequences: list[Sequence] = field(default_factory=list)
 
+    grammar: Grammar | None = None
+    """What the output must follow."""
+
     has_extras: bool = field(init=False)
     """Whether it is told more than ids."""
 
@@ -187,6 +194,9 @@ class Request:
                 self.stop_words.setdefault(word[-1], []).append(list(word))
         for position in range(self.sampling.num_return_sequences):
             ids = self.prompt_ids + self.output_ids
-            self.sequences.append(Sequence(self, position, ids, num_groups))
+            sequence = Sequence(self, position, ids, num_groups)
+            if self.grammar is not None:
+                sequence.guide = self.grammar.start(self.sampling.end_id, self.output_ids)
+            self.sequences.append(sequence)
         for sequence in self.sequences[1:]:
             sequence.parent = self.sequences[0]

@@ -11,6 +11,7 @@ from trimaran.comm.messages import FinishReason
 from trimaran.worker.config import SchedulerConfig
 from trimaran.worker.fair_chunks import left_to_waiting
 from trimaran.worker.growth import GrowthForecast
+from trimaran.worker.guided.guide import Masks
 from trimaran.worker.kv_cache.manager import KVCacheManager, Prefix
 from trimaran.worker.limits import check_limits
 from trimaran.worker.loads import Loads
@@ -67,6 +68,10 @@ class Scheduler:
         self._ended: list[Emission] = []
         self._num_preempted = 0
         self._growth = GrowthForecast(config.expected_output_tokens)
+        self._num_guided = 0
+        """Sequences that follow a guide and have not ended."""
+        self._masks = Masks()
+        self._failed: list[Request] = []
         self._shares_prompts = config.enable_chunked_context and not self._is_static
         self._refused_until = 0
         """The step before which long prompts leave nothing to those that wait for blocks."""
@@ -89,6 +94,7 @@ class Scheduler:
     def add(self, request: Request) -> None:
         """Queue a checked request. A replayed one may turn out to be complete."""
         request.start_sequences(len(self.cache.pools))
+        self._num_guided += request.grammar is not None and len(request.sequences)
         first = request.sequences[0]
         if request.output_ids:
             reason = first.ends_by(request.output_ids[-1])
@@ -101,10 +107,18 @@ class Scheduler:
 
     def end(self, request: Request, reason: FinishReason) -> None:
         """End all of a request's sequences now, by cancellation or timeout."""
+        if not request.sequences:
+            request.start_sequences(len(self.cache.pools))
+            self._num_guided += request.grammar is not None and len(request.sequences)
         for sequence in request.sequences:
             if sequence.status is not RequestStatus.FINISHED:
                 self._finish(sequence, reason)
                 self._ended.append((sequence, -1, reason))
+
+    def take_failed(self) -> list[Request]:
+        """Requests with a sequence that no id could go on, once each; all of it has ended."""
+        failed, self._failed = self._failed, []
+        return failed
 
     def take_ended(self) -> list[Emission]:
         """The ends that no step's result brought, once each."""
@@ -153,7 +167,12 @@ class Scheduler:
         self.step += 1
         finished, self._finished_rows = self._finished_rows, []
         self._enqueue_forks(plan)
-        return plan.finish(finished)
+        scheduled = plan.finish(finished)
+        if self._num_guided:
+            guides = [s.guide for s in scheduled.sampled if s.guide is not None]
+            if guides:
+                scheduled.decision.masks = self._masks.fill(guides).reshape(-1)
+        return scheduled
 
     def _plan_running(self, plan: StepPlan) -> None:
         # Ordered by key: whoever is preempted comes later in it than whoever needs room.
@@ -167,6 +186,9 @@ class Scheduler:
             missing = num_known - start
             # At its length limit it only waits for tokens that are in flight.
             if num_known >= sequence.max_len or missing <= 0:
+                continue
+            # What may come next is known once the host has seen what came last.
+            if sequence.guide is not None and sequence.num_pending:
                 continue
             if (
                 missing == 1
@@ -425,6 +447,8 @@ class Scheduler:
             sequence.token_ids.append(token_id)
             reason = not_finished
             if sequence.stop_words or len(sequence.token_ids) >= sequence.look_at:
+                if not self._follows_guide(sequence, token_id):
+                    continue
                 reason = self._look_at(sequence, token_id)
             emitted.append((sequence, token_id, reason))
         self._num_processed_steps = step.decision.step
@@ -439,9 +463,28 @@ class Scheduler:
         next_end = (num_known // block_size + 1) * block_size
         sequence.look_at = min(sequence.max_len, next_end)
         reason = sequence.ends_by(token_id)
+        if sequence.guide is not None:
+            sequence.look_at = 0
+            if reason is FinishReason.NOT_FINISHED and sequence.guide.is_complete:
+                reason = FinishReason.END_ID
         if reason is not FinishReason.NOT_FINISHED:
             self._finish(sequence, reason)
         return reason
+
+    def _follows_guide(self, sequence: Sequence, token_id: int) -> bool:
+        """Go on in the sequence's guide; False if its request fails.
+
+        That is where other parameters forbid all that the guide allows: the draw then takes
+        an id that must not come.
+        """
+        guide = sequence.guide
+        if guide is None or guide.accept(token_id):
+            return True
+        for each in sequence.request.sequences:
+            if each.status is not RequestStatus.FINISHED:
+                self._finish(each, FinishReason.CANCELLED)
+        self._failed.append(sequence.request)
+        return False
 
     def _finish(self, sequence: Sequence, reason: FinishReason) -> None:
         if sequence.blocks.load:
@@ -455,6 +498,7 @@ class Scheduler:
         sequence.status = RequestStatus.FINISHED
         sequence.finish_reason = reason
         self._full_until = 0
+        self._num_guided -= sequence.guide is not None
         if is_running:
             self._growth.observe(sequence.num_output_tokens, reason is FinishReason.LENGTH)
             self._leave_row(sequence)
