@@ -37,7 +37,7 @@ from trimaran.worker.step_types import SchedulerOutput
 
 logger = logging.getLogger(__name__)
 
-_FEW = 32
+_FEW = 128
 """Up to so many running sequences, a step is planned late, so that newcomers ride along."""
 
 _GRAMMAR_S = 0.002
@@ -246,8 +246,8 @@ class Engine:
             self.times.launched(output.marks)
             self._in_flight.append((step, output))
         launched = self.times.enter(Part.EMIT)
-        if step is not None and not step.num_context:
-            self._timing.planned(start, launched)
+        if step is not None:
+            self._timing.planned(start, launched, step.num_context_tokens)
         ended = self.scheduler.take_ended()
         if ended:
             self._emit(result, self.scheduler.step, ended)
@@ -283,12 +283,7 @@ class Engine:
         begin = self.times.enter(Part.WAIT)
         sampled = output.wait()
         end = self.times.enter(Part.EMIT)
-        self._timing.arrived(
-            end,
-            is_decode=not step.num_context,
-            has_waited=end - begin > _WAITED_S,
-            is_last=not self._in_flight,
-        )
+        self._timing.arrived(end, has_waited=end - begin > _WAITED_S)
         emissions = self.scheduler.update_from_output(step, sampled.token_ids)
         for request in self.scheduler.take_failed():
             self._fail(request, RequestError(_NOTHING_ALLOWED), result)

@@ -30,6 +30,9 @@ MAX_UNSENT_BYTES = 64 << 20
 
 _RECEIVE_BYTES = 256 << 10
 _MAX_RECEIVES = 16
+_SELECT_END = 1024
+"""Descriptors from here on only `epoll` takes, whose timeouts are in whole milliseconds."""
+
 _FIRST_REDIAL_S = 0.05
 _LAST_REDIAL_S = 1.0
 _HELLO_TIMEOUT_S = 30.0
@@ -128,12 +131,21 @@ class FrontendLinks:
         arrivals, self._lost = self._lost, []
         timeout = -1 if next_dial_s is None else next_dial_s
         if is_busy or arrivals:
-            timeout = 0 if arrivals else wait_s
+            timeout = 0
+            if wait_s and not arrivals:
+                self._await(wait_s)
         for fd, events in self._epoll.poll(timeout):
             # A descriptor whose connection was lost earlier in this round is skipped.
             if fd in self._by_fd:
                 arrivals += self._serve(self._by_fd[fd], events)
         return arrivals + self._take_lost()
+
+    def _await(self, wait_s: float) -> None:
+        """Until something comes, or ``wait_s`` are over, to some 0.1 ms."""
+        if self._epoll.fileno() < _SELECT_END:
+            select.select([self._epoll], [], [], wait_s)
+        else:
+            self._epoll.poll(wait_s)
 
     def send(self, source: int, message: Message) -> None:
         """Queue a message; one to a connection that is gone is dropped."""

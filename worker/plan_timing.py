@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+from collections import deque
+
 _MARGIN_S = 0.0004
 """Kept beside the time that planning and launching take, as the host's clock is not exact."""
 
-_GRAIN_S = 0.001
-"""A sleep in the kernel is this long or a multiple of it."""
+_SHORTEST_S = 0.0001
+"""A shorter wait is not worth the sleep."""
 
 _RECENT_S = 2.0
 """Without a request for so long, none is waited for."""
 
 _DRIFT = 0.1
 """How much of a change to the worse side is believed at once."""
+
+_MIN_PROMPT_TOKENS = 128
+"""What steps with fewer tokens of prompts take says little of the cost of one."""
 
 
 class PlanTiming:
@@ -21,48 +26,57 @@ class PlanTiming:
     With two steps in flight, a plan made as soon as one has ended is queued behind a step that
     has only begun, and a request that comes meanwhile waits for both. Made as late as the
     device allows, the plan takes the request along. What it costs if the estimate is wrong is
-    a short gap on the device, so estimates are careful: a running step counts as long as a
-    decode, whatever it holds, decodes are believed to be shorter at once and longer only
-    slowly, planning the other way round. Times are those of ``time.perf_counter``.
+    a short gap on the device, so estimates are careful: steps are believed to be shorter at
+    once and longer only slowly, planning the other way round. A step with prompts counts as a
+    decode and so much for each of their tokens. Times are those of ``time.perf_counter``.
     """
 
     def __init__(self, is_overlapped: bool) -> None:
         self._is_overlapped = is_overlapped
         self._decode_s = 0.0
+        self._prompt_token_s = 0.0
         self._plan_s = 0.0
         self._last_result = 0.0
         self._last_submit = float("-inf")
-        self._is_running = False
+        self._in_flight: deque[int] = deque()
 
     def submitted(self, now: float) -> None:
         """A request has come."""
         self._last_submit = now
 
-    def planned(self, start: float, end: float) -> None:
+    def planned(self, start: float, end: float, num_prompt_tokens: int) -> None:
         """A step was planned and launched between these times."""
-        self._plan_s = _towards(self._plan_s, end - start, is_worse=end - start < self._plan_s)
+        is_first = not self._in_flight
+        self._in_flight.append(num_prompt_tokens)
+        if not num_prompt_tokens:
+            took = end - start
+            self._plan_s = _towards(self._plan_s, took, is_worse=took < self._plan_s)
+        if is_first:
+            self._last_result = start
 
-    def arrived(self, now: float, *, is_decode: bool, has_waited: bool, is_last: bool) -> None:
-        """A step's result is there; the host ``has_waited`` for it.
-
-        ``is_decode`` says that the step held nothing else, and ``is_last`` that no other step
-        is in flight.
-        """
+    def arrived(self, now: float, *, has_waited: bool) -> None:
+        """The oldest step's result is there; the host ``has_waited`` for it."""
         took = now - self._last_result
-        if is_decode and has_waited and self._is_running:
+        tokens = self._in_flight.popleft()
+        if has_waited and not tokens:
             known = self._decode_s
             self._decode_s = _towards(known, took, is_worse=took > known) if known else took
+        elif has_waited and tokens >= _MIN_PROMPT_TOKENS and self._decode_s:
+            each, known = max(0.0, took - self._decode_s) / tokens, self._prompt_token_s
+            self._prompt_token_s = (
+                _towards(known, each, is_worse=each > known) if known else each
+            )
         self._last_result = now
-        self._is_running = not is_last
 
     def spare_s(self, now: float) -> float:
-        """Seconds that the plan can wait, in grains; 0 if it is to be made now."""
-        if not (self._is_overlapped and self._is_running):
+        """Seconds that the plan can wait; 0 if it is to be made now."""
+        if not (self._is_overlapped and self._in_flight):
             return 0.0
         if now - self._last_submit > _RECENT_S:
             return 0.0
-        due = self._last_result + self._decode_s - 1.25 * self._plan_s - _MARGIN_S
-        return max(0.0, (due - now) // _GRAIN_S * _GRAIN_S)
+        running_s = self._decode_s + self._in_flight[0] * self._prompt_token_s
+        spare_s = self._last_result + running_s - 1.25 * self._plan_s - _MARGIN_S - now
+        return spare_s if spare_s >= _SHORTEST_S else 0.0
 
 
 def _towards(known: float, found: float, *, is_worse: bool) -> float:
