@@ -51,7 +51,7 @@ def folder(world, tmp_path_factory):
     return world.comm.bcast(path)
 
 
-def make_engine(folder, layout, control, group, depth):
+def make_engine(folder, layout, control, group, depth, **cache):
     config = EngineConfig(
         model="test",
         engine_dir=folder,
@@ -65,7 +65,7 @@ def make_engine(folder, layout, control, group, depth):
             policy="max_utilization",
             depth=depth,
         ),
-        cache=CacheConfig(tokens_per_block=16, max_tokens=256),
+        cache=CacheConfig(**{"tokens_per_block": 16, "max_tokens": 256, **cache}),
     )
     engine = Engine(RankConfig(engine=config, group="test"), layout, control, group)
     engine.load()
@@ -119,6 +119,28 @@ def test_all_ranks_together_give_the_tokens_of_one(world, folder, depth):
 
     if world.rank == 0:
         assert all(torch.equal(table, tables[0]) for table in tables)
+    group.close()
+
+
+def test_all_ranks_keep_evicted_blocks_and_see_windows_alike(world, folder):
+    rank_device = torch.device("cuda", world.rank) if HAS_GPUS else torch.device("cpu")
+    group = connect_group(world, rank_device, 20.0)
+    control = connect_control(world, 20.0)
+    layout = ParallelLayout(rank=world.rank, tp_size=world.size, hosts=world.hosts)
+    windows = {"attention_windows": (50, 1000), "num_sinks": 2}
+    small = {"max_tokens": 160, "host_bytes": 1 << 20, **windows}
+    engine = make_engine(folder, layout, control, group, 2, **small)
+    if world.rank == 0:
+        outputs = [serve(engine) for _ in range(3)]
+        control.close()
+        assert engine.scheduler.cache.hosts[0].num_loaded > 0
+        local = (ParallelLayout(), LocalControlPlane(), SingleRankGroup())
+        assert outputs == [serve(make_engine(folder, *local, 1, **windows))] * 3
+    else:
+        while (payload := control.receive()) is not None:
+            engine.follow(payload)
+    world.barrier(30.0, "all served")
+    engine.shutdown()
     group.close()
 
 

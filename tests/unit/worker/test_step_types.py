@@ -19,6 +19,7 @@ def decision_with_everything() -> SchedulerOutput:
         new_blocks=int32s([(0, 0, 0, 5), (0, 0, 1, 6)], 4),
         block_copies=int32s([(0, 1, 2)], 3),
         finished_rows=int32s([9]),
+        transfers=int32s([(1, 0, 8, 4), (2, 6, 0, 0)], 4),
         new_rows=[
             NewRow(
                 row=0,
@@ -43,6 +44,7 @@ def test_a_decision_survives_encoding():
     assert received.new_blocks.tolist() == [[0, 0, 0, 5], [0, 0, 1, 6]]
     assert received.block_copies.tolist() == [[0, 1, 2]]
     assert received.finished_rows.tolist() == [9]
+    assert received.transfers.tolist() == [[1, 0, 8, 4], [2, 6, 0, 0]]
     assert (received.step, received.num_decodes, received.num_tokens) == (7, 1, 41)
     (row,) = received.new_rows
     assert row.token_ids.tolist() == list(range(64))
