@@ -65,6 +65,7 @@ class TokenStream:
         self._engines = engines
         self._request = request
         self._live: dict[tuple[int, int], LiveRequest] = {}
+        self._is_cancelled = False
         self._waiter: asyncio.Future[None] | None = None
         self._timeout: asyncio.TimerHandle | None = None
 
@@ -103,13 +104,16 @@ class TokenStream:
         except BaseException:
             self.abandon()
             raise
+        if self._is_cancelled:
+            self.cancel()
         timeout_s = policy.timeout_s(request)
         if timeout_s:
             loop = asyncio.get_running_loop()
             self._timeout = loop.call_later(timeout_s, self._expire)
 
     def cancel(self) -> None:
-        """End every sequence with what it has."""
+        """End every sequence with what it has, which before `start` is nothing."""
+        self._is_cancelled = True
         for live in self._live.values():
             live.cancel()
 

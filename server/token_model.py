@@ -9,6 +9,7 @@ from tritonclient.grpc.model_config_pb2 import ModelConfig
 
 from trimaran.comm.errors import RequestError
 from trimaran.server.cache_inputs import read_retention, salted
+from trimaran.server.gathering import Gathering
 from trimaran.server.inference import InferRequest, InferResponse
 from trimaran.server.model_engines import ModelEngines
 from trimaran.server.model_repository import RepositoryModel
@@ -40,6 +41,7 @@ class TokenModel:
         self.excludes_input = model.parameters.get_bool("exclude_input_in_output") or False
         """Whether answers lack the prompt, unless a request says otherwise."""
         self._policy = QueuePolicy(model.config)
+        self._gathering = Gathering(model.config)
         self._logits_dtype = LOGITS_DTYPES[logits_type(model.config)]
         self._running: dict[str, set[TokenStream]] = {}
 
@@ -68,9 +70,10 @@ class TokenModel:
         check_transaction(self.is_decoupled, len(samples), num_sequences, is_streaming)
         stream = TokenStream(self._engines, request)
         answers, is_incremental = self._answers(request, samples, stream, num_sequences)
-        stream.start(samples, num_sequences, self._policy, is_incremental=is_incremental)
         self._running.setdefault(request.id, set()).add(stream)
         try:
+            await self._gathering.join(len(samples))
+            stream.start(samples, num_sequences, self._policy, is_incremental=is_incremental)
             async with aclosing(stream.chunks()) as chunks:
                 async for sample, sequence, chunk, is_end in chunks:
                     response = answers.take(sample, sequence, chunk, is_end)

@@ -40,6 +40,7 @@ def check_limits(
     limit = config.max_queue_size
     if limit and not request.output_ids and num_queued >= limit:
         raise RequestError(
+            "Exceeds maximum queue size: "
             f"Maximum queue size of {limit} has been reached, please try again later",
             ErrorKind.UNAVAILABLE,
         )

@@ -81,6 +81,40 @@ async def test_a_request_without_a_token_in_time_is_rejected_and_cancelled(serve
         await engine.until(lambda: engine.cancelled == [engine.submits[0].request_id])
 
 
+DELAY = {"max_queue_delay_microseconds": "300000"}
+
+
+async def test_requests_within_the_queue_delay_go_to_the_engine_together(serve):
+    async with serve(**DELAY) as served:
+        engine = await served.dial(served.answer("a b c"))
+        inputs = {"model": "ensemble", "text_input": "x", "max_tokens": 2}
+        first = asyncio.ensure_future(served.texts(**inputs))
+        await asyncio.sleep(0.1)
+        second = asyncio.ensure_future(served.texts(**inputs))
+        dropped = asyncio.ensure_future(served.texts(**inputs))
+        await asyncio.sleep(0.05)
+        assert engine.submits == []
+        dropped.cancel()
+        await asyncio.gather(first, second)
+        assert len(engine.submits) == 2
+        # As many as the preferred batch size need not wait.
+        engine.submits.clear()
+        many = [asyncio.ensure_future(served.texts(**inputs)) for _ in range(4)]
+        await engine.until(lambda: len(engine.submits) == 4)
+        await asyncio.gather(*many)
+
+
+async def test_a_request_that_is_stopped_within_the_queue_delay_ends_without_a_token(serve):
+    async with serve(**DELAY) as served:
+        await served.dial(lambda submit: [5, 6])
+        ids = {"input_ids": [1], "input_lengths": 1, "request_output_len": 2}
+        task = asyncio.ensure_future(served.infer("tensorrt_llm", id="a", **ids))
+        await asyncio.sleep(0.05)
+        await served.infer("tensorrt_llm", id="a", stop=True, **ids)
+        (response,) = await task
+        assert response.outputs[0].data.tolist() == [[[1]]]
+
+
 async def test_a_request_that_runs_has_all_the_time_it_needs(serve):
     async with serve(**TIMEOUT) as served:
         engine = await served.dial(served.answer("a b c"))

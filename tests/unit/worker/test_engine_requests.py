@@ -306,7 +306,7 @@ def test_a_full_queue_is_unavailable_not_invalid(make_engine):
     driver.step()
     driver.submit([1], max_tokens=5)
 
-    with pytest.raises(RequestError, match="Maximum queue size of 1") as caught:
+    with pytest.raises(RequestError, match="Exceeds maximum queue size: Maximum queue size of 1") as caught:
         driver.submit([1], max_tokens=5)
 
     assert caught.value.kind is ErrorKind.UNAVAILABLE
