@@ -1,11 +1,15 @@
-"""Measures how our Hopper kernel should cut each product, and writes the table that serves.
+"""Measures how our Hopper kernel should cut the products of a layer, and writes the table.
 
     python benchmarks/tune_products.py --output kernels/tables/nvidia_h200.json
 
-For each weight and number of rows the likeliest cuts are timed beside torch's product, each
-behind a normalisation as in a model (parts: before the one that adds them up), in a CUDA graph
-over weights that no cache holds. A cut is taken where it is 1 % faster than torch. Entries of
-the file for other weights are kept.
+What a cut is worth depends on its neighbours: a kernel begins while the one before it ends,
+and finds in the cache what that one left there. So whole layers are timed, products and norms,
+over weights that no cache holds, from a CUDA graph. The products of a layer get their likeliest
+cuts one after the other, and a cut stays if it makes the layer 0.3 % faster; torch is a
+candidate too. From `SUSTAINED_ROWS` on a trial runs until the card has lowered its clock as it
+does under load, since what is fastest at a high clock need not be so at a low one. Entries of
+the file for other weights and numbers of rows are kept. The logits' product stands behind the
+last layer, up to `LOGITS_ROWS`.
 """
 
 from __future__ import annotations
@@ -20,48 +24,60 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from trimaran.kernels import triton_elementwise, triton_norm
-from trimaran.kernels.hopper_gemm import HopperGemm, compile_gemm
-from trimaran.kernels.product_table import GemmShape, Kind
-from trimaran.kernels.reference import add_linear
-from trimaran.kernels.split_product import num_parts, split_product
+from trimaran.kernels import triton_norm
+from trimaran.kernels.hopper_gemm import compile_gemm
+from trimaran.kernels.product_table import Choice, GemmShape, Kind, ProductTable
+from trimaran.kernels.products import HopperProducts
 
 DEVICE = torch.device("cuda")
 DTYPE = torch.bfloat16
-LLAMA_8B = [
-    "6144x4096 plain", "4096x4096 parts", "28672x4096 gated", "4096x14336 parts",
-    "128256x4096 plain",
-]  # fmt: skip
-ROWS = [1, 8, 16, 32, 64, 96, 128, 192, 256, 320, 384, 512, 640, 768, 1024]
-PROMPT_ROWS = [2048, 4096, 8192]
-"""For gated products too: there our kernel saves a pass over the memory."""
-
+ROWS = [
+    1,
+    8,
+    16,
+    32,
+    48,
+    64,
+    96,
+    128,
+    192,
+    256,
+    320,
+    384,
+    512,
+    640,
+    768,
+    1024,
+    2048,
+    4096,
+    8192,
+]
+SUSTAINED_ROWS = 512
+LOGITS_ROWS = 1024
+NUM_LAYERS = 6
+"""Layers of a chain, each with weights of its own."""
 
 # What a step of a block costs at least, by resource: to rank cuts, not to predict them.
 _CLUSTERS = {1: 132, 2: 66, 3: 39, 4: 30, 5: 22, 6: 17, 7: 15, 8: 15}
 _FLOPS = 790e12 / 132
-_CACHE_BYTES_S = 8.5e12 / 132
+_CACHE_BYTES_S = 11e12 / 132
 _MEMORY_BYTES_S = 4.3e12
 _STEP_S = 0.1e-6
 
 
 @dataclass(frozen=True)
-class Weight:
+class Product:
     """A weight's sizes and the kind of product, as the table names them."""
 
     outputs: int
     inner: int
     kind: Kind
 
-    @classmethod
-    def parse(cls, name: str) -> Weight:
-        """From ``outputs x inner kind``."""
-        sizes, _, kind = name.partition(" ")
-        outputs, _, inner = sizes.partition("x")
-        return cls(int(outputs), int(inner), kind)  # type: ignore[arg-type]
+    @property
+    def name(self) -> str:
+        return f"{self.outputs}x{self.inner} {self.kind}"
 
     def estimate_s(self, rows: int, cut: GemmShape) -> float:
         """Roughly how long a cut takes."""
@@ -74,7 +90,7 @@ class Weight:
         used = max(min(rows, cut.rows), 8)
         step_s = max(
             2 * 64 * cut.rows * cut.columns / _FLOPS,
-            128 * (used / cut.sharing + cut.columns) / _CACHE_BYTES_S,
+            128 * (used + cut.columns) / _CACHE_BYTES_S,
             _STEP_S,
         )
         sums_s = 1.2e-6 + 4 * used * cut.columns / 60e9 if cut.split > 1 else 0.0
@@ -113,101 +129,119 @@ class Weight:
                 yield cut
 
 
-def time_us(call: Callable[[int], object], num_calls: int) -> float:
-    """Median time of a call within a graph of many."""
-    stream = torch.cuda.Stream()
-    graph = torch.cuda.CUDAGraph()
-    times = []
+class Layers:
+    """The products and norms of some layers, and the time that one of them takes."""
+
+    def __init__(self, hidden: int, inner: int, heads_width: int, vocabulary: int) -> None:
+        self._of_layer = [
+            Product(2 * inner, hidden, "gated"), Product(hidden, inner, "parts"),
+            Product(hidden, hidden, "parts"), Product(heads_width, hidden, "plain"),
+        ]  # fmt: skip
+        self._logits = Product(vocabulary, hidden, "plain")
+        self._weights = [
+            [_drawn(product.outputs, product.inner) for product in self._of_layer]
+            for _ in range(NUM_LAYERS)
+        ]
+        self._head = _drawn(vocabulary, hidden)
+        self._scale = torch.ones(hidden, device=DEVICE, dtype=DTYPE)
+
+    def products(self, rows: int) -> list[Product]:
+        """Those of a step with so many rows."""
+        return [*self._of_layer, self._logits] if rows <= LOGITS_ROWS else self._of_layer
+
+    def time_us(self, rows: int, choices: dict[Product, Choice]) -> float:
+        """Median time of a layer with these cuts, or its mean under load."""
+        table = {product.name: [(rows, _as_list(cut))] for product, cut in choices.items()}
+        products = HopperProducts(DEVICE, DTYPE, table=ProductTable(table))
+        x, residual = (50 * _drawn(rows, self._logits.inner) for _ in range(2))
+        graph = _captured(lambda: self._run(products, x, residual))
+        if rows < SUSTAINED_ROWS:
+            return statistics.median(_replays_us(graph, 1) for _ in range(7)) / NUM_LAYERS
+        once_us = _replays_us(graph, 2)
+        _replays_us(graph, int(0.4e6 / once_us) + 1)
+        return _replays_us(graph, int(0.6e6 / once_us) + 1) / NUM_LAYERS
+
+    def _run(self, products: HopperProducts, x: Tensor, residual: Tensor) -> None:
+        scale = self._scale
+        change: Tensor | None = None
+        for gate_up, down, out, qkv in self._weights:
+            heads = products.linear(self._norm(x, residual, change), qkv)
+            # In the place of attention: it reads heads and leaves as much as queries are.
+            change = triton_norm.rms_norm(heads[:, : x.shape[1]], scale, 1e-5)
+            change = products.add_linear(change, out, residual)
+            gated = products.gated_linear(self._norm(residual, residual, change), gate_up)
+            change = products.add_linear(gated, down, residual)
+            x = residual
+        if len(x) <= LOGITS_ROWS:
+            products.linear(self._norm(x, residual, change), self._head)
+
+    def _norm(self, x: Tensor, residual: Tensor, change: Tensor | None) -> Tensor:
+        if change is None:
+            return triton_norm.rms_norm(x, self._scale, 1e-5)
+        return triton_norm.rms_norm(change, self._scale, 1e-5, residual)
+
+
+def _drawn(rows: int, columns: int) -> Tensor:
+    return 0.02 * torch.randn((rows, columns), device=DEVICE, dtype=DTYPE)
+
+
+def _as_list(cut: Choice) -> list[int] | None:
+    return cut and [cut.rows, cut.columns, cut.split, cut.sharing]
+
+
+def _captured(run: Callable[[], None]) -> torch.cuda.CUDAGraph:
+    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
     with torch.cuda.stream(stream):
-        call(0)
-        call(1)
+        run()
         torch.cuda.synchronize()
         with torch.cuda.graph(graph, stream=stream):
-            for number in range(num_calls):
-                call(number)
+            run()
+    graph.replay()
+    return graph
+
+
+def _replays_us(graph: torch.cuda.CUDAGraph, count: int) -> float:
+    """Mean time of some replays, one behind the other."""
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begin.record()
+    for _ in range(count):
         graph.replay()
-        for _ in range(5):
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            begin.record(stream)
-            graph.replay()
-            end.record(stream)
-            end.synchronize()
-            times.append(begin.elapsed_time(end) * 1e3 / num_calls)
-    return statistics.median(times)
+    end.record()
+    end.synchronize()
+    return begin.elapsed_time(end) * 1e3 / count
 
 
-class Bench:
-    """One weight in several copies, and rows to multiply with it."""
-
-    def __init__(self, weight: Weight) -> None:
-        self.weight = weight
-        size = 2 * weight.outputs * weight.inner
-        count = max(2, min(8, 1 + 400_000_000 // size))
-        self._weights = [
-            0.02 * torch.randn((weight.outputs, weight.inner), device=DEVICE, dtype=DTYPE)
-            for _ in range(count)
-        ]
-        self._scale = torch.ones(max(weight.inner, weight.outputs), device=DEVICE, dtype=DTYPE)
-
-    def time_us(self, rows: int, product: Callable[..., Tensor | None]) -> float:
-        """Time of a product and the normalisation before it, or behind its parts."""
-        count, weight = len(self._weights), self.weight
-        inputs = torch.randn((count, rows, weight.inner), device=DEVICE, dtype=DTYPE)
-        residual = torch.zeros((rows, weight.outputs), device=DEVICE, dtype=DTYPE)
-        scale = self._scale[: weight.outputs if weight.kind == "parts" else weight.inner]
-
-        def call(number: int) -> object:
-            x, w = inputs[number % count], self._weights[number % count]
-            if weight.kind != "parts":
-                return product(triton_norm.rms_norm(x, scale, 1e-5), w)
-            parts = product(x, w, residual)
-            if parts is None:
-                return triton_norm.rms_norm(residual, scale, 1e-5)
-            return triton_norm.rms_norm(parts, scale, 1e-5, residual)
-
-        return time_us(call, 16 if rows * weight.outputs * weight.inner < 2e10 else 6)
-
-    def choose(self, rows: int, num_cuts: int) -> GemmShape | None:
-        """The fastest cut, or None for torch; prints the times."""
-        kind = self.weight.kind
-        torch_us = self.time_us(rows, _TORCH[kind])
-        times = []
-        for cut in self.weight.likely_cuts(rows, num_cuts):
-            kernel = HopperGemm(cut, DTYPE, DEVICE, kind)
-            times.append((self.time_us(rows, lambda x, w, *_: kernel(x, w)), cut))  # noqa: B023
-        times.sort(key=lambda time: time[0])
-        ours = ", ".join(
-            f"{us:.1f} {cut.rows}x{cut.columns}/{cut.split}/{cut.sharing}"
-            for us, cut in times[:4]
-        )
-        sizes = f"{self.weight.outputs}x{self.weight.inner} {kind}"
-        print(f"{sizes:18} {rows:5d} rows: torch {torch_us:7.1f} us, ours {ours}", flush=True)
-        return times[0][1] if times[0][0] < 0.99 * torch_us else None
+def tune(
+    layers: Layers, rows: int, table: ProductTable, num_cuts: int
+) -> dict[Product, Choice]:
+    """The best cut of each product for a number of rows, beginning with the table's."""
+    best = {
+        product: table.pick(rows, product.outputs, product.inner, product.kind)
+        for product in layers.products(rows)
+    }
+    best_us = first_us = layers.time_us(rows, best)
+    torch_us = layers.time_us(rows, dict.fromkeys(best))
+    for product in layers.products(rows):
+        for cut in [None, *product.likely_cuts(rows, num_cuts)]:
+            time_us = layers.time_us(rows, {**best, product: cut})
+            if time_us < 0.997 * best_us:
+                best_us, best[product] = time_us, cut
+    cuts = ", ".join(f"{product.name} {_as_list(cut)}" for product, cut in best.items())
+    print(
+        f"{rows:5d} rows: torch {torch_us:.1f} us a layer, before {first_us:.1f}, "
+        f"now {best_us:.1f}: {cuts}",
+        flush=True,
+    )
+    return best
 
 
-def _gated(x: Tensor, weight: Tensor) -> Tensor:
-    return triton_elementwise.silu_and_mul(F.linear(x, weight))
-
-
-def _parts(x: Tensor, weight: Tensor, residual: Tensor) -> Tensor | None:
-    parts = num_parts(x.shape[0], *weight.shape)
-    return split_product(x, weight, parts) if parts > 1 else add_linear(x, weight, residual)
-
-
-_TORCH: dict[Kind, Callable[..., Tensor | None]] = {
-    "plain": F.linear,
-    "gated": _gated,
-    "parts": _parts,
-}
-
-
-def compile_all(weights: list[Weight], row_counts: list[int], num_cuts: int) -> None:
+def compile_all(layers: Layers, row_counts: list[int], num_cuts: int) -> None:
     """Compile side by side whatever will be timed."""
     jobs = {
-        (cut, weight.kind)
-        for weight in weights
+        (cut, product.kind)
         for rows in row_counts
-        for cut in weight.likely_cuts(rows, num_cuts)
+        for product in layers.products(rows)
+        for cut in product.likely_cuts(rows, num_cuts)
     }
     with ThreadPoolExecutor(max_workers=16) as pool:
         list(pool.map(lambda job: compile_gemm(job[0], DTYPE, job[1]), jobs))
@@ -217,25 +251,26 @@ def main() -> None:
     """See the module's text."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--output", type=Path, required=True)
-    parser.add_argument("--products", nargs="+", default=LLAMA_8B, metavar="OUTPUTSxINNER")
+    parser.add_argument("--hidden", type=int, default=4096)
+    parser.add_argument("--inner", type=int, default=14336, help="of the MLP")
+    parser.add_argument(
+        "--heads-width", type=int, default=6144, help="queries, keys and values"
+    )
     parser.add_argument("--rows", nargs="+", type=int, default=ROWS)
-    parser.add_argument("--prompt-rows", nargs="*", type=int, default=PROMPT_ROWS)
-    parser.add_argument("--cuts", type=int, default=10, help="cuts to time for each product")
+    parser.add_argument("--cuts", type=int, default=8, help="cuts to time for each product")
+    parser.add_argument("--vocabulary", type=int, default=128256)
     args = parser.parse_args()
-    table = json.loads(args.output.read_text()) if args.output.exists() else {}
-    weights = [Weight.parse(name) for name in args.products]
+    entries = json.loads(args.output.read_text()) if args.output.exists() else {}
+    layers = Layers(args.hidden, args.inner, args.heads_width, args.vocabulary)
     start = time.monotonic()
-    compile_all(weights, [*args.rows, *args.prompt_rows], args.cuts)
+    compile_all(layers, args.rows, args.cuts)
     print(f"compiled in {time.monotonic() - start:.1f} s")
-    for name, weight in zip(args.products, weights, strict=True):
-        bench = Bench(weight)
-        counts = sorted({*args.rows, *(args.prompt_rows if weight.kind == "gated" else ())})
-        choices = [(rows, bench.choose(rows, args.cuts)) for rows in counts]
-        table[name] = [
-            (rows, cut and [cut.rows, cut.columns, cut.split, cut.sharing])
-            for rows, cut in choices
-        ]
-        lines = [f'"{key}": {json.dumps(steps)}' for key, steps in sorted(table.items())]
+    for rows in args.rows:
+        for product, cut in tune(layers, rows, ProductTable(entries), args.cuts).items():
+            steps = dict(entries.get(product.name, ()))
+            steps[rows] = _as_list(cut)
+            entries[product.name] = [[most, steps[most]] for most in sorted(steps)]
+        lines = [f'"{key}": {json.dumps(steps)}' for key, steps in sorted(entries.items())]
         args.output.write_text("{\n" + ",\n".join(lines) + "\n}\n")
 
 

@@ -60,16 +60,21 @@ class HopperProducts:
     """Products with weights of one dtype on one Hopper GPU, by our kernel or by torch.
 
     With ``is_deterministic`` a row's result depends neither on the other rows nor on their
-    number: our kernel multiplies, with a split that the weight alone decides.
+    number: our kernel multiplies, with a split that the weight alone decides. ``table`` is
+    the device's unless one is given.
     """
 
     def __init__(
-        self, device: torch.device, dtype: torch.dtype, is_deterministic: bool = False
+        self,
+        device: torch.device,
+        dtype: torch.dtype,
+        is_deterministic: bool = False,
+        table: ProductTable | None = None,
     ) -> None:
         self._device = device
         self._dtype = dtype
         self._is_deterministic = is_deterministic
-        self._table = ProductTable.of_device(torch.cuda.get_device_name(device))
+        self._table = table or ProductTable.of_device(torch.cuda.get_device_name(device))
         self._kernels: dict[tuple[GemmShape, Kind], HopperGemm] = {}
         self._compiled: set[tuple[int, int, Kind]] = set()
         self.backend = "cuda" if is_deterministic else "cuda, triton, torch"
