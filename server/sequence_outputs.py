@@ -10,13 +10,18 @@ import numpy as np
 import numpy.typing as npt
 from tritonclient.grpc.model_config_pb2 import ModelConfig
 
+from trimaran.comm.messages import FinishReason
 from trimaran.server.datatypes import NUMPY_TYPES, from_config
 from trimaran.server.inference import Tensor
 from trimaran.server.live_request import TokenChunk
 from trimaran.server.sample_inputs import SampleInputs
+from trimaran.server.tensor_bytes import object_array
 
 LOGITS_DTYPES = {"FP32": "float32", "FP16": "float16"}
 """The datatypes of logits outputs, and how an engine calls them."""
+
+STOPPED = "stop"
+"""The finish reason of an end id or a stop word."""
 
 _LOGITS = ("context_logits", "generation_logits")
 _FIGURES = (
@@ -31,6 +36,15 @@ _FIGURES = (
     ("total_accepted_draft_tokens", "INT32"),
     ("total_draft_tokens", "INT32"),
 )
+
+
+_REASONS = {
+    FinishReason.END_ID: STOPPED,
+    FinishReason.STOP_WORDS: STOPPED,
+    FinishReason.LENGTH: "length",
+    FinishReason.TIMED_OUT: "timeout",
+    FinishReason.CANCELLED: "cancelled",
+}
 
 
 @dataclass(slots=True)
@@ -48,10 +62,14 @@ class Progress:
 
     logits_dtype: str = ""
     figures: dict[str, int] = field(default_factory=dict)
+    finish_reason: str = ""
+    """Why it ended, once it has."""
 
     def add(self, chunk: TokenChunk) -> None:
         """Take in the next ids."""
         self.num_output += len(chunk.token_ids)
+        if chunk.is_last:
+            self.finish_reason = _REASONS[chunk.finish_reason]
         if not chunk.extras:
             return
         # Summed here, as an engine knows only what it sampled itself.
@@ -96,6 +114,7 @@ class SequenceOutputs:
         self._has_num_input = flags.flag("return_num_input_tokens")
         self._has_num_output = flags.flag("return_num_output_tokens")
         self._has_log_probs = flags.flag("return_log_probs")
+        self._has_reason = flags.flag("return_finish_reason")
         self._has_figures = flags.flag("return_perf_metrics")
         self._logits = [name for name in _LOGITS if flags.flag(f"return_{name}")]
         self._logits_type = logits_type(config)
@@ -106,13 +125,14 @@ class SequenceOutputs:
             or self._has_num_output
             or self._has_log_probs
             or self._has_figures
+            or self._has_reason
             or bool(self._logits)
         )
 
     def tensors(
         self, sample: int, sequence: int, progress: Progress, *, is_last: bool
     ) -> list[Tensor]:
-        """The outputs of a response, with a batch dimension of 1; figures with the last."""
+        """The outputs of a response, with a batch dimension of 1; its end with the last."""
         if not self._has_any:
             return []
         chosen = (
@@ -131,6 +151,9 @@ class SequenceOutputs:
                 Tensor("output_log_probs", "FP32", np.array(each, dtype=np.float32)),
             ]
         tensors += self._logits_tensors(progress)
+        if self._has_reason and is_last:
+            data = object_array([progress.finish_reason.encode()], (1, 1))
+            tensors.append(Tensor("finish_reason", "BYTES", data))
         if self._has_figures and is_last:
             # No drafts were made, and none accepted.
             tensors += [

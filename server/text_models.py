@@ -22,13 +22,15 @@ _SAME_NAMES = (
     "num_return_sequences", "exclude_input_in_output", "temperature", "repetition_penalty",
     "presence_penalty", "frequency_penalty", "min_length", "min_tokens", "random_seed", "seed",
     "return_log_probs", "return_context_logits", "return_generation_logits",
-    "return_perf_metrics", "return_num_input_tokens", "return_num_output_tokens",
+    "return_perf_metrics", "return_finish_reason", "return_num_input_tokens",
+    "return_num_output_tokens",
     "beam_width", "prompt_embedding_table", "prompt_vocab_size", "lora_task_id",
     "lora_weights", "lora_config", "guided_decoding_guide_type", "guided_decoding_guide",
 )  # fmt: skip
 _SAME_OUTPUTS = (
     "cum_log_probs", "output_log_probs", "context_logits", "generation_logits", "batch_index",
-    "sequence_index", "num_input_tokens", "num_output_tokens", "kv_cache_alloc_new_blocks",
+    "sequence_index", "finish_reason", "num_input_tokens", "num_output_tokens",
+    "kv_cache_alloc_new_blocks",
     "kv_cache_reused_blocks", "kv_cache_alloc_total_blocks", "arrival_time_ns",
     "first_scheduled_time_ns", "first_token_time_ns", "last_token_time_ns", "acceptance_rate",
     "total_accepted_draft_tokens", "total_draft_tokens",

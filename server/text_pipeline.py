@@ -14,7 +14,7 @@ from trimaran.server.detokenizer import IncrementalDetokenizer
 from trimaran.server.inference import InferRequest, InferResponse, Model, Tensor
 from trimaran.server.postprocessing import LastIdsJob
 from trimaran.server.sample_inputs import SampleInputs, batch_size
-from trimaran.server.sequence_outputs import Progress, SequenceOutputs
+from trimaran.server.sequence_outputs import STOPPED, Progress, SequenceOutputs
 from trimaran.server.stop_text import StopText
 from trimaran.server.text_answer import TextAnswer
 from trimaran.server.token_job import ChunkResponse, TokenJob
@@ -168,6 +168,8 @@ class _Run:
         if chunk.is_last or answer.stop.is_matched:
             self._num_open -= 1
             delta += await self._last(answer, chunk.token_ids if chunk.is_last else [])
+            if answer.stop.is_matched:
+                answer.progress.finish_reason = STOPPED
             # Harmless where the engine has ended it.
             response.end_sequence()
             if self._is_streaming and chunk.finish_reason is FinishReason.CANCELLED:

@@ -112,6 +112,33 @@ async def test_figures_come_with_the_last_response_of_who_asked(
         assert last[name].datatype == ("INT64" if is_time else "FP32" if is_rate else "INT32")
 
 
+@MODELS
+@pytest.mark.parametrize("is_stream", [False, True])
+async def test_who_asks_hears_why_it_ended_with_the_last_response(
+    serve, model, inputs, stream, is_stream
+):
+    asked = {**inputs, "return_finish_reason": True, stream: is_stream}
+    async with serve() as served:
+        await served.dial(served.answer("Hello world and more"))
+        responses = await served.infer(model, **asked)
+        silent = await served.infer(model, **inputs)
+        found = [
+            [tensor.data.tolist() for tensor in r.outputs if tensor.name == "finish_reason"]
+            for r in responses
+        ]
+        assert found == [[]] * (len(responses) - 1) + [[[[b"length"]]]]
+        assert "finish_reason" not in {tensor.name for tensor in silent[0].outputs}
+        if stream == "stream":
+            (response,) = await served.infer(
+                model,
+                **{**inputs, "max_tokens": 20},
+                return_finish_reason=True,
+                stop_words=["wor"],
+            )
+            reasons = [t.data.item() for t in response.outputs if t.name == "finish_reason"]
+            assert reasons == [b"stop"]
+
+
 async def test_a_text_stop_word_leaves_the_figures(serve):
     async with serve() as served:
         engine = await served.dial(served.answer("Hello world and more"))
