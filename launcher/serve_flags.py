@@ -54,6 +54,7 @@ _RARE = (
     "model_control_mode",
     "load_model",
     "repository_poll_secs",
+    "python_models",
     "routing",
     "load_format",
     "tokens_per_block",
@@ -149,6 +150,13 @@ def _add_model_control_flags(parser: argparse.ArgumentParser) -> None:
         default=[],
         metavar="NAME",
         help="with --model-control-mode explicit: load it at start; *: all",
+    )
+    add(
+        "--python-models",
+        default="native",
+        metavar="WHICH",
+        help="whose model.py runs in place of a native role: native (none), execute (all that "
+        "have one), or names with commas between",
     )
     add(
         "--repository-poll-secs",

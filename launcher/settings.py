@@ -192,6 +192,7 @@ def frontend_config(
         strict_readiness=args.strict_readiness,
         model_control_mode=args.model_control_mode,
         load_models=tuple(args.load_model),
+        python_models=args.python_models,
         repository_poll_s=float(args.repository_poll_secs),
         routing=args.routing,
         log_verbose_level=max(args.log_verbose, 3 if args.log else 0),

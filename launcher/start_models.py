@@ -15,6 +15,7 @@ from trimaran.server.model_repository import (
     load_model,
     model_folders,
 )
+from trimaran.server.python_models.choice import PythonModels
 
 _ALL = "*"
 
@@ -42,10 +43,21 @@ def start_models(args: argparse.Namespace) -> StartModels:
         names = _with_steps(Path(args.model_repo), args.load_model)
         if not names:
             return StartModels((), "")
-    repository = ModelRepository.load(args.model_repo, names)
+    python = PythonModels.parse(args.python_models)
+    _check_names(Path(args.model_repo), python)
+    repository = ModelRepository.load(args.model_repo, names, python)
     return StartModels(
         tuple(_token_models(args, repository, may_be_none=is_explicit)), _text(repository)
     )
+
+
+def _check_names(root: Path, python: PythonModels) -> None:
+    unknown = sorted(python.names - model_folders(root).keys())
+    if unknown:
+        raise ConfigError(
+            f"--python-models {unknown[0]}: no model of that name. The repository holds "
+            f"{', '.join(model_folders(root)) or 'none'}; give native, execute, or names."
+        )
 
 
 def _with_steps(root: Path, names: Sequence[str]) -> set[str]:

@@ -61,6 +61,9 @@ class FrontendConfig:
     load_models: tuple[str, ...] = ()
     """Models to load at start in explicit mode; ``*`` means all."""
 
+    python_models: str = "native"
+    """Whose own code runs in a native role: see `PythonModels.parse`."""
+
     repository_poll_s: float = 15.0
     """Pause between two looks at the repository in poll mode."""
 

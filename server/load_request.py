@@ -88,6 +88,18 @@ def load_request_of_grpc(name: str, parameters: Mapping[str, Any]) -> LoadReques
     return _checked(LoadRequest(name, config, files))
 
 
+def load_request_of_files(name: str, config: str, files: Mapping[str, bytes]) -> LoadRequest:
+    """Make the request of a model's code; the names of files begin with `FILE_PREFIX`.
+
+    Raises:
+        RequestError: a file's name is none of a version's files.
+    """
+    for key in files:
+        if not key.startswith(FILE_PREFIX):
+            raise RequestError(f"unrecognized load parameter '{key}'.")
+    return _checked(LoadRequest(name, config, {_file_path(k): v for k, v in files.items()}))
+
+
 def unload_dependents_of_json(body: bytes) -> bool:
     """The only parameter of an HTTP request to unload.
 

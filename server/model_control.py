@@ -24,6 +24,7 @@ from trimaran.server.model_preparation import (
 from trimaran.server.model_reader import LoadError, ModelReader, ReadModel
 from trimaran.server.model_set import Candidate, LoadedModel, ModelSet
 from trimaran.server.pipeline import COMPOSED, ModelFactory
+from trimaran.server.python_models.model import close_model
 from trimaran.server.registry import UNLOADED, ModelRegistry, VersionState
 from trimaran.server.remembered import Remembered, RememberedModel
 from trimaran.server.token_groups import OpenedGroups, TokenGroups
@@ -120,6 +121,10 @@ class ModelControl:
     async def close(self) -> None:
         """Give up what is under way. May be called twice."""
         await self._background.cancel()
+
+    async def end_models(self) -> None:
+        """End what the models that serve have started, once no request runs."""
+        await asyncio.gather(*(close_model(m.candidate.plain) for m in self._set.loaded()))
 
     def adopt(self, opened: Mapping[str, OpenedGroups]) -> None:
         """Have the first load of these models use groups that are started already."""
@@ -266,6 +271,7 @@ class ModelControl:
 
     async def _end_one(self, candidate: Candidate) -> None:
         await self._groups.close(candidate.engines, candidate.groups)
+        await close_model(candidate.plain)
         for group in candidate.groups:
             self._preparation.leaving.pop(group, None)
         self._overrides.remove(candidate.source.folder)

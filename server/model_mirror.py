@@ -15,6 +15,8 @@ from trimaran.server.model_repository import Role
 from trimaran.server.model_set import Candidate, LoadedModel, ModelSet
 from trimaran.server.model_startup import read_again
 from trimaran.server.pipeline import COMPOSED, ModelFactory
+from trimaran.server.python_models.choice import PythonModels
+from trimaran.server.python_models.model import close_model, start_model
 from trimaran.server.registry import ModelRegistry, VersionState
 from trimaran.server.remembered import Remembered, RememberedModel
 from trimaran.server.shared_state import SharedState
@@ -35,6 +37,7 @@ class ModelMirror:
     def __init__(
         self,
         factory: ModelFactory,
+        python: PythonModels,
         engines: EngineClient,
         groups: TokenGroups,
         metrics: Metrics,
@@ -42,6 +45,7 @@ class ModelMirror:
         log_settings: LogSettings,
     ) -> None:
         self._factory = factory
+        self._python = python
         self._engines = engines
         self._groups = groups
         self._metrics = metrics
@@ -79,8 +83,9 @@ class ModelMirror:
             await asyncio.sleep(_RELEASE_POLL_S)
 
     async def close(self) -> None:
-        """Give up what is under way."""
+        """Give up what is under way, and end what the models started."""
         await self._retiring.cancel()
+        await asyncio.gather(*(close_model(m.candidate.plain) for m in self._set.loaded()))
 
     # ---- models -------------------------------------------------------------------------
 
@@ -98,7 +103,7 @@ class ModelMirror:
 
     async def _candidate(self, model: RememberedModel) -> Candidate | None:
         """What serves this model; None while it has no worker groups."""
-        read = await asyncio.to_thread(read_again, model)
+        read = await asyncio.to_thread(read_again, model, self._python)
         plain, engines = None, None
         if read.source.role is Role.TOKEN:
             if not model.groups:
@@ -113,6 +118,7 @@ class ModelMirror:
                 raise
         elif read.source.role not in COMPOSED:
             plain = await asyncio.to_thread(self._factory.single, read.source)
+            await start_model(plain)
         return Candidate(
             source=read.source,
             labels=read.labels,
@@ -143,6 +149,7 @@ class ModelMirror:
         await all_idle(models)
         for loaded in models:
             candidate = loaded.candidate
+            await close_model(candidate.plain)
             if candidate.engines is not None:
                 candidate.engines.close()
             current = self._set.get(candidate.name)

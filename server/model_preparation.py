@@ -14,6 +14,7 @@ from trimaran.server.model_reader import LoadError, ReadModel
 from trimaran.server.model_repository import Role
 from trimaran.server.model_set import Candidate, LoadedModel, ModelSet
 from trimaran.server.pipeline import COMPOSED, ModelFactory
+from trimaran.server.python_models.model import start_model
 from trimaran.server.token_groups import OpenedGroups, TokenGroups
 
 logger = logging.getLogger(__name__)
@@ -143,6 +144,7 @@ class ModelPreparation:
         plain = None
         if read.source.role not in COMPOSED:
             plain = await asyncio.to_thread(self._factory.single, read.source)
+            await start_model(plain)
         return _candidate(read, plain=plain)
 
     async def _over(self, read: ReadModel, opened: OpenedGroups) -> Candidate:

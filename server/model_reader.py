@@ -12,6 +12,7 @@ from trimaran.server.fingerprint import fingerprint
 from trimaran.server.load_request import LoadRequest, OverrideFolders
 from trimaran.server.model_repository import (
     CONFIG_FILE,
+    NATIVE,
     NoVersionError,
     RepositoryModel,
     load_model,
@@ -20,6 +21,7 @@ from trimaran.server.model_repository import (
     repository_model,
 )
 from trimaran.server.pipeline import read_labels
+from trimaran.server.python_models.choice import PythonModels
 
 
 class LoadError(RequestError):
@@ -43,8 +45,11 @@ class ReadModel:
 class ModelReader:
     """Reads models from a repository's folder. Reads files: not for the event loop."""
 
-    def __init__(self, root: Path, overrides: OverrideFolders) -> None:
+    def __init__(
+        self, root: Path, overrides: OverrideFolders, python: PythonModels = NATIVE
+    ) -> None:
         self._root = root
+        self._python = python
         self._overrides = overrides
 
     def names(self) -> list[str]:
@@ -99,7 +104,7 @@ class ModelReader:
         elif folder is None:
             raise _not_found(request.name)
         try:
-            source = repository_model(folder, request.model_config())
+            source = repository_model(folder, request.model_config(), self._python)
             return ReadModel(source, read_labels(source))
         except ConfigError as error:
             self._overrides.remove(folder)
@@ -109,7 +114,7 @@ class ModelReader:
         if folder is None:
             raise _not_found(name)
         try:
-            source = load_model(folder)
+            source = load_model(folder, self._python)
             # Taken before the files are read: a change in between is seen at the next look.
             return ReadModel(
                 source, read_labels(source), fingerprint(folder, source.parameters)

@@ -14,6 +14,7 @@ from trimaran.server.config_pbtxt import read_config
 from trimaran.server.ensemble_graph import check_ensemble
 from trimaran.server.model_parameters import ModelParameters
 from trimaran.server.parameter_table import check_parameters
+from trimaran.server.python_models.choice import PythonModels
 from trimaran.server.role_parameters import (
     BLS_PARAMETERS,
     POSTPROCESSING_PARAMETERS,
@@ -36,6 +37,11 @@ __all__ = [
 ]
 
 CONFIG_FILE = "config.pbtxt"
+CODE_FILE = "model.py"
+NATIVE = PythonModels()
+
+EXECUTABLE = (Role.PREPROCESSING, Role.POSTPROCESSING, Role.BLS)
+"""The roles of which a model may run its own code instead."""
 
 _PARAMETERS = {
     Role.PREPROCESSING: PREPROCESSING_PARAMETERS,
@@ -66,6 +72,10 @@ class RepositoryModel:
         """The file that error messages name."""
         return self.folder / CONFIG_FILE
 
+    def has_code(self, version: int) -> bool:
+        """Whether a version is a user's own in Python."""
+        return _has_code(self.folder, self.config, version)
+
     @property
     def steps(self) -> tuple[str, ...]:
         """The models that this one runs, each once: none unless it is composed of others."""
@@ -84,7 +94,12 @@ class ModelRepository:
     models: dict[str, RepositoryModel]
 
     @classmethod
-    def load(cls, path: str | Path, names: Collection[str] | None = None) -> ModelRepository:
+    def load(
+        cls,
+        path: str | Path,
+        names: Collection[str] | None = None,
+        python: PythonModels = NATIVE,
+    ) -> ModelRepository:
         """Read and check every model of the repository, or those of these names alone.
 
         Raises:
@@ -99,7 +114,7 @@ class ModelRepository:
                 f"models: trimaran init-repo {root}"
             )
         wanted = {name: f for name, f in folders.items() if names is None or name in names}
-        repository = cls(root, {name: load_model(f) for name, f in wanted.items()})
+        repository = cls(root, {name: load_model(f, python) for name, f in wanted.items()})
         configs = {name: model.config for name, model in repository.models.items()}
         for model in repository.of_role(Role.ENSEMBLE):
             check_ensemble(model.config_path, model.config, configs)
@@ -124,18 +139,22 @@ def model_folders(root: Path) -> dict[str, Path]:
     return {f.name: f for f in folders if (f / CONFIG_FILE).exists()}
 
 
-def load_model(folder: Path) -> RepositoryModel:
+def load_model(folder: Path, python: PythonModels = NATIVE) -> RepositoryModel:
     """The model of a folder, as its config.pbtxt describes it.
 
     Raises:
         ConfigError: as for `ModelRepository.load`.
         NoVersionError: there is no version to serve.
     """
-    return repository_model(folder, read_config(folder / CONFIG_FILE))
+    return repository_model(folder, read_config(folder / CONFIG_FILE), python)
 
 
-def repository_model(folder: Path, config: ModelConfig) -> RepositoryModel:
+def repository_model(
+    folder: Path, config: ModelConfig, python: PythonModels = NATIVE
+) -> RepositoryModel:
     """The model of a folder under a given configuration; the folder's own is not read.
+
+    ``python`` says which models of a native role run their own code.
 
     Raises:
         ConfigError: as for `ModelRepository.load`.
@@ -152,11 +171,33 @@ def repository_model(folder: Path, config: ModelConfig) -> RepositoryModel:
     own.name = folder.name
     versions = _chosen(path, own, _versions(folder))
     parameters = parameters_of(folder, own)
-    role = role_of(path, own)
+    role = role_of(path, own, has_code=_has_code(folder, own, versions[-1]))
+    if role in EXECUTABLE and _executes(folder, own, versions[-1], python):
+        role = Role.OTHER
     check_tensors(path, own, role)
     if role in _PARAMETERS:
         check_parameters(path, parameters, _PARAMETERS[role])
     return RepositoryModel(folder.name, folder, own, role, versions, parameters)
+
+
+def _has_code(folder: Path, config: ModelConfig, version: int) -> bool:
+    return config.backend == "python" and (folder / str(version) / CODE_FILE).is_file()
+
+
+def _executes(folder: Path, config: ModelConfig, version: int, python: PythonModels) -> bool:
+    """Whether a model of a native role runs its own code.
+
+    Raises:
+        ConfigError: it was named for that, and has none.
+    """
+    has_code = _has_code(folder, config, version)
+    if folder.name in python.names and not has_code:
+        raise ConfigError(
+            f"--python-models names '{folder.name}', but its backend is {config.backend!r} "
+            f"(python is needed), or {folder / str(version) / CODE_FILE} does not exist. "
+            "Leave the name out."
+        )
+    return has_code and python.executes(folder.name)
 
 
 def parameters_of(folder: Path, config: ModelConfig) -> ModelParameters:

@@ -15,6 +15,7 @@ from trimaran.server.model_control import ModelControl
 from trimaran.server.model_reader import LoadError, ModelReader, ReadModel
 from trimaran.server.model_repository import Role, repository_model
 from trimaran.server.pipeline import read_labels
+from trimaran.server.python_models.choice import PythonModels
 from trimaran.server.remembered import Remembered, RememberedModel
 from trimaran.server.token_groups import OpenedGroups, TokenGroups
 
@@ -116,7 +117,7 @@ class ModelStartup:
         self._groups.generations.update(remembered.generations)
         for model in remembered.models:
             try:
-                read = read_again(model)
+                read = read_again(model, PythonModels.parse(self._config.python_models))
             except ConfigError as error:
                 logger.error("Model '%s' is not served any more: %s", model.name, error)
                 self._surplus += model.groups
@@ -127,12 +128,12 @@ class ModelStartup:
                 self._opened[model.name] = opened
 
 
-def read_again(model: RememberedModel) -> ReadModel:
+def read_again(model: RememberedModel, python: PythonModels) -> ReadModel:
     """Read a model that was loaded before.
 
     Raises:
         ConfigError: its files are not what they were.
     """
     config = ModelConfig.FromString(model.config)
-    source = repository_model(Path(model.folder), config)
+    source = repository_model(Path(model.folder), config, python)
     return ReadModel(source, read_labels(source), model.fingerprint)

@@ -16,9 +16,16 @@ from trimaran.server.ensemble_graph import check_ensemble
 from trimaran.server.graph_model import GraphModel, GraphStep
 from trimaran.server.inference import Model
 from trimaran.server.model_engines import ModelEngines
-from trimaran.server.model_repository import RepositoryModel, Role
+from trimaran.server.model_repository import (
+    CODE_FILE,
+    EXECUTABLE,
+    RepositoryModel,
+    Role,
+)
 from trimaran.server.postprocessing import PostprocessingModel
 from trimaran.server.preprocessing import PreprocessingModel
+from trimaran.server.python_models.calls import ModelCalls
+from trimaran.server.python_models.model import PythonModel
 from trimaran.server.text_models import BlsModel, EnsembleModel, ensemble_maps
 from trimaran.server.text_pipeline import Steps
 from trimaran.server.token_model import TokenModel
@@ -46,7 +53,9 @@ class Step:
 class ModelFactory:
     """Makes models. Tokenizers are shared by the models that are alive."""
 
-    def __init__(self, tokenizer_threads: int = 2) -> None:
+    def __init__(self, calls: ModelCalls, tokenizer_threads: int = 2) -> None:
+        """``calls`` is what the code of Python models may ask for."""
+        self._calls = calls
         self._tokenizer_threads = tokenizer_threads
         self._tokenizers: WeakValueDictionary[tuple[object, ...], Tokenizer] = (
             WeakValueDictionary()
@@ -69,7 +78,7 @@ class ModelFactory:
         elif model.role in makers:
             built = makers[model.role](model, _only_version(model))
         else:
-            raise _unserved(model)
+            return self._python(model)
         _log_native(model)
         return built
 
@@ -94,6 +103,13 @@ class ModelFactory:
         return built
 
     # ---- single models ------------------------------------------------------------------
+
+    def _python(self, model: RepositoryModel) -> Model:
+        version = _only_version(model)
+        if not model.has_code(version):
+            raise _unserved(model)
+        logger.info("Model '%s': runs its own %s/model.py", model.name, version)
+        return PythonModel(model, version, self._calls)
 
     def _preprocessing(self, model: RepositoryModel, version: int) -> Model:
         return PreprocessingModel(model, version, self._tokenizer(model))
@@ -207,14 +223,17 @@ def _wired(names: Mapping[Role, str], steps: Mapping[str, Step]) -> Steps:
 
 def _log_native(model: RepositoryModel) -> None:
     note = ""
-    if (model.folder / str(model.versions[0]) / "model.py").exists():
+    if (model.folder / str(model.versions[0]) / CODE_FILE).exists():
         note = "; its model.py is not run"
+        if model.role in EXECUTABLE:
+            note += " (--python-models execute would)"
     logger.info("Model '%s': native %s%s", model.name, model.role.value, note)
 
 
 def _unserved(model: RepositoryModel) -> ConfigError:
     return ConfigError(
         f"{model.config_path}: model '{model.name}' has the inputs and outputs of none of the "
-        f"roles {', '.join(r.value for r in Role if r is not Role.OTHER)}; models of your own "
-        "are not served by this version. Remove the folder."
+        f"roles {', '.join(r.value for r in Role if r is not Role.OTHER)}, and it is no Python "
+        f"model: its backend is {model.config.backend!r} and not 'python', or the version's "
+        "folder has no model.py. Add them, or remove the folder."
     )

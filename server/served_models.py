@@ -24,6 +24,8 @@ from trimaran.server.model_reader import ModelReader
 from trimaran.server.model_startup import ModelStartup
 from trimaran.server.other_frontends import OtherFrontends
 from trimaran.server.pipeline import ModelFactory
+from trimaran.server.python_models.calls import ModelCalls
+from trimaran.server.python_models.choice import PythonModels
 from trimaran.server.registry import ModelRegistry
 from trimaran.server.repository_poll import RepositoryPoll
 from trimaran.server.service import Service
@@ -76,16 +78,18 @@ class OwnModels:
         registry: ModelRegistry,
     ) -> None:
         self._config = config
+        self._calls = ModelCalls(registry)
         self._requests = GroupRequests(link)
         self._others = OtherFrontends(config, registry, metrics.others)
         overrides = OverrideFolders(_scratch(config))
-        reader = ModelReader(Path(config.model_repository), overrides)
+        python = PythonModels.parse(config.python_models)
+        reader = ModelReader(Path(config.model_repository), overrides, python)
         groups = TokenGroups(self._requests, engines, board, self._others.released)
         self._control = ModelControl(
             reader,
             overrides,
             groups,
-            ModelFactory(config.tokenizer_threads),
+            ModelFactory(self._calls, config.tokenizer_threads),
             metrics,
             registry,
             self._remember,
@@ -104,6 +108,7 @@ class OwnModels:
     async def attach(self, service: Service) -> None:
         """See `ServedModels`."""
         service.control = self._control
+        self._calls.loader = service
         service.others = self._others
         await self._others.start(service)
 
@@ -121,6 +126,7 @@ class OwnModels:
     async def close(self) -> None:
         """See `ServedModels`."""
         await self._control.close()
+        await self._control.end_models()
         self._others.close()
 
     def on_reply(self, arguments: Mapping[str, Any]) -> None:
@@ -146,8 +152,12 @@ class FollowedModels:
         log_settings: LogSettings,
     ) -> None:
         groups = TokenGroups(GroupRequests(link), engines, board)
-        factory = ModelFactory(config.tokenizer_threads)
-        self._mirror = ModelMirror(factory, engines, groups, metrics, registry, log_settings)
+        self._calls = ModelCalls(registry)
+        factory = ModelFactory(self._calls, config.tokenizer_threads)
+        python = PythonModels.parse(config.python_models)
+        self._mirror = ModelMirror(
+            factory, python, engines, groups, metrics, registry, log_settings
+        )
         self._service: Service | None = None
         self._first = FirstFrontend(
             config, self._mirror.apply, self._mirror.released, self._own_counts
@@ -165,6 +175,7 @@ class FollowedModels:
     async def attach(self, service: Service) -> None:
         """See `ServedModels`."""
         service.first = self._first
+        self._calls.loader = service
         self._service = service
 
     async def follow(self) -> None:

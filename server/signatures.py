@@ -69,11 +69,12 @@ _CHOICES: dict[str, tuple[str, ...]] = {
 }
 
 
-def role_of(path: Path, config: ModelConfig) -> Role:
+def role_of(path: Path, config: ModelConfig, *, has_code: bool = False) -> Role:
     """The role, by platform and tensors; the name does not matter.
 
     Raises:
-        ConfigError: name or backend say what the model is, but it lacks tensors for that.
+        ConfigError: name or backend say what the model is, but it lacks tensors for that,
+            and it has no code that could run instead.
     """
     if config.platform == "ensemble" or config.HasField("ensemble_scheduling"):
         return Role.ENSEMBLE
@@ -82,7 +83,8 @@ def role_of(path: Path, config: ModelConfig) -> Role:
     for role, needed_inputs, needed_outputs in _SIGNATURES:
         if needed_inputs <= inputs and needed_outputs <= outputs:
             return role
-    _refuse_near_miss(path, config, inputs, outputs)
+    if not has_code:
+        _refuse_near_miss(path, config, inputs, outputs)
     return Role.OTHER
 
 

@@ -43,6 +43,9 @@ from trimaran.server.metrics import Metrics
 from trimaran.server.model_repository import ModelRepository, Role
 from trimaran.server.model_set import Candidate, ModelSet
 from trimaran.server.pipeline import COMPOSED, ModelFactory
+from trimaran.server.python_models.calls import ModelCalls
+from trimaran.server.python_models.choice import PythonModels
+from trimaran.server.python_models.model import close_model, start_model
 from trimaran.server.registry import ModelRegistry
 from trimaran.server.tokenizer import Tokenizer
 from trimaran.server.validation import Validator, WireInput
@@ -195,15 +198,20 @@ class ScriptedEngine:
         return ids
 
 
-def build(config: FrontendConfig, engines: EngineClient, metrics: Metrics) -> dict[str, Model]:
-    """Every model of a repository, by name.
+def build(
+    config: FrontendConfig, engines: EngineClient, metrics: Metrics
+) -> tuple[dict[str, Model], list[Model]]:
+    """Every model of a repository, by name, and those that are not composed, uncounted.
 
     Raises:
         ConfigError: one of them cannot be served.
     """
-    factory = ModelFactory()
+    registry = ModelRegistry()
+    factory = ModelFactory(ModelCalls(registry))
     candidates = []
-    for source in ModelRepository.load(config.model_repository).models.values():
+    python = PythonModels.parse(config.python_models)
+    repository = ModelRepository.load(config.model_repository, python=python)
+    for source in repository.models.values():
         plain = None
         if source.role is Role.TOKEN:
             groups = config.groups.get(source.name, ())
@@ -212,11 +220,11 @@ def build(config: FrontendConfig, engines: EngineClient, metrics: Metrics) -> di
         elif source.role not in COMPOSED:
             plain = factory.single(source)
         candidates.append(Candidate(source=source, plain=plain))
-    registry = ModelRegistry()
     outcome = ModelSet(factory, metrics, registry).commit(candidates)
     for failure in outcome.failures.values():
         raise failure
-    return {model.name: model for model in registry.models()}
+    plain = [candidate.plain for candidate in candidates if candidate.plain is not None]
+    return {model.name: model for model in registry.models()}, plain
 
 
 @pytest.fixture
@@ -225,7 +233,7 @@ def build_models() -> Callable[[Path], dict[str, Model]]:
 
     def build_all(root: Path) -> dict[str, Model]:
         config, metrics = FrontendConfig(model_repository=str(root)), Metrics()
-        return build(config, EngineClient(config, metrics), metrics)
+        return build(config, EngineClient(config, metrics), metrics)[0]
 
     return build_all
 
@@ -239,12 +247,14 @@ class Served:
         self.engines = EngineClient(config, self.metrics)
         self.tokenizer = tokenizer
         self.models: dict[str, Model] = {}
+        self._plain: list[Model] = []
         self.dialled: list[ScriptedEngine] = []
 
     async def start(self) -> None:
         """Build the models and listen for engines."""
-        self.models = build(self.config, self.engines, self.metrics)
+        self.models, self._plain = build(self.config, self.engines, self.metrics)
         await self.engines.start()
+        await asyncio.gather(*map(start_model, self._plain))
 
     async def dial(
         self, script: Script, *, max_per_step: int = 1, incarnation: int = 0, group: str = "g0"
@@ -265,6 +275,7 @@ class Served:
 
     async def close(self) -> None:
         """End engines and connections."""
+        await asyncio.gather(*map(close_model, self._plain))
         await self.engines.close()
         for engine in self.dialled:
             await engine.end()
@@ -366,8 +377,8 @@ def serve(tmp_path: Path, tokenizer_folder: Path) -> Serve:
             },
         )
         served = Served(config, Tokenizer(str(tokenizer_folder)))
-        await served.start()
         try:
+            await served.start()
             yield served
         finally:
             await served.close()

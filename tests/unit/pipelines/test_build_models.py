@@ -49,7 +49,8 @@ async def test_the_log_says_that_a_models_python_file_is_not_run(
         (tmp_path / "models" / "preprocessing" / "1" / "model.py").touch()
         build_models(tmp_path / "models")
     messages = [record.message for record in caplog.records]
-    assert "Model 'preprocessing': native preprocessing; its model.py is not run" in messages
+    not_run = "its model.py is not run (--python-models execute would)"
+    assert f"Model 'preprocessing': native preprocessing; {not_run}" in messages
     assert "Model 'ensemble': native ensemble" in messages
 
 

@@ -1,0 +1,153 @@
+"""What the code of Python models may ask of the server: run other models, load them."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from contextlib import aclosing
+from typing import Any, Protocol
+
+from trimaran.comm.errors import ErrorKind, RequestError
+from trimaran.server.inference import InferRequest, InferResponse, Model
+from trimaran.server.load_request import LoadRequest, load_request_of_files
+from trimaran.server.python_models.wire import (
+    Call,
+    Packed,
+    Question,
+    RequestFields,
+    Result,
+    pack,
+    unpack,
+)
+from trimaran.server.registry import ModelRegistry
+from trimaran.server.validation import WireInput
+
+logger = logging.getLogger(__name__)
+
+SEQUENCE_START, SEQUENCE_END = 1, 2
+
+
+class Loader(Protocol):
+    """Loads models while the server runs."""
+
+    async def load(self, request: LoadRequest) -> None:
+        """Load a model; see `Service.load`."""
+
+    async def unload(self, name: str, *, unload_dependents: bool) -> None:
+        """Unload a model; see `Service.unload`."""
+
+
+class ModelCalls:
+    """Runs what a model's code asks for. Used on the event loop only."""
+
+    def __init__(self, registry: ModelRegistry) -> None:
+        self._registry = registry
+        self.loader: Loader | None = None
+        """None until the server serves."""
+
+    async def run(self, call: Call, send: Callable[[Result], None]) -> None:
+        """Run a model and send what it answers; the last result is final.
+
+        Cancelled, it sends nothing more.
+        """
+        try:
+            fields = RequestFields.from_wire(call.request)
+            model = self._registry.get_ready(fields.model, fields.version)
+            if model.is_decoupled and not call.is_decoupled:
+                raise RequestError(
+                    f"Model {model.name} is using the decoupled. The current BLS request call "
+                    "doesn't support models using the decoupled transaction policy. Please use "
+                    "'decoupled=True' argument to the 'exec' or 'async_exec' calls for "
+                    "decoupled models.",
+                    ErrorKind.UNSUPPORTED,
+                )
+            await self._run(call, model, self._checked(model, fields), send)
+        except RequestError as error:
+            send(Result(call=call.call, error=str(error) or "no text", kind=error.kind.name))
+        except Exception as error:
+            logger.exception("model '%s', run by a Python model, failed", fields.model)
+            text = f"{type(error).__name__}: {error}"
+            send(Result(call=call.call, error=text, kind=ErrorKind.INTERNAL.name))
+
+    async def answer(self, question: Question) -> Result:
+        """The answer to a question about models."""
+        result = Result(call=question.call)
+        try:
+            result.values = await self._answer(question.verb, question.arguments)
+        except RequestError as error:
+            result.error, result.kind = str(error), error.kind.name
+        return result
+
+    async def _run(
+        self,
+        call: Call,
+        model: Model,
+        request: InferRequest,
+        send: Callable[[Result], None],
+    ) -> None:
+        async with aclosing(model.infer(request)) as responses:  # type: ignore[type-var]
+            async for response in responses:
+                send(_result(call, response, is_final=not call.is_decoupled))
+                if not call.is_decoupled:
+                    return
+        if call.is_decoupled:
+            send(Result(call=call.call))
+            return
+        raise RequestError(f"model '{model.name}' gave no response", ErrorKind.INTERNAL)
+
+    def _checked(self, model: Model, fields: RequestFields) -> InferRequest:
+        outputs = tuple(fields.outputs)
+        request = InferRequest(
+            model_name=model.name,
+            model_version=fields.version,
+            id=fields.id,
+            outputs=outputs,
+            parameters=fields.parameters,
+            priority=fields.priority,
+            timeout_us=fields.timeout_us,
+            sequence_id=fields.correlation_id,
+            sequence_start=bool(fields.flags & SEQUENCE_START),
+            sequence_end=bool(fields.flags & SEQUENCE_END),
+            arrival_ns=time.monotonic_ns(),
+        )
+        inputs = [_wire_input(packed) for packed in fields.inputs]
+        request.inputs = self._registry.validator(model).check(inputs, outputs, fields.id)
+        return request
+
+    async def _answer(self, verb: str, arguments: dict[str, Any]) -> dict[str, Any]:
+        name = str(arguments["name"])
+        if verb == "is_model_ready":
+            return {"ready": self._is_ready(name, str(arguments["version"]))}
+        if self.loader is None:
+            raise RequestError(
+                f"model '{name}' cannot be loaded or unloaded while the server starts",
+                ErrorKind.UNAVAILABLE,
+            )
+        if verb == "load_model":
+            config, files = str(arguments["config"]), dict(arguments["files"])
+            await self.loader.load(load_request_of_files(name, config, files))
+        else:
+            dependents = bool(arguments["unload_dependents"])
+            await self.loader.unload(name, unload_dependents=dependents)
+        return {}
+
+    def _is_ready(self, name: str, version: str) -> bool:
+        try:
+            return self._registry.is_model_ready(name, version)
+        except RequestError:
+            return False
+
+
+def _result(call: Call, response: InferResponse, *, is_final: bool) -> Result:
+    return Result(
+        call=call.call,
+        tensors=[pack(tensor) for tensor in response.outputs],
+        parameters=dict(response.parameters),
+        is_final=is_final,
+    )
+
+
+def _wire_input(packed: Packed) -> WireInput:
+    tensor = unpack(packed)
+    return WireInput(tensor.name, tensor.datatype, tensor.shape, tensor.data.reshape(-1))

@@ -1,0 +1,259 @@
+"""The requests of ``triton_python_backend_utils``: received, or made to run other models."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Awaitable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from trimaran.server.python_models.link import PendingCall, the_link
+from trimaran.server.python_models.responses import (
+    InferenceResponse,
+    InferenceResponseSender,
+    Ticket,
+    TritonError,
+)
+from trimaran.server.python_models.tensors import Tensor, TritonModelException
+from trimaran.server.python_models.wire import RequestFields, Result
+
+MEMORY_CPU, MEMORY_GPU = 0, 2
+RELEASE_ALL, RELEASE_RESCHEDULE = 1, 2
+
+_OPTIONS = ("timeout", "priority", "parameters", "preferred_memory", "trace")
+
+
+@dataclass(frozen=True)
+class PreferredMemory:
+    """Where the tensors of a called model are wanted: in the host's memory."""
+
+    preferred_memory_type: int
+    preferred_device_id: int = 0
+
+
+class InferenceRequest:
+    """A request to another model of the server."""
+
+    def __init__(
+        self,
+        request_id: str = "",
+        correlation_id: int | str = 0,
+        inputs: Sequence[Tensor] = (),
+        requested_output_names: Sequence[str] = (),
+        model_name: str = "",
+        model_version: int | str = -1,
+        flags: int = 0,
+        **options: Any,
+    ) -> None:
+        """``options`` are ``timeout`` in microseconds, ``priority``, ``parameters``,
+        ``preferred_memory`` and ``trace``, which is not looked at.
+
+        Raises:
+            TritonModelException: a value of no use, or another option.
+        """
+        unknown = sorted(options.keys() - _OPTIONS)
+        if unknown:
+            raise TritonModelException(
+                f"InferenceRequest has no argument '{unknown[0]}': it has {', '.join(_OPTIONS)}"
+                " and those that name the model and its tensors"
+            )
+        memory = options.get("preferred_memory") or PreferredMemory(MEMORY_CPU)
+        if memory.preferred_memory_type != MEMORY_CPU:
+            raise TritonModelException(
+                "preferred_memory asks for the GPU's memory, but tensors come and go through "
+                "the host's. Leave it out and move the tensor."
+            )
+        self._inputs = list(inputs)
+        self._fields = RequestFields(
+            model=model_name,
+            version="" if str(model_version) == "-1" else str(model_version),
+            id=str(request_id),
+            outputs=list(requested_output_names),
+            parameters=_checked(options.get("parameters") or {}),
+            priority=options.get("priority", 0),
+            timeout_us=options.get("timeout", 0),
+            correlation_id=correlation_id,
+            flags=flags,
+        )
+
+    # ---- what it says -------------------------------------------------------------------
+
+    def inputs(self) -> list[Tensor]:
+        """All inputs."""
+        return self._inputs
+
+    def request_id(self) -> str:
+        """The id, or an empty text."""
+        return self._fields.id
+
+    def correlation_id(self) -> int | str:
+        """The sequence that it belongs to; 0 for none."""
+        return self._fields.correlation_id
+
+    def requested_output_names(self) -> list[str]:
+        """The outputs that are wanted."""
+        return self._fields.outputs
+
+    def model_name(self) -> str:
+        """The model that it goes to."""
+        return self._fields.model
+
+    def model_version(self) -> int:
+        """That model's version; -1 for the latest."""
+        return int(self._fields.version or -1)
+
+    def parameters(self) -> str:
+        """The parameters as a JSON object."""
+        return json.dumps(self._fields.parameters)
+
+    def priority(self) -> int:
+        """The priority; 0 for none."""
+        return self._fields.priority
+
+    def timeout(self) -> int:
+        """The time limit in microseconds; 0 for none."""
+        return self._fields.timeout_us
+
+    def flags(self) -> int:
+        """Bits that say whether it starts or ends a sequence."""
+        return self._fields.flags
+
+    def set_flags(self, flags: int) -> None:
+        """Set those bits."""
+        self._fields.flags = flags
+
+    def trace(self) -> None:
+        """Traces are not taken."""
+
+    # ---- running it ---------------------------------------------------------------------
+
+    def exec(self, decoupled: bool = False) -> Any:
+        """Run it and wait: a response, or with ``decoupled`` an iterator of them.
+
+        A failure comes as a response with an error. The call ends with the requests that it
+        is made for: when nobody waits for those any more, it is cancelled.
+
+        Raises:
+            TritonModelException: the tensors are too large for one message.
+        """
+        pending = self._call(decoupled)
+        if decoupled:
+            return ResponseIterator(pending)
+        return _response(pending.get().result())
+
+    def async_exec(self, decoupled: bool = False) -> Awaitable[Any]:
+        """As `exec`, for coroutines. The call begins at once; cancelling the awaitable
+        cancels it."""
+        return asyncio.ensure_future(_awaited(self._call(decoupled), decoupled))
+
+    def _call(self, is_decoupled: bool) -> PendingCall:
+        self._fields.inputs = [tensor.to_packed() for tensor in self._inputs]
+        try:
+            return the_link().call(self._fields, is_decoupled=is_decoupled)
+        except ValueError as error:
+            raise TritonModelException(str(error)) from error
+
+
+class ReceivedRequest(InferenceRequest):
+    """A request that ``execute`` is given."""
+
+    def __init__(self, fields: RequestFields, outputs: Sequence[str], ticket: Ticket) -> None:
+        """``outputs`` are those of the model, which a request without a list wants."""
+        self._inputs = [Tensor.from_packed(packed) for packed in fields.inputs]
+        self._fields = fields
+        fields.inputs = []
+        fields.outputs = list(fields.outputs or outputs)
+        self.ticket = ticket
+
+    def is_cancelled(self) -> bool:
+        """Whether nobody waits for its responses any more."""
+        return self.ticket.is_cancelled
+
+    def get_response_sender(self) -> InferenceResponseSender:
+        """What sends its responses, also after ``execute`` has returned."""
+        return InferenceResponseSender(self.ticket)
+
+    def set_release_flags(self, flags: int) -> None:
+        """Accept the one flag that means what happens anyway.
+
+        Raises:
+            TritonModelException: the request is to be executed again.
+        """
+        if flags != RELEASE_ALL:
+            raise TritonModelException(
+                f"Unsupported release flag {flags}: requests are executed once, as "
+                "sequence_batching is not served. Loop inside execute instead."
+            )
+
+
+class ResponseIterator:
+    """The responses of a decoupled model as they come, for ``for`` and for ``async for``.
+
+    A reader that lets go of it before the end cancels the call.
+    """
+
+    def __init__(self, pending: PendingCall) -> None:
+        self._pending = pending
+        self._is_over = False
+
+    def __iter__(self) -> Iterator[InferenceResponse]:
+        return self
+
+    def __next__(self) -> InferenceResponse:
+        response = None if self._is_over else self._taken(self._pending.get().result())
+        if response is None:
+            raise StopIteration
+        return response
+
+    def __aiter__(self) -> AsyncIterator[InferenceResponse]:
+        return self
+
+    async def __anext__(self) -> InferenceResponse:
+        response = None
+        if not self._is_over:
+            response = self._taken(await asyncio.wrap_future(self._pending.get()))
+        if response is None:
+            raise StopAsyncIteration
+        return response
+
+    def cancel(self) -> None:
+        """End the call; the iterator ends with an error of the kind CANCELLED."""
+        if not self._is_over:
+            the_link().cancel_call(self._pending)
+
+    def _taken(self, result: Result) -> InferenceResponse | None:
+        self._is_over = result.is_final
+        if result.tensors is None and not result.error:
+            return None
+        return _response(result)
+
+    def __del__(self) -> None:
+        self.cancel()
+
+
+async def _awaited(pending: PendingCall, is_decoupled: bool) -> Any:
+    if is_decoupled:
+        return ResponseIterator(pending)
+    try:
+        return _response(await asyncio.wrap_future(pending.get()))
+    except asyncio.CancelledError:
+        the_link().cancel_call(pending)
+        raise
+
+
+def _response(result: Result) -> InferenceResponse:
+    if result.error:
+        return InferenceResponse(error=TritonError.of_kind(result.error, result.kind))
+    tensors = [Tensor.from_packed(packed) for packed in result.tensors or ()]
+    return InferenceResponse(tensors, parameters=result.parameters)
+
+
+def _checked(parameters: Mapping[str, Any]) -> dict[str, Any]:
+    for name, value in parameters.items():
+        if not isinstance(name, str) or not isinstance(value, str | int | bool | float):
+            raise TritonModelException(
+                f"parameter {name!r} is {value!r}, but parameters have texts as names and "
+                "bool, int, float or str values"
+            )
+    return dict(parameters)

@@ -1,0 +1,199 @@
+"""One instance of a Python model: a process that is started again when it dies."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Coroutine, Sequence
+
+from trimaran.comm.errors import ConfigError, ErrorKind, RequestError
+from trimaran.server.python_models.calls import ModelCalls
+from trimaran.server.python_models.job import Job
+from trimaran.server.python_models.process_link import ProcessLink
+from trimaran.server.python_models.wire import (
+    Call,
+    CancelCall,
+    CancelRequests,
+    Execute,
+    Executed,
+    Finish,
+    Log,
+    Message,
+    MessageTooLongError,
+    Question,
+    Respond,
+    Result,
+    Start,
+)
+
+logger = logging.getLogger(__name__)
+
+MAX_DEATHS, DEATHS_WINDOW_S = 5, 600.0
+"""A process that dies more often within this time is not started again."""
+
+
+class Instance:
+    """Runs jobs in its process. Used on the event loop only.
+
+    A process that dies takes its jobs with it: each fails as unavailable. It is started
+    again, unless it has died too often.
+    """
+
+    def __init__(self, start: Start, calls: ModelCalls, on_free: Callable[[], None]) -> None:
+        """``on_free`` is called whenever it may take a batch, or never will again."""
+        self._start = start
+        self._model_calls = calls
+        self._on_free = on_free
+        self._name = start.args["model_instance_name"]
+        self._link: ProcessLink | None = None
+        self._is_async = False
+        self._is_closing = False
+        self.is_ready = False
+        self.has_given_up = False
+        self._jobs: dict[int, Job] = {}
+        self._batches: set[int] = set()
+        self._numbers = itertools.count(1)
+        self._calls: dict[int, asyncio.Task[None]] = {}
+        self._deaths: deque[float] = deque()
+        self._restart: asyncio.Task[None] | None = None
+
+    @property
+    def is_free(self) -> bool:
+        """Whether it takes a batch now."""
+        return self.is_ready and (self._is_async or not self._batches)
+
+    @property
+    def num_jobs(self) -> int:
+        """Requests that it works on."""
+        return len(self._jobs)
+
+    async def open(self) -> None:
+        """Start the process; returns once the model is initialized.
+
+        Raises:
+            ConfigError: it cannot be.
+        """
+        link = ProcessLink(self._take, self._ended)
+        ready = await link.open(self._start)
+        if not link.is_open:
+            raise ConfigError("its process ended as soon as the model was initialized")
+        self._link, self._is_async, self.is_ready = link, ready.is_async, True
+        self._on_free()
+
+    def execute(self, jobs: Sequence[Job]) -> None:
+        """Run a batch."""
+        assert self._link is not None
+        number = next(self._numbers)
+        wires = [job.fields().to_wire() for job in jobs]
+        try:
+            self._link.send(Execute(batch=number, requests=wires))
+        except MessageTooLongError as error:
+            for job in jobs:
+                job.take(RequestError(str(error)))
+            return
+        self._batches.add(number)
+        self._jobs.update({job.key: job for job in jobs})
+
+    def cancel(self, job: Job) -> None:
+        """Tell the model that nobody waits for a job; one that is over is ignored."""
+        if self._jobs.pop(job.key, None) is not None and self._link is not None:
+            self._link.send(CancelRequests(keys=[job.key]))
+
+    async def close(self) -> None:
+        """Finalize the model and end its process."""
+        self._is_closing = True
+        self.is_ready = False
+        if self._restart is not None:
+            self._restart.cancel()
+        if self._link is not None:
+            self._link.send(Finish())
+            await self._link.finished()
+
+    # ---- the process --------------------------------------------------------------------
+
+    def _take(self, message: Message) -> None:
+        if isinstance(message, Respond):
+            job = self._jobs.get(message.key)
+            if message.is_final:
+                self._jobs.pop(message.key, None)
+            if job is not None:
+                job.take(message)
+        elif isinstance(message, Executed):
+            self._batches.discard(message.batch)
+            self._on_free()
+        elif isinstance(message, Call):
+            self._begin(message.call, self._model_calls.run(message, self._reply))
+        elif isinstance(message, CancelCall):
+            task = self._calls.get(message.call)
+            if task is not None and task.cancel():
+                error, kind = "the call was cancelled", ErrorKind.CANCELLED.name
+                self._reply(Result(call=message.call, error=error, kind=kind))
+        elif isinstance(message, Question):
+            self._begin(message.call, self._answer(message))
+        elif isinstance(message, Log):
+            logger.log(message.level, "[%s] %s", self._name, message.text)
+
+    def _begin(self, number: int, work: Coroutine[object, object, None]) -> None:
+        task = asyncio.ensure_future(work)
+        self._calls[number] = task
+        task.add_done_callback(lambda _: self._calls.pop(number, None))
+
+    async def _answer(self, question: Question) -> None:
+        self._reply(await self._model_calls.answer(question))
+
+    def _reply(self, result: Result) -> None:
+        if self._link is None:
+            return
+        try:
+            self._link.send(result)
+        except MessageTooLongError as error:
+            kind = ErrorKind.INTERNAL.name
+            self._link.send(Result(call=result.call, error=str(error), kind=kind))
+
+    def _ended(self) -> None:
+        link, self._link = self._link, None
+        self.is_ready = False
+        self._batches.clear()
+        for task in list(self._calls.values()):
+            task.cancel()
+        jobs, self._jobs = list(self._jobs.values()), {}
+        for job in jobs:
+            job.take(
+                RequestError(
+                    f"the process of model instance '{self._name}' ended while it ran the "
+                    "request; try again",
+                    ErrorKind.UNAVAILABLE,
+                )
+            )
+        # Without a link it ended before it was ready, which `open` reports.
+        if link is not None and not self._is_closing:
+            self._restart = asyncio.ensure_future(self._start_again(link))
+
+    async def _start_again(self, link: ProcessLink) -> None:
+        how = await link.ended()
+        while True:
+            now = time.monotonic()
+            self._deaths.append(now)
+            while self._deaths[0] < now - DEATHS_WINDOW_S:
+                self._deaths.popleft()
+            if len(self._deaths) > MAX_DEATHS:
+                break
+            logger.error(
+                "Model instance '%s' %s: starting it again (%d of %d times in %g s)",
+                self._name, how, len(self._deaths), MAX_DEATHS, DEATHS_WINDOW_S,
+            )  # fmt: skip
+            try:
+                await self.open()
+            except ConfigError as error:
+                how = f"failed: {error}"
+            else:
+                return
+        logger.error(
+            "Model instance '%s' %s: given up after %d deaths within %g s. Mend its code and "
+            "load the model again.", self._name, how, len(self._deaths), DEATHS_WINDOW_S,
+        )  # fmt: skip
+        self.has_given_up = True
+        self._on_free()

@@ -1,0 +1,160 @@
+"""One request of a Python model in the front end, and the queue in which it waits."""
+
+from __future__ import annotations
+
+import asyncio
+import bisect
+import itertools
+import time
+from collections import deque
+from collections.abc import Sequence
+
+from tritonclient.grpc.model_config_pb2 import ModelConfig
+
+from trimaran.comm.errors import ErrorKind, RequestError
+from trimaran.server.inference import InferRequest
+from trimaran.server.python_models.wire import RequestFields, Respond, pack
+from trimaran.server.queue_policy import QueuePolicy
+
+_keys = itertools.count(1)
+
+
+class Job:
+    """A request and its responses as they come."""
+
+    def __init__(self, request: InferRequest) -> None:
+        self.request = request
+        self.key = next(_keys)
+        self.arrived_s = time.monotonic()
+        first = next(iter(request.inputs.values()), None)
+        self.batch_size = first.shape[0] if first is not None and first.shape else 1
+        self._responses: deque[Respond | RequestError] = deque()
+        self._waiter: asyncio.Future[None] | None = None
+
+    def take(self, response: Respond | RequestError) -> None:
+        """A response came, or the reason why none will."""
+        self._responses.append(response)
+        waiter, self._waiter = self._waiter, None
+        if waiter is not None and not waiter.done():
+            waiter.set_result(None)
+
+    async def next(self) -> Respond:
+        """The next response.
+
+        Raises:
+            RequestError: none will come.
+        """
+        while not self._responses:
+            self._waiter = asyncio.get_running_loop().create_future()
+            await self._waiter
+        response = self._responses.popleft()
+        if isinstance(response, RequestError):
+            raise response
+        return response
+
+    def fields(self) -> RequestFields:
+        """The request for the wire."""
+        request = self.request
+        return RequestFields(
+            key=self.key,
+            model=request.model_name,
+            version=request.model_version,
+            id=request.id,
+            inputs=[pack(tensor) for tensor in request.inputs.values()],
+            outputs=list(request.outputs),
+            parameters=dict(request.parameters),
+            priority=request.priority,
+            timeout_us=request.timeout_us,
+            correlation_id=request.sequence_id,
+            flags=request.sequence_start + 2 * request.sequence_end,
+        )
+
+
+class JobQueue:
+    """Jobs in the order of their priority and arrival, given out in batches.
+
+    Without ``dynamic_batching`` a batch is one request. With it, it has as many requests as
+    fit into ``max_batch_size``, whose inputs are the same and have the same shapes but for
+    the first dimension and for inputs that may be ragged.
+    """
+
+    def __init__(self, config: ModelConfig) -> None:
+        self._policy = QueuePolicy(config)
+        self._jobs: list[Job] = []
+        self._ragged = {t.name for t in config.input if t.allow_ragged_batch}
+        batching = config.dynamic_batching
+        batches = config.HasField("dynamic_batching") and config.max_batch_size > 0
+        self._max_batch_size = config.max_batch_size if batches else 0
+        self._preferred: Sequence[int] = sorted(batching.preferred_batch_size)
+        self._delay_s = batching.max_queue_delay_microseconds / 1e6 if batches else 0.0
+        self._limit = int(batching.default_queue_policy.max_queue_size)
+
+    def __len__(self) -> int:
+        return len(self._jobs)
+
+    def add(self, job: Job) -> None:
+        """Let a job wait.
+
+        Raises:
+            RequestError: the queue is full.
+        """
+        if self._limit and len(self._jobs) >= self._limit:
+            raise RequestError(
+                f"Exceeds maximum queue size: {self._limit} requests wait. Try again later.",
+                ErrorKind.UNAVAILABLE,
+            )
+        bisect.insort(self._jobs, job, key=lambda each: self._policy.level(each.request))
+
+    def remove(self, job: Job) -> bool:
+        """Take a job out; whether it was still waiting."""
+        if job not in self._jobs:
+            return False
+        self._jobs.remove(job)
+        return True
+
+    def drain(self) -> list[Job]:
+        """Take all of them out."""
+        jobs, self._jobs = self._jobs, []
+        return jobs
+
+    def timeout_s(self, job: Job) -> float:
+        """The longest that this job may wait; 0 for ever."""
+        return self._policy.timeout_s(job.request)
+
+    def wait_s(self) -> float:
+        """How long to let the first jobs wait for company; 0 means that a batch is due."""
+        if not self._delay_s:
+            return 0.0
+        batch = self._next()
+        size = sum(job.batch_size for job in batch)
+        if size >= (self._preferred[0] if self._preferred else self._max_batch_size):
+            return 0.0
+        oldest = min((job.arrived_s for job in batch), default=0.0)
+        return max(0.0, oldest + self._delay_s - time.monotonic())
+
+    def take(self) -> list[Job]:
+        """The next batch."""
+        batch = self._next()
+        for job in batch:
+            self._jobs.remove(job)
+        return batch
+
+    def _next(self) -> list[Job]:
+        if not self._max_batch_size:
+            return self._jobs[:1]
+        batch: list[Job] = []
+        size = 0
+        for job in self._jobs:
+            if batch and self._shapes(job) != self._shapes(batch[0]):
+                continue
+            if size + job.batch_size > self._max_batch_size:
+                break
+            batch.append(job)
+            size += job.batch_size
+        return batch
+
+    def _shapes(self, job: Job) -> dict[str, tuple[int, ...] | None]:
+        return {
+            name: None if name in self._ragged else tensor.shape[1:]
+            for name, tensor in job.request.inputs.items()
+        }

@@ -1,0 +1,261 @@
+"""A model process's connection to its front end: what comes goes to whoever waits for it."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import queue
+import socket
+import threading
+from collections import deque
+from collections.abc import Iterable
+from concurrent.futures import Future
+from contextvars import ContextVar
+from weakref import WeakValueDictionary
+
+from trimaran.comm.errors import ErrorKind
+from trimaran.server.python_models.responses import Ticket
+from trimaran.server.python_models.wire import (
+    Call,
+    CancelCall,
+    CancelRequests,
+    Execute,
+    Finish,
+    FrameBuffer,
+    Message,
+    Question,
+    RequestFields,
+    Respond,
+    Result,
+    encode,
+)
+
+_RECEIVE_BYTES = 1 << 18
+_ORPHAN_EXIT_CODE = 1
+_CANCELLED = "the request was cancelled"
+
+
+class Scope:
+    """The requests of one call of ``execute``, and the calls made on their behalf."""
+
+    def __init__(self, keys: Iterable[int]) -> None:
+        self._left = set(keys)
+        self.calls: set[int] = set()
+
+    def cancel(self, key: int) -> None:
+        """Note that nobody waits for a request."""
+        self._left.discard(key)
+
+    @property
+    def is_cancelled(self) -> bool:
+        """Whether nobody waits for any of them."""
+        return not self._left
+
+
+current_scope: ContextVar[Scope | None] = ContextVar("current_scope", default=None)
+"""The scope of the code that runs; threads of the model's own have none."""
+
+
+class PendingCall:
+    """A call of another model; its results come in order. Thread safe."""
+
+    def __init__(self, number: int, scope: Scope | None) -> None:
+        self.number = number
+        self.scope = scope
+        self._lock = threading.Lock()
+        self._results: deque[Result] = deque()
+        self._waiters: deque[Future[Result]] = deque()
+
+    def put(self, result: Result) -> None:
+        """Hand over a result."""
+        with self._lock:
+            while self._waiters:
+                waiter = self._waiters.popleft()
+                if waiter.set_running_or_notify_cancel():
+                    waiter.set_result(result)
+                    return
+            self._results.append(result)
+
+    def get(self) -> Future[Result]:
+        """The next result, once it is there."""
+        future: Future[Result] = Future()
+        with self._lock:
+            if self._results:
+                future.set_result(self._results.popleft())
+            else:
+                self._waiters.append(future)
+        return future
+
+
+class Link:
+    """The open connection. Any thread may send; a thread of its own reads.
+
+    When the front end is gone, the process ends, whatever its other threads do.
+    """
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._sock = sock
+        self._frames = FrameBuffer()
+        # Reentrant: a request may be let go of, and say so, wherever memory is freed.
+        self._send_lock = threading.RLock()
+        self._calls: dict[int, PendingCall] = {}
+        self._numbers = itertools.count(1)
+        self._lock = threading.RLock()
+        self._scopes: dict[int, Scope] = {}
+        self._tickets: WeakValueDictionary[int, Ticket] = WeakValueDictionary()
+        self.inbox: queue.SimpleQueue[Execute | None] = queue.SimpleQueue()
+        """Batches to execute; None at the end."""
+
+    def receive_first(self) -> list[Message]:
+        """Block until the first messages are there. Before `start`."""
+        messages: list[Message] = []
+        while not messages:
+            messages = self._frames.feed(self._receive())
+        return messages
+
+    def start(self, early: Iterable[Message]) -> None:
+        """Take messages from now on, ``early`` ones first."""
+        for message in early:
+            self._take(message)
+        threading.Thread(target=self._read, name="front-end", daemon=True).start()
+
+    def send(self, message: Message) -> None:
+        """Send a message.
+
+        Raises:
+            MessageTooLongError: its tensors are too large.
+        """
+        frame = encode(message)
+        with self._send_lock:
+            try:
+                self._sock.sendall(frame)
+            except OSError:
+                # The reading thread sees the same loss and ends the process.
+                return
+
+    def call(self, fields: RequestFields, *, is_decoupled: bool) -> PendingCall:
+        """Have the front end run another model."""
+        pending = self._new_call(current_scope.get())
+        if pending.scope is not None and pending.scope.is_cancelled:
+            self._forget(pending.number)
+            kind = ErrorKind.CANCELLED.name
+            pending.put(Result(call=pending.number, error=_CANCELLED, kind=kind))
+            return pending
+        try:
+            request = fields.to_wire()
+            self.send(Call(call=pending.number, request=request, is_decoupled=is_decoupled))
+        except BaseException:
+            self._forget(pending.number)
+            raise
+        return pending
+
+    def ask(self, verb: str, **arguments: object) -> Result:
+        """The front end's answer to a question; blocks."""
+        pending = self._new_call(None)
+        self.send(Question(call=pending.number, verb=verb, arguments=arguments))
+        return pending.get().result()
+
+    def cancel_call(self, pending: PendingCall) -> None:
+        """Give up a call; nothing happens if it is over."""
+        with self._lock:
+            is_running = pending.number in self._calls
+        if is_running:
+            self.send(CancelCall(call=pending.number))
+
+    def open_scope(self, tickets: Iterable[Ticket]) -> Scope:
+        """The scope of new requests."""
+        found = {ticket.key: ticket for ticket in tickets}
+        scope = Scope(found)
+        with self._lock:
+            self._scopes.update(dict.fromkeys(found, scope))
+            self._tickets.update(found)
+        return scope
+
+    def respond(self, message: Respond) -> None:
+        """Send a response; a request that ends is forgotten.
+
+        Raises:
+            MessageTooLongError: its tensors are too large.
+        """
+        self.send(message)
+        if message.is_final:
+            with self._lock:
+                self._scopes.pop(message.key, None)
+
+    # ---- reading ------------------------------------------------------------------------
+
+    def _read(self) -> None:
+        while True:
+            for message in self._frames.feed(self._receive()):
+                self._take(message)
+
+    def _receive(self) -> bytes:
+        try:
+            data = self._sock.recv(_RECEIVE_BYTES)
+        except OSError:
+            data = b""
+        if not data:
+            os._exit(_ORPHAN_EXIT_CODE)
+        return data
+
+    def _take(self, message: Message) -> None:
+        if isinstance(message, Execute):
+            self.inbox.put(message)
+        elif isinstance(message, Result):
+            self._take_result(message)
+        elif isinstance(message, CancelRequests):
+            self._cancel(message.keys)
+        elif isinstance(message, Finish):
+            self.inbox.put(None)
+
+    def _take_result(self, result: Result) -> None:
+        with self._lock:
+            pending = self._calls.get(result.call)
+        if result.is_final:
+            self._forget(result.call)
+        if pending is not None:
+            pending.put(result)
+
+    def _cancel(self, keys: Iterable[int]) -> None:
+        calls: list[int] = []
+        with self._lock:
+            for key in keys:
+                ticket, scope = self._tickets.get(key), self._scopes.pop(key, None)
+                if ticket is not None:
+                    ticket.is_cancelled = True
+                if scope is not None:
+                    scope.cancel(key)
+                    calls += scope.calls if scope.is_cancelled else ()
+        for number in calls:
+            self.send(CancelCall(call=number))
+
+    # ---- calls --------------------------------------------------------------------------
+
+    def _new_call(self, scope: Scope | None) -> PendingCall:
+        with self._lock:
+            pending = PendingCall(next(self._numbers), scope)
+            self._calls[pending.number] = pending
+            if scope is not None:
+                scope.calls.add(pending.number)
+        return pending
+
+    def _forget(self, number: int) -> None:
+        with self._lock:
+            pending = self._calls.pop(number, None)
+            if pending is not None and pending.scope is not None:
+                pending.scope.calls.discard(number)
+
+
+_link: Link | None = None
+
+
+def set_link(link: Link) -> None:
+    """Say which connection the model's code uses."""
+    global _link
+    _link = link
+
+
+def the_link() -> Link:
+    """This process's connection."""
+    assert _link is not None, "outside of a model process"
+    return _link

@@ -1,0 +1,225 @@
+"""A model whose code a user wrote in Python, as the front end serves it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncGenerator
+
+from tritonclient.grpc.model_config_pb2 import ModelConfig, ModelInstanceGroup
+
+from trimaran.comm.errors import ConfigError, ErrorKind, RequestError
+from trimaran.server.datatypes import from_config
+from trimaran.server.inference import InferRequest, InferResponse, Model
+from trimaran.server.metadata import completed_config, to_json
+from trimaran.server.model_repository import RepositoryModel
+from trimaran.server.python_models.calls import ModelCalls
+from trimaran.server.python_models.instance import Instance
+from trimaran.server.python_models.job import Job, JobQueue
+from trimaran.server.python_models.wire import Respond, Start, unpack
+
+MAX_INSTANCES = 64
+"""Most processes of one model."""
+
+
+class PythonModel:
+    """Runs requests in the processes of its instances; between `start` and `close`."""
+
+    def __init__(self, model: RepositoryModel, version: int, calls: ModelCalls) -> None:
+        """Check the configuration.
+
+        Raises:
+            ConfigError: it asks for what is not served.
+        """
+        self.name = model.name
+        self.version = str(version)
+        self.config: ModelConfig = model.config
+        self._file = model.folder / self.version / "model.py"
+        _check(model)
+        self.is_decoupled = bool(self.config.model_transaction_policy.decoupled)
+        """Whether a request may have other than one response."""
+        self._queue = JobQueue(self.config)
+        self._timer: asyncio.TimerHandle | None = None
+        arguments = self._arguments(model)
+        self._instances = [Instance(self._start(a), calls, self._dispatch) for a in arguments]
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether an instance could take a request."""
+        return any(instance.is_ready for instance in self._instances)
+
+    async def start(self) -> None:
+        """Start every instance; returns once all are initialized.
+
+        Raises:
+            ConfigError: one is not; none is left running.
+        """
+        opened = [asyncio.ensure_future(instance.open()) for instance in self._instances]
+        try:
+            await asyncio.gather(*opened)
+        except BaseException as error:
+            for task in opened:
+                task.cancel()
+            await asyncio.gather(*opened, return_exceptions=True)
+            await self.close()
+            if isinstance(error, ConfigError):
+                raise ConfigError(f"{self._file}: {error}") from error
+            raise
+
+    async def close(self) -> None:
+        """Finalize every instance and end its process."""
+        await asyncio.gather(*(instance.close() for instance in self._instances))
+
+    async def infer(self, request: InferRequest) -> AsyncGenerator[InferResponse, None]:
+        """Run one request; see `inference.Model`."""
+        job = Job(request)
+        self._check_alive()
+        self._queue.add(job)
+        expiry = self._limit_wait(job)
+        try:
+            self._dispatch()
+            is_over = False
+            while not is_over:
+                message = await job.next()
+                is_over = message.is_final
+                if message.tensors is not None or message.error or not self.is_decoupled:
+                    yield self._response(request, message)
+        finally:
+            if expiry is not None:
+                expiry.cancel()
+            if not self._queue.remove(job):
+                for instance in self._instances:
+                    instance.cancel(job)
+
+    def _response(self, request: InferRequest, message: Respond) -> InferResponse:
+        if message.error:
+            raise RequestError(message.error, ErrorKind[message.kind])
+        if message.tensors is None:
+            text = f"model '{self.name}' ended the request without a response"
+            raise RequestError(text, ErrorKind.INTERNAL)
+        return InferResponse(
+            model_name=self.name,
+            model_version=self.version,
+            id=request.id,
+            outputs=[unpack(packed) for packed in message.tensors],
+            parameters=message.parameters,
+            is_final=message.is_final,
+        )
+
+    # ---- queue --------------------------------------------------------------------------
+
+    def _dispatch(self) -> None:
+        """Give batches to the instances that are free."""
+        if all(instance.has_given_up for instance in self._instances):
+            for job in self._queue.drain():
+                job.take(self._dead())
+        while len(self._queue):
+            free = [instance for instance in self._instances if instance.is_free]
+            if not free:
+                return
+            wait_s = self._queue.wait_s()
+            if wait_s:
+                self._dispatch_later(wait_s)
+                return
+            min(free, key=lambda instance: instance.num_jobs).execute(self._queue.take())
+
+    def _dispatch_later(self, wait_s: float) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = asyncio.get_running_loop().call_later(wait_s, self._dispatch)
+
+    def _limit_wait(self, job: Job) -> asyncio.TimerHandle | None:
+        timeout_s = self._queue.timeout_s(job)
+        if not timeout_s:
+            return None
+        return asyncio.get_running_loop().call_later(timeout_s, self._expire, job)
+
+    def _expire(self, job: Job) -> None:
+        if self._queue.remove(job):
+            job.take(RequestError("Request timeout expired", ErrorKind.UNAVAILABLE))
+
+    def _check_alive(self) -> None:
+        if all(instance.has_given_up for instance in self._instances):
+            raise self._dead()
+
+    def _dead(self) -> RequestError:
+        text = (
+            f"every process of model '{self.name}' died too often and was given up; the "
+            "server's log says why. Load the model again once its code is mended."
+        )
+        return RequestError(text, ErrorKind.UNAVAILABLE)
+
+    # ---- instances ----------------------------------------------------------------------
+
+    def _start(self, arguments: dict[str, str]) -> Start:
+        return Start(
+            name=self.name,
+            version=self.version,
+            file=str(self._file),
+            args=arguments,
+            is_decoupled=self.is_decoupled,
+            outputs={t.name: from_config(t.data_type) for t in self.config.output},
+        )
+
+    def _arguments(self, model: RepositoryModel) -> list[dict[str, str]]:
+        """What ``initialize`` is given, for each instance."""
+        config = completed_config(self)
+        common = {
+            "model_config": json.dumps(to_json(config)),
+            "model_repository": str(model.folder),
+            "model_version": self.version,
+            "model_name": self.name,
+        }
+        found = []
+        for group in config.instance_group:
+            kind = ModelInstanceGroup.Kind.Name(group.kind).removeprefix("KIND_")
+            devices = [(i, d) for d in list(group.gpus) or [0] for i in range(group.count)]
+            for index, (_, device) in enumerate(devices):
+                own = {
+                    "model_instance_name": f"{group.name}_{index}",
+                    "model_instance_kind": kind,
+                    "model_instance_device_id": str(device),
+                }
+                found.append({**common, **own})
+        if len(found) > MAX_INSTANCES:
+            raise ConfigError(
+                f"{model.config_path}: instance_group asks for {len(found)} instances, each a "
+                f"process, but at most {MAX_INSTANCES} are started. Lower the count."
+            )
+        return found
+
+
+async def start_model(model: Model) -> None:
+    """Start what a model needs to run.
+
+    Raises:
+        ConfigError: it does not start.
+    """
+    if isinstance(model, PythonModel):
+        await model.start()
+
+
+async def close_model(model: Model | None) -> None:
+    """End what a model started."""
+    if isinstance(model, PythonModel):
+        await model.close()
+
+
+def _check(model: RepositoryModel) -> None:
+    path, config = model.config_path, model.config
+    if not config.input or not config.output:
+        side = "output" if config.input else "input"
+        raise ConfigError(
+            f"{path}: model '{model.name}' declares no {side}, and configurations are never "
+            "completed from model.py. Declare its inputs and outputs."
+        )
+    if config.HasField("sequence_batching"):
+        raise ConfigError(
+            f"{path}: sequence_batching is not served. Remove it; a request's "
+            "correlation_id() and flags() tell which sequence it belongs to."
+        )
+    if model.parameters.get_str("EXECUTION_ENV_PATH"):
+        raise ConfigError(
+            f"{path}: EXECUTION_ENV_PATH is set, but a Python model runs in the environment "
+            "of the server. Install its packages there and leave the parameter unset."
+        )

@@ -1,0 +1,212 @@
+"""The process of one instance of a Python model: its ``model.py``, and nothing else."""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import importlib.util
+import inspect
+import logging
+import os
+import signal
+import socket
+import sys
+import threading
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from trimaran.server.python_models import utils
+from trimaran.server.python_models.inference_request import ReceivedRequest
+from trimaran.server.python_models.link import Link, current_scope, set_link
+from trimaran.server.python_models.responses import InferenceResponse, Ticket
+from trimaran.server.python_models.tensors import TritonModelException
+from trimaran.server.python_models.wire import (
+    Execute,
+    Executed,
+    Failed,
+    Log,
+    Ready,
+    RequestFields,
+    Start,
+)
+
+_PR_SET_PDEATHSIG = 1
+_MODULE = "triton_python_backend_utils"
+
+
+def main() -> None:
+    """Serve the front end at the other end of the socket whose descriptor is argument 1."""
+    # The supervisor drains first; a signal to the whole group must not end requests.
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, signal.SIG_IGN)
+    # Also while code that holds the interpreter keeps it from seeing the connection's end.
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    link = Link(socket.socket(fileno=int(sys.argv[1])))
+    start, *early = link.receive_first()
+    assert isinstance(start, Start)
+    link.start(early)
+    set_link(link)
+    try:
+        model = load(start)
+        if hasattr(model, "initialize"):
+            model.initialize(dict(start.args))
+    except BaseException as error:
+        link.send(Failed(text=_described(error)))
+        _end(1)
+    runner = Runner(link, start, model)
+    link.send(Ready(is_async=runner.is_async))
+    while (batch := link.inbox.get()) is not None:
+        runner.run(batch)
+    _end(_finalized(link, model))
+
+
+def load(start: Start) -> Any:
+    """The model of a ``model.py``.
+
+    Its folder, the version's, and the model's are at the end of the search path. It is the
+    module ``model`` of a package that is named like the version, for relative imports.
+
+    Raises:
+        TritonModelException: no class ``TritonPythonModel``, or one without ``execute``.
+        Exception: whatever the code raises.
+    """
+    path = Path(start.file)
+    sys.path += [str(path.parent), str(path.parent.parent)]
+    sys.modules[_MODULE] = utils
+    package = ModuleType(start.version)
+    package.__path__ = [str(path.parent)]
+    sys.modules[start.version] = package
+    spec = importlib.util.spec_from_file_location(f"{start.version}.model", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    made = getattr(module, "TritonPythonModel", None)
+    if made is None or not callable(getattr(made, "execute", None)):
+        raise TritonModelException(
+            f"{path} has no class TritonPythonModel with a method execute(self, requests)"
+        )
+    return made()
+
+
+class Runner:
+    """Executes batches: one after the other, or, of a coroutine, side by side."""
+
+    def __init__(self, link: Link, start: Start, model: Any) -> None:
+        self._link = link
+        self._start = start
+        self._model = model
+        self.is_async = inspect.iscoroutinefunction(model.execute)
+        if self.is_async:
+            self._loop = asyncio.new_event_loop()
+            threading.Thread(target=self._loop.run_forever, name="execute", daemon=True).start()
+
+    def run(self, batch: Execute) -> None:
+        """Execute a batch; returns when the next may come."""
+        requests = [self._received(RequestFields.from_wire(wire)) for wire in batch.requests]
+        scope = self._link.open_scope(request.ticket for request in requests)
+        token = current_scope.set(scope)
+        try:
+            if self.is_async:
+                # The task inherits this thread's context, and with it the scope.
+                work = self._run_async(batch, requests)
+                asyncio.run_coroutine_threadsafe(work, self._loop)
+            else:
+                self._run_sync(batch, requests)
+        finally:
+            current_scope.reset(token)
+
+    def _run_sync(self, batch: Execute, requests: list[ReceivedRequest]) -> None:
+        try:
+            self._answer(requests, self._model.execute(requests))
+        except BaseException as error:
+            self._fail(requests, error)
+        self._link.send(Executed(batch=batch.batch))
+
+    async def _run_async(self, batch: Execute, requests: list[ReceivedRequest]) -> None:
+        try:
+            self._answer(requests, await self._model.execute(requests))
+        except BaseException as error:
+            self._fail(requests, error)
+        self._link.send(Executed(batch=batch.batch))
+
+    def _received(self, fields: RequestFields) -> ReceivedRequest:
+        all_outputs = self._start.outputs
+        wanted = fields.outputs or list(all_outputs)
+        outputs = {name: all_outputs[name] for name in wanted}
+        is_decoupled = self._start.is_decoupled
+        ticket = Ticket(fields.key, outputs, self._link.respond, is_decoupled=is_decoupled)
+        return ReceivedRequest(fields, wanted, ticket)
+
+    def _answer(self, requests: Sequence[ReceivedRequest], responses: Any) -> None:
+        """Send what ``execute`` returned.
+
+        Raises:
+            TritonModelException: it is not what it should be.
+        """
+        if responses is None:
+            return
+        if self._start.is_decoupled:
+            raise TritonModelException(
+                "a decoupled model's execute returned responses, but has to send them with "
+                "InferenceResponseSender.send() and return None"
+            )
+        if len(responses) != len(requests):
+            raise TritonModelException(
+                f"Number of InferenceResponse objects do not match the number of "
+                f"InferenceRequest objects. InferenceRequest(s) size is:{len(requests)}, and "
+                f"InferenceResponse(s) size is:{len(responses)}"
+            )
+        for request, response in zip(requests, responses, strict=True):
+            if response is None and request.ticket.is_closed:
+                continue
+            if not isinstance(response, InferenceResponse):
+                raise TritonModelException(
+                    "Expected an 'InferenceResponse' object in the execute function return "
+                    f"list, found type '{type(response).__name__}'."
+                )
+            request.ticket.send(response, is_final=True)
+
+    def _fail(self, requests: Sequence[ReceivedRequest], error: BaseException) -> None:
+        text = f"{type(error).__name__}: {error}"
+        _log(self._link, f"execute of model '{self._start.name}' failed", error)
+        for request in requests:
+            request.ticket.fail(
+                f"Failed to process the request(s) for model '{self._start.name}', message: "
+                f"{text}"
+            )
+
+
+def _finalized(link: Link, model: Any) -> int:
+    """Finalize the model; the exit code."""
+    if hasattr(model, "finalize"):
+        try:
+            model.finalize()
+        except BaseException as error:
+            _log(link, "finalize failed", error)
+            return 1
+    return 0
+
+
+def _log(link: Link, what: str, error: BaseException) -> None:
+    lines = "".join(traceback.format_exception(error))
+    link.send(Log(level=logging.ERROR, text=f"{what}\n{lines.rstrip()}"))
+
+
+def _described(error: BaseException) -> str:
+    lines = traceback.format_exception(error)
+    return "".join(lines).rstrip()
+
+
+def _end(code: int) -> None:
+    """End at once: threads of the model's libraries must not hold up the end."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,269 @@
+"""The messages between a front end and the process of a Python model, and their encoding.
+
+A frame is a 4-byte little-endian length and a msgpack list: the message's place in
+``_TYPES``, then its fields in order. Both ends are of one installation.
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+import msgpack
+import numpy as np
+
+from trimaran.comm.errors import ProtocolError
+from trimaran.server.datatypes import NUMPY_TYPES
+from trimaran.server.inference import Tensor
+from trimaran.server.tensor_bytes import object_array, to_bytes
+
+MAX_FRAME_BYTES = 1 << 30
+"""Longest message either way."""
+
+_LENGTH = struct.Struct("<I")
+
+Packed = list[Any]
+"""A tensor as name, datatype, shape and data: bytes, or a list of them for BYTES."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Start:
+    """To the process, first: which model to load."""
+
+    name: str
+    version: str
+    file: str
+    """The model's ``model.py``."""
+    args: dict[str, str]
+    """What the model's ``initialize`` is given."""
+    is_decoupled: bool
+    outputs: dict[str, str]
+    """The model's outputs with their datatypes."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Execute:
+    """To the process: run these requests in one call; each is a `RequestFields`."""
+
+    batch: int
+    requests: list[dict[str, Any]]
+
+
+@dataclass(slots=True, kw_only=True)
+class CancelRequests:
+    """To the process: nobody waits for these requests any more."""
+
+    keys: list[int]
+
+
+@dataclass(slots=True, kw_only=True)
+class Result:
+    """To the process: what became of a call or a question of the model's code."""
+
+    call: int
+    tensors: list[Packed] | None = None
+    parameters: dict[str, Any] = field(default_factory=dict)
+    error: str = ""
+    kind: str = ""
+    """An `ErrorKind`'s name; empty without an error."""
+    is_final: bool = True
+    values: dict[str, Any] = field(default_factory=dict)
+    """The answer to a `Question`."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Finish:
+    """To the process: finalize the model and end."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Ready:
+    """From the process: the model is initialized."""
+
+    is_async: bool = False
+    """Whether ``execute`` is a coroutine, many of which run side by side."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Failed:
+    """From the process, which ends: the model cannot be loaded."""
+
+    text: str
+
+
+@dataclass(slots=True, kw_only=True)
+class Respond:
+    """From the process: a response of a request, or its end without one."""
+
+    key: int
+    tensors: list[Packed] | None = None
+    parameters: dict[str, Any] = field(default_factory=dict)
+    error: str = ""
+    kind: str = ""
+    is_final: bool = True
+
+
+@dataclass(slots=True, kw_only=True)
+class Executed:
+    """From the process: ``execute`` has returned, the next batch may come."""
+
+    batch: int
+
+
+@dataclass(slots=True, kw_only=True)
+class Call:
+    """From the process: the model's code runs another model."""
+
+    call: int
+    request: dict[str, Any]
+    """A `RequestFields`."""
+    is_decoupled: bool = False
+
+
+@dataclass(slots=True, kw_only=True)
+class CancelCall:
+    """From the process: nobody waits for this call any more."""
+
+    call: int
+
+
+@dataclass(slots=True, kw_only=True)
+class Question:
+    """From the process: the model's code asks about a model, or has one loaded."""
+
+    call: int
+    verb: str
+    arguments: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(slots=True, kw_only=True)
+class Log:
+    """From the process: a line of the model's code; ``level`` as in `logging`."""
+
+    level: int
+    text: str
+
+
+Message = (
+    Start | Execute | CancelRequests | Result | Finish | Ready | Failed | Respond | Executed
+    | Call | CancelCall | Question | Log
+)  # fmt: skip
+_TYPES: tuple[type[Any], ...] = (
+    Start, Execute, CancelRequests, Result, Finish, Ready, Failed, Respond, Executed, Call,
+    CancelCall, Question, Log,
+)  # fmt: skip
+_FIELDS = [tuple(f.name for f in fields(cls)) for cls in _TYPES]
+_NUMBERS = {cls: number for number, cls in enumerate(_TYPES)}
+
+
+@dataclass(slots=True, kw_only=True)
+class RequestFields:
+    """One request, to a Python model or from its code, free of our own classes."""
+
+    key: int = 0
+    model: str = ""
+    version: str = ""
+    id: str = ""
+    inputs: list[Packed] = field(default_factory=list)
+    outputs: list[str] = field(default_factory=list)
+    parameters: dict[str, Any] = field(default_factory=dict)
+    priority: int = 0
+    timeout_us: int = 0
+    correlation_id: int | str = 0
+    flags: int = 0
+
+    def to_wire(self) -> dict[str, Any]:
+        """Plain values, for msgpack."""
+        return {name: getattr(self, name) for name in _REQUEST_FIELDS}
+
+    @classmethod
+    def from_wire(cls, wire: dict[str, Any]) -> RequestFields:
+        """The inverse of `to_wire`."""
+        return cls(**wire)
+
+
+_REQUEST_FIELDS = tuple(f.name for f in fields(RequestFields))
+
+
+class MessageTooLongError(ValueError):
+    """A message is over ``MAX_FRAME_BYTES``; nothing was sent."""
+
+
+def encode(message: Message) -> bytes:
+    """A whole frame, length included.
+
+    Raises:
+        MessageTooLongError: tensors too large for one message.
+    """
+    number = _NUMBERS[type(message)]
+    values = (getattr(message, name) for name in _FIELDS[number])
+    body: bytes = msgpack.packb([number, *values], use_bin_type=True)
+    if len(body) > MAX_FRAME_BYTES:
+        raise MessageTooLongError(
+            f"the tensors make a message of {len(body)} bytes, over the limit of "
+            f"{MAX_FRAME_BYTES} between a front end and a Python model. Send them in parts."
+        )
+    return _LENGTH.pack(len(body)) + body
+
+
+class FrameBuffer:
+    """Cuts a byte stream into messages. One a connection; not thread safe."""
+
+    def __init__(self) -> None:
+        self._buffer = bytearray()
+
+    def feed(self, data: bytes) -> list[Message]:
+        """Add received bytes; return the messages that are now complete.
+
+        Raises:
+            ProtocolError: a frame is too long or undecodable.
+        """
+        self._buffer += data
+        messages: list[Message] = []
+        start = 0
+        while len(self._buffer) - start >= _LENGTH.size:
+            (length,) = _LENGTH.unpack_from(self._buffer, start)
+            if length > MAX_FRAME_BYTES:
+                raise ProtocolError(f"a frame of {length} bytes is over {MAX_FRAME_BYTES}")
+            end = start + _LENGTH.size + length
+            if end > len(self._buffer):
+                break
+            body = bytes(memoryview(self._buffer)[start + _LENGTH.size : end])
+            messages.append(_decode(body))
+            start = end
+        if start:
+            del self._buffer[:start]
+        return messages
+
+
+def _decode(body: bytes) -> Message:
+    try:
+        number, *values = msgpack.unpackb(
+            body, strict_map_key=False, max_bin_len=MAX_FRAME_BYTES
+        )
+        message: Message = _TYPES[number](**dict(zip(_FIELDS[number], values, strict=True)))
+    except (ValueError, IndexError, TypeError, msgpack.UnpackException) as error:
+        raise ProtocolError(f"cannot decode a message of {len(body)} bytes: {error}") from error
+    return message
+
+
+def pack(tensor: Tensor) -> Packed:
+    """A tensor for the wire."""
+    shape = list(tensor.data.shape)
+    if tensor.datatype == "BYTES":
+        return [tensor.name, tensor.datatype, shape, [_raw(e) for e in tensor.data.ravel()]]
+    return [tensor.name, tensor.datatype, shape, to_bytes(tensor.data, tensor.datatype)]
+
+
+def unpack(packed: Packed, *, is_writable: bool = False) -> Tensor:
+    """The inverse of `pack`; a view of the message unless it has to be writable."""
+    name, datatype, shape, data = packed
+    if datatype == "BYTES":
+        return Tensor(name, datatype, object_array(data, tuple(shape)))
+    array = np.frombuffer(bytearray(data) if is_writable else data, NUMPY_TYPES[datatype])
+    return Tensor(name, datatype, array.reshape(shape))
+
+
+def _raw(element: Any) -> bytes:
+    return element if isinstance(element, bytes) else str(element).encode()

@@ -1,0 +1,194 @@
+"""Models whose code a user wrote, in processes of their own, over the native ones."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+from contextlib import aclosing, asynccontextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from trimaran.comm.errors import ConfigError, ErrorKind, RequestError
+
+USER_MODELS = Path(__file__).parent / "user_models"
+
+
+@pytest.fixture
+def serve_own(serve, tmp_path):
+    """As ``serve``, with these of the users' models; code of other models by name."""
+
+    @asynccontextmanager
+    async def start(*names, frontend=None, **codes):
+        async with serve():
+            pass
+        root = tmp_path / "own"
+        shutil.move(tmp_path / "models", root)
+        for name in names:
+            shutil.copytree(USER_MODELS / name, root / name)
+        for name, code in codes.items():
+            (root / name / "1" / "model.py").write_text(code)
+        async with serve(repository=root, frontend=frontend) as served:
+            yield served
+
+    return start
+
+
+def values(response):
+    return {tensor.name: tensor.data.tolist() for tensor in response.outputs}
+
+
+async def failure_of(work):
+    with pytest.raises(RequestError) as caught:
+        await work
+    return caught.value
+
+
+async def test_requests_that_come_together_are_executed_together(serve_own):
+    async with serve_own("arithmetic") as served:
+        one, two = np.float32([[1, 2]]), np.float32([[3, 4], [5, 6]])
+        outputs = ("SUM", "BATCH")
+        answers = await asyncio.gather(
+            served.infer("arithmetic", outputs=outputs, INPUT0=one, INPUT1=one),
+            served.infer("arithmetic", outputs=outputs, INPUT0=two, INPUT1=two),
+            # Of another shape: in a batch of its own.
+            served.infer("arithmetic", outputs=outputs, INPUT0=one[:, :1], INPUT1=one[:, :1]),
+        )
+        assert [values(response) for (response,) in answers] == [
+            {"SUM": [[12, 14]], "BATCH": [[2]]},
+            {"SUM": [[16, 18], [20, 22]], "BATCH": [[2], [2]]},
+            {"SUM": [[12]], "BATCH": [[1]]},
+        ]
+        assert all(response.is_final for (response,) in answers)
+
+
+async def test_one_wrong_request_does_not_fail_the_others_of_its_batch(serve_own):
+    async with serve_own("arithmetic") as served:
+        good, bad = np.float32([[1]]), np.float32([[-1]])
+        (response,), error = await asyncio.gather(
+            served.infer("arithmetic", INPUT0=good, INPUT1=good, WORD="größer\0"),
+            failure_of(served.infer("arithmetic", id="r7", INPUT0=bad, INPUT1=good)),
+        )
+        assert values(response)["WORD_BACK"] == [["größer\0".encode()]]
+        assert (str(error), error.kind) == ("negative, r7, {}", ErrorKind.INVALID_ARG)
+
+
+async def test_an_exception_fails_its_batch_and_names_itself(serve_own, caplog):
+    async with serve_own("arithmetic") as served:
+        numbers = np.float32([[np.nan]])
+        error = await failure_of(served.infer("arithmetic", INPUT0=numbers, INPUT1=numbers))
+        assert str(error) == (
+            "Failed to process the request(s) for model 'arithmetic', message: ValueError: "
+            "not a number"
+        )
+        assert error.kind is ErrorKind.INTERNAL
+        assert 'raise ValueError("not a number")' in caplog.text
+        numbers = np.float32([[np.inf]])
+        error = await failure_of(served.infer("arithmetic", INPUT0=numbers, INPUT1=numbers))
+        assert "output 'SUM' is FP64, but the model's config.pbtxt says FP32" in str(error)
+
+
+async def test_a_decoupled_model_answers_after_execute_has_returned(serve_own):
+    async with serve_own("repeater") as served:
+        responses = await served.infer("repeater", IN=[4, 5, 6])
+        assert [values(r) for r in responses] == [
+            {"OUT": [4]}, {"OUT": [5]}, {"OUT": [6]}, {"CANCELLED": [0]},
+        ]  # fmt: skip
+        assert [r.is_final for r in responses] == [False, False, False, True]
+        error = await failure_of(served.infer("repeater", IN=[-2]))
+        assert "let go of the request without a final response" in str(error)
+
+
+async def test_a_sender_sees_that_nobody_listens_any_more(serve_own):
+    async with serve_own("repeater") as served:
+        async with aclosing(served.stream("repeater", IN=[4, -3])) as responses:
+            assert values(await anext(responses)) == {"OUT": [4]}
+
+        async def num_cancelled():
+            (response,) = await served.infer("repeater", IN=[])
+            return values(response)["CANCELLED"]
+
+        while await num_cancelled() != [1]:
+            await asyncio.sleep(0.001)
+
+
+async def test_a_process_that_dies_fails_its_requests_and_is_started_again(serve_own):
+    async with serve_own("repeater") as served:
+        model = served.models["repeater"]
+        async with aclosing(served.stream("repeater", IN=[4, -3])) as responses:
+            await anext(responses)
+            dying = asyncio.ensure_future(failure_of(served.infer("repeater", IN=[-1])))
+            error = await failure_of(anext(responses))
+        assert error.kind is ErrorKind.UNAVAILABLE
+        assert "'repeater_0_0' ended while it ran the request" in str(error)
+        assert (await dying).kind is ErrorKind.UNAVAILABLE
+        assert not model.is_ready
+        # Waits for the process that is being started.
+        assert len(await served.infer("repeater", IN=[4])) == 2
+        assert model.is_ready
+
+
+async def test_a_model_runs_the_others_and_streams_what_they_say(serve_own):
+    async with serve_own("pipeline") as served:
+        await served.dial(served.answer("größer than 東京"))
+        responses = await served.infer("pipeline", text="hello", length=99)
+        texts = [tensor.data.item().decode() for r in responses for tensor in r.outputs]
+        assert "THAN" in "".join(texts)
+        assert len(texts) > 3
+        error = await failure_of(served.infer("pipeline", text="hello", length=0))
+        assert "request_output_len" in str(error) or "max_tokens" in str(error)
+
+
+async def test_a_cancelled_request_cancels_what_it_runs(serve_own):
+    async with serve_own("pipeline") as served:
+        engine = await served.dial(lambda submit: [5] * 100)
+        async with aclosing(served.stream("pipeline", text="hello", length=100)) as responses:
+            await anext(responses)
+            engine.gate.clear()
+        await engine.until(lambda: engine.cancelled == [engine.submits[0].request_id])
+
+
+async def test_a_stop_request_reaches_what_a_model_runs(serve_own):
+    async with serve_own("pipeline") as served:
+        engine = await served.dial(lambda submit: [5] * 100)
+        async with aclosing(served.stream("pipeline", text="hello", length=100)) as responses:
+            await anext(responses)
+            engine.gate.clear()
+            stop = {"input_ids": [1], "input_lengths": 0, "request_output_len": 0, "stop": True}
+            assert await served.infer("tensorrt_llm", id="inner", **stop) == []
+            assert len([response async for response in responses]) < 99
+
+
+async def test_coroutines_of_one_instance_run_side_by_side(serve_own):
+    async with serve_own("chorus") as served:
+        engine = await served.dial(served.answer("größer than 東京"))
+        engine.gate.clear()
+        both = asyncio.gather(*(served.infer("chorus", text=t) for t in ("a", "b")))
+        await engine.until(lambda: len(engine.submits) == 6)
+        engine.gate.set()
+        first, second = await both
+        assert values(first[0]) == values(second[0])
+        lengths = [len(text.decode()) for text in values(first[0])["answers"][0]]
+        assert lengths == sorted(lengths)
+        assert lengths[0] < lengths[2]
+
+
+@pytest.mark.parametrize(
+    ("code", "text"),
+    [
+        ("import nothing_of_this_name", "No module named 'nothing_of_this_name'"),
+        ("x = 1", "has no class TritonPythonModel with a method execute"),
+        (
+            "class TritonPythonModel:\n"
+            "    def initialize(self, args): raise OSError('no weights')\n"
+            "    def execute(self, requests): pass\n",
+            "OSError: no weights",
+        ),
+        ("import os; os._exit(3)", "its process ended before the model was initialized"),
+    ],
+)
+async def test_code_that_does_not_load_is_named_with_its_traceback(serve_own, code, text):
+    with pytest.raises(ConfigError, match=text):
+        async with serve_own("repeater", repeater=code):
+            pass
