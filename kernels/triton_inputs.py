@@ -28,11 +28,15 @@ def _enter_kernel(  # type: ignore[no-untyped-def]
         blocks = tl.load(packed + places_at + num_updates + offsets, mask=is_update, other=0)
         tl.store(block_tables + places, blocks, mask=is_update)
         return
-    segment = packed + segments_at + 3 * (what - 1)
-    row, length = tl.load(segment).to(tl.int64), tl.load(segment + 2)
-    source = packed + tl.load(segment + 1)
+    segment = packed + segments_at + 4 * (what - 1)
+    row, first, length = (
+        tl.load(segment).to(tl.int64),
+        tl.load(segment + 1),
+        tl.load(segment + 3),
+    )
+    source = packed + tl.load(segment + 2)
     ids = tl.load(source + offsets, mask=offsets < length, other=0)
-    tl.store(table + row * row_len + offsets, ids, mask=offsets < length)
+    tl.store(table + row * row_len + first + offsets, ids, mask=offsets < length)
 
 
 @triton.jit(do_not_specialize=["num_entries", "num_tokens"])  # type: ignore[untyped-decorator,unused-ignore]
@@ -123,11 +127,11 @@ def enter(
     num_segments: int,
     longest: int,
 ) -> None:
-    """Write new block ids and new rows' token ids.
+    """Write new block ids and rows' token ids that come from the host.
 
     ``packed`` is int32: from ``places_at`` on the places in ``block_tables`` of
-    ``num_updates`` blocks, then their ids; from ``segments_at`` on a (row, offset in
-    ``packed``, length) a segment of token ids, the longest having ``longest``.
+    ``num_updates`` blocks, then their ids; from ``segments_at`` on a (row, place in the row,
+    offset in ``packed``, length) a segment of token ids, the longest having ``longest``.
     """
     tiles = triton.cdiv(max(num_updates, longest, 1), _TILE)
     _enter_kernel[(1 + num_segments, tiles)](

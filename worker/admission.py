@@ -38,13 +38,15 @@ def request_from(
         RequestError: names the value, what is allowed and the remedy.
     """
     sampling = _sampling(message, vocab_size)
+    if sampling.beam_width > 1:
+        _check_beams(sampling, limits, bool(message.output_ids))
     prompt, output = _ids(message.prompt_ids), _ids(message.output_ids)
     _check_prompt(prompt, limits)
     table = _prompt_table(message, hidden_size)
     num_entries = 0 if table is None else table.shape[0]
     _check_ids("input_ids", prompt, vocab_size + num_entries)
     _check_ids("output_ids", output, vocab_size)
-    if output and sampling.num_return_sequences > 1:
+    if output and sampling.num_return_sequences > 1 and sampling.beam_width == 1:
         raise RequestError(
             f"a request with {len(output)} output ids continues one sequence, but "
             f"num_return_sequences is {sampling.num_return_sequences}; send one request each"
@@ -66,6 +68,7 @@ def request_from(
         retention=_retention(message, len(prompt)),
         prompt_table=None if table is None else message.embeddings,
         client_id=message.client_request_id,
+        is_streaming=message.streaming,
     )
 
 
@@ -90,6 +93,13 @@ def _sampling(message: Submit, vocab_size: int) -> SamplingParams:
         ("min_p", 0 <= sampling.min_p <= 1, "between 0 and 1"),
         ("top_p_decay", 0 < sampling.top_p_decay <= 1, "above 0 and at most 1"),
         ("top_p_min", 0 < sampling.top_p_min <= 1, "above 0 and at most 1"),
+        ("beam_width", sampling.beam_width >= 1, "at least 1"),
+        ("length_penalty", abs(sampling.length_penalty) <= 10, "between -10 and 10"),
+        (
+            "beam_search_diversity_rate",
+            abs(sampling.beam_search_diversity_rate) <= 1e6,
+            "between -1e6 and 1e6",
+        ),
         ("num_return_sequences", sampling.num_return_sequences >= 1, "at least 1"),
         ("logits_dtype", sampling.logits_dtype in _LOGITS_DTYPES, " or ".join(_LOGITS_DTYPES)),
         ("no_repeat_ngram_size", sampling.no_repeat_ngram_size >= 0, "0 (off) or more"),
@@ -118,6 +128,30 @@ def _retention(message: Submit, num_prompt_tokens: int) -> RetentionPlan | None:
     priority, duration_ms = said["output"]
     output = Retention(priority, max(0, duration_ms) / 1e3)
     return RetentionPlan(ranges, output, num_prompt_tokens)
+
+
+def _check_beams(sampling: SamplingParams, limits: SchedulerConfig, has_output: bool) -> None:
+    width, count = sampling.beam_width, sampling.num_return_sequences
+    if width > limits.max_beam_width:
+        raise RequestError(
+            f"beam_width is {width} but this engine serves at most {limits.max_beam_width}. "
+            "Ask for fewer beams, or set max_beam_width of the model."
+        )
+    if count > width:
+        raise RequestError(
+            f"num_return_sequences is {count} but a search with beam_width {width} finds no "
+            "more sequences than it has beams. Ask for fewer, or for wider beams."
+        )
+    if sampling.return_generation_logits:
+        raise RequestError(
+            "return_generation_logits is set together with beam_width "
+            f"{width}: logits of beams are not kept. Leave one of the two out."
+        )
+    if has_output:
+        raise RequestError(
+            f"a request of beam_width {width} has output ids but a beam search starts at its "
+            "prompt. Send the prompt alone."
+        )
 
 
 def _ids(raw: bytes) -> array[int]:

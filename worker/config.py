@@ -49,6 +49,9 @@ class SchedulerConfig:
     enable_chunked_context: bool = True
     """A prompt may be computed over several steps."""
 
+    max_beam_width: int = 1
+    """Most beams of a request."""
+
     max_queue_size: int = 0
     """Requests that may wait; 0 means no limit."""
 

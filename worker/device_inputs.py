@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 import torch
 from torch import Tensor
 
 from trimaran.worker.input_batch import StepInputs
-from trimaran.worker.step_types import Int32Array, NewRow, SchedulerOutput
+from trimaran.worker.step_types import Int32Array, SchedulerOutput
 
 # Shapes: R rows, L longest sequence, M blocks of a longest sequence, T tokens of the step,
 # S entries (scheduled sequences), N sampled entries.
 
 _MIN_PACKED = 1 << 14
+
+_Segment = tuple[int, int, Int32Array]
+"""Row, place in it, and the ids that go there."""
 
 
 class _Staging:
@@ -93,23 +94,23 @@ class DeviceInputs:
     def prepare(self, decision: SchedulerOutput, num_padded: int = 0) -> StepInputs:
         """Enter what changed and make the step's inputs, padded to ``num_padded`` entries."""
         num_entries, num_sampled = len(decision.rows), len(decision.sampled)
-        num_updates, new_rows = len(decision.new_blocks), decision.new_rows
+        num_updates, segments = len(decision.new_blocks), self._segments(decision)
         at_places = 4 * num_entries + 1
         at_segments = at_places + 2 * num_updates
-        at_ids = at_segments + 3 * len(new_rows)
-        count = at_ids + sum(len(new.token_ids) for new in new_rows)
+        at_ids = at_segments + 4 * len(segments)
+        count = at_ids + sum(len(ids) for _, _, ids in segments)
         self._step += 1
         staging = self._ring[self._step % len(self._ring)]
         staging.reserve(count)
         num_tokens = self._pack_entries(staging.array, decision)
         self._pack_blocks(staging.array[at_places:at_segments], decision)
-        self._pack_ids(staging.array, at_segments, at_ids, new_rows)
+        _pack_ids(staging.array, at_segments, at_ids, segments)
         packed = self._send(staging, count)
-        if num_updates or new_rows:
-            longest = max((len(new.token_ids) for new in new_rows), default=0)
+        if num_updates or segments:
+            longest = max((len(ids) for _, _, ids in segments), default=0)
             self._kernels.enter(
                 packed, self.token_table, self.block_tables, at_places, num_updates,
-                at_segments, len(new_rows), longest,
+                at_segments, len(segments), longest,
             )  # fmt: skip
         is_decode = decision.num_decodes == num_entries
         max_query_len = 1 if is_decode else int(decision.num_scheduled_tokens.max())
@@ -169,16 +170,12 @@ class DeviceInputs:
             array[:count] += indices
             array[count:] = blocks
 
-    def _pack_ids(
-        self, array: Int32Array, at_segments: int, at_ids: int, new_rows: Sequence[NewRow]
-    ) -> None:
-        for number, new in enumerate(new_rows):
-            length = len(new.token_ids)
+    def _segments(self, decision: SchedulerOutput) -> list[_Segment]:
+        for new in decision.new_rows:
             self.num_prompt_tokens[new.row] = new.num_prompt_tokens
-            segment = at_segments + 3 * number
-            array[segment : segment + 3] = new.row, at_ids, length
-            array[at_ids : at_ids + length] = new.token_ids
-            at_ids += length
+        segments = [(new.row, 0, new.token_ids) for new in decision.new_rows]
+        segments += [(each.row, each.start, each.token_ids) for each in decision.token_writes]
+        return segments
 
     def _send(self, staging: _Staging, count: int) -> Tensor:
         if count > len(self._packed):
@@ -196,3 +193,13 @@ class DeviceInputs:
     def pinned_bytes(self) -> int:
         """Page-locked host memory."""
         return sum(4 * len(staging.memory) for staging in self._ring)
+
+
+def _pack_ids(
+    array: Int32Array, at_segments: int, at_ids: int, segments: list[_Segment]
+) -> None:
+    for number, (row, first, ids) in enumerate(segments):
+        segment, length = at_segments + 4 * number, len(ids)
+        array[segment : segment + 4] = row, first, at_ids, length
+        array[at_ids : at_ids + length] = ids
+        at_ids += length

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from trimaran.kernels import triton_logits, triton_mask, triton_sampling
+from trimaran.worker.beam_candidates import BeamCandidates, beam_candidates, joined
 from trimaran.worker.sampling_rows import SamplingBatch, Want
 
 # Shapes: N sampled rows, V vocabulary, R rows, L longest sequence.
@@ -19,25 +20,28 @@ _EDITED_ROWS = 128
 
 def sample(
     logits_NV: Tensor, batch: SamplingBatch, token_table_RL: Tensor
-) -> tuple[Tensor, Tensor | None]:
-    """Ids, int64 [N], and if some row asked the log-probabilities, float32 [N].
+) -> tuple[Tensor, Tensor | None, BeamCandidates | None]:
+    """Ids, int64 [N], and if some row asked the log-probabilities, float32 [N], and beams'.
 
     The kernels find each row's parameters by its number; the host only launches those that
     some row asks for. ``logits`` have any float dtype and are left as they are.
     """
-    parts = []
+    parts: list[Tensor] = []
+    beams: list[BeamCandidates] = []
     step = _EDITED_ROWS if batch.all_wants & EDITS else len(batch.rows)
     for start in range(0, len(batch.rows), step):
-        parts.append(_sample_part(logits_NV, batch, token_table_RL, start, start + step))
+        ids, found = _sample_part(logits_NV, batch, token_table_RL, start, start + step)
+        parts.append(ids)
+        beams += found
     ids = parts[0] if len(parts) == 1 else torch.cat(parts)
     if batch.all_wants & Want.LOG_PROBS:
-        return ids, triton_logits.log_probs(logits_NV, ids)
-    return ids, None
+        return ids, triton_logits.log_probs(logits_NV, ids), joined(beams)
+    return ids, None, joined(beams)
 
 
 def _sample_part(
     logits_NV: Tensor, batch: SamplingBatch, token_table_RL: Tensor, start: int, end: int
-) -> Tensor:
+) -> tuple[Tensor, list[BeamCandidates]]:
     state = batch.state.device_state
     assert state is not None
     assert batch.device_rows is not None
@@ -49,9 +53,9 @@ def _sample_part(
     if part.all_wants & EDITS:
         logits = logits.to(torch.float32, copy=True)
         _edit(logits, part, rows, lengths, token_table_RL)
-    return triton_sampling.draw(
-        logits, rows, lengths, params, has_filters=bool(part.all_wants & Want.FILTER)
-    )
+    beams = [beam_candidates(logits, part)] if part.all_wants & Want.BEAM else []
+    has_filters = bool(part.all_wants & Want.FILTER)
+    return triton_sampling.draw(logits, rows, lengths, params, has_filters=has_filters), beams
 
 
 def _edit(

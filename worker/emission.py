@@ -98,13 +98,15 @@ def _extras(sequence: Sequence, details: StepDetails | None, has_token: bool) ->
     sampling = sequence.request.sampling
     extras: dict[str, Any] = {}
     if sequence.figures is not None:
-        if has_token:
+        if has_token or sequence.beams is not None:
             sequence.figures.token()
         # With every token: a text stop word ends a request before the engine knows.
         extras["figures"] = sequence.figures.to_wire()
+    if sequence.beams is not None:
+        extras["beams"] = sequence.beams.payload()
     if details is None:
         return extras
-    if sampling.return_log_probs:
+    if sampling.return_log_probs and sequence.beams is None:
         new = [details.log_probs[sequence]] if has_token else []
         sequence.cum_log_prob += sum(new)
         extras["log_probs"], extras["cum_log_prob"] = new, sequence.cum_log_prob

@@ -7,6 +7,7 @@ from collections.abc import Sequence as List
 import numpy as np
 import numpy.typing as npt
 
+from trimaran.worker.kv_cache.manager import KVCacheManager
 from trimaran.worker.request import Sequence
 
 _MEMORY = 256
@@ -54,3 +55,14 @@ class GrowthForecast:
         held = np.cumsum(num_known[order])
         survivors = np.arange(1, len(sequences) + 1)
         return float((held + survivors * growth[order]).max()), float(held[-1])
+
+    def has_room(
+        self, running: List[Sequence], newcomer: Sequence, cache: KVCacheManager, share: float
+    ) -> bool:
+        """Whether the peak of both, as far as foretold, fits a share of the cache."""
+        peak, held = self.peak([*running, newcomer])
+        # Shared blocks are held once, and of the last block of each half is empty.
+        num_held = (cache.num_blocks - cache.num_free) * cache.block_size
+        shared = max(0.0, held - len(newcomer.token_ids) - num_held)
+        room = cache.num_blocks * cache.block_size * share
+        return peak - shared + len(running) * cache.block_size / 2 <= room

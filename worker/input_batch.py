@@ -64,7 +64,7 @@ class _DecodeStep:
     def is_followed_by(self, decision: SchedulerOutput) -> bool:
         """Whether ``decision`` decodes the next token of the same rows, in the same blocks."""
         host = self.host
-        if len(decision.new_blocks) or decision.new_rows:
+        if len(decision.new_blocks) or decision.new_rows or decision.token_writes:
             return False
         if decision.rows.tobytes() != host.rows.tobytes():
             return False
@@ -120,6 +120,10 @@ class InputBatch:
             self.num_prompt_tokens[new.row] = new.num_prompt_tokens
             ids = torch.from_numpy(np.array(new.token_ids, dtype=np.int32))
             self.token_table[new.row, : len(ids)].copy_(ids, non_blocking=True)
+        for write in decision.token_writes:
+            ids = torch.from_numpy(np.array(write.token_ids, dtype=np.int32))
+            end = write.start + len(ids)
+            self.token_table[write.row, write.start : end].copy_(ids, non_blocking=True)
         blocks = decision.new_blocks
         if len(blocks):
             groups, rows, indices, values = blocks.T

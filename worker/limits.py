@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from trimaran.comm.errors import ErrorKind, RequestError
+from trimaran.comm.sampling_params import SamplingParams
+from trimaran.worker.beam_group import num_further_blocks
 from trimaran.worker.config import SchedulerConfig
 from trimaran.worker.kv_cache.manager import KVCacheManager
 from trimaran.worker.request import Request
@@ -16,15 +18,18 @@ def check_limits(
     Raises:
         RequestError: names the value, the limit and the remedy.
     """
-    num_prompt, num_seqs = request.num_prompt_tokens, request.sampling.num_return_sequences
+    num_prompt, sampling = request.num_prompt_tokens, request.sampling
+    num_seqs = max(sampling.num_return_sequences, sampling.beam_width)
     if num_seqs > config.max_num_seqs:
+        name = "beam_width" if sampling.beam_width > 1 else "num_return_sequences"
         raise RequestError(
-            f"num_return_sequences is {num_seqs} but this engine runs at most "
+            f"{name} is {num_seqs} but this engine runs at most "
             f"{config.max_num_seqs} sequences at once. Ask for fewer."
         )
     total = num_prompt + request.sampling.max_tokens
     longest = max(num_prompt, total - 1)
-    num_blocks = cache.most_held(longest, config.max_num_batched_tokens)
+    num_blocks = most_held(sampling, longest, config, cache)
+    num_blocks += num_further_blocks(sampling, cache, num_prompt, num_blocks)
     if num_blocks > cache.num_blocks:
         raise RequestError(
             f"a prompt of {num_prompt} tokens and {request.sampling.max_tokens} new ones "
@@ -44,3 +49,13 @@ def check_limits(
             f"Maximum queue size of {limit} has been reached, please try again later",
             ErrorKind.UNAVAILABLE,
         )
+
+
+def most_held(
+    sampling: SamplingParams, num_tokens: int, config: SchedulerConfig, cache: KVCacheManager
+) -> int:
+    """Blocks that one sequence of ``num_tokens`` holds at once."""
+    if sampling.num_return_sequences > 1 or sampling.beam_width > 1:
+        # What one needs no more, others may: all blocks are kept.
+        return cache.blocks_for(num_tokens)
+    return cache.most_held(num_tokens, config.max_num_batched_tokens)

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 from array import array
+from bisect import bisect_left
 from collections.abc import Hashable
 from dataclasses import dataclass, field
 from enum import IntEnum
-from typing import Any
+from operator import attrgetter
+from typing import TYPE_CHECKING, Any
 
 from trimaran.comm.messages import FinishReason
 from trimaran.comm.sampling_params import SamplingParams
 from trimaran.worker.guided.guide import Grammar, Guide
 from trimaran.worker.kv_cache.manager import RetentionPlan, SequenceBlocks, root_hash
 from trimaran.worker.request_figures import SequenceFigures
+
+if TYPE_CHECKING:
+    from trimaran.worker.beam_group import BeamGroup
 
 NEVER = 1 << 62
 
@@ -36,6 +41,7 @@ class Sequence:
     """
 
     __slots__ = (
+        "beams",
         "blocks",
         "capacity",
         "cum_log_prob",
@@ -92,6 +98,8 @@ class Sequence:
         self.publish_at = 0
         """``num_computed_tokens`` from which another full block can be published."""
         self.parent: Sequence | None = None
+        self.beams: BeamGroup | None = None
+        """Of a beam, the group that it belongs to."""
         self.status = RequestStatus.NEW
         self.finish_reason = FinishReason.NOT_FINISHED
         self.is_preempted = False
@@ -154,6 +162,9 @@ class Request:
     prompt_table: dict[str, Any] | None = None
     """`PromptTable.to_wire()`."""
 
+    is_streaming: bool = False
+    """Whether its client wants tokens as they come."""
+
     client_id: str = ""
     """What its client calls it; not unique."""
 
@@ -175,6 +186,7 @@ class Request:
             or sampling.return_context_logits
             or sampling.return_generation_logits
             or sampling.return_perf_metrics
+            or sampling.beam_width > 1
         )
 
     @property
@@ -192,7 +204,9 @@ class Request:
         for word in self.sampling.stop_words:
             if word:
                 self.stop_words.setdefault(word[-1], []).append(list(word))
-        for position in range(self.sampling.num_return_sequences):
+        # Of beams the scheduler knows one; the others are its group's.
+        is_beam = self.sampling.beam_width > 1
+        for position in range(1 if is_beam else self.sampling.num_return_sequences):
             ids = self.prompt_ids + self.output_ids
             sequence = Sequence(self, position, ids, num_groups)
             if self.grammar is not None:
@@ -200,3 +214,13 @@ class Request:
             self.sequences.append(sequence)
         for sequence in self.sequences[1:]:
             sequence.parent = self.sequences[0]
+
+
+KEY = attrgetter("key")
+
+
+def remove_by_key(sequences: list[Sequence], sequence: Sequence) -> None:
+    """Take one out of a list that is ordered by key; no two keys are equal."""
+    place = bisect_left(sequences, sequence.key, key=KEY)
+    assert sequences[place] is sequence, "a sequence is not where its key says"
+    del sequences[place]

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from trimaran.worker import logits_processors
+from trimaran.worker.beam_candidates import BeamCandidates, beam_candidates
 from trimaran.worker.draw import draw
 from trimaran.worker.sampling_rows import SamplingBatch, Want
 
@@ -32,6 +33,8 @@ class SamplerOutput:
 
     token_ids: Tensor
     log_probs: Tensor | None = None
+    beams: BeamCandidates | None = None
+    """Of the rows that are beams, whose ids mean nothing."""
 
 
 def sample(logits_NV: Tensor, batch: SamplingBatch, token_table_RL: Tensor) -> SamplerOutput:
@@ -52,6 +55,7 @@ def sample(logits_NV: Tensor, batch: SamplingBatch, token_table_RL: Tensor) -> S
     for want, process in PROCESSORS:
         if wants & want:
             process(logits_NV, batch, token_table_RL)
+    beams = beam_candidates(logits_NV, batch) if wants & Want.BEAM else None
     entries = batch.rows_wanting(Want.RANDOM)
     if len(entries) == len(batch.rows):
         ids = draw(logits_NV, batch, entries)
@@ -61,6 +65,6 @@ def sample(logits_NV: Tensor, batch: SamplingBatch, token_table_RL: Tensor) -> S
             index = batch.index(entries)
             ids.index_copy_(0, index, draw(logits_NV[index], batch, entries))
     if not wants & Want.LOG_PROBS:
-        return SamplerOutput(ids)
+        return SamplerOutput(ids, None, beams)
     chosen = model_logits.gather(1, ids[:, None])[:, 0]
-    return SamplerOutput(ids, chosen - model_logits.logsumexp(dim=-1))
+    return SamplerOutput(ids, chosen - model_logits.logsumexp(dim=-1), beams)

@@ -13,6 +13,7 @@ from torch import Tensor
 from trimaran.comm.sampling_params import SamplingParams
 from trimaran.kernels import sampling_state
 from trimaran.kernels.sampling import CpuSampling
+from trimaran.worker.beam_search import num_candidates
 from trimaran.worker.candidates import argmax
 from trimaran.worker.noise import noise_keys
 from trimaran.worker.staging import to_device
@@ -26,6 +27,7 @@ SERVED_FIELDS = frozenset(
         "frequency_penalty", "no_repeat_ngram_size", "embedding_bias", "num_return_sequences",
         "return_log_probs", "return_context_logits", "return_generation_logits",
         "logits_dtype", "return_perf_metrics", "guide_type", "guide",
+        "beam_width",
         # They steer beam search only; without it clients send them to no effect.
         "length_penalty", "early_stopping", "beam_search_diversity_rate",
     }
@@ -48,6 +50,8 @@ class Want(IntFlag):
     """They are returned: they must be whole, and in memory before an id is chosen."""
     GUIDE = 512
     """Only what the step's masks allow may come."""
+    BEAM = 1024
+    """Its likeliest ids, of which the host selects."""
 
 
 # Columns of the float and integer parameters.
@@ -65,7 +69,9 @@ MIN_TEMPERATURE = 1e-5
 def wants_of(params: SamplingParams) -> Want:
     """The processors that a request needs."""
     wants = Want(0)
-    if not params.is_greedy:
+    if params.beam_width > 1:
+        wants |= Want.BEAM
+    elif not params.is_greedy:
         wants |= Want.RANDOM
         if params.top_k > 0 or 0 < params.top_p < 1 or params.min_p > 0:
             wants |= Want.FILTER
@@ -80,7 +86,7 @@ def wants_of(params: SamplingParams) -> Want:
         wants |= Want.NGRAM
     if params.embedding_bias:
         wants |= Want.BIAS
-    if params.return_log_probs:
+    if params.return_log_probs and params.beam_width == 1:
         wants |= Want.LOG_PROBS
     if params.return_generation_logits:
         wants |= Want.LOGITS
@@ -178,6 +184,8 @@ class SamplingRows:
         self.seeds = np.zeros(num_rows, dtype=np.uint64)
         self.sequence_indices = np.zeros(num_rows, dtype=np.uint64)
         self.num_prompt = np.zeros(num_rows, dtype=np.int64)
+        self.num_candidates = np.zeros(num_rows, dtype=np.int64)
+        """Of rows that are beams: how many of their likeliest ids the host wants."""
         self.bad_words: dict[int, tuple[tuple[int, ...], ...]] = {}
         self.biases: dict[int, Tensor] = {}
         self.has_wants = False
@@ -221,6 +229,8 @@ class SamplingRows:
         self.seeds[row] = params.seed
         self.sequence_indices[row] = new.sequence_index
         self.num_prompt[row] = new.num_prompt_tokens
+        if params.beam_width > 1:
+            self.num_candidates[row] = num_candidates(params)
         if self.device_state is not None:
             self.device_state.enter(new, params)
         self.bad_words.pop(row, None)
@@ -266,7 +276,7 @@ class DeviceSamplingState:
         words[: sampling_state.SEQUENCE].view(np.uint64)[0] = params.seed
         words[sampling_state.SEQUENCE] = new.sequence_index
         words[sampling_state.NUM_PROMPT] = new.num_prompt_tokens
-        if not params.is_greedy:
+        if not params.is_greedy and params.beam_width == 1:
             floats[sampling_state.TEMPERATURE] = max(params.temperature, MIN_TEMPERATURE)
         words[sampling_state.TOP_K] = min(params.top_k, _INT32_MAX)
         floats[sampling_state.TOP_P] = params.top_p if params.top_p > 0 else 1.0

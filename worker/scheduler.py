@@ -2,25 +2,33 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left, insort
-from collections import deque
+from bisect import insort
 from collections.abc import Hashable, Iterable
-from operator import attrgetter
+from collections.abc import Sequence as List
 
 from trimaran.comm.messages import FinishReason
+from trimaran.worker.beam_group import BeamGroup, advance_groups
+from trimaran.worker.beam_search import Candidates
 from trimaran.worker.config import SchedulerConfig
 from trimaran.worker.fair_chunks import left_to_waiting
 from trimaran.worker.growth import GrowthForecast
-from trimaran.worker.guided.guide import Masks
-from trimaran.worker.kv_cache.manager import KVCacheManager, Prefix
+from trimaran.worker.guided.followers import Followers
+from trimaran.worker.kv_cache.manager import KVCacheManager
 from trimaran.worker.limits import check_limits
 from trimaran.worker.loads import Loads
 from trimaran.worker.lora.manager import AdapterManager
-from trimaran.worker.request import NEVER, Request, RequestStatus, Sequence
+from trimaran.worker.places import find_place
+from trimaran.worker.releases import Releases
+from trimaran.worker.request import (
+    KEY,
+    NEVER,
+    Request,
+    RequestStatus,
+    Sequence,
+    remove_by_key,
+)
 from trimaran.worker.step_plan import ScheduledStep, StepPlan
-from trimaran.worker.step_types import TransferKind, int32s
 
-_KEY = attrgetter("key")
 _WATERMARK = 0.01
 """Share of the blocks that admission leaves free for the growth of running sequences."""
 _PATIENCE = 16
@@ -63,15 +71,11 @@ class Scheduler:
         self._can_preempt = config.policy == "max_utilization" and not self._is_static
         self._free_rows = list(range(config.max_num_seqs - 1, -1, -1))
         self._finished_rows: list[int] = []
-        self._num_processed_steps = 0
-        self._to_release: deque[Sequence] = deque()
+        self.releases = Releases(cache)
         self._ended: list[Emission] = []
         self._num_preempted = 0
         self._growth = GrowthForecast(config.expected_output_tokens)
-        self._num_guided = 0
-        """Sequences that follow a guide and have not ended."""
-        self._masks = Masks()
-        self._failed: list[Request] = []
+        self._followers = Followers()
         self._shares_prompts = config.enable_chunked_context and not self._is_static
         self._refused_until = 0
         """The step before which long prompts leave nothing to those that wait for blocks."""
@@ -94,7 +98,7 @@ class Scheduler:
     def add(self, request: Request) -> None:
         """Queue a checked request. A replayed one may turn out to be complete."""
         request.start_sequences(len(self.cache.pools))
-        self._num_guided += request.grammar is not None and len(request.sequences)
+        self._followers.add(request)
         first = request.sequences[0]
         if request.output_ids:
             reason = first.ends_by(request.output_ids[-1])
@@ -102,6 +106,8 @@ class Scheduler:
                 self._finish(first, reason)
                 self._ended.append((first, -1, reason))
                 return
+        if request.sampling.beam_width > 1:
+            first.beams = BeamGroup(first)
         self.cache.extend_hashes(first.blocks, first.token_ids)
         self._enqueue(first)
 
@@ -109,7 +115,7 @@ class Scheduler:
         """End all of a request's sequences now, by cancellation or timeout."""
         if not request.sequences:
             request.start_sequences(len(self.cache.pools))
-            self._num_guided += request.grammar is not None and len(request.sequences)
+            self._followers.add(request)
         for sequence in request.sequences:
             if sequence.status is not RequestStatus.FINISHED:
                 self._finish(sequence, reason)
@@ -117,8 +123,7 @@ class Scheduler:
 
     def take_failed(self) -> list[Request]:
         """Requests with a sequence that no id could go on, once each; all of it has ended."""
-        failed, self._failed = self._failed, []
-        return failed
+        return self._followers.take_failed()
 
     def take_ended(self) -> list[Emission]:
         """The ends that no step's result brought, once each."""
@@ -163,16 +168,12 @@ class Scheduler:
         if not plan.has_entries:
             return None
         if self.cache.hosts:
-            self._add_transfers(plan)
+            plan.add_transfers(self.cache, self._wait_step)
+            self._wait_step = 0
         self.step += 1
         finished, self._finished_rows = self._finished_rows, []
         self._enqueue_forks(plan)
-        scheduled = plan.finish(finished)
-        if self._num_guided:
-            guides = [s.guide for s in scheduled.sampled if s.guide is not None]
-            if guides:
-                scheduled.decision.masks = self._masks.fill(guides).reshape(-1)
-        return scheduled
+        return self._followers.fill(plan.finish(finished))
 
     def _plan_running(self, plan: StepPlan) -> None:
         # Ordered by key: whoever is preempted comes later in it than whoever needs room.
@@ -203,11 +204,15 @@ class Scheduler:
                 sequence.last_step = step
                 sequence.num_pending += 1
                 continue
+            if sequence.beams is not None and start >= sequence.num_prompt_tokens:
+                self._plan_beams(sequence, sequence.beams, plan)
+                continue
             num_later = len(running) - index
             chunk = (
                 1 if missing == 1 else self._chunk(sequence, missing, plan.budget, num_later)
             )
-            if self.cache.window and len(sequence.request.sequences) == 1:
+            is_alone = len(sequence.request.sequences) == 1 and sequence.beams is None
+            if self.cache.window and is_alone:
                 self.cache.leave_behind(sequence.blocks, start)
             if self._make_room(sequence, start + chunk, plan):
                 self._advance(sequence, chunk, chunk == missing, plan)
@@ -244,10 +249,28 @@ class Scheduler:
         sequence.capacity = blocks.num_blocks * self.cache.block_size
         return True
 
+    def _plan_beams(self, leader: Sequence, beams: BeamGroup, plan: StepPlan) -> None:
+        """Schedule a token of every beam, all or none, preempting others for room."""
+        if plan.budget < beams.width:
+            return
+        while beams.num_needed(self.cache) > self.cache.num_available:
+            assert self._can_preempt, "beams outgrew their reservation"
+            victim = self.running[-1]
+            self._preempt(victim)
+            plan.has_preempted = True
+            if victim is leader:
+                return
+        beams.plan(plan, self.cache)
+        leader.num_computed_before = leader.num_computed_tokens
+        leader.num_computed_tokens += 1
+        leader.last_step = plan.step
+
     def _preempt(self, sequence: Sequence) -> None:
         """Back to the queue: what was computed is freed, though it may be found again."""
         self._leave_row(sequence)
-        self.cache.release(sequence.blocks)
+        self.releases.release(sequence)
+        if sequence.beams is not None:
+            sequence.beams.start_over()
         sequence.num_computed_tokens = 0
         sequence.is_preempted = True
         self._num_preempted += 1
@@ -261,7 +284,9 @@ class Scheduler:
         sequence.num_computed_before = start
         sequence.num_computed_tokens = start + chunk
         sequence.last_step = plan.step
-        if is_sampled:
+        if is_sampled and sequence.beams is not None:
+            sequence.beams.awaited_step = plan.step
+        elif is_sampled:
             sequence.num_pending += 1
         if start + chunk >= sequence.publish_at:
             # Layers write a step's KV before they read any, so it can be shared at once.
@@ -287,52 +312,44 @@ class Scheduler:
             return True
         if plan.step < self._full_until:
             return False
-        cache = self.cache
-        peak, held = self._growth.peak([*self.running, *self.loads, sequence])
-        # Shared blocks are held once, and of the last block of each half is empty.
-        num_held = (cache.num_blocks - cache.num_free) * cache.block_size
-        shared = max(0.0, held - len(sequence.token_ids) - num_held)
-        room = cache.num_blocks * cache.block_size * (1.0 - _WATERMARK)
-        if peak - shared + len(self.running) * cache.block_size / 2 <= room:
+        running = [*self.running, *self.loads]
+        if self._growth.has_room(running, sequence, self.cache, 1.0 - _WATERMARK):
             return True
         self._full_until = plan.step + _PATIENCE
         return False
 
     def _start(self, sequence: Sequence, plan: StepPlan) -> bool:
         """Admit one sequence with its first chunk, or return False and change nothing."""
-        cache, blocks = self.cache, sequence.blocks
-        num_known = len(sequence.token_ids)
-        prefix = self._find_prefix(sequence, plan.step)
-        worst = self._most_held(max(num_known, sequence.max_len - 1))
-        lifetime = self._most_held(num_known + 1) if self._can_preempt else worst
-        watermark = self._watermark if self._can_preempt and self.running else 0
-        needed = cache.blocks_to_take(prefix, min(lifetime, worst))
-        if prefix.is_under_way or needed > cache.num_available - watermark:
+        cache, blocks, beams = self.cache, sequence.blocks, sequence.beams
+        if beams is not None and len(self._free_rows) < beams.width:
             return False
-        num_cached = (len(prefix.shared[0]) + prefix.num_stored) * cache.block_size
-        if prefix.last:
-            num_cached = num_known - 1
-        missing = num_known - num_cached
+        is_growing = self._can_preempt and self.running
+        place = find_place(
+            sequence,
+            plan.step,
+            self.config,
+            cache,
+            can_grow_later=self._can_preempt,
+            num_kept=int(cache.num_blocks * _WATERMARK) if is_growing else 0,
+        )
+        if place is None:
+            return False
+        missing = len(sequence.token_ids) - place.num_cached
         can_wait = missing <= self.config.max_num_batched_tokens
         if missing > plan.budget and can_wait and not self.config.enable_chunked_context:
             return False
         if not self._has_adapter(sequence):
             return False
-        sequence.num_computed_tokens, copies = cache.begin(blocks, prefix, num_known)
-        if sequence.figures is not None:
-            num_prompt_blocks = cache.blocks_for(sequence.num_prompt_tokens)
-            sequence.figures.started(num_prompt_blocks, blocks.num_blocks, len(copies))
-        if not self._can_preempt:
-            cache.reserve(blocks, worst)
+        copies = place.take(sequence, cache, is_reserved=not self._can_preempt)
         chunk = self._chunk(sequence, missing, plan.budget)
-        has_room = cache.grow(blocks, num_cached + chunk)
+        has_room = cache.grow(blocks, place.num_cached + chunk)
         assert has_room, "a sequence was admitted without room for its first chunk"
         sequence.capacity = blocks.num_blocks * cache.block_size
         self._take_row(sequence)
         if blocks.load:
             self.loads.add(sequence, plan.step)
             return True
-        insort(self.running, sequence, key=_KEY)
+        insort(self.running, sequence, key=KEY)
         plan.add_row(sequence, copies)
         self._advance(sequence, chunk, chunk == missing, plan)
         return True
@@ -350,12 +367,11 @@ class Scheduler:
             self._wait_step, sequence = taken
             self.cache.loaded(sequence.blocks)
             if sequence.status is RequestStatus.FINISHED:
-                self._free_rows.append(sequence.row)
-                sequence.row = -1
-                self.cache.release(sequence.blocks)
+                self._give_back_rows(sequence)
+                self.releases.release(sequence)
                 continue
             is_urgent = False
-            insort(self.running, sequence, key=_KEY)
+            insort(self.running, sequence, key=KEY)
             start = sequence.num_computed_tokens
             missing = len(sequence.token_ids) - start
             chunk = self._chunk(sequence, missing, plan.budget)
@@ -363,44 +379,14 @@ class Scheduler:
             plan.add_row(sequence, [])
             self._advance(sequence, chunk, chunk == missing, plan)
 
-    def _add_transfers(self, plan: StepPlan) -> None:
-        moves, loads = self.cache.take_transfers()
-        transfers = [(TransferKind.MOVE, *move) for move in moves]
-        transfers += [(TransferKind.LOAD, *load) for load in loads]
-        if self._wait_step:
-            transfers.append((TransferKind.WAIT, self._wait_step, 0, 0))
-            self._wait_step = 0
-        if transfers:
-            plan.transfers = int32s(transfers, 4)
-
-    def _most_held(self, num_tokens: int) -> int:
-        return self.cache.most_held(num_tokens, self.config.max_num_batched_tokens)
-
-    def _find_prefix(self, sequence: Sequence, step: int) -> Prefix:
-        """What it can start with: its parent's prompt, or whatever is cached."""
-        if sequence.request.sampling.return_context_logits and not sequence.num_output_tokens:
-            # A token whose KV is found has no logits.
-            return Prefix([[] for _ in self.cache.pools], [])
-        parent, num_known = sequence.parent, len(sequence.token_ids)
-        if parent is not None and parent.row >= 0 and not sequence.num_output_tokens:
-            is_running = parent.last_step == step
-            computed = parent.num_computed_before if is_running else parent.num_computed_tokens
-            if computed >= num_known:
-                return self.cache.find_fork(parent.blocks, num_known)
-        return self.cache.find_prefix(sequence.blocks, num_known)
-
     def _has_adapter(self, sequence: Sequence) -> bool:
         """Whether its adapter, if it has one, is or can be brought where the model runs."""
         number = sequence.request.adapter_id
         return not number or self._adapters is None or self._adapters.make_ready(number)
 
-    @property
-    def _watermark(self) -> int:
-        return int(self.cache.num_blocks * _WATERMARK)
-
     def _enqueue(self, sequence: Sequence) -> None:
         sequence.status = RequestStatus.WAITING
-        insort(self.waiting, sequence, key=_KEY)
+        insort(self.waiting, sequence, key=KEY)
 
     def _enqueue_forks(self, plan: StepPlan) -> None:
         """Queue the siblings of sequences whose prompt this step completes."""
@@ -411,32 +397,48 @@ class Scheduler:
                     self._enqueue(sibling)
 
     def _take_row(self, sequence: Sequence) -> None:
-        _remove(self.waiting, sequence)
+        remove_by_key(self.waiting, sequence)
         if sequence.is_preempted:
             sequence.is_preempted = False
             self._num_preempted -= 1
         sequence.row = self._free_rows.pop()
+        if sequence.beams is not None:
+            sequence.beams.enter_rows(self._free_rows)
         sequence.status = RequestStatus.RUNNING
         sequence.publish_at = 0
 
     def _leave_row(self, sequence: Sequence) -> None:
-        _remove(self.running, sequence)
-        self._free_rows.append(sequence.row)
-        self._finished_rows.append(sequence.row)
+        remove_by_key(self.running, sequence)
+        self._finished_rows += self._give_back_rows(sequence)
+
+    def _give_back_rows(self, sequence: Sequence) -> list[int]:
+        rows = [sequence.row]
         sequence.row = -1
+        if sequence.beams is not None:
+            rows += sequence.beams.leave_rows()
+        self._free_rows += rows
+        return rows
 
     # ---- results -------------------------------------------------------------------------
 
     def update_from_output(
-        self, step: ScheduledStep, token_ids: Iterable[int]
+        self,
+        step: ScheduledStep,
+        token_ids: Iterable[int],
+        candidates: List[Candidates] = (),
     ) -> list[Emission]:
         """Take in one step's sampled ids, in order of the step's ``sampled`` sequences.
 
-        The id of a sequence that has ended meanwhile is dropped.
+        ``candidates`` are those of the beams among them, in order; their ids mean nothing.
+        What a sequence sampled that has ended meanwhile is dropped.
         """
         emitted: list[Emission] = []
         not_finished = FinishReason.NOT_FINISHED
-        for sequence, token_id in zip(step.sampled, token_ids, strict=True):
+        pairs: Iterable[tuple[Sequence, int]] = zip(step.sampled, token_ids, strict=True)
+        if candidates:
+            emitted += self._advance_beams(step, candidates)
+            pairs = [pair for pair in pairs if pair[0].beams is None]
+        for sequence, token_id in pairs:
             sequence.num_pending -= 1
             if sequence.status is RequestStatus.FINISHED:
                 continue
@@ -447,12 +449,21 @@ class Scheduler:
             sequence.token_ids.append(token_id)
             reason = not_finished
             if sequence.stop_words or len(sequence.token_ids) >= sequence.look_at:
-                if not self._follows_guide(sequence, token_id):
+                if not self._followers.accept(sequence, token_id, self._finish):
                     continue
                 reason = self._look_at(sequence, token_id)
             emitted.append((sequence, token_id, reason))
-        self._num_processed_steps = step.decision.step
-        self._release_ended()
+        self.releases.step_done(step.decision.step)
+        return emitted
+
+    def _advance_beams(
+        self, step: ScheduledStep, candidates: List[Candidates]
+    ) -> list[Emission]:
+        emitted: list[Emission] = []
+        for group in advance_groups(step, candidates, self.cache):
+            if group.search.is_over:
+                self._finish(group.leader, group.finish_reason)
+            emitted.append((group.leader, -1, group.finish_reason))
         return emitted
 
     def _look_at(self, sequence: Sequence, token_id: int) -> FinishReason:
@@ -471,54 +482,20 @@ class Scheduler:
             self._finish(sequence, reason)
         return reason
 
-    def _follows_guide(self, sequence: Sequence, token_id: int) -> bool:
-        """Go on in the sequence's guide; False if its request fails.
-
-        That is where other parameters forbid all that the guide allows: the draw then takes
-        an id that must not come.
-        """
-        guide = sequence.guide
-        if guide is None or guide.accept(token_id):
-            return True
-        for each in sequence.request.sequences:
-            if each.status is not RequestStatus.FINISHED:
-                self._finish(each, FinishReason.CANCELLED)
-        self._failed.append(sequence.request)
-        return False
-
     def _finish(self, sequence: Sequence, reason: FinishReason) -> None:
+        self._followers.remove(sequence)
         if sequence.blocks.load:
             # Its blocks are being written: `_start_loaded` frees them.
             sequence.status, sequence.finish_reason = RequestStatus.FINISHED, reason
             return
         if sequence.status is RequestStatus.WAITING:
-            _remove(self.waiting, sequence)
+            remove_by_key(self.waiting, sequence)
             self._num_preempted -= sequence.is_preempted
         is_running = sequence.status is RequestStatus.RUNNING
         sequence.status = RequestStatus.FINISHED
         sequence.finish_reason = reason
         self._full_until = 0
-        self._num_guided -= sequence.guide is not None
         if is_running:
             self._growth.observe(sequence.num_output_tokens, reason is FinishReason.LENGTH)
             self._leave_row(sequence)
-            if sequence.last_step > self._num_processed_steps:
-                self._to_release.append(sequence)
-            else:
-                self.cache.release(sequence.blocks)
-
-    def _release_ended(self) -> None:
-        """Free the blocks of ended sequences that no step in flight writes any more."""
-        for _ in range(len(self._to_release)):
-            sequence = self._to_release.popleft()
-            if sequence.last_step > self._num_processed_steps:
-                self._to_release.append(sequence)
-            else:
-                self.cache.release(sequence.blocks)
-
-
-def _remove(sequences: list[Sequence], sequence: Sequence) -> None:
-    """Take one out of a list that is ordered by key; no two keys are equal."""
-    place = bisect_left(sequences, sequence.key, key=_KEY)
-    assert sequences[place] is sequence, "a sequence is not where its key says"
-    del sequences[place]
+            self.releases.release_later(sequence)

@@ -7,9 +7,9 @@ from collections.abc import Sequence as List
 
 import numpy as np
 
-from trimaran.worker.kv_cache.manager import BlockCopy, SequenceBlocks
+from trimaran.worker.kv_cache.manager import BlockCopy, KVCacheManager, SequenceBlocks
 from trimaran.worker.request import Sequence
-from trimaran.worker.step_types import NewRow, SchedulerOutput, int32s
+from trimaran.worker.step_types import NewRow, SchedulerOutput, TokenWrite, TransferKind, int32s
 
 _NO_BLOCKS = int32s((), 4)
 _NO_COPIES = int32s((), 3)
@@ -67,6 +67,7 @@ class StepPlan:
         self._new_rows: list[NewRow] = []
         self._new_blocks: list[tuple[int, int, int, int]] = []
         self._copies: list[BlockCopy] = []
+        self._token_writes: list[TokenWrite] = []
         self._num_context = 0
         self._num_context_tokens = 0
 
@@ -119,6 +120,25 @@ class StepPlan:
         self._copies += copies
         self.add_blocks(sequence.row, sequence.blocks, 0)
 
+    def add_tokens(self, sequence: Sequence, first: int) -> None:
+        """Send the ids of a sequence, which is in its row already, from ``first`` on."""
+        ids = np.array(sequence.token_ids[first:], dtype=np.int32)
+        self._token_writes.append(TokenWrite(row=sequence.row, start=first, token_ids=ids))
+
+    def add_copies(self, copies: list[BlockCopy]) -> None:
+        """Copy blocks before the step."""
+        self._copies += copies
+
+    def add_transfers(self, cache: KVCacheManager, wait_step: int) -> None:
+        """Copy between the cache and the host, and wait for copies of an earlier step."""
+        moves, loads = cache.take_transfers()
+        transfers = [(TransferKind.MOVE, *move) for move in moves]
+        transfers += [(TransferKind.LOAD, *load) for load in loads]
+        if wait_step:
+            transfers.append((TransferKind.WAIT, wait_step, 0, 0))
+        if transfers:
+            self.transfers = int32s(transfers, 4)
+
     def add_blocks(self, row: int, blocks: SequenceBlocks, first: int) -> None:
         """Send the blocks of a row's tables from index ``first`` on."""
         for group, table in enumerate(blocks.tables):
@@ -148,6 +168,7 @@ class StepPlan:
             block_copies=int32s(self._copies, 3) if self._copies else _NO_COPIES,
             finished_rows=int32s(finished_rows) if finished_rows else _NONE,
             new_rows=self._new_rows,
+            token_writes=self._token_writes,
             num_decodes=num_decodes,
             transfers=self.transfers,
         )

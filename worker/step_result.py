@@ -14,7 +14,7 @@ from trimaran.worker.step_types import SampledTokens
 class ModelRunnerOutput:
     """One step's result, maybe still on its way from the device."""
 
-    __slots__ = ("_event", "_log_probs", "_logits", "_token_ids", "marks")
+    __slots__ = ("_beams", "_event", "_log_probs", "_logits", "_token_ids", "marks")
 
     def __init__(
         self,
@@ -27,6 +27,7 @@ class ModelRunnerOutput:
         self._logits = logits
         self._token_ids = output.token_ids
         self._log_probs = output.log_probs
+        self._beams = None if output.beams is None else output.beams.to_host()
         self._event: torch.cuda.Event | None = None
         if copier is not None:
             self._token_ids, self._log_probs, self._event = copier.start(output)
@@ -39,6 +40,7 @@ class ModelRunnerOutput:
             token_ids=self._token_ids.tolist(),
             log_probs=None if self._log_probs is None else self._log_probs.tolist(),
             logits=self._logits,
+            beams=[] if self._beams is None else self._beams.to_lists(),
         )
 
 

@@ -72,6 +72,15 @@ class NewRow:
 
 
 @dataclass(slots=True, kw_only=True)
+class TokenWrite:
+    """Ids that a row goes on with from a place on, chosen by the host."""
+
+    row: int
+    start: int
+    token_ids: Int32Array
+
+
+@dataclass(slots=True, kw_only=True)
 class SchedulerOutput:
     """The decision of one step: flat arrays that hold only what changed.
 
@@ -107,6 +116,9 @@ class SchedulerOutput:
     """[m * ceil(V / 32)]: one after the other, in order of ``sampled``, what may come next
     in each of the m sampled rows that follow a guide; see `guided.guide`."""
 
+    token_writes: list[TokenWrite] = field(default_factory=list)
+    """Made with the new rows."""
+
     num_decodes: int = 0
     """How many leading entries compute one token of output; all others stand behind them."""
 
@@ -116,7 +128,7 @@ class SchedulerOutput:
         return int(self.num_scheduled_tokens.sum())
 
     def encode(self) -> bytes:
-        """A msgpack list: two integers, the arrays' raw bytes, new rows, adapters."""
+        """A msgpack list: two integers, the raw arrays, new rows, adapters, token writes."""
         arrays = [getattr(self, name).tobytes() for name in _ARRAYS]
         rows = [
             [
@@ -130,8 +142,11 @@ class SchedulerOutput:
             ]
             for new in self.new_rows
         ]
+        writes = [
+            [each.row, each.start, each.token_ids.tobytes()] for each in self.token_writes
+        ]
         packed: bytes = msgpack.packb(
-            [self.step, self.num_decodes, arrays, rows, self.adapter_ops]
+            [self.step, self.num_decodes, arrays, rows, self.adapter_ops, writes]
         )
         return packed
 
@@ -143,7 +158,7 @@ class SchedulerOutput:
             ProtocolError: ``payload`` is not an encoded decision.
         """
         try:
-            step, num_decodes, raw_arrays, raw_rows, adapter_ops = msgpack.unpackb(
+            step, num_decodes, raw_arrays, raw_rows, adapter_ops, raw_writes = msgpack.unpackb(
                 payload, strict_map_key=False
             )
             arrays = {
@@ -164,11 +179,16 @@ class SchedulerOutput:
                 )
                 for row, ids, num_prompt, index, sampling, adapter, table in raw_rows
             ]
+            writes = [
+                TokenWrite(row=row, start=start, token_ids=np.frombuffer(ids, dtype=np.int32))
+                for row, start, ids in raw_writes
+            ]
             return cls(
                 step=step,
                 num_decodes=num_decodes,
                 new_rows=new_rows,
                 adapter_ops=adapter_ops,
+                token_writes=writes,
                 **arrays,
             )
         except (ValueError, TypeError, msgpack.UnpackException) as error:
@@ -187,3 +207,6 @@ class SampledTokens:
 
     logits: KeptLogits | None = None
     """Likewise."""
+
+    beams: list[tuple[list[int], list[float]]] = field(default_factory=list)
+    """The likeliest ids of each sampled beam, in order, and their log-probabilities."""

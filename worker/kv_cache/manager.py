@@ -255,6 +255,32 @@ class KVCacheManager:
             last = []
         return Prefix([blocks[:num_shared] for blocks in found], last)
 
+    def fork(
+        self, child: SequenceBlocks, parent: SequenceBlocks, num_tokens: int, max_blocks: int
+    ) -> list[BlockCopy]:
+        """Give a sequence without blocks the first ``num_tokens`` of ``parent``.
+
+        Full blocks are shared; of a partial one the child gets a copy, to be made before
+        the step. It may hold ``max_blocks`` from now on, if not 0; the caller has checked.
+        """
+        num_full = num_tokens // self.block_size
+        for pool, mine, theirs in zip(self.pools, child.tables, parent.tables, strict=True):
+            shared = theirs[:num_full]
+            pool.share(self._held(shared, parent.num_left))
+            mine += shared
+        child.num_left = parent.num_left
+        if max_blocks:
+            self.reserve(child, max_blocks)
+        has_room = self.grow(child, num_tokens)
+        assert has_room, "a sequence was forked without room for its partial block"
+        return [
+            (group, theirs[num_full], mine[num_full])
+            for group, (mine, theirs) in enumerate(
+                zip(child.tables, parent.tables, strict=True)
+            )
+            if child.num_blocks > num_full
+        ]
+
     def blocks_to_take(self, prefix: Prefix, num_blocks: int) -> int:
         """Free blocks used up when a sequence of ``num_blocks`` starts with ``prefix``."""
         held = min(

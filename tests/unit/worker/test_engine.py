@@ -166,7 +166,7 @@ def test_tokens_survive_any_history(make_engine, prompt_of, seed):
             cancelled.add(unlucky)
             driver.engine.cancel("client", [unlucky])
         scheduler = driver.engine.scheduler
-        held = (*scheduler.running, *scheduler.waiting, *scheduler._to_release)
+        held = (*scheduler.running, *scheduler.waiting, *scheduler.releases)
         scheduler.cache.check([sequence.blocks for sequence in held])
     driver.run(max_steps=10_000)
 

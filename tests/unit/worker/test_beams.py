@@ -1,0 +1,265 @@
+"""Beam search: the sequences and scores of transformers, however the engine gets there."""
+
+import random
+
+import numpy as np
+import pytest
+import torch
+from transformers import LlamaForCausalLM
+
+from trimaran.comm.errors import RequestError
+from trimaran.comm.messages import FinishReason
+
+PROMPT = 37
+"""Length of a prompt that ends inside a block."""
+
+
+@pytest.fixture(scope="module")
+def reference(model_folder):
+    return LlamaForCausalLM.from_pretrained(model_folder).eval()
+
+
+@pytest.fixture
+def make(make_engine):
+    return lambda **changes: make_engine(**{"max_beam_width": 8, **changes})
+
+
+def generate(reference, prompt, width, max_tokens, **fields):
+    """Outputs of transformers, their end cut off, and their scores."""
+    end = fields.pop("eos_token_id", None)
+    ids = torch.tensor([prompt])
+    with torch.inference_mode():
+        found = reference.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=max_tokens,
+            num_beams=width,
+            num_return_sequences=width,
+            do_sample=False,
+            pad_token_id=0,
+            eos_token_id=end,
+            return_dict_in_generate=True,
+            output_scores=True,
+            **fields,
+        )
+    outputs = []
+    for row, indices in zip(found.sequences, found.beam_indices, strict=True):
+        output = row[len(prompt) :][: int((indices >= 0).sum())].tolist()
+        outputs.append(output[:-1] if end is not None and output[-1] == end else output)
+    return outputs, found.sequences_scores.tolist()
+
+
+def beams_of(driver, request):
+    """What the engine said last of a request's beams."""
+    beams = driver.extras[request, 0][-1]["beams"]
+    return [np.frombuffer(ids, dtype=np.int32).tolist() for ids in beams["ids"]], beams
+
+
+def submit(driver, prompt, width, **fields):
+    fields = {"num_return_sequences": width, "max_tokens": 20, **fields}
+    return driver.submit(prompt, beam_width=width, **fields)
+
+
+CASES = {
+    "no end": (4, {}, {}),
+    "wide": (8, {}, {}),
+    "end": (3, {"end_id": 53}, {"eos_token_id": 53}),
+    "long ones": (4, {"end_id": 53, "length_penalty": 2.0}, {"eos_token_id": 53}),
+    "short ones": (4, {"end_id": 53, "length_penalty": -1.0}, {"eos_token_id": 53}),
+    "until full": (4, {"end_id": 53, "early_stopping": 1}, {"eos_token_id": 53}),
+    "as long as any may win": (
+        4, {"end_id": 53, "early_stopping": 2, "length_penalty": 0.5}, {"eos_token_id": 53},
+    ),
+}  # fmt: skip
+STOPPING = {0: False, 1: True, 2: "never"}
+
+
+@pytest.mark.parametrize(("width", "ours", "theirs"), CASES.values(), ids=CASES.keys())
+def test_beams_are_those_of_transformers(make, reference, prompt_of, width, ours, theirs):
+    ours = {"early_stopping": 0, **ours}
+    driver = make()
+    requests = {}
+    for seed in range(6):
+        requests[seed] = submit(driver, prompt_of(PROMPT, seed), width, **ours)
+
+    driver.run()
+
+    for seed, request in requests.items():
+        expected, scores = generate(
+            reference,
+            prompt_of(PROMPT, seed),
+            width,
+            20,
+            early_stopping=STOPPING[ours["early_stopping"]],
+            length_penalty=ours.get("length_penalty", 0.0),
+            **theirs,
+        )
+        outputs, beams = beams_of(driver, request)
+        assert outputs == expected
+        assert beams["scores"] == pytest.approx(scores, rel=2e-5)
+    driver.check_idle()
+
+
+WAYS = {
+    "overlapped": {"depth": 2},
+    "in chunks": {"max_num_batched_tokens": 16, "depth": 2},
+    "without reuse": {"enable_block_reuse": False},
+    "few rows": {"max_num_seqs": 5, "max_num_batched_tokens": 16},
+    "reserved": {"policy": "guaranteed_no_evict", "max_tokens": 240, "depth": 2},
+    "preempted": {"max_tokens": 240},
+    "preempted, overlapped": {"max_tokens": 240, "depth": 2},
+    "static": {"policy": "static_batch"},
+    "blocks of 5": {"tokens_per_block": 5, "depth": 2},
+}
+MIXED = (
+    {"beam_width": 3, "end_id": 53, "early_stopping": 0},
+    {"beam_width": 4, "length_penalty": 1.0, "repetition_penalty": 1.4, "end_id": 53},
+    {"beam_width": 2, "no_repeat_ngram_size": 2, "temperature": 0.7},
+    {},
+    {"top_p": 0.9, "seed": 3},
+)
+
+
+@pytest.fixture(scope="module")
+def alone():
+    """Outputs of each kind of request, run alone once."""
+    return {}
+
+
+def mixed(number, prompt_of):
+    fields = dict(MIXED[number % len(MIXED)])
+    width = fields.get("beam_width", 1)
+    return prompt_of(5 + 11 * (number % 7), number), {
+        "max_tokens": 24, "num_return_sequences": width, **fields
+    }  # fmt: skip
+
+
+def output_of(driver, request):
+    if driver.extras[request, 0]:
+        return beams_of(driver, request)[0]
+    return driver.output(request)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_beams_do_not_depend_on_how_steps_are_made(make, prompt_of, alone, way):
+    if not alone:
+        quiet = make(max_num_batched_tokens=256)
+        for number in range(15):
+            prompt, fields = mixed(number, prompt_of)
+            request = quiet.submit(prompt, **fields)
+            quiet.run()
+            alone[number] = output_of(quiet, request)
+    driver = make(**WAYS[way])
+    requests = {}
+    most = 0
+    for number in range(15):
+        prompt, fields = mixed(number, prompt_of)
+        requests[number] = driver.submit(prompt, **fields)
+
+    while driver.engine.has_work:
+        driver.step()
+        most = max(most, driver.engine.scheduler.num_preempted)
+        check_blocks(driver)
+
+    assert {n: output_of(driver, request) for n, request in requests.items()} == alone
+    assert (most > 0) == way.startswith("preempted")
+    driver.check_idle()
+
+
+def test_a_beam_is_told_whole_at_every_step_of_a_stream(make, prompt_of):
+    driver = make()
+    request = submit(driver, prompt_of(PROMPT), 3, streaming=True, return_log_probs=True)
+
+    driver.run()
+
+    told = [extras["beams"] for extras in driver.extras[request, 0]]
+    assert [len(beams["ids"][0]) // 4 for beams in told] == list(range(1, 21))
+    for beams in told:
+        for each, total in zip(beams["log_probs"], beams["cum_log_probs"], strict=True):
+            assert sum(each) == pytest.approx(total, rel=1e-5)
+        assert beams["scores"] == sorted(beams["scores"], reverse=True)
+    assert driver.output(request) == []
+    assert driver.reasons[request, 0] == FinishReason.LENGTH
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"length_penalty": 3.0},
+        {"early_stopping": 1},
+        {"beam_search_diversity_rate": 3.0},
+        {"temperature": 3.0},
+        {"repetition_penalty": 1.5},
+        {"presence_penalty": 2.0},
+        {"no_repeat_ngram_size": 2},
+        {"bad_words": ((18,),)},
+        {"min_tokens": 12},
+        {"stop_words": ((18,),)},
+        {"num_return_sequences": 2},
+    ],
+)
+def test_a_field_of_a_beam_search_takes_effect(make, prompt_of, fields):
+    driver = make()
+    usual = {"end_id": 53, "early_stopping": 0, "length_penalty": 1.0}
+    plain = [submit(driver, prompt_of(PROMPT, seed), 4, **usual) for seed in range(6)]
+    other = [
+        submit(driver, prompt_of(PROMPT, seed), 4, **{**usual, **fields}) for seed in range(6)
+    ]
+
+    driver.run()
+
+    assert [beams_of(driver, r)[0] for r in plain] != [beams_of(driver, r)[0] for r in other]
+
+
+@pytest.mark.parametrize(
+    ("fields", "text"),
+    [
+        ({"beam_width": 9}, "beam_width is 9 but this engine serves at most 8"),
+        ({"beam_width": 0}, "'beam_width' is 0 but must be at least 1"),
+        (
+            {"beam_width": 2, "num_return_sequences": 3},
+            "num_return_sequences is 3 .*beam_width 2",
+        ),
+        ({"beam_width": 2, "return_generation_logits": True}, "logits of beams are not kept"),
+        ({"beam_width": 2, "length_penalty": 11.0}, "'length_penalty' is 11.0 .* -10 and 10"),
+        ({"beam_width": 8, "max_tokens": 90}, "need 57 KV cache blocks .* has 50"),
+    ],
+)
+def test_a_search_that_cannot_be_is_refused(make, prompt_of, fields, text):
+    driver = make(max_tokens=800)
+
+    with pytest.raises(RequestError, match=text):
+        driver.submit(prompt_of(30), **fields)
+
+    driver.check_idle()
+
+
+def check_blocks(driver):
+    scheduler = driver.engine.scheduler
+    held = [*scheduler.running, *scheduler.waiting, *scheduler.releases]
+    held += [beam for s in held if s.beams is not None for beam in s.beams.beams[1:]]
+    scheduler.cache.check([sequence.blocks for sequence in held])
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_beams_that_are_cancelled_leave_nothing(make, prompt_of, seed):
+    rng = random.Random(seed)
+    driver = make(
+        depth=rng.choice((1, 2)),
+        max_tokens=rng.choice((240, 400)),
+        policy=rng.choice(("max_utilization", "guaranteed_no_evict")),
+    )
+    requests = []
+    for number in range(30):
+        prompt, fields = mixed(number, prompt_of)
+        requests.append(driver.submit(prompt, streaming=True, **fields))
+        for _ in range(rng.randrange(5)):
+            driver.step()
+        if rng.random() < 0.5:
+            driver.engine.cancel("client", [rng.choice(requests)])
+        check_blocks(driver)
+
+    driver.run()
+
+    assert len(driver.reasons) == 30
+    driver.check_idle()

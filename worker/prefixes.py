@@ -1,0 +1,20 @@
+"""What a sequence that is about to start need not compute."""
+
+from __future__ import annotations
+
+from trimaran.worker.kv_cache.manager import KVCacheManager, Prefix
+from trimaran.worker.request import Sequence
+
+
+def find_prefix(sequence: Sequence, step: int, cache: KVCacheManager) -> Prefix:
+    """Its parent's prompt, or whatever is cached; ``step`` is the one being planned."""
+    if sequence.request.sampling.return_context_logits and not sequence.num_output_tokens:
+        # A token whose KV is found has no logits.
+        return Prefix([[] for _ in cache.pools], [])
+    parent, num_known = sequence.parent, len(sequence.token_ids)
+    if parent is not None and parent.row >= 0 and not sequence.num_output_tokens:
+        is_running = parent.last_step == step
+        computed = parent.num_computed_before if is_running else parent.num_computed_tokens
+        if computed >= num_known:
+            return cache.find_fork(parent.blocks, num_known)
+    return cache.find_prefix(sequence.blocks, num_known)
