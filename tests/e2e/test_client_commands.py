@@ -6,6 +6,8 @@ import json
 import subprocess
 import sys
 
+import numpy as np
+from safetensors.torch import load_file
 from served import DEMO_MODEL, run_trimaran
 
 
@@ -46,6 +48,64 @@ def test_a_stopped_and_a_cancelled_request_end_early(decoupled_server):
     assert "Got cancellation response from server" in stopped.stdout
     assert cancelled.returncode == 0, cancelled.stdout + cancelled.stderr
     assert "Request is cancelled" in cancelled.stdout
+
+
+def test_logits_and_figures_are_shown_and_only_requested_outputs_come(decoupled_server):
+    flags = ("token", "-u", f"localhost:{decoupled_server.grpc_port}", "--tokenizer-dir",
+             DEMO_MODEL, "--text", "Once upon a time there was", "--request-output-len", 6,
+             "--return-context-logits", "--return-generation-logits", "--return-log-probs",
+             "--return-perf-metrics")  # fmt: skip
+    told = client(*flags, "-n", 2)
+    chosen = client(*flags, "--requested-outputs", "output_ids", "sequence_length",
+                    "context_logits")  # fmt: skip
+
+    assert told.returncode == 0, told.stdout + told.stderr
+    num_prompt = len(json.loads(told.stdout.splitlines()[0].partition(":")[2]))
+    lines = told.stdout.splitlines()
+    assert f"context_logits.shape: [1, {num_prompt}, 4096]" in lines
+    assert "generation_logits.shape: [1, 1, 6, 4096]" in lines
+    assert any(line.startswith("output_log_probs: [[[-") for line in lines)
+    assert any(line.startswith("Output sequence 1 beam 0: ") for line in lines)
+    figures = dict(
+        line.split(": ") for line in lines if line.startswith("kv_") or "_ns: " in line
+    )
+    assert int(figures["kv_cache_alloc_total_blocks"]) == 1
+    assert int(figures["arrival_time_ns"]) <= int(figures["first_token_time_ns"])
+    assert chosen.returncode == 0, chosen.stdout + chosen.stderr
+    assert "generation_logits.shape" not in chosen.stdout
+
+
+def test_text_clients_are_shown_logits_and_figures_too(decoupled_server):
+    for model in ("ensemble", "tensorrt_llm_bls"):
+        done = client("text", "-u", f"localhost:{decoupled_server.grpc_port}", "-p",
+                      '["Once upon a time", "The sea"]', "-o", 5, "--batch-inputs",
+                      "--model-name", model, "--return-context-logits",
+                      "--return-generation-logits", "--return-perf-metrics")  # fmt: skip
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert "batch 1: The sea" in done.stdout
+        assert "generation_logits.shape: [1, 1, 5, 4096]" in done.stdout
+        assert "last_token_time_ns: " in done.stdout
+
+
+def test_a_prompt_table_of_known_vectors_gives_the_known_answer(decoupled_server, tmp_path):
+    url = f"localhost:{decoupled_server.grpc_port}"
+    weights = load_file(DEMO_MODEL / "model.safetensors")["model.embed_tokens.weight"]
+    known = [2016, 330, 655, 261, 581]
+    np.save(tmp_path / "table.npy", weights[known].float().numpy()[None])
+    files = {"plain": [0, *known, 313], "virtual": [0, *range(4096, 4096 + len(known)), 313]}
+    answers = {}
+    for name, ids in files.items():
+        (tmp_path / f"{name}.csv").write_text(",".join(map(str, ids)))
+        flags = ["token", "-u", url, "--input-tokens-csv", tmp_path / f"{name}.csv"]
+        if name == "virtual":
+            flags += ["--prompt-embedding-table-path", tmp_path / "table.npy",
+                      "--prompt_table_extra_id", 3, "--vocab_size", 4096]  # fmt: skip
+        done = client(*flags, "--request-output-len", 8)
+        assert done.returncode == 0, done.stdout + done.stderr
+        (line,) = [x for x in done.stdout.splitlines() if x.startswith("Output sequence")]
+        answers[name] = line
+
+    assert answers["plain"] == answers["virtual"]
 
 
 def test_a_refused_request_prints_the_text_of_the_server(plain_server):
