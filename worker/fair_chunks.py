@@ -1,4 +1,4 @@
-"""What a prompt that needs several steps leaves of each to those that wait behind it."""
+"""How a prompt that needs several steps is cut, and what it leaves to those behind it."""
 
 from __future__ import annotations
 
@@ -8,6 +8,12 @@ from trimaran.worker.request import Sequence
 
 _MOST_SEEN = 32
 """Waiting sequences that are looked at."""
+
+
+def part_of_prompt(start: int, budget: int, block_size: int) -> int:
+    """Tokens to compute after the first ``start``: up to a block's end if the budget allows."""
+    aligned = (start + budget) // block_size * block_size - start
+    return aligned if aligned > 0 else budget
 
 
 def left_to_waiting(waiting: list[Sequence], budget: int) -> int:

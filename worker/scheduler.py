@@ -10,7 +10,7 @@ from trimaran.comm.messages import FinishReason
 from trimaran.worker.beam_group import BeamGroup, advance_groups
 from trimaran.worker.beam_search import Candidates
 from trimaran.worker.config import SchedulerConfig
-from trimaran.worker.fair_chunks import left_to_waiting
+from trimaran.worker.fair_chunks import left_to_waiting, part_of_prompt
 from trimaran.worker.growth import GrowthForecast
 from trimaran.worker.guided.followers import Followers
 from trimaran.worker.kv_cache.manager import KVCacheManager
@@ -228,9 +228,7 @@ class Scheduler:
             return missing
         if self._free_rows and self._shares_prompts and self.step >= self._refused_until:
             budget -= left_to_waiting(self.waiting, budget)
-        start, size = sequence.num_computed_tokens, self.cache.block_size
-        aligned = (start + budget) // size * size - start
-        return aligned if aligned > 0 else budget
+        return part_of_prompt(sequence.num_computed_tokens, budget, self.cache.block_size)
 
     def _make_room(self, sequence: Sequence, num_tokens: int, plan: StepPlan) -> bool:
         """Grow a running sequence, preempting others; False if it was preempted itself."""
