@@ -14,7 +14,7 @@ from trimaran.server.inference import (
     ParameterValue,
     Tensor,
 )
-from trimaran.server.model_repository import RepositoryModel
+from trimaran.server.model_repository import RepositoryModel, Role
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +44,7 @@ class GraphModel:
         self.name = model.name
         self.version = str(version)
         self.config = model.config
+        self._is_ensemble = model.role is Role.ENSEMBLE
         self._steps = _ordered(model, steps)
         self.is_decoupled = any(step.model.is_decoupled for step in steps)
         if self.is_decoupled:
@@ -62,6 +63,8 @@ class GraphModel:
                 async for tensors in iterations:
                     yield self._response(request, tensors)
         except RequestError as error:
+            if not self._is_ensemble:
+                raise
             raise prefixed(f"in ensemble '{self.name}', ", error) from error
 
     async def _iterations(
@@ -98,7 +101,7 @@ class GraphModel:
                 for name in names
                 if name in tensors
             ],
-            parameters=sequence_parameters(request),
+            parameters=sequence_parameters(request) if self._is_ensemble else {},
             is_final=not self.is_decoupled,
         )
 

@@ -12,6 +12,7 @@ from weakref import WeakValueDictionary
 from tritonclient.grpc.model_config_pb2 import ModelConfig
 
 from trimaran.comm.errors import ConfigError
+from trimaran.server.bls_graph import bls_graph
 from trimaran.server.ensemble_graph import check_ensemble
 from trimaran.server.graph_model import GraphModel, GraphStep
 from trimaran.server.inference import Model
@@ -154,10 +155,13 @@ class ModelFactory:
         names = dict(zip(_STEPS, model.steps, strict=True))
         for role, name in names.items():
             found = steps.get(name)
-            if found is None or found.source.role is not role:
+            if found is None or found.source.role not in (role, Role.OTHER):
                 raise ConfigError(
                     f"{model.config_path}: needs the {role.value} '{name}', which is not loaded"
                 )
+        if any(steps[name].source.role is Role.OTHER for name in names.values()):
+            models = {role: steps[name].model for role, name in names.items()}
+            return BlsModel(model, version, bls_graph(model, version, models))
         return BlsModel(model, version, _wired(names, steps))
 
 

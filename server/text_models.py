@@ -6,7 +6,7 @@ from collections.abc import AsyncGenerator
 from contextlib import aclosing
 
 from trimaran.comm.errors import ConfigError, RequestError
-from trimaran.server.graph_model import prefixed, sequence_parameters
+from trimaran.server.graph_model import GraphModel, prefixed, sequence_parameters
 from trimaran.server.inference import InferRequest, InferResponse
 from trimaran.server.model_repository import RepositoryModel, Role
 from trimaran.server.sample_inputs import SampleInputs, batch_size
@@ -25,7 +25,8 @@ _SAME_NAMES = (
     "return_perf_metrics", "return_finish_reason", "return_num_input_tokens",
     "return_num_output_tokens",
     "beam_width", "prompt_embedding_table", "prompt_vocab_size", "lora_task_id",
-    "lora_weights", "lora_config", "guided_decoding_guide_type", "guided_decoding_guide",
+    "lora_weights", "lora_config", "lora_name",
+    "guided_decoding_guide_type", "guided_decoding_guide",
 )  # fmt: skip
 _SAME_OUTPUTS = (
     "cum_log_probs", "output_log_probs", "context_logits", "generation_logits", "batch_index",
@@ -154,7 +155,8 @@ class EnsembleModel:
 class BlsModel:
     """The BLS role: the same pipeline, wired here; requests never wait for each other."""
 
-    def __init__(self, model: RepositoryModel, version: int, steps: Steps) -> None:
+    def __init__(self, model: RepositoryModel, version: int, steps: Steps | GraphModel) -> None:
+        """``steps`` are native ones, or wired already."""
         self.name = model.name
         self.version = str(version)
         self.config = model.config
@@ -178,7 +180,9 @@ class BlsModel:
             is_batched=self._is_batched,
             accumulates=self._accumulates,
         )
-        self._pipeline = TextPipeline(steps, BLS_MAPS, options)
+        self._pipeline = (
+            TextPipeline(steps, BLS_MAPS, options) if isinstance(steps, Steps) else steps
+        )
 
     @property
     def is_ready(self) -> bool:

@@ -174,6 +174,44 @@ async def test_coroutines_of_one_instance_run_side_by_side(serve_own):
         assert lengths[0] < lengths[2]
 
 
+COUNT_IDS = """
+import numpy as np
+import triton_python_backend_utils as pb_utils
+
+class TritonPythonModel:
+    def execute(self, requests):
+        return [self.answer(request) for request in requests]
+
+    def answer(self, request):
+        ids = pb_utils.get_input_tensor_by_name(request, "TOKENS_BATCH").as_numpy()
+        text = np.array([[f"{ids.size} ids;"]], dtype=object)
+        return pb_utils.InferenceResponse([pb_utils.Tensor("OUTPUT", text)])
+"""
+
+
+@pytest.mark.parametrize("model", ["ensemble", "tensorrt_llm_bls"])
+async def test_own_postprocessing_stands_in_for_the_native_one(serve_own, model):
+    chosen = {"python_models": "postprocessing"}
+    async with serve_own(frontend=chosen, postprocessing=COUNT_IDS) as served:
+        await served.dial(lambda submit: [5, 6, 7])
+        options = {"text_input": "hello", "max_tokens": 3}
+        streamed = await served.texts(model, stream=True, **options)
+        # A slow reader is given the ids of several steps at once.
+        assert sum(int(text.removesuffix(" ids;")) for text in streamed) == 3
+        assert len(streamed) > 1
+        assert await served.texts(model, exclude_input_in_output=True, **options) == ["3 ids;"]
+        # As native: no prefix but the ensemble's, and the checks of either.
+        error = await failure_of(served.infer(model, text_input="hello", max_tokens=0))
+        assert ("in ensemble" in str(error)) == (model == "ensemble")
+        assert "max_tokens" in str(error)
+
+
+async def test_a_name_without_code_is_refused(serve_own):
+    with pytest.raises(ConfigError, match=r"names 'preprocessing', but .* does not exist"):
+        async with serve_own(frontend={"python_models": "preprocessing"}):
+            pass
+
+
 @pytest.mark.parametrize(
     ("code", "text"),
     [
