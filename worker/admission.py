@@ -142,11 +142,6 @@ def _check_beams(sampling: SamplingParams, limits: SchedulerConfig, has_output: 
             f"num_return_sequences is {count} but a search with beam_width {width} finds no "
             "more sequences than it has beams. Ask for fewer, or for wider beams."
         )
-    if sampling.return_generation_logits:
-        raise RequestError(
-            "return_generation_logits is set together with beam_width "
-            f"{width}: logits of beams are not kept. Leave one of the two out."
-        )
     if has_output:
         raise RequestError(
             f"a request of beam_width {width} has output ids but a beam search starts at its "

@@ -99,9 +99,14 @@ class BeamGroup:
 
     # ---- selection -----------------------------------------------------------------------
 
-    def advance(self, candidates: List[Candidates], cache: KVCacheManager) -> None:
-        """Select among what the step found for each live hypothesis, in their order."""
-        parents = [self._live[parent] for parent in self.search.advance(candidates)]
+    def advance(
+        self, candidates: List[Candidates], cache: KVCacheManager, logits: List[Any] = ()
+    ) -> None:
+        """Select among what the step found for each live hypothesis, in their order.
+
+        ``logits`` are what it was found in, if they are kept.
+        """
+        parents = [self._live[parent] for parent in self.search.advance(candidates, logits)]
         if self.search.is_over:
             return
         # The scheduler looks at the leader's own room no more.
@@ -197,6 +202,17 @@ class BeamGroup:
             payload["log_probs"] = [hypothesis.log_probs.tolist() for hypothesis in best]
         return payload
 
+    def logits(self) -> list[list[Any]]:
+        """By output as in `payload` what its ids were chosen from: of the last id if the
+        client hears every step, else of all, once the search is over."""
+        if not self.leader.request.sampling.return_generation_logits:
+            return []
+        if self.leader.request.is_streaming:
+            return [hypothesis.notes()[-1:] for hypothesis in self.search.best()]
+        if not self.search.is_over:
+            return []
+        return [hypothesis.notes() for hypothesis in self.search.best()]
+
     def _reason(self, hypothesis: Hypothesis) -> FinishReason:
         # A live one ends as its request does.
         return hypothesis.reason or self.leader.finish_reason
@@ -233,16 +249,22 @@ def advance_groups(
     ``candidates`` are of the sampled beams, in the order of the step.
     """
     found: dict[BeamGroup, list[Candidates]] = {}
-    groups = [sequence.beams for sequence in step.sampled if sequence.beams is not None]
-    for group, each in zip(groups, candidates, strict=True):
+    logits: dict[BeamGroup, list[Any]] = {}
+    kept = {} if step.logits is None else step.logits.generation
+    places = [place for place, sequence in enumerate(step.sampled) if sequence.beams]
+    for place, each in zip(places, candidates, strict=True):
+        group = step.sampled[place].beams
+        assert group is not None
         found.setdefault(group, []).append(each)
+        if place in kept:
+            logits.setdefault(group, []).append(kept[place])
     told = []
     for group, each_beam in found.items():
         is_ended = group.leader.status is RequestStatus.FINISHED
         # One that was preempted meanwhile has started over.
         if is_ended or group.awaited_step != step.decision.step:
             continue
-        group.advance(each_beam, cache)
+        group.advance(each_beam, cache, logits.get(group, ()))
         if group.is_news() or group.search.is_over:
             told.append(group)
     return told

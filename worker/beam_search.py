@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from heapq import nlargest
 from operator import attrgetter, itemgetter
+from typing import Any
 
 from trimaran.comm.messages import FinishReason
 from trimaran.comm.sampling_params import SamplingParams
@@ -18,6 +19,9 @@ Candidates = tuple[Sequence[int], Sequence[float]]
 STOP_WHEN_FULL = 1
 STOP_BY_BEST = 0
 """Values of ``early_stopping``; any other searches on as long as anything could win."""
+
+Trail = tuple["Trail", Any] | None
+"""A note on the last id of a hypothesis, and the trail of its parent."""
 
 _SCORE = attrgetter("score")
 
@@ -39,6 +43,16 @@ class Hypothesis:
     """What hypotheses are ranked by: ``cum_log_prob`` by the length to the length penalty."""
 
     reason: FinishReason = FinishReason.NOT_FINISHED
+    trail: Trail = None
+    """What its ids were chosen from, where that is kept."""
+
+    def notes(self) -> list[Any]:
+        """The notes of its trail, one an id."""
+        found, trail = [], self.trail
+        while trail is not None:
+            trail, note = trail
+            found.append(note)
+        return found[::-1]
 
 
 def num_candidates(params: SamplingParams) -> int:
@@ -71,8 +85,12 @@ class BeamSearch:
         """Likewise."""
         self.is_over = False
 
-    def advance(self, candidates: Sequence[Candidates]) -> list[int]:
+    def advance(
+        self, candidates: Sequence[Candidates], notes: Sequence[Any] = ()
+    ) -> list[int]:
         """Take in what may follow each live hypothesis.
+
+        ``notes``, one for each of them, are left on the trails of their children.
 
         Returns the place, among those that lived before, of each new one's parent.
         """
@@ -94,10 +112,12 @@ class BeamSearch:
                 continue
             log_probs = array("f", old.log_probs)
             log_probs.append(log_prob)
+            trail: Trail = (old.trail, notes[parent]) if notes else None
             if reason is FinishReason.END_ID:
                 ids.pop()
                 log_probs.pop()
-            new = Hypothesis(ids, log_probs, total, total / divisor, reason)
+                trail = old.trail
+            new = Hypothesis(ids, log_probs, total, total / divisor, reason, trail)
             if is_ended:
                 ended.append(new)
                 continue

@@ -104,6 +104,11 @@ def _extras(sequence: Sequence, details: StepDetails | None, has_token: bool) ->
         extras["figures"] = sequence.figures.to_wire()
     if sequence.beams is not None:
         extras["beams"] = sequence.beams.payload()
+        logits = sequence.beams.logits()
+        if logits:
+            extras["beams"]["num_logits"] = [len(each) for each in logits]
+            extras["logits_dtype"] = sampling.logits_dtype
+            extras["generation_logits"] = [_bytes(x) for each in logits for x in each]
     if details is None:
         return extras
     if sampling.return_log_probs and sequence.beams is None:
@@ -111,11 +116,12 @@ def _extras(sequence: Sequence, details: StepDetails | None, has_token: bool) ->
         sequence.cum_log_prob += sum(new)
         extras["log_probs"], extras["cum_log_prob"] = new, sequence.cum_log_prob
     pieces = details.context_logits.get(sequence)
-    if pieces is not None:
+    if pieces is not None and not sequence.has_told_prompt:
+        sequence.has_told_prompt = True
         extras["logits_dtype"] = sampling.logits_dtype
         extras["context_logits"] = [_bytes(piece) for piece in pieces]
-    logits = details.generation_logits.get(sequence)
-    if logits is not None and has_token:
+    of_token = details.generation_logits.get(sequence)
+    if of_token is not None and has_token:
         extras["logits_dtype"] = sampling.logits_dtype
-        extras["generation_logits"] = [_bytes(logits)]
+        extras["generation_logits"] = [_bytes(of_token)]
     return extras

@@ -284,6 +284,7 @@ class Engine:
         sampled = output.wait()
         end = self.times.enter(Part.EMIT)
         self._timing.arrived(end, has_waited=end - begin > _WAITED_S)
+        step.logits = sampled.logits
         emissions = self.scheduler.update_from_output(step, sampled.token_ids, sampled.beams)
         for request in self.scheduler.take_failed():
             self._fail(request, RequestError(_NOTHING_ALLOWED), result)

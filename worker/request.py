@@ -48,6 +48,7 @@ class Sequence:
         "end_id",
         "figures",
         "finish_reason",
+        "has_told_prompt",
         "guide",
         "index",
         "is_preempted",
@@ -103,6 +104,8 @@ class Sequence:
         self.status = RequestStatus.NEW
         self.finish_reason = FinishReason.NOT_FINISHED
         self.is_preempted = False
+        self.has_told_prompt = False
+        """Whether the prompt's logits were told."""
         self.cum_log_prob = 0.0
         """Of the output sampled here; what a replay brought is not in it."""
         self.guide: Guide | None = None

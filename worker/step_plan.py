@@ -7,6 +7,7 @@ from collections.abc import Sequence as List
 
 import numpy as np
 
+from trimaran.worker.kept_logits import KeptLogits
 from trimaran.worker.kv_cache.manager import BlockCopy, KVCacheManager, SequenceBlocks
 from trimaran.worker.request import Sequence
 from trimaran.worker.step_types import NewRow, SchedulerOutput, TokenWrite, TransferKind, int32s
@@ -20,7 +21,7 @@ _NONE = int32s(())
 class ScheduledStep:
     """A decision and the sequences behind its rows."""
 
-    __slots__ = ("decision", "num_context", "num_context_tokens", "sampled")
+    __slots__ = ("decision", "logits", "num_context", "num_context_tokens", "sampled")
 
     def __init__(
         self,
@@ -34,6 +35,8 @@ class ScheduledStep:
         self.num_context = num_context
         """Sequences that compute prompt tokens."""
         self.num_context_tokens = num_context_tokens
+        self.logits: KeptLogits | None = None
+        """Of its result, if some are kept."""
 
 
 class _Entries:

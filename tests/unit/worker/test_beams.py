@@ -166,6 +166,37 @@ def test_beams_do_not_depend_on_how_steps_are_made(make, prompt_of, alone, way):
     driver.check_idle()
 
 
+@pytest.mark.parametrize("end_id", [-1, 53])
+def test_logits_of_beams_are_those_that_their_ids_were_chosen_from(
+    make, reference, prompt_of, end_id
+):
+    driver = make(max_num_batched_tokens=32, max_num_seqs=8, depth=2)
+    prompt = prompt_of(PROMPT)
+    flags = {"return_generation_logits": True, "return_context_logits": True, "end_id": end_id}
+    whole = submit(driver, prompt, 4, **flags)
+    stream = submit(driver, prompt, 4, streaming=True, **flags)
+    driver.run()
+
+    outputs, beams = beams_of(driver, whole)
+    last = driver.extras[whole, 0][-1]
+    logits = [np.frombuffer(raw, np.float32) for raw in last["generation_logits"]]
+    assert beams["num_logits"] == [len(output) for output in outputs]
+    for output in outputs:
+        with torch.inference_mode():
+            expected = reference(torch.tensor([prompt + output])).logits[0].numpy()
+        found = np.stack([logits.pop(0) for _ in output])
+        np.testing.assert_allclose(found, expected[PROMPT - 1 : -1], atol=3e-4)
+    for request in (whole, stream):
+        told = [extras for extras in driver.extras[request, 0] if "context_logits" in extras]
+        raw = b"".join(told[0]["context_logits"])
+        assert len(told) == 1 and len(raw) == 4 * PROMPT * len(expected[0])
+        np.testing.assert_allclose(
+            np.frombuffer(raw, np.float32).reshape(PROMPT, -1), expected[:PROMPT], atol=3e-4
+        )
+    for extras in driver.extras[stream, 0]:
+        assert extras["beams"]["num_logits"] == [1] * len(extras["beams"]["ids"])
+
+
 def test_a_beam_is_told_whole_at_every_step_of_a_stream(make, prompt_of):
     driver = make()
     request = submit(driver, prompt_of(PROMPT), 3, streaming=True, return_log_probs=True)
@@ -220,7 +251,6 @@ def test_a_field_of_a_beam_search_takes_effect(make, prompt_of, fields):
             {"beam_width": 2, "num_return_sequences": 3},
             "num_return_sequences is 3 .*beam_width 2",
         ),
-        ({"beam_width": 2, "return_generation_logits": True}, "logits of beams are not kept"),
         ({"beam_width": 2, "length_penalty": 11.0}, "'length_penalty' is 11.0 .* -10 and 10"),
         ({"beam_width": 8, "max_tokens": 90}, "need 57 KV cache blocks .* has 50"),
     ],
