@@ -47,6 +47,7 @@ def add_arguments(parser: FlagSink) -> None:
         ("max-num-tokens", "tokens in one step (8192)"),
         ("max-beam-width", "beams of a request (1)"),
         ("tokens-per-block", "tokens of a KV cache block (32)"),
+        ("max-lora-rank", "size of a LoRA adapter (64)"),
         ("max-output-len", "longest output, instead of --max-seq-len"),
     ):
         parser.add_argument(f"--{name}", type=positive, metavar="N", help=text)

@@ -28,7 +28,7 @@ def engine_values(
         **limits.to_dict(),
         "kv_cache_type": "paged",
         "speculative_decoding_mode": "none",
-        "lora_config": {},
+        "lora_config": {"max_lora_rank": limits.max_lora_rank},
     }
     pretrained = _pretrained_values(config, mapping)
     return {**_head(), "pretrained_config": pretrained, "build_config": build, "shards": shards}

@@ -80,8 +80,9 @@ BUILD_FLAGS = (
               ("enable", "true", "1", "auto")),
     *_refused("gather_context_logits gather_generation_logits gather_all_token_logits",
               "logits are not returned; remove the flag"),
-    *_refused("lora_dir lora_plugin lora_target_modules lora_ckpt_source",
-              "adapters are not served; remove the flag"),
+    *_refused("lora_dir",
+              "adapters are named when they are served: set lora_prefetch_dir in config.pbtxt"),
+    *_refused("lora_ckpt_source", "adapters are PEFT's; it must be hf", ("hf",)),
     *_refused("speculative_decoding_mode", "drafts are not served; it must be none"),
     *_refused("max_draft_len", "drafts are not served; it must be 0"),
     *_refused("weight_streaming", "all weights stay on the device; remove the flag"),
@@ -89,7 +90,7 @@ BUILD_FLAGS = (
     *_refused("streamingllm", "window attention is not served; it must be disable"),
     *_refused("use_fp8_context_fmha", "FP8 attention is not served; it must be disable"),
     *_ignored(
-        "opt_num_tokens max_encoder_input_len max_lora_rank strip_plan weight_sparsity "
+        "opt_num_tokens max_encoder_input_len lora_target_modules strip_plan weight_sparsity "
         "fast_build cluster_key profiling_verbosity visualize_network monitor_memory "
         "enable_debug_output log_level use_gpt_attention_plugin use_gemm_plugin "
         "use_inflight_batching enable_context_fmha"
@@ -97,7 +98,7 @@ BUILD_FLAGS = (
 )  # fmt: skip
 
 PLUGIN_FLAGS = _ignored(
-    "gpt_attention_plugin gemm_plugin bert_attention_plugin moe_plugin nccl_plugin "
+    "lora_plugin gpt_attention_plugin gemm_plugin bert_attention_plugin moe_plugin nccl_plugin "
     "mamba_conv1d_plugin context_fmha bert_context_fmha_fp32_acc remove_input_padding "
     "norm_quant_fusion reduce_fusion user_buffer use_paged_context_fmha multiple_profiles "
     "paged_state use_fused_mlp pp_reduce_scatter manage_weights low_latency_gemm_plugin "

@@ -20,7 +20,10 @@ from trimaran.worker.engine_folder import (
 from trimaran.worker.pretrained_config import DTYPES, PretrainedConfig
 
 LOGITS_DTYPES = ("float32", "float16")
-_LIMITS = ("max_batch_size", "max_input_len", "max_seq_len", "max_num_tokens", "max_beam_width")
+_LIMITS = (
+    "max_batch_size", "max_input_len", "max_seq_len", "max_num_tokens", "max_beam_width",
+    "max_lora_rank",
+)  # fmt: skip
 _OVERRIDES = {
     "n_layer": "num_hidden_layers",
     "n_head": "num_attention_heads",
@@ -143,6 +146,7 @@ def build_config(
         max_input_len=max_input_len,
         max_seq_len=max_seq_len,
         max_num_tokens=max_num_tokens,
+        max_lora_rank=given.get("max_lora_rank", BuildConfig().max_lora_rank),
         plugin_config={"tokens_per_block": tokens_per_block, **plugins},
     )
 

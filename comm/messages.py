@@ -20,7 +20,9 @@ import numpy.typing as npt
 from trimaran.comm.errors import ProtocolError
 
 PROTOCOL_VERSION = 1
-MAX_FRAME_BYTES = 256 << 20
+MAX_FRAME_BYTES = (1 << 31) - 1
+"""As much as a client can send at once: an adapter's weights may take it all."""
+
 _LENGTH = struct.Struct("<I")
 
 
@@ -207,6 +209,17 @@ class Release(Message):
     numbers: list[int]
 
 
+@dataclass(slots=True, kw_only=True)
+class KeepAdapter(Message):
+    """Front end to engine: a request at another instance of the model brought an adapter;
+    the next one may come here by its id alone."""
+
+    number: ClassVar[int] = 14
+    adapter_id: int
+    adapter: dict[str, Any]
+    """As in `Submit`."""
+
+
 # ---- front end <-> first front end ------------------------------------------------------
 
 
@@ -342,8 +355,8 @@ _TYPES: dict[int, type[Message]] = {
     cls.number: cls
     for cls in (
         EngineHello, FrontendHello, Submit, Cancel, StepOutput, RequestFailed, StatsReport,
-        Ping, Pong, Stop, Release, Ask, Answer, ChildHello, ChildConfig, ChildState, Command,
-        ChildRequest,
+        Ping, Pong, Stop, Release, KeepAdapter, Ask, Answer, ChildHello, ChildConfig,
+        ChildState, Command, ChildRequest,
     )
 }  # fmt: skip
 _FIELDS: dict[type[Message], tuple[str, ...]] = {

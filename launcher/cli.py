@@ -41,6 +41,11 @@ SUBCOMMANDS: dict[str, Subcommand] = {
         "do the first half of a build in two steps",
         "trimaran convert --model-dir llama --output-dir checkpoint --tp-size 2",
     ),
+    "convert-lora": Subcommand(
+        "trimaran.builder.convert_lora",
+        "turn a PEFT adapter into the files that requests carry",
+        "trimaran convert-lora -i adapter --storage-type float16 -o adapter-files",
+    ),
     "init-repo": Subcommand(
         "trimaran.launcher.init_repo",
         "write a model repository",

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from trimaran.comm.errors import ConfigError
 from trimaran.launcher.cache_args import cache_config, steps_in_flight
 from trimaran.launcher.gpus import num_visible_gpus, torch_is_cpu_only
+from trimaran.launcher.lora_args import lora_config
 from trimaran.server.model_repository import RepositoryModel
 from trimaran.worker.config import EngineConfig, GuidedConfig, ParallelConfig, SchedulerConfig
 from trimaran.worker.engine_folder import EngineFolder, FolderKind
@@ -80,6 +81,7 @@ def engine_config(
         parallel=parallel,
         scheduler=_scheduler(model, folder, flags),
         cache=cache_config(model, flags.tokens_per_block or folder.build.tokens_per_block),
+        lora=lora_config(model, folder),
     )
 
 

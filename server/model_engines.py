@@ -11,6 +11,7 @@ from trimaran.comm.errors import EngineDeadError, ErrorKind, RequestError
 from trimaran.comm.messages import (
     Cancel,
     EngineHello,
+    KeepAdapter,
     Message,
     RequestFailed,
     StatsReport,
@@ -99,6 +100,11 @@ class ModelEngines:
         group = self._choose(up, request)
         group.take(request)
         group.tell(submit)
+        if submit.adapter is not None and "weights" in submit.adapter:
+            kept = KeepAdapter(adapter_id=submit.adapter_id, adapter=submit.adapter)
+            for other in up:
+                if other is not group:
+                    other.tell(kept)
         return request
 
     def stop(self, client_request_id: str) -> None:

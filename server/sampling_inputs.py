@@ -48,9 +48,6 @@ _DEFAULTS: dict[str, Any] = {field.name: field.default for field in fields(Sampl
 # Inputs of features that no engine here serves; a request that carries one is refused.
 _REFUSED: tuple[tuple[str, str], ...] = (
     ("encoder_input_features", "encoder-decoder models are not served"),
-    ("lora_task_id", "LoRA is not served"),
-    ("lora_weights", "LoRA is not served"),
-    ("lora_config", "LoRA is not served"),
     ("draft_logits", "draft logits are not served"),
     ("cross_attention_mask", "cross attention is not served"),
     ("skip_cross_attn_blocks", "cross attention is not served"),

@@ -31,6 +31,10 @@ class Sample:
     retention: dict[str, Any] | None = None
     """The field of that name of `Submit`."""
 
+    adapter_id: int = 0
+    adapter: dict[str, Any] | None = None
+    """Both likewise."""
+
 
 @dataclass(slots=True, kw_only=True)
 class TokenJob(InferRequest):
@@ -94,6 +98,8 @@ class TokenStream:
                         embeddings=sample.prompt_table,
                         cache_salt=sample.cache_key,
                         retention=sample.retention,
+                        adapter_id=sample.adapter_id,
+                        adapter=sample.adapter,
                         priority=policy.priority(request),
                         streaming=is_incremental,
                         client_request_id=request.id,

@@ -8,6 +8,7 @@ from contextlib import aclosing
 from tritonclient.grpc.model_config_pb2 import ModelConfig
 
 from trimaran.comm.errors import RequestError
+from trimaran.server.adapter_inputs import add_digests, read_adapter
 from trimaran.server.cache_inputs import read_retention, salted
 from trimaran.server.gathering import Gathering
 from trimaran.server.inference import InferRequest, InferResponse
@@ -68,6 +69,7 @@ class TokenModel:
         num_sequences = 1 if num_sequences is None else num_sequences
         is_streaming = first.flag("streaming")
         check_transaction(self.is_decoupled, len(samples), num_sequences, is_streaming)
+        await add_digests([sample.adapter for sample in samples])
         stream = TokenStream(self._engines, request)
         answers, is_incremental = self._answers(request, samples, stream, num_sequences)
         self._running.setdefault(request.id, set()).add(stream)
@@ -136,7 +138,9 @@ class TokenModel:
             prompt = _prompt(inputs, facts, 0 if table is None else table["shape"][0])
             key = cache_key(inputs, len(prompt), table)
             key = salted(request.parameters, key)
-            samples.append(Sample(prompt, sampling, table, key, read_retention(inputs)))
+            adapter = read_adapter(inputs, request.inputs)
+            retention = read_retention(inputs)
+            samples.append(Sample(prompt, sampling, table, key, retention, *adapter))
         return samples
 
 

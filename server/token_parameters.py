@@ -5,7 +5,6 @@ from __future__ import annotations
 from trimaran.server.parameter_table import Known, accepted, refused, served
 
 _TRT_ONLY = "it tunes TensorRT, which is not used here"
-_NO_LORA = "LoRA is not served by this version"
 _NO_DRAFT = "speculative decoding is not served by this version"
 _NO_ENCODER = "encoder-decoder models are not served by this version"
 _OBSOLETE = "it is obsolete; the engine folder and the flags of `trimaran serve` hold it"
@@ -51,11 +50,13 @@ TOKEN_PARAMETERS: dict[str, Known] = {
         "str", "max_utilization", "guaranteed_no_evict", "guaranteed_completion", "static_batch"
     ),
     "enable_chunked_context": served("bool"),
-    "lora_cache_optimal_adapter_size": accepted("int", _NO_LORA),
-    "lora_cache_max_adapter_size": accepted("int", _NO_LORA),
-    "lora_cache_gpu_memory_fraction": accepted("float", _NO_LORA),
-    "lora_cache_host_memory_bytes": accepted("int", _NO_LORA),
-    "lora_prefetch_dir": refused("str", _NO_LORA),
+    "lora_cache_optimal_adapter_size": accepted(
+        "int", "an adapter takes what it needs: its cache has no pages"
+    ),
+    "lora_cache_max_adapter_size": served("int", low=1),
+    "lora_cache_gpu_memory_fraction": served("float", low=0, high=1),
+    "lora_cache_host_memory_bytes": served("int", low=0),
+    "lora_prefetch_dir": served("str"),
     "max_beam_width": refused("int", "beam search is not served by this version", "1"),
     "decoding_mode": refused(
         "str", "it asks for beam search or drafts, which are not served",

@@ -16,7 +16,13 @@ import torch
 from trimaran.comm.collectives import TensorParallelGroup
 from trimaran.comm.control import ControlPlane
 from trimaran.comm.errors import ConfigError, RequestError
-from trimaran.comm.messages import FinishReason, Message, RequestFailed, Submit
+from trimaran.comm.messages import (
+    FinishReason,
+    KeepAdapter,
+    Message,
+    RequestFailed,
+    Submit,
+)
 from trimaran.comm.topology import ParallelLayout
 from trimaran.worker.admission import request_from
 from trimaran.worker.config import RankConfig
@@ -113,6 +119,7 @@ class Engine:
         )
         self.runner = self._loaded.runner
         self._adapters = self._loaded.adapters
+        self._adapters.is_open = self._is_open
         self.scheduler = Scheduler(self._loaded.limits, self._loaded.cache, self._adapters)
         self._guided = self._guided_requests()
         self._stats = EngineStats(self._loaded, self.scheduler, self.times)
@@ -177,6 +184,10 @@ class Engine:
         if message.timeout_us:
             self._watch(request)
 
+    def _is_open(self, request: Request) -> bool:
+        """Whether somebody still waits for a request."""
+        return request in self._requests.get((request.source, request.request_id), ())
+
     def cancel(self, source: Hashable, request_ids: list[int]) -> None:
         """End these requests of ``source`` as CANCELLED; unknown ids are ignored."""
         for request_id in request_ids:
@@ -190,6 +201,14 @@ class Engine:
         ]
         for request in named:
             self.cancel(request.source, [request.request_id])
+
+    def keep_adapter(self, message: KeepAdapter) -> None:
+        """Cache an adapter that no request here has asked for yet."""
+        try:
+            self._adapters.keep(message.adapter_id, message.adapter)
+        except RequestError as error:
+            # Who asks for it here is told.
+            logger.info("adapter %d is not kept: %s", message.adapter_id, error)
 
     def drop_source(self, source: Hashable) -> None:
         """A connection is gone: end its requests, and tell nobody."""

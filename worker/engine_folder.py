@@ -57,6 +57,9 @@ class BuildConfig:
 
     max_num_tokens: int = 8192
     max_beam_width: int = 1
+    max_lora_rank: int = 64
+    """Largest size of a LoRA adapter."""
+
     gather_context_logits: bool = False
     gather_generation_logits: bool = False
     plugin_config: dict[str, Any] = field(default_factory=dict)

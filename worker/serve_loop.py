@@ -12,6 +12,7 @@ from trimaran.comm.control import ControlPlane
 from trimaran.comm.errors import ProtocolError, RequestError
 from trimaran.comm.messages import (
     Cancel,
+    KeepAdapter,
     Release,
     RequestFailed,
     StatsReport,
@@ -136,6 +137,8 @@ class LeaderLoop:
             self._engine.cancel(source, message.request_ids)
         elif isinstance(message, Stop):
             self._engine.stop(message.client_request_id)
+        elif isinstance(message, KeepAdapter):
+            self._engine.keep_adapter(message)
         elif isinstance(message, Release):
             self._bulk.release(source, message.numbers)
         else:

@@ -116,7 +116,8 @@ def test_a_repetition_penalty_changes_a_text_that_repeats(decoupled_server):
     [
         ({"return_context_logits": True}, "'return_context_logits' (value True) is not served"),
         ({"beam_width": 3}, "'beam_width' (value 3) is not served"),
-        ({"lora_task_id": 5}, "input 'lora_task_id' is set but LoRA is not served"),
+        ({"lora_task_id": 5}, "LoRA task 5 not found in cache. Please send LoRA weights with"),
+        ({"lora_name": "french"}, "no LoRA adapter is named 'french'; known names: none"),
         ({"temperature": -1.0}, "'temperature' is -1.0 but must be a finite number >= 0"),
         ({"text_input": "word " * 2000}, "exceeds maximum input length (896)"),
     ],

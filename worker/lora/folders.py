@@ -5,12 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 from trimaran.worker.lora.formats import (
-    AdapterFormatError,
     AdapterTensors,
     is_adapter_folder,
     read_folder,
     version_of,
 )
+from trimaran.worker.lora.peft import AdapterFormatError
 
 _MAX_ID = (1 << 64) - 1
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,8 +14,9 @@ from trimaran.comm.messages import Submit
 from trimaran.worker.config import LoraConfig
 from trimaran.worker.lora.arena import Arena
 from trimaran.worker.lora.folders import AdapterFolders, key_of
-from trimaran.worker.lora.formats import AdapterFormatError, AdapterTensors
+from trimaran.worker.lora.formats import AdapterTensors
 from trimaran.worker.lora.layout import AdapterLayout
+from trimaran.worker.lora.peft import AdapterFormatError
 from trimaran.worker.lora.store import DROP, LOAD, PUT
 from trimaran.worker.request import Request
 
@@ -43,7 +44,7 @@ class Adapter:
     """Equal for two versions with the same weights."""
 
     requests: list[Request] = field(default_factory=list)
-    """Those that asked for it: it stays on the host until they are finished."""
+    """Those that asked for it, some of which may be over."""
 
     slot: int = -1
     first: int = -1
@@ -51,12 +52,6 @@ class Adapter:
 
     is_replaced: bool = False
     """A newer version has its key."""
-
-    @property
-    def is_wanted(self) -> bool:
-        """Whether a request still needs it."""
-        self.requests = [request for request in self.requests if not request.is_finished]
-        return bool(self.requests)
 
     @property
     def is_running(self) -> bool:
@@ -84,6 +79,8 @@ class AdapterManager:
         self._config = config
         self._element_bytes = element_bytes
         self._arena = Arena(device_size)
+        self.is_open: Callable[[Request], bool] = lambda request: not request.is_finished
+        """Whether a request may still need its adapter; the engine knows better."""
         self._free_slots = list(range(max_slots - 1, -1, -1))
         self._folders = AdapterFolders(config.prefetch_dir)
         self._by_key: dict[Key, Adapter] = {}
@@ -104,18 +101,25 @@ class AdapterManager:
         """
         if not message.adapter_id and message.adapter is None:
             return 0
-        given = message.adapter or {}
-        name = given.get("name", "")
-        key: Key = key_of(name) if name else message.adapter_id
-        try:
-            adapter = self._find(key, given)
-        except AdapterFormatError as error:
-            raise RequestError(f"LoRA task {key}: {error}") from None
+        adapter = self.keep(message.adapter_id, message.adapter or {})
         if len(adapter.requests) >= _MANY:
-            _ = adapter.is_wanted
+            self._is_wanted(adapter)
         adapter.requests.append(request)
         self._on_host.move_to_end(adapter.number)
         return adapter.number
+
+    def keep(self, task: int, given: dict[str, Any]) -> Adapter:
+        """The adapter of a task id, or of the name in ``given``, which is cached from now on.
+
+        Raises:
+            RequestError: as of `enter`.
+        """
+        name = given.get("name", "")
+        key: Key = key_of(name) if name else task
+        try:
+            return self._find(key, given)
+        except AdapterFormatError as error:
+            raise RequestError(f"LoRA task {key}: {error}") from None
 
     def _find(self, key: Key, given: dict[str, Any]) -> Adapter:
         """The adapter of a request: its own, the cached one, or that of a folder."""
@@ -189,7 +193,7 @@ class AdapterManager:
         replaced = self._by_key.get(key)
         if replaced is not None:
             replaced.is_replaced = True
-            if not replaced.is_wanted:
+            if not self._is_wanted(replaced):
                 self._drop(replaced)
         self._last_number += 1
         adapter = Adapter(number=self._last_number, key=key, size=size, content=content)
@@ -216,7 +220,7 @@ class AdapterManager:
     def _make_room(self, size: int) -> None:
         """Forget adapters until the host has room for another one."""
         limit = self._config.host_memory_bytes - size * self._element_bytes
-        idle = [adapter for adapter in self._on_host.values() if not adapter.is_wanted]
+        idle = [adapter for adapter in self._on_host.values() if not self._is_wanted(adapter)]
         for adapter in idle:
             if self._host_bytes <= limit and not adapter.is_replaced:
                 continue
@@ -228,6 +232,11 @@ class AdapterManager:
                 "requests use. Try again later, or raise lora_cache_host_memory_bytes.",
                 ErrorKind.UNAVAILABLE,
             )
+
+    def _is_wanted(self, adapter: Adapter) -> bool:
+        """Whether a request needs it: then it stays on the host."""
+        adapter.requests = [request for request in adapter.requests if self.is_open(request)]
+        return bool(adapter.requests)
 
     def _drop(self, adapter: Adapter) -> None:
         if adapter.slot >= 0:
@@ -292,4 +301,4 @@ class AdapterManager:
     @property
     def is_idle(self) -> bool:
         """Whether no request and no sequence uses an adapter."""
-        return not any(a.is_wanted for a in self._on_host.values())
+        return not any(self._is_wanted(a) for a in self._on_host.values())

@@ -7,7 +7,7 @@ from launcher_repository import parse, resolve, write_checkpoint, write_engine, 
 
 from trimaran.comm.errors import ConfigError
 from trimaran.launcher import cli
-from trimaran.worker.config import EngineConfig, GuidedConfig
+from trimaran.worker.config import EngineConfig, GuidedConfig, LoraConfig
 
 
 @pytest.fixture
@@ -111,6 +111,26 @@ def test_keys_of_the_cache_and_of_old_configurations_reach_the_engine(tmp_path):
     assert engine.cache.attention_windows == (16, 4096)
     assert (engine.cache.num_sinks, engine.cache.host_bytes) == (4, 1000000)
     assert (engine.scheduler.max_num_seqs, engine.scheduler.depth) == (3, 1)
+    assert EngineConfig.from_wire(engine.to_wire()) == engine
+
+
+def test_keys_of_adapters_reach_the_engine(tmp_path):
+    (tmp_path / "adapters").mkdir()
+    write_model(
+        tmp_path / "repo" / "m",
+        gpt_model_path=str(write_checkpoint(tmp_path / "hf")),
+        lora_cache_max_adapter_size="128",
+        lora_cache_gpu_memory_fraction="0.25",
+        lora_cache_host_memory_bytes="123456",
+        lora_prefetch_dir=str(tmp_path / "adapters"),
+    )
+    engine = resolve(tmp_path / "repo").groups[0].engine
+    assert engine.lora == LoraConfig(
+        max_adapter_size=128,
+        gpu_memory_fraction=0.25,
+        host_memory_bytes=123456,
+        prefetch_dir=str(tmp_path / "adapters"),
+    )
     assert EngineConfig.from_wire(engine.to_wire()) == engine
 
 
@@ -235,6 +255,7 @@ def test_what_cannot_take_effect_is_refused(repository, flags, complaint):
         ({"max_attention_window_size": "4096;8"}, "is '4096;8' but must be a number of tokens"),
         ({"max_attention_window_size": "0"}, "attention windows are [0] but each must be 1"),
         ({"sink_token_length": "4"}, "Set max_attention_window_size too"),
+        ({"lora_prefetch_dir": "/no/such"}, "lora_prefetch_dir is '/no/such', which is no"),
         (
             {"kv_cache_host_memory_bytes": "9", "kv_cache_onboard_blocks": "False"},
             "kv_cache_onboard_blocks is False but blocks on the host",

@@ -83,6 +83,8 @@ class ScriptedEngine:
         self.gate.set()
         self.submits: list[Submit] = []
         self.cancelled: list[int] = []
+        self.others: list[Message] = []
+        """What came besides."""
         self.refusals: dict[bytes, tuple[str, str]] = {}
         self.extras: Callable[[list[int]], dict[str, Any]] = lambda ids: {}
 
@@ -157,6 +159,8 @@ class ScriptedEngine:
             self.cancelled += message.request_ids
             for request_id in message.request_ids:
                 self._answers.pop(request_id, None)
+        else:
+            self.others.append(message)
 
     async def _run(self) -> None:
         while True:

@@ -280,7 +280,6 @@ async def test_a_malformed_word_list_is_refused(serve, name, words, text):
         ({"request_output_len": 0}, "'max_tokens' is 0 but must be at least 1"),
         ({"temperature": -0.5}, "'temperature' is -0.5 but must be a finite number >= 0"),
         ({"runtime_top_p": 1.5}, "'top_p' is 1.5 but must be between 0 and 1"),
-        ({"lora_task_id": 3}, "input 'lora_task_id' is set but LoRA is not served"),
         (
             {
                 "prompt_embedding_table": np.zeros((1, 2, 4), np.float16),

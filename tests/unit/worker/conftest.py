@@ -18,6 +18,7 @@ from trimaran.comm.topology import ParallelLayout
 from trimaran.worker.config import (
     CacheConfig,
     EngineConfig,
+    LoraConfig,
     ProfileConfig,
     RankConfig,
     SchedulerConfig,
@@ -136,7 +137,9 @@ class Driver:
 def make_engine(model_folder):
     """A function that makes a driver; changes go to the scheduler's or cache's config."""
 
-    def make(profile: ProfileConfig | None = None, **changes) -> Driver:
+    def make(
+        profile: ProfileConfig | None = None, lora: LoraConfig | None = None, **changes
+    ) -> Driver:
         values = {
             "max_num_batched_tokens": 64,
             "max_num_seqs": 16,
@@ -160,6 +163,7 @@ def make_engine(model_folder):
                 device="cpu",
                 scheduler=SchedulerConfig(**{name: values[name] for name in scheduler}),
                 cache=CacheConfig(**{name: values[name] for name in cache}),
+                lora=lora or LoraConfig(),
             ),
             profile,
         )

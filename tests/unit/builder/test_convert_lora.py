@@ -1,0 +1,72 @@
+"""The command that turns a PEFT adapter into the files that requests carry."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+
+
+@pytest.fixture
+def adapter(tmp_path):
+    """A PEFT folder: queries of layer 2 and the MLP of layer 0, of size 2."""
+    torch.manual_seed(0)
+    layers = "base_model.model.model.layers"
+    shapes = {
+        f"{layers}.2.self_attn.q_proj": (64, 32),
+        f"{layers}.0.mlp.gate_proj": (48, 32),
+        f"{layers}.0.mlp.down_proj": (32, 48),
+    }
+    tensors = {}
+    for path, (outputs, inputs) in shapes.items():
+        tensors[f"{path}.lora_A.weight"] = torch.randn(2, inputs)
+        tensors[f"{path}.lora_B.weight"] = torch.randn(outputs, 2)
+    folder = tmp_path / "adapter"
+    folder.mkdir()
+    save_file(tensors, folder / "adapter_model.safetensors")
+    config = {"peft_type": "LORA", "r": 2, "lora_alpha": 6, "target_modules": ["q_proj"]}
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    return folder, tensors
+
+
+@pytest.mark.parametrize("storage", [None, "float32"])
+def test_rows_are_module_layer_and_size_beside_both_matrices(
+    adapter, trimaran, tmp_path, storage
+):
+    folder, tensors = adapter
+    flags = () if storage is None else ("--storage-type", storage)
+
+    done = trimaran("convert-lora", "-i", folder, "-o", tmp_path / "out", "-v", *flags)
+
+    assert done.code == 0, done.err
+    assert "3 modules of size 2" in done.out and "layer 2 attn_q: size 2, 32" in done.out
+    config = np.load(tmp_path / "out" / "model.lora_config.npy")
+    weights = np.load(tmp_path / "out" / "model.lora_weights.npy")
+    # The gate of an MLP is module 5, whatever its name there, and the way down module 6.
+    assert config.tolist() == [[[5, 0, 2], [6, 0, 2], [1, 2, 2]]]
+    assert weights.shape == (1, 3, 2 * (64 + 32))
+    assert weights.dtype == (np.float16 if storage is None else np.float32)
+    path = "base_model.model.model.layers.0.mlp.gate_proj"
+    a, b = tensors[f"{path}.lora_A.weight"], 3 * tensors[f"{path}.lora_B.weight"]
+    expected = torch.cat([a.flatten(), b.flatten()]).numpy()
+    np.testing.assert_allclose(weights[0, 0, : len(expected)], expected, rtol=1e-3, atol=1e-3)
+    assert not weights[0, 0, len(expected) :].any()
+
+
+def test_a_folder_without_an_adapter_is_refused_by_file(trimaran, tmp_path):
+    done = trimaran("convert-lora", "-i", tmp_path, "-o", tmp_path / "out")
+
+    assert done.code == 2
+    assert f"{tmp_path}/adapter_config.json: No such file or directory" in done.err
+
+
+def test_an_engine_folder_remembers_the_largest_adapter(llama, trimaran, tmp_path):
+    flags = ("--max_lora_rank", "16", "--lora_plugin", "auto")
+    done = trimaran("build", "--checkpoint", llama().folder, "--output", tmp_path / "e", *flags)
+
+    assert done.code == 0, done.err
+    build = json.loads((tmp_path / "e" / "config.json").read_text())["build_config"]
+    assert build["max_lora_rank"] == build["lora_config"]["max_lora_rank"] == 16

@@ -1,0 +1,102 @@
+"""LoRA inputs of the token model and of text models: what an engine gets of them."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from trimaran.comm.errors import RequestError
+from trimaran.comm.messages import KeepAdapter
+
+PROMPT = {"input_ids": [7, 8, 9], "input_lengths": 3, "request_output_len": 2}
+WEIGHTS = np.arange(12, dtype=np.float16).reshape(1, 2, 6)
+CONFIG = np.array([[[1, 0, 1], [3, 0, 1]]], dtype=np.int32)
+
+
+def _ids(submit):
+    return [1, 2, 3]
+
+
+def _carried(adapter):
+    """The arrays that a message carries."""
+    weights = np.frombuffer(adapter["weights"]["data"], np.float16)
+    config = np.frombuffer(adapter["config"]["data"], np.int32)
+    return (
+        weights.reshape(adapter["weights"]["shape"]).tolist(),
+        config.reshape(adapter["config"]["shape"]).tolist(),
+    )
+
+
+@pytest.mark.parametrize("model", ["tensorrt_llm", "ensemble", "tensorrt_llm_bls"])
+async def test_an_adapter_reaches_the_engine_whole_and_then_by_its_id(serve, model):
+    inputs = PROMPT if model == "tensorrt_llm" else {"text_input": "x", "max_tokens": 2}
+    async with serve() as served:
+        engine = await served.dial(_ids)
+        await served.infer(
+            model, **inputs, lora_task_id=2**63, lora_weights=WEIGHTS, lora_config=CONFIG
+        )
+        await served.infer(model, **inputs, lora_task_id=2**63)
+        await served.infer(model, **inputs)
+
+        first, second, third = engine.submits
+        assert [s.adapter_id for s in engine.submits] == [2**63, 2**63, 0]
+        assert _carried(first.adapter) == (WEIGHTS[0].tolist(), CONFIG[0].tolist())
+        assert first.adapter["weights"]["datatype"] == "FP16"
+        assert second.adapter == {}
+        assert third.adapter is None
+
+
+async def test_equal_weights_have_equal_digests_and_others_have_not(serve):
+    async with serve() as served:
+        engine = await served.dial(_ids)
+        for weights in (WEIGHTS, WEIGHTS.copy(), WEIGHTS + np.float16(1)):
+            await served.infer(
+                "tensorrt_llm", **PROMPT, lora_task_id=1, lora_weights=weights,
+                lora_config=CONFIG,
+            )  # fmt: skip
+        one, same, other = (s.adapter["digest"] for s in engine.submits)
+        assert one == same != other
+
+
+@pytest.mark.parametrize("model", ["tensorrt_llm", "ensemble", "tensorrt_llm_bls"])
+async def test_an_adapter_can_be_named(serve, model):
+    inputs = PROMPT if model == "tensorrt_llm" else {"text_input": "x", "max_tokens": 2}
+    async with serve() as served:
+        engine = await served.dial(_ids)
+        await served.infer(model, **inputs, lora_name="french")
+        assert engine.submits[0].adapter == {"name": "french"}
+
+
+@pytest.mark.parametrize(
+    ("inputs", "text"),
+    [
+        ({"lora_weights": WEIGHTS}, "lora_weights is set without lora_task_id; send both"),
+        ({"lora_config": CONFIG}, "lora_config is set without lora_task_id; send both"),
+        (
+            {"lora_task_id": 3, "lora_weights": WEIGHTS},
+            "lora_weights is set alone; lora_weights and lora_config must come together",
+        ),
+        ({"lora_task_id": 3, "lora_name": "x"}, "lora_name is set beside lora_task_id"),
+    ],
+)
+async def test_half_an_adapter_is_refused(serve, inputs, text):
+    async with serve() as served:
+        engine = await served.dial(_ids)
+        with pytest.raises(RequestError, match=text):
+            await served.infer("tensorrt_llm", **PROMPT, **inputs)
+        assert engine.submits == []
+
+
+async def test_the_other_instances_of_a_model_keep_an_adapter_too(serve):
+    async with serve(frontend={"groups": {"tensorrt_llm": ("g0", "g1")}}) as served:
+        engines = [await served.dial(_ids, group=name) for name in ("g0", "g1")]
+        await served.infer(
+            "tensorrt_llm", **PROMPT, lora_task_id=4, lora_weights=WEIGHTS, lora_config=CONFIG
+        )
+        idle = next(engine for engine in engines if not engine.submits)
+        await idle.until(lambda: bool(idle.others))
+
+        (kept,) = idle.others
+        assert isinstance(kept, KeepAdapter)
+        assert kept.adapter_id == 4
+        assert _carried(kept.adapter) == (WEIGHTS[0].tolist(), CONFIG[0].tolist())

@@ -1,0 +1,168 @@
+"""Adapters as they come: PEFT's folders, the converter's files, and what is wrong with some."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from tests.unit.worker.lora_adapters import (
+    greedy,
+    make_adapter,
+    merged,
+    on_the_wire,
+    tensors_on_the_wire,
+    write_peft,
+)
+from trimaran.comm.errors import RequestError
+from trimaran.worker.config import LoraConfig
+from trimaran.worker.lora.formats import read_folder, to_tensors, write_arrays
+from trimaran.worker.lora.peft import AdapterFormatError, read_peft
+
+LENGTH = 8
+
+
+@pytest.fixture(scope="module")
+def adapter(model_folder):
+    return make_adapter(model_folder, seed=1)
+
+
+def test_a_folder_of_peft_holds_the_scaled_matrices(adapter, tmp_path):
+    write_peft(tmp_path, adapter, alpha=32.0)
+
+    found = {(one.layer, one.module): one for one in read_peft(tmp_path)}
+
+    assert len(found) == len(adapter)
+    for one in adapter:
+        other = found[one.layer, one.module]
+        torch.testing.assert_close(other.b @ other.a, one.b @ one.a)
+
+
+def test_rank_stabilised_scaling_and_exceptions_are_heeded(adapter, tmp_path):
+    write_peft(tmp_path, adapter, alpha=16.0)
+    path = tmp_path / "adapter_config.json"
+    config = json.loads(path.read_text()) | {
+        "use_rslora": True,
+        "alpha_pattern": {"layers.1.self_attn.k_proj": 8.0},
+    }
+    path.write_text(json.dumps(config))
+
+    found = {(one.layer, one.module): one for one in read_peft(tmp_path)}
+
+    for one in adapter:
+        # 16 / sqrt(4) instead of 16 / 4.
+        factor = 1.0 if (one.layer, one.module) == (1, 2) else 2.0
+        torch.testing.assert_close(found[one.layer, one.module].b, factor * one.b)
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"use_dora": True}, "use_dora is True, but only plain LoRA adapters"),
+        ({"bias": "all"}, "bias is 'all', but only plain LoRA"),
+        ({"modules_to_save": ["lm_head"]}, "modules_to_save is"),
+        ({"peft_type": "IA3"}, "peft_type is 'IA3'"),
+    ],
+)
+def test_what_is_no_plain_adapter_is_refused(adapter, tmp_path, changes, text):
+    write_peft(tmp_path, adapter, alpha=4.0)
+    path = tmp_path / "adapter_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+    with pytest.raises(AdapterFormatError, match=text):
+        read_peft(tmp_path)
+
+
+def test_a_tensor_that_is_no_lora_matrix_is_refused_by_name(adapter, tmp_path):
+    write_peft(tmp_path, adapter, alpha=4.0)
+    save_file(
+        {"model.embed_tokens.lora_embedding_A": torch.zeros(2, 2)},
+        tmp_path / "adapter_model.safetensors",
+    )
+
+    with pytest.raises(AdapterFormatError, match=r"embed_tokens\.lora_embedding_A"):
+        read_peft(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["model.lora_config.npy", "model.lora_keys.npy"])
+def test_the_converters_files_are_read_back(adapter, tmp_path, name):
+    tensors = to_tensors(adapter)
+    write_arrays(tensors, tmp_path, "float32")
+    (tmp_path / "model.lora_config.npy").rename(tmp_path / name)
+
+    found = read_folder(tmp_path)
+
+    assert torch.equal(found.weights_NK, tensors.weights_NK)
+    assert np.array_equal(found.config_N3, tensors.config_N3)
+    assert np.load(tmp_path / "model.lora_weights.npy").ndim == 3
+
+
+@pytest.mark.parametrize(
+    ("row", "text"),
+    [
+        (
+            [13, 0, 4],
+            r"row 0, \[13, 0, 4\]: the model has no module 13 \(moe_h_to_4h\) in layer",
+        ),
+        ([1, 2, 4], r"no module 1 \(attn_q\) in layer 2. Its 2 layers have attn_qkv, attn_q"),
+        ([40, 0, 4], "the model has no module 40 in layer 0"),
+        ([1, 0, 65], "the adapter size 65 must be 1 to 64 .lora_cache_max_adapter_size"),
+        ([1, 0, 0], "the adapter size 0 must be 1 to 64"),
+        ([5, 0, 64], r"of size 64 has 5120 weights \(32 inputs, 48 outputs\), but a row"),
+        ([2, 0, 4], "an earlier row has this module already"),
+    ],
+)
+def test_an_adapter_that_does_not_fit_is_refused_by_row(make_engine, adapter, row, text):
+    driver = make_engine()
+    tensors = to_tensors(adapter)
+    tensors.config_N3[1 if row == [2, 0, 4] else 0] = row
+    if row == [2, 0, 4]:
+        tensors.config_N3[0] = row
+
+    with pytest.raises(RequestError, match=f"LoRA task 7: .*{text}"):
+        driver.submit([1, 2], adapter_id=7, adapter=tensors_on_the_wire(tensors))
+    driver.check_idle()
+
+
+def test_tensors_of_other_shapes_are_refused(make_engine, adapter):
+    driver = make_engine()
+    message = on_the_wire(adapter)
+    message["config"]["shape"] = [len(adapter) * 3]
+
+    with pytest.raises(RequestError, match=r"they must be \[n, k\] and \[n, 3\]"):
+        driver.submit([1, 2], adapter_id=7, adapter=message)
+
+
+def test_folders_serve_by_name_and_by_number_and_when_they_change(
+    make_engine, model_folder, adapter, tmp_path, prompt_of
+):
+    other = make_adapter(model_folder, seed=2)
+    write_peft(tmp_path / "french", adapter, alpha=8.0)
+    write_arrays(to_tensors(other), tmp_path / "12", "float32")
+    (tmp_path / "notes.txt").write_text("no adapter")
+    driver = make_engine(lora=LoraConfig(prefetch_dir=str(tmp_path)))
+    assert driver.engine._adapters.num_on_host == 2
+    prompt = prompt_of(30)
+
+    def output(**fields):
+        request = driver.submit(prompt, max_tokens=LENGTH, **fields)
+        driver.run()
+        return driver.output(request)
+
+    first, second = (
+        greedy(merged(model_folder, one), prompt, LENGTH) for one in (adapter, other)
+    )
+    assert first != second
+    assert output(adapter={"name": "french"}) == first
+    assert output(adapter_id=12) == second
+    assert output(adapter={"name": "12"}) == second
+    with pytest.raises(RequestError, match=r"no LoRA adapter is named 'german'.* 12, french "):
+        output(adapter={"name": "german"})
+    with pytest.raises(RequestError, match=r"no LoRA adapter is named '\.\./french'"):
+        output(adapter={"name": "../french"})
+
+    write_peft(tmp_path / "french", other, alpha=8.0)
+    write_peft(tmp_path / "late", adapter, alpha=8.0)
+    assert output(adapter={"name": "french"}) == second
+    assert output(adapter={"name": "late"}) == first
