@@ -85,9 +85,7 @@ class BeamSearch:
         """Likewise."""
         self.is_over = False
 
-    def advance(
-        self, candidates: Sequence[Candidates], notes: Sequence[Any] = ()
-    ) -> list[int]:
+    def advance(self, candidates: Sequence[Candidates], notes: Sequence[Any] = ()) -> list[int]:
         """Take in what may follow each live hypothesis.
 
         ``notes``, one for each of them, are left on the trails of their children.

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from trimaran.comm.messages import FinishReason
 from trimaran.comm.sampling_params import SamplingParams
 from trimaran.worker.guided.guide import Grammar, Guide
-from trimaran.worker.kv_cache.manager import RetentionPlan, SequenceBlocks, root_hash
+from trimaran.worker.kv_cache.sequence_blocks import RetentionPlan, SequenceBlocks, root_hash
 from trimaran.worker.request_figures import SequenceFigures
 
 if TYPE_CHECKING:
@@ -48,8 +48,8 @@ class Sequence:
         "end_id",
         "figures",
         "finish_reason",
-        "has_told_prompt",
         "guide",
+        "has_told_prompt",
         "index",
         "is_preempted",
         "key",
