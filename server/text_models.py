@@ -69,6 +69,8 @@ BLS_MAPS = TensorMaps(
     token_from_preprocessing={
         "input_ids": "INPUT_ID",
         "input_lengths": "REQUEST_INPUT_LEN",
+        "decoder_input_ids": "DECODER_INPUT_ID",
+        "decoder_input_lengths": "REQUEST_DECODER_INPUT_LEN",
         "request_output_len": "REQUEST_OUTPUT_LEN",
         "bad_words_list": "BAD_WORDS_IDS",
         "stop_words_list": "STOP_WORDS_IDS",
