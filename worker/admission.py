@@ -14,7 +14,7 @@ from trimaran.comm.messages import Submit
 from trimaran.comm.sampling_params import SamplingParams
 from trimaran.worker.config import SchedulerConfig
 from trimaran.worker.kv_cache.free_blocks import Retention
-from trimaran.worker.kv_cache.manager import RetentionPlan
+from trimaran.worker.kv_cache.sequence_blocks import RetentionPlan
 from trimaran.worker.prompt_tables import PromptTable
 from trimaran.worker.request import Request
 from trimaran.worker.sampling_rows import SERVED_FIELDS

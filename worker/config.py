@@ -125,8 +125,8 @@ class CacheConfig:
             )
         if self.host_bytes and not self.enable_block_reuse:
             raise ConfigError(
-                f"kv_cache_host_memory_bytes is {self.host_bytes} but blocks are not reused, so "
-                "none would be kept. Set enable_kv_cache_reuse to True, or the bytes to 0."
+                f"kv_cache_host_memory_bytes is {self.host_bytes} but blocks are not reused, "
+                "so none would be kept. Set enable_kv_cache_reuse to True, or the bytes to 0."
             )
 
     def windows_below(self, max_seq_len: int) -> tuple[int, ...]:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from trimaran.worker.config import SchedulerConfig
-from trimaran.worker.kv_cache.manager import BlockCopy, KVCacheManager, Prefix
+from trimaran.worker.kv_cache.manager import BlockCopy, KVCacheManager
+from trimaran.worker.kv_cache.sequence_blocks import Prefix
 from trimaran.worker.limits import most_held
 from trimaran.worker.prefixes import find_prefix
 from trimaran.worker.request import Sequence
@@ -25,11 +26,11 @@ class Place(NamedTuple):
         self, sequence: Sequence, cache: KVCacheManager, *, is_reserved: bool
     ) -> list[BlockCopy]:
         """Begin the sequence; with ``is_reserved`` it can grow to its end for certain."""
-        blocks, num_known = sequence.blocks, len(sequence.token_ids)
-        sequence.num_computed_tokens, copies = cache.begin(blocks, self.prefix, num_known)
+        blocks, prefix = sequence.blocks, self.prefix
+        sequence.num_computed_tokens, copies = cache.begin(blocks, prefix)
         if sequence.figures is not None:
             num_prompt_blocks = cache.blocks_for(sequence.num_prompt_tokens)
-            sequence.figures.started(num_prompt_blocks, blocks.num_blocks, len(copies))
+            sequence.figures.started(num_prompt_blocks, blocks.num_blocks, len(prefix.last))
         if is_reserved:
             cache.reserve(blocks, self.max_blocks)
             if sequence.beams is not None:
@@ -62,7 +63,4 @@ def find_place(
         needed += sequence.beams.num_further_blocks(cache, num_blocks)
     if prefix.is_under_way or needed > cache.num_available - num_kept:
         return None
-    num_cached = (len(prefix.shared[0]) + prefix.num_stored) * cache.block_size
-    if prefix.last:
-        num_cached = num_known - 1
-    return Place(prefix, num_cached, max_blocks)
+    return Place(prefix, prefix.num_cached(cache.block_size), max_blocks)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from trimaran.worker.kv_cache.manager import KVCacheManager, Prefix
+from trimaran.worker.kv_cache.manager import KVCacheManager
+from trimaran.worker.kv_cache.sequence_blocks import Prefix
 from trimaran.worker.request import Sequence
 
 
@@ -17,4 +18,4 @@ def find_prefix(sequence: Sequence, step: int, cache: KVCacheManager) -> Prefix:
         computed = parent.num_computed_before if is_running else parent.num_computed_tokens
         if computed >= num_known:
             return cache.find_fork(parent.blocks, num_known)
-    return cache.find_prefix(sequence.blocks, num_known)
+    return cache.find_prefix(sequence.blocks, num_known, sequence.token_ids)

@@ -23,9 +23,16 @@ class Releases:
 
     def release(self, sequence: Sequence) -> None:
         """Free the blocks now."""
-        self._cache.release(sequence.blocks)
         if sequence.beams is not None:
+            self._cache.release(sequence.blocks)
             sequence.beams.release(self._cache)
+            return
+        self._cache.end(
+            sequence.blocks,
+            sequence.token_ids,
+            sequence.num_prompt_tokens,
+            sequence.num_computed_tokens,
+        )
 
     def release_later(self, sequence: Sequence) -> None:
         """Free the blocks when the last step that computes tokens of it is done."""

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from trimaran.comm.messages import FinishReason
 from trimaran.comm.sampling_params import SamplingParams
 from trimaran.worker.guided.guide import Grammar, Guide
-from trimaran.worker.kv_cache.manager import RetentionPlan, SequenceBlocks, root_hash
+from trimaran.worker.kv_cache.sequence_blocks import RetentionPlan, SequenceBlocks, root_hash
 from trimaran.worker.request_figures import SequenceFigures
 
 if TYPE_CHECKING:

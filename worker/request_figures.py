@@ -15,18 +15,18 @@ class SequenceFigures:
     first_token_ns: int = 0
     last_token_ns: int = 0
     num_new_blocks: int = 0
-    """Taken for the prompt, copies of shared ones included."""
+    """Taken for the prompt, one that is begun with but written to included."""
 
     num_reused_blocks: int = 0
     """Found in the cache."""
 
-    def started(self, num_prompt_blocks: int, num_reused: int, num_copied: int) -> None:
+    def started(self, num_prompt_blocks: int, num_reused: int, num_last: int) -> None:
         """It has a place in a step; a return after preemption does not count."""
         if self.first_scheduled_ns:
             return
         self.first_scheduled_ns = time.monotonic_ns()
         self.num_reused_blocks = num_reused
-        self.num_new_blocks = max(0, num_prompt_blocks - num_reused) + num_copied
+        self.num_new_blocks = max(0, num_prompt_blocks - num_reused) + num_last
 
     def token(self) -> None:
         """Another token of output is known."""

@@ -8,7 +8,8 @@ from collections.abc import Sequence as List
 import numpy as np
 
 from trimaran.worker.kept_logits import KeptLogits
-from trimaran.worker.kv_cache.manager import BlockCopy, KVCacheManager, SequenceBlocks
+from trimaran.worker.kv_cache.manager import BlockCopy, KVCacheManager
+from trimaran.worker.kv_cache.sequence_blocks import SequenceBlocks
 from trimaran.worker.request import Sequence
 from trimaran.worker.step_types import NewRow, SchedulerOutput, TokenWrite, TransferKind, int32s
 

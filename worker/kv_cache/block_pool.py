@@ -27,6 +27,7 @@ class BlockPool:
         self._ref_counts = [0] * num_blocks
         self._block_of: dict[BlockHash, int] = {}
         self._hash_of: dict[int, BlockHash] = {}
+        self._partial: set[int] = set()
 
     @property
     def num_free(self) -> int:
@@ -46,7 +47,7 @@ class BlockPool:
         return blocks
 
     def _evict(self, block: int) -> None:
-        if self.host is not None:
+        if self.host is not None and block not in self._partial:
             slot = self.host.store(self._hash_of[block], self._free.priority_of(block))
             if slot is not None:
                 self._moves.append((block, slot))
@@ -73,11 +74,16 @@ class BlockPool:
             if count == 0:
                 self._free.add(block, has_content=block in self._hash_of)
 
-    def publish(self, block: int, block_hash: BlockHash) -> None:
-        """Make a full block's content findable, unless another block already has it."""
+    def publish(self, block: int, block_hash: BlockHash, *, is_partial: bool = False) -> None:
+        """Make a block's content findable, unless another block already has it.
+
+        It is a full block, or with ``is_partial`` the last one of a sequence that ends.
+        """
         if block_hash not in self._block_of and block not in self._hash_of:
             self._block_of[block_hash] = block
             self._hash_of[block] = block_hash
+            if is_partial:
+                self._partial.add(block)
 
     def retain(self, block_hash: BlockHash, retention: Retention) -> None:
         """Say how long the block with this content is kept once nobody holds it."""
@@ -89,6 +95,14 @@ class BlockPool:
         """The block with this content, in use or free."""
         return self._block_of.get(block_hash)
 
+    def is_partial(self, block: int) -> bool:
+        """Whether the block's content ends within it."""
+        return block in self._partial
+
+    def is_shared(self, block: int) -> bool:
+        """Whether several sequences hold the block."""
+        return self._ref_counts[block] > 1
+
     def is_held(self, block: int) -> bool:
         """Whether some sequence holds the block."""
         return self._ref_counts[block] > 0
@@ -99,6 +113,7 @@ class BlockPool:
         if block_hash is not None:
             del self._block_of[block_hash]
             self._free.forget(block)
+            self._partial.discard(block)
 
     def check(self, holders: Iterable[Sequence[int]]) -> None:
         """Raise AssertionError unless ``holders`` explain every reference count.

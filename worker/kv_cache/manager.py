@@ -4,100 +4,19 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
-from hashlib import blake2b
-from typing import NamedTuple
 
+from trimaran.worker.kv_cache.block_ends import BlockEnds
 from trimaran.worker.kv_cache.block_pool import BlockPool
-from trimaran.worker.kv_cache.free_blocks import Retention
 from trimaran.worker.kv_cache.host_pool import BlockHash, HostPool
+from trimaran.worker.kv_cache.sequence_blocks import (
+    Prefix,
+    SequenceBlocks,
+    Transfer,
+    hash_of,
+)
 
 BlockCopy = tuple[int, int, int]
 """KV group, source block, destination block."""
-
-Transfer = tuple[int, int, int]
-"""KV group, and of a move to the host a block and a slot, of a load a slot and a block."""
-
-
-class RetentionPlan(NamedTuple):
-    """How long each block of one request is kept, by the place of its first token."""
-
-    ranges: tuple[tuple[int, int, Retention], ...]
-    """First token, end (exclusive), and what holds between."""
-
-    output: Retention = Retention()
-    """For what is generated."""
-
-    num_prompt_tokens: int = 0
-
-    def at(self, token: int) -> Retention:
-        """What holds for the block that begins with this token."""
-        if token >= self.num_prompt_tokens:
-            return self.output
-        for first, end, retention in self.ranges:
-            if first <= token < end:
-                return retention
-        return Retention()
-
-
-def root_hash(cache_salt: bytes, adapter_id: int) -> BlockHash:
-    """The parent of a sequence's first block: content is shared only under equal roots."""
-    return blake2b(cache_salt, digest_size=16, key=adapter_id.to_bytes(8, "little")).digest()
-
-
-class SequenceBlocks:
-    """One sequence's blocks: a block table a KV group, and the hashes of its full blocks."""
-
-    __slots__ = (
-        "hashes", "load", "max_blocks", "num_left", "num_published", "retention",
-        "root", "tables",
-    )  # fmt: skip
-
-    def __init__(self, num_groups: int, root: BlockHash) -> None:
-        self.root = root
-        self.tables: list[list[int]] = [[] for _ in range(num_groups)]
-        self.hashes: list[BlockHash] = []
-        self.num_published = 0
-        self.max_blocks = 0
-        """Blocks that a group reserved for it to hold at once; 0 means none."""
-        self.num_left = 0
-        """Blocks behind the sinks that are in the tables, but held no more: no query sees
-        them again."""
-        self.retention: RetentionPlan | None = None
-        self.load: list[Transfer] = []
-        """Copies from the host that are under way."""
-
-    @property
-    def num_blocks(self) -> int:
-        """Blocks in each table."""
-        return len(self.tables[0])
-
-    @property
-    def num_held(self) -> int:
-        """Of these, those that are still held."""
-        return self.num_blocks - self.num_left
-
-
-class Prefix(NamedTuple):
-    """Blocks, a list a group, that hold the first tokens of a sequence about to start."""
-
-    shared: list[list[int]]
-    last: list[int]
-    """Where the prefix covers all tokens, the block of the last one, one a group: that
-    token is computed again, so the block cannot be shared."""
-
-    stored: Sequence[list[int]] = ()
-    """Slots of the host that hold what follows, if any group has a host pool."""
-
-    num_left: int = 0
-    """Blocks behind the sinks that need not be held: no query will see them."""
-
-    is_under_way: bool = False
-    """What follows is just being copied from the host for another sequence."""
-
-    @property
-    def num_stored(self) -> int:
-        """Blocks of each group to be copied from the host, or left out."""
-        return len(self.stored[0]) if self.stored else 0
 
 
 class KVCacheManager:
@@ -139,6 +58,9 @@ class KVCacheManager:
         self._fresh: set[tuple[int, int]] = set()
         self._under_way: set[BlockHash] = set()
         self._loads: list[Transfer] = []
+        self._ends = BlockEnds(self.num_blocks)
+        self._sources: list[tuple[int, int]] = []
+        """Groups and blocks that the step being planned copies and nobody else holds."""
 
     @property
     def num_free(self) -> int:
@@ -165,6 +87,9 @@ class KVCacheManager:
     def begin_step(self) -> None:
         """What was published until now is written before the next step starts."""
         self._fresh.clear()
+        for group, block in self._sources:
+            self.pools[group].release([block])
+        self._sources.clear()
 
     def extend_hashes(self, blocks: SequenceBlocks, token_ids: array[int]) -> None:
         """Hash the blocks that ``token_ids``, all known ids of the sequence, have filled."""
@@ -174,12 +99,16 @@ class KVCacheManager:
         hashes = blocks.hashes
         while (len(hashes) + 1) * size <= len(token_ids):
             start = len(hashes) * size
-            parent = hashes[-1] if hashes else blocks.root
-            content = token_ids[start : start + size].tobytes()
-            hashes.append(blake2b(parent + content, digest_size=16).digest())
+            parent = blocks.parent_of(len(hashes))
+            hashes.append(hash_of(parent, token_ids[start : start + size]))
 
-    def find_prefix(self, blocks: SequenceBlocks, num_tokens: int) -> Prefix:
-        """The cached content that a sequence of ``num_tokens`` known tokens can start with."""
+    def find_prefix(
+        self, blocks: SequenceBlocks, num_tokens: int, token_ids: array[int] | None = None
+    ) -> Prefix:
+        """The cached content that a sequence of ``num_tokens`` known tokens can start with.
+
+        With its ``token_ids``, a partial block counts too.
+        """
         found: list[list[int]] = [[] for _ in self.pools]
         for block_hash in blocks.hashes if self.enable_reuse else ():
             hits = [pool.lookup(block_hash) for pool in self.pools]
@@ -191,7 +120,9 @@ class KVCacheManager:
         prefix = self._split(found, num_tokens)
         if self.hosts and not prefix.last:
             prefix = self._add_stored(prefix, blocks.hashes, num_tokens)
-        return self._leave_out(prefix, num_tokens) if self.window else prefix
+        if token_ids is not None and not prefix.last and not prefix.num_stored:
+            prefix = self._add_end(prefix, blocks, token_ids)
+        return self._leave_out(prefix) if self.window else prefix
 
     def _add_stored(self, prefix: Prefix, hashes: list[BlockHash], num_tokens: int) -> Prefix:
         """Behind what the device has, what the host has."""
@@ -208,10 +139,51 @@ class KVCacheManager:
                 stored[group].append(slot)
         return prefix._replace(stored=stored)
 
-    def _leave_out(self, prefix: Prefix, num_tokens: int) -> Prefix:
-        num_cached = (len(prefix.shared[0]) + prefix.num_stored) * self.block_size
-        first = num_tokens - 1 if prefix.last else num_cached
-        return prefix._replace(num_left=self._num_unseen(first))
+    def _leave_out(self, prefix: Prefix) -> Prefix:
+        return prefix._replace(num_left=self._num_unseen(prefix.num_cached(self.block_size)))
+
+    def _add_end(self, prefix: Prefix, blocks: SequenceBlocks, token_ids: array[int]) -> Prefix:
+        """Behind full blocks one whose first tokens are wanted."""
+        num_shared = len(prefix.shared[0])
+        start = num_shared * self.block_size
+        # One token is left to compute.
+        wanted = token_ids[start : min(start + self.block_size, len(token_ids) - 1)]
+        parent = blocks.parent_of(num_shared)
+        matched = self._ends.match(parent, wanted)
+        if matched is None:
+            return prefix
+        block_hash, count = matched
+        last = [b for pool in self.pools if (b := pool.lookup(block_hash)) is not None]
+        if len(last) < len(self.pools):
+            self._ends.drop(parent)
+            return prefix
+        if any(item in self._fresh for item in enumerate(last)):
+            return prefix
+        is_full = not self.pools[0].is_partial(last[0])
+        return prefix._replace(last=last, num_last=count, keeps_last=is_full)
+
+    def _keep_ends(
+        self, blocks: SequenceBlocks, token_ids: array[int], num_prompt: int, num_known: int
+    ) -> None:
+        """Remember the block that the prompt ended in, and keep the partial last one."""
+        size = self.block_size
+        num_full, rest = divmod(num_known, size)
+        if num_full != blocks.num_published or num_full > len(blocks.hashes):
+            return
+        at_prompt = num_prompt // size
+        if num_prompt % size and at_prompt < num_full:
+            ids = token_ids[at_prompt * size : (at_prompt + 1) * size]
+            self._ends.put(blocks.parent_of(at_prompt), ids)
+        last = [table[num_full] for table in blocks.tables] if rest else []
+        if not last or any(map(BlockPool.is_shared, self.pools, last)):
+            return
+        parent, ids = blocks.parent_of(num_full), token_ids[num_full * size : num_known]
+        block_hash = hash_of(parent, ids)
+        for pool, block in zip(self.pools, last, strict=True):
+            pool.publish(block, block_hash, is_partial=True)
+            if blocks.retention is not None:
+                pool.retain(block_hash, blocks.retention.at(num_full * size))
+        self._ends.put(parent, ids)
 
     def _num_unseen(self, position: int) -> int:
         """Blocks behind the sinks that no query from this position on sees."""
@@ -253,7 +225,8 @@ class KVCacheManager:
         # A step copies before it computes: what it fills itself can be shared, not copied.
         if any(item in self._fresh for item in enumerate(last)):
             last = []
-        return Prefix([blocks[:num_shared] for blocks in found], last)
+        num_last = num_tokens - 1 - num_shared * self.block_size if last else 0
+        return Prefix([blocks[:num_shared] for blocks in found], last, num_last)
 
     def fork(
         self, child: SequenceBlocks, parent: SequenceBlocks, num_tokens: int, max_blocks: int
@@ -287,16 +260,15 @@ class KVCacheManager:
             sum(map(pool.is_held, self._held(blocks, prefix.num_left)))
             for pool, blocks in zip(self.pools, prefix.shared, strict=True)
         )
-        return num_blocks - held
+        # A block that is kept though it is copied cannot be the copy's place.
+        return num_blocks - held + prefix.keeps_last
 
-    def begin(
-        self, blocks: SequenceBlocks, prefix: Prefix, num_tokens: int
-    ) -> tuple[int, list[BlockCopy]]:
+    def begin(self, blocks: SequenceBlocks, prefix: Prefix) -> tuple[int, list[BlockCopy]]:
         """Give a sequence its prefix; the caller has seen that the blocks are available.
 
-        Returns how many of its ``num_tokens`` known tokens need not be computed, and the
-        copies to make before the step. At least one token is left to compute, for its
-        logits; its block is taken over from the free ones, or copied if somebody holds it.
+        Returns how many of its known tokens need not be computed, and the copies to make
+        before the step. At least one token is left to compute, for its logits; its block is
+        taken over from the free ones, or copied if somebody holds it.
         """
         copies: list[BlockCopy] = []
         for pool, table, shared in zip(self.pools, blocks.tables, prefix.shared, strict=True):
@@ -304,7 +276,10 @@ class KVCacheManager:
             table += shared
         for group, source in enumerate(prefix.last):
             pool = self.pools[group]
-            if not pool.is_held(source):
+            if prefix.keeps_last:
+                pool.share([source])
+                self._sources.append((group, source))
+            elif not pool.is_held(source):
                 pool.share([source])
                 pool.forget(source)
                 blocks.tables[group].append(source)
@@ -322,8 +297,7 @@ class KVCacheManager:
             for index in range(num_shared):
                 self._retain(blocks, index)
         self.num_reused_blocks += blocks.num_blocks
-        num_cached = (num_shared + prefix.num_stored) * self.block_size
-        return (num_tokens - 1 if prefix.last else num_cached), copies
+        return prefix.num_cached(self.block_size), copies
 
     def _load(self, blocks: SequenceBlocks, prefix: Prefix) -> None:
         """Take blocks for what the host has, and ask for the copies."""
@@ -405,6 +379,16 @@ class KVCacheManager:
         for pool in self.pools:
             pool.retain(blocks.hashes[index], blocks.retention.at(index * self.block_size))
 
+    def end(
+        self, blocks: SequenceBlocks, token_ids: array[int], num_prompt: int, num_computed: int
+    ) -> None:
+        """`release` a sequence of these ids, of which the first ``num_computed`` have KV, so
+        that its last block can be found though it is partial."""
+        if self.enable_reuse:
+            num_known = min(num_computed, len(token_ids))
+            self._keep_ends(blocks, token_ids, num_prompt, num_known)
+        self.release(blocks)
+
     def release(self, blocks: SequenceBlocks) -> None:
         """Drop all blocks and the reservation; the hashes stay for the next `begin`."""
         self._num_reserved -= max(0, blocks.max_blocks - blocks.num_held)
@@ -418,7 +402,9 @@ class KVCacheManager:
     def check(self, holders: Sequence[SequenceBlocks]) -> None:
         """Raise AssertionError unless ``holders`` explain all blocks. For tests."""
         for group, pool in enumerate(self.pools):
-            pool.check([self._held(b.tables[group], b.num_left) for b in holders])
+            sources = [[block] for number, block in self._sources if number == group]
+            held = [self._held(b.tables[group], b.num_left) for b in holders]
+            pool.check([*held, *sources])
         for blocks in holders:
             assert len({len(table) for table in blocks.tables}) == 1
         for host in self.hosts:

@@ -4,7 +4,8 @@ import random
 from array import array
 
 from trimaran.worker.kv_cache.block_pool import BlockPool
-from trimaran.worker.kv_cache.manager import KVCacheManager, SequenceBlocks, root_hash
+from trimaran.worker.kv_cache.manager import KVCacheManager
+from trimaran.worker.kv_cache.sequence_blocks import SequenceBlocks, root_hash
 
 SIZE = 4
 ROOT = root_hash(b"", 0)
@@ -16,7 +17,7 @@ def start(manager: KVCacheManager, ids: array, root: bytes = ROOT):
     blocks = SequenceBlocks(len(manager.pools), root)
     manager.extend_hashes(blocks, ids)
     prefix = manager.find_prefix(blocks, len(ids))
-    num_computed, copies = manager.begin(blocks, prefix, len(ids))
+    num_computed, copies = manager.begin(blocks, prefix)
     assert manager.grow(blocks, len(ids))
     manager.publish(blocks, len(ids))
     return blocks, num_computed, copies
@@ -127,7 +128,7 @@ def test_a_fork_shares_full_blocks_and_copies_the_partial_one():
     parent = start(manager, array("i", range(10)))[0]
     child = SequenceBlocks(1, ROOT)
 
-    num_computed, copies = manager.begin(child, manager.find_fork(parent, 10), 10)
+    num_computed, copies = manager.begin(child, manager.find_fork(parent, 10))
 
     assert num_computed == 9
     assert child.tables[0][:2] == parent.tables[0][:2]
@@ -210,7 +211,7 @@ def admit(manager, rng, live, blocks, ids, prefix) -> None:
     worst = manager.blocks_for(len(ids) + rng.randrange(6))
     if manager.blocks_to_take(prefix, worst) > manager.num_available:
         return
-    manager.begin(blocks, prefix, len(ids))
+    manager.begin(blocks, prefix)
     if rng.random() < 0.5:
         manager.reserve(blocks, worst)
     assert manager.grow(blocks, len(ids))

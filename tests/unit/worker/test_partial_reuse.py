@@ -1,0 +1,101 @@
+"""The last, partial block of a sequence serves others that begin alike."""
+
+from array import array
+
+import pytest
+
+from trimaran.worker.kv_cache.manager import KVCacheManager
+from trimaran.worker.kv_cache.sequence_blocks import SequenceBlocks, root_hash
+
+SIZE = 8
+
+
+def start(manager, ids):
+    """Admit a sequence and give it all its blocks; it and how many tokens were cached."""
+    manager.begin_step()
+    blocks = SequenceBlocks(1, root_hash(b"", 0))
+    manager.extend_hashes(blocks, ids)
+    num_cached, _ = manager.begin(blocks, manager.find_prefix(blocks, len(ids), ids))
+    assert manager.grow(blocks, len(ids))
+    manager.publish(blocks, len(ids))
+    return blocks, num_cached
+
+
+def ended(manager, ids):
+    blocks, _ = start(manager, ids)
+    manager.end(blocks, ids, len(ids), len(ids))
+
+
+def ids_of(*parts):
+    return array("i", [number for part in parts for number in part])
+
+
+CASES = {
+    "the same again": (ids_of(range(20)), 19),
+    "one that goes on": (ids_of(range(30)), 20),
+    "one that leaves it late": (ids_of(range(19), (99, 98)), 19),
+    "one that leaves it early": (ids_of(range(17), range(90, 99)), 16),
+    "one that is shorter": (ids_of(range(19)), 18),
+    "one that leaves before": (ids_of(range(9), range(90, 99)), 8),
+}
+
+
+@pytest.mark.parametrize(("ids", "num_cached"), CASES.values(), ids=list(CASES))
+def test_a_partial_block_is_begun_with_where_it_saves_half_of_one(ids, num_cached):
+    manager = KVCacheManager([8], SIZE, enable_reuse=True)
+    ended(manager, ids_of(range(20)))
+
+    blocks, found = start(manager, ids)
+
+    assert found == num_cached
+    manager.check([blocks])
+    manager.end(blocks, ids, len(ids), len(ids))
+    manager.check([])
+
+
+def test_whoever_takes_it_over_writes_to_it_so_nobody_else_finds_it():
+    manager = KVCacheManager([8], SIZE, enable_reuse=True)
+    ids = ids_of(range(20))
+    ended(manager, ids)
+
+    _, first = start(manager, ids)
+    _, second = start(manager, ids)
+
+    assert (first, second) == (19, 16)
+
+
+def test_a_block_that_its_prompt_ended_in_stays_when_it_is_begun_with():
+    manager = KVCacheManager([8], SIZE, enable_reuse=True)
+    whole = ids_of(range(30))
+    blocks, _ = start(manager, whole)
+    manager.end(blocks, whole, num_prompt=20, num_computed=30)
+
+    first, num_cached = start(manager, ids_of(range(20)))
+
+    assert num_cached == 19
+    manager.check([first])
+    manager.begin_step()
+    manager.check([first])
+    assert start(manager, whole)[1] == 29
+
+
+def test_tokens_are_the_same_from_partial_blocks_and_figures_tell_of_them(
+    make_engine, prompt_of
+):
+    prompt = prompt_of(59)
+    prompts = [prompt, prompt, prompt[:55], prompt[:53] + prompt_of(20, 1)]
+    driver = make_engine(max_num_seqs=1)
+    figures = []
+    for one in prompts:
+        request = driver.submit(one, max_tokens=30, return_perf_metrics=True)
+        driver.run()
+        alone = make_engine(enable_block_reuse=False)
+        expected = alone.submit(one, max_tokens=30)
+        alone.run()
+        assert driver.output(request) == alone.output(expected)
+        told = driver.extras[request, 0][-1]["figures"]
+        names = ("alloc_new", "alloc_total", "reused")
+        figures.append([told[f"kv_cache_{name}_blocks"] for name in names])
+
+    assert figures[:2] == [[4, 4, 0], [1, 1, 4]]
+    driver.check_idle()
