@@ -45,7 +45,7 @@ def add_arguments(parser: FlagSink) -> None:
         ("max-batch-size", "requests in one step (2048)"),
         ("max-input-len", "longest prompt (1024)"),
         ("max-num-tokens", "tokens in one step (8192)"),
-        ("max-beam-width", "beams of a request (1)"),
+        ("max-beam-width", "most beams of a request (1)"),
         ("tokens-per-block", "tokens of a KV cache block (32)"),
         ("max-lora-rank", "size of a LoRA adapter (64)"),
         ("max-output-len", "longest output, instead of --max-seq-len"),
@@ -55,7 +55,7 @@ def add_arguments(parser: FlagSink) -> None:
                         help="prompt and output together (the model's positions)")  # fmt: skip
     parser.add_argument("--build-config", type=Path, metavar="FILE", help="JSON file of limits")
     parser.add_argument("--dry-run", action="store_true", help="check, but write nothing")
-    parser.hide("max_output_len", "max_beam_width", "build_config")
+    parser.hide("max_output_len", "build_config")
     add_foreign_flags(parser, _FOREIGN)
 
 

@@ -135,10 +135,11 @@ def build_config(
             f"({max_batch_size}), so a full decode step would not fit. Raise the first or "
             "lower the second."
         )
-    if given.get("max_beam_width", 1) != 1:
+    max_beam_width = given.get("max_beam_width", BuildConfig().max_beam_width)
+    if not 1 <= max_beam_width <= max_batch_size:
         raise ConfigError(
-            f"--max-beam-width is {given['max_beam_width']} but beam search is not served. "
-            "It must be 1."
+            f"--max-beam-width is {max_beam_width} but must be from 1 to --max-batch-size "
+            f"({max_batch_size}): each beam takes the place of a request in a step."
         )
     tokens_per_block = args.tokens_per_block or _filed_tokens_per_block(filed)
     return BuildConfig(
@@ -146,6 +147,7 @@ def build_config(
         max_input_len=max_input_len,
         max_seq_len=max_seq_len,
         max_num_tokens=max_num_tokens,
+        max_beam_width=max_beam_width,
         max_lora_rank=given.get("max_lora_rank", BuildConfig().max_lora_rank),
         plugin_config={"tokens_per_block": tokens_per_block, **plugins},
     )

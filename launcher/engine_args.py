@@ -168,10 +168,29 @@ def _scheduler(
         policy=_choice(model, "batch_scheduler_policy", _POLICIES, "guaranteed_no_evict"),
         batching=_choice(model, "gpt_model_type", _BATCHING, "inflight_fused_batching"),
         enable_chunked_context=True if chunked is None else chunked,
+        max_beam_width=_max_beam_width(model, folder),
         max_queue_size=int(queue),
         expected_output_tokens=flags.expected_output_tokens,
         depth=steps_in_flight(model, flags.depth),
     )
+
+
+def _max_beam_width(model: RepositoryModel, folder: EngineFolder) -> int:
+    """That of config.pbtxt, or else the one that the folder was built for."""
+    built = folder.build.max_beam_width
+    width = model.parameters.get_int("max_beam_width") or built
+    if folder.kind is FolderKind.ENGINE and width > built:
+        raise ConfigError(
+            f"{model.config_path}: max_beam_width is {width} but {folder.path} was built for "
+            f"{built}. Lower it, or build again with --max-beam-width {width}."
+        )
+    mode = model.parameters.get_str("decoding_mode") or "auto"
+    if width > 1 and mode.startswith("top"):
+        raise ConfigError(
+            f"{model.config_path}: max_beam_width is {width} but decoding_mode is {mode}, "
+            "which has no beams. Leave decoding_mode unset, or set max_beam_width to 1."
+        )
+    return width
 
 
 def _choice(model: RepositoryModel, key: str, known: dict[str, str], default: str) -> str:

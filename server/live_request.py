@@ -10,6 +10,7 @@ from typing import Any
 from trimaran.comm.errors import RequestError
 from trimaran.comm.messages import FinishReason, Submit, pack_ids
 from trimaran.comm.sampling_params import SamplingParams
+from trimaran.server.beams import longest
 
 _DEFAULT_MAX_TOKENS = SamplingParams().max_tokens
 
@@ -58,6 +59,10 @@ class LiveRequest:
         self.submit = submit
         self.max_tokens: int = submit.sampling.get("max_tokens", _DEFAULT_MAX_TOKENS)
         self.output_ids: list[int] = []
+        """Empty of a beam search, whose output may still change."""
+        self.num_output_tokens = 0
+        """Of all beams together."""
+        self._beam_length = 0
         self.context_tokens = 0
         """Tokens that its group has to compute before the first new one."""
         self.num_deaths = 0
@@ -93,6 +98,9 @@ class LiveRequest:
         if ids:
             self._measure(len(ids))
             self.output_ids += ids
+            self.num_output_tokens += len(ids)
+        if "beams" in extras:
+            self._take_beams(extras["beams"])
         chunk = self._pending
         if chunk is None:
             self._pending = TokenChunk(ids, reason, extras)
@@ -144,6 +152,13 @@ class LiveRequest:
             return chunk
         assert self._error is not None
         raise self._error
+
+    def _take_beams(self, wire: dict[str, Any]) -> None:
+        self.num_output_tokens = sum(len(ids) // 4 for ids in wire["ids"])
+        length = longest(wire)
+        if length > self._beam_length:
+            self._measure(length - self._beam_length)
+            self._beam_length = length
 
     def _measure(self, num_tokens: int) -> None:
         now = time.monotonic()

@@ -287,11 +287,12 @@ class ModelEngines:
 
     def _ended(self, request: LiveRequest) -> None:
         """A request came to its end by itself; the next of its conversation begins with it."""
-        submit, num_output = request.submit, len(request.output_ids)
+        submit, num_output = request.submit, request.num_output_tokens
         self._metrics.observe_lengths(
             self.model, self.version, len(submit.prompt_ids) // 4, num_output
         )
-        self._router.finished(request.max_tokens, num_output)
+        # As many as its share of the limit, however many beams it has.
+        self._router.finished(request.max_tokens, min(num_output, request.max_tokens))
         group = self.groups[submit.group]
         if group.load.prefixes is not None:
             ids = submit.prompt_ids + pack_ids(request.output_ids)

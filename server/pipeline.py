@@ -222,6 +222,7 @@ def _wired(names: Mapping[Role, str], steps: Mapping[str, Step]) -> Steps:
         tokenizer=post.tokenizer,
         skip_special_tokens=post.skip_special_tokens,
         excludes_input=token.excludes_input,
+        normalises_log_probs=token.normalises_log_probs,
     )
 
 

@@ -11,6 +11,7 @@ import numpy.typing as npt
 from tritonclient.grpc.model_config_pb2 import ModelConfig
 
 from trimaran.comm.messages import FinishReason
+from trimaran.server.beams import Beams, padded
 from trimaran.server.datatypes import NUMPY_TYPES, from_config
 from trimaran.server.inference import Tensor
 from trimaran.server.live_request import TokenChunk
@@ -62,6 +63,9 @@ class Progress:
 
     logits_dtype: str = ""
     figures: dict[str, int] = field(default_factory=dict)
+    beams: Beams | None = None
+    """The last word on them, of a beam search."""
+
     finish_reason: str = ""
     """Why it ended, once it has."""
 
@@ -72,6 +76,9 @@ class Progress:
             self.finish_reason = _REASONS[chunk.finish_reason]
         if not chunk.extras:
             return
+        if "beams" in chunk.extras:
+            self.beams = Beams.from_wire(chunk.extras["beams"])
+            self.num_output = self.beams.num_tokens
         # Summed here, as an engine knows only what it sampled itself.
         new = chunk.extras.get("log_probs", ())
         self.cum_log_prob += sum(new)
@@ -81,6 +88,14 @@ class Progress:
         for name in _LOGITS:
             if name in chunk.extras:
                 self.logits.setdefault(name, []).extend(chunk.extras[name])
+
+    @property
+    def finish_reasons(self) -> list[str]:
+        """Why each beam ended; of a sequence without beams one."""
+        if self.beams is None:
+            return [self.finish_reason]
+        # Those that were growing ended with their request.
+        return [_REASONS.get(reason, self.finish_reason) for reason in self.beams.reasons]
 
     def take_log_probs(self) -> list[float]:
         """The log-probabilities since the last call."""
@@ -106,8 +121,14 @@ class SequenceOutputs:
         num_samples: int,
         num_sequences: int,
         config: ModelConfig,
+        *,
+        normalises_log_probs: bool = True,
     ) -> None:
-        """``config`` is that of the model that answers."""
+        """``config`` is that of the model that answers.
+
+        Of beams, ``cum_log_probs`` are divided as their scores are, or are plain sums.
+        """
+        self._normalises = normalises_log_probs
         self._is_streaming = flags.flag("streaming")
         self._has_batch_index = num_samples > 1
         self._has_sequence_index = num_sequences > 1
@@ -145,14 +166,11 @@ class SequenceOutputs:
             _scalar(name, "INT32", value) for name, value, is_wanted in chosen if is_wanted
         ]
         if self._has_log_probs:
-            total, each = [[progress.cum_log_prob]], [[progress.take_log_probs()]]
-            tensors += [
-                Tensor("cum_log_probs", "FP32", np.array(total, dtype=np.float32)),
-                Tensor("output_log_probs", "FP32", np.array(each, dtype=np.float32)),
-            ]
+            tensors += self._log_probs_tensors(progress)
         tensors += self._logits_tensors(progress)
         if self._has_reason and is_last:
-            data = object_array([progress.finish_reason.encode()], (1, 1))
+            reasons = progress.finish_reasons
+            data = object_array([reason.encode() for reason in reasons], (1, len(reasons)))
             tensors.append(Tensor("finish_reason", "BYTES", data))
         if self._has_figures and is_last:
             # No drafts were made, and none accepted.
@@ -161,6 +179,17 @@ class SequenceOutputs:
                 for name, datatype in _FIGURES
             ]
         return tensors
+
+    def _log_probs_tensors(self, progress: Progress) -> list[Tensor]:
+        total, each = [progress.cum_log_prob], [progress.take_log_probs()]
+        beams = progress.beams
+        if beams is not None:
+            total = beams.scores if self._normalises else beams.cum_log_probs
+            each = beams.log_probs
+        return [
+            Tensor("cum_log_probs", "FP32", np.array([total], dtype=np.float32)),
+            Tensor("output_log_probs", "FP32", padded(each, np.float32)),
+        ]
 
     def _logits_tensors(self, progress: Progress) -> Iterator[Tensor]:
         datatype = self._logits_type

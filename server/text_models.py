@@ -16,7 +16,7 @@ from trimaran.server.text_pipeline import (
     TensorMaps,
     TextPipeline,
 )
-from trimaran.server.token_model import check_transaction
+from trimaran.server.token_model import check_transaction, num_responses
 
 _SAME_NAMES = (
     "num_return_sequences", "exclude_input_in_output", "temperature", "repetition_penalty",
@@ -220,10 +220,4 @@ class BlsModel:
             raise RequestError("Accumulation of tokens is only implemented for beam width = 1")
         if self._accumulates and count > 1:
             raise RequestError("Expected batch size of 1")
-        num_sequences = first.scalar("num_return_sequences")
-        check_transaction(
-            self.is_decoupled,
-            count,
-            1 if num_sequences is None else num_sequences,
-            first.flag("stream"),
-        )
+        check_transaction(self.is_decoupled, count, num_responses(first), first.flag("stream"))

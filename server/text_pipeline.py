@@ -6,18 +6,20 @@ from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass
 
-import numpy as np
 from tritonclient.grpc.model_config_pb2 import ModelConfig
 
 from trimaran.comm.messages import FinishReason
 from trimaran.server.detokenizer import IncrementalDetokenizer
 from trimaran.server.inference import InferRequest, InferResponse, Model, Tensor
+from trimaran.server.live_request import TokenChunk
 from trimaran.server.postprocessing import LastIdsJob
 from trimaran.server.sample_inputs import SampleInputs, batch_size
 from trimaran.server.sequence_outputs import STOPPED, Progress, SequenceOutputs
 from trimaran.server.stop_text import StopText
+from trimaran.server.tensor_bytes import object_array
 from trimaran.server.text_answer import TextAnswer
 from trimaran.server.token_job import ChunkResponse, TokenJob
+from trimaran.server.token_model import num_responses
 from trimaran.server.tokenizer import Tokenizer
 
 
@@ -50,6 +52,9 @@ class Steps:
     skip_special_tokens: bool = True
     excludes_input: bool = False
     """Whether answers lack the prompt, unless a request says otherwise."""
+
+    normalises_log_probs: bool = True
+    """Whether a beam's log-probability is divided by its length, as its score is."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,9 +142,16 @@ class _Run:
         self._token_inputs = token_inputs
         flags = SampleInputs(token_inputs, 0, options.is_batched)
         num_samples = batch_size(request.inputs, maps.text, options.is_batched)
-        num_sequences = flags.scalar("num_return_sequences") or 1
+        self._has_beams = (flags.scalar("beam_width") or 1) > 1
+        num_sequences = num_responses(flags) or 1
         self._num_open = num_samples * num_sequences
-        self._outputs = SequenceOutputs(flags, num_samples, num_sequences, options.config)
+        self._outputs = SequenceOutputs(
+            flags,
+            num_samples,
+            num_sequences,
+            options.config,
+            normalises_log_probs=steps.normalises_log_probs,
+        )
         self._is_streaming = flags.flag("streaming")
         excludes = flags.scalar("exclude_input_in_output")
         self._excludes_input = steps.excludes_input if excludes is None else bool(excludes)
@@ -153,7 +165,8 @@ class _Run:
     @property
     def is_incremental(self) -> bool:
         """Whether ids are wanted as they come: for the client, or to find a stop word."""
-        return self._is_streaming or any(self._stop_words)
+        # A stop word ends one beam, not the search.
+        return self._is_streaming or (any(self._stop_words) and not self._has_beams)
 
     async def take(self, response: ChunkResponse) -> InferResponse | None:
         """The text response that this chunk makes, if it makes one."""
@@ -164,6 +177,8 @@ class _Run:
         if answer.stop.is_matched:
             return None
         answer.progress.add(chunk)
+        if answer.progress.beams is not None:
+            return await self._take_beams(place, answer, chunk)
         delta = "" if chunk.is_last else answer.push(chunk.token_ids)
         if chunk.is_last or answer.stop.is_matched:
             self._num_open -= 1
@@ -174,11 +189,30 @@ class _Run:
             response.end_sequence()
             if self._is_streaming and chunk.finish_reason is FinishReason.CANCELLED:
                 # A stopped stream ends with the flag alone.
-                return self._response(place, answer, delta, is_last=True) if delta else None
-            return self._response(place, answer, delta, is_last=True)
+                return self._one(place, answer, delta, is_last=True) if delta else None
+            return self._one(place, answer, delta, is_last=True)
         if self._is_streaming and delta:
-            return self._response(place, answer, delta)
+            return self._one(place, answer, delta)
         return None
+
+    async def _take_beams(
+        self, place: tuple[int, int], answer: TextAnswer, chunk: TokenChunk
+    ) -> InferResponse | None:
+        """The texts of all beams, whole each time, for they may change."""
+        self._num_open -= chunk.is_last
+        is_stopped = chunk.finish_reason is FinishReason.CANCELLED
+        if (is_stopped and self._is_streaming) or not (chunk.is_last or self._is_streaming):
+            return None
+        beams = answer.progress.beams
+        assert beams is not None
+        texts = []
+        for ids in beams.token_ids:
+            one = self._new_answer(place[0])
+            if chunk.is_last:
+                texts.append(await self._last(one, ids))
+            else:
+                texts.append(one.push(ids))
+        return self._response(place, answer, texts, is_last=chunk.is_last)
 
     async def _last(self, answer: TextAnswer, ids: list[int]) -> str:
         job = LastIdsJob(
@@ -203,17 +237,27 @@ class _Run:
         stop = StopText(self._stop_words[sample])
         return TextAnswer(detokenizer, stop, Progress(len(ids)))
 
-    def _response(
+    def _one(
         self, place: tuple[int, int], answer: TextAnswer, delta: str, *, is_last: bool = False
     ) -> InferResponse:
-        text = delta
-        if not self._is_streaming:
+        """The response of a sequence without beams: what is new, or all that there is."""
+        is_delta = self._is_streaming and not self._options.accumulates
+        texts = [delta if is_delta else answer.text]
+        return self._response(place, answer, texts, is_last=is_last)
+
+    def _response(
+        self,
+        place: tuple[int, int],
+        answer: TextAnswer,
+        texts: list[str],
+        *,
+        is_last: bool = False,
+    ) -> InferResponse:
+        """``texts`` are of all beams, without the prompt."""
+        if not self._is_streaming and not self._excludes_input:
             prompt = self._sample(place[0]).texts(self._maps.text)[0]
-            text = answer.text if self._excludes_input else prompt + answer.text
-        elif self._options.accumulates:
-            text = answer.text
-        data = np.empty((1, 1), dtype=object)
-        data[0, 0] = text.encode()
+            texts = [prompt + text for text in texts]
+        data = object_array([text.encode() for text in texts], (1, len(texts)))
         outputs = [Tensor("OUTPUT", "BYTES", data)]
         outputs += self._outputs.tensors(*place, answer.progress, is_last=is_last)
         return InferResponse(

@@ -10,6 +10,7 @@ import numpy as np
 
 from trimaran.comm.errors import RequestError
 from trimaran.comm.messages import FinishReason
+from trimaran.server.beams import padded
 from trimaran.server.inference import InferRequest, InferResponse, Model, Tensor
 from trimaran.server.live_request import TokenChunk
 from trimaran.server.sample_inputs import SampleInputs
@@ -69,6 +70,7 @@ class TensorAnswers:
         num_sequences: int,
         *,
         excludes_input: bool,
+        normalises_log_probs: bool = True,
     ) -> None:
         """Prepare.
 
@@ -87,7 +89,13 @@ class TensorAnswers:
         self._is_batched = model.config.max_batch_size > 0
         flags = SampleInputs(request.inputs, 0, self._is_batched)
         self.is_streaming = flags.flag("streaming")
-        self._outputs = SequenceOutputs(flags, len(samples), num_sequences, model.config)
+        self._outputs = SequenceOutputs(
+            flags,
+            len(samples),
+            num_sequences,
+            model.config,
+            normalises_log_probs=normalises_log_probs,
+        )
         self._ids: dict[tuple[int, int], list[int]] = {}
         self._progress: dict[tuple[int, int], Progress] = {}
 
@@ -109,9 +117,15 @@ class TensorAnswers:
             if not chunk.is_last:
                 return None
             ids = so_far if self._excludes_input else prompt + so_far
+        rows = [ids]
+        if progress.beams is not None:
+            # In a stream too they are told whole, for they may change.
+            has_prompt = not self.is_streaming and not self._excludes_input
+            rows = [(prompt if has_prompt else []) + beam for beam in progress.beams.token_ids]
+        lengths = [[len(row) for row in rows]]
         outputs = [
-            Tensor("output_ids", "INT32", np.array([[ids]], dtype=np.int32)),
-            Tensor("sequence_length", "INT32", np.array([[len(ids)]], dtype=np.int32)),
+            Tensor("output_ids", "INT32", padded(rows, np.int32)),
+            Tensor("sequence_length", "INT32", np.array(lengths, dtype=np.int32)),
             *self._outputs.tensors(sample, sequence, progress, is_last=chunk.is_last),
         ]
         return self._response(outputs, is_end)

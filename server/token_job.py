@@ -90,7 +90,9 @@ class TokenStream:
         try:
             for index, sample in enumerate(samples):
                 for sequence in range(num_sequences):
-                    sampling = replace(sample.sampling, num_return_sequences=1)
+                    sampling = sample.sampling
+                    if sampling.beam_width == 1:
+                        sampling = replace(sampling, num_return_sequences=1)
                     live = self._engines.submit(
                         prompt_ids=pack_ids(sample.prompt_ids),
                         sequence_index=sequence,
@@ -164,5 +166,5 @@ class TokenStream:
 
     def _expire(self) -> None:
         for live in self._live.values():
-            if not live.output_ids:
+            if not live.num_output_tokens:
                 live.reject(RequestError("Request timeout expired", ErrorKind.UNAVAILABLE))

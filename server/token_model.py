@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
+from dataclasses import replace
 
 from tritonclient.grpc.model_config_pb2 import ModelConfig
 
 from trimaran.comm.errors import RequestError
+from trimaran.comm.sampling_params import SamplingParams
 from trimaran.server.adapter_inputs import add_digests, read_adapter
 from trimaran.server.cache_inputs import read_retention, salted
 from trimaran.server.gathering import Gathering
@@ -41,6 +43,9 @@ class TokenModel:
         self._is_batched = model.config.max_batch_size > 0
         self.excludes_input = model.parameters.get_bool("exclude_input_in_output") or False
         """Whether answers lack the prompt, unless a request says otherwise."""
+        normalises = model.parameters.get_bool("normalize_log_probs")
+        self.normalises_log_probs = True if normalises is None else normalises
+        """Whether a beam's log-probability is divided by its length, as its score is."""
         self._policy = QueuePolicy(model.config)
         self._gathering = Gathering(model.config)
         self._logits_dtype = LOGITS_DTYPES[logits_type(model.config)]
@@ -65,8 +70,7 @@ class TokenModel:
                 )
             return
         samples = self._samples(request)
-        num_sequences = first.scalar("num_return_sequences")
-        num_sequences = 1 if num_sequences is None else num_sequences
+        num_sequences = num_responses(first)
         is_streaming = first.flag("streaming")
         check_transaction(self.is_decoupled, len(samples), num_sequences, is_streaming)
         await add_digests([sample.adapter for sample in samples])
@@ -103,6 +107,7 @@ class TokenModel:
             samples,
             num_sequences,
             excludes_input=self.excludes_input if excludes is None else bool(excludes),
+            normalises_log_probs=self.normalises_log_probs,
         )
         return answers, answers.is_streaming
 
@@ -129,10 +134,11 @@ class TokenModel:
         facts = self._engines.facts()
         vocab_size = int(facts["vocab_size"])
         count = batch_size(request.inputs, "input_ids", self._is_batched)
-        samples = []
+        samples: list[Sample] = []
         for index in range(count):
             inputs = SampleInputs(request.inputs, index, self._is_batched)
             sampling = read_sampling(inputs, vocab_size, self._logits_dtype)
+            sampling = _with_beams(sampling, inputs, samples)
             sampling.validate(vocab_size)
             table = read_table(inputs, request.inputs.get("prompt_embedding_table"))
             prompt = _prompt(inputs, facts, 0 if table is None else table["shape"][0])
@@ -142,6 +148,30 @@ class TokenModel:
             retention = read_retention(inputs)
             samples.append(Sample(prompt, sampling, table, key, retention, *adapter))
         return samples
+
+
+def num_responses(inputs: SampleInputs) -> int:
+    """Sequences of one sample that have responses of their own; beams share theirs."""
+    count = inputs.scalar("num_return_sequences")
+    if count is None or (count > 0 and (inputs.scalar("beam_width") or 1) > 1):
+        return 1
+    return int(count)
+
+
+def _with_beams(
+    sampling: SamplingParams, inputs: SampleInputs, before: list[Sample]
+) -> SamplingParams:
+    """With as many beams returned as are asked for: all, unless it says fewer."""
+    width = sampling.beam_width
+    if before and before[0].sampling.beam_width != width:
+        raise RequestError(
+            f"beam_width is {width} in one sample and {before[0].sampling.beam_width} in "
+            "another of the same request. Give all the same, or send two requests."
+        )
+    if width < 2:
+        return sampling
+    count = inputs.scalar("num_return_sequences")
+    return replace(sampling, num_return_sequences=width if count is None else int(count))
 
 
 def check_transaction(

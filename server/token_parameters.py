@@ -25,7 +25,7 @@ TOKEN_PARAMETERS: dict[str, Known] = {
     "recv_poll_period_ms": accepted("int", "nothing polls"),
     "iter_stats_max_iterations": accepted("int", "the metrics hold the last iteration"),
     "request_stats_max_iterations": accepted("int", "the metrics hold the last iteration"),
-    "normalize_log_probs": accepted("bool", "log-probabilities are not length-normalised"),
+    "normalize_log_probs": served("bool"),
     "gpu_device_ids": served("str"),
     "participant_ids": served("str"),
     "num_nodes": served("int", low=1),
@@ -57,10 +57,10 @@ TOKEN_PARAMETERS: dict[str, Known] = {
     "lora_cache_gpu_memory_fraction": served("float", low=0, high=1),
     "lora_cache_host_memory_bytes": served("int", low=0),
     "lora_prefetch_dir": served("str"),
-    "max_beam_width": refused("int", "beam search is not served by this version", "1"),
+    "max_beam_width": served("int", low=1),
     "decoding_mode": refused(
-        "str", "it asks for beam search or drafts, which are not served",
-        "auto", "top_k", "top_p", "top_k_top_p",
+        "str", "it asks for drafts, which are not served",
+        "auto", "top_k", "top_p", "top_k_top_p", "beam_search",
         allowed=(
             "auto", "top_k", "top_p", "top_k_top_p", "beam_search", "medusa", "redrafter",
             "lookahead", "eagle",

@@ -70,7 +70,7 @@ def demo_engine(build_engine: Callable[..., Path]) -> Callable[[int], Path]:
     def engine(world_size: int) -> Path:
         return build_engine(
             DEMO_MODEL, "--tp-size", str(world_size), "--max-batch-size", "256",
-            "--max-num-tokens", "1024", "--max-input-len", "896",
+            "--max-num-tokens", "1024", "--max-input-len", "896", "--max-beam-width", "4",
         )  # fmt: skip
 
     return engine

@@ -104,6 +104,21 @@ def test_log_probs_add_up_and_do_not_depend_on_streaming(decoupled_server):
     assert streamed == pytest.approx(each, abs=0.05)
 
 
+@pytest.mark.parametrize("model", ["ensemble", "tensorrt_llm_bls"])
+def test_beams_are_at_least_as_likely_as_the_likeliest_word_each_time(decoupled_server, model):
+    body = {**GREEDY, "return_log_probs": True}
+    greedy = _reply(decoupled_server, body, model)
+    beams = {**body, "beam_width": 4}
+    reply = _reply(decoupled_server, beams, model)
+    assert len(set(reply["text_output"])) == 4
+    assert reply["cum_log_probs"] == sorted(reply["cum_log_probs"], reverse=True)
+    assert reply["cum_log_probs"][0] > greedy["cum_log_probs"] - 0.05
+    last = _events(decoupled_server, beams, model)[-1]
+    assert last["text_output"] == reply["text_output"]
+    fewer = _reply(decoupled_server, {**beams, "num_return_sequences": 2}, model)
+    assert fewer["text_output"] == reply["text_output"][:2]
+
+
 def test_a_repetition_penalty_changes_a_text_that_repeats(decoupled_server):
     body = {**GREEDY, "max_tokens": 150}
     words = _text(decoupled_server, body).split()
@@ -114,8 +129,7 @@ def test_a_repetition_penalty_changes_a_text_that_repeats(decoupled_server):
 @pytest.mark.parametrize(
     ("option", "text"),
     [
-        ({"return_context_logits": True}, "'return_context_logits' (value True) is not served"),
-        ({"beam_width": 3}, "'beam_width' (value 3) is not served"),
+        ({"beam_width": 5}, "beam_width is 5 but this engine serves at most 4"),
         ({"lora_task_id": 5}, "LoRA task 5 not found in cache. Please send LoRA weights with"),
         ({"lora_name": "french"}, "no LoRA adapter is named 'french'; known names: none"),
         ({"temperature": -1.0}, "'temperature' is -1.0 but must be a finite number >= 0"),

@@ -114,6 +114,28 @@ def test_keys_of_the_cache_and_of_old_configurations_reach_the_engine(tmp_path):
     assert EngineConfig.from_wire(engine.to_wire()) == engine
 
 
+def test_a_beam_width_reaches_the_engine_and_goes_with_its_decoding_mode(tmp_path):
+    path = str(write_checkpoint(tmp_path / "hf"))
+    keys = {"gpt_model_path": path, "max_beam_width": "4"}
+    write_model(tmp_path / "a" / "m", **keys, decoding_mode="beam_search")
+    assert resolve(tmp_path / "a").groups[0].engine.scheduler.max_beam_width == 4
+    write_model(tmp_path / "b" / "m", **keys, decoding_mode="top_k")
+    with pytest.raises(ConfigError, match="max_beam_width is 4 but decoding_mode is top_k"):
+        resolve(tmp_path / "b")
+
+
+def test_a_beam_width_is_that_of_the_engine_or_smaller(tmp_path):
+    path = str(write_engine(tmp_path / "engine", 1, max_beam_width=3))
+    for name, value, width in (("a", "${max_beam_width}", 3), ("b", "2", 2)):
+        write_model(tmp_path / name / "m", gpt_model_path=path, max_beam_width=value)
+        assert resolve(tmp_path / name).groups[0].engine.scheduler.max_beam_width == width
+    write_model(tmp_path / "c" / "m", gpt_model_path=path, max_beam_width="4")
+    with pytest.raises(
+        ConfigError, match="is 4 but .*engine was built for 3.* --max-beam-width 4"
+    ):
+        resolve(tmp_path / "c")
+
+
 def test_keys_of_adapters_reach_the_engine(tmp_path):
     (tmp_path / "adapters").mkdir()
     write_model(

@@ -218,7 +218,7 @@ async def test_log_probs_are_those_of_the_responses_ids(serve, streaming):
         ({"runtime_top_p_decay": 1.0, "runtime_top_p_reset_ids": -1}, {}),
         ({"return_log_probs": False, "return_perf_metrics": False}, {}),
         ({"len_penalty": 2.0}, {"length_penalty": 2.0}),
-        ({"beam_width": 2}, {"beam_width": 2}),
+        ({"beam_width": 2}, {"beam_width": 2, "num_return_sequences": 2}),
         (
             {"stop_words_list": np.array([[[5, 6, 9], [2, 3, -1]]], np.int32)},
             {"stop_words": ((5, 6), (9,))},

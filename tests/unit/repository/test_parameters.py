@@ -49,8 +49,8 @@ def test_integers_are_plain_decimal(tmp_path, text):
         ("max_tokens_in_paged_kv_cache", "0", "is 0 but must be at least 1"),
         ("kv_cache_free_gpu_mem_fraction", "most", "'most' but must be a number"),
         ("enable_chunked_context", "maybe", "'maybe' but must be True or False"),
-        ("max_beam_width", "4", "'4', but beam search is not served"),
-        ("decoding_mode", "medusa", "'medusa', but it asks for beam search or drafts"),
+        ("max_beam_width", "0", "is 0 but must be at least 1"),
+        ("decoding_mode", "medusa", "'medusa', but it asks for drafts"),
         ("decoding_mode", "topk", "'topk' but must be one of auto, top_k"),
         ("encoder_engine_dir", "/e", "'/e', but encoder-decoder models are not served"),
         ("lora_cache_max_adapter_size", "0", "is 0 but must be at least 1"),
@@ -71,7 +71,7 @@ def test_a_value_that_cannot_be_served_is_refused_by_file_key_and_value(
 
 @pytest.mark.parametrize(
     "values",
-    [{"max_beam_width": "1"}, {"decoding_mode": "top_k_top_p"}, {"sink_token_length": "0"},
+    [{"max_beam_width": "4"}, {"decoding_mode": "beam_search"}, {"sink_token_length": "0"},
      {"kv_cache_host_memory_bytes": "0"}, {"num_nodes": "1"}, {"batching_strategy": "V1"},
      {"speculative_decoding_fast_logits": "False"}, {"gpu_weights_percent": "1.0"}],
 )  # fmt: skip

@@ -1,0 +1,155 @@
+"""Beams at the token model and in the text models: whole outputs, best first."""
+
+from __future__ import annotations
+
+import asyncio
+from array import array
+from contextlib import aclosing, asynccontextmanager
+
+import numpy as np
+import pytest
+
+from trimaran.comm.errors import RequestError
+from trimaran.comm.messages import FinishReason, StepOutput
+from trimaran.comm.sampling_params import SamplingParams
+
+PROMPT = {"input_ids": [7, 8, 9], "input_lengths": 3, "request_output_len": 5}
+
+
+def beams(*outputs, reasons=(), scores=None):
+    """What an engine says of beams with these ids."""
+    return {
+        "beams": {
+            "ids": [array("i", ids).tobytes() for ids in outputs],
+            "cum_log_probs": [-2.0 - place for place in range(len(outputs))],
+            "scores": scores or [-1.0 - place for place in range(len(outputs))],
+            "reasons": [int(reason) for reason in reasons or [0] * len(outputs)],
+            "log_probs": [[-0.5] * len(ids) for ids in outputs],
+        }
+    }
+
+
+@asynccontextmanager
+async def searching(serve, model, steps, **options):
+    """The responses to a request whose engine says these ``steps``, and its submit."""
+    values = options.pop("values", {})
+    async with serve(**values) as served:
+        engine = await served.dial(lambda submit: [0])
+        engine.gate.clear()
+        steps = steps(served) if callable(steps) else steps
+        async with aclosing(served.stream(model, **options)) as stream:
+            found = asyncio.ensure_future(_collect(stream))
+            await engine.until(lambda: engine.submits or found.done())
+            for number, extras in enumerate(steps):
+                engine.send(
+                    _said(engine.submits[0].request_id, extras, number == len(steps) - 1)
+                )
+                await asyncio.sleep(0.02)
+            yield await found, engine, served
+
+
+async def _collect(stream):
+    return [response async for response in stream]
+
+
+def _said(request_id, extras, is_last):
+    return StepOutput(
+        step=1,
+        request_ids=array("Q", [request_id]).tobytes(),
+        sequence_indices=array("H", [0]).tobytes(),
+        num_tokens=array("H", [0]).tobytes(),
+        finish_reasons=bytes([FinishReason.LENGTH if is_last else 0]),
+        token_ids=b"",
+        extras={0: extras},
+    )
+
+
+def tensors(response):
+    return {tensor.name: tensor.data.tolist() for tensor in response.outputs}
+
+
+ENDS = (FinishReason.END_ID, FinishReason.LENGTH)
+STEPS = [beams([20], [21]), beams([21, 22, 23], [20, 24], reasons=ENDS)]
+
+
+async def test_beams_are_rows_of_one_response(serve):
+    async with searching(
+        serve, "tensorrt_llm", STEPS, **PROMPT, beam_width=2, return_log_probs=True,
+        return_finish_reason=True, return_num_output_tokens=True,
+    ) as (responses, engine, served):  # fmt: skip
+        (response,) = responses
+        found = tensors(response)
+        assert found["output_ids"] == [[[7, 8, 9, 21, 22, 23], [7, 8, 9, 20, 24, -1]]]
+        assert found["sequence_length"] == [[6, 5]]
+        assert found["cum_log_probs"] == [[-1.0, -2.0]]
+        assert found["output_log_probs"] == [[[-0.5, -0.5, -0.5], [-0.5, -0.5, -1.0]]]
+        assert found["finish_reason"] == [[b"stop", b"length"]]
+        assert found["num_output_tokens"] == [[5]]
+        assert "sequence_index" not in found
+        assert response.is_final
+        sampling = SamplingParams.from_wire(engine.submits[0].sampling)
+        assert (sampling.beam_width, sampling.num_return_sequences) == (2, 2)
+        text = served.metrics.render().decode()
+        assert 'response_metric_type="total_output_tokens"' in text
+
+
+async def test_log_probabilities_may_stay_sums(serve):
+    async with searching(
+        serve, "tensorrt_llm", STEPS, values={"normalize_log_probs": "false"}, **PROMPT,
+        beam_width=2, return_log_probs=True,
+    ) as (responses, *_):  # fmt: skip
+        assert tensors(responses[0])["cum_log_probs"] == [[-2.0, -3.0]]
+
+
+async def test_a_stream_has_whole_beams_in_every_response(serve):
+    async with searching(
+        serve, "tensorrt_llm", STEPS, **PROMPT, beam_width=2, streaming=True
+    ) as (responses, *_):
+        assert [tensors(r)["output_ids"] for r in responses] == [
+            [[[20], [21]]],
+            [[[21, 22, 23], [20, 24, -1]]],
+        ]
+        assert [r.is_final for r in responses] == [False, True]
+
+
+async def test_fewer_beams_than_were_searched_may_be_returned(serve):
+    async with searching(
+        serve, "tensorrt_llm", STEPS, **PROMPT, beam_width=4, num_return_sequences=2
+    ) as (_, engine, _):
+        assert len(engine.submits) == 1
+        assert engine.submits[0].sampling["num_return_sequences"] == 2
+
+
+@pytest.mark.parametrize("model", ["ensemble", "tensorrt_llm_bls"])
+@pytest.mark.parametrize("is_streaming", [False, True])
+async def test_each_beam_has_its_text(serve, model, is_streaming):
+    def steps(served):
+        encode = served.tokenizer.encode_now
+        ids = [encode(" red wine", False), encode(" blue cheese", False)]
+        return [beams(ids[1][:1], ids[0][:1]), beams(*ids)]
+
+    async with searching(
+        serve, model, steps, text_input="Some", max_tokens=9, beam_width=2,
+        stream=is_streaming, stop_words=["lue"], return_log_probs=True,
+    ) as (responses, *_):  # fmt: skip
+        last = tensors(responses[-1])
+        start = b"" if is_streaming else b"Some"
+        assert last["text_output"] == [[start + b" red wine", start + b" blue"]]
+        assert last["cum_log_probs"] == [[-1.0, -2.0]]
+        assert len(responses) == 1 + is_streaming
+        assert responses[-1].is_final
+
+
+async def test_a_batch_has_one_beam_width(serve):
+    async with serve() as served:
+        await served.dial(lambda submit: [0])
+        with pytest.raises(
+            RequestError, match="beam_width is 3 in one sample and 2 in another"
+        ):
+            await served.infer(
+                "tensorrt_llm",
+                input_ids=np.array([[1], [2]], np.int32),
+                input_lengths=np.array([[1], [1]], np.int32),
+                request_output_len=np.array([[4], [4]], np.int32),
+                beam_width=np.array([[2], [3]], np.int32),
+            )
