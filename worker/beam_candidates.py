@@ -44,6 +44,8 @@ def beam_candidates(logits_NV: Tensor, batch: SamplingBatch) -> BeamCandidates:
     if len(entries) < len(batch.rows):
         logits = logits_NV.index_select(0, batch.index(entries))
     temperature = batch.state.float_params[rows, TEMPERATURE, None]
+    # Nothing is drawn: 0, which asks for that, changes nothing here.
+    temperature = np.where(temperature > 0, temperature, np.float32(1))
     if (temperature != 1).any():
         logits = logits.float() / to_device(temperature, logits_NV.device)
     log_probs = torch.log_softmax(logits, dim=-1, dtype=torch.float32)

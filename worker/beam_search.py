@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from heapq import nlargest
 from operator import attrgetter, itemgetter
 from typing import Any
@@ -123,7 +123,7 @@ class BeamSearch:
             parents.append(parent)
         if not ranked:
             # Everything is masked: nothing can be added to what there is.
-            ended = before
+            ended = [replace(old, reason=FinishReason.END_ID) for old in before]
         self.live = live
         self.finished = sorted([*self.finished, *ended], key=_SCORE, reverse=True)[:width]
         self.is_over = not live or self._is_settled()

@@ -197,6 +197,19 @@ def test_logits_of_beams_are_those_that_their_ids_were_chosen_from(
         assert extras["beams"]["num_logits"] == [1] * len(extras["beams"]["ids"])
 
 
+def test_a_search_without_temperature_or_without_ids_left_comes_to_an_end(make, prompt_of):
+    driver = make()
+    plain = submit(driver, prompt_of(PROMPT), 3)
+    cold = submit(driver, prompt_of(PROMPT), 3, temperature=0.0)
+    bias = np.full(150, -np.inf, "<f4").tobytes()
+    nothing = submit(driver, prompt_of(PROMPT), 3, embedding_bias=bias)
+    driver.run()
+
+    assert beams_of(driver, cold)[0] == beams_of(driver, plain)[0]
+    assert driver.reasons[nothing, 0] is FinishReason.END_ID
+    driver.check_idle()
+
+
 def test_a_beam_is_told_whole_at_every_step_of_a_stream(make, prompt_of):
     driver = make()
     request = submit(driver, prompt_of(PROMPT), 3, streaming=True, return_log_probs=True)
