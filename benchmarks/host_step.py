@@ -19,6 +19,8 @@ from trimaran.worker.scheduler import Scheduler
 from trimaran.worker.step_plan import ScheduledStep
 
 VOCAB_SIZE = 128_256
+HIDDEN_SIZE = 4096
+HIDDEN_SIZE = 4096
 BLOCK_SIZE = 32
 PARTS = ("schedule", "update", "emit")
 
@@ -44,7 +46,9 @@ def submit_all(scheduler: Scheduler, num_rows: int, prompt: int, output: int) ->
         message = Submit(
             request_id=number, model="m", prompt_ids=pack_ids(ids), sampling=sampling
         )
-        request = request_from(number % 2, message, number, scheduler.config, VOCAB_SIZE)
+        request = request_from(
+            number % 2, message, number, scheduler.config, VOCAB_SIZE, HIDDEN_SIZE
+        )
         scheduler.check(request)
         scheduler.add(request)
 
