@@ -161,6 +161,9 @@ class CpuOps:
             tokens, heads, head_size, x.stride(0),
         )  # fmt: skip
 
+    def rotated_attention(self, *_arguments: object) -> None:
+        """Rotation is an operator of its own."""
+
     def rope_and_cache(
         self,
         heads: Tensor,

@@ -26,6 +26,7 @@ _SHARED_BYTES = {64: 109_248, 128: 113_184}
 DTYPES = (torch.float16, torch.bfloat16)
 _BLOCKS = (8, 16, 32, 64)
 _MAX_GROUP = 8
+_MAX_ROTATED_GROUP = 4
 
 
 class _Arguments(ctypes.Structure):
@@ -38,6 +39,8 @@ class _Arguments(ctypes.Structure):
         ("table_stride", ctypes.c_longlong), ("scale_log2", ctypes.c_float),
         ("group", ctypes.c_int), ("kv_heads", ctypes.c_int), ("block_shift", ctypes.c_int),
         ("has_old_plan", ctypes.c_int), ("halves_per_block", ctypes.c_int),
+        ("angles", ctypes.c_void_p), ("cache", ctypes.c_void_p),
+        ("cache_strides", ctypes.c_longlong * 4),
     )  # fmt: skip
 
 
@@ -67,6 +70,14 @@ def refusal(query_SNH: Tensor, kv_cache: Tensor, spec: AttentionSpec) -> str | N
     return None
 
 
+def rotates(query_SNH: Tensor, kv_cache: Tensor, cos_sin_PH: Tensor) -> bool:
+    """Whether `decode` takes such angles beside what `refusal` does not refuse."""
+    _, num_heads, head_size = query_SNH.shape
+    is_whole = cos_sin_PH.shape[1] == head_size and cos_sin_PH.dtype == torch.float32
+    is_dense = cos_sin_PH.is_contiguous() and cos_sin_PH.data_ptr() % 16 == 0
+    return is_whole and is_dense and num_heads <= _MAX_ROTATED_GROUP * kv_cache.shape[3]
+
+
 def decode(
     query_SNH: Tensor,
     kv_cache: Tensor,
@@ -75,6 +86,7 @@ def decode(
     output_SNH: Tensor,
     *,
     is_fixed: bool = False,
+    cos_sin_PH: Tensor | None = None,
 ) -> None:
     """Attention of the first S sequences of a step, one query each, into ``output``.
 
@@ -82,6 +94,11 @@ def decode(
     ``is_fixed`` a sequence's result does not depend on the others. The number of sequences
     alone decides what is launched: safe under CUDA graph capture, and a replay may have any
     lengths that fit the block table.
+
+    With ``cos_sin``, which `rotates` must allow, queries are followed in memory by the K
+    keys and the K values of the same token, which is the last of its sequence: queries and
+    keys are rotated as `reference.rope_and_cache` rotates whole heads by their halves, on the
+    way, and keys and values go to their slots.
     """
     num_sequences, num_heads, head_size = query_SNH.shape
     num_kv_heads = kv_cache.shape[3]
@@ -105,6 +122,8 @@ def decode(
         output_SNH.stride(0), tables.stride(0), spec.scale * math.log2(math.e),
         num_heads // num_kv_heads, num_kv_heads, kv_cache.shape[2].bit_length() - 1,
         has_old_plan, kv_cache.stride(0) // kv_cache.stride(1),
+        None if cos_sin_PH is None else cos_sin_PH.data_ptr(), kv_cache.data_ptr(),
+        kv_cache.stride()[:4],
     )  # fmt: skip
     kernel = _kernel(device, query_SNH.dtype, head_size)
     stream = torch.cuda.current_stream(device).cuda_stream

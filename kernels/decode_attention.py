@@ -36,12 +36,30 @@ class DecodeAttention(Protocol):
         is_fixed: bool = False,
     ) -> None: ...
 
+    def rotated(
+        self,
+        heads_SAH: Tensor,
+        cos_sin_PR: Tensor,
+        kv_cache: Tensor,
+        metadata: AttentionMetadata,
+        spec: AttentionSpec,
+        *,
+        is_fixed: bool = False,
+    ) -> Tensor | None:
+        """`reference.rope_and_cache`, by the halves of heads, and then the attention of a
+        step of decodes alone, [S, N, H]; None, and nothing done, where that is not one
+        kernel here."""
+        ...
+
 
 class TritonDecodes:
     """Any attention on any GPU."""
 
     backend = "triton"
     __call__ = staticmethod(triton_attention_decode.decode)
+
+    def rotated(self, *_arguments: object, is_fixed: bool = False) -> None:
+        """Rotation is a kernel of its own."""
 
 
 class HopperDecodes:
@@ -78,6 +96,29 @@ class HopperDecodes:
             self._refused.add(refusal)
             logger.info("attention of decodes with %s is Triton's", refusal)
         serve(query_SNH, kv_cache, metadata, spec, output_SNH, is_fixed=is_fixed)
+
+    def rotated(
+        self,
+        heads_SAH: Tensor,
+        cos_sin_PR: Tensor,
+        kv_cache: Tensor,
+        metadata: AttentionMetadata,
+        spec: AttentionSpec,
+        *,
+        is_fixed: bool = False,
+    ) -> Tensor | None:
+        """Rotate, store and attend in one kernel, which spares a launch a layer."""
+        query_SNH = heads_SAH[:, : -2 * kv_cache.shape[3]]
+        if not cuda_decode.rotates(query_SNH, kv_cache, cos_sin_PR):
+            return None
+        if cuda_decode.refusal(query_SNH, kv_cache, spec) is not None:
+            return None
+        output_SNH = torch.empty_like(query_SNH, memory_format=torch.contiguous_format)
+        cuda_decode.decode(
+            query_SNH, kv_cache, metadata, spec, output_SNH, is_fixed=is_fixed,
+            cos_sin_PH=cos_sin_PR,
+        )  # fmt: skip
+        return output_SNH
 
 
 def select_decode_attention(device: torch.device, dtype: torch.dtype) -> DecodeAttention:

@@ -73,6 +73,20 @@ class Ops(Protocol):
 
     def write_kv(self, key: Tensor, value: Tensor, kv_cache: Tensor, slots: Tensor) -> None: ...
 
+    def rotated_attention(
+        self,
+        heads: Tensor,
+        cos_sin: Tensor,
+        kv_cache: Tensor,
+        metadata: AttentionMetadata,
+        spec: AttentionSpec,
+        is_neox: bool = True,
+    ) -> Tensor | None:
+        """`rope_and_cache` at the places that ``metadata`` says, and then `paged_attention`
+        of the queries among ``heads``; None, and nothing done, where that is not one
+        operator here."""
+        ...
+
     def paged_attention(
         self,
         query: Tensor,

@@ -94,6 +94,22 @@ class TritonOps(TorchOps):
         """Add ``x`` into ``residual``, which becomes the sum, and normalise it."""
         return triton_norm.layer_norm(x, weight, bias, eps, residual)
 
+    def rotated_attention(
+        self,
+        heads: Tensor,
+        cos_sin: Tensor,
+        kv_cache: Tensor,
+        metadata: AttentionMetadata,
+        spec: AttentionSpec,
+        is_neox: bool = True,
+    ) -> Tensor | None:
+        """Rotation and attention in one kernel, for a step of decodes alone."""
+        if not is_neox or metadata.num_decodes < metadata.seq_lens.shape[0]:
+            return None
+        return self._decodes.rotated(
+            heads, cos_sin, kv_cache, metadata, spec, is_fixed=self.is_deterministic
+        )
+
     def paged_attention(
         self, query: Tensor, kv_cache: Tensor, metadata: AttentionMetadata, spec: AttentionSpec
     ) -> Tensor:

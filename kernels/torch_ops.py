@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from torch import Tensor
+
 from trimaran.kernels import reference
+from trimaran.kernels.attention import AttentionMetadata, AttentionSpec
 from trimaran.kernels.decoder import Decoder, DecoderShape, LayerWeights
 
 
@@ -26,6 +29,18 @@ class TorchOps:
     rope_and_cache = staticmethod(reference.rope_and_cache)
     write_kv = staticmethod(reference.write_kv)
     paged_attention = staticmethod(reference.paged_attention)
+
+    def rotated_attention(
+        self,
+        heads: Tensor,
+        cos_sin: Tensor,
+        kv_cache: Tensor,
+        metadata: AttentionMetadata,
+        spec: AttentionSpec,
+        is_neox: bool = True,
+    ) -> Tensor | None:
+        """Torch rotates and attends one after the other."""
+        return None
 
     def fuse_decoder(
         self, shape: DecoderShape, layers: Sequence[LayerWeights]

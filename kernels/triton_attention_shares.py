@@ -47,8 +47,8 @@ class SharePlan:
     number of pieces again."""
 
     pieces: Tensor
-    """int32 [I, 8]: sequence, row, first and end key, first piece and number of pieces of
-    the sequence; two unused."""
+    """int32 [I, 8]: sequence, row, first and end key, first piece, number of pieces and
+    length of the sequence; one unused."""
 
     counters: Tensor
     """int32 [S, K]: pieces done. Zero between launches."""
@@ -64,7 +64,7 @@ class SharePlan:
 
 
 @triton.jit  # type: ignore[untyped-decorator,unused-ignore]
-def _put(at, mask, sequence, row, begin, end, first_piece, num_pieces):  # type: ignore[no-untyped-def]
+def _put(at, mask, sequence, row, begin, end, first_piece, num_pieces, length):  # type: ignore[no-untyped-def]
     """Writes pieces in the order that `SharePlan` gives."""
     tl.store(at, sequence, mask=mask)
     tl.store(at + 1, row, mask=mask)
@@ -72,6 +72,7 @@ def _put(at, mask, sequence, row, begin, end, first_piece, num_pieces):  # type:
     tl.store(at + 3, end, mask=mask)
     tl.store(at + 4, first_piece, mask=mask)
     tl.store(at + 5, num_pieces, mask=mask)
+    tl.store(at + 6, length, mask=mask)
 
 
 @triton.jit(do_not_specialize=["num_sequences", "num_shares"])  # type: ignore[untyped-decorator,unused-ignore]
@@ -120,7 +121,7 @@ def _shares_kernel(  # type: ignore[no-untyped-def]
         begin, end = tl.where(is_whole, 0, begin), tl.where(is_whole, length, end)
         _put(
             pieces + (first_piece + number) * 8, is_piece, sequences, row, begin, end,
-            first_piece, num_pieces,
+            first_piece, num_pieces, length,
         )  # fmt: skip
         if IS_FIXED:
             tl.store(shares + 2 + first_piece + number, first_piece + number, mask=is_piece)

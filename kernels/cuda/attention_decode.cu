@@ -57,7 +57,8 @@ struct Copier {
         if (lane == 0) {
             int4* to = reinterpret_cast<int4*>(memory + S::TILES + ring.slot * sizeof(Tile));
             to[0] = make_int4(tile.rows_and_flags, tile.sequence, tile.number, tile.count);
-            to[1].x = tile.first_cut;
+            to[1] = make_int4(tile.first_cut, 0, static_cast<int>(tile.newest),
+                              static_cast<int>(tile.newest >> 32));
             barrier_arrive_expect(ring.full(), bytes);
         }
         __syncwarp();
@@ -77,19 +78,58 @@ struct Copier {
         }
     }
 
-    // The group's queries to the slot where their piece begins.
-    __device__ __forceinline__ void copy_query(int sequence, u32 slot) {
+    // Rows of the step's token that a sequence attends with, to beside the tile in a slot.
+    __device__ __forceinline__ void copy_rows(int sequence, int head, int count, u32 slot,
+                                              int to_row) {
+        const char* token = static_cast<const char*>(a.query) + 2 * sequence * a.query_stride;
+        copy_bytes(beside(slot, to_row), token + 2 * head * HEAD, count * HEAD * 2,
+                   ring.barriers + slot * 8);
+    }
+
+    __device__ __forceinline__ void copy_angles(const Piece& piece, u32 slot) {
+        const int position = max(piece.length - 1, 0);
+        copy_bytes(beside(slot, ANGLE_ROWS), a.angles + static_cast<long long>(position) * HEAD,
+                   HEAD * 4, ring.barriers + slot * 8);
+    }
+
+    __device__ __forceinline__ u32 beside(u32 slot, int row) const {
+        return shared + S::BESIDES + slot * S::BESIDE_BYTES + row * HEAD * 2;
+    }
+
+    __device__ __forceinline__ int query_bytes() const {
+        return a.group * HEAD * 2 + (a.angles ? HEAD * 4 : 0);
+    }
+
+    __device__ __forceinline__ void copy_query(const Piece& piece, u32 slot) {
         if (lane == 0) {
-            const char* from = static_cast<const char*>(a.query) +
-                               2 * (sequence * a.query_stride +
-                                    static_cast<long long>(kv_head * a.group) * HEAD);
-            copy_bytes(shared + S::QUERIES + slot * S::QUERY_BYTES, from, query_bytes(),
-                       ring.barriers + slot * 8);
+            copy_rows(piece.sequence, kv_head * a.group, a.group, slot, 0);
+            if (a.angles) copy_angles(piece, slot);
         }
         __syncwarp();
     }
 
-    __device__ __forceinline__ int query_bytes() const { return a.group * HEAD * 2; }
+    // A tile in which the piece begins has the angles already.
+    __device__ __forceinline__ int newest_bytes(bool begins) const {
+        return 2 * HEAD * 2 + (begins ? 0 : HEAD * 4);
+    }
+
+    __device__ __forceinline__ void copy_newest(const Piece& piece, bool begins) {
+        if (lane == 0) {
+            const int key = a.kv_heads * a.group + kv_head;
+            copy_rows(piece.sequence, key, 1, ring.slot, KEY_ROW);
+            copy_rows(piece.sequence, key + a.kv_heads, 1, ring.slot, VALUE_ROW);
+            if (!begins) copy_angles(piece, ring.slot);
+        }
+        __syncwarp();
+    }
+
+    // Where the key of a tile's row is in the cache.
+    __device__ __forceinline__ long long place_in_cache(int block, int row) const {
+        const int own = __shfl_sync(~0u, block, (row >> a.block_shift) * 2);
+        const int token = row & ((1 << a.block_shift) - 1);
+        return own * a.cache_block_stride + token * a.cache_token_stride +
+               kv_head * a.cache_head_stride;
+    }
 
     __device__ __forceinline__ void wait_once() {
         if (!has_waited) wait_for_kernel_in_front();
@@ -111,29 +151,34 @@ struct Copier {
             const int key = piece.start + i * KEYS;
             const int rows = min(KEYS, piece.end - key);
             const int next = block_at(table, key + KEYS, piece.end);
+            const bool begins = i == 0, ends = i == tiles - 1;
+            const bool has_row = has_newest && ends && rows > 0 && a.angles;
             // From the kernel in front are queries and the newest token's key and value.
-            if (!has_waited && (i == S::STAGES || (has_newest && i == tiles - 1))) {
+            if (!has_waited && (i == S::STAGES || (has_newest && ends))) {
                 wait_once();
-                if (i > 0) copy_query(piece.sequence, begin);
+                if (!begins) copy_query(piece, begin);
             }
-            tile.rows_and_flags =
-                rows | (i == 0 ? BEGINS : 0) | (i == tiles - 1 ? ENDS | flags : 0);
-            announce(tile, bytes_of(rows) + (i == 0 ? query_bytes() : 0));
-            if (i == 0 && has_waited) copy_query(piece.sequence, begin);
+            if (has_row) tile.newest = place_in_cache(block, rows - 1);
+            tile.rows_and_flags = rows | (begins ? BEGINS : 0) | (ends ? ENDS | flags : 0) |
+                                  (has_row ? HAS_NEWEST : 0);
+            announce(tile, bytes_of(rows) + (begins ? query_bytes() : 0) +
+                               (has_row ? newest_bytes(begins) : 0));
+            if (begins && has_waited) copy_query(piece, begin);
+            if (has_row) copy_newest(piece, begins);
             copy_boxes(block, rows);
             ring.next();
             block = next;
         }
         if (!has_waited) {
             wait_once();
-            copy_query(piece.sequence, begin);
+            copy_query(piece, begin);
         }
     }
 
     // What comes next is asked for a piece ahead: each answer takes as long as a tile.
     __device__ void copy(Walk walk) {
         if (walk.is_over()) {
-            announce({IS_FINAL, 0, 0, 0, 0, {}}, 0);
+            announce({IS_FINAL, 0, 0, 0, 0, 0, 0}, 0);
             return;
         }
         const int first = walk.number;
@@ -149,7 +194,7 @@ struct Copier {
             const bool finishes = is_cut && (is_final || !walk.is_share);
             copy_piece(piece, block,
                        {0, piece.sequence, walk.number, piece.count,
-                        walk.is_share ? first : walk.number, {}},
+                        walk.is_share ? first : walk.number, 0, 0},
                        (finishes ? FINISHES : 0) | (is_final ? IS_FINAL : 0));
             block = first_of_next;
             piece = next;

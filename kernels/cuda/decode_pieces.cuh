@@ -28,7 +28,8 @@ struct alignas(16) Piece {
     int start, end;  // its keys
     int first;       // piece of the sequence
     int count;       // of pieces of the sequence
-    int skipped, unused;
+    int length;      // of the sequence
+    int unused;
 };
 
 struct Arguments {
@@ -47,6 +48,12 @@ struct Arguments {
     // Whether shares, pieces and tables were complete before the kernel in front began.
     int has_old_plan;
     int halves_per_block;
+    // [positions, HEAD], cosines and then sines; or null where queries and keys come rotated,
+    // and all of the latter in the cache. Where it is given, queries are followed by the
+    // tokens' keys and then their values, and groups are of 4 at most.
+    const float* angles;
+    char* cache;
+    long long cache_block_stride, cache_half_stride, cache_token_stride, cache_head_stride;
 };
 
 // What the warp that copies says of a tile in the ring.
@@ -55,22 +62,28 @@ struct alignas(16) Tile {
     int sequence;
     int number, count;  // of the piece, and of pieces of the sequence
     int first_cut;      // with FINISHES: the other piece of this block that may be cut
-    int unused[3];
+    int unused;
+    long long newest;  // with HAS_NEWEST: where the last row's key goes in the cache
 };
 
-constexpr int BEGINS = 256;     // a piece
-constexpr int ENDS = 512;       // a piece
-constexpr int FINISHES = 1024;  // cut pieces have ended
-constexpr int IS_FINAL = 2048;  // nothing comes behind
+constexpr int BEGINS = 256;       // a piece
+constexpr int ENDS = 512;         // a piece
+constexpr int FINISHES = 1024;    // cut pieces have ended
+constexpr int IS_FINAL = 2048;    // nothing comes behind
+constexpr int HAS_NEWEST = 4096;  // the last row is not in the cache yet
+
+// Rows of HEAD numbers beside a tile: the queries of a piece that begins there, the key and
+// value of a token that is not in the cache yet, and the cosines and sines of either.
+constexpr int KEY_ROW = 4, VALUE_ROW = 5, ANGLE_ROWS = 6;
 
 template <int HEAD>
 struct Shape {
     static constexpr int PANELS = HEAD / PANEL;
     static constexpr int TILE_BYTES = KEYS * HEAD * 2;
     static constexpr int STAGES = STAGE_BYTES_OF_ALL / (2 * TILE_BYTES);
-    static constexpr int QUERY_BYTES = MAX_GROUP * HEAD * 2;
-    static constexpr int QUERIES = STAGE_BYTES_OF_ALL;  // one a stage, where a piece begins
-    static constexpr int EXCHANGE = QUERIES + STAGES * QUERY_BYTES;
+    static constexpr int BESIDE_BYTES = MAX_GROUP * HEAD * 2;  // of a tile
+    static constexpr int BESIDES = STAGE_BYTES_OF_ALL;
+    static constexpr int EXCHANGE = BESIDES + STAGES * BESIDE_BYTES;
     static constexpr int EXCHANGE_ROW = HEAD + 4;  // so that rows begin in different banks
     static constexpr int STATISTICS = EXCHANGE + CONSUMER_WARPS * EXCHANGED * EXCHANGE_ROW * 4;
     static constexpr int TILES = STATISTICS + CONSUMER_WARPS * EXCHANGED * 8;

@@ -44,6 +44,31 @@ __device__ __forceinline__ u32 transposed(u32 matrix) {
     return result;
 }
 
+template <bool IS_BF16>
+__device__ __forceinline__ float2 unpack(u32 pair) {
+    if constexpr (IS_BF16) {
+        return make_float2(__uint_as_float(pair << 16), __uint_as_float(pair & 0xFFFF0000));
+    } else {
+        float2 both;
+        asm("{\n.reg .b16 low, high;\nmov.b32 {low, high}, %2;\n"
+            "cvt.f32.f16 %0, low;\ncvt.f32.f16 %1, high;\n}\n"
+            : "=f"(both.x), "=f"(both.y)
+            : "r"(pair));
+        return both;
+    }
+}
+
+// Two pairs of numbers that are half a head apart, rotated. In the order of operations of the
+// kernel that rotates prompts, so that a token's key does not depend on which of them made it.
+template <bool IS_BF16>
+__device__ __forceinline__ void rotate(u32& near, u32& far, float2 cosine, float2 sine) {
+    const float2 left = unpack<IS_BF16>(near), right = unpack<IS_BF16>(far);
+    near = pack<IS_BF16>(__fmaf_rn(left.x, cosine.x, -__fmul_rn(right.x, sine.x)),
+                         __fmaf_rn(left.y, cosine.y, -__fmul_rn(right.y, sine.y)));
+    far = pack<IS_BF16>(__fmaf_rn(right.x, cosine.x, __fmul_rn(left.x, sine.x)),
+                        __fmaf_rn(right.y, cosine.y, __fmul_rn(left.y, sine.y)));
+}
+
 // Over the lanes that hold the same columns of a result.
 __device__ __forceinline__ float most_of_column(float x) {
 #pragma unroll
@@ -81,9 +106,60 @@ struct Multiplier {
     float sum[STEPS][4];
     float top[2], total[2];  // of these queries, the total of this lane's keys only
 
+    __device__ __forceinline__ char* beside(int row) const {
+        return memory + S::BESIDES + ring.slot * S::BESIDE_BYTES + row * HEAD * 2;
+    }
+
+    __device__ __forceinline__ float2 angles_of(int column, bool are_sines) const {
+        const float* angles = reinterpret_cast<const float*>(beside(ANGLE_ROWS));
+        return *reinterpret_cast<const float2*>(angles + column + are_sines * HEAD / 2);
+    }
+
+    __device__ __forceinline__ void rotate_query() {
+#pragma unroll
+        for (int step = 0; step < STEPS / 2; ++step)
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+                const int column = step * 16 + half * 8 + lane % 4 * 2;
+                rotate<IS_BF16>(query[step][half], query[step + STEPS / 2][half],
+                                angles_of(column, false), angles_of(column, true));
+            }
+    }
+
+    // The newest token's key, rotated, and its value to their row of the tile, where what was
+    // read is not theirs yet, and to the cache.
+    __device__ __forceinline__ void place_newest(const Tile& tile, int row) {
+        const u32 keys = shared + ring.slot * 2 * S::TILE_BYTES;
+        if (lane < HEAD / 4) {
+            const int column = lane * 2;
+            char* key = a.cache + 2 * tile.newest + 2 * column;
+            const u32* own = reinterpret_cast<const u32*>(beside(KEY_ROW) + 2 * column);
+            u32 near = own[0], far = own[HEAD / 4];
+            rotate<IS_BF16>(near, far, angles_of(column, false), angles_of(column, true));
+            *reinterpret_cast<u32*>(key) = near;
+            *reinterpret_cast<u32*>(key + HEAD) = far;
+            put(keys, row, 2 * column, near);
+            put(keys, row, 2 * column + HEAD, far);
+            const uint2 both = *reinterpret_cast<const uint2*>(beside(VALUE_ROW) + 8 * lane);
+            char* value = a.cache + 2 * (tile.newest + a.cache_half_stride) + 8 * lane;
+            *reinterpret_cast<uint2*>(value) = both;
+            put(keys + S::TILE_BYTES, row, 8 * lane, both.x);
+            put(keys + S::TILE_BYTES, row, 8 * lane + 4, both.y);
+        }
+        fence_shared_for_async();
+        __syncwarp();
+    }
+
+    __device__ __forceinline__ void put(u32 tile, int row, int byte, u32 word) const {
+        asm volatile("st.shared.b32 [%0], %1;" ::"r"(tile + place_of<HEAD>(row, byte / 16) +
+                                                     byte % 16),
+                     "r"(word)
+                     : "memory");
+    }
+
     __device__ __forceinline__ void begin() {
         const int row = lane / 4;
-        const char* own = memory + S::QUERIES + ring.slot * S::QUERY_BYTES + row * HEAD * 2;
+        const char* own = beside(row);
 #pragma unroll
         for (int step = 0; step < STEPS; ++step)
 #pragma unroll
@@ -92,6 +168,7 @@ struct Multiplier {
                 query[step][half] =
                     row < a.group ? *reinterpret_cast<const u32*>(own + 2 * column) : 0;
             }
+        if (a.angles) rotate_query();
 #pragma unroll
         for (int i = 0; i < STEPS; ++i)
 #pragma unroll
@@ -305,10 +382,13 @@ struct Multiplier {
             const char* place = memory + S::TILES + ring.slot * sizeof(Tile);
             const int4 words = *reinterpret_cast<const int4*>(place);
             const int first_cut = reinterpret_cast<const Tile*>(place)->first_cut;
-            const Tile tile{words.x, words.y, words.z, words.w, first_cut, {}};
-            const int valid = (words.x & 255) - warp * WARP_KEYS;
+            const long long newest = reinterpret_cast<const Tile*>(place)->newest;
+            const Tile tile{words.x, words.y, words.z, words.w, first_cut, 0, newest};
+            const int rows = words.x & 255, valid = rows - warp * WARP_KEYS;
             flags = words.x;
             if (flags & BEGINS) begin();
+            if ((flags & HAS_NEWEST) && (rows - 1) / WARP_KEYS == warp)
+                place_newest(tile, rows - 1);
             if (valid > 0) take(min(WARP_KEYS, valid));
             __syncwarp();
             if (lane == 0) barrier_arrive(ring.empty());

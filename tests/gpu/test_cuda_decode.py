@@ -7,8 +7,9 @@ import random
 import pytest
 import torch
 
-from trimaran.kernels import cuda_decode, reference
+from trimaran.kernels import cuda_decode, reference, triton_rotary
 from trimaran.kernels.attention import AttentionMetadata, AttentionSpec
+from trimaran.kernels.decode_attention import HopperDecodes
 
 pytestmark = pytest.mark.gpu
 
@@ -171,6 +172,49 @@ def test_a_graph_serves_other_lengths_than_it_was_captured_with(dtype):
     metadata.seq_lens.copy_(lengths)
     graph.replay()
     assert output.equal(wanted)
+
+
+@pytest.mark.parametrize("is_fixed", [False, True])
+@pytest.mark.parametrize("order", ["head", "token"])
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "size", "block"),
+    [(32, 8, 128, 32), (8, 8, 64, 8), (6, 2, 64, 16), (2, 1, 128, 64)],
+)
+def test_rotating_on_the_way_is_the_same_as_before(
+    dtype, heads, kv_heads, size, block, order, is_fixed
+):
+    lengths = [1, 2, block, block + 1, 64, 65, 150, 700, 2500, *[90] * 40]
+    step = Step(
+        dtype, lengths, heads=heads, kv_heads=kv_heads, size=size, block=block, order=order
+    )
+    metadata = step.metadata()
+    product = torch.randn(len(lengths), heads + 2 * kv_heads, size, device=DEVICE).to(dtype)
+    angles = torch.outer(torch.arange(3000.0), torch.rand(size // 2))
+    table = torch.cat((angles.cos(), angles.sin()), dim=-1).to(DEVICE)
+    positions = metadata.seq_lens.long() - 1
+    blocks = metadata.block_tables.gather(1, (positions // block)[:, None]).long()[:, 0]
+    before, own = product.clone(), step.cache.clone(memory_format=torch.preserve_format)
+    slots = blocks * block + positions % block
+    triton_rotary.rope_and_cache(before, table, positions, step.cache, slots)
+    wanted = step.run(metadata, query=before[:, :heads], is_fixed=is_fixed)
+
+    found = HopperDecodes(DEVICE, dtype).rotated(
+        product, table, own, metadata, step.spec, is_fixed=is_fixed
+    )
+
+    assert found is not None
+    assert found.equal(wanted)
+    assert own.nan_to_num().equal(step.cache.nan_to_num())
+
+
+def test_rotations_of_other_shapes_are_left_to_others(dtype):
+    step = Step(dtype, [9], heads=8, kv_heads=1)
+    product = torch.zeros(1, 10, 128, dtype=dtype, device=DEVICE)
+    decodes = HopperDecodes(DEVICE, dtype)
+    for width in (128, 64):
+        table = torch.zeros(20, width, device=DEVICE)
+        heads = product if width == 128 else product[:, 4:]
+        assert decodes.rotated(heads, table, step.cache, step.metadata(), step.spec) is None
 
 
 def test_what_the_kernels_do_not_take_is_said(dtype):

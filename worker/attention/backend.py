@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from trimaran.kernels.attention import AttentionMetadata, AttentionSpec
+from trimaran.worker.layers.rotary import RotaryEmbedding
 
 # Shapes: T tokens of the step, N query heads, K key-value heads, H head size, B tokens of a
 # block.
@@ -70,6 +71,21 @@ class AttentionBackend(Protocol):
         metadata: AttentionMetadata,
     ) -> Tensor:
         """Write keys and values to their slots, then attend causally. Returns [T, N, H]."""
+        ...
+
+    def rotate_and_attend(
+        self,
+        heads_TAH: Tensor,
+        rotary: RotaryEmbedding,
+        positions_T: Tensor,
+        kv_cache: Tensor,
+        metadata: AttentionMetadata,
+    ) -> Tensor:
+        """Rotate queries and keys, write keys and values to their slots, then attend.
+
+        ``heads`` holds the N queries, then the K keys and K values of each token; what is
+        left of it is undefined. Returns [T, N, H].
+        """
         ...
 
     def attend(

@@ -8,8 +8,9 @@ from torch import Tensor
 
 from trimaran.kernels.attention import AttentionMetadata, AttentionSpec
 from trimaran.kernels.dispatch import Ops
+from trimaran.worker.layers.rotary import RotaryEmbedding
 
-# Shapes: T tokens of the step, N query heads, K key-value heads, H head size.
+# Shapes: T tokens of the step, N query heads, K key-value heads, A = N + 2 K, H head size.
 
 
 class PagedAttention:
@@ -35,6 +36,24 @@ class PagedAttention:
     ) -> Tensor:
         """Write keys and values to their slots, then attend causally. Returns [T, N, H]."""
         self._ops.write_kv(key_TKH, value_TKH, kv_cache, metadata.slot_mapping)
+        return self.attend(query_TNH, kv_cache, metadata)
+
+    def rotate_and_attend(
+        self,
+        heads_TAH: Tensor,
+        rotary: RotaryEmbedding,
+        positions_T: Tensor,
+        kv_cache: Tensor,
+        metadata: AttentionMetadata,
+    ) -> Tensor:
+        """Rotate queries and keys, write keys and values to their slots, then attend."""
+        output_TNH = self._ops.rotated_attention(
+            heads_TAH, rotary.cos_sin, kv_cache, metadata, self.spec, rotary.is_neox
+        )
+        if output_TNH is not None:
+            return output_TNH
+        rotary.forward(heads_TAH, positions_T, kv_cache, metadata.slot_mapping)
+        query_TNH = heads_TAH[:, : -2 * kv_cache.shape[3]]
         return self.attend(query_TNH, kv_cache, metadata)
 
     def attend(

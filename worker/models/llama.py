@@ -26,7 +26,8 @@ from trimaran.worker.layers.rotary import RotaryEmbedding
 from trimaran.worker.models.interfaces import CausalLM, StageRange, WeightTarget
 from trimaran.worker.pretrained_config import PretrainedConfig
 
-# Shapes: T tokens of the step, D hidden size, N query heads, K key-value heads, H head size.
+# Shapes: T tokens of the step, D hidden size, N query heads, A all heads of a token's
+# product, H head size.
 
 
 class LlamaAttention(nn.Module):
@@ -51,7 +52,6 @@ class LlamaAttention(nn.Module):
             config.hidden_size,
             bias=config.attn_bias,
         )
-        self._num_heads = self.qkv_proj.num_heads
         # Shared by all layers and owned by the model.
         self._rotary = [rotary]
         self.backend: AttentionBackend = PagedAttention(
@@ -71,11 +71,9 @@ class LlamaAttention(nn.Module):
         Returns what is still to be added to the residual, or None.
         """
         qkv = self.qkv_proj.forward(hidden_TD)
-        heads_TNH = qkv.view(qkv.shape[0], -1, self.head_size)
-        slots = context.attention.slot_mapping
-        self._rotary[0].forward(heads_TNH, positions_T, kv_cache, slots)
-        output_TNH = self.backend.attend(
-            heads_TNH[:, : self._num_heads], kv_cache, context.attention
+        heads_TAH = qkv.view(qkv.shape[0], -1, self.head_size)
+        output_TNH = self.backend.rotate_and_attend(
+            heads_TAH, self._rotary[0], positions_T, kv_cache, context.attention
         )
         return self.o_proj.add_to(residual_TD, output_TNH.flatten(1))
 
