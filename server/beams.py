@@ -32,6 +32,9 @@ class Beams:
     log_probs: list[list[float]]
     """One an id; empty if they were not asked for."""
 
+    num_logits: list[int]
+    """How many of the logits beside this are each output's."""
+
     @classmethod
     def from_wire(cls, wire: Mapping[str, Any]) -> Beams:
         """From the ``beams`` of a message's extras."""
@@ -41,6 +44,7 @@ class Beams:
             scores=wire["scores"],
             reasons=[FinishReason(reason) for reason in wire["reasons"]],
             log_probs=wire.get("log_probs", [[] for _ in wire["ids"]]),
+            num_logits=wire.get("num_logits", [0] * len(wire["ids"])),
         )
 
     @property
@@ -54,6 +58,16 @@ def padded(rows: Sequence[Sequence[float]], dtype: npt.DTypeLike) -> npt.NDArray
     table = np.full((1, len(rows), max(map(len, rows), default=0)), PADDING, dtype=dtype)
     for place, row in enumerate(rows):
         table[0, place, : len(row)] = row
+    return table
+
+
+def logits_by_beam(counts: Sequence[int], logits_NV: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """[beams, most of ``counts``, V] of logits beam by beam; zeros behind shorter ones."""
+    table = np.zeros((len(counts), max(counts), logits_NV.shape[1]), dtype=logits_NV.dtype)
+    start = 0
+    for place, count in enumerate(counts):
+        table[place, :count] = logits_NV[start : start + count]
+        start += count
     return table
 
 

@@ -11,7 +11,7 @@ import numpy.typing as npt
 from tritonclient.grpc.model_config_pb2 import ModelConfig
 
 from trimaran.comm.messages import FinishReason
-from trimaran.server.beams import Beams, padded
+from trimaran.server.beams import Beams, logits_by_beam, padded
 from trimaran.server.datatypes import NUMPY_TYPES, from_config
 from trimaran.server.inference import Tensor
 from trimaran.server.live_request import TokenChunk
@@ -88,6 +88,10 @@ class Progress:
         for name in _LOGITS:
             if name in chunk.extras:
                 self.logits.setdefault(name, []).extend(chunk.extras[name])
+        if self.beams is not None and "generation_logits" in self.logits:
+            # Those of steps before went with beams that are replaced.
+            num_logits = sum(self.beams.num_logits)
+            del self.logits["generation_logits"][: -num_logits or None]
 
     @property
     def finish_reasons(self) -> list[str]:
@@ -199,8 +203,12 @@ class SequenceOutputs:
                 continue
             data = logits.astype(NUMPY_TYPES[datatype], copy=False)[np.newaxis]
             if name == "generation_logits":
+                if progress.beams is not None:
+                    data = logits_by_beam(progress.beams.num_logits, data[0])
                 # [1, beams, tokens, V]; in a stream tokens stand before beams.
-                data = data[:, :, np.newaxis] if self._is_streaming else data[:, np.newaxis]
+                data = (
+                    data.swapaxes(0, 1)[np.newaxis] if self._is_streaming else data[np.newaxis]
+                )
             yield Tensor(name, datatype, data)
 
 

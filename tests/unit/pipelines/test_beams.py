@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 from array import array
 from contextlib import aclosing, asynccontextmanager
 
@@ -70,6 +71,41 @@ def tensors(response):
 
 ENDS = (FinishReason.END_ID, FinishReason.LENGTH)
 STEPS = [beams([20], [21]), beams([21, 22, 23], [20, 24], reasons=ENDS)]
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+@pytest.mark.parametrize(
+    ("model", "inputs", "stream"),
+    [
+        ("tensorrt_llm", PROMPT, "streaming"),
+        ("ensemble", {"text_input": "A", "max_tokens": 5}, "stream"),
+    ],
+)
+async def test_logits_of_beams_stand_beside_them(serve, model, inputs, stream, is_stream):
+    def logits(step, counts, values):
+        step["beams"]["num_logits"] = counts
+        rows = [np.full(4, value, np.float32).tobytes() for value in values]
+        return {**step, "generation_logits": rows, "logits_dtype": "float32"}
+
+    counts = ([1, 1], [1, 1]) if is_stream else ([0, 0], [3, 2])
+    values = ([1, 2], [3, 4]) if is_stream else ([], [1, 2, 3, 4, 5])
+    steps = [logits(*each) for each in zip(copy.deepcopy(STEPS), counts, values, strict=True)]
+    async with searching(
+        serve, model, steps, **inputs, beam_width=2, return_generation_logits=True,
+        **{stream: is_stream},
+    ) as (responses, _, _):  # fmt: skip
+        found = [
+            tensor.data
+            for response in responses
+            for tensor in response.outputs
+            if tensor.name == "generation_logits"
+        ]
+    if is_stream:
+        assert [each.shape for each in found] == [(1, 1, 2, 4)] * 2
+        assert [each[..., 0].tolist() for each in found] == [[[[1, 2]]], [[[3, 4]]]]
+    else:
+        assert [each.shape for each in found] == [(1, 2, 3, 4)]
+        assert found[0][..., 0].tolist() == [[[1, 2, 3], [4, 5, 0]]]
 
 
 async def test_beams_are_rows_of_one_response(serve):
