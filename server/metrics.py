@@ -9,6 +9,7 @@ from prometheus_client.registry import CollectorRegistry
 from tritonclient.grpc.service_pb2 import ModelStatistics as StatisticsMessage
 
 from trimaran.server.board_metrics import BoardMetrics
+from trimaran.server.custom_metrics import CustomMetrics
 from trimaran.server.engine_metrics import EngineMetrics
 from trimaran.server.engine_stats_log import log_engine_stats
 from trimaran.server.exposition import render
@@ -35,6 +36,9 @@ class Metrics:
         self._families = InferenceFamilies(self._registry, options)
         self._engines = EngineMetrics(self._registry)
         self._host = HostMetrics(self._registry)
+        self.custom = CustomMetrics(self._registry)
+        """What the code of Python models counts."""
+
         self.others = OtherCounts()
         """What other front ends of this server have counted."""
 

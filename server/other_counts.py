@@ -9,6 +9,8 @@ from prometheus_client.core import Metric
 from prometheus_client.registry import CollectorRegistry
 from tritonclient.grpc.service_pb2 import ModelStatistics as StatisticsMessage
 
+from trimaran.server.custom_metrics import CustomMetric
+
 _ADDED = (
     "nv_inference_",
     "nv_llm_",
@@ -34,7 +36,7 @@ def own_counts(
     samples = [
         [sample.name, sample.labels, sample.value, metric.type == _GAUGE]
         for metric in registry.collect()
-        if metric.name.startswith(_ADDED)
+        if _is_added(metric)
         for sample in metric.samples
         if not sample.name.endswith("_created")
     ]
@@ -106,7 +108,7 @@ class OtherCounts:
             _add(added, counts.samples)
             _add(added, counts.gauges)
         for metric in metrics:
-            if added and metric.name.startswith(_ADDED):
+            if added and _is_added(metric):
                 metric.samples = [
                     sample._replace(
                         value=sample.value + added.get(_key(sample.name, sample.labels), 0.0)
@@ -121,6 +123,10 @@ class OtherCounts:
         for known in (self._dead_statistics, *(c.statistics for c in self._of.values())):
             if key in known:
                 _merge(message, known[key])
+
+
+def _is_added(metric: Metric) -> bool:
+    return metric.name.startswith(_ADDED) or isinstance(metric, CustomMetric)
 
 
 def _key(name: str, labels: Mapping[str, str]) -> _Key:

@@ -78,7 +78,7 @@ class OwnModels:
         registry: ModelRegistry,
     ) -> None:
         self._config = config
-        self._calls = ModelCalls(registry)
+        self._calls = ModelCalls(registry, metrics.custom)
         self._requests = GroupRequests(link)
         self._others = OtherFrontends(config, registry, metrics.others)
         overrides = OverrideFolders(_scratch(config))
@@ -152,7 +152,7 @@ class FollowedModels:
         log_settings: LogSettings,
     ) -> None:
         groups = TokenGroups(GroupRequests(link), engines, board)
-        self._calls = ModelCalls(registry)
+        self._calls = ModelCalls(registry, metrics.custom)
         factory = ModelFactory(self._calls, config.tokenizer_threads)
         python = PythonModels.parse(config.python_models)
         self._mirror = ModelMirror(

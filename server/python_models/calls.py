@@ -9,6 +9,7 @@ from contextlib import aclosing
 from typing import Any, Protocol
 
 from trimaran.comm.errors import ErrorKind, RequestError
+from trimaran.server.custom_metrics import CustomMetrics, HeldMetrics
 from trimaran.server.inference import InferRequest, InferResponse, Model
 from trimaran.server.load_request import LoadRequest, load_request_of_files
 from trimaran.server.python_models.wire import (
@@ -41,8 +42,11 @@ class Loader(Protocol):
 class ModelCalls:
     """Runs what a model's code asks for. Used on the event loop only."""
 
-    def __init__(self, registry: ModelRegistry) -> None:
+    def __init__(self, registry: ModelRegistry, metrics: CustomMetrics) -> None:
         self._registry = registry
+        self.metrics = metrics
+        """What models count."""
+
         self.loader: Loader | None = None
         """None until the server serves."""
 
@@ -70,11 +74,14 @@ class ModelCalls:
             text = f"{type(error).__name__}: {error}"
             send(Result(call=call.call, error=text, kind=ErrorKind.INTERNAL.name))
 
-    async def answer(self, question: Question) -> Result:
-        """The answer to a question about models."""
+    async def answer(self, question: Question, metrics: HeldMetrics) -> Result:
+        """The answer to a question about models, or about the asking process's metrics."""
         result = Result(call=question.call)
         try:
-            result.values = await self._answer(question.verb, question.arguments)
+            if question.verb.startswith("metric_"):
+                result.values = _about_metrics(question.verb, question.arguments, metrics)
+            else:
+                result.values = await self._answer(question.verb, question.arguments)
         except RequestError as error:
             result.error, result.kind = str(error), error.kind.name
         return result
@@ -137,6 +144,16 @@ class ModelCalls:
             return self._registry.is_model_ready(name, version)
         except RequestError:
             return False
+
+
+def _about_metrics(
+    verb: str, arguments: dict[str, Any], metrics: HeldMetrics
+) -> dict[str, Any]:
+    number = int(arguments["metric"])
+    if verb == "metric_value":
+        return {"value": metrics.value(number)}
+    metrics.hold(number, arguments["family"], arguments["labels"])
+    return {}
 
 
 def _result(call: Call, response: InferResponse, *, is_final: bool) -> Result:

@@ -232,6 +232,18 @@ class ResponseIterator:
         self.cancel()
 
 
+def ask(verb: str, **arguments: object) -> dict[str, Any]:
+    """The front end's answer to a question; blocks.
+
+    Raises:
+        TritonModelException: it refuses.
+    """
+    result = the_link().ask(verb, **arguments)
+    if result.error:
+        raise TritonModelException(result.error)
+    return result.values
+
+
 async def _awaited(pending: PendingCall, is_decoupled: bool) -> Any:
     if is_decoupled:
         return ResponseIterator(pending)

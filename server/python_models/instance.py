@@ -8,8 +8,10 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
+from functools import partial
 
 from trimaran.comm.errors import ConfigError, ErrorKind, RequestError
+from trimaran.server.custom_metrics import HeldMetrics
 from trimaran.server.python_models.calls import ModelCalls
 from trimaran.server.python_models.job import Job
 from trimaran.server.python_models.process_link import ProcessLink
@@ -23,6 +25,7 @@ from trimaran.server.python_models.wire import (
     Log,
     Message,
     MessageTooLongError,
+    MetricChange,
     Question,
     Respond,
     Result,
@@ -58,6 +61,7 @@ class Instance:
         self._numbers = itertools.count(1)
         self._calls: dict[int, asyncio.Task[None]] = {}
         self._deaths: deque[float] = deque()
+        self._metrics = HeldMetrics(calls.metrics)
         self._restart: asyncio.Task[None] | None = None
 
     @property
@@ -114,7 +118,7 @@ class Instance:
 
     # ---- the process --------------------------------------------------------------------
 
-    def _take(self, message: Message) -> None:
+    def _take(self, link: ProcessLink, message: Message) -> None:
         if isinstance(message, Respond):
             job = self._jobs.get(message.key)
             if message.is_final:
@@ -125,14 +129,17 @@ class Instance:
             self._batches.discard(message.batch)
             self._on_free()
         elif isinstance(message, Call):
-            self._begin(message.call, self._model_calls.run(message, self._reply))
+            reply = partial(_reply, link)
+            self._begin(message.call, self._model_calls.run(message, reply))
         elif isinstance(message, CancelCall):
             task = self._calls.get(message.call)
             if task is not None and task.cancel():
                 error, kind = "the call was cancelled", ErrorKind.CANCELLED.name
-                self._reply(Result(call=message.call, error=error, kind=kind))
+                _reply(link, Result(call=message.call, error=error, kind=kind))
         elif isinstance(message, Question):
-            self._begin(message.call, self._answer(message))
+            self._begin(message.call, self._answer(link, message))
+        elif isinstance(message, MetricChange):
+            self._metrics.change(message.metric, message.verb, message.amount)
         elif isinstance(message, Log):
             logger.log(message.level, "[%s] %s", self._name, message.text)
 
@@ -141,22 +148,14 @@ class Instance:
         self._calls[number] = task
         task.add_done_callback(lambda _: self._calls.pop(number, None))
 
-    async def _answer(self, question: Question) -> None:
-        self._reply(await self._model_calls.answer(question))
-
-    def _reply(self, result: Result) -> None:
-        if self._link is None:
-            return
-        try:
-            self._link.send(result)
-        except MessageTooLongError as error:
-            kind = ErrorKind.INTERNAL.name
-            self._link.send(Result(call=result.call, error=str(error), kind=kind))
+    async def _answer(self, link: ProcessLink, question: Question) -> None:
+        _reply(link, await self._model_calls.answer(question, self._metrics))
 
     def _ended(self) -> None:
         link, self._link = self._link, None
         self.is_ready = False
         self._batches.clear()
+        self._metrics.drop_all()
         for task in list(self._calls.values()):
             task.cancel()
         jobs, self._jobs = list(self._jobs.values()), {}
@@ -197,3 +196,11 @@ class Instance:
         )  # fmt: skip
         self.has_given_up = True
         self._on_free()
+
+
+def _reply(link: ProcessLink, result: Result) -> None:
+    try:
+        link.send(result)
+    except MessageTooLongError as error:
+        kind = ErrorKind.INTERNAL.name
+        link.send(Result(call=result.call, error=str(error), kind=kind))

@@ -34,7 +34,7 @@ class ProcessLink(asyncio.Protocol):
     """One process: its messages go to ``on_message``, its end to ``on_end``."""
 
     def __init__(
-        self, on_message: Callable[[Message], None], on_end: Callable[[], None]
+        self, on_message: Callable[[ProcessLink, Message], None], on_end: Callable[[], None]
     ) -> None:
         self._on_message = on_message
         self._on_end = on_end
@@ -135,10 +135,11 @@ class ProcessLink(asyncio.Protocol):
     def _take(self, message: Message) -> None:
         assert self._ready is not None
         if self._ready.done():
-            self._on_message(message)
+            self._on_message(self, message)
         elif isinstance(message, Ready):
             self._ready.set_result(message)
         elif isinstance(message, Failed):
             self._ready.set_exception(ConfigError(message.text))
         else:
-            self._on_message(message)
+            # Of code that runs while the model is initialized.
+            self._on_message(self, message)

@@ -16,8 +16,10 @@ from trimaran.server.python_models.inference_request import (
     RELEASE_RESCHEDULE,
     InferenceRequest,
     PreferredMemory,
+    ask,
 )
 from trimaran.server.python_models.link import the_link
+from trimaran.server.python_models.model_metrics import Metric, MetricFamily
 from trimaran.server.python_models.responses import (
     RESPONSE_COMPLETE_FINAL,
     InferenceResponse,
@@ -39,6 +41,8 @@ __all__ = [
     "InferenceResponse",
     "InferenceResponseSender",
     "Logger",
+    "Metric",
+    "MetricFamily",
     "ModelConfig",
     "PreferredMemory",
     "Tensor",
@@ -141,7 +145,7 @@ def deserialize_bytes_tensor(encoded: bytes) -> npt.NDArray[np.object_]:
 
 def is_model_ready(model_name: str, model_version: str = "") -> bool:
     """Whether a model of the server could run now."""
-    return bool(_ask("is_model_ready", name=model_name, version=str(model_version))["ready"])
+    return bool(ask("is_model_ready", name=model_name, version=str(model_version))["ready"])
 
 
 def load_model(
@@ -152,7 +156,7 @@ def load_model(
     Raises:
         TritonModelException: it was not loaded.
     """
-    _ask("load_model", name=model_name, config=config, files=dict(files or {}))
+    ask("load_model", name=model_name, config=config, files=dict(files or {}))
 
 
 def unload_model(model_name: str, unload_dependents: bool = False) -> None:
@@ -161,11 +165,4 @@ def unload_model(model_name: str, unload_dependents: bool = False) -> None:
     Raises:
         TritonModelException: the server does not let models be unloaded.
     """
-    _ask("unload_model", name=model_name, unload_dependents=unload_dependents)
-
-
-def _ask(verb: str, **arguments: object) -> dict[str, Any]:
-    result = the_link().ask(verb, **arguments)
-    if result.error:
-        raise TritonModelException(result.error)
-    return result.values
+    ask("unload_model", name=model_name, unload_dependents=unload_dependents)

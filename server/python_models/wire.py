@@ -21,6 +21,9 @@ from trimaran.server.tensor_bytes import object_array, to_bytes
 MAX_FRAME_BYTES = 1 << 30
 """Longest message either way."""
 
+COUNTER, GAUGE = "counter", "gauge"
+"""Kinds of metrics."""
+
 _LENGTH = struct.Struct("<I")
 
 Packed = list[Any]
@@ -138,6 +141,16 @@ class Question:
 
 
 @dataclass(slots=True, kw_only=True)
+class MetricChange:
+    """From the process: a metric of the model's code changed, or is no more."""
+
+    metric: int
+    verb: str
+    """``add``, ``set`` or ``drop``."""
+    amount: float = 0.0
+
+
+@dataclass(slots=True, kw_only=True)
 class Log:
     """From the process: a line of the model's code; ``level`` as in `logging`."""
 
@@ -147,11 +160,11 @@ class Log:
 
 Message = (
     Start | Execute | CancelRequests | Result | Finish | Ready | Failed | Respond | Executed
-    | Call | CancelCall | Question | Log
+    | Call | CancelCall | Question | MetricChange | Log
 )  # fmt: skip
 _TYPES: tuple[type[Any], ...] = (
     Start, Execute, CancelRequests, Result, Finish, Ready, Failed, Respond, Executed, Call,
-    CancelCall, Question, Log,
+    CancelCall, Question, MetricChange, Log,
 )  # fmt: skip
 _FIELDS = [tuple(f.name for f in fields(cls)) for cls in _TYPES]
 _NUMBERS = {cls: number for number, cls in enumerate(_TYPES)}

@@ -211,7 +211,7 @@ def build(
         ConfigError: one of them cannot be served.
     """
     registry = ModelRegistry()
-    factory = ModelFactory(ModelCalls(registry))
+    factory = ModelFactory(ModelCalls(registry, metrics.custom))
     candidates = []
     python = PythonModels.parse(config.python_models)
     repository = ModelRepository.load(config.model_repository, python=python)

@@ -100,6 +100,16 @@ async def test_a_decoupled_model_answers_after_execute_has_returned(serve_own):
         assert "let go of the request without a final response" in str(error)
 
 
+async def test_what_a_model_counts_is_among_the_servers_metrics(serve_own):
+    async with serve_own("repeater") as served:
+        await served.infer("repeater", IN=[4, 5])
+        text = served.metrics.render().decode()
+        assert "# TYPE repeated_numbers counter" in text
+        assert 'repeated_numbers{model="repeater"} 2\n' in text
+        assert 'last_number{model="repeater"} 5\n' in text
+    assert "repeated_numbers" not in served.metrics.render().decode()
+
+
 async def test_a_sender_sees_that_nobody_listens_any_more(serve_own):
     async with serve_own("repeater") as served:
         async with aclosing(served.stream("repeater", IN=[4, -3])) as responses:

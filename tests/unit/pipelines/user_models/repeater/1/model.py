@@ -13,6 +13,14 @@ FINAL = pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL
 class TritonPythonModel:
     def initialize(self, args):
         self.num_cancelled = 0
+        labels = {"model": args["model_name"]}
+        kinds = pb_utils.MetricFamily.COUNTER, pb_utils.MetricFamily.GAUGE
+        names = "repeated_numbers", "last_number"
+        families = [
+            pb_utils.MetricFamily(n, "Of this test", k)
+            for n, k in zip(names, kinds, strict=True)
+        ]
+        self.count, self.last = (family.Metric(labels=labels) for family in families)
 
     def execute(self, requests):
         for request in requests:
@@ -31,6 +39,8 @@ class TritonPythonModel:
                     time.sleep(0.001)
                 self.num_cancelled += 1
                 break
+            self.count.increment(1)
+            self.last.set(number)
             sender.send(self.response("OUT", number))
         sender.send(self.response("CANCELLED", self.num_cancelled), flags=FINAL)
 

@@ -1,0 +1,141 @@
+"""Counters and gauges that the code of Python models keeps, among the server's metrics."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+from prometheus_client.core import Metric
+from prometheus_client.registry import CollectorRegistry
+
+from trimaran.comm.errors import RequestError
+
+_NAME = re.compile(r"[a-zA-Z_:][a-zA-Z0-9_:]*")
+_RESERVED = ("nv_", "trimaran_")
+
+Labels = tuple[tuple[str, str], ...]
+
+
+class CustomMetric(Metric):
+    """A family of which each front end has a part, to be added up."""
+
+
+@dataclass(slots=True)
+class _Series:
+    """One line: its value, and how many metrics of models stand for it."""
+
+    value: float = 0.0
+    num_holders: int = 0
+
+
+@dataclass(slots=True)
+class _Family:
+    description: str
+    kind: str
+    series: dict[Labels, _Series] = field(default_factory=dict)
+
+
+class CustomMetrics:
+    """All series by family and labels. A series ends with the last metric that stands for it.
+
+    Used on the event loop only.
+    """
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self._families: dict[str, _Family] = {}
+        registry.register(self)
+
+    def hold(self, name: str, description: str, kind: str, labels: Labels) -> None:
+        """Show a series from now on; one that is there already is shared.
+
+        Raises:
+            RequestError: the name is taken, by a family of another kind or by the server.
+        """
+        if name.startswith(_RESERVED):
+            raise RequestError(
+                f"metric family '{name}': names that begin with {' or '.join(_RESERVED)} are "
+                "the server's own. Choose another."
+            )
+        if not _NAME.fullmatch(name):
+            raise RequestError(
+                f"metric family '{name}': a name has letters, digits, '_' and ':' and begins "
+                "with no digit"
+            )
+        family = self._families.setdefault(name, _Family(description, kind))
+        if family.kind != kind:
+            raise RequestError(
+                f"metric family '{name}' is a {family.kind} already and cannot be a {kind}"
+            )
+        family.series.setdefault(labels, _Series()).num_holders += 1
+
+    def release(self, name: str, labels: Labels) -> None:
+        """The opposite of `hold`."""
+        family = self._families[name]
+        series = family.series[labels]
+        series.num_holders -= 1
+        if not series.num_holders:
+            del family.series[labels]
+        if not family.series:
+            del self._families[name]
+
+    def add(self, name: str, labels: Labels, amount: float) -> None:
+        """Raise or lower a series that is held."""
+        self._families[name].series[labels].value += amount
+
+    def set(self, name: str, labels: Labels, value: float) -> None:
+        """Set a series that is held."""
+        self._families[name].series[labels].value = value
+
+    def value(self, name: str, labels: Labels) -> float:
+        """The value of a series that is held."""
+        return self._families[name].series[labels].value
+
+    def collect(self) -> Iterator[Metric]:
+        """The registry's question for samples."""
+        for name, family in self._families.items():
+            metric = CustomMetric(name, family.description, family.kind)
+            for labels, series in family.series.items():
+                metric.add_sample(name, dict(labels), series.value)
+            yield metric
+
+
+class HeldMetrics:
+    """The metrics of one process, which all end with it."""
+
+    def __init__(self, metrics: CustomMetrics) -> None:
+        self._metrics = metrics
+        self._held: dict[int, tuple[str, Labels]] = {}
+
+    def hold(self, number: int, family: Mapping[str, str], labels: Mapping[str, str]) -> None:
+        """Show a series under the process's own number for it.
+
+        Raises:
+            RequestError: as for `CustomMetrics.hold`.
+        """
+        key = tuple(sorted((str(k), str(v)) for k, v in labels.items()))
+        self._metrics.hold(family["name"], family["description"], family["kind"], key)
+        self._held[number] = family["name"], key
+
+    def change(self, number: int, verb: str, amount: float) -> None:
+        """Obey ``add``, ``set`` or ``drop``."""
+        place = self._held.get(number)
+        if place is None:
+            return
+        if verb == "add":
+            self._metrics.add(*place, amount)
+        elif verb == "set":
+            self._metrics.set(*place, amount)
+        else:
+            del self._held[number]
+            self._metrics.release(*place)
+
+    def value(self, number: int) -> float:
+        """The value of a series that is held."""
+        return self._metrics.value(*self._held[number])
+
+    def drop_all(self) -> None:
+        """The process has ended."""
+        held, self._held = list(self._held.values()), {}
+        for place in held:
+            self._metrics.release(*place)
