@@ -31,6 +31,8 @@ SAMPLINGS = (
     {"top_p": 0.9, "seed": 4, "min_tokens": 3, "end_id": 7},
     {"top_p": 1.0, "seed": 5, "repetition_penalty": 1.2, "bad_words": ((3, 4), (9,))},
     {"no_repeat_ngram_size": 2, "return_log_probs": True},
+    {"beam_width": 3, "num_return_sequences": 3, "end_id": 7, "temperature": 1.5},
+    {"beam_width": 2, "num_return_sequences": 2, "repetition_penalty": 1.2},
 )
 
 
@@ -67,6 +69,7 @@ def make_engine(folder, device, depth, cuda_graphs=True, **cache):
             max_num_seqs=8,
             max_seq_len=128,
             max_input_len=127,
+            max_beam_width=3,
             policy="max_utilization",
             depth=depth,
         ),
@@ -98,6 +101,9 @@ def serve(engine):
             counts = np.frombuffer(message.num_tokens, dtype=np.uint16)
             for request_id, num_tokens in zip(request_ids.tolist(), counts, strict=True):
                 outputs[request_id] += [next(ids) for _ in range(num_tokens)]
+            for row, extras in message.extras.items():
+                if "beams" in extras:
+                    outputs[int(request_ids[row])] = extras["beams"]["ids"]
     return outputs
 
 

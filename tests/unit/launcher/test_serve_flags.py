@@ -131,7 +131,7 @@ def test_a_beam_width_is_that_of_the_engine_or_smaller(tmp_path):
         assert resolve(tmp_path / name).groups[0].engine.scheduler.max_beam_width == width
     write_model(tmp_path / "c" / "m", gpt_model_path=path, max_beam_width="4")
     with pytest.raises(
-        ConfigError, match="is 4 but .*engine was built for 3.* --max-beam-width 4"
+        ConfigError, match=r"is 4 but .*engine was built for 3.* --max-beam-width 4"
     ):
         resolve(tmp_path / "c")
 

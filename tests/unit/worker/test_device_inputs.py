@@ -8,7 +8,7 @@ import torch
 
 from trimaran.worker.device_inputs import DeviceInputs
 from trimaran.worker.input_batch import InputBatch
-from trimaran.worker.step_types import NewRow, SchedulerOutput, int32s
+from trimaran.worker.step_types import NewRow, SchedulerOutput, TokenWrite, int32s
 
 NUM_ROWS, MAX_LEN, BLOCK = 7, 600, 16
 CPU = torch.device("cpu")
@@ -128,3 +128,28 @@ def test_memory_grows_with_the_step_and_is_used_in_turn(both):
         inputs = device.prepare(decide([(row, 0, 64)], [], [new], blocks))
         assert inputs.token_ids.tolist() == [1000 * row + n for n in range(64)]
     assert device.pinned_bytes > before
+
+
+def test_ids_that_the_host_chose_stand_where_a_row_goes_on(both):
+    (first, blocks), (second, more) = admit(3, 40, 5), admit(0, 40, 300)
+    compare(*both, decide([(3, 0, 40), (0, 0, 40)], [0, 1], [first, second], blocks + more))
+    writes = [
+        TokenWrite(row=0, start=20, token_ids=int32s(range(7, 28))),
+        TokenWrite(row=3, start=40, token_ids=int32s([77])),
+    ]
+    decision = decide([(3, 40, 1), (0, 40, 1)], [0, 1], num_decodes=2)
+    decision.token_writes = writes
+
+    _, found = compare(*both, decision)
+
+    assert found.token_ids.tolist() == [77, 27]
+    assert both[1].token_table[0, :41].tolist() == [*range(20), *range(7, 28)]
+
+
+def test_writes_survive_the_way_to_other_ranks():
+    decision = decide([(3, 40, 1)], [0], num_decodes=1)
+    decision.token_writes = [TokenWrite(row=3, start=40, token_ids=int32s([5, 6]))]
+
+    (write,) = SchedulerOutput.decode(decision.encode()).token_writes
+
+    assert (write.row, write.start, write.token_ids.tolist()) == (3, 40, [5, 6])
