@@ -22,9 +22,6 @@ class AdapterTables:
     """int64 [S, N, 3]: an adapter's size D for a target (0 for none), the first element of
     its first matrix [D, I], and of its second one [D, O]."""
 
-    max_rank: int
-    """Largest D."""
-
 
 @dataclass(frozen=True, slots=True)
 class AdapterBlocks:
@@ -36,15 +33,8 @@ class AdapterBlocks:
     slots: Tensor
     """int32 [G]: each block's adapter."""
 
-
-@dataclass(frozen=True, slots=True)
-class AdapterTarget:
-    """A part of a product's outputs that adapters add to; those of one product have
-    numbers in a row."""
-
-    index: int
-    offset: int
-    num_rows: int
+    max_rank: int
+    """Largest D of these adapters."""
 
 
 def add_adapters(
@@ -52,21 +42,26 @@ def add_adapters(
     output_TO: Tensor,
     tables: AdapterTables,
     blocks: AdapterBlocks,
-    targets: Sequence[AdapterTarget],
+    first_target: int,
+    sizes: Sequence[int],
 ) -> None:
-    """Add ``(x @ a.T) @ b`` of each token's adapter to the targets' outputs, in place.
+    """Add ``(x @ a.T) @ b`` of each token's adapter to a product, in place.
 
-    Sums are float32; ``x @ a.T`` and the output are each rounded once to the dtype of ``x``.
+    The product's outputs are targets with numbers from ``first_target`` on, of these
+    ``sizes`` one behind the other. Sums are float32; ``x @ a.T`` and the output are each
+    rounded once to the dtype of ``x``.
     """
     for tokens, slot in zip(blocks.tokens, blocks.slots.tolist(), strict=True):
         used = tokens[tokens >= 0].long()
         x = x_TI[used].float()
-        for target in targets:
-            rank, at_a, at_b = tables.places[slot, target.index].tolist()
+        end = 0
+        for number, size in enumerate(sizes):
+            part = output_TO[:, end : end + size]
+            end += size
+            rank, at_a, at_b = tables.places[slot, first_target + number].tolist()
             if not rank:
                 continue
             a = tables.data[at_a : at_a + rank * x.shape[1]].view(rank, -1)
-            b = tables.data[at_b : at_b + rank * target.num_rows].view(rank, -1)
+            b = tables.data[at_b : at_b + rank * size].view(rank, -1)
             inner = (x @ a.float().T).to(x_TI.dtype).float()
-            part = output_TO[:, target.offset : target.offset + target.num_rows]
             part[used] = (part[used].float() + inner @ b.float()).to(output_TO.dtype)

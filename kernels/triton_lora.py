@@ -13,7 +13,7 @@ from triton.language.extra.cuda import (  # type: ignore[import-not-found,import
     gdc_wait,
 )
 
-from trimaran.kernels.adapters import AdapterBlocks, AdapterTables, AdapterTarget
+from trimaran.kernels.adapters import AdapterBlocks, AdapterTables
 from trimaran.kernels.triton_launch import Launcher, num_tiles, padded_size
 
 # Shapes: T tokens of the step, I inputs and O outputs, G blocks of M tokens that share an
@@ -23,7 +23,8 @@ _MIN_RANK = 16
 """Least size of a product's side on tensor cores."""
 
 _TILE_I = 128
-_TILE_O = 128
+_TILE_O = 256
+_MAX_SUMS = 64 * 128
 _MAX_PIECES = 8
 """The inputs are cut, so that few tokens keep many processors busy."""
 
@@ -67,15 +68,17 @@ def _shrink_kernel(  # type: ignore[no-untyped-def]
 @triton.jit  # type: ignore[untyped-decorator,unused-ignore]
 def _expand_kernel(  # type: ignore[no-untyped-def]
     inner, data, places, tokens, slots, output, row_stride, num_targets, first_target,
-    num_parts, num_pieces, tiles_0, tiles_1, rows_0, rows_1, rows_2, offset_0, offset_1,
-    offset_2, M: tl.constexpr, D: tl.constexpr, TILE: tl.constexpr, OVERLAPS: tl.constexpr,
+    num_parts, num_pieces, size_0, size_1, size_2, M: tl.constexpr, D: tl.constexpr,
+    TILE: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     """Program (i, g) adds to the i-th tile of the targets' outputs, for block g."""
     tile, block = tl.program_id(0), tl.program_id(1)
-    part = (tile >= tiles_0).to(tl.int32) + (tile >= tiles_1).to(tl.int32)
-    num_rows = tl.where(part == 0, rows_0, tl.where(part == 1, rows_1, rows_2))
-    offset = tl.where(part == 0, offset_0, tl.where(part == 1, offset_1, offset_2))
-    tile -= tl.where(part == 0, 0, tl.where(part == 1, tiles_0, tiles_1))
+    end_0 = tl.cdiv(size_0, TILE)
+    end_1 = end_0 + tl.cdiv(size_1, TILE)
+    part = (tile >= end_0).to(tl.int32) + (tile >= end_1).to(tl.int32)
+    size = tl.where(part == 0, size_0, tl.where(part == 1, size_1, size_2))
+    offset = tl.where(part == 0, 0, tl.where(part == 1, size_0, size_0 + size_1))
+    tile -= tl.where(part == 0, 0, tl.where(part == 1, end_0, end_1))
     slot = tl.load(slots + block).to(tl.int64)
     place = places + (slot * num_targets + first_target + part) * 3
     rank = tl.load(place).to(tl.int32)
@@ -84,13 +87,13 @@ def _expand_kernel(  # type: ignore[no-untyped-def]
     dims = tl.arange(0, D)
     columns = tile * TILE + tl.arange(0, TILE)
     token = tl.load(tokens + block * M + rows)
-    is_column = (columns < num_rows)[None, :]
+    is_column = (columns < size)[None, :]
     is_dim = dims < rank
     if OVERLAPS:
         gdc_launch_dependents()
         gdc_wait()
     if rank > 0:
-        matrix = data + at_b + dims[:, None].to(tl.int64) * num_rows + columns[None, :]
+        matrix = data + at_b + dims[:, None].to(tl.int64) * size + columns[None, :]
         some_b = tl.load(matrix, mask=is_dim[:, None] & is_column, other=0.0)
         first = (block * num_parts + part).to(tl.int64) * M * D
         source = inner + first + rows[:, None] * D + dims[None, :]
@@ -115,47 +118,40 @@ def add_adapters(
     output_TO: Tensor,
     tables: AdapterTables,
     blocks: AdapterBlocks,
-    targets: Sequence[AdapterTarget],
+    first_target: int,
+    sizes: Sequence[int],
 ) -> None:
-    """As `adapters.add_adapters`, for up to three targets with numbers in a row.
+    """As `adapters.add_adapters`, for up to three targets.
 
     ``x`` and the output are contiguous in their last dim. The order of summation depends on
     the width of ``x`` alone.
     """
     num_blocks, block_size = blocks.tokens.shape
-    width, num_parts = x_TI.shape[1], len(targets)
-    size = max(_MIN_RANK, padded_size(tables.max_rank))
+    width, num_parts = x_TI.shape[1], len(sizes)
+    rank = max(_MIN_RANK, padded_size(blocks.max_rank))
     piece_width = num_tiles(num_tiles(width, _TILE_I), _MAX_PIECES) * _TILE_I
     num_pieces = num_tiles(width, piece_width)
-    inner = torch.empty(
-        (num_pieces, num_blocks, num_parts, block_size, size),
-        dtype=torch.float32,
-        device=x_TI.device,
-    )
-    num_targets, first_target = tables.places.shape[1], targets[0].index
+    shape = (num_pieces, num_blocks, num_parts, block_size, rank)
+    inner = torch.empty(shape, dtype=torch.float32, device=x_TI.device)
+    data, places, tokens, slots = tables.data, tables.places, blocks.tokens, blocks.slots
+    num_targets = places.shape[1]
     _shrink(
         (num_blocks * num_parts, num_pieces),
         (
-            x_TI, tables.data, tables.places, blocks.tokens, blocks.slots, inner,
-            width, x_TI.stride(0), num_targets, first_target, num_parts, piece_width,
+            x_TI, data, places, tokens, slots, inner, width, x_TI.stride(0), num_targets,
+            first_target, num_parts, piece_width,
         ),
-        (block_size, size, _TILE_I),
+        (block_size, rank, _TILE_I),
     )  # fmt: skip
-    rows = [target.num_rows for target in targets] + [0] * (3 - num_parts)
-    offsets = [target.offset for target in targets] + [0] * (3 - num_parts)
-    tiles = [num_tiles(count, _TILE_O) for count in rows]
-    ends = [tiles[0], tiles[0] + tiles[1]]
-    if num_parts < 3:
-        # No tile reaches a part that is not there.
-        ends = [
-            end if number < num_parts - 1 else sum(tiles) for number, end in enumerate(ends)
-        ]
+    size_0, size_1, size_2 = (*sizes, 0, 0)[:3]
+    # A tile is at most so large that a block's sums stay in registers.
+    tile = _TILE_O if block_size * _TILE_O <= _MAX_SUMS else _MAX_SUMS // block_size
+    num_outputs = sum(num_tiles(size, tile) for size in sizes)
     _expand(
-        (sum(tiles), num_blocks),
+        (num_outputs, num_blocks),
         (
-            inner, tables.data, tables.places, blocks.tokens, blocks.slots,
-            output_TO, output_TO.stride(0), num_targets, first_target, num_parts, num_pieces,
-            *ends, *rows, *offsets,
+            inner, data, places, tokens, slots, output_TO, output_TO.stride(0), num_targets,
+            first_target, num_parts, num_pieces, size_0, size_1, size_2,
         ),
-        (block_size, size, _TILE_O),
+        (block_size, rank, tile),
     )  # fmt: skip

@@ -14,7 +14,7 @@ from tests.gpu.test_logits import expected_log_probs
 from tests.unit.worker.conftest import Driver
 from tests.unit.worker.lora_adapters import make_adapter, merged, on_the_wire
 from trimaran.kernels import adapters, triton_lora
-from trimaran.kernels.adapters import AdapterBlocks, AdapterTables, AdapterTarget
+from trimaran.kernels.adapters import AdapterBlocks, AdapterTables
 from trimaran.worker.config import CacheConfig, EngineConfig, SchedulerConfig
 from trimaran.worker.lora.step import token_blocks
 
@@ -32,7 +32,7 @@ def random_tables(width, rows):
             places[slot, part] = torch.tensor([rank, size, size + rank * width])
             size += rank * (width + count)
     data = torch.randn(size, device="cuda").bfloat16() / 32
-    return AdapterTables(data, places.cuda(), max(RANKS))
+    return AdapterTables(data, places.cuda())
 
 
 @pytest.mark.parametrize(("width", "rows"), [(4096, (4096, 1024, 1024)), (14336, (4096,))])
@@ -42,21 +42,15 @@ def test_sums_are_those_of_the_plain_twin(width, rows, tokens, block_size):
     tables = random_tables(width, rows)
     slots = np.random.default_rng(0).integers(-1, len(RANKS), tokens).astype(np.int32)
     places, block_slots = token_blocks(slots, block_size)
-    blocks = AdapterBlocks(
-        torch.from_numpy(places).cuda(), torch.from_numpy(block_slots).cuda()
-    )
+    on_device = (torch.from_numpy(array).cuda() for array in (places, block_slots))
+    blocks = AdapterBlocks(*on_device, max(RANKS))
     x = torch.randn(tokens, width, device="cuda").bfloat16() / 8
     output = torch.randn(tokens, sum(rows), device="cuda").bfloat16()
-    offsets = [sum(rows[:part]) for part in range(len(rows))]
-    targets = [
-        AdapterTarget(part, offset, count)
-        for part, (offset, count) in enumerate(zip(offsets, rows, strict=True))
-    ]
     expected = output.clone()
-    adapters.add_adapters(x, expected, tables, blocks, targets)
+    adapters.add_adapters(x, expected, tables, blocks, 0, rows)
     assert (expected != output).any()
 
-    triton_lora.add_adapters(x, output, tables, blocks, targets)
+    triton_lora.add_adapters(x, output, tables, blocks, 0, rows)
 
     torch.testing.assert_close(output, expected, atol=0.03, rtol=0.02)
     assert torch.equal(output[slots < 0], expected[slots < 0])

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trimaran.kernels.adapters import AdapterBlocks, AdapterTables, AdapterTarget
+from trimaran.kernels.adapters import AdapterBlocks, AdapterTables
 from trimaran.kernels.triton_lora import add_adapters
 from trimaran.worker.layers.linear import ParallelLinear
 from trimaran.worker.layers.methods import AdapterState
@@ -38,7 +38,6 @@ class DeviceSlots:
         state: AdapterState,
         data: Tensor,
         num_slots: int,
-        max_rank: int,
         *,
         is_deterministic: bool,
     ) -> None:
@@ -51,7 +50,8 @@ class DeviceSlots:
         self._device = data.device
         shape = (num_slots, len(layout.targets), 3)
         places = torch.zeros(shape, dtype=torch.int64, device=data.device)
-        self._tables = AdapterTables(data, places, max_rank)
+        self._tables = AdapterTables(data, places)
+        self._ranks = np.zeros(num_slots, dtype=np.int64)
         self._blocks: AdapterBlocks | None = None
 
     def load(self, slot: int, first: int, adapter: PackedAdapter) -> None:
@@ -61,27 +61,32 @@ class DeviceSlots:
         places = np.zeros(self._tables.places.shape[1:], dtype=np.int64)
         for one in adapter.placed:
             places[one.target] = one.rank, first + one.a, first + one.b
+        self._ranks[slot] = max(one.rank for one in adapter.placed)
         self._tables.places[slot].copy_(self._send(places))
 
     def begin(self, slots_T: Int32Array) -> None:
         """Group the next step's tokens by adapter."""
-        counts = np.unique(slots_T[slots_T >= 0], return_counts=True)[1]
+        used, counts = np.unique(slots_T[slots_T >= 0], return_counts=True)
         is_large = self._can_grow and counts.mean() >= _LARGE_FROM
         size = _LARGE_BLOCK if is_large else _SMALL_BLOCK
         tokens, slots = token_blocks(slots_T, size)
         sent = self._send(np.concatenate([tokens.reshape(-1), slots]))
         self._blocks = AdapterBlocks(
-            sent[: tokens.size].view(tokens.shape), sent[tokens.size :]
+            sent[: tokens.size].view(tokens.shape),
+            sent[tokens.size :],
+            int(self._ranks[used].max()),
         )
 
     def attach(self, linear: ParallelLinear, targets: Sequence[Target]) -> None:
         """Let a layer add what adapters add to it."""
         linear.lora = _DeviceAddition(self, self._state, targets)
 
-    def add(self, targets: Sequence[AdapterTarget], x_TI: Tensor, output_TO: Tensor) -> None:
-        """Add to these targets, in place."""
+    def add(
+        self, first_target: int, sizes: Sequence[int], x_TI: Tensor, output_TO: Tensor
+    ) -> None:
+        """Add to the targets that a product's outputs are, in place."""
         assert self._blocks is not None
-        add_adapters(x_TI, output_TO, self._tables, self._blocks, targets)
+        add_adapters(x_TI, output_TO, self._tables, self._blocks, first_target, sizes)
 
     def _send(self, array: np.ndarray[tuple[int, ...], np.dtype[np.generic]]) -> Tensor:
         """A small array on the device; the host does not wait."""
@@ -99,7 +104,8 @@ class _DeviceAddition:
     ) -> None:
         self._slots = slots
         self._state = state
-        self._targets = [AdapterTarget(t.index, t.offset, t.num_rows) for t in targets]
+        self._first_target = targets[0].index
+        self._sizes = tuple(target.num_rows for target in targets)
 
     @property
     def is_active(self) -> bool:
@@ -109,5 +115,5 @@ class _DeviceAddition:
     def apply(self, x_TD: Tensor, output_TE: Tensor) -> Tensor:
         """The output with each token's adapter added, in place."""
         if self._state.has_tokens:
-            self._slots.add(self._targets, x_TD, output_TE)
+            self._slots.add(self._first_target, self._sizes, x_TD, output_TE)
         return output_TE

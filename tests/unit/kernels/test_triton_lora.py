@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from trimaran.kernels import adapters, triton_lora
-from trimaran.kernels.adapters import AdapterBlocks, AdapterTables, AdapterTarget
+from trimaran.kernels.adapters import AdapterBlocks, AdapterTables
 from trimaran.worker.lora.step import token_blocks
 
 RANKS = ((4, 8, 0), (16, 0, 3), (0, 40, 20))
@@ -24,7 +24,7 @@ def make_tables(width: int, rows: tuple[int, ...], generator: torch.Generator) -
             places[slot, 1 + part] = torch.tensor([rank, size, size + rank * width])
             pieces.append(data)
             size += len(data)
-    return AdapterTables(torch.cat(pieces).half() / 8, places, max_rank=40)
+    return AdapterTables(torch.cat(pieces).half() / 8, places)
 
 
 @pytest.mark.parametrize(
@@ -36,23 +36,19 @@ def test_sums_are_those_of_the_plain_twin(width, rows, block_size):
     tables = make_tables(width, rows, generator)
     slots = np.array([-1, 2, 0, 1, 0, 0, -1, 2] * 5, dtype=np.int32)
     tokens, block_slots = token_blocks(slots, block_size)
-    blocks = AdapterBlocks(torch.from_numpy(tokens), torch.from_numpy(block_slots))
+    blocks = AdapterBlocks(torch.from_numpy(tokens), torch.from_numpy(block_slots), 40)
     x = torch.randn(len(slots), width + 8, generator=generator).half()[:, :width] / 8
-    output = torch.randn(len(slots), 8 + sum(rows), generator=generator).half()
-    offsets = [8 + sum(rows[:part]) for part in range(len(rows))]
-    targets = [
-        AdapterTarget(1 + part, offset, count)
-        for part, (offset, count) in enumerate(zip(offsets, rows, strict=True))
-    ]
-    expected, untouched = output.clone(), output[slots < 0].clone()
-    adapters.add_adapters(x, expected, tables, blocks, targets)
+    wider = torch.randn(len(slots), 8 + sum(rows), generator=generator).half()
+    output = wider[:, : sum(rows)]
+    before, expected = wider.clone(), output.clone()
+    adapters.add_adapters(x, expected, tables, blocks, 1, rows)
 
-    triton_lora.add_adapters(x, output, tables, blocks, targets)
+    triton_lora.add_adapters(x, output, tables, blocks, 1, rows)
 
-    assert not torch.equal(expected[slots >= 0], output.new_zeros(1))
+    assert (expected != before[:, : sum(rows)]).any()
     torch.testing.assert_close(output, expected, atol=4e-3, rtol=4e-3)
-    assert torch.equal(output[slots < 0], untouched)
-    assert torch.equal(output[:, :8], expected[:, :8])
+    assert torch.equal(wider[slots < 0], before[slots < 0])
+    assert torch.equal(wider[:, sum(rows) :], before[:, sum(rows) :])
 
 
 def test_blocks_hold_every_token_with_an_adapter_once():

@@ -33,7 +33,7 @@ def use_gpu_kernels(driver):
     runner, manager = driver.engine.runner, driver.engine._adapters
     memory = torch.empty(manager._arena.size, dtype=torch.float32)
     slots = DeviceSlots(
-        manager._layout, runner.model.adapters, memory, 16, 64, is_deterministic=False
+        manager._layout, runner.model.adapters, memory, 16, is_deterministic=False
     )
     runner.adapters = AdapterStore(runner.model, manager._layout, slots, 16)
 
