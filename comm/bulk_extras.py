@@ -44,6 +44,9 @@ def unpack(output: StepOutput) -> dict[int, dict[str, Any]]:
         for name in BULKY:
             if name in extras:
                 ((start, *lengths),) = extras[name]
+                if name == "context_logits":
+                    # The pieces of a prompt lie side by side: no need to join them later.
+                    lengths = [sum(lengths)]
                 extras[name] = items = []
                 for length in lengths:
                     items.append(payload[start : start + length])

@@ -113,7 +113,8 @@ class Progress:
             return None
         # A prompt's come in pieces of any length, an output's token by token.
         num_tokens = self.num_input if name == "context_logits" else len(pieces)
-        return np.frombuffer(b"".join(pieces), self.logits_dtype).reshape(num_tokens, -1)
+        raw = pieces[0] if len(pieces) == 1 else b"".join(pieces)
+        return np.frombuffer(raw, self.logits_dtype).reshape(num_tokens, -1)
 
 
 class SequenceOutputs:

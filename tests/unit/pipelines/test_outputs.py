@@ -139,6 +139,21 @@ async def test_who_asks_hears_why_it_ended_with_the_last_response(
             assert reasons == [b"stop"]
 
 
+@pytest.mark.parametrize("model", ["ensemble", "tensorrt_llm_bls"])
+async def test_text_models_pass_prompt_tables_on(serve, model):
+    table = np.ones((1, 2, 4), np.float16)
+    async with serve() as served:
+        engine = await served.dial(served.answer("Hello"))
+        extra = {"prompt_vocab_size": 2, "prompt_table_extra_id": 3}
+        await served.infer(model, **TEXT, prompt_embedding_table=table, **extra)
+        await served.infer(model, **TEXT)
+    asked, plain = engine.submits
+    assert asked.embeddings == {"dtype": "FP16", "shape": [2, 4], "data": table.tobytes()}
+    # No word of a text has an id of the table: its prompt is known by the table alone.
+    assert asked.cache_salt and not plain.cache_salt
+    assert plain.embeddings is None
+
+
 async def test_a_text_stop_word_leaves_the_figures(serve):
     async with serve() as served:
         engine = await served.dial(served.answer("Hello world and more"))

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 
+import numpy as np
 import pytest
 from google.protobuf import text_format
 from tritonclient.grpc.model_config_pb2 import ModelConfig
 
 from trimaran.comm.errors import ErrorKind, RequestError
-from trimaran.server.inference import InferRequest
+from trimaran.server.inference import InferRequest, Tensor
 from trimaran.server.queue_policy import QueuePolicy
 
 LEVELS = """
@@ -65,6 +66,22 @@ def test_the_engine_hears_a_higher_number_for_a_more_urgent_level():
 )
 def test_a_client_can_only_shorten_the_limit_and_only_where_allowed(fields, timeout_s):
     assert _policy(LEVELS).timeout_s(_request(**fields)) == timeout_s
+
+
+async def test_the_engine_hears_a_requests_priority(serve):
+    levels = {"max_queue_size": "0 } priority_levels: 3 default_priority_level: 2 #"}
+    async with serve(**levels) as served:
+        engine = await served.dial(served.answer("a"))
+        config = served.models["tensorrt_llm"].config
+        for level in (0, 1, 3):
+            ids = {"input_ids": [[1]], "input_lengths": [[1]], "request_output_len": [[1]]}
+            inputs = {
+                name: Tensor(name, "INT32", np.array(v, np.int32)) for name, v in ids.items()
+            }
+            request = InferRequest(model_name=config.name, inputs=inputs, priority=level)
+            async for _ in served.models["tensorrt_llm"].infer(request):
+                pass
+    assert [submit.priority for submit in engine.submits] == [-2, -1, -3]
 
 
 # The placeholder of the template is the last field of its queue policy.
