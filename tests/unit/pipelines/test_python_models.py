@@ -11,8 +11,10 @@ import numpy as np
 import pytest
 
 from trimaran.comm.errors import ConfigError, ErrorKind, RequestError
+from trimaran.comm.messages import unpack_ids
 
 USER_MODELS = Path(__file__).parent / "user_models"
+EXAMPLES = Path(__file__).parents[3] / "examples" / "python_models"
 
 
 @pytest.fixture
@@ -26,7 +28,8 @@ def serve_own(serve, tmp_path):
         root = tmp_path / "own"
         shutil.move(tmp_path / "models", root)
         for name in names:
-            shutil.copytree(USER_MODELS / name, root / name)
+            folder = next(f for f in (USER_MODELS, EXAMPLES) if (f / name).is_dir())
+            shutil.copytree(folder / name, root / name)
         for name, code in codes.items():
             (root / name / "1" / "model.py").write_text(code)
         async with serve(repository=root, frontend=frontend) as served:
@@ -182,6 +185,28 @@ async def test_coroutines_of_one_instance_run_side_by_side(serve_own):
         lengths = [len(text.decode()) for text in values(first[0])["answers"][0]]
         assert lengths == sorted(lengths)
         assert lengths[0] < lengths[2]
+
+
+async def test_the_example_streams_answers_and_stops_at_the_next_question(serve_own):
+    async with serve_own("chat") as served:
+        engine = await served.dial(served.answer(" größer than 東京 Question: why?"))
+        options = {"question": "größer?", "earlier": ["Question: a", "Answer: b"]}
+        responses = await served.infer("chat", id="c1", max_tokens=99, **options)
+        texts = [tensor.data.item().decode() for r in responses for tensor in r.outputs]
+        assert "".join(texts) == " größer than 東京 Question:"
+        assert len(texts) > 2
+        (submit,) = engine.submits
+        assert submit.client_request_id == "c1"
+        prompt = "Question: a\nAnswer: b\nQuestion: größer?\nAnswer:"
+        ids = served.tokenizer.encode_now(prompt, True)
+        assert unpack_ids(submit.prompt_ids).tolist() == ids
+        engine.gate.clear()
+        async with aclosing(served.stream("chat", max_tokens=99, **options)) as stream:
+            waiting = asyncio.ensure_future(anext(stream))
+            await engine.until(lambda: len(engine.submits) == 2)
+            waiting.cancel()
+            await asyncio.gather(waiting, return_exceptions=True)
+        await engine.until(lambda: engine.submits[1].request_id in engine.cancelled)
 
 
 COUNT_IDS = """
