@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -16,18 +15,14 @@ from trimaran.worker.step_types import Int32Array, TransferKind
 # Shapes: S slots of the host, E elements of a block, P blocks of half a staging memory.
 
 
-_PIECE = 32
-"""Blocks that come in while the next ones that they replace go out."""
-
-
 class HostCopies:
     """One KV group's part of the host's memory, [S, E], and the copies to and from it.
 
-    On a GPU they run on two streams, one each way. What is evicted is about to be
-    overwritten: a step gathers it into staging memory first, and leaves the slow way to the
-    host to the stream. Blocks that a load overwrites need no such step, as that one waits
-    for their moves, piece by piece. The device waits for copies only where the decision says
-    so, or where moves come faster than the host takes them; the host waits for nothing.
+    On a GPU they run on a stream of their own. What is evicted is about to be overwritten:
+    a step gathers it into staging memory first, and leaves the slow way to the host to the
+    copy stream. Blocks that a load overwrites need no such step, as that stream keeps order.
+    The device waits for copies only where the decision says so, or where moves come faster
+    than the host takes them; the host waits for nothing.
     """
 
     def __init__(self, pool: Tensor, num_slots: int, num_staged: int) -> None:
@@ -40,14 +35,11 @@ class HostCopies:
         if not self._is_gpu:
             return
         _pin(self._host)
-        self._out = torch.cuda.Stream(pool.device)  # type: ignore[no-untyped-call]
-        self._in = torch.cuda.Stream(pool.device)  # type: ignore[no-untyped-call]
+        self._stream = torch.cuda.Stream(pool.device)  # type: ignore[no-untyped-call]
         half = -(-num_staged // 2)
         self._staging = torch.empty((2, half, width), dtype=pool.dtype, device=pool.device)
         self._drained: list[torch.cuda.Event | None] = [None, None]
         self._turn = 0
-        self._moved: torch.cuda.Event | None = None
-        """After the moves of all steps so far."""
         self._loads: deque[tuple[int, torch.cuda.Event]] = deque()
         self._last_loads: dict[int, torch.cuda.Event] = {}
 
@@ -72,27 +64,20 @@ class HostCopies:
             self._blocks[loads[:, 1].tolist()] = self._host[loads[:, 0].tolist()]
             self._done_step = step
             return
-        main = torch.cuda.current_stream(self._blocks.device)
-        # What earlier steps do with these blocks comes first, as do moves to slots read now.
-        self._in.wait_stream(main)
-        if self._moved is not None:
-            self._in.wait_event(self._moved)
-        self._out.wait_stream(main)
-        slot_of = dict(moves.tolist())
-        for first in range(0, len(loads), _PIECE):
-            piece = loads[first : first + _PIECE].tolist()
-            going = [(block, slot_of.pop(block)) for _, block in piece if block in slot_of]
-            self._copy(going, self._blocks, self._host, self._out)
-            if going:
-                self._in.wait_stream(self._out)
-            self._copy(piece, self._host, self._blocks, self._in)
+        is_direct = (moves[:, :1] == loads[:, 1]).any(1)
+        self._move_staged(moves[~is_direct])
+        # What earlier steps do with these blocks comes first.
+        self._stream.wait_stream(torch.cuda.current_stream(self._blocks.device))
+        with torch.cuda.stream(self._stream):
+            for block, slot in moves[is_direct].tolist():
+                self._host[slot].copy_(self._blocks[block], non_blocking=True)
+            for slot, block in loads.tolist():
+                self._blocks[block].copy_(self._host[slot], non_blocking=True)
         if len(loads):
-            event = _recorded(self._in)
+            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            event.record(self._stream)
             self._loads.append((step, event))
             self._last_loads[step] = event
-        self._move_staged(list(slot_of.items()), main)
-        if len(moves):
-            self._moved = _recorded(self._out)
 
     def wait(self, step: int) -> None:
         """Let the device run what is launched next only after the loads of ``step``."""
@@ -108,7 +93,8 @@ class HostCopies:
             cudart = torch.cuda.cudart()  # type: ignore[no-untyped-call]
             cudart.cudaHostUnregister(self._host.data_ptr())
 
-    def _move_staged(self, moves: list[tuple[int, int]], main: torch.cuda.Stream) -> None:
+    def _move_staged(self, moves: Int32Array) -> None:
+        main = torch.cuda.current_stream(self._blocks.device)
         half = self._staging.shape[1]
         for first in range(0, len(moves), half):
             piece = moves[first : first + half]
@@ -117,35 +103,15 @@ class HostCopies:
             if drained is not None:
                 main.wait_event(drained)
             staged = self._staging[self._turn, : len(piece)]
-            blocks = np.array([block for block, _ in piece], dtype=np.int64)
-            places = to_device(blocks, self._blocks.device)
+            places = to_device(piece[:, 0].astype("int64"), self._blocks.device)
             torch.index_select(self._blocks, 0, places, out=staged)
-            self._out.wait_stream(main)
-            going = [(place, slot) for place, (_, slot) in enumerate(piece)]
-            self._copy(going, staged, self._host, self._out)
-            self._drained[self._turn] = _recorded(self._out)
-
-    def _copy(
-        self,
-        rows: Iterable[Sequence[int]],
-        source: Tensor,
-        target: Tensor,
-        stream: torch.cuda.Stream,
-    ) -> None:
-        """Copy rows of ``source`` to rows of ``target``, given as pairs of their numbers."""
-        # Imported only now: a CPU has no driver of GPUs.
-        from trimaran.kernels.cuda_driver import copy_all
-
-        size = self._host.shape[1] * self._host.itemsize
-        first, to = source.data_ptr(), target.data_ptr()
-        pairs = [(first + a * size, to + b * size) for a, b in rows]
-        copy_all(pairs, size, stream.cuda_stream)
-
-
-def _recorded(stream: torch.cuda.Stream) -> torch.cuda.Event:
-    event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-    event.record(stream)
-    return event
+            self._stream.wait_stream(main)
+            with torch.cuda.stream(self._stream):
+                for place, slot in enumerate(piece[:, 1].tolist()):
+                    self._host[slot].copy_(staged[place], non_blocking=True)
+            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            event.record(self._stream)
+            self._drained[self._turn] = event
 
 
 def _pin(memory: Tensor) -> None:
@@ -170,11 +136,9 @@ def _is_over(event: torch.cuda.Event) -> bool:
 def begin_transfers(hosts: Sequence[HostCopies], step: int, transfers: Int32Array) -> None:
     """Start a step's copies in all groups, and let the device wait for earlier ones."""
     kinds = transfers[:, 0]
-    awaited = int(transfers[kinds == TransferKind.WAIT, 1].max(initial=0))
     for group, host in enumerate(hosts):
-        # What earlier steps loaded may be moved over by this one.
-        host.wait(min(awaited, step - 1))
         of_group = (transfers[:, 1] == group) & (kinds != TransferKind.WAIT)
         if of_group.any():
             host.begin(step, transfers[of_group])
-        host.wait(awaited)
+        for awaited in transfers[kinds == TransferKind.WAIT, 1].tolist():
+            host.wait(awaited)
