@@ -87,13 +87,12 @@ BUILD_FLAGS = (
     *_refused("max_draft_len", "drafts are not served; it must be 0"),
     *_refused("weight_streaming", "all weights stay on the device; remove the flag"),
     *_refused("auto_parallel", "name --tp-size and --pp-size; it must be 1", ("1",)),
-    *_refused("streamingllm", "window attention is not served; it must be disable"),
     *_refused("use_fp8_context_fmha", "FP8 attention is not served; it must be disable"),
     *_ignored(
         "opt_num_tokens max_encoder_input_len lora_target_modules strip_plan weight_sparsity "
         "fast_build cluster_key profiling_verbosity visualize_network monitor_memory "
         "enable_debug_output log_level use_gpt_attention_plugin use_gemm_plugin "
-        "use_inflight_batching enable_context_fmha"
+        "use_inflight_batching enable_context_fmha streamingllm"
     ),
 )  # fmt: skip
 

@@ -96,7 +96,7 @@ def test_an_intermediate_size_that_cannot_be_cut_is_refused(llama, refused):
         "--lora_dir=adapters", "--lora_ckpt_source=nemo", "--max_draft_len=4",
         "--speculative_decoding_mode=medusa", "--kv_cache_type=continuous", "--cp_size=2",
         "--paged_kv_cache=disable", "--max_multimodal_len=64", "--meta_ckpt_dir=x",
-        "--use_fp8_context_fmha=enable", "--model_config=x.json", "--streamingllm=enable",
+        "--use_fp8_context_fmha=enable", "--model_config=x.json",
     ],
 )  # fmt: skip
 def test_a_flag_that_asks_for_what_is_not_served_is_refused_by_name(flag, llama, refused):
