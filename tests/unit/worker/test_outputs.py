@@ -95,6 +95,28 @@ def test_a_paused_request_tells_each_logit_once(make_engine):
         assert logits.argmax(axis=1).tolist() == driver.output(request_id)
 
 
+def test_a_replayed_request_tells_what_clients_lack(make_engine):
+    driver = make_engine()
+    values = {
+        "max_tokens": 8,
+        "return_generation_logits": True,
+        "return_context_logits": True,
+        "return_log_probs": True,
+    }
+    whole = driver.submit(PROMPT, **values)
+    driver.run()
+    output = driver.output(whole)
+    replayed = driver.submit(PROMPT, output=output[:3], **values)
+    driver.run()
+
+    assert driver.output(replayed) == output[3:]
+    assert not any("context_logits" in extras for extras in driver.extras[replayed, 0])
+    np.testing.assert_array_equal(
+        _logits(driver, replayed, "generation_logits"),
+        _logits(driver, whole, "generation_logits")[3:],
+    )
+
+
 def test_figures_tell_what_was_reused_and_when(make_engine):
     driver = make_engine(max_num_seqs=1)
     prompt = PROMPT[:33]
