@@ -285,7 +285,12 @@ class Served:
             await engine.end()
 
     def stream(
-        self, model: str, outputs: tuple[str, ...] = (), id: str = "", **inputs: Any
+        self,
+        model: str,
+        outputs: tuple[str, ...] = (),
+        id: str = "",
+        parameters: dict[str, Any] | None = None,
+        **inputs: Any,
     ) -> Any:
         """The responses as they come. A value is a sample's scalar or list, or the whole
         array."""
@@ -295,7 +300,9 @@ class Served:
             _wire(name, from_config(types[name]), value, config.max_batch_size > 0)
             for name, value in inputs.items()
         ]
-        request = InferRequest(model_name=model, id=id, outputs=outputs)
+        request = InferRequest(
+            model_name=model, id=id, outputs=outputs, parameters=parameters or {}
+        )
         request.inputs = Validator(config).check(wires, outputs, id)
         return self.models[model].infer(request)
 

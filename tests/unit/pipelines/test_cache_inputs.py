@@ -95,3 +95,15 @@ def test_salts_keep_requests_apart_whatever_else_does():
     for salt in ("", 7):
         with pytest.raises(RequestError, match="must be a text that is not empty"):
             salted({"cache_salt": salt}, b"")
+
+
+@pytest.mark.parametrize("model", ["tensorrt_llm", "ensemble", "tensorrt_llm_bls"])
+async def test_a_salt_reaches_the_engine_by_every_model(serve, model):
+    inputs = PROMPT if model == "tensorrt_llm" else {"text_input": "x", "max_tokens": 2}
+    async with serve() as served:
+        engine = await served.dial(ids)
+        for salt in ("one", "two"):
+            await served.infer(model, **inputs, parameters={"cache_salt": salt})
+        first, second = (submit.cache_salt for submit in engine.submits)
+        assert first == salted({"cache_salt": "one"}, b"")
+        assert second == salted({"cache_salt": "two"}, b"") != first
