@@ -14,6 +14,7 @@ from trimaran.server.adapter_inputs import add_digests, read_adapter
 from trimaran.server.cache_inputs import read_retention, salted
 from trimaran.server.gathering import Gathering
 from trimaran.server.inference import InferRequest, InferResponse
+from trimaran.server.logits_limit import check_logits
 from trimaran.server.model_engines import ModelEngines
 from trimaran.server.model_repository import RepositoryModel
 from trimaran.server.prompt_table_inputs import cache_key, read_table
@@ -142,6 +143,13 @@ class TokenModel:
             sampling.validate(vocab_size)
             table = read_table(inputs, request.inputs.get("prompt_embedding_table"))
             prompt = _prompt(inputs, facts, 0 if table is None else table["shape"][0])
+            check_logits(
+                sampling,
+                len(prompt),
+                vocab_size,
+                int(facts["max_seq_len"]),
+                is_streaming=inputs.flag("streaming"),
+            )
             key = cache_key(inputs, len(prompt), table)
             key = salted(request.parameters, key)
             adapter = read_adapter(inputs, request.inputs)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from tests.unit.pipelines.conftest import FACTS, ScriptedEngine
+from trimaran.comm.errors import RequestError
 from trimaran.comm.sampling_params import SamplingParams
 
 VOCAB = 6
@@ -152,6 +154,34 @@ async def test_text_models_pass_prompt_tables_on(serve, model):
     # No word of a text has an id of the table: its prompt is known by the table alone.
     assert asked.cache_salt and not plain.cache_salt
     assert plain.embeddings is None
+
+
+@pytest.mark.parametrize(
+    ("values", "is_refused"),
+    [
+        ({"return_context_logits": True}, True),
+        ({"return_generation_logits": True}, True),
+        ({"return_generation_logits": True, "streaming": True}, False),
+        ({"return_generation_logits": True, "request_output_len": 60}, False),
+        ({"return_log_probs": True}, False),
+    ],
+)
+async def test_logits_that_no_answer_holds_are_refused(serve, values, is_refused):
+    facts = {**FACTS, "vocab_size": 5 << 20, "max_input_len": 200}
+    inputs = {**TOKEN, "input_ids": [1] * 110, "input_lengths": 110, "request_output_len": 400}
+    async with serve() as served:
+        engine = ScriptedEngine(lambda submit: [1, 2])
+        served.dialled.append(engine)
+        await engine.dial(served.config.engine_listen[-1], served.hello(facts=facts))
+        asking = served.infer("tensorrt_llm", **{**inputs, **values})
+        if is_refused:
+            with pytest.raises(
+                RequestError, match=r"logits of \d+ tokens over 5242880 ids are"
+            ):
+                await asking
+        else:
+            await asking
+    assert len(engine.submits) == (not is_refused)
 
 
 async def test_a_text_stop_word_leaves_the_figures(serve):
