@@ -60,6 +60,7 @@ CASES = {
     "few rows": {"max_num_seqs": 2, "depth": 2},
     "preempted": {"max_tokens": 208, "depth": 1},
     "preempted, overlapped": {"max_tokens": 208, "depth": 2},
+    "offloaded": {"max_tokens": 208, "host_bytes": 1 << 20, "depth": 2},
     "reserved": {"policy": "guaranteed_no_evict", "max_tokens": 208, "depth": 2},
     "static": {"policy": "static_batch", "max_tokens": 208},
     "V1": {"batching": "V1", "depth": 2},
