@@ -83,7 +83,10 @@ class GraphModel:
                     for tensor in response.outputs
                     if tensor.name in step.output_map
                 }
-                if not response.outputs and step.model.is_decoupled:
+                if not response.outputs:
+                    if not step.model.is_decoupled:
+                        # The answer to a stop request, which has nothing for later steps.
+                        yield tensors
                     continue
                 later = self._iterations(request, index + 1, {**tensors, **produced})
                 async with aclosing(later):

@@ -15,6 +15,7 @@ from trimaran.server.text_pipeline import (
     Steps,
     TensorMaps,
     TextPipeline,
+    asks_to_stop,
 )
 from trimaran.server.token_model import check_transaction, num_responses
 
@@ -64,6 +65,7 @@ BLS_MAPS = TensorMaps(
         "runtime_top_p": "top_p",
         "len_penalty": "length_penalty",
         "streaming": "stream",
+        "stop": "stop",
         **{name: name for name in _SAME_NAMES},
     },
     token_from_preprocessing={
@@ -198,7 +200,8 @@ class BlsModel:
 
     async def infer(self, request: InferRequest) -> AsyncGenerator[InferResponse, None]:
         """Run one request; see `inference.Model`."""
-        self._check(request)
+        if not asks_to_stop(request, BLS_MAPS, is_batched=self._is_batched):
+            self._check(request)
         async with aclosing(self._pipeline.infer(request)) as responses:
             async for response in responses:
                 yield response

@@ -89,6 +89,11 @@ class TextPipeline:
 
     async def infer(self, request: InferRequest) -> AsyncGenerator[InferResponse, None]:
         """Run one request; see `inference.Model`."""
+        if asks_to_stop(request, self._maps, is_batched=self._options.is_batched):
+            async with aclosing(self._stop(request)) as stopped:
+                async for nothing in stopped:
+                    yield nothing
+            return
         token_inputs = await self._token_inputs(request)
         run = _Run(self._steps, self._maps, self._options, request, token_inputs)
         job = TokenJob(
@@ -108,6 +113,20 @@ class TextPipeline:
                 if answer is not None:
                     yield answer
 
+    async def _stop(self, request: InferRequest) -> AsyncGenerator[InferResponse, None]:
+        """End the requests of this id; the answer has no outputs."""
+        token = self._steps.token
+        inputs = {"stop": request.inputs[self._maps.token["stop"]]}
+        stop = InferRequest(model_name=token.name, id=request.id, inputs=inputs)
+        async with aclosing(token.infer(stop)) as responses:  # type: ignore[type-var]
+            async for response in responses:
+                yield InferResponse(
+                    model_name=self._options.name,
+                    model_version=self._options.version,
+                    id=request.id,
+                    is_final=response.is_final,
+                )
+
     async def _token_inputs(self, request: InferRequest) -> dict[str, Tensor]:
         maps = self._maps
         inputs = _renamed(request.inputs, maps.preprocessing)
@@ -122,6 +141,11 @@ class TextPipeline:
         token_inputs = _renamed(request.inputs, maps.token)
         token_inputs.update(_renamed(pre_outputs, maps.token_from_preprocessing))
         return token_inputs
+
+
+def asks_to_stop(request: InferRequest, maps: TensorMaps, *, is_batched: bool) -> bool:
+    """Whether a request ends others of its id, and asks for nothing else."""
+    return SampleInputs(request.inputs, 0, is_batched).flag(maps.token.get("stop", ""))
 
 
 class _Run:

@@ -235,6 +235,8 @@ async def test_own_postprocessing_stands_in_for_the_native_one(serve_own, model)
         assert sum(int(text.removesuffix(" ids;")) for text in streamed) == 3
         assert len(streamed) > 1
         assert await served.texts(model, exclude_input_in_output=True, **options) == ["3 ids;"]
+        stop = {"text_input": "", "max_tokens": 0, "stop": True}
+        assert await served.infer(model, id="nobody", **stop) == []
         # As native: no prefix but the ensemble's, and the checks of either.
         error = await failure_of(served.infer(model, text_input="hello", max_tokens=0))
         assert ("in ensemble" in str(error)) == (model == "ensemble")

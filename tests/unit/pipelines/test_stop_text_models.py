@@ -1,0 +1,35 @@
+"""Stop requests to the text models themselves."""
+
+import asyncio
+
+import pytest
+
+from trimaran.comm.errors import RequestError
+
+STOP = {"text_input": "", "max_tokens": 0, "stop": True}
+
+
+@pytest.mark.parametrize("decoupled", ["True", "False"])
+@pytest.mark.parametrize("model", ["ensemble", "tensorrt_llm_bls"])
+async def test_a_text_model_stops_the_requests_of_an_id(serve, model, decoupled):
+    async with serve(decoupled_mode=decoupled) as served:
+        engine = await served.dial(served.answer("one two three four"))
+        engine.gate.clear()
+        stopped, kept = (
+            asyncio.ensure_future(served.texts(model, id=name, text_input="x", max_tokens=99))
+            for name in "ab"
+        )
+        await engine.until(lambda: len(engine.submits) == 2)
+        engine.step()
+        await asyncio.sleep(0.01)
+        answers = await served.infer(model, id="a", **STOP)
+        assert [(a.id, a.outputs, a.is_final) for a in answers] == (
+            [] if decoupled == "True" else [("a", [], True)]
+        )
+        (text,) = await stopped
+        assert "xone two three".startswith(text)
+        assert not kept.done()
+        engine.gate.set()
+        assert await kept == ["xone two three four"]
+        with pytest.raises(RequestError, match="request ID is not provided"):
+            await served.infer(model, **STOP)
