@@ -18,6 +18,7 @@ _SCALARS: tuple[tuple[str, tuple[str, ...], Callable[[Any], Any]], ...] = (
     ("pad_id", ("pad_id",), int),
     ("temperature", ("temperature",), float),
     ("top_k", ("runtime_top_k",), int),
+    ("min_p", ("runtime_min_p",), float),
     ("top_p_min", ("runtime_top_p_min",), float),
     ("top_p_decay", ("runtime_top_p_decay",), float),
     ("top_p_reset_ids", ("runtime_top_p_reset_ids",), int),

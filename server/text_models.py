@@ -25,7 +25,8 @@ _SAME_NAMES = (
     "return_log_probs", "return_context_logits", "return_generation_logits",
     "return_perf_metrics", "return_finish_reason", "return_num_input_tokens",
     "return_num_output_tokens",
-    "beam_width", "prompt_embedding_table", "prompt_vocab_size", "lora_task_id",
+    "beam_width", "early_stopping", "beam_search_diversity_rate", "no_repeat_ngram_size",
+    "prompt_embedding_table", "prompt_vocab_size", "lora_task_id",
     "lora_weights", "lora_config", "lora_name",
     "guided_decoding_guide_type", "guided_decoding_guide",
 )  # fmt: skip
@@ -63,6 +64,10 @@ BLS_MAPS = TensorMaps(
     token={
         "runtime_top_k": "top_k",
         "runtime_top_p": "top_p",
+        "runtime_min_p": "min_p",
+        "runtime_top_p_min": "top_p_min",
+        "runtime_top_p_decay": "top_p_decay",
+        "runtime_top_p_reset_ids": "top_p_reset_ids",
         "len_penalty": "length_penalty",
         "streaming": "stream",
         "stop": "stop",

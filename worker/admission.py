@@ -92,6 +92,11 @@ def _sampling(message: Submit, vocab_size: int) -> SamplingParams:
         ("repetition_penalty", sampling.repetition_penalty > 0, "above 0"),
         ("min_p", 0 <= sampling.min_p <= 1, "between 0 and 1"),
         ("top_p_decay", 0 < sampling.top_p_decay <= 1, "above 0 and at most 1"),
+        (
+            "top_p_reset_ids",
+            -1 <= sampling.top_p_reset_ids < vocab_size,
+            f"-1 or below the vocabulary size {vocab_size}",
+        ),
         ("top_p_min", 0 < sampling.top_p_min <= 1, "above 0 and at most 1"),
         ("beam_width", sampling.beam_width >= 1, "at least 1"),
         ("length_penalty", abs(sampling.length_penalty) <= 10, "between -10 and 10"),

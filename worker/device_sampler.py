@@ -8,6 +8,7 @@ from torch import Tensor
 from trimaran.kernels import triton_logits, triton_mask, triton_sampling
 from trimaran.worker.beam_candidates import BeamCandidates, beam_candidates, joined
 from trimaran.worker.sampling_rows import SamplingBatch, Want
+from trimaran.worker.top_p_resets import with_resets
 
 # Shapes: N sampled rows, V vocabulary, R rows, L longest sequence.
 
@@ -50,6 +51,8 @@ def _sample_part(
     logits = logits_NV[start:end]
     rows, lengths = batch.device_rows[start:end], batch.device_lengths[start:end]
     params = state.tensor()
+    if part.all_wants & Want.RESET:
+        params = with_resets(params, part, rows, lengths, token_table_RL)
     if part.all_wants & EDITS:
         logits = logits.to(torch.float32, copy=True)
         _edit(logits, part, rows, lengths, token_table_RL)

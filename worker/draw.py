@@ -20,6 +20,7 @@ from trimaran.worker.sampling_rows import (
     SamplingBatch,
 )
 from trimaran.worker.staging import to_device
+from trimaran.worker.top_p_resets import decay_steps
 
 # Shapes: N rows that draw, V vocabulary, K candidates of a row.
 
@@ -74,7 +75,7 @@ class _Params:
         self.top_k = batch.state.int_params[rows, TOP_K]
         decay = self.floats[:, TOP_P_DECAY]
         if (decay != 1).any():
-            decayed = self.floats[:, TOP_P] * decay ** batch.num_outputs(entries)
+            decayed = self.floats[:, TOP_P] * decay ** decay_steps(batch, entries)
             self.floats[:, TOP_P] = np.maximum(decayed, self.floats[:, TOP_P_MIN])
 
     def of(self, rows: Entries) -> _Params:

@@ -44,6 +44,8 @@ def sample(logits_NV: Tensor, batch: SamplingBatch, token_table_RL: Tensor) -> S
     ``token_table_RL`` holds every row's ids so far, those sampled by steps in flight included.
     """
     wants = batch.all_wants
+    if wants & Want.RESET:
+        batch.token_table = token_table_RL
     if batch.device_rows is not None:
         # Imported only now: a CPU needs no Triton.
         from trimaran.worker import device_sampler

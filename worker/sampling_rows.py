@@ -22,7 +22,7 @@ from trimaran.worker.step_types import Int32Array, NewRow
 SERVED_FIELDS = frozenset(
     {
         "max_tokens", "end_id", "pad_id", "temperature", "top_k", "top_p", "min_p", "seed",
-        "top_p_decay", "top_p_min",
+        "top_p_decay", "top_p_min", "top_p_reset_ids",
         "stop_words", "bad_words", "min_tokens", "repetition_penalty", "presence_penalty",
         "frequency_penalty", "no_repeat_ngram_size", "embedding_bias", "num_return_sequences",
         "return_log_probs", "return_context_logits", "return_generation_logits",
@@ -52,13 +52,15 @@ class Want(IntFlag):
     """Only what the step's masks allow may come."""
     BEAM = 1024
     """Its likeliest ids, of which the host selects."""
+    RESET = 2048
+    """An id of the output makes its decayed top-p whole again."""
 
 
 # Columns of the float and integer parameters.
 (
     TEMPERATURE, TOP_P, MIN_P, REPETITION, PRESENCE, FREQUENCY, TOP_P_DECAY, TOP_P_MIN,
 ) = range(8)  # fmt: skip
-TOP_K, MIN_TOKENS, END_ID, NGRAM = range(4)
+TOP_K, MIN_TOKENS, END_ID, NGRAM, RESET = range(5)
 
 _INT32_MAX = (1 << 31) - 1
 
@@ -75,6 +77,8 @@ def wants_of(params: SamplingParams) -> Want:
         wants |= Want.RANDOM
         if params.top_k > 0 or 0 < params.top_p < 1 or params.min_p > 0:
             wants |= Want.FILTER
+        if 0 < params.top_p < 1 and params.top_p_decay < 1 and params.top_p_reset_ids >= 0:
+            wants |= Want.RESET
     penalties = (params.repetition_penalty, params.presence_penalty, params.frequency_penalty)
     if penalties != (1.0, 0.0, 0.0):
         wants |= Want.PENALTY
@@ -114,6 +118,9 @@ class SamplingBatch:
     device_lengths: Tensor | None = None
     """``lengths`` on a GPU."""
 
+    token_table: Tensor | None = None
+    """[R, L]: every row's ids so far, if some row asks for `Want.RESET`."""
+
     masks: Tensor | None = None
     """int32 [n, ceil(V / 32)] on the device: what may come in each row that has a guide."""
 
@@ -142,7 +149,7 @@ class SamplingBatch:
         return to_device(self.state.float_params[self.rows[entries]], self.state.device)
 
     def ints(self, entries: npt.NDArray[np.int64]) -> Tensor:
-        """int64 [n, 4] on the device."""
+        """int64 [n, 5] on the device."""
         return to_device(self.state.int_params[self.rows[entries]], self.state.device)
 
     def index(self, entries: npt.NDArray[np.int64]) -> Tensor:
@@ -180,7 +187,7 @@ class SamplingRows:
         self.kernel = kernel
         """What chooses ids on this CPU; None means torch."""
         self.float_params = np.zeros((num_rows, 8), dtype=np.float32)
-        self.int_params = np.zeros((num_rows, 4), dtype=np.int64)
+        self.int_params = np.zeros((num_rows, 5), dtype=np.int64)
         self.seeds = np.zeros(num_rows, dtype=np.uint64)
         self.sequence_indices = np.zeros(num_rows, dtype=np.uint64)
         self.num_prompt = np.zeros(num_rows, dtype=np.int64)
@@ -225,6 +232,7 @@ class SamplingRows:
             params.min_tokens,
             params.end_id,
             params.no_repeat_ngram_size,
+            params.top_p_reset_ids,
         )
         self.seeds[row] = params.seed
         self.sequence_indices[row] = new.sequence_index

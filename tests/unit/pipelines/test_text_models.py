@@ -66,6 +66,15 @@ async def test_inputs_reach_the_engine_under_the_token_models_names(serve, model
             stop_words=["halt", "</s>"],
             end_id=5,
             beam_width=1,
+            min_p=0.125,
+            top_p_min=0.25,
+            top_p_decay=0.75,
+            top_p_reset_ids=9,
+            early_stopping=False,
+            beam_search_diversity_rate=0.5,
+            no_repeat_ngram_size=4,
+            presence_penalty=0.75,
+            frequency_penalty=-0.5,
         )
         (submit,) = engine.submits
         assert unpack_ids(submit.prompt_ids).tolist() == encode("Hello", True)
@@ -82,6 +91,15 @@ async def test_inputs_reach_the_engine_under_the_token_models_names(serve, model
             stop_words=(tuple(encode("halt", False)), (1,)),
             end_id=5,
             pad_id=2,
+            min_p=0.125,
+            top_p_min=0.25,
+            top_p_decay=0.75,
+            top_p_reset_ids=9,
+            early_stopping=0,
+            beam_search_diversity_rate=0.5,
+            no_repeat_ngram_size=4,
+            presence_penalty=0.75,
+            frequency_penalty=-0.5,
         )
 
 

@@ -218,6 +218,12 @@ async def test_log_probs_are_those_of_the_responses_ids(serve, streaming):
         ({"runtime_top_p_decay": 1.0, "runtime_top_p_reset_ids": -1}, {}),
         ({"return_log_probs": False, "return_perf_metrics": False}, {}),
         ({"len_penalty": 2.0}, {"length_penalty": 2.0}),
+        ({"early_stopping": False}, {"early_stopping": 0}),
+        ({"beam_search_diversity_rate": 0.5}, {"beam_search_diversity_rate": 0.5}),
+        ({"runtime_min_p": 0.25}, {"min_p": 0.25}),
+        ({"runtime_top_p_min": 0.5}, {"top_p_min": 0.5}),
+        ({"runtime_top_p_decay": 0.5}, {"top_p_decay": 0.5}),
+        ({"runtime_top_p_reset_ids": 7}, {"top_p_reset_ids": 7}),
         ({"beam_width": 2}, {"beam_width": 2, "num_return_sequences": 2}),
         (
             {"stop_words_list": np.array([[[5, 6, 9], [2, 3, -1]]], np.int32)},

@@ -109,3 +109,40 @@ def test_a_step_of_more_rows_than_are_edited_at_a_time():
 
     assert torch.equal(sampled.token_ids, expected.token_ids)
     assert sampled.log_probs is None
+
+
+def test_an_id_resets_the_top_p_of_its_row_alone():
+    torch.manual_seed(5)
+    fields = {"top_p": 0.9, "top_p_decay": 0.6, "top_p_min": 0.01, "seed": 4}
+    params = [
+        SamplingParams(**fields, top_p_reset_ids=reset) for reset in (7, -1, 7, 8, 7, 7)
+    ] + [SamplingParams(), SamplingParams(top_k=9, seed=3)]
+    steps = Steps(params, [6, 6, 30, 12, 3, 9, 9, 9], num_ids=9)
+    for _ in range(20):
+        expected, sampled = steps.both(torch.randn(len(params), VOCAB))
+        assert torch.equal(sampled.token_ids, expected.token_ids)
+
+
+def test_beams_of_any_width_have_the_candidates_of_the_cpu():
+    torch.manual_seed(6)
+    fields = (
+        [
+            {"beam_width": 2, "repetition_penalty": 1.4},
+            {},
+            {"beam_width": 5, "temperature": 1.7, "stop_words": ((3, 4), (9,)), "end_id": 8},
+            {"top_k": 9, "seed": 2},
+            {"beam_width": 3, "bad_words": ((7,),)},
+        ]
+        + [{"presence_penalty": 1.0}] * 130
+        + [{"beam_width": 2, "return_log_probs": True}]
+    )
+    steps = Steps([SamplingParams(**each) for each in fields], [20] * len(fields))
+
+    expected, sampled = steps.both(torch.randn(len(fields), VOCAB))
+
+    assert expected.beams.token_ids.shape == (4, 5 * 4)
+    for ours, theirs, count in zip(
+        sampled.beams.to_lists(), expected.beams.to_lists(), (4, 20, 6, 4), strict=True
+    ):
+        assert ours[0][:count] == theirs[0][:count]
+        assert ours[1][:count] == pytest.approx(theirs[1][:count], rel=1e-6)

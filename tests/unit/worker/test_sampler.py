@@ -191,6 +191,30 @@ def test_top_p_decays_with_every_token_down_to_its_least(num_outputs, left):
     assert set(ids) == set(left)
 
 
+@pytest.mark.parametrize(
+    ("output", "left"),
+    [
+        ([5, 5, 9], [1, 4, 3, 6]),
+        ([5, 9, 5], [1, 4]),
+        ([9, 9, 5, 5], [1]),
+        ([5], [1, 4]),
+        ([], [1, 4, 3, 6]),
+    ],
+)
+def test_an_id_of_the_output_makes_a_decayed_top_p_whole_again(output, left):
+    params = [
+        SamplingParams(
+            top_p=0.72, top_p_decay=0.5, top_p_min=0.25, top_p_reset_ids=9, seed=seed
+        )
+        for seed in range(300)
+    ]
+    logits = torch.as_tensor(LOGITS, dtype=torch.float32).repeat(300, 1)
+
+    ids = draw(logits, params, outputs=[output] * 300).token_ids.tolist()
+
+    assert set(ids) == set(left)
+
+
 def test_a_row_of_nan_hurts_no_other_row():
     torch.manual_seed(3)
     logits = torch.randn(2, 600)
