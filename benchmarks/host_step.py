@@ -20,7 +20,6 @@ from trimaran.worker.step_plan import ScheduledStep
 
 VOCAB_SIZE = 128_256
 HIDDEN_SIZE = 4096
-HIDDEN_SIZE = 4096
 BLOCK_SIZE = 32
 PARTS = ("schedule", "update", "emit")
 
