@@ -73,6 +73,20 @@ def test_every_cut_gates_drawn_shapes(cut, dtype):
         assert _error(actual, expected) < TOLERANCE[dtype], (rows, outputs, x.shape[1])
 
 
+@pytest.mark.parametrize("split", [1, 4])
+def test_gates_of_any_size_are_those_of_silu(split):
+    kernel = HopperGemm(GemmShape(64, 128, split), torch.bfloat16, DEVICE, "gated")
+    gates = [-1e30, -1e4, -200.0, -88.5, -20.0, -1.0, -1e-6, 0.0, 1e-6, 1.0, 88.5, 1e4, 1e30]
+    x = torch.eye(len(gates), 512, dtype=torch.bfloat16, device=DEVICE)
+    weight = torch.ones(16, 512, dtype=torch.bfloat16, device=DEVICE)
+    weight[:8, : len(gates)] = torch.tensor(gates, device=DEVICE)
+
+    actual = kernel(x, weight)
+
+    expected = torch.nn.functional.silu(weight[:8].float().T[: len(gates)])
+    assert torch.allclose(actual.float(), expected, rtol=4e-3, atol=1e-30)
+
+
 @pytest.mark.parametrize("cut", [*CUTS, GemmShape(256, 128, 4)], ids=str)
 def test_the_parts_of_every_cut_add_up(cut):
     kernel = HopperGemm(cut, torch.bfloat16, DEVICE, "parts")
