@@ -25,11 +25,11 @@ def add_arguments(parser: FlagSink) -> None:
 def run(args: argparse.Namespace) -> int:
     """Convert one adapter. Returns the exit code."""
     from trimaran.worker.lora.formats import to_tensors, write_arrays  # imports torch
-    from trimaran.worker.lora.layout import MODULE_NAMES
-    from trimaran.worker.lora.peft import AdapterFormatError, read_peft
+    from trimaran.worker.lora.layout import MODULE_NAMES, AdapterFormatError
+    from trimaran.worker.lora.peft import PeftAdapter
 
     try:
-        matrices = read_peft(args.in_file)
+        matrices = list(PeftAdapter(args.in_file).matrices())
         tensors = to_tensors(matrices)
     except AdapterFormatError as error:
         raise ConfigError(str(error)) from None

@@ -411,7 +411,9 @@ class FrameBuffer:
             end = start + _LENGTH.size + length
             if end > len(self._buffer):
                 break
-            messages.append(decode(bytes(self._buffer[start + _LENGTH.size : end])))
+            with memoryview(self._buffer) as view:
+                body = bytes(view[start + _LENGTH.size : end])
+            messages.append(decode(body))
             start = end
         del self._buffer[:start]
         return messages

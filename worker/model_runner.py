@@ -132,6 +132,8 @@ class ModelRunner:
 
     def close(self) -> None:
         """Free what must be freed before the tensor group's communicator."""
+        if self.adapters is not None:
+            self.adapters.close()
         if self._graphs is not None:
             self._graphs.close()
             self._graphs = None

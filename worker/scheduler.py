@@ -380,7 +380,9 @@ class Scheduler:
     def _has_adapter(self, sequence: Sequence) -> bool:
         """Whether its adapter, if it has one, is or can be brought where the model runs."""
         number = sequence.request.adapter_id
-        return not number or self._adapters is None or self._adapters.make_ready(number)
+        if not number or self._adapters is None:
+            return True
+        return self._adapters.make_ready(number, can_wait=bool(self.running))
 
     def _enqueue(self, sequence: Sequence) -> None:
         sequence.status = RequestStatus.WAITING

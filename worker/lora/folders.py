@@ -5,12 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 from trimaran.worker.lora.formats import (
-    AdapterTensors,
+    AdapterSource,
     is_adapter_folder,
     read_folder,
     version_of,
 )
-from trimaran.worker.lora.peft import AdapterFormatError
+from trimaran.worker.lora.layout import AdapterFormatError
 
 _MAX_ID = (1 << 64) - 1
 
@@ -53,7 +53,7 @@ class AdapterFolders:
         """Whether this content is one of `content`."""
         return isinstance(content, tuple)
 
-    def read(self, folder: Path) -> AdapterTensors:
+    def read(self, folder: Path) -> AdapterSource:
         """The adapter of a folder."""
         return read_folder(folder)
 

@@ -2,49 +2,62 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch import Tensor
 
 from trimaran.comm.errors import ConfigError
-from trimaran.worker.lora.layout import MODULE_NAMES, AdapterLayout, Matrices
-from trimaran.worker.lora.peft import (
-    PEFT_CONFIG,
-    PEFT_WEIGHTS,
+from trimaran.worker.lora.layout import (
     AdapterFormatError,
-    read_peft,
+    AdapterLayout,
+    Matrices,
+    check_modules,
+    module_name,
 )
+from trimaran.worker.lora.peft import PEFT_CONFIG, PEFT_WEIGHTS, PeftAdapter
 
 WEIGHTS_FILE = "model.lora_weights.npy"
 CONFIG_FILES = ("model.lora_config.npy", "model.lora_keys.npy")
 """The second is the name that older converters wrote."""
 
-_TORCH_TYPES = {
-    "FP16": torch.float16,
-    "FP32": torch.float32,
-    "BF16": torch.bfloat16,
-}
+_DTYPES = {"FP16": "<f2", "FP32": "<f4", "BF16": "<u2"}
+
+
+class AdapterSource(Protocol):
+    """An adapter wherever it is."""
+
+    @property
+    def ranks(self) -> list[tuple[int, int, int]]:
+        """(module, layer, rank) of all pairs of matrices."""
+        ...
+
+    def check(self, layout: AdapterLayout, max_rank: int) -> None:
+        """Raise `AdapterFormatError` unless a model of this layout can use all of it."""
+        ...
+
+    def matrices(self, layout: AdapterLayout) -> Iterator[Matrices]:
+        """The matrices of an adapter that was checked."""
+        ...
 
 
 class AdapterTensors:
     """An adapter as two tensors: rows of weights [n, k], and their config int32 [n, 3].
 
     A row of the config is (module, layer, rank D); the row of weights holds A [D, inputs],
-    then B [outputs, D], then padding.
+    then B [outputs, D], then padding. Weights of 16 bits without a sign are bfloat16.
     """
 
-    def __init__(self, weights_NK: Tensor, config_N3: npt.NDArray[np.int32]) -> None:
-        if weights_NK.dim() == 3 and len(weights_NK) == 1:
+    def __init__(self, weights_NK: npt.NDArray[Any], config_N3: npt.NDArray[np.int32]) -> None:
+        if weights_NK.ndim == 3 and len(weights_NK) == 1:
             weights_NK = weights_NK[0]
         if config_N3.ndim == 3 and len(config_N3) == 1:
             config_N3 = config_N3[0]
         shapes = list(weights_NK.shape), list(config_N3.shape)
-        if weights_NK.dim() != 2 or config_N3.ndim != 2 or config_N3.shape[1] != 3:
+        if weights_NK.ndim != 2 or config_N3.ndim != 2 or config_N3.shape[1] != 3:
             raise AdapterFormatError(
                 f"lora_weights has shape {shapes[0]} and lora_config {shapes[1]}, but they "
                 "must be [n, k] and [n, 3]"
@@ -60,16 +73,14 @@ class AdapterTensors:
     @classmethod
     def from_wire(cls, weights: dict[str, Any], config: dict[str, Any]) -> AdapterTensors:
         """The tensors of a message: ``datatype``, ``shape`` and ``data`` each."""
-        if weights["datatype"] not in _TORCH_TYPES:
+        if weights["datatype"] not in _DTYPES:
             raise AdapterFormatError(
-                f"lora_weights is {weights['datatype']} but must be one of "
-                f"{', '.join(_TORCH_TYPES)}"
+                f"lora_weights is {weights['datatype']} but must be one of {', '.join(_DTYPES)}"
             )
-        flat = torch.frombuffer(
-            bytearray(weights["data"]), dtype=_TORCH_TYPES[weights["datatype"]]
-        )
+        # A view of the message: it may be large, and is read in a thread of its own.
+        values = np.frombuffer(weights["data"], _DTYPES[weights["datatype"]])
         modules = np.frombuffer(config["data"], dtype="<i4").reshape(config["shape"])
-        return cls(flat.view(weights["shape"]), modules)
+        return cls(values.reshape(weights["shape"]), modules)
 
     @property
     def ranks(self) -> list[tuple[int, int, int]]:
@@ -78,48 +89,31 @@ class AdapterTensors:
 
     def check(self, layout: AdapterLayout, max_rank: int) -> None:
         """Raise `AdapterFormatError` unless a model of this layout can use all rows."""
-        seen = set()
-        for row, (module, layer, rank) in enumerate(self.ranks):
-            where = f"lora_config row {row}, [{module}, {layer}, {rank}]"
+        places = [f"lora_config row {n}, {list(row)}" for n, row in enumerate(self.ranks)]
+        check_modules(places, self.ranks, layout, max_rank)
+        for where, (module, layer, rank) in zip(places, self.ranks, strict=True):
             shape = layout.shape_of(module, layer)
-            if shape is None:
-                raise AdapterFormatError(
-                    f"{where}: the model has no {_name(module)} in layer {layer}. Its "
-                    f"{layout.num_layers} layers have {', '.join(layout.module_names)}."
-                )
-            if (module, layer) in seen:
-                raise AdapterFormatError(f"{where}: an earlier row has this module already")
-            seen.add((module, layer))
-            if not 1 <= rank <= max_rank:
-                raise AdapterFormatError(
-                    f"{where}: the adapter size {rank} must be 1 to {max_rank} "
-                    "(lora_cache_max_adapter_size of the model)"
-                )
+            assert shape is not None
             needed, given = rank * sum(shape), self.weights_NK.shape[1]
             if needed > given:
                 raise AdapterFormatError(
-                    f"{where}: {_name(module)} of size {rank} has {needed} weights ({shape[0]} "
-                    f"inputs, {shape[1]} outputs), but a row of lora_weights has {given}"
+                    f"{where}: {module_name(module)} of size {rank} has {needed} weights "
+                    f"({shape[0]} inputs, {shape[1]} outputs), but a row of lora_weights has "
+                    f"{given}"
                 )
 
-    def matrices(self, layout: AdapterLayout) -> list[Matrices]:
+    def matrices(self, layout: AdapterLayout) -> Iterator[Matrices]:
         """The matrices of rows that were checked."""
-        found = []
         for (module, layer, rank), row in zip(self.ranks, self.weights_NK, strict=True):
             shape = layout.shape_of(module, layer)
             assert shape is not None
             num_inputs, num_outputs = shape
             at_b = rank * num_inputs
-            a = row[:at_b].view(rank, num_inputs)
-            b = row[at_b : at_b + rank * num_outputs].view(num_outputs, rank)
-            found.append(Matrices(module, layer, a, b))
-        return found
-
-
-def _name(module: int) -> str:
-    if 0 <= module < len(MODULE_NAMES):
-        return f"module {module} ({MODULE_NAMES[module]})"
-    return f"module {module}"
+            values = torch.from_numpy(row[: at_b + rank * num_outputs].copy())
+            if values.dtype is torch.uint16:
+                values = values.view(torch.bfloat16)
+            a = values[:at_b].view(rank, num_inputs)
+            yield Matrices(module, layer, a, values[at_b:].view(num_outputs, rank))
 
 
 # ---- folders ----------------------------------------------------------------------------
@@ -144,8 +138,10 @@ def version_of(folder: Path) -> int:
         raise AdapterFormatError(f"{folder / name}: {error.strerror}") from None
 
 
-def read_folder(folder: Path) -> AdapterTensors:
+def read_folder(folder: Path) -> AdapterSource:
     """The adapter of a folder: the converter's two files, or else PEFT's.
+
+    Weights are read when they are needed.
 
     Raises:
         AdapterFormatError: names the file and what is wrong with it.
@@ -154,14 +150,19 @@ def read_folder(folder: Path) -> AdapterTensors:
         config = next((name for name in CONFIG_FILES if (folder / name).is_file()), None)
         if config is None:
             raise AdapterFormatError(f"{folder}: holds {WEIGHTS_FILE} but no {CONFIG_FILES[0]}")
-        weights = torch.from_numpy(_read_array(folder / WEIGHTS_FILE))
+        weights = _read_array(folder / WEIGHTS_FILE)
+        if weights.dtype not in (np.float16, np.float32):
+            raise AdapterFormatError(
+                f"{folder / WEIGHTS_FILE}: holds {weights.dtype} but must hold float16 or "
+                "float32. Convert the adapter again with --storage-type float16."
+            )
         return AdapterTensors(weights, _read_array(folder / config).astype(np.int32))
-    return to_tensors(read_peft(folder))
+    return PeftAdapter(folder)
 
 
 def _read_array(path: Path) -> npt.NDArray[Any]:
     try:
-        array: npt.NDArray[Any] = np.load(path)
+        array: npt.NDArray[Any] = np.load(path, mmap_mode="r")
     except (OSError, ValueError) as error:
         raise AdapterFormatError(f"{path}: cannot be read: {error}") from None
     return array
@@ -172,9 +173,9 @@ def to_tensors(matrices: Sequence[Matrices]) -> AdapterTensors:
     if not matrices:
         raise AdapterFormatError("the adapter holds no matrices")
     sizes = [one.a.numel() + one.b.numel() for one in matrices]
-    weights = torch.zeros(len(matrices), max(sizes))
+    weights = np.zeros((len(matrices), max(sizes)), dtype=np.float32)
     for row, one, size in zip(weights, matrices, sizes, strict=True):
-        row[:size] = torch.cat([one.a.flatten(), one.b.flatten()])
+        row[:size] = torch.cat([one.a.flatten(), one.b.flatten()]).numpy()
     config = [[one.module, one.layer, one.a.shape[0]] for one in matrices]
     return AdapterTensors(weights, np.array(config, dtype=np.int32))
 
@@ -185,7 +186,7 @@ def write_arrays(tensors: AdapterTensors, folder: Path, dtype: str) -> None:
     Raises:
         ConfigError: the folder cannot be written.
     """
-    weights = tensors.weights_NK.numpy().astype(dtype)
+    weights = tensors.weights_NK.astype(dtype)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         np.save(folder / WEIGHTS_FILE, weights[None])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -22,6 +22,10 @@ _ALIGNMENT = 64
 """Elements: matrices begin at multiples, so that a GPU reads them in wide words."""
 
 # Letters: D rank of an adapter, I inputs and O outputs of a linear layer.
+
+
+class AdapterFormatError(ValueError):
+    """An adapter that cannot be read, or that does not fit the model."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,14 +147,17 @@ class AdapterLayout:
         )
 
     def pack(
-        self, matrices: Sequence[Matrices], dtype: torch.dtype, *, is_transposed: bool
+        self,
+        matrices: Iterable[Matrices],
+        size: int,
+        dtype: torch.dtype,
+        *,
+        is_transposed: bool,
     ) -> PackedAdapter:
-        """This rank's share, in the model's dtype; ``is_transposed`` turns the second ones.
+        """This rank's share of ``size`` elements; ``is_transposed`` turns the second ones.
 
         On a GPU's machine the memory is page-locked, so that copies need not wait.
         """
-        ranks = [(one.module, one.layer, one.a.shape[0]) for one in matrices]
-        size = self.size_of(ranks)
         data = torch.zeros(size, dtype=dtype, pin_memory=torch.cuda.is_available())
         placed, place = [], 0
         for one in matrices:
@@ -167,6 +174,44 @@ class AdapterLayout:
                 placed.append(Placed(target.index, rank, shape, place, at_b))
                 place = at_b + _padded(b.numel())
         return PackedAdapter(data, tuple(placed))
+
+
+def check_modules(
+    places: Sequence[str],
+    ranks: Sequence[tuple[int, int, int]],
+    layout: AdapterLayout,
+    max_rank: int,
+) -> None:
+    """Check that a model has all modules of an adapter, given as (module, layer, rank).
+
+    ``places`` say where each of them stands.
+
+    Raises:
+        AdapterFormatError: a module that the model lacks, that comes twice or is too large.
+    """
+    seen = set()
+    for where, (module, layer, rank) in zip(places, ranks, strict=True):
+        if layout.shape_of(module, layer) is None:
+            raise AdapterFormatError(
+                f"{where}: the model has no {module_name(module)} in layer {layer}. Its "
+                f"{layout.num_layers} layers have {', '.join(layout.module_names)}."
+            )
+        if (module, layer) in seen:
+            raise AdapterFormatError(
+                f"{where}: {module_name(module)} of layer {layer} stands there twice"
+            )
+        seen.add((module, layer))
+        if not 1 <= rank <= max_rank:
+            raise AdapterFormatError(
+                f"{where}: the adapter size {rank} must be 1 to {max_rank} "
+                "(lora_cache_max_adapter_size of the model)"
+            )
+
+
+def module_name(module: int) -> str:
+    """A module for people: its number, and its name if it has one."""
+    is_known = 0 <= module < len(MODULE_NAMES)
+    return f"module {module} ({MODULE_NAMES[module]})" if is_known else f"module {module}"
 
 
 def _parts_by_linear(modules: Mapping[str, tuple[str, str]]) -> dict[str, dict[str, str]]:

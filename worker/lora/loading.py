@@ -69,8 +69,9 @@ def load_adapters(
         is_always_active=is_gpu and is_deterministic and size > 0,
     )
     manager = AdapterManager(layout, config, element_bytes, size, num_rows)
-    for number, tensors in manager.prefetch():
-        store.put(number, tensors)
+    manager.is_packed = store.is_packed
+    for number, source in manager.prefetch():
+        store.put(number, source)
     if manager.num_on_host:
         logger.info("%d LoRA adapters of %s", manager.num_on_host, config.prefetch_dir)
     runner.adapters = store

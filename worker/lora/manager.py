@@ -14,9 +14,8 @@ from trimaran.comm.messages import Submit
 from trimaran.worker.config import LoraConfig
 from trimaran.worker.lora.arena import Arena
 from trimaran.worker.lora.folders import AdapterFolders, key_of
-from trimaran.worker.lora.formats import AdapterTensors
-from trimaran.worker.lora.layout import AdapterLayout
-from trimaran.worker.lora.peft import AdapterFormatError
+from trimaran.worker.lora.formats import AdapterSource, AdapterTensors
+from trimaran.worker.lora.layout import AdapterFormatError, AdapterLayout
 from trimaran.worker.lora.store import DROP, LOAD, PUT
 from trimaran.worker.request import Request
 
@@ -81,6 +80,8 @@ class AdapterManager:
         self._arena = Arena(device_size)
         self.is_open: Callable[[Request], bool] = lambda request: not request.is_finished
         """Whether a request may still need its adapter; the engine knows better."""
+        self.is_packed: Callable[[int], bool] = lambda number: True
+        """Whether this rank could load an adapter at once; its store knows."""
         self._free_slots = list(range(max_slots - 1, -1, -1))
         self._folders = AdapterFolders(config.prefetch_dir)
         self._by_key: dict[Key, Adapter] = {}
@@ -159,7 +160,7 @@ class AdapterManager:
         tensors = self._folders.read(folder)
         return self._put(key, tensors, content, {"folder": str(folder)})
 
-    def prefetch(self) -> list[tuple[int, AdapterTensors]]:
+    def prefetch(self) -> list[tuple[int, AdapterSource]]:
         """The adapters of all folders, as many as the host cache holds; no decision of them.
 
         Every rank does this at the start, in one order.
@@ -181,13 +182,13 @@ class AdapterManager:
     def _put(
         self,
         key: Key,
-        tensors: AdapterTensors,
+        adapter_source: AdapterSource,
         content: object,
         source: dict[str, Any],
     ) -> Adapter:
         """Keep a new adapter, or a new version of one."""
-        tensors.check(self._layout, self._config.max_adapter_size)
-        size = self._layout.size_of(tensors.ranks)
+        adapter_source.check(self._layout, self._config.max_adapter_size)
+        size = self._layout.size_of(adapter_source.ranks)
         self._check_fits(size)
         self._make_room(size)
         replaced = self._by_key.get(key)
@@ -249,12 +250,15 @@ class AdapterManager:
 
     # ---- where the model runs ------------------------------------------------------------
 
-    def make_ready(self, number: int) -> bool:
+    def make_ready(self, number: int, *, can_wait: bool) -> bool:
         """Bring an adapter to where the model runs; False if those of running sequences
-        leave no room."""
+        leave no room, or if it ``can_wait`` and would now make a step wait."""
         adapter = self._on_host[number]
-        if adapter.slot < 0 and not self._load(adapter):
-            return False
+        if adapter.slot < 0:
+            if can_wait and not self.is_packed(number):
+                return False
+            if not self._load(adapter):
+                return False
         self._on_device.move_to_end(number)
         return True
 

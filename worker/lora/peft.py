@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError, safe_open
-from torch import Tensor
 
-from trimaran.worker.lora.layout import MODULE_NAMES, Matrices
+from trimaran.worker.lora.layout import (
+    MODULE_NAMES,
+    AdapterFormatError,
+    AdapterLayout,
+    Matrices,
+    check_modules,
+)
 
 PEFT_CONFIG, PEFT_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 
@@ -36,32 +42,98 @@ _PEFT_MODULES = {
 }
 
 
-class AdapterFormatError(ValueError):
-    """An adapter that cannot be read, or that does not fit the model."""
+@dataclass(frozen=True, slots=True)
+class _Pair:
+    """The two tensors of one module of one layer."""
+
+    module: int
+    layer: int
+    a_key: str
+    b_key: str
+    a_shape: tuple[int, ...]
+    b_shape: tuple[int, ...]
+    scale: float
 
 
-def read_peft(folder: Path) -> list[Matrices]:
-    """The matrices of a PEFT folder, by layer and module; the scaling is in the second ones.
+class PeftAdapter:
+    """A PEFT folder whose weights are read when they are needed."""
 
-    Raises:
-        AdapterFormatError: no plain LoRA adapter of layers that are known.
-    """
-    config = _peft_config(folder)
-    pairs: dict[str, dict[str, Tensor]] = {}
-    try:
-        with safe_open(folder / PEFT_WEIGHTS, framework="pt") as file:
-            for key in file.keys():  # noqa: SIM118  # it is no dictionary
-                path, _, kind = key.removesuffix(".weight").rpartition(".")
-                if kind not in ("lora_A", "lora_B"):
-                    raise AdapterFormatError(
-                        f"{folder / PEFT_WEIGHTS}: the tensor {key!r} is no LoRA matrix of a "
-                        "linear layer; train the adapter on linear layers alone"
-                    )
-                pairs.setdefault(path, {})[kind] = file.get_tensor(key)
-    except (OSError, SafetensorError) as error:
-        raise AdapterFormatError(f"{folder / PEFT_WEIGHTS}: cannot be read: {error}") from None
-    matrices = [_peft_matrices(folder, config, path, pair) for path, pair in pairs.items()]
-    return sorted(matrices, key=lambda one: (one.layer, one.module))
+    def __init__(self, folder: Path) -> None:
+        """Read what the folder holds, but no weights.
+
+        Raises:
+            AdapterFormatError: no plain LoRA adapter of layers that are known.
+        """
+        self._weights = folder / PEFT_WEIGHTS
+        config = _peft_config(folder)
+        shapes: dict[str, dict[str, tuple[str, tuple[int, ...]]]] = {}
+        try:
+            with safe_open(self._weights, framework="pt") as file:
+                for key in file.keys():  # noqa: SIM118  # it is no dictionary
+                    path, _, kind = key.removesuffix(".weight").rpartition(".")
+                    if kind not in ("lora_A", "lora_B"):
+                        raise AdapterFormatError(
+                            f"{self._weights}: the tensor {key!r} is no LoRA matrix of a "
+                            "linear layer; train the adapter on linear layers alone"
+                        )
+                    shape = tuple(file.get_slice(key).get_shape())
+                    shapes.setdefault(path, {})[kind] = key, shape
+        except (OSError, SafetensorError) as error:
+            raise AdapterFormatError(f"{self._weights}: cannot be read: {error}") from None
+        pairs = [self._pair(config, path, found) for path, found in shapes.items()]
+        self._pairs = sorted(pairs, key=lambda pair: (pair.layer, pair.module))
+
+    def _pair(
+        self, config: dict[str, Any], path: str, found: dict[str, tuple[str, tuple[int, ...]]]
+    ) -> _Pair:
+        words = path.split(".")
+        names = (".".join(words[-2:]), words[-1])
+        name = next((name for name in names if name in _PEFT_MODULES), None)
+        layer = next((int(word) for word in words if word.isdecimal()), None)
+        if name is None or layer is None or len(found) != 2:
+            raise AdapterFormatError(
+                f"{self._weights}: adapts {path!r}, which is none of the layers that are "
+                f"known: {', '.join(_PEFT_MODULES)}"
+            )
+        (a_key, a_shape), (b_key, b_shape) = found["lora_A"], found["lora_B"]
+        module = MODULE_NAMES.index(_PEFT_MODULES[name])
+        scale = _scale(config, words, a_shape[0])
+        return _Pair(module, layer, a_key, b_key, a_shape, b_shape, scale)
+
+    @property
+    def ranks(self) -> list[tuple[int, int, int]]:
+        """(module, layer, rank) of every pair of matrices."""
+        return [(pair.module, pair.layer, pair.a_shape[0]) for pair in self._pairs]
+
+    def check(self, layout: AdapterLayout, max_rank: int) -> None:
+        """Raise `AdapterFormatError` unless a model of this layout can use all of it."""
+        places = [str(self._weights)] * len(self._pairs)
+        check_modules(places, self.ranks, layout, max_rank)
+        for pair in self._pairs:
+            whole = layout.shape_of(pair.module, pair.layer)
+            assert whole is not None
+            rank = pair.a_shape[0]
+            if (pair.a_shape, pair.b_shape) != ((rank, whole[0]), (whole[1], rank)):
+                raise AdapterFormatError(
+                    f"{self._weights}: {pair.a_key} has shape {list(pair.a_shape)} and "
+                    f"{pair.b_key} {list(pair.b_shape)}, but a layer of {whole[0]} inputs and "
+                    f"{whole[1]} outputs needs {[rank, whole[0]]} and {[whole[1], rank]}. The "
+                    "adapter belongs to another model."
+                )
+
+    def matrices(self, layout: AdapterLayout | None = None) -> Iterator[Matrices]:
+        """The matrices by layer and module; the scaling is in the second ones.
+
+        Raises:
+            AdapterFormatError: the file cannot be read any more.
+        """
+        try:
+            with safe_open(self._weights, framework="pt") as file:
+                for pair in self._pairs:
+                    a, b = file.get_tensor(pair.a_key), file.get_tensor(pair.b_key)
+                    yield Matrices(pair.module, pair.layer, a.float(), b.float() * pair.scale)
+        except (OSError, SafetensorError) as error:
+            raise AdapterFormatError(f"{self._weights}: cannot be read: {error}") from None
 
 
 def _peft_config(folder: Path) -> dict[str, Any]:
@@ -85,22 +157,6 @@ def _peft_config(folder: Path) -> dict[str, Any]:
                 "layers are served, without biases or whole modules"
             )
     return config
-
-
-def _peft_matrices(
-    folder: Path, config: dict[str, Any], path: str, pair: dict[str, Tensor]
-) -> Matrices:
-    words = path.split(".")
-    name = next((n for n in (".".join(words[-2:]), words[-1]) if n in _PEFT_MODULES), None)
-    layer = next((int(word) for word in words if word.isdecimal()), None)
-    if name is None or layer is None or len(pair) != 2:
-        raise AdapterFormatError(
-            f"{folder / PEFT_WEIGHTS}: adapts {path!r}, which is none of the layers that are "
-            f"known: {', '.join(_PEFT_MODULES)}"
-        )
-    a, b = pair["lora_A"].float(), pair["lora_B"].float()
-    scale = _scale(config, words, a.shape[0])
-    return Matrices(MODULE_NAMES.index(_PEFT_MODULES[name]), layer, a, b * scale)
 
 
 def _scale(config: dict[str, Any], words: Sequence[str], rank: int) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -13,7 +14,7 @@ from torch import Tensor
 from trimaran.kernels.dispatch import Ops
 from trimaran.worker.layers.linear import ParallelLinear
 from trimaran.worker.layers.methods import AdapterState
-from trimaran.worker.lora.formats import AdapterTensors, read_folder
+from trimaran.worker.lora.formats import AdapterSource, AdapterTensors, read_folder
 from trimaran.worker.lora.layout import AdapterLayout, PackedAdapter, Target
 from trimaran.worker.lora.step import NO_SLOT, RowSlots, tokens_by_slot
 from trimaran.worker.models.interfaces import CausalLM
@@ -64,7 +65,9 @@ class AdapterStore:
         self._state = model.adapters
         self._state.is_active = self._is_always_active = is_always_active
         self._rows = RowSlots(num_rows)
-        self._on_host: dict[int, PackedAdapter] = {}
+        self._on_host: dict[int, Future[PackedAdapter]] = {}
+        # Its thread is started by the first adapter.
+        self._packer = ThreadPoolExecutor(1, thread_name_prefix="adapters")
         self._slot_of: dict[int, int] = {}
         for linear, targets in layout.linears:
             slots.attach(linear, targets)
@@ -85,29 +88,43 @@ class AdapterStore:
         if slots_T is not None:
             self._slots.begin(slots_T)
 
-    def put(self, number: int, tensors: AdapterTensors) -> None:
-        """Keep this rank's share of an adapter."""
-        self._on_host[number] = self._layout.pack(
-            tensors.matrices(self._layout), self._dtype, is_transposed=self._slots.is_transposed
-        )
+    def put(self, number: int, source: AdapterSource) -> None:
+        """Keep this rank's share of an adapter that was checked; a thread cuts it out."""
+        self._on_host[number] = self._packer.submit(self._pack, source)
+
+    def is_packed(self, number: int) -> bool:
+        """Whether this rank's share is there, so that to load it means no wait."""
+        found = self._on_host.get(number)
+        return found is not None and found.done()
+
+    def close(self) -> None:
+        """Pack no more."""
+        self._packer.shutdown(wait=False, cancel_futures=True)
+
+    def _pack(self, source: AdapterSource) -> PackedAdapter:
+        size = self._layout.size_of(source.ranks)
+        matrices = source.matrices(self._layout)
+        is_transposed = self._slots.is_transposed
+        return self._layout.pack(matrices, size, self._dtype, is_transposed=is_transposed)
 
     def _carry_out(self, op: Sequence[Any]) -> None:
         kind, number, *rest = op
         if kind == PUT:
-            self.put(number, _tensors(rest[0]))
+            self.put(number, _source(rest[0]))
         elif kind == DROP:
             del self._on_host[number]
+            self._slot_of.pop(number, None)
         else:
             slot, first = rest
-            self._slots.load(slot, first, self._on_host[number])
+            self._slots.load(slot, first, self._on_host[number].result())
             self._slot_of[number] = slot
 
 
-def _tensors(source: dict[str, Any]) -> AdapterTensors:
-    """An adapter's tensors from a message's, or from the folder that every rank can read."""
-    if "folder" in source:
-        return read_folder(Path(source["folder"]))
-    return AdapterTensors.from_wire(source["weights"], source["config"])
+def _source(given: dict[str, Any]) -> AdapterSource:
+    """An adapter in a message, or in a folder that every rank can read."""
+    if "folder" in given:
+        return read_folder(Path(given["folder"]))
+    return AdapterTensors.from_wire(given["weights"], given["config"])
 
 
 class HostSlots:

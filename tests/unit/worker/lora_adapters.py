@@ -46,7 +46,7 @@ def on_the_wire(adapter: list[Matrices]) -> dict:
 
 
 def tensors_on_the_wire(tensors: AdapterTensors, digest: bytes = b"") -> dict:
-    weights, config = tensors.weights_NK.numpy(), tensors.config_N3
+    weights, config = tensors.weights_NK, tensors.config_N3
     return {
         "weights": {
             "datatype": "FP32",

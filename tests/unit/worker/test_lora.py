@@ -5,6 +5,7 @@ import torch
 
 from tests.unit.worker.lora_adapters import greedy, make_adapter, merged, on_the_wire
 from trimaran.comm.errors import RequestError
+from trimaran.worker.config import LoraConfig
 from trimaran.worker.lora.device_slots import DeviceSlots
 from trimaran.worker.lora.store import AdapterStore
 
@@ -36,6 +37,7 @@ def use_gpu_kernels(driver):
         manager._layout, runner.model.adapters, memory, 16, is_deterministic=False
     )
     runner.adapters = AdapterStore(runner.model, manager._layout, slots, 16)
+    manager.is_packed = runner.adapters.is_packed
 
 
 def submit(driver, adapters, prompt, task, **fields):
@@ -98,6 +100,50 @@ def test_other_weights_under_the_same_id_are_another_adapter(
     for request in (second, third):
         # No KV block of the first one's prompt was taken.
         assert driver.output(request) == greedy(references[9], prompt, LENGTH)
+
+
+def test_the_host_forgets_what_was_used_least_recently_but_nothing_in_use(
+    make_engine, model_folder, prompt_of
+):
+    adapters = {task: make_adapter(model_folder, seed=task) for task in (1, 2, 3)}
+    size = sum(one.a.nbytes + one.b.nbytes for one in adapters[1])
+    driver = make_engine(lora=LoraConfig(host_memory_bytes=int(2.9 * size)))
+    prompt = prompt_of(10)
+    submit(driver, adapters, prompt, 1)
+    submit(driver, adapters, prompt, 2)
+
+    with pytest.raises(RequestError, match="is full of adapters that running requests use"):
+        submit(driver, adapters, prompt, 3)
+    driver.run()
+    driver.submit(prompt, max_tokens=1, adapter_id=1)
+    driver.run()
+    submit(driver, adapters, prompt, 3)
+    driver.run()
+
+    driver.submit(prompt, max_tokens=1, adapter_id=1)
+    with pytest.raises(RequestError, match="LoRA task 2 not found in cache"):
+        driver.submit(prompt, max_tokens=1, adapter_id=2)
+    driver.run()
+    driver.check_idle()
+
+
+@pytest.mark.parametrize(
+    ("config", "text"),
+    [
+        (
+            {"gpu_memory_fraction": 0.0},
+            "cache beside the model has 0. Raise lora_cache_gpu",
+        ),
+        ({"host_memory_bytes": 9}, "the host cache has 9. Raise lora_cache_host_memory_bytes"),
+        ({"max_adapter_size": 3}, "the adapter size 4 must be 1 to 3"),
+    ],
+)
+def test_an_adapter_that_no_cache_can_hold_is_refused(make_engine, adapters, config, text):
+    driver = make_engine(lora=LoraConfig(**config))
+
+    with pytest.raises(RequestError, match=text):
+        submit(driver, adapters, [1, 2, 3], 5)
+    driver.check_idle()
 
 
 def test_adapters_take_turns_where_the_model_runs_and_paused_requests_go_on(

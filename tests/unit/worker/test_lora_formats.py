@@ -1,5 +1,6 @@
 """Adapters as they come: PEFT's folders, the converter's files, and what is wrong with some."""
 
+import dataclasses
 import json
 
 import numpy as np
@@ -17,8 +18,10 @@ from tests.unit.worker.lora_adapters import (
 )
 from trimaran.comm.errors import RequestError
 from trimaran.worker.config import LoraConfig
+from trimaran.worker.lora.folders import AdapterFolders
 from trimaran.worker.lora.formats import read_folder, to_tensors, write_arrays
-from trimaran.worker.lora.peft import AdapterFormatError, read_peft
+from trimaran.worker.lora.layout import AdapterFormatError
+from trimaran.worker.lora.peft import PeftAdapter
 
 LENGTH = 8
 
@@ -31,7 +34,7 @@ def adapter(model_folder):
 def test_a_folder_of_peft_holds_the_scaled_matrices(adapter, tmp_path):
     write_peft(tmp_path, adapter, alpha=32.0)
 
-    found = {(one.layer, one.module): one for one in read_peft(tmp_path)}
+    found = {(one.layer, one.module): one for one in PeftAdapter(tmp_path).matrices()}
 
     assert len(found) == len(adapter)
     for one in adapter:
@@ -48,7 +51,7 @@ def test_rank_stabilised_scaling_and_exceptions_are_heeded(adapter, tmp_path):
     }
     path.write_text(json.dumps(config))
 
-    found = {(one.layer, one.module): one for one in read_peft(tmp_path)}
+    found = {(one.layer, one.module): one for one in PeftAdapter(tmp_path).matrices()}
 
     for one in adapter:
         # 16 / sqrt(4) instead of 16 / 4.
@@ -71,7 +74,7 @@ def test_what_is_no_plain_adapter_is_refused(adapter, tmp_path, changes, text):
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
 
     with pytest.raises(AdapterFormatError, match=text):
-        read_peft(tmp_path)
+        PeftAdapter(tmp_path)
 
 
 def test_a_tensor_that_is_no_lora_matrix_is_refused_by_name(adapter, tmp_path):
@@ -82,7 +85,7 @@ def test_a_tensor_that_is_no_lora_matrix_is_refused_by_name(adapter, tmp_path):
     )
 
     with pytest.raises(AdapterFormatError, match=r"embed_tokens\.lora_embedding_A"):
-        read_peft(tmp_path)
+        PeftAdapter(tmp_path)
 
 
 @pytest.mark.parametrize("name", ["model.lora_config.npy", "model.lora_keys.npy"])
@@ -93,7 +96,7 @@ def test_the_converters_files_are_read_back(adapter, tmp_path, name):
 
     found = read_folder(tmp_path)
 
-    assert torch.equal(found.weights_NK, tensors.weights_NK)
+    assert np.array_equal(found.weights_NK, tensors.weights_NK)
     assert np.array_equal(found.config_N3, tensors.config_N3)
     assert np.load(tmp_path / "model.lora_weights.npy").ndim == 3
 
@@ -110,15 +113,14 @@ def test_the_converters_files_are_read_back(adapter, tmp_path, name):
         ([1, 0, 65], "the adapter size 65 must be 1 to 64 .lora_cache_max_adapter_size"),
         ([1, 0, 0], "the adapter size 0 must be 1 to 64"),
         ([5, 0, 64], r"of size 64 has 5120 weights \(32 inputs, 48 outputs\), but a row"),
-        ([2, 0, 4], "an earlier row has this module already"),
+        ([2, 0, 4], r"module 2 \(attn_k\) of layer 0 stands there twice"),
     ],
 )
 def test_an_adapter_that_does_not_fit_is_refused_by_row(make_engine, adapter, row, text):
     driver = make_engine()
     tensors = to_tensors(adapter)
-    tensors.config_N3[1 if row == [2, 0, 4] else 0] = row
-    if row == [2, 0, 4]:
-        tensors.config_N3[0] = row
+    # In the place of what stands first, or of itself.
+    tensors.config_N3[4 if row[0] == 5 else 0] = row
 
     with pytest.raises(RequestError, match=f"LoRA task 7: .*{text}"):
         driver.submit([1, 2], adapter_id=7, adapter=tensors_on_the_wire(tensors))
@@ -132,6 +134,18 @@ def test_tensors_of_other_shapes_are_refused(make_engine, adapter):
 
     with pytest.raises(RequestError, match=r"they must be \[n, k\] and \[n, 3\]"):
         driver.submit([1, 2], adapter_id=7, adapter=message)
+
+
+def test_a_folder_of_another_model_is_refused_by_tensor(make_engine, adapter, tmp_path):
+    other = [dataclasses.replace(one, a=one.a[:, :16]) for one in adapter]
+    write_peft(tmp_path / "other", other, alpha=8.0)
+    driver = make_engine()
+    driver.engine._adapters._folders = AdapterFolders(str(tmp_path))
+
+    with pytest.raises(
+        RequestError, match=r"has shape \[4, 16\] .* needs \[4, 32\]"
+    ):
+        driver.submit([1, 2], adapter={"name": "other"})
 
 
 def test_folders_serve_by_name_and_by_number_and_when_they_change(
