@@ -138,11 +138,12 @@ def _exact_race(  # type: ignore[no-untyped-def]
     source, vocab_size, first, last, temperature, first_key, second_key, bound, bound_id,
     TILE: tl.constexpr,
 ):  # fmt: skip
-    """`race` without bounds of scores. Rare: small steps keep its code short."""
-    STEP: tl.constexpr = TILE // 8
+    """`race` without bounds of scores. One program of a launch now and then: the larger its
+    steps, the shorter all wait for it; larger ones yet would cost `race` registers."""
+    STEP: tl.constexpr = TILE // 2
     top = tl.full([], float("-inf"), tl.float32)
     winner = tl.full([], 0, tl.int32) + first * TILE
-    for step in range(first * 8, last * 8):
+    for step in range(first * 2, last * 2):
         ids = step * STEP + tl.arange(0, STEP)
         x = tl.load(source + ids, mask=ids < vocab_size, other=float("-inf")).to(tl.float32)
         score = tl.div_rn(x, temperature) + gumbel(ids, first_key, second_key)

@@ -18,8 +18,9 @@ _TEMPERATURE = tl.constexpr(sampling_state.TEMPERATURE)
 _TILE = 2048
 """Ids that one program looks at in one go."""
 
-_RESIDENT = 132 * 6
-"""Programs that the largest GPU runs at once; few rows are cut into about as many parts."""
+_RESIDENT = 132 * 5
+"""Programs that the largest GPU runs at once, for their registers; few rows are cut into about
+as many parts."""
 
 _MOST_TILES = 8
 """Tiles of a part where there are more programs than that, so that all end together."""
