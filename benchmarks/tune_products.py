@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -85,19 +86,21 @@ class Product:
         groups = row_tiles * -(-self.outputs // (cut.columns * cut.sharing))
         if self.kind == "parts":
             groups *= cut.split
-        rounds = -(-groups // _CLUSTERS[cut.cluster(self.kind)])
+        exact_rounds = groups / _CLUSTERS[cut.cluster(self.kind)]
+        rounds: float = math.ceil(exact_rounds)
+        if rows >= SUSTAINED_ROWS:
+            # Idle processors leave their power to the others.
+            rounds = (rounds + exact_rounds) / 2
         steps = -(-self.inner // 64 // cut.split)
         used = max(min(rows, cut.rows), 8)
-        step_s = max(
-            2 * 64 * cut.rows * cut.columns / _FLOPS,
-            128 * (used + cut.columns) / _CACHE_BYTES_S,
-            _STEP_S,
-        )
+        copy_s = 128 * (used + cut.columns) / _CACHE_BYTES_S
+        step_s = max(2 * 64 * cut.rows * cut.columns / _FLOPS, copy_s, _STEP_S)
+        busy_s = rounds * (steps * step_s + 1e-6)
+        read_s = 2 * self.outputs * self.inner / _MEMORY_BYTES_S
         sums_s = 1.2e-6 + 4 * used * cut.columns / 60e9 if cut.split > 1 else 0.0
         if self.kind == "parts":
             sums_s = 8 * rows * self.outputs * cut.split / _MEMORY_BYTES_S
-        busy_s = rounds * (steps * step_s + 1e-6) + sums_s
-        return max(busy_s, 2 * self.outputs * self.inner / _MEMORY_BYTES_S) + 0.1 * busy_s
+        return max(busy_s, read_s) + sums_s + 0.1 * (busy_s + rounds * steps * copy_s)
 
     def likely_cuts(self, rows: int, count: int) -> list[GemmShape]:
         """The cuts with the least estimates, at most two of equal tiles."""
