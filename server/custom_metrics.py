@@ -1,10 +1,13 @@
-"""Counters and gauges that the code of Python models keeps, among the server's metrics."""
+"""What the code of Python models counts, among the server's metrics."""
 
 from __future__ import annotations
 
+import bisect
+import math
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from prometheus_client.core import Metric
 from prometheus_client.registry import CollectorRegistry
@@ -23,10 +26,19 @@ class CustomMetric(Metric):
 
 @dataclass(slots=True)
 class _Series:
-    """One line: its value, and how many metrics of models stand for it."""
+    """One counter, gauge or histogram, and how many metrics of models stand for it."""
 
+    bounds: tuple[float, ...] = ()
+    """A histogram's buckets, by their upper ends; the last one has none."""
     value: float = 0.0
+    """A histogram's sum."""
+    counts: list[int] = field(default_factory=list)
     num_holders: int = 0
+
+    def observe(self, value: float) -> None:
+        """Add a value to a histogram."""
+        self.value += value
+        self.counts[bisect.bisect_left(self.bounds, value)] += 1
 
 
 @dataclass(slots=True)
@@ -46,11 +58,19 @@ class CustomMetrics:
         self._families: dict[str, _Family] = {}
         registry.register(self)
 
-    def hold(self, name: str, description: str, kind: str, labels: Labels) -> None:
+    def hold(
+        self,
+        name: str,
+        description: str,
+        kind: str,
+        labels: Labels,
+        bounds: tuple[float, ...] = (),
+    ) -> None:
         """Show a series from now on; one that is there already is shared.
 
         Raises:
-            RequestError: the name is taken, by a family of another kind or by the server.
+            RequestError: the name is taken, by a family of another kind or by the server;
+                or a histogram's bounds do not rise.
         """
         if name.startswith(_RESERVED):
             raise RequestError(
@@ -67,7 +87,18 @@ class CustomMetrics:
             raise RequestError(
                 f"metric family '{name}' is a {family.kind} already and cannot be a {kind}"
             )
-        family.series.setdefault(labels, _Series()).num_holders += 1
+        if list(bounds) != sorted(set(bounds)):
+            raise RequestError(
+                f"metric family '{name}' has the buckets {list(bounds)}, which do not rise"
+            )
+        series = family.series.setdefault(labels, _Series(bounds))
+        if series.bounds != bounds:
+            raise RequestError(
+                f"metric family '{name}' has these labels with the buckets "
+                f"{list(series.bounds)} already, not {list(bounds)}"
+            )
+        series.counts = series.counts or [0] * (len(bounds) + 1)
+        series.num_holders += 1
 
     def release(self, name: str, labels: Labels) -> None:
         """The opposite of `hold`."""
@@ -83,6 +114,10 @@ class CustomMetrics:
         """Raise or lower a series that is held."""
         self._families[name].series[labels].value += amount
 
+    def observe(self, name: str, labels: Labels, value: float) -> None:
+        """Add a value to a histogram that is held."""
+        self._families[name].series[labels].observe(value)
+
     def set(self, name: str, labels: Labels, value: float) -> None:
         """Set a series that is held."""
         self._families[name].series[labels].value = value
@@ -96,8 +131,24 @@ class CustomMetrics:
         for name, family in self._families.items():
             metric = CustomMetric(name, family.description, family.kind)
             for labels, series in family.series.items():
-                metric.add_sample(name, dict(labels), series.value)
+                _add_samples(metric, dict(labels), series)
             yield metric
+
+
+def _add_samples(metric: Metric, labels: dict[str, str], series: _Series) -> None:
+    name = metric.name
+    if metric.type != "histogram":
+        # The suffix is what our text leaves out again.
+        suffix = "_total" if metric.type == "counter" else ""
+        metric.add_sample(name + suffix, labels, series.value)
+        return
+    total = 0
+    for bound, count in zip((*series.bounds, math.inf), series.counts, strict=True):
+        total += count
+        end = "+Inf" if bound == math.inf else f"{bound:g}"
+        metric.add_sample(f"{name}_bucket", {**labels, "le": end}, total)
+    metric.add_sample(f"{name}_count", labels, total)
+    metric.add_sample(f"{name}_sum", labels, series.value)
 
 
 class HeldMetrics:
@@ -107,18 +158,20 @@ class HeldMetrics:
         self._metrics = metrics
         self._held: dict[int, tuple[str, Labels]] = {}
 
-    def hold(self, number: int, family: Mapping[str, str], labels: Mapping[str, str]) -> None:
+    def hold(self, number: int, family: Mapping[str, Any], labels: Mapping[str, str]) -> None:
         """Show a series under the process's own number for it.
 
         Raises:
             RequestError: as for `CustomMetrics.hold`.
         """
         key = tuple(sorted((str(k), str(v)) for k, v in labels.items()))
-        self._metrics.hold(family["name"], family["description"], family["kind"], key)
-        self._held[number] = family["name"], key
+        bounds = tuple(family["bounds"])
+        name, description = family["name"], family["description"]
+        self._metrics.hold(name, description, family["kind"], key, bounds)
+        self._held[number] = name, key
 
     def change(self, number: int, verb: str, amount: float) -> None:
-        """Obey ``add``, ``set`` or ``drop``."""
+        """Obey ``add``, ``set``, ``observe`` or ``drop``."""
         place = self._held.get(number)
         if place is None:
             return
@@ -126,6 +179,8 @@ class HeldMetrics:
             self._metrics.add(*place, amount)
         elif verb == "set":
             self._metrics.set(*place, amount)
+        elif verb == "observe":
+            self._metrics.observe(*place, amount)
         else:
             del self._held[number]
             self._metrics.release(*place)

@@ -21,7 +21,7 @@ from trimaran.server.tensor_bytes import object_array, to_bytes
 MAX_FRAME_BYTES = 1 << 30
 """Longest message either way."""
 
-COUNTER, GAUGE = "counter", "gauge"
+COUNTER, GAUGE, HISTOGRAM = "counter", "gauge", "histogram"
 """Kinds of metrics."""
 
 _LENGTH = struct.Struct("<I")
@@ -146,7 +146,7 @@ class MetricChange:
 
     metric: int
     verb: str
-    """``add``, ``set`` or ``drop``."""
+    """``add``, ``set``, ``observe`` or ``drop``."""
     amount: float = 0.0
 
 

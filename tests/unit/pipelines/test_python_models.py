@@ -107,8 +107,11 @@ async def test_what_a_model_counts_is_among_the_servers_metrics(serve_own):
     async with serve_own("repeater") as served:
         await served.infer("repeater", IN=[4, 5])
         text = served.metrics.render().decode()
-        assert "# TYPE repeated_numbers counter" in text
-        assert 'repeated_numbers{model="repeater"} 2\n' in text
+        assert "# TYPE repeated_numbers_total counter" in text
+        assert 'repeated_numbers_total{model="repeater"} 2\n' in text
+        assert 'sizes_bucket{model="repeater",le="4.5"} 1\n' in text
+        assert 'sizes_bucket{model="repeater",le="+Inf"} 2\n' in text
+        assert 'sizes_sum{model="repeater"} 9\n' in text
         assert 'last_number{model="repeater"} 5\n' in text
     assert "repeated_numbers" not in served.metrics.render().decode()
 

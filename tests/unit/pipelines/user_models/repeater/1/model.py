@@ -14,13 +14,12 @@ class TritonPythonModel:
     def initialize(self, args):
         self.num_cancelled = 0
         labels = {"model": args["model_name"]}
-        kinds = pb_utils.MetricFamily.COUNTER, pb_utils.MetricFamily.GAUGE
-        names = "repeated_numbers", "last_number"
-        families = [
-            pb_utils.MetricFamily(n, "Of this test", k)
-            for n, k in zip(names, kinds, strict=True)
-        ]
-        self.count, self.last = (family.Metric(labels=labels) for family in families)
+        kind = pb_utils.MetricFamily
+        count = pb_utils.MetricFamily("repeated_numbers_total", "Of this test", kind.COUNTER)
+        last = pb_utils.MetricFamily("last_number", "Of this test", kind.GAUGE)
+        sizes = pb_utils.MetricFamily("sizes", "Of this test", kind=kind.HISTOGRAM)
+        self.count, self.last = count.Metric(labels=labels), last.Metric(labels=labels)
+        self.sizes = sizes.Metric(labels=labels, buckets=[1.0, 4.5])
 
     def execute(self, requests):
         for request in requests:
@@ -41,6 +40,7 @@ class TritonPythonModel:
                 break
             self.count.increment(1)
             self.last.set(number)
+            self.sizes.observe(number)
             sender.send(self.response("OUT", number))
         sender.send(self.response("CANCELLED", self.num_cancelled), flags=FINAL)
 
