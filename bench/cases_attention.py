@@ -11,8 +11,11 @@ from torch import Tensor
 
 from trimaran.bench.kernel_case import KernelCase, in_turn
 from trimaran.kernels.attention import AttentionMetadata, AttentionSpec
-from trimaran.kernels.decode_attention import select_decode_attention
-from trimaran.kernels.prompt_attention import select_prompt_attention
+from trimaran.kernels.decode_attention import DecodeAttention, select_decode_attention
+from trimaran.kernels.prompt_attention import PromptAttention, select_prompt_attention
+
+Attend = Callable[[Tensor, Tensor, AttentionMetadata], Tensor | None]
+"""Of all heads of a product, over a layer's cache."""
 
 _HEADS, _KV_HEADS, _HEAD_SIZE, _BLOCK = 32, 8, 128, 32
 _CACHE_BYTES = 200 << 20
@@ -24,6 +27,7 @@ _DRAW = random.Random(1)
 DECODES = {
     "1 of 256": [256],
     "64 of 256": [256] * 64,
+    "256 of 150": [150] * 256,
     "256 of 128 to 384": _DRAW.choices(range(128, 385), k=256),
     "64 of 2048": [2048] * 64,
     "768 of 1500": [1500] * 768,
@@ -31,6 +35,9 @@ DECODES = {
     "1 of 20000, 255 of 128": [20_000] + [128] * 255,
 }
 """Lengths of the sequences, one query each."""
+
+ROTATED = ("1 of 256", "64 of 256", "256 of 150")
+"""Of these, whose queries and keys are also rotated on the way, where that is one kernel."""
 
 PROMPTS = {
     "4 x 2048": [(0, 2048)] * 4,
@@ -45,6 +52,9 @@ PROMPTS = {
 def cases(device: torch.device, dtype: torch.dtype) -> list[KernelCase]:
     """Decodes and prompts of many lengths."""
     decodes = [_decode(device, dtype, name) for name in DECODES]
+    attend = select_decode_attention(device, dtype)
+    if attend.backend == "cuda":
+        decodes += [_rotated(device, dtype, name, attend) for name in ROTATED]
     return decodes + [_prompts(device, dtype, name) for name in PROMPTS]
 
 
@@ -55,8 +65,27 @@ def _decode(device: torch.device, dtype: torch.dtype, name: str) -> KernelCase:
         name=f"attention of decodes ({attend.backend})",
         shape=name,
         dtype=str(dtype).removeprefix("torch."),
-        run=_run(device, dtype, lengths, attend),
+        run=_run(device, dtype, lengths, _of_queries(attend)),
         num_bytes=_num_bytes(lengths, dtype),
+        flops=_flops(lengths),
+    )
+
+
+def _rotated(
+    device: torch.device, dtype: torch.dtype, name: str, attend: DecodeAttention
+) -> KernelCase:
+    lengths = [(length - 1, 1) for length in DECODES[name]]
+    table = torch.randn(max(DECODES[name]), _HEAD_SIZE, device=device)
+
+    def run(heads: Tensor, layer: Tensor, metadata: AttentionMetadata) -> Tensor | None:
+        return attend.rotated(heads, table, layer, metadata, _SPEC)
+
+    return KernelCase(
+        name=f"rotation and attention of decodes ({attend.backend})",
+        shape=name,
+        dtype=str(dtype).removeprefix("torch."),
+        run=_run(device, dtype, lengths, run),
+        num_bytes=_num_bytes(lengths, dtype) + 4 * table.shape[1] * len(lengths),
         flops=_flops(lengths),
     )
 
@@ -68,7 +97,7 @@ def _prompts(device: torch.device, dtype: torch.dtype, name: str) -> KernelCase:
         name=f"attention of prompts ({attend.backend})",
         shape=name,
         dtype=str(dtype).removeprefix("torch."),
-        run=_run(device, dtype, lengths, attend),
+        run=_run(device, dtype, lengths, _of_queries(attend)),
         num_bytes=_num_bytes(lengths, dtype),
         flops=_flops(lengths),
         peer=None if lengths[0][0] else _dense_peer(device, dtype, lengths),
@@ -90,7 +119,7 @@ def _run(
     device: torch.device,
     dtype: torch.dtype,
     lengths: list[tuple[int, int]],
-    attend: Callable[[Tensor, Tensor, AttentionMetadata, AttentionSpec, Tensor], None],
+    attend: Attend,
 ) -> Callable[[], object]:
     """One layer's launch, by the plan of the step's first; the blocks lie in any order."""
     most = max(-(-(past + queries) // _BLOCK) for past, queries in lengths)
@@ -116,10 +145,22 @@ def _run(
         max_seq_len=int(lens.max()),
         num_decodes=len(chunks) if max(chunks) == 1 else 0,
     )
-    query = torch.randn(sum(chunks), _HEADS, _HEAD_SIZE, device=device, dtype=dtype)
-    output = torch.empty_like(query)
+    all_heads = _HEADS + 2 * _KV_HEADS
+    heads = torch.randn(sum(chunks), all_heads, _HEAD_SIZE, device=device, dtype=dtype)
     layers = [pool[:, layer] for layer in range(num_layers)]
-    return in_turn(lambda layer: attend(query, layer, metadata, _SPEC, output), layers)
+    return in_turn(lambda layer: attend(heads, layer, metadata), layers)
+
+
+def _of_queries(attend: PromptAttention | DecodeAttention) -> Attend:
+    """Of the queries among a product's heads, whose keys are in the cache."""
+
+    def run(heads: Tensor, layer: Tensor, metadata: AttentionMetadata) -> Tensor:
+        query = heads[:, :_HEADS]
+        output = torch.empty_like(query, memory_format=torch.contiguous_format)
+        attend(query, layer, metadata, _SPEC, output)
+        return output
+
+    return run
 
 
 def _dense_peer(
