@@ -96,7 +96,9 @@ class Tensor:
         try:
             array = np.from_dlpack(source)
         except (BufferError, RuntimeError, TypeError, ValueError) as error:
-            raise TritonModelException(f"tensor '{name}' cannot be taken: {error}") from error
+            raise TritonModelException(
+                f"tensor '{name}' cannot be taken: {error} (bfloat16 goes as a view of uint16)"
+            ) from error
         if not array.flags.c_contiguous:
             raise TritonModelException(
                 f"tensor '{name}' is not contiguous in C order. Make it so first."

@@ -212,6 +212,32 @@ async def test_the_example_streams_answers_and_stops_at_the_next_question(serve_
         await engine.until(lambda: engine.submits[1].request_id in engine.cancelled)
 
 
+async def test_nothing_is_left_of_many_chats_of_which_a_third_is_given_up(serve_own):
+    async with serve_own("chat", "pipeline") as served:
+        engine = await served.dial(served.answer("größer than 東京 and ever so long"))
+
+        async def chat(number):
+            options = {"question": str(number), "max_tokens": 99}
+            if number % 2:
+                model, options = "pipeline", {"text": str(number), "length": 99}
+            else:
+                model = "chat"
+            async with aclosing(served.stream(model, **options)) as responses:
+                if number % 3 == 0:
+                    await asyncio.wait_for(anext(responses), 0.001 * number)
+                    return None
+                found = [t.data.item() async for r in responses for t in r.outputs]
+            return b"".join(found).decode()
+
+        done = await asyncio.gather(*map(chat, range(60)), return_exceptions=True)
+        assert set(done[2::6]) == {"größer than 東京 and ever so long"}
+        assert {type(text) for text in done[::3]} <= {type(None), asyncio.TimeoutError}
+        await engine.until(lambda: engine.num_live == 0)
+        (again,) = await asyncio.gather(chat(2))
+        assert again == "größer than 東京 and ever so long"
+        assert all(not model.num_running for model in served.models.values())
+
+
 COUNT_IDS = """
 import numpy as np
 import triton_python_backend_utils as pb_utils

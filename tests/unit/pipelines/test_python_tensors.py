@@ -1,0 +1,68 @@
+"""The tensors that a Python model's code works with."""
+
+import numpy as np
+import pytest
+
+from trimaran.server.python_models import utils as pb_utils
+from trimaran.server.python_models.tensors import Tensor, TritonModelException
+
+
+def there_and_back(tensor, datatype=None):
+    return Tensor.from_packed(tensor.to_packed(datatype))
+
+
+@pytest.mark.parametrize(
+    "array",
+    [
+        np.arange(6, dtype=np.int32).reshape(2, 3).T,
+        np.array([[True, False]]),
+        np.array(1.5, np.float16),
+        np.zeros((0, 4), np.uint64),
+        np.array([["größer".encode(), b"a\0"]], dtype=object),
+    ],
+)
+def test_a_tensor_comes_back_as_it_was_and_may_be_written_to(array):
+    tensor = there_and_back(Tensor("x", array))
+    found = tensor.as_numpy()
+    assert (found.dtype, found.shape) == (array.dtype, array.shape)
+    assert found.tolist() == array.tolist()
+    assert found.flags.writeable
+    assert tensor.triton_dtype() == pb_utils.numpy_to_triton_type(array.dtype)
+
+
+def test_texts_and_fixed_width_strings_become_bytes():
+    for array in (np.array(["größer"]), np.array(["größer"], dtype=object)):
+        found = there_and_back(Tensor("x", array)).as_numpy()
+        assert found.tolist() == ["größer".encode()]
+
+
+def test_bit_patterns_may_be_bf16():
+    tensor = there_and_back(Tensor("x", np.array([0x3F80], np.uint16)), "BF16")
+    assert tensor.triton_dtype() == 14
+    assert tensor.as_numpy().tolist() == [0x3F80]
+
+
+def test_tensors_of_other_libraries_are_shared_and_not_copied():
+    array = np.arange(4.0)
+    tensor = Tensor.from_dlpack("x", array)
+    assert np.shares_memory(tensor.as_numpy(), array)
+    assert np.shares_memory(Tensor.from_dlpack("x", tensor.to_dlpack()).as_numpy(), array)
+    with pytest.raises(TritonModelException, match="not contiguous"):
+        Tensor.from_dlpack("x", array[::2])
+
+
+def test_what_is_no_tensor_is_refused_by_name():
+    for value, text in (
+        ([1], "'x' is given a list, not a numpy array"),
+        (np.array([1j]), "'x' has the numpy type complex128"),
+    ):
+        with pytest.raises(TritonModelException, match=text):
+            Tensor("x", value)
+    with pytest.raises(TritonModelException, match=r"'x' is FP64, but .* says FP32"):
+        Tensor("x", np.array([1.0])).to_packed("FP32")
+
+
+def test_serialized_strings_come_back_flat():
+    array = np.array([[b"a", b""], [b"b\0", "größer".encode()]], dtype=object)
+    raw = pb_utils.serialize_byte_tensor(array)
+    assert pb_utils.deserialize_bytes_tensor(raw).tolist() == array.ravel().tolist()
