@@ -73,13 +73,10 @@ CONVERT_FLAGS = (
 
 BUILD_FLAGS = (
     *_refused("model_config", "name the folder that holds the configuration with --checkpoint"),
-    *_refused("max_prompt_embedding_table_size max_multimodal_len",
-              "prompt tables are not served; it must be 0"),
+    *_refused("max_multimodal_len", "multimodal models are not served; it must be 0"),
     *_refused("kv_cache_type", "the KV cache is always paged", ("paged",)),
     *_refused("paged_kv_cache", "the KV cache is always paged; it cannot be disabled",
               ("enable", "true", "1", "auto")),
-    *_refused("gather_context_logits gather_generation_logits gather_all_token_logits",
-              "logits are not returned; remove the flag"),
     *_refused("lora_dir",
               "adapters are named when they are served: set lora_prefetch_dir in config.pbtxt"),
     *_refused("lora_ckpt_source", "adapters are PEFT's; it must be hf", ("hf",)),
@@ -89,6 +86,9 @@ BUILD_FLAGS = (
     *_refused("auto_parallel", "name --tp-size and --pp-size; it must be 1", ("1",)),
     *_refused("use_fp8_context_fmha", "FP8 attention is not served; it must be disable"),
     *_ignored(
+        # Requests may bring tables of any size, and ask for logits of any engine.
+        "max_prompt_embedding_table_size gather_context_logits gather_generation_logits "
+        "gather_all_token_logits "
         "opt_num_tokens max_encoder_input_len lora_target_modules strip_plan weight_sparsity "
         "fast_build cluster_key profiling_verbosity visualize_network monitor_memory "
         "enable_debug_output log_level use_gpt_attention_plugin use_gemm_plugin "

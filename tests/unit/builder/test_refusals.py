@@ -92,7 +92,7 @@ def test_an_intermediate_size_that_cannot_be_cut_is_refused(llama, refused):
     "flag",
     [
         "--use_fp8", "--use-weight-only", "--int8_kv_cache", "--fp8_kv_cache", "--use_nvfp4",
-        "--smoothquant=0.5", "--weight_streaming", "--gather_context_logits", "--nougat",
+        "--smoothquant=0.5", "--weight_streaming", "--nougat",
         "--lora_dir=adapters", "--lora_ckpt_source=nemo", "--max_draft_len=4",
         "--speculative_decoding_mode=medusa", "--kv_cache_type=continuous", "--cp_size=2",
         "--paged_kv_cache=disable", "--max_multimodal_len=64", "--meta_ckpt_dir=x",
@@ -116,6 +116,7 @@ def test_flags_that_only_the_replaced_tools_need_are_accepted_and_named_once(
         "enable", "--use_paged_context_fmha", "enable", "--max_draft_len", "0",
         "--speculative_decoding_mode", "none", "--lora_plugin", "auto", "--strip_plan",
         "--lora_ckpt_source", "hf", "--lora_target_modules", "attn_q", "attn_v",
+        "--max_prompt_embedding_table_size", "64", "--gather_all_token_logits",
     )  # fmt: skip
     assert done.code == 0
     assert done.err.count("accepted without effect") == 1
