@@ -30,6 +30,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add("--gpu-memory", type=float, default=0.9, metavar="SHARE", help="of all of the card's")
     add("--depth", type=int, default=0, metavar="N", help="steps in flight; 0: by device")
     add("--no-cuda-graphs", action="store_true")
+    add("--prompt-graph-tokens", type=int, default=0, metavar="N", help="see `serve`")
     add("--deterministic", action="store_true", help="kernels that do not see the batch")
     add("--ceiling-seconds", type=float, default=12.0, metavar="S", help="0: no limit is told")
     add("--output", metavar="FILE", help="append results as JSON lines")
@@ -78,6 +79,7 @@ def engine_config(
         num_threads=args.threads,
         deterministic=args.deterministic,
         cuda_graphs=not args.no_cuda_graphs,
+        prompt_graph_tokens=args.prompt_graph_tokens,
         scheduler=SchedulerConfig(
             max_num_batched_tokens=max(args.max_num_tokens, num_seqs),
             max_num_seqs=num_seqs,

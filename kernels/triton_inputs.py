@@ -39,10 +39,10 @@ def _enter_kernel(  # type: ignore[no-untyped-def]
     tl.store(table + row * row_len + first + offsets, ids, mask=offsets < length)
 
 
-@triton.jit(do_not_specialize=["num_entries", "num_tokens"])  # type: ignore[untyped-decorator,unused-ignore]
+@triton.jit(do_not_specialize=["num_entries", "num_tokens", "num_padded"])  # type: ignore[untyped-decorator,unused-ignore]
 def _prepare_kernel(  # type: ignore[no-untyped-def]
-    packed, table, block_tables, wide, narrow, num_entries, num_tokens, row_len, max_blocks,
-    spare_row, wide_stride, narrow_stride, BLOCK: tl.constexpr, TILE: tl.constexpr,
+    packed, table, block_tables, wide, narrow, num_entries, num_tokens, num_padded, row_len,
+    max_blocks, spare_row, wide_stride, narrow_stride, BLOCK: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """Program (s, t) makes the t-th tile of entry s's tokens; see `prepare`."""
     entry, tile = tl.program_id(0), tl.program_id(1)
@@ -51,12 +51,12 @@ def _prepare_kernel(  # type: ignore[no-untyped-def]
     computed = tl.load(packed + num_entries + entry, mask=is_real, other=0)
     sampled = tl.load(packed + 2 * num_entries + entry, mask=is_real, other=-1)
     starts = packed + 3 * num_entries + entry
-    # Padding entries stand behind the real ones, with one token each.
+    # Padding entries stand behind the real ones, with one token each while there are any.
     padding = num_tokens + entry - num_entries
     first = tl.load(starts, mask=is_real, other=0)
-    first = tl.where(is_real, first, padding)
+    first = tl.where(is_real, first, tl.minimum(padding, num_padded))
     end = tl.load(starts + 1, mask=is_real, other=0)
-    end = tl.where(is_real, end, padding + 1)
+    end = tl.where(is_real, end, tl.minimum(padding + 1, num_padded))
     tokens = first + tile * TILE + tl.arange(0, TILE)
     is_token = tokens < end
     positions = computed + tokens - first
@@ -154,12 +154,13 @@ def prepare(
 
     ``packed`` is int32: rows [S], computed tokens [S], place among the sampled entries or
     -1 [S], query starts [S + 1]. Entries from ``num_entries`` to ``num_padded`` are padding:
-    one token each, at position 0 of the last row, which no sequence has.
+    one token each, at position 0 of the last row, which no sequence has, until there are
+    ``num_padded`` tokens; those behind have none.
     """
     grid = (num_padded, triton.cdiv(max_query_len, _TILE))
     _prepare_kernel[grid](
         packed, table_RL, block_tables_RM, target.wide, target.narrow, num_entries, num_tokens,
-        table_RL.stride(0), block_tables_RM.stride(0), table_RL.shape[0] - 1,
+        num_padded, table_RL.stride(0), block_tables_RM.stride(0), table_RL.shape[0] - 1,
         target.wide.stride(0), target.narrow.stride(0), BLOCK=target.block_size,
         TILE=_TILE if max_query_len > 1 else 16,
     )  # fmt: skip

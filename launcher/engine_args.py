@@ -44,6 +44,7 @@ class EngineFlags:
     depth: int = 2
     num_threads: int | None = None
     deterministic: bool = False
+    prompt_graph_tokens: int = 0
 
 
 def engine_config(
@@ -77,6 +78,7 @@ def engine_config(
         deterministic=flags.deterministic,
         cuda_graphs=True if graphs is None else graphs,
         max_cuda_graphs=model.parameters.get_int("cuda_graph_cache_size") or 0,
+        prompt_graph_tokens=flags.prompt_graph_tokens,
         guided=_guided(model),
         parallel=parallel,
         scheduler=_scheduler(model, folder, flags),

@@ -61,6 +61,7 @@ _RARE = (
     "expected_output_tokens",
     "depth",
     "deterministic",
+    "prompt_graph_tokens",
     "connect_timeout",
     "startup_timeout",
     "log_verbose",
@@ -214,6 +215,13 @@ def _add_engine_flags(parser: argparse.ArgumentParser) -> None:
         "--deterministic",
         action="store_true",
         help="equal tokens whatever else is in the batch",
+    )
+    add(
+        "--prompt-graph-tokens",
+        type=positive,
+        default=0,
+        metavar="N",
+        help="CUDA graphs also of steps with prompts, up to N tokens (none)",
     )
 
 

@@ -163,6 +163,7 @@ def engine_flags(args: argparse.Namespace) -> EngineFlags:
         depth=args.depth,
         num_threads=args.num_threads,
         deterministic=args.deterministic,
+        prompt_graph_tokens=args.prompt_graph_tokens,
     )
 
 

@@ -202,7 +202,10 @@ class EngineConfig:
     """Decode steps on a GPU run from CUDA graphs."""
 
     max_cuda_graphs: int = 0
-    """Graphs to capture at most, the smallest steps first; 0 means all sizes."""
+    """Graphs of decode steps at most, the smallest first; 0 means all sizes."""
+
+    prompt_graph_tokens: int = 0
+    """Steps with prompts of up to so many tokens run from CUDA graphs too."""
 
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)

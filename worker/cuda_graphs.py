@@ -1,4 +1,4 @@
-"""CUDA graphs of decode steps: captured once a size, replayed for every step that fits."""
+"""CUDA graphs of steps: captured once a size, replayed for every step that fits."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import logging
 import time
 from bisect import bisect_left
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,43 +25,56 @@ def graph_sizes(max_num_seqs: int, max_graphs: int = 0) -> list[int]:
     return sizes[:max_graphs] if max_graphs else sizes
 
 
+def prompt_graph_sizes(max_num_tokens: int) -> list[int]:
+    """Tokens of the steps with prompts that are captured, ascending; the last is given.
+
+    Multiples of 64 beyond the first, as products take rows by the 64.
+    """
+    sizes = [size for size in (16, 32, *range(64, max_num_tokens, 64)) if size < max_num_tokens]
+    return [*sizes, max_num_tokens] if max_num_tokens else []
+
+
 class CudaGraphs:
-    """The captured sizes of a uniform decode step, one token a sequence.
+    """The captured sizes of one kind of step: of decodes, or of any sequences.
 
     A graph reads and writes the addresses that it saw at capture: inputs lie in fixed
     memory, the KV cache is allocated before. All graphs share one memory pool, which is
     safe because steps run one after another. Freed before communicators are.
     """
 
-    def __init__(self, sizes: list[int], forward: Callable[[int], Tensor]) -> None:
-        """``forward`` launches a decode of so many sequences, in the fixed memory."""
-        self._sizes = sizes
+    def __init__(
+        self, kind: str, sizes: list[int], forward: Callable[[int], Tensor], pool: Any
+    ) -> None:
+        """``forward`` launches a step of so many tokens, in the fixed memory; ``kind`` names
+        such steps in the log, and ``pool`` is torch's name of the memory."""
+        self._kind = kind
+        self.sizes = sizes
         self._forward = forward
+        self._pool = pool
         self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
         self._outputs: dict[int, Tensor] = {}
 
     def __len__(self) -> int:
         return len(self._graphs)
 
-    def pick(self, num_seqs: int) -> int:
-        """The smallest captured size that holds ``num_seqs``; 0 if none does."""
-        place = bisect_left(self._sizes, num_seqs)
-        return self._sizes[place] if place < len(self._sizes) else 0
+    def pick(self, num_tokens: int) -> int:
+        """The smallest captured size that holds ``num_tokens``; 0 if none does."""
+        place = bisect_left(self.sizes, num_tokens)
+        return self.sizes[place] if place < len(self.sizes) else 0
 
     @torch.inference_mode()
     def capture(self, device: torch.device) -> None:
         """Capture all sizes, the largest first: the smaller ones then reuse its memory."""
         start = time.monotonic()
-        pool = torch.cuda.graph_pool_handle()
         stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(stream):
-            for size in reversed(self._sizes):
+            for size in reversed(self.sizes):
                 # Outside of a graph first: kernels are compiled, handles made.
                 self._forward(size)
                 graph = torch.cuda.CUDAGraph()
                 # Not `torch.cuda.graph`: it collects garbage before every capture.
-                graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+                graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
                 try:
                     self._outputs[size] = self._forward(size)
                 finally:
@@ -69,9 +83,10 @@ class CudaGraphs:
         torch.cuda.current_stream(device).wait_stream(stream)
         torch.cuda.synchronize(device)
         logger.info(
-            "captured %d CUDA graphs of up to %d sequences in %.1f s",
-            len(self._sizes),
-            self._sizes[-1],
+            "captured %d CUDA graphs of up to %d %s in %.1f s",
+            len(self.sizes),
+            self.sizes[-1],
+            self._kind,
             time.monotonic() - start,
         )
 

@@ -92,7 +92,10 @@ class DeviceInputs:
     # ---- one step ------------------------------------------------------------------------
 
     def prepare(self, decision: SchedulerOutput, num_padded: int = 0) -> StepInputs:
-        """Enter what changed and make the step's inputs, padded to ``num_padded`` entries."""
+        """Enter what changed and make the step's inputs.
+
+        They are padded to ``num_padded`` tokens and as many entries, if that is more.
+        """
         num_entries, num_sampled = len(decision.rows), len(decision.sampled)
         num_updates, segments = len(decision.new_blocks), self._segments(decision)
         at_places = 4 * num_entries + 1
@@ -119,13 +122,20 @@ class DeviceInputs:
             max(num_entries, num_padded), num_tokens, max_query_len,
         )  # fmt: skip
         longest = int((decision.num_computed_tokens + decision.num_scheduled_tokens).max())
-        padding = max(0, num_padded - num_entries)
-        inputs = self.views(num_entries + padding, num_tokens + padding, num_sampled)
+        inputs = self.views(
+            max(num_entries, num_padded), max(num_tokens, num_padded), num_sampled
+        )
         inputs.max_query_len, inputs.max_seq_len = max_query_len, longest
         if num_sampled == num_tokens:
             # All tokens, in order; padding lies behind them.
             inputs.logits_indices = None
         return inputs
+
+    def pad(self, count: int) -> None:
+        """Make inputs of ``count`` padding entries and nothing else."""
+        self._kernels.prepare(
+            self._packed, self.token_table, self.block_tables, self._target, 0, count, 0, 1
+        )
 
     def views(self, num_entries: int, num_tokens: int, num_sampled: int) -> StepInputs:
         """The inputs of a step of these sizes, where every such step finds them."""

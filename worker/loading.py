@@ -15,7 +15,7 @@ from trimaran.comm.topology import ParallelLayout
 from trimaran.kernels.build import load_library
 from trimaran.kernels.sampling import CpuSampling
 from trimaran.worker.config import CacheConfig, EngineConfig, SchedulerConfig
-from trimaran.worker.cuda_graphs import graph_sizes
+from trimaran.worker.cuda_graphs import graph_sizes, prompt_graph_sizes
 from trimaran.worker.device_inputs import DeviceInputs
 from trimaran.worker.input_batch import InputBatch
 from trimaran.worker.kv_cache.host_copies import HostCopies
@@ -101,12 +101,15 @@ def load_engine(
         inputs.use_spare_block(num_blocks)
         return ModelRunner(model, groups, inputs, vocab_size, tp, depth, kernel)
 
-    sizes = _graph_sizes(config, limits, tp, device)
+    sizes, prompt_sizes = _graph_sizes(config, limits, tp, device)
     step_bytes = 0
     if device.type == "cuda":
         prompt_bytes, decode_bytes = peak_step_bytes(make_runner(inputs.max_blocks), limits)
-        # The graphs keep the memory of the largest decode for themselves.
-        step_bytes = max(prompt_bytes, decode_bytes) + (decode_bytes if sizes else 0)
+        step_bytes = max(prompt_bytes, decode_bytes)
+        if sizes:
+            # The graphs keep the memory of their largest steps for themselves.
+            share = max(prompt_sizes, default=0) / limits.max_num_batched_tokens
+            step_bytes += max(decode_bytes, int(share * prompt_bytes))
         for group in groups:
             group.free()
         step_bytes += _num_staged(config.cache, limits) * _block_bytes(groups, block_size)
@@ -119,7 +122,7 @@ def load_engine(
     )
     run_small_steps(runner, limits)
     if sizes:
-        runner.capture_graphs(sizes)
+        runner.capture_graphs(sizes, prompt_sizes)
     cache = _make_cache(config.cache, limits, runner, num_blocks)
     gib = num_blocks * _block_bytes(groups, block_size) / 2**30
     logger.info("KV cache ready: %d blocks of %d tokens, %.2f GiB", num_blocks, block_size, gib)
@@ -192,14 +195,34 @@ def _graph_sizes(
     limits: SchedulerConfig,
     tp: TensorParallelGroup,
     device: torch.device,
-) -> list[int]:
-    """Sizes of the decode steps to capture; none where graphs are off or have no place."""
+) -> tuple[list[int], list[int]]:
+    """Sizes of the decodes to capture, and of the steps with prompts; none where graphs are
+    off or have no place.
+
+    Raises:
+        ConfigError: steps with prompts are to be captured but cannot be.
+    """
+    most = config.prompt_graph_tokens
+    reasons = {
+        f"the device is {device.type}": device.type != "cuda",
+        "cuda_graph_mode is false": not config.cuda_graphs,
+        f"tp_size is {tp.size}": tp.size > 1,
+        # Decodes beside prompts get the kernel of prompts, as those that stand alone do not.
+        "tokens shall be deterministic": config.deterministic,
+    }
+    reason = next((text for text, holds in reasons.items() if holds), "")
+    if most and reason:
+        raise ConfigError(
+            f"prompt-graph-tokens is {most} but {reason}: such steps are not captured then. "
+            "Serve without it."
+        )
     if device.type != "cuda" or not config.cuda_graphs:
-        return []
+        return [], []
     if tp.size > 1:
         logger.info("no CUDA graphs: with tp_size %d decode steps are launched", tp.size)
-        return []
-    return graph_sizes(limits.max_num_seqs, config.max_cuda_graphs)
+        return [], []
+    sizes = graph_sizes(limits.max_num_seqs, config.max_cuda_graphs)
+    return sizes, prompt_graph_sizes(min(most, limits.max_num_batched_tokens))
 
 
 def _limits(scheduler: SchedulerConfig, model: CausalLM) -> SchedulerConfig:

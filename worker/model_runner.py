@@ -101,6 +101,7 @@ class ModelRunner:
         self._kv_caches = _layer_views(groups)
         self._clock = DeviceClock(inputs.device)
         self._graphs: CudaGraphs | None = None
+        self._prompt_graphs: CudaGraphs | None = None
         self.adapters: AdapterStore | None = None
         self.hosts: list[HostCopies] = []
         """Each group's part of the host's memory, where blocks are kept there."""
@@ -108,10 +109,16 @@ class ModelRunner:
         if inputs.device.type == "cuda":
             self._copier = Copier(inputs.device, num_rows, depth)
 
-    def capture_graphs(self, sizes: list[int]) -> None:
-        """Run decodes from CUDA graphs from now on."""
-        self._graphs = CudaGraphs(sizes, self._launch_decode)
-        self._graphs.capture(self.inputs.device)
+    def capture_graphs(self, sizes: list[int], prompt_sizes: list[int]) -> None:
+        """Run decodes, and steps of few tokens with prompts, from CUDA graphs from now on."""
+        pool = torch.cuda.graph_pool_handle()
+        self._graphs = CudaGraphs("sequences", sizes, self._launch_decode, pool)
+        self._prompt_graphs = CudaGraphs("tokens", prompt_sizes, self._launch_prompts, pool)
+        assert isinstance(self.inputs, DeviceInputs)
+        self.inputs.pad(max(sizes + prompt_sizes))
+        for graphs in (self._graphs, self._prompt_graphs):
+            if graphs.sizes:
+                graphs.capture(self.inputs.device)
 
     @property
     def num_graphs(self) -> int:
@@ -134,9 +141,10 @@ class ModelRunner:
         """Free what must be freed before the tensor group's communicator."""
         if self.adapters is not None:
             self.adapters.close()
-        if self._graphs is not None:
-            self._graphs.close()
-            self._graphs = None
+        for graphs in (self._graphs, self._prompt_graphs):
+            if graphs is not None:
+                graphs.close()
+        self._graphs = self._prompt_graphs = None
         for host in self.hosts:
             host.close()
         self.hosts = []
@@ -175,21 +183,25 @@ class ModelRunner:
 
     def _run_model(self, decision: SchedulerOutput) -> tuple[Tensor, StepInputs]:
         """Hidden states of the step's tokens: a replayed graph's, or launched one by one."""
-        size = 0
-        is_decode = decision.num_decodes == len(decision.rows)
-        # Which adapters a step's tokens use is not in the graphs.
-        if self._graphs is not None and is_decode and not self.model.adapters.is_active:
-            size = self._graphs.pick(decision.num_decodes)
+        graphs = self._graphs_for(decision)
+        size = 0 if graphs is None else graphs.pick(decision.num_tokens)
         inputs = self.inputs.prepare(decision, size)
-        if size:
-            assert self._graphs is not None
-            return self._graphs.replay(size)[: len(decision.rows)], inputs
+        if graphs is not None and size:
+            return graphs.replay(size)[: decision.num_tokens], inputs
         hidden_TD: Tensor | None = None
         if not self._prompt_tables.is_empty:
             hidden_TD = self._prompt_tables.embed(
                 decision, inputs.token_ids, self.model.embed_tokens
             )
         return self._forward(inputs, decision.num_decodes, hidden_TD), inputs
+
+    def _graphs_for(self, decision: SchedulerOutput) -> CudaGraphs | None:
+        """The graphs that may hold this step. What only some steps have is in none."""
+        if self.model.adapters.has_tokens:
+            return None
+        if decision.num_decodes == len(decision.rows):
+            return self._graphs
+        return self._prompt_graphs if self._prompt_tables.is_empty else None
 
     def _forward(
         self, inputs: StepInputs, num_decodes: int, hidden_TD: Tensor | None = None
@@ -203,6 +215,17 @@ class ModelRunner:
         """A decode of ``size`` sequences, whatever rows the fixed memory names."""
         assert isinstance(self.inputs, DeviceInputs)
         return self._forward(self.inputs.views(size, size, size), size)
+
+    def _launch_prompts(self, size: int) -> Tensor:
+        """A step of ``size`` tokens, of any sequences that the fixed memory names.
+
+        Where decodes end and prompts begin is not known here: the kernel for prompts, which
+        takes any number of queries a sequence, serves all.
+        """
+        assert isinstance(self.inputs, DeviceInputs)
+        inputs = self.inputs.views(size, size, size)
+        inputs.max_query_len = size
+        return self._forward(inputs, 0)
 
     def _sample(
         self,

@@ -103,6 +103,8 @@ def dtype(request):
         [(0, 127), (0, 129), (0, 33), (0, 500)],
         [(1000, 100), (31, 2), (0, 700), (128, 128), (127, 300)],
         [(0, n) for n in range(1, 140, 7)],
+        # As the graphs of such steps have them: padding tokens, then sequences without any.
+        [(700, 1), (3, 1), (0, 467), *[(0, 1)] * 43, *[(0, 0)] * 466],
     ],
     ids=str,
 )

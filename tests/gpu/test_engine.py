@@ -57,13 +57,14 @@ def folder(tmp_path_factory):
     return str(path)
 
 
-def make_engine(folder, device, depth, cuda_graphs=True, **cache):
+def make_engine(folder, device, depth, cuda_graphs=True, prompt_graph_tokens=0, **cache):
     config = EngineConfig(
         model="test",
         engine_dir=folder,
         device=device,
         dtype="float32",
         cuda_graphs=cuda_graphs,
+        prompt_graph_tokens=prompt_graph_tokens,
         scheduler=SchedulerConfig(
             max_num_batched_tokens=48,
             max_num_seqs=8,
@@ -121,8 +122,18 @@ def test_tokens_in_float32_are_those_of_the_cpu(folder, expected, depth, cuda_gr
     assert serve(engine) == expected
 
 
-def test_a_step_makes_no_hidden_wait_for_the_device(folder):
-    engine = make_engine(folder, "cuda", 2, max_tokens=512)
+@pytest.mark.parametrize("most", [40, 48])
+def test_tokens_of_steps_with_prompts_in_graphs_are_those_of_the_cpu(folder, expected, most):
+    engine = make_engine(folder, "cuda", 2, prompt_graph_tokens=most, max_tokens=240)
+
+    assert serve(engine) == expected
+
+
+@pytest.mark.parametrize("prompt_graph_tokens", [0, 48])
+def test_a_step_makes_no_hidden_wait_for_the_device(folder, prompt_graph_tokens):
+    engine = make_engine(
+        folder, "cuda", 2, prompt_graph_tokens=prompt_graph_tokens, max_tokens=512
+    )
     serve(engine)
 
     with warnings.catch_warnings():

@@ -90,7 +90,7 @@ def load_model(
         from trimaran.kernels.compile_ahead import compile_ahead
 
         compile_ahead(device, dtype, folder.config.hidden_size, folder.config.vocab_size)
-    ops = select_ops(device, dtype, config.num_threads)
+    ops = select_ops(device, dtype, config.num_threads, config.deterministic)
     model = build_model(folder.config, stage, tp, dtype=dtype, device=device, ops=ops)
     if is_random:
         fill_random(model)

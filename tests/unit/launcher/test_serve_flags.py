@@ -51,6 +51,7 @@ def test_flags_go_before_the_engine_folder(repository):
         repository, "--max-batch-size", "4", "--max-num-tokens", "32", "--tokens-per-block",
         "16", "--depth", "1", "--expected-output-tokens", "99",
         "--dtype", "float32", "--num-threads", "3", "--deterministic",
+        "--prompt-graph-tokens", "512",
     ).groups[0].engine  # fmt: skip
     assert engine.scheduler.max_num_seqs == 4
     assert engine.scheduler.max_num_batched_tokens == 32
@@ -58,6 +59,7 @@ def test_flags_go_before_the_engine_folder(repository):
     assert engine.scheduler.expected_output_tokens == 99
     assert engine.cache.tokens_per_block == 16
     assert (engine.dtype, engine.num_threads, engine.deterministic) == ("float32", 3, True)
+    assert engine.prompt_graph_tokens == 512
 
 
 def test_steps_to_trace_are_named_by_number_and_go_where_the_logs_go(repository, tmp_path):

@@ -109,6 +109,18 @@ def test_padding_entries_use_the_spare_row_and_block(both):
     assert found.slot_mappings[0].tolist()[2:] == [99 * BLOCK] * 2
 
 
+def test_a_step_with_prompts_is_padded_by_tokens_then_by_entries_without_any(both):
+    (first, blocks), (second, more) = admit(2, 33, 5), admit(5, 16, 50)
+    decision = decide([(2, 0, 33), (5, 0, 16)], [0, 1], [first, second], blocks + more)
+    _, found = compare(*both, decision, num_padded=64)
+
+    assert found.query_start_loc.tolist() == [0, 33, *range(49, 65), *[64] * 47]
+    assert found.seq_lens.tolist() == [33, 16, *[1] * 15, *[0] * 47]
+    assert found.rows.tolist()[2:] == [NUM_ROWS] * 62
+    assert found.slot_mappings[0].tolist()[49:] == [99 * BLOCK] * 15
+    assert found.positions.tolist()[49:] == [0] * 15
+
+
 def test_sampled_ids_are_the_next_steps_input(both):
     new, blocks = admit(1, 20, 5)
     _, found = compare(*both, decide([(1, 0, 20)], [0], [new], blocks))
