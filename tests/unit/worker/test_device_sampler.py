@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from trimaran.comm.sampling_params import SamplingParams
-from trimaran.worker import sampler
+from trimaran.worker import device_sampler, sampler
 from trimaran.worker.sampling_rows import DeviceSamplingState, SamplingRows
 from trimaran.worker.step_types import NewRow, int32s
 
@@ -114,28 +114,29 @@ def test_a_step_of_more_rows_than_are_edited_at_a_time():
 def test_an_id_resets_the_top_p_of_its_row_alone():
     torch.manual_seed(5)
     fields = {"top_p": 0.9, "top_p_decay": 0.6, "top_p_min": 0.01, "seed": 4}
-    params = [
-        SamplingParams(**fields, top_p_reset_ids=reset) for reset in (7, -1, 7, 8, 7, 7)
-    ] + [SamplingParams(), SamplingParams(top_k=9, seed=3)]
-    steps = Steps(params, [6, 6, 30, 12, 3, 9, 9, 9], num_ids=9)
-    for _ in range(20):
+    params = [SamplingParams(**fields, top_p_reset_ids=reset) for reset in (7, -1, 7)]
+    steps = Steps(params, [9, 9, 3])
+    steps.table[:, 3:9] = torch.tensor([7, 1, 1, 7, 1, 1])
+    for _ in range(2):
         expected, sampled = steps.both(torch.randn(len(params), VOCAB))
         assert torch.equal(sampled.token_ids, expected.token_ids)
 
 
-def test_beams_of_any_width_have_the_candidates_of_the_cpu():
+def test_beams_of_any_width_have_the_candidates_of_the_cpu(monkeypatch):
+    # Some parts have beams of other widths, and some have none.
+    monkeypatch.setattr(device_sampler, "_EDITED_ROWS", 2)
     torch.manual_seed(6)
-    fields = (
-        [
-            {"beam_width": 2, "repetition_penalty": 1.4},
-            {},
-            {"beam_width": 5, "temperature": 1.7, "stop_words": ((3, 4), (9,)), "end_id": 8},
-            {"top_k": 9, "seed": 2},
-            {"beam_width": 3, "bad_words": ((7,),)},
-        ]
-        + [{"presence_penalty": 1.0}] * 130
-        + [{"beam_width": 2, "return_log_probs": True}]
-    )
+    fields = [
+        {"beam_width": 2, "repetition_penalty": 1.4},
+        {},
+        {"beam_width": 5, "temperature": 1.7, "stop_words": ((3, 4), (9,)), "end_id": 8},
+        {"top_k": 9, "seed": 2},
+        {"beam_width": 3, "bad_words": ((7,),)},
+        {},
+        {"presence_penalty": 1.0},
+        {},
+        {"beam_width": 2, "return_log_probs": True},
+    ]
     steps = Steps([SamplingParams(**each) for each in fields], [20] * len(fields))
 
     expected, sampled = steps.both(torch.randn(len(fields), VOCAB))

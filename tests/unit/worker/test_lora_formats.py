@@ -142,9 +142,7 @@ def test_a_folder_of_another_model_is_refused_by_tensor(make_engine, adapter, tm
     driver = make_engine()
     driver.engine._adapters._folders = AdapterFolders(str(tmp_path))
 
-    with pytest.raises(
-        RequestError, match=r"has shape \[4, 16\] .* needs \[4, 32\]"
-    ):
+    with pytest.raises(RequestError, match=r"has shape \[4, 16\] .* needs \[4, 32\]"):
         driver.submit([1, 2], adapter={"name": "other"})
 
 
