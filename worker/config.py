@@ -67,6 +67,16 @@ class SchedulerConfig:
         """Whether the strategy is static batching by its old name."""
         return self.batching.upper() == "V1"
 
+    @property
+    def is_static(self) -> bool:
+        """Whether a batch runs to its longest request before the next starts."""
+        return self.policy == "static_batch" or self.is_v1
+
+    @property
+    def can_preempt(self) -> bool:
+        """Whether sequences start without a reservation of blocks, and may be paused."""
+        return self.policy == "max_utilization" and not self.is_static
+
     def __post_init__(self) -> None:
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise ConfigError(

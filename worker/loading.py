@@ -168,6 +168,7 @@ def _make_cache(
         window=cache.widest_window(limits.max_seq_len, num_layers),
         num_sinks=cache.num_sinks,
         host_slots=num_slots,
+        is_reserving=not limits.can_preempt,
     )
 
 

@@ -65,10 +65,10 @@ class Scheduler:
         self.waiting: list[Sequence] = []
         self.loads = Loads()
         self.step = 0
-        self._is_static = config.policy == "static_batch" or config.is_v1
+        self._is_static = config.is_static
         self._batch_size = 0
         """Sequences of the static batch that runs, as it was formed."""
-        self._can_preempt = config.policy == "max_utilization" and not self._is_static
+        self._can_preempt = config.can_preempt
         self._free_rows = list(range(config.max_num_seqs - 1, -1, -1))
         self._finished_rows: list[int] = []
         self.releases = Releases(cache)

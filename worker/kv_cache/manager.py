@@ -28,7 +28,8 @@ class KVCacheManager:
 
     With ``window``, no layer sees more than so many tokens back, ``num_sinks`` first ones
     aside: a sequence holds no block that only earlier tokens are in. With ``host_slots``,
-    content that is evicted moves to the host, and comes back when it is wanted.
+    content that is evicted moves to the host, and comes back when it is wanted. With
+    ``is_reserving`` sequences have reservations.
     """
 
     def __init__(
@@ -40,10 +41,13 @@ class KVCacheManager:
         window: int = 0,
         num_sinks: int = 0,
         host_slots: int = 0,
+        is_reserving: bool = False,
     ) -> None:
         self.block_size = block_size
         self.enable_reuse = enable_reuse
         self.window = window
+        # Who lets go of a block that others hold frees none, but would be owed one.
+        self._shares_held = not (window and is_reserving)
         self._sink_blocks = self.blocks_for(num_sinks)
         has_host = host_slots > 0 and enable_reuse
         self.pools = [
@@ -112,7 +116,7 @@ class KVCacheManager:
         found: list[list[int]] = [[] for _ in self.pools]
         for block_hash in blocks.hashes if self.enable_reuse else ():
             hits = [pool.lookup(block_hash) for pool in self.pools]
-            if None in hits:
+            if None in hits or not (self._shares_held or self._is_free(hits)):
                 break
             for group, block in enumerate(hits):
                 assert block is not None
@@ -123,6 +127,11 @@ class KVCacheManager:
         if token_ids is not None and not prefix.last and not prefix.num_stored:
             prefix = self._add_end(prefix, blocks, token_ids)
         return self._leave_out(prefix) if self.window else prefix
+
+    def _is_free(self, blocks: list[int | None]) -> bool:
+        """Whether nobody holds these, one a group."""
+        pairs = zip(self.pools, blocks, strict=True)
+        return not any(pool.is_held(block) for pool, block in pairs if block is not None)
 
     def _add_stored(self, prefix: Prefix, hashes: list[BlockHash], num_tokens: int) -> Prefix:
         """Behind what the device has, what the host has."""
