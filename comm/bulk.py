@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 from collections import defaultdict
 from collections.abc import Hashable, Iterable
@@ -12,6 +13,9 @@ from trimaran.comm.errors import ProtocolError
 
 INLINE_BYTES = 64 << 10
 """Payloads up to here go into the message itself."""
+
+_MAPPED_BYTES = 16 << 20
+_POPULATED = mmap.MAP_SHARED | mmap.MAP_POPULATE
 
 Handle = list[int]
 """Process id, descriptor, bytes, and the number that gives the memory back."""
@@ -60,16 +64,21 @@ class BulkSender:
 
 
 def open_bulk(handle: Handle) -> memoryview:
-    """A copy of a payload: a mapping would cost a descriptor for as long as it is looked at.
+    """A payload, to be read: a large one is mapped, which takes a descriptor for as long as
+    somebody looks at it; of others this is a copy.
 
     Raises:
         ProtocolError: the memory cannot be opened, or is shorter.
     """
     pid, fd, num_bytes, _ = handle
     path = f"/proc/{pid}/fd/{fd}"
-    payload = np.empty(num_bytes, dtype=np.uint8).data
     try:
         with open(path, "rb", buffering=0) as file:
+            if num_bytes >= _MAPPED_BYTES:
+                return memoryview(
+                    mmap.mmap(file.fileno(), num_bytes, _POPULATED, mmap.PROT_READ)
+                )
+            payload = np.empty(num_bytes, dtype=np.uint8).data
             start = 0
             while start < num_bytes:
                 count = file.readinto(payload[start:])

@@ -32,7 +32,7 @@ def _through_the_wire(message):
     return decode(encode(message)[4:])
 
 
-@pytest.mark.parametrize("num_bytes", [100, INLINE_BYTES])
+@pytest.mark.parametrize("num_bytes", [100, INLINE_BYTES, 9 << 20])
 def test_extras_of_any_size_arrive_and_their_memory_comes_back(num_bytes):
     sender = BulkSender()
     num_open = len(os.listdir("/proc/self/fd"))
@@ -65,6 +65,7 @@ def test_extras_of_any_size_arrive_and_their_memory_comes_back(num_bytes):
     ):
         found = opened[row][name]
         assert b"".join(map(bytes, found)) == b"".join(map(bytes, expected))
+    del opened, found
     assert len(os.listdir("/proc/self/fd")) == num_open
 
 
