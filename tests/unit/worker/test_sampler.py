@@ -86,7 +86,7 @@ def tempered(temperature):
     ],
 )
 def test_draws_follow_the_filtered_softmax(fields, probabilities):
-    ids = repeated(LOGITS, SamplingParams(**fields), 20000)
+    ids = repeated(LOGITS, SamplingParams(**fields), 50_000)
 
     # 7 degrees of freedom at most: above 24.3 once in 1,000 sets of right draws.
     assert chi_square(ids, probabilities) < 24.3
