@@ -13,6 +13,7 @@ from concurrent.futures import Future
 from contextvars import ContextVar
 from weakref import WeakValueDictionary
 
+from trimaran.comm.bulk import BulkSender
 from trimaran.comm.errors import ErrorKind
 from trimaran.server.python_models.responses import Ticket
 from trimaran.server.python_models.wire import (
@@ -24,10 +25,13 @@ from trimaran.server.python_models.wire import (
     FrameBuffer,
     Message,
     Question,
+    Release,
     RequestFields,
     Respond,
     Result,
     encode,
+    open_stowed,
+    released,
 )
 
 _RECEIVE_BYTES = 1 << 18
@@ -98,6 +102,8 @@ class Link:
         self._frames = FrameBuffer()
         # Reentrant: a request may be let go of, and say so, wherever memory is freed.
         self._send_lock = threading.RLock()
+        self._bulk = BulkSender()
+        self._bulk_lock = threading.RLock()
         self._calls: dict[int, PendingCall] = {}
         self._numbers = itertools.count(1)
         self._lock = threading.RLock()
@@ -125,7 +131,8 @@ class Link:
         Raises:
             MessageTooLongError: its tensors are too large.
         """
-        frame = encode(message)
+        with self._bulk_lock:
+            frame = encode(message, self._bulk)
         with self._send_lock:
             try:
                 self._sock.sendall(frame)
@@ -199,8 +206,14 @@ class Link:
         return data
 
     def _take(self, message: Message) -> None:
+        release = open_stowed(message)
+        if release is not None:
+            self.send(release)
         if isinstance(message, Execute):
             self.inbox.put(message)
+        elif isinstance(message, Release):
+            with self._bulk_lock:
+                released(message, self._bulk)
         elif isinstance(message, Result):
             self._take_result(message)
         elif isinstance(message, CancelRequests):

@@ -10,14 +10,19 @@ import sys
 from collections.abc import Callable
 from typing import cast
 
+from trimaran.comm.bulk import BulkSender
 from trimaran.comm.errors import ConfigError, ProtocolError
 from trimaran.server.python_models.wire import (
+    BULK_PEER,
     Failed,
     FrameBuffer,
     Message,
     Ready,
+    Release,
     Start,
     encode,
+    open_stowed,
+    released,
 )
 
 logger = logging.getLogger(__name__)
@@ -39,6 +44,7 @@ class ProcessLink(asyncio.Protocol):
         self._on_message = on_message
         self._on_end = on_end
         self._frames = FrameBuffer()
+        self._bulk = BulkSender()
         self._transport: asyncio.Transport | None = None
         self._process: asyncio.subprocess.Process | None = None
         self._ready: asyncio.Future[Ready] | None = None
@@ -78,9 +84,8 @@ class ProcessLink(asyncio.Protocol):
         Raises:
             MessageTooLongError: its tensors are too large.
         """
-        frame = encode(message)
         if self._transport is not None:
-            self._transport.write(frame)
+            self._transport.write(encode(message, self._bulk))
 
     def kill(self) -> None:
         """End the process at once."""
@@ -117,6 +122,9 @@ class ProcessLink(asyncio.Protocol):
         """Take what has come; a process that breaks the protocol is killed."""
         try:
             for message in self._frames.feed(data):
+                release = open_stowed(message)
+                if release is not None:
+                    self.send(release)
                 self._take(message)
         except ProtocolError as error:
             logger.error("killing a process of a Python model: %s", error)
@@ -125,6 +133,7 @@ class ProcessLink(asyncio.Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         """The process is gone, or about to be."""
         self._transport = None
+        self._bulk.drop(BULK_PEER)
         assert self._ready is not None
         if not self._ready.done():
             self._ready.set_exception(
@@ -134,7 +143,9 @@ class ProcessLink(asyncio.Protocol):
 
     def _take(self, message: Message) -> None:
         assert self._ready is not None
-        if self._ready.done():
+        if isinstance(message, Release):
+            released(message, self._bulk)
+        elif self._ready.done():
             self._on_message(self, message)
         elif isinstance(message, Ready):
             self._ready.set_result(message)

@@ -1,7 +1,8 @@
 """The messages between a front end and the process of a Python model, and their encoding.
 
 A frame is a 4-byte little-endian length and a msgpack list: the message's place in
-``_TYPES``, then its fields in order. Both ends are of one installation.
+``_TYPES``, then its fields in order. Both ends are of one installation. Large tensors lie in
+memory beside their message (`comm.bulk`).
 """
 
 from __future__ import annotations
@@ -13,10 +14,11 @@ from typing import Any
 import msgpack
 import numpy as np
 
+from trimaran.comm.bulk import INLINE_BYTES, BulkSender, open_bulk
 from trimaran.comm.errors import ProtocolError
 from trimaran.server.datatypes import NUMPY_TYPES
 from trimaran.server.inference import Tensor
-from trimaran.server.tensor_bytes import object_array, to_bytes
+from trimaran.server.tensor_bytes import object_array
 
 MAX_FRAME_BYTES = 1 << 30
 """Longest message either way."""
@@ -25,9 +27,12 @@ COUNTER, GAUGE, HISTOGRAM = "counter", "gauge", "histogram"
 """Kinds of metrics."""
 
 _LENGTH = struct.Struct("<I")
+BULK_PEER = 0
+"""The only receiver of one end's memory."""
 
 Packed = list[Any]
-"""A tensor as name, datatype, shape and data: bytes, or a list of them for BYTES."""
+"""A tensor as name, datatype, shape and data: a list of bytes for BYTES, else a buffer, or
+where it lies."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -151,6 +156,13 @@ class MetricChange:
 
 
 @dataclass(slots=True, kw_only=True)
+class Release:
+    """Either way: memory beside messages that was read."""
+
+    numbers: list[int]
+
+
+@dataclass(slots=True, kw_only=True)
 class Log:
     """From the process: a line of the model's code; ``level`` as in `logging`."""
 
@@ -160,11 +172,11 @@ class Log:
 
 Message = (
     Start | Execute | CancelRequests | Result | Finish | Ready | Failed | Respond | Executed
-    | Call | CancelCall | Question | MetricChange | Log
+    | Call | CancelCall | Question | MetricChange | Release | Log
 )  # fmt: skip
 _TYPES: tuple[type[Any], ...] = (
     Start, Execute, CancelRequests, Result, Finish, Ready, Failed, Respond, Executed, Call,
-    CancelCall, Question, MetricChange, Log,
+    CancelCall, Question, MetricChange, Release, Log,
 )  # fmt: skip
 _FIELDS = [tuple(f.name for f in fields(cls)) for cls in _TYPES]
 _NUMBERS = {cls: number for number, cls in enumerate(_TYPES)}
@@ -203,21 +215,64 @@ class MessageTooLongError(ValueError):
     """A message is over ``MAX_FRAME_BYTES``; nothing was sent."""
 
 
-def encode(message: Message) -> bytes:
-    """A whole frame, length included.
+def encode(message: Message, bulk: BulkSender) -> bytes:
+    """A whole frame, length included. Large tensors go into memory of ``bulk``.
 
     Raises:
-        MessageTooLongError: tensors too large for one message.
+        MessageTooLongError: texts too large for one message.
     """
+    stowed = _stow(message, bulk)
     number = _NUMBERS[type(message)]
     values = (getattr(message, name) for name in _FIELDS[number])
     body: bytes = msgpack.packb([number, *values], use_bin_type=True)
     if len(body) > MAX_FRAME_BYTES:
+        bulk.release(BULK_PEER, stowed)
         raise MessageTooLongError(
             f"the tensors make a message of {len(body)} bytes, over the limit of "
             f"{MAX_FRAME_BYTES} between a front end and a Python model. Send them in parts."
         )
     return _LENGTH.pack(len(body)) + body
+
+
+def open_stowed(message: Message) -> Release | None:
+    """Read the tensors that lie beside a message; what to tell the sender then.
+
+    Raises:
+        ProtocolError: the memory cannot be opened.
+    """
+    numbers = []
+    for tensors in _tensor_lists(message):
+        for packed in tensors:
+            if packed[1] != "BYTES" and isinstance(packed[3], list):
+                numbers.append(packed[3][-1])
+                packed[3] = open_bulk(packed[3])
+    return Release(numbers=numbers) if numbers else None
+
+
+def released(message: Release, bulk: BulkSender) -> None:
+    """The other end has read these."""
+    bulk.release(BULK_PEER, message.numbers)
+
+
+def _stow(message: Message, bulk: BulkSender) -> list[int]:
+    numbers = []
+    for tensors in _tensor_lists(message):
+        for packed in tensors:
+            data = packed[3]
+            if isinstance(data, memoryview) and data.nbytes > INLINE_BYTES:
+                packed[3] = bulk.put(BULK_PEER, [data])
+                numbers.append(packed[3][-1])
+    return numbers
+
+
+def _tensor_lists(message: Message) -> list[list[Packed]]:
+    if isinstance(message, Execute):
+        return [request["inputs"] for request in message.requests]
+    if isinstance(message, Call):
+        return [message.request["inputs"]]
+    if isinstance(message, (Result, Respond)) and message.tensors:
+        return [message.tensors]
+    return []
 
 
 class FrameBuffer:
@@ -266,15 +321,20 @@ def pack(tensor: Tensor) -> Packed:
     shape = list(tensor.data.shape)
     if tensor.datatype == "BYTES":
         return [tensor.name, tensor.datatype, shape, [_raw(e) for e in tensor.data.ravel()]]
-    return [tensor.name, tensor.datatype, shape, to_bytes(tensor.data, tensor.datatype)]
+    array = np.ascontiguousarray(tensor.data, NUMPY_TYPES[tensor.datatype])
+    flat = array.reshape(-1).view(np.uint8)
+    return [tensor.name, tensor.datatype, shape, flat.data if flat.size else b""]
 
 
 def unpack(packed: Packed, *, is_writable: bool = False) -> Tensor:
-    """The inverse of `pack`; a view of the message unless it has to be writable."""
+    """The inverse of `pack`, once `open_stowed` was there; a view of the message unless it
+    has to be writable."""
     name, datatype, shape, data = packed
     if datatype == "BYTES":
         return Tensor(name, datatype, object_array(data, tuple(shape)))
-    array = np.frombuffer(bytearray(data) if is_writable else data, NUMPY_TYPES[datatype])
+    if is_writable and isinstance(data, bytes):
+        data = bytearray(data)
+    array = np.frombuffer(data, NUMPY_TYPES[datatype])
     return Tensor(name, datatype, array.reshape(shape))
 
 

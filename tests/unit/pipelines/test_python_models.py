@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import shutil
 from contextlib import aclosing, asynccontextmanager
 from pathlib import Path
@@ -75,6 +76,18 @@ async def test_one_wrong_request_does_not_fail_the_others_of_its_batch(serve_own
         )
         assert values(response)["WORD_BACK"] == [["größer\0".encode()]]
         assert (str(error), error.kind) == ("negative, r7, {}", ErrorKind.INVALID_ARG)
+
+
+async def test_large_tensors_go_whole_and_leave_no_memory_behind(serve_own):
+    async with serve_own("arithmetic") as served:
+        large = np.arange(1 << 16, dtype=np.float32).reshape(4, -1)
+        (response,) = await served.infer("arithmetic", INPUT0=large, INPUT1=large)
+        outputs = {tensor.name: tensor.data for tensor in response.outputs}
+        assert (outputs["SUM"] == 2 * large + 10).all()
+        open_files = [
+            os.path.realpath(f"/proc/self/fd/{n}") for n in os.listdir("/proc/self/fd")
+        ]
+        assert not [name for name in open_files if "trimaran-bulk" in name]
 
 
 async def test_an_exception_fails_its_batch_and_names_itself(serve_own, caplog):

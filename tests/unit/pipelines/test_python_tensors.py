@@ -3,12 +3,28 @@
 import numpy as np
 import pytest
 
+from trimaran.comm.bulk import BulkSender
 from trimaran.server.python_models import utils as pb_utils
 from trimaran.server.python_models.tensors import Tensor, TritonModelException
+from trimaran.server.python_models.wire import (
+    FrameBuffer,
+    Respond,
+    encode,
+    open_stowed,
+    released,
+)
 
 
 def there_and_back(tensor, datatype=None):
-    return Tensor.from_packed(tensor.to_packed(datatype))
+    """Over the wire and back, as a response's tensor."""
+    bulk = BulkSender()
+    sent = Respond(key=1, tensors=[tensor.to_packed(datatype)])
+    (received,) = FrameBuffer().feed(encode(sent, bulk))
+    release = open_stowed(received)
+    if release is not None:
+        released(release, bulk)
+    assert not bulk.num_held
+    return Tensor.from_packed(received.tensors[0])
 
 
 @pytest.mark.parametrize(
@@ -18,6 +34,7 @@ def there_and_back(tensor, datatype=None):
         np.array([[True, False]]),
         np.array(1.5, np.float16),
         np.zeros((0, 4), np.uint64),
+        np.arange(1 << 17, dtype=np.float32).reshape(2, -1),
         np.array([["größer".encode(), b"a\0"]], dtype=object),
     ],
 )
