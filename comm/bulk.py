@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import mmap
 import os
 from collections import defaultdict
@@ -30,7 +31,8 @@ class BulkSender:
 
     def __init__(self) -> None:
         self._held: dict[Hashable, dict[int, int]] = defaultdict(dict)
-        self._num_sent = 0
+        # Some payloads are written by a thread beside the others.
+        self._numbers = itertools.count(1)
 
     @property
     def num_held(self) -> int:
@@ -46,9 +48,9 @@ class BulkSender:
             num_bytes += len(view)
             while view:
                 view = view[os.write(fd, view) :]
-        self._num_sent += 1
-        self._held[receiver][self._num_sent] = fd
-        return [os.getpid(), fd, num_bytes, self._num_sent]
+        number = next(self._numbers)
+        self._held[receiver][number] = fd
+        return [os.getpid(), fd, num_bytes, number]
 
     def release(self, receiver: Hashable, numbers: Iterable[int]) -> None:
         """The receiver has opened these, or does not want them; unknown ones are ignored."""

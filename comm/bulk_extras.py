@@ -15,6 +15,16 @@ MAX_REMOTE_BYTES = 32 << 20
 """Most logits of one message to another host, where no memory can be shared."""
 
 
+def bulky_bytes(output: StepOutput) -> int:
+    """Bytes of the extras that `pack` may move."""
+    return sum(
+        memoryview(item).nbytes
+        for extras in output.extras.values()
+        for name in BULKY
+        for item in extras.get(name, ())
+    )
+
+
 def pack(output: StepOutput, receiver: Hashable, sender: BulkSender | None) -> None:
     """Move large extras out of the message, into memory; without ``sender`` they stay."""
     lists = [

@@ -167,6 +167,10 @@ class FrontendLinks:
         connection = self._by_source.get(source)
         return connection is not None and bool(connection.address.path)
 
+    def is_open(self, source: int) -> bool:
+        """Whether this front end is still there."""
+        return source in self._by_source
+
     @property
     def num_open(self) -> int:
         """Front ends that have accepted this engine."""

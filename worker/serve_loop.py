@@ -6,8 +6,7 @@ import logging
 import time
 from typing import TYPE_CHECKING
 
-from trimaran.comm.bulk import BulkSender
-from trimaran.comm.bulk_extras import MAX_REMOTE_BYTES, pack
+from trimaran.comm.bulk_extras import MAX_REMOTE_BYTES
 from trimaran.comm.control import ControlPlane
 from trimaran.comm.errors import ProtocolError, RequestError
 from trimaran.comm.messages import (
@@ -16,7 +15,6 @@ from trimaran.comm.messages import (
     Release,
     RequestFailed,
     StatsReport,
-    StepOutput,
     Stop,
     Submit,
 )
@@ -24,6 +22,7 @@ from trimaran.comm.supervisor_link import SupervisorLink
 from trimaran.comm.watchdog import Watchdog
 from trimaran.worker.frontend_link import Arrival, FrontendLinks
 from trimaran.worker.garbage import GarbageCollection
+from trimaran.worker.outbox import Outbox
 from trimaran.worker.step_times import Part
 from trimaran.worker.step_types import SchedulerOutput
 
@@ -31,6 +30,9 @@ if TYPE_CHECKING:
     from trimaran.worker.engine import Engine
 
 logger = logging.getLogger(__name__)
+
+_WRITING_S = 0.001
+"""Between two looks at what is being written, where nothing else is to do."""
 
 
 def describe_decision(payload: bytes) -> str:
@@ -73,12 +75,13 @@ class LeaderLoop:
         self._num_open = 0
         self._was_busy = False
         self._garbage = GarbageCollection()
-        self._bulk = BulkSender()
+        self._outbox = Outbox(links)
 
     def run(self) -> None:
         """Serve until the supervisor says shutdown."""
         with self._garbage:
             self._run()
+        self._outbox.close()
         self._watchdog.pause()
 
     def _run(self) -> None:
@@ -86,7 +89,11 @@ class LeaderLoop:
         while not self._is_shutdown_asked():
             is_busy = self._engine.has_work
             times.enter(Part.RECEIVE if is_busy else Part.IDLE)
-            arrivals = self._links.poll(is_busy=is_busy)
+            if self._outbox.is_waiting:
+                self._outbox.flush()
+            # What is being written is looked after even if nothing else happens.
+            wait_s = 0.0 if is_busy or not self._outbox.is_waiting else _WRITING_S
+            arrivals = self._links.poll(is_busy=is_busy or wait_s > 0, wait_s=wait_s)
             times.enter(Part.RECEIVE)
             for arrival in arrivals:
                 self._take(arrival)
@@ -123,7 +130,7 @@ class LeaderLoop:
         source, message = arrival.source, arrival.message
         if message is None:
             self._engine.drop_source(source)
-            self._bulk.drop(source)
+            self._outbox.drop(source)
         elif isinstance(message, Submit):
             try:
                 self._check_logits(source, message)
@@ -140,7 +147,7 @@ class LeaderLoop:
         elif isinstance(message, KeepAdapter):
             self._engine.keep_adapter(message)
         elif isinstance(message, Release):
-            self._bulk.release(source, message.numbers)
+            self._outbox.release(source, message.numbers)
         else:
             raise ProtocolError(f"a front end sent {type(message).__name__} to an engine")
 
@@ -161,9 +168,7 @@ class LeaderLoop:
         self._watchdog.watch(self._describe)
         result = self._engine.step()
         for source, message in result.messages:
-            if isinstance(message, StepOutput) and message.extras:
-                pack(message, source, self._bulk if self._links.is_local(source) else None)
-            self._links.send(source, message)
+            self._outbox.send(source, message)
         self._control.keep_alive()
         self._garbage.after_step()
         if time.monotonic() >= self._next_stats:
