@@ -101,6 +101,17 @@ _FAMILIES: dict[str, tuple[str, str, dict[str, str]]] = {
             "loaded": "kv_host_loaded_blocks",
         },
     ),
+    "trimaran_lora_adapters": (
+        "LoRA adapters: host are cached in the host's memory, device of these where the model "
+        "runs, used those of requests that are not over; loaded counts copies to the device",
+        "type",
+        {
+            "host": "lora_host_adapters",
+            "device": "lora_device_adapters",
+            "used": "lora_used_adapters",
+            "loaded": "lora_loaded_adapters",
+        },
+    ),
     "nv_trt_llm_general_metrics": (
         "General TRT LLM metrics",
         "general_type",

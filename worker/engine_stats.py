@@ -37,7 +37,7 @@ class EngineStats:
         scheduled = 0 if last is None else len(last.decision.rows)
         context = 0 if last is None else last.num_context
         device = self._loaded.runner.inputs.device
-        cache = self._loaded.cache
+        cache, adapters = self._loaded.cache, self._loaded.adapters
         values: dict[str, float] = {
             "active_requests": active,
             "max_requests": self._loaded.limits.max_num_seqs,
@@ -53,6 +53,10 @@ class EngineStats:
             "kv_used_blocks": cache.num_blocks - cache.num_free,
             "kv_tokens_per_block": cache.block_size,
             "kv_reused_blocks": cache.num_reused_blocks,
+            "lora_host_adapters": adapters.num_on_host,
+            "lora_device_adapters": adapters.num_on_device,
+            "lora_used_adapters": adapters.num_used,
+            "lora_loaded_adapters": adapters.num_loaded,
             "kv_host_max_blocks": sum(host.num_slots for host in cache.hosts),
             "kv_host_used_blocks": sum(host.num_used for host in cache.hosts),
             "kv_host_moved_blocks": sum(host.num_stored for host in cache.hosts),

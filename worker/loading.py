@@ -65,6 +65,7 @@ class LoadedEngine:
             "backends": {
                 **model.backends(),
                 "sampling": "torch" if kernel is None else kernel.name,
+                "lora": "triton" if model.device.type == "cuda" else model.backends()["linear"],
             },
         }
 

@@ -90,6 +90,8 @@ class AdapterManager:
         """Both by number, the least recently used first."""
         self._host_bytes = 0
         self._last_number = 0
+        self.num_loaded = 0
+        """Times that an adapter was brought to where the model runs."""
         self._ops: list[Sequence[Any]] = []
 
     # ---- requests ------------------------------------------------------------------------
@@ -276,6 +278,7 @@ class AdapterManager:
             return False
         adapter.first, adapter.slot = first, self._free_slots.pop()
         self._on_device[adapter.number] = adapter
+        self.num_loaded += 1
         self._ops.append((LOAD, adapter.number, adapter.slot, first))
         return True
 
@@ -303,6 +306,6 @@ class AdapterManager:
         return len(self._on_device)
 
     @property
-    def is_idle(self) -> bool:
-        """Whether no request and no sequence uses an adapter."""
-        return not any(self._is_wanted(a) for a in self._on_host.values())
+    def num_used(self) -> int:
+        """Adapters of requests that are not over."""
+        return sum(self._is_wanted(adapter) for adapter in self._on_host.values())

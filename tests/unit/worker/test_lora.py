@@ -168,4 +168,7 @@ def test_adapters_take_turns_where_the_model_runs_and_paused_requests_go_on(
         model = merged(model_folder, adapters[1 + number // 2])
         assert driver.output(request) == greedy(model, prompt, LENGTH)
     driver.check_idle()
-    assert manager.is_idle
+    stats = driver.engine.stats()
+    assert stats["lora_host_adapters"] == 5
+    assert stats["lora_used_adapters"] == 0
+    assert stats["lora_device_adapters"] < 5 <= stats["lora_loaded_adapters"]
