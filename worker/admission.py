@@ -147,6 +147,11 @@ def _check_beams(sampling: SamplingParams, limits: SchedulerConfig, has_output: 
             f"num_return_sequences is {count} but a search with beam_width {width} finds no "
             "more sequences than it has beams. Ask for fewer, or for wider beams."
         )
+    if sampling.guide_type:
+        raise RequestError(
+            f"guided_decoding_guide_type is {sampling.guide_type!r} together with beam_width "
+            f"{width}: beams do not follow a guide. Leave one of the two out."
+        )
     if has_output:
         raise RequestError(
             f"a request of beam_width {width} has output ids but a beam search starts at its "

@@ -29,6 +29,8 @@ class GrowthForecast:
     def __init__(self, expected_output_tokens: int) -> None:
         self._num_ends = 1.0
         self._num_tokens = float(expected_output_tokens)
+        self.has_beams = False
+        """Whether there ever were any; until then nobody looks for them."""
 
     def observe(self, num_output_tokens: int, is_at_limit: bool) -> None:
         """A sequence ended after so many tokens of output, at its length limit or before."""
@@ -48,6 +50,10 @@ class GrowthForecast:
 
         Each is taken to start now if it has not: its known tokens are held, and more come.
         """
+        if self.has_beams:
+            sequences = [
+                each for s in sequences for each in ((s,) if s.beams is None else s.beams.beams)
+            ]
         num_known = np.array([len(s.token_ids) + s.num_pending for s in sequences], float)
         limits = np.array([s.max_len for s in sequences], float)
         growth = self.expected(np.maximum(limits - num_known, 0.0))

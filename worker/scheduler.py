@@ -108,6 +108,7 @@ class Scheduler:
                 return
         if request.sampling.beam_width > 1:
             first.beams = BeamGroup(first)
+            self._growth.has_beams = True
         self.cache.extend_hashes(first.blocks, first.token_ids)
         self._enqueue(first)
 
@@ -436,7 +437,10 @@ class Scheduler:
         not_finished = FinishReason.NOT_FINISHED
         pairs: Iterable[tuple[Sequence, int]] = zip(step.sampled, token_ids, strict=True)
         if candidates:
-            emitted += self._advance_beams(step, candidates)
+            for group in advance_groups(step, candidates, self.cache):
+                if group.search.is_over:
+                    self._finish(group.leader, group.finish_reason)
+                emitted.append((group.leader, -1, group.finish_reason))
             pairs = [pair for pair in pairs if pair[0].beams is None]
         for sequence, token_id in pairs:
             sequence.num_pending -= 1
@@ -454,16 +458,6 @@ class Scheduler:
                 reason = self._look_at(sequence, token_id)
             emitted.append((sequence, token_id, reason))
         self.releases.step_done(step.decision.step)
-        return emitted
-
-    def _advance_beams(
-        self, step: ScheduledStep, candidates: List[Candidates]
-    ) -> list[Emission]:
-        emitted: list[Emission] = []
-        for group in advance_groups(step, candidates, self.cache):
-            if group.search.is_over:
-                self._finish(group.leader, group.finish_reason)
-            emitted.append((group.leader, -1, group.finish_reason))
         return emitted
 
     def _look_at(self, sequence: Sequence, token_id: int) -> FinishReason:

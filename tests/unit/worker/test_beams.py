@@ -264,6 +264,7 @@ def test_a_field_of_a_beam_search_takes_effect(make, prompt_of, fields):
             {"beam_width": 2, "num_return_sequences": 3},
             "num_return_sequences is 3 .*beam_width 2",
         ),
+        ({"beam_width": 2, "guide_type": "json"}, "beams do not follow a guide"),
         ({"beam_width": 2, "length_penalty": 11.0}, "'length_penalty' is 11.0 .* -10 and 10"),
         ({"beam_width": 8, "max_tokens": 90}, "need 57 KV cache blocks .* has 50"),
     ],
