@@ -56,8 +56,8 @@ class SchedulerConfig:
     """Requests that may wait; 0 means no limit."""
 
     expected_output_tokens: int = 1024
-    """Output after which a sequence is thought to end, until ends were seen; it weighs as
-    much as one sequence. For ``max_utilization``."""
+    """Output after which a sequence is thought to end, until some ended. For
+    ``max_utilization``."""
 
     depth: int = 0
     """Steps in flight: 1 plain, 2 overlapped, 0 what suits the device (GPU 2, CPU 1)."""

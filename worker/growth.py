@@ -12,6 +12,8 @@ from trimaran.worker.request import Sequence
 
 _MEMORY = 256
 """Ended sequences that an estimate rests on, roughly: older ones count ever less."""
+_PRIOR = 0.25
+"""Of how many ended sequences the first guess weighs as much."""
 
 
 class GrowthForecast:
@@ -27,8 +29,8 @@ class GrowthForecast:
     """
 
     def __init__(self, expected_output_tokens: int) -> None:
-        self._num_ends = 1.0
-        self._num_tokens = float(expected_output_tokens)
+        self._num_ends = _PRIOR
+        self._num_tokens = _PRIOR * expected_output_tokens
         self.has_beams = False
         """Whether there ever were any; until then nobody looks for them."""
 
@@ -45,30 +47,37 @@ class GrowthForecast:
             return num_left
         return -np.expm1(-rate * num_left) / rate
 
-    def peak(self, sequences: List[Sequence]) -> tuple[float, float]:
-        """The most tokens that ``sequences`` hold at once until they end, and hold now.
+    def peak(self, sequences: List[Sequence], block_size: int) -> float:
+        """The most blocks that ``sequences`` hold at once until they end.
 
         Each is taken to start now if it has not: its known tokens are held, and more come.
+        Of the last block of each, half is empty; but none holds more than at its limit.
         """
         if self.has_beams:
             sequences = [
                 each for s in sequences for each in ((s,) if s.beams is None else s.beams.beams)
             ]
         num_known = np.array([len(s.token_ids) + s.num_pending for s in sequences], float)
-        limits = np.array([s.max_len for s in sequences], float)
+        limits = np.array([s.max_len - 1 for s in sequences], float)
         growth = self.expected(np.maximum(limits - num_known, 0.0))
         order = np.argsort(-growth)
         held = np.cumsum(num_known[order])
         survivors = np.arange(1, len(sequences) + 1)
-        return float((held + survivors * growth[order]).max()), float(held[-1])
+        tokens = float((held + survivors * growth[order]).max())
+        most = float(np.ceil(np.maximum(limits, num_known) / block_size).sum())
+        return min(tokens / block_size + len(sequences) / 2, most)
 
     def has_room(
-        self, running: List[Sequence], newcomer: Sequence, cache: KVCacheManager, share: float
+        self, running: List[Sequence], newcomer: Sequence, cache: KVCacheManager
     ) -> bool:
-        """Whether the peak of both, as far as foretold, fits a share of the cache."""
-        peak, held = self.peak([*running, newcomer])
-        # Shared blocks are held once, and of the last block of each half is empty.
-        num_held = (cache.num_blocks - cache.num_free) * cache.block_size
-        shared = max(0.0, held - len(newcomer.token_ids) - num_held)
-        room = cache.num_blocks * cache.block_size * share
-        return peak - shared + len(running) * cache.block_size / 2 <= room
+        """Whether the peak of both, as far as foretold, fits the cache."""
+        if cache.window:
+            # Sequences let go of what no layer sees any more.
+            return True
+        size = cache.block_size
+        # Shared blocks are held once.
+        num_held = cache.num_blocks - cache.num_free
+        known = sum(cache.blocks_for(len(s.token_ids)) for s in running)
+        return (
+            self.peak([*running, newcomer], size) - max(0, known - num_held) <= cache.num_blocks
+        )

@@ -312,7 +312,7 @@ class Scheduler:
         if plan.step < self._full_until:
             return False
         running = [*self.running, *self.loads]
-        if self._growth.has_room(running, sequence, self.cache, 1.0 - _WATERMARK):
+        if self._growth.has_room(running, sequence, self.cache):
             return True
         self._full_until = plan.step + _PATIENCE
         return False

@@ -58,3 +58,14 @@ def test_more_than_two_whole_lengths_run_at_once_where_outputs_end_early():
     planner.step()
 
     assert len(planner.scheduler.running) > 2
+
+
+def test_a_cache_that_holds_all_at_their_limits_keeps_nobody_waiting():
+    planner = Planner(num_blocks=8 * 6, enable_reuse=False, expected_output_tokens=4)
+    for _ in range(8):
+        planner.add(BLOCK, max_tokens=5 * BLOCK)
+    planner.step()
+    planner.step()
+
+    assert len(planner.scheduler.running) == 8
+    assert not finish_all(planner)

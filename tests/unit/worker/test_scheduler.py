@@ -166,9 +166,9 @@ def test_higher_priority_is_admitted_first_then_earlier_arrival():
 
 def test_out_of_blocks_the_last_admitted_is_preempted_and_comes_back():
     planner = Planner(num_blocks=5, enable_reuse=False)
-    first, second = planner.add(7, max_tokens=7), planner.add(7, max_tokens=7)
+    first, second = planner.add(6, max_tokens=7), planner.add(6, max_tokens=7)
     planner.step()
-    for _ in range(2):
+    for _ in range(3):
         planner.step()
     assert planner.scheduler.num_preempted == 1
     assert second.sequences[0].row == -1
@@ -183,10 +183,11 @@ def test_out_of_blocks_the_last_admitted_is_preempted_and_comes_back():
 
 def test_nobody_is_admitted_in_a_step_that_preempts():
     planner = Planner(num_blocks=5, enable_reuse=False)
-    planner.add(7, max_tokens=7)
-    planner.add(7, max_tokens=7)
-    planner.step()
-    planner.step()
+    planner.add(6, max_tokens=7)
+    planner.add(6, max_tokens=7)
+    for _ in range(3):
+        planner.step()
+    assert len(planner.scheduler.running) == 2
     planner.add(1, max_tokens=1)
 
     assert planner.step() == {0: 1}
@@ -194,9 +195,9 @@ def test_nobody_is_admitted_in_a_step_that_preempts():
 
 def test_the_lowest_priority_is_preempted():
     planner = Planner(num_blocks=5, enable_reuse=False)
-    planner.add(7, priority=0, max_tokens=7)
-    planner.add(7, priority=1, max_tokens=7)
-    for _ in range(3):
+    planner.add(6, priority=0, max_tokens=7)
+    planner.add(6, priority=1, max_tokens=7)
+    for _ in range(4):
         planner.step()
 
     assert [s.request.number for s in planner.scheduler.running] == [1]
