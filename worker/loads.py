@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator
 
+from trimaran.worker.kv_cache.manager import KVCacheManager
 from trimaran.worker.request import Sequence
 
 
@@ -19,6 +20,7 @@ class Loads:
         self.done_step = 0
         """The copies of all steps up to this one are made."""
         self._under_way: deque[tuple[int, Sequence]] = deque()
+        self._wait_step = 0
 
     def __bool__(self) -> bool:
         return bool(self._under_way)
@@ -30,13 +32,21 @@ class Loads:
         """The copies for ``sequence`` begin with this step."""
         self._under_way.append((step, sequence))
 
-    def take(self, *, is_urgent: bool) -> tuple[int, Sequence] | None:
-        """A sequence whose copies are made, and their step; None if there is none.
+    def take(self, cache: KVCacheManager, *, is_urgent: bool) -> Sequence | None:
+        """A sequence whose copies are made; None if there is none. It may have ended.
 
-        If it ``is_urgent`` the first one is taken even so: then the device is to wait.
+        If it ``is_urgent`` the first one is taken even so: the device waits for its copies.
         """
         if not self._under_way:
             return None
         if self._under_way[0][0] > self.done_step and not is_urgent:
             return None
-        return self._under_way.popleft()
+        # Waited for even if they are made, or it has ended: those of other ranks may not be.
+        self._wait_step, sequence = self._under_way.popleft()
+        cache.loaded(sequence.blocks)
+        return sequence
+
+    def take_wait_step(self) -> int:
+        """The last step whose copies the next step builds on, once; 0 if it builds on none."""
+        step, self._wait_step = self._wait_step, 0
+        return step

@@ -81,8 +81,6 @@ class Scheduler:
         """The step before which long prompts leave nothing to those that wait for blocks."""
         self._full_until = 0
         """The step before which no room is expected for another sequence."""
-        self._wait_step = 0
-        """The last step whose copies from the host the next step builds on."""
 
     # ---- requests ------------------------------------------------------------------------
 
@@ -157,20 +155,22 @@ class Scheduler:
         """Decide the next step; None if there is nothing to compute."""
         plan = StepPlan(self.step + 1, self.config.max_num_batched_tokens)
         self.cache.begin_step()
-        was_empty = not self.running and not self.loads
         self._plan_running(plan)
         if self.loads:
             self._start_loaded(plan, is_urgent=False)
-        if not plan.has_preempted and (was_empty or not self._is_static):
+        is_batch_over = not self.running and not self.loads
+        if not plan.has_preempted and (is_batch_over or not self._is_static):
             self._admit(plan)
             self._batch_size = len(self.running)
-        if self.loads and not plan.has_entries:
+        while self.loads and not plan.has_entries:
             self._start_loaded(plan, is_urgent=True)
+            if not plan.has_entries:
+                # All of them had been cancelled, which made room for others.
+                self._admit(plan)
         if not plan.has_entries:
             return None
         if self.cache.hosts:
-            plan.add_transfers(self.cache, self._wait_step)
-            self._wait_step = 0
+            plan.add_transfers(self.cache, self.loads.take_wait_step())
         self.step += 1
         finished, self._finished_rows = self._finished_rows, []
         self._enqueue_forks(plan)
@@ -359,12 +359,9 @@ class Scheduler:
         With ``is_urgent`` the first runs in any case: the device waits for its copies.
         """
         while plan.budget > 0:
-            taken = self.loads.take(is_urgent=is_urgent)
-            if taken is None:
+            sequence = self.loads.take(self.cache, is_urgent=is_urgent)
+            if sequence is None:
                 return
-            # Sent along even if it is over: the other ranks' copies may not be.
-            self._wait_step, sequence = taken
-            self.cache.loaded(sequence.blocks)
             if sequence.status is RequestStatus.FINISHED:
                 self._give_back_rows(sequence)
                 self.releases.release(sequence)
