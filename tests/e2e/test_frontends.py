@@ -5,6 +5,7 @@ from __future__ import annotations
 import http.client
 import json
 import os
+import shutil
 import signal
 import threading
 import time
@@ -14,8 +15,9 @@ from typing import Any
 
 import psutil
 import pytest
-from served import Served
+from served import ROOT, Served
 
+EXAMPLES = ROOT / "examples"
 NUM_FRONTENDS = 3
 DEADLINE_S = 30
 STREAM = "/v2/models/ensemble/generate_stream"
@@ -173,6 +175,34 @@ def test_what_one_front_end_is_asked_to_load_or_unload_all_do(server: Several) -
     assert ready == [200] * NUM_FRONTENDS
     assert all(status >= 400 for status in gone)
     assert indices == [indices[0]] * NUM_FRONTENDS
+
+
+def test_a_users_own_model_runs_at_every_front_end(server: Several) -> None:
+    shutil.copytree(EXAMPLES / "python_models" / "chat", server.repository / "chat")
+    body = {"question": "Who came in?", "earlier": ["It was late."], "max_tokens": 12}
+    prompt = "It was late.\nQuestion: Who came in?\nAnswer:"
+    whole = {"text_input": prompt, "max_tokens": 12, "stop_words": ["Question:"]}
+
+    def processes() -> list[psutil.Process]:
+        return [each for frontend in server.frontends() for each in frontend.children()]
+
+    def chat(index: int) -> str:
+        connection = server.connect(index)
+        connection.request("POST", "/v2/models/chat/generate_stream", json.dumps(body))
+        events = connection.getresponse().read().decode().split("\n\n")
+        connection.close()
+        found = [json.loads(event.removeprefix("data: ")) for event in events if event]
+        return prompt + "".join(event["answer"] for event in found)
+
+    loaded = server.call(1, "POST", "/v2/repository/models/chat/load")[0]
+    num_processes = len(processes())
+    answers = [chat(index) for index in range(NUM_FRONTENDS)]
+    unloaded = server.call(2, "POST", "/v2/repository/models/chat/unload")[0]
+
+    assert (loaded, unloaded, num_processes) == (200, 200, NUM_FRONTENDS)
+    expected = server.call(0, "POST", GENERATE, whole)[1]["text_output"]
+    assert answers == [expected] * NUM_FRONTENDS
+    wait_until(lambda: not processes())
 
 
 def test_a_model_with_ranks_is_unloaded_once_the_streams_of_all_have_ended(
