@@ -153,7 +153,7 @@ def test_every_feature_at_once_leaves_nothing_and_gives_what_it_gives_alone(adap
     driver.run(max_steps=100_000)
     driver.check_idle()
     runner = driver.engine.runner
-    assert driver.engine._adapters.is_idle
+    assert driver.engine._adapters.num_used == 0
     assert runner._logits_rows.is_empty and runner._prompt_tables.is_empty
     natural = {FinishReason.END_ID, FinishReason.STOP_WORDS, FinishReason.LENGTH}
     whole = [r for r in range(1, NUM_REQUESTS + 1) if r not in killed]
