@@ -171,6 +171,7 @@ class Scheduler:
             return None
         if self.cache.hosts:
             plan.add_transfers(self.cache, self.loads.take_wait_step())
+        self.cache.end_step()
         self.step += 1
         finished, self._finished_rows = self._finished_rows, []
         self._enqueue_forks(plan)

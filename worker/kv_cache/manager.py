@@ -91,6 +91,9 @@ class KVCacheManager:
     def begin_step(self) -> None:
         """What was published until now is written before the next step starts."""
         self._fresh.clear()
+
+    def end_step(self) -> None:
+        """The step is planned: nothing more is taken for it."""
         for group, block in self._sources:
             self.pools[group].release([block])
         self._sources.clear()

@@ -95,7 +95,6 @@ class History:
 
     def check_empty(self) -> None:
         assert not self.scheduler.has_requests
-        self.cache.begin_step()
         self.cache.check([])
         assert self.cache.num_free == self.cache.num_available == self.cache.num_blocks
         assert len(self.scheduler._free_rows) == self.scheduler.config.max_num_seqs

@@ -74,7 +74,7 @@ def test_a_block_that_its_prompt_ended_in_stays_when_it_is_begun_with():
 
     assert num_cached == 19
     manager.check([first])
-    manager.begin_step()
+    manager.end_step()
     manager.check([first])
     assert start(manager, whole)[1] == 29
 
@@ -98,4 +98,16 @@ def test_tokens_are_the_same_from_partial_blocks_and_figures_tell_of_them(
         figures.append([told[f"kv_cache_{name}_blocks"] for name in names])
 
     assert figures[:2] == [[4, 4, 0], [1, 1, 4]]
+    driver.check_idle()
+
+
+def test_a_request_of_one_token_leaves_no_block_held(make_engine, prompt_of):
+    driver = make_engine()
+    prompt = prompt_of(59)
+    driver.submit(prompt, max_tokens=30)
+    driver.run()
+
+    driver.submit(prompt, max_tokens=1)
+    driver.run()
+
     driver.check_idle()
