@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from collections.abc import Sequence as List
 
 import numpy as np
@@ -53,19 +54,28 @@ class GrowthForecast:
         Each is taken to start now if it has not: its known tokens are held, and more come.
         Of the last block of each, half is empty; but none holds more than at its limit.
         """
-        if self.has_beams:
-            sequences = [
-                each for s in sequences for each in ((s,) if s.beams is None else s.beams.beams)
-            ]
-        num_known = np.array([len(s.token_ids) + s.num_pending for s in sequences], float)
-        limits = np.array([s.max_len - 1 for s in sequences], float)
+        known = [len(s.token_ids) + s.num_pending for s in sequences]
+        most_known = [s.max_len - 1 for s in sequences]
+        for beam, num_shared in self._further_beams(sequences, block_size):
+            known.append(len(beam.token_ids) - num_shared)
+            most_known.append(beam.max_len - 1 - num_shared)
+        num_known, limits = np.array(known, float), np.array(most_known, float)
         growth = self.expected(np.maximum(limits - num_known, 0.0))
         order = np.argsort(-growth)
         held = np.cumsum(num_known[order])
-        survivors = np.arange(1, len(sequences) + 1)
+        survivors = np.arange(1, len(known) + 1)
         tokens = float((held + survivors * growth[order]).max())
         most = float(np.ceil(np.maximum(limits, num_known) / block_size).sum())
-        return min(tokens / block_size + len(sequences) / 2, most)
+        return min(tokens / block_size + len(known) / 2, most)
+
+    def _further_beams(
+        self, sequences: List[Sequence], block_size: int
+    ) -> Iterator[tuple[Sequence, int]]:
+        """All beams but the first of each request, and what they share of the prompt."""
+        for sequence in sequences if self.has_beams else ():
+            if sequence.beams is not None:
+                num_shared = sequence.num_prompt_tokens // block_size * block_size
+                yield from ((beam, num_shared) for beam in sequence.beams.beams[1:])
 
     def has_room(
         self, running: List[Sequence], newcomer: Sequence, cache: KVCacheManager
@@ -78,6 +88,8 @@ class GrowthForecast:
         # Shared blocks are held once.
         num_held = cache.num_blocks - cache.num_free
         known = sum(cache.blocks_for(len(s.token_ids)) for s in running)
+        for beam, num_shared in self._further_beams(running, size):
+            known += cache.blocks_for(len(beam.token_ids) - num_shared)
         return (
             self.peak([*running, newcomer], size) - max(0, known - num_held) <= cache.num_blocks
         )

@@ -25,7 +25,12 @@ DEVICE = "cuda" if HAS_GPUS else "cpu"
 PROMPTS = [
     np.random.default_rng(length).integers(0, VOCAB, length) for length in (1, 16, 40, 70)
 ]
-SAMPLINGS = ({}, {"top_k": 20, "seed": 3}, {"top_p": 0.9, "seed": 4, "min_tokens": 3})
+SAMPLINGS = (
+    {},
+    {"top_k": 20, "seed": 3},
+    {"top_p": 0.9, "seed": 4, "min_tokens": 3},
+    {"beam_width": 2, "num_return_sequences": 2, "repetition_penalty": 1.3},
+)
 
 
 @pytest.fixture(scope="module")
@@ -62,6 +67,7 @@ def make_engine(folder, layout, control, group, depth, **cache):
             max_num_seqs=8,
             max_seq_len=100,
             max_input_len=99,
+            max_beam_width=2,
             policy="max_utilization",
             depth=depth,
         ),
@@ -92,6 +98,10 @@ def serve(engine):
             counts = np.frombuffer(message.num_tokens, dtype=np.uint16)
             for request_id, num_tokens in zip(request_ids.tolist(), counts, strict=True):
                 outputs[request_id] += [next(ids) for _ in range(num_tokens)]
+            for row, extras in message.extras.items():
+                if "beams" in extras:
+                    beams = [np.frombuffer(raw, np.int32) for raw in extras["beams"]["ids"]]
+                    outputs[int(request_ids[row])] = [ids.tolist() for ids in beams]
     return outputs
 
 
@@ -109,7 +119,7 @@ def test_all_ranks_together_give_the_tokens_of_one(world, folder, depth):
             folder, ParallelLayout(), LocalControlPlane(), SingleRankGroup(), 1
         )
         assert outputs == serve(single)
-        assert all(len(ids) == 12 for ids in outputs.values())
+        assert {len(ids) for ids in outputs.values()} == {12, 2}
     else:
         while (payload := control.receive()) is not None:
             engine.follow(payload)
