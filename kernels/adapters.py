@@ -31,7 +31,7 @@ class AdapterBlocks:
     """int32 [G, M]; -1 where a block has no more."""
 
     slots: Tensor
-    """int32 [G]: each block's adapter."""
+    """int32 [G]: each block's adapter; -1 for a block without tokens."""
 
     max_rank: int
     """Largest D of these adapters."""
@@ -52,6 +52,8 @@ def add_adapters(
     rounded once to the dtype of ``x``.
     """
     for tokens, slot in zip(blocks.tokens, blocks.slots.tolist(), strict=True):
+        if slot < 0:
+            continue
         used = tokens[tokens >= 0].long()
         x = x_TI[used].float()
         end = 0

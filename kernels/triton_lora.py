@@ -41,8 +41,8 @@ def _shrink_kernel(  # type: ignore[no-untyped-def]
     piece = tl.program_id(1)
     slot = tl.load(slots + block).to(tl.int64)
     place = places + (slot * num_targets + first_target + part) * 3
-    rank = tl.load(place).to(tl.int32)
-    at_a = tl.load(place + 1)
+    rank = tl.load(place, mask=slot >= 0, other=0).to(tl.int32)
+    at_a = tl.load(place + 1, mask=slot >= 0, other=0)
     rows = tl.arange(0, M)
     dims = tl.arange(0, D)
     token = tl.load(tokens + block * M + rows)
@@ -81,8 +81,8 @@ def _expand_kernel(  # type: ignore[no-untyped-def]
     tile -= tl.where(part == 0, 0, tl.where(part == 1, end_0, end_1))
     slot = tl.load(slots + block).to(tl.int64)
     place = places + (slot * num_targets + first_target + part) * 3
-    rank = tl.load(place).to(tl.int32)
-    at_b = tl.load(place + 2)
+    rank = tl.load(place, mask=slot >= 0, other=0).to(tl.int32)
+    at_b = tl.load(place + 2, mask=slot >= 0, other=0)
     rows = tl.arange(0, M)
     dims = tl.arange(0, D)
     columns = tile * TILE + tl.arange(0, TILE)

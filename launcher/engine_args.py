@@ -45,6 +45,7 @@ class EngineFlags:
     num_threads: int | None = None
     deterministic: bool = False
     prompt_graph_tokens: int = 0
+    adapter_graphs: bool = False
 
 
 def engine_config(
@@ -83,7 +84,7 @@ def engine_config(
         parallel=parallel,
         scheduler=_scheduler(model, folder, flags),
         cache=cache_config(model, flags.tokens_per_block or folder.build.tokens_per_block),
-        lora=lora_config(model, folder),
+        lora=lora_config(model, folder, has_graphs=flags.adapter_graphs),
     )
 
 

@@ -10,7 +10,9 @@ from trimaran.worker.config import LoraConfig
 from trimaran.worker.engine_folder import EngineFolder, FolderKind
 
 
-def lora_config(model: RepositoryModel, folder: EngineFolder) -> LoraConfig:
+def lora_config(
+    model: RepositoryModel, folder: EngineFolder, *, has_graphs: bool
+) -> LoraConfig:
     """The caches of adapters, whose sizes a folder that was built limits.
 
     Raises:
@@ -38,4 +40,5 @@ def lora_config(model: RepositoryModel, folder: EngineFolder) -> LoraConfig:
         gpu_memory_fraction=usual.gpu_memory_fraction if fraction is None else fraction,
         host_memory_bytes=usual.host_memory_bytes if host_bytes is None else host_bytes,
         prefetch_dir=os.path.abspath(adapters) if adapters else "",
+        has_graphs=has_graphs,
     )

@@ -62,6 +62,7 @@ _RARE = (
     "depth",
     "deterministic",
     "prompt_graph_tokens",
+    "adapter_graphs",
     "connect_timeout",
     "startup_timeout",
     "log_verbose",
@@ -222,6 +223,11 @@ def _add_engine_flags(parser: argparse.ArgumentParser) -> None:
         default=0,
         metavar="N",
         help="CUDA graphs also of steps with prompts, up to N tokens (none)",
+    )
+    add(
+        "--adapter-graphs",
+        action="store_true",
+        help="CUDA graphs also of decode steps with LoRA adapters",
     )
 
 

@@ -164,6 +164,7 @@ def engine_flags(args: argparse.Namespace) -> EngineFlags:
         num_threads=args.num_threads,
         deterministic=args.deterministic,
         prompt_graph_tokens=args.prompt_graph_tokens,
+        adapter_graphs=args.adapter_graphs,
     )
 
 

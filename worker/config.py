@@ -166,6 +166,9 @@ class LoraConfig:
     prefetch_dir: str = ""
     """A folder of adapters, each in a subfolder that is named by its task id, or by a name."""
 
+    has_graphs: bool = False
+    """Decode steps with adapters run from CUDA graphs too."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GuidedConfig:

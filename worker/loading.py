@@ -123,7 +123,7 @@ def load_engine(
     )
     run_small_steps(runner, limits)
     if sizes:
-        runner.capture_graphs(sizes, prompt_sizes)
+        runner.capture_graphs(sizes, prompt_sizes, has_adapters=config.lora.has_graphs)
     cache = _make_cache(config.cache, limits, runner, num_blocks)
     gib = num_blocks * _block_bytes(groups, block_size) / 2**30
     logger.info("KV cache ready: %d blocks of %d tokens, %.2f GiB", num_blocks, block_size, gib)
@@ -217,6 +217,13 @@ def _graph_sizes(
         raise ConfigError(
             f"prompt-graph-tokens is {most} but {reason}: such steps are not captured then. "
             "Serve without it."
+        )
+    cannot_decode = device.type != "cuda" or not config.cuda_graphs or tp.size > 1
+    if config.lora.has_graphs and cannot_decode:
+        text = next(text for text, holds in reasons.items() if holds)
+        raise ConfigError(
+            f"adapter-graphs is set but {text}: such steps are not captured then. Serve "
+            "without it."
         )
     if device.type != "cuda" or not config.cuda_graphs:
         return [], []

@@ -102,6 +102,7 @@ class ModelRunner:
         self._clock = DeviceClock(inputs.device)
         self._graphs: CudaGraphs | None = None
         self._prompt_graphs: CudaGraphs | None = None
+        self._adapter_graphs: CudaGraphs | None = None
         self.adapters: AdapterStore | None = None
         self.hosts: list[HostCopies] = []
         """Each group's part of the host's memory, where blocks are kept there."""
@@ -109,14 +110,23 @@ class ModelRunner:
         if inputs.device.type == "cuda":
             self._copier = Copier(inputs.device, num_rows, depth)
 
-    def capture_graphs(self, sizes: list[int], prompt_sizes: list[int]) -> None:
-        """Run decodes, and steps of few tokens with prompts, from CUDA graphs from now on."""
+    def capture_graphs(
+        self, sizes: list[int], prompt_sizes: list[int], *, has_adapters: bool
+    ) -> None:
+        """Run decodes, and steps of few tokens with prompts, from CUDA graphs from now on;
+        and decodes with adapters if it ``has_adapters``."""
         pool = torch.cuda.graph_pool_handle()
         self._graphs = CudaGraphs("sequences", sizes, self._launch_decode, pool)
         self._prompt_graphs = CudaGraphs("tokens", prompt_sizes, self._launch_prompts, pool)
         assert isinstance(self.inputs, DeviceInputs)
         self.inputs.pad(max(sizes + prompt_sizes))
-        for graphs in (self._graphs, self._prompt_graphs):
+        self._adapter_graphs = CudaGraphs(
+            "sequences with adapters",
+            sizes if has_adapters else [],
+            self._launch_adapters,
+            pool,
+        )
+        for graphs in (self._graphs, self._prompt_graphs, self._adapter_graphs):
             if graphs.sizes:
                 graphs.capture(self.inputs.device)
 
@@ -141,10 +151,10 @@ class ModelRunner:
         """Free what must be freed before the tensor group's communicator."""
         if self.adapters is not None:
             self.adapters.close()
-        for graphs in (self._graphs, self._prompt_graphs):
+        for graphs in (self._graphs, self._prompt_graphs, self._adapter_graphs):
             if graphs is not None:
                 graphs.close()
-        self._graphs = self._prompt_graphs = None
+        self._graphs = self._prompt_graphs = self._adapter_graphs = None
         for host in self.hosts:
             host.close()
         self.hosts = []
@@ -185,6 +195,8 @@ class ModelRunner:
         """Hidden states of the step's tokens: a replayed graph's, or launched one by one."""
         graphs = self._graphs_for(decision)
         size = 0 if graphs is None else graphs.pick(decision.num_tokens)
+        if self.adapters is not None:
+            self.adapters.prepare(size)
         inputs = self.inputs.prepare(decision, size)
         if graphs is not None and size:
             return graphs.replay(size)[: decision.num_tokens], inputs
@@ -197,9 +209,10 @@ class ModelRunner:
 
     def _graphs_for(self, decision: SchedulerOutput) -> CudaGraphs | None:
         """The graphs that may hold this step. What only some steps have is in none."""
+        is_decode = decision.num_decodes == len(decision.rows)
         if self.model.adapters.has_tokens:
-            return None
-        if decision.num_decodes == len(decision.rows):
+            return self._adapter_graphs if is_decode else None
+        if is_decode:
             return self._graphs
         return self._prompt_graphs if self._prompt_tables.is_empty else None
 
@@ -215,6 +228,12 @@ class ModelRunner:
         """A decode of ``size`` sequences, whatever rows the fixed memory names."""
         assert isinstance(self.inputs, DeviceInputs)
         return self._forward(self.inputs.views(size, size, size), size)
+
+    def _launch_adapters(self, size: int) -> Tensor:
+        """A decode of ``size`` sequences, with whatever adapters the fixed memory names."""
+        assert self.adapters is not None
+        with self.adapters.captured(size):
+            return self._launch_decode(size)
 
     def _launch_prompts(self, size: int) -> Tensor:
         """A step of ``size`` tokens, of any sequences that the fixed memory names.

@@ -15,7 +15,7 @@ from tests.unit.worker.conftest import Driver
 from tests.unit.worker.lora_adapters import make_adapter, merged, on_the_wire
 from trimaran.kernels import adapters, triton_lora
 from trimaran.kernels.adapters import AdapterBlocks, AdapterTables
-from trimaran.worker.config import CacheConfig, EngineConfig, SchedulerConfig
+from trimaran.worker.config import CacheConfig, EngineConfig, LoraConfig, SchedulerConfig
 from trimaran.worker.lora.step import token_blocks
 
 pytestmark = pytest.mark.gpu
@@ -102,7 +102,9 @@ def small_adapter(folder, seed, rank):
     ]
 
 
-@pytest.mark.parametrize("changes", [{}, {"deterministic": True}], ids=str)
+@pytest.mark.parametrize(
+    "changes", [{}, {"deterministic": True}, {"lora": LoraConfig(has_graphs=True)}], ids=str
+)
 def test_requests_of_a_mixed_batch_have_the_log_probs_of_their_merged_weights(folder, changes):
     given = {task: small_adapter(folder, task, rank) for task, rank in ((5, 8), (9, 64))}
     references = {task: merged(folder, adapter).cuda() for task, adapter in given.items()}

@@ -38,6 +38,7 @@ class DeviceSlots:
         state: AdapterState,
         data: Tensor,
         num_slots: int,
+        max_rank: int,
         *,
         is_deterministic: bool,
     ) -> None:
@@ -53,6 +54,10 @@ class DeviceSlots:
         self._tables = AdapterTables(data, places)
         self._ranks = np.zeros(num_slots, dtype=np.int64)
         self._blocks: AdapterBlocks | None = None
+        self._max_rank = max_rank
+        # At most one sequence a row decodes, each with an adapter of its own.
+        size = num_slots * (_SMALL_BLOCK + 1)
+        self._fixed = torch.full((size,), -1, dtype=torch.int32, device=data.device)
 
     def load(self, slot: int, first: int, adapter: PackedAdapter) -> None:
         """Start the copy of an adapter to where it shall lie, and enter it in the tables."""
@@ -64,22 +69,26 @@ class DeviceSlots:
         self._ranks[slot] = max(one.rank for one in adapter.placed)
         self._tables.places[slot].copy_(self._send(places))
 
-    def begin(self, slots_T: Int32Array) -> None:
-        """Group the next step's tokens by adapter."""
+    def begin(self, slots_T: Int32Array, num_padded: int) -> None:
+        """Group the next step's tokens by adapter; for a captured step where it looks."""
         used, counts = np.unique(slots_T[slots_T >= 0], return_counts=True)
-        is_large = self._can_grow and counts.mean() >= _LARGE_FROM
+        is_large = self._can_grow and not num_padded and counts.mean() >= _LARGE_FROM
         size = _LARGE_BLOCK if is_large else _SMALL_BLOCK
         tokens, slots = token_blocks(slots_T, size)
-        sent = self._send(np.concatenate([tokens.reshape(-1), slots]))
-        self._blocks = AdapterBlocks(
-            sent[: tokens.size].view(tokens.shape),
-            sent[tokens.size :],
-            int(self._ranks[used].max()),
-        )
+        if num_padded:
+            padding = num_padded - len(slots)
+            tokens = np.pad(tokens, ((0, padding), (0, 0)), constant_values=-1)
+            slots = np.pad(slots, (0, padding), constant_values=-1)
+        packed = self._send(np.concatenate([tokens.reshape(-1), slots]))
+        if num_padded:
+            self._fixed[: len(packed)].copy_(packed)
+            return
+        max_rank = int(self._ranks[used].max())
+        self._blocks = _blocks(packed, len(slots), size, max_rank)
 
-    def attach(self, linear: ParallelLinear, targets: Sequence[Target]) -> None:
-        """Let a layer add what adapters add to it."""
-        linear.lora = _DeviceAddition(self, self._state, targets)
+    def begin_captured(self, num_tokens: int) -> None:
+        """The next step reads what `begin` leaves for as many tokens, a block for each."""
+        self._blocks = _blocks(self._fixed, num_tokens, _SMALL_BLOCK, self._max_rank)
 
     def add(
         self, first_target: int, sizes: Sequence[int], x_TI: Tensor, output_TO: Tensor
@@ -88,12 +97,23 @@ class DeviceSlots:
         assert self._blocks is not None
         add_adapters(x_TI, output_TO, self._tables, self._blocks, first_target, sizes)
 
+    def attach(self, linear: ParallelLinear, targets: Sequence[Target]) -> None:
+        """Let a layer add what adapters add to it."""
+        linear.lora = _DeviceAddition(self, self._state, targets)
+
     def _send(self, array: np.ndarray[tuple[int, ...], np.dtype[np.generic]]) -> Tensor:
         """A small array on the device; the host does not wait."""
         tensor = torch.from_numpy(array)
         if self._device.type == "cpu":
             return tensor
         return tensor.pin_memory().to(self._device, non_blocking=True)
+
+
+def _blocks(packed: Tensor, num_blocks: int, size: int, max_rank: int) -> AdapterBlocks:
+    """Blocks whose tokens and then whose slots lie in one piece of memory."""
+    end = num_blocks * size
+    tokens, slots = packed[:end].view(num_blocks, size), packed[end : end + num_blocks]
+    return AdapterBlocks(tokens, slots, max_rank)
 
 
 class _DeviceAddition:

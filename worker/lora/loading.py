@@ -57,7 +57,8 @@ def load_adapters(
 
         memory = torch.empty(size, dtype=model.dtype, device=model.device)
         slots = DeviceSlots(
-            layout, model.adapters, memory, num_rows, is_deterministic=is_deterministic
+            layout, model.adapters, memory, num_rows, config.max_adapter_size,
+            is_deterministic=is_deterministic,
         )  # fmt: skip
     else:
         slots = HostSlots(model.context.ops, model.adapters)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -38,8 +39,12 @@ class Slots(Protocol):
         """Fill a slot; ``first`` is where the adapter lies in the memory of all."""
         ...
 
-    def begin(self, slots_T: Int32Array) -> None:
-        """The slots of the next step's tokens."""
+    def begin(self, slots_T: Int32Array, num_padded: int) -> None:
+        """The slots of the next step's tokens; with ``num_padded`` for a captured step."""
+        ...
+
+    def begin_captured(self, num_tokens: int) -> None:
+        """The next step is launched for any slots of so many tokens."""
         ...
 
     def attach(self, linear: ParallelLinear, targets: Sequence[Target]) -> None:
@@ -69,6 +74,7 @@ class AdapterStore:
         # Its thread is started by the first adapter.
         self._packer = ThreadPoolExecutor(1, thread_name_prefix="adapters")
         self._slot_of: dict[int, int] = {}
+        self._slots_T: Int32Array | None = None
         for linear, targets in layout.linears:
             slots.attach(linear, targets)
 
@@ -82,11 +88,27 @@ class AdapterStore:
         for new in decision.new_rows:
             if new.adapter_id:
                 self._rows.set(new.row, self._slot_of[new.adapter_id])
-        slots_T = self._rows.of_tokens(decision) if self._rows.is_used else None
-        self._state.has_tokens = slots_T is not None
-        self._state.is_active = self._is_always_active or slots_T is not None
-        if slots_T is not None:
-            self._slots.begin(slots_T)
+        self._slots_T = self._rows.of_tokens(decision) if self._rows.is_used else None
+        self._state.has_tokens = self._slots_T is not None
+        self._state.is_active = self._is_always_active or self._state.has_tokens
+
+    def prepare(self, num_padded: int) -> None:
+        """Group the step's tokens by adapter; with ``num_padded`` where a captured step of
+        so many tokens looks."""
+        if self._slots_T is not None:
+            self._slots.begin(self._slots_T, num_padded)
+
+    @contextmanager
+    def captured(self, num_tokens: int) -> Iterator[None]:
+        """Meanwhile layers add adapters to a step of so many tokens, for which the memory
+        names them that `prepare` fills."""
+        self._slots.begin_captured(num_tokens)
+        self._state.has_tokens = self._state.is_active = True
+        try:
+            yield
+        finally:
+            self._state.has_tokens = False
+            self._state.is_active = self._is_always_active
 
     def put(self, number: int, source: AdapterSource) -> None:
         """Keep this rank's share of an adapter that was checked; a thread cuts it out."""
@@ -150,12 +172,20 @@ class HostSlots:
             b = adapter.data.narrow(0, one.b, one.rank * outputs).view(outputs, one.rank)
             self._matrices[slot][one.target] = a, b
 
-    def begin(self, slots_T: Int32Array) -> None:
-        """The tokens of the next step, by adapter."""
+    def begin(self, slots_T: Int32Array, num_padded: int) -> None:
+        """The tokens of the next step, by adapter; nothing is captured here."""
         self._groups = [
             (torch.from_numpy(tokens.astype(np.int64)), self._matrices[slot])
             for slot, tokens in tokens_by_slot(slots_T)
         ]
+
+    def begin_captured(self, num_tokens: int) -> None:
+        """There are no captured steps.
+
+        Raises:
+            RuntimeError: always.
+        """
+        raise RuntimeError("a step on the CPU is never captured")
 
     def attach(self, linear: ParallelLinear, targets: Sequence[Target]) -> None:
         """Let a layer add what adapters add to it."""

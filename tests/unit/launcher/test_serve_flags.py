@@ -36,6 +36,7 @@ def test_the_replaced_scripts_flags_take_effect_in_their_own_spelling(repository
     assert config.groups[0].world_size == 2
 
 
+@pytest.mark.feature("setting:max_queue_size", of="request")
 def test_the_engine_folder_gives_the_limits_and_the_world_size(repository):
     engine = resolve(repository).groups[0].engine
     assert engine.parallel.tp_size == 2
@@ -51,7 +52,7 @@ def test_flags_go_before_the_engine_folder(repository):
         repository, "--max-batch-size", "4", "--max-num-tokens", "32", "--tokens-per-block",
         "16", "--depth", "1", "--expected-output-tokens", "99",
         "--dtype", "float32", "--num-threads", "3", "--deterministic",
-        "--prompt-graph-tokens", "512",
+        "--prompt-graph-tokens", "512", "--adapter-graphs",
     ).groups[0].engine  # fmt: skip
     assert engine.scheduler.max_num_seqs == 4
     assert engine.scheduler.max_num_batched_tokens == 32
@@ -59,7 +60,7 @@ def test_flags_go_before_the_engine_folder(repository):
     assert engine.scheduler.expected_output_tokens == 99
     assert engine.cache.tokens_per_block == 16
     assert (engine.dtype, engine.num_threads, engine.deterministic) == ("float32", 3, True)
-    assert engine.prompt_graph_tokens == 512
+    assert (engine.prompt_graph_tokens, engine.lora.has_graphs) == (512, True)
 
 
 def test_steps_to_trace_are_named_by_number_and_go_where_the_logs_go(repository, tmp_path):
@@ -116,6 +117,7 @@ def test_keys_of_the_cache_and_of_old_configurations_reach_the_engine(tmp_path):
     assert EngineConfig.from_wire(engine.to_wire()) == engine
 
 
+@pytest.mark.feature("parameter:decoding_mode")
 def test_a_beam_width_reaches_the_engine_and_goes_with_its_decoding_mode(tmp_path):
     path = str(write_checkpoint(tmp_path / "hf"))
     keys = {"gpt_model_path": path, "max_beam_width": "4"}
@@ -265,6 +267,7 @@ def test_what_cannot_take_effect_is_refused(repository, flags, complaint):
     assert complaint in str(caught.value)
 
 
+@pytest.mark.feature("parameter:kv_cache_onboard_blocks")
 @pytest.mark.parametrize(
     ("parameters", "complaint"),
     [

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tests.unit.worker.lora_adapters import greedy, make_adapter, merged, on_the_wire
-from trimaran.comm.errors import RequestError
+from trimaran.comm.errors import ConfigError, RequestError
 from trimaran.worker.config import LoraConfig
 from trimaran.worker.lora.device_slots import DeviceSlots
 from trimaran.worker.lora.store import AdapterStore
@@ -29,15 +29,27 @@ def references(model_folder, adapters):
     }
 
 
-def use_gpu_kernels(driver):
-    """Let the engine keep adapters as on a GPU, and add them by its kernels."""
+def use_gpu_kernels(driver, is_captured=False):
+    """Let the engine keep adapters as on a GPU, and add them by its kernels; steps that
+    decode as if they were captured."""
     runner, manager = driver.engine.runner, driver.engine._adapters
     memory = torch.empty(manager._arena.size, dtype=torch.float32)
     slots = DeviceSlots(
-        manager._layout, runner.model.adapters, memory, 16, is_deterministic=False
+        manager._layout, runner.model.adapters, memory, 16, 8, is_deterministic=False
     )
     runner.adapters = AdapterStore(runner.model, manager._layout, slots, 16)
     manager.is_packed = runner.adapters.is_packed
+    if is_captured:
+        forward = runner._forward
+
+        def launch(inputs, num_decodes, hidden=None):
+            if not runner.model.adapters.has_tokens or num_decodes != len(inputs.token_ids):
+                return forward(inputs, num_decodes, hidden)
+            runner.adapters.prepare(4)
+            with runner.adapters.captured(4):
+                return forward(inputs, num_decodes, hidden)
+
+        runner._forward = launch
 
 
 def submit(driver, adapters, prompt, task, **fields):
@@ -46,17 +58,24 @@ def submit(driver, adapters, prompt, task, **fields):
     return driver.submit(prompt, max_tokens=LENGTH, adapter_id=task, adapter=adapter, **fields)
 
 
+@pytest.mark.feature("input:lora_task_id", "input:lora_weights", "input:lora_config")
 @pytest.mark.parametrize(
-    ("changes", "has_kernels"),
-    [({}, False), ({"depth": 2, "max_num_batched_tokens": 20}, False), ({}, True)],
+    ("changes", "kernels"),
+    [
+        ({}, ""),
+        ({"depth": 2, "max_num_batched_tokens": 20}, ""),
+        ({}, "launched"),
+        ({}, "captured"),
+    ],
 )
 def test_each_request_of_a_mixed_batch_gets_what_its_merged_weights_give(
-    make_engine, adapters, references, prompt_of, changes, has_kernels
+    make_engine, adapters, references, prompt_of, changes, kernels
 ):
     driver = make_engine(**changes)
-    if has_kernels:
-        use_gpu_kernels(driver)
-    prompts = [prompt_of(10 + 9 * seed, seed) for seed in range(3)]
+    if kernels:
+        use_gpu_kernels(driver, is_captured=kernels == "captured")
+    # The interpreter takes its time.
+    prompts = [prompt_of(10 + 9 * seed, seed) for seed in range(1 if kernels else 3)]
     asked = [(p, task) for p in prompts for task in (0, 5, 9)]
 
     requests = [submit(driver, adapters, p, task) for p, task in asked]
@@ -125,6 +144,11 @@ def test_the_host_forgets_what_was_used_least_recently_but_nothing_in_use(
         driver.submit(prompt, max_tokens=1, adapter_id=2)
     driver.run()
     driver.check_idle()
+
+
+def test_steps_that_cannot_be_captured_are_refused(make_engine):
+    with pytest.raises(ConfigError, match="adapter-graphs is set but the device is cpu"):
+        make_engine(lora=LoraConfig(has_graphs=True))
 
 
 @pytest.mark.parametrize(
