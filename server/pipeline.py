@@ -140,7 +140,7 @@ class ModelFactory:
         self, model: RepositoryModel, version: int, steps: Mapping[str, Step]
     ) -> Model:
         scheduled = model.config.ensemble_scheduling.step
-        names = {steps[s.model_name].source.role: s.model_name for s in scheduled}
+        names = {_part(steps[s.model_name]): s.model_name for s in scheduled}
         if len(scheduled) == len(_STEPS) and set(names) == set(_STEPS):
             maps = ensemble_maps(model, names)
             if maps is not None:
@@ -159,7 +159,7 @@ class ModelFactory:
                 raise ConfigError(
                     f"{model.config_path}: needs the {role.value} '{name}', which is not loaded"
                 )
-        if any(steps[name].source.role is Role.OTHER for name in names.values()):
+        if any(_part(steps[name]) is not role for role, name in names.items()):
             models = {role: steps[name].model for role, name in names.items()}
             return BlsModel(model, version, bls_graph(model, version, models))
         return BlsModel(model, version, _wired(names, steps))
@@ -210,6 +210,13 @@ def _file_times(folder: Path) -> list[tuple[str, int, int]]:
     return sorted((name, stat.st_mtime_ns, stat.st_size) for name, stat in stats)
 
 
+def _part(step: Step) -> Role:
+    """The part that a step may have in a native pipeline. What comes before the tokens may be
+    a user's own; what follows them takes part in streaming."""
+    role = step.source.role
+    return Role.PREPROCESSING if role is Role.OTHER else role
+
+
 def _wired(names: Mapping[Role, str], steps: Mapping[str, Step]) -> Steps:
     post = steps[names[Role.POSTPROCESSING]].plain
     token = steps[names[Role.TOKEN]].plain
@@ -222,6 +229,7 @@ def _wired(names: Mapping[Role, str], steps: Mapping[str, Step]) -> Steps:
         tokenizer=post.tokenizer,
         skip_special_tokens=post.skip_special_tokens,
         excludes_input=token.excludes_input,
+        has_own_preprocessing=steps[names[Role.PREPROCESSING]].source.role is Role.OTHER,
         normalises_log_probs=token.normalises_log_probs,
     )
 

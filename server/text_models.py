@@ -95,7 +95,7 @@ BLS_MAPS = TensorMaps(
 
 def ensemble_maps(model: RepositoryModel, step_names: dict[Role, str]) -> TensorMaps | None:
     """The maps of an ensemble whose steps are these three, connected as text in, ids, text
-    out; None if they are connected otherwise."""
+    out; None if they are connected otherwise. Preprocessing may be a user's own."""
     by_name = {step.model_name: step for step in model.config.ensemble_scheduling.step}
     steps = {role: by_name[name] for role, name in step_names.items()}
     for reader, input_name, writer, output_name in _NATIVE_WIRES:
@@ -105,7 +105,7 @@ def ensemble_maps(model: RepositoryModel, step_names: dict[Role, str]) -> Tensor
     pre, token = steps[Role.PREPROCESSING], steps[Role.TOKEN]
     inputs = {tensor.name for tensor in model.config.input}
     outputs = {**token.output_map, **steps[Role.POSTPROCESSING].output_map}
-    if pre.input_map["QUERY"] not in inputs:
+    if dict(pre.input_map).get("QUERY") not in inputs:
         return None
     if not {tensor.name for tensor in model.config.output} <= set(outputs.values()):
         return None

@@ -52,6 +52,8 @@ class Steps:
     skip_special_tokens: bool = True
     excludes_input: bool = False
     """Whether answers lack the prompt, unless a request says otherwise."""
+    has_own_preprocessing: bool = False
+    """Whether a user's code makes the prompt, so that it is what its ids say."""
 
     normalises_log_probs: bool = True
     """Whether a beam's log-probability is divided by its length, as its score is."""
@@ -252,9 +254,19 @@ class _Run:
                 rest = response.outputs[0].data.flat[0].decode()
         return answer.finish(rest)
 
+    def _prompt(self, sample: int) -> str:
+        """The text before a sample's answer."""
+        steps = self._steps
+        if steps.has_own_preprocessing:
+            return steps.tokenizer.decode(self._prompt_ids(sample), steps.skip_special_tokens)
+        return self._sample(sample).texts(self._maps.text)[0]
+
+    def _prompt_ids(self, sample: int) -> list[int]:
+        inputs = SampleInputs(self._token_inputs, sample, self._options.is_batched)
+        return inputs.ids("input_ids")[: inputs.scalar("input_lengths")]
+
     def _new_answer(self, sample: int) -> TextAnswer:
-        prompt = SampleInputs(self._token_inputs, sample, self._options.is_batched)
-        ids = prompt.ids("input_ids")[: prompt.scalar("input_lengths")]
+        ids = self._prompt_ids(sample)
         detokenizer = IncrementalDetokenizer(
             self._steps.tokenizer, ids, self._steps.skip_special_tokens
         )
@@ -279,7 +291,7 @@ class _Run:
     ) -> InferResponse:
         """``texts`` are of all beams, without the prompt."""
         if not self._is_streaming and not self._excludes_input:
-            prompt = self._sample(place[0]).texts(self._maps.text)[0]
+            prompt = self._prompt(place[0])
             texts = [prompt + text for text in texts]
         data = object_array([text.encode() for text in texts], (1, len(texts)))
         outputs = [Tensor("OUTPUT", "BYTES", data)]

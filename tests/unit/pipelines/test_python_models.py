@@ -49,6 +49,15 @@ async def failure_of(work):
     return caught.value
 
 
+async def after_one_step(engine, responses):
+    """The first response of a stream, whose engine then waits."""
+    engine.gate.clear()
+    first = asyncio.ensure_future(anext(responses))
+    await engine.until(lambda: engine.num_live == 1)
+    engine.step()
+    return await first
+
+
 async def test_requests_that_come_together_are_executed_together(serve_own):
     async with serve_own("arithmetic") as served:
         one, two = np.float32([[1, 2]]), np.float32([[3, 4], [5, 6]])
@@ -173,8 +182,7 @@ async def test_a_cancelled_request_cancels_what_it_runs(serve_own):
     async with serve_own("pipeline") as served:
         engine = await served.dial(lambda submit: [5] * 100)
         async with aclosing(served.stream("pipeline", text="hello", length=100)) as responses:
-            await anext(responses)
-            engine.gate.clear()
+            await after_one_step(engine, responses)
         await engine.until(lambda: engine.cancelled == [engine.submits[0].request_id])
 
 
@@ -182,8 +190,7 @@ async def test_a_stop_request_reaches_what_a_model_runs(serve_own):
     async with serve_own("pipeline") as served:
         engine = await served.dial(lambda submit: [5] * 100)
         async with aclosing(served.stream("pipeline", text="hello", length=100)) as responses:
-            await anext(responses)
-            engine.gate.clear()
+            await after_one_step(engine, responses)
             stop = {"input_ids": [1], "input_lengths": 0, "request_output_len": 0, "stop": True}
             assert await served.infer("tensorrt_llm", id="inner", **stop) == []
             assert len([response async for response in responses]) < 99
@@ -283,6 +290,49 @@ async def test_own_postprocessing_stands_in_for_the_native_one(serve_own, model)
         error = await failure_of(served.infer(model, text_input="hello", max_tokens=0))
         assert ("in ensemble" in str(error)) == (model == "ensemble")
         assert "max_tokens" in str(error)
+
+
+TEMPLATED = """
+import json
+import os
+import numpy as np
+import triton_python_backend_utils as pb_utils
+from tokenizers import Tokenizer
+
+class TritonPythonModel:
+    def initialize(self, args):
+        folder = json.loads(args["model_config"])["parameters"]["tokenizer_dir"]
+        file = os.path.join(folder["string_value"], "tokenizer.json")
+        self.tokenizer = Tokenizer.from_file(file)
+
+    def execute(self, requests):
+        return [self.answer(request) for request in requests]
+
+    def answer(self, request):
+        query, length = (
+            pb_utils.get_input_tensor_by_name(request, name).as_numpy()
+            for name in ("QUERY", "REQUEST_OUTPUT_LEN")
+        )
+        ids = self.tokenizer.encode(f"Q: {query.item().decode()} A:").ids
+        outputs = {
+            "INPUT_ID": [ids], "REQUEST_INPUT_LEN": [[len(ids)]], "REQUEST_OUTPUT_LEN": length,
+        }
+        return pb_utils.InferenceResponse(
+            [pb_utils.Tensor(n, np.array(v, np.int32)) for n, v in outputs.items()]
+        )
+"""
+
+
+@pytest.mark.parametrize("model", ["ensemble", "tensorrt_llm_bls"])
+async def test_own_preprocessing_keeps_native_streaming_and_stop_words(serve_own, model):
+    chosen = {"python_models": "execute"}
+    async with serve_own(frontend=chosen, preprocessing=TEMPLATED) as served:
+        await served.dial(served.answer("größer 東京 than this"))
+        options = {"text_input": "why?", "max_tokens": 99, "stop_words": ["r 東"]}
+        streamed = await served.texts(model, stream=True, **options)
+        assert "".join(streamed) == "größer 東"
+        assert len(streamed) > 1
+        assert await served.texts(model, **options) == ["Q: why? A:größer 東"]
 
 
 async def test_a_name_without_code_is_refused(serve_own):
