@@ -69,6 +69,7 @@ def test_too_few_gpus_are_counted_in_the_refusal(monkeypatch):
         preflight.check_gpus(1, (3,))
 
 
+@pytest.mark.feature("variable:CUDA_VISIBLE_DEVICES", of="request")
 def test_hidden_gpus_do_not_count(monkeypatch):
     monkeypatch.setattr(gpus, "_num_driver_gpus", lambda: 4)
     for chosen, expected in (("0,1", 2), ("", 0), ("-1", 0), ("0,-1,1", 1), ("MIG-a", 1)):

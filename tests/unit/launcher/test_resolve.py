@@ -167,6 +167,7 @@ def test_the_gpus_of_an_instance_group_are_one_instance_each(make_model, four_gp
 # ---- one job for all groups ---------------------------------------------------------------
 
 
+@pytest.mark.feature("parameter:participant_ids")
 def test_participants_share_the_ranks_of_one_job(make_model):
     make_model("a", tp_size=2, participant_ids="1,2")
     repository = make_model("b", instances=2, participant_ids="3;4")
@@ -242,6 +243,7 @@ def test_groups_are_placed_whole_on_the_hosts_that_are_named(make_model, tmp_pat
         assert {group.launch for group in config.groups} == {"mpirun"}
 
 
+@pytest.mark.feature("parameter:num_nodes")
 def test_a_model_may_span_hosts(make_model):
     repository = make_model("a", tp_size=4, num_nodes="2")
     (group,) = resolve(repository, "--multi-model", "--hosts", "n1:2,n2:2").groups
@@ -438,6 +440,9 @@ def test_model_control_flags_that_cannot_take_effect_are_refused(make_model, fla
     assert complaint in refusal(make_model("a"), *flags)
 
 
+@pytest.mark.feature(
+    "variable:TRTLLM_ORCHESTRATOR", "variable:TRTLLM_ORCHESTRATOR_SPAWN_PROCESSES", of="request"
+)
 def test_variables_of_the_replaced_system_stand_for_flags():
     args = parse()
     settings.apply_environment(

@@ -27,6 +27,7 @@ def _carried(adapter):
     )
 
 
+@pytest.mark.feature("input:lora_task_id", "input:lora_weights", "input:lora_config")
 @pytest.mark.parametrize("model", ["tensorrt_llm", "ensemble", "tensorrt_llm_bls"])
 async def test_an_adapter_reaches_the_engine_whole_and_then_by_its_id(serve, model):
     inputs = PROMPT if model == "tensorrt_llm" else {"text_input": "x", "max_tokens": 2}
@@ -58,6 +59,7 @@ async def test_equal_weights_have_equal_digests_and_others_have_not(serve):
         assert one == same != other
 
 
+@pytest.mark.feature("input:lora_name")
 @pytest.mark.parametrize("model", ["tensorrt_llm", "ensemble", "tensorrt_llm_bls"])
 async def test_an_adapter_can_be_named(serve, model):
     inputs = PROMPT if model == "tensorrt_llm" else {"text_input": "x", "max_tokens": 2}

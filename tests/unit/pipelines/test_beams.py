@@ -108,6 +108,7 @@ async def test_logits_of_beams_stand_beside_them(serve, model, inputs, stream, i
         assert found[0][..., 0].tolist() == [[[1, 2, 3], [4, 5, 0]]]
 
 
+@pytest.mark.feature("input:beam_width")
 async def test_beams_are_rows_of_one_response(serve):
     async with searching(
         serve, "tensorrt_llm", STEPS, **PROMPT, beam_width=2, return_log_probs=True,
@@ -129,6 +130,7 @@ async def test_beams_are_rows_of_one_response(serve):
         assert 'response_metric_type="total_output_tokens"' in text
 
 
+@pytest.mark.feature("parameter:normalize_log_probs")
 async def test_log_probabilities_may_stay_sums(serve):
     async with searching(
         serve, "tensorrt_llm", STEPS, values={"normalize_log_probs": "false"}, **PROMPT,

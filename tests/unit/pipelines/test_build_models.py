@@ -54,6 +54,7 @@ async def test_the_log_says_that_a_models_python_file_is_not_run(
     assert "Model 'ensemble': native ensemble" in messages
 
 
+@pytest.mark.feature("parameter:tensorrt_llm_model_name", of="text")
 @pytest.mark.parametrize(
     ("model", "old", "new", "texts"),
     [

@@ -24,6 +24,14 @@ def ranges(**changes):
     }
 
 
+@pytest.mark.feature(
+    "input:retention_token_range_starts",
+    "input:retention_token_range_ends",
+    "input:retention_token_range_priorities",
+    "input:retention_token_range_durations_ms",
+    "input:retention_decode_priority",
+    "input:retention_decode_duration_ms",
+)
 @pytest.mark.parametrize(
     ("inputs", "expected"),
     [
@@ -97,6 +105,7 @@ def test_salts_keep_requests_apart_whatever_else_does():
             salted({"cache_salt": salt}, b"")
 
 
+@pytest.mark.feature("parameter:cache_salt", of="request")
 @pytest.mark.parametrize("model", ["tensorrt_llm", "ensemble", "tensorrt_llm_bls"])
 async def test_a_salt_reaches_the_engine_by_every_model(serve, model):
     inputs = PROMPT if model == "tensorrt_llm" else {"text_input": "x", "max_tokens": 2}

@@ -48,6 +48,8 @@ def _tell_all(engine, num_prompt, dtype):
     return told
 
 
+@pytest.mark.feature("setting:logits_datatype", of="request")
+@pytest.mark.feature("output:context_logits", "output:generation_logits")
 @MODELS
 @pytest.mark.parametrize("is_stream", [False, True])
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
@@ -114,6 +116,7 @@ async def test_figures_come_with_the_last_response_of_who_asked(
         assert last[name].datatype == ("INT64" if is_time else "FP32" if is_rate else "INT32")
 
 
+@pytest.mark.feature("input:return_finish_reason", "output:finish_reason")
 @MODELS
 @pytest.mark.parametrize("is_stream", [False, True])
 async def test_who_asks_hears_why_it_ended_with_the_last_response(

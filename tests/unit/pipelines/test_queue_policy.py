@@ -53,6 +53,7 @@ def test_the_engine_hears_a_higher_number_for_a_more_urgent_level():
     assert policy.priority(_request(priority=1)) > policy.priority(_request(priority=3))
 
 
+@pytest.mark.feature("parameter:timeout", of="request")
 @pytest.mark.parametrize(
     ("fields", "timeout_s"),
     [
@@ -68,6 +69,7 @@ def test_a_client_can_only_shorten_the_limit_and_only_where_allowed(fields, time
     assert _policy(LEVELS).timeout_s(_request(**fields)) == timeout_s
 
 
+@pytest.mark.feature("parameter:priority", of="request")
 async def test_the_engine_hears_a_requests_priority(serve):
     levels = {"max_queue_size": "0 } priority_levels: 3 default_priority_level: 2 #"}
     async with serve(**levels) as served:
@@ -101,6 +103,7 @@ async def test_a_request_without_a_token_in_time_is_rejected_and_cancelled(serve
 DELAY = {"max_queue_delay_microseconds": "300000"}
 
 
+@pytest.mark.feature("setting:max_queue_delay_microseconds", of="request")
 async def test_requests_within_the_queue_delay_go_to_the_engine_together(serve):
     async with serve(**DELAY) as served:
         engine = await served.dial(served.answer("a b c"))

@@ -19,6 +19,19 @@ async def _preprocess(served, **inputs):
     return {tensor.name: tensor for tensor in response.outputs}
 
 
+@pytest.mark.feature(
+    "output:INPUT_ID",
+    "output:REQUEST_INPUT_LEN",
+    "output:DECODER_INPUT_ID",
+    "output:REQUEST_DECODER_INPUT_LEN",
+    "output:REQUEST_OUTPUT_LEN",
+    "output:OUT_END_ID",
+    "output:OUT_PAD_ID",
+    "output:BAD_WORDS_IDS",
+    "output:STOP_WORDS_IDS",
+    "output:EMBEDDING_BIAS",
+    of="preprocessing",
+)
 async def test_text_becomes_the_tensors_of_the_token_model(serve):
     async with serve() as served:
         encode = served.tokenizer.encode_now
@@ -83,6 +96,7 @@ async def test_decoder_texts_are_encoded_like_prompts(serve):
         assert tensors["REQUEST_DECODER_INPUT_LEN"].data.tolist() == [[len(ids)]]
 
 
+@pytest.mark.feature("parameter:add_special_tokens", of="preprocessing")
 async def test_special_tokens_are_added_only_where_configured(serve):
     async with serve(add_special_tokens="false") as served:
         tensors = await _preprocess(served, QUERY="x")
@@ -122,6 +136,7 @@ async def _postprocess(served, ids, lengths):
     return [[text.decode() for text in row] for row in tensor.data]
 
 
+@pytest.mark.feature("output:OUTPUT", "parameter:skip_special_tokens", of="postprocessing")
 @pytest.mark.parametrize(("skip", "end"), [("true", ""), ("no", "</s>"), ("${x}", "")])
 async def test_each_beam_of_each_sample_becomes_its_text(serve, skip, end):
     async with serve(skip_special_tokens=skip) as served:

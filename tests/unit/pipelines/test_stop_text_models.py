@@ -9,6 +9,7 @@ from trimaran.comm.errors import RequestError
 STOP = {"text_input": "", "max_tokens": 0, "stop": True}
 
 
+@pytest.mark.feature("input:stop", of="text")
 @pytest.mark.parametrize("decoupled", ["True", "False"])
 @pytest.mark.parametrize("model", ["ensemble", "tensorrt_llm_bls"])
 async def test_a_text_model_stops_the_requests_of_an_id(serve, model, decoupled):

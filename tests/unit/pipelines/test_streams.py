@@ -110,6 +110,7 @@ async def test_a_cancelled_task_cancels_its_request_at_the_engine(serve):
         await engine.until(lambda: engine.cancelled == [engine.submits[0].request_id])
 
 
+@pytest.mark.feature("parameter:accumulate_tokens", of="text")
 async def test_accumulated_streams_repeat_the_text_so_far(serve):
     async with serve(accumulate_tokens="true") as served:
         await served.dial(served.answer("größer 🙂 end"))

@@ -22,6 +22,7 @@ def _values(response):
     }
 
 
+@pytest.mark.feature("input:text_input", "output:text_output", of="text")
 @TEXT_MODELS
 async def test_an_answer_is_the_prompt_and_its_continuation(serve, model):
     async with serve() as served:
@@ -46,6 +47,29 @@ async def test_only_the_ensemble_adds_sequence_parameters(serve):
         assert of_bls.parameters == {}
 
 
+@pytest.mark.feature(
+    "input:max_tokens",
+    "input:top_k",
+    "input:top_p",
+    "input:temperature",
+    "input:repetition_penalty",
+    "input:length_penalty",
+    "input:min_length",
+    "input:random_seed",
+    "input:bad_words",
+    "input:stop_words",
+    "input:end_id",
+    "input:min_p",
+    "input:top_p_min",
+    "input:top_p_decay",
+    "input:top_p_reset_ids",
+    "input:early_stopping",
+    "input:beam_search_diversity_rate",
+    "input:no_repeat_ngram_size",
+    "input:presence_penalty",
+    "input:frequency_penalty",
+    of="text",
+)
 @TEXT_MODELS
 async def test_inputs_reach_the_engine_under_the_token_models_names(serve, model):
     async with serve() as served:
@@ -103,6 +127,7 @@ async def test_inputs_reach_the_engine_under_the_token_models_names(serve, model
         )
 
 
+@pytest.mark.feature("input:embedding_bias_words", "input:embedding_bias_weights", of="text")
 @TEXT_MODELS
 async def test_biased_words_bias_each_of_their_ids(serve, model):
     async with serve() as served:
@@ -122,6 +147,7 @@ async def test_biased_words_bias_each_of_their_ids(serve, model):
         np.testing.assert_array_equal(found, expected)
 
 
+@pytest.mark.feature("output:batch_index", "input:stream", of="text")
 @TEXT_MODELS
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_batch_of_texts_gives_one_answer_each(serve, model, stream):
@@ -151,6 +177,7 @@ async def test_a_batch_of_texts_gives_one_answer_each(serve, model, stream):
         assert [r.is_final for r in responses].index(True) == len(responses) - 1
 
 
+@pytest.mark.feature("input:num_return_sequences", "output:sequence_index", of="text")
 @TEXT_MODELS
 async def test_further_outputs_come_where_asked_and_only_as_requested(serve, model):
     async with serve() as served:

@@ -45,6 +45,7 @@ async def _error(serve, *, values=None, **inputs):
         return got.value
 
 
+@pytest.mark.feature("input:input_ids", "output:output_ids", "output:sequence_length")
 async def test_an_answer_is_the_prompt_and_the_new_ids_in_one_response(serve):
     async with serve() as served:
         await served.dial(_counting)
@@ -54,6 +55,7 @@ async def test_an_answer_is_the_prompt_and_the_new_ids_in_one_response(serve):
         assert response.is_final
 
 
+@pytest.mark.feature("input:exclude_input_in_output", "parameter:exclude_input_in_output")
 @pytest.mark.parametrize(
     ("parameter", "tensor", "excludes"),
     [("${x}", None, False), ("true", None, True), ("true", False, False), ("0", True, True)],
@@ -68,6 +70,7 @@ async def test_the_prompt_is_left_out_where_asked(serve, parameter, tensor, excl
         assert texts[0].startswith("x") is not excludes
 
 
+@pytest.mark.feature("input:streaming")
 async def test_a_stream_gives_the_new_ids_of_each_step_and_never_the_prompt(serve):
     async with serve() as served:
         await served.dial(_counting)
@@ -76,6 +79,7 @@ async def test_a_stream_gives_the_new_ids_of_each_step_and_never_the_prompt(serv
         assert [r.is_final for r in responses] == [False] * 4 + [True]
 
 
+@pytest.mark.feature("input:input_lengths")
 async def test_input_ids_are_cut_to_their_length(serve):
     async with serve() as served:
         engine = await served.dial(_counting)
@@ -83,6 +87,7 @@ async def test_input_ids_are_cut_to_their_length(serve):
         assert unpack_ids(engine.submits[0].prompt_ids).tolist() == [7, 8]
 
 
+@pytest.mark.feature("output:batch_index")
 async def test_each_sample_of_a_batch_has_its_own_ids_and_parameters(serve):
     async with serve() as served:
         engine = await served.dial(_counting)
@@ -100,6 +105,7 @@ async def test_each_sample_of_a_batch_has_its_own_ids_and_parameters(serve):
         assert responses[0].outputs[2].name == "batch_index"
 
 
+@pytest.mark.feature("input:num_return_sequences", "output:sequence_index")
 @pytest.mark.parametrize("streaming", [False, True])
 async def test_each_returned_sequence_has_its_index(serve, streaming):
     async with serve() as served:
@@ -120,6 +126,7 @@ async def test_each_returned_sequence_has_its_index(serve, streaming):
         assert sum(r.is_final for r in responses) == 1
 
 
+@pytest.mark.feature("setting:decoupled_mode", of="request")
 @pytest.mark.parametrize(
     ("inputs", "text"),
     [
@@ -161,6 +168,12 @@ async def test_only_requested_outputs_come_and_the_two_main_ones_must_be_among_t
                 await served.infer("tensorrt_llm", **PROMPT, outputs=(present,))
 
 
+@pytest.mark.feature(
+    "input:return_num_input_tokens",
+    "input:return_num_output_tokens",
+    "output:num_input_tokens",
+    "output:num_output_tokens",
+)
 async def test_lengths_come_where_asked(serve):
     async with serve() as served:
         await served.dial(_counting)
@@ -175,6 +188,7 @@ async def test_lengths_come_where_asked(serve):
         assert values["num_output_tokens"] == [[5]]
 
 
+@pytest.mark.feature("output:cum_log_probs", "output:output_log_probs")
 @pytest.mark.parametrize("streaming", [False, True])
 async def test_log_probs_are_those_of_the_responses_ids(serve, streaming):
     async with serve() as served:
@@ -316,6 +330,7 @@ async def test_what_cannot_be_served_is_refused_by_name_and_value(serve, inputs,
 STOP = {"input_ids": [0], "input_lengths": 0, "request_output_len": 0, "stop": True}
 
 
+@pytest.mark.feature("input:stop")
 @pytest.mark.parametrize("streaming", [False, True])
 async def test_a_stop_by_id_ends_the_request_with_what_it_has(serve, streaming):
     async with serve() as served:
@@ -388,6 +403,7 @@ async def test_closing_a_batch_cancels_all_its_samples(serve):
         await engine.until(lambda: len(engine.cancelled) == 3)
 
 
+@pytest.mark.feature("input:prompt_embedding_table", "input:prompt_table_extra_ids")
 async def test_a_prompt_table_goes_to_the_engine_and_keeps_caches_apart(serve):
     table = np.arange(8, dtype=np.float16).reshape(1, 2, 4)
     inputs = {**PROMPT, "input_ids": [7, 601, 9]}

@@ -114,6 +114,8 @@ def test_the_old_worker_path_names_its_successor(write_repository, edit):
     assert "use 'executor_worker_path'" in refusal(root)
 
 
+@pytest.mark.feature("parameter:tokenizer_dir", of="postprocessing")
+@pytest.mark.feature("parameter:tokenizer_dir", of="preprocessing")
 @pytest.mark.parametrize("model", ["preprocessing", "postprocessing"])
 def test_a_text_model_needs_its_tokenizer(write_repository, edit, model):
     root = write_repository()

@@ -23,6 +23,7 @@ def tensors(side):
     }
 
 
+@pytest.mark.feature("setting:triton_max_batch_size", of="request")
 def test_every_filled_template_parses_and_has_its_role(write_repository):
     models = ModelRepository.load(write_repository()).models
 
@@ -31,6 +32,7 @@ def test_every_filled_template_parses_and_has_its_role(write_repository):
     assert all(model.config.max_batch_size == 8 for model in models.values())
 
 
+@pytest.mark.feature("setting:decoupled_mode", of="request")
 @pytest.mark.parametrize("decoupled", ["True", "False"])
 def test_decoupled_mode_reaches_the_token_and_the_bls_model(write_repository, decoupled):
     models = ModelRepository.load(write_repository(decoupled_mode=decoupled)).models

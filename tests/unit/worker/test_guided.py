@@ -113,6 +113,7 @@ def follows(kind, text):
     return text in json.loads(GUIDES["choice"])
 
 
+@pytest.mark.feature("input:guided_decoding_guide_type", "input:guided_decoding_guide")
 @pytest.mark.parametrize("kind", GUIDES)
 def test_every_draw_follows_its_guide(driver, kind):
     requests = [submit(driver, kind, seed=seed, temperature=3.0) for seed in range(8)]

@@ -15,6 +15,7 @@ def outputs_of(driver, prompts, **sampling):
     return [driver.output(number) for number in ids]
 
 
+@pytest.mark.feature("parameter:kv_cache_host_memory_bytes")
 @pytest.mark.parametrize(
     "changes",
     [

@@ -23,6 +23,7 @@ def _reference(model_folder, ids):
         return model(torch.tensor([ids])).logits[0].numpy()
 
 
+@pytest.mark.feature("output:context_logits", "output:generation_logits")
 @pytest.mark.parametrize("tokens_a_step", [64, 10])
 def test_logits_are_those_of_transformers(make_engine, model_folder, tokens_a_step):
     driver = make_engine(max_num_batched_tokens=tokens_a_step, max_num_seqs=8, depth=2)
@@ -117,6 +118,15 @@ def test_a_replayed_request_tells_what_clients_lack(make_engine):
     )
 
 
+@pytest.mark.feature(
+    "output:kv_cache_alloc_new_blocks",
+    "output:kv_cache_reused_blocks",
+    "output:kv_cache_alloc_total_blocks",
+    "output:arrival_time_ns",
+    "output:first_scheduled_time_ns",
+    "output:first_token_time_ns",
+    "output:last_token_time_ns",
+)
 def test_figures_tell_what_was_reused_and_when(make_engine):
     driver = make_engine(max_num_seqs=1)
     prompt = PROMPT[:33]

@@ -33,6 +33,7 @@ def _greedy(model_folder, prompt, table, num_tokens):
     return output
 
 
+@pytest.mark.feature("input:prompt_embedding_table")
 @pytest.mark.parametrize("tokens_a_step", [64, 9])
 def test_tokens_beyond_the_vocabulary_have_the_tables_vectors(
     make_engine, model_folder, tokens_a_step

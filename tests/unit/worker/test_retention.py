@@ -198,6 +198,7 @@ def test_every_block_and_slot_has_one_place_over_random_histories(window):
         manager.check(live)
 
 
+@pytest.mark.feature("input:retention_token_range_priorities")
 @pytest.mark.parametrize("priority", [10, 35, 90])
 def test_a_request_decides_how_long_its_prompt_stays(make_engine, prompt_of, priority):
     driver = make_engine(max_tokens=16 * 12)

@@ -1,0 +1,66 @@
+"""Marks say which features a test shows; `--features-report FILE` writes them with outcomes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+SECTIONS = ("token", "text", "preprocessing", "postprocessing", "request")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add the option that names the report."""
+    parser.addoption(
+        "--features-report",
+        type=Path,
+        metavar="FILE",
+        help="write what became of the tests of each feature, as JSON",
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Report only where it is asked for."""
+    path = config.getoption("--features-report")
+    if path is not None:
+        config.pluginmanager.register(_Report(path), "features-report")
+
+
+class _Report:
+    """Feature by feature, the tests marked for it and whether all their cases passed."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path.absolute()
+        self._tests: dict[str, dict[str, str]] = {}
+        self._outcomes: dict[str, str] = {}
+
+    def pytest_collection_finish(self, session: pytest.Session) -> None:
+        """Note the marks of every test that is to run."""
+        for item in session.items:
+            for feature in _features(item):
+                self._tests.setdefault(feature, {})[item.nodeid] = "collected"
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        """Note an outcome; a failure stays one."""
+        if self._outcomes.get(report.nodeid) != "failed":
+            self._outcomes[report.nodeid] = report.outcome
+
+    def pytest_sessionfinish(self) -> None:
+        """Write the report."""
+        report = {
+            feature: {test: self._outcomes.get(test, state) for test, state in tests.items()}
+            for feature, tests in sorted(self._tests.items())
+        }
+        self._path.write_text(json.dumps(report, indent=1) + "\n")
+
+
+def _features(item: pytest.Item) -> list[str]:
+    """``section kind:name`` of every mark; the section is the token model unless it says so."""
+    found = []
+    for mark in item.iter_markers("feature"):
+        section = mark.kwargs.get("of", "token")
+        if section not in SECTIONS:
+            raise pytest.UsageError(f"{item.nodeid}: no section is called {section!r}")
+        found += [f"{section} {name}" for name in mark.args]
+    return found

@@ -1,0 +1,110 @@
+"""Every key of every model's config.pbtxt that changes nothing says why, or is refused."""
+
+from __future__ import annotations
+
+import logging
+import re
+
+import pytest
+
+from trimaran.comm.errors import ConfigError
+from trimaran.server.model_repository import ModelRepository
+from trimaran.server.parameter_table import Effect
+from trimaran.server.role_parameters import (
+    BLS_PARAMETERS,
+    POSTPROCESSING_PARAMETERS,
+    PREPROCESSING_PARAMETERS,
+)
+from trimaran.server.token_parameters import TOKEN_PARAMETERS
+
+TABLES = {
+    "token": ("tensorrt_llm", TOKEN_PARAMETERS),
+    "preprocessing": ("preprocessing", PREPROCESSING_PARAMETERS),
+    "postprocessing": ("postprocessing", POSTPROCESSING_PARAMETERS),
+    "text": ("tensorrt_llm_bls", BLS_PARAMETERS),
+}
+VALUES = {"str": "some", "int": "3", "float": "0.5", "bool": "true", "loose_bool": "yes"}
+# Any other value is no word of theirs.
+CHOICES = {"decoding_mode": "medusa"}
+
+
+def with_effect(effect):
+    """A case for each section and its keys of this effect, marked for them."""
+    cases = []
+    for section, (model, table) in TABLES.items():
+        keys = [key for key, known in table.items() if known.effect is effect]
+        if keys:
+            marks = pytest.mark.feature(*(f"parameter:{key}" for key in keys), of=section)
+            cases.append(pytest.param(model, table, keys, id=section, marks=marks))
+    return pytest.mark.parametrize(("model", "table", "keys"), cases)
+
+
+def setter(root, model):
+    """Sets one key of a model, the others being as they were."""
+    path = root / model / "config.pbtxt"
+    text = path.read_text()
+
+    def set_key(key, value):
+        # Whether or not the template has it: the first entry of a key counts no more.
+        entry = rf'parameters \{{\s*key: "{key}"\s*value [^}}]*\}}\s*\}}\n?'
+        added = f'parameters {{ key: "{key}" value {{ string_value: "{value}" }} }}\n'
+        path.write_text(re.sub(entry, "", text) + "\n" + added)
+
+    return set_key
+
+
+@with_effect(Effect.ACCEPTED)
+def test_keys_without_effect_are_taken_and_say_why(
+    write_repository, caplog, model, table, keys
+):
+    root = write_repository()
+    set_key = setter(root, model)
+    for key in keys:
+        set_key(key, value := VALUES[table[key].kind])
+        caplog.clear()
+        with caplog.at_level(logging.INFO):
+            ModelRepository.load(root)
+        told = f"'{key}' = {value} is accepted without effect: {table[key].reason}"
+        assert (told in caplog.text) is bool(table[key].reason), key
+        assert f"parameter '{key}' is not known" not in caplog.text
+
+
+@with_effect(Effect.REFUSED)
+def test_keys_that_ask_for_what_is_not_served_are_refused(write_repository, model, table, keys):
+    root = write_repository()
+    set_key = setter(root, model)
+    for key in keys:
+        known = table[key]
+        set_key(key, CHOICES.get(key, VALUES[known.kind]))
+        with pytest.raises(ConfigError, match=rf"'{key}' is '.*', but .*\. Leave it unset"):
+            ModelRepository.load(root)
+        for neutral in known.neutral:
+            set_key(key, neutral)
+            ModelRepository.load(root)
+
+
+@pytest.mark.feature(
+    "setting:triton_backend",
+    "setting:preprocessing_instance_count",
+    "setting:postprocessing_instance_count",
+    "setting:bls_instance_count",
+    "setting:encoder_input_features_data_type",
+    of="request",
+)
+def test_settings_without_effect_leave_the_models_as_they_are(write_repository):
+    models = ModelRepository.load(
+        write_repository(
+            triton_backend="python",
+            preprocessing_instance_count="3",
+            postprocessing_instance_count="4",
+            bls_instance_count="5",
+            encoder_input_features_data_type="TYPE_BF16",
+        )
+    ).models
+    assert {name: model.role.value for name, model in models.items()} == {
+        "ensemble": "ensemble",
+        "preprocessing": "preprocessing",
+        "tensorrt_llm": "token model",
+        "postprocessing": "postprocessing",
+        "tensorrt_llm_bls": "bls",
+    }
