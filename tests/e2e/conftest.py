@@ -10,6 +10,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 
+from adapters import write_peft
 from served import DEMO_MODEL, Served, run_trimaran
 
 FILL = {
@@ -82,8 +83,11 @@ def decoupled_server(
     make_repository: Callable[..., Path],
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[Served]:
-    """The demo model on two ranks, decoupled: what `make serve` runs."""
-    repository = make_repository(demo_engine(2))
+    """The demo model on two ranks, decoupled: what `make serve` runs, with two adapters."""
+    adapters = tmp_path_factory.mktemp("adapters")
+    write_peft(adapters / "north", seed=3)
+    write_peft(adapters / "81", seed=4)
+    repository = make_repository(demo_engine(2), lora_prefetch_dir=str(adapters))
     log = tmp_path_factory.mktemp("log") / "serve.log"
     with Served(repository, world_size=2, log_path=log) as server:
         yield server

@@ -53,6 +53,8 @@ def draw(rng: random.Random, number: int) -> tuple[str, dict]:
     if is_text:
         maybe(0.3, stop_words=[rng.choice(WORDS), "."], bad_words=[rng.choice(WORDS)])
         maybe(0.1, embedding_bias_words=["sea"], embedding_bias_weights=[2.0])
+    adapter = rng.choice([{"lora_name": "north"}, {"lora_task_id": 81}])
+    maybe(0.3, **adapter)
     maybe(0.15, beam_width=rng.randrange(2, 5), penalty=1.0)
     if "beam_width" not in body:
         maybe(0.2, num_return_sequences=2)
@@ -124,6 +126,7 @@ def test_every_feature_at_once_leaves_nothing(decoupled_server):
         ("nv_trt_llm_request_metrics", {"request_type": "active"}),
         ("nv_trt_llm_kv_cache_block_metrics", {"kv_cache_block_type": "used"}),
         ("nv_inference_pending_request_count", {}),
+        ("trimaran_lora_adapters", {"type": "used"}),
     )
     deadline = time.monotonic() + 15
     left = {"?": 1.0}

@@ -2,35 +2,11 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
-import torch
-from safetensors.torch import save_file
+from adapters import write_peft
 from served import run_trimaran
 
 PROMPT = "Once upon a time"
-MODULES = {
-    "self_attn.q_proj": (256, 256),
-    "self_attn.v_proj": (128, 256),
-    "mlp.up_proj": (512, 256),
-}
-"""Outputs and inputs of the demo model's linear layers."""
-
-
-def write_peft(folder, seed):
-    """An adapter of size 4 for some modules of every layer."""
-    generator = torch.Generator().manual_seed(seed)
-    tensors = {}
-    for layer in range(8):
-        for path, (outputs, inputs) in MODULES.items():
-            name = f"base_model.model.model.layers.{layer}.{path}"
-            tensors[f"{name}.lora_A.weight"] = torch.randn(4, inputs, generator=generator) / 16
-            tensors[f"{name}.lora_B.weight"] = torch.randn(outputs, 4, generator=generator) / 4
-    folder.mkdir()
-    save_file(tensors, folder / "adapter_model.safetensors")
-    config = {"peft_type": "LORA", "r": 4, "lora_alpha": 4.0}
-    (folder / "adapter_config.json").write_text(json.dumps(config))
 
 
 @pytest.fixture(scope="module")
@@ -73,3 +49,15 @@ def test_weights_come_once_and_then_the_id_serves_over_both_protocols(
         status, reply = decoupled_server.post("/v2/models/ensemble/generate", body)
         assert status == 200, reply
         assert reply["text_output"] == told.rstrip("\n")
+
+
+def test_adapters_of_a_folder_are_named_or_numbered(decoupled_server):
+    texts = [text(decoupled_server).stdout.rstrip("\n")]
+    for chosen in ({"lora_name": "north"}, {"lora_task_id": 81}, {"lora_name": "81"}):
+        body = {"text_input": PROMPT, "max_tokens": 12, **chosen}
+        status, reply = decoupled_server.post("/v2/models/tensorrt_llm_bls/generate", body)
+        assert status == 200, reply
+        texts.append(reply["text_output"])
+    plain, north, numbered, named = texts
+    assert len({plain, north, numbered}) == 3
+    assert named == numbered

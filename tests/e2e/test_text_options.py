@@ -131,7 +131,7 @@ def test_a_repetition_penalty_changes_a_text_that_repeats(decoupled_server):
     [
         ({"beam_width": 5}, "beam_width is 5 but this engine serves at most 4"),
         ({"lora_task_id": 5}, "LoRA task 5 not found in cache. Please send LoRA weights with"),
-        ({"lora_name": "french"}, "no LoRA adapter is named 'french'; known names: none"),
+        ({"lora_name": "french"}, "no LoRA adapter is named 'french'; known names: 81, north"),
         ({"temperature": -1.0}, "'temperature' is -1.0 but must be a finite number >= 0"),
         ({"text_input": "word " * 2000}, "exceeds maximum input length (896)"),
     ],
