@@ -37,6 +37,23 @@ def test_a_batch_of_prompts_is_regrouped(decoupled_server):
     assert second.startswith("batch 1: The sea was")
 
 
+def test_beams_are_printed_one_a_line(decoupled_server):
+    url = f"localhost:{decoupled_server.grpc_port}"
+    text = client("text", "-u", url, "-p", "Once upon a time", "-o", 8, "-b", 3)
+    streamed = client("text", "-u", url, "-p", "Once upon a time", "-o", 8, "-b", 3, "-S")
+    ids = client("token", "-u", url, "--tokenizer-dir", DEMO_MODEL, "--text",
+                 "Once upon a time", "--request-output-len", 8, "-b", 3)  # fmt: skip
+
+    lines = text.stdout.splitlines()
+    assert [line[:8] for line in lines] == ["beam 0: ", "beam 1: ", "beam 2: "]
+    told = [
+        line.replace(": ", ": Once upon a time", 1) for line in streamed.stdout.splitlines()
+    ]
+    assert told == lines
+    for number in range(3):
+        assert f"Output beam {number}: " in ids.stdout
+
+
 def test_a_stopped_and_a_cancelled_request_end_early(decoupled_server):
     flags = ("token", "-u", f"localhost:{decoupled_server.grpc_port}", "--tokenizer-dir",
              DEMO_MODEL, "--request-output-len", 800, "-S", "--stop-after-ms", 100)  # fmt: skip

@@ -126,8 +126,12 @@ async def test_beams_are_rows_of_one_response(serve):
         assert response.is_final
         sampling = SamplingParams.from_wire(engine.submits[0].sampling)
         assert (sampling.beam_width, sampling.num_return_sequences) == (2, 2)
+        labels = '{model="tensorrt_llm",version="1"}'
         text = served.metrics.render().decode()
-        assert 'response_metric_type="total_output_tokens"' in text
+        assert f"trimaran_time_to_first_token_seconds_count{labels} 1" in text
+        assert [
+            line.split()[-1] for line in text.splitlines() if "output_token_len_sum" in line
+        ] == ["5"]
 
 
 @pytest.mark.feature("parameter:normalize_log_probs")
@@ -176,6 +180,31 @@ async def test_each_beam_has_its_text(serve, model, is_streaming):
         assert last["cum_log_probs"] == [[-1.0, -2.0]]
         assert len(responses) == 1 + is_streaming
         assert responses[-1].is_final
+
+
+@pytest.mark.parametrize("is_streaming", [False, True])
+async def test_a_stopped_search_answers_with_the_best_so_far(serve, is_streaming):
+    async with serve() as served:
+        engine = await served.dial(lambda submit: [0])
+        engine.gate.clear()
+        options = {**PROMPT, "beam_width": 2, "return_finish_reason": True, "id": "s"}
+        async with aclosing(
+            served.stream("tensorrt_llm", **options, streaming=is_streaming)
+        ) as stream:
+            found = asyncio.ensure_future(_collect(stream))
+            await engine.until(lambda: engine.submits)
+            extras = beams([20], [21], reasons=(FinishReason.END_ID, 0))
+            engine.send(_said(engine.submits[0].request_id, extras, is_last=False))
+            await asyncio.sleep(0.02)
+            await served.infer("tensorrt_llm", **PROMPT, stop=True, id="s")
+            responses = await found
+        last = tensors(responses[-1])
+        assert last["output_ids"] == (
+            [[[20], [21]]] if is_streaming else [[[7, 8, 9, 20], [7, 8, 9, 21]]]
+        )
+        assert len(responses) == 1
+        if not is_streaming:
+            assert last["finish_reason"] == [[b"stop", b"cancelled"]]
 
 
 async def test_a_batch_has_one_beam_width(serve):
