@@ -70,7 +70,8 @@ class ModelCalls:
         except RequestError as error:
             send(Result(call=call.call, error=str(error) or "no text", kind=error.kind.name))
         except Exception as error:
-            logger.exception("model '%s', run by a Python model, failed", fields.model)
+            name = call.request.get("model")
+            logger.exception("model '%s', run by a Python model, failed", name)
             text = f"{type(error).__name__}: {error}"
             send(Result(call=call.call, error=text, kind=ErrorKind.INTERNAL.name))
 

@@ -8,7 +8,7 @@ import queue
 import socket
 import threading
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from contextvars import ContextVar
 from weakref import WeakValueDictionary
@@ -37,6 +37,10 @@ from trimaran.server.python_models.wire import (
 _RECEIVE_BYTES = 1 << 18
 _ORPHAN_EXIT_CODE = 1
 _CANCELLED = "the request was cancelled"
+
+
+def _end_process() -> None:
+    os._exit(_ORPHAN_EXIT_CODE)
 
 
 class Scope:
@@ -97,8 +101,10 @@ class Link:
     When the front end is gone, the process ends, whatever its other threads do.
     """
 
-    def __init__(self, sock: socket.socket) -> None:
+    def __init__(self, sock: socket.socket, on_lost: Callable[[], None] = _end_process) -> None:
+        """``on_lost`` is called by the reading thread, which ends then."""
         self._sock = sock
+        self._on_lost = on_lost
         self._frames = FrameBuffer()
         # Reentrant: a request may be let go of, and say so, wherever memory is freed.
         self._send_lock = threading.RLock()
@@ -109,6 +115,8 @@ class Link:
         self._lock = threading.RLock()
         self._scopes: dict[int, Scope] = {}
         self._tickets: WeakValueDictionary[int, Ticket] = WeakValueDictionary()
+        # Requests that are in the inbox, and whether they were cancelled there.
+        self._arriving: dict[int, bool] = {}
         self.inbox: queue.SimpleQueue[Execute | None] = queue.SimpleQueue()
         """Batches to execute; None at the end."""
 
@@ -116,7 +124,10 @@ class Link:
         """Block until the first messages are there. Before `start`."""
         messages: list[Message] = []
         while not messages:
-            messages = self._frames.feed(self._receive())
+            data = self._receive()
+            if not data:
+                self._on_lost()
+            messages = self._frames.feed(data)
         return messages
 
     def start(self, early: Iterable[Message]) -> None:
@@ -176,6 +187,8 @@ class Link:
         with self._lock:
             self._scopes.update(dict.fromkeys(found, scope))
             self._tickets.update(found)
+            early = [key for key in found if self._arriving.pop(key, False)]
+        self._cancel(early)
         return scope
 
     def respond(self, message: Respond) -> None:
@@ -192,24 +205,24 @@ class Link:
     # ---- reading ------------------------------------------------------------------------
 
     def _read(self) -> None:
-        while True:
-            for message in self._frames.feed(self._receive()):
+        while data := self._receive():
+            for message in self._frames.feed(data):
                 self._take(message)
+        self._on_lost()
 
     def _receive(self) -> bytes:
         try:
-            data = self._sock.recv(_RECEIVE_BYTES)
+            return self._sock.recv(_RECEIVE_BYTES)
         except OSError:
-            data = b""
-        if not data:
-            os._exit(_ORPHAN_EXIT_CODE)
-        return data
+            return b""
 
     def _take(self, message: Message) -> None:
         release = open_stowed(message)
         if release is not None:
             self.send(release)
         if isinstance(message, Execute):
+            with self._lock:
+                self._arriving.update((r["key"], False) for r in message.requests)
             self.inbox.put(message)
         elif isinstance(message, Release):
             with self._bulk_lock:
@@ -233,6 +246,9 @@ class Link:
         calls: list[int] = []
         with self._lock:
             for key in keys:
+                if key in self._arriving:
+                    self._arriving[key] = True
+                    continue
                 ticket, scope = self._tickets.get(key), self._scopes.pop(key, None)
                 if ticket is not None:
                     ticket.is_cancelled = True
