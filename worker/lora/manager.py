@@ -137,8 +137,7 @@ class AdapterManager:
         if isinstance(key, str):
             raise RequestError(
                 f"no LoRA adapter is named {key!r}; known names: "
-                f"{', '.join(self._folders.names()) or 'none'} (folders in lora_prefetch_dir)",
-                ErrorKind.NOT_FOUND,
+                f"{', '.join(self._folders.names()) or 'none'} (folders in lora_prefetch_dir)"
             )
         raise RequestError(
             f"LoRA task {key} not found in cache. Please send LoRA weights with request"
