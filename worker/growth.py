@@ -43,7 +43,7 @@ class GrowthForecast:
 
     def expected(self, num_left: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
         """Tokens still to come of sequences that may have ``num_left`` more."""
-        rate = self._num_ends / max(self._num_tokens, 1.0)
+        rate = self._num_ends / max(self._num_tokens, _PRIOR)
         if rate * float(num_left.max(initial=0.0)) < 1e-6:
             return num_left
         return -np.expm1(-rate * num_left) / rate
