@@ -334,4 +334,5 @@ def _block_size(group: EngineGroup) -> int:
 
 
 def _hashes(submit: Submit, ids: bytes, tokens_per_block: int) -> list[int]:
-    return block_hashes(ids, tokens_per_block, (submit.cache_salt, submit.adapter_id))
+    adapter = (submit.adapter or {}).get("name") or submit.adapter_id
+    return block_hashes(ids, tokens_per_block, (submit.cache_salt, adapter))

@@ -99,6 +99,7 @@ class AdapterLayout:
                 assert isinstance(linear, ParallelLinear)
                 self._add(number, linear, modules)
         self.num_layers = model.config.num_hidden_layers
+        self._is_gpu = model.device.type == "cuda"
         self.module_names = tuple(
             name for name in MODULE_NAMES if any(name in modules for modules in parts.values())
         )
@@ -156,9 +157,9 @@ class AdapterLayout:
     ) -> PackedAdapter:
         """This rank's share of ``size`` elements; ``is_transposed`` turns the second ones.
 
-        On a GPU's machine the memory is page-locked, so that copies need not wait.
+        For a GPU the memory is page-locked, so that copies need not wait.
         """
-        data = torch.zeros(size, dtype=dtype, pin_memory=torch.cuda.is_available())
+        data = torch.zeros(size, dtype=dtype, pin_memory=self._is_gpu)
         placed, place = [], 0
         for one in matrices:
             rank, first_row = one.a.shape[0], 0

@@ -66,6 +66,11 @@ class PeftAdapter:
         """
         self._weights = folder / PEFT_WEIGHTS
         config = _peft_config(folder)
+        if not self._weights.is_file():
+            raise AdapterFormatError(
+                f"{folder}: holds no {PEFT_WEIGHTS}. Save the adapter with "
+                "safe_serialization=True."
+            )
         shapes: dict[str, dict[str, tuple[str, tuple[int, ...]]]] = {}
         try:
             with safe_open(self._weights, framework="pt") as file:

@@ -5,6 +5,7 @@ import torch
 
 from tests.unit.worker.lora_adapters import greedy, make_adapter, merged, on_the_wire
 from trimaran.comm.errors import ConfigError, RequestError
+from trimaran.comm.messages import KeepAdapter
 from trimaran.worker.config import LoraConfig
 from trimaran.worker.lora.device_slots import DeviceSlots
 from trimaran.worker.lora.store import AdapterStore
@@ -101,6 +102,23 @@ def test_a_cached_adapter_needs_its_id_alone_and_an_unknown_id_is_refused(
     driver.run()
 
     assert driver.output(again) == greedy(references[5], prompt, LENGTH)
+
+
+def test_an_adapter_that_came_to_another_instance_is_kept_here_too(
+    make_engine, adapters, references, prompt_of
+):
+    driver, prompt = make_engine(), prompt_of(20)
+    whole = on_the_wire(adapters[5])
+    driver.engine.keep_adapter(KeepAdapter(adapter_id=5, adapter=whole))
+    broken = {**whole, "config": {**whole["config"], "shape": [-1]}}
+    driver.engine.keep_adapter(KeepAdapter(adapter_id=9, adapter=broken))
+
+    request = driver.submit(prompt, max_tokens=LENGTH, adapter_id=5)
+    with pytest.raises(RequestError, match="LoRA task 9 not found in cache"):
+        driver.submit(prompt, max_tokens=LENGTH, adapter_id=9)
+    driver.run()
+
+    assert driver.output(request) == greedy(references[5], prompt, LENGTH)
 
 
 def test_other_weights_under_the_same_id_are_another_adapter(
