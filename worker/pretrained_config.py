@@ -8,20 +8,12 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from trimaran.comm.errors import ConfigError
+from trimaran.worker.pretrained_families import FAMILIES, check_positive
 
-SERVED_ARCHITECTURES = ("LlamaForCausalLM", "GPT2LMHeadModel")
+SERVED_ARCHITECTURES = tuple(FAMILIES)
 SERVED_ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn")
 DTYPES = ("float32", "float16", "bfloat16")
 
-_ARCHITECTURE_OF_MODEL_TYPE = {
-    "llama": "LlamaForCausalLM",
-    "gpt2": "GPT2LMHeadModel",
-    "mixtral": "MixtralForCausalLM",
-}
-_SERVED_ACTIVATIONS = {
-    "LlamaForCausalLM": ("silu", "gelu", "gelu_new", "gelu_pytorch_tanh"),
-    "GPT2LMHeadModel": ("gelu_new", "gelu_pytorch_tanh", "gelu", "relu"),
-}
 _VOCAB_MULTIPLE = 64
 
 
@@ -47,9 +39,13 @@ class PretrainedConfig:
     """``silu``, ``gelu_new`` (tanh form), ``gelu`` (exact) or ``relu``."""
 
     position_embedding_type: str
-    """``rope_gpt_neox`` or ``learned_absolute``."""
+    """``rope_gpt_neox`` (a head's halves turn against each other), ``rope_gptj`` (its
+    neighbours do) or ``learned_absolute``."""
 
     rotary_base: float = 10000.0
+    rotary_size: int = 0
+    """Dims of a head that are rotated, from its first on; 0 means all."""
+
     rope_scaling: dict[str, Any] | None = None
     """Hugging Face's dictionary with its ``rope_type``; None for plain rotation."""
 
@@ -58,6 +54,13 @@ class PretrainedConfig:
     """Query, key, value and output projections have biases."""
 
     mlp_bias: bool = False
+    lm_head_bias: bool = False
+    parallel_residual: bool = False
+    """Attention and MLP of a layer read the same residual and are added to it together."""
+
+    num_input_norms: int = 2
+    """1 where attention and MLP of a layer read the output of one norm."""
+
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
     pad_token_id: int | None = None
@@ -74,10 +77,10 @@ class PretrainedConfig:
             "head_size",
             "max_position_embeddings",
         ):
-            _check_positive(name, getattr(self, name))
+            check_positive(name, getattr(self, name))
         for name in ("dtype", "logits_dtype"):
             _check_choice(name, getattr(self, name), DTYPES)
-        _check_choice("hidden_act", self.hidden_act, _SERVED_ACTIVATIONS[self.architecture])
+        _check_choice("hidden_act", self.hidden_act, FAMILIES[self.architecture].activations)
         if self.num_attention_heads % self.num_key_value_heads:
             raise ConfigError(
                 f"num_attention_heads ({self.num_attention_heads}) is not a multiple of "
@@ -86,6 +89,11 @@ class PretrainedConfig:
             )
         if self.rope_scaling is not None:
             _check_choice("rope_type", self.rope_scaling.get("rope_type"), SERVED_ROPE_TYPES)
+
+    @property
+    def rotated_dims(self) -> int:
+        """Dims of a head that are rotated."""
+        return self.rotary_size or self.head_size
 
     def padded_vocab_size(self, tp_size: int) -> int:
         """Rows of the sharded embedding and output matrices over all ranks of a stage."""
@@ -124,8 +132,8 @@ class PretrainedConfig:
             architecture = _architecture_of(values)
             _check_architecture(architecture)
             _check_unquantized(values)
-            convert = _from_llama if architecture == "LlamaForCausalLM" else _from_gpt2
-            return cls(architecture=architecture, **_common(values), **convert(values))
+            converted = FAMILIES[architecture].convert(values)
+            return cls(architecture=architecture, **_common(values), **converted)
         except KeyError as error:
             raise ConfigError(
                 f"{source}: the key {error.args[0]!r} is missing. Name a complete Hugging Face "
@@ -145,7 +153,10 @@ def _architecture_of(values: Mapping[str, Any]) -> str:
     if named:
         return str(named[0])
     model_type = str(values.get("model_type", ""))
-    return _ARCHITECTURE_OF_MODEL_TYPE.get(model_type, model_type)
+    if model_type == "mixtral":
+        return "MixtralForCausalLM"
+    served = {family.model_type: name for name, family in FAMILIES.items()}
+    return served.get(model_type, model_type)
 
 
 def _check_architecture(architecture: Any) -> None:
@@ -165,11 +176,6 @@ def _check_unquantized(values: Mapping[str, Any]) -> None:
             f"the weights are quantized ({quantization.get('quant_method')!r}), which is not "
             "served. Name the checkpoint in bfloat16, float16 or float32."
         )
-
-
-def _check_positive(name: str, value: Any) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ConfigError(f"{name} is {value!r} but must be a whole number of 1 or more")
 
 
 def _check_choice(name: str, value: Any, allowed: tuple[str, ...]) -> None:
@@ -192,69 +198,4 @@ def _common(values: Mapping[str, Any]) -> dict[str, Any]:
         "bos_token_id": values.get("bos_token_id"),
         "eos_token_ids": tuple(eos_ids),
         "pad_token_id": values.get("pad_token_id"),
-    }
-
-
-def _from_llama(values: Mapping[str, Any]) -> dict[str, Any]:
-    heads = values["num_attention_heads"]
-    _check_positive("num_attention_heads", heads)
-    rotary_base, rope_scaling = _rope(values)
-    return {
-        "hidden_size": values["hidden_size"],
-        "intermediate_size": values["intermediate_size"],
-        "num_hidden_layers": values["num_hidden_layers"],
-        "num_attention_heads": heads,
-        "num_key_value_heads": values.get("num_key_value_heads") or heads,
-        "head_size": values.get("head_dim") or values["hidden_size"] // heads,
-        "max_position_embeddings": values["max_position_embeddings"],
-        "norm_epsilon": values["rms_norm_eps"],
-        "hidden_act": values.get("hidden_act", "silu"),
-        "position_embedding_type": "rope_gpt_neox",
-        "rotary_base": rotary_base,
-        "rope_scaling": rope_scaling,
-        "tie_word_embeddings": bool(values.get("tie_word_embeddings", False)),
-        "attn_bias": bool(values.get("attention_bias", False)),
-        "mlp_bias": bool(values.get("mlp_bias", False)),
-    }
-
-
-def _rope(values: Mapping[str, Any]) -> tuple[float, dict[str, Any] | None]:
-    """Rotary base and scaling, from either spelling: `rope_parameters` or `rope_scaling`."""
-    scaling = dict(values.get("rope_parameters") or values.get("rope_scaling") or {})
-    base = float(scaling.pop("rope_theta", None) or values.get("rope_theta") or 10000.0)
-    share = scaling.pop("partial_rotary_factor", None)
-    if share not in (None, 1.0):
-        raise ConfigError(
-            f"partial_rotary_factor is {share}, which is not served. It must be 1"
-        )
-    scaling["rope_type"] = scaling.pop("type", None) or scaling.get("rope_type") or "default"
-    return base, None if scaling["rope_type"] == "default" else scaling
-
-
-def _from_gpt2(values: Mapping[str, Any]) -> dict[str, Any]:
-    heads, hidden = values["n_head"], values["n_embd"]
-    _check_positive("n_head", heads)
-    for name in ("scale_attn_by_inverse_layer_idx", "add_cross_attention"):
-        if values.get(name):
-            raise ConfigError(
-                f"{name} is true, which is not served for GPT-2. It must be false"
-            )
-    if values.get("scale_attn_weights") is False:
-        raise ConfigError("scale_attn_weights is false, which is not served. It must be true")
-    if hidden % heads:
-        raise ConfigError(f"n_embd ({hidden}) is not a multiple of n_head ({heads})")
-    return {
-        "hidden_size": hidden,
-        "intermediate_size": values.get("n_inner") or 4 * hidden,
-        "num_hidden_layers": values["n_layer"],
-        "num_attention_heads": heads,
-        "num_key_value_heads": heads,
-        "head_size": hidden // heads,
-        "max_position_embeddings": values["n_positions"],
-        "norm_epsilon": values.get("layer_norm_epsilon", 1e-5),
-        "hidden_act": values.get("activation_function", "gelu_new"),
-        "position_embedding_type": "learned_absolute",
-        "tie_word_embeddings": bool(values.get("tie_word_embeddings", True)),
-        "attn_bias": True,
-        "mlp_bias": True,
     }
