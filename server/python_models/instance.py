@@ -52,7 +52,7 @@ class Instance:
         self._on_free = on_free
         self._name = start.args["model_instance_name"]
         self._link: ProcessLink | None = None
-        self._is_async = False
+        self._capacity = 1
         self._is_closing = False
         self.is_ready = False
         self.has_given_up = False
@@ -67,7 +67,8 @@ class Instance:
     @property
     def is_free(self) -> bool:
         """Whether it takes a batch now."""
-        return self.is_ready and (self._is_async or not self._batches)
+        has_room = not self._capacity or len(self._batches) < self._capacity
+        return self.is_ready and has_room
 
     @property
     def num_jobs(self) -> int:
@@ -84,7 +85,7 @@ class Instance:
         ready = await link.open(self._start)
         if not link.is_open:
             raise ConfigError("its process ended as soon as the model was initialized")
-        self._link, self._is_async, self.is_ready = link, ready.is_async, True
+        self._link, self._capacity, self.is_ready = link, ready.capacity, True
         self._on_free()
 
     def execute(self, jobs: Sequence[Job]) -> None:

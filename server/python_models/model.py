@@ -21,6 +21,9 @@ from trimaran.server.python_models.wire import Respond, Start, unpack
 MAX_INSTANCES = 64
 """Most processes of one model."""
 
+THREADS, MAX_THREADS = "execute_threads", 512
+"""The parameter that says how many threads of a process call ``execute``, and its limit."""
+
 
 class PythonModel:
     """Runs requests in the processes of its instances; between `start` and `close`."""
@@ -38,6 +41,7 @@ class PythonModel:
         _check(model)
         self.is_decoupled = bool(self.config.model_transaction_policy.decoupled)
         """Whether a request may have other than one response."""
+        self._num_threads = _num_threads(model)
         self._queue = JobQueue(self.config)
         self._timer: asyncio.TimerHandle | None = None
         arguments = self._arguments(model)
@@ -158,6 +162,7 @@ class PythonModel:
             file=str(self._file),
             args=arguments,
             is_decoupled=self.is_decoupled,
+            num_threads=self._num_threads,
             outputs={t.name: from_config(t.data_type) for t in self.config.output},
         )
 
@@ -203,6 +208,16 @@ async def close_model(model: Model | None) -> None:
     """End what a model started."""
     if isinstance(model, PythonModel):
         await model.close()
+
+
+def _num_threads(model: RepositoryModel) -> int:
+    count = model.parameters.get_int(THREADS)
+    if count is not None and not 1 <= count <= MAX_THREADS:
+        raise ConfigError(
+            f"{model.config_path}: {THREADS} is {count} but must be from 1 to {MAX_THREADS}; "
+            "a coroutine (async def execute) needs no threads"
+        )
+    return count or 1
 
 
 def _check(model: RepositoryModel) -> None:

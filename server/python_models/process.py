@@ -14,6 +14,8 @@ import sys
 import threading
 import traceback
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextvars import copy_context
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -57,7 +59,7 @@ def main() -> None:
         link.send(Failed(text=_described(error)))
         _end(1)
     runner = Runner(link, start, model)
-    link.send(Ready(is_async=runner.is_async))
+    link.send(Ready(capacity=runner.capacity))
     while (batch := link.inbox.get()) is not None:
         runner.run(batch)
     _end(_finalized(link, model))
@@ -93,14 +95,17 @@ def load(start: Start) -> Any:
 
 
 class Runner:
-    """Executes batches: one after the other, or, of a coroutine, side by side."""
+    """Executes batches: of a coroutine side by side, else as many as there are threads."""
 
     def __init__(self, link: Link, start: Start, model: Any) -> None:
         self._link = link
         self._start = start
         self._model = model
-        self.is_async = inspect.iscoroutinefunction(model.execute)
-        if self.is_async:
+        self._is_async = inspect.iscoroutinefunction(model.execute)
+        self.capacity = 0 if self._is_async else start.num_threads
+        if self.capacity > 1:
+            self._pool = ThreadPoolExecutor(start.num_threads, "execute")
+        if self._is_async:
             self._loop = asyncio.new_event_loop()
             threading.Thread(target=self._loop.run_forever, name="execute", daemon=True).start()
 
@@ -110,10 +115,12 @@ class Runner:
         scope = self._link.open_scope(request.ticket for request in requests)
         token = current_scope.set(scope)
         try:
-            if self.is_async:
+            if self._is_async:
                 # The task inherits this thread's context, and with it the scope.
                 work = self._run_async(batch, requests)
                 asyncio.run_coroutine_threadsafe(work, self._loop)
+            elif self.capacity > 1:
+                self._pool.submit(copy_context().run, self._run_sync, batch, requests)
             else:
                 self._run_sync(batch, requests)
         finally:

@@ -46,6 +46,8 @@ class Start:
     args: dict[str, str]
     """What the model's ``initialize`` is given."""
     is_decoupled: bool
+    num_threads: int
+    """Threads that call ``execute``, if it is no coroutine."""
     outputs: dict[str, str]
     """The model's outputs with their datatypes."""
 
@@ -89,8 +91,8 @@ class Finish:
 class Ready:
     """From the process: the model is initialized."""
 
-    is_async: bool = False
-    """Whether ``execute`` is a coroutine, many of which run side by side."""
+    capacity: int = 1
+    """Batches that it executes side by side; 0 for any number."""
 
 
 @dataclass(slots=True, kw_only=True)

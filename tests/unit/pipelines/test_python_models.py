@@ -23,7 +23,7 @@ def serve_own(serve, tmp_path):
     """As ``serve``, with these of the users' models; code of other models by name."""
 
     @asynccontextmanager
-    async def start(*names, frontend=None, **codes):
+    async def start(*names, frontend=None, config=None, **codes):
         async with serve():
             pass
         root = tmp_path / "own"
@@ -31,6 +31,9 @@ def serve_own(serve, tmp_path):
         for name in names:
             folder = next(f for f in (USER_MODELS, EXAMPLES) if (f / name).is_dir())
             shutil.copytree(folder / name, root / name)
+        for name, text in (config or {}).items():
+            with (root / name / "config.pbtxt").open("a") as file:
+                file.write(text)
         for name, code in codes.items():
             (root / name / "1" / "model.py").write_text(code)
         async with serve(repository=root, frontend=frontend) as served:
@@ -258,6 +261,27 @@ async def test_nothing_is_left_of_many_chats_of_which_a_third_is_given_up(serve_
         assert all(not model.num_running for model in served.models.values())
 
 
+def parameter(key, value):
+    return f'parameters {{ key: "{key}" value {{ string_value: "{value}" }} }}'
+
+
+async def test_code_that_waits_may_have_threads(serve_own):
+    threads = {"pipeline": parameter("execute_threads", 3)}
+    async with serve_own("pipeline", config=threads) as served:
+        engine = await served.dial(lambda submit: [5] * 9)
+        engine.gate.clear()
+        waiting = [
+            asyncio.ensure_future(served.infer("pipeline", text="a", length=9))
+            for _ in range(4)
+        ]
+        await engine.until(lambda: engine.num_live == 3)
+        waiting.pop().cancel()
+        waiting.pop(0).cancel()
+        await engine.until(lambda: len(engine.cancelled) == 1)
+        engine.gate.set()
+        assert all(await asyncio.gather(*waiting))
+
+
 COUNT_IDS = """
 import numpy as np
 import triton_python_backend_utils as pb_utils
@@ -338,6 +362,21 @@ async def test_own_preprocessing_keeps_native_streaming_and_stop_words(serve_own
 async def test_a_name_without_code_is_refused(serve_own):
     with pytest.raises(ConfigError, match=r"names 'preprocessing', but .* does not exist"):
         async with serve_own(frontend={"python_models": "preprocessing"}):
+            pass
+
+
+@pytest.mark.parametrize(
+    ("config", "text"),
+    [
+        (parameter("execute_threads", 0), "execute_threads is 0 but must be from 1 to 512"),
+        (parameter("EXECUTION_ENV_PATH", "/env"), "EXECUTION_ENV_PATH is set, but"),
+        ("sequence_batching { }", "sequence_batching is not served"),
+        ("instance_group { count: 65 }", "asks for 65 instances, .* at most 64"),
+    ],
+)
+async def test_a_configuration_that_cannot_take_effect_is_refused(serve_own, config, text):
+    with pytest.raises(ConfigError, match=text):
+        async with serve_own("repeater", config={"repeater": config}):
             pass
 
 
