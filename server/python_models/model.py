@@ -82,12 +82,13 @@ class PythonModel:
         expiry = self._limit_wait(job)
         try:
             self._dispatch()
-            is_over = False
+            is_over, needs_response = False, not self.is_decoupled
             while not is_over:
                 message = await job.next()
                 is_over = message.is_final
-                if message.tensors is not None or message.error or not self.is_decoupled:
+                if message.tensors is not None or message.error or needs_response:
                     yield self._response(request, message)
+                    needs_response = False
         finally:
             if expiry is not None:
                 expiry.cancel()

@@ -282,6 +282,39 @@ async def test_code_that_waits_may_have_threads(serve_own):
         assert all(await asyncio.gather(*waiting))
 
 
+BY_SENDER = """
+import numpy as np
+import triton_python_backend_utils as pb_utils
+
+FINAL = pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL
+
+class TritonPythonModel:
+    def execute(self, requests):
+        for request in requests:
+            text = request.inputs()[0].as_numpy().item()
+            data = np.array([[text] * 3], dtype=object)
+            sender = request.get_response_sender()
+            if text != b"none":
+                sender.send(pb_utils.InferenceResponse([pb_utils.Tensor("answers", data)]))
+            try:
+                if text == b"two":
+                    sender.send(pb_utils.InferenceResponse([]))
+            except pb_utils.TritonModelException as error:
+                pb_utils.Logger.log_warn(f"refused: {error}")
+            sender.send(flags=FINAL)
+"""
+
+
+async def test_a_model_that_is_not_decoupled_may_send_its_one_response(serve_own, caplog):
+    async with serve_own("chorus", chorus=BY_SENDER) as served:
+        for text in ("one", "two"):
+            (response,) = await served.infer("chorus", text=text)
+            assert values(response)["answers"] == [[text.encode()] * 3]
+        assert "[chorus_0_0] refused: a request of a model that is not dec" in caplog.text
+        error = await failure_of(served.infer("chorus", text="none"))
+        assert "ended the request without a response" in str(error)
+
+
 COUNT_IDS = """
 import numpy as np
 import triton_python_backend_utils as pb_utils
