@@ -424,6 +424,14 @@ def test_model_control_flags_reach_the_front_end(make_model):
     assert set(frontend.groups) == {"a", "b"}
 
 
+def test_the_models_that_run_their_own_code_are_named_to_the_front_end(make_model):
+    repository = make_model("a")
+    assert resolve(repository).frontend.python_models == "native"
+    assert resolve(repository, "--python-models=execute").frontend.python_models == "execute"
+    text = refusal(repository, "--python-models", "a,preprocesing")
+    assert "--python-models preprocesing: no model of that name. The repository holds a" in text
+
+
 @pytest.mark.parametrize(
     ("flags", "complaint"),
     [
