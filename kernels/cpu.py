@@ -48,10 +48,14 @@ class CpuOps:
             names["paged_attention"] = "avx512_bf16"
             product = "amx_bf16" if self._library.trimaran_has_amx() else "avx512_bf16"
             names.update(
-                linear=product, add_linear=product, gated_linear=product, logits=product
+                linear=product,
+                add_linear=product,
+                gated_linear=product,
+                logits=product,
+                expert_mlp=product,
             )
         names["activation"] = "avx512 (gelu_new), torch (others)"
-        names.update(gelu_and_mul="torch", embed="torch")
+        names.update(gelu_and_mul="torch", embed="torch", choose_experts="torch")
         return names
 
     def fuse_decoder(
@@ -140,6 +144,26 @@ class CpuOps:
     def gelu_and_mul(self, gate_up: Tensor, name: str) -> Tensor:
         """``act(gate) * up`` by torch."""
         return reference.gelu_and_mul(gate_up, name)
+
+    def choose_experts(
+        self, logits: Tensor, num_chosen: int, is_normalised: bool
+    ) -> tuple[Tensor, Tensor]:
+        """Each token's experts by torch."""
+        return reference.choose_experts(logits, num_chosen, is_normalised)
+
+    def expert_mlp(
+        self,
+        x: Tensor,
+        weights: Tensor,
+        ids: Tensor,
+        gate_up: Tensor,
+        down: Tensor,
+        first_expert: int = 0,
+    ) -> Tensor:
+        """The weighted sum of each token's experts: one pair of products an expert that some
+        token has."""
+        products = (self.gated_linear, self.linear)
+        return reference.expert_mlp(x, weights, ids, gate_up, down, first_expert, products)
 
     def embed(self, ids: Tensor, table: Tensor, first_row: int | None = None) -> Tensor:
         """Rows of a table by torch."""

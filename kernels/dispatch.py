@@ -59,6 +59,20 @@ class Ops(Protocol):
 
     def activation(self, x: Tensor, name: str) -> Tensor: ...
 
+    def choose_experts(
+        self, logits: Tensor, num_chosen: int, is_normalised: bool
+    ) -> tuple[Tensor, Tensor]: ...
+
+    def expert_mlp(
+        self,
+        x: Tensor,
+        weights: Tensor,
+        ids: Tensor,
+        gate_up: Tensor,
+        down: Tensor,
+        first_expert: int = 0,
+    ) -> Tensor: ...
+
     def embed(self, ids: Tensor, table: Tensor, first_row: int | None = None) -> Tensor: ...
 
     def rope_and_cache(

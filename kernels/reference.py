@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -10,12 +12,12 @@ from trimaran.kernels.attention import AttentionMetadata, AttentionSpec
 
 # Shapes: T tokens, D and E widths, S sequences, M blocks of the longest sequence, Q queries
 # of the longest sequence, L its tokens, B tokens of a block, N query heads, K key-value
-# heads, G = N / K, H head size, P positions.
+# heads, G = N / K, H head size, P positions, X experts, C experts of a token, F = E / 2.
 
 OPERATORS = (
     "linear", "add_linear", "gated_linear", "logits", "rms_norm", "add_rms_norm", "layer_norm",
     "add_layer_norm", "silu_and_mul", "gelu_and_mul", "activation", "embed",
-    "rope_and_cache", "write_kv", "paged_attention",
+    "rope_and_cache", "write_kv", "paged_attention", "choose_experts", "expert_mlp",
 )  # fmt: skip
 
 _QUERY_TILE = 256
@@ -96,6 +98,59 @@ def activation(x_TD: Tensor, name: str) -> Tensor:
     if name == "relu":
         return F.relu(x_TD)
     return F.gelu(x_TD, approximate="none" if name == "gelu" else "tanh")
+
+
+def choose_experts(
+    logits_TX: Tensor, num_chosen: int, is_normalised: bool
+) -> tuple[Tensor, Tensor]:
+    """Each token's experts of the highest probability: weights [T, C] float32, ids [T, C]
+    int32, the likeliest first.
+
+    The weights are the probabilities, a float32 softmax over all experts; with
+    ``is_normalised`` their sum is 1.
+    """
+    weights, ids = torch.softmax(logits_TX.float(), dim=-1).topk(num_chosen, dim=-1)
+    if is_normalised:
+        weights = weights / weights.sum(dim=-1, keepdim=True)
+    return weights, ids.to(torch.int32)
+
+
+def expert_mlp(
+    x_TD: Tensor,
+    weights_TC: Tensor,
+    ids_TC: Tensor,
+    gate_up_XED: Tensor,
+    down_XDF: Tensor,
+    first_expert: int = 0,
+    products: tuple[Callable[..., Tensor], Callable[..., Tensor]] = (gated_linear, linear),
+) -> Tensor:
+    """The weighted sum of the outputs of each token's experts, in float32, rounded once.
+
+    Here are the experts from ``first_expert`` on, as many as there are matrices: ``gate_up``
+    with gate rows above up rows, E = 2 F, and ``down``. A chosen expert that is not among
+    them adds nothing. ``products`` are `gated_linear` and `linear`.
+    """
+    num_experts, num_chosen = gate_up_XED.shape[0], ids_TC.shape[1]
+    gated, plain = products
+    owners = ids_TC.flatten().long() - first_expert
+    # Those of other ranks behind all others.
+    owners = owners.where((owners >= 0) & (owners < num_experts), num_experts)
+    order = owners.argsort(stable=True)
+    counts = owners.bincount(minlength=num_experts + 1).tolist()
+    outputs = x_TD.new_zeros((owners.shape[0], x_TD.shape[1]), dtype=torch.float32)
+    first = 0
+    for expert, count in enumerate(counts[:num_experts]):
+        if count:
+            places = order[first : first + count]
+            inner = gated(x_TD[places // num_chosen], gate_up_XED[expert])
+            outputs[places] = plain(inner, down_XDF[expert]).float()
+        first += count
+    outputs_TCD = outputs.view(x_TD.shape[0], num_chosen, -1)
+    total = outputs_TCD[:, 0] * weights_TC[:, :1]
+    for place in range(1, num_chosen):
+        # Product and sum apart: a fused one would round unlike at the end of a row.
+        total += outputs_TCD[:, place] * weights_TC[:, place : place + 1]
+    return total.to(x_TD.dtype)
 
 
 def embed(ids_T: Tensor, table_VD: Tensor, first_row: int | None = None) -> Tensor:

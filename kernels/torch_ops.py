@@ -25,10 +25,23 @@ class TorchOps:
     silu_and_mul = staticmethod(reference.silu_and_mul)
     gelu_and_mul = staticmethod(reference.gelu_and_mul)
     activation = staticmethod(reference.activation)
+    choose_experts = staticmethod(reference.choose_experts)
     embed = staticmethod(reference.embed)
     rope_and_cache = staticmethod(reference.rope_and_cache)
     write_kv = staticmethod(reference.write_kv)
     paged_attention = staticmethod(reference.paged_attention)
+
+    def expert_mlp(
+        self,
+        x: Tensor,
+        weights: Tensor,
+        ids: Tensor,
+        gate_up: Tensor,
+        down: Tensor,
+        first_expert: int = 0,
+    ) -> Tensor:
+        """The weighted sum of each token's experts; see `reference.expert_mlp`."""
+        return reference.expert_mlp(x, weights, ids, gate_up, down, first_expert)
 
     def rotated_attention(
         self,
