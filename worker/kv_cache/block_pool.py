@@ -13,7 +13,8 @@ class BlockPool:
 
     A free block keeps its hash until it is handed out again, so a later sequence with the
     same prefix can still claim it. Free blocks are handed out in this order: those without
-    content, then by priority, then least recently released. Every call is O(1) a block.
+    content, partial ones, then by priority, then least recently released. Every call is
+    O(1) a block.
 
     With a ``host`` pool, content that is about to be lost moves there: `take_moves` tells
     what to copy, before anything is written to the blocks handed out.
@@ -72,7 +73,8 @@ class BlockPool:
             assert count >= 0, f"block {block} released more often than held"
             self._ref_counts[block] = count
             if count == 0:
-                self._free.add(block, has_content=block in self._hash_of)
+                has_content, is_partial = block in self._hash_of, block in self._partial
+                self._free.add(block, has_content=has_content, is_partial=is_partial)
 
     def publish(self, block: int, block_hash: BlockHash, *, is_partial: bool = False) -> None:
         """Make a block's content findable, unless another block already has it.

@@ -23,7 +23,8 @@ class Retention(NamedTuple):
 
 
 class FreeBlocks:
-    """Free blocks: those without content first, then by priority, then by age.
+    """Free blocks: those without content first, then partial ones, which save little, then
+    by priority, then by age.
 
     A block's priority is told while it is free or before, and holds until its content is
     forgotten or its time is over. Only priorities other than the default cost anything.
@@ -34,6 +35,7 @@ class FreeBlocks:
     ) -> None:
         self._clock = clock
         self._blank: OrderedDict[int, None] = OrderedDict.fromkeys(blocks)
+        self._partial: OrderedDict[int, None] = OrderedDict()
         self._usual: OrderedDict[int, None] = OrderedDict()
         self._ranked: dict[int, OrderedDict[int, None]] = {}
         """Free blocks with content, by a priority that is not the default."""
@@ -46,30 +48,36 @@ class FreeBlocks:
         self._num_words = 0
 
     def __len__(self) -> int:
-        return len(self._blank) + len(self._usual) + self._num_ranked
+        num_usual = len(self._blank) + len(self._partial) + len(self._usual)
+        return num_usual + self._num_ranked
 
     def __contains__(self, block: int) -> bool:
-        return block in self._blank or block in self._queue(block)
+        return block in self._blank or self._has_free(block)
 
     def __iter__(self) -> Iterator[int]:
         yield from self._blank
+        yield from self._partial
         yield from self._usual
         for queue in self._ranked.values():
             yield from queue
 
-    def add(self, block: int, *, has_content: bool) -> None:
+    def add(self, block: int, *, has_content: bool, is_partial: bool = False) -> None:
         """Take in a block that was released last."""
         if not has_content:
             self._blank[block] = None
+            return
+        if is_partial and block not in self._kept:
+            self._partial[block] = None
             return
         self._queue(block)[block] = None
         self._num_ranked += block in self._kept
 
     def remove(self, block: int) -> None:
         """Take out a certain block, which keeps its priority."""
-        if block in self._blank:
-            del self._blank[block]
-            return
+        for queue in (self._blank, self._partial):
+            if block in queue:
+                del queue[block]
+                return
         del self._queue(block)[block]
         self._num_ranked -= block in self._kept
 
@@ -77,6 +85,8 @@ class FreeBlocks:
         """Take out the next block, which keeps its priority; there must be one."""
         if self._blank:
             return self._blank.popitem(last=False)[0]
+        if self._partial:
+            return self._partial.popitem(last=False)[0]
         if self._ends:
             self._end_overdue()
         if not self._num_ranked:
@@ -109,7 +119,7 @@ class FreeBlocks:
             self._rank(block, DEFAULT_PRIORITY)
 
     def _rank(self, block: int, priority: int) -> None:
-        is_free = block in self._queue(block)
+        is_free = self._has_free(block)
         if is_free:
             self.remove(block)
         self._kept.pop(block, None)
@@ -117,6 +127,10 @@ class FreeBlocks:
             self._kept[block] = priority, self._num_words
         if is_free:
             self.add(block, has_content=True)
+
+    def _has_free(self, block: int) -> bool:
+        """Whether a block with content is free."""
+        return block in self._partial or block in self._queue(block)
 
     def _queue(self, block: int) -> OrderedDict[int, None]:
         """Where a free block with content is."""

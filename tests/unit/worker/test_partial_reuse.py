@@ -13,12 +13,17 @@ SIZE = 8
 def start(manager, ids):
     """Admit a sequence and give it all its blocks; it and how many tokens were cached."""
     manager.begin_step()
-    blocks = SequenceBlocks(1, root_hash(b"", 0))
-    manager.extend_hashes(blocks, ids)
+    blocks = start_of(manager, ids)
     num_cached, _ = manager.begin(blocks, manager.find_prefix(blocks, len(ids), ids))
     assert manager.grow(blocks, len(ids))
     manager.publish(blocks, len(ids))
     return blocks, num_cached
+
+
+def start_of(manager, ids):
+    blocks = SequenceBlocks(1, root_hash(b"", 0))
+    manager.extend_hashes(blocks, ids)
+    return blocks
 
 
 def ended(manager, ids):
@@ -62,6 +67,28 @@ def test_whoever_takes_it_over_writes_to_it_so_nobody_else_finds_it():
     _, second = start(manager, ids)
 
     assert (first, second) == (19, 16)
+
+
+def test_partial_blocks_give_way_to_full_ones():
+    manager = KVCacheManager([4], SIZE, enable_reuse=True)
+    older, newer = ids_of(range(8)), ids_of(range(100, 112))
+    ended(manager, older)
+    ended(manager, newer)
+
+    # One block never had content, and the partial one goes next.
+    other = SequenceBlocks(1, root_hash(b"", 0))
+    assert manager.grow(other, 2 * SIZE)
+    manager.release(other)
+
+    found = [
+        len(manager.find_prefix(start_of(manager, ids), 9, ids).shared[0])
+        for ids in (
+            ids_of(older, (7,)),
+            newer[:9],
+        )
+    ]
+    assert found == [1, 1]
+    assert manager.find_prefix(start_of(manager, newer), 12, newer).last == []
 
 
 def test_a_block_that_its_prompt_ended_in_stays_when_it_is_begun_with():
