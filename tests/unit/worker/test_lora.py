@@ -188,12 +188,35 @@ def test_an_adapter_that_no_cache_can_hold_is_refused(make_engine, adapters, con
     driver.check_idle()
 
 
+def test_others_run_on_while_an_adapter_is_cut_out(
+    make_engine, adapters, references, prompt_of
+):
+    driver = make_engine()
+    manager = driver.engine._adapters
+    packed = set()
+    manager.is_packed = packed.__contains__
+    first = driver.submit(prompt_of(5), max_tokens=100)
+    driver.step()
+    second = submit(driver, adapters, prompt_of(20), 5)
+    for _ in range(5):
+        driver.step()
+    assert len(driver.output(first)) == 6
+    assert not driver.output(second)
+
+    packed.add(1)
+    driver.step()
+    assert len(driver.output(second)) == 1
+    driver.run()
+    assert driver.output(second) == greedy(references[5], prompt_of(20), LENGTH)
+
+
 def test_adapters_take_turns_where_the_model_runs_and_paused_requests_go_on(
     make_engine, model_folder, prompt_of
 ):
     adapters = {task: make_adapter(model_folder, seed=task) for task in range(1, 6)}
     driver = make_engine(max_tokens=80, max_seq_len=64, max_input_len=63)
     manager = driver.engine._adapters
+    manager.is_packed = lambda number: True
     manager._arena.size = int(2.5 * manager._layout.size_of([(1, 0, 4)]) * 14)
     prompt = prompt_of(10)
 
