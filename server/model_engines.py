@@ -11,7 +11,6 @@ from trimaran.comm.errors import EngineDeadError, ErrorKind, RequestError
 from trimaran.comm.messages import (
     Cancel,
     EngineHello,
-    KeepAdapter,
     Message,
     RequestFailed,
     StatsReport,
@@ -23,6 +22,7 @@ from trimaran.comm.messages import (
 from trimaran.server.config import FrontendConfig
 from trimaran.server.engine_group import EngineGroup
 from trimaran.server.engine_link import EngineLink
+from trimaran.server.known_adapters import KnownAdapters
 from trimaran.server.live_request import LiveRequest
 from trimaran.server.metrics import Metrics
 from trimaran.server.routing import KnownPrefixes, Prompt, Router, block_hashes
@@ -59,6 +59,7 @@ class ModelEngines:
         self._config: FrontendConfig = client.config
         self._metrics: Metrics = client.metrics
         self._router = Router()
+        self._adapters = KnownAdapters()
         self._metrics.add_engine(model, version)
         self._observe_gap = self._metrics.inter_token_observer(model, version)
         self._handlers: dict[type[Message], Callable[[EngineGroup, Any], None]] = {
@@ -100,8 +101,8 @@ class ModelEngines:
         group = self._choose(up, request)
         group.take(request)
         group.tell(submit)
-        if submit.adapter is not None and "weights" in submit.adapter:
-            kept = KeepAdapter(adapter_id=submit.adapter_id, adapter=submit.adapter)
+        kept = self._adapters.note(submit, int(group.facts.get("lora_host_bytes", 0)))
+        if kept is not None:
             for other in up:
                 if other is not group:
                     other.tell(kept)
@@ -134,6 +135,8 @@ class ModelEngines:
         logger.info("Group '%s' of model '%s' is up", group.name, self.model)
         self._metrics.set_engine_info(self.model, self.version, hello.facts, group.name)
         self._show_state(group)
+        for kept in self._adapters.messages():
+            group.tell(kept)
         owed = self._survivors(died) + group.take_live()
         for other in self.groups.values():
             if other.link is None:

@@ -60,6 +60,7 @@ class LoadedEngine:
             "tokens_per_block": self.cache.block_size,
             "max_blocks": self.cache.num_blocks,
             "reuses_blocks": self.cache.enable_reuse,
+            "lora_host_bytes": self.adapters.host_bytes,
             "depth": depth,
             "cuda_graphs": self.runner.num_graphs,
             "backends": {

@@ -193,9 +193,10 @@ def check_modules(
     seen = set()
     for where, (module, layer, rank) in zip(places, ranks, strict=True):
         if layout.shape_of(module, layer) is None:
+            known = ", ".join(layout.module_names) or "none that take adapters"
             raise AdapterFormatError(
                 f"{where}: the model has no {module_name(module)} in layer {layer}. Its "
-                f"{layout.num_layers} layers have {', '.join(layout.module_names)}."
+                f"{layout.num_layers} layers have {known}."
             )
         if (module, layer) in seen:
             raise AdapterFormatError(

@@ -295,6 +295,11 @@ class AdapterManager:
         return ops
 
     @property
+    def host_bytes(self) -> int:
+        """Room of the host's cache."""
+        return self._config.host_memory_bytes
+
+    @property
     def num_on_host(self) -> int:
         """Adapters in the host's cache."""
         return len(self._on_host)

@@ -59,6 +59,7 @@ FACTS = {
     "max_input_len": 256,
     "vocab_size": 600,
     "world_size": 1,
+    "lora_host_bytes": 48,
 }
 
 

@@ -102,3 +102,22 @@ async def test_the_other_instances_of_a_model_keep_an_adapter_too(serve):
         assert isinstance(kept, KeepAdapter)
         assert kept.adapter_id == 4
         assert _carried(kept.adapter) == (WEIGHTS[0].tolist(), CONFIG[0].tolist())
+
+
+async def test_a_group_that_comes_back_gets_the_adapters_again(serve):
+    inputs = {**PROMPT, "lora_config": CONFIG}
+    async with serve() as served:
+        engine = await served.dial(_ids)
+        for task in (4, 5, 6):
+            await served.infer(
+                "tensorrt_llm", **inputs, lora_task_id=task, lora_weights=WEIGHTS * task
+            )
+        # Used again, and the room is that of two.
+        await served.infer("tensorrt_llm", **PROMPT, lora_task_id=5)
+        await served.infer("tensorrt_llm", **inputs, lora_task_id=7, lora_weights=WEIGHTS * 7)
+        await engine.end()
+        again = await served.dial(_ids, incarnation=1)
+        await again.until(lambda: len(again.others) == 2)
+
+        assert [kept.adapter_id for kept in again.others] == [5, 7]
+        assert _carried(again.others[0].adapter)[0] == (WEIGHTS[0] * 5).tolist()
