@@ -139,14 +139,17 @@ class CacheConfig:
                 "so none would be kept. Set enable_kv_cache_reuse to True, or the bytes to 0."
             )
 
-    def windows_below(self, max_seq_len: int) -> tuple[int, ...]:
-        """The windows, 0 where no sequence is longer."""
-        return tuple(0 if w >= max_seq_len else w for w in self.attention_windows)
-
-    def widest_window(self, max_seq_len: int, num_layers: int) -> int:
-        """Tokens back that some layer sees; 0 if one sees all."""
-        windows = self.windows_below(max_seq_len)[:num_layers]
-        return max(windows) if windows and all(windows) else 0
+    def windows_of(
+        self, own: tuple[int, ...], max_seq_len: int, num_layers: int
+    ) -> tuple[int, ...]:
+        """Tokens back that each layer sees: the least of ``attention_windows``, taken in
+        turn, and the model's ``own``; 0 for all, and where no sequence is longer."""
+        given = self.attention_windows or (0,)
+        windows = []
+        for number in range(num_layers):
+            sizes = (given[number % len(given)], own[number] if own else 0)
+            windows.append(min((size for size in sizes if 0 < size < max_seq_len), default=0))
+        return tuple(windows)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

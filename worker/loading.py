@@ -162,12 +162,13 @@ def _make_cache(
         runner.hosts.append(host)
         gib = host.num_bytes / 2**30
         logger.info("KV cache on the host: %d blocks, %.2f GiB a rank", num_slots, gib)
-    num_layers = runner.model.config.num_hidden_layers
+    model = runner.model.config
+    windows = cache.windows_of(model.layer_windows, limits.max_seq_len, model.num_hidden_layers)
     return KVCacheManager(
         [num_blocks] * len(runner.groups),
         size,
         enable_reuse=cache.enable_block_reuse,
-        window=cache.widest_window(limits.max_seq_len, num_layers),
+        window=max(windows) if all(windows) else 0,
         num_sinks=cache.num_sinks,
         host_slots=num_slots,
         is_reserving=not limits.can_preempt,

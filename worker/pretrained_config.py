@@ -15,6 +15,7 @@ SERVED_ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn")
 DTYPES = ("float32", "float16", "bfloat16")
 
 _VOCAB_MULTIPLE = 64
+_TUPLES = ("eos_token_ids", "layer_windows")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,6 +54,32 @@ class PretrainedConfig:
     attn_bias: bool = False
     """Query, key, value and output projections have biases."""
 
+    qkv_bias: bool = False
+    """Query, key and value projections have biases, whether or not the output's has."""
+
+    qk_norm: bool = False
+    """Each query and key head is normalised before it is rotated."""
+
+    query_scale: float = 0.0
+    """Scores are divided by the root of this; 0 means the head size."""
+
+    attn_soft_cap: float = 0.0
+    """Scores become ``cap * tanh(score / cap)``; 0 leaves them."""
+
+    final_soft_cap: float = 0.0
+    """The same of logits."""
+
+    layer_windows: tuple[int, ...] = ()
+    """Tokens that each layer's queries look back at, themselves included, 0 meaning all; one
+    number a layer, or none."""
+
+    local_rotary_base: float = 0.0
+    """Rotary base of the layers with a window, whose rotation is not scaled; 0 if they rotate
+    like the others."""
+
+    norm_offset: float = 0.0
+    """Added to a Hugging Face folder's norm weights; an engine folder holds the sums."""
+
     mlp_bias: bool = False
     lm_head_bias: bool = False
     parallel_residual: bool = False
@@ -87,6 +114,14 @@ class PretrainedConfig:
                 f"num_key_value_heads ({self.num_key_value_heads}). Correct the checkpoint's "
                 "config.json."
             )
+        if len(self.layer_windows) not in (0, self.num_hidden_layers):
+            raise ConfigError(
+                f"layer_windows has {len(self.layer_windows)} numbers but num_hidden_layers is "
+                f"{self.num_hidden_layers}. Correct the checkpoint's layer_types."
+            )
+        for window in self.layer_windows:
+            if window:
+                check_positive("layer_windows", window)
         if self.rope_scaling is not None:
             _check_choice("rope_type", self.rope_scaling.get("rope_type"), SERVED_ROPE_TYPES)
 
@@ -94,6 +129,10 @@ class PretrainedConfig:
     def rotated_dims(self) -> int:
         """Dims of a head that are rotated."""
         return self.rotary_size or self.head_size
+
+    def window_of(self, number: int) -> int:
+        """Tokens that the queries of layer ``number`` look back at; 0 means all."""
+        return self.layer_windows[number] if self.layer_windows else 0
 
     def padded_vocab_size(self, tp_size: int) -> int:
         """Rows of the sharded embedding and output matrices over all ranks of a stage."""
@@ -103,7 +142,8 @@ class PretrainedConfig:
     def to_dict(self) -> dict[str, Any]:
         """Plain values, for ``config.json``."""
         values = asdict(self)
-        values["eos_token_ids"] = list(self.eos_token_ids)
+        for name in _TUPLES:
+            values[name] = list(values[name])
         return values
 
     @classmethod
@@ -116,7 +156,8 @@ class PretrainedConfig:
         chosen = {key: value for key, value in values.items() if key in known}
         try:
             _check_architecture(chosen.get("architecture"))
-            chosen["eos_token_ids"] = tuple(chosen.get("eos_token_ids", ()))
+            for name in _TUPLES:
+                chosen[name] = tuple(chosen.get(name, ()))
             return cls(**chosen)
         except TypeError as error:
             raise ConfigError(

@@ -31,6 +31,7 @@ CONFIGS = {
     "gpt2": models.gpt2_config(),
     "gpt2-untied": models.gpt2_config(tie_word_embeddings=False),
 }
+FAMILIES = models.dense_configs()
 OPS = {
     "torch": lambda dtype: TorchOps(),
     "cpu kernels": lambda dtype: CpuOps(load_library(), dtype, 1),
@@ -54,11 +55,12 @@ def checkpoint(world):
         folder = Path(world.comm.bcast(own))
 
         def make(name, dtype=torch.float32):
+            config = {**CONFIGS, **FAMILIES}[name]
             if world.rank == 0:
-                theirs = models.save_huggingface(folder, CONFIGS[name], dtype=dtype)
+                theirs = models.save_huggingface(folder, config, dtype=dtype)
             world.barrier(60.0, "saved")
             if world.rank != 0:
-                theirs = models.load_huggingface(folder, CONFIGS[name], dtype=dtype)
+                theirs = models.load_huggingface(folder, config, dtype=dtype)
             return folder, theirs
 
         yield make
@@ -80,6 +82,19 @@ def test_greedy_tokens_in_float32_are_those_of_transformers(name, group, ops_of,
     outputs = models.PagedRun(ours, 4).greedy(prompts, 12)
 
     assert outputs == models.reference_greedy(theirs, prompts, 12)
+
+
+@pytest.mark.parametrize("group", ["one_host"], indirect=True)
+@pytest.mark.parametrize("ops_of", ["cpu kernels"], indirect=True)
+@pytest.mark.parametrize("name", list(FAMILIES))
+def test_every_family_is_cut_without_changing_a_token(name, group, ops_of, checkpoint):
+    folder, theirs = checkpoint(name)
+    ours = models.load_ours(folder, group, ops=ops_of(torch.float32))
+    prompts = models.prompts(1, 5, 23)
+
+    outputs = models.PagedRun(ours, 3).greedy(prompts, 8)
+
+    assert outputs == models.reference_greedy(theirs, prompts, 8)
 
 
 @pytest.mark.parametrize("name", ["llama", "llama-fewer-kv-heads-than-ranks", "gpt2"])

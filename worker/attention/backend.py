@@ -11,12 +11,14 @@ from torch import Tensor
 
 from trimaran.kernels.attention import AttentionMetadata, AttentionSpec
 from trimaran.worker.layers.rotary import RotaryEmbedding
+from trimaran.worker.pretrained_config import PretrainedConfig
 
 # Shapes: T tokens of the step, N query heads, K key-value heads, H head size, B tokens of a
 # block.
 
 __all__ = [
     "AttentionBackend", "AttentionMetadata", "AttentionSpec", "ForwardContext", "KVCacheSpec",
+    "attention_spec",
 ]  # fmt: skip
 
 
@@ -47,6 +49,15 @@ class ForwardContext:
     kv_caches: Sequence[Tensor]
     """One tensor a layer of this rank's stage, [num_blocks, 2, B, K, H]: a view of the pool
     of all layers, so that strides are those of the pool."""
+
+
+def attention_spec(config: PretrainedConfig, number: int) -> AttentionSpec:
+    """What the queries of the model's layer ``number`` see, and how they are scored."""
+    return AttentionSpec(
+        scale=(config.query_scale or config.head_size) ** -0.5,
+        window=config.window_of(number),
+        soft_cap=config.attn_soft_cap,
+    )
 
 
 class AttentionBackend(Protocol):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -43,6 +44,26 @@ class VocabParallelEmbedding(_VocabParallel):
         return self.tp.all_reduce(self._ops.embed(token_ids_T, self.weight, self.first_row))
 
 
+class ScaledEmbedding(VocabParallelEmbedding):
+    """Token vectors times a constant, which is rounded to their dtype."""
+
+    def __init__(
+        self,
+        context: LayerContext,
+        vocab_size: int,
+        padded_size: int,
+        hidden_size: int,
+        *,
+        scale: float,
+    ) -> None:
+        super().__init__(context, vocab_size, padded_size, hidden_size)
+        self._scale = float(torch.tensor(scale, dtype=context.dtype))
+
+    def forward(self, token_ids_T: Tensor) -> Tensor:
+        """The tokens' vectors [T, D], whole on every rank."""
+        return super().forward(token_ids_T).mul_(self._scale)
+
+
 class ParallelLMHead(_VocabParallel):
     """Hidden states to logits; shares the embedding's weight when tied."""
 
@@ -54,7 +75,9 @@ class ParallelLMHead(_VocabParallel):
         hidden_size: int,
         *,
         tied_to: VocabParallelEmbedding | None = None,
+        soft_cap: float = 0.0,
     ) -> None:
+        """Logits become ``cap * tanh(logit / cap)``; a cap of 0 leaves them."""
         if tied_to is None:
             super().__init__(context, vocab_size, padded_size, hidden_size)
         else:
@@ -66,11 +89,15 @@ class ParallelLMHead(_VocabParallel):
         # In a list, so that a tied weight is not a parameter of this module too.
         self._tied = [] if tied_to is None else [tied_to]
         self._logits = context.ops.logits
+        self._soft_cap = soft_cap
 
     def local_logits(self, hidden_ND: Tensor) -> Tensor:
         """[N, local rows] from id ``first_row`` on, float32 or the GPU's dtype; zero padded."""
         weight = self._tied[0].weight if self._tied else self.weight
-        return self._logits(hidden_ND, weight)
+        logits = self._logits(hidden_ND, weight)
+        if self._soft_cap:
+            logits.div_(self._soft_cap).tanh_().mul_(self._soft_cap)
+        return logits
 
     def forward(self, hidden_ND: Tensor) -> Tensor:
         """Logits of the whole vocabulary [N, V] on every rank; see `local_logits`."""

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from trimaran.kernels.decoder import Decoder, DecoderShape, DecoderStep, LayerWeights
-from trimaran.worker.attention.backend import ForwardContext
+from trimaran.worker.attention.backend import AttentionSpec, ForwardContext
 from trimaran.worker.layers.linear import LayerContext
 from trimaran.worker.layers.methods import NoLoRA, UnquantizedLinearMethod
 from trimaran.worker.layers.rotary import RotaryEmbedding
@@ -61,10 +61,12 @@ def fuse_layers(
     rotary: RotaryEmbedding | None,
 ) -> FusedLayers | None:
     """The layers as one operator; None where a method or the device has none for them,
-    as for a layer that does not see all tokens.
+    as for a layer that does not see all tokens or has norms of its own.
 
     Weights are read where they are: none may be replaced afterwards.
     """
+    if config.parallel_residual:
+        return None
     if not layers or not all(_is_plain(layer) for layer in layers):
         return None
     if rotary is not None and not rotary.rotates_whole_heads(config.head_size):
@@ -92,15 +94,27 @@ def fuse_layers(
     return FusedLayers(decoder, context, biases)
 
 
+_PARTS = {"attention_norm", "attention", "mlp_norm", "mlp"}
+_ATTENTION_PARTS = {"qkv_proj", "o_proj"}
+
+
 def _is_plain(layer: Any) -> bool:
-    """Whether all of a layer's products are with the weight as it is, and nothing else."""
+    """Whether a layer consists of two norms and products with the weight as it is, with
+    plain attention between them, and of nothing else."""
+    attention = layer.attention
+    if {name for name, _ in layer.named_children()} != _PARTS:
+        return False
+    if {name for name, _ in attention.named_children()} != _ATTENTION_PARTS:
+        return False
+    if attention.backend.spec != AttentionSpec(scale=attention.head_size**-0.5):
+        return False
     linears = (
         layer.attention.qkv_proj,
         layer.attention.o_proj,
         _up(layer),
         layer.mlp.down_proj,
     )
-    return not layer.attention.backend.spec.window and all(
+    return all(
         isinstance(linear.method, UnquantizedLinearMethod) and isinstance(linear.lora, NoLoRA)
         for linear in linears
     )

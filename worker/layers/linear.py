@@ -117,9 +117,18 @@ class MergedColumnParallelLinear(ParallelLinear):
         super().__init__(context, (rows, in_features), bias=bias, method=method, lora=lora)
 
     def weight_loader(self, parameter: nn.Parameter, loaded: Tensor, shard: str = "") -> None:
-        """Copy this rank's rows of the part ``shard``, a whole [out, in] or [out]."""
-        part = self._ranges[shard]
+        """Copy this rank's rows of the part ``shard``, a whole [out, in] or [out].
+
+        ``*`` is all parts, one after another as they are stacked here.
+        """
         tail = (self._in_features,) if loaded.dim() == 2 else ()
+        if shard == "*":
+            sizes = [part.whole for part in self._ranges.values()]
+            check_shape(loaded, (sum(sizes), *tail))
+            for name, rows in zip(self._ranges, torch.split(loaded, sizes), strict=True):
+                self.weight_loader(parameter, rows, name)
+            return
+        part = self._ranges[shard]
         check_shape(loaded, (part.whole, *tail))
         rows = loaded.narrow(0, part.source, part.rows)
         parameter.data.narrow(0, part.offset, part.rows).copy_(rows)
@@ -185,17 +194,6 @@ class QKVParallelLinear(MergedColumnParallelLinear):
         ParallelLinear.__init__(
             self, context, (rows, hidden_size), bias=bias, method=method, lora=lora
         )
-
-    def weight_loader(self, parameter: nn.Parameter, loaded: Tensor, shard: str = "") -> None:
-        """Copy this rank's rows of the part ``q``, ``k`` or ``v``, or of all three, ``qkv``."""
-        if shard != "qkv":
-            super().weight_loader(parameter, loaded, shard)
-            return
-        sizes = [part.whole for part in self._ranges.values()]
-        tail = (self._in_features,) if loaded.dim() == 2 else ()
-        check_shape(loaded, (sum(sizes), *tail))
-        for name, rows in zip(self._ranges, torch.split(loaded, sizes), strict=True):
-            super().weight_loader(parameter, rows, name)
 
 
 class RowParallelLinear(ParallelLinear):

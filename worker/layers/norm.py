@@ -8,12 +8,18 @@ from trimaran.worker.layers.linear import LayerContext, check_shape
 
 
 class RMSNorm(nn.Module):
-    """Root-mean-square normalisation."""
+    """Root-mean-square normalisation.
 
-    def __init__(self, context: LayerContext, hidden_size: int, eps: float) -> None:
+    A whole checkpoint's weights are held with ``offset`` added, in the model's dtype.
+    """
+
+    def __init__(
+        self, context: LayerContext, hidden_size: int, eps: float, offset: float = 0.0
+    ) -> None:
         super().__init__()
         self.weight = context.empty(hidden_size)
         self.eps = eps
+        self.offset = offset
         self._ops = context.ops
 
     def forward(self, x_TD: Tensor | None, residual_TD: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -29,9 +35,19 @@ class RMSNorm(nn.Module):
         return self._ops.add_rms_norm(x_TD, residual_TD, self.weight, self.eps), residual_TD
 
     def weight_loader(self, parameter: nn.Parameter, loaded: Tensor, shard: str = "") -> None:
-        """Copy the whole tensor."""
+        """Copy the whole tensor, with the offset added before it is rounded."""
         check_shape(loaded, tuple(parameter.shape))
-        parameter.data.copy_(loaded)
+        parameter.data.copy_(loaded.float() + self.offset if self.offset else loaded)
+
+
+class HeadNorm(RMSNorm):
+    """Root-mean-square normalisation of each head by itself, all with the same weights."""
+
+    def normalise(self, heads_TNH: Tensor) -> None:
+        """Normalise heads in place."""
+        rows = heads_TNH.reshape(-1, heads_TNH.shape[-1])
+        normed = self._ops.rms_norm(rows, self.weight, self.eps)
+        heads_TNH.copy_(normed.view(heads_TNH.shape))
 
 
 def settle(x_TD: Tensor | None, residual_TD: Tensor | None) -> Tensor:

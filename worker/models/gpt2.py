@@ -35,7 +35,7 @@ from trimaran.worker.pretrained_config import PretrainedConfig
 _LAYER_WEIGHTS = (
     ("ln_1", "attention_norm", "", False),
     ("ln_2", "mlp_norm", "", False),
-    ("attn.c_attn", "attention.qkv_proj", "qkv", True),
+    ("attn.c_attn", "attention.qkv_proj", "*", True),
     ("attn.c_proj", "attention.o_proj", "", True),
     ("mlp.c_fc", "mlp.up_proj", "", True),
     ("mlp.c_proj", "mlp.down_proj", "", True),

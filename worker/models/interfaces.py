@@ -53,7 +53,8 @@ class WeightTarget:
     """Name in the state dict of the stage that holds it."""
 
     shard: str = ""
-    """Part of a fused parameter: ``q``, ``gate`` and the like."""
+    """Part of a fused parameter: ``q``, ``gate`` and the like; ``*`` for all of them, one
+    after another."""
 
     is_transposed: bool = False
     """The checkpoint holds [in, out]."""

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 from trimaran.worker.attention.backend import (
     AttentionBackend,
-    AttentionSpec,
     ForwardContext,
+    attention_spec,
 )
 from trimaran.worker.attention.paged import PagedAttention
 from trimaran.worker.layers.activation import GatedActivation
@@ -21,7 +21,7 @@ from trimaran.worker.layers.linear import (
     QKVParallelLinear,
     RowParallelLinear,
 )
-from trimaran.worker.layers.norm import RMSNorm, settle
+from trimaran.worker.layers.norm import HeadNorm, RMSNorm, settle
 from trimaran.worker.layers.rotary import RotaryEmbedding
 from trimaran.worker.models.interfaces import CausalLM, StageRange, WeightTarget
 from trimaran.worker.pretrained_config import PretrainedConfig
@@ -29,12 +29,21 @@ from trimaran.worker.pretrained_config import PretrainedConfig
 # Shapes: T tokens of the step, D hidden size, N query heads, A all heads of a token's
 # product, H head size.
 
+_HEAD_NORMS = [
+    ("self_attn.q_norm", "attention.q_norm"),
+    ("self_attn.k_norm", "attention.k_norm"),
+]
+
 
 class LlamaAttention(nn.Module):
     """Self-attention with rotary positions."""
 
     def __init__(
-        self, config: PretrainedConfig, context: LayerContext, rotary: RotaryEmbedding
+        self,
+        config: PretrainedConfig,
+        context: LayerContext,
+        rotary: RotaryEmbedding,
+        number: int,
     ) -> None:
         super().__init__()
         self.head_size = config.head_size
@@ -44,7 +53,7 @@ class LlamaAttention(nn.Module):
             config.head_size,
             config.num_attention_heads,
             config.num_key_value_heads,
-            bias=config.attn_bias,
+            bias=config.attn_bias or config.qkv_bias,
         )
         self.o_proj = RowParallelLinear(
             context,
@@ -52,10 +61,15 @@ class LlamaAttention(nn.Module):
             config.hidden_size,
             bias=config.attn_bias,
         )
+        self.has_head_norms = config.qk_norm
+        if config.qk_norm:
+            sizes = config.head_size, config.norm_epsilon, config.norm_offset
+            self.q_norm = HeadNorm(context, *sizes)
+            self.k_norm = HeadNorm(context, *sizes)
         # Shared by all layers and owned by the model.
         self._rotary = [rotary]
         self.backend: AttentionBackend = PagedAttention(
-            context.ops, AttentionSpec(scale=config.head_size**-0.5)
+            context.ops, attention_spec(config, number)
         )
 
     def forward(
@@ -70,12 +84,27 @@ class LlamaAttention(nn.Module):
 
         Returns what is still to be added to the residual, or None.
         """
+        output_TA = self.attend(hidden_TD, positions_T, kv_cache, context)
+        return self.o_proj.add_to(residual_TD, output_TA)
+
+    def attend(
+        self,
+        hidden_TD: Tensor,
+        positions_T: Tensor,
+        kv_cache: Tensor,
+        context: ForwardContext,
+    ) -> Tensor:
+        """What the output projection gets: this rank's heads, one after another."""
         qkv = self.qkv_proj.forward(hidden_TD)
         heads_TAH = qkv.view(qkv.shape[0], -1, self.head_size)
+        if self.has_head_norms:
+            num_heads, num_kv_heads = self.qkv_proj.num_heads, self.qkv_proj.num_kv_heads
+            self.q_norm.normalise(heads_TAH[:, :num_heads])
+            self.k_norm.normalise(heads_TAH[:, num_heads : num_heads + num_kv_heads])
         output_TNH = self.backend.rotate_and_attend(
             heads_TAH, self._rotary[0], positions_T, kv_cache, context.attention
         )
-        return self.o_proj.add_to(residual_TD, output_TNH.flatten(1))
+        return output_TNH.flatten(1)
 
 
 class LlamaMLP(nn.Module):
@@ -102,11 +131,15 @@ class LlamaLayer(nn.Module):
     """One decoder layer; the residual is added by the next norm."""
 
     def __init__(
-        self, config: PretrainedConfig, context: LayerContext, rotary: RotaryEmbedding
+        self,
+        config: PretrainedConfig,
+        context: LayerContext,
+        rotary: RotaryEmbedding,
+        number: int,
     ) -> None:
         super().__init__()
         self.attention_norm = RMSNorm(context, config.hidden_size, config.norm_epsilon)
-        self.attention = LlamaAttention(config, context, rotary)
+        self.attention = LlamaAttention(config, context, rotary, number)
         self.mlp_norm = RMSNorm(context, config.hidden_size, config.norm_epsilon)
         self.mlp = LlamaMLP(config, context)
 
@@ -126,7 +159,19 @@ class LlamaLayer(nn.Module):
 
 
 class LlamaForCausalLM(CausalLM):
-    """Llama, one pipeline stage of it."""
+    """Llama, one pipeline stage of it; the base of the families built like it."""
+
+    layer_class: ClassVar[type[LlamaLayer]] = LlamaLayer
+    layer_linears: ClassVar[tuple[tuple[str, str, str], ...]] = (
+        ("self_attn.q_proj", "attention.qkv_proj", "q"),
+        ("self_attn.k_proj", "attention.qkv_proj", "k"),
+        ("self_attn.v_proj", "attention.qkv_proj", "v"),
+        ("self_attn.o_proj", "attention.o_proj", ""),
+        ("mlp.gate_proj", "mlp.gate_up_proj", "gate"),
+        ("mlp.up_proj", "mlp.gate_up_proj", "up"),
+        ("mlp.down_proj", "mlp.down_proj", ""),
+    )
+    """(checkpoint name, module, shard) of one layer's products."""
 
     ignored_weights = ("rotary_emb.inv_freq",)
     name_prefix = "model."
@@ -155,17 +200,32 @@ class LlamaForCausalLM(CausalLM):
             config.rotary_base,
             config.rope_scaling,
         )
-        embedding = VocabParallelEmbedding(context, *vocabulary) if stage.is_first else None
+        embedding = self.make_embedding(vocabulary) if stage.is_first else None
         if embedding is not None:
             self.embed_tokens = embedding
         self.layers = nn.ModuleDict(
-            {str(n): LlamaLayer(config, context, self.rotary) for n in self.layer_numbers()}
+            {
+                str(number): self.layer_class(config, context, self.rotary_of(number), number)
+                for number in self.layer_numbers()
+            }
         )
         self._stack = [cast(LlamaLayer, layer) for layer in self.layers.values()]
         if stage.is_last:
             tied_to = embedding if config.tie_word_embeddings else None
-            self.norm = RMSNorm(context, config.hidden_size, config.norm_epsilon)
-            self.lm_head = ParallelLMHead(context, *vocabulary, tied_to=tied_to)
+            self.norm = RMSNorm(
+                context, config.hidden_size, config.norm_epsilon, config.norm_offset
+            )
+            self.lm_head = ParallelLMHead(
+                context, *vocabulary, tied_to=tied_to, soft_cap=config.final_soft_cap
+            )
+
+    def make_embedding(self, vocabulary: tuple[int, int, int]) -> VocabParallelEmbedding:
+        """The token embedding of (real, padded) vocabulary size and hidden size."""
+        return VocabParallelEmbedding(self.context, *vocabulary)
+
+    def rotary_of(self, number: int) -> RotaryEmbedding:
+        """The angles of a layer."""
+        return self.rotary
 
     def forward(
         self,
@@ -207,30 +267,31 @@ class LlamaForCausalLM(CausalLM):
         if not is_tied:
             weights["lm_head.weight"] = (WeightTarget("lm_head.weight"),)
         for number in range(config.num_hidden_layers):
-            for name, target, shard in _layer_weights(config):
+            for name, target, shard in self.layer_weights():
                 weights[f"layers.{number}.{name}"] = (
                     WeightTarget(f"layers.{number}.{target}", shard),
                 )
         return weights
 
+    def layer_weights(self) -> list[tuple[str, str, str]]:
+        """(checkpoint name, parameter, shard) of one layer's weights."""
+        weights = [(f"{name}.weight", f"{to}.weight", "") for name, to in self.layer_norms()]
+        for name, target, shard in self.layer_linears:
+            weights.append((f"{name}.weight", f"{target}.weight", shard))
+            if self._has_bias(target):
+                weights.append((f"{name}.bias", f"{target}.bias", shard))
+        return weights
 
-def _layer_weights(config: PretrainedConfig) -> list[tuple[str, str, str]]:
-    """(checkpoint name, parameter, shard) of one layer's weights."""
-    linears = [
-        ("self_attn.q_proj", "attention.qkv_proj", "q", config.attn_bias),
-        ("self_attn.k_proj", "attention.qkv_proj", "k", config.attn_bias),
-        ("self_attn.v_proj", "attention.qkv_proj", "v", config.attn_bias),
-        ("self_attn.o_proj", "attention.o_proj", "", config.attn_bias),
-        ("mlp.gate_proj", "mlp.gate_up_proj", "gate", config.mlp_bias),
-        ("mlp.up_proj", "mlp.gate_up_proj", "up", config.mlp_bias),
-        ("mlp.down_proj", "mlp.down_proj", "", config.mlp_bias),
-    ]
-    weights = [
-        ("input_layernorm.weight", "attention_norm.weight", ""),
-        ("post_attention_layernorm.weight", "mlp_norm.weight", ""),
-    ]
-    for name, target, shard, has_bias in linears:
-        weights.append((f"{name}.weight", f"{target}.weight", shard))
-        if has_bias:
-            weights.append((f"{name}.bias", f"{target}.bias", shard))
-    return weights
+    def layer_norms(self) -> list[tuple[str, str]]:
+        """(checkpoint name, module) of one layer's norms."""
+        norms = [
+            ("input_layernorm", "attention_norm"),
+            ("post_attention_layernorm", "mlp_norm"),
+        ]
+        return norms + (_HEAD_NORMS if self.config.qk_norm else [])
+
+    def _has_bias(self, target: str) -> bool:
+        if target.startswith("mlp"):
+            return self.config.mlp_bias
+        is_qkv = target == "attention.qkv_proj"
+        return self.config.attn_bias or (is_qkv and self.config.qkv_bias)

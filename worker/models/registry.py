@@ -13,13 +13,19 @@ from trimaran.comm.errors import ConfigError
 from trimaran.comm.topology import ParallelLayout
 from trimaran.kernels.dispatch import Ops, select_ops
 from trimaran.kernels.torch_ops import TorchOps
-from trimaran.worker.config import EngineConfig
+from trimaran.worker.config import CacheConfig, EngineConfig
 from trimaran.worker.engine_folder import EngineFolder, FolderKind
 from trimaran.worker.layers.linear import LayerContext
 from trimaran.worker.layers.parallel import TensorGroup
+from trimaran.worker.models.falcon import FalconForCausalLM
 from trimaran.worker.models.gpt2 import GPT2LMHeadModel
+from trimaran.worker.models.gpt_neox import GPTNeoXForCausalLM
+from trimaran.worker.models.gptj import GPTJForCausalLM
 from trimaran.worker.models.interfaces import CausalLM, StageRange
 from trimaran.worker.models.llama import LlamaForCausalLM
+from trimaran.worker.models.mistral import MistralForCausalLM
+from trimaran.worker.models.qwen2 import Qwen2ForCausalLM
+from trimaran.worker.models.qwen3 import Qwen3ForCausalLM
 from trimaran.worker.models.weight_loader import fill_random, load_checkpoint, load_shard
 from trimaran.worker.pretrained_config import PretrainedConfig
 
@@ -27,7 +33,13 @@ logger = logging.getLogger(__name__)
 
 MODELS: dict[str, type[CausalLM]] = {
     "LlamaForCausalLM": LlamaForCausalLM,
+    "MistralForCausalLM": MistralForCausalLM,
+    "Qwen2ForCausalLM": Qwen2ForCausalLM,
+    "Qwen3ForCausalLM": Qwen3ForCausalLM,
     "GPT2LMHeadModel": GPT2LMHeadModel,
+    "GPTJForCausalLM": GPTJForCausalLM,
+    "GPTNeoXForCausalLM": GPTNeoXForCausalLM,
+    "FalconForCausalLM": FalconForCausalLM,
 }
 
 DTYPES = {
@@ -100,9 +112,7 @@ def load_model(
         if progress is not None:
             progress(folder.shard_of(layout.rank).name)
         load_shard(model, folder.shard_of(layout.rank))
-    windows = config.cache.windows_below(config.scheduler.max_seq_len)
-    if any(windows):
-        _limit_attention(model, windows, config.cache.num_sinks)
+    _limit_attention(model, config.cache, config.scheduler.max_seq_len)
     model.process_weights_after_loading()
     if device.type == "cuda":
         torch.cuda.synchronize(device)
@@ -113,10 +123,14 @@ def load_model(
     return model
 
 
-def _limit_attention(model: CausalLM, windows: tuple[int, ...], num_sinks: int) -> None:
-    """Let layer n see ``windows[n % len(windows)]`` tokens back, 0 being all of them."""
+def _limit_attention(model: CausalLM, cache: CacheConfig, max_seq_len: int) -> None:
+    """Let each layer see no more than its own window and that of ``cache``.
+
+    A window that no sequence outgrows is none, which faster kernels serve.
+    """
+    served = cache.windows_of(model.config.layer_windows, max_seq_len, model.stage.num_layers)
     for number, layer in zip(model.layer_numbers(), model.layers.values(), strict=True):
         attention: Any = layer.attention
-        window = windows[number % len(windows)]
-        if window:
-            attention.backend.limit(window, num_sinks)
+        window = served[number]
+        if window != attention.backend.spec.window:
+            attention.backend.limit(window, cache.num_sinks if window else 0)

@@ -9,7 +9,14 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    GPT2Config,
+    LlamaConfig,
+    MistralConfig,
+    Qwen2Config,
+    Qwen3Config,
+)
 
 from trimaran.kernels.dispatch import Ops
 from trimaran.worker.attention.backend import AttentionMetadata, ForwardContext
@@ -44,6 +51,51 @@ def llama_config(**changes: Any) -> LlamaConfig:
     return LlamaConfig(**{**values, **changes})
 
 
+_ODD: dict[str, Any] = {
+    "vocab_size": 150, "hidden_size": 60, "intermediate_size": 104, "num_hidden_layers": 4,
+    "num_attention_heads": 12, "num_key_value_heads": 2, "head_dim": 20,
+    "max_position_embeddings": 128, "initializer_range": 0.1, "bos_token_id": None,
+    "eos_token_id": None, "pad_token_id": None, "rms_norm_eps": 1e-5,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 5000.0},
+}  # fmt: skip
+"""Heads that are no power of two, whose sizes do not add up to the hidden size."""
+
+_ODD_DENSE = {
+    "mistral": (MistralConfig, {"sliding_window": 11}),
+    "mistral-tied-no-window": (
+        MistralConfig,
+        {"sliding_window": None, "tie_word_embeddings": True},
+    ),
+    "qwen2": (Qwen2Config, {"hidden_size": 240}),
+    "qwen2-tied-windows": (
+        Qwen2Config,
+        {
+            "hidden_size": 240,
+            "tie_word_embeddings": True,
+            "use_sliding_window": True,
+            "sliding_window": 9,
+            "max_window_layers": 2,
+        },
+    ),
+    "qwen3": (Qwen3Config, {}),
+    "qwen3-tied-biases": (Qwen3Config, {"tie_word_embeddings": True, "attention_bias": True}),
+    "qwen3-windows-yarn": (
+        Qwen3Config,
+        {
+            "use_sliding_window": True,
+            "sliding_window": 9,
+            "layer_types": ["full_attention", "sliding_attention"] * 2,
+            "rope_parameters": YARN_ROPE,
+        },
+    ),
+}
+
+
+def dense_configs() -> dict[str, Any]:
+    """Families beside Llama and GPT-2, each with what sets it apart."""
+    return {name: kind(**{**_ODD, **changes}) for name, (kind, changes) in _ODD_DENSE.items()}
+
+
 def gpt2_config(**changes: Any) -> GPT2Config:
     """A GPT-2 with its usual activation."""
     values: dict[str, Any] = {
@@ -57,8 +109,7 @@ def gpt2_config(**changes: Any) -> GPT2Config:
 def save_huggingface(folder: Path, config: Any, *, dtype: torch.dtype = torch.float32) -> Any:
     """A random model of transformers, saved to ``folder`` and returned."""
     torch.manual_seed(1)
-    kind = LlamaForCausalLM if isinstance(config, LlamaConfig) else GPT2LMHeadModel
-    model = kind(config).eval()
+    model = AutoModelForCausalLM.from_config(config).eval()
     for name, parameter in model.named_parameters():
         # Norms and biases start as ones and zeros, which would hide errors.
         if parameter.dim() == 1:
@@ -71,8 +122,9 @@ def save_huggingface(folder: Path, config: Any, *, dtype: torch.dtype = torch.fl
 
 def load_huggingface(folder: Path, config: Any, *, dtype: torch.dtype = torch.float32) -> Any:
     """The model that `save_huggingface` left in ``folder``."""
-    kind = LlamaForCausalLM if isinstance(config, LlamaConfig) else GPT2LMHeadModel
-    return kind.from_pretrained(folder, attn_implementation="eager", dtype=dtype).eval()
+    return AutoModelForCausalLM.from_pretrained(
+        folder, attn_implementation="eager", dtype=dtype
+    ).eval()
 
 
 def load_ours(

@@ -50,6 +50,7 @@ CONFIGS = {
     "gpt2-relu-untied": models.gpt2_config(
         activation_function="relu", tie_word_embeddings=False
     ),
+    **models.dense_configs(),
 }
 
 

@@ -1,0 +1,9 @@
+"""Mistral: a Llama whose queries look back at a window of tokens."""
+
+from __future__ import annotations
+
+from trimaran.worker.models.llama import LlamaForCausalLM
+
+
+class MistralForCausalLM(LlamaForCausalLM):
+    """Mistral, one pipeline stage of it; what differs is in its configuration."""
