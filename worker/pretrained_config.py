@@ -122,6 +122,11 @@ class PretrainedConfig:
         for window in self.layer_windows:
             if window:
                 check_positive("layer_windows", window)
+        if self.rotary_size > self.head_size:
+            raise ConfigError(
+                f"rotary_size ({self.rotary_size}) is above head_size ({self.head_size}). "
+                "Correct the checkpoint's config.json."
+            )
         if self.rope_scaling is not None:
             _check_choice("rope_type", self.rope_scaling.get("rope_type"), SERVED_ROPE_TYPES)
 

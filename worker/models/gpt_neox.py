@@ -1,0 +1,256 @@
+"""GPT-NeoX: layer norm, rotary positions, attention and MLP beside or after each other."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import ClassVar, cast
+
+from torch import Tensor, nn
+
+from trimaran.worker.attention.backend import (
+    AttentionBackend,
+    AttentionSpec,
+    ForwardContext,
+)
+from trimaran.worker.attention.paged import PagedAttention
+from trimaran.worker.layers.activation import Activation
+from trimaran.worker.layers.biased_head import BiasedLMHead
+from trimaran.worker.layers.embedding import ParallelLMHead, VocabParallelEmbedding
+from trimaran.worker.layers.grouped_qkv import GroupedQKVParallelLinear
+from trimaran.worker.layers.joint_sum import sum_of_products
+from trimaran.worker.layers.linear import (
+    ColumnParallelLinear,
+    LayerContext,
+    RowParallelLinear,
+)
+from trimaran.worker.layers.norm import LayerNorm
+from trimaran.worker.layers.rotary import RotaryEmbedding
+from trimaran.worker.models.interfaces import CausalLM, StageRange, WeightTarget
+from trimaran.worker.pretrained_config import PretrainedConfig
+
+# Shapes: T tokens of the step, D hidden size, N query heads, A all heads of a token's
+# product, H head size, F inner width of the MLP.
+
+
+class NeoXAttention(nn.Module):
+    """Self-attention with rotary positions, up to its output projection."""
+
+    def __init__(
+        self, config: PretrainedConfig, context: LayerContext, rotary: RotaryEmbedding
+    ) -> None:
+        super().__init__()
+        self.head_size = config.head_size
+        heads = config.num_attention_heads
+        self.qkv_proj = GroupedQKVParallelLinear(
+            context,
+            config.hidden_size,
+            config.head_size,
+            heads,
+            config.num_key_value_heads,
+            bias=config.attn_bias,
+        )
+        self.o_proj = RowParallelLinear(
+            context, heads * config.head_size, config.hidden_size, bias=config.attn_bias
+        )
+        # Shared by all layers and owned by the model.
+        self._rotary = [rotary]
+        self.backend: AttentionBackend = PagedAttention(
+            context.ops, AttentionSpec(scale=config.head_size**-0.5)
+        )
+
+    def attend(
+        self, hidden_TD: Tensor, positions_T: Tensor, kv_cache: Tensor, context: ForwardContext
+    ) -> Tensor:
+        """What the output projection gets [T, N * H]."""
+        qkv = self.qkv_proj.forward(hidden_TD)
+        heads_TAH = qkv.view(qkv.shape[0], -1, self.head_size)
+        output_TNH = self.backend.rotate_and_attend(
+            heads_TAH, self._rotary[0], positions_T, kv_cache, context.attention
+        )
+        return output_TNH.flatten(1)
+
+
+class NeoXMLP(nn.Module):
+    """``act(up(x))``, and the layer that narrows it again."""
+
+    def __init__(self, config: PretrainedConfig, context: LayerContext) -> None:
+        super().__init__()
+        inner = config.intermediate_size
+        self.up_proj = ColumnParallelLinear(
+            context, config.hidden_size, inner, bias=config.mlp_bias
+        )
+        self.act = Activation(context, config.hidden_act)
+        self.down_proj = RowParallelLinear(
+            context, inner, config.hidden_size, bias=config.mlp_bias
+        )
+
+    def widen(self, hidden_TD: Tensor) -> Tensor:
+        """What the second product gets [T, F]."""
+        return self.act.forward(self.up_proj.forward(hidden_TD))
+
+
+class NeoXLayer(nn.Module):
+    """One decoder layer; the residual is added by the next norm."""
+
+    def __init__(
+        self, config: PretrainedConfig, context: LayerContext, rotary: RotaryEmbedding
+    ) -> None:
+        super().__init__()
+        self.is_parallel = config.parallel_residual
+        self.has_mlp_norm = config.num_input_norms == 2
+        self.attention_norm = LayerNorm(context, config.hidden_size, config.norm_epsilon)
+        self.attention = NeoXAttention(config, context, rotary)
+        if self.has_mlp_norm:
+            self.mlp_norm = LayerNorm(context, config.hidden_size, config.norm_epsilon)
+        self.mlp = NeoXMLP(config, context)
+
+    def forward(
+        self,
+        hidden_TD: Tensor,
+        residual_TD: Tensor | None,
+        positions_T: Tensor,
+        kv_cache: Tensor,
+        context: ForwardContext,
+    ) -> tuple[Tensor, Tensor]:
+        """Returns what is still to be added to the residual, and the residual."""
+        normed, residual = self.attention_norm.forward(hidden_TD, residual_TD)
+        attended = self.attention.attend(normed, positions_T, kv_cache, context)
+        if not self.is_parallel:
+            output = self.attention.o_proj.forward(attended)
+            normed, residual = self.mlp_norm.forward(output, residual)
+            return self.mlp.down_proj.forward(self.mlp.widen(normed)), residual
+        if self.has_mlp_norm:
+            normed, residual = self.mlp_norm.forward(residual, None)
+        inner = self.mlp.widen(normed)
+        output = sum_of_products((self.attention.o_proj, attended), (self.mlp.down_proj, inner))
+        return output, residual
+
+
+class GPTNeoXForCausalLM(CausalLM):
+    """GPT-NeoX, one pipeline stage of it; the base of the families built like it."""
+
+    ignored_weights: tuple[str, ...] = (
+        ".attention.bias", ".attention.masked_bias", "rotary_emb.inv_freq",
+    )  # fmt: skip
+    name_prefix = "gpt_neox."
+    outer_names: ClassVar[Mapping[str, str]] = {
+        "embed_tokens": "embed_in",
+        "layers": "layers",
+        "norm": "final_layer_norm",
+        "lm_head": "embed_out",
+    }
+    """Checkpoint names of what is around the layers."""
+
+    layer_linears: ClassVar[tuple[tuple[str, str, str], ...]] = (
+        ("attention.query_key_value", "attention.qkv_proj", "groups"),
+        ("attention.dense", "attention.o_proj", ""),
+        ("mlp.dense_h_to_4h", "mlp.up_proj", ""),
+        ("mlp.dense_4h_to_h", "mlp.down_proj", ""),
+    )
+    """(checkpoint name, module, shard) of one layer's products."""
+
+    adapter_modules: ClassVar[Mapping[str, tuple[str, str]]] = {
+        "attn_qkv": ("attention.qkv_proj", "*"),
+        "attn_q": ("attention.qkv_proj", "q"),
+        "attn_k": ("attention.qkv_proj", "k"),
+        "attn_v": ("attention.qkv_proj", "v"),
+        "attn_dense": ("attention.o_proj", ""),
+        "mlp_h_to_4h": ("mlp.up_proj", ""),
+        "mlp_4h_to_h": ("mlp.down_proj", ""),
+    }
+
+    def __init__(
+        self, config: PretrainedConfig, stage: StageRange, context: LayerContext
+    ) -> None:
+        super().__init__(config, stage, context)
+        padded = config.padded_vocab_size(context.tp.size)
+        vocabulary = (config.vocab_size, padded, config.hidden_size)
+        self.rotary = RotaryEmbedding(
+            context,
+            config.rotated_dims,
+            config.max_position_embeddings,
+            config.rotary_base,
+            config.rope_scaling,
+            is_neox=config.position_embedding_type != "rope_gptj",
+        )
+        embedding = VocabParallelEmbedding(context, *vocabulary) if stage.is_first else None
+        if embedding is not None:
+            self.embed_tokens = embedding
+        self.layers = nn.ModuleDict(
+            {str(n): NeoXLayer(config, context, self.rotary) for n in self.layer_numbers()}
+        )
+        self._stack = [cast(NeoXLayer, layer) for layer in self.layers.values()]
+        if config.tie_word_embeddings:
+            # Some files hold the embedding a second time.
+            head_weight = f"{self.outer_names['lm_head']}.weight"
+            self.ignored_weights = (*self.ignored_weights, head_weight)
+        if stage.is_last:
+            tied_to = embedding if config.tie_word_embeddings else None
+            self.norm = LayerNorm(context, config.hidden_size, config.norm_epsilon)
+            head = BiasedLMHead if config.lm_head_bias else ParallelLMHead
+            self.lm_head = head(context, *vocabulary, tied_to=tied_to)
+
+    def forward(
+        self,
+        token_ids_T: Tensor,
+        positions_T: Tensor,
+        context: ForwardContext,
+        hidden_TD: Tensor | None = None,
+    ) -> Tensor:
+        """Run this stage; see `CausalLM.forward`."""
+        if self.stage.is_first and hidden_TD is None:
+            hidden_TD = self.embed_tokens.forward(token_ids_T)
+        assert hidden_TD is not None, "a later stage needs the previous stage's result"
+        hidden, residual = hidden_TD, None
+        fused = self.fused
+        if fused is not None:
+            hidden, residual = fused.forward(hidden_TD, positions_T, context)
+        else:
+            for layer, kv_cache in zip(self._stack, context.kv_caches, strict=True):
+                hidden, residual = layer.forward(
+                    hidden, residual, positions_T, kv_cache, context
+                )
+        if self.stage.is_last:
+            return self.norm.forward(hidden, residual)[0]
+        return hidden if residual is None else hidden + residual
+
+    def checkpoint_weights(self) -> dict[str, tuple[WeightTarget, ...]]:
+        """Every weight of the whole model by its Hugging Face name, and where it goes."""
+        config, names = self.config, self.outer_names
+        embedding = [WeightTarget("embed_tokens.weight")]
+        if config.tie_word_embeddings:
+            # A last stage without the embedding holds a copy as its head.
+            embedding.append(WeightTarget("lm_head.weight"))
+        weights = {f"{names['embed_tokens']}.weight": tuple(embedding)}
+        for kind in ("weight", "bias"):
+            weights[f"{names['norm']}.{kind}"] = (WeightTarget(f"norm.{kind}"),)
+        if not config.tie_word_embeddings:
+            weights[f"{names['lm_head']}.weight"] = (WeightTarget("lm_head.weight"),)
+        if config.lm_head_bias:
+            weights[f"{names['lm_head']}.bias"] = (WeightTarget("lm_head.bias"),)
+        for number in range(config.num_hidden_layers):
+            for name, target, shard in self._layer_weights():
+                weights[f"{names['layers']}.{number}.{name}"] = (
+                    WeightTarget(f"layers.{number}.{target}", shard),
+                )
+        return weights
+
+    def layer_norms(self) -> list[tuple[str, str]]:
+        """(checkpoint name, module) of one layer's norms."""
+        return [
+            ("input_layernorm", "attention_norm"),
+            ("post_attention_layernorm", "mlp_norm"),
+        ]
+
+    def _layer_weights(self) -> list[tuple[str, str, str]]:
+        """(checkpoint name, parameter, shard) of one layer's weights."""
+        weights = []
+        for name, target in self.layer_norms():
+            weights.append((f"{name}.weight", f"{target}.weight", ""))
+            weights.append((f"{name}.bias", f"{target}.bias", ""))
+        for name, target, shard in self.layer_linears:
+            weights.append((f"{name}.weight", f"{target}.weight", shard))
+            is_mlp = target.startswith("mlp")
+            if self.config.mlp_bias if is_mlp else self.config.attn_bias:
+                weights.append((f"{name}.bias", f"{target}.bias", shard))
+        return weights
