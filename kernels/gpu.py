@@ -8,6 +8,7 @@ from trimaran.kernels import (
     reference,
     triton_attention,
     triton_elementwise,
+    triton_experts,
     triton_norm,
     triton_rotary,
 )
@@ -20,6 +21,7 @@ from trimaran.kernels.torch_ops import TorchOps
 _TRITON = (
     "rms_norm", "add_rms_norm", "layer_norm", "add_layer_norm", "silu_and_mul",
     "gelu_and_mul", "activation", "embed", "rope_and_cache", "write_kv", "paged_attention",
+    "choose_experts", "expert_mlp",
 )  # fmt: skip
 _PRODUCTS = ("linear", "add_linear", "gated_linear", "logits")
 
@@ -35,6 +37,7 @@ class TritonOps(TorchOps):
     gelu_and_mul = staticmethod(triton_elementwise.gated_activation)
     activation = staticmethod(triton_elementwise.activation)
     embed = staticmethod(triton_elementwise.embed)
+    choose_experts = staticmethod(triton_experts.choose_experts)
     rope_and_cache = staticmethod(triton_rotary.rope_and_cache)
     write_kv = staticmethod(triton_rotary.write_kv)
 
@@ -93,6 +96,20 @@ class TritonOps(TorchOps):
     ) -> Tensor:
         """Add ``x`` into ``residual``, which becomes the sum, and normalise it."""
         return triton_norm.layer_norm(x, weight, bias, eps, residual)
+
+    def expert_mlp(
+        self,
+        x: Tensor,
+        weights: Tensor,
+        ids: Tensor,
+        gate_up: Tensor,
+        down: Tensor,
+        first_expert: int = 0,
+    ) -> Tensor:
+        """The weighted sum of each token's experts; see `reference.expert_mlp`."""
+        return triton_experts.expert_mlp(
+            x, weights, ids, gate_up, down, first_expert, is_fixed=self.is_deterministic
+        )
 
     def rotated_attention(
         self,

@@ -1,0 +1,93 @@
+"""Experts in Triton's interpreter: the choice, the order and the sums of the plain twin."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from trimaran.kernels import reference, triton_experts
+
+TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3}
+ROUTINGS = ("drawn", "one expert", "few experts")
+
+
+def drawn_ids(routing: str, tokens: int, experts: int, chosen: int) -> torch.Tensor:
+    """The chosen experts of each token, all different."""
+    generator = torch.Generator().manual_seed(tokens)
+    odds = torch.rand(tokens, experts, generator=generator)
+    if routing == "one expert":
+        # All tokens have expert 1, and the rest is drawn.
+        odds[:, 1] = 2.0
+    elif routing == "few experts":
+        odds[:, chosen:] = -1.0
+    return odds.topk(chosen, dim=-1)[1].int()
+
+
+def make(dtype, tokens, experts, chosen, hidden, inner, routing="drawn"):
+    generator = torch.Generator().manual_seed(tokens)
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator)
+
+    x = random(tokens, hidden + 16).to(dtype)[:, :hidden]
+    weights = random(tokens, chosen).softmax(-1)
+    ids = drawn_ids(routing, tokens, experts, chosen)
+    gate_up = (random(experts, 2 * inner, hidden) / hidden**0.5).to(dtype)
+    down = (random(experts, hidden, inner) / inner**0.5).to(dtype)
+    return x, weights, ids, gate_up, down
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("routing", ROUTINGS)
+@pytest.mark.parametrize(
+    ("tokens", "experts", "chosen", "hidden", "inner"),
+    [(1, 8, 2, 128, 64), (50, 8, 2, 80, 48), (33, 5, 3, 128, 80), (300, 4, 2, 64, 72)],
+)
+def test_sums_are_those_of_the_plain_twin(
+    dtype, routing, tokens, experts, chosen, hidden, inner
+):
+    inputs = make(dtype, tokens, experts, chosen, hidden, inner, routing)
+
+    actual = triton_experts.expert_mlp(*inputs)
+
+    expected = reference.expert_mlp(*(each.float() for each in inputs[:2]), inputs[2],
+                                    *(each.float() for each in inputs[3:]))  # fmt: skip
+    tolerance = TOLERANCE[dtype]
+    torch.testing.assert_close(actual.float(), expected, atol=tolerance, rtol=tolerance)
+    assert actual.dtype == dtype
+
+
+def test_ranks_with_some_of_the_experts_add_up_to_all():
+    x, weights, ids, gate_up, down = make(torch.float32, 40, 6, 2, 64, 32)
+    parts = [
+        triton_experts.expert_mlp(
+            x, weights, ids, gate_up[first:end].clone(), down[first:end].clone(), first
+        )
+        for first, end in ((0, 3), (3, 6))
+    ]
+
+    expected = reference.expert_mlp(x, weights, ids, gate_up, down)
+    torch.testing.assert_close(sum(parts), expected, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize(("tokens", "experts"), [(300, 60), (2, 128)])
+def test_places_are_sorted_by_expert_and_counted(tokens, experts):
+    ids = drawn_ids("drawn", tokens, experts, 4)
+
+    order, totals = triton_experts._sort_places(ids, experts, 0)
+
+    assert order.tolist() == ids.flatten().long().argsort(stable=True).tolist()
+    assert totals[:experts].tolist() == ids.flatten().bincount(minlength=experts).tolist()
+    assert not totals[experts:].any()
+
+
+@pytest.mark.parametrize("is_normalised", [True, False])
+@pytest.mark.parametrize(("tokens", "experts", "chosen"), [(1, 8, 2), (9, 60, 4), (6, 128, 8)])
+def test_the_choice_is_that_of_the_plain_twin(tokens, experts, chosen, is_normalised):
+    logits = torch.randn(tokens, experts, generator=torch.Generator().manual_seed(experts))
+
+    weights, ids = triton_experts.choose_experts(logits, chosen, is_normalised)
+
+    expected = reference.choose_experts(logits, chosen, is_normalised)
+    assert ids.equal(expected[1])
+    torch.testing.assert_close(weights, expected[0])
