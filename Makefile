@@ -22,7 +22,7 @@ MPIEXEC := $(MPI_ENV) $(BIN)/mpirun --oversubscribe --bind-to none
 PYTEST := $(TEST_ENV) $(BIN)/python -m pytest -q
 
 .DEFAULT_GOAL := help
-.PHONY: help setup serve demo test test-unit test-e2e test-faults test-slurm test-deploy soak check format clean
+.PHONY: help setup serve demo test test-unit test-e2e test-faults test-slurm test-deploy soak features check format clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z%A-Z0-9_-]+:.*## /{printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -105,6 +105,11 @@ check: $(VENV)/.dev .typecheck/.linked  ## ruff, mypy, file and function sizes, 
 	$(BIN)/ruff check .
 	cd .typecheck && ../$(BIN)/mypy --config-file ../setup.cfg -p trimaran
 	$(PYTEST) tests/unit/project
+
+features: $(VENV)/.test  ## run the tests of single features and write docs/features.md
+	$(PYTEST) -m feature --features-report .features.json tests/unit
+	$(BIN)/python tests/features/generate.py .features.json
+	@rm -f .features.json
 
 format: $(VENV)/.dev  ## format the code
 	$(BIN)/ruff format .

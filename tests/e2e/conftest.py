@@ -83,11 +83,14 @@ def decoupled_server(
     make_repository: Callable[..., Path],
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[Served]:
-    """The demo model on two ranks, decoupled: what `make serve` runs, with two adapters."""
+    """The demo model on two ranks, decoupled: what `make serve` runs, with two adapters
+    and guides."""
     adapters = tmp_path_factory.mktemp("adapters")
     write_peft(adapters / "north", seed=3)
     write_peft(adapters / "81", seed=4)
-    repository = make_repository(demo_engine(2), lora_prefetch_dir=str(adapters))
+    repository = make_repository(
+        demo_engine(2), lora_prefetch_dir=str(adapters), guided_decoding_backend="xgrammar"
+    )
     log = tmp_path_factory.mktemp("log") / "serve.log"
     with Served(repository, world_size=2, log_path=log) as server:
         yield server

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 from typing import Any
 
 import pytest
@@ -119,6 +121,32 @@ def test_beams_are_at_least_as_likely_as_the_likeliest_word_each_time(decoupled_
     assert fewer["text_output"] == reply["text_output"][:2]
 
 
+SCHEMA = {
+    "type": "object",
+    "properties": {"ship": {"enum": ["brig", "sloop"]}, "guns": {"enum": [8, 64]}},
+    "required": ["ship", "guns"],
+    "additionalProperties": False,
+}
+
+
+@pytest.mark.parametrize("model", ["ensemble", "tensorrt_llm_bls"])
+def test_a_text_follows_its_guide(decoupled_server, model):
+    def asked(kind, guide):
+        guided = {"guided_decoding_guide_type": kind, "guided_decoding_guide": guide}
+        # A schema allows white space, of which a small model finds no end.
+        return {**SAMPLED, "max_tokens": 120, "seed": 3, "frequency_penalty": 0.7, **guided}
+
+    ship = asked("json_schema", json.dumps(SCHEMA))
+    text = _text(decoupled_server, ship, model)
+    told = json.loads(text)
+    assert told["ship"] in ("brig", "sloop") and told["guns"] in (8, 64)
+    assert "".join(e["text_output"] for e in _events(decoupled_server, ship, model)) == text
+    chosen = _text(decoupled_server, asked("choice", '[" red", " green"]'), model)
+    assert chosen in (" red", " green")
+    number = _text(decoupled_server, asked("regex", "[0-9]{3}-[a-c]{2}"), model)
+    assert re.fullmatch("[0-9]{3}-[a-c]{2}", number)
+
+
 def test_a_repetition_penalty_changes_a_text_that_repeats(decoupled_server):
     body = {**GREEDY, "max_tokens": 150}
     words = _text(decoupled_server, body).split()
@@ -132,6 +160,14 @@ def test_a_repetition_penalty_changes_a_text_that_repeats(decoupled_server):
         ({"beam_width": 5}, "beam_width is 5 but this engine serves at most 4"),
         ({"lora_task_id": 5}, "LoRA task 5 not found in cache. Please send LoRA weights with"),
         ({"lora_name": "french"}, "no LoRA adapter is named 'french'; known names: 81, north"),
+        (
+            {"guided_decoding_guide_type": "xml", "guided_decoding_guide": "<a/>"},
+            "guided_decoding_guide_type is 'xml' but must be one of json, json_schema, regex",
+        ),
+        (
+            {"guided_decoding_guide_type": "regex", "guided_decoding_guide": "(a"},
+            "guided_decoding_guide is no regex that can be followed",
+        ),
         ({"temperature": -1.0}, "'temperature' is -1.0 but must be a finite number >= 0"),
         ({"text_input": "word " * 2000}, "exceeds maximum input length (896)"),
     ],

@@ -81,6 +81,16 @@ async def test_a_batch_is_padded_to_its_longest(serve):
             assert row[1].tolist() == ends + [-1] * (row.shape[1] - 2)
 
 
+@pytest.mark.feature("output:OUT_PROMPT_TABLE_EXTRA_IDS", of="preprocessing")
+async def test_extra_ids_are_told_token_by_token(serve):
+    async with serve() as served:
+        tensors = await _preprocess(served, QUERY="x", PROMPT_TABLE_EXTRA_ID=5)
+        extra = tensors["OUT_PROMPT_TABLE_EXTRA_IDS"]
+        # Only ids beyond the vocabulary have one, and no text has such an id.
+        assert extra.datatype == "UINT64"
+        assert extra.data.tolist() == [[0] * tensors["REQUEST_INPUT_LEN"].data.item()]
+
+
 async def test_an_empty_placeholder_word_is_ignored(serve):
     async with serve() as served:
         tensors = await _preprocess(served, QUERY="x", STOP_WORDS_DICT="", BAD_WORDS_DICT="")

@@ -69,6 +69,9 @@ def tempered(temperature):
     return probabilities / probabilities.sum()
 
 
+@pytest.mark.feature(
+    "input:runtime_top_k", "input:runtime_top_p", "input:runtime_min_p", "input:temperature"
+)
 @pytest.mark.parametrize(
     ("fields", "probabilities"),
     [

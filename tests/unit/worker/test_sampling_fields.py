@@ -44,6 +44,22 @@ EFFECTS = {
     "early_stopping": (BEAMS, 0),
     "beam_search_diversity_rate": (BEAMS, 3.0),
 }
+# Inputs of the token model that have other names than their fields.
+INPUTS = {
+    "max_tokens": ("request_output_len",),
+    "top_k": ("runtime_top_k",),
+    "top_p": ("runtime_top_p",),
+    "min_p": ("runtime_min_p",),
+    "top_p_decay": ("runtime_top_p_decay",),
+    "top_p_min": ("runtime_top_p_min",),
+    "top_p_reset_ids": ("runtime_top_p_reset_ids",),
+    "seed": ("random_seed", "seed"),
+    "min_tokens": ("min_length", "min_tokens"),
+    "stop_words": ("stop_words_list",),
+    "bad_words": ("bad_words_list",),
+    "length_penalty": ("len_penalty",),
+    "logits_dtype": (),
+}
 ELSEWHERE = {
     # Responses are padded with -1, whatever it is.
     "pad_id",
@@ -63,7 +79,16 @@ def said():
     return {}
 
 
-@pytest.mark.parametrize("field", EFFECTS)
+@pytest.mark.parametrize(
+    "field",
+    [
+        pytest.param(
+            field,
+            marks=pytest.mark.feature(*(f"input:{n}" for n in INPUTS.get(field, (field,)))),
+        )
+        for field in EFFECTS
+    ],
+)
 def test_a_field_changes_the_answer(make_engine, prompt_of, said, field):
     besides, value = EFFECTS[field]
     with_it, without = {**besides, field: value}, {**besides}

@@ -1,0 +1,79 @@
+"""What each key of config.pbtxt that takes effect does, and what goes beside tensors."""
+
+from __future__ import annotations
+
+TOKEN = {
+    "gpt_model_type": "`inflight_fused_batching`, `inflight_batching` or `V1`: a batch that "
+    "runs to its longest",
+    "gpt_model_path": "the engine folder, or a Hugging Face folder",
+    "exclude_input_in_output": "answers without the prompt, unless a request says otherwise",
+    "stats_check_period_ms": "how often metrics are told",
+    "normalize_log_probs": "beams' log-probabilities are divided as their scores; true",
+    "gpu_device_ids": "the GPUs of each instance",
+    "participant_ids": "the ranks of each instance, with `--disable-spawn-processes`",
+    "num_nodes": "hosts that an instance spans, with `--multi-model`",
+    "enable_trt_overlap": "whether a step is planned before the last one's ids are known",
+    "enable_overlap_scheduler": "newer name of `enable_trt_overlap`",
+    "disable_overlap_scheduler": "the same, the other way round",
+    "max_num_sequences": "lowers the sequences that run at once",
+    "max_tokens_in_paged_kv_cache": "tokens of the cache",
+    "kv_cache_free_gpu_mem_fraction": "share of the memory that model and steps leave; 0.9",
+    "kv_cache_host_memory_bytes": "a rank's memory for evicted blocks; 0 is none",
+    "kv_cache_onboard_blocks": "`False` is refused beside host memory, where blocks would be "
+    "of no use",
+    "enable_kv_cache_reuse": "prompts share blocks; true",
+    "max_attention_window_size": "tokens that a query sees, or as many for each layer",
+    "sink_token_length": "first tokens that are seen whatever the window",
+    "batch_scheduler_policy": "`guaranteed_no_evict`, `max_utilization`, `static_batch`, or "
+    "the old `guaranteed_completion`",
+    "enable_chunked_context": "prompts may be cut into steps; true",
+    "lora_cache_max_adapter_size": "largest rank of an adapter",
+    "lora_cache_gpu_memory_fraction": "share of what is left for adapters in use; 0.05",
+    "lora_cache_host_memory_bytes": "a rank's memory for adapters; 1 GiB",
+    "lora_prefetch_dir": "a folder with a subfolder for each adapter",
+    "max_beam_width": "most beams of a request; that of the engine where unset",
+    "guided_decoding_backend": "`xgrammar` turns guided decoding on",
+    "tokenizer_dir": "the tokenizer of guided decoding; the engine folder's where unset",
+    "xgrammar_tokenizer_info_path": "the same, as a file with the vocabulary",
+    "cuda_graph_mode": "decode steps run from CUDA graphs; true",
+    "cuda_graph_cache_size": "most graphs; 0 is no limit",
+}
+_TOKENIZER = "a tokenizer's folder; must be set"
+PREPROCESSING = {
+    "tokenizer_dir": _TOKENIZER,
+    "add_special_tokens": "whether prompts begin with what the tokenizer adds; true",
+}
+POSTPROCESSING = {
+    "tokenizer_dir": _TOKENIZER,
+    "skip_special_tokens": "whether texts lack special tokens; true",
+}
+TEXT = {
+    "accumulate_tokens": "each response of a stream has the whole text so far",
+    "tensorrt_llm_model_name": "the token model; `tensorrt_llm`",
+}
+FIXED = {"FORCE_CPU_ONLY_INPUT_TENSORS": "inputs come by way of the host"}
+
+SETTINGS = {
+    "triton_max_batch_size": "most prompts of one request",
+    "decoupled_mode": "streams, batches and several sequences; without it one response",
+    "logits_datatype": "type of the logits in responses",
+    "max_queue_delay_microseconds": "requests wait so long for others to start with",
+    "max_queue_size": "requests that wait; more are refused with 503",
+}
+SETTINGS_WITHOUT_EFFECT = {
+    "triton_backend": "`tensorrtllm` and `python` are the same engine",
+    "preprocessing_instance_count": "one instance serves all requests at once",
+    "postprocessing_instance_count": "the same",
+    "bls_instance_count": "the same",
+    "encoder_input_features_data_type": "the input that has it is refused",
+}
+REQUEST_PARAMETERS = {
+    "cache_salt": "requests share cached blocks only under equal salts",
+    "priority": "level 1 goes first, where the model has `priority_levels`",
+    "timeout": "microseconds to the first token, where the model allows it",
+}
+VARIABLES = {
+    "TRTLLM_ORCHESTRATOR": "1 stands for `--multi-model`",
+    "TRTLLM_ORCHESTRATOR_SPAWN_PROCESSES": "0 stands for `--disable-spawn-processes`",
+    "CUDA_VISIBLE_DEVICES": "GPUs that are left out are not used",
+}

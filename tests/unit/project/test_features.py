@@ -1,0 +1,70 @@
+"""The page of features says what the templates have and what the tests show."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "features"))
+
+import catalogue
+import generate
+
+ROOT = generate.ROOT
+
+
+@pytest.fixture(scope="module")
+def report(tmp_path_factory):
+    """The marks of all unit tests, none of which runs."""
+    path = tmp_path_factory.mktemp("features") / "report.json"
+    files = [
+        file
+        for file in sorted((ROOT / "tests" / "unit").rglob("test_*.py"))
+        if "mark.feature(" in file.read_text(encoding="utf-8") and file != Path(__file__)
+    ]
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "--collect-only", "-m", "feature",
+         "--features-report", str(path), *map(str, files)],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONSAFEPATH": "1"},
+        capture_output=True,
+        text=True,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    return json.loads(path.read_text())
+
+
+def test_the_page_is_what_tables_and_marks_make(report):
+    assert generate.PAGE.read_text(encoding="utf-8") == generate.page(report), (
+        "docs/features.md is old: make features"
+    )
+
+
+def test_every_name_of_the_templates_has_a_row():
+    rows = {row.feature for table in catalogue.tables() for row in table.rows}
+    placeholders = catalogue.placeholders()
+    keys = {key for keys in placeholders.values() for key in keys}
+    known = {feature.split(":", 1)[1] for feature in rows}
+    assert keys <= known
+    assert {name for name, keys in placeholders.items() if not keys} <= known
+
+
+@pytest.mark.parametrize(
+    ("changes", "complaint"),
+    [
+        ({"token input:temperature": {}}, r"temperature \(served\): no test is marked for it"),
+        ({"token input:medusa": {"a.py::b": "passed"}}, "there is no such row"),
+        (
+            {"token input:temperature": {"a.py::b[1]": "failed"}},
+            r"temperature: a.py::b\[1\] failed",
+        ),
+    ],
+)
+def test_what_is_not_shown_is_not_written(report, changes, complaint):
+    with pytest.raises(generate.NotShown, match=complaint):
+        generate.page({**report, **changes})
