@@ -31,7 +31,7 @@ CONFIGS = {
     "gpt2": models.gpt2_config(),
     "gpt2-untied": models.gpt2_config(tie_word_embeddings=False),
 }
-FAMILIES = models.dense_configs()
+FAMILIES = {**models.dense_configs(), **models.parallel_configs()}
 OPS = {
     "torch": lambda dtype: TorchOps(),
     "cpu kernels": lambda dtype: CpuOps(load_library(), dtype, 1),

@@ -11,7 +11,10 @@ import torch
 from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
+    FalconConfig,
     GPT2Config,
+    GPTJConfig,
+    GPTNeoXConfig,
     LlamaConfig,
     MistralConfig,
     Qwen2Config,
@@ -94,6 +97,52 @@ _ODD_DENSE = {
 def dense_configs() -> dict[str, Any]:
     """Families beside Llama and GPT-2, each with what sets it apart."""
     return {name: kind(**{**_ODD, **changes}) for name, (kind, changes) in _ODD_DENSE.items()}
+
+
+_WIDE: dict[str, Any] = {
+    "vocab_size": 150, "hidden_size": 144, "num_hidden_layers": 3, "num_attention_heads": 12,
+    "max_position_embeddings": 128, "initializer_range": 0.1, "bos_token_id": None,
+    "eos_token_id": None,
+}  # fmt: skip
+_NEOX = {**_WIDE, "intermediate_size": 104}
+_FALCON = {**_WIDE, "ffn_hidden_size": 104}
+_GPTJ = {
+    "vocab_size": 150, "n_embd": 144, "n_layer": 3, "n_head": 12, "n_positions": 128,
+    "n_inner": 104, "rotary_dim": 8, "initializer_range": 0.1, "bos_token_id": None,
+    "eos_token_id": None,
+}  # fmt: skip
+
+
+def _rotated(share: float, **changes: Any) -> dict[str, Any]:
+    plain = {"rope_type": "default", "rope_theta": 5000.0, "partial_rotary_factor": share}
+    return {"rope_parameters": {**plain, **changes}}
+
+
+def parallel_configs() -> dict[str, Any]:
+    """The families whose attention and MLP are beside each other, and their other forms."""
+    is_new = {"new_decoder_architecture": True, "num_kv_heads": 2}
+    after = {"use_parallel_residual": False, "tie_word_embeddings": True}
+    linear = _rotated(0.5, rope_type="linear", factor=2.0)
+    return {
+        "gptj": GPTJConfig(**_GPTJ),
+        "gptj-tied-whole-heads": GPTJConfig(
+            **{**_GPTJ, "rotary_dim": 12, "n_inner": None, "tie_word_embeddings": True}
+        ),
+        "neox": GPTNeoXConfig(**_NEOX, **_rotated(0.5)),
+        "neox-whole-heads": GPTNeoXConfig(**_NEOX, **_rotated(1.0), hidden_act="gelu_new"),
+        "neox-after-each-other-tied": GPTNeoXConfig(
+            **_NEOX, **_rotated(1.0), **after, hidden_act="gelu_fast"
+        ),
+        "neox-linear-no-biases": GPTNeoXConfig(**_NEOX, **linear, attention_bias=False),
+        "falcon": FalconConfig(**_FALCON),
+        "falcon-groups-untied": FalconConfig(
+            **_FALCON, **is_new, bias=True, tie_word_embeddings=False
+        ),
+        "falcon-groups-one-norm": FalconConfig(**_FALCON, **is_new, num_ln_in_parallel_attn=1),
+        "falcon-after-each-other": FalconConfig(
+            **_FALCON, parallel_attn=False, multi_query=False, bias=True
+        ),
+    }
 
 
 def gpt2_config(**changes: Any) -> GPT2Config:

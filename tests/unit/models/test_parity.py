@@ -51,6 +51,7 @@ CONFIGS = {
         activation_function="relu", tie_word_embeddings=False
     ),
     **models.dense_configs(),
+    **models.parallel_configs(),
 }
 
 
