@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 from pathlib import Path
 from typing import Any
 
@@ -52,14 +53,20 @@ def prompt_table(path: str, task: int, dtype: str) -> list[Any]:
     ]
 
 
-def lora(path: str | None, task_id: int | None, dtype: str) -> list[Any]:
-    """The tensors of an adapter: its id, and its weights when a folder is given.
+def lora(args: argparse.Namespace, dtype: str, num_rows: int = 1) -> list[Any]:
+    """The tensors of an adapter: its name, or its id, and its weights when a folder is given.
 
     Raises:
-        ConfigError: a folder without an id, or without the two files.
+        ConfigError: a folder without an id or without the two files, or a name beside them.
     """
+    path, task_id = args.lora_path, args.lora_task_id
+    if args.lora_name is not None and not (path is None and task_id is None):
+        raise ConfigError("--lora-name stands alone: drop --lora-path and --lora-task-id")
     if path is None:
-        return [row("lora_task_id", task_id, np.uint64)]
+        return [
+            row("lora_task_id", task_id, np.uint64, num_rows),
+            row("lora_name", args.lora_name, str, num_rows),
+        ]
     if task_id is None:
         raise ConfigError("--lora-path needs --lora-task-id")
     folder = Path(path)
@@ -67,10 +74,11 @@ def lora(path: str | None, task_id: int | None, dtype: str) -> list[Any]:
     if config is None:
         raise ConfigError(f"--lora-path {path} holds no {_CONFIGS[0]}")
     weights = _array("--lora-path", folder / _WEIGHTS)
+    modules = _array("--lora-path", config)
     return [
-        row("lora_task_id", task_id, np.uint64),
-        tensor("lora_weights", weights, _numpy_dtype(dtype)),
-        tensor("lora_config", _array("--lora-path", config), np.int32),
+        row("lora_task_id", task_id, np.uint64, num_rows),
+        tensor("lora_weights", np.repeat(weights, num_rows, axis=0), _numpy_dtype(dtype)),
+        tensor("lora_config", np.repeat(modules, num_rows, axis=0), np.int32),
     ]
 
 

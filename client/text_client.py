@@ -50,7 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "presence_penalty", "frequency_penalty", "end_id", "pad_id", "embedding_bias_words",
         "embedding_bias_weights", "guided_decoding_guide_type", "guided_decoding_guide",
         "return_log_probs", "return_context_logits", "return_generation_logits",
-        "return_perf_metrics", "lora_path", "lora_task_id",
+        "return_perf_metrics", "lora_path", "lora_task_id", "lora_name",
     )  # fmt: skip
 
 
@@ -86,6 +86,7 @@ def _add_extras(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--return-perf-metrics", action="store_true")
     group.add_argument("--lora-path", metavar="DIR")
     group.add_argument("--lora-task-id", type=int)
+    group.add_argument("--lora-name", metavar="NAME", help="an adapter that the server has")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -190,7 +191,7 @@ def request_inputs(args: argparse.Namespace, prompts: list[str], seed: str) -> l
         words("embedding_bias_words", args.embedding_bias_words, str),
         words("embedding_bias_weights", args.embedding_bias_weights, np.float32),
         *flag_tensors(args, num_rows),
-        *lora(args.lora_path, args.lora_task_id, "float16"),
+        *lora(args, "float16", num_rows),
     ])  # fmt: skip
 
 

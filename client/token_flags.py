@@ -26,8 +26,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "grpc_compression_algorithm", "stream_timeout", "tokenizer_type", "draft_tokens_csv",
         "num_return_sequences", "repetition_penalty", "presence_penalty", "frequency_penalty",
         "lookahead_config", "prompt_embedding_table_path", "prompt_task_id",
-        "prompt_table_extra_id", "vocab_size", "lora_path", "lora_task_id", "dtype",
-        "return_log_probs", "return_context_logits", "return_generation_logits",
+        "prompt_table_extra_id", "vocab_size", "lora_path", "lora_task_id", "lora_name",
+        "dtype", "return_log_probs", "return_context_logits", "return_generation_logits",
         "return_perf_metrics", "correctness_threshold", "beam_width", "verbose", "end_id",
         "pad_id",
     )  # fmt: skip
@@ -93,6 +93,7 @@ def _add_adapters(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--vocab_size", type=int, help="ids from here on are virtual")
     group.add_argument("--lora-path", metavar="DIR")
     group.add_argument("--lora-task-id", type=int)
+    group.add_argument("--lora-name", metavar="NAME", help="an adapter that the server has")
     group.add_argument("--dtype", default="float16", choices=DTYPES)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 
+import numpy as np
 import pytest
 from scripted_server import Reply, text_reply
 
@@ -111,6 +112,25 @@ def test_flags_become_tensors_of_their_type(server, call):
     assert values["return_log_probs"] == [[True]]
 
 
+@pytest.mark.parametrize("config", ["model.lora_config.npy", "model.lora_keys.npy"])
+def test_an_adapter_goes_with_each_prompt(server, call, tmp_path, config):
+    server.script = lambda request: [text_reply("x", is_final=True)]
+    weights = np.arange(6, dtype=np.float32).reshape(1, 2, 3)
+    np.save(tmp_path / "model.lora_weights.npy", weights)
+    np.save(tmp_path / config, [[[1, 0, 1], [3, 0, 1]]])
+
+    call('["p", "q"]', "--batch-inputs", "--lora-path", str(tmp_path), "--lora-task-id", "7")
+    call("p", "--lora-name", "north")
+
+    brought, named = (request.inputs for request in server.received)
+    assert brought["lora_task_id"].tolist() == [[7], [7]]
+    assert brought["lora_weights"].dtype == np.float16
+    assert brought["lora_weights"].tolist() == weights.tolist() * 2
+    assert brought["lora_config"].tolist() == [[[1, 0, 1], [3, 0, 1]]] * 2
+    assert named["lora_name"].tolist() == [[b"north"]]
+    assert "lora_task_id" not in named
+
+
 def test_expected_texts_are_compared(server, call):
     server.script = echo
     prompts, texts = json.dumps(["a", "b"]), json.dumps(["a end", "b end"])
@@ -129,6 +149,8 @@ def test_expected_texts_are_compared(server, call):
     [
         (("--embedding-bias-words", "a"), "1 words but --embedding-bias-weights has 0 weights"),
         (("--lora-path", "/l"), "--lora-path needs --lora-task-id"),
+        (("--lora-path", "/l", "--lora-task-id", "1"), "/l holds no model.lora_config.npy"),
+        (("--lora-name", "a", "--lora-task-id", "1"), "--lora-name stands alone"),
         (("--check-outputs",), "--check-outputs needs --expected-outputs"),
         (("--check-outputs", "--expected-outputs", '["a", "b"]'), "1 prompts, 2 texts"),
     ],
