@@ -1,0 +1,101 @@
+"""Every family from a Hugging Face folder through `trimaran build` to two pipeline stages."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from trimaran.comm.errors import ConfigError
+from trimaran.worker.engine_folder import EngineFolder
+from trimaran.worker.layers.parallel import ShardPosition
+from trimaran.worker.models.interfaces import StageRange
+from trimaran.worker.models.registry import build_model
+from trimaran.worker.models.weight_loader import load_shard
+
+_PATH = Path(__file__).parents[1] / "models" / "models.py"
+_SPEC = importlib.util.spec_from_file_location("models", _PATH)
+assert _SPEC is not None and _SPEC.loader is not None
+models = importlib.util.module_from_spec(_SPEC)
+sys.modules["models"] = models
+_SPEC.loader.exec_module(models)
+
+FAMILIES = {**models.dense_configs(), **models.parallel_configs()}
+
+
+def _stage(engine: EngineFolder, pp_rank: int) -> models.PagedRun:
+    stage = StageRange.of(engine.config.num_hidden_layers, pp_rank, 2)
+    model = build_model(
+        engine.config, stage, ShardPosition(), dtype=torch.float32, device=models.CPU
+    )
+    load_shard(model, engine.shard_of(pp_rank))
+    model.process_weights_after_loading()
+    return models.PagedRun(model, 1)
+
+
+@pytest.mark.parametrize("name", list(FAMILIES))
+def test_a_built_folder_of_two_stages_gives_the_logits_of_transformers(
+    name, tmp_path, trimaran
+):
+    theirs = models.save_huggingface(tmp_path / "model", FAMILIES[name])
+    done = trimaran("build", "--checkpoint", tmp_path / "model", "--output",
+                    tmp_path / "engine", "--pp-size", "2")  # fmt: skip
+    assert done.code == 0, done.err
+    engine = EngineFolder.load(tmp_path / "engine")
+    first, second = _stage(engine, 0), _stage(engine, 1)
+    (prompt,) = models.prompts(40)
+
+    with torch.inference_mode():
+        hidden = second.hidden({0: prompt}, hidden=first.hidden({0: prompt}))
+        logits = second.model.compute_logits(hidden)
+
+    expected = theirs(torch.tensor([prompt])).logits[0].detach()
+    torch.testing.assert_close(logits, expected, atol=2e-5, rtol=1e-4)
+
+
+def test_a_gpt_neox_of_older_keys_and_buffers_is_the_same_model(tmp_path):
+    theirs = models.save_huggingface(tmp_path, FAMILIES["neox-after-each-other-tied"])
+    old = {"rope_parameters": None, "rotary_pct": 1.0, "rotary_emb_base": 5000}
+    models.edit_config(tmp_path, **old, architectures=None)
+    tensors = load_file(tmp_path / "model.safetensors")
+    tensors["embed_out.weight"] = tensors["gpt_neox.embed_in.weight"].clone()
+    for number in range(3):
+        layer = f"gpt_neox.layers.{number}.attention"
+        tensors[f"{layer}.bias"] = torch.ones(1, 1, 4, 4, dtype=torch.bool)
+        tensors[f"{layer}.masked_bias"] = torch.tensor(-1e9)
+        tensors[f"{layer}.rotary_emb.inv_freq"] = torch.ones(6)
+    save_file(tensors, tmp_path / "model.safetensors")
+    (prompt,) = models.prompts(40)
+
+    logits = models.PagedRun(models.load_ours(tmp_path), 1).logits({0: prompt})
+
+    expected = theirs(torch.tensor([prompt])).logits[0].detach()
+    torch.testing.assert_close(logits, expected, atol=2e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "words"),
+    [
+        ("falcon", {"alibi": True}, "alibi is true.*rotary"),
+        ("falcon", {"num_ln_in_parallel_attn": 2}, "num_ln_in_parallel_attn is 2"),
+        ("falcon", {"activation": "silu"}, "hidden_act is 'silu'"),
+        ("falcon", {"num_attention_heads": 7}, r"\(144\) is not a multiple of .* \(7\)"),
+        ("gptj", {"rotary_dim": None}, "rotary_dim is None"),
+        ("gptj", {"rotary_dim": 14}, r"rotary_size \(14\) is above head_size \(12\)"),
+        (
+            "neox",
+            {"rope_parameters": {"partial_rotary_factor": 0.01}},
+            "rotary_pct times the head size is 0",
+        ),
+    ],
+)
+def test_what_a_family_does_not_serve_is_refused_by_name(name, changes, words, tmp_path):
+    values = {**FAMILIES[name].to_dict(), "architectures": None, **changes}
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    with pytest.raises(ConfigError, match=words):
+        EngineFolder.load(tmp_path, check_weights=False)
