@@ -79,8 +79,13 @@ class AdapterTensors:
             )
         # A view of the message: it may be large, and is read in a thread of its own.
         values = np.frombuffer(weights["data"], _DTYPES[weights["datatype"]])
-        modules = np.frombuffer(config["data"], dtype="<i4").reshape(config["shape"])
-        return cls(values.reshape(weights["shape"]), modules)
+        modules = np.frombuffer(config["data"], dtype="<i4")
+        try:
+            values = values.reshape(weights["shape"])
+            modules = modules.reshape(config["shape"])
+        except ValueError as error:
+            raise AdapterFormatError(f"lora_weights or lora_config: {error}") from None
+        return cls(values, modules)
 
     @property
     def ranks(self) -> list[tuple[int, int, int]]:

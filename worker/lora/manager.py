@@ -169,12 +169,16 @@ class AdapterManager:
         found = []
         for key, folder in self._folders.all():
             try:
-                tensors = self._folders.read(folder)
-                adapter = self._put(key, tensors, self._folders.content(folder), {})
+                source = self._folders.read(folder)
+                size = self._checked_size(source)
             except (AdapterFormatError, RequestError) as error:
                 logger.error("adapter %s is left out: %s", folder, error)
                 continue
-            found.append((adapter.number, tensors))
+            if self._host_bytes + size * self._element_bytes > self._config.host_memory_bytes:
+                logger.info("adapter %s waits for a request: the host cache is full", folder)
+                continue
+            adapter = self._put(key, source, self._folders.content(folder), {})
+            found.append((adapter.number, source))
         self._ops.clear()
         return found
 
@@ -188,9 +192,7 @@ class AdapterManager:
         source: dict[str, Any],
     ) -> Adapter:
         """Keep a new adapter, or a new version of one."""
-        adapter_source.check(self._layout, self._config.max_adapter_size)
-        size = self._layout.size_of(adapter_source.ranks)
-        self._check_fits(size)
+        size = self._checked_size(adapter_source)
         self._make_room(size)
         replaced = self._by_key.get(key)
         if replaced is not None:
@@ -205,7 +207,10 @@ class AdapterManager:
         self._ops.append((PUT, adapter.number, source))
         return adapter
 
-    def _check_fits(self, size: int) -> None:
+    def _checked_size(self, source: AdapterSource) -> int:
+        """Elements of an adapter's share on a rank, if both caches could hold it."""
+        source.check(self._layout, self._config.max_adapter_size)
+        size = self._layout.size_of(source.ranks)
         num_bytes = size * self._element_bytes
         if size > self._arena.size:
             raise RequestError(
@@ -218,6 +223,7 @@ class AdapterManager:
                 f"the adapter takes {num_bytes} bytes, but the host cache has "
                 f"{self._config.host_memory_bytes}. Raise lora_cache_host_memory_bytes."
             )
+        return size
 
     def _make_room(self, size: int) -> None:
         """Forget adapters until the host has room for another one."""

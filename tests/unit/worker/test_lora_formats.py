@@ -146,6 +146,7 @@ def test_a_folder_of_another_model_is_refused_by_tensor(make_engine, adapter, tm
         driver.submit([1, 2], adapter={"name": "other"})
 
 
+@pytest.mark.feature("parameter:lora_prefetch_dir", "input:lora_name")
 def test_folders_serve_by_name_and_by_number_and_when_they_change(
     make_engine, model_folder, adapter, tmp_path, prompt_of
 ):
@@ -178,3 +179,22 @@ def test_folders_serve_by_name_and_by_number_and_when_they_change(
     write_peft(tmp_path / "late", adapter, alpha=8.0)
     assert output(adapter={"name": "french"}) == second
     assert output(adapter={"name": "late"}) == first
+
+
+def test_what_the_host_cannot_hold_at_the_start_is_read_when_it_is_asked_for(
+    make_engine, model_folder, adapter, tmp_path, prompt_of
+):
+    adapters = {name: make_adapter(model_folder, seed=n) for n, name in enumerate("abc")}
+    for name, one in adapters.items():
+        write_peft(tmp_path / name, one, alpha=4.0)
+    size = sum(one.a.nbytes + one.b.nbytes for one in adapter)
+    config = LoraConfig(prefetch_dir=str(tmp_path), host_memory_bytes=int(2.9 * size))
+    driver = make_engine(lora=config)
+    assert driver.engine.stats()["lora_host_adapters"] == 2
+
+    for name in "cba":
+        request = driver.submit(prompt_of(20), max_tokens=LENGTH, adapter={"name": name})
+        driver.run()
+        expected = greedy(merged(model_folder, adapters[name]), prompt_of(20), LENGTH)
+        assert driver.output(request) == expected
+    assert driver.engine.stats()["lora_host_adapters"] == 2
