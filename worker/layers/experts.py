@@ -1,0 +1,135 @@
+"""A mixture of experts in place of an MLP: router, experts cut or shared out, shared expert."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from trimaran.worker.layers.activation import GatedActivation
+from trimaran.worker.layers.linear import (
+    LayerContext,
+    MergedColumnParallelLinear,
+    RowParallelLinear,
+    check_shape,
+)
+from trimaran.worker.layers.parallel import split
+from trimaran.worker.pretrained_config import PretrainedConfig
+
+# Shapes: T tokens of the step, D hidden size, X experts of this rank, F its part of an
+# expert's inner width, E = 2 F, C experts of a token.
+
+
+def expert_numbers(config: PretrainedConfig, context: LayerContext) -> range:
+    """Numbers of the experts that a rank holds, whole or a part of each."""
+    count = split("num_experts", config.num_experts, context.moe_ep_size)
+    first = context.tp.rank % context.moe_ep_size * count
+    return range(first, first + count)
+
+
+class WholeLinear(nn.Module):
+    """A small linear layer without bias that every rank holds and computes whole."""
+
+    def __init__(self, context: LayerContext, in_features: int, out_features: int) -> None:
+        super().__init__()
+        self.weight = context.empty(out_features, in_features)
+        self._ops = context.ops
+
+    def forward(self, x_TD: Tensor) -> Tensor:
+        """``x @ weight.T``."""
+        return self._ops.linear(x_TD, self.weight)
+
+    def weight_loader(self, parameter: nn.Parameter, loaded: Tensor, shard: str = "") -> None:
+        """Copy the whole tensor."""
+        check_shape(loaded, tuple(parameter.shape))
+        parameter.data.copy_(loaded)
+
+
+class Experts(nn.Module):
+    """The experts of this rank, or its part of each, one matrix after another.
+
+    The ranks of a tensor group form ``moe_ep_size`` parts: rank r holds the experts of part
+    ``r % moe_ep_size``, and of those the columns that are its share among the
+    ``moe_tp_size`` ranks of the part.
+    """
+
+    def __init__(self, config: PretrainedConfig, context: LayerContext) -> None:
+        super().__init__()
+        tp, num_parts = context.tp, context.moe_ep_size
+        self._hidden = config.hidden_size
+        self._inner = config.moe_intermediate_size
+        self._share = tp.rank // num_parts
+        numbers = expert_numbers(config, context)
+        self.first, num_experts = numbers.start, len(numbers)
+        num_shares = split("tp_size", tp.size, num_parts)
+        local = split("moe_intermediate_size", self._inner, num_shares)
+        self.gate_up = context.empty(num_experts, 2 * local, self._hidden)
+        self.down = context.empty(num_experts, self._hidden, local)
+        self._ops = context.ops
+
+    def forward(self, x_TD: Tensor, weights_TC: Tensor, ids_TC: Tensor) -> Tensor:
+        """What this rank adds to the weighted sum of each token's experts, [T, D]."""
+        return self._ops.expert_mlp(
+            x_TD, weights_TC, ids_TC, self.gate_up, self.down, self.first
+        )
+
+    def weight_loader(self, parameter: nn.Parameter, loaded: Tensor, shard: str = "") -> None:
+        """Copy this rank's part of one of its experts' whole matrices.
+
+        ``shard`` is its number and ``gate``, ``up`` or ``down``, as in ``3.gate``.
+        """
+        number, _, part = shard.partition(".")
+        matrix = parameter.data[int(number) - self.first]
+        if part == "down":
+            check_shape(loaded, (self._hidden, self._inner))
+            columns = matrix.shape[1]
+            matrix.copy_(loaded.narrow(1, self._share * columns, columns))
+            return
+        check_shape(loaded, (self._inner, self._hidden))
+        rows = matrix.shape[0] // 2
+        half = matrix[:rows] if part == "gate" else matrix[rows:]
+        half.copy_(loaded.narrow(0, self._share * rows, rows))
+
+
+class SharedExpert(nn.Module):
+    """An expert of every token, cut over all ranks; its router says how much it counts."""
+
+    def __init__(self, config: PretrainedConfig, context: LayerContext) -> None:
+        super().__init__()
+        inner, hidden = config.shared_expert_intermediate_size, config.hidden_size
+        self.gate_up_proj = MergedColumnParallelLinear(
+            context, hidden, {"gate": inner, "up": inner}
+        )
+        self.act = GatedActivation(context, config.hidden_act)
+        self.down_proj = RowParallelLinear(context, inner, hidden)
+        self.router = WholeLinear(context, hidden, 1)
+
+    def forward(self, x_TD: Tensor) -> Tensor:
+        """What this rank adds, [T, D]."""
+        inner_TF = self.act.project(self.gate_up_proj, x_TD)
+        # Not summed over the ranks yet: that is done once, together with the other experts.
+        output_TD = self.down_proj.method.apply(self.down_proj, inner_TF, None)
+        return output_TD.mul_(torch.sigmoid(self.router.forward(x_TD)))
+
+
+class ExpertMLP(nn.Module):
+    """The weighted sum of each token's likeliest experts, and of the shared one if there is."""
+
+    def __init__(self, config: PretrainedConfig, context: LayerContext) -> None:
+        super().__init__()
+        self._num_chosen = config.num_experts_per_tok
+        self._is_normalised = config.norm_topk_prob
+        self._ops = context.ops
+        self._tp = context.tp
+        self.router = WholeLinear(context, config.hidden_size, config.num_experts)
+        self.experts = Experts(config, context)
+        has_shared = config.shared_expert_intermediate_size > 0
+        self.shared_expert = SharedExpert(config, context) if has_shared else None
+
+    def forward(self, hidden_TD: Tensor, residual_TD: Tensor) -> Tensor:
+        """[T, D] to [T, D], still to be added to the residual. Collective over the group."""
+        logits = self.router.forward(hidden_TD)
+        weights, ids = self._ops.choose_experts(logits, self._num_chosen, self._is_normalised)
+        output_TD = self.experts.forward(hidden_TD, weights, ids)
+        if self.shared_expert is not None:
+            output_TD += self.shared_expert.forward(hidden_TD)
+        return self._tp.all_reduce(output_TD)

@@ -1,0 +1,88 @@
+"""Mixtral: a Llama whose layers have a mixture of experts in place of the MLP."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import ClassVar
+
+from torch import nn
+
+from trimaran.worker.layers.experts import ExpertMLP, expert_numbers
+from trimaran.worker.layers.linear import LayerContext
+from trimaran.worker.models.interfaces import WeightTarget
+from trimaran.worker.models.llama import LlamaForCausalLM, LlamaLayer
+from trimaran.worker.pretrained_config import PretrainedConfig
+
+_NUM_ATTENTION_LINEARS = 4
+
+
+class ExpertLayer(LlamaLayer):
+    """A decoder layer with experts, unless it is one of the dense ones."""
+
+    def make_mlp(
+        self, config: PretrainedConfig, context: LayerContext, number: int
+    ) -> nn.Module:
+        """Experts, or a dense MLP."""
+        if number in config.dense_layers:
+            return super().make_mlp(config, context, number)
+        return ExpertMLP(config, context)
+
+
+class MixtralForCausalLM(LlamaForCausalLM):
+    """Mixtral, one pipeline stage of it; the base of the families with experts."""
+
+    layer_class = ExpertLayer
+    layer_linears = LlamaForCausalLM.layer_linears[:_NUM_ATTENTION_LINEARS]
+    adapter_modules: ClassVar[Mapping[str, tuple[str, str]]] = {
+        name: place
+        for name, place in LlamaForCausalLM.adapter_modules.items()
+        if place[0].startswith("attention.")
+    }
+
+    block: ClassVar[str] = "block_sparse_moe"
+    """What the checkpoint calls a layer's mixture."""
+
+    projections: ClassVar[Mapping[str, str]] = {"w1": "gate", "w3": "up", "w2": "down"}
+    """What the checkpoint calls the matrices of an expert, and what they are."""
+
+    def checkpoint_weights(self) -> dict[str, tuple[WeightTarget, ...]]:
+        """Every weight of the whole model by its Hugging Face name, and where it goes.
+
+        The experts that other ranks hold go nowhere.
+        """
+        weights = super().checkpoint_weights()
+        for number in range(self.config.num_hidden_layers):
+            dense = number in self.config.dense_layers
+            parts = self._dense_weights() if dense else self._expert_weights()
+            for name, (target, shard) in parts.items():
+                targets = [WeightTarget(f"layers.{number}.mlp.{target}", shard)]
+                weights[f"layers.{number}.{name}"] = tuple(targets if target else ())
+        return weights
+
+    def _dense_weights(self) -> dict[str, tuple[str, str]]:
+        """(parameter, shard) below the MLP by checkpoint name, of a dense layer."""
+        linears = LlamaForCausalLM.layer_linears[_NUM_ATTENTION_LINEARS:]
+        return {
+            f"{name}.weight": (f"{target.removeprefix('mlp.')}.weight", shard)
+            for name, target, shard in linears
+        }
+
+    def _expert_weights(self) -> dict[str, tuple[str, str]]:
+        """The same of a layer with experts; without a parameter where it is another rank's."""
+        config, block = self.config, self.block
+        weights = {f"{block}.gate.weight": ("router.weight", "")}
+        own = expert_numbers(config, self.context)
+        for expert in range(config.num_experts):
+            for name, part in self.projections.items():
+                parameter = "experts.down" if part == "down" else "experts.gate_up"
+                weights[f"{block}.experts.{expert}.{name}.weight"] = (
+                    parameter if expert in own else "",
+                    f"{expert}.{part}",
+                )
+        if config.shared_expert_intermediate_size:
+            shared = f"{block}.shared_expert"
+            weights[f"{shared}_gate.weight"] = ("shared_expert.router.weight", "")
+            for name, part in self.projections.items():
+                module, shard = ("down_proj", "") if part == "down" else ("gate_up_proj", part)
+                weights[f"{shared}.{name}.weight"] = (f"shared_expert.{module}.weight", shard)
+        return weights

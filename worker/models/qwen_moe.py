@@ -1,0 +1,16 @@
+"""Qwen 2 and Qwen 3 with experts: as the dense models but for a mixture in place of the MLP."""
+
+from __future__ import annotations
+
+from trimaran.worker.models.mixtral import MixtralForCausalLM
+
+
+class Qwen2MoeForCausalLM(MixtralForCausalLM):
+    """Qwen2-MoE, one pipeline stage of it: biases as in Qwen 2, and a shared expert."""
+
+    block = "mlp"
+    projections = {"gate_proj": "gate", "up_proj": "up", "down_proj": "down"}  # noqa: RUF012
+
+
+class Qwen3MoeForCausalLM(Qwen2MoeForCausalLM):
+    """Qwen3-MoE, one pipeline stage of it: heads normalised as in Qwen 3."""
