@@ -11,7 +11,7 @@ from trimaran.comm.errors import ConfigError
 from trimaran.worker.pretrained_families import FAMILIES, check_positive
 
 SERVED_ARCHITECTURES = tuple(FAMILIES)
-SERVED_ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn")
+SERVED_ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
 DTYPES = ("float32", "float16", "bfloat16")
 
 _VOCAB_MULTIPLE = 64

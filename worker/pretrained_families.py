@@ -137,6 +137,74 @@ def _from_qwen3(values: Mapping[str, Any]) -> dict[str, Any]:
     return {**_from_qwen2(values), **changes, "head_size": head_size}
 
 
+def _from_phi3(values: Mapping[str, Any]) -> dict[str, Any]:
+    base, scaling, share = partial_rope(values)
+    whole = {"rope_parameters": {"rope_theta": base}, "partial_rotary_factor": None}
+    common = _from_mistral({**values, **whole})
+    rotated = int(common["head_size"] * share)
+    return {
+        **common,
+        "rotary_size": 0 if rotated == common["head_size"] else rotated,
+        "rope_scaling": None if scaling is None else _longrope(values, scaling),
+    }
+
+
+def _longrope(values: Mapping[str, Any], scaling: dict[str, Any]) -> dict[str, Any]:
+    """Phi's scaling with all that it depends on; it was called ``su`` and ``yarn`` too."""
+    old_length = values.get("original_max_position_embeddings")
+    old_length = old_length or scaling["original_max_position_embeddings"]
+    check_positive("original_max_position_embeddings", old_length)
+    factor = scaling.get("factor") or values["max_position_embeddings"] / old_length
+    return {
+        **scaling,
+        "rope_type": "longrope",
+        "original_max_position_embeddings": old_length,
+        "factor": factor,
+    }
+
+
+def _from_gemma2(values: Mapping[str, Any]) -> dict[str, Any]:
+    if values.get("use_bidirectional_attention"):
+        raise ConfigError(
+            "use_bidirectional_attention is true, which is not served. It must be false"
+        )
+    defaults = {"head_dim": 256, "tie_word_embeddings": True}
+    common = _from_llama({**defaults, **values})
+    alternating = [number % 2 == 0 for number in range(common["num_hidden_layers"])]
+    return {
+        **common,
+        "hidden_act": values.get("hidden_activation") or "gelu_pytorch_tanh",
+        "norm_offset": 1.0,
+        "query_scale": float(values.get("query_pre_attn_scalar", 256)),
+        "attn_soft_cap": float(values.get("attn_logit_softcapping") or 0.0),
+        "final_soft_cap": float(values.get("final_logit_softcapping") or 0.0),
+        "layer_windows": windows(values, alternating),
+    }
+
+
+def _from_gemma3(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Its rotations are given for each kind of layer, or once with a base for local ones."""
+    kinds = values.get("rope_parameters") or {}
+    whole = kinds.get("full_attention") or values.get("rope_scaling") or {}
+    base = whole.get("rope_theta") or values.get("rope_theta") or 1000000.0
+    local = kinds.get("sliding_attention") or {}
+    if local.get("rope_type", "default") != "default":
+        raise ConfigError(
+            f"rope_parameters of sliding_attention have the rope_type {local['rope_type']!r}, "
+            "which is not served. It must be default"
+        )
+    local_base = local.get("rope_theta") or values.get("rope_local_base_freq") or 10000.0
+    common = _from_gemma2({**values, "rope_parameters": {**whole, "rope_theta": base}})
+    period = values.get("sliding_window_pattern", 6)
+    sliding = [(number + 1) % period > 0 for number in range(common["num_hidden_layers"])]
+    return {
+        **common,
+        "qk_norm": True,
+        "local_rotary_base": float(local_base),
+        "layer_windows": windows(values, sliding),
+    }
+
+
 def _from_gpt2(values: Mapping[str, Any]) -> dict[str, Any]:
     heads, hidden = values["n_head"], values["n_embd"]
     check_positive("n_head", heads)
@@ -267,6 +335,9 @@ FAMILIES: dict[str, Family] = {
     "MistralForCausalLM": Family("mistral", _from_mistral, GATED_ACTIVATIONS),
     "Qwen2ForCausalLM": Family("qwen2", _from_qwen2, GATED_ACTIVATIONS),
     "Qwen3ForCausalLM": Family("qwen3", _from_qwen3, GATED_ACTIVATIONS),
+    "Phi3ForCausalLM": Family("phi3", _from_phi3, GATED_ACTIVATIONS),
+    "Gemma2ForCausalLM": Family("gemma2", _from_gemma2, GATED_ACTIVATIONS),
+    "Gemma3ForCausalLM": Family("gemma3_text", _from_gemma3, GATED_ACTIVATIONS),
     "GPT2LMHeadModel": Family("gpt2", _from_gpt2, PLAIN_ACTIVATIONS),
     "GPTJForCausalLM": Family("gptj", _from_gptj, PLAIN_ACTIVATIONS),
     "GPTNeoXForCausalLM": Family("gpt_neox", _from_gpt_neox, PLAIN_ACTIVATIONS),

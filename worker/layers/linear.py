@@ -19,12 +19,19 @@ class LayerContext:
     """What every layer of one model is built with."""
 
     def __init__(
-        self, tp: TensorGroup, ops: Ops, dtype: torch.dtype, device: torch.device
+        self,
+        tp: TensorGroup,
+        ops: Ops,
+        dtype: torch.dtype,
+        device: torch.device,
+        max_seq_len: int = 0,
     ) -> None:
+        """``max_seq_len`` is the longest sequence that will run, 0 for the model's own."""
         self.tp = tp
         self.ops = ops
         self.dtype = dtype
         self.device = device
+        self.max_seq_len = max_seq_len
         self.linear_method: LinearMethod = UnquantizedLinearMethod(ops)
 
     def empty(self, *shape: int) -> nn.Parameter:
@@ -225,13 +232,15 @@ class RowParallelLinear(ParallelLinear):
         # After the sum: every rank holds the whole bias.
         return output_TE if self.bias is None else output_TE.add_(self.bias)
 
-    def add_to(self, residual_TD: Tensor, x_TD: Tensor) -> Tensor | None:
-        """Add ``forward(x)`` to ``residual``, or return it where that is a pass of its own.
+    def add_to(self, residual_TD: Tensor | None, x_TD: Tensor) -> Tensor | None:
+        """Add ``forward(x)`` to ``residual``, or return it where that is a pass of its own
+        or there is no residual.
 
         It may be returned as float32 parts [parts, T, E], which the next norm adds up.
         """
         is_plain = isinstance(self.method, UnquantizedLinearMethod) and not self.lora.is_active
-        if is_plain and self.tp.size == 1 and self.bias is None:
+        is_alone = self.tp.size == 1 and self.bias is None
+        if residual_TD is not None and is_plain and is_alone:
             return self._add_linear(x_TD, self.weight, residual_TD)
         return self.forward(x_TD)
 

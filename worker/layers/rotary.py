@@ -43,7 +43,9 @@ class RotaryEmbedding(nn.Module):
             )
         self.is_neox = is_neox
         self._ops = context.ops
-        frequencies = inverse_frequencies(rotary_size, base, scaling).to(context.device)
+        longest = context.max_seq_len or max_positions
+        frequencies = inverse_frequencies(rotary_size, base, scaling, longest)
+        frequencies = frequencies.to(context.device)
         positions = torch.arange(max_positions, dtype=torch.float32, device=context.device)
         angles = torch.outer(positions, frequencies)
         table = torch.cat((angles.cos(), angles.sin()), dim=-1) * amplitude(scaling)
@@ -66,9 +68,12 @@ class RotaryEmbedding(nn.Module):
 
 
 def inverse_frequencies(
-    rotary_size: int, base: float, scaling: Mapping[str, Any] | None
+    rotary_size: int, base: float, scaling: Mapping[str, Any] | None, longest: int = 0
 ) -> Tensor:
-    """float32 [R / 2] radians per position, for a scaling as Hugging Face writes it."""
+    """float32 [R / 2] radians per position, for a scaling as Hugging Face writes it.
+
+    ``longest`` is the longest sequence that will run.
+    """
     exponents = torch.arange(0, rotary_size, 2, dtype=torch.int64).float() / rotary_size
     plain = 1.0 / (base**exponents)
     kind = "default" if scaling is None else str(scaling.get("rope_type", "default"))
@@ -86,20 +91,26 @@ def inverse_frequencies(
         return _llama3(plain, scaling)
     if kind == "yarn":
         return _yarn(plain, rotary_size, base, scaling)
+    if kind == "longrope":
+        return _longrope(plain, scaling, longest)
     raise ConfigError(
-        f"rope_type {kind!r} is not served. Served are default, linear, dynamic, llama3 and "
-        "yarn."
+        f"rope_type {kind!r} is not served. Served are default, linear, dynamic, llama3, "
+        "yarn and longrope."
     )
 
 
 def amplitude(scaling: Mapping[str, Any] | None) -> float:
-    """What cosines and sines are multiplied by: 1, except with YaRN."""
-    if scaling is None or scaling.get("rope_type") != "yarn":
+    """What cosines and sines are multiplied by: 1, except with YaRN and LongRoPE."""
+    kind = None if scaling is None else scaling.get("rope_type")
+    if scaling is None or kind not in ("yarn", "longrope"):
         return 1.0
     given = scaling.get("attention_factor")
     if given is not None:
         return float(given)
     factor = float(_required(scaling, "factor"))
+    if kind == "longrope":
+        old_length = float(_required(scaling, "original_max_position_embeddings"))
+        return math.sqrt(1 + math.log(max(factor, 1.0)) / math.log(old_length))
     above, below = scaling.get("mscale"), scaling.get("mscale_all_dim")
     if above and below:
         return _yarn_scale(factor, above) / _yarn_scale(factor, below)
@@ -143,6 +154,25 @@ def _llama3(plain: Tensor, scaling: Mapping[str, Any]) -> Tensor:
     turns = old_length / (2 * math.pi / plain)
     ramp = ((turns - low) / (high - low)).clamp(0.0, 1.0)
     return (1 - ramp) * plain / factor + ramp * plain
+
+
+def _longrope(plain: Tensor, scaling: Mapping[str, Any], longest: int) -> Tensor:
+    """Each dim's wave divided by a factor of its own (LongRoPE, Phi 3 and 4).
+
+    The long factors serve every sequence where any may outgrow the original length: a
+    sequence that grows past it keeps what it has cached.
+    Source: https://arxiv.org/abs/2402.13753.
+    """
+    is_long = longest > int(_required(scaling, "original_max_position_embeddings"))
+    key = "long_factor" if is_long else "short_factor"
+    factors = torch.tensor(_required(scaling, key), dtype=torch.float32)
+    if factors.shape != plain.shape:
+        raise ConfigError(
+            f"{key} of rope_scaling has {factors.numel()} numbers, but {2 * plain.numel()} "
+            f"dims of a head are rotated, so it must have {plain.numel()}. Correct the "
+            "checkpoint's config.json."
+        )
+    return plain / factors
 
 
 def _required(scaling: Mapping[str, Any], key: str) -> Any:

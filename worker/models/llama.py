@@ -75,26 +75,15 @@ class LlamaAttention(nn.Module):
     def forward(
         self,
         hidden_TD: Tensor,
-        residual_TD: Tensor,
+        residual_TD: Tensor | None,
         positions_T: Tensor,
         kv_cache: Tensor,
         context: ForwardContext,
     ) -> Tensor | None:
         """Attend over this layer's cache. Collective over the tensor group.
 
-        Returns what is still to be added to the residual, or None.
+        Returns what is still to be added to the residual, if there is one; else None.
         """
-        output_TA = self.attend(hidden_TD, positions_T, kv_cache, context)
-        return self.o_proj.add_to(residual_TD, output_TA)
-
-    def attend(
-        self,
-        hidden_TD: Tensor,
-        positions_T: Tensor,
-        kv_cache: Tensor,
-        context: ForwardContext,
-    ) -> Tensor:
-        """What the output projection gets: this rank's heads, one after another."""
         qkv = self.qkv_proj.forward(hidden_TD)
         heads_TAH = qkv.view(qkv.shape[0], -1, self.head_size)
         if self.has_head_norms:
@@ -104,7 +93,7 @@ class LlamaAttention(nn.Module):
         output_TNH = self.backend.rotate_and_attend(
             heads_TAH, self._rotary[0], positions_T, kv_cache, context.attention
         )
-        return output_TNH.flatten(1)
+        return self.o_proj.add_to(residual_TD, output_TNH.flatten(1))
 
 
 class LlamaMLP(nn.Module):
@@ -121,7 +110,7 @@ class LlamaMLP(nn.Module):
             context, inner, config.hidden_size, bias=config.mlp_bias
         )
 
-    def forward(self, hidden_TD: Tensor, residual_TD: Tensor) -> Tensor | None:
+    def forward(self, hidden_TD: Tensor, residual_TD: Tensor | None) -> Tensor | None:
         """[T, D] to [T, D], added to the residual or returned. Collective over the group."""
         inner_TF = self.act.project(self.gate_up_proj, hidden_TD)
         return self.down_proj.add_to(residual_TD, inner_TF)
@@ -141,7 +130,13 @@ class LlamaLayer(nn.Module):
         self.attention_norm = RMSNorm(context, config.hidden_size, config.norm_epsilon)
         self.attention = LlamaAttention(config, context, rotary, number)
         self.mlp_norm = RMSNorm(context, config.hidden_size, config.norm_epsilon)
-        self.mlp = LlamaMLP(config, context)
+        self.mlp = self.make_mlp(config, context, number)
+
+    def make_mlp(
+        self, config: PretrainedConfig, context: LayerContext, number: int
+    ) -> nn.Module:
+        """What comes behind the attention."""
+        return LlamaMLP(config, context)
 
     def forward(
         self,
@@ -193,13 +188,11 @@ class LlamaForCausalLM(CausalLM):
         super().__init__(config, stage, context)
         padded = config.padded_vocab_size(context.tp.size)
         vocabulary = (config.vocab_size, padded, config.hidden_size)
-        self.rotary = RotaryEmbedding(
-            context,
-            config.head_size,
-            config.max_position_embeddings,
-            config.rotary_base,
-            config.rope_scaling,
-        )
+        sizes = config.rotary_size or config.head_size, config.max_position_embeddings
+        self.rotary = RotaryEmbedding(context, *sizes, config.rotary_base, config.rope_scaling)
+        self.local_rotary = self.rotary
+        if config.local_rotary_base:
+            self.local_rotary = RotaryEmbedding(context, *sizes, config.local_rotary_base, None)
         embedding = self.make_embedding(vocabulary) if stage.is_first else None
         if embedding is not None:
             self.embed_tokens = embedding
@@ -225,7 +218,7 @@ class LlamaForCausalLM(CausalLM):
 
     def rotary_of(self, number: int) -> RotaryEmbedding:
         """The angles of a layer."""
-        return self.rotary
+        return self.local_rotary if self.config.window_of(number) else self.rotary
 
     def forward(
         self,

@@ -18,12 +18,15 @@ from trimaran.worker.engine_folder import EngineFolder, FolderKind
 from trimaran.worker.layers.linear import LayerContext
 from trimaran.worker.layers.parallel import TensorGroup
 from trimaran.worker.models.falcon import FalconForCausalLM
+from trimaran.worker.models.gemma2 import Gemma2ForCausalLM
+from trimaran.worker.models.gemma3 import Gemma3ForCausalLM
 from trimaran.worker.models.gpt2 import GPT2LMHeadModel
 from trimaran.worker.models.gpt_neox import GPTNeoXForCausalLM
 from trimaran.worker.models.gptj import GPTJForCausalLM
 from trimaran.worker.models.interfaces import CausalLM, StageRange
 from trimaran.worker.models.llama import LlamaForCausalLM
 from trimaran.worker.models.mistral import MistralForCausalLM
+from trimaran.worker.models.phi3 import Phi3ForCausalLM
 from trimaran.worker.models.qwen2 import Qwen2ForCausalLM
 from trimaran.worker.models.qwen3 import Qwen3ForCausalLM
 from trimaran.worker.models.weight_loader import fill_random, load_checkpoint, load_shard
@@ -36,6 +39,9 @@ MODELS: dict[str, type[CausalLM]] = {
     "MistralForCausalLM": MistralForCausalLM,
     "Qwen2ForCausalLM": Qwen2ForCausalLM,
     "Qwen3ForCausalLM": Qwen3ForCausalLM,
+    "Phi3ForCausalLM": Phi3ForCausalLM,
+    "Gemma2ForCausalLM": Gemma2ForCausalLM,
+    "Gemma3ForCausalLM": Gemma3ForCausalLM,
     "GPT2LMHeadModel": GPT2LMHeadModel,
     "GPTJForCausalLM": GPTJForCausalLM,
     "GPTNeoXForCausalLM": GPTNeoXForCausalLM,
@@ -64,18 +70,20 @@ def build_model(
     dtype: torch.dtype,
     device: torch.device,
     ops: Ops | None = None,
+    max_seq_len: int = 0,
 ) -> CausalLM:
     """A rank's model with memory for its weights, but not the weights.
 
     With a `ShardPosition` as ``tp`` it can be loaded and saved without peers. ``ops`` are
-    torch's unless given.
+    torch's unless given. ``max_seq_len`` is the longest sequence that will run, 0 for as long
+    as the model allows.
     """
     if config.architecture not in MODELS:
         raise ConfigError(
             f"the architecture {config.architecture!r} is not served. Served are "
             f"{', '.join(MODELS)}."
         )
-    context = LayerContext(tp, ops or TorchOps(), dtype, device)
+    context = LayerContext(tp, ops or TorchOps(), dtype, device, max_seq_len)
     return MODELS[config.architecture](config, stage, context).eval()
 
 
@@ -103,7 +111,15 @@ def load_model(
 
         compile_ahead(device, dtype, folder.config.hidden_size, folder.config.vocab_size)
     ops = select_ops(device, dtype, config.num_threads, config.deterministic)
-    model = build_model(folder.config, stage, tp, dtype=dtype, device=device, ops=ops)
+    model = build_model(
+        folder.config,
+        stage,
+        tp,
+        dtype=dtype,
+        device=device,
+        ops=ops,
+        max_seq_len=config.scheduler.max_seq_len,
+    )
     if is_random:
         fill_random(model)
     elif folder.kind is FolderKind.HUGGINGFACE:

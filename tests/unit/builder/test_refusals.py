@@ -138,8 +138,8 @@ def test_flags_that_only_the_replaced_tools_need_are_accepted_and_named_once(
         ({"dtype": "float8"}, ["dtype is 'float8'", "bfloat16"]),
         ({"hidden_act": "relu"}, ["hidden_act is 'relu'", "silu"]),
         (
-            {"rope_scaling": {"type": "longrope", "factor": 4.0}},
-            ["'longrope'", "linear", "llama3"],
+            {"rope_scaling": {"type": "mrope", "factor": 4.0}},
+            ["'mrope'", "linear", "longrope"],
         ),
         ({"rope_theta": "big"}, ["wrong type", "big"]),
         ({"quantization_config": {"quant_method": "gptq"}}, ["quantized", "gptq", "bfloat16"]),

@@ -12,11 +12,14 @@ from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
     FalconConfig,
+    Gemma2Config,
+    Gemma3TextConfig,
     GPT2Config,
     GPTJConfig,
     GPTNeoXConfig,
     LlamaConfig,
     MistralConfig,
+    Phi3Config,
     Qwen2Config,
     Qwen3Config,
 )
@@ -63,6 +66,16 @@ _ODD: dict[str, Any] = {
 }  # fmt: skip
 """Heads that are no power of two, whose sizes do not add up to the hidden size."""
 
+_GEMMA2 = {
+    "query_pre_attn_scalar": 14, "attn_logit_softcapping": 1.5, "final_logit_softcapping": 2.5,
+    "sliding_window": 9,
+}  # fmt: skip
+_GEMMA3 = {
+    "query_pre_attn_scalar": 14, "sliding_window": 9, "rope_parameters": None,
+    "layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 2,
+    "num_hidden_layers": 6,
+}  # fmt: skip
+
 _ODD_DENSE = {
     "mistral": (MistralConfig, {"sliding_window": 11}),
     "mistral-tied-no-window": (
@@ -91,7 +104,48 @@ _ODD_DENSE = {
             "rope_parameters": YARN_ROPE,
         },
     ),
+    "phi3": (Phi3Config, {"hidden_size": 240}),
+    "phi3-partial-window-tied": (
+        Phi3Config,
+        {
+            "hidden_size": 240,
+            "tie_word_embeddings": True,
+            "sliding_window": 13,
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": 5000.0,
+                "partial_rotary_factor": 0.6,
+            },
+        },
+    ),
+    "gemma2": (Gemma2Config, _GEMMA2),
+    "gemma2-untied-long-windows": (
+        Gemma2Config,
+        {**_GEMMA2, "tie_word_embeddings": False, "sliding_window": 500},
+    ),
+    "gemma3": (Gemma3TextConfig, _GEMMA3),
+    "gemma3-untied-scaled": (
+        Gemma3TextConfig,
+        {
+            **_GEMMA3,
+            "tie_word_embeddings": False,
+            "final_logit_softcapping": 3.0,
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "rope_theta": 3e4, "factor": 4.0},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 700.0},
+            },
+        },
+    ),
 }
+
+
+def longrope_config() -> Phi3Config:
+    """A Phi 3 stretched from 32 positions to 128, whose rotated dims have factors each."""
+    values = {"rope_type": "longrope", "rope_theta": 5000.0, "partial_rotary_factor": 0.6}
+    values["short_factor"] = [1.0, 1.1, 1.2, 1.3, 1.4, 1.5]
+    values["long_factor"] = [1.5, 2.0, 2.5, 3.0, 3.5, 4.0]
+    changes = {"hidden_size": 240, "original_max_position_embeddings": 32}
+    return Phi3Config(**{**_ODD, **changes, "rope_parameters": values})
 
 
 def dense_configs() -> dict[str, Any]:
@@ -183,6 +237,7 @@ def load_ours(
     ops: Ops | None = None,
     *,
     is_finished: bool = True,
+    max_seq_len: int = 0,
 ) -> CausalLM:
     """Our model of a Hugging Face folder; by plain torch unless ``ops`` are given.
 
@@ -191,7 +246,13 @@ def load_ours(
     found = EngineFolder.load(folder)
     stage = StageRange.of(found.config.num_hidden_layers, 0, 1)
     model = build_model(
-        found.config, stage, tp or ShardPosition(), dtype=dtype, device=CPU, ops=ops
+        found.config,
+        stage,
+        tp or ShardPosition(),
+        dtype=dtype,
+        device=CPU,
+        ops=ops,
+        max_seq_len=max_seq_len,
     )
     load_checkpoint(model, found.weight_files)
     if is_finished:

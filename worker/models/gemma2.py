@@ -1,0 +1,71 @@
+"""Gemma 2: norms behind attention and MLP too, scaled embeddings, capped scores and logits."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from trimaran.worker.attention.backend import ForwardContext
+from trimaran.worker.layers.embedding import ScaledEmbedding, VocabParallelEmbedding
+from trimaran.worker.layers.linear import LayerContext
+from trimaran.worker.layers.norm import RMSNorm
+from trimaran.worker.layers.rotary import RotaryEmbedding
+from trimaran.worker.models.llama import LlamaAttention, LlamaForCausalLM, LlamaMLP
+from trimaran.worker.pretrained_config import PretrainedConfig
+
+# Shapes: T tokens of the step, D hidden size.
+
+
+class GemmaLayer(nn.Module):
+    """One decoder layer; the residual is added by the next norm."""
+
+    def __init__(
+        self,
+        config: PretrainedConfig,
+        context: LayerContext,
+        rotary: RotaryEmbedding,
+        number: int,
+    ) -> None:
+        super().__init__()
+        sizes = config.hidden_size, config.norm_epsilon, config.norm_offset
+        self.attention_norm = RMSNorm(context, *sizes)
+        self.attention = LlamaAttention(config, context, rotary, number)
+        self.attention_post_norm = RMSNorm(context, *sizes)
+        self.mlp_norm = RMSNorm(context, *sizes)
+        self.mlp = LlamaMLP(config, context)
+        self.mlp_post_norm = RMSNorm(context, *sizes)
+
+    def forward(
+        self,
+        hidden_TD: Tensor | None,
+        residual_TD: Tensor | None,
+        positions_T: Tensor,
+        kv_cache: Tensor,
+        context: ForwardContext,
+    ) -> tuple[Tensor | None, Tensor]:
+        """Returns what is still to be added to the residual, and the residual."""
+        normed, residual = self.attention_norm.forward(hidden_TD, residual_TD)
+        attended = self.attention.forward(normed, None, positions_T, kv_cache, context)
+        attended, _ = self.attention_post_norm.forward(attended, None)
+        normed, residual = self.mlp_norm.forward(attended, residual)
+        output = self.mlp.forward(normed, None)
+        return self.mlp_post_norm.forward(output, None)[0], residual
+
+
+class Gemma2ForCausalLM(LlamaForCausalLM):
+    """Gemma 2, one pipeline stage of it."""
+
+    layer_class = GemmaLayer
+
+    def make_embedding(self, vocabulary: tuple[int, int, int]) -> VocabParallelEmbedding:
+        """Token vectors times the root of the hidden size."""
+        return ScaledEmbedding(self.context, *vocabulary, scale=vocabulary[2] ** 0.5)
+
+    def layer_norms(self) -> list[tuple[str, str]]:
+        """(checkpoint name, module) of one layer's norms."""
+        own = [
+            ("post_attention_layernorm", "attention_post_norm"),
+            ("pre_feedforward_layernorm", "mlp_norm"),
+            ("post_feedforward_layernorm", "mlp_post_norm"),
+        ]
+        shared = [one for one in super().layer_norms() if one[0] != own[0][0]]
+        return shared + own
