@@ -21,8 +21,17 @@ from trimaran.worker.lora.layout import (
 PEFT_CONFIG, PEFT_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 
 # What a PEFT adapter calls a linear layer (the last word of its path, or the last two), and
-# the module that it is. Of Llama's MLP the gate is h_to_4h and the up projection the gate.
+# the module that it is, or the two whose outputs it has one behind the other. Of Llama's MLP
+# the gate is h_to_4h and the up projection the gate.
 _PEFT_MODULES = {
+    "gate_up_proj": "mlp_h_to_4h mlp_gate",
+    "out_proj": "attn_dense",
+    "attention.dense": "attn_dense",
+    "self_attention.dense": "attn_dense",
+    "fc_in": "mlp_h_to_4h",
+    "fc_out": "mlp_4h_to_h",
+    "dense_h_to_4h": "mlp_h_to_4h",
+    "dense_4h_to_h": "mlp_4h_to_h",
     "q_proj": "attn_q",
     "k_proj": "attn_k",
     "v_proj": "attn_v",
@@ -52,6 +61,9 @@ class _Pair:
     b_key: str
     a_shape: tuple[int, ...]
     b_shape: tuple[int, ...]
+    """Of the part that is this module's."""
+
+    first_row: int
     scale: float
 
 
@@ -85,12 +97,14 @@ class PeftAdapter:
                     shapes.setdefault(path, {})[kind] = key, shape
         except (OSError, SafetensorError) as error:
             raise AdapterFormatError(f"{self._weights}: cannot be read: {error}") from None
-        pairs = [self._pair(config, path, found) for path, found in shapes.items()]
+        pairs = [
+            pair for path, found in shapes.items() for pair in self._named(config, path, found)
+        ]
         self._pairs = sorted(pairs, key=lambda pair: (pair.layer, pair.module))
 
-    def _pair(
+    def _named(
         self, config: dict[str, Any], path: str, found: dict[str, tuple[str, tuple[int, ...]]]
-    ) -> _Pair:
+    ) -> Iterator[_Pair]:
         words = path.split(".")
         names = (".".join(words[-2:]), words[-1])
         name = next((name for name in names if name in _PEFT_MODULES), None)
@@ -101,9 +115,20 @@ class PeftAdapter:
                 f"known: {', '.join(_PEFT_MODULES)}"
             )
         (a_key, a_shape), (b_key, b_shape) = found["lora_A"], found["lora_B"]
-        module = MODULE_NAMES.index(_PEFT_MODULES[name])
         scale = _scale(config, words, a_shape[0])
-        return _Pair(module, layer, a_key, b_key, a_shape, b_shape, scale)
+        modules = _PEFT_MODULES[name].split()
+        num_rows = b_shape[0] // len(modules)
+        for place, module in enumerate(modules):
+            yield _Pair(
+                module=MODULE_NAMES.index(module),
+                layer=layer,
+                a_key=a_key,
+                b_key=b_key,
+                a_shape=a_shape,
+                b_shape=(num_rows, *b_shape[1:]),
+                first_row=place * num_rows,
+                scale=scale,
+            )
 
     @property
     def ranks(self) -> list[tuple[int, int, int]]:
@@ -135,8 +160,10 @@ class PeftAdapter:
         try:
             with safe_open(self._weights, framework="pt") as file:
                 for pair in self._pairs:
-                    a, b = file.get_tensor(pair.a_key), file.get_tensor(pair.b_key)
-                    yield Matrices(pair.module, pair.layer, a.float(), b.float() * pair.scale)
+                    a = file.get_tensor(pair.a_key).float()
+                    b = file.get_tensor(pair.b_key).float() * pair.scale
+                    b = b.narrow(0, pair.first_row, pair.b_shape[0])
+                    yield Matrices(pair.module, pair.layer, a, b)
         except (OSError, SafetensorError) as error:
             raise AdapterFormatError(f"{self._weights}: cannot be read: {error}") from None
 
