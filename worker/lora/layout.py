@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from trimaran.worker.layers.linear import ParallelLinear
 from trimaran.worker.models.interfaces import CausalLM
@@ -95,14 +95,13 @@ class AdapterLayout:
         parts = _parts_by_linear(model.adapter_modules)
         for number, layer in zip(model.layer_numbers(), model.layers.values(), strict=True):
             for path, modules in parts.items():
-                linear = layer.get_submodule(path)
-                assert isinstance(linear, ParallelLinear)
-                self._add(number, linear, modules)
+                linear = _linear_of(layer, path)
+                if linear is not None:
+                    self._add(number, linear, modules)
         self.num_layers = model.config.num_hidden_layers
         self._is_gpu = model.device.type == "cuda"
-        self.module_names = tuple(
-            name for name in MODULE_NAMES if any(name in modules for modules in parts.values())
-        )
+        known = {module for module, _ in self._modules}
+        self.module_names = tuple(MODULE_NAMES[module] for module in sorted(known))
 
     def _add(self, layer: int, linear: ParallelLinear, modules: dict[str, str]) -> None:
         """Number the parts of one layer's output, and list them under their modules."""
@@ -214,6 +213,14 @@ def module_name(module: int) -> str:
     """A module for people: its number, and its name if it has one."""
     is_known = 0 <= module < len(MODULE_NAMES)
     return f"module {module} ({MODULE_NAMES[module]})" if is_known else f"module {module}"
+
+
+def _linear_of(layer: nn.Module, path: str) -> ParallelLinear | None:
+    """The linear layer at a path; None in a decoder layer that has experts there."""
+    found: object = layer
+    for name in path.split("."):
+        found = getattr(found, name, None)
+    return found if isinstance(found, ParallelLinear) else None
 
 
 def _parts_by_linear(modules: Mapping[str, tuple[str, str]]) -> dict[str, dict[str, str]]:
