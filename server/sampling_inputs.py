@@ -12,6 +12,9 @@ from trimaran.comm.errors import RequestError
 from trimaran.comm.sampling_params import SamplingParams
 from trimaran.server.sample_inputs import SampleInputs
 
+PERF_METRICS = ("return_perf_metrics", "return_kv_cache_reuse_stats")
+"""The newer and the older name of the input."""
+
 # Field of `SamplingParams`, the inputs that set it (old and new names), and its type.
 _SCALARS: tuple[tuple[str, tuple[str, ...], Callable[[Any], Any]], ...] = (
     ("end_id", ("end_id",), int),
@@ -34,7 +37,7 @@ _SCALARS: tuple[tuple[str, tuple[str, ...], Callable[[Any], Any]], ...] = (
     ("return_log_probs", ("return_log_probs",), bool),
     ("return_context_logits", ("return_context_logits",), bool),
     ("return_generation_logits", ("return_generation_logits",), bool),
-    ("return_perf_metrics", ("return_perf_metrics",), bool),
+    ("return_perf_metrics", PERF_METRICS, bool),
     ("beam_width", ("beam_width",), int),
     ("draft_acceptance_threshold", ("draft_acceptance_threshold",), float),
     ("guide_type", ("guided_decoding_guide_type",), lambda raw: raw.decode()),

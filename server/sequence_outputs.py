@@ -16,6 +16,7 @@ from trimaran.server.datatypes import NUMPY_TYPES, from_config
 from trimaran.server.inference import Tensor
 from trimaran.server.live_request import TokenChunk
 from trimaran.server.sample_inputs import SampleInputs
+from trimaran.server.sampling_inputs import PERF_METRICS
 from trimaran.server.tensor_bytes import object_array
 
 LOGITS_DTYPES = {"FP32": "float32", "FP16": "float16"}
@@ -141,7 +142,7 @@ class SequenceOutputs:
         self._has_num_output = flags.flag("return_num_output_tokens")
         self._has_log_probs = flags.flag("return_log_probs")
         self._has_reason = flags.flag("return_finish_reason")
-        self._has_figures = flags.flag("return_perf_metrics")
+        self._has_figures = flags.flag(*PERF_METRICS)
         self._logits = [name for name in _LOGITS if flags.flag(f"return_{name}")]
         self._logits_type = logits_type(config)
         self._has_any = (

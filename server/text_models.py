@@ -10,6 +10,7 @@ from trimaran.server.graph_model import GraphModel, prefixed, sequence_parameter
 from trimaran.server.inference import InferRequest, InferResponse
 from trimaran.server.model_repository import RepositoryModel, Role
 from trimaran.server.sample_inputs import SampleInputs, batch_size
+from trimaran.server.sampling_inputs import PERF_METRICS
 from trimaran.server.text_pipeline import (
     PipelineOptions,
     Steps,
@@ -23,7 +24,7 @@ _SAME_NAMES = (
     "num_return_sequences", "exclude_input_in_output", "temperature", "repetition_penalty",
     "presence_penalty", "frequency_penalty", "min_length", "min_tokens", "random_seed", "seed",
     "return_log_probs", "return_context_logits", "return_generation_logits",
-    "return_perf_metrics", "return_finish_reason", "return_num_input_tokens",
+    *PERF_METRICS, "return_finish_reason", "return_num_input_tokens",
     "return_num_output_tokens",
     "beam_width", "early_stopping", "beam_search_diversity_rate", "no_repeat_ngram_size",
     "prompt_embedding_table", "prompt_vocab_size", "lora_task_id",

@@ -35,6 +35,7 @@ TOKEN = {
     "return_context_logits": "brings `context_logits`",
     "return_generation_logits": "brings `generation_logits`",
     "return_perf_metrics": "brings the figures of cache, times and drafts",
+    "return_kv_cache_reuse_stats": "older name of `return_perf_metrics`",
     "return_finish_reason": "brings `finish_reason`",
     "return_num_input_tokens": "brings `num_input_tokens`",
     "return_num_output_tokens": "brings `num_output_tokens`",

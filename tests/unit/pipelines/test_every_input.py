@@ -56,6 +56,7 @@ COMMON = {
     "return_context_logits": ({}, True),
     "return_generation_logits": ({}, True),
     "return_perf_metrics": ({}, True),
+    "return_kv_cache_reuse_stats": ({}, True),
     "return_finish_reason": ({}, True),
     "return_num_input_tokens": ({}, True),
     "return_num_output_tokens": ({}, True),

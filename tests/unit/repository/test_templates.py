@@ -68,6 +68,7 @@ def test_renamed_tensors_are_declared_under_both_names(write_repository, model):
     assert inputs["min_length"] == inputs["min_tokens"]
     assert inputs["random_seed"] == inputs["seed"]
     assert inputs["seed"][0] == "TYPE_UINT64"
+    assert inputs["return_perf_metrics"] == inputs["return_kv_cache_reuse_stats"]
 
 
 def test_the_ensemble_and_the_bls_model_answer_with_the_same_outputs(write_repository):

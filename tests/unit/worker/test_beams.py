@@ -257,6 +257,7 @@ def test_a_field_of_a_beam_search_takes_effect(make, prompt_of, fields):
     assert [beams_of(driver, r)[0] for r in plain] != [beams_of(driver, r)[0] for r in other]
 
 
+@pytest.mark.feature("parameter:max_beam_width")
 @pytest.mark.parametrize(
     ("fields", "text"),
     [

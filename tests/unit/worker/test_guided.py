@@ -248,6 +248,7 @@ def test_a_cancelled_request_whose_guide_is_compiling_ends(driver):
     driver.check_idle()
 
 
+@pytest.mark.feature("parameter:guided_decoding_backend")
 def test_guides_are_refused_where_they_are_not_served():
     plain = make_engine(guided=GuidedConfig())
 
@@ -255,6 +256,7 @@ def test_guides_are_refused_where_they_are_not_served():
         submit(plain, "regex")
 
 
+@pytest.mark.feature("parameter:xgrammar_tokenizer_info_path", "parameter:tokenizer_dir")
 def test_a_file_says_what_the_tokenizer_is(tmp_path):
     vocabulary = sorted(TOKENIZER.get_vocab().items(), key=lambda item: item[1])
     path = tmp_path / "info.json"
@@ -276,6 +278,8 @@ def test_a_file_says_what_the_tokenizer_is(tmp_path):
     assert follows("regex", text_of(driver, request))
     with pytest.raises(ConfigError, match="nowhere"):
         make_engine(guided=dataclasses.replace(guided, tokenizer_info_path="nowhere"))
+    with pytest.raises(ConfigError, match=r"Please provide 'tokenizer_dir'\. In /nowhere"):
+        make_engine(guided=GuidedConfig(backend="xgrammar", tokenizer_dir="/nowhere"))
 
 
 def test_the_gpu_masks_as_the_cpu_does():

@@ -3,6 +3,8 @@
 import random
 from array import array
 
+import pytest
+
 from trimaran.worker.kv_cache.block_pool import BlockPool
 from trimaran.worker.kv_cache.manager import KVCacheManager
 from trimaran.worker.kv_cache.sequence_blocks import SequenceBlocks, root_hash
@@ -114,6 +116,7 @@ def test_equal_blocks_after_different_prefixes_are_not_confused():
     assert start(manager, ids_of(2, 2, 2, 2, 5, 6, 7, 8, 9))[1] == 0
 
 
+@pytest.mark.feature("parameter:enable_kv_cache_reuse")
 def test_nothing_is_found_when_reuse_is_off():
     manager = KVCacheManager([8], SIZE, enable_reuse=False)
     ids = array("i", range(9))

@@ -139,6 +139,7 @@ def test_other_weights_under_the_same_id_are_another_adapter(
         assert driver.output(request) == greedy(references[9], prompt, LENGTH)
 
 
+@pytest.mark.feature("parameter:lora_cache_host_memory_bytes")
 def test_the_host_forgets_what_was_used_least_recently_but_nothing_in_use(
     make_engine, model_folder, prompt_of
 ):
@@ -169,6 +170,9 @@ def test_steps_that_cannot_be_captured_are_refused(make_engine):
         make_engine(lora=LoraConfig(has_graphs=True))
 
 
+@pytest.mark.feature(
+    "parameter:lora_cache_max_adapter_size", "parameter:lora_cache_gpu_memory_fraction"
+)
 @pytest.mark.parametrize(
     ("config", "text"),
     [

@@ -164,6 +164,7 @@ def test_higher_priority_is_admitted_first_then_earlier_arrival():
     assert order == [1, 2, 3, 0]
 
 
+@pytest.mark.feature("parameter:batch_scheduler_policy")
 def test_out_of_blocks_the_last_admitted_is_preempted_and_comes_back():
     planner = Planner(num_blocks=5, enable_reuse=False)
     first, second = planner.add(6, max_tokens=7), planner.add(6, max_tokens=7)
@@ -241,6 +242,7 @@ def test_a_huge_prompt_has_whole_steps_while_those_behind_it_cannot_start():
     assert all(step.keys() == {0} for step in scheduled)
 
 
+@pytest.mark.feature("parameter:batch_scheduler_policy")
 def test_guaranteed_no_evict_starts_only_what_surely_fits():
     planner = Planner(num_blocks=6, policy="guaranteed_no_evict")
     # 4 + 8 tokens need 3 blocks; the last token's KV is never computed.
@@ -256,6 +258,7 @@ def test_guaranteed_no_evict_starts_only_what_surely_fits():
     planner.check_empty()
 
 
+@pytest.mark.feature("parameter:batch_scheduler_policy", "parameter:gpt_model_type")
 @pytest.mark.parametrize("limits", [{"policy": "static_batch"}, {"batching": "V1"}])
 def test_a_static_batch_runs_to_its_end_before_the_next_starts(limits):
     planner = Planner(max_num_seqs=2, **limits)
@@ -267,6 +270,7 @@ def test_a_static_batch_runs_to_its_end_before_the_next_starts(limits):
     assert history == [{0, 1}] * 2 + [{1}] * 4 + [{2, 3}] * 2
 
 
+@pytest.mark.feature("parameter:enable_chunked_context")
 def test_prompts_are_computed_whole_without_chunked_context():
     planner = Planner(enable_chunked_context=False)
     planner.add(20)

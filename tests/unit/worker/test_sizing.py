@@ -16,6 +16,7 @@ def blocks(available_bytes, **cache):
     return blocks_that_fit(CacheConfig(**values), LIMITS, BLOCK_BYTES, available_bytes)
 
 
+@pytest.mark.feature("parameter:kv_cache_free_gpu_mem_fraction")
 def test_memory_is_shared_by_the_fraction():
     assert blocks(10_000) == 5
     assert blocks(10_000, free_memory_fraction=0.9) == 9
@@ -25,6 +26,7 @@ def test_no_more_than_all_rows_at_full_length_is_taken():
     assert blocks(10**9) == 4 * 4
 
 
+@pytest.mark.feature("parameter:max_tokens_in_paged_kv_cache")
 def test_a_token_count_is_rounded_up_to_blocks_and_bounded_by_memory():
     assert blocks(10**9, max_tokens=65) == 3
     assert blocks(4_000, max_tokens=320) == 2
