@@ -19,7 +19,7 @@ from tests.unit.worker.lora_adapters import (
 from trimaran.comm.errors import RequestError
 from trimaran.worker.config import LoraConfig
 from trimaran.worker.lora.folders import AdapterFolders
-from trimaran.worker.lora.formats import read_folder, to_tensors, write_arrays
+from trimaran.worker.lora.formats import AdapterTensors, read_folder, to_tensors, write_arrays
 from trimaran.worker.lora.layout import AdapterFormatError
 from trimaran.worker.lora.peft import PeftAdapter
 
@@ -125,6 +125,25 @@ def test_an_adapter_that_does_not_fit_is_refused_by_row(make_engine, adapter, ro
     with pytest.raises(RequestError, match=f"LoRA task 7: .*{text}"):
         driver.submit([1, 2], adapter_id=7, adapter=tensors_on_the_wire(tensors))
     driver.check_idle()
+
+
+@pytest.mark.parametrize("datatype", ["FP16", "BF16", "FP32"])
+def test_weights_come_in_any_of_three_types(make_engine, adapter, datatype):
+    dtype = {"FP16": torch.float16, "BF16": torch.bfloat16, "FP32": torch.float32}[datatype]
+    rounded = torch.from_numpy(to_tensors(adapter).weights_NK).to(dtype)
+    weights = {
+        "datatype": datatype,
+        "shape": list(rounded.shape),
+        "data": rounded.view(torch.uint8).numpy().tobytes(),
+    }
+    layout = make_engine().engine._adapters._layout
+
+    tensors = AdapterTensors.from_wire(weights, on_the_wire(adapter)["config"])
+    found = tensors.matrices(layout)
+
+    for one, other in zip(adapter, found, strict=True):
+        assert torch.equal(other.a, one.a.to(dtype))
+        assert torch.equal(other.b, one.b.to(dtype))
 
 
 def test_tensors_of_other_shapes_are_refused(make_engine, adapter):
