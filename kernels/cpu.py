@@ -35,7 +35,7 @@ class CpuOps:
         self._activation = Kernel(library, "trimaran_activation", "6q")
         self._rotate = Kernel(library, "trimaran_rotate", "8q")
         self._write_kv = Kernel(library, "trimaran_write_kv", "11q")
-        self._attention = Kernel(library, "trimaran_attention", "15qd")
+        self._attention = Kernel(library, "trimaran_attention", "17q2d")
         library.trimaran_has_amx.restype = ctypes.c_long
         library.trimaran_set_num_threads.argtypes = [ctypes.c_long]
         library.trimaran_set_num_threads(num_threads)
@@ -224,11 +224,10 @@ class CpuOps:
         metadata: AttentionMetadata,
         spec: AttentionSpec,
     ) -> Tensor:
-        """Causal attention over cached keys and values; reads nothing behind a query.
-
-        A window or a soft cap is torch's.
+        """Causal attention over cached keys and values; reads nothing behind a query, and
+        no block that its window hides. Rows of several sequences are torch's.
         """
-        if spec.window or spec.soft_cap or metadata.rows is not None:
+        if metadata.rows is not None:
             return reference.paged_attention(query, kv_cache, metadata, spec)
         tokens, heads, head_size = query.shape
         output = torch.empty((tokens, heads, head_size), dtype=self._dtype)
@@ -238,6 +237,7 @@ class CpuOps:
             metadata.query_start_loc.data_ptr(), metadata.seq_lens.data_ptr(),
             tables.data_ptr(), metadata.seq_lens.shape[0], heads, kv_cache.shape[3],
             head_size, kv_cache.shape[2], query.stride(0), kv_cache.stride(0),
-            tables.stride(0), spec.scale,
+            tables.stride(0), spec.window, spec.num_sinks if spec.window else 0, spec.scale,
+            spec.soft_cap,
         )  # fmt: skip
         return output

@@ -64,7 +64,9 @@ struct AttentionArgs {
   const int32_t *query_start_loc, *seq_lens, *block_tables;
   long sequences, heads, kv_heads, head_size, block_size;
   long query_stride, block_stride, table_stride;
-  double scale;
+  // Tokens a query looks back at, itself included (0: all), and first ones seen anyway.
+  long window, num_sinks;
+  double scale, soft_cap;  // a cap of 0 leaves scores as they are
 };
 void trimaran_attention(const AttentionArgs* args);
 

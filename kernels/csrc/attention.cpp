@@ -58,6 +58,8 @@ class Attention {
     std::vector<T> query;
     std::vector<float> scores, output;
     long rows, keys, stride, past, first_token;
+    // Whole blocks that some row sees: those before `sink_end`, and from `first_seen` on.
+    long sink_end, first_seen;
   };
 
   void attend(const Piece& piece) const {
@@ -69,6 +71,8 @@ class Attention {
     s.past = a_.seq_lens[piece.sequence] - (starts[1] - starts[0]) + piece.first_query;
     s.keys = s.past + piece.num_queries;
     s.stride = (s.keys + 15) / 16 * 16;
+    s.first_seen = window_start(s.past) / a_.block_size * a_.block_size;
+    s.sink_end = (a_.num_sinks + a_.block_size - 1) / a_.block_size * a_.block_size;
     long rows = piece.num_heads * s.rows;
     s.query.resize(rows * size_);
     s.scores.resize(rows * s.stride);
@@ -80,8 +84,8 @@ class Attention {
       score_block(piece, s, key, first, count, ahead);
     });
     for (long row = 0; row < rows; ++row) {
-      float factor = softmax(s.scores.data() + row * s.stride,
-                             s.past + row % s.rows / group_ + 1, s.stride);
+      float factor = softmax(s.scores.data() + row * s.stride, s.past + row % s.rows / group_,
+                             s.stride);
       // Kept where the row's sum goes last: behind its output.
       s.output[row * padded_size() + padded_size() - 16] = factor;
     }
@@ -89,6 +93,11 @@ class Attention {
       mix_block(piece, s, value, first, count, ahead);
     });
     for (long row = 0; row < rows; ++row) finish(piece, s, row);
+  }
+
+  // The first token that the query at a position sees, but for the sinks.
+  long window_start(long position) const {
+    return a_.window > 0 ? std::max(0l, position + 1 - a_.window) : 0;
   }
 
   // Floats of one row's output, and one vector for its factor.
@@ -100,17 +109,21 @@ class Attention {
     return (s.first_token + row % s.rows / group_) * token_stride + head * size_;
   }
 
-  // Calls body(memory, first token, tokens) for each block of keys, or of values further on.
+  // Calls body(memory, first token, tokens) for each block of keys that is seen, or of values
+  // further on.
   template <class F>
   void each_block(const Piece& piece, const Scratch& s, long offset, F&& body) const {
     const int32_t* table = a_.block_tables + piece.sequence * a_.table_stride;
     offset += piece.first_head * size_;
     auto at = [&](long block) { return (const T*)a_.cache + table[block] * a_.block_stride; };
-    for (long first = 0; first < s.keys; first += a_.block_size) {
+    long next;
+    for (long first = s.sink_end > 0 ? 0 : s.first_seen; first < s.keys; first = next) {
       long block = first / a_.block_size;
       long count = std::min(a_.block_size, s.keys - first);
-      long next = first + count < s.keys ? block + 1 : block;
-      body(at(block) + offset, first, count, at(next) - at(block));
+      next = first + a_.block_size;
+      if (next >= s.sink_end) next = std::max(next, s.first_seen);
+      long ahead = next < s.keys ? next / a_.block_size : block;
+      body(at(block) + offset, first, count, at(ahead) - at(block));
     }
   }
 
@@ -148,20 +161,41 @@ class Attention {
         scores[r * stride + t] = dot(query + r * size_, key + t * token_stride_, size_);
   }
 
-  // Scores become weights, zero from `keys` to `stride`; returns what they sum to, inverted.
-  float softmax(float* scores, long keys, long stride) const {
+  // The first n of 16 lanes, which n may be far out of.
+  static INLINE __mmask16 lanes(long n) { return n >= 16 ? 0xffff : n > 0 ? mask_of(n) : 0; }
+
+  // Which of the tokens i to i + 15 a query sees whose own are [start, keys).
+  INLINE __mmask16 seen(long i, long start, long keys) const {
+    if (i >= start && i + 16 <= keys) return 0xffff;
+    __mmask16 hidden = lanes(start - i) & ~lanes(a_.num_sinks - i);
+    return lanes(keys - i) & ~hidden;
+  }
+
+  // cap * tanh(x / cap), as 1 - 2 / (exp(2 x / cap) + 1).
+  INLINE __m512 capped(__m512 x) const {
+    __m512 one = _mm512_set1_ps(1.0f), two = _mm512_set1_ps(2.0f);
+    __m512 e = exp16(_mm512_mul_ps(x, _mm512_set1_ps((float)(2.0 / a_.soft_cap))));
+    __m512 tanh = _mm512_sub_ps(one, _mm512_div_ps(two, _mm512_add_ps(e, one)));
+    return _mm512_mul_ps(tanh, _mm512_set1_ps((float)a_.soft_cap));
+  }
+
+  // Scores of the query at a position become weights, zero for what it does not see; returns
+  // what they sum to, inverted.
+  float softmax(float* scores, long position, long stride) const {
     __m512 scale = _mm512_set1_ps((float)a_.scale);
     __m512 top = _mm512_set1_ps(-INFINITY);
+    long keys = position + 1, start = window_start(position);
     for (long i = 0; i < keys; i += 16) {
-      __mmask16 m = keys - i >= 16 ? 0xffff : mask_of(keys - i);
+      __mmask16 m = seen(i, start, keys);
       __m512 v = _mm512_mul_ps(_mm512_maskz_loadu_ps(m, scores + i), scale);
+      if (a_.soft_cap > 0) v = capped(v);
       top = _mm512_mask_max_ps(top, m, top, v);
       _mm512_mask_storeu_ps(scores + i, m, v);
     }
     __m512 max = _mm512_set1_ps(_mm512_reduce_max_ps(top));
     __m512 sum = _mm512_setzero_ps();
     for (long i = 0; i < stride; i += 16) {
-      __mmask16 m = keys - i >= 16 ? 0xffff : keys > i ? mask_of(keys - i) : 0;
+      __mmask16 m = seen(i, start, keys);
       __m512 v = exp16(_mm512_sub_ps(_mm512_maskz_loadu_ps(m, scores + i), max));
       v = _mm512_maskz_mov_ps(m, v);
       sum = _mm512_add_ps(sum, v);

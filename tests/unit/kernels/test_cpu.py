@@ -190,6 +190,31 @@ def test_attention_over_decodes_and_chunks_is_that_of_the_reference(
     _close(batch.run(ops), batch.run(reference))
 
 
+SPECS = [
+    AttentionSpec(scale=0.2, window=1),
+    AttentionSpec(scale=0.2, window=7),
+    AttentionSpec(scale=0.2, window=40, num_sinks=3),
+    AttentionSpec(scale=0.2, window=18, num_sinks=20),
+    AttentionSpec(scale=0.2, window=1000, num_sinks=3),
+    AttentionSpec(scale=2.0, soft_cap=1.5),
+    AttentionSpec(scale=0.5, window=19, num_sinks=8, soft_cap=20.0),
+]
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=str)
+def test_windows_sinks_and_caps_are_those_of_the_reference(ops, dtype, spec):
+    batch = _Batch(dtype, MIXED, heads=6)
+    batch.spec = spec
+    expected = batch.run(reference)
+    if spec.window:
+        # Blocks that no query sees may be anyone's.
+        for row, past in zip(batch.tables.long(), (p for p, _ in MIXED), strict=True):
+            first, end = -(-spec.num_sinks // 8), max(0, past + 1 - spec.window) // 8
+            batch.cache[row[first:end]] = float("nan")
+
+    _close(batch.run(ops), expected)
+
+
 def test_a_sequences_attention_does_not_depend_on_the_sequences_beside_it(ops, dtype):
     batch = _Batch(dtype, MIXED)
     together = batch.run(ops)
@@ -199,8 +224,10 @@ def test_a_sequences_attention_does_not_depend_on_the_sequences_beside_it(ops, d
         assert alone.equal(together[rows]), MIXED[number]
 
 
-def test_a_chunked_prompt_attends_as_a_whole_one(ops, dtype):
+@pytest.mark.parametrize("spec", [None, *SPECS], ids=str)
+def test_a_chunked_prompt_attends_as_a_whole_one(ops, dtype, spec):
     whole = _Batch(dtype, [(0, 50)])
+    whole.spec = spec or whole.spec
     expected = whole.run(ops)
     for first, end in ((0, 1), (1, 14), (14, 50)):
         metadata = AttentionMetadata(
