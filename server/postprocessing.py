@@ -12,6 +12,7 @@ from trimaran.comm.errors import RequestError
 from trimaran.server.detokenizer import IncrementalDetokenizer
 from trimaran.server.inference import InferRequest, InferResponse, Tensor
 from trimaran.server.model_repository import RepositoryModel
+from trimaran.server.signatures import PASSED_ON
 from trimaran.server.tokenizer import Tokenizer
 
 
@@ -40,6 +41,7 @@ class PostprocessingModel:
         skip = model.parameters.get_loose_bool("skip_special_tokens")
         self.skip_special_tokens = True if skip is None else skip
         self._is_batched = model.config.max_batch_size > 0
+        self._outputs = {tensor.name for tensor in model.config.output}
 
     async def infer(self, request: InferRequest) -> AsyncGenerator[InferResponse, None]:
         """Decode every beam of every sample; see `inference.Model`."""
@@ -50,13 +52,22 @@ class PostprocessingModel:
         data = np.array([text.encode() for text in texts], dtype=object)
         if self._is_batched:
             data = data.reshape(batch, -1)
+        outputs = [Tensor("OUTPUT", "BYTES", data), *self._passed_on(request)]
         yield InferResponse(
             model_name=self.name,
             model_version=self.version,
             id=request.id,
-            outputs=[Tensor("OUTPUT", "BYTES", data)],
+            outputs=[o for o in outputs if not request.outputs or o.name in request.outputs],
             is_final=True,
         )
+
+    def _passed_on(self, request: InferRequest) -> list[Tensor]:
+        """What older configurations send through here."""
+        return [
+            Tensor(f"OUT_{name}", tensor.datatype, tensor.data)
+            for name, tensor in request.inputs.items()
+            if name in PASSED_ON and f"OUT_{name}" in self._outputs
+        ]
 
     def _decode(self, request: InferRequest) -> list[str]:
         tokens = request.inputs["TOKENS_BATCH"].data

@@ -55,6 +55,14 @@ _SIGNATURES: tuple[tuple[Role, frozenset[str], frozenset[str]], ...] = (
     ),
     (Role.BLS, frozenset({"text_input", "max_tokens"}), frozenset({"text_output"})),
 )
+PASSED_ON = frozenset(
+    {
+        "CUM_LOG_PROBS", "OUTPUT_LOG_PROBS", "CONTEXT_LOGITS", "GENERATION_LOGITS",
+        "BATCH_INDEX", "SEQUENCE_INDEX",
+    }
+)  # fmt: skip
+"""Inputs of older postprocessing models, which go through them as OUT_ and the name."""
+
 _HALVES_AND_FLOATS = ("TYPE_FP32", "TYPE_FP16", "TYPE_BF16")
 # Tensors whose type follows the engine's; all others have the one of the template.
 _CHOICES: dict[str, tuple[str, ...]] = {
@@ -120,11 +128,15 @@ def check_tensors(path: Path, config: ModelConfig, role: Role) -> None:
         for tensor in tensors:
             if tensor.name in known:
                 _check_type(path, side, tensor, known[tensor.name])
-            elif role is not Role.ENSEMBLE:
+            elif role is not Role.ENSEMBLE and not _is_passed_on(role, tensor.name):
                 logger.warning(
                     "%s: the %s '%s' is not one of a %s and is ignored",
                     path, side, tensor.name, role.value,
                 )  # fmt: skip
+
+
+def _is_passed_on(role: Role, name: str) -> bool:
+    return role is Role.POSTPROCESSING and name.removeprefix("OUT_") in PASSED_ON
 
 
 def _check_type(path: Path, side: str, tensor: Any, type_name: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
+from typing import Any
 
 from trimaran.comm.errors import ConfigError, RequestError
 from trimaran.server.graph_model import GraphModel, prefixed, sequence_parameters
@@ -11,6 +12,7 @@ from trimaran.server.inference import InferRequest, InferResponse
 from trimaran.server.model_repository import RepositoryModel, Role
 from trimaran.server.sample_inputs import SampleInputs, batch_size
 from trimaran.server.sampling_inputs import PERF_METRICS
+from trimaran.server.signatures import PASSED_ON
 from trimaran.server.text_pipeline import (
     PipelineOptions,
     Steps,
@@ -105,7 +107,7 @@ def ensemble_maps(model: RepositoryModel, step_names: dict[Role, str]) -> Tensor
             return None
     pre, token = steps[Role.PREPROCESSING], steps[Role.TOKEN]
     inputs = {tensor.name for tensor in model.config.input}
-    outputs = {**token.output_map, **steps[Role.POSTPROCESSING].output_map}
+    outputs = _outputs(token, steps[Role.POSTPROCESSING])
     if dict(pre.input_map).get("QUERY") not in inputs:
         return None
     if not {tensor.name for tensor in model.config.output} <= set(outputs.values()):
@@ -119,6 +121,17 @@ def ensemble_maps(model: RepositoryModel, step_names: dict[Role, str]) -> Tensor
         },
         outputs=outputs,
     )
+
+
+def _outputs(token: Any, post: Any) -> dict[str, str]:
+    """The ensemble's name of each output of the two steps (``ModelEnsembling.Step``)."""
+    outputs = {**token.output_map, **post.output_map}
+    written = {tensor: output for output, tensor in token.output_map.items()}
+    for name, tensor in post.input_map.items():
+        after = dict(post.output_map).get(f"OUT_{name}")
+        if name in PASSED_ON and after is not None and tensor in written:
+            outputs[written[tensor]] = after
+    return outputs
 
 
 class EnsembleModel:

@@ -1,0 +1,76 @@
+"""Repositories of older versions, whose postprocessing passes the token model's outputs on."""
+
+from __future__ import annotations
+
+import logging
+
+import numpy as np
+import pytest
+
+from tests.unit.pipelines.conftest import _write_repository
+
+PASSED = {
+    "cum_log_probs": ("CUM_LOG_PROBS", "TYPE_FP32", "[ -1 ]"),
+    "output_log_probs": ("OUTPUT_LOG_PROBS", "TYPE_FP32", "[ -1, -1 ]"),
+    "batch_index": ("BATCH_INDEX", "TYPE_INT32", "[ 1 ]"),
+}
+
+
+@pytest.fixture
+def older(tmp_path, tokenizer_folder):
+    """The five models as they were wired then."""
+    root = _write_repository(tmp_path, tokenizer_folder, {})
+    post, ensemble = (root / name / "config.pbtxt" for name in ("postprocessing", "ensemble"))
+    text, wires = post.read_text(), ensemble.read_text()
+    marker = 'output_map {\n        key: "OUTPUT"'
+    assert wires.count(marker) == 1
+    for output, (name, datatype, dims) in PASSED.items():
+        text += (
+            f'input {{ name: "{name}" data_type: {datatype} dims: {dims} optional: true }}\n'
+        )
+        text += f'output {{ name: "OUT_{name}" data_type: {datatype} dims: {dims} }}\n'
+        wire = f'key: "{output}"\n        value: "{output}"'
+        assert wires.count(wire) == 1
+        wires = wires.replace(wire, f'key: "{output}"\n        value: "_{name}"')
+        wires = wires.replace(
+            marker,
+            f'input_map {{ key: "{name}" value: "_{name}" }}\n      '
+            f'output_map {{ key: "OUT_{name}" value: "{output}" }}\n      {marker}',
+        )
+    post.write_text(text)
+    ensemble.write_text(wires)
+    return root
+
+
+async def test_what_went_through_postprocessing_comes(serve, older, caplog):
+    caplog.set_level(logging.WARNING)
+    async with serve(repository=older) as served:
+        engine = await served.dial(served.answer("one two"))
+        engine.extras = lambda ids: {"log_probs": [-0.5] * len(ids)}
+        responses = await served.infer(
+            "ensemble",
+            text_input=np.array([[b"A"], [b"B"]], object),
+            max_tokens=np.full((2, 1), 9, np.int32),
+            return_log_probs=np.full((2, 1), True),
+        )
+        ids = served.tokenizer.encode_now("one two", False)
+    assert len(responses) == 2
+    for response in responses:
+        found = {tensor.name: tensor.data for tensor in response.outputs}
+        assert found.keys() == {"text_output", *PASSED}
+        assert found["cum_log_probs"].tolist() == [[-0.5 * len(ids)]]
+        assert found["output_log_probs"].tolist() == [[[-0.5] * len(ids)]]
+    assert "is ignored" not in caplog.text
+
+
+async def test_postprocessing_alone_passes_them_on(serve, older):
+    async with serve(repository=older) as served:
+        (response,) = await served.infer(
+            "postprocessing",
+            TOKENS_BATCH=np.array([[[50, 51]]], np.int32),
+            SEQUENCE_LENGTH=[2],
+            CUM_LOG_PROBS=[-3.0],
+        )
+    found = {tensor.name: tensor.data.tolist() for tensor in response.outputs}
+    assert found["OUT_CUM_LOG_PROBS"] == [[-3.0]]
+    assert found.keys() == {"OUTPUT", "OUT_CUM_LOG_PROBS"}
