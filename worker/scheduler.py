@@ -298,9 +298,11 @@ class Scheduler:
 
     def _admit(self, plan: StepPlan) -> None:
         while self.waiting and self._free_rows and plan.budget > 0:
-            sequence = self.waiting[0]
+            sequence = self._next_waiting()
             # A preempted one comes back when the host knows all of its tokens.
-            if sequence.num_pending or not self._has_future(sequence, plan):
+            if sequence is None or sequence.num_pending:
+                return
+            if not self._has_future(sequence, plan):
                 return
             if not self._start(sequence, plan):
                 self._refused_until = plan.step + _REFUSED_STEPS
@@ -376,12 +378,16 @@ class Scheduler:
             plan.add_row(sequence, [])
             self._advance(sequence, chunk, chunk == missing, plan)
 
+    def _next_waiting(self) -> Sequence | None:
+        """The first in the queue. Who waits for an adapter that is on its way does not hold
+        up the others: it is there soon, whatever they do."""
+        if self._adapters is None or not self.running:
+            return self.waiting[0]
+        return self._adapters.first_ready(self.waiting)
+
     def _has_adapter(self, sequence: Sequence) -> bool:
         """Whether its adapter, if it has one, is or can be brought where the model runs."""
-        number = sequence.request.adapter_id
-        if not number or self._adapters is None:
-            return True
-        return self._adapters.make_ready(number, can_wait=bool(self.running))
+        return self._adapters is None or self._adapters.make_ready(sequence.request.adapter_id)
 
     def _enqueue(self, sequence: Sequence) -> None:
         sequence.status = RequestStatus.WAITING

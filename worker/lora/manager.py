@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,12 +17,15 @@ from trimaran.worker.lora.folders import AdapterFolders, key_of
 from trimaran.worker.lora.formats import AdapterSource, AdapterTensors
 from trimaran.worker.lora.layout import AdapterFormatError, AdapterLayout
 from trimaran.worker.lora.store import DROP, LOAD, PUT
-from trimaran.worker.request import Request
+from trimaran.worker.request import Request, Sequence
 
 logger = logging.getLogger(__name__)
 
 _MANY = 256
 """Requests of an adapter from which finished ones are forgotten with each new one."""
+
+AdapterOp = tuple[Any, ...]
+"""What becomes of an adapter; see `lora.store`."""
 
 Key = int | str
 """A LoRA task id, or the name of an adapter's folder."""
@@ -92,7 +95,7 @@ class AdapterManager:
         self._last_number = 0
         self.num_loaded = 0
         """Times that an adapter was brought to where the model runs."""
-        self._ops: list[Sequence[Any]] = []
+        self._ops: list[AdapterOp] = []
 
     # ---- requests ------------------------------------------------------------------------
 
@@ -257,15 +260,22 @@ class AdapterManager:
 
     # ---- where the model runs ------------------------------------------------------------
 
-    def make_ready(self, number: int, *, can_wait: bool) -> bool:
+    def first_ready(self, waiting: Iterable[Sequence]) -> Sequence | None:
+        """The first of these sequences whose adapter, if it has one, this rank has cut out."""
+        for sequence in waiting:
+            number = sequence.request.adapter_id
+            if not number or self._on_host[number].slot >= 0 or self.is_packed(number):
+                return sequence
+        return None
+
+    def make_ready(self, number: int) -> bool:
         """Bring an adapter to where the model runs; False if those of running sequences
-        leave no room, or if it ``can_wait`` and would now make a step wait."""
+        leave no room. 0 is none."""
+        if not number:
+            return True
         adapter = self._on_host[number]
-        if adapter.slot < 0:
-            if can_wait and not self.is_packed(number):
-                return False
-            if not self._load(adapter):
-                return False
+        if adapter.slot < 0 and not self._load(adapter):
+            return False
         self._on_device.move_to_end(number)
         return True
 
@@ -295,7 +305,7 @@ class AdapterManager:
 
     # ---- what others are told ------------------------------------------------------------
 
-    def take_ops(self) -> list[Sequence[Any]]:
+    def take_ops(self) -> list[AdapterOp]:
         """What the next decision has to say of adapters."""
         ops, self._ops = self._ops, []
         return ops

@@ -202,10 +202,10 @@ def test_others_run_on_while_an_adapter_is_cut_out(
     first = driver.submit(prompt_of(5), max_tokens=100)
     driver.step()
     second = submit(driver, adapters, prompt_of(20), 5)
+    third = driver.submit(prompt_of(7), max_tokens=100)
     for _ in range(5):
         driver.step()
-    assert len(driver.output(first)) == 6
-    assert not driver.output(second)
+    assert [len(driver.output(request)) for request in (first, second, third)] == [6, 0, 5]
 
     packed.add(1)
     driver.step()
