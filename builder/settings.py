@@ -16,6 +16,7 @@ from trimaran.worker.engine_folder import (
     FolderKind,
     RankMapping,
     check_divisible,
+    expert_sizes,
 )
 from trimaran.worker.pretrained_config import DTYPES, PretrainedConfig
 
@@ -52,15 +53,15 @@ def rank_mapping(args: argparse.Namespace, source: EngineFolder) -> RankMapping:
     made_for = source.mapping
     tp_size = args.tp_size or (made_for.tp_size if made_for else 1)
     pp_size = args.pp_size or (made_for.pp_size if made_for else 1)
-    source.check_parallel(tp_size, pp_size)
-    check_divisible(source.config, tp_size, pp_size)
+    moe_tp_size, moe_ep_size = _expert_sizes(args, made_for, tp_size)
+    source.check_parallel(tp_size, pp_size, moe_ep_size)
+    check_divisible(source.config, tp_size, pp_size, moe_ep_size)
     world_size = tp_size * pp_size
     if args.world_size is not None and args.world_size != world_size:
         raise ConfigError(
             f"--world-size is {args.world_size} but --tp-size {tp_size} times --pp-size "
             f"{pp_size} is {world_size}. Correct one of the three."
         )
-    moe_tp_size, moe_ep_size = _expert_sizes(args, tp_size)
     return RankMapping(
         world_size=world_size,
         tp_size=tp_size,
@@ -71,24 +72,13 @@ def rank_mapping(args: argparse.Namespace, source: EngineFolder) -> RankMapping:
     )
 
 
-def _expert_sizes(args: argparse.Namespace, tp_size: int) -> tuple[int, int]:
-    """Ranks that cut each expert, and ranks that share experts out; -1 means the rest."""
-    moe_tp, moe_ep = args.moe_tp_size, args.moe_ep_size
-    if moe_tp == -1 and moe_ep == -1:
-        return tp_size, 1
-    if min(moe_tp, moe_ep) < -1 or 0 in (moe_tp, moe_ep):
-        raise ConfigError(
-            f"--moe-tp-size is {moe_tp} and --moe-ep-size is {moe_ep}, but each must be 1 or "
-            "more, or -1 for what --tp-size leaves."
-        )
-    moe_tp = tp_size // moe_ep if moe_tp == -1 else moe_tp
-    moe_ep = tp_size // moe_tp if moe_ep == -1 else moe_ep
-    if moe_tp * moe_ep != tp_size:
-        raise ConfigError(
-            f"--moe-tp-size ({args.moe_tp_size}) times --moe-ep-size ({args.moe_ep_size}) must "
-            f"be --tp-size ({tp_size}). Leave both out, or correct one."
-        )
-    return moe_tp, moe_ep
+def _expert_sizes(
+    args: argparse.Namespace, made_for: RankMapping | None, tp_size: int
+) -> tuple[int, int]:
+    """Those of the flags, or else those that the checkpoint was converted for."""
+    if made_for is not None and args.moe_tp_size == args.moe_ep_size == -1:
+        return made_for.moe_tp_size, made_for.moe_ep_size
+    return expert_sizes(args.moe_tp_size, args.moe_ep_size, tp_size)
 
 
 def pretrained_config(args: argparse.Namespace, source: EngineFolder) -> PretrainedConfig:

@@ -40,7 +40,7 @@ def write_shards(
                 progress.step(f"rank {rank} of {mapping.world_size}: reading {name}")
 
             layout = ParallelLayout(rank=rank, tp_size=mapping.tp_size, pp_size=mapping.pp_size)
-            model = _empty_model(config, layout)
+            model = _empty_model(config, layout, mapping.moe_ep_size)
             load_checkpoint(model, source.weight_files, progress=reading)
             path = shard_path(output, rank)
             progress.step(f"rank {rank} of {mapping.world_size}: writing {path.name}")
@@ -67,11 +67,14 @@ def take_shards(source: EngineFolder, output: Path) -> ShardTable:
     return entries
 
 
-def _empty_model(config: PretrainedConfig, layout: ParallelLayout) -> CausalLM:
+def _empty_model(
+    config: PretrainedConfig, layout: ParallelLayout, moe_ep_size: int
+) -> CausalLM:
     """A rank's model without contents; it is only filled and saved, so plain operators do."""
     dtype = dtype_by_name(config.dtype)
     tp = ShardPosition(layout.tp_rank, layout.tp_size)
-    context = LayerContext(tp, TorchOps(), dtype, torch.device("cpu"))
+    device = torch.device("cpu")
+    context = LayerContext(tp, TorchOps(), dtype, device, moe_ep_size=moe_ep_size)
     stage = StageRange.of(config.num_hidden_layers, layout.pp_rank, layout.pp_size)
     return MODELS[config.architecture](config, stage, context)
 

@@ -125,6 +125,30 @@ def _sort_kernel(  # type: ignore[no-untyped-def]
         tl.store(totals + experts, total)
 
 
+@triton.jit  # type: ignore[untyped-decorator,unused-ignore]
+def _find_tile(counts, tile, PADDED: tl.constexpr, ROWS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """A tile's expert, its first row among the expert's, how many those are, and how many
+    rows are before theirs."""
+    experts = tl.arange(0, PADDED)
+    tiles = (counts + ROWS - 1) // ROWS
+    is_before = tl.cumsum(tiles, axis=0) <= tile
+    expert = tl.sum(is_before.to(tl.int32), axis=0)
+    first = (tile - tl.sum(tl.where(is_before, tiles, 0), axis=0)) * ROWS
+    count = tl.sum(tl.where(experts == expert, counts, 0), axis=0)
+    before = tl.sum(tl.where(is_before, counts, 0), axis=0)
+    return expert, first, count, before
+
+
+@triton.jit  # type: ignore[untyped-decorator,unused-ignore]
+def _load(places, is_inside, IS_EVEN: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The values there; with ``IS_EVEN`` all of them are inside, else zero outside."""
+    if IS_EVEN:
+        values = tl.load(places)
+    else:
+        values = tl.load(places, mask=is_inside, other=0.0)
+    return values
+
+
 @triton.jit(do_not_specialize=["x_stride"])  # type: ignore[untyped-decorator,unused-ignore]
 def _experts_kernel(  # type: ignore[no-untyped-def]
     x, weight, output, order, totals, shares, x_stride, INNER: tl.constexpr,
@@ -139,27 +163,21 @@ def _experts_kernel(  # type: ignore[no-untyped-def]
     whose number only the device knows, end at once.
     """
     NUM_COLUMNS: tl.constexpr = (OUTPUTS + COLUMNS - 1) // COLUMNS
-    experts = tl.arange(0, PADDED)
     if OVERLAPS:
         gdc_launch_dependents()
         gdc_wait()
-    counts = tl.load(totals + experts)
-    tiles = (counts + ROWS - 1) // ROWS
-    ends = tl.cumsum(tiles, axis=0)
-    last = tl.sum(tiles, axis=0)
+    counts = tl.load(totals + tl.arange(0, PADDED))
+    last = tl.sum((counts + ROWS - 1) // ROWS, axis=0)
     program = tl.program_id(0)
     if program < last * NUM_COLUMNS:
         first_tile = program // (GROUP * NUM_COLUMNS) * GROUP
         height = tl.minimum(last - first_tile, GROUP)
         within = program % (GROUP * NUM_COLUMNS)
         tile = first_tile + within % height
-        is_before = ends <= tile
-        expert = tl.sum(is_before.to(tl.int32), axis=0)
-        offset = (tile - tl.sum(tl.where(is_before, tiles, 0), axis=0)) * ROWS
-        count = tl.sum(tl.where(experts == expert, counts, 0), axis=0)
-        rows = offset + tl.arange(0, ROWS)
+        expert, first_row, count, before = _find_tile(counts, tile, PADDED, ROWS)
+        rows = first_row + tl.arange(0, ROWS)
         is_row = rows < count
-        rows += tl.sum(tl.where(is_before, counts, 0), axis=0)
+        rows += before
         places = tl.load(order + rows, mask=is_row, other=0)
         source = places // CHOSEN if IS_GATED else tl.where(is_row, rows, 0)
         columns = within // height * COLUMNS + tl.arange(0, COLUMNS)
@@ -171,21 +189,13 @@ def _experts_kernel(  # type: ignore[no-untyped-def]
         up = tl.zeros([COLUMNS, ROWS], tl.float32)
         is_column = (columns < OUTPUTS)[:, None]
         for first in range(0, INNER, STEP):
-            if IS_EVEN:
-                values = tl.load(tokens + first)
-                gate = tl.load(matrix + first)
-            else:
-                is_inner = inner + first < INNER
-                values = tl.load(tokens + first, mask=is_inner[:, None], other=0.0)
-                is_value = is_column & is_inner[None, :]
-                gate = tl.load(matrix + first, mask=is_value, other=0.0)
+            is_inner = inner + first < INNER
+            values = _load(tokens + first, is_inner[:, None], IS_EVEN)
+            is_value = is_column & is_inner[None, :]
+            gate = _load(matrix + first, is_value, IS_EVEN)
             total = tl.dot(gate, values, total, input_precision="ieee")
             if IS_GATED:
-                beside = matrix + OUTPUTS * INNER + first
-                if IS_EVEN:
-                    upper = tl.load(beside)
-                else:
-                    upper = tl.load(beside, mask=is_value, other=0.0)
+                upper = _load(matrix + OUTPUTS * INNER + first, is_value, IS_EVEN)
                 up = tl.dot(upper, values, up, input_precision="ieee")
         if IS_GATED:
             total = total / (1.0 + tl.exp(-total)) * up
@@ -314,7 +324,7 @@ def _sort_places(ids_TC: Tensor, num_experts: int, first_expert: int) -> _Sorted
     num_blocks = num_tiles(places, block)
     size = (num_blocks + 1) * padded + places
     memory = torch.empty(size, dtype=torch.int32, device=ids_TC.device)
-    totals, counts, order = memory.split((padded, num_blocks * padded, places))
+    totals, counts, order = torch.split(memory, [padded, num_blocks * padded, places])
     constants = (num_experts, padded, block)
     is_alone = num_blocks == 1
     if not is_alone:

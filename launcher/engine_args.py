@@ -12,7 +12,7 @@ from trimaran.launcher.gpus import num_visible_gpus, torch_is_cpu_only
 from trimaran.launcher.lora_args import lora_config
 from trimaran.server.model_repository import RepositoryModel
 from trimaran.worker.config import EngineConfig, GuidedConfig, ParallelConfig, SchedulerConfig
-from trimaran.worker.engine_folder import EngineFolder, FolderKind
+from trimaran.worker.engine_folder import EngineFolder, FolderKind, expert_sizes
 
 _BATCHING = {
     "inflight_fused_batching": "inflight_fused_batching",
@@ -34,6 +34,8 @@ class EngineFlags:
     """The flags that go into an engine's configuration; None leaves the folder's value."""
 
     world_size: int | None = None
+    moe_tp_size: int = -1
+    moe_ep_size: int = -1
     device: str = "auto"
     dtype: str = "auto"
     load_format: str = "auto"
@@ -62,7 +64,7 @@ def engine_config(
     engine_dir = _engine_dir(model)
     folder = EngineFolder.load(engine_dir, check_weights=flags.load_format != "random")
     try:
-        parallel = _parallel(folder, flags.world_size, num_named)
+        parallel = _parallel(folder, flags, num_named)
     except ConfigError as error:
         if flags.world_size or not num_named:
             raise
@@ -130,12 +132,17 @@ def _engine_dir(model: RepositoryModel) -> str:
     return str(os.path.abspath(path))
 
 
-def _parallel(folder: EngineFolder, world_size: int | None, num_named: int) -> ParallelConfig:
-    made_for = folder.mapping
+def _parallel(folder: EngineFolder, flags: EngineFlags, num_named: int) -> ParallelConfig:
+    made_for, world_size = folder.mapping, flags.world_size
+    asked = (flags.moe_tp_size, flags.moe_ep_size)
     if made_for is None:
         tp_size = world_size or num_named or 1
-        folder.check_parallel(tp_size, 1)
-        return ParallelConfig(tp_size=tp_size)
+        moe_tp_size, moe_ep_size = expert_sizes(*asked, tp_size)
+        folder.check_parallel(tp_size, 1, moe_ep_size)
+        return ParallelConfig(tp_size=tp_size, moe_tp_size=moe_tp_size, moe_ep_size=moe_ep_size)
+    if asked != (-1, -1):
+        sizes = expert_sizes(*asked, made_for.tp_size)
+        folder.check_parallel(made_for.tp_size, made_for.pp_size, sizes[1])
     if world_size is not None and world_size != made_for.world_size:
         folder.check_parallel(world_size, 1)
     if made_for.pp_size != 1:

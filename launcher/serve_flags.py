@@ -56,6 +56,8 @@ _RARE = (
     "repository_poll_secs",
     "python_models",
     "routing",
+    "moe_tp_size",
+    "moe_ep_size",
     "load_format",
     "tokens_per_block",
     "expected_output_tokens",
@@ -182,6 +184,10 @@ def _add_engine_flags(parser: argparse.ArgumentParser) -> None:
         metavar="NAME",
         help="token-level models to serve, comma between (default: the repository's)",
     )
+    sizes = {"tp": "ranks that cut each expert", "ep": "parts that share the experts out"}
+    for name, what in sizes.items():
+        add(f"--moe-{name}-size", type=int, default=-1, metavar="N",
+            help=f"{what}, in each tensor group (the folder's)")  # fmt: skip
     add("--device", default="auto", choices=("auto", "cpu", "cuda"))
     add(
         "--dtype",

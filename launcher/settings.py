@@ -159,6 +159,8 @@ def engine_flags(args: argparse.Namespace) -> EngineFlags:
         max_batch_size=args.max_batch_size,
         max_num_tokens=args.max_num_tokens,
         tokens_per_block=args.tokens_per_block,
+        moe_tp_size=args.moe_tp_size,
+        moe_ep_size=args.moe_ep_size,
         expected_output_tokens=args.expected_output_tokens,
         depth=args.depth,
         num_threads=args.num_threads,

@@ -19,6 +19,11 @@ class ParallelConfig:
     moe_ep_size: int = -1
 
     @property
+    def expert_parts(self) -> int:
+        """Parts of a tensor group that share the experts out."""
+        return max(self.moe_ep_size, 1)
+
+    @property
     def world_size(self) -> int:
         """Ranks of the group."""
         return self.tp_size * self.pp_size

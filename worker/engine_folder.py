@@ -145,10 +145,10 @@ class EngineFolder:
         positions = self.config.max_position_embeddings
         return min(self.build.max_seq_len or positions, positions)
 
-    def check_parallel(self, tp_size: int, pp_size: int) -> None:
+    def check_parallel(self, tp_size: int, pp_size: int, moe_ep_size: int = 1) -> None:
         """Refuse sizes that this folder's shards were not made for."""
         if self.mapping is None:
-            check_divisible(self.config, tp_size, pp_size)
+            check_divisible(self.config, tp_size, pp_size, moe_ep_size)
             return
         made_for = self.mapping
         if (made_for.tp_size, made_for.pp_size) != (tp_size, pp_size):
@@ -158,6 +158,12 @@ class EngineFolder:
                 f"with tp_size {tp_size} and pp_size {pp_size} (world size "
                 f"{tp_size * pp_size}). Start {made_for.world_size} ranks, or build again "
                 f"with --tp-size {tp_size} --pp-size {pp_size}."
+            )
+        if self.config.num_experts and made_for.moe_ep_size != moe_ep_size:
+            raise ConfigError(
+                f"{self.path}: built for moe_ep_size {made_for.moe_ep_size}, but asked to run "
+                f"with {moe_ep_size}. Leave the sizes of experts out, or build again with "
+                f"--moe-ep-size {moe_ep_size}."
             )
 
     def shard_of(self, rank: int) -> Path:
@@ -170,14 +176,44 @@ def shard_path(folder: Path, rank: int) -> Path:
     return folder / f"rank{rank}.safetensors"
 
 
-def check_divisible(config: PretrainedConfig, tp_size: int, pp_size: int) -> None:
-    """Refuse parallel sizes that the model's heads, widths or layers cannot be cut into."""
+def expert_sizes(moe_tp_size: int, moe_ep_size: int, tp_size: int) -> tuple[int, int]:
+    """Ranks that cut each expert, and parts that share the experts out; -1 is the rest.
+
+    Raises:
+        ConfigError: they do not make up ``tp_size``.
+    """
+    if moe_tp_size == -1 and moe_ep_size == -1:
+        return tp_size, 1
+    if min(moe_tp_size, moe_ep_size) < -1 or 0 in (moe_tp_size, moe_ep_size):
+        raise ConfigError(
+            f"--moe-tp-size is {moe_tp_size} and --moe-ep-size is {moe_ep_size}, but each must "
+            "be 1 or more, or -1 for what the tensor-parallel size leaves."
+        )
+    cut = tp_size // moe_ep_size if moe_tp_size == -1 else moe_tp_size
+    shared = tp_size // moe_tp_size if moe_ep_size == -1 else moe_ep_size
+    if cut * shared != tp_size:
+        raise ConfigError(
+            f"--moe-tp-size ({moe_tp_size}) times --moe-ep-size ({moe_ep_size}) must be "
+            f"--tp-size ({tp_size}). Leave both out, or correct one."
+        )
+    return cut, shared
+
+
+def check_divisible(
+    config: PretrainedConfig, tp_size: int, pp_size: int, moe_ep_size: int = 1
+) -> None:
+    """Refuse parallel sizes that the model's heads, widths or layers cannot be cut into.
+
+    Experts are shared out over ``moe_ep_size`` parts of a tensor group.
+    """
     for name, size in (("tp_size", tp_size), ("pp_size", pp_size)):
         if size < 1:
             raise ConfigError(f"{name} is {size} but must be 1 or more")
+    _check_expert_cut(config, tp_size, moe_ep_size)
     if config.num_attention_heads % tp_size:
         raise _cannot_cut("num_attention_heads", config.num_attention_heads, tp_size)
-    if config.intermediate_size % tp_size:
+    is_dense = not config.num_experts or bool(config.dense_layers)
+    if is_dense and config.intermediate_size % tp_size:
         raise _cannot_cut("intermediate_size", config.intermediate_size, tp_size)
     num_kv_heads = config.num_key_value_heads
     if num_kv_heads % tp_size and tp_size % num_kv_heads:
@@ -190,6 +226,31 @@ def check_divisible(config: PretrainedConfig, tp_size: int, pp_size: int) -> Non
             f"pp_size ({pp_size}) is above num_hidden_layers ({config.num_hidden_layers}), so "
             "a stage would be empty. Choose a smaller --pp-size."
         )
+
+
+def _check_expert_cut(config: PretrainedConfig, tp_size: int, moe_ep_size: int) -> None:
+    num_experts = config.num_experts
+    if moe_ep_size > 1 and not num_experts:
+        raise ConfigError(
+            f"moe_ep_size is {moe_ep_size} but the model has no experts to share out. Leave "
+            "--moe-tp-size and --moe-ep-size out."
+        )
+    if not num_experts:
+        return
+    if num_experts % moe_ep_size:
+        raise ConfigError(
+            f"num_experts ({num_experts}) is not a multiple of moe_ep_size ({moe_ep_size}). "
+            "Choose a --moe-ep-size that divides it."
+        )
+    moe_tp_size = tp_size // moe_ep_size
+    if config.moe_intermediate_size % moe_tp_size:
+        raise ConfigError(
+            f"moe_intermediate_size ({config.moe_intermediate_size}) is not a multiple of "
+            f"moe_tp_size ({moe_tp_size}). Choose a --moe-tp-size that divides it."
+        )
+    if config.shared_expert_intermediate_size % tp_size:
+        name = "shared_expert_intermediate_size"
+        raise _cannot_cut(name, config.shared_expert_intermediate_size, tp_size)
 
 
 def _cannot_cut(name: str, value: int, tp_size: int) -> ConfigError:
@@ -326,6 +387,9 @@ def _huggingface_files(folder: Path, config: PretrainedConfig) -> tuple[Path, ..
     names: set[str] = set()
     for file in files:
         names.update(read_tensor_entries(file))
+    if config.dense_layers:
+        # Their MLP has other tensors than the layers with experts.
+        names = {name for name in names if ".mlp." not in name}
     _check_layers(folder, names, config.num_hidden_layers)
     return files
 

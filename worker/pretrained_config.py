@@ -15,7 +15,7 @@ SERVED_ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn", "longrope
 DTYPES = ("float32", "float16", "bfloat16")
 
 _VOCAB_MULTIPLE = 64
-_TUPLES = ("eos_token_ids", "layer_windows")
+_TUPLES = ("eos_token_ids", "layer_windows", "dense_layers")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,6 +88,22 @@ class PretrainedConfig:
     num_input_norms: int = 2
     """1 where attention and MLP of a layer read the output of one norm."""
 
+    num_experts: int = 0
+    """Experts in place of a layer's MLP; 0 means that there are none."""
+
+    num_experts_per_tok: int = 0
+    moe_intermediate_size: int = 0
+    """Inner width of an expert."""
+
+    norm_topk_prob: bool = True
+    """The probabilities of a token's experts are divided by their sum."""
+
+    shared_expert_intermediate_size: int = 0
+    """Inner width of the expert of every token; 0 means that there is none."""
+
+    dense_layers: tuple[int, ...] = ()
+    """Numbers of the layers that have an MLP of ``intermediate_size`` instead of experts."""
+
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
     pad_token_id: int | None = None
@@ -105,6 +121,8 @@ class PretrainedConfig:
             "max_position_embeddings",
         ):
             check_positive(name, getattr(self, name))
+        if self.num_experts:
+            _check_experts(self)
         for name in ("dtype", "logits_dtype"):
             _check_choice(name, getattr(self, name), DTYPES)
         _check_choice("hidden_act", self.hidden_act, FAMILIES[self.architecture].activations)
@@ -199,8 +217,6 @@ def _architecture_of(values: Mapping[str, Any]) -> str:
     if named:
         return str(named[0])
     model_type = str(values.get("model_type", ""))
-    if model_type == "mixtral":
-        return "MixtralForCausalLM"
     served = {family.model_type: name for name, family in FAMILIES.items()}
     return served.get(model_type, model_type)
 
@@ -208,11 +224,20 @@ def _architecture_of(values: Mapping[str, Any]) -> str:
 def _check_architecture(architecture: Any) -> None:
     if architecture in SERVED_ARCHITECTURES:
         return
-    kind = " (a mixture of experts)" if architecture == "MixtralForCausalLM" else ""
     raise ConfigError(
-        f"the architecture {architecture or 'of this model'!r}{kind} is not served. Served are "
+        f"the architecture {architecture or 'of this model'!r} is not served. Served are "
         f"{', '.join(SERVED_ARCHITECTURES)}; name a folder with one of these."
     )
+
+
+def _check_experts(config: PretrainedConfig) -> None:
+    for name in ("num_experts", "num_experts_per_tok", "moe_intermediate_size"):
+        check_positive(name, getattr(config, name))
+    if config.num_experts_per_tok > config.num_experts:
+        raise ConfigError(
+            f"num_experts_per_tok ({config.num_experts_per_tok}) is above num_experts "
+            f"({config.num_experts}). Correct the checkpoint's config.json."
+        )
 
 
 def _check_unquantized(values: Mapping[str, Any]) -> None:

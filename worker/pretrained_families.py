@@ -205,6 +205,58 @@ def _from_gemma3(values: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
+def _from_mixtral(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {**_from_mistral(values), **_experts(values, values["intermediate_size"])}
+
+
+def _from_qwen2_moe(values: Mapping[str, Any]) -> dict[str, Any]:
+    common = _from_llama(values)
+    is_on, end = values.get("use_sliding_window"), values.get("max_window_layers", 28)
+    sliding = [number % 2 == 0 and number < end for number in _layers(common)]
+    return {
+        **common,
+        **_experts(values, values["moe_intermediate_size"]),
+        "attn_bias": False,
+        "qkv_bias": bool(values.get("qkv_bias", True)),
+        "layer_windows": windows(values, sliding) if is_on else (),
+        "shared_expert_intermediate_size": values["shared_expert_intermediate_size"],
+    }
+
+
+def _from_qwen3_moe(values: Mapping[str, Any]) -> dict[str, Any]:
+    common = _from_llama(values)
+    everywhere = [True for _ in _layers(common)]
+    return {
+        **common,
+        **_experts(values, values["moe_intermediate_size"]),
+        "qk_norm": True,
+        "layer_windows": windows(values, everywhere)
+        if values.get("use_sliding_window")
+        else (),
+    }
+
+
+def _layers(common: Mapping[str, Any]) -> range:
+    return range(common["num_hidden_layers"])
+
+
+def _experts(values: Mapping[str, Any], inner: int) -> dict[str, Any]:
+    """What all mixtures of experts have, of this inner width."""
+    dense, every = values.get("mlp_only_layers") or (), values.get("decoder_sparse_step", 1)
+    numbers = range(values["num_hidden_layers"])
+    named = values.get("num_local_experts") or values["num_experts"]
+    check_positive("num_experts", named)
+    check_positive("decoder_sparse_step", every)
+    return {
+        "num_experts": named,
+        "num_experts_per_tok": values["num_experts_per_tok"],
+        "moe_intermediate_size": inner,
+        # Mixtral's always are; Qwen's say.
+        "norm_topk_prob": bool(values.get("norm_topk_prob", "num_local_experts" in values)),
+        "dense_layers": tuple(n for n in numbers if n in dense or (n + 1) % every),
+    }
+
+
 def _from_gpt2(values: Mapping[str, Any]) -> dict[str, Any]:
     heads, hidden = values["n_head"], values["n_embd"]
     check_positive("n_head", heads)
@@ -338,6 +390,9 @@ FAMILIES: dict[str, Family] = {
     "Phi3ForCausalLM": Family("phi3", _from_phi3, GATED_ACTIVATIONS),
     "Gemma2ForCausalLM": Family("gemma2", _from_gemma2, GATED_ACTIVATIONS),
     "Gemma3ForCausalLM": Family("gemma3_text", _from_gemma3, GATED_ACTIVATIONS),
+    "MixtralForCausalLM": Family("mixtral", _from_mixtral, ("silu",)),
+    "Qwen2MoeForCausalLM": Family("qwen2_moe", _from_qwen2_moe, ("silu",)),
+    "Qwen3MoeForCausalLM": Family("qwen3_moe", _from_qwen3_moe, ("silu",)),
     "GPT2LMHeadModel": Family("gpt2", _from_gpt2, PLAIN_ACTIVATIONS),
     "GPTJForCausalLM": Family("gptj", _from_gptj, PLAIN_ACTIVATIONS),
     "GPTNeoXForCausalLM": Family("gpt_neox", _from_gpt_neox, PLAIN_ACTIVATIONS),

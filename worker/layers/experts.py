@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from trimaran.worker.layers.activation import GatedActivation
@@ -108,7 +109,9 @@ class SharedExpert(nn.Module):
         inner_TF = self.act.project(self.gate_up_proj, x_TD)
         # Not summed over the ranks yet: that is done once, together with the other experts.
         output_TD = self.down_proj.method.apply(self.down_proj, inner_TF, None)
-        return output_TD.mul_(torch.sigmoid(self.router.forward(x_TD)))
+        # A sigmoid, as a softmax beside zero: row by row, so that no other token counts.
+        pairs = F.pad(self.router.forward(x_TD).float(), (0, 1))
+        return output_TD.mul_(torch.softmax(pairs, dim=-1)[:, :1])
 
 
 class ExpertMLP(nn.Module):

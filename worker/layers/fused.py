@@ -104,6 +104,9 @@ def _is_plain(layer: Any) -> bool:
     attention = layer.attention
     if {name for name, _ in layer.named_children()} != _PARTS:
         return False
+    # Experts have no product of their own.
+    if not hasattr(layer.mlp, "down_proj"):
+        return False
     if {name for name, _ in attention.named_children()} != _ATTENTION_PARTS:
         return False
     if attention.backend.spec != AttentionSpec(scale=attention.head_size**-0.5):

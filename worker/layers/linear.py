@@ -25,9 +25,12 @@ class LayerContext:
         dtype: torch.dtype,
         device: torch.device,
         max_seq_len: int = 0,
+        moe_ep_size: int = 1,
     ) -> None:
-        """``max_seq_len`` is the longest sequence that will run, 0 for the model's own."""
+        """``max_seq_len`` is the longest sequence that will run, 0 for the model's own;
+        experts are shared out over ``moe_ep_size`` parts of ``tp``."""
         self.tp = tp
+        self.moe_ep_size = moe_ep_size
         self.ops = ops
         self.dtype = dtype
         self.device = device

@@ -26,9 +26,11 @@ from trimaran.worker.models.gptj import GPTJForCausalLM
 from trimaran.worker.models.interfaces import CausalLM, StageRange
 from trimaran.worker.models.llama import LlamaForCausalLM
 from trimaran.worker.models.mistral import MistralForCausalLM
+from trimaran.worker.models.mixtral import MixtralForCausalLM
 from trimaran.worker.models.phi3 import Phi3ForCausalLM
 from trimaran.worker.models.qwen2 import Qwen2ForCausalLM
 from trimaran.worker.models.qwen3 import Qwen3ForCausalLM
+from trimaran.worker.models.qwen_moe import Qwen2MoeForCausalLM, Qwen3MoeForCausalLM
 from trimaran.worker.models.weight_loader import fill_random, load_checkpoint, load_shard
 from trimaran.worker.pretrained_config import PretrainedConfig
 
@@ -42,6 +44,9 @@ MODELS: dict[str, type[CausalLM]] = {
     "Phi3ForCausalLM": Phi3ForCausalLM,
     "Gemma2ForCausalLM": Gemma2ForCausalLM,
     "Gemma3ForCausalLM": Gemma3ForCausalLM,
+    "MixtralForCausalLM": MixtralForCausalLM,
+    "Qwen2MoeForCausalLM": Qwen2MoeForCausalLM,
+    "Qwen3MoeForCausalLM": Qwen3MoeForCausalLM,
     "GPT2LMHeadModel": GPT2LMHeadModel,
     "GPTJForCausalLM": GPTJForCausalLM,
     "GPTNeoXForCausalLM": GPTNeoXForCausalLM,
@@ -71,19 +76,20 @@ def build_model(
     device: torch.device,
     ops: Ops | None = None,
     max_seq_len: int = 0,
+    moe_ep_size: int = 1,
 ) -> CausalLM:
     """A rank's model with memory for its weights, but not the weights.
 
     With a `ShardPosition` as ``tp`` it can be loaded and saved without peers. ``ops`` are
     torch's unless given. ``max_seq_len`` is the longest sequence that will run, 0 for as long
-    as the model allows.
+    as the model allows; experts are shared out over ``moe_ep_size`` parts of the group.
     """
     if config.architecture not in MODELS:
         raise ConfigError(
             f"the architecture {config.architecture!r} is not served. Served are "
             f"{', '.join(MODELS)}."
         )
-    context = LayerContext(tp, ops or TorchOps(), dtype, device, max_seq_len)
+    context = LayerContext(tp, ops or TorchOps(), dtype, device, max_seq_len, moe_ep_size)
     return MODELS[config.architecture](config, stage, context).eval()
 
 
@@ -103,7 +109,8 @@ def load_model(
     start = time.monotonic()
     is_random = config.load_format == "random"
     folder = EngineFolder.load(config.engine_dir, check_weights=not is_random)
-    folder.check_parallel(layout.tp_size, layout.pp_size)
+    moe_ep_size = config.parallel.expert_parts
+    folder.check_parallel(layout.tp_size, layout.pp_size, moe_ep_size)
     dtype = dtype_by_name(folder.config.dtype if config.dtype == "auto" else config.dtype)
     stage = StageRange.of(folder.config.num_hidden_layers, layout.pp_rank, layout.pp_size)
     if device.type == "cuda":
@@ -119,6 +126,7 @@ def load_model(
         device=device,
         ops=ops,
         max_seq_len=config.scheduler.max_seq_len,
+        moe_ep_size=moe_ep_size,
     )
     if is_random:
         fill_random(model)

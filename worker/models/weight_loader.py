@@ -115,8 +115,9 @@ def fill_random(model: CausalLM, seed: int = 0) -> None:
         elif parameter.dim() == 1:
             parameter.data.fill_(1.0)
         else:
-            # Position vectors are whole on every rank and so must agree.
-            shard = "" if "embed_positions" in name else f"@{rank}"
+            # These are whole on every rank and so must agree.
+            is_whole = "embed_positions" in name or name.endswith(".router.weight")
+            shard = "" if is_whole else f"@{rank}"
             generator = torch.Generator(device=parameter.device)
             generator.manual_seed(_seed_of(f"{seed}:{name}{shard}"))
             parameter.data.normal_(0.0, _RANDOM_STD, generator=generator)

@@ -75,9 +75,9 @@ def test_the_tokenizer_spells_any_text(text):
     assert tokenizer.decode(encoded.ids, skip_special_tokens=True) == text
 
 
-def test_base_and_draft_can_be_served_on_four_ranks():
-    for name in ("base", "draft"):
-        EngineFolder.load(FOLDER / name).check_parallel(4, 2)
+def test_all_can_be_served_on_four_ranks():
+    for name, moe_ep_size in (("base", 1), ("draft", 1), ("moe", 1), ("moe", 2), ("moe", 4)):
+        EngineFolder.load(FOLDER / name).check_parallel(4, 2, moe_ep_size)
 
 
 def test_the_mixture_of_experts_has_eight_experts():

@@ -129,7 +129,14 @@ def test_flags_that_only_the_replaced_tools_need_are_accepted_and_named_once(
     ("changes", "words"),
     [
         ({"architectures": ["BloomForCausalLM"]}, ["'BloomForCausalLM'", "LlamaForCausalLM"]),
-        ({"architectures": ["MixtralForCausalLM"]}, ["mixture of experts", "GPT2LMHeadModel"]),
+        (
+            {
+                "architectures": ["MixtralForCausalLM"],
+                "num_local_experts": 2,
+                "num_experts_per_tok": 3,
+            },
+            ["num_experts_per_tok (3)", "num_experts (2)"],
+        ),
         ({"architectures": None, "model_type": "t5"}, ["'t5'", "GPT2LMHeadModel"]),
         ({"hidden_size": 0}, ["hidden_size is 0", "1 or more"]),
         ({"vocab_size": "many"}, ["vocab_size is 'many'"]),

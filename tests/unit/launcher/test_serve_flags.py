@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 from launcher_repository import parse, resolve, write_checkpoint, write_engine, write_model
 
@@ -61,6 +63,17 @@ def test_flags_go_before_the_engine_folder(repository):
     assert engine.cache.tokens_per_block == 16
     assert (engine.dtype, engine.num_threads, engine.deterministic) == ("float32", 3, True)
     assert (engine.prompt_graph_tokens, engine.lora.has_graphs) == (512, True)
+
+
+def test_sizes_of_experts_reach_the_engine_or_are_refused(tmp_path):
+    moe = Path(__file__).parents[3] / "examples" / "demo_models" / "moe"
+    write_model(tmp_path / "m", gpt_model_path=str(moe))
+    sizes = ("--world-size", "4", "--moe-ep-size", "2")
+    parallel = resolve(tmp_path, *sizes).groups[0].engine.parallel
+    assert (parallel.tp_size, parallel.moe_tp_size, parallel.moe_ep_size) == (4, 2, 2)
+    assert resolve(tmp_path).groups[0].engine.parallel.expert_parts == 1
+    with pytest.raises(ConfigError, match=r"times --moe-ep-size \(2\) must be --tp-size \(4\)"):
+        resolve(tmp_path, *sizes, "--moe-tp-size", "4")
 
 
 def test_steps_to_trace_are_named_by_number_and_go_where_the_logs_go(repository, tmp_path):

@@ -19,9 +19,12 @@ from transformers import (
     GPTNeoXConfig,
     LlamaConfig,
     MistralConfig,
+    MixtralConfig,
     Phi3Config,
     Qwen2Config,
+    Qwen2MoeConfig,
     Qwen3Config,
+    Qwen3MoeConfig,
 )
 
 from trimaran.kernels.dispatch import Ops
@@ -153,6 +156,31 @@ def dense_configs() -> dict[str, Any]:
     return {name: kind(**{**_ODD, **changes}) for name, (kind, changes) in _ODD_DENSE.items()}
 
 
+_EXPERTS: dict[str, Any] = {
+    **_ODD, "intermediate_size": 28, "num_experts": 6, "num_experts_per_tok": 3,
+    "moe_intermediate_size": 28,
+}  # fmt: skip
+_QWEN_EXPERTS = {**_EXPERTS, "intermediate_size": 40, "hidden_size": 240, "head_dim": 20}
+_SHARED = {**_QWEN_EXPERTS, "shared_expert_intermediate_size": 36}
+
+
+def expert_configs() -> dict[str, Any]:
+    """The families with experts: normalised or not, shared, and with dense layers between."""
+    mixed = {"mlp_only_layers": [0], "decoder_sparse_step": 2}
+    return {
+        "mixtral": MixtralConfig(**_EXPERTS),
+        "mixtral-tied-window": MixtralConfig(
+            **_EXPERTS, tie_word_embeddings=True, sliding_window=11
+        ),
+        "qwen2-moe": Qwen2MoeConfig(**_SHARED, norm_topk_prob=False),
+        "qwen2-moe-normalised-mixed": Qwen2MoeConfig(**_SHARED, **mixed, norm_topk_prob=True),
+        "qwen3-moe": Qwen3MoeConfig(**_QWEN_EXPERTS, norm_topk_prob=True),
+        "qwen3-moe-mixed-tied": Qwen3MoeConfig(
+            **_QWEN_EXPERTS, **mixed, tie_word_embeddings=True, norm_topk_prob=False
+        ),
+    }
+
+
 _WIDE: dict[str, Any] = {
     "vocab_size": 150, "hidden_size": 144, "num_hidden_layers": 3, "num_attention_heads": 12,
     "max_position_embeddings": 128, "initializer_range": 0.1, "bos_token_id": None,
@@ -238,6 +266,7 @@ def load_ours(
     *,
     is_finished: bool = True,
     max_seq_len: int = 0,
+    moe_ep_size: int = 1,
 ) -> CausalLM:
     """Our model of a Hugging Face folder; by plain torch unless ``ops`` are given.
 
@@ -253,6 +282,7 @@ def load_ours(
         device=CPU,
         ops=ops,
         max_seq_len=max_seq_len,
+        moe_ep_size=moe_ep_size,
     )
     load_checkpoint(model, found.weight_files)
     if is_finished:
