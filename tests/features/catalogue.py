@@ -80,10 +80,7 @@ def tables() -> list[Table]:
         ),
         _table(
             "Postprocessing: inputs", "postprocessing", "input",
-            {
-                name: _found(name, (SERVED, input_texts.POSTPROCESSING))
-                for name in _names(Role.POSTPROCESSING)[0]
-            },
+            _postprocessing_inputs(),
         ),
         _table(
             "Postprocessing: outputs", "postprocessing", "output", _outputs(Role.POSTPROCESSING)
@@ -176,6 +173,18 @@ def _preprocessing_inputs() -> dict[str, tuple[str, str]]:
         name: _found(name, (REFUSED, refused), (SERVED, input_texts.PREPROCESSING))
         for name in _names(Role.PREPROCESSING)[0]
     }
+
+
+def _postprocessing_inputs() -> dict[str, tuple[str, str]]:
+    texts = {
+        **input_texts.POSTPROCESSING,
+        **{
+            name: f"of older configurations: passed on as `OUT_{name}`"
+            for name in sorted(signatures.PASSED_ON)
+        },
+    }
+    declared = _names(Role.POSTPROCESSING)[0]
+    return {name: _found(name, (SERVED, texts)) for name in dict.fromkeys([*declared, *texts])}
 
 
 def _text_inputs() -> dict[str, tuple[str, str]]:

@@ -12,8 +12,13 @@ from tests.unit.pipelines.conftest import _write_repository
 PASSED = {
     "cum_log_probs": ("CUM_LOG_PROBS", "TYPE_FP32", "[ -1 ]"),
     "output_log_probs": ("OUTPUT_LOG_PROBS", "TYPE_FP32", "[ -1, -1 ]"),
+    "context_logits": ("CONTEXT_LOGITS", "TYPE_FP32", "[ -1, -1 ]"),
+    "generation_logits": ("GENERATION_LOGITS", "TYPE_FP32", "[ -1, -1, -1 ]"),
     "batch_index": ("BATCH_INDEX", "TYPE_INT32", "[ 1 ]"),
+    "sequence_index": ("SEQUENCE_INDEX", "TYPE_INT32", "[ 1 ]"),
 }
+
+NUMPY = {"TYPE_FP32": np.float32, "TYPE_INT32": np.int32}
 
 
 @pytest.fixture
@@ -57,20 +62,28 @@ async def test_what_went_through_postprocessing_comes(serve, older, caplog):
     assert len(responses) == 2
     for response in responses:
         found = {tensor.name: tensor.data for tensor in response.outputs}
-        assert found.keys() == {"text_output", *PASSED}
+        assert found.keys() == {
+            "text_output", "cum_log_probs", "output_log_probs", "batch_index",
+        }  # fmt: skip
         assert found["cum_log_probs"].tolist() == [[-0.5 * len(ids)]]
         assert found["output_log_probs"].tolist() == [[[-0.5] * len(ids)]]
     assert "is ignored" not in caplog.text
 
 
+@pytest.mark.feature(*(f"input:{name}" for name, *_ in PASSED.values()), of="postprocessing")
 async def test_postprocessing_alone_passes_them_on(serve, older):
+    given = {
+        name: np.full([1, *(1 for _ in dims.split(","))], 3, NUMPY[datatype])
+        for name, datatype, dims in PASSED.values()
+    }
     async with serve(repository=older) as served:
         (response,) = await served.infer(
             "postprocessing",
             TOKENS_BATCH=np.array([[[50, 51]]], np.int32),
             SEQUENCE_LENGTH=[2],
-            CUM_LOG_PROBS=[-3.0],
+            **given,
         )
-    found = {tensor.name: tensor.data.tolist() for tensor in response.outputs}
-    assert found["OUT_CUM_LOG_PROBS"] == [[-3.0]]
-    assert found.keys() == {"OUTPUT", "OUT_CUM_LOG_PROBS"}
+    found = {tensor.name: tensor.data for tensor in response.outputs}
+    assert found.keys() == {"OUTPUT", *(f"OUT_{name}" for name in given)}
+    for name, value in given.items():
+        np.testing.assert_array_equal(found[f"OUT_{name}"], value)

@@ -99,6 +99,7 @@ def test_a_wholly_cached_prompt_copies_a_last_block_that_is_held():
     manager.check([first, second])
 
 
+@pytest.mark.feature("parameter:cache_salt", of="request")
 def test_prefixes_are_shared_only_under_equal_salt_and_adapter():
     manager = KVCacheManager([16], SIZE, enable_reuse=True)
     ids = array("i", range(9))

@@ -33,7 +33,13 @@ def reference(model_folder):
     return LlamaForCausalLM.from_pretrained(model_folder).eval()
 
 
-@pytest.mark.feature("input:repetition_penalty", "input:no_repeat_ngram_size")
+@pytest.mark.feature(
+    "input:repetition_penalty",
+    "input:no_repeat_ngram_size",
+    "input:bad_words_list",
+    "input:embedding_bias",
+    "input:min_tokens",
+)
 @pytest.mark.parametrize(("ours", "theirs"), CASES.values(), ids=CASES.keys())
 def test_tokens_under_penalties_are_those_of_transformers(
     make_engine, reference, prompt_of, ours, theirs

@@ -68,6 +68,9 @@ def test_a_priority_is_kept_while_the_block_is_in_use_and_gone_with_its_content(
     assert drain(free) == [0, 1]
 
 
+@pytest.mark.feature(
+    "input:retention_token_range_durations_ms", "input:retention_decode_duration_ms"
+)
 def test_a_priority_ends_with_its_time_unless_it_was_said_anew():
     clock = Clock()
     free = free_with_content(0, 1, 2, clock=clock)
@@ -92,6 +95,11 @@ def test_the_host_keeps_what_is_worth_more_than_the_newcomer():
     host.check()
 
 
+@pytest.mark.feature(
+    "input:retention_token_range_starts",
+    "input:retention_token_range_ends",
+    "input:retention_decode_priority",
+)
 def test_ranges_of_a_prompt_and_its_output_are_kept_apart():
     plan = RetentionPlan(((0, 8, Retention(90)),), Retention(5), num_prompt_tokens=16)
     manager = KVCacheManager([6], SIZE, enable_reuse=True)

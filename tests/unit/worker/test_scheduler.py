@@ -154,6 +154,7 @@ def test_a_late_request_starts_in_the_next_step():
     assert [s.request.number for s in step.sampled] == [0, 1]
 
 
+@pytest.mark.feature("parameter:priority", of="request")
 def test_higher_priority_is_admitted_first_then_earlier_arrival():
     planner = Planner(max_num_seqs=1)
     for priority in (0, 5, 5, 1):
@@ -295,6 +296,7 @@ def test_a_request_that_cannot_fit_alone_is_refused():
         planner.add(10, max_tokens=8)
 
 
+@pytest.mark.feature("setting:max_queue_size", of="request")
 def test_a_full_queue_refuses_and_names_its_size():
     planner = Planner(max_num_seqs=1, max_queue_size=2)
     planner.add(4)
