@@ -8,7 +8,8 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from trimaran.comm.errors import ConfigError
-from trimaran.worker.pretrained_families import FAMILIES, check_positive
+from trimaran.worker.huggingface_keys import check_positive
+from trimaran.worker.pretrained_families import FAMILIES
 
 SERVED_ARCHITECTURES = tuple(FAMILIES)
 SERVED_ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")

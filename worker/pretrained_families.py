@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from trimaran.comm.errors import ConfigError
+from trimaran.worker.huggingface_keys import check_positive, partial_rope, rope
+from trimaran.worker.neox_families import from_falcon, from_gpt_neox, from_gptj, from_phi
 
 GATED_ACTIVATIONS = ("silu", "gelu", "gelu_new", "gelu_pytorch_tanh")
 PLAIN_ACTIVATIONS = ("gelu_new", "gelu_pytorch_tanh", "gelu", "relu")
@@ -25,50 +27,6 @@ class Family:
 
     activations: tuple[str, ...]
     """Values of ``hidden_act`` that its MLP serves."""
-
-
-def check_positive(name: str, value: Any) -> None:
-    """Raise `ConfigError` unless a value is a whole number of 1 or more."""
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ConfigError(f"{name} is {value!r} but must be a whole number of 1 or more")
-
-
-def head_size_of(hidden: int, heads: int) -> int:
-    """Dims of a head where heads share the hidden size out; raises `ConfigError`."""
-    check_positive("the number of attention heads", heads)
-    if hidden % heads:
-        raise ConfigError(
-            f"the hidden size ({hidden}) is not a multiple of the attention heads ({heads})"
-        )
-    return hidden // heads
-
-
-def rope(values: Mapping[str, Any]) -> tuple[float, dict[str, Any] | None]:
-    """Rotary base and scaling, from either spelling: `rope_parameters` or `rope_scaling`.
-
-    Only for families that rotate whole heads.
-    """
-    base, scaling, share = partial_rope(values)
-    if share != 1.0:
-        raise ConfigError(
-            f"partial_rotary_factor is {share}, which is not served. It must be 1"
-        )
-    return base, scaling
-
-
-def partial_rope(
-    values: Mapping[str, Any], share: float = 1.0
-) -> tuple[float, dict[str, Any] | None, float]:
-    """Rotary base, scaling, and the share of a head's dims that is rotated.
-
-    ``share`` is the share of a configuration that does not name it.
-    """
-    scaling = dict(values.get("rope_parameters") or values.get("rope_scaling") or {})
-    base = float(scaling.pop("rope_theta", None) or values.get("rope_theta") or 10000.0)
-    named = scaling.pop("partial_rotary_factor", None) or values.get("partial_rotary_factor")
-    scaling["rope_type"] = scaling.pop("type", None) or scaling.get("rope_type") or "default"
-    plain = scaling["rope_type"] == "default"
-    return base, None if plain else scaling, share if named is None else float(named)
 
 
 def _from_llama(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -286,102 +244,6 @@ def _from_gpt2(values: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _from_gptj(values: Mapping[str, Any]) -> dict[str, Any]:
-    heads, hidden = values["n_head"], values["n_embd"]
-    rotary_size = values.get("rotary_dim", 64)
-    check_positive("rotary_dim", rotary_size)
-    return {
-        "hidden_size": hidden,
-        "intermediate_size": values.get("n_inner") or 4 * hidden,
-        "num_hidden_layers": values["n_layer"],
-        "num_attention_heads": heads,
-        "num_key_value_heads": heads,
-        "head_size": head_size_of(hidden, heads),
-        "max_position_embeddings": values["n_positions"],
-        "norm_epsilon": values.get("layer_norm_epsilon", 1e-5),
-        "hidden_act": _plain_activation(values.get("activation_function", "gelu_new")),
-        "position_embedding_type": "rope_gptj",
-        "rotary_size": rotary_size,
-        "tie_word_embeddings": bool(values.get("tie_word_embeddings", False)),
-        "mlp_bias": True,
-        "lm_head_bias": True,
-        "parallel_residual": True,
-        "num_input_norms": 1,
-    }
-
-
-def _from_gpt_neox(values: Mapping[str, Any]) -> dict[str, Any]:
-    heads, hidden = values["num_attention_heads"], values["hidden_size"]
-    head_size = head_size_of(hidden, heads)
-    named = {"rope_theta": values.get("rotary_emb_base"), **values}
-    base, scaling, share = partial_rope(named, values.get("rotary_pct", 0.25))
-    check_positive("rotary_pct times the head size", int(head_size * share))
-    return {
-        "hidden_size": hidden,
-        "intermediate_size": values["intermediate_size"],
-        "num_hidden_layers": values["num_hidden_layers"],
-        "num_attention_heads": heads,
-        "num_key_value_heads": heads,
-        "head_size": head_size,
-        "max_position_embeddings": values["max_position_embeddings"],
-        "norm_epsilon": values.get("layer_norm_eps", 1e-5),
-        "hidden_act": _plain_activation(values.get("hidden_act", "gelu")),
-        "position_embedding_type": "rope_gpt_neox",
-        "rotary_base": base,
-        "rotary_size": int(head_size * share),
-        "rope_scaling": scaling,
-        "tie_word_embeddings": bool(values.get("tie_word_embeddings", False)),
-        "attn_bias": bool(values.get("attention_bias", True)),
-        "mlp_bias": True,
-        "parallel_residual": bool(values.get("use_parallel_residual", True)),
-    }
-
-
-def _from_falcon(values: Mapping[str, Any]) -> dict[str, Any]:
-    heads, hidden = values["num_attention_heads"], values["hidden_size"]
-    if values.get("alibi"):
-        raise ConfigError(
-            "alibi is true, but position biases are not served. Name a Falcon whose positions "
-            "are rotary (alibi false)"
-        )
-    is_new = bool(values.get("new_decoder_architecture", False))
-    is_parallel = is_new or bool(values.get("parallel_attn", True))
-    num_norms = values.get("num_ln_in_parallel_attn") or (2 if is_new else 1)
-    if num_norms not in ((1, 2) if is_new else (1,)):
-        raise ConfigError(
-            f"num_ln_in_parallel_attn is {num_norms}, which is not served. It must be 1, or 2 "
-            "with new_decoder_architecture"
-        )
-    kv_heads = values.get("num_kv_heads") or heads
-    if not is_new:
-        kv_heads = 1 if values.get("multi_query", True) else heads
-    base, scaling = rope(values)
-    return {
-        "hidden_size": hidden,
-        "intermediate_size": values.get("ffn_hidden_size") or 4 * hidden,
-        "num_hidden_layers": values["num_hidden_layers"],
-        "num_attention_heads": heads,
-        "num_key_value_heads": kv_heads,
-        "head_size": head_size_of(hidden, heads),
-        "max_position_embeddings": values.get("max_position_embeddings", 2048),
-        "norm_epsilon": values.get("layer_norm_epsilon", 1e-5),
-        "hidden_act": _plain_activation(values.get("activation", "gelu")),
-        "position_embedding_type": "rope_gpt_neox",
-        "rotary_base": base,
-        "rope_scaling": scaling,
-        "tie_word_embeddings": bool(values.get("tie_word_embeddings", True)),
-        "attn_bias": bool(values.get("bias", False)),
-        "mlp_bias": bool(values.get("bias", False)),
-        "parallel_residual": is_parallel,
-        "num_input_norms": num_norms if is_parallel else 2,
-    }
-
-
-def _plain_activation(name: str) -> str:
-    # Another way to write the same formula.
-    return "gelu_new" if name == "gelu_fast" else name
-
-
 FAMILIES: dict[str, Family] = {
     "LlamaForCausalLM": Family("llama", _from_llama, GATED_ACTIVATIONS),
     "MistralForCausalLM": Family("mistral", _from_mistral, GATED_ACTIVATIONS),
@@ -394,8 +256,9 @@ FAMILIES: dict[str, Family] = {
     "Qwen2MoeForCausalLM": Family("qwen2_moe", _from_qwen2_moe, ("silu",)),
     "Qwen3MoeForCausalLM": Family("qwen3_moe", _from_qwen3_moe, ("silu",)),
     "GPT2LMHeadModel": Family("gpt2", _from_gpt2, PLAIN_ACTIVATIONS),
-    "GPTJForCausalLM": Family("gptj", _from_gptj, PLAIN_ACTIVATIONS),
-    "GPTNeoXForCausalLM": Family("gpt_neox", _from_gpt_neox, PLAIN_ACTIVATIONS),
-    "FalconForCausalLM": Family("falcon", _from_falcon, PLAIN_ACTIVATIONS),
+    "GPTJForCausalLM": Family("gptj", from_gptj, PLAIN_ACTIVATIONS),
+    "GPTNeoXForCausalLM": Family("gpt_neox", from_gpt_neox, PLAIN_ACTIVATIONS),
+    "FalconForCausalLM": Family("falcon", from_falcon, PLAIN_ACTIVATIONS),
+    "PhiForCausalLM": Family("phi", from_phi, PLAIN_ACTIVATIONS),
 }
 """By architecture, as `config.json` names it."""

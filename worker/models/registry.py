@@ -27,6 +27,7 @@ from trimaran.worker.models.interfaces import CausalLM, StageRange
 from trimaran.worker.models.llama import LlamaForCausalLM
 from trimaran.worker.models.mistral import MistralForCausalLM
 from trimaran.worker.models.mixtral import MixtralForCausalLM
+from trimaran.worker.models.phi import PhiForCausalLM
 from trimaran.worker.models.phi3 import Phi3ForCausalLM
 from trimaran.worker.models.qwen2 import Qwen2ForCausalLM
 from trimaran.worker.models.qwen3 import Qwen3ForCausalLM
@@ -51,6 +52,7 @@ MODELS: dict[str, type[CausalLM]] = {
     "GPTJForCausalLM": GPTJForCausalLM,
     "GPTNeoXForCausalLM": GPTNeoXForCausalLM,
     "FalconForCausalLM": FalconForCausalLM,
+    "PhiForCausalLM": PhiForCausalLM,
 }
 
 DTYPES = {

@@ -21,6 +21,7 @@ from transformers import (
     MistralConfig,
     MixtralConfig,
     Phi3Config,
+    PhiConfig,
     Qwen2Config,
     Qwen2MoeConfig,
     Qwen3Config,
@@ -224,6 +225,8 @@ def parallel_configs() -> dict[str, Any]:
         "falcon-after-each-other": FalconConfig(
             **_FALCON, parallel_attn=False, multi_query=False, bias=True
         ),
+        "phi": PhiConfig(**_NEOX, **_rotated(0.5), num_key_value_heads=4),
+        "phi-tied": PhiConfig(**_NEOX, hidden_act="gelu", tie_word_embeddings=True),
     }
 
 

@@ -1,0 +1,58 @@
+"""Keys of Hugging Face configurations that families share, checked."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from trimaran.comm.errors import ConfigError
+
+
+def check_positive(name: str, value: Any) -> None:
+    """Raise `ConfigError` unless a value is a whole number of 1 or more."""
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ConfigError(f"{name} is {value!r} but must be a whole number of 1 or more")
+
+
+def head_size_of(hidden: int, heads: int) -> int:
+    """Dims of a head where heads share the hidden size out; raises `ConfigError`."""
+    check_positive("the number of attention heads", heads)
+    if hidden % heads:
+        raise ConfigError(
+            f"the hidden size ({hidden}) is not a multiple of the attention heads ({heads})"
+        )
+    return hidden // heads
+
+
+def rope(values: Mapping[str, Any]) -> tuple[float, dict[str, Any] | None]:
+    """Rotary base and scaling, from either spelling: `rope_parameters` or `rope_scaling`.
+
+    Only for families that rotate whole heads.
+    """
+    base, scaling, share = partial_rope(values)
+    if share != 1.0:
+        raise ConfigError(
+            f"partial_rotary_factor is {share}, which is not served. It must be 1"
+        )
+    return base, scaling
+
+
+def partial_rope(
+    values: Mapping[str, Any], share: float = 1.0
+) -> tuple[float, dict[str, Any] | None, float]:
+    """Rotary base, scaling, and the share of a head's dims that is rotated.
+
+    ``share`` is the share of a configuration that does not name it.
+    """
+    scaling = dict(values.get("rope_parameters") or values.get("rope_scaling") or {})
+    base = float(scaling.pop("rope_theta", None) or values.get("rope_theta") or 10000.0)
+    named = scaling.pop("partial_rotary_factor", None) or values.get("partial_rotary_factor")
+    scaling["rope_type"] = scaling.pop("type", None) or scaling.get("rope_type") or "default"
+    plain = scaling["rope_type"] == "default"
+    return base, None if plain else scaling, share if named is None else float(named)
+
+
+def plain_activation(name: str) -> str:
+    """Our name of an element-wise activation."""
+    # Another way to write the same formula.
+    return "gelu_new" if name == "gelu_fast" else name

@@ -1,0 +1,33 @@
+"""Phi 1 and 2: a GPT-NeoX whose query, key and value lie apart, behind one norm."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import ClassVar
+
+from trimaran.worker.models.gpt_neox import GPTNeoXForCausalLM
+
+
+class PhiForCausalLM(GPTNeoXForCausalLM):
+    """Phi 1 or 2, one pipeline stage of it."""
+
+    ignored_weights: tuple[str, ...] = ("rotary_emb.inv_freq",)
+    name_prefix = "model."
+    outer_names: ClassVar[Mapping[str, str]] = {
+        "embed_tokens": "embed_tokens",
+        "layers": "layers",
+        "norm": "final_layernorm",
+        "lm_head": "lm_head",
+    }
+    layer_linears: ClassVar[tuple[tuple[str, str, str], ...]] = (
+        ("self_attn.q_proj", "attention.qkv_proj", "q"),
+        ("self_attn.k_proj", "attention.qkv_proj", "k"),
+        ("self_attn.v_proj", "attention.qkv_proj", "v"),
+        ("self_attn.dense", "attention.o_proj", ""),
+        ("mlp.fc1", "mlp.up_proj", ""),
+        ("mlp.fc2", "mlp.down_proj", ""),
+    )
+
+    def layer_norms(self) -> list[tuple[str, str]]:
+        """(checkpoint name, module) of one layer's only norm."""
+        return [("input_layernorm", "attention_norm")]
