@@ -1,0 +1,78 @@
+"""Model families through the engine: chunked, side by side, and again from the cache."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+
+import pytest
+
+from trimaran.launcher.cli import main
+
+_PATH = Path(__file__).parents[1] / "models" / "models.py"
+_SPEC = importlib.util.spec_from_file_location("models", _PATH)
+assert _SPEC is not None and _SPEC.loader is not None
+models = importlib.util.module_from_spec(_SPEC)
+sys.modules["models"] = models
+_SPEC.loader.exec_module(models)
+
+NUM_TOKENS = 24
+
+
+@pytest.fixture(scope="module", params=["mistral", "qwen3", "phi3", "gemma2", "gemma3"])
+def checkpoint(request, tmp_path_factory):
+    """A Hugging Face folder, and transformers' model of it."""
+    folder = tmp_path_factory.mktemp(request.param)
+    theirs = models.save_huggingface(folder, models.dense_configs()[request.param])
+    return folder, theirs
+
+
+@pytest.fixture
+def model_folder(checkpoint, tmp_path):
+    """The engine folder that is built of it."""
+    output = tmp_path / "engine"
+    assert main(["build", "--checkpoint", str(checkpoint[0]), "--output", str(output)]) == 0
+    return output
+
+
+def outputs_of(driver, prompts):
+    ids = [driver.submit(prompt, max_tokens=NUM_TOKENS) for prompt in prompts]
+    driver.run()
+    driver.check_idle()
+    return [driver.output(number) for number in ids]
+
+
+def test_a_built_engine_gives_the_tokens_of_transformers(make_engine, checkpoint):
+    driver = make_engine(max_num_batched_tokens=17, tokens_per_block=4)
+    prompts = models.prompts(3, 22, 61)
+
+    first, again = outputs_of(driver, prompts), outputs_of(driver, prompts)
+
+    assert first == again == models.reference_greedy(checkpoint[1], prompts, NUM_TOKENS)
+    assert driver.engine.scheduler.cache.num_reused_blocks > 0
+
+
+@pytest.mark.parametrize("checkpoint", ["mistral"], indirect=True)
+def test_a_window_of_all_layers_bounds_what_a_sequence_holds(make_engine, checkpoint):
+    # 85 tokens of 4 a block in 8 blocks, of which a window of 11 holds 4 beside a chunk.
+    driver = make_engine(
+        max_num_batched_tokens=8, max_num_seqs=2, tokens_per_block=4, max_tokens=32
+    )
+    prompts = models.prompts(61)
+
+    outputs = outputs_of(driver, prompts)
+
+    assert outputs == models.reference_greedy(checkpoint[1], prompts, NUM_TOKENS)
+
+
+@pytest.mark.parametrize("checkpoint", ["gemma3"], indirect=True)
+def test_a_narrower_window_of_the_cache_comes_before_the_models_own(make_engine):
+    def windows(**changes):
+        layers = make_engine(**changes).engine.runner.model.layers.values()
+        return [layer.attention.backend.spec.window for layer in layers]
+
+    assert windows() == [9, 9, 0, 9, 9, 0]
+    assert windows(attention_windows=(5, 50)) == [5, 9, 5, 9, 5, 50]
+    # What no sequence outgrows is no window.
+    assert windows(max_seq_len=9, max_input_len=8) == [0] * 6
