@@ -129,6 +129,10 @@ def apply_environment(args: argparse.Namespace, environ: Mapping[str, str]) -> N
         args.multi_model = True
         if environ.get("TRTLLM_ORCHESTRATOR_SPAWN_PROCESSES") == "0":
             args.disable_spawn_processes = True
+    if environ.get("FORCE_DETERMINISTIC") == "1":
+        args.deterministic = True
+    if environ.get("TLLM_LOG_LEVEL", "").upper() in ("TRACE", "DEBUG"):
+        args.log_verbose = max(args.log_verbose, 1)
 
 
 def job_of(args: argparse.Namespace) -> Job | None:

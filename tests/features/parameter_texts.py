@@ -60,11 +60,12 @@ SETTINGS = {
     "max_queue_delay_microseconds": "requests wait so long for others to start with",
     "max_queue_size": "requests that wait; more are refused with 503",
 }
+_INSTANCES = "one instance serves all requests at once"
 SETTINGS_WITHOUT_EFFECT = {
     "triton_backend": "`tensorrtllm` and `python` are the same engine",
-    "preprocessing_instance_count": "one instance serves all requests at once",
-    "postprocessing_instance_count": "the same",
-    "bls_instance_count": "the same",
+    "preprocessing_instance_count": _INSTANCES,
+    "postprocessing_instance_count": _INSTANCES,
+    "bls_instance_count": _INSTANCES,
     "encoder_input_features_data_type": "the input that has it is refused",
 }
 REQUEST_PARAMETERS = {
@@ -75,5 +76,7 @@ REQUEST_PARAMETERS = {
 VARIABLES = {
     "TRTLLM_ORCHESTRATOR": "1 stands for `--multi-model`",
     "TRTLLM_ORCHESTRATOR_SPAWN_PROCESSES": "0 stands for `--disable-spawn-processes`",
+    "FORCE_DETERMINISTIC": "1 stands for `--deterministic`",
+    "TLLM_LOG_LEVEL": "`DEBUG` and `TRACE` stand for `--log-verbose 1`",
     "CUDA_VISIBLE_DEVICES": "GPUs that are left out are not used",
 }

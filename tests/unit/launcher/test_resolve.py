@@ -449,7 +449,11 @@ def test_model_control_flags_that_cannot_take_effect_are_refused(make_model, fla
 
 
 @pytest.mark.feature(
-    "variable:TRTLLM_ORCHESTRATOR", "variable:TRTLLM_ORCHESTRATOR_SPAWN_PROCESSES", of="request"
+    "variable:TRTLLM_ORCHESTRATOR",
+    "variable:TRTLLM_ORCHESTRATOR_SPAWN_PROCESSES",
+    "variable:FORCE_DETERMINISTIC",
+    "variable:TLLM_LOG_LEVEL",
+    of="request",
 )
 def test_variables_of_the_replaced_system_stand_for_flags():
     args = parse()
@@ -458,5 +462,7 @@ def test_variables_of_the_replaced_system_stand_for_flags():
     )
     assert args.multi_model and args.disable_spawn_processes
     args = parse()
-    settings.apply_environment(args, {"TRTLLM_ORCHESTRATOR": "0"})
-    assert not args.multi_model
+    settings.apply_environment(args, {"TRTLLM_ORCHESTRATOR": "0", "TLLM_LOG_LEVEL": "INFO"})
+    assert not (args.multi_model or args.deterministic or args.log_verbose)
+    settings.apply_environment(args, {"FORCE_DETERMINISTIC": "1", "TLLM_LOG_LEVEL": "DEBUG"})
+    assert args.deterministic and args.log_verbose
