@@ -109,9 +109,13 @@ def test_longrope_is_that_of_transformers_for_the_lengths_served(
     torch.testing.assert_close(logits, expected, atol=2e-5, rtol=1e-4)
 
 
-@pytest.mark.parametrize(
-    "name", ["llama", "llama-rope-llama3", "gpt2", "qwen3", "gemma2", "gemma3"]
-)
+_IN_HALF = [
+    "llama", "llama-rope-llama3", "gpt2", "qwen3", "gemma2", "gemma3", "gptj", "neox",
+    "falcon",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", _IN_HALF)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_logits_in_half_precision_are_within_rounding_of_float32(name, dtype, tmp_path, ops_of):
     theirs = models.save_huggingface(tmp_path, CONFIGS[name], dtype=dtype)
@@ -157,7 +161,7 @@ def test_chunked_prompts_beside_decodes_change_no_token(name, tmp_path, ops_of):
     assert outputs[2] == expected[2][:1]
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt2"])
+@pytest.mark.parametrize("name", ["llama", "gpt2", "gptj", "neox", "falcon"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_tokens_logits_on_the_cpu_do_not_depend_on_the_batch(name, dtype, tmp_path):
     models.save_huggingface(tmp_path, CONFIGS[name], dtype=dtype)
@@ -172,7 +176,10 @@ def test_a_tokens_logits_on_the_cpu_do_not_depend_on_the_batch(name, dtype, tmp_
     assert torch.cat((start[:13], rest[1:])).equal(alone)
 
 
-@pytest.mark.parametrize("name", ["llama", "llama-biases", "gpt2"])
+_FUSED = ["llama", "llama-biases", "gpt2", "neox-after-each-other-tied"]
+
+
+@pytest.mark.parametrize("name", _FUSED)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_fused_layers_give_the_bits_of_layers_run_operator_by_operator(name, dtype, tmp_path):
     models.save_huggingface(tmp_path, CONFIGS[name], dtype=dtype)
