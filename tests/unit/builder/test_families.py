@@ -25,7 +25,9 @@ models = importlib.util.module_from_spec(_SPEC)
 sys.modules["models"] = models
 _SPEC.loader.exec_module(models)
 
-FAMILIES = {**models.dense_configs(), **models.parallel_configs()}
+FAMILIES = {
+    **models.dense_configs(), **models.parallel_configs(), **models.expert_configs(),
+}  # fmt: skip
 
 
 def _stage(engine: EngineFolder, pp_rank: int) -> models.PagedRun:
