@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from trimaran.worker.attention.backend import ForwardContext
 from trimaran.worker.layers.embedding import ScaledEmbedding, VocabParallelEmbedding
 from trimaran.worker.layers.linear import LayerContext
 from trimaran.worker.layers.norm import RMSNorm
 from trimaran.worker.layers.rotary import RotaryEmbedding
-from trimaran.worker.models.llama import LlamaAttention, LlamaForCausalLM, LlamaMLP
+from trimaran.worker.models.llama import LlamaForCausalLM, LlamaLayer
 from trimaran.worker.pretrained_config import PretrainedConfig
 
 # Shapes: T tokens of the step, D hidden size.
 
 
-class GemmaLayer(nn.Module):
-    """One decoder layer; the residual is added by the next norm."""
+class GemmaLayer(LlamaLayer):
+    """One decoder layer, with a norm behind each part; the next norm adds the residual."""
 
     def __init__(
         self,
@@ -25,13 +25,9 @@ class GemmaLayer(nn.Module):
         rotary: RotaryEmbedding,
         number: int,
     ) -> None:
-        super().__init__()
+        super().__init__(config, context, rotary, number)
         sizes = config.hidden_size, config.norm_epsilon, config.norm_offset
-        self.attention_norm = RMSNorm(context, *sizes)
-        self.attention = LlamaAttention(config, context, rotary, number)
         self.attention_post_norm = RMSNorm(context, *sizes)
-        self.mlp_norm = RMSNorm(context, *sizes)
-        self.mlp = LlamaMLP(config, context)
         self.mlp_post_norm = RMSNorm(context, *sizes)
 
     def forward(

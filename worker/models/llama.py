@@ -127,9 +127,10 @@ class LlamaLayer(nn.Module):
         number: int,
     ) -> None:
         super().__init__()
-        self.attention_norm = RMSNorm(context, config.hidden_size, config.norm_epsilon)
+        sizes = config.hidden_size, config.norm_epsilon, config.norm_offset
+        self.attention_norm = RMSNorm(context, *sizes)
         self.attention = LlamaAttention(config, context, rotary, number)
-        self.mlp_norm = RMSNorm(context, config.hidden_size, config.norm_epsilon)
+        self.mlp_norm = RMSNorm(context, *sizes)
         self.mlp = self.make_mlp(config, context, number)
 
     def make_mlp(

@@ -1,0 +1,122 @@
+"""Configurations as published checkpoints spell them, and what of them is refused."""
+
+from __future__ import annotations
+
+import pytest
+from transformers import AutoConfig
+
+from trimaran.comm.errors import ConfigError
+from trimaran.worker.pretrained_config import PretrainedConfig
+
+_COMMON = {
+    "vocab_size": 1000, "bos_token_id": 3, "eos_token_id": [7, 8], "pad_token_id": 0,
+    "torch_dtype": "bfloat16",
+}  # fmt: skip
+_FACTORS = {"short_factor": [1.0] * 48, "long_factor": [1.5] * 48}
+PUBLISHED = {
+    "mistral 7B 0.1": {
+        "architectures": ["MistralForCausalLM"], "model_type": "mistral", "hidden_size": 4096,
+        "intermediate_size": 14336, "max_position_embeddings": 32768, "rms_norm_eps": 1e-5,
+        "num_attention_heads": 32, "num_hidden_layers": 32, "num_key_value_heads": 8,
+        "rope_theta": 10000.0, "sliding_window": 4096, "tie_word_embeddings": False,
+    },
+    "qwen 2.5 7B": {
+        "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "hidden_size": 3584,
+        "intermediate_size": 18944, "max_position_embeddings": 32768, "rms_norm_eps": 1e-6,
+        "max_window_layers": 28, "num_attention_heads": 28, "num_hidden_layers": 28,
+        "num_key_value_heads": 4, "rope_theta": 1000000.0, "sliding_window": 131072,
+        "use_sliding_window": False, "tie_word_embeddings": False,
+    },
+    "qwen 3 8B": {
+        "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "hidden_size": 4096,
+        "intermediate_size": 12288, "max_position_embeddings": 40960, "rms_norm_eps": 1e-6,
+        "attention_bias": False, "head_dim": 128, "max_window_layers": 36,
+        "num_attention_heads": 32, "num_hidden_layers": 36, "num_key_value_heads": 8,
+        "rope_scaling": None, "rope_theta": 1000000, "sliding_window": None,
+        "use_sliding_window": False, "tie_word_embeddings": False,
+    },
+    "phi 3 mini 128k": {
+        "architectures": ["Phi3ForCausalLM"], "model_type": "phi3", "hidden_size": 3072,
+        "intermediate_size": 8192, "max_position_embeddings": 131072, "rms_norm_eps": 1e-5,
+        "num_attention_heads": 32, "num_hidden_layers": 32, "num_key_value_heads": 32,
+        "original_max_position_embeddings": 4096, "rope_theta": 10000.0,
+        "rope_scaling": {**_FACTORS, "type": "longrope"}, "sliding_window": 262144,
+        "tie_word_embeddings": False,
+    },
+    "phi 4 mini": {
+        "architectures": ["Phi3ForCausalLM"], "model_type": "phi3", "hidden_size": 3072,
+        "intermediate_size": 8192, "max_position_embeddings": 131072, "rms_norm_eps": 1e-5,
+        "num_attention_heads": 24, "num_hidden_layers": 32, "num_key_value_heads": 8,
+        "original_max_position_embeddings": 4096, "partial_rotary_factor": 0.75,
+        "rope_scaling": {**_FACTORS, "type": "longrope"}, "rope_theta": 10000.0,
+        "sliding_window": 262144, "tie_word_embeddings": True,
+    },
+    "gemma 2 9B": {
+        "architectures": ["Gemma2ForCausalLM"], "model_type": "gemma2", "hidden_size": 3584,
+        "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0, "head_dim": 256,
+        "hidden_act": "gelu_pytorch_tanh", "hidden_activation": "gelu_pytorch_tanh",
+        "intermediate_size": 14336, "max_position_embeddings": 8192, "rms_norm_eps": 1e-6,
+        "num_attention_heads": 16, "num_hidden_layers": 42, "num_key_value_heads": 8,
+        "query_pre_attn_scalar": 256, "rope_theta": 10000.0, "sliding_window": 4096,
+    },
+    "gemma 3 1B": {
+        "architectures": ["Gemma3ForCausalLM"], "model_type": "gemma3_text",
+        "hidden_size": 1152, "attn_logit_softcapping": None, "final_logit_softcapping": None,
+        "head_dim": 256, "hidden_activation": "gelu_pytorch_tanh", "intermediate_size": 6912,
+        "max_position_embeddings": 32768, "num_attention_heads": 4, "num_hidden_layers": 26,
+        "num_key_value_heads": 1, "query_pre_attn_scalar": 256, "rms_norm_eps": 1e-6,
+        "rope_local_base_freq": 10000, "rope_scaling": None, "rope_theta": 1000000,
+        "sliding_window": 512, "sliding_window_pattern": 6,
+    },
+}  # fmt: skip
+
+
+def config_of(values):
+    return PretrainedConfig.from_huggingface({**_COMMON, **values}, "config.json")
+
+
+@pytest.mark.parametrize("values", PUBLISHED.values(), ids=list(PUBLISHED))
+def test_a_published_configuration_means_what_it_does_to_transformers(values):
+    theirs = AutoConfig.for_model(**{**_COMMON, **values}).to_dict()
+
+    ours = config_of(values)
+
+    # As transformers writes it today, with all defaults and layer types spelled out.
+    assert ours == config_of({**theirs, "architectures": values["architectures"]})
+    assert ours.eos_token_ids == (7, 8) and ours.dtype == "bfloat16"
+
+
+def test_what_sets_the_families_apart_is_read():
+    mistral, qwen2, qwen3, phi3, phi4, gemma2, gemma3 = map(config_of, PUBLISHED.values())
+
+    assert mistral.layer_windows == (4096,) * 32
+    assert qwen2.qkv_bias and not qwen2.attn_bias and not qwen2.layer_windows
+    assert qwen3.qk_norm and not qwen3.qkv_bias
+    assert phi3.rope_scaling["factor"] == 32.0 and not phi3.rotary_size
+    assert phi4.rotary_size == 96 and phi4.tie_word_embeddings
+    assert gemma2.layer_windows == (4096, 0) * 21
+    assert (gemma2.attn_soft_cap, gemma2.final_soft_cap) == (50.0, 30.0)
+    assert gemma3.layer_windows == ((512,) * 5 + (0,)) * 4 + (512, 512)
+    assert (gemma3.rotary_base, gemma3.local_rotary_base) == (1e6, 1e4)
+    assert gemma3.qk_norm and gemma3.tie_word_embeddings and gemma3.norm_offset == 1.0
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "words"),
+    [
+        ("mistral 7B 0.1", {"sliding_window": -3}, "sliding_window is -3"),
+        ("gemma 2 9B", {"layer_types": ["chunked_attention"] * 42}, "chunked_attention"),
+        ("gemma 2 9B", {"layer_types": ["sliding_attention"]}, "num_hidden_layers is 42"),
+        ("gemma 3 1B", {"use_bidirectional_attention": True}, "must be false"),
+        (
+            "gemma 3 1B",
+            {"rope_parameters": {"sliding_attention": {"rope_type": "yarn"}}},
+            "rope_type 'yarn'",
+        ),
+        ("phi 3 mini 128k", {"original_max_position_embeddings": 0.5}, "0.5 but must be"),
+        ("qwen 3 8B", {"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5"),
+    ],
+)
+def test_what_is_not_served_is_refused_by_name_and_value(name, changes, words):
+    with pytest.raises(ConfigError, match=words):
+        config_of({**PUBLISHED[name], **changes})
