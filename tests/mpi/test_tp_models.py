@@ -32,6 +32,7 @@ CONFIGS = {
     "gpt2-untied": models.gpt2_config(tie_word_embeddings=False),
 }
 FAMILIES = {**models.dense_configs(), **models.parallel_configs()}
+EXPERTS = models.expert_configs()
 OPS = {
     "torch": lambda dtype: TorchOps(),
     "cpu kernels": lambda dtype: CpuOps(load_library(), dtype, 1),
@@ -55,7 +56,7 @@ def checkpoint(world):
         folder = Path(world.comm.bcast(own))
 
         def make(name, dtype=torch.float32):
-            config = {**CONFIGS, **FAMILIES}[name]
+            config = {**CONFIGS, **FAMILIES, **EXPERTS}[name]
             if world.rank == 0:
                 theirs = models.save_huggingface(folder, config, dtype=dtype)
             world.barrier(60.0, "saved")
@@ -122,3 +123,19 @@ def test_logits_are_the_same_bits_on_every_rank(group, world, ops_of, checkpoint
     logits = models.PagedRun(ours, 1).logits({0: prompt})
 
     assert len(set(world.comm.allgather(logits.numpy().tobytes()))) == 1
+
+
+@pytest.mark.parametrize("name", ["mixtral", "qwen2-moe-normalised-mixed", "qwen3-moe"])
+@pytest.mark.parametrize("moe_ep_size", [1, 2])
+def test_experts_may_be_cut_or_shared_out(name, moe_ep_size, group, checkpoint):
+    folder, theirs = checkpoint(name)
+    ops = OPS["cpu kernels"](torch.float32)
+    ours = models.load_ours(folder, group, ops=ops, moe_ep_size=moe_ep_size)
+    prompts = models.prompts(2, 23)
+
+    outputs = models.PagedRun(ours, 2).greedy(prompts, 5)
+    logits = models.PagedRun(ours, 1).logits({0: prompts[1]})
+
+    assert outputs == models.reference_greedy(theirs, prompts, 5)
+    expected = theirs(torch.tensor([prompts[1]])).logits[0].detach()
+    torch.testing.assert_close(logits, expected, atol=3e-5, rtol=1e-4)
