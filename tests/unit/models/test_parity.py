@@ -131,7 +131,7 @@ def test_logits_in_half_precision_are_within_rounding_of_float32(name, dtype, tm
     assert error <= 1.5 * (expected - exact).abs().max()
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt2"])
+@pytest.mark.parametrize("name", ["llama", "gpt2", "gptj", "falcon-groups-untied"])
 def test_chunked_prompts_beside_decodes_change_no_token(name, tmp_path, ops_of):
     theirs = models.save_huggingface(tmp_path, CONFIGS[name])
     run = models.PagedRun(models.load_ours(tmp_path, ops=ops_of(torch.float32)), 3)
