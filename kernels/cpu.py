@@ -103,6 +103,20 @@ class CpuOps:
         """Add ``x`` into ``residual``, which becomes the sum, and normalise it."""
         return self._normalise(x, residual, weight, None, eps)
 
+    def norm_heads(
+        self,
+        heads: Tensor,
+        query_weight: Tensor,
+        key_weight: Tensor,
+        num_kv: int,
+        eps: float,
+    ) -> None:
+        """Root-mean-square normalisation of each query and key head in place."""
+        query, key = heads[:, : -2 * num_kv], heads[:, -2 * num_kv : -num_kv]
+        for part, weight in ((query, query_weight), (key, key_weight)):
+            rows = part.reshape(-1, part.shape[2])
+            part.copy_(self.rms_norm(rows, weight, eps).view(part.shape))
+
     def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
         """Layer normalisation in float32."""
         return self._normalise(x, None, weight, bias, eps)

@@ -47,6 +47,15 @@ class Ops(Protocol):
         self, x: Tensor, residual: Tensor, weight: Tensor, eps: float
     ) -> Tensor: ...
 
+    def norm_heads(
+        self,
+        heads: Tensor,
+        query_weight: Tensor,
+        key_weight: Tensor,
+        num_kv: int,
+        eps: float,
+    ) -> None: ...
+
     def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor: ...
 
     def add_layer_norm(

@@ -19,7 +19,7 @@ from trimaran.kernels.prompt_attention import PromptAttention, TritonPrompts
 from trimaran.kernels.torch_ops import TorchOps
 
 _TRITON = (
-    "rms_norm", "add_rms_norm", "layer_norm", "add_layer_norm", "silu_and_mul",
+    "rms_norm", "add_rms_norm", "norm_heads", "layer_norm", "add_layer_norm", "silu_and_mul",
     "gelu_and_mul", "activation", "embed", "rope_and_cache", "write_kv", "paged_attention",
     "choose_experts", "expert_mlp",
 )  # fmt: skip
@@ -40,6 +40,7 @@ class TritonOps(TorchOps):
     choose_experts = staticmethod(triton_experts.choose_experts)
     rope_and_cache = staticmethod(triton_rotary.rope_and_cache)
     write_kv = staticmethod(triton_rotary.write_kv)
+    norm_heads = staticmethod(triton_norm.norm_heads)
 
     def __init__(
         self,

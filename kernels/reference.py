@@ -15,8 +15,8 @@ from trimaran.kernels.attention import AttentionMetadata, AttentionSpec
 # heads, G = N / K, H head size, P positions, X experts, C experts of a token, F = E / 2.
 
 OPERATORS = (
-    "linear", "add_linear", "gated_linear", "logits", "rms_norm", "add_rms_norm", "layer_norm",
-    "add_layer_norm", "silu_and_mul", "gelu_and_mul", "activation", "embed",
+    "linear", "add_linear", "gated_linear", "logits", "rms_norm", "add_rms_norm", "norm_heads",
+    "layer_norm", "add_layer_norm", "silu_and_mul", "gelu_and_mul", "activation", "embed",
     "rope_and_cache", "write_kv", "paged_attention", "choose_experts", "expert_mlp",
 )  # fmt: skip
 
@@ -63,6 +63,18 @@ def add_rms_norm(x_TD: Tensor, residual_TD: Tensor, weight_D: Tensor, eps: float
     """
     residual_TD += x_TD if x_TD.dim() == 2 else x_TD.sum(0)
     return rms_norm(residual_TD, weight_D, eps)
+
+
+def norm_heads(
+    heads_TAH: Tensor, query_weight_H: Tensor, key_weight_H: Tensor, num_kv: int, eps: float
+) -> None:
+    """`rms_norm` of each query and key head in place.
+
+    ``heads`` holds the queries, then ``num_kv`` keys and as many values.
+    """
+    query, key = heads_TAH[:, : -2 * num_kv], heads_TAH[:, -2 * num_kv : -num_kv]
+    query.copy_(rms_norm(query, query_weight_H, eps))
+    key.copy_(rms_norm(key, key_weight_H, eps))
 
 
 def layer_norm(x_TD: Tensor, weight_D: Tensor, bias_D: Tensor, eps: float) -> Tensor:

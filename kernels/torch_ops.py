@@ -20,6 +20,7 @@ class TorchOps:
     add_linear = staticmethod(reference.add_linear)
     rms_norm = staticmethod(reference.rms_norm)
     add_rms_norm = staticmethod(reference.add_rms_norm)
+    norm_heads = staticmethod(reference.norm_heads)
     layer_norm = staticmethod(reference.layer_norm)
     add_layer_norm = staticmethod(reference.add_layer_norm)
     silu_and_mul = staticmethod(reference.silu_and_mul)

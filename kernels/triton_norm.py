@@ -11,9 +11,9 @@ from triton.language.extra.cuda import (  # type: ignore[import-not-found,import
     gdc_wait,
 )
 
-from trimaran.kernels.triton_launch import Launcher, padded_size
+from trimaran.kernels.triton_launch import Launcher, num_tiles, padded_size
 
-# Shapes: T tokens, D width.
+# Shapes: T tokens, D width, A all heads of a token's product, H head size.
 
 
 @triton.jit  # type: ignore[untyped-decorator,unused-ignore]
@@ -50,7 +50,34 @@ def _norm_kernel(  # type: ignore[no-untyped-def]
     tl.store(output + row * width + dims, value.to(output.dtype.element_ty), mask=is_dim)
 
 
+@triton.jit  # type: ignore[untyped-decorator,unused-ignore]
+def _norm_heads_kernel(  # type: ignore[no-untyped-def]
+    heads, query_weight, key_weight, token_stride, num_queries, num_heads, eps,
+    HEAD_SIZE: tl.constexpr, PADDED: tl.constexpr, HEADS: tl.constexpr,
+    OVERLAPS: tl.constexpr,
+):  # fmt: skip
+    """Program (t, g) normalises the g-th ``HEADS`` query and key heads of token t."""
+    token = tl.program_id(0).to(tl.int64)
+    head = (tl.program_id(1) * HEADS + tl.arange(0, HEADS))[:, None]
+    dims = tl.arange(0, PADDED)[None, :]
+    if OVERLAPS:
+        gdc_launch_dependents()
+    is_dim = dims < HEAD_SIZE
+    of_queries = tl.load(query_weight + dims, mask=is_dim, other=0.0).to(tl.float32)
+    of_keys = tl.load(key_weight + dims, mask=is_dim, other=0.0).to(tl.float32)
+    scale = tl.where(head < num_queries, of_queries, of_keys)
+    if OVERLAPS:
+        gdc_wait()
+    place = heads + token * token_stride + head * HEAD_SIZE + dims
+    is_value = (head < num_heads) & is_dim
+    value = tl.load(place, mask=is_value, other=0.0).to(tl.float32)
+    mean = tl.sum(value * value, 1) / HEAD_SIZE
+    value *= tl.rsqrt(mean + eps)[:, None] * scale
+    tl.store(place, value.to(heads.dtype.element_ty), mask=is_value)
+
+
 _norm = Launcher(_norm_kernel)
+_norm_heads = Launcher(_norm_heads_kernel)
 
 
 def rms_norm(
@@ -63,6 +90,25 @@ def rms_norm(
     CUDA graph capture, as all of this file.
     """
     return _normalise(x_TD, residual_TD, weight_D, None, eps)
+
+
+def norm_heads(
+    heads_TAH: Tensor, query_weight_H: Tensor, key_weight_H: Tensor, num_kv: int, eps: float
+) -> None:
+    """Root-mean-square normalisation of each query and key head in place.
+
+    ``heads`` is a view of the product: queries, then ``num_kv`` keys and as many values,
+    contiguous but for the stride of tokens.
+    """
+    tokens, all_heads, head_size = heads_TAH.shape
+    num_heads = all_heads - num_kv
+    padded = padded_size(head_size)
+    chunk = min(max(1024 // padded, 1), padded_size(num_heads))
+    args = (
+        heads_TAH, query_weight_H, key_weight_H, heads_TAH.stride(0), num_heads - num_kv,
+        num_heads, eps,
+    )  # fmt: skip
+    _norm_heads((tokens, num_tiles(num_heads, chunk)), args, (head_size, padded, chunk))
 
 
 def layer_norm(

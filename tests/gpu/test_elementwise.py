@@ -53,6 +53,23 @@ def test_norms_are_those_of_the_reference(ops, dtype, width):
     _close(ops.layer_norm(x, weight, bias, 1e-5), expected, 4)
 
 
+@pytest.mark.parametrize(
+    ("num_queries", "num_kv", "size"), [(12, 2, 20), (32, 8, 128), (1, 1, 256), (5, 5, 64)]
+)
+def test_norms_of_heads_are_those_of_the_reference(ops, dtype, num_queries, num_kv, size):
+    all_heads = num_queries + 2 * num_kv
+    wide = _random(7, (all_heads + 1) * size, dtype=dtype)
+    weights = _random(size, dtype=dtype, seed=1), _random(size, dtype=dtype, seed=2)
+    expected = wide.clone()
+    product = slice(0, all_heads * size)
+    reference.norm_heads(expected[:, product].view(7, -1, size), *weights, num_kv, 1e-5)
+
+    ops.norm_heads(wide[:, product].view(7, -1, size), *weights, num_kv, 1e-5)
+
+    _close(wide, expected, 4)
+    assert wide[:, -(num_kv + 1) * size :].equal(expected[:, -(num_kv + 1) * size :])
+
+
 def test_a_layer_norm_of_large_values_with_little_spread_is_that_of_the_reference(ops):
     x = 1000 + _random(3, 300, dtype=torch.float32)
     weight, bias = torch.ones(300, device=DEVICE), torch.zeros(300, device=DEVICE)

@@ -40,16 +40,6 @@ class RMSNorm(nn.Module):
         parameter.data.copy_(loaded.float() + self.offset if self.offset else loaded)
 
 
-class HeadNorm(RMSNorm):
-    """Root-mean-square normalisation of each head by itself, all with the same weights."""
-
-    def normalise(self, heads_TNH: Tensor) -> None:
-        """Normalise heads in place."""
-        rows = heads_TNH.reshape(-1, heads_TNH.shape[-1])
-        normed = self._ops.rms_norm(rows, self.weight, self.eps)
-        heads_TNH.copy_(normed.view(heads_TNH.shape))
-
-
 def settle(x_TD: Tensor | None, residual_TD: Tensor | None) -> Tensor:
     """The sum that a norm would make of the two, as a tensor [T, D]."""
     if x_TD is None or residual_TD is None:

@@ -21,7 +21,7 @@ from trimaran.worker.layers.linear import (
     QKVParallelLinear,
     RowParallelLinear,
 )
-from trimaran.worker.layers.norm import HeadNorm, RMSNorm, settle
+from trimaran.worker.layers.norm import RMSNorm, settle
 from trimaran.worker.layers.rotary import RotaryEmbedding
 from trimaran.worker.models.interfaces import CausalLM, StageRange, WeightTarget
 from trimaran.worker.pretrained_config import PretrainedConfig
@@ -64,8 +64,9 @@ class LlamaAttention(nn.Module):
         self.has_head_norms = config.qk_norm
         if config.qk_norm:
             sizes = config.head_size, config.norm_epsilon, config.norm_offset
-            self.q_norm = HeadNorm(context, *sizes)
-            self.k_norm = HeadNorm(context, *sizes)
+            self.q_norm = RMSNorm(context, *sizes)
+            self.k_norm = RMSNorm(context, *sizes)
+        self._ops = context.ops
         # Shared by all layers and owned by the model.
         self._rotary = [rotary]
         self.backend: AttentionBackend = PagedAttention(
@@ -87,9 +88,13 @@ class LlamaAttention(nn.Module):
         qkv = self.qkv_proj.forward(hidden_TD)
         heads_TAH = qkv.view(qkv.shape[0], -1, self.head_size)
         if self.has_head_norms:
-            num_heads, num_kv_heads = self.qkv_proj.num_heads, self.qkv_proj.num_kv_heads
-            self.q_norm.normalise(heads_TAH[:, :num_heads])
-            self.k_norm.normalise(heads_TAH[:, num_heads : num_heads + num_kv_heads])
+            self._ops.norm_heads(
+                heads_TAH,
+                self.q_norm.weight,
+                self.k_norm.weight,
+                self.qkv_proj.num_kv_heads,
+                self.q_norm.eps,
+            )
         output_TNH = self.backend.rotate_and_attend(
             heads_TAH, self._rotary[0], positions_T, kv_cache, context.attention
         )

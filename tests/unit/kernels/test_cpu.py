@@ -128,6 +128,19 @@ def test_keys_and_values_reach_their_slots_and_no_other(ops, dtype):
     assert pool.equal(expected)
 
 
+@pytest.mark.parametrize(("num_queries", "num_kv", "size"), [(12, 2, 20), (4, 4, 64)])
+def test_norms_of_heads_are_those_of_the_reference(ops, dtype, num_queries, num_kv, size):
+    heads = _random(5, num_queries + 2 * num_kv, size, dtype=dtype)
+    weights = _random(size, dtype=dtype, seed=1), _random(size, dtype=dtype, seed=2)
+    expected = heads.clone()
+    reference.norm_heads(expected, *weights, num_kv, 1e-5)
+
+    ops.norm_heads(heads, *weights, num_kv, 1e-5)
+
+    _close(heads, expected)
+    assert heads[:, -num_kv:].equal(expected[:, -num_kv:])
+
+
 class _Batch:
     """Sequences of (cached tokens, queries) over a pool whose unused memory is NaN."""
 
