@@ -23,6 +23,7 @@ from prometheus_client.parser import text_string_to_metric_families
 BIN = Path(sys.executable).parent
 ROOT = Path(__file__).resolve().parents[2]
 DEMO_MODEL = ROOT / "examples" / "demo_models" / "base"
+DEMO_MOE = ROOT / "examples" / "demo_models" / "moe"
 
 
 def free_ports(count: int) -> list[int]:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from served import DEMO_MODEL, Served
+from served import DEMO_MODEL, DEMO_MOE, Served
 
 NUM_NEW = 24
 TOKENS_PER_BLOCK = 16
@@ -42,6 +42,25 @@ def reference_ids(folder: Path, all_prompts: list[list[int]]) -> list[list[int]]
         )
         answers.append(output[0, len(prompt) :].tolist())
     return answers
+
+
+def different_answers(
+    server: Served, all_prompts: list[list[int]], expected: list[list[int]]
+) -> list[int]:
+    """Numbers of the prompts that a server does not answer as expected."""
+
+    def ask(prompt: list[int]) -> list[int]:
+        body = {
+            "input_ids": prompt, "input_lengths": len(prompt), "request_output_len": NUM_NEW,
+            "exclude_input_in_output": True,
+        }  # fmt: skip
+        status, reply = server.post("/v2/models/tensorrt_llm/generate", body)
+        assert status == 200, reply
+        return list(reply["output_ids"])
+
+    with ThreadPoolExecutor(16) as pool:
+        answers = list(pool.map(ask, all_prompts))
+    return [i for i, (a, e) in enumerate(zip(answers, expected, strict=True)) if a != e]
 
 
 @pytest.fixture(scope="module")
@@ -87,17 +106,28 @@ def test_greedy_ids_equal_transformers(
     repository = make_repository(engine, enable_chunked_context="True")
     server = Served(repository, world_size=world_size, log_path=tmp_path / "serve.log")
 
-    def ask(prompt: list[int]) -> list[int]:
-        body = {
-            "input_ids": prompt, "input_lengths": len(prompt), "request_output_len": NUM_NEW,
-            "exclude_input_in_output": True,
-        }  # fmt: skip
-        status, reply = server.post("/v2/models/tensorrt_llm/generate", body)
-        assert status == 200, reply
-        return list(reply["output_ids"])
+    with server:
+        assert different_answers(server, all_prompts, expected) == []
 
-    with server, ThreadPoolExecutor(16) as pool:
-        answers = list(pool.map(ask, all_prompts))
 
-    different = [i for i, (a, e) in enumerate(zip(answers, expected, strict=True)) if a != e]
-    assert different == []
+@pytest.mark.timeout(300)
+def test_experts_are_served_as_they_were_built(build_engine, make_repository, tmp_path):
+    engine = build_engine(
+        DEMO_MOE, "--dtype", "float32", "--tp-size", "2", "--moe-ep-size", "2",
+        "--max-batch-size", "8", "--max-input-len", "400",
+        "--tokens-per-block", str(TOKENS_PER_BLOCK),
+    )  # fmt: skip
+    some = prompts(4096)[:16]
+    log = tmp_path / "serve.log"
+    with Served(make_repository(engine), world_size=2, log_path=log) as server:
+        assert different_answers(server, some, reference_ids(DEMO_MOE, some)) == []
+
+
+@pytest.mark.timeout(300)
+def test_experts_of_a_huggingface_folder_are_cut(make_repository, tmp_path):
+    some = prompts(4096)[:8]
+    flags = ("--moe-tp-size", "2", "--dtype", "float32", "--max-batch-size", "8")
+    log = tmp_path / "serve.log"
+    repository = make_repository(DEMO_MOE)
+    with Served(repository, world_size=2, flags=flags, log_path=log) as server:
+        assert different_answers(server, some, reference_ids(DEMO_MOE, some)) == []
