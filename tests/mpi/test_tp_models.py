@@ -98,7 +98,7 @@ def test_every_family_is_cut_without_changing_a_token(name, group, ops_of, check
     assert outputs == models.reference_greedy(theirs, prompts, 8)
 
 
-@pytest.mark.parametrize("name", ["llama", "llama-fewer-kv-heads-than-ranks", "gpt2"])
+@pytest.mark.parametrize("name", ["llama", "llama-fewer-kv-heads-than-ranks", "gpt2", "neox"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_logits_in_half_precision_are_within_rounding_of_float32(
     name, dtype, group, ops_of, checkpoint
