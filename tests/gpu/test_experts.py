@@ -1,0 +1,81 @@
+"""Experts on a GPU against the plain twin, and within a CUDA graph whose routing changes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from trimaran.kernels import reference, triton_experts
+
+pytestmark = pytest.mark.gpu
+
+DEVICE = torch.device("cuda")
+TOLERANCE = {torch.bfloat16: 3e-2, torch.float16: 4e-3, torch.float32: 1e-4}
+
+
+def make(dtype, tokens, experts, chosen, hidden, inner):
+    """Tokens, logits of the router, and the experts' matrices."""
+    torch.manual_seed(tokens)
+    x = torch.randn(tokens, hidden, device=DEVICE).to(dtype)
+    logits = torch.randn(tokens, experts, device=DEVICE).to(dtype)
+    gate_up = torch.randn(experts, 2 * inner, hidden, device=DEVICE) / hidden**0.5
+    down = torch.randn(experts, hidden, inner, device=DEVICE) / inner**0.5
+    return x, logits, gate_up.to(dtype), down.to(dtype), chosen
+
+
+def by_triton(x, logits, gate_up, down, chosen):
+    """The choice and the sums by Triton."""
+    weights, ids = triton_experts.choose_experts(logits, chosen, True)
+    return triton_experts.expert_mlp(x, weights, ids, gate_up, down)
+
+
+def by_twin(x, logits, gate_up, down, chosen):
+    """The same in float32 by the twin."""
+    weights, ids = reference.choose_experts(logits, chosen, True)
+    return reference.expert_mlp(x.float(), weights, ids, gate_up.float(), down.float())
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize(
+    ("tokens", "experts", "chosen", "hidden", "inner"),
+    [
+        (1, 8, 2, 1024, 3584), (64, 8, 2, 1024, 3584), (300, 60, 4, 1000, 700),
+        (2000, 8, 2, 1024, 1792), (3000, 128, 8, 512, 384),
+    ],
+)  # fmt: skip
+def test_sums_are_those_of_the_plain_twin(dtype, tokens, experts, chosen, hidden, inner):
+    inputs = make(dtype, tokens, experts, chosen, hidden, inner)
+
+    actual, expected = by_triton(*inputs), by_twin(*inputs)
+
+    tolerance = TOLERANCE[dtype]
+    torch.testing.assert_close(actual.float(), expected, atol=tolerance, rtol=tolerance)
+
+
+def test_a_graph_follows_the_routing():
+    x, logits, *rest = make(torch.bfloat16, 48, 8, 2, 512, 1024)
+    by_triton(x, logits, *rest)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        output = by_triton(x, logits, *rest)
+    # All tokens on two experts, and each token on others than before.
+    for changed in (torch.arange(8.0).expand(48, 8), -logits.float()):
+        logits.copy_(changed)
+        graph.replay()
+        expected = by_twin(x, logits, *rest)
+        torch.testing.assert_close(output.float(), expected, atol=3e-2, rtol=3e-2)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_with_fixed_tiles_a_token_does_not_depend_on_the_tokens_beside_it(dtype):
+    x, logits, gate_up, down, chosen = make(dtype, 700, 8, 2, 512, 1024)
+    weights, ids = triton_experts.choose_experts(logits, chosen, True)
+
+    def run(rows: slice) -> torch.Tensor:
+        return triton_experts.expert_mlp(
+            x[rows], weights[rows], ids[rows], gate_up, down, is_fixed=True
+        )
+
+    together = run(slice(0, 700))
+    for rows in (slice(5, 6), slice(100, 164), slice(300, 700)):
+        assert run(rows).equal(together[rows])
