@@ -75,6 +75,9 @@ def _products(
         "gate_up": (hidden, 2 * shape.inner),
         "down": (shape.inner, hidden),
     }
+    if shape.experts > 1:
+        sizes = {name: sizes[name] for name in ("qkv", "out")}
+        yield _experts(shape, device, dtype, rows)
     for name, (inner, outputs) in sizes.items():
         is_gated = name == "gate_up"
         written = outputs // 2 if is_gated else outputs
@@ -90,6 +93,29 @@ def _products(
         size = f"{rows} x {inner} x {outputs}"
         flops = 2.0 * rows * inner * outputs
         yield _case((name, size), (moved * dtype.itemsize, flops), make, run)
+
+
+def _experts(
+    shape: ModelShape, device: torch.device, dtype: torch.dtype, rows: int
+) -> KernelCase:
+    """Choice and sums of experts that are drawn for each token."""
+    experts, chosen, hidden, inner = shape.experts, shape.chosen, shape.hidden, shape.inner
+
+    def make() -> tuple[Tensor, ...]:
+        x = torch.randn((rows, hidden), device=device, dtype=dtype)
+        logits = torch.randn((rows, experts), device=device, dtype=dtype)
+        gate_up = torch.randn((experts, 2 * inner, hidden), device=device, dtype=dtype)
+        down = torch.randn((experts, hidden, inner), device=device, dtype=dtype)
+        return x, logits, gate_up.mul_(0.02), down.mul_(0.02)
+
+    def run(ops: Ops, x: Tensor, logits: Tensor, gate_up: Tensor, down: Tensor) -> object:
+        return ops.expert_mlp(x, *ops.choose_experts(logits, chosen, True), gate_up, down)
+
+    read = experts * (1 - (1 - chosen / experts) ** rows)
+    moved = 3 * read * hidden * inner + 2 * rows * hidden
+    flops = 6.0 * rows * chosen * hidden * inner
+    size = f"{rows} x {hidden} x {inner}, {chosen} of {experts}"
+    return _case(("expert_mlp", size), (moved * dtype.itemsize, flops), make, run)
 
 
 def _element_wise(

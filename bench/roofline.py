@@ -38,6 +38,12 @@ class ModelShape:
     head_size: int
     inner: int
     vocab: int
+    experts: int = 1
+    """Experts of a layer, ``inner`` wide each; 1 for a plain MLP."""
+
+    chosen: int = 1
+    """Experts of a token."""
+
     is_tied: bool = False
     value_bytes: float = 2.0
     """Of weights, activations and KV cache."""
@@ -55,6 +61,8 @@ class ModelShape:
             head_size=config.get("head_dim") or config["hidden_size"] // heads,
             inner=config["intermediate_size"],
             vocab=config["vocab_size"],
+            experts=config.get("num_local_experts", 1),
+            chosen=config.get("num_experts_per_tok", 1),
             is_tied=bool(config.get("tie_word_embeddings")),
             value_bytes=4.0 if dtype == "float32" else 2.0,
         )
@@ -78,7 +86,9 @@ class ModelShape:
     def weight_bytes(self) -> float:
         """All weights."""
         attention = self.hidden * 2 * (self.query_width + self.kv_width)
-        layer = attention + 3 * self.hidden * self.inner + 2 * self.hidden
+        router = self.hidden * self.experts if self.experts > 1 else 0
+        mlp = 3 * self.hidden * self.inner * self.experts + router
+        layer = attention + mlp + 2 * self.hidden
         matrices = 1 if self.is_tied else 2
         whole = self.layers * layer + self.hidden + matrices * self.vocab * self.hidden
         return whole * self.value_bytes
@@ -110,9 +120,12 @@ def _step_work(
         (kv_moved + 2 * tokens * shape.query_width) * value, 4 * shape.query_width * pairs
     )
     # Between its two products the MLP's inner values need not leave the chip twice.
+    # Of experts drawn at random, those that some token has are read.
+    read = shape.experts * (1 - (1 - shape.chosen / shape.experts) ** tokens)
+    width = shape.chosen * shape.inner
     mlp = _Work(
-        (3 * hidden * shape.inner + 2 * tokens * (hidden + shape.inner)) * value,
-        6 * tokens * hidden * shape.inner,
+        (3 * read * hidden * shape.inner + 2 * tokens * (hidden + width)) * value,
+        6 * tokens * hidden * width,
     )
     return [
         (shape.layers, _product(tokens, hidden, qkv, value, 1)),

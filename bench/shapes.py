@@ -30,6 +30,13 @@ SHAPES: dict[str, dict[str, Any]] = {
         "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8,
         "head_dim": 128,
     },
+    "mixtral": {
+        **_LLAMA, "architectures": ["MixtralForCausalLM"], "model_type": "mixtral",
+        "rope_theta": 1000000.0, "vocab_size": 32000, "hidden_size": 4096,
+        "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32,
+        "num_key_value_heads": 8, "head_dim": 128, "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+    },
 }  # fmt: skip
 
 

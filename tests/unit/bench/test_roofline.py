@@ -64,3 +64,18 @@ def test_memory_bounds_what_is_resident_and_with_it_the_rate():
 )
 def test_limits_of_the_8b_shape_on_one_h200(isl, osl, most, limit):
     assert output_tokens_per_s(SHAPE, H200, isl, osl, most) == pytest.approx(limit, rel=2e-3)
+
+
+@pytest.mark.parametrize(
+    ("isl", "osl", "most", "limit"),
+    [
+        (128, 128, 1024, 12433),
+        (1000, 1000, 192, 5046),
+        (2048, 128, 192, 1204),
+        (128, 256, 1, 169),
+    ],
+)
+def test_limits_of_a_mixture_of_experts_on_one_h200(isl, osl, most, limit):
+    shape = ModelShape.of(SHAPES["mixtral"])
+    assert shape.weight_bytes == pytest.approx(93.4e9, rel=1e-3)
+    assert output_tokens_per_s(shape, H200, isl, osl, most) == pytest.approx(limit, rel=5e-3)
