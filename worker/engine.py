@@ -337,7 +337,7 @@ class Engine:
     def _watch(self, request: Request) -> None:
         """Remember a deadline; those of finished requests do not pile up."""
         if len(self._deadlines) > 2 * len(self._requests) + 64:
-            self._deadlines = [item for item in self._deadlines if not item[2].is_finished]
+            self._deadlines = [item for item in self._deadlines if self._is_open(item[2])]
             heapq.heapify(self._deadlines)
         heapq.heappush(self._deadlines, (request.deadline, request.number, request))
 

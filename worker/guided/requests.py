@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from typing import NamedTuple
 
@@ -49,10 +48,6 @@ class GuidedRequests:
     def drop(self, request: Request) -> None:
         """Hold ``request`` no longer, if it was held: it has been ended."""
         self._held = [item for item in self._held if item[0] is not request]
-
-    def drop_source(self, source: Hashable) -> None:
-        """The same for all of a connection that is gone."""
-        self._held = [item for item in self._held if item[0].source != source]
 
     def sleep(self, seconds: float) -> None:
         """Wait for some grammar, for there is nothing else to do."""
