@@ -74,6 +74,7 @@ class Scheduler:
         self.releases = Releases(cache)
         self._ended: list[Emission] = []
         self._num_preempted = 0
+        self._has_room_for_all = cache.holds(config.max_num_seqs, config.max_seq_len)
         self._growth = GrowthForecast(config.expected_output_tokens)
         self._followers = Followers()
         self._shares_prompts = config.enable_chunked_context and not self._is_static
@@ -310,7 +311,7 @@ class Scheduler:
 
     def _has_future(self, sequence: Sequence, plan: StepPlan) -> bool:
         """Whether it can be expected to end before anybody must be preempted for room."""
-        if not self._can_preempt or not self.running:
+        if self._has_room_for_all or not self._can_preempt or not self.running:
             return True
         if plan.step < self._full_until:
             return False

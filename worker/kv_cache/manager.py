@@ -88,6 +88,10 @@ class KVCacheManager:
         seen = self._sink_blocks + self.blocks_for(self.window + max_chunk) + 1
         return min(num_blocks, seen)
 
+    def holds(self, num_sequences: int, num_tokens: int) -> bool:
+        """Whether so many sequences of ``num_tokens`` fit, whatever they share."""
+        return num_sequences * self.blocks_for(num_tokens) <= self.num_blocks
+
     def begin_step(self) -> None:
         """What was published until now is written before the next step starts."""
         self._fresh.clear()
