@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Protocol
 
@@ -15,6 +15,7 @@ from trimaran.worker.layers.fused import FusedLayers, fuse_layers
 from trimaran.worker.layers.linear import LayerContext, ParallelLinear
 from trimaran.worker.layers.methods import AdapterState
 from trimaran.worker.pretrained_config import PretrainedConfig
+from trimaran.worker.stages import stage_sizes
 
 # Shapes: T tokens of the step, D hidden size, N rows whose logits are wanted, V vocabulary.
 
@@ -38,11 +39,13 @@ class StageRange:
         return self.end == self.num_layers
 
     @classmethod
-    def of(cls, num_layers: int, pp_rank: int, pp_size: int) -> StageRange:
-        """Even ranges; the first stages take one layer more where it does not divide."""
-        each, rest = divmod(num_layers, pp_size)
-        first = pp_rank * each + min(pp_rank, rest)
-        return cls(first, first + each + (pp_rank < rest), num_layers)
+    def of(
+        cls, num_layers: int, pp_rank: int, pp_size: int, partition: Sequence[int] = ()
+    ) -> StageRange:
+        """The layers of stage ``pp_rank``; see `stage_sizes` for how they are shared out."""
+        sizes = stage_sizes(num_layers, pp_size, partition)
+        first = sum(sizes[:pp_rank])
+        return cls(first, first + sizes[pp_rank], num_layers)
 
 
 @dataclass(frozen=True, slots=True)

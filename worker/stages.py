@@ -1,0 +1,60 @@
+"""How many layers each pipeline stage has, evenly or by a given list; free of torch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from trimaran.comm.errors import ConfigError
+
+
+def stage_sizes(num_layers: int, pp_size: int, partition: Sequence[int] = ()) -> list[int]:
+    """Layers of each stage: those of ``partition``, or else as even as they can be.
+
+    Where the layers cannot be shared out evenly, the first stages take one more.
+
+    Raises:
+        ConfigError: a stage would be empty, or ``partition`` has another number of stages
+            or of layers.
+    """
+    if partition:
+        _check_partition(num_layers, pp_size, partition)
+        return list(partition)
+    if pp_size > num_layers:
+        raise ConfigError(
+            f"pp_size ({pp_size}) is above num_hidden_layers ({num_layers}), so a stage would "
+            "be empty. Choose a smaller --pp-size."
+        )
+    each, rest = divmod(num_layers, pp_size)
+    return [each + (stage < rest) for stage in range(pp_size)]
+
+
+def parse_partition(text: str) -> tuple[int, ...]:
+    """The numbers of ``14,12,14``.
+
+    Raises:
+        ConfigError: it is no list of whole numbers of 1 or more.
+    """
+    words = text.replace(",", " ").split()
+    if not words or not all(word.isdigit() and int(word) for word in words):
+        raise ConfigError(
+            f"--pp-partition is {text!r} but must name each stage's layers, as in 14,12,14."
+        )
+    return tuple(int(word) for word in words)
+
+
+def _check_partition(num_layers: int, pp_size: int, partition: Sequence[int]) -> None:
+    shown = ",".join(map(str, partition))
+    if len(partition) != pp_size:
+        raise ConfigError(
+            f"pp_partition ({shown}) has {len(partition)} stages but pp_size is {pp_size}. "
+            f"Name {pp_size} numbers of layers, or set --pp-size to {len(partition)}."
+        )
+    if min(partition) < 1:
+        raise ConfigError(
+            f"pp_partition ({shown}) has an empty stage. Each stage must have a layer or more."
+        )
+    if sum(partition) != num_layers:
+        raise ConfigError(
+            f"pp_partition ({shown}) has {sum(partition)} layers but num_hidden_layers is "
+            f"{num_layers}. Correct --pp-partition so that its numbers add up to that."
+        )
