@@ -27,11 +27,16 @@ class AttentionSpec:
     soft_cap: float = 0.0
     """Scores become ``cap * tanh(score / cap)``; 0 leaves them."""
 
+    latent_size: int = 0
+    """The cache holds one latent vector a token, a key whose first dims, so many, are its
+    value; 0 means that it holds keys and values apart."""
+
     def __post_init__(self) -> None:
-        if min(self.window, self.num_sinks, self.soft_cap) < 0:
+        if min(self.window, self.num_sinks, self.soft_cap, self.latent_size) < 0:
             raise ValueError(
-                f"attention takes window ({self.window}), num_sinks ({self.num_sinks}) and "
-                f"soft_cap ({self.soft_cap}) from 0 on. Set what is not wanted to 0."
+                f"attention takes window ({self.window}), num_sinks ({self.num_sinks}), "
+                f"soft_cap ({self.soft_cap}) and latent_size ({self.latent_size}) from 0 on. "
+                "Set what is not wanted to 0."
             )
 
 

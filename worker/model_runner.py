@@ -46,17 +46,17 @@ class KVGroup:
         return self.spec.token_bytes * block_size * len(self.layers)
 
     def allocate(self, num_blocks: int, block_size: int, device: torch.device) -> None:
-        """Make the pool [blocks + 1, layers, 2, B, K, H]; the last block is a spare one.
+        """Make the pool [blocks + 1, layers, 2, B, K, H], 1 instead of 2 for latent vectors;
+        the last block is a spare one.
 
         On a GPU a head's tokens lie side by side in memory, one read for a kernel that
         takes a head at a time; on a CPU a token's heads do.
         """
-        spec = self.spec
-        heads, size = spec.num_kv_heads, spec.head_size
-        shape = [num_blocks + 1, len(self.layers), 2, block_size, heads, size]
+        num_kinds, _, heads, size = self.spec.block_shape(block_size)
+        shape = [num_blocks + 1, len(self.layers), num_kinds, block_size, heads, size]
         if device.type == "cuda":
             shape[3:5] = heads, block_size
-        pool = torch.empty(shape, dtype=spec.dtype, device=device)
+        pool = torch.empty(shape, dtype=self.spec.dtype, device=device)
         self.memory = pool
         self.pool = pool.transpose(3, 4) if device.type == "cuda" else pool
 

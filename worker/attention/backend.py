@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -34,10 +35,18 @@ class KVCacheSpec:
     window: int = 0
     """Tokens a query looks back at, itself included; 0 means all."""
 
+    is_latent: bool = False
+    """A token has one vector a head, from which its key and its value come; not two."""
+
+    def block_shape(self, block_size: int) -> tuple[int, int, int, int]:
+        """Of a block of one layer: keys and values (or latent vectors), tokens, heads, dims."""
+        num_kinds = 1 if self.is_latent else 2
+        return num_kinds, block_size, self.num_kv_heads, self.head_size
+
     @property
     def token_bytes(self) -> int:
-        """Bytes of one token's key and value in one layer."""
-        return 2 * self.num_kv_heads * self.head_size * self.dtype.itemsize
+        """Bytes that one token takes in one layer."""
+        return math.prod(self.block_shape(1)) * self.dtype.itemsize
 
 
 @dataclass(slots=True, kw_only=True)
@@ -47,8 +56,8 @@ class ForwardContext:
     attention: AttentionMetadata
 
     kv_caches: Sequence[Tensor]
-    """One tensor a layer of this rank's stage, [num_blocks, 2, B, K, H]: a view of the pool
-    of all layers, so that strides are those of the pool."""
+    """One tensor a layer of this rank's stage, [num_blocks, 2, B, K, H], or of latent vectors
+    [num_blocks, 1, B, 1, H]: a view of the pool of all layers, with the pool's strides."""
 
 
 def attention_spec(config: PretrainedConfig, number: int) -> AttentionSpec:
