@@ -11,6 +11,7 @@ from trimaran.launcher.cache_args import cache_config, steps_in_flight
 from trimaran.launcher.gpus import num_visible_gpus, torch_is_cpu_only
 from trimaran.launcher.lora_args import lora_config
 from trimaran.server.model_repository import RepositoryModel
+from trimaran.server.queue_policy import QueuePolicy
 from trimaran.worker.config import EngineConfig, GuidedConfig, ParallelConfig, SchedulerConfig
 from trimaran.worker.engine_folder import EngineFolder, FolderKind, expert_sizes
 
@@ -169,7 +170,7 @@ def _scheduler(
     max_seqs = flags.max_batch_size or min(built_seqs, max_tokens)
     max_seqs = min(max_seqs, values.get_int("max_num_sequences") or max_seqs)
     chunked = values.get_bool("enable_chunked_context")
-    queue = model.config.dynamic_batching.default_queue_policy.max_queue_size
+    queue = QueuePolicy(model.config)
     return SchedulerConfig(
         max_num_batched_tokens=max_tokens,
         max_num_seqs=max_seqs,
@@ -179,7 +180,8 @@ def _scheduler(
         batching=_choice(model, "gpt_model_type", _BATCHING, "inflight_fused_batching"),
         enable_chunked_context=True if chunked is None else chunked,
         max_beam_width=_max_beam_width(model, folder),
-        max_queue_size=int(queue),
+        max_queue_size=queue.max_queue_size(0),
+        level_queue_sizes=queue.queue_sizes,
         expected_output_tokens=flags.expected_output_tokens,
         depth=steps_in_flight(model, flags.depth),
     )

@@ -15,6 +15,7 @@ from trimaran.server.ensemble_graph import check_ensemble
 from trimaran.server.model_parameters import ModelParameters
 from trimaran.server.parameter_table import check_parameters
 from trimaran.server.python_models.choice import PythonModels
+from trimaran.server.queue_policy import check_queue
 from trimaran.server.role_parameters import (
     BLS_PARAMETERS,
     POSTPROCESSING_PARAMETERS,
@@ -175,6 +176,7 @@ def repository_model(
     if role in EXECUTABLE and _executes(folder, own, versions[-1], python):
         role = Role.OTHER
     check_tensors(path, own, role)
+    check_queue(path, own)
     if role in _PARAMETERS:
         check_parameters(path, parameters, _PARAMETERS[role])
     return RepositoryModel(folder.name, folder, own, role, versions, parameters)

@@ -60,6 +60,10 @@ class SchedulerConfig:
     max_queue_size: int = 0
     """Requests that may wait; 0 means no limit."""
 
+    level_queue_sizes: tuple[int, ...] = ()
+    """The same for each priority level, whose requests then wait in a queue of their own:
+    the first is that of priority -1, the next of -2 and so on."""
+
     expected_output_tokens: int = 1024
     """Output after which a sequence is thought to end, until some ended. For
     ``max_utilization``."""
@@ -243,7 +247,9 @@ class EngineConfig:
         """The inverse of `to_wire`."""
         values = dict(wire)
         values["parallel"] = ParallelConfig(**values["parallel"])
-        values["scheduler"] = SchedulerConfig(**values["scheduler"])
+        scheduler = values["scheduler"]
+        levels = tuple(scheduler["level_queue_sizes"])
+        values["scheduler"] = SchedulerConfig(**{**scheduler, "level_queue_sizes": levels})
         cache = values["cache"]
         windows = tuple(cache["attention_windows"])
         values["cache"] = CacheConfig(**{**cache, "attention_windows": windows})

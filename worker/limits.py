@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
+
 from trimaran.comm.errors import ErrorKind, RequestError
 from trimaran.comm.sampling_params import SamplingParams
 from trimaran.worker.beam_group import num_further_blocks
 from trimaran.worker.config import SchedulerConfig
 from trimaran.worker.kv_cache.manager import KVCacheManager
-from trimaran.worker.request import Request
+from trimaran.worker.request import KEY, Request, Sequence
 
 
-def check_limits(
-    request: Request, config: SchedulerConfig, cache: KVCacheManager, num_queued: int
-) -> None:
-    """Refuse a request that the limits can never admit, or that the queue has no place for.
+def check_limits(request: Request, config: SchedulerConfig, cache: KVCacheManager) -> None:
+    """Refuse a request that the limits can never admit.
 
     Raises:
         RequestError: names the value, the limit and the remedy.
@@ -42,13 +42,35 @@ def check_limits(
             f"a prompt of {num_prompt} tokens exceeds the {config.max_num_batched_tokens} "
             "tokens of one step (max_num_tokens). Shorten it, or enable chunked context."
         )
-    limit = config.max_queue_size
-    if limit and not request.output_ids and num_queued >= limit:
-        raise RequestError(
-            "Exceeds maximum queue size: "
-            f"Maximum queue size of {limit} has been reached, please try again later",
-            ErrorKind.UNAVAILABLE,
-        )
+
+
+def check_queue(
+    request: Request, config: SchedulerConfig, waiting: list[Sequence], num_free: int
+) -> None:
+    """Refuse a request that the queue of its priority has no place for.
+
+    ``waiting`` is in the order in which it will get the ``num_free`` places among the running
+    sequences; who is about to get one does not wait. A replayed request has its place.
+
+    Raises:
+        RequestError: UNAVAILABLE; it may be sent again.
+    """
+    level, levels = -request.priority, config.level_queue_sizes
+    limit = levels[level - 1] if levels else config.max_queue_size
+    if not limit or request.output_ids:
+        return
+    first, end = 0, len(waiting)
+    if levels:
+        first = bisect_left(waiting, (level,), key=KEY)
+        end = bisect_left(waiting, (level + 1,), key=KEY)
+    if end - max(first, num_free) < limit:
+        return
+    place = f" by priority level {level}" if levels else ""
+    raise RequestError(
+        f"Exceeds maximum queue size: Maximum queue size of {limit} has been reached{place}, "
+        "please try again later",
+        ErrorKind.UNAVAILABLE,
+    )
 
 
 def most_held(

@@ -14,7 +14,7 @@ from trimaran.worker.fair_chunks import left_to_waiting, part_of_prompt
 from trimaran.worker.growth import GrowthForecast
 from trimaran.worker.guided.followers import Followers
 from trimaran.worker.kv_cache.manager import KVCacheManager
-from trimaran.worker.limits import check_limits
+from trimaran.worker.limits import check_limits, check_queue
 from trimaran.worker.loads import Loads
 from trimaran.worker.lora.manager import AdapterManager
 from trimaran.worker.places import find_place
@@ -86,13 +86,13 @@ class Scheduler:
     # ---- requests ------------------------------------------------------------------------
 
     def check(self, request: Request) -> None:
-        """Refuse a request that the limits can never admit.
+        """Refuse a request that the limits can never admit, or that finds the queue full.
 
         Raises:
             RequestError: names the value, the limit and the remedy.
         """
-        num_queued = len(self.waiting) - len(self._free_rows)
-        check_limits(request, self.config, self.cache, num_queued)
+        check_limits(request, self.config, self.cache)
+        check_queue(request, self.config, self.waiting, len(self._free_rows))
 
     def add(self, request: Request) -> None:
         """Queue a checked request. A replayed one may turn out to be complete."""

@@ -87,7 +87,6 @@ class JobQueue:
         self._max_batch_size = config.max_batch_size if batches else 0
         self._preferred: Sequence[int] = sorted(batching.preferred_batch_size)
         self._delay_s = batching.max_queue_delay_microseconds / 1e6 if batches else 0.0
-        self._limit = int(batching.default_queue_policy.max_queue_size)
 
     def __len__(self) -> int:
         return len(self._jobs)
@@ -96,14 +95,19 @@ class JobQueue:
         """Let a job wait.
 
         Raises:
-            RequestError: the queue is full.
+            RequestError: the queue of its priority is full.
         """
-        if self._limit and len(self._jobs) >= self._limit:
+        level = self._policy.level(job.request)
+        first = bisect.bisect_left(self._jobs, level, key=self._level)
+        end = bisect.bisect_right(self._jobs, level, key=self._level)
+        limit = self._policy.max_queue_size(level)
+        if limit and end - first >= limit:
+            place = f" at priority level {level}" if level else ""
             raise RequestError(
-                f"Exceeds maximum queue size: {self._limit} requests wait. Try again later.",
+                f"Exceeds maximum queue size: {limit} requests wait{place}. Try again later.",
                 ErrorKind.UNAVAILABLE,
             )
-        bisect.insort(self._jobs, job, key=lambda each: self._policy.level(each.request))
+        self._jobs.insert(end, job)
 
     def remove(self, job: Job) -> bool:
         """Take a job out; whether it was still waiting."""
@@ -152,6 +156,9 @@ class JobQueue:
             batch.append(job)
             size += job.batch_size
         return batch
+
+    def _level(self, job: Job) -> int:
+        return self._policy.level(job.request)
 
     def _shapes(self, job: Job) -> dict[str, tuple[int, ...] | None]:
         return {

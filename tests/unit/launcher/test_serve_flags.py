@@ -46,7 +46,22 @@ def test_the_engine_folder_gives_the_limits_and_the_world_size(repository):
     assert scheduler.max_num_batched_tokens == 64
     assert scheduler.max_num_seqs == 16
     assert (scheduler.max_input_len, scheduler.max_seq_len) == (100, 200)
-    assert scheduler.max_queue_size == 7
+    assert (scheduler.max_queue_size, scheduler.level_queue_sizes) == (7, ())
+
+
+@pytest.mark.feature("setting:max_queue_size", of="request")
+def test_the_engine_hears_the_queue_size_of_each_level(repository):
+    path = repository / "tensorrt_llm" / "config.pbtxt"
+    levels = (
+        "dynamic_batching { priority_levels: 3 default_priority_level: 2 "
+        "priority_queue_policy { key: 3 value { max_queue_size: 2 } } "
+    )
+    path.write_text(path.read_text().replace("dynamic_batching {", levels))
+
+    engine = resolve(repository).groups[0].engine
+
+    assert engine.scheduler.level_queue_sizes == (7, 7, 2)
+    assert EngineConfig.from_wire(engine.to_wire()) == engine
 
 
 def test_flags_go_before_the_engine_folder(repository):

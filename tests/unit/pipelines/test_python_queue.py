@@ -78,6 +78,22 @@ def test_a_full_queue_refuses():
     assert not queue.remove(job)
 
 
+def test_each_level_has_a_queue_of_its_own():
+    queue = queue_of(
+        "dynamic_batching { priority_levels: 2 default_priority_level: 2 "
+        "default_queue_policy { max_queue_size: 1 } "
+        "priority_queue_policy { key: 1 value { max_queue_size: 2 } } }"
+    )
+    low, first, second = added(
+        queue, job_of(1, 2), job_of(1, 3, priority=1), job_of(1, 4, priority=1)
+    )
+    with pytest.raises(RequestError, match="size: 1 requests wait at priority level 2"):
+        queue.add(job_of(1, 2))
+    with pytest.raises(RequestError, match="size: 2 requests wait at priority level 1"):
+        queue.add(job_of(1, 2, priority=1))
+    assert [queue.take() for _ in range(3)] == [[first], [second], [low]]
+
+
 def test_a_delay_lasts_until_a_preferred_size_is_there():
     queue = queue_of(
         "dynamic_batching { preferred_batch_size: [ 2, 4 ] "

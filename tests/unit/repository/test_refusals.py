@@ -113,6 +113,26 @@ def test_parameters_may_be_a_list_of_messages_with_colons(write_repository, edit
     assert parameters.get_loose_bool("skip_special_tokens") is False
 
 
+@pytest.mark.parametrize(
+    ("queue", "said"),
+    [
+        ("priority_levels: 2", "default_priority_level of dynamic_batching names level 0"),
+        ("default_priority_level: 1", "level 1 but priority_levels is 0"),
+        (
+            "priority_levels: 2 default_priority_level: 1 priority_queue_policy { key: 3 }",
+            "priority_queue_policy of dynamic_batching names level 3 but priority_levels is 2",
+        ),
+    ],
+)
+def test_a_priority_level_that_there_is_not_is_refused(write_repository, edit, queue, said):
+    root = write_repository()
+    path = root / "tensorrt_llm" / "config.pbtxt"
+    edit(path, "dynamic_batching {", "dynamic_batching { " + queue)
+
+    assert f"{path}: " in refusal(root)
+    assert said in refusal(root)
+
+
 def test_another_name_than_the_folder_is_refused(write_repository, edit):
     root = write_repository()
     path = root / "tensorrt_llm" / "config.pbtxt"

@@ -309,6 +309,34 @@ def test_a_full_queue_refuses_and_names_its_size():
     planner.add(4, output=[3])
 
 
+@pytest.mark.feature("setting:max_queue_size", of="request")
+def test_each_priority_level_has_a_queue_of_its_own():
+    planner = Planner(max_num_seqs=1, max_queue_size=1, level_queue_sizes=(2, 1, 0))
+    planner.add(4, priority=-2)
+    planner.step()
+    for _ in range(5):
+        planner.add(4, priority=-3)
+    planner.add(4, priority=-2)
+    for _ in range(2):
+        planner.add(4, priority=-1)
+
+    for level, size in ((1, 2), (2, 1)):
+        with pytest.raises(RequestError, match=f"queue size of {size} .* by priority level"):
+            planner.add(4, priority=-level)
+    planner.add(4, priority=-3)
+
+
+def test_places_that_are_free_go_to_the_most_urgent():
+    planner = Planner(max_num_seqs=3, level_queue_sizes=(1, 1))
+    for _ in range(2):
+        planner.add(4, priority=-1)
+        planner.add(4, priority=-2)
+
+    planner.add(4, priority=-1)
+    with pytest.raises(RequestError, match="of 1 has been reached by priority level 2"):
+        planner.add(4, priority=-2)
+
+
 def test_ends_by_end_id_stop_word_and_length():
     planner = Planner()
     planner.add(4, end_id=7)
