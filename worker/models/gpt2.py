@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import ClassVar, cast
+from typing import ClassVar
 
 from torch import Tensor, nn
 
@@ -14,11 +14,7 @@ from trimaran.worker.attention.backend import (
 )
 from trimaran.worker.attention.paged import PagedAttention
 from trimaran.worker.layers.activation import Activation
-from trimaran.worker.layers.embedding import (
-    ParallelLMHead,
-    PositionEmbedding,
-    VocabParallelEmbedding,
-)
+from trimaran.worker.layers.embedding import PositionEmbedding, VocabParallelEmbedding
 from trimaran.worker.layers.linear import (
     ColumnParallelLinear,
     LayerContext,
@@ -26,7 +22,7 @@ from trimaran.worker.layers.linear import (
     RowParallelLinear,
 )
 from trimaran.worker.layers.norm import LayerNorm
-from trimaran.worker.models.interfaces import CausalLM, StageRange, WeightTarget
+from trimaran.worker.models.interfaces import CausalLM, WeightTarget
 from trimaran.worker.pretrained_config import PretrainedConfig
 
 # Shapes: T tokens of the step, D hidden size, N heads, H head size.
@@ -103,10 +99,14 @@ class GPT2Layer(nn.Module):
         self,
         hidden_TD: Tensor,
         residual_TD: Tensor | None,
+        positions_T: Tensor,
         kv_cache: Tensor,
         context: ForwardContext,
     ) -> tuple[Tensor, Tensor]:
-        """Returns the MLP's output and the residual that is still to be added to it."""
+        """Returns the MLP's output and the residual that is still to be added to it.
+
+        ``positions_T`` are in the hidden states already.
+        """
         normed, residual = self.attention_norm.forward(hidden_TD, residual_TD)
         attended = self.attention.forward(normed, kv_cache, context)
         normed, residual = self.mlp_norm.forward(attended, residual)
@@ -128,50 +128,27 @@ class GPT2LMHeadModel(CausalLM):
         "mlp_4h_to_h": ("mlp.down_proj", ""),
     }
 
-    def __init__(
-        self, config: PretrainedConfig, stage: StageRange, context: LayerContext
-    ) -> None:
-        super().__init__(config, stage, context)
-        padded = config.padded_vocab_size(context.tp.size)
-        vocabulary = (config.vocab_size, padded, config.hidden_size)
-        embedding = VocabParallelEmbedding(context, *vocabulary) if stage.is_first else None
-        if embedding is not None:
-            self.embed_tokens = embedding
-            self.embed_positions = PositionEmbedding(
-                context, config.max_position_embeddings, config.hidden_size
-            )
-        self.layers = nn.ModuleDict(
-            {str(n): GPT2Layer(config, context) for n in self.layer_numbers()}
+    def make_embedding(self, vocabulary: tuple[int, int, int]) -> VocabParallelEmbedding:
+        """The token embedding; that of positions comes with it."""
+        self.embed_positions = PositionEmbedding(
+            self.context, self.config.max_position_embeddings, self.config.hidden_size
         )
-        self._stack = [cast(GPT2Layer, layer) for layer in self.layers.values()]
-        if stage.is_last:
-            tied_to = embedding if config.tie_word_embeddings else None
-            self.norm = LayerNorm(context, config.hidden_size, config.norm_epsilon)
-            self.lm_head = ParallelLMHead(context, *vocabulary, tied_to=tied_to)
+        return super().make_embedding(vocabulary)
 
-    def forward(
-        self,
-        token_ids_T: Tensor,
-        positions_T: Tensor,
-        context: ForwardContext,
-        hidden_TD: Tensor | None = None,
+    def make_layer(self, number: int) -> nn.Module:
+        """A decoder layer; all are alike."""
+        return GPT2Layer(self.config, self.context)
+
+    def make_norm(self) -> LayerNorm:
+        """The norm behind the last layer."""
+        return LayerNorm(self.context, self.config.hidden_size, self.config.norm_epsilon)
+
+    def embed(
+        self, token_ids_T: Tensor, positions_T: Tensor, vectors_TD: Tensor | None
     ) -> Tensor:
-        """Run this stage; see `CausalLM.forward`."""
-        if self.stage.is_first:
-            if hidden_TD is None:
-                hidden_TD = self.embed_tokens.forward(token_ids_T)
-            hidden_TD = hidden_TD + self.embed_positions.forward(positions_T)
-        assert hidden_TD is not None, "a later stage needs the previous stage's result"
-        hidden, residual = hidden_TD, None
-        fused = self.fused
-        if fused is not None:
-            hidden, residual = fused.forward(hidden_TD, positions_T, context)
-        else:
-            for layer, kv_cache in zip(self._stack, context.kv_caches, strict=True):
-                hidden, residual = layer.forward(hidden, residual, kv_cache, context)
-        if self.stage.is_last:
-            return self.norm.forward(hidden, residual)[0]
-        return hidden if residual is None else hidden + residual
+        """The tokens' vectors and those of their positions, added up [T, D]."""
+        vectors_TD = super().embed(token_ids_T, positions_T, vectors_TD)
+        return vectors_TD + self.embed_positions.forward(positions_T)
 
     def checkpoint_weights(self) -> dict[str, tuple[WeightTarget, ...]]:
         """Every weight of the whole model by its Hugging Face name, and where it goes."""

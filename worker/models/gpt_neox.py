@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import ClassVar, cast
+from typing import ClassVar
 
 from torch import Tensor, nn
 
@@ -163,56 +163,37 @@ class GPTNeoXForCausalLM(CausalLM):
         self, config: PretrainedConfig, stage: StageRange, context: LayerContext
     ) -> None:
         super().__init__(config, stage, context)
-        padded = config.padded_vocab_size(context.tp.size)
-        vocabulary = (config.vocab_size, padded, config.hidden_size)
+        if config.tie_word_embeddings:
+            # Some files hold the embedding a second time.
+            head_weight = f"{self.outer_names['lm_head']}.weight"
+            self.ignored_weights = (*self.ignored_weights, head_weight)
+
+    def make_shared(self) -> None:
+        """Make the angles of rotary positions."""
+        config = self.config
         self.rotary = RotaryEmbedding(
-            context,
+            self.context,
             config.rotated_dims,
             config.max_position_embeddings,
             config.rotary_base,
             config.rope_scaling,
             is_neox=config.position_embedding_type != "rope_gptj",
         )
-        embedding = VocabParallelEmbedding(context, *vocabulary) if stage.is_first else None
-        if embedding is not None:
-            self.embed_tokens = embedding
-        self.layers = nn.ModuleDict(
-            {str(n): NeoXLayer(config, context, self.rotary) for n in self.layer_numbers()}
-        )
-        self._stack = [cast(NeoXLayer, layer) for layer in self.layers.values()]
-        if config.tie_word_embeddings:
-            # Some files hold the embedding a second time.
-            head_weight = f"{self.outer_names['lm_head']}.weight"
-            self.ignored_weights = (*self.ignored_weights, head_weight)
-        if stage.is_last:
-            tied_to = embedding if config.tie_word_embeddings else None
-            self.norm = LayerNorm(context, config.hidden_size, config.norm_epsilon)
-            head = BiasedLMHead if config.lm_head_bias else ParallelLMHead
-            self.lm_head = head(context, *vocabulary, tied_to=tied_to)
 
-    def forward(
-        self,
-        token_ids_T: Tensor,
-        positions_T: Tensor,
-        context: ForwardContext,
-        hidden_TD: Tensor | None = None,
-    ) -> Tensor:
-        """Run this stage; see `CausalLM.forward`."""
-        if self.stage.is_first and hidden_TD is None:
-            hidden_TD = self.embed_tokens.forward(token_ids_T)
-        assert hidden_TD is not None, "a later stage needs the previous stage's result"
-        hidden, residual = hidden_TD, None
-        fused = self.fused
-        if fused is not None:
-            hidden, residual = fused.forward(hidden_TD, positions_T, context)
-        else:
-            for layer, kv_cache in zip(self._stack, context.kv_caches, strict=True):
-                hidden, residual = layer.forward(
-                    hidden, residual, positions_T, kv_cache, context
-                )
-        if self.stage.is_last:
-            return self.norm.forward(hidden, residual)[0]
-        return hidden if residual is None else hidden + residual
+    def make_layer(self, number: int) -> nn.Module:
+        """A decoder layer; all are alike."""
+        return NeoXLayer(self.config, self.context, self.rotary)
+
+    def make_norm(self) -> LayerNorm:
+        """The norm behind the last layer."""
+        return LayerNorm(self.context, self.config.hidden_size, self.config.norm_epsilon)
+
+    def make_head(
+        self, vocabulary: tuple[int, int, int], tied_to: VocabParallelEmbedding | None
+    ) -> ParallelLMHead:
+        """The output matrix, which may have a bias."""
+        head = BiasedLMHead if self.config.lm_head_bias else ParallelLMHead
+        return head(self.context, *vocabulary, tied_to=tied_to)
 
     def checkpoint_weights(self) -> dict[str, tuple[WeightTarget, ...]]:
         """Every weight of the whole model by its Hugging Face name, and where it goes."""

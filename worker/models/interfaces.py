@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +14,7 @@ from trimaran.worker.layers.embedding import ParallelLMHead, VocabParallelEmbedd
 from trimaran.worker.layers.fused import FusedLayers, fuse_layers
 from trimaran.worker.layers.linear import LayerContext, ParallelLinear
 from trimaran.worker.layers.methods import AdapterState
+from trimaran.worker.layers.norm import LayerNorm, RMSNorm, settle
 from trimaran.worker.pretrained_config import PretrainedConfig
 from trimaran.worker.stages import stage_sizes
 
@@ -89,6 +90,7 @@ class CausalLM(nn.Module):
     decoder layer, and the part of its output, ``*`` for all parts one after another."""
 
     embed_tokens: VocabParallelEmbedding
+    norm: RMSNorm | LayerNorm
     lm_head: ParallelLMHead
     layers: nn.ModuleDict
 
@@ -101,6 +103,59 @@ class CausalLM(nn.Module):
         self.context = context
         self.adapters = AdapterState()
         self._fused: FusedLayers | None = None
+        vocabulary = (
+            config.vocab_size,
+            config.padded_vocab_size(context.tp.size),
+            config.hidden_size,
+        )
+        self.make_shared()
+        embedding = self.make_embedding(vocabulary) if stage.is_first else None
+        if embedding is not None:
+            self.embed_tokens = embedding
+        self.layers = nn.ModuleDict(
+            {str(number): self.make_layer(number) for number in self.layer_numbers()}
+        )
+        # Not by way of the dictionary in every step.
+        self._stack: list[Any] = list(self.layers.values())
+        if stage.is_last:
+            self.norm = self.make_norm()
+            tied_to = embedding if config.tie_word_embeddings else None
+            self.lm_head = self.make_head(vocabulary, tied_to)
+
+    # ---- what a family is made of --------------------------------------------------------
+
+    def make_shared(self) -> None:
+        """Make what all layers share, such as the angles of rotary positions."""
+
+    def make_embedding(self, vocabulary: tuple[int, int, int]) -> VocabParallelEmbedding:
+        """The token embedding of (real, padded) vocabulary size and hidden size."""
+        return VocabParallelEmbedding(self.context, *vocabulary)
+
+    def make_layer(self, number: int) -> nn.Module:
+        """The decoder layer ``number`` of the whole model.
+
+        It is run as ``forward(hidden, residual, positions, kv_cache, context)`` and returns
+        what is still to be added to the residual, and the residual.
+        """
+        raise NotImplementedError
+
+    def make_norm(self) -> RMSNorm | LayerNorm:
+        """The norm behind the last layer."""
+        raise NotImplementedError
+
+    def make_head(
+        self, vocabulary: tuple[int, int, int], tied_to: VocabParallelEmbedding | None
+    ) -> ParallelLMHead:
+        """The output matrix, of sizes as the embedding's; or that of ``tied_to``."""
+        return ParallelLMHead(self.context, *vocabulary, tied_to=tied_to)
+
+    def embed(
+        self, token_ids_T: Tensor, positions_T: Tensor, vectors_TD: Tensor | None
+    ) -> Tensor:
+        """What the first layer gets [T, D]; ``vectors`` are those of the tokens, if known."""
+        return self.embed_tokens.forward(token_ids_T) if vectors_TD is None else vectors_TD
+
+    # ---- running -------------------------------------------------------------------------
 
     def forward(
         self,
@@ -111,10 +166,25 @@ class CausalLM(nn.Module):
     ) -> Tensor:
         """Run this stage. Returns hidden states [T, D], normalised after the last layer.
 
-        ``hidden_TD`` is the previous stage's result. The first stage embeds ``token_ids_T``,
-        unless it gets the tokens' vectors as ``hidden_TD``.
+        ``hidden_TD`` is the previous stage's result, and may be overwritten. The first stage
+        embeds ``token_ids_T``, unless it gets the tokens' vectors as ``hidden_TD``.
         """
-        raise NotImplementedError
+        if self.stage.is_first:
+            hidden_TD = self.embed(token_ids_T, positions_T, hidden_TD)
+        assert hidden_TD is not None, "a later stage needs the previous stage's result"
+        hidden: Any = hidden_TD
+        residual: Tensor | None = None
+        fused = self.fused
+        if fused is not None:
+            hidden, residual = fused.forward(hidden_TD, positions_T, context)
+        else:
+            for layer, kv_cache in zip(self._stack, context.kv_caches, strict=True):
+                hidden, residual = layer.forward(
+                    hidden, residual, positions_T, kv_cache, context
+                )
+        if self.stage.is_last:
+            return self.norm.forward(hidden, residual)[0]
+        return settle(hidden, residual)
 
     def compute_logits(self, hidden_ND: Tensor) -> Tensor:
         """Logits [N, V], whole on every rank, float32 or on a GPU the model's dtype.

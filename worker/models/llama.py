@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import ClassVar, cast
+from typing import ClassVar
 
 from torch import Tensor, nn
 
@@ -21,9 +21,9 @@ from trimaran.worker.layers.linear import (
     QKVParallelLinear,
     RowParallelLinear,
 )
-from trimaran.worker.layers.norm import RMSNorm, settle
+from trimaran.worker.layers.norm import RMSNorm
 from trimaran.worker.layers.rotary import RotaryEmbedding
-from trimaran.worker.models.interfaces import CausalLM, StageRange, WeightTarget
+from trimaran.worker.models.interfaces import CausalLM, WeightTarget
 from trimaran.worker.pretrained_config import PretrainedConfig
 
 # Shapes: T tokens of the step, D hidden size, N query heads, A all heads of a token's
@@ -188,68 +188,41 @@ class LlamaForCausalLM(CausalLM):
         "mlp_4h_to_h": ("mlp.down_proj", ""),
     }
 
-    def __init__(
-        self, config: PretrainedConfig, stage: StageRange, context: LayerContext
-    ) -> None:
-        super().__init__(config, stage, context)
-        padded = config.padded_vocab_size(context.tp.size)
-        vocabulary = (config.vocab_size, padded, config.hidden_size)
+    def make_shared(self) -> None:
+        """Make the angles of rotary positions: one kind or two."""
+        config = self.config
         sizes = config.rotary_size or config.head_size, config.max_position_embeddings
-        self.rotary = RotaryEmbedding(context, *sizes, config.rotary_base, config.rope_scaling)
+        self.rotary = RotaryEmbedding(
+            self.context, *sizes, config.rotary_base, config.rope_scaling
+        )
         self.local_rotary = self.rotary
         if config.local_rotary_base:
-            self.local_rotary = RotaryEmbedding(context, *sizes, config.local_rotary_base, None)
-        embedding = self.make_embedding(vocabulary) if stage.is_first else None
-        if embedding is not None:
-            self.embed_tokens = embedding
-        self.layers = nn.ModuleDict(
-            {
-                str(number): self.layer_class(config, context, self.rotary_of(number), number)
-                for number in self.layer_numbers()
-            }
-        )
-        self._stack = [cast(LlamaLayer, layer) for layer in self.layers.values()]
-        if stage.is_last:
-            tied_to = embedding if config.tie_word_embeddings else None
-            self.norm = RMSNorm(
-                context, config.hidden_size, config.norm_epsilon, config.norm_offset
-            )
-            self.lm_head = ParallelLMHead(
-                context, *vocabulary, tied_to=tied_to, soft_cap=config.final_soft_cap
+            self.local_rotary = RotaryEmbedding(
+                self.context, *sizes, config.local_rotary_base, None
             )
 
-    def make_embedding(self, vocabulary: tuple[int, int, int]) -> VocabParallelEmbedding:
-        """The token embedding of (real, padded) vocabulary size and hidden size."""
-        return VocabParallelEmbedding(self.context, *vocabulary)
+    def make_layer(self, number: int) -> nn.Module:
+        """A decoder layer of this family."""
+        return self.layer_class(self.config, self.context, self.rotary_of(number), number)
+
+    def make_norm(self) -> RMSNorm:
+        """The norm behind the last layer."""
+        config = self.config
+        return RMSNorm(
+            self.context, config.hidden_size, config.norm_epsilon, config.norm_offset
+        )
+
+    def make_head(
+        self, vocabulary: tuple[int, int, int], tied_to: VocabParallelEmbedding | None
+    ) -> ParallelLMHead:
+        """The output matrix, whose logits may be capped."""
+        return ParallelLMHead(
+            self.context, *vocabulary, tied_to=tied_to, soft_cap=self.config.final_soft_cap
+        )
 
     def rotary_of(self, number: int) -> RotaryEmbedding:
         """The angles of a layer."""
         return self.local_rotary if self.config.window_of(number) else self.rotary
-
-    def forward(
-        self,
-        token_ids_T: Tensor,
-        positions_T: Tensor,
-        context: ForwardContext,
-        hidden_TD: Tensor | None = None,
-    ) -> Tensor:
-        """Run this stage; see `CausalLM.forward`."""
-        if self.stage.is_first and hidden_TD is None:
-            hidden_TD = self.embed_tokens.forward(token_ids_T)
-        assert hidden_TD is not None, "a later stage needs the previous stage's result"
-        hidden: Tensor | None = hidden_TD
-        residual: Tensor | None = None
-        fused = self.fused
-        if fused is not None:
-            hidden, residual = fused.forward(hidden_TD, positions_T, context)
-        else:
-            for layer, kv_cache in zip(self._stack, context.kv_caches, strict=True):
-                hidden, residual = layer.forward(
-                    hidden, residual, positions_T, kv_cache, context
-                )
-        if self.stage.is_last:
-            return self.norm.forward(hidden, residual)[0]
-        return settle(hidden, residual)
 
     def checkpoint_weights(self) -> dict[str, tuple[WeightTarget, ...]]:
         """Every weight of the whole model by its Hugging Face name, and where it goes."""
