@@ -134,9 +134,19 @@ class LlamaLayer(nn.Module):
         super().__init__()
         sizes = config.hidden_size, config.norm_epsilon, config.norm_offset
         self.attention_norm = RMSNorm(context, *sizes)
-        self.attention = LlamaAttention(config, context, rotary, number)
+        self.attention = self.make_attention(config, context, rotary, number)
         self.mlp_norm = RMSNorm(context, *sizes)
         self.mlp = self.make_mlp(config, context, number)
+
+    def make_attention(
+        self,
+        config: PretrainedConfig,
+        context: LayerContext,
+        rotary: RotaryEmbedding,
+        number: int,
+    ) -> nn.Module:
+        """What each layer begins with."""
+        return LlamaAttention(config, context, rotary, number)
 
     def make_mlp(
         self, config: PretrainedConfig, context: LayerContext, number: int
