@@ -13,6 +13,7 @@ from trimaran.bench.kernel_timing import rotated
 from trimaran.bench.roofline import ModelShape
 from trimaran.kernels.attention import AttentionMetadata, AttentionSpec
 from trimaran.kernels.dispatch import Ops, select_ops
+from trimaran.kernels.routing import ExpertRouting
 from trimaran.kernels.torch_ops import TorchOps
 
 # Shapes: T rows (tokens), D hidden size, E outputs.
@@ -100,16 +101,17 @@ def _experts(
 ) -> KernelCase:
     """Choice and sums of experts that are drawn for each token."""
     experts, chosen, hidden, inner = shape.experts, shape.chosen, shape.hidden, shape.inner
+    routing = ExpertRouting(num_chosen=chosen)
 
     def make() -> tuple[Tensor, ...]:
         x = torch.randn((rows, hidden), device=device, dtype=dtype)
-        logits = torch.randn((rows, experts), device=device, dtype=dtype)
+        logits = torch.randn((rows, experts), device=device)
         gate_up = torch.randn((experts, 2 * inner, hidden), device=device, dtype=dtype)
         down = torch.randn((experts, hidden, inner), device=device, dtype=dtype)
         return x, logits, gate_up.mul_(0.02), down.mul_(0.02)
 
     def run(ops: Ops, x: Tensor, logits: Tensor, gate_up: Tensor, down: Tensor) -> object:
-        return ops.expert_mlp(x, *ops.choose_experts(logits, chosen, True), gate_up, down)
+        return ops.expert_mlp(x, *ops.choose_experts(logits, routing), gate_up, down)
 
     read = experts * (1 - (1 - chosen / experts) ** rows)
     moved = 3 * read * hidden * inner + 2 * rows * hidden

@@ -13,6 +13,7 @@ from trimaran.kernels.attention import AttentionMetadata, AttentionSpec
 from trimaran.kernels.build import cpu_features
 from trimaran.kernels.decoder import CpuDecoder, Decoder, DecoderShape, LayerWeights
 from trimaran.kernels.kernel import DTYPE_CODES, Kernel
+from trimaran.kernels.routing import ExpertRouting
 
 # Shapes: T tokens, D and E widths, N query heads, K key-value heads, H head size.
 
@@ -35,7 +36,7 @@ class CpuOps:
         self._activation = Kernel(library, "trimaran_activation", "6q")
         self._rotate = Kernel(library, "trimaran_rotate", "8q")
         self._write_kv = Kernel(library, "trimaran_write_kv", "11q")
-        self._attention = Kernel(library, "trimaran_attention", "17q2d")
+        self._attention = Kernel(library, "trimaran_attention", "18q2d")
         library.trimaran_has_amx.restype = ctypes.c_long
         library.trimaran_set_num_threads.argtypes = [ctypes.c_long]
         library.trimaran_set_num_threads(num_threads)
@@ -52,6 +53,7 @@ class CpuOps:
                 add_linear=product,
                 gated_linear=product,
                 logits=product,
+                router_logits=product,
                 expert_mlp=product,
             )
         names["activation"] = "avx512 (gelu_new), torch (others)"
@@ -159,11 +161,15 @@ class CpuOps:
         """``act(gate) * up`` by torch."""
         return reference.gelu_and_mul(gate_up, name)
 
+    def router_logits(self, x: Tensor, weight: Tensor) -> Tensor:
+        """``x @ weight.T`` as float32, never rounded to the weights' dtype."""
+        return self.logits(x, weight)
+
     def choose_experts(
-        self, logits: Tensor, num_chosen: int, is_normalised: bool
+        self, logits: Tensor, routing: ExpertRouting, bias: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         """Each token's experts by torch."""
-        return reference.choose_experts(logits, num_chosen, is_normalised)
+        return reference.choose_experts(logits, routing, bias)
 
     def expert_mlp(
         self,

@@ -14,6 +14,7 @@ from trimaran.kernels.attention import AttentionMetadata, AttentionSpec
 from trimaran.kernels.build import KernelsUnavailableError, load_library
 from trimaran.kernels.cpu import CpuOps
 from trimaran.kernels.decoder import Decoder, DecoderShape, LayerWeights
+from trimaran.kernels.routing import ExpertRouting
 from trimaran.kernels.torch_ops import TorchOps
 
 logger = logging.getLogger(__name__)
@@ -68,8 +69,10 @@ class Ops(Protocol):
 
     def activation(self, x: Tensor, name: str) -> Tensor: ...
 
+    def router_logits(self, x: Tensor, weight: Tensor) -> Tensor: ...
+
     def choose_experts(
-        self, logits: Tensor, num_chosen: int, is_normalised: bool
+        self, logits: Tensor, routing: ExpertRouting, bias: Tensor | None = None
     ) -> tuple[Tensor, Tensor]: ...
 
     def expert_mlp(

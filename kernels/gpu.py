@@ -11,6 +11,7 @@ from trimaran.kernels import (
     triton_experts,
     triton_norm,
     triton_rotary,
+    triton_routing,
 )
 from trimaran.kernels.attention import AttentionMetadata, AttentionSpec
 from trimaran.kernels.decode_attention import DecodeAttention, TritonDecodes
@@ -23,7 +24,7 @@ _TRITON = (
     "gelu_and_mul", "activation", "embed", "rope_and_cache", "write_kv", "paged_attention",
     "choose_experts", "expert_mlp",
 )  # fmt: skip
-_PRODUCTS = ("linear", "add_linear", "gated_linear", "logits")
+_PRODUCTS = ("linear", "add_linear", "gated_linear", "logits", "router_logits")
 
 
 class TritonOps(TorchOps):
@@ -37,7 +38,7 @@ class TritonOps(TorchOps):
     gelu_and_mul = staticmethod(triton_elementwise.gated_activation)
     activation = staticmethod(triton_elementwise.activation)
     embed = staticmethod(triton_elementwise.embed)
-    choose_experts = staticmethod(triton_experts.choose_experts)
+    choose_experts = staticmethod(triton_routing.choose_experts)
     rope_and_cache = staticmethod(triton_rotary.rope_and_cache)
     write_kv = staticmethod(triton_rotary.write_kv)
     norm_heads = staticmethod(triton_norm.norm_heads)
@@ -79,6 +80,10 @@ class TritonOps(TorchOps):
     def logits(self, x: Tensor, weight: Tensor) -> Tensor:
         """``x @ weight.T`` in the dtype of ``x``, which the sampler reads once."""
         return self.linear(x, weight)
+
+    def router_logits(self, x: Tensor, weight: Tensor) -> Tensor:
+        """``x @ weight.T`` as float32, never rounded to the weights' dtype."""
+        return self._products.router_logits(x, weight)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """Root-mean-square normalisation in float32."""

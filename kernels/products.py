@@ -37,6 +37,8 @@ class Products(Protocol):
 
     def gated_linear(self, x: Tensor, weight: Tensor) -> Tensor: ...
 
+    def router_logits(self, x: Tensor, weight: Tensor) -> Tensor: ...
+
 
 class TorchProducts:
     """Torch's own products."""
@@ -54,6 +56,10 @@ class TorchProducts:
     def gated_linear(self, x: Tensor, weight: Tensor) -> Tensor:
         """``silu(x @ gate.T) * (x @ up.T)``, with gate rows above up rows."""
         return silu_and_mul(F.linear(x, weight))
+
+    def router_logits(self, x: Tensor, weight: Tensor) -> Tensor:
+        """``x @ weight.T`` as float32, never rounded to the weights' dtype."""
+        return float_product(x, weight)
 
 
 class HopperProducts:
@@ -108,6 +114,14 @@ class HopperProducts:
             return silu_and_mul(self.linear(x_TD, weight_ED))
         return kernel(x_TD, weight_ED)
 
+    def router_logits(self, x_TD: Tensor, weight_ED: Tensor) -> Tensor:
+        """``x @ weight.T`` as float32 [T, E], never rounded to the weights' dtype."""
+        if not self._is_deterministic:
+            return float_product(x_TD, weight_ED)
+        # Only parts of a product are float32, and there is one: the split is never more.
+        rows = 64 if x_TD.shape[0] <= 64 else 128
+        return self._made(GemmShape(rows, 128), "parts")(x_TD, weight_ED)[0]
+
     def _streams(self, x_TD: Tensor, weight_ED: Tensor, *, is_gated: bool) -> bool:
         """Whether the product of so few rows is Triton's."""
         if self._is_deterministic:
@@ -122,9 +136,13 @@ class HopperProducts:
             choice = self._table.pick(x_TD.shape[0], outputs, inner, kind)
         if choice is None:
             return None
+        if (choice, kind) not in self._kernels:
+            self._compile(outputs, inner, kind)
+        return self._made(choice, kind)
+
+    def _made(self, choice: GemmShape, kind: Kind) -> HopperGemm:
         kernel = self._kernels.get((choice, kind))
         if kernel is None:
-            self._compile(outputs, inner, kind)
             kernel = HopperGemm(choice, self._dtype, self._device, kind)
             self._kernels[(choice, kind)] = kernel
         return kernel
@@ -138,6 +156,13 @@ class HopperProducts:
         compile_one = functools.partial(compile_gemm, dtype=self._dtype, kind=kind)
         with ThreadPoolExecutor(max_workers=8) as pool:
             list(pool.map(compile_one, choices))
+
+
+def float_product(x_TD: Tensor, weight_ED: Tensor) -> Tensor:
+    """``x @ weight.T`` as float32 on a GPU, by torch."""
+    if x_TD.dtype == torch.float32:
+        return F.linear(x_TD, weight_ED)
+    return torch.mm(x_TD, weight_ED.T, out_dtype=torch.float32)
 
 
 def select_products(

@@ -9,16 +9,22 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from trimaran.kernels.attention import AttentionMetadata, AttentionSpec
+from trimaran.kernels.routing import ExpertRouting
 
 # Shapes: T tokens, D and E widths, S sequences, M blocks of the longest sequence, Q queries
 # of the longest sequence, L its tokens, B tokens of a block, N query heads, K key-value
-# heads, G = N / K, H head size, P positions, X experts, C experts of a token, F = E / 2.
+# heads, G = N / K, H head size, P positions, X experts, C experts of a token, F = E / 2;
+# of experts: G groups, S experts of a group.
 
 OPERATORS = (
     "linear", "add_linear", "gated_linear", "logits", "rms_norm", "add_rms_norm", "norm_heads",
     "layer_norm", "add_layer_norm", "silu_and_mul", "gelu_and_mul", "activation", "embed",
-    "rope_and_cache", "write_kv", "paged_attention", "choose_experts", "expert_mlp",
+    "rope_and_cache", "write_kv", "paged_attention", "router_logits",
+    "choose_experts", "expert_mlp",
 )  # fmt: skip
+
+WEIGHT_EPSILON = 1e-20
+"""Added to the sum that a token's weights are divided by: sigmoids may all be zero."""
 
 _QUERY_TILE = 256
 """Queries of a sequence that attention takes at once: bounds the memory for scores."""
@@ -112,19 +118,40 @@ def activation(x_TD: Tensor, name: str) -> Tensor:
     return F.gelu(x_TD, approximate="none" if name == "gelu" else "tanh")
 
 
-def choose_experts(
-    logits_TX: Tensor, num_chosen: int, is_normalised: bool
-) -> tuple[Tensor, Tensor]:
-    """Each token's experts of the highest probability: weights [T, C] float32, ids [T, C]
-    int32, the likeliest first.
+def router_logits(x_TD: Tensor, weight_XD: Tensor) -> Tensor:
+    """``x @ weight.T`` as float32, never rounded to the weights' dtype."""
+    return F.linear(x_TD.float(), weight_XD.float())
 
-    The weights are the probabilities, a float32 softmax over all experts; with
-    ``is_normalised`` their sum is 1.
+
+def choose_experts(
+    logits_TX: Tensor, routing: ExpertRouting, bias_X: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Each token's experts: weights [T, C] float32, ids [T, C] int32, the best first.
+
+    Experts have scores, a float32 softmax over all of them or a sigmoid of each. The best are
+    those of the highest score plus ``bias``, float32, in the groups that ``routing`` leaves;
+    their weights are scores without it, normalised and scaled as ``routing`` says.
     """
-    weights, ids = torch.softmax(logits_TX.float(), dim=-1).topk(num_chosen, dim=-1)
-    if is_normalised:
-        weights = weights / weights.sum(dim=-1, keepdim=True)
-    return weights, ids.to(torch.int32)
+    values = logits_TX.float()
+    is_softmax = routing.scoring == "softmax"
+    scores_TX = torch.softmax(values, dim=-1) if is_softmax else torch.sigmoid(values)
+    ranked_TX = scores_TX if bias_X is None else scores_TX + bias_X
+    if routing.num_groups > 1:
+        ranked_TX = _leave_best_groups(ranked_TX, routing)
+    ids = ranked_TX.topk(routing.num_chosen, dim=-1)[1]
+    weights = scores_TX.gather(1, ids)
+    if routing.is_normalised:
+        weights = weights / (weights.sum(dim=-1, keepdim=True) + WEIGHT_EPSILON)
+    return weights * routing.scaling, ids.to(torch.int32)
+
+
+def _leave_best_groups(ranked_TX: Tensor, routing: ExpertRouting) -> Tensor:
+    """What ranks experts, minus infinity outside of each token's best groups."""
+    groups_TGS = ranked_TX.view(ranked_TX.shape[0], routing.num_groups, -1)
+    totals_TG = groups_TGS.topk(routing.num_ranked, dim=-1)[0].sum(dim=-1)
+    best = totals_TG.topk(routing.num_chosen_groups, dim=-1)[1]
+    is_left_TG = torch.zeros_like(totals_TG, dtype=torch.bool).scatter(1, best, True)
+    return groups_TGS.masked_fill(~is_left_TG.unsqueeze(-1), float("-inf")).view_as(ranked_TX)
 
 
 def expert_mlp(
@@ -279,7 +306,7 @@ def _gather_kv(
     tables = torch.where(starts < seq_lens[:, None], tables, 0)
     gathered = kv_cache[tables]
     keys = gathered[:, :, 0].flatten(1, 2).float()
-    values = gathered[:, :, 1].flatten(1, 2).float()
+    values = gathered[:, :, -1].flatten(1, 2).float()
     tokens = torch.arange(keys.shape[1], device=kv_cache.device)
     # Unwritten memory may hold NaN, which a zero weight would not remove.
     is_outside = (tokens >= seq_lens[:, None])[:, :, None, None]

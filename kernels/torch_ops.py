@@ -26,6 +26,7 @@ class TorchOps:
     silu_and_mul = staticmethod(reference.silu_and_mul)
     gelu_and_mul = staticmethod(reference.gelu_and_mul)
     activation = staticmethod(reference.activation)
+    router_logits = staticmethod(reference.router_logits)
     choose_experts = staticmethod(reference.choose_experts)
     embed = staticmethod(reference.embed)
     rope_and_cache = staticmethod(reference.rope_and_cache)

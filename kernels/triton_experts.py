@@ -1,4 +1,4 @@
-"""A mixture of experts on a GPU: choice, sort by expert, grouped products, and no wait."""
+"""A mixture of experts on a GPU: sort by expert, grouped products, and no wait."""
 
 from __future__ import annotations
 
@@ -18,7 +18,6 @@ from trimaran.kernels.triton_launch import Launcher, num_tiles, padded_size
 # Shapes: T tokens, D hidden size, X experts of this rank, C experts of a token, N = T C
 # chosen places (token t's c-th choice is place t C + c), F inner width, E = 2 F.
 
-_CHOICE_ROWS = 4
 _SORT_VALUES = 16384
 """Places times experts that a program of the sort looks at."""
 
@@ -27,41 +26,6 @@ _SUM_TILE = 1024
 _FIXED_ROWS = 64
 _GROUP = 8
 """Tiles of rows that go over the same columns at about the same time, for the cache."""
-
-
-@triton.jit(do_not_specialize=["num_rows"])  # type: ignore[untyped-decorator,unused-ignore]
-def _choose_kernel(  # type: ignore[no-untyped-def]
-    logits, weights, ids, row_stride, num_rows, EXPERTS: tl.constexpr, PADDED: tl.constexpr,
-    CHOSEN: tl.constexpr, PLACES: tl.constexpr, IS_NORMALISED: tl.constexpr,
-    ROWS: tl.constexpr, OVERLAPS: tl.constexpr,
-):  # fmt: skip
-    """Program i chooses the experts of the i-th ``ROWS`` tokens."""
-    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    is_row = (rows < num_rows)[:, None]
-    experts = tl.arange(0, PADDED)[None, :]
-    places = tl.arange(0, PLACES)[None, :]
-    if OVERLAPS:
-        gdc_launch_dependents()
-        gdc_wait()
-    # A row behind the last one repeats it, so that no sum is of nothing.
-    source = logits + tl.minimum(rows, num_rows - 1)[:, None] * row_stride + experts
-    values = tl.load(source, mask=experts < EXPERTS, other=float("-inf")).to(tl.float32)
-    largest = tl.max(values, axis=1)
-    total = tl.sum(tl.exp(values - largest[:, None]), axis=1)
-    shares = tl.zeros((ROWS, PLACES), tl.float32)
-    chosen = tl.zeros((ROWS, PLACES), tl.int32)
-    for place in tl.static_range(CHOSEN):
-        best = tl.max(values, axis=1)
-        expert = tl.argmax(values, axis=1)
-        shares = tl.where(places == place, tl.exp(best - largest)[:, None], shares)
-        chosen = tl.where(places == place, expert[:, None], chosen)
-        values = tl.where(experts == expert[:, None], float("-inf"), values)
-    if IS_NORMALISED:
-        total = tl.sum(shares, axis=1)
-    target = rows[:, None] * CHOSEN + places
-    is_target = is_row & (places < CHOSEN)
-    tl.store(weights + target, shares / total[:, None], mask=is_target)
-    tl.store(ids + target, chosen, mask=is_target)
 
 
 @triton.jit  # type: ignore[untyped-decorator,unused-ignore]
@@ -229,7 +193,6 @@ def _sum_kernel(  # type: ignore[no-untyped-def]
     tl.store(target, total.to(output.dtype.element_ty), mask=is_column)
 
 
-_choose = Launcher(_choose_kernel)
 _count = Launcher(_count_kernel)
 _sort = Launcher(_sort_kernel)
 _multiply = Launcher(_experts_kernel)
@@ -264,20 +227,6 @@ class _Sorted(NamedTuple):
 
     totals: Tensor
     """[X], padded to a power of two with zeros."""
-
-
-def choose_experts(
-    logits_TX: Tensor, num_chosen: int, is_normalised: bool
-) -> tuple[Tensor, Tensor]:
-    """Each token's experts; see `reference.choose_experts`. Safe under CUDA graph capture."""
-    rows, experts = logits_TX.shape
-    weights = torch.empty((rows, num_chosen), dtype=torch.float32, device=logits_TX.device)
-    ids = torch.empty((rows, num_chosen), dtype=torch.int32, device=logits_TX.device)
-    args = (logits_TX, weights, ids, logits_TX.stride(0), rows)
-    sizes = (experts, padded_size(experts), num_chosen, padded_size(num_chosen))
-    grid = (num_tiles(rows, _CHOICE_ROWS), 1)
-    _choose(grid, args, (*sizes, is_normalised, _CHOICE_ROWS), num_warps=1)
-    return weights, ids
 
 
 def expert_mlp(

@@ -14,6 +14,8 @@ from trimaran.worker.pretrained_families import FAMILIES
 SERVED_ARCHITECTURES = tuple(FAMILIES)
 SERVED_ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
 DTYPES = ("float32", "float16", "bfloat16")
+SCORING_FUNCS = ("softmax", "sigmoid")
+TOPK_METHODS = ("greedy", "group_limited_greedy", "noaux_tc")
 
 _VOCAB_MULTIPLE = 64
 _TUPLES = ("eos_token_ids", "layer_windows", "dense_layers")
@@ -97,10 +99,28 @@ class PretrainedConfig:
     """Inner width of an expert."""
 
     norm_topk_prob: bool = True
-    """The probabilities of a token's experts are divided by their sum."""
+    """The scores of a token's experts are divided by their sum."""
+
+    scoring_func: str = "softmax"
+    """Of the router's numbers: over all experts, or ``sigmoid`` of each."""
+
+    topk_method: str = "greedy"
+    """How experts are chosen: the best of all, with ``group_limited_greedy`` those of the
+    ``topk_group`` groups that have the best expert, with ``noaux_tc`` those of the groups
+    whose two best add up to most, after a learned bias was added to each score."""
+
+    n_group: int = 1
+    """Groups of neighbours that the experts make up."""
+
+    topk_group: int = 1
+    routed_scaling_factor: float = 1.0
+    """What the scores of a token's experts are multiplied by in the end."""
 
     shared_expert_intermediate_size: int = 0
     """Inner width of the expert of every token; 0 means that there is none."""
+
+    shared_expert_gate: bool = True
+    """A router of its own says how much the expert of every token counts."""
 
     dense_layers: tuple[int, ...] = ()
     """Numbers of the layers that have an MLP of ``intermediate_size`` instead of experts."""
@@ -238,6 +258,33 @@ def _check_experts(config: PretrainedConfig) -> None:
         raise ConfigError(
             f"num_experts_per_tok ({config.num_experts_per_tok}) is above num_experts "
             f"({config.num_experts}). Correct the checkpoint's config.json."
+        )
+    _check_choice("scoring_func", config.scoring_func, SCORING_FUNCS)
+    _check_choice("topk_method", config.topk_method, TOPK_METHODS)
+    if config.topk_method != "greedy":
+        _check_groups(config)
+
+
+def _check_groups(config: PretrainedConfig) -> None:
+    for name in ("n_group", "topk_group"):
+        check_positive(name, getattr(config, name))
+    size, rest = divmod(config.num_experts, config.n_group)
+    if rest or config.topk_group > config.n_group:
+        raise ConfigError(
+            f"n_group ({config.n_group}) must divide num_experts ({config.num_experts}) and "
+            f"not be below topk_group ({config.topk_group}). Correct the checkpoint's "
+            "config.json."
+        )
+    if size * config.topk_group < config.num_experts_per_tok:
+        raise ConfigError(
+            f"num_experts_per_tok ({config.num_experts_per_tok}) is above the "
+            f"{size * config.topk_group} experts of topk_group ({config.topk_group}) groups. "
+            "Correct the checkpoint's config.json."
+        )
+    if config.topk_method == "noaux_tc" and size == 1:
+        raise ConfigError(
+            "n_group is num_experts, but topk_method noaux_tc ranks a group by its two best "
+            "experts. Correct the checkpoint's config.json."
         )
 
 

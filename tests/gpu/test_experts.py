@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from trimaran.kernels import reference, triton_experts
+from trimaran.kernels import reference, triton_experts, triton_routing
+from trimaran.kernels.routing import ExpertRouting
 
 pytestmark = pytest.mark.gpu
 
@@ -25,13 +26,13 @@ def make(dtype, tokens, experts, chosen, hidden, inner):
 
 def by_triton(x, logits, gate_up, down, chosen):
     """The choice and the sums by Triton."""
-    weights, ids = triton_experts.choose_experts(logits, chosen, True)
+    weights, ids = triton_routing.choose_experts(logits, ExpertRouting(num_chosen=chosen))
     return triton_experts.expert_mlp(x, weights, ids, gate_up, down)
 
 
 def by_twin(x, logits, gate_up, down, chosen):
     """The same in float32 by the twin."""
-    weights, ids = reference.choose_experts(logits, chosen, True)
+    weights, ids = reference.choose_experts(logits, ExpertRouting(num_chosen=chosen))
     return reference.expert_mlp(x.float(), weights, ids, gate_up.float(), down.float())
 
 
@@ -69,7 +70,7 @@ def test_a_graph_follows_the_routing():
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_with_fixed_tiles_a_token_does_not_depend_on_the_tokens_beside_it(dtype):
     x, logits, gate_up, down, chosen = make(dtype, 700, 8, 2, 512, 1024)
-    weights, ids = triton_experts.choose_experts(logits, chosen, True)
+    weights, ids = triton_routing.choose_experts(logits, ExpertRouting(num_chosen=chosen))
 
     def run(rows: slice) -> torch.Tensor:
         return triton_experts.expert_mlp(

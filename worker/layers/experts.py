@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import cast
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from trimaran.kernels.routing import ExpertRouting, Scoring
 from trimaran.worker.layers.activation import GatedActivation
 from trimaran.worker.layers.linear import (
     LayerContext,
@@ -16,8 +19,26 @@ from trimaran.worker.layers.linear import (
 from trimaran.worker.layers.parallel import split
 from trimaran.worker.pretrained_config import PretrainedConfig
 
-# Shapes: T tokens of the step, D hidden size, X experts of this rank, F its part of an
-# expert's inner width, E = 2 F, C experts of a token.
+# Shapes: T tokens of the step, D hidden size, X experts of this rank (of the router: all), F
+# its part of an expert's inner width, E = 2 F, C experts of a token.
+
+CORRECTED = "noaux_tc"
+"""The method of choice that adds a learned bias to the scores."""
+
+
+def routing_of(config: PretrainedConfig) -> ExpertRouting:
+    """How a model chooses experts."""
+    has_groups = config.topk_method != "greedy"
+    return ExpertRouting(
+        num_chosen=config.num_experts_per_tok,
+        scoring=cast(Scoring, config.scoring_func),
+        is_normalised=config.norm_topk_prob,
+        scaling=config.routed_scaling_factor,
+        num_groups=config.n_group if has_groups else 1,
+        num_chosen_groups=config.topk_group if has_groups else 1,
+        # As DeepSeek V3 and V2 rank groups.
+        num_ranked=2 if config.topk_method == CORRECTED else 1,
+    )
 
 
 def expert_numbers(config: PretrainedConfig, context: LayerContext) -> range:
@@ -43,6 +64,26 @@ class WholeLinear(nn.Module):
         """Copy the whole tensor."""
         check_shape(loaded, tuple(parameter.shape))
         parameter.data.copy_(loaded)
+
+
+class Router(WholeLinear):
+    """Scores of all experts for each token, and the choice among them.
+
+    Sums are float32 and are not rounded: of many experts some would come out equal.
+    """
+
+    def __init__(self, config: PretrainedConfig, context: LayerContext) -> None:
+        super().__init__(context, config.hidden_size, config.num_experts)
+        self._routing = routing_of(config)
+        self.correction_bias: nn.Parameter | None = None
+        if config.topk_method == CORRECTED:
+            values = torch.empty(config.num_experts, device=context.device)
+            self.correction_bias = nn.Parameter(values, requires_grad=False)
+
+    def choose(self, x_TD: Tensor) -> tuple[Tensor, Tensor]:
+        """Weights [T, C] float32 and numbers [T, C] int32 of each token's experts."""
+        logits_TX = self._ops.router_logits(x_TD, self.weight)
+        return self._ops.choose_experts(logits_TX, self._routing, self.correction_bias)
 
 
 class Experts(nn.Module):
@@ -92,7 +133,10 @@ class Experts(nn.Module):
 
 
 class SharedExpert(nn.Module):
-    """An expert of every token, cut over all ranks; its router says how much it counts."""
+    """An expert of every token, cut over all ranks.
+
+    If it is gated, a router of its own says how much it counts.
+    """
 
     def __init__(self, config: PretrainedConfig, context: LayerContext) -> None:
         super().__init__()
@@ -102,13 +146,16 @@ class SharedExpert(nn.Module):
         )
         self.act = GatedActivation(context, config.hidden_act)
         self.down_proj = RowParallelLinear(context, inner, hidden)
-        self.router = WholeLinear(context, hidden, 1)
+        is_gated = config.shared_expert_gate
+        self.router = WholeLinear(context, hidden, 1) if is_gated else None
 
     def forward(self, x_TD: Tensor) -> Tensor:
         """What this rank adds, [T, D]."""
         inner_TF = self.act.project(self.gate_up_proj, x_TD)
         # Not summed over the ranks yet: that is done once, together with the other experts.
         output_TD = self.down_proj.method.apply(self.down_proj, inner_TF, None)
+        if self.router is None:
+            return output_TD
         # A sigmoid, as a softmax beside zero: row by row, so that no other token counts.
         pairs = F.pad(self.router.forward(x_TD).float(), (0, 1))
         return output_TD.mul_(torch.softmax(pairs, dim=-1)[:, :1])
@@ -119,19 +166,15 @@ class ExpertMLP(nn.Module):
 
     def __init__(self, config: PretrainedConfig, context: LayerContext) -> None:
         super().__init__()
-        self._num_chosen = config.num_experts_per_tok
-        self._is_normalised = config.norm_topk_prob
-        self._ops = context.ops
         self._tp = context.tp
-        self.router = WholeLinear(context, config.hidden_size, config.num_experts)
+        self.router = Router(config, context)
         self.experts = Experts(config, context)
         has_shared = config.shared_expert_intermediate_size > 0
         self.shared_expert = SharedExpert(config, context) if has_shared else None
 
     def forward(self, hidden_TD: Tensor, residual_TD: Tensor) -> Tensor:
         """[T, D] to [T, D], still to be added to the residual. Collective over the group."""
-        logits = self.router.forward(hidden_TD)
-        weights, ids = self._ops.choose_experts(logits, self._num_chosen, self._is_normalised)
+        weights, ids = self.router.choose(hidden_TD)
         output_TD = self.experts.forward(hidden_TD, weights, ids)
         if self.shared_expert is not None:
             output_TD += self.shared_expert.forward(hidden_TD)

@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from torch import nn
 
-from trimaran.worker.layers.experts import ExpertMLP, expert_numbers
+from trimaran.worker.layers.experts import CORRECTED, ExpertMLP, expert_numbers
 from trimaran.worker.layers.linear import LayerContext
 from trimaran.worker.models.interfaces import WeightTarget
 from trimaran.worker.models.llama import LlamaForCausalLM, LlamaLayer
@@ -45,6 +45,9 @@ class MixtralForCausalLM(LlamaForCausalLM):
     projections: ClassVar[Mapping[str, str]] = {"w1": "gate", "w3": "up", "w2": "down"}
     """What the checkpoint calls the matrices of an expert, and what they are."""
 
+    shared_block: ClassVar[str] = "shared_expert"
+    """What it calls the expert of every token, within the mixture."""
+
     def checkpoint_weights(self) -> dict[str, tuple[WeightTarget, ...]]:
         """Every weight of the whole model by its Hugging Face name, and where it goes.
 
@@ -71,6 +74,9 @@ class MixtralForCausalLM(LlamaForCausalLM):
         """The same of a layer with experts; without a parameter where it is another rank's."""
         config, block = self.config, self.block
         weights = {f"{block}.gate.weight": ("router.weight", "")}
+        if config.topk_method == CORRECTED:
+            name = f"{block}.gate.e_score_correction_bias"
+            weights[name] = ("router.correction_bias", "")
         own = expert_numbers(config, self.context)
         for expert in range(config.num_experts):
             for name, part in self.projections.items():
@@ -80,8 +86,9 @@ class MixtralForCausalLM(LlamaForCausalLM):
                     f"{expert}.{part}",
                 )
         if config.shared_expert_intermediate_size:
-            shared = f"{block}.shared_expert"
-            weights[f"{shared}_gate.weight"] = ("shared_expert.router.weight", "")
+            shared = f"{block}.{self.shared_block}"
+            if config.shared_expert_gate:
+                weights[f"{shared}_gate.weight"] = ("shared_expert.router.weight", "")
             for name, part in self.projections.items():
                 module, shard = ("down_proj", "") if part == "down" else ("gate_up_proj", part)
                 weights[f"{shared}.{name}.weight"] = (f"shared_expert.{module}.weight", shard)

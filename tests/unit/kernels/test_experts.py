@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from trimaran.kernels import reference
 from trimaran.kernels.build import load_library
 from trimaran.kernels.cpu import CpuOps
+from trimaran.kernels.routing import ExpertRouting
 from trimaran.kernels.torch_ops import TorchOps
 
 OPS = {"torch": TorchOps(), "cpu kernels": CpuOps(load_library(), torch.float32, 1)}
@@ -21,7 +22,12 @@ def make(tokens: int, experts: int, chosen: int, hidden: int = 24, inner: int = 
     logits = torch.randn(tokens, experts, generator=generator)
     gate_up = torch.randn(experts, 2 * inner, hidden, generator=generator) / 4
     down = torch.randn(experts, hidden, inner, generator=generator) / 4
-    return (x, *reference.choose_experts(logits, chosen, True), gate_up, down)
+    return (
+        x,
+        *reference.choose_experts(logits, ExpertRouting(num_chosen=chosen)),
+        gate_up,
+        down,
+    )
 
 
 def expected(x, weights, ids, gate_up, down):
@@ -71,16 +77,3 @@ def test_a_tokens_result_on_the_cpu_does_not_depend_on_the_tokens_beside_it(dtyp
         one = slice(row, row + 1)
         alone = ops.expert_mlp(x[one].to(dtype), weights[one], ids[one], *matrices)
         assert alone.equal(together[one])
-
-
-@pytest.mark.parametrize("is_normalised", [True, False])
-def test_weights_are_the_largest_probabilities(is_normalised):
-    logits = torch.tensor([[0.0, 3.0, 1.0, 2.0], [5.0, -1.0, 4.0, 0.0]])
-
-    weights, ids = TorchOps().choose_experts(logits, 2, is_normalised)
-
-    assert ids.tolist() == [[1, 3], [0, 2]] and ids.dtype == torch.int32
-    chosen = logits.softmax(-1).gather(1, ids.long())
-    if is_normalised:
-        chosen = chosen / chosen.sum(-1, keepdim=True)
-    torch.testing.assert_close(weights, chosen)

@@ -79,15 +79,3 @@ def test_places_are_sorted_by_expert_and_counted(tokens, experts):
     assert order.tolist() == ids.flatten().long().argsort(stable=True).tolist()
     assert totals[:experts].tolist() == ids.flatten().bincount(minlength=experts).tolist()
     assert not totals[experts:].any()
-
-
-@pytest.mark.parametrize("is_normalised", [True, False])
-@pytest.mark.parametrize(("tokens", "experts", "chosen"), [(1, 8, 2), (9, 60, 4), (6, 128, 8)])
-def test_the_choice_is_that_of_the_plain_twin(tokens, experts, chosen, is_normalised):
-    logits = torch.randn(tokens, experts, generator=torch.Generator().manual_seed(experts))
-
-    weights, ids = triton_experts.choose_experts(logits, chosen, is_normalised)
-
-    expected = reference.choose_experts(logits, chosen, is_normalised)
-    assert ids.equal(expected[1])
-    torch.testing.assert_close(weights, expected[0])

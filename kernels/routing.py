@@ -1,0 +1,35 @@
+"""How a router's numbers become a choice of experts and their weights."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+Scoring = Literal["softmax", "sigmoid"]
+SCORINGS: tuple[str, ...] = get_args(Scoring)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertRouting:
+    """The rule of one model; `reference.choose_experts` says what it computes.
+
+    Experts are ``num_groups`` groups of neighbours, all of a size. Where that is more than
+    one, a token chooses among the experts of its ``num_chosen_groups`` best groups alone: the
+    best by the sum of their ``num_ranked`` best experts.
+    """
+
+    num_chosen: int
+    """Experts of a token."""
+
+    scoring: Scoring = "softmax"
+    """Over all experts, or a sigmoid of each."""
+
+    is_normalised: bool = True
+    """A token's weights are divided by their sum."""
+
+    scaling: float = 1.0
+    """What weights are multiplied by in the end."""
+
+    num_groups: int = 1
+    num_chosen_groups: int = 1
+    num_ranked: int = 1
