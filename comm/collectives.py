@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 
 import torch
 
-from trimaran.comm.mpi import World
+from trimaran.comm.mpi import MPI, World
 
 
 class TensorParallelGroup(ABC):
@@ -95,19 +95,23 @@ class SingleRankGroup(TensorParallelGroup):
 def connect_group(
     world: World, device: torch.device, timeout_s: float, connect_timeout_s: float = 300.0
 ) -> TensorParallelGroup:
-    """The tensor group of all ranks of ``world``. Collective over ``world``.
+    """The tensor group of all ranks of ``world``. Collective over ``world.root``.
 
-    GPUs use NCCL; CPU ranks of one host shared memory, over several hosts gloo.
-    ``timeout_s`` bounds every later collective, ``connect_timeout_s`` the connecting.
+    GPUs use NCCL; CPU ranks of one host shared memory, and gloo where some group spans
+    several hosts. ``timeout_s`` bounds every later collective, ``connect_timeout_s`` the
+    connecting.
     """
     # Imported here so that each transport's module can build on this interface.
     from trimaran.comm.process_group import GlooGroup, NcclGroup
     from trimaran.comm.shm_collectives import SharedMemoryGroup
 
+    is_gpu = device.type == "cuda"
+    # What torch makes for one group is made by all ranks of the root world.
+    needs = is_gpu or len(set(world.hosts)) > 1
+    if world.root.size > 1 and world.root.comm.allreduce(needs and world.size > 1, MPI.LOR):
+        if is_gpu:
+            return NcclGroup(world, device, timeout_s, connect_timeout_s)
+        return GlooGroup(world, timeout_s, connect_timeout_s)
     if world.size == 1:
         return SingleRankGroup()
-    if device.type == "cuda":
-        return NcclGroup(world, device, timeout_s, connect_timeout_s)
-    if len(set(world.hosts)) == 1:
-        return SharedMemoryGroup.connect(world, timeout_s)
-    return GlooGroup(world, timeout_s, connect_timeout_s)
+    return SharedMemoryGroup.connect(world, timeout_s)

@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from trimaran.comm import env
@@ -43,6 +43,12 @@ class World:
     hosts: tuple[str, ...]
     """Of every rank: where it runs."""
 
+    cut_from: World | None = None
+    """The world that this is a part of, itself no part of another; None for none."""
+
+    ranks_there: tuple[int, ...] = ()
+    """Of every rank: its number in ``cut_from``."""
+
     @classmethod
     def discover(cls, host: str | None = None) -> World:
         """Collective over all ranks. ``host`` overrides what this rank calls its place.
@@ -54,6 +60,16 @@ class World:
         comm = MPI.COMM_WORLD.Dup()
         hosts = tuple(comm.allgather(host_identity() if host is None else host))
         return cls(comm, comm.Get_rank(), comm.Get_size(), hosts)
+
+    @property
+    def root(self) -> World:
+        """The world that this is a part of; itself if it is no part."""
+        return self.cut_from or self
+
+    @property
+    def root_ranks(self) -> tuple[int, ...]:
+        """Of every rank: its number in `root`."""
+        return self.ranks_there or tuple(range(self.size))
 
     @property
     def local_ranks(self) -> tuple[int, ...]:
@@ -73,14 +89,19 @@ class World:
         """A communicator of its own for one purpose. Collective."""
         return self.comm.Dup()
 
-    def subgroup(self, ranks: tuple[int, ...]) -> World:
+    def subgroup(self, ranks: tuple[int, ...], *, is_apart: bool = False) -> World:
         """The world of ``ranks`` alone, renumbered in order.
 
-        Collective over all ranks; each passes the group that it belongs to itself.
+        Collective over all ranks; each passes the group that it belongs to itself. What
+        ``is_apart`` is no part of this world: the others may end without it.
         """
         comm = self.comm.Split(min(ranks), ranks.index(self.rank))
         hosts = tuple(self.hosts[rank] for rank in ranks)
-        return World(comm, comm.Get_rank(), comm.Get_size(), hosts)
+        world = World(comm, comm.Get_rank(), comm.Get_size(), hosts)
+        if is_apart:
+            return world
+        there = tuple(self.root_ranks[rank] for rank in ranks)
+        return replace(world, cut_from=self.root, ranks_there=there)
 
     def barrier(self, timeout_s: float, what: str) -> None:
         """Wait for all ranks without burning the core.

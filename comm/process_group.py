@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -25,66 +26,62 @@ _TCPStore: Any = dist.TCPStore  # type: ignore[attr-defined]
 
 
 class ProcessGroup(TensorParallelGroup):
-    """The tensor group as the default process group of torch.distributed."""
+    """A tensor group as a process group of torch.distributed.
+
+    A process may be in several such groups. They are cut from a default group of all ranks
+    of the root world, which the first of them makes and the last one ends, and over which
+    nothing is sent.
+    """
 
     transport = ""
 
-    def __init__(
-        self,
-        world: World,
-        backend: str,
-        timeout_s: float,
-        connect_s: float,
-        device: torch.device | None = None,
-    ) -> None:
+    def __init__(self, world: World, backend: str, timeout_s: float, connect_s: float) -> None:
         self.rank = world.rank
         self.size = world.size
         self.timeout_s = timeout_s
-        store = _connect_store(world, connect_s)
-        dist.init_process_group(
-            backend,
-            store=store,
-            rank=world.rank,
-            world_size=world.size,
-            timeout=timedelta(seconds=timeout_s),
-            device_id=device,
+        limit = timedelta(seconds=timeout_s)
+        _join_default_group(world.root, backend, limit, connect_s)
+        # Only members call this: other groups of the same world are made side by side.
+        self.handle: Any = dist.new_group(
+            list(world.root_ranks), limit, backend, use_local_synchronization=True
         )
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
         """Sum over the group, in place; returns ``tensor``."""
         if not tensor.is_contiguous():
             return tensor.copy_(self.all_reduce(tensor.contiguous()))
-        self._run(dist.all_reduce, tensor)
+        self._run(dist.all_reduce, tensor, group=self.handle)
         return tensor
 
     def all_gather(self, tensor: torch.Tensor, dim: int = -1) -> torch.Tensor:
         """The tensors of all ranks joined along ``dim`` in rank order, new memory."""
         own = tensor.contiguous()
         parts = [torch.empty_like(own) for _ in range(self.size)]
-        self._run(dist.all_gather, parts, own)
+        self._run(dist.all_gather, parts, own, group=self.handle)
         return torch.cat(parts, dim)
 
     def broadcast(self, tensor: torch.Tensor, src: int = 0) -> torch.Tensor:
         """Overwrite ``tensor`` with that of group rank ``src``; returns ``tensor``."""
         own = tensor.contiguous()
-        self._run(dist.broadcast, own, src)
+        self._run(dist.broadcast, own, group=self.handle, group_src=src)
         return tensor if own is tensor else tensor.copy_(own)
 
     def barrier(self) -> None:
         """Wait until every rank of the group is here."""
-        self._run(dist.barrier)
+        self._run(dist.barrier, group=self.handle)
 
     def transport_of(self, num_bytes: int) -> str:
         """One transport for all sizes."""
         return self.transport
 
     def close(self) -> None:
-        """Leave torch.distributed. Collective."""
-        dist.destroy_process_group()
+        """Leave the group, and torch.distributed with the last one. Collective."""
+        dist.destroy_process_group(self.handle)
+        _leave_default_group()
 
-    def _run(self, call: object, *arguments: object) -> None:
+    def _run(self, call: Callable[..., object], *arguments: object, **options: object) -> None:
         try:
-            call(*arguments)  # type: ignore[operator]
+            call(*arguments, **options)
         except RuntimeError as error:
             raise PeerLostError(
                 f"{self.transport} failed on rank {self.rank} of {self.size}: {error}"
@@ -118,19 +115,47 @@ class NcclGroup(ProcessGroup):
             os.environ.setdefault(name, value)
         torch.cuda.set_device(device)
         self._device = device
-        super().__init__(world, "nccl", timeout_s, connect_timeout_s, device)
+        super().__init__(world, "nccl", timeout_s, connect_timeout_s)
+        # Connects the GPUs now: a graph could not capture that.
+        self.barrier()
 
     def all_gather(self, tensor: torch.Tensor, dim: int = -1) -> torch.Tensor:
         """The tensors of all ranks joined along ``dim`` in rank order, new memory."""
         own = tensor.contiguous()
         joined = torch.empty((self.size, *own.shape), dtype=own.dtype, device=own.device)
-        self._run(dist.all_gather_into_tensor, joined, own)
+        self._run(dist.all_gather_into_tensor, joined, own, group=self.handle)
         return joined.flatten(0, 1) if dim == 0 else torch.cat(joined.unbind(0), dim)
 
     def barrier(self) -> None:
         """Wait until every rank of the group is here and its GPU is idle."""
         self.all_reduce(torch.zeros(1, device=self._device))
         torch.cuda.synchronize(self._device)
+
+
+_num_groups = 0
+"""Process groups of this process beside the default one."""
+
+
+def _join_default_group(root: World, backend: str, limit: timedelta, connect_s: float) -> None:
+    """Make the group that others are cut from, unless it is there. Collective over ``root``."""
+    global _num_groups
+    if not _num_groups:
+        # Without a device it connects no GPUs.
+        dist.init_process_group(
+            backend,
+            store=_connect_store(root, connect_s),
+            rank=root.rank,
+            world_size=root.size,
+            timeout=limit,
+        )
+    _num_groups += 1
+
+
+def _leave_default_group() -> None:
+    global _num_groups
+    _num_groups -= 1
+    if not _num_groups:
+        dist.destroy_process_group()
 
 
 def _connect_store(world: World, timeout_s: float) -> Any:

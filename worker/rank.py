@@ -77,7 +77,8 @@ class RankProcess:
         mpi.require_threads()
         if config.participants:
             is_idle = world.rank not in config.participants
-            world = world.subgroup((world.rank,) if is_idle else config.participants)
+            mine = (world.rank,) if is_idle else config.participants
+            world = world.subgroup(mine, is_apart=True)
             if is_idle:
                 self._idle()
                 return

@@ -141,3 +141,22 @@ def test_groups_of_their_own_do_not_mix(world: World):
     result = group.all_reduce(torch.tensor([float(world.rank)]))
 
     assert result.item() == sum(own)
+
+
+def test_a_process_is_in_several_groups_over_gloo_at_once(two_host_world: World):
+    world = two_host_world
+    half = world.size // 2
+    first = tuple(range(half)) if world.rank < half else tuple(range(half, world.size))
+    across = tuple(rank for rank in range(world.size) if rank % half == world.rank % half)
+
+    groups = [
+        connect_group(world.subgroup(ranks), CPU, timeout_s=30.0) for ranks in (first, across)
+    ]
+    groups.append(connect_group(world, CPU, timeout_s=30.0))
+    own = torch.tensor([float(world.rank)])
+    sums = [group.all_reduce(own.clone()).item() for group in groups]
+
+    assert sums == [sum(first), sum(across), sum(range(world.size))]
+    assert groups[1].broadcast(own.clone(), src=1).item() == across[1]
+    for group in groups:
+        group.close()
