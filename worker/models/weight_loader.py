@@ -13,11 +13,11 @@ from torch import Tensor, nn
 
 from trimaran.comm.errors import ConfigError
 from trimaran.worker.layers.linear import WeightShapeError
+from trimaran.worker.models.checkpoint import StoredTensor, find_tensors, refuse_differences
 from trimaran.worker.models.interfaces import CausalLM, LoadsWeight, WeightTarget
 from trimaran.worker.models.tensor_reader import TensorReader
 from trimaran.worker.shard_file import read_tensor_entries
 
-_MAX_NAMES = 5
 _RANDOM_STD = 0.02
 
 
@@ -34,47 +34,22 @@ def load_checkpoint(
     Raises `ConfigError` that names every tensor that is missing, unexpected or of another
     shape.
     """
-    targets = model.checkpoint_weights()
     parameters = dict(model.named_parameters())
-    seen: dict[str, Path] = {}
-    unexpected: list[str] = []
+    everything = model.checkpoint_weights()
+    wanted: dict[Path, dict[str, tuple[StoredTensor, list[WeightTarget]]]]
+    wanted = {path: {} for path in files}
+    for key, stored in find_tensors(model, files).items():
+        mine = [target for target in everything[key] if target.parameter in parameters]
+        if mine:
+            wanted[stored.path][stored.name] = stored, mine
     with _Files(model.device) as reader:
-        for path in files:
+        for path, names in wanted.items():
             if progress is not None:
                 progress(path.name)
-            keys = _keys_of(model, path, targets, unexpected)
-            for name, key in keys.items():
-                if key in seen:
-                    raise ConfigError(
-                        f"{path}: the tensor {name!r} was in an earlier file too."
-                    )
-                seen[key] = path
-            mine = {
-                name: [one for one in targets[key] if one.parameter in parameters]
-                for name, key in keys.items()
-            }
-            for name, tensor in reader.tensors(path, [name for name in mine if mine[name]]):
-                for target in mine[name]:
-                    _load_one(model, parameters[target.parameter], target, tensor, path, name)
-    folder = files[0].parent if files else Path()
-    _refuse_differences(folder, [name for name in targets if name not in seen], unexpected)
-
-
-def _keys_of(
-    model: CausalLM,
-    path: Path,
-    targets: dict[str, tuple[WeightTarget, ...]],
-    unexpected: list[str],
-) -> dict[str, str]:
-    """A file's tensors by name, each with its name in ``targets``; adds to ``unexpected``."""
-    keys = {}
-    for name in read_tensor_entries(path):
-        key = _checkpoint_key(model, name, targets)
-        if key in targets:
-            keys[name] = key
-        elif key is not None:
-            unexpected.append(name)
-    return keys
+            for name, tensor in reader.tensors(path, list(names)):
+                stored, targets = names[name]
+                for target in targets:
+                    load_weight(model, parameters[target.parameter], target, tensor, stored)
 
 
 def load_shard(model: CausalLM, path: Path) -> None:
@@ -100,7 +75,7 @@ def load_shard(model: CausalLM, path: Path) -> None:
             else:
                 parameter.data.copy_(tensor)
     missing = sorted(parameters.keys() - entries.keys())
-    _refuse_differences(path, missing, [name for name in entries if name not in parameters])
+    refuse_differences(path, missing, [name for name in entries if name not in parameters])
 
 
 def fill_random(model: CausalLM, seed: int = 0) -> None:
@@ -152,56 +127,29 @@ def _mapped(path: Path, names: Sequence[str]) -> Iterator[tuple[str, Tensor]]:
         raise ConfigError(f"{path}: cannot be read as safetensors: {error}.") from None
 
 
-def _checkpoint_key(
-    model: CausalLM, name: str, targets: dict[str, tuple[WeightTarget, ...]]
-) -> str | None:
-    """The name as the model lists it; None for a tensor that carries no weight here."""
-    key = name.removeprefix(model.name_prefix)
-    if key in targets:
-        return key
-    if key.endswith(model.ignored_weights):
-        return None
-    if key == "lm_head.weight" and model.config.tie_word_embeddings:
-        return None
-    return name
-
-
-def _load_one(
+def load_weight(
     model: CausalLM,
     parameter: nn.Parameter,
     target: WeightTarget,
     tensor: Tensor,
-    path: Path,
-    name: str,
+    stored: StoredTensor,
 ) -> None:
+    """Copy this rank's part of a checkpoint's whole tensor into ``parameter``.
+
+    ``parameter`` is that of ``target``, or another one of its shape.
+
+    Raises:
+        ConfigError: the tensor has another shape than the configuration implies.
+    """
     module = cast(LoadsWeight, model.get_submodule(target.parameter.rpartition(".")[0]))
     whole = tensor.t() if target.is_transposed and tensor.dim() == 2 else tensor
     try:
         module.weight_loader(parameter, whole, target.shard)
     except WeightShapeError as error:
         raise ConfigError(
-            f"{path}: the tensor {name!r} {error}. The weights and config.json belong to "
-            "different models; download the folder again."
+            f"{stored.path}: the tensor {stored.name!r} {error}. The weights and config.json "
+            "belong to different models; download the folder again."
         ) from None
-
-
-def _refuse_differences(path: Path, missing: list[str], unexpected: list[str]) -> None:
-    if not missing and not unexpected:
-        return
-    parts = []
-    if missing:
-        parts.append(f"{len(missing)} missing ({_some(missing)})")
-    if unexpected:
-        parts.append(f"{len(unexpected)} unexpected ({_some(unexpected)})")
-    raise ConfigError(
-        f"{path}: the tensors do not match config.json: {', '.join(parts)}. Use the weights "
-        "and the configuration of one model."
-    )
-
-
-def _some(names: list[str]) -> str:
-    shown = ", ".join(names[:_MAX_NAMES])
-    return shown if len(names) <= _MAX_NAMES else f"{shown}, ..."
 
 
 def _seed_of(text: str) -> int:
