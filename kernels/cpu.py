@@ -36,7 +36,7 @@ class CpuOps:
         self._activation = Kernel(library, "trimaran_activation", "6q")
         self._rotate = Kernel(library, "trimaran_rotate", "8q")
         self._write_kv = Kernel(library, "trimaran_write_kv", "11q")
-        self._attention = Kernel(library, "trimaran_attention", "18q2d")
+        self._attention = Kernel(library, "trimaran_attention", "17q2d")
         library.trimaran_has_amx.restype = ctypes.c_long
         library.trimaran_set_num_threads.argtypes = [ctypes.c_long]
         library.trimaran_set_num_threads(num_threads)
