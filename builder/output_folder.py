@@ -112,6 +112,6 @@ def say_done(command: str, output: Path, mapping: RankMapping, began: float) -> 
     num_bytes = sum(path.stat().st_size for path in output.iterdir())
     print(
         f"trimaran {command}: wrote {output}: {mapping.world_size} rank(s) (tp "
-        f"{mapping.tp_size}, pp {mapping.pp_size}), {num_bytes / 2**20:.1f} MiB, "
-        f"{time.monotonic() - began:.1f} s"
+        f"{mapping.tp_size}, pp {mapping.pp_size}, dp {mapping.dp_size}), "
+        f"{num_bytes / 2**20:.1f} MiB, {time.monotonic() - began:.1f} s"
     )

@@ -16,8 +16,8 @@ from trimaran.worker.engine_folder import (
     FolderKind,
     RankMapping,
     check_divisible,
-    expert_sizes,
 )
+from trimaran.worker.parallel_sizes import AskedSizes, layout_of
 from trimaran.worker.pretrained_config import DTYPES, PretrainedConfig
 
 LOGITS_DTYPES = ("float32", "float16")
@@ -51,34 +51,37 @@ def load_source(path: Path) -> EngineFolder:
 def rank_mapping(args: argparse.Namespace, source: EngineFolder) -> RankMapping:
     """Parallel sizes from the flags, checked against the model's heads and layers."""
     made_for = source.mapping
-    tp_size = args.tp_size or (made_for.tp_size if made_for else 1)
-    pp_size = args.pp_size or (made_for.pp_size if made_for else 1)
-    moe_tp_size, moe_ep_size = _expert_sizes(args, made_for, tp_size)
-    source.check_parallel(tp_size, pp_size, moe_ep_size)
-    check_divisible(source.config, tp_size, pp_size, moe_ep_size)
-    world_size = tp_size * pp_size
+    asked = AskedSizes(
+        tp_size=args.tp_size or (made_for.tp_size if made_for else 1),
+        pp_size=args.pp_size or (made_for.pp_size if made_for else 1),
+        dp_size=args.dp_size or 0,
+        moe_tp_size=args.moe_tp_size,
+        moe_ep_size=args.moe_ep_size,
+    )
+    layout = layout_of(asked, source)
+    tp_size, pp_size, lanes = layout.tp_size, layout.pp_size, layout.expert_lanes
+    check_divisible(source.config, tp_size, pp_size, layout.expert_parts, lanes)
+    if layout.dp_size != lanes:
+        raise ConfigError(
+            f"--dp-size is {layout.dp_size} but each lane holds all experts, or the model has "
+            "none, so that lanes read the same files. Build without it, and serve with "
+            f"--dp-size {layout.dp_size}; or share the experts over the lanes (--moe-ep-size)."
+        )
+    world_size = tp_size * pp_size * lanes
     if args.world_size is not None and args.world_size != world_size:
         raise ConfigError(
             f"--world-size is {args.world_size} but --tp-size {tp_size} times --pp-size "
-            f"{pp_size} is {world_size}. Correct one of the three."
+            f"{pp_size} times --dp-size {lanes} is {world_size}. Correct one of them."
         )
     return RankMapping(
         world_size=world_size,
         tp_size=tp_size,
         pp_size=pp_size,
-        moe_tp_size=moe_tp_size,
-        moe_ep_size=moe_ep_size,
+        dp_size=lanes,
+        moe_tp_size=layout.moe_tp_size,
+        moe_ep_size=layout.moe_ep_size,
         gpus_per_node=args.gpus_per_node,
     )
-
-
-def _expert_sizes(
-    args: argparse.Namespace, made_for: RankMapping | None, tp_size: int
-) -> tuple[int, int]:
-    """Those of the flags, or else those that the checkpoint was converted for."""
-    if made_for is not None and args.moe_tp_size == args.moe_ep_size == -1:
-        return made_for.moe_tp_size, made_for.moe_ep_size
-    return expert_sizes(args.moe_tp_size, args.moe_ep_size, tp_size)
 
 
 def pretrained_config(args: argparse.Namespace, source: EngineFolder) -> PretrainedConfig:
@@ -199,6 +202,8 @@ def add_model_flags(parser: FlagSink) -> None:
     number = positive
     parser.add_argument("--tp-size", type=number, metavar="N", help="ranks that share a layer")
     parser.add_argument("--pp-size", type=number, metavar="N", help="pipeline stages")
+    parser.add_argument("--dp-size", type=number, metavar="N",
+                        help="lanes that share the experts")  # fmt: skip
     parser.add_argument("--moe-tp-size", type=int, default=-1, metavar="N",
                         help="ranks that share an expert")  # fmt: skip
     parser.add_argument("--moe-ep-size", type=int, default=-1, metavar="N",

@@ -39,7 +39,12 @@ def write_shards(
             def reading(name: str, rank: int = rank) -> None:
                 progress.step(f"rank {rank} of {mapping.world_size}: reading {name}")
 
-            layout = ParallelLayout(rank=rank, tp_size=mapping.tp_size, pp_size=mapping.pp_size)
+            layout = ParallelLayout(
+                rank=rank,
+                tp_size=mapping.tp_size,
+                pp_size=mapping.pp_size,
+                dp_size=mapping.dp_size,
+            )
             model = _empty_model(config, layout, mapping.moe_ep_size)
             load_checkpoint(model, source.weight_files, progress=reading)
             path = shard_path(output, rank)

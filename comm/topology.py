@@ -13,18 +13,23 @@ class Coord:
 
     pp: int
     tp: int
+    dp: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParallelLayout:
     """Sizes of the parallel axes as seen from one rank.
 
-    Ranks of one tensor group are neighbours: rank = pp * tp_size + tp.
+    Ranks of one tensor group are neighbours, and so are those of one lane:
+    rank = (dp * pp_size + pp) * tp_size + tp.
     """
 
     rank: int = 0
     tp_size: int = 1
     pp_size: int = 1
+    dp_size: int = 1
+    """Lanes: copies of the attention layers, each with requests of its own."""
+
     hosts: tuple[str, ...] = ()
     """Host of every rank; empty means that all share one."""
 
@@ -34,13 +39,19 @@ class ParallelLayout:
         if self.hosts and len(self.hosts) != self.world_size:
             raise ConfigError(
                 f"{len(self.hosts)} rank(s) were started but tp_size {self.tp_size} times "
-                f"pp_size {self.pp_size} needs {self.world_size}. Start {self.world_size} "
-                "ranks (--world-size), or build the engine for the number you have."
+                f"pp_size {self.pp_size} times dp_size {self.dp_size} needs {self.world_size}. "
+                f"Start {self.world_size} ranks (--world-size), or build the engine for the "
+                "number you have."
             )
 
     @property
     def world_size(self) -> int:
         """Ranks of the group."""
+        return self.lane_size * self.dp_size
+
+    @property
+    def lane_size(self) -> int:
+        """Ranks of a lane."""
         return self.tp_size * self.pp_size
 
     @property
@@ -57,6 +68,11 @@ class ParallelLayout:
     def pp_rank(self) -> int:
         """Pipeline stage."""
         return self.coord.pp
+
+    @property
+    def dp_rank(self) -> int:
+        """Lane."""
+        return self.coord.dp
 
     @property
     def is_leader(self) -> bool:
@@ -76,13 +92,30 @@ class ParallelLayout:
     @property
     def tp_ranks(self) -> tuple[int, ...]:
         """The ranks of this rank's tensor group, in order."""
-        first = self.pp_rank * self.tp_size
+        first = self.rank - self.tp_rank
         return tuple(range(first, first + self.tp_size))
 
     @property
     def pp_ranks(self) -> tuple[int, ...]:
         """The ranks of this rank's pipeline, first stage first."""
-        return tuple(range(self.tp_rank, self.world_size, self.tp_size))
+        first = self.dp_rank * self.lane_size
+        return tuple(range(first + self.tp_rank, first + self.lane_size, self.tp_size))
+
+    @property
+    def lane_ranks(self) -> tuple[int, ...]:
+        """The ranks of this rank's lane, in order."""
+        first = self.dp_rank * self.lane_size
+        return tuple(range(first, first + self.lane_size))
+
+    @property
+    def stage_ranks(self) -> tuple[int, ...]:
+        """The ranks that hold this rank's layers in any lane, lane by lane."""
+        first = self.pp_rank * self.tp_size
+        return tuple(
+            lane + first + tp
+            for lane in range(0, self.world_size, self.lane_size)
+            for tp in range(self.tp_size)
+        )
 
     @property
     def local_ranks(self) -> tuple[int, ...]:
@@ -104,8 +137,10 @@ class ParallelLayout:
 
     def coord_of(self, rank: int) -> Coord:
         """Position of any rank."""
-        return Coord(*divmod(rank, self.tp_size))
+        stage, tp = divmod(rank, self.tp_size)
+        dp, pp = divmod(stage, self.pp_size)
+        return Coord(pp=pp, tp=tp, dp=dp)
 
     def rank_at(self, coord: Coord) -> int:
         """The inverse of `coord_of`."""
-        return coord.pp * self.tp_size + coord.tp
+        return (coord.dp * self.pp_size + coord.pp) * self.tp_size + coord.tp

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from trimaran.comm.errors import ConfigError
 from trimaran.launcher.cache_args import cache_config, steps_in_flight
@@ -13,7 +13,8 @@ from trimaran.launcher.lora_args import lora_config
 from trimaran.server.model_repository import RepositoryModel
 from trimaran.server.queue_policy import QueuePolicy
 from trimaran.worker.config import EngineConfig, GuidedConfig, ParallelConfig, SchedulerConfig
-from trimaran.worker.engine_folder import EngineFolder, FolderKind, expert_sizes
+from trimaran.worker.engine_folder import EngineFolder, FolderKind
+from trimaran.worker.parallel_sizes import AskedSizes, layout_of
 
 _BATCHING = {
     "inflight_fused_batching": "inflight_fused_batching",
@@ -34,9 +35,7 @@ _HUGGINGFACE_MAX_NUM_SEQS = 256
 class EngineFlags:
     """The flags that go into an engine's configuration; None leaves the folder's value."""
 
-    world_size: int | None = None
-    moe_tp_size: int = -1
-    moe_ep_size: int = -1
+    sizes: AskedSizes = field(default_factory=AskedSizes)
     device: str = "auto"
     dtype: str = "auto"
     load_format: str = "auto"
@@ -67,7 +66,7 @@ def engine_config(
     try:
         parallel = _parallel(folder, flags, num_named)
     except ConfigError as error:
-        if flags.world_size or not num_named:
+        if flags.sizes.world_size or not num_named:
             raise
         raise ConfigError(f"{model.config_path} places it on {num_named}: {error}") from None
     device = resolve_device(flags.device)
@@ -134,29 +133,18 @@ def _engine_dir(model: RepositoryModel) -> str:
 
 
 def _parallel(folder: EngineFolder, flags: EngineFlags, num_named: int) -> ParallelConfig:
-    made_for, world_size = folder.mapping, flags.world_size
-    asked = (flags.moe_tp_size, flags.moe_ep_size)
-    if made_for is None:
-        tp_size = world_size or num_named or 1
-        moe_tp_size, moe_ep_size = expert_sizes(*asked, tp_size)
-        folder.check_parallel(tp_size, 1, moe_ep_size)
-        return ParallelConfig(tp_size=tp_size, moe_tp_size=moe_tp_size, moe_ep_size=moe_ep_size)
-    if asked != (-1, -1):
-        sizes = expert_sizes(*asked, made_for.tp_size)
-        folder.check_parallel(made_for.tp_size, made_for.pp_size, sizes[1])
-    if world_size is not None and world_size != made_for.world_size:
-        folder.check_parallel(world_size, 1)
-    if made_for.pp_size != 1:
+    layout = layout_of(flags.sizes, folder, num_named)
+    if layout.pp_size != 1:
         raise ConfigError(
-            f"{folder.path}: built for pp_size {made_for.pp_size}, which this version cannot "
-            f"run. Build again with --pp-size 1 --tp-size {made_for.world_size}."
+            f"{folder.path}: is to run with pp_size {layout.pp_size}, which this version "
+            f"cannot run. Build it with --pp-size 1 --tp-size {layout.world_size}."
         )
-    return ParallelConfig(
-        tp_size=made_for.tp_size,
-        pp_size=made_for.pp_size,
-        moe_tp_size=made_for.moe_tp_size,
-        moe_ep_size=made_for.moe_ep_size,
-    )
+    if layout.dp_size != 1:
+        raise ConfigError(
+            f"--dp-size is {layout.dp_size}, which this version cannot run. Serve instances of "
+            "the model instead (instance_group in config.pbtxt, with --multi-model)."
+        )
+    return layout
 
 
 def _scheduler(

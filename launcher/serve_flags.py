@@ -26,7 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--world-size",
         type=positive,
         metavar="N",
-        help="MPI ranks (default: the engine's tp x pp)",
+        help="MPI ranks (default: the engine's tp x pp x dp)",
     )
     _add_endpoint_flags(parser)
     _add_model_control_flags(parser)
@@ -56,6 +56,9 @@ _RARE = (
     "repository_poll_secs",
     "python_models",
     "routing",
+    "tp_size",
+    "pp_size",
+    "dp_size",
     "moe_tp_size",
     "moe_ep_size",
     "load_format",
@@ -184,10 +187,7 @@ def _add_engine_flags(parser: argparse.ArgumentParser) -> None:
         metavar="NAME",
         help="token-level models to serve, comma between (default: the repository's)",
     )
-    sizes = {"tp": "ranks that cut each expert", "ep": "parts that share the experts out"}
-    for name, what in sizes.items():
-        add(f"--moe-{name}-size", type=int, default=-1, metavar="N",
-            help=f"{what}, in each tensor group (the folder's)")  # fmt: skip
+    _add_size_flags(parser)
     add("--device", default="auto", choices=("auto", "cpu", "cuda"))
     add(
         "--dtype",
@@ -235,6 +235,21 @@ def _add_engine_flags(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="CUDA graphs also of decode steps with LoRA adapters",
     )
+
+
+def _add_size_flags(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    axes = {
+        "tp": "ranks that cut each layer",
+        "pp": "stages of layers one after another",
+        "dp": "lanes: copies of the attention layers, with requests of their own",
+    }
+    for name, what in axes.items():
+        add(f"--{name}-size", type=positive, metavar="N", help=f"{what} (the folder's)")
+    sizes = {"tp": "ranks that cut each expert", "ep": "parts that share the experts out"}
+    for name, what in sizes.items():
+        add(f"--moe-{name}-size", type=int, default=-1, metavar="N",
+            help=f"{what}, in each tensor group or over all lanes (the folder's)")  # fmt: skip
 
 
 def _add_process_flags(parser: argparse.ArgumentParser) -> None:

@@ -14,6 +14,7 @@ from trimaran.launcher.job import Job, current_job
 from trimaran.launcher.serve_flags import DEFAULT_LOG_FILE
 from trimaran.server.config import FrontendConfig
 from trimaran.worker.config import ProfileConfig
+from trimaran.worker.parallel_sizes import AskedSizes
 
 _WITHOUT_EFFECT = {
     "tritonserver": "the server is Trimaran's own",
@@ -155,22 +156,31 @@ def job_of(args: argparse.Namespace) -> Job | None:
 def engine_flags(args: argparse.Namespace) -> EngineFlags:
     """The flags that go into every engine."""
     return EngineFlags(
-        # Of a group in leader mode; of the whole job in orchestrator mode.
-        world_size=None if args.multi_model else args.world_size,
+        sizes=_sizes(args),
         device=args.device,
         dtype=args.dtype,
         load_format=args.load_format,
         max_batch_size=args.max_batch_size,
         max_num_tokens=args.max_num_tokens,
         tokens_per_block=args.tokens_per_block,
-        moe_tp_size=args.moe_tp_size,
-        moe_ep_size=args.moe_ep_size,
         expected_output_tokens=args.expected_output_tokens,
         depth=args.depth,
         num_threads=args.num_threads,
         deterministic=args.deterministic,
         prompt_graph_tokens=args.prompt_graph_tokens,
         adapter_graphs=args.adapter_graphs,
+    )
+
+
+def _sizes(args: argparse.Namespace) -> AskedSizes:
+    return AskedSizes(
+        # Of a group in leader mode; of the whole job in orchestrator mode.
+        world_size=0 if args.multi_model else args.world_size or 0,
+        tp_size=args.tp_size or 0,
+        pp_size=args.pp_size or 0,
+        dp_size=args.dp_size or 0,
+        moe_tp_size=args.moe_tp_size,
+        moe_ep_size=args.moe_ep_size,
     )
 
 

@@ -11,22 +11,34 @@ from trimaran.comm.errors import ConfigError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParallelConfig:
-    """Sizes of the parallel axes; world size is ``tp_size * pp_size``."""
+    """Sizes of the parallel axes; world size is ``tp_size * pp_size * dp_size``.
+
+    ``moe_tp_size * moe_ep_size`` is ``tp_size``, or with experts shared out over the lanes
+    ``tp_size * dp_size``.
+    """
 
     tp_size: int = 1
     pp_size: int = 1
     moe_tp_size: int = -1
     moe_ep_size: int = -1
+    dp_size: int = 1
+    """Lanes: copies of the attention layers, each with requests of its own."""
 
     @property
     def expert_parts(self) -> int:
-        """Parts of a tensor group that share the experts out."""
+        """Parts of the experts' ranks that share the experts out."""
         return max(self.moe_ep_size, 1)
+
+    @property
+    def expert_lanes(self) -> int:
+        """Lanes that share a layer's experts; 1 where each lane holds all of them."""
+        num_ranks = self.tp_size * self.dp_size
+        return self.dp_size if self.moe_tp_size * self.moe_ep_size == num_ranks else 1
 
     @property
     def world_size(self) -> int:
         """Ranks of the group."""
-        return self.tp_size * self.pp_size
+        return self.tp_size * self.pp_size * self.dp_size
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -43,6 +43,9 @@ class RankMapping:
     pp_size: int = 1
     moe_tp_size: int = 1
     moe_ep_size: int = 1
+    dp_size: int = 1
+    """Lanes that share the experts; where each lane holds all of them, lanes share shards."""
+
     gpus_per_node: int = 8
 
 
@@ -145,10 +148,12 @@ class EngineFolder:
         positions = self.config.max_position_embeddings
         return min(self.build.max_seq_len or positions, positions)
 
-    def check_parallel(self, tp_size: int, pp_size: int, moe_ep_size: int = 1) -> None:
+    def check_parallel(
+        self, tp_size: int, pp_size: int, moe_ep_size: int = 1, expert_lanes: int = 1
+    ) -> None:
         """Refuse sizes that this folder's shards were not made for."""
         if self.mapping is None:
-            check_divisible(self.config, tp_size, pp_size, moe_ep_size)
+            check_divisible(self.config, tp_size, pp_size, moe_ep_size, expert_lanes)
             return
         made_for = self.mapping
         if (made_for.tp_size, made_for.pp_size) != (tp_size, pp_size):
@@ -165,10 +170,17 @@ class EngineFolder:
                 f"with {moe_ep_size}. Leave the sizes of experts out, or build again with "
                 f"--moe-ep-size {moe_ep_size}."
             )
+        if made_for.dp_size != expert_lanes:
+            raise ConfigError(
+                f"{self.path}: built for experts shared over {made_for.dp_size} lane(s), but "
+                f"asked to share them over {expert_lanes}. Serve it with --dp-size "
+                f"{made_for.dp_size}, or build again for other lanes and sizes of experts."
+            )
 
     def shard_of(self, rank: int) -> Path:
         """The weight file of one rank of an engine or checkpoint folder."""
-        return self.weight_files[rank]
+        # Lanes that hold the same weights read the same files.
+        return self.weight_files[rank % len(self.weight_files)]
 
 
 def shard_path(folder: Path, rank: int) -> Path:
@@ -176,40 +188,21 @@ def shard_path(folder: Path, rank: int) -> Path:
     return folder / f"rank{rank}.safetensors"
 
 
-def expert_sizes(moe_tp_size: int, moe_ep_size: int, tp_size: int) -> tuple[int, int]:
-    """Ranks that cut each expert, and parts that share the experts out; -1 is the rest.
-
-    Raises:
-        ConfigError: they do not make up ``tp_size``.
-    """
-    if moe_tp_size == -1 and moe_ep_size == -1:
-        return tp_size, 1
-    if min(moe_tp_size, moe_ep_size) < -1 or 0 in (moe_tp_size, moe_ep_size):
-        raise ConfigError(
-            f"--moe-tp-size is {moe_tp_size} and --moe-ep-size is {moe_ep_size}, but each must "
-            "be 1 or more, or -1 for what the tensor-parallel size leaves."
-        )
-    cut = tp_size // moe_ep_size if moe_tp_size == -1 else moe_tp_size
-    shared = tp_size // moe_tp_size if moe_ep_size == -1 else moe_ep_size
-    if cut * shared != tp_size:
-        raise ConfigError(
-            f"--moe-tp-size ({moe_tp_size}) times --moe-ep-size ({moe_ep_size}) must be "
-            f"--tp-size ({tp_size}). Leave both out, or correct one."
-        )
-    return cut, shared
-
-
 def check_divisible(
-    config: PretrainedConfig, tp_size: int, pp_size: int, moe_ep_size: int = 1
+    config: PretrainedConfig,
+    tp_size: int,
+    pp_size: int,
+    moe_ep_size: int = 1,
+    expert_lanes: int = 1,
 ) -> None:
     """Refuse parallel sizes that the model's heads, widths or layers cannot be cut into.
 
-    Experts are shared out over ``moe_ep_size`` parts of a tensor group.
+    Experts are shared out over ``moe_ep_size`` parts of ``expert_lanes`` tensor groups.
     """
     for name, size in (("tp_size", tp_size), ("pp_size", pp_size)):
         if size < 1:
             raise ConfigError(f"{name} is {size} but must be 1 or more")
-    _check_expert_cut(config, tp_size, moe_ep_size)
+    _check_expert_cut(config, tp_size, moe_ep_size, expert_lanes)
     if config.num_attention_heads % tp_size:
         raise _cannot_cut("num_attention_heads", config.num_attention_heads, tp_size)
     is_dense = not config.num_experts or bool(config.dense_layers)
@@ -228,7 +221,9 @@ def check_divisible(
         )
 
 
-def _check_expert_cut(config: PretrainedConfig, tp_size: int, moe_ep_size: int) -> None:
+def _check_expert_cut(
+    config: PretrainedConfig, tp_size: int, moe_ep_size: int, expert_lanes: int
+) -> None:
     num_experts = config.num_experts
     if moe_ep_size > 1 and not num_experts:
         raise ConfigError(
@@ -242,7 +237,7 @@ def _check_expert_cut(config: PretrainedConfig, tp_size: int, moe_ep_size: int) 
             f"num_experts ({num_experts}) is not a multiple of moe_ep_size ({moe_ep_size}). "
             "Choose a --moe-ep-size that divides it."
         )
-    moe_tp_size = tp_size // moe_ep_size
+    moe_tp_size = tp_size * expert_lanes // moe_ep_size
     if config.moe_intermediate_size % moe_tp_size:
         raise ConfigError(
             f"moe_intermediate_size ({config.moe_intermediate_size}) is not a multiple of "
@@ -316,11 +311,12 @@ def _rank_mapping(values: Mapping[str, Any], source: str) -> RankMapping:
     chosen = {key: value for key, value in values.items() if key in known}
     _check_positive_integers(chosen, "mapping", source)
     mapping = RankMapping(**chosen)
-    if mapping.world_size != mapping.tp_size * mapping.pp_size:
+    world_size = mapping.tp_size * mapping.pp_size * mapping.dp_size
+    if mapping.world_size != world_size:
         raise ConfigError(
             f"{source}: mapping.world_size is {mapping.world_size} but tp_size "
-            f"{mapping.tp_size} times pp_size {mapping.pp_size} is "
-            f"{mapping.tp_size * mapping.pp_size}. {_BUILD_AGAIN}."
+            f"{mapping.tp_size} times pp_size {mapping.pp_size} times dp_size "
+            f"{mapping.dp_size} is {world_size}. {_BUILD_AGAIN}."
         )
     return mapping
 

@@ -24,6 +24,17 @@ def test_every_rank_has_its_own_coordinates():
     assert ranks == [0, 1, 2, 3, 4, 5]
 
 
+def test_a_lane_is_a_pipeline_of_tensor_groups_and_stages_go_through_all_lanes():
+    layout = ParallelLayout(rank=10, tp_size=2, pp_size=2, dp_size=3)
+
+    assert layout.coord == Coord(pp=1, tp=0, dp=2)
+    assert layout.tp_ranks == (10, 11)
+    assert layout.pp_ranks == (8, 10)
+    assert layout.lane_ranks == (8, 9, 10, 11)
+    assert layout.stage_ranks == (2, 3, 6, 7, 10, 11)
+    assert [layout.rank_at(layout.coord_of(rank)) for rank in range(12)] == list(range(12))
+
+
 def test_local_ranks_count_per_host():
     layout = ParallelLayout(rank=3, tp_size=4, hosts=("a", "b", "a", "b"))
 

@@ -13,7 +13,7 @@ from trimaran.comm.errors import ConfigError
 from trimaran.kernels.build import load_library
 from trimaran.kernels.cpu import CpuOps
 from trimaran.kernels.torch_ops import TorchOps
-from trimaran.worker.engine_folder import EngineFolder, check_divisible, expert_sizes
+from trimaran.worker.engine_folder import EngineFolder, check_divisible
 from trimaran.worker.layers.parallel import ShardPosition
 
 _SPEC = importlib.util.spec_from_file_location("models", Path(__file__).with_name("models.py"))
@@ -98,23 +98,6 @@ def test_ranks_hold_their_experts_and_their_parts_of_them(tmp_path):
         )
         assert experts.gate_up.equal(torch.cat((gate[mine, rows], up[mine, rows]), dim=1))
         assert experts.down.equal(whole.down[mine, :, rows])
-
-
-@pytest.mark.parametrize(
-    ("asked", "sizes"),
-    [((-1, -1), (4, 1)), ((2, -1), (2, 2)), ((-1, 4), (1, 4)), ((2, 2), (2, 2))],
-)
-def test_sizes_of_experts_make_up_the_tensor_group(asked, sizes):
-    assert expert_sizes(*asked, 4) == sizes
-
-
-@pytest.mark.parametrize(
-    ("asked", "words"), [((2, 4), r"\(2\) times .* \(4\) must be --tp-size \(4\)"),
-                         ((0, -1), "--moe-tp-size is 0"), ((3, -1), "must be --tp-size")],
-)  # fmt: skip
-def test_sizes_that_do_not_make_up_the_tensor_group_are_refused(asked, words):
-    with pytest.raises(ConfigError, match=words):
-        expert_sizes(*asked, 4)
 
 
 @pytest.mark.parametrize(

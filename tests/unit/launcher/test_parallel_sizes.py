@@ -1,0 +1,125 @@
+"""Which products of tensor, pipeline, data and expert sizes make a layout, and which none."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from launcher_repository import HUGGINGFACE, write_engine
+
+from trimaran.comm.errors import ConfigError
+from trimaran.worker.engine_folder import EngineFolder
+from trimaran.worker.parallel_sizes import AskedSizes, expert_sizes, layout_of
+
+MIXTURE = {
+    **HUGGINGFACE,
+    "architectures": ["MixtralForCausalLM"],
+    "model_type": "mixtral",
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "num_local_experts": 8,
+    "num_experts_per_tok": 2,
+}
+
+
+@pytest.fixture
+def mixture(tmp_path):
+    """A Hugging Face folder with 8 experts, without weights."""
+    (tmp_path / "config.json").write_text(json.dumps(MIXTURE))
+    return EngineFolder.load(tmp_path, check_weights=False)
+
+
+def sizes_of(layout):
+    return (
+        layout.tp_size, layout.pp_size, layout.dp_size, layout.moe_tp_size, layout.moe_ep_size,
+        layout.expert_lanes,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("asked", "sizes"),
+    [
+        ({}, (1, 1, 1, 1, 1, 1)),
+        ({"world_size": 4}, (4, 1, 1, 4, 1, 1)),
+        ({"pp_size": 2}, (1, 2, 1, 1, 1, 1)),
+        ({"world_size": 4, "pp_size": 2}, (2, 2, 1, 2, 1, 1)),
+        ({"tp_size": 2, "moe_ep_size": 2}, (2, 1, 1, 1, 2, 1)),
+        ({"tp_size": 4, "moe_tp_size": 2, "moe_ep_size": 2}, (4, 1, 1, 2, 2, 1)),
+        ({"dp_size": 2}, (1, 1, 2, 1, 1, 1)),
+        ({"dp_size": 2, "moe_ep_size": 2}, (1, 1, 2, 1, 2, 2)),
+        ({"world_size": 4, "dp_size": 2, "moe_ep_size": 4}, (2, 1, 2, 1, 4, 2)),
+        ({"tp_size": 2, "dp_size": 2, "moe_tp_size": 2, "moe_ep_size": 2}, (2, 1, 2, 2, 2, 2)),
+        ({"tp_size": 2, "dp_size": 2, "moe_ep_size": 2}, (2, 1, 2, 1, 2, 1)),
+        ({"world_size": 8, "pp_size": 2, "dp_size": 2}, (2, 2, 2, 2, 1, 1)),
+    ],
+)
+def test_sizes_left_out_follow_from_those_named(mixture, asked, sizes):
+    assert sizes_of(layout_of(AskedSizes(**asked), mixture)) == sizes
+
+
+@pytest.mark.parametrize(
+    ("asked", "words"),
+    [
+        ({"world_size": 3, "pp_size": 2}, r"world size of 3 is no multiple of --pp-size \(2\)"),
+        ({"world_size": 4, "tp_size": 4, "dp_size": 2}, r"is 4 but .* dp_size \(2\) is 8"),
+        ({"tp_size": 2, "moe_ep_size": 4}, r"must be --tp-size \(2\)\. Leave"),
+        ({"dp_size": 2, "moe_ep_size": 4}, r"or that times --dp-size \(2\)\. Leave"),
+        ({"dp_size": 3, "moe_ep_size": 3}, r"num_experts \(8\) is not a multiple of .* \(3\)"),
+        ({"pp_size": 4}, r"pp_size \(4\) is above num_hidden_layers \(3\)"),
+        ({"tp_size": 3}, r"num_attention_heads \(4\)|moe_intermediate_size"),
+        ({"dp_size": 2, "moe_tp_size": 0}, "--moe-tp-size is 0"),
+    ],
+)
+def test_products_that_make_no_layout_are_refused_with_their_values(mixture, asked, words):
+    with pytest.raises(ConfigError, match=words):
+        layout_of(AskedSizes(**asked), mixture)
+
+
+def test_an_engine_folder_takes_lanes_beside_the_sizes_it_was_made_for(tmp_path):
+    folder = EngineFolder.load(write_engine(tmp_path / "e", tp_size=2), check_weights=False)
+
+    assert sizes_of(layout_of(AskedSizes(dp_size=3), folder))[:3] == (2, 1, 3)
+    assert [folder.shard_of(rank).name for rank in (0, 3, 4)] == [
+        "rank0.safetensors", "rank1.safetensors", "rank0.safetensors",
+    ]  # fmt: skip
+    with pytest.raises(ConfigError, match=r"is 4 but .* dp_size \(3\) is 6"):
+        layout_of(AskedSizes(world_size=4, dp_size=3), folder)
+    with pytest.raises(ConfigError, match=r"built for tp_size 2 .*Start 2 ranks"):
+        layout_of(AskedSizes(world_size=4), folder)
+    with pytest.raises(ConfigError, match=r"built for tp_size 2 .*asked to run"):
+        layout_of(AskedSizes(tp_size=1), folder)
+
+
+def test_a_folder_whose_lanes_share_experts_runs_with_these_lanes_alone(tmp_path):
+    path = write_engine(tmp_path / "e", tp_size=1)
+    values = json.loads((path / "config.json").read_text())
+    pretrained = values["pretrained_config"]
+    pretrained["mapping"] |= {"dp_size": 2, "moe_ep_size": 2, "world_size": 2}
+    pretrained |= {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
+                   "architecture": "MixtralForCausalLM"}  # fmt: skip
+    (path / "config.json").write_text(json.dumps(values))
+    folder = EngineFolder.load(path, check_weights=False)
+
+    assert sizes_of(layout_of(AskedSizes(), folder)) == (1, 1, 2, 1, 2, 2)
+    with pytest.raises(ConfigError, match=r"built for experts shared over 2 lane\(s\)"):
+        layout_of(AskedSizes(dp_size=1), folder)
+    with pytest.raises(ConfigError, match=r"built for experts shared over 2 lane\(s\)"):
+        layout_of(AskedSizes(dp_size=4), folder)
+
+
+@pytest.mark.parametrize(
+    ("asked", "sizes"),
+    [((-1, -1), (4, 1)), ((2, -1), (2, 2)), ((-1, 4), (1, 4)), ((2, 2), (2, 2))],
+)
+def test_sizes_of_experts_make_up_the_tensor_group(asked, sizes):
+    assert expert_sizes(*asked, 4) == sizes
+
+
+@pytest.mark.parametrize(
+    ("asked", "words"), [((2, 4), r"\(2\) times .* \(4\) must be --tp-size \(4\)"),
+                         ((0, -1), "--moe-tp-size is 0"), ((3, -1), "must be --tp-size")],
+)  # fmt: skip
+def test_sizes_that_do_not_make_up_the_tensor_group_are_refused(asked, words):
+    with pytest.raises(ConfigError, match=words):
+        expert_sizes(*asked, 4)
