@@ -12,8 +12,8 @@ from trimaran.comm.errors import RequestError
 class SamplingParams:
     """One request's sampling. A field at its default asks for nothing.
 
-    Greedy when ``top_k`` and ``top_p`` are both unset (0), or ``top_k`` is 1, or
-    ``temperature`` is 0. With both set, top-k filters first, then top-p over the rest.
+    Greedy when ``top_k``, ``top_p`` and ``min_p`` are all unset (0), or ``top_k`` is 1, or
+    ``temperature`` is 0. Top-k filters first, then top-p over the rest.
     """
 
     max_tokens: int = 16
@@ -76,7 +76,8 @@ class SamplingParams:
     @property
     def is_greedy(self) -> bool:
         """Whether the likeliest id is always taken."""
-        return self.temperature == 0 or self.top_k == 1 or (self.top_k == 0 and self.top_p <= 0)
+        has_filter = self.top_k > 0 or self.top_p > 0 or self.min_p > 0
+        return self.temperature == 0 or self.top_k == 1 or not has_filter
 
     def changed_fields(self) -> dict[str, Any]:
         """The fields that differ from their defaults, by name."""

@@ -83,7 +83,7 @@ def tempered(temperature):
         ({"top_p": 0.51}, kept([1, 4, 3])),
         # After top-k the three left have 0.476, 0.317 and 0.206 of the mass.
         ({"top_k": 3, "top_p": 0.7}, kept([1, 4])),
-        ({"top_p": 1.0, "min_p": 0.35}, kept([1, 4, 3, 6])),
+        ({"min_p": 0.35}, kept([1, 4, 3, 6])),
         ({"top_k": 5, "min_p": 0.5}, kept([1, 4])),
         ({"top_k": 1024}, kept(range(8))),
     ],
