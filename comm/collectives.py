@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 
 import torch
 
@@ -46,6 +47,15 @@ class TensorParallelGroup(ABC):
         """Overwrite ``tensor`` with that of group rank ``src``; returns ``tensor``."""
 
     @abstractmethod
+    def all_to_all(self, rows: torch.Tensor, counts: Sequence[Sequence[int]]) -> torch.Tensor:
+        """Send each rank rows of its own; returns those from every rank, in rank order.
+
+        ``rows`` holds what goes to rank 0, then to rank 1 and so on. ``counts[i][j]`` rows
+        go from rank i to rank j; the table is the same on all ranks. The result is new
+        memory.
+        """
+
+    @abstractmethod
     def barrier(self) -> None:
         """Wait until every rank of the group is here."""
 
@@ -83,6 +93,10 @@ class SingleRankGroup(TensorParallelGroup):
     def broadcast(self, tensor: torch.Tensor, src: int = 0) -> torch.Tensor:
         """The tensor itself."""
         return tensor
+
+    def all_to_all(self, rows: torch.Tensor, counts: Sequence[Sequence[int]]) -> torch.Tensor:
+        """The rows themselves, which a rank sends to itself."""
+        return rows.clone()
 
     def barrier(self) -> None:
         """Nobody to wait for."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -65,6 +65,21 @@ class ProcessGroup(TensorParallelGroup):
         own = tensor.contiguous()
         self._run(dist.broadcast, own, group=self.handle, group_src=src)
         return tensor if own is tensor else tensor.copy_(own)
+
+    def all_to_all(self, rows: torch.Tensor, counts: Sequence[Sequence[int]]) -> torch.Tensor:
+        """Send each rank rows of its own; returns those from every rank, in rank order."""
+        own = rows.contiguous()
+        receive = [row[self.rank] for row in counts]
+        received = own.new_empty((sum(receive), *own.shape[1:]))
+        self._run(
+            dist.all_to_all_single,
+            received,
+            own,
+            receive,
+            list(counts[self.rank]),
+            group=self.handle,
+        )
+        return received
 
     def barrier(self) -> None:
         """Wait until every rank of the group is here."""

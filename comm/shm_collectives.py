@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import ctypes
+import math
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 
@@ -19,6 +20,7 @@ from trimaran.comm.shared_memory import (
     SharedSegment,
     fence,
 )
+from trimaran.comm.shares import Shares
 
 SLOT_BYTES = 1 << 20
 """Largest piece of a tensor that one round moves; longer ones take several rounds."""
@@ -100,6 +102,25 @@ class SharedMemoryGroup(TensorParallelGroup):
             if self.rank != src:
                 piece.copy_(parts[src])
         return tensor if flat is tensor else tensor.copy_(flat)
+
+    def all_to_all(self, rows: torch.Tensor, counts: Sequence[Sequence[int]]) -> torch.Tensor:
+        """Send each rank rows of its own; returns those from every rank, in rank order."""
+        own = rows.contiguous()
+        row_bytes = own.element_size() * math.prod(own.shape[1:])
+        shares = Shares([[count * row_bytes for count in row] for row in counts], self.rank)
+        received = own.new_empty((sum(row[self.rank] for row in counts), *own.shape[1:]))
+        source, target = own.data_ptr(), received.data_ptr()
+        here, there, size = shares.kept
+        ctypes.memmove(target + there, source + here, size)
+        for start in range(0, shares.longest, SLOT_BYTES):
+            self._enter()
+            slots = [slot.data_ptr() for slot in self._slot_views(SLOT_BYTES, torch.uint8)]
+            for here, there, size in shares.sent(start, SLOT_BYTES):
+                ctypes.memmove(slots[self.rank] + there, source + here, size)
+            self._raise_and_wait("all_to_all")
+            for rank, here, there, size in shares.received(start, SLOT_BYTES):
+                ctypes.memmove(target + there, slots[rank] + here, size)
+        return received
 
     def barrier(self) -> None:
         """Wait until every rank of the group is here."""

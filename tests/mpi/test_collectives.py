@@ -71,6 +71,38 @@ def test_all_reduce_gives_every_rank_the_same_bits(group, device, world, dtype, 
     assert len(set(world.comm.allgather(result.view(torch.uint8).numpy().tobytes()))) == 1
 
 
+def rows_for(source: int, target: int, count: int, width: int) -> torch.Tensor:
+    """What rank ``source`` sends to rank ``target``; the same on all ranks."""
+    generator = torch.Generator().manual_seed(100 * source + target)
+    return torch.randn(count, width, generator=generator)
+
+
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16, torch.uint8), ids=str)
+@pytest.mark.parametrize(
+    ("width", "unit"), [(1, 1), (5, 3), (4096, 150)], ids=["words", "rows", "several slots"]
+)
+def test_all_to_all_brings_each_rank_its_rows_in_rank_order(group, device, dtype, width, unit):
+    # Uneven, and nothing at all between some.
+    counts = [[(3 * i + j) % 4 * unit for j in range(group.size)] for i in range(group.size)]
+    sent = [rows_for(group.rank, j, counts[group.rank][j], width) for j in range(group.size)]
+    due = [rows_for(i, group.rank, counts[i][group.rank], width) for i in range(group.size)]
+
+    received = group.all_to_all(torch.cat(sent).to(device, dtype), counts)
+
+    assert received.cpu().equal(torch.cat(due).to(dtype))
+
+
+def test_all_to_all_takes_part_with_nothing_to_send(group, device):
+    counts = [[0] * group.size for _ in range(group.size)]
+    counts[-1][0] = 2
+
+    rows = torch.ones(2 if group.rank == group.size - 1 else 0, 3, device=device)
+    received = group.all_to_all(rows, counts)
+
+    assert received.shape == ((2 if group.rank == 0 else 0), 3)
+    assert group.all_to_all(rows[:0], [[0] * group.size] * group.size).shape == (0, 3)
+
+
 def test_all_reduce_writes_into_the_tensor_it_was_given(group, device):
     tensor = torch.ones(4, 6, device=device)
     strided = tensor[:, ::2]
