@@ -36,7 +36,7 @@ class CpuOps:
         self._activation = Kernel(library, "trimaran_activation", "6q")
         self._rotate = Kernel(library, "trimaran_rotate", "8q")
         self._write_kv = Kernel(library, "trimaran_write_kv", "11q")
-        self._attention = Kernel(library, "trimaran_attention", "17q2d")
+        self._attention = Kernel(library, "trimaran_attention", "18q2d")
         library.trimaran_has_amx.restype = ctypes.c_long
         library.trimaran_set_num_threads.argtypes = [ctypes.c_long]
         library.trimaran_set_num_threads(num_threads)
@@ -50,6 +50,7 @@ class CpuOps:
             product = "amx_bf16" if self._library.trimaran_has_amx() else "avx512_bf16"
             names.update(
                 linear=product,
+                head_linear=product,
                 add_linear=product,
                 gated_linear=product,
                 logits=product,
@@ -58,6 +59,7 @@ class CpuOps:
             )
         names["activation"] = "avx512 (gelu_new), torch (others)"
         names.update(gelu_and_mul="torch", embed="torch", choose_experts="torch")
+        names["rope_and_cache_latent"] = "torch"
         return names
 
     def fuse_decoder(
@@ -71,6 +73,16 @@ class CpuOps:
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """``x @ weight.T + bias``; sums in float32, rounded once."""
         return self._multiply(x, weight, bias, self._dtype)
+
+    def head_linear(self, x: Tensor, weight: Tensor) -> Tensor:
+        """Each head's first dims times its own matrix, head by head, and its other dims."""
+        width, outputs = weight.shape[2], weight.shape[1]
+        tokens, heads, head_size = x.shape
+        result = torch.empty((tokens, heads, outputs + head_size - width), dtype=self._dtype)
+        result[..., outputs:] = x[..., width:]
+        for head in range(heads):
+            result[:, head, :outputs] = self.linear(x[:, head, :width], weight[head])
+        return result
 
     def gated_linear(self, x: Tensor, weight: Tensor) -> Tensor:
         """``silu(x @ gate.T) * (x @ up.T)``, with gate rows above up rows."""
@@ -228,6 +240,22 @@ class CpuOps:
             reference.rotate(heads[:, :-num_kv], cos_sin, positions, is_neox)
         self.write_kv(heads[:, -2 * num_kv : -num_kv], heads[:, -num_kv:], kv_cache, slots)
 
+    def rope_and_cache_latent(
+        self,
+        query: Tensor,
+        latent: Tensor,
+        key: Tensor,
+        cos_sin: Tensor,
+        positions: Tensor,
+        kv_cache: Tensor,
+        slots: Tensor,
+        is_neox: bool = True,
+    ) -> None:
+        """Rotation and cache by torch."""
+        reference.rope_and_cache_latent(
+            query, latent, key, cos_sin, positions, kv_cache, slots, is_neox
+        )
+
     def write_kv(self, key: Tensor, value: Tensor, kv_cache: Tensor, slots: Tensor) -> None:
         """Store each token's key and value [T, K, H] at its slot."""
         tokens, heads, head_size = key.shape
@@ -250,14 +278,15 @@ class CpuOps:
         if metadata.rows is not None:
             return reference.paged_attention(query, kv_cache, metadata, spec)
         tokens, heads, head_size = query.shape
-        output = torch.empty((tokens, heads, head_size), dtype=self._dtype)
+        value_size = spec.latent_size or head_size
+        output = torch.empty((tokens, heads, value_size), dtype=self._dtype)
         tables = metadata.block_tables
         self._attention(
             self._code, query.data_ptr(), kv_cache.data_ptr(), output.data_ptr(),
             metadata.query_start_loc.data_ptr(), metadata.seq_lens.data_ptr(),
             tables.data_ptr(), metadata.seq_lens.shape[0], heads, kv_cache.shape[3],
             head_size, kv_cache.shape[2], query.stride(0), kv_cache.stride(0),
-            tables.stride(0), spec.window, spec.num_sinks if spec.window else 0, spec.scale,
-            spec.soft_cap,
+            tables.stride(0), spec.window, spec.num_sinks if spec.window else 0,
+            spec.latent_size, spec.scale, spec.soft_cap,
         )  # fmt: skip
         return output

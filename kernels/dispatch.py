@@ -36,6 +36,8 @@ class Ops(Protocol):
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor: ...
 
+    def head_linear(self, x: Tensor, weight: Tensor) -> Tensor: ...
+
     def gated_linear(self, x: Tensor, weight: Tensor) -> Tensor: ...
 
     def logits(self, x: Tensor, weight: Tensor) -> Tensor: ...
@@ -90,6 +92,18 @@ class Ops(Protocol):
     def rope_and_cache(
         self,
         heads: Tensor,
+        cos_sin: Tensor,
+        positions: Tensor,
+        kv_cache: Tensor,
+        slots: Tensor,
+        is_neox: bool = True,
+    ) -> None: ...
+
+    def rope_and_cache_latent(
+        self,
+        query: Tensor,
+        latent: Tensor,
+        key: Tensor,
         cos_sin: Tensor,
         positions: Tensor,
         kv_cache: Tensor,

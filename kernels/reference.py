@@ -17,10 +17,10 @@ from trimaran.kernels.routing import ExpertRouting
 # of experts: G groups, S experts of a group.
 
 OPERATORS = (
-    "linear", "add_linear", "gated_linear", "logits", "rms_norm", "add_rms_norm", "norm_heads",
-    "layer_norm", "add_layer_norm", "silu_and_mul", "gelu_and_mul", "activation", "embed",
-    "rope_and_cache", "write_kv", "paged_attention", "router_logits",
-    "choose_experts", "expert_mlp",
+    "linear", "head_linear", "add_linear", "gated_linear", "logits", "rms_norm",
+    "add_rms_norm", "norm_heads", "layer_norm", "add_layer_norm", "silu_and_mul",
+    "gelu_and_mul", "activation", "embed", "rope_and_cache", "rope_and_cache_latent",
+    "write_kv", "paged_attention", "router_logits", "choose_experts", "expert_mlp",
 )  # fmt: skip
 
 WEIGHT_EPSILON = 1e-20
@@ -43,6 +43,16 @@ def gated_linear(x_TD: Tensor, weight_ED: Tensor) -> Tensor:
 def logits(x_TD: Tensor, weight_ED: Tensor) -> Tensor:
     """``x @ weight.T`` as float32."""
     return F.linear(x_TD, weight_ED).float()
+
+
+def head_linear(x_TNH: Tensor, weight_NED: Tensor) -> Tensor:
+    """The first D dims of each head times the head's own matrix; the dims behind them, if
+    there are any, stay behind the product. [T, N, E + H - D]."""
+    width = weight_NED.shape[2]
+    product_TNE = torch.einsum("tnd,ned->tne", x_TNH[..., :width], weight_NED)
+    if x_TNH.shape[2] == width:
+        return product_TNE
+    return torch.cat((product_TNE, x_TNH[..., width:]), dim=-1)
 
 
 def add_linear(x_TD: Tensor, weight_ED: Tensor, residual_TE: Tensor) -> Tensor | None:
@@ -239,6 +249,27 @@ def rope_and_cache(
     write_kv(heads_TAH[:, -2 * num_kv : -num_kv], heads_TAH[:, -num_kv:], kv_cache, slots_T)
 
 
+def rope_and_cache_latent(
+    query_TNH: Tensor,
+    latent_TL: Tensor,
+    key_TR: Tensor,
+    cos_sin_PR: Tensor,
+    positions_T: Tensor,
+    kv_cache: Tensor,
+    slots_T: Tensor,
+    is_neox: bool = True,
+) -> None:
+    """Rotate the last R dims of each query head, and the key that all heads share, in place;
+    store the latent vector and that key behind it at their slot of ``kv_cache``
+    [blocks, 1, B, 1, L + R]."""
+    rotate(query_TNH[..., -key_TR.shape[1] :], cos_sin_PR, positions_T, is_neox)
+    rotate(key_TR.unsqueeze(1), cos_sin_PR, positions_T, is_neox)
+    block_size = kv_cache.shape[2]
+    blocks = torch.div(slots_T, block_size, rounding_mode="floor")
+    vectors_TH = torch.cat((latent_TL, key_TR), dim=-1)
+    kv_cache[:, 0, :, 0][blocks, slots_T - blocks * block_size] = vectors_TH
+
+
 def write_kv(key_TKH: Tensor, value_TKH: Tensor, kv_cache: Tensor, slots_T: Tensor) -> None:
     """Store each token's key and value at its slot of ``kv_cache`` [blocks, 2, B, K, H]."""
     block_size = kv_cache.shape[2]
@@ -254,11 +285,13 @@ def paged_attention(
     """Causal attention of each sequence's last tokens over its cached keys and values.
 
     ``kv_cache`` is [blocks, 2, B, K, H] with any strides; the queries of sequence s are its
-    last ``query_start_loc[s + 1] - query_start_loc[s]`` tokens. Scores are float32.
+    last ``query_start_loc[s + 1] - query_start_loc[s]`` tokens. Scores are float32. With a
+    ``latent_size`` L it is [blocks, 1, B, 1, H], and the result [T, N, L].
     Vectorised over sequences and without a wait for the device, at the price of padding all
     of the leading decodes, and all behind them, to the longest.
     """
-    output = torch.empty_like(query_TNH, memory_format=torch.contiguous_format)
+    num_tokens, num_heads, head_size = query_TNH.shape
+    output = query_TNH.new_empty((num_tokens, num_heads, spec.latent_size or head_size))
     num_decodes, num_sequences = metadata.num_decodes, metadata.seq_lens.shape[0]
     # The leading sequences have one token each.
     if num_decodes:
@@ -274,9 +307,11 @@ def paged_attention(
 def _attend_padded(
     query_TNH: Tensor, kv_cache: Tensor, metadata: AttentionMetadata, spec: AttentionSpec
 ) -> Tensor:
-    num_tokens, num_heads, head_size = query_TNH.shape
+    num_tokens, num_heads, _ = query_TNH.shape
     tables = metadata.tables()
     keys, values = _gather_kv(kv_cache, metadata.seq_lens, tables, metadata.max_seq_len)
+    if spec.latent_size:
+        values = keys[..., : spec.latent_size]
     starts = metadata.query_start_loc[:-1].long()
     ends = metadata.query_start_loc[1:].long()
     most = metadata.max_query_len
@@ -292,7 +327,7 @@ def _attend_padded(
     # Padding tokens behind the last sequence read some row; nobody reads theirs.
     sequences = sequences.clamp(max=starts.shape[0] - 1)
     offsets = (tokens - starts[sequences]).clamp(max=most - 1)
-    return padded[sequences, offsets].reshape(num_tokens, num_heads, head_size)
+    return padded[sequences, offsets].reshape(num_tokens, num_heads, values.shape[-1])
 
 
 def _gather_kv(

@@ -15,6 +15,7 @@ class TorchOps:
     """All operators in plain torch, on any device."""
 
     linear = staticmethod(reference.linear)
+    head_linear = staticmethod(reference.head_linear)
     gated_linear = staticmethod(reference.gated_linear)
     logits = staticmethod(reference.logits)
     add_linear = staticmethod(reference.add_linear)
@@ -30,6 +31,7 @@ class TorchOps:
     choose_experts = staticmethod(reference.choose_experts)
     embed = staticmethod(reference.embed)
     rope_and_cache = staticmethod(reference.rope_and_cache)
+    rope_and_cache_latent = staticmethod(reference.rope_and_cache_latent)
     write_kv = staticmethod(reference.write_kv)
     paged_attention = staticmethod(reference.paged_attention)
 

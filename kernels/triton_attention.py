@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from trimaran.kernels import reference
 from trimaran.kernels.attention import AttentionMetadata, AttentionSpec
 from trimaran.kernels.decode_attention import DecodeAttention, TritonDecodes
 from trimaran.kernels.prompt_attention import PromptAttention, TritonPrompts
@@ -29,6 +30,8 @@ def paged_attention(
     sequence's result does not depend on the sequences beside it. ``decodes`` serves the
     leading decodes, ``prompts`` what is behind them.
     """
+    if spec.latent_size:
+        return reference.paged_attention(query_TNH, kv_cache, metadata, spec)
     output = torch.empty_like(query_TNH, memory_format=torch.contiguous_format)
     num_decodes = metadata.num_decodes
     if num_decodes:

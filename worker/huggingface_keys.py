@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -50,6 +51,11 @@ def partial_rope(
     scaling["rope_type"] = scaling.pop("type", None) or scaling.get("rope_type") or "default"
     plain = scaling["rope_type"] == "default"
     return base, None if plain else scaling, share if named is None else float(named)
+
+
+def yarn_scale(factor: float, weight: float) -> float:
+    """What YaRN multiplies by for contexts that are ``factor`` times as long."""
+    return 1.0 if factor <= 1.0 else 0.1 * weight * math.log(factor) + 1.0
 
 
 def plain_activation(name: str) -> str:

@@ -83,6 +83,21 @@ class PretrainedConfig:
     norm_offset: float = 0.0
     """Added to a Hugging Face folder's norm weights; an engine folder holds the sums."""
 
+    kv_lora_rank: int = 0
+    """Dims of the latent vector that a token's keys and values come from, in all heads; 0
+    means that the cache holds keys and values themselves."""
+
+    q_lora_rank: int = 0
+    """Dims that queries come from; 0 means the hidden size."""
+
+    qk_nope_head_dim: int = 0
+    """Dims of a query and key head that come from the latent vector and are not rotated."""
+
+    qk_rope_head_dim: int = 0
+    """Dims behind them that are rotated; keys share them over all heads."""
+
+    v_head_dim: int = 0
+
     mlp_bias: bool = False
     lm_head_bias: bool = False
     parallel_residual: bool = False

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from trimaran.comm.errors import ConfigError
+from trimaran.worker.deepseek_families import from_deepseek_v2, from_deepseek_v3
 from trimaran.worker.huggingface_keys import check_positive, partial_rope, rope
 from trimaran.worker.neox_families import from_falcon, from_gpt_neox, from_gptj, from_phi
 
@@ -255,6 +256,8 @@ FAMILIES: dict[str, Family] = {
     "MixtralForCausalLM": Family("mixtral", _from_mixtral, ("silu",)),
     "Qwen2MoeForCausalLM": Family("qwen2_moe", _from_qwen2_moe, ("silu",)),
     "Qwen3MoeForCausalLM": Family("qwen3_moe", _from_qwen3_moe, ("silu",)),
+    "DeepseekV2ForCausalLM": Family("deepseek_v2", from_deepseek_v2, ("silu",)),
+    "DeepseekV3ForCausalLM": Family("deepseek_v3", from_deepseek_v3, ("silu",)),
     "GPT2LMHeadModel": Family("gpt2", _from_gpt2, PLAIN_ACTIVATIONS),
     "GPTJForCausalLM": Family("gptj", from_gptj, PLAIN_ACTIVATIONS),
     "GPTNeoXForCausalLM": Family("gpt_neox", from_gpt_neox, PLAIN_ACTIVATIONS),

@@ -66,6 +66,8 @@ struct AttentionArgs {
   long query_stride, block_stride, table_stride;
   // Tokens a query looks back at, itself included (0: all), and first ones seen anyway.
   long window, num_sinks;
+  // Dims of a key, from the first on, that are its value (0: values lie behind the keys).
+  long latent_size;
   double scale, soft_cap;  // a cap of 0 leaves scores as they are
 };
 void trimaran_attention(const AttentionArgs* args);

@@ -30,8 +30,9 @@ class Attention {
       : a_(a),
         group_(a.heads / a.kv_heads),
         size_(a.head_size),
+        value_size_(a.latent_size > 0 ? a.latent_size : a.head_size),
         token_stride_(a.kv_heads * a.head_size),
-        value_offset_(a.block_size * token_stride_) {}
+        value_offset_(a.latent_size > 0 ? 0 : a.block_size * token_stride_) {}
 
   void run() const {
     std::vector<Piece> pieces;
@@ -78,7 +79,7 @@ class Attention {
     s.scores.resize(rows * s.stride);
     s.output.assign(rows * padded_size(), 0.0f);
     for (long row = 0; row < rows; ++row)
-      std::copy_n((const T*)a_.query + query_offset(piece, s, row, a_.query_stride), size_,
+      std::copy_n((const T*)a_.query + place(piece, s, row, a_.query_stride, size_), size_,
                   s.query.data() + row * size_);
     each_block(piece, s, 0, [&](const T* key, long first, long count, long ahead) {
       score_block(piece, s, key, first, count, ahead);
@@ -101,12 +102,13 @@ class Attention {
   }
 
   // Floats of one row's output, and one vector for its factor.
-  long padded_size() const { return (size_ + 15) / 16 * 16 + 16; }
+  long padded_size() const { return (value_size_ + 15) / 16 * 16 + 16; }
 
-  // Where a row's query, or its output, starts.
-  long query_offset(const Piece& piece, const Scratch& s, long row, long token_stride) const {
+  // Where a row's query, or its output, starts among those of all tokens.
+  long place(const Piece& piece, const Scratch& s, long row, long token_stride,
+             long size) const {
     long head = (piece.first_head + row / s.rows) * group_ + row % group_;
-    return (s.first_token + row % s.rows / group_) * token_stride + head * size_;
+    return (s.first_token + row % s.rows / group_) * token_stride + head * size;
   }
 
   // Calls body(memory, first token, tokens) for each block of keys that is seen, or of values
@@ -208,13 +210,13 @@ class Attention {
                  long count, long ahead) const {
     for (long head = 0; head < piece.num_heads; ++head)
       for (long row = 0; row < s.rows; row += kMaxRows)
-        for (long dim = 0; dim < size_; dim += 16 * kMaxVectors) {
+        for (long dim = 0; dim < value_size_; dim += 16 * kMaxVectors) {
           long at = head * s.rows + row;
           const float* weights = s.scores.data() + at * s.stride + first;
           float* output = s.output.data() + at * padded_size() + dim;
           with_rows(std::min<long>(kMaxRows, s.rows - row), [&](auto rows) {
-            mix<rows.value>(value + head * size_ + dim, size_ - dim, count, weights, s.stride,
-                            output, ahead);
+            mix<rows.value>(value + head * size_ + dim, value_size_ - dim, count, weights,
+                            s.stride, output, ahead);
           });
         }
   }
@@ -257,9 +259,10 @@ class Attention {
   void finish(const Piece& piece, const Scratch& s, long row) const {
     const float* sums = s.output.data() + row * padded_size();
     __m512 factor = _mm512_set1_ps(sums[padded_size() - 16]);
-    T* y = (T*)a_.output + query_offset(piece, s, row, a_.heads * size_);
-    for (long i = 0; i < size_; i += 16) {
-      __mmask16 m = size_ - i >= 16 ? (__mmask16)0xffff : mask_of(size_ - i);
+    T* y = (T*)a_.output + place(piece, s, row, a_.heads * value_size_, value_size_);
+    for (long i = 0; i < value_size_; i += 16) {
+      long left = value_size_ - i;
+      __mmask16 m = left >= 16 ? (__mmask16)0xffff : mask_of(left);
       store(y + i, _mm512_mul_ps(load(sums + i, m), factor), m);
     }
   }
@@ -278,7 +281,7 @@ class Attention {
   }
 
   const AttentionArgs& a_;
-  const long group_, size_, token_stride_, value_offset_;
+  const long group_, size_, value_size_, token_stride_, value_offset_;
 };
 
 }  // namespace

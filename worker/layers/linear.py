@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import torch
 from torch import Tensor, nn
 
@@ -12,7 +14,7 @@ from trimaran.worker.layers.methods import (
     NoLoRA,
     UnquantizedLinearMethod,
 )
-from trimaran.worker.layers.parallel import TensorGroup, split
+from trimaran.worker.layers.parallel import ShardPosition, TensorGroup, split
 
 
 class LayerContext:
@@ -36,6 +38,12 @@ class LayerContext:
         self.device = device
         self.max_seq_len = max_seq_len
         self.linear_method: LinearMethod = UnquantizedLinearMethod(ops)
+
+    def alone(self) -> LayerContext:
+        """The same for layers that every rank holds and computes whole."""
+        context = copy.copy(self)
+        context.tp = ShardPosition()
+        return context
 
     def empty(self, *shape: int) -> nn.Parameter:
         """A parameter of this model's dtype and device, without contents."""

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from trimaran.comm.errors import ConfigError
+from trimaran.worker.huggingface_keys import yarn_scale
 from trimaran.worker.layers.linear import LayerContext
 
 # Shapes: T tokens, K key-value heads, A all heads (queries, keys, values), H head size, R
@@ -113,12 +114,8 @@ def amplitude(scaling: Mapping[str, Any] | None) -> float:
         return math.sqrt(1 + math.log(max(factor, 1.0)) / math.log(old_length))
     above, below = scaling.get("mscale"), scaling.get("mscale_all_dim")
     if above and below:
-        return _yarn_scale(factor, above) / _yarn_scale(factor, below)
-    return _yarn_scale(factor, 1.0)
-
-
-def _yarn_scale(factor: float, weight: float) -> float:
-    return 1.0 if factor <= 1.0 else 0.1 * weight * math.log(factor) + 1.0
+        return yarn_scale(factor, above) / yarn_scale(factor, below)
+    return yarn_scale(factor, 1.0)
 
 
 def _yarn(plain: Tensor, size: int, base: float, scaling: Mapping[str, Any]) -> Tensor:

@@ -184,7 +184,7 @@ class LlamaForCausalLM(CausalLM):
     )
     """(checkpoint name, module, shard) of one layer's products."""
 
-    ignored_weights = ("rotary_emb.inv_freq",)
+    ignored_weights: tuple[str, ...] = ("rotary_emb.inv_freq",)
     name_prefix = "model."
     adapter_modules: ClassVar[Mapping[str, tuple[str, str]]] = {
         "attn_qkv": ("attention.qkv_proj", "*"),

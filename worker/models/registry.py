@@ -17,6 +17,7 @@ from trimaran.worker.config import CacheConfig, EngineConfig
 from trimaran.worker.engine_folder import EngineFolder, FolderKind
 from trimaran.worker.layers.linear import LayerContext
 from trimaran.worker.layers.parallel import TensorGroup
+from trimaran.worker.models.deepseek import DeepseekV2ForCausalLM, DeepseekV3ForCausalLM
 from trimaran.worker.models.falcon import FalconForCausalLM
 from trimaran.worker.models.gemma2 import Gemma2ForCausalLM
 from trimaran.worker.models.gemma3 import Gemma3ForCausalLM
@@ -48,6 +49,8 @@ MODELS: dict[str, type[CausalLM]] = {
     "MixtralForCausalLM": MixtralForCausalLM,
     "Qwen2MoeForCausalLM": Qwen2MoeForCausalLM,
     "Qwen3MoeForCausalLM": Qwen3MoeForCausalLM,
+    "DeepseekV2ForCausalLM": DeepseekV2ForCausalLM,
+    "DeepseekV3ForCausalLM": DeepseekV3ForCausalLM,
     "GPT2LMHeadModel": GPT2LMHeadModel,
     "GPTJForCausalLM": GPTJForCausalLM,
     "GPTNeoXForCausalLM": GPTNeoXForCausalLM,

@@ -27,6 +27,7 @@ _SPEC.loader.exec_module(models)
 
 FAMILIES = {
     **models.dense_configs(), **models.parallel_configs(), **models.expert_configs(),
+    **models.latent_configs(),
 }  # fmt: skip
 
 

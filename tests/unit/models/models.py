@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
+    DeepseekV2Config,
+    DeepseekV3Config,
     FalconConfig,
     Gemma2Config,
     Gemma3TextConfig,
@@ -182,6 +184,43 @@ def expert_configs() -> dict[str, Any]:
     }
 
 
+_LATENT: dict[str, Any] = {
+    "vocab_size": 150, "hidden_size": 96, "intermediate_size": 104, "num_hidden_layers": 4,
+    "num_attention_heads": 12, "num_key_value_heads": 12, "qk_nope_head_dim": 20,
+    "qk_rope_head_dim": 8, "v_head_dim": 12, "kv_lora_rank": 36, "q_lora_rank": None,
+    "max_position_embeddings": 128, "initializer_range": 0.1, "bos_token_id": None,
+    "eos_token_id": None, "rms_norm_eps": 1e-5, "first_k_dense_replace": 1,
+    "n_routed_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 28,
+    "n_shared_experts": 2,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 5000.0},
+}  # fmt: skip
+_LATENT_YARN = {**YARN_ROPE, "mscale": 0.7, "mscale_all_dim": 0.9, "beta_fast": 16}
+
+
+def latent_configs() -> dict[str, Any]:
+    """DeepSeek V2 Lite, V2 and V3, and their other forms."""
+    groups = {"n_routed_experts": 12, "n_group": 4, "topk_group": 2, "q_lora_rank": 40}
+    v2 = {**groups, "topk_method": "group_limited_greedy", "routed_scaling_factor": 4.0}
+    return {
+        "deepseek2-lite": DeepseekV2Config(**_LATENT),
+        "deepseek2": DeepseekV2Config(
+            **{**_LATENT, **v2, "rope_parameters": _LATENT_YARN, "attention_bias": True}
+        ),
+        "deepseek3": DeepseekV3Config(**{**_LATENT, **groups, "rope_parameters": _LATENT_YARN}),
+        "deepseek3-tied-halves": DeepseekV3Config(
+            **{
+                **_LATENT,
+                "n_group": 1,
+                "topk_group": 1,
+                "tie_word_embeddings": True,
+                "rope_interleave": False,
+                "norm_topk_prob": False,
+                "first_k_dense_replace": 2,
+            }
+        ),
+    }
+
+
 _WIDE: dict[str, Any] = {
     "vocab_size": 150, "hidden_size": 144, "num_hidden_layers": 3, "num_attention_heads": 12,
     "max_position_embeddings": 128, "initializer_range": 0.1, "bos_token_id": None,
@@ -248,6 +287,9 @@ def save_huggingface(folder: Path, config: Any, *, dtype: torch.dtype = torch.fl
         # Norms and biases start as ones and zeros, which would hide errors.
         if parameter.dim() == 1:
             torch.nn.init.normal_(parameter, 1.0 if "bias" not in name else 0.0, 0.2)
+    for name, buffer in model.named_buffers():
+        if name.endswith("correction_bias"):
+            torch.nn.init.normal_(buffer, 0.0, 0.2)
     model = model.to(dtype)
     model.save_pretrained(folder)
     # Reloaded, so that both sides have what the files say.
@@ -306,7 +348,7 @@ class PagedRun:
         self.tables = order.view(num_sequences, blocks_each).to(torch.int32)
         spec = model.kv_cache_specs()[0]
         layers = len(model.kv_cache_specs())
-        shape = (order.numel(), layers, 2, BLOCK, spec.num_kv_heads, spec.head_size)
+        shape = (order.numel(), layers, *spec.block_shape(BLOCK))
         # NaN: whatever a layer reads that nobody wrote must not matter.
         pool = torch.full(shape, float("nan"), dtype=spec.dtype)
         self.caches = [pool[:, layer] for layer in range(layers)]

@@ -52,6 +52,7 @@ CONFIGS = {
     ),
     **models.dense_configs(),
     **models.parallel_configs(),
+    **models.latent_configs(),
 }
 
 

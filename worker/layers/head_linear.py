@@ -1,0 +1,51 @@
+"""A matrix of its own for each attention head, the heads shared out over the ranks."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from trimaran.worker.layers.linear import LayerContext, check_shape
+from trimaran.worker.layers.parallel import split
+
+# Shapes: T tokens of the step, N heads of this rank, D inputs and E outputs of a head.
+
+
+class HeadLinear(nn.Module):
+    """One matrix [E, D] a head.
+
+    A whole checkpoint holds the matrices of several such layers side by side: ``rows`` of a
+    head's rows are this layer's, transposed with ``is_transposed``.
+    """
+
+    def __init__(
+        self,
+        context: LayerContext,
+        num_heads: int,
+        head_rows: int,
+        rows: range,
+        width: int,
+        *,
+        is_transposed: bool = False,
+    ) -> None:
+        """The checkpoint's tensor is [``num_heads * head_rows``, ``width``]."""
+        super().__init__()
+        self._whole_shape = (num_heads * head_rows, width)
+        self._head_rows, self._rows = head_rows, rows
+        self._is_transposed = is_transposed
+        self._num_heads = split("num_attention_heads", num_heads, context.tp.size)
+        self._first_head = context.tp.rank * self._num_heads
+        shape = (width, len(rows)) if is_transposed else (len(rows), width)
+        self.weight = context.empty(self._num_heads, *shape)
+        self._ops = context.ops
+
+    def forward(self, x_TNH: Tensor) -> Tensor:
+        """Each head's first D dims times its matrix, and its other dims behind the product."""
+        return self._ops.head_linear(x_TNH, self.weight)
+
+    def weight_loader(self, parameter: nn.Parameter, loaded: Tensor, shard: str = "") -> None:
+        """Copy this layer's rows of this rank's heads."""
+        check_shape(loaded, self._whole_shape)
+        heads = loaded.view(-1, self._head_rows, self._whole_shape[1])
+        heads = heads.narrow(0, self._first_head, self._num_heads)
+        mine = heads[:, self._rows.start : self._rows.stop]
+        parameter.data.copy_(mine.transpose(1, 2) if self._is_transposed else mine)

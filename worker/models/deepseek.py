@@ -1,0 +1,228 @@
+"""DeepSeek V2 and V3: latent attention, and experts behind a few dense layers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import ClassVar
+
+from torch import Tensor, nn
+
+from trimaran.worker.attention.backend import (
+    AttentionBackend,
+    ForwardContext,
+    KVCacheSpec,
+    attention_spec,
+)
+from trimaran.worker.attention.paged import PagedAttention
+from trimaran.worker.layers.head_linear import HeadLinear
+from trimaran.worker.layers.linear import (
+    ColumnParallelLinear,
+    LayerContext,
+    MergedColumnParallelLinear,
+    RowParallelLinear,
+)
+from trimaran.worker.layers.norm import RMSNorm
+from trimaran.worker.layers.rotary import RotaryEmbedding
+from trimaran.worker.models.interfaces import StageRange, WeightTarget
+from trimaran.worker.models.mixtral import ExpertLayer, MixtralForCausalLM
+from trimaran.worker.pretrained_config import PretrainedConfig
+
+# Shapes: T tokens of the step, D hidden size, N query heads of this rank, H dims of a query
+# head, L dims of a latent vector, R rotated dims of a key.
+
+_LATENT_NORM_EPSILON = 1e-6
+"""Of the norms inside the attention, whatever that of the layers' norms is."""
+
+_PREDICTED_LAYER = (
+    "embed_tokens.weight", "enorm.weight", "hnorm.weight", "eh_proj.weight",
+    "shared_head.norm.weight", "shared_head.head.weight",
+)  # fmt: skip
+"""What a layer that predicts further tokens has beside a decoder layer's weights."""
+
+
+class LatentAttention(nn.Module):
+    """Attention whose keys and values come from one latent vector a token.
+
+    The cache holds that vector, normalised, and one rotated key that all heads share. A head's
+    key is ``key_up.T`` times the vector, so a score is the vector times ``key_up`` times the
+    query; its value is ``value_up`` times the vector, which is taken after the vectors were
+    summed up. So no head's keys and values are ever made: queries of N heads attend to one
+    key-value head of L + R dims.
+    Source: DeepSeek-V2, https://arxiv.org/abs/2405.04434, section 2.1.
+    """
+
+    def __init__(
+        self,
+        config: PretrainedConfig,
+        context: LayerContext,
+        rotary: RotaryEmbedding,
+        number: int,
+    ) -> None:
+        super().__init__()
+        heads, hidden, rank = (
+            config.num_attention_heads,
+            config.hidden_size,
+            config.kv_lora_rank,
+        )
+        self._head_size, self._latent_size = config.head_size, rank
+        self._query_rank = config.q_lora_rank
+        parts = {"q": config.q_lora_rank} if config.q_lora_rank else {}
+        parts["kv"] = rank + config.qk_rope_head_dim
+        # Every rank needs the vectors whole.
+        self.down_proj = MergedColumnParallelLinear(
+            context.alone(), hidden, parts, bias=config.attn_bias
+        )
+        if config.q_lora_rank:
+            self.q_norm = RMSNorm(context, config.q_lora_rank, _LATENT_NORM_EPSILON)
+        self.q_proj = ColumnParallelLinear(
+            context, config.q_lora_rank or hidden, heads * config.head_size
+        )
+        self.kv_norm = RMSNorm(context, rank, _LATENT_NORM_EPSILON)
+        keys, rows = config.qk_nope_head_dim, config.qk_nope_head_dim + config.v_head_dim
+        self.key_up = HeadLinear(context, heads, rows, range(keys), rank, is_transposed=True)
+        self.value_up = HeadLinear(context, heads, rows, range(keys, rows), rank)
+        self.o_proj = RowParallelLinear(
+            context, heads * config.v_head_dim, hidden, bias=config.attn_bias
+        )
+        self._ops = context.ops
+        # Shared by all layers and owned by the model.
+        self._rotary = [rotary]
+        spec = replace(attention_spec(config, number), latent_size=rank)
+        self.backend: AttentionBackend = PagedAttention(context.ops, spec)
+
+    def forward(
+        self,
+        hidden_TD: Tensor,
+        residual_TD: Tensor | None,
+        positions_T: Tensor,
+        kv_cache: Tensor,
+        context: ForwardContext,
+    ) -> Tensor | None:
+        """Attend over this layer's cache. Collective over the tensor group.
+
+        Returns what is still to be added to the residual, if there is one; else None.
+        """
+        metadata, rotary, query_rank = context.attention, self._rotary[0], self._query_rank
+        vectors = self.down_proj.forward(hidden_TD)
+        latent_TL = vectors[:, query_rank : query_rank + self._latent_size]
+        query_input = hidden_TD
+        if query_rank:
+            query_input, _ = self.q_norm.forward(vectors[:, :query_rank], None)
+        query = self.q_proj.forward(query_input)
+        query_TNH = query.view(query.shape[0], -1, self._head_size)
+        latent_TL, _ = self.kv_norm.forward(latent_TL, None)
+        self._ops.rope_and_cache_latent(
+            query_TNH,
+            latent_TL,
+            vectors[:, query_rank + self._latent_size :],
+            rotary.cos_sin,
+            positions_T,
+            kv_cache,
+            metadata.slot_mapping,
+            rotary.is_neox,
+        )
+        output_TNL = self.backend.attend(self.key_up.forward(query_TNH), kv_cache, metadata)
+        return self.o_proj.add_to(residual_TD, self.value_up.forward(output_TNL).flatten(1))
+
+
+class DeepseekLayer(ExpertLayer):
+    """A decoder layer with latent attention."""
+
+    def make_attention(
+        self,
+        config: PretrainedConfig,
+        context: LayerContext,
+        rotary: RotaryEmbedding,
+        number: int,
+    ) -> nn.Module:
+        """What each layer begins with."""
+        return LatentAttention(config, context, rotary, number)
+
+
+class DeepseekV2ForCausalLM(MixtralForCausalLM):
+    """DeepSeek V2, one pipeline stage of it."""
+
+    layer_class = DeepseekLayer
+    adapter_modules: ClassVar[Mapping[str, tuple[str, str]]] = {
+        "attn_dense": ("attention.o_proj", "")
+    }
+    block = "mlp"
+    shared_block = "shared_experts"
+    projections = {"gate_proj": "gate", "up_proj": "up", "down_proj": "down"}  # noqa: RUF012
+
+    def make_shared(self) -> None:
+        """Make the angles of the rotated part of queries and keys."""
+        config = self.config
+        self.rotary = self.local_rotary = RotaryEmbedding(
+            self.context,
+            config.qk_rope_head_dim,
+            config.max_position_embeddings,
+            config.rotary_base,
+            config.rope_scaling,
+            is_neox=config.position_embedding_type != "rope_gptj",
+        )
+
+    def kv_cache_specs(self) -> list[KVCacheSpec]:
+        """One entry a layer of this stage, in order; every rank has all of a vector."""
+        spec = KVCacheSpec(
+            num_kv_heads=1,
+            head_size=self.config.kv_lora_rank + self.config.qk_rope_head_dim,
+            dtype=self.context.dtype,
+            is_latent=True,
+        )
+        return [spec] * (self.stage.end - self.stage.first)
+
+    def checkpoint_weights(self) -> dict[str, tuple[WeightTarget, ...]]:
+        """Every weight of the whole model by its Hugging Face name, and where it goes."""
+        weights = super().checkpoint_weights()
+        for number in range(self.config.num_hidden_layers):
+            layer = f"layers.{number}"
+            weights[f"{layer}.self_attn.kv_b_proj.weight"] = tuple(
+                WeightTarget(f"{layer}.attention.{name}.weight")
+                for name in ("key_up", "value_up")
+            )
+        return weights
+
+    def layer_weights(self) -> list[tuple[str, str, str]]:
+        """(checkpoint name, parameter, shard) of one layer's weights but the MLP's."""
+        linears = [
+            ("kv_a_proj_with_mqa", "down_proj", "kv", self.config.attn_bias),
+            ("o_proj", "o_proj", "", self.config.attn_bias),
+        ]
+        if self.config.q_lora_rank:
+            linears.append(("q_a_proj", "down_proj", "q", self.config.attn_bias))
+            linears.append(("q_b_proj", "q_proj", "", False))
+        else:
+            linears.append(("q_proj", "q_proj", "", False))
+        weights = [(f"{name}.weight", f"{to}.weight", "") for name, to in self.layer_norms()]
+        for name, target, shard, has_bias in linears:
+            for kind in ("weight", "bias") if has_bias else ("weight",):
+                weights.append(
+                    (f"self_attn.{name}.{kind}", f"attention.{target}.{kind}", shard)
+                )
+        return weights
+
+    def layer_norms(self) -> list[tuple[str, str]]:
+        """(checkpoint name, module) of one layer's norms."""
+        norms = [*super().layer_norms(), ("self_attn.kv_a_layernorm", "attention.kv_norm")]
+        if self.config.q_lora_rank:
+            norms.append(("self_attn.q_a_layernorm", "attention.q_norm"))
+        return norms
+
+
+class DeepseekV3ForCausalLM(DeepseekV2ForCausalLM):
+    """DeepSeek V3, one pipeline stage of it.
+
+    The layer that predicts further tokens, behind the last one, is left out.
+    """
+
+    def __init__(
+        self, config: PretrainedConfig, stage: StageRange, context: LayerContext
+    ) -> None:
+        super().__init__(config, stage, context)
+        last, behind = f"layers.{config.num_hidden_layers - 1}.", config.num_hidden_layers
+        names = [name.removeprefix(last) for name in self.checkpoint_weights() if last in name]
+        self.ignored_weights += tuple(
+            f"layers.{behind}.{name}" for name in (*_PREDICTED_LAYER, *names)
+        )
