@@ -14,6 +14,7 @@ from trimaran.comm.collectives import TensorParallelGroup, connect_group
 from trimaran.kernels.build import load_library
 from trimaran.kernels.cpu import CpuOps
 from trimaran.kernels.torch_ops import TorchOps
+from trimaran.worker.layers.parallel import ExpertRanks
 
 _PATH = Path(__file__).parents[1] / "unit" / "models" / "models.py"
 _SPEC = importlib.util.spec_from_file_location("models", _PATH)
@@ -31,8 +32,13 @@ CONFIGS = {
     "gpt2": models.gpt2_config(),
     "gpt2-untied": models.gpt2_config(tie_word_embeddings=False),
 }
-FAMILIES = {**models.dense_configs(), **models.parallel_configs()}
-EXPERTS = models.expert_configs()
+LATENT = models.latent_configs()
+FAMILIES = {
+    **models.dense_configs(),
+    **models.parallel_configs(),
+    "deepseek2": LATENT["deepseek2"],
+}
+EXPERTS = {**models.expert_configs(), "deepseek3": LATENT["deepseek3"]}
 OPS = {
     "torch": lambda dtype: TorchOps(),
     "cpu kernels": lambda dtype: CpuOps(load_library(), dtype, 1),
@@ -125,12 +131,14 @@ def test_logits_are_the_same_bits_on_every_rank(group, world, ops_of, checkpoint
     assert len(set(world.comm.allgather(logits.numpy().tobytes()))) == 1
 
 
-@pytest.mark.parametrize("name", ["mixtral", "qwen2-moe-normalised-mixed", "qwen3-moe"])
+@pytest.mark.parametrize("name", [
+    "mixtral", "qwen2-moe-normalised-mixed", "qwen3-moe", "deepseek3",
+])  # fmt: skip
 @pytest.mark.parametrize("moe_ep_size", [1, 2])
 def test_experts_may_be_cut_or_shared_out(name, moe_ep_size, group, checkpoint):
     folder, theirs = checkpoint(name)
     ops = OPS["cpu kernels"](torch.float32)
-    ours = models.load_ours(folder, group, ops=ops, moe_ep_size=moe_ep_size)
+    ours = models.load_ours(folder, group, ops=ops, experts=ExpertRanks(moe_ep_size))
     prompts = models.prompts(2, 23)
 
     outputs = models.PagedRun(ours, 2).greedy(prompts, 5)

@@ -19,6 +19,8 @@ from trimaran.worker.models.tensor_reader import TensorReader
 from trimaran.worker.shard_file import read_tensor_entries
 
 _RANDOM_STD = 0.02
+_WHOLE = ("embed_positions.", ".router.", ".attention.down_proj.")
+"""In names of weights that every rank holds whole."""
 
 
 def load_checkpoint(
@@ -91,7 +93,7 @@ def fill_random(model: CausalLM, seed: int = 0) -> None:
             parameter.data.fill_(1.0)
         else:
             # These are whole on every rank and so must agree.
-            is_whole = "embed_positions" in name or name.endswith(".router.weight")
+            is_whole = any(whole in name for whole in _WHOLE)
             shard = "" if is_whole else f"@{rank}"
             generator = torch.Generator(device=parameter.device)
             generator.manual_seed(_seed_of(f"{seed}:{name}{shard}"))
