@@ -177,6 +177,18 @@ class StatsReport(Message):
 
 
 @dataclass(slots=True, kw_only=True)
+class ExpertReport(Message):
+    """Engine to front end: how many tokens chose each expert since the start."""
+
+    number: ClassVar[int] = 15
+    layers: list[int]
+    """Numbers of the model's layers that have experts."""
+
+    counts: bytes
+    """int64, little-endian [layers, experts of a layer]."""
+
+
+@dataclass(slots=True, kw_only=True)
 class Ping(Message):
     """Either way; answered by `Pong` with the same payload."""
 
@@ -359,8 +371,8 @@ _TYPES: dict[int, type[Message]] = {
     cls.number: cls
     for cls in (
         EngineHello, FrontendHello, Submit, Cancel, StepOutput, RequestFailed, StatsReport,
-        Ping, Pong, Stop, Release, KeepAdapter, Ask, Answer, ChildHello, ChildConfig,
-        ChildState, Command, ChildRequest,
+        ExpertReport, Ping, Pong, Stop, Release, KeepAdapter, Ask, Answer, ChildHello,
+        ChildConfig, ChildState, Command, ChildRequest,
     )
 }  # fmt: skip
 _FIELDS: dict[type[Message], tuple[str, ...]] = {

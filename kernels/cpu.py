@@ -13,7 +13,7 @@ from trimaran.kernels.attention import AttentionMetadata, AttentionSpec
 from trimaran.kernels.build import cpu_features
 from trimaran.kernels.decoder import CpuDecoder, Decoder, DecoderShape, LayerWeights
 from trimaran.kernels.kernel import DTYPE_CODES, Kernel
-from trimaran.kernels.routing import ExpertRouting
+from trimaran.kernels.routing import ExpertCounter, ExpertRouting
 
 # Shapes: T tokens, D and E widths, N query heads, K key-value heads, H head size.
 
@@ -178,10 +178,14 @@ class CpuOps:
         return self.logits(x, weight)
 
     def choose_experts(
-        self, logits: Tensor, routing: ExpertRouting, bias: Tensor | None = None
+        self,
+        logits: Tensor,
+        routing: ExpertRouting,
+        bias: Tensor | None = None,
+        counter: ExpertCounter | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Each token's experts by torch."""
-        return reference.choose_experts(logits, routing, bias)
+        return reference.choose_experts(logits, routing, bias, counter)
 
     def expert_mlp(
         self,

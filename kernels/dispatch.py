@@ -14,7 +14,7 @@ from trimaran.kernels.attention import AttentionMetadata, AttentionSpec
 from trimaran.kernels.build import KernelsUnavailableError, load_library
 from trimaran.kernels.cpu import CpuOps
 from trimaran.kernels.decoder import Decoder, DecoderShape, LayerWeights
-from trimaran.kernels.routing import ExpertRouting
+from trimaran.kernels.routing import ExpertCounter, ExpertRouting
 from trimaran.kernels.torch_ops import TorchOps
 
 logger = logging.getLogger(__name__)
@@ -74,7 +74,11 @@ class Ops(Protocol):
     def router_logits(self, x: Tensor, weight: Tensor) -> Tensor: ...
 
     def choose_experts(
-        self, logits: Tensor, routing: ExpertRouting, bias: Tensor | None = None
+        self,
+        logits: Tensor,
+        routing: ExpertRouting,
+        bias: Tensor | None = None,
+        counter: ExpertCounter | None = None,
     ) -> tuple[Tensor, Tensor]: ...
 
     def expert_mlp(

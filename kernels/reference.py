@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from trimaran.kernels.attention import AttentionMetadata, AttentionSpec
-from trimaran.kernels.routing import ExpertRouting
+from trimaran.kernels.routing import ExpertCounter, ExpertRouting
 
 # Shapes: T tokens, D and E widths, S sequences, M blocks of the longest sequence, Q queries
 # of the longest sequence, L its tokens, B tokens of a block, N query heads, K key-value
@@ -134,13 +134,17 @@ def router_logits(x_TD: Tensor, weight_XD: Tensor) -> Tensor:
 
 
 def choose_experts(
-    logits_TX: Tensor, routing: ExpertRouting, bias_X: Tensor | None = None
+    logits_TX: Tensor,
+    routing: ExpertRouting,
+    bias_X: Tensor | None = None,
+    counter: ExpertCounter | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Each token's experts: weights [T, C] float32, ids [T, C] int32, the best first.
 
     Experts have scores, a float32 softmax over all of them or a sigmoid of each. The best are
     those of the highest score plus ``bias``, float32, in the groups that ``routing`` leaves;
-    their weights are scores without it, normalised and scaled as ``routing`` says.
+    their weights are scores without it, normalised and scaled as ``routing`` says. What was
+    chosen is added to ``counter``.
     """
     values = logits_TX.float()
     is_softmax = routing.scoring == "softmax"
@@ -152,7 +156,17 @@ def choose_experts(
     weights = scores_TX.gather(1, ids)
     if routing.is_normalised:
         weights = weights / (weights.sum(dim=-1, keepdim=True) + WEIGHT_EPSILON)
+    if counter is not None:
+        _count(ids, counter)
     return weights * routing.scaling, ids.to(torch.int32)
+
+
+def _count(ids_TC: Tensor, counter: ExpertCounter) -> None:
+    is_real_TC = torch.ones_like(ids_TC)
+    if counter.num_tokens is not None:
+        tokens = torch.arange(ids_TC.shape[0], device=ids_TC.device)
+        is_real_TC *= (tokens < counter.num_tokens).unsqueeze(1)
+    counter.counts.index_add_(0, ids_TC.flatten(), is_real_TC.flatten())
 
 
 def _leave_best_groups(ranked_TX: Tensor, routing: ExpertRouting) -> Tensor:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import TYPE_CHECKING, Literal, get_args
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 Scoring = Literal["softmax", "sigmoid"]
 SCORINGS: tuple[str, ...] = get_args(Scoring)
@@ -33,3 +36,15 @@ class ExpertRouting:
     num_groups: int = 1
     num_chosen_groups: int = 1
     num_ranked: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertCounter:
+    """Where a layer's choices are counted."""
+
+    counts: Tensor
+    """int64 [X], tokens of each expert so far."""
+
+    num_tokens: Tensor | None = None
+    """int32 [1], where the choices are made: how many of a step's tokens are real, behind
+    which stand those that pad it; None if none ever do."""

@@ -68,6 +68,8 @@ def _prepare_kernel(  # type: ignore[no-untyped-def]
     tl.store(wide + tokens, positions.to(tl.int64), mask=is_token)
     slots = block * BLOCK + positions % BLOCK
     tl.store(wide + wide_stride + tokens, slots, mask=is_token)
+    if (entry == 0) & (tile == 0):
+        tl.store(narrow + 6 * narrow_stride, num_tokens)
     if tile == 0:
         length = computed + end - first
         tl.store(narrow + narrow_stride + entry, row)
@@ -102,8 +104,9 @@ class StepTensors:
     """int64 [4, size]: positions, slots, token of each sampled entry, its id's place."""
 
     narrow: Tensor
-    """int32 [6, size]: token ids, rows, sequence lengths, query starts, rows and
-    lengths of the sampled entries."""
+    """int32 [7, size]: token ids, rows, sequence lengths, query starts, rows and
+    lengths of the sampled entries; the last row's first is the number of tokens that are
+    no padding."""
 
     block_size: int
 
@@ -113,7 +116,7 @@ class StepTensors:
         # Every row starts at a full line of the cache: kernels then load it whole.
         size = -(-(size + 1) // 64) * 64
         wide = torch.zeros((4, size), dtype=torch.int64, device=device)
-        narrow = torch.zeros((6, size), dtype=torch.int32, device=device)
+        narrow = torch.zeros((7, size), dtype=torch.int32, device=device)
         return cls(wide, narrow, block_size)
 
 

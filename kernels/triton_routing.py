@@ -12,7 +12,7 @@ from triton.language.extra.cuda import (  # type: ignore[import-not-found,import
 )
 
 from trimaran.kernels.reference import WEIGHT_EPSILON
-from trimaran.kernels.routing import ExpertRouting
+from trimaran.kernels.routing import ExpertCounter, ExpertRouting
 from trimaran.kernels.triton_launch import Launcher, num_tiles, padded_size
 
 # Shapes: T tokens, X experts, C experts of a token.
@@ -47,7 +47,8 @@ def _leave_best_groups(  # type: ignore[no-untyped-def]
 
 @triton.jit(do_not_specialize=["num_rows"])  # type: ignore[untyped-decorator,unused-ignore]
 def _choose_kernel(  # type: ignore[no-untyped-def]
-    logits, bias, weights, ids, row_stride, num_rows, EXPERTS: tl.constexpr,
+    logits, bias, weights, ids, counts, num_tokens, row_stride, num_rows,
+    IS_COUNTED: tl.constexpr, HAS_PADDING: tl.constexpr, EXPERTS: tl.constexpr,
     PADDED: tl.constexpr, CHOSEN: tl.constexpr, PLACES: tl.constexpr,
     IS_SOFTMAX: tl.constexpr, HAS_BIAS: tl.constexpr, IS_NORMALISED: tl.constexpr,
     SCALING: tl.constexpr, EPSILON: tl.constexpr, GROUPS: tl.constexpr,
@@ -81,25 +82,37 @@ def _choose_kernel(  # type: ignore[no-untyped-def]
         )  # fmt: skip
     shares = tl.zeros((ROWS, PLACES), tl.float32)
     chosen = tl.zeros((ROWS, PLACES), tl.int32)
+    num_counted = num_rows
+    if HAS_PADDING:
+        num_counted = tl.minimum(num_rows, tl.load(num_tokens))
+    is_counted = (rows < num_counted)[:, None]
+    found = tl.zeros((ROWS, PADDED), tl.int64)
     for place in tl.static_range(CHOSEN):
         expert = tl.argmax(ranked, axis=1)[:, None]
         share = tl.sum(tl.where(experts == expert, scores, 0.0), axis=1)
         shares = tl.where(places == place, share[:, None], shares)
         chosen = tl.where(places == place, expert, chosen)
         ranked = tl.where(experts == expert, float("-inf"), ranked)
+        found += ((experts == expert) & is_counted).to(tl.int64)
     if IS_NORMALISED:
         shares = shares / (tl.sum(shares, axis=1) + EPSILON)[:, None]
     target = rows[:, None] * CHOSEN + places
     is_target = is_row & (places < CHOSEN)
     tl.store(weights + target, shares * SCALING, mask=is_target)
     tl.store(ids + target, chosen, mask=is_target)
+    if IS_COUNTED:
+        sums = tl.sum(found, axis=0)
+        tl.atomic_add(counts + tl.arange(0, PADDED), sums, mask=sums > 0, sem="relaxed")
 
 
 _choose = Launcher(_choose_kernel)
 
 
 def choose_experts(
-    logits_TX: Tensor, routing: ExpertRouting, bias_X: Tensor | None = None
+    logits_TX: Tensor,
+    routing: ExpertRouting,
+    bias_X: Tensor | None = None,
+    counter: ExpertCounter | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Each token's experts; see `reference.choose_experts`. Safe under CUDA graph capture.
 
@@ -111,18 +124,19 @@ def choose_experts(
     ids = torch.empty((rows, num_chosen), dtype=torch.int32, device=logits_TX.device)
     if not rows:
         return weights, ids
-    has_bias = bias_X is not None
+    num_tokens = None if counter is None else counter.num_tokens
     # A pointer has to be given where none is read.
     args = (
-        logits_TX, weights if bias_X is None else bias_X, weights, ids, logits_TX.stride(0),
-        rows,
+        logits_TX, weights if bias_X is None else bias_X, weights, ids,
+        ids if counter is None else counter.counts,
+        ids if num_tokens is None else num_tokens, logits_TX.stride(0), rows,
     )  # fmt: skip
     groups = routing.num_groups
     constants = (
-        experts, padded_size(experts), num_chosen, padded_size(num_chosen),
-        routing.scoring == "softmax", has_bias, routing.is_normalised, routing.scaling,
-        WEIGHT_EPSILON, groups, padded_size(groups), routing.num_chosen_groups,
-        routing.num_ranked, _ROWS,
+        counter is not None, num_tokens is not None, experts, padded_size(experts),
+        num_chosen, padded_size(num_chosen), routing.scoring == "softmax",
+        bias_X is not None, routing.is_normalised, routing.scaling, WEIGHT_EPSILON, groups,
+        padded_size(groups), routing.num_chosen_groups, routing.num_ranked, _ROWS,
     )  # fmt: skip
     _choose((num_tiles(rows, _ROWS), 1), args, constants, num_warps=1)
     return weights, ids

@@ -8,10 +8,12 @@ from typing import Any
 from prometheus_client.registry import CollectorRegistry
 from tritonclient.grpc.service_pb2 import ModelStatistics as StatisticsMessage
 
+from trimaran.comm.messages import ExpertReport
 from trimaran.server.board_metrics import BoardMetrics
 from trimaran.server.custom_metrics import CustomMetrics
 from trimaran.server.engine_metrics import EngineMetrics
 from trimaran.server.engine_stats_log import log_engine_stats
+from trimaran.server.expert_metrics import ExpertMetrics
 from trimaran.server.exposition import render
 from trimaran.server.group_board import GroupBoard
 from trimaran.server.host_metrics import HostMetrics, HostReading
@@ -35,6 +37,7 @@ class Metrics:
         options = MetricsOptions.parse(dict(metrics_config or {}))
         self._families = InferenceFamilies(self._registry, options)
         self._engines = EngineMetrics(self._registry)
+        self._experts = ExpertMetrics(self._registry)
         self._host = HostMetrics(self._registry)
         self.custom = CustomMetrics(self._registry)
         """What the code of Python models counts."""
@@ -69,6 +72,7 @@ class Metrics:
     def remove_engine(self, model: str, version: str) -> None:
         """Show nothing more of a model version's engines."""
         self._engines.remove_model(model, version)
+        self._experts.remove_model(model, version)
 
     def remove_group(self, model: str, version: str, group: str) -> None:
         """Show nothing more of one worker group."""
@@ -95,6 +99,12 @@ class Metrics:
         those of the model's other groups."""
         self._engines.set_stats(model, version, stats, group)
         log_engine_stats(model, stats)
+
+    def add_expert_tokens(
+        self, model: str, version: str, report: ExpertReport, group: str = ""
+    ) -> None:
+        """Count how many more tokens chose each expert of a group's engine."""
+        self._experts.add(model, version, group, report)
 
     def drop_engine_stats(self, model: str, version: str, group: str) -> None:
         """Count the figures of a group no more: it is down."""

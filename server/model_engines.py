@@ -11,6 +11,7 @@ from trimaran.comm.errors import EngineDeadError, ErrorKind, RequestError
 from trimaran.comm.messages import (
     Cancel,
     EngineHello,
+    ExpertReport,
     Message,
     RequestFailed,
     StatsReport,
@@ -66,6 +67,7 @@ class ModelEngines:
             StepOutput: EngineGroup.take_step,
             RequestFailed: self._request_failed,
             StatsReport: self._stats_report,
+            ExpertReport: self._expert_report,
         }
         for group in self.groups.values():
             self._show_state(group)
@@ -313,6 +315,9 @@ class ModelEngines:
 
     def _stats_report(self, group: EngineGroup, report: StatsReport) -> None:
         self._metrics.set_engine_stats(self.model, self.version, report.values, group.name)
+
+    def _expert_report(self, group: EngineGroup, report: ExpertReport) -> None:
+        self._metrics.add_expert_tokens(self.model, self.version, report, group.name)
 
     # ---- what is shown ------------------------------------------------------------------
 

@@ -85,6 +85,11 @@ class DeviceInputs:
         self._packed = torch.empty(_MIN_PACKED, dtype=torch.int32, device=device)
         self._step = 0
 
+    @property
+    def num_tokens(self) -> Tensor:
+        """int32 [1]: how many tokens of the step are no padding."""
+        return self._target.narrow[6, :1]
+
     def use_spare_block(self, block: int) -> None:
         """Where padding entries write; no sequence may have it."""
         self.block_tables[-1].fill_(block)

@@ -185,6 +185,9 @@ class LeaderLoop:
     def _report_stats(self) -> None:
         self._next_stats = time.monotonic() + self._stats_period_s
         self._links.send_all(StatsReport(values=self._engine.stats()))
+        experts = self._engine.expert_report()
+        if experts is not None:
+            self._links.send_all(experts)
 
     def _describe(self) -> str:
         return f"an engine step after {describe_decision(self._control.last_decision)}"

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from trimaran.kernels import reference, triton_experts, triton_routing
-from trimaran.kernels.routing import ExpertRouting
+from trimaran.kernels.routing import ExpertCounter, ExpertRouting
 
 pytestmark = pytest.mark.gpu
 
@@ -80,3 +80,21 @@ def test_with_fixed_tiles_a_token_does_not_depend_on_the_tokens_beside_it(dtype)
     together = run(slice(0, 700))
     for rows in (slice(5, 6), slice(100, 164), slice(300, 700)):
         assert run(rows).equal(together[rows])
+
+
+def test_a_graph_counts_what_is_chosen_but_not_for_its_padding():
+    logits = torch.randn(48, 60, device=DEVICE)
+    counts = torch.zeros(60, dtype=torch.int64, device=DEVICE)
+    num_tokens = torch.tensor([48], dtype=torch.int32, device=DEVICE)
+    counter, routing = ExpertCounter(counts, num_tokens), ExpertRouting(num_chosen=4)
+    triton_routing.choose_experts(logits, routing, None, counter)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        _, ids = triton_routing.choose_experts(logits, routing, None, counter)
+    expected = ids.new_zeros(60, dtype=torch.int64)
+    counts.zero_()
+    for real in (48, 5):
+        num_tokens.fill_(real)
+        graph.replay()
+        expected += ids[:real].flatten().bincount(minlength=60)
+        assert counts.equal(expected)

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from trimaran.kernels.routing import ExpertRouting, Scoring
+from trimaran.kernels.routing import ExpertCounter, ExpertRouting, Scoring
 from trimaran.worker.layers.activation import GatedActivation
 from trimaran.worker.layers.linear import (
     LayerContext,
@@ -75,6 +75,9 @@ class Router(WholeLinear):
     def __init__(self, config: PretrainedConfig, context: LayerContext) -> None:
         super().__init__(context, config.hidden_size, config.num_experts)
         self._routing = routing_of(config)
+        self.counter: ExpertCounter | None = None
+        """Where choices are counted."""
+
         self.correction_bias: nn.Parameter | None = None
         if config.topk_method == CORRECTED:
             values = torch.empty(config.num_experts, device=context.device)
@@ -83,7 +86,9 @@ class Router(WholeLinear):
     def choose(self, x_TD: Tensor) -> tuple[Tensor, Tensor]:
         """Weights [T, C] float32 and numbers [T, C] int32 of each token's experts."""
         logits_TX = self._ops.router_logits(x_TD, self.weight)
-        return self._ops.choose_experts(logits_TX, self._routing, self.correction_bias)
+        return self._ops.choose_experts(
+            logits_TX, self._routing, self.correction_bias, self.counter
+        )
 
 
 class Experts(nn.Module):

@@ -8,7 +8,7 @@ import torch
 from trimaran.kernels import triton_routing
 from trimaran.kernels.build import load_library
 from trimaran.kernels.cpu import CpuOps
-from trimaran.kernels.routing import ExpertRouting
+from trimaran.kernels.routing import ExpertCounter, ExpertRouting
 from trimaran.kernels.torch_ops import TorchOps
 
 ROUTINGS = {
@@ -85,3 +85,17 @@ def test_the_routers_numbers_are_not_rounded(ops):
 
     assert logits.dtype == torch.float32
     torch.testing.assert_close(logits, x.float() @ weight.float().T)
+
+
+@pytest.mark.parametrize("choose", [TorchOps().choose_experts, triton_routing.choose_experts])
+def test_choices_are_counted_but_those_of_padding_are_not(choose):
+    logits = drawn(11, 12)
+    routing = ROUTINGS["mixtral"]
+    counts = torch.arange(12)
+
+    _, ids = choose(logits, routing, None, ExpertCounter(counts))
+    choose(logits, routing, None, ExpertCounter(counts, torch.tensor([6], dtype=torch.int32)))
+
+    once, twice = ids[6:].flatten(), ids[:6].flatten()
+    expected = twice.bincount(minlength=12) * 2 + once.bincount(minlength=12)
+    assert counts.tolist() == (torch.arange(12) + expected).tolist()

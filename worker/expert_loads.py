@@ -1,0 +1,88 @@
+"""How many tokens each expert got: counted where the model runs, read without a wait."""
+
+from __future__ import annotations
+
+import time
+
+import torch
+from torch import Tensor
+
+from trimaran.comm.messages import ExpertReport
+from trimaran.kernels.routing import ExpertCounter
+from trimaran.worker.layers.experts import ExpertMLP
+from trimaran.worker.models.interfaces import CausalLM
+
+# Shapes: L layers with experts of this rank's stage, X experts of a layer.
+
+_PERIOD_S = 1.0
+"""Least time between two reports of an engine that is at work."""
+
+
+class ExpertLoads:
+    """Counts of every expert of a stage's layers since the start, on the model's device.
+
+    Counting is a part of the choice. Every rank of a tensor group counts the same; the first
+    one reports.
+    """
+
+    def __init__(self, mixtures: dict[int, ExpertMLP], num_tokens: Tensor | None) -> None:
+        """``mixtures`` are by the number of their layer; ``num_tokens`` as in
+        `ExpertCounter`."""
+        self.layers = sorted(mixtures)
+        first = mixtures[self.layers[0]].router.weight
+        shape = (len(self.layers), first.shape[0])
+        self.counts_LX = torch.zeros(shape, dtype=torch.int64, device=first.device)
+        for counts, number in zip(self.counts_LX, self.layers, strict=True):
+            mixtures[number].router.counter = ExpertCounter(counts, num_tokens)
+        is_gpu = first.device.type == "cuda"
+        self._host_LX = torch.zeros(shape, dtype=torch.int64, pin_memory=is_gpu)
+        self._copied = torch.cuda.Event() if is_gpu else None  # type: ignore[no-untyped-call]
+        self._is_copying = False
+        self._next_s = 0.0
+
+    @classmethod
+    def of(cls, model: CausalLM, num_tokens: Tensor | None) -> ExpertLoads | None:
+        """Counts of a model's layers from now on; None if none of them has experts."""
+        mixtures = {
+            int(name.split(".")[1]): module
+            for name, module in model.named_modules()
+            if isinstance(module, ExpertMLP)
+        }
+        return cls(mixtures, num_tokens) if mixtures else None
+
+    def reset(self) -> None:
+        """Forget what was counted so far."""
+        self.counts_LX.zero_()
+
+    def report(self, *, is_idle: bool) -> ExpertReport | None:
+        """What there is to tell, if it is time; counts are those of some moments ago, unless
+        nothing runs, when they are waited for."""
+        now = time.monotonic()
+        if now < self._next_s and not is_idle:
+            return None
+        self._next_s = now + _PERIOD_S
+        if self._copied is None:
+            self._host_LX.copy_(self.counts_LX)
+            return self._told()
+        if is_idle:
+            self._begin_copy()
+            self._copied.synchronize()
+            self._is_copying = False
+            return self._told()
+        if not self._is_copying:
+            self._begin_copy()
+            return None
+        if not self._copied.query():  # type: ignore[no-untyped-call]
+            return None
+        told = self._told()
+        self._begin_copy()
+        return told
+
+    def _begin_copy(self) -> None:
+        assert self._copied is not None
+        self._host_LX.copy_(self.counts_LX, non_blocking=True)
+        self._copied.record()
+        self._is_copying = True
+
+    def _told(self) -> ExpertReport:
+        return ExpertReport(layers=self.layers, counts=self._host_LX.numpy().tobytes())
