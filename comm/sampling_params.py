@@ -113,14 +113,11 @@ class SamplingParams:
             ("top_p", 0 <= self.top_p <= 1, "between 0 and 1"),
             ("seed", 0 <= self.seed < 1 << 64, "an unsigned 64-bit number"),
             ("min_tokens", self.min_tokens >= 0, "0 or more"),
-            ("end_id", self.end_id >= -1, "-1 or an id of the vocabulary"),
+            ("end_id", self.end_id >= -1, f"-1 or an id of the {vocab_size} of the vocabulary"),
         )
         for name, is_valid, allowed in checks:
             if not is_valid:
-                raise RequestError(
-                    f"'{name}' is {getattr(self, name)!r} but must be {allowed} "
-                    f"(vocabulary size {vocab_size})"
-                )
+                raise RequestError(f"'{name}' is {getattr(self, name)!r} but must be {allowed}")
 
     def to_wire(self) -> dict[str, Any]:
         """Only what differs from the defaults, for msgpack."""

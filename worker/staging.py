@@ -151,6 +151,9 @@ class StagingRing:
 
 
 def to_device(array: npt.NDArray[Any], device: torch.device) -> Tensor:
-    """A small array on the device: shared memory on the CPU, a copy elsewhere."""
-    tensor = torch.from_numpy(array)
+    """A small array on the device: shared memory on the CPU, a copy elsewhere.
+
+    An array that cannot be written, as a message brings it, is copied: torch warns of others.
+    """
+    tensor = torch.from_numpy(array if array.flags.writeable else array.copy())
     return tensor if device.type == "cpu" else tensor.to(device, non_blocking=True)

@@ -2,9 +2,11 @@
 
 import numpy as np
 import pytest
+import torch
 
 from trimaran.comm.errors import ProtocolError
 from trimaran.comm.sampling_params import SamplingParams
+from trimaran.worker.staging import to_device
 from trimaran.worker.step_types import NewRow, SchedulerOutput, int32s
 
 
@@ -51,6 +53,14 @@ def test_a_decision_survives_encoding():
     assert (row.row, row.num_prompt_tokens, row.sequence_index, row.adapter_id) == (0, 60, 2, 5)
     restored = SamplingParams.from_wire(row.sampling)
     assert restored == SamplingParams(top_k=4, stop_words=((1, 2), (3,)))
+
+
+def test_what_a_message_brought_goes_to_the_device_without_a_warning():
+    received = SchedulerOutput.decode(decision_with_everything().encode())
+
+    tensor = to_device(received.rows, torch.device("cpu"))
+
+    assert tensor.tolist() == [3, 0]
 
 
 def test_a_decode_step_of_256_requests_fits_in_8_kib():
