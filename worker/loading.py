@@ -11,7 +11,6 @@ import torch
 
 from trimaran.comm.collectives import TensorParallelGroup
 from trimaran.comm.errors import ConfigError
-from trimaran.comm.pipeline import PipelineLinks
 from trimaran.comm.topology import ParallelLayout
 from trimaran.kernels.build import load_library
 from trimaran.kernels.sampling import CpuSampling
@@ -42,13 +41,12 @@ class LoadedEngine:
     limits: SchedulerConfig
     vocab_size: int
     adapters: AdapterManager
-    sampling_backend: str
     expert_loads: ExpertLoads | None
     """None for a model without experts."""
 
     def facts(self, topology: ParallelLayout, depth: int) -> dict[str, Any]:
         """For front ends, logs and metrics."""
-        model, limits = self.runner.model, self.limits
+        model, limits, kernel = self.runner.model, self.limits, self.runner.sampling.kernel
         return {
             "max_batch_size": limits.max_num_seqs,
             "max_num_tokens": limits.max_num_batched_tokens,
@@ -70,7 +68,7 @@ class LoadedEngine:
             "cuda_graphs": self.runner.num_graphs,
             "backends": {
                 **model.backends(),
-                "sampling": self.sampling_backend,
+                "sampling": "torch" if kernel is None else kernel.name,
                 "lora": "triton" if model.device.type == "cuda" else model.backends()["linear"],
             },
         }
@@ -82,7 +80,6 @@ def load_engine(
     tp: TensorParallelGroup,
     device: torch.device,
     depth: int,
-    links: PipelineLinks,
 ) -> LoadedEngine:
     """Load this rank's weights, agree on the cache's size, allocate and warm up. Collective."""
     model = load_model(config, topology, tp, device)
@@ -106,14 +103,11 @@ def load_engine(
     num_tokens = inputs.num_tokens if isinstance(inputs, DeviceInputs) else None
     expert_loads = ExpertLoads.of(model, num_tokens)
 
-    most_tokens = max(limits.max_num_batched_tokens, limits.max_num_seqs)
-    links.open(topology, device, (most_tokens, model.config.hidden_size), model.dtype)
-
     def make_runner(num_blocks: int) -> ModelRunner:
         for group in groups:
             group.allocate(num_blocks, block_size, device)
         inputs.use_spare_block(num_blocks)
-        return ModelRunner(model, groups, inputs, vocab_size, tp, depth, kernel, links)
+        return ModelRunner(model, groups, inputs, vocab_size, tp, depth, kernel)
 
     sizes, prompt_sizes = _graph_sizes(config, limits, tp, device)
     step_bytes = 0
@@ -127,10 +121,7 @@ def load_engine(
         for group in groups:
             group.free()
         step_bytes += _num_staged(config.cache, limits) * _block_bytes(groups, block_size)
-    block_bytes = _block_bytes(groups, block_size)
-    available = free_bytes(device, len(topology.local_ranks)) - step_bytes
-    mine = blocks_that_fit(config.cache, limits, block_bytes, available)
-    num_blocks = _agreed(mine, tp, device, links)
+    num_blocks = _agreed_blocks(config, limits, groups, topology, tp, device, step_bytes)
     runner = make_runner(num_blocks)
     # Before graphs are captured: they hold what the layers do.
     budget = adapter_bytes(config.lora, topology, tp, device, step_bytes)
@@ -140,15 +131,13 @@ def load_engine(
     run_small_steps(runner, limits)
     if sizes:
         runner.capture_graphs(sizes, prompt_sizes, has_adapters=config.lora.has_graphs)
-    num_slots = _agreed(_host_slots(config.cache, groups), tp, device, links)
-    cache = _make_cache(config.cache, limits, runner, num_blocks, num_slots)
-    gib = num_blocks * block_bytes / 2**30
+    cache = _make_cache(config.cache, limits, runner, num_blocks)
+    gib = num_blocks * _block_bytes(groups, block_size) / 2**30
     logger.info("KV cache ready: %d blocks of %d tokens, %.2f GiB", num_blocks, block_size, gib)
     if expert_loads is not None:
         # Steps of the warm-up are nobody's.
         expert_loads.reset()
-    backend = "torch" if kernel is None else kernel.name
-    return LoadedEngine(runner, cache, limits, vocab_size, adapters, backend, expert_loads)
+    return LoadedEngine(runner, cache, limits, vocab_size, adapters, expert_loads)
 
 
 def _make_inputs(
@@ -171,14 +160,11 @@ def _block_bytes(groups: list[KVGroup], block_size: int) -> int:
 
 
 def _make_cache(
-    cache: CacheConfig,
-    limits: SchedulerConfig,
-    runner: ModelRunner,
-    num_blocks: int,
-    num_slots: int,
+    cache: CacheConfig, limits: SchedulerConfig, runner: ModelRunner, num_blocks: int
 ) -> KVCacheManager:
     """The manager of the cache's blocks, and the host's memory for evicted ones."""
     size = cache.tokens_per_block
+    num_slots = _host_slots(cache, runner.groups)
     for group in runner.groups if num_slots else ():
         assert group.memory is not None
         host = HostCopies(group.memory, num_slots, _num_staged(cache, limits))
@@ -270,9 +256,18 @@ def _limits(scheduler: SchedulerConfig, model: CausalLM) -> SchedulerConfig:
     )
 
 
-def _agreed(
-    mine: int, tp: TensorParallelGroup, device: torch.device, links: PipelineLinks
+def _agreed_blocks(
+    config: EngineConfig,
+    limits: SchedulerConfig,
+    groups: list[KVGroup],
+    topology: ParallelLayout,
+    tp: TensorParallelGroup,
+    device: torch.device,
+    step_bytes: int,
 ) -> int:
-    """The least of all ranks' numbers. Collective."""
+    """The number of blocks that fits on every rank, beside what a step needs."""
+    block_bytes = _block_bytes(groups, config.cache.tokens_per_block)
+    available = free_bytes(device, len(topology.local_ranks)) - step_bytes
+    mine = blocks_that_fit(config.cache, limits, block_bytes, available)
     every = tp.all_gather(torch.tensor([mine], dtype=torch.int64, device=device), 0)
-    return links.minimum(int(every.min()))
+    return int(every.min())
