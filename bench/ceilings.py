@@ -8,6 +8,7 @@ from collections.abc import Callable
 import psutil
 import torch
 
+from trimaran.bench.ranks import Ranks
 from trimaran.bench.roofline import Ceilings, ModelShape
 
 _ROWS = 8192
@@ -31,6 +32,21 @@ def measure(
     else:
         memory = float(psutil.virtual_memory().total)
     return Ceilings(flops=flops, bandwidth=bandwidth, memory=_USABLE * memory)
+
+
+def measure_all(
+    shape: ModelShape, ranks: Ranks, dtype: torch.dtype, seconds: float
+) -> Ceilings:
+    """What the devices of all ranks sustain together, all at work at once. Collective."""
+    ranks.barrier()
+    every = ranks.of_all(measure(shape, ranks.device, dtype, seconds))
+    memories = [each.memory for each in every]
+    return Ceilings(
+        flops=sum(each.flops for each in every),
+        bandwidth=sum(each.bandwidth for each in every),
+        # Ranks on the CPU share their host's.
+        memory=sum(memories) if ranks.device.type == "cuda" else max(memories),
+    )
 
 
 def _product_rate(

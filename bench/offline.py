@@ -13,11 +13,10 @@ from pathlib import Path
 import numpy as np
 
 from trimaran.bench.load import Load
-from trimaran.comm.collectives import SingleRankGroup
-from trimaran.comm.control import LocalControlPlane
+from trimaran.bench.ranks import Ranks
+from trimaran.comm.control import ControlPlane
 from trimaran.comm.messages import RequestFailed, StepOutput, Submit, pack_ids
 from trimaran.comm.sampling_params import SamplingParams
-from trimaran.comm.topology import ParallelLayout
 from trimaran.worker.config import EngineConfig, ProfileConfig, RankConfig
 from trimaran.worker.engine import Engine
 
@@ -49,19 +48,23 @@ def random_checkpoint(config: dict[str, object]) -> Iterator[str]:
         yield folder
 
 
-def load_engine(config: EngineConfig, profile: ProfileConfig | None = None) -> Engine:
-    """An engine that is ready, as the only rank; traces the steps of ``profile``."""
+def load_engine(
+    config: EngineConfig, ranks: Ranks, profile: ProfileConfig | None = None
+) -> Engine:
+    """This rank's part of an engine that is ready; traces the steps of ``profile``."""
     rank = RankConfig(engine=config, group=_SOURCE, profile=profile)
-    engine = Engine(rank, ParallelLayout(), LocalControlPlane(), SingleRankGroup())
+    engine = Engine(rank, ranks.topology, ranks.control, ranks.group)
     engine.load()
+    ranks.barrier()
     return engine
 
 
 class OfflineDriver:
     """Submits loads to one engine; request ids and seeds never repeat."""
 
-    def __init__(self, engine: Engine, vocab_size: int) -> None:
+    def __init__(self, engine: Engine, control: ControlPlane, vocab_size: int) -> None:
         self._engine = engine
+        self._control = control
         self._vocab_size = vocab_size
         self._next_id = 1
 
@@ -87,6 +90,7 @@ class OfflineDriver:
             done.steps_s.append(now - last)
             last = now
         done.seconds = last - start
+        self._control.mark_idle()
         expected = load.requests * load.osl
         if done.num_tokens != expected:
             raise RuntimeError(f"{done.num_tokens} tokens came, {expected} were due")

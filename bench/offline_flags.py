@@ -8,7 +8,13 @@ from collections.abc import Sequence
 from trimaran.bench.load import Load
 from trimaran.bench.shapes import SHAPES
 from trimaran.comm.errors import ConfigError
-from trimaran.worker.config import CacheConfig, EngineConfig, ProfileConfig, SchedulerConfig
+from trimaran.worker.config import (
+    CacheConfig,
+    EngineConfig,
+    ParallelConfig,
+    ProfileConfig,
+    SchedulerConfig,
+)
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -24,7 +30,10 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add("--temperature", type=float, default=1.0, metavar="T", help="0: greedy")
     add("--dtype", default="auto", help="auto: bfloat16 on a GPU and on the CPU")
     add("--device", choices=("auto", "cpu", "cuda"), default="auto")
-    add("--threads", type=int, default=1, metavar="N", help="of a CPU")
+    add("--threads", type=int, default=1, metavar="N", help="of a rank on the CPU")
+    add("--tp-size", type=int, default=1, metavar="N", help="above 1: start it by mpirun")
+    add("--pp-size", type=int, default=1, metavar="N", help="likewise")
+    add("--moe-ep-size", type=int, default=1, metavar="N", help="parts that share experts out")
     add("--max-num-seqs", type=int, default=1024, metavar="N", help="running at once")
     add("--max-num-tokens", type=int, default=8192, metavar="N", help="of one step")
     add("--gpu-memory", type=float, default=0.9, metavar="SHARE", help="of all of the card's")
@@ -48,10 +57,25 @@ def add_peer(parser: argparse.ArgumentParser) -> None:
 
 def loads_of(args: argparse.Namespace, default: Sequence[str]) -> list[Load]:
     """The loads to run; raises ConfigError."""
-    for name in ("runs", "max_num_seqs", "max_num_tokens", "threads"):
+    sizes = ("threads", "tp_size", "pp_size", "moe_ep_size")
+    for name in ("runs", "max_num_seqs", "max_num_tokens", *sizes):
         if getattr(args, name) < 1:
             raise ConfigError(f"--{name.replace('_', '-')} is below 1")
     return [Load.parse(text, args.temperature) for text in args.load or default]
+
+
+def parallel_config(args: argparse.Namespace) -> ParallelConfig:
+    """The ranks' layout; raises ConfigError."""
+    if args.tp_size % args.moe_ep_size:
+        raise ConfigError(
+            f"--moe-ep-size {args.moe_ep_size} does not divide --tp-size {args.tp_size}"
+        )
+    return ParallelConfig(
+        tp_size=args.tp_size,
+        pp_size=args.pp_size,
+        moe_tp_size=args.tp_size // args.moe_ep_size,
+        moe_ep_size=args.moe_ep_size,
+    )
 
 
 def profile_config(args: argparse.Namespace) -> ProfileConfig | None:
@@ -61,13 +85,8 @@ def profile_config(args: argparse.Namespace) -> ProfileConfig | None:
     return ProfileConfig.parse(args.profile, args.profile_dir, "--profile-dir")
 
 
-def engine_config(
-    args: argparse.Namespace, folder: str, loads: list[Load], memory_fraction: float
-) -> EngineConfig:
-    """An engine for these loads: no reuse, nothing reserved, no more rows than are used.
-
-    ``memory_fraction`` is of what the weights leave.
-    """
+def engine_config(args: argparse.Namespace, folder: str, loads: list[Load]) -> EngineConfig:
+    """An engine for these loads: no reuse, nothing reserved, no more rows than are used."""
     longest = max(load.isl + load.osl for load in loads)
     num_seqs = min(args.max_num_seqs, max(load.requests for load in loads))
     return EngineConfig(
@@ -80,6 +99,7 @@ def engine_config(
         deterministic=args.deterministic,
         cuda_graphs=not args.no_cuda_graphs,
         prompt_graph_tokens=args.prompt_graph_tokens,
+        parallel=parallel_config(args),
         scheduler=SchedulerConfig(
             max_num_batched_tokens=max(args.max_num_tokens, num_seqs),
             max_num_seqs=num_seqs,
@@ -88,5 +108,5 @@ def engine_config(
             policy="max_utilization",
             depth=args.depth,
         ),
-        cache=CacheConfig(enable_block_reuse=False, free_memory_fraction=memory_fraction),
+        cache=CacheConfig(enable_block_reuse=False),
     )

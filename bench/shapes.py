@@ -20,6 +20,12 @@ SHAPES: dict[str, dict[str, Any]] = {
         "num_hidden_layers": 8, "num_attention_heads": 8, "num_key_value_heads": 4,
         "head_dim": 64,
     },
+    "tiny_experts": {
+        **_LLAMA, "architectures": ["MixtralForCausalLM"], "model_type": "mixtral",
+        "vocab_size": 32000, "hidden_size": 512, "intermediate_size": 704,
+        "num_hidden_layers": 8, "num_attention_heads": 8, "num_key_value_heads": 4,
+        "head_dim": 64, "num_local_experts": 8, "num_experts_per_tok": 2,
+    },
     "llama1b": {
         **_LLAMA, "vocab_size": 128256, "hidden_size": 2048, "intermediate_size": 8192,
         "num_hidden_layers": 16, "num_attention_heads": 32, "num_key_value_heads": 8,

@@ -7,6 +7,7 @@ import contextlib
 import json
 import statistics
 from collections.abc import Iterator
+from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -22,8 +23,14 @@ from trimaran.bench.offline import (
     load_engine,
     random_checkpoint,
 )
-from trimaran.bench.offline_flags import engine_config, loads_of, profile_config
+from trimaran.bench.offline_flags import (
+    engine_config,
+    loads_of,
+    parallel_config,
+    profile_config,
+)
 from trimaran.bench.peers import PeerRun, check_installed, run_peer
+from trimaran.bench.ranks import Ranks, connected, memory_of
 from trimaran.bench.roofline import Ceilings, ModelShape, output_tokens_per_s
 from trimaran.bench.shapes import shape_config
 from trimaran.comm.errors import ConfigError
@@ -37,12 +44,9 @@ def run_throughput(args: argparse.Namespace) -> int:
     """Median of the runs of each load, and the percentage of the machine's limit."""
     loads = loads_of(args, ["128/128x64"])
     with _subject(args, loads) as subject:
-        print(f"{subject.name} in {subject.dtype} on {subject.device_name}")
         for load in loads:
-            runs = _runs(subject.driver, load, args.runs)
-            _tell(args, subject, load, runs, subject.facts(load, runs))
-            for name, rates in subject.peers.items():
-                _tell_peer(args, subject, load, name, rates[loads.index(load)])
+            if subject is not None:
+                _throughput(args, subject, load)
     return 0
 
 
@@ -50,45 +54,60 @@ def run_latency(args: argparse.Namespace) -> int:
     """One request at a time: time to the first token, and between tokens."""
     loads = loads_of(args, ["128/128x1"])
     with _subject(args, loads) as subject:
-        print(f"{subject.name} in {subject.dtype} on {subject.device_name}")
         for load in loads:
-            runs = _runs(subject.driver, load, args.runs)
-            first = [run.first_token_s[0] for run in runs]
-            between = np.concatenate([run.steps_s[2:] for run in runs] or [[]])
-            figures = {
-                "benchmark": "latency",
-                "first_token_ms": round(1e3 * statistics.median(first), 3),
-                "token_ms_p50": round(1e3 * float(np.percentile(between, 50)), 3),
-                "token_ms_p99": round(1e3 * float(np.percentile(between, 99)), 3),
-            }
-            print("  ".join(f"{name} {value}" for name, value in list(figures.items())[1:]))
-            _tell(args, subject, load, runs, {**subject.facts(load, runs), **figures})
+            if subject is not None:
+                _latency(args, subject, load)
     return 0
+
+
+def _throughput(args: argparse.Namespace, subject: _Subject, load: Load) -> None:
+    runs = _runs(subject.driver, load, args.runs)
+    _tell(args, subject, load, runs, subject.facts(load, runs))
+    for name, rates in subject.peers.items():
+        _tell_peer(args, subject, load, name, rates[subject.loads.index(load)])
+
+
+def _latency(args: argparse.Namespace, subject: _Subject, load: Load) -> None:
+    runs = _runs(subject.driver, load, args.runs)
+    first = [run.first_token_s[0] for run in runs]
+    between = np.concatenate([run.steps_s[2:] for run in runs] or [[]])
+    figures = {
+        "benchmark": "latency",
+        "first_token_ms": round(1e3 * statistics.median(first), 3),
+        "token_ms_p50": round(1e3 * float(np.percentile(between, 50)), 3),
+        "token_ms_p99": round(1e3 * float(np.percentile(between, 99)), 3),
+    }
+    print("  ".join(f"{name} {value}" for name, value in list(figures.items())[1:]))
+    _tell(args, subject, load, runs, {**subject.facts(load, runs), **figures})
 
 
 class _Subject:
     """What is measured: an engine, its shape, and what its device can do."""
 
     def __init__(
-        self,
-        args: argparse.Namespace,
-        engine: Engine,
-        config: dict[str, Any],
-        limits: Ceilings | None,
-        peers: dict[str, list[list[float]]],
+        self, args: argparse.Namespace, loads: list[Load], engine: Engine, ranks: Ranks
     ) -> None:
-        self.peers = peers
+        facts = engine.facts()
+        self.loads = loads
         self.name = args.shape if args.model is None else Path(args.model).name
-        self.shape = ModelShape.of(config)
-        self.limits = limits
-        self.dtype = engine.facts()["dtype"]
+        self.shape: ModelShape
+        self.limits: Ceilings | None = None
+        self.peers: dict[str, list[list[float]]] = {}
+        self.memory: list[dict[str, float]] = []
+        """Of each rank: what fills its memory, in GB."""
+        self.dtype = facts["dtype"]
         self.engine = engine
-        self.driver = OfflineDriver(engine, config["vocab_size"])
+        self.driver = OfflineDriver(engine, ranks.control, facts["vocab_size"])
         self.device = engine.device
-        self._max_num_seqs = engine.facts()["max_batch_size"]
-        self._temperature = args.temperature
+        self.parallel = parallel_config(args)
+        self._max_num_seqs = facts["max_batch_size"]
         is_gpu = self.device.type == "cuda"
         self.device_name = torch.cuda.get_device_name(self.device) if is_gpu else "the CPU"
+
+    def __str__(self) -> str:
+        count = self.parallel.world_size
+        ranks = f" over {count} ranks" if count > 1 else ""
+        return f"{self.name} in {self.dtype} on {self.device_name}{ranks}"
 
     def facts(self, load: Load, runs: list[OfflineRun]) -> Facts:
         """The figures of one load on our engine."""
@@ -106,7 +125,10 @@ class _Subject:
             "benchmark": "throughput",
             "engine": engine,
             "shape": self.name,
-            "gpus": 1 if self.device.type == "cuda" else 0,
+            "gpus": self.parallel.world_size if self.device.type == "cuda" else 0,
+            "tp_size": self.parallel.tp_size,
+            "pp_size": self.parallel.pp_size,
+            "moe_ep_size": self.parallel.expert_parts,
             "isl": load.isl,
             "osl": load.osl,
             "requests": load.requests,
@@ -114,6 +136,7 @@ class _Subject:
             "out_tok_s_runs": [round(rate, 1) for rate in sorted(rates)],
             "dtype": self.dtype,
             "temperature": load.temperature,
+            "memory_gb": self.memory,
         }
         if self.limits is not None:
             most = min(load.requests, self._max_num_seqs)
@@ -124,28 +147,50 @@ class _Subject:
 
 
 @contextlib.contextmanager
-def _subject(args: argparse.Namespace, loads: list[Load]) -> Iterator[_Subject]:
-    device = torch.device(_device_of(args))
+def _subject(args: argparse.Namespace, loads: list[Load]) -> Iterator[_Subject | None]:
+    """What is measured, on the rank that measures; the others run its steps and get None."""
     profile = profile_config(args)
     for name in _peer_names(args):
         check_installed(name)
-    with _folder(args, device, loads) as (folder, config):
-        limits = None
-        if args.ceiling_seconds > 0:
-            dtype = _DTYPES[config["dtype"]]
-            shape = ModelShape.of(config)
-            limits = ceilings.measure(shape, device, dtype, args.ceiling_seconds)
-            tera = limits.flops / 1e12, limits.bandwidth / 1e12
-            print(f"ceilings: {tera[0]:.1f} TFLOP/s, {tera[1]:.2f} TB/s")
-            if device.type == "cuda":
-                torch.cuda.empty_cache()
-        peers = _peers(args, folder, config, loads)
-        fraction = _memory_fraction(args, ModelShape.of(config), device)
-        engine = load_engine(engine_config(args, folder, loads, fraction), profile)
-        try:
-            yield _Subject(args, engine, config, limits, peers)
-        finally:
-            engine.shutdown()
+    with _folder(args, loads) as (folder, model):
+        config = engine_config(args, folder, loads)
+        if config.parallel.world_size > 1 and _peer_names(args):
+            raise ConfigError("--peer compares engines on one device: leave it out, or ranks")
+        with connected(config) as ranks:
+            shape = ModelShape.of(model)
+            limits = _limits(args, ranks, shape, model["dtype"])
+            peers = _peers(args, folder, model, loads)
+            share = _memory_fraction(args, shape, ranks)
+            cache = replace(config.cache, free_memory_fraction=share)
+            engine = load_engine(replace(config, cache=cache), ranks, profile)
+            memory = ranks.of_all(memory_of(engine))
+            try:
+                if ranks.is_leader:
+                    subject = _Subject(args, loads, engine, ranks)
+                    subject.shape, subject.limits, subject.peers = shape, limits, peers
+                    subject.memory = memory
+                    print(subject, flush=True)
+                    yield subject
+                else:
+                    ranks.follow(engine)
+                    yield None
+            finally:
+                engine.shutdown()
+
+
+def _limits(
+    args: argparse.Namespace, ranks: Ranks, shape: ModelShape, dtype: str
+) -> Ceilings | None:
+    """What the devices sustain, measured on all of them at once. Collective."""
+    if args.ceiling_seconds <= 0:
+        return None
+    limits = ceilings.measure_all(shape, ranks, _DTYPES[dtype], args.ceiling_seconds)
+    if ranks.is_leader:
+        tera = limits.flops / 1e12, limits.bandwidth / 1e12
+        print(f"ceilings: {tera[0]:.1f} TFLOP/s, {tera[1]:.2f} TB/s")
+    if ranks.device.type == "cuda":
+        torch.cuda.empty_cache()
+    return limits
 
 
 def _peer_names(args: argparse.Namespace) -> list[str]:
@@ -185,7 +230,7 @@ def _device_of(args: argparse.Namespace) -> str:
 
 @contextlib.contextmanager
 def _folder(
-    args: argparse.Namespace, device: torch.device, loads: list[Load]
+    args: argparse.Namespace, loads: list[Load]
 ) -> Iterator[tuple[str, dict[str, Any]]]:
     if args.model:
         path = Path(args.model, "config.json")
@@ -203,20 +248,19 @@ def _folder(
         yield folder, config
 
 
-def _memory_fraction(
-    args: argparse.Namespace, shape: ModelShape, device: torch.device
-) -> float:
+def _memory_fraction(args: argparse.Namespace, shape: ModelShape, ranks: Ranks) -> float:
     """The share of what the weights leave that leaves ``--gpu-memory`` of the card in use."""
     if not 0 < args.gpu_memory <= 1:
         raise ConfigError(f"--gpu-memory is {args.gpu_memory} but must be above 0, at most 1")
-    if device.type != "cuda":
+    if ranks.device.type != "cuda":
         return float(args.gpu_memory)
-    total = float(torch.cuda.get_device_properties(device).total_memory)
-    fraction = 1 - (1 - args.gpu_memory) * total / max(total - shape.weight_bytes, 1.0)
+    total = float(torch.cuda.get_device_properties(ranks.device).total_memory)
+    weight_bytes = shape.weight_bytes / ranks.topology.world_size
+    fraction = 1 - (1 - args.gpu_memory) * total / max(total - weight_bytes, 1.0)
     if fraction <= 0:
         raise ConfigError(
             f"--gpu-memory {args.gpu_memory} of {total / 1e9:.0f} GB leaves no KV cache beside "
-            f"{shape.weight_bytes / 1e9:.0f} GB of weights: raise it"
+            f"{weight_bytes / 1e9:.0f} GB of weights: raise it"
         )
     return float(fraction)
 

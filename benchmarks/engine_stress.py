@@ -19,6 +19,7 @@ import numpy as np
 import torch
 
 from trimaran.bench.offline import load_engine, random_checkpoint
+from trimaran.bench.ranks import connected
 from trimaran.bench.results import append, environment
 from trimaran.bench.shapes import SHAPES, shape_config
 from trimaran.comm.messages import FinishReason, RequestFailed, StepOutput, Submit, pack_ids
@@ -190,19 +191,18 @@ def make_engine(args: argparse.Namespace, folder: str) -> tuple[Engine, Schedule
         max_input_len=args.max_seq_len - 1,
         policy="max_utilization",
     )
-    engine = load_engine(
-        EngineConfig(
-            model=SOURCE,
-            engine_dir=folder,
-            load_format="random",
-            device=args.device,
-            scheduler=limits,
-            cache=CacheConfig(
-                enable_block_reuse=False, free_memory_fraction=0.9, max_tokens=args.cache_tokens
-            ),
-        )
+    config = EngineConfig(
+        model=SOURCE,
+        engine_dir=folder,
+        load_format="random",
+        device=args.device,
+        scheduler=limits,
+        cache=CacheConfig(
+            enable_block_reuse=False, free_memory_fraction=0.9, max_tokens=args.cache_tokens
+        ),
     )
-    return engine, limits
+    with connected(config) as ranks:
+        return load_engine(config, ranks), limits
 
 
 def main() -> int:

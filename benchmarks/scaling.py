@@ -1,0 +1,167 @@
+"""Tokens a second and memory of each rank against the number of ranks, beside the limit.
+
+    .venv/bin/python benchmarks/scaling.py --json benchmarks/results/scaling_cpu.jsonl
+
+Each layout is a word such as ``tp2``, ``pp2``, ``tp2pp2`` or ``tp4ep2``: ranks of a tensor
+group, pipeline stages, parts that share experts out. Each is a job of its own: one `trimaran
+bench throughput` over as many ranks, started by mpirun, with weights made at random. The limit
+is that of all its devices together, measured while all of them work, as if nothing had to
+travel between them. What is not a flag here goes to `trimaran bench throughput` as it is, such
+as ``--load 128/128x64``. A layout that the engine refuses ends the run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from trimaran.bench.svg import Bar, Group, bar_chart
+from trimaran.comm.errors import ConfigError
+from trimaran.launcher.config import MpiConfig
+from trimaran.launcher.mpi_launch import compose, find_mpi, starter_env
+
+AXES = {"tp": "--tp-size", "pp": "--pp-size", "ep": "--moe-ep-size"}
+COMMAND = (
+    "import sys; from trimaran.launcher.cli import main; sys.exit(main(sys.argv[1:]))",
+    "bench",
+    "throughput",
+)
+Line = dict[str, Any]
+
+
+def sizes_of(layout: str) -> dict[str, int]:
+    """The sizes that a layout's word names, 1 for the others; raises ConfigError."""
+    found = re.fullmatch(r"((?:tp|pp|ep)\d+)+", layout)
+    named = re.findall(r"(tp|pp|ep)(\d+)", layout)
+    if found is None or len(dict(named)) < len(named) or "0" in dict(named).values():
+        raise ConfigError(f"{layout!r} is not a layout such as tp2, pp2, tp2pp2 or tp4ep2")
+    return {"tp": 1, "pp": 1, "ep": 1, **{axis: int(size) for axis, size in named}}
+
+
+def command_of(layout: str, passed: list[str], output: str) -> list[str]:
+    """The command line of one layout."""
+    sizes = sizes_of(layout)
+    command = [sys.executable, "-c", *COMMAND, *passed, "--output", output]
+    for axis, size in sizes.items():
+        command += [AXES[axis], str(size)]
+    world_size = sizes["tp"] * sizes["pp"]
+    if world_size == 1:
+        return command
+    return compose(find_mpi(MpiConfig()), world_size, command, oversubscribe=True)
+
+
+def measure(layout: str, passed: list[str], timeout_s: float) -> list[Line]:
+    """The result lines of one layout's job, a load each.
+
+    Raises:
+        subprocess.SubprocessError: it failed or did not end in time; its output is shown.
+    """
+    with tempfile.TemporaryDirectory(prefix="trimaran-scaling-") as folder:
+        output = str(Path(folder, "lines.jsonl"))
+        subprocess.run(
+            command_of(layout, passed, output),
+            check=True,
+            timeout=timeout_s,
+            env={**starter_env(os.environ), "PYTHONSAFEPATH": "1"},
+        )
+        lines = Path(output).read_text(encoding="utf-8").splitlines()
+    return [{**json.loads(line), "layout": layout} for line in lines]
+
+
+def load_of(line: Line) -> str:
+    """The load's own notation."""
+    return f"{line['isl']}/{line['osl']}x{line['requests']}"
+
+
+def table(lines: list[Line]) -> list[str]:
+    """Rows of Markdown; each figure beside that of the load's first layout."""
+    rows = [
+        "| load | layout | ranks | tokens/s | of the first | limit | GB a rank: weights, "
+        "KV cache, peak |",
+        "| --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    for line in lines:
+        first = next(each for each in lines if load_of(each) == load_of(line))
+        most = {
+            name: max(each[name] for each in line["memory_gb"])
+            for name in ("weights", "kv_cache", "peak")
+        }
+        limit = f"{line['limit_pct']} % of {line['limit_tok_s']:,.0f}"
+        rows.append(
+            f"| {load_of(line)} | {line['layout']} | {len(line['memory_gb'])} "
+            f"| {line['out_tok_s']:,.0f} | {line['out_tok_s'] / first['out_tok_s']:.2f} "
+            f"| {limit if 'limit_pct' in line else ''} "
+            f"| {most['weights']}, {most['kv_cache']}, {most['peak']} |"
+        )
+    return rows
+
+
+def charts(lines: list[Line], folder: Path, name: str) -> None:
+    """Two SVG files a load: tokens a second with the limit, and memory of a rank."""
+    for load in dict.fromkeys(map(load_of, lines)):
+        own = [line for line in lines if load_of(line) == load]
+        rates, memory = [], []
+        for line in own:
+            bars = [
+                Bar(
+                    series="measured", value=line["out_tok_s"], text=f"{line['out_tok_s']:,.0f}"
+                )
+            ]
+            if "limit_tok_s" in line:
+                text = f"{line['limit_tok_s']:,.0f} ({line['limit_pct']} %)"
+                bars.append(Bar(series="limit", value=line["limit_tok_s"], text=text))
+            rates.append(Group(line["layout"], bars))
+            parts = [
+                (part, max(each[part] for each in line["memory_gb"]))
+                for part in ("weights", "kv_cache")
+            ]
+            memory.append(
+                Group(
+                    line["layout"],
+                    [Bar(series=part, value=size, text=f"{size} GB") for part, size in parts],
+                )
+            )
+        where, device = load.replace("/", "_"), own[0]["device"]
+        title = f"{own[0]['shape']}, {load}, {device}"
+        for kind, groups in (("tokens a second", rates), ("memory of a rank", memory)):
+            path = folder / f"{name}_{where}_{kind.split()[0]}.svg"
+            path.write_text(bar_chart(f"{kind}: {title}", groups), encoding="utf-8")
+
+
+def main() -> int:
+    """Measure the layouts in turn, print one table, keep the lines."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--layouts", nargs="+", default=["tp1", "tp2", "tp4"], metavar="WORD")
+    add("--json", metavar="FILE", help="append the results as JSON lines")
+    add("--charts", metavar="FOLDER", help="write bar charts there")
+    add("--timeout", type=float, default=900.0, metavar="S", help="of one layout")
+    args, passed = parser.parse_known_args()
+    lines: list[Line] = []
+    for layout in args.layouts:
+        print(f"-- {layout}", flush=True)
+        lines += measure(layout, passed, args.timeout)
+        if args.json:
+            with open(args.json, "a", encoding="utf-8") as file:
+                file.writelines(
+                    json.dumps(line) + "\n" for line in lines if line["layout"] == layout
+                )
+    lines.sort(key=lambda line: (load_of(line), args.layouts.index(line["layout"])))
+    print("\n".join(table(lines)))
+    if args.charts:
+        Path(args.charts).mkdir(parents=True, exist_ok=True)
+        charts(lines, Path(args.charts), "scaling")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

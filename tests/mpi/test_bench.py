@@ -1,0 +1,33 @@
+"""`trimaran bench throughput` over several ranks: one of them tells what all of them did."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from trimaran.launcher.cli import main
+
+FLAGS = ("--shape", "tiny_experts", "--device", "cpu", "--runs", "1", "--load", "9/4x3")
+
+
+def test_one_rank_tells_the_figures_and_the_memory_of_all(world, tmp_path_factory):
+    path = str(tmp_path_factory.mktemp("bench") / "lines") if world.rank == 0 else ""
+    path = world.comm.bcast(path)
+    size = str(world.size)
+
+    sizes = ("--tp-size", size, "--moe-ep-size", size, "--ceiling-seconds", "0")
+    code = main(["bench", "throughput", *FLAGS, *sizes, "--output", path])
+    world.comm.Barrier()
+
+    (line,) = map(json.loads, Path(path).read_text(encoding="utf-8").splitlines())
+    assert code == 0
+    assert (line["tp_size"], line["pp_size"], line["moe_ep_size"]) == (
+        world.size,
+        1,
+        world.size,
+    )
+    assert len(line["memory_gb"]) == world.size
+    # Nothing but the norms and the router is whole on each rank.
+    weights = [each["weights"] for each in line["memory_gb"]]
+    assert max(weights) == min(weights)
+    assert weights[0] * world.size < 0.22
