@@ -18,6 +18,8 @@ from trimaran.server.model_repository import (
 from trimaran.server.python_models.choice import PythonModels
 
 _ALL = "*"
+_LLM_API_FILE = "model.yaml"
+"""Of a model of the LLM API, in its version folder."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,10 +96,7 @@ def _token_models(
                 f"repository holds {', '.join(sorted(found)) or 'none'}."
             )
     if not found and not may_be_none:
-        raise ConfigError(
-            "the model repository holds no token-level model (tensorrt_llm). Write one with "
-            "`trimaran init-repo`."
-        )
+        raise ConfigError(_no_token_model(repository))
     if not args.multi_model and len(chosen) > 1:
         where = "--tensorrt-llm-model-name names" if names else "the model repository holds"
         raise ConfigError(
@@ -106,6 +105,22 @@ def _token_models(
             "--tensorrt-llm-model-name."
         )
     return [found[name] for name in chosen]
+
+
+def _no_token_model(repository: ModelRepository) -> str:
+    for model in repository.of_role(Role.OTHER):
+        for version in model.versions:
+            settings = model.folder / str(version) / _LLM_API_FILE
+            if settings.is_file():
+                return (
+                    f"{settings}: models of the LLM API (llmapi) are not served by this "
+                    "version. Write token-level and text models with `trimaran init-repo`, and "
+                    "give their tensorrt_llm the same checkpoint as engine_dir."
+                )
+    return (
+        "the model repository holds no token-level model (tensorrt_llm). Write one with "
+        "`trimaran init-repo`."
+    )
 
 
 def _text(repository: ModelRepository) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import fields
 from typing import Any
 
@@ -48,6 +48,7 @@ _LOOKAHEAD = (
     "lookahead_ngram_size",
     "lookahead_verification_set_size",
 )
+_WHOLE = "context_and_generation"
 _DEFAULTS: dict[str, Any] = {field.name: field.default for field in fields(SamplingParams)}
 # Inputs of features that no engine here serves; a request that carries one is refused.
 _REFUSED: tuple[tuple[str, str], ...] = (
@@ -153,6 +154,20 @@ def pack_words(words: list[list[int]]) -> list[list[int]]:
         end += len(word)
         ends.append(end)
     return [ids, ends + [-1] * (len(ids) - len(ends))]
+
+
+def check_request_type(parameters: Mapping[str, Any]) -> None:
+    """Refuse the halves of a request that disaggregated serving makes.
+
+    Raises:
+        RequestError: the parameter ``request_type`` names one of them, or nothing known.
+    """
+    found = parameters.get("request_type", _WHOLE)
+    if found != _WHOLE:
+        raise RequestError(
+            f"parameter 'request_type' is {found!r} but disaggregated serving is not served. "
+            f"Leave it out, or send '{_WHOLE}'."
+        )
 
 
 def _refuse_unserved(inputs: SampleInputs) -> None:

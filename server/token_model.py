@@ -20,7 +20,7 @@ from trimaran.server.model_repository import RepositoryModel
 from trimaran.server.prompt_table_inputs import cache_key, read_table
 from trimaran.server.queue_policy import QueuePolicy
 from trimaran.server.sample_inputs import SampleInputs, batch_size
-from trimaran.server.sampling_inputs import read_sampling
+from trimaran.server.sampling_inputs import check_request_type, read_sampling
 from trimaran.server.sequence_outputs import LOGITS_DTYPES, logits_type
 from trimaran.server.token_answers import Answers, ChunkAnswers, TensorAnswers
 from trimaran.server.token_job import Sample, TokenJob, TokenStream
@@ -132,6 +132,7 @@ class TokenModel:
             raise RequestError(
                 "input_ids or encoder_input_features is not present in the request."
             )
+        check_request_type(request.parameters)
         facts = self._engines.facts()
         vocab_size = int(facts["vocab_size"])
         count = batch_size(request.inputs, "input_ids", self._is_batched)

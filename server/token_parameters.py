@@ -7,6 +7,7 @@ from trimaran.server.parameter_table import Known, accepted, refused, served
 _TRT_ONLY = "it tunes TensorRT, which is not used here"
 _NO_DRAFT = "speculative decoding is not served by this version"
 _NO_ENCODER = "encoder-decoder models are not served by this version"
+_NO_DISAGGREGATION = "disaggregated serving is not served by this version"
 _OBSOLETE = "it is obsolete; the engine folder and the flags of `trimaran serve` hold it"
 
 # Set in every filled template: no news for an operator.
@@ -16,6 +17,8 @@ TOKEN_PARAMETERS: dict[str, Known] = {
     "gpt_model_type": served(
         "str", "inflight_fused_batching", "inflight_batching", "V1", "v1"
     ),
+    "context_model_name": refused("str", _NO_DISAGGREGATION),
+    "generation_model_name": refused("str", _NO_DISAGGREGATION),
     "gpt_model_path": served("str"),
     "encoder_model_path": refused("str", _NO_ENCODER),
     "FORCE_CPU_ONLY_INPUT_TENSORS": accepted("str", ""),

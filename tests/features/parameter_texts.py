@@ -71,6 +71,7 @@ SETTINGS_WITHOUT_EFFECT = {
 REQUEST_PARAMETERS = {
     "cache_salt": "requests share cached blocks only under equal salts",
     "priority": "level 1 goes first, where the model has `priority_levels`",
+    "request_type": "`context_and_generation`; the halves of disaggregated serving are refused",
     "timeout": "microseconds to the first token, where the model allows it",
 }
 VARIABLES = {

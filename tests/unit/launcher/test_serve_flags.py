@@ -336,6 +336,17 @@ def test_a_wrong_repository_key_is_refused_with_its_file(tmp_path, parameters, c
     assert f"{folder}/config.pbtxt" in str(caught.value)
 
 
+def test_a_model_of_the_llm_api_is_refused_by_name(tmp_path):
+    folder = tmp_path / "repo" / "tensorrt_llm"
+    (folder / "1").mkdir(parents=True)
+    (folder / "config.pbtxt").write_text('backend: "python"')
+    (folder / "1" / "model.py").write_text("from tensorrt_llm import LLM")
+    (folder / "1" / "model.yaml").write_text("model: some")
+
+    with pytest.raises(ConfigError, match=r"1/model\.yaml: models of the LLM API"):
+        resolve(tmp_path / "repo")
+
+
 def test_two_token_models_need_a_choice(repository, tmp_path):
     hf = write_checkpoint(tmp_path / "hf")
     write_model(repository / "second", gpt_model_path=str(hf))

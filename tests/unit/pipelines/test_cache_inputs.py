@@ -116,3 +116,19 @@ async def test_a_salt_reaches_the_engine_by_every_model(serve, model):
         first, second = (submit.cache_salt for submit in engine.submits)
         assert first == salted({"cache_salt": "one"}, b"")
         assert second == salted({"cache_salt": "two"}, b"") != first
+
+
+@pytest.mark.feature("parameter:request_type", of="request")
+async def test_the_halves_of_disaggregated_serving_are_refused(serve):
+    async with serve() as served:
+        await served.dial(ids)
+        whole = {"request_type": "context_and_generation"}
+        (response,) = await served.infer("tensorrt_llm", **PROMPT, parameters=whole)
+        assert response.is_final
+        for model, inputs in (
+            ("tensorrt_llm", PROMPT),
+            ("ensemble", {"text_input": "x", "max_tokens": 2}),
+        ):
+            half = {"request_type": "context_only"}
+            with pytest.raises(RequestError, match="disaggregated serving is not served"):
+                await served.infer(model, **inputs, parameters=half)
