@@ -86,7 +86,7 @@ def read_sampling(
     values["stop_words"] = word_list(inputs, "stop_words_list")
     values["bad_words"] = word_list(inputs, "bad_words_list")
     values["draft_ids"] = tuple(inputs.ids("draft_input_ids"))
-    values["lookahead"] = _lookahead(inputs)
+    _refuse_lookahead(inputs)
     values["embedding_bias"] = _bias(inputs, vocab_size)
     if values.get("return_context_logits") or values.get("return_generation_logits"):
         values["logits_dtype"] = logits_dtype
@@ -176,10 +176,14 @@ def _refuse_unserved(inputs: SampleInputs) -> None:
             raise RequestError(f"input '{name}' is set but {reason}; leave it out")
 
 
-def _lookahead(inputs: SampleInputs) -> tuple[int, ...]:
+def _refuse_lookahead(inputs: SampleInputs) -> None:
     values = [inputs.scalar(name) for name in _LOOKAHEAD]
     if all(value is None for value in values):
-        return ()
+        return
     if any(value is None for value in values):
         raise RequestError(f"{', '.join(_LOOKAHEAD)} must be given together or not at all")
-    return tuple(values)
+    raise RequestError(
+        "Cannot set the request lookahead decoding configuration when model instance lookahead "
+        "parameters are not set. Speculative decoding is not served: leave the inputs "
+        f"{', '.join(_LOOKAHEAD)} out."
+    )

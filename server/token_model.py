@@ -11,6 +11,7 @@ from tritonclient.grpc.model_config_pb2 import ModelConfig
 from trimaran.comm.errors import RequestError
 from trimaran.comm.sampling_params import SamplingParams
 from trimaran.server.adapter_inputs import add_digests, read_adapter
+from trimaran.server.backend_texts import TENSORRT_LLM, BackendTexts, texts_of
 from trimaran.server.cache_inputs import read_retention, salted
 from trimaran.server.gathering import Gathering
 from trimaran.server.inference import InferRequest, InferResponse
@@ -25,7 +26,6 @@ from trimaran.server.sequence_outputs import LOGITS_DTYPES, logits_type
 from trimaran.server.token_answers import Answers, ChunkAnswers, TensorAnswers
 from trimaran.server.token_job import Sample, TokenJob, TokenStream
 
-NOT_DECOUPLED = "Streaming is only supported if model is deployed using decoupled mode."
 BATCH_NOT_DECOUPLED = (
     "Batch size > 1 requires the tensorrt_llm backend to be using decoupled transaction policy"
 )
@@ -40,6 +40,7 @@ class TokenModel:
         self.config: ModelConfig = model.config
         self.is_decoupled = bool(model.config.model_transaction_policy.decoupled)
         """Whether a request may have other than one response."""
+        self._texts = texts_of(model.config.backend)
         self._engines = engines
         self._is_batched = model.config.max_batch_size > 0
         self.excludes_input = model.parameters.get_bool("exclude_input_in_output") or False
@@ -73,7 +74,9 @@ class TokenModel:
         samples = self._samples(request)
         num_sequences = num_responses(first)
         is_streaming = first.flag("streaming")
-        check_transaction(self.is_decoupled, len(samples), num_sequences, is_streaming)
+        check_transaction(
+            self.is_decoupled, len(samples), num_sequences, is_streaming, self._texts
+        )
         await add_digests([sample.adapter for sample in samples])
         stream = TokenStream(self._engines, request)
         answers, is_incremental = self._answers(request, samples, stream, num_sequences)
@@ -114,7 +117,7 @@ class TokenModel:
 
     def _stop(self, request_id: str) -> None:
         if not request_id:
-            raise RequestError("Trying to stop a request but request ID is not provided")
+            raise RequestError(self._texts.no_stop_id)
         for stream in list(self._running.get(request_id, ())):
             stream.cancel()
         self._engines.stop(request_id)
@@ -184,7 +187,11 @@ def _with_beams(
 
 
 def check_transaction(
-    is_decoupled: bool, num_samples: int, num_sequences: int, is_streaming: bool
+    is_decoupled: bool,
+    num_samples: int,
+    num_sequences: int,
+    is_streaming: bool,
+    texts: BackendTexts = TENSORRT_LLM,
 ) -> None:
     """Check that a request has as many responses as the model may give.
 
@@ -196,7 +203,7 @@ def check_transaction(
     if is_decoupled:
         return
     if is_streaming:
-        raise RequestError(NOT_DECOUPLED)
+        raise RequestError(texts.not_decoupled)
     if num_samples > 1:
         raise RequestError(BATCH_NOT_DECOUPLED)
     if num_sequences > 1:

@@ -155,6 +155,18 @@ async def test_a_model_that_is_not_decoupled_gives_one_response(serve, inputs, t
     assert str(error) == text
 
 
+@pytest.mark.parametrize(
+    ("inputs", "text"),
+    [
+        ({"streaming": True}, "Streaming is only supported in decoupled mode."),
+        ({"stop": True}, "A request id must be provided for request cancellation"),
+    ],
+)
+async def test_the_python_backend_says_it_in_its_own_words(serve, inputs, text):
+    values = {"decoupled_mode": "False", "triton_backend": "python"}
+    assert str(await _error(serve, values=values, **inputs)) == text
+
+
 async def test_only_requested_outputs_come_and_the_two_main_ones_must_be_among_them(serve):
     async with serve() as served:
         await served.dial(_counting)
