@@ -17,6 +17,7 @@ from trimaran.builder.foreign_flags import (
     plugin_values,
     say_harmless,
 )
+from trimaran.builder.journal import empty
 from trimaran.builder.output_folder import check_replaceable, replaced_folder, say_done
 from trimaran.builder.settings import (
     add_checkpoint_flags,
@@ -69,10 +70,14 @@ def run(args: argparse.Namespace) -> int:
     limits = build_config(args, config, plugin_values(args))
     if args.dry_run:
         check_replaceable(args.output)
-        print(f"trimaran build: {args.output} can be built; --dry-run wrote nothing")
+        size = _size(args, source, config, mapping) / 2**20
+        print(
+            f"trimaran build: {args.output} can be built ({size:.1f} MiB); --dry-run wrote "
+            "nothing"
+        )
         return 0
     with replaced_folder(args.output) as folder:
-        shards = [] if args.save_config_only else _shards(source, config, mapping, folder)
+        shards = _shards(args, source, config, mapping, folder)
         write_config(folder, engine_values(config, mapping, limits, shards))
         EngineFolder.load(folder, check_weights=not args.save_config_only)
     say_done("build", args.output, mapping, began)
@@ -80,10 +85,33 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _shards(
-    source: EngineFolder, config: PretrainedConfig, mapping: RankMapping, folder: Path
+    args: argparse.Namespace,
+    source: EngineFolder,
+    config: PretrainedConfig,
+    mapping: RankMapping,
+    folder: Path,
 ) -> ShardTable:
+    if args.save_config_only:
+        empty(folder)
+        return []
     from trimaran.builder.shards import take_shards, write_shards  # imports torch
 
     if source.kind is FolderKind.CHECKPOINT:
         return take_shards(source, folder)
-    return write_shards(source, config, mapping, folder)
+    return write_shards(source, config, mapping, folder, args.workers)
+
+
+def _size(
+    args: argparse.Namespace,
+    source: EngineFolder,
+    config: PretrainedConfig,
+    mapping: RankMapping,
+) -> int:
+    """Bytes of the weight files, which are checked without being written."""
+    if args.save_config_only:
+        return 0
+    if source.kind is FolderKind.CHECKPOINT:
+        return sum(path.stat().st_size for path in source.weight_files)
+    from trimaran.builder.shards import check_shards  # imports torch
+
+    return check_shards(source, config, mapping)

@@ -17,7 +17,7 @@ from trimaran.worker.engine_folder import (
 from trimaran.worker.pretrained_config import PretrainedConfig
 
 ShardTable = list[dict[str, str | int]]
-"""For each rank's file its name and size in bytes."""
+"""For each rank's file its name, size in bytes, and the checksum of its header."""
 
 
 def engine_values(

@@ -13,6 +13,7 @@ from trimaran.builder.foreign_flags import (
     check_foreign_flags,
     say_harmless,
 )
+from trimaran.builder.journal import empty
 from trimaran.builder.output_folder import replaced_folder, say_done
 from trimaran.builder.settings import (
     add_checkpoint_flags,
@@ -46,10 +47,12 @@ def run(args: argparse.Namespace) -> int:
     config = pretrained_config(args, source)
     with replaced_folder(args.output) as folder:
         shards: ShardTable = []
-        if not args.save_config_only:
+        if args.save_config_only:
+            empty(folder)
+        else:
             from trimaran.builder.shards import write_shards  # imports torch
 
-            shards = write_shards(source, config, mapping, folder)
+            shards = write_shards(source, config, mapping, folder, args.workers)
         write_config(folder, checkpoint_values(config, mapping, shards))
         EngineFolder.load(folder, check_weights=not args.save_config_only)
     say_done("convert", args.output, mapping, began)

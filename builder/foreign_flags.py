@@ -67,7 +67,7 @@ CONVERT_FLAGS = (
     *_ignored(
         "weight_only_precision per_group group_size per_channel per_token calib_dataset "
         "calib_size use_parallel_embedding embedding_sharding_dim use_embedding_sharing "
-        "load_by_shard load_model_on_cpu workers"
+        "load_by_shard load_model_on_cpu"
     ),
 )
 

@@ -6,44 +6,64 @@ import fcntl
 import json
 import os
 import shutil
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from trimaran.builder.journal import has_finished_units
+from trimaran.builder.processes import WorkerLostError
 from trimaran.comm.errors import ConfigError
 from trimaran.worker.engine_folder import CONFIG_FILE, RankMapping
+
+_LOCK_WAIT_S = 1.0
+_POLL_S = 0.02
 
 
 @contextmanager
 def replaced_folder(output: Path) -> Iterator[Path]:
-    """Give an empty folder beside ``output`` to write to, and put it in place at the end.
+    """Give a folder beside ``output`` to write to, and put it in place at the end.
 
-    An earlier engine or checkpoint folder of that name is replaced; whoever has its files
-    open keeps them. What a killed build left behind is removed. After an error ``output`` is
-    as it was.
+    It may hold what an interrupted build left. An earlier engine or checkpoint folder of that
+    name is replaced; whoever has its files open keeps them. After an error ``output`` is as it
+    was, and the other folder is kept if the build can go on with what is in there.
     """
     check_replaceable(output)
     output = output.absolute()
     partial = output.with_name(f".{output.name}.partial")
     try:
-        partial.mkdir(parents=True, exist_ok=True)
-        lock = os.open(partial, os.O_RDONLY | os.O_DIRECTORY)
+        lock = _locked(partial, output)
     except OSError as error:
         raise _cannot_write(output, error) from None
     try:
-        _lock(lock, partial, output)
-        _clear(partial)
-        try:
-            yield partial
-            _put_in_place(partial, output)
-        except BaseException as error:
-            shutil.rmtree(partial, ignore_errors=True)
-            if isinstance(error, OSError):
-                raise _cannot_write(output, error) from None
-            raise
+        yield partial
+        _put_in_place(partial, output)
+    except OSError as error:
+        raise _cannot_write(output, error, _kept(partial)) from None
+    except WorkerLostError as error:
+        _kept(partial)
+        raise error
+    except KeyboardInterrupt:
+        print(f"trimaran: stopped.{_kept(partial)}", file=sys.stderr)
+        raise
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
     finally:
         os.close(lock)
+
+
+def _kept(partial: Path) -> str:
+    """Remove what no build could go on with, or say where the rest is."""
+    if not has_finished_units(partial):
+        shutil.rmtree(partial, ignore_errors=True)
+        return ""
+    gib = sum(path.stat().st_blocks * 512 for path in partial.iterdir()) / 2**30
+    return (
+        f" What is done is kept in {partial} ({gib:.2f} GiB): run the same command again to go "
+        "on, or remove it."
+    )
 
 
 def check_replaceable(output: Path) -> None:
@@ -71,31 +91,54 @@ def _is_ours(folder: Path) -> bool:
     return is_config_ours and others == [CONFIG_FILE]
 
 
-def _lock(lock: int, partial: Path, output: Path) -> None:
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        raise ConfigError(
-            f"{partial}: another build is writing {output}. Wait for it, or name another "
-            "--output."
-        ) from None
+def _locked(partial: Path, output: Path) -> int:
+    """A file descriptor of the folder, which no other process has locked.
+
+    The processes of a build that was just killed may have it for a moment longer.
+    """
+    deadline = time.monotonic() + _LOCK_WAIT_S
+    while True:
+        partial.mkdir(parents=True, exist_ok=True)
+        lock = os.open(partial, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if os.path.samestat(os.fstat(lock), os.stat(partial)):
+                return lock
+        except FileNotFoundError:
+            pass  # Another build has just put it in place: what is locked is its output.
+        except BlockingIOError:
+            if time.monotonic() > deadline:
+                os.close(lock)
+                raise ConfigError(
+                    f"{partial}: another build is writing {output}. Wait for it, or name "
+                    "another --output."
+                ) from None
+            time.sleep(_POLL_S)
+        os.close(lock)
 
 
-def _cannot_write(output: Path, error: OSError) -> ConfigError:
+def _cannot_write(output: Path, error: OSError, kept: str = "") -> ConfigError:
     existing = next(path for path in output.parents if path.exists())
     free = shutil.disk_usage(existing).free / 2**20
     return ConfigError(
         f"{output}: cannot be written: {error.strerror or error}. The disk has {free:.0f} MiB "
-        "free. Free more, correct the access rights, or name another --output."
+        f"free. Free more, correct the access rights, or name another --output.{kept}"
     )
 
 
-def _clear(folder: Path) -> None:
-    for path in folder.iterdir():
-        if path.is_dir():
-            shutil.rmtree(path)
-        else:
-            path.unlink()
+def check_space(folder: Path, num_bytes: int) -> None:
+    """Refuse to begin where files of ``num_bytes`` in all, some of them there, cannot end.
+
+    Raises:
+        ConfigError: the disk is too full.
+    """
+    there = sum(path.stat().st_blocks * 512 for path in folder.iterdir() if path.is_file())
+    free = shutil.disk_usage(folder).free
+    if num_bytes > there + free:
+        raise ConfigError(
+            f"{folder.parent}: the files take {num_bytes / 2**20:.0f} MiB but its disk has "
+            f"{(there + free) / 2**20:.0f} MiB free. Free more, or name another --output."
+        )
 
 
 def _put_in_place(partial: Path, output: Path) -> None:

@@ -7,18 +7,24 @@ import time
 from types import TracebackType
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    Progress,
+    TextColumn,
+    TimeRemainingColumn,
+    TransferSpeedColumn,
+)
 
 _DELAY_S = 1.0
 
 
 class ProgressBar:
-    """Counts steps; shows nothing for the first second, or where stderr is no terminal."""
+    """Counts bytes; shows nothing for the first second, or where stderr is no terminal."""
 
-    def __init__(self, num_steps: int) -> None:
+    def __init__(self, num_bytes: int) -> None:
         self._began = time.monotonic()
-        self._num_steps = num_steps
-        self._done = 0
+        self._num_bytes = num_bytes
         self._bar: Progress | None = None
 
     def __enter__(self) -> ProgressBar:
@@ -33,18 +39,24 @@ class ProgressBar:
         if self._bar is not None:
             self._bar.stop()
 
-    def step(self, text: str) -> None:
-        """Say what is about to be done; what was said before is finished."""
+    def show(self, num_done: int, text: str) -> None:
+        """Say how many bytes are done, and what is."""
         if self._bar is None and time.monotonic() - self._began > _DELAY_S:
-            self._show()
+            self._start()
         if self._bar is not None:
-            self._bar.update(self._bar.task_ids[0], completed=self._done, description=text)
-        self._done += 1
+            self._bar.update(self._bar.task_ids[0], completed=num_done, description=text)
 
-    def _show(self) -> None:
+    def _start(self) -> None:
         if not sys.stderr.isatty():
             return
-        columns = (TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn())
-        self._bar = Progress(*columns, console=Console(stderr=True), transient=True)
-        self._bar.add_task("", total=self._num_steps)
+        self._bar = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            DownloadColumn(binary_units=True),
+            TransferSpeedColumn(),
+            TimeRemainingColumn(),
+            console=Console(stderr=True),
+            transient=True,
+        )
+        self._bar.add_task("", total=self._num_bytes)
         self._bar.start()

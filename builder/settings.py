@@ -215,6 +215,8 @@ def add_model_flags(parser: FlagSink) -> None:
                         help="kept in config.json")  # fmt: skip
     parser.add_argument("--world-size", type=number, metavar="N",
                         help="checked against the sizes above")  # fmt: skip
+    parser.add_argument("--workers", type=number, metavar="N",
+                        help="processes that cut and write weights (one a core)")  # fmt: skip
     parser.add_argument("--save-config-only", action="store_true", help="write no weights")
     for flag, name in _OVERRIDES.items():
         parser.add_argument(f"--{flag}", type=float, metavar="N",

@@ -1,57 +1,101 @@
-"""Writes one weight file a rank, with the engine's own models and weight loader."""
+"""Writes one weight file a rank, layer by layer in several processes."""
 
 from __future__ import annotations
 
 import os
 import shutil
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
+import psutil
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import save_file
-from torch import Tensor
 
+from trimaran.builder.build_plan import BuildPlan
 from trimaran.builder.config_file import ShardTable
+from trimaran.builder.journal import Checksums, Journal, empty
+from trimaran.builder.output_folder import check_space
+from trimaran.builder.processes import ForkedWorkers, Say
 from trimaran.builder.progress import ProgressBar
-from trimaran.comm.topology import ParallelLayout
-from trimaran.kernels.torch_ops import TorchOps
-from trimaran.worker.engine_folder import EngineFolder, RankMapping, shard_path
-from trimaran.worker.layers.linear import LayerContext
-from trimaran.worker.layers.parallel import ShardPosition
-from trimaran.worker.models.interfaces import CausalLM, StageRange
-from trimaran.worker.models.registry import MODELS, dtype_by_name
-from trimaran.worker.models.weight_loader import load_checkpoint
+from trimaran.builder.unit_writer import UnitWriter
+from trimaran.worker.engine_folder import (
+    FORMAT_VERSION,
+    EngineFolder,
+    RankMapping,
+    shard_path,
+)
 from trimaran.worker.pretrained_config import PretrainedConfig
+from trimaran.worker.shard_file import read_header
+
+_BYTES_OF_A_WORKER = 64 << 20
+"""Smaller models are built sooner by fewer processes."""
+
+_MEMORY_SHARE = 0.5
+"""Of the memory that is free, for the tensors that are being made."""
 
 
 def write_shards(
-    source: EngineFolder, config: PretrainedConfig, mapping: RankMapping, output: Path
+    source: EngineFolder,
+    config: PretrainedConfig,
+    mapping: RankMapping,
+    output: Path,
+    num_workers: int | None = None,
 ) -> ShardTable:
     """Cut a Hugging Face folder's weights for every rank; returns the table of files.
 
-    One rank's weights are in memory at a time, in ``config.dtype``.
+    Each process has one tensor of one rank in memory at a time, in ``config.dtype``. What
+    ``output`` holds of an interrupted build with the same result is taken over, once its
+    checksums are found to be right.
+
+    Raises:
+        ConfigError: the checkpoint does not fit its configuration, or the disk is too small.
+        OSError: a file cannot be written.
+        WorkerLostError: a process was killed.
     """
-    steps = mapping.world_size * (len(source.weight_files) + 1)
-    entries: ShardTable = []
-    with ProgressBar(steps) as progress:
-        for rank in range(mapping.world_size):
+    plan = BuildPlan(source, config, mapping)
+    paths = [shard_path(output, rank) for rank in range(mapping.world_size)]
+    with Journal(output, _identity(source, config, mapping)) as journal:
+        check_space(output, plan.num_bytes)
+        for path, rank in zip(paths, plan.ranks, strict=True):
+            _make_file(path, rank.layout.num_bytes)
+        _write_units(plan, paths, journal, num_workers or _num_workers(plan))
+        _write_headers(plan, paths, journal)
+        journal.remove()
+    return [_entry(path) for path in paths]
 
-            def reading(name: str, rank: int = rank) -> None:
-                progress.step(f"rank {rank} of {mapping.world_size}: reading {name}")
 
-            layout = ParallelLayout(
-                rank=rank,
-                tp_size=mapping.tp_size,
-                pp_size=mapping.pp_size,
-                dp_size=mapping.dp_size,
-            )
-            model = _empty_model(config, layout, mapping.moe_ep_size)
-            load_checkpoint(model, source.weight_files, progress=reading)
-            path = shard_path(output, rank)
-            progress.step(f"rank {rank} of {mapping.world_size}: writing {path.name}")
-            _save(dict(model.named_parameters()), path)
-            entries.append(_entry(path))
-    return entries
+def _write_units(
+    plan: BuildPlan, paths: list[Path], journal: Journal, num_workers: int
+) -> None:
+    writer = UnitWriter(plan, paths)
+    earlier = dict(journal.finished)
+
+    def job(number: int, say: Say) -> tuple[str, Checksums]:
+        unit = plan.units[number]
+        expected = earlier.get(unit.name)
+        if expected is not None and writer.is_intact(unit, expected):
+            say(unit.num_bytes)
+            return unit.name, expected
+        return unit.name, writer.make(unit, say)
+
+    # There are as many processes as cores: torch needs no threads in them.
+    workers = ForkedWorkers(job, num_workers, prepare=lambda: torch.set_num_threads(1))
+    num_done = 0
+    with ProgressBar(plan.num_bytes) as progress:
+        for result in workers.run(range(len(plan.units))):
+            if result is not None:
+                journal.add(*result)
+                num_done += 1
+            progress.show(workers.num_done, f"{num_done} of {len(plan.units)} parts")
+
+
+def check_shards(source: EngineFolder, config: PretrainedConfig, mapping: RankMapping) -> int:
+    """Find what `write_shards` would refuse, without writing; returns the bytes of all files.
+
+    Raises:
+        ConfigError: the checkpoint does not fit its configuration.
+    """
+    return BuildPlan(source, config, mapping).num_bytes
 
 
 def take_shards(source: EngineFolder, output: Path) -> ShardTable:
@@ -59,46 +103,72 @@ def take_shards(source: EngineFolder, output: Path) -> ShardTable:
 
     They are linked where the file system can, so that no weight is on disk twice.
     """
-    entries: ShardTable = []
-    with ProgressBar(len(source.weight_files)) as progress:
-        for path in source.weight_files:
-            progress.step(f"taking {path.name}")
+    empty(output)
+    sizes = [path.stat().st_size for path in source.weight_files]
+    with ProgressBar(sum(sizes)) as progress:
+        for number, path in enumerate(source.weight_files):
+            progress.show(sum(sizes[:number]), f"taking {path.name}")
             target = output / path.name
             try:
                 target.hardlink_to(path)
             except OSError:  # another file system, or one without links
                 shutil.copyfile(path, target)
-            entries.append(_entry(target))
-    return entries
+    return [_entry(output / path.name) for path in source.weight_files]
 
 
-def _empty_model(
-    config: PretrainedConfig, layout: ParallelLayout, moe_ep_size: int
-) -> CausalLM:
-    """A rank's model without contents; it is only filled and saved, so plain operators do."""
-    dtype = dtype_by_name(config.dtype)
-    tp = ShardPosition(layout.tp_rank, layout.tp_size)
-    device = torch.device("cpu")
-    context = LayerContext(tp, TorchOps(), dtype, device, moe_ep_size=moe_ep_size)
-    stage = StageRange.of(config.num_hidden_layers, layout.pp_rank, layout.pp_size)
-    return MODELS[config.architecture](config, stage, context)
+def _identity(
+    source: EngineFolder, config: PretrainedConfig, mapping: RankMapping
+) -> dict[str, Any]:
+    """All that the weight files depend on."""
+    files = [[str(path.resolve()), *_stamp(path)] for path in source.weight_files]
+    return {
+        "format_version": FORMAT_VERSION,
+        "config": config.to_dict(),
+        "mapping": asdict(mapping),
+        "files": files,
+    }
 
 
-def _save(parameters: dict[str, torch.nn.Parameter], path: Path) -> None:
-    tensors: dict[str, Tensor] = {name: each.data for name, each in parameters.items()}
+def _stamp(path: Path) -> tuple[int, int]:
+    status = path.stat()
+    return status.st_size, status.st_mtime_ns
+
+
+def _num_workers(plan: BuildPlan) -> int:
+    """As many as there are cores, work and memory for."""
+    by_memory = psutil.virtual_memory().available * _MEMORY_SHARE // plan.largest_tensor_bytes
+    return max(
+        1,
+        min(
+            len(os.sched_getaffinity(0)),
+            plan.num_bytes // _BYTES_OF_A_WORKER,
+            int(by_memory),
+        ),
+    )
+
+
+def _make_file(path: Path, num_bytes: int) -> None:
+    """A file of that length, with the contents that it has."""
+    file = os.open(path, os.O_WRONLY | os.O_CREAT, 0o666)
     try:
-        save_file(tensors, path, metadata={"format": "pt"})
-    except SafetensorError as error:
-        raise OSError(str(error)) from None
-    # safetensors makes files that only their owner may read.
-    path.chmod(0o666 & ~_umask())
+        os.ftruncate(file, num_bytes)
+    finally:
+        os.close(file)
 
 
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
+def _write_headers(plan: BuildPlan, paths: list[Path], journal: Journal) -> None:
+    """The last thing written: a file without one is no weight file."""
+    for number, (path, rank) in enumerate(zip(paths, plan.ranks, strict=True)):
+        checksums: dict[str, str] = {}
+        for of_unit in journal.finished.values():
+            checksums |= of_unit.get(str(number), {})
+        with path.open("r+b") as file:
+            file.write(rank.layout.header(checksums))
 
 
 def _entry(path: Path) -> dict[str, str | int]:
-    return {"file": path.name, "bytes": path.stat().st_size}
+    return {
+        "file": path.name,
+        "bytes": path.stat().st_size,
+        "header_sha256": read_header(path).checksum,
+    }

@@ -12,7 +12,7 @@ from typing import Any
 
 from trimaran.comm.errors import ConfigError
 from trimaran.worker.pretrained_config import PretrainedConfig
-from trimaran.worker.shard_file import read_tensor_entries
+from trimaran.worker.shard_file import read_header, read_tensor_entries
 
 FORMAT_VERSION = 1
 CONFIG_FILE = "config.json"
@@ -356,20 +356,23 @@ def _check_quantization(values: Mapping[str, Any], source: str) -> None:
 
 def _check_shards(files: tuple[Path, ...], listed: Any, source: str) -> None:
     entries = listed if isinstance(listed, list) else []
-    bytes_of = {e.get("file"): e.get("bytes") for e in entries if isinstance(e, dict)}
+    entry_of = {entry.get("file"): entry for entry in entries if isinstance(entry, dict)}
     for file in files:
         if not file.is_file():
             raise ConfigError(
                 f"{file}: missing, though {source} tells of {len(files)} ranks. "
                 f"{_BUILD_AGAIN}, or copy all of its files."
             )
-        read_tensor_entries(file)
-        expected = bytes_of.get(file.name)
-        if expected is not None and expected != file.stat().st_size:
-            raise ConfigError(
-                f"{file}: has {file.stat().st_size} bytes, but {source} tells of {expected}: "
-                f"it belongs to another build. {_BUILD_AGAIN}, or copy it again."
-            )
+        header = read_header(file)
+        entry = entry_of.get(file.name, {})
+        found = {"bytes": file.stat().st_size, "header_sha256": header.checksum}
+        for key, value in found.items():
+            # Folders of before have no checksums.
+            if entry.get(key, value) != value:
+                raise ConfigError(
+                    f"{file}: has {key} {value}, but {source} tells of {entry[key]}: it "
+                    f"belongs to another build. {_BUILD_AGAIN}, or copy it again."
+                )
 
 
 def _huggingface_files(folder: Path, config: PretrainedConfig) -> tuple[Path, ...]:

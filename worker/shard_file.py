@@ -1,7 +1,8 @@
-"""The header of a safetensors file: names, types, shapes, and whether the file is whole."""
+"""The header of a safetensors file: names, types, shapes, checksums, and the file's length."""
 
 from __future__ import annotations
 
+import hashlib
 import json
 import struct
 from dataclasses import dataclass
@@ -10,7 +11,9 @@ from typing import Any
 
 from trimaran.comm.errors import ConfigError
 
+CHECKSUM_CHARS = 64
 _MAX_HEADER_BYTES = 100_000_000
+_CHECKSUM_PREFIX = "sha256:"
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,11 +30,33 @@ class TensorEntry:
     num_bytes: int
 
 
-def read_tensor_entries(path: Path) -> dict[str, TensorEntry]:
-    """The tensors of a file by name, after checking that the file ends where it should.
+@dataclass(frozen=True, slots=True)
+class ShardHeader:
+    """What a file says of itself."""
 
-    Reads the header alone. Raises `ConfigError` for a file that is absent, cut short or of
-    another format.
+    entries: dict[str, TensorEntry]
+    checksums: dict[str, str]
+    """SHA-256 of each tensor's bytes in hexadecimal digits; none in files not built here."""
+
+    checksum: str
+    """The same of the header, and so of all that the file should hold."""
+
+
+def checksum_key(name: str) -> str:
+    """Where a header's metadata has the checksum of a tensor."""
+    return _CHECKSUM_PREFIX + name
+
+
+def read_tensor_entries(path: Path) -> dict[str, TensorEntry]:
+    """The tensors of a file by name; see `read_header`."""
+    return read_header(path).entries
+
+
+def read_header(path: Path) -> ShardHeader:
+    """A file's header, after checking that the file ends where it should.
+
+    Reads no tensor. Raises `ConfigError` for a file that is absent, cut short or of another
+    format.
     """
     try:
         num_bytes = path.stat().st_size
@@ -40,22 +65,28 @@ def read_tensor_entries(path: Path) -> dict[str, TensorEntry]:
             header_bytes = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else 0
             if not 2 <= header_bytes <= min(_MAX_HEADER_BYTES, num_bytes):
                 raise ConfigError(_not_whole(path, f"it has {num_bytes} bytes and no header"))
-            header = _parse_header(path, file.read(header_bytes))
+            text = file.read(header_bytes)
     except OSError as error:
         raise ConfigError(
             f"{path}: cannot be read ({error.strerror}). Build or download the folder again, "
             "or correct its access rights."
         ) from None
-    expected = (
-        8
-        + header_bytes
-        + max((entry["data_offsets"][1] for entry in header.values()), default=0)
-    )
+    header, metadata = _parse_header(path, text)
+    data_bytes = max((entry["data_offsets"][1] for entry in header.values()), default=0)
+    expected = 8 + header_bytes + data_bytes
     if num_bytes != expected:
         raise ConfigError(
             _not_whole(path, f"it has {num_bytes} bytes and its header tells of {expected}")
         )
-    return {name: _entry(value, 8 + header_bytes) for name, value in header.items()}
+    return ShardHeader(
+        entries={name: _entry(value, 8 + header_bytes) for name, value in header.items()},
+        checksums={
+            key.removeprefix(_CHECKSUM_PREFIX): str(value)
+            for key, value in metadata.items()
+            if key.startswith(_CHECKSUM_PREFIX)
+        },
+        checksum=hashlib.sha256(prefix + text).hexdigest(),
+    )
 
 
 def _entry(value: dict[str, Any], data_start: int) -> TensorEntry:
@@ -63,15 +94,19 @@ def _entry(value: dict[str, Any], data_start: int) -> TensorEntry:
     return TensorEntry(value["dtype"], tuple(value["shape"]), data_start + start, end - start)
 
 
-def _parse_header(path: Path, header: bytes) -> dict[str, dict[str, Any]]:
+def _parse_header(
+    path: Path, header: bytes
+) -> tuple[dict[str, dict[str, Any]], dict[str, Any]]:
+    """The tensors' values by name, and the file's metadata."""
     try:
-        entries: dict[str, dict[str, Any]] = json.loads(header)
-        entries.pop("__metadata__", None)
+        values = json.loads(header)
+        metadata = dict(values.pop("__metadata__", None) or {})
+        entries: dict[str, dict[str, Any]] = values
         for entry in entries.values():
             int(entry["data_offsets"][1]), str(entry["dtype"]), tuple(entry["shape"])
     except (ValueError, KeyError, TypeError, AttributeError, IndexError):
         raise ConfigError(_not_whole(path, "its header cannot be read")) from None
-    return entries
+    return entries, metadata
 
 
 def _not_whole(path: Path, reason: str) -> str:

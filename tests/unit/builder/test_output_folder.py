@@ -178,9 +178,9 @@ def test_a_full_disk_is_named_and_nothing_is_left(llama, tmp_path):
 def test_a_progress_bar_shows_on_a_terminal_after_a_second(tmp_path):
     code = (
         "import time; from trimaran.builder.progress import ProgressBar\n"
-        "with ProgressBar(3) as bar:\n"
-        "    for text in ('early', 'later', 'last'):\n"
-        "        bar.step(text); time.sleep(1.1)\n"
+        "with ProgressBar(3 << 20) as bar:\n"
+        "    for mib, text in enumerate(('early', 'later', 'last')):\n"
+        "        bar.show(mib << 20, text); time.sleep(1.1)\n"
     )
     reader, terminal = pty.openpty()
     subprocess.run([sys.executable, "-P", "-c", code], stderr=terminal, check=True)
@@ -188,6 +188,7 @@ def test_a_progress_bar_shows_on_a_terminal_after_a_second(tmp_path):
     shown = os.read(reader, 1 << 16).decode()
     os.close(reader)
     assert "later" in shown and "early" not in shown
+    assert "2.0/3.0 MiB" in shown
 
 
 def test_no_progress_bar_is_written_to_a_file(llama, trimaran, tmp_path):

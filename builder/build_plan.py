@@ -1,0 +1,136 @@
+"""What a build makes: every rank's tensors, grouped by layer, and what each is made of."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from trimaran.builder.shard_layout import ShardLayout
+from trimaran.comm.topology import ParallelLayout
+from trimaran.worker.engine_folder import EngineFolder, RankMapping
+from trimaran.worker.layers.parallel import ExpertRanks, ShardPosition
+from trimaran.worker.models.checkpoint import StoredTensor, find_tensors
+from trimaran.worker.models.interfaces import CausalLM, StageRange, WeightTarget
+from trimaran.worker.models.registry import build_model, dtype_by_name
+from trimaran.worker.models.weight_loader import load_weight
+from trimaran.worker.pretrained_config import PretrainedConfig
+
+_LAYER = re.compile(r"layers\.\d+")
+_META = torch.device("meta")
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A whole tensor of the checkpoint that goes into a rank's tensor."""
+
+    stored: StoredTensor
+    target: WeightTarget
+
+
+@dataclass(frozen=True, slots=True)
+class Unit:
+    """What is made at a time: one layer for all ranks, or one tensor outside the layers."""
+
+    name: str
+    places: tuple[tuple[int, str], ...]
+    """Ranks and names of tensors."""
+
+    num_bytes: int
+
+
+class RankPlan:
+    """One rank's tensors: their places in its file and the parts they are made of.
+
+    Its model has shapes but no memory.
+    """
+
+    def __init__(self, model: CausalLM, found: dict[str, StoredTensor]) -> None:
+        self.model = model
+        self.parameters = dict(model.named_parameters())
+        self.layout = ShardLayout(self.parameters)
+        self.parts: dict[str, list[Part]] = {name: [] for name in self.parameters}
+        for key, targets in model.checkpoint_weights().items():
+            for target in targets:
+                if target.parameter in self.parts:
+                    self.parts[target.parameter].append(Part(found[key], target))
+        for name, parts in self.parts.items():
+            assert parts, f"no weight of the checkpoint goes into {name}"
+
+    def check_shapes(self, checked: set[str]) -> None:
+        """Load every part that is not among ``checked`` without its contents, and add it.
+
+        Raises:
+            ConfigError: a tensor has another shape than the configuration implies.
+        """
+        for name, parts in self.parts.items():
+            for part in parts:
+                if part.stored.name not in checked:
+                    checked.add(part.stored.name)
+                    whole = torch.empty(part.stored.entry.shape, device=_META)
+                    parameter = self.parameters[name]
+                    load_weight(self.model, parameter, part.target, whole, part.stored)
+
+
+class BuildPlan:
+    """All ranks' plans, checked against the files' headers before anything is written.
+
+    Raises:
+        ConfigError: the checkpoint lacks a tensor, or has one too many or of another shape.
+    """
+
+    def __init__(
+        self, source: EngineFolder, config: PretrainedConfig, mapping: RankMapping
+    ) -> None:
+        models = [_model_of(rank, config, mapping) for rank in range(mapping.world_size)]
+        found = find_tensors(models[0], source.weight_files)
+        self.ranks = [RankPlan(model, found) for model in models]
+        checked: set[str] = set()
+        for rank in self.ranks:
+            rank.check_shapes(checked)
+        self.units = _units(self.ranks)
+
+    @property
+    def num_bytes(self) -> int:
+        """Of all files."""
+        return sum(rank.layout.num_bytes for rank in self.ranks)
+
+    @property
+    def largest_tensor_bytes(self) -> int:
+        """Of one rank's tensor, which is made in memory."""
+        return max(each.nbytes for rank in self.ranks for each in rank.parameters.values())
+
+
+def _model_of(rank: int, config: PretrainedConfig, mapping: RankMapping) -> CausalLM:
+    layout = ParallelLayout(
+        rank=rank,
+        tp_size=mapping.tp_size,
+        pp_size=mapping.pp_size,
+        dp_size=mapping.dp_size,
+    )
+    place = ShardPosition(layout.stage_ranks.index(rank), len(layout.stage_ranks))
+    stage = StageRange.of(config.num_hidden_layers, layout.pp_rank, layout.pp_size)
+    return build_model(
+        config,
+        stage,
+        ShardPosition(layout.tp_rank, layout.tp_size),
+        dtype=dtype_by_name(config.dtype),
+        device=_META,
+        experts=ExpertRanks(mapping.moe_ep_size, place),
+    )
+
+
+def _units(ranks: Sequence[RankPlan]) -> list[Unit]:
+    """The largest first, so that the last to be finished are short ones."""
+    places: dict[str, list[tuple[int, str]]] = {}
+    sizes: dict[str, int] = {}
+    for number, rank in enumerate(ranks):
+        for name, parameter in rank.parameters.items():
+            layer = _LAYER.match(name)
+            unit = layer[0] if layer else name
+            places.setdefault(unit, []).append((number, name))
+            sizes[unit] = sizes.get(unit, 0) + parameter.nbytes
+    units = [Unit(name, tuple(places[name]), sizes[name]) for name in places]
+    return sorted(units, key=lambda unit: -unit.num_bytes)

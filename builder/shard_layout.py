@@ -1,0 +1,62 @@
+"""Where each tensor of a rank lies in its weight file, and the header that says so."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+
+import torch
+from torch import nn
+
+from trimaran.worker.shard_file import CHECKSUM_CHARS, TensorEntry, checksum_key
+
+_WORDS = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
+
+
+class ShardLayout:
+    """A safetensors file that is known whole before any of its tensors is made.
+
+    Its header holds a checksum of every tensor, and has the same length whatever they are.
+    """
+
+    def __init__(self, parameters: Mapping[str, nn.Parameter]) -> None:
+        self.dtypes = {name: each.dtype for name, each in parameters.items()}
+        # The widest numbers first, so that every tensor is aligned.
+        names = sorted(parameters, key=lambda name: (-parameters[name].itemsize, name))
+        self._ends: dict[str, int] = {}
+        end = 0
+        for name in names:
+            end += parameters[name].nbytes
+            self._ends[name] = end
+        self._shapes = {name: tuple(parameters[name].shape) for name in names}
+        start = self.header_bytes
+        self.num_bytes = start + end
+        self.entries = {
+            name: TensorEntry(
+                _WORDS[self.dtypes[name]],
+                self._shapes[name],
+                start + self._ends[name] - parameters[name].nbytes,
+                parameters[name].nbytes,
+            )
+            for name in names
+        }
+
+    @property
+    def header_bytes(self) -> int:
+        """Length of the header, and where the tensors begin."""
+        return len(self.header(dict.fromkeys(self._ends, "0" * CHECKSUM_CHARS)))
+
+    def header(self, checksums: Mapping[str, str]) -> bytes:
+        """The beginning of the file, given the checksum of each tensor."""
+        metadata = {"format": "pt"}
+        metadata |= {checksum_key(name): checksums[name] for name in self._ends}
+        values: dict[str, object] = {"__metadata__": metadata}
+        start = 0
+        for name, end in self._ends.items():
+            word = _WORDS[self.dtypes[name]]
+            shape = list(self._shapes[name])
+            values[name] = {"dtype": word, "shape": shape, "data_offsets": [start, end]}
+            start = end
+        text = json.dumps(values, separators=(",", ":")).encode()
+        text += b" " * (-len(text) % 8)
+        return len(text).to_bytes(8, "little") + text
