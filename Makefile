@@ -17,7 +17,8 @@ PACKAGES := bench builder client comm kernels launcher orchestrator server slurm
 # One thread a rank: two ranks share the two cores of a small machine.
 TEST_ENV := PYTHONSAFEPATH=1 OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
 MPI_ENV := OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1 \
-	PRTE_ALLOW_RUN_AS_ROOT=1 PRTE_ALLOW_RUN_AS_ROOT_CONFIRM=1 OMPI_MCA_mpi_yield_when_idle=1
+	PRTE_ALLOW_RUN_AS_ROOT=1 PRTE_ALLOW_RUN_AS_ROOT_CONFIRM=1 \
+	OMPI_MCA_mpi_yield_when_idle=1 OMPI_MCA_btl=^ofi
 MPIEXEC := $(MPI_ENV) $(BIN)/mpirun --oversubscribe --bind-to none
 PYTEST := $(TEST_ENV) $(BIN)/python -m pytest -q
 

@@ -12,6 +12,7 @@ from typing import NoReturn
 
 from trimaran.comm.env import JOB
 from trimaran.comm.errors import ConfigError
+from trimaran.launcher.mpi_launch import TRANSPORTS
 
 _ABORT_TIMEOUT_S = 60.0
 _ABORT = "from mpi4py import MPI; MPI.COMM_WORLD.Abort(2)"
@@ -53,7 +54,8 @@ def current_job(environ: Mapping[str, str]) -> Job | None:
 
 def rank_environ(environ: Mapping[str, str]) -> dict[str, str]:
     """The environment of a rank inside the job; it gets the rest from rank 0."""
-    return {"OMPI_MCA_mpi_yield_when_idle": "1", **environ, JOB: "1", "PYTHONSAFEPATH": "1"}
+    ours = {"OMPI_MCA_mpi_yield_when_idle": "1", **TRANSPORTS}
+    return {**ours, **environ, JOB: "1", "PYTHONSAFEPATH": "1"}
 
 
 def become_rank(command: tuple[str, ...]) -> NoReturn:

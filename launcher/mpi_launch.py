@@ -28,6 +28,10 @@ _KEEPALIVE = {
 of mpirun is lost. Before the ranks notice: what they then say would keep the daemon waiting
 for an answer, as long as TCP does."""
 
+TRANSPORTS = {"OMPI_MCA_btl": "^ofi"}
+"""Leaves out the one-sided transport over libfabric, which carries no message of ours and
+sleeps for a second in every start (Open MPI 5.0). An operator's own choice stands."""
+
 _PROBE_TIMEOUT_S = 60.0
 _LIBRARY_PROBE = (
     "import mpi4py; mpi4py.rc.initialize = False; "
@@ -230,7 +234,7 @@ def starter_env(environ: Mapping[str, str]) -> dict[str, str]:
     if not any(shutil.which(name, path=env["PATH"]) for name in ("ssh", "rsh")):
         # Open MPI 4 refuses to start even local ranks where it finds neither.
         env.setdefault("OMPI_MCA_plm_rsh_agent", shutil.which("sh") or "sh")
-    return {**_KEEPALIVE, **env}
+    return {**_KEEPALIVE, **TRANSPORTS, **env}
 
 
 def without_job(environ: Mapping[str, str]) -> dict[str, str]:

@@ -227,6 +227,7 @@ def _mpi_environment() -> dict[str, str]:
     return {
         **dict.fromkeys(names, "1"),
         "OMPI_MCA_mpi_yield_when_idle": "1",
+        "OMPI_MCA_btl": "^ofi",
         "OMP_NUM_THREADS": "1",
         "PYTHONSAFEPATH": "1",
     }

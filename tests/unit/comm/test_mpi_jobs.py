@@ -58,7 +58,8 @@ except PeerLostError as error:
 
 
 def environment(**extra: str) -> dict[str, str]:
-    return {**os.environ, **ROOT_OK, "OMPI_MCA_mpi_yield_when_idle": "1", **extra}
+    ours = {"OMPI_MCA_mpi_yield_when_idle": "1", "OMPI_MCA_btl": "^ofi"}
+    return {**os.environ, **ROOT_OK, **ours, **extra}
 
 
 def mpirun(code: str, num_ranks: int) -> subprocess.Popen:
