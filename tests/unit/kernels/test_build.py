@@ -13,6 +13,10 @@ from trimaran.kernels.build import KernelsUnavailableError, load_library
 from trimaran.kernels.dispatch import select_ops
 
 CPU = torch.device("cpu")
+EMPTY_LIBRARY = (
+    'while [ "$1" != -o ]; do shift; done; exec g++ -shared -fPIC -x c++ /dev/null -o "$2"'
+)
+"""A compiler's script that writes a library without contents, at once."""
 
 
 @pytest.fixture
@@ -32,7 +36,7 @@ def _install_compiler(folder: Path, script: str, monkeypatch) -> Path:
 
 def test_a_second_start_uses_what_the_first_compiled(cache, tmp_path, monkeypatch):
     calls = tmp_path / "calls"
-    _install_compiler(tmp_path, f'echo call >> {calls}; exec g++ -O0 "$@"', monkeypatch)
+    _install_compiler(tmp_path, f"echo call >> {calls}; {EMPTY_LIBRARY}", monkeypatch)
 
     load_library()
     load_library()
@@ -76,7 +80,7 @@ def test_a_cache_that_cannot_be_written_costs_a_compilation_and_says_so(
     (tmp_path / "trimaran").write_text("a file where the folder would be")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setenv("TMPDIR", str(tmp_path))
-    _install_compiler(tmp_path, 'exec g++ -O0 "$@"', monkeypatch)
+    _install_compiler(tmp_path, EMPTY_LIBRARY, monkeypatch)
 
     with caplog.at_level(logging.WARNING):
         load_library()

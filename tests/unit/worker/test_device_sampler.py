@@ -76,13 +76,12 @@ def test_edited_logits_give_the_ids_and_log_probs_of_the_cpu(num_ids):
     lengths = [2050, 40, 600, 30, 90, 2, 50, 20, 10, 60, 1500, 5]
     steps = Steps(params, lengths, num_ids)
 
-    for _ in range(2):
-        logits = torch.randn(len(params), VOCAB) * 2
-        before = logits.clone()
-        expected, sampled = steps.both(logits)
-        assert torch.equal(sampled.token_ids, expected.token_ids)
-        torch.testing.assert_close(sampled.log_probs, expected.log_probs)
-        assert torch.equal(logits, before)
+    logits = torch.randn(len(params), VOCAB) * 2
+    before = logits.clone()
+    expected, sampled = steps.both(logits)
+    assert torch.equal(sampled.token_ids, expected.token_ids)
+    torch.testing.assert_close(sampled.log_probs, expected.log_probs)
+    assert torch.equal(logits, before)
 
 
 def test_bad_words_end_with_what_was_sampled():
@@ -98,14 +97,15 @@ def test_bad_words_end_with_what_was_sampled():
         assert (sampled.token_ids[0] == 20) == (likely in (11, 12, 13, 20))
 
 
-def test_a_step_of_more_rows_than_are_edited_at_a_time():
+def test_a_step_of_more_rows_than_are_edited_at_a_time(monkeypatch):
+    monkeypatch.setattr(device_sampler, "_EDITED_ROWS", 4)
     torch.manual_seed(2)
     params = [
         SamplingParams(**fields)
-        for fields in [{"frequency_penalty": 1.0}] + [{}] * 128 + [{"repetition_penalty": 2.0}]
+        for fields in [{"frequency_penalty": 1.0}] + [{}] * 4 + [{"repetition_penalty": 2.0}]
     ]
-    steps = Steps(params, [30] * 130)
-    expected, sampled = steps.both(torch.randn(130, VOCAB))
+    steps = Steps(params, [30] * 6)
+    expected, sampled = steps.both(torch.randn(6, VOCAB))
 
     assert torch.equal(sampled.token_ids, expected.token_ids)
     assert sampled.log_probs is None

@@ -30,9 +30,9 @@ def references(model_folder, adapters):
     }
 
 
-def use_gpu_kernels(driver, is_captured=False):
-    """Let the engine keep adapters as on a GPU, and add them by its kernels; steps that
-    decode as if they were captured."""
+def use_gpu_kernels(driver):
+    """Let the engine keep adapters as on a GPU, and add them by its kernels: to prompts as
+    they are launched, and to steps that decode as if they were captured."""
     runner, manager = driver.engine.runner, driver.engine._adapters
     memory = torch.empty(manager._arena.size, dtype=torch.float32)
     slots = DeviceSlots(
@@ -40,17 +40,16 @@ def use_gpu_kernels(driver, is_captured=False):
     )
     runner.adapters = AdapterStore(runner.model, manager._layout, slots, 16)
     manager.is_packed = runner.adapters.is_packed
-    if is_captured:
-        forward = runner._forward
+    forward = runner._forward
 
-        def launch(inputs, num_decodes, hidden=None):
-            if not runner.model.adapters.has_tokens or num_decodes != len(inputs.token_ids):
-                return forward(inputs, num_decodes, hidden)
-            runner.adapters.prepare(4)
-            with runner.adapters.captured(4):
-                return forward(inputs, num_decodes, hidden)
+    def launch(inputs, num_decodes, hidden=None):
+        if not runner.model.adapters.has_tokens or num_decodes != len(inputs.token_ids):
+            return forward(inputs, num_decodes, hidden)
+        runner.adapters.prepare(4)
+        with runner.adapters.captured(4):
+            return forward(inputs, num_decodes, hidden)
 
-        runner._forward = launch
+    runner._forward = launch
 
 
 def submit(driver, adapters, prompt, task, **fields):
@@ -61,22 +60,21 @@ def submit(driver, adapters, prompt, task, **fields):
 
 @pytest.mark.feature("input:lora_task_id", "input:lora_weights", "input:lora_config")
 @pytest.mark.parametrize(
-    ("changes", "kernels"),
+    ("changes", "has_gpu_kernels"),
     [
-        ({}, ""),
-        ({"depth": 2, "max_num_batched_tokens": 20}, ""),
-        ({}, "launched"),
-        ({}, "captured"),
+        ({}, False),
+        ({"depth": 2, "max_num_batched_tokens": 20}, False),
+        ({}, True),
     ],
 )
 def test_each_request_of_a_mixed_batch_gets_what_its_merged_weights_give(
-    make_engine, adapters, references, prompt_of, changes, kernels
+    make_engine, adapters, references, prompt_of, changes, has_gpu_kernels
 ):
     driver = make_engine(**changes)
-    if kernels:
-        use_gpu_kernels(driver, is_captured=kernels == "captured")
+    if has_gpu_kernels:
+        use_gpu_kernels(driver)
     # The interpreter takes its time.
-    prompts = [prompt_of(10 + 9 * seed, seed) for seed in range(1 if kernels else 3)]
+    prompts = [prompt_of(10 + 9 * seed, seed) for seed in range(1 if has_gpu_kernels else 3)]
     asked = [(p, task) for p in prompts for task in (0, 5, 9)]
 
     requests = [submit(driver, adapters, p, task) for p, task in asked]

@@ -13,6 +13,7 @@ from trimaran.worker.step_types import NewRow, int32s
 
 CPU = torch.device("cpu")
 PROMPT = [1, 2, 3]
+POSITIONS = 100
 
 
 def draw(logits, params, *, outputs=None, indices=None):
@@ -39,12 +40,21 @@ def draw(logits, params, *, outputs=None, indices=None):
 
 
 def repeated(logits_V, params, count):
-    """``count`` independent draws from one distribution: seeds 0, 1, 2 and so on."""
+    """``count`` independent draws from one distribution: seeds 0, 1, 2 and so on, each at
+    its first ``POSITIONS`` output positions."""
+    num_rows = -(-count // POSITIONS)
+    rows = SamplingRows(num_rows, len(logits_V), CPU)
+    wire = params.to_wire()
+    for row in range(num_rows):
+        ids = int32s(PROMPT)
+        sampling = {**wire, "seed": row}
+        new = NewRow(row=row, token_ids=ids, num_prompt_tokens=len(PROMPT), sampling=sampling)
+        rows.enter(new)
+    draws = np.arange(count, dtype=np.int32)
+    batch = rows.batch(draws // POSITIONS, len(PROMPT) + draws % POSITIONS)
+    table = torch.zeros((num_rows, len(PROMPT) + POSITIONS), dtype=torch.int32)
     logits = torch.as_tensor(logits_V, dtype=torch.float32).repeat(count, 1)
-    fields = params.to_wire()
-    return draw(
-        logits, [SamplingParams(**{**fields, "seed": seed}) for seed in range(count)]
-    ).token_ids.numpy()
+    return sampler.sample(logits, batch, table).token_ids.numpy()
 
 
 def chi_square(ids, probabilities):
@@ -100,12 +110,10 @@ def test_consecutive_positions_of_one_sequence_are_independent_draws():
     rows = SamplingRows(1, 8, CPU)
     wire = SamplingParams(top_p=1.0, seed=5).to_wire()
     rows.enter(NewRow(row=0, token_ids=int32s([1]), num_prompt_tokens=1, sampling=wire))
-    ids = []
-    for position in range(count):
-        batch = rows.batch(int32s([0]), int32s([1 + position]))
-        logits = torch.tensor(LOGITS, dtype=torch.float32)[None]
-        ids.append(int(sampler.sample(logits, batch, torch.zeros((1, 1))).token_ids[0]))
-    ids = np.array(ids)
+    positions = np.arange(count, dtype=np.int32)
+    batch = rows.batch(np.zeros_like(positions), 1 + positions)
+    logits = torch.tensor(LOGITS, dtype=torch.float32).repeat(count, 1)
+    ids = sampler.sample(logits, batch, torch.zeros((1, 1))).token_ids.numpy()
 
     assert chi_square(ids, kept(range(8))) < 24.3
     pairs = ids[:-1] * 8 + ids[1:]
