@@ -82,7 +82,7 @@ def engine_config(
         cuda_graphs=True if graphs is None else graphs,
         max_cuda_graphs=model.parameters.get_int("cuda_graph_cache_size") or 0,
         prompt_graph_tokens=flags.prompt_graph_tokens,
-        guided=_guided(model),
+        guided=_guided(model, engine_dir),
         parallel=parallel,
         scheduler=_scheduler(model, folder, flags),
         cache=cache_config(model, flags.tokens_per_block or folder.build.tokens_per_block),
@@ -90,7 +90,7 @@ def engine_config(
     )
 
 
-def _guided(model: RepositoryModel) -> GuidedConfig:
+def _guided(model: RepositoryModel, engine_dir: str) -> GuidedConfig:
     values = model.parameters
     backend = values.get_str("guided_decoding_backend") or ""
     if backend and importlib.util.find_spec(backend) is None:
@@ -106,6 +106,11 @@ def _guided(model: RepositoryModel) -> GuidedConfig:
         paths[key] = os.path.abspath(path) if path else ""
     return GuidedConfig(
         backend=backend,
+    if backend and not any(paths.values()) and not _has_tokenizer(engine_dir):
+        raise ConfigError(
+            f"{model.config_path}: Guided decoding requires tokenizer's information. Please "
+            f"provide 'tokenizer_dir': {engine_dir} holds no tokenizer."
+        )
         tokenizer_dir=paths["tokenizer_dir"],
         tokenizer_info_path=paths["xgrammar_tokenizer_info_path"],
     )
@@ -113,6 +118,12 @@ def _guided(model: RepositoryModel) -> GuidedConfig:
 
 def resolve_device(device: str) -> str:
     """``cpu`` or ``cuda``; ``auto`` is the GPU if this machine and this torch have one."""
+def _has_tokenizer(folder: str) -> bool:
+    """Whether a folder has any of the files that tokenizers are kept in."""
+    beginnings = ("tokenizer", "vocab", "spiece")
+    return any(name.startswith(beginnings) for name in os.listdir(folder))
+
+
     if device != "auto":
         return device
     return "cuda" if num_visible_gpus() and not torch_is_cpu_only() else "cpu"

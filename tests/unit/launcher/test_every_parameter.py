@@ -61,6 +61,7 @@ def test_every_key_that_is_served_is_here_or_elsewhere():
 @pytest.mark.feature(*(f"parameter:{key}" for key in REACH_THE_ENGINE))
 def test_every_key_reaches_the_engine(tmp_path):
     checkpoint = write_checkpoint(tmp_path / "hf")
+    (checkpoint / "tokenizer.json").write_text("{}")
     write_checkpoint(tmp_path / "hf2")
     info = tmp_path / "info.json"
     info.write_text("{}")

@@ -208,6 +208,17 @@ def test_keys_of_guided_decoding_reach_the_engine(tmp_path):
     assert EngineConfig.from_wire(engine.to_wire()) == engine
 
 
+def test_guided_decoding_without_a_tokenizer_is_refused_before_anything_starts(tmp_path):
+    engine = write_engine(tmp_path / "engine", tp_size=1)
+    keys = {"guided_decoding_backend": "xgrammar"}
+    write_model(tmp_path / "repo" / "m", gpt_model_path=str(engine), **keys)
+
+    with pytest.raises(ConfigError, match="Please provide 'tokenizer_dir'"):
+        resolve(tmp_path / "repo")
+    (engine / "tokenizer.json").write_text("{}")
+    assert resolve(tmp_path / "repo").groups[0].engine.guided.backend == "xgrammar"
+
+
 @pytest.mark.parametrize(
     ("key", "value", "depth"),
     [
@@ -364,7 +375,7 @@ def test_flags_without_effect_are_noted_once_each(repository):
 
 @pytest.mark.parametrize(
     "flags",
-    [["--http-port", "70000"], ["--depth", "3"], ["--no-such"], ["--log-format", "xml"],
+    [["--http-port", "70000"], ["--depth", "0"], ["--no-such"], ["--log-format", "xml"],
      ["--world-size", "0"], ["--hang-timeout", "-1"], ["--strict-readiness", "maybe"]],
 )  # fmt: skip
 def test_a_malformed_flag_is_one_line_and_code_2(capsys, flags):
