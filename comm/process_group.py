@@ -16,7 +16,7 @@ from trimaran.comm.errors import PeerLostError
 from trimaran.comm.mpi import World
 from trimaran.comm.net import dial_any, own_addresses
 
-_MULTICAST_OFF = {
+MULTICAST_OFF = {
     "NCCL_NVLS_ENABLE": "0",
     "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
     "NVSHMEM_DISABLE_NVLS": "1",
@@ -126,7 +126,7 @@ class NcclGroup(ProcessGroup):
     def __init__(
         self, world: World, device: torch.device, timeout_s: float, connect_timeout_s: float
     ) -> None:
-        for name, value in _MULTICAST_OFF.items():
+        for name, value in MULTICAST_OFF.items():
             os.environ.setdefault(name, value)
         torch.cuda.set_device(device)
         self._device = device
@@ -158,7 +158,7 @@ def _join_default_group(root: World, backend: str, limit: timedelta, connect_s: 
         # Without a device it connects no GPUs.
         dist.init_process_group(
             backend,
-            store=_connect_store(root, connect_s),
+            store=connect_store(root, connect_s),
             rank=root.rank,
             world_size=root.size,
             timeout=limit,
@@ -173,7 +173,7 @@ def _leave_default_group() -> None:
         dist.destroy_process_group()
 
 
-def _connect_store(world: World, timeout_s: float) -> Any:
+def connect_store(world: World, timeout_s: float) -> Any:
     """A key-value store on group rank 0 that all ranks reach. Collective.
 
     Rank 0 binds a free port and hands over the bound socket, so that no other process

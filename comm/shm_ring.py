@@ -86,6 +86,13 @@ class RingWriter(ShmRing):
             if start >= len(view):
                 return
 
+    @property
+    def num_free(self) -> int:
+        """Slots that can be written without waiting for a reader."""
+        readers = range(self._num_readers)
+        oldest: int = min(self._words[self._reader_word(reader)] for reader in readers)
+        return self._num_slots - (self._words[0] - oldest)
+
     def _write_slot(self, chunk: memoryview, has_more: bool, deadline: float) -> None:
         count = self._words[0]
         self._wait_for_room(count, deadline)

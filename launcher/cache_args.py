@@ -54,12 +54,18 @@ def cache_config(model: RepositoryModel, tokens_per_block: int) -> CacheConfig:
         raise ConfigError(f"{model.folder}/config.pbtxt: {error}") from None
 
 
-def steps_in_flight(model: RepositoryModel, depth: int) -> int:
+def steps_in_flight(model: RepositoryModel, depth: int | None, num_stages: int) -> int:
     """``depth``, unless the model's keys ask for steps one after another.
 
     Raises:
-        ConfigError: two keys contradict each other.
+        ConfigError: two keys contradict each other, or a pipeline gains nothing from so many.
     """
+    most = num_stages + 1
+    if depth is not None and depth > most:
+        raise ConfigError(
+            f"--depth is {depth} but with {num_stages} pipeline stage(s) at most {most} steps "
+            f"are in flight. Lower it to 1 to {most}, or leave it out."
+        )
     said = {
         key: value == is_on
         for key, is_on in _OVERLAPS.items()
@@ -70,7 +76,7 @@ def steps_in_flight(model: RepositoryModel, depth: int) -> int:
             f"{model.folder}/config.pbtxt: {' and '.join(said)} contradict each other. Leave "
             "one of them."
         )
-    return 1 if False in said.values() else depth
+    return 1 if False in said.values() else depth or max(2, num_stages)
 
 
 def _windows(model: RepositoryModel) -> tuple[int, ...]:

@@ -43,7 +43,9 @@ class EngineFlags:
     max_num_tokens: int | None = None
     tokens_per_block: int | None = None
     expected_output_tokens: int = 1024
-    depth: int = 2
+    depth: int | None = None
+    """None: 2, or one a stage."""
+
     num_threads: int | None = None
     deterministic: bool = False
     prompt_graph_tokens: int = 0
@@ -84,7 +86,7 @@ def engine_config(
         prompt_graph_tokens=flags.prompt_graph_tokens,
         guided=_guided(model, engine_dir),
         parallel=parallel,
-        scheduler=_scheduler(model, folder, flags),
+        scheduler=_scheduler(model, folder, flags, parallel.pp_size),
         cache=cache_config(model, flags.tokens_per_block or folder.build.tokens_per_block),
         lora=lora_config(model, folder, has_graphs=flags.adapter_graphs),
     )
@@ -104,26 +106,26 @@ def _guided(model: RepositoryModel, engine_dir: str) -> GuidedConfig:
         if path and not os.path.exists(path):
             raise ConfigError(f"{model.config_path}: {key} is {path}, which does not exist")
         paths[key] = os.path.abspath(path) if path else ""
-    return GuidedConfig(
-        backend=backend,
     if backend and not any(paths.values()) and not _has_tokenizer(engine_dir):
         raise ConfigError(
             f"{model.config_path}: Guided decoding requires tokenizer's information. Please "
             f"provide 'tokenizer_dir': {engine_dir} holds no tokenizer."
         )
+    return GuidedConfig(
+        backend=backend,
         tokenizer_dir=paths["tokenizer_dir"],
         tokenizer_info_path=paths["xgrammar_tokenizer_info_path"],
     )
 
 
-def resolve_device(device: str) -> str:
-    """``cpu`` or ``cuda``; ``auto`` is the GPU if this machine and this torch have one."""
 def _has_tokenizer(folder: str) -> bool:
     """Whether a folder has any of the files that tokenizers are kept in."""
     beginnings = ("tokenizer", "vocab", "spiece")
     return any(name.startswith(beginnings) for name in os.listdir(folder))
 
 
+def resolve_device(device: str) -> str:
+    """``cpu`` or ``cuda``; ``auto`` is the GPU if this machine and this torch have one."""
     if device != "auto":
         return device
     return "cuda" if num_visible_gpus() and not torch_is_cpu_only() else "cpu"
@@ -145,11 +147,6 @@ def _engine_dir(model: RepositoryModel) -> str:
 
 def _parallel(folder: EngineFolder, flags: EngineFlags, num_named: int) -> ParallelConfig:
     layout = layout_of(flags.sizes, folder, num_named)
-    if layout.pp_size != 1:
-        raise ConfigError(
-            f"{folder.path}: is to run with pp_size {layout.pp_size}, which this version "
-            f"cannot run. Build it with --pp-size 1 --tp-size {layout.world_size}."
-        )
     if layout.dp_size != 1:
         raise ConfigError(
             f"--dp-size is {layout.dp_size}, which this version cannot run. Serve instances of "
@@ -159,7 +156,7 @@ def _parallel(folder: EngineFolder, flags: EngineFlags, num_named: int) -> Paral
 
 
 def _scheduler(
-    model: RepositoryModel, folder: EngineFolder, flags: EngineFlags
+    model: RepositoryModel, folder: EngineFolder, flags: EngineFlags, num_stages: int
 ) -> SchedulerConfig:
     build, values = folder.build, model.parameters
     max_tokens = flags.max_num_tokens or build.max_num_tokens
@@ -182,7 +179,7 @@ def _scheduler(
         max_queue_size=queue.max_queue_size(0),
         level_queue_sizes=queue.queue_sizes,
         expected_output_tokens=flags.expected_output_tokens,
-        depth=steps_in_flight(model, flags.depth),
+        depth=steps_in_flight(model, flags.depth, num_stages),
     )
 
 

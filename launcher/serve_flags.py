@@ -211,7 +211,12 @@ def _add_engine_flags(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="length of outputs that admission by max_utilization expects before any ended",
     )
-    add("--depth", type=int, default=2, choices=(1, 2), help="steps in flight (2: overlapped)")
+    add(
+        "--depth",
+        type=positive,
+        metavar="N",
+        help="steps in flight (1: one after another; default 2, or one for each stage)",
+    )
     add(
         "--num-threads",
         type=positive,

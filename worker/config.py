@@ -81,7 +81,8 @@ class SchedulerConfig:
     ``max_utilization``."""
 
     depth: int = 0
-    """Steps in flight: 1 plain, 2 overlapped, 0 what suits the device (GPU 2, CPU 1)."""
+    """Steps in flight: 1 plain, 2 overlapped, in a pipeline one a stage or one more; 0 what
+    suits the device (GPU 2, CPU 1) and the stages."""
 
     @property
     def is_v1(self) -> bool:
@@ -109,8 +110,8 @@ class SchedulerConfig:
             raise ConfigError(
                 f"expected_output_tokens is {self.expected_output_tokens} but must be 1 or more"
             )
-        if self.depth not in (0, 1, 2):
-            raise ConfigError(f"depth is {self.depth} but must be 1, 2 or 0 (by device)")
+        if self.depth < 0:
+            raise ConfigError(f"depth is {self.depth} but must be 1 or more, or 0 (by device)")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -249,6 +250,14 @@ class EngineConfig:
     cache: CacheConfig = field(default_factory=CacheConfig)
     guided: GuidedConfig = field(default_factory=GuidedConfig)
     lora: LoraConfig = field(default_factory=LoraConfig)
+
+    def __post_init__(self) -> None:
+        most = self.parallel.pp_size + 1
+        if self.scheduler.depth > most:
+            raise ConfigError(
+                f"depth is {self.scheduler.depth} but with {self.parallel.pp_size} pipeline "
+                f"stage(s) at most {most} steps are in flight. Lower it."
+            )
 
     def to_wire(self) -> dict[str, Any]:
         """Plain dictionaries, for msgpack."""

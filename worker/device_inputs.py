@@ -105,20 +105,25 @@ class DeviceInputs:
         num_updates, segments = len(decision.new_blocks), self._segments(decision)
         at_places = 4 * num_entries + 1
         at_segments = at_places + 2 * num_updates
-        at_ids = at_segments + 4 * len(segments)
-        count = at_ids + sum(len(ids) for _, _, ids in segments)
+        num_ids = len(decision.decode_ids)
+        num_segments = len(segments) + num_ids
+        at_ids = at_segments + 4 * num_segments
+        at_decode_ids = at_ids + sum(len(ids) for _, _, ids in segments)
+        count = at_decode_ids + num_ids
         self._step += 1
         staging = self._ring[self._step % len(self._ring)]
         staging.reserve(count)
         num_tokens = self._pack_entries(staging.array, decision)
         self._pack_blocks(staging.array[at_places:at_segments], decision)
         _pack_ids(staging.array, at_segments, at_ids, segments)
+        if num_ids:
+            _pack_decode_ids(staging.array, at_ids - 4 * num_ids, at_decode_ids, decision)
         packed = self._send(staging, count)
-        if num_updates or segments:
-            longest = max((len(ids) for _, _, ids in segments), default=0)
+        if num_updates or num_segments:
+            longest = max((len(ids) for _, _, ids in segments), default=1)
             self._kernels.enter(
                 packed, self.token_table, self.block_tables, at_places, num_updates,
-                at_segments, len(segments), longest,
+                at_segments, num_segments, longest,
             )  # fmt: skip
         is_decode = decision.num_decodes == num_entries
         max_query_len = 1 if is_decode else int(decision.num_scheduled_tokens.max())
@@ -218,3 +223,17 @@ def _pack_ids(
         array[segment : segment + 4] = row, first, at_ids, length
         array[at_ids : at_ids + length] = ids
         at_ids += length
+
+
+def _pack_decode_ids(
+    array: Int32Array, at_segments: int, at_ids: int, decision: SchedulerOutput
+) -> None:
+    """One segment of one id for each decode."""
+    ids = decision.decode_ids
+    count = len(ids)
+    segments = array[at_segments : at_segments + 4 * count].reshape(count, 4)
+    segments[:, 0] = decision.rows[:count]
+    segments[:, 1] = decision.num_computed_tokens[:count]
+    segments[:, 2] = np.arange(at_ids, at_ids + count, dtype=np.int32)
+    segments[:, 3] = 1
+    array[at_ids : at_ids + count] = ids

@@ -15,7 +15,7 @@ import torch
 
 from trimaran.comm.collectives import TensorParallelGroup
 from trimaran.comm.control import ControlPlane
-from trimaran.comm.errors import ConfigError, RequestError
+from trimaran.comm.errors import RequestError
 from trimaran.comm.messages import (
     ExpertReport,
     FinishReason,
@@ -24,6 +24,7 @@ from trimaran.comm.messages import (
     RequestFailed,
     Submit,
 )
+from trimaran.comm.pipeline import PipelineLinks
 from trimaran.comm.topology import ParallelLayout
 from trimaran.worker.admission import request_from
 from trimaran.worker.config import RankConfig
@@ -71,9 +72,10 @@ class Engine:
     """One loop for every mode: keeps up to ``depth`` steps in flight on the device.
 
     Rank 0 schedules, sends each decision to the other ranks and takes in what was sampled.
-    The others `follow`. Every rank samples the same ids, so none is sent back. With depth
-    1 a step's result is known before the next is planned; with 2 the device has the next
-    step before the host looks at the last one's ids.
+    The others `follow`. Every rank of a stage samples the same ids, so none is sent back; in
+    a pipeline the last stage tells rank 0. With depth 1 a step's result is known before the
+    next is planned; with 2 the device has the next step before the host looks at the last
+    one's ids, and a pipeline has a step for each stage.
     """
 
     def __init__(
@@ -82,21 +84,26 @@ class Engine:
         topology: ParallelLayout,
         control: ControlPlane,
         tp_group: TensorParallelGroup,
+        links: PipelineLinks | None = None,
     ) -> None:
+        """``links`` tie a rank to others than its tensor group; one stage needs none."""
         self._config = rank_config.engine
         self._topology = topology
         self._control = control
         self._tp = tp_group
+        self._links = links or PipelineLinks()
         self.device = select_device(self._config, topology)
         # On the CPU a step runs where the host would plan the next: overlap only delays.
         default_depth = 2 if self.device.type == "cuda" else 1
-        self.depth = self._config.scheduler.depth or default_depth
+        num_stages = topology.pp_size
+        self.depth = self._config.scheduler.depth or max(default_depth, num_stages)
         self._in_flight: deque[tuple[ScheduledStep, ModelRunnerOutput]] = deque()
         self._requests: dict[tuple[Hashable, int], list[Request]] = {}
         self._deadlines: list[tuple[float, int, Request]] = []
         self._num_submitted = 0
         self.times = StepTimes()
-        self._timing = PlanTiming(self.depth > 1 and self.device.type == "cuda")
+        is_overlapped = self.depth > 1 and num_stages == 1
+        self._timing = PlanTiming(is_overlapped and self.device.type == "cuda")
         self._profile = StepProfile.of_rank(rank_config, topology.rank, self.device)
         self._loaded: LoadedEngine | None = None
 
@@ -108,20 +115,18 @@ class Engine:
         Raises:
             ConfigError: the configuration asks for what this engine cannot do.
         """
-        if self._topology.pp_size > 1:
-            raise ConfigError(
-                f"pp_size is {self._topology.pp_size} but pipeline stages are not executed "
-                "yet. Build the engine with --pp-size 1 and a larger --tp-size."
-            )
         if self._profile is not None:
             self._profile.prepare()
         self._loaded = load_engine(
-            self._config, self._topology, self._tp, self.device, self.depth
+            self._config, self._topology, self._tp, self.device, self.depth, self._links
         )
         self.runner = self._loaded.runner
         self._adapters = self._loaded.adapters
         self._adapters.is_open = self._is_open
-        self.scheduler = Scheduler(self._loaded.limits, self._loaded.cache, self._adapters)
+        num_micro_batches = self.depth if self._topology.pp_size > 1 else 0
+        self.scheduler = Scheduler(
+            self._loaded.limits, self._loaded.cache, self._adapters, num_micro_batches
+        )
         self._guided = self._guided_requests()
         self._stats = EngineStats(self._loaded, self.scheduler, self.times)
         # What is alive now stays: the collector need not look at it again.

@@ -124,12 +124,22 @@ class InputBatch:
             ids = torch.from_numpy(np.array(write.token_ids, dtype=np.int32))
             end = write.start + len(ids)
             self.token_table[write.row, write.start : end].copy_(ids, non_blocking=True)
+        if len(decision.decode_ids):
+            self._write_decode_ids(decision)
         blocks = decision.new_blocks
         if len(blocks):
             groups, rows, indices, values = blocks.T
             self._block_ids[groups, rows, indices] = values
             if self.device.type != "cpu":
                 self._send_blocks(groups, rows, indices, values)
+
+    def _write_decode_ids(self, decision: SchedulerOutput) -> None:
+        """Note the tokens that decodes compute, which another rank has sampled."""
+        count = len(decision.decode_ids)
+        places = decision.rows[:count].astype(np.int64) * self.row_len
+        places += decision.num_computed_tokens[:count]
+        ids = torch.from_numpy(np.array(decision.decode_ids))
+        self._flat_ids[to_device(places, self.device)] = ids.to(self.device)
 
     def _send_blocks(
         self, groups: Int32Array, rows: Int32Array, indices: Int32Array, values: Int32Array
@@ -144,7 +154,7 @@ class InputBatch:
         self._apply_changes(decision)
         last = self._last_decode
         if last is not None and last.is_followed_by(decision):
-            return self._advance(last)
+            return self._advance(last, decision)
         inputs, host = self._compute(decision)
         is_repeatable = self.device.type == "cpu" and inputs.logits_indices is None
         self._last_decode = None
@@ -152,16 +162,18 @@ class InputBatch:
             self._last_decode = _DecodeStep(self.block_size, inputs, host)
         return inputs
 
-    def _advance(self, last: _DecodeStep) -> StepInputs:
+    def _advance(self, last: _DecodeStep, decision: SchedulerOutput) -> StepInputs:
         """The inputs of the step before, each sequence one token on, made in their place.
 
-        Its sampled ids are there already: `write_sampled` made them the next input.
+        Ids that were sampled here are there already: `write_sampled` made them the next input.
         """
         host, inputs = last.host, last.inputs
         # Positions, places and slots alike: no block ends here.
         host.wide += 1
         host.seq_lens += 1
         inputs.max_seq_len += 1
+        if len(decision.decode_ids):
+            inputs.token_ids = torch.from_numpy(np.array(decision.decode_ids))
         return inputs
 
     def _compute(self, decision: SchedulerOutput) -> tuple[StepInputs, StepArrays]:

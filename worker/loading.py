@@ -11,6 +11,7 @@ import torch
 
 from trimaran.comm.collectives import TensorParallelGroup
 from trimaran.comm.errors import ConfigError
+from trimaran.comm.pipeline import PipelineLinks
 from trimaran.comm.topology import ParallelLayout
 from trimaran.kernels.build import load_library
 from trimaran.kernels.sampling import CpuSampling
@@ -41,12 +42,13 @@ class LoadedEngine:
     limits: SchedulerConfig
     vocab_size: int
     adapters: AdapterManager
+    sampling_backend: str
     expert_loads: ExpertLoads | None
     """None for a model without experts."""
 
     def facts(self, topology: ParallelLayout, depth: int) -> dict[str, Any]:
         """For front ends, logs and metrics."""
-        model, limits, kernel = self.runner.model, self.limits, self.runner.sampling.kernel
+        model, limits = self.runner.model, self.limits
         return {
             "max_batch_size": limits.max_num_seqs,
             "max_num_tokens": limits.max_num_batched_tokens,
@@ -68,7 +70,7 @@ class LoadedEngine:
             "cuda_graphs": self.runner.num_graphs,
             "backends": {
                 **model.backends(),
-                "sampling": "torch" if kernel is None else kernel.name,
+                "sampling": self.sampling_backend,
                 "lora": "triton" if model.device.type == "cuda" else model.backends()["linear"],
             },
         }
@@ -80,64 +82,94 @@ def load_engine(
     tp: TensorParallelGroup,
     device: torch.device,
     depth: int,
+    links: PipelineLinks,
 ) -> LoadedEngine:
     """Load this rank's weights, agree on the cache's size, allocate and warm up. Collective."""
     model = load_model(config, topology, tp, device)
-    kernel = None
-    if device.type == "cpu" and model.backends()["linear"] != "torch":
-        kernel = CpuSampling(load_library())
-        # Our kernels have threads of their own. Torch's would spin beside them after every
-        # larger operation of the sampler, and the step would wait for the cores.
-        torch.set_num_threads(1)
+    kernel = _sampling_kernel(model, device)
     limits = _limits(config.scheduler, model)
-    groups = group_layers(model.kv_cache_specs())
-    if len(groups) != 1:
-        raise ConfigError(
-            f"the model's layers need {len(groups)} kinds of KV cache but one is served. "
-            "Serve a model whose layers all attend alike."
-        )
+    groups = _kv_groups(model)
     block_size = config.cache.tokens_per_block
     inputs = _make_inputs(limits, block_size, device, depth, kernel)
     vocab_size = model.config.vocab_size
     # Before graphs are captured: counting is a part of them.
     num_tokens = inputs.num_tokens if isinstance(inputs, DeviceInputs) else None
     expert_loads = ExpertLoads.of(model, num_tokens)
+    most_tokens = max(limits.max_num_batched_tokens, limits.max_num_seqs)
+    links.open(topology, device, (most_tokens, model.config.hidden_size), model.dtype)
 
     def make_runner(num_blocks: int) -> ModelRunner:
         for group in groups:
             group.allocate(num_blocks, block_size, device)
         inputs.use_spare_block(num_blocks)
-        return ModelRunner(model, groups, inputs, vocab_size, tp, depth, kernel)
+        return ModelRunner(model, groups, inputs, vocab_size, tp, depth, kernel, links)
 
     sizes, prompt_sizes = _graph_sizes(config, limits, tp, device)
     step_bytes = 0
+    block_bytes = _block_bytes(groups, block_size)
     if device.type == "cuda":
-        prompt_bytes, decode_bytes = peak_step_bytes(make_runner(inputs.max_blocks), limits)
-        step_bytes = max(prompt_bytes, decode_bytes)
-        if sizes:
-            # The graphs keep the memory of their largest steps for themselves.
-            share = max(prompt_sizes, default=0) / limits.max_num_batched_tokens
-            step_bytes += max(decode_bytes, int(share * prompt_bytes))
+        # The runner is not kept: it holds the memory of its blocks.
+        step_bytes = _step_bytes(
+            make_runner(inputs.max_blocks), limits, bool(sizes), prompt_sizes
+        )
         for group in groups:
             group.free()
-        step_bytes += _num_staged(config.cache, limits) * _block_bytes(groups, block_size)
-    num_blocks = _agreed_blocks(config, limits, groups, topology, tp, device, step_bytes)
+        step_bytes += _num_staged(config.cache, limits) * block_bytes
+    available = free_bytes(device, len(topology.local_ranks)) - step_bytes
+    mine = blocks_that_fit(config.cache, limits, block_bytes, available)
+    num_blocks = _agreed(mine, tp, device, links)
     runner = make_runner(num_blocks)
     # Before graphs are captured: they hold what the layers do.
-    budget = adapter_bytes(config.lora, topology, tp, device, step_bytes)
+    budget = adapter_bytes(config.lora, topology, device, step_bytes)
+    budget = _agreed(budget, tp, device, links)
     adapters = load_adapters(
         config.lora, runner, limits, budget, is_deterministic=config.deterministic
     )
     run_small_steps(runner, limits)
     if sizes:
         runner.capture_graphs(sizes, prompt_sizes, has_adapters=config.lora.has_graphs)
-    cache = _make_cache(config.cache, limits, runner, num_blocks)
-    gib = num_blocks * _block_bytes(groups, block_size) / 2**30
+    num_slots = _agreed(_host_slots(config.cache, groups), tp, device, links)
+    cache = _make_cache(config.cache, limits, runner, num_blocks, num_slots)
+    gib = num_blocks * block_bytes / 2**30
     logger.info("KV cache ready: %d blocks of %d tokens, %.2f GiB", num_blocks, block_size, gib)
     if expert_loads is not None:
         # Steps of the warm-up are nobody's.
         expert_loads.reset()
-    return LoadedEngine(runner, cache, limits, vocab_size, adapters, expert_loads)
+    backend = "torch" if kernel is None else kernel.name
+    return LoadedEngine(runner, cache, limits, vocab_size, adapters, backend, expert_loads)
+
+
+def _sampling_kernel(model: CausalLM, device: torch.device) -> CpuSampling | None:
+    if device.type != "cpu" or model.backends()["linear"] == "torch":
+        return None
+    # Our kernels have threads of their own. Torch's would spin beside them after every
+    # larger operation of the sampler, and the step would wait for the cores.
+    torch.set_num_threads(1)
+    return CpuSampling(load_library())
+
+
+def _kv_groups(model: CausalLM) -> list[KVGroup]:
+    groups = group_layers(model.kv_cache_specs())
+    if len(groups) != 1:
+        raise ConfigError(
+            f"the model's layers need {len(groups)} kinds of KV cache but one is served. "
+            "Serve a model whose layers all attend alike."
+        )
+    return groups
+
+
+def _step_bytes(
+    runner: ModelRunner, limits: SchedulerConfig, has_graphs: bool, prompts: list[int]
+) -> int:
+    """Device memory of the largest steps, and of the graphs that hold some of ``prompts``
+    tokens. Collective over the stages: they run them together."""
+    prompt_bytes, decode_bytes = peak_step_bytes(runner, limits)
+    step_bytes = max(prompt_bytes, decode_bytes)
+    if has_graphs:
+        # The graphs keep the memory of their largest steps for themselves.
+        share = max(prompts, default=0) / limits.max_num_batched_tokens
+        step_bytes += max(decode_bytes, int(share * prompt_bytes))
+    return step_bytes
 
 
 def _make_inputs(
@@ -160,11 +192,14 @@ def _block_bytes(groups: list[KVGroup], block_size: int) -> int:
 
 
 def _make_cache(
-    cache: CacheConfig, limits: SchedulerConfig, runner: ModelRunner, num_blocks: int
+    cache: CacheConfig,
+    limits: SchedulerConfig,
+    runner: ModelRunner,
+    num_blocks: int,
+    num_slots: int,
 ) -> KVCacheManager:
     """The manager of the cache's blocks, and the host's memory for evicted ones."""
     size = cache.tokens_per_block
-    num_slots = _host_slots(cache, runner.groups)
     for group in runner.groups if num_slots else ():
         assert group.memory is not None
         host = HostCopies(group.memory, num_slots, _num_staged(cache, limits))
@@ -256,18 +291,9 @@ def _limits(scheduler: SchedulerConfig, model: CausalLM) -> SchedulerConfig:
     )
 
 
-def _agreed_blocks(
-    config: EngineConfig,
-    limits: SchedulerConfig,
-    groups: list[KVGroup],
-    topology: ParallelLayout,
-    tp: TensorParallelGroup,
-    device: torch.device,
-    step_bytes: int,
+def _agreed(
+    mine: int, tp: TensorParallelGroup, device: torch.device, links: PipelineLinks
 ) -> int:
-    """The number of blocks that fits on every rank, beside what a step needs."""
-    block_bytes = _block_bytes(groups, config.cache.tokens_per_block)
-    available = free_bytes(device, len(topology.local_ranks)) - step_bytes
-    mine = blocks_that_fit(config.cache, limits, block_bytes, available)
+    """The least of all ranks' numbers. Collective."""
     every = tp.all_gather(torch.tensor([mine], dtype=torch.int64, device=device), 0)
-    return int(every.min())
+    return links.minimum(int(every.min()))

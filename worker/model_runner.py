@@ -1,4 +1,4 @@
-"""Runs one decided step on this rank: inputs, forward pass, sampling, copy back."""
+"""Runs one decided step on this rank: inputs, the stage's layers, and what ends the step."""
 
 from __future__ import annotations
 
@@ -8,25 +8,23 @@ import torch
 from torch import Tensor
 
 from trimaran.comm.collectives import TensorParallelGroup
+from trimaran.comm.pipeline import PipelineLinks
 from trimaran.kernels.sampling import CpuSampling
 from trimaran.worker.attention.backend import (
     AttentionMetadata,
     ForwardContext,
     KVCacheSpec,
 )
-from trimaran.worker.candidates import argmax_over_shards
 from trimaran.worker.cuda_graphs import CudaGraphs
 from trimaran.worker.device_inputs import DeviceInputs
 from trimaran.worker.input_batch import InputBatch, StepInputs
-from trimaran.worker.kept_logits import KeptLogits, LogitsRows
 from trimaran.worker.kv_cache.host_copies import HostCopies, begin_transfers
 from trimaran.worker.lora.store import AdapterStore
 from trimaran.worker.models.interfaces import CausalLM
 from trimaran.worker.prompt_tables import PromptTables
-from trimaran.worker.sampler import SamplerOutput, sample
-from trimaran.worker.sampling_rows import SamplingRows
+from trimaran.worker.stage_ends import stage_end
 from trimaran.worker.staging import to_device
-from trimaran.worker.step_result import Copier, ModelRunnerOutput
+from trimaran.worker.step_result import ModelRunnerOutput
 from trimaran.worker.step_times import DeviceClock
 from trimaran.worker.step_types import SchedulerOutput
 
@@ -76,8 +74,8 @@ def group_layers(specs: Sequence[KVCacheSpec]) -> list[KVGroup]:
 class ModelRunner:
     """The model, its KV cache and the rows on this rank's device.
 
-    `execute_model` launches a step and does not wait for the device. Ids that it samples
-    stay on the device for the next step, and are the same on every rank.
+    `execute_model` launches a step and does not wait for the device. A stage of a pipeline
+    gets its input from the stage before; the last one samples.
     """
 
     def __init__(
@@ -89,14 +87,15 @@ class ModelRunner:
         tp: TensorParallelGroup,
         depth: int,
         kernel: CpuSampling | None = None,
+        links: PipelineLinks | None = None,
     ) -> None:
         self.model = model
         self.tp = tp
         self.groups = groups
         self.inputs = inputs
-        num_rows = len(inputs.num_prompt_tokens)
-        self.sampling = SamplingRows(num_rows, vocab_size, inputs.device, kernel)
-        self._logits_rows = LogitsRows(num_rows, vocab_size, is_keeper=tp.rank == 0)
+        links = links or PipelineLinks()
+        self.end = stage_end(model, inputs, vocab_size, tp, depth, kernel, links)
+        self._previous = links.previous
         self._prompt_tables = PromptTables(vocab_size, inputs.device)
         self._kv_caches = _layer_views(groups)
         self._clock = DeviceClock(inputs.device)
@@ -106,9 +105,8 @@ class ModelRunner:
         self.adapters: AdapterStore | None = None
         self.hosts: list[HostCopies] = []
         """Each group's part of the host's memory, where blocks are kept there."""
-        self._copier: Copier | None = None
-        if inputs.device.type == "cuda":
-            self._copier = Copier(inputs.device, num_rows, depth)
+        self._fixed_TD: Tensor | None = None
+        """Where graphs of a later stage find the hidden states of the stage before."""
 
     def capture_graphs(
         self, sizes: list[int], prompt_sizes: list[int], *, has_adapters: bool
@@ -120,6 +118,11 @@ class ModelRunner:
         self._prompt_graphs = CudaGraphs("tokens", prompt_sizes, self._launch_prompts, pool)
         assert isinstance(self.inputs, DeviceInputs)
         self.inputs.pad(max(sizes + prompt_sizes))
+        if self._previous is not None:
+            shape = max(sizes + prompt_sizes), self.model.config.hidden_size
+            self._fixed_TD = torch.zeros(
+                shape, dtype=self.model.dtype, device=self.inputs.device
+            )
         self._adapter_graphs = CudaGraphs(
             "sequences with adapters",
             sizes if has_adapters else [],
@@ -166,30 +169,18 @@ class ModelRunner:
         if self.adapters is not None:
             self.adapters.begin_step(decision)
         for row in decision.finished_rows:
-            self.sampling.leave(row)
-            self._logits_rows.leave(row)
+            self.end.leave(row)
             self._prompt_tables.leave(row)
         for new in decision.new_rows:
-            self.sampling.enter(new)
-            self._logits_rows.enter(new)
-            self._prompt_tables.enter(new, self.model.dtype)
+            self.end.enter(new)
+            if self._previous is None:
+                self._prompt_tables.enter(new, self.model.dtype)
         if len(decision.transfers):
             begin_transfers(self.hosts, decision.step, decision.transfers)
         if len(decision.block_copies):
             self._copy_blocks(decision)
         hidden_TD, inputs = self._run_model(decision)
-        kept: KeptLogits | None = None
-        if not self._logits_rows.is_empty:
-            kept = KeptLogits()
-            self._logits_rows.keep_context(decision, hidden_TD, self.model.compute_logits, kept)
-        if len(decision.sampled) == 0:
-            marks.end()
-            nothing = torch.empty(0, dtype=torch.int64)
-            return ModelRunnerOutput(SamplerOutput(nothing), None, marks)
-        marks.sampling()
-        output = self._sample(hidden_TD, inputs, decision, kept)
-        marks.end()
-        return ModelRunnerOutput(output, self._copier, marks, kept)
+        return self.end.finish(hidden_TD, inputs, decision, marks)
 
     def _run_model(self, decision: SchedulerOutput) -> tuple[Tensor, StepInputs]:
         """Hidden states of the step's tokens: a replayed graph's, or launched one by one."""
@@ -198,9 +189,13 @@ class ModelRunner:
         if self.adapters is not None:
             self.adapters.prepare(size)
         inputs = self.inputs.prepare(decision, size)
-        if graphs is not None and size:
-            return graphs.replay(size)[: decision.num_tokens], inputs
         hidden_TD: Tensor | None = None
+        if self._previous is not None:
+            hidden_TD = self._previous.receive(decision.num_tokens)
+        if graphs is not None and size:
+            if hidden_TD is not None and self._fixed_TD is not None:
+                self._fixed_TD[: len(hidden_TD)].copy_(hidden_TD)
+            return graphs.replay(size)[: decision.num_tokens], inputs
         if not self._prompt_tables.is_empty:
             hidden_TD = self._prompt_tables.embed(
                 decision, inputs.token_ids, self.model.embed_tokens
@@ -227,7 +222,7 @@ class ModelRunner:
     def _launch_decode(self, size: int) -> Tensor:
         """A decode of ``size`` sequences, whatever rows the fixed memory names."""
         assert isinstance(self.inputs, DeviceInputs)
-        return self._forward(self.inputs.views(size, size, size), size)
+        return self._forward(self.inputs.views(size, size, size), size, self._fixed(size))
 
     def _launch_adapters(self, size: int) -> Tensor:
         """A decode of ``size`` sequences, with whatever adapters the fixed memory names."""
@@ -244,46 +239,14 @@ class ModelRunner:
         assert isinstance(self.inputs, DeviceInputs)
         inputs = self.inputs.views(size, size, size)
         inputs.max_query_len = size
-        return self._forward(inputs, 0)
+        return self._forward(inputs, 0, self._fixed(size))
 
-    def _sample(
-        self,
-        hidden_TD: Tensor,
-        inputs: StepInputs,
-        decision: SchedulerOutput,
-        kept: KeptLogits | None,
-    ) -> SamplerOutput:
-        sampled = decision.sampled
-        if inputs.logits_indices is not None:
-            hidden_TD = hidden_TD.index_select(0, inputs.logits_indices)
-        # A GPU's draw takes the likeliest id along, in one pass.
-        is_gpu = inputs.sampled_rows is not None
-        if self.sampling.has_wants or (is_gpu and self.tp.size == 1):
-            lengths = (decision.num_computed_tokens + decision.num_scheduled_tokens)[sampled]
-            batch = self.sampling.batch(
-                decision.rows[sampled], lengths, inputs.sampled_rows, inputs.sampled_lengths
-            )
-            if len(decision.masks):
-                words = -(-self.sampling.vocab_size // 32)
-                batch.masks = to_device(decision.masks.reshape(-1, words), self.inputs.device)
-            logits_NV = self.model.compute_logits(hidden_TD)
-            if kept is not None:
-                self._logits_rows.keep_generation(decision, logits_NV, kept)
-            output = sample(logits_NV, batch, self.inputs.token_table)
-        else:
-            output = SamplerOutput(self._likeliest(hidden_TD))
-        self.inputs.write_sampled(inputs, output.token_ids)
-        return output
+    def _fixed(self, size: int) -> Tensor | None:
+        """Where a captured step finds the hidden states of the stage before, if there is one.
 
-    def _likeliest(self, hidden_ND: Tensor) -> Tensor:
-        """The likeliest ids, without gathering logits. Collective over the tensor group."""
-        if self.tp.size == 1:
-            return self.sampling.likeliest(self.model.compute_logits(hidden_ND))
-        head = self.model.lm_head
-        # The last shards may hold padding rows, which are no ids.
-        num_real = min(max(head.vocab_size - head.first_row, 0), head.num_rows)
-        logits_NS = head.local_logits(hidden_ND)[:, :num_real]
-        return argmax_over_shards(logits_NS, head.first_row, self.tp)
+        A copy: layers may overwrite what they get.
+        """
+        return None if self._fixed_TD is None else self._fixed_TD[:size].clone()
 
     def _copy_blocks(self, decision: SchedulerOutput) -> None:
         """Make the step's block copies; all sources are read before any is written."""

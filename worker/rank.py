@@ -24,6 +24,7 @@ from trimaran.worker.start_times import StartTimes
 if TYPE_CHECKING:
     from trimaran.comm.collectives import TensorParallelGroup
     from trimaran.comm.control import ControlPlane
+    from trimaran.comm.pipeline import PipelineLinks
     from trimaran.comm.topology import ParallelLayout
     from trimaran.worker.engine import Engine
 
@@ -50,6 +51,7 @@ class RankProcess:
         self._watchdog: Watchdog | None = None
         self._control: ControlPlane | None = None
         self._group: TensorParallelGroup | None = None
+        self._links: PipelineLinks | None = None
         self._hang_timeout_s = float("inf")
         self._device = ""
         self._times = StartTimes()
@@ -115,6 +117,7 @@ class RankProcess:
 
         from trimaran.comm.collectives import connect_group
         from trimaran.comm.control import connect_control
+        from trimaran.comm.pipeline import PipelineLinks
         from trimaran.comm.topology import ParallelLayout
         from trimaran.worker.affinity import pin_near
         from trimaran.worker.compile_watch import watch_compilations
@@ -139,14 +142,18 @@ class RankProcess:
         self._control = connect_control(world, self._hang_timeout_s)
         tp_world = world.subgroup(topology.tp_ranks)
         self._group = connect_group(tp_world, device, config.start_timeout_s)
+        self._links = PipelineLinks.connect(world, topology, config.start_timeout_s)
+        if self._links.writer is not None:
+            self._links.writer.on_failure = self.fail
         link.state("loading", f"loading the model on {device}")
         self._times.end("connections")
-        engine = Engine(config, topology, self._control, self._group)
+        engine = Engine(config, topology, self._control, self._group, self._links)
         engine.load()
         self._times.end("engine")
         if device.type == "cuda":
             watch_compilations()
         self._group.timeout_s = self._hang_timeout_s * COLLECTIVE_SHARE
+        self._links.set_timeout(self._hang_timeout_s * COLLECTIVE_SHARE)
         return engine, topology
 
     def _serve(
@@ -196,6 +203,8 @@ class RankProcess:
         watchdog.watch(lambda: "shutting down", FINALIZE_TIMEOUT_S)
         self._control.close()
         engine.shutdown()
+        if self._links is not None:
+            self._links.close()
         self._group.close()
         self._leave()
 
@@ -226,8 +235,13 @@ class RankProcess:
     def _facts(self, engine: Engine, config: RankConfig) -> dict[str, Any]:
         """What the front ends and the metrics are told about this group."""
         assert self._control is not None and self._group is not None
+        assert self._links is not None
         facts = dict(engine.facts())
-        facts["transports"] = {**self._group.transports(), "control": self._control.transport}
+        facts["transports"] = {
+            **self._group.transports(),
+            **self._links.transports(),
+            "control": self._control.transport,
+        }
         facts["start_method"] = config.start_method
         facts["mpi"] = mpi.library_version()
         return facts

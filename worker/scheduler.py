@@ -17,6 +17,7 @@ from trimaran.worker.kv_cache.manager import KVCacheManager
 from trimaran.worker.limits import check_limits, check_queue
 from trimaran.worker.loads import Loads
 from trimaran.worker.lora.manager import AdapterManager
+from trimaran.worker.micro_batches import MicroBatches
 from trimaran.worker.places import find_place
 from trimaran.worker.releases import Releases
 from trimaran.worker.request import (
@@ -27,6 +28,7 @@ from trimaran.worker.request import (
     Sequence,
     remove_by_key,
 )
+from trimaran.worker.rows import Rows
 from trimaran.worker.step_plan import ScheduledStep, StepPlan
 
 _WATERMARK = 0.01
@@ -56,11 +58,13 @@ class Scheduler:
         config: SchedulerConfig,
         cache: KVCacheManager,
         adapters: AdapterManager | None = None,
+        num_micro_batches: int = 0,
     ) -> None:
-        """Without ``adapters`` no request may have one."""
+        """Without ``adapters`` no request may have one; see `MicroBatches` for the last."""
         self.config = config
         self.cache = cache
         self._adapters = adapters
+        self._micro_batches = MicroBatches(num_micro_batches) if num_micro_batches else None
         self.running: list[Sequence] = []
         self.waiting: list[Sequence] = []
         self.loads = Loads()
@@ -69,8 +73,7 @@ class Scheduler:
         self._batch_size = 0
         """Sequences of the static batch that runs, as it was formed."""
         self._can_preempt = config.can_preempt
-        self._free_rows = list(range(config.max_num_seqs - 1, -1, -1))
-        self._finished_rows: list[int] = []
+        self.rows = Rows(config.max_num_seqs)
         self.releases = Releases(cache)
         self._ended: list[Emission] = []
         self._num_preempted = 0
@@ -92,7 +95,7 @@ class Scheduler:
             RequestError: names the value, the limit and the remedy.
         """
         check_limits(request, self.config, self.cache)
-        check_queue(request, self.config, self.waiting, len(self._free_rows))
+        check_queue(request, self.config, self.waiting, len(self.rows.free))
 
     def add(self, request: Request) -> None:
         """Queue a checked request. A replayed one may turn out to be complete."""
@@ -174,14 +177,16 @@ class Scheduler:
             plan.add_transfers(self.cache, self.loads.take_wait_step())
         self.cache.end_step()
         self.step += 1
-        finished, self._finished_rows = self._finished_rows, []
         self._enqueue_forks(plan)
-        return self._followers.fill(plan.finish(finished))
+        has_ids = self._micro_batches is not None
+        return self._followers.fill(plan.finish(self.rows.take_finished(), has_ids=has_ids))
 
     def _plan_running(self, plan: StepPlan) -> None:
         # Ordered by key: whoever is preempted comes later in it than whoever needs room.
         index = 0
         running, step = self.running, plan.step
+        if self._micro_batches is not None:
+            running = self._micro_batches.pick(running, step)
         while index < len(running) and plan.budget > 0:
             sequence = running[index]
             index += 1
@@ -207,6 +212,9 @@ class Scheduler:
                 sequence.last_step = step
                 sequence.num_pending += 1
                 continue
+            if sequence.row < 0:
+                # It made room for one before it, meanwhile.
+                continue
             if sequence.beams is not None and start >= sequence.num_prompt_tokens:
                 self._plan_beams(sequence, sequence.beams, plan)
                 continue
@@ -229,7 +237,7 @@ class Scheduler:
         budget = max(1, budget - num_later)
         if missing <= budget:
             return missing
-        if self._free_rows and self._shares_prompts and self.step >= self._refused_until:
+        if self.rows.free and self._shares_prompts and self.step >= self._refused_until:
             budget -= left_to_waiting(self.waiting, budget)
         return part_of_prompt(sequence.num_computed_tokens, budget, self.cache.block_size)
 
@@ -298,7 +306,7 @@ class Scheduler:
             )
 
     def _admit(self, plan: StepPlan) -> None:
-        while self.waiting and self._free_rows and plan.budget > 0:
+        while self.waiting and self.rows.free and plan.budget > 0:
             sequence = self._next_waiting()
             # A preempted one comes back when the host knows all of its tokens.
             if sequence is None or sequence.num_pending:
@@ -324,7 +332,7 @@ class Scheduler:
     def _start(self, sequence: Sequence, plan: StepPlan) -> bool:
         """Admit one sequence with its first chunk, or return False and change nothing."""
         cache, blocks, beams = self.cache, sequence.blocks, sequence.beams
-        if beams is not None and len(self._free_rows) < beams.width:
+        if beams is not None and len(self.rows.free) < beams.width:
             return False
         is_growing = self._can_preempt and self.running
         place = find_place(
@@ -367,7 +375,7 @@ class Scheduler:
             if sequence is None:
                 return
             if sequence.status is RequestStatus.FINISHED:
-                self._give_back_rows(sequence)
+                self.rows.give_back(sequence)
                 self.releases.release(sequence)
                 continue
             is_urgent = False
@@ -407,23 +415,13 @@ class Scheduler:
         if sequence.is_preempted:
             sequence.is_preempted = False
             self._num_preempted -= 1
-        sequence.row = self._free_rows.pop()
-        if sequence.beams is not None:
-            sequence.beams.enter_rows(self._free_rows)
+        self.rows.take(sequence)
         sequence.status = RequestStatus.RUNNING
         sequence.publish_at = 0
 
     def _leave_row(self, sequence: Sequence) -> None:
         remove_by_key(self.running, sequence)
-        self._finished_rows += self._give_back_rows(sequence)
-
-    def _give_back_rows(self, sequence: Sequence) -> list[int]:
-        rows = [sequence.row]
-        sequence.row = -1
-        if sequence.beams is not None:
-            rows += sequence.beams.leave_rows()
-        self._free_rows += rows
-        return rows
+        self.rows.leave(sequence)
 
     # ---- results -------------------------------------------------------------------------
 

@@ -11,7 +11,14 @@ from trimaran.worker.kept_logits import KeptLogits
 from trimaran.worker.kv_cache.manager import BlockCopy, KVCacheManager
 from trimaran.worker.kv_cache.sequence_blocks import SequenceBlocks
 from trimaran.worker.request import Sequence
-from trimaran.worker.step_types import NewRow, SchedulerOutput, TokenWrite, TransferKind, int32s
+from trimaran.worker.step_types import (
+    Int32Array,
+    NewRow,
+    SchedulerOutput,
+    TokenWrite,
+    TransferKind,
+    int32s,
+)
 
 _NO_BLOCKS = int32s((), 4)
 _NO_COPIES = int32s((), 3)
@@ -53,6 +60,12 @@ class _Entries:
         """Of decodes nothing is kept."""
         self.unsampled: list[int] = []
         """Entries whose logits nobody wants: the few incomplete prompts."""
+
+    def ids(self) -> Int32Array:
+        """The one token that each of them computes, which the host knows."""
+        pairs = zip(self.sequences, self.starts, strict=True)
+        ids = (sequence.token_ids[start] for sequence, start in pairs)
+        return np.fromiter(ids, dtype=np.int32, count=len(self.starts))
 
 
 class StepPlan:
@@ -149,8 +162,8 @@ class StepPlan:
             for index in range(first, len(table)):
                 self._new_blocks.append((group, row, index, table[index]))
 
-    def finish(self, finished_rows: List[int]) -> ScheduledStep:
-        """The decision, decodes first."""
+    def finish(self, finished_rows: List[int], *, has_ids: bool = False) -> ScheduledStep:
+        """The decision, decodes first; it ``has_ids`` of what they compute, or not."""
         first, then = self._decodes, self._chunks
         sequences = first.sequences + then.sequences
         num_decodes = len(first.sequences)
@@ -175,5 +188,6 @@ class StepPlan:
             token_writes=self._token_writes,
             num_decodes=num_decodes,
             transfers=self.transfers,
+            decode_ids=first.ids() if has_ids else _NONE,
         )
         return ScheduledStep(decision, sampled, self._num_context, self._num_context_tokens)

@@ -1,18 +1,54 @@
-"""What one step sampled, on its way from the device to the host."""
+"""What one step sampled, on its way from the device, or from another rank, to the host."""
 
 from __future__ import annotations
+
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from trimaran.comm.result_link import ResultReader
 from trimaran.worker.kept_logits import KeptLogits
+from trimaran.worker.sampled_wire import decode_sampled
 from trimaran.worker.sampler import SamplerOutput
 from trimaran.worker.step_times import StepMarks
 from trimaran.worker.step_types import SampledTokens
 
 
-class ModelRunnerOutput:
-    """One step's result, maybe still on its way from the device."""
+class ModelRunnerOutput(Protocol):
+    """One step's result, maybe still on its way."""
+
+    marks: StepMarks
+    """Of this rank's part of the step."""
+
+    def wait(self) -> SampledTokens:
+        """What was sampled, on the host. Once, and blocks until it is there."""
+        ...
+
+
+class RemoteOutput:
+    """A step's result that the last pipeline stage tells rank 0; others are told nothing."""
+
+    __slots__ = ("_reader", "_step", "marks")
+
+    def __init__(self, reader: ResultReader | None, step: int, marks: StepMarks) -> None:
+        self._reader = reader
+        self._step = step
+        self.marks = marks
+
+    def wait(self) -> SampledTokens:
+        """What was sampled. Steps are waited for in order.
+
+        Raises:
+            PeerLostError: the last stage missed its deadline.
+        """
+        if self._reader is None:
+            return SampledTokens(token_ids=[])
+        return decode_sampled(self._reader.read(), self._step)
+
+
+class LocalOutput:
+    """A step's result on this rank's device."""
 
     __slots__ = ("_beams", "_event", "_log_probs", "_logits", "_token_ids", "marks")
 

@@ -28,6 +28,7 @@ _ARRAYS = (
     "finished_rows",
     "masks",
     "transfers",
+    "decode_ids",
 )
 _COLUMNS = {"new_blocks": 4, "block_copies": 3, "transfers": 4}
 
@@ -121,6 +122,10 @@ class SchedulerOutput:
 
     num_decodes: int = 0
     """How many leading entries compute one token of output; all others stand behind them."""
+
+    decode_ids: Int32Array = field(default_factory=lambda: int32s(()))
+    """[num_decodes]: the tokens that these compute, or nothing: then every rank that needs
+    them has sampled them. The first stage of a pipeline has not."""
 
     @property
     def num_tokens(self) -> int:

@@ -61,7 +61,7 @@ def run_small_steps(runner: ModelRunner, limits: SchedulerConfig) -> None:
         rows = [_row(0, length, sampling)]
         runner.execute_model(_step(rows, int32s([0]), int32s([length]))).wait()
         runner.execute_model(_step(rows, int32s([length]), int32s([1]))).wait()
-    runner.sampling.leave(0)
+    runner.end.leave(0)
 
 
 def peak_step_bytes(runner: ModelRunner, limits: SchedulerConfig) -> tuple[int, int]:
@@ -75,7 +75,7 @@ def peak_step_bytes(runner: ModelRunner, limits: SchedulerConfig) -> tuple[int, 
     ones = int32s([1] * len(short))
     decode_bytes = _peak_bytes(runner, _step(short, ones, ones))
     for new in short:
-        runner.sampling.leave(new.row)
+        runner.end.leave(new.row)
     return prompt_bytes, decode_bytes
 
 

@@ -6,7 +6,6 @@ import logging
 
 import torch
 
-from trimaran.comm.collectives import TensorParallelGroup
 from trimaran.comm.topology import ParallelLayout
 from trimaran.worker.config import LoraConfig, SchedulerConfig
 from trimaran.worker.kv_cache.sizing import free_bytes
@@ -21,16 +20,13 @@ logger = logging.getLogger(__name__)
 def adapter_bytes(
     config: LoraConfig,
     topology: ParallelLayout,
-    tp: TensorParallelGroup,
     device: torch.device,
     step_bytes: int,
 ) -> int:
-    """Memory for adapters in use, the same on every rank: a share of what the model, the KV
-    cache and a step's own ``step_bytes`` leave. Collective."""
+    """Memory that this rank has for adapters in use: a share of what the model, the KV cache
+    and a step's own ``step_bytes`` leave."""
     left = max(0, free_bytes(device, len(topology.local_ranks)) - step_bytes)
-    mine = int(left * config.gpu_memory_fraction)
-    every = tp.all_gather(torch.tensor([mine], dtype=torch.int64, device=device), 0)
-    return int(every.min())
+    return int(left * config.gpu_memory_fraction)
 
 
 def load_adapters(

@@ -128,7 +128,7 @@ class Driver:
         assert not scheduler.running and not scheduler.waiting
         cache.check([])
         assert cache.num_free == cache.num_available == cache.num_blocks
-        assert len(scheduler._free_rows) == scheduler.config.max_num_seqs
+        assert len(scheduler.rows.free) == scheduler.config.max_num_seqs
         assert scheduler.num_preempted == 0
         assert not self.engine._requests and not self.engine._in_flight
 

@@ -60,7 +60,7 @@ class Planner:
         assert not self.scheduler.has_requests
         self.cache.check([])
         assert self.cache.num_free == self.cache.num_available == self.cache.num_blocks
-        assert len(self.scheduler._free_rows) == self.scheduler.config.max_num_seqs
+        assert len(self.scheduler.rows.free) == self.scheduler.config.max_num_seqs
 
 
 @pytest.fixture(params=["max_utilization", "guaranteed_no_evict"])

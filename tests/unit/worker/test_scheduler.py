@@ -88,8 +88,8 @@ class Planner:
         self.cache.check([s.blocks for s in held])
         rows = [s.row for s in scheduler.running]
         assert len(set(rows)) == len(rows) <= self.config.max_num_seqs
-        assert set(rows).isdisjoint(scheduler._free_rows)
-        assert len(rows) + len(scheduler._free_rows) == self.config.max_num_seqs
+        assert set(rows).isdisjoint(scheduler.rows.free)
+        assert len(rows) + len(scheduler.rows.free) == self.config.max_num_seqs
         assert [s.key for s in scheduler.running] == sorted(s.key for s in scheduler.running)
         if step is None:
             return

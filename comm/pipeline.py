@@ -1,0 +1,106 @@
+"""What ties a rank to the ranks outside of its tensor group: stages, results, agreements."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from trimaran.comm.mpi import World
+from trimaran.comm.result_link import ResultReader, ResultWriter, connect_results
+from trimaran.comm.stage_link import (
+    HiddenShape,
+    StageReceiver,
+    StageSender,
+    connect_stages,
+)
+from trimaran.comm.topology import ParallelLayout
+
+_EXTRA_SLOTS = 2
+"""Steps that a link between stages holds beside one a stage: one more may be in flight, and
+the one that is being read is not free yet."""
+
+
+class PipelineLinks:
+    """One rank's links to the stages before and behind it, and those for results.
+
+    Decisions come over the control plane. Hidden states go from a stage to the next, from
+    each rank of the tensor group to the one in its place. What was sampled goes from tensor
+    rank 0 of the last stage to rank 0. A rank of an engine of one stage has none of them.
+    """
+
+    def __init__(self) -> None:
+        self.previous: StageReceiver | None = None
+        self.next: StageSender | None = None
+        self.writer: ResultWriter | None = None
+        self.readers: dict[int, ResultReader] = {}
+        """On rank 0, by the rank that tells results."""
+        self._world: World | None = None
+
+    @classmethod
+    def connect(cls, world: World, topology: ParallelLayout, timeout_s: float) -> PipelineLinks:
+        """Links for results; those between stages need `open`. Collective over ``world``."""
+        links = cls()
+        if world.size > 1:
+            links._world = world
+            lane_size = topology.tp_size * topology.pp_size
+            first = lane_size - topology.tp_size
+            tellers = [r for r in range(first, world.size, lane_size) if r]
+            links.writer, links.readers = connect_results(world, tellers, timeout_s)
+        links._timeout_s = timeout_s
+        return links
+
+    def open(
+        self,
+        topology: ParallelLayout,
+        device: torch.device,
+        sizes: tuple[int, int],
+        dtype: torch.dtype,
+    ) -> None:
+        """Connect the stages for steps of ``sizes``: most tokens, hidden size.
+
+        Collective over the world.
+        """
+        if topology.pp_size == 1:
+            return
+        assert self._world is not None, "stages were not connected"
+        stages = self._world.subgroup(topology.pp_ranks)
+        shape = HiddenShape(*sizes, dtype, topology.pp_size + _EXTRA_SLOTS)
+        self.previous, self.next = connect_stages(stages, shape, device, self._timeout_s)
+
+    def all_gather(self, value: Any) -> list[Any]:
+        """Every rank's ``value``, in order of ranks. Collective over the world; while loading.
+
+        Raises:
+            PeerLostError: a rank did not come in time.
+        """
+        if self._world is None:
+            return [value]
+        self._world.barrier(self._timeout_s, "an agreement while loading")
+        values: list[Any] = self._world.comm.allgather(value)
+        return values
+
+    def minimum(self, value: int) -> int:
+        """The least of all ranks' values; see `all_gather`."""
+        return int(min(self.all_gather(value)))
+
+    def set_timeout(self, timeout_s: float) -> None:
+        """The longest wait for another rank from now on."""
+        self._timeout_s = timeout_s
+        ends = [self.previous, self.next, self.writer, *self.readers.values()]
+        for end in ends:
+            if end is not None:
+                end.timeout_s = timeout_s
+
+    def transports(self) -> dict[str, str]:
+        """What carries hidden states, for the log and the metrics."""
+        end = self.previous or self.next
+        return {} if end is None else {"stages": end.transport}
+
+    def close(self) -> None:
+        """Free what this rank's ends hold."""
+        for end in (self.previous, self.next, self.writer):
+            if end is not None:
+                end.close()
+
+    _timeout_s = float("inf")

@@ -1,0 +1,241 @@
+"""Hidden states on their way from one pipeline stage to the next, over what fits best."""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+
+import torch
+from torch import Tensor
+
+from trimaran.comm.errors import PeerLostError
+from trimaran.comm.mpi import World
+from trimaran.comm.shared_memory import (
+    CACHE_LINE_BYTES,
+    WORDS_A_LINE,
+    Futex,
+    SharedSegment,
+    fence,
+    spin_until,
+)
+
+# Shapes: T tokens of the step, D hidden size.
+
+SPIN_S = 0.0001
+_LONGEST_SLEEP_S = 0.001
+"""A sleeper that a wake-up misses looks again after so long."""
+
+
+class StageSender(ABC):
+    """The end of a stage that hands its hidden states on.
+
+    There is memory for as many steps as can be in flight, so that a sender never waits for
+    the stage behind it; each step goes to the next place in turn.
+    """
+
+    transport = ""
+    timeout_s: float
+    """Longest wait for the other end."""
+
+    @abstractmethod
+    def send(self, hidden_TD: Tensor) -> None:
+        """Hand on a step's hidden states, which may be overwritten afterwards.
+
+        On a GPU by what is launched afterwards on the current stream.
+
+        Raises:
+            PeerLostError: the next stage took nothing for ``timeout_s``.
+        """
+
+    def close(self) -> None:
+        """Free what this end holds."""
+        return
+
+
+class StageReceiver(ABC):
+    """The other end: the stages' steps come in the order in which they were sent."""
+
+    transport = ""
+    timeout_s: float
+
+    @abstractmethod
+    def receive(self, num_tokens: int) -> Tensor:
+        """The next step's hidden states [T, D]: the caller's to read and to overwrite until
+        it calls again.
+
+        Waits for them; on a GPU the current stream does.
+
+        Raises:
+            PeerLostError: the stage before sent nothing for ``timeout_s``.
+        """
+
+    def close(self) -> None:
+        """Free what this end holds."""
+        return
+
+
+class HiddenShape:
+    """What a link carries: at most ``max_tokens`` vectors a step, of so many steps at once."""
+
+    def __init__(
+        self, max_tokens: int, hidden_size: int, dtype: torch.dtype, num_slots: int
+    ) -> None:
+        self.max_tokens = max_tokens
+        self.hidden_size = hidden_size
+        self.dtype = dtype
+        self.num_slots = num_slots
+
+    @property
+    def num_bytes(self) -> int:
+        """Of all slots."""
+        return self.num_slots * self.max_tokens * self.hidden_size * self.dtype.itemsize
+
+    def empty(self, device: torch.device) -> Tensor:
+        """Memory for all slots, [slots, max tokens, D]."""
+        shape = (self.num_slots, self.max_tokens, self.hidden_size)
+        return torch.empty(shape, dtype=self.dtype, device=device)
+
+
+# ---- ranks of one host ------------------------------------------------------------------
+
+
+class _SharedSlots:
+    """A segment of two lines and the slots behind them.
+
+    The first word of line 0 counts the steps that were sent, that of line 1 the steps whose
+    place is free again; both are slept on by the other end. Memory is taken when it is
+    first written, so that slots for prompts cost an engine nothing that only decodes.
+    """
+
+    def __init__(self, segment: SharedSegment, shape: HiddenShape) -> None:
+        words = segment.words()
+        self._words = words[: 2 * WORDS_A_LINE : WORDS_A_LINE]
+        first = 2 * CACHE_LINE_BYTES
+        flat = torch.frombuffer(
+            segment.map,
+            dtype=shape.dtype,
+            count=shape.num_bytes // shape.dtype.itemsize,
+            offset=first,
+        )
+        self.slots = flat.view(shape.num_slots, shape.max_tokens, shape.hidden_size)
+        addresses = (segment.address, segment.address + CACHE_LINE_BYTES)
+        self._futexes = [Futex(address) for address in addresses]
+
+    @staticmethod
+    def segment_bytes(shape: HiddenShape) -> int:
+        """Address space of a link of this shape."""
+        return 2 * CACHE_LINE_BYTES + shape.num_bytes
+
+    def raise_to(self, word: int, count: int) -> None:
+        """Let the other end see everything up to now."""
+        fence()
+        self._words[word] = count
+        self._futexes[word].wake()
+
+    def wait_for(self, word: int, count: int, timeout_s: float) -> bool:
+        """Sleep until a word has reached ``count``; False if it takes too long."""
+        words = self._words
+        if not spin_until(lambda: bool(words[word] >= count), min(SPIN_S, timeout_s)):
+            deadline = time.monotonic() + timeout_s
+            while (seen := words[word]) < count:
+                left = deadline - time.monotonic()
+                if left <= 0:
+                    return False
+                self._futexes[word].wait(seen, min(left, _LONGEST_SLEEP_S))
+        fence()
+        return True
+
+
+_SENT, _FREED = 0, 1
+
+
+class SharedMemorySender(StageSender):
+    """Copies into memory that the next stage's rank maps too."""
+
+    transport = "shared_memory"
+
+    def __init__(self, segment: SharedSegment, shape: HiddenShape, timeout_s: float) -> None:
+        self._shared = _SharedSlots(segment, shape)
+        self._num_slots = shape.num_slots
+        self._num_sent = 0
+        self.timeout_s = timeout_s
+
+    def send(self, hidden_TD: Tensor) -> None:
+        """Hand on a step's hidden states; see `StageSender.send`."""
+        if not self._shared.wait_for(
+            _FREED, self._num_sent - self._num_slots + 1, self.timeout_s
+        ):
+            raise PeerLostError(
+                f"the next pipeline stage took no step for {self.timeout_s:g} s while "
+                f"{self._num_slots} waited"
+            )
+        slot = self._shared.slots[self._num_sent % self._num_slots]
+        slot[: len(hidden_TD)].copy_(hidden_TD)
+        self._num_sent += 1
+        self._shared.raise_to(_SENT, self._num_sent)
+
+
+class SharedMemoryReceiver(StageReceiver):
+    """Hands out the memory itself: nothing is copied a second time."""
+
+    transport = "shared_memory"
+
+    def __init__(self, segment: SharedSegment, shape: HiddenShape, timeout_s: float) -> None:
+        self._shared = _SharedSlots(segment, shape)
+        self._num_slots = shape.num_slots
+        self._num_received = 0
+        self.timeout_s = timeout_s
+
+    def receive(self, num_tokens: int) -> Tensor:
+        """The next step's hidden states; see `StageReceiver.receive`."""
+        if self._num_received:
+            # What the last call handed out is read by now.
+            self._shared.raise_to(_FREED, self._num_received)
+        if not self._shared.wait_for(_SENT, self._num_received + 1, self.timeout_s):
+            raise PeerLostError(
+                f"the pipeline stage before sent no hidden states for {self.timeout_s:g} s"
+            )
+        slot = self._shared.slots[self._num_received % self._num_slots]
+        self._num_received += 1
+        return slot[:num_tokens]
+
+
+# ---- connecting -------------------------------------------------------------------------
+
+
+def connect_stages(
+    stages: World, shape: HiddenShape, device: torch.device, timeout_s: float
+) -> tuple[StageReceiver | None, StageSender | None]:
+    """This rank's ends to the stage before and to the next one.
+
+    Collective over ``stages``: the ranks of one pipeline, first stage first. GPUs use NCCL,
+    CPU ranks of one host shared memory, over several hosts gloo.
+    """
+    # Imported here so that each transport's module can build on this interface.
+    from trimaran.comm import stage_groups
+
+    if device.type == "cuda":
+        return stage_groups.connect_nccl(stages, shape, device, timeout_s)
+    if len(set(stages.hosts)) == 1:
+        return _connect_shared(stages, shape, timeout_s)
+    return stage_groups.connect_gloo(stages, shape, timeout_s)
+
+
+def _connect_shared(
+    stages: World, shape: HiddenShape, timeout_s: float
+) -> tuple[StageReceiver | None, StageSender | None]:
+    sender: StageSender | None = None
+    receiver: StageReceiver | None = None
+    own: SharedSegment | None = None
+    if stages.rank + 1 < stages.size:
+        own = SharedSegment.create(_SharedSlots.segment_bytes(shape))
+        sender = SharedMemorySender(own, shape, timeout_s)
+    handles = stages.comm.allgather(None if own is None else own.handle)
+    if stages.rank > 0:
+        segment = SharedSegment.attach(handles[stages.rank - 1])
+        receiver = SharedMemoryReceiver(segment, shape, timeout_s)
+        segment.close_descriptor()
+    stages.comm.Barrier()
+    if own is not None:
+        own.close_descriptor()
+    return receiver, sender

@@ -1,0 +1,210 @@
+"""What a rank does with the hidden states of its layers: sample from them, or pass them on."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from trimaran.comm.collectives import TensorParallelGroup
+from trimaran.comm.pipeline import PipelineLinks
+from trimaran.kernels.sampling import CpuSampling
+from trimaran.worker.candidates import argmax_over_shards
+from trimaran.worker.device_inputs import DeviceInputs
+from trimaran.worker.input_batch import InputBatch, StepInputs
+from trimaran.worker.kept_logits import KeptLogits, LogitsRows
+from trimaran.worker.models.interfaces import CausalLM
+from trimaran.worker.sampled_wire import encode_sampled
+from trimaran.worker.sampler import SamplerOutput, sample
+from trimaran.worker.sampling_rows import SamplingRows
+from trimaran.worker.staging import to_device
+from trimaran.worker.step_result import (
+    Copier,
+    LocalOutput,
+    ModelRunnerOutput,
+    RemoteOutput,
+)
+from trimaran.worker.step_times import StepMarks
+from trimaran.worker.step_types import NewRow, SchedulerOutput
+
+# Shapes: T tokens of the step, D hidden size, N sampled rows, S ids of this rank's shard.
+
+
+class StageEnd(Protocol):
+    """Behind the layers of a stage."""
+
+    def enter(self, new: NewRow) -> None:
+        """A row has a new occupant."""
+        ...
+
+    def leave(self, row: int) -> None:
+        """A row's occupant is gone."""
+        ...
+
+    def finish(
+        self,
+        hidden_TD: Tensor,
+        inputs: StepInputs,
+        decision: SchedulerOutput,
+        marks: StepMarks,
+    ) -> ModelRunnerOutput:
+        """End a step whose layers have run. Collective over the tensor group."""
+        ...
+
+
+def stage_end(
+    model: CausalLM,
+    inputs: InputBatch | DeviceInputs,
+    vocab_size: int,
+    tp: TensorParallelGroup,
+    depth: int,
+    kernel: CpuSampling | None,
+    links: PipelineLinks,
+) -> StageEnd:
+    """What comes behind the layers of this rank's stage."""
+    if model.stage.is_last:
+        return LastStage(model, inputs, vocab_size, tp, depth, kernel, links)
+    return EarlierStage(links)
+
+
+class EarlierStage:
+    """Sends hidden states to the next stage. What they became there, rank 0 is told."""
+
+    def __init__(self, links: PipelineLinks) -> None:
+        assert links.next is not None, "an earlier stage has one behind it"
+        self._next = links.next
+        # Of the only pipeline that this rank is in.
+        self._reader = next(iter(links.readers.values()), None)
+
+    def enter(self, new: NewRow) -> None:
+        """Nothing of a row is needed here."""
+
+    def leave(self, row: int) -> None:
+        """Nothing of a row is kept here."""
+
+    def finish(
+        self,
+        hidden_TD: Tensor,
+        inputs: StepInputs,
+        decision: SchedulerOutput,
+        marks: StepMarks,
+    ) -> ModelRunnerOutput:
+        """Hand the hidden states on."""
+        self._next.send(hidden_TD)
+        marks.end()
+        return RemoteOutput(self._reader, decision.step, marks)
+
+
+class LastStage:
+    """Computes logits and samples. Ids stay on the device for the next step, and are the same
+    on every rank; in a pipeline tensor rank 0 tells rank 0 of them."""
+
+    def __init__(
+        self,
+        model: CausalLM,
+        inputs: InputBatch | DeviceInputs,
+        vocab_size: int,
+        tp: TensorParallelGroup,
+        depth: int,
+        kernel: CpuSampling | None,
+        links: PipelineLinks,
+    ) -> None:
+        num_rows = len(inputs.num_prompt_tokens)
+        self._model = model
+        self._inputs = inputs
+        self._tp = tp
+        self._writer = links.writer
+        self._sampling = SamplingRows(num_rows, vocab_size, inputs.device, kernel)
+        self._logits_rows = LogitsRows(num_rows, vocab_size, is_keeper=tp.rank == 0)
+        self._copier: Copier | None = None
+        if inputs.device.type == "cuda":
+            self._copier = Copier(inputs.device, num_rows, depth)
+
+    def enter(self, new: NewRow) -> None:
+        """Note what a row's new occupant asks of sampling."""
+        self._sampling.enter(new)
+        self._logits_rows.enter(new)
+
+    def leave(self, row: int) -> None:
+        """Forget what a row asked."""
+        self._sampling.leave(row)
+        self._logits_rows.leave(row)
+
+    def finish(
+        self,
+        hidden_TD: Tensor,
+        inputs: StepInputs,
+        decision: SchedulerOutput,
+        marks: StepMarks,
+    ) -> ModelRunnerOutput:
+        """Sample, and start what brings the ids to the host."""
+        output = self._result(hidden_TD, inputs, decision, marks)
+        if self._writer is not None:
+            # A closure of this step's own: the writer may read it after the next has begun.
+            self._writer.post(
+                lambda: encode_sampled(decision.step, output.wait()),
+                is_ready=self._copier is None,
+            )
+        return output
+
+    def _result(
+        self,
+        hidden_TD: Tensor,
+        inputs: StepInputs,
+        decision: SchedulerOutput,
+        marks: StepMarks,
+    ) -> LocalOutput:
+        kept: KeptLogits | None = None
+        if not self._logits_rows.is_empty:
+            kept = KeptLogits()
+            self._logits_rows.keep_context(
+                decision, hidden_TD, self._model.compute_logits, kept
+            )
+        if len(decision.sampled) == 0:
+            marks.end()
+            nothing = torch.empty(0, dtype=torch.int64)
+            return LocalOutput(SamplerOutput(nothing), None, marks)
+        marks.sampling()
+        sampled = self._sample(hidden_TD, inputs, decision, kept)
+        marks.end()
+        return LocalOutput(sampled, self._copier, marks, kept)
+
+    def _sample(
+        self,
+        hidden_TD: Tensor,
+        inputs: StepInputs,
+        decision: SchedulerOutput,
+        kept: KeptLogits | None,
+    ) -> SamplerOutput:
+        sampled = decision.sampled
+        if inputs.logits_indices is not None:
+            hidden_TD = hidden_TD.index_select(0, inputs.logits_indices)
+        # A GPU's draw takes the likeliest id along, in one pass.
+        is_gpu = inputs.sampled_rows is not None
+        if self._sampling.has_wants or (is_gpu and self._tp.size == 1):
+            lengths = (decision.num_computed_tokens + decision.num_scheduled_tokens)[sampled]
+            batch = self._sampling.batch(
+                decision.rows[sampled], lengths, inputs.sampled_rows, inputs.sampled_lengths
+            )
+            if len(decision.masks):
+                words = -(-self._sampling.vocab_size // 32)
+                batch.masks = to_device(decision.masks.reshape(-1, words), self._inputs.device)
+            logits_NV = self._model.compute_logits(hidden_TD)
+            if kept is not None:
+                self._logits_rows.keep_generation(decision, logits_NV, kept)
+            output = sample(logits_NV, batch, self._inputs.token_table)
+        else:
+            output = SamplerOutput(self._likeliest(hidden_TD))
+        self._inputs.write_sampled(inputs, output.token_ids)
+        return output
+
+    def _likeliest(self, hidden_ND: Tensor) -> Tensor:
+        """The likeliest ids, without gathering logits. Collective over the tensor group."""
+        if self._tp.size == 1:
+            return self._sampling.likeliest(self._model.compute_logits(hidden_ND))
+        head = self._model.lm_head
+        # The last shards may hold padding rows, which are no ids.
+        num_real = min(max(head.vocab_size - head.first_row, 0), head.num_rows)
+        logits_NS = head.local_logits(hidden_ND)[:, :num_real]
+        return argmax_over_shards(logits_NS, head.first_row, self._tp)
