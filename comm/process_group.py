@@ -6,7 +6,7 @@ import os
 import socket
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -118,10 +118,32 @@ class GlooGroup(ProcessGroup):
         return super().all_reduce(tensor)
 
 
+class SumInPlace(Protocol):
+    """Another way to sum some tensors over the ranks of a group."""
+
+    max_bytes: int
+    """No larger tensor is taken."""
+
+    def takes(self, tensor: torch.Tensor) -> bool:
+        """Whether it can sum a tensor; the same on all ranks."""
+        ...
+
+    def way_of(self, num_bytes: int) -> str:
+        """How a tensor of that size is summed, for the log and the metrics."""
+        ...
+
+    def __call__(self, tensor: torch.Tensor) -> None:
+        """Overwrite a contiguous tensor with the sum, on the current stream."""
+        ...
+
+
 class NcclGroup(ProcessGroup):
     """One GPU a rank. Calls are enqueued on the current stream."""
 
     transport = "nccl"
+
+    peer_sum: SumInPlace | None = None
+    """Sums what it takes in place of NCCL; set on all ranks alike."""
 
     def __init__(
         self, world: World, device: torch.device, timeout_s: float, connect_timeout_s: float
@@ -129,7 +151,7 @@ class NcclGroup(ProcessGroup):
         for name, value in MULTICAST_OFF.items():
             os.environ.setdefault(name, value)
         torch.cuda.set_device(device)
-        self._device = device
+        self.device = device
         super().__init__(world, "nccl", timeout_s, connect_timeout_s)
         # Connects the GPUs now: a graph could not capture that.
         self.barrier()
@@ -141,10 +163,25 @@ class NcclGroup(ProcessGroup):
         self._run(dist.all_gather_into_tensor, joined, own, group=self.handle)
         return joined.flatten(0, 1) if dim == 0 else torch.cat(joined.unbind(0), dim)
 
+    def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Sum over the group, in place; returns ``tensor``."""
+        peer = self.peer_sum
+        if peer is not None and tensor.is_contiguous() and peer.takes(tensor):
+            peer(tensor)
+            return tensor
+        return super().all_reduce(tensor)
+
+    def transport_of(self, num_bytes: int) -> str:
+        """NCCL, but for what ranks sum themselves."""
+        peer = self.peer_sum
+        if peer is None or num_bytes > peer.max_bytes:
+            return self.transport
+        return f"peer {peer.way_of(num_bytes)}"
+
     def barrier(self) -> None:
         """Wait until every rank of the group is here and its GPU is idle."""
-        self.all_reduce(torch.zeros(1, device=self._device))
-        torch.cuda.synchronize(self._device)
+        self.all_reduce(torch.zeros(1, device=self.device))
+        torch.cuda.synchronize(self.device)
 
 
 _num_groups = 0

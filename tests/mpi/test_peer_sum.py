@@ -1,0 +1,87 @@
+"""Sums through memory that all ranks map, by the GPU's kernels: Triton runs them on the CPU."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"
+
+from trimaran.comm.collectives import connect_group
+from trimaran.comm.shared_memory import SharedSegment
+from trimaran.kernels.triton_peer_sum import TILE, PeerSum, region_bytes
+from trimaran.worker.peer_sums import use_peer_sums
+
+SLOT_BYTES = 64 << 10
+HAS_GPUS = torch.cuda.device_count() > 1
+"""Then GPUs map each other's memory, and the kernels are compiled."""
+SIZES = (1, TILE + 1, 5000, 9001)
+
+
+@pytest.fixture(scope="module")
+def regions(world):
+    """Zeroed memory of every rank, where this rank maps it."""
+    own = SharedSegment.create(region_bytes(world.size, SLOT_BYTES))
+    handles = world.comm.allgather(own.handle)
+    segments = [
+        own if rank == world.rank else SharedSegment.attach(handle)
+        for rank, handle in enumerate(handles)
+    ]
+    world.comm.Barrier()
+    return segments
+
+
+@pytest.mark.parametrize("one_shot_bytes", [0, 8 << 10])
+def test_sums_are_those_in_rank_order_rounded_once(world, regions, one_shot_bytes):
+    if HAS_GPUS:
+        return
+    addresses = [segment.address for segment in regions]
+    world.comm.Barrier()
+    for segment in regions:
+        segment.map[:] = bytes(len(segment.map))
+    world.comm.Barrier()
+    sums = PeerSum(addresses, world.rank, SLOT_BYTES, one_shot_bytes, torch.device("cpu"))
+
+    for size in SIZES:
+        for dtype in (torch.float32, torch.float16):
+            generator = torch.Generator().manual_seed(size)
+            parts = torch.randn(world.size, size, generator=generator).to(dtype)
+            total = parts[0].float()
+            for part in parts[1:]:
+                total = total + part.float()
+            own = parts[world.rank].clone()
+
+            assert sums.takes(own)
+            sums(own)
+
+            assert torch.equal(own, total.to(dtype))
+
+
+def test_only_float_tensors_that_fit_are_taken():
+    sums = PeerSum([0, 0], 0, 1024, 512, torch.device("cpu"))
+
+    assert sums.takes(torch.zeros(256))
+    assert not sums.takes(torch.zeros(257))
+    assert not sums.takes(torch.zeros(8, dtype=torch.int64))
+    assert not sums.takes(torch.zeros(0))
+    assert (sums.way_of(512), sums.way_of(513)) == ("one-shot", "two-shot")
+
+
+def test_a_group_on_gpus_sums_so_once_it_was_compared_with_nccl(world):
+    if not HAS_GPUS:
+        group = connect_group(world, torch.device("cpu"), 20.0)
+        with pytest.raises(ValueError, match="this group uses shared_memory"):
+            use_peer_sums(group)
+        return
+    device = torch.device("cuda", world.local_rank)
+    group = connect_group(world, device, 60.0)
+    use_peer_sums(group)
+
+    found = group.all_reduce(torch.full((5000,), float(world.rank), device=device))
+
+    assert group.transports()["all_reduce"] == "peer one-shot (large: nccl)"
+    assert found.tolist() == [float(sum(range(world.size)))] * 5000
+    group.close()
