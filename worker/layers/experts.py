@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from trimaran.kernels.routing import ExpertCounter, ExpertRouting, Scoring
 from trimaran.worker.layers.activation import GatedActivation
+from trimaran.worker.layers.expert_dispatch import ExpertDispatch
 from trimaran.worker.layers.linear import (
     LayerContext,
     MergedColumnParallelLinear,
@@ -44,7 +45,7 @@ def routing_of(config: PretrainedConfig) -> ExpertRouting:
 def expert_numbers(config: PretrainedConfig, context: LayerContext) -> range:
     """Numbers of the experts that a rank holds, whole or a part of each."""
     count = split("num_experts", config.num_experts, context.moe_ep_size)
-    first = context.tp.rank % context.moe_ep_size * count
+    first = context.expert_ranks.rank % context.moe_ep_size * count
     return range(first, first + count)
 
 
@@ -94,20 +95,20 @@ class Router(WholeLinear):
 class Experts(nn.Module):
     """The experts of this rank, or its part of each, one matrix after another.
 
-    The ranks of a tensor group form ``moe_ep_size`` parts: rank r holds the experts of part
-    ``r % moe_ep_size``, and of those the columns that are its share among the
-    ``moe_tp_size`` ranks of the part.
+    The ranks of a tensor group, or of all lanes, form ``moe_ep_size`` parts: rank r holds the
+    experts of part ``r % moe_ep_size``, and of those the columns that are its share among
+    the ``moe_tp_size`` ranks of the part.
     """
 
     def __init__(self, config: PretrainedConfig, context: LayerContext) -> None:
         super().__init__()
-        tp, num_parts = context.tp, context.moe_ep_size
+        ranks, num_parts = context.expert_ranks, context.moe_ep_size
         self._hidden = config.hidden_size
         self._inner = config.moe_intermediate_size
-        self._share = tp.rank // num_parts
+        self._share = ranks.rank // num_parts
         numbers = expert_numbers(config, context)
         self.first, num_experts = numbers.start, len(numbers)
-        num_shares = split("tp_size", tp.size, num_parts)
+        num_shares = split("expert_ranks", ranks.size, num_parts)
         local = split("moe_intermediate_size", self._inner, num_shares)
         self.gate_up = context.empty(num_experts, 2 * local, self._hidden)
         self.down = context.empty(num_experts, self._hidden, local)
@@ -174,13 +175,26 @@ class ExpertMLP(nn.Module):
         self._tp = context.tp
         self.router = Router(config, context)
         self.experts = Experts(config, context)
+        self._dispatch: ExpertDispatch | None = None
+        if context.expert_ranks.size != context.tp.size:
+            num_chosen = config.num_experts_per_tok
+            self._dispatch = ExpertDispatch(context, self.experts, num_chosen)
         has_shared = config.shared_expert_intermediate_size > 0
         self.shared_expert = SharedExpert(config, context) if has_shared else None
 
     def forward(self, hidden_TD: Tensor, residual_TD: Tensor) -> Tensor:
         """[T, D] to [T, D], still to be added to the residual. Collective over the group."""
         weights, ids = self.router.choose(hidden_TD)
-        output_TD = self.experts.forward(hidden_TD, weights, ids)
+        run = self.experts.forward if self._dispatch is None else self._dispatch.forward
+        output_TD = run(hidden_TD, weights, ids)
         if self.shared_expert is not None:
             output_TD += self.shared_expert.forward(hidden_TD)
         return self._tp.all_reduce(output_TD)
+
+    def help_others(self) -> None:
+        """Run other lanes' tokens in a step that has none in this one.
+
+        Collective over the lanes that share experts.
+        """
+        if self._dispatch is not None:
+            self._dispatch.help_others()

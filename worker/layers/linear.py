@@ -28,10 +28,13 @@ class LayerContext:
         device: torch.device,
         max_seq_len: int = 0,
         moe_ep_size: int = 1,
+        expert_ranks: TensorGroup | None = None,
     ) -> None:
         """``max_seq_len`` is the longest sequence that will run, 0 for the model's own;
-        experts are shared out over ``moe_ep_size`` parts of ``tp``."""
+        experts are shared out over ``moe_ep_size`` parts of ``expert_ranks``, which are
+        those of all lanes, or None for ``tp`` alone."""
         self.tp = tp
+        self.expert_ranks = expert_ranks or tp
         self.moe_ep_size = moe_ep_size
         self.ops = ops
         self.dtype = dtype

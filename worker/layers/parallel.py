@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -29,6 +30,10 @@ class TensorGroup(Protocol):
         """The ranks' tensors joined along ``dim``."""
         ...
 
+    def all_to_all(self, rows: Tensor, counts: Sequence[Sequence[int]]) -> Tensor:
+        """Rows for each rank in, rows from each rank out; ``counts[i][j]`` from i to j."""
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class ShardPosition:
@@ -50,11 +55,32 @@ class ShardPosition:
         self._refuse()
         return tensor
 
+    def all_to_all(self, rows: Tensor, counts: Sequence[Sequence[int]]) -> Tensor:
+        """Nowhere to send to for a single rank."""
+        self._refuse()
+        return rows
+
     def _refuse(self) -> None:
         if self.size != 1:
             raise RuntimeError(
                 f"a model built for shard {self.rank} of {self.size} has no peers to run with"
             )
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertRanks:
+    """The ranks that share a layer's experts, in so many parts.
+
+    Those of a part cut its experts between them.
+    """
+
+    num_parts: int = 1
+    ranks: TensorGroup | None = None
+    """Those of all lanes; None for one tensor group."""
+
+
+ONE_PART = ExpertRanks()
+"""One tensor group, whose ranks cut every expert."""
 
 
 def split(name: str, value: int, size: int) -> int:

@@ -16,7 +16,7 @@ from trimaran.kernels.torch_ops import TorchOps
 from trimaran.worker.config import CacheConfig, EngineConfig
 from trimaran.worker.engine_folder import EngineFolder, FolderKind
 from trimaran.worker.layers.linear import LayerContext
-from trimaran.worker.layers.parallel import TensorGroup
+from trimaran.worker.layers.parallel import ONE_PART, ExpertRanks, TensorGroup
 from trimaran.worker.models.deepseek import DeepseekV2ForCausalLM, DeepseekV3ForCausalLM
 from trimaran.worker.models.falcon import FalconForCausalLM
 from trimaran.worker.models.gemma2 import Gemma2ForCausalLM
@@ -81,20 +81,28 @@ def build_model(
     device: torch.device,
     ops: Ops | None = None,
     max_seq_len: int = 0,
-    moe_ep_size: int = 1,
+    experts: ExpertRanks = ONE_PART,
 ) -> CausalLM:
     """A rank's model with memory for its weights, but not the weights.
 
     With a `ShardPosition` as ``tp`` it can be loaded and saved without peers. ``ops`` are
     torch's unless given. ``max_seq_len`` is the longest sequence that will run, 0 for as long
-    as the model allows; experts are shared out over ``moe_ep_size`` parts of the group.
+    as the model allows.
     """
     if config.architecture not in MODELS:
         raise ConfigError(
             f"the architecture {config.architecture!r} is not served. Served are "
             f"{', '.join(MODELS)}."
         )
-    context = LayerContext(tp, ops or TorchOps(), dtype, device, max_seq_len, moe_ep_size)
+    context = LayerContext(
+        tp,
+        ops or TorchOps(),
+        dtype,
+        device,
+        max_seq_len,
+        experts.num_parts,
+        experts.ranks,
+    )
     return MODELS[config.architecture](config, stage, context).eval()
 
 
@@ -104,18 +112,22 @@ def load_model(
     tp: TensorGroup,
     device: torch.device,
     *,
+    expert_ranks: TensorGroup | None = None,
     progress: Callable[[str], None] | None = None,
 ) -> CausalLM:
     """This rank's model, ready to run. Local: no rank waits for another.
 
     The folder is an engine folder made for these parallel sizes, or a Hugging Face folder
-    that is sharded here. ``progress`` gets a word on what is being read.
+    that is sharded here. ``expert_ranks`` are those of all lanes where these share experts.
+    ``progress`` gets a word on what is being read.
     """
     start = time.monotonic()
     is_random = config.load_format == "random"
     folder = EngineFolder.load(config.engine_dir, check_weights=not is_random)
-    moe_ep_size = config.parallel.expert_parts
-    folder.check_parallel(layout.tp_size, layout.pp_size, moe_ep_size)
+    parallel = config.parallel
+    folder.check_parallel(
+        layout.tp_size, layout.pp_size, parallel.expert_parts, parallel.expert_lanes
+    )
     dtype = dtype_by_name(folder.config.dtype if config.dtype == "auto" else config.dtype)
     stage = StageRange.of(folder.config.num_hidden_layers, layout.pp_rank, layout.pp_size)
     if device.type == "cuda":
@@ -131,7 +143,7 @@ def load_model(
         device=device,
         ops=ops,
         max_seq_len=config.scheduler.max_seq_len,
-        moe_ep_size=moe_ep_size,
+        experts=ExpertRanks(parallel.expert_parts, expert_ranks),
     )
     if is_random:
         fill_random(model)

@@ -33,7 +33,12 @@ from transformers import (
 from trimaran.kernels.dispatch import Ops
 from trimaran.worker.attention.backend import AttentionMetadata, ForwardContext
 from trimaran.worker.engine_folder import EngineFolder
-from trimaran.worker.layers.parallel import ShardPosition, TensorGroup
+from trimaran.worker.layers.parallel import (
+    ONE_PART,
+    ExpertRanks,
+    ShardPosition,
+    TensorGroup,
+)
 from trimaran.worker.models.interfaces import CausalLM, StageRange
 from trimaran.worker.models.registry import build_model
 from trimaran.worker.models.weight_loader import load_checkpoint
@@ -311,7 +316,7 @@ def load_ours(
     *,
     is_finished: bool = True,
     max_seq_len: int = 0,
-    moe_ep_size: int = 1,
+    experts: ExpertRanks = ONE_PART,
 ) -> CausalLM:
     """Our model of a Hugging Face folder; by plain torch unless ``ops`` are given.
 
@@ -327,7 +332,7 @@ def load_ours(
         device=CPU,
         ops=ops,
         max_seq_len=max_seq_len,
-        moe_ep_size=moe_ep_size,
+        experts=experts,
     )
     load_checkpoint(model, found.weight_files)
     if is_finished:

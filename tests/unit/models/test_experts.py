@@ -14,7 +14,7 @@ from trimaran.kernels.build import load_library
 from trimaran.kernels.cpu import CpuOps
 from trimaran.kernels.torch_ops import TorchOps
 from trimaran.worker.engine_folder import EngineFolder, check_divisible
-from trimaran.worker.layers.parallel import ShardPosition
+from trimaran.worker.layers.parallel import ExpertRanks, ShardPosition
 
 _SPEC = importlib.util.spec_from_file_location("models", Path(__file__).with_name("models.py"))
 assert _SPEC is not None and _SPEC.loader is not None
@@ -90,7 +90,7 @@ def test_ranks_hold_their_experts_and_their_parts_of_them(tmp_path):
 
     for rank in range(4):
         place = ShardPosition(rank, 4)
-        part = models.load_ours(tmp_path, place, moe_ep_size=2, is_finished=False)
+        part = models.load_ours(tmp_path, place, experts=ExpertRanks(2), is_finished=False)
         experts = part.layers["2"].mlp.experts
         mine, rows = (
             slice(rank % 2 * 3, rank % 2 * 3 + 3),

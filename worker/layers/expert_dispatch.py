@@ -1,0 +1,126 @@
+"""Tokens on their way to experts that the ranks of all lanes share, and back."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from trimaran.worker.layers.linear import LayerContext
+
+# Shapes: T tokens of the step, S those that this rank sends, R those that it receives, D
+# hidden size, C experts of a token, P parts of the experts' ranks, N ranks.
+
+_WORD = 4
+"""Bytes of a weight and of an expert's number."""
+
+
+class RunsExperts(Protocol):
+    """The experts of one rank."""
+
+    gate_up: torch.nn.Parameter
+
+    def forward(self, x_TD: Tensor, weights_TC: Tensor, ids_TC: Tensor) -> Tensor:
+        """What this rank adds to the weighted sum of each token's experts, [T, D]."""
+        ...
+
+
+@dataclass(slots=True)
+class _Delivery:
+    """Tokens that were sent, and those that came."""
+
+    rows: Tensor
+    """Each token that came as bytes: weights, numbers of experts, hidden state."""
+
+    tokens: list[Tensor]
+    """For each rank which of the S tokens it got, in order."""
+
+    counts: list[list[int]]
+    """Tokens from each rank to each rank."""
+
+
+class ExpertDispatch:
+    """Sends each token to the ranks that hold one of its experts, and adds up what they find.
+
+    A token goes once to each rank of a part, however many of its experts are there. Ranks of
+    a tensor group hold the same tokens, so each of them sends its share of these alone, and
+    the others' rows of the result are zeros, for the sum over the tensor group that follows.
+    All ranks of all lanes call `forward` or `help_others` once a layer, in the same order.
+    """
+
+    def __init__(self, context: LayerContext, experts: RunsExperts, num_chosen: int) -> None:
+        self._ranks = context.expert_ranks
+        self._tp = context.tp
+        self._num_parts = context.moe_ep_size
+        self._experts = experts
+        self._num_chosen = num_chosen
+
+    def forward(self, x_TD: Tensor, weights_TC: Tensor, ids_TC: Tensor) -> Tensor:
+        """What this rank adds to the weighted sums, [T, D]. Collective over all lanes."""
+        num_tokens = x_TD.shape[0]
+        share = -(-num_tokens // self._tp.size)
+        first = min(self._tp.rank * share, num_tokens)
+        own = slice(first, min(first + share, num_tokens))
+        delivery = self._send(x_TD[own], weights_TC[own], ids_TC[own])
+        found_RD = self._run(delivery.rows, x_TD)
+        sums_SD = self._bring_back(found_RD, delivery, own.stop - own.start)
+        if self._tp.size == 1:
+            return sums_SD.to(x_TD.dtype)
+        output_TD = torch.zeros_like(x_TD)
+        output_TD[own] = sums_SD
+        return output_TD
+
+    def help_others(self) -> None:
+        """`forward` of a lane without tokens. Collective over all lanes."""
+        weight = self._experts.gate_up
+        nothing = weight.new_empty((0, self._num_chosen))
+        ids = nothing.to(torch.int32)
+        self.forward(weight.new_empty((0, weight.shape[-1])), nothing.float(), ids)
+
+    def _send(self, x_SD: Tensor, weights_SC: Tensor, ids_SC: Tensor) -> _Delivery:
+        num_local = self._experts.gate_up.shape[0]
+        parts_SC = ids_SC.long() // num_local
+        is_needed_SP = torch.zeros(
+            (x_SD.shape[0], self._num_parts), dtype=torch.bool, device=x_SD.device
+        ).scatter_(1, parts_SC, True)
+        by_part = [column.nonzero().flatten() for column in is_needed_SP.unbind(1)]
+        # Rank r is of part r % P; the ranks of a part cut its experts between them.
+        tokens = [by_part[rank % self._num_parts] for rank in range(self._ranks.size)]
+        counts = self._share_counts([len(each) for each in tokens], x_SD.device)
+        rows_S = torch.cat([_bytes_of(weights_SC), _bytes_of(ids_SC), _bytes_of(x_SD)], dim=1)
+        sent = rows_S.index_select(0, torch.cat(tokens))
+        return _Delivery(self._ranks.all_to_all(sent, counts), tokens, counts)
+
+    def _share_counts(self, own: Sequence[int], device: torch.device) -> list[list[int]]:
+        mine = torch.tensor([own], dtype=torch.int64, device=device)
+        counts: list[list[int]] = self._ranks.all_gather(mine, 0).tolist()
+        return counts
+
+    def _run(self, rows_R: Tensor, like: Tensor) -> Tensor:
+        """Partial sums [R, D] of the tokens that came."""
+        if rows_R.shape[0] == 0:
+            return like.new_empty((0, like.shape[1]))
+        ends = [_WORD * self._num_chosen, 2 * _WORD * self._num_chosen]
+        weights, ids, x = rows_R.tensor_split(ends, dim=1)
+        return self._experts.forward(
+            x.contiguous().view(like.dtype),
+            weights.contiguous().view(torch.float32),
+            ids.contiguous().view(torch.int32),
+        )
+
+    def _bring_back(self, found_RD: Tensor, delivery: _Delivery, num_sent: int) -> Tensor:
+        """Float32 sums [S, D] of what all ranks found, added in the order of the ranks."""
+        back = [list(column) for column in zip(*delivery.counts, strict=True)]
+        returned = self._ranks.all_to_all(found_RD, back)
+        sums_SD = returned.new_zeros((num_sent, found_RD.shape[1]), dtype=torch.float32)
+        sizes = [len(each) for each in delivery.tokens]
+        for tokens, rows in zip(delivery.tokens, torch.split(returned, sizes), strict=True):
+            sums_SD.index_add_(0, tokens, rows.float())
+        return sums_SD
+
+
+def _bytes_of(values: Tensor) -> Tensor:
+    return values.contiguous().view(torch.uint8)
