@@ -57,13 +57,17 @@ class LayerContext:
 class WeightShapeError(ValueError):
     """A checkpoint's tensor has another shape than the configuration implies."""
 
+    def __init__(self, found: tuple[int, ...], expected: tuple[int, ...]) -> None:
+        super().__init__(
+            f"has shape {list(found)}, but the configuration implies {list(expected)}"
+        )
+        self.expected = expected
+
 
 def check_shape(loaded: Tensor, expected: tuple[int, ...]) -> None:
     """Raise `WeightShapeError` unless a whole tensor has this shape."""
     if tuple(loaded.shape) != expected:
-        raise WeightShapeError(
-            f"has shape {list(loaded.shape)}, but the configuration implies {list(expected)}"
-        )
+        raise WeightShapeError(tuple(loaded.shape), expected)
 
 
 class ParallelLinear(nn.Module):
