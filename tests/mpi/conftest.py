@@ -3,14 +3,26 @@
 from __future__ import annotations
 
 import os
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from tests.unit.models import models
 from trimaran.comm import mpi
+from trimaran.comm.collectives import TensorParallelGroup, connect_group
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 torch.set_num_threads(1)
+
+FAMILY_RANKS = 4
+collect_ignore = ["test_families.py"]
+if mpi.MPI.COMM_WORLD.Get_size() == FAMILY_RANKS:
+    # All families take their time: one job of the tests runs them.
+    collect_ignore.clear()
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -31,3 +43,33 @@ def two_host_world() -> mpi.World:
     """The same ranks, even and odd ones taken to be on hosts that share no memory."""
     rank = mpi.MPI.COMM_WORLD.Get_rank()
     return mpi.World.discover(host=f"host{rank % 2}")
+
+
+@pytest.fixture(scope="module")
+def tensor_group(world: mpi.World) -> Iterator[TensorParallelGroup]:
+    """All ranks as one tensor group, over shared memory."""
+    group = connect_group(world, torch.device("cpu"), timeout_s=60.0)
+    yield group
+    world.barrier(60.0, "end of a module")
+    group.close()
+
+
+@pytest.fixture
+def checkpoint(world: mpi.World) -> Iterator[Callable[..., Any]]:
+    """Makes a checkpoint of a configuration on rank 0: its folder, and a function that asks
+    transformers' model of it there and tells every rank."""
+    with tempfile.TemporaryDirectory() as own:
+        folder = Path(world.comm.bcast(own))
+
+        def make(config: Any, dtype: torch.dtype = torch.float32) -> tuple[Path, Any]:
+            is_first = world.rank == 0
+            theirs = models.save_huggingface(folder, config, dtype=dtype) if is_first else None
+            world.barrier(60.0, "saved")
+
+            def on_rank_0(ask: Callable[[Any], Any]) -> Any:
+                return world.comm.bcast(ask(theirs) if is_first else None)
+
+            return folder, on_rank_0
+
+        yield make
+        world.barrier(60.0, "read by all")

@@ -1,0 +1,36 @@
+"""All families cut over four ranks, against transformers' whole models."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.models.families import family_configs
+from tests.unit.models import models
+from trimaran.kernels.build import load_library
+from trimaran.kernels.cpu import CpuOps
+from trimaran.worker.layers.parallel import ExpertRanks
+
+CONFIGS = family_configs()
+
+
+@pytest.mark.parametrize("name", list(CONFIGS))
+def test_a_family_over_four_ranks_gives_what_transformers_does(name, tensor_group, checkpoint):
+    config = CONFIGS[name]
+    folder, on_rank_0 = checkpoint(config)
+    has_experts = hasattr(config, "num_experts_per_tok")
+    ours = models.load_ours(
+        folder,
+        tensor_group,
+        ops=CpuOps(load_library(), torch.float32, 1),
+        # Two parts of experts, each expert in two halves.
+        experts=ExpertRanks(2 if has_experts else 1),
+    )
+    prompts = models.prompts(1, 23)
+
+    outputs = models.PagedRun(ours, 2).greedy(prompts, 8)
+    logits = models.PagedRun(ours, 1).logits({0: prompts[1]})
+
+    assert outputs == on_rank_0(lambda theirs: models.reference_greedy(theirs, prompts, 8))
+    expected = on_rank_0(lambda theirs: theirs(torch.tensor([prompts[1]])).logits[0].detach())
+    torch.testing.assert_close(logits, expected, atol=3e-5, rtol=1e-4)
