@@ -40,6 +40,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add("--depth", type=int, default=0, metavar="N", help="steps in flight; 0: by device")
     add("--no-cuda-graphs", action="store_true")
     add("--prompt-graph-tokens", type=int, default=0, metavar="N", help="see `serve`")
+    add("--collective-graphs", action="store_true", help="see `serve`")
+    add("--all-reduce", choices=("nccl", "peer"), default="nccl", help="see `serve`")
     add("--deterministic", action="store_true", help="kernels that do not see the batch")
     add("--ceiling-seconds", type=float, default=12.0, metavar="S", help="0: no limit is told")
     add("--output", metavar="FILE", help="append results as JSON lines")
@@ -99,6 +101,8 @@ def engine_config(args: argparse.Namespace, folder: str, loads: list[Load]) -> E
         deterministic=args.deterministic,
         cuda_graphs=not args.no_cuda_graphs,
         prompt_graph_tokens=args.prompt_graph_tokens,
+        collective_graphs=args.collective_graphs,
+        all_reduce=args.all_reduce,
         parallel=parallel_config(args),
         scheduler=SchedulerConfig(
             max_num_batched_tokens=max(args.max_num_tokens, num_seqs),

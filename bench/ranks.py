@@ -7,7 +7,7 @@ import resource
 import sys
 import traceback
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,6 +15,7 @@ import torch
 from trimaran.comm.collectives import SingleRankGroup, TensorParallelGroup, connect_group
 from trimaran.comm.control import ControlPlane, LocalControlPlane, connect_control
 from trimaran.comm.errors import ConfigError, TrimaranError
+from trimaran.comm.pipeline import PipelineLinks
 from trimaran.comm.topology import ParallelLayout
 from trimaran.worker.config import EngineConfig, ParallelConfig
 from trimaran.worker.device import select_device
@@ -35,6 +36,7 @@ class Ranks:
     device: torch.device
     control: ControlPlane
     group: TensorParallelGroup
+    links: PipelineLinks = field(default_factory=PipelineLinks)
     world: World | None = None
     """None for a process that is alone, which needs no MPI."""
 
@@ -82,8 +84,10 @@ def connected(config: EngineConfig) -> Iterator[Ranks]:
             torch.cuda.set_device(device)
         control = connect_control(world, _SILENCE_S)
         group = connect_group(world.subgroup(topology.tp_ranks), device, _SILENCE_S)
-        yield Ranks(topology, device, control, group, world)
+        links = PipelineLinks.connect(world, topology, _SILENCE_S)
+        yield Ranks(topology, device, control, group, links, world)
         control.close()
+        links.close()
         group.close()
     except BaseException as error:
         # The others wait for this rank, and would do so for ever.

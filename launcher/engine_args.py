@@ -49,6 +49,8 @@ class EngineFlags:
     num_threads: int | None = None
     deterministic: bool = False
     prompt_graph_tokens: int = 0
+    collective_graphs: bool = False
+    all_reduce: str = "nccl"
     adapter_graphs: bool = False
 
 
@@ -84,6 +86,8 @@ def engine_config(
         cuda_graphs=True if graphs is None else graphs,
         max_cuda_graphs=model.parameters.get_int("cuda_graph_cache_size") or 0,
         prompt_graph_tokens=flags.prompt_graph_tokens,
+        collective_graphs=flags.collective_graphs,
+        all_reduce=flags.all_reduce,
         guided=_guided(model, engine_dir),
         parallel=parallel,
         scheduler=_scheduler(model, folder, flags, parallel.pp_size),

@@ -58,6 +58,7 @@ _RARE = (
     "routing",
     "tp_size",
     "pp_size",
+    "pp_partition",
     "dp_size",
     "moe_tp_size",
     "moe_ep_size",
@@ -67,6 +68,8 @@ _RARE = (
     "depth",
     "deterministic",
     "prompt_graph_tokens",
+    "collective_graphs",
+    "all_reduce",
     "adapter_graphs",
     "connect_timeout",
     "startup_timeout",
@@ -236,6 +239,17 @@ def _add_engine_flags(parser: argparse.ArgumentParser) -> None:
         help="CUDA graphs also of steps with prompts, up to N tokens (none)",
     )
     add(
+        "--collective-graphs",
+        action="store_true",
+        help="CUDA graphs also with a tensor-parallel size above 1",
+    )
+    add(
+        "--all-reduce",
+        choices=("nccl", "peer"),
+        default="nccl",
+        help="who sums over GPUs: NCCL, or kernels that read peers' memory (nccl)",
+    )
+    add(
         "--adapter-graphs",
         action="store_true",
         help="CUDA graphs also of decode steps with LoRA adapters",
@@ -251,6 +265,8 @@ def _add_size_flags(parser: argparse.ArgumentParser) -> None:
     }
     for name, what in axes.items():
         add(f"--{name}-size", type=positive, metavar="N", help=f"{what} (the folder's)")
+    add("--pp-partition", metavar="N,N,...",
+        help="layers of each stage (the folder's, or as even as can be)")  # fmt: skip
     sizes = {"tp": "ranks that cut each expert", "ep": "parts that share the experts out"}
     for name, what in sizes.items():
         add(f"--moe-{name}-size", type=int, default=-1, metavar="N",

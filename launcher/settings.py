@@ -15,6 +15,7 @@ from trimaran.launcher.serve_flags import DEFAULT_LOG_FILE
 from trimaran.server.config import FrontendConfig
 from trimaran.worker.config import ProfileConfig
 from trimaran.worker.parallel_sizes import AskedSizes
+from trimaran.worker.stages import parse_partition
 
 _WITHOUT_EFFECT = {
     "tritonserver": "the server is Trimaran's own",
@@ -168,6 +169,8 @@ def engine_flags(args: argparse.Namespace) -> EngineFlags:
         num_threads=args.num_threads,
         deterministic=args.deterministic,
         prompt_graph_tokens=args.prompt_graph_tokens,
+        collective_graphs=args.collective_graphs,
+        all_reduce=args.all_reduce,
         adapter_graphs=args.adapter_graphs,
     )
 
@@ -179,6 +182,7 @@ def _sizes(args: argparse.Namespace) -> AskedSizes:
         tp_size=args.tp_size or 0,
         pp_size=args.pp_size or 0,
         dp_size=args.dp_size or 0,
+        pp_partition=parse_partition(args.pp_partition) if args.pp_partition else (),
         moe_tp_size=args.moe_tp_size,
         moe_ep_size=args.moe_ep_size,
     )

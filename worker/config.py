@@ -24,6 +24,9 @@ class ParallelConfig:
     dp_size: int = 1
     """Lanes: copies of the attention layers, each with requests of its own."""
 
+    pp_partition: tuple[int, ...] = ()
+    """Layers of each pipeline stage; none to share them out evenly."""
+
     @property
     def expert_parts(self) -> int:
         """Parts of the experts' ranks that share the experts out."""
@@ -245,6 +248,13 @@ class EngineConfig:
     prompt_graph_tokens: int = 0
     """Steps with prompts of up to so many tokens run from CUDA graphs too."""
 
+    collective_graphs: bool = False
+    """With several tensor ranks, too, steps run from CUDA graphs."""
+
+    all_reduce: str = "nccl"
+    """Who sums over the GPUs of a tensor group: ``nccl``, or ``peer``: our own kernels, which
+    read each other's memory, whatever is not too large for them."""
+
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     cache: CacheConfig = field(default_factory=CacheConfig)
@@ -258,6 +268,15 @@ class EngineConfig:
                 f"depth is {self.scheduler.depth} but with {self.parallel.pp_size} pipeline "
                 f"stage(s) at most {most} steps are in flight. Lower it."
             )
+        if self.all_reduce not in ("nccl", "peer"):
+            raise ConfigError(f"all_reduce is {self.all_reduce!r} but must be nccl or peer")
+        asked = {"--collective-graphs": self.collective_graphs}
+        asked["--all-reduce peer"] = self.all_reduce == "peer"
+        for flag in (name for name, is_set in asked.items() if is_set):
+            if self.device == "cpu":
+                raise ConfigError(
+                    f"{flag} is about sums between GPUs, but the device is cpu. Leave it out."
+                )
 
     def to_wire(self) -> dict[str, Any]:
         """Plain dictionaries, for msgpack."""
@@ -267,7 +286,9 @@ class EngineConfig:
     def from_wire(cls, wire: dict[str, Any]) -> EngineConfig:
         """The inverse of `to_wire`."""
         values = dict(wire)
-        values["parallel"] = ParallelConfig(**values["parallel"])
+        parallel = values["parallel"]
+        stages = tuple(parallel["pp_partition"])
+        values["parallel"] = ParallelConfig(**{**parallel, "pp_partition": stages})
         scheduler = values["scheduler"]
         levels = tuple(scheduler["level_queue_sizes"])
         values["scheduler"] = SchedulerConfig(**{**scheduler, "level_queue_sizes": levels})

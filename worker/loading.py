@@ -28,6 +28,7 @@ from trimaran.worker.lora.manager import AdapterManager
 from trimaran.worker.model_runner import KVGroup, ModelRunner, group_layers
 from trimaran.worker.models.interfaces import CausalLM
 from trimaran.worker.models.registry import load_model
+from trimaran.worker.peer_sums import use_peer_sums
 from trimaran.worker.warm_up import peak_step_bytes, run_small_steps
 
 logger = logging.getLogger(__name__)
@@ -43,6 +44,9 @@ class LoadedEngine:
     vocab_size: int
     adapters: AdapterManager
     sampling_backend: str
+    stages: str
+    """Layers of each pipeline stage."""
+
     expert_loads: ExpertLoads | None
     """None for a model without experts."""
 
@@ -62,6 +66,7 @@ class LoadedEngine:
             "world_size": topology.world_size,
             "tp_size": topology.tp_size,
             "pp_size": topology.pp_size,
+            "stages": self.stages,
             "tokens_per_block": self.cache.block_size,
             "max_blocks": self.cache.num_blocks,
             "reuses_blocks": self.cache.enable_reuse,
@@ -85,6 +90,8 @@ def load_engine(
     links: PipelineLinks,
 ) -> LoadedEngine:
     """Load this rank's weights, agree on the cache's size, allocate and warm up. Collective."""
+    if config.all_reduce == "peer" and tp.size > 1:
+        use_peer_sums(tp)
     model = load_model(config, topology, tp, device)
     kernel = _sampling_kernel(model, device)
     limits = _limits(config.scheduler, model)
@@ -136,7 +143,11 @@ def load_engine(
         # Steps of the warm-up are nobody's.
         expert_loads.reset()
     backend = "torch" if kernel is None else kernel.name
-    return LoadedEngine(runner, cache, limits, vocab_size, adapters, backend, expert_loads)
+    sizes_of = links.all_gather((topology.pp_rank, len(model.layers)))
+    stages = "+".join(str(size) for _, size in sorted(set(sizes_of)))
+    return LoadedEngine(
+        runner, cache, limits, vocab_size, adapters, backend, stages, expert_loads
+    )
 
 
 def _sampling_kernel(model: CausalLM, device: torch.device) -> CpuSampling | None:
@@ -251,10 +262,11 @@ def _graph_sizes(
         ConfigError: steps with prompts are to be captured but cannot be.
     """
     most = config.prompt_graph_tokens
+    is_launched = tp.size > 1 and not config.collective_graphs
     reasons = {
         f"the device is {device.type}": device.type != "cuda",
         "cuda_graph_mode is false": not config.cuda_graphs,
-        f"tp_size is {tp.size}": tp.size > 1,
+        f"tp_size is {tp.size} without --collective-graphs": is_launched,
         # Decodes beside prompts get the kernel of prompts, as those that stand alone do not.
         "tokens shall be deterministic": config.deterministic,
     }
@@ -264,7 +276,7 @@ def _graph_sizes(
             f"prompt-graph-tokens is {most} but {reason}: such steps are not captured then. "
             "Serve without it."
         )
-    cannot_decode = device.type != "cuda" or not config.cuda_graphs or tp.size > 1
+    cannot_decode = device.type != "cuda" or not config.cuda_graphs or is_launched
     if config.lora.has_graphs and cannot_decode:
         text = next(text for text, holds in reasons.items() if holds)
         raise ConfigError(
@@ -273,8 +285,11 @@ def _graph_sizes(
         )
     if device.type != "cuda" or not config.cuda_graphs:
         return [], []
-    if tp.size > 1:
-        logger.info("no CUDA graphs: with tp_size %d decode steps are launched", tp.size)
+    if is_launched:
+        logger.info(
+            "no CUDA graphs: with tp_size %d steps are launched without --collective-graphs",
+            tp.size,
+        )
         return [], []
     sizes = graph_sizes(limits.max_num_seqs, config.max_cuda_graphs)
     return sizes, prompt_graph_sizes(min(most, limits.max_num_batched_tokens))

@@ -80,6 +80,12 @@ def test_flags_go_before_the_engine_folder(repository):
     assert (engine.prompt_graph_tokens, engine.lora.has_graphs) == (512, True)
 
 
+@pytest.mark.parametrize("flags", [("--all-reduce", "peer"), ("--collective-graphs",)])
+def test_flags_of_sums_over_gpus_are_refused_on_the_cpu(repository, flags):
+    with pytest.raises(ConfigError, match=f"{' '.join(flags)} is about sums between GPUs"):
+        resolve(repository, "--device", "cpu", *flags)
+
+
 def test_sizes_of_experts_reach_the_engine_or_are_refused(tmp_path):
     moe = Path(__file__).parents[3] / "examples" / "demo_models" / "moe"
     write_model(tmp_path / "m", gpt_model_path=str(moe))

@@ -38,3 +38,16 @@ def test_a_cpu_refuses_to_capture_steps_with_prompts(model_folder):
         ConfigError, match=r"prompt-graph-tokens is 512 but the device is cpu.*Serve without"
     ):
         engine.load()
+
+
+@pytest.mark.parametrize(
+    ("changes", "complaint"),
+    [
+        ({"all_reduce": "ring"}, "all_reduce is 'ring' but must be nccl or peer"),
+        ({"all_reduce": "peer"}, "--all-reduce peer is about sums between GPUs.*Leave it out"),
+        ({"collective_graphs": True}, "--collective-graphs is about .* the device is cpu"),
+    ],
+)
+def test_what_only_gpus_sum_is_refused_on_the_cpu(changes, complaint):
+    with pytest.raises(ConfigError, match=complaint):
+        EngineConfig(model="test", engine_dir="/m", device="cpu", **changes)
