@@ -9,6 +9,8 @@ from trimaran.kernels import (
     triton_attention,
     triton_elementwise,
     triton_experts,
+    triton_heads,
+    triton_latent_cache,
     triton_norm,
     triton_rotary,
     triton_routing,
@@ -21,7 +23,8 @@ from trimaran.kernels.torch_ops import TorchOps
 
 _TRITON = (
     "rms_norm", "add_rms_norm", "norm_heads", "layer_norm", "add_layer_norm", "silu_and_mul",
-    "gelu_and_mul", "activation", "embed", "rope_and_cache", "write_kv", "paged_attention",
+    "gelu_and_mul", "activation", "embed", "rope_and_cache",
+    "rope_and_cache_latent", "write_kv", "head_linear", "paged_attention",
     "choose_experts", "expert_mlp",
 )  # fmt: skip
 _PRODUCTS = ("linear", "add_linear", "gated_linear", "logits", "router_logits")
@@ -40,6 +43,7 @@ class TritonOps(TorchOps):
     embed = staticmethod(triton_elementwise.embed)
     choose_experts = staticmethod(triton_routing.choose_experts)
     rope_and_cache = staticmethod(triton_rotary.rope_and_cache)
+    rope_and_cache_latent = staticmethod(triton_latent_cache.rope_and_cache_latent)
     write_kv = staticmethod(triton_rotary.write_kv)
     norm_heads = staticmethod(triton_norm.norm_heads)
 
@@ -68,6 +72,10 @@ class TritonOps(TorchOps):
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """``x @ weight.T + bias`` in the dtype of ``x``."""
         return self._products.linear(x, weight, bias)
+
+    def head_linear(self, x: Tensor, weight: Tensor) -> Tensor:
+        """Each head's first dims times its own matrix; see `reference.head_linear`."""
+        return triton_heads.head_linear(x, weight, is_fixed=self.is_deterministic)
 
     def add_linear(self, x: Tensor, weight: Tensor, residual: Tensor) -> Tensor | None:
         """Add the product into ``residual``, or return it; see `reference.add_linear`."""

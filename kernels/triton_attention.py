@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
-from trimaran.kernels import reference
+from trimaran.kernels import triton_latent_decode, triton_latent_prefill
 from trimaran.kernels.attention import AttentionMetadata, AttentionSpec
 from trimaran.kernels.decode_attention import DecodeAttention, TritonDecodes
 from trimaran.kernels.prompt_attention import PromptAttention, TritonPrompts
@@ -28,17 +27,18 @@ def paged_attention(
 
     A step of decodes alone is safe under CUDA graph capture. With ``is_deterministic`` a
     sequence's result does not depend on the sequences beside it. ``decodes`` serves the
-    leading decodes, ``prompts`` what is behind them.
+    leading decodes, ``prompts`` what is behind them; with latent vectors kernels of their own
+    do.
     """
-    if spec.latent_size:
-        return reference.paged_attention(query_TNH, kv_cache, metadata, spec)
-    output = torch.empty_like(query_TNH, memory_format=torch.contiguous_format)
-    num_decodes = metadata.num_decodes
+    num_decodes, (num_tokens, num_heads, head_size) = metadata.num_decodes, query_TNH.shape
+    output = query_TNH.new_empty((num_tokens, num_heads, spec.latent_size or head_size))
+    attend_decodes = triton_latent_decode.decode if spec.latent_size else decodes
+    attend_prompts = triton_latent_prefill.prefill if spec.latent_size else prompts
     if num_decodes:
-        decodes(
+        attend_decodes(
             query_TNH[:num_decodes], kv_cache, metadata, spec, output,
             is_fixed=is_deterministic,
         )  # fmt: skip
     if num_decodes < metadata.seq_lens.shape[0]:
-        prompts(query_TNH, kv_cache, metadata, spec, output)
+        attend_prompts(query_TNH, kv_cache, metadata, spec, output)
     return output

@@ -29,7 +29,7 @@ class DecodeConfig:
 
 
 @triton.jit  # type: ignore[untyped-decorator,unused-ignore]
-def _merge(  # type: ignore[no-untyped-def]
+def merge_pieces(  # type: ignore[no-untyped-def]
     partial, log_sums, first_piece, num_pieces, heads, is_head, NUM_HEADS: tl.constexpr,
     HEAD: tl.constexpr, HEAD_PADDED: tl.constexpr, GROUP_PADDED: tl.constexpr,
 ):  # fmt: skip
@@ -56,7 +56,7 @@ def _merge(  # type: ignore[no-untyped-def]
 
 
 @triton.jit  # type: ignore[untyped-decorator,unused-ignore]
-def _put_piece(  # type: ignore[no-untyped-def]
+def put_piece(  # type: ignore[no-untyped-def]
     partial, log_sums, counter, piece, heads, num_pieces, is_head, mask, top, total, result,
     NUM_HEADS: tl.constexpr, HEAD: tl.constexpr, HEAD_PADDED: tl.constexpr,
 ):  # fmt: skip
@@ -74,7 +74,7 @@ def _put_piece(  # type: ignore[no-untyped-def]
 
 
 @triton.jit  # type: ignore[untyped-decorator,unused-ignore]
-def _read(pieces, piece):  # type: ignore[no-untyped-def]
+def read_piece(pieces, piece):  # type: ignore[no-untyped-def]
     """What `DecodePlan` says of a piece, in its order."""
     at = pieces + (1 + piece) * 8
     sequence, row = tl.load(at).to(tl.int64), tl.load(at + 1).to(tl.int64)
@@ -105,7 +105,7 @@ def _decode_kernel(  # type: ignore[no-untyped-def]
     keys_of_head = cache + kv_head * head_stride + dims[None, :]
     first, step = tl.program_id(0) // KV_HEADS, tl.num_programs(0) // KV_HEADS
     for piece in range(first, tl.load(pieces), step):
-        sequence, row, start, end, first_piece, num_pieces, skipped = _read(pieces, piece)
+        sequence, row, start, end, first_piece, num_pieces, skipped = read_piece(pieces, piece)
         q = tl.load(query + sequence * query_stride + from_head, mask=head_mask, other=0.0)
         top = tl.full([GROUP_PADDED], float("-inf"), tl.float32)
         total = tl.zeros([GROUP_PADDED], tl.float32)
@@ -129,13 +129,13 @@ def _decode_kernel(  # type: ignore[no-untyped-def]
         if num_pieces == 1:
             tl.store(to_output, result.to(output.dtype.element_ty), mask=head_mask)
         else:
-            is_last = _put_piece(
+            is_last = put_piece(
                 partial, log_sums, counters + sequence * KV_HEADS + kv_head, piece, heads,
                 num_pieces, is_head, head_mask, top, total, result, KV_HEADS * GROUP, HEAD,
                 HEAD_PADDED,
             )  # fmt: skip
             if is_last:
-                result = _merge(
+                result = merge_pieces(
                     partial, log_sums, first_piece, num_pieces, heads, is_head,
                     KV_HEADS * GROUP, HEAD, HEAD_PADDED, GROUP_PADDED,
                 )  # fmt: skip

@@ -67,7 +67,7 @@ def _tiles_kernel(  # type: ignore[no-untyped-def]
 
 
 @triton.jit  # type: ignore[untyped-decorator,unused-ignore]
-def _find(tile, tiles, query_start_loc, seq_lens):  # type: ignore[no-untyped-def]
+def find_tile(tile, tiles, query_start_loc, seq_lens):  # type: ignore[no-untyped-def]
     """A tile's sequence: its first token, queries, the tile's first, past keys and row."""
     at = tiles + (1 + tile) * 4
     sequence, row, start_query = tl.load(at), tl.load(at + 1), tl.load(at + 2)
@@ -77,7 +77,7 @@ def _find(tile, tiles, query_start_loc, seq_lens):  # type: ignore[no-untyped-de
 
 
 @triton.jit  # type: ignore[untyped-decorator,unused-ignore]
-def _sees(positions, keys, end, WINDOW: tl.constexpr, SINKS: tl.constexpr):  # type: ignore[no-untyped-def]
+def sees(positions, keys, end, WINDOW: tl.constexpr, SINKS: tl.constexpr):  # type: ignore[no-untyped-def]
     """Which of a tile's keys each row sees."""
     is_seen = (keys[None, :] <= positions[:, None]) & (keys < end)[None, :]
     if WINDOW > 0:
@@ -118,7 +118,9 @@ def _prefill_kernel(  # type: ignore[no-untyped-def]
     kv_head, tile = tl.program_id(0) % KV_HEADS, tl.program_id(0) // KV_HEADS
     if tile >= tl.load(tiles):
         return
-    first, num_queries, start_query, past, row = _find(tile, tiles, query_start_loc, seq_lens)
+    first, num_queries, start_query, past, row = find_tile(
+        tile, tiles, query_start_loc, seq_lens
+    )
     step: tl.constexpr = TILE_M // GROUP
     rows, dims = tl.arange(0, TILE_M), tl.arange(0, HEAD_PADDED)
     queries, heads = start_query + rows // GROUP, kv_head * GROUP + rows % GROUP
@@ -160,11 +162,41 @@ def _prefill_kernel(  # type: ignore[no-untyped-def]
             token_stride, BLOCK, True, False,
         )  # fmt: skip
         top, total, acc = softmax_step(
-            q, k, v, _sees(positions, keys, end, WINDOW, SINKS), scale, cap, top, total, acc,
+            q, k, v, sees(positions, keys, end, WINDOW, SINKS), scale, cap, top, total, acc,
             HAS_CAP, True, PRECISION,
         )  # fmt: skip
     result = (acc / tl.where(total == 0.0, 1.0, total)[:, None]).to(output.dtype.element_ty)
     tl.store(output + places[:, None] * output_stride + from_head, result, mask=mask)
+
+
+def plan_tiles(metadata: AttentionMetadata, num_tokens: int, step: int) -> tuple[Tensor, int]:
+    """All tiles of ``step`` queries behind the leading decodes, and how many there can be.
+
+    int32 [1 + I, 4]: their number; then each one's sequence, row and first query; one unused.
+    Made once a step.
+    """
+    first = metadata.num_decodes
+    num_sequences = metadata.seq_lens.shape[0] - first
+    most = triton.cdiv(num_tokens - first, step) + num_sequences
+    key = ("prefill", first, step)
+    tiles: Tensor | None = metadata.plans.get(key)
+    if tiles is None:
+        starts = metadata.query_start_loc[first:]
+        tiles = torch.empty((1 + most, 4), dtype=torch.int32, device=starts.device)
+        has_rows = metadata.rows is not None
+        _tiles_kernel[(_WRITERS,)](
+            starts, starts if metadata.rows is None else metadata.rows[first:], tiles,
+            num_sequences, STEP=step, HAS_ROWS=has_rows,
+            SPAN=max(16, triton.next_power_of_2(num_sequences)), WRITERS=_WRITERS,
+        )  # fmt: skip
+        metadata.plans[key] = tiles
+    return tiles, most
+
+
+def prompt_tables(metadata: AttentionMetadata) -> Tensor:
+    """The block tables that a tile's row is counted in."""
+    tables = metadata.block_tables
+    return tables if metadata.rows is not None else tables[metadata.num_decodes :]
 
 
 def prefill(
@@ -187,23 +219,8 @@ def prefill(
     config = config or PrefillConfig.of(head_size, query_TNH.element_size())
     tile_m = max(config.tile_m, triton.next_power_of_2(group))
     first = metadata.num_decodes
-    num_sequences = metadata.seq_lens.shape[0] - first
-    most = triton.cdiv(num_tokens - first, tile_m // group) + num_sequences
-    starts = metadata.query_start_loc[first:]
-    key = ("prefill", first, tile_m // group)
-    tiles: Tensor | None = metadata.plans.get(key)
-    tables = metadata.block_tables
-    if metadata.rows is None:
-        tables = tables[first:]
-    if tiles is None:
-        tiles = torch.empty((1 + most, 4), dtype=torch.int32, device=query_TNH.device)
-        has_rows = metadata.rows is not None
-        _tiles_kernel[(_WRITERS,)](
-            starts, starts if metadata.rows is None else metadata.rows[first:], tiles,
-            num_sequences, STEP=tile_m // group, HAS_ROWS=has_rows,
-            SPAN=max(16, triton.next_power_of_2(num_sequences)), WRITERS=_WRITERS,
-        )  # fmt: skip
-        metadata.plans[key] = tiles
+    tiles, most = plan_tiles(metadata, num_tokens, tile_m // group)
+    starts, tables = metadata.query_start_loc[first:], prompt_tables(metadata)
     scale, cap = score_factors(spec)
     strides = kv_cache.stride()
     _prefill_kernel[(most * num_kv_heads,)](

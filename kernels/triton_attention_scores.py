@@ -18,14 +18,13 @@ def score_factors(spec: AttentionSpec) -> tuple[float, float]:
 
 
 @triton.jit  # type: ignore[untyped-decorator,unused-ignore]
-def softmax_step(  # type: ignore[no-untyped-def]
-    q, k, v, is_seen, scale, cap, top, total, acc, HAS_CAP: tl.constexpr,
-    IS_MASKED: tl.constexpr, PRECISION: tl.constexpr,
+def softmax_weights(  # type: ignore[no-untyped-def]
+    scores, is_seen, scale, cap, top, total, HAS_CAP: tl.constexpr, IS_MASKED: tl.constexpr,
 ):  # fmt: skip
-    """One tile of keys: the running maximum, sum and weighted values, in powers of two."""
-    scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+    """What products of queries and a tile of keys weigh, beside what was before them: the
+    weights, the new maximum and sum, in powers of two, and the factor of former sums."""
     if HAS_CAP:
-        # cap * tanh(x) by one exponential of 2 x, which may overflow to infinity.
+        # cap * tanh(x / cap) by one exponential of 2 x, which may overflow to infinity.
         scores = cap - 2 * cap / (1 + tl.exp2(scores * scale))
         scale = 1.0
     if IS_MASKED:
@@ -37,7 +36,19 @@ def softmax_step(  # type: ignore[no-untyped-def]
         shift = tl.where(new_top == float("-inf"), 0.0, new_top)
     weights = tl.exp2(scores * scale - shift[:, None])
     decay = tl.exp2(top - shift)
-    total = total * decay + tl.sum(weights, 1)
+    return weights, new_top, total * decay + tl.sum(weights, 1), decay
+
+
+@triton.jit  # type: ignore[untyped-decorator,unused-ignore]
+def softmax_step(  # type: ignore[no-untyped-def]
+    q, k, v, is_seen, scale, cap, top, total, acc, HAS_CAP: tl.constexpr,
+    IS_MASKED: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """One tile of keys: the running maximum, sum and weighted values, in powers of two."""
+    scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+    weights, top, total, decay = softmax_weights(
+        scores, is_seen, scale, cap, top, total, HAS_CAP, IS_MASKED
+    )
     acc = acc * decay[:, None]
     acc = tl.dot(weights.to(v.dtype), v, acc, input_precision=PRECISION)
-    return new_top, total, acc
+    return top, total, acc

@@ -1,0 +1,163 @@
+"""Latent attention on a GPU against its torch twin: products of heads, the cache, attention.
+
+On a machine without a GPU it runs in Triton's interpreter: TRITON_INTERPRET=1.
+"""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+
+from trimaran.kernels import reference
+from trimaran.kernels.attention import AttentionMetadata, AttentionSpec
+from trimaran.kernels.gpu import TritonOps
+
+IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+DEVICE = torch.device("cpu" if IS_INTERPRETED else "cuda")
+# The interpreter's products of bf16 are not those of the hardware.
+DTYPES = [torch.float32, torch.float16] + ([] if IS_INTERPRETED else [torch.bfloat16])
+TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 1.6e-2, torch.float16: 2e-3}
+
+pytestmark = [pytest.mark.gpu]
+
+Lengths = list[tuple[int, int]]
+
+
+@pytest.fixture(params=DTYPES, ids=str)
+def dtype(request):
+    return request.param
+
+
+def _random(*shape: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(shape, generator=generator).to(dtype).to(DEVICE)
+
+
+def _close(actual: torch.Tensor, expected: torch.Tensor, scale: float = 1.0) -> None:
+    limit = TOLERANCE[actual.dtype]
+    torch.testing.assert_close(actual, expected, atol=limit * scale, rtol=limit)
+
+
+class Batch:
+    """Sequences of (cached tokens, queries), decodes first; memory of no token is NaN."""
+
+    def __init__(self, dtype, lengths: Lengths, heads: int, latent: int, rotated: int, block=4):
+        most = -(-max(past + queries for past, queries in lengths) // block)
+        order = torch.randperm(most * len(lengths), generator=torch.Generator().manual_seed(1))
+        self.tables, self.lengths = order.int().view(len(lengths), most), lengths
+        size = latent + rotated
+        pool = _random(len(order), 3, 1, block, 1, size, dtype=dtype)
+        self.cache = pool[:, 1]
+        for row, (past, queries) in zip(self.tables, lengths, strict=True):
+            for number, place in enumerate(row.tolist()):
+                used = past + queries - number * block
+                self.cache[place, :, max(0, used) :] = float("nan")
+        tokens = sum(queries for _, queries in lengths)
+        self.query = _random(tokens, heads + 2, size, dtype=dtype, seed=1)[:, :heads]
+        self.scale = size**-0.5
+
+    def metadata(self, num_decodes: int | None = None, *, with_rows=False) -> AttentionMetadata:
+        chunks = [queries for _, queries in self.lengths]
+        lens = [past + queries for past, queries in self.lengths]
+        if num_decodes is None:
+            num_decodes = next((i for i, q in enumerate(chunks) if q > 1), len(chunks))
+        tables, rows = self.tables.to(DEVICE), None
+        if with_rows:
+            rows = torch.arange(len(lens)).flip(0).int().to(DEVICE)
+            tables = tables.flip(0).contiguous()
+        return AttentionMetadata(
+            query_start_loc=torch.tensor([0, *chunks]).cumsum(0).int().to(DEVICE),
+            seq_lens=torch.tensor(lens).int().to(DEVICE),
+            block_tables=tables,
+            slot_mapping=torch.empty(0, dtype=torch.int64),
+            max_query_len=max(chunks),
+            max_seq_len=max(lens),
+            num_decodes=num_decodes,
+            rows=rows,
+        )
+
+    def check(self, spec: AttentionSpec, ops: TritonOps | None = None, **options) -> None:
+        """Compare the whole step, by this metadata, with the reference."""
+        expected = reference.paged_attention(self.query, self.cache, self.metadata(0), spec)
+        metadata = self.metadata(**options)
+        actual = (ops or TritonOps()).paged_attention(self.query, self.cache, metadata, spec)
+        _close(actual, expected, 2)
+
+
+CASES: dict[str, Lengths] = {
+    "decodes": [(0, 1), (7, 1), (140, 1)],
+    "both": [(140, 1), (3, 1), (0, 20), (30, 9)],
+}
+# Query heads, dims of a latent vector and of a rotated key.
+SHAPES = [(12, 36, 8)] if IS_INTERPRETED else [(12, 36, 8), (16, 512, 64), (128, 512, 64)]
+
+
+@pytest.mark.parametrize("name", list(CASES))
+@pytest.mark.parametrize(("heads", "latent", "rotated"), SHAPES)
+def test_attention_is_that_of_the_reference(dtype, name, heads, latent, rotated):
+    batch = Batch(dtype, CASES[name], heads, latent, rotated)
+    batch.check(AttentionSpec(scale=batch.scale, latent_size=latent))
+
+
+def test_windows_sinks_and_caps_are_those_of_the_reference():
+    seen = {"window": 20, "num_sinks": 6, "soft_cap": 1.5}
+    spec = AttentionSpec(scale=0.3, latent_size=36, **seen)
+    Batch(DTYPES[-1], CASES["both"], 5, 36, 8).check(spec)
+
+
+def test_sequences_find_their_blocks_by_row():
+    spec = AttentionSpec(scale=0.3, latent_size=36)
+    Batch(DTYPES[-1], CASES["both"], 5, 36, 8).check(spec, with_rows=True)
+
+
+def test_a_sequence_does_not_depend_on_others_where_that_is_asked_for():
+    ops, spec = TritonOps(is_deterministic=True), AttentionSpec(scale=0.3, latent_size=36)
+    batch = Batch(DTYPES[-1], CASES["both"], 5, 36, 8)
+    batch.check(spec, ops)
+    together = ops.paged_attention(batch.query, batch.cache, batch.metadata(), spec)
+
+    batch.lengths, batch.tables = batch.lengths[:1], batch.tables[:1]
+    alone = ops.paged_attention(batch.query[:1], batch.cache, batch.metadata(), spec)
+
+    assert alone.equal(together[:1])
+
+
+@pytest.mark.parametrize("tokens", [1, 16, 40])
+@pytest.mark.parametrize(
+    ("heads", "size", "width", "outputs"), [(3, 28, 20, 36), (2, 96, 64, 128), (5, 48, 48, 20)]
+)
+def test_heads_are_multiplied_by_their_own_matrices(dtype, tokens, heads, size, width, outputs):
+    x = _random(tokens, heads, size + 4, dtype=dtype)[..., :size]
+    weight = (_random(heads, width, outputs, dtype=dtype) / width**0.5).transpose(1, 2)
+
+    actual = TritonOps().head_linear(x, weight)
+
+    _close(actual, reference.head_linear(x, weight), 4)
+    assert actual[..., outputs:].equal(x[..., width:])
+    fixed = TritonOps(is_deterministic=True)
+    assert fixed.head_linear(x[:1], weight).equal(fixed.head_linear(x, weight)[:1])
+
+
+@pytest.mark.parametrize("is_neox", [True, False])
+@pytest.mark.parametrize("heads", [12, 100])
+def test_latent_vectors_and_rotated_keys_reach_their_slots(dtype, is_neox, heads):
+    latent, rotated = 36, 8
+    query = _random(7, heads, 20 + rotated, dtype=dtype)
+    vectors = _random(7, 40 + latent + rotated, dtype=dtype, seed=1)
+    pool = torch.zeros((6, 3, 1, 4, 1, latent + rotated), dtype=dtype, device=DEVICE)
+    angles = _random(50, rotated, dtype=torch.float32)
+    positions = torch.tensor([0, 3, 49, 2, 2, 17, 1]).to(DEVICE)
+    slots = torch.tensor([5, 3, 23, 8, 9, 1, 20]).to(DEVICE)
+    results = []
+    for ops in (TritonOps(), reference):
+        mine = query.clone(), vectors.clone(), pool.clone()
+        parts = mine[1][:, 40 : 40 + latent], mine[1][:, 40 + latent :]
+        ops.rope_and_cache_latent(
+            mine[0], *parts, angles, positions, mine[2][:, 1], slots, is_neox
+        )
+        results.append(mine)
+
+    for ours, theirs in zip(*results, strict=True):
+        _close(ours, theirs, 2)
