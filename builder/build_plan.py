@@ -111,7 +111,9 @@ def _model_of(rank: int, config: PretrainedConfig, mapping: RankMapping) -> Caus
         dp_size=mapping.dp_size,
     )
     place = ShardPosition(layout.stage_ranks.index(rank), len(layout.stage_ranks))
-    stage = StageRange.of(config.num_hidden_layers, layout.pp_rank, layout.pp_size)
+    stage = StageRange.of(
+        config.num_hidden_layers, layout.pp_rank, layout.pp_size, mapping.pp_partition
+    )
     return build_model(
         config,
         stage,

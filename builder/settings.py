@@ -19,6 +19,7 @@ from trimaran.worker.engine_folder import (
 )
 from trimaran.worker.parallel_sizes import AskedSizes, layout_of
 from trimaran.worker.pretrained_config import DTYPES, PretrainedConfig
+from trimaran.worker.stages import parse_partition, stage_sizes
 
 LOGITS_DTYPES = ("float32", "float16")
 _LIMITS = (
@@ -53,10 +54,11 @@ def rank_mapping(args: argparse.Namespace, source: EngineFolder) -> RankMapping:
     made_for = source.mapping
     asked = AskedSizes(
         tp_size=args.tp_size or (made_for.tp_size if made_for else 1),
-        pp_size=args.pp_size or (made_for.pp_size if made_for else 1),
+        pp_size=args.pp_size or (made_for.pp_size if made_for else 0),
         dp_size=args.dp_size or 0,
         moe_tp_size=args.moe_tp_size,
         moe_ep_size=args.moe_ep_size,
+        pp_partition=parse_partition(args.pp_partition) if args.pp_partition else (),
     )
     layout = layout_of(asked, source)
     tp_size, pp_size, lanes = layout.tp_size, layout.pp_size, layout.expert_lanes
@@ -80,6 +82,10 @@ def rank_mapping(args: argparse.Namespace, source: EngineFolder) -> RankMapping:
         dp_size=lanes,
         moe_tp_size=layout.moe_tp_size,
         moe_ep_size=layout.moe_ep_size,
+        # Named also where it is even: the folder then says itself what its files hold.
+        pp_partition=tuple(
+            stage_sizes(source.config.num_hidden_layers, pp_size, layout.pp_partition)
+        ),
         gpus_per_node=args.gpus_per_node,
     )
 
@@ -202,6 +208,8 @@ def add_model_flags(parser: FlagSink) -> None:
     number = positive
     parser.add_argument("--tp-size", type=number, metavar="N", help="ranks that share a layer")
     parser.add_argument("--pp-size", type=number, metavar="N", help="pipeline stages")
+    parser.add_argument("--pp-partition", metavar="N,N,...",
+                        help="layers of each stage (as even as can be)")  # fmt: skip
     parser.add_argument("--dp-size", type=number, metavar="N",
                         help="lanes that share the experts")  # fmt: skip
     parser.add_argument("--moe-tp-size", type=int, default=-1, metavar="N",

@@ -13,6 +13,7 @@ from typing import Any
 from trimaran.comm.errors import ConfigError
 from trimaran.worker.pretrained_config import PretrainedConfig
 from trimaran.worker.shard_file import read_header, read_tensor_entries
+from trimaran.worker.stages import stage_sizes
 
 FORMAT_VERSION = 1
 CONFIG_FILE = "config.json"
@@ -45,6 +46,9 @@ class RankMapping:
     moe_ep_size: int = 1
     dp_size: int = 1
     """Lanes that share the experts; where each lane holds all of them, lanes share shards."""
+
+    pp_partition: tuple[int, ...] = ()
+    """Layers of each pipeline stage; none where they are shared out evenly."""
 
     gpus_per_node: int = 8
 
@@ -122,7 +126,7 @@ class EngineFolder:
         _check_format(values, source)
         pretrained = _section(values, "pretrained_config", source) if is_engine else values
         config = PretrainedConfig.from_dict(pretrained, source)
-        mapping = _rank_mapping(_section(pretrained, "mapping", source), source)
+        mapping = _rank_mapping(_section(pretrained, "mapping", source), config, source)
         if pretrained.get("quantization") is not None:
             _check_quantization(_section(pretrained, "quantization", source), source)
         build = (
@@ -306,11 +310,19 @@ def _section(values: Mapping[str, Any], key: str, source: str) -> dict[str, Any]
     return section
 
 
-def _rank_mapping(values: Mapping[str, Any], source: str) -> RankMapping:
+def _rank_mapping(
+    values: Mapping[str, Any], config: PretrainedConfig, source: str
+) -> RankMapping:
     known = {field.name for field in fields(RankMapping)}
     chosen = {key: value for key, value in values.items() if key in known}
+    partition = chosen.pop("pp_partition", None) or []
     _check_positive_integers(chosen, "mapping", source)
-    mapping = RankMapping(**chosen)
+    _check_positive_integers(dict(enumerate(partition)), "mapping.pp_partition", source)
+    mapping = RankMapping(**chosen, pp_partition=tuple(partition))
+    try:
+        stage_sizes(config.num_hidden_layers, mapping.pp_size, mapping.pp_partition)
+    except ConfigError as error:
+        raise ConfigError(f"{source}: {error}") from None
     world_size = mapping.tp_size * mapping.pp_size * mapping.dp_size
     if mapping.world_size != world_size:
         raise ConfigError(
@@ -336,7 +348,7 @@ def _build_config(values: Mapping[str, Any], source: str) -> BuildConfig:
     return BuildConfig(**chosen)
 
 
-def _check_positive_integers(values: Mapping[str, Any], section: str, source: str) -> None:
+def _check_positive_integers(values: Mapping[Any, Any], section: str, source: str) -> None:
     for key, value in values.items():
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise ConfigError(

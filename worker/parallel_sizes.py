@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from trimaran.comm.errors import ConfigError
 from trimaran.worker.config import ParallelConfig
 from trimaran.worker.engine_folder import EngineFolder, RankMapping
+from trimaran.worker.stages import stage_sizes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,11 +20,13 @@ class AskedSizes:
     dp_size: int = 0
     moe_tp_size: int = -1
     moe_ep_size: int = -1
+    pp_partition: tuple[int, ...] = ()
+    """Layers of each pipeline stage; none for even ones."""
 
     @property
     def names_axes(self) -> bool:
         """Whether an axis beside the experts' is named."""
-        return bool(self.tp_size or self.pp_size or self.dp_size)
+        return bool(self.tp_size or self.pp_size or self.dp_size or self.pp_partition)
 
     @property
     def names_experts(self) -> bool:
@@ -49,12 +52,13 @@ def layout_of(asked: AskedSizes, folder: EngineFolder, num_named: int = 0) -> Pa
     folder.check_parallel(
         layout.tp_size, layout.pp_size, layout.expert_parts, layout.expert_lanes
     )
+    _check_stages(asked.pp_partition, layout, folder)
     return layout
 
 
 def _free_layout(asked: AskedSizes, num_named: int) -> ParallelConfig:
     """Of a folder that is cut when it is loaded: the tensor axis takes what is left."""
-    pp_size, dp_size = asked.pp_size or 1, asked.dp_size or 1
+    pp_size, dp_size = asked.pp_size or len(asked.pp_partition) or 1, asked.dp_size or 1
     others = pp_size * dp_size
     world_size = asked.world_size or num_named
     if not asked.tp_size and world_size % others:
@@ -70,6 +74,7 @@ def _free_layout(asked: AskedSizes, num_named: int) -> ParallelConfig:
         dp_size=dp_size,
         moe_tp_size=sizes[0],
         moe_ep_size=sizes[1],
+        pp_partition=asked.pp_partition,
     )
 
 
@@ -91,7 +96,19 @@ def _made_layout(
         dp_size=dp_size,
         moe_tp_size=sizes[0],
         moe_ep_size=sizes[1],
+        pp_partition=made_for.pp_partition,
     )
+
+
+def _check_stages(asked: tuple[int, ...], layout: ParallelConfig, folder: EngineFolder) -> None:
+    sizes = stage_sizes(folder.config.num_hidden_layers, layout.pp_size, layout.pp_partition)
+    if asked and list(asked) != sizes:
+        shown = ",".join(map(str, asked))
+        raise ConfigError(
+            f"{folder.path}: built for stages of {','.join(map(str, sizes))} layers, but asked "
+            f"to run with {shown}. Leave --pp-partition out, or build again with "
+            f"--pp-partition {shown}."
+        )
 
 
 def _check_world_size(layout: ParallelConfig, asked: int) -> None:

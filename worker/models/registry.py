@@ -129,7 +129,8 @@ def load_model(
         layout.tp_size, layout.pp_size, parallel.expert_parts, parallel.expert_lanes
     )
     dtype = dtype_by_name(folder.config.dtype if config.dtype == "auto" else config.dtype)
-    stage = StageRange.of(folder.config.num_hidden_layers, layout.pp_rank, layout.pp_size)
+    num_layers = folder.config.num_hidden_layers
+    stage = StageRange.of(num_layers, layout.pp_rank, layout.pp_size, parallel.pp_partition)
     if device.type == "cuda":
         from trimaran.kernels.compile_ahead import compile_ahead
 

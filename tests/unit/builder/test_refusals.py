@@ -61,6 +61,8 @@ def test_fewer_layers_than_the_configuration_tells_of_are_refused(llama, refused
     [
         (["--tp-size", "3"], ["num_attention_heads (4)", "tp_size (3)", "1, 2, 4"]),
         (["--pp-size", "4"], ["pp_size (4)", "num_hidden_layers (3)", "smaller --pp-size"]),
+        (["--pp-partition", "1,1"], ["(1,1) has 2 layers", "num_hidden_layers is 3"]),
+        (["--pp-partition", "1,2", "--pp-size", "3"], ["2 stages but pp_size is 3"]),
         (["--tp-size", "2", "--world-size", "4"], ["--world-size is 4", "is 2"]),
         (["--tp-size", "2", "--moe-tp-size", "2", "--moe-ep-size", "2"], ["--tp-size (2)"]),
         (["--moe-tp-size", "0"], ["--moe-tp-size is 0", "1 or more, or -1"]),

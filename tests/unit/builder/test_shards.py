@@ -77,6 +77,23 @@ def test_llama_shards_make_up_the_checkpoint(
     assert engine.num_layers_of_stages == ([3] if pp_size == 1 else [2, 1])
 
 
+@pytest.mark.parametrize("sizes", [[1, 2], [2, 1], [1, 1, 1]])
+def test_stages_have_the_layers_that_a_list_names(sizes, llama, trimaran):
+    checkpoint, partition = llama(), ",".join(map(str, sizes))
+    path = _build(trimaran, checkpoint, 2, len(sizes), "--pp-partition", partition)
+    engine = reassembly.Reassembled(path)
+    _assert_same_llama(engine, checkpoint.tensors, is_tied=False)
+    assert engine.num_layers_of_stages == sizes
+    assert EngineFolder.load(path).mapping.pp_partition == tuple(sizes)
+
+
+def test_the_list_of_stages_says_how_many_there_are(llama, trimaran, tmp_path):
+    done = trimaran("build", "--checkpoint", llama().folder, "--output", tmp_path / "engine",
+                    "--pp-partition", "1,1,1")  # fmt: skip
+    assert done.code == 0, done.err
+    assert EngineFolder.load(tmp_path / "engine").mapping.world_size == 3
+
+
 def test_attention_biases_are_cut_like_their_weights(llama, trimaran):
     checkpoint = llama(attention_bias=True, num_key_value_heads=2)
     engine = reassembly.Reassembled(_build(trimaran, checkpoint, 4, 1))
