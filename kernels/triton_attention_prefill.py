@@ -118,12 +118,10 @@ def _prefill_kernel(  # type: ignore[no-untyped-def]
     kv_head, tile = tl.program_id(0) % KV_HEADS, tl.program_id(0) // KV_HEADS
     if tile >= tl.load(tiles):
         return
-    first, num_queries, start_query, past, row = find_tile(
-        tile, tiles, query_start_loc, seq_lens
-    )
+    first, num_queries, start, past, row = find_tile(tile, tiles, query_start_loc, seq_lens)
     step: tl.constexpr = TILE_M // GROUP
     rows, dims = tl.arange(0, TILE_M), tl.arange(0, HEAD_PADDED)
-    queries, heads = start_query + rows // GROUP, kv_head * GROUP + rows % GROUP
+    queries, heads = start + rows // GROUP, kv_head * GROUP + rows % GROUP
     is_row = (queries < num_queries) & (rows < step * GROUP)
     places, is_dim = (first + queries).to(tl.int64), dims < HEAD
     mask = is_row[:, None] & is_dim[None, :]
@@ -134,14 +132,14 @@ def _prefill_kernel(  # type: ignore[no-untyped-def]
     acc = tl.zeros([TILE_M, HEAD_PADDED], tl.float32)
     table, positions = tables + row.to(tl.int64) * table_stride, past + queries
     from_cache = cache + kv_head * head_stride + dims[None, :]
-    end = past + tl.minimum(start_query + step, num_queries)
+    end = past + tl.minimum(start + step, num_queries)
     sink_end: tl.constexpr = (SINKS + TILE_N - 1) // TILE_N * TILE_N
     # Keys in front of this one are seen by all queries of the tile.
-    masked_from = (past + start_query + 1) // TILE_N * TILE_N
+    masked_from = (past + start + 1) // TILE_N * TILE_N
     skipped = 0
     if WINDOW > 0:
         # In whole tiles, and but for those of the sinks.
-        in_front = tl.maximum(past + start_query - WINDOW + 1, 0) // TILE_N * TILE_N
+        in_front = tl.maximum(past + start - WINDOW + 1, 0) // TILE_N * TILE_N
         skipped = tl.maximum(in_front - sink_end, 0)
         masked_from = 0
     for at in range(0, masked_from, TILE_N):

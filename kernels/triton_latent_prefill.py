@@ -64,15 +64,13 @@ def _latent_prefill_kernel(  # type: ignore[no-untyped-def]
     group, tile = tl.program_id(0) % GROUPS, tl.program_id(0) // GROUPS
     if tile >= tl.load(tiles):
         return
-    first, num_queries, start_query, past, row = find_tile(
-        tile, tiles, query_start_loc, seq_lens
-    )
+    first, num_queries, start, past, row = find_tile(tile, tiles, query_start_loc, seq_lens)
     step: tl.constexpr = ROWS // HEADS
     rows, dims = tl.arange(0, ROWS), tl.arange(0, LATENT_PADDED)
-    queries, heads = start_query + rows // HEADS, group * HEADS + rows % HEADS
+    queries, heads = start + rows // HEADS, group * HEADS + rows % HEADS
     is_row = (queries < num_queries) & (heads < NUM_HEADS)
     places = (first + queries).to(tl.int64)
-    end = past if IS_PAST else past + tl.minimum(start_query + step, num_queries)
+    end = past if IS_PAST else past + tl.minimum(start + step, num_queries)
     if IS_PAST and past == 0:
         nothing = tl.full([ROWS], float("-inf"), tl.float32)
         tl.store(log_sums + places * NUM_HEADS + heads, nothing, mask=is_row)
@@ -89,7 +87,7 @@ def _latent_prefill_kernel(  # type: ignore[no-untyped-def]
     skipped = 0
     if WINDOW > 0:
         # In whole tiles, and but for those of the sinks.
-        in_front = tl.maximum(past + start_query - WINDOW + 1, 0) // TILE * TILE
+        in_front = tl.maximum(past + start - WINDOW + 1, 0) // TILE * TILE
         skipped = tl.maximum(in_front - sink_end, 0)
     for at in range(0, end - skipped, TILE):
         keys = at + tl.arange(0, TILE)

@@ -20,11 +20,16 @@ _SPEC.loader.exec_module(models)
 NUM_TOKENS = 24
 
 
-@pytest.fixture(scope="module", params=["mistral", "qwen3", "phi3", "gemma2", "gemma3"])
+CONFIGS = {**models.dense_configs(), **models.latent_configs()}
+
+
+@pytest.fixture(
+    scope="module", params=["mistral", "qwen3", "phi3", "gemma2", "gemma3", "deepseek3"]
+)
 def checkpoint(request, tmp_path_factory):
     """A Hugging Face folder, and transformers' model of it."""
     folder = tmp_path_factory.mktemp(request.param)
-    theirs = models.save_huggingface(folder, models.dense_configs()[request.param])
+    theirs = models.save_huggingface(folder, CONFIGS[request.param])
     return folder, theirs
 
 
