@@ -144,6 +144,26 @@ def tensor_map(
     return TensorMap.from_buffer(buffer, start)
 
 
+class MapCache:
+    """Maps of tensors, kept by where they lie: the allocator hands out addresses again."""
+
+    _MAX_MAPS = 4096
+
+    def __init__(self) -> None:
+        self._maps: dict[tuple[object, ...], TensorMap] = {}
+
+    def get(self, tensor: Tensor, dims: Sequence[int], box: Sequence[int]) -> TensorMap:
+        """As `tensor_map`."""
+        shape, strides = tensor.shape, tensor.stride()
+        key = (tensor.data_ptr(), shape, strides, tensor.dtype, tuple(box))
+        found = self._maps.get(key)
+        if found is None:
+            if len(self._maps) == self._MAX_MAPS:
+                self._maps.clear()
+            found = self._maps[key] = tensor_map(tensor, dims, box)
+        return found
+
+
 @cache
 def _driver() -> ctypes.CDLL:
     try:

@@ -163,6 +163,7 @@ def _gpu_ops(device: torch.device, dtype: torch.dtype, deterministic: bool) -> O
         return TorchOps()
     # Imported only now: a CPU needs no Triton.
     from trimaran.kernels.decode_attention import select_decode_attention
+    from trimaran.kernels.experts import select_experts
     from trimaran.kernels.gpu import TritonOps
     from trimaran.kernels.products import select_products
     from trimaran.kernels.prompt_attention import select_prompt_attention
@@ -172,4 +173,5 @@ def _gpu_ops(device: torch.device, dtype: torch.dtype, deterministic: bool) -> O
         select_products(device, dtype, deterministic),
         select_prompt_attention(device, dtype),
         select_decode_attention(device, dtype),
+        select_experts(device, dtype, deterministic),
     )

@@ -8,7 +8,6 @@ from trimaran.kernels import (
     reference,
     triton_attention,
     triton_elementwise,
-    triton_experts,
     triton_heads,
     triton_latent_cache,
     triton_norm,
@@ -17,6 +16,7 @@ from trimaran.kernels import (
 )
 from trimaran.kernels.attention import AttentionMetadata, AttentionSpec
 from trimaran.kernels.decode_attention import DecodeAttention, TritonDecodes
+from trimaran.kernels.experts import FixedExperts, Mixture
 from trimaran.kernels.products import Products, TorchProducts
 from trimaran.kernels.prompt_attention import PromptAttention, TritonPrompts
 from trimaran.kernels.torch_ops import TorchOps
@@ -32,7 +32,7 @@ _PRODUCTS = ("linear", "add_linear", "gated_linear", "logits", "router_logits")
 
 class TritonOps(TorchOps):
     """What is done to each token by Triton, products by ``products``, the attention of
-    prompts by ``prompts`` and that of decodes by ``decodes``.
+    prompts by ``prompts`` and that of decodes by ``decodes``, mixtures by ``experts``.
 
     With ``is_deterministic`` a token's result does not depend on the tokens beside it.
     """
@@ -53,11 +53,13 @@ class TritonOps(TorchOps):
         products: Products | None = None,
         prompts: PromptAttention | None = None,
         decodes: DecodeAttention | None = None,
+        experts: Mixture | None = None,
     ) -> None:
         self.is_deterministic = is_deterministic
         self._products = products or TorchProducts()
         self._prompts = prompts or TritonPrompts()
         self._decodes = decodes or TritonDecodes()
+        self._experts = experts or FixedExperts()
 
     @property
     def backends(self) -> dict[str, str]:
@@ -65,6 +67,7 @@ class TritonOps(TorchOps):
         names = dict.fromkeys(reference.OPERATORS, "torch")
         names.update(dict.fromkeys(_TRITON, "triton"))
         names.update(dict.fromkeys(_PRODUCTS, self._products.backend))
+        names["expert_mlp"] = self._experts.backend
         attention = {self._decodes.backend, self._prompts.backend, "triton"}
         names["paged_attention"] = ", ".join(sorted(attention))
         return names
@@ -121,9 +124,7 @@ class TritonOps(TorchOps):
         first_expert: int = 0,
     ) -> Tensor:
         """The weighted sum of each token's experts; see `reference.expert_mlp`."""
-        return triton_experts.expert_mlp(
-            x, weights, ids, gate_up, down, first_expert, is_fixed=self.is_deterministic
-        )
+        return self._experts.expert_mlp(x, weights, ids, gate_up, down, first_expert)
 
     def rotated_attention(
         self,

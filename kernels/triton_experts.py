@@ -13,6 +13,7 @@ from triton.language.extra.cuda import (  # type: ignore[import-not-found,import
     gdc_wait,
 )
 
+from trimaran.kernels.grouped_table import TritonCut
 from trimaran.kernels.triton_launch import Launcher, num_tiles, padded_size
 
 # Shapes: T tokens, D hidden size, X experts of this rank, C experts of a token, N = T C
@@ -23,7 +24,9 @@ _SORT_VALUES = 16384
 
 _COUNTED = 16
 _SUM_TILE = 1024
-_FIXED_ROWS = 64
+FIXED_ROWS = 64
+"""The height of tiles for all numbers of places, where the sums' order may not change."""
+
 _GROUP = 8
 """Tiles of rows that go over the same columns at about the same time, for the cache."""
 
@@ -55,7 +58,8 @@ def _count_kernel(  # type: ignore[no-untyped-def]
 
 @triton.jit(do_not_specialize=["num_places", "num_blocks"])  # type: ignore[untyped-decorator,unused-ignore]
 def _sort_kernel(  # type: ignore[no-untyped-def]
-    ids, counts, order, totals, num_places, num_blocks, first_expert, EXPERTS: tl.constexpr,
+    ids, counts, order, totals, positions, num_places, num_blocks, first_expert,
+    EXPERTS: tl.constexpr,
     PADDED: tl.constexpr, BLOCK: tl.constexpr, COUNTED: tl.constexpr, IS_ALONE: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):  # fmt: skip
@@ -84,7 +88,9 @@ def _sort_kernel(  # type: ignore[no-untyped-def]
     starts = tl.cumsum(total, axis=0) - total + before
     targets = starts[None, :] + tl.cumsum(owned, axis=0) - owned
     target = tl.sum(targets * owned, axis=1)
-    tl.store(order + target, places, mask=tl.sum(owned, axis=1) > 0)
+    is_owned = tl.sum(owned, axis=1) > 0
+    tl.store(order + target, places, mask=is_owned)
+    tl.store(positions + places, tl.where(is_owned, target, -1), mask=places < num_places)
     if block == 0:
         tl.store(totals + experts, total)
 
@@ -199,27 +205,17 @@ _multiply = Launcher(_experts_kernel)
 _sum = Launcher(_sum_kernel)
 
 
-class _Cut(NamedTuple):
-    """How a grouped product is cut into tiles."""
-
-    rows: int
-    columns: int
-    step: int
-    num_warps: int
-    num_stages: int
-
-    @classmethod
-    def of(cls, average: int, dtype: torch.dtype) -> _Cut:
-        """Tiles about as high as an expert has rows on ``average``, from 16 to 128."""
-        rows = min(max(padded_size(average), 16), 128)
-        # Float32 values take twice the room.
-        share = dtype.itemsize // 2
-        if rows <= 32:
-            return cls(rows, 64, 128 // share, 4, 3)
-        return cls(rows, 128, 64 // share, 8, 3)
+def likely_cut(average: int, dtype: torch.dtype) -> TritonCut:
+    """Tiles about as high as an expert has rows on ``average``, from 16 to 128."""
+    rows = min(max(padded_size(average), 16), 128)
+    # Float32 values take twice the room.
+    share = dtype.itemsize // 2
+    if rows <= 32:
+        return TritonCut(rows, 64, 128 // share, 4, 3)
+    return TritonCut(rows, 128, 64 // share, 8, 3)
 
 
-class _Sorted(NamedTuple):
+class SortedPlaces(NamedTuple):
     """Places by expert: which comes where, and how many each expert has."""
 
     order: Tensor
@@ -227,6 +223,9 @@ class _Sorted(NamedTuple):
 
     totals: Tensor
     """[X], padded to a power of two with zeros."""
+
+    positions: Tensor
+    """[T, C]: where each place is in that order, -1 if its expert is another rank's."""
 
 
 def expert_mlp(
@@ -236,28 +235,28 @@ def expert_mlp(
     gate_up_XED: Tensor,
     down_XDF: Tensor,
     first_expert: int = 0,
-    *,
-    is_fixed: bool = False,
+    cuts: tuple[TritonCut, TritonCut] | None = None,
 ) -> Tensor:
     """The weighted sum of each token's experts; see `reference.expert_mlp`.
 
     Rows of ``x`` are contiguous, all else is whole. The host learns nothing of the choice, so
     it is safe under CUDA graph capture: grids depend on the number of tokens alone.
-    With ``is_fixed`` a token's result does not depend on the tokens beside it.
+    ``cuts`` are those of the two products; with the same ones for any number of tokens, a
+    token's result does not depend on the tokens beside it.
     """
     (num_tokens, hidden), num_chosen = x_TD.shape, ids_TC.shape[1]
     num_experts, _, inner = down_XDF.shape
     places = num_tokens * num_chosen
     if not places:
         return torch.empty_like(x_TD)
-    by_expert = _sort_places(ids_TC, num_experts, first_expert)
-    # One height of tiles for all numbers of places, where the sums' order may not change.
-    average = _FIXED_ROWS if is_fixed else num_tiles(places, num_experts)
-    cut = _Cut.of(average, x_TD.dtype)
+    by_expert = sort_places(ids_TC, num_experts, first_expert)
+    if cuts is None:
+        cut = likely_cut(num_tiles(places, num_experts), x_TD.dtype)
+        cuts = cut, cut
     inner_NF = torch.empty((places, inner), dtype=x_TD.dtype, device=x_TD.device)
-    _products(cut, by_expert, (x_TD, gate_up_XED, inner_NF), weights_TC, is_gated=True)
+    _products(cuts[0], by_expert, (x_TD, gate_up_XED, inner_NF), weights_TC, is_gated=True)
     parts_ND = torch.empty((places, hidden), dtype=torch.float32, device=x_TD.device)
-    _products(cut, by_expert, (inner_NF, down_XDF, parts_ND), weights_TC, is_gated=False)
+    _products(cuts[1], by_expert, (inner_NF, down_XDF, parts_ND), weights_TC, is_gated=False)
     output_TD = torch.empty((num_tokens, hidden), dtype=x_TD.dtype, device=x_TD.device)
     tile = min(padded_size(hidden), _SUM_TILE)
     constants = (hidden, num_experts, num_chosen, tile)
@@ -266,26 +265,27 @@ def expert_mlp(
     return output_TD
 
 
-def _sort_places(ids_TC: Tensor, num_experts: int, first_expert: int) -> _Sorted:
+def sort_places(ids_TC: Tensor, num_experts: int, first_expert: int) -> SortedPlaces:
     """The places of this rank's experts in the order of the experts."""
     places, padded = ids_TC.numel(), padded_size(num_experts)
     block = min(padded_size(max(places, 16)), max(_SORT_VALUES // padded, 16))
     num_blocks = num_tiles(places, block)
-    size = (num_blocks + 1) * padded + places
+    size = (num_blocks + 1) * padded + 2 * places
     memory = torch.empty(size, dtype=torch.int32, device=ids_TC.device)
-    totals, counts, order = torch.split(memory, [padded, num_blocks * padded, places])
+    sizes = [padded, num_blocks * padded, places, places]
+    totals, counts, order, positions = torch.split(memory, sizes)
     constants = (num_experts, padded, block)
     is_alone = num_blocks == 1
     if not is_alone:
         _count((num_blocks, 1), (ids_TC, counts, places, first_expert), constants)
-    args = (ids_TC, counts, order, totals, places, num_blocks, first_expert)
+    args = (ids_TC, counts, order, totals, positions, places, num_blocks, first_expert)
     _sort((num_blocks, 1), args, (*constants, _COUNTED, is_alone))
-    return _Sorted(order, totals)
+    return SortedPlaces(order, totals, positions.view(ids_TC.shape))
 
 
 def _products(
-    cut: _Cut,
-    by_expert: _Sorted,
+    cut: TritonCut,
+    by_expert: SortedPlaces,
     operands: tuple[Tensor, Tensor, Tensor],
     weights_TC: Tensor,
     *,
@@ -298,7 +298,9 @@ def _products(
     # Each expert with rows has one tile at most that is not full.
     tiles = num_places // cut.rows + min(num_experts, num_places)
     is_even = inner % cut.step == 0 and outputs % cut.columns == 0
-    args = (x, matrices, output, *by_expert, weights_TC, x.stride(0))
+    args = (
+        x, matrices, output, by_expert.order, by_expert.totals, weights_TC, x.stride(0),
+    )  # fmt: skip
     constants = (
         inner, outputs, num_chosen, padded_size(num_experts), is_gated, cut.rows,
         cut.columns, cut.step, _GROUP, is_even,

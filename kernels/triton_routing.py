@@ -20,6 +20,8 @@ from trimaran.kernels.triton_launch import Launcher, num_tiles, padded_size
 _ROWS = 4
 """Tokens of a program."""
 
+_FEW = 32
+
 
 @triton.jit  # type: ignore[untyped-decorator,unused-ignore]
 def _leave_best_groups(  # type: ignore[no-untyped-def]
@@ -86,14 +88,14 @@ def _choose_kernel(  # type: ignore[no-untyped-def]
     if HAS_PADDING:
         num_counted = tl.minimum(num_rows, tl.load(num_tokens))
     is_counted = (rows < num_counted)[:, None]
-    found = tl.zeros((ROWS, PADDED), tl.int64)
+    found = tl.zeros((ROWS, PADDED), tl.int32)
     for place in tl.static_range(CHOSEN):
         expert = tl.argmax(ranked, axis=1)[:, None]
         share = tl.sum(tl.where(experts == expert, scores, 0.0), axis=1)
         shares = tl.where(places == place, share[:, None], shares)
         chosen = tl.where(places == place, expert, chosen)
         ranked = tl.where(experts == expert, float("-inf"), ranked)
-        found += ((experts == expert) & is_counted).to(tl.int64)
+        found += ((experts == expert) & is_counted).to(tl.int32)
     if IS_NORMALISED:
         shares = shares / (tl.sum(shares, axis=1) + EPSILON)[:, None]
     target = rows[:, None] * CHOSEN + places
@@ -101,7 +103,7 @@ def _choose_kernel(  # type: ignore[no-untyped-def]
     tl.store(weights + target, shares * SCALING, mask=is_target)
     tl.store(ids + target, chosen, mask=is_target)
     if IS_COUNTED:
-        sums = tl.sum(found, axis=0)
+        sums = tl.sum(found, axis=0).to(tl.int64)
         tl.atomic_add(counts + tl.arange(0, PADDED), sums, mask=sums > 0, sem="relaxed")
 
 
@@ -138,5 +140,7 @@ def choose_experts(
         bias_X is not None, routing.is_normalised, routing.scaling, WEIGHT_EPSILON, groups,
         padded_size(groups), routing.num_chosen_groups, routing.num_ranked, _ROWS,
     )  # fmt: skip
-    _choose((num_tiles(rows, _ROWS), 1), args, constants, num_warps=1)
+    # Of many experts a warp looks at those of one token.
+    num_warps = 1 if experts <= _FEW else _ROWS
+    _choose((num_tiles(rows, _ROWS), 1), args, constants, num_warps=num_warps)
     return weights, ids

@@ -3,37 +3,11 @@
 #pragma once
 
 #include "gemm_tiles.cuh"
+#include "results.cuh"
 
 namespace {
 
-// silu(gate) * up, by the approximate exponential and reciprocal: each is off by two units of
-// float32 at most, and a division that is rounded takes ten times as long.
-__device__ __forceinline__ float gated(float gate, float up) {
-    constexpr float kLog2E = 1.44269504f;
-    return gate * reciprocal_fast(1.0f + exp2_fast(-kLog2E * gate)) * up;
-}
-
 #if !GEMM_SPLIT && !GEMM_PARTS
-// Four words of each of four lanes, transposed: 16 consecutive bytes of a row for each lane.
-__device__ __forceinline__ void transpose_quad(u32 (&v)[4]) {
-    const int lane = threadIdx.x % 4;
-#pragma unroll
-    for (int far = 1; far < 4; far *= 2) {
-        const bool is_upper = lane & far;
-#pragma unroll
-        for (int a = 0; a < 4; ++a) {
-            if (a & far) continue;
-            const u32 sent = is_upper ? v[a] : v[a + far];
-            const u32 received = __shfl_xor_sync(0xffffffffu, sent, far);
-            if (is_upper) {
-                v[a] = received;
-            } else {
-                v[a + far] = received;
-            }
-        }
-    }
-}
-
 // Two neighbouring results of row `lane / 4 + 8 * half`, of the eight columns `tile`.
 __device__ __forceinline__ u32 result(const float (&sums)[kSums], int tile, int half) {
     const int at = 4 * tile + 2 * half;

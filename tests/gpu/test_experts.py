@@ -72,9 +72,11 @@ def test_with_fixed_tiles_a_token_does_not_depend_on_the_tokens_beside_it(dtype)
     x, logits, gate_up, down, chosen = make(dtype, 700, 8, 2, 512, 1024)
     weights, ids = triton_routing.choose_experts(logits, ExpertRouting(num_chosen=chosen))
 
+    cut = triton_experts.likely_cut(triton_experts.FIXED_ROWS, dtype)
+
     def run(rows: slice) -> torch.Tensor:
         return triton_experts.expert_mlp(
-            x[rows], weights[rows], ids[rows], gate_up, down, is_fixed=True
+            x[rows], weights[rows], ids[rows], gate_up, down, 0, (cut, cut)
         )
 
     together = run(slice(0, 700))

@@ -74,8 +74,9 @@ def test_ranks_with_some_of_the_experts_add_up_to_all():
 def test_places_are_sorted_by_expert_and_counted(tokens, experts):
     ids = drawn_ids("drawn", tokens, experts, 4)
 
-    order, totals = triton_experts._sort_places(ids, experts, 0)
+    order, totals, positions = triton_experts.sort_places(ids, experts, 0)
 
     assert order.tolist() == ids.flatten().long().argsort(stable=True).tolist()
     assert totals[:experts].tolist() == ids.flatten().bincount(minlength=experts).tolist()
     assert not totals[experts:].any()
+    assert order[positions.flatten()].tolist() == list(range(ids.numel()))

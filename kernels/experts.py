@@ -1,0 +1,120 @@
+"""A mixture of experts on a GPU, by whichever grouped products were measured best there."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from trimaran.kernels import triton_experts
+from trimaran.kernels.build import KernelsUnavailableError
+from trimaran.kernels.cuda_build import check_compiler
+from trimaran.kernels.grouped_gemm import GroupedGemm
+from trimaran.kernels.grouped_table import (
+    GroupedKind,
+    GroupedShape,
+    GroupedTable,
+    TritonCut,
+)
+from trimaran.kernels.hopper_gemm import can_multiply
+from trimaran.kernels.triton_places import gather_rows, spread_rows
+
+# Shapes: T tokens, D hidden size, X experts of this rank, C experts of a token, F inner
+# width, E = 2 F.
+
+_Key = tuple[GroupedShape, GroupedKind, int]
+
+
+class MeasuredExperts:
+    """The weighted sums of each token's experts, cut as a table says.
+
+    Where it names our Hopper kernel, bf16 or float16, what an expert gives is rounded to it
+    before it is weighed. Where it has nothing, Triton multiplies.
+    """
+
+    def __init__(self, device: torch.device, dtype: torch.dtype, table: GroupedTable) -> None:
+        self._device = device
+        self._dtype = dtype
+        self._table = table
+        self._kernels: dict[_Key, GroupedGemm] = {}
+        self.backend = "cuda, triton" if table else "triton"
+
+    def expert_mlp(
+        self,
+        x_TD: Tensor,
+        weights_TC: Tensor,
+        ids_TC: Tensor,
+        gate_up_XED: Tensor,
+        down_XDF: Tensor,
+        first_expert: int = 0,
+    ) -> Tensor:
+        """See `reference.expert_mlp`. Safe under CUDA graph capture."""
+        inputs = (x_TD, weights_TC, ids_TC, gate_up_XED, down_XDF, first_expert)
+        num_experts, outputs, inner = gate_up_XED.shape
+        average = -(-ids_TC.numel() // num_experts)
+        gated = self._table.pick(average, (num_experts, outputs, inner), "gated")
+        plain = self._table.pick(average, (num_experts, inner, outputs // 2), "plain")
+        if isinstance(gated, TritonCut) and isinstance(plain, TritonCut):
+            return triton_experts.expert_mlp(*inputs, (gated, plain))
+        if not (isinstance(gated, GroupedShape) and isinstance(plain, GroupedShape)):
+            return triton_experts.expert_mlp(*inputs)
+        if not ids_TC.numel():
+            return torch.empty_like(x_TD)
+        _, totals, positions_TC = triton_experts.sort_places(ids_TC, num_experts, first_expert)
+        make_inner = self._kernel(gated, "gated", num_experts)
+        make_parts = self._kernel(plain, "plain", num_experts)
+        inner_NF = make_inner(spread_rows(x_TD, positions_TC), gate_up_XED, totals)
+        parts_ND = make_parts(inner_NF, down_XDF, totals)
+        return gather_rows(parts_ND, positions_TC, weights_TC)
+
+    def _kernel(self, cut: GroupedShape, kind: GroupedKind, num_experts: int) -> GroupedGemm:
+        key = (cut, kind, num_experts)
+        found = self._kernels.get(key)
+        if found is None:
+            found = GroupedGemm(cut, self._dtype, self._device, kind, num_experts)
+            self._kernels[key] = found
+        return found
+
+
+class FixedExperts:
+    """The same by Triton; a token's result does not depend on the tokens beside it."""
+
+    backend = "triton"
+
+    def expert_mlp(
+        self,
+        x_TD: Tensor,
+        weights_TC: Tensor,
+        ids_TC: Tensor,
+        gate_up_XED: Tensor,
+        down_XDF: Tensor,
+        first_expert: int = 0,
+    ) -> Tensor:
+        """See `reference.expert_mlp`. Safe under CUDA graph capture."""
+        cut = triton_experts.likely_cut(triton_experts.FIXED_ROWS, x_TD.dtype)
+        return triton_experts.expert_mlp(
+            x_TD, weights_TC, ids_TC, gate_up_XED, down_XDF, first_expert, (cut, cut)
+        )
+
+
+Mixture = MeasuredExperts | FixedExperts
+
+
+def select_experts(
+    device: torch.device, dtype: torch.dtype, is_deterministic: bool = False
+) -> Mixture:
+    """The fastest experts of a GPU."""
+    if is_deterministic:
+        return FixedExperts()
+    table = GroupedTable({})
+    if can_multiply(device, dtype) and _has_compiler():
+        table = GroupedTable.of_device(torch.cuda.get_device_name(device))
+    return MeasuredExperts(device, dtype, table)
+
+
+def _has_compiler() -> bool:
+    """Whether CUDA C++ can be built; where not, whoever chooses products says so."""
+    try:
+        check_compiler()
+    except KernelsUnavailableError:
+        return False
+    return True

@@ -1,0 +1,53 @@
+"""The choice of cuts for grouped products."""
+
+from __future__ import annotations
+
+import pytest
+
+from trimaran.kernels.grouped_table import GroupedShape, GroupedTable, TritonCut
+
+TABLE = GroupedTable(
+    {
+        "8x256x128 gated": [
+            (1, [16, 32, 128, 4, 3]),
+            (16, [64, 16, 1]),
+            (64, None),
+            (512, [256, 192, 2]),
+        ]
+    }
+)
+
+
+@pytest.mark.parametrize(
+    ("average", "cut"),
+    [(1, TritonCut(16, 32, 128, 4, 3)), (2, GroupedShape(64, 16)),
+     (16, GroupedShape(64, 16)), (17, None),
+     (65, GroupedShape(256, 192, 2)), (513, None)],
+)  # fmt: skip
+def test_the_first_entry_that_holds_an_experts_rows_is_chosen(average, cut):
+    assert TABLE.pick(average, (8, 256, 128), "gated") == cut
+
+
+def test_weights_that_were_not_measured_have_no_cut():
+    assert TABLE.pick(1, (8, 256, 128), "plain") is None
+    assert TABLE.pick(1, (4, 256, 128), "gated") is None
+    assert TABLE and not GroupedTable.of_device("a GPU that nobody measured")
+
+
+@pytest.mark.parametrize("experts", [8, 128, 256, 512])
+def test_a_ring_and_its_plan_fit_into_shared_memory(experts):
+    for weights, rows in ((64, 16), (128, 256), (256, 192)):
+        shape = GroupedShape(weights, rows, 2)
+        shape.check(experts)
+        assert shape.stages(experts) >= 3
+    assert GroupedShape(256, 192, 2).stages(256) == 4
+
+
+@pytest.mark.parametrize(
+    ("shape", "experts"),
+    [(GroupedShape(192, 64), 8), (GroupedShape(256, 256), 8), (GroupedShape(64, 24), 8),
+     (GroupedShape(64, 64, 3), 8), (GroupedShape(64, 64), 513)],
+)  # fmt: skip
+def test_what_the_kernel_is_not_made_for_is_refused(shape, experts):
+    with pytest.raises(ValueError, match=r"is no cut|are above 512"):
+        shape.check(experts)

@@ -1,0 +1,28 @@
+"""Rows to the places of their experts and back, in Triton's interpreter."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from trimaran.kernels.triton_experts import sort_places
+from trimaran.kernels.triton_places import gather_rows, spread_rows
+
+
+@pytest.mark.parametrize(("tokens", "chosen", "width"), [(1, 2, 40), (50, 4, 1100)])
+def test_rows_lie_by_expert_and_come_back_weighed(tokens, chosen, width):
+    generator = torch.Generator().manual_seed(tokens)
+    x = torch.randn(tokens, width + 8, generator=generator)[:, :width]
+    weights = torch.rand(tokens, chosen, generator=generator)
+    ids = torch.rand(tokens, 8, generator=generator).topk(chosen)[1].int()
+    # This rank has the experts 2 to 5.
+    order, totals, positions = sort_places(ids, 4, 2)
+
+    spread = spread_rows(x, positions)
+    gathered = gather_rows(spread, positions, weights)
+
+    num_here = int(totals.sum())
+    assert spread[:num_here].equal(x[order[:num_here].long() // chosen])
+    is_here = ((ids >= 2) & (ids < 6)).float()
+    expected = x * (weights * is_here).sum(1, keepdim=True)
+    torch.testing.assert_close(gathered, expected)
