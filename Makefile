@@ -23,7 +23,7 @@ MPIEXEC := $(MPI_ENV) $(BIN)/mpirun --oversubscribe --bind-to none
 PYTEST := $(TEST_ENV) $(BIN)/python -m pytest -q
 
 .DEFAULT_GOAL := help
-.PHONY: help setup serve demo test test-unit test-e2e test-faults test-slurm test-deploy soak features check format clean
+.PHONY: help setup serve demo test test-unit test-e2e test-clients test-faults test-slurm test-deploy soak features check format clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z%A-Z0-9_-]+:.*## /{printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -82,6 +82,9 @@ test-e2e: $(VENV)/.test  ## end-to-end tests: real mpirun, sockets and clients
 
 test-faults: $(VENV)/.test  ## kills, hangs and partitions of several models and hosts; a 3-minute soak
 	$(PYTEST) tests/faults
+
+test-clients: $(VENV)/.test  ## documented command lines, curl and every tritonclient against two servers
+	$(PYTEST) tests/clients
 
 test-slurm: $(VENV)/.test  ## every batch template on a Slurm that the test starts (as root on Debian)
 	$(PYTEST) -rP tests/slurm

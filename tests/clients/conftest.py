@@ -1,0 +1,140 @@
+"""Two servers, set up and started by the documented commands of the replaced system."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+_TESTS = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(_TESTS / "clients"), str(_TESTS / "e2e")]
+
+from adapters import write_peft  # noqa: E402
+from served import BIN, DEMO_MODEL, Served, command_env, free_ports  # noqa: E402
+
+BUILD = (
+    "trimaran convert --model_dir {model} --output_dir checkpoint --tp_size 2 --dtype bfloat16",
+    "trimaran build --checkpoint_dir checkpoint --output_dir engine --max_batch_size 64 "
+    "--max_input_len 896 --max_num_tokens 1024 --max_beam_width 4 --gemm_plugin auto "
+    "--gather_context_logits --gather_generation_logits --kv_cache_type paged "
+    "--use_paged_context_fmha enable --remove_input_padding enable --workers 1",
+    "trimaran init-repo all_models --scripts .",
+)
+FILL = (
+    "python3 tools/fill_template.py -i {repo}/ensemble/config.pbtxt "
+    "triton_max_batch_size:64,logits_datatype:TYPE_FP32",
+    "python3 tools/fill_template.py -i {repo}/preprocessing/config.pbtxt "
+    "tokenizer_dir:{model},triton_max_batch_size:64,preprocessing_instance_count:1",
+    "python3 tools/fill_template.py -i {repo}/postprocessing/config.pbtxt "
+    "tokenizer_dir:{model},triton_max_batch_size:64,postprocessing_instance_count:1",
+    "python3 tools/fill_template.py -i {repo}/tensorrt_llm_bls/config.pbtxt "
+    "triton_max_batch_size:64,decoupled_mode:{decoupled},bls_instance_count:1,"
+    "logits_datatype:TYPE_FP32",
+    "python3 tools/fill_template.py -i {repo}/tensorrt_llm/config.pbtxt "
+    "triton_backend:tensorrtllm,triton_max_batch_size:64,decoupled_mode:{decoupled},"
+    "engine_dir:engine,max_beam_width:4,kv_cache_free_gpu_mem_fraction:0.5,"
+    "batching_strategy:inflight_fused_batching,max_queue_delay_microseconds:0,"
+    "encoder_input_features_data_type:TYPE_FP16,logits_datatype:TYPE_FP32,{besides}",
+)
+DECOUPLED = (
+    "enable_kv_cache_reuse:True,tokenizer_dir:model,guided_decoding_backend:xgrammar,"
+    "lora_prefetch_dir:peft"
+)
+PLAIN = (
+    "max_tokens_in_paged_kv_cache:2560,max_attention_window_size:2560,"
+    "exclude_input_in_output:True,enable_kv_cache_reuse:False"
+)
+LAUNCH = (
+    "python3 scripts/launch_triton_server.py --world_size=2 --model_repo={repo} "
+    "--http_port={http} --grpc_port={grpc} --metrics_port={metrics}"
+)
+
+
+@dataclass
+class Bench:
+    """A folder with the documented scripts, and a shell in it."""
+
+    folder: Path
+
+    def run(self, command: str) -> subprocess.CompletedProcess[str]:
+        """Run a command line to its end."""
+        return subprocess.run(
+            ["bash", "-c", command],
+            capture_output=True,
+            text=True,
+            timeout=120,
+            env=self.env(),
+            cwd=self.folder,
+        )
+
+    def env(self) -> dict[str, str]:
+        """That of a shell which has activated the virtual environment."""
+        env = command_env()
+        return {**env, "PATH": f"{BIN}:{env['PATH']}"}
+
+
+class Launched(Served):
+    """A server that the documented launch line started."""
+
+    def start(self) -> None:
+        self.http_port, self.grpc_port, self.metrics_port = free_ports(3)
+        bench = Bench(self.repository.parent)
+        command = "exec " + LAUNCH.format(
+            repo=self.repository.name,
+            http=self.http_port,
+            grpc=self.grpc_port,
+            metrics=self.metrics_port,
+        )
+        with self.log_path.open("wb") as log:
+            self.process = subprocess.Popen(
+                ["bash", "-c", command],
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,
+                env=bench.env(),
+                cwd=bench.folder,
+            )
+
+
+@pytest.fixture(scope="session")
+def bench(tmp_path_factory: pytest.TempPathFactory) -> Bench:
+    """The engine, the scripts, an empty repository and two adapters, in one folder."""
+    bench = Bench(tmp_path_factory.mktemp("documented"))
+    for command in BUILD:
+        done = bench.run(command.format(model=DEMO_MODEL))
+        assert done.returncode == 0, f"{command}\n{done.stdout}{done.stderr}"
+    (bench.folder / "peft").mkdir()
+    write_peft(bench.folder / "peft" / "north", seed=3)
+    converted = bench.run("trimaran convert-lora -i peft/north -o lora --storage-type float16")
+    assert converted.returncode == 0, converted.stderr
+    os.symlink(DEMO_MODEL, bench.folder / "model")
+    return bench
+
+
+def _launched(bench: Bench, name: str, decoupled: str, besides: str) -> Launched:
+    commands = (f"cp -r all_models {name}", *FILL)
+    for command in commands:
+        line = command.format(repo=name, model="model", decoupled=decoupled, besides=besides)
+        done = bench.run(line)
+        assert done.returncode == 0, f"{line}\n{done.stdout}{done.stderr}"
+    return Launched(bench.folder / name, world_size=2, log_path=bench.folder / f"{name}.log")
+
+
+@pytest.fixture(scope="session")
+def decoupled(bench: Bench) -> Iterator[Served]:
+    """A server that streams, with guides and a folder of adapters."""
+    with _launched(bench, "streams", "True", DECOUPLED) as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def plain(bench: Bench) -> Iterator[Served]:
+    """A server with one response a request, which lacks the prompt."""
+    with _launched(bench, "plain", "False", PLAIN) as server:
+        yield server

@@ -1,0 +1,256 @@
+"""Command lines of the replaced system's documentation, run as they are written there."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import pytest
+
+TOKEN = "python3 inflight_batcher_llm/client/inflight_batcher_llm_client.py"
+TEXT = "python3 inflight_batcher_llm/client/end_to_end_grpc_client.py"
+BENCH = "python3 tools/inflight_batcher_llm/benchmark_core_model.py"
+ENSEMBLE = "curl -s -X POST localhost:8000/v2/models/ensemble/generate -d "
+STREAM = "curl -s -N -X POST localhost:8000/v2/models/ensemble/generate_stream -d "
+BLS = "curl -s -X POST localhost:8000/v2/models/tensorrt_llm_bls/generate -d "
+ASKED = {"text_input": "It was a dark and", "max_tokens": 20, "bad_words": "", "stop_words": ""}
+IDS = "echo 0,547,1319 > ids.csv; "
+DATASET = (
+    """echo '[{"input": "It was a dark", "instruction": "and", "output": "stormy night"}]' """
+    "> data.json; "
+)
+
+
+def asked(**besides):
+    """A request's body, quoted for a shell."""
+    return f"'{json.dumps({**ASKED, **besides})}'"
+
+
+# A command line, its exit code, and what stands in its output, in this order.
+DECOUPLED = {
+    "curl, ensemble": (ENSEMBLE + asked(), 0, [r'"model_name":"ensemble"', '"text_out']),
+    "curl, BLS": (BLS + asked(), 0, [r'"text_output":"It was a dark and ']),
+    "curl, stream": (STREAM + asked(stream=True), 0, [r"^data: \{.*\}$"] * 9),
+    "curl, id and parameters": (
+        ENSEMBLE + asked(id="a7", parameters={"temperature": 0.5}),
+        0,
+        ['"id":"a7"'],
+    ),
+    "curl, everything of sampling": (
+        ENSEMBLE + asked(temperature=0.7, top_k=40, top_p=0.9, random_seed=7),
+        0,
+        ['"text_output"'],
+    ),
+    "curl, beams": (ENSEMBLE + asked(beam_width=4), 0, [r'output":\[(".*",){3}']),
+    "curl, metrics": ("curl -s localhost:8002/metrics", 0, ["^nv_trt_llm_request_metrics"]),
+    "curl, ready": ("curl -s -w %{http_code} localhost:8000/v2/health/ready", 0, ["^200$"]),
+    "curl, verbose": (
+        """curl -s -X POST localhost:8000/v2/logging -d '{"log_verbose_level": 1}'""",
+        0,
+        ['"log_verbose_level":1'],
+    ),
+    "curl, no such model": (
+        "curl -s -w %{http_code} -X POST localhost:8000/v2/models/x/generate -d " + asked(),
+        0,
+        ["Request for unknown model: 'x' is not found", "404$"],
+    ),
+    "token client": (
+        f"{TOKEN} --request-output-len 20 --tokenizer-dir model",
+        0,
+        ["^Got completed request$", "^Input: ", "^Output beam 0: ", "^Output sequence: "],
+    ),
+    "token client, streaming": (
+        f"{TOKEN} --streaming --request-output-len 20 --tokenizer-dir model",
+        0,
+        ["^Got completed request$", "^Output beam 0: "],
+    ),
+    "token client, ids": (
+        IDS + f"{TOKEN} --input-tokens-csv ids.csv --request-output-len 4",
+        0,
+        [r"^Input sequence:\s+\[0, 547, 1319\]", "^Got completed request$"],
+    ),
+    "token client, stop": (
+        f"{TOKEN} --stop-after-ms 100 --request-output-len 800 --request-id 1 "
+        "--tokenizer-dir model",
+        0,
+        ["^Got cancellation response from server$"],
+    ),
+    "token client, stop a stream": (
+        f"{TOKEN} --streaming --stop-after-ms 100 --request-output-len 800 --request-id 1 "
+        "--tokenizer-dir model",
+        0,
+        ["^Got cancellation response from server$", "^Got completed request$"],
+    ),
+    "token client, cancel": (
+        f"{TOKEN} --streaming --stop-via-request-cancel --stop-after-ms 100 "
+        "--request-output-len 800 --tokenizer-dir model",
+        0,
+        ["^Request is cancelled$"],
+    ),
+    "token client, beams": (
+        f"{TOKEN} --beam-width 4 --request-output-len 8 --tokenizer-dir model",
+        0,
+        ["^Output beam 0: ", "^Output beam 3: "],
+    ),
+    "token client, sequences": (
+        f"{TOKEN} --num-return-sequences 2 --top-k 50 --request-output-len 8 "
+        "--tokenizer-dir model",
+        0,
+        ["^Output sequence 0 beam 0: ", "^Output sequence 1 beam 0: "],
+    ),
+    "token client, outputs": (
+        f"{TOKEN} --return-context-logits --return-generation-logits --return-log-probs "
+        "--return-perf-metrics --request-output-len 8 --tokenizer-dir model",
+        0,
+        ["context_logits", "^kv_cache_alloc_new_blocks: ", "^total_draft_tokens: 0"],
+    ),
+    "token client, requested outputs": (
+        f"{TOKEN} --requested-outputs output_ids sequence_length --return-log-probs "
+        "--request-output-len 8 --tokenizer-dir model",
+        0,
+        ["^Got completed request$"],
+    ),
+    "token client, check": (
+        IDS + "echo 9,9 > expected.csv; "
+        f"{TOKEN} --input-tokens-csv ids.csv --output-tokens-csv expected.csv --check-output "
+        "--request-output-len 2",
+        1,
+        ["^FAIL!$"],
+    ),
+    "token client, adapter": (
+        f"{TOKEN} --lora-path lora --lora-task-id 5 --request-output-len 8 "
+        f"--tokenizer-dir model && {TOKEN} --lora-task-id 5 --request-output-len 8 "
+        "--tokenizer-dir model",
+        0,
+        ["^Got completed request$"] * 2,
+    ),
+    "token client, unknown adapter": (
+        f"{TOKEN} --lora-task-id 99 --request-output-len 8 --tokenizer-dir model",
+        1,
+        [
+            "^Received an error from server:$",
+            "LoRA task 99 not found in cache. Please send LoRA weights with request",
+        ],
+    ),
+    "token client, lookahead": (
+        f"{TOKEN} --lookahead_config '[7,7,7]' --request-output-len 8 --tokenizer-dir model",
+        1,
+        ["^Received an error from server:$", "Cannot set the request lookahead decoding"],
+    ),
+    "text client": (
+        f'{TEXT} --streaming --output-len 10 --prompt "It was a dark and"',
+        0,
+        ["^ ?[a-z]"],
+    ),
+    "text client, BLS": (
+        f'{TEXT} --model-name tensorrt_llm_bls --output-len 10 --prompt "It was a dark and"',
+        0,
+        ["^It was a dark and "],
+    ),
+    "text client, batch": (
+        f"""{TEXT} --batch-inputs --output-len 10 --prompt '["The sea", "It was"]'""",
+        0,
+        ["The sea", "It was"],
+    ),
+    "text client, words": (
+        f'{TEXT} -o 20 -p "The sea" --stop-words " and" " the" --bad-words " of"',
+        0,
+        ["^The sea.* (and|the)$"],
+    ),
+    "text client, bias": (
+        f'{TEXT} -o 3 -p "The sea" --embedding-bias-words " cat" --embedding-bias-weights 90',
+        0,
+        ["^The sea cat cat cat$"],
+    ),
+    "text client, guide": (
+        f'{TEXT} -o 20 -p "The sea" --guided-decoding-guide-type regex '
+        "--guided-decoding-guide '[0-9]{3}'",
+        0,
+        [r"^The sea\d{3}$"],
+    ),
+    "text client, check": (
+        f'{TEXT} -o 3 -p "The sea" --check-outputs --expected-outputs "The land"',
+        1,
+        ["The land"],
+    ),
+    "benchmark, normal distribution": (
+        f"{BENCH} -i grpc --max-input-len 100 --request-rate 20 --num-requests 12 -c 4 "
+        "token-norm-dist --input-mean 20 --input-stdev 5 --output-mean 8 --output-stdev 2",
+        0,
+        [r"^\[INFO\] Start benchmarking on 12 prompts", "Requests/Sec", "P99 latency"],
+    ),
+    "benchmark, data set": (
+        DATASET + f"{BENCH} -i grpc --max-input-len 100 --num-requests 1 -c 1 dataset "
+        "--dataset data.json --tokenizer-dir model",
+        0,
+        ["Tokens per word", r"\[INFO\] Total Latency: "],
+    ),
+}  # fmt: skip
+PLAIN = {
+    "curl, ensemble": (ENSEMBLE + asked(), 0, [r'"text_output":" ']),
+    "curl, infer": (
+        "curl -s -X POST localhost:8000/v2/models/tensorrt_llm/infer -d "
+        """'{"inputs": [{"name": "input_ids", "shape": [1, 2], "datatype": "INT32", "data": """
+        """[547, 1319]}, {"name": "input_lengths", "shape": [1, 1], "datatype": "INT32", """
+        """"data": [2]}, {"name": "request_output_len", "shape": [1, 1], "datatype": """
+        """"INT32", "data": [3]}]}'""",
+        0,
+        ['"name":"output_ids"', r'"shape":\[1,1,3\]'],
+    ),
+    "token client": (
+        f"{TOKEN} --exclude-input-in-output --request-output-len 20 --tokenizer-dir model",
+        0,
+        ["^Got completed request$", "^Output beam 0: "],
+    ),
+    "token client, streaming": (
+        f"{TOKEN} --streaming --request-output-len 20 --tokenizer-dir model",
+        1,
+        [
+            "^Received an error from server:$",
+            "Streaming is only supported if model is deployed",
+        ],
+    ),
+    "token client, stop": (
+        f"{TOKEN} --stop-after-ms 100 --request-output-len 800 --request-id 1 "
+        "--exclude-input-in-output --tokenizer-dir model",
+        0,
+        ["^Got cancellation response from server$"],
+    ),
+    "benchmark, http": (
+        f"{BENCH} -i http --max-input-len 100 --num-requests 8 -c 4 "
+        "token-norm-dist --input-mean 20 --input-stdev 5 --output-mean 8 --output-stdev 2",
+        0,
+        [r"^\[INFO\] Start benchmarking on 8 prompts", r"^\[INFO\] Total Latency: "],
+    ),
+}
+
+
+def _check(server, bench, command, code, expected):
+    # The documents' ports are those of the test's server.
+    line = command
+    for port, own in (
+        ("8000", server.http_port), ("8001", server.grpc_port), ("8002", server.metrics_port),
+    ):  # fmt: skip
+        line = line.replace(f"localhost:{port}", f"localhost:{own}")
+    for script, port in ((TOKEN, server.grpc_port), (TEXT, server.grpc_port)):
+        line = line.replace(script, f"{script} -u localhost:{port}")
+    port = server.http_port if " -i http" in line else server.grpc_port
+    line = line.replace(BENCH, f"{BENCH} -u localhost:{port}")
+    done = bench.run(line)
+    said = done.stdout + done.stderr
+    assert done.returncode == code, f"{line}\n{said}"
+    rest = said
+    for pattern in expected:
+        found = re.search(pattern, rest, re.MULTILINE)
+        assert found, f"no {pattern!r} in\n{line}\n{said}"
+        rest = rest[found.end() :]
+
+
+@pytest.mark.parametrize(("command", "code", "expected"), DECOUPLED.values(), ids=DECOUPLED)
+def test_of_a_decoupled_model(decoupled, bench, command, code, expected):
+    _check(decoupled, bench, command, code, expected)
+
+
+@pytest.mark.parametrize(("command", "code", "expected"), PLAIN.values(), ids=PLAIN)
+def test_of_a_model_that_is_not_decoupled(plain, bench, command, code, expected):
+    _check(plain, bench, command, code, expected)
