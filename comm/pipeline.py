@@ -93,9 +93,11 @@ class PipelineLinks:
                 end.timeout_s = timeout_s
 
     def transports(self) -> dict[str, str]:
-        """What carries hidden states, for the log and the metrics."""
+        """What carries hidden states and results, for the log and the metrics."""
         end = self.previous or self.next
-        return {} if end is None else {"stages": end.transport}
+        names = {} if end is None else {"stages": end.transport}
+        told = sorted({reader.transport for reader in self.readers.values()})
+        return {**names, "results": "+".join(told)} if told else names
 
     def close(self) -> None:
         """Free what this rank's ends hold."""

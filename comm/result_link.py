@@ -42,6 +42,16 @@ class _Sink(Protocol):
         ...
 
 
+class _Source(Protocol):
+    """Where they come from."""
+
+    transport: str
+
+    def read(self, timeout_s: float) -> bytes | None:
+        """The next message; None if none begins in time."""
+        ...
+
+
 class ResultWriter:
     """The end of a rank that tells results.
 
@@ -106,8 +116,9 @@ class ResultWriter:
 class ResultReader:
     """Rank 0's end of one writer."""
 
-    def __init__(self, read: Callable[[float], bytes | None], rank: int, timeout_s: float):
-        self._read = read
+    def __init__(self, source: _Source, rank: int, timeout_s: float) -> None:
+        self._read = source.read
+        self.transport = source.transport
         self._rank = rank
         self.timeout_s = timeout_s
 
@@ -146,6 +157,16 @@ class _RingSink:
         """The memory goes with the last process that maps it."""
 
 
+class _RingSource(RingReader):
+    """Rank 0's end of such a ring."""
+
+    transport = "shm_ring"
+
+    def read(self, timeout_s: float | None = None) -> bytes | None:
+        """The next message; None if none begins in time."""
+        return super().read(timeout_s)
+
+
 # ---- between hosts ----------------------------------------------------------------------
 
 
@@ -174,6 +195,8 @@ class _SocketSink:
 
 class _SocketSource:
     """Rank 0's end of a connection."""
+
+    transport = "tcp"
 
     def __init__(self, sock: socket.socket, rank: int) -> None:
         self._sock = sock
@@ -223,7 +246,7 @@ def connect_results(
         if sink is not None:
             writer = ResultWriter(sink, timeout_s)
         for rank, source in sources.items():
-            readers[rank] = ResultReader(source.read, rank, timeout_s)
+            readers[rank] = ResultReader(source, rank, timeout_s)
     return writer, readers
 
 
@@ -239,7 +262,7 @@ def _connect_rings(
     handles = world.comm.gather(None if own is None else own.handle) or []
     for rank in ranks if world.rank == 0 else ():
         segment = SharedSegment.attach(handles[rank])
-        readers[rank] = ResultReader(RingReader(segment, 1, 0).read, rank, timeout_s)
+        readers[rank] = ResultReader(_RingSource(segment, 1, 0), rank, timeout_s)
         segment.close_descriptor()
     world.comm.Barrier()
     if own is not None:

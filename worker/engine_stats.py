@@ -47,7 +47,7 @@ class EngineStats:
             "generation_requests": scheduled - context,
             "paused_requests": self._scheduler.num_preempted,
             "total_context_tokens": 0 if last is None else last.num_context_tokens,
-            "micro_batch_id": 0,
+            "micro_batch_id": self._scheduler.micro_batch,
             "kv_max_blocks": cache.num_blocks,
             "kv_free_blocks": cache.num_free,
             "kv_used_blocks": cache.num_blocks - cache.num_free,

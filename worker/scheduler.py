@@ -11,13 +11,13 @@ from trimaran.worker.beam_group import BeamGroup, advance_groups
 from trimaran.worker.beam_search import Candidates
 from trimaran.worker.config import SchedulerConfig
 from trimaran.worker.fair_chunks import left_to_waiting, part_of_prompt
-from trimaran.worker.growth import GrowthForecast
 from trimaran.worker.guided.followers import Followers
 from trimaran.worker.kv_cache.manager import KVCacheManager
 from trimaran.worker.limits import check_limits, check_queue
 from trimaran.worker.loads import Loads
 from trimaran.worker.lora.manager import AdapterManager
 from trimaran.worker.micro_batches import MicroBatches
+from trimaran.worker.outlook import Outlook
 from trimaran.worker.places import find_place
 from trimaran.worker.releases import Releases
 from trimaran.worker.request import (
@@ -33,8 +33,6 @@ from trimaran.worker.step_plan import ScheduledStep, StepPlan
 
 _WATERMARK = 0.01
 """Share of the blocks that admission leaves free for the growth of running sequences."""
-_PATIENCE = 16
-"""Steps until admission is tried again, unless a sequence ends before."""
 _REFUSED_STEPS = 4
 
 Emission = tuple[Sequence, int, FinishReason]
@@ -77,14 +75,11 @@ class Scheduler:
         self.releases = Releases(cache)
         self._ended: list[Emission] = []
         self._num_preempted = 0
-        self._has_room_for_all = cache.holds(config.max_num_seqs, config.max_seq_len)
-        self._growth = GrowthForecast(config.expected_output_tokens)
+        self._outlook = Outlook(config, cache)
         self._followers = Followers()
         self._shares_prompts = config.enable_chunked_context and not self._is_static
         self._refused_until = 0
         """The step before which long prompts leave nothing to those that wait for blocks."""
-        self._full_until = 0
-        """The step before which no room is expected for another sequence."""
 
     # ---- requests ------------------------------------------------------------------------
 
@@ -110,7 +105,7 @@ class Scheduler:
                 return
         if request.sampling.beam_width > 1:
             first.beams = BeamGroup(first)
-            self._growth.has_beams = True
+            self._outlook.beams_came()
         self.cache.extend_hashes(first.blocks, first.token_ids)
         self._enqueue(first)
 
@@ -141,6 +136,11 @@ class Scheduler:
     def has_requests(self) -> bool:
         """Whether any sequence runs or waits, or an end is to be told."""
         return bool(self.running or self.waiting or self.loads or self._ended)
+
+    @property
+    def micro_batch(self) -> int:
+        """Which of the steps in flight of a pipeline the last one was; 0 without stages."""
+        return self.step % self._micro_batches.count if self._micro_batches else 0
 
     @property
     def num_preempted(self) -> int:
@@ -311,23 +311,11 @@ class Scheduler:
             # A preempted one comes back when the host knows all of its tokens.
             if sequence is None or sequence.num_pending:
                 return
-            if not self._has_future(sequence, plan):
+            if not self._outlook.has_future(sequence, self.running, self.loads, plan.step):
                 return
             if not self._start(sequence, plan):
                 self._refused_until = plan.step + _REFUSED_STEPS
                 return
-
-    def _has_future(self, sequence: Sequence, plan: StepPlan) -> bool:
-        """Whether it can be expected to end before anybody must be preempted for room."""
-        if self._has_room_for_all or not self._can_preempt or not self.running:
-            return True
-        if plan.step < self._full_until:
-            return False
-        running = [*self.running, *self.loads]
-        if self._growth.has_room(running, sequence, self.cache):
-            return True
-        self._full_until = plan.step + _PATIENCE
-        return False
 
     def _start(self, sequence: Sequence, plan: StepPlan) -> bool:
         """Admit one sequence with its first chunk, or return False and change nothing."""
@@ -491,8 +479,7 @@ class Scheduler:
         is_running = sequence.status is RequestStatus.RUNNING
         sequence.status = RequestStatus.FINISHED
         sequence.finish_reason = reason
-        self._full_until = 0
+        self._outlook.ended(sequence, reason)
         if is_running:
-            self._growth.observe(sequence.num_output_tokens, reason is FinishReason.LENGTH)
             self._leave_row(sequence)
             self.releases.release_later(sequence)

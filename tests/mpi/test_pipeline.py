@@ -14,7 +14,13 @@ from trimaran.comm.messages import StepOutput, Submit, pack_ids
 from trimaran.comm.pipeline import PipelineLinks
 from trimaran.comm.sampling_params import SamplingParams
 from trimaran.comm.topology import ParallelLayout
-from trimaran.worker.config import CacheConfig, EngineConfig, RankConfig, SchedulerConfig
+from trimaran.worker.config import (
+    CacheConfig,
+    EngineConfig,
+    ParallelConfig,
+    RankConfig,
+    SchedulerConfig,
+)
 from trimaran.worker.engine import Engine
 
 VOCAB = 150
@@ -102,6 +108,7 @@ def make_engine(folder, ties, **changes):
         engine_dir=folder,
         device="cuda" if HAS_GPUS else "cpu",
         dtype="float32",
+        parallel=ParallelConfig(tp_size=ties[0].tp_size, pp_size=ties[0].pp_size),
         scheduler=SchedulerConfig(
             max_seq_len=100, max_input_len=99, max_beam_width=2, **scheduler
         ),
@@ -159,7 +166,7 @@ def greedy(theirs, count):
     return found
 
 
-def test_stages_give_the_tokens_of_transformers(world, model):
+def test_one_stage_a_rank_gives_the_tokens_of_transformers(world, model):
     folder, theirs = model
     ranks = Ranks(world, folder, pp_size=world.size)
 
@@ -167,3 +174,29 @@ def test_stages_give_the_tokens_of_transformers(world, model):
 
     if world.rank == 0:
         assert list(outputs.values()) == greedy(theirs, 12)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        # Prompts in chunks, prefixes found again, sequences preempted, a step more in flight.
+        {"max_tokens": 160, "max_num_batched_tokens": 24, "depth": 3, "host_bytes": 1 << 20},
+        {
+            "policy": "guaranteed_no_evict",
+            "attention_windows": (50,),
+            "num_sinks": 2,
+            "depth": 1,
+        },
+    ],
+    ids=["plain", "preempted, in chunks", "windows, one step at a time"],
+)
+def test_stages_give_the_tokens_of_one_rank(world, model, changes):
+    folder, _ = model
+    ranks = Ranks(world, folder, pp_size=2, **changes)
+
+    outputs = ranks.run(lambda engine: [serve(engine) for _ in range(2)])
+
+    if world.rank == 0:
+        one = {name: value for name, value in changes.items() if name != "depth"}
+        assert outputs == single(folder, lambda engine: [serve(engine)] * 2, **one)

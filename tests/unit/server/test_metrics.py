@@ -217,7 +217,7 @@ def test_what_an_engine_says_about_itself_replaces_what_it_said_before():
     metrics = Metrics()
     facts = {"backends": {"attention": "torch"}, "transports": {"all_reduce": "shm"},
              "start_method": "mpirun", "mpi": "Open MPI 5", "world_size": 2, "tp_size": 2,
-             "pp_size": 1}  # fmt: skip
+             "pp_size": 1, "stages": "4"}  # fmt: skip
     metrics.set_engine_info("m", "1", {**facts, "backends": {"attention": "other"}})
     metrics.set_engine_info("m", "1", facts)
     samples = parse(metrics.render())

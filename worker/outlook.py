@@ -1,0 +1,51 @@
+"""Whether admission may go on: who starts now should end before others must make room."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as List
+
+from trimaran.comm.messages import FinishReason
+from trimaran.worker.config import SchedulerConfig
+from trimaran.worker.growth import GrowthForecast
+from trimaran.worker.kv_cache.manager import KVCacheManager
+from trimaran.worker.loads import Loads
+from trimaran.worker.request import Sequence
+
+_PATIENCE = 16
+"""Steps until admission is tried again, unless a sequence ends before."""
+
+
+class Outlook:
+    """Asks the forecast of growth where it matters, and not again in every step."""
+
+    def __init__(self, config: SchedulerConfig, cache: KVCacheManager) -> None:
+        self._cache = cache
+        self._is_certain = not config.can_preempt or cache.holds(
+            config.max_num_seqs, config.max_seq_len
+        )
+        self._growth = GrowthForecast(config.expected_output_tokens)
+        self._full_until = 0
+        """The step before which no room is expected for another sequence."""
+
+    def beams_came(self) -> None:
+        """From now on there may be sequences with beams."""
+        self._growth.has_beams = True
+
+    def ended(self, sequence: Sequence, reason: FinishReason) -> None:
+        """A sequence has ended, and leaves its place if it ran."""
+        self._full_until = 0
+        if sequence.row >= 0:
+            self._growth.observe(sequence.num_output_tokens, reason is FinishReason.LENGTH)
+
+    def has_future(
+        self, sequence: Sequence, running: List[Sequence], loads: Loads, step: int
+    ) -> bool:
+        """Whether a newcomer can be expected to end before anybody must be preempted."""
+        if self._is_certain or not running:
+            return True
+        if step < self._full_until:
+            return False
+        if self._growth.has_room([*running, *loads], sequence, self._cache):
+            return True
+        self._full_until = step + _PATIENCE
+        return False
