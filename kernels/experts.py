@@ -50,14 +50,14 @@ class MeasuredExperts:
         """See `reference.expert_mlp`. Safe under CUDA graph capture."""
         inputs = (x_TD, weights_TC, ids_TC, gate_up_XED, down_XDF, first_expert)
         num_experts, outputs, inner = gate_up_XED.shape
-        average = -(-ids_TC.numel() // num_experts)
-        gated = self._table.pick(average, (num_experts, outputs, inner), "gated")
-        plain = self._table.pick(average, (num_experts, inner, outputs // 2), "plain")
+        rows = ids_TC.numel()
+        gated = self._table.pick(rows, (num_experts, outputs, inner), "gated")
+        plain = self._table.pick(rows, (num_experts, inner, outputs // 2), "plain")
         if isinstance(gated, TritonCut) and isinstance(plain, TritonCut):
             return triton_experts.expert_mlp(*inputs, (gated, plain))
         if not (isinstance(gated, GroupedShape) and isinstance(plain, GroupedShape)):
             return triton_experts.expert_mlp(*inputs)
-        if not ids_TC.numel():
+        if not rows:
             return torch.empty_like(x_TD)
         _, totals, positions_TC = triton_experts.sort_places(ids_TC, num_experts, first_expert)
         make_inner = self._kernel(gated, "gated", num_experts)

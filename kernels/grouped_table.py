@@ -85,12 +85,13 @@ def expert_limit(num_experts: int) -> int:
 
 
 class GroupedTable:
-    """Measured choices for one device: for each stack of weights, the best by rows an expert.
+    """Measured choices for one device: for each stack of weights, the best by rows in all.
 
     For stacks that were not measured, and above the last entry, Triton multiplies and cuts as
-    it thinks best. A file maps ``experts x outputs x inner kind`` to a list of ``[most rows of
-    an expert on average, cut]``, where a cut is null, the numbers of a `GroupedShape` or those
-    of a `TritonCut`, and is written by ``benchmarks/tune_experts.py``.
+    it thinks best. A file maps ``experts x outputs x inner kind`` to a list of ``[most rows,
+    cut]``, tokens times experts of a token, where a cut is null, the numbers of a
+    `GroupedShape` or those of a `TritonCut`, and is written by
+    ``benchmarks/tune_experts.py``.
     """
 
     def __init__(self, entries: dict[str, list[tuple[int, list[int] | None]]]) -> None:
@@ -108,13 +109,13 @@ class GroupedTable:
             return cls({})
         return cls(json.loads(path.read_text(encoding="utf-8")))
 
-    def pick(self, average: int, shape: tuple[int, int, int], kind: GroupedKind) -> Cut | None:
+    def pick(self, rows: int, shape: tuple[int, int, int], kind: GroupedKind) -> Cut | None:
         """The choice for weights of this shape [experts, outputs, inner]."""
         name = stack_name(shape, kind)
         bounds = self._bounds.get(name)
-        if bounds is None or average > bounds[-1]:
+        if bounds is None or rows > bounds[-1]:
             return None
-        return self._choices[name][bisect_left(bounds, average)]
+        return self._choices[name][bisect_left(bounds, rows)]
 
     def __bool__(self) -> bool:
         return bool(self._choices)

@@ -19,13 +19,13 @@ TABLE = GroupedTable(
 
 
 @pytest.mark.parametrize(
-    ("average", "cut"),
+    ("rows", "cut"),
     [(1, TritonCut(16, 32, 128, 4, 3)), (2, GroupedShape(64, 16)),
      (16, GroupedShape(64, 16)), (17, None),
      (65, GroupedShape(256, 192, 2)), (513, None)],
 )  # fmt: skip
-def test_the_first_entry_that_holds_an_experts_rows_is_chosen(average, cut):
-    assert TABLE.pick(average, (8, 256, 128), "gated") == cut
+def test_the_first_entry_that_holds_the_rows_is_chosen(rows, cut):
+    assert TABLE.pick(rows, (8, 256, 128), "gated") == cut
 
 
 def test_weights_that_were_not_measured_have_no_cut():

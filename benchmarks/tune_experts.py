@@ -1,0 +1,252 @@
+"""Finds the best cut of the two grouped products of a mixture of experts, on one GPU.
+
+    python benchmarks/tune_experts.py --output kernels/tables/nvidia_h200_experts.json
+    python benchmarks/tune_experts.py --output ... --experts 128 --chosen 8 --hidden 2048 \
+        --inner 768
+
+For each number of tokens, mixtures of some layers run one behind the other in a CUDA graph,
+with tokens that choose at random. One product after the other gets each likely cut, of our
+Hopper kernel and of Triton's; the fastest pair stays. Beside each stands what part of the limit
+it has: weights of the experts that some token has and rows, read and written once, or
+multiplications.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import astuple
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from trimaran.kernels.experts import MeasuredExperts
+from trimaran.kernels.grouped_gemm import compile_grouped
+from trimaran.kernels.grouped_table import (
+    Cut,
+    GroupedKind,
+    GroupedShape,
+    GroupedTable,
+    TritonCut,
+    expert_limit,
+    stack_name,
+)
+
+DEVICE = torch.device("cuda")
+DTYPE = torch.bfloat16
+NUM_LAYERS = 3
+TOKENS = [1, 2, 4, 8, 16, 32, 64, 128, 192, 256, 512, 1024, 2048, 4096, 8192]
+SUSTAINED_TOKENS = 512
+"""From so many tokens on the clock falls under load, and means over some time count."""
+
+_MEMORY_BYTES_S = 4.28e12
+_FLOPS = 680e12
+
+Pair = tuple[Cut, Cut]
+"""Cuts of the gated and of the plain product."""
+
+
+class Shape(NamedTuple):
+    """A mixture's sizes."""
+
+    experts: int
+    chosen: int
+    hidden: int
+    inner: int
+
+
+class Mixtures:
+    """The experts of some layers, and the time that those of one take."""
+
+    def __init__(self, shape: Shape) -> None:
+        self.shape = shape
+        experts, _, hidden, inner = shape
+        self._weights = [
+            (_drawn(experts, 2 * inner, hidden), _drawn(experts, hidden, inner))
+            for _ in range(NUM_LAYERS)
+        ]
+        self.names = (
+            stack_name((experts, 2 * inner, hidden), "gated"),
+            stack_name((experts, hidden, inner), "plain"),
+        )
+
+    def time_us(self, tokens: int, cuts: Pair | None) -> float:
+        """Median time of a layer's experts with these cuts, or its mean under load; without
+        cuts those that Triton thinks best."""
+        rows = tokens * self.shape.chosen
+        entries = {} if cuts is None else {
+            name: [(rows, list(astuple(cut)))]
+            for name, cut in zip(self.names, cuts, strict=True)
+        }  # fmt: skip
+        mixture = MeasuredExperts(DEVICE, DTYPE, GroupedTable(entries))
+        generator = torch.Generator(DEVICE).manual_seed(tokens)
+        x = torch.randn(
+            (tokens, self.shape.hidden), device=DEVICE, dtype=DTYPE, generator=generator
+        )
+        chosen = []
+        for _ in self._weights:
+            odds = torch.rand((tokens, self.shape.experts), device=DEVICE, generator=generator)
+            weights, ids = odds.topk(self.shape.chosen)
+            chosen.append((weights, ids.int()))
+
+        def run() -> None:
+            for matrices, choice in zip(self._weights, chosen, strict=True):
+                mixture.expert_mlp(x, *choice, *matrices)
+
+        graph = _captured(run)
+        if tokens < SUSTAINED_TOKENS:
+            return statistics.median(_replays_us(graph, 1) for _ in range(9)) / NUM_LAYERS
+        once_us = _replays_us(graph, 2)
+        _replays_us(graph, int(0.2e6 / once_us) + 1)
+        return _replays_us(graph, int(0.3e6 / once_us) + 1) / NUM_LAYERS
+
+    def limit_us(self, tokens: int) -> float:
+        """The least time that memory and multipliers allow."""
+        experts, chosen, hidden, inner = self.shape
+        read = experts * (1 - (1 - chosen / experts) ** tokens)
+        moved = 2.0 * (3 * read * hidden * inner + 2 * tokens * hidden)
+        flops = 6.0 * tokens * chosen * hidden * inner
+        return max(moved / _MEMORY_BYTES_S, flops / _FLOPS) * 1e6
+
+
+def likely_cuts(tokens: int, shape: Shape, kind: GroupedKind) -> Iterator[Cut]:
+    """Cuts worth a measurement: an expert's rows in one run where that is possible."""
+    average = -(-tokens * shape.chosen // shape.experts)
+    if average <= 64:
+        rows = next(rows for rows in (16, 32, 64, 96) if average + 8 <= rows or rows == 96)
+        for weights in (64, 128, 256):
+            yield GroupedShape(weights, rows)
+    if 16 < average <= 512:
+        for weights, rows in ((128, 128), (256, 128), (128, 256), (256, 192)):
+            yield GroupedShape(weights, rows)
+    if average > 64:
+        for weights, rows in ((256, 128), (256, 160), (256, 192), (128, 256)):
+            yield GroupedShape(weights, rows, 2)
+    if average > 256:
+        yield GroupedShape(256, 192, 4)
+    if average <= 16:
+        for numbers in (
+            (16, 256, 4, 3), (32, 128, 4, 4), (32, 256, 4, 3), (64, 128, 4, 3), (64, 128, 4, 4),
+            (64, 128, 8, 4), (128, 128, 8, 3),
+        ):  # fmt: skip
+            yield TritonCut(16, *numbers)
+    elif average > 32:
+        rows = 128 if average > 64 else 64
+        for columns, warps, stages in ((128, 8, 3), (128, 8, 4), (128, 4, 3)):
+            yield TritonCut(rows, columns, 64, warps, stages)
+
+
+def tune(mixtures: Mixtures, tokens: int) -> Pair | None:
+    """The best pair of cuts for a number of tokens; None if Triton's own is."""
+    shape = mixtures.shape
+    best: Pair | None = None
+    best_us = first_us = mixtures.time_us(tokens, None)
+    told = []
+    for family in (GroupedShape, TritonCut):
+        gated, plain = (
+            [cut for cut in likely_cuts(tokens, shape, kind) if isinstance(cut, family)]
+            for kind in ("gated", "plain")
+        )
+        if not gated:
+            continue
+        pair: Pair = (gated[0], plain[0])
+        pair_us = mixtures.time_us(tokens, pair)
+        for other in [(cut, plain[0]) for cut in gated[1:]]:
+            time_us = mixtures.time_us(tokens, other)
+            if time_us < pair_us:
+                pair, pair_us = other, time_us
+        for other in [(pair[0], cut) for cut in plain[1:]]:
+            time_us = mixtures.time_us(tokens, other)
+            if time_us < pair_us:
+                pair, pair_us = other, time_us
+        told.append(f"{family.__name__} {pair_us:.1f}")
+        if pair_us < 0.997 * best_us:
+            best, best_us = pair, pair_us
+    limit_us = mixtures.limit_us(tokens)
+    cuts = None if best is None else [list(astuple(cut)) for cut in best]
+    print(
+        f"{tokens:5d} tokens: limit {limit_us:.1f} us, Triton {first_us:.1f}, "
+        f"{', '.join(told)}: {100 * limit_us / best_us:.0f} % by {cuts}",
+        flush=True,
+    )
+    return best
+
+
+def compile_all(shape: Shape, token_counts: list[int]) -> None:
+    """Compile side by side whatever will be timed."""
+    kinds: tuple[GroupedKind, ...] = ("gated", "plain")
+    jobs = {
+        (cut, kind)
+        for tokens in token_counts
+        for kind in kinds
+        for cut in likely_cuts(tokens, shape, kind)
+        if isinstance(cut, GroupedShape)
+    }
+    limit = expert_limit(shape.experts)
+    # The slowest first.
+    ordered = sorted(jobs, key=lambda job: -job[0].rows)
+    with ThreadPoolExecutor(max_workers=16) as pool:
+        list(pool.map(lambda job: compile_grouped(job[0], DTYPE, job[1], limit), ordered))
+
+
+def _drawn(*shape: int) -> Tensor:
+    return 0.02 * torch.randn(shape, device=DEVICE, dtype=DTYPE)
+
+
+def _captured(run: Callable[[], None]) -> torch.cuda.CUDAGraph:
+    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        run()
+        torch.cuda.synchronize()
+        with torch.cuda.graph(graph, stream=stream):
+            run()
+    graph.replay()
+    return graph
+
+
+def _replays_us(graph: torch.cuda.CUDAGraph, count: int) -> float:
+    """Mean time of some replays, one behind the other."""
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begin.record()
+    for _ in range(count):
+        graph.replay()
+    end.record()
+    end.synchronize()
+    return begin.elapsed_time(end) * 1e3 / count
+
+
+def main() -> None:
+    """See the module's text."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--output", type=Path, required=True)
+    parser.add_argument("--experts", type=int, default=8)
+    parser.add_argument("--chosen", type=int, default=2)
+    parser.add_argument("--hidden", type=int, default=4096)
+    parser.add_argument("--inner", type=int, default=14336, help="of this rank's experts")
+    parser.add_argument("--tokens", nargs="+", type=int, default=TOKENS)
+    args = parser.parse_args()
+    shape = Shape(args.experts, args.chosen, args.hidden, args.inner)
+    start = time.monotonic()
+    compile_all(shape, args.tokens)
+    print(f"compiled in {time.monotonic() - start:.1f} s", flush=True)
+    entries = json.loads(args.output.read_text()) if args.output.exists() else {}
+    mixtures = Mixtures(shape)
+    for tokens in sorted(args.tokens):
+        pair = tune(mixtures, tokens)
+        for place, name in enumerate(mixtures.names):
+            cut = None if pair is None else list(astuple(pair[place]))
+            rows = tokens * shape.chosen
+            steps = [step for step in entries.get(name, []) if step[0] != rows]
+            entries[name] = sorted([*steps, [rows, cut]], key=lambda step: step[0])
+        lines = [f"{json.dumps(name)}: {json.dumps(steps)}" for name, steps in entries.items()]
+        args.output.write_text("{\n" + ",\n".join(lines) + "\n}\n")
+
+
+if __name__ == "__main__":
+    main()
