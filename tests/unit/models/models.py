@@ -195,7 +195,7 @@ _LATENT: dict[str, Any] = {
     "qk_rope_head_dim": 8, "v_head_dim": 12, "kv_lora_rank": 36, "q_lora_rank": None,
     "max_position_embeddings": 128, "initializer_range": 0.1, "bos_token_id": None,
     "eos_token_id": None, "rms_norm_eps": 1e-5, "first_k_dense_replace": 1,
-    "n_routed_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 28,
+    "n_routed_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 24,
     "n_shared_experts": 2,
     "rope_parameters": {"rope_type": "default", "rope_theta": 5000.0},
 }  # fmt: skip
