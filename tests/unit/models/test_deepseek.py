@@ -1,4 +1,4 @@
-"""What is DeepSeek's own: the compressed cache, matrices of heads, tensors that are left out."""
+"""What is DeepSeek's own: the compressed cache, matrices of heads, a layer left out."""
 
 from __future__ import annotations
 
