@@ -7,15 +7,13 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from trimaran.builder.build_plan import BuildPlan, Part, Unit
 from trimaran.builder.journal import Checksums
-from trimaran.comm.errors import ConfigError
+from trimaran.worker.models.checkpoint_file import is_safetensors, mapped_file
 from trimaran.worker.models.weight_loader import load_weight
 
 _READ_BYTES = 16 << 20
@@ -71,7 +69,8 @@ class UnitWriter:
         if self._memory.numel() < shape.nbytes:
             self._memory = torch.empty(shape.nbytes, dtype=torch.uint8)
         tensor = self._memory[: shape.nbytes].view(shape.dtype).view(shape.shape)
-        parameter = nn.Parameter(tensor, requires_grad=False)
+        # What no part fills is padding.
+        parameter = nn.Parameter(tensor.zero_(), requires_grad=False)
         for part in plan.parts[name]:
             whole = checkpoint.tensor(part)
             load_weight(plan.model, parameter, part.target, whole, part.stored)
@@ -84,7 +83,7 @@ class UnitWriter:
             for rank, name in unit.places
             for part in self._plan.ranks[rank].parts[name]
         }
-        for path in {each.path for each in stored.values()}:
+        for path in {each.path for each in stored.values() if is_safetensors(each.path)}:
             with _opened(path, os.O_RDONLY) as file:
                 for each in stored.values():
                     if each.path == path:
@@ -97,19 +96,14 @@ class _Checkpoint:
 
     def __init__(self) -> None:
         self._stack = ExitStack()
-        self._files: dict[Path, Any] = {}
+        self._files: dict[Path, Callable[[str], Tensor]] = {}
 
     def tensor(self, part: Part) -> Tensor:
         """A whole tensor, read when it is used."""
         path, name = part.stored.path, part.stored.name
-        try:
-            if path not in self._files:
-                opened = safe_open(path, framework="pt")
-                self._files[path] = self._stack.enter_context(opened)
-            tensor: Tensor = self._files[path].get_tensor(name)
-        except (OSError, SafetensorError) as error:
-            raise ConfigError(f"{path}: cannot be read as safetensors: {error}.") from None
-        return tensor
+        if path not in self._files:
+            self._files[path] = self._stack.enter_context(mapped_file(path))
+        return self._files[path](name)
 
     def __enter__(self) -> _Checkpoint:
         return self

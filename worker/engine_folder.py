@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from enum import Enum
@@ -11,14 +10,18 @@ from pathlib import Path
 from typing import Any
 
 from trimaran.comm.errors import ConfigError
+from trimaran.worker.checkpoint_folder import (
+    check_weight_files,
+    find_weight_files,
+    stored_dtype,
+)
 from trimaran.worker.pretrained_config import PretrainedConfig
-from trimaran.worker.shard_file import read_header, read_tensor_entries
+from trimaran.worker.quantized import refuse_quantized_folder
+from trimaran.worker.shard_file import read_header
 from trimaran.worker.stages import stage_sizes
 
 FORMAT_VERSION = 1
 CONFIG_FILE = "config.json"
-HUGGINGFACE_INDEX = "model.safetensors.index.json"
-_LAYER_TENSOR = re.compile(r"(.*?\b(?:layers|h)\.)(\d+)(\..+\.(?:weight|bias))")
 _BUILD_AGAIN = "Build the folder again with `trimaran build`"
 
 
@@ -107,16 +110,27 @@ class EngineFolder:
         values = _read_config(folder)
         source = str(folder / CONFIG_FILE)
         if "pretrained_config" not in values and "mapping" not in values:
-            config = PretrainedConfig.from_huggingface(values, source)
-            return cls(
-                path=folder,
-                kind=FolderKind.HUGGINGFACE,
-                config=config,
-                mapping=None,
-                build=BuildConfig(max_input_len=config.max_position_embeddings),
-                weight_files=_huggingface_files(folder, config) if check_weights else (),
-            )
+            return cls._load_huggingface(folder, values, source, check_weights)
         return cls._load_sharded(folder, values, source, check_weights)
+
+    @classmethod
+    def _load_huggingface(
+        cls, folder: Path, values: dict[str, Any], source: str, check_weights: bool
+    ) -> EngineFolder:
+        refuse_quantized_folder(folder, values)
+        files = find_weight_files(folder) if check_weights else ()
+        if not (values.get("dtype") or values.get("torch_dtype")):
+            values = {**values, "dtype": stored_dtype(files)}
+        config = PretrainedConfig.from_huggingface(values, source)
+        check_weight_files(folder, files, config)
+        return cls(
+            path=folder,
+            kind=FolderKind.HUGGINGFACE,
+            config=config,
+            mapping=None,
+            build=BuildConfig(max_input_len=config.max_position_embeddings),
+            weight_files=files,
+        )
 
     @classmethod
     def _load_sharded(
@@ -270,9 +284,11 @@ def _read_config(folder: Path) -> dict[str, Any]:
     try:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
+        snapshots = sorted(folder.glob(f"snapshots/*/{CONFIG_FILE}"))
+        inside = f" Or was {snapshots[-1].parent} meant?" if snapshots else ""
         raise ConfigError(
             f"{folder}: holds no {CONFIG_FILE}. Name an engine folder made by "
-            "`trimaran build`, or a Hugging Face folder."
+            f"`trimaran build`, or a Hugging Face folder.{inside}"
         ) from None
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: cannot be read: {error}. {_BUILD_AGAIN}.") from None
@@ -384,52 +400,4 @@ def _check_shards(files: tuple[Path, ...], listed: Any, source: str) -> None:
                 raise ConfigError(
                     f"{file}: has {key} {value}, but {source} tells of {entry[key]}: it "
                     f"belongs to another build. {_BUILD_AGAIN}, or copy it again."
-                )
-
-
-def _huggingface_files(folder: Path, config: PretrainedConfig) -> tuple[Path, ...]:
-    """The files with the weights, after a look at their headers."""
-    files = _listed_files(folder)
-    if not files:
-        raise ConfigError(
-            f"{folder}: holds no .safetensors file. Convert its weights to safetensors first "
-            "(transformers: model.save_pretrained)."
-        )
-    names: set[str] = set()
-    for file in files:
-        names.update(read_tensor_entries(file))
-    if config.dense_layers:
-        # Their MLP has other tensors than the layers with experts.
-        names = {name for name in names if ".mlp." not in name}
-    _check_layers(folder, names, config.num_hidden_layers)
-    return files
-
-
-def _listed_files(folder: Path) -> tuple[Path, ...]:
-    index = folder / HUGGINGFACE_INDEX
-    if index.is_file():
-        try:
-            values = json.loads(index.read_text(encoding="utf-8"))
-            return tuple(folder / name for name in sorted(set(values["weight_map"].values())))
-        except (ValueError, KeyError, AttributeError, TypeError):
-            raise ConfigError(
-                f"{index}: holds no weight_map. Download the folder again."
-            ) from None
-    single = folder / "model.safetensors"
-    return (single,) if single.is_file() else tuple(sorted(folder.glob("model-*.safetensors")))
-
-
-def _check_layers(folder: Path, names: set[str], num_layers: int) -> None:
-    """Refuse weights that a layer has and another lacks; no model is needed to see that."""
-    numbers_of: dict[tuple[str, str], set[int]] = {}
-    for name in names:
-        found = _LAYER_TENSOR.match(name)
-        if found:
-            numbers_of.setdefault((found[1], found[3]), set()).add(int(found[2]))
-    for (prefix, suffix), numbers in sorted(numbers_of.items()):
-        for number in range(num_layers):
-            if number not in numbers:
-                raise ConfigError(
-                    f"{folder}: the tensor '{prefix}{number}{suffix}' is missing, though "
-                    f"{CONFIG_FILE} tells of {num_layers} layers. Download the folder again."
                 )

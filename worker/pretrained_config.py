@@ -231,7 +231,6 @@ class PretrainedConfig:
         try:
             architecture = _architecture_of(values)
             _check_architecture(architecture)
-            _check_unquantized(values)
             converted = FAMILIES[architecture].convert(values)
             return cls(architecture=architecture, **_common(values), **converted)
         except KeyError as error:
@@ -300,15 +299,6 @@ def _check_groups(config: PretrainedConfig) -> None:
         raise ConfigError(
             "n_group is num_experts, but topk_method noaux_tc ranks a group by its two best "
             "experts. Correct the checkpoint's config.json."
-        )
-
-
-def _check_unquantized(values: Mapping[str, Any]) -> None:
-    quantization = values.get("quantization_config")
-    if quantization:
-        raise ConfigError(
-            f"the weights are quantized ({quantization.get('quant_method')!r}), which is not "
-            "served. Name the checkpoint in bfloat16, float16 or float32."
         )
 
 

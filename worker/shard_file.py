@@ -13,6 +13,7 @@ from trimaran.comm.errors import ConfigError
 
 CHECKSUM_CHARS = 64
 _MAX_HEADER_BYTES = 100_000_000
+_LFS_POINTER = b"version "
 _CHECKSUM_PREFIX = "sha256:"
 
 
@@ -63,6 +64,10 @@ def read_header(path: Path) -> ShardHeader:
         with path.open("rb") as file:
             prefix = file.read(8)
             header_bytes = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else 0
+            if prefix == _LFS_POINTER:
+                raise ConfigError(
+                    f"{path}: is a pointer of Git LFS, not the weights. Run git lfs pull."
+                )
             if not 2 <= header_bytes <= min(_MAX_HEADER_BYTES, num_bytes):
                 raise ConfigError(_not_whole(path, f"it has {num_bytes} bytes and no header"))
             text = file.read(header_bytes)

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from trimaran.comm.errors import ConfigError
+from trimaran.worker.models.checkpoint_file import file_entries
 from trimaran.worker.models.interfaces import CausalLM
-from trimaran.worker.shard_file import TensorEntry, read_tensor_entries
+from trimaran.worker.shard_file import TensorEntry
 
 _MAX_NAMES = 5
 _FLOATS = ("F64", "F32", "F16", "BF16")
@@ -26,7 +27,7 @@ class StoredTensor:
 def find_tensors(model: CausalLM, files: Sequence[Path]) -> dict[str, StoredTensor]:
     """The tensors of a checkpoint by their names in ``model.checkpoint_weights()``.
 
-    Reads the files' headers alone. The result is the same for every rank's model.
+    Reads no tensor. The result is the same for every rank's model.
 
     Raises:
         ConfigError: tensors are missing or unexpected (all of them are named), or in two
@@ -36,7 +37,7 @@ def find_tensors(model: CausalLM, files: Sequence[Path]) -> dict[str, StoredTens
     found: dict[str, StoredTensor] = {}
     unexpected: list[str] = []
     for path in files:
-        for name, entry in read_tensor_entries(path).items():
+        for name, entry in file_entries(path).items():
             key = name.removeprefix(model.name_prefix)
             if key not in wanted:
                 if not _carries_no_weight(model, key):

@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import cast
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from trimaran.comm.errors import ConfigError
 from trimaran.worker.layers.linear import WeightShapeError
 from trimaran.worker.models.checkpoint import StoredTensor, find_tensors, refuse_differences
+from trimaran.worker.models.checkpoint_file import is_safetensors, mapped_file
 from trimaran.worker.models.interfaces import CausalLM, LoadsWeight, WeightTarget
 from trimaran.worker.models.tensor_reader import TensorReader
 from trimaran.worker.shard_file import read_tensor_entries
@@ -29,7 +29,7 @@ def load_checkpoint(
     *,
     progress: Callable[[str], None] | None = None,
 ) -> None:
-    """Fill a rank's model from a Hugging Face checkpoint's safetensors files.
+    """Fill a rank's model from the files of a Hugging Face checkpoint.
 
     On the CPU files are memory-mapped: only what this rank keeps is copied. On a GPU what it
     needs is read by several threads. ``progress`` gets each file's name before it is read.
@@ -108,7 +108,7 @@ class _Files:
 
     def tensors(self, path: Path, names: Sequence[str]) -> Iterator[tuple[str, Tensor]]:
         """The named tensors of a file."""
-        if self._reader is not None:
+        if self._reader is not None and is_safetensors(path):
             return self._reader.read(path, names)
         return _mapped(path, names)
 
@@ -121,12 +121,9 @@ class _Files:
 
 
 def _mapped(path: Path, names: Sequence[str]) -> Iterator[tuple[str, Tensor]]:
-    try:
-        with safe_open(path, framework="pt") as file:
-            for name in names:
-                yield name, file.get_tensor(name)
-    except (OSError, SafetensorError) as error:
-        raise ConfigError(f"{path}: cannot be read as safetensors: {error}.") from None
+    with mapped_file(path) as tensor_of:
+        for name in names:
+            yield name, tensor_of(name)
 
 
 def load_weight(
@@ -148,9 +145,15 @@ def load_weight(
     try:
         module.weight_loader(parameter, whole, target.shard)
     except WeightShapeError as error:
+        remedy = "belong to different models; download the folder again."
+        if target.parameter.split(".")[0] in ("embed_tokens", "lm_head"):
+            rows = stored.entry.shape[0]
+            remedy = (
+                f"have other vocabularies: set vocab_size to {rows} if the weights are right."
+            )
         raise ConfigError(
             f"{stored.path}: the tensor {stored.name!r} {error}. The weights and config.json "
-            "belong to different models; download the folder again."
+            f"{remedy}"
         ) from None
 
 

@@ -151,7 +151,7 @@ def test_flags_that_only_the_replaced_tools_need_are_accepted_and_named_once(
             ["'mrope'", "linear", "longrope"],
         ),
         ({"rope_theta": "big"}, ["wrong type", "big"]),
-        ({"quantization_config": {"quant_method": "gptq"}}, ["quantized", "gptq", "bfloat16"]),
+        ({"quantization_config": {"quant_method": "gptq"}}, ["quantized", "GPTQ", "bfloat16"]),
     ],
 )
 def test_a_configuration_that_cannot_be_served_is_refused(changes, words, llama, refused):

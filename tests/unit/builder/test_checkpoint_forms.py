@@ -1,0 +1,244 @@
+"""Checkpoints as they lie on people's disks: torch's files, tied heads, padding, quantized."""
+
+from __future__ import annotations
+
+import json
+import os
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from trimaran.worker.engine_folder import EngineFolder
+
+
+@pytest.fixture
+def built(trimaran, tmp_path):
+    """Build for two ranks; returns the tensors of both."""
+
+    def build(folder):
+        output = tmp_path / "engine"
+        done = trimaran("build", "--checkpoint", folder, "--output", output, "--tp-size", 2)
+        assert done.code == 0, done.err
+        return [load_file(path) for path in EngineFolder.load(output).weight_files]
+
+    return build
+
+
+@pytest.fixture
+def refused(trimaran, tmp_path):
+    """Build; returns the error line, and nothing is left."""
+
+    def build(folder, *flags):
+        output = tmp_path / "out" / "engine"
+        done = trimaran("build", "--checkpoint", folder, "--output", output, *flags)
+        assert done.code == 2, done
+        assert not output.parent.exists() or list(output.parent.iterdir()) == []
+        return done.err
+
+    return build
+
+
+def _as_torch_files(checkpoint, num_files=1):
+    """Replace the safetensors file by what older checkpoints have."""
+    (checkpoint.folder / "model.safetensors").unlink()
+    names = sorted(checkpoint.tensors)
+    if num_files == 1:
+        torch.save(checkpoint.tensors, checkpoint.folder / "pytorch_model.bin")
+        return
+    weight_map = {}
+    for number in range(num_files):
+        file = f"pytorch_model-{number + 1:05d}-of-{num_files:05d}.bin"
+        mine = names[number::num_files]
+        torch.save({name: checkpoint.tensors[name] for name in mine}, checkpoint.folder / file)
+        weight_map |= dict.fromkeys(mine, file)
+    index = checkpoint.folder / "pytorch_model.bin.index.json"
+    index.write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+
+
+def _same(ranks, others):
+    return all(
+        rank.keys() == other.keys() and all(rank[name].equal(other[name]) for name in rank)
+        for rank, other in zip(ranks, others, strict=True)
+    )
+
+
+@pytest.mark.parametrize("num_files", [1, 3])
+def test_torchs_own_files_are_built_like_safetensors(num_files, llama, built):
+    checkpoint = llama(num_key_value_heads=2)
+    expected = built(checkpoint.folder)
+    _as_torch_files(checkpoint, num_files)
+    assert _same(built(checkpoint.folder), expected)
+
+
+def test_safetensors_are_taken_where_both_are_there(llama, built):
+    checkpoint = llama()
+    expected = built(checkpoint.folder)
+    torch.save({}, checkpoint.folder / "pytorch_model.bin")
+    assert _same(built(checkpoint.folder), expected)
+
+
+def test_a_file_that_would_run_code_is_refused(llama, refused):
+    class Harmful:
+        def __reduce__(self):
+            return os.system, ("true",)
+
+    checkpoint = llama()
+    (checkpoint.folder / "model.safetensors").unlink()
+    torch.save({"model.norm.weight": Harmful()}, checkpoint.folder / "pytorch_model.bin")
+    assert "cannot be read as torch's weights" in refused(checkpoint.folder)
+
+
+def test_a_checkpoint_of_training_is_refused(llama, refused):
+    checkpoint = llama()
+    (checkpoint.folder / "model.safetensors").unlink()
+    torch.save(
+        {"model": checkpoint.tensors, "step": 3}, checkpoint.folder / "pytorch_model.bin"
+    )
+    assert "holds more than tensors by name" in refused(checkpoint.folder)
+
+
+def test_a_torn_torch_file_is_refused(llama, refused):
+    checkpoint = llama()
+    _as_torch_files(checkpoint)
+    path = checkpoint.folder / "pytorch_model.bin"
+    path.write_bytes(path.read_bytes()[:-1000])
+    assert f"{path}: cannot be read as torch's weights" in refused(checkpoint.folder)
+
+
+def test_a_tied_head_that_is_stored_all_the_same_is_no_weight(llama, built):
+    checkpoint = llama(tie_word_embeddings=True)
+    expected = built(checkpoint.folder)
+    checkpoint.tensors["lm_head.weight"] = checkpoint.tensors[
+        "model.embed_tokens.weight"
+    ].clone()
+    checkpoint.save()
+    assert _same(built(checkpoint.folder), expected)
+
+
+def test_names_without_the_prefix_of_the_whole_model_are_found(llama, built):
+    checkpoint = llama()
+    expected = built(checkpoint.folder)
+    for name in list(checkpoint.tensors):
+        checkpoint.tensors[name.removeprefix("model.")] = checkpoint.tensors.pop(name)
+    checkpoint.save()
+    assert _same(built(checkpoint.folder), expected)
+
+
+def test_links_as_in_a_download_cache_are_followed(llama, built, tmp_path):
+    checkpoint = llama()
+    snapshot = tmp_path / "models--a--b" / "snapshots" / "0123"
+    snapshot.mkdir(parents=True)
+    for path in checkpoint.folder.iterdir():
+        (snapshot / path.name).symlink_to(path)
+    assert _same(built(snapshot), built(checkpoint.folder))
+
+
+def test_the_folder_of_a_download_cache_leads_to_its_snapshot(llama, refused, tmp_path):
+    snapshot = tmp_path / "models--a--b" / "snapshots" / "0123"
+    snapshot.parent.mkdir(parents=True)
+    llama().folder.rename(snapshot)
+    assert f"Or was {snapshot} meant?" in refused(snapshot.parents[1])
+
+
+def test_without_a_dtype_that_of_the_weights_is_kept(llama, built):
+    checkpoint = llama(dtype="bfloat16")
+    checkpoint.edit_config(dtype=None)
+    assert {tensor.dtype for tensor in built(checkpoint.folder)[0].values()} == {torch.bfloat16}
+
+
+def test_a_vocabulary_of_other_size_is_refused_with_the_number_to_set(llama, refused):
+    checkpoint = llama()
+    checkpoint.edit_config(vocab_size=144)
+    error = refused(checkpoint.folder)
+    assert "[150, 32]" in error and "[144, 32]" in error and "set vocab_size to 150" in error
+
+
+def test_weights_of_no_layer_of_this_model_are_refused_by_name(llama, refused):
+    checkpoint = llama()
+    checkpoint.tensors["v_head.summary.weight"] = torch.zeros(1, 32)
+    checkpoint.save()
+    assert "1 unexpected (v_head.summary.weight)" in refused(checkpoint.folder)
+
+
+def test_a_shape_is_refused_before_anything_is_written(llama, trimaran, refused, tmp_path):
+    checkpoint = llama()
+    checkpoint.tensors["model.layers.2.mlp.down_proj.weight"] = torch.zeros(32, 44)
+    checkpoint.save()
+    dry = trimaran("build", "--checkpoint", checkpoint.folder, "--dry-run")
+    assert dry.code == 2 and "[32, 44]" in dry.err
+    assert "[32, 44]" in refused(checkpoint.folder)
+
+
+def test_a_pointer_in_place_of_the_weights_is_named(llama, refused):
+    path = llama().folder / "model.safetensors"
+    path.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n")
+    assert "git lfs pull" in refused(path.parent)
+
+
+@pytest.mark.parametrize(
+    ("file", "words"),
+    [("model-q4.gguf", "GGUF"), ("consolidated.00.pth", "Hugging Face folder, whose files")],
+)
+def test_files_of_other_programs_are_named(file, words, llama, refused):
+    folder = llama().folder
+    (folder / "model.safetensors").rename(folder / file)
+    assert words in refused(folder)
+
+
+@pytest.mark.parametrize(
+    ("method", "words"),
+    [
+        ({"quant_method": "gptq", "bits": 4}, "GPTQ, 4 bits"),
+        ({"quant_method": "awq", "bits": 4}, "AWQ, 4 bits"),
+        ({"quant_method": "fp8", "weight_block_size": [128, 128]}, "(FP8)"),
+        ({"quant_method": "bitsandbytes", "load_in_8bit": True}, "bitsandbytes, 8 bits"),
+        ({"quant_method": "compressed-tensors"}, "compressed-tensors"),
+        ({"quant_method": "mxfp4"}, "MXFP4"),
+    ],
+)
+def test_quantized_checkpoints_are_refused_by_the_methods_name(method, words, llama, refused):
+    checkpoint = llama()
+    checkpoint.edit_config(quantization_config=method)
+    error = refused(checkpoint.folder)
+    assert words in error and "not served" in error and "bfloat16" in error
+
+
+@pytest.mark.parametrize(
+    ("file", "values", "words"),
+    [
+        ("quantize_config.json", {"bits": 4, "group_size": 128}, "GPTQ, 4 bits"),
+        ("quant_config.json", {"w_bit": 4}, "AWQ, 4 bits"),
+        ("hf_quant_config.json", {"quantization": {"quant_algo": "NVFP4"}}, "ModelOpt, NVFP4"),
+    ],
+)
+def test_a_method_that_writes_a_file_of_its_own_is_recognised(
+    file, values, words, llama, refused
+):
+    folder = llama().folder
+    (folder / file).write_text(json.dumps(values))
+    error = refused(folder)
+    assert words in error and str(folder / file) in error
+
+
+@pytest.mark.parametrize(
+    ("endings", "dtype", "words"),
+    [
+        ((".qweight", ".qzeros", ".scales", ".g_idx"), torch.int32, "(GPTQ)"),
+        ((".qweight", ".qzeros", ".scales"), torch.int32, "(AWQ)"),
+        ((".weight", ".weight_scale_inv"), torch.float8_e4m3fn, "(FP8)"),
+        ((".weight", ".SCB"), torch.int8, "(bitsandbytes)"),
+        ((".weight",), torch.float8_e4m3fn, "(F8_E4M3)"),
+    ],
+)
+def test_quantized_tensors_are_recognised_without_a_word_in_the_configuration(
+    endings, dtype, words, llama, refused
+):
+    checkpoint = llama()
+    for number in range(3):
+        place = f"model.layers.{number}.mlp.up_proj"
+        del checkpoint.tensors[f"{place}.weight"]
+        for ending in endings:
+            checkpoint.tensors[place + ending] = torch.zeros(48, 32).to(dtype)
+    checkpoint.save()
+    assert words in refused(checkpoint.folder)

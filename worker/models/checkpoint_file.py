@@ -1,0 +1,83 @@
+"""One weight file of a checkpoint, memory-mapped: safetensors, or torch's own format."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from trimaran.comm.errors import ConfigError
+from trimaran.worker.shard_file import TensorEntry, read_tensor_entries
+
+_WORDS = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+}
+
+
+def is_safetensors(path: Path) -> bool:
+    """Whether a file is safetensors, so that its header tells where each tensor lies."""
+    return path.suffix == ".safetensors"
+
+
+def file_entries(path: Path) -> dict[str, TensorEntry]:
+    """The tensors of a file by name; where they lie is told of safetensors alone.
+
+    Raises:
+        ConfigError: the file is not whole, or of another format.
+    """
+    if is_safetensors(path):
+        return read_tensor_entries(path)
+    return {
+        name: TensorEntry(
+            _WORDS.get(tensor.dtype, str(tensor.dtype).removeprefix("torch.")),
+            tuple(tensor.shape),
+            start=0,
+            num_bytes=tensor.nbytes,
+        )
+        for name, tensor in _unpickled(path).items()
+    }
+
+
+@contextmanager
+def mapped_file(path: Path) -> Iterator[Callable[[str], Tensor]]:
+    """A function from names to tensors that are read when they are used, while this lasts.
+
+    Raises:
+        ConfigError: the file cannot be read.
+    """
+    if not is_safetensors(path):
+        yield _unpickled(path).__getitem__
+        return
+    try:
+        with safe_open(path, framework="pt") as file:
+            yield file.get_tensor
+    except (OSError, SafetensorError) as error:
+        raise ConfigError(f"{path}: cannot be read as safetensors: {error}.") from None
+
+
+def _unpickled(path: Path) -> dict[str, Tensor]:
+    """A file of `torch.save`; nothing in it is executed, and tensors are not read yet."""
+    try:
+        values = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+    except (OSError, RuntimeError, pickle.UnpicklingError, EOFError, ValueError) as error:
+        reason = next(iter(str(error).splitlines()), type(error).__name__)
+        raise ConfigError(
+            f"{path}: cannot be read as torch's weights: {reason}. Download it again, or save "
+            "the weights with transformers (model.save_pretrained)."
+        ) from None
+    if not isinstance(values, dict) or not all(
+        isinstance(name, str) and isinstance(tensor, Tensor) for name, tensor in values.items()
+    ):
+        raise ConfigError(
+            f"{path}: holds more than tensors by name, as checkpoints of training do. Save "
+            "the weights alone with transformers (model.save_pretrained)."
+        )
+    return values
