@@ -64,9 +64,9 @@ def model(request, world, tmp_path_factory):
 
 
 class Ranks:
-    """An engine over all ranks of the run, driven from rank 0."""
+    """What ties the ranks of the run together as stages."""
 
-    def __init__(self, world, folder, pp_size, **changes) -> None:
+    def __init__(self, world, pp_size) -> None:
         self.world = world
         device = torch.device("cuda", world.rank) if HAS_GPUS else torch.device("cpu")
         layout = ParallelLayout(
@@ -78,21 +78,19 @@ class Ranks:
         self.group = connect_group(world.subgroup(layout.tp_ranks), device, 20.0)
         self.control = connect_control(world, 20.0)
         self.links = PipelineLinks.connect(world, layout, 20.0)
-        self.engine = make_engine(
-            folder, (layout, self.control, self.group, self.links), **changes
-        )
+        self.ties = (layout, self.control, self.group, self.links)
 
-    def run(self, drive):
+    def run(self, engine, drive):
         """What ``drive`` returns on rank 0; the other ranks follow meanwhile."""
         result = None
         if self.world.rank == 0:
-            result = drive(self.engine)
+            result = drive(engine)
             self.control.close()
         else:
             while (payload := self.control.receive()) is not None:
-                self.engine.follow(payload)
+                engine.follow(payload)
         self.world.barrier(30.0, "all served")
-        self.engine.shutdown()
+        engine.shutdown()
         self.links.close()
         self.group.close()
         return result
@@ -168,9 +166,9 @@ def greedy(theirs, count):
 
 def test_one_stage_a_rank_gives_the_tokens_of_transformers(world, model):
     folder, theirs = model
-    ranks = Ranks(world, folder, pp_size=world.size)
+    ranks = Ranks(world, pp_size=world.size)
 
-    outputs = ranks.run(lambda engine: serve(engine, [{}]))
+    outputs = ranks.run(make_engine(folder, ranks.ties), lambda engine: serve(engine, [{}]))
 
     if world.rank == 0:
         assert list(outputs.values()) == greedy(theirs, 12)
@@ -193,9 +191,10 @@ def test_one_stage_a_rank_gives_the_tokens_of_transformers(world, model):
 )
 def test_stages_give_the_tokens_of_one_rank(world, model, changes):
     folder, _ = model
-    ranks = Ranks(world, folder, pp_size=2, **changes)
+    ranks = Ranks(world, pp_size=2)
 
-    outputs = ranks.run(lambda engine: [serve(engine) for _ in range(2)])
+    engine = make_engine(folder, ranks.ties, **changes)
+    outputs = ranks.run(engine, lambda engine: [serve(engine) for _ in range(2)])
 
     if world.rank == 0:
         one = {name: value for name, value in changes.items() if name != "depth"}

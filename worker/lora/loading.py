@@ -6,6 +6,7 @@ import logging
 
 import torch
 
+from trimaran.comm.pipeline import PipelineLinks
 from trimaran.comm.topology import ParallelLayout
 from trimaran.worker.config import LoraConfig, SchedulerConfig
 from trimaran.worker.kv_cache.sizing import free_bytes
@@ -34,17 +35,20 @@ def load_adapters(
     runner: ModelRunner,
     limits: SchedulerConfig,
     budget: int,
+    links: PipelineLinks,
     *,
     is_deterministic: bool,
 ) -> AdapterManager:
-    """Let a runner's layers take adapters, and load those of the folder.
+    """Let a runner's layers take adapters, and load those of the folder. Collective.
 
     ``budget`` bytes are there for adapters in use, at most one a row.
     """
     model = runner.model
     layout = AdapterLayout(model)
+    layout.join(links.all_gather(layout.sizes()))
+    largest = max(links.all_gather(layout.largest_size(config.max_adapter_size)))
     num_rows, element_bytes = limits.max_num_seqs, model.dtype.itemsize
-    size = min(budget // element_bytes, num_rows * layout.largest_size(config.max_adapter_size))
+    size = min(budget // element_bytes, num_rows * largest)
     is_gpu = model.device.type == "cuda"
     slots: Slots
     if is_gpu:

@@ -54,12 +54,13 @@ def model_folder(tmp_path_factory):
 class Driver:
     """An engine and what it has said, by request."""
 
-    def __init__(self, config: EngineConfig, profile: ProfileConfig | None = None) -> None:
+    def __init__(
+        self, config: EngineConfig, profile: ProfileConfig | None = None, ties: tuple = ()
+    ) -> None:
+        """``ties`` are the engine's layout, control plane, group and links; its own if none."""
         self.engine = Engine(
             RankConfig(engine=config, group="test", profile=profile),
-            ParallelLayout(),
-            LocalControlPlane(),
-            SingleRankGroup(),
+            *(ties or (ParallelLayout(), LocalControlPlane(), SingleRankGroup())),
         )
         self.engine.load()
         self.tokens: dict[tuple[int, int], list[int]] = defaultdict(list)

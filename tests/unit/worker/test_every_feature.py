@@ -11,7 +11,13 @@ import pytest
 from tests.unit.worker.conftest import Driver
 from tests.unit.worker.lora_adapters import make_adapter, on_the_wire
 from trimaran.comm.messages import FinishReason
-from trimaran.worker.config import CacheConfig, EngineConfig, GuidedConfig, SchedulerConfig
+from trimaran.worker.config import (
+    CacheConfig,
+    EngineConfig,
+    GuidedConfig,
+    ParallelConfig,
+    SchedulerConfig,
+)
 from trimaran.worker.prompt_tables import PromptTable
 
 MODEL = Path(__file__).parents[3] / "examples" / "demo_models" / "base"
@@ -20,8 +26,7 @@ NUM_REQUESTS, MOST_AT_ONCE, NUM_ALONE = 2000, 60, 30
 TASKS = (5, 9, 11)
 
 
-@pytest.fixture(scope="module")
-def adapters():
+def make_adapters():
     """What requests bring of each LoRA task; ranks and modules differ."""
     modules = {5: ("attn_q", "attn_v"), 9: ("mlp_gate", "attn_dense"), 11: ("attn_k",)}
     return {
@@ -30,7 +35,13 @@ def adapters():
     }
 
 
-def make_engine(depth, max_tokens):
+@pytest.fixture(scope="module")
+def adapters():
+    """Adapters that all tests share."""
+    return make_adapters()
+
+
+def make_engine(depth, max_tokens, parallel=None, ties=()):
     return Driver(
         EngineConfig(
             model="test",
@@ -49,7 +60,9 @@ def make_engine(depth, max_tokens):
             ),
             cache=CacheConfig(tokens_per_block=16, max_tokens=max_tokens, host_bytes=1 << 22),
             guided=GuidedConfig(backend="xgrammar"),
-        )
+            parallel=parallel or ParallelConfig(),
+        ),
+        ties=ties,
     )
 
 
@@ -154,7 +167,7 @@ def test_every_feature_at_once_leaves_nothing_and_gives_what_it_gives_alone(adap
     driver.check_idle()
     runner = driver.engine.runner
     assert driver.engine._adapters.num_used == 0
-    assert runner._logits_rows.is_empty and runner._prompt_tables.is_empty
+    assert runner.end._logits_rows.is_empty and runner._prompt_tables.is_empty
     natural = {FinishReason.END_ID, FinishReason.STOP_WORDS, FinishReason.LENGTH}
     whole = [r for r in range(1, NUM_REQUESTS + 1) if r not in killed]
     assert {driver.reasons[request, 0] for request in whole} <= natural
