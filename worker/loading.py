@@ -130,7 +130,7 @@ def load_engine(
     budget = adapter_bytes(config.lora, topology, device, step_bytes)
     budget = _agreed(budget, tp, device, links)
     adapters = load_adapters(
-        config.lora, runner, limits, budget, is_deterministic=config.deterministic
+        config.lora, runner, limits, budget, links, is_deterministic=config.deterministic
     )
     run_small_steps(runner, limits)
     if sizes:

@@ -66,7 +66,7 @@ class DeviceSlots:
         places = np.zeros(self._tables.places.shape[1:], dtype=np.int64)
         for one in adapter.placed:
             places[one.target] = one.rank, first + one.a, first + one.b
-        self._ranks[slot] = max(one.rank for one in adapter.placed)
+        self._ranks[slot] = max((one.rank for one in adapter.placed), default=1)
         self._tables.places[slot].copy_(self._send(places))
 
     def begin(self, slots_T: Int32Array, num_padded: int) -> None:

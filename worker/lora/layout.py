@@ -85,8 +85,18 @@ class PackedAdapter:
     placed: tuple[Placed, ...]
 
 
+Sizes = dict[tuple[int, int], tuple[tuple[int, int], list[tuple[int, int]]]]
+"""By module and layer: whole inputs and outputs, and the inputs and outputs of each of its
+parts on one rank."""
+
+
 class AdapterLayout:
-    """All targets of a rank's model, and where the modules of an adapter go."""
+    """All targets of a rank's model, and where the modules of an adapter go.
+
+    Adapters are those of the whole model: once it knows the ``sizes`` of all ranks, it says
+    of each module what they say. A share takes as much room on every rank as on the one
+    where it takes the most, so that one rank can decide for all.
+    """
 
     def __init__(self, model: CausalLM) -> None:
         self.targets: list[Target] = []
@@ -100,8 +110,7 @@ class AdapterLayout:
                     self._add(number, linear, modules)
         self.num_layers = model.config.num_hidden_layers
         self._is_gpu = model.device.type == "cuda"
-        known = {module for module, _ in self._modules}
-        self.module_names = tuple(MODULE_NAMES[module] for module in sorted(known))
+        self._ranks: list[Sizes] = [self.sizes()]
 
     def _add(self, layer: int, linear: ParallelLinear, modules: dict[str, str]) -> None:
         """Number the parts of one layer's output, and list them under their modules."""
@@ -124,19 +133,46 @@ class AdapterLayout:
             found = list(targets.values()) if shard == "*" else [targets[shard]]
             self._modules[MODULE_NAMES.index(name), layer] = found
 
+    def sizes(self) -> Sizes:
+        """Those of this rank's targets."""
+        return {
+            key: (
+                (found[0].whole_inputs, sum(target.whole_outputs for target in found)),
+                [(target.num_inputs, target.num_rows) for target in found],
+            )
+            for key, found in self._modules.items()
+        }
+
+    def join(self, ranks: Iterable[Sizes]) -> None:
+        """Know the sizes of all ranks, this one included."""
+        self._ranks = []
+        for sizes in ranks:
+            if sizes not in self._ranks:
+                self._ranks.append(sizes)
+
+    @property
+    def module_names(self) -> tuple[str, ...]:
+        """The modules that some layer has."""
+        known = {module for sizes in self._ranks for module, _ in sizes}
+        return tuple(MODULE_NAMES[module] for module in sorted(known))
+
     def shape_of(self, module: int, layer: int) -> tuple[int, int] | None:
-        """Whole inputs and outputs of a module; None if this rank's stage has none such."""
-        targets = self._modules.get((module, layer))
-        if targets is None:
-            return None
-        return targets[0].whole_inputs, sum(target.whole_outputs for target in targets)
+        """Whole inputs and outputs of a module; None if the model has none such."""
+        for sizes in self._ranks:
+            if (module, layer) in sizes:
+                return sizes[module, layer][0]
+        return None
 
     def size_of(self, ranks: Sequence[tuple[int, int, int]]) -> int:
-        """Elements of this rank's share of an adapter of (module, layer, rank)s."""
-        return sum(
-            _padded(rank * target.num_inputs) + _padded(rank * target.num_rows)
-            for module, layer, rank in ranks
-            for target in self._modules.get((module, layer), ())
+        """Elements of the largest rank's share of an adapter of (module, layer, rank)s."""
+        return max(
+            sum(
+                _padded(rank * inputs) + _padded(rank * outputs)
+                for module, layer, rank in ranks
+                if (module, layer) in sizes
+                for inputs, outputs in sizes[module, layer][1]
+            )
+            for sizes in self._ranks
         )
 
     def largest_size(self, rank: int) -> int:
