@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from trimaran.comm.collectives import TensorParallelGroup
 from trimaran.comm.mpi import World
 from trimaran.comm.result_link import ResultReader, ResultWriter, connect_results
 from trimaran.comm.stage_link import (
@@ -35,6 +36,10 @@ class PipelineLinks:
         self.writer: ResultWriter | None = None
         self.readers: dict[int, ResultReader] = {}
         """On rank 0, by the rank that tells results."""
+        self.expert_ranks: TensorParallelGroup | None = None
+        """The ranks of all lanes that share this rank's layers, where they share experts."""
+        self.is_first_lane = True
+        """Whether this rank is of the lane of rank 0."""
         self._world: World | None = None
 
     @classmethod
@@ -48,6 +53,7 @@ class PipelineLinks:
             tellers = [r for r in range(first, world.size, lane_size) if r]
             links.writer, links.readers = connect_results(world, tellers, timeout_s)
         links._timeout_s = timeout_s
+        links.is_first_lane = topology.dp_rank == 0
         return links
 
     def open(
@@ -91,6 +97,8 @@ class PipelineLinks:
         for end in ends:
             if end is not None:
                 end.timeout_s = timeout_s
+        if self.expert_ranks is not None:
+            self.expert_ranks.timeout_s = timeout_s
 
     def transports(self) -> dict[str, str]:
         """What carries hidden states and results, for the log and the metrics."""
@@ -100,7 +108,9 @@ class PipelineLinks:
         return {**names, "results": "+".join(told)} if told else names
 
     def close(self) -> None:
-        """Free what this rank's ends hold."""
+        """Free what this rank's ends hold. Collective over lanes that share experts."""
+        if self.expert_ranks is not None:
+            self.expert_ranks.close()
         for end in (self.previous, self.next, self.writer):
             if end is not None:
                 end.close()

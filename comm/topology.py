@@ -117,6 +117,10 @@ class ParallelLayout:
             for tp in range(self.tp_size)
         )
 
+    def teller_of(self, lane: int) -> int:
+        """The rank that knows what a lane has sampled: the first of its last stage."""
+        return (lane + 1) * self.lane_size - self.tp_size
+
     @property
     def local_ranks(self) -> tuple[int, ...]:
         """The ranks of this rank's host, in order."""

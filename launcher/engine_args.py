@@ -150,13 +150,7 @@ def _engine_dir(model: RepositoryModel) -> str:
 
 
 def _parallel(folder: EngineFolder, flags: EngineFlags, num_named: int) -> ParallelConfig:
-    layout = layout_of(flags.sizes, folder, num_named)
-    if layout.dp_size != 1:
-        raise ConfigError(
-            f"--dp-size is {layout.dp_size}, which this version cannot run. Serve instances of "
-            "the model instead (instance_group in config.pbtxt, with --multi-model)."
-        )
-    return layout
+    return layout_of(flags.sizes, folder, num_named)
 
 
 def _scheduler(

@@ -30,18 +30,19 @@ from trimaran.worker.admission import request_from
 from trimaran.worker.config import RankConfig
 from trimaran.worker.device import select_device
 from trimaran.worker.emission import StepDetails, step_outputs
+from trimaran.worker.engine_parts import engine_parts
 from trimaran.worker.engine_stats import EngineStats
 from trimaran.worker.guided.compiler import GuideCompiler
 from trimaran.worker.guided.requests import GuidedRequests
+from trimaran.worker.lane_types import LaneSteps
 from trimaran.worker.loading import LoadedEngine, load_engine
 from trimaran.worker.plan_timing import PlanTiming
 from trimaran.worker.request import Request
-from trimaran.worker.scheduler import Emission, Scheduler
+from trimaran.worker.scheduler import Emission
 from trimaran.worker.step_plan import ScheduledStep
 from trimaran.worker.step_profile import StepProfile
 from trimaran.worker.step_result import ModelRunnerOutput
 from trimaran.worker.step_times import Part, StepTimes
-from trimaran.worker.step_types import SchedulerOutput
 
 logger = logging.getLogger(__name__)
 
@@ -97,7 +98,7 @@ class Engine:
         default_depth = 2 if self.device.type == "cuda" else 1
         num_stages = topology.pp_size
         self.depth = self._config.scheduler.depth or max(default_depth, num_stages)
-        self._in_flight: deque[tuple[ScheduledStep, ModelRunnerOutput]] = deque()
+        self._in_flight: deque[tuple[ScheduledStep | LaneSteps, ModelRunnerOutput]] = deque()
         self._requests: dict[tuple[Hashable, int], list[Request]] = {}
         self._deadlines: list[tuple[float, int, Request]] = []
         self._num_submitted = 0
@@ -120,13 +121,10 @@ class Engine:
         self._loaded = load_engine(
             self._config, self._topology, self._tp, self.device, self.depth, self._links
         )
-        self.runner = self._loaded.runner
-        self._adapters = self._loaded.adapters
-        self._adapters.is_open = self._is_open
         num_micro_batches = self.depth if self._topology.pp_size > 1 else 0
-        self.scheduler = Scheduler(
-            self._loaded.limits, self._loaded.cache, self._adapters, num_micro_batches
-        )
+        parts = engine_parts(self._loaded, self._topology, self._links, num_micro_batches)
+        self.runner, self.scheduler, self._adapters, self._decode = parts
+        self._adapters.is_open = self._is_open
         self._guided = self._guided_requests()
         self._stats = EngineStats(self._loaded, self.scheduler, self.times)
         # What is alive now stays: the collector need not look at it again.
@@ -269,7 +267,6 @@ class Engine:
         step = self.scheduler.schedule()
         if step is not None:
             self._stats.record(step)
-            step.decision.adapter_ops = self._adapters.take_ops()
             self.times.enter(Part.LAUNCH)
             if self._topology.world_size > 1:
                 self._control.broadcast(step.decision.encode())
@@ -315,12 +312,13 @@ class Engine:
         sampled = output.wait()
         end = self.times.enter(Part.EMIT)
         self._timing.arrived(end, has_waited=end - begin > _WAITED_S)
-        step.logits = sampled.logits
-        emissions = self.scheduler.update_from_output(step, sampled.token_ids, sampled.beams)
-        for request in self.scheduler.take_failed():
-            self._fail(request, RequestError(_NOTHING_ALLOWED), result)
-        details = StepDetails.of(step.sampled, sampled)
-        self._emit(result, step.decision.step, emissions, details)
+        for part, told in step.parts(sampled):
+            part.logits = told.logits
+            emissions = self.scheduler.update_from_output(part, told.token_ids, told.beams)
+            for request in self.scheduler.take_failed():
+                self._fail(request, RequestError(_NOTHING_ALLOWED), result)
+            details = StepDetails.of(part.sampled, told)
+            self._emit(result, step.decision.step, emissions, details)
         if self._profile is not None:
             self._profile.end_step(step.decision.step)
 
@@ -361,7 +359,7 @@ class Engine:
 
     def follow(self, payload: bytes) -> None:
         """Carry out rank 0's decision on another rank. Collective over the tensor group."""
-        decision = SchedulerOutput.decode(payload)
+        decision = self._decode(payload)
         if self._profile is not None:
             self._profile.begin_step(decision.step)
         output = self.runner.execute_model(decision)

@@ -8,6 +8,8 @@ import psutil
 import torch
 
 from trimaran.comm.messages import STATS_KEYS
+from trimaran.worker.lane_types import LaneSteps
+from trimaran.worker.lanes import LaneScheduler
 from trimaran.worker.loading import LoadedEngine
 from trimaran.worker.scheduler import Scheduler
 from trimaran.worker.step_plan import ScheduledStep
@@ -17,15 +19,17 @@ from trimaran.worker.step_times import StepTimes
 class EngineStats:
     """Remembers what the last step held; an idle engine reports no request."""
 
-    def __init__(self, loaded: LoadedEngine, scheduler: Scheduler, times: StepTimes) -> None:
+    def __init__(
+        self, loaded: LoadedEngine, scheduler: Scheduler | LaneScheduler, times: StepTimes
+    ) -> None:
         self._loaded = loaded
         self._scheduler = scheduler
         self._times = times
         self._process = psutil.Process()
-        self._last: ScheduledStep | None = None
+        self._last: ScheduledStep | LaneSteps | None = None
         self._num_active = 0
 
-    def record(self, step: ScheduledStep) -> None:
+    def record(self, step: ScheduledStep | LaneSteps) -> None:
         """Note a step that was just scheduled."""
         self._last = step
         self._num_active = len(self._scheduler.running) + len(self._scheduler.waiting)
@@ -34,13 +38,17 @@ class EngineStats:
         """One value for each of ``STATS_KEYS``."""
         last = self._last if self._scheduler.has_requests else None
         active = self._num_active if last is not None else len(self._scheduler.waiting)
-        scheduled = 0 if last is None else len(last.decision.rows)
+        scheduled = 0 if last is None else last.num_scheduled
         context = 0 if last is None else last.num_context
         device = self._loaded.runner.inputs.device
-        cache, adapters = self._loaded.cache, self._loaded.adapters
+        caches, adapters = self._loaded.caches, self._loaded.adapters
+        hosts = [host for cache in caches for host in cache.hosts]
+        num_blocks, num_free = (
+            sum(getattr(cache, name) for cache in caches) for name in ("num_blocks", "num_free")
+        )
         values: dict[str, float] = {
             "active_requests": active,
-            "max_requests": self._loaded.limits.max_num_seqs,
+            "max_requests": len(caches) * self._loaded.limits.max_num_seqs,
             "scheduled_requests": scheduled,
             "context_requests": context,
             "waiting_requests": active - scheduled,
@@ -48,19 +56,19 @@ class EngineStats:
             "paused_requests": self._scheduler.num_preempted,
             "total_context_tokens": 0 if last is None else last.num_context_tokens,
             "micro_batch_id": self._scheduler.micro_batch,
-            "kv_max_blocks": cache.num_blocks,
-            "kv_free_blocks": cache.num_free,
-            "kv_used_blocks": cache.num_blocks - cache.num_free,
-            "kv_tokens_per_block": cache.block_size,
-            "kv_reused_blocks": cache.num_reused_blocks,
-            "lora_host_adapters": adapters.num_on_host,
-            "lora_device_adapters": adapters.num_on_device,
-            "lora_used_adapters": adapters.num_used,
-            "lora_loaded_adapters": adapters.num_loaded,
-            "kv_host_max_blocks": sum(host.num_slots for host in cache.hosts),
-            "kv_host_used_blocks": sum(host.num_used for host in cache.hosts),
-            "kv_host_moved_blocks": sum(host.num_stored for host in cache.hosts),
-            "kv_host_loaded_blocks": sum(host.num_loaded for host in cache.hosts),
+            "kv_max_blocks": num_blocks,
+            "kv_free_blocks": num_free,
+            "kv_used_blocks": num_blocks - num_free,
+            "kv_tokens_per_block": caches[0].block_size,
+            "kv_reused_blocks": sum(cache.num_reused_blocks for cache in caches),
+            "lora_host_adapters": adapters[0].num_on_host,
+            "lora_device_adapters": sum(lane.num_on_device for lane in adapters),
+            "lora_used_adapters": sum(lane.num_used for lane in adapters),
+            "lora_loaded_adapters": sum(lane.num_loaded for lane in adapters),
+            "kv_host_max_blocks": sum(host.num_slots for host in hosts),
+            "kv_host_used_blocks": sum(host.num_used for host in hosts),
+            "kv_host_moved_blocks": sum(host.num_stored for host in hosts),
+            "kv_host_loaded_blocks": sum(host.num_loaded for host in hosts),
             "v1_batching": self._scheduler.config.is_v1,
             "total_generation_tokens": scheduled - context,
             "empty_generation_slots": self._scheduler.num_empty_slots,

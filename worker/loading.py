@@ -39,10 +39,14 @@ class LoadedEngine:
     """What loading made: the runner, the cache's manager and the limits that hold."""
 
     runner: ModelRunner
-    cache: KVCacheManager
+    caches: list[KVCacheManager]
+    """Of each lane that this rank decides for, its own first."""
+
     limits: SchedulerConfig
     vocab_size: int
-    adapters: AdapterManager
+    adapters: list[AdapterManager]
+    """Likewise."""
+
     sampling_backend: str
     stages: str
     """Layers of each pipeline stage."""
@@ -52,9 +56,9 @@ class LoadedEngine:
 
     def facts(self, topology: ParallelLayout, depth: int) -> dict[str, Any]:
         """For front ends, logs and metrics."""
-        model, limits = self.runner.model, self.limits
+        model, limits, cache = self.runner.model, self.limits, self.caches[0]
         return {
-            "max_batch_size": limits.max_num_seqs,
+            "max_batch_size": limits.max_num_seqs * topology.dp_size,
             "max_num_tokens": limits.max_num_batched_tokens,
             "max_seq_len": limits.max_seq_len,
             "max_input_len": limits.max_input_len,
@@ -66,11 +70,12 @@ class LoadedEngine:
             "world_size": topology.world_size,
             "tp_size": topology.tp_size,
             "pp_size": topology.pp_size,
+            "dp_size": topology.dp_size,
             "stages": self.stages,
-            "tokens_per_block": self.cache.block_size,
-            "max_blocks": self.cache.num_blocks,
-            "reuses_blocks": self.cache.enable_reuse,
-            "lora_host_bytes": self.adapters.host_bytes,
+            "tokens_per_block": cache.block_size,
+            "max_blocks": cache.num_blocks * topology.dp_size,
+            "reuses_blocks": cache.enable_reuse,
+            "lora_host_bytes": self.adapters[0].host_bytes,
             "depth": depth,
             "cuda_graphs": self.runner.num_graphs,
             "backends": {
@@ -92,7 +97,7 @@ def load_engine(
     """Load this rank's weights, agree on the cache's size, allocate and warm up. Collective."""
     if config.all_reduce == "peer" and tp.size > 1:
         use_peer_sums(tp)
-    model = load_model(config, topology, tp, device)
+    model = load_model(config, topology, tp, device, expert_ranks=links.expert_ranks)
     kernel = _sampling_kernel(model, device)
     limits = _limits(config.scheduler, model)
     groups = _kv_groups(model)
@@ -136,7 +141,13 @@ def load_engine(
     if sizes:
         runner.capture_graphs(sizes, prompt_sizes, has_adapters=config.lora.has_graphs)
     num_slots = _agreed(_host_slots(config.cache, groups), tp, device, links)
-    cache = _make_cache(config.cache, limits, runner, num_blocks, num_slots)
+    _keep_on_host(config.cache, limits, runner, num_slots)
+    num_lanes = topology.dp_size if topology.is_leader else 1
+    caches = [
+        _make_cache(config.cache, limits, runner, num_blocks, num_slots)
+        for _ in range(num_lanes)
+    ]
+    others = [adapters.of_another_lane() for _ in range(1, num_lanes)]
     gib = num_blocks * block_bytes / 2**30
     logger.info("KV cache ready: %d blocks of %d tokens, %.2f GiB", num_blocks, block_size, gib)
     if expert_loads is not None:
@@ -146,7 +157,7 @@ def load_engine(
     sizes_of = links.all_gather((topology.pp_rank, len(model.layers)))
     stages = "+".join(str(size) for _, size in sorted(set(sizes_of)))
     return LoadedEngine(
-        runner, cache, limits, vocab_size, adapters, backend, stages, expert_loads
+        runner, caches, limits, vocab_size, [adapters, *others], backend, stages, expert_loads
     )
 
 
@@ -202,6 +213,18 @@ def _block_bytes(groups: list[KVGroup], block_size: int) -> int:
     return sum(group.block_bytes(block_size) for group in groups)
 
 
+def _keep_on_host(
+    cache: CacheConfig, limits: SchedulerConfig, runner: ModelRunner, num_slots: int
+) -> None:
+    """Give each group of a runner the host's memory for evicted blocks."""
+    for group in runner.groups if num_slots else ():
+        assert group.memory is not None
+        host = HostCopies(group.memory, num_slots, _num_staged(cache, limits))
+        runner.hosts.append(host)
+        gib = host.num_bytes / 2**30
+        logger.info("KV cache on the host: %d blocks, %.2f GiB a rank", num_slots, gib)
+
+
 def _make_cache(
     cache: CacheConfig,
     limits: SchedulerConfig,
@@ -209,19 +232,12 @@ def _make_cache(
     num_blocks: int,
     num_slots: int,
 ) -> KVCacheManager:
-    """The manager of the cache's blocks, and the host's memory for evicted ones."""
-    size = cache.tokens_per_block
-    for group in runner.groups if num_slots else ():
-        assert group.memory is not None
-        host = HostCopies(group.memory, num_slots, _num_staged(cache, limits))
-        runner.hosts.append(host)
-        gib = host.num_bytes / 2**30
-        logger.info("KV cache on the host: %d blocks, %.2f GiB a rank", num_slots, gib)
+    """The manager of one lane's blocks."""
     model = runner.model.config
     windows = cache.windows_of(model.layer_windows, limits.max_seq_len, model.num_hidden_layers)
     return KVCacheManager(
         [num_blocks] * len(runner.groups),
-        size,
+        cache.tokens_per_block,
         enable_reuse=cache.enable_block_reuse,
         window=max(windows) if all(windows) else 0,
         num_sinks=cache.num_sinks,

@@ -130,6 +130,7 @@ class RankProcess:
             rank=world.rank,
             tp_size=parallel.tp_size,
             pp_size=parallel.pp_size,
+            dp_size=parallel.dp_size,
             hosts=world.hosts,
         )
         self._times.end("torch")
@@ -145,6 +146,10 @@ class RankProcess:
         self._links = PipelineLinks.connect(world, topology, config.start_timeout_s)
         if self._links.writer is not None:
             self._links.writer.on_failure = self.fail
+        if parallel.expert_lanes > 1:
+            stage_world = world.subgroup(topology.stage_ranks)
+            group = connect_group(stage_world, device, config.start_timeout_s)
+            self._links.expert_ranks = group
         link.state("loading", f"loading the model on {device}")
         self._times.end("connections")
         engine = Engine(config, topology, self._control, self._group, self._links)

@@ -179,6 +179,9 @@ class Request:
     grammar: Grammar | None = None
     """What the output must follow."""
 
+    lane: int = 0
+    """Where it runs, of the lanes of a data-parallel engine."""
+
     has_extras: bool = field(init=False)
     """Whether it is told more than ids."""
 

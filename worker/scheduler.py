@@ -179,7 +179,10 @@ class Scheduler:
         self.step += 1
         self._enqueue_forks(plan)
         has_ids = self._micro_batches is not None
-        return self._followers.fill(plan.finish(self.rows.take_finished(), has_ids=has_ids))
+        step = plan.finish(self.rows.take_finished(), has_ids=has_ids)
+        if self._adapters is not None:
+            step.decision.adapter_ops = self._adapters.take_ops()
+        return self._followers.fill(step)
 
     def _plan_running(self, plan: StepPlan) -> None:
         # Ordered by key: whoever is preempted comes later in it than whoever needs room.

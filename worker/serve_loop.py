@@ -22,6 +22,7 @@ from trimaran.comm.supervisor_link import SupervisorLink
 from trimaran.comm.watchdog import Watchdog
 from trimaran.worker.frontend_link import Arrival, FrontendLinks
 from trimaran.worker.garbage import GarbageCollection
+from trimaran.worker.lane_types import LaneDecisions
 from trimaran.worker.outbox import Outbox
 from trimaran.worker.step_times import Part
 from trimaran.worker.step_types import SchedulerOutput
@@ -40,9 +41,19 @@ def describe_decision(payload: bytes) -> str:
     if not payload:
         return "the first step"
     try:
-        decision = SchedulerOutput.decode(payload)
+        if LaneDecisions.is_encoded(payload):
+            return _describe_lanes(LaneDecisions.decode(payload))
+        return _describe(SchedulerOutput.decode(payload))
     except ProtocolError:
         return f"an undecodable decision of {len(payload)} bytes"
+
+
+def _describe_lanes(decisions: LaneDecisions) -> str:
+    lanes = ["idle" if each is None else _describe(each) for each in decisions.lanes]
+    return "; ".join(f"lane {number}: {text}" for number, text in enumerate(lanes))
+
+
+def _describe(decision: SchedulerOutput) -> str:
     return (
         f"step {decision.step} ({len(decision.rows)} sequences, {decision.num_tokens} tokens, "
         f"rows {decision.rows.tolist()}, scheduled {decision.num_scheduled_tokens.tolist()}, "

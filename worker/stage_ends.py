@@ -115,6 +115,7 @@ class LastStage:
         self._inputs = inputs
         self._tp = tp
         self._writer = links.writer
+        self._is_first_lane = links.is_first_lane
         self._sampling = SamplingRows(num_rows, vocab_size, inputs.device, kernel)
         self._logits_rows = LogitsRows(num_rows, vocab_size, is_keeper=tp.rank == 0)
         self._copier: Copier | None = None
@@ -140,7 +141,8 @@ class LastStage:
     ) -> ModelRunnerOutput:
         """Sample, and start what brings the ids to the host."""
         output = self._result(hidden_TD, inputs, decision, marks)
-        if self._writer is not None:
+        # Of steps that warm up, which have no number, rank 0 awaits its own lane's alone.
+        if self._writer is not None and (decision.step or self._is_first_lane):
             # A closure of this step's own: the writer may read it after the next has begun.
             self._writer.post(
                 lambda: encode_sampled(decision.step, output.wait()),

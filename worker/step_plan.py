@@ -14,6 +14,7 @@ from trimaran.worker.request import Sequence
 from trimaran.worker.step_types import (
     Int32Array,
     NewRow,
+    SampledTokens,
     SchedulerOutput,
     TokenWrite,
     TransferKind,
@@ -29,7 +30,7 @@ _NONE = int32s(())
 class ScheduledStep:
     """A decision and the sequences behind its rows."""
 
-    __slots__ = ("decision", "logits", "num_context", "num_context_tokens", "sampled")
+    __slots__ = ("decision", "lane", "logits", "num_context", "num_context_tokens", "sampled")
 
     def __init__(
         self,
@@ -45,6 +46,16 @@ class ScheduledStep:
         self.num_context_tokens = num_context_tokens
         self.logits: KeptLogits | None = None
         """Of its result, if some are kept."""
+        self.lane = 0
+
+    @property
+    def num_scheduled(self) -> int:
+        """Sequences that compute anything."""
+        return len(self.decision.rows)
+
+    def parts(self, sampled: SampledTokens) -> list[tuple[ScheduledStep, SampledTokens]]:
+        """What is taken in one after the other: steps, and what they sampled."""
+        return [(self, sampled)]
 
 
 class _Entries:

@@ -215,3 +215,6 @@ class SampledTokens:
 
     beams: list[tuple[list[int], list[float]]] = field(default_factory=list)
     """The likeliest ids of each sampled beam, in order, and their log-probabilities."""
+
+    lanes: list[SampledTokens] = field(default_factory=list)
+    """In a data-parallel engine what each lane of the step sampled, and nothing else is set."""

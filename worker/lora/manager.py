@@ -97,6 +97,18 @@ class AdapterManager:
         """Times that an adapter was brought to where the model runs."""
         self._ops: list[AdapterOp] = []
 
+    def of_another_lane(self) -> AdapterManager:
+        """One for ranks that hold what this one's hold; before anything is decided."""
+        other = AdapterManager(
+            self._layout,
+            self._config,
+            self._element_bytes,
+            self._arena.size,
+            len(self._free_slots),
+        )
+        other.prefetch()
+        return other
+
     # ---- requests ------------------------------------------------------------------------
 
     def enter(self, message: Submit, request: Request) -> int:

@@ -1,0 +1,78 @@
+"""What an engine is put together from: for one lane, or for several that step together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
+
+from trimaran.comm.pipeline import PipelineLinks
+from trimaran.comm.topology import ParallelLayout
+from trimaran.worker.lane_runner import LaneRunner
+from trimaran.worker.lane_types import LaneDecisions
+from trimaran.worker.lanes import LaneAdapters, LaneScheduler
+from trimaran.worker.loading import LoadedEngine
+from trimaran.worker.lora.manager import AdapterManager
+from trimaran.worker.model_runner import KVGroup
+from trimaran.worker.models.interfaces import CausalLM
+from trimaran.worker.scheduler import Scheduler
+from trimaran.worker.step_result import ModelRunnerOutput
+from trimaran.worker.step_types import SchedulerOutput
+
+
+class RunsSteps(Protocol):
+    """A `ModelRunner` or a `LaneRunner`, with the kind of decisions that it takes."""
+
+    @property
+    def model(self) -> CausalLM:
+        """This rank's part of the model."""
+        ...
+
+    @property
+    def groups(self) -> list[KVGroup]:
+        """This rank's KV cache."""
+        ...
+
+    @property
+    def loaded_step(self) -> int:
+        """The last step whose copies from the host are made, with all before it."""
+        ...
+
+    def execute_model(self, decision: Any) -> ModelRunnerOutput:
+        """Launch one step."""
+        ...
+
+    def close(self) -> None:
+        """Free what must be freed before the tensor group's communicator."""
+        ...
+
+
+class EngineParts(NamedTuple):
+    """Who runs steps, who decides them, and how decisions are read."""
+
+    runner: RunsSteps
+    scheduler: Scheduler | LaneScheduler
+    adapters: AdapterManager | LaneAdapters
+    decode: Callable[[bytes], SchedulerOutput | LaneDecisions]
+
+
+def engine_parts(
+    loaded: LoadedEngine,
+    topology: ParallelLayout,
+    links: PipelineLinks,
+    num_micro_batches: int,
+) -> EngineParts:
+    """The parts of a loaded engine."""
+    schedulers = [
+        Scheduler(loaded.limits, cache, adapters, num_micro_batches)
+        for cache, adapters in zip(loaded.caches, loaded.adapters, strict=True)
+    ]
+    if topology.dp_size == 1:
+        return EngineParts(
+            loaded.runner, schedulers[0], loaded.adapters[0], SchedulerOutput.decode
+        )
+    return EngineParts(
+        LaneRunner(loaded.runner, topology, links),
+        LaneScheduler(schedulers),
+        LaneAdapters(loaded.adapters),
+        LaneDecisions.decode,
+    )

@@ -1,0 +1,192 @@
+"""Lanes on rank 0: a scheduler, a cache and adapters for each, planned together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Sequence as List
+from typing import Any
+
+from trimaran.comm.messages import FinishReason, Submit
+from trimaran.worker.beam_search import Candidates
+from trimaran.worker.kv_cache.sequence_blocks import SequenceBlocks, root_hash
+from trimaran.worker.lane_types import LaneDecisions, LaneSteps
+from trimaran.worker.limits import check_limits, check_queue
+from trimaran.worker.loads import Loads
+from trimaran.worker.lora.manager import AdapterManager
+from trimaran.worker.request import KEY, Request, Sequence
+from trimaran.worker.scheduler import Emission, Scheduler
+from trimaran.worker.step_plan import ScheduledStep
+
+_SLACK = 2
+"""Sequences that a lane may have beyond the least busy one and still get a request whose
+prompt it has in its cache."""
+
+
+class LaneScheduler:
+    """Decides a step of every lane at once. To the engine it is one `Scheduler`.
+
+    A lane has rows, blocks and a token budget of its own. A request stays in the lane that
+    it is given: the one with the fewest sequences, or one nearly as idle that has more of
+    the prompt in its cache.
+    """
+
+    def __init__(self, lanes: List[Scheduler]) -> None:
+        self.lanes = lanes
+        self.config = lanes[0].config
+        self.step = 0
+        """Steps of all lanes together; each lane counts its own besides."""
+
+    # ---- requests ------------------------------------------------------------------------
+
+    def check(self, request: Request) -> None:
+        """Give a request its lane, or refuse it.
+
+        Raises:
+            RequestError: as of `Scheduler.check`; queues count together.
+        """
+        check_limits(request, self.config, self.lanes[0].cache)
+        num_free = sum(len(lane.rows.free) for lane in self.lanes)
+        check_queue(request, self.config, self.waiting, num_free)
+        request.lane = self._choose(request)
+
+    def add(self, request: Request) -> None:
+        """Queue a checked request."""
+        self.lanes[request.lane].add(request)
+
+    def end(self, request: Request, reason: FinishReason) -> None:
+        """End all of a request's sequences now."""
+        self.lanes[request.lane].end(request, reason)
+
+    def take_failed(self) -> list[Request]:
+        """Requests with a sequence that no id could go on, once each."""
+        return [request for lane in self.lanes for request in lane.take_failed()]
+
+    def take_ended(self) -> list[Emission]:
+        """The ends that no step's result brought, once each."""
+        return [emission for lane in self.lanes for emission in lane.take_ended()]
+
+    def discard_ended(self, source: Hashable) -> None:
+        """Forget the ends that a vanished source would have been told."""
+        for lane in self.lanes:
+            lane.discard_ended(source)
+
+    @property
+    def has_requests(self) -> bool:
+        """Whether any sequence runs or waits, or an end is to be told."""
+        return any(lane.has_requests for lane in self.lanes)
+
+    @property
+    def running(self) -> list[Sequence]:
+        """Sequences with a row, of all lanes."""
+        return [sequence for lane in self.lanes for sequence in lane.running]
+
+    @property
+    def waiting(self) -> list[Sequence]:
+        """The queues of all lanes, in order of priority and arrival."""
+        queued = [sequence for lane in self.lanes for sequence in lane.waiting]
+        return sorted(queued, key=KEY)
+
+    @property
+    def loads(self) -> Loads:
+        """Of lane 0, whose device is this rank's. Of other lanes a step's copies are taken to
+        be made when its result is here; who needs them waits for them in any case."""
+        return self.lanes[0].loads
+
+    @property
+    def micro_batch(self) -> int:
+        """Which of the steps in flight of a pipeline the last one was."""
+        return self.lanes[0].micro_batch
+
+    @property
+    def num_preempted(self) -> int:
+        """Sequences in the queues that ran before."""
+        return sum(lane.num_preempted for lane in self.lanes)
+
+    @property
+    def num_empty_slots(self) -> int:
+        """Sequences of static batches that have ended before others of them."""
+        return sum(lane.num_empty_slots for lane in self.lanes)
+
+    def _choose(self, request: Request) -> int:
+        counts = [len(lane.running) + len(lane.waiting) for lane in self.lanes]
+        most = min(counts) + _SLACK
+        hits = self._cached_blocks(request)
+        near = [number for number, count in enumerate(counts) if count <= most]
+        return min(near, key=lambda number: (-hits[number], counts[number], number))
+
+    def _cached_blocks(self, request: Request) -> list[int]:
+        """Leading blocks of the prompt that each lane's cache holds."""
+        first = self.lanes[0].cache
+        if not first.enable_reuse or request.num_prompt_tokens <= first.block_size:
+            return [0] * len(self.lanes)
+        # Numbers of adapters are a lane's own, and not known yet: prompts with one miss.
+        blocks = SequenceBlocks(len(first.pools), root_hash(request.cache_salt, 0))
+        ids = request.prompt_ids + request.output_ids
+        first.extend_hashes(blocks, ids)
+        found = [lane.cache.find_prefix(blocks, len(ids)) for lane in self.lanes]
+        return [len(prefix.shared[0]) for prefix in found]
+
+    # ---- steps ---------------------------------------------------------------------------
+
+    def schedule(self) -> LaneSteps | None:
+        """Decide the next step of every lane; None if none has anything to compute."""
+        steps = [lane.schedule() if lane.has_requests else None for lane in self.lanes]
+        if not any(steps):
+            return None
+        self.step += 1
+        for number, step in enumerate(steps):
+            if step is not None:
+                step.lane = number
+        decisions = [None if step is None else step.decision for step in steps]
+        return LaneSteps(LaneDecisions(self.step, decisions), steps)
+
+    def update_from_output(
+        self,
+        step: ScheduledStep,
+        token_ids: Iterable[int],
+        candidates: List[Candidates] = (),
+    ) -> list[Emission]:
+        """Take in what one lane's step sampled."""
+        lane = self.lanes[step.lane]
+        if step.lane:
+            lane.loads.done_step = step.decision.step
+        return lane.update_from_output(step, token_ids, candidates)
+
+
+class LaneAdapters:
+    """The adapters of every lane. To the engine they are one `AdapterManager`.
+
+    Each lane keeps each adapter, since its next request may go to any of them.
+    """
+
+    def __init__(self, lanes: List[AdapterManager]) -> None:
+        self.lanes = lanes
+
+    @property
+    def is_open(self) -> Callable[[Request], bool]:
+        """Whether a request may still need its adapter."""
+        return self.lanes[0].is_open
+
+    @is_open.setter
+    def is_open(self, is_open: Callable[[Request], bool]) -> None:
+        for lane in self.lanes:
+            lane.is_open = is_open
+
+    def enter(self, message: Submit, request: Request) -> int:
+        """The number, in its lane, of the adapter that a request asks for; 0 for none.
+
+        Raises:
+            RequestError: as of `AdapterManager.enter`.
+        """
+        if message.adapter is not None:
+            self.keep(message.adapter_id, message.adapter)
+        return self.lanes[request.lane].enter(message, request)
+
+    def keep(self, task: int, given: dict[str, Any]) -> None:
+        """Cache an adapter in every lane.
+
+        Raises:
+            RequestError: as of `AdapterManager.keep`.
+        """
+        for lane in self.lanes:
+            lane.keep(task, given)
