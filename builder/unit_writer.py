@@ -15,8 +15,7 @@ from trimaran.builder.build_plan import BuildPlan, Part, Unit
 from trimaran.builder.journal import Checksums
 from trimaran.worker.models.checkpoint_file import is_safetensors, mapped_file
 from trimaran.worker.models.weight_loader import load_weight
-
-_READ_BYTES = 16 << 20
+from trimaran.worker.shard_file import checksum_of
 
 
 class UnitWriter:
@@ -111,24 +110,6 @@ class _Checkpoint:
     def __exit__(self, *exception: object) -> None:
         self._files.clear()
         self._stack.close()
-
-
-def checksum_of(path: Path, start: int, num_bytes: int) -> str:
-    """SHA-256 of a part of a file; of less if the file ends before.
-
-    Raises:
-        OSError: the file cannot be read.
-    """
-    digest = hashlib.sha256()
-    with path.open("rb", buffering=0) as file:
-        file.seek(start)
-        while num_bytes:
-            piece = file.read(min(num_bytes, _READ_BYTES))
-            if not piece:
-                break
-            digest.update(piece)
-            num_bytes -= len(piece)
-    return digest.hexdigest()
 
 
 @contextmanager

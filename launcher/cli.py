@@ -41,6 +41,11 @@ SUBCOMMANDS: dict[str, Subcommand] = {
         "do the first half of a build in two steps",
         "trimaran convert --model-dir llama --output-dir checkpoint --tp-size 2",
     ),
+    "verify": Subcommand(
+        "trimaran.builder.verify",
+        "compare an engine folder's weights with their checksums",
+        "trimaran verify --engine engine",
+    ),
     "convert-lora": Subcommand(
         "trimaran.builder.convert_lora",
         "turn a PEFT adapter into the files that requests carry",

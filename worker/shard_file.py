@@ -12,6 +12,7 @@ from typing import Any
 from trimaran.comm.errors import ConfigError
 
 CHECKSUM_CHARS = 64
+_READ_BYTES = 16 << 20
 _MAX_HEADER_BYTES = 100_000_000
 _LFS_POINTER = b"version "
 _CHECKSUM_PREFIX = "sha256:"
@@ -92,6 +93,24 @@ def read_header(path: Path) -> ShardHeader:
         },
         checksum=hashlib.sha256(prefix + text).hexdigest(),
     )
+
+
+def checksum_of(path: Path, start: int, num_bytes: int) -> str:
+    """SHA-256 of a part of a file; of less if the file ends before.
+
+    Raises:
+        OSError: the file cannot be read.
+    """
+    digest = hashlib.sha256()
+    with path.open("rb", buffering=0) as file:
+        file.seek(start)
+        while num_bytes:
+            piece = file.read(min(num_bytes, _READ_BYTES))
+            if not piece:
+                break
+            digest.update(piece)
+            num_bytes -= len(piece)
+    return digest.hexdigest()
 
 
 def _entry(value: dict[str, Any], data_start: int) -> TensorEntry:

@@ -17,6 +17,9 @@ from safetensors import safe_open
 from trimaran.builder.journal import JOURNAL_FILE
 from trimaran.builder.processes import ForkedWorkers, WorkerLostError
 
+# The command forks before it has threads; tests have some.
+pytestmark = pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+
 LARGER = {"hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 12}
 
 
