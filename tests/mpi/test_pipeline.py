@@ -10,6 +10,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 from trimaran.comm import mpi
 from trimaran.comm.collectives import SingleRankGroup, connect_group
 from trimaran.comm.control import LocalControlPlane, connect_control
+from trimaran.comm.errors import PeerLostError
 from trimaran.comm.messages import StepOutput, Submit, pack_ids
 from trimaran.comm.pipeline import PipelineLinks
 from trimaran.comm.sampling_params import SamplingParams
@@ -199,3 +200,30 @@ def test_stages_give_the_tokens_of_one_rank(world, model, changes):
     if world.rank == 0:
         one = {name: value for name, value in changes.items() if name != "depth"}
         assert outputs == single(folder, lambda engine: [serve(engine)] * 2, **one)
+
+
+def test_stages_on_two_hosts_give_the_tokens_of_transformers(two_host_world, model):
+    folder, theirs = model
+    ranks = Ranks(two_host_world, pp_size=two_host_world.size)
+
+    outputs = ranks.run(make_engine(folder, ranks.ties), lambda engine: serve(engine, [{}]))
+
+    if two_host_world.rank == 0:
+        assert list(outputs.values()) == greedy(theirs, 12)
+        assert ranks.links.transports() == {"stages": "gloo", "results": "tcp"}
+
+
+def test_a_stage_that_hears_nothing_names_the_one_before(world):
+    ranks = Ranks(world, pp_size=world.size)
+    ranks.links.open(ranks.ties[0], torch.device("cpu"), (4, 8), torch.float32)
+    ranks.links.set_timeout(0.05)
+
+    if world.rank > 0:
+        with pytest.raises(PeerLostError, match="the pipeline stage before sent no hidden"):
+            ranks.links.previous.receive(2)
+    else:
+        with pytest.raises(PeerLostError, match=f"rank {world.size - 1} told no result"):
+            ranks.links.readers[world.size - 1].read()
+    world.barrier(30.0, "all gave up")
+    ranks.links.close()
+    ranks.group.close()
