@@ -104,6 +104,8 @@ class PipelineLinks:
         """What carries hidden states and results, for the log and the metrics."""
         end = self.previous or self.next
         names = {} if end is None else {"stages": end.transport}
+        if self.expert_ranks is not None:
+            names["expert_all_to_all"] = self.expert_ranks.transport_of(1)
         told = sorted({reader.transport for reader in self.readers.values()})
         return {**names, "results": "+".join(told)} if told else names
 

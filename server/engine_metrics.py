@@ -16,7 +16,9 @@ _Info = tuple[str, tuple[str, ...]]
 """Which info gauge, and its labels after model and version."""
 
 _LABELS = ("model", "version")
-_START_KEYS = ("start_method", "mpi", "world_size", "tp_size", "pp_size", "stages")
+_START_KEYS = (
+    "start_method", "mpi", "world_size", "tp_size", "pp_size", "dp_size", "stages",
+)  # fmt: skip
 _TOKEN_BUCKETS = (10, 50, 100, 500, 1000)
 _FIRST_TOKEN_BUCKETS = (
     0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40,

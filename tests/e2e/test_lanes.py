@@ -1,0 +1,88 @@
+"""A server whose engine has data-parallel lanes that share experts: transformers' ids."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+import transformers
+from served import DEMO_MODEL, DEMO_MOE, Served, run_trimaran
+
+NUM_NEW = 20
+PROMPTS = [list(range(10, 10 + length)) for length in (1, 2, 16, 17, 33, 90, 300, 41)]
+
+
+@pytest.fixture(scope="module")
+def sharing_experts(build_engine, make_repository, tmp_path_factory) -> Iterator[Served]:
+    """Two lanes of the demo model with experts, which share these out, in float32."""
+    engine = build_engine(
+        DEMO_MOE, "--dp-size", "2", "--moe-ep-size", "2", "--dtype", "float32",
+        "--max-num-tokens", "128", "--max-batch-size", "8", "--max-input-len", "400",
+    )  # fmt: skip
+    log = tmp_path_factory.mktemp("log") / "serve.log"
+    with Served(make_repository(engine), world_size=2, log_path=log) as server:
+        yield server
+
+
+def reference() -> list[list[int]]:
+    model = transformers.AutoModelForCausalLM.from_pretrained(DEMO_MOE, dtype=torch.float32)
+    answers = []
+    for prompt in PROMPTS:
+        ids = torch.tensor([prompt])
+        output = model.generate(
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=NUM_NEW,
+            min_new_tokens=NUM_NEW, do_sample=False, eos_token_id=None, pad_token_id=0,
+        )  # fmt: skip
+        answers.append(output[0, len(prompt) :].tolist())
+    return answers
+
+
+def ask_all(server: Served) -> list[list[int]]:
+    """The ids that all prompts are answered with, side by side, as streams."""
+
+    def ask(prompt: list[int]) -> list[int]:
+        path = "/v2/models/tensorrt_llm/generate_stream"
+        body = {
+            "input_ids": prompt, "input_lengths": len(prompt), "streaming": True,
+            "request_output_len": NUM_NEW, "exclude_input_in_output": True,
+        }  # fmt: skip
+        found: list[int] = []
+        for event in server.events(path, body):
+            ids = event["output_ids"]
+            found += ids if isinstance(ids, list) else [ids]
+        return found
+
+    with ThreadPoolExecutor(len(PROMPTS)) as pool:
+        return list(pool.map(ask, PROMPTS))
+
+
+def test_lanes_that_share_experts_stream_the_ids_of_transformers(sharing_experts: Served):
+    assert ask_all(sharing_experts) == reference()
+
+
+def test_the_metrics_say_that_there_are_lanes(sharing_experts: Served):
+    ((start, _),) = sharing_experts.samples("trimaran_start_method_info")
+    transports = {
+        labels["collective"]: labels["transport"]
+        for labels, _ in sharing_experts.samples("trimaran_transport_info")
+    }
+
+    assert (start["world_size"], start["tp_size"], start["dp_size"]) == ("2", "1", "2")
+    assert transports["expert_all_to_all"] == "shared_memory"
+
+
+def test_a_world_size_that_lanes_do_not_make_up_is_refused_before_anything_starts(
+    make_repository,
+):
+    repository = make_repository(DEMO_MODEL)
+
+    done = run_trimaran(
+        "serve", "--model-repo", str(repository), "--world-size", "3", "--dp-size", "2"
+    )
+
+    assert done.returncode != 0
+    assert "a world size of 3 is no multiple of --pp-size (1) times --dp-size (2)" in (
+        done.stderr + done.stdout
+    )
