@@ -136,7 +136,7 @@ def likeliest(source, vocab_size, first, last, TILE: tl.constexpr):  # type: ign
 @triton.jit  # type: ignore[untyped-decorator,unused-ignore]
 def _exact_race(  # type: ignore[no-untyped-def]
     source, vocab_size, first, last, temperature, first_key, second_key, bound, bound_id,
-    TILE: tl.constexpr,
+    TILE: tl.constexpr, FIRST_ID: tl.constexpr,
 ):  # fmt: skip
     """`race` without bounds of scores. One program of a launch now and then: the larger its
     steps, the shorter all wait for it; larger ones yet would cost `race` registers."""
@@ -146,7 +146,7 @@ def _exact_race(  # type: ignore[no-untyped-def]
     for step in range(first * 2, last * 2):
         ids = step * STEP + tl.arange(0, STEP)
         x = tl.load(source + ids, mask=ids < vocab_size, other=float("-inf")).to(tl.float32)
-        score = tl.div_rn(x, temperature) + gumbel(ids, first_key, second_key)
+        score = tl.div_rn(x, temperature) + gumbel(ids + FIRST_ID, first_key, second_key)
         score = tl.where(is_before(x, ids, bound, bound_id), score, float("-inf"))
         local = tl.max(score, 0)
         if local > top:
@@ -158,12 +158,13 @@ def _exact_race(  # type: ignore[no-untyped-def]
 @triton.jit  # type: ignore[untyped-decorator,unused-ignore]
 def race(  # type: ignore[no-untyped-def]
     source, vocab_size, first, last, temperature, first_key, second_key, bound, bound_id,
-    IS_BOUNDED: tl.constexpr, TILE: tl.constexpr,
+    IS_BOUNDED: tl.constexpr, TILE: tl.constexpr, FIRST_ID: tl.constexpr = 0,
 ):  # fmt: skip
-    """The best score of tiles ``first`` to ``last``, and its id.
+    """The best score of tiles ``first`` to ``last``, and its place among the logits.
 
-    With ``IS_BOUNDED`` only ids before (bound, bound_id) run. An exponential wait
-    -log(1 - u) is at least u, so logit / temperature - log(u) is at most too large.
+    ``source`` holds the logits of the ids from ``FIRST_ID`` on. With ``IS_BOUNDED``, and then
+    from id 0 on, only ids before (bound, bound_id) run. An exponential wait -log(1 - u) is at
+    least u, so logit / temperature - log(u) is at most too large.
     """
     lanes = tl.arange(0, TILE // _LANE)
     in_tile = lanes[:, None] * _LANE + tl.arange(0, _LANE)[None, :]
@@ -174,7 +175,7 @@ def race(  # type: ignore[no-untyped-def]
     for tile in range(first, last):
         ids = tile * TILE + in_tile
         x = tl.load(source + ids, mask=ids < vocab_size, other=float("-inf")).to(tl.float32)
-        bits = _hash(ids, first_key, second_key) & 0x7FFFFFFF
+        bits = _hash(ids + FIRST_ID, first_key, second_key) & 0x7FFFFFFF
         most = x * scale + _minus_log2(bits.to(tl.float32))
         if IS_BOUNDED:
             most = tl.where(is_before(x, ids, bound, bound_id), most, float("-inf"))
@@ -188,7 +189,7 @@ def race(  # type: ignore[no-untyped-def]
     tile = tl.max(tl.where(lanes == lane, best_tile, first), 0)
     ids = tile * TILE + lane * _LANE + tl.arange(0, _LANE)
     x = tl.load(source + ids, mask=ids < vocab_size, other=float("-inf")).to(tl.float32)
-    exact = tl.div_rn(x, temperature) + gumbel(ids, first_key, second_key)
+    exact = tl.div_rn(x, temperature) + gumbel(ids + FIRST_ID, first_key, second_key)
     if IS_BOUNDED:
         exact = tl.where(is_before(x, ids, bound, bound_id), exact, float("-inf"))
     score = tl.max(exact, 0)
@@ -201,11 +202,11 @@ def race(  # type: ignore[no-untyped-def]
         if IS_BOUNDED:
             score, winner = _exact_race(
                 source, vocab_size, first, last, temperature, first_key, second_key, bound,
-                bound_id, TILE,
+                bound_id, TILE, FIRST_ID,
             )  # fmt: skip
         else:
             score, winner = _exact_race(
                 source, vocab_size, first, last, temperature, first_key, second_key,
-                float("-inf"), _NO_ID, TILE,
+                float("-inf"), _NO_ID, TILE, FIRST_ID,
             )  # fmt: skip
     return score, winner

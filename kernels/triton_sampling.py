@@ -9,7 +9,7 @@ from torch import Tensor
 
 from trimaran.kernels import sampling_state, triton_filters, triton_race
 
-# Shapes: N sampled rows, V vocabulary, R rows, P parts of the vocabulary.
+# Shapes: N sampled rows, V vocabulary, S a rank's shard of it, R rows, P parts of it.
 
 _WIDTH = tl.constexpr(sampling_state.WIDTH)
 _TOP_K = tl.constexpr(sampling_state.TOP_K)
@@ -29,9 +29,9 @@ _MOST_TILES = 8
 @triton.jit(do_not_specialize=["num_parts", "tiles_each", "has_filters"])  # type: ignore[untyped-decorator,unused-ignore]
 def _race_kernel(  # type: ignore[no-untyped-def]
     logits, rows, lengths, state, scores, winners, row_stride, vocab_size, num_tiles, num_parts,
-    tiles_each, has_filters, TILE: tl.constexpr,
+    tiles_each, has_filters, TILE: tl.constexpr, FIRST_ID: tl.constexpr,
 ):  # fmt: skip
-    """The best id of one part of one row, and its score."""
+    """The best place in one part of one row, and its score."""
     entry, part = tl.program_id(0), tl.program_id(1)
     own = state + tl.load(rows + entry).to(tl.int64) * _WIDTH
     temperature = triton_race.load_float(own + _TEMPERATURE)
@@ -47,7 +47,7 @@ def _race_kernel(  # type: ignore[no-untyped-def]
         first_key, second_key = triton_race.noise_keys(own, length)
         score, winner = triton_race.race(
             source, vocab_size, first, last, temperature, first_key, second_key, 0.0, 0, False,
-            TILE,
+            TILE, FIRST_ID,
         )  # fmt: skip
     else:
         score, winner = triton_race.likeliest(source, vocab_size, first, last, TILE)
@@ -55,18 +55,27 @@ def _race_kernel(  # type: ignore[no-untyped-def]
     tl.store(winners + entry * num_parts + part, winner)
 
 
-@triton.jit(do_not_specialize=["num_parts"])  # type: ignore[untyped-decorator,unused-ignore]
+@triton.jit(do_not_specialize=["num_parts", "first_id"])  # type: ignore[untyped-decorator,unused-ignore]
 def _finish_kernel(  # type: ignore[no-untyped-def]
-    scores, winners, output, num_parts, vocab_size, PADDED: tl.constexpr
-):
-    """The best of a row's parts; of equal scores the first part's."""
+    scores, winners, output, num_parts, vocab_size, first_id, IS_SHARD: tl.constexpr,
+    PADDED: tl.constexpr,
+):  # fmt: skip
+    """The best of a row's parts; of equal scores the first part's. Of a shard its key."""
     entry, parts = tl.program_id(0), tl.arange(0, PADDED)
     is_part = parts < num_parts
     score = tl.load(scores + entry * num_parts + parts, mask=is_part, other=float("-inf"))
     winner = tl.load(winners + entry * num_parts + parts, mask=is_part, other=0x7FFFFFFF)
-    best = tl.min(tl.where(score == tl.max(score, 0), winner, 0x7FFFFFFF), 0)
+    top = tl.max(score, 0)
+    best = tl.min(tl.where(score == top, winner, 0x7FFFFFFF), 0)
     # Logits that are no numbers must not lead out of the vocabulary.
-    tl.store(output + entry, tl.minimum(best, vocab_size - 1).to(tl.int64))
+    best = tl.minimum(best, vocab_size - 1)
+    if IS_SHARD:
+        # Both zeros are one.
+        bits = (top + 0.0).to(tl.int32, bitcast=True)
+        order = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.int64)
+        tl.store(output + entry, (order << 32) | (0x7FFFFFFF - (best + first_id)).to(tl.int64))
+    else:
+        tl.store(output + entry, best.to(tl.int64))
 
 
 def draw(
@@ -85,6 +94,36 @@ def draw(
     ``has_filters``. The twins are `candidates.argmax` and `draw.draw`. Nothing waits for the
     device, so that a CUDA graph can hold it.
     """
+    vocab_size = logits_NV.shape[1]
+    scores, winners, num_tiles = _race(logits_NV, rows_N, lengths_N, state, has_filters, 0)
+    output = _finish(scores, winners, num_tiles, vocab_size, None)
+    if has_filters:
+        triton_filters.keep_to_filters(logits_NV, rows_N, lengths_N, state, output)
+    return output
+
+
+def best_keys(
+    logits_NS: Tensor, first_id: int, rows_N: Tensor, lengths_N: Tensor, state: Tensor
+) -> Tensor:
+    """`draw` from a shard of the vocabulary, as keys of which the largest shard's is the draw.
+
+    ``logits_NS`` are those of the ids from ``first_id`` on. A key, int64 [N], orders like
+    (score, inverted id), and its low 31 bits are the inverted id. Filters do not count. The
+    twin is `candidates.argmax_over_shards`.
+    """
+    scores, winners, num_tiles = _race(logits_NS, rows_N, lengths_N, state, False, first_id)
+    return _finish(scores, winners, num_tiles, logits_NS.shape[1], first_id)
+
+
+def _race(
+    logits_NV: Tensor,
+    rows_N: Tensor,
+    lengths_N: Tensor,
+    state: Tensor,
+    has_filters: bool,
+    first_id: int,
+) -> tuple[Tensor, Tensor, int]:
+    """Scores and winners [N, P] of the parts of each row, and the tiles of a row."""
     count, vocab_size = logits_NV.shape
     device = logits_NV.device
     num_tiles = triton.cdiv(vocab_size, _TILE)
@@ -92,15 +131,26 @@ def draw(
     num_parts = triton.cdiv(num_tiles, tiles_each)
     scores = torch.empty((count, num_parts), dtype=torch.float32, device=device)
     winners = torch.empty((count, num_parts), dtype=torch.int32, device=device)
-    output = torch.empty(count, dtype=torch.int64, device=device)
     _race_kernel[(count, num_parts)](
         logits_NV, rows_N, lengths_N, state, scores, winners, logits_NV.stride(0), vocab_size,
-        num_tiles, num_parts, tiles_each, int(has_filters), TILE=_TILE, num_warps=4,
+        num_tiles, num_parts, tiles_each, int(has_filters), TILE=_TILE, FIRST_ID=first_id,
+        num_warps=4,
     )  # fmt: skip
+    return scores, winners, num_tiles
+
+
+def _finish(
+    scores_NP: Tensor,
+    winners_NP: Tensor,
+    num_tiles: int,
+    vocab_size: int,
+    first_id: int | None,
+) -> Tensor:
+    """The best id of each row, int64 [N], or its key in a shard from ``first_id`` on."""
+    count, num_parts = scores_NP.shape
+    output = torch.empty(count, dtype=torch.int64, device=scores_NP.device)
     _finish_kernel[(count,)](
-        scores, winners, output, num_parts, vocab_size,
-        PADDED=triton.next_power_of_2(num_tiles), num_warps=1,
+        scores_NP, winners_NP, output, num_parts, vocab_size, first_id or 0,
+        IS_SHARD=first_id is not None, PADDED=triton.next_power_of_2(num_tiles), num_warps=1,
     )  # fmt: skip
-    if has_filters:
-        triton_filters.keep_to_filters(logits_NV, rows_N, lengths_N, state, output)
     return output

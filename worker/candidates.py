@@ -12,6 +12,9 @@ from trimaran.comm.collectives import TensorParallelGroup
 
 _ID_BITS = 0x7FFFFFFF
 
+LEAST_KEY = -(1 << 63)
+"""Of a rank without ids."""
+
 
 def argmax(logits_NV: Tensor) -> Tensor:
     """The first of the likeliest ids of each row, int64 [N]."""
@@ -28,11 +31,17 @@ def argmax_over_shards(logits_NS: Tensor, first_id: int, tp: TensorParallelGroup
     the ranks exchange 8 bytes a row, which order like (value, inverted id).
     """
     if logits_NS.shape[1] == 0:
-        best = torch.full((len(logits_NS), 1), -(1 << 63), device=logits_NS.device)
+        best = torch.full((len(logits_NS), 1), LEAST_KEY, device=logits_NS.device)
     else:
         ids = argmax(logits_NS)[:, None]
         best = _sort_keys(logits_NS.gather(1, ids).float(), ids + first_id)
-    return _ID_BITS - (tp.all_gather(best, 1).amax(dim=1) & _ID_BITS)
+    return id_of_best_key(best[:, 0], tp)
+
+
+def id_of_best_key(keys_N: Tensor, tp: TensorParallelGroup) -> Tensor:
+    """The ids in the largest of all ranks' keys, int64 [N]; see `_sort_keys`. Collective."""
+    every = tp.all_gather(keys_N, 0).view(tp.size, -1)
+    return _ID_BITS - (every.amax(dim=0) & _ID_BITS)
 
 
 def largest(scaled_NV: Tensor, count: int) -> tuple[Tensor, Tensor]:

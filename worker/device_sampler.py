@@ -5,12 +5,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from trimaran.comm.collectives import TensorParallelGroup
 from trimaran.kernels import triton_logits, triton_mask, triton_sampling
 from trimaran.worker.beam_candidates import BeamCandidates, beam_candidates, joined
+from trimaran.worker.candidates import LEAST_KEY, id_of_best_key
 from trimaran.worker.sampling_rows import SamplingBatch, Want
 from trimaran.worker.top_p_resets import with_resets
 
-# Shapes: N sampled rows, V vocabulary, R rows, L longest sequence.
+# Shapes: N sampled rows, V vocabulary, S a rank's shard of it, R rows, L longest sequence.
 
 EDITS = Want.BIAS | Want.PENALTY | Want.NGRAM | Want.BAD_WORDS | Want.MIN_TOKENS | Want.GUIDE
 """What changes logits, which are copied in float32 then: penalties must not be rounded."""
@@ -38,6 +40,28 @@ def sample(
     if batch.all_wants & Want.LOG_PROBS:
         return ids, triton_logits.log_probs(logits_NV, ids), joined(beams)
     return ids, None, joined(beams)
+
+
+def draw_over_shards(
+    logits_NS: Tensor, first_id: int, batch: SamplingBatch, tp: TensorParallelGroup
+) -> Tensor:
+    """`sample` of rows that want a plain draw at most, without gathering logits; int64 [N].
+
+    ``logits_NS`` are this rank's, for the ids from ``first_id`` on; maybe none. Collective:
+    the ranks exchange 8 bytes a row.
+    """
+    state = batch.state.device_state
+    assert state is not None
+    assert batch.device_rows is not None
+    assert batch.device_lengths is not None
+    params = state.tensor()
+    if logits_NS.shape[1] == 0:
+        keys = torch.full((len(logits_NS),), LEAST_KEY, device=logits_NS.device)
+    else:
+        keys = triton_sampling.best_keys(
+            logits_NS, first_id, batch.device_rows, batch.device_lengths, params
+        )
+    return id_of_best_key(keys, tp)
 
 
 def _sample_part(

@@ -17,7 +17,7 @@ from trimaran.worker.kept_logits import KeptLogits, LogitsRows
 from trimaran.worker.models.interfaces import CausalLM
 from trimaran.worker.sampled_wire import encode_sampled
 from trimaran.worker.sampler import SamplerOutput, sample
-from trimaran.worker.sampling_rows import SamplingRows
+from trimaran.worker.sampling_rows import SamplingBatch, SamplingRows, Want
 from trimaran.worker.staging import to_device
 from trimaran.worker.step_result import (
     Copier,
@@ -184,7 +184,7 @@ class LastStage:
             hidden_TD = hidden_TD.index_select(0, inputs.logits_indices)
         # A GPU's draw takes the likeliest id along, in one pass.
         is_gpu = inputs.sampled_rows is not None
-        if self._sampling.has_wants or (is_gpu and self._tp.size == 1):
+        if is_gpu or self._sampling.has_wants:
             lengths = (decision.num_computed_tokens + decision.num_scheduled_tokens)[sampled]
             batch = self._sampling.batch(
                 decision.rows[sampled], lengths, inputs.sampled_rows, inputs.sampled_lengths
@@ -192,10 +192,13 @@ class LastStage:
             if len(decision.masks):
                 words = -(-self._sampling.vocab_size // 32)
                 batch.masks = to_device(decision.masks.reshape(-1, words), self._inputs.device)
-            logits_NV = self._model.compute_logits(hidden_TD)
-            if kept is not None:
-                self._logits_rows.keep_generation(decision, logits_NV, kept)
-            output = sample(logits_NV, batch, self._inputs.token_table)
+            if is_gpu and self._tp.size > 1 and not batch.all_wants & ~Want.RANDOM:
+                output = SamplerOutput(self._draw_over_shards(hidden_TD, batch))
+            else:
+                logits_NV = self._model.compute_logits(hidden_TD)
+                if kept is not None:
+                    self._logits_rows.keep_generation(decision, logits_NV, kept)
+                output = sample(logits_NV, batch, self._inputs.token_table)
         else:
             output = SamplerOutput(self._likeliest(hidden_TD))
         self._inputs.write_sampled(inputs, output.token_ids)
@@ -205,8 +208,20 @@ class LastStage:
         """The likeliest ids, without gathering logits. Collective over the tensor group."""
         if self._tp.size == 1:
             return self._sampling.likeliest(self._model.compute_logits(hidden_ND))
+        logits_NS, first_id = self._shard_logits(hidden_ND)
+        return argmax_over_shards(logits_NS, first_id, self._tp)
+
+    def _draw_over_shards(self, hidden_ND: Tensor, batch: SamplingBatch) -> Tensor:
+        """Plain draws and likeliest ids on GPUs, without gathering logits. Collective."""
+        # Imported only now: a CPU needs no Triton.
+        from trimaran.worker.device_sampler import draw_over_shards
+
+        logits_NS, first_id = self._shard_logits(hidden_ND)
+        return draw_over_shards(logits_NS, first_id, batch, self._tp)
+
+    def _shard_logits(self, hidden_ND: Tensor) -> tuple[Tensor, int]:
+        """This rank's logits, and the first of the ids that they are of."""
         head = self._model.lm_head
         # The last shards may hold padding rows, which are no ids.
         num_real = min(max(head.vocab_size - head.first_row, 0), head.num_rows)
-        logits_NS = head.local_logits(hidden_ND)[:, :num_real]
-        return argmax_over_shards(logits_NS, head.first_row, self._tp)
+        return head.local_logits(hidden_ND)[:, :num_real], head.first_row

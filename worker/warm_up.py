@@ -14,6 +14,9 @@ from trimaran.worker.step_types import Int32Array, NewRow, SchedulerOutput, int3
 _FILTERED = SamplingParams(top_p=0.9, seed=1).to_wire()
 """Draws from logits as they are; on a CPU it sorts the whole vocabulary."""
 
+_PLAIN = SamplingParams(top_p=1.0, seed=1).to_wire()
+"""Which several GPUs draw without gathering logits."""
+
 _EDITED = SamplingParams(
     top_p=0.9,
     seed=1,
@@ -57,7 +60,10 @@ def run_small_steps(runner: ModelRunner, limits: SchedulerConfig) -> None:
     length = min(limits.max_seq_len - 1, limits.max_num_batched_tokens)
     length = max(1, min(length, 2 * runner.inputs.block_size))
     is_gpu = runner.inputs.device.type == "cuda"
-    for sampling in (_FILTERED, _EDITED) if is_gpu else (_FILTERED,):
+    samplings = [_FILTERED, _EDITED] if is_gpu else [_FILTERED]
+    if is_gpu and runner.tp.size > 1:
+        samplings.append(_PLAIN)
+    for sampling in samplings:
         rows = [_row(0, length, sampling)]
         runner.execute_model(_step(rows, int32s([0]), int32s([length]))).wait()
         runner.execute_model(_step(rows, int32s([length]), int32s([1]))).wait()

@@ -137,3 +137,28 @@ def test_logits_that_are_no_numbers_lead_to_an_id_and_hurt_no_other_row(fields):
 
     assert ids[1] == expected[1]
     assert all(0 <= token < 600 for token in ids)
+
+
+@pytest.mark.parametrize("num_shards", [2, 3])
+def test_the_best_key_of_all_shards_is_the_draw_from_all_ids(num_shards):
+    vocab_size = 9001
+    params = [
+        SamplingParams(top_p=1.0, temperature=temperature, seed=seed)
+        for seed, temperature in enumerate([0.0, 0.2, 1.0, 3.0, 1.0, 40.0])
+    ]
+    sampled = Sampled(params, [4, 3, 90, 7, 5, 12], vocab_size)
+    logits = (torch.randn(6, vocab_size) * 4).bfloat16()
+    # Equal likeliest ids in two shards: the lower wins.
+    logits[-1, [5, vocab_size - 1]] = 60.0
+
+    keys, first = [], 0
+    for shard in logits.tensor_split(num_shards, 1):
+        rows, lengths = torch.from_numpy(sampled.order), torch.from_numpy(sampled.lengths)
+        keys.append(
+            triton_sampling.best_keys(shard, first, rows, lengths, sampled.state.tensor())
+        )
+        first += shard.shape[1]
+
+    ids = 0x7FFFFFFF - (torch.stack(keys).amax(0) & 0x7FFFFFFF)
+    assert torch.equal(ids, sampled.by_kernels(logits))
+    assert int(ids[-1]) == 5
