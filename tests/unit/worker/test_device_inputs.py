@@ -165,3 +165,31 @@ def test_writes_survive_the_way_to_other_ranks():
     (write,) = SchedulerOutput.decode(decision.encode()).token_writes
 
     assert (write.row, write.start, write.token_ids.tolist()) == (3, 40, [5, 6])
+
+
+def test_decodes_find_the_ids_that_a_decision_brings(both):
+    (first, blocks), (second, more) = admit(2, 33, 5), admit(5, 16, 50)
+    compare(
+        *both,
+        decide([(2, 0, 33), (5, 0, 16)], [0, 1], [first, second], blocks + more),
+    )
+    third, others = admit(1, 20, 80)
+    decision = decide(
+        [(2, 33, 1), (5, 16, 1), (1, 0, 20)],
+        [0, 1, 2],
+        new_rows=[third],
+        new_blocks=[(0, 5, 1, 60), *others],
+        num_decodes=2,
+    )
+    decision.decode_ids = int32s([717, 818])
+
+    expected, _ = compare(*both, decision)
+
+    assert expected.token_ids[:2].tolist() == [717, 818]
+    again = decide([(2, 34, 1), (5, 17, 1)], [0, 1], num_decodes=2)
+    again.decode_ids = int32s([1, 2])
+    then = decide([(2, 35, 1), (5, 18, 1)], [0, 1], num_decodes=2)
+    then.decode_ids = int32s([3, 4])
+    compare(*both, again)
+    expected, _ = compare(*both, then)
+    assert expected.token_ids.tolist() == [3, 4]
