@@ -279,10 +279,13 @@ def _graph_sizes(
     """
     most = config.prompt_graph_tokens
     is_launched = tp.size > 1 and not config.collective_graphs
+    # The host has to know how many tokens go to each rank.
+    is_exchanging = config.parallel.expert_lanes > 1
     reasons = {
         f"the device is {device.type}": device.type != "cuda",
         "cuda_graph_mode is false": not config.cuda_graphs,
         f"tp_size is {tp.size} without --collective-graphs": is_launched,
+        "lanes share experts": is_exchanging,
         # Decodes beside prompts get the kernel of prompts, as those that stand alone do not.
         "tokens shall be deterministic": config.deterministic,
     }
@@ -292,7 +295,8 @@ def _graph_sizes(
             f"prompt-graph-tokens is {most} but {reason}: such steps are not captured then. "
             "Serve without it."
         )
-    cannot_decode = device.type != "cuda" or not config.cuda_graphs or is_launched
+    cannot_decode = device.type != "cuda" or not config.cuda_graphs
+    cannot_decode = cannot_decode or is_launched or is_exchanging
     if config.lora.has_graphs and cannot_decode:
         text = next(text for text, holds in reasons.items() if holds)
         raise ConfigError(
@@ -301,11 +305,8 @@ def _graph_sizes(
         )
     if device.type != "cuda" or not config.cuda_graphs:
         return [], []
-    if is_launched:
-        logger.info(
-            "no CUDA graphs: with tp_size %d steps are launched without --collective-graphs",
-            tp.size,
-        )
+    if is_launched or is_exchanging:
+        logger.info("no CUDA graphs, steps are launched: %s", reason)
         return [], []
     sizes = graph_sizes(limits.max_num_seqs, config.max_cuda_graphs)
     return sizes, prompt_graph_sizes(min(most, limits.max_num_batched_tokens))
