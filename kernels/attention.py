@@ -40,6 +40,17 @@ class AttentionSpec:
             )
 
 
+@dataclass(frozen=True, slots=True)
+class LatentHeads:
+    """What makes keys and values of latent vectors of L dims, for N heads of this rank."""
+
+    key_up: Tensor
+    """[N, L, P]: a head's key, but for its rotated dims, is the vector times this."""
+
+    value_up: Tensor
+    """[N, V, L]: a head's value is this times the vector."""
+
+
 @dataclass(slots=True, kw_only=True)
 class AttentionMetadata:
     """Where the tokens of one step stand in their sequences and in the KV cache.
@@ -68,6 +79,10 @@ class AttentionMetadata:
     """How many leading sequences have exactly one query token. 0 is always right; the
     true number lets a kernel treat decodes and prompt chunks apart."""
 
+    has_past: bool = True
+    """Whether a sequence behind the decodes may have tokens from before this step. True is
+    always right."""
+
     rows: Tensor | None = None
     """int32 [S]: sequence s has the blocks ``block_tables[rows[s]]``; None: row s."""
 
@@ -85,6 +100,7 @@ class AttentionMetadata:
             slot_mapping=self.slot_mapping[first:],
             max_query_len=1 if first == 0 and self.num_decodes else self.max_query_len,
             max_seq_len=self.max_seq_len,
+            has_past=self.has_past,
             rows=None if self.rows is None else self.rows[first:end],
         )
 

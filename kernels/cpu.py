@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from trimaran.kernels import reference
-from trimaran.kernels.attention import AttentionMetadata, AttentionSpec
+from trimaran.kernels.attention import AttentionMetadata, AttentionSpec, LatentHeads
 from trimaran.kernels.build import cpu_features
 from trimaran.kernels.decoder import CpuDecoder, Decoder, DecoderShape, LayerWeights
 from trimaran.kernels.kernel import DTYPE_CODES, Kernel
@@ -294,3 +294,19 @@ class CpuOps:
             spec.latent_size, spec.scale, spec.soft_cap,
         )  # fmt: skip
         return output
+
+    def latent_attention(
+        self,
+        query: Tensor,
+        latent: Tensor,
+        key: Tensor,
+        kv_cache: Tensor,
+        metadata: AttentionMetadata,
+        spec: AttentionSpec,
+        heads: LatentHeads,
+    ) -> Tensor:
+        """Latent vectors are attended to as they are; see `reference.latent_attention`."""
+        parts = self.head_linear, self.paged_attention
+        return reference.latent_attention(
+            query, latent, key, kv_cache, metadata, spec, heads, parts
+        )

@@ -10,7 +10,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from trimaran.kernels.attention import AttentionMetadata, AttentionSpec
+from trimaran.kernels.attention import AttentionMetadata, AttentionSpec, LatentHeads
 from trimaran.kernels.build import KernelsUnavailableError, load_library
 from trimaran.kernels.cpu import CpuOps
 from trimaran.kernels.decoder import Decoder, DecoderShape, LayerWeights
@@ -137,6 +137,17 @@ class Ops(Protocol):
         kv_cache: Tensor,
         metadata: AttentionMetadata,
         spec: AttentionSpec,
+    ) -> Tensor: ...
+
+    def latent_attention(
+        self,
+        query: Tensor,
+        latent: Tensor,
+        key: Tensor,
+        kv_cache: Tensor,
+        metadata: AttentionMetadata,
+        spec: AttentionSpec,
+        heads: LatentHeads,
     ) -> Tensor: ...
 
 

@@ -10,11 +10,12 @@ from trimaran.kernels import (
     triton_elementwise,
     triton_heads,
     triton_latent_cache,
+    triton_latent_prompts,
     triton_norm,
     triton_rotary,
     triton_routing,
 )
-from trimaran.kernels.attention import AttentionMetadata, AttentionSpec
+from trimaran.kernels.attention import AttentionMetadata, AttentionSpec, LatentHeads
 from trimaran.kernels.decode_attention import DecodeAttention, TritonDecodes
 from trimaran.kernels.experts import FixedExperts, Mixture
 from trimaran.kernels.products import Products, TorchProducts
@@ -25,6 +26,7 @@ _TRITON = (
     "rms_norm", "add_rms_norm", "norm_heads", "layer_norm", "add_layer_norm", "silu_and_mul",
     "gelu_and_mul", "activation", "embed", "rope_and_cache",
     "rope_and_cache_latent", "write_kv", "head_linear", "paged_attention",
+    "latent_attention",
     "choose_experts", "expert_mlp",
 )  # fmt: skip
 _PRODUCTS = ("linear", "add_linear", "gated_linear", "logits", "router_logits")
@@ -151,3 +153,22 @@ class TritonOps(TorchOps):
             decodes=self._decodes,
             prompts=self._prompts,
         )  # fmt: skip
+
+    def latent_attention(
+        self,
+        query: Tensor,
+        latent: Tensor,
+        key: Tensor,
+        kv_cache: Tensor,
+        metadata: AttentionMetadata,
+        spec: AttentionSpec,
+        heads: LatentHeads,
+    ) -> Tensor:
+        """Decodes attend to latent vectors as they are, prompts to keys and values that are
+        made of their own vectors; see `reference.latent_attention`."""
+        has_prompts = metadata.num_decodes < metadata.seq_lens.shape[0]
+        if self.is_deterministic or spec.window or not has_prompts:
+            return super().latent_attention(query, latent, key, kv_cache, metadata, spec, heads)
+        return triton_latent_prompts.attend_step(
+            query, latent, key, kv_cache, metadata, spec, heads
+        )

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from trimaran.kernels.attention import AttentionMetadata, AttentionSpec
+from trimaran.kernels.attention import AttentionMetadata, AttentionSpec, LatentHeads
 from trimaran.kernels.routing import ExpertCounter, ExpertRouting
 
 # Shapes: T tokens, D and E widths, S sequences, M blocks of the longest sequence, Q queries
@@ -20,7 +20,8 @@ OPERATORS = (
     "linear", "head_linear", "add_linear", "gated_linear", "logits", "rms_norm",
     "add_rms_norm", "norm_heads", "layer_norm", "add_layer_norm", "silu_and_mul",
     "gelu_and_mul", "activation", "embed", "rope_and_cache", "rope_and_cache_latent",
-    "write_kv", "paged_attention", "router_logits", "choose_experts", "expert_mlp",
+    "write_kv", "paged_attention", "latent_attention", "router_logits", "choose_experts",
+    "expert_mlp",
 )  # fmt: skip
 
 WEIGHT_EPSILON = 1e-20
@@ -316,6 +317,29 @@ def paged_attention(
         chunks = metadata.part(num_decodes, num_sequences)
         output[num_decodes:] = _attend_padded(query_TNH[num_decodes:], kv_cache, chunks, spec)
     return output
+
+
+def latent_attention(
+    query_TNH: Tensor,
+    latent_TL: Tensor,
+    key_TR: Tensor,
+    kv_cache: Tensor,
+    metadata: AttentionMetadata,
+    spec: AttentionSpec,
+    heads: LatentHeads,
+    parts: tuple[Callable[..., Tensor], Callable[..., Tensor]] = (head_linear, paged_attention),
+) -> Tensor:
+    """`paged_attention` of heads whose keys and values are made of cached latent vectors,
+    [T, N, V]: of their key the first dims, the last R are the rotated key that all share.
+
+    A head's query times ``key_up`` is a query for the vectors themselves, and their weighted
+    sum times ``value_up`` the head's result. ``latent`` and ``key`` are the step's own, for
+    backends that make keys and values of them. ``parts`` are `head_linear` and
+    `paged_attention`.
+    """
+    multiply, attend = parts
+    absorbed = multiply(query_TNH, heads.key_up)
+    return multiply(attend(absorbed, kv_cache, metadata, spec), heads.value_up)
 
 
 def _attend_padded(

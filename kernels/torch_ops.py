@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from trimaran.kernels import reference
-from trimaran.kernels.attention import AttentionMetadata, AttentionSpec
+from trimaran.kernels.attention import AttentionMetadata, AttentionSpec, LatentHeads
 from trimaran.kernels.decoder import Decoder, DecoderShape, LayerWeights
 
 
@@ -46,6 +46,22 @@ class TorchOps:
     ) -> Tensor:
         """The weighted sum of each token's experts; see `reference.expert_mlp`."""
         return reference.expert_mlp(x, weights, ids, gate_up, down, first_expert)
+
+    def latent_attention(
+        self,
+        query: Tensor,
+        latent: Tensor,
+        key: Tensor,
+        kv_cache: Tensor,
+        metadata: AttentionMetadata,
+        spec: AttentionSpec,
+        heads: LatentHeads,
+    ) -> Tensor:
+        """Latent vectors are attended to as they are; see `reference.latent_attention`."""
+        parts = self.head_linear, self.paged_attention
+        return reference.latent_attention(
+            query, latent, key, kv_cache, metadata, spec, heads, parts
+        )
 
     def rotated_attention(
         self,

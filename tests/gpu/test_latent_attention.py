@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from trimaran.kernels import reference
-from trimaran.kernels.attention import AttentionMetadata, AttentionSpec
+from trimaran.kernels.attention import AttentionMetadata, AttentionSpec, LatentHeads
 from trimaran.kernels.gpu import TritonOps
 
 IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -56,7 +56,17 @@ class Batch:
                 self.cache[place, :, max(0, used) :] = float("nan")
         tokens = sum(queries for _, queries in lengths)
         self.query = _random(tokens, heads + 2, size, dtype=dtype, seed=1)[:, :heads]
-        self.scale = size**-0.5
+        self.scale, self.latent = size**-0.5, latent
+
+    def own_vectors(self) -> torch.Tensor:
+        """What the step's tokens put into the cache, as a part of wider rows."""
+        rows = []
+        for table, (past, queries) in zip(self.tables, self.lengths, strict=True):
+            for place in range(past, past + queries):
+                block, offset = divmod(place, self.cache.shape[2])
+                rows.append(self.cache[int(table[block]), 0, offset, 0])
+        wide = torch.stack(rows).repeat(1, 2)
+        return wide[:, wide.shape[1] // 2 :]
 
     def metadata(self, num_decodes: int | None = None, *, with_rows=False) -> AttentionMetadata:
         chunks = [queries for _, queries in self.lengths]
@@ -122,6 +132,42 @@ def test_a_sequence_does_not_depend_on_others_where_that_is_asked_for():
     alone = ops.paged_attention(batch.query[:1], batch.cache, batch.metadata(), spec)
 
     assert alone.equal(together[:1])
+
+
+def _heads(batch: Batch, plain: int, values: int) -> LatentHeads:
+    latent, dtype, heads = batch.latent, batch.cache.dtype, batch.query.shape[1]
+    return LatentHeads(
+        _random(heads, latent, plain, dtype=dtype, seed=2) / latent**0.5,
+        _random(heads, values, latent, dtype=dtype, seed=3) / latent**0.5,
+    )
+
+
+@pytest.mark.parametrize(
+    ("lengths", "has_past"),
+    [
+        ([(9, 1), (0, 3), (0, 40)], False),
+        ([(9, 1), (40, 1), (0, 20), (13, 9)], True),
+    ],
+    ids=["first chunks", "later chunks"],
+)
+@pytest.mark.parametrize(("heads", "latent", "rotated"), [(3, 36, 8), *SHAPES[1:]])
+def test_prompts_are_attended_to_by_keys_and_values_of_their_own(
+    dtype, lengths, has_past, heads, latent, rotated
+):
+    plain, values = (20, 12) if latent < 64 else (128, 128)
+    batch = Batch(dtype, lengths, heads, latent, rotated)
+    tokens, own, metadata = batch.query.shape[0], batch.own_vectors(), batch.metadata()
+    metadata.has_past = has_past
+    query = _random(tokens, heads, plain + rotated, dtype=dtype, seed=4)
+    spec = AttentionSpec(scale=(plain + rotated) ** -0.5, latent_size=latent)
+    inputs = query, own[:, :latent], own[:, latent:], batch.cache
+
+    actual = TritonOps().latent_attention(*inputs, metadata, spec, _heads(batch, plain, values))
+
+    expected = reference.latent_attention(
+        *inputs, batch.metadata(0), spec, _heads(batch, plain, values)
+    )
+    _close(actual, expected, 4)
 
 
 @pytest.mark.parametrize("tokens", [1, 16, 40])
