@@ -19,6 +19,7 @@ class HostsServer(ChaosServer):
     lab: HostsLab | None = None
     home: str = "one"
     slots: int = 2
+    has_host_file: bool = False
 
     def start(self) -> None:
         """Start the supervisor on its host."""
@@ -26,10 +27,12 @@ class HostsServer(ChaosServer):
         self.log_path = self.folder / "serve.log"
         self.address = self.lab.hosts[self.home].address
         self.http_port, self.grpc_port, self.metrics_port = free_ports(3)
-        hosts = ",".join(f"{name}:{self.slots}" for name in self.lab.hosts)
+        ranks = (
+            ["--multi-model"] if self.multi_model else ["--world-size", str(self.world_size)]
+        )
         words = [
-            str(BIN / "trimaran"), "serve", "--multi-model", "--model-repo",
-            str(self.repository), "--hosts", hosts, "--rsh-agent", str(self.lab.agent),
+            str(BIN / "trimaran"), "serve", *ranks, "--model-repo",
+            str(self.repository), *self.host_flags(), "--rsh-agent", str(self.lab.agent),
             "--advertise-address", self.address, "--http-port", str(self.http_port),
             "--grpc-port", str(self.grpc_port), "--metrics-port", str(self.metrics_port),
             *self.flags,
@@ -46,6 +49,15 @@ class HostsServer(ChaosServer):
                 env=env,
                 cwd="/",
             )
+
+    def host_flags(self) -> list[str]:
+        """How the launch line names the hosts: in a file of mpirun's form, or in itself."""
+        assert self.lab is not None
+        if not self.has_host_file:
+            return ["--hosts", ",".join(f"{name}:{self.slots}" for name in self.lab.hosts)]
+        path = self.folder / "hosts.txt"
+        path.write_text("".join(f"{name} slots={self.slots}\n" for name in self.lab.hosts))
+        return ["--hostfile", str(path)]
 
     def end(self, timeout_s: float = 60) -> int:
         """SIGTERM to the supervisor itself: signals do not pass into a host's processes."""

@@ -28,11 +28,13 @@ class Model:
     checkpoint: str
     tp_size: int = 1
     num_replicas: int = 1
+    pp_size: int = 1
+    num_nodes: int = 1
 
     @property
     def num_ranks(self) -> int:
         """Ranks of all its groups."""
-        return self.tp_size * self.num_replicas
+        return self.tp_size * self.pp_size * self.num_replicas
 
 
 THREE_MODELS = (
@@ -77,8 +79,8 @@ def build_repository(
         engine = folder / "engines" / model.name
         _run(
             "build", "--checkpoint", str(DEMO_MODELS / model.checkpoint), "--output",
-            str(engine), "--tp-size", str(model.tp_size), "--max-batch-size", "64",
-            "--max-num-tokens", "1024", "--max-input-len", "512",
+            str(engine), "--tp-size", str(model.tp_size), "--pp-size", str(model.pp_size),
+            "--max-batch-size", "64", "--max-num-tokens", "1024", "--max-input-len", "512",
         )  # fmt: skip
         scratch = folder / "filled" / model.name
         _run(
@@ -90,6 +92,8 @@ def build_repository(
         text = text.replace('name: "tensorrt_llm"', f'name: "{model.name}"', 1)
         if model.num_replicas > 1:
             text = _with_replicas(text, model.num_replicas)
+        if model.num_nodes > 1:
+            text = text.replace("${num_nodes}", str(model.num_nodes), 1)
         if gpus:
             text = text.replace("${gpu_device_ids}", gpus[model.name], 1)
         (repository / model.name / "config.pbtxt").write_text(text)
