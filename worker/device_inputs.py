@@ -136,6 +136,9 @@ class DeviceInputs:
             max(num_entries, num_padded), max(num_tokens, num_padded), num_sampled
         )
         inputs.max_query_len, inputs.max_seq_len = max_query_len, longest
+        if not is_decode:
+            computed = decision.num_computed_tokens[decision.num_decodes :]
+            inputs.has_past = bool(computed.any())
         if num_sampled == num_tokens:
             # All tokens, in order; padding lies behind them.
             inputs.logits_indices = None

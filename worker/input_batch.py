@@ -50,6 +50,9 @@ class StepInputs:
     sampled_lengths: Tensor | None = None
     """int32 [N] likewise: tokens before the sampled one."""
 
+    has_past: bool = True
+    """See `AttentionMetadata`."""
+
 
 class _DecodeStep:
     """A pure decode step on the CPU, whose inputs can be advanced where they are."""

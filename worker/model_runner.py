@@ -267,6 +267,7 @@ def _metadata(inputs: StepInputs, num_decodes: int) -> AttentionMetadata:
         max_query_len=inputs.max_query_len,
         max_seq_len=inputs.max_seq_len,
         num_decodes=num_decodes,
+        has_past=inputs.has_past,
         rows=inputs.rows,
     )
 

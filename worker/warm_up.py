@@ -75,8 +75,9 @@ def peak_step_bytes(runner: ModelRunner, limits: SchedulerConfig) -> tuple[int, 
     longest = min(limits.max_input_len, limits.max_num_batched_tokens, limits.max_seq_len - 1)
     num_full = min(limits.max_num_seqs, max(1, limits.max_num_batched_tokens // longest))
     prompts = [_row(row, longest, _EDITED) for row in range(num_full)]
-    chunks = int32s([longest] * num_full)
-    prompt_bytes = _peak_bytes(runner, _step(prompts, chunks * 0, chunks))
+    # Behind a token each: attention to what was cached may take memory of its own.
+    past = int32s([min(1, longest - 1)] * num_full)
+    prompt_bytes = _peak_bytes(runner, _step(prompts, past, longest - past))
     short = [_row(row, 1, _EDITED) for row in range(limits.max_num_seqs)]
     ones = int32s([1] * len(short))
     decode_bytes = _peak_bytes(runner, _step(short, ones, ones))
