@@ -15,7 +15,7 @@ from trimaran.worker.engine_folder import (
     EngineFolder,
     FolderKind,
     RankMapping,
-    check_divisible,
+    check_shares,
 )
 from trimaran.worker.parallel_sizes import AskedSizes, layout_of
 from trimaran.worker.pretrained_config import DTYPES, PretrainedConfig
@@ -62,7 +62,7 @@ def rank_mapping(args: argparse.Namespace, source: EngineFolder) -> RankMapping:
     )
     layout = layout_of(asked, source)
     tp_size, pp_size, lanes = layout.tp_size, layout.pp_size, layout.expert_lanes
-    check_divisible(source.config, tp_size, pp_size, layout.expert_parts, lanes)
+    check_shares(source.config, tp_size, pp_size, layout.expert_parts)
     if layout.dp_size != lanes:
         raise ConfigError(
             f"--dp-size is {layout.dp_size} but each lane holds all experts, or the model has "

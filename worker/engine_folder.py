@@ -171,7 +171,7 @@ class EngineFolder:
     ) -> None:
         """Refuse sizes that this folder's shards were not made for."""
         if self.mapping is None:
-            check_divisible(self.config, tp_size, pp_size, moe_ep_size, expert_lanes)
+            check_shares(self.config, tp_size, pp_size, moe_ep_size)
             return
         made_for = self.mapping
         if (made_for.tp_size, made_for.pp_size) != (tp_size, pp_size):
@@ -206,72 +206,36 @@ def shard_path(folder: Path, rank: int) -> Path:
     return folder / f"rank{rank}.safetensors"
 
 
-def check_divisible(
-    config: PretrainedConfig,
-    tp_size: int,
-    pp_size: int,
-    moe_ep_size: int = 1,
-    expert_lanes: int = 1,
+def check_shares(
+    config: PretrainedConfig, tp_size: int, pp_size: int, moe_ep_size: int = 1
 ) -> None:
-    """Refuse parallel sizes that the model's heads, widths or layers cannot be cut into.
+    """Refuse parallel sizes that leave a rank without a head, a layer or as many experts.
 
-    Experts are shared out over ``moe_ep_size`` parts of ``expert_lanes`` tensor groups.
+    Heads and widths that the sizes do not divide are filled up with zeros.
     """
     for name, size in (("tp_size", tp_size), ("pp_size", pp_size)):
         if size < 1:
             raise ConfigError(f"{name} is {size} but must be 1 or more")
-    _check_expert_cut(config, tp_size, moe_ep_size, expert_lanes)
-    if config.num_attention_heads % tp_size:
-        raise _cannot_cut("num_attention_heads", config.num_attention_heads, tp_size)
-    is_dense = not config.num_experts or bool(config.dense_layers)
-    if is_dense and config.intermediate_size % tp_size:
-        raise _cannot_cut("intermediate_size", config.intermediate_size, tp_size)
-    num_kv_heads = config.num_key_value_heads
-    if num_kv_heads % tp_size and tp_size % num_kv_heads:
+    if moe_ep_size > 1 and not config.num_experts:
         raise ConfigError(
-            f"num_key_value_heads ({num_kv_heads}) neither divides tp_size ({tp_size}) nor is "
-            "a multiple of it. Choose a tp_size that divides it or is a multiple of it."
+            f"moe_ep_size is {moe_ep_size} but the model has no experts to share out. Leave "
+            "--moe-tp-size and --moe-ep-size out."
+        )
+    if config.num_experts % moe_ep_size:
+        raise ConfigError(
+            f"num_experts ({config.num_experts}) is not a multiple of moe_ep_size "
+            f"({moe_ep_size}). Choose a --moe-ep-size that divides it."
+        )
+    if tp_size > config.num_attention_heads:
+        raise ConfigError(
+            f"tp_size ({tp_size}) is above num_attention_heads ({config.num_attention_heads}), "
+            "so a rank would have none. Choose a smaller --tp-size."
         )
     if pp_size > config.num_hidden_layers:
         raise ConfigError(
             f"pp_size ({pp_size}) is above num_hidden_layers ({config.num_hidden_layers}), so "
             "a stage would be empty. Choose a smaller --pp-size."
         )
-
-
-def _check_expert_cut(
-    config: PretrainedConfig, tp_size: int, moe_ep_size: int, expert_lanes: int
-) -> None:
-    num_experts = config.num_experts
-    if moe_ep_size > 1 and not num_experts:
-        raise ConfigError(
-            f"moe_ep_size is {moe_ep_size} but the model has no experts to share out. Leave "
-            "--moe-tp-size and --moe-ep-size out."
-        )
-    if not num_experts:
-        return
-    if num_experts % moe_ep_size:
-        raise ConfigError(
-            f"num_experts ({num_experts}) is not a multiple of moe_ep_size ({moe_ep_size}). "
-            "Choose a --moe-ep-size that divides it."
-        )
-    moe_tp_size = tp_size * expert_lanes // moe_ep_size
-    if config.moe_intermediate_size % moe_tp_size:
-        raise ConfigError(
-            f"moe_intermediate_size ({config.moe_intermediate_size}) is not a multiple of "
-            f"moe_tp_size ({moe_tp_size}). Choose a --moe-tp-size that divides it."
-        )
-    if config.shared_expert_intermediate_size % tp_size:
-        name = "shared_expert_intermediate_size"
-        raise _cannot_cut(name, config.shared_expert_intermediate_size, tp_size)
-
-
-def _cannot_cut(name: str, value: int, tp_size: int) -> ConfigError:
-    sizes = [size for size in range(1, min(value, 64) + 1) if value % size == 0]
-    return ConfigError(
-        f"{name} ({value}) is not a multiple of tp_size ({tp_size}). Choose a --tp-size among "
-        f"{', '.join(map(str, sizes))}."
-    )
 
 
 def _read_config(folder: Path) -> dict[str, Any]:

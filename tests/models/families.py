@@ -24,4 +24,31 @@ def family_configs() -> dict[str, Any]:
         **models.parallel_configs(),
         **models.expert_configs(),
         **models.latent_configs(),
+        **_odd_configs(),
     }
+
+
+def _odd_configs() -> dict[str, Any]:
+    """Families of each kind of attention with heads and widths that 2 and 4 do not divide."""
+    heads = {"num_attention_heads": 10, "num_key_value_heads": 5, "intermediate_size": 50}
+    configs = {
+        "llama-odd": models.llama_config(**heads, hidden_size=70, head_dim=14),
+        "gpt2-odd": models.gpt2_config(n_embd=60, n_head=5, n_inner=50),
+    }
+    known = {
+        **models.dense_configs(), **models.parallel_configs(), **models.expert_configs(),
+        **models.latent_configs(),
+    }  # fmt: skip
+    changes = {
+        "qwen3": heads,
+        "gemma2": {**heads, "num_key_value_heads": 1},
+        "neox": {"num_attention_heads": 9, "intermediate_size": 50},
+        "falcon": {"num_attention_heads": 9, "ffn_hidden_size": 50},
+        "qwen2-moe": {
+            **heads, "moe_intermediate_size": 26, "shared_expert_intermediate_size": 30
+        },
+        "deepseek3": {**heads, "num_key_value_heads": 10, "moe_intermediate_size": 26},
+    }  # fmt: skip
+    for name, values in changes.items():
+        configs[f"{name}-odd"] = type(known[name])(**{**known[name].to_dict(), **values})
+    return configs

@@ -41,11 +41,12 @@ def folder(world, tmp_path_factory):
         torch.manual_seed(3)
         config = LlamaConfig(
             vocab_size=VOCAB,
-            hidden_size=64,
-            intermediate_size=96,
+            hidden_size=70,
+            # Neither 2 nor 4 divide the heads, and 4 not the width.
+            intermediate_size=98,
             num_hidden_layers=2,
-            num_attention_heads=8,
-            num_key_value_heads=2,
+            num_attention_heads=10,
+            num_key_value_heads=5,
             head_dim=8,
             max_position_embeddings=128,
             initializer_range=0.3,
@@ -156,7 +157,7 @@ def test_all_ranks_keep_evicted_blocks_and_see_windows_alike(world, folder):
 
 def tell(engine):
     """Ids, and logits of prompt and output, of a request with vectors of its own."""
-    table = np.random.default_rng(0).normal(0, 0.3, (3, 64)).astype(np.float32)
+    table = np.random.default_rng(0).normal(0, 0.3, (3, 70)).astype(np.float32)
     wants = {"return_context_logits": True, "return_generation_logits": True}
     submit = Submit(
         request_id=7,

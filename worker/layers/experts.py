@@ -16,8 +16,10 @@ from trimaran.worker.layers.linear import (
     MergedColumnParallelLinear,
     RowParallelLinear,
     check_shape,
+    copy_share,
 )
 from trimaran.worker.layers.parallel import split
+from trimaran.worker.layers.shares import even_share
 from trimaran.worker.pretrained_config import PretrainedConfig
 
 # Shapes: T tokens of the step, D hidden size, X experts of this rank (of the router: all), F
@@ -105,11 +107,11 @@ class Experts(nn.Module):
         ranks, num_parts = context.expert_ranks, context.moe_ep_size
         self._hidden = config.hidden_size
         self._inner = config.moe_intermediate_size
-        self._share = ranks.rank // num_parts
         numbers = expert_numbers(config, context)
         self.first, num_experts = numbers.start, len(numbers)
         num_shares = split("expert_ranks", ranks.size, num_parts)
-        local = split("moe_intermediate_size", self._inner, num_shares)
+        self._share = even_share(self._inner, ranks.rank // num_parts, num_shares)
+        local = self._share.size
         self.gate_up = context.empty(num_experts, 2 * local, self._hidden)
         self.down = context.empty(num_experts, self._hidden, local)
         self._ops = context.ops
@@ -129,13 +131,11 @@ class Experts(nn.Module):
         matrix = parameter.data[int(number) - self.first]
         if part == "down":
             check_shape(loaded, (self._hidden, self._inner))
-            columns = matrix.shape[1]
-            matrix.copy_(loaded.narrow(1, self._share * columns, columns))
+            copy_share(loaded.t(), matrix.t(), self._share)
             return
         check_shape(loaded, (self._inner, self._hidden))
-        rows = matrix.shape[0] // 2
-        half = matrix[:rows] if part == "gate" else matrix[rows:]
-        half.copy_(loaded.narrow(0, self._share * rows, rows))
+        rows = self._share.size
+        copy_share(loaded, matrix[:rows] if part == "gate" else matrix[rows:], self._share)
 
 
 class SharedExpert(nn.Module):

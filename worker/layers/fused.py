@@ -76,7 +76,7 @@ def fuse_layers(
     first: Any = layers[0]
     shape = DecoderShape(
         hidden=config.hidden_size,
-        inner=config.intermediate_size // context.tp.size,
+        inner=first.mlp.down_proj.weight.shape[1],
         num_heads=first.attention.qkv_proj.num_heads,
         num_kv_heads=first.attention.qkv_proj.num_kv_heads,
         head_size=config.head_size,

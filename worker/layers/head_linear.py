@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from trimaran.worker.layers.linear import LayerContext, check_shape
-from trimaran.worker.layers.parallel import split
+from trimaran.worker.layers.linear import LayerContext, check_shape, copy_share
+from trimaran.worker.layers.shares import Share
 
 # Shapes: T tokens of the step, N heads of this rank, D inputs and E outputs of a head.
 
@@ -20,22 +20,21 @@ class HeadLinear(nn.Module):
     def __init__(
         self,
         context: LayerContext,
-        num_heads: int,
+        heads: Share,
         head_rows: int,
         rows: range,
         width: int,
         *,
         is_transposed: bool = False,
     ) -> None:
-        """The checkpoint's tensor is [``num_heads * head_rows``, ``width``]."""
+        """The checkpoint's tensor is [all heads * ``head_rows``, ``width``]."""
         super().__init__()
-        self._whole_shape = (num_heads * head_rows, width)
+        self._whole_shape = (heads.whole * head_rows, width)
         self._head_rows, self._rows = head_rows, rows
         self._is_transposed = is_transposed
-        self._num_heads = split("num_attention_heads", num_heads, context.tp.size)
-        self._first_head = context.tp.rank * self._num_heads
+        self._heads = heads
         shape = (width, len(rows)) if is_transposed else (len(rows), width)
-        self.weight = context.empty(self._num_heads, *shape)
+        self.weight = context.empty(heads.size, *shape)
         self._ops = context.ops
 
     def forward(self, x_TNH: Tensor) -> Tensor:
@@ -46,6 +45,6 @@ class HeadLinear(nn.Module):
         """Copy this layer's rows of this rank's heads."""
         check_shape(loaded, self._whole_shape)
         heads = loaded.view(-1, self._head_rows, self._whole_shape[1])
-        heads = heads.narrow(0, self._first_head, self._num_heads)
-        mine = heads[:, self._rows.start : self._rows.stop]
-        parameter.data.copy_(mine.transpose(1, 2) if self._is_transposed else mine)
+        ours = heads[:, self._rows.start : self._rows.stop]
+        ours = ours.transpose(1, 2) if self._is_transposed else ours
+        copy_share(ours, parameter.data, self._heads)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +16,8 @@ from trimaran.worker.layers.methods import (
     NoLoRA,
     UnquantizedLinearMethod,
 )
-from trimaran.worker.layers.parallel import ShardPosition, TensorGroup, split
+from trimaran.worker.layers.parallel import ShardPosition, TensorGroup
+from trimaran.worker.layers.shares import Share, even_share, head_shares
 
 
 class LayerContext:
@@ -109,37 +112,41 @@ class ParallelLinear(nn.Module):
         raise NotImplementedError
 
     @property
-    def input_slice(self) -> tuple[int, int, int]:
-        """The first of the inputs that this rank has, how many it has, and of how many."""
+    def input_share(self) -> Share:
+        """The inputs that this rank has."""
         raise NotImplementedError
 
 
 class MergedColumnParallelLinear(ParallelLinear):
     """Several column-parallel layers with one input, stacked: each rank has a slice of each.
 
-    ``parts`` names the whole output sizes in their order.
+    ``parts`` names the whole output sizes, or this rank's shares of them, in their order.
     """
 
     def __init__(
         self,
         context: LayerContext,
         in_features: int,
-        parts: dict[str, int],
+        parts: Mapping[str, int | Share],
         *,
         bias: bool = False,
         method: LinearMethod | None = None,
         lora: LoRAMethod | None = None,
     ) -> None:
-        size = context.tp.size
-        self._in_features = in_features
-        self._ranges = _stack(
-            {
-                name: (whole, split(name, whole, size), context.tp.rank)
-                for name, whole in parts.items()
-            }
-        )
-        rows = sum(part.rows for part in self._ranges.values())
+        rows = self._stack(parts, in_features, context.tp)
         super().__init__(context, (rows, in_features), bias=bias, method=method, lora=lora)
+
+    def _stack(
+        self, parts: Mapping[str, int | Share], in_features: int, tp: TensorGroup
+    ) -> int:
+        """Note the parts that are stacked; the number of rows of all."""
+        self._in_features = in_features
+        self._parts: dict[str, OutputPart] = {}
+        offset = 0
+        for name, whole in parts.items():
+            self._parts[name] = OutputPart(_share_of(whole, tp), offset)
+            offset += self._parts[name].share.size
+        return offset
 
     def weight_loader(self, parameter: nn.Parameter, loaded: Tensor, shard: str = "") -> None:
         """Copy this rank's rows of the part ``shard``, a whole [out, in] or [out].
@@ -148,25 +155,24 @@ class MergedColumnParallelLinear(ParallelLinear):
         """
         tail = (self._in_features,) if loaded.dim() == 2 else ()
         if shard == "*":
-            sizes = [part.whole for part in self._ranges.values()]
+            sizes = [part.share.whole for part in self._parts.values()]
             check_shape(loaded, (sum(sizes), *tail))
-            for name, rows in zip(self._ranges, torch.split(loaded, sizes), strict=True):
+            for name, rows in zip(self._parts, torch.split(loaded, sizes), strict=True):
                 self.weight_loader(parameter, rows, name)
             return
-        part = self._ranges[shard]
-        check_shape(loaded, (part.whole, *tail))
-        rows = loaded.narrow(0, part.source, part.rows)
-        parameter.data.narrow(0, part.offset, part.rows).copy_(rows)
+        part = self._parts[shard]
+        check_shape(loaded, (part.share.whole, *tail))
+        copy_share(loaded, parameter.data.narrow(0, part.offset, part.share.size), part.share)
 
     @property
     def output_parts(self) -> dict[str, OutputPart]:
         """The stacked layers by name."""
-        return self._ranges
+        return self._parts
 
     @property
-    def input_slice(self) -> tuple[int, int, int]:
+    def input_share(self) -> Share:
         """Every rank has all inputs."""
-        return 0, self._in_features, self._in_features
+        return even_share(self._in_features, 0, 1)
 
 
 class ColumnParallelLinear(MergedColumnParallelLinear):
@@ -176,7 +182,7 @@ class ColumnParallelLinear(MergedColumnParallelLinear):
         self,
         context: LayerContext,
         in_features: int,
-        out_features: int,
+        out_features: int | Share,
         *,
         bias: bool = False,
         method: LinearMethod | None = None,
@@ -191,7 +197,7 @@ class QKVParallelLinear(MergedColumnParallelLinear):
     """Query, key and value projections in one product, cut by heads.
 
     With fewer key-value heads than ranks, ranks that share a query group hold copies of its
-    key-value head.
+    key-value head. Where heads are not shared out evenly, some ranks have heads of zeros.
     """
 
     def __init__(
@@ -207,37 +213,38 @@ class QKVParallelLinear(MergedColumnParallelLinear):
         lora: LoRAMethod | None = None,
     ) -> None:
         tp = context.tp
-        self.num_heads = split("num_attention_heads", num_heads, tp.size)
-        num_copies = max(1, tp.size // num_kv_heads)
-        self.num_kv_heads = split("num_key_value_heads", num_kv_heads * num_copies, tp.size)
-        self._in_features = hidden_size
-        query = (num_heads * head_size, self.num_heads * head_size, tp.rank)
-        kv_rank = tp.rank // num_copies
-        kv = (num_kv_heads * head_size, self.num_kv_heads * head_size, kv_rank)
-        self._ranges = _stack({"q": query, "k": kv, "v": kv})
-        rows = sum(part.rows for part in self._ranges.values())
+        shares = head_shares(num_heads, num_kv_heads, tp.rank, tp.size)
+        self.num_heads, self.num_kv_heads = shares.queries.size, shares.keys.size
+        self.output_share = shares.queries.times(head_size)
+        """What attention makes of this rank's query heads."""
+        keys = shares.keys.times(head_size)
+        rows = self._stack({"q": self.output_share, "k": keys, "v": keys}, hidden_size, tp)
         ParallelLinear.__init__(
             self, context, (rows, hidden_size), bias=bias, method=method, lora=lora
         )
 
 
 class RowParallelLinear(ParallelLinear):
-    """A linear layer whose inputs are cut over the ranks; the output is their sum."""
+    """A linear layer whose inputs are cut over the ranks; the output is their sum.
+
+    ``in_features`` is the whole input size, or this rank's share of it.
+    """
 
     def __init__(
         self,
         context: LayerContext,
-        in_features: int,
+        in_features: int | Share,
         out_features: int,
         *,
         bias: bool = False,
         method: LinearMethod | None = None,
         lora: LoRAMethod | None = None,
     ) -> None:
-        self._whole_shape = (out_features, in_features)
+        self._share = _share_of(in_features, context.tp)
+        self._whole_shape = (out_features, self._share.whole)
         self._add_linear = context.ops.add_linear
-        local = split("in_features", in_features, context.tp.size)
-        super().__init__(context, (out_features, local), bias=bias, method=method, lora=lora)
+        local_shape = out_features, self._share.size
+        super().__init__(context, local_shape, bias=bias, method=method, lora=lora)
 
     def forward(self, x_TD: Tensor) -> Tensor:
         """``x @ weight.T + bias``, whole on every rank."""
@@ -269,38 +276,32 @@ class RowParallelLinear(ParallelLinear):
             parameter.data.copy_(loaded)
             return
         check_shape(loaded, self._whole_shape)
-        columns = parameter.shape[1]
-        parameter.data.copy_(loaded.narrow(1, self.tp.rank * columns, columns))
+        copy_share(loaded.t(), parameter.data.t(), self._share)
 
     @property
     def output_parts(self) -> dict[str, OutputPart]:
         """One part, whole on every rank."""
-        rows = self._whole_shape[0]
-        return {"": OutputPart(rows, rows, 0, 0)}
+        return {"": OutputPart(even_share(self._whole_shape[0], 0, 1), 0)}
 
     @property
-    def input_slice(self) -> tuple[int, int, int]:
-        """This rank's share of the inputs."""
-        whole = self._whole_shape[1]
-        share = whole // self.tp.size
-        return self.tp.rank * share, share, whole
+    def input_share(self) -> Share:
+        """This rank's inputs."""
+        return self._share
 
 
+@dataclass(frozen=True, slots=True)
 class OutputPart:
-    """Where a rank's slice of a whole weight starts, and where it goes in the stack."""
+    """This rank's share of one of the weights that are stacked, and where it begins there."""
 
-    def __init__(self, whole: int, rows: int, source: int, offset: int) -> None:
-        self.whole = whole
-        self.rows = rows
-        self.source = source
-        self.offset = offset
+    share: Share
+    offset: int
 
 
-def _stack(parts: dict[str, tuple[int, int, int]]) -> dict[str, OutputPart]:
-    """Stack slices given as (whole rows, local rows, index of the slice)."""
-    stacked = {}
-    offset = 0
-    for name, (whole, rows, index) in parts.items():
-        stacked[name] = OutputPart(whole, rows, index * rows, offset)
-        offset += rows
-    return stacked
+def _share_of(whole: int | Share, tp: TensorGroup) -> Share:
+    return whole if isinstance(whole, Share) else even_share(whole, tp.rank, tp.size)
+
+
+def copy_share(loaded: Tensor, target: Tensor, share: Share) -> None:
+    """Copy a rank's share of the rows of a whole tensor to ``target``; zeros fill it up."""
+    target[: share.count].copy_(loaded.narrow(0, share.first, share.count))
+    target[share.count :].zero_()

@@ -125,7 +125,7 @@ class _DeviceAddition:
         self._slots = slots
         self._state = state
         self._first_target = targets[0].index
-        self._sizes = tuple(target.num_rows for target in targets)
+        self._sizes = tuple(target.outputs.size for target in targets)
 
     @property
     def is_active(self) -> bool:

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from trimaran.worker.layers.linear import ParallelLinear
+from trimaran.worker.layers.linear import ParallelLinear, copy_share
+from trimaran.worker.layers.shares import Share
 from trimaran.worker.models.interfaces import CausalLM
 
 MODULE_NAMES = (
@@ -35,15 +36,9 @@ class Target:
     index: int
     """Place in `AdapterLayout.targets`; the parts of one layer follow each other."""
 
-    whole_inputs: int
-    whole_outputs: int
-    first_input: int
-    num_inputs: int
-    """Inputs that this rank has."""
-
-    first_row: int
-    num_rows: int
-    """Outputs that this rank has, as rows of the whole part."""
+    inputs: Share
+    outputs: Share
+    """Of the whole part, those that this rank has."""
 
     offset: int
     """Where they begin in this rank's output of the linear layer."""
@@ -114,17 +109,12 @@ class AdapterLayout:
 
     def _add(self, layer: int, linear: ParallelLinear, modules: dict[str, str]) -> None:
         """Number the parts of one layer's output, and list them under their modules."""
-        first_input, num_inputs, whole_inputs = linear.input_slice
         targets = {}
         for shard, part in linear.output_parts.items():
             targets[shard] = Target(
                 index=len(self.targets),
-                whole_inputs=whole_inputs,
-                whole_outputs=part.whole,
-                first_input=first_input,
-                num_inputs=num_inputs,
-                first_row=part.source,
-                num_rows=part.rows,
+                inputs=linear.input_share,
+                outputs=part.share,
                 offset=part.offset,
             )
             self.targets.append(targets[shard])
@@ -137,8 +127,8 @@ class AdapterLayout:
         """Those of this rank's targets."""
         return {
             key: (
-                (found[0].whole_inputs, sum(target.whole_outputs for target in found)),
-                [(target.num_inputs, target.num_rows) for target in found],
+                (found[0].inputs.whole, sum(target.outputs.whole for target in found)),
+                [(target.inputs.size, target.outputs.size) for target in found],
             )
             for key, found in self._modules.items()
         }
@@ -178,7 +168,7 @@ class AdapterLayout:
     def largest_size(self, rank: int) -> int:
         """Elements of this rank's share of an adapter of all targets."""
         return sum(
-            _padded(rank * target.num_inputs) + _padded(rank * target.num_rows)
+            _padded(rank * target.inputs.size) + _padded(rank * target.outputs.size)
             for target in self.targets
         )
 
@@ -199,14 +189,16 @@ class AdapterLayout:
         for one in matrices:
             rank, first_row = one.a.shape[0], 0
             for target in self._modules.get((one.module, one.layer), ()):
-                a = one.a.narrow(1, target.first_input, target.num_inputs)
-                b = one.b.narrow(0, first_row + target.first_row, target.num_rows)
-                first_row += target.whole_outputs
+                inputs, outputs = target.inputs, target.outputs
+                a = data[place : place + rank * inputs.size].view(rank, inputs.size)
+                copy_share(one.a.t(), a.t(), inputs)
                 at_b = place + _padded(a.numel())
-                data[place : place + a.numel()].view(a.shape).copy_(a)
-                b = b.t() if is_transposed else b
-                data[at_b : at_b + b.numel()].view(b.shape).copy_(b)
-                shape = target.num_inputs, target.num_rows
+                b = data[at_b : at_b + rank * outputs.size]
+                rows = one.b.narrow(0, first_row, outputs.whole)
+                first_row += outputs.whole
+                b_rows = b.view(rank, -1).t() if is_transposed else b.view(-1, rank)
+                copy_share(rows, b_rows, outputs)
+                shape = inputs.size, outputs.size
                 placed.append(Placed(target.index, rank, shape, place, at_b))
                 place = at_b + _padded(b.numel())
         return PackedAdapter(data, tuple(placed))

@@ -201,7 +201,7 @@ class HostSlots:
                 if found is not None:
                     a_DI, b_OD = found
                     added = linear(linear(x, a_DI), b_OD)
-                    part = output_TO.narrow(1, target.offset, target.num_rows)
+                    part = output_TO.narrow(1, target.offset, target.outputs.size)
                     part.index_add_(0, tokens, added)
 
 

@@ -24,6 +24,7 @@ from trimaran.worker.layers.linear import (
 )
 from trimaran.worker.layers.norm import RMSNorm
 from trimaran.worker.layers.rotary import RotaryEmbedding
+from trimaran.worker.layers.shares import even_share
 from trimaran.worker.models.interfaces import StageRange, WeightTarget
 from trimaran.worker.models.mixtral import ExpertLayer, MixtralForCausalLM
 from trimaran.worker.pretrained_config import PretrainedConfig
@@ -75,15 +76,16 @@ class LatentAttention(nn.Module):
         )
         if config.q_lora_rank:
             self.q_norm = RMSNorm(context, config.q_lora_rank, _LATENT_NORM_EPSILON)
+        share = even_share(heads, context.tp.rank, context.tp.size, alignment=1)
         self.q_proj = ColumnParallelLinear(
-            context, config.q_lora_rank or hidden, heads * config.head_size
+            context, config.q_lora_rank or hidden, share.times(config.head_size)
         )
         self.kv_norm = RMSNorm(context, rank, _LATENT_NORM_EPSILON)
         keys, rows = config.qk_nope_head_dim, config.qk_nope_head_dim + config.v_head_dim
-        self.key_up = HeadLinear(context, heads, rows, range(keys), rank, is_transposed=True)
-        self.value_up = HeadLinear(context, heads, rows, range(keys, rows), rank)
+        self.key_up = HeadLinear(context, share, rows, range(keys), rank, is_transposed=True)
+        self.value_up = HeadLinear(context, share, rows, range(keys, rows), rank)
         self.o_proj = RowParallelLinear(
-            context, heads * config.v_head_dim, hidden, bias=config.attn_bias
+            context, share.times(config.v_head_dim), hidden, bias=config.attn_bias
         )
         self._ops = context.ops
         # Shared by all layers and owned by the model.

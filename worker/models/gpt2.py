@@ -49,7 +49,7 @@ class GPT2Attention(nn.Module):
             context, config.hidden_size, config.head_size, heads, heads, bias=True
         )
         self.o_proj = RowParallelLinear(
-            context, heads * config.head_size, config.hidden_size, bias=True
+            context, self.qkv_proj.output_share, config.hidden_size, bias=True
         )
         self.backend: AttentionBackend = PagedAttention(
             context.ops, AttentionSpec(scale=config.head_size**-0.5)

@@ -50,7 +50,7 @@ class NeoXAttention(nn.Module):
             bias=config.attn_bias,
         )
         self.o_proj = RowParallelLinear(
-            context, heads * config.head_size, config.hidden_size, bias=config.attn_bias
+            context, self.qkv_proj.output_share, config.hidden_size, bias=config.attn_bias
         )
         # Shared by all layers and owned by the model.
         self._rotary = [rotary]

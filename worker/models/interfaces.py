@@ -15,6 +15,7 @@ from trimaran.worker.layers.fused import FusedLayers, fuse_layers
 from trimaran.worker.layers.linear import LayerContext, ParallelLinear
 from trimaran.worker.layers.methods import AdapterState
 from trimaran.worker.layers.norm import LayerNorm, RMSNorm, settle
+from trimaran.worker.layers.shares import head_shares
 from trimaran.worker.pretrained_config import PretrainedConfig
 from trimaran.worker.stages import stage_sizes
 
@@ -196,9 +197,9 @@ class CausalLM(nn.Module):
 
     def kv_cache_specs(self) -> list[KVCacheSpec]:
         """One entry a layer of this stage, in order."""
-        tp_size = self.context.tp.size
+        heads = self.config.num_attention_heads, self.config.num_key_value_heads
         spec = KVCacheSpec(
-            num_kv_heads=max(1, self.config.num_key_value_heads // tp_size),
+            num_kv_heads=head_shares(*heads, num_ranks=self.context.tp.size).keys.size,
             head_size=self.config.head_size,
             dtype=self.context.dtype,
         )

@@ -56,10 +56,7 @@ class LlamaAttention(nn.Module):
             bias=config.attn_bias or config.qkv_bias,
         )
         self.o_proj = RowParallelLinear(
-            context,
-            config.num_attention_heads * config.head_size,
-            config.hidden_size,
-            bias=config.attn_bias,
+            context, self.qkv_proj.output_share, config.hidden_size, bias=config.attn_bias
         )
         self.has_head_norms = config.qk_norm
         if config.qk_norm:

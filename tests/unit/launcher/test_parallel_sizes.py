@@ -67,7 +67,7 @@ def test_sizes_left_out_follow_from_those_named(mixture, asked, sizes):
         ({"dp_size": 2, "moe_ep_size": 4}, r"or that times --dp-size \(2\)\. Leave"),
         ({"dp_size": 3, "moe_ep_size": 3}, r"num_experts \(8\) is not a multiple of .* \(3\)"),
         ({"pp_size": 4}, r"pp_size \(4\) is above num_hidden_layers \(3\)"),
-        ({"tp_size": 3}, r"num_attention_heads \(4\)|moe_intermediate_size"),
+        ({"tp_size": 5}, r"tp_size \(5\) is above num_attention_heads \(4\)"),
         ({"dp_size": 2, "moe_tp_size": 0}, "--moe-tp-size is 0"),
     ],
 )

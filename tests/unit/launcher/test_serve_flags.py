@@ -321,7 +321,7 @@ def test_what_cannot_take_effect_is_refused(repository, flags, complaint):
             {"gpt_model_path": "/no/such"},
             "Decoder (GPT) model path at /no/such does not exist.",
         ),
-        ({"gpu_device_ids": "0,1,2"}, "places it on 3: num_attention_heads (4) is not"),
+        ({"gpu_device_ids": "0,1,2,3,4"}, "places it on 5: tp_size (5) is above num_attention"),
         ({"gpu_device_ids": "0;1"}, "names 2 lists for 1 instance(s)"),
         ({"kv_cache_free_gpu_mem_fraction": "1.5"}, "must be above 0 and at most 1"),
         ({"max_attention_window_size": "4096;8"}, "is '4096;8' but must be a number of tokens"),

@@ -6,7 +6,7 @@ import pytest
 from transformers import AutoConfig
 
 from trimaran.comm.errors import ConfigError
-from trimaran.worker.engine_folder import check_divisible
+from trimaran.worker.engine_folder import check_shares
 from trimaran.worker.pretrained_config import PretrainedConfig
 
 _COMMON = {"bos_token_id": 3, "eos_token_id": 7, "torch_dtype": "bfloat16"}
@@ -89,9 +89,13 @@ def test_what_sets_the_families_apart_is_read():
     assert phi.rotary_size == 32 and phi.lm_head_bias and phi.num_input_norms == 1
 
 
-def test_heads_that_ranks_cannot_share_out_are_refused_with_the_sizes_that_fit():
-    with pytest.raises(ConfigError, match=r"num_attention_heads \(71\).*tp_size \(2\).* 1\."):
-        check_divisible(config_of(PUBLISHED["falcon 7B"]), 2, 1)
+def test_more_ranks_than_heads_are_refused():
+    falcon = config_of(PUBLISHED["falcon 7B"])
+    check_shares(falcon, 2, 1)
+    with pytest.raises(
+        ConfigError, match=r"tp_size \(72\) is above num_attention_heads \(71\)"
+    ):
+        check_shares(falcon, 72, 1)
 
 
 def test_norms_of_phis_heads_are_refused():
