@@ -1,0 +1,160 @@
+"""Which lane a request gets, and what the lanes of one step decide and take in."""
+
+from __future__ import annotations
+
+from array import array
+
+import pytest
+
+from trimaran.comm.errors import ProtocolError, RequestError
+from trimaran.comm.messages import FinishReason
+from trimaran.comm.sampling_params import SamplingParams
+from trimaran.worker.config import SchedulerConfig
+from trimaran.worker.kv_cache.manager import KVCacheManager
+from trimaran.worker.lane_types import LaneDecisions
+from trimaran.worker.lanes import LaneScheduler
+from trimaran.worker.request import Request
+from trimaran.worker.scheduler import Scheduler
+from trimaran.worker.step_types import SampledTokens, SchedulerOutput
+
+BLOCK = 4
+
+
+class Planner:
+    """Lanes whose steps are answered with made-up ids."""
+
+    def __init__(self, num_lanes=2, num_blocks=64, **limits):
+        values = {
+            "max_num_batched_tokens": 32, "max_num_seqs": 8, "max_seq_len": 256,
+            "max_input_len": 255, "policy": "max_utilization", **limits,
+        }  # fmt: skip
+        config = SchedulerConfig(**values)
+        caches = [
+            KVCacheManager([num_blocks], BLOCK, enable_reuse=True) for _ in range(num_lanes)
+        ]
+        self.scheduler = LaneScheduler([Scheduler(config, cache) for cache in caches])
+        self.count = 0
+
+    def add(self, num_prompt=4, prompt=None, **sampling) -> Request:
+        ids = prompt or [(self.count * 37 + place) % 1000 for place in range(num_prompt)]
+        request = Request(
+            source="client",
+            request_id=self.count,
+            number=self.count,
+            prompt_ids=array("i", ids),
+            output_ids=array("i"),
+            sampling=SamplingParams(**{"max_tokens": 3, **sampling}),
+        )
+        self.count += 1
+        self.scheduler.check(request)
+        self.scheduler.add(request)
+        return request
+
+    def step(self, token_id=500):
+        """Plan and answer one step; who ended."""
+        step = self.scheduler.schedule()
+        sampled = SampledTokens(
+            token_ids=[],
+            lanes=[
+                SampledTokens(token_ids=[token_id] * len(lane.sampled))
+                for lane in step.lanes
+                if lane is not None
+            ],
+        )
+        emitted = []
+        for part, told in step.parts(sampled):
+            emitted += self.scheduler.update_from_output(part, told.token_ids)
+        emitted += self.scheduler.take_ended()
+        return [(s.request.number, reason) for s, _, reason in emitted if reason]
+
+
+def test_requests_go_to_the_lane_with_the_fewest():
+    planner = Planner(num_lanes=3)
+
+    lanes = [planner.add().lane for _ in range(6)]
+
+    assert lanes == [0, 1, 2, 0, 1, 2]
+
+
+def test_a_prompt_goes_where_the_cache_has_it_unless_that_lane_is_busier():
+    planner = Planner()
+    prompt = list(range(20))
+    first = planner.add(prompt=prompt)
+    planner.add()
+    while planner.scheduler.has_requests:
+        planner.step()
+
+    again = [planner.add(prompt=[*prompt, number]).lane for number in range(4)]
+
+    assert first.lane == 0
+    # Two more than the other lane has are not too many.
+    assert again == [0, 0, 0, 1]
+
+
+def test_each_lane_has_a_step_of_its_own_and_idle_ones_have_none():
+    planner = Planner()
+    planner.add(8)
+
+    alone = planner.scheduler.schedule()
+    planner.add(6)
+    planner.add(5)
+    both = planner.scheduler.schedule()
+
+    assert [lane is None for lane in alone.lanes] == [False, True]
+    assert alone.num_context_tokens == 8
+    assert (both.num_scheduled, both.num_context_tokens) == (3, 11)
+    assert [lane.decision.step for lane in both.lanes] == [2, 1]
+    assert both.decision.step == 2
+
+
+def test_lanes_take_in_their_own_results_and_tell_of_every_end():
+    planner = Planner()
+    ends = []
+    for _ in range(3):
+        planner.add()
+    while planner.scheduler.has_requests:
+        ends += planner.step()
+
+    assert sorted(ends) == [(number, FinishReason.LENGTH) for number in range(3)]
+    assert not planner.scheduler.running
+    assert all(lane.cache.num_free == 64 for lane in planner.scheduler.lanes)
+
+
+def test_a_cancelled_request_ends_in_its_lane():
+    planner = Planner()
+    requests = [planner.add() for _ in range(4)]
+    planner.step()
+
+    planner.scheduler.end(requests[1], FinishReason.CANCELLED)
+
+    assert [s.request.number for s in planner.scheduler.running] == [0, 2, 3]
+    assert [s.request.number for s, _, _ in planner.scheduler.take_ended()] == [1]
+
+
+def test_queues_count_together():
+    planner = Planner(max_num_seqs=1, max_queue_size=2)
+    for _ in range(4):
+        planner.add()
+
+    with pytest.raises(RequestError, match="Maximum queue size of 2"):
+        planner.add()
+
+
+def test_decisions_survive_the_way_to_other_ranks():
+    planner = Planner(num_lanes=3)
+    planner.add(7)
+    planner.add(5)
+    decision = planner.scheduler.schedule().decision
+
+    payload = decision.encode()
+    found = LaneDecisions.decode(payload)
+
+    assert LaneDecisions.is_encoded(payload)
+    assert not LaneDecisions.is_encoded(decision.lanes[0].encode())
+    assert found.step == decision.step
+    assert [None if lane is None else lane.encode() for lane in found.lanes] == [
+        decision.lanes[0].encode(), decision.lanes[1].encode(), None,
+    ]  # fmt: skip
+    with pytest.raises(ProtocolError, match="cannot decode the lanes' decisions of 3 bytes"):
+        LaneDecisions.decode(b"abc")
+    assert isinstance(found.lanes[0], SchedulerOutput)
