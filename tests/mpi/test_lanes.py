@@ -14,6 +14,7 @@ from transformers import (
     Qwen2MoeForCausalLM,
 )
 
+from tests.unit.worker.lora_adapters import make_adapter, on_the_wire
 from trimaran.comm import mpi
 from trimaran.comm.collectives import SingleRankGroup, connect_group
 from trimaran.comm.control import LocalControlPlane, connect_control
@@ -164,14 +165,16 @@ class Client:
         self.outputs = {}
         self.reasons = {}
 
-    def submit(self, prompt, max_tokens=12, **sampling) -> int:
+    def submit(self, prompt, max_tokens=12, adapter_id=0, adapter=None, **sampling) -> int:
         number = len(self.outputs)
         self.outputs[number] = {}
         params = SamplingParams(max_tokens=max_tokens, **sampling).to_wire()
         ids = pack_ids(prompt)
-        self.engine.submit(
-            0, Submit(request_id=number, model="m", prompt_ids=ids, sampling=params)
-        )
+        message = Submit(
+            request_id=number, model="m", prompt_ids=ids, sampling=params,
+            adapter_id=adapter_id, adapter=adapter,
+        )  # fmt: skip
+        self.engine.submit(0, message)
         return number
 
     def step(self) -> None:
@@ -250,3 +253,47 @@ def test_whatever_requests_ask_lanes_give_the_tokens_of_one_rank(world, models, 
 
     if world.rank == 0:
         assert outputs == single(folder, serve_all)
+
+
+def test_adapters_prefixes_on_the_host_and_pauses_work_in_lanes(world, models):
+    folder = models[0]["llama"]
+    adapters = {task: make_adapter(folder, seed=task) for task in (5, 9)}
+    small = {"max_tokens": 144, "host_bytes": 4 << 20}
+
+    def drive(engine):
+        client = Client(engine)
+        for task in (0, 5, 9):
+            for prompt in PROMPTS:
+                brings = task and prompt is PROMPTS[0]
+                client.submit(
+                    prompt,
+                    adapter_id=task,
+                    adapter=on_the_wire(adapters[task]) if brings else None,
+                )
+        return client.finish()
+
+    outputs = Lanes(world, folder, 1, 1, 1, **small).run(drive)
+
+    if world.rank == 0:
+        assert outputs == single(folder, drive, **small)
+
+
+def test_cancelled_requests_leave_nothing_behind_in_any_lane(world, models):
+    def drive(engine):
+        client = Client(engine)
+        for prompt in PROMPTS * 2:
+            client.submit(prompt, max_tokens=25)
+        for number in range(6):
+            client.step()
+            engine.cancel(0, [number])
+        client.finish()
+        free = [lane.cache.num_free for lane in engine.scheduler.lanes]
+        return client.reasons, free, [lane.cache.num_blocks for lane in engine.scheduler.lanes]
+
+    found = Lanes(world, models[0]["mixtral"], 1, 1, world.size).run(drive)
+
+    if world.rank == 0:
+        reasons, free, blocks = found
+        ended = [reasons[number] for number in range(len(reasons))]
+        assert ended == [FinishReason.CANCELLED] * 6 + [FinishReason.LENGTH] * 4
+        assert free == blocks
