@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from batch_job import OURS, BatchJob, LongRequest
 from lab import SlurmLab
+from served import DEMO_MODEL
 
 TEMPLATES = ("leader", "leader-multinode", "orchestrator", "replicas")
 FLOAT32 = ("--serve-flags", "--dtype float32 --device cpu")
@@ -107,6 +108,26 @@ def test_one_model_over_two_nodes(submit, two_ranks: Path):
     done = job.trimaran("slurm", "stop", job.job_id)
     assert "COMPLETED" in done.stdout, f"{done.stderr}\n{job.log()}"
     job.wait_gone(OURS)
+
+
+def test_a_pipeline_over_two_nodes(
+    submit, one_rank: Path, build_engine: Callable[..., Path], make_repository
+):
+    engine = build_engine(
+        DEMO_MODEL, "--tp-size", "2", "--pp-size", "2", "--max-num-tokens", "1024"
+    )
+    flags = ("--nodes", "2", "--world-size", "4", "--cpus-per-task", "1", *FLOAT32)
+    job = submit("leader-multinode", make_repository(engine), *flags)
+    ranks = job.processes("trimaran-rank")
+    nodes = {int(r.environ()["SLURM_PROCID"]): r.environ()["SLURMD_NODENAME"] for r in ranks}
+    assert nodes[0] == nodes[1] != nodes[2] == nodes[3]
+    answer = job.ask(200)
+    request = LongRequest(job, 200)
+    done = job.trimaran("slurm", "stop", job.job_id)
+    assert "COMPLETED" in done.stdout, f"{done.stderr}\n{job.log()}"
+    assert request.finish() == answer
+    alone = submit("leader", one_rank, *FLOAT32)
+    assert alone.ask(200) == answer
 
 
 def test_several_models_in_one_allocation(submit, two_models: Path):
