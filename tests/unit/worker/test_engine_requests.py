@@ -5,7 +5,7 @@ import time
 import numpy as np
 import pytest
 
-from trimaran.comm.errors import ConfigError, ErrorKind, RequestError
+from trimaran.comm.errors import ErrorKind, RequestError
 from trimaran.comm.messages import STATS_KEYS, FinishReason
 
 VOCAB = 150
@@ -288,16 +288,6 @@ def test_200_requests_are_not_mixed_up(make_engine, prompt_of):
 
     assert [driver.output(request) for request in requests] == expected
     driver.check_idle()
-
-
-def test_pipeline_stages_are_refused_before_anything_is_loaded(make_engine):
-    from trimaran.comm.topology import ParallelLayout
-
-    engine = make_engine().engine
-    engine._topology = ParallelLayout(pp_size=2)
-
-    with pytest.raises(ConfigError, match="pp_size is 2"):
-        engine.load()
 
 
 def test_a_full_queue_is_unavailable_not_invalid(make_engine):
