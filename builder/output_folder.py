@@ -59,9 +59,9 @@ def _kept(partial: Path) -> str:
     if not has_finished_units(partial):
         shutil.rmtree(partial, ignore_errors=True)
         return ""
-    gib = sum(path.stat().st_blocks * 512 for path in partial.iterdir()) / 2**30
+    mib = sum(path.stat().st_blocks * 512 for path in partial.iterdir()) / 2**20
     return (
-        f" What is done is kept in {partial} ({gib:.2f} GiB): run the same command again to go "
+        f" What is done is kept in {partial} ({mib:.0f} MiB): run the same command again to go "
         "on, or remove it."
     )
 

@@ -69,9 +69,12 @@ def _unpickled(path: Path) -> dict[str, Tensor]:
         values = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
     except (OSError, RuntimeError, pickle.UnpicklingError, EOFError, ValueError) as error:
         reason = next(iter(str(error).splitlines()), type(error).__name__)
+        remedy = "Download it again, or save"
+        if "use_new_zipfile_serialization" in reason:
+            reason, remedy = "it is from before torch 1.6 and would be read whole", "Save"
         raise ConfigError(
-            f"{path}: cannot be read as torch's weights: {reason}. Download it again, or save "
-            "the weights with transformers (model.save_pretrained)."
+            f"{path}: cannot be read as torch's weights: {reason}. {remedy} the weights with "
+            "transformers (model.save_pretrained)."
         ) from None
     if not isinstance(values, dict) or not all(
         isinstance(name, str) and isinstance(tensor, Tensor) for name, tensor in values.items()

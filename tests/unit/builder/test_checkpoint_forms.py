@@ -98,6 +98,14 @@ def test_a_checkpoint_of_training_is_refused(llama, refused):
     assert "holds more than tensors by name" in refused(checkpoint.folder)
 
 
+def test_a_torch_file_that_cannot_be_mapped_is_refused(llama, refused):
+    checkpoint = llama()
+    (checkpoint.folder / "model.safetensors").unlink()
+    path = checkpoint.folder / "pytorch_model.bin"
+    torch.save(checkpoint.tensors, path, _use_new_zipfile_serialization=False)
+    assert "from before torch 1.6" in refused(checkpoint.folder)
+
+
 def test_a_torn_torch_file_is_refused(llama, refused):
     checkpoint = llama()
     _as_torch_files(checkpoint)
