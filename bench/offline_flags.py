@@ -15,6 +15,7 @@ from trimaran.worker.config import (
     ProfileConfig,
     SchedulerConfig,
 )
+from trimaran.worker.parallel_sizes import expert_sizes
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -33,6 +34,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add("--threads", type=int, default=1, metavar="N", help="of a rank on the CPU")
     add("--tp-size", type=int, default=1, metavar="N", help="above 1: start it by mpirun")
     add("--pp-size", type=int, default=1, metavar="N", help="likewise")
+    add("--dp-size", type=int, default=1, metavar="N", help="likewise")
     add("--moe-ep-size", type=int, default=1, metavar="N", help="parts that share experts out")
     add("--max-num-seqs", type=int, default=1024, metavar="N", help="running at once")
     add("--max-num-tokens", type=int, default=8192, metavar="N", help="of one step")
@@ -59,7 +61,7 @@ def add_peer(parser: argparse.ArgumentParser) -> None:
 
 def loads_of(args: argparse.Namespace, default: Sequence[str]) -> list[Load]:
     """The loads to run; raises ConfigError."""
-    sizes = ("threads", "tp_size", "pp_size", "moe_ep_size")
+    sizes = ("threads", "tp_size", "pp_size", "dp_size", "moe_ep_size")
     for name in ("runs", "max_num_seqs", "max_num_tokens", *sizes):
         if getattr(args, name) < 1:
             raise ConfigError(f"--{name.replace('_', '-')} is below 1")
@@ -68,15 +70,14 @@ def loads_of(args: argparse.Namespace, default: Sequence[str]) -> list[Load]:
 
 def parallel_config(args: argparse.Namespace) -> ParallelConfig:
     """The ranks' layout; raises ConfigError."""
-    if args.tp_size % args.moe_ep_size:
-        raise ConfigError(
-            f"--moe-ep-size {args.moe_ep_size} does not divide --tp-size {args.tp_size}"
-        )
+    parts = args.moe_ep_size if args.moe_ep_size > 1 else -1
+    moe_tp_size, moe_ep_size = expert_sizes(-1, parts, args.tp_size, args.dp_size)
     return ParallelConfig(
         tp_size=args.tp_size,
         pp_size=args.pp_size,
-        moe_tp_size=args.tp_size // args.moe_ep_size,
-        moe_ep_size=args.moe_ep_size,
+        dp_size=args.dp_size,
+        moe_tp_size=moe_tp_size,
+        moe_ep_size=moe_ep_size,
     )
 
 

@@ -85,6 +85,9 @@ def connected(config: EngineConfig) -> Iterator[Ranks]:
         control = connect_control(world, _SILENCE_S)
         group = connect_group(world.subgroup(topology.tp_ranks), device, _SILENCE_S)
         links = PipelineLinks.connect(world, topology, _SILENCE_S)
+        if parallel.expert_lanes > 1:
+            stage_world = world.subgroup(topology.stage_ranks)
+            links.expert_ranks = connect_group(stage_world, device, _SILENCE_S)
         yield Ranks(topology, device, control, group, links, world)
         control.close()
         links.close()
@@ -101,14 +104,15 @@ def connected(config: EngineConfig) -> Iterator[Ranks]:
 def _place(parallel: ParallelConfig, world: World) -> ParallelLayout:
     if world.size != parallel.world_size:
         raise ConfigError(
-            f"tp_size {parallel.tp_size} times pp_size {parallel.pp_size} needs "
-            f"{parallel.world_size} ranks but {world.size} run. Start the command by "
-            f"mpirun -n {parallel.world_size}, or correct the sizes."
+            f"tp_size {parallel.tp_size} times pp_size {parallel.pp_size} times dp_size "
+            f"{parallel.dp_size} needs {parallel.world_size} ranks but {world.size} run. Start "
+            f"the command by mpirun -n {parallel.world_size}, or correct the sizes."
         )
     return ParallelLayout(
         rank=world.rank,
         tp_size=parallel.tp_size,
         pp_size=parallel.pp_size,
+        dp_size=parallel.dp_size,
         hosts=world.hosts,
     )
 

@@ -128,6 +128,7 @@ class _Subject:
             "gpus": self.parallel.world_size if self.device.type == "cuda" else 0,
             "tp_size": self.parallel.tp_size,
             "pp_size": self.parallel.pp_size,
+            "dp_size": self.parallel.dp_size,
             "moe_ep_size": self.parallel.expert_parts,
             "isl": load.isl,
             "osl": load.osl,

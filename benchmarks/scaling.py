@@ -2,9 +2,9 @@
 
     .venv/bin/python benchmarks/scaling.py --json benchmarks/results/scaling_cpu.jsonl
 
-Each layout is a word such as ``tp2``, ``pp2``, ``tp2pp2`` or ``tp4ep2``: ranks of a tensor
-group, pipeline stages, parts that share experts out. Each is a job of its own: one `trimaran
-bench throughput` over as many ranks, started by mpirun, with weights made at random. The limit
+Each layout is a word such as ``tp2``, ``pp2``, ``tp2pp2``, ``tp4ep2`` or ``dp2ep2``: ranks of a
+tensor group, stages, parts that share experts out, lanes. Each is a job of its own: a
+`trimaran bench throughput` over as many ranks, started by mpirun, with weights made at random. The limit
 is that of all its devices together, measured while all of them work, as if nothing had to
 travel between them. What is not a flag here goes to `trimaran bench throughput` as it is, such
 as ``--load 128/128x64``. A layout that the engine refuses ends the run.
@@ -27,7 +27,7 @@ from trimaran.comm.errors import ConfigError
 from trimaran.launcher.config import MpiConfig
 from trimaran.launcher.mpi_launch import compose, find_mpi, starter_env
 
-AXES = {"tp": "--tp-size", "pp": "--pp-size", "ep": "--moe-ep-size"}
+AXES = {"tp": "--tp-size", "pp": "--pp-size", "dp": "--dp-size", "ep": "--moe-ep-size"}
 COMMAND = (
     "import sys; from trimaran.launcher.cli import main; sys.exit(main(sys.argv[1:]))",
     "bench",
@@ -38,11 +38,11 @@ Line = dict[str, Any]
 
 def sizes_of(layout: str) -> dict[str, int]:
     """The sizes that a layout's word names, 1 for the others; raises ConfigError."""
-    found = re.fullmatch(r"((?:tp|pp|ep)\d+)+", layout)
-    named = re.findall(r"(tp|pp|ep)(\d+)", layout)
+    found = re.fullmatch(r"((?:tp|pp|dp|ep)\d+)+", layout)
+    named = re.findall(r"(tp|pp|dp|ep)(\d+)", layout)
     if found is None or len(dict(named)) < len(named) or "0" in dict(named).values():
         raise ConfigError(f"{layout!r} is not a layout such as tp2, pp2, tp2pp2 or tp4ep2")
-    return {"tp": 1, "pp": 1, "ep": 1, **{axis: int(size) for axis, size in named}}
+    return {**dict.fromkeys(AXES, 1), **{axis: int(size) for axis, size in named}}
 
 
 def command_of(layout: str, passed: list[str], output: str) -> list[str]:
@@ -51,7 +51,7 @@ def command_of(layout: str, passed: list[str], output: str) -> list[str]:
     command = [sys.executable, "-c", *COMMAND, *passed, "--output", output]
     for axis, size in sizes.items():
         command += [AXES[axis], str(size)]
-    world_size = sizes["tp"] * sizes["pp"]
+    world_size = sizes["tp"] * sizes["pp"] * sizes["dp"]
     if world_size == 1:
         return command
     return compose(find_mpi(MpiConfig()), world_size, command, oversubscribe=True)

@@ -52,8 +52,8 @@ def test_results_name_the_load_the_limit_and_the_command(tmp_path, capsys, comma
         (["--runs", "0"], "--runs is below 1"),
         (["--model", "nowhere"], "holds no config.json"),
         (["--gpu-memory", "1.5"], "--gpu-memory is 1.5"),
-        (["--tp-size", "2"], "needs 2 ranks but 1 run. Start the command by mpirun -n 2"),
-        (["--tp-size", "2", "--moe-ep-size", "3"], "--moe-ep-size 3 does not divide"),
+        (["--tp-size", "2"], "needs 2 ranks but 1 run"),
+        (["--tp-size", "2", "--moe-ep-size", "3"], "--moe-ep-size (3) must be --tp-size (2)"),
     ],
 )
 def test_what_cannot_be_measured_is_refused(capsys, flags, complaint):

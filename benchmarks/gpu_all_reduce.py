@@ -1,0 +1,127 @@
+"""Time of one all-reduce among GPUs of a host, from CUDA graphs: NCCL, our kernels, torch's.
+
+mpirun -n 2 python benchmarks/gpu_all_reduce.py --json benchmarks/results/all_reduce_h200.jsonl
+
+Each row is the median of replays of a graph that holds many sums of one size, divided by their
+number; the sums come one after another, as in a decode step. ``peer one-shot`` and ``peer
+two-shot`` are `kernels/triton_peer_sum.py`, ``torch`` are the operators of
+torch.distributed._symmetric_memory with the copies they need. Our kernels are compared with NCCL
+first.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from trimaran.comm import mpi
+from trimaran.comm.collectives import connect_group
+from trimaran.comm.peer_memory import map_peer_memory
+from trimaran.comm.process_group import NcclGroup
+from trimaran.kernels.triton_peer_sum import PeerSum, region_bytes
+from trimaran.worker.peer_sums import check_sums
+
+SIZES = [1 << shift for shift in range(12, 27)]
+MOST_BYTES = SIZES[-1]
+CALLS, REPLAYS = 40, 20
+Sum = Callable[[torch.Tensor], object]
+
+
+def ways_of(group: NcclGroup) -> dict[str, tuple[int, Sum]]:
+    """By name: the largest size in bytes, and what sums a tensor in place."""
+    memory = map_peer_memory(group, region_bytes(group.size, MOST_BYTES))
+    ways: dict[str, tuple[int, Sum]] = {"nccl": (MOST_BYTES, group.all_reduce)}
+    # One set of counters a region, so two ways need two.
+    again = map_peer_memory(group, region_bytes(group.size, MOST_BYTES))
+    for name, own, one_shot in (("one-shot", memory, MOST_BYTES), ("two-shot", again, 0)):
+        sums = PeerSum(own.addresses, group.rank, MOST_BYTES, one_shot, group.device, own)
+        check_sums(group, sums)
+        ways[f"peer {name}"] = (MOST_BYTES, sums)
+    return {**ways, **torch_ways(group)}
+
+
+def torch_ways(group: NcclGroup) -> dict[str, tuple[int, Sum]]:
+    """Torch's own kernels, with the copies that they need."""
+    from torch.distributed import _symmetric_memory
+
+    symmetric: Any = _symmetric_memory
+    name = group.handle.group_name
+    buffer = symmetric.empty(MOST_BYTES // 2, dtype=torch.bfloat16, device=group.device)
+    symmetric.rendezvous(buffer, name)
+    ops = torch.ops.symm_mem
+
+    def one_shot(x: torch.Tensor) -> None:
+        part = buffer[: x.numel()]
+        ops.one_shot_all_reduce_copy_out(part, x, "sum", name, x)
+
+    def two_shot(x: torch.Tensor) -> None:
+        part = buffer[: x.numel()]
+        part.copy_(x)
+        ops.two_shot_all_reduce_(part, "sum", name)
+        x.copy_(part)
+
+    return {"torch one-shot": (8 << 20, one_shot), "torch two-shot": (MOST_BYTES, two_shot)}
+
+
+def microseconds(call: Sum, x: torch.Tensor) -> float:
+    """Of one call in a graph of many."""
+    call(x)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        for _ in range(CALLS):
+            call(x)
+    times = []
+    for _ in range(REPLAYS):
+        # Sums of sums would leave the range of the type.
+        x.normal_().mul_(1e-6)
+        torch.cuda.synchronize()
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end))
+    torch.cuda.synchronize()
+    return 1e3 * statistics.median(times) / CALLS
+
+
+def main() -> None:
+    """Print a table on rank 0."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--json", metavar="FILE", help="append the rows as JSON lines")
+    args = parser.parse_args()
+    world = mpi.World.discover()
+    device = torch.device("cuda", world.local_rank)
+    torch.cuda.set_device(device)
+    group = connect_group(world, device, 120.0)
+    assert isinstance(group, NcclGroup)
+    ways = ways_of(group)
+    if world.rank == 0:
+        print(f"{world.size} x {torch.cuda.get_device_name(device)}, bf16, microseconds")
+        print(f"{'KiB':>8}  " + "  ".join(f"{name:>14}" for name in ways))
+    for num_bytes in SIZES:
+        x = torch.empty(num_bytes // 2, dtype=torch.bfloat16, device=device)
+        found = {}
+        for name, (most, call) in ways.items():
+            if num_bytes <= most:
+                found[name] = round(max(world.comm.allgather(microseconds(call, x))), 2)
+        if world.rank == 0:
+            cells = (f"{found.get(name, float('nan')):14.2f}" for name in ways)
+            print(f"{num_bytes >> 10:8}  " + "  ".join(cells), flush=True)
+            if args.json:
+                line = {"ranks": world.size, "bytes": num_bytes, "us": found}
+                with open(args.json, "a", encoding="utf-8") as file:
+                    file.write(json.dumps(line) + "\n")
+    group.close()
+    mpi.finalize()
+
+
+if __name__ == "__main__":
+    main()
