@@ -6,11 +6,12 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from trimaran.kernels.attention import AttentionMetadata, AttentionSpec
+from trimaran.kernels.attention import AttentionMetadata, AttentionSpec, LatentHeads
 from trimaran.kernels.dispatch import Ops
 from trimaran.worker.layers.rotary import RotaryEmbedding
 
-# Shapes: T tokens of the step, N query heads, K key-value heads, A = N + 2 K, H head size.
+# Shapes: T tokens of the step, N query heads, K key-value heads, A = N + 2 K, H head size,
+# V dims of a value.
 
 
 class PagedAttention:
@@ -61,3 +62,19 @@ class PagedAttention:
     ) -> Tensor:
         """Attend to keys and values that are in their slots already. Returns [T, N, H]."""
         return self._ops.paged_attention(query_TNH, kv_cache, metadata, self.spec)
+
+    def attend_to_latents(
+        self,
+        query_TNH: Tensor,
+        vectors: tuple[Tensor, Tensor],
+        kv_cache: Tensor,
+        metadata: AttentionMetadata,
+        heads: LatentHeads,
+    ) -> Tensor:
+        """Attend to latent vectors that are in their slots already. Returns [T, N, V].
+
+        ``vectors`` are those of the step's own tokens, and their rotated keys.
+        """
+        return self._ops.latent_attention(
+            query_TNH, *vectors, kv_cache, metadata, self.spec, heads
+        )

@@ -8,14 +8,10 @@ from typing import ClassVar
 
 from torch import Tensor, nn
 
-from trimaran.worker.attention.backend import (
-    AttentionBackend,
-    ForwardContext,
-    KVCacheSpec,
-    attention_spec,
-)
+from trimaran.kernels.attention import LatentHeads
+from trimaran.worker.attention.backend import ForwardContext, KVCacheSpec, attention_spec
 from trimaran.worker.attention.paged import PagedAttention
-from trimaran.worker.layers.head_linear import HeadLinear
+from trimaran.worker.layers.head_matrices import HeadMatrices
 from trimaran.worker.layers.linear import (
     ColumnParallelLinear,
     LayerContext,
@@ -61,11 +57,8 @@ class LatentAttention(nn.Module):
         number: int,
     ) -> None:
         super().__init__()
-        heads, hidden, rank = (
-            config.num_attention_heads,
-            config.hidden_size,
-            config.kv_lora_rank,
-        )
+        heads, hidden = config.num_attention_heads, config.hidden_size
+        rank = config.kv_lora_rank
         self._head_size, self._latent_size = config.head_size, rank
         self._query_rank = config.q_lora_rank
         parts = {"q": config.q_lora_rank} if config.q_lora_rank else {}
@@ -82,8 +75,8 @@ class LatentAttention(nn.Module):
         )
         self.kv_norm = RMSNorm(context, rank, _LATENT_NORM_EPSILON)
         keys, rows = config.qk_nope_head_dim, config.qk_nope_head_dim + config.v_head_dim
-        self.key_up = HeadLinear(context, share, rows, range(keys), rank, is_transposed=True)
-        self.value_up = HeadLinear(context, share, rows, range(keys, rows), rank)
+        self.key_up = HeadMatrices(context, share, rows, range(keys), rank, is_transposed=True)
+        self.value_up = HeadMatrices(context, share, rows, range(keys, rows), rank)
         self.o_proj = RowParallelLinear(
             context, share.times(config.v_head_dim), hidden, bias=config.attn_bias
         )
@@ -91,7 +84,7 @@ class LatentAttention(nn.Module):
         # Shared by all layers and owned by the model.
         self._rotary = [rotary]
         spec = replace(attention_spec(config, number), latent_size=rank)
-        self.backend: AttentionBackend = PagedAttention(context.ops, spec)
+        self.backend = PagedAttention(context.ops, spec)
 
     def forward(
         self,
@@ -108,6 +101,7 @@ class LatentAttention(nn.Module):
         metadata, rotary, query_rank = context.attention, self._rotary[0], self._query_rank
         vectors = self.down_proj.forward(hidden_TD)
         latent_TL = vectors[:, query_rank : query_rank + self._latent_size]
+        key_TR = vectors[:, query_rank + self._latent_size :]
         query_input = hidden_TD
         if query_rank:
             query_input, _ = self.q_norm.forward(vectors[:, :query_rank], None)
@@ -117,15 +111,18 @@ class LatentAttention(nn.Module):
         self._ops.rope_and_cache_latent(
             query_TNH,
             latent_TL,
-            vectors[:, query_rank + self._latent_size :],
+            key_TR,
             rotary.cos_sin,
             positions_T,
             kv_cache,
             metadata.slot_mapping,
             rotary.is_neox,
         )
-        output_TNL = self.backend.attend(self.key_up.forward(query_TNH), kv_cache, metadata)
-        return self.o_proj.add_to(residual_TD, self.value_up.forward(output_TNL).flatten(1))
+        heads = LatentHeads(self.key_up.weight, self.value_up.weight)
+        output_TNV = self.backend.attend_to_latents(
+            query_TNH, (latent_TL, key_TR), kv_cache, metadata, heads
+        )
+        return self.o_proj.add_to(residual_TD, output_TNV.flatten(1))
 
 
 class DeepseekLayer(ExpertLayer):

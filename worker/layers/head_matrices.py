@@ -7,14 +7,14 @@ from torch import Tensor, nn
 from trimaran.worker.layers.linear import LayerContext, check_shape, copy_share
 from trimaran.worker.layers.shares import Share
 
-# Shapes: T tokens of the step, N heads of this rank, D inputs and E outputs of a head.
+# Shapes: N heads of this rank, E rows and D columns of a head's matrix.
 
 
-class HeadLinear(nn.Module):
-    """One matrix [E, D] a head.
+class HeadMatrices(nn.Module):
+    """One matrix [E, D] a head: ``weight`` [N, E, D].
 
-    A whole checkpoint holds the matrices of several such layers side by side: ``rows`` of a
-    head's rows are this layer's, transposed with ``is_transposed``.
+    A whole checkpoint holds several of them in one tensor, a head behind the other: ``rows``
+    of a head's rows are these, transposed with ``is_transposed``.
     """
 
     def __init__(
@@ -35,11 +35,6 @@ class HeadLinear(nn.Module):
         self._heads = heads
         shape = (width, len(rows)) if is_transposed else (len(rows), width)
         self.weight = context.empty(heads.size, *shape)
-        self._ops = context.ops
-
-    def forward(self, x_TNH: Tensor) -> Tensor:
-        """Each head's first D dims times its matrix, and its other dims behind the product."""
-        return self._ops.head_linear(x_TNH, self.weight)
 
     def weight_loader(self, parameter: nn.Parameter, loaded: Tensor, shard: str = "") -> None:
         """Copy this layer's rows of this rank's heads."""
