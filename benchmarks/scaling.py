@@ -2,12 +2,13 @@
 
     .venv/bin/python benchmarks/scaling.py --json benchmarks/results/scaling_cpu.jsonl
 
-Each layout is a word such as ``tp2``, ``pp2``, ``tp2pp2``, ``tp4ep2`` or ``dp2ep2``: ranks of a
-tensor group, stages, parts that share experts out, lanes. Each is a job of its own: a
-`trimaran bench throughput` over as many ranks, started by mpirun, with weights made at random. The limit
-is that of all its devices together, measured while all of them work, as if nothing had to
-travel between them. What is not a flag here goes to `trimaran bench throughput` as it is, such
-as ``--load 128/128x64``. A layout that the engine refuses ends the run.
+Each layout is a word such as ``tp2``, ``pp2``, ``tp2pp2``, ``tp4ep2`` or ``dp2ep2``: ranks of
+a tensor group, stages, parts that share experts out, lanes. Each is a job of its own: a
+`trimaran bench throughput` over as many ranks, started by mpirun, with weights made at
+random. The limit is that of all its devices together, measured while all of them work, as if
+nothing had to travel between them. What is not a flag here goes to `trimaran bench
+throughput` as it is, such as ``--load 128/128x64``. A layout that the engine refuses ends the
+run.
 """
 
 from __future__ import annotations
