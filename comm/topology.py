@@ -139,6 +139,16 @@ class ParallelLayout:
         """Hosts that the group spans."""
         return len(set(self.hosts)) if self.hosts else 1
 
+    @property
+    def split_tensor_groups(self) -> list[tuple[int, ...]]:
+        """Tensor groups with ranks on several hosts, where every layer waits for a network."""
+        groups = [
+            tuple(range(first, first + self.tp_size))
+            for first in range(0, self.world_size, self.tp_size)
+        ]
+        hosts = self.hosts or ("",) * self.world_size
+        return [ranks for ranks in groups if len({hosts[rank] for rank in ranks}) > 1]
+
     def coord_of(self, rank: int) -> Coord:
         """Position of any rank."""
         stage, tp = divmod(rank, self.tp_size)

@@ -40,6 +40,7 @@ class Draft:
             devices=self.devices,
             needs_gpus=self.group.engine.device == "cuda",
             num_nodes=self.num_nodes,
+            num_together=self.group.engine.parallel.tp_size,
         )
 
 

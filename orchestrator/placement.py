@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from trimaran.comm.errors import ConfigError
 
@@ -35,6 +35,9 @@ class GroupNeed:
 
     num_nodes: int = 1
     """Hosts that the ranks are spread over evenly; 0: as many as it takes, in order."""
+
+    num_together: int = 1
+    """Ranks of a tensor group: neighbours that are kept on one host if there is a way."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,6 +72,8 @@ def place(
     # The largest first: small groups fit into what is left, not the other way round.
     for need in sorted(needs, key=lambda need: (not need.devices, -need.num_ranks)):
         found = _seats_for(need, hosts, seats)
+        if found is None and need.num_together > 1:
+            found = _seats_for(replace(need, num_together=1), hosts, seats)
         if found is None:
             text = f"{_why_not(need, hosts, seats)}\n{picture(hosts, seats, [need])}"
             raise NoPlaceError(need.name, text)
@@ -89,6 +94,8 @@ def _seats_for(
         left = need.num_ranks - len(found)
         room = _room(need, host, seats, len(found))
         count = min(left, room) if not share else share if room >= share else 0
+        if not share:
+            count -= count % need.num_together
         named = need.devices[len(found) : len(found) + count]
         devices = named or _free_devices(need, host, seats, count)
         found += [

@@ -133,6 +133,14 @@ class RankProcess:
             dp_size=parallel.dp_size,
             hosts=world.hosts,
         )
+        if topology.is_leader and topology.split_tensor_groups:
+            logger.warning(
+                "tensor groups of ranks %s span hosts: every layer waits for the network. Give "
+                "each host a multiple of tp_size (%d) ranks, or share the layers out by "
+                "--pp-size instead",
+                topology.split_tensor_groups,
+                topology.tp_size,
+            )
         self._times.end("torch")
         device = select_device(config.engine, topology)
         self._device = str(device)

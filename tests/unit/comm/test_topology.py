@@ -43,6 +43,14 @@ def test_local_ranks_count_per_host():
     assert layout.num_hosts == 2
 
 
+def test_tensor_groups_that_span_hosts_are_known():
+    near = ParallelLayout(tp_size=2, pp_size=2, hosts=("a", "a", "b", "b"))
+    far = ParallelLayout(tp_size=2, dp_size=2, hosts=("a", "b", "b", "b"))
+
+    assert near.split_tensor_groups == []
+    assert far.split_tensor_groups == [(0, 1)]
+
+
 def test_only_the_ends_of_the_pipeline_embed_and_compute_logits():
     layouts = [ParallelLayout(rank=rank, pp_size=3) for rank in range(3)]
 

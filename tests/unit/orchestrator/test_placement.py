@@ -59,6 +59,19 @@ def test_ranks_may_fill_the_hosts_in_order():
     assert [seat.host for seat in seats] == ["a", "a", "a", "b"]
 
 
+def test_tensor_groups_stay_on_one_host_where_there_is_room_for_them():
+    def hosts_of(need, *slots):
+        hosts = [Host(name=name, num_slots=n) for name, n in zip("abc", slots, strict=False)]
+        return "".join(seat.host for seat in place([need], hosts))
+
+    pairs = GroupNeed(name="m", num_ranks=4, num_nodes=0, num_together=2)
+
+    assert hosts_of(pairs, 3, 3) == "aabb"
+    assert hosts_of(pairs, 1, 2, 3) == "bbcc"
+    # Rather over two hosts than not at all.
+    assert hosts_of(pairs, 1, 3) == "abbb"
+
+
 def test_a_gpu_asked_for_twice_is_refused_with_both_groups_and_a_picture():
     text = refusal([gpus("llama", 2, "0", "1"), gpus("gpt", 2, "1", "2")], [FOUR_GPUS])
     assert "group 'gpt' asks for GPU 1, which group 'llama' has." in text
