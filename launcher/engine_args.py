@@ -14,6 +14,7 @@ from trimaran.server.model_repository import RepositoryModel
 from trimaran.server.queue_policy import QueuePolicy
 from trimaran.worker.config import EngineConfig, GuidedConfig, ParallelConfig, SchedulerConfig
 from trimaran.worker.engine_folder import EngineFolder, FolderKind
+from trimaran.worker.experts_config import ExpertsConfig
 from trimaran.worker.parallel_sizes import AskedSizes, layout_of
 
 _BATCHING = {
@@ -52,6 +53,7 @@ class EngineFlags:
     collective_graphs: bool = False
     all_reduce: str = "nccl"
     adapter_graphs: bool = False
+    experts: ExpertsConfig = field(default_factory=ExpertsConfig)
 
 
 def engine_config(
@@ -73,6 +75,9 @@ def engine_config(
         if flags.sizes.world_size or not num_named:
             raise
         raise ConfigError(f"{model.config_path} places it on {num_named}: {error}") from None
+    flags.experts.check(
+        folder.config.num_experts, parallel.expert_parts, is_deterministic=flags.deterministic
+    )
     device = resolve_device(flags.device)
     graphs = model.parameters.get_bool("cuda_graph_mode")
     return EngineConfig(
@@ -93,6 +98,7 @@ def engine_config(
         scheduler=_scheduler(model, folder, flags, parallel.pp_size),
         cache=cache_config(model, flags.tokens_per_block or folder.build.tokens_per_block),
         lora=lora_config(model, folder, has_graphs=flags.adapter_graphs),
+        experts=flags.experts,
     )
 
 

@@ -62,6 +62,8 @@ _RARE = (
     "dp_size",
     "moe_tp_size",
     "moe_ep_size",
+    "moe_rebalance_steps",
+    "moe_redundant_experts",
     "load_format",
     "tokens_per_block",
     "expected_output_tokens",
@@ -271,6 +273,10 @@ def _add_size_flags(parser: argparse.ArgumentParser) -> None:
     for name, what in sizes.items():
         add(f"--moe-{name}-size", type=int, default=-1, metavar="N",
             help=f"{what}, in each tensor group or over all lanes (the folder's)")  # fmt: skip
+    add("--moe-rebalance-steps", type=positive, default=0, metavar="N",
+        help="every N steps, experts change ranks after what they have to do (never)")  # fmt: skip
+    add("--moe-redundant-experts", type=positive, default=0, metavar="N",
+        help="places of a layer for second copies of its busiest experts (none)")  # fmt: skip
 
 
 def _add_process_flags(parser: argparse.ArgumentParser) -> None:

@@ -14,6 +14,7 @@ from trimaran.launcher.job import Job, current_job
 from trimaran.launcher.serve_flags import DEFAULT_LOG_FILE
 from trimaran.server.config import FrontendConfig
 from trimaran.worker.config import ProfileConfig
+from trimaran.worker.experts_config import ExpertsConfig
 from trimaran.worker.parallel_sizes import AskedSizes
 from trimaran.worker.stages import parse_partition
 
@@ -172,6 +173,10 @@ def engine_flags(args: argparse.Namespace) -> EngineFlags:
         collective_graphs=args.collective_graphs,
         all_reduce=args.all_reduce,
         adapter_graphs=args.adapter_graphs,
+        experts=ExpertsConfig(
+            rebalance_steps=args.moe_rebalance_steps,
+            num_redundant=args.moe_redundant_experts,
+        ),
     )
 
 

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, ClassVar
 
 from trimaran.comm.errors import ConfigError
+from trimaran.worker.experts_config import ExpertsConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -260,6 +261,7 @@ class EngineConfig:
     cache: CacheConfig = field(default_factory=CacheConfig)
     guided: GuidedConfig = field(default_factory=GuidedConfig)
     lora: LoraConfig = field(default_factory=LoraConfig)
+    experts: ExpertsConfig = field(default_factory=ExpertsConfig)
 
     def __post_init__(self) -> None:
         most = self.parallel.pp_size + 1
@@ -297,6 +299,7 @@ class EngineConfig:
         values["cache"] = CacheConfig(**{**cache, "attention_windows": windows})
         values["lora"] = LoraConfig(**values["lora"])
         values["guided"] = GuidedConfig(**values["guided"])
+        values["experts"] = ExpertsConfig(**values["experts"])
         values["gpu_device_ids"] = tuple(values["gpu_device_ids"])
         return cls(**values)
 

@@ -272,6 +272,7 @@ class Engine:
                 self._control.broadcast(step.decision.encode())
             output = self.runner.execute_model(step.decision)
             self.times.launched(output.marks)
+            self._balance_experts()
             self._in_flight.append((step, output))
         launched = self.times.enter(Part.EMIT)
         if step is not None:
@@ -365,5 +366,12 @@ class Engine:
         output = self.runner.execute_model(decision)
         # Its events are used again once the device has passed them.
         self.times.launched(output.marks)
+        self._balance_experts()
         if self._profile is not None:
             self._profile.end_step(decision.step)
+
+    def _balance_experts(self) -> None:
+        """Behind a step on every rank: experts may change ranks."""
+        assert self._loaded is not None
+        if self._loaded.expert_loads is not None:
+            self._loaded.expert_loads.after_step()

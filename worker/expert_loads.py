@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -16,6 +17,14 @@ from trimaran.worker.models.interfaces import CausalLM
 
 _PERIOD_S = 1.0
 """Least time between two reports of an engine that is at work."""
+
+
+class Balances(Protocol):
+    """Whoever moves experts after their loads."""
+
+    def after_step(self) -> None:
+        """Count a step, and act if it is time."""
+        ...
 
 
 class ExpertLoads:
@@ -39,20 +48,23 @@ class ExpertLoads:
         self._copied = torch.cuda.Event() if is_gpu else None  # type: ignore[no-untyped-call]
         self._is_copying = False
         self._next_s = 0.0
+        self.balancer: Balances | None = None
+        """What acts upon the counts."""
 
     @classmethod
     def of(cls, model: CausalLM, num_tokens: Tensor | None) -> ExpertLoads | None:
         """Counts of a model's layers from now on; None if none of them has experts."""
-        mixtures = {
-            int(name.split(".")[1]): module
-            for name, module in model.named_modules()
-            if isinstance(module, ExpertMLP)
-        }
+        mixtures = mixtures_of(model)
         return cls(mixtures, num_tokens) if mixtures else None
 
     def reset(self) -> None:
         """Forget what was counted so far."""
         self.counts_LX.zero_()
+
+    def after_step(self) -> None:
+        """Let the balancer act if it is time. Collective over the ranks that share experts."""
+        if self.balancer is not None:
+            self.balancer.after_step()
 
     def report(self, *, is_idle: bool) -> ExpertReport | None:
         """What there is to tell, if it is time; counts are those of some moments ago, unless
@@ -86,3 +98,12 @@ class ExpertLoads:
 
     def _told(self) -> ExpertReport:
         return ExpertReport(layers=self.layers, counts=self._host_LX.numpy().tobytes())
+
+
+def mixtures_of(model: CausalLM) -> dict[int, ExpertMLP]:
+    """A stage's mixtures by the number of their layer."""
+    return {
+        int(name.split(".")[1]): module
+        for name, module in model.named_modules()
+        if isinstance(module, ExpertMLP)
+    }

@@ -18,6 +18,7 @@ from trimaran.kernels.sampling import CpuSampling
 from trimaran.worker.config import CacheConfig, EngineConfig, SchedulerConfig
 from trimaran.worker.cuda_graphs import graph_sizes, prompt_graph_sizes
 from trimaran.worker.device_inputs import DeviceInputs
+from trimaran.worker.expert_balance import balance_experts
 from trimaran.worker.expert_loads import ExpertLoads
 from trimaran.worker.input_batch import InputBatch
 from trimaran.worker.kv_cache.host_copies import HostCopies
@@ -107,6 +108,7 @@ def load_engine(
     # Before graphs are captured: counting is a part of them.
     num_tokens = inputs.num_tokens if isinstance(inputs, DeviceInputs) else None
     expert_loads = ExpertLoads.of(model, num_tokens)
+    balance_experts(model, expert_loads, config.experts)
     most_tokens = max(limits.max_num_batched_tokens, limits.max_num_seqs)
     links.open(topology, device, (most_tokens, model.config.hidden_size), model.dtype)
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from trimaran.kernels.routing import ExpertCounter, ExpertRouting, Scoring
 from trimaran.worker.layers.activation import GatedActivation
 from trimaran.worker.layers.expert_dispatch import ExpertDispatch
+from trimaran.worker.layers.expert_places import ExpertPlaces
 from trimaran.worker.layers.linear import (
     LayerContext,
     MergedColumnParallelLinear,
@@ -81,17 +82,21 @@ class Router(WholeLinear):
         self.counter: ExpertCounter | None = None
         """Where choices are counted."""
 
+        self.places: ExpertPlaces | None = None
+        """Where experts are; None where each is at the place of its number."""
+
         self.correction_bias: nn.Parameter | None = None
         if config.topk_method == CORRECTED:
             values = torch.empty(config.num_experts, device=context.device)
             self.correction_bias = nn.Parameter(values, requires_grad=False)
 
     def choose(self, x_TD: Tensor) -> tuple[Tensor, Tensor]:
-        """Weights [T, C] float32 and numbers [T, C] int32 of each token's experts."""
+        """Weights [T, C] float32 and places [T, C] int32 of each token's experts."""
         logits_TX = self._ops.router_logits(x_TD, self.weight)
-        return self._ops.choose_experts(
+        weights, ids = self._ops.choose_experts(
             logits_TX, self._routing, self.correction_bias, self.counter
         )
+        return weights, ids if self.places is None else self.places.of(ids, logits_TX)
 
 
 class Experts(nn.Module):
@@ -121,6 +126,17 @@ class Experts(nn.Module):
         return self._ops.expert_mlp(
             x_TD, weights_TC, ids_TC, self.gate_up, self.down, self.first
         )
+
+    def make_places(self, num_spare: int) -> None:
+        """Own the memory of the matrices, with so many places behind the last one."""
+        num_held = self.gate_up.shape[0]
+        for parameter in (self.gate_up, self.down):
+            # What was loaded may be mapped from a file that must not be written.
+            shape = (num_held + num_spare, *parameter.shape[1:])
+            places = parameter.data.new_empty(shape)
+            places[:num_held] = parameter.data
+            parameter.data = places
+        self.first = self.first // num_held * (num_held + num_spare)
 
     def weight_loader(self, parameter: nn.Parameter, loaded: Tensor, shard: str = "") -> None:
         """Copy this rank's part of one of its experts' whole matrices.
@@ -190,6 +206,14 @@ class ExpertMLP(nn.Module):
         if self.shared_expert is not None:
             output_TD += self.shared_expert.forward(hidden_TD)
         return self._tp.all_reduce(output_TD)
+
+    def make_places(self, places: ExpertPlaces, num_spare: int) -> None:
+        """Let experts be where ``places`` says, with so many more places on each rank.
+
+        After the weights are loaded, and before graphs are captured.
+        """
+        self.router.places = places
+        self.experts.make_places(num_spare)
 
     def help_others(self) -> None:
         """Run other lanes' tokens in a step that has none in this one.

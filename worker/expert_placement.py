@@ -1,0 +1,169 @@
+"""Which part of the ranks holds which experts, and a better arrangement for what they do."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+IntArray = NDArray[np.int64]
+FloatArray = NDArray[np.float64]
+
+# Shapes: X experts of a layer, P parts of the ranks, K places of a part.
+
+EMPTY = -1
+
+_WORTH = 0.95
+"""Experts move for an imbalance that falls below this share of what it is."""
+
+
+class Move(NamedTuple):
+    """A copy of an expert's matrices from one place to another."""
+
+    from_part: int
+    from_place: int
+    to_part: int
+    to_place: int
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """The expert at each place of each part; some are empty, some experts are at several parts.
+
+    Places are numbered through, part after part, as the routing wants them.
+    """
+
+    experts: IntArray
+    """[P, K]; `EMPTY` where there is none."""
+
+    num_experts: int
+
+    @classmethod
+    def initial(cls, num_experts: int, num_parts: int, num_redundant: int = 0) -> Placement:
+        """Every expert once, in their order, as ranks load them; redundant places are empty.
+
+        Both numbers are multiples of ``num_parts``.
+        """
+        own = np.arange(num_experts, dtype=np.int64).reshape(num_parts, -1)
+        empty = np.full((num_parts, num_redundant // num_parts), EMPTY, dtype=np.int64)
+        return cls(np.concatenate([own, empty], axis=1), num_experts)
+
+    def num_copies(self) -> IntArray:
+        """Places of each expert, [X]."""
+        held = self.experts[self.experts != EMPTY]
+        return np.bincount(held, minlength=self.num_experts)
+
+    def places(self) -> IntArray:
+        """Numbers of each expert's places, [X, P]; behind the last one its first again."""
+        num_parts = self.experts.shape[0]
+        places = np.zeros((self.num_experts, num_parts), dtype=np.int64)
+        for expert in range(self.num_experts):
+            found = np.flatnonzero(self.experts.ravel() == expert)
+            places[expert] = found[0]
+            places[expert, : len(found)] = found
+        return places
+
+    def loads(self, tokens_X: IntArray) -> FloatArray:
+        """What falls to each part, [P], if each expert's tokens are shared by its places."""
+        shares_X = tokens_X / self.num_copies()
+        padded = np.append(shares_X, 0.0)
+        loads: FloatArray = padded[self.experts].sum(axis=1)
+        return loads
+
+    def imbalance(self, tokens_X: IntArray) -> float:
+        """The busiest part's load over the average; 1 without any load."""
+        loads_P = self.loads(tokens_X)
+        mean = float(loads_P.mean())
+        return float(loads_P.max()) / mean if mean else 1.0
+
+    def balanced(self, tokens_X: IntArray) -> Placement:
+        """A placement for these loads, or this one unless the busiest part then has some 5 %
+        less to do; equal on all ranks that know the same.
+
+        Places are given to whichever expert has most tokens a copy, one copy a part at most.
+        Copies go, the busiest first, to the part with the least to do that has room; what
+        stays at a part keeps its place there.
+        """
+        num_parts, num_places = self.experts.shape
+        copies_X = _copies(tokens_X, num_parts, num_parts * num_places)
+        parts = _spread(tokens_X / copies_X, copies_X, num_parts, num_places)
+        new = Placement(_keep_places(self.experts, parts), self.num_experts)
+        return new if new.imbalance(tokens_X) < _WORTH * self.imbalance(tokens_X) else self
+
+    def moves_to(self, other: Placement) -> list[Move]:
+        """The copies that make this placement the other; each source is a place of this one.
+
+        Of an expert at several parts, the sources take turns.
+        """
+        moves = []
+        for part, place in np.argwhere(other.experts != self.experts).tolist():
+            expert = other.experts[part, place]
+            if expert == EMPTY:
+                continue
+            sources = np.argwhere(self.experts == expert)
+            from_part, from_place = sources[(part + place) % len(sources)].tolist()
+            moves.append(Move(from_part, from_place, part, place))
+        return moves
+
+
+def _copies(tokens_X: IntArray, num_parts: int, num_places: int) -> IntArray:
+    copies = np.ones(len(tokens_X), dtype=np.int64)
+    for _ in range(num_places - len(tokens_X)):
+        shares = np.where(copies < num_parts, tokens_X / copies, 0.0)
+        busiest = int(shares.argmax())
+        if shares[busiest] <= 0:
+            break
+        copies[busiest] += 1
+    return copies
+
+
+def _spread(
+    shares_X: FloatArray, copies_X: IntArray, num_parts: int, num_places: int
+) -> list[list[int]]:
+    """Experts of each part."""
+    parts: list[list[int]] = [[] for _ in range(num_parts)]
+    loads = np.zeros(num_parts)
+    # First copies first: there is a place for each of them.
+    order = np.argsort(-shares_X, kind="stable").tolist()
+    for expert in order:
+        for copy in range(int(copies_X[expert])):
+            left = num_parts * num_places - sum(map(len, parts))
+            needed = len(shares_X) - len(set().union(*parts))
+            if copy and left <= needed:
+                break
+            fits = [
+                part
+                for part in range(num_parts)
+                if len(parts[part]) < num_places and expert not in parts[part]
+            ]
+            if not fits:
+                break
+            part = min(fits, key=lambda part: loads[part])
+            parts[part].append(expert)
+            loads[part] += shares_X[expert]
+    return parts
+
+
+def _keep_places(now_PK: IntArray, parts: list[list[int]]) -> IntArray:
+    """The same parts, named and arranged so that as few experts as possible move."""
+    num_parts, _ = now_PK.shape
+    wanted = [set(part) for part in parts]
+    overlaps = [
+        (-len(wanted[number].intersection(now_PK[part].tolist())), part, number)
+        for part in range(num_parts)
+        for number in range(num_parts)
+    ]
+    new_PK = np.full_like(now_PK, EMPTY)
+    named: dict[int, int] = {}
+    for _, part, number in sorted(overlaps):
+        if part in named or number in named.values():
+            continue
+        named[part] = number
+        stays = np.isin(now_PK[part], parts[number])
+        new_PK[part, stays] = now_PK[part, stays]
+        arriving = sorted(wanted[number].difference(now_PK[part].tolist()))
+        free = np.flatnonzero(new_PK[part] == EMPTY)[: len(arriving)]
+        new_PK[part, free] = arriving
+    return new_PK
