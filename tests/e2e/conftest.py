@@ -11,6 +11,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))
 
 from adapters import write_peft
+from multi_model import PAIR, WORLD_SIZES, MultiModel, write_models
 from served import DEMO_MODEL, Served, run_trimaran
 
 FILL = {
@@ -107,3 +108,17 @@ def plain_server(
     log = tmp_path_factory.mktemp("log") / "serve.log"
     with Served(repository, world_size=1, log_path=log) as server:
         yield server
+
+
+@pytest.fixture(scope="session")
+def leader_tokens(
+    demo_engine: Callable[[int], Path], tmp_path_factory: pytest.TempPathFactory
+) -> list[int]:
+    """What the model ``pair`` says in leader mode, in float32 and with nothing beside it."""
+    folder = tmp_path_factory.mktemp("leader")
+    repository = write_models(folder, demo_engine, (PAIR,))
+    flags = ("--dtype", "float32")
+    with MultiModel(repository, WORLD_SIZES[PAIR], flags, folder / "serve.log") as leader:
+        tokens = leader.stream(PAIR).finish()
+        assert leader.stop() == 0
+    return tokens

@@ -24,9 +24,12 @@ FILL = (
 )
 
 
-def write_models(folder: Path, engine: Callable[[int], Path]) -> Path:
-    """Two token-level models of different layouts, and nothing else."""
-    for model, world_size in WORLD_SIZES.items():
+def write_models(
+    folder: Path, engine: Callable[[int], Path], models: tuple[str, ...] = (PAIR, SINGLE)
+) -> Path:
+    """Token-level models of different layouts, and nothing else."""
+    for model in models:
+        world_size = WORLD_SIZES[model]
         scratch = folder / "filled" / model
         done = run_trimaran(
             "init-repo", str(scratch), "--models", "tensorrt_llm",

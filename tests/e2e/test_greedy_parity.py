@@ -83,7 +83,7 @@ def gpt2_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture(scope="module", params=["llama", "gpt2"])
+@pytest.fixture(scope="module")
 def case(request, gpt2_folder):
     """A checkpoint with its prompts and the reference answers."""
     folder = DEMO_MODEL if request.param == "llama" else gpt2_folder
@@ -93,7 +93,11 @@ def case(request, gpt2_folder):
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("world_size", [1, 2, 4])
+@pytest.mark.parametrize(
+    ("case", "world_size"),
+    [("llama", 1), ("llama", 2), ("llama", 4), ("gpt2", 2)],
+    indirect=["case"],
+)
 def test_greedy_ids_equal_transformers(
     case, world_size, build_engine, make_repository, tmp_path
 ):
@@ -111,7 +115,9 @@ def test_greedy_ids_equal_transformers(
 
 
 @pytest.mark.timeout(300)
-def test_experts_are_served_as_they_were_built(build_engine, make_repository, tmp_path):
+def test_experts_are_served_as_they_were_built_and_may_move(
+    build_engine, make_repository, tmp_path
+):
     engine = build_engine(
         DEMO_MOE, "--dtype", "float32", "--tp-size", "2", "--moe-ep-size", "2",
         "--max-batch-size", "8", "--max-input-len", "400",
@@ -119,8 +125,20 @@ def test_experts_are_served_as_they_were_built(build_engine, make_repository, tm
     )  # fmt: skip
     some = prompts(4096)[:16]
     log = tmp_path / "serve.log"
-    with Served(make_repository(engine), world_size=2, log_path=log) as server:
+    flags = ("--moe-rebalance-steps", "7", "--moe-redundant-experts", "2")
+    with Served(make_repository(engine), world_size=2, flags=flags, log_path=log) as server:
         assert different_answers(server, some, reference_ids(DEMO_MOE, some)) == []
+        counted = server.samples("trimaran_expert_tokens")
+    # The last id of an answer is not computed further.
+    num_tokens = sum(len(prompt) + NUM_NEW - 1 for prompt in some)
+    of_layers: dict[str, float] = {}
+    for labels, count in counted:
+        of_layers[labels["layer"]] = of_layers.get(labels["layer"], 0) + count
+    config = transformers.AutoConfig.from_pretrained(DEMO_MOE)
+    assert of_layers == dict.fromkeys(
+        map(str, range(config.num_hidden_layers)), num_tokens * config.num_experts_per_tok
+    )
+    assert "moved" in log.read_text()
 
 
 @pytest.mark.timeout(300)

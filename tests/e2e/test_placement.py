@@ -9,14 +9,14 @@ from pathlib import Path
 
 import psutil
 import pytest
+from multi_model import PAIR, PROMPTS, SINGLE
 from served import InJob, Served, run_trimaran
 
 FILL = (
     "triton_backend:tensorrtllm,triton_max_batch_size:64,decoupled_mode:False,"
     "logits_datatype:TYPE_FP32,encoder_input_features_data_type:TYPE_FP16"
 )
-PROMPT = (12, 345, 678, 9)
-PAIR, SINGLE = "pair", "single"
+NUM_TOKENS = 60
 EXACT = ("--dtype", "float32")
 
 
@@ -52,11 +52,11 @@ def make_models(
     return make
 
 
-def tokens(server: Served, model: str, num_tokens: int = 60) -> list[int]:
+def tokens(server: Served, model: str, num_tokens: int = NUM_TOKENS) -> list[int]:
     """The greedy tokens of one request."""
     body = {
-        "input_ids": PROMPT, "input_lengths": len(PROMPT), "request_output_len": num_tokens,
-        "exclude_input_in_output": True, "end_id": -1,
+        "input_ids": PROMPTS[PAIR], "input_lengths": len(PROMPTS[PAIR]), "end_id": -1,
+        "request_output_len": num_tokens, "exclude_input_in_output": True,
     }  # fmt: skip
     status, reply = server.post(f"/v2/models/{model}/generate", body)
     assert status == 200, reply
@@ -85,23 +85,14 @@ def participants(make_models) -> Path:
     return make_models({"participant_ids": r"3\,1"}, {"participant_ids": "2"})
 
 
-@pytest.fixture(scope="module")
-def leader_tokens(participants, tmp_path_factory) -> list[int]:
-    """What ``pair`` says in leader mode."""
-    flags = (*EXACT, "--tensorrt-llm-model-name", PAIR)
-    log = tmp_path_factory.mktemp("log") / "serve.log"
-    with Served(participants, 2, flags, log) as server:
-        return tokens(server, PAIR)
-
-
 @pytest.mark.parametrize("kind", [Served, InJob], ids=["own mpirun", "foreign mpirun"])
 def test_groups_in_the_ranks_of_one_job_give_the_tokens_of_leader_mode(
     participants, leader_tokens, tmp_path, kind
 ):
     flags = (*EXACT, "--multi-model", "--disable-spawn-processes")
     with kind(participants, 4, flags, tmp_path / "serve.log") as server:
-        assert tokens(server, PAIR) == leader_tokens
-        assert len(tokens(server, SINGLE)) == 60
+        assert tokens(server, PAIR) == leader_tokens[:NUM_TOKENS]
+        assert len(tokens(server, SINGLE)) == NUM_TOKENS
         assert "rank 3   pair rank 0" in server.log()
 
 

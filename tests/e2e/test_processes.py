@@ -78,11 +78,19 @@ def repository(
 
 
 @pytest.fixture(scope="module")
-def undisturbed(repository: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
-    """What the stream of these tests says when nothing dies."""
+def server(repository: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    """One server that lives through the faults of several tests, the last of which ends it."""
     log = tmp_path_factory.mktemp("log") / "serve.log"
-    with Served(repository, 2, ("--dtype", "float32"), log) as server:
-        return Stream(server).finish()
+    # A short window: the pause before a restart does not grow from test to test.
+    flags = ("--max-restarts", "9", "--restart-window", "5", "--hang-timeout", "3")
+    with Served(repository, 2, ("--dtype", "float32", *flags), log) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def undisturbed(server: Served) -> str:
+    """What the stream of these tests says when nothing dies."""
+    return Stream(server).finish()
 
 
 @pytest.fixture
@@ -113,12 +121,98 @@ def find(server: Served, name: str, number: int = 0) -> psutil.Process:
     return sorted(found, key=lambda process: process.pid)[number]
 
 
-def wait_log(server: Served, text: str, timeout_s: float = 60) -> None:
-    """Wait until the log holds ``text``."""
+def wait_log(server: Served, text: str, count: int = 1, timeout_s: float = 60) -> None:
+    """Wait until the log holds ``text`` so many times."""
     deadline = time.monotonic() + timeout_s
-    while text not in server.log():
+    while server.log().count(text) < count:
         assert time.monotonic() < deadline, f"{text!r} is not in the log:\n{server.log()}"
         time.sleep(0.05)
+
+
+@pytest.mark.parametrize(
+    ("victim", "number", "told"),
+    [
+        ("rank", 0, "rank 0 (pid {pid} on {host}) was killed by signal 9 (SIGKILL)"),
+        ("rank", 1, "rank 1 (pid {pid} on {host}) was killed by signal 9 (SIGKILL)"),
+        ("mpirun", 0, "mpirun (pid {pid}) was killed by signal 9 (SIGKILL)"),
+    ],
+)
+def test_a_stream_survives_the_death_of_its_engine(server, undisturbed, victim, number, told):
+    server.wait_ready()
+    stream = Stream(server)
+    before = [find(server, "rank", 0), find(server, "rank", 1)]
+    dead = find(server, victim, number)
+    dead.kill()
+    wait_log(server, told.format(pid=dead.pid, host=os.uname().nodename))
+    assert stream.finish() == undisturbed, stream.error
+    assert not any(process.is_running() for process in before)
+    assert server.is_ready()
+
+
+def test_a_hung_rank_is_noticed_and_its_group_restarted(server, undisturbed):
+    server.wait_ready()
+    stream = Stream(server)
+    server.remember_tree()
+    hung = find(server, "rank", 1)
+    num_restarts = server.log().count("restart in")
+    hung.suspend()
+    wait_log(server, "restart in", num_restarts + 1)
+    assert hung not in server.survivors()
+    assert stream.finish() == undisturbed, stream.error
+
+
+def test_a_dead_engine_is_not_ready_and_refuses_with_a_time_to_retry(server):
+    server.wait_ready()
+    num_restarts = server.log().count("restart in")
+    find(server, "rank", 1).kill()
+    wait_log(server, "restart in", num_restarts + 1)
+    with closing(http.client.HTTPConnection("127.0.0.1", server.http_port)) as connection:
+        connection.request("GET", "/v2/health/ready")
+        ready = connection.getresponse()
+        ready.read()
+        connection.request("POST", "/v2/models/ensemble/generate", json.dumps(BODY))
+        refused = connection.getresponse()
+        refused.read()
+    assert (ready.status, refused.status) == (400, 503)
+    assert int(refused.headers["Retry-After"]) >= 1
+    server.wait_ready()
+
+
+def test_a_killed_front_end_comes_back_and_finds_the_engine(server, undisturbed):
+    server.wait_ready()
+    stream = Stream(server)
+    ranks = {find(server, "rank", 0).pid, find(server, "rank", 1).pid}
+    dead = find(server, "front end")
+    dead.kill()
+    wait_log(server, f"front end (pid {dead.pid}) was killed by signal 9 (SIGKILL)")
+    stream.finish()
+    server.wait_ready()
+    assert {find(server, "rank", 0).pid, find(server, "rank", 1).pid} == ranks
+    assert Stream(server).finish() == undisturbed
+
+
+def test_a_second_server_refuses_the_ports_of_the_first(server, repository):
+    server.wait_ready()
+    second = subprocess.run(
+        [str(BIN / "trimaran"), "serve", "--model-repo", str(repository), "--http-port",
+         str(server.http_port), "--grpc-port", "1", "--metrics-port", "2"],
+        capture_output=True, text=True, env=command_env(), timeout=60,
+    )  # fmt: skip
+    assert second.returncode == 2
+    assert f"--http-port {server.http_port}: the port is in use by pid" in second.stderr
+    assert len(second.stderr.splitlines()) == 1
+    assert server.is_ready()
+
+
+def test_a_busy_server_finishes_its_streams_and_admits_no_more(server, undisturbed):
+    server.wait_ready()
+    stream = Stream(server)
+    server.remember_tree()
+    server.process.send_signal(signal.SIGTERM)
+    wait_log(server, "draining")
+    assert stream.finish() == undisturbed
+    assert server.process.wait(40) == 0
+    assert server.wait_gone(GONE_IDLE_S) == []
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
@@ -134,17 +228,6 @@ def test_an_idle_server_is_gone_within_5_seconds_of_a_signal(serve, number):
     assert "ERROR" not in server.log()
 
 
-def test_a_busy_server_finishes_its_streams_and_admits_no_more(serve, undisturbed):
-    server = serve()
-    stream = Stream(server)
-    server.remember_tree()
-    server.process.send_signal(signal.SIGTERM)
-    wait_log(server, "draining")
-    assert stream.finish() == undisturbed
-    assert server.process.wait(40) == 0
-    assert server.wait_gone(GONE_IDLE_S) == []
-
-
 def test_a_second_signal_ends_a_busy_server_at_once(serve):
     server = serve()
     stream = Stream(server)
@@ -155,61 +238,6 @@ def test_a_second_signal_ends_a_busy_server_at_once(serve):
     assert server.wait_gone(GONE_IDLE_S) == []
     assert server.process.wait() in (0, 128 + signal.SIGINT)
     stream.finish()
-
-
-@pytest.mark.parametrize(
-    ("victim", "number", "told"),
-    [
-        ("rank", 0, "rank 0 (pid {pid} on {host}) was killed by signal 9 (SIGKILL)"),
-        ("rank", 1, "rank 1 (pid {pid} on {host}) was killed by signal 9 (SIGKILL)"),
-        ("mpirun", 0, "mpirun (pid {pid}) was killed by signal 9 (SIGKILL)"),
-    ],
-)
-def test_a_stream_survives_the_death_of_its_engine(serve, undisturbed, victim, number, told):
-    server = serve()
-    stream = Stream(server)
-    server.remember_tree()
-    before = {p.pid: p for p in (find(server, "rank", 0), find(server, "rank", 1))}
-    dead = find(server, victim, number)
-    dead.kill()
-    wait_log(server, told.format(pid=dead.pid, host=os.uname().nodename))
-    assert stream.finish() == undisturbed, stream.error
-    assert not any(process.is_running() for process in before.values())
-    assert server.is_ready()
-    assert server.stop() == 0
-    assert server.wait_gone(GONE_KILLED_S) == []
-
-
-def test_a_dead_engine_is_not_ready_and_refuses_with_a_time_to_retry(serve):
-    server = serve("--max-restarts", "1")
-    find(server, "rank", 1).kill()
-    wait_log(server, "restart in")
-    with closing(http.client.HTTPConnection("127.0.0.1", server.http_port)) as connection:
-        connection.request("GET", "/v2/health/ready")
-        ready = connection.getresponse()
-        ready.read()
-        connection.request("POST", "/v2/models/ensemble/generate", json.dumps(BODY))
-        refused = connection.getresponse()
-        refused.read()
-    assert (ready.status, refused.status) == (400, 503)
-    assert int(refused.headers["Retry-After"]) >= 1
-    server.wait_ready()
-    assert server.stop() == 0
-
-
-def test_a_killed_front_end_comes_back_and_finds_the_engine(serve, undisturbed):
-    server = serve()
-    stream = Stream(server)
-    ranks = {find(server, "rank", 0).pid, find(server, "rank", 1).pid}
-    dead = find(server, "front end")
-    dead.kill()
-    wait_log(server, f"front end (pid {dead.pid}) was killed by signal 9 (SIGKILL)")
-    stream.finish()
-    server.wait_ready()
-    assert {find(server, "rank", 0).pid, find(server, "rank", 1).pid} == ranks
-    assert Stream(server).finish() == undisturbed
-    assert server.stop() == 0
-    assert server.wait_gone(GONE_KILLED_S) == []
 
 
 @pytest.mark.parametrize("victim", ["rank", "mpirun", "front end"])
@@ -240,32 +268,6 @@ def test_nothing_outlives_a_supervisor_killed_during_the_start(repository, tmp_p
     server.process.kill()
     assert server.wait_gone(GONE_KILLED_S) == []
     server.kill()
-
-
-def test_a_hung_rank_is_noticed_and_its_group_restarted(serve, undisturbed):
-    server = serve("--hang-timeout", "2")
-    stream = Stream(server)
-    server.remember_tree()
-    hung = find(server, "rank", 1)
-    hung.suspend()
-    wait_log(server, "restart in")
-    assert hung not in server.survivors()
-    assert stream.finish() == undisturbed, stream.error
-    assert server.stop() == 0
-    assert server.wait_gone(GONE_KILLED_S) == []
-
-
-def test_a_second_server_refuses_the_ports_of_the_first(serve, repository):
-    server = serve()
-    second = subprocess.run(
-        [str(BIN / "trimaran"), "serve", "--model-repo", str(repository), "--http-port",
-         str(server.http_port), "--grpc-port", "1", "--metrics-port", "2"],
-        capture_output=True, text=True, env=command_env(), timeout=60,
-    )  # fmt: skip
-    assert second.returncode == 2
-    assert f"--http-port {server.http_port}: the port is in use by pid" in second.stderr
-    assert len(second.stderr.splitlines()) == 1
-    assert server.is_ready()
 
 
 def test_a_full_disk_for_logs_stops_nothing(repository, tmp_path, undisturbed):
