@@ -105,10 +105,7 @@ def load_engine(
     block_size = config.cache.tokens_per_block
     inputs = _make_inputs(limits, block_size, device, depth, kernel)
     vocab_size = model.config.vocab_size
-    # Before graphs are captured: counting is a part of them.
-    num_tokens = inputs.num_tokens if isinstance(inputs, DeviceInputs) else None
-    expert_loads = ExpertLoads.of(model, num_tokens)
-    balance_experts(model, expert_loads, config.experts)
+    expert_loads = _count_experts(config, model, inputs)
     most_tokens = max(limits.max_num_batched_tokens, limits.max_num_seqs)
     links.open(topology, device, (most_tokens, model.config.hidden_size), model.dtype)
 
@@ -123,11 +120,7 @@ def load_engine(
     block_bytes = _block_bytes(groups, block_size)
     if device.type == "cuda":
         # The runner is not kept: it holds the memory of its blocks.
-        step_bytes = _step_bytes(
-            make_runner(inputs.max_blocks), limits, bool(sizes), prompt_sizes
-        )
-        for group in groups:
-            group.free()
+        step_bytes = _step_bytes(make_runner(inputs.max_blocks), limits, sizes, prompt_sizes)
         step_bytes += _num_staged(config.cache, limits) * block_bytes
     available = free_bytes(device, len(topology.local_ranks)) - step_bytes
     mine = blocks_that_fit(config.cache, limits, block_bytes, available)
@@ -142,25 +135,34 @@ def load_engine(
     run_small_steps(runner, limits)
     if sizes:
         runner.capture_graphs(sizes, prompt_sizes, has_adapters=config.lora.has_graphs)
-    num_slots = _agreed(_host_slots(config.cache, groups), tp, device, links)
-    _keep_on_host(config.cache, limits, runner, num_slots)
-    num_lanes = topology.dp_size if topology.is_leader else 1
-    caches = [
-        _make_cache(config.cache, limits, runner, num_blocks, num_slots)
-        for _ in range(num_lanes)
-    ]
-    others = [adapters.of_another_lane() for _ in range(1, num_lanes)]
-    gib = num_blocks * block_bytes / 2**30
-    logger.info("KV cache ready: %d blocks of %d tokens, %.2f GiB", num_blocks, block_size, gib)
     if expert_loads is not None:
         # Steps of the warm-up are nobody's.
         expert_loads.reset()
+    num_slots = _agreed(_host_slots(config.cache, groups), tp, device, links)
+    caches = _make_caches(config.cache, limits, runner, (num_blocks, num_slots), topology)
     backend = "torch" if kernel is None else kernel.name
-    sizes_of = links.all_gather((topology.pp_rank, len(model.layers)))
-    stages = "+".join(str(size) for _, size in sorted(set(sizes_of)))
+    stages = _stage_sizes(model, topology, links)
+    managers = [adapters, *(adapters.of_another_lane() for _ in caches[1:])]
     return LoadedEngine(
-        runner, caches, limits, vocab_size, [adapters, *others], backend, stages, expert_loads
+        runner, caches, limits, vocab_size, managers, backend, stages, expert_loads
     )
+
+
+def _count_experts(
+    config: EngineConfig, model: CausalLM, inputs: InputBatch | DeviceInputs
+) -> ExpertLoads | None:
+    """Count the tokens of each expert, and balance them if that is asked for; before graphs
+    are captured, of which counting is a part."""
+    num_tokens = inputs.num_tokens if isinstance(inputs, DeviceInputs) else None
+    expert_loads = ExpertLoads.of(model, num_tokens)
+    balance_experts(model, expert_loads, config.experts)
+    return expert_loads
+
+
+def _stage_sizes(model: CausalLM, topology: ParallelLayout, links: PipelineLinks) -> str:
+    """Layers of each pipeline stage. Collective."""
+    sizes = links.all_gather((topology.pp_rank, len(model.layers)))
+    return "+".join(str(size) for _, size in sorted(set(sizes)))
 
 
 def _sampling_kernel(model: CausalLM, device: torch.device) -> CpuSampling | None:
@@ -183,13 +185,16 @@ def _kv_groups(model: CausalLM) -> list[KVGroup]:
 
 
 def _step_bytes(
-    runner: ModelRunner, limits: SchedulerConfig, has_graphs: bool, prompts: list[int]
+    runner: ModelRunner, limits: SchedulerConfig, graphs: list[int], prompts: list[int]
 ) -> int:
     """Device memory of the largest steps, and of the graphs that hold some of ``prompts``
-    tokens. Collective over the stages: they run them together."""
+    tokens, if there are ``graphs``. The cache is let go. Collective over the stages: they run
+    steps together."""
     prompt_bytes, decode_bytes = peak_step_bytes(runner, limits)
     step_bytes = max(prompt_bytes, decode_bytes)
-    if has_graphs:
+    for group in runner.groups:
+        group.free()
+    if graphs:
         # The graphs keep the memory of their largest steps for themselves.
         share = max(prompts, default=0) / limits.max_num_batched_tokens
         step_bytes += max(decode_bytes, int(share * prompt_bytes))
@@ -227,14 +232,32 @@ def _keep_on_host(
         logger.info("KV cache on the host: %d blocks, %.2f GiB a rank", num_slots, gib)
 
 
-def _make_cache(
+def _make_caches(
     cache: CacheConfig,
     limits: SchedulerConfig,
     runner: ModelRunner,
-    num_blocks: int,
-    num_slots: int,
+    sizes: tuple[int, int],
+    topology: ParallelLayout,
+) -> list[KVCacheManager]:
+    """Managers of so many blocks, and slots of the host, of each lane that this rank decides
+    for; and the host's memory for its own lane's."""
+    num_blocks, num_slots = sizes
+    _keep_on_host(cache, limits, runner, num_slots)
+    gib = num_blocks * _block_bytes(runner.groups, cache.tokens_per_block) / 2**30
+    logger.info(
+        "KV cache ready: %d blocks of %d tokens, %.2f GiB",
+        num_blocks,
+        cache.tokens_per_block,
+        gib,
+    )
+    num_lanes = topology.dp_size if topology.is_leader else 1
+    return [_make_cache(cache, limits, runner, sizes) for _ in range(num_lanes)]
+
+
+def _make_cache(
+    cache: CacheConfig, limits: SchedulerConfig, runner: ModelRunner, sizes: tuple[int, int]
 ) -> KVCacheManager:
-    """The manager of one lane's blocks."""
+    num_blocks, num_slots = sizes
     model = runner.model.config
     windows = cache.windows_of(model.layer_windows, limits.max_seq_len, model.num_hidden_layers)
     return KVCacheManager(
