@@ -19,26 +19,33 @@ from trimaran.worker.engine_folder import CONFIG_FILE, RankMapping
 
 _LOCK_WAIT_S = 1.0
 _POLL_S = 0.02
+_INSIDE = ".partial"
+_OF_MOUNTS = {_INSIDE, "lost+found"}
+"""What a mount point may hold that is nobody's."""
 
 
 @contextmanager
 def replaced_folder(output: Path) -> Iterator[Path]:
     """Give a folder beside ``output`` to write to, and put it in place at the end.
 
+    Where ``output`` is a link it is what that leads to, and where it is a mount point, which
+    nothing can be put in the place of, the folder is inside and its files are moved out.
+
     It may hold what an interrupted build left. An earlier engine or checkpoint folder of that
     name is replaced; whoever has its files open keeps them. After an error ``output`` is as it
     was, and the other folder is kept if the build can go on with what is in there.
     """
+    output = Path(os.path.realpath(output))
     check_replaceable(output)
-    output = output.absolute()
-    partial = output.with_name(f".{output.name}.partial")
+    is_mount = os.path.ismount(output)
+    partial = output / _INSIDE if is_mount else output.with_name(f".{output.name}.partial")
     try:
         lock = _locked(partial, output)
     except OSError as error:
         raise _cannot_write(output, error) from None
     try:
         yield partial
-        _put_in_place(partial, output)
+        (_move_out if is_mount else _put_in_place)(partial, output)
     except OSError as error:
         raise _cannot_write(output, error, _kept(partial)) from None
     except WorkerLostError as error:
@@ -68,12 +75,13 @@ def _kept(partial: Path) -> str:
 
 def check_replaceable(output: Path) -> None:
     """Refuse a place that holds anything but an earlier output of ours."""
-    if not output.exists() and not output.is_symlink():
+    output = Path(os.path.realpath(output))
+    if not output.exists():
         return
     if not output.is_dir():
         raise ConfigError(f"{output}: is a file. Name another --output.")
-    names = {path.name for path in output.iterdir()}
-    if names and not _is_ours(output):
+    names = {path.name for path in output.iterdir()} - _OF_MOUNTS
+    if names and not _is_ours(output, names):
         shown = ", ".join(sorted(names)[:3])
         raise ConfigError(
             f"{output}: holds files that no build wrote ({shown}), which would be lost. "
@@ -81,13 +89,13 @@ def check_replaceable(output: Path) -> None:
         )
 
 
-def _is_ours(folder: Path) -> bool:
+def _is_ours(folder: Path, names: set[str]) -> bool:
     try:
         values = json.loads((folder / CONFIG_FILE).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return False
     is_config_ours = isinstance(values, dict) and "format_version" in values
-    others = [path.name for path in folder.iterdir() if not path.match("rank*.safetensors")]
+    others = [name for name in names if not Path(name).match("rank*.safetensors")]
     return is_config_ours and others == [CONFIG_FILE]
 
 
@@ -148,6 +156,16 @@ def _put_in_place(partial: Path, output: Path) -> None:
         output.rename(replaced)
     partial.rename(output)
     shutil.rmtree(replaced, ignore_errors=True)
+
+
+def _move_out(partial: Path, output: Path) -> None:
+    """Put files in place one after another: without config.json there is no engine folder."""
+    (output / CONFIG_FILE).unlink(missing_ok=True)
+    for path in output.glob("rank*.safetensors"):
+        path.unlink()
+    for path in sorted(partial.iterdir(), key=lambda path: path.name == CONFIG_FILE):
+        path.rename(output / path.name)
+    partial.rmdir()
 
 
 def say_done(command: str, output: Path, mapping: RankMapping, began: float) -> None:

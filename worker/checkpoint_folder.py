@@ -19,7 +19,7 @@ _DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
 
 def find_weight_files(folder: Path) -> tuple[Path, ...]:
-    """The files that an index names, or else the only one, or all that are numbered.
+    """The only file, or those that an index names, or else all that are numbered.
 
     Raises:
         ConfigError: there is none, or the index names one that is not there.
@@ -62,10 +62,10 @@ def check_weight_files(folder: Path, files: tuple[Path, ...], config: Pretrained
 def _files_of(folder: Path, stem: str, suffix: str) -> tuple[Path, ...]:
     index = folder / f"{stem}{suffix}.index.json"
     single = folder / f"{stem}{suffix}"
+    if single.is_file():
+        return (single,)
     if not index.is_file():
-        return (
-            (single,) if single.is_file() else tuple(sorted(folder.glob(f"{stem}-*{suffix}")))
-        )
+        return tuple(sorted(folder.glob(f"{stem}-*{suffix}")))
     try:
         values = json.loads(index.read_text(encoding="utf-8"))
         names = sorted(set(values["weight_map"].values()))

@@ -110,13 +110,14 @@ def test_a_damaged_configuration_is_refused_with_key_and_value(edit, words, engi
     assert str(engine / "config.json") in str(refusal.value)
 
 
-def test_a_hugging_face_folder_fits_any_sizes_that_divide_it(llama):
+def test_a_hugging_face_folder_fits_any_sizes_that_leave_each_rank_a_head(llama):
     folder = EngineFolder.load(llama().folder)
     assert folder.kind is FolderKind.HUGGINGFACE
     assert folder.mapping is None
-    folder.check_parallel(4, 1)
-    with pytest.raises(ConfigError, match=r"num_attention_heads \(4\).* tp_size \(3\)"):
-        folder.check_parallel(3, 1)
+    for tp_size in (3, 4):
+        folder.check_parallel(tp_size, 1)
+    with pytest.raises(ConfigError, match=r"tp_size \(5\) is above num_attention_heads \(4\)"):
+        folder.check_parallel(5, 1)
 
 
 def test_random_weights_need_no_files(llama):

@@ -84,6 +84,30 @@ def test_an_empty_folder_and_the_current_one_are_filled(llama, trimaran, tmp_pat
     assert _names(output) == ["config.json", "rank0.safetensors"]
 
 
+def test_what_a_link_leads_to_is_filled(llama, trimaran, tmp_path):
+    folder, real = llama().folder, tmp_path / "large" / "engine"
+    real.parent.mkdir()
+    (tmp_path / "engine").symlink_to(real)
+    for _ in range(2):
+        done = trimaran("build", "--checkpoint", folder, "--output", tmp_path / "engine")
+        assert done.code == 0, done.err
+        assert _names(real) == ["config.json", "rank0.safetensors"]
+        assert _names(real.parent) == ["engine"]
+        assert _names(tmp_path) == ["engine", "large", "llama"]
+
+
+def test_a_mount_point_is_filled_from_inside(llama, trimaran, tmp_path, monkeypatch):
+    folder, output = llama().folder, tmp_path / "engine"
+    (output / "lost+found").mkdir(parents=True)
+    monkeypatch.setattr("os.path.ismount", lambda path: path == output)
+    for size in (2, 1):
+        done = trimaran("build", "--checkpoint", folder, "--output", output, "--tp-size", size)
+        assert done.code == 0, done.err
+    assert _names(output) == ["config.json", "lost+found", "rank0.safetensors"]
+    assert _names(tmp_path) == ["engine", "llama"]
+    assert EngineFolder.load(output).mapping.tp_size == 1
+
+
 def test_two_builds_of_one_folder_at_a_time_are_refused(tmp_path):
     with replaced_folder(tmp_path / "engine"):
         with pytest.raises(ConfigError, match="another build is writing"):
@@ -95,7 +119,7 @@ def test_a_dry_run_checks_and_writes_nothing(llama, trimaran, tmp_path):
     folder, output = llama().folder, tmp_path / "engine"
     words = ["build", "--checkpoint", folder, "--output", output, "--dry-run"]
     assert trimaran(*words).code == 0
-    assert trimaran(*words, "--tp-size", "3").code == 2
+    assert trimaran(*words, "--tp-size", "5").code == 2
     assert not output.exists()
 
 

@@ -186,6 +186,7 @@ def test_an_index_that_names_an_absent_file_is_refused(llama, refused):
     folder = llama().folder
     absent = {"weight_map": {"lm_head.weight": "model-00007-of-00009.safetensors"}}
     (folder / "model.safetensors.index.json").write_text(json.dumps(absent))
+    (folder / "model.safetensors").unlink()
     assert "model-00007-of-00009.safetensors: cannot be read" in refused(folder)
 
 
