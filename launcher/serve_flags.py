@@ -228,6 +228,11 @@ def _add_engine_flags(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="CPU threads a rank (default: the cores shared out)",
     )
+    _add_graph_flags(parser)
+
+
+def _add_graph_flags(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
     add(
         "--deterministic",
         action="store_true",
@@ -274,7 +279,7 @@ def _add_size_flags(parser: argparse.ArgumentParser) -> None:
         add(f"--moe-{name}-size", type=int, default=-1, metavar="N",
             help=f"{what}, in each tensor group or over all lanes (the folder's)")  # fmt: skip
     add("--moe-rebalance-steps", type=positive, default=0, metavar="N",
-        help="every N steps, experts change ranks after what they have to do (never)")  # fmt: skip
+        help="every N steps, experts change ranks by their loads (never)")  # fmt: skip
     add("--moe-redundant-experts", type=positive, default=0, metavar="N",
         help="places of a layer for second copies of its busiest experts (none)")  # fmt: skip
 
