@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -128,17 +129,26 @@ def test_experts_are_served_as_they_were_built_and_may_move(
     flags = ("--moe-rebalance-steps", "7", "--moe-redundant-experts", "2")
     with Served(make_repository(engine), world_size=2, flags=flags, log_path=log) as server:
         assert different_answers(server, some, reference_ids(DEMO_MOE, some)) == []
-        counted = server.samples("trimaran_expert_tokens")
-    # The last id of an answer is not computed further.
-    num_tokens = sum(len(prompt) + NUM_NEW - 1 for prompt in some)
-    of_layers: dict[str, float] = {}
-    for labels, count in counted:
-        of_layers[labels["layer"]] = of_layers.get(labels["layer"], 0) + count
-    config = transformers.AutoConfig.from_pretrained(DEMO_MOE)
-    assert of_layers == dict.fromkeys(
-        map(str, range(config.num_hidden_layers)), num_tokens * config.num_experts_per_tok
-    )
+        # The last id of an answer is not computed further.
+        num_tokens = sum(len(prompt) + NUM_NEW - 1 for prompt in some)
+        config = transformers.AutoConfig.from_pretrained(DEMO_MOE)
+        expected = dict.fromkeys(
+            map(str, range(config.num_hidden_layers)), num_tokens * config.num_experts_per_tok
+        )
+        # An engine reports once it rests.
+        end = time.monotonic() + 10
+        while tokens_by_layer(server) != expected and time.monotonic() < end:
+            time.sleep(0.05)
+        assert tokens_by_layer(server) == expected
     assert "moved" in log.read_text()
+
+
+def tokens_by_layer(server: Served) -> dict[str, float]:
+    """What the experts of each layer have counted together."""
+    counts: dict[str, float] = {}
+    for labels, count in server.samples("trimaran_expert_tokens"):
+        counts[labels["layer"]] = counts.get(labels["layer"], 0) + count
+    return counts
 
 
 @pytest.mark.timeout(300)
