@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from tests.mpi.test_pipeline import Ranks
+from tests.mpi.test_pipeline import HAS_GPUS, Ranks
 from tests.unit.worker.test_every_feature import (
     draw,
     make_adapters,
@@ -17,6 +17,7 @@ from tests.unit.worker.test_every_feature import (
 from trimaran.worker.config import ParallelConfig
 
 NUM_REQUESTS, NUM_ALONE = 90, 20
+DEVICE = "cuda" if HAS_GPUS else "cpu"
 
 
 @pytest.mark.parametrize("depth", [0, 3])
@@ -29,13 +30,13 @@ def test_every_feature_at_once_gives_what_one_rank_gives_alone(world, depth):
         asked = [draw(rng, adapters) for _ in range(NUM_REQUESTS)]
 
     ranks = Ranks(world, pp_size=2)
-    driver = make_engine(depth, 1024, parallel, ranks.ties)
+    driver = make_engine(depth, 1024, parallel, ranks.ties, DEVICE)
     killed = ranks.run(driver.engine, lambda engine: run_all(driver, asked, rng))
 
     if world.rank == 0:
         driver.check_idle()
         assert driver.engine._adapters.num_used == 0
-        alone = make_engine(1, 1024)
+        alone = make_engine(1, 1024, device=DEVICE)
         whole = [request for request in range(1, NUM_REQUESTS + 1) if request not in killed]
         for request in rng.sample(whole, NUM_ALONE):
             fields = asked[request - 1]

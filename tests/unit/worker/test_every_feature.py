@@ -41,13 +41,13 @@ def adapters():
     return make_adapters()
 
 
-def make_engine(depth, max_tokens, parallel=None, ties=()):
+def make_engine(depth, max_tokens, parallel=None, ties=(), device="cpu"):
     return Driver(
         EngineConfig(
             model="test",
             engine_dir=str(MODEL),
             dtype="float32",
-            device="cpu",
+            device=device,
             scheduler=SchedulerConfig(
                 max_num_batched_tokens=128,
                 max_num_seqs=24,
