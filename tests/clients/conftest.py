@@ -18,26 +18,26 @@ from adapters import write_peft  # noqa: E402
 from served import BIN, DEMO_MODEL, Served, command_env, free_ports  # noqa: E402
 
 BUILD = (
-    "trimaran convert --model_dir {model} --output_dir checkpoint --tp_size 2 --dtype bfloat16",
-    "trimaran build --checkpoint_dir checkpoint --output_dir engine --max_batch_size 64 "
-    "--max_input_len 896 --max_num_tokens 1024 --max_beam_width 4 --gemm_plugin auto "
-    "--gather_context_logits --gather_generation_logits --kv_cache_type paged "
-    "--use_paged_context_fmha enable --remove_input_padding enable --workers 1",
-    "trimaran init-repo all_models --scripts .",
+    "trimaran convert --model_dir model --output_dir {engine}_checkpoint --dtype bfloat16 "
+    "{layout}",
+    "trimaran build --checkpoint_dir {engine}_checkpoint --output_dir {engine} "
+    "--max_batch_size 64 --max_input_len 896 --max_num_tokens 1024 --max_beam_width 4 "
+    "--gemm_plugin auto --gather_context_logits --gather_generation_logits --workers 1 "
+    "--kv_cache_type paged --use_paged_context_fmha enable --remove_input_padding enable",
 )
 FILL = (
     "python3 tools/fill_template.py -i {repo}/ensemble/config.pbtxt "
     "triton_max_batch_size:64,logits_datatype:TYPE_FP32",
     "python3 tools/fill_template.py -i {repo}/preprocessing/config.pbtxt "
-    "tokenizer_dir:{model},triton_max_batch_size:64,preprocessing_instance_count:1",
+    "tokenizer_dir:model,triton_max_batch_size:64,preprocessing_instance_count:1",
     "python3 tools/fill_template.py -i {repo}/postprocessing/config.pbtxt "
-    "tokenizer_dir:{model},triton_max_batch_size:64,postprocessing_instance_count:1",
+    "tokenizer_dir:model,triton_max_batch_size:64,postprocessing_instance_count:1",
     "python3 tools/fill_template.py -i {repo}/tensorrt_llm_bls/config.pbtxt "
     "triton_max_batch_size:64,decoupled_mode:{decoupled},bls_instance_count:1,"
     "logits_datatype:TYPE_FP32",
     "python3 tools/fill_template.py -i {repo}/tensorrt_llm/config.pbtxt "
     "triton_backend:tensorrtllm,triton_max_batch_size:64,decoupled_mode:{decoupled},"
-    "engine_dir:engine,max_beam_width:4,kv_cache_free_gpu_mem_fraction:0.5,"
+    "engine_dir:{engine},max_beam_width:4,kv_cache_free_gpu_mem_fraction:0.5,"
     "batching_strategy:inflight_fused_batching,max_queue_delay_microseconds:0,"
     "encoder_input_features_data_type:TYPE_FP16,logits_datatype:TYPE_FP32,{besides}",
 )
@@ -72,6 +72,11 @@ class Bench:
             cwd=self.folder,
         )
 
+    def succeed(self, command: str) -> None:
+        """Run a command line that must end well."""
+        done = self.run(command)
+        assert done.returncode == 0, f"{command}\n{done.stdout}{done.stderr}"
+
     def env(self) -> dict[str, str]:
         """That of a shell which has activated the virtual environment."""
         env = command_env()
@@ -104,37 +109,34 @@ class Launched(Served):
 
 @pytest.fixture(scope="session")
 def bench(tmp_path_factory: pytest.TempPathFactory) -> Bench:
-    """The engine, the scripts, an empty repository and two adapters, in one folder."""
+    """The model, an adapter, the scripts and a repository that nobody filled, in a folder."""
     bench = Bench(tmp_path_factory.mktemp("documented"))
-    for command in BUILD:
-        done = bench.run(command.format(model=DEMO_MODEL))
-        assert done.returncode == 0, f"{command}\n{done.stdout}{done.stderr}"
+    os.symlink(DEMO_MODEL, bench.folder / "model")
     (bench.folder / "peft").mkdir()
     write_peft(bench.folder / "peft" / "north", seed=3)
-    converted = bench.run("trimaran convert-lora -i peft/north -o lora --storage-type float16")
-    assert converted.returncode == 0, converted.stderr
-    os.symlink(DEMO_MODEL, bench.folder / "model")
+    bench.succeed("trimaran convert-lora -i peft/north -o lora --storage-type float16")
+    bench.succeed("trimaran init-repo all_models --scripts .")
     return bench
 
 
-def _launched(bench: Bench, name: str, decoupled: str, besides: str) -> Launched:
-    commands = (f"cp -r all_models {name}", *FILL)
-    for command in commands:
-        line = command.format(repo=name, model="model", decoupled=decoupled, besides=besides)
-        done = bench.run(line)
-        assert done.returncode == 0, f"{line}\n{done.stdout}{done.stderr}"
+def _launched(bench: Bench, name: str, layout: str, **filled: str) -> Launched:
+    engine = f"{name}_engine"
+    for command in (*BUILD, "cp -r all_models {repo}", *FILL):
+        bench.succeed(command.format(repo=name, engine=engine, layout=layout, **filled))
     return Launched(bench.folder / name, world_size=2, log_path=bench.folder / f"{name}.log")
 
 
 @pytest.fixture(scope="session")
 def decoupled(bench: Bench) -> Iterator[Served]:
-    """A server that streams, with guides and a folder of adapters."""
-    with _launched(bench, "streams", "True", DECOUPLED) as server:
+    """Two tensor ranks, which stream, with guides and a folder of adapters."""
+    filled = {"decoupled": "True", "besides": DECOUPLED}
+    with _launched(bench, "streams", "--tp_size 2", **filled) as server:
         yield server
 
 
 @pytest.fixture(scope="session")
 def plain(bench: Bench) -> Iterator[Served]:
-    """A server with one response a request, which lacks the prompt."""
-    with _launched(bench, "plain", "False", PLAIN) as server:
+    """Two pipeline stages, with one response a request, which lacks the prompt."""
+    filled = {"decoupled": "False", "besides": PLAIN}
+    with _launched(bench, "plain", "--pp_size 2", **filled) as server:
         yield server

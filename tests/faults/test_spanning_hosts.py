@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import threading
 import time
 import urllib.error
@@ -146,12 +147,13 @@ def test_stages_on_two_hosts_answer_as_one_rank(repository, cases, lab, tmp_path
 
 
 @pytest.mark.timeout(300)
-def test_a_rank_killed_on_the_other_host_is_replaced_and_costs_no_request(
-    repository, cases, lab, tmp_path
+@pytest.mark.parametrize("fault", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
+def test_a_rank_of_the_other_host_is_replaced_and_costs_no_request(
+    repository, cases, lab, tmp_path, fault
 ):
     with serve(repository, lab, tmp_path) as server:
         request = Running(server, cases[0])
-        server.on_host("two", "rank")[1].process.kill()
+        server.on_host("two", "rank")[1].process.send_signal(fault)
         wait_until(lambda: not server.is_model_ready(NAME), NOTICED_S, "noticed")
         assert request.finish() == cases[0].answer
         assert server.end() == 0
