@@ -32,6 +32,7 @@ class LaneRunner:
         if links.expert_ranks is not None:
             modules = runner.model.modules()
             self._mixtures = [each for each in modules if isinstance(each, ExpertMLP)]
+        self._bound = runner.model.context.lane_bound
         self._clock = DeviceClock(runner.inputs.device)
         self._readers: list[ResultReader | None] = [
             links.readers.get(topology.teller_of(lane)) for lane in range(topology.dp_size)
@@ -60,6 +61,8 @@ class LaneRunner:
     def execute_model(self, decision: LaneDecisions) -> ModelRunnerOutput:
         """Launch one step. Collective over all lanes that share experts."""
         own = decision.lanes[self._lane]
+        sizes = [lane.num_tokens for lane in decision.lanes if lane is not None]
+        self._bound.most_tokens = max(sizes)
         if own is None:
             outcome: ModelRunnerOutput | None = None
             marks = self._help_others()

@@ -69,6 +69,11 @@ def make_layer(config, dtype, tp, num_parts=1, ranks=None) -> ExpertMLP:
     return layer
 
 
+def tell_bound(layer, most_tokens):
+    """Let all lanes know that none has more tokens in what follows; 0: not known."""
+    layer._dispatch._bound.most_tokens = most_tokens
+
+
 @pytest.fixture(params=["one_host", "two_hosts"])
 def groups_of(request, world, two_host_world):
     """Makes the tensor group and the ranks of all lanes, over shared memory or gloo."""
@@ -110,11 +115,18 @@ def test_lanes_that_share_experts_get_what_one_rank_with_all_of_them_computes(
         x = x.to(dtype)
         if len(x):
             result = layer.forward(x, x)
+            tell_bound(layer, max(counts[: layout.dp_size]))
+            # All tokens to all ranks: the same bits.
+            assert layer.forward(x, x).equal(result)
+            tell_bound(layer, 0)
             limits = {"atol": 2e-5, "rtol": 1e-4} if dtype is torch.float32 else {
                 "atol": 0.06, "rtol": 0.03}  # fmt: skip
             torch.testing.assert_close(result, whole.forward(x, x), **limits)
         else:
-            layer.help_others()
+            for most in (0, max(counts[: layout.dp_size])):
+                tell_bound(layer, most)
+                layer.help_others()
+            tell_bound(layer, 0)
 
 
 def test_a_lane_gets_the_same_bits_whatever_the_others_compute(world, groups_of, tmp_path):

@@ -17,6 +17,12 @@ from trimaran.worker.layers.linear import LayerContext
 _WORD = 4
 """Bytes of a weight and of an expert's number."""
 
+_NOWHERE = -1
+"""An expert that no rank has."""
+
+_FEW = 128
+"""Up to so many tokens a lane, all ranks get all tokens: none has to wait for counts."""
+
 
 class RunsExperts(Protocol):
     """The experts of one rank."""
@@ -45,28 +51,36 @@ class _Delivery:
 class ExpertDispatch:
     """Sends each token to the ranks that hold one of its experts, and adds up what they find.
 
-    A token goes once to each rank of a part, however many of its experts are there. Ranks of
-    a tensor group hold the same tokens, so each of them sends its share of these alone, and
-    the others' rows of the result are zeros, for the sum over the tensor group that follows.
-    All ranks of all lanes call `forward` or `help_others` once a layer, in the same order.
+    A token goes once to each rank of a part, however many of its experts are there; where
+    every lane has few, all go to all ranks, and sizes depend on nothing that a device knows.
+    Either way gives the same bits. Ranks of a tensor group hold the same tokens, so each of
+    them sends its share of these alone, and the others' rows of the result are zeros, for
+    the sum over the tensor group that follows. All ranks of all lanes call `forward` or
+    `help_others` once a layer, in the same order.
     """
 
     def __init__(self, context: LayerContext, experts: RunsExperts, num_chosen: int) -> None:
         self._ranks = context.expert_ranks
         self._tp = context.tp
         self._num_parts = context.moe_ep_size
+        self._bound = context.lane_bound
         self._experts = experts
         self._num_chosen = num_chosen
 
     def forward(self, x_TD: Tensor, weights_TC: Tensor, ids_TC: Tensor) -> Tensor:
         """What this rank adds to the weighted sums, [T, D]. Collective over all lanes."""
-        num_tokens = x_TD.shape[0]
-        share = -(-num_tokens // self._tp.size)
+        num_tokens, most = x_TD.shape[0], self._bound.most_tokens
+        is_bounded = 0 < most <= _FEW
+        share = -(-(most if is_bounded else num_tokens) // self._tp.size)
         first = min(self._tp.rank * share, num_tokens)
         own = slice(first, min(first + share, num_tokens))
-        delivery = self._send(x_TD[own], weights_TC[own], ids_TC[own])
-        found_RD = self._run(delivery.rows, x_TD)
-        sums_SD = self._bring_back(found_RD, delivery, own.stop - own.start)
+        rows_S = torch.cat([_bytes_of(each[own]) for each in (weights_TC, ids_TC, x_TD)], dim=1)
+        if is_bounded:
+            sums_SD = self._through_all(rows_S, share, x_TD)
+        else:
+            delivery = self._send(rows_S, ids_TC[own])
+            found_RD = self._run(delivery.rows, x_TD)
+            sums_SD = self._bring_back(found_RD, delivery, len(rows_S))
         if self._tp.size == 1:
             return sums_SD.to(x_TD.dtype)
         output_TD = torch.zeros_like(x_TD)
@@ -80,17 +94,31 @@ class ExpertDispatch:
         ids = nothing.to(torch.int32)
         self.forward(weight.new_empty((0, weight.shape[-1])), nothing.float(), ids)
 
-    def _send(self, x_SD: Tensor, weights_SC: Tensor, ids_SC: Tensor) -> _Delivery:
+    def _through_all(self, rows_S: Tensor, share: int, like: Tensor) -> Tensor:
+        """Float32 sums [S, D] of what all ranks find for ``share`` rows of each of them."""
+        num_own, size = len(rows_S), self._ranks.size
+        padded = rows_S.new_zeros((share, rows_S.shape[1]))
+        padded[:num_own] = rows_S
+        ids = slice(_WORD * self._num_chosen, 2 * _WORD * self._num_chosen)
+        # Bytes of `_NOWHERE` are all ones.
+        padded[num_own:, ids] = _NOWHERE % 256
+        found_RD = self._run(self._ranks.all_gather(padded, 0), like)
+        returned = self._ranks.all_to_all(found_RD, [[share] * size] * size)
+        sums_SD = like.new_zeros((num_own, like.shape[1]), dtype=torch.float32)
+        for rows in returned.view(size, share, -1)[:, :num_own]:
+            sums_SD += rows.float()
+        return sums_SD
+
+    def _send(self, rows_S: Tensor, ids_SC: Tensor) -> _Delivery:
         num_local = self._experts.gate_up.shape[0]
         parts_SC = ids_SC.long() // num_local
         is_needed_SP = torch.zeros(
-            (x_SD.shape[0], self._num_parts), dtype=torch.bool, device=x_SD.device
+            (len(rows_S), self._num_parts), dtype=torch.bool, device=rows_S.device
         ).scatter_(1, parts_SC, True)
         by_part = [column.nonzero().flatten() for column in is_needed_SP.unbind(1)]
         # Rank r is of part r % P; the ranks of a part cut its experts between them.
         tokens = [by_part[rank % self._num_parts] for rank in range(self._ranks.size)]
-        counts = self._share_counts([len(each) for each in tokens], x_SD.device)
-        rows_S = torch.cat([_bytes_of(weights_SC), _bytes_of(ids_SC), _bytes_of(x_SD)], dim=1)
+        counts = self._share_counts([len(each) for each in tokens], rows_S.device)
         sent = rows_S.index_select(0, torch.cat(tokens))
         return _Delivery(self._ranks.all_to_all(sent, counts), tokens, counts)
 

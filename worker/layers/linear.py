@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from trimaran.kernels.dispatch import Ops
+from trimaran.worker.layers.lane_bound import LaneBound
 from trimaran.worker.layers.methods import (
     LinearMethod,
     LoRAMethod,
@@ -38,6 +39,7 @@ class LayerContext:
         those of all lanes, or None for ``tp`` alone."""
         self.tp = tp
         self.expert_ranks = expert_ranks or tp
+        self.lane_bound = LaneBound()
         self.moe_ep_size = moe_ep_size
         self.ops = ops
         self.dtype = dtype
