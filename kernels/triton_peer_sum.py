@@ -17,10 +17,13 @@ from trimaran.kernels.triton_launch import Launcher, num_tiles
 # A slot is written again two calls later. By then every rank has begun the call in between,
 # since each waits for a flag of all others in every call, and so has ended this one.
 
-MAX_PROGRAMS = 64
-"""Programs of a launch, those without a part included: they count the calls too."""
+NUM_PROGRAMS = 128
+"""Programs of a launch, those without a part included: they count the calls too. All of them
+must run at once beside whatever else does, since they wait for each other's ranks."""
 
-TILE = 2048
+TILE = 4096
+"""Elements that a program has in flight from each rank."""
+
 WARPS = 8
 
 
@@ -136,17 +139,19 @@ class PeerSum:
         one_shot_bytes: int,
         device: torch.device,
         memory: object = None,
+        num_programs: int = NUM_PROGRAMS,
     ) -> None:
         """``addresses`` are where each rank's region (see `region_bytes`) is mapped here, as
         multiples of 16; all of it is zero before any rank's first call. ``memory`` is what
         keeps the regions mapped."""
         self._memory = memory
+        self._num_programs = num_programs
         self.rank = rank
         self.size = len(addresses)
         self.max_bytes = slot_bytes
         self._one_shot_bytes = one_shot_bytes
         self._peers = torch.tensor(addresses, dtype=torch.int64, device=device)
-        self._calls = torch.zeros(MAX_PROGRAMS, dtype=torch.int64, device=device)
+        self._calls = torch.zeros(NUM_PROGRAMS, dtype=torch.int64, device=device)
 
     def takes(self, tensor: Tensor) -> bool:
         """Whether it can sum this tensor."""
@@ -162,7 +167,7 @@ class PeerSum:
         count = tensor.numel()
         is_one_shot = self.way_of(count * tensor.element_size()) == "one-shot"
         share = count if is_one_shot else num_tiles(count, self.size)
-        num_active = min(MAX_PROGRAMS, num_tiles(share, TILE))
+        num_active = min(self._num_programs, num_tiles(share, TILE))
         # Whole lines of a cache for each program.
         part = 64 * num_tiles(num_tiles(share, num_active), 64)
         kernel = _one_shot if is_one_shot else _two_shot
@@ -170,7 +175,7 @@ class PeerSum:
             tensor, self._peers, self._calls, self.rank, count, part, num_active,
             _header_bytes(self.size), self.max_bytes,
         )  # fmt: skip
-        kernel((MAX_PROGRAMS, 1), args, (self.size, TILE), WARPS)
+        kernel((self._num_programs, 1), args, (self.size, TILE), WARPS)
 
 
 def region_bytes(size: int, slot_bytes: int) -> int:
@@ -179,4 +184,4 @@ def region_bytes(size: int, slot_bytes: int) -> int:
 
 
 def _header_bytes(size: int) -> int:
-    return 128 * num_tiles(8 * MAX_PROGRAMS * size, 128)
+    return 128 * num_tiles(8 * NUM_PROGRAMS * size, 128)
