@@ -29,10 +29,20 @@ CONFIGS = {
     "gpt2": models.gpt2_config(),
     **models.dense_configs(),
     **models.parallel_configs(),
+    "deepseek2-lite": models.latent_configs()["deepseek2-lite"],
 }
 RANK, ALPHA = 4, 8.0
 FUSED = "query_key_value"
 """Its rows lie in another order in every architecture: such adapters are refused."""
+NOT_ADAPTED = (
+    ".q_proj",
+    ".kv_a_proj_with_mqa",
+    ".kv_b_proj",
+    ".gate_proj",
+    ".up_proj",
+    ".down_proj",
+)
+"""Of DeepSeek, which takes adapters of its output projection alone."""
 
 
 def adapted(theirs, folder, *, with_fused):
@@ -44,6 +54,8 @@ def adapted(theirs, folder, *, with_fused):
             map(str.isdecimal, name)
         )
         if not is_linear or (name.endswith(FUSED) and not with_fused):
+            continue
+        if hasattr(theirs.config, "kv_lora_rank") and name.endswith(NOT_ADAPTED):
             continue
         weight = linear.weight.T if isinstance(linear, Conv1D) else linear.weight
         outputs, inputs = weight.shape
