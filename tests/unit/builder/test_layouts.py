@@ -24,7 +24,7 @@ models = importlib.util.module_from_spec(_SPEC)
 sys.modules["models"] = models
 _SPEC.loader.exec_module(models)
 
-DENSE = ["--tp-size 4", "--tp-size 2 --pp-size 3", "--pp-partition 1,REST"]
+DENSE = ["--tp-size 4", "--tp-size 3", "--tp-size 2 --pp-size 3", "--pp-partition 1,REST"]
 EXPERTS = [
     *DENSE,
     "--tp-size 2 --moe-ep-size 2",
