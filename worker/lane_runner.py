@@ -61,8 +61,10 @@ class LaneRunner:
     def execute_model(self, decision: LaneDecisions) -> ModelRunnerOutput:
         """Launch one step. Collective over all lanes that share experts."""
         own = decision.lanes[self._lane]
-        sizes = [lane.num_tokens for lane in decision.lanes if lane is not None]
-        self._bound.most_tokens = max(sizes)
+        if self._mixtures:
+            most = max(lane.num_tokens for lane in decision.lanes if lane is not None)
+            # Lanes that run from a graph and those that do not exchange tokens alike.
+            self._bound.most_tokens = self._runner.graph_size(most) or most
         if own is None:
             outcome: ModelRunnerOutput | None = None
             marks = self._help_others()

@@ -24,6 +24,7 @@ from trimaran.worker.input_batch import InputBatch
 from trimaran.worker.kv_cache.host_copies import HostCopies
 from trimaran.worker.kv_cache.manager import KVCacheManager
 from trimaran.worker.kv_cache.sizing import blocks_that_fit, free_bytes
+from trimaran.worker.layers.lane_bound import MOST_TO_ALL
 from trimaran.worker.lora.loading import adapter_bytes, load_adapters
 from trimaran.worker.lora.manager import AdapterManager
 from trimaran.worker.model_runner import KVGroup, ModelRunner, group_layers
@@ -304,17 +305,19 @@ def _graph_sizes(
     """
     most = config.prompt_graph_tokens
     is_launched = tp.size > 1 and not config.collective_graphs
-    # The host has to know how many tokens go to each rank.
-    is_exchanging = config.parallel.expert_lanes > 1
+    is_sharing = config.parallel.expert_lanes > 1
+    is_exchanging = is_sharing and not config.collective_graphs
     reasons = {
         f"the device is {device.type}": device.type != "cuda",
         "cuda_graph_mode is false": not config.cuda_graphs,
         f"tp_size is {tp.size} without --collective-graphs": is_launched,
-        "lanes share experts": is_exchanging,
+        "lanes share experts, without --collective-graphs": is_exchanging,
         # Decodes beside prompts get the kernel of prompts, as those that stand alone do not.
         "tokens shall be deterministic": config.deterministic,
     }
     reason = next((text for text, holds in reasons.items() if holds), "")
+    # All lanes' graphs must be of one size, and there are other sizes of decodes.
+    reason = reason or ("lanes share experts" if is_sharing else "")
     if most and reason:
         raise ConfigError(
             f"prompt-graph-tokens is {most} but {reason}: such steps are not captured then. "
@@ -334,6 +337,9 @@ def _graph_sizes(
         logger.info("no CUDA graphs, steps are launched: %s", reason)
         return [], []
     sizes = graph_sizes(limits.max_num_seqs, config.max_cuda_graphs)
+    if is_sharing:
+        # Of more tokens the host has to know how many go to each rank.
+        sizes = [size for size in sizes if size <= MOST_TO_ALL]
     return sizes, prompt_graph_sizes(min(most, limits.max_num_batched_tokens))
 
 

@@ -96,6 +96,7 @@ class ModelRunner:
         links = links or PipelineLinks()
         self.end = stage_end(model, inputs, vocab_size, tp, depth, kernel, links)
         self._previous = links.previous
+        self._lane_bound = model.context.lane_bound
         self._prompt_tables = PromptTables(vocab_size, inputs.device)
         self._kv_caches = _layer_views(groups)
         self._clock = DeviceClock(inputs.device)
@@ -132,6 +133,11 @@ class ModelRunner:
         for graphs in (self._graphs, self._prompt_graphs, self._adapter_graphs):
             if graphs.sizes:
                 graphs.capture(self.inputs.device)
+        self._lane_bound.most_tokens = 0
+
+    def graph_size(self, num_tokens: int) -> int:
+        """The size of the graph that would hold so many tokens, one a sequence; 0 for none."""
+        return 0 if self._graphs is None else self._graphs.pick(num_tokens)
 
     @property
     def num_graphs(self) -> int:
@@ -185,7 +191,9 @@ class ModelRunner:
     def _run_model(self, decision: SchedulerOutput) -> tuple[Tensor, StepInputs]:
         """Hidden states of the step's tokens: a replayed graph's, or launched one by one."""
         graphs = self._graphs_for(decision)
-        size = 0 if graphs is None else graphs.pick(decision.num_tokens)
+        # Lanes that share experts run graphs of one size, that of the largest among them.
+        num_tokens = max(decision.num_tokens, self._lane_bound.most_tokens)
+        size = 0 if graphs is None else graphs.pick(num_tokens)
         if self.adapters is not None:
             self.adapters.prepare(size)
         inputs = self.inputs.prepare(decision, size)
@@ -222,6 +230,7 @@ class ModelRunner:
     def _launch_decode(self, size: int) -> Tensor:
         """A decode of ``size`` sequences, whatever rows the fixed memory names."""
         assert isinstance(self.inputs, DeviceInputs)
+        self._lane_bound.most_tokens = size
         return self._forward(self.inputs.views(size, size, size), size, self._fixed(size))
 
     def _launch_adapters(self, size: int) -> Tensor:
@@ -237,6 +246,7 @@ class ModelRunner:
         takes any number of queries a sequence, serves all.
         """
         assert isinstance(self.inputs, DeviceInputs)
+        self._lane_bound.most_tokens = size
         inputs = self.inputs.views(size, size, size)
         inputs.max_query_len = size
         return self._forward(inputs, 0, self._fixed(size))

@@ -9,6 +9,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from trimaran.worker.layers.lane_bound import MOST_TO_ALL
 from trimaran.worker.layers.linear import LayerContext
 
 # Shapes: T tokens of the step, S those that this rank sends, R those that it receives, D
@@ -19,9 +20,6 @@ _WORD = 4
 
 _NOWHERE = -1
 """An expert that no rank has."""
-
-_FEW = 128
-"""Up to so many tokens a lane, all ranks get all tokens: none has to wait for counts."""
 
 
 class RunsExperts(Protocol):
@@ -70,7 +68,7 @@ class ExpertDispatch:
     def forward(self, x_TD: Tensor, weights_TC: Tensor, ids_TC: Tensor) -> Tensor:
         """What this rank adds to the weighted sums, [T, D]. Collective over all lanes."""
         num_tokens, most = x_TD.shape[0], self._bound.most_tokens
-        is_bounded = 0 < most <= _FEW
+        is_bounded = 0 < most <= MOST_TO_ALL
         share = -(-(most if is_bounded else num_tokens) // self._tp.size)
         first = min(self._tp.rank * share, num_tokens)
         own = slice(first, min(first + share, num_tokens))

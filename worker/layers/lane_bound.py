@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+MOST_TO_ALL = 128
+"""Up to so many tokens a lane, all ranks get all tokens: none has to wait for counts."""
+
 
 @dataclass(slots=True)
 class LaneBound:
