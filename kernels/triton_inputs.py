@@ -42,7 +42,8 @@ def _enter_kernel(  # type: ignore[no-untyped-def]
 @triton.jit(do_not_specialize=["num_entries", "num_tokens", "num_padded"])  # type: ignore[untyped-decorator,unused-ignore]
 def _prepare_kernel(  # type: ignore[no-untyped-def]
     packed, table, block_tables, wide, narrow, num_entries, num_tokens, num_padded, row_len,
-    max_blocks, spare_row, wide_stride, narrow_stride, BLOCK: tl.constexpr, TILE: tl.constexpr,
+    max_blocks, spare_row, wide_stride, narrow_stride, shifts, BLOCK: tl.constexpr,
+    TILE: tl.constexpr, HAS_SHIFTS: tl.constexpr,
 ):  # fmt: skip
     """Program (s, t) makes the t-th tile of entry s's tokens; see `prepare`."""
     entry, tile = tl.program_id(0), tl.program_id(1)
@@ -65,7 +66,10 @@ def _prepare_kernel(  # type: ignore[no-untyped-def]
     blocks = block_tables + row * max_blocks + positions // BLOCK
     block = tl.load(blocks, mask=is_token, other=0).to(tl.int64)
     tl.store(narrow + tokens, ids, mask=is_token)
-    tl.store(wide + tokens, positions.to(tl.int64), mask=is_token)
+    told = positions
+    if HAS_SHIFTS:
+        told += tl.load(shifts + row)
+    tl.store(wide + tokens, told.to(tl.int64), mask=is_token)
     slots = block * BLOCK + positions % BLOCK
     tl.store(wide + wide_stride + tokens, slots, mask=is_token)
     if (entry == 0) & (tile == 0):
@@ -109,6 +113,9 @@ class StepTensors:
     no padding."""
 
     block_size: int
+
+    shifts: Tensor | None = None
+    """int32 [R]: what is added to the positions of each row's tokens; None for nothing."""
 
     @classmethod
     def allocate(cls, size: int, block_size: int, device: torch.device) -> StepTensors:
@@ -160,12 +167,14 @@ def prepare(
     one token each, at position 0 of the last row, which no sequence has, until there are
     ``num_padded`` tokens; those behind have none.
     """
+    shifts = target.shifts
     grid = (num_padded, triton.cdiv(max_query_len, _TILE))
     _prepare_kernel[grid](
         packed, table_RL, block_tables_RM, target.wide, target.narrow, num_entries, num_tokens,
         num_padded, table_RL.stride(0), block_tables_RM.stride(0), table_RL.shape[0] - 1,
-        target.wide.stride(0), target.narrow.stride(0), BLOCK=target.block_size,
-        TILE=_TILE if max_query_len > 1 else 16,
+        target.wide.stride(0), target.narrow.stride(0), packed if shifts is None else shifts,
+        BLOCK=target.block_size, TILE=_TILE if max_query_len > 1 else 16,
+        HAS_SHIFTS=shifts is not None,
     )  # fmt: skip
 
 

@@ -6,8 +6,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trimaran.worker.input_batch import StepInputs
-from trimaran.worker.step_types import Int32Array, SchedulerOutput
+from trimaran.worker.input_batch import StepInputs, shift_of
+from trimaran.worker.staging import to_device
+from trimaran.worker.step_types import Int32Array, SchedulerOutput, int32s
 
 # Shapes: R rows, L longest sequence, M blocks of a longest sequence, T tokens of the step,
 # S entries (scheduled sequences), N sampled entries.
@@ -65,7 +66,9 @@ class DeviceInputs:
         block_size: int,
         device: torch.device,
         depth: int,
+        switch_at: int = 0,
     ) -> None:
+        """``switch_at`` is as `InputBatch` has it."""
         # Imported only now: a CPU needs no Triton.
         from trimaran.kernels import triton_inputs
 
@@ -81,6 +84,10 @@ class DeviceInputs:
         self.block_tables = torch.zeros(table, dtype=torch.int32, device=device)
         size = max(max_tokens, num_rows)
         self._target = triton_inputs.StepTensors.allocate(size, block_size, device)
+        self._switch_at = switch_at
+        if switch_at:
+            shifts = torch.zeros(num_rows + 1, dtype=torch.int32, device=device)
+            self._target.shifts = shifts
         self._ring = [_Staging(device) for _ in range(depth + 1)]
         self._packed = torch.empty(_MIN_PACKED, dtype=torch.int32, device=device)
         self._step = 0
@@ -196,6 +203,13 @@ class DeviceInputs:
     def _segments(self, decision: SchedulerOutput) -> list[_Segment]:
         for new in decision.new_rows:
             self.num_prompt_tokens[new.row] = new.num_prompt_tokens
+        if self._target.shifts is not None and decision.new_rows:
+            entered = [
+                (new.row, shift_of(len(new.token_ids), self._switch_at))
+                for new in decision.new_rows
+            ]
+            rows, shifts = to_device(int32s(entered, 2).T.copy(), self.device)
+            self._target.shifts[rows.long()] = shifts
         segments = [(new.row, 0, new.token_ids) for new in decision.new_rows]
         segments += [(each.row, each.start, each.token_ids) for each in decision.token_writes]
         return segments

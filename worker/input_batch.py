@@ -96,8 +96,13 @@ class InputBatch:
         device: torch.device,
         depth: int,
         kernel: CpuSampling | None = None,
+        switch_at: int = 0,
     ) -> None:
+        """Positions of sequences that enter with more than ``switch_at`` tokens are told
+        behind those of others, by so much; see `RotaryEmbedding`."""
         self.block_size = block_size
+        self._switch_at = switch_at
+        self._shifts = np.zeros(num_rows, dtype=np.int32)
         self.device = device
         self._kernel = kernel
         self.row_len = max_seq_len + 1
@@ -121,6 +126,8 @@ class InputBatch:
         """Enter new rows and new blocks."""
         for new in decision.new_rows:
             self.num_prompt_tokens[new.row] = new.num_prompt_tokens
+            if self._switch_at:
+                self._shifts[new.row] = shift_of(len(new.token_ids), self._switch_at)
             ids = torch.from_numpy(np.array(new.token_ids, dtype=np.int32))
             self.token_table[new.row, : len(ids)].copy_(ids, non_blocking=True)
         for write in decision.token_writes:
@@ -194,6 +201,8 @@ class InputBatch:
         else:
             token_rows, positions = self._expand(decision, host, num_tokens)
         host.positions[:] = positions
+        if self._switch_at:
+            host.positions += self._shifts[token_rows]
         np.multiply(token_rows, self.row_len, out=host.token_places, dtype=np.int64)
         host.token_places += positions
         self._fill_slots(host, token_rows, positions)
@@ -257,3 +266,8 @@ class InputBatch:
             self._flat_ids.index_copy_(0, inputs.sampled_slots, token_ids_N.to(torch.int32))
         if self._last_decode is not None:
             inputs.token_ids = token_ids_N
+
+
+def shift_of(num_tokens: int, switch_at: int) -> int:
+    """What is added to the positions of a sequence that enters with so many tokens."""
+    return switch_at if num_tokens > switch_at else 0

@@ -37,6 +37,13 @@ def check_limits(request: Request, config: SchedulerConfig, cache: KVCacheManage
             f"cache has {cache.num_blocks}. Shorten the prompt, lower max_tokens, or "
             "give the engine a larger KV cache."
         )
+    if sampling.beam_width > 1 and num_prompt <= cache.switch_at < total - 1:
+        raise RequestError(
+            f"beam_width is {sampling.beam_width} and a prompt of {num_prompt} tokens with "
+            f"{sampling.max_tokens} new ones outgrows the {cache.switch_at} tokens up to which "
+            "the model's positions are those of short contexts, which beams cannot do. Lower "
+            f"max_tokens to {cache.switch_at + 1 - num_prompt}, or ask for one beam."
+        )
     if not config.enable_chunked_context and num_prompt > config.max_num_batched_tokens:
         raise RequestError(
             f"a prompt of {num_prompt} tokens exceeds the {config.max_num_batched_tokens} "

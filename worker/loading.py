@@ -104,7 +104,7 @@ def load_engine(
     limits = _limits(config.scheduler, model)
     groups = _kv_groups(model)
     block_size = config.cache.tokens_per_block
-    inputs = _make_inputs(limits, block_size, device, depth, kernel)
+    inputs = _make_inputs(limits, block_size, device, depth, kernel, model.switch_at)
     vocab_size = model.config.vocab_size
     expert_loads = _count_experts(config, model, inputs)
     most_tokens = max(limits.max_num_batched_tokens, limits.max_num_seqs)
@@ -208,12 +208,13 @@ def _make_inputs(
     device: torch.device,
     depth: int,
     kernel: CpuSampling | None,
+    switch_at: int,
 ) -> InputBatch | DeviceInputs:
     rows, length = limits.max_num_seqs, limits.max_seq_len
     if device.type == "cuda":
         tokens = limits.max_num_batched_tokens
-        return DeviceInputs(rows, length, tokens, block_size, device, depth)
-    return InputBatch(rows, length, block_size, 1, device, depth, kernel)
+        return DeviceInputs(rows, length, tokens, block_size, device, depth, switch_at)
+    return InputBatch(rows, length, block_size, 1, device, depth, kernel, switch_at)
 
 
 def _block_bytes(groups: list[KVGroup], block_size: int) -> int:
@@ -269,6 +270,7 @@ def _make_cache(
         num_sinks=cache.num_sinks,
         host_slots=num_slots,
         is_reserving=not limits.can_preempt,
+        switch_at=runner.model.switch_at,
     )
 
 

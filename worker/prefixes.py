@@ -13,6 +13,8 @@ def find_prefix(sequence: Sequence, step: int, cache: KVCacheManager) -> Prefix:
         # A token whose KV is found has no logits.
         return Prefix([[] for _ in cache.pools], [])
     parent, num_known = sequence.parent, len(sequence.token_ids)
+    if parent is not None and parent.blocks.is_long != sequence.blocks.is_long:
+        parent = None
     if parent is not None and parent.row >= 0 and not sequence.num_output_tokens:
         is_running = parent.last_step == step
         computed = parent.num_computed_before if is_running else parent.num_computed_tokens

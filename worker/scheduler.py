@@ -218,6 +218,11 @@ class Scheduler:
             if sequence.row < 0:
                 # It made room for one before it, meanwhile.
                 continue
+            if num_known > self.cache.switch_at and not sequence.blocks.is_long:
+                # All of its keys are to be rotated otherwise from now on.
+                self._preempt(sequence)
+                index -= running is self.running
+                continue
             if sequence.beams is not None and start >= sequence.num_prompt_tokens:
                 self._plan_beams(sequence, sequence.beams, plan)
                 continue
@@ -307,6 +312,8 @@ class Scheduler:
             sequence.publish_at = (
                 (sequence.blocks.num_published + 1) * size if self.cache.enable_reuse else NEVER
             )
+            if not sequence.blocks.is_long:
+                sequence.publish_at = min(sequence.publish_at, self.cache.switch_at + 1)
 
     def _admit(self, plan: StepPlan) -> None:
         while self.waiting and self.rows.free and plan.budget > 0:
@@ -323,6 +330,7 @@ class Scheduler:
     def _start(self, sequence: Sequence, plan: StepPlan) -> bool:
         """Admit one sequence with its first chunk, or return False and change nothing."""
         cache, blocks, beams = self.cache, sequence.blocks, sequence.beams
+        cache.fit_to(blocks, sequence.token_ids)
         if beams is not None and len(self.rows.free) < beams.width:
             return False
         is_growing = self._can_preempt and self.running

@@ -21,6 +21,7 @@ def family_configs() -> dict[str, Any]:
         "gpt2": models.gpt2_config(n_embd=60, n_head=12),
         "gpt2-untied": models.gpt2_config(n_embd=60, n_head=12, tie_word_embeddings=False),
         **models.dense_configs(),
+        "phi3-longrope": models.longrope_config(),
         **models.parallel_configs(),
         **models.expert_configs(),
         **models.latent_configs(),

@@ -48,11 +48,13 @@ class PagedAttention:
         metadata: AttentionMetadata,
     ) -> Tensor:
         """Rotate queries and keys, write keys and values to their slots, then attend."""
-        output_TNH = self._ops.rotated_attention(
-            heads_TAH, rotary.cos_sin, kv_cache, metadata, self.spec, rotary.is_neox
-        )
-        if output_TNH is not None:
-            return output_TNH
+        # Where a sequence's length chooses its angles, its position alone does not say which.
+        if not rotary.switch_at:
+            output_TNH = self._ops.rotated_attention(
+                heads_TAH, rotary.cos_sin, kv_cache, metadata, self.spec, rotary.is_neox
+            )
+            if output_TNH is not None:
+                return output_TNH
         rotary.forward(heads_TAH, positions_T, kv_cache, metadata.slot_mapping)
         query_TNH = heads_TAH[:, : -2 * kv_cache.shape[3]]
         return self.attend(query_TNH, kv_cache, metadata)

@@ -15,6 +15,8 @@ from trimaran.worker.kv_cache.sequence_blocks import (
     hash_of,
 )
 
+_NEVER = 1 << 62
+
 BlockCopy = tuple[int, int, int]
 """KV group, source block, destination block."""
 
@@ -29,7 +31,8 @@ class KVCacheManager:
     With ``window``, no layer sees more than so many tokens back, ``num_sinks`` first ones
     aside: a sequence holds no block that only earlier tokens are in. With ``host_slots``,
     content that is evicted moves to the host, and comes back when it is wanted. With
-    ``is_reserving`` sequences have reservations.
+    ``is_reserving`` sequences have reservations. With ``switch_at``, those of more tokens
+    share no content with others.
     """
 
     def __init__(
@@ -42,8 +45,11 @@ class KVCacheManager:
         num_sinks: int = 0,
         host_slots: int = 0,
         is_reserving: bool = False,
+        switch_at: int = 0,
     ) -> None:
         self.block_size = block_size
+        self.switch_at = switch_at or _NEVER
+        """Tokens beyond which a sequence's keys are rotated otherwise, all of them."""
         self.enable_reuse = enable_reuse
         self.window = window
         # Who lets go of a block that others hold frees none, but would be owed one.
@@ -101,6 +107,15 @@ class KVCacheManager:
         for group, block in self._sources:
             self.pools[group].release([block])
         self._sources.clear()
+
+    def fit_to(self, blocks: SequenceBlocks, token_ids: array[int]) -> None:
+        """Let a sequence that is about to start share blocks only with those whose keys are
+        rotated as its own are, by its length."""
+        if len(token_ids) > self.switch_at and not blocks.is_long:
+            blocks.is_long = True
+            blocks.root = hash_of(blocks.root, array("i"))
+            blocks.hashes.clear()
+            self.extend_hashes(blocks, token_ids)
 
     def extend_hashes(self, blocks: SequenceBlocks, token_ids: array[int]) -> None:
         """Hash the blocks that ``token_ids``, all known ids of the sequence, have filled."""

@@ -49,12 +49,15 @@ class SequenceBlocks:
     """One sequence's blocks: a block table a KV group, and the hashes of its full blocks."""
 
     __slots__ = (
-        "hashes", "load", "max_blocks", "num_left", "num_published", "retention",
+        "hashes", "is_long", "load", "max_blocks", "num_left", "num_published", "retention",
         "root", "tables",
     )  # fmt: skip
 
     def __init__(self, num_groups: int, root: BlockHash) -> None:
         self.root = root
+        self.is_long = False
+        """Whether its keys are rotated as those of long sequences are; see
+        `KVCacheManager.fit_to`."""
         self.tables: list[list[int]] = [[] for _ in range(num_groups)]
         self.hashes: list[BlockHash] = []
         self.num_published = 0

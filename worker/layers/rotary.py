@@ -22,6 +22,9 @@ class RotaryEmbedding(nn.Module):
 
     The first ``rotary_size`` dims of a head are rotated: its halves against each other
     (``is_neox``, as GPT-NeoX and Llama do), or its neighbours (as GPT-J does).
+
+    With LongRoPE, sequences of more than ``switch_at`` tokens have other angles: those of
+    position p are at ``switch_at + p``, and positions are told so. 0 if all have the same.
     """
 
     cos_sin: Tensor
@@ -45,11 +48,15 @@ class RotaryEmbedding(nn.Module):
         self.is_neox = is_neox
         self._ops = context.ops
         longest = context.max_seq_len or max_positions
-        frequencies = inverse_frequencies(rotary_size, base, scaling, longest)
-        frequencies = frequencies.to(context.device)
-        positions = torch.arange(max_positions, dtype=torch.float32, device=context.device)
-        angles = torch.outer(positions, frequencies)
-        table = torch.cat((angles.cos(), angles.sin()), dim=-1) * amplitude(scaling)
+        short_length = _short_length(scaling)
+        self.switch_at = short_length if longest > short_length else 0
+        angles = []
+        for length, is_long in ((self.switch_at, False), (max_positions, self.switch_at > 0)):
+            frequencies = inverse_frequencies(rotary_size, base, scaling, is_long=is_long)
+            positions = torch.arange(length, dtype=torch.float32, device=context.device)
+            angles.append(torch.outer(positions, frequencies.to(context.device)))
+        all_angles = torch.cat(angles)
+        table = torch.cat((all_angles.cos(), all_angles.sin()), dim=-1) * amplitude(scaling)
         self.register_buffer("cos_sin", table, persistent=False)
 
     def forward(
@@ -69,11 +76,15 @@ class RotaryEmbedding(nn.Module):
 
 
 def inverse_frequencies(
-    rotary_size: int, base: float, scaling: Mapping[str, Any] | None, longest: int = 0
+    rotary_size: int,
+    base: float,
+    scaling: Mapping[str, Any] | None,
+    *,
+    is_long: bool = False,
 ) -> Tensor:
     """float32 [R / 2] radians per position, for a scaling as Hugging Face writes it.
 
-    ``longest`` is the longest sequence that will run.
+    ``is_long`` asks for those of LongRoPE's long sequences.
     """
     exponents = torch.arange(0, rotary_size, 2, dtype=torch.int64).float() / rotary_size
     plain = 1.0 / (base**exponents)
@@ -93,7 +104,7 @@ def inverse_frequencies(
     if kind == "yarn":
         return _yarn(plain, rotary_size, base, scaling)
     if kind == "longrope":
-        return _longrope(plain, scaling, longest)
+        return _longrope(plain, scaling, is_long=is_long)
     raise ConfigError(
         f"rope_type {kind!r} is not served. Served are default, linear, dynamic, llama3, "
         "yarn and longrope."
@@ -153,14 +164,18 @@ def _llama3(plain: Tensor, scaling: Mapping[str, Any]) -> Tensor:
     return (1 - ramp) * plain / factor + ramp * plain
 
 
-def _longrope(plain: Tensor, scaling: Mapping[str, Any], longest: int) -> Tensor:
+def _short_length(scaling: Mapping[str, Any] | None) -> int:
+    """Tokens up to which LongRoPE's short factors hold; 0 for scalings that have one set."""
+    if scaling is None or scaling.get("rope_type") != "longrope":
+        return 0
+    return int(_required(scaling, "original_max_position_embeddings"))
+
+
+def _longrope(plain: Tensor, scaling: Mapping[str, Any], *, is_long: bool) -> Tensor:
     """Each dim's wave divided by a factor of its own (LongRoPE, Phi 3 and 4).
 
-    The long factors serve every sequence where any may outgrow the original length: a
-    sequence that grows past it keeps what it has cached.
     Source: https://arxiv.org/abs/2402.13753.
     """
-    is_long = longest > int(_required(scaling, "original_max_position_embeddings"))
     key = "long_factor" if is_long else "short_factor"
     factors = torch.tensor(_required(scaling, key), dtype=torch.float32)
     if factors.shape != plain.shape:

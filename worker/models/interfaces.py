@@ -228,6 +228,12 @@ class CausalLM(nn.Module):
         return self.config.padded_vocab_size(self.context.tp.size)
 
     @property
+    def switch_at(self) -> int:
+        """Tokens beyond which a sequence has other angles (`RotaryEmbedding`); 0 for none."""
+        rotary = getattr(self, "rotary", None)
+        return 0 if rotary is None else int(rotary.switch_at)
+
+    @property
     def dtype(self) -> torch.dtype:
         """Of weights, activations and KV cache."""
         return self.context.dtype

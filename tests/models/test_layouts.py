@@ -1,0 +1,63 @@
+"""Every family in every layout of this run's ranks, by the engine, against transformers."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.models.families import family_configs
+from tests.models.group_run import HAS_GPUS, serve
+from tests.models.layouts import LAYOUTS, cases
+from tests.unit.models import models
+from trimaran.comm import mpi
+
+CONFIGS = family_configs()
+NUM_TOKENS = 8
+VOCAB = 150
+# Within a block, of several, about to outgrow LongRoPE's short factors, and longer than a step
+# and any window.
+LENGTHS = (1, 5, 28, 61)
+TOLERANCE = 2e-4 if HAS_GPUS else 3e-5
+
+
+@pytest.fixture(scope="module", params=list(CONFIGS))
+def model(request, world, tmp_path_factory):
+    """A family's name, its folder, and what transformers says of it; the latter on rank 0."""
+    folder, expected = "", None
+    if world.rank == 0:
+        path = tmp_path_factory.mktemp("model")
+        theirs = models.save_huggingface(path, CONFIGS[request.param])
+        prompts = models.prompts(*LENGTHS)
+        outputs = models.reference_greedy(theirs, prompts, NUM_TOKENS)
+        logits = [_logits(theirs, *each) for each in zip(prompts, outputs, strict=True)]
+        # Some models' own rounding is larger (Gemma 3: 6e-5 from float64).
+        exact = _logits(theirs.double(), prompts[-1], outputs[-1])
+        rounding = float((logits[-1] - exact).abs().max())
+        folder, expected = str(path), (outputs, logits, max(TOLERANCE, 2 * rounding))
+    return request.param, world.comm.bcast(folder), expected
+
+
+def _logits(theirs, prompt, output):
+    """Those of a prompt, and of its output token by token, as it was made."""
+    with torch.inference_mode():
+        rows = [theirs(torch.tensor([prompt])).logits[0]]
+        for count in range(1, len(output)):
+            rows.append(theirs(torch.tensor([prompt + output[:count]])).logits[0, -1:])
+    return torch.cat(rows)
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize(
+    ("model", "layout"), cases(CONFIGS, mpi.MPI.COMM_WORLD.Get_size()), indirect=["model"]
+)
+def test_tokens_and_logits_are_those_of_transformers(model, layout, world):
+    _, folder, expected = model
+    prompts = models.prompts(*LENGTHS)
+
+    answers = serve(world, folder, LAYOUTS[layout], prompts, NUM_TOKENS)
+
+    if world.rank == 0:
+        outputs, logits, tolerance = expected
+        assert [answer.token_ids for answer in answers] == outputs
+        for answer, theirs in zip(answers, logits, strict=True):
+            torch.testing.assert_close(answer.logits(VOCAB), theirs, atol=tolerance, rtol=1e-4)
