@@ -24,6 +24,7 @@ from trimaran.worker.config import (
     SchedulerConfig,
 )
 from trimaran.worker.engine import Engine
+from trimaran.worker.parallel_sizes import expert_sizes
 
 pytestmark = pytest.mark.gpu
 
@@ -53,10 +54,22 @@ MODELS = {
         MixtralConfig(**COMMON, num_local_experts=4, num_experts_per_tok=2)
     ),
 }
-LAYOUTS = [("llama", SIZE, 1, 1), ("llama", 1, SIZE, 1), ("mixtral", SIZE, 1, SIZE)]
-"""Model, ranks of a tensor group, stages, parts that share the experts out."""
+LAYOUTS = [
+    ("llama", SIZE, 1, 1, 1),
+    ("llama", 1, SIZE, 1, 1),
+    ("llama", 1, 1, SIZE, 1),
+    ("mixtral", SIZE, 1, 1, SIZE),
+    ("mixtral", 1, 1, SIZE, SIZE),
+]
+"""Model, ranks of a tensor group, stages, lanes, parts that share the experts out."""
 if SIZE == 4:
-    LAYOUTS += [("llama", 2, 2, 1), ("mixtral", 2, 2, 2), ("mixtral", 4, 1, 2)]
+    LAYOUTS += [
+        ("llama", 2, 2, 1, 1),
+        ("llama", 2, 1, 2, 1),
+        ("mixtral", 2, 2, 1, 2),
+        ("mixtral", 4, 1, 1, 2),
+        ("mixtral", 2, 1, 2, 4),
+    ]
 WAYS = {
     "launched": {},
     "graphs": {"collective_graphs": True},
@@ -137,20 +150,18 @@ class Ranks:
 
     def __init__(self, world, folder, sizes, **changes):
         self.world = world
-        tp_size, pp_size, ep_size = sizes
-        parallel = ParallelConfig(
-            tp_size=tp_size,
-            pp_size=pp_size,
-            moe_tp_size=tp_size // ep_size,
-            moe_ep_size=ep_size,
-        )
-        layout = ParallelLayout(
-            rank=world.rank, tp_size=tp_size, pp_size=pp_size, hosts=world.hosts
-        )
+        tp_size, pp_size, dp_size, ep_size = sizes
+        axes = {"tp_size": tp_size, "pp_size": pp_size, "dp_size": dp_size}
+        experts = expert_sizes(-1, ep_size if ep_size > 1 else -1, tp_size, dp_size)
+        parallel = ParallelConfig(**axes, moe_tp_size=experts[0], moe_ep_size=experts[1])
+        layout = ParallelLayout(rank=world.rank, **axes, hosts=world.hosts)
         device = torch.device("cuda", world.local_rank)
         self.group = connect_group(world.subgroup(layout.tp_ranks), device, 60.0)
         self.control = connect_control(world, 60.0)
         self.links = PipelineLinks.connect(world, layout, 60.0)
+        if parallel.expert_lanes > 1:
+            stage_world = world.subgroup(layout.stage_ranks)
+            self.links.expert_ranks = connect_group(stage_world, device, 60.0)
         config = RankConfig(
             engine=engine_config(folder, "cuda", parallel, **changes), group="t"
         )
@@ -183,6 +194,8 @@ def test_tokens_in_float32_are_those_of_the_cpu(world, folders, expected, layout
     outputs = ranks.run(serve_both)
 
     is_launched = sizes[0] > 1 and not WAYS[way].get("collective_graphs")
+    # Lanes that share experts exchange tokens by numbers that the host has to know.
+    is_launched |= sizes[2] > 1 and sizes[3] > 1
     assert (facts["cuda_graphs"] == 0) is is_launched
     if world.rank == 0:
         assert outputs == expected[model]
@@ -190,7 +203,7 @@ def test_tokens_in_float32_are_those_of_the_cpu(world, folders, expected, layout
 
 @pytest.mark.parametrize("way", ["launched", "peer-graphs"])
 def test_a_step_makes_no_hidden_wait_for_the_device(world, folders, way):
-    ranks = Ranks(world, folders["llama"], (SIZE, 1, 1), **WAYS[way])
+    ranks = Ranks(world, folders["llama"], (SIZE, 1, 1, 1), **WAYS[way])
 
     def drive(engine):
         serve_both(engine)
