@@ -64,8 +64,8 @@ MODELS = {
 # Tensor ranks, stages and parts of the experts' ranks; the other ranks are lanes.
 LAYOUTS = {
     2: [("mixtral", 1, 1, 2), ("qwen2-moe", 1, 1, 2), ("llama", 1, 1, 1)],
-    4: [("mixtral", 1, 1, 4), ("qwen2-moe", 2, 1, 4), ("mixtral", 2, 1, 2),
-        ("qwen2-moe", 1, 2, 2), ("llama", 1, 2, 1), ("mixtral", 2, 1, 1)],
+    4: [("mixtral", 1, 1, 4), ("qwen2-moe", 2, 1, 4), ("qwen2-moe", 1, 2, 2),
+        ("llama", 1, 2, 1)],
 }  # fmt: skip
 
 
