@@ -36,6 +36,9 @@ class PipelineLinks:
         self.writer: ResultWriter | None = None
         self.readers: dict[int, ResultReader] = {}
         """On rank 0, by the rank that tells results."""
+        self.news_writer: ResultWriter | None = None
+        self.news_readers: dict[int, ResultReader] = {}
+        """The same for what the first rank of each stage and lane tells now and then."""
         self.expert_ranks: TensorParallelGroup | None = None
         """The ranks of all lanes that share this rank's layers, where they share experts."""
         self.is_first_lane = True
@@ -74,6 +77,17 @@ class PipelineLinks:
         shape = HiddenShape(*sizes, dtype, topology.pp_size + _EXTRA_SLOTS)
         self.previous, self.next = connect_stages(stages, shape, device, self._timeout_s)
 
+    def open_news(self, topology: ParallelLayout) -> None:
+        """Connect the first ranks of all other stages and lanes to rank 0, beside results.
+
+        Collective over the world.
+        """
+        if self._world is None or topology.tp_size == topology.world_size:
+            return
+        tellers = range(topology.tp_size, topology.world_size, topology.tp_size)
+        ends = connect_results(self._world, tellers, self._timeout_s)
+        self.news_writer, self.news_readers = ends
+
     def all_gather(self, value: Any) -> list[Any]:
         """Every rank's ``value``, in order of ranks. Collective over the world; while loading.
 
@@ -93,8 +107,8 @@ class PipelineLinks:
     def set_timeout(self, timeout_s: float) -> None:
         """The longest wait for another rank from now on."""
         self._timeout_s = timeout_s
-        ends = [self.previous, self.next, self.writer, *self.readers.values()]
-        for end in ends:
+        readers = [*self.readers.values(), *self.news_readers.values()]
+        for end in [self.previous, self.next, self.writer, self.news_writer, *readers]:
             if end is not None:
                 end.timeout_s = timeout_s
         if self.expert_ranks is not None:
@@ -113,7 +127,7 @@ class PipelineLinks:
         """Free what this rank's ends hold. Collective over lanes that share experts."""
         if self.expert_ranks is not None:
             self.expert_ranks.close()
-        for end in (self.previous, self.next, self.writer):
+        for end in (self.previous, self.next, self.writer, self.news_writer):
             if end is not None:
                 end.close()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hmac
 import secrets
+import select
 import socket
 import struct
 import threading
@@ -49,6 +50,10 @@ class _Source(Protocol):
 
     def read(self, timeout_s: float) -> bytes | None:
         """The next message; None if none begins in time."""
+        ...
+
+    def has_message(self) -> bool:
+        """Whether a message has begun to come."""
         ...
 
 
@@ -118,6 +123,7 @@ class ResultReader:
 
     def __init__(self, source: _Source, rank: int, timeout_s: float) -> None:
         self._read = source.read
+        self.has_message = source.has_message
         self.transport = source.transport
         self._rank = rank
         self.timeout_s = timeout_s
@@ -201,6 +207,10 @@ class _SocketSource:
     def __init__(self, sock: socket.socket, rank: int) -> None:
         self._sock = sock
         self._rank = rank
+
+    def has_message(self) -> bool:
+        """Whether there is anything to read, be it that the line was closed."""
+        return bool(select.select([self._sock], [], [], 0)[0])
 
     def read(self, timeout_s: float) -> bytes | None:
         """The next message; None if it does not come in time."""

@@ -137,6 +137,10 @@ class RingReader(ShmRing):
         self._own_word = self._reader_word(reader)
         self._taken = 0
 
+    def has_message(self) -> bool:
+        """Whether `read` would find one at once."""
+        return self._has_slot()
+
     def read(self, timeout_s: float | None = None) -> bytes | None:
         """The next message; None if none begins within ``timeout_s`` (None: no limit).
 

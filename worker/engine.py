@@ -32,6 +32,7 @@ from trimaran.worker.device import select_device
 from trimaran.worker.emission import StepDetails, step_outputs
 from trimaran.worker.engine_parts import engine_parts
 from trimaran.worker.engine_stats import EngineStats
+from trimaran.worker.expert_reports import ASK, ExpertReports
 from trimaran.worker.guided.compiler import GuideCompiler
 from trimaran.worker.guided.requests import GuidedRequests
 from trimaran.worker.lane_types import LaneSteps
@@ -127,6 +128,8 @@ class Engine:
         self._adapters.is_open = self._is_open
         self._guided = self._guided_requests()
         self._stats = EngineStats(self._loaded, self.scheduler, self.times)
+        loads = self._loaded.expert_loads
+        self._expert_reports = ExpertReports(loads, self._control, self._links)
         # What is alive now stays: the collector need not look at it again.
         gc.collect()
         gc.freeze()
@@ -149,9 +152,7 @@ class Engine:
 
     def expert_report(self) -> ExpertReport | None:
         """Tokens of each expert since the start, if the model has any and it is time."""
-        assert self._loaded is not None
-        loads = self._loaded.expert_loads
-        return None if loads is None else loads.report(is_idle=not self.has_work)
+        return self._expert_reports.report(is_idle=not self.has_work)
 
     def shutdown(self) -> None:
         """Wait for the device; nothing is launched afterwards."""
@@ -360,6 +361,9 @@ class Engine:
 
     def follow(self, payload: bytes) -> None:
         """Carry out rank 0's decision on another rank. Collective over the tensor group."""
+        if payload == ASK:
+            self._expert_reports.answer()
+            return
         decision = self._decode(payload)
         if self._profile is not None:
             self._profile.begin_step(decision.step)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from typing import Protocol
 
 import torch
@@ -14,9 +13,6 @@ from trimaran.worker.layers.experts import ExpertMLP
 from trimaran.worker.models.interfaces import CausalLM
 
 # Shapes: L layers with experts of this rank's stage, X experts of a layer.
-
-_PERIOD_S = 1.0
-"""Least time between two reports of an engine that is at work."""
 
 
 class Balances(Protocol):
@@ -45,9 +41,9 @@ class ExpertLoads:
             mixtures[number].router.counter = ExpertCounter(counts, num_tokens)
         is_gpu = first.device.type == "cuda"
         self._host_LX = torch.zeros(shape, dtype=torch.int64, pin_memory=is_gpu)
-        self._copied = torch.cuda.Event() if is_gpu else None  # type: ignore[no-untyped-call]
-        self._is_copying = False
-        self._next_s = 0.0
+        self._copied: torch.cuda.Event | None = None
+        if is_gpu:
+            self._copied = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
         self.balancer: Balances | None = None
         """What acts upon the counts."""
 
@@ -66,37 +62,20 @@ class ExpertLoads:
         if self.balancer is not None:
             self.balancer.after_step()
 
-    def report(self, *, is_idle: bool) -> ExpertReport | None:
-        """What there is to tell, if it is time; counts are those of some moments ago, unless
-        nothing runs, when they are waited for."""
-        now = time.monotonic()
-        if now < self._next_s and not is_idle:
-            return None
-        self._next_s = now + _PERIOD_S
-        if self._copied is None:
-            self._host_LX.copy_(self.counts_LX)
-            return self._told()
-        if is_idle:
-            self._begin_copy()
-            self._copied.synchronize()
-            self._is_copying = False
-            return self._told()
-        if not self._is_copying:
-            self._begin_copy()
-            return None
-        if not self._copied.query():  # type: ignore[no-untyped-call]
-            return None
-        told = self._told()
-        self._begin_copy()
-        return told
-
-    def _begin_copy(self) -> None:
-        assert self._copied is not None
+    def begin(self) -> None:
+        """Start to copy the counts to the host."""
         self._host_LX.copy_(self.counts_LX, non_blocking=True)
-        self._copied.record()
-        self._is_copying = True
+        if self._copied is not None:
+            self._copied.record()
 
-    def _told(self) -> ExpertReport:
+    def is_ready(self) -> bool:
+        """Whether `finish` would wait for nothing."""
+        return self._copied is None or bool(self._copied.query())  # type: ignore[no-untyped-call]
+
+    def finish(self) -> ExpertReport:
+        """The counts whose copy was started last. Any thread may wait here."""
+        if self._copied is not None:
+            self._copied.synchronize()
         return ExpertReport(layers=self.layers, counts=self._host_LX.numpy().tobytes())
 
 

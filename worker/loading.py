@@ -109,6 +109,8 @@ def load_engine(
     expert_loads = _count_experts(config, model, inputs)
     most_tokens = max(limits.max_num_batched_tokens, limits.max_num_seqs)
     links.open(topology, device, (most_tokens, model.config.hidden_size), model.dtype)
+    if model.config.num_experts:
+        links.open_news(topology)
 
     def make_runner(num_blocks: int) -> ModelRunner:
         for group in groups:

@@ -20,6 +20,7 @@ from trimaran.comm.messages import (
 )
 from trimaran.comm.supervisor_link import SupervisorLink
 from trimaran.comm.watchdog import Watchdog
+from trimaran.worker.expert_reports import ASK
 from trimaran.worker.frontend_link import Arrival, FrontendLinks
 from trimaran.worker.garbage import GarbageCollection
 from trimaran.worker.lane_types import LaneDecisions
@@ -40,6 +41,8 @@ def describe_decision(payload: bytes) -> str:
     """A step's decision for the log: sizes and rows, no token ids."""
     if not payload:
         return "the first step"
+    if payload == ASK:
+        return "a question for the experts' loads"
     try:
         if LaneDecisions.is_encoded(payload):
             return _describe_lanes(LaneDecisions.decode(payload))

@@ -39,7 +39,8 @@ def test_every_layer_with_experts_counts_its_own_choices(tmp_path):
     (prompt,) = models.prompts(21)
 
     models.PagedRun(ours, 1).logits({0: prompt})
-    report = loads.report(is_idle=True)
+    loads.begin()
+    report = loads.finish()
 
     counts = np.frombuffer(report.counts, "<i8").reshape(-1, config.num_experts)
     assert report.layers == sorted(chosen) and len(chosen) < config.num_hidden_layers
@@ -47,7 +48,8 @@ def test_every_layer_with_experts_counts_its_own_choices(tmp_path):
         assert row.tolist() == np.bincount(chosen[layer], minlength=len(row)).tolist()
         assert row.sum() == len(prompt) * config.num_experts_per_tok
     loads.reset()
-    assert not any(loads.report(is_idle=True).counts)
+    loads.begin()
+    assert not any(loads.finish().counts)
 
 
 def test_a_model_without_experts_counts_nothing(tmp_path):

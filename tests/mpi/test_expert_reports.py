@@ -1,0 +1,47 @@
+"""Rank 0 reports the tokens of every expert, whichever stage or lane has counted them."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from tests.mpi.test_lanes import NUM_RANKS, PROMPTS, Lanes, models, single  # noqa: F401
+from trimaran.comm.messages import Submit, pack_ids
+from trimaran.comm.sampling_params import SamplingParams
+
+# Tensor ranks, stages and parts of the experts' ranks; the other ranks are lanes.
+LAYOUTS = [("qwen2-moe", 1, 2, 1), ("mixtral", 1, 1, 2)]
+if NUM_RANKS == 4:
+    LAYOUTS = [("qwen2-moe", 2, 2, 1), ("qwen2-moe", 1, 2, 2)]
+
+
+def serve(engine) -> dict[int, list[int]]:
+    """Tokens of each layer's experts, once twice as many prompts as there are have run."""
+    sampling = SamplingParams(max_tokens=6).to_wire()
+    reports = []
+    for _ in range(2):
+        for number, prompt in enumerate(PROMPTS):
+            ids = pack_ids(prompt)
+            engine.submit(
+                0, Submit(request_id=number, model="m", prompt_ids=ids, sampling=sampling)
+            )
+        while engine.has_work:
+            engine.step()
+            reports.append(engine.expert_report())
+        reports.append(engine.expert_report())
+    last = reports[-1]
+    counts = np.frombuffer(last.counts, "<i8").reshape(len(last.layers), -1)
+    return dict(zip(last.layers, counts.tolist(), strict=True))
+
+
+@pytest.mark.parametrize(("name", "tp_size", "pp_size", "moe_ep_size"), LAYOUTS)
+def test_counts_of_all_stages_and_lanes_are_those_of_one_rank(
+    name, tp_size, pp_size, moe_ep_size, world, models  # noqa: F811
+):  # fmt: skip
+    folder = models[0][name]
+
+    counts = Lanes(world, folder, tp_size, pp_size, moe_ep_size).run(serve)
+
+    if world.rank == 0:
+        assert counts == single(folder, serve)
+        assert len(counts) == (2 if name == "qwen2-moe" else 3)
