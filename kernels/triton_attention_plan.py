@@ -23,6 +23,9 @@ MIN_PIECE = 128
 FIXED_PIECE = 256
 """Keys of a piece where results must not depend on the batch."""
 
+MAX_FIXED_PIECES = 16
+"""A longer sequence has larger pieces then: each takes memory for its result."""
+
 PROGRAMS_PER_SM = 3
 """Programs that a multiprocessor is given in turn, so that few are idle at the end."""
 
@@ -54,8 +57,8 @@ class DecodePlan:
 def _plan_kernel(  # type: ignore[no-untyped-def]
     seq_lens, rows, pieces, counters, num_sequences, target,
     KV_HEADS: tl.constexpr, WINDOW: tl.constexpr, SINKS: tl.constexpr, TILE: tl.constexpr,
-    FIXED: tl.constexpr, MIN: tl.constexpr, HAS_ROWS: tl.constexpr, SPAN: tl.constexpr,
-    WRITERS: tl.constexpr,
+    FIXED: tl.constexpr, MAX_PIECES: tl.constexpr, MIN: tl.constexpr, HAS_ROWS: tl.constexpr,
+    SPAN: tl.constexpr, WRITERS: tl.constexpr,
 ):  # fmt: skip
     """Each program finds all pieces and writes every WRITERS-th of each sequence."""
     writer = tl.program_id(0)
@@ -70,7 +73,8 @@ def _plan_kernel(  # type: ignore[no-untyped-def]
         skipped = tl.maximum(length - WINDOW - SINKS, 0)
     seen = length - skipped
     if FIXED > 0:
-        size = tl.zeros_like(seen) + FIXED
+        size = tl.maximum((seen + MAX_PIECES - 1) // MAX_PIECES, FIXED)
+        size = (size + TILE - 1) // TILE * TILE
     else:
         wanted = tl.maximum((tl.sum(seen) + target - 1) // target, MIN)
         number = tl.maximum((seen + wanted - 1) // wanted, 1)
@@ -125,7 +129,8 @@ def plan_decodes(
     most = num_sequences + target
     num_programs = most
     if is_fixed:
-        most = num_sequences * triton.cdiv(metadata.max_seq_len, FIXED_PIECE)
+        pieces = triton.cdiv(metadata.max_seq_len, FIXED_PIECE)
+        most = num_sequences * min(pieces, MAX_FIXED_PIECES)
         num_programs = min(most, 4 * target)
     plan = DecodePlan(
         pieces=torch.empty((1 + most, 8), dtype=torch.int32, device=device),
@@ -138,8 +143,8 @@ def plan_decodes(
     _plan_kernel[(_WRITERS,)](
         metadata.seq_lens, metadata.rows if has_rows else metadata.seq_lens, plan.pieces,
         plan.counters, num_sequences, target, KV_HEADS=num_kv_heads, WINDOW=spec.window,
-        SINKS=spec.num_sinks, TILE=TILE, FIXED=FIXED_PIECE if is_fixed else 0, MIN=MIN_PIECE,
-        HAS_ROWS=has_rows, SPAN=max(16, triton.next_power_of_2(num_sequences)),
-        WRITERS=_WRITERS,
+        SINKS=spec.num_sinks, TILE=TILE, FIXED=FIXED_PIECE if is_fixed else 0,
+        MAX_PIECES=MAX_FIXED_PIECES, MIN=MIN_PIECE, HAS_ROWS=has_rows,
+        SPAN=max(16, triton.next_power_of_2(num_sequences)), WRITERS=_WRITERS,
     )  # fmt: skip
     return plan
