@@ -29,12 +29,24 @@ class Model:
     tp_size: int = 1
     num_replicas: int = 1
     pp_size: int = 1
+    num_lanes: int = 1
+    """Lanes that share the experts out, of a model that has some."""
     num_nodes: int = 1
 
     @property
     def num_ranks(self) -> int:
         """Ranks of all its groups."""
-        return self.tp_size * self.pp_size * self.num_replicas
+        return self.tp_size * self.pp_size * self.num_lanes * self.num_replicas
+
+    @property
+    def layout(self) -> tuple[str, ...]:
+        """The flags that build it so."""
+        flags = ("--tp-size", str(self.tp_size), "--pp-size", str(self.pp_size))
+        if self.num_lanes == 1:
+            return flags
+        lanes = str(self.num_lanes)
+        experts = ("--moe-tp-size", str(self.tp_size), "--moe-ep-size", lanes)
+        return (*flags, "--dp-size", lanes, *experts)
 
 
 THREE_MODELS = (
@@ -79,8 +91,8 @@ def build_repository(
         engine = folder / "engines" / model.name
         _run(
             "build", "--checkpoint", str(DEMO_MODELS / model.checkpoint), "--output",
-            str(engine), "--tp-size", str(model.tp_size), "--pp-size", str(model.pp_size),
-            "--max-batch-size", "64", "--max-num-tokens", "1024", "--max-input-len", "512",
+            str(engine), *model.layout, "--max-batch-size", "64", "--max-num-tokens", "1024",
+            "--max-input-len", "512",
         )  # fmt: skip
         scratch = folder / "filled" / model.name
         _run(

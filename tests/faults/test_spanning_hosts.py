@@ -1,4 +1,4 @@
-"""One worker group over two hosts: a tensor group on each, the pipeline across."""
+"""One worker group over two hosts: a stage or a lane on each, and what a partition does."""
 
 from __future__ import annotations
 
@@ -18,6 +18,8 @@ from models import Case, Model, build_repository, make_cases, with_answers
 
 NAME = "wide"
 ALONE = (Model(NAME, "base"),)
+EXPERTS_ALONE = (Model(NAME, "moe"),)
+EXPERTS = (Model(NAME, "moe", num_lanes=2, num_nodes=2),)
 WIDE = (Model(NAME, "base", tp_size=2, pp_size=2, num_nodes=2),)
 HANG_TIMEOUT_S = 4.0
 NOTICED_S = 2 * HANG_TIMEOUT_S
@@ -35,13 +37,15 @@ def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def cases(tmp_path_factory: pytest.TempPathFactory) -> list[Case]:
     """Requests with the answers of one rank; the first is long enough to meet a fault."""
-    folder = tmp_path_factory.mktemp("alone")
-    asked = [
-        Case(NAME, (0, 547, 1319), 500),
-        *make_cases(ALONE, 7, longest=60),
-    ]
-    with ChaosServer(build_repository(folder, ALONE), flags=FLAGS[:4], folder=folder) as one:
-        return with_answers(asked, one)
+    return cases_of(ALONE, tmp_path_factory.mktemp("alone"))
+
+
+def cases_of(models: tuple[Model, ...], folder: Path) -> list[Case]:
+    """Requests, and what one rank answers."""
+    asked = [Case(NAME, (0, 547, 1319), 500), *make_cases(models, 7, longest=60)]
+    repository = build_repository(folder, models)
+    with ChaosServer(repository, flags=FLAGS[:4], folder=folder) as alone:
+        return with_answers(asked, alone)
 
 
 @pytest.fixture
@@ -142,6 +146,23 @@ def test_stages_on_two_hosts_answer_as_one_rank(repository, cases, lab, tmp_path
         assert [len(server.on_host(name, "rank")) for name in lab.hosts] == [2, 2]
         assert server.metric("trimaran_group_up", model=NAME) == 1
         assert answers(server, cases) == [(200, case.answer) for case in cases]
+        assert server.end() == 0
+    assert_nothing_is_left(lab)
+
+
+@pytest.mark.timeout(300)
+def test_lanes_on_two_hosts_share_experts_and_notice_a_partition(lab, tmp_path):
+    cases = cases_of(EXPERTS_ALONE, tmp_path / "alone")
+    repository = build_repository(tmp_path / "lanes", EXPERTS)
+    fields = {"world_size": 2, "slots": 1}
+    with serve(repository, lab, tmp_path, "--max-restarts", "100", **fields) as server:
+        assert [len(server.on_host(name, "rank")) for name in lab.hosts] == [1, 1]
+        assert answers(server, cases) == [(200, case.answer) for case in cases]
+        request = Running(server, cases[0])
+        lab.cut("two")
+        wait_until(lambda: not server.is_model_ready(NAME), NOTICED_S, "noticed")
+        lab.mend("two")
+        assert request.finish() == cases[0].answer
         assert server.end() == 0
     assert_nothing_is_left(lab)
 
