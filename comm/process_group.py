@@ -152,6 +152,7 @@ class NcclGroup(ProcessGroup):
             os.environ.setdefault(name, value)
         torch.cuda.set_device(device)
         self.device = device
+        self.num_hosts = len(set(world.hosts))
         super().__init__(world, "nccl", timeout_s, connect_timeout_s)
         # Connects the GPUs now: a graph could not capture that.
         self.barrier()

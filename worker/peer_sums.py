@@ -39,6 +39,11 @@ def use_peer_sums(group: TensorParallelGroup) -> None:
             f"--all-reduce peer sums over the GPUs of a tensor group, but this group uses "
             f"{group.transport_of(1)}. Serve with --all-reduce nccl."
         )
+    if group.num_hosts > 1:
+        raise ConfigError(
+            "--all-reduce peer sums over GPUs of one host, but the tensor group spans "
+            f"{group.num_hosts}. Serve with --all-reduce nccl, or with a smaller --tp-size."
+        )
     if group.size not in SLOT_BYTES:
         raise ConfigError(
             f"--all-reduce peer sums over {', '.join(map(str, SLOT_BYTES))} ranks, but the "
