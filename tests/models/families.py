@@ -29,6 +29,14 @@ def family_configs() -> dict[str, Any]:
     }
 
 
+def one_of_each_family() -> list[str]:
+    """The first model of each kind of configuration."""
+    first: dict[type, str] = {}
+    for name, config in family_configs().items():
+        first.setdefault(type(config), name)
+    return list(first.values())
+
+
 def _odd_configs() -> dict[str, Any]:
     """Families of each kind of attention with heads and widths that 2 and 4 do not divide."""
     heads = {"num_attention_heads": 10, "num_key_value_heads": 5, "intermediate_size": 50}

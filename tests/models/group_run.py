@@ -10,10 +10,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from trimaran.comm import mpi
 from trimaran.comm.collectives import SingleRankGroup, connect_group
 from trimaran.comm.control import LocalControlPlane, connect_control
 from trimaran.comm.messages import StepOutput, Submit, pack_ids
-from trimaran.comm.mpi import World
 from trimaran.comm.pipeline import PipelineLinks
 from trimaran.comm.sampling_params import SamplingParams
 from trimaran.comm.topology import ParallelLayout
@@ -26,7 +26,7 @@ from trimaran.worker.config import (
 )
 from trimaran.worker.engine import Engine
 
-HAS_GPUS = torch.cuda.is_available()
+HAS_GPUS = torch.cuda.device_count() >= mpi.MPI.COMM_WORLD.Get_size()
 TIMEOUT_S = 60.0
 
 
@@ -68,7 +68,7 @@ def rank_config(folder: Path, parallel: ParallelConfig) -> RankConfig:
 
 
 def serve(
-    world: World,
+    world: mpi.World,
     folder: Path,
     parallel: ParallelConfig,
     prompts: Iterable[list[int]],
@@ -79,7 +79,11 @@ def serve(
     Collective over the world, whose size is that of the layout.
     """
     torch.set_num_threads(1)
-    device = torch.device("cuda", world.rank) if HAS_GPUS else torch.device("cpu")
+    device = torch.device("cpu")
+    if HAS_GPUS:
+        # Kernels are launched on the current device, whatever their tensors say.
+        device = torch.device("cuda", world.rank)
+        torch.cuda.set_device(device)
     layout = ParallelLayout(
         rank=world.rank, tp_size=parallel.tp_size, pp_size=parallel.pp_size,
         dp_size=parallel.dp_size, hosts=world.hosts,

@@ -36,6 +36,12 @@ def pytest_configure(config: pytest.Config) -> None:
     config.option.with_mpi = True
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Every test here runs on all ranks of a job: pytest-mpi's mark."""
+    for item in items:
+        item.add_marker(pytest.mark.mpi)
+
+
 @pytest.fixture(scope="session")
 def world() -> mpi.World:
     """All ranks of this run, on their one host."""

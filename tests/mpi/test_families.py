@@ -1,11 +1,13 @@
-"""All families cut over four ranks, against transformers' whole models."""
+"""All families on four ranks, cut and in stages, against transformers' whole models."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from tests.models.families import family_configs
+from tests.models.families import family_configs, one_of_each_family
+from tests.models.group_run import serve
+from tests.models.layouts import LAYOUTS
 from tests.unit.models import models
 from trimaran.kernels.build import load_library
 from trimaran.kernels.cpu import CpuOps
@@ -34,3 +36,15 @@ def test_a_family_over_four_ranks_gives_what_transformers_does(name, tensor_grou
     assert outputs == on_rank_0(lambda theirs: models.reference_greedy(theirs, prompts, 8))
     expected = on_rank_0(lambda theirs: theirs(torch.tensor([prompts[1]])).logits[0].detach())
     torch.testing.assert_close(logits, expected, atol=3e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("name", one_of_each_family())
+def test_a_family_is_served_over_two_stages_of_two_ranks(name, world, checkpoint):
+    folder, on_rank_0 = checkpoint(CONFIGS[name])
+    prompts = models.prompts(1, 28, 61)
+
+    answers = serve(world, folder, LAYOUTS["tp2·pp2"], prompts, 6)
+
+    expected = on_rank_0(lambda theirs: models.reference_greedy(theirs, prompts, 6))
+    if world.rank == 0:
+        assert [answer.token_ids for answer in answers] == expected
