@@ -52,16 +52,19 @@ MODELS = {
 }  # fmt: skip
 
 
-@pytest.fixture(scope="module", params=list(MODELS))
-def model(request, world, tmp_path_factory):
-    """A Hugging Face folder that rank 0 writes for all, and rank 0's model of it."""
-    path, theirs = "", None
-    if world.rank == 0:
-        torch.manual_seed(3)
-        path = str(tmp_path_factory.mktemp("model"))
-        theirs = MODELS[request.param]().eval()
-        theirs.save_pretrained(path)
-    return world.comm.bcast(path), theirs
+@pytest.fixture(scope="module")
+def models(world, tmp_path_factory):
+    """By name a Hugging Face folder that rank 0 writes for all, and rank 0's model of it."""
+    found = {}
+    for name, make in MODELS.items():
+        path, theirs = "", None
+        if world.rank == 0:
+            torch.manual_seed(3)
+            path = str(tmp_path_factory.mktemp(name))
+            theirs = make().eval()
+            theirs.save_pretrained(path)
+        found[name] = world.comm.bcast(path), theirs
+    return found
 
 
 class Ranks:
@@ -100,6 +103,8 @@ class Ranks:
 def make_engine(folder, ties, **changes):
     scheduler = {"max_num_batched_tokens": 48, "max_num_seqs": 8, "policy": "max_utilization"}
     cache = {"tokens_per_block": 16, "max_tokens": 256}
+    sizes = {"tp_size": ties[0].tp_size, "pp_size": ties[0].pp_size}
+    sizes["pp_partition"] = changes.pop("pp_partition", ())
     for name, value in changes.items():
         (cache if name in CacheConfig.__dataclass_fields__ else scheduler)[name] = value
     config = EngineConfig(
@@ -107,7 +112,7 @@ def make_engine(folder, ties, **changes):
         engine_dir=folder,
         device="cuda" if HAS_GPUS else "cpu",
         dtype="float32",
-        parallel=ParallelConfig(tp_size=ties[0].tp_size, pp_size=ties[0].pp_size),
+        parallel=ParallelConfig(**sizes),
         scheduler=SchedulerConfig(
             max_seq_len=100, max_input_len=99, max_beam_width=2, **scheduler
         ),
@@ -165,8 +170,9 @@ def greedy(theirs, count):
     return found
 
 
-def test_one_stage_a_rank_gives_the_tokens_of_transformers(world, model):
-    folder, theirs = model
+@pytest.mark.parametrize("name", list(MODELS))
+def test_one_stage_a_rank_gives_the_tokens_of_transformers(world, models, name):
+    folder, theirs = models[name]
     ranks = Ranks(world, pp_size=world.size)
 
     outputs = ranks.run(make_engine(folder, ranks.ties), lambda engine: serve(engine, [{}]))
@@ -186,24 +192,31 @@ def test_one_stage_a_rank_gives_the_tokens_of_transformers(world, model):
             "attention_windows": (50,),
             "num_sinks": 2,
             "depth": 1,
+            "pp_partition": (1, 4),
         },
     ],
-    ids=["plain", "preempted, in chunks", "windows, one step at a time"],
+    ids=["plain", "preempted, in chunks", "windows, uneven stages, one step at a time"],
 )
-def test_stages_give_the_tokens_of_one_rank(world, model, changes):
-    folder, _ = model
+def test_stages_give_the_tokens_of_one_rank(world, models, changes):
+    folder, _ = models["llama"]
     ranks = Ranks(world, pp_size=2)
 
     engine = make_engine(folder, ranks.ties, **changes)
-    outputs = ranks.run(engine, lambda engine: [serve(engine) for _ in range(2)])
+    # Again where the second time finds what the host kept.
+    times = 2 if "host_bytes" in changes else 1
+    outputs = ranks.run(engine, lambda engine: [serve(engine) for _ in range(times)])
 
     if world.rank == 0:
-        one = {name: value for name, value in changes.items() if name != "depth"}
-        assert outputs == single(folder, lambda engine: [serve(engine)] * 2, **one)
+        one = {
+            name: value
+            for name, value in changes.items()
+            if name not in ("depth", "pp_partition")
+        }
+        assert outputs == single(folder, lambda engine: [serve(engine)] * times, **one)
 
 
-def test_stages_on_two_hosts_give_the_tokens_of_transformers(two_host_world, model):
-    folder, theirs = model
+def test_stages_on_two_hosts_give_the_tokens_of_transformers(two_host_world, models):
+    folder, theirs = models["llama"]
     ranks = Ranks(two_host_world, pp_size=two_host_world.size)
 
     outputs = ranks.run(make_engine(folder, ranks.ties), lambda engine: serve(engine, [{}]))
