@@ -8,6 +8,10 @@ import torch
 import triton  # type: ignore[import-not-found,import-untyped,unused-ignore]
 import triton.language as tl  # type: ignore[import-not-found,import-untyped,unused-ignore]
 from torch import Tensor
+from triton.language.extra.cuda import (  # type: ignore[import-not-found,import-untyped,unused-ignore]
+    gdc_launch_dependents,
+    gdc_wait,
+)
 
 from trimaran.kernels.triton_launch import Launcher, num_tiles
 
@@ -56,9 +60,12 @@ def _total(peers, base, offsets, mask, like, SIZE: tl.constexpr, TILE: tl.conste
 @triton.jit(do_not_specialize=["rank", "num_active"])  # type: ignore[untyped-decorator,unused-ignore]
 def _one_shot_kernel(  # type: ignore[no-untyped-def]
     x, peers, calls, rank, num_elements, part, num_active, header, slot_bytes,
-    SIZE: tl.constexpr, TILE: tl.constexpr,
+    SIZE: tl.constexpr, TILE: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     """Program p sums elements p * part to (p + 1) * part of all ranks, into x."""
+    if OVERLAPS:
+        gdc_launch_dependents()
+        gdc_wait()
     program = tl.program_id(0)
     count = tl.load(calls + program) + 2
     if program < num_active:
@@ -83,9 +90,12 @@ def _one_shot_kernel(  # type: ignore[no-untyped-def]
 @triton.jit(do_not_specialize=["rank", "num_active"])  # type: ignore[untyped-decorator,unused-ignore]
 def _two_shot_kernel(  # type: ignore[no-untyped-def]
     x, peers, calls, rank, num_elements, part, num_active, header, slot_bytes,
-    SIZE: tl.constexpr, TILE: tl.constexpr,
+    SIZE: tl.constexpr, TILE: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     """Each rank sums a share, of which program p has ``part`` elements; then all are read."""
+    if OVERLAPS:
+        gdc_launch_dependents()
+        gdc_wait()
     program = tl.program_id(0)
     count = tl.load(calls + program) + 2
     if program < num_active:
@@ -118,8 +128,8 @@ def _two_shot_kernel(  # type: ignore[no-untyped-def]
     tl.store(calls + program, count)
 
 
-_one_shot = Launcher(_one_shot_kernel, has_overlap=False)
-_two_shot = Launcher(_two_shot_kernel, has_overlap=False)
+_one_shot = Launcher(_one_shot_kernel)
+_two_shot = Launcher(_two_shot_kernel)
 
 
 class PeerSum:
