@@ -94,11 +94,13 @@ def table(lines: list[Line]) -> list[str]:
             name: max(each[name] for each in line["memory_gb"])
             for name in ("weights", "kv_cache", "peak")
         }
-        limit = f"{line['limit_pct']} % of {line['limit_tok_s']:,.0f}"
+        limit = ""
+        if "limit_pct" in line:
+            limit = f"{line['limit_pct']} % of {line['limit_tok_s']:,.0f}"
         rows.append(
             f"| {load_of(line)} | {line['layout']} | {len(line['memory_gb'])} "
             f"| {line['out_tok_s']:,.0f} | {line['out_tok_s'] / first['out_tok_s']:.2f} "
-            f"| {limit if 'limit_pct' in line else ''} "
+            f"| {limit} "
             f"| {most['weights']}, {most['kv_cache']}, {most['peak']} |"
         )
     return rows
