@@ -8,7 +8,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 
 from trimaran.builder.build_plan import BuildPlan
@@ -24,6 +23,7 @@ from trimaran.worker.engine_folder import (
     RankMapping,
     shard_path,
 )
+from trimaran.worker.host_limits import free_memory_bytes, usable_cores
 from trimaran.worker.pretrained_config import PretrainedConfig
 from trimaran.worker.shard_file import read_header
 
@@ -136,11 +136,11 @@ def _stamp(path: Path) -> tuple[int, int]:
 
 def _num_workers(plan: BuildPlan) -> int:
     """As many as there are cores, work and memory for."""
-    by_memory = psutil.virtual_memory().available * _MEMORY_SHARE // plan.largest_tensor_bytes
+    by_memory = free_memory_bytes() * _MEMORY_SHARE // plan.largest_tensor_bytes
     return max(
         1,
         min(
-            len(os.sched_getaffinity(0)),
+            usable_cores(),
             plan.num_bytes // _BYTES_OF_A_WORKER,
             int(by_memory),
         ),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 import time
 from pathlib import Path
 
@@ -13,6 +12,7 @@ from trimaran.builder.progress import ProgressBar
 from trimaran.builder.settings import positive
 from trimaran.comm.errors import ConfigError
 from trimaran.worker.engine_folder import EngineFolder, FolderKind
+from trimaran.worker.host_limits import usable_cores
 from trimaran.worker.shard_file import ShardHeader, checksum_of, read_header
 
 _MAX_NAMES = 5
@@ -77,8 +77,7 @@ def _broken(
         return number, name, found == headers[number].checksums[name]
 
     num_bytes = sum(entry.num_bytes for each in headers for entry in each.entries.values())
-    num_cores = len(os.sched_getaffinity(0))
-    workers = ForkedWorkers(job, num_workers or num_cores, prepare=lambda: None)
+    workers = ForkedWorkers(job, num_workers or usable_cores(), prepare=lambda: None)
     broken = []
     num_done = 0
     with ProgressBar(num_bytes) as progress:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import logging
 
-import psutil
 import torch
 
 from trimaran.comm.errors import ConfigError
 from trimaran.worker.config import CacheConfig, SchedulerConfig
+from trimaran.worker.host_limits import free_memory_bytes
 
 logger = logging.getLogger(__name__)
 
@@ -24,7 +24,7 @@ def free_bytes(device: torch.device, ranks_on_host: int) -> int:
     if device.type == "cuda":
         torch.cuda.empty_cache()
         return torch.cuda.mem_get_info(device)[0]
-    share = int(psutil.virtual_memory().available * CPU_SHARE) // ranks_on_host
+    share = int(free_memory_bytes() * CPU_SHARE) // ranks_on_host
     return min(share, CPU_MAX_BYTES)
 
 
