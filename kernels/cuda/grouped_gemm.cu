@@ -116,7 +116,7 @@ __device__ __forceinline__ void copy_weights(u32 to, const TensorMap* map, u32 b
 #endif
 }
 
-// The maps of x: boxes of 16 rows for short runs, and of 64.
+// The maps of x: boxes of 64 rows, and of 16 for what is left of a run.
 struct RowMaps {
     const TensorMap *narrow, *wide;
 };
@@ -126,10 +126,7 @@ __device__ __forceinline__ void fill_stage(const Arguments& args, const Ring& ri
                                            const TensorMap* map_w, const RowMaps& maps_x,
                                            const Work& work, int step, int neighbour) {
     constexpr u64 kKeep = 0x14F0000000000000ull;
-    const bool is_wide = GEMM_CHUNKS >= 4 && work.chunks >= 4;
-    const int box = is_wide ? 64 : 16;
-    const int boxes = is_wide ? (work.chunks + 3) / 4 : work.chunks;
-    barrier_arrive_expect(ring.filled(), kTileW + boxes * box * kRowBytes);
+    barrier_arrive_expect(ring.filled(), kTileW + work.chunks * 16 * kRowBytes);
     if (args.sharing == 1) {
         copy_weights(ring.w(), map_w, ring.filled(), step * kInner, work.column * kWeights,
                      work.expert, args.hint_w);
@@ -140,10 +137,16 @@ __device__ __forceinline__ void fill_stage(const Arguments& args, const Ring& ri
                         step * kInner, work.column * kWeights + neighbour * slice, work.expert,
                         all, args.hint_w);
     }
-    const TensorMap* map_x = is_wide ? maps_x.wide : maps_x.narrow;
-    for (int n = 0; n < boxes; ++n) {
-        copy_box_2d(ring.x() + n * box * kRowBytes, map_x, ring.filled(), step * kInner,
-                    work.first_row + n * box, kKeep);
+    const int num_wide = work.chunks / 4;
+#pragma unroll 1
+    for (int n = 0; n < num_wide; ++n) {
+        copy_box_2d(ring.x() + n * 64 * kRowBytes, maps_x.wide, ring.filled(), step * kInner,
+                    work.first_row + n * 64, kKeep);
+    }
+#pragma unroll 1
+    for (int n = 4 * num_wide; n < work.chunks; ++n) {
+        copy_box_2d(ring.x() + n * 16 * kRowBytes, maps_x.narrow, ring.filled(), step * kInner,
+                    work.first_row + n * 16, kKeep);
     }
 }
 
