@@ -57,6 +57,11 @@ def _check(args: argparse.Namespace, device: torch.device) -> None:
     others = [area for area in args.areas if area != "operators"]
     if others and device.type != "cuda":
         raise ConfigError(f"--areas {others[0]}: these kernels run on a GPU: --device cuda")
+    if "kv_lora_rank" in SHAPES[args.shape]:
+        raise ConfigError(
+            f"--shape {args.shape} has latent attention, whose kernels are timed by "
+            "benchmarks/gpu_latent.py. Name another shape."
+        )
     if others and args.shape != "llama8b":
         raise ConfigError(
             f"--areas {others[0]} has the sizes of llama8b, not of {args.shape}: leave --shape "

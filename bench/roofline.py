@@ -27,6 +27,20 @@ class Ceilings:
     """Bytes that weights, KV cache and workspace may take."""
 
 
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What an operator moves and computes."""
+
+    bytes: float
+    flops: float
+
+
+def product(rows: float, inputs: int, outputs: int, value: float, weights: float) -> Work:
+    """A product of ``rows`` by a matrix; ``weights`` is 1 where the matrix is read."""
+    moved = weights * inputs * outputs + rows * (inputs + outputs)
+    return Work(moved * value, 2 * rows * inputs * outputs)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelShape:
     """The sizes of a decoder with a gated MLP and grouped queries."""
@@ -50,7 +64,7 @@ class ModelShape:
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> ModelShape:
-        """From a Hugging Face configuration."""
+        """From a Hugging Face configuration; of latent attention see `latent_shape`."""
         heads = config["num_attention_heads"]
         dtype = config.get("dtype") or config.get("torch_dtype") or "bfloat16"
         return cls(
@@ -93,50 +107,37 @@ class ModelShape:
         whole = self.layers * layer + self.hidden + matrices * self.vocab * self.hidden
         return whole * self.value_bytes
 
+    def step_work(
+        self, tokens: float, read_tokens: float, pairs: float, logits: float
+    ) -> list[tuple[int, Work]]:
+        """(how often, work) of each operator of one step over ``tokens`` new tokens.
 
-@dataclass(frozen=True, slots=True)
-class _Work:
-    bytes: float
-    flops: float
-
-
-def _product(rows: float, inputs: int, outputs: int, value: float, weights: float) -> _Work:
-    """A product of ``rows`` by a matrix; ``weights`` is 1 where the matrix is read."""
-    moved = weights * inputs * outputs + rows * (inputs + outputs)
-    return _Work(moved * value, 2 * rows * inputs * outputs)
-
-
-def _step_work(
-    shape: ModelShape, tokens: float, read_tokens: float, pairs: float, logits: float
-) -> list[tuple[int, _Work]]:
-    """(how often, work) of each operator of one step over ``tokens`` new tokens.
-
-    ``read_tokens`` are tokens whose KV is read, ``pairs`` queries times keys.
-    """
-    value, hidden = shape.value_bytes, shape.hidden
-    qkv = shape.query_width + 2 * shape.kv_width
-    kv_moved = 2 * shape.kv_width * (read_tokens + tokens)
-    attention = _Work(
-        (kv_moved + 2 * tokens * shape.query_width) * value, 4 * shape.query_width * pairs
-    )
-    # Between its two products the MLP's inner values need not leave the chip twice.
-    # Of experts drawn at random, those that some token has are read.
-    read = shape.experts * (1 - (1 - shape.chosen / shape.experts) ** tokens)
-    width = shape.chosen * shape.inner
-    mlp = _Work(
-        (3 * read * hidden * shape.inner + 2 * tokens * (hidden + width)) * value,
-        6 * tokens * hidden * width,
-    )
-    return [
-        (shape.layers, _product(tokens, hidden, qkv, value, 1)),
-        (shape.layers, attention),
-        (shape.layers, _product(tokens, shape.query_width, hidden, value, 1)),
-        (shape.layers, mlp),
-        (1, _Work((hidden + logits) * shape.vocab * value, 2 * logits * hidden * shape.vocab)),
-    ]
+        ``read_tokens`` are tokens whose KV is read, ``pairs`` queries times keys.
+        """
+        value, hidden = self.value_bytes, self.hidden
+        qkv = self.query_width + 2 * self.kv_width
+        kv_moved = 2 * self.kv_width * (read_tokens + tokens)
+        attention = Work(
+            (kv_moved + 2 * tokens * self.query_width) * value, 4 * self.query_width * pairs
+        )
+        # Between its two products the MLP's inner values need not leave the chip twice.
+        # Of experts drawn at random, those that some token has are read.
+        read = self.experts * (1 - (1 - self.chosen / self.experts) ** tokens)
+        width = self.chosen * self.inner
+        mlp = Work(
+            (3 * read * hidden * self.inner + 2 * tokens * (hidden + width)) * value,
+            6 * tokens * hidden * width,
+        )
+        return [
+            (self.layers, product(tokens, hidden, qkv, value, 1)),
+            (self.layers, attention),
+            (self.layers, product(tokens, self.query_width, hidden, value, 1)),
+            (self.layers, mlp),
+            (1, Work((hidden + logits) * self.vocab * value, 2 * logits * hidden * self.vocab)),
+        ]
 
 
-def _seconds(work: list[tuple[int, _Work]], at: Ceilings) -> float:
+def _seconds(work: list[tuple[int, Work]], at: Ceilings) -> float:
     return sum(
         count * max(each.bytes / at.bandwidth, each.flops / at.flops) for count, each in work
     )
@@ -144,7 +145,7 @@ def _seconds(work: list[tuple[int, _Work]], at: Ceilings) -> float:
 
 def decode_step_s(shape: ModelShape, at: Ceilings, batch: float, context: float) -> float:
     """Seconds of one decode step of ``batch`` sequences with ``context`` tokens each."""
-    work = _step_work(shape, batch, batch * context, batch * (context + 1), batch)
+    work = shape.step_work(batch, batch * context, batch * (context + 1), batch)
     return _seconds(work, at)
 
 
@@ -152,7 +153,7 @@ def prompt_s(shape: ModelShape, at: Ceilings, length: int) -> float:
     """Seconds for one prompt, its share of a step that several prompts fill."""
     tokens = max(length, _STEP_TOKENS)
     pairs = tokens * (length / 2 + 0.5)
-    return _seconds(_step_work(shape, tokens, 0, pairs, tokens / length), at) * length / tokens
+    return _seconds(shape.step_work(tokens, 0, pairs, tokens / length), at) * length / tokens
 
 
 def resident_sequences(shape: ModelShape, at: Ceilings, isl: int, osl: int, most: int) -> int:

@@ -10,8 +10,9 @@ import statistics
 from typing import Any
 
 from trimaran.bench import results
+from trimaran.bench.latent_shape import shape_of
 from trimaran.bench.load import Load
-from trimaran.bench.roofline import ModelShape, output_tokens_per_s
+from trimaran.bench.roofline import output_tokens_per_s
 from trimaran.bench.shapes import SHAPES
 from trimaran.client import bench, bench_report
 from trimaran.client.bench_flags import DEFAULT_URLS
@@ -146,7 +147,7 @@ def _limit(
     """The limit of requests that arrive at once; arrivals bound those that are paced."""
     if not args.ceilings_of or point["request_rate"] > 0:
         return {}
-    shape = ModelShape.of(SHAPES[args.shape])
+    shape = shape_of(SHAPES[args.shape])
     most = min(load.requests, point["concurrency"])
     limit = output_tokens_per_s(shape, results.ceilings_in(facts), load.isl, load.osl, most)
     return {

@@ -14,6 +14,18 @@ _LLAMA = {
     "hidden_act": "silu",
 }
 
+_DEEPSEEK = {
+    **_LLAMA,
+    "architectures": ["DeepseekV2ForCausalLM"],
+    "model_type": "deepseek_v2",
+    "rope_theta": 10000.0,
+    "q_lora_rank": None,
+    "first_k_dense_replace": 1,
+    "n_shared_experts": 2,
+    "topk_method": "greedy",
+    "norm_topk_prob": False,
+}
+
 SHAPES: dict[str, dict[str, Any]] = {
     "tiny": {
         **_LLAMA, "vocab_size": 32000, "hidden_size": 512, "intermediate_size": 1408,
@@ -42,6 +54,18 @@ SHAPES: dict[str, dict[str, Any]] = {
         "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32,
         "num_key_value_heads": 8, "head_dim": 128, "num_local_experts": 8,
         "num_experts_per_tok": 2,
+    },
+    "tiny_latent": {
+        **_DEEPSEEK, "vocab_size": 32000, "hidden_size": 512, "intermediate_size": 1408,
+        "num_hidden_layers": 8, "num_attention_heads": 8, "kv_lora_rank": 128,
+        "qk_nope_head_dim": 32, "qk_rope_head_dim": 32, "v_head_dim": 32,
+        "n_routed_experts": 16, "moe_intermediate_size": 256, "num_experts_per_tok": 4,
+    },
+    "deepseek_lite": {
+        **_DEEPSEEK, "vocab_size": 102400, "hidden_size": 2048, "intermediate_size": 10944,
+        "num_hidden_layers": 27, "num_attention_heads": 16, "kv_lora_rank": 512,
+        "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128,
+        "n_routed_experts": 64, "moe_intermediate_size": 1408, "num_experts_per_tok": 6,
     },
 }  # fmt: skip
 

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from trimaran.bench import ceilings, results
+from trimaran.bench.latent_shape import shape_of
 from trimaran.bench.load import Load
 from trimaran.bench.offline import (
     OfflineDriver,
@@ -158,7 +159,7 @@ def _subject(args: argparse.Namespace, loads: list[Load]) -> Iterator[_Subject |
         if config.parallel.world_size > 1 and _peer_names(args):
             raise ConfigError("--peer compares engines on one device: leave it out, or ranks")
         with connected(config) as ranks:
-            shape = ModelShape.of(model)
+            shape = shape_of(model)
             limits = _limits(args, ranks, shape, model["dtype"])
             peers = _peers(args, folder, model, loads)
             share = _memory_fraction(args, shape, ranks)

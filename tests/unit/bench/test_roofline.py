@@ -4,6 +4,7 @@ import dataclasses
 
 import pytest
 
+from trimaran.bench.latent_shape import shape_of
 from trimaran.bench.roofline import (
     Ceilings,
     ModelShape,
@@ -79,3 +80,33 @@ def test_limits_of_a_mixture_of_experts_on_one_h200(isl, osl, most, limit):
     shape = ModelShape.of(SHAPES["mixtral"])
     assert shape.weight_bytes == pytest.approx(93.4e9, rel=1e-3)
     assert output_tokens_per_s(shape, H200, isl, osl, most) == pytest.approx(limit, rel=5e-3)
+
+
+_V3 = {
+    **SHAPES["deepseek_lite"], "vocab_size": 129280, "hidden_size": 7168,
+    "intermediate_size": 18432, "moe_intermediate_size": 2048, "num_hidden_layers": 61,
+    "num_attention_heads": 128, "q_lora_rank": 1536, "first_k_dense_replace": 3,
+    "n_routed_experts": 256, "n_shared_experts": 1, "num_experts_per_tok": 8,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("config", "parameters", "cache_bytes"),
+    [(SHAPES["deepseek_lite"], 15.7e9, 31104), (_V3, 671e9, 70272)],
+    ids=["V2 Lite", "V3"],
+)
+def test_shapes_with_latent_attention_have_their_known_sizes(config, parameters, cache_bytes):
+    shape = shape_of(config)
+    assert shape.weight_bytes == pytest.approx(2 * parameters, rel=2e-3)
+    assert shape.kv_token_bytes == cache_bytes
+
+
+def test_a_large_batch_of_latent_attention_reads_its_cache_and_all_experts():
+    shape = shape_of(SHAPES["deepseek_lite"])
+    read = shape.weight_bytes - 2 * shape.vocab * shape.hidden
+    read += 256 * 2048 * shape.kv_token_bytes
+
+    assert decode_step_s(shape, H200, 256, 2048) == pytest.approx(
+        read / H200.bandwidth, rel=0.05
+    )
+    assert prompt_s(shape, H200, 8192) > 2 * prompt_s(shape, H200, 4096)
