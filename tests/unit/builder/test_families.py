@@ -1,4 +1,4 @@
-"""Every family from a Hugging Face folder through `trimaran build` to two pipeline stages."""
+"""Every family from a folder of several files through `trimaran build` to two stages."""
 
 from __future__ import annotations
 
@@ -41,11 +41,26 @@ def _stage(engine: EngineFolder, pp_rank: int) -> models.PagedRun:
     return models.PagedRun(model, 1)
 
 
+def _spread(folder: Path) -> None:
+    """Over three files with an index, as large checkpoints are, layers and experts apart."""
+    tensors = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    places = {}
+    for number in range(3):
+        file = f"model-{number + 1:05d}-of-00003.safetensors"
+        mine = {name: tensors[name] for name in sorted(tensors)[number::3]}
+        save_file(mine, folder / file, metadata={"format": "pt"})
+        places |= dict.fromkeys(mine, file)
+    index = {"metadata": {"total_size": 0}, "weight_map": places}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
 @pytest.mark.parametrize("name", list(FAMILIES))
 def test_a_built_folder_of_two_stages_gives_the_logits_of_transformers(
     name, tmp_path, trimaran
 ):
     theirs = models.save_huggingface(tmp_path / "model", FAMILIES[name])
+    _spread(tmp_path / "model")
     done = trimaran("build", "--checkpoint", tmp_path / "model", "--output",
                     tmp_path / "engine", "--pp-size", "2")  # fmt: skip
     assert done.code == 0, done.err
