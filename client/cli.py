@@ -1,15 +1,22 @@
-"""`trimaran client`: one request from the command line, at the token or the text level."""
+"""`trimaran client`: requests from the command line, at the token or the text level."""
 
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
 
-from trimaran.client import text_client, token_client
+from trimaran.client import pipeline_client, text_client, token_client
+
+_CLIENTS: dict[str, Callable[[argparse.Namespace], int]] = {
+    "text": text_client.run,
+    "token": token_client.run,
+    "pipeline": pipeline_client.run,
+}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The two clients, each with the flags of the script that it replaces."""
-    clients = parser.add_subparsers(dest="level", required=True, metavar="token|text")
+    """The clients, each with the flags of the script that it replaces."""
+    clients = parser.add_subparsers(dest="level", required=True, metavar="text|token|pipeline")
     text = clients.add_parser(
         "text",
         help="text to the ensemble or BLS model (end_to_end_grpc_client.py)",
@@ -26,8 +33,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         epilog="Example:\n  trimaran client token --tokenizer-dir llama --text Hello",
     )
     token_client.add_arguments(token)
+    pipeline = clients.add_parser(
+        "pipeline",
+        help="a data set to the steps and to the text models, compared (end_to_end_test.py)",
+        description="Send a data set to the steps and to the text models, and compare.",
+        usage="trimaran client pipeline --dataset FILE --max-input-len N [flags]",
+        epilog="Example:\n  trimaran client pipeline --dataset data.json --max-input-len 500",
+    )
+    pipeline_client.add_arguments(pipeline)
 
 
 def run(args: argparse.Namespace) -> int:
     """Run the chosen client."""
-    return text_client.run(args) if args.level == "text" else token_client.run(args)
+    return _CLIENTS[args.level](args)

@@ -23,6 +23,7 @@ SCRIPTS = {
     "inflight_batcher_llm/client/inflight_batcher_llm_client.py": ("client", "token"),
     "inflight_batcher_llm/client/end_to_end_grpc_client.py": ("client", "text"),
     "tools/inflight_batcher_llm/benchmark_core_model.py": ("bench",),
+    "tools/inflight_batcher_llm/end_to_end_test.py": ("client", "pipeline"),
 }
 _SCRIPT = '''#!/usr/bin/env python3
 """Runs `trimaran {command}` with this script's arguments."""

@@ -10,6 +10,7 @@ import pytest
 TOKEN = "python3 inflight_batcher_llm/client/inflight_batcher_llm_client.py"
 TEXT = "python3 inflight_batcher_llm/client/end_to_end_grpc_client.py"
 BENCH = "python3 tools/inflight_batcher_llm/benchmark_core_model.py"
+CHECK = "python3 tools/inflight_batcher_llm/end_to_end_test.py"
 ENSEMBLE = "curl -s -X POST localhost:8000/v2/models/ensemble/generate -d "
 STREAM = "curl -s -N -X POST localhost:8000/v2/models/ensemble/generate_stream -d "
 BLS = "curl -s -X POST localhost:8000/v2/models/tensorrt_llm_bls/generate -d "
@@ -173,6 +174,12 @@ DECOUPLED = {
         1,
         ["The land"],
     ),
+    "end to end, streams": (
+        DATASET + f"{CHECK} -i grpc --streaming --test-bls --max-input-len 500 "
+        "--dataset data.json",
+        0,
+        ["Functionality test succeed", r"^\[INFO\] Total Latency: .* ms$"],
+    ),
     "benchmark, normal distribution": (
         f"{BENCH} -i grpc --max-input-len 100 --request-rate 20 --num-requests 12 -c 4 "
         "token-norm-dist --input-mean 20 --input-stdev 5 --output-mean 8 --output-stdev 2",
@@ -216,6 +223,16 @@ PLAIN = {
         0,
         ["^Got cancellation response from server$"],
     ),
+    "end to end": (
+        DATASET + f"{CHECK} --max-input-len 500 --dataset data.json --test-bls "
+        """--return-log-probs --sampling-params "{'beam_width': 2, 'length_penalty': 0.5}" """,
+        0,
+        [
+            r"^\[INFO\] Start testing on 1 prompts\.$",
+            "Functionality test succeed",
+            r"^\[INFO\] Start benchmarking on 1 prompts\.$",
+        ],
+    ),
     "benchmark, http": (
         f"{BENCH} -i http --max-input-len 100 --num-requests 8 -c 4 "
         "token-norm-dist --input-mean 20 --input-stdev 5 --output-mean 8 --output-stdev 2",
@@ -234,8 +251,10 @@ def _check(server, bench, command, code, expected):
         line = line.replace(f"localhost:{port}", f"localhost:{own}")
     for script, port in ((TOKEN, server.grpc_port), (TEXT, server.grpc_port)):
         line = line.replace(script, f"{script} -u localhost:{port}")
-    port = server.http_port if " -i http" in line else server.grpc_port
-    line = line.replace(BENCH, f"{BENCH} -u localhost:{port}")
+    is_http = " -i http" in line or (CHECK in line and " -i grpc" not in line)
+    port = server.http_port if is_http else server.grpc_port
+    for script in (BENCH, CHECK):
+        line = line.replace(script, f"{script} -u localhost:{port}")
     done = bench.run(line)
     said = done.stdout + done.stderr
     assert done.returncode == code, f"{line}\n{said}"

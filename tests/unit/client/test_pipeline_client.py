@@ -1,0 +1,108 @@
+"""`trimaran client pipeline`: what is compared, and what a difference leads to."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from scripted_server import Reply, ids_reply, text_reply
+
+RECORD = {"input": "It was", "instruction": "dark", "output": "and stormy"}
+ONE = ("INT32", [[2]])
+BEFORE = {
+    "INPUT_ID": ("INT32", [[5, 6]]), "REQUEST_INPUT_LEN": ONE, "REQUEST_OUTPUT_LEN": ONE,
+    "OUT_END_ID": ONE, "OUT_PAD_ID": ONE,
+}  # fmt: skip
+
+
+def steps(text="It was dark and"):
+    """A server whose text models stream this text."""
+
+    def script(request):
+        if request.model == "preprocessing":
+            return [Reply(BEFORE, is_final=True)]
+        if request.model == "tensorrt_llm":
+            return [ids_reply([7]), ids_reply([8], is_final=True)]
+        if request.model == "postprocessing":
+            return [text_reply_of_steps("It was dark and")]
+        return [text_reply(text[:3]), text_reply(text[3:], is_final=True)]
+
+    return script
+
+
+def text_reply_of_steps(text):
+    return Reply({"OUTPUT": ("BYTES", [text])}, is_final=True)
+
+
+@pytest.fixture
+def dataset(tmp_path):
+    path = tmp_path / "data.json"
+    path.write_text(json.dumps([RECORD, {**RECORD, "input": "many words " * 50}]))
+    return str(path)
+
+
+def flags(server, dataset, *more):
+    return (
+        "client", "pipeline", "-i", "grpc", "-u", f"127.0.0.1:{server.port}", "--streaming",
+        "--dataset", dataset, "--max-input-len", "20", "-c", "2", *more,
+    )  # fmt: skip
+
+
+def test_equal_texts_succeed_and_are_timed(trimaran, server, dataset):
+    server.script = steps()
+    sampling = "{'top_k': 4, 'temperature': 0.5}"
+
+    code, out, _ = trimaran(
+        *flags(server, dataset, "--test-bls", "--sampling-params", sampling)
+    )
+
+    assert code == 0
+    for line in (
+        "[INFO] Start testing on 1 prompts.",
+        "[INFO] Functionality test succeeded.",
+        "[INFO] Start benchmarking on 1 prompts.",
+        "[INFO] Total Latency: ",
+    ):
+        assert line in out
+    by_model = {request.model: request.inputs for request in server.received}
+    assert by_model["tensorrt_llm"]["runtime_top_k"].tolist() == [[4]]
+    assert by_model["tensorrt_llm_bls"]["top_k"].tolist() == [[4]]
+    assert by_model["postprocessing"]["TOKENS_BATCH"].tolist() == [[[7, 8]]]
+
+
+def test_another_text_is_told_with_both(trimaran, server, dataset):
+    server.script = steps("It was light")
+
+    code, _, err = trimaran(*flags(server, dataset))
+
+    assert code == 1
+    assert "ensemble and its steps differ" in err
+    assert "'It was dark and'" in err and "'It was light'" in err
+
+
+def test_an_error_of_the_server_is_printed(trimaran, server, dataset):
+    server.script = lambda request: [Reply(error="no such model")]
+
+    code, out, _ = trimaran(*flags(server, dataset))
+
+    assert (code, out.splitlines()[-2:]) == (
+        1,
+        ["Received an error from server:", "no such model"],
+    )
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        (("--sampling-params", "{'top_q': 1}"), "'top_q' is no input"),
+        (("--sampling-params", "top_k=1"), "--sampling-params is no Python dictionary"),
+        (("--max-input-len", "1"), "no prompt has --max-input-len 1"),
+        (("-i", "http"), "--streaming needs -i grpc"),
+        (("--test-llmapi",), "does not serve the llmapi model"),
+    ],
+)
+def test_flags_that_mean_nothing_are_refused(trimaran, server, dataset, more, said):
+    code, _, err = trimaran(*flags(server, dataset, *more))
+
+    assert code == 2
+    assert said in err
