@@ -8,6 +8,7 @@ from pathlib import Path
 
 from trimaran.comm.errors import ConfigError
 from trimaran.worker.pretrained_config import PretrainedConfig
+from trimaran.worker.pretrained_families import FAMILIES
 from trimaran.worker.quantized import refuse_quantized_tensors
 from trimaran.worker.shard_file import TensorEntry, read_tensor_entries
 
@@ -52,7 +53,8 @@ def check_weight_files(folder: Path, files: tuple[Path, ...], config: Pretrained
         if file.suffix == ".safetensors":
             entries |= read_tensor_entries(file)
     refuse_quantized_tensors(folder, entries)
-    names = set(entries)
+    others = FAMILIES[config.architecture].ignored_parts
+    names = {name for name in entries if not name.startswith(others)}
     if config.dense_layers:
         # Their MLP has other tensors than the layers with experts.
         names = {name for name in names if ".mlp." not in name}

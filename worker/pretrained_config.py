@@ -9,7 +9,7 @@ from typing import Any
 
 from trimaran.comm.errors import ConfigError
 from trimaran.worker.huggingface_keys import check_positive
-from trimaran.worker.pretrained_families import FAMILIES
+from trimaran.worker.pretrained_families import FAMILIES, text_values
 
 SERVED_ARCHITECTURES = tuple(FAMILIES)
 SERVED_ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
@@ -231,6 +231,7 @@ class PretrainedConfig:
         try:
             architecture = _architecture_of(values)
             _check_architecture(architecture)
+            values = text_values(values)
             converted = FAMILIES[architecture].convert(values)
             return cls(architecture=architecture, **_common(values), **converted)
         except KeyError as error:

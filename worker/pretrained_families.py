@@ -29,6 +29,9 @@ class Family:
     activations: tuple[str, ...]
     """Values of ``hidden_act`` that its MLP serves."""
 
+    ignored_parts: tuple[str, ...] = ()
+    """Beginnings of the names of weights that belong to what is not served."""
+
 
 def _from_llama(values: Mapping[str, Any]) -> dict[str, Any]:
     heads = values["num_attention_heads"]
@@ -164,6 +167,30 @@ def _from_gemma3(values: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
+_GEMMA3_TEXTS = {
+    "vocab_size": 262208, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256,
+    "max_position_embeddings": 131072, "rms_norm_eps": 1e-6, "bos_token_id": 2,
+    "pad_token_id": 0,
+}  # fmt: skip
+"""What published configurations of Gemma 3 with images leave to transformers."""
+
+
+def text_values(values: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The keys of the decoder of a model that also takes images; else ``values``.
+
+    The dtype and the ids of special tokens may stand outside.
+    """
+    inner = values.get("text_config")
+    if not isinstance(inner, Mapping):
+        return values
+    outer = {
+        key: values[key]
+        for key in ("dtype", "torch_dtype", "eos_token_id", "bos_token_id", "pad_token_id")
+        if values.get(key) is not None
+    }
+    return {**_GEMMA3_TEXTS, **inner, **outer}
+
+
 def _from_mixtral(values: Mapping[str, Any]) -> dict[str, Any]:
     return {**_from_mistral(values), **_experts(values, values["intermediate_size"])}
 
@@ -253,6 +280,9 @@ FAMILIES: dict[str, Family] = {
     "Phi3ForCausalLM": Family("phi3", _from_phi3, GATED_ACTIVATIONS),
     "Gemma2ForCausalLM": Family("gemma2", _from_gemma2, GATED_ACTIVATIONS),
     "Gemma3ForCausalLM": Family("gemma3_text", _from_gemma3, GATED_ACTIVATIONS),
+    "Gemma3ForConditionalGeneration": Family(
+        "gemma3", _from_gemma3, GATED_ACTIVATIONS, ("vision_tower.", "multi_modal_projector.")
+    ),
     "MixtralForCausalLM": Family("mixtral", _from_mixtral, ("silu",)),
     "Qwen2MoeForCausalLM": Family("qwen2_moe", _from_qwen2_moe, ("silu",)),
     "Qwen3MoeForCausalLM": Family("qwen3_moe", _from_qwen3_moe, ("silu",)),

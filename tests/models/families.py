@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from transformers import Gemma3Config
+
 from tests.unit.models import models
 
 
@@ -22,11 +24,24 @@ def family_configs() -> dict[str, Any]:
         "gpt2-untied": models.gpt2_config(n_embd=60, n_head=12, tie_word_embeddings=False),
         **models.dense_configs(),
         "phi3-longrope": models.longrope_config(),
+        "gemma3-of-images": _gemma3_of_images(),
         **models.parallel_configs(),
         **models.expert_configs(),
         **models.latent_configs(),
         **_odd_configs(),
     }
+
+
+def _gemma3_of_images() -> Gemma3Config:
+    """A Gemma 3 whose decoder is one of several parts."""
+    images = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1,
+              "num_attention_heads": 2, "image_size": 16, "patch_size": 8}  # fmt: skip
+    return Gemma3Config(
+        text_config=models.dense_configs()["gemma3"].to_dict(),
+        vision_config=images,
+        mm_tokens_per_image=4,
+        image_token_index=149,
+    )
 
 
 def one_of_each_family() -> list[str]:

@@ -9,6 +9,7 @@ from pathlib import Path
 from trimaran.comm.errors import ConfigError
 from trimaran.worker.models.checkpoint_file import file_entries
 from trimaran.worker.models.interfaces import CausalLM
+from trimaran.worker.pretrained_families import FAMILIES
 from trimaran.worker.shard_file import TensorEntry
 
 _MAX_NAMES = 5
@@ -69,7 +70,8 @@ def refuse_differences(path: Path, missing: list[str], unexpected: list[str]) ->
 
 def _carries_no_weight(model: CausalLM, key: str) -> bool:
     is_tied_head = key == "lm_head.weight" and model.config.tie_word_embeddings
-    return is_tied_head or key.endswith(model.ignored_weights)
+    is_elsewhere = key.startswith(FAMILIES[model.config.architecture].ignored_parts)
+    return is_tied_head or is_elsewhere or key.endswith(model.ignored_weights)
 
 
 def _check_floats(path: Path, name: str, entry: TensorEntry) -> None:

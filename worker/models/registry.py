@@ -20,7 +20,7 @@ from trimaran.worker.layers.parallel import ONE_PART, ExpertRanks, TensorGroup
 from trimaran.worker.models.deepseek import DeepseekV2ForCausalLM, DeepseekV3ForCausalLM
 from trimaran.worker.models.falcon import FalconForCausalLM
 from trimaran.worker.models.gemma2 import Gemma2ForCausalLM
-from trimaran.worker.models.gemma3 import Gemma3ForCausalLM
+from trimaran.worker.models.gemma3 import Gemma3ForCausalLM, Gemma3ForConditionalGeneration
 from trimaran.worker.models.gpt2 import GPT2LMHeadModel
 from trimaran.worker.models.gpt_neox import GPTNeoXForCausalLM
 from trimaran.worker.models.gptj import GPTJForCausalLM
@@ -46,6 +46,7 @@ MODELS: dict[str, type[CausalLM]] = {
     "Phi3ForCausalLM": Phi3ForCausalLM,
     "Gemma2ForCausalLM": Gemma2ForCausalLM,
     "Gemma3ForCausalLM": Gemma3ForCausalLM,
+    "Gemma3ForConditionalGeneration": Gemma3ForConditionalGeneration,
     "MixtralForCausalLM": MixtralForCausalLM,
     "Qwen2MoeForCausalLM": Qwen2MoeForCausalLM,
     "Qwen3MoeForCausalLM": Qwen3MoeForCausalLM,

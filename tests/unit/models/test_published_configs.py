@@ -101,6 +101,31 @@ def test_what_sets_the_families_apart_is_read():
     assert gemma3.qk_norm and gemma3.tie_word_embeddings and gemma3.norm_offset == 1.0
 
 
+GEMMA3_OF_IMAGES = {
+    "architectures": ["Gemma3ForConditionalGeneration"], "model_type": "gemma3",
+    "boi_token_index": 255999, "eoi_token_index": 256000, "eos_token_id": [1, 106],
+    "image_token_index": 262144, "mm_tokens_per_image": 256, "torch_dtype": "bfloat16",
+    "text_config": {
+        "hidden_size": 2560, "intermediate_size": 10240, "model_type": "gemma3_text",
+        "num_hidden_layers": 34, "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+        "sliding_window": 1024,
+    },
+}  # fmt: skip
+
+
+def test_of_a_gemma_3_that_takes_images_the_decoder_is_read():
+    theirs = AutoConfig.for_model(**GEMMA3_OF_IMAGES).to_dict()
+
+    ours = PretrainedConfig.from_huggingface(GEMMA3_OF_IMAGES, "config.json")
+
+    spelled_out = {**theirs, "architectures": GEMMA3_OF_IMAGES["architectures"]}
+    assert ours == PretrainedConfig.from_huggingface(spelled_out, "config.json")
+    assert (ours.vocab_size, ours.num_attention_heads, ours.head_size) == (262208, 8, 256)
+    assert ours.layer_windows[:7] == (1024,) * 5 + (0, 1024)
+    assert ours.rope_scaling is not None and ours.rope_scaling["factor"] == 8.0
+    assert ours.eos_token_ids == (1, 106) and ours.dtype == "bfloat16"
+
+
 @pytest.mark.parametrize(
     ("name", "changes", "words"),
     [
