@@ -42,6 +42,7 @@ def model_folder(checkpoint):
         {},
         {"depth": 2},
         {"policy": "guaranteed_no_evict", "depth": 2},
+        {"policy": "static_batch"},
         {"enable_block_reuse": False},
         # So few blocks that sequences are paused.
         {"max_tokens": 160, "max_num_batched_tokens": 20},
