@@ -297,3 +297,22 @@ def test_cancelled_requests_leave_nothing_behind_in_any_lane(world, models):
         ended = [reasons[number] for number in range(len(reasons))]
         assert ended == [FinishReason.CANCELLED] * 6 + [FinishReason.LENGTH] * 4
         assert free == blocks
+
+
+def test_lanes_on_two_hosts_share_experts(two_host_world, models):
+    folders, theirs = models
+    lanes = Lanes(two_host_world, folders["mixtral"], 1, 1, two_host_world.size)
+
+    def drive(engine):
+        client = Client(engine)
+        for prompt in PROMPTS:
+            client.submit(prompt)
+        return client.finish()
+
+    transports = lanes.links.transports()
+    outputs = lanes.run(drive)
+
+    assert transports["expert_all_to_all"] == "gloo"
+    if two_host_world.rank == 0:
+        assert "tcp" in transports["results"]
+        assert outputs == greedy(theirs["mixtral"])
