@@ -59,6 +59,8 @@ class Shape(NamedTuple):
     chosen: int
     hidden: int
     inner: int
+    parts: int = 1
+    """As many times ``experts`` there are, shared out over ranks; here are the first."""
 
 
 class Mixtures:
@@ -66,7 +68,7 @@ class Mixtures:
 
     def __init__(self, shape: Shape) -> None:
         self.shape = shape
-        experts, _, hidden, inner = shape
+        experts, _, hidden, inner, _ = shape
         self._weights = [
             (_drawn(experts, 2 * inner, hidden), _drawn(experts, hidden, inner))
             for _ in range(NUM_LAYERS)
@@ -91,7 +93,8 @@ class Mixtures:
         )
         chosen = []
         for _ in self._weights:
-            odds = torch.rand((tokens, self.shape.experts), device=DEVICE, generator=generator)
+            every = self.shape.experts * self.shape.parts
+            odds = torch.rand((tokens, every), device=DEVICE, generator=generator)
             weights, ids = odds.topk(self.shape.chosen)
             chosen.append((weights, ids.int()))
 
@@ -108,16 +111,16 @@ class Mixtures:
 
     def limit_us(self, tokens: int) -> float:
         """The least time that memory and multipliers allow."""
-        experts, chosen, hidden, inner = self.shape
-        read = experts * (1 - (1 - chosen / experts) ** tokens)
+        experts, chosen, hidden, inner, parts = self.shape
+        read = experts * (1 - (1 - chosen / experts / parts) ** tokens)
         moved = 2.0 * (3 * read * hidden * inner + 2 * tokens * hidden)
-        flops = 6.0 * tokens * chosen * hidden * inner
+        flops = 6.0 * tokens * chosen * hidden * inner / parts
         return max(moved / _MEMORY_BYTES_S, flops / _FLOPS) * 1e6
 
 
 def likely_cuts(tokens: int, shape: Shape, kind: GroupedKind) -> Iterator[Cut]:
     """Cuts worth a measurement: an expert's rows in one run where that is possible."""
-    average = -(-tokens * shape.chosen // shape.experts)
+    average = -(-tokens * shape.chosen // (shape.experts * shape.parts))
     if average <= 64:
         rows = next(rows for rows in (16, 32, 64, 96) if average + 8 <= rows or rows == 96)
         for weights in (64, 128, 256):
@@ -225,13 +228,14 @@ def main() -> None:
     """See the module's text."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--output", type=Path, required=True)
-    parser.add_argument("--experts", type=int, default=8)
+    parser.add_argument("--experts", type=int, default=8, help="of this rank")
+    parser.add_argument("--parts", type=int, default=1, help="--moe-ep-size")
     parser.add_argument("--chosen", type=int, default=2)
     parser.add_argument("--hidden", type=int, default=4096)
     parser.add_argument("--inner", type=int, default=14336, help="of this rank's experts")
     parser.add_argument("--tokens", nargs="+", type=int, default=TOKENS)
     args = parser.parse_args()
-    shape = Shape(args.experts, args.chosen, args.hidden, args.inner)
+    shape = Shape(args.experts, args.chosen, args.hidden, args.inner, args.parts)
     start = time.monotonic()
     compile_all(shape, args.tokens)
     print(f"compiled in {time.monotonic() - start:.1f} s", flush=True)

@@ -12,6 +12,8 @@ import torch
 
 from trimaran.kernels import cuda_attention
 from trimaran.kernels.cuda_build import load_cubin
+from trimaran.kernels.grouped_gemm import compile_grouped
+from trimaran.kernels.grouped_table import GroupedTable, expert_limit
 from trimaran.kernels.hopper_gemm import can_multiply, compile_gemm
 from trimaran.kernels.product_table import ProductTable
 
@@ -42,6 +44,10 @@ def compile_ahead(
             if hidden_size in (outputs, inner):
                 for shape in table.choices(outputs, inner, kind):
                     jobs.append(partial(compile_gemm, shape, dtype, kind))
+        experts = GroupedTable.of_device(torch.cuda.get_device_name(device))
+        for cut, grouped_kind, count in experts.kernels(hidden_size):
+            limit = expert_limit(count)
+            jobs.append(partial(compile_grouped, cut, dtype, grouped_kind, limit))
     run_beside(jobs)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from bisect import bisect_left
 from dataclasses import dataclass, fields
-from typing import Literal
+from typing import Literal, cast
 
 from trimaran.kernels.product_table import INNER_STEP, TABLES
 
@@ -116,6 +116,18 @@ class GroupedTable:
         if bounds is None or rows > bounds[-1]:
             return None
         return self._choices[name][bisect_left(bounds, rows)]
+
+    def kernels(self, hidden_size: int) -> list[tuple[GroupedShape, GroupedKind, int]]:
+        """Our kernel's cuts for weights that read or write ``hidden_size``, the widest first,
+        with kind and number of experts."""
+        found = set()
+        for name, choices in self._choices.items():
+            sizes, _, kind = name.partition(" ")
+            experts, outputs, inner = map(int, sizes.split("x"))
+            if hidden_size in (outputs, inner):
+                cuts = (cut for cut in choices if isinstance(cut, GroupedShape))
+                found |= {(cut, cast(GroupedKind, kind), experts) for cut in cuts}
+        return sorted(found, key=lambda each: -each[0].rows)
 
     def __bool__(self) -> bool:
         return bool(self._choices)

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from trimaran.kernels import reference, triton_experts, triton_routing
+from trimaran.kernels.products import select_products
 from trimaran.kernels.routing import ExpertCounter, ExpertRouting
 
 pytestmark = pytest.mark.gpu
@@ -51,6 +52,20 @@ def test_sums_are_those_of_the_plain_twin(dtype, tokens, experts, chosen, hidden
 
     tolerance = TOLERANCE[dtype]
     torch.testing.assert_close(actual.float(), expected, atol=tolerance, rtol=tolerance)
+
+
+@pytest.mark.parametrize("is_deterministic", [False, True])
+@pytest.mark.parametrize(("tokens", "experts"), [(1, 8), (70, 60), (500, 256)])
+def test_the_routers_numbers_are_not_rounded(tokens, experts, is_deterministic):
+    products = select_products(DEVICE, torch.bfloat16, is_deterministic)
+    x = torch.randn(tokens, 1024, device=DEVICE).bfloat16()
+    weight = torch.randn(experts, 1024, device=DEVICE).bfloat16()
+
+    logits = products.router_logits(x, weight)
+
+    assert logits.dtype == torch.float32
+    expected = x.double() @ weight.double().T
+    torch.testing.assert_close(logits.double(), expected, atol=1e-3, rtol=1e-4)
 
 
 def test_a_graph_follows_the_routing():

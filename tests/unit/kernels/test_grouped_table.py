@@ -34,6 +34,13 @@ def test_weights_that_were_not_measured_have_no_cut():
     assert TABLE and not GroupedTable.of_device("a GPU that nobody measured")
 
 
+def test_the_kernels_of_a_models_width_are_known_beforehand():
+    assert TABLE.kernels(128) == [
+        (GroupedShape(256, 192, 2), "gated", 8), (GroupedShape(64, 16), "gated", 8)
+    ]  # fmt: skip
+    assert not TABLE.kernels(4096)
+
+
 @pytest.mark.parametrize("experts", [8, 128, 256, 512])
 def test_a_ring_and_its_plan_fit_into_shared_memory(experts):
     for weights, rows in ((64, 16), (128, 256), (256, 192)):
