@@ -24,6 +24,7 @@ from trimaran.worker.config import (
     SchedulerConfig,
 )
 from trimaran.worker.engine import Engine
+from trimaran.worker.experts_config import ExpertsConfig
 from trimaran.worker.parallel_sizes import expert_sizes
 
 pytestmark = pytest.mark.gpu
@@ -196,6 +197,28 @@ def test_tokens_in_float32_are_those_of_the_cpu(world, folders, expected, layout
     has_collectives = sizes[0] > 1 or (sizes[2] > 1 and sizes[3] > 1)
     is_launched = has_collectives and not WAYS[way].get("collective_graphs")
     assert (facts["cuda_graphs"] == 0) is is_launched
+    if world.rank == 0:
+        assert outputs == expected[model]
+
+
+@pytest.mark.parametrize("graphs", [False, True])
+@pytest.mark.parametrize(
+    "layout",
+    [each for each in LAYOUTS if each[0] == "mixtral"],
+    ids=lambda each: "-".join(map(str, each)),
+)
+def test_tokens_stay_those_of_the_cpu_while_experts_change_ranks(
+    world, folders, expected, layout, graphs
+):
+    model, *sizes = layout
+    experts = ExpertsConfig(rebalance_steps=5, num_redundant=4)
+    ranks = Ranks(world, folders[model], sizes, collective_graphs=graphs, experts=experts)
+    balancer = ranks.engine._loaded.expert_loads.balancer
+    start = [each.experts.tolist() for each in balancer._placements]
+
+    outputs = ranks.run(serve_both)
+
+    assert [each.experts.tolist() for each in balancer._placements] != start
     if world.rank == 0:
         assert outputs == expected[model]
 
