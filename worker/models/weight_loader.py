@@ -85,7 +85,7 @@ def fill_random(model: CausalLM, seed: int = 0) -> None:
 
     The same seed gives the same weights on the same device and shard.
     """
-    rank = model.context.tp.rank
+    context = model.context
     for name, parameter in model.named_parameters():
         if name.endswith(".bias"):
             parameter.data.zero_()
@@ -94,7 +94,8 @@ def fill_random(model: CausalLM, seed: int = 0) -> None:
         else:
             # These are whole on every rank and so must agree.
             is_whole = any(whole in name for whole in _WHOLE)
-            shard = "" if is_whole else f"@{rank}"
+            ranks = context.expert_ranks if ".experts." in name else context.tp
+            shard = "" if is_whole else f"@{ranks.rank}"
             generator = torch.Generator(device=parameter.device)
             generator.manual_seed(_seed_of(f"{seed}:{name}{shard}"))
             parameter.data.normal_(0.0, _RANDOM_STD, generator=generator)
