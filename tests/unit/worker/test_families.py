@@ -81,3 +81,28 @@ def test_a_narrower_window_of_the_cache_comes_before_the_models_own(make_engine)
     assert windows(attention_windows=(5, 50)) == [5, 9, 5, 9, 5, 50]
     # What no sequence outgrows is no window.
     assert windows(max_seq_len=9, max_input_len=8) == [0] * 6
+
+
+@pytest.mark.parametrize("checkpoint", ["deepseek3"], indirect=True)
+def test_latent_vectors_survive_pauses_and_the_way_to_the_host_and_back(
+    make_engine, checkpoint
+):
+    # Three sequences of up to 46 tokens in a cache of 100.
+    driver = make_engine(
+        max_num_batched_tokens=32, tokens_per_block=4, max_tokens=100, host_bytes=1 << 20
+    )
+    prompts = models.prompts(20, 18, 22)
+    expected = models.reference_greedy(checkpoint[1], prompts, NUM_TOKENS)
+
+    for prompt in prompts:
+        driver.submit(prompt, max_tokens=NUM_TOKENS)
+    most_paused = 0
+    while driver.engine.has_work:
+        driver.step()
+        most_paused = max(most_paused, driver.engine.scheduler.num_preempted)
+    for _ in range(2):
+        assert outputs_of(driver, prompts) == expected
+
+    host = driver.engine.scheduler.cache.hosts[0]
+    assert host.num_stored > 0 and host.num_loaded > 0
+    assert most_paused > 0
