@@ -58,7 +58,7 @@ SETTINGS = {
     "decoupled_mode": "streams, batches and several sequences; without it one response",
     "logits_datatype": "type of the logits in responses",
     "max_queue_delay_microseconds": "requests wait so long for others to start with",
-    "max_queue_size": "requests that wait; more are refused with 503",
+    "max_queue_size": "requests that wait, of each priority level; more are refused with 503",
 }
 _INSTANCES = "one instance serves all requests at once"
 SETTINGS_WITHOUT_EFFECT = {
