@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
+from trimaran.builder.progress import ProgressBar
 from trimaran.builder.shard_layout import ShardLayout
 from trimaran.comm.topology import ParallelLayout
 from trimaran.worker.engine_folder import EngineFolder, RankMapping
@@ -84,12 +85,17 @@ class BuildPlan:
     def __init__(
         self, source: EngineFolder, config: PretrainedConfig, mapping: RankMapping
     ) -> None:
-        models = [_model_of(rank, config, mapping) for rank in range(mapping.world_size)]
-        found = find_tensors(models[0], source.weight_files)
-        self.ranks = [RankPlan(model, found) for model in models]
+        self.ranks: list[RankPlan] = []
+        found: dict[str, StoredTensor] = {}
         checked: set[str] = set()
-        for rank in self.ranks:
-            rank.check_shapes(checked)
+        with ProgressBar(mapping.world_size, counts_bytes=False) as progress:
+            for number in range(mapping.world_size):
+                progress.show(number, "laying out the ranks' files")
+                model = _model_of(number, config, mapping)
+                found = found or find_tensors(model, source.weight_files)
+                rank = RankPlan(model, found)
+                rank.check_shapes(checked)
+                self.ranks.append(rank)
         self.units = _units(self.ranks)
 
     @property

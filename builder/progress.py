@@ -10,7 +10,9 @@ from rich.console import Console
 from rich.progress import (
     BarColumn,
     DownloadColumn,
+    MofNCompleteColumn,
     Progress,
+    ProgressColumn,
     TextColumn,
     TimeRemainingColumn,
     TransferSpeedColumn,
@@ -20,11 +22,12 @@ _DELAY_S = 1.0
 
 
 class ProgressBar:
-    """Counts bytes; shows nothing for the first second, or where stderr is no terminal."""
+    """Counts bytes or steps; shows nothing for the first second, or without a terminal."""
 
-    def __init__(self, num_bytes: int) -> None:
+    def __init__(self, total: int, *, counts_bytes: bool = True) -> None:
         self._began = time.monotonic()
-        self._num_bytes = num_bytes
+        self._total = total
+        self._counts_bytes = counts_bytes
         self._bar: Progress | None = None
 
     def __enter__(self) -> ProgressBar:
@@ -40,7 +43,7 @@ class ProgressBar:
             self._bar.stop()
 
     def show(self, num_done: int, text: str) -> None:
-        """Say how many bytes are done, and what is."""
+        """Say how many bytes or steps are done, and what is."""
         if self._bar is None and time.monotonic() - self._began > _DELAY_S:
             self._start()
         if self._bar is not None:
@@ -49,14 +52,16 @@ class ProgressBar:
     def _start(self) -> None:
         if not sys.stderr.isatty():
             return
+        numbers: tuple[ProgressColumn, ...] = (MofNCompleteColumn(),)
+        if self._counts_bytes:
+            numbers = (DownloadColumn(binary_units=True), TransferSpeedColumn())
         self._bar = Progress(
             TextColumn("{task.description}"),
             BarColumn(),
-            DownloadColumn(binary_units=True),
-            TransferSpeedColumn(),
+            *numbers,
             TimeRemainingColumn(),
             console=Console(stderr=True),
             transient=True,
         )
-        self._bar.add_task("", total=self._num_bytes)
+        self._bar.add_task("", total=self._total)
         self._bar.start()
