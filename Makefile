@@ -23,7 +23,7 @@ MPIEXEC := $(MPI_ENV) $(BIN)/mpirun --oversubscribe --bind-to none
 PYTEST := $(TEST_ENV) $(BIN)/python -m pytest -q
 
 .DEFAULT_GOAL := help
-.PHONY: help setup serve demo test test-unit test-e2e test-clients test-faults test-slurm test-deploy soak features check format clean
+.PHONY: help setup serve demo test test-unit test-models test-e2e test-clients test-faults test-slurm test-deploy soak features check format clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z%A-Z0-9_-]+:.*## /{printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -76,6 +76,17 @@ test-unit: $(VENV)/.test  ## unit tests
 
 test-mpi-%: $(VENV)/.test  ## tests on N MPI ranks: make test-mpi-4
 	$(TEST_ENV) $(MPIEXEC) -n $* $(BIN)/python -m mpi4py -m pytest -q --timeout=120 tests/mpi
+
+MODELS_REPORT := .models.json
+MODELS_TEST := $(BIN)/python -m mpi4py -m pytest -q --timeout=300 --models-report $(MODELS_REPORT) tests/models
+
+test-models: $(VENV)/.test  ## every family in every layout; writes the table of docs/models.md
+	@rm -f $(MODELS_REPORT)
+	$(TEST_ENV) $(MPIEXEC) -n 1 $(MODELS_TEST)
+	$(TEST_ENV) $(MPIEXEC) -n 2 $(MODELS_TEST)
+	$(TEST_ENV) $(MPIEXEC) -n 4 $(MODELS_TEST)
+	PYTHONSAFEPATH=1 $(BIN)/python tests/models/generate.py $(MODELS_REPORT)
+	@rm -f $(MODELS_REPORT)
 
 test-e2e: $(VENV)/.test  ## end-to-end tests: real mpirun, sockets and clients
 	$(PYTEST) tests/e2e
