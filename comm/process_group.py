@@ -121,15 +121,12 @@ class GlooGroup(ProcessGroup):
 class SumInPlace(Protocol):
     """Another way to sum some tensors over the ranks of a group."""
 
-    max_bytes: int
-    """No larger tensor is taken."""
-
     def takes(self, tensor: torch.Tensor) -> bool:
         """Whether it can sum a tensor; the same on all ranks."""
         ...
 
     def way_of(self, num_bytes: int) -> str:
-        """How a tensor of that size is summed, for the log and the metrics."""
+        """How a tensor of that size is summed, for the log; empty if it is not taken."""
         ...
 
     def __call__(self, tensor: torch.Tensor) -> None:
@@ -174,10 +171,8 @@ class NcclGroup(ProcessGroup):
 
     def transport_of(self, num_bytes: int) -> str:
         """NCCL, but for what ranks sum themselves."""
-        peer = self.peer_sum
-        if peer is None or num_bytes > peer.max_bytes:
-            return self.transport
-        return f"peer {peer.way_of(num_bytes)}"
+        way = "" if self.peer_sum is None else self.peer_sum.way_of(num_bytes)
+        return f"peer {way}" if way else self.transport
 
     def barrier(self) -> None:
         """Wait until every rank of the group is here and its GPU is idle."""

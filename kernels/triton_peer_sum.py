@@ -133,7 +133,8 @@ _two_shot = Launcher(_two_shot_kernel)
 
 
 class PeerSum:
-    """Sums tensors of up to ``slot_bytes`` over the ranks, in place.
+    """Sums tensors of up to ``slot_bytes`` over the ranks, in place; larger ones in pieces,
+    if it ``takes_any``.
 
     In one shot every rank adds up everything; in two each adds up a share and all read the
     shares. Float types; added in float32 in rank order and rounded once, so all ranks get
@@ -149,16 +150,19 @@ class PeerSum:
         one_shot_bytes: int,
         device: torch.device,
         memory: object = None,
+        *,
+        takes_any: bool = False,
         num_programs: int = NUM_PROGRAMS,
     ) -> None:
         """``addresses`` are where each rank's region (see `region_bytes`) is mapped here, as
         multiples of 16; all of it is zero before any rank's first call. ``memory`` is what
         keeps the regions mapped."""
         self._memory = memory
+        self._takes_any = takes_any
         self._num_programs = num_programs
         self.rank = rank
         self.size = len(addresses)
-        self.max_bytes = slot_bytes
+        self._slot_bytes = slot_bytes
         self._one_shot_bytes = one_shot_bytes
         self._peers = torch.tensor(addresses, dtype=torch.int64, device=device)
         self._calls = torch.zeros(NUM_PROGRAMS, dtype=torch.int64, device=device)
@@ -166,14 +170,25 @@ class PeerSum:
     def takes(self, tensor: Tensor) -> bool:
         """Whether it can sum this tensor."""
         num_bytes = tensor.numel() * tensor.element_size()
-        return 0 < num_bytes <= self.max_bytes and tensor.is_floating_point()
+        return tensor.is_floating_point() and num_bytes > 0 and bool(self.way_of(num_bytes))
 
     def way_of(self, num_bytes: int) -> str:
-        """``one-shot`` or ``two-shot``."""
+        """``one-shot`` or ``two-shot``; empty for what is too large."""
+        if num_bytes > self._slot_bytes and not self._takes_any:
+            return ""
         return "one-shot" if num_bytes <= self._one_shot_bytes else "two-shot"
 
     def __call__(self, tensor: Tensor) -> None:
         """Overwrite a contiguous ``tensor`` with the sum."""
+        size = self._slot_bytes // tensor.element_size()
+        if tensor.numel() <= size:
+            self._sum(tensor)
+            return
+        flat = tensor.view(-1)
+        for piece in (flat[start : start + size] for start in range(0, len(flat), size)):
+            self._sum(piece)
+
+    def _sum(self, tensor: Tensor) -> None:
         count = tensor.numel()
         is_one_shot = self.way_of(count * tensor.element_size()) == "one-shot"
         share = count if is_one_shot else num_tiles(count, self.size)
@@ -183,7 +198,7 @@ class PeerSum:
         kernel = _one_shot if is_one_shot else _two_shot
         args: tuple[Any, ...] = (
             tensor, self._peers, self._calls, self.rank, count, part, num_active,
-            _header_bytes(self.size), self.max_bytes,
+            _header_bytes(self.size), self._slot_bytes,
         )  # fmt: skip
         kernel((self._num_programs, 1), args, (self.size, TILE), WARPS)
 

@@ -30,7 +30,7 @@ from trimaran.worker.lora.manager import AdapterManager
 from trimaran.worker.model_runner import KVGroup, ModelRunner, group_layers
 from trimaran.worker.models.interfaces import CausalLM
 from trimaran.worker.models.registry import load_model
-from trimaran.worker.peer_sums import use_peer_sums
+from trimaran.worker.peer_sums import choose_sums
 from trimaran.worker.warm_up import peak_step_bytes, run_small_steps
 
 logger = logging.getLogger(__name__)
@@ -97,8 +97,7 @@ def load_engine(
     links: PipelineLinks,
 ) -> LoadedEngine:
     """Load this rank's weights, agree on the cache's size, allocate and warm up. Collective."""
-    if config.all_reduce == "peer" and tp.size > 1:
-        use_peer_sums(tp)
+    choose_sums(config, tp, device)
     model = load_model(config, topology, tp, device, expert_ranks=links.expert_ranks)
     kernel = _sampling_kernel(model, device)
     limits = _limits(config.scheduler, model)

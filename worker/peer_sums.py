@@ -11,6 +11,7 @@ from trimaran.comm.collectives import TensorParallelGroup
 from trimaran.comm.errors import ConfigError
 from trimaran.comm.peer_memory import map_peer_memory
 from trimaran.comm.process_group import NcclGroup, SumInPlace
+from trimaran.worker.config import EngineConfig
 
 logger = logging.getLogger(__name__)
 
@@ -25,8 +26,25 @@ _CHECKED = (1, 1000, 4096, 100_000)
 """Elements of the tensors that are summed before the first request, beside the largest."""
 
 
-def use_peer_sums(group: TensorParallelGroup) -> None:
-    """Let a group of GPUs sum smaller tensors through each other's memory. Collective.
+def choose_sums(config: EngineConfig, group: TensorParallelGroup, device: torch.device) -> None:
+    """Let a tensor group sum as the configuration asks. Collective.
+
+    Raises:
+        ConfigError: see `use_peer_sums`.
+    """
+    if config.all_reduce == "peer" and group.size > 1:
+        use_peer_sums(group, takes_any=config.deterministic)
+    elif config.deterministic and device.type == "cuda" and group.size > 2:
+        logger.warning(
+            "deterministic with tp_size %d: the order of NCCL's sums depends on the number of "
+            "tokens in a step. Serve with --all-reduce peer for one order",
+            group.size,
+        )
+
+
+def use_peer_sums(group: TensorParallelGroup, *, takes_any: bool) -> None:
+    """Let a group of GPUs sum smaller tensors through each other's memory, or ``takes_any``.
+    Collective.
 
     Sums are compared with NCCL's first, launched and from a CUDA graph.
 
@@ -61,6 +79,7 @@ def use_peer_sums(group: TensorParallelGroup) -> None:
         ONE_SHOT_BYTES[group.size],
         group.device,
         memory,
+        takes_any=takes_any,
     )
     check_sums(group, peer_sum)
     group.peer_sum = peer_sum

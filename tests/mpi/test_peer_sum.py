@@ -13,7 +13,13 @@ from trimaran.worker.peer_sums import use_peer_sums
 SLOT_BYTES = 64 << 10
 HAS_GPUS = torch.cuda.device_count() > 1
 """Then GPUs map each other's memory, and the kernels are compiled."""
-SIZES = (1, TILE + 1, 3, 16_001)
+SUMS = (
+    (1, torch.float32),
+    (TILE + 1, torch.float16),
+    (3, torch.float32),
+    (40_000, torch.float16),
+)
+"""The last is larger than a slot."""
 
 
 @pytest.fixture(scope="module")
@@ -45,22 +51,22 @@ def test_sums_are_those_in_rank_order_rounded_once(world, regions, one_shot_byte
         SLOT_BYTES,
         one_shot_bytes,
         torch.device("cpu"),
+        takes_any=True,
         num_programs=2,
     )
 
-    for size in SIZES:
-        for dtype in (torch.float32, torch.float16):
-            generator = torch.Generator().manual_seed(size)
-            parts = torch.randn(world.size, size, generator=generator).to(dtype)
-            total = parts[0].float()
-            for part in parts[1:]:
-                total = total + part.float()
-            own = parts[world.rank].clone()
+    for size, dtype in SUMS:
+        generator = torch.Generator().manual_seed(size)
+        parts = torch.randn(world.size, size, generator=generator).to(dtype)
+        total = parts[0].float()
+        for part in parts[1:]:
+            total = total + part.float()
+        own = parts[world.rank].clone()
 
-            assert sums.takes(own)
-            sums(own)
+        assert sums.takes(own)
+        sums(own)
 
-            assert torch.equal(own, total.to(dtype))
+        assert torch.equal(own, total.to(dtype))
 
 
 def test_only_float_tensors_that_fit_are_taken():
@@ -70,18 +76,18 @@ def test_only_float_tensors_that_fit_are_taken():
     assert not sums.takes(torch.zeros(257))
     assert not sums.takes(torch.zeros(8, dtype=torch.int64))
     assert not sums.takes(torch.zeros(0))
-    assert (sums.way_of(512), sums.way_of(513)) == ("one-shot", "two-shot")
+    assert [sums.way_of(size) for size in (512, 513, 1025)] == ["one-shot", "two-shot", ""]
 
 
 def test_a_group_on_gpus_sums_so_once_it_was_compared_with_nccl(world):
     if not HAS_GPUS:
         group = connect_group(world, torch.device("cpu"), 20.0)
         with pytest.raises(ValueError, match="this group uses shared_memory"):
-            use_peer_sums(group)
+            use_peer_sums(group, takes_any=False)
         return
     device = torch.device("cuda", world.local_rank)
     group = connect_group(world, device, 60.0)
-    use_peer_sums(group)
+    use_peer_sums(group, takes_any=False)
 
     found = group.all_reduce(torch.full((5000,), float(world.rank), device=device))
 
