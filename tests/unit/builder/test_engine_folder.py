@@ -10,6 +10,7 @@ import pytest
 
 from trimaran.comm.errors import ConfigError
 from trimaran.worker.engine_folder import EngineFolder, FolderKind
+from trimaran.worker.parallel_sizes import AskedSizes, layout_of
 from trimaran.worker.pretrained_config import PretrainedConfig
 
 
@@ -57,6 +58,36 @@ def test_another_world_size_is_refused_with_both_sizes(tp_size, pp_size, engine)
         ConfigError, match=r"built for tp_size 2 .*Start 2 ranks, or build again"
     ):
         EngineFolder.load(engine).check_parallel(tp_size, pp_size)
+
+
+def test_a_folder_of_uneven_stages_runs_with_those_alone(llama, trimaran, tmp_path):
+    words = [
+        "--checkpoint",
+        llama().folder,
+        "--output",
+        tmp_path / "e",
+        "--pp-partition",
+        "1,2",
+    ]
+    assert trimaran("build", *words).code == 0
+    folder = EngineFolder.load(tmp_path / "e")
+    for asked in ({}, {"world_size": 2}, {"pp_size": 2}, {"pp_partition": (1, 2)}):
+        assert layout_of(AskedSizes(**asked), folder).pp_partition == (1, 2)
+    with pytest.raises(ConfigError, match=r"built for stages of 1,2 layers.* with 2,1"):
+        layout_of(AskedSizes(pp_partition=(2, 1)), folder)
+    with pytest.raises(
+        ConfigError, match=r"built for .* pp_size 2.*with --tp-size 1 --pp-size 3"
+    ):
+        layout_of(AskedSizes(pp_size=3), folder)
+
+
+def test_a_configuration_with_other_stages_is_refused(engine):
+    def edit(values):
+        values["pretrained_config"]["mapping"]["pp_partition"] = [2]
+
+    _edit(engine, edit)
+    with pytest.raises(ConfigError, match=r"config\.json: pp_partition \(2\) has 2 layers"):
+        EngineFolder.load(engine)
 
 
 def test_a_truncated_shard_is_refused(engine):
