@@ -36,7 +36,7 @@ class MeasuredExperts:
         self._dtype = dtype
         self._table = table
         self._kernels: dict[_Key, GroupedGemm] = {}
-        self.backend = "cuda, triton" if table else "triton"
+        self.backend = "cuda, triton" if table.has_kernels else "triton"
 
     def expert_mlp(
         self,

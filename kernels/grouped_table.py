@@ -129,8 +129,11 @@ class GroupedTable:
                 found |= {(cut, cast(GroupedKind, kind), experts) for cut in cuts}
         return sorted(found, key=lambda each: -each[0].rows)
 
-    def __bool__(self) -> bool:
-        return bool(self._choices)
+    @property
+    def has_kernels(self) -> bool:
+        """Whether our kernel is the choice for anything."""
+        every = (cut for choices in self._choices.values() for cut in choices)
+        return any(isinstance(cut, GroupedShape) for cut in every)
 
 
 def _cut_of(numbers: list[int] | None) -> Cut | None:

@@ -6,6 +6,8 @@ import pytest
 import torch
 
 from trimaran.kernels import reference, triton_experts
+from trimaran.kernels.experts import MeasuredExperts
+from trimaran.kernels.grouped_table import GroupedTable, stack_name
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3}
 ROUTINGS = ("drawn", "one expert", "few experts")
@@ -55,6 +57,20 @@ def test_sums_are_those_of_the_plain_twin(
     tolerance = TOLERANCE[dtype]
     torch.testing.assert_close(actual.float(), expected, atol=tolerance, rtol=tolerance)
     assert actual.dtype == dtype
+
+
+def test_triton_cuts_as_a_table_says_and_gives_the_same():
+    inputs = make(torch.float32, 20, 4, 2, 64, 48)
+    cuts = {(4, 96, 64): "gated", (4, 64, 48): "plain"}
+    table = GroupedTable(
+        {stack_name(shape, kind): [(40, [16, 32, 16, 4, 2])] for shape, kind in cuts.items()}
+    )
+    mixture = MeasuredExperts(torch.device("cpu"), torch.float32, table)
+
+    actual = mixture.expert_mlp(*inputs)
+
+    torch.testing.assert_close(actual, reference.expert_mlp(*inputs), atol=1e-5, rtol=1e-4)
+    assert mixture.backend == "triton"
 
 
 def test_ranks_with_some_of_the_experts_add_up_to_all():
