@@ -185,20 +185,6 @@ def test_a_smaller_token_budget_lowers_the_default_batch(llama, trimaran, tmp_pa
     assert EngineFolder.load(output).build.max_batch_size == 256
 
 
-def test_a_full_disk_is_named_and_nothing_is_left(llama, tmp_path):
-    output = tmp_path / "out" / "engine"
-    words = ["build", "--checkpoint", str(llama().folder), "--output", str(output)]
-    code = (
-        "import resource, sys; resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096)); "
-        f"from trimaran.launcher.cli import main; sys.exit(main({words!r}))"
-    )
-    done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True)
-    assert done.returncode == 2, done.stderr
-    assert f"{output}: cannot be written" in done.stderr
-    assert "MiB free" in done.stderr and "Traceback" not in done.stderr
-    assert _names(output.parent) == []
-
-
 def test_a_progress_bar_shows_on_a_terminal_after_a_second(tmp_path):
     code = (
         "import time; from trimaran.builder.progress import ProgressBar\n"

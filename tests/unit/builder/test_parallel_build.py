@@ -108,6 +108,17 @@ def test_a_build_of_several_processes_that_is_killed_goes_on_where_it_stopped(
     _assert_goes_on(build, folder, output)
 
 
+def test_a_disk_that_takes_no_layer_is_named_and_nothing_is_left(
+    llama, build, full_disk, tmp_path
+):
+    output = tmp_path / "out" / "engine"
+    with full_disk(3):
+        done = build(llama().folder, output)
+    assert done.code == 2
+    assert f"{output}: cannot be written: No space left" in done.err and "MiB free" in done.err
+    assert list(output.parent.iterdir()) == []
+
+
 def test_a_full_disk_keeps_what_is_done_and_says_so(llama, build, full_disk, tmp_path):
     folder, output = llama().folder, tmp_path / "engine"
     with full_disk(30):
