@@ -103,12 +103,7 @@ class ForkedWorkers(Generic[Task, Result]):
             result, error = worker.connection.recv()
         except (EOFError, ConnectionResetError):
             worker.process.join()
-            code = worker.process.exitcode or 0
-            how = f"signal {-code}" if code < 0 else f"exit code {code}"
-            raise WorkerLostError(
-                f"a process of the build was ended ({how}), perhaps for lack of memory. Run "
-                "the same command again, with fewer --workers: it goes on where it stopped."
-            ) from None
+            raise WorkerLostError(_reason(worker.process.exitcode or 0)) from None
         if error is not None:
             raise error
         done: Result = result
@@ -153,3 +148,17 @@ class ForkedWorkers(Generic[Task, Result]):
             self._counts[number] += amount
 
         return say
+
+
+def _reason(exit_code: int) -> str:
+    how = f"signal {-exit_code}" if exit_code < 0 else f"exit code {exit_code}"
+    if exit_code == -signal.SIGBUS:
+        return (
+            f"a process of the build was ended ({how}): a file of the checkpoint became shorter "
+            "while it was read, or its disk failed. Run the same command again once it is "
+            "whole: it goes on where it stopped."
+        )
+    return (
+        f"a process of the build was ended ({how}), perhaps for lack of memory. Run the same "
+        "command again, with fewer --workers: it goes on where it stopped."
+    )
