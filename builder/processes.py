@@ -154,9 +154,9 @@ def _reason(exit_code: int) -> str:
     how = f"signal {-exit_code}" if exit_code < 0 else f"exit code {exit_code}"
     if exit_code == -signal.SIGBUS:
         return (
-            f"a process of the build was ended ({how}): a file of the checkpoint became shorter "
-            "while it was read, or its disk failed. Run the same command again once it is "
-            "whole: it goes on where it stopped."
+            f"a process of the build was ended ({how}): a file of the checkpoint became "
+            "shorter while it was read, or its disk failed. Run the same command again once it "
+            "is whole: it goes on where it stopped."
         )
     return (
         f"a process of the build was ended ({how}), perhaps for lack of memory. Run the same "
