@@ -241,7 +241,7 @@ def main() -> None:
     print(f"compiled in {time.monotonic() - start:.1f} s", flush=True)
     entries = json.loads(args.output.read_text()) if args.output.exists() else {}
     mixtures = Mixtures(shape)
-    for tokens in sorted(args.tokens):
+    for tokens in args.tokens:
         pair = tune(mixtures, tokens)
         for place, name in enumerate(mixtures.names):
             cut = None if pair is None else list(astuple(pair[place]))
