@@ -179,6 +179,15 @@ class NcclGroup(ProcessGroup):
         self.all_reduce(torch.zeros(1, device=self.device))
         torch.cuda.synchronize(self.device)
 
+    def close(self) -> None:
+        """Leave the group. Collective; all graphs that hold its sums are gone."""
+        memory, self.peer_sum = self.peer_sum, None
+        if memory is not None:
+            # By NCCL: whoever comes here has read all that it will of the others' memory.
+            self.barrier()
+        del memory
+        super().close()
+
 
 _num_groups = 0
 """Process groups of this process beside the default one."""
