@@ -191,9 +191,10 @@ class ModelRunner:
     def _run_model(self, decision: SchedulerOutput) -> tuple[Tensor, StepInputs]:
         """Hidden states of the step's tokens: a replayed graph's, or launched one by one."""
         graphs = self._graphs_for(decision)
-        # Lanes that share experts run graphs of one size, that of the largest among them.
-        num_tokens = max(decision.num_tokens, self._lane_bound.most_tokens)
-        size = 0 if graphs is None else graphs.pick(num_tokens)
+        size = 0
+        if graphs is not None:
+            # Lanes that share experts run graphs of one size, that of the largest among them.
+            size = graphs.pick(max(decision.num_tokens, self._lane_bound.most_tokens))
         if self.adapters is not None:
             self.adapters.prepare(size)
         inputs = self.inputs.prepare(decision, size)
