@@ -150,6 +150,7 @@ def _heads(batch: Batch, plain: int, values: int) -> LatentHeads:
     ],
     ids=["first chunks", "later chunks"],
 )
+@pytest.mark.parametrize("dtype", DTYPES[IS_INTERPRETED:], ids=str)
 @pytest.mark.parametrize(("heads", "latent", "rotated"), [(3, 36, 8), *SHAPES[1:]])
 def test_prompts_are_attended_to_by_keys_and_values_of_their_own(
     dtype, lengths, has_past, heads, latent, rotated
