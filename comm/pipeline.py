@@ -44,6 +44,7 @@ class PipelineLinks:
         self.is_first_lane = True
         """Whether this rank is of the lane of rank 0."""
         self._world: World | None = None
+        self._timeout_s = float("inf")
 
     @classmethod
     def connect(cls, world: World, topology: ParallelLayout, timeout_s: float) -> PipelineLinks:
@@ -51,9 +52,8 @@ class PipelineLinks:
         links = cls()
         if world.size > 1:
             links._world = world
-            lane_size = topology.tp_size * topology.pp_size
-            first = lane_size - topology.tp_size
-            tellers = [r for r in range(first, world.size, lane_size) if r]
+            tellers = [topology.teller_of(lane) for lane in range(topology.dp_size)]
+            tellers = [rank for rank in tellers if rank > 0]
             links.writer, links.readers = connect_results(world, tellers, timeout_s)
         links._timeout_s = timeout_s
         links.is_first_lane = topology.dp_rank == 0
@@ -130,5 +130,3 @@ class PipelineLinks:
         for end in (self.previous, self.next, self.writer, self.news_writer):
             if end is not None:
                 end.close()
-
-    _timeout_s = float("inf")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -74,16 +75,14 @@ class StageReceiver(ABC):
         return
 
 
+@dataclass(frozen=True, slots=True)
 class HiddenShape:
     """What a link carries: at most ``max_tokens`` vectors a step, of so many steps at once."""
 
-    def __init__(
-        self, max_tokens: int, hidden_size: int, dtype: torch.dtype, num_slots: int
-    ) -> None:
-        self.max_tokens = max_tokens
-        self.hidden_size = hidden_size
-        self.dtype = dtype
-        self.num_slots = num_slots
+    max_tokens: int
+    hidden_size: int
+    dtype: torch.dtype
+    num_slots: int
 
     @property
     def num_bytes(self) -> int:
