@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import resource
 import sys
 import traceback
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+import psutil
 import torch
 
 from trimaran.comm.collectives import SingleRankGroup, TensorParallelGroup, connect_group
@@ -118,15 +118,16 @@ def _place(parallel: ParallelConfig, world: World) -> ParallelLayout:
 
 
 def memory_of(engine: Engine) -> dict[str, float]:
-    """GB of this rank: weights, KV cache, and the most that was in use so far."""
+    """GB of this rank: weights, KV cache, and all that is in use: the most that was so far
+    of a GPU's memory, or what the process has now."""
     weights = sum(each.numel() * each.element_size() for each in _tensors(engine))
     pools = [group.memory for group in engine.runner.groups if group.memory is not None]
     if engine.device.type == "cuda":
-        peak = torch.cuda.max_memory_reserved(engine.device)
+        used = torch.cuda.max_memory_reserved(engine.device)
     else:
-        peak = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        used = psutil.Process().memory_info().rss
     cache = sum(pool.numel() * pool.element_size() for pool in pools)
-    sizes = {"weights": weights, "kv_cache": cache, "peak": peak}
+    sizes = {"weights": weights, "kv_cache": cache, "used": used}
     return {name: round(size / 1e9, 3) for name, size in sizes.items()}
 
 

@@ -192,6 +192,7 @@ def _limits(
         print(f"ceilings: {tera[0]:.1f} TFLOP/s, {tera[1]:.2f} TB/s")
     if ranks.device.type == "cuda":
         torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(ranks.device)
     return limits
 
 

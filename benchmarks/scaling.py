@@ -85,14 +85,14 @@ def table(lines: list[Line]) -> list[str]:
     """Rows of Markdown; each figure beside that of the load's first layout."""
     rows = [
         "| load | layout | ranks | tokens/s | of the first | limit | GB a rank: weights, "
-        "KV cache, peak |",
+        "KV cache, all |",
         "| --- | --- | --- | --- | --- | --- | --- |",
     ]
     for line in lines:
         first = next(each for each in lines if load_of(each) == load_of(line))
         most = {
             name: max(each[name] for each in line["memory_gb"])
-            for name in ("weights", "kv_cache", "peak")
+            for name in ("weights", "kv_cache", "used")
         }
         limit = ""
         if "limit_pct" in line:
@@ -101,7 +101,7 @@ def table(lines: list[Line]) -> list[str]:
             f"| {load_of(line)} | {line['layout']} | {len(line['memory_gb'])} "
             f"| {line['out_tok_s']:,.0f} | {line['out_tok_s'] / first['out_tok_s']:.2f} "
             f"| {limit} "
-            f"| {most['weights']}, {most['kv_cache']}, {most['peak']} |"
+            f"| {most['weights']}, {most['kv_cache']}, {most['used']} |"
         )
     return rows
 
@@ -152,7 +152,11 @@ def main() -> int:
     lines: list[Line] = []
     for layout in args.layouts:
         print(f"-- {layout}", flush=True)
-        lines += measure(layout, passed, args.timeout)
+        try:
+            lines += measure(layout, passed, args.timeout)
+        except (ConfigError, subprocess.SubprocessError) as error:
+            print(f"scaling.py: {layout}: {error}", file=sys.stderr)
+            return 1
         if args.json:
             with open(args.json, "a", encoding="utf-8") as file:
                 file.writelines(
