@@ -12,7 +12,7 @@ from trimaran.comm.sampling_params import SamplingParams
 # Tensor ranks, stages and parts of the experts' ranks; the other ranks are lanes.
 LAYOUTS = [("qwen2-moe", 1, 2, 1), ("mixtral", 1, 1, 2)]
 if NUM_RANKS == 4:
-    LAYOUTS = [("qwen2-moe", 2, 2, 1), ("qwen2-moe", 1, 2, 2)]
+    LAYOUTS = [("qwen2-moe", 1, 2, 2)]
 
 
 def serve(engine) -> dict[int, list[int]]:
