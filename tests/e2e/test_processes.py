@@ -82,7 +82,7 @@ def server(repository: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
     """One server that lives through the faults of several tests, the last of which ends it."""
     log = tmp_path_factory.mktemp("log") / "serve.log"
     # A short window: the pause before a restart does not grow from test to test.
-    flags = ("--max-restarts", "9", "--restart-window", "5", "--hang-timeout", "3")
+    flags = ("--max-restarts", "9", "--restart-window", "5", "--hang-timeout", "4")
     with Served(repository, 2, ("--dtype", "float32", *flags), log) as running:
         yield running
 
@@ -157,8 +157,8 @@ def test_a_hung_rank_is_noticed_and_its_group_restarted(server, undisturbed):
     num_restarts = server.log().count("restart in")
     hung.suspend()
     wait_log(server, "restart in", num_restarts + 1)
-    assert hung not in server.survivors()
     assert stream.finish() == undisturbed, stream.error
+    assert hung not in server.survivors()
 
 
 def test_a_dead_engine_is_not_ready_and_refuses_with_a_time_to_retry(server):
