@@ -146,17 +146,17 @@ def test_a_changed_model_is_switched_to_without_a_failed_request(server, reposit
     assert server.get("/v2/models/tensorrt_llm")["versions"] == ["2"]
 
 
-def test_a_model_that_cannot_be_started_leaves_the_one_that_runs(server, engine):
+def test_a_model_that_cannot_be_started_leaves_the_one_that_runs(server, repository):
     expected = text_of(server)
-    weights = engine / "rank0.safetensors"
-    weights.rename(weights.with_name("kept"))
-    # Of the right size, so that only the rank notices.
-    content = weights.with_name("kept").read_bytes()
-    weights.write_bytes(content.replace(b"embed", b"other", 1))
+    config = repository / "tensorrt_llm" / "config.pbtxt"
+    kept = config.read_text()
+    # How large a block is only the rank knows.
+    config.write_text(kept.replace("${kv_cache_host_memory_bytes}", "1000"))
+    assert config.read_text() != kept
     try:
         status, body = server.post("/v2/repository/models/tensorrt_llm/load", {})
     finally:
-        weights.with_name("kept").replace(weights)
+        config.write_text(kept)
     assert status == 500
     assert body["error"].startswith("failed to load 'tensorrt_llm', its worker group ")
     assert "rank 0" in body["error"]
