@@ -15,6 +15,7 @@ from trimaran.server.queue_policy import QueuePolicy
 from trimaran.worker.config import EngineConfig, GuidedConfig, ParallelConfig, SchedulerConfig
 from trimaran.worker.engine_folder import EngineFolder, FolderKind
 from trimaran.worker.experts_config import ExpertsConfig
+from trimaran.worker.host_limits import usable_cores
 from trimaran.worker.parallel_sizes import AskedSizes, layout_of
 
 _BATCHING = {
@@ -221,4 +222,4 @@ def threads_of_a_rank(device: str, num_ranks: int) -> int:
     """CPU threads of each of this host's ranks: the cores, shared out."""
     if device != "cpu":
         return 1
-    return max(1, len(os.sched_getaffinity(0)) // num_ranks)
+    return max(1, usable_cores() // num_ranks)

@@ -301,7 +301,7 @@ class Group:
         elif has_connected:
             text = f"{starter} {how}"
         else:
-            text = f"{starter} {how} before all ranks had connected; its output is above"
+            text = f"{starter} {how} before all ranks had connected: see the server's log"
         self._die(Failure(text, is_final=is_final))
 
     def _fate(self, status: int | None) -> str:
