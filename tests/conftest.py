@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -20,8 +23,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_configure(config: pytest.Config) -> None:
-    """Report only where it is asked for."""
+    """Report only where it is asked for; a rank of an MPI job keeps its files by itself."""
+    if "OMPI_COMM_WORLD_RANK" in os.environ and config.option.basetemp is None:
+        # Ranks that end at once would clean pytest's common folder under each other's feet.
+        config.option.basetemp = tempfile.mkdtemp(prefix="pytest-rank-")
+        config.add_cleanup(lambda: shutil.rmtree(config.option.basetemp, ignore_errors=True))
     path = config.getoption("--features-report")
     if path is not None:
         config.pluginmanager.register(_Report(path), "features-report")
