@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 from torch import Tensor
@@ -31,7 +32,16 @@ class AttentionSpec:
     """The cache holds one latent vector a token, a key whose first dims, so many, are its
     value; 0 means that it holds keys and values apart."""
 
+    position_bias: Tensor | None = None
+    """float32 [N, P], dense in P: what a head's scores of the key at a position are raised by
+    after ``scale``; None for nothing. P is no less than the tokens of any sequence."""
+
     def __post_init__(self) -> None:
+        if self.position_bias is not None and (self.soft_cap or self.latent_size):
+            raise ValueError(
+                f"attention takes no position_bias with a soft_cap ({self.soft_cap}) or a "
+                f"latent_size ({self.latent_size}). Leave out the bias."
+            )
         if min(self.window, self.num_sinks, self.soft_cap, self.latent_size) < 0:
             raise ValueError(
                 f"attention takes window ({self.window}), num_sinks ({self.num_sinks}), "
@@ -89,20 +99,31 @@ class AttentionMetadata:
     plans: dict[tuple[Any, ...], Any] = field(default_factory=dict)
     """What kernels made of this step for the layers behind the first, by their settings."""
 
-    def part(self, first: int, end: int) -> AttentionMetadata:
-        """Of the sequences ``first`` to ``end - 1``: all leading decodes, or all others."""
-        return AttentionMetadata(
+    def parts(self) -> list[tuple[slice, AttentionMetadata]]:
+        """The decodes, and the chunks of prompts behind them, where there are any of these;
+        each with its tokens. Padding behind the last sequence goes with the last part."""
+        num_decodes, num_sequences = self.num_decodes, self.seq_lens.shape[0]
+        ends = sorted({0, num_decodes, num_sequences})
+        return [self._part(first, end) for first, end in pairwise(ends)]
+
+    def _part(self, first: int, end: int) -> tuple[slice, AttentionMetadata]:
+        # Each sequence before the first is a decode, which has one token.
+        is_decode = end <= self.num_decodes
+        tokens = slice(first, None if end == self.seq_lens.shape[0] else end)
+        part = AttentionMetadata(
             query_start_loc=self.query_start_loc[first : end + 1] - first,
             seq_lens=self.seq_lens[first:end],
             block_tables=self.block_tables
             if self.rows is not None
             else self.block_tables[first:end],
-            slot_mapping=self.slot_mapping[first:],
-            max_query_len=1 if first == 0 and self.num_decodes else self.max_query_len,
+            slot_mapping=self.slot_mapping[tokens],
+            max_query_len=1 if is_decode else self.max_query_len,
             max_seq_len=self.max_seq_len,
+            num_decodes=end - first if is_decode else 0,
             has_past=self.has_past,
             rows=None if self.rows is None else self.rows[first:end],
         )
+        return tokens, part
 
     def tables(self) -> Tensor:
         """The block table of each sequence of the step, [S, M]."""

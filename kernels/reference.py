@@ -307,15 +307,8 @@ def paged_attention(
     """
     num_tokens, num_heads, head_size = query_TNH.shape
     output = query_TNH.new_empty((num_tokens, num_heads, spec.latent_size or head_size))
-    num_decodes, num_sequences = metadata.num_decodes, metadata.seq_lens.shape[0]
-    # The leading sequences have one token each.
-    if num_decodes:
-        last = query_TNH.shape[0] if num_decodes == num_sequences else num_decodes
-        decodes = metadata.part(0, num_decodes)
-        output[:last] = _attend_padded(query_TNH[:last], kv_cache, decodes, spec)
-    if num_decodes < num_sequences:
-        chunks = metadata.part(num_decodes, num_sequences)
-        output[num_decodes:] = _attend_padded(query_TNH[num_decodes:], kv_cache, chunks, spec)
+    for tokens, part in metadata.parts():
+        output[tokens] = _attend_padded(query_TNH[tokens], kv_cache, part, spec)
     return output
 
 
@@ -400,6 +393,10 @@ def _attend(
     if spec.soft_cap > 0:
         scores = spec.soft_cap * torch.tanh(scores / spec.soft_cap)
     tokens = torch.arange(key_SLKH.shape[1], device=scores.device)
+    if spec.position_bias is not None:
+        # The last block may go on behind the last position.
+        places = tokens.clamp(max=spec.position_bias.shape[1] - 1)
+        scores += spec.position_bias[:, places].view(*scores.shape[2:])
     is_hidden = tokens > position_SQ[:, :, None]
     if spec.window > 0:
         is_past = tokens <= position_SQ[:, :, None] - spec.window

@@ -164,7 +164,7 @@ class _Batch:
         self.longest = (max(q for _, q in sequences), int(self.lens.max()))
         self.spec = AttentionSpec(scale=head_size**-0.5)
 
-    def run(self, ops, first=0, end=None):
+    def run(self, ops, first=0, end=None, num_decodes=0):
         """Attention of the sequences from ``first`` to ``end``."""
         end = len(self.lens) if end is None else end
         tokens = slice(int(self.starts[first]), int(self.starts[end]))
@@ -176,6 +176,7 @@ class _Batch:
             slot_mapping=self.lens[chosen].long(),
             max_query_len=self.longest[0],
             max_seq_len=self.longest[1],
+            num_decodes=num_decodes,
         )
         return ops.paged_attention(self.query[tokens], self.cache, metadata, self.spec)
 
@@ -235,6 +236,40 @@ def test_a_sequences_attention_does_not_depend_on_the_sequences_beside_it(ops, d
         alone = batch.run(ops, number, number + 1)
         rows = slice(int(batch.starts[number]), int(batch.starts[number + 1]))
         assert alone.equal(together[rows]), MIXED[number]
+
+
+@pytest.mark.parametrize("num_decodes", [1, 3, 4])
+def test_leading_decodes_attend_alike_wherever_they_are_parted_from_the_rest(num_decodes):
+    batch = _Batch(torch.float32, MIXED)
+
+    parted = batch.run(reference, num_decodes=num_decodes)
+
+    torch.testing.assert_close(parted, batch.run(reference), rtol=1e-6, atol=1e-6)
+
+
+def test_the_parts_of_a_step_hold_each_token_once():
+    batch = _Batch(torch.float32, [(7, 1), (8, 1), (5, 20)])
+    metadata = AttentionMetadata(
+        query_start_loc=batch.starts,
+        seq_lens=batch.lens,
+        block_tables=batch.tables,
+        slot_mapping=torch.arange(24),  # two tokens are padding
+        max_query_len=20,
+        max_seq_len=25,
+        num_decodes=2,
+        rows=torch.tensor([2, 0, 1]).int(),
+    )
+
+    (decode_tokens, decodes), (chunk_tokens, chunks) = metadata.parts()
+
+    assert (decode_tokens, chunk_tokens) == (slice(0, 2), slice(2, None))
+    assert decodes.query_start_loc.tolist() == [0, 1, 2]
+    assert chunks.query_start_loc.tolist() == [0, 20]
+    assert (decodes.num_decodes, decodes.max_query_len) == (2, 1)
+    assert (chunks.num_decodes, chunks.max_query_len) == (0, 20)
+    assert chunks.slot_mapping.tolist() == list(range(2, 24))
+    assert chunks.tables().equal(batch.tables[1:2])
+    assert decodes.tables().equal(batch.tables[[2, 0]])
 
 
 @pytest.mark.parametrize("spec", [None, *SPECS], ids=str)
