@@ -1,14 +1,12 @@
-// What the blocks of a launch of gemm.cu multiply, and the ring that feeds each of them.
+// What the blocks of a launch of gemm.cu multiply, and the sizes of their tiles.
 #pragma once
 
-#include "cluster.cuh"
+#include "tile_ring.cuh"
 
 namespace {
 
 constexpr int kColumns = 16 * GEMM_CHUNKS;
 constexpr int kRows = 64 * GEMM_MI * GEMM_WARPGROUPS;
-constexpr int kInner = 64;
-constexpr int kRowBytes = 2 * kInner;
 constexpr int kTileX = kRows * kRowBytes;
 constexpr int kTileW = kColumns * kRowBytes;
 constexpr int kStageBytes = kTileX + kTileW;
@@ -17,17 +15,9 @@ constexpr int kMultipliers = 128 * GEMM_WARPGROUPS;
 // Registers a thread: most of the file go from the copying warpgroup to the multiplying ones.
 constexpr int kCopyRegisters = GEMM_WARPGROUPS == 2 ? 40 : 32;
 constexpr int kMultiplyRegisters = GEMM_WARPGROUPS == 2 ? 232 : 160;
-#ifdef GEMM_FLOAT16
-constexpr bool kIsBf16 = false;
-#else
-constexpr bool kIsBf16 = true;
-#endif
-#ifdef GEMM_GATED
-constexpr bool kIsGated = true;
-#else
-constexpr bool kIsGated = false;
-#endif
 constexpr int kOutColumns = kIsGated ? kColumns / 2 : kColumns;
+
+using Ring = TileRing<kStageBytes, 0, kTileX>;
 
 }  // namespace
 
@@ -84,23 +74,6 @@ struct Tile {
         const int at = group - band * kBand * column_groups;
         row = band * kBand + at % height;
         column = at / height * args.sharing + place.neighbour;
-    }
-};
-
-struct Ring {
-    u32 tiles, full, empty;
-    int stage = 0;
-    u32 parity = 0;
-
-    __device__ u32 x() const { return tiles + stage * kStageBytes; }
-    __device__ u32 w() const { return x() + kTileX; }
-    __device__ u32 filled() const { return full + 8 * stage; }
-    __device__ u32 released() const { return empty + 8 * stage; }
-    __device__ void advance() {
-        if (++stage == GEMM_STAGES) {
-            stage = 0;
-            parity ^= 1;
-        }
     }
 };
 

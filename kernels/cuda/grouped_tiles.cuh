@@ -1,14 +1,12 @@
-// What the blocks of a launch of grouped_gemm.cu multiply, and the ring that feeds each of them.
+// What the blocks of a launch of grouped_gemm.cu multiply, and the sizes of their tiles.
 #pragma once
 
-#include "cluster.cuh"
+#include "tile_ring.cuh"
 
 namespace {
 
 constexpr int kWeights = 64 * GROUPED_MI * GROUPED_WARPGROUPS;
 constexpr int kMostRows = 16 * GEMM_CHUNKS;
-constexpr int kInner = 64;
-constexpr int kRowBytes = 2 * kInner;
 constexpr int kTileW = kWeights * kRowBytes;
 constexpr int kTileX = kMostRows * kRowBytes;
 constexpr int kStageBytes = kTileW + kTileX;
@@ -16,17 +14,9 @@ constexpr int kMultipliers = 128 * GROUPED_WARPGROUPS;
 // Registers a thread: most of the file go from the copying warpgroup to the multiplying ones.
 constexpr int kCopyRegisters = 40;
 constexpr int kMultiplyRegisters = 232;
-#ifdef GEMM_FLOAT16
-constexpr bool kIsBf16 = false;
-#else
-constexpr bool kIsBf16 = true;
-#endif
-#ifdef GEMM_GATED
-constexpr bool kIsGated = true;
-#else
-constexpr bool kIsGated = false;
-#endif
 constexpr int kOutColumns = kIsGated ? kWeights / 2 : kWeights;
+
+using Ring = TileRing<kStageBytes, kTileW, 0>;
 
 }  // namespace
 
@@ -121,22 +111,5 @@ struct Work {
 __device__ __forceinline__ int num_groups(const Arguments& args, const Plan& plan) {
     return plan.group_end[args.experts - 1];
 }
-
-struct Ring {
-    u32 tiles, full, empty;
-    int stage = 0;
-    u32 parity = 0;
-
-    __device__ u32 w() const { return tiles + stage * kStageBytes; }
-    __device__ u32 x() const { return w() + kTileW; }
-    __device__ u32 filled() const { return full + 8 * stage; }
-    __device__ u32 released() const { return empty + 8 * stage; }
-    __device__ void advance() {
-        if (++stage == GEMM_STAGES) {
-            stage = 0;
-            parity ^= 1;
-        }
-    }
-};
 
 }  // namespace

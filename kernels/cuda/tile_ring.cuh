@@ -1,0 +1,42 @@
+// What gemm.cu and grouped_gemm.cu have in common: the types of a launch, how wide a tile is, and
+// the ring that feeds a block.
+#pragma once
+
+#include "cluster.cuh"
+
+namespace {
+
+constexpr int kInner = 64;
+constexpr int kRowBytes = 2 * kInner;
+#ifdef GEMM_FLOAT16
+constexpr bool kIsBf16 = false;
+#else
+constexpr bool kIsBf16 = true;
+#endif
+#ifdef GEMM_GATED
+constexpr bool kIsGated = true;
+#else
+constexpr bool kIsGated = false;
+#endif
+
+// GEMM_STAGES stages of shared memory, each with a tile of x and one of w at these offsets, their
+// barriers, and where this thread stands among them.
+template <int STAGE_BYTES, int X_OFFSET, int W_OFFSET>
+struct TileRing {
+    u32 tiles, full, empty;
+    int stage = 0;
+    u32 parity = 0;
+
+    __device__ u32 x() const { return tiles + stage * STAGE_BYTES + X_OFFSET; }
+    __device__ u32 w() const { return tiles + stage * STAGE_BYTES + W_OFFSET; }
+    __device__ u32 filled() const { return full + 8 * stage; }
+    __device__ u32 released() const { return empty + 8 * stage; }
+    __device__ void advance() {
+        if (++stage == GEMM_STAGES) {
+            stage = 0;
+            parity ^= 1;
+        }
+    }
+};
+
+}  // namespace
