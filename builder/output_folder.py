@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import os
@@ -14,6 +15,7 @@ from pathlib import Path
 
 from trimaran.builder.journal import has_finished_units
 from trimaran.builder.processes import WorkerLostError
+from trimaran.builder.progress import ProgressBar
 from trimaran.comm.errors import ConfigError
 from trimaran.worker.engine_folder import CONFIG_FILE, RankMapping
 
@@ -29,7 +31,8 @@ def replaced_folder(output: Path) -> Iterator[Path]:
     """Give a folder beside ``output`` to write to, and put it in place at the end.
 
     Where ``output`` is a link it is what that leads to, and where it is a mount point, which
-    nothing can be put in the place of, the folder is inside and its files are moved out.
+    nothing can be put in the place of, the folder is inside and its files are moved out. All is
+    on the disk before it has its name, so that a loss of power leaves no folder half written.
 
     It may hold what an interrupted build left. An earlier engine or checkpoint folder of that
     name is replaced; whoever has its files open keeps them. After an error ``output`` is as it
@@ -45,6 +48,7 @@ def replaced_folder(output: Path) -> Iterator[Path]:
         raise _cannot_write(output, error) from None
     try:
         yield partial
+        _sync_files(partial)
         (_move_out if is_mount else _put_in_place)(partial, output)
     except OSError as error:
         raise _cannot_write(output, error, _kept(partial)) from None
@@ -149,12 +153,37 @@ def check_space(folder: Path, num_bytes: int) -> None:
         )
 
 
+def _sync_files(folder: Path) -> None:
+    """Wait until the disk has a folder's files, and their names."""
+    files = {path: path.stat().st_size for path in sorted(folder.iterdir())}
+    num_done = 0
+    with ProgressBar(sum(files.values())) as progress:
+        for path, num_bytes in files.items():
+            progress.show(num_done, "waiting for the disk")
+            _sync(path)
+            num_done += num_bytes
+    _sync(folder)
+
+
+def _sync(path: Path) -> None:
+    file = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(file)
+    except OSError as error:
+        # What some file systems say of folders, which they write at once or cannot wait for.
+        if error.errno != errno.EINVAL or not path.is_dir():
+            raise
+    finally:
+        os.close(file)
+
+
 def _put_in_place(partial: Path, output: Path) -> None:
     replaced = output.with_name(f".{output.name}.replaced")
     shutil.rmtree(replaced, ignore_errors=True)
     if output.exists():
         output.rename(replaced)
     partial.rename(output)
+    _sync(output.parent)
     shutil.rmtree(replaced, ignore_errors=True)
 
 
@@ -163,9 +192,12 @@ def _move_out(partial: Path, output: Path) -> None:
     (output / CONFIG_FILE).unlink(missing_ok=True)
     for path in output.glob("rank*.safetensors"):
         path.unlink()
-    for path in sorted(partial.iterdir(), key=lambda path: path.name == CONFIG_FILE):
+    for path in partial.glob("rank*.safetensors"):
         path.rename(output / path.name)
+    _sync(output)
+    (partial / CONFIG_FILE).rename(output / CONFIG_FILE)
     partial.rmdir()
+    _sync(output)
 
 
 def say_done(command: str, output: Path, mapping: RankMapping, began: float) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import pty
@@ -106,6 +107,53 @@ def test_a_mount_point_is_filled_from_inside(llama, trimaran, tmp_path, monkeypa
     assert _names(output) == ["config.json", "lost+found", "rank0.safetensors"]
     assert _names(tmp_path) == ["engine", "llama"]
     assert EngineFolder.load(output).mapping.tp_size == 1
+
+
+@pytest.mark.parametrize("is_mount", [False, True])
+def test_all_of_a_folder_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch, is_mount):
+    output, events = tmp_path / "engine", []
+    output.mkdir()
+    monkeypatch.setattr("os.path.ismount", lambda path: is_mount and path == output)
+    sync, rename = os.fsync, os.rename
+
+    def synced(file):
+        events.append(("sync", os.path.basename(os.readlink(f"/proc/self/fd/{file}"))))
+        sync(file)
+
+    def renamed(source, target):
+        events.append(("name", os.path.basename(target)))
+        rename(source, target)
+
+    monkeypatch.setattr("os.fsync", synced)
+    monkeypatch.setattr("os.rename", renamed)
+    with replaced_folder(output) as folder:
+        for name in ("config.json", "rank0.safetensors"):
+            (folder / name).write_text("new")
+
+    files = [("sync", "config.json"), ("sync", "rank0.safetensors")]
+    if is_mount:
+        assert events[:3] == [*files, ("sync", ".partial")]
+        assert events[3:5] == [("name", "rank0.safetensors"), ("sync", "engine")]
+        assert events[5:] == [("name", "config.json"), ("sync", "engine")]
+    else:
+        assert events[:3] == [*files, ("sync", ".engine.partial")]
+        assert events[-2:] == [("name", "engine"), ("sync", tmp_path.name)]
+
+
+def test_a_disk_that_fails_in_the_end_leaves_the_earlier_folder(tmp_path, monkeypatch):
+    output = tmp_path / "engine"
+    with replaced_folder(output) as folder:
+        (folder / "config.json").write_text('{"format_version": 1}')
+
+    def failed(file):
+        raise OSError(errno.EDQUOT, "Disk quota exceeded")
+
+    monkeypatch.setattr("os.fsync", failed)
+    with pytest.raises(ConfigError, match="Disk quota exceeded"):
+        with replaced_folder(output) as folder:
+            (folder / "config.json").write_text('{"format_version": 2}')
+    assert (output / "config.json").read_text() == '{"format_version": 1}'
+    assert _names(tmp_path) == ["engine"]
 
 
 def test_two_builds_of_one_folder_at_a_time_are_refused(tmp_path):
