@@ -117,7 +117,10 @@ def _experts(
     moved = 3 * read * hidden * inner + 2 * rows * hidden
     flops = 6.0 * rows * chosen * hidden * inner
     size = f"{rows} x {hidden} x {inner}, {chosen} of {experts}"
-    return _case(("expert_mlp", size), (moved * dtype.itemsize, flops), make, run)
+    # Torch's own waits for the device, which no graph of launches can hold.
+    has_peer = device.type == "cpu"
+    work = (moved * dtype.itemsize, flops)
+    return _case(("expert_mlp", size), work, make, run, has_peer=has_peer)
 
 
 def _element_wise(

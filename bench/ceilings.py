@@ -46,6 +46,7 @@ def measure_all(
         bandwidth=sum(each.bandwidth for each in every),
         # Ranks on the CPU share their host's.
         memory=sum(memories) if ranks.device.type == "cuda" else max(memories),
+        devices=len(every) if ranks.device.type == "cuda" else 1,
     )
 
 
@@ -56,8 +57,9 @@ def _product_rate(
     sizes = (
         (shape.hidden, shape.query_width + 2 * shape.kv_width),
         (shape.query_width, shape.hidden),
-        (shape.hidden, 2 * shape.inner),
-        (shape.inner, shape.hidden),
+        # The experts of a token as one MLP: a narrow one alone would flatter the figures.
+        (shape.hidden, 2 * shape.mlp_width),
+        (shape.mlp_width, shape.hidden),
     )
     # Random values: products of zeros take less power and run faster.
     pairs = [

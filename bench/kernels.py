@@ -42,6 +42,7 @@ def run_kernels(args: argparse.Namespace) -> int:
             line = {
                 "benchmark": "kernels",
                 "shape": args.shape,
+                "gpus": int(device.type == "cuda"),
                 "operator": case.name,
                 "size": case.shape,
                 "dtype": case.dtype,

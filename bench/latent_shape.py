@@ -69,6 +69,17 @@ class LatentShape(ModelShape):
         return self.vector // 2
 
     @property
+    def mlp_width(self) -> int:
+        """Inner values of one token, of its experts and of the shared one."""
+        return super().mlp_width + self.shared
+
+    @property
+    def expert_bytes(self) -> float:
+        """The weights of all experts that ranks may share out."""
+        mixed = self.layers - self.dense_layers
+        return mixed * 3 * self.hidden * self.inner * self.experts * self.value_bytes
+
+    @property
     def kv_token_bytes(self) -> float:
         """KV cache of one token over all layers, whole on every rank."""
         return self.layers * self.vector * self.value_bytes

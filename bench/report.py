@@ -47,7 +47,18 @@ def _who(line: Line) -> str:
 
 def _load_of(line: Line) -> tuple[Any, ...]:
     names = ("shape", "device", "gpus", "dtype", "isl", "osl", "requests")
-    return tuple(line.get(name) for name in names)
+    return (*(line.get(name) for name in names), layout_of(line))
+
+
+def layout_of(line: Line) -> str:
+    """A word for how the ranks share the work, as ``tp2ep2``; empty for one alone."""
+    axes = {"tp": "tp_size", "pp": "pp_size", "dp": "dp_size", "ep": "moe_ep_size"}
+    sizes = {axis: line.get(name, 1) for axis, name in axes.items()}
+    return "".join(f"{axis}{size}" for axis, size in sizes.items() if size > 1)
+
+
+def _model(line: Line) -> str:
+    return ", ".join(filter(None, (line["shape"], line["dtype"], layout_of(line))))
 
 
 def _by_load(lines: Iterable[Line]) -> dict[tuple[Any, ...], dict[str, Line]]:
@@ -69,7 +80,7 @@ def _throughput_table(lines: list[Line]) -> list[str]:
         runs = [f"{rate:,.0f}" for rate in own["out_tok_s_runs"]] if own else [""]
         rows.append(
             [
-                f"{line['shape']}, {line['dtype']}",
+                _model(line),
                 f"{line['isl']}/{line['osl']}",
                 f"{line['requests']:,}",
                 *others,
@@ -96,7 +107,8 @@ def _throughput_chart(lines: list[Line]) -> list[Group]:
         ]
         if bars:
             line = next(iter(who.values()))
-            label = f"{line['shape']} {line['isl']}/{line['osl']}, {line['requests']} requests"
+            name = " ".join(filter(None, (line["shape"], layout_of(line))))
+            label = f"{name} {line['isl']}/{line['osl']}, {line['requests']} requests"
             groups.append(Group(label, bars))
     return groups
 
@@ -106,7 +118,7 @@ def _latency_table(lines: list[Line]) -> list[str]:
     head = ["model", "in/out", *(name.replace("_", " ") for name in times), "% of limit"]
     rows = [
         [
-            f"{line['shape']}, {line['dtype']}",
+            _model(line),
             f"{line['isl']}/{line['osl']}",
             *(f"{line[name]:.2f}" for name in times),
             f"{line['limit_pct']:.1f}" if "limit_pct" in line else "",

@@ -44,7 +44,7 @@ def surroundings(gpu: str | None, ceilings: Ceilings | None) -> dict[str, Any]:
         "torch": _version("torch"),
         "triton": _version("triton") if gpu else None,
         "commit": commit(),
-        "command": shlex.join(["trimaran", *sys.argv[1:]]),
+        "command": command(),
     }
     if not gpu:
         facts["load_average"] = round(os.getloadavg()[0], 2)
@@ -61,7 +61,19 @@ def ceilings_in(facts: Mapping[str, Any]) -> Ceilings:
         flops=1e12 * facts["ceiling_tflops"],
         bandwidth=1e12 * facts["ceiling_tb_s"],
         memory=1e9 * facts["ceiling_gb"],
+        devices=max(facts.get("gpus") or 1, 1),
     )
+
+
+def command() -> str:
+    """The command line of this process, with that of MPI before it where it is a rank."""
+    script = Path(sys.argv[0])
+    words = ["trimaran"]
+    if script.parent.name == "benchmarks":
+        words = ["python", f"benchmarks/{script.name}"]
+    if num_ranks := os.environ.get("OMPI_COMM_WORLD_SIZE"):
+        words = ["mpirun", "-n", num_ranks, *words]
+    return shlex.join([*words, *sys.argv[1:]])
 
 
 def commit() -> str:

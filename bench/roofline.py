@@ -10,7 +10,8 @@ _STEP_TOKENS = 8192
 """Prompts are computed in steps of about this size."""
 
 _WORKSPACE_BYTES = 3e9
-"""Of the usable memory, beside weights and KV cache: activations, graphs, the context."""
+"""Of a device's usable memory, beside weights and KV cache: activations, graphs, the
+context."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,6 +26,9 @@ class Ceilings:
 
     memory: float
     """Bytes that weights, KV cache and workspace may take."""
+
+    devices: int = 1
+    """How many work together: the other figures are their sums."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,9 +96,21 @@ class ModelShape:
         return self.kv_heads * self.head_size
 
     @property
+    def mlp_width(self) -> int:
+        """Inner values of one token, of all its experts."""
+        return self.chosen * self.inner
+
+    @property
     def kv_token_bytes(self) -> float:
         """KV cache of one token over all layers."""
         return 2 * self.layers * self.kv_width * self.value_bytes
+
+    @property
+    def expert_bytes(self) -> float:
+        """The weights of all experts, which ranks may share out; 0 for a plain MLP."""
+        if self.experts == 1:
+            return 0.0
+        return self.layers * 3 * self.hidden * self.inner * self.experts * self.value_bytes
 
     @property
     def weight_bytes(self) -> float:
@@ -158,7 +174,7 @@ def prompt_s(shape: ModelShape, at: Ceilings, length: int) -> float:
 
 def resident_sequences(shape: ModelShape, at: Ceilings, isl: int, osl: int, most: int) -> int:
     """Sequences that the memory holds at once, on average half way through their output."""
-    room = at.memory - _WORKSPACE_BYTES - shape.weight_bytes
+    room = at.memory - at.devices * _WORKSPACE_BYTES - shape.weight_bytes
     return max(1, min(most, int(room / (shape.kv_token_bytes * (isl + osl / 2)))))
 
 

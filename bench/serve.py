@@ -30,8 +30,9 @@ def run_serve(args: argparse.Namespace) -> int:
         return bench.run(argparse.Namespace(**{**vars(args), "workload": None}))
     if args.input_len is not None or args.output_len is not None:
         raise ConfigError("--load names the lengths: drop --input-len and --output-len")
-    if args.runs < 1:
-        raise ConfigError(f"--runs is {args.runs} but must be 1 or more")
+    for name in ("runs", "gpus"):
+        if getattr(args, name) < 1:
+            raise ConfigError(f"--{name} is {getattr(args, name)} but must be 1 or more")
     loads = [Load.parse(text, temperature=0.0) for text in args.load]
     facts = _facts(args)
     rates = args.rates or [args.request_rate]
@@ -127,7 +128,8 @@ def _facts(args: argparse.Namespace) -> dict[str, Any]:
     if args.ceilings_of and not args.shape:
         raise ConfigError("--ceilings-of gives a limit only with the model's --shape")
     gpus = bench_report.gpus()
-    facts = {"gpus": 1 if gpus else 0, **results.surroundings(gpus[0] if gpus else None, None)}
+    count = args.gpus if gpus else 0
+    facts = {"gpus": count, **results.surroundings(gpus[0] if gpus else None, None)}
     if args.ceilings_of:
         known = results.read([args.ceilings_of])
         last = [line for line in known if line.keys() >= results.CEILINGS]
@@ -146,7 +148,7 @@ def _limit(
 ) -> dict[str, Any]:
     """The limit of requests that arrive at once; arrivals bound those that are paced."""
     if not args.ceilings_of or point["request_rate"] > 0:
-        return {}
+        return {"limit_tok_s": None, "limit_pct": None}
     shape = shape_of(SHAPES[args.shape])
     most = min(load.requests, point["concurrency"])
     limit = output_tokens_per_s(shape, results.ceilings_in(facts), load.isl, load.osl, most)

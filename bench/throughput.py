@@ -35,6 +35,7 @@ from trimaran.bench.ranks import Ranks, connected, memory_of
 from trimaran.bench.roofline import Ceilings, ModelShape, output_tokens_per_s
 from trimaran.bench.shapes import shape_config
 from trimaran.comm.errors import ConfigError
+from trimaran.worker.config import ParallelConfig
 from trimaran.worker.engine import Engine
 
 Facts = dict[str, Any]
@@ -258,7 +259,7 @@ def _memory_fraction(args: argparse.Namespace, shape: ModelShape, ranks: Ranks) 
     if ranks.device.type != "cuda":
         return float(args.gpu_memory)
     total = float(torch.cuda.get_device_properties(ranks.device).total_memory)
-    weight_bytes = shape.weight_bytes / ranks.topology.world_size
+    weight_bytes = rank_weight_bytes(shape, parallel_config(args))
     fraction = 1 - (1 - args.gpu_memory) * total / max(total - weight_bytes, 1.0)
     if fraction <= 0:
         raise ConfigError(
@@ -266,6 +267,13 @@ def _memory_fraction(args: argparse.Namespace, shape: ModelShape, ranks: Ranks) 
             f"{weight_bytes / 1e9:.0f} GB of weights: raise it"
         )
     return float(fraction)
+
+
+def rank_weight_bytes(shape: ModelShape, parallel: ParallelConfig) -> float:
+    """A rank's part of the weights: each lane holds all but the experts that lanes share."""
+    num_ranks = parallel.tp_size * parallel.pp_size
+    common = shape.weight_bytes - shape.expert_bytes
+    return (common + shape.expert_bytes / parallel.expert_lanes) / num_ranks
 
 
 def _runs(driver: OfflineDriver, load: Load, count: int) -> list[OfflineRun]:

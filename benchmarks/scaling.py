@@ -6,9 +6,10 @@ Each layout is a word such as ``tp2``, ``pp2``, ``tp2pp2``, ``tp4ep2`` or ``dp2e
 a tensor group, stages, parts that share experts out, lanes. Each is a job of its own: a
 `trimaran bench throughput` over as many ranks, started by mpirun, with weights made at
 random. The limit is that of all its devices together, measured while all of them work, as if
-nothing had to travel between them. What is not a flag here goes to `trimaran bench
-throughput` as it is, such as ``--load 128/128x64``. A layout that the engine refuses ends the
-run.
+nothing had to travel between them. Lines of earlier runs (``--known``) stand in the table and
+in the charts beside new ones, which need not be any. What is not a flag here goes to `trimaran
+bench throughput` as it is, such as ``--load 128/128x64``. A layout that fails, is refused or
+takes too long is told, the others are measured, and the exit code is 1.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from trimaran.bench import results
 from trimaran.bench.svg import Bar, Group, bar_chart
 from trimaran.comm.errors import ConfigError
 from trimaran.launcher.config import MpiConfig
@@ -66,14 +68,27 @@ def measure(layout: str, passed: list[str], timeout_s: float) -> list[Line]:
     """
     with tempfile.TemporaryDirectory(prefix="trimaran-scaling-") as folder:
         output = str(Path(folder, "lines.jsonl"))
-        subprocess.run(
-            command_of(layout, passed, output),
-            check=True,
-            timeout=timeout_s,
-            env={**starter_env(os.environ), "PYTHONSAFEPATH": "1"},
-        )
+        command = command_of(layout, passed, output)
+        env = {**starter_env(os.environ), "PYTHONSAFEPATH": "1"}
+        with subprocess.Popen(command, env=env) as job:
+            try:
+                code = job.wait(timeout_s)
+            except subprocess.TimeoutExpired:
+                # Unlike a kill, this lets mpirun end its ranks, which hold the GPUs.
+                job.terminate()
+                raise
+        if code:
+            raise subprocess.CalledProcessError(code, command[:3])
         lines = Path(output).read_text(encoding="utf-8").splitlines()
     return [{**json.loads(line), "layout": layout} for line in lines]
+
+
+def known_lines(paths: list[str]) -> list[Line]:
+    """The lines of earlier runs, of one shape; of equal ones the last; raises ConfigError."""
+    lines = [line for line in results.read(paths) if "layout" in line]
+    if len(shapes := {line["shape"] for line in lines}) > 1:
+        raise ConfigError(f"--known: one chart holds one shape, not {', '.join(shapes)}")
+    return list({(line["layout"], load_of(line)): line for line in lines}.values())
 
 
 def load_of(line: Line) -> str:
@@ -144,30 +159,32 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    add("--layouts", nargs="+", default=["tp1", "tp2", "tp4"], metavar="WORD")
+    add("--layouts", nargs="*", default=["tp1", "tp2", "tp4"], metavar="WORD")
+    add("--known", nargs="+", default=[], metavar="FILE", help="lines of earlier runs")
     add("--json", metavar="FILE", help="append the results as JSON lines")
     add("--charts", metavar="FOLDER", help="write bar charts there")
     add("--timeout", type=float, default=900.0, metavar="S", help="of one layout")
     args, passed = parser.parse_known_args()
-    lines: list[Line] = []
+    lines = known_lines(args.known)
+    has_failed = False
+    order = dict.fromkeys([*(line["layout"] for line in lines), *args.layouts])
     for layout in args.layouts:
         print(f"-- {layout}", flush=True)
         try:
-            lines += measure(layout, passed, args.timeout)
+            found = measure(layout, passed, args.timeout)
         except (ConfigError, subprocess.SubprocessError) as error:
             print(f"scaling.py: {layout}: {error}", file=sys.stderr)
-            return 1
-        if args.json:
-            with open(args.json, "a", encoding="utf-8") as file:
-                file.writelines(
-                    json.dumps(line) + "\n" for line in lines if line["layout"] == layout
-                )
-    lines.sort(key=lambda line: (load_of(line), args.layouts.index(line["layout"])))
+            has_failed = True
+            continue
+        lines += found
+        for line in found if args.json else ():
+            results.append(args.json, line)
+    lines.sort(key=lambda line: (load_of(line), list(order).index(line["layout"])))
     print("\n".join(table(lines)))
     if args.charts:
         Path(args.charts).mkdir(parents=True, exist_ok=True)
         charts(lines, Path(args.charts), "scaling")
-    return 0
+    return int(has_failed)
 
 
 if __name__ == "__main__":

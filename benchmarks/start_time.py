@@ -175,7 +175,6 @@ def main() -> None:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     facts = {"benchmark": "start", "shape": args.shape, "weight_bytes": size, "starts": starts}
     facts.update(results.environment(device, None))
-    facts["command"] = f"python benchmarks/start_time.py {' '.join(sys.argv[1:])}"
     if args.json:
         results.append(args.json, facts)
 

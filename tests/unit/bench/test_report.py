@@ -46,6 +46,19 @@ def test_of_equal_measurements_the_last_counts_beside_its_peers(tmp_path, capsys
     assert "9,500 tokens/s, 69.8 %" in texts
 
 
+def test_layouts_of_as_many_gpus_are_different_measurements(tmp_path, capsys):
+    sizes = {"gpus": 2, "tp_size": 2, "pp_size": 1, "dp_size": 1, "moe_ep_size": 1}
+    tensor = {**OURS, **sizes, "out_tok_s": 19000.0}
+    experts = {**tensor, "moe_ep_size": 2, "out_tok_s": 18000.0}
+    path = write(tmp_path / "results.jsonl", tensor, experts)
+
+    assert main(["bench", "report", path]) == 0
+
+    table = capsys.readouterr().out
+    assert "| llama8b, bfloat16, tp2 | 128/256 | 64 | 19,000 |" in table
+    assert "| llama8b, bfloat16, tp2ep2 | 128/256 | 64 | 18,000 |" in table
+
+
 def test_served_loads_are_told_with_their_times(tmp_path, capsys):
     plot = tmp_path / "plot.svg"
     path = write(tmp_path / "results.jsonl", SERVED)

@@ -14,6 +14,8 @@ from trimaran.bench.roofline import (
     resident_sequences,
 )
 from trimaran.bench.shapes import SHAPES
+from trimaran.bench.throughput import rank_weight_bytes
+from trimaran.worker.config import ParallelConfig
 
 SHAPE = ModelShape.of(SHAPES["llama8b"])
 H200 = Ceilings(flops=680e12, bandwidth=4.3e12, memory=0.95 * 141e9)
@@ -52,6 +54,32 @@ def test_memory_bounds_what_is_resident_and_with_it_the_rate():
     less = dataclasses.replace(H200, memory=40e9)
     rates = [output_tokens_per_s(SHAPE, each, 1000, 1000, 768) for each in (less, H200)]
     assert rates[0] < rates[1]
+
+
+def test_every_device_keeps_room_for_its_own_workspace():
+    two = dataclasses.replace(H200, memory=2 * H200.memory, devices=2)
+    tokens = [
+        (at.memory - at.devices * 3e9 - SHAPE.weight_bytes) / SHAPE.kv_token_bytes
+        for at in (H200, two)
+    ]
+    assert [resident_sequences(SHAPE, at, 1, 1998, 10**6) for at in (H200, two)] == [
+        int(count / 1000) for count in tokens
+    ]
+
+
+def test_lanes_hold_weights_of_their_own_but_for_the_experts_that_they_share():
+    shape = shape_of(SHAPES["mixtral"])
+    alone, lanes, shared = (
+        rank_weight_bytes(shape, parallel)
+        for parallel in (
+            ParallelConfig(),
+            ParallelConfig(dp_size=2),
+            ParallelConfig(dp_size=2, moe_tp_size=1, moe_ep_size=2),
+        )
+    )
+    assert alone == lanes == shape.weight_bytes
+    assert shared == pytest.approx(shape.weight_bytes - shape.expert_bytes / 2)
+    assert rank_weight_bytes(SHAPE, ParallelConfig(tp_size=2)) == SHAPE.weight_bytes / 2
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ from trimaran.launcher.cli import main
         (["--rates", "2"], "--rates belongs to a sweep"),
         (["--load", "8/4x2", "--input-len", "8"], "drop --input-len"),
         (["--load", "8/4x2", "--runs", "0"], "--runs is 0"),
+        (["--load", "8/4x2", "--gpus", "0"], "--gpus is 0"),
         (["--load", "8/4x2", "--ceilings-of", "f"], "the model's --shape"),
         (["--load", "8/4"], "'8/4' is not a load"),
         ([], "say what to send"),
@@ -45,6 +46,19 @@ def test_flags_may_stand_on_either_side_of_the_sub_command(capsys):
     ):
         assert main(["bench", *words]) == 2
         assert "no server answers at http://localhost:1" in capsys.readouterr().err
+
+
+def test_a_command_is_told_as_it_was_given(monkeypatch):
+    monkeypatch.delenv("OMPI_COMM_WORLD_SIZE", raising=False)
+    monkeypatch.setattr(
+        "sys.argv", ["/somewhere/trimaran", "bench", "serve", "--load", "8/4x2"]
+    )
+    assert results.command() == "trimaran bench serve --load 8/4x2"
+    monkeypatch.setattr("sys.argv", ["benchmarks/engine_stress.py", "--seconds", "300"])
+    assert results.command() == "python benchmarks/engine_stress.py --seconds 300"
+    monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "2")
+    monkeypatch.setattr("sys.argv", ["-c", "bench", "throughput", "--tp-size", "2"])
+    assert results.command() == "mpirun -n 2 trimaran bench throughput --tp-size 2"
 
 
 def test_ceilings_are_read_back_as_they_were_written(tmp_path):
