@@ -7,6 +7,20 @@ from typing import Any
 
 from trimaran.comm.errors import RequestError
 
+# What inputs of the token model are called that have other names than their fields.
+_TOKEN_INPUTS = {
+    "max_tokens": "request_output_len",
+    "top_k": "runtime_top_k",
+    "top_p": "runtime_top_p",
+    "min_p": "runtime_min_p",
+    "top_p_decay": "runtime_top_p_decay",
+    "top_p_min": "runtime_top_p_min",
+    "top_p_reset_ids": "runtime_top_p_reset_ids",
+    "min_tokens": "min_length",
+    "seed": "random_seed",
+    "length_penalty": "len_penalty",
+}
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
@@ -117,7 +131,12 @@ class SamplingParams:
         )
         for name, is_valid, allowed in checks:
             if not is_valid:
-                raise RequestError(f"'{name}' is {getattr(self, name)!r} but must be {allowed}")
+                raise self.refusal(name, allowed)
+
+    def refusal(self, name: str, allowed: str) -> RequestError:
+        """The error of a field whose value is not ``allowed``."""
+        also = f" (also called {_TOKEN_INPUTS[name]})" if name in _TOKEN_INPUTS else ""
+        return RequestError(f"'{name}' is {getattr(self, name)!r} but must be {allowed}{also}")
 
     def to_wire(self) -> dict[str, Any]:
         """Only what differs from the defaults, for msgpack."""

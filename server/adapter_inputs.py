@@ -34,6 +34,10 @@ def read_adapter(
                 "lora_name is set beside lora_task_id, lora_weights or lora_config; send the "
                 "name alone"
             )
+        if not name:
+            raise RequestError(
+                "lora_name is empty; leave it out, or name a folder of lora_prefetch_dir"
+            )
         return 0, {"name": to_text("lora_name", name)}
     if task is None:
         if given:

@@ -39,9 +39,6 @@ _SCALARS: tuple[tuple[str, tuple[str, ...], Callable[[Any], Any]], ...] = (
     ("return_generation_logits", ("return_generation_logits",), bool),
     ("return_perf_metrics", PERF_METRICS, bool),
     ("beam_width", ("beam_width",), int),
-    ("draft_acceptance_threshold", ("draft_acceptance_threshold",), float),
-    ("guide_type", ("guided_decoding_guide_type",), lambda raw: raw.decode()),
-    ("guide", ("guided_decoding_guide",), lambda raw: raw.decode()),
 )
 _LOOKAHEAD = (
     "lookahead_window_size",
@@ -53,7 +50,9 @@ _DEFAULTS: dict[str, Any] = {field.name: field.default for field in fields(Sampl
 # Inputs of features that no engine here serves; a request that carries one is refused.
 _REFUSED: tuple[tuple[str, str], ...] = (
     ("encoder_input_features", "encoder-decoder models are not served"),
-    ("draft_logits", "draft logits are not served"),
+    ("draft_input_ids", "speculative decoding is not served"),
+    ("draft_logits", "speculative decoding is not served"),
+    ("draft_acceptance_threshold", "speculative decoding is not served"),
     ("cross_attention_mask", "cross attention is not served"),
     ("skip_cross_attn_blocks", "cross attention is not served"),
     ("mrope_rotary_cos_sin", "multimodal positions are not served"),
@@ -77,20 +76,47 @@ def read_sampling(
         raise RequestError("request_output_len is not present in the request")
     values["max_tokens"] = max_tokens
     for field, names, convert in _SCALARS:
-        value = inputs.scalar(*names)
+        value = _only_value(inputs, names)
         if value is not None:
             values[field] = _exact(field, convert(value))
     top_p = inputs.scalar("runtime_top_p")
-    if top_p is not None and top_p > 0:
+    # Not a number is no "unset": it goes on, to be refused.
+    if top_p is not None and not top_p <= 0:
         values["top_p"] = top_p
+    values["guide_type"], values["guide"] = _guide(inputs)
     values["stop_words"] = word_list(inputs, "stop_words_list")
     values["bad_words"] = word_list(inputs, "bad_words_list")
-    values["draft_ids"] = tuple(inputs.ids("draft_input_ids"))
     _refuse_lookahead(inputs)
     values["embedding_bias"] = _bias(inputs, vocab_size)
     if values.get("return_context_logits") or values.get("return_generation_logits"):
         values["logits_dtype"] = logits_dtype
     return SamplingParams(**values)
+
+
+def _only_value(inputs: SampleInputs, names: tuple[str, ...]) -> Any:
+    """What the inputs of one meaning say, or None."""
+    given = [(name, inputs.scalar(name)) for name in names]
+    given = [(name, value) for name, value in given if value is not None]
+    for name, value in given[1:]:
+        if value != given[0][1]:
+            raise RequestError(
+                f"{given[0][0]} is {given[0][1]} but {name}, another name for it, is {value}; "
+                "send one of them"
+            )
+    return given[0][1] if given else None
+
+
+def _guide(inputs: SampleInputs) -> tuple[str, str]:
+    """Type and text of the guide, both empty without one."""
+    kind, guide = (
+        (inputs.texts(name) or [""])[0]
+        for name in ("guided_decoding_guide_type", "guided_decoding_guide")
+    )
+    if guide and not kind:
+        raise RequestError(
+            "guided_decoding_guide is set without guided_decoding_guide_type; send both"
+        )
+    return kind, guide
 
 
 def _exact(field: str, value: Any) -> Any:
@@ -125,25 +151,31 @@ def word_list(inputs: SampleInputs, name: str) -> tuple[tuple[int, ...], ...]:
         return ()
     flat = array.reshape(-1).tolist()
     if len(flat) % 2:
-        raise RequestError(f"{name}: Sparse list must not have odd length: {flat}")
+        raise RequestError(f"{name}: Sparse list must not have odd length: {_start(flat)}")
     half = len(flat) // 2
     ids, ends = flat[:half], flat[half:]
     used = [end for end in ends if end != -1]
     if ends[: len(used)] != used:
-        raise RequestError(f"{name}: Sparse list must not have additional -1s: {flat}")
+        raise RequestError(f"{name}: Sparse list must not have additional -1s: {_start(flat)}")
     words, start = [], 0
     for end in used:
         if end > half or end < 0:
             raise RequestError(
-                f"{name}: Sparse list must not have out-of-bound offsets: {flat}"
+                f"{name}: Sparse list must not have out-of-bound offsets: {_start(flat)}"
             )
         if end <= start:
             raise RequestError(
-                f"{name}: Sparse list must not have non-increasing offsets: {flat}"
+                f"{name}: Sparse list must not have non-increasing offsets: {_start(flat)}"
             )
         words.append(tuple(ids[start:end]))
         start = end
     return tuple(words)
+
+
+def _start(values: list[int]) -> str:
+    """A list as an error shows it."""
+    shown = str(values[:100])
+    return shown if len(values) <= 100 else f"{shown[:-1]}, ... ({len(values)} values)"
 
 
 def pack_words(words: list[list[int]]) -> list[list[int]]:

@@ -20,7 +20,7 @@ from trimaran.server.text_pipeline import (
     TextPipeline,
     asks_to_stop,
 )
-from trimaran.server.token_model import check_transaction, num_responses
+from trimaran.server.transaction import check_transaction, num_responses
 
 _SAME_NAMES = (
     "num_return_sequences", "exclude_input_in_output", "temperature", "repetition_penalty",

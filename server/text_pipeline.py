@@ -19,8 +19,8 @@ from trimaran.server.stop_text import StopText
 from trimaran.server.tensor_bytes import object_array
 from trimaran.server.text_answer import TextAnswer
 from trimaran.server.token_job import ChunkResponse, TokenJob
-from trimaran.server.token_model import num_responses
 from trimaran.server.tokenizer import Tokenizer
+from trimaran.server.transaction import num_responses
 
 
 @dataclass(frozen=True, slots=True)

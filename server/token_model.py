@@ -11,7 +11,7 @@ from tritonclient.grpc.model_config_pb2 import ModelConfig
 from trimaran.comm.errors import RequestError
 from trimaran.comm.sampling_params import SamplingParams
 from trimaran.server.adapter_inputs import add_digests, read_adapter
-from trimaran.server.backend_texts import TENSORRT_LLM, BackendTexts, texts_of
+from trimaran.server.backend_texts import texts_of
 from trimaran.server.cache_inputs import read_retention, salted
 from trimaran.server.gathering import Gathering
 from trimaran.server.inference import InferRequest, InferResponse
@@ -25,10 +25,7 @@ from trimaran.server.sampling_inputs import check_request_type, read_sampling
 from trimaran.server.sequence_outputs import LOGITS_DTYPES, logits_type
 from trimaran.server.token_answers import Answers, ChunkAnswers, TensorAnswers
 from trimaran.server.token_job import Sample, TokenJob, TokenStream
-
-BATCH_NOT_DECOUPLED = (
-    "Batch size > 1 requires the tensorrt_llm backend to be using decoupled transaction policy"
-)
+from trimaran.server.transaction import check_equal, check_transaction, num_responses
 
 
 class TokenModel:
@@ -73,9 +70,9 @@ class TokenModel:
             return
         samples = self._samples(request)
         num_sequences = num_responses(first)
-        is_streaming = first.flag("streaming")
+        check_equal(request.inputs, "beam_width", "num_return_sequences", "streaming")
         check_transaction(
-            self.is_decoupled, len(samples), num_sequences, is_streaming, self._texts
+            self.is_decoupled, len(samples), num_sequences, first.flag("streaming"), self._texts
         )
         await add_digests([sample.adapter for sample in samples])
         stream = TokenStream(self._engines, request)
@@ -143,7 +140,7 @@ class TokenModel:
         for index in range(count):
             inputs = SampleInputs(request.inputs, index, self._is_batched)
             sampling = read_sampling(inputs, vocab_size, self._logits_dtype)
-            sampling = _with_beams(sampling, inputs, samples)
+            sampling = _with_beams(sampling, inputs)
             sampling.validate(vocab_size)
             table = read_table(inputs, request.inputs.get("prompt_embedding_table"))
             prompt = _prompt(inputs, facts, 0 if table is None else table["shape"][0])
@@ -162,55 +159,13 @@ class TokenModel:
         return samples
 
 
-def num_responses(inputs: SampleInputs) -> int:
-    """Sequences of one sample that have responses of their own; beams share theirs."""
-    count = inputs.scalar("num_return_sequences")
-    if count is None or (count > 0 and (inputs.scalar("beam_width") or 1) > 1):
-        return 1
-    return int(count)
-
-
-def _with_beams(
-    sampling: SamplingParams, inputs: SampleInputs, before: list[Sample]
-) -> SamplingParams:
+def _with_beams(sampling: SamplingParams, inputs: SampleInputs) -> SamplingParams:
     """With as many beams returned as are asked for: all, unless it says fewer."""
     width = sampling.beam_width
-    if before and before[0].sampling.beam_width != width:
-        raise RequestError(
-            f"beam_width is {width} in one sample and {before[0].sampling.beam_width} in "
-            "another of the same request. Give all the same, or send two requests."
-        )
     if width < 2:
         return sampling
     count = inputs.scalar("num_return_sequences")
     return replace(sampling, num_return_sequences=width if count is None else int(count))
-
-
-def check_transaction(
-    is_decoupled: bool,
-    num_samples: int,
-    num_sequences: int,
-    is_streaming: bool,
-    texts: BackendTexts = TENSORRT_LLM,
-) -> None:
-    """Check that a request has as many responses as the model may give.
-
-    Raises:
-        RequestError: more than one, and the model is not decoupled.
-    """
-    if num_sequences < 1:
-        raise RequestError(f"num_return_sequences is {num_sequences} but must be at least 1")
-    if is_decoupled:
-        return
-    if is_streaming:
-        raise RequestError(texts.not_decoupled)
-    if num_samples > 1:
-        raise RequestError(BATCH_NOT_DECOUPLED)
-    if num_sequences > 1:
-        raise RequestError(
-            f"num_return_sequences is {num_sequences}, which requires the decoupled "
-            "transaction policy"
-        )
 
 
 def _prompt(

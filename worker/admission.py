@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import time
 from array import array
 from collections.abc import Hashable, Sequence
@@ -89,7 +90,13 @@ def _sampling(message: Submit, vocab_size: int) -> SamplingParams:
     sampling.validate(vocab_size)
     checks = (
         ("end_id", sampling.end_id < vocab_size, f"below the vocabulary size {vocab_size}"),
-        ("repetition_penalty", sampling.repetition_penalty > 0, "above 0"),
+        (
+            "repetition_penalty",
+            0 < sampling.repetition_penalty < math.inf,
+            "above 0, and finite",
+        ),
+        ("presence_penalty", math.isfinite(sampling.presence_penalty), "a finite number"),
+        ("frequency_penalty", math.isfinite(sampling.frequency_penalty), "a finite number"),
         ("min_p", 0 <= sampling.min_p <= 1, "between 0 and 1"),
         ("top_p_decay", 0 < sampling.top_p_decay <= 1, "above 0 and at most 1"),
         (
@@ -111,15 +118,34 @@ def _sampling(message: Submit, vocab_size: int) -> SamplingParams:
     )
     for name, is_valid, allowed in checks:
         if not is_valid:
-            raise RequestError(f"'{name}' is {getattr(sampling, name)!r} but must be {allowed}")
+            raise sampling.refusal(name, allowed)
     for word in sampling.bad_words:
         _check_ids("bad_words", word, vocab_size)
-    if len(sampling.embedding_bias) not in (0, 4 * vocab_size):
-        raise RequestError(
-            f"embedding_bias holds {len(sampling.embedding_bias) // 4} values but must hold "
-            f"one for each of the {vocab_size} vocabulary ids"
-        )
+    _check_bias(sampling.embedding_bias, vocab_size)
     return sampling
+
+
+def _check_bias(packed: bytes, vocab_size: int) -> None:
+    """Minus infinity forbids an id; nothing else may be beyond the finite numbers."""
+    if not packed:
+        return
+    bias = np.frombuffer(packed, "<f4")
+    if bias.size != vocab_size:
+        raise RequestError(
+            f"embedding_bias holds {bias.size} values but must hold one for each of the "
+            f"{vocab_size} vocabulary ids"
+        )
+    is_forbidden = np.isneginf(bias)
+    wrong = bias[~np.isfinite(bias) & ~is_forbidden]
+    if wrong.size:
+        raise RequestError(
+            f"embedding_bias holds {wrong[0]} but must hold finite numbers, or -inf for ids "
+            "that must not come"
+        )
+    if is_forbidden.all():
+        raise RequestError(
+            "embedding_bias is -inf for every id of the vocabulary; leave one that may come"
+        )
 
 
 def _retention(message: Submit, num_prompt_tokens: int) -> RetentionPlan | None:

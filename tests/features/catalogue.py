@@ -26,10 +26,7 @@ from trimaran.worker.sampling_rows import SERVED_FIELDS
 SERVED, NO_EFFECT, REFUSED, NEVER = "served", "no effect", "refused", "never comes"
 _NO_DRAFTS = "speculative decoding is not served"
 # Fields of sampling that are made of other inputs than those of `_SCALARS`.
-_FIELDS = {
-    "draft_input_ids": "draft_ids",
-    **dict.fromkeys(sampling_inputs._LOOKAHEAD, "lookahead"),
-}
+_FIELDS = dict.fromkeys(sampling_inputs._LOOKAHEAD, "lookahead")
 _ROLES = {
     Role.TOKEN: "tensorrt_llm",
     Role.BLS: "tensorrt_llm_bls",

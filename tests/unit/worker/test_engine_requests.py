@@ -1,5 +1,6 @@
 """Requests at the engine: refusals, ends, several sequences, fairness and gauges."""
 
+import math
 import time
 
 import numpy as np
@@ -11,6 +12,10 @@ from trimaran.comm.messages import STATS_KEYS, FinishReason
 VOCAB = 150
 
 
+def _bias(value):
+    return np.full(VOCAB, value, "<f4").tobytes()
+
+
 @pytest.mark.parametrize(
     ("fields", "text"),
     [
@@ -18,6 +23,12 @@ VOCAB = 150
         ({"logits_dtype": "int8"}, "'logits_dtype' is 'int8' but must be float32 or float16"),
         ({"temperature": -1.0}, r"'temperature' is -1.0 but must be a finite number >= 0"),
         ({"repetition_penalty": 0.0}, r"'repetition_penalty' is 0.0 but must be above 0"),
+        ({"repetition_penalty": math.inf}, "'repetition_penalty' is inf but must be above 0"),
+        ({"presence_penalty": math.nan}, "'presence_penalty' is nan but must be a finite"),
+        ({"frequency_penalty": -math.inf}, "'frequency_penalty' is -inf but must be a finite"),
+        ({"embedding_bias": _bias(math.nan)}, "embedding_bias holds nan but must hold finite"),
+        ({"embedding_bias": _bias(math.inf)}, "embedding_bias holds inf but must hold finite"),
+        ({"embedding_bias": _bias(-math.inf)}, "embedding_bias is -inf for every id"),
         ({"end_id": VOCAB}, r"'end_id' is 150 but must be below the vocabulary size 150"),
         ({"bad_words": ((3, 999),)}, r"bad_words holds 999.* ids are 0 to 149"),
         ({"embedding_bias": b"1234"}, r"embedding_bias holds 1 values .* 150"),
