@@ -151,7 +151,9 @@ def _choice_grammar(guide: str) -> str:
         raise RequestError(
             "a guide of type 'choice' must be a JSON list of strings that are not empty"
         )
-    return "root ::= " + " | ".join(json.dumps(choice) for choice in choices)
+    # Escapes would cut a character beyond 16 bits into two halves, which are no text.
+    texts = (json.dumps(choice, ensure_ascii=False) for choice in choices)
+    return "root ::= " + " | ".join(texts)
 
 
 def _is_text(value: object) -> bool:
