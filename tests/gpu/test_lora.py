@@ -10,8 +10,8 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from tests.driver import Driver
 from tests.gpu.test_logits import expected_log_probs
-from tests.unit.worker.conftest import Driver
 from tests.unit.worker.lora_adapters import make_adapter, merged, on_the_wire
 from trimaran.kernels import adapters, triton_lora
 from trimaran.kernels.adapters import AdapterBlocks, AdapterTables

@@ -3,28 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from tests.driver import Driver, Ranks
 from trimaran.comm import mpi
-from trimaran.comm.collectives import SingleRankGroup, connect_group
-from trimaran.comm.control import LocalControlPlane, connect_control
-from trimaran.comm.messages import StepOutput, Submit, pack_ids
-from trimaran.comm.pipeline import PipelineLinks
-from trimaran.comm.sampling_params import SamplingParams
-from trimaran.comm.topology import ParallelLayout
-from trimaran.worker.config import (
-    CacheConfig,
-    EngineConfig,
-    ParallelConfig,
-    RankConfig,
-    SchedulerConfig,
-)
-from trimaran.worker.engine import Engine
+from trimaran.worker.config import CacheConfig, EngineConfig, ParallelConfig, SchedulerConfig
 
 HAS_GPUS = torch.cuda.device_count() >= mpi.MPI.COMM_WORLD.Get_size()
 TIMEOUT_S = 60.0
@@ -34,9 +22,9 @@ TIMEOUT_S = 60.0
 class Answer:
     """What an engine told of one request."""
 
-    token_ids: list[int] = field(default_factory=list)
-    context_logits: list[bytes] = field(default_factory=list)
-    generation_logits: list[bytes] = field(default_factory=list)
+    token_ids: list[int]
+    context_logits: list[bytes]
+    generation_logits: list[bytes]
 
     def logits(self, vocab_size: int) -> Tensor:
         """Those of the prompt and then of the output [tokens, V]; of its last token none."""
@@ -47,9 +35,9 @@ class Answer:
         return torch.cat((whole[:-num_outputs], whole[1 - num_outputs :]))
 
 
-def rank_config(folder: Path, parallel: ParallelConfig) -> RankConfig:
+def engine_config(folder: Path, parallel: ParallelConfig) -> EngineConfig:
     """An engine whose steps hold a part of a long prompt beside other requests' tokens."""
-    engine = EngineConfig(
+    return EngineConfig(
         model="test",
         engine_dir=str(folder),
         device="cuda" if HAS_GPUS else "cpu",
@@ -64,7 +52,6 @@ def rank_config(folder: Path, parallel: ParallelConfig) -> RankConfig:
         ),
         cache=CacheConfig(tokens_per_block=4 if not HAS_GPUS else 16, max_tokens=1024),
     )
-    return RankConfig(engine=engine, group="test")
 
 
 def serve(
@@ -84,62 +71,25 @@ def serve(
         # Kernels are launched on the current device, whatever their tensors say.
         device = torch.device("cuda", world.rank)
         torch.cuda.set_device(device)
-    layout = ParallelLayout(
-        rank=world.rank, tp_size=parallel.tp_size, pp_size=parallel.pp_size,
-        dp_size=parallel.dp_size, hosts=world.hosts,
-    )  # fmt: skip
+    config = engine_config(folder, parallel)
     if world.size == 1:
-        engine = Engine(
-            rank_config(folder, parallel), layout, LocalControlPlane(), SingleRankGroup()
-        )
-        engine.load()
-        return _ask(engine, prompts, count)
-    group = connect_group(world.subgroup(layout.tp_ranks), device, TIMEOUT_S)
-    control = connect_control(world, TIMEOUT_S)
-    links = PipelineLinks.connect(world, layout, TIMEOUT_S)
-    if parallel.expert_lanes > 1:
-        stage = world.subgroup(layout.stage_ranks)
-        links.expert_ranks = connect_group(stage, device, TIMEOUT_S)
-    engine = Engine(rank_config(folder, parallel), layout, control, group, links)
-    engine.load()
-    answers: list[Answer] = []
-    if layout.is_leader:
-        answers = _ask(engine, prompts, count)
-        control.close()
-    else:
-        while (payload := control.receive()) is not None:
-            engine.follow(payload)
-    world.barrier(TIMEOUT_S, "all served")
-    engine.shutdown()
-    links.close()
-    group.close()
-    return answers
+        return _ask(Driver(config), prompts, count)
+    ranks = Ranks(world, parallel, device, TIMEOUT_S)
+    answers = ranks.run(
+        Driver(config, ties=ranks.ties), lambda driver: _ask(driver, prompts, count)
+    )
+    return answers or []
 
 
-def _ask(engine: Engine, prompts: Iterable[list[int]], count: int) -> list[Answer]:
+def _ask(driver: Driver, prompts: Iterable[list[int]], count: int) -> list[Answer]:
     wants = {"return_context_logits": True, "return_generation_logits": True}
-    sampling = SamplingParams(max_tokens=count, **wants).to_wire()
-    answers: list[Answer] = []
-    for number, prompt in enumerate(prompts):
-        ids = pack_ids(prompt)
-        message = Submit(request_id=number, model="m", prompt_ids=ids, sampling=sampling)
-        engine.submit(0, message)
-        answers.append(Answer())
-    while engine.has_work:
-        for _, message in engine.step().messages:
-            assert isinstance(message, StepOutput), message
-            _take(answers, message)
-    return answers
-
-
-def _take(answers: list[Answer], message: StepOutput) -> None:
-    """Enter what one step told."""
-    ids = iter(np.frombuffer(message.token_ids, np.int32).tolist())
-    numbers = np.frombuffer(message.request_ids, np.uint64).tolist()
-    counts = np.frombuffer(message.num_tokens, np.uint16).tolist()
-    for row, (number, count) in enumerate(zip(numbers, counts, strict=True)):
-        answer = answers[number]
-        answer.token_ids += [next(ids) for _ in range(count)]
-        extras = message.extras.get(row, {})
-        answer.context_logits += extras.get("context_logits", ())
-        answer.generation_logits += extras.get("generation_logits", ())
+    requests = [driver.submit(prompt, max_tokens=count, **wants) for prompt in prompts]
+    driver.run()
+    return [
+        Answer(
+            driver.output(request),
+            driver.told(request, "context_logits"),
+            driver.told(request, "generation_logits"),
+        )
+        for request in requests
+    ]

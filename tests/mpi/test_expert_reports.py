@@ -6,8 +6,6 @@ import numpy as np
 import pytest
 
 from tests.mpi.test_lanes import NUM_RANKS, PROMPTS, Lanes, models, single  # noqa: F401
-from trimaran.comm.messages import Submit, pack_ids
-from trimaran.comm.sampling_params import SamplingParams
 
 # Tensor ranks, stages and parts of the experts' ranks; the other ranks are lanes.
 LAYOUTS = [("qwen2-moe", 1, 2, 1), ("mixtral", 1, 1, 2)]
@@ -15,20 +13,16 @@ if NUM_RANKS == 4:
     LAYOUTS = [("qwen2-moe", 1, 2, 2)]
 
 
-def serve(engine) -> dict[int, list[int]]:
+def serve(driver) -> dict[int, list[int]]:
     """Tokens of each layer's experts, once twice as many prompts as there are have run."""
-    sampling = SamplingParams(max_tokens=6).to_wire()
     reports = []
     for _ in range(2):
-        for number, prompt in enumerate(PROMPTS):
-            ids = pack_ids(prompt)
-            engine.submit(
-                0, Submit(request_id=number, model="m", prompt_ids=ids, sampling=sampling)
-            )
-        while engine.has_work:
-            engine.step()
-            reports.append(engine.expert_report())
-        reports.append(engine.expert_report())
+        for prompt in PROMPTS:
+            driver.submit(prompt, max_tokens=6)
+        while driver.engine.has_work:
+            driver.step()
+            reports.append(driver.engine.expert_report())
+        reports.append(driver.engine.expert_report())
     last = reports[-1]
     counts = np.frombuffer(last.counts, "<i8").reshape(len(last.layers), -1)
     return dict(zip(last.layers, counts.tolist(), strict=True))
@@ -40,7 +34,7 @@ def test_counts_of_all_stages_and_lanes_are_those_of_one_rank(
 ):  # fmt: skip
     folder = models[0][name]
 
-    counts = Lanes(world, folder, tp_size, pp_size, moe_ep_size).run(serve)
+    counts = Lanes(world, folder, tp_size, pp_size, moe_ep_size).drive(serve)
 
     if world.rank == 0:
         assert counts == single(folder, serve)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import random
 
-import torch
-
+from tests.driver import Ranks
 from tests.unit.worker.test_every_feature import (
     draw,
     make_adapters,
@@ -13,10 +12,6 @@ from tests.unit.worker.test_every_feature import (
     outputs_of,
     run_all,
 )
-from trimaran.comm.collectives import connect_group
-from trimaran.comm.control import connect_control
-from trimaran.comm.pipeline import PipelineLinks
-from trimaran.comm.topology import ParallelLayout
 from trimaran.worker.config import ParallelConfig
 
 NUM_REQUESTS, NUM_ALONE = 60, 15
@@ -24,26 +19,17 @@ NUM_REQUESTS, NUM_ALONE = 60, 15
 
 def test_every_feature_at_once_gives_what_one_rank_gives_alone(world):
     rng = random.Random(6)
-    sizes = {"dp_size": 2, "tp_size": world.size // 2}
-    layout = ParallelLayout(rank=world.rank, **sizes, hosts=world.hosts)
-    group = connect_group(world.subgroup(layout.tp_ranks), torch.device("cpu"), 20.0)
-    control = connect_control(world, 20.0)
-    links = PipelineLinks.connect(world, layout, 20.0)
-    driver = make_engine(0, 1024, ParallelConfig(**sizes), (layout, control, group, links))
-    engine = driver.engine
+    parallel = ParallelConfig(dp_size=2, tp_size=world.size // 2)
+    asked = []
     if world.rank == 0:
         adapters = make_adapters()
         asked = [draw(rng, adapters) for _ in range(NUM_REQUESTS)]
-        killed = run_all(driver, asked, rng)
-        control.close()
-    else:
-        while (payload := control.receive()) is not None:
-            engine.follow(payload)
-    world.barrier(30.0, "all served")
-    engine.shutdown()
-    links.close()
-    group.close()
 
+    ranks = Ranks(world, parallel)
+    driver = make_engine(0, 1024, parallel, ranks.ties)
+    killed = ranks.run(driver, lambda driver: run_all(driver, asked, rng))
+
+    engine = driver.engine
     if world.rank == 0:
         assert not engine._requests and not engine.scheduler.has_requests
         for lane in engine.scheduler.lanes:

@@ -14,26 +14,15 @@ from transformers import (
     Qwen2MoeForCausalLM,
 )
 
+from tests.driver import Driver, Ranks
+from tests.unit.models.models import reference_greedy
 from tests.unit.worker.lora_adapters import make_adapter, on_the_wire
 from trimaran.comm import mpi
-from trimaran.comm.collectives import SingleRankGroup, connect_group
-from trimaran.comm.control import LocalControlPlane, connect_control
-from trimaran.comm.messages import FinishReason, StepOutput, Submit, pack_ids
-from trimaran.comm.pipeline import PipelineLinks
-from trimaran.comm.sampling_params import SamplingParams
-from trimaran.comm.topology import ParallelLayout
-from trimaran.worker.config import (
-    CacheConfig,
-    EngineConfig,
-    ParallelConfig,
-    RankConfig,
-    SchedulerConfig,
-)
-from trimaran.worker.engine import Engine
+from trimaran.comm.messages import FinishReason
+from trimaran.worker.config import CacheConfig, EngineConfig, ParallelConfig, SchedulerConfig
 
 VOCAB = 150
 NUM_RANKS = mpi.MPI.COMM_WORLD.Get_size()
-CPU = torch.device("cpu")
 PROMPTS = [
     np.random.default_rng(length).integers(0, VOCAB, length) for length in (1, 16, 40, 70, 9)
 ]
@@ -81,30 +70,29 @@ def models(world, tmp_path_factory):
     return world.comm.bcast(paths), theirs
 
 
-def rank_config(folder, parallel, **changes) -> RankConfig:
+def engine_config(folder, parallel=None, **changes) -> EngineConfig:
+    """Of a layout, or of one rank."""
     scheduler = {"max_num_batched_tokens": 48, "max_num_seqs": 8, "policy": "max_utilization"}
     cache = {"tokens_per_block": 16, "max_tokens": 256}
     for name, value in changes.items():
         (cache if name in CacheConfig.__dataclass_fields__ else scheduler)[name] = value
-    engine = EngineConfig(
+    return EngineConfig(
         model="test",
         engine_dir=folder,
         device="cpu",
         dtype="float32",
-        parallel=parallel,
+        parallel=parallel or ParallelConfig(),
         scheduler=SchedulerConfig(
             max_seq_len=100, max_input_len=99, max_beam_width=2, **scheduler
         ),
         cache=CacheConfig(**cache),
     )
-    return RankConfig(engine=engine, group="test")
 
 
-class Lanes:
+class Lanes(Ranks):
     """An engine over all ranks of the run, driven from rank 0."""
 
     def __init__(self, world, folder, tp_size, pp_size, moe_ep_size, **changes) -> None:
-        self.world = world
         dp_size = world.size // (tp_size * pp_size)
         # Experts stay inside a lane where one part is asked for.
         num_ranks = tp_size if moe_ep_size == 1 else tp_size * dp_size
@@ -115,111 +103,28 @@ class Lanes:
             moe_tp_size=num_ranks // moe_ep_size,
             moe_ep_size=moe_ep_size,
         )
-        layout = ParallelLayout(
-            rank=world.rank, tp_size=tp_size, pp_size=pp_size, dp_size=dp_size,
-            hosts=world.hosts,
-        )  # fmt: skip
-        self.group = connect_group(world.subgroup(layout.tp_ranks), CPU, 20.0)
-        self.control = connect_control(world, 20.0)
-        self.links = PipelineLinks.connect(world, layout, 20.0)
-        if parallel.expert_lanes > 1:
-            stage = world.subgroup(layout.stage_ranks)
-            self.links.expert_ranks = connect_group(stage, CPU, 20.0)
-        config = rank_config(folder, parallel, **changes)
-        self.engine = Engine(config, layout, self.control, self.group, self.links)
-        self.engine.load()
+        super().__init__(world, parallel)
+        self.driver = Driver(engine_config(folder, parallel, **changes), ties=self.ties)
 
-    def run(self, drive):
-        """What ``drive`` returns on rank 0; the other ranks follow meanwhile."""
-        result = None
-        if self.world.rank == 0:
-            result = drive(self.engine)
-            self.control.close()
-        else:
-            while (payload := self.control.receive()) is not None:
-                self.engine.follow(payload)
-        self.world.barrier(30.0, "all served")
-        self.engine.shutdown()
-        self.links.close()
-        self.group.close()
-        return result
+    def drive(self, drive):
+        """What ``drive`` returns on rank 0, while the other ranks follow."""
+        return self.run(self.driver, drive)
 
 
 def single(folder, drive, **changes):
     """The same on one rank."""
-    engine = Engine(
-        rank_config(folder, ParallelConfig(), **changes),
-        ParallelLayout(),
-        LocalControlPlane(),
-        SingleRankGroup(),
-    )
-    engine.load()
-    return drive(engine)
+    return drive(Driver(engine_config(folder, **changes)))
 
 
-class Client:
-    """Submits requests and collects what they are told."""
-
-    def __init__(self, engine) -> None:
-        self.engine = engine
-        self.outputs = {}
-        self.reasons = {}
-
-    def submit(self, prompt, max_tokens=12, adapter_id=0, adapter=None, **sampling) -> int:
-        number = len(self.outputs)
-        self.outputs[number] = {}
-        params = SamplingParams(max_tokens=max_tokens, **sampling).to_wire()
-        ids = pack_ids(prompt)
-        message = Submit(
-            request_id=number, model="m", prompt_ids=ids, sampling=params,
-            adapter_id=adapter_id, adapter=adapter,
-        )  # fmt: skip
-        self.engine.submit(0, message)
-        return number
-
-    def step(self) -> None:
-        for _, message in self.engine.step().messages:
-            assert isinstance(message, StepOutput)
-            ids = iter(np.frombuffer(message.token_ids, dtype=np.int32).tolist())
-            numbers = np.frombuffer(message.request_ids, dtype=np.uint64).tolist()
-            indices = np.frombuffer(message.sequence_indices, dtype=np.uint16).tolist()
-            counts = np.frombuffer(message.num_tokens, dtype=np.uint16).tolist()
-            for row, (number, index) in enumerate(zip(numbers, indices, strict=True)):
-                told = self.outputs[number].setdefault(index, [])
-                told += [next(ids) for _ in range(counts[row])]
-                beams = message.extras.get(row, {}).get("beams")
-                if beams:
-                    for index, raw in enumerate(beams["ids"]):
-                        self.outputs[number][index] = np.frombuffer(raw, np.int32).tolist()
-                self.reasons[number] = FinishReason(message.finish_reasons[row])
-
-    def finish(self):
-        while self.engine.has_work:
-            self.step()
-        return self.outputs
-
-
-def serve_all(engine):
+def serve_all(driver):
     """Outputs of all prompts under all samplings."""
-    client = Client(engine)
-    for prompt in PROMPTS:
-        for sampling in SAMPLINGS:
-            client.submit(prompt, **sampling)
-    return client.finish()
+    return driver.serve(PROMPTS, SAMPLINGS)
 
 
-def greedy(theirs, count=12):
+def greedy(theirs):
     """What transformers generates from each prompt."""
-    found = {}
-    for number, prompt in enumerate(PROMPTS):
-        ids = torch.tensor(prompt)[None]
-        with torch.inference_mode():
-            full = theirs.generate(
-                ids, max_new_tokens=count, do_sample=False, pad_token_id=0,
-                attention_mask=torch.ones_like(ids),
-            )  # fmt: skip
-        found[number] = {0: full[0, ids.shape[1] :].tolist()}
-    return found
+    prompts = [prompt.tolist() for prompt in PROMPTS]
+    return [[ids] for ids in reference_greedy(theirs, prompts, 12)]
 
 
 @pytest.mark.parametrize(("name", "tp_size", "pp_size", "moe_ep_size"), LAYOUTS[NUM_RANKS])
@@ -229,14 +134,14 @@ def test_lanes_give_the_tokens_of_transformers(
     folders, theirs = models
     lanes = Lanes(world, folders[name], tp_size, pp_size, moe_ep_size)
 
-    def drive(engine):
-        client = Client(engine)
-        for prompt in PROMPTS:
-            client.submit(prompt)
-        used = {lane for lane, one in enumerate(engine.scheduler.lanes) if one.has_requests}
-        return used, client.finish()
+    def drive(driver):
+        requests = [driver.submit(prompt, max_tokens=12) for prompt in PROMPTS]
+        lanes = driver.engine.scheduler.lanes
+        used = {number for number, lane in enumerate(lanes) if lane.has_requests}
+        driver.run()
+        return used, [driver.outputs(request) for request in requests]
 
-    found = lanes.run(drive)
+    found = lanes.drive(drive)
 
     if world.rank == 0:
         used, outputs = found
@@ -249,7 +154,7 @@ def test_whatever_requests_ask_lanes_give_the_tokens_of_one_rank(world, models, 
     folder = models[0][name]
     moe_ep_size = 1 if name == "llama" else world.size
 
-    outputs = Lanes(world, folder, 1, 1, moe_ep_size).run(serve_all)
+    outputs = Lanes(world, folder, 1, 1, moe_ep_size).drive(serve_all)
 
     if world.rank == 0:
         assert outputs == single(folder, serve_all)
@@ -260,42 +165,40 @@ def test_adapters_prefixes_on_the_host_and_pauses_work_in_lanes(world, models):
     adapters = {task: make_adapter(folder, seed=task) for task in (5, 9)}
     small = {"max_tokens": 144, "host_bytes": 4 << 20}
 
-    def drive(engine):
-        client = Client(engine)
+    def drive(driver):
+        requests = []
         for task in (0, 5, 9):
             for prompt in PROMPTS:
                 brings = task and prompt is PROMPTS[0]
-                client.submit(
-                    prompt,
-                    adapter_id=task,
-                    adapter=on_the_wire(adapters[task]) if brings else None,
+                adapter = on_the_wire(adapters[task]) if brings else None
+                requests.append(
+                    driver.submit(prompt, max_tokens=12, adapter_id=task, adapter=adapter)
                 )
-        return client.finish()
+        driver.run()
+        return [driver.outputs(request) for request in requests]
 
-    outputs = Lanes(world, folder, 1, 1, 1, **small).run(drive)
+    outputs = Lanes(world, folder, 1, 1, 1, **small).drive(drive)
 
     if world.rank == 0:
         assert outputs == single(folder, drive, **small)
 
 
 def test_cancelled_requests_leave_nothing_behind_in_any_lane(world, models):
-    def drive(engine):
-        client = Client(engine)
-        for prompt in PROMPTS * 2:
-            client.submit(prompt, max_tokens=25)
-        for number in range(6):
-            client.step()
-            engine.cancel(0, [number])
-        client.finish()
-        free = [lane.cache.num_free for lane in engine.scheduler.lanes]
-        return client.reasons, free, [lane.cache.num_blocks for lane in engine.scheduler.lanes]
+    def drive(driver):
+        requests = [driver.submit(prompt, max_tokens=25) for prompt in PROMPTS * 2]
+        for request in requests[:6]:
+            driver.step()
+            driver.engine.cancel("client", [request])
+        driver.run()
+        caches = [lane.cache for lane in driver.engine.scheduler.lanes]
+        reasons = [driver.reasons[request, 0] for request in requests]
+        return reasons, [cache.num_free for cache in caches], [c.num_blocks for c in caches]
 
-    found = Lanes(world, models[0]["mixtral"], 1, 1, world.size).run(drive)
+    found = Lanes(world, models[0]["mixtral"], 1, 1, world.size).drive(drive)
 
     if world.rank == 0:
         reasons, free, blocks = found
-        ended = [reasons[number] for number in range(len(reasons))]
-        assert ended == [FinishReason.CANCELLED] * 6 + [FinishReason.LENGTH] * 4
+        assert reasons == [FinishReason.CANCELLED] * 6 + [FinishReason.LENGTH] * 4
         assert free == blocks
 
 
@@ -303,14 +206,8 @@ def test_lanes_on_two_hosts_share_experts(two_host_world, models):
     folders, theirs = models
     lanes = Lanes(two_host_world, folders["mixtral"], 1, 1, two_host_world.size)
 
-    def drive(engine):
-        client = Client(engine)
-        for prompt in PROMPTS:
-            client.submit(prompt)
-        return client.finish()
-
     transports = lanes.links.transports()
-    outputs = lanes.run(drive)
+    outputs = lanes.drive(lambda driver: driver.serve(PROMPTS))
 
     assert transports["expert_all_to_all"] == "gloo"
     if two_host_world.rank == 0:

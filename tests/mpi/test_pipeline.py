@@ -7,22 +7,12 @@ import pytest
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
+from tests.driver import Driver, Ranks
+from tests.unit.models.models import reference_greedy
 from trimaran.comm import mpi
-from trimaran.comm.collectives import SingleRankGroup, connect_group
-from trimaran.comm.control import LocalControlPlane, connect_control
 from trimaran.comm.errors import PeerLostError
-from trimaran.comm.messages import StepOutput, Submit, pack_ids
-from trimaran.comm.pipeline import PipelineLinks
-from trimaran.comm.sampling_params import SamplingParams
 from trimaran.comm.topology import ParallelLayout
-from trimaran.worker.config import (
-    CacheConfig,
-    EngineConfig,
-    ParallelConfig,
-    RankConfig,
-    SchedulerConfig,
-)
-from trimaran.worker.engine import Engine
+from trimaran.worker.config import CacheConfig, EngineConfig, ParallelConfig, SchedulerConfig
 
 VOCAB = 150
 HAS_GPUS = torch.cuda.device_count() >= mpi.MPI.COMM_WORLD.Get_size()
@@ -67,118 +57,55 @@ def models(world, tmp_path_factory):
     return found
 
 
-class Ranks:
-    """What ties the ranks of the run together as stages."""
-
-    def __init__(self, world, pp_size) -> None:
-        self.world = world
-        device = torch.device("cuda", world.rank) if HAS_GPUS else torch.device("cpu")
-        layout = ParallelLayout(
-            rank=world.rank,
-            pp_size=pp_size,
-            tp_size=world.size // pp_size,
-            hosts=world.hosts,
-        )
-        self.group = connect_group(world.subgroup(layout.tp_ranks), device, 20.0)
-        self.control = connect_control(world, 20.0)
-        self.links = PipelineLinks.connect(world, layout, 20.0)
-        self.ties = (layout, self.control, self.group, self.links)
-
-    def run(self, engine, drive):
-        """What ``drive`` returns on rank 0; the other ranks follow meanwhile."""
-        result = None
-        if self.world.rank == 0:
-            result = drive(engine)
-            self.control.close()
-        else:
-            while (payload := self.control.receive()) is not None:
-                engine.follow(payload)
-        self.world.barrier(30.0, "all served")
-        engine.shutdown()
-        self.links.close()
-        self.group.close()
-        return result
+def make_ranks(world, pp_size):
+    """The ranks of the run as so many stages."""
+    device = torch.device("cuda", world.rank) if HAS_GPUS else None
+    parallel = ParallelConfig(pp_size=pp_size, tp_size=world.size // pp_size)
+    return Ranks(world, parallel, device)
 
 
-def make_engine(folder, ties, **changes):
+def engine_config(folder, pp_partition=(), layout=None, **changes):
+    """Of ``layout``, or of one rank."""
+    layout = layout or ParallelLayout()
     scheduler = {"max_num_batched_tokens": 48, "max_num_seqs": 8, "policy": "max_utilization"}
     cache = {"tokens_per_block": 16, "max_tokens": 256}
-    sizes = {"tp_size": ties[0].tp_size, "pp_size": ties[0].pp_size}
-    sizes["pp_partition"] = changes.pop("pp_partition", ())
     for name, value in changes.items():
         (cache if name in CacheConfig.__dataclass_fields__ else scheduler)[name] = value
-    config = EngineConfig(
+    return EngineConfig(
         model="test",
         engine_dir=folder,
         device="cuda" if HAS_GPUS else "cpu",
         dtype="float32",
-        parallel=ParallelConfig(**sizes),
+        parallel=ParallelConfig(
+            tp_size=layout.tp_size, pp_size=layout.pp_size, pp_partition=pp_partition
+        ),
         scheduler=SchedulerConfig(
             max_seq_len=100, max_input_len=99, max_beam_width=2, **scheduler
         ),
         cache=CacheConfig(**cache),
     )
-    engine = Engine(RankConfig(engine=config, group="test"), *ties)
-    engine.load()
-    return engine
 
 
-def single(folder, drive, **changes):
-    """The same on one rank."""
-    ties = (ParallelLayout(), LocalControlPlane(), SingleRankGroup())
-    return drive(make_engine(folder, ties, **changes))
+def make_driver(folder, ranks, **changes):
+    """An engine over all ranks."""
+    return Driver(engine_config(folder, layout=ranks.ties[0], **changes), ties=ranks.ties)
 
 
-def serve(engine, samplings=SAMPLINGS):
-    """Outputs of all prompts under all samplings, by request id."""
-    count = 0
-    for prompt in PROMPTS:
-        for sampling in samplings:
-            params = SamplingParams(max_tokens=12, **sampling).to_wire()
-            ids = pack_ids(prompt)
-            engine.submit(
-                0, Submit(request_id=count, model="m", prompt_ids=ids, sampling=params)
-            )
-            count += 1
-    outputs = {number: [] for number in range(count)}
-    while engine.has_work:
-        for _, message in engine.step().messages:
-            assert isinstance(message, StepOutput)
-            ids = iter(np.frombuffer(message.token_ids, dtype=np.int32).tolist())
-            request_ids = np.frombuffer(message.request_ids, dtype=np.uint64)
-            counts = np.frombuffer(message.num_tokens, dtype=np.uint16)
-            for request_id, num_tokens in zip(request_ids.tolist(), counts, strict=True):
-                outputs[request_id] += [next(ids) for _ in range(num_tokens)]
-            for row, extras in message.extras.items():
-                if "beams" in extras:
-                    beams = [np.frombuffer(raw, np.int32) for raw in extras["beams"]["ids"]]
-                    outputs[int(request_ids[row])] = [ids.tolist() for ids in beams]
-    return outputs
-
-
-def greedy(theirs, count):
+def greedy(theirs):
     """What transformers generates from each prompt."""
-    found = []
-    for prompt in PROMPTS:
-        ids = torch.tensor(prompt)[None]
-        with torch.inference_mode():
-            full = theirs.generate(
-                ids, max_new_tokens=count, do_sample=False, pad_token_id=0,
-                attention_mask=torch.ones_like(ids),
-            )  # fmt: skip
-        found.append(full[0, ids.shape[1] :].tolist())
-    return found
+    prompts = [prompt.tolist() for prompt in PROMPTS]
+    return [[ids] for ids in reference_greedy(theirs, prompts, 12)]
 
 
 @pytest.mark.parametrize("name", list(MODELS))
 def test_one_stage_a_rank_gives_the_tokens_of_transformers(world, models, name):
     folder, theirs = models[name]
-    ranks = Ranks(world, pp_size=world.size)
+    ranks = make_ranks(world, pp_size=world.size)
 
-    outputs = ranks.run(make_engine(folder, ranks.ties), lambda engine: serve(engine, [{}]))
+    outputs = ranks.run(make_driver(folder, ranks), lambda driver: driver.serve(PROMPTS))
 
     if world.rank == 0:
-        assert list(outputs.values()) == greedy(theirs, 12)
+        assert outputs == greedy(theirs)
 
 
 @pytest.mark.parametrize(
@@ -199,12 +126,15 @@ def test_one_stage_a_rank_gives_the_tokens_of_transformers(world, models, name):
 )
 def test_stages_give_the_tokens_of_one_rank(world, models, changes):
     folder, _ = models["llama"]
-    ranks = Ranks(world, pp_size=2)
+    ranks = make_ranks(world, pp_size=2)
 
-    engine = make_engine(folder, ranks.ties, **changes)
     # Again where the second time finds what the host kept.
     times = 2 if "host_bytes" in changes else 1
-    outputs = ranks.run(engine, lambda engine: [serve(engine) for _ in range(times)])
+
+    def serve(driver):
+        return [driver.serve(PROMPTS, SAMPLINGS) for _ in range(times)]
+
+    outputs = ranks.run(make_driver(folder, ranks, **changes), serve)
 
     if world.rank == 0:
         one = {
@@ -212,22 +142,22 @@ def test_stages_give_the_tokens_of_one_rank(world, models, changes):
             for name, value in changes.items()
             if name not in ("depth", "pp_partition")
         }
-        assert outputs == single(folder, lambda engine: [serve(engine)] * times, **one)
+        assert outputs == serve(Driver(engine_config(folder, **one)))
 
 
 def test_stages_on_two_hosts_give_the_tokens_of_transformers(two_host_world, models):
     folder, theirs = models["llama"]
-    ranks = Ranks(two_host_world, pp_size=two_host_world.size)
+    ranks = make_ranks(two_host_world, pp_size=two_host_world.size)
 
-    outputs = ranks.run(make_engine(folder, ranks.ties), lambda engine: serve(engine, [{}]))
+    outputs = ranks.run(make_driver(folder, ranks), lambda driver: driver.serve(PROMPTS))
 
     if two_host_world.rank == 0:
-        assert list(outputs.values()) == greedy(theirs, 12)
+        assert outputs == greedy(theirs)
         assert ranks.links.transports() == {"stages": "gloo", "results": "tcp"}
 
 
 def test_a_stage_that_hears_nothing_names_the_one_before(world):
-    ranks = Ranks(world, pp_size=world.size)
+    ranks = make_ranks(world, pp_size=world.size)
     ranks.links.open(ranks.ties[0], torch.device("cpu"), (4, 8), torch.float32)
     ranks.links.set_timeout(0.05)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from tests.mpi.test_pipeline import HAS_GPUS, Ranks
+from tests.mpi.test_pipeline import HAS_GPUS, make_ranks
 from tests.unit.worker.test_every_feature import (
     draw,
     make_adapters,
@@ -26,9 +26,9 @@ def test_every_feature_at_once_gives_what_one_rank_gives_alone(world):
         adapters = make_adapters()
         asked = [draw(rng, adapters) for _ in range(NUM_REQUESTS)]
 
-    ranks = Ranks(world, pp_size=2)
+    ranks = make_ranks(world, pp_size=2)
     driver = make_engine(0, 1024, parallel, ranks.ties, DEVICE)
-    killed = ranks.run(driver.engine, lambda engine: run_all(driver, asked, rng))
+    killed = ranks.run(driver, lambda driver: run_all(driver, asked, rng))
 
     if world.rank == 0:
         driver.check_idle()

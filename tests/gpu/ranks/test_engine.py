@@ -2,28 +2,15 @@
 
 from __future__ import annotations
 
-import warnings
-
 import numpy as np
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 
-from trimaran.comm.collectives import SingleRankGroup, connect_group
-from trimaran.comm.control import LocalControlPlane, connect_control
-from trimaran.comm.messages import StepOutput, Submit, pack_ids
+from tests.driver import Driver, Ranks
+from tests.gpu.hidden_waits import no_hidden_waits
 from trimaran.comm.mpi import MPI
-from trimaran.comm.pipeline import PipelineLinks
-from trimaran.comm.sampling_params import SamplingParams
-from trimaran.comm.topology import ParallelLayout
-from trimaran.worker.config import (
-    CacheConfig,
-    EngineConfig,
-    ParallelConfig,
-    RankConfig,
-    SchedulerConfig,
-)
-from trimaran.worker.engine import Engine
+from trimaran.worker.config import CacheConfig, EngineConfig, ParallelConfig, SchedulerConfig
 from trimaran.worker.experts_config import ExpertsConfig
 from trimaran.worker.parallel_sizes import expert_sizes
 
@@ -111,88 +98,51 @@ def engine_config(folder, device, parallel=None, **changes):
     )
 
 
-def serve(engine, samplings):
-    """Outputs of all prompts under all samplings, by request id."""
-    requests = [(prompt, sampling) for prompt in PROMPTS for sampling in samplings]
-    for number, (prompt, sampling) in enumerate(requests):
-        params = SamplingParams(max_tokens=12, **sampling).to_wire()
-        ids = pack_ids(prompt)
-        engine.submit(0, Submit(request_id=number, model="m", prompt_ids=ids, sampling=params))
-    outputs = {number: [] for number in range(len(requests))}
-    while engine.has_work:
-        for _, message in engine.step().messages:
-            assert isinstance(message, StepOutput)
-            ids = iter(np.frombuffer(message.token_ids, dtype=np.int32).tolist())
-            numbers = np.frombuffer(message.request_ids, dtype=np.uint64).tolist()
-            counts = np.frombuffer(message.num_tokens, dtype=np.uint16)
-            for number, count in zip(numbers, counts, strict=True):
-                outputs[number] += [next(ids) for _ in range(count)]
-    return outputs
-
-
-def serve_both(engine):
-    return serve(engine, SAMPLINGS), serve(engine, PLAIN)
+def serve_both(driver):
+    return driver.serve(PROMPTS, SAMPLINGS), driver.serve(PROMPTS, PLAIN)
 
 
 @pytest.fixture(scope="module")
 def expected(world, folders):
     """On rank 0: what one rank on the CPU answers, by model."""
-    found = {}
-    for name, folder in folders.items() if world.rank == 0 else ():
-        config = RankConfig(engine=engine_config(folder, "cpu"), group="test")
-        engine = Engine(config, ParallelLayout(), LocalControlPlane(), SingleRankGroup())
-        engine.load()
-        found[name] = serve_both(engine)
-    return found
+    folders = folders if world.rank == 0 else {}
+    return {
+        name: serve_both(Driver(engine_config(folder, "cpu")))
+        for name, folder in folders.items()
+    }
 
 
-class Ranks:
+class GpuRanks(Ranks):
     """An engine over all ranks of the run, driven from rank 0."""
 
     def __init__(self, world, folder, sizes, **changes):
-        self.world = world
         tp_size, pp_size, dp_size, ep_size = sizes
-        axes = {"tp_size": tp_size, "pp_size": pp_size, "dp_size": dp_size}
         experts = expert_sizes(-1, ep_size if ep_size > 1 else -1, tp_size, dp_size)
-        parallel = ParallelConfig(**axes, moe_tp_size=experts[0], moe_ep_size=experts[1])
-        layout = ParallelLayout(rank=world.rank, **axes, hosts=world.hosts)
-        device = torch.device("cuda", world.local_rank)
-        self.group = connect_group(world.subgroup(layout.tp_ranks), device, 60.0)
-        self.control = connect_control(world, 60.0)
-        self.links = PipelineLinks.connect(world, layout, 60.0)
-        if parallel.expert_lanes > 1:
-            stage_world = world.subgroup(layout.stage_ranks)
-            self.links.expert_ranks = connect_group(stage_world, device, 60.0)
-        config = RankConfig(
-            engine=engine_config(folder, "cuda", parallel, **changes), group="t"
+        parallel = ParallelConfig(
+            tp_size=tp_size,
+            pp_size=pp_size,
+            dp_size=dp_size,
+            moe_tp_size=experts[0],
+            moe_ep_size=experts[1],
         )
-        self.engine = Engine(config, layout, self.control, self.group, self.links)
-        self.engine.load()
+        super().__init__(world, parallel, torch.device("cuda", world.local_rank), 60.0)
+        config = engine_config(folder, "cuda", parallel, **changes)
+        self.driver = Driver(config, ties=self.ties)
+        self.engine = self.driver.engine
 
-    def run(self, drive):
-        """What ``drive`` returns on rank 0; the other ranks follow meanwhile."""
-        result = None
-        if self.world.rank == 0:
-            result = drive(self.engine)
-            self.control.close()
-        else:
-            while (payload := self.control.receive()) is not None:
-                self.engine.follow(payload)
-        self.world.barrier(60.0, "all served")
-        self.engine.shutdown()
-        self.links.close()
-        self.group.close()
-        return result
+    def drive(self, drive):
+        """What ``drive`` returns on rank 0, while the other ranks follow."""
+        return self.run(self.driver, drive)
 
 
 @pytest.mark.parametrize("way", list(WAYS))
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda each: "-".join(map(str, each)))
 def test_tokens_in_float32_are_those_of_the_cpu(world, folders, expected, layout, way):
     model, *sizes = layout
-    ranks = Ranks(world, folders[model], sizes, **WAYS[way])
+    ranks = GpuRanks(world, folders[model], sizes, **WAYS[way])
     facts = ranks.engine.facts()
 
-    outputs = ranks.run(serve_both)
+    outputs = ranks.drive(serve_both)
 
     has_collectives = sizes[0] > 1 or (sizes[2] > 1 and sizes[3] > 1)
     is_launched = has_collectives and not WAYS[way].get("collective_graphs")
@@ -212,11 +162,11 @@ def test_tokens_stay_those_of_the_cpu_while_experts_change_ranks(
 ):
     model, *sizes = layout
     experts = ExpertsConfig(rebalance_steps=5, num_redundant=4)
-    ranks = Ranks(world, folders[model], sizes, collective_graphs=graphs, experts=experts)
+    ranks = GpuRanks(world, folders[model], sizes, collective_graphs=graphs, experts=experts)
     balancer = ranks.engine._loaded.expert_loads.balancer
     start = [each.experts.tolist() for each in balancer._placements]
 
-    outputs = ranks.run(serve_both)
+    outputs = ranks.drive(serve_both)
 
     assert [each.experts.tolist() for each in balancer._placements] != start
     if world.rank == 0:
@@ -225,17 +175,11 @@ def test_tokens_stay_those_of_the_cpu_while_experts_change_ranks(
 
 @pytest.mark.parametrize("way", ["launched", "peer-graphs"])
 def test_a_step_makes_no_hidden_wait_for_the_device(world, folders, way):
-    ranks = Ranks(world, folders["llama"], (SIZE, 1, 1, 1), **WAYS[way])
+    ranks = GpuRanks(world, folders["llama"], (SIZE, 1, 1, 1), **WAYS[way])
 
-    def drive(engine):
-        serve_both(engine)
-        torch.cuda.set_sync_debug_mode("error")
-        try:
-            return serve_both(engine)
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
+    def drive(driver):
+        serve_both(driver)
+        with no_hidden_waits():
+            serve_both(driver)
 
-    with warnings.catch_warnings():
-        # torch says that the mode is a prototype.
-        warnings.simplefilter("ignore")
-        ranks.run(drive)
+    ranks.drive(drive)

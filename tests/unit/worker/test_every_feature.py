@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.unit.worker.conftest import Driver
+from tests.driver import Driver
 from tests.unit.worker.lora_adapters import make_adapter, on_the_wire
 from trimaran.comm.messages import FinishReason
 from trimaran.worker.config import (

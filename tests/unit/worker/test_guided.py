@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer
 
-from tests.unit.worker.conftest import Driver
+from tests.driver import Driver
 from trimaran.comm.errors import ConfigError, RequestError
 from trimaran.comm.messages import FinishReason, RequestFailed
 from trimaran.worker.config import CacheConfig, EngineConfig, GuidedConfig, SchedulerConfig
@@ -132,6 +132,14 @@ def test_any_json_is_a_guide_without_a_text(driver):
 
     text = TOKENIZER.decode(driver.output(request))
     assert text.lstrip()[:1] in '{["-0123456789tfn'
+
+
+def test_a_choice_may_have_characters_of_any_plane(driver):
+    request = submit(driver, "choice", json.dumps(["\U0001f600 \u00e9\u4e2d"]), max_tokens=40)
+
+    driver.run()
+
+    assert text_of(driver, request) == "\U0001f600 \u00e9\u4e2d"
 
 
 def test_greedy_output_is_the_likeliest_that_the_guide_allows(driver):

@@ -1,0 +1,175 @@
+"""Engines that tests drive by hand: on one rank, or from rank 0 over all ranks of a run."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import numpy as np
+import torch
+
+from trimaran.comm import mpi
+from trimaran.comm.collectives import SingleRankGroup, connect_group
+from trimaran.comm.control import LocalControlPlane, connect_control
+from trimaran.comm.messages import FinishReason, StepOutput, Submit, pack_ids
+from trimaran.comm.pipeline import PipelineLinks
+from trimaran.comm.sampling_params import SamplingParams
+from trimaran.comm.topology import ParallelLayout
+from trimaran.worker.config import EngineConfig, ParallelConfig, ProfileConfig, RankConfig
+from trimaran.worker.engine import Engine
+
+
+class Driver:
+    """An engine and what it has said, by request."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        profile: ProfileConfig | None = None,
+        ties: tuple[Any, ...] = (),
+    ) -> None:
+        """``ties`` are the engine's layout, control plane, group and links; its own if none."""
+        self.engine = Engine(
+            RankConfig(engine=config, group="test", profile=profile),
+            *(ties or (ParallelLayout(), LocalControlPlane(), SingleRankGroup())),
+        )
+        self.engine.load()
+        self.tokens: dict[tuple[int, int], list[int]] = defaultdict(list)
+        self.reasons: dict[tuple[int, int], FinishReason] = {}
+        self.extras: dict[tuple[int, int], list[dict]] = defaultdict(list)
+        self.num_steps = 0
+        self._last_id = 0
+
+    def submit(self, prompt, source="client", output=(), **fields) -> int:
+        """Submit one request; ``Submit``'s own fields and sampling's go by name."""
+        self._last_id += 1
+        own = {f.name for f in dataclasses.fields(Submit)}
+        message = Submit(
+            request_id=self._last_id,
+            model="test",
+            prompt_ids=pack_ids(list(prompt)),
+            output_ids=pack_ids(list(output)),
+            sampling=SamplingParams(
+                **{name: value for name, value in fields.items() if name not in own}
+            ).to_wire(),
+            **{name: value for name, value in fields.items() if name in own},
+        )
+        self.engine.submit(source, message)
+        return self._last_id
+
+    def step(self) -> None:
+        """One engine step; what it says is filed."""
+        self.num_steps += 1
+        for _, message in self.engine.step().messages:
+            assert isinstance(message, StepOutput)
+            self._file(message)
+
+    def run(self, max_steps: int = 2000) -> None:
+        """Step until there is no work."""
+        while self.engine.has_work:
+            assert self.num_steps < max_steps, "the engine does not come to an end"
+            self.step()
+
+    def _file(self, message: StepOutput) -> None:
+        ids = np.frombuffer(message.token_ids, dtype=np.int32).tolist()
+        counts = np.frombuffer(message.num_tokens, dtype=np.uint16).tolist()
+        keys = zip(
+            np.frombuffer(message.request_ids, dtype=np.uint64).tolist(),
+            np.frombuffer(message.sequence_indices, dtype=np.uint16).tolist(),
+            strict=True,
+        )
+        reasons = np.frombuffer(message.finish_reasons, dtype=np.uint8).tolist()
+        start = 0
+        for row, (key, count, reason) in enumerate(zip(keys, counts, reasons, strict=True)):
+            assert key not in self.reasons, f"{key} said something after its end"
+            self.tokens[key] += ids[start : start + count]
+            start += count
+            if row in message.extras:
+                self.extras[key].append(message.extras[row])
+            if reason:
+                self.reasons[key] = FinishReason(reason)
+
+    def output(self, request_id: int, index: int = 0) -> list[int]:
+        """The tokens of one sequence so far."""
+        return self.tokens[request_id, index]
+
+    def outputs(self, request_id: int) -> list[list[int]]:
+        """The tokens of each of a request's sequences so far, or of its beams at the end."""
+        for extras in reversed(self.extras[request_id, 0]):
+            if "beams" in extras:
+                return [np.frombuffer(ids, np.int32).tolist() for ids in extras["beams"]["ids"]]
+        return [ids for (number, _), ids in sorted(self.tokens.items()) if number == request_id]
+
+    def told(self, request_id: int, name: str) -> list[Any]:
+        """What a request was told under this name over all steps."""
+        return [each for extras in self.extras[request_id, 0] for each in extras.get(name, ())]
+
+    def serve(
+        self, prompts: Iterable[Any], samplings: Iterable[dict[str, Any]] = ({},)
+    ) -> list[list[list[int]]]:
+        """What comes of all prompts under all samplings, asked together for 12 tokens each."""
+        samplings = list(samplings)
+        requests = [
+            self.submit(prompt, **{"max_tokens": 12, **sampling})
+            for prompt in prompts
+            for sampling in samplings
+        ]
+        self.run(max_steps=100_000)
+        return [self.outputs(request) for request in requests]
+
+    def check_idle(self) -> None:
+        """Nothing is left of any request."""
+        scheduler = self.engine.scheduler
+        cache = scheduler.cache
+        assert not scheduler.running and not scheduler.waiting
+        cache.check([])
+        assert cache.num_free == cache.num_available == cache.num_blocks
+        assert len(scheduler.rows.free) == scheduler.config.max_num_seqs
+        assert scheduler.num_preempted == 0
+        assert not self.engine._requests and not self.engine._in_flight
+
+
+class Ranks:
+    """What ties the ranks of a run together as ``parallel`` says; see `run`. Collective."""
+
+    def __init__(
+        self,
+        world: mpi.World,
+        parallel: ParallelConfig,
+        device: torch.device | None = None,
+        timeout_s: float = 30.0,
+    ) -> None:
+        """``device`` is this rank's; none for the CPU."""
+        device = device or torch.device("cpu")
+        layout = ParallelLayout(
+            rank=world.rank,
+            tp_size=parallel.tp_size,
+            pp_size=parallel.pp_size,
+            dp_size=parallel.dp_size,
+            hosts=world.hosts,
+        )
+        self._world, self._timeout_s = world, timeout_s
+        self.group = connect_group(world.subgroup(layout.tp_ranks), device, timeout_s)
+        self.control = connect_control(world, timeout_s)
+        self.links = PipelineLinks.connect(world, layout, timeout_s)
+        if parallel.expert_lanes > 1:
+            stage = world.subgroup(layout.stage_ranks)
+            self.links.expert_ranks = connect_group(stage, device, timeout_s)
+        self.ties = (layout, self.control, self.group, self.links)
+
+    def run(self, driver: Driver, drive: Callable[[Driver], Any]) -> Any:
+        """What ``drive`` returns on rank 0, while the other ranks follow. Ends the engine."""
+        result = None
+        if self._world.rank == 0:
+            result = drive(driver)
+            self.control.close()
+        else:
+            while (payload := self.control.receive()) is not None:
+                driver.engine.follow(payload)
+        self._world.barrier(self._timeout_s, "all served")
+        driver.engine.shutdown()
+        self.links.close()
+        self.group.close()
+        return result
