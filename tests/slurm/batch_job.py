@@ -162,26 +162,37 @@ class BatchJob:
 
 
 class LongRequest(threading.Thread):
-    """A request that runs while something happens to its server."""
+    """A stream that is under way while something happens to its server."""
 
     def __init__(self, job: BatchJob, max_tokens: int = 800, model: str = "ensemble") -> None:
         super().__init__(daemon=True)
-        self._job = job
-        self._model = model
-        self._max_tokens = max_tokens
-        self.text = ""
+        self._url = f"http://127.0.0.1:{job.http_port}/v2/models/{model}/generate_stream"
+        self._body = {**BODY, "max_tokens": max_tokens, "stream": True}
+        self._begun = threading.Event()
+        self.text = BODY["text_input"]
         self.error = ""
         self.start()
-        time.sleep(0.5)
+        assert self._begun.wait(100) and not self.error, self.error
 
     def run(self) -> None:
+        request = urllib.request.Request(self._url, data=json.dumps(self._body).encode())
         try:
-            self.text = self._job.ask(self._max_tokens, self._model)
-        except AssertionError as error:
-            self.error = str(error)
+            with urllib.request.urlopen(request, timeout=100) as reply:
+                for line in reply:
+                    if line.startswith(b"data: "):
+                        self._take(json.loads(line[len(b"data: ") :]))
+        except OSError as error:
+            self.error = repr(error)
+        finally:
+            self._begun.set()
+
+    def _take(self, event: dict[str, str]) -> None:
+        self.error = event.get("error", "")
+        self.text += event.get("text_output", "")
+        self._begun.set()
 
     def finish(self) -> str:
-        """The whole answer."""
+        """The whole answer, as `BatchJob.ask` gives it."""
         self.join(120)
         assert not self.is_alive() and not self.error, self.error
         return self.text

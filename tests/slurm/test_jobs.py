@@ -7,12 +7,14 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
+import psutil
 import pytest
 from batch_job import OURS, BatchJob, LongRequest
 from lab import SlurmLab
-from served import DEMO_MODEL
+from served import DEMO_MODEL, DEMO_MOE
 
 TEMPLATES = ("leader", "leader-multinode", "orchestrator", "replicas")
+GONE_S = 30
 FLOAT32 = ("--serve-flags", "--dtype float32 --device cpu")
 
 pytestmark = pytest.mark.timeout(400)
@@ -110,6 +112,12 @@ def test_one_model_over_two_nodes(submit, two_ranks: Path):
     job.wait_gone(OURS)
 
 
+def nodes_of(job: BatchJob) -> dict[int, str]:
+    """The node of each rank."""
+    ranks = [process.environ() for process in job.processes("trimaran-rank")]
+    return {int(rank["SLURM_PROCID"]): rank["SLURMD_NODENAME"] for rank in ranks}
+
+
 def test_a_pipeline_over_two_nodes(
     submit, one_rank: Path, build_engine: Callable[..., Path], make_repository
 ):
@@ -118,8 +126,7 @@ def test_a_pipeline_over_two_nodes(
     )
     flags = ("--nodes", "2", "--world-size", "4", "--cpus-per-task", "1", *FLOAT32)
     job = submit("leader-multinode", make_repository(engine), *flags)
-    ranks = job.processes("trimaran-rank")
-    nodes = {int(r.environ()["SLURM_PROCID"]): r.environ()["SLURMD_NODENAME"] for r in ranks}
+    nodes = nodes_of(job)
     assert nodes[0] == nodes[1] != nodes[2] == nodes[3]
     answer = job.ask(200)
     request = LongRequest(job, 200)
@@ -128,6 +135,25 @@ def test_a_pipeline_over_two_nodes(
     assert request.finish() == answer
     alone = submit("leader", one_rank, *FLOAT32)
     assert alone.ask(200) == answer
+
+
+def test_lanes_over_two_nodes_come_back_after_a_death(
+    submit, build_engine: Callable[..., Path], make_repository
+):
+    sizes = ("--dp-size", "2", "--moe-ep-size", "2", "--max-num-tokens", "1024")
+    repository = make_repository(build_engine(DEMO_MOE, *sizes), DEMO_MOE, num_nodes="2")
+    job = submit("orchestrator", repository, "--nodes", "2", "--world-size", "2", *FLOAT32)
+    nodes = nodes_of(job)
+    assert nodes[0] != nodes[1]
+    answer = job.ask(400)
+    requests = [LongRequest(job, 400) for _ in range(2)]
+    (victim,) = [
+        p for p in job.processes("trimaran-rank") if p.environ()["SLURM_PROCID"] == "1"
+    ]
+    victim.kill()
+    assert [request.finish() for request in requests] == [answer] * 2
+    assert nodes_of(job) == nodes
+    assert "restart in" in job.log()
 
 
 def test_several_models_in_one_allocation(submit, two_models: Path):
@@ -150,18 +176,24 @@ def test_several_models_in_one_allocation(submit, two_models: Path):
 def test_a_step_ends_whole_when_a_rank_stops_or_its_srun_is_killed(submit, two_models: Path):
     flags = ("--world-size", "3", "--serve-flags")
     job = submit("orchestrator", two_models, *flags, f"{FLOAT32[1]} --hang-timeout 3")
-    answer = job.ask(300, model="ensemble")
+    answer = job.ask(800, model="ensemble")
     others = job.processes_of("tensorrt_llm_2", "trimaran-rank")
     (stopped,) = job.processes_of("tensorrt_llm", "trimaran-rank")
+    request = LongRequest(job)
     stopped.suspend()
-    assert job.ask(300, model="ensemble") == answer
-    assert not stopped.is_running()
+    assert request.finish() == answer
+    _, alive = psutil.wait_procs([stopped], GONE_S)
+    assert not alive
+    job.wait_ready()
     srun = job.processes_of("tensorrt_llm", "srun")[0]  # its helper is younger
     (left,) = job.processes_of("tensorrt_llm", "trimaran-rank")
+    request = LongRequest(job)
     left.suspend()
     srun.kill()
-    assert job.ask(300, model="ensemble") == answer
-    assert not left.is_running()
+    assert request.finish() == answer
+    _, alive = psutil.wait_procs([left], GONE_S)
+    assert not alive
+    job.wait_ready()
     assert job.processes_of("tensorrt_llm_2", "trimaran-rank") == others
     assert len(job.steps()) == 2
 
