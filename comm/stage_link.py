@@ -89,9 +89,9 @@ class HiddenShape:
         """Of all slots."""
         return self.num_slots * self.max_tokens * self.hidden_size * self.dtype.itemsize
 
-    def empty(self, device: torch.device) -> Tensor:
-        """Memory for all slots, [slots, max tokens, D]."""
-        shape = (self.num_slots, self.max_tokens, self.hidden_size)
+    def empty(self, device: torch.device, num_slots: int = 0) -> Tensor:
+        """Memory for so many slots, or for all, [slots, max tokens, D]."""
+        shape = (num_slots or self.num_slots, self.max_tokens, self.hidden_size)
         return torch.empty(shape, dtype=self.dtype, device=device)
 
 
