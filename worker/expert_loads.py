@@ -75,6 +75,8 @@ class ExpertLoads:
     def finish(self) -> ExpertReport:
         """The counts whose copy was started last. Any thread may wait here."""
         if self._copied is not None:
+            # Any other thread would wait on the first GPU, and take memory there.
+            torch.cuda.set_device(self.counts_LX.device)
             self._copied.synchronize()
         return ExpertReport(layers=self.layers, counts=self._host_LX.numpy().tobytes())
 

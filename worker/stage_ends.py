@@ -145,10 +145,15 @@ class LastStage:
         if self._writer is not None and (decision.step or self._is_first_lane):
             # A closure of this step's own: the writer may read it after the next has begun.
             self._writer.post(
-                lambda: encode_sampled(decision.step, output.wait()),
-                is_ready=self._copier is None,
+                lambda: self._message(decision.step, output), is_ready=self._copier is None
             )
         return output
+
+    def _message(self, step: int, output: LocalOutput) -> bytes:
+        if self._copier is not None:
+            # The writer's thread would wait on the first GPU, and take memory there.
+            torch.cuda.set_device(self._inputs.device)
+        return encode_sampled(step, output.wait())
 
     def _result(
         self,
