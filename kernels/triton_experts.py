@@ -279,7 +279,9 @@ def sort_places(ids_TC: Tensor, num_experts: int, first_expert: int) -> SortedPl
     if not is_alone:
         _count((num_blocks, 1), (ids_TC, counts, places, first_expert), constants)
     args = (ids_TC, counts, order, totals, positions, places, num_blocks, first_expert)
-    _sort((num_blocks, 1), args, (*constants, _COUNTED, is_alone))
+    # A thread that looked at more than 32 values would not have the registers.
+    num_warps = min(max(block * padded // 512, 4), 16)
+    _sort((num_blocks, 1), args, (*constants, _COUNTED, is_alone), num_warps)
     return SortedPlaces(order, totals, positions.view(ids_TC.shape))
 
 

@@ -90,7 +90,8 @@ def _choose_kernel(  # type: ignore[no-untyped-def]
     is_counted = (rows < num_counted)[:, None]
     found = tl.zeros((ROWS, PADDED), tl.int32)
     for place in tl.static_range(CHOSEN):
-        expert = tl.argmax(ranked, axis=1)[:, None]
+        # Not beyond the last one where all are NaN: others count and look up by these.
+        expert = tl.minimum(tl.argmax(ranked, axis=1), EXPERTS - 1)[:, None]
         share = tl.sum(tl.where(experts == expert, scores, 0.0), axis=1)
         shares = tl.where(places == place, share[:, None], shares)
         chosen = tl.where(places == place, expert, chosen)
