@@ -89,10 +89,10 @@ test-models: $(VENV)/.test  ## every family in every layout; writes the table of
 	@rm -f $(MODELS_REPORT)
 
 test-e2e: $(VENV)/.test  ## end-to-end tests: real mpirun, sockets and clients
-	$(PYTEST) tests/e2e
+	$(PYTEST) --timeout=300 tests/e2e
 
 test-faults: $(VENV)/.test  ## kills, hangs and partitions of several models and hosts; a 3-minute soak
-	$(PYTEST) tests/faults
+	$(PYTEST) --timeout=600 tests/faults
 
 test-clients: $(VENV)/.test  ## documented command lines, curl and every tritonclient against two servers
 	$(PYTEST) tests/clients
@@ -105,7 +105,7 @@ $(VENV)/.deploy: $(VENV)/.test
 	@touch $@
 
 test-deploy: $(VENV)/.deploy  ## manifests, alert rules, dashboards and the status page, with their tools
-	$(PYTEST) tests/deploy
+	$(PYTEST) --timeout=300 tests/deploy
 
 soak: $(VENV)/.test  ## 30 minutes of load on three models under random kills (SOAK_FLAGS=...)
 	$(TEST_ENV) $(BIN)/python benchmarks/soak.py $(SOAK_FLAGS)
