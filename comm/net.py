@@ -1,4 +1,4 @@
-"""Finding an address of one host on which another host reaches it."""
+"""Reaching one host from another: addresses, and connections that notice its loss."""
 
 from __future__ import annotations
 
@@ -44,3 +44,11 @@ def dial_any(candidates: Sequence[str], port: int) -> socket.socket:
         f"none of rank 0's addresses {list(candidates)} answers on port {port}; open the "
         "ports between the hosts or name the interface in GLOO_SOCKET_IFNAME"
     )
+
+
+def watch_for_lost_host(sock: socket.socket) -> None:
+    """Have the kernel end a TCP connection whose other host is gone within about 10 s."""
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 4)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 2)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3)

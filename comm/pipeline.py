@@ -127,6 +127,7 @@ class PipelineLinks:
         """Free what this rank's ends hold. Collective over lanes that share experts."""
         if self.expert_ranks is not None:
             self.expert_ranks.close()
-        for end in (self.previous, self.next, self.writer, self.news_writer):
+        readers = [*self.readers.values(), *self.news_readers.values()]
+        for end in [self.previous, self.next, self.writer, self.news_writer, *readers]:
             if end is not None:
                 end.close()

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hmac
-import secrets
 import select
 import socket
 import struct
@@ -13,15 +11,11 @@ from queue import SimpleQueue
 from typing import Protocol
 
 from trimaran.comm.errors import PeerLostError
+from trimaran.comm.host_lines import connect_lines
 from trimaran.comm.mpi import World
-from trimaran.comm.net import dial_any, own_addresses
 from trimaran.comm.shared_memory import SharedSegment
 from trimaran.comm.shm_ring import SLOT_BYTES, RingReader, RingWriter, ShmRing
 
-_ACCEPT_TIMEOUT_S = 60.0
-_TOKEN_BYTES = 16
-_GREETING = struct.Struct(f"<{_TOKEN_BYTES}sI")
-"""The token, and the rank that shows it."""
 _LENGTH = struct.Struct("<Q")
 _SMALL_BYTES = 16 << 10
 """Fits a socket's buffer many times."""
@@ -54,6 +48,10 @@ class _Source(Protocol):
 
     def has_message(self) -> bool:
         """Whether a message has begun to come."""
+        ...
+
+    def close(self) -> None:
+        """Free what this end holds."""
         ...
 
 
@@ -124,6 +122,7 @@ class ResultReader:
     def __init__(self, source: _Source, rank: int, timeout_s: float) -> None:
         self._read = source.read
         self.has_message = source.has_message
+        self.close = source.close
         self.transport = source.transport
         self._rank = rank
         self.timeout_s = timeout_s
@@ -171,6 +170,9 @@ class _RingSource(RingReader):
     def read(self, timeout_s: float | None = None) -> bytes | None:
         """The next message; None if none begins in time."""
         return super().read(timeout_s)
+
+    def close(self) -> None:
+        """The memory goes with the last process that maps it."""
 
 
 # ---- between hosts ----------------------------------------------------------------------
@@ -235,6 +237,10 @@ class _SocketSource:
             at += received
         return data
 
+    def close(self) -> None:
+        """End the connection."""
+        self._sock.close()
+
 
 # ---- connecting -------------------------------------------------------------------------
 
@@ -252,11 +258,11 @@ def connect_results(
     remote = [rank for rank in writers if rank not in here]
     writer, readers = _connect_rings(world, local, timeout_s)
     if remote:
-        sink, sources = _connect_sockets(world, remote)
-        if sink is not None:
-            writer = ResultWriter(sink, timeout_s)
-        for rank, source in sources.items():
-            readers[rank] = ResultReader(source, rank, timeout_s)
+        own, lines = connect_lines(world, remote)
+        if own is not None:
+            writer = ResultWriter(_SocketSink(own), timeout_s)
+        for rank, line in lines.items():
+            readers[rank] = ResultReader(_SocketSource(line, rank), rank, timeout_s)
     return writer, readers
 
 
@@ -278,45 +284,3 @@ def _connect_rings(
     if own is not None:
         own.close_descriptor()
     return writer, readers
-
-
-def _connect_sockets(
-    world: World, ranks: Sequence[int]
-) -> tuple[_SocketSink | None, dict[int, _SocketSource]]:
-    if world.rank == 0:
-        with socket.create_server(("", 0), backlog=128) as listener:
-            listener.settimeout(_ACCEPT_TIMEOUT_S)
-            token = secrets.token_bytes(_TOKEN_BYTES)
-            world.comm.bcast((own_addresses(), listener.getsockname()[1], token))
-            return None, _accept(listener, token, set(ranks))
-    candidates, port, token = world.comm.bcast(None)
-    if world.rank not in ranks:
-        return None, {}
-    sock = dial_any(candidates, port)
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    sock.sendall(_GREETING.pack(token, world.rank))
-    return _SocketSink(sock), {}
-
-
-def _accept(
-    listener: socket.socket, token: bytes, missing: set[int]
-) -> dict[int, _SocketSource]:
-    """A connection of each ``missing`` rank that shows the token; others are hung up on."""
-    sources: dict[int, _SocketSource] = {}
-    while missing:
-        try:
-            sock, _ = listener.accept()
-        except TimeoutError:
-            raise PeerLostError(
-                f"ranks {sorted(missing)} did not connect to rank 0 within "
-                f"{_ACCEPT_TIMEOUT_S:g} s"
-            ) from None
-        sock.settimeout(_ACCEPT_TIMEOUT_S)
-        greeting = sock.recv(_GREETING.size, socket.MSG_WAITALL)
-        shown, rank = _GREETING.unpack(greeting.ljust(_GREETING.size, b"\0"))
-        if hmac.compare_digest(shown, token) and rank in missing:
-            missing.discard(rank)
-            sources[rank] = _SocketSource(sock, rank)
-        else:
-            sock.close()
-    return sources

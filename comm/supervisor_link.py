@@ -27,6 +27,7 @@ from trimaran.comm.messages import (
     Pong,
     encode,
 )
+from trimaran.comm.net import watch_for_lost_host
 
 logger = logging.getLogger(__name__)
 
@@ -84,7 +85,8 @@ class SupervisorLink:
         except BaseException:
             sock.close()
             raise
-        _watch_for_lost_host(sock)
+        if sock.family != socket.AF_UNIX:
+            watch_for_lost_host(sock)
         sock.settimeout(None)
         link = cls(sock, inbox)
         link._take(early)
@@ -215,13 +217,3 @@ def _check_answer(answer: Message) -> dict[str, Any]:
         f"{getattr(answer, 'protocol_version', 'unknown')}; this process speaks version "
         f"{PROTOCOL_VERSION}. All processes of a run must be of one installation."
     )
-
-
-def _watch_for_lost_host(sock: socket.socket) -> None:
-    """Have the kernel end a TCP connection whose other host is gone within about 10 s."""
-    if sock.family == socket.AF_UNIX:
-        return
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 4)
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 2)
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3)

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import hmac
-import secrets
 import socket
 import struct
 from collections.abc import Sequence
 
 from trimaran.comm.errors import PeerLostError
+from trimaran.comm.host_lines import connect_lines
 from trimaran.comm.mpi import World
-from trimaran.comm.net import dial_any, own_addresses
 
-_ACCEPT_TIMEOUT_S = 60.0
-_TOKEN_BYTES = 16
 _RECORD = struct.Struct("<Q")
 
 
@@ -22,6 +18,8 @@ class WakeSender:
 
     def __init__(self, socks: Sequence[socket.socket]) -> None:
         self._socks = socks
+        for sock in socks:
+            sock.setblocking(False)
 
     def wake(self, num_sent: int) -> None:
         """Tell that ``num_sent`` messages have been sent in all.
@@ -84,46 +82,7 @@ def connect_wake_lines(
     world: World, first_ranks: Sequence[int]
 ) -> tuple[WakeSender | None, WakeReceiver | None]:
     """Lines from rank 0 to ``first_ranks``; each rank gets its end. Collective."""
+    own, lines = connect_lines(world, first_ranks)
     if world.rank == 0:
-        with socket.create_server(("", 0), backlog=128) as listener:
-            listener.settimeout(_ACCEPT_TIMEOUT_S)
-            token = secrets.token_bytes(_TOKEN_BYTES)
-            world.comm.bcast((own_addresses(), listener.getsockname()[1], token))
-            return WakeSender(_accept(listener, token, len(first_ranks))), None
-    candidates, port, token = world.comm.bcast(None)
-    if world.rank not in first_ranks:
-        return None, None
-    sock = dial_any(candidates, port)
-    sock.settimeout(None)
-    sock.sendall(token)
-    _keep_alive(sock)
-    return None, WakeReceiver(sock)
-
-
-def _accept(listener: socket.socket, token: bytes, count: int) -> list[socket.socket]:
-    """That many connections that show the token; others are hung up on."""
-    socks: list[socket.socket] = []
-    while len(socks) < count:
-        try:
-            sock, _ = listener.accept()
-        except TimeoutError:
-            raise PeerLostError(
-                f"only {len(socks)} of {count} other hosts connected to rank 0 within "
-                f"{_ACCEPT_TIMEOUT_S:g} s"
-            ) from None
-        sock.settimeout(_ACCEPT_TIMEOUT_S)
-        if hmac.compare_digest(sock.recv(_TOKEN_BYTES, socket.MSG_WAITALL), token):
-            sock.setblocking(False)
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            socks.append(sock)
-        else:
-            sock.close()
-    return socks
-
-
-def _keep_alive(sock: socket.socket) -> None:
-    """Have the kernel end the line within about 10 s of the other host's death."""
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 4)
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 2)
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3)
+        return WakeSender(list(lines.values())), None
+    return None, None if own is None else WakeReceiver(own)

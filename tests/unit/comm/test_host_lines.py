@@ -1,0 +1,62 @@
+"""Lines to rank 0 come from ranks that show the token, and from nobody else."""
+
+from __future__ import annotations
+
+import socket
+import struct
+
+import pytest
+
+from trimaran.comm import host_lines
+from trimaran.comm.errors import PeerLostError
+from trimaran.comm.host_lines import accept_lines
+
+TOKEN = b"0123456789abcdef"
+
+
+@pytest.fixture
+def listener():
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        yield listener
+
+
+@pytest.fixture
+def dial(listener):
+    """A function that connects and says something; all is closed in the end."""
+    socks = []
+
+    def connect(said: bytes) -> socket.socket:
+        socks.append(socket.create_connection(listener.getsockname()))
+        socks[-1].sendall(said)
+        return socks[-1]
+
+    yield connect
+    for sock in socks:
+        sock.close()
+
+
+def test_who_is_silent_or_shows_another_token_is_hung_up_on(listener, dial, monkeypatch):
+    monkeypatch.setattr(host_lines, "_GREETING_TIMEOUT_S", 0.05)
+    silent = dial(b"")
+    stranger = dial(struct.pack("<16sI", b"guessed", 3))
+    too_short = dial(TOKEN)
+    again = [dial(struct.pack("<16sI", TOKEN, rank)) for rank in (5, 3, 3)]
+
+    lines = accept_lines(listener, TOKEN, (3, 5))
+
+    assert set(lines) == {3, 5}
+    for sock in (silent, stranger, too_short):
+        assert sock.recv(1) == b""
+    lines[3].sendall(b"to rank 3")
+    assert again[1].recv(100) == b"to rank 3"
+    for line in lines.values():
+        line.close()
+
+
+def test_ranks_that_do_not_come_are_named(listener, dial):
+    early = dial(struct.pack("<16sI", TOKEN, 1))
+
+    with pytest.raises(PeerLostError, match=r"ranks \[2, 4\] did not connect .* 0\.05 s"):
+        accept_lines(listener, TOKEN, (4, 1, 2), timeout_s=0.05)
+
+    assert early.recv(1) == b""
