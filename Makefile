@@ -121,10 +121,11 @@ check: $(VENV)/.dev .typecheck/.linked  ## ruff, mypy, file and function sizes, 
 	cd .typecheck && ../$(BIN)/mypy --config-file ../setup.cfg -p trimaran
 	$(PYTEST) tests/unit/project
 
-features: $(VENV)/.test  ## run the tests of single features and write docs/features.md
+features: $(VENV)/.test  ## run the tests of single features, write docs/features.md and docs/commands.md
 	$(PYTEST) -m feature --features-report .features.json tests/unit
 	$(BIN)/python tests/features/generate.py .features.json
 	@rm -f .features.json
+	PYTHONSAFEPATH=1 $(BIN)/python tests/features/commands.py
 
 format: $(VENV)/.dev  ## format the code
 	$(BIN)/ruff format .

@@ -30,7 +30,12 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add("--runs", type=int, default=3, metavar="N", help="the median of these is told")
     add("--temperature", type=float, default=1.0, metavar="T", help="0: greedy")
     add("--dtype", default="auto", help="auto: bfloat16 on a GPU and on the CPU")
-    add("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    add(
+        "--device",
+        choices=("auto", "cpu", "cuda"),
+        default="auto",
+        help="a GPU if there is one",
+    )
     add("--threads", type=int, default=1, metavar="N", help="of a rank on the CPU")
     add("--tp-size", type=int, default=1, metavar="N", help="above 1: start it by mpirun")
     add("--pp-size", type=int, default=1, metavar="N", help="likewise")
@@ -40,7 +45,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add("--max-num-tokens", type=int, default=8192, metavar="N", help="of one step")
     add("--gpu-memory", type=float, default=0.9, metavar="SHARE", help="of all of the card's")
     add("--depth", type=int, default=0, metavar="N", help="steps in flight; 0: by device")
-    add("--no-cuda-graphs", action="store_true")
+    add("--no-cuda-graphs", action="store_true", help="launch kernels one by one")
     add("--prompt-graph-tokens", type=int, default=0, metavar="N", help="see `serve`")
     add("--collective-graphs", action="store_true", help="see `serve`")
     add("--all-reduce", choices=("nccl", "peer"), default="nccl", help="see `serve`")

@@ -16,7 +16,9 @@ SubCommands = argparse._SubParsersAction  # argparse has no public name for it
 def add_arguments(parser: argparse.ArgumentParser) -> SubCommands[argparse.ArgumentParser]:
     """Global flags, which come before the sub-command, and the sub-commands: returned."""
     parser.add_argument("-u", "--url", metavar="HOST:PORT", help="default: by protocol")
-    parser.add_argument("-i", "--protocol", choices=("http", "grpc"), default="http")
+    parser.add_argument(
+        "-i", "--protocol", choices=("http", "grpc"), default="http", help="(http)"
+    )
     parser.add_argument(
         "--tensorrt-llm-model-name", action="append", metavar="NAME",
         help="token-level model (default tensorrt_llm); repeat to take turns",
@@ -30,7 +32,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> SubCommands[argparse.Argum
     parser.add_argument(
         "--no-streaming", action="store_true", help="one response a request: no token times"
     )
-    parser.add_argument("--exclude-input-in-output", action="store_true")
+    parser.add_argument(
+        "--exclude-input-in-output", action="store_true", help="answers lack the prompt"
+    )
     parser.add_argument("--test-llmapi", action="store_true", help="refused: not served yet")
     kinds = _add_subcommands(parser)
     parser.usage = "trimaran bench [flags] [dataset|token-norm-dist|token-from-histogram ...]"
@@ -90,8 +94,20 @@ def _add_results(parser: argparse.ArgumentParser) -> None:
         "--check-perf-json", metavar="FILE", help="JSON object of total latencies in ms"
     )
     parser.add_argument("--check-perf-key", metavar="KEY", help="fail if slower than this one")
-    parser.add_argument("--check-perf-atol", type=float, default=50, metavar="MS")
-    parser.add_argument("--check-perf-rtol", type=float, default=0.05, metavar="RATE")
+    parser.add_argument(
+        "--check-perf-atol",
+        type=float,
+        default=50,
+        metavar="MS",
+        help="so much slower is let pass",
+    )
+    parser.add_argument(
+        "--check-perf-rtol",
+        type=float,
+        default=0.05,
+        metavar="RATE",
+        help="and this share more",
+    )
 
 
 def _add_subcommands(
@@ -99,13 +115,25 @@ def _add_subcommands(
 ) -> SubCommands[argparse.ArgumentParser]:
     kinds = parser.add_subparsers(dest="workload", metavar="dataset|token-norm-dist|...")
     dataset = kinds.add_parser("dataset", help="prompts of a JSON file")
-    dataset.add_argument("--dataset", required=True, metavar="FILE")
-    dataset.add_argument("--tokenizer-dir", required=True, metavar="DIR")
-    dataset.add_argument("--tokenizer-type", default="auto", choices=TYPES)
-    dataset.add_argument("--op-tokens-per-word", type=float, default=1.3, metavar="R")
+    dataset.add_argument(
+        "--dataset", required=True, metavar="FILE",
+        help="JSON list of objects with input, instruction and output",
+    )  # fmt: skip
+    dataset.add_argument(
+        "--tokenizer-dir", required=True, metavar="DIR", help="tokenizer folder"
+    )
+    dataset.add_argument(
+        "--tokenizer-type", default="auto", choices=TYPES, help="all read alike"
+    )
+    dataset.add_argument(
+        "--op-tokens-per-word", type=float, default=1.3, metavar="R",
+        help="tokens to ask for a word of the expected output (1.3)",
+    )  # fmt: skip
     normal = kinds.add_parser("token-norm-dist", help="normally distributed lengths")
     for name in ("--input-mean", "--input-stdev", "--output-mean", "--output-stdev"):
-        normal.add_argument(name, type=float, required=True, metavar="N")
+        normal.add_argument(name, type=float, required=True, metavar="N", help="tokens")
     histogram = kinds.add_parser("token-from-histogram", help="lengths of a built-in table")
-    histogram.add_argument("--histogram-key", required=True, metavar="KEY")
+    histogram.add_argument(
+        "--histogram-key", required=True, metavar="KEY", help="the table: example"
+    )
     return kinds

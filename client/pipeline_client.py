@@ -53,16 +53,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of the replaced script."""
     parser.add_argument("-v", "--verbose", action="store_true", help="print every message")
     parser.add_argument("-u", "--url", help="HOST:PORT; localhost:8000 for http, 8001 for grpc")
-    parser.add_argument("-i", "--protocol", choices=("http", "grpc"), default="http")
-    parser.add_argument("-c", "--concurrency", type=int, default=128, metavar="N")
+    parser.add_argument(
+        "-i", "--protocol", choices=("http", "grpc"), default="http", help="(http)"
+    )
+    parser.add_argument(
+        "-c", "--concurrency", type=int, default=128, metavar="N", help="requests in flight"
+    )
     parser.add_argument("--max-input-len", type=int, required=True, help="in tokens, estimated")
     parser.add_argument("--dataset", required=True, metavar="FILE", help="JSON list of objects")
     for name in _FLAGS:
-        parser.add_argument(f"--{name.replace('_', '-')}", action="store_true")
+        parser.add_argument(
+            f"--{name.replace('_', '-')}", action="store_true", help="ask for them too"
+        )
     parser.add_argument("--test-bls", action="store_true", help="compare the BLS model too")
     parser.add_argument("--test-llmapi", action="store_true", help="refused: not served yet")
     parser.add_argument("--model-name", default="ensemble", help="the text model to compare")
-    parser.add_argument("--token-model-name", default="tensorrt_llm", metavar="NAME")
+    parser.add_argument(
+        "--token-model-name", default="tensorrt_llm", metavar="NAME", help="the step with ids"
+    )
     parser.add_argument("--streaming", action="store_true", help="with grpc")
     for flag in ("--sampling-params", "--output-config"):
         parser.add_argument(

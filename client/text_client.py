@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from trimaran.client.prompt_files import lora
+from trimaran.client.request_flags import add_adapters, add_outputs, add_sampling
 from trimaran.client.short_help import hide
 from trimaran.client.stream import InferStream, ServerError, add_url_arguments, open_client
 from trimaran.client.tensors import present, row, tensor
@@ -33,7 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("-S", "--streaming", action="store_true", help="text as it comes")
     parser.add_argument("-o", "--output-len", type=int, default=100, metavar="N", help="tokens")
-    parser.add_argument("--request-id", default="")
+    parser.add_argument("--request-id", default="", metavar="ID", help="to stop it by")
     parser.add_argument(
         "--batch-inputs", action="store_true", help="all prompts in one request"
     )
@@ -56,37 +57,36 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _add_sampling(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("sampling")
-    group.add_argument("-n", "--num-return-sequences", type=int, metavar="N")
-    group.add_argument("-b", "--beam-width", type=int, default=1, metavar="N")
-    group.add_argument("--temperature", type=float, default=1.0)
-    group.add_argument("--repetition-penalty", type=float)
-    group.add_argument("--presence-penalty", type=float)
-    group.add_argument("--frequency-penalty", type=float)
-    group.add_argument("--top-k", type=int)
-    group.add_argument("--top-p", type=float)
-    group.add_argument("--seed", "--random-seed", type=int, dest="seed")
-    group.add_argument("--end-id", type=int)
-    group.add_argument("--pad-id", type=int)
-    group.add_argument("--stop-words", nargs="+", default=[], metavar="WORD")
-    group.add_argument("--bad-words", nargs="+", default=[], metavar="WORD")
-    group.add_argument("--embedding-bias-words", nargs="+", default=[], metavar="WORD")
-    group.add_argument(
-        "--embedding-bias-weights", nargs="+", type=float, default=[], metavar="W"
-    )
-    group.add_argument("--guided-decoding-guide-type", metavar="TYPE")
-    group.add_argument("--guided-decoding-guide", metavar="TEXT")
+    add_sampling(group)
+    add = group.add_argument
+    add("--end-id", type=int, metavar="ID", help="id that ends the output; -1: none does")
+    add("--pad-id", type=int, metavar="ID", help="accepted; answers are padded with -1")
+    add(
+        "--stop-words", nargs="+", default=[], metavar="WORD",
+        help="texts that end the output, and stay in it",
+    )  # fmt: skip
+    add(
+        "--bad-words", nargs="+", default=[], metavar="WORD", help="texts that do not come"
+    )  # fmt: skip
+    add(
+        "--embedding-bias-words", nargs="+", default=[], metavar="WORD",
+        help="texts whose ids' logits are raised",
+    )  # fmt: skip
+    add(
+        "--embedding-bias-weights", nargs="+", type=float, default=[], metavar="W",
+        help="by so much each",
+    )  # fmt: skip
+    add(
+        "--guided-decoding-guide-type", metavar="TYPE",
+        help="json, json_schema, regex, ebnf_grammar or choice",
+    )  # fmt: skip
+    add("--guided-decoding-guide", metavar="TEXT", help="what the output follows")
 
 
 def _add_extras(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("outputs and adapters")
-    group.add_argument("--exclude-input-in-output", action="store_true")
-    group.add_argument("--return-log-probs", action="store_true")
-    group.add_argument("--return-context-logits", action="store_true")
-    group.add_argument("--return-generation-logits", action="store_true")
-    group.add_argument("--return-perf-metrics", action="store_true")
-    group.add_argument("--lora-path", metavar="DIR")
-    group.add_argument("--lora-task-id", type=int)
-    group.add_argument("--lora-name", metavar="NAME", help="an adapter that the server has")
+    add_outputs(group)
+    add_adapters(group)
 
 
 def run(args: argparse.Namespace) -> int:

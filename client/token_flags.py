@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 
+from trimaran.client.request_flags import add_adapters, add_outputs, add_sampling
 from trimaran.client.short_help import hide
 from trimaran.client.stream import add_channel_arguments, add_url_arguments
 from trimaran.client.vocabulary import TYPES
@@ -59,22 +60,16 @@ def _add_sampling(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--request-output-len", type=int, default=16, metavar="N", help="tokens to generate"
     )
-    group.add_argument("-n", "--num-return-sequences", type=int, metavar="N")
-    group.add_argument("-b", "--beam-width", type=int, default=1, metavar="N")
-    group.add_argument("--temperature", type=float, default=1.0)
-    group.add_argument("--repetition-penalty", type=float)
-    group.add_argument("--presence-penalty", type=float)
-    group.add_argument("--frequency-penalty", type=float)
-    group.add_argument("--top-k", type=int, default=1)
-    group.add_argument("--top-p", type=float, default=0.0)
-    group.add_argument("--seed", "--random-seed", type=int, dest="seed")
+    add_sampling(group, top_k=1, top_p=0.0)
     group.add_argument("--lookahead_config", metavar="[W,N,G]", help="lookahead decoding")
 
 
 def _add_run(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("request")
-    group.add_argument("--model-name", default="tensorrt_llm")
-    group.add_argument("--request-id", default="")
+    group.add_argument(
+        "--model-name", default="tensorrt_llm", metavar="NAME", help="token-level model"
+    )
+    group.add_argument("--request-id", default="", metavar="ID", help="to stop it by")
     group.add_argument("-S", "--streaming", action="store_true", help="a response a step")
     group.add_argument(
         "--stop-after-ms", type=int, default=0, metavar="MS", help="stop the request then"
@@ -87,25 +82,32 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
 
 def _add_adapters(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("adapters and prompt tables")
-    group.add_argument("--prompt-embedding-table-path", metavar="FILE")
-    group.add_argument("--prompt-task-id", type=int, default=0)
-    group.add_argument("--prompt_table_extra_id", type=int)
+    group.add_argument(
+        "--prompt-embedding-table-path", metavar="FILE",
+        help="a .npy file with the vectors of virtual ids",
+    )  # fmt: skip
+    group.add_argument(
+        "--prompt-task-id", type=int, default=0, metavar="N", help="which table of the file (0)"
+    )
+    group.add_argument(
+        "--prompt_table_extra_id", type=int, metavar="ID",
+        help="names the table, so that equal prompts share cached blocks",
+    )  # fmt: skip
     group.add_argument("--vocab_size", type=int, help="ids from here on are virtual")
-    group.add_argument("--lora-path", metavar="DIR")
-    group.add_argument("--lora-task-id", type=int)
-    group.add_argument("--lora-name", metavar="NAME", help="an adapter that the server has")
-    group.add_argument("--dtype", default="float16", choices=DTYPES)
+    add_adapters(group)
+    group.add_argument(
+        "--dtype", default="float16", choices=DTYPES, help="of what is sent (float16)"
+    )
 
 
 def _add_outputs(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("outputs")
     group.add_argument("-c", "--check-output", action="store_true", help="print PASS! or FAIL!")
-    group.add_argument("--correctness-threshold", type=float, default=1.0, metavar="RATE")
-    group.add_argument("--exclude-input-in-output", action="store_true")
-    group.add_argument("--return-log-probs", action="store_true")
-    group.add_argument("--return-context-logits", action="store_true")
-    group.add_argument("--return-generation-logits", action="store_true")
-    group.add_argument("--return-perf-metrics", action="store_true")
+    group.add_argument(
+        "--correctness-threshold", type=float, default=1.0, metavar="RATE",
+        help="share of equal ids that passes (1)",
+    )  # fmt: skip
+    add_outputs(group)
     group.add_argument(
         "--requested-outputs", nargs="+", default=[], metavar="NAME",
         help="ask for these outputs, and expect just these",

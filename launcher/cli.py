@@ -116,15 +116,22 @@ def _dispatch(words: list[str]) -> int:
         known = ", ".join(SUBCOMMANDS)
         raise ConfigError(f"{name!r} is not a command. Commands are {known}.")
     module = importlib.import_module(subcommand.module)
+    return int(module.run(parser_of(name).parse(words[1:])) or 0)
+
+
+def parser_of(name: str) -> FlagParser:
+    """The parser of one of `SUBCOMMANDS`, with all its flags."""
+    subcommand = SUBCOMMANDS[name.replace("_", "-")]
+    summary = subcommand.summary
     parser = FlagParser(
         prog=f"trimaran {name}",
-        description=f"{subcommand.summary.capitalize()}.",
+        description=f"{summary[0].upper()}{summary[1:]}.",
         epilog=f"Example:\n  {subcommand.example}",
     )
-    module.add_arguments(parser)
+    importlib.import_module(subcommand.module).add_arguments(parser)
     if not any("--config" in action.option_strings for action in parser._actions):
         parser.add_argument("--config", metavar="FILE", help="YAML file of `flag: value` lines")
-    return int(module.run(parser.parse(words[1:])) or 0)
+    return parser
 
 
 def _version() -> str:

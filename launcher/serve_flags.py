@@ -193,7 +193,10 @@ def _add_engine_flags(parser: argparse.ArgumentParser) -> None:
         help="token-level models to serve, comma between (default: the repository's)",
     )
     _add_size_flags(parser)
-    add("--device", default="auto", choices=("auto", "cpu", "cuda"))
+    add(
+        "--device", default="auto", choices=("auto", "cpu", "cuda"),
+        help="auto: a GPU if there is one",
+    )  # fmt: skip
     add(
         "--dtype",
         default="auto",

@@ -19,7 +19,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the flags of all three actions."""
     parser.usage = "%(prog)s render|submit [flags] | %(prog)s stop JOB"
     add = parser.add_argument
-    add("action", choices=("render", "submit", "stop"))
+    add(
+        "action", choices=("render", "submit", "stop"),
+        help="write the batch script, submit it, or stop its job",
+    )  # fmt: skip
     add("job", nargs="?", default="", help="id of the job to stop")
     add_job_arguments(parser)
     add("--output", default="", metavar="FILE", help="write the script there")

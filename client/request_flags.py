@@ -1,0 +1,57 @@
+"""Flags that the text client and the token client share: sampling, outputs, adapters."""
+
+from __future__ import annotations
+
+from argparse import _ArgumentGroup
+
+
+def add_sampling(
+    group: _ArgumentGroup, *, top_k: int | None = None, top_p: float | None = None
+) -> None:
+    """How ids are chosen. What is None is not sent, so that the server's default holds."""
+    add = group.add_argument
+    add("-n", "--num-return-sequences", type=int, metavar="N", help="answers to each prompt")
+    add("-b", "--beam-width", type=int, default=1, metavar="N", help="beams of a search (1)")
+    add("--temperature", type=float, default=1.0, metavar="T", help="divides the logits (1)")
+    add(
+        "--repetition-penalty", type=float, metavar="P",
+        help="above 1: ids of prompt and output are less likely",
+    )  # fmt: skip
+    add(
+        "--presence-penalty", type=float, metavar="P",
+        help="subtracted from the logits of ids in the output",
+    )  # fmt: skip
+    add(
+        "--frequency-penalty", type=float, metavar="P",
+        help="subtracted once for each time that an id is in the output",
+    )  # fmt: skip
+    add("--top-k", type=int, default=top_k, metavar="K", help="draw from the K likeliest ids")
+    add("--top-p", type=float, default=top_p, metavar="P", help="draw from ids of this mass")
+    add(
+        "--seed", "--random-seed", type=int, dest="seed", metavar="N",
+        help="the same number draws the same ids",
+    )  # fmt: skip
+
+
+def add_outputs(group: _ArgumentGroup) -> None:
+    """What is asked for beside the output itself."""
+    add = group.add_argument
+    add("--exclude-input-in-output", action="store_true", help="the answer lacks the prompt")
+    add("--return-log-probs", action="store_true", help="ask for log-probabilities")
+    add("--return-context-logits", action="store_true", help="ask for the prompt's logits")
+    add("--return-generation-logits", action="store_true", help="ask for the output's logits")
+    add(
+        "--return-perf-metrics", action="store_true",
+        help="ask for the figures of cache and times, and print them",
+    )  # fmt: skip
+
+
+def add_adapters(group: _ArgumentGroup) -> None:
+    """A LoRA adapter, which is sent or which the server has."""
+    add = group.add_argument
+    add(
+        "--lora-path", metavar="DIR",
+        help="send the adapter of this folder (trimaran convert-lora)",
+    )  # fmt: skip
+    add("--lora-task-id", type=int, metavar="ID", help="the adapter's number")
+    add("--lora-name", metavar="NAME", help="an adapter that the server has")

@@ -1,0 +1,82 @@
+"""Writes docs/commands.md: every command and flag, from the parsers themselves."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from pathlib import Path
+
+from trimaran.launcher import cli
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGE = ROOT / "docs" / "commands.md"
+HEAD = """# Every command and flag
+
+What `trimaran COMMAND --help-all` says. `_` and `-` are the same in a flag's name, and
+`--config FILE` reads any set of a command's flags from YAML. `make features` writes this page.
+"""
+
+
+def parsers() -> Iterator[tuple[str, argparse.ArgumentParser]]:
+    """Every command line that takes flags, by the words before them."""
+    for name in cli.SUBCOMMANDS:
+        yield from _below(f"trimaran {name}", cli.parser_of(name))
+
+
+def _below(
+    name: str, parser: argparse.ArgumentParser
+) -> Iterator[tuple[str, argparse.ArgumentParser]]:
+    yield name, parser
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for word, child in action.choices.items():
+                yield from _below(f"{name} {word}", child)
+
+
+def flags(parser: argparse.ArgumentParser) -> list[argparse.Action]:
+    """A parser's own flags and words, help and sub-commands aside."""
+    kinds = (argparse._HelpAction, argparse._SubParsersAction)
+    return [action for action in parser._actions if not isinstance(action, kinds)]
+
+
+def meaning(action: argparse.Action) -> str:
+    """What the help says of a flag, its default filled in."""
+    return (action.help or "") % vars(action)
+
+
+def page() -> str:
+    """The page's text."""
+    return HEAD + "".join(_section(name, parser) for name, parser in parsers())
+
+
+def _section(name: str, parser: argparse.ArgumentParser) -> str:
+    rows = [
+        f"| {_names(action)} | {_cell(meaning(action))} |\n"
+        for action in flags(parser)
+        if action.dest != "config"
+    ]
+    if not rows:
+        return ""
+    return f"\n## `{name}`\n\n| flag | |\n| --- | --- |\n{''.join(rows)}"
+
+
+def _names(action: argparse.Action) -> str:
+    value = ""
+    if action.nargs != 0:
+        value = str(action.metavar or "")
+        if action.choices is not None and not value:
+            value = "{" + ",".join(map(str, action.choices)) + "}"
+        value = value or action.dest.upper()
+    names = list(action.option_strings)
+    if not names:
+        return f"`{_cell(value)}`"
+    names[0] = f"{names[0]} {value}".rstrip()
+    return ", ".join(f"`{_cell(name)}`" for name in names)
+
+
+def _cell(text: str) -> str:
+    return " ".join(text.split()).replace("|", "\\|")
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(), encoding="utf-8")

@@ -1,0 +1,145 @@
+"""What the pages say to type can be typed: commands, flags, targets, files and links."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import functools
+import io
+import re
+import shlex
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "features"))
+
+import commands
+
+from trimaran.launcher import cli
+
+ROOT = commands.ROOT
+PAGES = sorted(
+    {
+        *ROOT.glob("*.md"),
+        *(ROOT / "docs").glob("*.md"),
+        *(ROOT / "benchmarks").glob("*.md"),
+        *(ROOT / "examples").rglob("*.md"),
+    }
+)
+MANIFESTS = sorted(
+    path
+    for folder in ("deploy", "slurm/templates")
+    for path in (ROOT / folder).rglob("*")
+    if path.is_file() and path.suffix in ("", ".yaml", ".tpl", ".sbatch", ".dockerignore")
+)
+# Flags of other programs that the pages name.
+FOREIGN = {
+    "--build-arg", "--from-file", "--gpus", "--gres", "--help-all", "--init", "--jobs",
+    "--overlap", "--pid", "--previous", "--requeue", "--set", "--shm-size", "--strict",
+    "--test-only",
+}  # fmt: skip
+
+
+def _lines(page):
+    """The indented lines of a page, continued ones joined: what is there to be typed."""
+    text = page.read_text(encoding="utf-8").replace("\\\n", " ")
+    return [line.strip() for line in text.splitlines() if line.startswith("    ")]
+
+
+def _commands(page):
+    """The words of each line that runs `trimaran COMMAND`, from there on."""
+    for line in _lines(page):
+        with contextlib.suppress(ValueError):
+            words = shlex.split(line, comments=True)
+            for place, word in enumerate(words[:-1]):
+                is_ours = Path(word).name == "trimaran" and words[place + 1] in cli.SUBCOMMANDS
+                if is_ours and (place == 0 or words[0] in ("mpirun", "srun")):
+                    yield words[place + 1], words[place + 2 :]
+                    break
+
+
+def _parsed(name, words):
+    """What the parser complains of, if anything."""
+    errors = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(errors):
+            cli.parser_of(name).parse(words)
+    except SystemExit:
+        return errors.getvalue()
+    return ""
+
+
+@functools.cache
+def _known_flags():
+    known = set(FOREIGN)
+    for _, parser in commands.parsers():
+        known.update(parser._option_string_actions)
+    for script in (ROOT / "benchmarks").glob("*.py"):
+        known.update(re.findall(r'"(--[a-z0-9-]+)"', script.read_text(encoding="utf-8")))
+    return {name.replace("_", "-") for name in known}
+
+
+def test_every_command_line_of_the_pages_is_one_that_the_parsers_take():
+    found = [(page.name, *each) for page in PAGES for each in _commands(page)]
+    # A drawing of processes is no command line.
+    found = [each for each in found if each[0] != "architecture.md"]
+    assert len(found) > 50
+    complaints = [(*each, _parsed(*each[1:])) for each in found]
+    assert [each for each in complaints if each[-1]] == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_flag_that_a_page_names_exists(page):
+    named = re.findall(r"(?<![\w-])--[a-zA-Z][\w-]*", page.read_text(encoding="utf-8"))
+    assert {name for name in named if name.replace("_", "-") not in _known_flags()} == set()
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_target_file_and_link_that_a_page_names_exists(page):
+    text = page.read_text(encoding="utf-8")
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    targets = set(re.findall(r"^([a-z][\w%-]*):", makefile, re.M))
+    called = re.findall(r"^ +make ([a-z][a-z\d -]*)|`make ([a-z][\w-]*)", text, re.M)
+    words = {word for pair in called for word in " ".join(pair).split()}
+    words = {re.sub(r"(?<=^test-mpi-)\d+$", "%", word) for word in words}
+    assert words - targets == set()
+
+    paths = re.findall(r"(?<![\w/.-])(?:tests|benchmarks|examples|deploy)/[\w./-]+\w", text)
+    assert {path for path in paths if not (ROOT / path).exists()} == set()
+
+    links = re.findall(r"\]\(([^)#: ]+)(?:#[^)]*)?\)", text)
+    assert {link for link in links if not (page.parent / link).exists()} == set()
+
+
+def test_every_flag_that_manifests_and_batch_scripts_give_to_serve_exists():
+    known = {f.replace("_", "-") for f in cli.parser_of("serve")._option_string_actions}
+    calls = [
+        call
+        for path in MANIFESTS
+        for call in re.findall(
+            r"trimaran serve((?:[^\n]|\\\n)*)", path.read_text(encoding="utf-8")
+        )
+    ]
+    assert calls
+    for call in calls:
+        assert {
+            f for f in re.findall(r"(?<![\w-])--[a-z][\w-]*", call) if f not in known
+        } == set()
+
+
+def test_every_flag_has_a_help_text():
+    bare = [
+        (name, action.option_strings or action.dest)
+        for name, parser in commands.parsers()
+        for action in commands.flags(parser)
+        if action.help in (None, "", argparse.SUPPRESS)
+    ]
+    assert bare == []
+
+
+def test_the_page_of_commands_is_what_the_parsers_say():
+    assert commands.PAGE.read_text(encoding="utf-8") == commands.page(), (
+        "docs/commands.md is old: make features"
+    )
