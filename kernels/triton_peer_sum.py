@@ -33,16 +33,20 @@ WARPS = 8
 
 @triton.jit  # type: ignore[untyped-decorator,unused-ignore]
 def _meet(peers, own, count, rank, SIZE: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Wait until the same program of every rank has come here: a barrier for memory as well."""
+    """Wait until the same program of every other rank has come here: a barrier for memory as
+    well."""
     place = tl.program_id(0) * SIZE
     # All threads have written before one of them says so.
     tl.debug_barrier()
-    for peer in tl.static_range(SIZE):
-        theirs = tl.load(peers + peer).to(tl.pointer_type(tl.int64))
+    # Each begins with another: a link is not asked by all at once.
+    for step in tl.static_range(1, SIZE):
+        theirs = tl.load(peers + (rank + step) % SIZE).to(tl.pointer_type(tl.int64))
         tl.atomic_xchg(theirs + place + rank, count, sem="release", scope="sys")
     flags = own.to(tl.pointer_type(tl.int64)) + place
-    for peer in tl.static_range(SIZE):
-        while tl.atomic_add(flags + peer, 0, sem="acquire", scope="sys") < count:
+    for step in tl.static_range(1, SIZE):
+        while (
+            tl.atomic_add(flags + (rank + step) % SIZE, 0, sem="acquire", scope="sys") < count
+        ):
             pass
     tl.debug_barrier()
 
