@@ -32,7 +32,7 @@ class AttentionSpec:
     """The cache holds one latent vector a token, a key whose first dims, so many, are its
     value; 0 means that it holds keys and values apart."""
 
-    position_bias: Tensor | None = None
+    position_bias: Tensor | None = field(default=None, repr=False)
     """float32 [N, P], dense in P: what a head's scores of the key at a position are raised by
     after ``scale``; None for nothing. P is no less than the tokens of any sequence."""
 

@@ -36,7 +36,7 @@ class CpuOps:
         self._activation = Kernel(library, "trimaran_activation", "6q")
         self._rotate = Kernel(library, "trimaran_rotate", "8q")
         self._write_kv = Kernel(library, "trimaran_write_kv", "11q")
-        self._attention = Kernel(library, "trimaran_attention", "18q2d")
+        self._attention = Kernel(library, "trimaran_attention", "20q2d")
         library.trimaran_has_amx.restype = ctypes.c_long
         library.trimaran_set_num_threads.argtypes = [ctypes.c_long]
         library.trimaran_set_num_threads(num_threads)
@@ -284,14 +284,15 @@ class CpuOps:
         tokens, heads, head_size = query.shape
         value_size = spec.latent_size or head_size
         output = torch.empty((tokens, heads, value_size), dtype=self._dtype)
-        tables = metadata.block_tables
+        tables, bias = metadata.block_tables, spec.position_bias
         self._attention(
             self._code, query.data_ptr(), kv_cache.data_ptr(), output.data_ptr(),
             metadata.query_start_loc.data_ptr(), metadata.seq_lens.data_ptr(),
             tables.data_ptr(), metadata.seq_lens.shape[0], heads, kv_cache.shape[3],
             head_size, kv_cache.shape[2], query.stride(0), kv_cache.stride(0),
             tables.stride(0), spec.window, spec.num_sinks if spec.window else 0,
-            spec.latent_size, spec.scale, spec.soft_cap,
+            spec.latent_size, 0 if bias is None else bias.data_ptr(),
+            0 if bias is None else bias.stride(0), spec.scale, spec.soft_cap,
         )  # fmt: skip
         return output
 

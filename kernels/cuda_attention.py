@@ -55,6 +55,8 @@ def refusal(query_TNH: Tensor, kv_cache: Tensor, spec: AttentionSpec) -> str | N
         return f"blocks of {kv_cache.shape[2]} tokens"
     if spec.soft_cap:
         return "a soft cap"
+    if spec.position_bias is not None:
+        return "a bias of positions"
     if group > _ROWS:
         return f"{group} query heads to a key-value head"
     strides = (*kv_cache.stride()[:4], query_TNH.stride(0))

@@ -11,7 +11,13 @@ from torch import Tensor
 
 from trimaran.kernels.attention import AttentionMetadata, AttentionSpec
 from trimaran.kernels.triton_attention_plan import DecodePlan, plan_decodes
-from trimaran.kernels.triton_attention_scores import score_factors, softmax_step
+from trimaran.kernels.triton_attention_scores import (
+    bias_of,
+    bias_rows,
+    load_bias,
+    score_factors,
+    softmax_step,
+)
 
 # Shapes: S sequences, N query heads, K key-value heads, G = N / K, H head size, B tokens of a
 # block, I pieces of all sequences.
@@ -84,12 +90,12 @@ def read_piece(pieces, piece):  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator,unused-ignore]
 def _decode_kernel(  # type: ignore[no-untyped-def]
-    query, cache, output, pieces, counters, partial, log_sums, tables, scale, cap,
-    query_stride, output_stride, table_stride, block_stride, value_offset, token_stride,
-    head_stride, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, GROUP_PADDED: tl.constexpr,
-    HEAD: tl.constexpr, HEAD_PADDED: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr,
-    SINKS: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_CAP: tl.constexpr,
-    PRECISION: tl.constexpr,
+    query, cache, output, pieces, counters, partial, log_sums, tables, bias, scale, cap,
+    bias_stride, query_stride, output_stride, table_stride, block_stride, value_offset,
+    token_stride, head_stride, KV_HEADS: tl.constexpr, GROUP: tl.constexpr,
+    GROUP_PADDED: tl.constexpr, HEAD: tl.constexpr, HEAD_PADDED: tl.constexpr,
+    BLOCK: tl.constexpr, TILE: tl.constexpr, SINKS: tl.constexpr, HAS_WINDOW: tl.constexpr,
+    HAS_BIAS: tl.constexpr, HAS_CAP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One piece of a sequence's keys for the query heads of one key-value head.
 
@@ -102,6 +108,7 @@ def _decode_kernel(  # type: ignore[no-untyped-def]
     is_head, is_dim = group < GROUP, dims < HEAD
     head_mask = is_head[:, None] & is_dim[None, :]
     from_head = heads[:, None] * HEAD + dims[None, :]
+    from_bias = bias_rows(bias, bias_stride, kv_head, heads, is_head, GROUP)
     keys_of_head = cache + kv_head * head_stride + dims[None, :]
     first, step = tl.program_id(0) // KV_HEADS, tl.num_programs(0) // KV_HEADS
     for piece in range(first, tl.load(pieces), step):
@@ -121,8 +128,10 @@ def _decode_kernel(  # type: ignore[no-untyped-def]
             place, mask = keys_of_head + places[:, None], is_key[:, None] & is_dim[None, :]
             k = tl.load(place, mask=mask, other=0.0)
             v = tl.load(place + value_offset, mask=mask, other=0.0)
+            raised = load_bias(from_bias, keys, is_key, HAS_BIAS)
             top, total, acc = softmax_step(
-                q, k, v, is_key[None, :], scale, cap, top, total, acc, HAS_CAP, True, PRECISION
+                q, k, v, is_key[None, :], raised, scale, cap, top, total, acc, HAS_BIAS,
+                HAS_CAP, True, PRECISION,
             )  # fmt: skip
         to_output = output + sequence * output_stride + from_head
         result = acc / tl.where(total == 0.0, 1.0, total)[:, None]
@@ -169,18 +178,20 @@ def decode(
         metadata.plans[key] = plan
     config = config or DecodeConfig()
     scale, cap = score_factors(spec)
+    bias, bias_stride = bias_of(spec, query_SNH)
     group = num_heads // num_kv_heads
     strides = kv_cache.stride()
     _decode_kernel[(plan.num_programs * num_kv_heads,)](
         query_SNH, kv_cache, output_SNH, plan.pieces, plan.counters, plan.partial,
-        plan.log_sums, metadata.block_tables, scale, cap, query_SNH.stride(0),
+        plan.log_sums, metadata.block_tables, bias, scale, cap, bias_stride,
+        query_SNH.stride(0),
         output_SNH.stride(0), metadata.block_tables.stride(0),
         strides[0], strides[1], strides[2], strides[3],
         KV_HEADS=num_kv_heads, GROUP=group,
         GROUP_PADDED=max(16, triton.next_power_of_2(group)), HEAD=head_size,
         HEAD_PADDED=max(16, triton.next_power_of_2(head_size)), BLOCK=kv_cache.shape[2],
         TILE=config.tile, SINKS=spec.num_sinks, HAS_WINDOW=spec.window > 0,
-        HAS_CAP=spec.soft_cap > 0,
+        HAS_BIAS=spec.position_bias is not None, HAS_CAP=spec.soft_cap > 0,
         PRECISION="ieee" if query_SNH.dtype is torch.float32 else "tf32",
         num_warps=config.num_warps, num_stages=config.num_stages,
     )  # fmt: skip

@@ -10,7 +10,13 @@ import triton.language as tl  # type: ignore[import-not-found,import-untyped,unu
 from torch import Tensor
 
 from trimaran.kernels.attention import AttentionMetadata, AttentionSpec
-from trimaran.kernels.triton_attention_scores import score_factors, softmax_step
+from trimaran.kernels.triton_attention_scores import (
+    bias_of,
+    bias_rows,
+    load_bias,
+    score_factors,
+    softmax_step,
+)
 
 # Shapes: T tokens, S sequences, N query heads, K key-value heads, G = N / K, H head size,
 # B tokens of a block, I tiles of queries at most.
@@ -87,6 +93,13 @@ def sees(positions, keys, end, WINDOW: tl.constexpr, SINKS: tl.constexpr):  # ty
 
 
 @triton.jit  # type: ignore[untyped-decorator,unused-ignore]
+def _num_hidden(position, sink_end, WINDOW: tl.constexpr, TILE_N: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Keys that no query from a position on sees: whole tiles, but for those of the sinks."""
+    in_front = tl.maximum(position - WINDOW + 1, 0) // TILE_N * TILE_N
+    return tl.maximum(in_front - sink_end, 0)
+
+
+@triton.jit  # type: ignore[untyped-decorator,unused-ignore]
 def _load_tile(  # type: ignore[no-untyped-def]
     cache, table, keys, is_key, is_dim, block_stride, value_offset, token_stride,
     BLOCK: tl.constexpr, HAS_END: tl.constexpr, IS_WHOLE: tl.constexpr,
@@ -107,12 +120,12 @@ def _load_tile(  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator,unused-ignore]
 def _prefill_kernel(  # type: ignore[no-untyped-def]
-    query, cache, output, tiles, query_start_loc, seq_lens, tables, scale, cap,
-    query_stride, output_stride, table_stride, block_stride, value_offset, token_stride,
-    head_stride, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD: tl.constexpr,
+    query, cache, output, tiles, query_start_loc, seq_lens, tables, bias, scale, cap,
+    bias_stride, query_stride, output_stride, table_stride, block_stride, value_offset,
+    token_stride, head_stride, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD: tl.constexpr,
     HEAD_PADDED: tl.constexpr, BLOCK: tl.constexpr, TILE_M: tl.constexpr,
-    TILE_N: tl.constexpr, WINDOW: tl.constexpr, SINKS: tl.constexpr, HAS_CAP: tl.constexpr,
-    PRECISION: tl.constexpr,
+    TILE_N: tl.constexpr, WINDOW: tl.constexpr, SINKS: tl.constexpr, HAS_BIAS: tl.constexpr,
+    HAS_CAP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One tile of a sequence's queries, of all heads that share a key-value head."""
     kv_head, tile = tl.program_id(0) % KV_HEADS, tl.program_id(0) // KV_HEADS
@@ -131,6 +144,7 @@ def _prefill_kernel(  # type: ignore[no-untyped-def]
     total = tl.zeros([TILE_M], tl.float32)
     acc = tl.zeros([TILE_M, HEAD_PADDED], tl.float32)
     table, positions = tables + row.to(tl.int64) * table_stride, past + queries
+    from_bias = bias_rows(bias, bias_stride, kv_head, heads, is_row, GROUP)
     from_cache = cache + kv_head * head_stride + dims[None, :]
     end = past + tl.minimum(start + step, num_queries)
     sink_end: tl.constexpr = (SINKS + TILE_N - 1) // TILE_N * TILE_N
@@ -138,9 +152,7 @@ def _prefill_kernel(  # type: ignore[no-untyped-def]
     masked_from = (past + start + 1) // TILE_N * TILE_N
     skipped = 0
     if WINDOW > 0:
-        # In whole tiles, and but for those of the sinks.
-        in_front = tl.maximum(past + start - WINDOW + 1, 0) // TILE_N * TILE_N
-        skipped = tl.maximum(in_front - sink_end, 0)
+        skipped = _num_hidden(past + start, sink_end, WINDOW, TILE_N)
         masked_from = 0
     for at in range(0, masked_from, TILE_N):
         keys = at + tl.arange(0, TILE_N)
@@ -148,8 +160,9 @@ def _prefill_kernel(  # type: ignore[no-untyped-def]
             from_cache, table, keys, keys < end, is_dim, block_stride, value_offset,
             token_stride, BLOCK, False, HEAD == HEAD_PADDED,
         )  # fmt: skip
+        raised = load_bias(from_bias, keys, keys < end, HAS_BIAS)
         top, total, acc = softmax_step(
-            q, k, v, 0, scale, cap, top, total, acc, HAS_CAP, False, PRECISION
+            q, k, v, 0, raised, scale, cap, top, total, acc, HAS_BIAS, HAS_CAP, False, PRECISION
         )  # fmt: skip
     for at in range(masked_from, end - skipped, TILE_N):
         keys = at + tl.arange(0, TILE_N)
@@ -159,9 +172,10 @@ def _prefill_kernel(  # type: ignore[no-untyped-def]
             from_cache, table, keys, keys < end, is_dim, block_stride, value_offset,
             token_stride, BLOCK, True, False,
         )  # fmt: skip
+        raised = load_bias(from_bias, keys, keys < end, HAS_BIAS)
         top, total, acc = softmax_step(
-            q, k, v, sees(positions, keys, end, WINDOW, SINKS), scale, cap, top, total, acc,
-            HAS_CAP, True, PRECISION,
+            q, k, v, sees(positions, keys, end, WINDOW, SINKS), raised, scale, cap, top, total,
+            acc, HAS_BIAS, HAS_CAP, True, PRECISION,
         )  # fmt: skip
     result = (acc / tl.where(total == 0.0, 1.0, total)[:, None]).to(output.dtype.element_ty)
     tl.store(output + places[:, None] * output_stride + from_head, result, mask=mask)
@@ -220,15 +234,16 @@ def prefill(
     tiles, most = plan_tiles(metadata, num_tokens, tile_m // group)
     starts, tables = metadata.query_start_loc[first:], prompt_tables(metadata)
     scale, cap = score_factors(spec)
+    bias, bias_stride = bias_of(spec, query_TNH)
     strides = kv_cache.stride()
     _prefill_kernel[(most * num_kv_heads,)](
         query_TNH, kv_cache, output_TNH, tiles, starts, metadata.seq_lens[first:], tables,
-        scale, cap, query_TNH.stride(0), output_TNH.stride(0), tables.stride(0),
-        strides[0], strides[1], strides[2], strides[3],
+        bias, scale, cap, bias_stride, query_TNH.stride(0), output_TNH.stride(0),
+        tables.stride(0), strides[0], strides[1], strides[2], strides[3],
         KV_HEADS=num_kv_heads, GROUP=group, HEAD=head_size,
         HEAD_PADDED=max(16, triton.next_power_of_2(head_size)), BLOCK=kv_cache.shape[2],
         TILE_M=tile_m, TILE_N=config.tile_n, WINDOW=spec.window, SINKS=spec.num_sinks,
-        HAS_CAP=spec.soft_cap > 0,
+        HAS_BIAS=spec.position_bias is not None, HAS_CAP=spec.soft_cap > 0,
         PRECISION="ieee" if query_TNH.dtype is torch.float32 else "tf32",
         num_warps=config.num_warps, num_stages=config.num_stages,
     )  # fmt: skip

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import triton  # type: ignore[import-not-found,import-untyped,unused-ignore]
 import triton.language as tl  # type: ignore[import-not-found,import-untyped,unused-ignore]
+from torch import Tensor
 
 from trimaran.kernels.attention import AttentionSpec
 
 LOG2_E = 1.4426950408889634
+LOG2 = tl.constexpr(LOG2_E)
 
 
 def score_factors(spec: AttentionSpec) -> tuple[float, float]:
@@ -15,6 +17,12 @@ def score_factors(spec: AttentionSpec) -> tuple[float, float]:
     if spec.soft_cap > 0:
         return 2 * LOG2_E * spec.scale / spec.soft_cap, spec.soft_cap * LOG2_E
     return spec.scale * LOG2_E, 0.0
+
+
+def bias_of(spec: AttentionSpec, unused: Tensor) -> tuple[Tensor, int]:
+    """The bias that `load_bias` takes, and its stride; ``unused`` where there is none."""
+    bias = spec.position_bias
+    return (unused, 0) if bias is None else (bias, bias.stride(0))
 
 
 @triton.jit  # type: ignore[untyped-decorator,unused-ignore]
@@ -40,12 +48,34 @@ def softmax_weights(  # type: ignore[no-untyped-def]
 
 
 @triton.jit  # type: ignore[untyped-decorator,unused-ignore]
+def bias_rows(bias, stride, kv_head, heads, is_head, GROUP: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Where the biases of rows of heads begin: of each row, or of all as one."""
+    if GROUP == 1:
+        first = tl.zeros([1, 1], tl.int32) + kv_head
+    else:
+        first = tl.where(is_head, heads, 0)[:, None]
+    return bias + first * stride
+
+
+@triton.jit  # type: ignore[untyped-decorator,unused-ignore]
+def load_bias(rows, keys, is_key, HAS_BIAS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """What `softmax_step` adds to the scores of a tile of keys, for powers of two."""
+    raised = 0.0
+    if HAS_BIAS:
+        raised = tl.load(rows + keys[None, :], mask=is_key[None, :], other=0.0) * LOG2
+    return raised
+
+
+@triton.jit  # type: ignore[untyped-decorator,unused-ignore]
 def softmax_step(  # type: ignore[no-untyped-def]
-    q, k, v, is_seen, scale, cap, top, total, acc, HAS_CAP: tl.constexpr,
-    IS_MASKED: tl.constexpr, PRECISION: tl.constexpr,
+    q, k, v, is_seen, bias, scale, cap, top, total, acc, HAS_BIAS: tl.constexpr,
+    HAS_CAP: tl.constexpr, IS_MASKED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One tile of keys: the running maximum, sum and weighted values, in powers of two."""
     scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+    if HAS_BIAS:
+        scores = scores * scale + bias
+        scale = 1.0
     weights, top, total, decay = softmax_weights(
         scores, is_seen, scale, cap, top, total, HAS_CAP, IS_MASKED
     )

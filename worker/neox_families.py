@@ -71,11 +71,6 @@ def from_gpt_neox(values: Mapping[str, Any]) -> dict[str, Any]:
 def from_falcon(values: Mapping[str, Any]) -> dict[str, Any]:
     """Falcon, of the older and of the newer decoder architecture."""
     heads, hidden = values["num_attention_heads"], values["hidden_size"]
-    if values.get("alibi"):
-        raise ConfigError(
-            "alibi is true, but position biases are not served. Name a Falcon whose positions "
-            "are rotary (alibi false)"
-        )
     is_new = bool(values.get("new_decoder_architecture", False))
     is_parallel = is_new or bool(values.get("parallel_attn", True))
     num_norms = values.get("num_ln_in_parallel_attn") or (2 if is_new else 1)
@@ -98,7 +93,9 @@ def from_falcon(values: Mapping[str, Any]) -> dict[str, Any]:
         "max_position_embeddings": values.get("max_position_embeddings", 2048),
         "norm_epsilon": values.get("layer_norm_epsilon", 1e-5),
         "hidden_act": plain_activation(values.get("activation", "gelu")),
-        "position_embedding_type": "rope_gpt_neox",
+        "position_embedding_type": "alibi_with_scale"
+        if values.get("alibi")
+        else "rope_gpt_neox",
         "rotary_base": base,
         "rope_scaling": scaling,
         "tie_word_embeddings": bool(values.get("tie_word_embeddings", True)),
@@ -113,8 +110,6 @@ def from_phi(values: Mapping[str, Any]) -> dict[str, Any]:
     """Phi 1 and 2: half of each head is rotated unless the share is named."""
     heads, hidden = values["num_attention_heads"], values["hidden_size"]
     head_size = head_size_of(hidden, heads)
-    if values.get("qk_layernorm"):
-        raise ConfigError("qk_layernorm is true, which is not served for Phi. It must be false")
     base, scaling, share = partial_rope(values, 0.5)
     check_positive("partial_rotary_factor times the head size", int(head_size * share))
     return {
@@ -133,6 +128,7 @@ def from_phi(values: Mapping[str, Any]) -> dict[str, Any]:
         "rope_scaling": scaling,
         "tie_word_embeddings": bool(values.get("tie_word_embeddings", False)),
         "attn_bias": True,
+        "qk_norm": bool(values.get("qk_layernorm")),
         "mlp_bias": True,
         "lm_head_bias": True,
         "parallel_residual": True,

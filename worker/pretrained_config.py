@@ -44,7 +44,8 @@ class PretrainedConfig:
 
     position_embedding_type: str
     """``rope_gpt_neox`` (a head's halves turn against each other), ``rope_gptj`` (its
-    neighbours do) or ``learned_absolute``."""
+    neighbours do), ``learned_absolute`` or ``alibi_with_scale`` (keys' scores rise with their
+    positions, and are scaled then)."""
 
     rotary_base: float = 10000.0
     rotary_size: int = 0

@@ -68,6 +68,9 @@ struct AttentionArgs {
   long window, num_sinks;
   // Dims of a key, from the first on, that are its value (0: values lie behind the keys).
   long latent_size;
+  // What a head's scores of the key at a position are raised by, [heads, bias_stride]; or null.
+  const float* position_bias;
+  long bias_stride;
   double scale, soft_cap;  // a cap of 0 leaves scores as they are
 };
 void trimaran_attention(const AttentionArgs* args);

@@ -86,7 +86,7 @@ class Attention {
     });
     for (long row = 0; row < rows; ++row) {
       float factor = softmax(s.scores.data() + row * s.stride, s.past + row % s.rows / group_,
-                             s.stride);
+                             s.stride, bias_of(head_of(piece, s, row)));
       // Kept where the row's sum goes last: behind its output.
       s.output[row * padded_size() + padded_size() - 16] = factor;
     }
@@ -107,8 +107,16 @@ class Attention {
   // Where a row's query, or its output, starts among those of all tokens.
   long place(const Piece& piece, const Scratch& s, long row, long token_stride,
              long size) const {
-    long head = (piece.first_head + row / s.rows) * group_ + row % group_;
+    long head = head_of(piece, s, row);
     return (s.first_token + row % s.rows / group_) * token_stride + head * size;
+  }
+
+  long head_of(const Piece& piece, const Scratch& s, long row) const {
+    return (piece.first_head + row / s.rows) * group_ + row % group_;
+  }
+
+  const float* bias_of(long head) const {
+    return a_.position_bias ? a_.position_bias + head * a_.bias_stride : nullptr;
   }
 
   // Calls body(memory, first token, tokens) for each block of keys that is seen, or of values
@@ -182,8 +190,8 @@ class Attention {
   }
 
   // Scores of the query at a position become weights, zero for what it does not see; returns
-  // what they sum to, inverted.
-  float softmax(float* scores, long position, long stride) const {
+  // what they sum to, inverted. `bias` is added to them, unless it is null.
+  float softmax(float* scores, long position, long stride, const float* bias) const {
     __m512 scale = _mm512_set1_ps((float)a_.scale);
     __m512 top = _mm512_set1_ps(-INFINITY);
     long keys = position + 1, start = window_start(position);
@@ -191,6 +199,7 @@ class Attention {
       __mmask16 m = seen(i, start, keys);
       __m512 v = _mm512_mul_ps(_mm512_maskz_loadu_ps(m, scores + i), scale);
       if (a_.soft_cap > 0) v = capped(v);
+      if (bias) v = _mm512_add_ps(v, _mm512_maskz_loadu_ps(m, bias + i));
       top = _mm512_mask_max_ps(top, m, top, v);
       _mm512_mask_storeu_ps(scores + i, m, v);
     }

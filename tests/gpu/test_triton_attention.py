@@ -146,6 +146,15 @@ def test_windows_sinks_and_caps_are_those_of_the_reference(spec):
     Batch(DTYPES[-1], CASES["both"]).check(spec)
 
 
+@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (6, 2), (9, 1)])
+@pytest.mark.parametrize("window", [0, 40])
+def test_a_bias_of_positions_is_that_of_the_reference(heads, kv_heads, window):
+    bias = torch.randn(heads, 1024, generator=torch.Generator().manual_seed(2))
+    spec = AttentionSpec(scale=0.3, window=window, position_bias=bias[:, :701].to(DEVICE))
+    for name in ("long decodes", "both"):
+        Batch(DTYPES[-1], CASES[name], heads=heads, kv_heads=kv_heads).check(spec)
+
+
 def test_sequences_find_their_blocks_by_row():
     batch = Batch(DTYPES[-1], CASES["both"])
     batch.check(AttentionSpec(scale=batch.scale), with_rows=True)

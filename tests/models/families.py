@@ -68,6 +68,9 @@ def _odd_configs() -> dict[str, Any]:
         "gemma2": {**heads, "num_key_value_heads": 1},
         "neox": {"num_attention_heads": 9, "intermediate_size": 50},
         "falcon": {"num_attention_heads": 9, "ffn_hidden_size": 50},
+        "falcon-alibi": {
+            "num_attention_heads": 9, "multi_query": True, "tie_word_embeddings": False
+        },
         "qwen2-moe": {
             **heads, "moe_intermediate_size": 26, "shared_expert_intermediate_size": 30
         },

@@ -109,7 +109,8 @@ def _is_plain(layer: Any) -> bool:
         return False
     if {name for name, _ in attention.named_children()} != _ATTENTION_PARTS:
         return False
-    if attention.backend.spec != AttentionSpec(scale=attention.head_size**-0.5):
+    spec = attention.backend.spec
+    if spec.position_bias is not None or spec != AttentionSpec(scale=attention.head_size**-0.5):
         return False
     linears = (
         layer.attention.qkv_proj,

@@ -66,6 +66,11 @@ class LayerNorm(nn.Module):
         normed = self._ops.add_layer_norm(x_TD, residual_TD, self.weight, self.bias, self.eps)
         return normed, residual_TD
 
+    def normalise_heads(self, heads_TNH: Tensor) -> None:
+        """Normalise each head in place; their size is that of the weight."""
+        rows, _ = self.forward(heads_TNH.reshape(-1, heads_TNH.shape[2]), None)
+        heads_TNH.copy_(rows.view(heads_TNH.shape))
+
     def weight_loader(self, parameter: nn.Parameter, loaded: Tensor, shard: str = "") -> None:
         """Copy the whole tensor."""
         check_shape(loaded, tuple(parameter.shape))

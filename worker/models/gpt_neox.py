@@ -1,4 +1,4 @@
-"""GPT-NeoX: layer norm, rotary positions, attention and MLP beside or after each other."""
+"""GPT-NeoX and its like: layer norm, rotary positions or biased scores, a plain MLP."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from trimaran.worker.attention.backend import (
 )
 from trimaran.worker.attention.paged import PagedAttention
 from trimaran.worker.layers.activation import Activation
+from trimaran.worker.layers.alibi import falcon_bias
 from trimaran.worker.layers.biased_head import BiasedLMHead
 from trimaran.worker.layers.embedding import ParallelLMHead, VocabParallelEmbedding
 from trimaran.worker.layers.grouped_qkv import GroupedQKVParallelLinear
@@ -25,6 +26,7 @@ from trimaran.worker.layers.linear import (
 )
 from trimaran.worker.layers.norm import LayerNorm
 from trimaran.worker.layers.rotary import RotaryEmbedding
+from trimaran.worker.layers.shares import head_shares
 from trimaran.worker.models.interfaces import CausalLM, StageRange, WeightTarget
 from trimaran.worker.pretrained_config import PretrainedConfig
 
@@ -33,10 +35,17 @@ from trimaran.worker.pretrained_config import PretrainedConfig
 
 
 class NeoXAttention(nn.Module):
-    """Self-attention with rotary positions, up to its output projection."""
+    """Self-attention, up to its output projection.
+
+    Positions are ``rotary`` or a bias [N, P] of the scores; the other is None.
+    """
 
     def __init__(
-        self, config: PretrainedConfig, context: LayerContext, rotary: RotaryEmbedding
+        self,
+        config: PretrainedConfig,
+        context: LayerContext,
+        rotary: RotaryEmbedding | None,
+        position_bias_NP: Tensor | None,
     ) -> None:
         super().__init__()
         self.head_size = config.head_size
@@ -52,11 +61,14 @@ class NeoXAttention(nn.Module):
         self.o_proj = RowParallelLinear(
             context, self.qkv_proj.output_share, config.hidden_size, bias=config.attn_bias
         )
+        self.has_head_norms = config.qk_norm
+        if config.qk_norm:
+            self.q_norm = LayerNorm(context, config.head_size, config.norm_epsilon)
+            self.k_norm = LayerNorm(context, config.head_size, config.norm_epsilon)
         # Shared by all layers and owned by the model.
         self._rotary = [rotary]
-        self.backend: AttentionBackend = PagedAttention(
-            context.ops, AttentionSpec(scale=config.head_size**-0.5)
-        )
+        spec = AttentionSpec(scale=config.head_size**-0.5, position_bias=position_bias_NP)
+        self.backend: AttentionBackend = PagedAttention(context.ops, spec)
 
     def attend(
         self, hidden_TD: Tensor, positions_T: Tensor, kv_cache: Tensor, context: ForwardContext
@@ -64,9 +76,22 @@ class NeoXAttention(nn.Module):
         """What the output projection gets [T, N * H]."""
         qkv = self.qkv_proj.forward(hidden_TD)
         heads_TAH = qkv.view(qkv.shape[0], -1, self.head_size)
-        output_TNH = self.backend.rotate_and_attend(
-            heads_TAH, self._rotary[0], positions_T, kv_cache, context.attention
-        )
+        rotary, num_kv = self._rotary[0], self.qkv_proj.num_kv_heads
+        if self.has_head_norms:
+            self.q_norm.normalise_heads(heads_TAH[:, : -2 * num_kv])
+            self.k_norm.normalise_heads(heads_TAH[:, -2 * num_kv : -num_kv])
+        if rotary is None:
+            output_TNH = self.backend.forward(
+                heads_TAH[:, : -2 * num_kv],
+                heads_TAH[:, -2 * num_kv : -num_kv],
+                heads_TAH[:, -num_kv:],
+                kv_cache,
+                context.attention,
+            )
+        else:
+            output_TNH = self.backend.rotate_and_attend(
+                heads_TAH, rotary, positions_T, kv_cache, context.attention
+            )
         return output_TNH.flatten(1)
 
 
@@ -93,13 +118,17 @@ class NeoXLayer(nn.Module):
     """One decoder layer; the residual is added by the next norm."""
 
     def __init__(
-        self, config: PretrainedConfig, context: LayerContext, rotary: RotaryEmbedding
+        self,
+        config: PretrainedConfig,
+        context: LayerContext,
+        rotary: RotaryEmbedding | None,
+        position_bias_NP: Tensor | None,
     ) -> None:
         super().__init__()
         self.is_parallel = config.parallel_residual
         self.has_mlp_norm = config.num_input_norms == 2
         self.attention_norm = LayerNorm(context, config.hidden_size, config.norm_epsilon)
-        self.attention = NeoXAttention(config, context, rotary)
+        self.attention = NeoXAttention(config, context, rotary, position_bias_NP)
         if self.has_mlp_norm:
             self.mlp_norm = LayerNorm(context, config.hidden_size, config.norm_epsilon)
         self.mlp = NeoXMLP(config, context)
@@ -169,8 +198,20 @@ class GPTNeoXForCausalLM(CausalLM):
             self.ignored_weights = (*self.ignored_weights, head_weight)
 
     def make_shared(self) -> None:
-        """Make the angles of rotary positions."""
+        """Make the angles of rotary positions, or the scores' bias in their place."""
         config = self.config
+        self.rotary: RotaryEmbedding | None = None
+        self.position_bias: Tensor | None = None
+        if config.position_embedding_type == "alibi_with_scale":
+            heads = config.num_attention_heads, config.num_key_value_heads
+            tp = self.context.tp
+            self.position_bias = falcon_bias(
+                head_shares(*heads, tp.rank, tp.size).queries,
+                config.head_size,
+                config.max_position_embeddings,
+                self.context.device,
+            )
+            return
         self.rotary = RotaryEmbedding(
             self.context,
             config.rotated_dims,
@@ -182,7 +223,7 @@ class GPTNeoXForCausalLM(CausalLM):
 
     def make_layer(self, number: int) -> nn.Module:
         """A decoder layer; all are alike."""
-        return NeoXLayer(self.config, self.context, self.rotary)
+        return NeoXLayer(self.config, self.context, self.rotary, self.position_bias)
 
     def make_norm(self) -> LayerNorm:
         """The norm behind the last layer."""

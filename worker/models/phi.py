@@ -29,5 +29,9 @@ class PhiForCausalLM(GPTNeoXForCausalLM):
     )
 
     def layer_norms(self) -> list[tuple[str, str]]:
-        """(checkpoint name, module) of one layer's only norm."""
-        return [("input_layernorm", "attention_norm")]
+        """(checkpoint name, module) of one layer's norms."""
+        norms = [("input_layernorm", "attention_norm")]
+        if self.config.qk_norm:
+            norms.append(("self_attn.q_layernorm", "attention.q_norm"))
+            norms.append(("self_attn.k_layernorm", "attention.k_norm"))
+        return norms

@@ -99,7 +99,6 @@ def test_a_gpt_neox_of_older_keys_and_buffers_is_the_same_model(tmp_path):
 @pytest.mark.parametrize(
     ("name", "changes", "words"),
     [
-        ("falcon", {"alibi": True}, "alibi is true.*rotary"),
         ("falcon", {"num_ln_in_parallel_attn": 2}, "num_ln_in_parallel_attn is 2"),
         ("falcon", {"activation": "silu"}, "hidden_act is 'silu'"),
         ("falcon", {"num_attention_heads": 7}, r"\(144\) is not a multiple of .* \(7\)"),

@@ -212,6 +212,10 @@ SPECS = [
     AttentionSpec(scale=0.2, window=1000, num_sinks=3),
     AttentionSpec(scale=2.0, soft_cap=1.5),
     AttentionSpec(scale=0.5, window=19, num_sinks=8, soft_cap=20.0),
+    AttentionSpec(scale=0.2, position_bias=_random(6, 240, dtype=torch.float32, seed=5)),
+    AttentionSpec(
+        scale=0.2, window=9, position_bias=_random(6, 203, dtype=torch.float32, seed=6)
+    ),
 ]
 
 

@@ -269,7 +269,13 @@ def parallel_configs() -> dict[str, Any]:
         "falcon-after-each-other": FalconConfig(
             **_FALCON, parallel_attn=False, multi_query=False, bias=True
         ),
+        "falcon-alibi": FalconConfig(
+            **_FALCON, alibi=True, parallel_attn=False, multi_query=False, bias=True
+        ),
         "phi": PhiConfig(**_NEOX, **_rotated(0.5), num_key_value_heads=4),
+        "phi-head-norms": PhiConfig(
+            **_NEOX, **_rotated(0.5), num_key_value_heads=4, qk_layernorm=True
+        ),
         "phi-tied": PhiConfig(**_NEOX, hidden_act="gelu", tie_word_embeddings=True),
     }
 
@@ -303,8 +309,10 @@ def save_huggingface(folder: Path, config: Any, *, dtype: torch.dtype = torch.fl
 
 def load_huggingface(folder: Path, config: Any, *, dtype: torch.dtype = torch.float32) -> Any:
     """The model that `save_huggingface` left in ``folder``."""
+    # Its eager attention adds Falcon's biases twice: with the mask, and by themselves.
+    attention = "sdpa" if getattr(config, "alibi", False) else "eager"
     model = AutoModelForCausalLM.from_pretrained(
-        folder, attn_implementation="eager", dtype=dtype
+        folder, attn_implementation=attention, dtype=dtype
     ).eval()
     if hasattr(config, "num_experts_per_tok"):
         # Its grouped products take no widths that are odd.

@@ -52,6 +52,12 @@ PUBLISHED = {
         "rope_scaling": None, "rope_theta": 500042.0, "tie_word_embeddings": False,
         "vocab_size": 65024,
     },
+    "falcon rw 1B": {
+        "architectures": ["FalconForCausalLM"], "model_type": "falcon", "alibi": True,
+        "bias": True, "hidden_size": 2048, "layer_norm_epsilon": 1e-5, "multi_query": False,
+        "new_decoder_architecture": False, "num_attention_heads": 32, "num_hidden_layers": 24,
+        "parallel_attn": False, "vocab_size": 50304,
+    },
     "phi 2": {
         "architectures": ["PhiForCausalLM"], "model_type": "phi", "hidden_act": "gelu_new",
         "hidden_size": 2560, "intermediate_size": 10240, "layer_norm_eps": 1e-5,
@@ -76,7 +82,7 @@ def test_a_published_configuration_means_what_it_does_to_transformers(values):
 
 
 def test_what_sets_the_families_apart_is_read():
-    gptj, neox, pythia, falcon7, falcon40, falcon2, phi = map(config_of, PUBLISHED.values())
+    gptj, neox, pythia, falcon7, falcon40, falcon2, rw, phi = map(config_of, PUBLISHED.values())
 
     assert (gptj.rotary_size, gptj.position_embedding_type) == (64, "rope_gptj")
     assert gptj.intermediate_size == 16384 and gptj.lm_head_bias and not gptj.attn_bias
@@ -86,6 +92,8 @@ def test_what_sets_the_families_apart_is_read():
     assert falcon7.tie_word_embeddings and falcon7.max_position_embeddings == 2048
     assert falcon40.num_key_value_heads == 8 and falcon40.num_input_norms == 2
     assert falcon2.num_input_norms == 1 and falcon2.rotary_base == 500042.0
+    assert rw.position_embedding_type == "alibi_with_scale" and rw.attn_bias
+    assert rw.num_key_value_heads == 32 and not rw.parallel_residual
     assert phi.rotary_size == 32 and phi.lm_head_bias and phi.num_input_norms == 1
 
 
@@ -96,8 +104,3 @@ def test_more_ranks_than_heads_are_refused():
         ConfigError, match=r"tp_size \(72\) is above num_attention_heads \(71\)"
     ):
         check_shares(falcon, 72, 1)
-
-
-def test_norms_of_phis_heads_are_refused():
-    with pytest.raises(ConfigError, match="qk_layernorm is true"):
-        config_of({**PUBLISHED["phi 2"], "qk_layernorm": True})
