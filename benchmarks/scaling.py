@@ -15,6 +15,7 @@ takes too long is told, the others are measured, and the exit code is 1.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import re
@@ -37,6 +38,8 @@ COMMAND = (
     "throughput",
 )
 Line = dict[str, Any]
+_GRACE_S = 10.0
+"""Ranks have this long to end once they are told to."""
 
 
 def sizes_of(layout: str) -> dict[str, int]:
@@ -60,27 +63,32 @@ def command_of(layout: str, passed: list[str], output: str) -> list[str]:
     return compose(find_mpi(MpiConfig()), world_size, command, oversubscribe=True)
 
 
-def measure(layout: str, passed: list[str], timeout_s: float) -> list[Line]:
-    """The result lines of one layout's job, a load each.
+def measure(layout: str, passed: list[str], timeout_s: float) -> tuple[list[Line], str]:
+    """The result lines of one layout's job, a load each, and what went wrong with it.
 
-    Raises:
-        subprocess.SubprocessError: it failed or did not end in time; its output is shown.
+    A job that fails at a later load, or takes too long, keeps the lines that it wrote.
     """
     with tempfile.TemporaryDirectory(prefix="trimaran-scaling-") as folder:
-        output = str(Path(folder, "lines.jsonl"))
-        command = command_of(layout, passed, output)
-        env = {**starter_env(os.environ), "PYTHONSAFEPATH": "1"}
-        with subprocess.Popen(command, env=env) as job:
-            try:
-                code = job.wait(timeout_s)
-            except subprocess.TimeoutExpired:
-                # Unlike a kill, this lets mpirun end its ranks, which hold the GPUs.
-                job.terminate()
-                raise
-        if code:
-            raise subprocess.CalledProcessError(code, command[:3])
-        lines = Path(output).read_text(encoding="utf-8").splitlines()
-    return [{**json.loads(line), "layout": layout} for line in lines]
+        output = Path(folder, "lines.jsonl")
+        problem = _run(command_of(layout, passed, str(output)), timeout_s)
+        text = output.read_text(encoding="utf-8") if output.exists() else ""
+    return [{**json.loads(line), "layout": layout} for line in text.splitlines()], problem
+
+
+def _run(command: list[str], timeout_s: float) -> str:
+    """What went wrong, if anything; the job's output is shown as it comes."""
+    env = {**starter_env(os.environ), "PYTHONSAFEPATH": "1"}
+    with subprocess.Popen(command, env=env) as job:
+        try:
+            code = job.wait(timeout_s)
+            return f"it ended with exit code {code}" if code else ""
+        except subprocess.TimeoutExpired:
+            # Unlike a kill, this lets mpirun end its ranks, which hold the GPUs.
+            job.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                job.wait(_GRACE_S)
+            job.kill()
+            return f"it took more than {timeout_s:g} s (--timeout)"
 
 
 def known_lines(paths: list[str]) -> list[Line]:
@@ -171,11 +179,12 @@ def main() -> int:
     for layout in args.layouts:
         print(f"-- {layout}", flush=True)
         try:
-            found = measure(layout, passed, args.timeout)
-        except (ConfigError, subprocess.SubprocessError) as error:
-            print(f"scaling.py: {layout}: {error}", file=sys.stderr)
+            found, problem = measure(layout, passed, args.timeout)
+        except ConfigError as error:
+            found, problem = [], str(error)
+        if problem:
+            print(f"scaling.py: {layout}: {problem}", file=sys.stderr)
             has_failed = True
-            continue
         lines += found
         for line in found if args.json else ():
             results.append(args.json, line)

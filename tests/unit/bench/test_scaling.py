@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import runpy
 import subprocess
 import sys
 from pathlib import Path
+
+import pytest
 
 SCRIPT = Path(__file__).parents[3] / "benchmarks" / "scaling.py"
 
@@ -42,3 +45,19 @@ def test_a_layout_that_fails_leaves_the_others_their_turn(tmp_path):
     done = run("--layouts", "tp0", "pp0", "--json", tmp_path / "lines.jsonl")
     assert done.returncode == 1
     assert all(f"{layout!r} is not a layout" in done.stderr for layout in ("tp0", "pp0"))
+
+
+@pytest.mark.parametrize(
+    ("end", "complaint"),
+    [("sys.exit(3)", "it ended with exit code 3"), ("", "")],
+)
+def test_a_job_that_fails_keeps_the_lines_that_it_wrote(monkeypatch, end, complaint):
+    scaling = runpy.run_path(str(SCRIPT))
+    job = "import sys; path = sys.argv[sys.argv.index('--output') + 1]; "
+    job += f"print('{{\"isl\": 5}}', file=open(path, 'w'), flush=True); {end}"
+    monkeypatch.setitem(scaling["command_of"].__globals__, "COMMAND", (job,))
+
+    lines, problem = scaling["measure"]("tp1", [], 60.0)
+
+    assert lines == [{"isl": 5, "layout": "tp1"}]
+    assert problem == complaint
