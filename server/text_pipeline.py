@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from tritonclient.grpc.model_config_pb2 import ModelConfig
 
+from trimaran.comm.errors import RequestError
 from trimaran.comm.messages import FinishReason
 from trimaran.server.detokenizer import IncrementalDetokenizer
 from trimaran.server.inference import InferRequest, InferResponse, Model, Tensor
@@ -137,9 +138,12 @@ class TextPipeline:
         )
         pre_outputs: dict[str, Tensor] = {}
         stream = self._steps.preprocessing.infer(pre_request)
-        async with aclosing(stream) as responses:  # type: ignore[type-var]
-            async for response in responses:
-                pre_outputs = {tensor.name: tensor for tensor in response.outputs}
+        try:
+            async with aclosing(stream) as responses:  # type: ignore[type-var]
+                async for response in responses:
+                    pre_outputs = {tensor.name: tensor for tensor in response.outputs}
+        except RequestError as error:
+            raise _in_own_names(error, maps.preprocessing) from error
         token_inputs = _renamed(request.inputs, maps.token)
         token_inputs.update(_renamed(pre_outputs, maps.token_from_preprocessing))
         return token_inputs
@@ -317,6 +321,14 @@ class _Run:
 
     def _sample(self, index: int) -> SampleInputs:
         return SampleInputs(self._request.inputs, index, self._options.is_batched)
+
+
+def _in_own_names(error: RequestError, sources: Mapping[str, str]) -> RequestError:
+    """A step's error with the inputs named as the client of the text model knows them."""
+    text = str(error)
+    for target, source in sources.items():
+        text = text.replace(f"input '{target}'", f"input '{source}'")
+    return RequestError(text, error.kind)
 
 
 def _renamed(tensors: Mapping[str, Tensor], sources: Mapping[str, str]) -> dict[str, Tensor]:

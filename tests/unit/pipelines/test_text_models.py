@@ -301,7 +301,10 @@ async def test_a_repository_that_is_not_decoupled_answers_once_and_refuses_strea
     [
         ({"max_tokens": 0}, "max_tokens must be a single value > 0"),
         ({"num_draft_tokens": 4}, "cannot perform speculative decoding without draft model"),
-        ({"image_url_input": "http://x"}, "input 'IMAGE_URL' is set but images are not served"),
+        (
+            {"image_url_input": "http://x"},
+            "input 'image_url_input' is set but images are not served",
+        ),
         (
             {"image_input": np.zeros((1, 1, 3, 2, 2), np.float16)},
             "input 'image_input' is set but images are not served",
@@ -337,7 +340,9 @@ async def test_errors_of_steps_name_the_ensemble_and_keep_their_kind(serve):
         await served.dial(served.answer("a"))
         with pytest.raises(RequestError) as got:
             await served.infer("ensemble", text_input=b"\xff", max_tokens=1)
-        assert str(got.value).startswith("in ensemble 'ensemble', input 'QUERY' is not UTF-8")
+        assert str(got.value).startswith(
+            "in ensemble 'ensemble', input 'text_input' is not UTF-8"
+        )
         with pytest.raises(RequestError) as got:
             await served.infer("ensemble", text_input="word " * 400, max_tokens=1)
         assert str(got.value).startswith("in ensemble 'ensemble', Prompt length (")
