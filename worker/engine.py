@@ -300,12 +300,11 @@ class Engine:
                 self._fail(request, error, result)
 
     def _fail(self, request: Request, error: RequestError, result: StepResult) -> None:
-        self._requests.pop((request.source, request.request_id), None)
         failed = RequestFailed(
             request_id=request.request_id, kind=error.kind.name, text=str(error)
         )
         result.messages.append((request.source, failed))
-        request.sequences.clear()
+        self._forget(request)
 
     def _take_result(self, result: StepResult) -> None:
         """Wait for the oldest step in flight and take in its ids."""
@@ -333,12 +332,11 @@ class Engine:
     ) -> None:
         result.messages += step_outputs(step, emissions, details)
         for sequence, _, reason in emissions:
-            if reason is not FinishReason.NOT_FINISHED:
+            if reason is not FinishReason.NOT_FINISHED and sequence.request.is_finished:
                 self._forget(sequence.request)
 
     def _forget(self, request: Request) -> None:
-        if not request.is_finished:
-            return
+        """All that there was to tell of a request is told; its id may be another's too."""
         key = (request.source, request.request_id)
         others = [other for other in self._requests.pop(key, ()) if other is not request]
         if others:

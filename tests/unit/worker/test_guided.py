@@ -228,6 +228,21 @@ def test_a_wrong_guide_fails_alone(driver, kind, guide, reason):
     driver.check_idle()
 
 
+def test_a_failed_request_takes_no_other_of_its_id_along(driver):
+    other = driver.submit([2, 3], max_tokens=100)
+    driver._last_id -= 1
+    failed = driver.submit([2, 3], guide_type="regex", guide="(", end_id=END)
+    assert failed == other
+    while failed not in driver.failed:
+        driver.step()
+
+    driver.engine.cancel("client", [other])
+    driver.run()
+
+    assert driver.reasons[other, 0] is FinishReason.CANCELLED
+    driver.check_idle()
+
+
 def test_a_guide_that_other_parameters_leave_nothing_of_fails_alone(driver):
     good = submit(driver, "regex")
     bad = submit(driver, "regex", "7", min_tokens=5)
