@@ -89,6 +89,11 @@ class SchedulerConfig:
     suits the device (GPU 2, CPU 1) and the stages."""
 
     @property
+    def has_queue_limits(self) -> bool:
+        """Whether a request may find its queue full."""
+        return bool(self.max_queue_size or self.level_queue_sizes)
+
+    @property
     def is_v1(self) -> bool:
         """Whether the strategy is static batching by its old name."""
         return self.batching.upper() == "V1"

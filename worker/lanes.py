@@ -45,8 +45,9 @@ class LaneScheduler:
             RequestError: as of `Scheduler.check`; queues count together.
         """
         check_limits(request, self.config, self.lanes[0].cache)
-        num_free = sum(len(lane.rows.free) for lane in self.lanes)
-        check_queue(request, self.config, self.waiting, num_free)
+        if self.config.has_queue_limits:
+            num_free = sum(len(lane.rows.free) for lane in self.lanes)
+            check_queue(request, self.config, sorted(self.waiting, key=KEY), num_free)
         request.lane = self._choose(request)
 
     def add(self, request: Request) -> None:
@@ -82,9 +83,8 @@ class LaneScheduler:
 
     @property
     def waiting(self) -> list[Sequence]:
-        """The queues of all lanes, in order of priority and arrival."""
-        queued = [sequence for lane in self.lanes for sequence in lane.waiting]
-        return sorted(queued, key=KEY)
+        """The queues of all lanes, one behind the other."""
+        return [sequence for lane in self.lanes for sequence in lane.waiting]
 
     @property
     def loads(self) -> Loads:
