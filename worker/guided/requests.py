@@ -47,6 +47,10 @@ class GuidedRequests:
 
     def drop(self, request: Request) -> None:
         """Hold ``request`` no longer, if it was held: it has been ended."""
+        for held, future in self._held:
+            if held is request:
+                # What has not begun would keep the others waiting.
+                future.cancel()
         self._held = [item for item in self._held if item[0] is not request]
 
     def sleep(self, seconds: float) -> None:
