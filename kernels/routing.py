@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, get_args
+from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 Scoring = Literal["softmax", "sigmoid"]
-SCORINGS: tuple[str, ...] = get_args(Scoring)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -45,7 +45,6 @@ class GroupControl:
     def __init__(self, roster: Roster, resolver: GroupResolver | None) -> None:
         self._roster = roster
         self._resolver = resolver
-        self._is_ending = False
         self._loading: set[Group] = set()
         self._stopping: list[tuple[Link, int, list[Group]]] = []
 

@@ -24,7 +24,6 @@ from trimaran.comm.messages import (
 
 logger = logging.getLogger(__name__)
 
-_READ_BYTES = 64 << 10
 _HELLO_TIMEOUT_S = 10.0
 
 

@@ -10,9 +10,6 @@ _NO_ENCODER = "encoder-decoder models are not served by this version"
 _NO_DISAGGREGATION = "disaggregated serving is not served by this version"
 _OBSOLETE = "it is obsolete; the engine folder and the flags of `trimaran serve` hold it"
 
-# Set in every filled template: no news for an operator.
-_USUAL = ("FORCE_CPU_ONLY_INPUT_TENSORS", "tokenizer_dir")
-
 TOKEN_PARAMETERS: dict[str, Known] = {
     "gpt_model_type": served(
         "str", "inflight_fused_batching", "inflight_batching", "V1", "v1"

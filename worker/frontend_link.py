@@ -109,7 +109,6 @@ class FrontendLinks:
 
     def __init__(self, addresses: tuple[str, ...], hello: EngineHello, wake_fd: int) -> None:
         self._hello = encode(hello)
-        self._wake_fd = wake_fd
         self._peers = [_Peer(Address.parse(address)) for address in addresses]
         self._by_fd: dict[int, _Peer] = {}
         self._by_source: dict[int, _Connection] = {}
