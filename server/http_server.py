@@ -8,7 +8,7 @@ from typing import Any
 from aiohttp import web
 
 from trimaran.comm.errors import ConfigError, RequestError
-from trimaran.server import http_queries
+from trimaran.server import http_faults, http_queries
 from trimaran.server.http_generate import GenerateEndpoint
 from trimaran.server.http_infer import infer
 from trimaran.server.http_messages import error_response, json_response, plain_error
@@ -33,7 +33,11 @@ class HttpServer:
         self._generate = GenerateEndpoint(service)
         self._busy: set[Any] = set()
         self._server = web.Server(
-            self._handle, handler_cancellation=True, access_log=None, auto_decompress=False
+            self._handle,
+            handler_cancellation=True,
+            access_log=None,
+            auto_decompress=False,
+            logger=http_faults.logger,
         )
         self._runner = web.ServerRunner(self._server, shutdown_timeout=_STOP_GRACE_S)
 
@@ -107,7 +111,7 @@ class MetricsServer:
         self._host = host
         self._port = port
         self._status = StatusReport(service)
-        server = web.Server(self._handle, access_log=None)
+        server = web.Server(self._handle, access_log=None, logger=http_faults.logger)
         self._runner = web.ServerRunner(server, shutdown_timeout=_STOP_GRACE_S)
 
     async def start(self) -> None:

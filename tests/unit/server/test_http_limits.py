@@ -222,3 +222,24 @@ def test_one_connection_serves_many_requests(server):
         connection.request("GET", "/v2/nothing")
         assert connection.getresponse().read() == b'{"error":"Not Found"}'
     connection.close()
+
+
+@pytest.mark.parametrize(
+    ("sent", "reason"),
+    [
+        (
+            b"GET /v2 HTTP/1.1\r\nContent-Length: -5\r\n\r\n",
+            "Invalid character in Content-Length",
+        ),
+        (b"GET /v2 HTTP/1.1\r\nX: " + b"a" * 20_000 + b"\r\n\r\n", "Got more than"),
+    ],
+)
+def test_what_is_no_http_costs_a_line_of_the_log_and_no_traceback(server, caplog, sent, reason):
+    with caplog.at_level("INFO"), open_socket(server) as sock:
+        sock.sendall(sent)
+        assert b"400 Bad Request" in read_all(sock)
+    (record,) = [r for r in caplog.records if r.name == "trimaran.server.http_faults"]
+    assert record.levelname == "INFO"
+    assert record.exc_info is None
+    assert record.getMessage().startswith(f"127.0.0.1 sent no valid HTTP request: {reason}")
+    assert len(record.getMessage()) < 250
