@@ -25,9 +25,7 @@ class RunDir:
         base = Path(parent or os.environ.get("XDG_RUNTIME_DIR") or tempfile.gettempdir())
         try:
             _sweep(base)
-            self.path = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=base))
-            self._lock = os.open(self.path / _LOCK, os.O_CREAT | os.O_RDWR, 0o600)
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self.path, self._lock = _locked_folder(base)
         except OSError as error:
             raise ConfigError(
                 f"cannot make a folder for sockets in {base}: {error.strerror}. Name a "
@@ -50,6 +48,21 @@ class RunDir:
             shutil.rmtree(self.path, ignore_errors=True)
             os.close(self._lock)
             self._lock = -1
+
+
+def _locked_folder(base: Path) -> tuple[Path, int]:
+    """A new folder below ``base``, and the descriptor that keeps it locked."""
+    while True:
+        path = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=base))
+        lock = os.open(path / _LOCK, os.O_CREAT | os.O_RDWR, 0o600)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if os.path.samestat(os.fstat(lock), os.stat(path / _LOCK)):
+                return path, lock
+        except (BlockingIOError, FileNotFoundError):
+            pass
+        # Another server has swept it in the moment before it was locked.
+        os.close(lock)
 
 
 def _sweep(base: Path) -> None:
