@@ -54,13 +54,15 @@ class LogPump:
         os.close(self._read_fd)
 
     def _on_readable(self) -> None:
-        try:
-            while data := os.read(self._read_fd, _READ_BYTES):
-                self._copy(data)
-                if len(data) < _READ_BYTES:
-                    break
-        except BlockingIOError:
-            pass
+        # No more than the pipe holds: whoever logs without end must not keep the loop busy.
+        for _ in range(_PIPE_BYTES // _READ_BYTES):
+            try:
+                data = os.read(self._read_fd, _READ_BYTES)
+            except BlockingIOError:
+                return
+            self._copy(data)
+            if len(data) < _READ_BYTES:
+                return
 
     def _copy(self, data: bytes) -> None:
         for sink in self._sinks:
