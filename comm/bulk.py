@@ -40,14 +40,22 @@ class BulkSender:
         return sum(map(len, self._held.values()))
 
     def put(self, receiver: Hashable, parts: Iterable[memoryview]) -> Handle:
-        """Write the parts one after another into new memory; what `open_bulk` needs."""
+        """Write the parts one after another into new memory; what `open_bulk` needs.
+
+        Raises:
+            OSError: the host has no memory left for them.
+        """
         fd = os.memfd_create("trimaran-bulk", os.MFD_CLOEXEC)
         num_bytes = 0
-        for part in parts:
-            view = part.cast("B")
-            num_bytes += len(view)
-            while view:
-                view = view[os.write(fd, view) :]
+        try:
+            for part in parts:
+                view = part.cast("B")
+                num_bytes += len(view)
+                while view:
+                    view = view[os.write(fd, view) :]
+        except OSError:
+            os.close(fd)
+            raise
         number = next(self._numbers)
         self._held[receiver][number] = fd
         return [os.getpid(), fd, num_bytes, number]
