@@ -8,6 +8,7 @@ import grpc.aio
 from tritonclient.grpc import service_pb2_grpc
 
 from trimaran.comm.errors import ConfigError
+from trimaran.server.grpc_decoding import DecodingInterceptor
 from trimaran.server.grpc_service import InferenceServicer
 from trimaran.server.grpc_stream import Context
 from trimaran.server.service import Service
@@ -40,7 +41,10 @@ class GrpcServer:
         """The port in use, also when 0 was asked for."""
         # Where it need not be shared, a second server on the port would bind silently.
         is_shared = int(service.config.num_frontends > 1)
-        self._server = grpc.aio.server(options=(("grpc.so_reuseport", is_shared), *_OPTIONS))
+        self._server = grpc.aio.server(
+            interceptors=(DecodingInterceptor(),),
+            options=(("grpc.so_reuseport", is_shared), *_OPTIONS),
+        )
         service_pb2_grpc.add_GRPCInferenceServiceServicer_to_server(
             InferenceServicer(service), self._server
         )

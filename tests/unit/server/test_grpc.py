@@ -313,3 +313,17 @@ def test_a_cancelled_call_ends_its_request(fresh_server):
     fresh_server.wait_until(lambda: fresh_server.repeat.num_running == 0)
     assert fresh_server.repeat.num_ended_early == 1
     client.close()
+
+
+@pytest.mark.parametrize("kind", ["ModelInfer", "ModelStreamInfer"])
+def test_what_is_no_message_is_the_callers_fault_and_no_traceback(server, caplog, kind):
+    path = f"/inference.GRPCInferenceService/{kind}"
+    with caplog.at_level("INFO"), grpc.insecure_channel(server.grpc_url) as channel:
+        if kind == "ModelInfer":
+            code, text = refusal(lambda: channel.unary_unary(path)(b"\xff\xff"))
+        else:
+            call = channel.stream_stream(path)(iter([b"\xff\xff"]))
+            code, text = refusal(lambda: list(call))
+    assert code == "INTERNAL"
+    assert text.startswith("the message cannot be decoded: ")
+    assert [record for record in caplog.records if record.levelname == "ERROR"] == []
