@@ -6,6 +6,7 @@ from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import replace
 
+import numpy as np
 from tritonclient.grpc.model_config_pb2 import ModelConfig
 
 from trimaran.comm.errors import RequestError
@@ -171,25 +172,26 @@ def _with_beams(sampling: SamplingParams, inputs: SampleInputs) -> SamplingParam
 def _prompt(
     inputs: SampleInputs, facts: dict[str, object], num_table_entries: int
 ) -> list[int]:
-    ids = inputs.ids("input_ids")
+    array = inputs.array("input_ids")
+    ids = np.empty(0, np.int32) if array is None else array.reshape(-1)
     length = inputs.scalar("input_lengths")
     if length is not None:
-        if not 0 <= length <= len(ids):
+        if not 0 <= length <= ids.size:
             raise RequestError(
-                f"input_lengths is {length} but must be between 0 and {len(ids)}, the number "
+                f"input_lengths is {length} but must be between 0 and {ids.size}, the number "
                 "of input_ids"
             )
         ids = ids[:length]
-    if not ids:
+    if not ids.size:
         raise RequestError("the prompt is empty: input_ids must hold at least one token")
     limit = min(int(str(facts["max_input_len"])), int(str(facts["max_seq_len"])) - 1)
-    if len(ids) > limit:
+    if ids.size > limit:
         raise RequestError(
-            f"Prompt length ({len(ids)}) exceeds maximum input length ({limit}). Shorten the "
+            f"Prompt length ({ids.size}) exceeds maximum input length ({limit}). Shorten the "
             "prompt, or build the engine with a larger --max-input-len."
         )
     vocab_size = int(str(facts["vocab_size"])) + num_table_entries
-    low, high = min(ids), max(ids)
+    low, high = int(ids.min()), int(ids.max())
     if low < 0 or high >= vocab_size:
         bad = low if low < 0 else high
         raise RequestError(
@@ -199,4 +201,5 @@ def _prompt(
                 * bool(num_table_entries)
             )
         )
-    return ids
+    found: list[int] = ids.tolist()
+    return found
