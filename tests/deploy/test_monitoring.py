@@ -21,6 +21,8 @@ import yaml
 from served import Served, free_ports
 from tools import program
 
+pytestmark = pytest.mark.timeout(600)
+
 DEPLOY = Path(__file__).resolve().parents[2] / "deploy"
 RUNBOOK = DEPLOY.parent / "docs" / "runbook.md"
 LONG_BODY = {"text_input": "It was", "max_tokens": 800, "bad_words": "", "stop_words": ""}
