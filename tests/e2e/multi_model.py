@@ -66,7 +66,7 @@ class MultiModel(Served):
             if process.environ().get("TRIMARAN_GROUP") == group
         }
 
-    def wait_log(self, text: str, count: int = 1, timeout_s: float = 60) -> None:
+    def wait_log(self, text: str, count: int = 1, timeout_s: float = 120) -> None:
         """Wait until the log holds ``text`` so many times."""
         deadline = time.monotonic() + timeout_s
         while self.log().count(text) < count:

@@ -39,7 +39,7 @@ from trimaran.worker.config import (
 
 BIN = Path(sys.executable).parent
 DEMO_MODEL = Path(__file__).resolve().parents[2] / "examples" / "demo_models" / "base"
-START_TIMEOUT_S = 90.0
+START_TIMEOUT_S = 180.0
 
 
 def wait_until(is_done: Callable[[], bool], timeout_s: float, what: str) -> None:
@@ -100,7 +100,7 @@ class RankGroup:
         self._engines: list[Connection] = []
         self._supervisor = Address(path=str(folder / "s.sock")).listen()
         self._frontend = Address(path=str(folder / "f.sock")).listen()
-        self._frontend.settimeout(60.0)
+        self._frontend.settimeout(START_TIMEOUT_S)
         self.config = self._rank_config(f"unix:{folder}/f.sock", **changes)
         env = ChildEnv(supervisor=f"unix:{folder}/s.sock", token="t", group="g")
         self.log_path = folder / "ranks.log"

@@ -108,7 +108,7 @@ class Served:
                 cwd="/",
             )
 
-    def wait_ready(self, timeout_s: float = 90) -> None:
+    def wait_ready(self, timeout_s: float = 180) -> None:
         """Return when the server answers ready; fail with its log otherwise."""
         deadline = time.monotonic() + timeout_s
         while time.monotonic() < deadline:
@@ -137,11 +137,12 @@ class Served:
         return f"http://{self.address}:{self.http_port}{path}"
 
     def post(self, path: str, body: Any, timeout_s: float = 60) -> tuple[int, Any]:
-        """POST JSON; return status and decoded JSON, errors included."""
+        """POST JSON; return status and decoded JSON, errors included; None: no content."""
         request = urllib.request.Request(self.url(path), data=json.dumps(body).encode())
         try:
             with urllib.request.urlopen(request, timeout=timeout_s) as reply:
-                return reply.status, json.load(reply)
+                content = reply.read()
+                return reply.status, json.loads(content) if content else None
         except urllib.error.HTTPError as error:
             return error.code, json.loads(error.read())
 

@@ -121,7 +121,7 @@ def find(server: Served, name: str, number: int = 0) -> psutil.Process:
     return sorted(found, key=lambda process: process.pid)[number]
 
 
-def wait_log(server: Served, text: str, count: int = 1, timeout_s: float = 60) -> None:
+def wait_log(server: Served, text: str, count: int = 1, timeout_s: float = 120) -> None:
     """Wait until the log holds ``text`` so many times."""
     deadline = time.monotonic() + timeout_s
     while server.log().count(text) < count:
