@@ -54,7 +54,7 @@ SUBCOMMANDS: dict[str, Subcommand] = {
     "init-repo": Subcommand(
         "trimaran.launcher.init_repo",
         "write a model repository",
-        "trimaran init-repo repository --fill engine_dir:engine,tokenizer_dir:llama",
+        "trimaran init-repo repository --defaults --fill engine_dir:/e,tokenizer_dir:/t",
     ),
     "fill-template": Subcommand(
         "trimaran.launcher.fill_template",

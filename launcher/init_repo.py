@@ -15,6 +15,18 @@ logger = logging.getLogger(__name__)
 
 MODELS = ("ensemble", "preprocessing", "tensorrt_llm", "postprocessing", "tensorrt_llm_bls")
 
+# Of `--defaults`: one prompt or many, streams, and one process of each pipeline step.
+DEFAULTS = {
+    "triton_backend": "tensorrtllm",
+    "triton_max_batch_size": "64",
+    "decoupled_mode": "True",
+    "batching_strategy": "inflight_fused_batching",
+    "logits_datatype": "TYPE_FP32",
+    "encoder_input_features_data_type": "TYPE_FP16",
+    "preprocessing_instance_count": "1",
+    "postprocessing_instance_count": "1",
+    "bls_instance_count": "1",
+}
 # The scripts of the replaced system, by their documented paths, and the command that each
 # one stands for.
 SCRIPTS = {
@@ -46,6 +58,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="fill these placeholders in every model that has them",
     )
     parser.add_argument(
+        "--defaults",
+        action="store_true",
+        help="give what every repository must say, and --fill does not, its usual value",
+    )
+    parser.add_argument(
         "--models", default=",".join(MODELS), help="comma list of the models to write"
     )
     parser.add_argument(
@@ -68,6 +85,8 @@ def run(args: argparse.Namespace) -> int:
     for key in values:
         if not any(f"${{{key}}}" in text for text in texts.values()):
             raise ConfigError(f"no template has the placeholder ${{{key}}}")
+    if args.defaults:
+        values = {**DEFAULTS, **values}
     for name, text in texts.items():
         _write_model(root / name, fill(text, values) if values else text, args.force)
     print(f"wrote {', '.join(names)} to {root}")

@@ -10,6 +10,7 @@ import pytest
 from trimaran.launcher import init_repo
 from trimaran.launcher.cli import main
 from trimaran.launcher.fill_template import parse_substitutions
+from trimaran.server.model_repository import ModelRepository
 
 
 @pytest.mark.parametrize(
@@ -95,6 +96,14 @@ def test_init_repo_fills_each_model_that_has_the_placeholder(tmp_path):
 
     assert '"/e"' in (root / "tensorrt_llm" / "config.pbtxt").read_text()
     assert "count: 3" in (root / "tensorrt_llm_bls" / "config.pbtxt").read_text()
+
+
+def test_defaults_leave_nothing_to_fill_and_yield_to_what_is_given(tmp_path, capsys):
+    given = "triton_max_batch_size:7,tokenizer_dir:/t,engine_dir:/e"
+    assert main(["init-repo", str(tmp_path), "--defaults", "--fill", given]) == 0
+    assert "to fill in" not in capsys.readouterr().out
+    models = ModelRepository.load(tmp_path).models.values()
+    assert {model.config.max_batch_size for model in models} == {7}
 
 
 def test_init_repo_refuses_a_fill_key_that_no_template_has(tmp_path, capsys):
