@@ -46,6 +46,7 @@ class SharedMemoryGroup(TensorParallelGroup):
     def __init__(self, world: World, segment: SharedSegment, timeout_s: float) -> None:
         self.rank = world.rank
         self.size = world.size
+        self._root_ranks = world.root_ranks
         self._segment = segment
         self.timeout_s = timeout_s
         words = segment.words()[: self.size * WORDS_A_LINE]
@@ -201,10 +202,11 @@ class SharedMemoryGroup(TensorParallelGroup):
             self._futexes[rank].wait(seen, _LONGEST_SLEEP_S)
 
     def _describe_late(self, count: int, phase: str) -> str:
-        late = {rank: n for rank in range(self.size) if (n := self._flags[rank]) < count}
+        names = self._root_ranks
+        late = {names[rank]: n for rank, n in enumerate(self._flags) if n < count}
         return (
-            f"rank(s) {list(late)} of the tensor group did not reach phase {count} ({phase}) "
-            f"within {self.timeout_s:g} s; they are at {list(late.values())}"
+            f"rank(s) {list(late)} did not reach phase {count} ({phase}) of the group of ranks "
+            f"{list(names)} within {self.timeout_s:g} s; they are at {list(late.values())}"
         )
 
     def _slot_views(self, numel: int, dtype: torch.dtype) -> list[torch.Tensor]:
