@@ -19,7 +19,7 @@ from served import ROOT, Served
 
 EXAMPLES = ROOT / "examples"
 NUM_FRONTENDS = 3
-DEADLINE_S = 30
+DEADLINE_S = 60
 STREAM = "/v2/models/ensemble/generate_stream"
 UNLOAD_ALL = {"parameters": {"unload_dependents": True}}
 GENERATE = "/v2/models/ensemble/generate"
@@ -61,9 +61,18 @@ class Several(Served):
             connection.close()
         raise AssertionError(f"no connection reached front end {index}")
 
+    def connect_all(self) -> list[http.client.HTTPConnection]:
+        """An open connection to each front end, since finding one can take a while."""
+        return [self.connect(index) for index in range(NUM_FRONTENDS)]
+
     def call(self, index: int, method: str, path: str, body: Any = None) -> tuple[int, Any]:
         """Status and JSON of a request to the front end of this number."""
-        connection = self.connect(index)
+        return self.ask(self.connect(index), method, path, body)
+
+    def ask(
+        self, connection: http.client.HTTPConnection, method: str, path: str, body: Any = None
+    ) -> tuple[int, Any]:
+        """Status and JSON of a request on a connection, which is closed."""
         connection.request(method, path, None if body is None else json.dumps(body))
         answer = connection.getresponse()
         content = answer.read()
@@ -150,11 +159,12 @@ def test_every_front_end_answers_alike_and_counts_for_all(server: Several) -> No
 
 def test_a_request_is_stopped_by_its_id_at_another_front_end(server: Several) -> None:
     whole = server.call(0, "POST", GENERATE, {**PROMPT, "max_tokens": 800})[1]
+    stop = {"id": "long", "stop": True, "input_ids": [1], "request_output_len": 1}
+    another = server.connect(2)
     stream = Stream(server.connect(1), id="long", max_tokens=800)
     wait_until(stream.has_begun)
 
-    stop = {"id": "long", "stop": True, "input_ids": [1], "request_output_len": 1}
-    server.call(2, "POST", "/v2/models/tensorrt_llm/generate_stream", stop)
+    server.ask(another, "POST", "/v2/models/tensorrt_llm/generate_stream", stop)
 
     text = stream.text()
     assert len(text) < len(whole["text_output"])
@@ -230,12 +240,13 @@ def test_a_model_with_ranks_is_unloaded_once_the_streams_of_all_have_ended(
 
 
 def test_a_dead_rank_is_replayed_for_the_streams_of_all(server: Several) -> None:
-    whole = server.call(0, "POST", GENERATE, {**PROMPT, "max_tokens": 300})[1]["text_output"]
-    streams = [Stream(server.connect(i), max_tokens=300) for i in range(NUM_FRONTENDS)]
-    wait_until(lambda: all(stream.has_begun() for stream in streams))
+    whole = server.call(0, "POST", GENERATE, {**PROMPT, "max_tokens": 800})[1]["text_output"]
     replays = server.metric("trimaran_replayed_requests")
+    (rank,) = server.ranks()
+    streams = [Stream(connection, max_tokens=800) for connection in server.connect_all()]
+    wait_until(lambda: all(stream.has_begun() for stream in streams))
 
-    server.ranks()[0].kill()
+    rank.kill()
 
     texts = [PROMPT["text_input"] + stream.text() for stream in streams]
     assert texts == [whole] * NUM_FRONTENDS
@@ -255,10 +266,10 @@ def test_a_front_end_that_dies_takes_nothing_with_it_but_its_connections(
     server: Several, index: int
 ) -> None:
     expected = server.call(2, "POST", GENERATE, {**PROMPT, "max_tokens": 300})[1]
-    stream = Stream(server.connect(2), max_tokens=300)
-    wait_until(stream.has_begun)
     before = server.succeeded(2)
     pid = server.named(index).pid
+    stream = Stream(server.connect(2), max_tokens=300)
+    wait_until(stream.has_begun)
 
     os.kill(pid, signal.SIGKILL)
     text = stream.text()
@@ -273,7 +284,7 @@ def test_a_front_end_that_dies_takes_nothing_with_it_but_its_connections(
 
 
 def test_a_drain_waits_for_the_streams_of_all(server: Several) -> None:
-    streams = [Stream(server.connect(i), max_tokens=200) for i in range(NUM_FRONTENDS)]
+    streams = [Stream(connection, max_tokens=400) for connection in server.connect_all()]
     wait_until(lambda: all(stream.has_begun() for stream in streams))
 
     code = server.stop()
