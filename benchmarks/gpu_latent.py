@@ -79,9 +79,11 @@ def time_us(launch: Callable[[], object], count: int = 12) -> float:
     return sorted(times)[3] / count * 1e3
 
 
-def decodes(cache: Tensor, heads: int, configs: list[LatentDecodeConfig]) -> None:
+def decodes(
+    cache: Tensor, heads: int, cases: list[tuple[int, int]], configs: list[LatentDecodeConfig]
+) -> None:
     """Print the attention of decodes, and the bytes that it reads a second."""
-    for count, length in DECODES:
+    for count, length in cases:
         metadata = metadata_of(length - 1, 1, count)
         query, output = random(count, heads, LATENT + ROTATED), random(count, heads, LATENT)
         for config in configs:
@@ -149,13 +151,13 @@ def _words(config: LatentDecodeConfig | LatentPrefillConfig) -> str:
     return "/".join(str(getattr(config, name)) for name in config.__slots__)
 
 
-def _decode_configs(heads: int, *, is_wide: bool) -> Iterator[LatentDecodeConfig]:
-    yield LatentDecodeConfig.of(heads, 2)
-    if is_wide:
-        for together in (16, 32, 64):
-            for tile, stages in ((32, 2), (32, 3), (64, 2)):
-                if together <= heads:
-                    yield LatentDecodeConfig(together, tile, 8, stages)
+def _decode_configs(heads: int) -> Iterator[LatentDecodeConfig]:
+    yield LatentDecodeConfig(16, 32, 4, 5)
+    for together in (16, 32, 64):
+        for tile, stages in ((32, 2), (32, 5), (64, 2), (64, 5)):
+            # Two buffers of 64 vectors are all that fits beside 64 queries.
+            if together <= heads and (together, tile, stages) != (64, 64, 5):
+                yield LatentDecodeConfig(together, tile, 8, stages)
 
 
 def main() -> None:
@@ -166,12 +168,15 @@ def main() -> None:
     print(torch.cuda.get_device_name(), triton_latent_prompts.PromptsConfig())
     cache = make_cache()
     for heads in (16, 128):
-        decodes(cache, heads, list(_decode_configs(heads, is_wide=is_wide)))
+        decodes(cache, heads, DECODES, [LatentDecodeConfig.of(heads, 2)])
         prompts(cache, heads)
         if is_wide:
-            shapes = [(64, min(heads, 64), tile, 8, s) for tile in (32, 64) for s in (2, 3)]
-            # Two buffers of 64 vectors are all that fits.
-            configs = [LatentPrefillConfig(*each) for each in shapes if each[2:] != (64, 8, 3)]
+            decodes(cache, heads, DECODES[2::2], list(_decode_configs(heads)))
+            rows, together = 64, min(heads, 64)
+            configs = [
+                LatentPrefillConfig(rows, together, tile, 8, stages)
+                for tile, stages in ((32, 2), (32, 5), (64, 2))
+            ]
             prefill_configs(cache, heads, configs)
 
 

@@ -36,7 +36,10 @@ class LatentDecodeConfig:
         heads = min(max(16, triton.next_power_of_2(num_heads)), 64)
         if itemsize > 2:
             return cls(16, 16, 4)
-        return cls(heads, 64, 8)
+        # Blocks are looked up in front of vectors: with fewer stages none of these would be
+        # on their way while others are multiplied. Rows of 64 are multiplied by another
+        # instruction, which has one tile more.
+        return cls(heads, 64, 8, 2 if heads == 64 else 5)
 
 
 @triton.jit  # type: ignore[untyped-decorator,unused-ignore]
