@@ -166,8 +166,8 @@ def _check_beams(sampling: SamplingParams, limits: SchedulerConfig, has_output: 
     if width > limits.max_beam_width:
         raise RequestError(
             f"beam_width is {width} but this engine serves at most {limits.max_beam_width}. "
-            "Ask for fewer beams, or build the engine with a larger --max-beam-width (a Hugging "
-            "Face folder: set max_beam_width in config.pbtxt)."
+            "Ask for fewer beams, or build the engine with a larger --max-beam-width (for a "
+            "Hugging Face folder set max_beam_width in config.pbtxt)."
         )
     if count > width:
         raise RequestError(
