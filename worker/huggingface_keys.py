@@ -8,6 +8,20 @@ from typing import Any
 
 from trimaran.comm.errors import ConfigError
 
+_LONGROPE_ONCE = ("su",)
+"""What Phi 3 called LongRoPE."""
+
+_STRETCHED = ("llama3", "yarn", "longrope", *_LONGROPE_ONCE)
+"""Scalings that begin at the length that was trained on."""
+
+_ACTIVATIONS = {
+    # Other ways to write the same formulas.
+    "gelu_fast": "gelu_new",
+    "gelu_accurate": "gelu_new",
+    "gelu_python": "gelu",
+    "swish": "silu",
+}
+
 
 def check_positive(name: str, value: Any) -> None:
     """Raise `ConfigError` unless a value is a whole number of 1 or more."""
@@ -43,14 +57,30 @@ def partial_rope(
 ) -> tuple[float, dict[str, Any] | None, float]:
     """Rotary base, scaling, and the share of a head's dims that is rotated.
 
-    ``share`` is the share of a configuration that does not name it.
+    ``share`` is the share of a configuration that does not name it. Lengths that scalings
+    depend on are completed as transformers completes them.
     """
     scaling = dict(values.get("rope_parameters") or values.get("rope_scaling") or {})
     base = float(scaling.pop("rope_theta", None) or values.get("rope_theta") or 10000.0)
     named = scaling.pop("partial_rotary_factor", None) or values.get("partial_rotary_factor")
-    scaling["rope_type"] = scaling.pop("type", None) or scaling.get("rope_type") or "default"
-    plain = scaling["rope_type"] == "default"
+    kind = scaling["rope_type"] = (
+        scaling.pop("type", None) or scaling.get("rope_type") or "default"
+    )
+    if kind in _STRETCHED:
+        _complete_lengths(values, scaling)
+    plain = kind == "default"
     return base, None if plain else scaling, share if named is None else float(named)
+
+
+def _complete_lengths(values: Mapping[str, Any], scaling: dict[str, Any]) -> None:
+    """The length that was trained on stands outside, or within, or is the present one."""
+    longest = values["max_position_embeddings"]
+    trained = values.get("original_max_position_embeddings")
+    trained = trained or scaling.get("original_max_position_embeddings") or longest
+    check_positive("original_max_position_embeddings", trained)
+    scaling["original_max_position_embeddings"] = trained
+    if scaling["rope_type"] in ("longrope", *_LONGROPE_ONCE):
+        scaling["factor"] = scaling.get("factor") or longest / trained
 
 
 def yarn_scale(factor: float, weight: float) -> float:
@@ -58,7 +88,6 @@ def yarn_scale(factor: float, weight: float) -> float:
     return 1.0 if factor <= 1.0 else 0.1 * weight * math.log(factor) + 1.0
 
 
-def plain_activation(name: str) -> str:
-    """Our name of an element-wise activation."""
-    # Another way to write the same formula.
-    return "gelu_new" if name == "gelu_fast" else name
+def activation_name(name: str) -> str:
+    """Our name of an activation."""
+    return _ACTIVATIONS.get(name, name)

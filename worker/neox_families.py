@@ -7,10 +7,10 @@ from typing import Any
 
 from trimaran.comm.errors import ConfigError
 from trimaran.worker.huggingface_keys import (
+    activation_name,
     check_positive,
     head_size_of,
     partial_rope,
-    plain_activation,
     rope,
 )
 
@@ -29,7 +29,7 @@ def from_gptj(values: Mapping[str, Any]) -> dict[str, Any]:
         "head_size": head_size_of(hidden, heads),
         "max_position_embeddings": values["n_positions"],
         "norm_epsilon": values.get("layer_norm_epsilon", 1e-5),
-        "hidden_act": plain_activation(values.get("activation_function", "gelu_new")),
+        "hidden_act": activation_name(values.get("activation_function", "gelu_new")),
         "position_embedding_type": "rope_gptj",
         "rotary_size": rotary_size,
         "tie_word_embeddings": bool(values.get("tie_word_embeddings", False)),
@@ -44,8 +44,9 @@ def from_gpt_neox(values: Mapping[str, Any]) -> dict[str, Any]:
     """GPT-NeoX and Pythia: the share of the rotated part is named."""
     heads, hidden = values["num_attention_heads"], values["hidden_size"]
     head_size = head_size_of(hidden, heads)
-    named = {"rope_theta": values.get("rotary_emb_base"), **values}
-    base, scaling, share = partial_rope(named, values.get("rotary_pct", 0.25))
+    # Outside of the rotation's own dictionary it has names that no other family has.
+    outside = {"rope_theta": values.get("rotary_emb_base"), "partial_rotary_factor": None}
+    base, scaling, share = partial_rope({**values, **outside}, values.get("rotary_pct", 0.25))
     check_positive("rotary_pct times the head size", int(head_size * share))
     return {
         "hidden_size": hidden,
@@ -56,7 +57,7 @@ def from_gpt_neox(values: Mapping[str, Any]) -> dict[str, Any]:
         "head_size": head_size,
         "max_position_embeddings": values["max_position_embeddings"],
         "norm_epsilon": values.get("layer_norm_eps", 1e-5),
-        "hidden_act": plain_activation(values.get("hidden_act", "gelu")),
+        "hidden_act": activation_name(values.get("hidden_act", "gelu")),
         "position_embedding_type": "rope_gpt_neox",
         "rotary_base": base,
         "rotary_size": int(head_size * share),
@@ -92,7 +93,7 @@ def from_falcon(values: Mapping[str, Any]) -> dict[str, Any]:
         "head_size": head_size_of(hidden, heads),
         "max_position_embeddings": values.get("max_position_embeddings", 2048),
         "norm_epsilon": values.get("layer_norm_epsilon", 1e-5),
-        "hidden_act": plain_activation(values.get("activation", "gelu")),
+        "hidden_act": activation_name(values.get("activation", "gelu")),
         "position_embedding_type": "alibi_with_scale"
         if values.get("alibi")
         else "rope_gpt_neox",
@@ -121,7 +122,7 @@ def from_phi(values: Mapping[str, Any]) -> dict[str, Any]:
         "head_size": head_size,
         "max_position_embeddings": values["max_position_embeddings"],
         "norm_epsilon": values.get("layer_norm_eps", 1e-5),
-        "hidden_act": plain_activation(values.get("hidden_act", "gelu_new")),
+        "hidden_act": activation_name(values.get("hidden_act", "gelu_new")),
         "position_embedding_type": "rope_gpt_neox",
         "rotary_base": base,
         "rotary_size": int(head_size * share),

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from trimaran.comm.errors import ConfigError
+from trimaran.worker.huggingface_defaults import with_defaults
 from trimaran.worker.huggingface_keys import check_positive
 from trimaran.worker.pretrained_families import FAMILIES, text_values
 
@@ -66,6 +67,9 @@ class PretrainedConfig:
 
     query_scale: float = 0.0
     """Scores are divided by the root of this; 0 means the head size."""
+
+    attn_divided_by_layer: bool = False
+    """Scores are divided by the number of their layer too, counted from 1."""
 
     attn_soft_cap: float = 0.0
     """Scores become ``cap * tanh(score / cap)``; 0 leaves them."""
@@ -232,7 +236,7 @@ class PretrainedConfig:
         try:
             architecture = _architecture_of(values)
             _check_architecture(architecture)
-            values = text_values(values)
+            values = with_defaults(text_values(values), FAMILIES[architecture].model_type)
             converted = FAMILIES[architecture].convert(values)
             return cls(architecture=architecture, **_common(values), **converted)
         except KeyError as error:

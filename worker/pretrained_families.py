@@ -8,7 +8,7 @@ from typing import Any
 
 from trimaran.comm.errors import ConfigError
 from trimaran.worker.deepseek_families import from_deepseek_v2, from_deepseek_v3
-from trimaran.worker.huggingface_keys import check_positive, partial_rope, rope
+from trimaran.worker.huggingface_keys import activation_name, check_positive, partial_rope, rope
 from trimaran.worker.neox_families import from_falcon, from_gpt_neox, from_gptj, from_phi
 
 GATED_ACTIVATIONS = ("silu", "gelu", "gelu_new", "gelu_pytorch_tanh")
@@ -46,7 +46,7 @@ def _from_llama(values: Mapping[str, Any]) -> dict[str, Any]:
         "head_size": values.get("head_dim") or values["hidden_size"] // heads,
         "max_position_embeddings": values["max_position_embeddings"],
         "norm_epsilon": values["rms_norm_eps"],
-        "hidden_act": values.get("hidden_act", "silu"),
+        "hidden_act": activation_name(values.get("hidden_act", "silu")),
         "position_embedding_type": "rope_gpt_neox",
         "rotary_base": rotary_base,
         "rope_scaling": rope_scaling,
@@ -85,10 +85,15 @@ def _from_mistral(values: Mapping[str, Any]) -> dict[str, Any]:
 
 def _from_qwen2(values: Mapping[str, Any]) -> dict[str, Any]:
     common = _from_llama(values)
-    is_on, first = values.get("use_sliding_window"), values.get("max_window_layers", 28)
-    layers = range(common["num_hidden_layers"])
-    sizes = windows(values, [number >= first for number in layers]) if is_on else ()
+    first = values.get("max_window_layers", 28)
+    sizes = _switched_windows(values, [number >= first for number in _layers(common)])
     return {**common, "attn_bias": False, "qkv_bias": True, "layer_windows": sizes}
+
+
+def _switched_windows(values: Mapping[str, Any], sliding: Sequence[bool]) -> tuple[int, ...]:
+    """Windows of Qwen's models, which have them switched off unless they say otherwise."""
+    is_on = bool(values.get("use_sliding_window"))
+    return windows(values if is_on else {**values, "sliding_window": None}, sliding)
 
 
 def _from_qwen3(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -100,29 +105,24 @@ def _from_qwen3(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _from_phi3(values: Mapping[str, Any]) -> dict[str, Any]:
-    base, scaling, share = partial_rope(values)
+    base, scaling, share = partial_rope(_as_longrope(values))
     whole = {"rope_parameters": {"rope_theta": base}, "partial_rotary_factor": None}
     common = _from_mistral({**values, **whole})
     rotated = int(common["head_size"] * share)
     return {
         **common,
         "rotary_size": 0 if rotated == common["head_size"] else rotated,
-        "rope_scaling": None if scaling is None else _longrope(values, scaling),
+        "rope_scaling": scaling,
     }
 
 
-def _longrope(values: Mapping[str, Any], scaling: dict[str, Any]) -> dict[str, Any]:
-    """Phi's scaling with all that it depends on; it was called ``su`` and ``yarn`` too."""
-    old_length = values.get("original_max_position_embeddings")
-    old_length = old_length or scaling["original_max_position_embeddings"]
-    check_positive("original_max_position_embeddings", old_length)
-    factor = scaling.get("factor") or values["max_position_embeddings"] / old_length
-    return {
-        **scaling,
-        "rope_type": "longrope",
-        "original_max_position_embeddings": old_length,
-        "factor": factor,
-    }
+def _as_longrope(values: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Phi's scaling by its name of today; it was called ``su`` and ``yarn`` too."""
+    scaling = dict(values.get("rope_parameters") or values.get("rope_scaling") or {})
+    kind = scaling.pop("type", None) or scaling.get("rope_type")
+    if kind not in ("su", "yarn"):
+        return values
+    return {**values, "rope_parameters": {**scaling, "rope_type": "longrope"}}
 
 
 def _from_gemma2(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -135,7 +135,7 @@ def _from_gemma2(values: Mapping[str, Any]) -> dict[str, Any]:
     alternating = [number % 2 == 0 for number in range(common["num_hidden_layers"])]
     return {
         **common,
-        "hidden_act": values.get("hidden_activation") or "gelu_pytorch_tanh",
+        "hidden_act": activation_name(values.get("hidden_activation") or "gelu_pytorch_tanh"),
         "norm_offset": 1.0,
         "query_scale": float(values.get("query_pre_attn_scalar", 256)),
         "attn_soft_cap": float(values.get("attn_logit_softcapping") or 0.0),
@@ -146,6 +146,11 @@ def _from_gemma2(values: Mapping[str, Any]) -> dict[str, Any]:
 
 def _from_gemma3(values: Mapping[str, Any]) -> dict[str, Any]:
     """Its rotations are given for each kind of layer, or once with a base for local ones."""
+    if values.get("attn_logit_softcapping"):
+        raise ConfigError(
+            f"attn_logit_softcapping is {values['attn_logit_softcapping']}, which transformers "
+            "leaves out of Gemma 3's attention. It must be null"
+        )
     kinds = values.get("rope_parameters") or {}
     whole = kinds.get("full_attention") or values.get("rope_scaling") or {}
     base = whole.get("rope_theta") or values.get("rope_theta") or 1000000.0
@@ -192,19 +197,20 @@ def text_values(values: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _from_mixtral(values: Mapping[str, Any]) -> dict[str, Any]:
-    return {**_from_mistral(values), **_experts(values, values["intermediate_size"])}
+    experts = _experts(values, values["intermediate_size"])
+    return {**_from_mistral(values), **experts, "norm_topk_prob": True}
 
 
 def _from_qwen2_moe(values: Mapping[str, Any]) -> dict[str, Any]:
     common = _from_llama(values)
-    is_on, end = values.get("use_sliding_window"), values.get("max_window_layers", 28)
+    end = values.get("max_window_layers", 28)
     sliding = [number % 2 == 0 and number < end for number in _layers(common)]
     return {
         **common,
         **_experts(values, values["moe_intermediate_size"]),
         "attn_bias": False,
         "qkv_bias": bool(values.get("qkv_bias", True)),
-        "layer_windows": windows(values, sliding) if is_on else (),
+        "layer_windows": _switched_windows(values, sliding),
         "shared_expert_intermediate_size": values["shared_expert_intermediate_size"],
     }
 
@@ -216,9 +222,7 @@ def _from_qwen3_moe(values: Mapping[str, Any]) -> dict[str, Any]:
         **common,
         **_experts(values, values["moe_intermediate_size"]),
         "qk_norm": True,
-        "layer_windows": windows(values, everywhere)
-        if values.get("use_sliding_window")
-        else (),
+        "layer_windows": _switched_windows(values, everywhere),
     }
 
 
@@ -237,8 +241,7 @@ def _experts(values: Mapping[str, Any], inner: int) -> dict[str, Any]:
         "num_experts": named,
         "num_experts_per_tok": values["num_experts_per_tok"],
         "moe_intermediate_size": inner,
-        # Mixtral's always are; Qwen's say.
-        "norm_topk_prob": bool(values.get("norm_topk_prob", "num_local_experts" in values)),
+        "norm_topk_prob": bool(values.get("norm_topk_prob")),
         "dense_layers": tuple(n for n in numbers if n in dense or (n + 1) % every),
     }
 
@@ -246,13 +249,10 @@ def _experts(values: Mapping[str, Any], inner: int) -> dict[str, Any]:
 def _from_gpt2(values: Mapping[str, Any]) -> dict[str, Any]:
     heads, hidden = values["n_head"], values["n_embd"]
     check_positive("n_head", heads)
-    for name in ("scale_attn_by_inverse_layer_idx", "add_cross_attention"):
-        if values.get(name):
-            raise ConfigError(
-                f"{name} is true, which is not served for GPT-2. It must be false"
-            )
-    if values.get("scale_attn_weights") is False:
-        raise ConfigError("scale_attn_weights is false, which is not served. It must be true")
+    if values.get("add_cross_attention"):
+        raise ConfigError(
+            "add_cross_attention is true, which is not served for GPT-2. It must be false"
+        )
     if hidden % heads:
         raise ConfigError(f"n_embd ({hidden}) is not a multiple of n_head ({heads})")
     return {
@@ -264,8 +264,10 @@ def _from_gpt2(values: Mapping[str, Any]) -> dict[str, Any]:
         "head_size": hidden // heads,
         "max_position_embeddings": values["n_positions"],
         "norm_epsilon": values.get("layer_norm_epsilon", 1e-5),
-        "hidden_act": values.get("activation_function", "gelu_new"),
+        "hidden_act": activation_name(values.get("activation_function", "gelu_new")),
         "position_embedding_type": "learned_absolute",
+        "query_scale": 0.0 if values.get("scale_attn_weights", True) else 1.0,
+        "attn_divided_by_layer": bool(values.get("scale_attn_by_inverse_layer_idx")),
         "tie_word_embeddings": bool(values.get("tie_word_embeddings", True)),
         "attn_bias": True,
         "mlp_bias": True,

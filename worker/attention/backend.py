@@ -62,8 +62,9 @@ class ForwardContext:
 
 def attention_spec(config: PretrainedConfig, number: int) -> AttentionSpec:
     """What the queries of the model's layer ``number`` see, and how they are scored."""
+    scale = (config.query_scale or config.head_size) ** -0.5
     return AttentionSpec(
-        scale=(config.query_scale or config.head_size) ** -0.5,
+        scale=scale / (number + 1) if config.attn_divided_by_layer else scale,
         window=config.window_of(number),
         soft_cap=config.attn_soft_cap,
     )

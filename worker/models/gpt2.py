@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 from trimaran.worker.attention.backend import (
     AttentionBackend,
-    AttentionSpec,
     ForwardContext,
+    attention_spec,
 )
 from trimaran.worker.attention.paged import PagedAttention
 from trimaran.worker.layers.activation import Activation
@@ -41,7 +41,7 @@ _LAYER_WEIGHTS = (
 class GPT2Attention(nn.Module):
     """Self-attention."""
 
-    def __init__(self, config: PretrainedConfig, context: LayerContext) -> None:
+    def __init__(self, config: PretrainedConfig, context: LayerContext, number: int) -> None:
         super().__init__()
         self.head_size = config.head_size
         heads = config.num_attention_heads
@@ -52,7 +52,7 @@ class GPT2Attention(nn.Module):
             context, self.qkv_proj.output_share, config.hidden_size, bias=True
         )
         self.backend: AttentionBackend = PagedAttention(
-            context.ops, AttentionSpec(scale=config.head_size**-0.5)
+            context.ops, attention_spec(config, number)
         )
 
     def forward(self, hidden_TD: Tensor, kv_cache: Tensor, context: ForwardContext) -> Tensor:
@@ -88,10 +88,10 @@ class GPT2MLP(nn.Module):
 class GPT2Layer(nn.Module):
     """One decoder layer; the residual is added by the next norm."""
 
-    def __init__(self, config: PretrainedConfig, context: LayerContext) -> None:
+    def __init__(self, config: PretrainedConfig, context: LayerContext, number: int) -> None:
         super().__init__()
         self.attention_norm = LayerNorm(context, config.hidden_size, config.norm_epsilon)
-        self.attention = GPT2Attention(config, context)
+        self.attention = GPT2Attention(config, context, number)
         self.mlp_norm = LayerNorm(context, config.hidden_size, config.norm_epsilon)
         self.mlp = GPT2MLP(config, context)
 
@@ -136,8 +136,8 @@ class GPT2LMHeadModel(CausalLM):
         return super().make_embedding(vocabulary)
 
     def make_layer(self, number: int) -> nn.Module:
-        """A decoder layer; all are alike."""
-        return GPT2Layer(self.config, self.context)
+        """A decoder layer."""
+        return GPT2Layer(self.config, self.context, number)
 
     def make_norm(self) -> LayerNorm:
         """The norm behind the last layer."""
