@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 FINALIZE_TIMEOUT_S = 10.0
+NEVER_S = 1e6
+"""Without a hang timeout: 11 days, about as long as a socket can be told to wait."""
 COLLECTIVE_SHARE = 0.8
 """Of the hang timeout: a collective gives up, and names who is missing, before the watchdog."""
 PING_SHARE = 1.5
@@ -52,7 +54,7 @@ class RankProcess:
         self._control: ControlPlane | None = None
         self._group: TensorParallelGroup | None = None
         self._links: PipelineLinks | None = None
-        self._hang_timeout_s = float("inf")
+        self._hang_timeout_s = NEVER_S
         self._device = ""
         self._times = StartTimes()
 
@@ -71,7 +73,7 @@ class RankProcess:
         self._times.end("interpreter and MPI")
         self._link, wire = SupervisorLink.connect(env, "rank", rank, size)
         config = RankConfig.from_wire(wire)
-        self._hang_timeout_s = config.hang_timeout_s or float("inf")
+        self._hang_timeout_s = min(config.hang_timeout_s or NEVER_S, NEVER_S)
         self._link.expect_pings(PING_SHARE * self._hang_timeout_s)
         self._watchdog = Watchdog(self._hang_timeout_s, self._abort_hung)
         self._watchdog.watch(lambda: "starting up", config.start_timeout_s)

@@ -13,6 +13,7 @@ from trimaran.comm import mpi
 from trimaran.comm.errors import PeerLostError
 from trimaran.comm.topology import ParallelLayout
 from trimaran.worker.config import CacheConfig, EngineConfig, ParallelConfig, SchedulerConfig
+from trimaran.worker.rank import NEVER_S
 
 VOCAB = 150
 HAS_GPUS = torch.cuda.device_count() >= mpi.MPI.COMM_WORLD.Get_size()
@@ -148,8 +149,11 @@ def test_stages_give_the_tokens_of_one_rank(world, models, changes):
 def test_stages_on_two_hosts_give_the_tokens_of_transformers(two_host_world, models):
     folder, theirs = models["llama"]
     ranks = make_ranks(two_host_world, pp_size=two_host_world.size)
+    driver = make_driver(folder, ranks)
+    # As a rank does without a hang timeout.
+    ranks.links.set_timeout(NEVER_S)
 
-    outputs = ranks.run(make_driver(folder, ranks), lambda driver: driver.serve(PROMPTS))
+    outputs = ranks.run(driver, lambda driver: driver.serve(PROMPTS))
 
     if two_host_world.rank == 0:
         assert outputs == greedy(theirs)
