@@ -21,7 +21,7 @@ _FEW, _MANY = 16, 128
 _COLUMNS, _STEP = 64, 64
 
 
-@triton.jit  # type: ignore[untyped-decorator,unused-ignore]
+@triton.jit(do_not_specialize=["num_tokens"])  # type: ignore[untyped-decorator,unused-ignore]
 def _head_linear_kernel(  # type: ignore[no-untyped-def]
     x, weight, output, x_token_stride, x_head_stride, weight_head_stride, weight_row_stride,
     weight_column_stride, token_stride, head_stride, num_tokens, num_heads,
