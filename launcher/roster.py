@@ -97,6 +97,10 @@ class Roster:
         del self.workers[group.spec.name]
         for engine in group.spec.engines:
             del self.configs[engine.name]
+        tag = group.spec.tag
+        self._budgets.pop(tag, None)
+        self._failed.discard(tag)
+        self._restart_in_s.pop(tag, None)
 
     def group_of(self, link: Link) -> Group | None:
         """The group to which a connected process belongs; None if that is no group of ours."""
