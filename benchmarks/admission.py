@@ -1,0 +1,143 @@
+"""How `max_utilization` admits: a scheduler alone, under loads of made-up output lengths."""
+
+from __future__ import annotations
+
+import argparse
+import random
+from array import array
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from trimaran.comm.sampling_params import SamplingParams
+from trimaran.worker.config import SchedulerConfig
+from trimaran.worker.kv_cache.manager import KVCacheManager
+from trimaran.worker.request import Request, Sequence
+from trimaran.worker.scheduler import Scheduler
+from trimaran.worker.step_plan import ScheduledStep
+
+BLOCK_SIZE = 32
+NUM_ROWS = 1024
+END_ID, OTHER_ID = 7, 99
+WIDE, NARROW = 28_125, 4_000
+"""Blocks: what an H200 has beside the 8B shape's weights, and what a smaller GPU has."""
+
+# What a step costs on an H200, 8B shape, bfloat16: to weigh steps, not to predict them.
+_LAUNCH_S = 0.2e-3
+_WEIGHTS_S = 3.8e-3
+_TOKEN_S = 23e-6
+_CACHED_TOKEN_S = 131_072 / 4.2e12
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """Requests that are all there at first."""
+
+    prompt: int
+    output: Callable[[random.Random], float]
+    """Draws how long an output is; one shorter than ``max_tokens`` ends by its end id."""
+
+    max_tokens: int
+    count: int
+    num_blocks: int = WIDE
+
+
+LOADS = {
+    "128/128 x 4,096": Load(128, lambda _: 128, 128, 4096),
+    "1000/1000 x 768": Load(1000, lambda _: 1000, 1000, 768),
+    "128/2048 x 512": Load(128, lambda _: 2048, 2048, 512),
+    "about 200 of 32,000 x 2,048": Load(128, lambda r: r.expovariate(1 / 200), 32_000, 2048),
+    "300 of 32,000 x 512": Load(128, lambda _: 300, 32_000, 512, NARROW),
+    "about 300 of 8,000 x 512": Load(
+        200, lambda r: r.lognormvariate(5.3, 0.9), 8_000, 512, NARROW
+    ),
+    "about 800 of 3,000 x 512": Load(
+        1000, lambda r: r.expovariate(1 / 800), 3_000, 512, NARROW
+    ),
+    "about 3,000 of 8,000 x 128": Load(128, lambda r: r.gauss(3000, 500), 8_000, 128, NARROW),
+}
+"""Tokens of prompt and output, or of an output and the limit that the client sets."""
+
+
+class _Counted(Scheduler):
+    """A scheduler that counts what pausing costs."""
+
+    num_pauses = 0
+    num_recomputed = 0
+
+    def _preempt(self, sequence: Sequence) -> None:
+        self.num_pauses += 1
+        self.num_recomputed += sequence.num_computed_tokens
+        super()._preempt(sequence)
+
+
+def make_scheduler(load: Load, expected: int) -> tuple[_Counted, list[int]]:
+    """A scheduler with all requests queued, and how long each sequence gets."""
+    longest = load.prompt + load.max_tokens
+    config = SchedulerConfig(
+        max_num_seqs=NUM_ROWS,
+        max_seq_len=longest,
+        max_input_len=longest,
+        policy="max_utilization",
+        expected_output_tokens=expected,
+    )
+    scheduler = _Counted(
+        config, KVCacheManager([load.num_blocks], BLOCK_SIZE, enable_reuse=False)
+    )
+    rng = random.Random(1)
+    lengths = []
+    for number in range(load.count):
+        request = Request(
+            source=0,
+            request_id=number,
+            number=number,
+            prompt_ids=array("i", [OTHER_ID] * load.prompt),
+            sampling=SamplingParams(max_tokens=load.max_tokens, end_id=END_ID),
+        )
+        scheduler.check(request)
+        scheduler.add(request)
+        lengths.append(load.prompt + max(1, int(load.output(rng))))
+    return scheduler, lengths
+
+
+def run(scheduler: _Counted, lengths: list[int]) -> tuple[int, float]:
+    """Steps until all have ended, two in flight, and the seconds that they would take."""
+    in_flight: deque[ScheduledStep] = deque()
+    seconds = 0.0
+    while scheduler.has_requests or in_flight:
+        step = scheduler.schedule()
+        if step is not None:
+            in_flight.append(step)
+            tokens = step.decision.num_tokens
+            cached = int(step.decision.num_computed_tokens.sum()) + tokens
+            seconds += _LAUNCH_S + max(_WEIGHTS_S, tokens * _TOKEN_S) + cached * _CACHED_TOKEN_S
+        if step is None or len(in_flight) == 2:
+            step = in_flight.popleft()
+            ids = [
+                END_ID if len(s.token_ids) >= lengths[s.request.number] else OTHER_ID
+                for s in step.sampled
+            ]
+            scheduler.update_from_output(step, ids)
+            scheduler.take_ended()
+    return scheduler.step, seconds
+
+
+def main() -> None:
+    """Print what each load costs under each first guess."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--expected", type=int, nargs="+", default=[1, 256, 1024, 4096],
+                        metavar="N", help="values of --expected-output-tokens")  # fmt: skip
+    parser.add_argument("--loads", nargs="+", choices=LOADS, default=list(LOADS),
+                        metavar="LOAD", help=", ".join(LOADS))  # fmt: skip
+    args = parser.parse_args()
+    print("load | expected | steps | seconds | pauses | tokens computed again")
+    for name in args.loads:
+        for expected in args.expected:
+            scheduler, lengths = make_scheduler(LOADS[name], expected)
+            steps, seconds = run(scheduler, lengths)
+            counts = f"{scheduler.num_pauses} | {scheduler.num_recomputed:,}"
+            print(f"{name} | {expected} | {steps:,} | {seconds:.1f} | {counts}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
