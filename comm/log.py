@@ -67,6 +67,8 @@ def setup_logging(
 ) -> None:
     """Log to stderr, where INFO is dropped on ranks above 0.
 
+    The level is the root logger's alone, so that it can be changed while the process runs.
+
     With ``directory`` also, complete, to a file of this process's own there, such as
     ``frontend.log`` or ``GROUP-rank1.log``, to which its next incarnation appends.
     """
@@ -77,8 +79,8 @@ def setup_logging(
         origin = role if rank is None else f"{group} {role} {rank}".lstrip()
         formatter = _TextFormatter(origin)
     on_stderr = _LossyStreamHandler(sys.stderr)
-    quiet = rank not in (None, 0) and level == "INFO"
-    on_stderr.setLevel("WARNING" if quiet else level)
+    if rank not in (None, 0) and level == "INFO":
+        on_stderr.setLevel("WARNING")
     handlers: list[logging.Handler] = [on_stderr]
     if directory:
         name = role if rank is None else f"{group}-{role}{rank}".lstrip("-")

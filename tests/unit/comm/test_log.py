@@ -1,0 +1,43 @@
+"""The log of a process, run as one, since it takes over the root logger."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+PROGRAM = """
+import logging
+from trimaran.comm.log import setup_logging
+from trimaran.server.log_settings import LogSettings
+
+setup_logging("frontend", rank={rank}, group="llm", directory={directory!r})
+settings = LogSettings()
+for level in (0, 1, 0):
+    settings.update({{"log_verbose_level": level}})
+    logging.debug("told at level %d", level)
+settings.update({{"log_info": False}})
+logging.info("not told")
+logging.warning("always told")
+"""
+
+
+def run(rank, directory=""):
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM.format(rank=rank, directory=str(directory))],
+        env={**os.environ, "PYTHONSAFEPATH": "1"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return [line.partition("] ")[2] for line in done.stderr.splitlines()]
+
+
+@pytest.mark.parametrize(("rank", "told"), [(None, ["told at level 1"]), (1, [])])
+def test_settings_that_change_while_it_runs_hold_on_stderr(rank, told):
+    assert run(rank) == [*told, "always told"]
+
+
+def test_the_file_of_a_process_has_what_its_rank_keeps_from_stderr(tmp_path):
+    run(1, tmp_path)
+    assert "told at level 1" in (tmp_path / "llm-frontend1.log").read_text()
