@@ -203,8 +203,10 @@ def test_a_search_without_temperature_or_without_ids_left_comes_to_an_end(make, 
     driver = make()
     plain = submit(driver, prompt_of(PROMPT), 3)
     cold = submit(driver, prompt_of(PROMPT), 3, temperature=0.0)
-    bias = np.full(150, -np.inf, "<f4").tobytes()
-    nothing = submit(driver, prompt_of(PROMPT), 3, embedding_bias=bias)
+    bias = np.full(150, -np.inf, "<f4")
+    bias[5] = 0.0
+    fields = {"embedding_bias": bias.tobytes(), "bad_words": [[5]]}
+    nothing = submit(driver, prompt_of(PROMPT), 3, **fields)
     driver.run()
 
     assert beams_of(driver, cold)[0] == beams_of(driver, plain)[0]
