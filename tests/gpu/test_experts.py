@@ -115,3 +115,16 @@ def test_a_graph_counts_what_is_chosen_but_not_for_its_padding():
         graph.replay()
         expected += ids[:real].flatten().bincount(minlength=60)
         assert counts.equal(expected)
+
+
+@pytest.mark.parametrize("scoring", ["softmax", "sigmoid"])
+def test_a_choice_among_nan_stays_among_the_experts(scoring):
+    logits = torch.full((3, 60), float("nan"), device=DEVICE)
+    counts = torch.zeros(64, dtype=torch.int64, device=DEVICE)
+
+    routing = ExpertRouting(num_chosen=4, scoring=scoring)
+    _, ids = triton_routing.choose_experts(logits, routing, None, ExpertCounter(counts[:60]))
+
+    assert ((ids >= 0) & (ids < 60)).all()
+    assert counts.sum() == ids.numel()
+    assert not counts[60:].any()
