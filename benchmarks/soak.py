@@ -20,7 +20,14 @@ from pathlib import Path
 _TESTS = Path(__file__).resolve().parents[1] / "tests"
 sys.path[:0] = [str(_TESTS / "faults"), str(_TESTS / "e2e")]
 
-from models import FOUR_GPUS, GPU_IDS, THREE_MODELS, TWO_GPUS, build_repository  # noqa: E402
+from models import (  # noqa: E402
+    FOUR_GPUS,
+    GPU_IDS,
+    LAYOUTS,
+    THREE_MODELS,
+    TWO_GPUS,
+    build_repository,
+)
 from shm import PrivateShm, SharedShm  # noqa: E402
 from soak_run import Soak  # noqa: E402
 
@@ -28,7 +35,8 @@ from soak_run import Soak  # noqa: E402
 def main() -> int:
     """Run the soak, print its account, write it as JSON; 0 if nothing was wrong."""
     args = _arguments()
-    models = {0: THREE_MODELS, 2: TWO_GPUS, 4: FOUR_GPUS}[args.gpus]
+    on_cpu = LAYOUTS if args.layouts else THREE_MODELS
+    models = {0: on_cpu, 2: TWO_GPUS, 4: FOUR_GPUS}[args.gpus]
     if args.leader:
         models = models[:1]
     # Answers are compared bit by bit: float32 on the CPU, fixed orders on a GPU.
@@ -72,6 +80,7 @@ def _arguments() -> argparse.Namespace:
     add("--seed", type=int, default=1)
     add("--faults", default="", help="comma list of kinds (default: all)")
     add("--gpus", type=int, default=0, choices=(0, 2, 4), help="0: on the CPU (%(default)s)")
+    add("--layouts", action="store_true", help="on the CPU: pipeline stages, and lanes")
     add("--leader", action="store_true", help="leader mode, with the first model alone")
     add("--shared-shm", action="store_true", help="use the machine's /dev/shm: needs no root")
     add("--json", type=Path, help="write the account there")

@@ -119,6 +119,14 @@ class ChaosServer(Served):
             return True
         return False
 
+    def is_live(self) -> bool:
+        """Whether the front end answers that it lives."""
+        with contextlib.suppress(OSError):
+            url = self.url("/v2/health/live")
+            with urllib.request.urlopen(url, timeout=5) as reply:
+                return bool(reply.status == 200)
+        return False
+
     def shm_files(self) -> list[str]:
         """Names in the server's /dev/shm."""
         assert self.shm is not None

@@ -55,6 +55,8 @@ THREE_MODELS = (
     Model("twins", "draft", num_replicas=2),
 )
 
+LAYOUTS = (Model("stages", "base", pp_size=2), Model("lanes", "moe", num_lanes=2))
+
 
 TWO_GPUS = (Model("first", "base"), Model("second", "draft"))
 FOUR_GPUS = (Model("pair", "base", tp_size=2), *TWO_GPUS)

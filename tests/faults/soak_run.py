@@ -80,7 +80,13 @@ class Soak:
             "num_clients": self.num_clients,
             "deadline_s": self.deadline_s,
             "models": {
-                m.name: {"tp": m.tp_size, "replicas": m.num_replicas} for m in self.models
+                m.name: {
+                    "tp": m.tp_size,
+                    "pp": m.pp_size,
+                    "dp": m.num_lanes,
+                    "replicas": m.num_replicas,
+                }
+                for m in self.models
             },
             "faults": _fault_figures(chaos.disturbances),
             "requests": _request_figures(load.outcomes, chaos.disturbances),
@@ -95,7 +101,7 @@ class Soak:
             "--max-restarts", "100000", "--restart-window", "10",
             "--max-replays", "3", "--replay-timeout", "45", *self.flags,
         )  # fmt: skip
-        world_size = self.models[0].tp_size
+        world_size = self.models[0].num_ranks
         return ChaosServer(
             self.repository, world_size, flags, multi_model=self.multi_model,
             folder=self.folder, make_shm=self.make_shm,

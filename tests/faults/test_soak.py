@@ -1,19 +1,23 @@
-"""The short form of the soak: three models, 64 clients, random kills, three minutes."""
+"""The short form of the soak: 64 clients and random kills, three minutes for each layout."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 import pytest
-from models import THREE_MODELS
+from models import LAYOUTS, THREE_MODELS, Model, build_repository
 from soak_run import Soak
 
 
-@pytest.mark.timeout(600)
-def test_three_models_keep_their_promises_under_random_kills(
-    three_models: Path, tmp_path: Path
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(
+    "models", [THREE_MODELS, LAYOUTS], ids=["ranks and replicas", "stages and lanes"]
+)
+def test_models_keep_their_promises_under_random_kills(
+    models: tuple[Model, ...], tmp_path: Path
 ):
-    report = Soak(three_models, THREE_MODELS, tmp_path, minutes=3.0).run()
+    repository = build_repository(tmp_path, models)
+    report = Soak(repository, models, tmp_path, minutes=3.0).run()
     assert report["problems"] == []
     assert sum(kind["count"] for kind in report["faults"].values()) >= 3
     for figures in report["requests"].values():
