@@ -71,7 +71,7 @@ class LatentShape(ModelShape):
     @property
     def mlp_width(self) -> int:
         """Inner values of one token, of its experts and of the shared one."""
-        return super().mlp_width + self.shared
+        return self.chosen * self.inner + self.shared
 
     @property
     def expert_bytes(self) -> float:

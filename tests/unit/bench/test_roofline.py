@@ -127,6 +127,10 @@ def test_shapes_with_latent_attention_have_their_known_sizes(config, parameters,
     shape = shape_of(config)
     assert shape.weight_bytes == pytest.approx(2 * parameters, rel=2e-3)
     assert shape.kv_token_bytes == cache_bytes
+    mixed = shape.layers - shape.dense_layers
+    experts = 3 * shape.hidden * shape.inner * shape.experts
+    assert shape.expert_bytes == 2 * mixed * experts
+    assert shape.mlp_width == config["num_experts_per_tok"] * shape.inner + shape.shared
 
 
 def test_a_large_batch_of_latent_attention_reads_its_cache_and_all_experts():
