@@ -5,8 +5,8 @@ mpirun -n 2 python benchmarks/gpu_all_reduce.py --json benchmarks/results/all_re
 Each row is the median of replays of a graph that holds many sums of one size, divided by
 their number; the sums come one after another, as in a decode step. ``peer one-shot`` and
 ``peer two-shot`` are `kernels/triton_peer_sum.py`, ``torch`` are the operators of
-torch.distributed._symmetric_memory with the copies they need. Our kernels are compared with
-NCCL first.
+torch.distributed._symmetric_memory with the copies they need, in a table of their own behind
+the others'. Our kernels are compared with NCCL first.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def ways_of(group: NcclGroup) -> dict[str, tuple[int, Sum]]:
         sums = PeerSum(own.addresses, group.rank, MOST_BYTES, one_shot, group.device, own)
         check_sums(group, sums)
         ways[f"peer {name}"] = (MOST_BYTES, sums)
-    return {**ways, **torch_ways(group)}
+    return ways
 
 
 def torch_ways(group: NcclGroup) -> dict[str, tuple[int, Sum]]:
@@ -90,21 +90,11 @@ def microseconds(call: Sum, x: torch.Tensor) -> float:
     return 1e3 * statistics.median(times) / CALLS
 
 
-def main() -> None:
-    """Print a table on rank 0."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--json", metavar="FILE", help="append the rows as JSON lines")
-    args = parser.parse_args()
-    world = mpi.World.discover()
-    device = torch.device("cuda", world.local_rank)
-    torch.cuda.set_device(device)
-    group = connect_group(world, device, 120.0)
-    assert isinstance(group, NcclGroup)
-    ways = ways_of(group)
+def _print_table(
+    world: mpi.World, device: torch.device, ways: dict[str, tuple[int, Sum]], path: str | None
+) -> None:
+    """A row a size, and a JSON line each at ``path``; by rank 0."""
     if world.rank == 0:
-        print(f"{world.size} x {torch.cuda.get_device_name(device)}, bf16, microseconds")
         print(f"{'KiB':>8}  " + "  ".join(f"{name:>14}" for name in ways))
     for num_bytes in SIZES:
         x = torch.empty(num_bytes // 2, dtype=torch.bfloat16, device=device)
@@ -115,10 +105,28 @@ def main() -> None:
         if world.rank == 0:
             cells = (f"{found.get(name, float('nan')):14.2f}" for name in ways)
             print(f"{num_bytes >> 10:8}  " + "  ".join(cells), flush=True)
-            if args.json:
+            if path:
                 line = {"ranks": world.size, "bytes": num_bytes, "us": found}
-                with open(args.json, "a", encoding="utf-8") as file:
+                with open(path, "a", encoding="utf-8") as file:
                     file.write(json.dumps(line) + "\n")
+
+
+def main() -> None:
+    """Print the tables on rank 0."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--json", metavar="FILE", help="append the rows as JSON lines")
+    args = parser.parse_args()
+    world = mpi.World.discover()
+    device = torch.device("cuda", world.local_rank)
+    torch.cuda.set_device(device)
+    group = connect_group(world, device, 120.0)
+    assert isinstance(group, NcclGroup)
+    if world.rank == 0:
+        print(f"{world.size} x {torch.cuda.get_device_name(device)}, bf16, microseconds")
+    for make_ways in (ways_of, torch_ways):
+        _print_table(world, device, make_ways(group), args.json)
     group.close()
     mpi.finalize()
 
