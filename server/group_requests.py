@@ -77,11 +77,14 @@ class GroupRequests:
         self._waiting[request_id] = future
         self._link.request(request_id, verb, arguments)
         try:
-            return await asyncio.wait_for(future, _REPLY_TIMEOUT_S)
-        except asyncio.TimeoutError:
+            # Not `wait_for`, which before Python 3.12 forgets that it was cancelled if the
+            # answer has come.
+            answered, _ = await asyncio.wait((future,), timeout=_REPLY_TIMEOUT_S)
+        finally:
+            self._waiting.pop(request_id, None)
+        if not answered:
             raise RequestError(
                 f"the supervisor did not answer {verb} within {_REPLY_TIMEOUT_S:g} s",
                 ErrorKind.INTERNAL,
-            ) from None
-        finally:
-            self._waiting.pop(request_id, None)
+            )
+        return future.result()
