@@ -31,27 +31,40 @@ class Engine:
     While `gate` is clear, a request gets its first token and no more.
     """
 
-    def __init__(self, address, model, group, first_id):
+    def __init__(self, model, group, first_id):
         self.group = group
         self.gate = threading.Event()
         self.gate.set()
         self.num_submitted = 0
-        hello = EngineHello(token="secret", model=model, group=group, facts=FACTS)
+        self._hello = EngineHello(token="secret", model=model, group=group, facts=FACTS)
+        self._first_id = first_id
+        self._thread = None
+
+    def dial(self, address):
+        """Serve once the front end accepts; raises OSError where it ends before."""
         # A real engine takes longer to load than the front end to expect it.
-        while not self._is_accepted(address, hello):
+        while not self._is_accepted(address, self._hello):
             self._peer.sock.close()
             time.sleep(0.05)
-        self._first_id = first_id
         self._thread = threading.Thread(target=self._serve, daemon=True)
         self._thread.start()
 
     def _is_accepted(self, address, hello):
         self._peer = Peer(address.connect(DEADLINE_S))
-        self._peer.send(hello)
-        return self._peer.receive(FrontendHello).accepted
+        try:
+            self._peer.send(hello)
+            answer = self._peer.receive(FrontendHello)
+            if answer is None:
+                raise ConnectionError("the front end has ended")
+        except OSError:
+            self._peer.sock.close()
+            raise
+        return answer.accepted
 
     def close(self):
         """End the connection, as a process that ends does."""
+        if self._thread is None:
+            return
         with contextlib.suppress(OSError):
             self._peer.close()
         self._thread.join()
@@ -99,6 +112,7 @@ class ControlledFrontend(StartedFrontend):
     def __init__(self, stack, tmp_path, *, started=(), down=(), **config):
         """``started`` groups are up already, those of ``down`` will be some time."""
         self.states = []
+        self._starts = []
         self.start_method = "mpirun"
         self.stopped = []
         self.remembered = {}
@@ -116,7 +130,8 @@ class ControlledFrontend(StartedFrontend):
         super().__init__(stack, tmp_path, **{**defaults, **config})
         stack.callback(self._close)
         self.scratch = tmp_path / "models"
-        threading.Thread(target=self._supervise, daemon=True).start()
+        self._thread = threading.Thread(target=self._supervise, daemon=True)
+        self._thread.start()
         for group in down:
             self._tell(group, group, 1, "down")
         if started:
@@ -240,6 +255,12 @@ class ControlledFrontend(StartedFrontend):
     def _close(self):
         with contextlib.suppress(OSError):
             self.supervisor.close()
+        self._thread.join()
+        # Engines may be held up by a front end that does not take them any more.
+        self.process.kill()
+        for start in self._starts:
+            start.cancel()
+            start.join()
         for engine in self.engines.values():
             engine.close()
 
@@ -258,12 +279,20 @@ class ControlledFrontend(StartedFrontend):
             self._tell(group, model, generation, "failed", self.failing[group])
         elif group not in self.held:
             # The front end has to take the answer first, as ranks take their time to load.
-            threading.Timer(0.1, self._start_engine, [group]).start()
+            self._starts.append(threading.Timer(0.1, self._start_engine_if_needed, [group]))
+            self._starts[-1].start()
+
+    def _start_engine_if_needed(self, group):
+        with contextlib.suppress(OSError):
+            # The test may be over, and the front end with it.
+            self._start_engine(group)
 
     def _start_engine(self, group):
         model, _, generation = group.partition("@")
         first_id = 300 * int(generation or 1)
-        self.engines[group] = Engine(self.engine_address, model, group, first_id)
+        # Known before the front end says that it serves.
+        self.engines[group] = Engine(model, group, first_id)
+        self.engines[group].dial(self.engine_address)
         self._tell(group, model, int(generation or 1), "up")
 
     def _stop_groups(self, request_id, arguments):
