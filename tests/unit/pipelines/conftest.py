@@ -28,6 +28,7 @@ from trimaran.comm.messages import (
     FrontendHello,
     Message,
     RequestFailed,
+    StatsReport,
     StepOutput,
     Submit,
     encode,
@@ -50,7 +51,7 @@ from trimaran.server.registry import ModelRegistry
 from trimaran.server.tokenizer import Tokenizer
 from trimaran.server.validation import Validator, WireInput
 
-_DEADLINE_S = 30
+_DEADLINE_S = 100
 Script = Callable[[Submit], list[int]]
 FACTS = {
     "max_batch_size": 64,
@@ -254,6 +255,7 @@ class Served:
         self.models: dict[str, Model] = {}
         self._plain: list[Model] = []
         self.dialled: list[ScriptedEngine] = []
+        self._num_reports = 0
 
     async def start(self) -> None:
         """Build the models and listen for engines."""
@@ -277,6 +279,16 @@ class Served:
         """A greeting that is accepted, but for ``fields``."""
         values = {"token": "secret", "model": "tensorrt_llm", "group": "g0", "facts": FACTS}
         return EngineHello(**{**values, **fields})
+
+    async def heard(self, engine: ScriptedEngine) -> None:
+        """Return once the front end knows all that an engine has said so far."""
+        self._num_reports += 1
+        report = {"active_requests": self._num_reports, "max_requests": 1 << 20}
+        engine.send(StatsReport(values=report))
+        line = f',request_type="active"}} {self._num_reports}\n'
+        await engine.until(lambda: line in self.metrics.render().decode())
+        for _ in range(10):
+            await asyncio.sleep(0)
 
     async def close(self) -> None:
         """End engines and connections."""

@@ -45,7 +45,7 @@ async def searching(serve, model, steps, **options):
                 engine.send(
                     _said(engine.submits[0].request_id, extras, number == len(steps) - 1)
                 )
-                await asyncio.sleep(0.02)
+                await served.heard(engine)
             yield await found, engine, served
 
 
@@ -195,7 +195,7 @@ async def test_a_stopped_search_answers_with_the_best_so_far(serve, is_streaming
             await engine.until(lambda: engine.submits)
             extras = beams([20], [21], reasons=(FinishReason.END_ID, 0))
             engine.send(_said(engine.submits[0].request_id, extras, is_last=False))
-            await asyncio.sleep(0.02)
+            await served.heard(engine)
             await served.infer("tensorrt_llm", **PROMPT, stop=True, id="s")
             responses = await found
         last = tensors(responses[-1])

@@ -32,5 +32,5 @@ async def test_an_early_engine_that_dies_is_forgotten(serve):
     async with serve(FOLLOWER) as served:
         engine = await served.dial(lambda submit: [1], group="late")
         await engine.end()
-        await asyncio.sleep(0.05)
+        await engine.until(lambda: not served.engines._early)
         assert not served.engines.add_model("tensorrt_llm", "1", 2, ["late"]).is_ready

@@ -97,51 +97,58 @@ async def test_a_request_without_a_token_in_time_is_rejected_and_cancelled(serve
         with pytest.raises(RequestError, match="Request timeout expired") as got:
             await served.infer("ensemble", text_input="x", max_tokens=9)
         assert got.value.kind is ErrorKind.UNAVAILABLE
-        await engine.until(lambda: engine.cancelled == [engine.submits[0].request_id])
+        await engine.until(lambda: len(engine.submits) == len(engine.cancelled) == 1)
+        assert engine.cancelled == [engine.submits[0].request_id]
 
 
 DELAY = {"max_queue_delay_microseconds": "300000"}
+HOUR = {"max_queue_delay_microseconds": "3600000000"}
+SHORT = {"model": "ensemble", "text_input": "x", "max_tokens": 2}
 
 
 @pytest.mark.feature("setting:max_queue_delay_microseconds", of="request")
 async def test_requests_within_the_queue_delay_go_to_the_engine_together(serve):
-    async with serve(**DELAY) as served:
+    async with serve(**HOUR) as served:
         engine = await served.dial(served.answer("a b c"))
-        inputs = {"model": "ensemble", "text_input": "x", "max_tokens": 2}
-        first = asyncio.ensure_future(served.texts(**inputs))
+        waiting = [asyncio.ensure_future(served.texts(**SHORT)) for _ in range(2)]
+        dropped = asyncio.ensure_future(served.texts(**SHORT))
         await asyncio.sleep(0.1)
-        second = asyncio.ensure_future(served.texts(**inputs))
-        dropped = asyncio.ensure_future(served.texts(**inputs))
-        await asyncio.sleep(0.05)
         assert engine.submits == []
         dropped.cancel()
-        await asyncio.gather(first, second)
-        assert len(engine.submits) == 2
         # As many as the preferred batch size need not wait.
-        engine.submits.clear()
-        many = [asyncio.ensure_future(served.texts(**inputs)) for _ in range(4)]
-        await engine.until(lambda: len(engine.submits) == 4)
-        await asyncio.gather(*many)
+        await asyncio.gather(*waiting, served.texts(**SHORT))
+        assert len(engine.submits) == 3
+
+
+async def test_the_queue_delay_comes_to_an_end(serve):
+    async with serve(**DELAY) as served:
+        engine = await served.dial(served.answer("a b c"))
+        assert len(await asyncio.gather(*(served.texts(**SHORT) for _ in range(2)))) == 2
+        assert len(engine.submits) == 2
 
 
 async def test_a_request_that_is_stopped_within_the_queue_delay_ends_without_a_token(serve):
-    async with serve(**DELAY) as served:
+    async with serve(**HOUR) as served:
         await served.dial(lambda submit: [5, 6])
         ids = {"input_ids": [1], "input_lengths": 1, "request_output_len": 2}
         task = asyncio.ensure_future(served.infer("tensorrt_llm", id="a", **ids))
         await asyncio.sleep(0.05)
         await served.infer("tensorrt_llm", id="a", stop=True, **ids)
+        # With these there are as many as need not wait.
+        others = [served.infer("tensorrt_llm", **ids) for _ in range(3)]
+        await asyncio.gather(*others)
         (response,) = await task
         assert response.outputs[0].data.tolist() == [[[1]]]
 
 
 async def test_a_request_that_runs_has_all_the_time_it_needs(serve):
-    async with serve(**TIMEOUT) as served:
+    timeout = {"max_queue_size": "0 default_timeout_microseconds: 2000000"}
+    async with serve(**timeout) as served:
         engine = await served.dial(served.answer("a b c"))
         engine.gate.clear()
         task = asyncio.ensure_future(served.texts("ensemble", text_input="x", max_tokens=9))
         await engine.until(lambda: len(engine.submits) == 1)
         engine.step()
-        await asyncio.sleep(0.7)
+        await asyncio.sleep(2.2)
         engine.gate.set()
         assert await task == ["xa b c"]

@@ -320,9 +320,10 @@ async def test_streams_survive_deaths_at_any_moment(serve, seed):
 
 
 async def test_engines_of_other_hosts_dial_in_over_tcp(serve, tmp_path):
-    with socket.create_server(("127.0.0.1", 0)) as free:
+    # An address of its own: no connection is given this port meanwhile.
+    with socket.create_server(("127.0.9.1", 0)) as free:
         port = free.getsockname()[1]
-    listen = (f"unix:{tmp_path}/engine.sock", f"tcp:127.0.0.1:{port}")
+    listen = (f"unix:{tmp_path}/engine.sock", f"tcp:127.0.9.1:{port}")
     async with serve(frontend={"engine_listen": listen}) as served:
         await served.dial(served.answer(TEXT))
         assert "".join(await _start(served)) == TEXT

@@ -22,7 +22,7 @@ async def test_a_text_model_stops_the_requests_of_an_id(serve, model, decoupled)
         )
         await engine.until(lambda: len(engine.submits) == 2)
         engine.step()
-        await asyncio.sleep(0.01)
+        await served.heard(engine)
         answers = await served.infer(model, id="a", **STOP)
         assert [(a.id, a.outputs, a.is_final) for a in answers] == (
             [] if decoupled == "True" else [("a", [], True)]

@@ -354,7 +354,7 @@ async def test_a_stop_by_id_ends_the_request_with_what_it_has(serve, streaming):
         await engine.until(lambda: len(engine.submits) == 1)
         engine.step()
         engine.step()
-        await asyncio.sleep(0.01)
+        await served.heard(engine)
         assert await served.infer("tensorrt_llm", id="a", **STOP) == []
         responses = await task
         assert [i for r in responses for i in _ids(r)][-2:] == [7, 8]
@@ -387,7 +387,7 @@ async def test_a_stop_reaches_the_requests_of_text_models(serve):
         )
         await engine.until(lambda: len(engine.submits) == 1)
         engine.step()
-        await asyncio.sleep(0.01)
+        await served.heard(engine)
         await served.infer("tensorrt_llm", id="a", **STOP)
         (text,) = await task
         assert "xone two three".startswith(text)
