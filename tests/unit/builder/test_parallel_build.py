@@ -96,7 +96,12 @@ def test_a_build_of_several_processes_that_is_killed_goes_on_where_it_stopped(
     llama, build, tmp_path
 ):
     folder, output = llama(**LARGER).folder, tmp_path / "engine"
-    code = "import sys; from trimaran.launcher.cli import main; sys.exit(main(sys.argv[1:]))"
+    # On a disk so slow that the build has not ended when it is killed.
+    code = (
+        "import os, sys, time; from trimaran.launcher.cli import main; write = os.pwrite\n"
+        "os.pwrite = lambda *given: (time.sleep(0.02), write(*given))[1]\n"
+        "sys.exit(main(sys.argv[1:]))"
+    )
     words = ["--checkpoint", folder, "--output", output, "--tp-size", "2", "--workers", "2"]
     with subprocess.Popen([sys.executable, "-P", "-c", code, "build", *words]) as killed:
         while len(_journal(output)) < 4 and killed.poll() is None:

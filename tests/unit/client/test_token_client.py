@@ -169,11 +169,12 @@ def test_cancelling_the_call_is_reported(server, call):
 
     server.script = script
 
-    code, out, _ = call("-S", "--stop-after-ms", "50", "--stop-via-request-cancel")
+    code, out, _ = call("-S", "--stop-after-ms", "500", "--stop-via-request-cancel")
 
     assert code == 0
     assert "Request is cancelled" in out
-    assert len(server.received) == 1
+    # No stop request. On a slow machine the cancelled one may not have come this far either.
+    assert [request for request in server.received if "stop" in request.inputs] == []
 
 
 def test_a_request_that_was_to_be_stopped_but_came_whole_fails(server, call):

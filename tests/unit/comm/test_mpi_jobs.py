@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -34,7 +33,7 @@ import sys, time
 from trimaran.comm import mpi
 world = mpi.World.discover()
 print("up", flush=True)
-world.barrier(30.0, "start")
+world.barrier(90.0, "start")
 if world.rank == 1:
     mpi.abort(7)
 time.sleep(120)
@@ -45,7 +44,8 @@ from trimaran.comm import mpi
 from trimaran.comm.collectives import connect_group
 from trimaran.comm.errors import PeerLostError
 world = mpi.World.discover()
-group = connect_group(world, torch.device("cpu"), timeout_s=1.0)
+group = connect_group(world, torch.device("cpu"), timeout_s=3.0)
+world.barrier(90.0, "start")
 if world.rank == 1:
     print(os.getpid(), flush=True)
 try:
@@ -108,7 +108,7 @@ def test_a_starter_that_counts_tasks_otherwise_is_believed_over_slurm():
 def test_an_abort_of_one_rank_ends_the_others():
     job = mpirun(ABORT, 3)
 
-    output, _ = job.communicate(timeout=60)
+    output, _ = job.communicate(timeout=100)
 
     assert output.count("up\n") == 3
     assert job.returncode == 7
@@ -117,12 +117,11 @@ def test_an_abort_of_one_rank_ends_the_others():
 def test_a_stopped_rank_is_named_and_the_job_ends():
     job = mpirun(STOPPED, 2)
     pid = int(job.stdout.readline())
-    time.sleep(0.2)
 
     os.kill(pid, signal.SIGSTOP)
-    output, _ = job.communicate(timeout=60)
+    output, _ = job.communicate(timeout=100)
 
     assert "rank(s) [1] of the tensor group" in output
-    assert "within 1 s" in output
+    assert "within 3 s" in output
     assert job.returncode != 0
-    assert wait_for(lambda: not Path(f"/proc/{pid}").exists(), 20.0)
+    assert wait_for(lambda: not Path(f"/proc/{pid}").exists(), 60.0)

@@ -16,8 +16,8 @@ from trimaran.comm.shm_ring import RingWriter, ShmRing
 def ends():
     """Both ends of a ring, in one process."""
     segment = SharedSegment.create(ShmRing.segment_bytes(1))
-    writer = ResultWriter(_RingSink(RingWriter(segment, 1)), 5.0)
-    yield writer, ResultReader(_RingSource(segment, 1, 0), 3, 5.0)
+    writer = ResultWriter(_RingSink(RingWriter(segment, 1)), 60.0)
+    yield writer, ResultReader(_RingSource(segment, 1, 0), 3, 60.0)
     writer.close()
 
 
@@ -51,7 +51,7 @@ def test_what_fails_on_the_thread_is_told_and_raised(ends):
 
     writer.on_failure = lambda error: (told.append(error), has_failed.set())
     writer.post(fail, is_ready=False)
-    has_failed.wait(5.0)
+    has_failed.wait(60.0)
 
     assert [str(error) for error in told] == ["the device is gone"]
     with pytest.raises(ValueError, match="the device is gone"):

@@ -16,6 +16,7 @@ import pytest
 from trimaran.comm.errors import ConfigError, PeerLostError
 from trimaran.comm.shared_memory import Futex, SharedSegment
 from trimaran.comm.shm_ring import RingReader, RingWriter, ShmRing
+from trimaran.comm.wait import wait_for
 
 READER = """
 import hashlib, sys
@@ -108,15 +109,13 @@ def test_a_message_cut_off_by_the_writers_death_is_an_error():
 def test_a_waiting_reader_process_uses_no_processor_time():
     segment = SharedSegment.create(ShmRing.segment_bytes(1))
     process = start_reader(segment, (1, 0, 16 << 10, 64))
-    time.sleep(0.2)
-    before = _cpu_ticks(process.pid)
-    time.sleep(0.5)
-    ticks = _cpu_ticks(process.pid) - before
+
+    # It may still be on its way to the ring when it is looked at first.
+    is_asleep = wait_for(lambda: _ticks_of_half_a_second(process.pid) <= 1, 30.0)
     RingWriter(segment, 1).write(b"end", 5.0)
     process.communicate()
 
-    # One tick of 10 ms may still belong to its start.
-    assert ticks <= 1
+    assert is_asleep
 
 
 def test_a_killed_process_leaves_no_file_behind():
@@ -151,6 +150,13 @@ def test_a_futex_wait_returns_at_once_when_the_word_already_changed():
     segment.words()[0] = 5
 
     Futex(segment.address).wait(expected=4, timeout_s=60.0)
+
+
+def _ticks_of_half_a_second(pid: int) -> int:
+    """Processor time of a process in the next half second; a tick is 10 ms."""
+    before = _cpu_ticks(pid)
+    time.sleep(0.5)
+    return _cpu_ticks(pid) - before
 
 
 def _cpu_ticks(pid: int) -> int:

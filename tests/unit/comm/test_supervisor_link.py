@@ -60,7 +60,7 @@ class Supervisor:
 
     def accept(self) -> None:
         self.sock, _ = self.listener.accept()
-        self.sock.settimeout(30.0)
+        self.sock.settimeout(60.0)
 
     def receive(self) -> Message:
         while not self._messages:
@@ -100,7 +100,7 @@ def test_a_child_introduces_itself_and_gets_its_configuration(supervisor):
     assert (hello.rank, hello.world_size, hello.pid) == (1, 2, process.pid)
     assert supervisor.first_state == ChildState(state="loading", text="weights")
     supervisor.sock.sendall(encode(Command(verb="shutdown")))
-    assert process.wait(30) == 0
+    assert process.wait(60) == 0
     process.stderr.close()
 
 
@@ -112,7 +112,7 @@ def test_commands_come_in_order_and_wake_a_sleeping_child(supervisor):
 
     assert [supervisor.receive().text for _ in verbs] == verbs
     supervisor.sock.sendall(encode(Command(verb="shutdown")))
-    assert process.wait(30) == 0
+    assert process.wait(60) == 0
     process.stderr.close()
 
 
@@ -123,7 +123,7 @@ def test_a_child_whose_supervisor_is_gone_ends_though_it_is_busy(supervisor):
 
     supervisor.sock.close()
 
-    assert process.wait(30) == 1
+    assert process.wait(60) == 1
     assert b"the supervisor is gone" in process.stderr.read()
     process.stderr.close()
 
@@ -133,7 +133,7 @@ def test_a_supervisor_that_sends_garbage_ends_the_child(supervisor):
 
     supervisor.sock.sendall(b"\x01\x00\x00\x00\xc1")
 
-    assert process.wait(30) == 1
+    assert process.wait(60) == 1
     process.stderr.close()
 
 
@@ -146,7 +146,7 @@ def test_a_ping_is_answered_while_the_child_is_busy(supervisor):
 
     assert supervisor.receive() == Pong(payload=9)
     supervisor.sock.close()
-    process.wait(30)
+    process.wait(60)
     process.stderr.close()
 
 
@@ -159,7 +159,7 @@ def test_a_child_of_another_host_ends_when_pings_cease(tmp_path):
         process.wait(2)
     supervisor.sock.sendall(encode(Ping()))
 
-    assert process.wait(30) == 1
+    assert process.wait(60) == 1
     assert b"the supervisor is gone (not heard of for 1 s)" in process.stderr.read()
     process.stderr.close()
     supervisor.sock.close()

@@ -10,13 +10,13 @@ def test_jobs_run_beside_the_caller_and_one_that_fails_stops_no_other():
     may_end, has_ended = threading.Event(), threading.Event()
 
     def fail() -> None:
-        may_end.wait(10)
+        may_end.wait(60)
         raise RuntimeError("refused")
 
     run_beside([fail, has_ended.set])
     assert not may_end.is_set()
     may_end.set()
-    assert has_ended.wait(10)
+    assert has_ended.wait(60)
 
 
 def test_a_table_names_the_products_that_it_has_choices_for():

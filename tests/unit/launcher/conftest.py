@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import random
 import re
 import signal
 import socket
@@ -19,7 +21,7 @@ import pytest
 
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE))
-DEADLINE_S = 60.0
+DEADLINE_S = 100.0
 
 
 class Supervised:
@@ -88,7 +90,7 @@ class Supervised:
         self.process.send_signal(number)
         return self.end()
 
-    def survivors(self, deadline_s: float = 10.0) -> list[psutil.Process]:
+    def survivors(self, deadline_s: float = 60.0) -> list[psutil.Process]:
         """Processes below the supervisor that still run after that time."""
         deadline = time.monotonic() + deadline_s
         left = list(self.seen.values())
@@ -102,10 +104,13 @@ class Supervised:
 
 @pytest.fixture
 def free_port() -> int:
-    """A port that nobody listens on now."""
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return int(sock.getsockname()[1])
+    """A port that nobody listens on now, and that no connection will be given as its own."""
+    while True:
+        # The kernel hands out 32768 and up to connections.
+        port = random.randrange(20_000, 32_000)
+        with socket.socket() as sock, contextlib.suppress(OSError):
+            sock.bind(("0.0.0.0", port))
+            return port
 
 
 @pytest.fixture

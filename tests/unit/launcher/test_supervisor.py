@@ -203,16 +203,16 @@ def test_a_rank_that_exits_while_loading_is_restarted_with_its_code_in_the_log(s
 
 
 def test_ranks_that_never_connect_are_named_at_the_deadline(supervise):
-    server = supervise("rank:1:*:never-connect", world_size=2, connect_timeout_s=6)
+    server = supervise("rank:1:*:never-connect", world_size=2, connect_timeout_s=10)
     assert server.end() == 1
-    assert "rank 1 did not connect within 6 s" in server.log
+    assert "rank 1 did not connect within 10 s" in server.log
     assert server.survivors() == []
 
 
 def test_a_rank_that_never_gets_ready_is_named_with_what_it_said_last(supervise):
-    server = supervise("rank:1:*:load-for-ever", world_size=2, startup_timeout_s=0.5)
+    server = supervise("rank:1:*:load-for-ever", world_size=2, startup_timeout_s=2)
     assert server.end() == 1
-    assert "rank 1 not ready within 0.5 s" in server.log
+    assert "rank 1 not ready within 2 s" in server.log
     assert "last heard: loading half way" in server.log
     assert server.survivors() == []
 
@@ -225,22 +225,22 @@ def test_a_rank_that_never_gets_ready_is_named_with_what_it_said_last(supervise)
     ],
 )
 def test_a_process_that_stops_answering_is_ended_and_restarted(supervise, pattern, told):
-    server = supervise(hang_timeout_s=0.4)
+    server = supervise(hang_timeout_s=1.5)
     server.wait_ready()
     pid = server.pid_of(pattern)
     os.kill(pid, signal.SIGSTOP)
-    server.wait_for(told.format(pid=pid) + r": no sign of life for 0\.4 s")
+    server.wait_for(told.format(pid=pid) + r": no sign of life for 1\.5 s")
     server.wait_for("(front end|group m): ready", count=3)
     assert server.terminate() == 0
     assert server.survivors() == []
 
 
 def test_a_process_that_stops_answering_while_it_loads_is_ended_and_restarted(supervise):
-    server = supervise("rank:1:0:load-for-ever", world_size=2, hang_timeout_s=0.4)
+    server = supervise("rank:1:0:load-for-ever", world_size=2, hang_timeout_s=1)
     hung = int(server.wait_for(r"pid (\d+) loads for ever")[1])
     os.kill(hung, signal.SIGSTOP)
     server.wait_for(
-        rf"rank 1 \(pid {hung} .*\) has hung: no sign of life for 2\.4 s "
+        rf"rank 1 \(pid {hung} .*\) has hung: no sign of life for 6 s "
         r"\(6 times --hang-timeout, while loading\)"
     )
     server.wait_ready()
@@ -308,7 +308,7 @@ def test_a_stranger_on_the_supervisors_socket_is_sent_away(supervise):
     (path,) = server.log_path.parent.glob("trimaran-*/supervisor.sock")
     with socket.socket(socket.AF_UNIX) as sock:
         sock.connect(str(path))
-        sock.settimeout(30)
+        sock.settimeout(60)
         sock.sendall(encode(ChildHello(token="guess", role="rank", group="m")))
         assert sock.recv(1) == b""
     assert "wrong token" in server.log

@@ -153,14 +153,15 @@ def test_an_error_before_running_never_ends_the_call(stream):
 def test_cancelling_a_stream_ends_all_its_requests_and_no_others(fresh_server):
     with grpc.insecure_channel(fresh_server.grpc_url) as channel:
         stub = service_pb2_grpc.GRPCInferenceServiceStub(channel)
-        other = stub.ModelStreamInfer(iter([repeat("o", 300, delay_ms=5)]))
         call = stub.ModelStreamInfer(
             iter([repeat("a", 1, delay_ms=3_600_000), repeat("b", 1, delay_ms=3_600_000)])
         )
-        fresh_server.wait_until(lambda: fresh_server.repeat.num_running == 3)
+        fresh_server.wait_until(lambda: fresh_server.repeat.num_running == 2)
+        other = stub.ModelStreamInfer(iter([repeat("o", 300, delay_ms=5)]))
+        next(other)
         call.cancel()
-        fresh_server.wait_until(lambda: fresh_server.repeat.num_running == 1)
-        assert len(list(other)) == 300
+        fresh_server.wait_until(lambda: fresh_server.repeat.num_ended_early == 2)
+        assert len(list(other)) == 299
     assert fresh_server.repeat.num_ended_early == 2
 
 

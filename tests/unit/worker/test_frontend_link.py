@@ -33,7 +33,7 @@ class Frontend:
 
     def __init__(self, address: str) -> None:
         self._listener = Address.parse(address).listen()
-        self._listener.settimeout(10.0)
+        self._listener.settimeout(60.0)
         host_port = self._listener.getsockname()
         self.address = (
             address if address.startswith("unix") else f"tcp:127.0.0.1:{host_port[1]}"
@@ -44,7 +44,7 @@ class Frontend:
     def accept(self, links: FrontendLinks, answer: FrontendHello) -> EngineHello:
         links.poll(is_busy=True)
         self.sock, _ = self._listener.accept()
-        self.sock.settimeout(10.0)
+        self.sock.settimeout(60.0)
         links.poll(is_busy=True)
         hello = self.receive()
         self.send(answer)
@@ -104,7 +104,7 @@ def output(num_bytes: int) -> StepOutput:
 def poll_for(links: FrontendLinks, count: int) -> list[Arrival]:
     """Poll until that many arrivals are there."""
     arrivals: list[Arrival] = []
-    deadline = time.monotonic() + 10.0
+    deadline = time.monotonic() + 60.0
     while len(arrivals) < count and time.monotonic() < deadline:
         arrivals += links.poll(is_busy=True)
     return arrivals
@@ -212,11 +212,11 @@ def test_an_idle_engine_sleeps_until_it_is_woken(frontend, links, wake_fd):
     open_link(frontend, links)
     timer = threading.Timer(0.3, os.eventfd_write, (wake_fd, 1))
     timer.start()
-    before = time.process_time()
+    before = time.thread_time()
 
     assert links.poll(is_busy=False) == []
 
-    assert time.process_time() - before < 0.05
+    assert time.thread_time() - before < 0.05
     timer.join()
 
 
