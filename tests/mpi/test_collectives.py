@@ -33,7 +33,7 @@ def group(place, device, world, two_host_world) -> TensorParallelGroup:
     chosen = two_host_world if place == "two_hosts" else world
     group = connect_group(chosen, device, timeout_s=30.0)
     yield group
-    world.barrier(30.0, "end of a module")
+    world.barrier(60.0, "end of a module")
     group.close()
 
 
@@ -156,15 +156,16 @@ def test_a_group_names_its_transport(group, place):
 def test_a_rank_that_does_not_come_is_named_after_the_deadline(world: World):
     # Its number in the group is not the one by which operators know it.
     backwards = world.subgroup(tuple(reversed(range(world.size))))
-    group = connect_group(backwards, CPU, timeout_s=0.2)
+    group = connect_group(backwards, CPU, timeout_s=1.0)
     missing = world.size - 1
+    world.barrier(60.0, "all connected")
 
     if world.rank == missing:
-        world.barrier(30.0, "the others gave up")
+        world.barrier(60.0, "the others gave up")
         return
     with pytest.raises(PeerLostError, match=rf"rank\(s\) \[{missing}\] did not"):
         group.all_reduce(torch.ones(8))
-    world.barrier(30.0, "the others gave up")
+    world.barrier(60.0, "the others gave up")
 
 
 def test_groups_of_their_own_do_not_mix(world: World):

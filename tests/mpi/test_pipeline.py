@@ -171,6 +171,6 @@ def test_a_stage_that_hears_nothing_names_the_one_before(world):
     else:
         with pytest.raises(PeerLostError, match=f"rank {world.size - 1} told no result"):
             ranks.links.readers[world.size - 1].read()
-    world.barrier(30.0, "all gave up")
+    world.barrier(60.0, "all gave up")
     ranks.links.close()
     ranks.group.close()

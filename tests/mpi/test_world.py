@@ -37,10 +37,10 @@ def test_a_barrier_names_what_it_waited_for(world):
     if world.rank != 0:
         with pytest.raises(PeerLostError, match="'weights loaded'"):
             mpi.World(late, world.rank, world.size, world.hosts).barrier(0.1, "weights loaded")
-    world.barrier(30.0, "the others gave up")
+    world.barrier(60.0, "the others gave up")
     if world.rank == 0:
         late.Ibarrier().Wait()
-    world.barrier(30.0, "end")
+    world.barrier(60.0, "end")
 
 
 def test_the_library_grants_threads(world):
