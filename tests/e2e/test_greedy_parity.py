@@ -136,7 +136,7 @@ def test_experts_are_served_as_they_were_built_and_may_move(
             map(str, range(config.num_hidden_layers)), num_tokens * config.num_experts_per_tok
         )
         # An engine reports once it rests.
-        end = time.monotonic() + 10
+        end = time.monotonic() + 60
         while tokens_by_layer(server) != expected and time.monotonic() < end:
             time.sleep(0.05)
         assert tokens_by_layer(server) == expected
