@@ -25,12 +25,18 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_configure(config: pytest.Config) -> None:
-    """Report only where it is asked for; a rank of an MPI job keeps its files by itself."""
-    if "OMPI_COMM_WORLD_RANK" in os.environ and config.option.basetemp is None:
-        # Ranks that end at once would clean pytest's common folder under each other's feet.
-        config.option.basetemp = tempfile.mkdtemp(prefix="pytest-rank-")
+    """Report only where it is asked for; processes that run side by side keep their files
+    apart."""
+    is_worker = hasattr(config, "workerinput")
+    is_rank = "OMPI_COMM_WORLD_RANK" in os.environ and config.option.basetemp is None
+    if is_worker or is_rank:
+        # Ranks that end at once would clean pytest's common folder under each other's feet;
+        # the folder that pytest-xdist gives a worker is too long for paths of Unix sockets.
+        config.option.basetemp = tempfile.mkdtemp(prefix="pytest-")
         config.add_cleanup(lambda: shutil.rmtree(config.option.basetemp, ignore_errors=True))
     path = config.getoption("--features-report")
+    if path is not None and is_worker:
+        raise pytest.UsageError("--features-report needs all tests in one process: without -n")
     if path is not None:
         config.pluginmanager.register(_Report(path), "features-report")
 
