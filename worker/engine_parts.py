@@ -7,12 +7,12 @@ from typing import Any, NamedTuple, Protocol
 
 from trimaran.comm.pipeline import PipelineLinks
 from trimaran.comm.topology import ParallelLayout
+from trimaran.worker.kv_cache.kv_group import KVGroup
 from trimaran.worker.lane_runner import LaneRunner
 from trimaran.worker.lane_types import LaneDecisions
 from trimaran.worker.lanes import LaneAdapters, LaneScheduler
 from trimaran.worker.loading import LoadedEngine
 from trimaran.worker.lora.manager import AdapterManager
-from trimaran.worker.model_runner import KVGroup
 from trimaran.worker.models.interfaces import CausalLM
 from trimaran.worker.scheduler import Scheduler
 from trimaran.worker.step_result import ModelRunnerOutput

@@ -7,9 +7,10 @@ import torch
 from trimaran.comm.pipeline import PipelineLinks
 from trimaran.comm.result_link import ResultReader
 from trimaran.comm.topology import ParallelLayout
+from trimaran.worker.kv_cache.kv_group import KVGroup
 from trimaran.worker.lane_types import LaneDecisions
 from trimaran.worker.layers.experts import ExpertMLP
-from trimaran.worker.model_runner import KVGroup, ModelRunner
+from trimaran.worker.model_runner import ModelRunner
 from trimaran.worker.models.interfaces import CausalLM
 from trimaran.worker.step_result import ModelRunnerOutput, RemoteOutput
 from trimaran.worker.step_times import DeviceClock, StepMarks

@@ -22,12 +22,13 @@ from trimaran.worker.expert_balance import balance_experts
 from trimaran.worker.expert_loads import ExpertLoads
 from trimaran.worker.input_batch import InputBatch
 from trimaran.worker.kv_cache.host_copies import HostCopies
+from trimaran.worker.kv_cache.kv_group import KVGroup, group_layers
 from trimaran.worker.kv_cache.manager import KVCacheManager
 from trimaran.worker.kv_cache.sizing import blocks_that_fit, free_bytes
 from trimaran.worker.layers.lane_bound import MOST_TO_ALL
 from trimaran.worker.lora.loading import adapter_bytes, load_adapters
 from trimaran.worker.lora.manager import AdapterManager
-from trimaran.worker.model_runner import KVGroup, ModelRunner, group_layers
+from trimaran.worker.model_runner import ModelRunner
 from trimaran.worker.models.interfaces import CausalLM
 from trimaran.worker.models.registry import load_model
 from trimaran.worker.peer_sums import choose_sums

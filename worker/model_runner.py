@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
 from trimaran.comm.collectives import TensorParallelGroup
 from trimaran.comm.pipeline import PipelineLinks
 from trimaran.kernels.sampling import CpuSampling
-from trimaran.worker.attention.backend import (
-    AttentionMetadata,
-    ForwardContext,
-    KVCacheSpec,
-)
+from trimaran.worker.attention.backend import AttentionMetadata, ForwardContext
 from trimaran.worker.cuda_graphs import CudaGraphs
 from trimaran.worker.device_inputs import DeviceInputs
 from trimaran.worker.input_batch import InputBatch, StepInputs
 from trimaran.worker.kv_cache.host_copies import HostCopies, begin_transfers
+from trimaran.worker.kv_cache.kv_group import KVGroup, layer_views
 from trimaran.worker.lora.store import AdapterStore
 from trimaran.worker.models.interfaces import CausalLM
 from trimaran.worker.prompt_tables import PromptTables
@@ -27,48 +22,6 @@ from trimaran.worker.staging import to_device
 from trimaran.worker.step_result import ModelRunnerOutput
 from trimaran.worker.step_times import DeviceClock
 from trimaran.worker.step_types import SchedulerOutput
-
-
-class KVGroup:
-    """Layers with equal specs, and their one pool of blocks, block-major."""
-
-    def __init__(self, spec: KVCacheSpec, layers: list[int]) -> None:
-        self.spec = spec
-        self.layers = layers
-        self.pool: Tensor | None = None
-        self.memory: Tensor | None = None
-        """What ``pool`` is a view of, as it lies in memory."""
-
-    def block_bytes(self, block_size: int) -> int:
-        """Bytes of one block over all layers of the group."""
-        return self.spec.token_bytes * block_size * len(self.layers)
-
-    def allocate(self, num_blocks: int, block_size: int, device: torch.device) -> None:
-        """Make the pool [blocks + 1, layers, 2, B, K, H], 1 instead of 2 for latent vectors;
-        the last block is a spare one.
-
-        On a GPU a head's tokens lie side by side in memory, one read for a kernel that
-        takes a head at a time; on a CPU a token's heads do.
-        """
-        num_kinds, _, heads, size = self.spec.block_shape(block_size)
-        shape = [num_blocks + 1, len(self.layers), num_kinds, block_size, heads, size]
-        if device.type == "cuda":
-            shape[3:5] = heads, block_size
-        pool = torch.empty(shape, dtype=self.spec.dtype, device=device)
-        self.memory = pool
-        self.pool = pool.transpose(3, 4) if device.type == "cuda" else pool
-
-    def free(self) -> None:
-        """Let the pool go."""
-        self.pool = self.memory = None
-
-
-def group_layers(specs: Sequence[KVCacheSpec]) -> list[KVGroup]:
-    """Layers by equal spec, in order of first appearance."""
-    groups: dict[KVCacheSpec, KVGroup] = {}
-    for layer, spec in enumerate(specs):
-        groups.setdefault(spec, KVGroup(spec, [])).layers.append(layer)
-    return list(groups.values())
 
 
 class ModelRunner:
@@ -98,7 +51,7 @@ class ModelRunner:
         self._previous = links.previous
         self._lane_bound = model.context.lane_bound
         self._prompt_tables = PromptTables(vocab_size, inputs.device)
-        self._kv_caches = _layer_views(groups)
+        self._kv_caches = layer_views(groups)
         self._clock = DeviceClock(inputs.device)
         self._graphs: CudaGraphs | None = None
         self._prompt_graphs: CudaGraphs | None = None
@@ -281,12 +234,3 @@ def _metadata(inputs: StepInputs, num_decodes: int) -> AttentionMetadata:
         has_past=inputs.has_past,
         rows=inputs.rows,
     )
-
-
-def _layer_views(groups: list[KVGroup]) -> list[Tensor]:
-    views: dict[int, Tensor] = {}
-    for group in groups:
-        assert group.pool is not None
-        for place, layer in enumerate(group.layers):
-            views[layer] = group.pool[:, place]
-    return [views[layer] for layer in sorted(views)]
