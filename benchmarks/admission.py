@@ -62,11 +62,11 @@ LOADS = {
 class _Counted(Scheduler):
     """A scheduler that counts what pausing costs."""
 
-    num_pauses = 0
+    num_preemptions = 0
     num_recomputed = 0
 
     def _preempt(self, sequence: Sequence) -> None:
-        self.num_pauses += 1
+        self.num_preemptions += 1
         self.num_recomputed += sequence.num_computed_tokens
         super()._preempt(sequence)
 
@@ -130,12 +130,12 @@ def main() -> None:
     parser.add_argument("--loads", nargs="+", choices=LOADS, default=list(LOADS),
                         metavar="LOAD", help=", ".join(LOADS))  # fmt: skip
     args = parser.parse_args()
-    print("load | expected | steps | seconds | pauses | tokens computed again")
+    print("load | expected | steps | seconds | preempted | tokens computed again")
     for name in args.loads:
         for expected in args.expected:
             scheduler, lengths = make_scheduler(LOADS[name], expected)
             steps, seconds = run(scheduler, lengths)
-            counts = f"{scheduler.num_pauses} | {scheduler.num_recomputed:,}"
+            counts = f"{scheduler.num_preemptions} | {scheduler.num_recomputed:,}"
             print(f"{name} | {expected} | {steps:,} | {seconds:.1f} | {counts}", flush=True)
 
 
