@@ -7,6 +7,7 @@ import importlib
 
 from trimaran.bench import kernel_flags, offline_flags, report, serve_flags
 from trimaran.client import bench, bench_flags
+from trimaran.comm.output_files import check_writable
 
 _COMMANDS: dict[str, tuple[str, str, str]] = {
     "throughput": (
@@ -48,6 +49,9 @@ def run(args: argparse.Namespace) -> int:
     """Run what was asked for. Returns the exit code."""
     if args.workload not in _COMMANDS:
         return bench.run(args)
+    for name in ("output", "plot"):
+        if getattr(args, name, None):
+            check_writable(f"--{name}", getattr(args, name))
     # Imported only now: a client's machine may have no torch.
     module, function, _ = _COMMANDS[args.workload]
     return int(getattr(importlib.import_module(module), function)(args))

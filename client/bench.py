@@ -27,6 +27,7 @@ from trimaran.client.targets import (
 from trimaran.client.vocabulary import Vocabulary
 from trimaran.client.workload import Item, Workload, within
 from trimaran.comm.errors import ConfigError
+from trimaran.comm.output_files import check_writable
 
 _MAX_REQUESTS = 30000
 
@@ -73,6 +74,9 @@ def check(args: argparse.Namespace) -> None:
         value = getattr(args, name)
         if value is not None and value < 1:
             raise ConfigError(f"--{name.replace('_', '-')} is {value} but must be 1 or more")
+    for name in ("json", "op_stats_csv", "dump_perfetto_trace"):
+        if getattr(args, name):
+            check_writable(f"--{name.replace('_', '-')}", getattr(args, name))
     if args.load_processes > args.concurrency:
         raise ConfigError(
             f"--load-processes is {args.load_processes} but only {args.concurrency} requests "

@@ -70,7 +70,10 @@ def run(args: argparse.Namespace) -> int:
             raise ConfigError(f"key '{key}' does not exist in the file {path}.")
     filled = fill(text, values)
     if args.in_place:
-        path.write_text(filled, encoding="utf-8")
+        try:
+            path.write_text(filled, encoding="utf-8")
+        except OSError as error:
+            raise ConfigError(f"cannot write {path}: {error.strerror}") from error
     else:
         print(filled, end="")
     return 0

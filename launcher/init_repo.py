@@ -87,12 +87,17 @@ def run(args: argparse.Namespace) -> int:
             raise ConfigError(f"no template has the placeholder ${{{key}}}")
     if args.defaults:
         values = {**DEFAULTS, **values}
-    for name, text in texts.items():
-        _write_model(root / name, fill(text, values) if values else text, args.force)
-    print(f"wrote {', '.join(names)} to {root}")
-    _print_what_is_left(root, names)
-    if args.scripts:
-        _write_scripts(Path(args.scripts))
+    try:
+        for name, text in texts.items():
+            _write_model(root / name, fill(text, values) if values else text, args.force)
+        print(f"wrote {', '.join(names)} to {root}")
+        _print_what_is_left(root, names)
+        if args.scripts:
+            _write_scripts(Path(args.scripts))
+    except OSError as error:
+        raise ConfigError(
+            f"{error.filename}: {error.strerror}. Name a folder that can be written."
+        ) from error
     return 0
 
 

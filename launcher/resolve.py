@@ -104,7 +104,7 @@ class Resolver:
             advertise_address=args.advertise_address or self._own_address(),
             restart=settings.restart_policy(args, job),
             log=settings.log_config(args),
-            ready_file=os.path.abspath(args.ready_file) if args.ready_file else "",
+            ready_file=settings.ready_file(args),
             hang_timeout_s=args.hang_timeout,
             exit_timeout_s=args.exit_timeout,
             connect_timeout_s=args.connect_timeout,

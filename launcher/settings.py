@@ -8,6 +8,7 @@ import shutil
 from collections.abc import Mapping
 
 from trimaran.comm.errors import ConfigError
+from trimaran.comm.output_files import check_writable
 from trimaran.launcher.config import LogConfig, MpiConfig, RestartPolicy
 from trimaran.launcher.engine_args import EngineFlags
 from trimaran.launcher.job import Job, current_job
@@ -281,13 +282,27 @@ def notes(args: argparse.Namespace) -> tuple[str, ...]:
     )
 
 
+def ready_file(args: argparse.Namespace) -> str:
+    """Where the endpoints are written once serving; raises ConfigError if they cannot be."""
+    if not args.ready_file:
+        return ""
+    path: str = os.path.abspath(args.ready_file)
+    _made("--ready-file", os.path.dirname(path))
+    check_writable("--ready-file", path)
+    return path
+
+
 def _log_dir(path: str) -> str:
     if not path:
         return ""
+    _made("--log-dir", path)
+    return os.path.abspath(path)
+
+
+def _made(flag: str, folder: str) -> None:
     try:
-        os.makedirs(path, exist_ok=True)
+        os.makedirs(folder, exist_ok=True)
     except OSError as error:
         raise ConfigError(
-            f"--log-dir {path}: {error.strerror}. Name a folder that can be written."
+            f"{flag} {folder}: {error.strerror}. Name a folder that can be written."
         ) from None
-    return os.path.abspath(path)

@@ -156,6 +156,8 @@ def test_a_run_slower_than_its_record_fails(http_server, trimaran, tmp_path):
         ((*SHORT, "--max-input-len", "3"), "the shortest has 4"),
         ((*SHORT, "token-from-histogram", "--histogram-key", "x"), "do not go with"),
         (("token-from-histogram", "--histogram-key", "x"), "must be one of example"),
+        ((*SHORT, "--json", "/no/such/f"), "--json /no/such/f: there is no folder /no/such"),
+        ((*SHORT, "--op-stats-csv", "/"), "--op-stats-csv / is a folder"),
         (("-u", "127.0.0.1:1", *SHORT), "no server answers at http://127.0.0.1:1"),
     ],
 )

@@ -97,6 +97,18 @@ def test_sizes_of_experts_reach_the_engine_or_are_refused(tmp_path):
         resolve(tmp_path, *sizes, "--moe-tp-size", "4")
 
 
+def test_a_ready_file_that_cannot_be_written_is_refused_before_anything_starts(
+    repository, tmp_path
+):
+    (tmp_path / "file").touch()
+    path = str(tmp_path / "new" / "ready.json")
+    assert resolve(repository, "--ready-file", path).ready_file == path
+    with pytest.raises(ConfigError, match=r"file: File exists\. Name a folder"):
+        resolve(repository, "--ready-file", str(tmp_path / "file" / "ready.json"))
+    with pytest.raises(ConfigError, match=r"is a folder\. Name a file"):
+        resolve(repository, "--ready-file", str(tmp_path))
+
+
 def test_steps_to_trace_are_named_by_number_and_go_where_the_logs_go(repository, tmp_path):
     assert resolve(repository).profile is None
     logs = tmp_path / "logs"

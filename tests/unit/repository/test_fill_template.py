@@ -125,6 +125,18 @@ def test_the_documented_scripts_run_their_command(tmp_path, path):
     assert f"usage: trimaran {' '.join(init_repo.SCRIPTS[path])}" in done.stdout
 
 
+@pytest.mark.parametrize(
+    "flags", [["{file}/repo"], ["{file}.repo", "--scripts", "{file}/scripts"]]
+)
+def test_init_repo_names_what_cannot_be_written(tmp_path, capsys, flags):
+    file = tmp_path / "file"
+    file.touch()
+    assert main(["init-repo", *(flag.format(file=file) for flag in flags)]) == 2
+    (error,) = capsys.readouterr().err.splitlines()
+    assert error.startswith(f"trimaran: error: {file}/")
+    assert error.endswith("Name a folder that can be written.")
+
+
 def test_init_repo_says_what_is_still_to_fill(tmp_path, capsys):
     main(["init-repo", str(tmp_path), "--fill", "triton_max_batch_size:4,decoupled_mode:True"])
 
