@@ -139,6 +139,12 @@ def _facts(args: argparse.Namespace) -> dict[str, Any]:
                 f"--ceilings-of {args.ceilings_of}: no line holds {names}. Name the "
                 "--output of a `bench throughput` that measured them."
             )
+        measured = max(last[-1].get("gpus") or 1, 1)
+        if measured != args.gpus:
+            raise ConfigError(
+                f"--ceilings-of {args.ceilings_of} is what {measured} device(s) sustain, but "
+                f"--gpus is {args.gpus}: name the result of a `bench throughput` over as many."
+            )
         facts |= {name: last[-1][name] for name in sorted(results.CEILINGS)}
     return facts
 

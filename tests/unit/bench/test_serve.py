@@ -37,6 +37,15 @@ def test_a_file_without_ceilings_is_refused(tmp_path, capsys):
     assert "no line holds ceiling_gb, ceiling_tb_s, ceiling_tflops" in capsys.readouterr().err
 
 
+def test_ceilings_of_another_number_of_gpus_are_refused(tmp_path, capsys):
+    path = tmp_path / "results.jsonl"
+    known = Ceilings(flops=680e12, bandwidth=4.3e12, memory=127e9)
+    results.append(str(path), {"gpus": 1, **results.surroundings("a card", known)})
+    flags = ["--load", "8/4x2", "--shape", "tiny", "--ceilings-of", str(path), "--gpus", "2"]
+    assert main(["bench", "serve", *flags]) == 2
+    assert "is what 1 device(s) sustain, but --gpus is 2" in capsys.readouterr().err
+
+
 def test_flags_may_stand_on_either_side_of_the_sub_command(capsys):
     # No server is there: which address was tried tells whose flags counted.
     for words in (
