@@ -172,28 +172,32 @@ def _from_gemma3(values: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-_GEMMA3_TEXTS = {
-    "vocab_size": 262208, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256,
-    "max_position_embeddings": 131072, "rms_norm_eps": 1e-6, "bos_token_id": 2,
-    "pad_token_id": 0,
-}  # fmt: skip
-"""What published configurations of Gemma 3 with images leave to transformers."""
+def _from_mistral3(values: Mapping[str, Any]) -> dict[str, Any]:
+    kind = values.get("model_type", "mistral")
+    if kind != "mistral":
+        raise ConfigError(
+            f"text_config has the model_type {kind!r}, which is not served for Mistral 3. It "
+            "must be 'mistral'"
+        )
+    return _from_mistral(values)
+
+
+_OUTSIDE = (
+    "dtype", "torch_dtype", "eos_token_id", "bos_token_id", "pad_token_id",
+    "tie_word_embeddings",
+)  # fmt: skip
 
 
 def text_values(values: Mapping[str, Any]) -> Mapping[str, Any]:
     """The keys of the decoder of a model that also takes images; else ``values``.
 
-    The dtype and the ids of special tokens may stand outside.
+    Some may stand outside, and count there.
     """
     inner = values.get("text_config")
     if not isinstance(inner, Mapping):
         return values
-    outer = {
-        key: values[key]
-        for key in ("dtype", "torch_dtype", "eos_token_id", "bos_token_id", "pad_token_id")
-        if values.get(key) is not None
-    }
-    return {**_GEMMA3_TEXTS, **inner, **outer}
+    outer = {key: values[key] for key in _OUTSIDE if values.get(key) is not None}
+    return {**inner, **outer}
 
 
 def _from_mixtral(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -274,6 +278,8 @@ def _from_gpt2(values: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
+_OF_IMAGES = ("vision_tower.", "multi_modal_projector.")
+
 FAMILIES: dict[str, Family] = {
     "LlamaForCausalLM": Family("llama", _from_llama, GATED_ACTIVATIONS),
     "MistralForCausalLM": Family("mistral", _from_mistral, GATED_ACTIVATIONS),
@@ -283,7 +289,10 @@ FAMILIES: dict[str, Family] = {
     "Gemma2ForCausalLM": Family("gemma2", _from_gemma2, GATED_ACTIVATIONS),
     "Gemma3ForCausalLM": Family("gemma3_text", _from_gemma3, GATED_ACTIVATIONS),
     "Gemma3ForConditionalGeneration": Family(
-        "gemma3", _from_gemma3, GATED_ACTIVATIONS, ("vision_tower.", "multi_modal_projector.")
+        "gemma3", _from_gemma3, GATED_ACTIVATIONS, _OF_IMAGES
+    ),
+    "Mistral3ForConditionalGeneration": Family(
+        "mistral3", _from_mistral3, GATED_ACTIVATIONS, _OF_IMAGES
     ),
     "MixtralForCausalLM": Family("mixtral", _from_mixtral, ("silu",)),
     "Qwen2MoeForCausalLM": Family("qwen2_moe", _from_qwen2_moe, ("silu",)),

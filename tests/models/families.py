@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from transformers import Gemma3Config
+from transformers import Gemma3Config, Mistral3Config
 
 from tests.unit.models import models
 
@@ -25,6 +25,7 @@ def family_configs() -> dict[str, Any]:
         **models.dense_configs(),
         "phi3-longrope": models.longrope_config(),
         "gemma3-of-images": _gemma3_of_images(),
+        "mistral3-of-images": _mistral3_of_images(),
         **models.parallel_configs(),
         **models.expert_configs(),
         **models.latent_configs(),
@@ -41,6 +42,19 @@ def _gemma3_of_images() -> Gemma3Config:
         vision_config=images,
         mm_tokens_per_image=4,
         image_token_index=149,
+    )
+
+
+def _mistral3_of_images() -> Mistral3Config:
+    """A Mistral 3 whose decoder is one of several parts, with a head of its own."""
+    images = {"model_type": "pixtral", "hidden_size": 16, "intermediate_size": 16,
+              "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 16,
+              "patch_size": 8}  # fmt: skip
+    return Mistral3Config(
+        text_config=models.dense_configs()["mistral"].to_dict(),
+        vision_config=images,
+        image_token_index=149,
+        tie_word_embeddings=False,
     )
 
 

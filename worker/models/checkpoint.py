@@ -39,7 +39,7 @@ def find_tensors(model: CausalLM, files: Sequence[Path]) -> dict[str, StoredTens
     unexpected: list[str] = []
     for path in files:
         for name, entry in file_entries(path).items():
-            key = name.removeprefix(model.name_prefix)
+            key = name.removeprefix(model.outer_prefix).removeprefix(model.name_prefix)
             if key not in wanted:
                 if not _carries_no_weight(model, key):
                     unexpected.append(name)
@@ -69,7 +69,9 @@ def refuse_differences(path: Path, missing: list[str], unexpected: list[str]) ->
 
 
 def _carries_no_weight(model: CausalLM, key: str) -> bool:
-    is_tied_head = key == "lm_head.weight" and model.config.tie_word_embeddings
+    # Around a decoder `tied` may be no more than a default: a head of its own is refused.
+    is_tied = model.config.tie_word_embeddings and not model.outer_prefix
+    is_tied_head = key == "lm_head.weight" and is_tied
     is_elsewhere = key.startswith(FAMILIES[model.config.architecture].ignored_parts)
     return is_tied_head or is_elsewhere or key.endswith(model.ignored_weights)
 

@@ -12,4 +12,4 @@ class Gemma3ForCausalLM(Gemma2ForCausalLM):
 class Gemma3ForConditionalGeneration(Gemma3ForCausalLM):
     """The decoder of a Gemma 3 that also takes images; what is for images is not read."""
 
-    name_prefix = "language_model.model."
+    outer_prefix = "language_model."

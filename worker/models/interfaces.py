@@ -86,6 +86,9 @@ class CausalLM(nn.Module):
     name_prefix: str = ""
     """What a checkpoint may put before the names of `checkpoint_weights`."""
 
+    outer_prefix: str = ""
+    """What it may put before these again, of a decoder that is a part of a model."""
+
     adapter_modules: ClassVar[Mapping[str, tuple[str, str]]] = {}
     """What adapters can add to, by the names of `lora.layout`: a linear layer's path in a
     decoder layer, and the part of its output, ``*`` for all parts one after another."""

@@ -26,7 +26,10 @@ from trimaran.worker.models.gpt_neox import GPTNeoXForCausalLM
 from trimaran.worker.models.gptj import GPTJForCausalLM
 from trimaran.worker.models.interfaces import CausalLM, StageRange
 from trimaran.worker.models.llama import LlamaForCausalLM
-from trimaran.worker.models.mistral import MistralForCausalLM
+from trimaran.worker.models.mistral import (
+    Mistral3ForConditionalGeneration,
+    MistralForCausalLM,
+)
 from trimaran.worker.models.mixtral import MixtralForCausalLM
 from trimaran.worker.models.phi import PhiForCausalLM
 from trimaran.worker.models.phi3 import Phi3ForCausalLM
@@ -41,6 +44,7 @@ logger = logging.getLogger(__name__)
 MODELS: dict[str, type[CausalLM]] = {
     "LlamaForCausalLM": LlamaForCausalLM,
     "MistralForCausalLM": MistralForCausalLM,
+    "Mistral3ForConditionalGeneration": Mistral3ForConditionalGeneration,
     "Qwen2ForCausalLM": Qwen2ForCausalLM,
     "Qwen3ForCausalLM": Qwen3ForCausalLM,
     "Phi3ForCausalLM": Phi3ForCausalLM,

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     DeepseekV2Config,
     DeepseekV3Config,
     FalconConfig,
@@ -290,10 +291,16 @@ def gpt2_config(**changes: Any) -> GPT2Config:
     return GPT2Config(**{**values, **changes})
 
 
+def _kind_of(config: Any) -> Any:
+    """The class that makes models of a configuration."""
+    of_images = config.model_type == "mistral3"
+    return AutoModelForImageTextToText if of_images else AutoModelForCausalLM
+
+
 def save_huggingface(folder: Path, config: Any, *, dtype: torch.dtype = torch.float32) -> Any:
     """A random model of transformers, saved to ``folder`` and returned."""
     torch.manual_seed(1)
-    model = AutoModelForCausalLM.from_config(config).eval()
+    model = _kind_of(config).from_config(config).eval()
     for name, parameter in model.named_parameters():
         # Norms and biases start as ones and zeros, which would hide errors.
         if parameter.dim() == 1:
@@ -311,9 +318,11 @@ def load_huggingface(folder: Path, config: Any, *, dtype: torch.dtype = torch.fl
     """The model that `save_huggingface` left in ``folder``."""
     # Its eager attention adds Falcon's biases twice: with the mask, and by themselves.
     attention = "sdpa" if getattr(config, "alibi", False) else "eager"
-    model = AutoModelForCausalLM.from_pretrained(
-        folder, attn_implementation=attention, dtype=dtype
-    ).eval()
+    model = (
+        _kind_of(config)
+        .from_pretrained(folder, attn_implementation=attention, dtype=dtype)
+        .eval()
+    )
     if hasattr(config, "num_experts_per_tok"):
         # Its grouped products take no widths that are odd.
         model.set_experts_implementation("eager")

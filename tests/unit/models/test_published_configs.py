@@ -126,6 +126,31 @@ def test_of_a_gemma_3_that_takes_images_the_decoder_is_read():
     assert ours.eos_token_ids == (1, 106) and ours.dtype == "bfloat16"
 
 
+MISTRAL3_OF_IMAGES = {
+    "architectures": ["Mistral3ForConditionalGeneration"], "model_type": "mistral3",
+    "image_token_index": 10, "spatial_merge_size": 2, "torch_dtype": "bfloat16",
+    "text_config": {
+        "head_dim": 128, "hidden_act": "silu", "hidden_size": 5120, "model_type": "mistral",
+        "intermediate_size": 32768, "max_position_embeddings": 131072,
+        "num_attention_heads": 32, "num_hidden_layers": 40, "num_key_value_heads": 8,
+        "rms_norm_eps": 1e-5, "rope_theta": 1e9, "sliding_window": None, "vocab_size": 131072,
+    },
+}  # fmt: skip
+
+
+def test_of_a_mistral_3_that_takes_images_the_decoder_is_read():
+    ours = PretrainedConfig.from_huggingface(MISTRAL3_OF_IMAGES, "config.json")
+
+    assert (ours.hidden_size, ours.head_size, ours.rotary_base) == (5120, 128, 1e9)
+    assert not ours.tie_word_embeddings and not ours.layer_windows
+
+
+def test_a_decoder_of_another_kind_beside_images_is_refused():
+    text = {**MISTRAL3_OF_IMAGES["text_config"], "model_type": "ministral3"}
+    with pytest.raises(ConfigError, match="model_type 'ministral3'"):
+        config_of({**MISTRAL3_OF_IMAGES, "text_config": text})
+
+
 @pytest.mark.parametrize(
     ("name", "changes", "words"),
     [
