@@ -179,4 +179,6 @@ def test_what_is_not_served_is_named():
     assert cuda_attention.refusal(query, cache, AttentionSpec(scale=1)) is None
     capped = AttentionSpec(scale=1, soft_cap=30)
     assert cuda_attention.refusal(query, cache, capped) == "a soft cap"
+    biased = AttentionSpec(scale=1, position_bias=torch.zeros(8, 64, device=query.device))
+    assert cuda_attention.refusal(query, cache, biased) == "a bias of positions"
     assert "float32" in str(cuda_attention.refusal(query.float(), cache, capped))

@@ -223,4 +223,6 @@ def test_what_the_kernels_do_not_take_is_said(dtype):
     windowed = AttentionSpec(scale=1.0, window=5)
     step = Step(dtype, [9])
     assert "window" in (cuda_decode.refusal(step.query, step.cache, windowed) or "")
+    biased = AttentionSpec(scale=1.0, position_bias=torch.zeros(32, 64, device=DEVICE))
+    assert "bias" in (cuda_decode.refusal(step.query, step.cache, biased) or "")
     assert "float32" in (cuda_decode.refusal(step.query.float(), step.cache, step.spec) or "")
