@@ -102,7 +102,7 @@ def test_filtered_draws_are_those_of_the_cpu(vocab_size, kind):
 
 def test_filters_read_halves_as_they_are():
     torch.manual_seed(8)
-    params = [SamplingParams(**fields, seed=9) for fields in FILTERS]
+    params = [SamplingParams(**fields, seed=9) for fields in FILTERS[2::4]]
     logits = (torch.randn(len(params), 3000) * 2).half()
     sampled = Sampled(params)
 
