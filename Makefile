@@ -75,7 +75,7 @@ test-unit: $(VENV)/.test  ## unit tests
 	$(PYTEST) tests/unit
 
 test-mpi-%: $(VENV)/.test  ## tests on N MPI ranks: make test-mpi-4
-	$(TEST_ENV) $(MPIEXEC) -n $* $(BIN)/python -m mpi4py -m pytest -q --timeout=120 tests/mpi
+	$(TEST_ENV) $(MPIEXEC) -n $* $(BIN)/python -m mpi4py -m pytest -q --timeout=300 tests/mpi
 
 MODELS_REPORT := .models.json
 MODELS_TEST := $(BIN)/python -m mpi4py -m pytest -q --timeout=300 --models-report $(MODELS_REPORT) tests/models
