@@ -51,10 +51,9 @@ def test_a_model_gives_the_tokens_that_it_gives_in_leader_mode(leader_tokens, un
     "victims", [("rank 0",), ("rank 1",), ("mpirun",), ("rank 0", "rank 1")], ids=" and ".join
 )
 def test_a_killed_process_ends_its_own_group_alone(server, undisturbed, victims):
-    doomed, other = server.stream(PAIR), server.stream(SINGLE)
-    others = server.processes(SINGLE)
-    before = server.processes(PAIR)
+    others, before = server.processes(SINGLE), server.processes(PAIR)
     num_faults = server.log().count("group pair: ready")
+    doomed, other = server.stream(PAIR), server.stream(SINGLE)
     for name in victims:
         before[name].kill()
     while server.is_model_ready(PAIR):
@@ -69,8 +68,8 @@ def test_a_killed_process_ends_its_own_group_alone(server, undisturbed, victims)
 
 
 def test_a_stopped_rank_is_noticed_and_its_group_alone_restarted(server, undisturbed):
-    doomed, other = server.stream(PAIR), server.stream(SINGLE)
     others, before = server.processes(SINGLE), server.processes(PAIR)
+    doomed, other = server.stream(PAIR), server.stream(SINGLE)
     before["rank 1"].suspend()
     assert other.finish() == undisturbed[SINGLE]
     assert doomed.finish() == undisturbed[PAIR]
@@ -104,8 +103,9 @@ def test_a_used_up_budget_lets_other_models_finish_and_ends_with_code_1(
     repository, tmp_path, undisturbed
 ):
     with serve(repository, tmp_path / "serve.log", "--restart", "never") as ending:
+        victim = ending.processes(SINGLE)["rank 0"]
         doomed, other = ending.stream(SINGLE), ending.stream(PAIR)
-        ending.processes(SINGLE)["rank 0"].kill()
+        victim.kill()
         assert other.finish() == undisturbed[PAIR]
         doomed.join(60)
         assert "the engine of model 'single' is gone" in doomed.error

@@ -139,9 +139,9 @@ def wait_log(server: Served, text: str, count: int = 1, timeout_s: float = 120) 
 )
 def test_a_stream_survives_the_death_of_its_engine(server, undisturbed, victim, number, told):
     server.wait_ready()
-    stream = Stream(server)
     before = [find(server, "rank", 0), find(server, "rank", 1)]
     dead = find(server, victim, number)
+    stream = Stream(server)
     dead.kill()
     wait_log(server, told.format(pid=dead.pid, host=os.uname().nodename))
     assert stream.finish() == undisturbed, stream.error
@@ -151,10 +151,10 @@ def test_a_stream_survives_the_death_of_its_engine(server, undisturbed, victim, 
 
 def test_a_hung_rank_is_noticed_and_its_group_restarted(server, undisturbed):
     server.wait_ready()
-    stream = Stream(server)
     server.remember_tree()
     hung = find(server, "rank", 1)
     num_restarts = server.log().count("restart in")
+    stream = Stream(server)
     hung.suspend()
     wait_log(server, "restart in", num_restarts + 1)
     assert stream.finish() == undisturbed, stream.error
@@ -180,9 +180,9 @@ def test_a_dead_engine_is_not_ready_and_refuses_with_a_time_to_retry(server):
 
 def test_a_killed_front_end_comes_back_and_finds_the_engine(server, undisturbed):
     server.wait_ready()
-    stream = Stream(server)
     ranks = {find(server, "rank", 0).pid, find(server, "rank", 1).pid}
     dead = find(server, "front end")
+    stream = Stream(server)
     dead.kill()
     wait_log(server, f"front end (pid {dead.pid}) was killed by signal 9 (SIGKILL)")
     stream.finish()
@@ -206,8 +206,8 @@ def test_a_second_server_refuses_the_ports_of_the_first(server, repository):
 
 def test_a_busy_server_finishes_its_streams_and_admits_no_more(server, undisturbed):
     server.wait_ready()
-    stream = Stream(server)
     server.remember_tree()
+    stream = Stream(server)
     server.process.send_signal(signal.SIGTERM)
     wait_log(server, "draining")
     assert stream.finish() == undisturbed
@@ -243,9 +243,10 @@ def test_a_second_signal_ends_a_busy_server_at_once(serve):
 @pytest.mark.parametrize("victim", ["rank", "mpirun", "front end"])
 def test_without_restarts_a_death_ends_the_server_with_code_1(serve, victim):
     server = serve("--restart", "never")
-    Stream(server)
     server.remember_tree()
-    find(server, victim).kill()
+    dead = find(server, victim)
+    Stream(server)
+    dead.kill()
     assert server.wait_gone(GONE_KILLED_S) == []
     assert server.process.wait() == 1
     assert "was killed by signal 9 (SIGKILL); not started again" in server.log()

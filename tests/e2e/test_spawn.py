@@ -57,9 +57,9 @@ def test_a_spawned_model_gives_the_tokens_that_it_gives_in_leader_mode(
 def test_the_fault_of_a_spawned_rank_ends_its_own_group_alone(
     server, undisturbed, victim, number
 ):
-    doomed, other = server.stream(PAIR), server.stream(SINGLE)
     others = server.processes(SINGLE) | server.processes(ORCHESTRATOR)
     before = server.processes(PAIR)
+    doomed, other = server.stream(PAIR), server.stream(SINGLE)
     before[victim].send_signal(number)
     assert other.finish() == undisturbed[SINGLE]
     assert doomed.finish() == undisturbed[PAIR]
@@ -79,10 +79,11 @@ def test_the_fault_of_a_spawned_rank_ends_its_own_group_alone(
 def test_all_groups_come_back_after_a_fault_of_what_spawned_them(
     server, undisturbed, victim, number
 ):
-    streams = {model: server.stream(model) for model in WORLD_SIZES}
     before = [*server.processes(PAIR).values(), *server.processes(SINGLE).values()]
     num_starts = {m: server.log().count(f"group {m}: ready") for m in WORLD_SIZES}
-    server.processes(ORCHESTRATOR)[victim].send_signal(number)
+    doomed = server.processes(ORCHESTRATOR)[victim]
+    streams = {model: server.stream(model) for model in WORLD_SIZES}
+    doomed.send_signal(number)
     for model, count in num_starts.items():
         server.wait_log(f"group {model}: ready", count + 1)
     assert not any(process.is_running() for process in before)
