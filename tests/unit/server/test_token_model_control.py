@@ -253,7 +253,7 @@ def test_the_next_front_end_serves_what_was_loaded(start):
     change(frontend)
     assert frontend.load("tensorrt_llm")[0] == 200
     frontend.wait_until(lambda: frontend.stopped == ["tensorrt_llm"])
-    assert frontend.remembered["groups"] == ["tensorrt_llm@2"]
+    frontend.wait_until(lambda: frontend.remembered["groups"] == ["tensorrt_llm@2"])
     remembered = frontend.remembered["state"]
     frontend.process.kill()
     frontend.process.wait()
@@ -269,6 +269,7 @@ def test_the_next_front_end_serves_what_was_loaded(start):
 def test_the_next_front_end_does_not_wait_for_a_group_that_is_down(start):
     frontend = start()
     assert frontend.load("ensemble")[0] == 200
+    frontend.wait_until(lambda: frontend.remembered.get("groups") == ["tensorrt_llm"])
     remembered = frontend.remembered["state"]
     frontend.process.kill()
     frontend.process.wait()
