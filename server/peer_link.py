@@ -46,12 +46,15 @@ class PeerLink(asyncio.Protocol):
         self._waiting[ask_id] = future
         try:
             self._send(Ask(ask_id=ask_id, verb=verb, arguments=arguments))
-            return await asyncio.wait_for(future, timeout_s)
-        except asyncio.TimeoutError:
-            text = f"another front end did not answer {verb} within {timeout_s:g} s"
-            raise RequestError(text, ErrorKind.UNAVAILABLE) from None
+            # Not `wait_for`, which before Python 3.12 forgets that it was cancelled if the
+            # answer has come.
+            answered, _ = await asyncio.wait((future,), timeout=timeout_s)
         finally:
             self._waiting.pop(ask_id, None)
+        if not answered:
+            text = f"another front end did not answer {verb} within {timeout_s:g} s"
+            raise RequestError(text, ErrorKind.UNAVAILABLE)
+        return future.result()
 
     def close(self) -> None:
         """End the connection; nobody hears of its loss."""
