@@ -59,8 +59,8 @@ $(DEMO_ENGINE)/config.json: $(VENV)/.runtime $(DEMO_MODEL)/config.json
 
 $(DEMO_REPO)/.filled: $(DEMO_ENGINE)/config.json
 	@rm -rf $(DEMO_REPO)
-	$(BIN)/trimaran init-repo $(DEMO_REPO) --fill \
-		"tokenizer_dir:$(abspath $(DEMO_MODEL)),engine_dir:$(abspath $(DEMO_ENGINE)),decoupled_mode:$(DECOUPLED),triton_max_batch_size:64,triton_backend:tensorrtllm,batching_strategy:inflight_fused_batching,logits_datatype:TYPE_FP32,encoder_input_features_data_type:TYPE_FP16,preprocessing_instance_count:1,postprocessing_instance_count:1,bls_instance_count:1,max_queue_delay_microseconds:0,max_queue_size:0"
+	$(BIN)/trimaran init-repo $(DEMO_REPO) --defaults --fill \
+		"tokenizer_dir:$(abspath $(DEMO_MODEL)),engine_dir:$(abspath $(DEMO_ENGINE)),decoupled_mode:$(DECOUPLED)"
 	@touch $@
 
 demo: $(DEMO_REPO)/.filled  ## build the demo engine and its model repository

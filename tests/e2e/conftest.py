@@ -14,19 +14,6 @@ from adapters import write_peft
 from multi_model import PAIR, WORLD_SIZES, MultiModel, write_models
 from served import DEMO_MODEL, Served, run_trimaran
 
-FILL = {
-    "triton_max_batch_size": "64",
-    "triton_backend": "tensorrtllm",
-    "batching_strategy": "inflight_fused_batching",
-    "logits_datatype": "TYPE_FP32",
-    "encoder_input_features_data_type": "TYPE_FP16",
-    "preprocessing_instance_count": "1",
-    "postprocessing_instance_count": "1",
-    "bls_instance_count": "1",
-    "max_queue_delay_microseconds": "0",
-    "max_queue_size": "0",
-}
-
 
 @pytest.fixture(scope="session")
 def build_engine(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
@@ -54,11 +41,10 @@ def make_repository(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., P
     def make(engine: Path, tokenizer: Path = DEMO_MODEL, **values: str) -> Path:
         folder = tmp_path_factory.mktemp("repository") / "models"
         fill = {
-            **FILL, "tokenizer_dir": str(tokenizer), "engine_dir": str(engine),
-            "decoupled_mode": "True", **values,
+            "tokenizer_dir": str(tokenizer), "engine_dir": str(engine), **values,
         }  # fmt: skip
         text = ",".join(f"{key}:{value}" for key, value in fill.items())
-        done = run_trimaran("init-repo", str(folder), "--fill", text)
+        done = run_trimaran("init-repo", str(folder), "--defaults", "--fill", text)
         assert done.returncode == 0, done.stderr
         return folder
 

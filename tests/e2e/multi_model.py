@@ -16,12 +16,6 @@ PAIR, SINGLE = "pair", "single"
 WORLD_SIZES = {PAIR: 2, SINGLE: 1}
 PROMPTS = {PAIR: (12, 345, 678, 9), SINGLE: (9, 876, 543, 21, 5)}
 NUM_TOKENS = 400
-FILL = (
-    "triton_backend:tensorrtllm,triton_max_batch_size:64,decoupled_mode:True,"
-    "batching_strategy:inflight_fused_batching,logits_datatype:TYPE_FP32,"
-    "encoder_input_features_data_type:TYPE_FP16,max_queue_delay_microseconds:0,"
-    "max_queue_size:0"
-)
 
 
 def write_models(
@@ -32,8 +26,8 @@ def write_models(
         world_size = WORLD_SIZES[model]
         scratch = folder / "filled" / model
         done = run_trimaran(
-            "init-repo", str(scratch), "--models", "tensorrt_llm",
-            "--fill", f"{FILL},engine_dir:{engine(world_size)}",
+            "init-repo", str(scratch), "--models", "tensorrt_llm", "--defaults",
+            "--fill", f"engine_dir:{engine(world_size)}",
         )  # fmt: skip
         assert done.returncode == 0, done.stderr
         (folder / "models" / model / "1").mkdir(parents=True)

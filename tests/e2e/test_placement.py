@@ -12,10 +12,6 @@ import pytest
 from multi_model import PAIR, PROMPTS, SINGLE
 from served import InJob, Served, run_trimaran
 
-FILL = (
-    "triton_backend:tensorrtllm,triton_max_batch_size:64,decoupled_mode:False,"
-    "logits_datatype:TYPE_FP32,encoder_input_features_data_type:TYPE_FP16"
-)
 NUM_TOKENS = 60
 EXACT = ("--dtype", "float32")
 
@@ -38,8 +34,8 @@ def make_models(
             scratch = root / "filled" / model
             more = "".join(f",{key}:{value}" for key, value in values.items())
             done = run_trimaran(
-                "init-repo", str(scratch), "--models", "tensorrt_llm",
-                "--fill", f"{FILL},engine_dir:{demo_engine(world_size)}{more}",
+                "init-repo", str(scratch), "--models", "tensorrt_llm", "--defaults",
+                "--fill", f"decoupled_mode:False,engine_dir:{demo_engine(world_size)}{more}",
             )  # fmt: skip
             assert done.returncode == 0, done.stderr
             text = (scratch / "tensorrt_llm" / "config.pbtxt").read_text()

@@ -12,12 +12,6 @@ from served import ROOT, Served, run_trimaran
 
 DEMO_MODELS = ROOT / "examples" / "demo_models"
 VOCAB_SIZE = 4096
-_FILL = (
-    "triton_backend:tensorrtllm,triton_max_batch_size:64,decoupled_mode:True,"
-    "batching_strategy:inflight_fused_batching,logits_datatype:TYPE_FP32,"
-    "encoder_input_features_data_type:TYPE_FP16,max_queue_delay_microseconds:0,"
-    "max_queue_size:0"
-)
 
 
 @dataclass(frozen=True)
@@ -98,8 +92,8 @@ def build_repository(
         )  # fmt: skip
         scratch = folder / "filled" / model.name
         _run(
-            "init-repo", str(scratch), "--models", "tensorrt_llm",
-            "--fill", f"{_FILL},engine_dir:{engine}",
+            "init-repo", str(scratch), "--models", "tensorrt_llm", "--defaults",
+            "--fill", f"engine_dir:{engine}",
         )  # fmt: skip
         (repository / model.name / "1").mkdir(parents=True)
         text = (scratch / "tensorrt_llm" / "config.pbtxt").read_text()
