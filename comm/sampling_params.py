@@ -81,11 +81,8 @@ class SamplingParams:
     """Of the logits that are returned: float32 or float16."""
 
     return_perf_metrics: bool = False
-    draft_ids: tuple[int, ...] = ()
-    draft_acceptance_threshold: float = 0.0
     guide_type: str = ""
     guide: str = ""
-    lookahead: tuple[int, ...] = ()
 
     @property
     def is_greedy(self) -> bool:
@@ -149,7 +146,4 @@ class SamplingParams:
         for name in ("stop_words", "bad_words"):
             if name in values:
                 values[name] = tuple(tuple(word) for word in values[name])
-        for name in ("draft_ids", "lookahead"):
-            if name in values:
-                values[name] = tuple(values[name])
         return cls(**values)
