@@ -7,6 +7,7 @@ WORLD_SIZE ?= 2
 HTTP_PORT ?= 8000
 GRPC_PORT ?= 8001
 METRICS_PORT ?= 8002
+UNIT_PROCESSES ?= 2
 SERVE_FLAGS ?=
 SOAK_FLAGS ?=
 DEMO := .demo
@@ -72,7 +73,7 @@ serve: demo  ## serve the demo model on 2 CPU ranks (DECOUPLED=False, HTTP_PORT=
 test: test-unit test-mpi-2 test-mpi-4 test-e2e  ## all tests that CI runs: unit, MPI, end to end
 
 test-unit: $(VENV)/.test  ## unit tests
-	$(PYTEST) tests/unit
+	$(PYTEST) -n $(UNIT_PROCESSES) --dist loadfile tests/unit
 
 test-mpi-%: $(VENV)/.test  ## tests on N MPI ranks: make test-mpi-4
 	$(TEST_ENV) $(MPIEXEC) -n $* $(BIN)/python -m mpi4py -m pytest -q --timeout=300 tests/mpi
