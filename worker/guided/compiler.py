@@ -33,7 +33,7 @@ class GuideCompiler:
         """Read the tokenizer's vocabulary.
 
         Raises:
-            ConfigError: XGrammar is not installed, or the tokenizer cannot be read.
+            ConfigError: XGrammar cannot be imported, or the tokenizer cannot be read.
         """
         self._xgrammar = _import()
         info = _tokenizer_info(self._xgrammar, config, engine_dir, vocab_size)
@@ -94,9 +94,10 @@ def _import() -> ModuleType:
     try:
         import xgrammar
     except ImportError as error:
+        # It may be there and lack a package of its own: only the cause says which.
         raise ConfigError(
-            "guided_decoding_backend is xgrammar, which is not installed. Install the extra "
-            "'guided' (pip install trimaran[guided]), or leave the parameter unset."
+            f"guided_decoding_backend is xgrammar, which cannot be imported ({error}). Install "
+            "the extra 'guided' (pip install trimaran[guided]), or leave the parameter unset."
         ) from error
     module: ModuleType = xgrammar
     return module

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +16,7 @@ from tests.driver import Driver
 from trimaran.comm.errors import ConfigError, RequestError
 from trimaran.comm.messages import FinishReason, RequestFailed
 from trimaran.worker.config import CacheConfig, EngineConfig, GuidedConfig, SchedulerConfig
+from trimaran.worker.guided.compiler import GuideCompiler
 
 MODEL = Path(__file__).parents[3] / "examples" / "demo_models" / "base"
 TOKENIZER = Tokenizer.from_file(str(MODEL / "tokenizer.json"))
@@ -337,3 +339,14 @@ def test_the_gpu_masks_as_the_cpu_does():
     triton_mask.apply_masks(logits, entries, torch.from_numpy(words))
 
     assert torch.equal(logits, expected)
+
+
+def test_a_backend_that_lacks_a_package_of_its_own_is_refused_with_the_cause(monkeypatch):
+    # As python takes a module that is not there.
+    monkeypatch.setitem(sys.modules, "pydantic", None)
+    for name in [name for name in sys.modules if name.partition(".")[0] == "xgrammar"]:
+        monkeypatch.delitem(sys.modules, name)
+    with pytest.raises(
+        ConfigError, match=r"cannot be imported \(.*pydantic.*Install the extra"
+    ):
+        GuideCompiler(GuidedConfig(backend="xgrammar"), str(MODEL), 100)
