@@ -40,7 +40,9 @@ def ways_of(group: NcclGroup) -> dict[str, tuple[int, Sum]]:
     again = map_peer_memory(group, region_bytes(group.size, MOST_BYTES))
     for name, own, one_shot in (("one-shot", memory, MOST_BYTES), ("two-shot", again, 0)):
         sums = PeerSum(own.addresses, group.rank, MOST_BYTES, one_shot, group.device, own)
-        check_sums(group, sums)
+        problem = check_sums(group, sums)
+        if problem:
+            raise SystemExit(f"rank {group.rank}: {problem}")
         ways[f"peer {name}"] = (MOST_BYTES, sums)
     return ways
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,6 +10,8 @@ import torch
 
 from trimaran.comm.errors import ConfigError
 from trimaran.comm.process_group import NcclGroup
+
+_NATIVE_ATOMICS = 3  # CU_DEVICE_P2P_ATTRIBUTE_NATIVE_ATOMIC_SUPPORTED
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,9 +43,10 @@ def map_peer_memory(group: NcclGroup, num_bytes: int) -> PeerMemory:
         own.zero_()
         handle = symmetric.rendezvous(own, group.handle.group_name)
     except RuntimeError as error:
+        # Where the others wait for all ranks, before they can hear of it.
+        group.barrier()
         raise ConfigError(
-            f"the GPUs of this tensor group cannot map each other's memory ({error}), as "
-            "--all-reduce peer needs. Serve with --all-reduce nccl."
+            f"the GPUs of this tensor group cannot map each other's memory ({error})"
         ) from error
     bases = [int(address) for address in handle.buffer_ptrs]
     # Regions of one size begin at one place of what torch allocated for them.
@@ -50,3 +54,29 @@ def map_peer_memory(group: NcclGroup, num_bytes: int) -> PeerMemory:
     # Nobody reads before all are zero.
     group.barrier()
     return PeerMemory(own, [base + offset for base in bases], handle)
+
+
+def why_memory_is_apart(group: NcclGroup) -> str:
+    """Why the GPUs of ``group`` should not be asked to share memory, as far as that can be
+    told before they try; empty where this rank sees no reason. Collective.
+
+    Access alone is no ground to try: between cards on PCI Express it may be promised and
+    still not work, and who waits for a flag there waits for ever. Atomic operations on each
+    other's memory are what GPUs do over NVLink.
+    """
+    own = torch.cuda.current_device()
+    devices = group.all_gather(torch.tensor([own], device=group.device), 0).tolist()
+    if len(set(devices)) < group.size or max(devices) >= torch.cuda.device_count():
+        return "its ranks do not see each other's GPUs"
+    for device in devices:
+        if device != own and not _reaches(own, device):
+            return f"GPU {own} has no atomic access to the memory of GPU {device}"
+    return ""
+
+
+def _reaches(own: int, peer: int) -> bool:
+    if not torch.cuda.can_device_access_peer(own, peer):
+        return False
+    value = ctypes.c_int()
+    ask = ctypes.CDLL("libcuda.so.1").cuDeviceGetP2PAttribute
+    return ask(ctypes.byref(value), _NATIVE_ATOMICS, own, peer) == 0 and value.value == 1

@@ -50,9 +50,9 @@ class EngineFlags:
 
     num_threads: int | None = None
     deterministic: bool = False
-    prompt_graph_tokens: int = 0
-    collective_graphs: bool = False
-    all_reduce: str = "nccl"
+    prompt_graph_tokens: int | None = None
+    collective_graphs: bool | None = None
+    all_reduce: str = "auto"
     adapter_graphs: bool = False
     experts: ExpertsConfig = field(default_factory=ExpertsConfig)
 

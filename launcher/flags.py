@@ -139,7 +139,9 @@ class FlagParser(argparse.ArgumentParser):
         if action.nargs == 0:
             if not isinstance(value, bool):
                 raise ConfigError(f"--config {path}: {key} is {value!r}, not true or false")
-            return [option] if value else []
+            opposite = option.replace("--", "--no-", 1)
+            no = [opposite] if own.get(opposite) is action else []
+            return [option] if value else no
         if value is None:
             return []
         if isinstance(value, list):

@@ -243,21 +243,20 @@ def _add_graph_flags(parser: argparse.ArgumentParser) -> None:
     )
     add(
         "--prompt-graph-tokens",
-        type=positive,
-        default=0,
+        type=_count,
         metavar="N",
-        help="CUDA graphs also of steps with prompts, up to N tokens (none)",
+        help="CUDA graphs also of steps with prompts, up to N tokens (1024 where they can be)",
     )
     add(
         "--collective-graphs",
-        action="store_true",
-        help="CUDA graphs also with a tensor-parallel size above 1",
+        action=argparse.BooleanOptionalAction,
+        help="CUDA graphs also of steps in which GPUs meet (where these are on one host)",
     )
     add(
         "--all-reduce",
-        choices=("nccl", "peer"),
-        default="nccl",
-        help="who sums over GPUs: NCCL, or kernels that read peers' memory (nccl)",
+        choices=("auto", "nccl", "peer"),
+        default="auto",
+        help="sums over GPUs: NCCL's, or by reading peers' memory (auto: that where it works)",
     )
     add(
         "--adapter-graphs",

@@ -251,15 +251,18 @@ class EngineConfig:
     max_cuda_graphs: int = 0
     """Graphs of decode steps at most, the smallest first; 0 means all sizes."""
 
-    prompt_graph_tokens: int = 0
-    """Steps with prompts of up to so many tokens run from CUDA graphs too."""
+    prompt_graph_tokens: int | None = None
+    """Steps with prompts of up to so many tokens run from CUDA graphs too; None: as many as
+    have been found worth it, where such steps can be captured."""
 
-    collective_graphs: bool = False
-    """With several tensor ranks, too, steps run from CUDA graphs."""
+    collective_graphs: bool | None = None
+    """Steps in which several ranks meet run from CUDA graphs too; None: where these are on
+    one host."""
 
-    all_reduce: str = "nccl"
-    """Who sums over the GPUs of a tensor group: ``nccl``, or ``peer``: our own kernels, which
-    read each other's memory, whatever is not too large for them."""
+    all_reduce: str = "auto"
+    """Who sums over the GPUs of a tensor group: ``nccl``; ``peer``: our own kernels, which
+    read each other's memory, whatever is not too large for them; or ``auto``: these where
+    they can."""
 
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
@@ -275,8 +278,13 @@ class EngineConfig:
                 f"depth is {self.scheduler.depth} but with {self.parallel.pp_size} pipeline "
                 f"stage(s) at most {most} steps are in flight. Lower it."
             )
-        if self.all_reduce not in ("nccl", "peer"):
-            raise ConfigError(f"all_reduce is {self.all_reduce!r} but must be nccl or peer")
+        self._check_collectives()
+
+    def _check_collectives(self) -> None:
+        if self.all_reduce not in ("auto", "nccl", "peer"):
+            raise ConfigError(
+                f"all_reduce is {self.all_reduce!r} but must be auto, nccl or peer"
+            )
         asked = {"--collective-graphs": self.collective_graphs}
         asked["--all-reduce peer"] = self.all_reduce == "peer"
         for flag in (name for name, is_set in asked.items() if is_set):
@@ -284,6 +292,11 @@ class EngineConfig:
                 raise ConfigError(
                     f"{flag} is about sums between GPUs, but the device is cpu. Leave it out."
                 )
+        if self.collective_graphs and not self.cuda_graphs:
+            raise ConfigError(
+                "--collective-graphs is set but cuda_graph_mode is false: no steps are "
+                "captured then. Leave one of them out."
+            )
 
     def to_wire(self) -> dict[str, Any]:
         """Plain dictionaries, for msgpack."""

@@ -16,16 +16,15 @@ from trimaran.comm.topology import ParallelLayout
 from trimaran.kernels.build import load_library
 from trimaran.kernels.sampling import CpuSampling
 from trimaran.worker.config import CacheConfig, EngineConfig, SchedulerConfig
-from trimaran.worker.cuda_graphs import graph_sizes, prompt_graph_sizes
 from trimaran.worker.device_inputs import DeviceInputs
 from trimaran.worker.expert_balance import balance_experts
 from trimaran.worker.expert_loads import ExpertLoads
+from trimaran.worker.graph_choice import choose_graphs
 from trimaran.worker.input_batch import InputBatch
 from trimaran.worker.kv_cache.host_copies import HostCopies
 from trimaran.worker.kv_cache.kv_group import KVGroup, group_layers
 from trimaran.worker.kv_cache.manager import KVCacheManager
 from trimaran.worker.kv_cache.sizing import blocks_that_fit, free_bytes
-from trimaran.worker.layers.lane_bound import MOST_TO_ALL
 from trimaran.worker.lora.loading import adapter_bytes, load_adapters
 from trimaran.worker.lora.manager import AdapterManager
 from trimaran.worker.model_runner import ModelRunner
@@ -81,6 +80,7 @@ class LoadedEngine:
             "lora_host_bytes": self.adapters[0].host_bytes,
             "depth": depth,
             "cuda_graphs": self.runner.num_graphs,
+            "prompt_graphs": self.runner.num_prompt_graphs,
             "backends": {
                 **model.backends(),
                 "sampling": self.sampling_backend,
@@ -98,6 +98,7 @@ def load_engine(
     links: PipelineLinks,
 ) -> LoadedEngine:
     """Load this rank's weights, agree on the cache's size, allocate and warm up. Collective."""
+    sizes, prompt_sizes = choose_graphs(config, topology, device)
     choose_sums(config, tp, device)
     model = load_model(config, topology, tp, device, expert_ranks=links.expert_ranks)
     kernel = _sampling_kernel(model, device)
@@ -118,7 +119,6 @@ def load_engine(
         inputs.use_spare_block(num_blocks)
         return ModelRunner(model, groups, inputs, vocab_size, tp, depth, kernel, links)
 
-    sizes, prompt_sizes = _graph_sizes(config, limits, tp, device)
     step_bytes = 0
     block_bytes = _block_bytes(groups, block_size)
     if device.type == "cuda":
@@ -293,58 +293,6 @@ def _num_staged(cache: CacheConfig, limits: SchedulerConfig) -> int:
     if not cache.host_bytes:
         return 0
     return -(-limits.max_num_batched_tokens // cache.tokens_per_block)
-
-
-def _graph_sizes(
-    config: EngineConfig,
-    limits: SchedulerConfig,
-    tp: TensorParallelGroup,
-    device: torch.device,
-) -> tuple[list[int], list[int]]:
-    """Sizes of the decodes to capture, and of the steps with prompts; none where graphs are
-    off or have no place.
-
-    Raises:
-        ConfigError: steps with prompts are to be captured but cannot be.
-    """
-    most = config.prompt_graph_tokens
-    is_launched = tp.size > 1 and not config.collective_graphs
-    is_sharing = config.parallel.expert_lanes > 1
-    is_exchanging = is_sharing and not config.collective_graphs
-    reasons = {
-        f"the device is {device.type}": device.type != "cuda",
-        "cuda_graph_mode is false": not config.cuda_graphs,
-        f"tp_size is {tp.size} without --collective-graphs": is_launched,
-        "lanes share experts, without --collective-graphs": is_exchanging,
-        # Decodes beside prompts get the kernel of prompts, as those that stand alone do not.
-        "tokens shall be deterministic": config.deterministic,
-    }
-    reason = next((text for text, holds in reasons.items() if holds), "")
-    # All lanes' graphs must be of one size, and there are other sizes of decodes.
-    reason = reason or ("lanes share experts" if is_sharing else "")
-    if most and reason:
-        raise ConfigError(
-            f"prompt-graph-tokens is {most} but {reason}: such steps are not captured then. "
-            "Serve without it."
-        )
-    cannot_decode = device.type != "cuda" or not config.cuda_graphs
-    cannot_decode = cannot_decode or is_launched or is_exchanging
-    if config.lora.has_graphs and cannot_decode:
-        text = next(text for text, holds in reasons.items() if holds)
-        raise ConfigError(
-            f"adapter-graphs is set but {text}: such steps are not captured then. Serve "
-            "without it."
-        )
-    if device.type != "cuda" or not config.cuda_graphs:
-        return [], []
-    if is_launched or is_exchanging:
-        logger.info("no CUDA graphs, steps are launched: %s", reason)
-        return [], []
-    sizes = graph_sizes(limits.max_num_seqs, config.max_cuda_graphs)
-    if is_sharing:
-        # Of more tokens the host has to know how many go to each rank.
-        sizes = [size for size in sizes if size <= MOST_TO_ALL]
-    return sizes, prompt_graph_sizes(min(most, limits.max_num_batched_tokens))
 
 
 def _limits(scheduler: SchedulerConfig, model: CausalLM) -> SchedulerConfig:

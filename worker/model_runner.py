@@ -98,6 +98,11 @@ class ModelRunner:
         return 0 if self._graphs is None else len(self._graphs)
 
     @property
+    def num_prompt_graphs(self) -> int:
+        """Captured sizes of steps with prompts."""
+        return 0 if self._prompt_graphs is None else len(self._prompt_graphs)
+
+    @property
     def pinned_bytes(self) -> int:
         """Page-locked host memory of this rank."""
         is_gpu = self.inputs.device.type == "cuda"

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from trimaran.comm.collectives import TensorParallelGroup
 from trimaran.comm.errors import ConfigError
-from trimaran.comm.peer_memory import map_peer_memory
+from trimaran.comm.peer_memory import map_peer_memory, why_memory_is_apart
 from trimaran.comm.process_group import NcclGroup, SumInPlace
 from trimaran.worker.config import EngineConfig
 
@@ -30,49 +30,77 @@ def choose_sums(config: EngineConfig, group: TensorParallelGroup, device: torch.
     """Let a tensor group sum as the configuration asks. Collective.
 
     Raises:
-        ConfigError: see `use_peer_sums`.
+        ConfigError: sums through peers' memory are asked for and cannot be.
     """
-    if config.all_reduce == "peer" and group.size > 1:
-        use_peer_sums(group, takes_any=config.deterministic)
-    elif config.deterministic and device.type == "cuda" and group.size > 2:
+    if group.size == 1:
+        return
+    reason = "as --all-reduce says"
+    if config.all_reduce != "nccl":
+        is_asked_for = config.all_reduce == "peer"
+        reason = try_peer_sums(group, takes_any=config.deterministic, is_asked_for=is_asked_for)
+        if reason and is_asked_for:
+            raise ConfigError(
+                f"--all-reduce peer sums through the memory of a tensor group's GPUs, but "
+                f"{reason}. Serve with --all-reduce auto or nccl."
+            )
+    if not reason or device.type != "cuda":
+        return
+    logger.info("sums by NCCL: %s", reason)
+    if config.deterministic and group.size > 2:
         logger.warning(
             "deterministic with tp_size %d: the order of NCCL's sums depends on the number of "
-            "tokens in a step. Serve with --all-reduce peer for one order",
+            "tokens in a step. Only --all-reduce peer has one order, where it is served",
             group.size,
         )
 
 
-def use_peer_sums(group: TensorParallelGroup, *, takes_any: bool) -> None:
-    """Let a group of GPUs sum smaller tensors through each other's memory, or ``takes_any``.
-    Collective.
+def try_peer_sums(
+    group: TensorParallelGroup, *, takes_any: bool, is_asked_for: bool = True
+) -> str:
+    """Let a group of GPUs sum smaller tensors through each other's memory, or ``takes_any``,
+    and return why not, which is empty if it does. Collective; all ranks come to the same.
 
-    Sums are compared with NCCL's first, launched and from a CUDA graph.
+    Sums are compared with NCCL's first, launched and from a CUDA graph. Unless that
+    ``is_asked_for``, it is tried only on GPUs that say that they can.
 
-    Raises:
-        ConfigError: the group has other ranks than such sums were made for, its GPUs cannot
-            map each other's memory, or a sum is wrong.
+    A rank waits for the others inside a kernel, without a limit of its own. If one dies, the
+    others' watchdogs miss the step's end and the supervisor ends the group with SIGKILL: the
+    driver takes a killed process's kernels off the GPU, spinning or not, and memory that
+    others have mapped stays until they are gone, so nobody reads what is no longer there.
     """
     if not isinstance(group, NcclGroup):
-        raise ConfigError(
-            f"--all-reduce peer sums over the GPUs of a tensor group, but this group uses "
-            f"{group.transport_of(1)}. Serve with --all-reduce nccl."
-        )
+        return f"this group uses {group.transport_of(1)}"
     if group.num_hosts > 1:
-        raise ConfigError(
-            "--all-reduce peer sums over GPUs of one host, but the tensor group spans "
-            f"{group.num_hosts}. Serve with --all-reduce nccl, or with a smaller --tp-size."
-        )
+        return f"the group spans {group.num_hosts} hosts and may span 1"
     if group.size not in SLOT_BYTES:
-        raise ConfigError(
-            f"--all-reduce peer sums over {', '.join(map(str, SLOT_BYTES))} ranks, but the "
-            f"tensor group has {group.size}. Serve with --all-reduce nccl."
-        )
+        sizes = ", ".join(map(str, SLOT_BYTES))
+        return f"the group has {group.size} ranks and may have {sizes}"
+    problem = "" if is_asked_for else _agreed(group, why_memory_is_apart(group))
+    if problem:
+        return problem
+    slot_bytes = SLOT_BYTES[group.size]
+    peer_sum: SumInPlace | None = None
+    try:
+        peer_sum = _make_peer_sum(group, slot_bytes, takes_any)
+    except ConfigError as error:
+        problem = str(error)
+    problem = _agreed(group, problem)
+    if peer_sum is not None and not problem:
+        problem = _agreed(group, check_sums(group, peer_sum))
+        if problem:
+            logger.warning("sums over peers' memory are wrong here: %s", problem)
+    if not problem:
+        group.peer_sum = peer_sum
+        logger.info("sums of up to %d MiB over peers' memory", slot_bytes >> 20)
+    return problem
+
+
+def _make_peer_sum(group: NcclGroup, slot_bytes: int, takes_any: bool) -> SumInPlace:
     # Imported only now: a CPU needs no Triton.
     from trimaran.kernels.triton_peer_sum import PeerSum, region_bytes
 
-    slot_bytes = SLOT_BYTES[group.size]
     memory = map_peer_memory(group, region_bytes(group.size, slot_bytes))
-    peer_sum = PeerSum(
+    return PeerSum(
         memory.addresses,
         group.rank,
         slot_bytes,
@@ -81,18 +109,25 @@ def use_peer_sums(group: TensorParallelGroup, *, takes_any: bool) -> None:
         memory,
         takes_any=takes_any,
     )
-    check_sums(group, peer_sum)
-    group.peer_sum = peer_sum
-    logger.info("sums of up to %d MiB over peers' memory", slot_bytes >> 20)
 
 
-def check_sums(group: NcclGroup, peer_sum: SumInPlace) -> None:
+def _agreed(group: NcclGroup, problem: str) -> str:
+    """This rank's problem, or that another has one; empty on all ranks or on none.
+    Collective."""
+    flags = torch.tensor([bool(problem)], dtype=torch.int32, device=group.device)
+    has_problem = group.all_gather(flags, 0).tolist()
+    if problem or not any(has_problem):
+        return problem
+    return f"rank {has_problem.index(1)} of the group cannot, as its log says"
+
+
+def check_sums(group: NcclGroup, peer_sum: SumInPlace) -> str:
     """Compare sums of random numbers with those of what NCCL gathers. Collective.
 
-    Raises:
-        ConfigError: they differ.
+    Returns what differs on this rank first; empty if nothing does.
     """
     generator = torch.Generator(group.device).manual_seed(group.rank + 1)
+    found: list[str] = []
     for dtype in (torch.bfloat16, torch.float32):
         largest = SLOT_BYTES[group.size] // dtype.itemsize
         for count in (*_CHECKED, largest):
@@ -100,7 +135,7 @@ def check_sums(group: NcclGroup, peer_sum: SumInPlace) -> None:
             x.normal_(generator=generator)
             expected = _sum_of_gathered(group, x)
             peer_sum(x)
-            _compare(x, expected, f"{count} {dtype}")
+            found += _differences(x, expected, f"{count} {dtype}")
     x = torch.empty(100_000, dtype=torch.bfloat16, device=group.device)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):
@@ -111,10 +146,11 @@ def check_sums(group: NcclGroup, peer_sum: SumInPlace) -> None:
         x.normal_(generator=generator)
         expected = _sum_of_gathered(group, x)
         graph.replay()
-        _compare(once, expected, "a graph's first")
-        _compare(x, _sum_of_gathered(group, expected), "a graph's second")
+        found += _differences(once, expected, "a graph's first")
+        found += _differences(x, _sum_of_gathered(group, expected), "a graph's second")
     # The graph is freed only when the device has finished it.
     torch.cuda.synchronize(group.device)
+    return found[0] if found else ""
 
 
 def _sum_of_gathered(group: NcclGroup, x: Tensor) -> Tensor:
@@ -126,10 +162,9 @@ def _sum_of_gathered(group: NcclGroup, x: Tensor) -> Tensor:
     return total.to(x.dtype)
 
 
-def _compare(found: Tensor, expected: Tensor, what: str) -> None:
-    if not torch.equal(found, expected):
-        difference = (found.float() - expected.float()).abs().max()
-        raise ConfigError(
-            f"--all-reduce peer: the sum of {what} differs from NCCL's by {difference:.3g} on "
-            "these GPUs. Serve with --all-reduce nccl."
-        )
+def _differences(found: Tensor, expected: Tensor, what: str) -> list[str]:
+    """Text of the difference, if there is one. Never raises: the other ranks go on."""
+    if torch.equal(found, expected):
+        return []
+    difference = (found.float() - expected.float()).abs().max()
+    return [f"the sum of {what} differs from NCCL's by {difference:.3g}"]

@@ -6,9 +6,12 @@ import pytest
 import torch
 
 from trimaran.comm.collectives import connect_group
+from trimaran.comm.errors import ConfigError
+from trimaran.comm.peer_memory import why_memory_is_apart
 from trimaran.comm.shared_memory import SharedSegment
 from trimaran.kernels.triton_peer_sum import TILE, PeerSum, region_bytes
-from trimaran.worker.peer_sums import use_peer_sums
+from trimaran.worker.config import EngineConfig
+from trimaran.worker.peer_sums import choose_sums, try_peer_sums
 
 SLOT_BYTES = 64 << 10
 HAS_GPUS = torch.cuda.device_count() > 1
@@ -82,15 +85,34 @@ def test_only_float_tensors_that_fit_are_taken():
 def test_a_group_on_gpus_sums_so_once_it_was_compared_with_nccl(world):
     if not HAS_GPUS:
         group = connect_group(world, torch.device("cpu"), 20.0)
-        with pytest.raises(ValueError, match="this group uses shared_memory"):
-            use_peer_sums(group, takes_any=False)
+        assert try_peer_sums(group, takes_any=False) == "this group uses shared_memory"
         return
     device = torch.device("cuda", world.local_rank)
     group = connect_group(world, device, 60.0)
-    use_peer_sums(group, takes_any=False)
+    assert why_memory_is_apart(group) == ""
+    assert try_peer_sums(group, takes_any=False, is_asked_for=False) == ""
 
     found = group.all_reduce(torch.full((5000,), float(world.rank), device=device))
 
     assert group.transports()["all_reduce"] == "peer one-shot (large: nccl)"
     assert found.tolist() == [float(sum(range(world.size)))] * 5000
     group.close()
+
+
+@pytest.mark.parametrize("asked", ["auto", "nccl", "peer"])
+def test_where_peers_cannot_sum_only_who_asks_for_it_is_refused(world, asked):
+    if HAS_GPUS:
+        return
+    group = connect_group(world, torch.device("cpu"), 20.0)
+    config = EngineConfig(model="test", engine_dir="/m", all_reduce=asked)
+    if asked == "peer":
+        with pytest.raises(
+            ConfigError, match=r"but this group uses shared_memory\. Serve with"
+        ):
+            choose_sums(config, group, torch.device("cpu"))
+        return
+
+    choose_sums(config, group, torch.device("cpu"))
+
+    total = group.all_reduce(torch.ones(3))
+    assert total.tolist() == [float(world.size)] * 3

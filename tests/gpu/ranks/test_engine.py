@@ -9,10 +9,12 @@ from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralFo
 
 from tests.driver import Driver, Ranks
 from tests.gpu.hidden_waits import no_hidden_waits
+from trimaran.comm.collectives import connect_group
 from trimaran.comm.mpi import MPI
 from trimaran.worker.config import CacheConfig, EngineConfig, ParallelConfig, SchedulerConfig
 from trimaran.worker.experts_config import ExpertsConfig
 from trimaran.worker.parallel_sizes import expert_sizes
+from trimaran.worker.peer_sums import choose_sums
 
 pytestmark = pytest.mark.gpu
 
@@ -58,12 +60,14 @@ if SIZE == 4:
         ("mixtral", 4, 1, 1, 2),
         ("mixtral", 2, 1, 2, 4),
     ]
+LAUNCHED = {"collective_graphs": False, "all_reduce": "nccl", "prompt_graph_tokens": 0}
 WAYS = {
-    "launched": {},
-    "graphs": {"collective_graphs": True},
-    "peer": {"all_reduce": "peer"},
-    "peer-graphs": {"collective_graphs": True, "all_reduce": "peer"},
-    "prompt-graphs": {"collective_graphs": True, "prompt_graph_tokens": 48},
+    "launched": LAUNCHED,
+    "graphs": {**LAUNCHED, "collective_graphs": True},
+    "peer": {**LAUNCHED, "all_reduce": "peer"},
+    "peer-graphs": {"collective_graphs": True, "all_reduce": "peer", "prompt_graph_tokens": 0},
+    "prompt-graphs": {"all_reduce": "nccl"},
+    "defaults": {},
 }
 
 
@@ -144,11 +148,25 @@ def test_tokens_in_float32_are_those_of_the_cpu(world, folders, expected, layout
 
     outputs = ranks.drive(serve_both)
 
-    has_collectives = sizes[0] > 1 or (sizes[2] > 1 and sizes[3] > 1)
-    is_launched = has_collectives and not WAYS[way].get("collective_graphs")
+    is_sharing = sizes[2] > 1 and sizes[3] > 1
+    has_collectives = sizes[0] > 1 or is_sharing
+    is_launched = has_collectives and WAYS[way].get("collective_graphs") is False
     assert (facts["cuda_graphs"] == 0) is is_launched
+    has_prompts = way in ("prompt-graphs", "defaults") and not is_sharing
+    assert (facts["prompt_graphs"] > 0) is has_prompts
     if world.rank == 0:
         assert outputs == expected[model]
+
+
+def test_tensor_groups_sum_through_peers_memory_unless_told_otherwise(world, folders):
+    config = engine_config(folders["llama"], "cuda")
+    device = torch.device("cuda", world.local_rank)
+    group = connect_group(world, device, 60.0)
+
+    choose_sums(config, group, device)
+
+    assert group.transports()["all_reduce"] == "peer one-shot (large: nccl)"
+    group.close()
 
 
 @pytest.mark.parametrize("graphs", [False, True])
@@ -173,7 +191,7 @@ def test_tokens_stay_those_of_the_cpu_while_experts_change_ranks(
         assert outputs == expected[model]
 
 
-@pytest.mark.parametrize("way", ["launched", "peer-graphs"])
+@pytest.mark.parametrize("way", ["launched", "peer-graphs", "defaults"])
 def test_a_step_makes_no_hidden_wait_for_the_device(world, folders, way):
     ranks = GpuRanks(world, folders["llama"], (SIZE, 1, 1, 1), **WAYS[way])
 

@@ -80,6 +80,18 @@ def test_flags_go_before_the_engine_folder(repository):
     assert (engine.prompt_graph_tokens, engine.lora.has_graphs) == (512, True)
 
 
+def test_graphs_and_sums_are_left_to_the_engine_unless_a_flag_says_more(repository):
+    def chosen(*flags):
+        engine = resolve(repository, *flags).groups[0].engine
+        assert EngineConfig.from_wire(engine.to_wire()) == engine
+        return engine.prompt_graph_tokens, engine.collective_graphs, engine.all_reduce
+
+    assert chosen() == (None, None, "auto")
+    assert chosen(
+        "--prompt-graph-tokens", "0", "--no-collective-graphs", "--all-reduce", "nccl"
+    ) == (0, False, "nccl")
+
+
 @pytest.mark.parametrize("flags", [("--all-reduce", "peer"), ("--collective-graphs",)])
 def test_flags_of_sums_over_gpus_are_refused_on_the_cpu(repository, flags):
     with pytest.raises(ConfigError, match=f"{' '.join(flags)} is about sums between GPUs"):
@@ -284,12 +296,14 @@ def test_a_run_file_holds_any_flags_and_the_command_line_goes_before_it(reposito
     run = tmp_path / "run.yaml"
     run.write_text(
         "http_port: 7000\ngrpc-port: 7001\nlog: true\nforce: false\nstrict-readiness: false\n"
+        "collective-graphs: false\n"
         "metrics_config: [counter_latencies=true, histogram_latencies=true]\n"
     )
     config = resolve(repository, "--config", str(run), "--http-port=7777")
     assert (config.frontend.http_port, config.frontend.grpc_port) == (7777, 7001)
     assert config.log.file == "triton_log.txt"
     assert not config.frontend.strict_readiness
+    assert config.groups[0].engine.collective_graphs is False
     assert config.frontend.metrics_config == {
         "counter_latencies": "true", "histogram_latencies": "true",
     }  # fmt: skip

@@ -1,14 +1,23 @@
 """Which steps are captured, and that what cannot be captured is refused."""
 
 import pytest
+import torch
 
 from trimaran.comm.collectives import SingleRankGroup
 from trimaran.comm.control import LocalControlPlane
 from trimaran.comm.errors import ConfigError
 from trimaran.comm.topology import ParallelLayout
-from trimaran.worker.config import EngineConfig, RankConfig
+from trimaran.worker.config import (
+    EngineConfig,
+    LoraConfig,
+    ParallelConfig,
+    RankConfig,
+    SchedulerConfig,
+)
 from trimaran.worker.cuda_graphs import graph_sizes, prompt_graph_sizes
 from trimaran.worker.engine import Engine
+from trimaran.worker.graph_choice import choose_graphs
+from trimaran.worker.parallel_sizes import expert_sizes
 
 
 def test_the_largest_decode_is_captured_whatever_its_size():
@@ -43,11 +52,100 @@ def test_a_cpu_refuses_to_capture_steps_with_prompts(model_folder):
 @pytest.mark.parametrize(
     ("changes", "complaint"),
     [
-        ({"all_reduce": "ring"}, "all_reduce is 'ring' but must be nccl or peer"),
+        ({"all_reduce": "ring"}, "all_reduce is 'ring' but must be auto, nccl or peer"),
         ({"all_reduce": "peer"}, "--all-reduce peer is about sums between GPUs.*Leave it out"),
         ({"collective_graphs": True}, "--collective-graphs is about .* the device is cpu"),
+        (
+            {"device": "cuda", "collective_graphs": True, "cuda_graphs": False},
+            "--collective-graphs is set but cuda_graph_mode is false.*Leave one of them out",
+        ),
     ],
 )
 def test_what_only_gpus_sum_is_refused_on_the_cpu(changes, complaint):
     with pytest.raises(ConfigError, match=complaint):
-        EngineConfig(model="test", engine_dir="/m", device="cpu", **changes)
+        EngineConfig(**{"model": "test", "engine_dir": "/m", "device": "cpu", **changes})
+
+
+def layout(tp_size=1, dp_size=1, moe_ep_size=-1, pp_size=1, hosts=()):
+    """What an engine is told of its ranks, and what a rank knows of them."""
+    sizes = {"tp_size": tp_size, "pp_size": pp_size, "dp_size": dp_size}
+    experts = expert_sizes(-1, moe_ep_size, tp_size, dp_size)
+    parallel = ParallelConfig(**sizes, moe_tp_size=experts[0], moe_ep_size=experts[1])
+    return parallel, ParallelLayout(**sizes, hosts=hosts)
+
+
+def choose(ranks, **changes):
+    """The largest decode and the largest step with prompts that are captured; 0 for none."""
+    parallel, topology = ranks
+    config = EngineConfig(
+        model="test",
+        engine_dir="/m",
+        parallel=parallel,
+        scheduler=SchedulerConfig(max_num_seqs=200, max_num_batched_tokens=4096),
+        **changes,
+    )
+    device = torch.device(changes.get("device", "cuda"))
+    found = choose_graphs(config, topology, device)
+    return tuple(max(sizes, default=0) for sizes in found)
+
+
+LANES = {"dp_size": 2, "moe_ep_size": 2}
+"""They share experts."""
+
+
+@pytest.mark.parametrize(
+    ("ranks", "changes", "expected"),
+    [
+        ({}, {}, (200, 1024)),
+        ({"tp_size": 2}, {}, (200, 1024)),
+        ({"pp_size": 2}, {}, (200, 1024)),
+        ({"dp_size": 2}, {}, (200, 1024)),
+        (LANES, {}, (128, 0)),
+        ({"tp_size": 2, "hosts": ("a", "a")}, {}, (200, 1024)),
+        ({"tp_size": 2, "hosts": ("a", "b")}, {}, (0, 0)),
+        ({"tp_size": 2, "hosts": ("a", "b")}, {"collective_graphs": True}, (200, 1024)),
+        ({"pp_size": 2, "hosts": ("a", "b")}, {}, (200, 1024)),
+        ({"dp_size": 2, "hosts": ("a", "b")}, {}, (200, 1024)),
+        ({**LANES, "hosts": ("a", "b")}, {}, (0, 0)),
+        ({}, {"collective_graphs": False}, (200, 1024)),
+        ({"tp_size": 2}, {"collective_graphs": False}, (0, 0)),
+        (LANES, {"collective_graphs": False}, (0, 0)),
+        ({"tp_size": 2}, {"deterministic": True}, (200, 0)),
+        ({"tp_size": 2}, {"cuda_graphs": False}, (0, 0)),
+        ({}, {"max_cuda_graphs": 3}, (4, 0)),
+        ({}, {"max_cuda_graphs": 3, "prompt_graph_tokens": 100}, (4, 100)),
+        ({}, {"prompt_graph_tokens": 0}, (200, 0)),
+        ({}, {"prompt_graph_tokens": 9999}, (200, 4096)),
+        ({"tp_size": 2}, {"device": "cpu"}, (0, 0)),
+    ],
+)
+def test_by_default_steps_are_captured_wherever_they_can_be(ranks, changes, expected):
+    assert choose(layout(**ranks), **changes) == expected
+
+
+@pytest.mark.parametrize(
+    ("ranks", "changes", "complaint"),
+    [
+        (LANES, {}, "is 48 but lanes share experts: such steps are not captured then"),
+        ({}, {"deterministic": True}, "is 48 but tokens shall be deterministic"),
+        ({}, {"cuda_graphs": False}, "is 48 but cuda_graph_mode is false"),
+        (
+            {"tp_size": 2},
+            {"collective_graphs": False},
+            "is 48 but tp_size is 2, with --no-coll",
+        ),
+        ({"tp_size": 2, "hosts": ("a", "b")}, {}, "is 48 but a tensor group on 2 hosts, with"),
+    ],
+)
+def test_who_asks_for_prompts_in_graphs_hears_why_they_cannot_be(ranks, changes, complaint):
+    with pytest.raises(ConfigError, match=complaint):
+        choose(layout(**ranks), prompt_graph_tokens=48, **changes)
+
+
+def test_who_asks_for_adapters_in_graphs_hears_why_they_cannot_be():
+    lora = LoraConfig(has_graphs=True)
+    assert choose(layout(tp_size=2), lora=lora) == (200, 1024)
+    with pytest.raises(
+        ConfigError, match="adapter-graphs is set but tp_size is 2, with --no-c"
+    ):
+        choose(layout(tp_size=2), lora=lora, collective_graphs=False)
