@@ -11,12 +11,18 @@ from trimaran.comm.topology import ParallelLayout
 from trimaran.worker.config import EngineConfig
 from trimaran.worker.cuda_graphs import graph_sizes, prompt_graph_sizes
 from trimaran.worker.layers.lane_bound import MOST_TO_ALL
+from trimaran.worker.step_types import SchedulerOutput
 
 logger = logging.getLogger(__name__)
 
 PROMPT_TOKENS = 1024
 """Steps with prompts are captured up to here unless told otherwise: of more tokens a GPU
 takes longer than its host for the launches, with a model of 8B parameters."""
+
+LONGEST_DECODE = 8192
+"""Tokens of a sequence that may decode in a graph of a step with prompts. The kernel of
+prompts reads a sequence by one block a key-value head, that of decodes by the whole GPU: at
+this length a layer's attention takes some 60 us longer, which is less than launches cost."""
 
 
 def choose_graphs(
@@ -45,6 +51,12 @@ def choose_graphs(
         # Of more tokens the host has to know how many go to each rank.
         sizes = [size for size in sizes if size <= MOST_TO_ALL]
     return sizes, prompt_graph_sizes(min(most, limits.max_num_batched_tokens))
+
+
+def suits_a_graph(decision: SchedulerOutput) -> bool:
+    """Whether none of a step's decodes is too long to be served as a prompt."""
+    computed = decision.num_computed_tokens[: decision.num_decodes]
+    return not len(computed) or int(computed.max()) < LONGEST_DECODE
 
 
 def _why_decodes_are_launched(

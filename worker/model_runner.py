@@ -11,6 +11,7 @@ from trimaran.kernels.sampling import CpuSampling
 from trimaran.worker.attention.backend import AttentionMetadata, ForwardContext
 from trimaran.worker.cuda_graphs import CudaGraphs
 from trimaran.worker.device_inputs import DeviceInputs
+from trimaran.worker.graph_choice import suits_a_graph
 from trimaran.worker.input_batch import InputBatch, StepInputs
 from trimaran.worker.kv_cache.host_copies import HostCopies, begin_transfers
 from trimaran.worker.kv_cache.kv_group import KVGroup, layer_views
@@ -46,7 +47,7 @@ class ModelRunner:
         self.tp = tp
         self.groups = groups
         self.inputs = inputs
-        links = links or PipelineLinks()
+        self._links = links = links or PipelineLinks()
         self.end = stage_end(model, inputs, vocab_size, tp, depth, kernel, links)
         self._previous = links.previous
         self._lane_bound = model.context.lane_bound
@@ -146,6 +147,16 @@ class ModelRunner:
         hidden_TD, inputs = self._run_model(decision)
         return self.end.finish(hidden_TD, inputs, decision, marks)
 
+    def run_alone(self, decision: SchedulerOutput) -> None:
+        """Run a step to its end before any stage begins another; while loading. Collective.
+
+        A stage that begins early has its GPU wait for its input, while it loads kernels: that
+        waits for the GPU, and must not keep the result from whoever is to send the input.
+        """
+        self.execute_model(decision).wait()
+        if not (self.model.stage.is_first and self.model.stage.is_last):
+            self._links.all_gather(None)
+
     def _run_model(self, decision: SchedulerOutput) -> tuple[Tensor, StepInputs]:
         """Hidden states of the step's tokens: a replayed graph's, or launched one by one."""
         graphs = self._graphs_for(decision)
@@ -176,7 +187,8 @@ class ModelRunner:
             return self._adapter_graphs if is_decode else None
         if is_decode:
             return self._graphs
-        return self._prompt_graphs if self._prompt_tables.is_empty else None
+        has_graph = self._prompt_tables.is_empty and suits_a_graph(decision)
+        return self._prompt_graphs if has_graph else None
 
     def _forward(
         self, inputs: StepInputs, num_decodes: int, hidden_TD: Tensor | None = None

@@ -16,8 +16,9 @@ from trimaran.worker.config import (
 )
 from trimaran.worker.cuda_graphs import graph_sizes, prompt_graph_sizes
 from trimaran.worker.engine import Engine
-from trimaran.worker.graph_choice import choose_graphs
+from trimaran.worker.graph_choice import LONGEST_DECODE, choose_graphs, suits_a_graph
 from trimaran.worker.parallel_sizes import expert_sizes
+from trimaran.worker.step_types import SchedulerOutput, int32s
 
 
 def test_the_largest_decode_is_captured_whatever_its_size():
@@ -149,3 +150,30 @@ def test_who_asks_for_adapters_in_graphs_hears_why_they_cannot_be():
         ConfigError, match="adapter-graphs is set but tp_size is 2, with --no-c"
     ):
         choose(layout(tp_size=2), lora=lora, collective_graphs=False)
+
+
+@pytest.mark.parametrize(
+    ("computed", "num_decodes", "expected"),
+    [
+        ((), 0, True),
+        ((9000,), 0, True),
+        ((100, LONGEST_DECODE - 1, 9000), 2, True),
+        ((LONGEST_DECODE, 0), 1, False),
+    ],
+)
+def test_a_long_decode_beside_prompts_keeps_the_kernel_of_decodes(
+    computed, num_decodes, expected
+):
+    step = SchedulerOutput(
+        step=1,
+        rows=int32s(range(len(computed))),
+        num_scheduled_tokens=int32s([1] * len(computed)),
+        num_computed_tokens=int32s(computed),
+        sampled=int32s(()),
+        new_blocks=int32s((), 4),
+        block_copies=int32s((), 3),
+        finished_rows=int32s(()),
+        new_rows=[],
+        num_decodes=num_decodes,
+    )
+    assert suits_a_graph(step) is expected
