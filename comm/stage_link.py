@@ -98,32 +98,22 @@ class HiddenShape:
 # ---- ranks of one host ------------------------------------------------------------------
 
 
-class _SharedSlots:
-    """A segment of two lines and the slots behind them.
+SENT, FREED = 0, 1
+"""What is counted: steps that were sent, and those whose place is free again."""
 
-    The first word of line 0 counts the steps that were sent, that of line 1 the steps whose
-    place is free again; both are slept on by the other end. Memory is taken when it is
-    first written, so that slots for prompts cost an engine nothing that only decodes.
+
+class StepCounts:
+    """Two counts in memory that both ends of a link map, a line each.
+
+    Each is slept on by the end that does not raise it.
     """
 
-    def __init__(self, segment: SharedSegment, shape: HiddenShape) -> None:
-        words = segment.words()
-        self._words = words[: 2 * WORDS_A_LINE : WORDS_A_LINE]
-        first = 2 * CACHE_LINE_BYTES
-        flat = torch.frombuffer(
-            segment.map,
-            dtype=shape.dtype,
-            count=shape.num_bytes // shape.dtype.itemsize,
-            offset=first,
-        )
-        self.slots = flat.view(shape.num_slots, shape.max_tokens, shape.hidden_size)
+    NUM_BYTES = 2 * CACHE_LINE_BYTES
+
+    def __init__(self, segment: SharedSegment) -> None:
+        self._words = segment.words()[: 2 * WORDS_A_LINE : WORDS_A_LINE]
         addresses = (segment.address, segment.address + CACHE_LINE_BYTES)
         self._futexes = [Futex(address) for address in addresses]
-
-    @staticmethod
-    def segment_bytes(shape: HiddenShape) -> int:
-        """Address space of a link of this shape."""
-        return 2 * CACHE_LINE_BYTES + shape.num_bytes
 
     def raise_to(self, word: int, count: int) -> None:
         """Let the other end see everything up to now."""
@@ -144,8 +134,43 @@ class _SharedSlots:
         fence()
         return True
 
+    def await_place(self, num_sent: int, num_slots: int, timeout_s: float) -> None:
+        """Wait until the next step's place is free.
 
-_SENT, _FREED = 0, 1
+        Raises:
+            PeerLostError: the next stage took nothing for ``timeout_s``.
+        """
+        if not self.wait_for(FREED, num_sent - num_slots + 1, timeout_s):
+            raise PeerLostError(
+                f"the next pipeline stage took no step for {timeout_s:g} s while "
+                f"{num_slots} waited"
+            )
+
+    def await_step(self, num_received: int, timeout_s: float) -> None:
+        """Wait until the next step was sent.
+
+        Raises:
+            PeerLostError: the stage before sent nothing for ``timeout_s``.
+        """
+        if not self.wait_for(SENT, num_received + 1, timeout_s):
+            raise PeerLostError(
+                f"the pipeline stage before sent no hidden states for {timeout_s:g} s"
+            )
+
+
+def _slots_of(segment: SharedSegment, shape: HiddenShape) -> Tensor:
+    """The places of a segment, behind its counts, [slots, max tokens, D].
+
+    Memory is taken when it is first written, so that slots for prompts cost an engine nothing
+    that only decodes.
+    """
+    flat = torch.frombuffer(
+        segment.map,
+        dtype=shape.dtype,
+        count=shape.num_bytes // shape.dtype.itemsize,
+        offset=StepCounts.NUM_BYTES,
+    )
+    return flat.view(shape.num_slots, shape.max_tokens, shape.hidden_size)
 
 
 class SharedMemorySender(StageSender):
@@ -154,24 +179,19 @@ class SharedMemorySender(StageSender):
     transport = "shared_memory"
 
     def __init__(self, segment: SharedSegment, shape: HiddenShape, timeout_s: float) -> None:
-        self._shared = _SharedSlots(segment, shape)
-        self._num_slots = shape.num_slots
+        self._counts = StepCounts(segment)
+        self._slots = _slots_of(segment, shape)
         self._num_sent = 0
         self.timeout_s = timeout_s
 
     def send(self, hidden_TD: Tensor) -> None:
         """Hand on a step's hidden states; see `StageSender.send`."""
-        if not self._shared.wait_for(
-            _FREED, self._num_sent - self._num_slots + 1, self.timeout_s
-        ):
-            raise PeerLostError(
-                f"the next pipeline stage took no step for {self.timeout_s:g} s while "
-                f"{self._num_slots} waited"
-            )
-        slot = self._shared.slots[self._num_sent % self._num_slots]
+        num_slots = len(self._slots)
+        self._counts.await_place(self._num_sent, num_slots, self.timeout_s)
+        slot = self._slots[self._num_sent % num_slots]
         slot[: len(hidden_TD)].copy_(hidden_TD)
         self._num_sent += 1
-        self._shared.raise_to(_SENT, self._num_sent)
+        self._counts.raise_to(SENT, self._num_sent)
 
 
 class SharedMemoryReceiver(StageReceiver):
@@ -180,8 +200,8 @@ class SharedMemoryReceiver(StageReceiver):
     transport = "shared_memory"
 
     def __init__(self, segment: SharedSegment, shape: HiddenShape, timeout_s: float) -> None:
-        self._shared = _SharedSlots(segment, shape)
-        self._num_slots = shape.num_slots
+        self._counts = StepCounts(segment)
+        self._slots = _slots_of(segment, shape)
         self._num_received = 0
         self.timeout_s = timeout_s
 
@@ -189,12 +209,9 @@ class SharedMemoryReceiver(StageReceiver):
         """The next step's hidden states; see `StageReceiver.receive`."""
         if self._num_received:
             # What the last call handed out is read by now.
-            self._shared.raise_to(_FREED, self._num_received)
-        if not self._shared.wait_for(_SENT, self._num_received + 1, self.timeout_s):
-            raise PeerLostError(
-                f"the pipeline stage before sent no hidden states for {self.timeout_s:g} s"
-            )
-        slot = self._shared.slots[self._num_received % self._num_slots]
+            self._counts.raise_to(FREED, self._num_received)
+        self._counts.await_step(self._num_received, self.timeout_s)
+        slot = self._slots[self._num_received % len(self._slots)]
         self._num_received += 1
         return slot[:num_tokens]
 
@@ -207,15 +224,21 @@ def connect_stages(
 ) -> tuple[StageReceiver | None, StageSender | None]:
     """This rank's ends to the stage before and to the next one.
 
-    Collective over ``stages``: the ranks of one pipeline, first stage first. GPUs use NCCL,
-    CPU ranks of one host shared memory, over several hosts gloo.
+    Collective over the world that ``stages`` is cut from, each rank with its own: the ranks of
+    one pipeline, first stage first. GPUs of one host that map each other's memory use it,
+    other GPUs NCCL; CPU ranks of one host use shared memory, of several hosts gloo.
     """
     # Imported here so that each transport's module can build on this interface.
-    from trimaran.comm import stage_groups
+    from trimaran.comm import stage_groups, stage_peers
 
+    is_one_host = len(set(stages.hosts)) == 1
     if device.type == "cuda":
+        if is_one_host:
+            ends = stage_peers.connect_peers(stages, shape, device, timeout_s)
+            if ends is not None:
+                return ends
         return stage_groups.connect_nccl(stages, shape, device, timeout_s)
-    if len(set(stages.hosts)) == 1:
+    if is_one_host:
         return _connect_shared(stages, shape, timeout_s)
     return stage_groups.connect_gloo(stages, shape, timeout_s)
 
@@ -223,18 +246,28 @@ def connect_stages(
 def _connect_shared(
     stages: World, shape: HiddenShape, timeout_s: float
 ) -> tuple[StageReceiver | None, StageSender | None]:
-    sender: StageSender | None = None
-    receiver: StageReceiver | None = None
+    before, behind = share_with_neighbours(stages, StepCounts.NUM_BYTES + shape.num_bytes)
+    receiver = None if before is None else SharedMemoryReceiver(before, shape, timeout_s)
+    sender = None if behind is None else SharedMemorySender(behind, shape, timeout_s)
+    return receiver, sender
+
+
+def share_with_neighbours(
+    stages: World, num_bytes: int
+) -> tuple[SharedSegment | None, SharedSegment | None]:
+    """Memory shared with the stage before, and with the next one; zeroed, all on one host.
+
+    Collective over ``stages``.
+    """
+    before: SharedSegment | None = None
     own: SharedSegment | None = None
     if stages.rank + 1 < stages.size:
-        own = SharedSegment.create(_SharedSlots.segment_bytes(shape))
-        sender = SharedMemorySender(own, shape, timeout_s)
+        own = SharedSegment.create(num_bytes)
     handles = stages.comm.allgather(None if own is None else own.handle)
     if stages.rank > 0:
-        segment = SharedSegment.attach(handles[stages.rank - 1])
-        receiver = SharedMemoryReceiver(segment, shape, timeout_s)
-        segment.close_descriptor()
+        before = SharedSegment.attach(handles[stages.rank - 1])
+        before.close_descriptor()
     stages.comm.Barrier()
     if own is not None:
         own.close_descriptor()
-    return receiver, sender
+    return before, own

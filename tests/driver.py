@@ -143,6 +143,9 @@ class Ranks:
     ) -> None:
         """``device`` is this rank's; none for the CPU."""
         device = device or torch.device("cpu")
+        if device.type == "cuda":
+            # As a rank does: kernels are launched on the current device.
+            torch.cuda.set_device(device)
         layout = ParallelLayout(
             rank=world.rank,
             tp_size=parallel.tp_size,

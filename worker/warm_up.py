@@ -65,8 +65,8 @@ def run_small_steps(runner: ModelRunner, limits: SchedulerConfig) -> None:
         samplings.append(_PLAIN)
     for sampling in samplings:
         rows = [_row(0, length, sampling)]
-        runner.execute_model(_step(rows, int32s([0]), int32s([length]))).wait()
-        runner.execute_model(_step(rows, int32s([length]), int32s([1]))).wait()
+        runner.run_alone(_step(rows, int32s([0]), int32s([length])))
+        runner.run_alone(_step(rows, int32s([length]), int32s([1])))
     runner.end.leave(0)
 
 
@@ -91,6 +91,6 @@ def _peak_bytes(runner: ModelRunner, step: SchedulerOutput) -> int:
     torch.cuda.synchronize(device)
     before = torch.cuda.memory_allocated(device)
     torch.cuda.reset_peak_memory_stats(device)
-    runner.execute_model(step).wait()
+    runner.run_alone(step)
     torch.cuda.synchronize(device)
     return torch.cuda.max_memory_allocated(device) - before

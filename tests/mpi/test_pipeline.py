@@ -76,6 +76,8 @@ def engine_config(folder, pp_partition=(), layout=None, **changes):
         model="test",
         engine_dir=folder,
         device="cuda" if HAS_GPUS else "cpu",
+        # Ranks that are taken to be on several hosts have one each as well.
+        gpu_device_ids=tuple(range(layout.world_size)) if HAS_GPUS else (),
         dtype="float32",
         parallel=ParallelConfig(
             tp_size=layout.tp_size, pp_size=layout.pp_size, pp_partition=pp_partition
@@ -157,7 +159,8 @@ def test_stages_on_two_hosts_give_the_tokens_of_transformers(two_host_world, mod
 
     if two_host_world.rank == 0:
         assert outputs == greedy(theirs)
-        assert ranks.links.transports() == {"stages": "gloo", "results": "tcp"}
+        stages = "nccl" if HAS_GPUS else "gloo"
+        assert ranks.links.transports() == {"stages": stages, "results": "tcp"}
 
 
 def test_a_stage_that_hears_nothing_names_the_one_before(world):
