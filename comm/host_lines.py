@@ -80,12 +80,18 @@ def accept_lines(
 
 def _rank_of(sock: socket.socket, token: bytes) -> int:
     """Who connected; -1 for whoever does not show the token soon."""
-    sock.settimeout(_GREETING_TIMEOUT_S)
+    deadline = time.monotonic() + _GREETING_TIMEOUT_S
+    greeting = b""
     try:
-        greeting = sock.recv(_GREETING.size, socket.MSG_WAITALL)
+        # A greeting may come in several pieces.
+        while len(greeting) < _GREETING.size:
+            sock.settimeout(max(deadline - time.monotonic(), 0.001))
+            if not (piece := sock.recv(_GREETING.size - len(greeting))):
+                return -1
+            greeting += piece
     except OSError:
         return -1
-    shown, rank = _GREETING.unpack(greeting.ljust(_GREETING.size, b"\0"))
+    shown, rank = _GREETING.unpack(greeting)
     return rank if hmac.compare_digest(shown, token) else -1
 
 

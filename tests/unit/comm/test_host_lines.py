@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import struct
+import threading
 
 import pytest
 
@@ -51,6 +52,19 @@ def test_who_is_silent_or_shows_another_token_is_hung_up_on(listener, dial, monk
     assert again[1].recv(100) == b"to rank 3"
     for line in lines.values():
         line.close()
+
+
+def test_a_greeting_may_come_in_pieces(listener, dial):
+    greeting = struct.pack("<16sI", TOKEN, 3)
+    slow = dial(greeting[:7])
+    rest = threading.Timer(0.1, slow.sendall, [greeting[7:] + b"and more"])
+    rest.start()
+
+    (line,) = accept_lines(listener, TOKEN, (3,)).values()
+
+    rest.join()
+    assert line.recv(100) == b"and more"
+    line.close()
 
 
 def test_ranks_that_do_not_come_are_named(listener, dial):
