@@ -21,6 +21,7 @@ SLOT_BYTES = {2: 16 << 20, 4: 8 << 20, 8: 2 << 20}
 ONE_SHOT_BYTES = {2: 16 << 20, 4: 512 << 10, 8: 256 << 10}
 """By ranks: up to here every rank reads all of it from all. Two ranks move no more that way."""
 
+_TEXT_BYTES = 512
 _NUM_REPLAYS = 5
 _CHECKED = (1, 1000, 4096, 100_000)
 """Elements of the tensors that are summed before the first request, beside the largest."""
@@ -75,7 +76,9 @@ def try_peer_sums(
     if group.size not in SLOT_BYTES:
         sizes = ", ".join(map(str, SLOT_BYTES))
         return f"the group has {group.size} ranks and may have {sizes}"
-    problem = "" if is_asked_for else _agreed(group, why_memory_is_apart(group))
+    problem = (
+        "" if is_asked_for else first_problem(group, why_memory_is_apart(group), group.device)
+    )
     if problem:
         return problem
     slot_bytes = SLOT_BYTES[group.size]
@@ -84,9 +87,9 @@ def try_peer_sums(
         peer_sum = _make_peer_sum(group, slot_bytes, takes_any)
     except ConfigError as error:
         problem = str(error)
-    problem = _agreed(group, problem)
+    problem = first_problem(group, problem, group.device)
     if peer_sum is not None and not problem:
-        problem = _agreed(group, check_sums(group, peer_sum))
+        problem = first_problem(group, check_sums(group, peer_sum), group.device)
         if problem:
             logger.warning("sums over peers' memory are wrong here: %s", problem)
     if not problem:
@@ -111,14 +114,14 @@ def _make_peer_sum(group: NcclGroup, slot_bytes: int, takes_any: bool) -> SumInP
     )
 
 
-def _agreed(group: NcclGroup, problem: str) -> str:
-    """This rank's problem, or that another has one; empty on all ranks or on none.
+def first_problem(group: TensorParallelGroup, problem: str, device: torch.device) -> str:
+    """What the first rank with a problem says of it, the same on all; empty if none has one.
     Collective."""
-    flags = torch.tensor([bool(problem)], dtype=torch.int32, device=group.device)
-    has_problem = group.all_gather(flags, 0).tolist()
-    if problem or not any(has_problem):
-        return problem
-    return f"rank {has_problem.index(1)} of the group cannot, as its log says"
+    text = problem.encode()[:_TEXT_BYTES].ljust(_TEXT_BYTES, b"\0")
+    own = torch.tensor(list(text), dtype=torch.uint8, device=device)
+    every = group.all_gather(own[None], 0).tolist()
+    texts = (bytes(row).rstrip(b"\0").decode(errors="ignore") for row in every)
+    return next((each for each in texts if each), "")
 
 
 def check_sums(group: NcclGroup, peer_sum: SumInPlace) -> str:

@@ -11,7 +11,7 @@ from trimaran.comm.peer_memory import why_memory_is_apart
 from trimaran.comm.shared_memory import SharedSegment
 from trimaran.kernels.triton_peer_sum import TILE, PeerSum, region_bytes
 from trimaran.worker.config import EngineConfig
-from trimaran.worker.peer_sums import choose_sums, try_peer_sums
+from trimaran.worker.peer_sums import choose_sums, first_problem, try_peer_sums
 
 SLOT_BYTES = 64 << 10
 HAS_GPUS = torch.cuda.device_count() > 1
@@ -97,6 +97,19 @@ def test_a_group_on_gpus_sums_so_once_it_was_compared_with_nccl(world):
     assert group.transports()["all_reduce"] == "peer one-shot (large: nccl)"
     assert found.tolist() == [float(sum(range(world.size)))] * 5000
     group.close()
+
+
+def test_all_ranks_hear_of_the_problem_of_one(world):
+    if HAS_GPUS:
+        return
+    group, device = connect_group(world, torch.device("cpu"), 20.0), torch.device("cpu")
+    last = world.size - 1
+
+    found = first_problem(group, f"GPU {last} is tired" * (world.rank == last), device)
+
+    assert found == f"GPU {last} is tired"
+    assert first_problem(group, "", device) == ""
+    assert first_problem(group, "long " * 1000, device).startswith("long long")
 
 
 @pytest.mark.parametrize("asked", ["auto", "nccl", "peer"])
