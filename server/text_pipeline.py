@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass
@@ -325,9 +326,9 @@ class _Run:
 
 def _in_own_names(error: RequestError, sources: Mapping[str, str]) -> RequestError:
     """A step's error with the inputs named as the client of the text model knows them."""
-    text = str(error)
-    for target, source in sources.items():
-        text = text.replace(f"input '{target}'", f"input '{source}'")
+    text = re.sub(
+        r"(?<=input ')[^']+(?=')", lambda named: sources.get(named[0], named[0]), str(error)
+    )
     return RequestError(text, error.kind)
 
 
