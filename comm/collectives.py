@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from trimaran.comm.mpi import MPI, World
+from trimaran.comm.sum_and_norm import SumAndNorm
 
 
 class TensorParallelGroup(ABC):
@@ -30,6 +31,9 @@ class TensorParallelGroup(ABC):
     Honoured by shared memory. Over gloo and NCCL it is the value at connecting that
     counts, and the process's watchdog ends a shorter hang.
     """
+
+    sum_norm: SumAndNorm | None = None
+    """Sums what it takes together with the norm behind; set on all ranks alike."""
 
     @abstractmethod
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:

@@ -181,8 +181,9 @@ class NcclGroup(ProcessGroup):
 
     def close(self) -> None:
         """Leave the group. Collective; all graphs that hold its sums are gone."""
-        memory, self.peer_sum = self.peer_sum, None
-        if memory is not None:
+        memory = [way for way in (self.peer_sum, self.sum_norm) if way is not None]
+        self.peer_sum = self.sum_norm = None
+        if memory:
             # By NCCL: whoever comes here has read all that it will of the others' memory.
             self.barrier()
         del memory

@@ -109,6 +109,10 @@ class CpuOps:
         """The product: it is added with the next norm."""
         return self.linear(x, weight)
 
+    def linear_parts(self, x: Tensor, weight: Tensor) -> Tensor:
+        """The product, in one."""
+        return self.linear(x, weight)
+
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """Root-mean-square normalisation in float32."""
         return self._normalise(x, None, weight, None, eps)

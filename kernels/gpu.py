@@ -86,6 +86,10 @@ class TritonOps(TorchOps):
         """Add the product into ``residual``, or return it; see `reference.add_linear`."""
         return self._products.add_linear(x, weight, residual)
 
+    def linear_parts(self, x: Tensor, weight: Tensor) -> Tensor:
+        """The product, maybe in float32 parts; see `reference.linear_parts`."""
+        return self._products.linear_parts(x, weight)
+
     def gated_linear(self, x: Tensor, weight: Tensor) -> Tensor:
         """``silu(x @ gate.T) * (x @ up.T)``, with gate rows above up rows."""
         return self._products.gated_linear(x, weight)

@@ -35,6 +35,8 @@ class Products(Protocol):
 
     def add_linear(self, x: Tensor, weight: Tensor, residual: Tensor) -> Tensor | None: ...
 
+    def linear_parts(self, x: Tensor, weight: Tensor) -> Tensor: ...
+
     def gated_linear(self, x: Tensor, weight: Tensor) -> Tensor: ...
 
     def router_logits(self, x: Tensor, weight: Tensor) -> Tensor: ...
@@ -52,6 +54,10 @@ class TorchProducts:
     def add_linear(self, x: Tensor, weight: Tensor, residual: Tensor) -> Tensor | None:
         """Add ``x @ weight.T`` into ``residual``."""
         return add_linear(x, weight, residual)
+
+    def linear_parts(self, x: Tensor, weight: Tensor) -> Tensor:
+        """``x @ weight.T``, in one."""
+        return F.linear(x, weight)
 
     def gated_linear(self, x: Tensor, weight: Tensor) -> Tensor:
         """``silu(x @ gate.T) * (x @ up.T)``, with gate rows above up rows."""
@@ -95,6 +101,17 @@ class HopperProducts:
 
     def add_linear(self, x_TD: Tensor, weight_ED: Tensor, residual_TE: Tensor) -> Tensor | None:
         """Torch adds its product into ``residual``, or it is returned, maybe in parts."""
+        product = self._own_product(x_TD, weight_ED)
+        return add_linear(x_TD, weight_ED, residual_TE) if product is None else product
+
+    def linear_parts(self, x_TD: Tensor, weight_ED: Tensor) -> Tensor:
+        """``x @ weight.T``, maybe in float32 parts [S, T, E]."""
+        product = self._own_product(x_TD, weight_ED)
+        return self.linear(x_TD, weight_ED) if product is None else product
+
+    def _own_product(self, x_TD: Tensor, weight_ED: Tensor) -> Tensor | None:
+        """The product that waits to be added to something, maybe in parts; None where torch
+        is the fastest to make it whole."""
         if self._streams(x_TD, weight_ED, is_gated=False):
             return stream_parts(x_TD, weight_ED)
         kernel = self._kernel(x_TD, weight_ED, "plain" if self._is_deterministic else "parts")
@@ -103,7 +120,7 @@ class HopperProducts:
         parts = num_parts(x_TD.shape[0], *weight_ED.shape)
         if parts > 1:
             return split_product(x_TD, weight_ED, parts)
-        return add_linear(x_TD, weight_ED, residual_TE)
+        return None
 
     def gated_linear(self, x_TD: Tensor, weight_ED: Tensor) -> Tensor:
         """``silu(x @ gate.T) * (x @ up.T)`` [T, E / 2], gate rows above up rows."""

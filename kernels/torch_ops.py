@@ -19,6 +19,7 @@ class TorchOps:
     gated_linear = staticmethod(reference.gated_linear)
     logits = staticmethod(reference.logits)
     add_linear = staticmethod(reference.add_linear)
+    linear_parts = staticmethod(reference.linear_parts)
     rms_norm = staticmethod(reference.rms_norm)
     add_rms_norm = staticmethod(reference.add_rms_norm)
     norm_heads = staticmethod(reference.norm_heads)

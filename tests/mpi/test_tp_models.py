@@ -8,6 +8,7 @@ import torch
 from tests.models.families import family_configs
 from tests.unit.models import models
 from trimaran.comm.collectives import TensorParallelGroup, connect_group
+from trimaran.kernels import reference
 from trimaran.kernels.build import load_library
 from trimaran.kernels.cpu import CpuOps
 from trimaran.kernels.torch_ops import TorchOps
@@ -45,6 +46,36 @@ def test_greedy_tokens_in_float32_are_those_of_transformers(name, group, ops_of,
     outputs = models.PagedRun(ours, 4).greedy(prompts, 12)
 
     assert outputs == on_rank_0(lambda theirs: models.reference_greedy(theirs, prompts, 12))
+
+
+class SumThenNorm:
+    """Sums rows and then normalises them, for steps of a few tokens."""
+
+    def __init__(self, group):
+        self._group = group
+        self.num_calls = 0
+
+    def takes(self, residual_TD):
+        return residual_TD.shape[0] <= 2
+
+    def __call__(self, x, residual_TD, weight_D, eps):
+        self.num_calls += 1
+        return reference.add_rms_norm(self._group.all_reduce(x), residual_TD, weight_D, eps)
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2", "mixtral"])
+def test_sums_may_wait_for_the_norm_that_adds_them(name, monkeypatch, tensor_group, checkpoint):
+    folder, on_rank_0 = checkpoint(CONFIGS[name])
+    ours = models.load_ours(folder, tensor_group, ops=TorchOps())
+    prompts = models.prompts(2, 5)
+    sums = SumThenNorm(tensor_group)
+    monkeypatch.setattr(tensor_group, "sum_norm", sums)
+
+    outputs = models.PagedRun(ours, 2).greedy(prompts, 6)
+
+    assert outputs == on_rank_0(lambda theirs: models.reference_greedy(theirs, prompts, 6))
+    # Norms behind attention and MLP leave nothing to wait for.
+    assert (sums.num_calls > 0) is (name != "gemma2")
 
 
 @pytest.mark.parametrize("name", ["llama", "llama-one-kv-head-rope-llama3", "gpt2", "neox"])

@@ -20,6 +20,7 @@ from trimaran.worker.layers.linear import (
     copy_share,
 )
 from trimaran.worker.layers.parallel import split
+from trimaran.worker.layers.pending_sum import PendingSum, can_wait
 from trimaran.worker.layers.shares import even_share
 from trimaran.worker.pretrained_config import PretrainedConfig
 
@@ -198,13 +199,15 @@ class ExpertMLP(nn.Module):
         has_shared = config.shared_expert_intermediate_size > 0
         self.shared_expert = SharedExpert(config, context) if has_shared else None
 
-    def forward(self, hidden_TD: Tensor, residual_TD: Tensor) -> Tensor:
-        """[T, D] to [T, D], still to be added to the residual. Collective over the group."""
+    def forward(self, hidden_TD: Tensor, residual_TD: Tensor) -> Tensor | PendingSum:
+        """[T, D] to what is still to be added to the residual. Collective over the group."""
         weights, ids = self.router.choose(hidden_TD)
         run = self.experts.forward if self._dispatch is None else self._dispatch.forward
         output_TD = run(hidden_TD, weights, ids)
         if self.shared_expert is not None:
             output_TD += self.shared_expert.forward(hidden_TD)
+        if can_wait(self._tp, residual_TD):
+            return PendingSum(output_TD, self._tp)
         return self._tp.all_reduce(output_TD)
 
     def make_places(self, places: ExpertPlaces, num_spare: int) -> None:

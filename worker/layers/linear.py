@@ -18,6 +18,7 @@ from trimaran.worker.layers.methods import (
     UnquantizedLinearMethod,
 )
 from trimaran.worker.layers.parallel import ShardPosition, TensorGroup
+from trimaran.worker.layers.pending_sum import Addend, PendingSum, can_wait
 from trimaran.worker.layers.shares import Share, even_share, head_shares
 
 
@@ -245,6 +246,7 @@ class RowParallelLinear(ParallelLinear):
         self._share = _share_of(in_features, context.tp)
         self._whole_shape = (out_features, self._share.whole)
         self._add_linear = context.ops.add_linear
+        self._linear_parts = context.ops.linear_parts
         local_shape = out_features, self._share.size
         super().__init__(context, local_shape, bias=bias, method=method, lora=lora)
 
@@ -252,24 +254,32 @@ class RowParallelLinear(ParallelLinear):
         """``x @ weight.T + bias``, whole on every rank."""
         if self.tp.size == 1:
             return super().forward(x_TD)
-        output_TE = self.method.apply(self, x_TD, None)
-        if self.lora.is_active:
-            output_TE = self.lora.apply(x_TD, output_TE)
-        output_TE = self.tp.all_reduce(output_TE)
+        output_TE = self.tp.all_reduce(self._addend(x_TD))
         # After the sum: every rank holds the whole bias.
         return output_TE if self.bias is None else output_TE.add_(self.bias)
 
-    def add_to(self, residual_TD: Tensor | None, x_TD: Tensor) -> Tensor | None:
+    def add_to(self, residual_TD: Tensor | None, x_TD: Tensor) -> Addend:
         """Add ``forward(x)`` to ``residual``, or return it where that is a pass of its own
         or there is no residual.
 
-        It may be returned as float32 parts [parts, T, E], which the next norm adds up.
+        It may be returned as float32 parts [parts, T, E], which the next norm adds up, or as
+        what that norm has to sum over the ranks.
         """
+        if residual_TD is None or self.bias is not None:
+            return self.forward(x_TD)
         is_plain = isinstance(self.method, UnquantizedLinearMethod) and not self.lora.is_active
-        is_alone = self.tp.size == 1 and self.bias is None
-        if residual_TD is not None and is_plain and is_alone:
+        if self.tp.size == 1 and is_plain:
             return self._add_linear(x_TD, self.weight, residual_TD)
-        return self.forward(x_TD)
+        if not can_wait(self.tp, residual_TD):
+            return self.forward(x_TD)
+        if is_plain:
+            return PendingSum(self._linear_parts(x_TD, self.weight), self.tp)
+        return PendingSum(self._addend(x_TD), self.tp)
+
+    def _addend(self, x_TD: Tensor) -> Tensor:
+        """What this rank adds to ``x @ weight.T``."""
+        output_TE = self.method.apply(self, x_TD, None)
+        return self.lora.apply(x_TD, output_TE) if self.lora.is_active else output_TE
 
     def weight_loader(self, parameter: nn.Parameter, loaded: Tensor, shard: str = "") -> None:
         """Copy this rank's columns of a whole [out, in], or the whole bias [out]."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from trimaran.worker.layers.linear import LayerContext, check_shape
+from trimaran.worker.layers.pending_sum import Addend, PendingSum
 
 
 class RMSNorm(nn.Module):
@@ -22,12 +23,15 @@ class RMSNorm(nn.Module):
         self.offset = offset
         self._ops = context.ops
 
-    def forward(self, x_TD: Tensor | None, residual_TD: Tensor | None) -> tuple[Tensor, Tensor]:
+    def forward(self, x_TD: Addend, residual_TD: Tensor | None) -> tuple[Tensor, Tensor]:
         """Normalise ``x + residual``. Returns it and the sum, kept in ``residual``.
 
         One of the two may be None: there is nothing to add, or nothing to add to. ``x`` may
-        also be float32 parts [parts, T, D] of a sum.
+        also be float32 parts [parts, T, D] of a sum, or what is to be summed over the ranks.
         """
+        if isinstance(x_TD, PendingSum):
+            assert residual_TD is not None, "a sum that waits is added to a residual"
+            return x_TD.add_and_normalise(residual_TD, self.weight, self.eps), residual_TD
         if x_TD is None or residual_TD is None:
             total_TD = residual_TD if x_TD is None else x_TD
             assert total_TD is not None, "nothing to normalise"
@@ -40,8 +44,11 @@ class RMSNorm(nn.Module):
         parameter.data.copy_(loaded.float() + self.offset if self.offset else loaded)
 
 
-def settle(x_TD: Tensor | None, residual_TD: Tensor | None) -> Tensor:
+def settle(x_TD: Addend, residual_TD: Tensor | None) -> Tensor:
     """The sum that a norm would make of the two, as a tensor [T, D]."""
+    if isinstance(x_TD, PendingSum):
+        assert residual_TD is not None, "a sum that waits is added to a residual"
+        x_TD = x_TD.total(residual_TD)
     if x_TD is None or residual_TD is None:
         total_TD = residual_TD if x_TD is None else x_TD
         assert total_TD is not None, "nothing to add up"

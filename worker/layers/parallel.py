@@ -8,6 +8,8 @@ from typing import Protocol
 
 from torch import Tensor
 
+from trimaran.comm.sum_and_norm import SumAndNorm
+
 
 class TensorGroup(Protocol):
     """The ranks that share each layer; collective calls are made by all in one order."""
@@ -20,6 +22,11 @@ class TensorGroup(Protocol):
     @property
     def size(self) -> int:
         """Ranks of the group; with 1 every call is a no-op."""
+        ...
+
+    @property
+    def sum_norm(self) -> SumAndNorm | None:
+        """Sums what it takes together with the norm behind; None where nothing does."""
         ...
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
@@ -44,6 +51,7 @@ class ShardPosition:
 
     rank: int = 0
     size: int = 1
+    sum_norm: SumAndNorm | None = None
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
         """Nothing to add for a single rank."""

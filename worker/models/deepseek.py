@@ -19,6 +19,7 @@ from trimaran.worker.layers.linear import (
     RowParallelLinear,
 )
 from trimaran.worker.layers.norm import RMSNorm
+from trimaran.worker.layers.pending_sum import Addend
 from trimaran.worker.layers.rotary import RotaryEmbedding
 from trimaran.worker.layers.shares import even_share
 from trimaran.worker.models.interfaces import StageRange, WeightTarget
@@ -93,7 +94,7 @@ class LatentAttention(nn.Module):
         positions_T: Tensor,
         kv_cache: Tensor,
         context: ForwardContext,
-    ) -> Tensor | None:
+    ) -> Addend:
         """Attend over this layer's cache. Collective over the tensor group.
 
         Returns what is still to be added to the residual, if there is one; else None.

@@ -8,6 +8,7 @@ from trimaran.worker.attention.backend import ForwardContext
 from trimaran.worker.layers.embedding import ScaledEmbedding, VocabParallelEmbedding
 from trimaran.worker.layers.linear import LayerContext
 from trimaran.worker.layers.norm import RMSNorm
+from trimaran.worker.layers.pending_sum import Addend
 from trimaran.worker.layers.rotary import RotaryEmbedding
 from trimaran.worker.models.llama import LlamaForCausalLM, LlamaLayer
 from trimaran.worker.pretrained_config import PretrainedConfig
@@ -32,12 +33,12 @@ class GemmaLayer(LlamaLayer):
 
     def forward(
         self,
-        hidden_TD: Tensor | None,
+        hidden_TD: Addend,
         residual_TD: Tensor | None,
         positions_T: Tensor,
         kv_cache: Tensor,
         context: ForwardContext,
-    ) -> tuple[Tensor | None, Tensor]:
+    ) -> tuple[Addend, Tensor]:
         """Returns what is still to be added to the residual, and the residual."""
         normed, residual = self.attention_norm.forward(hidden_TD, residual_TD)
         attended = self.attention.forward(normed, None, positions_T, kv_cache, context)

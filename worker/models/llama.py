@@ -22,6 +22,7 @@ from trimaran.worker.layers.linear import (
     RowParallelLinear,
 )
 from trimaran.worker.layers.norm import RMSNorm
+from trimaran.worker.layers.pending_sum import Addend
 from trimaran.worker.layers.rotary import RotaryEmbedding
 from trimaran.worker.models.interfaces import CausalLM, WeightTarget
 from trimaran.worker.pretrained_config import PretrainedConfig
@@ -77,7 +78,7 @@ class LlamaAttention(nn.Module):
         positions_T: Tensor,
         kv_cache: Tensor,
         context: ForwardContext,
-    ) -> Tensor | None:
+    ) -> Addend:
         """Attend over this layer's cache. Collective over the tensor group.
 
         Returns what is still to be added to the residual, if there is one; else None.
@@ -112,7 +113,7 @@ class LlamaMLP(nn.Module):
             context, inner, config.hidden_size, bias=config.mlp_bias
         )
 
-    def forward(self, hidden_TD: Tensor, residual_TD: Tensor | None) -> Tensor | None:
+    def forward(self, hidden_TD: Tensor, residual_TD: Tensor | None) -> Addend:
         """[T, D] to [T, D], added to the residual or returned. Collective over the group."""
         inner_TF = self.act.project(self.gate_up_proj, hidden_TD)
         return self.down_proj.add_to(residual_TD, inner_TF)
@@ -153,12 +154,12 @@ class LlamaLayer(nn.Module):
 
     def forward(
         self,
-        hidden_TD: Tensor | None,
+        hidden_TD: Addend,
         residual_TD: Tensor | None,
         positions_T: Tensor,
         kv_cache: Tensor,
         context: ForwardContext,
-    ) -> tuple[Tensor | None, Tensor]:
+    ) -> tuple[Addend, Tensor]:
         """Returns what is still to be added to the residual, or None, and the residual."""
         normed, residual = self.attention_norm.forward(hidden_TD, residual_TD)
         attended = self.attention.forward(normed, residual, positions_T, kv_cache, context)
