@@ -91,19 +91,21 @@ class SumNorm:
             _ROW_WORDS, eps,
         )  # fmt: skip
         stream = torch.cuda.current_stream(x.device).cuda_stream
-        self._kernel(residual_TD).launch(rows, stream, arguments)
+        self.load(residual_TD.dtype, width).launch(rows, stream, arguments)
         return output
 
-    def _kernel(self, residual_TD: Tensor) -> CudaKernel:
-        key = residual_TD.dtype, _padded(residual_TD.shape[1])
+    def load(self, dtype: torch.dtype, width: int) -> CudaKernel:
+        """The kernel for such rows, compiled and loaded when it is first asked for, or
+        `KernelsUnavailableError`, which says why not."""
+        key = dtype, _padded(width)
         kernel = self._kernels.get(key)
         if kernel is None:
             cubin = compile_sum_norm(len(self._addresses), *key)
             kernel = self._kernels[key] = CudaModule(cubin).kernel(
                 "sum_norm",
-                residual_TD.device,
+                self._launches.device,
                 num_threads=_num_threads(key[1]),
-                overlaps=torch.cuda.get_device_capability(residual_TD.device) >= (9, 0),
+                overlaps=True,
             )
         return kernel
 

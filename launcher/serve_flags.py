@@ -254,9 +254,10 @@ def _add_graph_flags(parser: argparse.ArgumentParser) -> None:
     )
     add(
         "--all-reduce",
-        choices=("auto", "nccl", "peer"),
+        choices=("auto", "nccl", "peer", "fused"),
         default="auto",
-        help="sums over GPUs: NCCL's, or by reading peers' memory (auto: that where it works)",
+        help="sums over GPUs: NCCL's, by reading peers' memory (auto: that where it works), or "
+        "fused: so, and by the norms behind them in steps of few tokens",
     )
     add(
         "--adapter-graphs",

@@ -9,6 +9,9 @@ from typing import Any, ClassVar
 from trimaran.comm.errors import ConfigError
 from trimaran.worker.experts_config import ExpertsConfig
 
+ALL_REDUCES = ("auto", "nccl", "peer", "fused")
+"""Values of `EngineConfig.all_reduce`."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParallelConfig:
@@ -261,8 +264,9 @@ class EngineConfig:
 
     all_reduce: str = "auto"
     """Who sums over the GPUs of a tensor group: ``nccl``; ``peer``: our own kernels, which
-    read each other's memory, whatever is not too large for them; or ``auto``: these where
-    they can."""
+    read each other's memory, whatever is not too large for them; ``fused``: these, and in
+    steps of few tokens the norms behind the sums make them; or ``auto``: ``peer`` where it
+    can be."""
 
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
@@ -281,12 +285,12 @@ class EngineConfig:
         self._check_collectives()
 
     def _check_collectives(self) -> None:
-        if self.all_reduce not in ("auto", "nccl", "peer"):
+        if self.all_reduce not in ALL_REDUCES:
             raise ConfigError(
-                f"all_reduce is {self.all_reduce!r} but must be auto, nccl or peer"
+                f"all_reduce is {self.all_reduce!r} but must be one of {', '.join(ALL_REDUCES)}"
             )
         asked = {"--collective-graphs": self.collective_graphs}
-        asked["--all-reduce peer"] = self.all_reduce == "peer"
+        asked[f"--all-reduce {self.all_reduce}"] = self.all_reduce in ("peer", "fused")
         for flag in (name for name, is_set in asked.items() if is_set):
             if self.device == "cpu":
                 raise ConfigError(

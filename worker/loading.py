@@ -31,6 +31,7 @@ from trimaran.worker.model_runner import ModelRunner
 from trimaran.worker.models.interfaces import CausalLM
 from trimaran.worker.models.registry import load_model
 from trimaran.worker.peer_sums import choose_sums
+from trimaran.worker.sum_norms import choose_norms
 from trimaran.worker.warm_up import peak_step_bytes, run_small_steps
 
 logger = logging.getLogger(__name__)
@@ -100,6 +101,7 @@ def load_engine(
     """Load this rank's weights, agree on the cache's size, allocate and warm up. Collective."""
     sizes, prompt_sizes = choose_graphs(config, topology, device)
     choose_sums(config, tp, device)
+    choose_norms(config, tp)
     model = load_model(config, topology, tp, device, expert_ranks=links.expert_ranks)
     kernel = _sampling_kernel(model, device)
     limits = _limits(config.scheduler, model)

@@ -37,12 +37,12 @@ def choose_sums(config: EngineConfig, group: TensorParallelGroup, device: torch.
         return
     reason = "as --all-reduce says"
     if config.all_reduce != "nccl":
-        is_asked_for = config.all_reduce == "peer"
+        is_asked_for = config.all_reduce != "auto"
         reason = try_peer_sums(group, takes_any=config.deterministic, is_asked_for=is_asked_for)
         if reason and is_asked_for:
             raise ConfigError(
-                f"--all-reduce peer sums through the memory of a tensor group's GPUs, but "
-                f"{reason}. Serve with --all-reduce auto or nccl."
+                f"--all-reduce {config.all_reduce} sums through the memory of a tensor "
+                f"group's GPUs, but {reason}. Serve with --all-reduce auto or nccl."
             )
     if not reason or device.type != "cuda":
         return
@@ -136,7 +136,7 @@ def check_sums(group: NcclGroup, peer_sum: SumInPlace) -> str:
         for count in (*_CHECKED, largest):
             x = torch.empty(count, dtype=dtype, device=group.device)
             x.normal_(generator=generator)
-            expected = _sum_of_gathered(group, x)
+            expected = sum_of_gathered(group, x)
             peer_sum(x)
             found += _differences(x, expected, f"{count} {dtype}")
     x = torch.empty(100_000, dtype=torch.bfloat16, device=group.device)
@@ -147,16 +147,16 @@ def check_sums(group: NcclGroup, peer_sum: SumInPlace) -> str:
         peer_sum(x)
     for _ in range(_NUM_REPLAYS):
         x.normal_(generator=generator)
-        expected = _sum_of_gathered(group, x)
+        expected = sum_of_gathered(group, x)
         graph.replay()
         found += _differences(once, expected, "a graph's first")
-        found += _differences(x, _sum_of_gathered(group, expected), "a graph's second")
+        found += _differences(x, sum_of_gathered(group, expected), "a graph's second")
     # The graph is freed only when the device has finished it.
     torch.cuda.synchronize(group.device)
     return found[0] if found else ""
 
 
-def _sum_of_gathered(group: NcclGroup, x: Tensor) -> Tensor:
+def sum_of_gathered(group: NcclGroup, x: Tensor) -> Tensor:
     """The sum in rank order, in float32 and rounded once."""
     parts = group.all_gather(x[None], 0).float()
     total = parts[0]

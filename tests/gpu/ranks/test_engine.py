@@ -66,6 +66,8 @@ WAYS = {
     "graphs": {**LAUNCHED, "collective_graphs": True},
     "peer": {**LAUNCHED, "all_reduce": "peer"},
     "peer-graphs": {"collective_graphs": True, "all_reduce": "peer", "prompt_graph_tokens": 0},
+    "fused": {**LAUNCHED, "all_reduce": "fused"},
+    "fused-graphs": {"all_reduce": "fused"},
     "prompt-graphs": {"all_reduce": "nccl"},
     "defaults": {},
 }

@@ -53,8 +53,12 @@ def test_a_cpu_refuses_to_capture_steps_with_prompts(model_folder):
 @pytest.mark.parametrize(
     ("changes", "complaint"),
     [
-        ({"all_reduce": "ring"}, "all_reduce is 'ring' but must be auto, nccl or peer"),
+        (
+            {"all_reduce": "ring"},
+            "all_reduce is 'ring' but must be one of auto, nccl, peer, fused",
+        ),
         ({"all_reduce": "peer"}, "--all-reduce peer is about sums between GPUs.*Leave it out"),
+        ({"all_reduce": "fused"}, "--all-reduce fused is about sums between GPUs"),
         ({"collective_graphs": True}, "--collective-graphs is about .* the device is cpu"),
         (
             {"device": "cuda", "collective_graphs": True, "cuda_graphs": False},

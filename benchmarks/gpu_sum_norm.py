@@ -1,0 +1,120 @@
+"""Time of a sum over GPUs with the norm behind it, from CUDA graphs: two kernels, and one.
+
+mpirun -n 2 python benchmarks/gpu_sum_norm.py --json benchmarks/results/sum_norm_h200.jsonl
+
+Each row of the table is the median of replays of a graph that holds many such pairs for one
+number of tokens, divided by their number. ``apart`` is `kernels/triton_peer_sum.py` and
+`kernels/triton_norm.py`, ``fused`` is `kernels/sum_norm.py` with the addend as it is or in
+four float32 parts; it is compared with the former first.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+from collections.abc import Callable
+
+import torch
+
+from trimaran.comm import mpi
+from trimaran.comm.collectives import connect_group
+from trimaran.comm.peer_memory import map_peer_memory
+from trimaran.comm.process_group import NcclGroup
+from trimaran.kernels.sum_norm import MAX_ROWS, SumNorm
+from trimaran.kernels.sum_norm import region_bytes as sum_norm_bytes
+from trimaran.kernels.triton_norm import rms_norm
+from trimaran.kernels.triton_peer_sum import PeerSum, region_bytes
+from trimaran.worker.peer_sums import ONE_SHOT_BYTES
+from trimaran.worker.sum_norms import check_sum_norm
+
+ROWS = [1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 192, 256]
+SLOT_BYTES = 16 << 20
+CALLS, REPLAYS = 40, 20
+EPS = 1e-5
+
+
+def microseconds(call: Callable[[], object]) -> float:
+    """Of one call in a graph of many."""
+    call()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        for _ in range(CALLS):
+            call()
+    times = []
+    for _ in range(REPLAYS):
+        torch.cuda.synchronize()
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end))
+    torch.cuda.synchronize()
+    return 1e3 * statistics.median(times) / CALLS
+
+
+def times_of(
+    group: NcclGroup, sums: PeerSum, fused: SumNorm, shape: tuple[int, int]
+) -> dict[str, float]:
+    """Microseconds by way, for [tokens, width] in bf16."""
+
+    def draw(*sizes: int) -> torch.Tensor:
+        return torch.randn(sizes, device=group.device)
+
+    x, weight, residual = (draw(*each).bfloat16() for each in (shape, shape[1:], shape))
+    parts = draw(4, *shape)
+    # Sums of sums, in place, would leave the range of the type.
+    noughts = torch.zeros_like(x)
+
+    def apart() -> None:
+        sums(noughts)
+        rms_norm(noughts, weight, EPS, residual)
+
+    return {
+        "apart": microseconds(apart),
+        "fused": microseconds(lambda: fused(x, residual, weight, EPS)),
+        "fused, parts": microseconds(lambda: fused(parts, residual, weight, EPS)),
+    }
+
+
+def main() -> None:
+    """Print the table on rank 0."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--json", metavar="FILE", help="append the rows as JSON lines")
+    parser.add_argument("--width", type=int, default=4096, metavar="N")
+    args = parser.parse_args()
+    world = mpi.World.discover()
+    device = torch.device("cuda", world.local_rank)
+    torch.cuda.set_device(device)
+    group = connect_group(world, device, 120.0)
+    assert isinstance(group, NcclGroup)
+    memory = map_peer_memory(group, region_bytes(group.size, SLOT_BYTES))
+    one_shot = ONE_SHOT_BYTES[group.size]
+    sums = PeerSum(memory.addresses, group.rank, SLOT_BYTES, one_shot, device, memory)
+    own = map_peer_memory(group, sum_norm_bytes(group.size, MAX_ROWS))
+    fused = SumNorm(own.addresses, group.rank, MAX_ROWS, device, own)
+    if problem := check_sum_norm(group, fused, MAX_ROWS):
+        raise SystemExit(f"rank {group.rank}: {problem}")
+    if world.rank == 0:
+        print(f"{world.size} x {torch.cuda.get_device_name(device)}, bf16, {args.width} wide")
+    for rows in ROWS:
+        own_times = times_of(group, sums, fused, (rows, args.width))
+        times = {
+            name: round(max(world.comm.allgather(value)), 2)
+            for name, value in own_times.items()
+        }
+        if world.rank == 0:
+            print(
+                f"{rows:6}  " + "  ".join(f"{k} {v:7.2f}" for k, v in times.items()), flush=True
+            )
+            if args.json:
+                line = {"ranks": world.size, "rows": rows, "width": args.width, "us": times}
+                with open(args.json, "a", encoding="utf-8") as file:
+                    file.write(json.dumps(line) + "\n")
+    group.close()
+    mpi.finalize()
+
+
+if __name__ == "__main__":
+    main()

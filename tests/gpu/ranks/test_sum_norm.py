@@ -1,0 +1,142 @@
+"""Sums that the next norm makes: the bits of a sum apart and a norm behind it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from trimaran.comm.collectives import connect_group
+from trimaran.comm.peer_memory import map_peer_memory
+from trimaran.kernels.sum_norm import SumNorm, region_bytes
+from trimaran.kernels.triton_norm import rms_norm
+from trimaran.kernels.triton_peer_sum import PeerSum
+from trimaran.kernels.triton_peer_sum import region_bytes as peer_region_bytes
+from trimaran.worker.sum_norms import try_sum_norm
+
+pytestmark = pytest.mark.gpu
+
+EPS = 1e-5
+MAX_ROWS = 256
+SLOT_BYTES = 8 << 20
+
+
+@pytest.fixture(scope="module")
+def group(world):
+    group = connect_group(world, torch.device("cuda", world.local_rank), 60.0)
+    yield group
+    group.close()
+
+
+@pytest.fixture(scope="module")
+def sum_norm(group):
+    memory = map_peer_memory(group, region_bytes(group.size, MAX_ROWS))
+    sums = SumNorm(memory.addresses, group.rank, MAX_ROWS, group.device, memory)
+    yield sums
+    group.barrier()
+
+
+@pytest.fixture(scope="module")
+def peer_sum(group):
+    memory = map_peer_memory(group, peer_region_bytes(group.size, SLOT_BYTES))
+    sums = PeerSum(
+        memory.addresses, group.rank, SLOT_BYTES, SLOT_BYTES, group.device, memory
+    )  # fmt: skip
+    yield sums
+    group.barrier()
+
+
+class Sample:
+    """Random arguments of a sum with a norm behind it, other ones on every rank."""
+
+    def __init__(self, group, shape, dtype, parts=0):
+        generator = torch.Generator(group.device).manual_seed(group.rank + shape[0])
+
+        def draw(size, of):
+            return torch.randn(size, generator=generator, device=group.device).to(of)
+
+        self.x = draw((parts, *shape), torch.float32) if parts else draw(shape, dtype)
+        self.residual = draw(shape, dtype)
+        self.weight = draw(shape[1:], dtype)
+
+    def expected(self, peer_sum):
+        """The norm and the residual, by two kernels."""
+        total, residual = self.x, self.residual.clone()
+        if self.x.dim() == 3:
+            total = self.x[0]
+            for part in self.x[1:]:
+                total = total + part
+        total = total.to(residual.dtype).clone()
+        peer_sum(total)
+        return rms_norm(total, self.weight, EPS, residual), residual
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize(
+    ("width", "parts"),
+    [(256, 0), (1024, 3), (2048, 2), (4096, 0), (4096, 4), (5120, 4), (8192, 0)],
+)
+def test_bits_are_those_of_a_sum_and_a_norm(group, sum_norm, peer_sum, dtype, width, parts):
+    for rows in (1, 2, 64, 7, 256, 1):
+        sample = Sample(group, (rows, width), dtype, parts)
+        if not sum_norm.takes(sample.residual):
+            assert dtype == torch.float32
+            assert width > 4096
+            continue
+        # Compiled before anybody waits for another rank.
+        sum_norm.load(dtype, width)
+        expected = sample.expected(peer_sum)
+
+        normed = sum_norm(sample.x, sample.residual, sample.weight, EPS)
+
+        assert torch.equal(sample.residual, expected[1])
+        assert torch.equal(normed, expected[0])
+
+
+def test_rows_may_be_strided(group, sum_norm, peer_sum):
+    sample = Sample(group, (5, 4096), torch.bfloat16)
+    wide = torch.zeros(5, 4200, dtype=torch.bfloat16, device=group.device)
+    wide[:, :4096] = sample.residual
+    sample.residual = wide[:, :4096]
+    expected = sample.expected(peer_sum)
+
+    normed = sum_norm(sample.x, sample.residual, sample.weight, EPS)
+
+    assert torch.equal(sample.residual, expected[1])
+    assert torch.equal(normed, expected[0])
+    assert not wide[:, 4096:].any()
+
+
+def test_graphs_of_any_rows_take_turns_on_ranks_that_are_late(group, sum_norm, peer_sum):
+    samples = {
+        rows: [Sample(group, (rows, 4096), torch.bfloat16, parts) for parts in (0, 4, 0)]
+        for rows in (1, 3, 64, 256)
+    }
+    graphs, outputs = {}, {}
+    for rows, each in samples.items():
+        graphs[rows] = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graphs[rows], capture_error_mode="thread_local"):
+            outputs[rows] = [
+                sum_norm(one.x, one.residual, one.weight, EPS) for one in each
+            ]  # fmt: skip
+    order = torch.Generator().manual_seed(5)
+    lateness = torch.Generator().manual_seed(group.rank)
+    all_rows = list(samples)
+    is_equal = torch.ones((), dtype=torch.bool, device=group.device)
+    for _ in range(60):
+        rows = all_rows[int(torch.randint(len(all_rows), (), generator=order))]
+        expected = [one.expected(peer_sum) for one in samples[rows]]
+        torch.cuda._sleep(int(torch.randint(1, 100_000, (), generator=lateness)))
+
+        graphs[rows].replay()
+
+        for one, normed, (norm, residual) in zip(
+            samples[rows], outputs[rows], expected, strict=True
+        ):
+            is_equal &= (normed == norm).all() & (one.residual == residual).all()
+    assert bool(is_equal)
+
+
+def test_a_group_sums_so_once_it_was_compared(group):
+    assert try_sum_norm(group) == ""
+
+    assert group.sum_norm is not None
