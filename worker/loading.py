@@ -30,8 +30,7 @@ from trimaran.worker.lora.manager import AdapterManager
 from trimaran.worker.model_runner import ModelRunner
 from trimaran.worker.models.interfaces import CausalLM
 from trimaran.worker.models.registry import load_model
-from trimaran.worker.peer_sums import choose_sums
-from trimaran.worker.sum_norms import choose_norms
+from trimaran.worker.sum_norms import choose_sums_and_norms
 from trimaran.worker.warm_up import peak_step_bytes, run_small_steps
 
 logger = logging.getLogger(__name__)
@@ -100,8 +99,7 @@ def load_engine(
 ) -> LoadedEngine:
     """Load this rank's weights, agree on the cache's size, allocate and warm up. Collective."""
     sizes, prompt_sizes = choose_graphs(config, topology, device)
-    choose_sums(config, tp, device)
-    choose_norms(config, tp)
+    choose_sums_and_norms(config, tp, device)
     model = load_model(config, topology, tp, device, expert_ranks=links.expert_ranks)
     kernel = _sampling_kernel(model, device)
     limits = _limits(config.scheduler, model)

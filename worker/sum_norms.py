@@ -15,7 +15,7 @@ from trimaran.comm.process_group import NcclGroup
 from trimaran.kernels.build import KernelsUnavailableError
 from trimaran.kernels.cuda_build import check_compiler
 from trimaran.worker.config import EngineConfig
-from trimaran.worker.peer_sums import first_problem, sum_of_gathered
+from trimaran.worker.peer_sums import choose_sums, first_problem, sum_of_gathered
 
 if TYPE_CHECKING:
     from trimaran.kernels.sum_norm import SumNorm
@@ -35,13 +35,16 @@ _CHECKED = ((torch.bfloat16, 4096, 0), (torch.bfloat16, 4096, 4), (torch.float32
 """Dtype, width and parts of what is summed before the first request."""
 
 
-def choose_norms(config: EngineConfig, group: TensorParallelGroup) -> None:
-    """Let a tensor group that sums through peers' memory sum together with the next norm, as
-    the configuration asks. Collective.
+def choose_sums_and_norms(
+    config: EngineConfig, group: TensorParallelGroup, device: torch.device
+) -> None:
+    """Let a tensor group sum as the configuration asks, together with norms if it says so.
+    Collective.
 
     Raises:
-        ConfigError: that is asked for and cannot be.
+        ConfigError: what is asked for cannot be.
     """
+    choose_sums(config, group, device)
     if config.all_reduce != "fused" or not isinstance(group, NcclGroup):
         return
     if reason := try_sum_norm(group):
