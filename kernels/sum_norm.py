@@ -9,6 +9,7 @@ from torch import Tensor
 
 from trimaran.kernels.cuda_build import load_cubin
 from trimaran.kernels.cuda_driver import CudaKernel, CudaModule
+from trimaran.kernels.triton_norm import norm_warps
 
 # Shapes: T tokens, D width, S parts of a product.
 
@@ -76,6 +77,8 @@ class SumNorm:
         rows, width = residual_TD.shape
         if not _has_whole_rows(x):
             x = x.clone(memory_format=torch.contiguous_format)
+        if x.dtype != (residual_TD.dtype if x.dim() == 2 else torch.float32):
+            raise ValueError(f"an addend of {x.dim()} dims is {x.dtype}: round or part it")
         for tensor in (x, residual_TD, weight_D):
             if tensor.data_ptr() % _ALIGNMENT:
                 raise ValueError(
@@ -128,7 +131,7 @@ def region_bytes(num_ranks: int, max_rows: int) -> int:
 
 def _num_threads(padded: int) -> int:
     """As the norm alone has, whose sums depend on it."""
-    return 32 * min(max(padded // 512, 1), 16)
+    return 32 * norm_warps(padded)
 
 
 def _padded(width: int) -> int:

@@ -47,20 +47,21 @@ def choose_sums_and_norms(
     choose_sums(config, group, device)
     if config.all_reduce != "fused" or not isinstance(group, NcclGroup):
         return
-    if reason := try_sum_norm(group):
+    if reason := try_sum_norm(group, is_exact=config.deterministic):
         raise ConfigError(
             f"--all-reduce fused sums together with norms, but {reason}. Serve with "
             "--all-reduce auto, peer or nccl."
         )
 
 
-def try_sum_norm(group: NcclGroup) -> str:
+def try_sum_norm(group: NcclGroup, *, is_exact: bool = False) -> str:
     """Let a group of GPUs of one host, which map each other's memory, sum steps of few tokens
     together with the norms behind them, and return why not, which is empty if it does.
     Collective; all ranks come to the same.
 
     A rank waits for the others as in `peer_sums.try_peer_sums`. Sums and norms are compared
-    first, launched and from a CUDA graph.
+    first, launched and from a CUDA graph; norms to the bit if it ``is_exact``, as they are
+    where Triton adds up a row in the order that it had when this was written.
     """
     problem = first_problem(group, _why_there_is_no_kernel(group), group.device)
     if problem:
@@ -81,7 +82,7 @@ def try_sum_norm(group: NcclGroup) -> str:
         problem = str(error)
     problem = first_problem(group, problem, group.device)
     if sum_norm is not None and not problem:
-        found = check_sum_norm(group, sum_norm, max_rows)
+        found = check_sum_norm(group, sum_norm, max_rows, is_exact=is_exact)
         problem = first_problem(group, found, group.device)
     if not problem:
         group.sum_norm = sum_norm
@@ -101,9 +102,11 @@ def _why_there_is_no_kernel(group: NcclGroup) -> str:
     return ""
 
 
-def check_sum_norm(group: NcclGroup, sum_norm: SumNorm, max_rows: int) -> str:
+def check_sum_norm(
+    group: NcclGroup, sum_norm: SumNorm, max_rows: int, *, is_exact: bool = True
+) -> str:
     """Compare sums and norms of random numbers with sums of what NCCL gathers and the norm
-    alone, bit by bit. Collective.
+    alone, sums bit by bit, and norms too if it ``is_exact``. Collective.
 
     Returns what differs on this rank first; empty if nothing does.
     """
@@ -115,7 +118,8 @@ def check_sum_norm(group: NcclGroup, sum_norm: SumNorm, max_rows: int) -> str:
             sample.draw(generator)
             expected = sample.expected(group)
             normed = sum_norm(sample.x, sample.residual, sample.weight, _EPS)
-            found += _differences((normed, sample.residual), expected, f"{rows} x {width}")
+            outcome = normed, sample.residual
+            found += _differences(outcome, expected, f"{rows} x {width}", is_exact)
     samples = [_Sample((4, rows, 4096), torch.bfloat16, group.device) for rows in (max_rows, 2)]
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):
@@ -126,7 +130,7 @@ def check_sum_norm(group: NcclGroup, sum_norm: SumNorm, max_rows: int) -> str:
         all_expected = [sample.expected(group) for sample in samples]
         graph.replay()
         for sample, normed, expected in zip(samples, outputs, all_expected, strict=True):
-            found += _differences((normed, sample.residual), expected, "a graph")
+            found += _differences((normed, sample.residual), expected, "a graph", is_exact)
     # The graph is freed only when the device has finished it.
     torch.cuda.synchronize(group.device)
     return found[0] if found else ""
@@ -165,12 +169,16 @@ class _Sample:
 
 
 def _differences(
-    found: tuple[Tensor, Tensor], expected: tuple[Tensor, Tensor], what: str
+    found: tuple[Tensor, Tensor], expected: tuple[Tensor, Tensor], what: str, is_exact: bool
 ) -> list[str]:
-    """Text of the difference, if there is one. Never raises: the other ranks go on."""
+    """Text of the differences of norm and sum. Never raises: the other ranks go on."""
     texts = []
     for name, ours, theirs in zip(("norm", "sum"), found, expected, strict=True):
-        if not torch.equal(ours, theirs):
-            difference = (ours.float() - theirs.float()).abs().max()
-            texts.append(f"the {name} of {what} differs by {difference:.3g}")
+        if torch.equal(ours, theirs):
+            continue
+        difference = (ours.float() - theirs.float()).abs()
+        # Another order of the squares may change how a norm is rounded.
+        is_rounding = difference <= (2 * torch.finfo(ours.dtype).eps + 1e-5) * theirs.abs()
+        if name == "sum" or is_exact or not bool(is_rounding.all()):
+            texts.append(f"the {name} of {what} differs by {difference.max():.3g}")
     return texts
