@@ -189,7 +189,10 @@ def _drawn(rows: int, columns: int) -> Tensor:
 
 
 def _as_list(cut: Choice) -> list[int] | None:
-    return cut and [cut.rows, cut.columns, cut.split, cut.sharing]
+    if cut is None:
+        return None
+    stages = [cut.most_stages] if cut.most_stages < 16 else []
+    return [cut.rows, cut.columns, cut.split, cut.sharing, *stages]
 
 
 def _captured(run: Callable[[], None]) -> torch.cuda.CUDAGraph:

@@ -27,12 +27,15 @@ class GemmShape:
     ``rows`` x ``columns`` of the product fall to a block at a time: 64, 128, 192 or 256, and
     a multiple of 16 up to 256. ``split`` blocks share the inner dimension, ``sharing`` blocks
     rows of x; at most 8 blocks in all make a cluster, to which blocks of parts do not count.
+    The ring has ``most_stages`` at most: a shorter one leaves room for the next kernel's
+    blocks, which then begin to read while this one runs.
     """
 
     rows: int
     columns: int
     split: int = 1
     sharing: int = 1
+    most_stages: int = 16
 
     def check(self, kind: Kind) -> None:
         """Raise ValueError unless the kernel can make a product of this kind."""
@@ -67,8 +70,8 @@ class GemmShape:
 
     @property
     def stages(self) -> int:
-        """As many as fit."""
-        return min(16, _SHARED_BYTES // self.stage_bytes)
+        """As many as fit and may be."""
+        return min(self.most_stages, _SHARED_BYTES // self.stage_bytes)
 
 
 Choice = GemmShape | None
@@ -80,7 +83,7 @@ class ProductTable:
 
     Above the last entry, and for weights that were not measured, torch multiplies. A file
     maps ``outputs x inner kind`` to a list of ``[most rows, null or [rows, columns, split,
-    sharing]]``, and is written by ``benchmarks/tune_products.py``.
+    sharing]]``, maybe with a fifth number, and is written by ``benchmarks/tune_products.py``.
     """
 
     def __init__(self, entries: dict[str, list[tuple[int, list[int] | None]]]) -> None:

@@ -115,6 +115,9 @@ class HopperProducts:
         if self._streams(x_TD, weight_ED, is_gated=False):
             return stream_parts(x_TD, weight_ED)
         kernel = self._kernel(x_TD, weight_ED, "plain" if self._is_deterministic else "parts")
+        if kernel is None:
+            # Added up within clusters.
+            kernel = self._kernel(x_TD, weight_ED, "plain")
         if kernel is not None:
             return kernel(x_TD, weight_ED)
         parts = num_parts(x_TD.shape[0], *weight_ED.shape)

@@ -137,6 +137,13 @@ def _normalise(
     args = (x, residual, weight_D, weight_D if bias_D is None else bias_D, output)
     sizes = (part_stride, x.stride(-2), residual.stride(0), width, eps)
     constants = (padded, parts, residual_TD is not None, bias_D is not None)
-    # The number of warps sets the order of the sums: it may depend on the width alone.
-    _norm((rows, 1), args + sizes, constants, min(max(padded // 512, 1), 16))
+    _norm((rows, 1), args + sizes, constants, norm_warps(padded))
     return output
+
+
+def norm_warps(padded: int) -> int:
+    """Warps of a row's norm, of whose width ``padded`` is the next power of two.
+
+    They set the order of the sums, so they depend on the width alone.
+    """
+    return min(max(padded // 256, 1), 16)

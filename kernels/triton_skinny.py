@@ -21,7 +21,8 @@ MAX_ROWS = 16
 MIN_BYTES = 16 << 20
 """Below, a weight is read in less time than launches take, and nothing is gained."""
 
-_COLUMNS, _STEP, _PARTS, _AHEAD = 64, 128, 4, 4
+_COLUMNS, _STEP, _PARTS, _AHEAD = 64, 128, 2, 4
+_GATED_COLUMNS, _GATED_STEP, _GATED_AHEAD = 64, 128, 2
 
 
 @triton.jit  # type: ignore[untyped-decorator,unused-ignore]
@@ -85,7 +86,9 @@ def can_stream(num_rows: int, weight_ED: Tensor, *, is_gated: bool) -> bool:
     and 68.6.
     """
     outputs, inner = weight_ED.shape
-    columns, step = (2 * _COLUMNS, _STEP) if is_gated else (_COLUMNS, _STEP * _PARTS)
+    columns, step = _COLUMNS, _STEP * _PARTS
+    if is_gated:
+        columns, step = 2 * _GATED_COLUMNS, _GATED_STEP
     is_large = weight_ED.nbytes >= MIN_BYTES
     return num_rows <= MAX_ROWS and is_large and not (outputs % columns or inner % step)
 
@@ -101,7 +104,7 @@ def stream_parts(x_TD: Tensor, weight_ED: Tensor) -> Tensor:
     output = torch.empty(shape, dtype=torch.float32, device=x_TD.device)
     args = (x_TD, weight_ED, output, x_TD.stride(0), rows, rows * outputs, outputs)
     constants = (inner, outputs, _PARTS, False, MAX_ROWS, _COLUMNS, _STEP, _AHEAD)
-    _skinny((outputs // _COLUMNS, _PARTS), args, constants, num_stages=4)
+    _skinny((outputs // _COLUMNS, _PARTS), args, constants, num_stages=8)
     return output
 
 
@@ -110,6 +113,6 @@ def stream_gated(x_TD: Tensor, weight_ED: Tensor) -> Tensor:
     (rows, inner), outputs = x_TD.shape, weight_ED.shape[0] // 2
     output = torch.empty((rows, outputs), dtype=x_TD.dtype, device=x_TD.device)
     args = (x_TD, weight_ED, output, x_TD.stride(0), rows, 0, outputs)
-    constants = (inner, outputs, 1, True, MAX_ROWS, _COLUMNS, _STEP, _AHEAD)
-    _skinny((outputs // _COLUMNS, 1), args, constants, num_stages=3)
+    constants = (inner, outputs, 1, True, MAX_ROWS, _GATED_COLUMNS, _GATED_STEP, _GATED_AHEAD)
+    _skinny((outputs // _GATED_COLUMNS, 1), args, constants, num_stages=3)
     return output

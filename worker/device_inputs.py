@@ -20,32 +20,53 @@ _Segment = tuple[int, int, Int32Array]
 
 
 class _Staging:
-    """Pinned memory of one step in flight, and the event of its copy.
+    """Pinned memory of one step in flight and its twin on the device.
 
-    The interpreter's kernels run on the CPU, where there is nothing to wait for.
+    The copy runs on a stream of its own, so that it is made while the step before runs: in
+    between two kernels it would hold up the device for some 15 us. The interpreter's kernels
+    run on the CPU, where there is nothing to wait for.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self._is_gpu = device.type == "cuda"
+    def __init__(self, device: torch.device, copies: torch.cuda.Stream | None) -> None:
+        self._copies = copies
         self.memory = torch.empty(0, dtype=torch.int32)
         self.array: Int32Array = self.memory.numpy()
-        self._copied: torch.cuda.Event | None = None
+        self.twin = torch.empty(0, dtype=torch.int32, device=device)
+        if copies is not None:
+            self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._read = torch.cuda.Event()  # type: ignore[no-untyped-call]
 
     def reserve(self, count: int) -> None:
         """Wait until the memory is free, and make it large enough."""
-        if self._copied is not None:
+        if self._copies is not None:
             self._copied.synchronize()
         if count > len(self.memory):
             size = max(_MIN_PACKED, 1 << (count - 1).bit_length())
-            self.memory = torch.empty(size, dtype=torch.int32, pin_memory=self._is_gpu)
+            self.memory = torch.empty(
+                size, dtype=torch.int32, pin_memory=self._copies is not None
+            )
             self.array = self.memory.numpy()
+            self.twin = torch.empty(size, dtype=torch.int32, device=self.twin.device)
+            if self._copies is not None:
+                # Kernels that are still to run may use what the twin's memory was before.
+                self._copies.wait_stream(torch.cuda.current_stream(self.twin.device))
 
-    def send(self, target: Tensor, count: int) -> None:
-        """Start the copy of the first ``count`` to ``target``."""
-        target[:count].copy_(self.memory[:count], non_blocking=True)
-        if self._is_gpu:
-            self._copied = self._copied or torch.cuda.Event()  # type: ignore[no-untyped-call]
-            self._copied.record()
+    def send(self, count: int) -> Tensor:
+        """Start the copy of the first ``count``; the twin, for what the current stream runs."""
+        if self._copies is None:
+            self.twin[:count].copy_(self.memory[:count])
+            return self.twin
+        self._copies.wait_event(self._read)
+        with torch.cuda.stream(self._copies):
+            self.twin[:count].copy_(self.memory[:count], non_blocking=True)
+        self._copied.record(self._copies)
+        torch.cuda.current_stream(self.twin.device).wait_event(self._copied)
+        return self.twin
+
+    def release(self) -> None:
+        """What the current stream has been given so far was the last to read the twin."""
+        if self._copies is not None:
+            self._read.record()
 
 
 class DeviceInputs:
@@ -88,8 +109,8 @@ class DeviceInputs:
         if switch_at:
             shifts = torch.zeros(num_rows + 1, dtype=torch.int32, device=device)
             self._target.shifts = shifts
-        self._ring = [_Staging(device) for _ in range(depth + 1)]
-        self._packed = torch.empty(_MIN_PACKED, dtype=torch.int32, device=device)
+        copies = None if device.type == "cpu" else torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._ring = [_Staging(device, copies) for _ in range(depth + 1)]
         self._step = 0
 
     @property
@@ -125,7 +146,7 @@ class DeviceInputs:
         _pack_ids(staging.array, at_segments, at_ids, segments)
         if num_ids:
             _pack_decode_ids(staging.array, at_ids - 4 * num_ids, at_decode_ids, decision)
-        packed = self._send(staging, count)
+        packed = staging.send(count)
         if num_updates or num_segments:
             longest = max((len(ids) for _, _, ids in segments), default=1)
             self._kernels.enter(
@@ -138,6 +159,7 @@ class DeviceInputs:
             packed, self.token_table, self.block_tables, self._target, num_entries,
             max(num_entries, num_padded), num_tokens, max_query_len,
         )  # fmt: skip
+        staging.release()
         longest = int((decision.num_computed_tokens + decision.num_scheduled_tokens).max())
         inputs = self.views(
             max(num_entries, num_padded), max(num_tokens, num_padded), num_sampled
@@ -153,9 +175,11 @@ class DeviceInputs:
 
     def pad(self, count: int) -> None:
         """Make inputs of ``count`` padding entries and nothing else."""
+        self._ring[0].reserve(1)
         self._kernels.prepare(
-            self._packed, self.token_table, self.block_tables, self._target, 0, count, 0, 1
-        )
+            self._ring[0].twin, self.token_table, self.block_tables, self._target, 0, count,
+            0, 1,
+        )  # fmt: skip
 
     def views(self, num_entries: int, num_tokens: int, num_sampled: int) -> StepInputs:
         """The inputs of a step of these sizes, where every such step finds them."""
@@ -213,14 +237,6 @@ class DeviceInputs:
         segments = [(new.row, 0, new.token_ids) for new in decision.new_rows]
         segments += [(each.row, each.start, each.token_ids) for each in decision.token_writes]
         return segments
-
-    def _send(self, staging: _Staging, count: int) -> Tensor:
-        if count > len(self._packed):
-            self._packed = torch.empty(
-                len(staging.memory), dtype=torch.int32, device=self.device
-            )
-        staging.send(self._packed, count)
-        return self._packed
 
     def write_sampled(self, inputs: StepInputs, token_ids_N: Tensor) -> None:
         """Put sampled ids where the next step reads its inputs."""

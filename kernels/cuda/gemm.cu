@@ -144,7 +144,7 @@ extern "C" __global__ void __launch_bounds__(kMultipliers + 128, 1)
     if (is_cluster) cluster_sync();
     let_next_kernel_start();
     if (threadIdx.x >= kMultipliers) {
-        if (GEMM_WARPGROUPS > 1) give_registers<kCopyRegisters>();
+        if (kMovesRegisters) give_registers<kCopyRegisters>();
         if (threadIdx.x == kMultipliers) fill_ring(args, place, ring, &map_x, &map_w);
         __syncwarp();
 #if GEMM_SPLIT
@@ -152,7 +152,7 @@ extern "C" __global__ void __launch_bounds__(kMultipliers + 128, 1)
         cluster_sync();
 #endif
     } else {
-        if (GEMM_WARPGROUPS > 1) take_registers<kMultiplyRegisters>();
+        if (kMovesRegisters) take_registers<kMultiplyRegisters>();
         float sums[GEMM_MI][kSums];
         for (int group = place.cluster; group < args.groups; group += place.num_clusters) {
             const Tile tile(args, place, group);

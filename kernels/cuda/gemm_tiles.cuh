@@ -13,6 +13,8 @@ constexpr int kStageBytes = kTileX + kTileW;
 constexpr int kSums = kColumns / 2;
 constexpr int kMultipliers = 128 * GEMM_WARPGROUPS;
 // Registers a thread: most of the file go from the copying warpgroup to the multiplying ones.
+// Not where sums are few: a block that takes half of the file leaves room for the next kernel's.
+constexpr bool kMovesRegisters = GEMM_WARPGROUPS > 1 && GEMM_MI * kSums > 64;
 constexpr int kCopyRegisters = GEMM_WARPGROUPS == 2 ? 40 : 32;
 constexpr int kMultiplyRegisters = GEMM_WARPGROUPS == 2 ? 232 : 160;
 constexpr int kOutColumns = kIsGated ? kColumns / 2 : kColumns;
