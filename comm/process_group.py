@@ -174,6 +174,11 @@ class NcclGroup(ProcessGroup):
         way = "" if self.peer_sum is None else self.peer_sum.way_of(num_bytes)
         return f"peer {way}" if way else self.transport
 
+    def transports(self) -> dict[str, str]:
+        """Every collective and what carries it; that with norms is there where it is made."""
+        with_norms = {} if self.sum_norm is None else {"sum_norm": "peer push"}
+        return {**super().transports(), **with_norms}
+
     def barrier(self) -> None:
         """Wait until every rank of the group is here and its GPU is idle."""
         self.all_reduce(torch.zeros(1, device=self.device))

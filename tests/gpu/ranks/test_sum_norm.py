@@ -140,3 +140,4 @@ def test_a_group_sums_so_once_it_was_compared(group):
     assert try_sum_norm(group, is_exact=True) == ""
 
     assert group.sum_norm is not None
+    assert group.transports()["sum_norm"] == "peer push"
