@@ -16,7 +16,12 @@ from trimaran.worker.config import (
 )
 from trimaran.worker.cuda_graphs import graph_sizes, prompt_graph_sizes
 from trimaran.worker.engine import Engine
-from trimaran.worker.graph_choice import LONGEST_DECODE, choose_graphs, suits_a_graph
+from trimaran.worker.graph_choice import (
+    LONGEST_DECODE,
+    MOST_DECODES,
+    choose_graphs,
+    suits_a_graph,
+)
 from trimaran.worker.parallel_sizes import expert_sizes
 from trimaran.worker.step_types import SchedulerOutput, int32s
 
@@ -163,9 +168,11 @@ def test_who_asks_for_adapters_in_graphs_hears_why_they_cannot_be():
         ((9000,), 0, True),
         ((100, LONGEST_DECODE - 1, 9000), 2, True),
         ((LONGEST_DECODE, 0), 1, False),
+        ((100,) * MOST_DECODES + (0,), MOST_DECODES, True),
+        ((100,) * (MOST_DECODES + 1) + (0,), MOST_DECODES + 1, False),
     ],
 )
-def test_a_long_decode_beside_prompts_keeps_the_kernel_of_decodes(
+def test_long_and_many_decodes_beside_prompts_keep_the_kernel_of_decodes(
     computed, num_decodes, expected
 ):
     step = SchedulerOutput(
