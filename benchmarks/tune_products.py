@@ -9,7 +9,8 @@ cuts one after the other, and a cut stays if it makes the layer 0.3 % faster; to
 candidate too. From `SUSTAINED_ROWS` on a trial runs until the card has lowered its clock as it
 does under load, since what is fastest at a high clock need not be so at a low one. Entries of
 the file for other weights and numbers of rows are kept. The logits' product stands behind the
-last layer, up to `LOGITS_ROWS`.
+last layer, up to `LOGITS_ROWS`. With ``--tp-size`` the weights are a rank's share, and what
+ranks would sum goes to the norm as it is.
 """
 
 from __future__ import annotations
@@ -135,12 +136,17 @@ class Product:
 class Layers:
     """The products and norms of some layers, and the time that one of them takes."""
 
-    def __init__(self, hidden: int, inner: int, heads_width: int, vocabulary: int) -> None:
+    def __init__(
+        self, hidden: int, inner: int, heads_width: int, vocabulary: int, num_ranks: int = 1
+    ) -> None:
+        self._has_sums = num_ranks > 1
+        inner, heads_width = inner // num_ranks, heads_width // num_ranks
         self._of_layer = [
             Product(2 * inner, hidden, "gated"), Product(hidden, inner, "parts"),
-            Product(hidden, hidden, "parts"), Product(heads_width, hidden, "plain"),
+            Product(hidden, hidden // num_ranks, "parts"),
+            Product(heads_width, hidden, "plain"),
         ]  # fmt: skip
-        self._logits = Product(vocabulary, hidden, "plain")
+        self._logits = Product(vocabulary // num_ranks, hidden, "plain")
         self._weights = [
             [_drawn(product.outputs, product.inner) for product in self._of_layer]
             for _ in range(NUM_LAYERS)
@@ -170,13 +176,20 @@ class Layers:
         for gate_up, down, out, qkv in self._weights:
             heads = products.linear(self._norm(x, residual, change), qkv)
             # In the place of attention: it reads heads and leaves as much as queries are.
-            change = triton_norm.rms_norm(heads[:, : x.shape[1]], scale, 1e-5)
-            change = products.add_linear(change, out, residual)
+            attended = triton_norm.rms_norm(heads[:, : out.shape[1]], scale, 1e-5)
+            change = self._added(products, attended, out, residual)
             gated = products.gated_linear(self._norm(residual, residual, change), gate_up)
-            change = products.add_linear(gated, down, residual)
+            change = self._added(products, gated, down, residual)
             x = residual
         if len(x) <= LOGITS_ROWS:
             products.linear(self._norm(x, residual, change), self._head)
+
+    def _added(
+        self, products: HopperProducts, x: Tensor, weight: Tensor, residual: Tensor
+    ) -> Tensor | None:
+        if self._has_sums:
+            return products.linear_parts(x, weight)
+        return products.add_linear(x, weight, residual)
 
     def _norm(self, x: Tensor, residual: Tensor, change: Tensor | None) -> Tensor:
         if change is None:
@@ -265,9 +278,12 @@ def main() -> None:
     parser.add_argument("--rows", nargs="+", type=int, default=ROWS)
     parser.add_argument("--cuts", type=int, default=8, help="cuts to time for each product")
     parser.add_argument("--vocabulary", type=int, default=128256)
+    parser.add_argument("--tp-size", type=int, default=1, help="ranks that share the weights")
     args = parser.parse_args()
     entries = json.loads(args.output.read_text()) if args.output.exists() else {}
-    layers = Layers(args.hidden, args.inner, args.heads_width, args.vocabulary)
+    layers = Layers(
+        args.hidden, args.inner, args.heads_width, args.vocabulary, args.tp_size
+    )  # fmt: skip
     start = time.monotonic()
     compile_all(layers, args.rows, args.cuts)
     print(f"compiled in {time.monotonic() - start:.1f} s")
