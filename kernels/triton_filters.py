@@ -84,10 +84,11 @@ def _survey_kernel(  # type: ignore[no-untyped-def]
     """Of one tile of one row: the maxima of its groups and, relative to the largest of these,
     its mass and that of its ids before the one drawn."""
     entry, tile = tl.program_id(0), tl.program_id(1)
-    own = state + tl.load(rows + entry).to(tl.int64) * _WIDTH
+    row = tl.load(rows + entry)
+    own = state + tl.maximum(row, 0).to(tl.int64) * _WIDTH
     length = tl.load(lengths + entry)
     temperature, top_k, top_p, min_p = _filters_of(own, length, vocab_size)
-    if _has_filter(temperature, top_k, top_p, min_p):
+    if (row >= 0) & _has_filter(temperature, top_k, top_p, min_p):
         groups = tl.arange(0, TILE // _GROUP)
         ids = tile * TILE + groups[:, None] * _GROUP + tl.arange(0, _GROUP)[None, :]
         x = _load_row(logits + entry.to(tl.int64) * row_stride, ids, vocab_size)
@@ -340,10 +341,11 @@ def _filter_kernel(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """Replace one row's draw from all ids by the one that its filters ask for."""
     entry = tl.program_id(0).to(tl.int64)
-    own = state + tl.load(rows + entry).to(tl.int64) * _WIDTH
+    row = tl.load(rows + entry)
+    own = state + tl.maximum(row, 0).to(tl.int64) * _WIDTH
     length = tl.load(lengths + entry)
     temperature, top_k, top_p, min_p = _filters_of(own, length, vocab_size)
-    if _has_filter(temperature, top_k, top_p, min_p):
+    if (row >= 0) & _has_filter(temperature, top_k, top_p, min_p):
         num_groups = num_tiles * (TILE // _GROUP)
         winner = _filter_row(
             logits + entry * row_stride, own, length, tl.load(output + entry).to(tl.int32),

@@ -11,7 +11,8 @@ from torch import Tensor
 _WORDS = 128
 
 
-@triton.jit  # type: ignore[untyped-decorator,unused-ignore]
+# Both may start anywhere in what was sent; a kernel of its own for some places is not worth it.
+@triton.jit(do_not_specialize=["entries", "masks"])  # type: ignore[untyped-decorator,unused-ignore]
 def _mask_kernel(  # type: ignore[no-untyped-def]
     logits, entries, masks, vocab_size, num_words, row_stride, WORDS: tl.constexpr
 ):

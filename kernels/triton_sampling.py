@@ -33,14 +33,15 @@ def _race_kernel(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """The best place in one part of one row, and its score."""
     entry, part = tl.program_id(0), tl.program_id(1)
-    own = state + tl.load(rows + entry).to(tl.int64) * _WIDTH
+    row = tl.load(rows + entry)
+    own = state + tl.maximum(row, 0).to(tl.int64) * _WIDTH
     temperature = triton_race.load_float(own + _TEMPERATURE)
     first = part * tiles_each
     last = tl.minimum(first + tiles_each, num_tiles)
     source = logits + entry.to(tl.int64) * row_stride
     # With top-k it is drawn from a short list instead.
     top_k = tl.load(own + _TOP_K)
-    if (has_filters > 0) & (top_k > 0) & (top_k < vocab_size):
+    if (row < 0) | ((has_filters > 0) & (top_k > 0) & (top_k < vocab_size)):
         score, winner = float("-inf"), 0
     elif temperature > 0.0:
         length = tl.load(lengths + entry)
@@ -89,10 +90,11 @@ def draw(
     """Each row's likeliest id, or a draw from its softmax; int64 [N].
 
     ``state`` is int32 [R, WIDTH], see `sampling_state`; ``rows`` and ``lengths`` are int32,
-    the lengths being tokens before the sampled one. Logits of any float dtype and row
-    stride; of equal ones the lowest id wins. Rows' top-k, top-p and min-p count only with
-    ``has_filters``. The twins are `candidates.argmax` and `draw.draw`. Nothing waits for the
-    device, so that a CUDA graph can hold it.
+    the lengths being tokens before the sampled one. Of an entry whose row is -1 no logits are
+    read, and its id means nothing. Logits of any float dtype and row stride; of equal ones the
+    lowest id wins. Rows' top-k, top-p and min-p count only with ``has_filters``. The twins are
+    `candidates.argmax` and `draw.draw`. Nothing waits for the device, so that a CUDA graph can
+    hold it.
     """
     vocab_size = logits_NV.shape[1]
     scores, winners, num_tiles = _race(logits_NV, rows_N, lengths_N, state, has_filters, 0)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -15,7 +17,7 @@ from trimaran.worker.top_p_resets import with_resets
 # Shapes: N sampled rows, V vocabulary, S a rank's shard of it, R rows, L longest sequence.
 
 EDITS = Want.BIAS | Want.PENALTY | Want.NGRAM | Want.BAD_WORDS | Want.MIN_TOKENS | Want.GUIDE
-"""What changes logits, which are copied in float32 then: penalties must not be rounded."""
+"""What changes logits: of such rows a copy in float32, as penalties must not be rounded."""
 
 _EDITED_ROWS = 128
 """Rows that are copied at a time: a float32 copy of a large step would take much memory."""
@@ -27,16 +29,16 @@ def sample(
     """Ids, int64 [N], and if some row asked the log-probabilities, float32 [N], and beams'.
 
     The kernels find each row's parameters by its number; the host only launches those that
-    some row asks for. ``logits`` have any float dtype and are left as they are.
+    some row asks for. ``logits`` have any float dtype and are left as they are: rows that
+    want theirs changed are sampled from a copy of their own, so that the others, which one
+    launch serves as it would without them, are no slower for it.
     """
-    parts: list[Tensor] = []
-    beams: list[BeamCandidates] = []
-    step = _EDITED_ROWS if batch.all_wants & EDITS else len(batch.rows)
-    for start in range(0, len(batch.rows), step):
-        ids, found = _sample_part(logits_NV, batch, token_table_RL, start, start + step)
-        parts.append(ids)
-        beams += found
-    ids = parts[0] if len(parts) == 1 else torch.cat(parts)
+    params = _params(batch, token_table_RL)
+    entries = _edited(batch)
+    if len(entries):
+        ids, beams = _sample_edited(logits_NV, batch, token_table_RL, entries, params)
+    else:
+        ids, beams = _draw(logits_NV, batch, params), _beams(logits_NV, batch)
     if batch.all_wants & Want.LOG_PROBS:
         return ids, triton_logits.log_probs(logits_NV, ids), joined(beams)
     return ids, None, joined(beams)
@@ -64,33 +66,76 @@ def draw_over_shards(
     return id_of_best_key(keys, tp)
 
 
-def _sample_part(
-    logits_NV: Tensor, batch: SamplingBatch, token_table_RL: Tensor, start: int, end: int
-) -> tuple[Tensor, list[BeamCandidates]]:
+def _params(batch: SamplingBatch, token_table_RL: Tensor) -> Tensor:
+    """Every row's state, with the top-p of this step."""
     state = batch.state.device_state
     assert state is not None
+    params = state.tensor()
+    if not batch.all_wants & Want.RESET:
+        return params
     assert batch.device_rows is not None
     assert batch.device_lengths is not None
-    part = batch.part(start, end)
-    logits = logits_NV[start:end]
-    rows, lengths = batch.device_rows[start:end], batch.device_lengths[start:end]
-    params = state.tensor()
-    if part.all_wants & Want.RESET:
-        params = with_resets(params, part, rows, lengths, token_table_RL)
-    if part.all_wants & EDITS:
-        logits = logits.to(torch.float32, copy=True)
-        _edit(logits, part, rows, lengths, token_table_RL)
-    beams = [beam_candidates(logits, part)] if part.all_wants & Want.BEAM else []
-    has_filters = bool(part.all_wants & Want.FILTER)
-    return triton_sampling.draw(logits, rows, lengths, params, has_filters=has_filters), beams
+    return with_resets(params, batch, batch.device_rows, batch.device_lengths, token_table_RL)
 
 
-def _edit(
-    logits_NV: Tensor, part: SamplingBatch, rows_N: Tensor, lengths_N: Tensor, table_RL: Tensor
-) -> None:
-    """Apply what the rows ask for, in the order of `sampler.PROCESSORS`."""
-    state = part.state.device_state
+def _edited(batch: SamplingBatch) -> npt.NDArray[np.int64]:
+    """Entries that are sampled from a copy; with them all beams, which stay in order so."""
+    if not batch.all_wants & EDITS:
+        return np.empty(0, dtype=np.int64)
+    return batch.rows_wanting(EDITS | Want.BEAM)
+
+
+def _sample_edited(
+    logits_NV: Tensor,
+    batch: SamplingBatch,
+    token_table_RL: Tensor,
+    entries: npt.NDArray[np.int64],
+    params_RW: Tensor,
+) -> tuple[Tensor, list[BeamCandidates]]:
+    """Ids and beams of a batch of which ``entries`` are sampled from copies."""
+    count = len(entries)
+    guided = np.flatnonzero(batch.wants[entries] & np.uint32(Want.GUIDE))
+    # One copy to the device for both: between two kernels each holds it up for a while.
+    sent = batch.index(np.concatenate((entries, guided % _EDITED_ROWS)))
+    index, masked = sent[:count], sent[count:]
+    if count < len(batch.rows):
+        ids = _draw(logits_NV, batch.without(entries, index), params_RW)
+    else:
+        ids = torch.empty(count, dtype=torch.int64, device=logits_NV.device)
+    beams: list[BeamCandidates] = []
+    for start in range(0, count, _EDITED_ROWS):
+        end = start + _EDITED_ROWS
+        part = batch.at(entries[start:end], index[start:end])
+        logits = logits_NV.index_select(0, index[start:end]).float()
+        first, last = np.searchsorted(guided, (start, end))
+        _edit(logits, part, token_table_RL, masked[first:last])
+        beams += _beams(logits, part)
+        ids.index_copy_(0, index[start:end], _draw(logits, part, params_RW))
+    return ids, beams
+
+
+def _draw(logits_NV: Tensor, batch: SamplingBatch, params_RW: Tensor) -> Tensor:
+    assert batch.device_rows is not None
+    assert batch.device_lengths is not None
+    has_filters = bool(batch.all_wants & Want.FILTER)
+    return triton_sampling.draw(
+        logits_NV, batch.device_rows, batch.device_lengths, params_RW, has_filters=has_filters
+    )
+
+
+def _beams(logits_NV: Tensor, batch: SamplingBatch) -> list[BeamCandidates]:
+    return [beam_candidates(logits_NV, batch)] if batch.all_wants & Want.BEAM else []
+
+
+def _edit(logits_NV: Tensor, part: SamplingBatch, table_RL: Tensor, masked_M: Tensor) -> None:
+    """Apply what the rows ask for, in the order of `sampler.PROCESSORS`.
+
+    ``masked`` is int64, on the device: the entries that the part's masks are of.
+    """
+    state, rows_N, lengths_N = part.state.device_state, part.device_rows, part.device_lengths
     assert state is not None
+    assert rows_N is not None
+    assert lengths_N is not None
     params, longest = state.tensor(), int(part.lengths.max())
     for entry in part.rows_wanting(Want.BIAS):
         logits_NV[entry] += part.state.biases[int(part.rows[entry])]
@@ -104,6 +149,5 @@ def _edit(
         triton_logits.forbid_bad_words(
             logits_NV, rows_N, lengths_N, table_RL, words, int(entry)
         )
-    if part.masks is not None and len(part.masks):
-        guided = part.index(part.rows_wanting(Want.GUIDE))
-        triton_mask.apply_masks(logits_NV, guided, part.masks)
+    if part.masks is not None and len(masked_M):
+        triton_mask.apply_masks(logits_NV, masked_M, part.masks)

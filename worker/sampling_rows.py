@@ -128,20 +128,44 @@ class SamplingBatch:
         """Entries that ask for ``want``, ascending."""
         return np.flatnonzero(self.wants & np.uint32(want))
 
-    def part(self, start: int, end: int) -> SamplingBatch:
-        """The entries from ``start`` to below ``end``, of which there is at least one."""
-        wants = self.wants[start:end]
-        masks = self.masks
+    def at(self, entries: npt.NDArray[np.int64], index_n: Tensor) -> SamplingBatch:
+        """These entries alone, on a GPU; ``index`` is the same on the device.
+
+        They are ascending. Those that have a guide leave none out in between that has one.
+        """
+        assert self.device_rows is not None
+        assert self.device_lengths is not None
+        wants, masks = self.wants[entries], self.masks
         if masks is not None:
-            first = int(np.count_nonzero(self.wants[:start] & Want.GUIDE))
-            masks = masks[first : first + int(np.count_nonzero(wants & Want.GUIDE))]
+            first = np.count_nonzero(self.wants[: entries[0]] & Want.GUIDE)
+            masks = masks[first : first + np.count_nonzero(wants & Want.GUIDE)]
         return SamplingBatch(
-            self.rows[start:end],
-            self.lengths[start:end],
+            self.rows[entries],
+            self.lengths[entries],
             wants,
             int(np.bitwise_or.reduce(wants)),
             self.state,
+            self.device_rows.index_select(0, index_n),
+            self.device_lengths.index_select(0, index_n),
             masks=masks,
+        )
+
+    def without(self, entries: npt.NDArray[np.int64], index_n: Tensor) -> SamplingBatch:
+        """On a GPU: the batch with row -1, which asks for nothing, in place of these entries'.
+
+        What is left in it has no guide.
+        """
+        assert self.device_rows is not None
+        wants = self.wants.copy()
+        wants[entries] = 0
+        return SamplingBatch(
+            self.rows,
+            self.lengths,
+            wants,
+            int(np.bitwise_or.reduce(wants)),
+            self.state,
+            self.device_rows.index_fill(0, index_n, -1),
+            self.device_lengths,
         )
 
     def floats(self, entries: npt.NDArray[np.int64]) -> Tensor:

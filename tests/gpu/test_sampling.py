@@ -11,7 +11,7 @@ import torch
 from trimaran.comm.sampling_params import SamplingParams
 from trimaran.kernels import triton_sampling
 from trimaran.worker import sampler
-from trimaran.worker.sampling_rows import SamplingRows
+from trimaran.worker.sampling_rows import SamplingRows, Want
 from trimaran.worker.step_types import NewRow, int32s
 
 pytestmark = pytest.mark.gpu
@@ -94,8 +94,37 @@ def test_edited_logits_give_the_ids_and_log_probs_of_the_cpu(vocab_size):
     torch.testing.assert_close(sampled.log_probs.cpu(), expected.log_probs)
 
 
+GUIDE = {"guide_type": "json", "guide": "{}"}
+
+
+def masks_of(batch, vocab_size):
+    """Half of all ids may come, others in each guided row."""
+    rng = np.random.default_rng(len(batch.rows))
+    shape = len(batch.rows_wanting(Want.GUIDE)), -(-vocab_size // 32)
+    return torch.from_numpy(rng.integers(-(2**31), 2**31, shape, dtype=np.int32))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("vocab_size", [300, 128256])
+@pytest.mark.parametrize(
+    "guided", [[GUIDE], [{**GUIDE, "top_p": 1.0, "frequency_penalty": 1.0}]]
+)
+def test_guided_rows_beside_free_ones_have_the_ids_of_the_cpu(vocab_size, dtype, guided):
+    fields = SAMPLINGS[:3] * 6 + guided * 2 + SAMPLINGS * 3 + guided
+    on_cpu, on_gpu, logits, table = make_all(fields, vocab_size, 2.0, dtype)
+    on_cpu.masks = masks_of(on_cpu, vocab_size)
+    on_gpu.masks = on_cpu.masks.cuda()
+
+    ids = sampler.sample(logits, on_gpu, table.cuda()).token_ids
+
+    expected = sampler.sample(logits.float().cpu(), on_cpu, table).token_ids
+    assert ids.cpu().tolist() == expected.tolist()
+
+
 def test_nothing_waits_for_the_device():
-    _, batch, logits, table = make_all(SAMPLINGS + EDITS, 32000, 2.0, torch.bfloat16)
+    fields = SAMPLINGS + EDITS + [GUIDE]
+    _, batch, logits, table = make_all(fields, 32000, 2.0, torch.bfloat16)
+    batch.masks = masks_of(batch, 32000).cuda()
     table = table.cuda()
     sampler.sample(logits, batch, table)
 

@@ -139,6 +139,27 @@ def test_logits_that_are_no_numbers_lead_to_an_id_and_hurt_no_other_row(fields):
     assert all(0 <= token < 600 for token in ids)
 
 
+@pytest.mark.parametrize("fields", [FILTERS[0], FILTERS[5], {}, {"top_p": 1.0}])
+def test_an_entry_without_a_row_is_passed_over(fields):
+    torch.manual_seed(5)
+    logits = torch.randn(3, 3000)
+    sampled = Sampled([SamplingParams(**fields, seed=7)] * 3)
+    expected = sampled.on_cpu(logits)
+    new = NewRow(row=0, token_ids=int32s([1]), num_prompt_tokens=1)
+    sampled.state.enter(new, SamplingParams())
+    wants = sampled.rows.batch(sampled.order, sampled.lengths).all_wants
+    rows = torch.from_numpy(sampled.order).clone()
+    rows[1] = -1
+
+    ids = triton_sampling.draw(
+        logits, rows, torch.from_numpy(sampled.lengths), sampled.state.tensor(),
+        has_filters=bool(wants & Want.FILTER),
+    ).tolist()  # fmt: skip
+
+    assert [ids[0], ids[2]] == [expected[0], expected[2]]
+    assert ids[1] == 0
+
+
 @pytest.mark.parametrize("num_shards", [2, 3])
 def test_the_best_key_of_all_shards_is_the_draw_from_all_ids(num_shards):
     vocab_size = 9001

@@ -43,12 +43,14 @@ class Steps:
             )
         return rows
 
-    def both(self, logits):
+    def both(self, logits, masks=None):
         """What the CPU samples, and what the kernels do."""
         device = torch.from_numpy(self.order), torch.from_numpy(self.lengths)
         batch = self.on_cpu.batch(self.order, self.lengths)
+        batch.masks = masks
         expected = sampler.sample(logits.float().clone(), batch, self.table)
         batch = self.on_device.batch(self.order, self.lengths, *device)
+        batch.masks = masks
         return expected, sampler.sample(logits, batch, self.table)
 
 
@@ -147,3 +149,43 @@ def test_beams_of_any_width_have_the_candidates_of_the_cpu(monkeypatch):
     ):
         assert ours[0][:count] == theirs[0][:count]
         assert ours[1][:count] == pytest.approx(theirs[1][:count], rel=1e-6)
+
+
+def masked(vocab_size, allowed):
+    """int32 [n, W]: of each row the ids that may come."""
+    masks = np.zeros((len(allowed), -(-vocab_size // 32) * 32), dtype=np.uint8)
+    for row, ids in enumerate(allowed):
+        masks[row, ids] = 1
+    return torch.from_numpy(np.packbits(masks, axis=1, bitorder="little").view(np.int32))
+
+
+@pytest.mark.parametrize("at_once", [1, 2, 128])
+def test_rows_that_are_edited_leave_the_others_as_they_are(monkeypatch, at_once):
+    """Guided, penalised, filtered and plain rows, of logits in the model's dtype."""
+    monkeypatch.setattr(device_sampler, "_EDITED_ROWS", at_once)
+    torch.manual_seed(at_once)
+    guide = {"guide_type": "json", "guide": "{}"}
+    fields = [
+        {"top_p": 1.0},
+        {**guide},
+        {"top_k": 20},
+        {"repetition_penalty": 1.5, "top_p": 0.9},
+        {**guide, "top_p": 1.0, "frequency_penalty": 0.4, "return_log_probs": True},
+        {},
+        {"top_p": 0.8, "return_log_probs": True},
+        {**guide, "top_k": 5},
+        {"top_p": 1.0, "min_p": 0.1},
+    ]
+    params = [SamplingParams(**each, seed=place) for place, each in enumerate(fields)]
+    steps = Steps(params, [40] * len(fields))
+    allowed = [[3, 299], list(range(64, 128)), [0, 31, 32, 170]]
+    logits = (torch.randn(len(fields), VOCAB) * 2).bfloat16()
+    before = logits.clone()
+
+    expected, sampled = steps.both(logits, masked(VOCAB, allowed))
+
+    assert torch.equal(sampled.token_ids, expected.token_ids)
+    torch.testing.assert_close(sampled.log_probs, expected.log_probs)
+    assert torch.equal(logits, before)
+    guided = [int(sampled.token_ids[entry]) for entry in (1, 4, 7)]
+    assert all(token in ids for token, ids in zip(guided, allowed, strict=True))
