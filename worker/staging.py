@@ -150,10 +150,21 @@ class StagingRing:
         return sum(len(slot.host) for slot in self._slots if not slot.is_cpu)
 
 
+_MOST_PAGEABLE = 1 << 16
+"""Bytes up to which CUDA takes what is to be copied along with the call. For more of pageable
+memory it may have the host wait until the stream has come as far as the copy."""
+
+
 def to_device(array: npt.NDArray[Any], device: torch.device) -> Tensor:
     """A small array on the device: shared memory on the CPU, a copy elsewhere.
 
-    An array that cannot be written, as a message brings it, is copied: torch warns of others.
+    Nobody waits for the copy. An array that cannot be written, as a message brings it, is
+    copied on the CPU: torch warns of others.
     """
     tensor = torch.from_numpy(array if array.flags.writeable else array.copy())
-    return tensor if device.type == "cpu" else tensor.to(device, non_blocking=True)
+    if device.type == "cpu":
+        return tensor
+    if tensor.nbytes > _MOST_PAGEABLE:
+        # From a pool, which takes the memory back once the copy is made.
+        tensor = tensor.pin_memory()
+    return tensor.to(device, non_blocking=True)
