@@ -44,14 +44,39 @@ def sample(
     return ids, None, joined(beams)
 
 
-def draw_over_shards(
+def sample_over_shards(
+    logits_NS: Tensor,
+    first_id: int,
+    batch: SamplingBatch,
+    token_table_RL: Tensor,
+    tp: TensorParallelGroup,
+) -> tuple[Tensor, Tensor | None, BeamCandidates | None]:
+    """`sample` that gathers logits only of rows that want more than a plain draw. Collective.
+
+    ``logits_NS`` are this rank's, for the ids from ``first_id`` on, padding included. Of a
+    row that wants no more the ranks exchange 8 bytes, and its log-probability is 0.
+    """
+    num_real = min(max(batch.state.vocab_size - first_id, 0), logits_NS.shape[1])
+    mine_NS = logits_NS[:, :num_real]
+    entries = batch.beyond_plain()
+    if not len(entries):
+        return _draw_over_shards(mine_NS, first_id, batch, tp), None, None
+    index = batch.index(entries)
+    whole_nV = tp.all_gather(logits_NS.index_select(0, index), -1)
+    whole_nV = whole_nV[:, : batch.state.vocab_size]
+    found, of_found, beams = sample(whole_nV, batch.at(entries, index), token_table_RL)
+    ids = _draw_over_shards(mine_NS, first_id, batch.without(entries, index), tp)
+    ids.index_copy_(0, index, found)
+    if of_found is None:
+        return ids, None, beams
+    log_probs = of_found.new_zeros(len(batch.rows))
+    return ids, log_probs.index_copy_(0, index, of_found), beams
+
+
+def _draw_over_shards(
     logits_NS: Tensor, first_id: int, batch: SamplingBatch, tp: TensorParallelGroup
 ) -> Tensor:
-    """`sample` of rows that want a plain draw at most, without gathering logits; int64 [N].
-
-    ``logits_NS`` are this rank's, for the ids from ``first_id`` on; maybe none. Collective:
-    the ranks exchange 8 bytes a row.
-    """
+    """Plain draws and likeliest ids, int64 [N], from a rank's logits; maybe of no ids."""
     state = batch.state.device_state
     assert state is not None
     assert batch.device_rows is not None

@@ -128,6 +128,19 @@ class SamplingBatch:
         """Entries that ask for ``want``, ascending."""
         return np.flatnonzero(self.wants & np.uint32(want))
 
+    def beyond_plain(self) -> npt.NDArray[np.int64]:
+        """Entries that ask for more than the likeliest id or a draw from all, ascending."""
+        return np.flatnonzero(self.wants & ~np.uint32(Want.RANDOM))
+
+    @property
+    def is_mostly_plain(self) -> bool:
+        """Whether few enough ask for more to be sampled by themselves, from logits that are
+        gathered for them; none of those of which the logits are to be kept."""
+        if not self.all_wants & ~Want.RANDOM:
+            return True
+        is_kept = self.all_wants & Want.LOGITS
+        return not is_kept and 2 * len(self.beyond_plain()) <= len(self.rows)
+
     def at(self, entries: npt.NDArray[np.int64], index_n: Tensor) -> SamplingBatch:
         """These entries alone, on a GPU; ``index`` is the same on the device.
 

@@ -17,7 +17,7 @@ from trimaran.worker.kept_logits import KeptLogits, LogitsRows
 from trimaran.worker.models.interfaces import CausalLM
 from trimaran.worker.sampled_wire import encode_sampled
 from trimaran.worker.sampler import SamplerOutput, sample
-from trimaran.worker.sampling_rows import SamplingBatch, SamplingRows, Want
+from trimaran.worker.sampling_rows import SamplingBatch, SamplingRows
 from trimaran.worker.staging import to_device
 from trimaran.worker.step_result import (
     Copier,
@@ -197,8 +197,8 @@ class LastStage:
             if len(decision.masks):
                 words = -(-self._sampling.vocab_size // 32)
                 batch.masks = to_device(decision.masks.reshape(-1, words), self._inputs.device)
-            if is_gpu and self._tp.size > 1 and not batch.all_wants & ~Want.RANDOM:
-                output = SamplerOutput(self._draw_over_shards(hidden_TD, batch))
+            if is_gpu and self._tp.size > 1 and batch.is_mostly_plain:
+                output = self._sample_over_shards(hidden_TD, batch)
             else:
                 logits_NV = self._model.compute_logits(hidden_TD)
                 if kept is not None:
@@ -216,13 +216,16 @@ class LastStage:
         logits_NS, first_id = self._shard_logits(hidden_ND)
         return argmax_over_shards(logits_NS, first_id, self._tp)
 
-    def _draw_over_shards(self, hidden_ND: Tensor, batch: SamplingBatch) -> Tensor:
-        """Plain draws and likeliest ids on GPUs, without gathering logits. Collective."""
+    def _sample_over_shards(self, hidden_ND: Tensor, batch: SamplingBatch) -> SamplerOutput:
+        """What GPUs sample without gathering the logits of plain rows. Collective."""
         # Imported only now: a CPU needs no Triton.
-        from trimaran.worker.device_sampler import draw_over_shards
+        from trimaran.worker.device_sampler import sample_over_shards
 
-        logits_NS, first_id = self._shard_logits(hidden_ND)
-        return draw_over_shards(logits_NS, first_id, batch, self._tp)
+        head, table = self._model.lm_head, self._inputs.token_table
+        logits_NS = head.local_logits(hidden_ND)
+        return SamplerOutput(
+            *sample_over_shards(logits_NS, head.first_row, batch, table, self._tp)
+        )
 
     def _shard_logits(self, hidden_ND: Tensor) -> tuple[Tensor, int]:
         """This rank's logits, and the first of the ids that they are of."""

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from trimaran.comm.collectives import SingleRankGroup
 from trimaran.comm.sampling_params import SamplingParams
 from trimaran.worker import device_sampler, sampler
 from trimaran.worker.sampling_rows import DeviceSamplingState, SamplingRows
@@ -42,6 +43,14 @@ class Steps:
                 )
             )
         return rows
+
+    def over_shards(self, logits, masks):
+        """What a tensor group samples, of one rank: the whole vocabulary is its shard."""
+        device = torch.from_numpy(self.order), torch.from_numpy(self.lengths)
+        batch = self.on_device.batch(self.order, self.lengths, *device)
+        batch.masks = masks
+        group = SingleRankGroup()
+        return device_sampler.sample_over_shards(logits, 0, batch, self.table, group)
 
     def both(self, logits, masks=None):
         """What the CPU samples, and what the kernels do."""
@@ -187,5 +196,10 @@ def test_rows_that_are_edited_leave_the_others_as_they_are(monkeypatch, at_once)
     assert torch.equal(sampled.token_ids, expected.token_ids)
     torch.testing.assert_close(sampled.log_probs, expected.log_probs)
     assert torch.equal(logits, before)
+    # A shard's last columns may be padding.
+    padded = torch.nn.functional.pad(logits, (0, 4), value=99.0)
+    ids, log_probs, _ = steps.over_shards(padded, masked(VOCAB, allowed))
+    assert torch.equal(ids, sampled.token_ids)
+    torch.testing.assert_close(log_probs[[4, 6]], expected.log_probs[[4, 6]])
     guided = [int(sampled.token_ids[entry]) for entry in (1, 4, 7)]
     assert all(token in ids for token, ids in zip(guided, allowed, strict=True))
