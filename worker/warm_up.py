@@ -27,10 +27,18 @@ _EDITED = SamplingParams(
     bad_words=((0, 0),),
     return_log_probs=True,
 ).to_wire()
-"""Uses every other kernel of sampling, and the most memory."""
+"""Uses every other kernel of sampling but that of guides, and the most memory."""
+
+_GUIDED = {**_EDITED, "guide_type": "json", "guide": "{}"}
+"""The same with a guide, which allows all ids here."""
 
 
-def _step(rows: list[NewRow], computed: Int32Array, chunks: Int32Array) -> SchedulerOutput:
+def _step(
+    rows: list[NewRow],
+    computed: Int32Array,
+    chunks: Int32Array,
+    masks: Int32Array | None = None,
+) -> SchedulerOutput:
     """A step whose rows all use the first blocks: nobody reads what it writes."""
     return SchedulerOutput(
         step=0,
@@ -43,6 +51,7 @@ def _step(rows: list[NewRow], computed: Int32Array, chunks: Int32Array) -> Sched
         finished_rows=int32s(()),
         new_rows=rows,
         num_decodes=len(rows) if bool((chunks == 1).all()) else 0,
+        masks=int32s(()) if masks is None else masks,
     )
 
 
@@ -60,13 +69,15 @@ def run_small_steps(runner: ModelRunner, limits: SchedulerConfig) -> None:
     length = min(limits.max_seq_len - 1, limits.max_num_batched_tokens)
     length = max(1, min(length, 2 * runner.inputs.block_size))
     is_gpu = runner.inputs.device.type == "cuda"
-    samplings = [_FILTERED, _EDITED] if is_gpu else [_FILTERED]
+    samplings = [_FILTERED, _GUIDED] if is_gpu else [_FILTERED]
     if is_gpu and runner.tp.size > 1:
         samplings.append(_PLAIN)
+    num_words = -(-runner.model.config.vocab_size // 32)
     for sampling in samplings:
         rows = [_row(0, length, sampling)]
-        runner.run_alone(_step(rows, int32s([0]), int32s([length])))
-        runner.run_alone(_step(rows, int32s([length]), int32s([1])))
+        masks = int32s([-1] * num_words if sampling is _GUIDED else ())
+        runner.run_alone(_step(rows, int32s([0]), int32s([length]), masks))
+        runner.run_alone(_step(rows, int32s([length]), int32s([1]), masks))
     runner.end.leave(0)
 
 
