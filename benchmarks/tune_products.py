@@ -292,7 +292,9 @@ def main() -> None:
             steps = dict(entries.get(product.name, ()))
             steps[rows] = _as_list(cut)
             entries[product.name] = [[most, steps[most]] for most in sorted(steps)]
-        lines = [f'"{key}": {json.dumps(steps)}' for key, steps in sorted(entries.items())]
+        # Where torch is always best nothing needs to be said.
+        kept = {key: steps for key, steps in entries.items() if any(cut for _, cut in steps)}
+        lines = [f'"{key}": {json.dumps(steps)}' for key, steps in sorted(kept.items())]
         args.output.write_text("{\n" + ",\n".join(lines) + "\n}\n")
 
 

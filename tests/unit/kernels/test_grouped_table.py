@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
-from trimaran.kernels.grouped_table import GroupedShape, GroupedTable, TritonCut
+from trimaran.kernels.grouped_table import GroupedShape, GroupedTable, TritonCut, stack_name
+from trimaran.kernels.product_table import TABLES
 
 TABLE = GroupedTable(
     {
@@ -59,3 +62,22 @@ def test_a_ring_and_its_plan_fit_into_shared_memory(experts):
 def test_what_the_kernel_is_not_made_for_is_refused(shape, experts):
     with pytest.raises(ValueError, match=r"is no cut|are above 512"):
         shape.check(experts)
+
+
+@pytest.mark.parametrize(
+    "path", sorted(TABLES.glob("*_experts.json")), ids=lambda path: path.stem
+)
+def test_a_committed_table_holds_cuts_that_fit(path):
+    entries = json.loads(path.read_text(encoding="utf-8"))
+    table = GroupedTable(entries)
+
+    for name, steps in entries.items():
+        sizes, _, kind = name.partition(" ")
+        experts, outputs, inner = map(int, sizes.split("x"))
+        assert stack_name((experts, outputs, inner), kind) == name
+        bounds = [most for most, _ in steps]
+        assert bounds == sorted(set(bounds)), name
+        assert kind in ("plain", "gated")
+        for cut, _, count in table.kernels(inner):
+            cut.check(count)
+            assert cut.stages(count) >= 3
