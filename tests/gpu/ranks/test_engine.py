@@ -154,7 +154,7 @@ def test_tokens_in_float32_are_those_of_the_cpu(world, folders, expected, layout
     has_collectives = sizes[0] > 1 or is_sharing
     is_launched = has_collectives and WAYS[way].get("collective_graphs") is False
     assert (facts["cuda_graphs"] == 0) is is_launched
-    has_prompts = way in ("prompt-graphs", "defaults") and not is_sharing
+    has_prompts = WAYS[way].get("prompt_graph_tokens") != 0 and not is_sharing
     assert (facts["prompt_graphs"] > 0) is has_prompts
     if world.rank == 0:
         assert outputs == expected[model]
