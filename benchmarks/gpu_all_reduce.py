@@ -12,13 +12,13 @@ the others'. Our kernels are compared with NCCL first.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
+from trimaran.bench.results import append, environment
 from trimaran.comm import mpi
 from trimaran.comm.collectives import connect_group
 from trimaran.comm.peer_memory import map_peer_memory
@@ -108,9 +108,8 @@ def _print_table(
             cells = (f"{found.get(name, float('nan')):14.2f}" for name in ways)
             print(f"{num_bytes >> 10:8}  " + "  ".join(cells), flush=True)
             if path:
-                line = {"ranks": world.size, "bytes": num_bytes, "us": found}
-                with open(path, "a", encoding="utf-8") as file:
-                    file.write(json.dumps(line) + "\n")
+                line = {"benchmark": "all_reduce", "ranks": world.size, "bytes": num_bytes}
+                append(path, {**line, "us": found, **environment(device, None)})
 
 
 def main() -> None:

@@ -1,6 +1,6 @@
 """Time of a sum over GPUs with the norm behind it, from CUDA graphs: two kernels, and one.
 
-mpirun -n 2 python benchmarks/gpu_sum_norm.py --json benchmarks/results/sum_norm_h200.jsonl
+mpirun -n 2 python benchmarks/gpu_sum_norm.py --json benchmarks/results/sum_norm_h200x2.jsonl
 
 Each row of the table is the median of replays of a graph that holds many such pairs for one
 number of tokens, divided by their number. ``apart`` is `kernels/triton_peer_sum.py` and
@@ -11,12 +11,12 @@ four float32 parts; it is compared with the former first.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 from collections.abc import Callable
 
 import torch
 
+from trimaran.bench.results import append, environment
 from trimaran.comm import mpi
 from trimaran.comm.collectives import connect_group
 from trimaran.comm.peer_memory import map_peer_memory
@@ -109,9 +109,9 @@ def main() -> None:
                 f"{rows:6}  " + "  ".join(f"{k} {v:7.2f}" for k, v in times.items()), flush=True
             )
             if args.json:
-                line = {"ranks": world.size, "rows": rows, "width": args.width, "us": times}
-                with open(args.json, "a", encoding="utf-8") as file:
-                    file.write(json.dumps(line) + "\n")
+                line = {"benchmark": "sum_norm", "ranks": world.size, "rows": rows}
+                line |= {"width": args.width, "us": times}
+                append(args.json, line | environment(device, None))
     group.close()
     mpi.finalize()
 
