@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import statistics
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -109,8 +110,8 @@ def main() -> None:
                 f"{rows:6}  " + "  ".join(f"{k} {v:7.2f}" for k, v in times.items()), flush=True
             )
             if args.json:
-                line = {"benchmark": "sum_norm", "ranks": world.size, "rows": rows}
-                line |= {"width": args.width, "us": times}
+                line: dict[str, Any] = {"benchmark": "sum_norm", "ranks": world.size}
+                line |= {"rows": rows, "width": args.width, "us": times}
                 append(args.json, line | environment(device, None))
     group.close()
     mpi.finalize()
