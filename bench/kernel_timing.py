@@ -15,6 +15,7 @@ _CACHE_BYTES = 256e6
 
 _CALLS = 24
 _REPEATS = 7
+_COLLECTIVE_CALLS, _COLLECTIVE_REPLAYS = 40, 20
 
 Inputs = TypeVar("Inputs")
 
@@ -50,6 +51,29 @@ def seconds_a_call(calls: Sequence[Callable[[], object]], device: torch.device) 
     torch.cuda.synchronize(device)
     torch.cuda.empty_cache()
     return statistics.median(times) / (count * len(calls))
+
+
+def microseconds_of_collective(
+    call: Callable[[], object], refresh: Callable[[], object] | None = None
+) -> float:
+    """Median time of one call that all ranks make, from a graph of many on the current device.
+
+    ``refresh`` comes before each replay, untimed: sums of sums would leave a type's range.
+    """
+    call()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        for _ in range(_COLLECTIVE_CALLS):
+            call()
+    times = []
+    for _ in range(_COLLECTIVE_REPLAYS):
+        if refresh is not None:
+            refresh()
+        torch.cuda.synchronize()
+        times.append(_replay_s(graph))
+    # The graph is freed only when the device has finished it.
+    torch.cuda.synchronize()
+    return 1e6 * statistics.median(times) / _COLLECTIVE_CALLS
 
 
 @functools.cache

@@ -12,12 +12,12 @@ the others'. Our kernels are compared with NCCL first.
 from __future__ import annotations
 
 import argparse
-import statistics
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
+from trimaran.bench.kernel_timing import microseconds_of_collective
 from trimaran.bench.results import append, environment
 from trimaran.comm import mpi
 from trimaran.comm.collectives import connect_group
@@ -28,7 +28,6 @@ from trimaran.worker.peer_sums import check_sums
 
 SIZES = [1 << shift for shift in range(12, 27)]
 MOST_BYTES = SIZES[-1]
-CALLS, REPLAYS = 40, 20
 Sum = Callable[[torch.Tensor], object]
 
 
@@ -70,26 +69,8 @@ def torch_ways(group: NcclGroup) -> dict[str, tuple[int, Sum]]:
     return {"torch one-shot": (8 << 20, one_shot), "torch two-shot": (MOST_BYTES, two_shot)}
 
 
-def microseconds(call: Sum, x: torch.Tensor) -> float:
-    """Of one call in a graph of many."""
-    call(x)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-        for _ in range(CALLS):
-            call(x)
-    times = []
-    for _ in range(REPLAYS):
-        # Sums of sums would leave the range of the type.
-        x.normal_().mul_(1e-6)
-        torch.cuda.synchronize()
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end))
-    torch.cuda.synchronize()
-    return 1e3 * statistics.median(times) / CALLS
+def _microseconds(call: Sum, x: torch.Tensor) -> float:
+    return microseconds_of_collective(lambda: call(x), lambda: x.normal_().mul_(1e-6))
 
 
 def _print_table(
@@ -103,7 +84,7 @@ def _print_table(
         found = {}
         for name, (most, call) in ways.items():
             if num_bytes <= most:
-                found[name] = round(max(world.comm.allgather(microseconds(call, x))), 2)
+                found[name] = round(max(world.comm.allgather(_microseconds(call, x))), 2)
         if world.rank == 0:
             cells = (f"{found.get(name, float('nan')):14.2f}" for name in ways)
             print(f"{num_bytes >> 10:8}  " + "  ".join(cells), flush=True)

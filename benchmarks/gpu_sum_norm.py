@@ -11,12 +11,11 @@ four float32 parts; it is compared with the former first.
 from __future__ import annotations
 
 import argparse
-import statistics
-from collections.abc import Callable
 from typing import Any
 
 import torch
 
+from trimaran.bench.kernel_timing import microseconds_of_collective
 from trimaran.bench.results import append, environment
 from trimaran.comm import mpi
 from trimaran.comm.collectives import connect_group
@@ -31,28 +30,7 @@ from trimaran.worker.sum_norms import check_sum_norm
 
 ROWS = [1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 192, 256]
 SLOT_BYTES = 16 << 20
-CALLS, REPLAYS = 40, 20
 EPS = 1e-5
-
-
-def microseconds(call: Callable[[], object]) -> float:
-    """Of one call in a graph of many."""
-    call()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-        for _ in range(CALLS):
-            call()
-    times = []
-    for _ in range(REPLAYS):
-        torch.cuda.synchronize()
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end))
-    torch.cuda.synchronize()
-    return 1e3 * statistics.median(times) / CALLS
 
 
 def times_of(
@@ -73,9 +51,9 @@ def times_of(
         rms_norm(noughts, weight, EPS, residual)
 
     return {
-        "apart": microseconds(apart),
-        "fused": microseconds(lambda: fused(x, residual, weight, EPS)),
-        "fused, parts": microseconds(lambda: fused(parts, residual, weight, EPS)),
+        "apart": microseconds_of_collective(apart),
+        "fused": microseconds_of_collective(lambda: fused(x, residual, weight, EPS)),
+        "fused, parts": microseconds_of_collective(lambda: fused(parts, residual, weight, EPS)),
     }
 
 
