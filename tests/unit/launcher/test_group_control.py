@@ -192,7 +192,8 @@ def test_a_new_front_end_remembers_and_finds_only_the_groups_it_knows_of(asked):
     server.start("n")
     server.ask("remember", groups=["m", "n"], state="m and n")
     server.start("unknown")
-    server.server.wait_for("told up unknown")
+    for group in ("n", "unknown"):
+        server.server.wait_for(f"told up {group}\n")
     os.kill(server.server.pid_of(r"front end: started pid (\d+)"), signal.SIGKILL)
     server.server.wait_for("remembers m and n")
     server.server.wait_for("group unknown: ended")
