@@ -29,6 +29,8 @@ from trimaran.comm.messages import (
     encode,
     pack_ids,
 )
+from trimaran.launcher.run_dir import RunDir
+from trimaran.launcher.scratch import MpiScratch
 from trimaran.worker.config import (
     CacheConfig,
     EngineConfig,
@@ -103,12 +105,18 @@ class RankGroup:
         self._frontend.settimeout(START_TIMEOUT_S)
         self.config = self._rank_config(f"unix:{folder}/f.sock", **changes)
         env = ChildEnv(supervisor=f"unix:{folder}/s.sock", token="t", group="g")
+        self._run_dir = RunDir()
+        self._scratch = MpiScratch(self._run_dir)
+        self._scratch.prepare("g")
         self.log_path = folder / "ranks.log"
         self._log = self.log_path.open("wb")
         self.process = subprocess.Popen(
             [str(BIN / "mpirun"), "--allow-run-as-root", "--oversubscribe", "--bind-to", "none",
              "-n", str(world_size), str(BIN / "trimaran-rank")],
-            env={**os.environ, **env.to_environ(), **_mpi_environment()},
+            env={
+                **os.environ, **env.to_environ(), **_mpi_environment(),
+                **self._scratch.env("g", is_here_alone=True),
+            },
             stdout=self._log,
             stderr=subprocess.STDOUT,
             start_new_session=True,
@@ -163,6 +171,8 @@ class RankGroup:
         self._supervisor.close()
         self._frontend.close()
         self._log.close()
+        self._scratch.remove()
+        self._run_dir.remove()
 
     # ---- what tests ask and do ----------------------------------------------------------
 
@@ -173,14 +183,19 @@ class RankGroup:
 
     def wait_for_state(self, state: str, ranks: tuple[int, ...] = ()) -> None:
         wanted = ranks or tuple(range(self.world_size))
-        wait_until(
-            lambda: all(
+
+        def has_come() -> bool:
+            code = self.process.poll()
+            assert code is None, f"mpirun ended with code {code}: {self.log()}"
+            return all(
                 rank in self.ranks and any(s.state == state for s in self.states(rank))
                 for rank in wanted
-            ),
-            START_TIMEOUT_S,
-            f"state {state} of ranks {wanted}; log: {self.log()}",
-        )
+            )
+
+        try:
+            wait_until(has_come, START_TIMEOUT_S, f"state {state} of ranks {wanted}")
+        except AssertionError as error:
+            raise AssertionError(f"{error}; log: {self.log()}") from None
 
     def states(self, rank: int) -> list[ChildState]:
         return [m for m in self.ranks[rank].of_type(ChildState) if isinstance(m, ChildState)]

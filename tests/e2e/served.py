@@ -236,6 +236,8 @@ class InJob(Served):
         ]  # fmt: skip
         env = {**command_env(), "OMPI_ALLOW_RUN_AS_ROOT": "1"}
         env["OMPI_ALLOW_RUN_AS_ROOT_CONFIRM"] = "1"
+        # A killed mpirun leaves its folder, and a later one of the same pid fails on it.
+        env["PRTE_MCA_prte_local_tmpdir_base"] = str(self.log_path.parent)
         with self.log_path.open("wb") as log:
             self.process = subprocess.Popen(
                 command, stdout=log, stderr=log, stdin=subprocess.DEVNULL,

@@ -26,6 +26,8 @@ from trimaran.comm.messages import (
     encode,
 )
 from trimaran.launcher.mpi_launch import starter_env
+from trimaran.launcher.run_dir import RunDir
+from trimaran.launcher.scratch import MpiScratch
 from trimaran.orchestrator.mpi_settings import mpi_settings
 
 BIN = Path(sys.executable).parent
@@ -39,7 +41,13 @@ class Orchestrator:
     def __init__(self, folder: Path, hang_timeout_s: float) -> None:
         listener = Address.parse(f"unix:{folder}/supervisor.sock").listen()
         child = ChildEnv(supervisor=f"unix:{folder}/supervisor.sock", token="secret")
-        env = {**starter_env(os.environ), **child.to_environ(), **mpi_settings()}
+        self._run_dir = RunDir()
+        self._scratch = MpiScratch(self._run_dir)
+        self._scratch.prepare("orchestrator")
+        env = {
+            **starter_env(os.environ), **child.to_environ(), **mpi_settings(),
+            **self._scratch.env("orchestrator", is_here_alone=True),
+        }  # fmt: skip
         with (folder / "log").open("wb") as log:
             self.process = subprocess.Popen(
                 [str(BIN / "trimaran-orchestrator")], env=env, stdout=log, stderr=log
@@ -88,6 +96,8 @@ class Orchestrator:
             process.kill()
         self.process.wait(60)
         self._sock.close()
+        self._scratch.remove()
+        self._run_dir.remove()
 
     def _receive(self) -> Message:
         while not self._messages:
