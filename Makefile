@@ -20,7 +20,12 @@ TEST_ENV := PYTHONSAFEPATH=1 OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
 MPI_ENV := OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1 \
 	PRTE_ALLOW_RUN_AS_ROOT=1 PRTE_ALLOW_RUN_AS_ROOT_CONFIRM=1 \
 	OMPI_MCA_mpi_yield_when_idle=1 OMPI_MCA_btl=^ofi
-MPIEXEC := $(MPI_ENV) $(BIN)/mpirun --oversubscribe --bind-to none
+# A killed mpirun leaves a folder that fails a later one of the same pid: each gets a base of its own.
+define on-ranks
+	@base=$$(mktemp -d) && echo "mpirun -n $(1) python $(2)" && \
+	{ PRTE_MCA_prte_local_tmpdir_base=$$base $(TEST_ENV) $(MPI_ENV) $(BIN)/mpirun --oversubscribe \
+		--bind-to none -n $(1) $(BIN)/python $(2); code=$$?; rm -rf $$base; exit $$code; }
+endef
 PYTEST := $(TEST_ENV) $(BIN)/python -m pytest -q
 
 .DEFAULT_GOAL := help
@@ -76,16 +81,16 @@ test-unit: $(VENV)/.test  ## unit tests
 	$(PYTEST) -n $(UNIT_PROCESSES) --dist loadfile tests/unit
 
 test-mpi-%: $(VENV)/.test  ## tests on N MPI ranks: make test-mpi-4
-	$(TEST_ENV) $(MPIEXEC) -n $* $(BIN)/python -m mpi4py -m pytest -q --timeout=300 tests/mpi
+	$(call on-ranks,$*,-m mpi4py -m pytest -q --timeout=300 tests/mpi)
 
 MODELS_REPORT := .models.json
-MODELS_TEST := $(BIN)/python -m mpi4py -m pytest -q --timeout=300 --models-report $(MODELS_REPORT) tests/models
+MODELS_TEST := -m mpi4py -m pytest -q --timeout=300 --models-report $(MODELS_REPORT) tests/models
 
 test-models: $(VENV)/.test  ## every family in every layout; writes the table of docs/models.md
 	@rm -f $(MODELS_REPORT)
-	$(TEST_ENV) $(MPIEXEC) -n 1 $(MODELS_TEST)
-	$(TEST_ENV) $(MPIEXEC) -n 2 $(MODELS_TEST)
-	$(TEST_ENV) $(MPIEXEC) -n 4 $(MODELS_TEST)
+	$(call on-ranks,1,$(MODELS_TEST))
+	$(call on-ranks,2,$(MODELS_TEST))
+	$(call on-ranks,4,$(MODELS_TEST))
 	PYTHONSAFEPATH=1 $(BIN)/python tests/models/generate.py $(MODELS_REPORT)
 	@rm -f $(MODELS_REPORT)
 
