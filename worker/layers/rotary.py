@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -50,13 +50,14 @@ class RotaryEmbedding(nn.Module):
         longest = context.max_seq_len or max_positions
         short_length = _short_length(scaling)
         self.switch_at = short_length if longest > short_length else 0
-        angles = []
-        for length, is_long in ((self.switch_at, False), (max_positions, self.switch_at > 0)):
-            frequencies = inverse_frequencies(rotary_size, base, scaling, is_long=is_long)
-            positions = torch.arange(length, dtype=torch.float32, device=context.device)
-            angles.append(torch.outer(positions, frequencies.to(context.device)))
-        all_angles = torch.cat(angles)
-        table = torch.cat((all_angles.cos(), all_angles.sin()), dim=-1) * amplitude(scaling)
+        spans = [
+            (length, inverse_frequencies(rotary_size, base, scaling, is_long=is_long))
+            for length, is_long in (
+                (self.switch_at, False),
+                (max_positions, self.switch_at > 0),
+            )
+        ]
+        table = _angle_table(context.device, spans, amplitude(scaling))
         self.register_buffer("cos_sin", table, persistent=False)
 
     def forward(
@@ -73,6 +74,30 @@ class RotaryEmbedding(nn.Module):
     def rotates_whole_heads(self, head_size: int) -> bool:
         """Whether all dims of a head are rotated, its halves against each other."""
         return self.is_neox and self.cos_sin.shape[1] == head_size
+
+
+def _angle_table(
+    device: torch.device, spans: Sequence[tuple[int, Tensor]], factor: float
+) -> Tensor:
+    """float32 [P, R]: cosines, then sines, of the angles of all positions, times ``factor``.
+
+    Each span holds a number of positions, counted from 0, and their frequencies [R / 2].
+    """
+    if device.type == "meta":
+        # Of a model that is only laid out the shape is wanted. To compute it, torch would
+        # import its compiler, which takes seconds.
+        num_positions = sum(length for length, _ in spans)
+        return torch.empty(num_positions, 2 * len(spans[0][1]), device=device)
+    angles = torch.cat(
+        [
+            torch.outer(
+                torch.arange(length, dtype=torch.float32, device=device),
+                frequencies.to(device),
+            )
+            for length, frequencies in spans
+        ]
+    )
+    return torch.cat((angles.cos(), angles.sin()), dim=-1) * factor
 
 
 def inverse_frequencies(
