@@ -55,7 +55,8 @@ def cache_config(model: RepositoryModel, tokens_per_block: int) -> CacheConfig:
 
 
 def steps_in_flight(model: RepositoryModel, depth: int | None, num_stages: int) -> int:
-    """``depth``, unless the model's keys ask for steps one after another.
+    """``depth``, unless the model's keys ask for steps one after another; 0 where neither
+    says any, for what suits the device.
 
     Raises:
         ConfigError: two keys contradict each other, or a pipeline gains nothing from so many.
@@ -76,7 +77,9 @@ def steps_in_flight(model: RepositoryModel, depth: int | None, num_stages: int) 
             f"{model.folder}/config.pbtxt: {' and '.join(said)} contradict each other. Leave "
             "one of them."
         )
-    return 1 if False in said.values() else depth or max(2, num_stages)
+    if False in said.values():
+        return 1
+    return depth or (max(2, num_stages) if said else 0)
 
 
 def _windows(model: RepositoryModel) -> tuple[int, ...]:

@@ -264,15 +264,15 @@ def test_overlap_has_three_names(tmp_path, key, value, depth):
     assert resolve(tmp_path / "repo").groups[0].engine.scheduler.depth == depth
 
 
-def test_a_pipeline_has_a_step_for_each_stage_in_flight_or_one_more(tmp_path):
+def test_depth_is_the_engines_to_choose_unless_asked_for_and_has_a_limit(tmp_path):
     checkpoint = write_checkpoint(tmp_path / "hf")
     write_model(tmp_path / "repo" / "m", gpt_model_path=str(checkpoint))
 
     def depth(*flags):
         return resolve(tmp_path / "repo", *flags).groups[0].engine.scheduler.depth
 
-    assert (depth(), depth("--pp-size", "2", "--tp-size", "2")) == (2, 2)
-    assert (depth("--pp-size", "2", "--depth", "3"), depth("--depth", "1")) == (3, 1)
+    assert depth("--pp-size", "2", "--depth", "3") == 3
+    assert (depth(), depth("--pp-size", "2"), depth("--depth", "1")) == (0, 0, 1)
     with pytest.raises(ConfigError, match="--depth is 3 but with 1 pipeline"):
         depth("--depth", "3")
 
