@@ -242,7 +242,8 @@ def _folder(
             raise ConfigError(f"{args.model} holds no config.json: name a checkpoint's folder")
         config = json.loads(path.read_text(encoding="utf-8"))
         config = config.get("pretrained_config", config)
-        config["dtype"] = config.get("dtype") or config.get("torch_dtype") or "bfloat16"
+        stored = config.get("dtype") or config.get("torch_dtype") or "bfloat16"
+        config["dtype"] = stored if args.dtype == "auto" else args.dtype
         yield args.model, config
         return
     dtype = "bfloat16" if args.dtype == "auto" else args.dtype
