@@ -27,31 +27,34 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     model.add_argument("--model", metavar="DIR", help="an engine folder or a checkpoint")
     add = parser.add_argument
     add("--load", action="append", metavar="ISL/OSLxN", help="N requests at once; repeat")
-    add("--runs", type=int, default=3, metavar="N", help="the median of these is told")
-    add("--temperature", type=float, default=1.0, metavar="T", help="0: greedy")
-    add("--dtype", default="auto", help="auto: bfloat16 on a GPU and on the CPU")
+    add("--runs", type=int, default=3, metavar="N", help="the median of N is told (3)")
+    add("--temperature", type=float, default=1.0, metavar="T", help="0: greedy (1)")
+    add("--dtype", default="auto", help="auto: bfloat16, or that of --model (auto)")
     add(
         "--device",
         choices=("auto", "cpu", "cuda"),
         default="auto",
-        help="a GPU if there is one",
+        help="auto: a GPU if there is one",
     )
-    add("--threads", type=int, default=1, metavar="N", help="of a rank on the CPU")
-    add("--tp-size", type=int, default=1, metavar="N", help="above 1: start it by mpirun")
-    add("--pp-size", type=int, default=1, metavar="N", help="likewise")
-    add("--dp-size", type=int, default=1, metavar="N", help="likewise")
-    add("--moe-ep-size", type=int, default=1, metavar="N", help="parts that share experts out")
-    add("--max-num-seqs", type=int, default=1024, metavar="N", help="running at once")
-    add("--max-num-tokens", type=int, default=8192, metavar="N", help="of one step")
-    add("--gpu-memory", type=float, default=0.9, metavar="SHARE", help="of all of the card's")
-    add("--depth", type=int, default=0, metavar="N", help="steps in flight; 0: by device")
+    add("--threads", type=int, default=1, metavar="N", help="of a rank on the CPU (1)")
+    add("--tp-size", type=int, default=1, metavar="N", help="above 1: start it by mpirun (1)")
+    add("--pp-size", type=int, default=1, metavar="N", help="likewise (1)")
+    add("--dp-size", type=int, default=1, metavar="N", help="likewise (1)")
+    parts = "parts that share experts out (1)"
+    add("--moe-ep-size", type=int, default=1, metavar="N", help=parts)
+    add("--max-num-seqs", type=int, default=1024, metavar="N", help="running at once (1024)")
+    add("--max-num-tokens", type=int, default=8192, metavar="N", help="of one step (8192)")
+    share = "of all of the card's (0.9)"
+    add("--gpu-memory", type=float, default=0.9, metavar="SHARE", help=share)
+    add("--depth", type=int, default=0, metavar="N", help="steps in flight (by device)")
     add("--no-cuda-graphs", action="store_true", help="launch kernels one by one")
     add("--prompt-graph-tokens", type=int, metavar="N", help="see `serve`")
     add("--collective-graphs", action=argparse.BooleanOptionalAction, help="see `serve`")
     ways = ("auto", "nccl", "peer", "fused")
     add("--all-reduce", choices=ways, default="auto", help="see `serve`")
     add("--deterministic", action="store_true", help="kernels that do not see the batch")
-    add("--ceiling-seconds", type=float, default=12.0, metavar="S", help="0: no limit is told")
+    ceiling = "how long ceilings are measured; 0: no limit is told (12)"
+    add("--ceiling-seconds", type=float, default=12.0, metavar="S", help=ceiling)
     add("--output", metavar="FILE", help="append results as JSON lines")
     add("--profile", default="", metavar="steps=A:B", help="trace these steps of the engine")
     add("--profile-dir", default="", metavar="DIR", help="with --profile: the trace goes there")

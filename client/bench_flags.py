@@ -48,32 +48,45 @@ def add_arguments(parser: argparse.ArgumentParser) -> SubCommands[argparse.Argum
 
 def _add_load(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "-c", "--concurrency", type=int, default=128, metavar="N", help="requests in flight"
+        "-c",
+        "--concurrency",
+        type=int,
+        default=128,
+        metavar="N",
+        help="requests in flight (128)",
     )
     parser.add_argument(
         "--num-requests", type=int, metavar="N",
         help="default: 30000 at most with a sub-command, else 10 for each connection",
     )  # fmt: skip
     parser.add_argument(
-        "--request-rate", type=float, default=-1, metavar="R", help="a second; -1: unpaced"
+        "--request-rate", type=float, default=-1, metavar="R", help="a second; -1: unpaced (-1)"
     )
     parser.add_argument(
         "--time-delay-dist", choices=("exponential_dist", "constant"),
-        default="exponential_dist", help="gaps between paced requests",
+        default="exponential_dist", help="gaps between paced requests (exponential_dist)",
     )  # fmt: skip
     parser.add_argument(
         "--load-processes", type=int, default=1, metavar="N",
-        help="send from N processes: one reads some thousand tokens a second",
+        help="send from N processes: one reads some thousand tokens a second (1)",
     )  # fmt: skip
-    parser.add_argument("--warmup", type=int, default=10, metavar="N", help="requests before")
-    parser.add_argument("--seed", type=int, default=420, help="of prompts, lengths and gaps")
+    parser.add_argument(
+        "--warmup", type=int, default=10, metavar="N", help="requests before (10)"
+    )
+    parser.add_argument(
+        "--seed", type=int, default=420, help="of prompts, lengths and gaps (420)"
+    )
 
 
 def _add_lengths(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--input-len", type=int, metavar="N", help="random prompts of N tokens")
     parser.add_argument("--output-len", type=int, metavar="N", help="tokens to generate")
     parser.add_argument(
-        "--vocab-size", type=int, default=1000, metavar="N", help="random ids are below N"
+        "--vocab-size",
+        type=int,
+        default=1000,
+        metavar="N",
+        help="random ids are below N (1000)",
     )
     parser.add_argument(
         "--max-input-len", type=int, metavar="N", help="drop prompts that are longer"
@@ -99,14 +112,14 @@ def _add_results(parser: argparse.ArgumentParser) -> None:
         type=float,
         default=50,
         metavar="MS",
-        help="so much slower is let pass",
+        help="so much slower is let pass (50)",
     )
     parser.add_argument(
         "--check-perf-rtol",
         type=float,
         default=0.05,
         metavar="RATE",
-        help="and this share more",
+        help="and this share more (0.05)",
     )
 
 

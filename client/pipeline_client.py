@@ -57,7 +57,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "-i", "--protocol", choices=("http", "grpc"), default="http", help="(http)"
     )
     parser.add_argument(
-        "-c", "--concurrency", type=int, default=128, metavar="N", help="requests in flight"
+        "-c",
+        "--concurrency",
+        type=int,
+        default=128,
+        metavar="N",
+        help="requests in flight (128)",
     )
     parser.add_argument("--max-input-len", type=int, required=True, help="in tokens, estimated")
     parser.add_argument("--dataset", required=True, metavar="FILE", help="JSON list of objects")
@@ -67,9 +72,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         )
     parser.add_argument("--test-bls", action="store_true", help="compare the BLS model too")
     parser.add_argument("--test-llmapi", action="store_true", help="refused: not served yet")
-    parser.add_argument("--model-name", default="ensemble", help="the text model to compare")
+    parser.add_argument("--model-name", default="ensemble", help="text model (ensemble)")
     parser.add_argument(
-        "--token-model-name", default="tensorrt_llm", metavar="NAME", help="the step with ids"
+        "--token-model-name",
+        default="tensorrt_llm",
+        metavar="NAME",
+        help="token model (tensorrt_llm)",
     )
     parser.add_argument("--streaming", action="store_true", help="with grpc")
     for flag in ("--sampling-params", "--output-config"):

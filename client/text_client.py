@@ -30,10 +30,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_url_arguments(parser)
     parser.add_argument("-p", "--prompt", required=True, help="a text, or a JSON list of texts")
     parser.add_argument(
-        "--model-name", default="ensemble", metavar="NAME", help="ensemble or tensorrt_llm_bls"
+        "--model-name",
+        default="ensemble",
+        metavar="NAME",
+        help="ensemble (default) or tensorrt_llm_bls",
     )
     parser.add_argument("-S", "--streaming", action="store_true", help="text as it comes")
-    parser.add_argument("-o", "--output-len", type=int, default=100, metavar="N", help="tokens")
+    parser.add_argument(
+        "-o", "--output-len", type=int, default=100, metavar="N", help="tokens (100)"
+    )
     parser.add_argument("--request-id", default="", metavar="ID", help="to stop it by")
     parser.add_argument(
         "--batch-inputs", action="store_true", help="all prompts in one request"

@@ -51,14 +51,22 @@ def _add_prompt(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="ids that --check-output expects",
     )
-    group.add_argument("--end-id", type=int, default=-1, help="where no tokenizer tells it")
-    group.add_argument("--pad-id", type=int, default=50256, help="where no tokenizer tells it")
+    group.add_argument(
+        "--end-id", type=int, default=-1, help="where no tokenizer tells it (-1)"
+    )
+    group.add_argument(
+        "--pad-id", type=int, default=50256, help="where no tokenizer does (50256)"
+    )
 
 
 def _add_sampling(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("sampling")
     group.add_argument(
-        "--request-output-len", type=int, default=16, metavar="N", help="tokens to generate"
+        "--request-output-len",
+        type=int,
+        default=16,
+        metavar="N",
+        help="tokens to generate (16)",
     )
     add_sampling(group, top_k=1, top_p=0.0)
     group.add_argument("--lookahead_config", metavar="[W,N,G]", help="lookahead decoding")
@@ -67,7 +75,10 @@ def _add_sampling(parser: argparse.ArgumentParser) -> None:
 def _add_run(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("request")
     group.add_argument(
-        "--model-name", default="tensorrt_llm", metavar="NAME", help="token-level model"
+        "--model-name",
+        default="tensorrt_llm",
+        metavar="NAME",
+        help="token model (tensorrt_llm)",
     )
     group.add_argument("--request-id", default="", metavar="ID", help="to stop it by")
     group.add_argument("-S", "--streaming", action="store_true", help="a response a step")

@@ -145,7 +145,7 @@ def _add_endpoint_flags(parser: argparse.ArgumentParser) -> None:
         metavar="KEY=VALUE",
         help="counter_latencies, histogram_latencies, summary_latencies: true or false",
     )
-    add("--id", default="triton", metavar="NAME", help="name in the server metadata")
+    add("--id", default="triton", metavar="NAME", help="name in the server metadata (triton)")
 
 
 def _add_model_control_flags(parser: argparse.ArgumentParser) -> None:
@@ -154,7 +154,7 @@ def _add_model_control_flags(parser: argparse.ArgumentParser) -> None:
         "--model-control-mode",
         default="none",
         choices=("none", "explicit", "poll"),
-        help="when models are loaded; none: all at start",
+        help="when models are loaded; none: all at start (none)",
     )
     add(
         "--load-model",
@@ -168,7 +168,7 @@ def _add_model_control_flags(parser: argparse.ArgumentParser) -> None:
         default="native",
         metavar="WHICH",
         help="whose model.py runs in place of a native role: native (none), execute (all that "
-        "have one), or names with commas between",
+        "have one), or names with commas between (native)",
     )
     add(
         "--repository-poll-secs",
@@ -209,21 +209,25 @@ def _add_engine_flags(parser: argparse.ArgumentParser) -> None:
         choices=("auto", "random"),
         help="random: weights made on the device, no files read",
     )
-    add("--max-batch-size", type=positive, metavar="N", help="sequences in flight at once")
-    add("--max-num-tokens", type=positive, metavar="N", help="tokens a step computes at most")
-    add("--tokens-per-block", type=positive, metavar="N", help="tokens of a KV cache block")
+    for flag, what in (
+        ("--max-batch-size", "sequences in flight at once"),
+        ("--max-num-tokens", "tokens a step computes at most"),
+        ("--tokens-per-block", "tokens of a KV cache block"),
+    ):
+        add(flag, type=positive, metavar="N", help=f"{what} (the folder's)")
     add(
         "--expected-output-tokens",
         type=positive,
         default=1024,
         metavar="N",
-        help="length of outputs that admission by max_utilization expects before any ended",
+        help="length of outputs that admission by max_utilization expects before any ended "
+        "(%(default)s)",
     )
     add(
         "--depth",
         type=positive,
         metavar="N",
-        help="steps in flight (1: one after another; default 2, or one for each stage)",
+        help="steps in flight (one for each stage; with one stage 2 on a GPU, 1 on a CPU)",
     )
     add(
         "--num-threads",
@@ -293,7 +297,7 @@ def _add_process_flags(parser: argparse.ArgumentParser) -> None:
         "--mpi",
         default="auto",
         choices=("auto", "openmpi", "mpich", "job"),
-        help="whose mpirun; job: the MPI job we are a task of",
+        help="whose mpirun; job: the MPI job we are a task of (auto)",
     )
     add("--mpirun", default="", metavar="PATH", help="mpirun to use (the venv's, then PATH's)")
     add(
@@ -331,7 +335,7 @@ def _add_process_flags(parser: argparse.ArgumentParser) -> None:
         "--restart",
         default="on-failure",
         choices=("on-failure", "never"),
-        help="what to do about a dead child",
+        help="what to do about a dead child (%(default)s)",
     )
     add(
         "--max-restarts",
@@ -377,7 +381,7 @@ def _add_log_flags(parser: argparse.ArgumentParser) -> None:
         default="text",
         type=_log_format,
         metavar="text|json",
-        help="one line of text, or one JSON object, an event",
+        help="one line of text, or one JSON object, an event (%(default)s)",
     )
     add("--log", action="store_true", help="log verbosely, to --log-file too")
     add("--log-dir", default="", metavar="DIR", help="also one log file a process there")

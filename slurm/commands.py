@@ -29,7 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     hide = getattr(parser, "hide", None)
     if hide is not None:
         hide(*RARE)
-    add("--wait", type=float, default=600.0, metavar="S", help="wait so long (0: do not)")
+    add("--wait", type=float, default=600.0, metavar="S", help="wait so long; 0: do not (600)")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -165,26 +165,27 @@ def _check_words(args: argparse.Namespace) -> None:
 def add_job_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the flags that `JobSpec.from_args` reads."""
     add = parser.add_argument
-    add("--template", default="leader", choices=tuple(TEMPLATES), help="which kind of job")
+    add("--template", default="leader", choices=tuple(TEMPLATES), help="kind of job (leader)")
     add("--model-repo", default="", metavar="DIR", help="model repository, on every node")
-    add("--world-size", type=_positive, default=1, metavar="N", help="ranks in all")
+    add("--world-size", type=_positive, default=1, metavar="N", help="ranks in all (1)")
     add("--nodes", type=_positive, default=1, metavar="N", help="nodes of the job (1)")
     add("--replicas", type=_count, default=0, metavar="N", help="servers of the array")
-    add("--gpus-per-node", type=_count, default=0, metavar="N", help="0: serve on the CPU")
+    add("--gpus-per-node", type=_count, default=0, metavar="N", help="0: serve on the CPU (0)")
     add("--cpus-per-task", type=_positive, metavar="N", help="Slurm's --cpus-per-task")
     for name in _FREE_OPTIONS:
         add(f"--{name}", default="", metavar="X", help=f"Slurm's --{name}")
     add("--sbatch", action="append", default=[], metavar="LINE", help="more #SBATCH options")
     add("--setup", action="append", default=[], metavar="LINE", help="shell line run first")
     add("--job-name", default="trimaran", metavar="NAME", help="also of logs (trimaran)")
-    add("--log-dir", default="trimaran-logs", metavar="DIR", help="logs, on every node")
+    add("--log-dir", default="trimaran-logs", metavar="DIR",
+        help="logs, on every node (trimaran-logs)")  # fmt: skip
     add("--http-port", type=_positive, default=8000, metavar="P", help="HTTP port (8000)")
     add("--grpc-port", type=_positive, default=8001, metavar="P", help="gRPC port (8001)")
     add("--metrics-port", type=_positive, default=8002, metavar="P", help="metrics port (8002)")
     add("--serve-flags", default="", metavar="FLAGS", help="more flags of trimaran serve")
-    add("--drain-seconds", type=_positive, default=60, metavar="S", help="time to finish")
-    add("--max-requeues", type=_count, default=3, metavar="N", help="after failures")
-    add("--mpi", default="pmix", choices=("pmix", "pmi2"), help="plug-in inside containers")
+    add("--drain-seconds", type=_positive, default=60, metavar="S", help="time to finish (60)")
+    add("--max-requeues", type=_count, default=3, metavar="N", help="after failures (3)")
+    add("--mpi", default="pmix", choices=("pmix", "pmi2"), help="plug-in in containers (pmix)")
     add("--container-image", default="", metavar="IMAGE", help="run in it (Pyxis, Enroot)")
     add("--container-mounts", default="", metavar="MOUNTS", help="Pyxis' --container-mounts")
 
