@@ -72,7 +72,9 @@ def measure(layout: str, passed: list[str], timeout_s: float) -> tuple[list[Line
         output = Path(folder, "lines.jsonl")
         problem = _run(command_of(layout, passed, str(output)), timeout_s)
         text = output.read_text(encoding="utf-8") if output.exists() else ""
-    return [{**json.loads(line), "layout": layout} for line in text.splitlines()], problem
+    # Commands name the file, not the folder of this run.
+    lines = text.replace(str(output), output.name).splitlines()
+    return [{**json.loads(line), "layout": layout} for line in lines], problem
 
 
 def _run(command: list[str], timeout_s: float) -> str:
