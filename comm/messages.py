@@ -8,7 +8,6 @@ their defaults.
 
 from __future__ import annotations
 
-import struct
 from dataclasses import dataclass, field, fields
 from enum import IntEnum
 from typing import Any, ClassVar
@@ -18,12 +17,11 @@ import numpy as np
 import numpy.typing as npt
 
 from trimaran.comm.errors import ProtocolError
+from trimaran.comm.frames import FrameCutter, frame
 
 PROTOCOL_VERSION = 1
 MAX_FRAME_BYTES = (1 << 31) - 1
 """As much as a client can send at once: an adapter's weights may take it all."""
-
-_LENGTH = struct.Struct("<I")
 
 
 class FinishReason(IntEnum):
@@ -386,7 +384,7 @@ def encode(message: Message) -> bytes:
     body: bytes = msgpack.packb(
         [message.number, *(getattr(message, name) for name in names)], use_bin_type=True
     )
-    return _LENGTH.pack(len(body)) + body
+    return frame(body)
 
 
 def decode(body: bytes | memoryview) -> Message:
@@ -403,33 +401,8 @@ def decode(body: bytes | memoryview) -> Message:
         raise ProtocolError(f"cannot decode a message of {len(body)} bytes: {error}") from error
 
 
-class FrameBuffer:
-    """Cuts a byte stream into messages. One a connection; not thread safe."""
+class FrameBuffer(FrameCutter[Message]):
+    """Cuts a byte stream into these messages."""
 
     def __init__(self) -> None:
-        self._buffer = bytearray()
-
-    def feed(self, data: bytes) -> list[Message]:
-        """Add received bytes; return the messages that are now complete.
-
-        Raises:
-            ProtocolError: a frame is longer than ``MAX_FRAME_BYTES`` or undecodable.
-        """
-        self._buffer += data
-        messages: list[Message] = []
-        start = 0
-        while len(self._buffer) - start >= _LENGTH.size:
-            (length,) = _LENGTH.unpack_from(self._buffer, start)
-            if length > MAX_FRAME_BYTES:
-                raise ProtocolError(
-                    f"a frame of {length} bytes is over the limit of {MAX_FRAME_BYTES}"
-                )
-            end = start + _LENGTH.size + length
-            if end > len(self._buffer):
-                break
-            with memoryview(self._buffer) as view:
-                body = bytes(view[start + _LENGTH.size : end])
-            messages.append(decode(body))
-            start = end
-        del self._buffer[:start]
-        return messages
+        super().__init__(decode, MAX_FRAME_BYTES)

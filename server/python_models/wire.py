@@ -7,7 +7,6 @@ memory beside their message (`comm.bulk`).
 
 from __future__ import annotations
 
-import struct
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -16,6 +15,7 @@ import numpy as np
 
 from trimaran.comm.bulk import INLINE_BYTES, BulkSender, open_bulk
 from trimaran.comm.errors import ProtocolError
+from trimaran.comm.frames import FrameCutter, frame
 from trimaran.server.datatypes import NUMPY_TYPES
 from trimaran.server.inference import Tensor
 from trimaran.server.tensor_bytes import object_array
@@ -26,7 +26,6 @@ MAX_FRAME_BYTES = 1 << 30
 COUNTER, GAUGE, HISTOGRAM = "counter", "gauge", "histogram"
 """Kinds of metrics."""
 
-_LENGTH = struct.Struct("<I")
 BULK_PEER = 0
 """The only receiver of one end's memory."""
 
@@ -233,7 +232,7 @@ def encode(message: Message, bulk: BulkSender) -> bytes:
             f"the tensors make a message of {len(body)} bytes, over the limit of "
             f"{MAX_FRAME_BYTES} between a front end and a Python model. Send them in parts."
         )
-    return _LENGTH.pack(len(body)) + body
+    return frame(body)
 
 
 def open_stowed(message: Message) -> Release | None:
@@ -277,34 +276,11 @@ def _tensor_lists(message: Message) -> list[list[Packed]]:
     return []
 
 
-class FrameBuffer:
-    """Cuts a byte stream into messages. One a connection; not thread safe."""
+class FrameBuffer(FrameCutter[Message]):
+    """Cuts a byte stream into these messages."""
 
     def __init__(self) -> None:
-        self._buffer = bytearray()
-
-    def feed(self, data: bytes) -> list[Message]:
-        """Add received bytes; return the messages that are now complete.
-
-        Raises:
-            ProtocolError: a frame is too long or undecodable.
-        """
-        self._buffer += data
-        messages: list[Message] = []
-        start = 0
-        while len(self._buffer) - start >= _LENGTH.size:
-            (length,) = _LENGTH.unpack_from(self._buffer, start)
-            if length > MAX_FRAME_BYTES:
-                raise ProtocolError(f"a frame of {length} bytes is over {MAX_FRAME_BYTES}")
-            end = start + _LENGTH.size + length
-            if end > len(self._buffer):
-                break
-            body = bytes(memoryview(self._buffer)[start + _LENGTH.size : end])
-            messages.append(_decode(body))
-            start = end
-        if start:
-            del self._buffer[:start]
-        return messages
+        super().__init__(_decode, MAX_FRAME_BYTES)
 
 
 def _decode(body: bytes) -> Message:
