@@ -24,10 +24,10 @@ from trimaran.builder.settings import (
     add_model_flags,
     build_config,
     load_source,
-    positive,
     pretrained_config,
     rank_mapping,
 )
+from trimaran.comm.flag_values import positive
 from trimaran.worker.engine_folder import (
     EngineFolder,
     FolderKind,

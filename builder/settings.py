@@ -10,6 +10,7 @@ from typing import Any
 
 from trimaran.builder.foreign_flags import FlagSink
 from trimaran.comm.errors import ConfigError
+from trimaran.comm.flag_values import positive
 from trimaran.worker.engine_folder import (
     BuildConfig,
     EngineFolder,
@@ -230,10 +231,3 @@ def add_model_flags(parser: FlagSink) -> None:
         parser.add_argument(f"--{flag}", type=float, metavar="N",
                             help=f"checked against the checkpoint's {name}")  # fmt: skip
     parser.hide("world_size", "gpus_per_node", *_OVERRIDES)
-
-
-def positive(text: str) -> int:
-    """A whole number of 1 or more."""
-    if not text.isdigit() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of 1 or more")
-    return int(text)

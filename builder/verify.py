@@ -9,8 +9,8 @@ from pathlib import Path
 from trimaran.builder.foreign_flags import FlagSink
 from trimaran.builder.processes import ForkedWorkers, Say
 from trimaran.builder.progress import ProgressBar
-from trimaran.builder.settings import positive
 from trimaran.comm.errors import ConfigError
+from trimaran.comm.flag_values import positive
 from trimaran.worker.engine_folder import EngineFolder, FolderKind
 from trimaran.worker.host_limits import usable_cores
 from trimaran.worker.shard_file import ShardHeader, checksum_of, read_header

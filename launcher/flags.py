@@ -11,36 +11,6 @@ from typing import Any, NoReturn
 
 from trimaran.comm.errors import ConfigError
 
-_TRUE = ("true", "1", "yes", "on")
-_FALSE = ("false", "0", "no", "off")
-
-
-def boolean(text: str) -> bool:
-    """A flag's value ``true`` or ``false``, in the spellings that tritonserver takes."""
-    if text.lower() in _TRUE:
-        return True
-    if text.lower() in _FALSE:
-        return False
-    raise argparse.ArgumentTypeError(f"{text!r} is neither true nor false")
-
-
-def positive(text: str) -> int:
-    """A whole number of 1 or more."""
-    if not text.isdigit() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of 1 or more")
-    return int(text)
-
-
-def seconds(text: str) -> float:
-    """A time of 0 or more."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = -1.0
-    if not 0 <= value < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds, 0 or more")
-    return value
-
 
 class FlagParser(argparse.ArgumentParser):
     """Flags may be written with ``_`` or ``-`` and may come from a YAML file.

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import argparse
 
-from trimaran.launcher.flags import FlagParser, boolean, positive, seconds
+from trimaran.comm.flag_values import boolean, count, positive, seconds
+from trimaran.launcher.flags import FlagParser
 
 DEFAULT_LOG_FILE = "triton_log.txt"
 USAGE = "%(prog)s --model-repo DIR [--world-size N] [flags]"
@@ -247,7 +248,7 @@ def _add_graph_flags(parser: argparse.ArgumentParser) -> None:
     )
     add(
         "--prompt-graph-tokens",
-        type=_count,
+        type=count,
         metavar="N",
         help="CUDA graphs also of steps with prompts, up to N tokens (1024 where they can be)",
     )
@@ -339,7 +340,7 @@ def _add_process_flags(parser: argparse.ArgumentParser) -> None:
     )
     add(
         "--max-restarts",
-        type=_count,
+        type=count,
         default=3,
         metavar="N",
         help="restarts within --restart-window (%(default)s)",
@@ -367,7 +368,7 @@ def _add_time_flags(parser: argparse.ArgumentParser) -> None:
         )
     parser.add_argument(
         "--max-replays",
-        type=_count,
+        type=count,
         default=2,
         metavar="N",
         help="replays of one request before it fails (%(default)s)",
@@ -425,12 +426,6 @@ def _add_replaced_flags(parser: argparse.ArgumentParser) -> None:
 def _port(text: str) -> int:
     if not text.isdigit() or not 1 <= int(text) <= 65535:
         raise argparse.ArgumentTypeError(f"{text!r} is not a port from 1 to 65535")
-    return int(text)
-
-
-def _count(text: str) -> int:
-    if not text.isdigit():
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of 0 or more")
     return int(text)
 
 

@@ -9,6 +9,7 @@ import shlex
 from dataclasses import dataclass
 
 from trimaran.comm.errors import ConfigError
+from trimaran.comm.flag_values import count, positive
 
 TEMPLATES = {
     "leader": "one model on one node",
@@ -167,11 +168,11 @@ def add_job_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--template", default="leader", choices=tuple(TEMPLATES), help="kind of job (leader)")
     add("--model-repo", default="", metavar="DIR", help="model repository, on every node")
-    add("--world-size", type=_positive, default=1, metavar="N", help="ranks in all (1)")
-    add("--nodes", type=_positive, default=1, metavar="N", help="nodes of the job (1)")
-    add("--replicas", type=_count, default=0, metavar="N", help="servers of the array")
-    add("--gpus-per-node", type=_count, default=0, metavar="N", help="0: serve on the CPU (0)")
-    add("--cpus-per-task", type=_positive, metavar="N", help="Slurm's --cpus-per-task")
+    add("--world-size", type=positive, default=1, metavar="N", help="ranks in all (1)")
+    add("--nodes", type=positive, default=1, metavar="N", help="nodes of the job (1)")
+    add("--replicas", type=count, default=0, metavar="N", help="servers of the array")
+    add("--gpus-per-node", type=count, default=0, metavar="N", help="0: serve on the CPU (0)")
+    add("--cpus-per-task", type=positive, metavar="N", help="Slurm's --cpus-per-task")
     for name in _FREE_OPTIONS:
         add(f"--{name}", default="", metavar="X", help=f"Slurm's --{name}")
     add("--sbatch", action="append", default=[], metavar="LINE", help="more #SBATCH options")
@@ -179,24 +180,12 @@ def add_job_arguments(parser: argparse.ArgumentParser) -> None:
     add("--job-name", default="trimaran", metavar="NAME", help="also of logs (trimaran)")
     add("--log-dir", default="trimaran-logs", metavar="DIR",
         help="logs, on every node (trimaran-logs)")  # fmt: skip
-    add("--http-port", type=_positive, default=8000, metavar="P", help="HTTP port (8000)")
-    add("--grpc-port", type=_positive, default=8001, metavar="P", help="gRPC port (8001)")
-    add("--metrics-port", type=_positive, default=8002, metavar="P", help="metrics port (8002)")
+    add("--http-port", type=positive, default=8000, metavar="P", help="HTTP port (8000)")
+    add("--grpc-port", type=positive, default=8001, metavar="P", help="gRPC port (8001)")
+    add("--metrics-port", type=positive, default=8002, metavar="P", help="metrics port (8002)")
     add("--serve-flags", default="", metavar="FLAGS", help="more flags of trimaran serve")
-    add("--drain-seconds", type=_positive, default=60, metavar="S", help="time to finish (60)")
-    add("--max-requeues", type=_count, default=3, metavar="N", help="after failures (3)")
+    add("--drain-seconds", type=positive, default=60, metavar="S", help="time to finish (60)")
+    add("--max-requeues", type=count, default=3, metavar="N", help="after failures (3)")
     add("--mpi", default="pmix", choices=("pmix", "pmi2"), help="plug-in in containers (pmix)")
     add("--container-image", default="", metavar="IMAGE", help="run in it (Pyxis, Enroot)")
     add("--container-mounts", default="", metavar="MOUNTS", help="Pyxis' --container-mounts")
-
-
-def _positive(text: str) -> int:
-    if not text.isdigit() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of 1 or more")
-    return int(text)
-
-
-def _count(text: str) -> int:
-    if not text.isdigit():
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of 0 or more")
-    return int(text)

@@ -1,0 +1,44 @@
+"""Types of the values that flags of every command take, for argparse."""
+
+from __future__ import annotations
+
+import argparse
+
+_TRUE = ("true", "1", "yes", "on")
+_FALSE = ("false", "0", "no", "off")
+
+
+def boolean(text: str) -> bool:
+    """A flag's value ``true`` or ``false``, in the spellings that tritonserver takes."""
+    if text.lower() in _TRUE:
+        return True
+    if text.lower() in _FALSE:
+        return False
+    raise argparse.ArgumentTypeError(f"{text!r} is neither true nor false")
+
+
+def positive(text: str) -> int:
+    """A whole number of 1 or more."""
+    return _whole(text, 1)
+
+
+def count(text: str) -> int:
+    """A whole number of 0 or more."""
+    return _whole(text, 0)
+
+
+def _whole(text: str, least: int) -> int:
+    if not text.isdigit() or int(text) < least:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of {least} or more")
+    return int(text)
+
+
+def seconds(text: str) -> float:
+    """A time of 0 or more."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds, 0 or more")
+    return value
