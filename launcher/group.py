@@ -94,19 +94,24 @@ class Group:
         """Tell every process to end in order; `kill` what does not."""
         if self.state in (GroupState.DOWN, GroupState.DYING):
             return
+        is_loading = self.state is GroupState.STARTING and bool(self.spec.engines)
         self.state = GroupState.STOPPING
         self._cancel_timers()
-        if len(self._links) < self.spec.world_size:
-            self.kill()  # who has not connected cannot be told
+        if is_loading or len(self._links) < self.spec.world_size:
+            # Ranks listen once they have loaded, and have nothing to finish before; who has
+            # not connected cannot be told.
+            self.kill()
         else:
             self.send(Command(verb="shutdown"))
 
     def kill(self) -> None:
         """Kill every process of the group now; `on_stopped` or `on_failure` follows."""
-        # Those on other hosts cannot be killed from here: they end when this closes.
-        for link in self._links.values():
-            link.close()
+        links = list(self._links.values())
         self._finish_when_gone()
+        # Those on other hosts cannot be killed from here: they end when this closes. Those
+        # here are dead by now, so none of them complains of a lost supervisor.
+        for link in links:
+            link.close()
 
     @property
     def link(self) -> Link:

@@ -278,14 +278,15 @@ class Supervisor:
 
     async def _end(self) -> None:
         """Drain, then end every process in order, then by force; a second signal skips on."""
-        self._draining = {g for g in self._roster.frontends if g.state is GroupState.READY}
-        if self._draining:
-            await self._drain()
-        # Spawned ranks take leave of the orchestrator, which therefore ends after them.
-        orchestrator = self._roster.orchestrator
-        await self._end_groups([group for group in self._roster if group is not orchestrator])
-        if orchestrator is not None:
-            await self._end_groups([orchestrator])
+        await self._drain()
+        # Whoever outlives a process that it serves, or takes leave of, reports it lost: ranks
+        # that are slower to hear of the end than a front end, spawned ranks without the
+        # orchestrator. Drained front ends expect that the ranks leave.
+        roster = self._roster
+        await self._end_groups(list(roster.workers.values()))
+        await self._end_groups(roster.frontends)
+        if roster.orchestrator is not None:
+            await self._end_groups([roster.orchestrator])
 
     async def _end_groups(self, groups: list[Group]) -> None:
         for group in groups:
@@ -322,8 +323,12 @@ class Supervisor:
                 self._roster.mark_failed(worker)
                 self._roster.tell(worker)
         self._drained.clear()
-        for frontend in self._draining:
+        # One that is still loading has nothing to finish, but is to expect the end as well.
+        for frontend in self._roster.frontends:
             frontend.send(Command(verb="drain", arguments={"timeout_s": timeout_s}))
+        self._draining = {g for g in self._roster.frontends if g.state is GroupState.READY}
+        if not self._draining:
+            return
         await self._first_of(self._drained, self._forced, timeout_s + _DRAIN_MARGIN_S)
         if not self._drained.is_set():
             self._was_cut_short = True

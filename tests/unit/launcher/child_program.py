@@ -93,6 +93,7 @@ def serve(link: SupervisorLink, todo: set[str]) -> None:
             if command.verb == "drain" and "drain-for-ever" not in todo:
                 link.state("drained", facts={"num_unfinished": int("unfinished" in todo)})
             elif command.verb == "shutdown" and "ignore-shutdown" not in todo:
+                print(f"{sys.argv[1]} leaves", file=sys.stderr, flush=True)
                 link.close()
                 return
             elif command.verb == "group_state":

@@ -35,10 +35,21 @@ def test_a_signal_drains_and_ends_every_process_with_code_0(supervise, number):
     assert not list(server.log_path.parent.glob("trimaran-*"))
 
 
+def test_an_ordinary_stop_ends_ranks_before_the_front_ends_they_serve(supervise):
+    server = supervise(world_size=2, num_frontends=2)
+    server.wait_ready()
+    assert server.terminate() == 0
+    leavers = [line.split()[0] for line in server.log.splitlines() if line.endswith("leaves")]
+    assert leavers == ["rank", "rank", "frontend", "frontend"]
+    assert not any(word in server.log for word in ("WARNING", "ERROR", "CRITICAL"))
+
+
 def test_a_signal_while_loading_ends_at_once(supervise):
     server = supervise("rank:1:0:load-for-ever", world_size=2)
-    server.wait_for("group m: started")
+    server.wait_for("loads for ever")
     assert server.terminate() == 0
+    assert "killing what has not ended" not in server.log
+    assert "the supervisor is gone" not in server.log
     assert server.survivors() == []
 
 
