@@ -3,32 +3,38 @@
     python benchmarks/tune_products.py --output kernels/tables/nvidia_h200.json
 
 What a cut is worth depends on its neighbours: a kernel begins while the one before it ends,
-and finds in the cache what that one left there. So whole layers are timed, products and norms,
-over weights that no cache holds, from a CUDA graph. The products of a layer get their likeliest
-cuts one after the other, and a cut stays if it makes the layer 0.3 % faster; torch is a
-candidate too. From `SUSTAINED_ROWS` on a trial runs until the card has lowered its clock as it
-does under load, since what is fastest at a high clock need not be so at a low one. Entries of
-the file for other weights and numbers of rows are kept. The logits' product stands behind the
-last layer, up to `LOGITS_ROWS`. With ``--tp-size`` the weights are a rank's share, and what
-ranks would sum goes to the norm as it is.
+and finds in the cache what that one left there. So whole layers are timed, products, norms and
+with ``--context`` the attention of decodes, over weights that no cache holds, from a CUDA
+graph. The products of a layer get their likeliest cuts one after the other, and a cut stays if
+it makes the layer 0.3 % faster twice, timed in turn with the best so far; torch is a candidate
+too. From ``--sustained-rows`` on a trial runs for ``--trial-seconds``, until the card has
+lowered its clock as it does under load, since what is fastest at a high clock need not be so at
+a low one. Entries of the file for other weights and numbers of rows are kept. The logits'
+product stands behind the last layer, up to `LOGITS_ROWS`, and counts with a layer's share.
+With ``--tp-size`` the weights are a rank's share, and what ranks would sum goes to the norm as
+it is. ``--also`` names candidates beside the likeliest, by product, as the table does;
+``--compile-only`` compiles all, for which no GPU is needed.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import math
 import statistics
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from trimaran.kernels import triton_norm
+from trimaran.kernels.attention import AttentionMetadata, AttentionSpec
+from trimaran.kernels.decode_attention import HopperDecodes
 from trimaran.kernels.hopper_gemm import compile_gemm
 from trimaran.kernels.product_table import Choice, GemmShape, Kind, ProductTable
 from trimaran.kernels.products import HopperProducts
@@ -56,10 +62,23 @@ ROWS = [
     4096,
     8192,
 ]
-SUSTAINED_ROWS = 512
 LOGITS_ROWS = 1024
 NUM_LAYERS = 6
 """Layers of a chain, each with weights of its own."""
+
+HEAD_SIZE, BLOCK_TOKENS = 128, 32
+
+_SUSTAINED_ROWS = 512
+"""From here on a card is pushed, whatever the cut."""
+
+_FLOPS_S, _COPIED_BYTES_S = 674e12, 4.25e12
+"""What one H200 sustains: the limit beside which times are told."""
+
+_HALF_RING = 113_664
+"""Bytes of a ring that leaves room for another block as large."""
+
+_MOST_HALF_COLUMNS = 128
+"""Wider tiles of more than 64 rows take all registers of a processor."""
 
 # What a step of a block costs at least, by resource: to rank cuts, not to predict them.
 _CLUSTERS = {1: 132, 2: 66, 3: 39, 4: 30, 5: 22, 6: 17, 7: 15, 8: 15}
@@ -89,7 +108,7 @@ class Product:
             groups *= cut.split
         exact_rounds = groups / _CLUSTERS[cut.cluster(self.kind)]
         rounds: float = math.ceil(exact_rounds)
-        if rows >= SUSTAINED_ROWS:
+        if rows >= _SUSTAINED_ROWS:
             # Idle processors leave their power to the others.
             rounds = (rounds + exact_rounds) / 2
         steps = -(-self.inner // 64 // cut.split)
@@ -104,15 +123,24 @@ class Product:
         return max(busy_s, read_s) + sums_s + 0.1 * (busy_s + rounds * steps * copy_s)
 
     def likely_cuts(self, rows: int, count: int) -> list[GemmShape]:
-        """The cuts with the least estimates, at most two of equal tiles."""
+        """The cuts with the least estimates, at most two of equal tiles, and shorter rings."""
         found: list[GemmShape] = []
+        if not count:
+            return found
         for cut in sorted(self._cuts(rows), key=lambda cut: self.estimate_s(rows, cut)):
             tile = (cut.rows, cut.columns)
             if sum((other.rows, other.columns) == tile for other in found) < 2:
                 found.append(cut)
             if len(found) == count:
                 break
-        return found
+        return [*found, *(cut for each in found[:3] for cut in _shorter(each))]
+
+    def limit_s(self, rows: int) -> float:
+        """The least time that moving its bytes or its arithmetic takes."""
+        made = self.outputs // 2 if self.kind == "gated" else self.outputs
+        moved = 2 * (self.outputs * self.inner + rows * (self.inner + made))
+        operations = 2 * rows * self.outputs * self.inner
+        return max(moved / _COPIED_BYTES_S, operations / _FLOPS_S)
 
     def _cuts(self, rows: int) -> Iterator[GemmShape]:
         tiles = [tile for tile in (64, 128, 192, 256) if tile - 64 < rows]
@@ -133,50 +161,134 @@ class Product:
                 yield cut
 
 
-class Layers:
-    """The products and norms of some layers, and the time that one of them takes."""
+def _shorter(cut: GemmShape) -> Iterator[GemmShape]:
+    """The cut with a ring that leaves room for another block, where registers do."""
+    stages = _HALF_RING // cut.stage_bytes
+    is_light = cut.rows == 64 or (cut.rows == 128 and cut.columns <= _MOST_HALF_COLUMNS)
+    if is_light and 3 <= stages < cut.stages:
+        yield replace(cut, most_stages=stages)
 
-    def __init__(
-        self, hidden: int, inner: int, heads_width: int, vocabulary: int, num_ranks: int = 1
-    ) -> None:
-        self._has_sums = num_ranks > 1
-        inner, heads_width = inner // num_ranks, heads_width // num_ranks
-        self._of_layer = [
+
+class Sizes:
+    """The products of a rank's layers."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        ranks, hidden = args.tp_size, args.hidden
+        inner, heads_width = args.inner // ranks, args.heads_width // ranks
+        self.has_sums = ranks > 1
+        self.context: int = args.context
+        self.num_kv_heads = (heads_width - hidden // ranks) // (2 * HEAD_SIZE)
+        self.num_heads = hidden // ranks // HEAD_SIZE
+        self.of_layer = [
             Product(2 * inner, hidden, "gated"), Product(hidden, inner, "parts"),
-            Product(hidden, hidden // num_ranks, "parts"),
+            Product(hidden, hidden // ranks, "parts"),
             Product(heads_width, hidden, "plain"),
         ]  # fmt: skip
-        self._logits = Product(vocabulary // num_ranks, hidden, "plain")
-        self._weights = [
-            [_drawn(product.outputs, product.inner) for product in self._of_layer]
-            for _ in range(NUM_LAYERS)
-        ]
-        self._head = _drawn(vocabulary, hidden)
-        self._scale = torch.ones(hidden, device=DEVICE, dtype=DTYPE)
+        self.logits = Product(args.vocabulary // ranks, hidden, "plain")
 
     def products(self, rows: int) -> list[Product]:
         """Those of a step with so many rows."""
-        return [*self._of_layer, self._logits] if rows <= LOGITS_ROWS else self._of_layer
+        return [*self.of_layer, self.logits] if rows <= LOGITS_ROWS else self.of_layer
+
+    def limit_us(self, rows: int) -> float:
+        """Of a layer, with its share of the logits."""
+        limit_s = sum(product.limit_s(rows) for product in self.of_layer)
+        if rows <= LOGITS_ROWS:
+            limit_s += self.logits.limit_s(rows) / NUM_LAYERS
+        cache_bytes = 4 * rows * self.context * self.num_kv_heads * HEAD_SIZE
+        return 1e6 * (limit_s + cache_bytes / _COPIED_BYTES_S)
+
+
+class Decodes:
+    """The attention of one token a sequence over ``context`` tokens of each, layer by layer."""
+
+    def __init__(self, sizes: Sizes, rows: int) -> None:
+        blocks = -(-sizes.context // BLOCK_TOKENS)
+        heads, count = sizes.num_kv_heads, rows * blocks
+        shape = (count, NUM_LAYERS, 2, heads, BLOCK_TOKENS, HEAD_SIZE)
+        self._cache = torch.randn(shape, device=DEVICE, dtype=DTYPE).transpose(3, 4)
+        order = torch.randperm(count, device=DEVICE).to(torch.int32)
+        lengths = torch.full((rows,), sizes.context, dtype=torch.int32, device=DEVICE)
+        self._metadata = functools.partial(
+            AttentionMetadata,
+            query_start_loc=torch.arange(rows + 1, dtype=torch.int32, device=DEVICE),
+            seq_lens=lengths,
+            block_tables=order.view(rows, blocks),
+            slot_mapping=lengths,
+            max_query_len=1,
+            max_seq_len=sizes.context,
+            num_decodes=rows,
+        )
+        self._angles = torch.randn((sizes.context, HEAD_SIZE), device=DEVICE)
+        self._spec = AttentionSpec(scale=HEAD_SIZE**-0.5)
+        self._attend = HopperDecodes(DEVICE, DTYPE)
+
+    def step(self) -> AttentionMetadata:
+        """A new step's, whose layers share a plan."""
+        return self._metadata()
+
+    def __call__(self, heads: Tensor, layer: int, step: AttentionMetadata) -> Tensor:
+        """[T, A * H] to [T, N * H]."""
+        rows = len(heads)
+        found = self._attend.rotated(
+            heads.view(rows, -1, HEAD_SIZE), self._angles, self._cache[:, layer], step,
+            self._spec,
+        )  # fmt: skip
+        if found is None:
+            raise ValueError(f"our kernel does not rotate heads of {heads.shape}: no --context")
+        return found.view(rows, -1)
+
+
+class Layers:
+    """Some layers on the GPU, and the time that one of them takes."""
+
+    def __init__(self, sizes: Sizes, sustained_rows: int, trial_s: float) -> None:
+        self.sizes = sizes
+        self._sustained_rows, self._trial_s = sustained_rows, trial_s
+        self._weights = [
+            [_drawn(product.outputs, product.inner) for product in sizes.of_layer]
+            for _ in range(NUM_LAYERS)
+        ]
+        self._head = _drawn(sizes.logits.outputs, sizes.logits.inner)
+        self._scale = torch.ones(sizes.logits.inner, device=DEVICE, dtype=DTYPE)
+        self._decodes: tuple[int, Decodes] | None = None
 
     def time_us(self, rows: int, choices: dict[Product, Choice]) -> float:
         """Median time of a layer with these cuts, or its mean under load."""
         table = {product.name: [(rows, _as_list(cut))] for product, cut in choices.items()}
-        products = HopperProducts(DEVICE, DTYPE, table=ProductTable(table))
-        x, residual = (50 * _drawn(rows, self._logits.inner) for _ in range(2))
-        graph = _captured(lambda: self._run(products, x, residual))
-        if rows < SUSTAINED_ROWS:
+        return self.timed_us(rows, HopperProducts(DEVICE, DTYPE, table=ProductTable(table)))
+
+    def timed_us(self, rows: int, products: HopperProducts) -> float:
+        """The same by any products."""
+        x, residual = (50 * _drawn(rows, self.sizes.logits.inner) for _ in range(2))
+        decodes = self._decodes_of(rows)
+        graph = captured(lambda: self._run(products, decodes, x, residual))
+        if rows < self._sustained_rows:
             return statistics.median(_replays_us(graph, 1) for _ in range(7)) / NUM_LAYERS
         once_us = _replays_us(graph, 2)
-        _replays_us(graph, int(0.4e6 / once_us) + 1)
-        return _replays_us(graph, int(0.6e6 / once_us) + 1) / NUM_LAYERS
+        _replays_us(graph, int(0.4e6 * self._trial_s / once_us) + 1)
+        return _replays_us(graph, int(0.6e6 * self._trial_s / once_us) + 1) / NUM_LAYERS
 
-    def _run(self, products: HopperProducts, x: Tensor, residual: Tensor) -> None:
+    def _decodes_of(self, rows: int) -> Decodes | None:
+        if not self.sizes.context:
+            return None
+        if self._decodes is None or self._decodes[0] != rows:
+            self._decodes = rows, Decodes(self.sizes, rows)
+        return self._decodes[1]
+
+    def _run(
+        self, products: HopperProducts, decodes: Decodes | None, x: Tensor, residual: Tensor
+    ) -> None:
         scale = self._scale
         change: Tensor | None = None
-        for gate_up, down, out, qkv in self._weights:
+        step = decodes.step() if decodes else None
+        for layer, (gate_up, down, out, qkv) in enumerate(self._weights):
             heads = products.linear(self._norm(x, residual, change), qkv)
-            # In the place of attention: it reads heads and leaves as much as queries are.
-            attended = triton_norm.rms_norm(heads[:, : out.shape[1]], scale, 1e-5)
+            if decodes is not None and step is not None:
+                attended = decodes(heads, layer, step)
+            else:
+                # It reads heads too, and leaves as much as queries are.
+                attended = triton_norm.rms_norm(heads[:, : out.shape[1]], scale, 1e-5)
             change = self._added(products, attended, out, residual)
             gated = products.gated_linear(self._norm(residual, residual, change), gate_up)
             change = self._added(products, gated, down, residual)
@@ -187,7 +299,7 @@ class Layers:
     def _added(
         self, products: HopperProducts, x: Tensor, weight: Tensor, residual: Tensor
     ) -> Tensor | None:
-        if self._has_sums:
+        if self.sizes.has_sums:
             return products.linear_parts(x, weight)
         return products.add_linear(x, weight, residual)
 
@@ -208,7 +320,7 @@ def _as_list(cut: Choice) -> list[int] | None:
     return [cut.rows, cut.columns, cut.split, cut.sharing, *stages]
 
 
-def _captured(run: Callable[[], None]) -> torch.cuda.CUDAGraph:
+def captured(run: Callable[[], None]) -> torch.cuda.CUDAGraph:
     graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
     with torch.cuda.stream(stream):
         run()
@@ -230,44 +342,67 @@ def _replays_us(graph: torch.cuda.CUDAGraph, count: int) -> float:
     return begin.elapsed_time(end) * 1e3 / count
 
 
+class Candidates:
+    """What is tried for a product: the likeliest cuts, and some that are asked for."""
+
+    def __init__(self, num_cuts: int, also: dict[str, list[list[int]]]) -> None:
+        self._num_cuts = num_cuts
+        self._also = also
+
+    def cuts(self, product: Product, rows: int) -> list[GemmShape]:
+        """Each once; ValueError where one that is asked for cannot be."""
+        asked = [GemmShape(*cut) for cut in self._also.get(product.name, ())]
+        for cut in asked:
+            cut.check(product.kind)
+        return list(dict.fromkeys([*asked, *product.likely_cuts(rows, self._num_cuts)]))
+
+
 def tune(
-    layers: Layers, rows: int, table: ProductTable, num_cuts: int
+    layers: Layers, rows: int, table: ProductTable, candidates: Candidates
 ) -> dict[Product, Choice]:
     """The best cut of each product for a number of rows, beginning with the table's."""
+    products = layers.sizes.products(rows)
     best = {
         product: table.pick(rows, product.outputs, product.inner, product.kind)
-        for product in layers.products(rows)
+        for product in products
     }
+    layers.time_us(rows, best)
     best_us = first_us = layers.time_us(rows, best)
     torch_us = layers.time_us(rows, dict.fromkeys(best))
-    for product in layers.products(rows):
-        for cut in [None, *product.likely_cuts(rows, num_cuts)]:
-            time_us = layers.time_us(rows, {**best, product: cut})
-            if time_us < 0.997 * best_us:
-                best_us, best[product] = time_us, cut
+    for product in products:
+        for cut in [None, *candidates.cuts(product, rows)]:
+            trial = {**best, product: cut}
+            if cut == best[product] or layers.time_us(rows, trial) >= 0.997 * best_us:
+                continue
+            # The clock may have changed meanwhile.
+            best_us = layers.time_us(rows, best)
+            if (time_us := layers.time_us(rows, trial)) < 0.997 * best_us:
+                best_us, best = time_us, trial
     cuts = ", ".join(f"{product.name} {_as_list(cut)}" for product, cut in best.items())
+    limit_us = layers.sizes.limit_us(rows)
     print(
-        f"{rows:5d} rows: torch {torch_us:.1f} us a layer, before {first_us:.1f}, "
-        f"now {best_us:.1f}: {cuts}",
+        f"{rows:5d} rows: torch {torch_us:.1f} us a layer, before {first_us:.1f}, now "
+        f"{best_us:.1f}, which is {100 * limit_us / best_us:.0f} % of {limit_us:.1f}: {cuts}",
         flush=True,
     )
     return best
 
 
-def compile_all(layers: Layers, row_counts: list[int], num_cuts: int) -> None:
-    """Compile side by side whatever will be timed."""
+def compile_all(sizes: Sizes, row_counts: list[int], candidates: Candidates) -> int:
+    """Compile side by side whatever will be timed, and say how many that are."""
     jobs = {
         (cut, product.kind)
         for rows in row_counts
-        for product in layers.products(rows)
-        for cut in product.likely_cuts(rows, num_cuts)
+        for product in sizes.products(rows)
+        for cut in candidates.cuts(product, rows)
     }
     with ThreadPoolExecutor(max_workers=16) as pool:
         list(pool.map(lambda job: compile_gemm(job[0], DTYPE, job[1]), jobs))
+    return len(jobs)
 
 
-def main() -> None:
-    """See the module's text."""
+def flags() -> argparse.ArgumentParser:
+    """What can be asked for."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("--hidden", type=int, default=4096)
@@ -279,16 +414,29 @@ def main() -> None:
     parser.add_argument("--cuts", type=int, default=8, help="cuts to time for each product")
     parser.add_argument("--vocabulary", type=int, default=128256)
     parser.add_argument("--tp-size", type=int, default=1, help="ranks that share the weights")
-    args = parser.parse_args()
+    parser.add_argument(
+        "--context", type=int, default=0, help="tokens of a decode's attention; 0: a norm"
+    )
+    parser.add_argument("--sustained-rows", type=int, default=_SUSTAINED_ROWS)
+    parser.add_argument("--trial-seconds", type=float, default=1.0)
+    parser.add_argument("--also", type=Path, help="JSON: more cuts to time, by product")
+    parser.add_argument("--compile-only", action="store_true")
+    return parser
+
+
+def main() -> None:
+    """See the module's text."""
+    args = flags().parse_args()
     entries = json.loads(args.output.read_text()) if args.output.exists() else {}
-    layers = Layers(
-        args.hidden, args.inner, args.heads_width, args.vocabulary, args.tp_size
-    )  # fmt: skip
-    start = time.monotonic()
-    compile_all(layers, args.rows, args.cuts)
-    print(f"compiled in {time.monotonic() - start:.1f} s")
+    sizes, start = Sizes(args), time.monotonic()
+    candidates = Candidates(args.cuts, json.loads(args.also.read_text()) if args.also else {})
+    count = compile_all(sizes, args.rows, candidates)
+    print(f"compiled {count} in {time.monotonic() - start:.1f} s", flush=True)
+    if args.compile_only:
+        return
+    layers = Layers(sizes, args.sustained_rows, args.trial_seconds)
     for rows in args.rows:
-        for product, cut in tune(layers, rows, ProductTable(entries), args.cuts).items():
+        for product, cut in tune(layers, rows, ProductTable(entries), candidates).items():
             steps = dict(entries.get(product.name, ()))
             steps[rows] = _as_list(cut)
             entries[product.name] = [[most, steps[most]] for most in sorted(steps)]
