@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tritonclient.grpc.model_config_pb2 import ModelConfig
 
@@ -236,13 +236,13 @@ class _Run:
             return None
         beams = answer.progress.beams
         assert beams is not None
-        texts = []
-        for ids in beams.token_ids:
+        texts, reasons = [], []
+        for ids, reason in zip(beams.token_ids, beams.reasons, strict=True):
             one = self._new_answer(place[0])
-            if chunk.is_last:
-                texts.append(await self._last(one, ids))
-            else:
-                texts.append(one.push(ids))
+            texts.append(await self._last(one, ids) if chunk.is_last else one.push(ids))
+            # The engine knows nothing of words that it met as other ids.
+            reasons.append(FinishReason.STOP_WORDS if one.stop.is_matched else reason)
+        answer.progress.beams = replace(beams, reasons=reasons)
         return self._response(place, answer, texts, is_last=chunk.is_last)
 
     async def _last(self, answer: TextAnswer, ids: list[int]) -> str:
