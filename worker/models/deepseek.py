@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
-from typing import ClassVar
 
 from torch import Tensor, nn
 
@@ -22,7 +20,7 @@ from trimaran.worker.layers.norm import RMSNorm
 from trimaran.worker.layers.pending_sum import Addend
 from trimaran.worker.layers.rotary import RotaryEmbedding
 from trimaran.worker.layers.shares import even_share
-from trimaran.worker.models.interfaces import StageRange, WeightTarget
+from trimaran.worker.models.interfaces import ATTENTION_ADAPTERS, StageRange, WeightTarget
 from trimaran.worker.models.mixtral import ExpertLayer, MixtralForCausalLM
 from trimaran.worker.pretrained_config import PretrainedConfig
 
@@ -144,9 +142,7 @@ class DeepseekV2ForCausalLM(MixtralForCausalLM):
     """DeepSeek V2, one pipeline stage of it."""
 
     layer_class = DeepseekLayer
-    adapter_modules: ClassVar[Mapping[str, tuple[str, str]]] = {
-        "attn_dense": ("attention.o_proj", "")
-    }
+    adapter_modules = {"attn_dense": ATTENTION_ADAPTERS["attn_dense"]}  # noqa: RUF012
     block = "mlp"
     shared_block = "shared_experts"
     projections = {"gate_proj": "gate", "up_proj": "up", "down_proj": "down"}  # noqa: RUF012

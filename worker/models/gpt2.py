@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import ClassVar
-
 from torch import Tensor, nn
 
 from trimaran.worker.attention.backend import (
@@ -22,7 +19,12 @@ from trimaran.worker.layers.linear import (
     RowParallelLinear,
 )
 from trimaran.worker.layers.norm import LayerNorm
-from trimaran.worker.models.interfaces import CausalLM, WeightTarget
+from trimaran.worker.models.interfaces import (
+    ATTENTION_ADAPTERS,
+    PLAIN_MLP_ADAPTERS,
+    CausalLM,
+    WeightTarget,
+)
 from trimaran.worker.pretrained_config import PretrainedConfig
 
 # Shapes: T tokens of the step, D hidden size, N heads, H head size.
@@ -118,15 +120,7 @@ class GPT2LMHeadModel(CausalLM):
 
     ignored_weights = (".attn.bias", ".attn.masked_bias")
     name_prefix = "transformer."
-    adapter_modules: ClassVar[Mapping[str, tuple[str, str]]] = {
-        "attn_qkv": ("attention.qkv_proj", "*"),
-        "attn_q": ("attention.qkv_proj", "q"),
-        "attn_k": ("attention.qkv_proj", "k"),
-        "attn_v": ("attention.qkv_proj", "v"),
-        "attn_dense": ("attention.o_proj", ""),
-        "mlp_h_to_4h": ("mlp.up_proj", ""),
-        "mlp_4h_to_h": ("mlp.down_proj", ""),
-    }
+    adapter_modules = {**ATTENTION_ADAPTERS, **PLAIN_MLP_ADAPTERS}  # noqa: RUF012
 
     def make_embedding(self, vocabulary: tuple[int, int, int]) -> VocabParallelEmbedding:
         """The token embedding; that of positions comes with it."""

@@ -27,7 +27,13 @@ from trimaran.worker.layers.linear import (
 from trimaran.worker.layers.norm import LayerNorm
 from trimaran.worker.layers.rotary import RotaryEmbedding
 from trimaran.worker.layers.shares import head_shares
-from trimaran.worker.models.interfaces import CausalLM, StageRange, WeightTarget
+from trimaran.worker.models.interfaces import (
+    ATTENTION_ADAPTERS,
+    PLAIN_MLP_ADAPTERS,
+    CausalLM,
+    StageRange,
+    WeightTarget,
+)
 from trimaran.worker.pretrained_config import PretrainedConfig
 
 # Shapes: T tokens of the step, D hidden size, N query heads, A all heads of a token's
@@ -178,15 +184,7 @@ class GPTNeoXForCausalLM(CausalLM):
     )
     """(checkpoint name, module, shard) of one layer's products."""
 
-    adapter_modules: ClassVar[Mapping[str, tuple[str, str]]] = {
-        "attn_qkv": ("attention.qkv_proj", "*"),
-        "attn_q": ("attention.qkv_proj", "q"),
-        "attn_k": ("attention.qkv_proj", "k"),
-        "attn_v": ("attention.qkv_proj", "v"),
-        "attn_dense": ("attention.o_proj", ""),
-        "mlp_h_to_4h": ("mlp.up_proj", ""),
-        "mlp_4h_to_h": ("mlp.down_proj", ""),
-    }
+    adapter_modules = {**ATTENTION_ADAPTERS, **PLAIN_MLP_ADAPTERS}  # noqa: RUF012
 
     def __init__(
         self, config: PretrainedConfig, stage: StageRange, context: LayerContext

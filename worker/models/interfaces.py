@@ -21,6 +21,24 @@ from trimaran.worker.stages import stage_sizes
 
 # Shapes: T tokens of the step, D hidden size, N rows whose logits are wanted, V vocabulary.
 
+AdapterModules = Mapping[str, tuple[str, str]]
+"""See `CausalLM.adapter_modules`."""
+
+ATTENTION_ADAPTERS: AdapterModules = {
+    "attn_qkv": ("attention.qkv_proj", "*"),
+    "attn_q": ("attention.qkv_proj", "q"),
+    "attn_k": ("attention.qkv_proj", "k"),
+    "attn_v": ("attention.qkv_proj", "v"),
+    "attn_dense": ("attention.o_proj", ""),
+}
+"""Of an attention with one product for queries, keys and values."""
+
+PLAIN_MLP_ADAPTERS: AdapterModules = {
+    "mlp_h_to_4h": ("mlp.up_proj", ""),
+    "mlp_4h_to_h": ("mlp.down_proj", ""),
+}
+"""Of an MLP without a gate."""
+
 
 @dataclass(frozen=True, slots=True)
 class StageRange:
@@ -89,7 +107,7 @@ class CausalLM(nn.Module):
     outer_prefix: str = ""
     """What it may put before these again, of a decoder that is a part of a model."""
 
-    adapter_modules: ClassVar[Mapping[str, tuple[str, str]]] = {}
+    adapter_modules: ClassVar[AdapterModules] = {}
     """What adapters can add to, by the names of `lora.layout`: a linear layer's path in a
     decoder layer, and the part of its output, ``*`` for all parts one after another."""
 

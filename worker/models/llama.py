@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import ClassVar
 
 from torch import Tensor, nn
@@ -24,7 +23,12 @@ from trimaran.worker.layers.linear import (
 from trimaran.worker.layers.norm import RMSNorm
 from trimaran.worker.layers.pending_sum import Addend
 from trimaran.worker.layers.rotary import RotaryEmbedding
-from trimaran.worker.models.interfaces import CausalLM, WeightTarget
+from trimaran.worker.models.interfaces import (
+    ATTENTION_ADAPTERS,
+    AdapterModules,
+    CausalLM,
+    WeightTarget,
+)
 from trimaran.worker.pretrained_config import PretrainedConfig
 
 # Shapes: T tokens of the step, D hidden size, N query heads, A all heads of a token's
@@ -184,12 +188,8 @@ class LlamaForCausalLM(CausalLM):
 
     ignored_weights: tuple[str, ...] = ("rotary_emb.inv_freq",)
     name_prefix = "model."
-    adapter_modules: ClassVar[Mapping[str, tuple[str, str]]] = {
-        "attn_qkv": ("attention.qkv_proj", "*"),
-        "attn_q": ("attention.qkv_proj", "q"),
-        "attn_k": ("attention.qkv_proj", "k"),
-        "attn_v": ("attention.qkv_proj", "v"),
-        "attn_dense": ("attention.o_proj", ""),
+    adapter_modules: ClassVar[AdapterModules] = {
+        **ATTENTION_ADAPTERS,
         # The replaced converter's names: the gate is h_to_4h.
         "mlp_h_to_4h": ("mlp.gate_up_proj", "gate"),
         "mlp_gate": ("mlp.gate_up_proj", "up"),

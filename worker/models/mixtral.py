@@ -9,7 +9,7 @@ from torch import nn
 
 from trimaran.worker.layers.experts import CORRECTED, ExpertMLP, expert_numbers
 from trimaran.worker.layers.linear import LayerContext
-from trimaran.worker.models.interfaces import WeightTarget
+from trimaran.worker.models.interfaces import ATTENTION_ADAPTERS, WeightTarget
 from trimaran.worker.models.llama import LlamaForCausalLM, LlamaLayer
 from trimaran.worker.pretrained_config import PretrainedConfig
 
@@ -33,11 +33,7 @@ class MixtralForCausalLM(LlamaForCausalLM):
 
     layer_class = ExpertLayer
     layer_linears = LlamaForCausalLM.layer_linears[:_NUM_ATTENTION_LINEARS]
-    adapter_modules: ClassVar[Mapping[str, tuple[str, str]]] = {
-        name: place
-        for name, place in LlamaForCausalLM.adapter_modules.items()
-        if place[0].startswith("attention.")
-    }
+    adapter_modules = ATTENTION_ADAPTERS
 
     block: ClassVar[str] = "block_sparse_moe"
     """What the checkpoint calls a layer's mixture."""
