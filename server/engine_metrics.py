@@ -316,6 +316,17 @@ class EngineMetrics:
         self._input_tokens.labels(model, version, "total_input_tokens").observe(num_input)
         self._output_tokens.labels(model, version, "total_output_tokens").observe(num_output)
 
+    def token_totals(self, model: str, version: str) -> dict[str, float]:
+        """Tokens of all requests that this front end has finished, by direction."""
+        labels = {"model": model, "version": version}
+        return {
+            sample.labels[_LENGTH_LABEL]: sample.value
+            for lengths in (self._input_tokens, self._output_tokens)
+            for metric in lengths.collect()
+            for sample in metric.samples
+            if sample.name.endswith("_sum") and labels.items() <= sample.labels.items()
+        }
+
     def latency_counts(self, others: OtherCounts) -> dict[Key, ModelCounts]:
         """The latency histograms' cumulative counts now, with those of other front ends."""
         return read_counts(

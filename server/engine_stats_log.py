@@ -23,6 +23,8 @@ _NAMES = {
     "Scheduled Requests": "scheduled_requests",
     "Tokens per KV cache block": "kv_tokens_per_block",
     "Total Context Tokens": "total_context_tokens",
+    "Total Input Tokens": "total_input_tokens",
+    "Total Output Tokens": "total_output_tokens",
     "Used KV cache blocks": "kv_used_blocks",
     "Waiting Requests": "waiting_requests",
 }
@@ -37,10 +39,14 @@ _V1 = {
 }
 
 
+def is_logged() -> bool:
+    """Whether the log is verbose enough for these lines."""
+    return logger.isEnabledFor(logging.DEBUG)
+
+
 def log_engine_stats(model: str, stats: Mapping[str, float]) -> None:
-    """Write one JSON line, if the log is verbose."""
-    if not stats or not logger.isEnabledFor(logging.DEBUG):
-        return
+    """Write one JSON line of a group's last iteration and of all that the model has served,
+    ``total_input_tokens`` and ``total_output_tokens``."""
     names = {**_NAMES, **(_V1 if stats.get("v1_batching") else _IN_FLIGHT)}
     values: dict[str, object] = {name: int(stats.get(key, 0)) for name, key in names.items()}
     num_blocks = stats.get("kv_max_blocks", 0)

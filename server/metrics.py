@@ -12,7 +12,7 @@ from trimaran.comm.messages import ExpertReport
 from trimaran.server.board_metrics import BoardMetrics
 from trimaran.server.custom_metrics import CustomMetrics
 from trimaran.server.engine_metrics import EngineMetrics
-from trimaran.server.engine_stats_log import log_engine_stats
+from trimaran.server.engine_stats_log import is_logged, log_engine_stats
 from trimaran.server.expert_metrics import ExpertMetrics
 from trimaran.server.exposition import render
 from trimaran.server.group_board import GroupBoard
@@ -98,7 +98,8 @@ class Metrics:
         """Show the figures of a group's last iteration (`comm.messages.STATS_KEYS`), added to
         those of the model's other groups."""
         self._engines.set_stats(model, version, stats, group)
-        log_engine_stats(model, stats)
+        if stats and is_logged():
+            log_engine_stats(model, {**stats, **self._engines.token_totals(model, version)})
 
     def add_expert_tokens(
         self, model: str, version: str, report: ExpertReport, group: str = ""

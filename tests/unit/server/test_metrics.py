@@ -176,6 +176,9 @@ def test_static_batching_has_metrics_of_its_own(caplog):
 
 def test_the_verbose_log_has_the_engines_statistics_as_one_json_line(caplog):
     metrics = Metrics()
+    metrics.observe_lengths("m", "1", 11, 600)
+    metrics.observe_lengths("m", "1", 2, 3)
+    metrics.observe_lengths("other", "1", 1000, 1000)
     stats = {"active_requests": 5, "kv_max_blocks": 200, "kv_used_blocks": 50,
              "iteration_counter": 7, "timestamp_us": 1_700_000_000_000_000}  # fmt: skip
     metrics.set_engine_stats("m", "1", stats)
@@ -190,6 +193,7 @@ def test_the_verbose_log_has_the_engines_statistics_as_one_json_line(caplog):
     assert values["Iteration Counter"] == 7
     assert values["Fraction used KV cache blocks"] == 0.25
     assert values["Timestamp"] == "11-14-2023 22:13:20.000000"
+    assert (values["Total Input Tokens"], values["Total Output Tokens"]) == (13, 603)
 
 
 def test_token_histograms_have_the_known_buckets():
