@@ -54,6 +54,11 @@ _PEFT_MODULES = {
 }
 
 
+_Shape = tuple[int, ...]
+_Found = dict[str, tuple[str, _Shape]]
+"""A layer's tensors, ``lora_A`` and ``lora_B``, by name and shape in the file."""
+
+
 @dataclass(frozen=True, slots=True)
 class _Pair:
     """The two tensors of one module of one layer."""
@@ -62,8 +67,8 @@ class _Pair:
     layer: int
     a_key: str
     b_key: str
-    a_shape: tuple[int, ...]
-    b_shape: tuple[int, ...]
+    a_shape: _Shape
+    b_shape: _Shape
     """Of the part that is this module's."""
 
     first_row: int
@@ -86,28 +91,21 @@ class PeftAdapter:
                 f"{folder}: holds no {PEFT_WEIGHTS}. Save the adapter with "
                 "safe_serialization=True."
             )
-        shapes: dict[str, dict[str, tuple[str, tuple[int, ...]]]] = {}
-        try:
-            with safe_open(self._weights, framework="pt") as file:
-                for key in file.keys():  # noqa: SIM118  # it is no dictionary
-                    path, _, kind = key.removesuffix(".weight").rpartition(".")
-                    if kind not in ("lora_A", "lora_B"):
-                        raise AdapterFormatError(
-                            f"{self._weights}: the tensor {key!r} is no LoRA matrix of a "
-                            "linear layer; train the adapter on linear layers alone"
-                        )
-                    shape = tuple(file.get_slice(key).get_shape())
-                    shapes.setdefault(path, {})[kind] = key, shape
-        except (OSError, SafetensorError) as error:
-            raise AdapterFormatError(f"{self._weights}: cannot be read: {error}") from None
+        layers: dict[str, _Found] = {}
+        for key, shape in _stored_shapes(self._weights).items():
+            path, _, kind = key.removesuffix(".weight").rpartition(".")
+            if kind not in ("lora_A", "lora_B"):
+                raise AdapterFormatError(
+                    f"{self._weights}: the tensor {key!r} is no LoRA matrix of a linear layer; "
+                    "train the adapter on linear layers alone"
+                )
+            layers.setdefault(path, {})[kind] = key, shape
         pairs = [
-            pair for path, found in shapes.items() for pair in self._named(config, path, found)
+            pair for path, found in layers.items() for pair in self._named(config, path, found)
         ]
         self._pairs = sorted(pairs, key=lambda pair: (pair.layer, pair.module))
 
-    def _named(
-        self, config: dict[str, Any], path: str, found: dict[str, tuple[str, tuple[int, ...]]]
-    ) -> Iterator[_Pair]:
+    def _named(self, config: dict[str, Any], path: str, found: _Found) -> Iterator[_Pair]:
         words = path.split(".")
         names = (".".join(words[-2:]), words[-1])
         name = next((name for name in names if name in _PEFT_MODULES), None)
@@ -169,6 +167,16 @@ class PeftAdapter:
                     yield Matrices(pair.module, pair.layer, a, b)
         except (OSError, SafetensorError) as error:
             raise AdapterFormatError(f"{self._weights}: cannot be read: {error}") from None
+
+
+def _stored_shapes(path: Path) -> dict[str, _Shape]:
+    """The shapes of a file's tensors by name."""
+    try:
+        with safe_open(path, framework="pt") as file:
+            # It is no dictionary.
+            return {key: tuple(file.get_slice(key).get_shape()) for key in file.keys()}  # noqa: SIM118
+    except (OSError, SafetensorError) as error:
+        raise AdapterFormatError(f"{path}: cannot be read: {error}") from None
 
 
 def _peft_config(folder: Path) -> dict[str, Any]:
