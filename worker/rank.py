@@ -18,10 +18,12 @@ from trimaran.comm.log import setup_logging
 from trimaran.comm.messages import EngineHello
 from trimaran.comm.supervisor_link import SupervisorLink
 from trimaran.comm.watchdog import Watchdog
-from trimaran.worker.config import RankConfig
+from trimaran.worker.config import ParallelConfig, RankConfig
 from trimaran.worker.start_times import StartTimes
 
 if TYPE_CHECKING:
+    import torch
+
     from trimaran.comm.collectives import TensorParallelGroup
     from trimaran.comm.control import ControlPlane
     from trimaran.comm.pipeline import PipelineLinks
@@ -117,32 +119,14 @@ class RankProcess:
         # torch is imported only now: MPI and the supervisor have known us for a second.
         import torch
 
-        from trimaran.comm.collectives import connect_group
         from trimaran.comm.control import connect_control
-        from trimaran.comm.pipeline import PipelineLinks
-        from trimaran.comm.topology import ParallelLayout
         from trimaran.worker.affinity import pin_near
         from trimaran.worker.compile_watch import watch_compilations
         from trimaran.worker.device import select_device
         from trimaran.worker.engine import Engine
 
         torch.set_num_threads(config.engine.num_threads)
-        parallel = config.engine.parallel
-        topology = ParallelLayout(
-            rank=world.rank,
-            tp_size=parallel.tp_size,
-            pp_size=parallel.pp_size,
-            dp_size=parallel.dp_size,
-            hosts=world.hosts,
-        )
-        if topology.is_leader and topology.split_tensor_groups:
-            logger.warning(
-                "tensor groups of ranks %s span hosts: every layer waits for the network. Give "
-                "each host a multiple of tp_size (%d) ranks, or share the layers out by "
-                "--pp-size instead",
-                topology.split_tensor_groups,
-                topology.tp_size,
-            )
+        topology = _topology(world, config.engine.parallel)
         self._times.end("torch")
         device = select_device(config.engine, topology)
         self._device = str(device)
@@ -151,15 +135,7 @@ class RankProcess:
             torch.cuda.set_device(device)
             pin_near(device)
         self._control = connect_control(world, self._hang_timeout_s)
-        tp_world = world.subgroup(topology.tp_ranks)
-        self._group = connect_group(tp_world, device, config.start_timeout_s)
-        self._links = PipelineLinks.connect(world, topology, config.start_timeout_s)
-        if self._links.writer is not None:
-            self._links.writer.on_failure = self.fail
-        if parallel.expert_lanes > 1:
-            stage_world = world.subgroup(topology.stage_ranks)
-            group = connect_group(stage_world, device, config.start_timeout_s)
-            self._links.expert_ranks = group
+        self._group, self._links = self._connect(world, config, topology, device)
         link.state("loading", f"loading the model on {device}")
         self._times.end("connections")
         engine = Engine(config, topology, self._control, self._group, self._links)
@@ -170,6 +146,27 @@ class RankProcess:
         self._group.timeout_s = self._hang_timeout_s * COLLECTIVE_SHARE
         self._links.set_timeout(self._hang_timeout_s * COLLECTIVE_SHARE)
         return engine, topology
+
+    def _connect(
+        self,
+        world: mpi.World,
+        config: RankConfig,
+        topology: ParallelLayout,
+        device: torch.device,
+    ) -> tuple[TensorParallelGroup, PipelineLinks]:
+        """This rank's tensor group, and its ties to ranks outside of it. Collective."""
+        from trimaran.comm.collectives import connect_group
+        from trimaran.comm.pipeline import PipelineLinks
+
+        timeout_s = config.start_timeout_s
+        group = connect_group(world.subgroup(topology.tp_ranks), device, timeout_s)
+        links = PipelineLinks.connect(world, topology, timeout_s)
+        if links.writer is not None:
+            links.writer.on_failure = self.fail
+        if config.engine.parallel.expert_lanes > 1:
+            stage_world = world.subgroup(topology.stage_ranks)
+            links.expert_ranks = connect_group(stage_world, device, timeout_s)
+        return group, links
 
     def _serve(
         self, engine: Engine, topology: ParallelLayout, config: RankConfig, env: ChildEnv
@@ -276,6 +273,28 @@ class RankProcess:
         """Called by the watchdog's thread, which has logged where the main thread is."""
         self._report_failure("a step or the start took too long; the log has the stacks", False)
         mpi.abort(FAILURE_CODE)
+
+
+def _topology(world: mpi.World, parallel: ParallelConfig) -> ParallelLayout:
+    """Where this rank is; the leader says which tensor groups the network slows down."""
+    from trimaran.comm.topology import ParallelLayout
+
+    topology = ParallelLayout(
+        rank=world.rank,
+        tp_size=parallel.tp_size,
+        pp_size=parallel.pp_size,
+        dp_size=parallel.dp_size,
+        hosts=world.hosts,
+    )
+    if topology.is_leader and topology.split_tensor_groups:
+        logger.warning(
+            "tensor groups of ranks %s span hosts: every layer waits for the network. Give "
+            "each host a multiple of tp_size (%d) ranks, or share the layers out by "
+            "--pp-size instead",
+            topology.split_tensor_groups,
+            topology.tp_size,
+        )
+    return topology
 
 
 def main() -> None:
