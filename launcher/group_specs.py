@@ -6,13 +6,13 @@ import dataclasses
 import os
 import shutil
 import sysconfig
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from trimaran.comm.env import INCARNATION, ChildEnv
 from trimaran.comm.errors import ConfigError
-from trimaran.launcher.config import GroupConfig, ServeConfig
+from trimaran.launcher.config import GroupConfig, HostSlots, ServeConfig
 from trimaran.launcher.group_types import (
     FRONTEND,
     ORCHESTRATOR,
@@ -150,20 +150,13 @@ class SpecMaker:
         def make_config(incarnation: int, rank: int) -> dict[str, Any]:
             return self._rank_config(group, incarnation).to_wire()
 
-        engine = EngineSpec(
-            name=group.name,
-            model=group.model,
-            generation=group.generation,
-            start_method=self._start_method(group),
-            ranks=tuple(range(group.world_size)),
-        )
         return self._spec(
             RANK,
             group.name,
             self._command(group, sorted(ours)),
             env,
             make_config,
-            engines=(engine,),
+            engines=(self._engine(group, range(group.world_size)),),
             world_size=group.world_size,
             launch=group.launch,
         )
@@ -174,24 +167,15 @@ class SpecMaker:
         Rank 0 runs no engine: it is the place that the replaced system's orchestrator
         holds, so that ``participant_ids`` mean the same ranks.
         """
-        config = self._config
-        is_job, world_size = config.mpi.kind == "job", config.world_size
-        ours = self._rank_env(groups[0], PRESTARTED, bool(config.world_hosts))
-        command = list(self._programs.rank)
-        if not is_job:
-            assert self._mpi is not None
-            command = compose(
-                self._mpi,
-                world_size,
-                command,
-                forward=[*sorted(ours), INCARNATION],
-                oversubscribe=self._needs_oversubscribe(world_size),
-                hosts=config.world_hosts,
-                rsh_agent=config.mpi.rsh_agent,
-            )
-        base = rank_environ(os.environ) if is_job else starter_env(os.environ)
-        launch = "job" if is_job else "prestarted"
-        files = self._scratch_env(launch, PRESTARTED, config.world_hosts)
+        hosts, world_size = self._config.world_hosts, self._config.world_size
+        ours = self._rank_env(groups[0], PRESTARTED, bool(hosts))
+        if self._config.mpi.kind == "job":
+            launch, command = "job", list(self._programs.rank)
+            base = rank_environ(os.environ)
+        else:
+            launch, command = "prestarted", self._mpirun(world_size, sorted(ours), hosts)
+            base = starter_env(os.environ)
+        files = self._scratch_env(launch, PRESTARTED, hosts)
         owner = {rank: group for group in groups for rank in group.participants}
 
         def make_config(incarnation: int, rank: int) -> dict[str, Any]:
@@ -199,23 +183,13 @@ class SpecMaker:
             # A rank without an engine is told any engine, and that it is not among its ranks.
             return self._rank_config(group or groups[0], incarnation).to_wire()
 
-        engines = tuple(
-            EngineSpec(
-                name=group.name,
-                model=group.model,
-                generation=group.generation,
-                start_method=self._start_method(group),
-                ranks=group.participants,
-            )
-            for group in groups
-        )
         return self._spec(
             RANK,
             PRESTARTED,
             command,
             {**base, **files, **ours},
             make_config,
-            engines=engines,
+            engines=tuple(self._engine(group, group.participants) for group in groups),
             world_size=world_size,
             launch=launch,
         )
@@ -252,22 +226,36 @@ class SpecMaker:
             hang_timeout_s=config.hang_timeout_s,
         )
 
+    def _engine(self, group: GroupConfig, ranks: Iterable[int]) -> EngineSpec:
+        return EngineSpec(
+            name=group.name,
+            model=group.model,
+            generation=group.generation,
+            start_method=self._start_method(group),
+            ranks=tuple(ranks),
+        )
+
     def _command(self, group: GroupConfig, forward: Sequence[str]) -> list[str]:
         program = list(self._programs.rank)
         if group.launch == "mpirun":
-            assert self._mpi is not None
-            return compose(
-                self._mpi,
-                group.world_size,
-                program,
-                forward=[*forward, INCARNATION],
-                oversubscribe=self._needs_oversubscribe(group.world_size),
-                hosts=group.hosts,
-                rsh_agent=self._config.mpi.rsh_agent,
-            )
+            return self._mpirun(group.world_size, forward, group.hosts)
         if group.launch == "srun":
             return compose_srun(plugin(), group.world_size, program, group.hosts, group.env)
         return program
+
+    def _mpirun(
+        self, world_size: int, forward: Sequence[str], hosts: tuple[HostSlots, ...]
+    ) -> list[str]:
+        assert self._mpi is not None
+        return compose(
+            self._mpi,
+            world_size,
+            list(self._programs.rank),
+            forward=[*forward, INCARNATION],
+            oversubscribe=self._needs_oversubscribe(world_size),
+            hosts=hosts,
+            rsh_agent=self._config.mpi.rsh_agent,
+        )
 
     def _rank_config(self, group: GroupConfig, incarnation: int) -> RankConfig:
         addresses = self._addresses
