@@ -13,7 +13,13 @@ import torch
 from trimaran.comm import mpi
 from trimaran.comm.collectives import SingleRankGroup, connect_group
 from trimaran.comm.control import LocalControlPlane, connect_control
-from trimaran.comm.messages import FinishReason, StepOutput, Submit, pack_ids
+from trimaran.comm.messages import (
+    FinishReason,
+    RequestFailed,
+    StepOutput,
+    Submit,
+    pack_ids,
+)
 from trimaran.comm.pipeline import PipelineLinks
 from trimaran.comm.sampling_params import SamplingParams
 from trimaran.comm.topology import ParallelLayout
@@ -39,6 +45,8 @@ class Driver:
         self.tokens: dict[tuple[int, int], list[int]] = defaultdict(list)
         self.reasons: dict[tuple[int, int], FinishReason] = {}
         self.extras: dict[tuple[int, int], list[dict]] = defaultdict(list)
+        self.failed: dict[int, str] | None = None
+        """Why requests failed, for a test that expects some to; else none may."""
         self.num_steps = 0
         self._last_id = 0
 
@@ -63,7 +71,10 @@ class Driver:
         """One engine step; what it says is filed."""
         self.num_steps += 1
         for _, message in self.engine.step().messages:
-            assert isinstance(message, StepOutput)
+            if self.failed is not None and isinstance(message, RequestFailed):
+                self.failed[message.request_id] = message.text
+                continue
+            assert isinstance(message, StepOutput), message
             self._file(message)
 
     def run(self, max_steps: int = 2000) -> None:

@@ -24,6 +24,11 @@ def argmax(logits_NV: Tensor) -> Tensor:
     return logits_NV.argmax(dim=-1)
 
 
+def is_forbidden(logits_NV: Tensor, ids_N: Tensor) -> Tensor:
+    """Whether the ids chosen from these logits must not come, bool [N]: nothing else may."""
+    return logits_NV.gather(1, ids_N[:, None])[:, 0] == float("-inf")
+
+
 def argmax_over_shards(logits_NS: Tensor, first_id: int, tp: TensorParallelGroup) -> Tensor:
     """`argmax` of logits whose vocabulary is cut over the ranks; the same on every rank.
 

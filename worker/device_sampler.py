@@ -10,8 +10,9 @@ from torch import Tensor
 from trimaran.comm.collectives import TensorParallelGroup
 from trimaran.kernels import triton_logits, triton_mask, triton_sampling
 from trimaran.worker.beam_candidates import BeamCandidates, beam_candidates, joined
-from trimaran.worker.candidates import LEAST_KEY, id_of_best_key
-from trimaran.worker.sampling_rows import SamplingBatch, Want
+from trimaran.worker.candidates import LEAST_KEY, id_of_best_key, is_forbidden
+from trimaran.worker.sampler import SamplerOutput
+from trimaran.worker.sampling_rows import FORBIDS, SamplingBatch, Want
 from trimaran.worker.top_p_resets import with_resets
 
 # Shapes: N sampled rows, V vocabulary, S a rank's shard of it, R rows, L longest sequence.
@@ -23,10 +24,8 @@ _EDITED_ROWS = 128
 """Rows that are copied at a time: a float32 copy of a large step would take much memory."""
 
 
-def sample(
-    logits_NV: Tensor, batch: SamplingBatch, token_table_RL: Tensor
-) -> tuple[Tensor, Tensor | None, BeamCandidates | None]:
-    """Ids, int64 [N], and if some row asked the log-probabilities, float32 [N], and beams'.
+def sample(logits_NV: Tensor, batch: SamplingBatch, token_table_RL: Tensor) -> SamplerOutput:
+    """Choose each row's next id, as `sampler.sample`.
 
     The kernels find each row's parameters by its number; the host only launches those that
     some row asks for. ``logits`` have any float dtype and are left as they are: rows that
@@ -36,12 +35,13 @@ def sample(
     params = _params(batch, token_table_RL)
     entries = _edited(batch)
     if len(entries):
-        ids, beams = _sample_edited(logits_NV, batch, token_table_RL, entries, params)
+        output = _sample_edited(logits_NV, batch, token_table_RL, entries, params)
     else:
         ids, beams = _draw(logits_NV, batch, params), _beams(logits_NV, batch)
+        output = SamplerOutput(ids, None, joined(beams))
     if batch.all_wants & Want.LOG_PROBS:
-        return ids, triton_logits.log_probs(logits_NV, ids), joined(beams)
-    return ids, None, joined(beams)
+        output.log_probs = triton_logits.log_probs(logits_NV, output.token_ids)
+    return output
 
 
 def sample_over_shards(
@@ -50,7 +50,7 @@ def sample_over_shards(
     batch: SamplingBatch,
     token_table_RL: Tensor,
     tp: TensorParallelGroup,
-) -> tuple[Tensor, Tensor | None, BeamCandidates | None]:
+) -> SamplerOutput:
     """`sample` that gathers logits only of rows that want more than a plain draw. Collective.
 
     ``logits_NS`` are this rank's, for the ids from ``first_id`` on, padding included. Of a
@@ -60,17 +60,26 @@ def sample_over_shards(
     mine_NS = logits_NS[:, :num_real]
     entries = batch.beyond_plain()
     if not len(entries):
-        return _draw_over_shards(mine_NS, first_id, batch, tp), None, None
+        return SamplerOutput(_draw_over_shards(mine_NS, first_id, batch, tp))
     index = batch.index(entries)
     whole_nV = tp.all_gather(logits_NS.index_select(0, index), -1)
     whole_nV = whole_nV[:, : batch.state.vocab_size]
-    found, of_found, beams = sample(whole_nV, batch.at(entries, index), token_table_RL)
+    found = sample(whole_nV, batch.at(entries, index), token_table_RL)
     ids = _draw_over_shards(mine_NS, first_id, batch.without(entries, index), tp)
-    ids.index_copy_(0, index, found)
-    if of_found is None:
-        return ids, None, beams
-    log_probs = of_found.new_zeros(len(batch.rows))
-    return ids, log_probs.index_copy_(0, index, of_found), beams
+    count = len(batch.rows)
+    return SamplerOutput(
+        ids.index_copy_(0, index, found.token_ids),
+        _spread(found.log_probs, index, count),
+        found.beams,
+        _spread(found.is_stuck, index, count),
+    )
+
+
+def _spread(values_n: Tensor | None, index_n: Tensor, count: int) -> Tensor | None:
+    """[``count``]: the values at their places, 0 at the others; None of None."""
+    if values_n is None or len(values_n) == count:
+        return values_n
+    return values_n.new_zeros(count).index_copy_(0, index_n, values_n)
 
 
 def _draw_over_shards(
@@ -116,7 +125,7 @@ def _sample_edited(
     token_table_RL: Tensor,
     entries: npt.NDArray[np.int64],
     params_RW: Tensor,
-) -> tuple[Tensor, list[BeamCandidates]]:
+) -> SamplerOutput:
     """Ids and beams of a batch of which ``entries`` are sampled from copies."""
     count = len(entries)
     guided = np.flatnonzero(batch.wants[entries] & np.uint32(Want.GUIDE))
@@ -128,6 +137,7 @@ def _sample_edited(
     else:
         ids = torch.empty(count, dtype=torch.int64, device=logits_NV.device)
     beams: list[BeamCandidates] = []
+    stuck: list[Tensor] = []
     for start in range(0, count, _EDITED_ROWS):
         end = start + _EDITED_ROWS
         part = batch.at(entries[start:end], index[start:end])
@@ -135,8 +145,14 @@ def _sample_edited(
         first, last = np.searchsorted(guided, (start, end))
         _edit(logits, part, token_table_RL, masked[first:last])
         beams += _beams(logits, part)
-        ids.index_copy_(0, index[start:end], _draw(logits, part, params_RW))
-    return ids, beams
+        found = _draw(logits, part, params_RW)
+        ids.index_copy_(0, index[start:end], found)
+        if batch.all_wants & FORBIDS:
+            stuck.append(is_forbidden(logits, found))
+    is_stuck = None
+    if stuck:
+        is_stuck = stuck[0] if len(stuck) == 1 else torch.cat(stuck)
+    return SamplerOutput(ids, None, joined(beams), _spread(is_stuck, index, len(batch.rows)))
 
 
 def _draw(logits_NV: Tensor, batch: SamplingBatch, params_RW: Tensor) -> Tensor:

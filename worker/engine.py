@@ -54,8 +54,9 @@ _GRAMMAR_S = 0.002
 """Requests that come meanwhile wait for so long, if all others wait for a grammar."""
 
 _NOTHING_ALLOWED = (
-    "no id can follow: the guide allows none that the request's other parameters (min_length, "
-    "bad_words, no_repeat_ngram_size, embedding_bias) allow as well. Relax one of them."
+    "no id can follow: the request's parameters (bad_words, no_repeat_ngram_size, "
+    "embedding_bias, min_length, guided_decoding_guide) together forbid every id of the "
+    "vocabulary. Relax one of them."
 )
 
 _WAITED_S = 0.0002

@@ -185,6 +185,9 @@ class Request:
     has_extras: bool = field(init=False)
     """Whether it is told more than ids."""
 
+    may_get_stuck: bool = field(init=False)
+    """Whether its parameters may forbid every id at once."""
+
     def __post_init__(self) -> None:
         sampling = self.sampling
         self.has_extras = (
@@ -193,6 +196,12 @@ class Request:
             or sampling.return_generation_logits
             or sampling.return_perf_metrics
             or sampling.beam_width > 1
+        )
+        self.may_get_stuck = (
+            any(sampling.bad_words)
+            or sampling.no_repeat_ngram_size > 0
+            or bool(sampling.embedding_bias)
+            or bool(sampling.guide_type)
         )
 
     @property

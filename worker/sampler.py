@@ -9,8 +9,10 @@ from torch import Tensor
 
 from trimaran.worker import logits_processors
 from trimaran.worker.beam_candidates import BeamCandidates, beam_candidates
+from trimaran.worker.candidates import is_forbidden
 from trimaran.worker.draw import draw
-from trimaran.worker.sampling_rows import SamplingBatch, Want
+from trimaran.worker.sampling_rows import FORBIDS, SamplingBatch, Want
+from trimaran.worker.step_types import NO_ID
 
 # Shapes: N sampled rows, V vocabulary, R rows, L longest sequence.
 
@@ -36,6 +38,16 @@ class SamplerOutput:
     beams: BeamCandidates | None = None
     """Of the rows that are beams, whose ids mean nothing."""
 
+    is_stuck: Tensor | None = None
+    """bool [N]: whether every id is forbidden, so that the row's means nothing; None: no row
+    has any that is forbidden."""
+
+    def told_ids(self) -> Tensor:
+        """The ids as the host is told them: `NO_ID` where none may come."""
+        if self.is_stuck is None:
+            return self.token_ids
+        return self.token_ids.masked_fill(self.is_stuck, NO_ID)
+
 
 def sample(logits_NV: Tensor, batch: SamplingBatch, token_table_RL: Tensor) -> SamplerOutput:
     """Choose each row's next id. A row's result does not depend on the other rows.
@@ -50,7 +62,7 @@ def sample(logits_NV: Tensor, batch: SamplingBatch, token_table_RL: Tensor) -> S
         # Imported only now: a CPU needs no Triton.
         from trimaran.worker import device_sampler
 
-        return SamplerOutput(*device_sampler.sample(logits_NV, batch, token_table_RL))
+        return device_sampler.sample(logits_NV, batch, token_table_RL)
     if not wants:
         return SamplerOutput(batch.state.likeliest(logits_NV))
     model_logits = logits_NV.clone() if wants & Want.LOG_PROBS else logits_NV
@@ -66,7 +78,8 @@ def sample(logits_NV: Tensor, batch: SamplingBatch, token_table_RL: Tensor) -> S
         if len(entries):
             index = batch.index(entries)
             ids.index_copy_(0, index, draw(logits_NV[index], batch, entries))
+    is_stuck = is_forbidden(logits_NV, ids) if wants & FORBIDS else None
     if not wants & Want.LOG_PROBS:
-        return SamplerOutput(ids, None, beams)
+        return SamplerOutput(ids, None, beams, is_stuck)
     chosen = model_logits.gather(1, ids[:, None])[:, 0]
-    return SamplerOutput(ids, chosen - model_logits.logsumexp(dim=-1), beams)
+    return SamplerOutput(ids, chosen - model_logits.logsumexp(dim=-1), beams, is_stuck)

@@ -62,6 +62,9 @@ class Want(IntFlag):
 ) = range(8)  # fmt: skip
 TOP_K, MIN_TOKENS, END_ID, NGRAM, RESET = range(5)
 
+FORBIDS = Want.BIAS | Want.NGRAM | Want.BAD_WORDS | Want.GUIDE
+"""What may forbid ids, and so, alone or with another, all of them."""
+
 _INT32_MAX = (1 << 31) - 1
 
 MIN_TEMPERATURE = 1e-5

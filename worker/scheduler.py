@@ -468,12 +468,11 @@ class Scheduler:
         if num_known % block_size == 0:
             self.cache.extend_hashes(sequence.blocks, sequence.token_ids)
         next_end = (num_known // block_size + 1) * block_size
-        sequence.look_at = min(sequence.max_len, next_end)
-        reason = sequence.ends_by(token_id)
-        if sequence.guide is not None:
-            sequence.look_at = 0
-            if reason is FinishReason.NOT_FINISHED and sequence.guide.is_complete:
-                reason = FinishReason.END_ID
+        is_always = sequence.request.may_get_stuck
+        sequence.look_at = 0 if is_always else min(sequence.max_len, next_end)
+        reason, guide = sequence.ends_by(token_id), sequence.guide
+        if reason is FinishReason.NOT_FINISHED and guide is not None and guide.is_complete:
+            reason = FinishReason.END_ID
         if reason is not FinishReason.NOT_FINISHED:
             self._finish(sequence, reason)
         return reason

@@ -223,9 +223,7 @@ class LastStage:
 
         head, table = self._model.lm_head, self._inputs.token_table
         logits_NS = head.local_logits(hidden_ND)
-        return SamplerOutput(
-            *sample_over_shards(logits_NS, head.first_row, batch, table, self._tp)
-        )
+        return sample_over_shards(logits_NS, head.first_row, batch, table, self._tp)
 
     def _shard_logits(self, hidden_ND: Tensor) -> tuple[Tensor, int]:
         """This rank's logits, and the first of the ids that they are of."""

@@ -61,7 +61,7 @@ class LocalOutput:
     ) -> None:
         self.marks = marks
         self._logits = logits
-        self._token_ids = output.token_ids
+        self._token_ids = output.token_ids if copier is not None else output.told_ids()
         self._log_probs = output.log_probs
         self._beams = None if output.beams is None else output.beams.to_host()
         self._event: torch.cuda.Event | None = None
@@ -102,9 +102,10 @@ class Copier:
         """Launch the copies; the event tells when they are over."""
         self._turn = (self._turn + 1) % len(self._slots)
         ids, log_probs, event = self._slots[self._turn]
+        told_ids = output.told_ids()
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
-            copied_ids = _copy_back(output.token_ids, ids, self._stream)
+            copied_ids = _copy_back(told_ids, ids, self._stream)
             copied = None
             if output.log_probs is not None:
                 copied = _copy_back(output.log_probs, log_probs, self._stream)

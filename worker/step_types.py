@@ -202,11 +202,17 @@ class SchedulerOutput:
             ) from error
 
 
+NO_ID = -2
+"""Stands for a sampled id where every id is forbidden; -1 is the end id of who has none."""
+
+
 @dataclass(slots=True, kw_only=True)
 class SampledTokens:
     """What one step sampled, on the host: entry i belongs to ``sampled[i]``."""
 
     token_ids: list[int]
+    """`NO_ID` of a row in which none may come."""
+
     log_probs: list[float] | None = None
     """Log-probability of each id under the model; only if some request asked."""
 

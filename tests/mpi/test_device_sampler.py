@@ -41,15 +41,15 @@ def test_rows_that_want_more_are_sampled_beside_plain_ones(world, fields):
         mine, world.rank * width, make_batch(fields, device), table, group
     )
 
-    ids, log_probs, beams = device_sampler.sample(whole, make_batch(fields, device), table)
+    alone = device_sampler.sample(whole, make_batch(fields, device), table)
     is_beam = torch.tensor(["beam_width" in each for each in fields])
-    assert torch.equal(found[0].cpu()[~is_beam], ids.cpu()[~is_beam])
-    assert (found[1] is None) == (log_probs is None)
+    assert torch.equal(found.token_ids.cpu()[~is_beam], alone.token_ids.cpu()[~is_beam])
+    assert (found.log_probs is None) == (alone.log_probs is None)
     for entry, each in enumerate(fields):
         if each.get("return_log_probs"):
-            assert found[1][entry] == log_probs[entry]
-    if beams is not None:
-        assert torch.equal(found[2].token_ids, beams.token_ids)
+            assert found.log_probs[entry] == alone.log_probs[entry]
+    if alone.beams is not None:
+        assert torch.equal(found.beams.token_ids, alone.beams.token_ids)
     group.close()
 
 

@@ -8,6 +8,7 @@ from trimaran.comm.messages import FinishReason
 from trimaran.worker.guided.guide import Masks
 from trimaran.worker.request import Request, RequestStatus, Sequence
 from trimaran.worker.step_plan import ScheduledStep
+from trimaran.worker.step_types import NO_ID
 
 
 class Followers:
@@ -42,13 +43,12 @@ class Followers:
         token_id: int,
         finish: Callable[[Sequence, FinishReason], None],
     ) -> bool:
-        """Go on in the sequence's guide; False if its request fails.
+        """Go on in the sequence's guide, if it has one; False if its request fails.
 
-        That is where other parameters forbid all that the guide allows: the draw then takes
-        an id that must not come.
+        That is where its parameters, the guide among them, together forbid every id.
         """
         guide = sequence.guide
-        if guide is None or guide.accept(token_id):
+        if token_id != NO_ID and (guide is None or guide.accept(token_id)):
             return True
         for each in sequence.request.sequences:
             if each.status is not RequestStatus.FINISHED:

@@ -10,7 +10,7 @@ from trimaran.comm.collectives import SingleRankGroup
 from trimaran.comm.sampling_params import SamplingParams
 from trimaran.worker import device_sampler, sampler
 from trimaran.worker.sampling_rows import DeviceSamplingState, SamplingRows
-from trimaran.worker.step_types import NewRow, int32s
+from trimaran.worker.step_types import NO_ID, NewRow, int32s
 
 CPU = torch.device("cpu")
 VOCAB = 300
@@ -108,6 +108,26 @@ def test_bad_words_end_with_what_was_sampled():
         assert (sampled.token_ids[0] == 20) == (likely in (11, 12, 13, 20))
 
 
+# Of such rows the masses are of no numbers, of which the interpreter warns.
+@pytest.mark.filterwarnings("ignore:invalid value encountered in subtract")
+def test_rows_that_forbid_every_id_are_told_apart():
+    never = tuple((token_id,) for token_id in range(VOCAB))
+    fields = [
+        {"bad_words": never, "return_log_probs": True},
+        {"bad_words": never[1:], "top_p": 0.5, "seed": 1},
+        {"bad_words": never, "top_p": 0.5, "seed": 2},
+        {},
+        {"bad_words": never, "top_k": 5, "seed": 3},
+        {"bad_words": never, "top_k": 0, "top_p": 1.0, "seed": 4},
+    ]
+    steps = Steps([SamplingParams(**each) for each in fields], [4] * len(fields))
+    stuck = [each.get("bad_words") == never for each in fields]
+    for sampled in steps.both(torch.randn(len(fields), VOCAB)):
+        assert sampled.is_stuck.tolist() == stuck
+        assert (sampled.told_ids() == NO_ID).tolist() == stuck
+        assert ((sampled.token_ids >= 0) & (sampled.token_ids < VOCAB)).all()
+
+
 def test_a_step_of_more_rows_than_are_edited_at_a_time(monkeypatch):
     monkeypatch.setattr(device_sampler, "_EDITED_ROWS", 4)
     torch.manual_seed(2)
@@ -198,8 +218,8 @@ def test_rows_that_are_edited_leave_the_others_as_they_are(monkeypatch, at_once)
     assert torch.equal(logits, before)
     # A shard's last columns may be padding.
     padded = torch.nn.functional.pad(logits, (0, 4), value=99.0)
-    ids, log_probs, _ = steps.over_shards(padded, masked(VOCAB, allowed))
-    assert torch.equal(ids, sampled.token_ids)
-    torch.testing.assert_close(log_probs[[4, 6]], expected.log_probs[[4, 6]])
+    sharded = steps.over_shards(padded, masked(VOCAB, allowed))
+    assert torch.equal(sharded.token_ids, sampled.token_ids)
+    torch.testing.assert_close(sharded.log_probs[[4, 6]], expected.log_probs[[4, 6]])
     guided = [int(sampled.token_ids[entry]) for entry in (1, 4, 7)]
     assert all(token in ids for token, ids in zip(guided, allowed, strict=True))

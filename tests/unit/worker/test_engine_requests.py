@@ -65,6 +65,41 @@ def test_a_bad_request_is_refused_by_name_and_the_others_go_on(make_engine, fiel
     driver.check_idle()
 
 
+_NEVER = tuple((token_id,) for token_id in range(VOCAB))
+
+
+def _only(token_id):
+    bias = np.full(VOCAB, -math.inf, "<f4")
+    bias[token_id] = 0
+    return bias.tobytes()
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"bad_words": _NEVER},
+        {"bad_words": _NEVER, "top_k": 5, "temperature": 1.0, "return_log_probs": True},
+        {"bad_words": _NEVER, "top_p": 0.9, "num_return_sequences": 2},
+        {"bad_words": ((7, 7),), "embedding_bias": _only(7)},
+        {"embedding_bias": _only(9), "no_repeat_ngram_size": 1},
+        {"embedding_bias": _only(8), "min_tokens": 4, "end_id": 8},
+    ],
+)
+def test_a_request_that_forbids_every_id_fails_alone(make_engine, fields, depth):
+    driver = make_engine(depth=depth)
+    driver.failed = {}
+    good = driver.submit([1, 2, 3], max_tokens=6, bad_words=_NEVER[:-3])
+    bad = driver.submit([1, 2, 3], max_tokens=6, **fields)
+
+    driver.run()
+
+    assert "together forbid every id of the vocabulary" in driver.failed[bad]
+    assert set(driver.output(good)) <= {147, 148, 149}
+    assert len(driver.output(good)) == 6
+    driver.check_idle()
+
+
 def test_max_tokens_is_lowered_to_what_is_left_of_the_sequence_length(make_engine):
     driver = make_engine()
     request = driver.submit([1] * 120, max_tokens=50)

@@ -14,7 +14,7 @@ from tokenizers import Tokenizer
 
 from tests.driver import Driver
 from trimaran.comm.errors import ConfigError, RequestError
-from trimaran.comm.messages import FinishReason, RequestFailed
+from trimaran.comm.messages import FinishReason
 from trimaran.worker.config import CacheConfig, EngineConfig, GuidedConfig, SchedulerConfig
 from trimaran.worker.guided.compiler import GuideCompiler
 
@@ -40,22 +40,8 @@ GUIDES = {
 }
 
 
-class GuidedDriver(Driver):
-    """A driver that keeps failures apart."""
-
-    failed: dict[int, str]
-
-    def step(self):
-        self.num_steps += 1
-        for _, message in self.engine.step().messages:
-            if isinstance(message, RequestFailed):
-                self.failed[message.request_id] = message.text
-            else:
-                self._file(message)
-
-
 def make_engine(depth=1, max_tokens=2048, guided=None, **changes):
-    driver = GuidedDriver(
+    driver = Driver(
         EngineConfig(
             model="test",
             engine_dir=str(MODEL),
