@@ -164,3 +164,18 @@ def _gpt2_shapes(values: dict[str, Any]) -> dict[str, tuple[int, ...]]:
             f"{place}.mlp.c_proj.bias": (hidden,),
         }
     return shapes
+
+
+@pytest.fixture
+def refused(trimaran: Callable[..., Outcome], tmp_path: Path) -> Callable[..., str]:
+    """Build, and return the error line; the exit code is 2 and no file is left."""
+
+    def build(folder: Path, *flags: object) -> str:
+        output = tmp_path / "out" / "engine"
+        done = trimaran("build", "--checkpoint", folder, "--output", output, *flags)
+        assert done.code == 2, done
+        assert not output.parent.exists() or list(output.parent.iterdir()) == []
+        assert "Traceback" not in done.err
+        return done.err
+
+    return build

@@ -25,20 +25,6 @@ def built(trimaran, tmp_path):
     return build
 
 
-@pytest.fixture
-def refused(trimaran, tmp_path):
-    """Build; returns the error line, and nothing is left."""
-
-    def build(folder, *flags):
-        output = tmp_path / "out" / "engine"
-        done = trimaran("build", "--checkpoint", folder, "--output", output, *flags)
-        assert done.code == 2, done
-        assert not output.parent.exists() or list(output.parent.iterdir()) == []
-        return done.err
-
-    return build
-
-
 def _as_torch_files(checkpoint, num_files=1):
     """Replace the safetensors file by what older checkpoints have."""
     (checkpoint.folder / "model.safetensors").unlink()

@@ -2,28 +2,20 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from tests.unit.models import models
 from trimaran.comm.errors import ConfigError
 from trimaran.worker.engine_folder import EngineFolder
 from trimaran.worker.layers.parallel import ShardPosition
 from trimaran.worker.models.interfaces import StageRange
 from trimaran.worker.models.registry import build_model
 from trimaran.worker.models.weight_loader import load_shard
-
-_PATH = Path(__file__).parents[1] / "models" / "models.py"
-_SPEC = importlib.util.spec_from_file_location("models", _PATH)
-assert _SPEC is not None and _SPEC.loader is not None
-models = importlib.util.module_from_spec(_SPEC)
-sys.modules["models"] = models
-_SPEC.loader.exec_module(models)
 
 FAMILIES = {
     **models.dense_configs(), **models.parallel_configs(), **models.expert_configs(),

@@ -8,21 +8,6 @@ import pytest
 import torch
 
 
-@pytest.fixture
-def refused(trimaran, tmp_path):
-    """Build, and return the error line; the exit code is 2 and no file is left."""
-
-    def build(folder, *flags):
-        output = tmp_path / "out" / "engine"
-        done = trimaran("build", "--checkpoint", folder, "--output", output, *flags)
-        assert done.code == 2, done
-        assert not output.parent.exists() or list(output.parent.iterdir()) == []
-        assert "Traceback" not in done.err
-        return done.err
-
-    return build
-
-
 def test_a_missing_tensor_of_a_layer_is_named(llama, refused):
     checkpoint = llama()
     del checkpoint.tensors["model.layers.1.mlp.up_proj.weight"]

@@ -2,24 +2,14 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from tests.unit.builder import reassembly
 from trimaran.worker.engine_folder import EngineFolder, FolderKind
-
-_SPEC = importlib.util.spec_from_file_location(
-    "reassembly", Path(__file__).with_name("reassembly.py")
-)
-assert _SPEC is not None and _SPEC.loader is not None
-reassembly = importlib.util.module_from_spec(_SPEC)
-sys.modules["reassembly"] = reassembly
-_SPEC.loader.exec_module(reassembly)
 
 SIZES = [(tp, pp) for tp in (1, 2, 4) for pp in (1, 2)]
 

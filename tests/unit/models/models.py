@@ -426,6 +426,16 @@ class PagedRun:
         return outputs
 
 
+def logits_alone_and_beside(ours: CausalLM) -> tuple[Tensor, Tensor]:
+    """A prompt's logits in one step, and in two chunks beside another sequence."""
+    first, second = prompts(21, 33)
+    alone = PagedRun(ours, 1).logits({0: first})
+    run = PagedRun(ours, 2)
+    start = run.logits({0: first[:13], 1: second})
+    rest = run.logits({1: [5], 0: first[13:]})
+    return alone, torch.cat((start[:13], rest[1:]))
+
+
 def reference_greedy(model: Any, prompts: list[list[int]], num_tokens: int) -> list[list[int]]:
     """What transformers continues each prompt with, one at a time."""
     outputs = []

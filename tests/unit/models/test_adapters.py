@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import copy
-import importlib.util
 import json
-import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,15 +11,10 @@ import torch
 from safetensors.torch import save_file
 from transformers.pytorch_utils import Conv1D
 
+from tests.unit.models import models
 from trimaran.worker.lora.layout import AdapterFormatError, AdapterLayout
 from trimaran.worker.lora.peft import PeftAdapter
 from trimaran.worker.lora.store import HostSlots
-
-_SPEC = importlib.util.spec_from_file_location("models", Path(__file__).with_name("models.py"))
-assert _SPEC is not None and _SPEC.loader is not None
-models = importlib.util.module_from_spec(_SPEC)
-sys.modules["models"] = models
-_SPEC.loader.exec_module(models)
 
 CONFIGS = {
     "llama": models.llama_config(),

@@ -2,24 +2,15 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from tests.unit.models import models
 from trimaran.kernels.build import load_library
 from trimaran.kernels.cpu import CpuOps
 from trimaran.worker.layers.parallel import ShardPosition
 from trimaran.worker.models.weight_loader import fill_random
-
-_SPEC = importlib.util.spec_from_file_location("models", Path(__file__).with_name("models.py"))
-assert _SPEC is not None and _SPEC.loader is not None
-models = importlib.util.module_from_spec(_SPEC)
-sys.modules["models"] = models
-_SPEC.loader.exec_module(models)
 
 CONFIGS = models.latent_configs()
 LATENT, ROTATED = 36, 8
@@ -87,14 +78,10 @@ def test_the_layer_that_predicts_further_tokens_is_left_out(tmp_path):
 def test_a_tokens_logits_on_the_cpu_do_not_depend_on_the_batch(dtype, tmp_path):
     models.save_huggingface(tmp_path, CONFIGS["deepseek3"], dtype=dtype)
     ours = models.load_ours(tmp_path, dtype=dtype, ops=CpuOps(load_library(), dtype, 1))
-    first, second = models.prompts(21, 33)
 
-    alone = models.PagedRun(ours, 1).logits({0: first})
-    run = models.PagedRun(ours, 2)
-    start = run.logits({0: first[:13], 1: second})
-    rest = run.logits({1: [5], 0: first[13:]})
+    alone, beside = models.logits_alone_and_beside(ours)
 
-    assert torch.cat((start[:13], rest[1:])).equal(alone)
+    assert beside.equal(alone)
 
 
 @pytest.mark.parametrize("name", ["deepseek2", "deepseek3"])

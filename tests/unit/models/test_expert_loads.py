@@ -2,19 +2,10 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
-from pathlib import Path
-
 import numpy as np
 
+from tests.unit.models import models
 from trimaran.worker.expert_loads import ExpertLoads
-
-_SPEC = importlib.util.spec_from_file_location("models", Path(__file__).with_name("models.py"))
-assert _SPEC is not None and _SPEC.loader is not None
-models = importlib.util.module_from_spec(_SPEC)
-sys.modules["models"] = models
-_SPEC.loader.exec_module(models)
 
 CONFIGS = models.expert_configs()
 

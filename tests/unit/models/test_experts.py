@@ -2,37 +2,17 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 
+from tests.unit.models import models
 from trimaran.comm.errors import ConfigError
 from trimaran.kernels.build import load_library
 from trimaran.kernels.cpu import CpuOps
-from trimaran.kernels.torch_ops import TorchOps
 from trimaran.worker.engine_folder import EngineFolder, check_shares
 from trimaran.worker.layers.parallel import ExpertRanks, ShardPosition
 
-_SPEC = importlib.util.spec_from_file_location("models", Path(__file__).with_name("models.py"))
-assert _SPEC is not None and _SPEC.loader is not None
-models = importlib.util.module_from_spec(_SPEC)
-sys.modules["models"] = models
-_SPEC.loader.exec_module(models)
-
 CONFIGS = models.expert_configs()
-OPS = {
-    "torch": lambda dtype: TorchOps(),
-    "cpu kernels": lambda dtype: CpuOps(load_library(), dtype, 1),
-}
-
-
-@pytest.fixture(params=list(OPS))
-def ops_of(request):
-    """The operators under test, by dtype."""
-    return OPS[request.param]
 
 
 @pytest.mark.parametrize("name", list(CONFIGS))
@@ -71,14 +51,10 @@ def test_logits_in_half_precision_are_within_rounding_of_float32(name, dtype, tm
 def test_a_tokens_logits_on_the_cpu_do_not_depend_on_the_batch(dtype, tmp_path):
     models.save_huggingface(tmp_path, CONFIGS["qwen2-moe"], dtype=dtype)
     ours = models.load_ours(tmp_path, dtype=dtype, ops=CpuOps(load_library(), dtype, 1))
-    first, second = models.prompts(21, 33)
 
-    alone = models.PagedRun(ours, 1).logits({0: first})
-    run = models.PagedRun(ours, 2)
-    start = run.logits({0: first[:13], 1: second})
-    rest = run.logits({1: [5], 0: first[13:]})
+    alone, beside = models.logits_alone_and_beside(ours)
 
-    assert torch.cat((start[:13], rest[1:])).equal(alone)
+    assert beside.equal(alone)
 
 
 def test_ranks_hold_their_experts_and_their_parts_of_them(tmp_path):

@@ -2,22 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 
+from tests.unit.models import models
 from trimaran.kernels.build import load_library
 from trimaran.kernels.cpu import CpuOps
-from trimaran.kernels.torch_ops import TorchOps
-
-_SPEC = importlib.util.spec_from_file_location("models", Path(__file__).with_name("models.py"))
-assert _SPEC is not None and _SPEC.loader is not None
-models = importlib.util.module_from_spec(_SPEC)
-sys.modules["models"] = models
-_SPEC.loader.exec_module(models)
 
 CONFIGS = {
     "llama": models.llama_config(),
@@ -54,18 +44,6 @@ CONFIGS = {
     **models.parallel_configs(),
     **models.latent_configs(),
 }
-
-
-OPS = {
-    "torch": lambda dtype: TorchOps(),
-    "cpu kernels": lambda dtype: CpuOps(load_library(), dtype, 1),
-}
-
-
-@pytest.fixture(params=list(OPS))
-def ops_of(request):
-    """The operators under test, by dtype."""
-    return OPS[request.param]
 
 
 @pytest.fixture(params=list(CONFIGS))
@@ -150,14 +128,10 @@ def test_chunked_prompts_beside_decodes_change_no_token(name, tmp_path, ops_of):
 def test_a_tokens_logits_on_the_cpu_do_not_depend_on_the_batch(name, dtype, tmp_path):
     models.save_huggingface(tmp_path, CONFIGS[name], dtype=dtype)
     ours = models.load_ours(tmp_path, dtype=dtype, ops=CpuOps(load_library(), dtype, 1))
-    first, second = models.prompts(21, 33)
 
-    alone = models.PagedRun(ours, 1).logits({0: first})
-    run = models.PagedRun(ours, 2)
-    start = run.logits({0: first[:13], 1: second})
-    rest = run.logits({1: [5], 0: first[13:]})
+    alone, beside = models.logits_alone_and_beside(ours)
 
-    assert torch.cat((start[:13], rest[1:])).equal(alone)
+    assert beside.equal(alone)
 
 
 _FUSED = ["llama", "llama-biases", "gpt2", "neox-after-each-other-tied"]

@@ -2,26 +2,19 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from tests.unit.models import models
 from trimaran.comm.errors import ConfigError
 from trimaran.worker.engine_folder import EngineFolder
 from trimaran.worker.layers.parallel import ShardPosition
 from trimaran.worker.models.interfaces import StageRange
 from trimaran.worker.models.registry import build_model
 from trimaran.worker.models.weight_loader import fill_random, load_checkpoint, load_shard
-
-_SPEC = importlib.util.spec_from_file_location("models", Path(__file__).with_name("models.py"))
-assert _SPEC is not None and _SPEC.loader is not None
-models = importlib.util.module_from_spec(_SPEC)
-sys.modules["models"] = models
-_SPEC.loader.exec_module(models)
 
 
 def _shards(folder: Path, size: int) -> list[dict[str, torch.Tensor]]:

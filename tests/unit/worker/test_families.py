@@ -2,20 +2,10 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
-from pathlib import Path
-
 import pytest
 
+from tests.unit.models import models
 from trimaran.launcher.cli import main
-
-_PATH = Path(__file__).parents[1] / "models" / "models.py"
-_SPEC = importlib.util.spec_from_file_location("models", _PATH)
-assert _SPEC is not None and _SPEC.loader is not None
-models = importlib.util.module_from_spec(_SPEC)
-sys.modules["models"] = models
-_SPEC.loader.exec_module(models)
 
 NUM_TOKENS = 24
 
