@@ -45,7 +45,7 @@ class RequestError(TrimaranError):
 
 
 class EngineDeadError(RequestError):
-    """The group behind this request is gone and it could not be replayed."""
+    """What would run, or ran, this request is gone, and it could not be replayed."""
 
     def __init__(self, message: str) -> None:
         super().__init__(message, ErrorKind.UNAVAILABLE)

@@ -9,7 +9,7 @@ from contextlib import aclosing
 
 from tritonclient.grpc.model_config_pb2 import ModelConfig
 
-from trimaran.comm.errors import ErrorKind, RequestError
+from trimaran.comm.errors import EngineDeadError, ErrorKind, RequestError
 from trimaran.server.inference import InferRequest, InferResponse, Model
 from trimaran.server.model_metrics import FailureReason, ModelMetrics
 from trimaran.server.statistics import ModelStatistics
@@ -89,7 +89,8 @@ class MeasuredModel:
     def _reason(self, error: RequestError) -> FailureReason:
         if error.kind is ErrorKind.CANCELLED:
             return FailureReason.CANCELED
-        if error.kind is ErrorKind.UNAVAILABLE:
+        is_lost = isinstance(error, EngineDeadError)
+        if error.kind is ErrorKind.UNAVAILABLE and not is_lost:
             return FailureReason.REJECTED
         is_composed = self.config.platform == "ensemble"
         return FailureReason.OTHER if is_composed else FailureReason.BACKEND

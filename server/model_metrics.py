@@ -32,9 +32,14 @@ class FailureReason(Enum):
     """Why a request failed, as the failure counter's label."""
 
     REJECTED = "REJECTED"
+    """Its queue was full, or it waited there for too long."""
+
     CANCELED = "CANCELED"
     BACKEND = "BACKEND"
+    """What runs the model refused it, failed at it or died under it."""
+
     OTHER = "OTHER"
+    """A step of an ensemble failed, or this server has a bug."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
 from functools import partial
 
-from trimaran.comm.errors import ConfigError, ErrorKind, RequestError
+from trimaran.comm.errors import ConfigError, EngineDeadError, ErrorKind, RequestError
 from trimaran.server.custom_metrics import HeldMetrics
 from trimaran.server.python_models.calls import ModelCalls
 from trimaran.server.python_models.job import Job
@@ -162,10 +162,9 @@ class Instance:
         jobs, self._jobs = list(self._jobs.values()), {}
         for job in jobs:
             job.take(
-                RequestError(
+                EngineDeadError(
                     f"the process of model instance '{self._name}' ended while it ran the "
-                    "request; try again",
-                    ErrorKind.UNAVAILABLE,
+                    "request; try again"
                 )
             )
         # Without a link it ended before it was ready, which `open` reports.

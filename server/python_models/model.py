@@ -8,7 +8,7 @@ from collections.abc import AsyncGenerator
 
 from tritonclient.grpc.model_config_pb2 import ModelConfig, ModelInstanceGroup
 
-from trimaran.comm.errors import ConfigError, ErrorKind, RequestError
+from trimaran.comm.errors import ConfigError, EngineDeadError, ErrorKind, RequestError
 from trimaran.server.datatypes import from_config
 from trimaran.server.inference import InferRequest, InferResponse, Model
 from trimaran.server.metadata import completed_config, to_json
@@ -152,7 +152,7 @@ class PythonModel:
             f"every process of model '{self.name}' died too often and was given up; the "
             "server's log says why. Load the model again once its code is mended."
         )
-        return RequestError(text, ErrorKind.UNAVAILABLE)
+        return EngineDeadError(text)
 
     # ---- instances ----------------------------------------------------------------------
 

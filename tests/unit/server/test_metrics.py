@@ -73,7 +73,7 @@ def test_success_counts_requests_and_their_batches(fresh_server):
 @pytest.mark.parametrize(
     ("kind", "reason"),
     [("INTERNAL", "BACKEND"), ("INVALID_ARG", "BACKEND"), ("UNAVAILABLE", "REJECTED"),
-     ("CANCELLED", "CANCELED"), ("bug", "OTHER")],
+     ("dead", "BACKEND"), ("CANCELLED", "CANCELED"), ("bug", "OTHER")],
 )  # fmt: skip
 def test_failures_count_under_their_reason(fresh_server, kind, reason):
     fail(fresh_server, kind)
@@ -82,6 +82,15 @@ def test_failures_count_under_their_reason(fresh_server, kind, reason):
         name = of("nv_inference_request_failure", "fail", reason=label)
         assert samples[name] == (label == reason)
     assert samples[of("nv_inference_request_success", "fail")] == 0
+
+
+def test_a_request_that_does_not_fit_its_model_counts_nowhere(fresh_server):
+    tensor = {"name": "KIND", "shape": [2], "datatype": "BYTES", "data": ["none", "none"]}
+    answer = fresh_server.post("/v2/models/fail/infer", {"inputs": [tensor]})
+    assert answer.status == 400
+    samples = scrape(fresh_server)
+    for label in ("REJECTED", "CANCELED", "BACKEND", "OTHER"):
+        assert samples[of("nv_inference_request_failure", "fail", reason=label)] == 0
 
 
 def test_gpus_are_shown_where_there_are_any(server):
