@@ -51,9 +51,9 @@ def choose_launch(
                 f"--worker-launch {wanted} cannot take effect: {fixed.why}. Leave it out."
             )
         return fixed
-    obstacle = {"spawn": _no_spawn, "srun": _no_srun, "mpirun": _no_mpirun}
+    place = _Place(args, hosts, find_mpi, environ)
     if wanted != "auto":
-        reason = obstacle[wanted](args, hosts, find_mpi, environ)
+        reason = place.obstacle(wanted)
         if reason:
             raise ConfigError(
                 f"--worker-launch {wanted} cannot work here: {reason}. Leave it out, and what "
@@ -62,11 +62,11 @@ def choose_launch(
         return Launch(wanted, "--worker-launch asks for it")
     if not args.multi_model:
         return Launch("mpirun", "leader mode has one group")
-    if not _no_srun(args, hosts, find_mpi, environ):
+    if not place.obstacle("srun"):
         return Launch(
             "srun", f"inside Slurm job {environ['SLURM_JOB_ID']} groups are its steps"
         )
-    reason = _no_spawn(args, hosts, find_mpi, environ)
+    reason = place.obstacle("spawn")
     if not reason:
         return Launch("spawn", f"{find_mpi()} on one host can spawn groups and outlive them")
     return Launch("mpirun", f"no spawning: {reason}")
@@ -83,50 +83,46 @@ def _fixed(args: argparse.Namespace, job: Job | None) -> Launch | None:
     return None
 
 
-def _no_spawn(
-    args: argparse.Namespace,
-    hosts: Sequence[Host],
-    find_mpi: Callable[[], Mpi],
-    environ: Mapping[str, str],
-) -> str:
-    """Why groups cannot be spawned; empty if they can."""
-    if not args.multi_model:
-        return "leader mode (without --multi-model) has no orchestrator"
-    far = [host.name for host in hosts if not is_this_host(host.name)]
-    if far:
-        return f"ranks cannot be spawned onto other hosts ({', '.join(far)})"
-    if environ.get("SLURM_JOB_NUM_NODES", "1") != "1":
-        return "ranks cannot be spawned onto other nodes of the Slurm job"
-    mpi = find_mpi()
-    if mpi.kind != OPENMPI or mpi.major < _FIRST_WITH_ULFM:
-        return (
-            f"with {mpi} a dead rank would take the orchestrator along; Open MPI "
-            f"{_FIRST_WITH_ULFM} or newer is needed"
-        )
-    return ""
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """What is asked for and where: the ways that work depend on it."""
 
+    args: argparse.Namespace
+    hosts: Sequence[Host]
+    find_mpi: Callable[[], Mpi]
+    environ: Mapping[str, str]
 
-def _no_srun(
-    args: argparse.Namespace,
-    hosts: Sequence[Host],
-    find_mpi: Callable[[], Mpi],
-    environ: Mapping[str, str],
-) -> str:
-    """Why groups cannot be Slurm steps; empty if they can."""
-    if "SLURM_JOB_ID" not in environ:
-        return "this is no Slurm job"
-    if shutil.which("srun") is None:
-        return "srun is not on PATH"
-    if args.mpirun:
-        return "--mpirun names another starter"
-    return ""
+    def obstacle(self, kind: str) -> str:
+        """Why groups cannot be started by ``spawn``, ``srun`` or ``mpirun``; empty if they
+        can."""
+        if kind == "spawn":
+            return self._no_spawn()
+        if kind == "srun":
+            return self._no_srun()
+        # Whether there is an mpirun is checked where it is looked for.
+        return ""
 
+    def _no_spawn(self) -> str:
+        if not self.args.multi_model:
+            return "leader mode (without --multi-model) has no orchestrator"
+        far = [host.name for host in self.hosts if not is_this_host(host.name)]
+        if far:
+            return f"ranks cannot be spawned onto other hosts ({', '.join(far)})"
+        if self.environ.get("SLURM_JOB_NUM_NODES", "1") != "1":
+            return "ranks cannot be spawned onto other nodes of the Slurm job"
+        mpi = self.find_mpi()
+        if mpi.kind != OPENMPI or mpi.major < _FIRST_WITH_ULFM:
+            return (
+                f"with {mpi} a dead rank would take the orchestrator along; Open MPI "
+                f"{_FIRST_WITH_ULFM} or newer is needed"
+            )
+        return ""
 
-def _no_mpirun(
-    args: argparse.Namespace,
-    hosts: Sequence[Host],
-    find_mpi: Callable[[], Mpi],
-    environ: Mapping[str, str],
-) -> str:
-    """Nothing: whether there is an mpirun is checked where it is looked for."""
-    return ""
+    def _no_srun(self) -> str:
+        if "SLURM_JOB_ID" not in self.environ:
+            return "this is no Slurm job"
+        if shutil.which("srun") is None:
+            return "srun is not on PATH"
+        if self.args.mpirun:
+            return "--mpirun names another starter"
+        return ""
