@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -11,8 +13,29 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))
 
 from adapters import write_peft
-from multi_model import PAIR, WORLD_SIZES, MultiModel, write_models
-from served import DEMO_MODEL, Served, run_trimaran
+from multi_model import NUM_TOKENS, PAIR, PROMPTS
+from served import DEMO_MODEL, Served, init_repo, run_trimaran
+from token_stream import TokenStream
+from waiting import started
+
+LOG_CHARACTERS = 20_000
+"""The end of a log that is shown with a failure."""
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(
+    item: pytest.Item, call: pytest.CallInfo[None]
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Show beside a failure what the servers of the test have logged by then."""
+    report = yield
+    if report.failed:
+        for each in started:
+            code = each.process.poll()
+            state = "runs" if code is None else f"ended with {code}"
+            report.sections.append((f"{each.log_path} ({state})", each.log()[-LOG_CHARACTERS:]))
+    if report.when == "teardown":
+        started[:] = [each for each in started if each.process.poll() is None]
+    return report
 
 
 @pytest.fixture(scope="session")
@@ -44,8 +67,7 @@ def make_repository(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., P
             "tokenizer_dir": str(tokenizer), "engine_dir": str(engine), **values,
         }  # fmt: skip
         text = ",".join(f"{key}:{value}" for key, value in fill.items())
-        done = run_trimaran("init-repo", str(folder), "--defaults", "--fill", text)
-        assert done.returncode == 0, done.stderr
+        init_repo(str(folder), "--defaults", "--fill", text)
         return folder
 
     return make
@@ -65,46 +87,72 @@ def demo_engine(build_engine: Callable[..., Path]) -> Callable[[int], Path]:
 
 
 @pytest.fixture(scope="session")
-def decoupled_server(
+def demo_servers(
     demo_engine: Callable[[int], Path],
     make_repository: Callable[..., Path],
     tmp_path_factory: pytest.TempPathFactory,
-) -> Iterator[Served]:
-    """The demo model on two ranks, decoupled: what `make serve` runs, with two adapters
-    and guides."""
+) -> Iterator[dict[str, Served]]:
+    """Two servers of the demo model, which start side by side and serve all tests.
+
+    ``decoupled``: what `make serve` runs, on two ranks, with two adapters and guides;
+    ``plain``: on one rank, not decoupled.
+    """
     adapters = tmp_path_factory.mktemp("adapters")
     write_peft(adapters / "north", seed=3)
     write_peft(adapters / "81", seed=4)
-    repository = make_repository(
-        demo_engine(2), lora_prefetch_dir=str(adapters), guided_decoding_backend="xgrammar"
-    )
-    log = tmp_path_factory.mktemp("log") / "serve.log"
-    with Served(repository, world_size=2, log_path=log) as server:
-        yield server
+    values = {
+        "decoupled": {
+            "lora_prefetch_dir": str(adapters), "guided_decoding_backend": "xgrammar",
+        },
+        "plain": {"decoupled_mode": "False"},
+    }  # fmt: skip
+    world_sizes = {"decoupled": 2, "plain": 1}
+    with ThreadPoolExecutor(2) as pool:
+        engines = dict(zip(values, pool.map(demo_engine, world_sizes.values()), strict=True))
+    servers = {}
+    with contextlib.ExitStack() as running:
+        for name, engine in engines.items():
+            repository = make_repository(engine, **values[name])
+            log = tmp_path_factory.mktemp("log") / "serve.log"
+            servers[name] = Served(repository, world_sizes[name], log_path=log)
+            servers[name].start()
+            running.callback(servers[name].stop)
+        for server in servers.values():
+            server.wait_ready()
+        yield servers
 
 
 @pytest.fixture(scope="session")
-def plain_server(
+def decoupled_server(demo_servers: dict[str, Served]) -> Served:
+    """The demo model on two ranks, decoupled, with two adapters and guides."""
+    return demo_servers["decoupled"]
+
+
+@pytest.fixture(scope="session")
+def plain_server(demo_servers: dict[str, Served]) -> Served:
+    """The demo model on one rank, not decoupled."""
+    return demo_servers["plain"]
+
+
+@pytest.fixture(scope="session")
+def exact_server(
     demo_engine: Callable[[int], Path],
     make_repository: Callable[..., Path],
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[Served]:
-    """The demo model on one rank, not decoupled."""
-    repository = make_repository(demo_engine(1), decoupled_mode="False")
+    """The demo model on two ranks in float32, in leader mode, for tests that kill parts of it.
+
+    Who asks for it asks for `leader_tokens` too: the last test of its faults ends it.
+    """
     log = tmp_path_factory.mktemp("log") / "serve.log"
-    with Served(repository, world_size=1, log_path=log) as server:
+    # A short window: the pause before a restart does not grow from test to test.
+    flags = ("--max-restarts", "9", "--restart-window", "1", "--hang-timeout", "4")
+    repository = make_repository(demo_engine(2))
+    with Served(repository, 2, ("--dtype", "float32", *flags), log) as server:
         yield server
 
 
 @pytest.fixture(scope="session")
-def leader_tokens(
-    demo_engine: Callable[[int], Path], tmp_path_factory: pytest.TempPathFactory
-) -> list[int]:
+def leader_tokens(exact_server: Served) -> list[int]:
     """What the model ``pair`` says in leader mode, in float32 and with nothing beside it."""
-    folder = tmp_path_factory.mktemp("leader")
-    repository = write_models(folder, demo_engine, (PAIR,))
-    flags = ("--dtype", "float32")
-    with MultiModel(repository, WORLD_SIZES[PAIR], flags, folder / "serve.log") as leader:
-        tokens = leader.stream(PAIR).finish()
-        assert leader.stop() == 0
-    return tokens
+    return TokenStream(exact_server, "tensorrt_llm", PROMPTS[PAIR], NUM_TOKENS).finish()

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable
 from pathlib import Path
 
 import psutil
-from served import Served, run_trimaran
+from served import Served, init_repo
 from token_stream import TokenStream
 
 PAIR, SINGLE = "pair", "single"
@@ -25,11 +24,10 @@ def write_models(
     for model in models:
         world_size = WORLD_SIZES[model]
         scratch = folder / "filled" / model
-        done = run_trimaran(
-            "init-repo", str(scratch), "--models", "tensorrt_llm", "--defaults",
+        init_repo(
+            str(scratch), "--models", "tensorrt_llm", "--defaults",
             "--fill", f"engine_dir:{engine(world_size)}",
         )  # fmt: skip
-        assert done.returncode == 0, done.stderr
         (folder / "models" / model / "1").mkdir(parents=True)
         text = (scratch / "tensorrt_llm" / "config.pbtxt").read_text()
         text = text.replace('name: "tensorrt_llm"', f'name: "{model}"', 1)
@@ -59,13 +57,6 @@ class MultiModel(Served):
             for process in psutil.Process(self.process.pid).children(recursive=True)
             if process.environ().get("TRIMARAN_GROUP") == group
         }
-
-    def wait_log(self, text: str, count: int = 1, timeout_s: float = 120) -> None:
-        """Wait until the log holds ``text`` so many times."""
-        deadline = time.monotonic() + timeout_s
-        while self.log().count(text) < count:
-            assert time.monotonic() < deadline, f"{text!r} is not in the log:\n{self.log()}"
-            time.sleep(0.05)
 
 
 def _name(process: psutil.Process) -> str:

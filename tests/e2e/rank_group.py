@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import os
+import select
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import psutil
+from waiting import started, wait_until
 
 from trimaran.comm.address import Address
 from trimaran.comm.env import ChildEnv
@@ -44,20 +45,15 @@ DEMO_MODEL = Path(__file__).resolve().parents[2] / "examples" / "demo_models" / 
 START_TIMEOUT_S = 180.0
 
 
-def wait_until(is_done: Callable[[], bool], timeout_s: float, what: str) -> None:
-    """Poll; a failure names what did not happen."""
-    deadline = time.monotonic() + timeout_s
-    while not is_done():
-        if time.monotonic() > deadline:
-            raise AssertionError(f"{what}: not within {timeout_s:g} s")
-        time.sleep(0.02)
-
-
 class Connection:
-    """One accepted connection; a thread collects what comes."""
+    """One accepted connection; a thread collects what comes.
 
-    def __init__(self, sock) -> None:
+    ``told`` is what a failed wait for a message ends with, asked then.
+    """
+
+    def __init__(self, sock, told: Callable[[], str]) -> None:
         self.sock = sock
+        self._told = told
         self.messages: list[Message] = []
         self.is_closed = False
         self._thread = threading.Thread(target=self._read, daemon=True)
@@ -78,9 +74,17 @@ class Connection:
     def of_type(self, message_type: type[Message]) -> list[Message]:
         return [m for m in list(self.messages) if isinstance(m, message_type)]
 
-    def wait_for(self, message_type: type[Message], timeout_s: float = 60.0) -> Message:
-        wait_until(lambda: bool(self.of_type(message_type)), timeout_s, message_type.__name__)
+    def wait_for(self, message_type: type[Message]) -> Message:
+        self.wait_until(lambda: bool(self.of_type(message_type)), message_type.__name__)
         return self.of_type(message_type)[0]
+
+    def wait_until(self, is_done: Callable[[], bool], what: str) -> None:
+        """Wait for what messages bring; fail at once if no more can come."""
+
+        def ended() -> str:
+            return "the connection was closed" if self.is_closed else ""
+
+        wait_until(is_done, what, ended=ended, told=self._told)
 
     def close(self) -> None:
         # The reader holds the socket: only a shutdown makes the other end see the loss.
@@ -102,7 +106,6 @@ class RankGroup:
         self._engines: list[Connection] = []
         self._supervisor = Address(path=str(folder / "s.sock")).listen()
         self._frontend = Address(path=str(folder / "f.sock")).listen()
-        self._frontend.settimeout(START_TIMEOUT_S)
         self.config = self._rank_config(f"unix:{folder}/f.sock", **changes)
         env = ChildEnv(supervisor=f"unix:{folder}/s.sock", token="t", group="g")
         self._run_dir = RunDir()
@@ -121,6 +124,7 @@ class RankGroup:
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )  # fmt: skip
+        started.append(self)
         self._acceptor = threading.Thread(target=self._accept_ranks, daemon=True)
         self._acceptor.start()
 
@@ -151,7 +155,7 @@ class RankGroup:
 
     def _accept_ranks(self) -> None:
         for _ in range(self.world_size):
-            connection = Connection(self._supervisor.accept()[0])
+            connection = Connection(self._supervisor.accept()[0], self.log)
             hello = connection.wait_for(ChildHello)
             assert isinstance(hello, ChildHello)
             connection.send(ChildConfig(config=self.config.to_wire()))
@@ -185,23 +189,30 @@ class RankGroup:
         wanted = ranks or tuple(range(self.world_size))
 
         def has_come() -> bool:
-            code = self.process.poll()
-            assert code is None, f"mpirun ended with code {code}: {self.log()}"
             return all(
                 rank in self.ranks and any(s.state == state for s in self.states(rank))
                 for rank in wanted
             )
 
-        try:
-            wait_until(has_come, START_TIMEOUT_S, f"state {state} of ranks {wanted}")
-        except AssertionError as error:
-            raise AssertionError(f"{error}; log: {self.log()}") from None
+        self.wait_until(has_come, f"state {state} of ranks {wanted}")
+
+    def wait_until(self, is_done: Callable[[], bool], what: str) -> None:
+        """Wait for what ranks do; fail with their log, at once if mpirun has ended."""
+
+        def ended() -> str:
+            code = self.process.poll()
+            return "" if code is None else f"mpirun ended with code {code}"
+
+        wait_until(is_done, what, START_TIMEOUT_S, ended=ended, told=self.log)
 
     def states(self, rank: int) -> list[ChildState]:
         return [m for m in self.ranks[rank].of_type(ChildState) if isinstance(m, ChildState)]
 
     def accept_engine(self) -> Connection:
-        engine = Connection(self._frontend.accept()[0])
+        self.wait_until(
+            lambda: bool(select.select([self._frontend], [], [], 0)[0]), "rank 0 dials in"
+        )
+        engine = Connection(self._frontend.accept()[0], self.log)
         self._engines.append(engine)
         engine.wait_for(EngineHello)
         engine.send(FrontendHello())
@@ -211,7 +222,7 @@ class RankGroup:
         """Tell all ranks to end; mpirun's exit code."""
         for connection in self.ranks.values():
             connection.send(Command(verb="shutdown"))
-        return self.process.wait(30)
+        return self.wait_ended(30)
 
     def pid(self, rank: int) -> int:
         return self.hellos[rank].pid
@@ -224,12 +235,22 @@ class RankGroup:
         except psutil.NoSuchProcess:
             return []
 
+    def wait_ended(self, timeout_s: float) -> int:
+        """mpirun has ended; its exit code."""
+        wait_until(
+            lambda: self.process.poll() is not None, "end of mpirun", timeout_s, told=self.log
+        )
+        return self.process.wait()
+
     def wait_gone(self, timeout_s: float = 20.0) -> int:
         """All ranks and mpirun have ended; mpirun's exit code."""
         pids = [hello.pid for hello in self.hellos.values()]
-        code = self.process.wait(timeout_s)
+        code = self.wait_ended(timeout_s)
         wait_until(
-            lambda: not any(psutil.pid_exists(pid) for pid in pids), timeout_s, "ranks gone"
+            lambda: not any(psutil.pid_exists(pid) for pid in pids),
+            f"end of the ranks {pids}",
+            timeout_s,
+            told=self.log,
         )
         return code
 
@@ -277,5 +298,5 @@ def tokens_of(engine: Connection, request_id: int) -> tuple[list[int], int]:
 
 def finish(engine: Connection, request_id: int) -> tuple[list[int], int]:
     """Wait for a request's end."""
-    wait_until(lambda: tokens_of(engine, request_id)[1] != 0, 60.0, f"end of {request_id}")
+    engine.wait_until(lambda: tokens_of(engine, request_id)[1] != 0, f"end of {request_id}")
     return tokens_of(engine, request_id)

@@ -10,15 +10,18 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 import urllib.error
 import urllib.request
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import psutil
 from prometheus_client.parser import text_string_to_metric_families
+from waiting import started, wait_until
+
+from trimaran.launcher.cli import main
 
 BIN = Path(sys.executable).parent
 ROOT = Path(__file__).resolve().parents[2]
@@ -57,6 +60,11 @@ def run_trimaran(*args: str, timeout_s: float = 120) -> subprocess.CompletedProc
         env=command_env(),
         cwd="/",
     )
+
+
+def init_repo(*args: str) -> None:
+    """Write a repository as `trimaran init-repo` does, in this process."""
+    assert main(["init-repo", *args]) == 0
 
 
 @dataclass
@@ -107,18 +115,29 @@ class Served:
                 env=command_env(),
                 cwd="/",
             )
+        started.append(self)
 
     def wait_ready(self, timeout_s: float = 180) -> None:
         """Return when the server answers ready; fail with its log otherwise."""
-        deadline = time.monotonic() + timeout_s
-        while time.monotonic() < deadline:
-            if self.process.poll() is not None:
-                raise AssertionError(f"ended with {self.process.returncode}:\n{self.log()}")
-            if self.is_ready():
-                self.remember_tree()
-                return
-            time.sleep(0.1)
-        raise AssertionError(f"not ready after {timeout_s} s:\n{self.log()}")
+        self.wait_until(self.is_ready, "ready", timeout_s)
+        self.remember_tree()
+
+    def wait_log(self, text: str, count: int = 1, timeout_s: float = 120) -> None:
+        """Wait until the log holds ``text`` so many times."""
+        self.wait_until(
+            lambda: self.log().count(text) >= count, f"{count} x {text!r} in the log", timeout_s
+        )
+
+    def wait_until(
+        self, is_done: Callable[[], bool], what: str, timeout_s: float = 120
+    ) -> None:
+        """Wait for what the server does; fail with its log, at once if it has ended."""
+
+        def ended() -> str:
+            code = self.process.poll()
+            return "" if code is None else f"the server ended with {code}"
+
+        wait_until(is_done, what, timeout_s, ended=ended, told=self.log)
 
     def is_ready(self) -> bool:
         """Whether /v2/health/ready answers 200 now."""
@@ -129,7 +148,9 @@ class Served:
             return False
 
     def log(self) -> str:
-        """Everything the command wrote so far."""
+        """Everything the command wrote so far, if that was to a file."""
+        if not self.log_path.is_file():
+            return f"(its log went to {self.log_path})"
         return self.log_path.read_text(errors="replace")
 
     def url(self, path: str) -> str:
@@ -193,13 +214,29 @@ class Served:
             if p.is_running() and p.status() != psutil.STATUS_ZOMBIE
         ]  # fmt: skip
 
-    def wait_gone(self, timeout_s: float) -> list[psutil.Process]:
-        """Wait until no noted process runs; return what is left at the deadline."""
-        deadline = time.monotonic() + timeout_s
-        while self.survivors() and time.monotonic() < deadline:
+    def wait_gone(self, timeout_s: float) -> None:
+        """Wait until no noted process runs; fail with those that do, and the log."""
+
+        def are_gone() -> bool:
             self.process.poll()
-            time.sleep(0.05)
-        return self.survivors()
+            return not self.survivors()
+
+        wait_until(
+            are_gone,
+            "end of the tree",
+            timeout_s,
+            told=lambda: f"{self.survivors()}\n{self.log()}",
+        )
+
+    def wait_ended(self, timeout_s: float = 40) -> int:
+        """Wait until the command itself has ended; its exit code."""
+        wait_until(
+            lambda: self.process.poll() is not None,
+            "end of the server",
+            timeout_s,
+            told=self.log,
+        )
+        return self.process.wait()
 
     def stop(self, timeout_s: float = 40) -> int:
         """SIGTERM, wait, and make sure that the whole tree is gone; the exit code."""
@@ -207,7 +244,7 @@ class Served:
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGTERM)
         try:
-            return self.process.wait(timeout_s)
+            return self.wait_ended(timeout_s)
         finally:
             self.kill()
 
@@ -243,3 +280,4 @@ class InJob(Served):
                 command, stdout=log, stderr=log, stdin=subprocess.DEVNULL,
                 start_new_session=True, env=env, cwd="/",
             )  # fmt: skip
+        started.append(self)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import queue
 import threading
-import time
 
 import numpy as np
 import pytest
@@ -138,10 +137,7 @@ def test_cancelling_a_grpc_stream_frees_its_blocks(decoupled_server):
         name = "nv_trt_llm_request_metrics"
         return decoupled_server.metric(name, model="tensorrt_llm", request_type="active")
 
-    deadline = time.monotonic() + 60
-    while num_active() != 0 and time.monotonic() < deadline:
-        time.sleep(0.1)
-    assert num_active() == 0
+    decoupled_server.wait_until(lambda: num_active() == 0, "no active request", 60)
     used = decoupled_server.metric(
         "nv_trt_llm_kv_cache_block_metrics", model="tensorrt_llm", kv_cache_block_type="used"
     )

@@ -6,10 +6,10 @@ import asyncio
 import json
 import os
 import random
-import time
 
 import aiohttp
 import pytest
+from waiting import wait_until
 
 NUM_REQUESTS, AT_ONCE = 300, 64
 MODELS = ("ensemble", "tensorrt_llm_bls", "tensorrt_llm")
@@ -128,13 +128,12 @@ def test_every_feature_at_once_leaves_nothing(decoupled_server):
         ("nv_inference_pending_request_count", {}),
         ("trimaran_lora_adapters", {"type": "used"}),
     )
-    deadline = time.monotonic() + 60
-    left = {"?": 1.0}
-    while any(left.values()) and time.monotonic() < deadline:
-        left = {
+
+    def left() -> dict[str, float]:
+        return {
             name: decoupled_server.metric(name, model="tensorrt_llm", **labels)
             for name, labels in gauges
         }
-        time.sleep(0.1)
-    assert not any(left.values()), left
+
+    wait_until(lambda: not any(left().values()), "nothing in use", told=lambda: str(left()))
     assert num_bulk_files(decoupled_server) == 0

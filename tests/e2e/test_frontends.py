@@ -16,6 +16,7 @@ from typing import Any
 import psutil
 import pytest
 from served import ROOT, Served
+from waiting import wait_until
 
 EXAMPLES = ROOT / "examples"
 NUM_FRONTENDS = 3
@@ -104,9 +105,13 @@ class Stream(threading.Thread):
             if line.startswith(b"data: "):
                 self.events.append(json.loads(line[6:]))
 
-    def has_begun(self) -> bool:
-        """Whether a token has come."""
-        return bool(self.events)
+    def wait_begun(self) -> None:
+        """Return once a token has come."""
+
+        def ended() -> str:
+            return "" if self.is_alive() else "the stream ended"
+
+        wait_until(lambda: bool(self.events), "a first token", ended=ended)
 
     def text(self) -> str:
         """All of the text, once the stream has ended."""
@@ -115,14 +120,6 @@ class Stream(threading.Thread):
         self._answer.close()
         self._connection.close()
         return "".join(event["text_output"] for event in self.events)
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    """Return once a condition holds; fail after a generous time."""
-    deadline = time.monotonic() + DEADLINE_S
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
 
 
 @pytest.fixture(scope="module")
@@ -137,7 +134,7 @@ def server(
     )  # fmt: skip
     log = tmp_path_factory.mktemp("log") / "serve.log"
     with Several(make_repository(demo_engine(1)), flags=flags, log_path=log) as served:
-        wait_until(lambda: "curl" in served.log())
+        served.wait_log("curl")
         yield served
 
 
@@ -162,7 +159,7 @@ def test_a_request_is_stopped_by_its_id_at_another_front_end(server: Several) ->
     stop = {"id": "long", "stop": True, "input_ids": [1], "request_output_len": 1}
     another = server.connect(2)
     stream = Stream(server.connect(1), id="long", max_tokens=800)
-    wait_until(stream.has_begun)
+    stream.wait_begun()
 
     server.ask(another, "POST", "/v2/models/tensorrt_llm/generate_stream", stop)
 
@@ -212,7 +209,7 @@ def test_a_users_own_model_runs_at_every_front_end(server: Several) -> None:
     assert (loaded, unloaded, num_processes) == (200, 200, NUM_FRONTENDS)
     expected = server.call(0, "POST", GENERATE, whole)[1]["text_output"]
     assert answers == [expected] * NUM_FRONTENDS
-    wait_until(lambda: not processes())
+    server.wait_until(lambda: not processes(), "end of the processes of the model")
 
 
 def test_a_model_with_ranks_is_unloaded_once_the_streams_of_all_have_ended(
@@ -221,13 +218,13 @@ def test_a_model_with_ranks_is_unloaded_once_the_streams_of_all_have_ended(
     path = "/v2/repository/models/ensemble"
     whole = server.call(0, "POST", GENERATE, {**PROMPT, "max_tokens": 300})[1]["text_output"]
     stream = Stream(server.connect(2), max_tokens=300)
-    wait_until(stream.has_begun)
+    stream.wait_begun()
     (rank,) = server.ranks()
 
     status, _ = server.call(1, "POST", f"{path}/unload", UNLOAD_ALL)
     refused = [server.call(index, "POST", GENERATE, PROMPT)[0] for index in range(3)]
     text = stream.text()
-    wait_until(lambda: not rank.is_running())
+    server.wait_until(lambda: not rank.is_running(), "end of the rank")
     loaded = server.call(2, "POST", f"{path}/load")
     answers = [server.call(i, "POST", GENERATE, PROMPT)[1] for i in range(NUM_FRONTENDS)]
 
@@ -244,7 +241,8 @@ def test_a_dead_rank_is_replayed_for_the_streams_of_all(server: Several) -> None
     replays = server.metric("trimaran_replayed_requests")
     (rank,) = server.ranks()
     streams = [Stream(connection, max_tokens=800) for connection in server.connect_all()]
-    wait_until(lambda: all(stream.has_begun() for stream in streams))
+    for stream in streams:
+        stream.wait_begun()
 
     rank.kill()
 
@@ -269,12 +267,12 @@ def test_a_front_end_that_dies_takes_nothing_with_it_but_its_connections(
     before = server.succeeded(2)
     pid = server.named(index).pid
     stream = Stream(server.connect(2), max_tokens=300)
-    wait_until(stream.has_begun)
+    stream.wait_begun()
 
     os.kill(pid, signal.SIGKILL)
     text = stream.text()
-    wait_until(lambda: len(server.frontends()) == NUM_FRONTENDS)
-    wait_until(lambda: server.log().count(f"front end{f' {index}' * bool(index)}: ready") > 1)
+    server.wait_until(lambda: len(server.frontends()) == NUM_FRONTENDS, "all front ends")
+    server.wait_log(f"front end{f' {index}' * bool(index)}: ready", 2)
 
     assert PROMPT["text_input"] + text == expected["text_output"]
     answer = server.call(index, "POST", GENERATE, PROMPT)
@@ -285,7 +283,8 @@ def test_a_front_end_that_dies_takes_nothing_with_it_but_its_connections(
 
 def test_a_drain_waits_for_the_streams_of_all(server: Several) -> None:
     streams = [Stream(connection, max_tokens=400) for connection in server.connect_all()]
-    wait_until(lambda: all(stream.has_begun() for stream in streams))
+    for stream in streams:
+        stream.wait_begun()
 
     code = server.stop()
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 from adapters import write_peft
 from served import run_trimaran
@@ -13,10 +15,14 @@ PROMPT = "Once upon a time"
 def converted(tmp_path_factory):
     """Folders with the files that requests carry, by seed."""
     root = tmp_path_factory.mktemp("adapters")
-    for seed in (1, 2):
+
+    def convert(seed):
         write_peft(root / f"peft{seed}", seed)
-        done = run_trimaran("convert-lora", "-i", f"{root}/peft{seed}", "-o", f"{root}/{seed}")
-        assert done.returncode == 0, done.stderr
+        return run_trimaran("convert-lora", "-i", f"{root}/peft{seed}", "-o", f"{root}/{seed}")
+
+    with ThreadPoolExecutor(2) as pool:
+        for done in pool.map(convert, (1, 2)):
+            assert done.returncode == 0, done.stderr
     return root
 
 

@@ -7,16 +7,19 @@ import time
 
 import psutil
 from served import Served
+from waiting import wait_until
 
 STEPS = ("ensemble", "preprocessing", "tensorrt_llm", "postprocessing")
 
 
 def settled(server: Served, name: str, expected: float, **labels: str) -> float:
-    """The metric's value once it is as expected, or after half a minute."""
-    deadline = time.monotonic() + 30
-    while server.metric(name, **labels) != expected and time.monotonic() < deadline:
-        time.sleep(0.05)
-    return server.metric(name, **labels)
+    """The metric's value once it is as expected."""
+    wait_until(
+        lambda: server.metric(name, **labels) == expected,
+        f"{name} {labels} at {expected}",
+        told=lambda: f"it is at {server.metric(name, **labels)}",
+    )
+    return expected
 
 
 def iterations(server: Served) -> float:
@@ -26,10 +29,11 @@ def iterations(server: Served) -> float:
 
 def wait_for_steps(server: Served, count: float) -> None:
     """Return once the engine has told of so many steps in all, and rests."""
-    deadline = time.monotonic() + 30
-    while iterations(server) < count:
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    wait_until(
+        lambda: iterations(server) >= count,
+        f"{count} steps",
+        told=lambda: f"{iterations(server)} were told of",
+    )
     assert settled(server, "nv_trt_llm_request_metrics", 0, request_type="active") == 0
 
 

@@ -87,14 +87,6 @@ def ranks(server: Served) -> dict[str, psutil.Process]:
     return found
 
 
-def wait_until(condition: Callable[[], bool]) -> None:
-    """Return once a condition holds; fail after a generous time."""
-    deadline = time.monotonic() + DEADLINE_S
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-
-
 @pytest.fixture(scope="module")
 def engine(
     demo_engine: Callable[[int], Path], tmp_path_factory: pytest.TempPathFactory
@@ -139,8 +131,10 @@ def test_a_changed_model_is_switched_to_without_a_failed_request(server, reposit
     with Clients(server, 4) as clients, triton_grpc.InferenceServerClient(url) as client:
         client.load_model("tensorrt_llm")
         num_before = len(clients.texts)
-        wait_until(lambda: list(ranks(server)) == ["tensorrt_llm@2"])
-        wait_until(lambda: len(clients.texts) >= num_before + 8)
+        server.wait_until(
+            lambda: list(ranks(server)) == ["tensorrt_llm@2"], "the second version alone"
+        )
+        server.wait_until(lambda: len(clients.texts) >= num_before + 8, "8 more texts")
     assert (clients.errors, clients.num_refused) == ([], 0)
     assert set(clients.texts) == {expected}
     assert server.get("/v2/models/tensorrt_llm")["versions"] == ["2"]
@@ -162,7 +156,9 @@ def test_a_model_that_cannot_be_started_leaves_the_one_that_runs(server, reposit
     assert "rank 0" in body["error"]
     assert server.is_ready()
     assert text_of(server) == expected
-    wait_until(lambda: list(ranks(server)) == ["tensorrt_llm@2"])
+    server.wait_until(
+        lambda: list(ranks(server)) == ["tensorrt_llm@2"], "the second version alone"
+    )
 
 
 def test_where_its_gpus_are_taken_the_one_that_runs_ends_first(server, repository):
@@ -171,13 +167,13 @@ def test_where_its_gpus_are_taken_the_one_that_runs_ends_first(server, repositor
     config.write_text(config.read_text().replace('"${gpu_device_ids}"', '"0"'))
     with triton_http.InferenceServerClient(server.url("")[7:], network_timeout=120) as client:
         client.load_model("tensorrt_llm")
-        wait_until(lambda: len(ranks(server)) == 1)
+        server.wait_until(lambda: len(ranks(server)) == 1, "one group")
         config.touch()
         with Clients(server, 4) as clients:
-            wait_until(lambda: len(clients.texts) >= 4)
+            server.wait_until(lambda: len(clients.texts) >= 4, "4 texts")
             client.load_model("tensorrt_llm")
             num_before = len(clients.texts)
-            wait_until(lambda: len(clients.texts) >= num_before + 4)
+            server.wait_until(lambda: len(clients.texts) >= num_before + 4, "4 more texts")
     assert clients.errors == []
     assert clients.num_refused > 0
     assert set(clients.texts) == {expected}
@@ -191,7 +187,7 @@ def test_the_loaded_models_outlive_the_front_end(server):
     (frontend,) = [p for p in children if "trimaran-frontend" in " ".join(p.cmdline())]
     frontend.kill()
     frontend.wait(DEADLINE_S)
-    wait_until(server.is_ready)
+    server.wait_until(server.is_ready, "ready again")
     assert text_of(server) == expected
     assert list(ranks(server)) == [group]
 
@@ -201,7 +197,9 @@ def test_an_unloaded_model_leaves_nothing_behind(server):
     with triton_http.InferenceServerClient(server.url("")[7:], network_timeout=120) as client:
         client.unload_model("ensemble", unload_dependents=True)
         assert not client.is_model_ready("ensemble")
-        wait_until(lambda: set(states(server).values()) == {"UNAVAILABLE"})
+        server.wait_until(
+            lambda: set(states(server).values()) == {"UNAVAILABLE"}, "all unloaded"
+        )
         assert not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
         assert ranks(server) == {}
         assert server.samples("trimaran_group_up") == []

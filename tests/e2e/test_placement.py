@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 from multi_model import PAIR, PROMPTS, SINGLE
-from served import InJob, Served, run_trimaran
+from served import InJob, Served, init_repo, run_trimaran
 
 NUM_TOKENS = 60
 EXACT = ("--dtype", "float32")
@@ -33,11 +33,10 @@ def make_models(
                 continue
             scratch = root / "filled" / model
             more = "".join(f",{key}:{value}" for key, value in values.items())
-            done = run_trimaran(
-                "init-repo", str(scratch), "--models", "tensorrt_llm", "--defaults",
+            init_repo(
+                str(scratch), "--models", "tensorrt_llm", "--defaults",
                 "--fill", f"decoupled_mode:False,engine_dir:{demo_engine(world_size)}{more}",
             )  # fmt: skip
-            assert done.returncode == 0, done.stderr
             text = (scratch / "tensorrt_llm" / "config.pbtxt").read_text()
             text = text.replace('name: "tensorrt_llm"', f'name: "{model}"', 1)
             text = text.replace("count: 1", f"count: {instances}")

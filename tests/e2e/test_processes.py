@@ -20,6 +20,8 @@ from served import BIN, InJob, Served, command_env
 GONE_IDLE_S = 5
 GONE_KILLED_S = 10
 NUM_TOKENS = 700
+UNDER_WAY = 20
+"""Events after which a stream is in its midst."""
 STREAM = "/v2/models/ensemble/generate_stream"
 BODY = {
     "text_input": "It was a bright cold day", "max_tokens": NUM_TOKENS, "stream": True,
@@ -28,7 +30,7 @@ BODY = {
 
 
 class Stream(threading.Thread):
-    """A client that reads one long stream; `started` is set once text has come."""
+    """A client that reads one long stream, which is in its midst after the constructor."""
 
     def __init__(self, server: Served) -> None:
         super().__init__(daemon=True)
@@ -38,7 +40,7 @@ class Stream(threading.Thread):
         self.num_events = 0
         self.error = ""
         self.start()
-        assert self.started.wait(60), self.error
+        assert self.started.wait(60) and self.num_events >= UNDER_WAY, self.error
 
     def run(self) -> None:
         connection = http.client.HTTPConnection("127.0.0.1", self._port, timeout=120)
@@ -52,6 +54,7 @@ class Stream(threading.Thread):
             self.error = repr(error)
         finally:
             connection.close()
+            self.started.set()
 
     def finish(self) -> str:
         """The whole text, once the stream has ended."""
@@ -65,7 +68,7 @@ class Stream(threading.Thread):
             return
         self.text += event["text_output"]
         self.num_events += 1
-        if self.num_events == 20:
+        if self.num_events == UNDER_WAY:
             self.started.set()
 
 
@@ -78,13 +81,10 @@ def repository(
 
 
 @pytest.fixture(scope="module")
-def server(repository: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    """One server that lives through the faults of several tests, the last of which ends it."""
-    log = tmp_path_factory.mktemp("log") / "serve.log"
-    # A short window: the pause before a restart does not grow from test to test.
-    flags = ("--max-restarts", "9", "--restart-window", "5", "--hang-timeout", "4")
-    with Served(repository, 2, ("--dtype", "float32", *flags), log) as running:
-        yield running
+def server(exact_server: Served, leader_tokens: list[int]) -> Served:
+    """A server that lives through the faults of several tests, the last of which ends it."""
+    assert leader_tokens
+    return exact_server
 
 
 @pytest.fixture(scope="module")
@@ -121,14 +121,6 @@ def find(server: Served, name: str, number: int = 0) -> psutil.Process:
     return sorted(found, key=lambda process: process.pid)[number]
 
 
-def wait_log(server: Served, text: str, count: int = 1, timeout_s: float = 120) -> None:
-    """Wait until the log holds ``text`` so many times."""
-    deadline = time.monotonic() + timeout_s
-    while server.log().count(text) < count:
-        assert time.monotonic() < deadline, f"{text!r} is not in the log:\n{server.log()}"
-        time.sleep(0.05)
-
-
 @pytest.mark.parametrize(
     ("victim", "number", "told"),
     [
@@ -143,7 +135,7 @@ def test_a_stream_survives_the_death_of_its_engine(server, undisturbed, victim, 
     dead = find(server, victim, number)
     stream = Stream(server)
     dead.kill()
-    wait_log(server, told.format(pid=dead.pid, host=os.uname().nodename))
+    server.wait_log(told.format(pid=dead.pid, host=os.uname().nodename))
     assert stream.finish() == undisturbed, stream.error
     assert not any(process.is_running() for process in before)
     assert server.is_ready()
@@ -156,7 +148,7 @@ def test_a_hung_rank_is_noticed_and_its_group_restarted(server, undisturbed):
     num_restarts = server.log().count("restart in")
     stream = Stream(server)
     hung.suspend()
-    wait_log(server, "restart in", num_restarts + 1)
+    server.wait_log("restart in", num_restarts + 1)
     assert stream.finish() == undisturbed, stream.error
     assert hung not in server.survivors()
 
@@ -165,7 +157,7 @@ def test_a_dead_engine_is_not_ready_and_refuses_with_a_time_to_retry(server):
     server.wait_ready()
     num_restarts = server.log().count("restart in")
     find(server, "rank", 1).kill()
-    wait_log(server, "restart in", num_restarts + 1)
+    server.wait_log("restart in", num_restarts + 1)
     with closing(http.client.HTTPConnection("127.0.0.1", server.http_port)) as connection:
         connection.request("GET", "/v2/health/ready")
         ready = connection.getresponse()
@@ -184,7 +176,7 @@ def test_a_killed_front_end_comes_back_and_finds_the_engine(server, undisturbed)
     dead = find(server, "front end")
     stream = Stream(server)
     dead.kill()
-    wait_log(server, f"front end (pid {dead.pid}) was killed by signal 9 (SIGKILL)")
+    server.wait_log(f"front end (pid {dead.pid}) was killed by signal 9 (SIGKILL)")
     stream.finish()
     server.wait_ready()
     assert {find(server, "rank", 0).pid, find(server, "rank", 1).pid} == ranks
@@ -209,10 +201,10 @@ def test_a_busy_server_finishes_its_streams_and_admits_no_more(server, undisturb
     server.remember_tree()
     stream = Stream(server)
     server.process.send_signal(signal.SIGTERM)
-    wait_log(server, "draining")
+    server.wait_log("draining")
     assert stream.finish() == undisturbed
-    assert server.process.wait(40) == 0
-    assert server.wait_gone(GONE_IDLE_S) == []
+    assert server.wait_ended() == 0
+    server.wait_gone(GONE_IDLE_S)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
@@ -223,8 +215,8 @@ def test_an_idle_server_is_gone_within_5_seconds_of_a_signal(serve, number):
         idle.getresponse().read()
         server.remember_tree()
         server.process.send_signal(number)
-        assert server.wait_gone(GONE_IDLE_S) == []
-    assert server.process.wait() == 0
+        server.wait_gone(GONE_IDLE_S)
+    assert server.wait_ended() == 0
     assert "ERROR" not in server.log()
 
 
@@ -233,10 +225,10 @@ def test_a_second_signal_ends_a_busy_server_at_once(serve):
     stream = Stream(server)
     server.remember_tree()
     server.process.send_signal(signal.SIGINT)
-    wait_log(server, "draining")
+    server.wait_log("draining")
     server.process.send_signal(signal.SIGINT)
-    assert server.wait_gone(GONE_IDLE_S) == []
-    assert server.process.wait() in (0, 128 + signal.SIGINT)
+    server.wait_gone(GONE_IDLE_S)
+    assert server.wait_ended() in (0, 128 + signal.SIGINT)
     stream.finish()
 
 
@@ -247,8 +239,8 @@ def test_without_restarts_a_death_ends_the_server_with_code_1(serve, victim):
     dead = find(server, victim)
     Stream(server)
     dead.kill()
-    assert server.wait_gone(GONE_KILLED_S) == []
-    assert server.process.wait() == 1
+    server.wait_gone(GONE_KILLED_S)
+    assert server.wait_ended() == 1
     assert "was killed by signal 9 (SIGKILL); not started again" in server.log()
 
 
@@ -257,7 +249,7 @@ def test_nothing_outlives_the_supervisor(serve):
     Stream(server)
     assert len(server.remember_tree()) == 5
     server.process.kill()
-    assert server.wait_gone(GONE_KILLED_S) == []
+    server.wait_gone(GONE_KILLED_S)
 
 
 @pytest.mark.parametrize("delay_s", [0.4, 0.8, 1.2, 2.0])
@@ -267,7 +259,7 @@ def test_nothing_outlives_a_supervisor_killed_during_the_start(repository, tmp_p
     time.sleep(delay_s)
     server.remember_tree()
     server.process.kill()
-    assert server.wait_gone(GONE_KILLED_S) == []
+    server.wait_gone(GONE_KILLED_S)
     server.kill()
 
 
@@ -289,7 +281,7 @@ def test_one_rank_serves_without_mpirun(
         names = {process.name() for process in server.seen.values()}
         assert "prterun" not in names
         assert server.stop() == 0
-        assert server.wait_gone(GONE_IDLE_S) == []
+        server.wait_gone(GONE_IDLE_S)
 
 
 def test_tasks_of_a_foreign_mpirun_become_one_server(repository, tmp_path, undisturbed):
@@ -298,13 +290,13 @@ def test_tasks_of_a_foreign_mpirun_become_one_server(repository, tmp_path, undis
         supervisors = [p for p in server.seen.values() if p.name() == "trimaran"]
         assert len(supervisors) == 1
         supervisors[0].send_signal(signal.SIGTERM)
-        assert server.wait_gone(2 * GONE_IDLE_S) == []
-        assert server.process.wait() == 0
+        server.wait_gone(2 * GONE_IDLE_S)
+        assert server.wait_ended() == 0
 
 
 def test_a_configuration_error_ends_every_task_of_a_foreign_mpirun(repository, tmp_path):
     server = InJob(repository, 3, (), tmp_path / "serve.log")
     server.start()
-    assert server.process.wait(60) != 0
+    assert server.wait_ended(60) != 0
     assert "this MPI job has 3 tasks but" in server.log()
     server.kill()

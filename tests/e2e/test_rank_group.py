@@ -14,7 +14,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from rank_group import BIN, RankGroup, finish, submit, tokens_of, wait_until
+from rank_group import BIN, RankGroup, finish, submit, tokens_of
 
 from trimaran.comm.messages import Cancel, FinishReason, Ping, Pong, RequestFailed
 
@@ -23,17 +23,18 @@ LONG = 400
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory):
+    """One group for several tests, of which the last shuts it down."""
     with RankGroup(tmp_path_factory.mktemp("group"), 2) as group:
         yield group, group.wait_ready()
 
 
 @pytest.fixture
 def busy(tmp_path):
-    """A group of its own, in the middle of a long request."""
+    """A group of the test's own, in the middle of a long request."""
     with RankGroup(tmp_path, 2) as group:
         engine = group.wait_ready()
         engine.send(submit(1, [5, 6, 7], LONG))
-        wait_until(lambda: len(tokens_of(engine, 1)[0]) > 3, 30.0, "first tokens")
+        engine.wait_until(lambda: len(tokens_of(engine, 1)[0]) > 3, "first tokens")
         yield group, engine
 
 
@@ -75,7 +76,7 @@ def test_requests_side_by_side_get_what_each_gets_alone(served):
 def test_a_cancelled_request_ends_early(served):
     _, engine = served
     engine.send(submit(40, [1, 2, 3], LONG))
-    wait_until(lambda: len(tokens_of(engine, 40)[0]) > 2, 30.0, "first tokens")
+    engine.wait_until(lambda: len(tokens_of(engine, 40)[0]) > 2, "first tokens")
 
     engine.send(Cancel(request_ids=[40]))
     ids, reason = finish(engine, 40)
@@ -128,27 +129,24 @@ def test_ranks_ignore_the_signals_of_a_drain(served):
     assert len(finish(engine, 60)[0]) == 5
 
 
-def test_a_lost_front_end_is_dialled_again_and_its_requests_end(tmp_path):
-    with RankGroup(tmp_path, 1) as group:
-        engine = group.wait_ready()
-        engine.send(submit(1, [5, 6], LONG))
-        wait_until(lambda: len(tokens_of(engine, 1)[0]) > 2, 30.0, "first tokens")
-        engine.close()
+def test_a_lost_front_end_is_dialled_again_and_its_requests_end(served):
+    group, engine = served
+    engine.send(submit(70, [5, 6], LONG))
+    engine.wait_until(lambda: len(tokens_of(engine, 70)[0]) > 2, "first tokens")
+    engine.close()
 
-        again = group.accept_engine()
-        again.send(submit(1, [7, 8], 5))
+    again = group.accept_engine()
+    again.send(submit(70, [7, 8], 5))
 
-        assert len(finish(again, 1)[0]) == 5
-        assert group.shut_down() == 0
+    assert len(finish(again, 70)[0]) == 5
 
 
-def test_shutdown_ends_every_rank_in_order(tmp_path):
-    with RankGroup(tmp_path, 2) as group:
-        group.wait_ready()
+def test_shutdown_ends_every_rank_in_order(served):
+    group, _ = served
 
-        assert group.shut_down() == 0
-        group.wait_gone()
-        assert "Traceback" not in group.log()
+    assert group.shut_down() == 0
+    group.wait_gone()
+    assert "Traceback" not in group.log()
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -191,7 +189,7 @@ def test_ranks_end_with_their_supervisor(busy):
 
 def test_a_world_that_does_not_fit_the_layout_is_a_configuration_error(tmp_path):
     with RankGroup(tmp_path, 2, tp_size=4) as group:
-        wait_until(lambda: len(group.ranks) > 0, 60.0, "a rank")
+        group.wait_until(lambda: len(group.ranks) > 0, "a rank")
         group.wait_gone(60.0)
         failed = [s for r in group.ranks for s in group.states(r) if s.state == "failed"]
 
@@ -202,7 +200,7 @@ def test_a_world_that_does_not_fit_the_layout_is_a_configuration_error(tmp_path)
 
 def test_a_folder_that_holds_no_model_is_a_configuration_error(tmp_path):
     with RankGroup(tmp_path, 1, engine_dir=tmp_path) as group:
-        wait_until(lambda: len(group.ranks) > 0, 60.0, "a rank")
+        group.wait_until(lambda: len(group.ranks) > 0, "a rank")
         assert group.wait_gone(60.0) != 0
         (failed,) = [state for state in group.states(0) if state.state == "failed"]
 
@@ -214,7 +212,7 @@ def test_without_a_hang_timeout_a_stopped_rank_is_waited_for(tmp_path):
     with RankGroup(tmp_path, 2, hang_timeout_s=0.0) as group:
         engine = group.wait_ready()
         engine.send(submit(1, [5, 6, 7], LONG))
-        wait_until(lambda: len(tokens_of(engine, 1)[0]) > 3, 30.0, "first tokens")
+        engine.wait_until(lambda: len(tokens_of(engine, 1)[0]) > 3, "first tokens")
 
         os.kill(group.pid(1), signal.SIGSTOP)
         time.sleep(1.5)

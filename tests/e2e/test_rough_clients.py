@@ -2,9 +2,9 @@
 
 import json
 import socket
-import time
 
 import pytest
+from waiting import wait_until
 
 STREAM = "/v2/models/ensemble/generate_stream"
 PROMPT = {"text_input": "It was a dark and", "max_tokens": 24, "stream": True}
@@ -37,10 +37,7 @@ def wait_until_idle(server):
             "nv_trt_llm_kv_cache_block_metrics", kv_cache_block_type="used", **labels
         )
 
-    deadline = time.monotonic() + 30
-    while in_use() and time.monotonic() < deadline:
-        time.sleep(0.1)
-    assert in_use() == 0
+    wait_until(lambda: in_use() == 0, "an idle engine", told=lambda: f"{in_use()} in use")
 
 
 @pytest.fixture(scope="module")
