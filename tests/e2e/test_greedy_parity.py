@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import time
+import contextlib
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -10,11 +11,16 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from greedy import wrong_answers
 from served import DEMO_MODEL, DEMO_MOE, Served
+from waiting import wait_until
 
 NUM_NEW = 24
 TOKENS_PER_BLOCK = 16
 TOKEN_BUDGET = 128
+CASES = (("llama", 1), ("llama", 2), ("llama", 4), ("gpt2", 2))
+"""Families and ranks."""
+
 LENGTHS = (1, 2, TOKENS_PER_BLOCK, TOKENS_PER_BLOCK + 1, 2 * TOKENS_PER_BLOCK, 300)
 
 
@@ -25,30 +31,8 @@ def prompts(vocab_size: int) -> list[list[int]]:
     return [generator.integers(3, vocab_size, int(n)).tolist() for n in lengths]
 
 
-def reference_ids(folder: Path, all_prompts: list[list[int]]) -> list[list[int]]:
-    """What transformers generates greedily, one prompt at a time."""
-    torch.set_num_threads(2)
-    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    answers = []
-    for prompt in all_prompts:
-        ids = torch.tensor([prompt])
-        output = model.generate(
-            ids,
-            attention_mask=torch.ones_like(ids),
-            max_new_tokens=NUM_NEW,
-            min_new_tokens=NUM_NEW,
-            do_sample=False,
-            eos_token_id=None,
-            pad_token_id=0,
-        )
-        answers.append(output[0, len(prompt) :].tolist())
-    return answers
-
-
-def different_answers(
-    server: Served, all_prompts: list[list[int]], expected: list[list[int]]
-) -> list[int]:
-    """Numbers of the prompts that a server does not answer as expected."""
+def answers(server: Served, all_prompts: list[list[int]]) -> list[list[int]]:
+    """The ids that a server answers prompts with, 16 of them side by side."""
 
     def ask(prompt: list[int]) -> list[int]:
         body = {
@@ -60,8 +44,7 @@ def different_answers(
         return list(reply["output_ids"])
 
     with ThreadPoolExecutor(16) as pool:
-        answers = list(pool.map(ask, all_prompts))
-    return [i for i, (a, e) in enumerate(zip(answers, expected, strict=True)) if a != e]
+        return list(pool.map(ask, all_prompts))
 
 
 @pytest.fixture(scope="module")
@@ -85,34 +68,42 @@ def gpt2_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def case(request, gpt2_folder):
-    """A checkpoint with its prompts and the reference answers."""
-    folder = DEMO_MODEL if request.param == "llama" else gpt2_folder
-    vocab_size = transformers.AutoConfig.from_pretrained(folder).vocab_size
-    all_prompts = prompts(vocab_size)
-    return folder, all_prompts, reference_ids(folder, all_prompts)
+def serving(
+    gpt2_folder, build_engine, make_repository, tmp_path_factory
+) -> Iterator[Callable[[str, int], tuple[Served, Path]]]:
+    """A server and its checkpoint, by family and ranks; all of them start side by side."""
+    checkpoints = {"llama": DEMO_MODEL, "gpt2": gpt2_folder}
+
+    def prepare(case: tuple[str, int]) -> Served:
+        family, world_size = case
+        engine = build_engine(
+            checkpoints[family], "--dtype", "float32", "--tp-size", str(world_size),
+            "--max-batch-size", "32", "--max-num-tokens", str(TOKEN_BUDGET),
+            "--max-input-len", "400", "--tokens-per-block", str(TOKENS_PER_BLOCK),
+        )  # fmt: skip
+        repository = make_repository(engine, enable_chunked_context="True")
+        log = tmp_path_factory.mktemp("log") / "serve.log"
+        return Served(repository, world_size=world_size, log_path=log)
+
+    with ThreadPoolExecutor(2) as pool:
+        servers = dict(zip(CASES, pool.map(prepare, CASES), strict=True))
+    with contextlib.ExitStack() as running:
+        for server in servers.values():
+            server.start()
+            running.callback(server.kill)
+        yield lambda family, world_size: (servers[family, world_size], checkpoints[family])
 
 
-@pytest.mark.timeout(300)
-@pytest.mark.parametrize(
-    ("case", "world_size"),
-    [("llama", 1), ("llama", 2), ("llama", 4), ("gpt2", 2)],
-    indirect=["case"],
-)
-def test_greedy_ids_equal_transformers(
-    case, world_size, build_engine, make_repository, tmp_path
-):
-    folder, all_prompts, expected = case
-    engine = build_engine(
-        folder, "--dtype", "float32", "--tp-size", str(world_size), "--max-batch-size", "32",
-        "--max-num-tokens", str(TOKEN_BUDGET), "--max-input-len", "400",
-        "--tokens-per-block", str(TOKENS_PER_BLOCK),
-    )  # fmt: skip
-    repository = make_repository(engine, enable_chunked_context="True")
-    server = Served(repository, world_size=world_size, log_path=tmp_path / "serve.log")
+@pytest.mark.parametrize(("family", "world_size"), CASES)
+def test_greedy_ids_equal_transformers(serving, family, world_size):
+    server, checkpoint = serving(family, world_size)
+    all_prompts = prompts(transformers.AutoConfig.from_pretrained(checkpoint).vocab_size)
 
-    with server:
-        assert different_answers(server, all_prompts, expected) == []
+    server.wait_ready()
+    given = answers(server, all_prompts)
+
+    assert server.stop() == 0
+    assert wrong_answers(checkpoint, all_prompts, given, NUM_NEW) == {}
 
 
 @pytest.mark.timeout(300)
@@ -128,7 +119,7 @@ def test_experts_are_served_as_they_were_built_and_may_move(
     log = tmp_path / "serve.log"
     flags = ("--moe-rebalance-steps", "7", "--moe-redundant-experts", "2")
     with Served(make_repository(engine), world_size=2, flags=flags, log_path=log) as server:
-        assert different_answers(server, some, reference_ids(DEMO_MOE, some)) == []
+        assert wrong_answers(DEMO_MOE, some, answers(server, some), NUM_NEW) == {}
         # The last id of an answer is not computed further.
         num_tokens = sum(len(prompt) + NUM_NEW - 1 for prompt in some)
         config = transformers.AutoConfig.from_pretrained(DEMO_MOE)
@@ -136,10 +127,11 @@ def test_experts_are_served_as_they_were_built_and_may_move(
             map(str, range(config.num_hidden_layers)), num_tokens * config.num_experts_per_tok
         )
         # An engine reports once it rests.
-        end = time.monotonic() + 60
-        while tokens_by_layer(server) != expected and time.monotonic() < end:
-            time.sleep(0.05)
-        assert tokens_by_layer(server) == expected
+        wait_until(
+            lambda: tokens_by_layer(server) == expected,
+            f"experts that have counted {expected}",
+            told=lambda: f"they have counted {tokens_by_layer(server)}",
+        )
     assert "moved" in log.read_text()
 
 
@@ -158,4 +150,4 @@ def test_experts_of_a_huggingface_folder_are_cut(make_repository, tmp_path):
     log = tmp_path / "serve.log"
     repository = make_repository(DEMO_MOE)
     with Served(repository, world_size=2, flags=flags, log_path=log) as server:
-        assert different_answers(server, some, reference_ids(DEMO_MOE, some)) == []
+        assert wrong_answers(DEMO_MOE, some, answers(server, some), NUM_NEW) == {}

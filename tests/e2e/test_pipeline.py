@@ -6,8 +6,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-import torch
-import transformers
+from greedy import wrong_answers
 from served import DEMO_MODEL, Served
 
 NUM_NEW = 24
@@ -33,19 +32,6 @@ def body(prompt: list[int], **fields: object) -> dict[str, object]:
     }  # fmt: skip
 
 
-def reference() -> list[list[int]]:
-    model = transformers.AutoModelForCausalLM.from_pretrained(DEMO_MODEL, dtype=torch.float32)
-    answers = []
-    for prompt in PROMPTS:
-        ids = torch.tensor([prompt])
-        output = model.generate(
-            ids, attention_mask=torch.ones_like(ids), max_new_tokens=NUM_NEW,
-            min_new_tokens=NUM_NEW, do_sample=False, eos_token_id=None, pad_token_id=0,
-        )  # fmt: skip
-        answers.append(output[0, len(prompt) :].tolist())
-    return answers
-
-
 def test_stages_stream_the_ids_of_transformers(pipeline: Served):
     def ask(prompt: list[int]) -> list[int]:
         path = "/v2/models/tensorrt_llm/generate_stream"
@@ -60,7 +46,7 @@ def test_stages_stream_the_ids_of_transformers(pipeline: Served):
     with ThreadPoolExecutor(len(PROMPTS)) as pool:
         answers = list(pool.map(ask, PROMPTS))
 
-    assert answers == reference()
+    assert wrong_answers(DEMO_MODEL, PROMPTS, answers, NUM_NEW) == {}
 
 
 def test_the_metrics_say_that_there_are_stages(pipeline: Served):
