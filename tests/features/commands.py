@@ -10,6 +10,12 @@ from trimaran.launcher import cli
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "commands.md"
+Rows = dict[str, str]
+"""What is said of flags, by their names."""
+
+_FEW = 3
+"""Flags that a command may lack of those of another, to be told by its name."""
+
 HEAD = """# Every command and flag
 
 What `trimaran COMMAND --help-all` says. `_` and `-` are the same in a flag's name, and
@@ -46,18 +52,35 @@ def meaning(action: argparse.Action) -> str:
 
 def page() -> str:
     """The page's text."""
-    return HEAD + "".join(_section(name, parser) for name, parser in parsers())
+    text, told = HEAD, dict[str, Rows]()
+    for name, parser in parsers():
+        if rows := _rows(parser):
+            text += f"\n## `{name}`\n\n{_like_another(rows, told) or _table(rows)}"
+            told[name] = rows
+    return text
 
 
-def _section(name: str, parser: argparse.ArgumentParser) -> str:
-    rows = [
-        f"| {_names(action)} | {_cell(meaning(action))} |\n"
+def _rows(parser: argparse.ArgumentParser) -> Rows:
+    return {
+        _names(action): _cell(meaning(action))
         for action in flags(parser)
         if action.dest != "config"
-    ]
-    if not rows:
-        return ""
-    return f"\n## `{name}`\n\n| flag | |\n| --- | --- |\n{''.join(rows)}"
+    }
+
+
+def _table(rows: Rows) -> str:
+    lines = "".join(f"| {names} | {text} |\n" for names, text in rows.items())
+    return f"| flag | |\n| --- | --- |\n{lines}"
+
+
+def _like_another(rows: Rows, told: dict[str, Rows]) -> str:
+    """A sentence in place of a table that is nearly a former one; empty if none is."""
+    for name, others in told.items():
+        lacking = [names for names in others if names not in rows]
+        if rows.items() <= others.items() and len(lacking) <= _FEW < len(rows):
+            but = f" but {', '.join(lacking)}" if lacking else ""
+            return f"The flags of `{name}`{but}.\n"
+    return ""
 
 
 def _names(action: argparse.Action) -> str:
