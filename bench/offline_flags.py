@@ -29,7 +29,9 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add("--load", action="append", metavar="ISL/OSLxN", help="N requests at once; repeat")
     add("--runs", type=int, default=3, metavar="N", help="the median of N is told (3)")
     add("--temperature", type=float, default=1.0, metavar="T", help="0: greedy (1)")
-    add("--dtype", default="auto", help="auto: bfloat16, or that of --model (auto)")
+    dtypes = ("auto", "float32", "float16", "bfloat16")
+    own = "auto: bfloat16, or that of --model"
+    add("--dtype", choices=dtypes, default="auto", help=own)
     add(
         "--device",
         choices=("auto", "cpu", "cuda"),

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 
 from trimaran.launcher.cli import main
 
+DEMO = Path(__file__).parents[3] / "examples" / "demo_models" / "base"
 FLAGS = ["--shape", "tiny", "--device", "cpu", "--runs", "2", "--ceiling-seconds", "0.2"]
 
 
@@ -42,6 +44,20 @@ def test_results_name_the_load_the_limit_and_the_command(tmp_path, capsys, comma
         assert line["out_tok_s"] == pytest.approx(sum(line["out_tok_s_runs"]) / 2, rel=0.01)
         assert {"device", "torch", "commit", "command", "ceiling_tflops"} <= line.keys()
     assert "20/6x2" in capsys.readouterr().out
+
+
+def test_a_checkpoint_is_measured_in_the_type_that_is_asked_for(tmp_path):
+    output = tmp_path / "results.jsonl"
+    flags = ["--model", str(DEMO), "--dtype", "float32", "--load", "5/3x1", "--runs", "1"]
+
+    code = main(
+        ["bench", "throughput", *flags, "--device", "cpu", "--ceiling-seconds", "0.1",
+         "--output", str(output)]
+    )  # fmt: skip
+
+    assert code == 0
+    line = json.loads(output.read_text())
+    assert (line["shape"], line["dtype"]) == ("base", "float32")
 
 
 @pytest.mark.parametrize(
