@@ -4,39 +4,63 @@ from __future__ import annotations
 
 import argparse
 import importlib
+from typing import NamedTuple
 
 from trimaran.bench import kernel_flags, offline_flags, report, serve_flags
 from trimaran.client import bench, bench_flags
 from trimaran.comm.output_files import check_writable
 
-_COMMANDS: dict[str, tuple[str, str, str]] = {
-    "throughput": (
+
+class _Command(NamedTuple):
+    """A sub-command that is not a plain benchmark's."""
+
+    module: str
+    function: str
+    summary: str
+    example: str
+    """Behind ``trimaran bench``."""
+
+
+_COMMANDS = {
+    "throughput": _Command(
         "trimaran.bench.throughput", "run_throughput",
         "an engine in this process, requests all at once",
+        "throughput --shape llama8b --load 128/128x4096 --output results.jsonl",
     ),
-    "latency": (
+    "latency": _Command(
         "trimaran.bench.throughput", "run_latency",
         "an engine in this process, one request at a time",
+        "latency --shape tiny --load 128/128x1",
     ),
-    "serve": (
+    "serve": _Command(
         "trimaran.bench.serve", "run_serve",
         "a server, also at several rates and concurrencies in turn",
+        "serve --load 467/256x500 --rates 2 8 -1 --concurrencies 500 --load-processes 8",
     ),
-    "kernels": (
+    "kernels": _Command(
         "trimaran.bench.kernels", "run_kernels",
         "the operators of a layer, each against its own limit",
+        "kernels --shape llama8b --rows 1 256",
     ),
-    "report": (
+    "report": _Command(
         "trimaran.bench.report", "run_report", "tables and a plot from the files of --output",
+        "report results.jsonl --plot results.svg",
     ),
 }  # fmt: skip
-"""Module, function and summary of each sub-command that is not a plain benchmark's."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of a server's benchmark, and the sub-commands."""
     kinds = bench_flags.add_arguments(parser)
-    own = {name: kinds.add_parser(name, help=each[2]) for name, each in _COMMANDS.items()}
+    own = {
+        name: kinds.add_parser(
+            name,
+            help=each.summary,
+            description=f"{each.summary.capitalize()}.",
+            epilog=f"Example:\n  trimaran bench {each.example}",
+        )
+        for name, each in _COMMANDS.items()
+    }
     offline_flags.add_flags(own["throughput"])
     offline_flags.add_peer(own["throughput"])
     offline_flags.add_flags(own["latency"])
@@ -53,5 +77,5 @@ def run(args: argparse.Namespace) -> int:
         if getattr(args, name, None):
             check_writable(f"--{name}", getattr(args, name))
     # Imported only now: a client's machine may have no torch.
-    module, function, _ = _COMMANDS[args.workload]
-    return int(getattr(importlib.import_module(module), function)(args))
+    command = _COMMANDS[args.workload]
+    return int(getattr(importlib.import_module(command.module), command.function)(args))

@@ -8,6 +8,7 @@ from trimaran.client.short_help import hide
 from trimaran.client.vocabulary import TYPES
 
 DEFAULT_URLS = {"http": "localhost:8000", "grpc": "localhost:8001"}
+_EXAMPLE = "Example:\n  trimaran bench"
 
 
 SubCommands = argparse._SubParsersAction  # argparse has no public name for it
@@ -127,7 +128,11 @@ def _add_subcommands(
     parser: argparse.ArgumentParser,
 ) -> SubCommands[argparse.ArgumentParser]:
     kinds = parser.add_subparsers(dest="workload", metavar="dataset|token-norm-dist|...")
-    dataset = kinds.add_parser("dataset", help="prompts of a JSON file")
+    dataset = kinds.add_parser(
+        "dataset",
+        help="prompts of a JSON file",
+        epilog=f"{_EXAMPLE} --max-input-len 512 dataset --dataset d.json --tokenizer-dir llama",
+    )
     dataset.add_argument(
         "--dataset", required=True, metavar="FILE",
         help="JSON list of objects with input, instruction and output",
@@ -142,10 +147,19 @@ def _add_subcommands(
         "--op-tokens-per-word", type=float, default=1.3, metavar="R",
         help="tokens to ask for a word of the expected output (1.3)",
     )  # fmt: skip
-    normal = kinds.add_parser("token-norm-dist", help="normally distributed lengths")
+    normal = kinds.add_parser(
+        "token-norm-dist",
+        help="normally distributed lengths",
+        epilog=f"{_EXAMPLE} token-norm-dist --input-mean 128 --input-stdev 10 "
+        "--output-mean 64 --output-stdev 5",
+    )
     for name in ("--input-mean", "--input-stdev", "--output-mean", "--output-stdev"):
         normal.add_argument(name, type=float, required=True, metavar="N", help="tokens")
-    histogram = kinds.add_parser("token-from-histogram", help="lengths of a built-in table")
+    histogram = kinds.add_parser(
+        "token-from-histogram",
+        help="lengths of a built-in table",
+        epilog=f"{_EXAMPLE} token-from-histogram --histogram-key example",
+    )
     histogram.add_argument(
         "--histogram-key", required=True, metavar="KEY", help="the table: example"
     )
