@@ -77,7 +77,19 @@ def checkpoint(world: mpi.World) -> Iterator[Callable[..., Any]]:
             world.barrier(60.0, "saved")
 
             def on_rank_0(ask: Callable[[Any], Any]) -> Any:
-                return world.comm.bcast(ask(theirs) if is_first else None)
+                answer, failure = None, None
+                if is_first:
+                    try:
+                        answer = ask(theirs)
+                    except Exception as error:
+                        # Without a word the others would wait until the test's time is over.
+                        failure = error
+                told = repr(failure) if failure else ""
+                answer, told = world.comm.bcast((answer, told))
+                if failure is not None:
+                    raise failure
+                assert not told, f"rank 0 has no answer: {told}"
+                return answer
 
             return folder, on_rank_0
 
