@@ -15,6 +15,9 @@ INCARNATION = "TRIMARAN_INCARNATION"
 LOG_FORMAT = "TRIMARAN_LOG_FORMAT"
 LOG_LEVEL = "TRIMARAN_LOG_LEVEL"
 LOG_DIR = "TRIMARAN_LOG_DIR"
+LOG_PIPE = "TRIMARAN_LOG_PIPE"
+"""A path to the common log, for a process whose output whoever starts it loses."""
+
 JOB = "TRIMARAN_JOB"
 """Set in a job that the supervisor did not start: rank 0 alone knows the supervisor."""
 

@@ -56,6 +56,21 @@ class _LossyStreamHandler(logging.StreamHandler):  # type: ignore[type-arg]
             super().handleError(record)
 
 
+def join_log(path: str) -> None:
+    """Let all that this process writes, C libraries included, go to a pipe of this host.
+
+    One that cannot be opened changes nothing.
+    """
+    try:
+        pipe = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
+    except OSError:
+        logging.getLogger(__name__).warning("cannot write to the common log", exc_info=True)
+        return
+    for descriptor in (1, 2):
+        os.dup2(pipe, descriptor)
+    os.close(pipe)
+
+
 def setup_logging(
     role: str,
     *,

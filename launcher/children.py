@@ -39,6 +39,11 @@ class Children:
         """Children that were started here and have not ended."""
         return set(self._running)
 
+    @property
+    def log_pipe(self) -> str:
+        """A path by which processes of this host that are no children here write to the log."""
+        return f"/proc/{os.getpid()}/fd/{self._log_fd}"
+
     def start(
         self,
         command: Sequence[str],

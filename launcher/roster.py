@@ -194,7 +194,7 @@ class Roster:
 
     def _starter(self, spec: GroupSpec) -> Starter:
         if spec.is_spawned:
-            return SpawnStarter(spec, self.spawn_link, self._scratch)
+            return SpawnStarter(spec, self.spawn_link, self._scratch, self._children.log_pipe)
         if spec.is_step:
             return StepStarter(spec, self._children, self._scratch)
         return CommandStarter(spec, self._children, self._scratch)

@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from trimaran.comm.env import INCARNATION
+from trimaran.comm.env import INCARNATION, LOG_PIPE
 from trimaran.comm.messages import Command
 from trimaran.launcher.group_types import GroupSpec
 from trimaran.launcher.process_tree import kill_tagged
@@ -75,8 +75,11 @@ class SpawnStarter:
     status: int | None = None
     is_over = True
 
-    def __init__(self, spec: GroupSpec, link: SpawnLink, scratch: MpiScratch) -> None:
+    def __init__(
+        self, spec: GroupSpec, link: SpawnLink, scratch: MpiScratch, log_pipe: str
+    ) -> None:
         self._spec = spec
+        self._log_pipe = log_pipe
         self._scratch = scratch
         self._link = link
         self._incarnation = -1
@@ -98,7 +101,8 @@ class SpawnStarter:
             "incarnation": incarnation,
             "world_size": spec.world_size,
             "command": list(spec.command),
-            "env": {**spec.env, INCARNATION: str(incarnation)},
+            # What spawned processes write, MPI's daemon reads and drops.
+            "env": {**spec.env, INCARNATION: str(incarnation), LOG_PIPE: self._log_pipe},
         }
         self._watch = RankWatch(spec.tag, incarnation, spec.world_size, events.on_failure)
         self._link.start(Command(verb="spawn", arguments=arguments), events)

@@ -12,9 +12,9 @@ import signal
 import sys
 from typing import TYPE_CHECKING, Any
 
-from trimaran.comm.env import ChildEnv
+from trimaran.comm.env import LOG_PIPE, ChildEnv
 from trimaran.comm.errors import ConfigError
-from trimaran.comm.log import setup_logging
+from trimaran.comm.log import join_log, setup_logging
 from trimaran.comm.messages import EngineHello
 from trimaran.comm.supervisor_link import SupervisorLink
 from trimaran.comm.watchdog import Watchdog
@@ -302,6 +302,8 @@ def main() -> None:
     # The supervisor drains and then tells us; a signal to the whole job must not cut in.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    if LOG_PIPE in os.environ:
+        join_log(os.environ[LOG_PIPE])
     faulthandler.enable()
     mpi.die_with_parent()
     process = RankProcess()

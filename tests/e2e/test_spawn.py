@@ -51,6 +51,11 @@ def test_a_spawned_model_gives_the_tokens_that_it_gives_in_leader_mode(
     assert undisturbed[PAIR] == leader_tokens
 
 
+def test_spawned_ranks_write_to_the_common_log(server):
+    for model in WORLD_SIZES:
+        server.wait_log(f"[{model} rank 0 pid ")
+
+
 @pytest.mark.parametrize(
     ("victim", "number"), [("rank 0", signal.SIGKILL), ("rank 1", signal.SIGSTOP)]
 )
