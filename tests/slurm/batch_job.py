@@ -99,6 +99,13 @@ class BatchJob:
             assert time.monotonic() < deadline, self.log()
             time.sleep(0.3)
 
+    def wait_log(self, words: str, timeout_s: float = 60) -> None:
+        """Wait until the job has said so."""
+        deadline = time.monotonic() + timeout_s
+        while words not in self.log():
+            assert time.monotonic() < deadline, self.log()
+            time.sleep(0.1)
+
     def log(self) -> str:
         """What the job wrote, all its files."""
         texts = [p.read_text(errors="replace") for p in sorted(self.log_dir.glob("*.log"))]
