@@ -99,6 +99,7 @@ def _point(
         "protocol": args.protocol,
         "isl": load.isl,
         "osl": load.osl,
+        "temperature": args.temperature or 0.0,
         "requests": load.requests,
         "request_rate": sweep[0],
         "concurrency": sweep[1],

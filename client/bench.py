@@ -139,9 +139,10 @@ async def _target(args: argparse.Namespace, url: str) -> Target:
         raise ConfigError(
             f"--decoupled: model {name!r} is not. Fill decoupled_mode:True, or drop the flag."
         )
-    options = {
+    options: dict[str, Any] = {
         "is_streaming": not args.no_streaming,
         "excludes_input": args.exclude_input_in_output,
+        "temperature": args.temperature,
     }
     if is_http:
         return HttpTarget(url, models, **options)

@@ -90,6 +90,10 @@ def _add_lengths(parser: argparse.ArgumentParser) -> None:
         help="random ids are below N (1000)",
     )
     parser.add_argument(
+        "--temperature", type=float, metavar="T",
+        help="sample at T over the whole vocabulary (greedy)",
+    )  # fmt: skip
+    parser.add_argument(
         "--max-input-len", type=int, metavar="N", help="drop prompts that are longer"
     )
 

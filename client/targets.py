@@ -34,7 +34,13 @@ class HttpTarget:
     """``generate_stream`` of decoupled models, ``generate`` of the others."""
 
     def __init__(
-        self, url: str, models: Mapping[str, bool], *, is_streaming: bool, excludes_input: bool
+        self,
+        url: str,
+        models: Mapping[str, bool],
+        *,
+        is_streaming: bool,
+        excludes_input: bool,
+        temperature: float | None = None,
     ) -> None:
         """``models`` says of each name whether that model is decoupled."""
         self._url = url
@@ -42,6 +48,7 @@ class HttpTarget:
         self._names = itertools.cycle(models)
         self._is_streaming = is_streaming
         self._excludes_input = excludes_input
+        self._sampling = _sampling(temperature)
         self._session = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=0),
             timeout=_HTTP_TIMEOUT,
@@ -59,6 +66,7 @@ class HttpTarget:
             "input_lengths": len(item.ids),
             "request_output_len": item.output_len,
             "streaming": is_streaming,
+            **self._sampling,
         }
         if self._excludes_input:
             body["exclude_input_in_output"] = True
@@ -84,7 +92,13 @@ class GrpcTarget:
     """``ModelStreamInfer`` of decoupled models, ``ModelInfer`` of the others."""
 
     def __init__(
-        self, url: str, models: Mapping[str, bool], *, is_streaming: bool, excludes_input: bool
+        self,
+        url: str,
+        models: Mapping[str, bool],
+        *,
+        is_streaming: bool,
+        excludes_input: bool,
+        temperature: float | None = None,
     ) -> None:
         """``models`` says of each name whether that model is decoupled."""
         # Several connections: one would take all streams to one of several front ends.
@@ -97,6 +111,7 @@ class GrpcTarget:
         self._names = itertools.cycle(models)
         self._is_streaming = is_streaming
         self._excludes_input = excludes_input
+        self._sampling = _sampling(temperature)
         self.stream_timeout_s: float | None = None
 
     async def generate(self, item: Item, record: Record) -> None:
@@ -109,6 +124,7 @@ class GrpcTarget:
             row("input_lengths", len(item.ids), np.int32),
             row("request_output_len", item.output_len, np.int32),
             row("streaming", is_streaming, bool),
+            *(row(key, value, np.float32) for key, value in self._sampling.items()),
         ]
         if self._excludes_input:
             inputs.append(row("exclude_input_in_output", True, bool))
@@ -164,6 +180,11 @@ async def decoupled_over_grpc(url: str, name: str) -> bool:
         except InferenceServerException as error:
             raise ConfigError(f"model {name!r} at {url}: {error.message()}") from error
     return bool(reply.config.model_transaction_policy.decoupled)
+
+
+def _sampling(temperature: float | None) -> dict[str, float]:
+    """Inputs that ask for ids of the whole vocabulary; without them a server is greedy."""
+    return {} if temperature is None else {"temperature": temperature, "runtime_top_p": 1.0}
 
 
 async def _once(request: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:

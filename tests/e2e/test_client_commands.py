@@ -174,7 +174,7 @@ def test_bench_serve_sweeps_rates_and_concurrencies(decoupled_server, tmp_path):
     done = run_trimaran(
         "bench", "serve", "-i", "grpc", "-u", f"127.0.0.1:{decoupled_server.grpc_port}",
         "--load", "8/4x6", "--rates", "-1", "50", "--concurrencies", "2", "3", "--warmup", "2",
-        "--output", str(output),
+        "--temperature", "1.0", "--output", str(output),
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     lines = [json.loads(line) for line in output.read_text().splitlines()]
@@ -182,6 +182,7 @@ def test_bench_serve_sweeps_rates_and_concurrencies(decoupled_server, tmp_path):
     assert points == [(-1, 2), (-1, 3), (50, 2), (50, 3)]
     for line in lines:
         assert (line["isl"], line["osl"], line["requests"]) == (8, 4, 6)
+        assert line["temperature"] == 1.0
         assert line["failed_requests"] == 0
         assert line["ttft_ms_p50"] > 0
         assert line["itl_ms_p99"] > 0

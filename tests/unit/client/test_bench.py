@@ -73,6 +73,21 @@ def test_grpc_streams_are_counted(server, trimaran, flags):
     assert server.received[0].inputs["streaming"].item() is not bool(flags)
 
 
+def test_a_temperature_asks_for_ids_of_the_whole_vocabulary(http_server, server, trimaran):
+    http_server.events = lambda body: [{"output_ids": [1], "sequence_length": 1}]
+    server.script = lambda request: [ids_reply([1]), Reply(is_final=True)]
+    flags = ("--temperature", "0.5", *SHORT)
+
+    assert trimaran("bench", "-u", http_server.url, *flags)[0] == 0
+    assert trimaran("bench", "-i", "grpc", "-u", server.url, *flags)[0] == 0
+
+    for _, body in http_server.bodies:
+        assert (body["temperature"], body["runtime_top_p"]) == (0.5, 1.0)
+    for request in server.received:
+        assert request.inputs["temperature"].item() == 0.5
+        assert request.inputs["runtime_top_p"].item() == 1.0
+
+
 def test_unary_grpc_serves_models_that_are_not_decoupled(server, trimaran):
     server.is_decoupled = False
     server.script = lambda request: [ids_reply([0] * 4 + [1, 2])]
