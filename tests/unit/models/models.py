@@ -437,7 +437,11 @@ def logits_alone_and_beside(ours: CausalLM) -> tuple[Tensor, Tensor]:
 
 
 def reference_greedy(model: Any, prompts: list[list[int]], num_tokens: int) -> list[list[int]]:
-    """What transformers continues each prompt with, one at a time."""
+    """What transformers continues each prompt with, one at a time and without its cache.
+
+    Where a sequence outgrows LongRoPE's short factors, `generate` of transformers 5.17 drops
+    the cache but goes on with the last token alone, as if nothing stood before it.
+    """
     outputs = []
     for prompt in prompts:
         ids = torch.tensor([prompt])
@@ -447,6 +451,7 @@ def reference_greedy(model: Any, prompts: list[list[int]], num_tokens: int) -> l
                 attention_mask=torch.ones_like(ids),
                 max_new_tokens=num_tokens,
                 do_sample=False,
+                use_cache=False,
                 pad_token_id=0,
             )
         outputs.append(done[0, len(prompt) :].tolist())
