@@ -19,14 +19,37 @@ from trimaran.worker.step_plan import ScheduledStep
 BLOCK_SIZE = 32
 NUM_ROWS = 1024
 END_ID, OTHER_ID = 7, 99
-WIDE, NARROW = 28_125, 4_000
-"""Blocks: what an H200 has beside the 8B shape's weights, and what a smaller GPU has."""
+WIDE, NARROW, BESIDE_MIXTURE = 28_125, 4_000, 9_648
+"""Blocks: what an H200 has beside the 8B shape's weights, what a smaller GPU has, and an H200
+beside those of Mixtral 8x7B."""
 
-# What a step costs on an H200, 8B shape, bfloat16: to weigh steps, not to predict them.
-_LAUNCH_S = 0.2e-3
-_WEIGHTS_S = 3.8e-3
-_TOKEN_S = 23e-6
 _CACHED_TOKEN_S = 131_072 / 4.2e12
+
+
+@dataclass(frozen=True, slots=True)
+class StepCost:
+    """What a step costs on an H200 in bfloat16: to weigh steps, not to predict them."""
+
+    fixed_s: float
+    """Of any step: the weights, for the most part."""
+
+    row_s: float
+    """More for each token of a step of few, while weights are read."""
+
+    token_s: float
+    """For each token of a step of many."""
+
+    tokens_per_read: float
+    """As the engine tells its scheduler."""
+
+    def seconds(self, tokens: int, cached: int) -> float:
+        """Of a step of so many tokens whose sequences have so many in the cache."""
+        products = max(self.fixed_s + tokens * self.row_s, tokens * self.token_s)
+        return products + cached * _CACHED_TOKEN_S
+
+
+DENSE = StepCost(3.8e-3, 15e-6, 23e-6, 160.0)
+MIXTURE = StepCost(22.4e-3, 27e-6, 43e-6, 571.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,12 +63,14 @@ class Load:
     max_tokens: int
     count: int
     num_blocks: int = WIDE
+    cost: StepCost = DENSE
 
 
 LOADS = {
     "128/128 x 4,096": Load(128, lambda _: 128, 128, 4096),
     "1000/1000 x 768": Load(1000, lambda _: 1000, 1000, 768),
     "128/2048 x 512": Load(128, lambda _: 2048, 2048, 512),
+    "1000/1000 x 192, mixture": Load(1000, lambda _: 1000, 1000, 192, BESIDE_MIXTURE, MIXTURE),
     "about 200 of 32,000 x 2,048": Load(128, lambda r: r.expovariate(1 / 200), 32_000, 2048),
     "300 of 32,000 x 512": Load(128, lambda _: 300, 32_000, 512, NARROW),
     "about 300 of 8,000 x 512": Load(
@@ -71,8 +96,8 @@ class _Counted(Scheduler):
         super()._preempt(sequence)
 
 
-def make_scheduler(load: Load, expected: int) -> tuple[_Counted, list[int]]:
-    """A scheduler with all requests queued, and how long each sequence gets."""
+def make_scheduler(load: Load, expected: int, tokens_per_read: float) -> _Counted:
+    """A scheduler for the requests of a load."""
     longest = load.prompt + load.max_tokens
     config = SchedulerConfig(
         max_num_seqs=NUM_ROWS,
@@ -80,10 +105,13 @@ def make_scheduler(load: Load, expected: int) -> tuple[_Counted, list[int]]:
         max_input_len=longest,
         policy="max_utilization",
         expected_output_tokens=expected,
+        tokens_per_read=tokens_per_read,
     )
-    scheduler = _Counted(
-        config, KVCacheManager([load.num_blocks], BLOCK_SIZE, enable_reuse=False)
-    )
+    return _Counted(config, KVCacheManager([load.num_blocks], BLOCK_SIZE, enable_reuse=False))
+
+
+def queue(scheduler: _Counted, load: Load) -> list[int]:
+    """Queue all requests; how long each sequence gets."""
     rng = random.Random(1)
     lengths = []
     for number in range(load.count):
@@ -97,20 +125,20 @@ def make_scheduler(load: Load, expected: int) -> tuple[_Counted, list[int]]:
         scheduler.check(request)
         scheduler.add(request)
         lengths.append(load.prompt + max(1, int(load.output(rng))))
-    return scheduler, lengths
+    return lengths
 
 
-def run(scheduler: _Counted, lengths: list[int]) -> tuple[int, float]:
+def run(scheduler: _Counted, lengths: list[int], cost: StepCost) -> tuple[int, float]:
     """Steps until all have ended, two in flight, and the seconds that they would take."""
     in_flight: deque[ScheduledStep] = deque()
-    seconds = 0.0
+    seconds, begin = 0.0, scheduler.step
     while scheduler.has_requests or in_flight:
         step = scheduler.schedule()
         if step is not None:
             in_flight.append(step)
             tokens = step.decision.num_tokens
             cached = int(step.decision.num_computed_tokens.sum()) + tokens
-            seconds += _LAUNCH_S + max(_WEIGHTS_S, tokens * _TOKEN_S) + cached * _CACHED_TOKEN_S
+            seconds += cost.seconds(tokens, cached)
         if step is None or len(in_flight) == 2:
             step = in_flight.popleft()
             ids = [
@@ -119,24 +147,31 @@ def run(scheduler: _Counted, lengths: list[int]) -> tuple[int, float]:
             ]
             scheduler.update_from_output(step, ids)
             scheduler.take_ended()
-    return scheduler.step, seconds
+    return scheduler.step - begin, seconds
 
 
 def main() -> None:
-    """Print what each load costs under each first guess."""
+    """Print what each load costs under each first guess, and when it comes again."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--expected", type=int, nargs="+", default=[1, 256, 1024, 4096],
                         metavar="N", help="values of --expected-output-tokens")  # fmt: skip
     parser.add_argument("--loads", nargs="+", choices=LOADS, default=list(LOADS),
                         metavar="LOAD", help=", ".join(LOADS))  # fmt: skip
+    parser.add_argument("--never-pause", action="store_true",
+                        help="nobody starts who is expected to be paused")  # fmt: skip
     args = parser.parse_args()
-    print("load | expected | steps | seconds | preempted | tokens computed again")
+    print("load | expected | time | steps | seconds | preempted | tokens computed again")
     for name in args.loads:
+        load = LOADS[name]
         for expected in args.expected:
-            scheduler, lengths = make_scheduler(LOADS[name], expected)
-            steps, seconds = run(scheduler, lengths)
-            counts = f"{scheduler.num_preemptions} | {scheduler.num_recomputed:,}"
-            print(f"{name} | {expected} | {steps:,} | {seconds:.1f} | {counts}", flush=True)
+            per_read = 0.0 if args.never_pause else load.cost.tokens_per_read
+            scheduler = make_scheduler(load, expected, per_read)
+            for time in ("first", "again"):
+                scheduler.num_preemptions = scheduler.num_recomputed = 0
+                steps, seconds = run(scheduler, queue(scheduler, load), load.cost)
+                counts = f"{scheduler.num_preemptions} | {scheduler.num_recomputed:,}"
+                print(f"{name} | {expected} | {time} | {steps:,} | {seconds:.1f} | {counts}",
+                      flush=True)  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -87,6 +87,10 @@ class SchedulerConfig:
     """Output after which a sequence is thought to end, until some ended. For
     ``max_utilization``."""
 
+    tokens_per_read: float = 0.0
+    """Prompt tokens that are computed in the time of reading the weights; known once the model
+    is. For ``max_utilization``, see `worker/recompute.py`."""
+
     depth: int = 0
     """Steps in flight: 1 plain, 2 overlapped, in a pipeline one a stage or one more; 0 what
     suits the device (GPU 2, CPU 1) and the stages."""

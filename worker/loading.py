@@ -30,6 +30,7 @@ from trimaran.worker.lora.manager import AdapterManager
 from trimaran.worker.model_runner import ModelRunner
 from trimaran.worker.models.interfaces import CausalLM
 from trimaran.worker.models.registry import load_model
+from trimaran.worker.recompute import tokens_per_read
 from trimaran.worker.sum_norms import choose_sums_and_norms
 from trimaran.worker.warm_up import peak_step_bytes, run_small_steps
 
@@ -296,8 +297,10 @@ def _num_staged(cache: CacheConfig, limits: SchedulerConfig) -> int:
 
 
 def _limits(scheduler: SchedulerConfig, model: CausalLM) -> SchedulerConfig:
-    """The configured limits, lowered to what the model was made for."""
+    """The configured limits, lowered to what the model was made for, and what it costs."""
     longest = model.config.max_position_embeddings
+    per_read = tokens_per_read(model.config, model.device.type)
+    scheduler = dataclasses.replace(scheduler, tokens_per_read=per_read)
     if scheduler.max_seq_len <= longest:
         return scheduler
     logger.info("max_seq_len lowered from %d to the model's %d", scheduler.max_seq_len, longest)

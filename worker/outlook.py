@@ -9,6 +9,7 @@ from trimaran.worker.config import SchedulerConfig
 from trimaran.worker.growth import GrowthForecast
 from trimaran.worker.kv_cache.manager import KVCacheManager
 from trimaran.worker.loads import Loads
+from trimaran.worker.recompute import RecomputePrice
 from trimaran.worker.request import Sequence
 
 _PATIENCE = 16
@@ -24,6 +25,7 @@ class Outlook:
             config.max_num_seqs, config.max_seq_len
         )
         self._growth = GrowthForecast(config.expected_output_tokens)
+        self._price = RecomputePrice(cache, config.tokens_per_read)
         self._full_until = 0
         """The step before which no room is expected for another sequence."""
 
@@ -38,14 +40,26 @@ class Outlook:
             self._growth.observe(sequence.num_output_tokens, reason is FinishReason.LENGTH)
 
     def has_future(
-        self, sequence: Sequence, running: List[Sequence], loads: Loads, step: int
+        self,
+        newcomer: Sequence,
+        running: List[Sequence],
+        loads: Loads,
+        num_waiting: int,
+        step: int,
     ) -> bool:
-        """Whether a newcomer can be expected to end before anybody must be preempted."""
+        """Whether a newcomer can be expected to end before anybody must be preempted, or is
+        worth that.
+
+        ``num_waiting`` counts it too.
+        """
         if self._is_certain or not running:
             return True
         if step < self._full_until:
             return False
-        if self._growth.has_room([*running, *loads], sequence, self._cache):
+        others = [*running, *loads]
+        if self._growth.has_room(others, newcomer, self._cache):
+            return True
+        if self._price.pays(newcomer, len(others), num_waiting):
             return True
         self._full_until = step + _PATIENCE
         return False

@@ -321,7 +321,9 @@ class Scheduler:
             # A preempted one comes back when the host knows all of its tokens.
             if sequence is None or sequence.num_pending:
                 return
-            if not self._outlook.has_future(sequence, self.running, self.loads, plan.step):
+            if not self._outlook.has_future(
+                sequence, self.running, self.loads, len(self.waiting), plan.step
+            ):
                 return
             if not self._start(sequence, plan):
                 self._refused_until = plan.step + _REFUSED_STEPS

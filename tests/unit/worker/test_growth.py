@@ -7,6 +7,8 @@ import pytest
 
 from tests.unit.worker.test_scheduler import BLOCK, Planner
 from trimaran.worker.growth import GrowthForecast
+from trimaran.worker.pretrained_config import PretrainedConfig
+from trimaran.worker.recompute import tokens_per_read
 
 
 def finish_all(planner):
@@ -69,3 +71,67 @@ def test_a_cache_that_holds_all_at_their_limits_keeps_nobody_waiting():
 
     assert len(planner.scheduler.running) == 8
     assert not finish_all(planner)
+
+
+@pytest.mark.parametrize(("tokens_per_read", "num_started"), [(0, 4), (1000, 6), (2, 4)])
+def test_who_must_make_room_later_starts_where_that_costs_less_than_few_rows(
+    tokens_per_read, num_started
+):
+    planner = Planner(
+        num_blocks=24,
+        enable_reuse=False,
+        tokens_per_read=tokens_per_read,
+        max_seq_len=6 * BLOCK,
+    )
+    for _ in range(40):
+        planner.add(BLOCK, max_tokens=5 * BLOCK)
+    finish_all(planner)
+    before = planner.scheduler.step
+
+    for _ in range(6):
+        planner.add(BLOCK, max_tokens=5 * BLOCK)
+    planner.step()
+    planner.step()
+    started = len(planner.scheduler.running)
+    paused = finish_all(planner)
+
+    assert started == num_started
+    assert bool(paused) == (num_started == 6)
+    assert len(planner.ended) == 46
+    assert planner.scheduler.step - before < 2 * 5 * BLOCK + 4
+
+
+def test_nobody_starts_for_the_few_steps_until_blocks_run_out():
+    planner = Planner(num_blocks=24, enable_reuse=False, tokens_per_read=10)
+    for _ in range(40):
+        planner.add(4 * BLOCK, max_tokens=2 * BLOCK)
+    finish_all(planner)
+    for _ in range(40):
+        planner.add(4 * BLOCK, max_tokens=2 * BLOCK)
+
+    assert not finish_all(planner)
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({}, 160),
+        ({"dtype": "float32"}, 320),
+        ({"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 14336}, 585),
+    ],
+)
+def test_a_read_of_weights_is_worth_more_tokens_the_fewer_weights_a_token_uses(
+    changes, expected
+):
+    architecture = "MixtralForCausalLM" if "num_experts" in changes else "LlamaForCausalLM"
+    values = {
+        "architecture": architecture,
+        "dtype": "bfloat16", "vocab_size": 32000, "hidden_size": 4096,
+        "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32,
+        "num_key_value_heads": 8, "head_size": 128, "max_position_embeddings": 4096,
+        "norm_epsilon": 1e-5, "hidden_act": "silu", "position_embedding_type": "rope_gpt_neox",
+    }  # fmt: skip
+
+    config = PretrainedConfig(**{**values, **changes})
+
+    assert tokens_per_read(config, "cuda") == pytest.approx(expected, rel=0.03)
