@@ -15,6 +15,7 @@ from trimaran.worker.config import (
     ProfileConfig,
     SchedulerConfig,
 )
+from trimaran.worker.experts_config import ExpertsConfig
 from trimaran.worker.parallel_sizes import expert_sizes
 
 
@@ -44,6 +45,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add("--dp-size", type=int, default=1, metavar="N", help="likewise (1)")
     parts = "parts that share experts out (1)"
     add("--moe-ep-size", type=int, default=1, metavar="N", help=parts)
+    add("--moe-rebalance-steps", type=int, default=0, metavar="N", help="see `serve` (0)")
+    add("--moe-redundant-experts", type=int, default=0, metavar="N", help="see `serve` (0)")
     add("--max-num-seqs", type=int, default=1024, metavar="N", help="running at once (1024)")
     add("--max-num-tokens", type=int, default=8192, metavar="N", help="of one step (8192)")
     share = "of all of the card's (0.9)"
@@ -116,6 +119,10 @@ def engine_config(args: argparse.Namespace, folder: str, loads: list[Load]) -> E
         collective_graphs=args.collective_graphs,
         all_reduce=args.all_reduce,
         parallel=parallel_config(args),
+        experts=ExpertsConfig(
+            rebalance_steps=args.moe_rebalance_steps,
+            num_redundant=args.moe_redundant_experts,
+        ),
         scheduler=SchedulerConfig(
             max_num_batched_tokens=max(args.max_num_tokens, num_seqs),
             max_num_seqs=num_seqs,

@@ -17,6 +17,7 @@ def test_one_rank_tells_the_figures_and_the_memory_of_all(world, tmp_path_factor
     size = str(world.size)
 
     sizes = ("--tp-size", size, "--moe-ep-size", size, "--ceiling-seconds", "0")
+    sizes += ("--moe-rebalance-steps", "2")
     code = main(["bench", "throughput", *FLAGS, *sizes, "--output", path])
     world.comm.Barrier()
 
