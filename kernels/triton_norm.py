@@ -144,6 +144,7 @@ def _normalise(
 def norm_warps(padded: int) -> int:
     """Warps of a row's norm, of whose width ``padded`` is the next power of two.
 
-    They set the order of the sums, so they depend on the width alone.
+    They set the order of the sums, so they depend on the width alone. Four values a thread:
+    all of a row's loads are in flight at once, also where parts are added up.
     """
-    return min(max(padded // 256, 1), 16)
+    return min(max(padded // 128, 1), 32)
