@@ -74,7 +74,7 @@ class Sequence:
     ) -> None:
         self.request = request
         self.index = request.sequence_index + position
-        self.key = (-request.priority, request.number, position)
+        self.key: tuple[int, ...] = (-request.priority, request.number, position)
         """Order of admission; the reverse is the order of preemption."""
         self.token_ids = token_ids
         self.num_prompt_tokens = request.num_prompt_tokens
@@ -111,6 +111,13 @@ class Sequence:
         self.guide: Guide | None = None
         """Where it stands in its grammar."""
         self.figures = SequenceFigures() if request.sampling.return_perf_metrics else None
+
+    def pause(self, step: int) -> None:
+        """Back to the queue: who was paused first is the first of its level to come back, and
+        makes room for others again only after all that have not been."""
+        self.num_computed_tokens = 0
+        self.is_preempted = True
+        self.key = (self.key[0], -1, step, *self.key[-2:])
 
     @property
     def num_output_tokens(self) -> int:

@@ -157,7 +157,8 @@ class Scheduler:
 
     def schedule(self) -> ScheduledStep | None:
         """Decide the next step; None if there is nothing to compute."""
-        plan = StepPlan(self.step + 1, self.config.max_num_batched_tokens)
+        can_cut = self.config.enable_chunked_context
+        plan = StepPlan(self.step + 1, self.config.max_num_batched_tokens, can_cut=can_cut)
         self.cache.begin_step()
         self._plan_running(plan)
         if self.loads:
@@ -227,9 +228,10 @@ class Scheduler:
                 self._plan_beams(sequence, sequence.beams, plan)
                 continue
             num_later = len(running) - index
-            chunk = (
-                1 if missing == 1 else self._chunk(sequence, missing, plan.budget, num_later)
-            )
+            chunk = 1
+            if missing > 1:
+                budget = plan.budget_for(sequence, len(running) - 1, num_later)
+                chunk = self._chunk(sequence, missing, budget, num_later)
             is_alone = len(sequence.request.sequences) == 1 and sequence.beams is None
             if self.cache.window and is_alone:
                 self.cache.leave_behind(sequence.blocks, start)
@@ -288,8 +290,7 @@ class Scheduler:
         self.releases.release(sequence)
         if sequence.beams is not None:
             sequence.beams.start_over()
-        sequence.num_computed_tokens = 0
-        sequence.is_preempted = True
+        sequence.pause(self.step)
         self._num_preempted += 1
         self._enqueue(sequence)
 
@@ -320,6 +321,8 @@ class Scheduler:
             sequence = self._next_waiting()
             # A preempted one comes back when the host knows all of its tokens.
             if sequence is None or sequence.num_pending:
+                return
+            if not plan.budget_for(sequence, len(self.running)):
                 return
             if not self._outlook.has_future(
                 sequence, self.running, self.loads, len(self.waiting), plan.step
@@ -353,7 +356,7 @@ class Scheduler:
         if not self._has_adapter(sequence):
             return False
         copies = place.take(sequence, cache, is_reserved=not self._can_preempt)
-        chunk = self._chunk(sequence, missing, plan.budget)
+        chunk = self._chunk(sequence, missing, plan.budget_for(sequence, len(self.running)))
         has_room = cache.grow(blocks, place.num_cached + chunk)
         assert has_room, "a sequence was admitted without room for its first chunk"
         sequence.capacity = blocks.num_blocks * cache.block_size

@@ -26,6 +26,9 @@ _NO_COPIES = int32s((), 3)
 _NO_TRANSFERS = int32s((), 4)
 _NONE = int32s(())
 
+_COMPUTED_AGAIN = 512
+"""Most tokens of a step that were computed before, beside other sequences."""
+
 
 class ScheduledStep:
     """A decision and the sequences behind its rows."""
@@ -82,10 +85,12 @@ class _Entries:
 class StepPlan:
     """Collects one step: entries within a token budget, new rows, blocks and copies."""
 
-    def __init__(self, step: int, budget: int) -> None:
+    def __init__(self, step: int, budget: int, *, can_cut: bool = True) -> None:
+        """Without ``can_cut`` prompts are computed whole."""
         self.step = step
         self.budget = budget
         """Tokens that may still be scheduled."""
+        self._again = _COMPUTED_AGAIN if can_cut else budget
         self.has_preempted = False
         self.transfers = _NO_TRANSFERS
         self.first_samples: list[Sequence] = []
@@ -103,6 +108,17 @@ class StepPlan:
     def has_entries(self) -> bool:
         """Whether the step computes anything."""
         return bool(self._decodes.sequences or self._chunks.sequences)
+
+    def budget_for(self, sequence: Sequence, num_others: int, num_later: int = 0) -> int:
+        """Tokens that a part of a sequence may have beside ``num_others`` that run.
+
+        Of them ``num_later`` are kept for others. One that was paused comes back in small
+        parts: steps that read all weights for a few decodes compute them for little, and no
+        stream waits long.
+        """
+        if not num_others or not sequence.num_output_tokens or sequence.beams is not None:
+            return self.budget
+        return min(self.budget, self._again + num_later)
 
     def add_decode(self, sequence: Sequence, start: int) -> None:
         """Schedule and sample one token of output after the first ``start``."""
@@ -126,6 +142,8 @@ class StepPlan:
         if entries is self._chunks:
             entries.chunks.append(chunk)
         self.budget -= chunk
+        if chunk > 1 and sequence.num_output_tokens:
+            self._again -= chunk
         if is_prompt:
             self._num_context += 1
             self._num_context_tokens += chunk
