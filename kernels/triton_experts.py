@@ -270,10 +270,8 @@ def sort_places(ids_TC: Tensor, num_experts: int, first_expert: int) -> SortedPl
     places, padded = ids_TC.numel(), padded_size(num_experts)
     block = min(padded_size(max(places, 16)), max(_SORT_VALUES // padded, 16))
     num_blocks = num_tiles(places, block)
-    size = (num_blocks + 1) * padded + 2 * places
-    memory = torch.empty(size, dtype=torch.int32, device=ids_TC.device)
     sizes = [padded, num_blocks * padded, places, places]
-    totals, counts, order, positions = torch.split(memory, sizes)
+    totals, counts, order, positions = _split(sizes, ids_TC.device)
     constants = (num_experts, padded, block)
     is_alone = num_blocks == 1
     if not is_alone:
@@ -283,6 +281,16 @@ def sort_places(ids_TC: Tensor, num_experts: int, first_expert: int) -> SortedPl
     num_warps = min(max(block * padded // 512, 4), 16)
     _sort((num_blocks, 1), args, (*constants, _COUNTED, is_alone), num_warps)
     return SortedPlaces(order, totals, positions.view(ids_TC.shape))
+
+
+def _split(sizes: list[int], device: torch.device) -> list[Tensor]:
+    """Pieces of one int32 tensor, each on 16 bytes: a kernel is compiled apart for others, and
+    where they lay would depend on the number of tokens."""
+    whole = [-(-size // 4) * 4 for size in sizes]
+    memory = torch.empty(sum(whole), dtype=torch.int32, device=device)
+    pieces = torch.split(memory, whole)
+    pairs = zip(pieces, sizes, strict=True)
+    return [piece if len(piece) == size else piece[:size] for piece, size in pairs]
 
 
 def _products(

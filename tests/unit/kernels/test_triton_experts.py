@@ -96,3 +96,13 @@ def test_places_are_sorted_by_expert_and_counted(tokens, experts):
     assert totals[:experts].tolist() == ids.flatten().bincount(minlength=experts).tolist()
     assert not totals[experts:].any()
     assert order[positions.flatten()].tolist() == list(range(ids.numel()))
+
+
+@pytest.mark.parametrize("num_tokens", [1, 7, 8, 4097])
+def test_what_kernels_are_given_lies_alike_for_any_number_of_tokens(num_tokens):
+    ids = torch.randint(0, 3, (num_tokens, 3), dtype=torch.int32)
+
+    order, totals, positions = triton_experts.sort_places(ids, 3, 0)
+
+    assert [each.data_ptr() % 16 for each in (order, totals, positions)] == [0, 0, 0]
+    assert order.numel() == positions.numel() == ids.numel()
