@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
+import threading
 import time
 from collections.abc import Awaitable, Callable, Sequence
 
@@ -32,12 +34,25 @@ def run_in_processes(
         slots = range(index, concurrency, num_processes)
         own = [each for j, each in enumerate(plan) if j % concurrency in slots]
         shares.append((make_target, own, len(slots), begin))
-    with multiprocessing.get_context("spawn").Pool(num_processes) as pool:
+    context = multiprocessing.get_context("spawn")
+    with context.Pool(num_processes, initializer=_end_with_parent) as pool:
         found = pool.starmap(_run_share, shares, chunksize=1)
     records = [record for part in found for record in part]
     records.sort(key=lambda record: record.due_s)
     end = max((record.end_s for record in records), default=begin)
     return Run(records, end - begin)
+
+
+def _end_with_parent() -> None:
+    """Send no more once whoever wants the answers is gone, by a signal for example."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+
+    def watch() -> None:
+        parent.join()
+        os._exit(1)
+
+    threading.Thread(target=watch, name="parent", daemon=True).start()
 
 
 def _run_share(
