@@ -16,19 +16,16 @@ import contextlib
 import json
 import os
 import platform
-import socket
 import statistics
 import subprocess
 import sys
 import tempfile
-import time
-import urllib.error
-import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-BIN = Path(sys.executable).parent
+from trimaran.bench.server_process import BIN, serving, write_random_model, write_repository
+
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
@@ -48,61 +45,20 @@ CONFIG = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
-FILL = (
-    "triton_backend:tensorrtllm,triton_max_batch_size:64,decoupled_mode:True,"
-    "batching_strategy:inflight_fused_batching,logits_datatype:TYPE_FP32,"
-    "encoder_input_features_data_type:TYPE_FP16,enable_kv_cache_reuse:False,"
-)
 LENGTH = 128
-
-
-def free_ports(count: int) -> list[int]:
-    """Ports that nobody listens on now."""
-    with contextlib.ExitStack() as stack:
-        socks = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for sock in socks:
-            sock.bind(("127.0.0.1", 0))
-        return [sock.getsockname()[1] for sock in socks]
 
 
 @contextlib.contextmanager
 def served(folder: Path, threads: int) -> Iterator[int]:
     """Serve the model; yields the gRPC port."""
-    model = folder / "model"
-    model.mkdir()
-    (model / "config.json").write_text(json.dumps(CONFIG))
-    subprocess.run(
-        [BIN / "trimaran", "init-repo", folder / "repository", "--models", "tensorrt_llm",
-         "--fill", f"{FILL}engine_dir:{model}"],
-        check=True,
-        stdout=subprocess.DEVNULL,
-    )  # fmt: skip
-    http, grpc, metrics = free_ports(3)
-    command = [
-        BIN / "trimaran", "serve", "--model-repo", folder / "repository", "--world-size", "1",
-        "--num-threads", str(threads), "--load-format", "random", "--device", "cpu",
-        "--max-batch-size", "32", "--max-num-tokens", "2048",
-        "--http-port", str(http), "--grpc-port", str(grpc), "--metrics-port", str(metrics),
+    write_random_model(folder / "model", CONFIG)
+    write_repository(folder / "repository", ["tensorrt_llm"], engine_dir=folder / "model")
+    flags = [
+        "--world-size", "1", "--num-threads", str(threads), "--load-format", "random",
+        "--device", "cpu", "--max-batch-size", "32", "--max-num-tokens", "2048",
     ]  # fmt: skip
-    with (folder / "serve.log").open("wb") as log:
-        process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
-    try:
-        wait_ready(process, http, folder / "serve.log")
-        yield grpc
-    finally:
-        process.terminate()
-        process.wait(60)
-
-
-def wait_ready(process: subprocess.Popen[bytes], port: int, log: Path) -> None:
-    """Return when the server is ready; end with its log if it is not."""
-    deadline = time.monotonic() + 120
-    while process.poll() is None and time.monotonic() < deadline:
-        with contextlib.suppress(OSError):
-            urllib.request.urlopen(f"http://127.0.0.1:{port}/v2/health/ready", timeout=5)
-            return
-        time.sleep(0.1)
-    sys.exit(f"the server did not become ready:\n{log.read_text()}")
+    with serving(folder / "repository", flags, log=folder / "serve.log") as server:
+        yield server.grpc
 
 
 def bench(port: int, concurrency: int, folder: Path) -> float:

@@ -20,7 +20,6 @@ import platform
 import random
 import re
 import statistics
-import subprocess
 import tempfile
 import time
 import urllib.request
@@ -29,13 +28,10 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from cpu_serving import BIN, CONFIG, cpu_name, free_ports, wait_ready
+from cpu_serving import CONFIG, cpu_name
 
-FILL = (
-    "triton_backend:tensorrtllm,triton_max_batch_size:64,decoupled_mode:False,"
-    "batching_strategy:inflight_fused_batching,logits_datatype:TYPE_FP32,"
-    "encoder_input_features_data_type:TYPE_FP16,enable_kv_cache_reuse:True,"
-)
+from trimaran.bench.server_process import serving, write_random_model, write_repository
+
 WAYS = ("least_loaded", "prefix_aware")
 
 
@@ -45,35 +41,25 @@ def served(folder: Path, routing: str, args: argparse.Namespace) -> Iterator[tup
     model = args.model
     if model is None:
         model = folder / "model"
-        model.mkdir()
-        (model / "config.json").write_text(json.dumps(CONFIG))
+        write_random_model(model, CONFIG)
     where = ["--num-threads", "1"] if args.device == "cpu" else []
-    devices = "" if args.device == "cpu" else ",gpu_device_ids:0;1"
     repository = folder / routing
-    subprocess.run(
-        [BIN / "trimaran", "init-repo", repository, "--models", "tensorrt_llm",
-         "--fill", f"{FILL}engine_dir:{model}{devices}"],
-        check=True,
-        stdout=subprocess.DEVNULL,
-    )  # fmt: skip
+    write_repository(
+        repository,
+        ["tensorrt_llm"],
+        engine_dir=model,
+        decoupled_mode=False,
+        enable_kv_cache_reuse=True,
+        **({} if args.device == "cpu" else {"gpu_device_ids": "0;1"}),
+    )
     config = repository / "tensorrt_llm" / "config.pbtxt"
     config.write_text(re.sub(r"count: 1\b", "count: 2", config.read_text(), count=1))
-    http, grpc, metrics = free_ports(3)
-    command = [
-        BIN / "trimaran", "serve", "--multi-model", "--model-repo", repository,
-        "--load-format", "random", "--device", args.device, *where,
+    flags = [
+        "--multi-model", "--load-format", "random", "--device", args.device, *where,
         "--max-batch-size", "32", "--max-num-tokens", "2048", "--routing", routing,
-        "--http-port", str(http), "--grpc-port", str(grpc), "--metrics-port", str(metrics),
     ]  # fmt: skip
-    log = folder / f"{routing}.log"
-    with log.open("wb") as file:
-        process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT)
-    try:
-        wait_ready(process, http, log)
-        yield http, metrics
-    finally:
-        process.terminate()
-        process.wait(60)
+    with serving(repository, flags, log=folder / f"{routing}.log") as server:
+        yield server.http, server.metrics
 
 
 def ask(port: int, ids: list[int], num_tokens: int) -> list[int]:

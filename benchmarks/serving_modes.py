@@ -25,16 +25,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import psutil
-from cpu_serving import (
-    BIN,
-    CONFIG,
-    FILL,
-    LENGTH,
-    bench,
-    cpu_name,
-    free_ports,
-    wait_ready,
-)
+from cpu_serving import CONFIG, LENGTH, bench, cpu_name
+
+from trimaran.bench.server_process import serving, write_random_model, write_repository
 
 MODES = {
     "leader": (),
@@ -73,36 +66,23 @@ class Server:
 @contextlib.contextmanager
 def served(folder: Path, mode: str, args: argparse.Namespace) -> Iterator[Server]:
     """One server of the model in one mode."""
-    http, grpc, metrics = free_ports(3)
-    command = [
-        BIN / "trimaran", "serve", "--model-repo", folder / "repository",
+    flags = [
         "--num-threads", str(args.threads), "--load-format", "random", "--device", args.device,
-        "--max-batch-size", "32", "--max-num-tokens", "2048",
-        "--http-port", str(http), "--grpc-port", str(grpc), "--metrics-port", str(metrics),
-        *MODES[mode],
+        "--max-batch-size", "32", "--max-num-tokens", "2048", *MODES[mode],
     ]  # fmt: skip
-    log = folder / f"{mode}.log"
-    with log.open("wb") as file:
-        process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT)
-    try:
-        wait_ready(process, http, log)
-        yield Server(psutil.Process(process.pid), grpc)
-    finally:
-        process.terminate()
-        process.wait(60)
+    with serving(folder / "repository", flags, log=folder / f"{mode}.log") as server:
+        yield Server(psutil.Process(server.process.pid), server.grpc)
 
 
-def write_repository(folder: Path) -> None:
+def write_model(folder: Path) -> None:
     """A token-level model of random weights."""
-    model = folder / "model"
-    model.mkdir()
-    (model / "config.json").write_text(json.dumps(CONFIG))
-    subprocess.run(
-        [BIN / "trimaran", "init-repo", folder / "repository", "--models", "tensorrt_llm",
-         "--fill", f"{FILL}engine_dir:{model},max_tokens_in_paged_kv_cache:16384"],
-        check=True,
-        stdout=subprocess.DEVNULL,
-    )  # fmt: skip
+    write_random_model(folder / "model", CONFIG)
+    write_repository(
+        folder / "repository",
+        ["tensorrt_llm"],
+        engine_dir=folder / "model",
+        max_tokens_in_paged_kv_cache=16384,
+    )
 
 
 def compare(
@@ -156,7 +136,7 @@ def main() -> None:
     rows: list[dict[str, object]] = []
     with tempfile.TemporaryDirectory(prefix="trimaran-bench-") as name:
         folder = Path(name)
-        write_repository(folder)
+        write_model(folder)
         for concurrency in args.concurrency:
             rows += compare(folder, concurrency, args)
     titles = ("mode", "concurrent", "tokens/s", "ratio", "CPU ms", "ratio")

@@ -11,11 +11,8 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import re
 import shutil
-import subprocess
-import sys
 import tempfile
 import time
 import urllib.request
@@ -23,19 +20,21 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from cpu_serving import BIN, FILL, free_ports
 from safetensors.torch import save_file
 
 from trimaran.bench import results
+from trimaran.bench.server_process import serving, write_repository
 from trimaran.bench.shapes import SHAPES, shape_config
 
 TOKENIZER = Path(__file__).resolve().parents[1] / "examples" / "demo_models" / "base"
-_FILL = (
-    f"{FILL}preprocessing_instance_count:1,postprocessing_instance_count:1,"
-    "bls_instance_count:1,max_queue_delay_microseconds:0,max_queue_size:0,"
-)
+_TEMPLATE = {
+    "preprocessing_instance_count": 1,
+    "postprocessing_instance_count": 1,
+    "bls_instance_count": 1,
+    "max_queue_delay_microseconds": 0,
+    "max_queue_size": 0,
+}
 _REQUEST = {"text_input": "It was", "max_tokens": 16, "bad_words": "", "stop_words": ""}
-_LONGEST_S = 300.0
 
 
 def write_checkpoint(folder: Path, shape: str) -> int:
@@ -89,34 +88,14 @@ class Start:
     def __init__(self, work: Path, flags: list[str]) -> None:
         self._caches = [work / "triton", work / "cache"]
         self._log = work / "serve.log"
-        ready = work / "ready"
-        http, grpc, metrics = free_ports(3)
-        command = [
-            str(BIN / "trimaran"), "serve", "--model-repo", str(work / "repository"),
-            "--http-port", str(http), "--grpc-port", str(grpc), "--metrics-port", str(metrics),
-            "--ready-file", str(ready), *flags,
-        ]  # fmt: skip
-        environ = {
-            **os.environ,
+        env = {
             "TRITON_CACHE_DIR": str(self._caches[0]),
             "XDG_CACHE_HOME": str(self._caches[1]),
         }
         before = self._num_compiled()
-        begin = time.monotonic()
-        with self._log.open("wb") as log:
-            server = subprocess.Popen(
-                command, stdout=log, stderr=subprocess.STDOUT, env=environ
-            )
-        try:
-            while not ready.exists():
-                if server.poll() is not None or time.monotonic() > begin + _LONGEST_S:
-                    sys.exit(f"the server did not become ready:\n{self._log.read_text()}")
-                time.sleep(0.02)
-            self.seconds = time.monotonic() - begin
-            self.first_answer_s = self._ask(http)
-        finally:
-            server.terminate()
-            server.wait(60)
+        with serving(work / "repository", flags, log=self._log, env=env) as server:
+            self.seconds = server.ready_s
+            self.first_answer_s = self._ask(server.http)
         self.num_compiled = self._num_compiled() - before
 
     def _num_compiled(self) -> int:
@@ -159,11 +138,11 @@ def main() -> None:
     work = Path(tempfile.mkdtemp(prefix="trimaran-start-", dir=args.work))
     try:
         size = write_checkpoint(work / "model", args.shape)
-        fill = f"{_FILL}engine_dir:{work / 'model'},tokenizer_dir:{TOKENIZER}"
-        subprocess.run(
-            [BIN / "trimaran", "init-repo", work / "repository", "--fill", fill],
-            check=True,
-            stdout=subprocess.DEVNULL,
+        write_repository(
+            work / "repository",
+            **_TEMPLATE,
+            engine_dir=work / "model",
+            tokenizer_dir=TOKENIZER,
         )
         starts = []
         for number in range(args.starts):

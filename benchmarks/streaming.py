@@ -27,13 +27,15 @@ from pathlib import Path
 
 import grpc.aio
 import psutil
-from cpu_serving import BIN, FILL, cpu_name, free_ports
+from cpu_serving import cpu_name
 from tritonclient.grpc import service_pb2 as pb
+
+from trimaran.bench.server_process import free_ports, write_repository
 
 HERE = Path(__file__).parent
 TOKENIZER = HERE.parent / "examples" / "demo_models" / "base"
 STEPS = ("preprocessing", "postprocessing", "bls")
-QUEUE = "max_queue_delay_microseconds:0,max_queue_size:0,"
+QUEUE = {"max_queue_delay_microseconds": 0, "max_queue_size": 0}
 PROMPT, PROMPT_IDS = "The captain of the ship", [1, 300, 301, 302]
 METHOD = "/inference.GRPCInferenceService/ModelStreamInfer"
 _EVENT, _LAST_CHUNK = b"data: ", b"\r\n0\r\n\r\n"
@@ -44,10 +46,10 @@ def served(folder: Path, num_frontends: int, step_ms: float) -> Iterator[tuple[i
     """A server without a model: HTTP port, gRPC port and pid."""
     repository = folder / "models"
     if not repository.exists():
-        counts = "".join(f"{name}_instance_count:1," for name in STEPS)
-        text = f"{FILL}{counts}{QUEUE}engine_dir:{TOKENIZER},tokenizer_dir:{TOKENIZER}"
-        command = [str(BIN / "trimaran"), "init-repo", str(repository), "--fill", text]
-        subprocess.run(command, check=True, capture_output=True)
+        one_each = {f"{name}_instance_count": 1 for name in STEPS}
+        write_repository(
+            repository, **one_each, **QUEUE, engine_dir=TOKENIZER, tokenizer_dir=TOKENIZER
+        )
     http, grpc_port, metrics = free_ports(3)
     command = [
         sys.executable, str(HERE / "null_server.py"), "--no-mpi", "--device", "cpu",
