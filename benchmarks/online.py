@@ -156,7 +156,7 @@ class Sweep:
         return min(count, self._args.requests or count)
 
     def _left_s(self) -> float:
-        return float(self._args.deadline - time.monotonic())
+        return max(float(self._args.deadline - time.monotonic()), 0.0)
 
 
 def measure(folder: Path, args: argparse.Namespace, passed: list[str]) -> int:
