@@ -98,6 +98,8 @@ test-e2e: $(VENV)/.test  ## end-to-end tests: real mpirun, sockets and clients
 	$(PYTEST) --timeout=300 tests/e2e
 
 test-faults: $(VENV)/.test  ## kills, hangs and partitions of several models and hosts; a 3-minute soak
+	@{ test -x /usr/sbin/sshd && command -v ip >/dev/null; } || [ "$$(id -u)" != 0 ] || \
+		{ apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq openssh-server iproute2; }
 	$(PYTEST) --timeout=600 tests/faults
 
 test-clients: $(VENV)/.test  ## documented command lines, curl and every tritonclient against two servers
