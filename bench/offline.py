@@ -33,6 +33,11 @@ class OfflineRun:
     """One a request, from the start of the run."""
 
     steps_s: list[float] = field(default_factory=list)
+    num_paused: int = 0
+    """Sequences that made room for others."""
+
+    num_recomputed: int = 0
+    """Tokens of theirs that were given up."""
 
     @property
     def out_tok_s(self) -> float:
@@ -75,6 +80,8 @@ class OfflineDriver:
             RuntimeError: a request was refused, or tokens are missing.
         """
         self._submit(load)
+        pauses = self._engine.scheduler.pauses
+        before = pauses.num_sequences, pauses.num_tokens
         waiting = set(range(self._next_id - load.requests, self._next_id))
         done = OfflineRun()
         start = last = time.perf_counter()
@@ -90,6 +97,9 @@ class OfflineDriver:
             done.steps_s.append(now - last)
             last = now
         done.seconds = last - start
+        pauses = self._engine.scheduler.pauses
+        done.num_paused = pauses.num_sequences - before[0]
+        done.num_recomputed = pauses.num_tokens - before[1]
         self._control.mark_idle()
         expected = load.requests * load.osl
         if done.num_tokens != expected:

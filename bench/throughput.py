@@ -118,6 +118,8 @@ class _Subject:
             **self.figures(load, [run.out_tok_s for run in runs]),
             "seconds": round(statistics.median(run.seconds for run in runs), 3),
             "step_ms_p50": round(1e3 * float(np.median(steps_s)), 3),
+            "paused_sequences": int(statistics.median(run.num_paused for run in runs)),
+            "recomputed_tokens": int(statistics.median(run.num_recomputed for run in runs)),
         }
 
     def figures(self, load: Load, rates: list[float], engine: str = "trimaran") -> Facts:

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from trimaran.comm.sampling_params import SamplingParams
 from trimaran.worker.config import SchedulerConfig
 from trimaran.worker.kv_cache.manager import KVCacheManager
-from trimaran.worker.request import Request, Sequence
+from trimaran.worker.pauses import Pauses
+from trimaran.worker.request import Request
 from trimaran.worker.scheduler import Scheduler
 from trimaran.worker.step_plan import ScheduledStep
 
@@ -84,19 +85,7 @@ LOADS = {
 """Tokens of prompt and output, or of an output and the limit that the client sets."""
 
 
-class _Counted(Scheduler):
-    """A scheduler that counts what pausing costs."""
-
-    num_preemptions = 0
-    num_recomputed = 0
-
-    def _preempt(self, sequence: Sequence) -> None:
-        self.num_preemptions += 1
-        self.num_recomputed += sequence.num_computed_tokens
-        super()._preempt(sequence)
-
-
-def make_scheduler(load: Load, expected: int, tokens_per_read: float) -> _Counted:
+def make_scheduler(load: Load, expected: int, tokens_per_read: float) -> Scheduler:
     """A scheduler for the requests of a load."""
     longest = load.prompt + load.max_tokens
     config = SchedulerConfig(
@@ -107,10 +96,10 @@ def make_scheduler(load: Load, expected: int, tokens_per_read: float) -> _Counte
         expected_output_tokens=expected,
         tokens_per_read=tokens_per_read,
     )
-    return _Counted(config, KVCacheManager([load.num_blocks], BLOCK_SIZE, enable_reuse=False))
+    return Scheduler(config, KVCacheManager([load.num_blocks], BLOCK_SIZE, enable_reuse=False))
 
 
-def queue(scheduler: _Counted, load: Load) -> list[int]:
+def queue(scheduler: Scheduler, load: Load) -> list[int]:
     """Queue all requests; how long each sequence gets."""
     rng = random.Random(1)
     lengths = []
@@ -128,7 +117,7 @@ def queue(scheduler: _Counted, load: Load) -> list[int]:
     return lengths
 
 
-def run(scheduler: _Counted, lengths: list[int], cost: StepCost) -> tuple[int, float]:
+def run(scheduler: Scheduler, lengths: list[int], cost: StepCost) -> tuple[int, float]:
     """Steps until all have ended, two in flight, and the seconds that they would take."""
     in_flight: deque[ScheduledStep] = deque()
     seconds, begin = 0.0, scheduler.step
@@ -160,16 +149,16 @@ def main() -> None:
     parser.add_argument("--never-pause", action="store_true",
                         help="nobody starts who is expected to be paused")  # fmt: skip
     args = parser.parse_args()
-    print("load | expected | time | steps | seconds | preempted | tokens computed again")
+    print("load | expected | time | steps | seconds | paused | tokens computed again")
     for name in args.loads:
         load = LOADS[name]
         for expected in args.expected:
             per_read = 0.0 if args.never_pause else load.cost.tokens_per_read
             scheduler = make_scheduler(load, expected, per_read)
             for time in ("first", "again"):
-                scheduler.num_preemptions = scheduler.num_recomputed = 0
+                scheduler.pauses = pauses = Pauses()
                 steps, seconds = run(scheduler, queue(scheduler, load), load.cost)
-                counts = f"{scheduler.num_preemptions} | {scheduler.num_recomputed:,}"
+                counts = f"{pauses.num_sequences} | {pauses.num_tokens:,}"
                 print(f"{name} | {expected} | {time} | {steps:,} | {seconds:.1f} | {counts}",
                       flush=True)  # fmt: skip
 

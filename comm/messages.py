@@ -264,6 +264,8 @@ STATS_KEYS = (
     "waiting_requests",
     "generation_requests",
     "paused_requests",
+    "paused_sequences",
+    "paused_tokens",
     "total_context_tokens",
     "micro_batch_id",
     "kv_max_blocks",

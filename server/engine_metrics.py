@@ -103,6 +103,12 @@ _FAMILIES: dict[str, tuple[str, str, dict[str, str]]] = {
             "loaded": "kv_host_loaded_blocks",
         },
     ),
+    "trimaran_pauses": (
+        "Since the start: sequences that made room for others, and tokens of theirs whose KV "
+        "cache was given up for it",
+        "type",
+        {"sequences": "paused_sequences", "tokens": "paused_tokens"},
+    ),
     "trimaran_lora_adapters": (
         "LoRA adapters: host are cached in the host's memory, device of these where the model "
         "runs, used those of requests that are not over; loaded counts copies to the device",

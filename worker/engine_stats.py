@@ -42,6 +42,7 @@ class EngineStats:
         context = 0 if last is None else last.num_context
         device = self._loaded.runner.inputs.device
         caches, adapters = self._loaded.caches, self._loaded.adapters
+        pauses = self._scheduler.pauses
         hosts = [host for cache in caches for host in cache.hosts]
         num_blocks, num_free = (
             sum(getattr(cache, name) for cache in caches) for name in ("num_blocks", "num_free")
@@ -53,7 +54,9 @@ class EngineStats:
             "context_requests": context,
             "waiting_requests": active - scheduled,
             "generation_requests": scheduled - context,
-            "paused_requests": self._scheduler.num_preempted,
+            "paused_requests": pauses.num_waiting,
+            "paused_sequences": pauses.num_sequences,
+            "paused_tokens": pauses.num_tokens,
             "total_context_tokens": 0 if last is None else last.num_context_tokens,
             "micro_batch_id": self._scheduler.micro_batch,
             "kv_max_blocks": num_blocks,

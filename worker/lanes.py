@@ -13,6 +13,7 @@ from trimaran.worker.lane_types import LaneDecisions, LaneSteps
 from trimaran.worker.limits import check_limits, check_queue
 from trimaran.worker.loads import Loads
 from trimaran.worker.lora.manager import AdapterManager
+from trimaran.worker.pauses import Pauses
 from trimaran.worker.request import KEY, Request, Sequence
 from trimaran.worker.scheduler import Emission, Scheduler
 from trimaran.worker.step_plan import ScheduledStep
@@ -96,6 +97,11 @@ class LaneScheduler:
     def micro_batch(self) -> int:
         """Which of the steps in flight of a pipeline the last one was."""
         return self.lanes[0].micro_batch
+
+    @property
+    def pauses(self) -> Pauses:
+        """Of all lanes."""
+        return Pauses.sum(lane.pauses for lane in self.lanes)
 
     @property
     def num_preempted(self) -> int:

@@ -18,6 +18,7 @@ from trimaran.worker.loads import Loads
 from trimaran.worker.lora.manager import AdapterManager
 from trimaran.worker.micro_batches import MicroBatches
 from trimaran.worker.outlook import Outlook
+from trimaran.worker.pauses import Pauses
 from trimaran.worker.places import find_place
 from trimaran.worker.releases import Releases
 from trimaran.worker.request import (
@@ -74,7 +75,7 @@ class Scheduler:
         self.rows = Rows(config.max_num_seqs)
         self.releases = Releases(cache)
         self._ended: list[Emission] = []
-        self._num_preempted = 0
+        self.pauses = Pauses()
         self._outlook = Outlook(config, cache)
         self._followers = Followers()
         self._shares_prompts = config.enable_chunked_context and not self._is_static
@@ -145,7 +146,7 @@ class Scheduler:
     @property
     def num_preempted(self) -> int:
         """Sequences in the queue that ran before."""
-        return self._num_preempted
+        return self.pauses.num_waiting
 
     @property
     def num_empty_slots(self) -> int:
@@ -290,8 +291,7 @@ class Scheduler:
         self.releases.release(sequence)
         if sequence.beams is not None:
             sequence.beams.start_over()
-        sequence.pause(self.step)
-        self._num_preempted += 1
+        self.pauses.begin(sequence, self.step)
         self._enqueue(sequence)
 
     def _advance(
@@ -416,9 +416,7 @@ class Scheduler:
 
     def _take_row(self, sequence: Sequence) -> None:
         remove_by_key(self.waiting, sequence)
-        if sequence.is_preempted:
-            sequence.is_preempted = False
-            self._num_preempted -= 1
+        self.pauses.end(sequence)
         self.rows.take(sequence)
         sequence.status = RequestStatus.RUNNING
         sequence.publish_at = 0
@@ -490,7 +488,7 @@ class Scheduler:
             return
         if sequence.status is RequestStatus.WAITING:
             remove_by_key(self.waiting, sequence)
-            self._num_preempted -= sequence.is_preempted
+            self.pauses.end(sequence)
         is_running = sequence.status is RequestStatus.RUNNING
         sequence.status = RequestStatus.FINISHED
         sequence.finish_reason = reason

@@ -137,3 +137,8 @@ def test_every_feature_at_once_leaves_nothing(decoupled_server):
 
     wait_until(lambda: not any(left().values()), "nothing in use", told=lambda: str(left()))
     assert num_bulk_files(decoupled_server) == 0
+    counts = [
+        decoupled_server.metric("trimaran_pauses", model="tensorrt_llm", type=kind)
+        for kind in ("sequences", "tokens")
+    ]
+    assert (counts[0] > 0) == (counts[1] > 0)

@@ -29,6 +29,7 @@ def test_one_rank_tells_the_figures_and_the_memory_of_all(world, tmp_path_factor
         world.size,
     )
     assert len(line["memory_gb"]) == world.size
+    assert (line["paused_sequences"], line["recomputed_tokens"]) == (0, 0)
     weights = [each["weights"] for each in line["memory_gb"]]
     assert max(weights) == min(weights)
     whole = (MODEL / "model.safetensors").stat().st_size / 1e9

@@ -53,3 +53,6 @@ def test_who_was_paused_first_comes_back_first_and_is_not_the_next_to_be_paused(
 
     assert len(paused) == len(set(paused)) > 1
     assert back == paused
+    pauses = planner.scheduler.pauses
+    assert (pauses.num_waiting, pauses.num_sequences) == (0, len(paused))
+    assert 2 * BLOCK * len(paused) <= pauses.num_tokens < 5 * BLOCK * len(paused)
