@@ -104,8 +104,8 @@ _FAMILIES: dict[str, tuple[str, str, dict[str, str]]] = {
         },
     ),
     "trimaran_pauses": (
-        "Since the start: sequences that made room for others, and tokens of theirs whose KV "
-        "cache was given up for it",
+        "Since the start: sequences that gave up their KV cache blocks, mostly for others, and "
+        "the tokens that these held",
         "type",
         {"sequences": "paused_sequences", "tokens": "paused_tokens"},
     ),

@@ -5,9 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import random
 import signal
-import socket
 import subprocess
 import sys
 import urllib.error
@@ -21,24 +19,13 @@ import psutil
 from prometheus_client.parser import text_string_to_metric_families
 from waiting import started, wait_until
 
+from trimaran.bench.server_process import free_ports
 from trimaran.launcher.cli import main
 
 BIN = Path(sys.executable).parent
 ROOT = Path(__file__).resolve().parents[2]
 DEMO_MODEL = ROOT / "examples" / "demo_models" / "base"
 DEMO_MOE = ROOT / "examples" / "demo_models" / "moe"
-
-
-def free_ports(count: int) -> list[int]:
-    """Ports that nobody listens on now, and that no connection will be given as its own."""
-    free: set[int] = set()
-    while len(free) < count:
-        # The kernel hands out 32768 and up to connections.
-        port = random.randrange(20_000, 32_000)
-        with socket.socket() as sock, contextlib.suppress(OSError):
-            sock.bind(("0.0.0.0", port))
-            free.add(port)
-    return list(free)
 
 
 def command_env() -> dict[str, str]:
