@@ -85,7 +85,9 @@ LOADS = {
 """Tokens of prompt and output, or of an output and the limit that the client sets."""
 
 
-def make_scheduler(load: Load, expected: int, tokens_per_read: float) -> Scheduler:
+def make_scheduler(
+    load: Load, expected: int, tokens_per_read: float, host_slots: int
+) -> Scheduler:
     """A scheduler for the requests of a load."""
     longest = load.prompt + load.max_tokens
     config = SchedulerConfig(
@@ -96,7 +98,10 @@ def make_scheduler(load: Load, expected: int, tokens_per_read: float) -> Schedul
         expected_output_tokens=expected,
         tokens_per_read=tokens_per_read,
     )
-    return Scheduler(config, KVCacheManager([load.num_blocks], BLOCK_SIZE, enable_reuse=False))
+    cache = KVCacheManager(
+        [load.num_blocks], BLOCK_SIZE, enable_reuse=False, host_slots=host_slots
+    )
+    return Scheduler(config, cache)
 
 
 def queue(scheduler: Scheduler, load: Load) -> list[int]:
@@ -122,6 +127,8 @@ def run(scheduler: Scheduler, lengths: list[int], cost: StepCost) -> tuple[int, 
     in_flight: deque[ScheduledStep] = deque()
     seconds, begin = 0.0, scheduler.step
     while scheduler.has_requests or in_flight:
+        # What the host has is there by the next step.
+        scheduler.loads.done_step = scheduler.step
         step = scheduler.schedule()
         if step is not None:
             in_flight.append(step)
@@ -148,13 +155,15 @@ def main() -> None:
                         metavar="LOAD", help=", ".join(LOADS))  # fmt: skip
     parser.add_argument("--never-pause", action="store_true",
                         help="nobody starts who is expected to be paused")  # fmt: skip
+    parser.add_argument("--host-blocks", type=int, default=0, metavar="N",
+                        help="of who is paused, kept in the host's memory")  # fmt: skip
     args = parser.parse_args()
     print("load | expected | time | steps | seconds | paused | tokens computed again")
     for name in args.loads:
         load = LOADS[name]
         for expected in args.expected:
             per_read = 0.0 if args.never_pause else load.cost.tokens_per_read
-            scheduler = make_scheduler(load, expected, per_read)
+            scheduler = make_scheduler(load, expected, per_read, args.host_blocks)
             for time in ("first", "again"):
                 scheduler.pauses = pauses = Pauses()
                 steps, seconds = run(scheduler, queue(scheduler, load), load.cost)

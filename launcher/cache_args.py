@@ -6,7 +6,7 @@ import re
 
 from trimaran.comm.errors import ConfigError
 from trimaran.server.model_repository import RepositoryModel
-from trimaran.worker.config import CacheConfig
+from trimaran.worker.config import CacheConfig, SchedulerConfig
 
 _WINDOWS = "max_attention_window_size"
 _HOST_BYTES = "kv_cache_host_memory_bytes"
@@ -19,7 +19,9 @@ _OVERLAPS = {
 """Old and newer names, and the value of each that asks for overlapped steps."""
 
 
-def cache_config(model: RepositoryModel, tokens_per_block: int) -> CacheConfig:
+def cache_config(
+    model: RepositoryModel, tokens_per_block: int, scheduler: SchedulerConfig
+) -> CacheConfig:
     """The KV cache of one model.
 
     Raises:
@@ -41,7 +43,7 @@ def cache_config(model: RepositoryModel, tokens_per_block: int) -> CacheConfig:
         )
     reuse = values.get_bool("enable_kv_cache_reuse")
     try:
-        return CacheConfig(
+        cache = CacheConfig(
             tokens_per_block=tokens_per_block,
             max_tokens=values.get_int("max_tokens_in_paged_kv_cache") or 0,
             free_memory_fraction=0.9 if fraction is None else fraction,
@@ -50,8 +52,10 @@ def cache_config(model: RepositoryModel, tokens_per_block: int) -> CacheConfig:
             num_sinks=values.get_int("sink_token_length") or 0,
             host_bytes=host_bytes,
         )
+        cache.check_use_of_host(scheduler)
     except ConfigError as error:
         raise ConfigError(f"{model.folder}/config.pbtxt: {error}") from None
+    return cache
 
 
 def steps_in_flight(model: RepositoryModel, depth: int | None, num_stages: int) -> int:

@@ -81,6 +81,7 @@ def engine_config(
     )
     device = resolve_device(flags.device)
     graphs = model.parameters.get_bool("cuda_graph_mode")
+    scheduler = _scheduler(model, folder, flags, parallel.pp_size)
     return EngineConfig(
         model=model.name,
         engine_dir=engine_dir,
@@ -96,8 +97,10 @@ def engine_config(
         all_reduce=flags.all_reduce,
         guided=_guided(model, engine_dir),
         parallel=parallel,
-        scheduler=_scheduler(model, folder, flags, parallel.pp_size),
-        cache=cache_config(model, flags.tokens_per_block or folder.build.tokens_per_block),
+        scheduler=scheduler,
+        cache=cache_config(
+            model, flags.tokens_per_block or folder.build.tokens_per_block, scheduler
+        ),
         lora=lora_config(model, folder, has_graphs=flags.adapter_graphs),
         experts=flags.experts,
     )

@@ -152,7 +152,8 @@ class CacheConfig:
     """First tokens that are seen whatever the window (``sink_token_length``)."""
 
     host_bytes: int = 0
-    """Host memory of each rank for evicted blocks (``kv_cache_host_memory_bytes``)."""
+    """Host memory of each rank for evicted blocks (``kv_cache_host_memory_bytes``); without
+    reuse, of sequences that made room for others."""
 
     def __post_init__(self) -> None:
         if any(window < 1 for window in self.attention_windows):
@@ -171,10 +172,15 @@ class CacheConfig:
                 "tokens are seen as it is. Set max_attention_window_size too, or leave both "
                 "unset."
             )
-        if self.host_bytes and not self.enable_block_reuse:
+
+    def check_use_of_host(self, scheduler: SchedulerConfig) -> None:
+        """Raise ConfigError if nothing would ever be kept on the host."""
+        if self.host_bytes and not (self.enable_block_reuse or scheduler.can_preempt):
             raise ConfigError(
                 f"kv_cache_host_memory_bytes is {self.host_bytes} but blocks are not reused, "
-                "so none would be kept. Set enable_kv_cache_reuse to True, or the bytes to 0."
+                f"and with batch_scheduler_policy {scheduler.policy} no sequence makes room "
+                "for others, so none would be kept. Set enable_kv_cache_reuse to True, the "
+                "policy to max_utilization, or the bytes to 0."
             )
 
     def windows_of(
@@ -286,6 +292,7 @@ class EngineConfig:
                 f"depth is {self.scheduler.depth} but with {self.parallel.pp_size} pipeline "
                 f"stage(s) at most {most} steps are in flight. Lower it."
             )
+        self.cache.check_use_of_host(self.scheduler)
         self._check_collectives()
 
     def _check_collectives(self) -> None:

@@ -265,6 +265,12 @@ def _make_cache(
     num_blocks, num_slots = sizes
     model = runner.model.config
     windows = cache.windows_of(model.layer_windows, limits.max_seq_len, model.num_hidden_layers)
+    if all(windows) and num_slots and not cache.enable_block_reuse:
+        raise ConfigError(
+            f"kv_cache_host_memory_bytes is {cache.host_bytes} but blocks are not reused, and "
+            f"all layers have windows, of {max(windows)} tokens at most: sequences that make "
+            "room are computed again. Set enable_kv_cache_reuse to True, or the bytes to 0."
+        )
     return KVCacheManager(
         [num_blocks] * len(runner.groups),
         cache.tokens_per_block,

@@ -11,6 +11,7 @@ from trimaran.worker.kv_cache.manager import KVCacheManager
 from trimaran.worker.loads import Loads
 from trimaran.worker.recompute import RecomputePrice
 from trimaran.worker.request import Sequence
+from trimaran.worker.turns import Turns
 
 _PATIENCE = 16
 """Steps until admission is tried again, unless a sequence ends before."""
@@ -25,6 +26,7 @@ class Outlook:
             config.max_num_seqs, config.max_seq_len
         )
         self._growth = GrowthForecast(config.expected_output_tokens)
+        self._turns = Turns(cache)
         self._price = RecomputePrice(cache, config.tokens_per_read)
         self._full_until = 0
         """The step before which no room is expected for another sequence."""
@@ -39,6 +41,18 @@ class Outlook:
         if sequence.row >= 0:
             self._growth.observe(sequence.num_output_tokens, reason is FinishReason.LENGTH)
 
+    def who_makes_room(
+        self, running: List[Sequence], waiting: List[Sequence], loads: Loads, step: int
+    ) -> Sequence | None:
+        """Who is to be paused before ``step`` is planned, for one that has been for long."""
+        if self._is_certain or loads:
+            return None
+        return self._turns.begin_step(running, waiting, step)
+
+    def has_turn(self, newcomer: Sequence) -> bool:
+        """Whether another one made room for it."""
+        return self._turns.is_next(newcomer)
+
     def has_future(
         self,
         newcomer: Sequence,
@@ -52,7 +66,7 @@ class Outlook:
 
         ``num_waiting`` counts it too.
         """
-        if self._is_certain or not running:
+        if self._is_certain or not running or self.has_turn(newcomer):
             return True
         if step < self._full_until:
             return False

@@ -17,7 +17,7 @@ class Pauses:
         self.num_sequences = 0
         """Since the start; one that is paused twice counts twice."""
         self.num_tokens = 0
-        """Of theirs, those whose cache was given up."""
+        """Of theirs, those that had to be computed again when they came back."""
 
     @classmethod
     def sum(cls, each: Iterable[Pauses]) -> Pauses:
@@ -32,10 +32,15 @@ class Pauses:
         """A sequence has lost its row and blocks."""
         self.num_waiting += 1
         self.num_sequences += 1
-        self.num_tokens += sequence.num_computed_tokens
         sequence.pause(step)
 
     def end(self, sequence: Sequence) -> None:
-        """One that may have been paused runs again, or is over."""
+        """One that may have been paused runs again, with what is left of its cache."""
+        if sequence.is_preempted:
+            self.num_tokens += len(sequence.token_ids) - 1 - sequence.num_computed_tokens
+            self.over(sequence)
+
+    def over(self, sequence: Sequence) -> None:
+        """One that may have been paused does not wait any more."""
         self.num_waiting -= sequence.is_preempted
         sequence.is_preempted = False

@@ -34,11 +34,18 @@ class Releases:
             sequence.num_computed_tokens,
         )
 
+    def pause(self, sequence: Sequence) -> None:
+        """Free the blocks of one that makes room; the host may keep what is its own."""
+        if sequence.is_alone:
+            self._cache.keep(sequence.blocks, sequence.num_computed_tokens)
+        self.release(sequence)
+
     def release_later(self, sequence: Sequence) -> None:
         """Free the blocks when the last step that computes tokens of it is done."""
         if sequence.last_step > self._done_step:
             self._waiting.append(sequence)
         else:
+            self._cache.forget(sequence.blocks)
             self.release(sequence)
 
     def step_done(self, step: int) -> None:

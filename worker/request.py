@@ -61,6 +61,7 @@ class Sequence:
         "num_pending",
         "num_prompt_tokens",
         "parent",
+        "paused_at",
         "publish_at",
         "request",
         "row",
@@ -104,6 +105,8 @@ class Sequence:
         self.status = RequestStatus.NEW
         self.finish_reason = FinishReason.NOT_FINISHED
         self.is_preempted = False
+        self.paused_at = 0
+        """The step before which it made room for others, last."""
         self.has_told_prompt = False
         """Whether the prompt's logits were told."""
         self.cum_log_prob = 0.0
@@ -117,7 +120,13 @@ class Sequence:
         makes room for others again only after all that have not been."""
         self.num_computed_tokens = 0
         self.is_preempted = True
+        self.paused_at = step
         self.key = (self.key[0], -1, step, *self.key[-2:])
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether it shares blocks with no other of its request."""
+        return self.beams is None and len(self.request.sequences) == 1
 
     @property
     def num_output_tokens(self) -> int:

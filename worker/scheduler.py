@@ -161,6 +161,9 @@ class Scheduler:
         can_cut = self.config.enable_chunked_context
         plan = StepPlan(self.step + 1, self.config.max_num_batched_tokens, can_cut=can_cut)
         self.cache.begin_step()
+        maker = self._outlook.who_makes_room(self.running, self.waiting, self.loads, plan.step)
+        if maker is not None:
+            self._preempt(maker)
         self._plan_running(plan)
         if self.loads:
             self._start_loaded(plan, is_urgent=False)
@@ -173,11 +176,11 @@ class Scheduler:
             if not plan.has_entries:
                 # All of them had been cancelled, which made room for others.
                 self._admit(plan)
+        self.cache.end_step()
         if not plan.has_entries:
             return None
         if self.cache.hosts:
             plan.add_transfers(self.cache, self.loads.take_wait_step())
-        self.cache.end_step()
         self.step += 1
         self._enqueue_forks(plan)
         has_ids = self._micro_batches is not None
@@ -233,8 +236,7 @@ class Scheduler:
             if missing > 1:
                 budget = plan.budget_for(sequence, len(running) - 1, num_later)
                 chunk = self._chunk(sequence, missing, budget, num_later)
-            is_alone = len(sequence.request.sequences) == 1 and sequence.beams is None
-            if self.cache.window and is_alone:
+            if self.cache.window and sequence.is_alone:
                 self.cache.leave_behind(sequence.blocks, start)
             if self._make_room(sequence, start + chunk, plan):
                 self._advance(sequence, chunk, chunk == missing, plan)
@@ -288,7 +290,7 @@ class Scheduler:
     def _preempt(self, sequence: Sequence) -> None:
         """Back to the queue: what was computed is freed, though it may be found again."""
         self._leave_row(sequence)
-        self.releases.release(sequence)
+        self.releases.pause(sequence)
         if sequence.beams is not None:
             sequence.beams.start_over()
         self.pauses.begin(sequence, self.step)
@@ -338,7 +340,8 @@ class Scheduler:
         cache.fit_to(blocks, sequence.token_ids)
         if beams is not None and len(self.rows.free) < beams.width:
             return False
-        is_growing = self._can_preempt and self.running
+        has_turn = self._outlook.has_turn(sequence)
+        is_growing = self._can_preempt and self.running and not has_turn
         place = find_place(
             sequence,
             plan.step,
@@ -353,7 +356,8 @@ class Scheduler:
         can_wait = missing <= self.config.max_num_batched_tokens
         if missing > plan.budget and can_wait and not self.config.enable_chunked_context:
             return False
-        if not self._has_adapter(sequence):
+        adapters, number = self._adapters, sequence.request.adapter_id
+        if adapters is not None and not adapters.make_ready(number):
             return False
         copies = place.take(sequence, cache, is_reserved=not self._can_preempt)
         chunk = self._chunk(sequence, missing, plan.budget_for(sequence, len(self.running)))
@@ -380,7 +384,7 @@ class Scheduler:
                 return
             if sequence.status is RequestStatus.FINISHED:
                 self.rows.give_back(sequence)
-                self.releases.release(sequence)
+                self.releases.release_later(sequence)
                 continue
             is_urgent = False
             insort(self.running, sequence, key=KEY)
@@ -397,10 +401,6 @@ class Scheduler:
         if self._adapters is None or not self.running:
             return self.waiting[0]
         return self._adapters.first_ready(self.waiting)
-
-    def _has_adapter(self, sequence: Sequence) -> bool:
-        """Whether its adapter, if it has one, is or can be brought where the model runs."""
-        return self._adapters is None or self._adapters.make_ready(sequence.request.adapter_id)
 
     def _enqueue(self, sequence: Sequence) -> None:
         sequence.status = RequestStatus.WAITING
@@ -488,7 +488,8 @@ class Scheduler:
             return
         if sequence.status is RequestStatus.WAITING:
             remove_by_key(self.waiting, sequence)
-            self.pauses.end(sequence)
+            self.pauses.over(sequence)
+            self.cache.forget(sequence.blocks)
         is_running = sequence.status is RequestStatus.RUNNING
         sequence.status = RequestStatus.FINISHED
         sequence.finish_reason = reason

@@ -117,6 +117,16 @@ class BlockPool:
             self._free.forget(block)
             self._partial.discard(block)
 
+    def drop(self, block_hash: BlockHash) -> None:
+        """Make content unfindable; the block that has it is as good as any other."""
+        block = self._block_of.get(block_hash)
+        if block is None:
+            return
+        self.forget(block)
+        if not self._ref_counts[block]:
+            self._free.remove(block)
+            self._free.add(block, has_content=False)
+
     def check(self, holders: Iterable[Sequence[int]]) -> None:
         """Raise AssertionError unless ``holders`` explain every reference count.
 

@@ -13,11 +13,13 @@ class HostPool:
     """Slots for blocks in the host's memory, found by content.
 
     The lowest priority, then the longest unused is replaced first; content of a priority
-    below the default is not worth a slot. Slots that are being read are pinned.
+    below the default is not worth a slot. Slots that are being read are pinned. Unless it
+    ``can_replace`` content, what comes when all slots are full has no place.
     """
 
-    def __init__(self, num_slots: int) -> None:
+    def __init__(self, num_slots: int, *, can_replace: bool = True) -> None:
         self.num_slots = num_slots
+        self._can_replace = can_replace
         self.num_stored = 0
         """Blocks that were moved here, over all time."""
         self.num_loaded = 0
@@ -43,6 +45,8 @@ class HostPool:
             self._touch(known)
             return None
         if priority < DEFAULT_PRIORITY or not len(self._slots):
+            return None
+        if not self._can_replace and self.num_used == self.num_slots:
             return None
         slot = self._slots.pop()
         if self._slots.priority_of(slot) > priority:
@@ -75,6 +79,15 @@ class HostPool:
             if not self._pins[slot]:
                 del self._pins[slot]
                 self._slots.add(slot, has_content=True)
+
+    def drop(self, block_hash: BlockHash) -> None:
+        """Forget this content, which is not pinned, if it is here."""
+        slot = self._slot_of.pop(block_hash, None)
+        if slot is not None:
+            del self._hash_of[slot]
+            self._slots.forget(slot)
+            self._slots.remove(slot)
+            self._slots.add(slot, has_content=False)
 
     def _touch(self, slot: int) -> None:
         if slot not in self._pins:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from trimaran.worker.kv_cache.block_ends import BlockEnds
 from trimaran.worker.kv_cache.block_pool import BlockPool
 from trimaran.worker.kv_cache.host_pool import BlockHash, HostPool
+from trimaran.worker.kv_cache.own_content import OwnContent
 from trimaran.worker.kv_cache.sequence_blocks import (
     Prefix,
     SequenceBlocks,
@@ -30,7 +31,8 @@ class KVCacheManager:
 
     With ``window``, no layer sees more than so many tokens back, ``num_sinks`` first ones
     aside: a sequence holds no block that only earlier tokens are in. With ``host_slots``,
-    content that is evicted moves to the host, and comes back when it is wanted. With
+    content that is evicted moves to the host, and comes back when it is wanted; without
+    ``enable_reuse`` that of sequences which make room for others, to them alone. With
     ``is_reserving`` sequences have reservations. With ``switch_at``, those of more tokens
     share no content with others.
     """
@@ -55,9 +57,11 @@ class KVCacheManager:
         # Who lets go of a block that others hold frees none, but would be owed one.
         self._shares_held = not (window and is_reserving)
         self._sink_blocks = self.blocks_for(num_sinks)
-        has_host = host_slots > 0 and enable_reuse
         self.pools = [
-            BlockPool(num_blocks, HostPool(host_slots) if has_host else None)
+            BlockPool(
+                num_blocks,
+                HostPool(host_slots, can_replace=enable_reuse) if host_slots else None,
+            )
             for num_blocks in blocks_per_group
         ]
         self.hosts = [pool.host for pool in self.pools if pool.host is not None]
@@ -69,6 +73,7 @@ class KVCacheManager:
         self._under_way: set[BlockHash] = set()
         self._loads: list[Transfer] = []
         self._ends = BlockEnds(self.num_blocks)
+        self._own = OwnContent(self.pools)
         self._sources: list[tuple[int, int]] = []
         """Groups and blocks that the step being planned copies and nobody else holds."""
 
@@ -101,12 +106,14 @@ class KVCacheManager:
     def begin_step(self) -> None:
         """What was published until now is written before the next step starts."""
         self._fresh.clear()
+        self._own.begin_step()
 
     def end_step(self) -> None:
         """The step is planned: nothing more is taken for it."""
         for group, block in self._sources:
             self.pools[group].release([block])
         self._sources.clear()
+        self._own.end_step()
 
     def fit_to(self, blocks: SequenceBlocks, token_ids: array[int]) -> None:
         """Let a sequence that is about to start share blocks only with those whose keys are
@@ -114,6 +121,7 @@ class KVCacheManager:
         if len(token_ids) > self.switch_at and not blocks.is_long:
             blocks.is_long = True
             blocks.root = hash_of(blocks.root, array("i"))
+            self.forget(blocks)
             blocks.hashes.clear()
             self.extend_hashes(blocks, token_ids)
 
@@ -136,7 +144,7 @@ class KVCacheManager:
         With its ``token_ids``, a partial block counts too.
         """
         found: list[list[int]] = [[] for _ in self.pools]
-        for block_hash in blocks.hashes if self.enable_reuse else ():
+        for block_hash in blocks.hashes:
             hits = [pool.lookup(block_hash) for pool in self.pools]
             if None in hits or not (self._shares_held or self._is_free(hits)):
                 break
@@ -157,7 +165,8 @@ class KVCacheManager:
 
     def _add_stored(self, prefix: Prefix, hashes: list[BlockHash], num_tokens: int) -> Prefix:
         """Behind what the device has, what the host has."""
-        first, end = len(prefix.shared[0]), (num_tokens - 1) // self.block_size
+        first = len(prefix.shared[0])
+        end = min((num_tokens - 1) // self.block_size, len(hashes))
         if first < end and hashes[first] in self._under_way:
             return prefix._replace(is_under_way=True)
         stored: list[list[int]] = [[] for _ in self.hosts]
@@ -324,10 +333,10 @@ class KVCacheManager:
         if prefix.num_stored:
             self._load(blocks, prefix)
         blocks.num_left = prefix.num_left
-        if blocks.retention is not None:
-            for index in range(num_shared):
-                self._retain(blocks, index)
-        self.num_reused_blocks += blocks.num_blocks
+        for index in range(num_shared):
+            self._retain(blocks, index)
+        if self.enable_reuse:
+            self.num_reused_blocks += blocks.num_blocks
         return prefix.num_cached(self.block_size), copies
 
     def _load(self, blocks: SequenceBlocks, prefix: Prefix) -> None:
@@ -355,6 +364,9 @@ class KVCacheManager:
             self.hosts[group].unpin([slot])
         blocks.load = []
         self._under_way.difference_update(blocks.hashes[: blocks.num_blocks])
+        if not self.enable_reuse:
+            # Their room on the host is for those who still wait.
+            self._own.forget_stored(blocks.hashes)
 
     def take_transfers(self) -> tuple[list[Transfer], list[Transfer]]:
         """Moves to the host and loads from it, to be begun before the step; told once."""
@@ -391,8 +403,24 @@ class KVCacheManager:
 
         They are computed, or will be by the step that is being planned.
         """
-        if not self.enable_reuse:
-            return
+        if self.enable_reuse:
+            self._publish(blocks, num_tokens)
+
+    def keep(self, blocks: SequenceBlocks, num_tokens: int) -> None:
+        """Before `release`: what a sequence that makes room has computed can come back to it.
+
+        Without reuse and with a host; not where its windows have moved on.
+        """
+        if self.hosts and not self.enable_reuse and not blocks.num_left:
+            self._own.name(blocks, num_tokens // self.block_size)
+            self._publish(blocks, num_tokens)
+
+    def forget(self, blocks: SequenceBlocks) -> None:
+        """What was kept for a sequence is of no use any more; it does nothing with reuse."""
+        if not self.enable_reuse and blocks.hashes:
+            self._own.forget(blocks)
+
+    def _publish(self, blocks: SequenceBlocks, num_tokens: int) -> None:
         end = min(num_tokens // self.block_size, len(blocks.hashes))
         left = range(self._sink_blocks, self._sink_blocks + blocks.num_left)
         for index in range(blocks.num_published, end):
@@ -401,12 +429,12 @@ class KVCacheManager:
             for group, table in enumerate(blocks.tables):
                 self.pools[group].publish(table[index], blocks.hashes[index])
                 self._fresh.add((group, table[index]))
-            if blocks.retention is not None:
-                self._retain(blocks, index)
+            self._retain(blocks, index)
         blocks.num_published = max(blocks.num_published, end)
 
     def _retain(self, blocks: SequenceBlocks, index: int) -> None:
-        assert blocks.retention is not None
+        if blocks.retention is None or not self.enable_reuse:
+            return
         for pool in self.pools:
             pool.retain(blocks.hashes[index], blocks.retention.at(index * self.block_size))
 

@@ -34,7 +34,7 @@ class History:
         self.cache = KVCacheManager(
             [rng.choice([24, 32, 64])],
             BLOCK,
-            enable_reuse=True,
+            enable_reuse=rng.choice([True, True, False]),
             window=rng.choice([0, 0, 6, 17]),
             num_sinks=rng.choice([0, 5]),
             host_slots=rng.choice([0, 3, 16, 100]),
@@ -96,6 +96,8 @@ class History:
     def check_empty(self) -> None:
         assert not self.scheduler.has_requests
         self.cache.check([])
+        if not self.cache.enable_reuse:
+            assert not any(host.num_used for host in self.cache.hosts)
         assert self.cache.num_free == self.cache.num_available == self.cache.num_blocks
         assert len(self.scheduler.rows.free) == self.scheduler.config.max_num_seqs
 

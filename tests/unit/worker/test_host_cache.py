@@ -46,5 +46,48 @@ def test_tokens_from_the_hosts_blocks_are_the_same(make_engine, prompt_of, chang
 def test_a_host_memory_that_holds_no_block_is_refused(make_engine):
     with pytest.raises(ConfigError, match="host_memory_bytes is 100 but a block of 16"):
         make_engine(host_bytes=100)
+
+
+@pytest.mark.parametrize("policy", ["guaranteed_no_evict", "static_batch"])
+def test_a_host_memory_that_nothing_would_be_kept_in_is_refused(make_engine, policy):
+    changes = {"host_bytes": HOST_BYTES, "enable_block_reuse": False}
     with pytest.raises(ConfigError, match="Set enable_kv_cache_reuse to True"):
-        make_engine(host_bytes=HOST_BYTES, enable_block_reuse=False)
+        make_engine(**changes, policy=policy)
+    with pytest.raises(ConfigError, match="all layers have windows, of 33 tokens at most"):
+        make_engine(**changes, policy="max_utilization", attention_windows=(33,))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"depth": 2}, {"max_num_batched_tokens": 23, "depth": 2}, {"host_bytes": 1 << 16}],
+    ids=str,
+)
+@pytest.mark.parametrize("enable_block_reuse", [False, True])
+def test_who_was_paused_goes_on_with_its_own_blocks(
+    make_engine, prompt_of, changes, enable_block_reuse
+):
+    prompts = [prompt_of(20 + seed, seed) for seed in range(6)]
+
+    def outputs(driver):
+        ids = [driver.submit(prompt, max_tokens=90) for prompt in prompts]
+        driver.run()
+        driver.check_idle()
+        return [driver.output(number) for number in ids]
+
+    expected = outputs(make_engine(enable_block_reuse=False))
+    small = {**SMALL, "policy": "max_utilization", "expected_output_tokens": 1}
+    driver = make_engine(**{**small, **changes}, enable_block_reuse=enable_block_reuse)
+    scheduler = driver.engine.scheduler
+    host = scheduler.cache.hosts[0]
+
+    for _ in range(2):
+        assert outputs(driver) == expected
+
+    assert host.num_loaded > 0
+    assert scheduler.pauses.num_sequences > 0
+    assert scheduler.cache.num_reused_blocks == 0 or enable_block_reuse
+    if not enable_block_reuse:
+        assert host.num_used == 0
+        if "host_bytes" not in changes:
+            # What was not full, of each, and what was on its way when it was paused.
+            assert scheduler.pauses.num_tokens < 18 * scheduler.pauses.num_sequences
