@@ -57,8 +57,13 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add("--collective-graphs", action=argparse.BooleanOptionalAction, help="see `serve`")
     ways = ("auto", "nccl", "peer", "fused")
     add("--all-reduce", choices=ways, default="auto", help="see `serve`")
-    add("--kv-host-gib", type=float, default=0.0, metavar="GIB",
-        help="a rank's host memory for the KV cache of who makes room (0)")
+    add(
+        "--kv-host-gib",
+        type=float,
+        default=0.0,
+        metavar="GIB",
+        help="a rank's host memory for the KV cache of who makes room (0)",
+    )
     add("--deterministic", action="store_true", help="kernels that do not see the batch")
     ceiling = "how long ceilings are measured; 0: no limit is told (12)"
     add("--ceiling-seconds", type=float, default=12.0, metavar="S", help=ceiling)

@@ -19,7 +19,7 @@ BLOCK = 4
 class Planner:
     """A scheduler whose steps are answered with made-up ids."""
 
-    def __init__(self, num_blocks=64, enable_reuse=True, **limits):
+    def __init__(self, num_blocks=64, enable_reuse=True, host_slots=0, **limits):
         values = {
             "max_num_batched_tokens": 32,
             "max_num_seqs": 8,
@@ -30,7 +30,9 @@ class Planner:
             **limits,
         }
         self.config = SchedulerConfig(**values)
-        self.cache = KVCacheManager([num_blocks], BLOCK, enable_reuse=enable_reuse)
+        self.cache = KVCacheManager(
+            [num_blocks], BLOCK, enable_reuse=enable_reuse, host_slots=host_slots
+        )
         self.scheduler = Scheduler(self.config, self.cache)
         self.requests: list[Request] = []
         self.ended: dict[int, FinishReason] = {}
@@ -86,7 +88,7 @@ class Planner:
         scheduler = self.scheduler
         held = [s for request in self.requests for s in request.sequences]
         self.cache.check([s.blocks for s in held])
-        rows = [s.row for s in scheduler.running]
+        rows = [s.row for s in (*scheduler.running, *scheduler.loads)]
         assert len(set(rows)) == len(rows) <= self.config.max_num_seqs
         assert set(rows).isdisjoint(scheduler.rows.free)
         assert len(rows) + len(scheduler.rows.free) == self.config.max_num_seqs
