@@ -122,6 +122,34 @@ def test_windows_give_the_cpus_tokens(folder, cache):
 
 
 @pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("enable_block_reuse", [True, False])
+def test_paused_sequences_take_turns_and_keep_on_the_host_what_they_computed(
+    folder, depth, enable_block_reuse
+):
+    prompts = [np.random.default_rng(seed).integers(0, VOCAB, 7) for seed in range(8)]
+
+    def outputs(driver):
+        numbers = [driver.submit(prompt, max_tokens=120) for prompt in prompts]
+        driver.run()
+        driver.check_idle()
+        return [driver.output(number) for number in numbers]
+
+    expected = outputs(make_driver(folder, "cpu", 1, max_tokens=2048))
+    driver = make_driver(
+        folder, "cuda", depth, max_tokens=480, host_bytes=1 << 20,
+        enable_block_reuse=enable_block_reuse,
+    )  # fmt: skip
+    scheduler = driver.engine.scheduler
+
+    for _ in range(3):
+        assert outputs(driver) == expected
+
+    assert scheduler.cache.hosts[0].num_loaded > 0
+    assert scheduler.pauses.num_sequences > 3 * len(prompts)
+    driver.engine.shutdown()
+
+
+@pytest.mark.parametrize("depth", [1, 2])
 def test_blocks_that_come_back_from_the_host_give_the_same_tokens(folder, expected, depth):
     driver = make_driver(folder, "cuda", depth, max_tokens=176, host_bytes=1 << 20)
     cache = driver.engine.scheduler.cache

@@ -148,6 +148,29 @@ def test_stages_give_the_tokens_of_one_rank(world, models, changes):
         assert outputs == serve(Driver(engine_config(folder, **one)))
 
 
+@pytest.mark.parametrize("enable_block_reuse", [True, False])
+def test_paused_sequences_keep_on_each_stages_host_what_they_computed(
+    world, models, enable_block_reuse
+):
+    folder, theirs = models["llama"]
+    ranks = make_ranks(world, pp_size=2)
+    prompts = [np.random.default_rng(seed).integers(0, VOCAB, 9) for seed in range(6)]
+    host = {"host_bytes": 1 << 20, "enable_block_reuse": enable_block_reuse}
+
+    def serve(driver):
+        numbers = [driver.submit(prompt, max_tokens=90) for prompt in prompts]
+        driver.run()
+        scheduler = driver.engine.scheduler
+        assert scheduler.pauses.num_sequences > len(prompts)
+        assert scheduler.cache.hosts[0].num_loaded > 0
+        return [driver.output(number) for number in numbers]
+
+    outputs = ranks.run(make_driver(folder, ranks, max_tokens=256, **host), serve)
+
+    if world.rank == 0:
+        assert outputs == reference_greedy(theirs, [p.tolist() for p in prompts], 90)
+
+
 def test_stages_on_two_hosts_give_the_tokens_of_transformers(two_host_world, models):
     folder, theirs = models["llama"]
     ranks = make_ranks(two_host_world, pp_size=two_host_world.size)
