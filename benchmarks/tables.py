@@ -42,8 +42,10 @@ def _script(name: str, num_gpus: int, *flags: str) -> Job:
     return Job(num_gpus, (sys.executable, str(HERE / name), *flags), "--json")
 
 
-def _offline(shape: str, *loads: str) -> Job:
+def _offline(shape: str, *loads: str, kv_host_gib: int = 0) -> Job:
     flags = [word for load in loads for word in ("--load", load)]
+    if kv_host_gib:
+        flags += ["--kv-host-gib", str(kv_host_gib)]
     command = (TRIMARAN, "bench", "throughput", "--shape", shape, *flags)
     return Job(1, command, "--output")
 
@@ -57,12 +59,13 @@ _SINGLE = ("128/256x1", "128/256x64")
 _FOUR = ("128/128x4096", *_SINGLE)
 _MIXTURE = ("128/128x1024", "1000/1000x192", "2048/128x192", "128/256x1")
 JOBS = {
-    "mixtral": _offline("mixtral", *_MIXTURE),
+    "mixtral": _offline("mixtral", *_MIXTURE, kv_host_gib=16),
     "stress": _script(
         "engine_stress.py", 1, "--shape", "llama8b", "--seconds", "300", "--max-seq-len", "2048"
     ),
     "offline-1000": _offline("llama8b", "1000/1000x768"),
-    "offline-long": _offline("llama8b", "128/2048x512"),
+    "offline-long": _offline("llama8b", "128/2048x512", kv_host_gib=32),
+    "offline-467": _offline("llama8b", "467/256x500"),
     "offline-2048": _offline("llama8b", "2048/128x768"),
     "offline-short": _offline("llama8b", *_SINGLE, "128/256x256", "128/128x4096"),
     "online-http": _script("online.py", 1, "--shape", "llama8b", "--protocols", "http"),
