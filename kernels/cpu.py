@@ -13,7 +13,7 @@ from trimaran.kernels.attention import AttentionMetadata, AttentionSpec, LatentH
 from trimaran.kernels.build import cpu_features
 from trimaran.kernels.decoder import CpuDecoder, Decoder, DecoderShape, LayerWeights
 from trimaran.kernels.kernel import DTYPE_CODES, Kernel
-from trimaran.kernels.routing import ExpertCounter, ExpertRouting
+from trimaran.kernels.routing import ExpertCounter, ExpertRouting, PlaceTable
 
 # Shapes: T tokens, D and E widths, N query heads, K key-value heads, H head size.
 
@@ -187,9 +187,10 @@ class CpuOps:
         routing: ExpertRouting,
         bias: Tensor | None = None,
         counter: ExpertCounter | None = None,
+        table: PlaceTable | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Each token's experts by torch."""
-        return reference.choose_experts(logits, routing, bias, counter)
+        return reference.choose_experts(logits, routing, bias, counter, table)
 
     def expert_mlp(
         self,

@@ -14,7 +14,7 @@ from trimaran.kernels.attention import AttentionMetadata, AttentionSpec, LatentH
 from trimaran.kernels.build import KernelsUnavailableError, load_library
 from trimaran.kernels.cpu import CpuOps
 from trimaran.kernels.decoder import Decoder, DecoderShape, LayerWeights
-from trimaran.kernels.routing import ExpertCounter, ExpertRouting
+from trimaran.kernels.routing import ExpertCounter, ExpertRouting, PlaceTable
 from trimaran.kernels.torch_ops import TorchOps
 
 logger = logging.getLogger(__name__)
@@ -81,6 +81,7 @@ class Ops(Protocol):
         routing: ExpertRouting,
         bias: Tensor | None = None,
         counter: ExpertCounter | None = None,
+        table: PlaceTable | None = None,
     ) -> tuple[Tensor, Tensor]: ...
 
     def expert_mlp(

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from trimaran.kernels.attention import AttentionMetadata, AttentionSpec, LatentHeads
-from trimaran.kernels.routing import ExpertCounter, ExpertRouting
+from trimaran.kernels.routing import ExpertCounter, ExpertRouting, PlaceTable
 
 # Shapes: T tokens, D and E widths, S sequences, M blocks of the longest sequence, Q queries
 # of the longest sequence, L its tokens, B tokens of a block, N query heads, K key-value
@@ -26,6 +26,8 @@ OPERATORS = (
 
 WEIGHT_EPSILON = 1e-20
 """Added to the sum that a token's weights are divided by: sigmoids may all be zero."""
+
+_POSITIVE = 0x7FFFFFFF
 
 _QUERY_TILE = 256
 """Queries of a sequence that attention takes at once: bounds the memory for scores."""
@@ -145,6 +147,7 @@ def choose_experts(
     routing: ExpertRouting,
     bias_X: Tensor | None = None,
     counter: ExpertCounter | None = None,
+    table: PlaceTable | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Each token's experts: weights [T, C] float32, ids [T, C] int32, the best first.
 
@@ -152,6 +155,10 @@ def choose_experts(
     those of the highest score plus ``bias``, float32, in the groups that ``routing`` leaves;
     their weights are scores without it, normalised and scaled as ``routing`` says. What was
     chosen is added to ``counter``.
+
+    With a ``table``, ids are those of the experts' places. A token draws a number from its
+    first logit; its choice k takes copy ``drawn + k`` of those that the expert has, round and
+    round, so that its experts are at different parts where they can be.
     """
     values = logits_TX.float()
     is_softmax = routing.scoring == "softmax"
@@ -165,7 +172,17 @@ def choose_experts(
         weights = weights / (weights.sum(dim=-1, keepdim=True) + WEIGHT_EPSILON)
     if counter is not None:
         _count(ids, counter)
+    if table is not None:
+        ids = _places_of(ids, values, table)
     return weights * routing.scaling, ids.to(torch.int32)
+
+
+def _places_of(ids_TC: Tensor, logits_TX: Tensor, table: PlaceTable) -> Tensor:
+    # The last bits of a sum are as good as drawn, and the same wherever the token is.
+    drawn_T1 = logits_TX[:, :1].contiguous().view(torch.int32) & _POSITIVE
+    choices_C = torch.arange(ids_TC.shape[1], device=ids_TC.device)
+    copies_TC = (drawn_T1.long() + choices_C) % table.num_copies[ids_TC]
+    return table.places[ids_TC, copies_TC]
 
 
 def _count(ids_TC: Tensor, counter: ExpertCounter) -> None:

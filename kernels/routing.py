@@ -47,3 +47,14 @@ class ExpertCounter:
     num_tokens: Tensor | None = None
     """int32 [1], where the choices are made: how many of a step's tokens are real, behind
     which stand those that pad it; None if none ever do."""
+
+
+@dataclass(frozen=True, slots=True)
+class PlaceTable:
+    """Where a layer's experts are, some at several places."""
+
+    places: Tensor
+    """int32 [X, P], the numbers of each expert's places."""
+
+    num_copies: Tensor
+    """int32 [X], how many of those count, from the first on."""

@@ -7,7 +7,7 @@ import torch
 
 from trimaran.kernels import reference, triton_experts, triton_routing
 from trimaran.kernels.products import select_products
-from trimaran.kernels.routing import ExpertCounter, ExpertRouting
+from trimaran.kernels.routing import ExpertCounter, ExpertRouting, PlaceTable
 
 pytestmark = pytest.mark.gpu
 
@@ -115,6 +115,29 @@ def test_a_graph_counts_what_is_chosen_but_not_for_its_padding():
         graph.replay()
         expected += ids[:real].flatten().bincount(minlength=60)
         assert counts.equal(expected)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "experts", "chosen", "parts"), [(1, 8, 2, 2), (48, 60, 4, 3), (9, 256, 8, 8)]
+)
+def test_a_graph_follows_experts_that_change_places(tokens, experts, chosen, parts):
+    logits = torch.randn(tokens, experts, device=DEVICE)
+    table = PlaceTable(
+        torch.zeros(experts, parts, dtype=torch.int32, device=DEVICE),
+        torch.ones(experts, dtype=torch.int32, device=DEVICE),
+    )
+    routing = ExpertRouting(num_chosen=chosen)
+    triton_routing.choose_experts(logits, routing, None, None, table)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        _, places = triton_routing.choose_experts(logits, routing, None, None, table)
+    for copies in range(1, parts + 1):
+        table.places.copy_(torch.randperm(experts * parts).view(experts, parts))
+        table.num_copies.copy_(torch.randint(1, copies + 1, (experts,)))
+        logits.normal_()
+        graph.replay()
+        expected = reference.choose_experts(logits, routing, None, None, table)
+        assert places.equal(expected[1])
 
 
 @pytest.mark.parametrize("scoring", ["softmax", "sigmoid"])

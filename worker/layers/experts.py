@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from trimaran.kernels.routing import ExpertCounter, ExpertRouting, Scoring
+from trimaran.kernels.routing import ExpertCounter, ExpertRouting, PlaceTable, Scoring
 from trimaran.worker.layers.activation import GatedActivation
 from trimaran.worker.layers.expert_dispatch import ExpertDispatch
 from trimaran.worker.layers.expert_places import ExpertPlaces
@@ -83,7 +83,7 @@ class Router(WholeLinear):
         self.counter: ExpertCounter | None = None
         """Where choices are counted."""
 
-        self.places: ExpertPlaces | None = None
+        self.table: PlaceTable | None = None
         """Where experts are; None where each is at the place of its number."""
 
         self.correction_bias: nn.Parameter | None = None
@@ -94,10 +94,9 @@ class Router(WholeLinear):
     def choose(self, x_TD: Tensor) -> tuple[Tensor, Tensor]:
         """Weights [T, C] float32 and places [T, C] int32 of each token's experts."""
         logits_TX = self._ops.router_logits(x_TD, self.weight)
-        weights, ids = self._ops.choose_experts(
-            logits_TX, self._routing, self.correction_bias, self.counter
+        return self._ops.choose_experts(
+            logits_TX, self._routing, self.correction_bias, self.counter, self.table
         )
-        return weights, ids if self.places is None else self.places.of(ids, logits_TX)
 
 
 class Experts(nn.Module):
@@ -215,7 +214,7 @@ class ExpertMLP(nn.Module):
 
         After the weights are loaded, and before graphs are captured.
         """
-        self.router.places = places
+        self.router.table = places.table
         self.experts.make_places(num_spare)
 
     def help_others(self) -> None:

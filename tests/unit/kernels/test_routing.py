@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import struct
+
 import pytest
 import torch
 
 from trimaran.kernels import triton_routing
 from trimaran.kernels.build import load_library
 from trimaran.kernels.cpu import CpuOps
-from trimaran.kernels.routing import ExpertCounter, ExpertRouting
+from trimaran.kernels.routing import ExpertCounter, ExpertRouting, PlaceTable
 from trimaran.kernels.torch_ops import TorchOps
 
 ROUTINGS = {
@@ -23,6 +25,13 @@ ROUTINGS = {
         num_ranked=2,
     ),
 }  # fmt: skip
+
+CHOOSERS = {
+    "torch": TorchOps().choose_experts,
+    "cpu": CpuOps(load_library(), torch.bfloat16, 1).choose_experts,
+    "triton": triton_routing.choose_experts,
+}
+every_choice = pytest.mark.parametrize("choose", CHOOSERS.values(), ids=CHOOSERS)
 
 
 def drawn(tokens: int, experts: int) -> torch.Tensor:
@@ -43,6 +52,14 @@ def expected(logits: list[float], routing: ExpertRouting, bias: list[float]):
     chosen = sorted(left, key=lambda expert: -ranked[expert])[: routing.num_chosen]
     total = sum(scores[expert] for expert in chosen) if routing.is_normalised else 1.0
     return {expert: scores[expert] / total * routing.scaling for expert in chosen}
+
+
+def table_of(experts: int, parts: int) -> PlaceTable:
+    """Places in no order; of three neighbours one is at all parts, the next at a single one."""
+    generator = torch.Generator().manual_seed(parts)
+    places = torch.randperm(experts * parts, generator=generator).view(experts, parts)
+    copies = torch.tensor([(parts, 1, max(parts - 1, 1))[x % 3] for x in range(experts)])
+    return PlaceTable(places.int(), copies.int())
 
 
 @pytest.mark.parametrize("routing", ROUTINGS.values(), ids=ROUTINGS)
@@ -87,7 +104,7 @@ def test_the_routers_numbers_are_not_rounded(ops):
     torch.testing.assert_close(logits, x.float() @ weight.float().T)
 
 
-@pytest.mark.parametrize("choose", [TorchOps().choose_experts, triton_routing.choose_experts])
+@every_choice
 def test_choices_are_counted_but_those_of_padding_are_not(choose):
     logits = drawn(11, 12)
     routing = ROUTINGS["mixtral"]
@@ -99,3 +116,79 @@ def test_choices_are_counted_but_those_of_padding_are_not(choose):
     once, twice = ids[6:].flatten(), ids[:6].flatten()
     expected = twice.bincount(minlength=12) * 2 + once.bincount(minlength=12)
     assert counts.tolist() == (torch.arange(12) + expected).tolist()
+
+
+@every_choice
+@pytest.mark.parametrize("routing", ROUTINGS.values(), ids=ROUTINGS)
+@pytest.mark.parametrize("parts", [1, 2, 3, 8])
+@pytest.mark.parametrize(("tokens", "experts"), [(1, 20), (9, 60), (6, 160)])
+def test_choices_take_copies_in_turn_from_the_one_that_a_token_draws(
+    choose, routing, parts, tokens, experts
+):
+    logits, table = drawn(tokens, experts), table_of(experts, parts)
+    weights, ids = TorchOps().choose_experts(logits, routing)
+
+    weights_too, places = choose(logits, routing, None, None, table)
+
+    torch.testing.assert_close(weights_too, weights)
+    assert places.dtype == torch.int32
+    for row, (first, *_) in enumerate(logits.tolist()):
+        (bits,) = struct.unpack("<I", struct.pack("<f", first))
+        for choice, expert in enumerate(ids[row].tolist()):
+            copy = ((bits & 0x7FFFFFFF) + choice) % int(table.num_copies[expert])
+            assert places[row, choice] == table.places[expert, copy]
+
+
+@every_choice
+@pytest.mark.parametrize("parts", [2, 3, 5])
+def test_where_every_part_has_all_experts_a_tokens_first_ones_are_all_apart(choose, parts):
+    experts = 20
+    places = torch.arange(parts) * experts + torch.arange(experts).unsqueeze(1)
+    table = PlaceTable(places.int(), torch.full((experts,), parts, dtype=torch.int32))
+
+    _, ids = choose(drawn(40, experts), ROUTINGS["two best of a group"], None, None, table)
+
+    at_TC = ids // experts
+    assert all(len(set(row)) == parts for row in at_TC[:, :parts].tolist())
+    # Tokens do not all begin at the same part.
+    assert len(set(at_TC[:, 0].tolist())) == parts
+
+
+@every_choice
+def test_a_token_goes_where_it_goes_alone(choose):
+    logits, table = drawn(9, 60), table_of(60, 4)
+    routing = ROUTINGS["sigmoid"]
+
+    _, together = choose(logits, routing, None, None, table)
+
+    for row in range(9):
+        assert choose(logits[row : row + 1], routing, None, None, table)[1].equal(
+            together[row : row + 1]
+        )
+
+
+@every_choice
+def test_what_is_counted_is_experts_not_places(choose):
+    logits, table = drawn(11, 20), table_of(20, 4)
+    routing, counts = ROUTINGS["mixtral"], torch.zeros(20, dtype=torch.int64)
+    _, ids = TorchOps().choose_experts(logits, routing)
+
+    counter = ExpertCounter(counts, torch.tensor([6], dtype=torch.int32))
+    _, places = choose(logits, routing, None, counter, table)
+
+    assert counts.equal(ids[:6].flatten().bincount(minlength=20))
+    # Those that pad the step are somewhere, too.
+    assert places.equal(choose(logits, routing, None, None, table)[1])
+
+
+@every_choice
+def test_the_largest_number_that_a_token_can_draw_is_counted_on_from(choose):
+    logits, table, routing = drawn(5, 20), table_of(20, 3), ROUTINGS["sigmoid"]
+    # Bits of a NaN; one more would be negative.
+    logits[:, 0] = torch.tensor([0x7FFFFFFF], dtype=torch.int32).view(torch.float32)
+    _, ids = choose(logits, routing)
+
+    _, places = choose(logits, routing, None, None, table)
+
+    copies = (0x7FFFFFFF + torch.arange(routing.num_chosen)) % table.num_copies[ids.long()]
+    assert places.equal(table.places[ids.long(), copies])
