@@ -18,6 +18,9 @@ EMPTY = -1
 _WORTH = 0.95
 """Experts move for an imbalance that falls below this share of what it is."""
 
+_ROUNDING = 1e-9
+"""Imbalances that differ by less are the same: sums of the same loads in another order."""
+
 
 class Move(NamedTuple):
     """A copy of an expert's matrices from one place to another."""
@@ -84,13 +87,37 @@ class Placement:
 
         Places are given to whichever expert has most tokens a copy, one copy a part at most.
         Copies go, the busiest first, to the part with the least to do that has room; what
-        stays at a part keeps its place there.
+        stays at a part keeps its place there. Places that are empty then are filled, also
+        for even loads, unless the busiest part then has more to do.
         """
+        if not tokens_X.any():
+            return self
         num_parts, num_places = self.experts.shape
         copies_X = _copies(tokens_X, num_parts, num_parts * num_places)
         parts = _spread(tokens_X / copies_X, copies_X, num_parts, num_places)
         new = Placement(_keep_places(self.experts, parts), self.num_experts)
-        return new if new.imbalance(tokens_X) < _WORTH * self.imbalance(tokens_X) else self
+        is_worth = new.imbalance(tokens_X) < _WORTH * self.imbalance(tokens_X)
+        best = new if is_worth else self
+        filled = best
+        while (more := filled._with_another_copy(tokens_X)) is not None:
+            filled = more
+        is_worse = filled.imbalance(tokens_X) > best.imbalance(tokens_X) + _ROUNDING
+        return best if is_worse else filled
+
+    def _with_another_copy(self, tokens_X: IntArray) -> Placement | None:
+        """One more place filled, at the part with the least to do that has an empty one, with
+        whichever expert elsewhere has most tokens a copy; None if none can be."""
+        is_empty_PK = self.experts == EMPTY
+        num_held_P = (~is_empty_PK).sum(axis=1)
+        has_room_P = is_empty_PK.any(axis=1) & (num_held_P < self.num_experts)
+        if not has_room_P.any():
+            return None
+        part = int(np.where(has_room_P, self.loads(tokens_X), np.inf).argmin())
+        shares_X = tokens_X / self.num_copies()
+        shares_X[self.experts[part, ~is_empty_PK[part]]] = -1.0
+        experts = self.experts.copy()
+        experts[part, is_empty_PK[part].argmax()] = shares_X.argmax()
+        return Placement(experts, self.num_experts)
 
     def moves_to(self, other: Placement) -> list[Move]:
         """The copies that make this placement the other; each source is a place of this one.
