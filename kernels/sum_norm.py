@@ -22,6 +22,7 @@ _ROW_WORDS = _ROW_BYTES // 4
 _WORD_BYTES = 8
 _MIN_PADDED = 256
 _ALIGNMENT = 16
+_MAX_THREADS = 512
 
 
 class SumNorm:
@@ -107,7 +108,7 @@ class SumNorm:
             kernel = self._kernels[key] = CudaModule(cubin).kernel(
                 "sum_norm",
                 self._launches.device,
-                num_threads=_num_threads(key[1]),
+                num_threads=num_threads(*key),
                 overlaps=True,
             )
         return kernel
@@ -115,23 +116,29 @@ class SumNorm:
 
 def compile_sum_norm(num_ranks: int, dtype: torch.dtype, padded: int) -> bytes:
     """The kernel for rows of up to ``padded`` elements, a power of two."""
-    chunks = padded * dtype.itemsize // (_num_threads(padded) * _ALIGNMENT)
-    defines = [
-        f"ELEMENT_BYTES={dtype.itemsize}", f"ROW_CHUNKS={chunks}", f"RANKS={num_ranks}",
-    ]  # fmt: skip
-    if dtype == torch.float16:
-        defines.append("ELEMENT_FLOAT16")
-    return load_cubin("sum_norm", "sm_90a", tuple(defines))
+    return load_cubin("sum_norm", "sm_90a", macros(num_ranks, dtype, padded))
+
+
+def macros(num_ranks: int, dtype: torch.dtype, padded: int) -> tuple[str, ...]:
+    """What the source is compiled with for such rows."""
+    chunks = padded * dtype.itemsize // (num_threads(dtype, padded) * _ALIGNMENT)
+    # Of a thread of the norm alone: the order of its sums depends on them.
+    values = padded // (32 * norm_warps(padded))
+    defines = (
+        f"ELEMENT_BYTES={dtype.itemsize}", f"ROW_CHUNKS={chunks}", f"NORM_VALUES={values}",
+        f"RANKS={num_ranks}",
+    )  # fmt: skip
+    return (*defines, "ELEMENT_FLOAT16") if dtype == torch.float16 else defines
+
+
+def num_threads(dtype: torch.dtype, padded: int) -> int:
+    """A thread for every 16 bytes of a row, as long as two blocks fit on a multiprocessor."""
+    return min(padded * dtype.itemsize // _ALIGNMENT, _MAX_THREADS)
 
 
 def region_bytes(num_ranks: int, max_rows: int) -> int:
     """Bytes of one rank's region: of two slots, each with all ranks' rows."""
     return 2 * num_ranks * max_rows * _ROW_WORDS * _WORD_BYTES
-
-
-def _num_threads(padded: int) -> int:
-    """As the norm alone has, whose sums depend on it."""
-    return 32 * norm_warps(padded)
 
 
 def _padded(width: int) -> int:

@@ -24,9 +24,11 @@
 // row writes all words that the next ones of equal width read, so what is found is two epochs
 // old, or from before the first launch of that width: zero, or the check at the start.
 //
-// Of row t, thread i has elements 16 / ELEMENT_BYTES * (i + c * threads) and those behind, for
-// each of its ROW_CHUNKS chunks c, as Triton's kernel of the norm has: the squares are added in
-// the same order, and the norm is the same to the bit.
+// Of row t, thread i has the 16 bytes of chunk i + c * threads for each c below ROW_CHUNKS.
+// Triton's kernel of the norm gives a thread NORM_VALUES elements, its next thread those behind:
+// a chunk is what one or several neighbours among its threads have, whose work is done here by
+// one. Each of them is a share, whose squares are added up by themselves and then with the
+// others' in Triton's order: the norm is the same to the bit.
 //
 // ELEMENT_BYTES: 2 for bfloat16, or with ELEMENT_FLOAT16 for float16; 4 for float32.
 // RANKS: the size of the group.
@@ -38,7 +40,12 @@ namespace {
 
 constexpr int kChunk = 16 / ELEMENT_BYTES;
 constexpr int kElements = kChunk * ROW_CHUNKS;
-constexpr int kMaxWarps = 16;
+constexpr int kMaxThreads = 512;
+constexpr int kShares = kChunk / NORM_VALUES;  // of a chunk
+constexpr int kMaxNormWarps = 32;
+
+static_assert(ROW_CHUNKS > 0, "a thread has at least a chunk of 16 bytes");
+static_assert(kShares > 0 && kShares * NORM_VALUES == kChunk, "a share lies in one chunk");
 
 struct alignas(16) Quad {
     u32 words[4];
@@ -110,19 +117,10 @@ __device__ __forceinline__ float inverse_root(float sum, float count, float eps)
     return root;
 }
 
-__device__ __forceinline__ float add_over_lanes(float value, int far) {
-    for (; far > 0; far /= 2) value += __shfl_xor_sync(0xffffffffu, value, far);
-    return value;
-}
-
-// The sum over all threads; all of them have come here when one of them returns.
-__device__ __forceinline__ float add_over_block(float value) {
-    __shared__ float sums[kMaxWarps];
-    const int warps = blockDim.x / 32, lane = threadIdx.x % 32;
-    value = add_over_lanes(value, 16);
-    if (lane == 0) sums[threadIdx.x / 32] = value;
-    __syncthreads();
-    return add_over_lanes(sums[lane % warps], warps / 2);
+// Of this block.
+__device__ __forceinline__ float* shared_sums() {
+    __shared__ float sums[kMaxNormWarps];
+    return sums;
 }
 #endif
 
@@ -311,16 +309,54 @@ __device__ __forceinline__ void add_to_residual(const Quad (&before)[ROW_CHUNKS]
     }
 }
 
-__device__ __forceinline__ float sum_of_squares(const float (&values)[kElements]) {
-    float sum = fmaf(values[0], values[0], values[1] * values[1]);
+// ---- The sum of the squares of a row, as Triton adds it up.
+
+__device__ __forceinline__ float sum_of_squares(const float* share) {
+    float sum = fmaf(share[0], share[0], share[1] * share[1]);
 #pragma unroll
-    for (int i = 2; i < kElements; ++i) sum = fmaf(values[i], values[i], sum);
+    for (int i = 2; i < NORM_VALUES; ++i) sum = fmaf(share[i], share[i], sum);
+    return sum;
+}
+
+__device__ __forceinline__ float from_lane(float value, int far) {
+    return __shfl_xor_sync(0xffffffffu, value, far);
+}
+
+// Triton's warps add up their threads', first those 16 apart, last neighbours; then one of them
+// adds up the warps' likewise. All threads have come here when one of them returns.
+__device__ __forceinline__ float add_over_row(const float (&values)[kElements]) {
+    constexpr int kLanes = 32 / kShares;  // which do the work of one of Triton's warps
+    constexpr int kSums = kShares * ROW_CHUNKS;
+    float own[kSums];
+#pragma unroll
+    for (int n = 0; n < kSums; ++n) own[n] = sum_of_squares(values + n * NORM_VALUES);
+#pragma unroll
+    for (int far = kLanes / 2; far > 0; far /= 2) {
+#pragma unroll
+        for (int n = 0; n < kSums; ++n) own[n] += from_lane(own[n], far);
+    }
+    float* sums = shared_sums();
+#pragma unroll
+    for (int c = 0; c < ROW_CHUNKS; ++c) {
+        float* shares = own + c * kShares;
+#pragma unroll
+        for (int far = kShares / 2; far > 0; far /= 2) {
+#pragma unroll
+            for (int n = 0; n < far; ++n) shares[n] += shares[n + far];
+        }
+        const int chunk = threadIdx.x + c * blockDim.x;
+        if (chunk % kLanes == 0) sums[chunk / kLanes] = shares[0];
+    }
+    __syncthreads();
+    const int warps = ROW_CHUNKS * blockDim.x / kLanes;
+    float sum = sums[threadIdx.x % 32 % warps];
+    for (int far = warps / 2; far > 0; far /= 2) sum += from_lane(sum, far);
     return sum;
 }
 
 }  // namespace
 
-extern "C" __global__ void __launch_bounds__(32 * kMaxWarps)
+extern "C" __global__ void __launch_bounds__(kMaxThreads)
     sum_norm(const __grid_constant__ Arguments args) {
     const int row = blockIdx.x;
     const Places places{args.width};
@@ -338,7 +374,7 @@ extern "C" __global__ void __launch_bounds__(32 * kMaxWarps)
     float values[kElements] = {};
     sum_ranks(args, places, row, epoch, own, values);
     add_to_residual(before, values, after);
-    const float sum = add_over_block(sum_of_squares(values));
+    const float sum = add_over_row(values);
     // All threads have read the epoch.
     if (threadIdx.x == 0) args.launches[row] = epoch;
     const float scale = inverse_root(sum, static_cast<float>(args.width), args.eps);

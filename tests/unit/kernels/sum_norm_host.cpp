@@ -1,5 +1,5 @@
-// kernels/cuda/sum_norm.cu on a CPU: threads for the kernel's, streams that let a kernel begin
-// before its predecessor has ended, and ranks that run apart.
+// kernels/cuda/sum_norm.cu on a CPU: threads for the kernel's, in warps that exchange values,
+// streams that let a kernel begin before its predecessor has ended, and ranks that run apart.
 #include <atomic>
 #include <barrier>
 #include <chrono>
@@ -26,25 +26,37 @@ struct Index {
     int x;
 };
 
+constexpr int kWarp = 32;
+
+struct Warp {
+    std::barrier<> barrier{kWarp};
+    float values[2][kWarp];
+};
+
+struct Block {
+    explicit Block(int threads) : barrier(threads), warps(threads / kWarp) {}
+
+    std::barrier<> barrier;
+    std::vector<Warp> warps;
+    float sums[kWarp];
+    float sum;  // that the norm was made of
+};
+
 // One launch of one rank.
 struct Launch {
     Launch(Launch* previous, int blocks, int threads)
-        : previous(previous), threads(threads), sums(blocks * threads), running(blocks * threads),
-          unstarted(blocks * threads) {
-        for (int n = 0; n < blocks; ++n) {
-            barriers.push_back(std::make_unique<std::barrier<>>(threads));
-        }
+        : previous(previous), running(blocks * threads), unstarted(blocks * threads) {
+        for (int n = 0; n < blocks; ++n) this->blocks.push_back(std::make_unique<Block>(threads));
     }
 
     Launch* previous;
-    int threads;
-    std::vector<float> sums;
     std::atomic<int> running, unstarted;
-    std::vector<std::unique_ptr<std::barrier<>>> barriers;
+    std::vector<std::unique_ptr<Block>> blocks;
 };
 
 thread_local Index threadIdx, blockIdx, blockDim;
 thread_local Launch* launch;
+thread_local int num_exchanges;
 thread_local std::minstd_rand chance;
 
 // Lets others go ahead now and then, for a while that differs.
@@ -103,18 +115,26 @@ void unpack_pair(u32 pair, float& low, float& high) {
     high = bits_float(pair & 0xffff0000u);
 }
 
+Block& own_block() { return *launch->blocks[blockIdx.x]; }
+
 float inverse_root(float sum, float count, float eps) {
+    if (threadIdx.x == 0) own_block().sum = sum;
     return 1.0f / std::sqrt(sum / count + eps);
 }
 
-float add_over_block(float value) {
-    float* sums = launch->sums.data() + blockIdx.x * launch->threads;
-    sums[threadIdx.x] = value;
-    launch->barriers[blockIdx.x]->arrive_and_wait();
-    float total = 0.0f;
-    for (int n = 0; n < launch->threads; ++n) total += sums[n];
-    return total;
+// What is exchanged has two places in turn: who waits in the next exchange has read this one's.
+float __shfl_xor_sync(u32, float value, int far) {
+    Warp& warp = own_block().warps[threadIdx.x / kWarp];
+    float* values = warp.values[num_exchanges++ % 2];
+    const int lane = threadIdx.x % kWarp;
+    values[lane] = value;
+    warp.barrier.arrive_and_wait();
+    return values[lane ^ far];
 }
+
+void __syncthreads() { own_block().barrier.arrive_and_wait(); }
+
+float* shared_sums() { return own_block().sums; }
 
 }  // namespace
 
@@ -122,8 +142,10 @@ float add_over_block(float value) {
 
 namespace {
 
-// All launches of one rank, as a stream runs them.
-void run_stream(std::vector<Arguments> launches, const int* rows, int threads, u32 seed) {
+// All launches of one rank, as a stream runs them. Launch n's sums of squares are `max_rows`
+// behind those of the launch before.
+void run_stream(std::vector<Arguments> launches, const int* rows, int threads, float* sums,
+                u32 seed) {
     std::vector<std::unique_ptr<Launch>> begun;
     std::vector<std::thread> running;
     for (size_t n = 0; n < launches.size(); ++n) {
@@ -143,16 +165,21 @@ void run_stream(std::vector<Arguments> launches, const int* rows, int threads, u
         }
     }
     for (std::thread& thread : running) thread.join();
+    for (size_t n = 0; n < launches.size(); ++n) {
+        for (int row = 0; row < rows[n]; ++row) {
+            sums[n * launches[n].max_rows + row] = begun[n]->blocks[row]->sum;
+        }
+    }
 }
 
 }  // namespace
 
-// x, residual and output of rank r's launch n lie behind those of its launch n - 1 and of rank
-// r - 1, each with `max_rows` rows; x is in `parts`, or whole with 0. `first_count` is how many
-// launches each row had before.
+// x, residual, output and sums of rank r's launch n lie behind those of its launch n - 1 and of
+// rank r - 1, each with `max_rows` rows; x is in `parts`, or whole with 0. `first_count` is how
+// many launches each row had before.
 extern "C" void run_ranks(int num_launches, const int* rows, int max_rows, int width, int parts,
                           int threads, u32 first_count, const char* x, char* residual,
-                          const void* weight, char* output, float eps) {
+                          const void* weight, char* output, float* sums, float eps) {
     const int row_words = width * ELEMENT_BYTES / 4;
     const size_t place = size_t(max_rows) * row_words;
     const size_t step = size_t(max_rows) * width * ELEMENT_BYTES;
@@ -183,7 +210,8 @@ extern "C" void run_ranks(int num_launches, const int* rows, int max_rows, int w
             args.eps = eps;
             launches.push_back(args);
         }
-        streams.emplace_back(run_stream, launches, rows, threads, 77 * rank);
+        float* own_sums = sums + size_t(rank) * num_launches * max_rows;
+        streams.emplace_back(run_stream, launches, rows, threads, own_sums, 77 * rank);
     }
     for (std::thread& stream : streams) stream.join();
 }

@@ -9,11 +9,30 @@ from pathlib import Path
 import pytest
 import torch
 
-from trimaran.kernels.cuda_build import SOURCES
+from trimaran.kernels.build import KernelsUnavailableError
+from trimaran.kernels.cuda_build import SOURCES, check_compiler
 from trimaran.kernels.reference import rms_norm
-from trimaran.kernels.sum_norm import MAX_ROWS, SumNorm, region_bytes
+from trimaran.kernels.sum_norm import (
+    DTYPES,
+    MAX_ROWS,
+    SumNorm,
+    compile_sum_norm,
+    macros,
+    num_threads,
+    region_bytes,
+)
+from trimaran.kernels.triton_norm import norm_warps
 
-ROWS, WIDTH, LAUNCHES, EPS = 2, 64, 24, 1e-5
+EPS = 1e-5
+LAUNCHES = 16
+SUMS = SumNorm([0, 0], 0, 64, torch.device("cpu"))
+ADMITTED = [
+    (dtype, padded)
+    for dtype in DTYPES
+    for padded in (2**n for n in range(20))
+    if SUMS.takes(torch.zeros(1, padded, dtype=dtype))
+]
+"""Dtypes and padded widths of the rows that it takes."""
 
 
 @pytest.mark.parametrize(
@@ -27,23 +46,18 @@ ROWS, WIDTH, LAUNCHES, EPS = 2, 64, 24, 1e-5
 def test_every_launch_adds_what_all_ranks_gave_to_it(
     tmp_path, num_ranks, dtype, parts, first_count
 ):
-    library = compile_for_cpu(tmp_path, num_ranks, dtype)
+    max_rows, width = 2, 256
     generator = torch.Generator().manual_seed(num_ranks + parts)
-    rows = torch.randint(1, ROWS + 1, (LAUNCHES,), generator=generator, dtype=torch.int32)
-    rows[:4] = ROWS
-    shape = (num_ranks, LAUNCHES, ROWS, WIDTH)
+    rows = torch.randint(1, max_rows + 1, (LAUNCHES,), generator=generator, dtype=torch.int32)
+    rows[:4] = max_rows
+    shape = (num_ranks, LAUNCHES, max_rows, width)
     x = torch.randn((*shape[:2], max(parts, 1), *shape[2:]), generator=generator)
     x = x if parts else x.to(dtype)
     before = torch.randn(shape[1:], generator=generator).to(dtype)
-    weight = torch.randn(WIDTH, generator=generator).to(dtype)
-    residual = before.expand(shape).clone()
-    output = torch.zeros(shape, dtype=dtype)
+    weight = torch.randn(width, generator=generator).to(dtype)
+    run = Run(tmp_path, x, before, weight, parts)
 
-    library.run_ranks(
-        LAUNCHES, ctypes.c_void_p(rows.data_ptr()), ROWS, WIDTH, parts, 4,
-        ctypes.c_uint(first_count), *(ctypes.c_void_p(each.data_ptr()) for each in (
-            x, residual, weight, output)), ctypes.c_float(EPS),
-    )  # fmt: skip
+    run(rows, first_count)
 
     own = x[:, :, 0].float()
     for part in range(1, parts):
@@ -52,39 +66,129 @@ def test_every_launch_adds_what_all_ranks_gave_to_it(
     for addend in own.to(dtype):
         total = total + addend.float()
     # Rows that a launch does not have keep their residual and have no output.
-    is_row = torch.arange(ROWS)[None, :, None] < rows[:, None, None]
+    is_row = torch.arange(max_rows)[None, :, None] < rows[:, None, None]
     expected = torch.where(is_row, (total.to(dtype).float() + before.float()).to(dtype), before)
     normed = torch.where(is_row, rms_norm(expected, weight, EPS), 0)
     for rank in range(num_ranks):
-        assert torch.equal(residual[rank], expected)
-        assert torch.equal(output[rank], output[0])
-        torch.testing.assert_close(output[rank], normed)
+        assert torch.equal(run.residual[rank], expected)
+        assert torch.equal(run.output[rank], run.output[0])
+        torch.testing.assert_close(run.output[rank], normed)
 
 
-def compile_for_cpu(folder, num_ranks, dtype):
+@pytest.mark.parametrize(
+    ("dtype", "width"),
+    [
+        (torch.bfloat16, 256), (torch.bfloat16, 1000), (torch.bfloat16, 4096),
+        (torch.bfloat16, 8192), (torch.float32, 1024), (torch.float32, 4096),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_squares_are_added_up_in_tritons_order(tmp_path, dtype, width):
+    generator = torch.Generator().manual_seed(width)
+    # One row on one rank: each thread of a block is one of the system's.
+    x = torch.zeros(1, 8, 1, 1, width, dtype=dtype)
+    before = torch.randn(8, 1, width // 4, 4, generator=generator).mul(2).exp()
+    # The order shows the most where few threads have anything to add.
+    share = 0.5 ** torch.arange(8.0)[:, None, None, None]
+    before *= torch.rand(8, 1, width // 4, 1, generator=generator) < share
+    before = before.view(8, 1, width).to(dtype)
+    run = Run(tmp_path, x, before, torch.ones(width, dtype=dtype), 0)
+
+    run(torch.ones(8, dtype=torch.int32))
+
+    expected = [sum_of_squares_by_triton(row) for row in before[:, 0].float()]
+    assert run.sums.flatten().tolist() == expected
+
+
+def sum_of_squares_by_triton(row):
+    """The sum that a thread of `triton_norm.rms_norm` sees on an NVIDIA GPU.
+
+    A thread has neighbours, whose squares it adds up by fused multiplications, but the first
+    addition is that of the second square to the first; then threads of a warp, and then
+    warps, add what those have that are farthest away first.
+    """
+    padded = 1 << (len(row) - 1).bit_length()
+    values = torch.zeros(padded, dtype=torch.float64)
+    values[: len(row)] = row
+    values = values.view(norm_warps(padded), 32, -1)
+    sums = (values[..., 1] ** 2).float()
+    for i in (0, *range(2, values.shape[2])):
+        sums = (values[..., i] ** 2 + sums).float()
+    for dim in (1, 0):
+        while sums.shape[dim] > 1:
+            first, second = sums.chunk(2, dim)
+            sums = first + second
+    return sums.item()
+
+
+class Run:
+    """Launches of a kernel by all ranks: arguments, and what they make of them.
+
+    ``x`` is [ranks, launches, parts or 1, rows, width], ``before`` each rank's residual.
+    """
+
+    def __init__(self, folder, x, before, weight, parts):
+        self._x, self._weight, self._parts = x, weight, parts
+        self.residual = before.expand(x.shape[0], *before.shape).clone()
+        self.output = torch.zeros_like(self.residual)
+        self.sums = torch.zeros(self.residual.shape[:-1])
+        padded = 1 << (before.shape[-1] - 1).bit_length()
+        self._threads = num_threads(before.dtype, padded)
+        self._library = compile_for_cpu(folder, macros(x.shape[0], before.dtype, padded))
+
+    def __call__(self, rows, first_count=0):
+        _, launches, max_rows, width = self.residual.shape
+        tensors = (self._x, self.residual, self._weight, self.output, self.sums)
+        self._library.run_ranks(
+            launches, ctypes.c_void_p(rows.data_ptr()), max_rows, width, self._parts,
+            self._threads, ctypes.c_uint(first_count),
+            *(ctypes.c_void_p(each.data_ptr()) for each in tensors), ctypes.c_float(EPS),
+        )  # fmt: skip
+
+
+def compile_for_cpu(folder, defines):
     """A shared library of the kernel's source."""
     library = folder / "sum_norm.so"
-    defines = [f"-DELEMENT_BYTES={dtype.itemsize}", "-DROW_CHUNKS=4", f"-DRANKS={num_ranks}"]
-    if dtype.itemsize == 2:
-        defines[1] = "-DROW_CHUNKS=2"
     source = Path(__file__).with_name("sum_norm_host.cpp")
     options = ["-std=c++20", "-O1", "-shared", "-fPIC", "-pthread", "-w", f"-I{SOURCES}"]
-    subprocess.run(["g++", *options, *defines, source, "-o", library], check=True)
+    options += [f"-D{each}" for each in defines]
+    subprocess.run(["g++", *options, source, "-o", library], check=True)
     return ctypes.CDLL(str(library))
 
 
-def test_only_residuals_that_fit_are_taken():
-    sums = SumNorm([0, 0], 0, 64, torch.device("cpu"))
+def test_threads_have_whole_chunks_of_every_row_that_is_taken():
+    assert {padded for _, padded in ADMITTED} == {256, 512, 1024, 2048, 4096, 8192}
+    for dtype, padded in ADMITTED:
+        sizes = dict(each.split("=") for each in macros(2, dtype, padded) if "=" in each)
+        chunk = 16 // dtype.itemsize
+        threads = num_threads(dtype, padded)
+        assert threads % 32 == 0
+        assert threads * chunk * int(sizes["ROW_CHUNKS"]) == padded
+        # The threads of the norm alone have parts of a chunk.
+        assert chunk % int(sizes["NORM_VALUES"]) == 0
+        assert 32 * norm_warps(padded) * int(sizes["NORM_VALUES"]) == padded
 
-    assert sums.takes(torch.zeros(64, 4096))
-    assert sums.takes(torch.zeros(1, 8192, dtype=torch.bfloat16))
-    assert sums.takes(torch.zeros(8, 5120, dtype=torch.float16))
-    assert not sums.takes(torch.zeros(65, 4096))
-    assert not sums.takes(torch.zeros(1, 8192))
-    assert not sums.takes(torch.zeros(1, 128))
-    assert not sums.takes(torch.zeros(1, 4092, dtype=torch.bfloat16))
-    assert not sums.takes(torch.zeros(2, 4099, dtype=torch.bfloat16)[:, :4096])
-    assert not sums.takes(torch.zeros(1, 512, dtype=torch.float64))
+
+@pytest.mark.parametrize(("dtype", "padded"), ADMITTED, ids=str)
+def test_a_kernel_compiles_for_every_row_that_is_taken(tmp_path, monkeypatch, dtype, padded):
+    try:
+        check_compiler()
+    except KernelsUnavailableError as error:
+        pytest.skip(str(error))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert compile_sum_norm(2, dtype, padded)
+
+
+def test_only_residuals_that_fit_are_taken():
+    assert SUMS.takes(torch.zeros(64, 4096))
+    assert SUMS.takes(torch.zeros(1, 8192, dtype=torch.bfloat16))
+    assert SUMS.takes(torch.zeros(8, 5120, dtype=torch.float16))
+    assert not SUMS.takes(torch.zeros(65, 4096))
+    assert not SUMS.takes(torch.zeros(1, 8192))
+    assert not SUMS.takes(torch.zeros(1, 128))
+    assert not SUMS.takes(torch.zeros(1, 4092, dtype=torch.bfloat16))
+    assert not SUMS.takes(torch.zeros(2, 4099, dtype=torch.bfloat16)[:, :4096])
+    assert not SUMS.takes(torch.zeros(1, 512, dtype=torch.float64))
     with pytest.raises(ValueError, match=f"max_rows is {MAX_ROWS + 1} and may be {MAX_ROWS}"):
         SumNorm([0, 0], 0, MAX_ROWS + 1, torch.device("cpu"))
 
