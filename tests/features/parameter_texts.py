@@ -18,7 +18,7 @@ TOKEN = {
     "max_num_sequences": "lowers the sequences that run at once",
     "max_tokens_in_paged_kv_cache": "tokens of the cache",
     "kv_cache_free_gpu_mem_fraction": "share of the memory that model and steps leave; 0.9",
-    "kv_cache_host_memory_bytes": "a rank's memory for evicted blocks and paused sequences; 0 is none",
+    "kv_cache_host_memory_bytes": "a rank's: evicted blocks, paused sequences; 0 is none",
     "kv_cache_onboard_blocks": "`False` is refused beside host memory, where blocks would be "
     "of no use",
     "enable_kv_cache_reuse": "prompts share blocks; true",

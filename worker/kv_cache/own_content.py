@@ -53,6 +53,7 @@ class OwnContent:
         if self._is_planning:
             self._outdated += hashes
             return
-        for pool in self._pools:
-            for block_hash in hashes if pool.host is not None else ():
-                pool.host.drop(block_hash)
+        hosts = [pool.host for pool in self._pools if pool.host is not None]
+        for host in hosts:
+            for block_hash in hashes:
+                host.drop(block_hash)
