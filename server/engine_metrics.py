@@ -105,7 +105,7 @@ _FAMILIES: dict[str, tuple[str, str, dict[str, str]]] = {
     ),
     "trimaran_pauses": (
         "Since the start: sequences that gave up their KV cache blocks, mostly for others, and "
-        "the tokens that these held",
+        "the tokens that they had to compute again",
         "type",
         {"sequences": "paused_sequences", "tokens": "paused_tokens"},
     ),
