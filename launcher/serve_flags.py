@@ -261,8 +261,8 @@ def _add_graph_flags(parser: argparse.ArgumentParser) -> None:
         "--all-reduce",
         choices=("auto", "nccl", "peer", "fused"),
         default="auto",
-        help="sums over GPUs: NCCL's, by reading peers' memory (auto: that where it works), or "
-        "fused: so, and by the norms behind them in steps of few tokens",
+        help="sums over GPUs: NCCL's, by reading peers' memory, or fused: so, and by the norms "
+        "behind them in steps of few tokens (auto: what works and was found to be faster)",
     )
     add(
         "--adapter-graphs",

@@ -276,7 +276,7 @@ class EngineConfig:
     """Who sums over the GPUs of a tensor group: ``nccl``; ``peer``: our own kernels, which
     read each other's memory, whatever is not too large for them; ``fused``: these, and in
     steps of few tokens the norms behind the sums make them; or ``auto``: ``peer`` where it
-    can be."""
+    can be, and where that is faster and can be too, ``fused``."""
 
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)

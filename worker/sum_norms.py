@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import torch
@@ -25,39 +26,54 @@ logger = logging.getLogger(__name__)
 # Shapes: T tokens of the step, D hidden size, S parts of a product.
 
 MAX_ROWS = {2: 256, 4: 64, 8: 32}
-"""By ranks: the rows of a step that are summed so. Each is sent to every rank, as twice its
+"""By ranks: the rows of a step that may be summed so. Each is sent to every rank, as twice its
 bytes; larger steps are summed by the kernels that read peers' memory."""
+
+FEW_ROWS = {2: 64, 4: 16, 8: 8}
+"""Likewise, rows for which this is the faster way: two GPUs need two thirds of the time for 64
+and as long for 192. Of more, a rank sends no more bytes than of these."""
 
 _HOPPER = (9, 0)
 _EPS = 1e-5
 _NUM_REPLAYS = 5
-_CHECKED = ((torch.bfloat16, 4096, 0), (torch.bfloat16, 4096, 4), (torch.float32, 2048, 0))
-"""Dtype, width and parts of what is summed before the first request."""
+_CHECKED = (
+    (torch.bfloat16, 4096, 0),
+    (torch.bfloat16, 4096, 4),
+    (torch.bfloat16, 8192, 0),
+    (torch.float32, 2048, 0),
+)
+"""Dtype, width and parts of what is summed before the first request, in all ways to cut a row:
+a thread does the work of two of the norm alone, or of one, on 16 bytes or on 32."""
 
 
 def choose_sums_and_norms(
     config: EngineConfig, group: TensorParallelGroup, device: torch.device
 ) -> None:
-    """Let a tensor group sum as the configuration asks, together with norms if it says so.
-    Collective.
+    """Let a tensor group sum as the configuration asks, together with norms if it says so, or
+    leaves it open and that is the faster way. Collective.
 
     Raises:
         ConfigError: what is asked for cannot be.
     """
     choose_sums(config, group, device)
-    if config.all_reduce != "fused" or not isinstance(group, NcclGroup):
+    limits = {"auto": FEW_ROWS, "fused": MAX_ROWS}.get(config.all_reduce)
+    if limits is None or not isinstance(group, NcclGroup) or group.peer_sum is None:
         return
-    if reason := try_sum_norm(group, is_exact=config.deterministic):
+    # Rows have the same bits both ways, or their number would decide, where norms are exact.
+    reason = try_sum_norm(group, limits, is_exact=config.deterministic)
+    if reason and config.all_reduce == "fused":
         raise ConfigError(
             f"--all-reduce fused sums together with norms, but {reason}. Serve with "
             "--all-reduce auto, peer or nccl."
         )
+    if reason:
+        logger.info("no sums are made by the norms behind them: %s", reason)
 
 
-def try_sum_norm(group: NcclGroup, *, is_exact: bool = False) -> str:
+def try_sum_norm(group: NcclGroup, limits: Mapping[int, int], *, is_exact: bool = False) -> str:
     """Let a group of GPUs of one host, which map each other's memory, sum steps of few tokens
     together with the norms behind them, and return why not, which is empty if it does.
-    Collective; all ranks come to the same.
+    Collective; all ranks come to the same. ``limits`` are the tokens of a step by ranks.
 
     A rank waits for the others as in `peer_sums.try_peer_sums`. Sums and norms are compared
     first, launched and from a CUDA graph; norms to the bit if it ``is_exact``, as they are
@@ -69,7 +85,7 @@ def try_sum_norm(group: NcclGroup, *, is_exact: bool = False) -> str:
     # Imported only now: a CPU needs neither this nor Triton.
     from trimaran.kernels.sum_norm import SumNorm, region_bytes
 
-    max_rows = MAX_ROWS[group.size]
+    max_rows = limits[group.size]
     sum_norm: SumNorm | None = None
     try:
         memory = map_peer_memory(group, region_bytes(group.size, max_rows))
@@ -78,12 +94,15 @@ def try_sum_norm(group: NcclGroup, *, is_exact: bool = False) -> str:
         for dtype, width, _ in _CHECKED:
             # Nobody compiles, and fails, while others wait for it inside a kernel.
             sum_norm.load(dtype, width)
-    except (ConfigError, KernelsUnavailableError) as error:
+    except (ConfigError, RuntimeError) as error:
+        # The latter: no compiler takes the source, or the driver not what one made of it.
         problem = str(error)
     problem = first_problem(group, problem, group.device)
     if sum_norm is not None and not problem:
         found = check_sum_norm(group, sum_norm, max_rows, is_exact=is_exact)
         problem = first_problem(group, found, group.device)
+        if problem:
+            logger.warning("sums by the norms behind them are wrong here: %s", problem)
     if not problem:
         group.sum_norm = sum_norm
         logger.info("sums of up to %d tokens are made by the norms behind them", max_rows)

@@ -11,7 +11,8 @@ from trimaran.comm.peer_memory import why_memory_is_apart
 from trimaran.comm.shared_memory import SharedSegment
 from trimaran.kernels.triton_peer_sum import TILE, PeerSum, region_bytes
 from trimaran.worker.config import EngineConfig
-from trimaran.worker.peer_sums import choose_sums, first_problem, try_peer_sums
+from trimaran.worker.peer_sums import first_problem, try_peer_sums
+from trimaran.worker.sum_norms import choose_sums_and_norms
 
 SLOT_BYTES = 64 << 10
 HAS_GPUS = torch.cuda.device_count() > 1
@@ -112,20 +113,21 @@ def test_all_ranks_hear_of_the_problem_of_one(world):
     assert first_problem(group, "long " * 1000, device).startswith("long long")
 
 
-@pytest.mark.parametrize("asked", ["auto", "nccl", "peer"])
+@pytest.mark.parametrize("asked", ["auto", "nccl", "peer", "fused"])
 def test_where_peers_cannot_sum_only_who_asks_for_it_is_refused(world, asked):
     if HAS_GPUS:
         return
     group = connect_group(world, torch.device("cpu"), 20.0)
     config = EngineConfig(model="test", engine_dir="/m", all_reduce=asked)
-    if asked == "peer":
+    if asked in ("peer", "fused"):
         with pytest.raises(
             ConfigError, match=r"but this group uses shared_memory\. Serve with"
         ):
-            choose_sums(config, group, torch.device("cpu"))
+            choose_sums_and_norms(config, group, torch.device("cpu"))
         return
 
-    choose_sums(config, group, torch.device("cpu"))
+    choose_sums_and_norms(config, group, torch.device("cpu"))
 
+    assert group.sum_norm is None
     total = group.all_reduce(torch.ones(3))
     assert total.tolist() == [float(world.size)] * 3

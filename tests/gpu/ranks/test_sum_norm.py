@@ -6,12 +6,15 @@ import pytest
 import torch
 
 from trimaran.comm.collectives import connect_group
+from trimaran.comm.errors import ConfigError
 from trimaran.comm.peer_memory import map_peer_memory
 from trimaran.kernels.sum_norm import SumNorm, region_bytes
 from trimaran.kernels.triton_norm import rms_norm
 from trimaran.kernels.triton_peer_sum import PeerSum
 from trimaran.kernels.triton_peer_sum import region_bytes as peer_region_bytes
-from trimaran.worker.sum_norms import try_sum_norm
+from trimaran.worker import sum_norms
+from trimaran.worker.config import EngineConfig
+from trimaran.worker.sum_norms import FEW_ROWS, choose_sums_and_norms, try_sum_norm
 
 pytestmark = pytest.mark.gpu
 
@@ -70,15 +73,17 @@ class Sample:
         return rms_norm(total, self.weight, EPS, residual), residual
 
 
-BF16, FLOAT = torch.bfloat16, torch.float32
+BF16, FLOAT16, FLOAT = torch.bfloat16, torch.float16, torch.float32
 
 
 @pytest.mark.parametrize(
     ("dtype", "width", "parts"),
     [
-        (BF16, 256, 0), (BF16, 1024, 3), (BF16, 4096, 0), (BF16, 4096, 2), (BF16, 4096, 4),
-        (BF16, 5120, 1), (BF16, 8192, 4), (torch.float16, 4096, 4), (FLOAT, 256, 0),
-        (FLOAT, 2048, 2), (FLOAT, 4096, 0),
+        (BF16, 256, 0), (BF16, 512, 2), (BF16, 1000, 0), (BF16, 1024, 3), (BF16, 2048, 0),
+        (BF16, 4096, 0), (BF16, 4096, 2), (BF16, 4096, 4), (BF16, 5120, 1), (BF16, 8192, 0),
+        (BF16, 8192, 4), (FLOAT16, 256, 0), (FLOAT16, 4096, 4), (FLOAT16, 8192, 0),
+        (FLOAT, 256, 0), (FLOAT, 512, 0), (FLOAT, 1024, 4), (FLOAT, 2048, 2), (FLOAT, 3000, 0),
+        (FLOAT, 4096, 0), (FLOAT, 4096, 4),
     ],
     ids=str,
 )  # fmt: skip
@@ -143,7 +148,52 @@ def test_graphs_of_any_rows_take_turns_on_ranks_that_are_late(group, sum_norm, p
 
 
 def test_a_group_sums_so_once_it_was_compared(group):
-    assert try_sum_norm(group, is_exact=True) == ""
+    assert try_sum_norm(group, sum_norms.MAX_ROWS, is_exact=True) == ""
 
     assert group.sum_norm is not None
     assert group.transports()["sum_norm"] == "peer push"
+
+
+@pytest.fixture
+def own_group(world):
+    """A group that has not chosen how it sums."""
+    group = connect_group(world, torch.device("cuda", world.local_rank), 60.0)
+    yield group
+    group.close()
+
+
+def config(all_reduce, **changes):
+    return EngineConfig(
+        model="test", engine_dir="/m", device="cuda", all_reduce=all_reduce, **changes
+    )
+
+
+@pytest.mark.parametrize("is_deterministic", [False, True])
+def test_by_themselves_groups_sum_steps_of_few_rows_so(own_group, is_deterministic):
+    choose_sums_and_norms(
+        config("auto", deterministic=is_deterministic), own_group, own_group.device
+    )
+
+    assert own_group.sum_norm is not None
+    most = FEW_ROWS[own_group.size]
+    rows = torch.zeros(most + 1, 4096, dtype=BF16, device=own_group.device)
+    assert own_group.sum_norm.takes(rows[:most])
+    assert not own_group.sum_norm.takes(rows)
+    assert own_group.transports()["all_reduce"] == "peer one-shot (large: nccl)"
+
+
+@pytest.mark.parametrize("asked", ["auto", "fused"])
+def test_what_one_rank_finds_wrong_is_used_by_none(own_group, monkeypatch, caplog, asked):
+    caplog.set_level("INFO")
+    found = "a norm is off" * (own_group.rank == own_group.size - 1)
+    monkeypatch.setattr(sum_norms, "check_sum_norm", lambda *_, **__: found)
+
+    if asked == "auto":
+        choose_sums_and_norms(config(asked), own_group, own_group.device)
+        assert "no sums are made by the norms behind them: a norm is off" in caplog.messages
+    else:
+        with pytest.raises(ConfigError, match="together with norms, but a norm is off"):
+            choose_sums_and_norms(config(asked), own_group, own_group.device)
+
+    assert own_group.sum_norm is None
+    assert own_group.transports()["all_reduce"] == "peer one-shot (large: nccl)"

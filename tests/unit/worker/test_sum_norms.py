@@ -1,0 +1,80 @@
+"""Who sums together with norms: by what is asked for, and where that cannot be."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from trimaran.comm.errors import ConfigError
+from trimaran.comm.process_group import NcclGroup
+from trimaran.worker import sum_norms
+from trimaran.worker.config import ALL_REDUCES, EngineConfig
+from trimaran.worker.sum_norms import FEW_ROWS, MAX_ROWS, choose_sums_and_norms
+
+CPU = torch.device("cpu")
+
+
+class Ranks(NcclGroup):
+    """So many ranks that sum through peers' memory; the others are what this one is."""
+
+    def __init__(self, size):
+        self.size, self.rank, self.device = size, 0, CPU
+        self.peer_sum = lambda tensor: None
+
+    def all_gather(self, tensor, dim=-1):
+        return torch.cat([tensor] * self.size, dim)
+
+
+@pytest.fixture(autouse=True)
+def _peers_memory_was_compared(monkeypatch):
+    monkeypatch.setattr(sum_norms, "choose_sums", lambda *_: None)
+
+
+def config(all_reduce, **changes):
+    return EngineConfig(
+        model="test", engine_dir="/m", device="cuda", all_reduce=all_reduce, **changes
+    )
+
+
+@pytest.mark.parametrize("is_exact", [False, True])
+@pytest.mark.parametrize("asked", ALL_REDUCES)
+def test_who_asks_gets_larger_steps_and_by_itself_only_what_is_faster(
+    monkeypatch, asked, is_exact
+):
+    tried = []
+    monkeypatch.setattr(
+        sum_norms,
+        "try_sum_norm",
+        lambda _, limits, *, is_exact: tried.append((limits, is_exact)) or "",
+    )
+
+    choose_sums_and_norms(config(asked, deterministic=is_exact), Ranks(2), CPU)
+
+    limits = {"auto": FEW_ROWS, "fused": MAX_ROWS}
+    assert tried == ([(limits[asked], is_exact)] if asked in limits else [])
+    assert FEW_ROWS.keys() == MAX_ROWS.keys()
+    assert all(FEW_ROWS[size] <= most for size, most in MAX_ROWS.items())
+
+
+def test_where_norms_cannot_sum_only_who_asks_for_it_is_refused(caplog):
+    caplog.set_level("INFO")
+    group = Ranks(3)
+    reason = "the group has 3 ranks and may have 2, 4, 8"
+
+    choose_sums_and_norms(config("auto"), group, CPU)
+
+    assert group.sum_norm is None
+    assert caplog.messages == [f"no sums are made by the norms behind them: {reason}"]
+    with pytest.raises(ConfigError, match=f"fused sums together with norms, but {reason}"):
+        choose_sums_and_norms(config("fused"), group, CPU)
+
+
+def test_without_peers_memory_norms_are_not_tried(caplog):
+    caplog.set_level("INFO")
+    group = Ranks(2)
+    group.peer_sum = None
+
+    choose_sums_and_norms(config("auto"), group, CPU)
+
+    assert group.sum_norm is None
+    assert not caplog.messages
