@@ -9,14 +9,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from trimaran.kernels.build import KernelsUnavailableError
-from trimaran.kernels.cuda_build import SOURCES, check_compiler
+from trimaran.kernels.cuda_build import SOURCES
 from trimaran.kernels.reference import rms_norm
 from trimaran.kernels.sum_norm import (
     DTYPES,
     MAX_ROWS,
     SumNorm,
-    compile_sum_norm,
     macros,
     num_threads,
     region_bytes,
@@ -167,16 +165,6 @@ def test_threads_have_whole_chunks_of_every_row_that_is_taken():
         # The threads of the norm alone have parts of a chunk.
         assert chunk % int(sizes["NORM_VALUES"]) == 0
         assert 32 * norm_warps(padded) * int(sizes["NORM_VALUES"]) == padded
-
-
-@pytest.mark.parametrize(("dtype", "padded"), ADMITTED, ids=str)
-def test_a_kernel_compiles_for_every_row_that_is_taken(tmp_path, monkeypatch, dtype, padded):
-    try:
-        check_compiler()
-    except KernelsUnavailableError as error:
-        pytest.skip(str(error))
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert compile_sum_norm(2, dtype, padded)
 
 
 def test_only_residuals_that_fit_are_taken():
