@@ -109,11 +109,13 @@ __device__ __forceinline__ void unpack_pair(u32 pair, float& low, float& high) {
 #endif
 }
 
-// 1 / sqrt(sum / count + eps), by the approximations that Triton takes.
+// 1 / sqrt(sum / count + eps), by the approximations that Triton takes. The addition names no
+// rounding, as Triton's does not: the assembler then fuses it with the division's last product.
 __device__ __forceinline__ float inverse_root(float sum, float count, float eps) {
-    float mean, root;
+    float mean, padded, root;
     asm("div.full.f32 %0, %1, %2;" : "=f"(mean) : "f"(sum), "f"(count));
-    asm("rsqrt.approx.ftz.f32 %0, %1;" : "=f"(root) : "f"(__fadd_rn(mean, eps)));
+    asm("add.f32 %0, %1, %2;" : "=f"(padded) : "f"(mean), "f"(eps));
+    asm("rsqrt.approx.ftz.f32 %0, %1;" : "=f"(root) : "f"(padded));
     return root;
 }
 
