@@ -10,7 +10,7 @@ from trimaran.comm.messages import FinishReason
 from trimaran.worker.beam_group import BeamGroup, advance_groups
 from trimaran.worker.beam_search import Candidates
 from trimaran.worker.config import SchedulerConfig
-from trimaran.worker.fair_chunks import left_to_waiting, part_of_prompt
+from trimaran.worker.fair_chunks import FairChunks
 from trimaran.worker.guided.followers import Followers
 from trimaran.worker.kv_cache.manager import KVCacheManager
 from trimaran.worker.limits import check_limits, check_queue
@@ -34,7 +34,6 @@ from trimaran.worker.step_plan import ScheduledStep, StepPlan
 
 _WATERMARK = 0.01
 """Share of the blocks that admission leaves free for the growth of running sequences."""
-_REFUSED_STEPS = 4
 
 Emission = tuple[Sequence, int, FinishReason]
 """A sequence, its next token id or -1 if it only ends, and whether it ends."""
@@ -78,9 +77,7 @@ class Scheduler:
         self.pauses = Pauses()
         self._outlook = Outlook(config, cache)
         self._followers = Followers()
-        self._shares_prompts = config.enable_chunked_context and not self._is_static
-        self._refused_until = 0
-        """The step before which long prompts leave nothing to those that wait for blocks."""
+        self._chunks = FairChunks(config, cache.block_size)
 
     # ---- requests ------------------------------------------------------------------------
 
@@ -242,17 +239,9 @@ class Scheduler:
                 self._advance(sequence, chunk, chunk == missing, plan)
 
     def _chunk(self, sequence: Sequence, missing: int, budget: int, num_later: int = 0) -> int:
-        """Tokens to compute now; an incomplete prompt stops at a block's end if it can.
-
-        One that needs more than a step leaves a token to each of the ``num_later`` running
-        sequences behind it, and up to half of the rest to short prompts that wait.
-        """
-        budget = max(1, budget - num_later)
-        if missing <= budget:
-            return missing
-        if self.rows.free and self._shares_prompts and self.step >= self._refused_until:
-            budget -= left_to_waiting(self.waiting, budget)
-        return part_of_prompt(sequence.num_computed_tokens, budget, self.cache.block_size)
+        """Tokens to compute now; each of the ``num_later`` running behind it gets one too."""
+        waiting = self.waiting if self.rows.free else []
+        return self._chunks.size(sequence, missing, budget - num_later, waiting, self.step + 1)
 
     def _make_room(self, sequence: Sequence, num_tokens: int, plan: StepPlan) -> bool:
         """Grow a running sequence, preempting others; False if it was preempted itself."""
@@ -331,7 +320,7 @@ class Scheduler:
             ):
                 return
             if not self._start(sequence, plan):
-                self._refused_until = plan.step + _REFUSED_STEPS
+                self._chunks.refuse(plan.step)
                 return
 
     def _start(self, sequence: Sequence, plan: StepPlan) -> bool:
