@@ -37,7 +37,7 @@ class OfflineRun:
     """Sequences that made room for others."""
 
     num_recomputed: int = 0
-    """Tokens of theirs that were given up."""
+    """Tokens of theirs that were computed again."""
 
     @property
     def out_tok_s(self) -> float:

@@ -12,6 +12,8 @@ _TURN_STEPS = 32
 """Steps that a sequence stays paused at least, before another one makes room for it."""
 _STEPS_BETWEEN = 2
 """From one turn to the next at least: so many blocks take a while to copy."""
+_PATIENCE = 8
+"""Steps until it is tried again, where nobody could make room."""
 
 
 class Turns:
@@ -26,7 +28,7 @@ class Turns:
         self._cache = cache
         self._next: Sequence | None = None
         self._paused_at = 0
-        self._last_step = 0
+        self._not_before = 0
 
     def begin_step(
         self, running: List[Sequence], waiting: List[Sequence], step: int
@@ -37,7 +39,7 @@ class Turns:
         first = waiting[0]
         if not first.is_preempted or first.num_pending:
             return None
-        if step < max(first.paused_at + _TURN_STEPS, self._last_step + _STEPS_BETWEEN):
+        if step < max(first.paused_at + _TURN_STEPS, self._not_before):
             return None
         num_blocks = self._cache.blocks_for(len(first.token_ids) + 1)
         if self.is_next(first) and num_blocks <= self._cache.num_available:
@@ -45,8 +47,10 @@ class Turns:
             return None
         maker = self._most_advanced(running, first)
         if maker is None or not self._has_host_room(waiting, maker):
+            self._not_before = step + _PATIENCE
             return None
-        self._next, self._paused_at, self._last_step = first, first.paused_at, step
+        self._next, self._paused_at = first, first.paused_at
+        self._not_before = step + _STEPS_BETWEEN
         return maker
 
     def is_next(self, sequence: Sequence) -> bool:
