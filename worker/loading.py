@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import time
 from dataclasses import dataclass
 from typing import Any
 
@@ -231,10 +232,15 @@ def _keep_on_host(
     """Give each group of a runner the host's memory for evicted blocks."""
     for group in runner.groups if num_slots else ():
         assert group.memory is not None
+        begin = time.monotonic()
         host = HostCopies(group.memory, num_slots, _num_staged(cache, limits))
         runner.hosts.append(host)
-        gib = host.num_bytes / 2**30
-        logger.info("KV cache on the host: %d blocks, %.2f GiB a rank", num_slots, gib)
+        logger.info(
+            "KV cache on the host: %d blocks, %.2f GiB a rank, mapped in %.1f s",
+            num_slots,
+            host.num_bytes / 2**30,
+            time.monotonic() - begin,
+        )
 
 
 def _make_caches(

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from trimaran.comm.errors import ConfigError
+from trimaran.worker.kv_cache.host_memory import CudaLocks, HostMemory
 from trimaran.worker.staging import to_device
 from trimaran.worker.step_types import Int32Array, TransferKind
 
@@ -30,11 +30,12 @@ class HostCopies:
         self._blocks = pool.view(pool.shape[0], -1)
         self._is_gpu = pool.device.type == "cuda"
         width = self._blocks.shape[1]
-        self._host = torch.empty((num_slots, width), dtype=pool.dtype)
+        locks = CudaLocks(pool.device) if self._is_gpu else None
+        self._memory = HostMemory(num_slots, width * pool.element_size(), locks)
+        self._host = self._memory.rows(pool.dtype)
         self._done_step = 0
         if not self._is_gpu:
             return
-        _pin(self._host)
         self._stream = torch.cuda.Stream(pool.device)  # type: ignore[no-untyped-call]
         half = -(-num_staged // 2)
         self._staging = torch.empty((2, half, width), dtype=pool.dtype, device=pool.device)
@@ -89,9 +90,8 @@ class HostCopies:
 
     def close(self) -> None:
         """Give the memory back; the device has finished."""
-        if self._is_gpu:
-            cudart = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-            cudart.cudaHostUnregister(self._host.data_ptr())
+        self._memory.close()
+        del self._host, self._memory
 
     def _move_staged(self, moves: Int32Array) -> None:
         main = torch.cuda.current_stream(self._blocks.device)
@@ -112,21 +112,6 @@ class HostCopies:
             event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             event.record(self._stream)
             self._drained[self._turn] = event
-
-
-def _pin(memory: Tensor) -> None:
-    """Lock memory into place; torch's own pinned memory comes in powers of two.
-
-    Raises:
-        ConfigError: the system allows no more.
-    """
-    cudart = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-    error = int(cudart.cudaHostRegister(memory.data_ptr(), memory.nbytes, 0))
-    if error:
-        raise ConfigError(
-            f"kv_cache_host_memory_bytes: {memory.nbytes} bytes of host memory cannot be "
-            f"locked (CUDA error {error}). Lower it, or free memory on this host."
-        )
 
 
 def _is_over(event: torch.cuda.Event) -> bool:
