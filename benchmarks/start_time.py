@@ -114,7 +114,10 @@ class Start:
 
     def lines(self) -> list[str]:
         """What the log says of the start's stages."""
-        words = r"(ready after .* s \(.*|weights ready: .*|captured .*|kernel .* compiled .*)"
+        words = (
+            r"(ready after .* s \(.*|weights ready: .*|KV cache on the host: .*|captured .*"
+            r"|kernel .* compiled .*)"
+        )
         return re.findall(words, self._log.read_text())
 
     def facts(self) -> dict[str, Any]:
@@ -133,6 +136,7 @@ def main() -> None:
     parser.add_argument("--shape", choices=sorted(SHAPES), default="tiny")
     parser.add_argument("--starts", type=int, default=3)
     parser.add_argument("--work", type=Path, help="folder of the checkpoint (a temporary one)")
+    parser.add_argument("--kv-host-gib", type=float, default=0, help="of a rank, for KV blocks")
     parser.add_argument("--json", default="", help="append the result to this file")
     args, flags = parser.parse_known_args()
     work = Path(tempfile.mkdtemp(prefix="trimaran-start-", dir=args.work))
@@ -143,6 +147,7 @@ def main() -> None:
             **_TEMPLATE,
             engine_dir=work / "model",
             tokenizer_dir=TOKENIZER,
+            kv_cache_host_memory_bytes=int(args.kv_host_gib * 2**30),
         )
         starts = []
         for number in range(args.starts):
@@ -153,6 +158,7 @@ def main() -> None:
         shutil.rmtree(work)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     facts = {"benchmark": "start", "shape": args.shape, "weight_bytes": size, "starts": starts}
+    facts["kv_host_gib"] = args.kv_host_gib
     facts.update(results.environment(device, None))
     if args.json:
         results.append(args.json, facts)
