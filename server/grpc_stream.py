@@ -32,6 +32,10 @@ _END_ON_ERROR = ("triton_grpc_error", "true")
 Context: TypeAlias = grpc.aio.ServicerContext
 
 
+class _ClientGoneError(Exception):
+    """Nobody is there to be written to; the call's own end cancels what still runs."""
+
+
 class StreamSession:
     """One stream. Its requests run concurrently; its end, however it comes, ends them.
 
@@ -96,10 +100,23 @@ class StreamSession:
         after: asyncio.Task[None] | None,
     ) -> None:
         try:
+            await self._respond(message, arrival_ns, after)
+        except _ClientGoneError:
+            logger.debug("the client of request '%s' left", message.id)
+
+    async def _respond(
+        self,
+        message: pb.ModelInferRequest,
+        arrival_ns: int,
+        after: asyncio.Task[None] | None,
+    ) -> None:
+        try:
             with self._service.admission.admit(GRPC_STOPPING):
                 model, parsed, responses = self._start(message, arrival_ns)
                 before = None if model.is_decoupled else after
                 await self._answer(message, model, parsed, responses, before)
+        except _ClientGoneError:
+            raise
         except RequestError as error:
             # Nothing ran: the client gets the id alone.
             refusal = pb.ModelStreamInferResponse(error_message=str(error))
@@ -169,7 +186,11 @@ class StreamSession:
 
     async def _write(self, message: pb.ModelStreamInferResponse) -> None:
         async with self._writing:
-            await self._context.write(message)
+            try:
+                await self._context.write(message)
+            except (grpc.aio.InternalError, grpc.aio.UsageError) as error:
+                # The call ended while this message was on its way.
+                raise _ClientGoneError from error
 
 
 def _name(response: pb.ModelInferResponse, request: pb.ModelInferRequest) -> None:

@@ -194,6 +194,19 @@ def test_a_lost_connection_ends_its_requests(fresh_server):
     assert fresh_server.repeat.num_ended_early == 1
 
 
+def test_leaving_in_the_middle_of_a_message_is_no_error_of_the_server(fresh_server, caplog):
+    leaving = 40
+    with grpc.insecure_channel(fresh_server.grpc_url) as channel:
+        stub = service_pb2_grpc.GRPCInferenceServiceStub(channel)
+        for _ in range(leaving):
+            call = stub.ModelStreamInfer(iter([repeat("x" * 10_000, 10_000)]))
+            next(call)
+            call.cancel()
+        fresh_server.wait_until(lambda: fresh_server.repeat.num_ended_early == leaving)
+    fresh_server.wait_until(lambda: fresh_server.repeat.num_running == 0)
+    assert [r.getMessage() for r in caplog.records if r.levelname == "ERROR"] == []
+
+
 def test_tritonclient_streams_through_its_callback(server):
     client = triton.InferenceServerClient(server.grpc_url)
     answers = queue.Queue()
