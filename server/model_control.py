@@ -297,7 +297,8 @@ def _remembered(candidate: Candidate, is_loaded: bool) -> RememberedModel:
     return RememberedModel(
         name=candidate.name,
         folder=str(candidate.source.folder),
-        config=candidate.source.config.SerializeToString(),
+        # In one order of its maps: other front ends compare it with that of a successor.
+        config=candidate.source.config.SerializeToString(deterministic=True),
         fingerprint=candidate.fingerprint,
         groups=candidate.groups,
         generation=candidate.generation,

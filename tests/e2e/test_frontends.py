@@ -279,6 +279,12 @@ def test_a_front_end_that_dies_takes_nothing_with_it_but_its_connections(
     assert answer == server.call(2, "POST", GENERATE, PROMPT)
     if index:
         assert server.succeeded(index) >= before
+    # Those that lived on follow a first front end that is new.
+    server.call(index, "POST", "/v2/logging", {"log_error": False})
+    settings = [server.call(i, "GET", "/v2/logging")[1] for i in range(NUM_FRONTENDS)]
+    server.call(index, "POST", "/v2/logging", {"log_error": True})
+    assert [each["log_error"] for each in settings] == [False] * NUM_FRONTENDS
+    assert "does not follow" not in server.log()
 
 
 def test_a_drain_waits_for_the_streams_of_all(server: Several) -> None:
