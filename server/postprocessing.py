@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass, field
 
@@ -71,7 +72,7 @@ class PostprocessingModel:
 
     def _decode(self, request: InferRequest) -> list[str]:
         tokens = request.inputs["TOKENS_BATCH"].data
-        beams = tokens.reshape(-1, tokens.shape[-1])
+        beams = tokens.reshape(math.prod(tokens.shape[:-1]), tokens.shape[-1])
         lengths = request.inputs["SEQUENCE_LENGTH"].data.reshape(-1).tolist()
         if len(lengths) != len(beams):
             raise RequestError(
