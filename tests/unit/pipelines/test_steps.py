@@ -163,7 +163,8 @@ async def test_each_beam_of_each_sample_becomes_its_text(serve, skip, end):
 
 async def test_beams_without_ids_have_an_empty_text(serve):
     async with serve() as served:
-        assert await _postprocess(served, np.empty((2, 3, 0)), [[0, 0, 0]] * 2) == [[""] * 3] * 2
+        texts = await _postprocess(served, np.empty((2, 3, 0)), np.zeros((2, 3)))
+    assert texts == [["", "", ""]] * 2
 
 
 @pytest.mark.parametrize(
