@@ -9,7 +9,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from trimaran.bench import flashinfer_attention
 from trimaran.bench.kernel_case import KernelCase, in_turn
+from trimaran.bench.paged_inputs import (
+    HEAD_SIZE,
+    HEADS,
+    KV_HEADS,
+    Lengths,
+    PagedInputs,
+    paged_inputs,
+)
 from trimaran.kernels.attention import AttentionMetadata, AttentionSpec
 from trimaran.kernels.decode_attention import DecodeAttention, select_decode_attention
 from trimaran.kernels.prompt_attention import PromptAttention, select_prompt_attention
@@ -17,11 +26,7 @@ from trimaran.kernels.prompt_attention import PromptAttention, select_prompt_att
 Attend = Callable[[Tensor, Tensor, AttentionMetadata], Tensor | None]
 """Of all heads of a product, over a layer's cache."""
 
-_HEADS, _KV_HEADS, _HEAD_SIZE, _BLOCK = 32, 8, 128, 32
-_CACHE_BYTES = 200 << 20
-"""What the caches of a case together exceed: several times the largest L2."""
-
-_SPEC = AttentionSpec(scale=_HEAD_SIZE**-0.5)
+_SPEC = AttentionSpec(scale=HEAD_SIZE**-0.5)
 _DRAW = random.Random(1)
 
 DECODES = {
@@ -61,13 +66,15 @@ def cases(device: torch.device, dtype: torch.dtype) -> list[KernelCase]:
 def _decode(device: torch.device, dtype: torch.dtype, name: str) -> KernelCase:
     lengths = [(length - 1, 1) for length in DECODES[name]]
     attend = select_decode_attention(device, dtype)
+    inputs = paged_inputs(device, dtype, lengths)
     return KernelCase(
         name=f"attention of decodes ({attend.backend})",
         shape=name,
         dtype=str(dtype).removeprefix("torch."),
-        run=_run(device, dtype, lengths, _of_queries(attend)),
+        run=_run(inputs, _of_queries(attend)),
         num_bytes=_num_bytes(lengths, dtype),
         flops=_flops(lengths),
+        libraries=flashinfer_attention.of_decodes(inputs, _SPEC),
     )
 
 
@@ -75,7 +82,7 @@ def _rotated(
     device: torch.device, dtype: torch.dtype, name: str, attend: DecodeAttention
 ) -> KernelCase:
     lengths = [(length - 1, 1) for length in DECODES[name]]
-    table = torch.randn(max(DECODES[name]), _HEAD_SIZE, device=device)
+    table = torch.randn(max(DECODES[name]), HEAD_SIZE, device=device)
 
     def run(heads: Tensor, layer: Tensor, metadata: AttentionMetadata) -> Tensor | None:
         return attend.rotated(heads, table, layer, metadata, _SPEC)
@@ -84,7 +91,7 @@ def _rotated(
         name=f"rotation and attention of decodes ({attend.backend})",
         shape=name,
         dtype=str(dtype).removeprefix("torch."),
-        run=_run(device, dtype, lengths, run),
+        run=_run(paged_inputs(device, dtype, lengths), run),
         num_bytes=_num_bytes(lengths, dtype) + 4 * table.shape[1] * len(lengths),
         flops=_flops(lengths),
     )
@@ -93,69 +100,40 @@ def _rotated(
 def _prompts(device: torch.device, dtype: torch.dtype, name: str) -> KernelCase:
     lengths = PROMPTS[name]
     attend = select_prompt_attention(device, dtype)
+    inputs = paged_inputs(device, dtype, lengths)
     return KernelCase(
         name=f"attention of prompts ({attend.backend})",
         shape=name,
         dtype=str(dtype).removeprefix("torch."),
-        run=_run(device, dtype, lengths, _of_queries(attend)),
+        run=_run(inputs, _of_queries(attend)),
         num_bytes=_num_bytes(lengths, dtype),
         flops=_flops(lengths),
+        libraries=flashinfer_attention.of_prompts(inputs, _SPEC),
         peer=None if lengths[0][0] else _dense_peer(device, dtype, lengths),
     )
 
 
-def _num_bytes(lengths: list[tuple[int, int]], dtype: torch.dtype) -> int:
+def _num_bytes(lengths: Lengths, dtype: torch.dtype) -> int:
     tokens = sum(past + queries for past, queries in lengths)
     rows = sum(queries for _, queries in lengths)
-    return (2 * tokens * _KV_HEADS + 2 * rows * _HEADS) * _HEAD_SIZE * dtype.itemsize
+    return (2 * tokens * KV_HEADS + 2 * rows * HEADS) * HEAD_SIZE * dtype.itemsize
 
 
-def _flops(lengths: list[tuple[int, int]]) -> int:
+def _flops(lengths: Lengths) -> int:
     pairs = sum(past * queries + queries * (queries + 1) // 2 for past, queries in lengths)
-    return 4 * pairs * _HEADS * _HEAD_SIZE
+    return 4 * pairs * HEADS * HEAD_SIZE
 
 
-def _run(
-    device: torch.device,
-    dtype: torch.dtype,
-    lengths: list[tuple[int, int]],
-    attend: Attend,
-) -> Callable[[], object]:
-    """One layer's launch, by the plan of the step's first; the blocks lie in any order."""
-    most = max(-(-(past + queries) // _BLOCK) for past, queries in lengths)
-    num_blocks = sum(-(-(past + queries) // _BLOCK) for past, queries in lengths)
-    layer_bytes = num_blocks * 2 * _BLOCK * _KV_HEADS * _HEAD_SIZE * dtype.itemsize
-    num_layers = min(max(2, _CACHE_BYTES // layer_bytes), 64)
-    shape = (num_blocks, num_layers, 2, _KV_HEADS, _BLOCK, _HEAD_SIZE)
-    pool = torch.randn(shape, device=device, dtype=dtype).transpose(3, 4)
-    blocks = torch.randperm(num_blocks).int()
-    tables, first = torch.zeros(len(lengths), most, dtype=torch.int32), 0
-    for row, (past, queries) in zip(tables, lengths, strict=True):
-        count = -(-(past + queries) // _BLOCK)
-        row[:count] = blocks[first : first + count]
-        first += count
-    chunks = [queries for _, queries in lengths]
-    lens = torch.tensor([past + queries for past, queries in lengths]).int()
-    metadata = AttentionMetadata(
-        query_start_loc=torch.tensor([0, *chunks]).cumsum(0).int().to(device),
-        seq_lens=lens.to(device),
-        block_tables=tables.to(device),
-        slot_mapping=lens,
-        max_query_len=max(chunks),
-        max_seq_len=int(lens.max()),
-        num_decodes=len(chunks) if max(chunks) == 1 else 0,
-    )
-    all_heads = _HEADS + 2 * _KV_HEADS
-    heads = torch.randn(sum(chunks), all_heads, _HEAD_SIZE, device=device, dtype=dtype)
-    layers = [pool[:, layer] for layer in range(num_layers)]
-    return in_turn(lambda layer: attend(heads, layer, metadata), layers)
+def _run(inputs: PagedInputs, attend: Attend) -> Callable[[], object]:
+    """One layer's launch, by the plan of the step's first."""
+    return in_turn(lambda layer: attend(inputs.heads, layer, inputs.metadata), inputs.layers)
 
 
 def _of_queries(attend: PromptAttention | DecodeAttention) -> Attend:
     """Of the queries among a product's heads, whose keys are in the cache."""
 
     def run(heads: Tensor, layer: Tensor, metadata: AttentionMetadata) -> Tensor:
-        query = heads[:, :_HEADS]
+        query = heads[:, :HEADS]
         output = torch.empty_like(query, memory_format=torch.contiguous_format)
         attend(query, layer, metadata, _SPEC, output)
         return output
@@ -164,17 +142,16 @@ def _of_queries(attend: PromptAttention | DecodeAttention) -> Attend:
 
 
 def _dense_peer(
-    device: torch.device, dtype: torch.dtype, lengths: list[tuple[int, int]]
+    device: torch.device, dtype: torch.dtype, lengths: Lengths
 ) -> Callable[[], object]:
     """Torch's attention of prompts of one length, whose keys and values are dense."""
     count, size = len(lengths), lengths[0][1]
 
     def random_heads(heads: int) -> Tensor:
-        return torch.randn(count, heads, size, _HEAD_SIZE, device=device, dtype=dtype)
+        return torch.randn(count, heads, size, HEAD_SIZE, device=device, dtype=dtype)
 
     sets = [
-        (random_heads(_HEADS), random_heads(_KV_HEADS), random_heads(_KV_HEADS))
-        for _ in range(4)
+        (random_heads(HEADS), random_heads(KV_HEADS), random_heads(KV_HEADS)) for _ in range(4)
     ]
 
     def run(inputs: tuple[Tensor, Tensor, Tensor]) -> Tensor:

@@ -7,6 +7,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
+from trimaran.bench.library_kernels import LibraryKernel
+
 Inputs = TypeVar("Inputs")
 
 
@@ -26,6 +28,9 @@ class KernelCase:
     flops: int = 0
     peer: Callable[[], object] | None = None
     """The same by torch, where it has it."""
+
+    libraries: tuple[LibraryKernel, ...] = ()
+    """The same by other libraries, of those that are installed, on the same inputs."""
 
     def limit_s(self, bytes_per_s: float, flops_per_s: float) -> float:
         """The least time by the machine's two ceilings."""

@@ -1,17 +1,19 @@
-"""`trimaran bench kernels`: every kernel against its own roofline, and beside torch's."""
+"""`trimaran bench kernels`: every kernel against its own roofline, and beside libraries'."""
 
 from __future__ import annotations
 
 import argparse
 import importlib
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
+from typing import Any
 
 import torch
 
-from trimaran.bench import cases_operators, ceilings, results
+from trimaran.bench import cases_operators, ceilings, library_kernels, results
 from trimaran.bench.kernel_case import KernelCase
 from trimaran.bench.kernel_timing import seconds_a_call
-from trimaran.bench.roofline import ModelShape
+from trimaran.bench.library_kernels import LibraryKernel
+from trimaran.bench.roofline import Ceilings, ModelShape
 from trimaran.bench.shapes import SHAPES
 from trimaran.comm.errors import ConfigError
 
@@ -28,14 +30,22 @@ def run_kernels(args: argparse.Namespace) -> int:
     limits = ceilings.measure(shape, device, dtype, args.ceiling_seconds)
     facts = results.environment(device, limits)
     print(f"{limits.flops / 1e12:.1f} TFLOP/s, {limits.bandwidth / 1e12:.2f} TB/s")
-    print(f"{'operator':<34}{'size':<24}{'us':>10}{'% of limit':>12}{'torch us':>12}")
+    columns = ["torch", *library_kernels.installed()]
+    heads = "".join(f"{f'{name} us':>16}" for name in columns)
+    print(f"{'operator':<34}{'size':<24}{'us':>10}{'% of limit':>12}{heads}")
+    num_differing = 0
     for case in _cases(args, shape, device, dtype):
-        ours = seconds_a_call([case.run] * _CALLS, device)
-        theirs = seconds_a_call([case.peer] * _CALLS, device) if case.peer else None
-        share = 100 * case.limit_s(limits.bandwidth, limits.flops) / ours
-        beside = "" if theirs is None else f"{1e6 * theirs:12.1f}"
+        differing = library_kernels.differing(case.run, case.libraries)
+        for kernel, share in differing.items():
+            name = f"{kernel.library}'s {kernel.backend}"
+            print(f"{case.name}, {case.shape}: {name} is {100 * share:.1f} % off, not timed")
+        num_differing += len(differing)
+        times = _times(case, limits, device, differing)
+        beside = (times.get(f"{name}_us") for name in columns)
+        cells = "".join(f"{'' if each is None else f'{each:.1f}':>16}" for each in beside)
         print(
-            f"{case.name:<34}{case.shape:<24}{1e6 * ours:10.1f}{share:12.1f}{beside}",
+            f"{case.name:<34}{case.shape:<24}{times['us']:10.1f}{times['limit_pct']:12.1f}"
+            + cells.rstrip(),
             flush=True,
         )
         if args.output:
@@ -46,12 +56,33 @@ def run_kernels(args: argparse.Namespace) -> int:
                 "operator": case.name,
                 "size": case.shape,
                 "dtype": case.dtype,
-                "us": round(1e6 * ours, 2),
-                "limit_pct": round(share, 1),
-                "torch_us": None if theirs is None else round(1e6 * theirs, 2),
+                **times,
             }
             results.append(args.output, {**line, **facts})
-    return 0
+    return int(num_differing > 0)
+
+
+def _times(
+    case: KernelCase,
+    limits: Ceilings,
+    device: torch.device,
+    without: Container[LibraryKernel],
+) -> dict[str, Any]:
+    """The fields of a result line that were measured: ours, and every peer's."""
+    ours = seconds_a_call([case.run] * _CALLS, device)
+    theirs = seconds_a_call([case.peer] * _CALLS, device) if case.peer else None
+    share = 100 * case.limit_s(limits.bandwidth, limits.flops) / ours
+    others = {
+        kernel: seconds_a_call([kernel.run] * _CALLS, device)
+        for kernel in case.libraries
+        if kernel not in without
+    }
+    return {
+        "us": round(1e6 * ours, 2),
+        "limit_pct": round(share, 1),
+        "torch_us": None if theirs is None else round(1e6 * theirs, 2),
+        **library_kernels.fields(others),
+    }
 
 
 def _check(args: argparse.Namespace, device: torch.device) -> None:

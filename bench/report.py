@@ -161,14 +161,16 @@ def _serve_chart(lines: list[Line]) -> list[Group]:
 
 
 def _kernel_table(lines: list[Line]) -> list[str]:
-    head = ["operator", "size", "us", "% of limit", "torch us"]
+    names = {key.removesuffix("_us") for line in lines for key in line if key.endswith("_us")}
+    others = ["torch", *sorted(names - {"torch"})]
+    head = ["operator", "size", "us", "% of limit", *(f"{name} us" for name in others)]
     rows = [
         [
             line["operator"],
             line["size"],
             f"{line['us']:,.1f}",
             f"{line['limit_pct']:.0f}",
-            f"{line['torch_us']:,.1f}" if line.get("torch_us") else "",
+            *(f"{us:,.1f}" if (us := line.get(f"{name}_us")) else "" for name in others),
         ]
         for line in lines
     ]
