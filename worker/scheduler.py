@@ -187,6 +187,7 @@ class Scheduler:
         return self._followers.fill(step)
 
     def _plan_running(self, plan: StepPlan) -> None:
+        """Schedule what the running sequences miss, as far as the budget goes."""
         # Ordered by key: whoever is preempted comes later in it than whoever needs room.
         index = 0
         running, step = self.running, plan.step
@@ -216,27 +217,32 @@ class Scheduler:
                 sequence.num_computed_tokens = num_known
                 sequence.last_step = step
                 sequence.num_pending += 1
-                continue
-            if sequence.row < 0:
+            elif sequence.row < 0:
                 # It made room for one before it, meanwhile.
                 continue
-            if num_known > self.cache.switch_at and not sequence.blocks.is_long:
+            elif num_known > self.cache.switch_at and not sequence.blocks.is_long:
                 # All of its keys are to be rotated otherwise from now on.
                 self._preempt(sequence)
                 index -= running is self.running
-                continue
-            if sequence.beams is not None and start >= sequence.num_prompt_tokens:
-                self._plan_beams(sequence, sequence.beams, plan)
-                continue
-            num_later = len(running) - index
-            chunk = 1
-            if missing > 1:
-                budget = plan.budget_for(sequence, len(running) - 1, num_later)
-                chunk = self._chunk(sequence, missing, budget, num_later)
-            if self.cache.window and sequence.is_alone:
-                self.cache.leave_behind(sequence.blocks, start)
-            if self._make_room(sequence, start + chunk, plan):
-                self._advance(sequence, chunk, chunk == missing, plan)
+            else:
+                self._plan_one(sequence, missing, len(running), len(running) - index, plan)
+
+    def _plan_one(
+        self, sequence: Sequence, missing: int, num_running: int, num_later: int, plan: StepPlan
+    ) -> None:
+        """Schedule a running one's next chunk, or its beams; ``num_later`` run behind it."""
+        start = sequence.num_computed_tokens
+        if sequence.beams is not None and start >= sequence.num_prompt_tokens:
+            self._plan_beams(sequence, sequence.beams, plan)
+            return
+        chunk = 1
+        if missing > 1:
+            budget = plan.budget_for(sequence, num_running - 1, num_later)
+            chunk = self._chunk(sequence, missing, budget, num_later)
+        if self.cache.window and sequence.is_alone:
+            self.cache.leave_behind(sequence.blocks, start)
+        if self._make_room(sequence, start + chunk, plan):
+            self._advance(sequence, chunk, chunk == missing, plan)
 
     def _chunk(self, sequence: Sequence, missing: int, budget: int, num_later: int = 0) -> int:
         """Tokens to compute now; each of the ``num_later`` running behind it gets one too."""
@@ -250,11 +256,7 @@ class Scheduler:
         blocks = sequence.blocks
         num_blocks = blocks.num_blocks
         while not self.cache.grow(blocks, num_tokens):
-            assert self._can_preempt, "a sequence outgrew its reservation"
-            victim = self.running[-1]
-            self._preempt(victim)
-            plan.has_preempted = True
-            if victim is sequence:
+            if self._preempt_last(plan) is sequence:
                 return False
         plan.add_blocks(sequence.row, blocks, num_blocks)
         sequence.capacity = blocks.num_blocks * self.cache.block_size
@@ -265,16 +267,20 @@ class Scheduler:
         if plan.budget < beams.width:
             return
         while beams.num_needed(self.cache) > self.cache.num_available:
-            assert self._can_preempt, "beams outgrew their reservation"
-            victim = self.running[-1]
-            self._preempt(victim)
-            plan.has_preempted = True
-            if victim is leader:
+            if self._preempt_last(plan) is leader:
                 return
         beams.plan(plan, self.cache)
         leader.num_computed_before = leader.num_computed_tokens
         leader.num_computed_tokens += 1
         leader.last_step = plan.step
+
+    def _preempt_last(self, plan: StepPlan) -> Sequence:
+        """Preempt the last running sequence, for room, and return it."""
+        assert self._can_preempt, "a sequence outgrew its reservation"
+        victim = self.running[-1]
+        self._preempt(victim)
+        plan.has_preempted = True
+        return victim
 
     def _preempt(self, sequence: Sequence) -> None:
         """Back to the queue: what was computed is freed, though it may be found again."""
