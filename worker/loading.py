@@ -110,10 +110,7 @@ def load_engine(
     inputs = _make_inputs(limits, block_size, device, depth, kernel, model.switch_at)
     vocab_size = model.config.vocab_size
     expert_loads = _count_experts(config, model, inputs)
-    most_tokens = max(limits.max_num_batched_tokens, limits.max_num_seqs)
-    links.open(topology, device, (most_tokens, model.config.hidden_size), model.dtype)
-    if model.config.num_experts:
-        links.open_news(topology)
+    _open_links(links, model, limits, topology)
 
     def make_runner(num_blocks: int) -> ModelRunner:
         for group in groups:
@@ -137,9 +134,7 @@ def load_engine(
     adapters = load_adapters(
         config.lora, runner, limits, budget, links, is_deterministic=config.deterministic
     )
-    run_small_steps(runner, limits)
-    if sizes:
-        runner.capture_graphs(sizes, prompt_sizes, has_adapters=config.lora.has_graphs)
+    _warm_up(runner, limits, sizes, prompt_sizes, has_adapters=config.lora.has_graphs)
     if expert_loads is not None:
         # Steps of the warm-up are nobody's.
         expert_loads.reset()
@@ -153,6 +148,16 @@ def load_engine(
     )
 
 
+def _open_links(
+    links: PipelineLinks, model: CausalLM, limits: SchedulerConfig, topology: ParallelLayout
+) -> None:
+    """Connect the stages, and those who tell of their experts' loads. Collective."""
+    most_tokens = max(limits.max_num_batched_tokens, limits.max_num_seqs)
+    links.open(topology, model.device, (most_tokens, model.config.hidden_size), model.dtype)
+    if model.config.num_experts:
+        links.open_news(topology)
+
+
 def _count_experts(
     config: EngineConfig, model: CausalLM, inputs: InputBatch | DeviceInputs
 ) -> ExpertLoads | None:
@@ -162,6 +167,20 @@ def _count_experts(
     expert_loads = ExpertLoads.of(model, num_tokens)
     balance_experts(model, expert_loads, config.experts)
     return expert_loads
+
+
+def _warm_up(
+    runner: ModelRunner,
+    limits: SchedulerConfig,
+    graphs: list[int],
+    prompts: list[int],
+    *,
+    has_adapters: bool,
+) -> None:
+    """Run small steps, and capture graphs of these sizes if there are any. Collective."""
+    run_small_steps(runner, limits)
+    if graphs:
+        runner.capture_graphs(graphs, prompts, has_adapters=has_adapters)
 
 
 def _stage_sizes(model: CausalLM, topology: ParallelLayout, links: PipelineLinks) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -118,13 +117,11 @@ def load_model(
     device: torch.device,
     *,
     expert_ranks: TensorGroup | None = None,
-    progress: Callable[[str], None] | None = None,
 ) -> CausalLM:
     """This rank's model, ready to run. Local: no rank waits for another.
 
     The folder is an engine folder made for these parallel sizes, or a Hugging Face folder
     that is sharded here. ``expert_ranks`` are those of all lanes where these share experts.
-    ``progress`` gets a word on what is being read.
     """
     start = time.monotonic()
     is_random = config.load_format == "random"
@@ -154,10 +151,8 @@ def load_model(
     if is_random:
         fill_random(model)
     elif folder.kind is FolderKind.HUGGINGFACE:
-        load_checkpoint(model, folder.weight_files, progress=progress)
+        load_checkpoint(model, folder.weight_files)
     else:
-        if progress is not None:
-            progress(folder.shard_of(layout.rank).name)
         load_shard(model, folder.shard_of(layout.rank))
     _limit_attention(model, config.cache, config.scheduler.max_seq_len)
     model.process_weights_after_loading()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import cast
 
@@ -23,18 +23,12 @@ _WHOLE = ("embed_positions.", ".router.", ".attention.down_proj.")
 """In names of weights that every rank holds whole."""
 
 
-def load_checkpoint(
-    model: CausalLM,
-    files: Sequence[Path],
-    *,
-    progress: Callable[[str], None] | None = None,
-) -> None:
+def load_checkpoint(model: CausalLM, files: Sequence[Path]) -> None:
     """Fill a rank's model from the files of a Hugging Face checkpoint.
 
     On the CPU files are memory-mapped: only what this rank keeps is copied. On a GPU what it
-    needs is read by several threads. ``progress`` gets each file's name before it is read.
-    Raises `ConfigError` that names every tensor that is missing, unexpected or of another
-    shape.
+    needs is read by several threads. Raises `ConfigError` that names every tensor that is
+    missing, unexpected or of another shape.
     """
     parameters = dict(model.named_parameters())
     everything = model.checkpoint_weights()
@@ -46,8 +40,6 @@ def load_checkpoint(
             wanted[stored.path][stored.name] = stored, mine
     with _Files(model.device) as reader:
         for path, names in wanted.items():
-            if progress is not None:
-                progress(path.name)
             for name, tensor in reader.tensors(path, list(names)):
                 stored, targets = names[name]
                 for target in targets:
