@@ -43,6 +43,13 @@ _OF_MODEL = {
 _SHARED_MEMORY = ("systemsharedmemory", "cudasharedmemory")
 
 
+def path_of(target: str) -> str:
+    """The path that a request line names, which clients of proxies write as a whole URL."""
+    if target.startswith(("http://", "https://")):
+        target = "/" + target.split("/", 3)[3] if target.count("/") > 2 else "/"
+    return target.partition("?")[0]
+
+
 def match(path: str) -> Route | None:
     """The route of a path, compared exactly; None if there is none."""
     fixed = _FIXED.get(path)

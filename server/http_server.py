@@ -9,10 +9,11 @@ from aiohttp import web
 
 from trimaran.comm.errors import ConfigError, RequestError
 from trimaran.server import http_faults, http_queries
+from trimaran.server.http_connections import HttpConnections
 from trimaran.server.http_generate import GenerateEndpoint
 from trimaran.server.http_infer import infer
 from trimaran.server.http_messages import error_response, json_response, plain_error
-from trimaran.server.http_routes import match
+from trimaran.server.http_routes import match, path_of
 from trimaran.server.service import INTERNAL, Service
 from trimaran.server.status import StatusReport
 from trimaran.server.status_page import render_page
@@ -32,13 +33,7 @@ class HttpServer:
         self._port = port
         self._generate = GenerateEndpoint(service)
         self._busy: set[Any] = set()
-        self._server = web.Server(
-            self._handle,
-            handler_cancellation=True,
-            access_log=None,
-            auto_decompress=False,
-            logger=http_faults.logger,
-        )
+        self._server = HttpConnections(self._handle)
         self._runner = web.ServerRunner(self._server, shutdown_timeout=_STOP_GRACE_S)
 
     async def start(self) -> None:
@@ -86,7 +81,7 @@ class HttpServer:
         return response
 
     async def _answer(self, request: web.BaseRequest) -> web.StreamResponse:
-        route = match(request.raw_path.partition("?")[0])
+        route = match(path_of(request.raw_path))
         if route is None:
             return plain_error(404, "Not Found")
         if request.method not in route.methods:

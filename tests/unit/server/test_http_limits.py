@@ -231,7 +231,7 @@ def test_one_connection_serves_many_requests(server):
             b"GET /v2 HTTP/1.1\r\nContent-Length: -5\r\n\r\n",
             "Invalid character in Content-Length",
         ),
-        (b"GET /v2 HTTP/1.1\r\nX: " + b"a" * 20_000 + b"\r\n\r\n", "Got more than"),
+        (b"GET /v2 HTTP/1.1\r\nX: " + b"a" * 70_000 + b"\r\n\r\n", "Got more than"),
     ],
 )
 def test_what_is_no_http_costs_a_line_of_the_log_and_no_traceback(server, caplog, sent, reason):
@@ -243,3 +243,26 @@ def test_what_is_no_http_costs_a_line_of_the_log_and_no_traceback(server, caplog
     assert record.exc_info is None
     assert record.getMessage().startswith(f"127.0.0.1 sent no valid HTTP request: {reason}")
     assert len(record.getMessage()) < 250
+
+
+@pytest.mark.parametrize(
+    ("head", "reason"),
+    [
+        (b"\x16\x03\x01 no HTTP", "HTTPS traffic on an HTTP port"),
+        (b"GET /v2 HTTP/1.1\r\n\r\n", "Missing 'Host' header"),
+        (b"GET /v2 HTTP/1.1\r\nHost: x\r\nX: " + b"y" * 70_000, "65536"),
+        (b"POST /v2 HTTP/1.1\r\nHost: x\r\nContent-Length: -5\r\n\r\n", "Content-Length"),
+    ],
+)
+def test_what_is_no_http_is_answered_with_an_error_body(server, head, reason):
+    with open_socket(server) as sock:
+        sock.sendall(head + b"\r\n\r\n")
+        answer, _, body = read_all(sock).partition(b"\r\n\r\n")
+    assert b" 400 " in answer.partition(b"\r\n")[0]
+    assert b"application/json" in answer
+    assert reason in json.loads(body)["error"]
+
+
+def test_a_header_of_60_kilobytes_is_taken(server):
+    headers = {"Authorization": "Bearer " + "x" * 60_000}
+    assert server.request("GET", "/v2/health/live", None, headers).status == 200

@@ -36,6 +36,15 @@ def test_a_query_string_is_ignored(server):
     assert server.get("/v2?x=1").json["name"] == "triton"
 
 
+@pytest.mark.parametrize(
+    ("target", "status"),
+    [("http://h:1/v2/health/live", 200), ("HTTPS://h/v2?x=http://y/", 404),
+     ("https://h/v2?x=/v2/z", 200), ("http://h", 404), ("http://h/", 404)],
+)  # fmt: skip
+def test_a_request_line_may_name_a_whole_url(server, target, status):
+    assert server.get(target).status == status
+
+
 def test_server_metadata_lists_the_extensions_in_order(server):
     document = server.get("/v2").json
     assert list(document) == ["name", "version", "extensions"]
