@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from trimaran.worker.layers.embedding import ParallelLMHead, VocabParallelEmbedding
-from trimaran.worker.layers.linear import LayerContext, check_shape
+from trimaran.worker.layers.linear import LayerContext
 
 
 class BiasedLMHead(ParallelLMHead):
@@ -26,13 +26,3 @@ class BiasedLMHead(ParallelLMHead):
     def local_logits(self, hidden_ND: Tensor) -> Tensor:
         """[N, local rows] from id ``first_row`` on, float32 or the GPU's dtype; zero padded."""
         return super().local_logits(hidden_ND).add_(self.bias)
-
-    def weight_loader(self, parameter: nn.Parameter, loaded: Tensor, shard: str = "") -> None:
-        """Copy this rank's rows of the whole weight, or of the whole bias [vocabulary]."""
-        if loaded.dim() == 2:
-            super().weight_loader(parameter, loaded, shard)
-            return
-        check_shape(loaded, (self.vocab_size,))
-        mine = loaded[self.first_row : self.first_row + self.num_rows]
-        parameter.data.zero_()
-        parameter.data[: len(mine)].copy_(mine)

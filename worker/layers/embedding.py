@@ -25,13 +25,11 @@ class _VocabParallel(nn.Module):
         self._ops = context.ops
 
     def weight_loader(self, parameter: nn.Parameter, loaded: Tensor, shard: str = "") -> None:
-        """Copy this rank's rows of a whole [vocabulary, hidden]."""
-        check_shape(loaded, (self.vocab_size, parameter.shape[1]))
-        num_real = min(max(self.vocab_size - self.first_row, 0), self.num_rows)
-        parameter.data[num_real:].zero_()
-        if num_real:
-            rows = loaded.narrow(0, self.first_row, num_real)
-            parameter.data[:num_real].copy_(rows)
+        """Copy this rank's rows of a whole [vocabulary, hidden], or of a [vocabulary]."""
+        check_shape(loaded, (self.vocab_size, *parameter.shape[1:]))
+        mine = loaded[self.first_row : self.first_row + self.num_rows]
+        parameter.data[len(mine) :].zero_()
+        parameter.data[: len(mine)].copy_(mine)
 
 
 class VocabParallelEmbedding(_VocabParallel):
