@@ -42,13 +42,14 @@ def cache_config(
             f"{_HOST_BYTES} to 0."
         )
     reuse = values.get_bool("enable_kv_cache_reuse")
+    windows = _windows(model)
     try:
         cache = CacheConfig(
             tokens_per_block=tokens_per_block,
             max_tokens=values.get_int("max_tokens_in_paged_kv_cache") or 0,
             free_memory_fraction=0.9 if fraction is None else fraction,
             enable_block_reuse=True if reuse is None else reuse,
-            attention_windows=_windows(model),
+            attention_windows=windows,
             num_sinks=values.get_int("sink_token_length") or 0,
             host_bytes=host_bytes,
         )

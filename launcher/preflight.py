@@ -16,6 +16,7 @@ from trimaran.launcher.config import GroupConfig, ServeConfig
 from trimaran.launcher.gpus import num_visible_gpus
 from trimaran.launcher.hosts import is_this_host
 from trimaran.server.config import FrontendConfig
+from trimaran.worker.host_limits import free_memory_bytes
 
 SHARED_MEMORY = "/dev/shm"
 SHARED_MEMORY_BYTES_PER_RANK = 32 << 20
@@ -58,13 +59,14 @@ def check(config: ServeConfig) -> None:
 
 
 def check_groups(groups: Sequence[GroupConfig]) -> None:
-    """Refuse groups for which this machine has too few GPUs or too little shared memory."""
+    """Refuse groups for which this machine has too few GPUs or too little memory."""
     # What other hosts have is for their ranks to say.
     here = [group for group in groups if all(is_this_host(e.host) for e in group.hosts)]
     for group in here:
         if group.engine.device == "cuda":
             check_gpus(group.world_size, group.engine.gpu_device_ids)
     check_shared_memory(sum(group.world_size for group in here))
+    check_host_memory(here)
 
 
 def check_ports(wanted: Iterable[Endpoint]) -> None:
@@ -107,6 +109,26 @@ def check_shared_memory(num_ranks: int, folder: str = SHARED_MEMORY) -> None:
         raise ConfigError(
             f"{folder} has {free >> 20} MiB free but {num_ranks} ranks need "
             f"{needed >> 20} MiB. Enlarge it (docker: --shm-size=1g) or remove stale files."
+        )
+
+
+def check_host_memory(groups: Sequence[GroupConfig]) -> None:
+    """Refuse more memory for KV blocks on the host than this machine has free."""
+    # In an allocation of several hosts, or somebody's job, the ranks may be elsewhere.
+    if int(os.environ.get("SLURM_JOB_NUM_NODES", "1")) > 1:
+        return
+    bytes_of = {
+        group.name: group.engine.cache.host_bytes * group.world_size
+        for group in groups
+        if group.launch != "job"
+    }
+    needed, free = sum(bytes_of.values()), free_memory_bytes()
+    if needed > free:
+        takers = ", ".join(name for name, num_bytes in bytes_of.items() if num_bytes)
+        raise ConfigError(
+            f"kv_cache_host_memory_bytes, which is a rank's, adds up to {needed} bytes for all "
+            f"ranks of {takers}, but this host has {free} free. Lower it in config.pbtxt, or "
+            "free memory."
         )
 
 

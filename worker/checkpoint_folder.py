@@ -93,9 +93,11 @@ def _no_weights(folder: Path) -> str:
             f"{folder}: holds consolidated files, the format of the model's maker. Name its "
             "Hugging Face folder, whose files are called model*.safetensors."
         )
+    others = ", ".join(sorted(file.name for file in folder.glob("*.safetensors")))
     return (
-        f"{folder}: holds no .safetensors file and no pytorch_model.bin. Download the folder "
-        "again, or save the weights with transformers (model.save_pretrained)."
+        f"{folder}: holds no model.safetensors, model-*.safetensors or pytorch_model.bin"
+        f"{f', only {others}' if others else ''}. Download the folder again, or save the "
+        "weights with transformers (model.save_pretrained)."
     )
 
 

@@ -175,10 +175,11 @@ class EngineFolder:
             return
         made_for = self.mapping
         if (made_for.tp_size, made_for.pp_size) != (tp_size, pp_size):
+            lanes = f" in each of {made_for.dp_size} lanes" if made_for.dp_size > 1 else ""
             raise ConfigError(
                 f"{self.path}: built for tp_size {made_for.tp_size} and pp_size "
-                f"{made_for.pp_size} (world size {made_for.world_size}), but asked to run "
-                f"with tp_size {tp_size} and pp_size {pp_size} (world size "
+                f"{made_for.pp_size}{lanes} (world size {made_for.world_size}), but asked to "
+                f"run with tp_size {tp_size} and pp_size {pp_size} (world size "
                 f"{tp_size * pp_size}). Start {made_for.world_size} ranks, or build again "
                 f"with --tp-size {tp_size} --pp-size {pp_size}."
             )

@@ -48,10 +48,11 @@ def layout_of(asked: AskedSizes, folder: EngineFolder, num_named: int = 0) -> Pa
         layout = _free_layout(asked, num_named)
     else:
         layout = _made_layout(asked, folder, made_for)
-    _check_world_size(layout, asked.world_size)
+    # A folder that was made for other sizes is said first: a better product would not help.
     folder.check_parallel(
         layout.tp_size, layout.pp_size, layout.expert_parts, layout.expert_lanes
     )
+    _check_world_size(layout, asked.world_size)
     _check_stages(asked.pp_partition, layout, folder)
     return layout
 
@@ -87,6 +88,12 @@ def _made_layout(
         # Somebody who names the ranks alone means to cut the layers over them.
         folder.check_parallel(asked.world_size, 1)
     dp_size = asked.dp_size or made_for.dp_size
+    if made_for.dp_size not in (1, dp_size):
+        raise ConfigError(
+            f"{folder.path}: built for experts shared over {made_for.dp_size} lane(s), but "
+            f"asked to run with dp_size {dp_size}. Serve it with --dp-size "
+            f"{made_for.dp_size}, or build again with --dp-size {dp_size}."
+        )
     sizes = made_for.moe_tp_size, made_for.moe_ep_size
     if asked.names_experts:
         sizes = expert_sizes(asked.moe_tp_size, asked.moe_ep_size, tp_size, dp_size)
@@ -143,8 +150,10 @@ def expert_sizes(
         shared = num_ranks // moe_tp_size if moe_ep_size == -1 else moe_ep_size
         if cut * shared == num_ranks:
             return cut, shared
+    sizes = {"--moe-tp-size": moe_tp_size, "--moe-ep-size": moe_ep_size}
+    named = [f"{flag} ({size})" for flag, size in sizes.items() if size != -1]
     lanes = f", or that times --dp-size ({tp_size * dp_size})" if dp_size > 1 else ""
     raise ConfigError(
-        f"--moe-tp-size ({moe_tp_size}) times --moe-ep-size ({moe_ep_size}) must be "
-        f"--tp-size ({tp_size}){lanes}. Leave both out, or correct one."
+        f"{' times '.join(named)} must {'be' if len(named) > 1 else 'divide'} --tp-size "
+        f"({tp_size}){lanes}. Leave {'both' if len(named) > 1 else 'it'} out, or correct one."
     )

@@ -34,8 +34,8 @@ def parse_partition(text: str) -> tuple[int, ...]:
     Raises:
         ConfigError: it is no list of whole numbers of 1 or more.
     """
-    words = text.replace(",", " ").split()
-    if not words or not all(word.isdigit() and int(word) for word in words):
+    words = [word.strip() for word in text.split(",")] if "," in text else text.split()
+    if not words or not all(word.isdecimal() and int(word) for word in words):
         raise ConfigError(
             f"--pp-partition is {text!r} but must name each stage's layers, as in 14,12,14."
         )

@@ -45,7 +45,10 @@ def find_tensors(model: CausalLM, files: Sequence[Path]) -> dict[str, StoredTens
                     unexpected.append(name)
                 continue
             if key in found:
-                raise ConfigError(f"{path}: the tensor {name!r} was in an earlier file too.")
+                raise ConfigError(
+                    f"{path}: the tensor {name!r} was in {found[key].path.name} too. Keep the "
+                    "files of one download alone, or download the folder again."
+                )
             _check_floats(path, name, entry)
             found[key] = StoredTensor(path, name, entry)
     folder = files[0].parent if files else Path()

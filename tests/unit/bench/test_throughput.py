@@ -69,7 +69,10 @@ def test_a_checkpoint_is_measured_in_the_type_that_is_asked_for(tmp_path):
         (["--model", "nowhere"], "holds no config.json"),
         (["--gpu-memory", "1.5"], "--gpu-memory is 1.5"),
         (["--tp-size", "2"], "needs 2 ranks but 1 run"),
-        (["--tp-size", "2", "--moe-ep-size", "3"], "--moe-ep-size (3) must be --tp-size (2)"),
+        (
+            ["--tp-size", "2", "--moe-ep-size", "3"],
+            "--moe-ep-size (3) must divide --tp-size (2)",
+        ),
     ],
 )
 def test_what_cannot_be_measured_is_refused(capsys, flags, complaint):

@@ -6,6 +6,7 @@ import json
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 
 def test_a_missing_tensor_of_a_layer_is_named(llama, refused):
@@ -46,6 +47,7 @@ def test_fewer_layers_than_the_configuration_tells_of_are_refused(llama, refused
     [
         (["--tp-size", "5"], ["num_attention_heads (4)", "tp_size (5)", "smaller --tp-size"]),
         (["--pp-size", "4"], ["pp_size (4)", "num_hidden_layers (3)", "smaller --pp-size"]),
+        (["--pp-partition", "1,,2"], ["'1,,2'", "each stage's layers", "14,12,14"]),
         (["--pp-partition", "1,1"], ["(1,1) has 2 layers", "num_hidden_layers is 3"]),
         (["--pp-partition", "1,2", "--pp-size", "3"], ["2 stages but pp_size is 3"]),
         (["--tp-size", "2", "--world-size", "4"], ["--world-size is 4", "is 2"]),
@@ -160,10 +162,22 @@ def test_a_file_that_is_no_safetensors_is_refused(contents, llama, refused):
     assert f"{path}: not a whole safetensors file" in refused(path.parent)
 
 
+def test_a_tensor_in_two_files_is_refused_with_both(llama, refused):
+    checkpoint = llama()
+    (checkpoint.folder / "model.safetensors").rename(checkpoint.folder / "model-a.safetensors")
+    twice = {"model.norm.weight": checkpoint.tensors["model.norm.weight"]}
+    save_file(twice, checkpoint.folder / "model-b.safetensors")
+    error = refused(checkpoint.folder)
+    assert "model-b.safetensors: the tensor 'model.norm.weight' was in model-a." in error
+    assert "download the folder again" in error
+
+
 def test_a_folder_without_weights_is_refused(llama, refused):
     folder = llama().folder
     (folder / "model.safetensors").unlink()
-    assert "holds no .safetensors file" in refused(folder)
+    assert "holds no model.safetensors, " in refused(folder)
+    (folder / "adapter_model.safetensors").touch()
+    assert "pytorch_model.bin, only adapter_model.safetensors. Down" in refused(folder)
 
 
 def test_an_index_that_names_an_absent_file_is_refused(llama, refused):

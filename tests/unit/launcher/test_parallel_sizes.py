@@ -63,8 +63,11 @@ def test_sizes_left_out_follow_from_those_named(mixture, asked, sizes):
     [
         ({"world_size": 3, "pp_size": 2}, r"world size of 3 is no multiple of --pp-size \(2\)"),
         ({"world_size": 4, "tp_size": 4, "dp_size": 2}, r"is 4 but .* dp_size \(2\) is 8"),
-        ({"tp_size": 2, "moe_ep_size": 4}, r"must be --tp-size \(2\)\. Leave"),
-        ({"dp_size": 2, "moe_ep_size": 4}, r"or that times --dp-size \(2\)\. Leave"),
+        (
+            {"tp_size": 2, "moe_ep_size": 4},
+            r"ep-size \(4\) must divide --tp-size \(2\)\. Leave",
+        ),
+        ({"dp_size": 2, "moe_ep_size": 4}, r"or that times --dp-size \(2\)\. Leave it out"),
         ({"dp_size": 3, "moe_ep_size": 3}, r"num_experts \(8\) is not a multiple of .* \(3\)"),
         ({"pp_size": 4}, r"pp_size \(4\) is above num_hidden_layers \(3\)"),
         ({"tp_size": 5}, r"tp_size \(5\) is above num_attention_heads \(4\)"),
@@ -87,8 +90,9 @@ def test_an_engine_folder_takes_lanes_beside_the_sizes_it_was_made_for(tmp_path)
         layout_of(AskedSizes(world_size=4, dp_size=3), folder)
     with pytest.raises(ConfigError, match=r"built for tp_size 2 .*Start 2 ranks"):
         layout_of(AskedSizes(world_size=4), folder)
-    with pytest.raises(ConfigError, match=r"built for tp_size 2 .*asked to run"):
-        layout_of(AskedSizes(tp_size=1), folder)
+    for asked in (AskedSizes(tp_size=1), AskedSizes(world_size=3, pp_size=3)):
+        with pytest.raises(ConfigError, match=r"built for tp_size 2 .*asked to run"):
+            layout_of(asked, folder)
 
 
 def test_a_folder_whose_lanes_share_experts_runs_with_these_lanes_alone(tmp_path):
@@ -102,10 +106,12 @@ def test_a_folder_whose_lanes_share_experts_runs_with_these_lanes_alone(tmp_path
     folder = EngineFolder.load(path, check_weights=False)
 
     assert sizes_of(layout_of(AskedSizes(), folder)) == (1, 1, 2, 1, 2, 2)
-    with pytest.raises(ConfigError, match=r"built for experts shared over 2 lane\(s\)"):
-        layout_of(AskedSizes(dp_size=1), folder)
-    with pytest.raises(ConfigError, match=r"built for experts shared over 2 lane\(s\)"):
-        layout_of(AskedSizes(dp_size=4), folder)
+    for dp_size in (1, 4):
+        words = rf"built for experts shared over 2 lane\(s\), but .* with dp_size {dp_size}\."
+        with pytest.raises(ConfigError, match=words):
+            layout_of(AskedSizes(dp_size=dp_size), folder)
+    with pytest.raises(ConfigError, match=r"pp_size 1 in each of 2 lanes \(world size 2\)"):
+        layout_of(AskedSizes(world_size=3), folder)
 
 
 @pytest.mark.parametrize(
@@ -118,7 +124,8 @@ def test_sizes_of_experts_make_up_the_tensor_group(asked, sizes):
 
 @pytest.mark.parametrize(
     ("asked", "words"), [((2, 4), r"\(2\) times .* \(4\) must be --tp-size \(4\)"),
-                         ((0, -1), "--moe-tp-size is 0"), ((3, -1), "must be --tp-size")],
+                         ((0, -1), "--moe-tp-size is 0"),
+                         ((3, -1), r"--moe-tp-size \(3\) must divide --tp-size \(4\)\.")],
 )  # fmt: skip
 def test_sizes_that_do_not_make_up_the_tensor_group_are_refused(asked, words):
     with pytest.raises(ConfigError, match=words):

@@ -6,11 +6,13 @@ import os
 import socket
 
 import pytest
+from launcher_repository import resolve, write_engine, write_model
 
 from trimaran.comm.errors import ConfigError
 from trimaran.launcher import gpus, preflight
 from trimaran.launcher.preflight import Endpoint
 from trimaran.launcher.run_dir import RunDir
+from trimaran.worker.host_limits import free_memory_bytes
 
 
 @pytest.fixture
@@ -84,6 +86,18 @@ def test_a_small_shared_memory_is_refused_with_the_size_that_is_needed():
         preflight.check_shared_memory(10**9)
     with pytest.raises(ConfigError, match="shared memory"):
         preflight.check_shared_memory(1, "/no/such/folder")
+
+
+def test_memory_for_blocks_on_the_host_is_held_against_what_is_free(tmp_path, monkeypatch):
+    monkeypatch.delenv("SLURM_JOB_NUM_NODES", raising=False)
+    engine = str(write_engine(tmp_path / "engine", tp_size=2))
+    each = free_memory_bytes() * 3 // 10
+    for name in ("m", "n"):
+        values = {"gpt_model_path": engine, "kv_cache_host_memory_bytes": str(each)}
+        write_model(tmp_path / "repo" / name, **values)
+    preflight.check_groups(resolve(tmp_path / "repo", "--tensorrt-llm-model-name", "m").groups)
+    with pytest.raises(ConfigError, match=f"adds up to {4 * each} bytes .* ranks of m, n, but"):
+        preflight.check_groups(resolve(tmp_path / "repo", "--multi-model").groups)
 
 
 def test_a_run_folder_that_cannot_be_made_is_a_configuration_error(tmp_path):
