@@ -16,6 +16,7 @@ from trimaran.kernels.grouped_table import (
     TritonCut,
 )
 from trimaran.kernels.hopper_gemm import can_multiply
+from trimaran.kernels.triton_few_experts import can_stream, stream_experts
 from trimaran.kernels.triton_places import gather_rows, spread_rows
 
 # Shapes: T tokens, D hidden size, X experts of this rank, C experts of a token, F inner
@@ -49,6 +50,8 @@ class MeasuredExperts:
     ) -> Tensor:
         """See `reference.expert_mlp`. Safe under CUDA graph capture."""
         inputs = (x_TD, weights_TC, ids_TC, gate_up_XED, down_XDF, first_expert)
+        if can_stream(x_TD.shape[0], gate_up_XED):
+            return stream_experts(*inputs)
         num_experts, outputs, inner = gate_up_XED.shape
         rows = ids_TC.numel()
         gated = self._table.pick(rows, (num_experts, outputs, inner), "gated")

@@ -19,7 +19,13 @@ from trimaran.kernels.product_table import Choice, GemmShape, Kind, ProductTable
 from trimaran.kernels.reference import add_linear
 from trimaran.kernels.split_product import num_parts, split_product
 from trimaran.kernels.triton_elementwise import silu_and_mul
-from trimaran.kernels.triton_skinny import can_stream, stream_gated, stream_parts
+from trimaran.kernels.triton_skinny import (
+    MAX_DOT_ROWS,
+    can_stream,
+    row_products,
+    stream_gated,
+    stream_parts,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -179,7 +185,9 @@ class HopperProducts:
 
 
 def float_product(x_TD: Tensor, weight_ED: Tensor) -> Tensor:
-    """``x @ weight.T`` as float32 on a GPU, by torch."""
+    """``x @ weight.T`` as float32 on a GPU: of few rows by Triton, of more by torch."""
+    if 0 < x_TD.shape[0] <= MAX_DOT_ROWS and x_TD.stride(-1) == 1:
+        return row_products(x_TD, weight_ED)
     if x_TD.dtype == torch.float32:
         return F.linear(x_TD, weight_ED)
     return torch.mm(x_TD, weight_ED.T, out_dtype=torch.float32)

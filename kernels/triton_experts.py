@@ -119,7 +119,7 @@ def _load(places, is_inside, IS_EVEN: tl.constexpr):  # type: ignore[no-untyped-
     return values
 
 
-@triton.jit(do_not_specialize=["x_stride"])  # type: ignore[untyped-decorator,unused-ignore]
+@triton.jit  # type: ignore[untyped-decorator,unused-ignore]
 def _experts_kernel(  # type: ignore[no-untyped-def]
     x, weight, output, order, totals, shares, x_stride, INNER: tl.constexpr,
     OUTPUTS: tl.constexpr, CHOSEN: tl.constexpr, PADDED: tl.constexpr,

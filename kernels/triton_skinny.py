@@ -1,4 +1,4 @@
-"""Products of at most 16 rows on a GPU: the weight is streamed once, from before it is due."""
+"""Products of at most 16 rows on a GPU: the weight is read once, from before it is due."""
 
 from __future__ import annotations
 
@@ -11,12 +11,15 @@ from triton.language.extra.cuda import (  # type: ignore[import-not-found,import
     gdc_wait,
 )
 
-from trimaran.kernels.triton_launch import Launcher
+from trimaran.kernels.triton_launch import Launcher, padded_size
 
 # Shapes: T tokens, D inner width, E outputs, F = E / 2 with gate and up, S parts.
 
 MAX_ROWS = 16
 """Rows that the matrix units take at once here; fewer are filled up to it."""
+
+MAX_DOT_ROWS = 2
+"""Of a router: every row reads all of its weight."""
 
 MIN_BYTES = 16 << 20
 """Below, a weight is read in less time than launches take, and nothing is gained."""
@@ -26,7 +29,7 @@ _GATED_COLUMNS, _GATED_STEP, _GATED_AHEAD = 64, 128, 2
 
 
 @triton.jit  # type: ignore[untyped-decorator,unused-ignore]
-def _prefetch(places):  # type: ignore[no-untyped-def]
+def prefetch(places):  # type: ignore[no-untyped-def]
     """Ask for the lines at these places without waiting for them."""
     tl.inline_asm_elementwise(
         "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [places], dtype=tl.int32,
@@ -55,9 +58,9 @@ def _skinny_kernel(  # type: ignore[no-untyped-def]
         gdc_launch_dependents()
         # A line of memory holds 64 values.
         ahead = line + part * SHARE + 64 * tl.arange(0, AHEAD)[None, :]
-        _prefetch(ahead)
+        prefetch(ahead)
         if IS_GATED:
-            _prefetch(ahead + OUTPUTS * INNER)
+            prefetch(ahead + OUTPUTS * INNER)
         gdc_wait()
     tokens = x + rows[None, :] * x_stride + inner[:, None]
     is_row = (rows < num_rows)[None, :]
@@ -74,7 +77,27 @@ def _skinny_kernel(  # type: ignore[no-untyped-def]
     tl.store(place, total.to(output.dtype.element_ty), mask=is_row)
 
 
+@triton.jit  # type: ignore[untyped-decorator,unused-ignore]
+def _dots_kernel(  # type: ignore[no-untyped-def]
+    x, weight, output, x_stride, OUTPUTS: tl.constexpr, INNER: tl.constexpr,
+    PADDED: tl.constexpr, OVERLAPS: tl.constexpr,
+):  # fmt: skip
+    """Program (t, e) makes the e-th output of row t, by one read of all of either."""
+    row, column = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    inner = tl.arange(0, PADDED)
+    is_inner = inner < INNER
+    if OVERLAPS:
+        gdc_launch_dependents()
+    line = tl.load(weight + column * INNER + inner, mask=is_inner, other=0.0)
+    if OVERLAPS:
+        gdc_wait()
+    values = tl.load(x + row * x_stride + inner, mask=is_inner, other=0.0)
+    total = tl.sum(values.to(tl.float32) * line.to(tl.float32), axis=0)
+    tl.store(output + row * OUTPUTS + column, total)
+
+
 _skinny = Launcher(_skinny_kernel)
+_dots = Launcher(_dots_kernel)
 
 
 def can_stream(num_rows: int, weight_ED: Tensor, *, is_gated: bool) -> bool:
@@ -115,4 +138,16 @@ def stream_gated(x_TD: Tensor, weight_ED: Tensor) -> Tensor:
     args = (x_TD, weight_ED, output, x_TD.stride(0), rows, 0, outputs)
     constants = (inner, outputs, 1, True, MAX_ROWS, _GATED_COLUMNS, _GATED_STEP, _GATED_AHEAD)
     _skinny((outputs // _GATED_COLUMNS, 1), args, constants, num_stages=3)
+    return output
+
+
+def row_products(x_TD: Tensor, weight_ED: Tensor) -> Tensor:
+    """``x @ weight.T`` as float32 [T, E], for a router's few outputs of `MAX_DOT_ROWS`.
+
+    ``x`` with contiguous rows, the weight contiguous. Safe under CUDA graph capture.
+    """
+    rows, (outputs, inner) = x_TD.shape[0], weight_ED.shape
+    output = torch.empty((rows, outputs), dtype=torch.float32, device=x_TD.device)
+    args = (x_TD, weight_ED, output, x_TD.stride(0))
+    _dots((rows, outputs), args, (outputs, inner, padded_size(inner)))
     return output

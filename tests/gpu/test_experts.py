@@ -8,6 +8,7 @@ import torch
 from trimaran.kernels import reference, triton_experts, triton_routing
 from trimaran.kernels.products import select_products
 from trimaran.kernels.routing import ExpertCounter, ExpertRouting, PlaceTable
+from trimaran.kernels.triton_few_experts import can_stream, stream_experts
 
 pytestmark = pytest.mark.gpu
 
@@ -80,6 +81,40 @@ def test_a_graph_follows_the_routing():
         graph.replay()
         expected = by_twin(x, logits, *rest)
         torch.testing.assert_close(output.float(), expected, atol=3e-2, rtol=3e-2)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(
+    ("experts", "chosen", "hidden", "inner"),
+    [(8, 2, 1024, 3584), (64, 6, 2048, 1408), (128, 8, 2048, 768)],
+)
+def test_a_graph_of_one_token_streams_the_experts_of_every_rank(
+    dtype, experts, chosen, hidden, inner
+):
+    x, logits, gate_up, down, _ = make(dtype, 1, experts, chosen, hidden, inner)
+    assert can_stream(1, gate_up)
+    rule, parts = ExpertRouting(num_chosen=chosen), (slice(0, 3), slice(3, experts))
+    held = [(gate_up[part].clone(), down[part].clone(), part.start) for part in parts]
+
+    def run() -> list[torch.Tensor]:
+        weights, ids = triton_routing.choose_experts(logits, rule)
+        return [
+            stream_experts(x, weights, ids, gate_up, down),
+            *(stream_experts(x, weights, ids, *each) for each in held),
+        ]
+
+    run()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        whole, *some = run()
+    tolerance = TOLERANCE[dtype]
+    # One, two and more of a rank's experts, and none of them.
+    for _ in range(6):
+        logits.copy_(torch.randn(1, experts, device=DEVICE))
+        graph.replay()
+        expected = by_twin(x, logits, gate_up, down, chosen)
+        for actual in (whole.float(), sum(each.float() for each in some)):
+            torch.testing.assert_close(actual, expected, atol=tolerance, rtol=tolerance)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)

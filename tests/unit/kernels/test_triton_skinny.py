@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from trimaran.kernels import reference
-from trimaran.kernels.triton_skinny import can_stream, stream_gated, stream_parts
+from trimaran.kernels.triton_skinny import can_stream, row_products, stream_gated, stream_parts
 
 
 @pytest.mark.parametrize("rows", [1, 5, 16])
@@ -32,6 +32,19 @@ def test_the_gated_product_is_that_of_the_plain_twin(rows):
     actual = stream_gated(x, weight)
 
     torch.testing.assert_close(actual.float(), expected, atol=2e-3, rtol=2e-3)
+
+
+@pytest.mark.parametrize(("rows", "outputs", "inner"), [(1, 8, 256), (2, 60, 200)])
+def test_a_routers_numbers_are_not_rounded(rows, outputs, inner):
+    generator = torch.Generator().manual_seed(outputs)
+    x = torch.randn(rows, inner + 8, generator=generator).half()[:, :inner]
+    weight = torch.randn(outputs, inner, generator=generator).half()
+
+    found = row_products(x, weight)
+
+    assert found.dtype == torch.float32
+    expected = x.double() @ weight.double().T
+    torch.testing.assert_close(found.double(), expected, atol=1e-4, rtol=1e-5)
 
 
 def test_only_large_weights_that_fit_the_tiles_are_streamed():
