@@ -70,9 +70,27 @@ class ExpertBalancer:
         if self._num_steps % self._interval == 0:
             self.balance()
 
+    @torch.inference_mode()
+    def fill(self) -> None:
+        """Copy experts to empty places, as if all had as much to do. Collective."""
+        num_moves, *_ = self._arrange(np.ones_like(self._seen_LX))
+        logger.info("copied %d experts to the redundant places", num_moves)
+
     def balance(self) -> None:
         """Move what should be elsewhere, for the loads since the last time. Collective."""
-        fresh_LX = self._fresh_counts()
+        num_moves, before, after = self._arrange(self._fresh_counts())
+        if num_moves:
+            logger.info(
+                "moved %d experts: the busiest part of a layer had %.2f times the average to "
+                "do and would have had %.2f",
+                num_moves,
+                before,
+                after,
+            )
+
+    def _arrange(self, fresh_LX: IntArray) -> tuple[int, float, float]:
+        """Place every layer's experts for these loads. Returns how many were copied, and the
+        worst imbalance of a layer before and after. Collective."""
         num_moves, before, after = 0, 1.0, 1.0
         for place, mixture in enumerate(self._mixtures):
             now, tokens_X = self._placements[place], fresh_LX[place]
@@ -87,14 +105,7 @@ class ExpertBalancer:
                 self._move(matrices.data, moves)
             self._places[place].set(new.places(), new.num_copies())
             self._placements[place] = new
-        if num_moves:
-            logger.info(
-                "moved %d experts: the busiest part of a layer had %.2f times the average to "
-                "do and would have had %.2f",
-                num_moves,
-                before,
-                after,
-            )
+        return num_moves, before, after
 
     def _fresh_counts(self) -> IntArray:
         """Tokens of every expert since the last time from all lanes, equal on all ranks."""
@@ -147,10 +158,14 @@ class ExpertBalancer:
 
 
 def balance_experts(model: CausalLM, loads: ExpertLoads | None, config: ExpertsConfig) -> None:
-    """Let a model's experts be balanced from now on, if that is asked for.
+    """Let a model's experts be balanced from now on, if that is asked for. Collective over
+    the ranks that share experts.
 
     ``config`` was checked against the model; a stage may still have no experts.
     """
     if config.rebalance_steps and loads is not None:
         sizes = config.num_redundant, config.rebalance_steps
-        loads.balancer = ExpertBalancer(mixtures_of(model), loads, model.context, *sizes)
+        balancer = ExpertBalancer(mixtures_of(model), loads, model.context, *sizes)
+        if config.num_redundant:
+            balancer.fill()
+        loads.balancer = balancer
