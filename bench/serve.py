@@ -113,6 +113,8 @@ def _point(
         values = [run[f"{name}_{part}"] for run in runs if f"{name}_{part}" in run]
         if values:
             point[f"{short}_ms_{part}"] = round(statistics.median(values), 3)
+        if values and part == "avg":
+            point[f"{short}_ms_avg_runs"] = [round(value, 3) for value in sorted(values)]
     return point
 
 

@@ -67,9 +67,10 @@ class Point:
         arrivals = f"@{self.rate:g}" if self.rate > 0 else f"x{self.requests}"
         return f"{self.isl}/{self.osl}{arrivals}"
 
-    def seconds(self, requests: int) -> float:
-        """The time that it is given with so many requests."""
-        return requests / self.rate + _DRAIN_S if self.rate > 0 else self.needs_s
+    def seconds(self, requests: int, runs: int) -> float:
+        """The time that it is given with so many requests in each of its runs."""
+        longest = requests / self.rate + _DRAIN_S if self.rate > 0 else self.needs_s
+        return runs * longest
 
 
 POINTS = (
@@ -103,7 +104,8 @@ class Sweep:
         self._bench(protocol, f"{protocol} warm-up", words)
         for point in points:
             name = f"{protocol} {point.name}"
-            if self._left_s() < point.seconds(self._num_requests(point.requests)):
+            needed_s = point.seconds(self._num_requests(point.requests), self._args.runs)
+            if self._left_s() < needed_s:
                 print(f"{name}: left out, {self._left_s():.0f} s are left", flush=True)
                 self.left_out.append(name)
             else:
@@ -117,7 +119,8 @@ class Sweep:
             "--shape", self._args.shape, "--load", f"{point.isl}/{point.osl}x{count}",
             "--rates", str(point.rate), "--concurrencies", str(point.concurrency),
             "--load-processes", str(point.load_processes),
-            "--warmup", str(self._num_requests(32)), "--output", str(lines),
+            "--warmup", str(self._num_requests(32)), "--runs", str(self._args.runs),
+            "--output", str(lines),
         ]  # fmt: skip
         if self._args.ceilings_of:
             words += ["--ceilings-of", self._args.ceilings_of]
@@ -195,14 +198,17 @@ def main() -> int:
     add("--protocols", nargs="+", choices=("http", "grpc"), default=["http", "grpc"])
     names = [point.name for point in POINTS]
     add("--points", nargs="+", choices=names, metavar="NAME", help=f"of {', '.join(names)}")
+    add("--runs", type=int, default=1, metavar="N", help="of each point; the median is told")
     add("--requests", type=int, metavar="N", help="of a point at most, for a short look")
     add("--seconds", type=float, default=86400.0, metavar="S", help="for all, start too")
     add("--frontend-processes", type=int, default=4, metavar="N")
     add("--ceilings-of", metavar="FILE", help="machine's ceilings: a `throughput --output`")
     add("--json", metavar="FILE", help="append a JSON line a point")
     args, passed = parser.parse_known_args()
-    if args.requests is not None and args.requests < 1:
-        parser.error(f"--requests is {args.requests} but must be 1 or more")
+    for name in ("requests", "runs"):
+        count = getattr(args, name)
+        if count is not None and count < 1:
+            parser.error(f"--{name} is {count} but must be 1 or more")
     args.deadline = time.monotonic() + args.seconds
     # A signal ends the server too: it leaves through every block.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))

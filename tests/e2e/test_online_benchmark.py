@@ -40,9 +40,10 @@ def run(*flags):
     return script.returncode, out, err
 
 
-def test_a_point_is_one_line_with_its_load_and_the_command(tmp_path):
+def test_a_point_is_one_line_with_its_load_its_runs_and_the_command(tmp_path):
     path = tmp_path / "lines.jsonl"
     flags = ["--protocols", "http", "--points", "467/256@16", *SMALL, "--json", path]
+    flags += ["--runs", "2"]
 
     code, out, err = run(*flags)
 
@@ -51,6 +52,9 @@ def test_a_point_is_one_line_with_its_load_and_the_command(tmp_path):
     named = {"isl": 467, "osl": 256, "requests": 2, "request_rate": 16.0, "concurrency": 500}
     assert line.items() >= {**named, "temperature": 1.0, "failed_requests": 0}.items()
     assert line["out_tok_s"] > 0
+    assert len(line["out_tok_s_runs"]) == 2
+    low, high = line["ttft_ms_avg_runs"]
+    assert low <= line["ttft_ms_avg"] <= high
     assert line["command"].startswith("python benchmarks/online.py --protocols http")
     assert "467/256x2" in out
 
