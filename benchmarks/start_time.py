@@ -148,6 +148,7 @@ def main() -> None:
             engine_dir=work / "model",
             tokenizer_dir=TOKENIZER,
             kv_cache_host_memory_bytes=int(args.kv_host_gib * 2**30),
+            enable_kv_cache_reuse=bool(args.kv_host_gib),
         )
         starts = []
         for number in range(args.starts):
