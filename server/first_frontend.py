@@ -112,6 +112,14 @@ class FirstFrontend:
         """
         await self._ask("change_log_settings", changes=dict(changes))
 
+    async def change_trace_settings(self, model: str, changes: Mapping[str, Any]) -> None:
+        """Change the trace settings of all front ends.
+
+        Raises:
+            RequestError: a setting or a value is not allowed, or the first one is down.
+        """
+        await self._ask("change_trace_settings", model=model, changes=dict(changes))
+
     async def _ask(self, verb: str, **arguments: Any) -> Mapping[str, Any]:
         return await self._open_link().ask(verb, _ASK_TIMEOUT_S, **arguments)
 

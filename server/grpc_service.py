@@ -24,8 +24,6 @@ from trimaran.server.service import (
     INTERNAL,
     REPOSITORY_NAME_REFUSED,
     SHARED_MEMORY_DISABLED,
-    TRACE_REFUSED,
-    TRACE_SETTINGS,
     Service,
     unknown_region,
 )
@@ -218,14 +216,15 @@ class InferenceServicer(service_pb2_grpc.GRPCInferenceServiceServicer):  # type:
     async def TraceSetting(
         self, request: pb.TraceSettingRequest, context: Context
     ) -> pb.TraceSettingResponse:
-        names = {model.name for model in self._service.registry.models()}
-        if request.model_name and request.model_name not in names:
-            raise RequestError(f"Request for unknown model : {request.model_name}")
-        if request.settings:
-            raise RequestError(TRACE_REFUSED, ErrorKind.UNSUPPORTED)
+        service, model = self._service, request.model_name
+        service.check_traced(model)
+        changes = {name: list(each.value) for name, each in request.settings.items()}
+        # Most clients only want to know.
+        if changes:
+            await service.change_trace_settings(model, changes)
         response = pb.TraceSettingResponse()
-        for name, value in TRACE_SETTINGS.items():
-            response.settings[name].value.extend([value] if isinstance(value, str) else value)
+        for name, value in service.trace_settings.values(model).items():
+            response.settings[name].value.extend(value)
         return response
 
     @_rpc

@@ -17,11 +17,10 @@ from trimaran.server.metadata import metadata_message, server_metadata, to_json
 from trimaran.server.service import (
     REPOSITORY_NAME_REFUSED,
     SHARED_MEMORY_DISABLED,
-    TRACE_REFUSED,
-    TRACE_SETTINGS,
     Service,
     unknown_region,
 )
+from trimaran.server.trace_settings import changes_of_json, json_of_values
 
 _Handler = Callable[[Service, Route, bytes], web.Response]
 
@@ -120,14 +119,15 @@ async def _logging(service: Service, route: Route, body: bytes) -> web.Response:
 
 
 def _trace(service: Service, route: Route) -> web.Response:
-    if route.name and all(m.name != route.name for m in service.registry.models()):
-        raise RequestError(f"Request for unknown model : {route.name}")
-    return json_response(TRACE_SETTINGS)
+    service.check_traced(route.name)
+    return json_response(json_of_values(service.trace_settings.values(route.name)))
 
 
-def _trace_change(service: Service, route: Route, body: bytes) -> web.Response:
-    _trace(service, route)
-    raise RequestError(TRACE_REFUSED, ErrorKind.UNSUPPORTED)
+async def _trace_change(service: Service, route: Route, body: bytes) -> web.Response:
+    service.check_traced(route.name)
+    changes = changes_of_json(json_access.parse(body))
+    await service.change_trace_settings(route.name, changes)
+    return _trace(service, route)
 
 
 def _shared_memory_change(service: Service, route: Route, body: bytes) -> web.Response:
@@ -148,6 +148,7 @@ _SHARED: dict[str, Callable[[Service, Route, bytes], Awaitable[web.Response]]] =
     "index": _index,
     "unload": _unload,
     "logging": _logging,
+    "trace": _trace_change,
 }
 """Routes that the first of several front ends answers."""
 
@@ -159,7 +160,6 @@ _HANDLERS: dict[str, _Handler] = {
     "model_metadata": _model_metadata,
     "model_config": _model_config,
     "named_repository": _named_repository,
-    "trace": _trace_change,
     "shared_memory_change": _shared_memory_change,
     "systemsharedmemory_status": _shared_memory_status("system"),
     "cudasharedmemory_status": _shared_memory_status("cuda"),

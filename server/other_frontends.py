@@ -61,6 +61,7 @@ class OtherFrontends:
             "join": self._join, "load": self._load, "unload": self._unload,
             "index": self._index, "statistics": self._statistics,
             "change_log_settings": self._change_log_settings,
+            "change_trace_settings": self._change_trace_settings,
         }  # fmt: skip
         address = Address.parse(self._config.first_frontend)
         with suppress(FileNotFoundError):
@@ -131,6 +132,7 @@ class OtherFrontends:
             remembered=self._remembered,
             states=tuple(self._registry.not_ready()),
             log_settings=self._service.log_settings.values(),
+            trace_settings=self._service.trace_settings.changed,
         )
 
     # ---- what the others ask ------------------------------------------------------------
@@ -182,4 +184,10 @@ class OtherFrontends:
         self, link: PeerLink, arguments: Mapping[str, Any]
     ) -> Mapping[str, Any]:
         await self._of(link).change_log_settings(arguments["changes"])
+        return {}
+
+    async def _change_trace_settings(
+        self, link: PeerLink, arguments: Mapping[str, Any]
+    ) -> Mapping[str, Any]:
+        await self._of(link).change_trace_settings(**arguments)
         return {}

@@ -29,7 +29,9 @@ from trimaran.server.python_models.choice import PythonModels
 from trimaran.server.registry import ModelRegistry
 from trimaran.server.repository_poll import RepositoryPoll
 from trimaran.server.service import Service
+from trimaran.server.shared_state import SharedState
 from trimaran.server.token_groups import TokenGroups
+from trimaran.server.trace_settings import TraceSettings
 
 
 class ServedModels(Protocol):
@@ -159,8 +161,9 @@ class FollowedModels:
             factory, python, engines, groups, metrics, registry, log_settings
         )
         self._service: Service | None = None
+        self._trace_settings = TraceSettings()
         self._first = FirstFrontend(
-            config, self._mirror.apply, self._mirror.released, self._own_counts
+            config, self._apply, self._mirror.released, self._own_counts
         )
         self._connection: asyncio.Task[None] | None = None
 
@@ -175,6 +178,7 @@ class FollowedModels:
     async def attach(self, service: Service) -> None:
         """See `ServedModels`."""
         service.first = self._first
+        service.trace_settings = self._trace_settings
         self._calls.loader = service
         self._service = service
 
@@ -197,6 +201,10 @@ class FollowedModels:
 
     def on_reply(self, arguments: Mapping[str, Any]) -> None:
         """See `ServedModels`."""
+
+    async def _apply(self, state: SharedState) -> None:
+        await self._mirror.apply(state)
+        self._trace_settings.changed = {n: dict(v) for n, v in state.trace_settings.items()}
 
     def _own_counts(self) -> Mapping[str, Any]:
         if self._service is None:

@@ -25,6 +25,7 @@ from trimaran.server.metrics import Metrics
 from trimaran.server.model_control import ModelControl
 from trimaran.server.other_frontends import OtherFrontends
 from trimaran.server.registry import IndexEntry, ModelRegistry, parse_version
+from trimaran.server.trace_settings import Changes, TraceSettings
 from trimaran.server.validation import WireInput
 
 INTERNAL = "internal error; the server's log has the details"
@@ -35,15 +36,6 @@ SHARED_MEMORY_DISABLED = (
     "Client shared memory is disabled. Start the server with '--allow-client-shm=true' to "
     "enable."
 )
-TRACE_REFUSED = "this server does not trace requests; its trace settings cannot be changed"
-TRACE_SETTINGS: dict[str, str | list[str]] = {
-    "trace_level": ["OFF"],
-    "trace_rate": "1000",
-    "trace_count": "-1",
-    "log_frequency": "0",
-    "trace_file": "",
-    "trace_mode": "triton",
-}
 REPOSITORY_NAME_REFUSED = "'repository_name' specification is not supported"
 
 
@@ -55,6 +47,7 @@ class Service:
     registry: ModelRegistry
     metrics: Metrics
     log_settings: LogSettings = field(default_factory=LogSettings)
+    trace_settings: TraceSettings = field(default_factory=TraceSettings)
     admission: Admission = field(default_factory=Admission)
     board: GroupBoard = field(default_factory=GroupBoard)
     control: ModelControl | None = None
@@ -144,6 +137,25 @@ class Service:
         if self.others is not None:
             self.others.publish()
             await self.others.settled()
+
+    async def change_trace_settings(self, model: str, changes: Changes) -> None:
+        """Change some trace settings of a model, or of all, at all front ends.
+
+        Raises:
+            RequestError: as for `TraceSettings.update`.
+        """
+        if self.first is not None:
+            await self.first.change_trace_settings(model, changes)
+            return
+        self.trace_settings.update(model, changes)
+        if self.others is not None:
+            self.others.publish()
+            await self.others.settled()
+
+    def check_traced(self, model: str) -> None:
+        """Raise a RequestError if trace settings are those of a model that does not exist."""
+        if model and all(m.name != model for m in self.registry.models()):
+            raise RequestError(f"Request for unknown model : {model}")
 
     async def index(self, only_ready: bool) -> list[IndexEntry]:
         """The repository index: in explicit mode with what could be loaded."""

@@ -1,4 +1,4 @@
-"""What all front ends of a server have to agree on: models, their states and log settings."""
+"""What all front ends of a server have to agree on: models, their states and settings."""
 
 from __future__ import annotations
 
@@ -20,6 +20,8 @@ class SharedState:
     """Every version that is not ready, or not served any more."""
 
     log_settings: Mapping[str, Any] = field(default_factory=dict)
+    trace_settings: Mapping[str, Any] = field(default_factory=dict)
+    """Those that were changed, by model."""
 
     def to_wire(self) -> dict[str, Any]:
         """Plain values, for msgpack."""
@@ -28,6 +30,7 @@ class SharedState:
             "remembered": self.remembered,
             "states": states,
             "log_settings": dict(self.log_settings),
+            "trace_settings": dict(self.trace_settings),
         }
 
     @classmethod
@@ -41,4 +44,5 @@ class SharedState:
             remembered=wire["remembered"],
             states=tuple(states),
             log_settings=wire["log_settings"],
+            trace_settings=wire["trace_settings"],
         )

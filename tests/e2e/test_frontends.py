@@ -251,7 +251,12 @@ def test_a_dead_rank_is_replayed_for_the_streams_of_all(server: Several) -> None
     assert server.metric("trimaran_replayed_requests") == replays + NUM_FRONTENDS
 
 
-def test_log_settings_are_the_same_everywhere(server: Several) -> None:
+def test_log_and_trace_settings_are_the_same_everywhere(server: Several) -> None:
+    path = "/v2/models/ensemble/trace/setting"
+    server.call(2, "POST", path, {"trace_rate": "7"})
+    rates = [server.call(i, "GET", path)[1]["trace_rate"] for i in range(NUM_FRONTENDS)]
+    assert rates == ["7"] * NUM_FRONTENDS
+
     server.call(2, "POST", "/v2/logging", {"log_warning": False})
     settings = [server.call(i, "GET", "/v2/logging")[1] for i in range(NUM_FRONTENDS)]
     server.call(1, "POST", "/v2/logging", {"log_warning": True})

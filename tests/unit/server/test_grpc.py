@@ -275,6 +275,17 @@ def test_shared_memory_is_refused_as_a_disabled_feature(client):
     assert not client.get_system_shared_memory_status().regions
 
 
+def test_trace_settings_are_lists_of_texts_and_an_empty_one_takes_back(client):
+    changes = {"trace_rate": "7", "trace_level": ["OFF"]}
+    settings = client.update_trace_settings("echo", changes).settings
+    assert settings["trace_rate"].value == ["7"]
+    assert client.get_trace_settings().settings["trace_rate"].value == ["1000"]
+    settings = client.update_trace_settings("echo", {"trace_rate": None}).settings
+    assert settings["trace_rate"].value == ["1000"]
+    with pytest.raises(InferenceServerException, match="trace file name is not given"):
+        client.update_trace_settings(settings={"trace_level": ["TENSORS"]})
+
+
 def test_log_settings_change_by_type(client, stub):
     settings = client.update_log_settings({"log_verbose_level": 1}).settings
     assert settings["log_verbose_level"].uint32_param == 1

@@ -204,6 +204,50 @@ def test_log_settings_are_read_and_changed(server):
     assert server.post("/v2/logging", {"log_info": "yes"}).status == 500
 
 
+def test_trace_settings_change_for_the_server_or_a_model(fresh_server):
+    of_server, of_model = "/v2/trace/setting", "/v2/models/echo/trace/setting"
+    before = fresh_server.get(of_server).json
+    assert before == {
+        "trace_level": ["OFF"], "trace_rate": "1000", "trace_count": "-1",
+        "log_frequency": "0", "trace_file": "", "trace_mode": "triton",
+    }  # fmt: skip
+    changed = fresh_server.post(of_server, {"trace_rate": "7", "trace_level": ["OFF"], "x": 1})
+    assert changed.json == {**before, "trace_rate": "7"}
+    of_echo = fresh_server.post(of_model, {"trace_rate": "9", "trace_count": "5"}).json
+    assert of_echo == {**before, "trace_rate": "9", "trace_count": "5"}
+    assert fresh_server.get(of_server).json == changed.json
+    # null takes a model's own value back: that of the server is left.
+    assert fresh_server.post(of_model, {"trace_rate": None}).json["trace_rate"] == "7"
+    assert fresh_server.post(of_server, {"trace_rate": None}).json == before
+
+
+@pytest.mark.parametrize(
+    ("changes", "status", "text"),
+    [
+        ({"trace_level": ["OFF", "TIMESTAMPS"]}, 400, "trace file name is not given"),
+        ({"trace_level": ["LOUD"]}, 400, "Unable to parse 'trace_level', got: LOUD"),
+        ({"trace_level": "OFF"}, 500, "Unable to parse 'trace_level'"),
+        ({"trace_rate": "x"}, 400, "Unable to parse 'trace_rate', got: x"),
+        ({"trace_rate": 5}, 500, "Unable to parse 'trace_rate'"),
+        ({"trace_count": "-2"}, 400, "expected >= -1, got -2"),
+        ({"log_frequency": "9" * 5000}, 400, "Unable to parse 'log_frequency'"),
+        ({"trace_file": "/tmp/x"}, 501, "can not be updated through network protocol"),
+        ([], 500, "non-object"),
+        (b"", 500, "failed to parse"),
+    ],
+)
+def test_a_trace_setting_that_cannot_be_is_refused_and_changes_nothing(
+    server, changes, status, text
+):
+    before = server.get("/v2/trace/setting").json
+    if isinstance(changes, dict):
+        changes = {"trace_rate": "3", **changes}
+    answer = server.post("/v2/trace/setting", changes)
+    assert answer.status == status
+    assert text in answer.error
+    assert server.get("/v2/trace/setting").json == before
+
+
 def test_trace_settings_say_that_tracing_is_off(server):
     assert server.get("/v2/trace/setting").json["trace_level"] == ["OFF"]
     assert server.get("/v2/models/echo/trace/setting").json["trace_rate"] == "1000"

@@ -1,0 +1,108 @@
+"""The trace settings that clients may read and change while the server runs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from trimaran.comm.errors import ErrorKind, RequestError
+from trimaran.server.json_access import as_list, as_object, as_string
+
+_DEFAULTS: dict[str, list[str]] = {
+    "trace_level": ["OFF"],
+    "trace_rate": ["1000"],
+    "trace_count": ["-1"],
+    "log_frequency": ["0"],
+    "trace_file": [""],
+    "trace_mode": ["triton"],
+}
+_LEAST = {"trace_rate": 0, "trace_count": -1, "log_frequency": 0}
+_MOST = (1 << 31) - 1
+
+Changes = Mapping[str, Sequence[str] | None]
+"""Values by setting; None takes a change back."""
+
+
+class TraceSettings:
+    """What would be traced, of the server and of single models.
+
+    Tracing needs a file, which nobody can name while the server runs; so the level stays
+    OFF, and nothing is traced, as on a server that was started without a trace file.
+    """
+
+    def __init__(self) -> None:
+        self.changed: dict[str, dict[str, list[str]]] = {}
+        """What was changed, by model; that of the server under an empty name."""
+
+    def values(self, model: str = "") -> dict[str, list[str]]:
+        """All settings of a model, or of the server."""
+        return _DEFAULTS | self.changed.get("", {}) | self.changed.get(model, {})
+
+    def update(self, model: str, changes: Changes) -> None:
+        """Change some settings of a model, or of the server: all of them, or none on an error.
+
+        Raises:
+            RequestError: a value that is not allowed, or a setting that clients may not change.
+        """
+        values = dict(self.changed.get(model, {}))
+        for name, value in changes.items():
+            if name == "trace_file":
+                raise RequestError(
+                    "trace file location can not be updated through network protocol",
+                    ErrorKind.UNSUPPORTED,
+                )
+            if not value:
+                values.pop(name, None)
+            elif name == "trace_level":
+                values[name] = _level(value)
+            elif name in _LEAST:
+                values[name] = [_number(name, value)]
+        self.changed[model] = values
+
+
+def _level(value: Sequence[str]) -> list[str]:
+    for level in value:
+        if level not in ("OFF", "TIMESTAMPS", "TENSORS"):
+            raise _unparsable("trace_level", level)
+        if level != "OFF":
+            raise RequestError(
+                "Attempting to set invalid trace setting :trace file name is not given"
+            )
+    return ["OFF"]
+
+
+def _number(name: str, value: Sequence[str]) -> str:
+    text = value[0]
+    is_number = text.isascii() and text.removeprefix("-").isdecimal()
+    if len(value) != 1 or not is_number or len(text) > 11 or abs(int(text)) > _MOST:
+        raise _unparsable(name, ",".join(value))
+    if int(text) < _LEAST[name]:
+        raise RequestError(
+            f"invalid value for '{name}', expected >= {_LEAST[name]}, got {text}"
+        )
+    return text
+
+
+def _unparsable(name: str, value: str) -> RequestError:
+    return RequestError(f"Unable to parse '{name}', got: {value}")
+
+
+def changes_of_json(document: object) -> Changes:
+    """The changes that a JSON body asks for.
+
+    Raises:
+        RequestError: a value of the wrong type.
+    """
+    changes: dict[str, Sequence[str] | None] = {}
+    for name, value in as_object(document, "the trace settings").items():
+        if name not in _DEFAULTS or value is None:
+            changes[name] = None
+        elif name == "trace_level":
+            changes[name] = [as_string(v, f"'{name}'") for v in as_list(value, f"'{name}'")]
+        else:
+            changes[name] = [as_string(value, f"'{name}'")]
+    return changes
+
+
+def json_of_values(values: Mapping[str, list[str]]) -> dict[str, str | list[str]]:
+    """Settings as HTTP clients see them: of the levels a list, of others the text."""
+    return {n: list(v) if n == "trace_level" else v[0] for n, v in values.items()}
