@@ -67,7 +67,7 @@ TOKEN_WITHOUT_EFFECT = {
 TEXT = {
     "text_input": "the prompt",
     "max_tokens": "most new tokens",
-    "bad_words": "texts that do not come, as their ids: with a blank before them they are others",
+    "bad_words": "texts that do not come, as their ids: a blank before them makes others",
     "stop_words": "texts that end the output, found across tokens too; they stay in it",
     "embedding_bias_words": "words whose ids' logits are changed",
     "embedding_bias_weights": "by how much",
