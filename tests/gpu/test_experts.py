@@ -92,7 +92,7 @@ def test_a_graph_of_one_token_streams_the_experts_of_every_rank(
     dtype, experts, chosen, hidden, inner
 ):
     x, logits, gate_up, down, _ = make(dtype, 1, experts, chosen, hidden, inner)
-    assert can_stream(1, gate_up)
+    assert can_stream(1, chosen, gate_up)
     rule, parts = ExpertRouting(num_chosen=chosen), (slice(0, 3), slice(3, experts))
     held = [(gate_up[part].clone(), down[part].clone(), part.start) for part in parts]
 

@@ -64,17 +64,20 @@ def test_a_rank_without_any_of_the_chosen_experts_gives_zeros():
     assert not stream_experts(x, weights, ids, gate_up, down).any()
 
 
-def test_one_token_is_streamed_and_more_are_sorted():
-    def gate_up(inner: int, hidden: int, dtype: torch.dtype = torch.float16) -> torch.Tensor:
-        return torch.empty((8, 2 * inner, hidden), dtype=dtype, device="meta")
+def test_tokens_that_seldom_share_an_expert_are_streamed():
+    def gate_up(
+        inner: int, hidden: int, experts: int = 8, dtype: torch.dtype = torch.float16
+    ) -> torch.Tensor:
+        return torch.empty((experts, 2 * inner, hidden), dtype=dtype, device="meta")
 
-    assert can_stream(1, gate_up(14336, 4096))
-    assert can_stream(1, gate_up(1408, 2048))
-    assert not can_stream(0, gate_up(14336, 4096))
-    assert not can_stream(2, gate_up(14336, 4096))
-    assert not can_stream(1, gate_up(14336 + 64, 4096))
-    assert not can_stream(1, gate_up(14336, 4000))
-    assert not can_stream(1, gate_up(14336, 4096, torch.float32))
+    assert can_stream(1, 2, gate_up(14336, 4096))
+    assert not can_stream(0, 2, gate_up(14336, 4096))
+    assert not can_stream(2, 2, gate_up(14336, 4096))
+    assert can_stream(3, 6, gate_up(1408, 2048, experts=64))
+    assert not can_stream(4, 6, gate_up(1408, 2048, experts=64))
+    assert not can_stream(1, 2, gate_up(14336 + 64, 4096))
+    assert not can_stream(1, 2, gate_up(14336, 4000))
+    assert not can_stream(1, 2, gate_up(14336, 4096, dtype=torch.float32))
 
 
 def test_a_mixture_streams_one_token():
