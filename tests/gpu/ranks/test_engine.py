@@ -181,7 +181,7 @@ def test_tokens_stay_those_of_the_cpu_while_experts_change_ranks(
     world, folders, expected, layout, graphs
 ):
     model, *sizes = layout
-    experts = ExpertsConfig(rebalance_steps=5, num_redundant=4)
+    experts = ExpertsConfig(rebalance_steps=5, num_redundant=sizes[3])
     ranks = GpuRanks(world, folders[model], sizes, collective_graphs=graphs, experts=experts)
     balancer = ranks.engine._loaded.expert_loads.balancer
     start = [each.experts.tolist() for each in balancer._placements]
