@@ -14,8 +14,9 @@ from prometheus_client.registry import CollectorRegistry
 def render(metrics: Iterable[Metric]) -> bytes:
     """Metrics as text 0.0.4.
 
-    Unlike the client's own renderer it keeps counter names as they are: clients look for
-    ``nv_inference_count``, not ``nv_inference_count_total``.
+    Unlike the client's own renderer it keeps counter names as they are, and writes the bounds
+    of buckets as it does values: clients look for ``nv_inference_count``, not
+    ``nv_inference_count_total``, and for ``le="100"``, not ``le="100.0"``.
     """
     lines: list[str] = []
     for metric in metrics:
@@ -28,7 +29,10 @@ def render(metrics: Iterable[Metric]) -> bytes:
                 continue
             if is_counter:
                 name = name.removesuffix("_total")
-            lines.append(f"{name}{_labels(sample.labels)} {_number(sample.value)}")
+            labels = sample.labels
+            if "le" in labels and metric.type == "histogram":
+                labels = {**labels, "le": _number(float(labels["le"]))}
+            lines.append(f"{name}{_labels(labels)} {_number(sample.value)}")
     return ("\n".join(lines) + "\n").encode()
 
 

@@ -217,11 +217,12 @@ def test_token_histograms_have_the_known_buckets():
         labels = {"response_metric_type": "total_input_tokens", "le": le}
         return samples[of("nv_llm_input_token_len_bucket", "m", **labels)]
 
-    assert [bucket(le) for le in ("10.0", "50.0", "100.0", "500.0", "1000.0", "+Inf")] == [
+    assert [bucket(le) for le in ("10", "50", "100", "500", "1000", "+Inf")] == [
         0, 1, 1, 1, 1, 1,
     ]  # fmt: skip
     name = of("nv_llm_output_token_len_sum", "m", response_metric_type="total_output_tokens")
     assert samples[name] == 600
+    assert samples[of("trimaran_time_to_first_token_seconds_bucket", "m", le="0.04")] == 1
     assert samples[of("trimaran_time_to_first_token_seconds_count", "m")] == 1
     assert samples[of("trimaran_inter_token_latency_seconds_sum", "m")] == 0.004
 
@@ -333,7 +334,7 @@ def test_latency_families_follow_the_configuration(server):
     text = metrics.render().decode()
     assert "nv_inference_request_duration_us" not in text
     buckets = 'nv_inference_first_response_histogram_ms_bucket{model="repeat",version="1",le='
-    for le in ("100.0", "500.0", "2000.0", "5000.0", "+Inf"):
+    for le in ("100", "500", "2000", "5000", "+Inf"):
         assert f'{buckets}"{le}"' in text
     quantile = 'nv_inference_queue_summary_us{model="repeat",version="1",quantile='
     assert f'{quantile}"0.5"}} Nan' in text
