@@ -44,6 +44,7 @@ class FirstFrontend:
         self._is_told = asyncio.Event()
         self._is_lost = asyncio.Event()
         self._link: PeerLink | None = None
+        self._legacy: Mapping[str, Any] = {}
         self.expects_the_end = False
         """Whether the server is on its way out, and the first front end with it."""
 
@@ -137,9 +138,8 @@ class FirstFrontend:
             link = self._new_link()
             try:
                 await loop.create_unix_connection(lambda made=link: made, path)  # type: ignore[misc]
-                await link.ask(
-                    "join", _JOIN_TIMEOUT_S, token=self._config.token, index=self._config.index
-                )
+                who = {"token": self._config.token, "index": self._config.index}
+                await link.ask("join", _JOIN_TIMEOUT_S, **who, legacy=self._legacy)
                 return link
             except (OSError, RequestError):
                 # It is still loading, or being started again.
@@ -166,4 +166,6 @@ class FirstFrontend:
     async def _on_counts(
         self, link: PeerLink, arguments: Mapping[str, Any]
     ) -> Mapping[str, Any]:
+        # Of this one's successor nobody else could learn what it had counted.
+        self._legacy = arguments["legacy"]
         return self._counts()

@@ -81,11 +81,32 @@ class OtherCounts:
     def lost(self, index: int) -> None:
         """A front end is gone; what it had counted stays."""
         counts = self._of.pop(index, None)
-        if counts is None:
-            return
+        if counts is not None:
+            self._bury(counts)
+
+    def _bury(self, counts: _Counts) -> None:
         _add(self._dead_samples, counts.samples)
         for key, message in counts.statistics.items():
             _merge(self._dead_statistics.setdefault(key, StatisticsMessage()), message)
+
+    def legacy(self, own: Mapping[str, Any]) -> dict[str, Any]:
+        """What the first front end leaves to its successor: its `own_counts`, and those of
+        the dead. The living will tell theirs again."""
+        counts = _Counts(own)
+        _add(counts.samples, self._dead_samples)
+        for key, message in self._dead_statistics.items():
+            _merge(counts.statistics.setdefault(key, StatisticsMessage()), message)
+        return {
+            "samples": [
+                [n, dict(labels), v, False] for (n, labels), v in counts.samples.items()
+            ],
+            "statistics": [m.SerializeToString() for m in counts.statistics.values()],
+            "num_running": 0,
+        }
+
+    def inherit(self, legacy: Mapping[str, Any]) -> None:
+        """Take the `legacy` of the first front end before this one."""
+        self._bury(_Counts(legacy))
 
     def forget(self, model: str, version: str) -> None:
         """The model version counts from 0 again."""

@@ -6,6 +6,7 @@ import asyncio
 import hmac
 import logging
 import os
+import secrets
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
@@ -48,6 +49,8 @@ class OtherFrontends:
         self._server: asyncio.Server | None = None
         self._links: dict[int, PeerLink] = {}
         self._remembered = b""
+        self._id = secrets.token_hex(8)
+        self._has_inherited = False
         self._round: asyncio.Task[None] | None = None
         self._is_stale = False
         registry.on_change = self.publish
@@ -103,9 +106,13 @@ class OtherFrontends:
         await asyncio.gather(*asks, return_exceptions=True)
 
     async def refresh(self) -> None:
-        """Bring what the others have counted up to date."""
+        """Bring what the others have counted up to date, and they what this one leaves."""
         links = list(self._links.items())
-        asks = [link.ask("counts", _COUNTS_TIMEOUT_S) for _, link in links]
+        if not links:
+            return
+        assert self._service is not None
+        legacy = {"of": self._id, **self._counts.legacy(self._service.own_counts())}
+        asks = [link.ask("counts", _COUNTS_TIMEOUT_S, legacy=legacy) for _, link in links]
         answers = await asyncio.gather(*asks, return_exceptions=True)
         for (index, link), answer in zip(links, answers, strict=True):
             if isinstance(answer, BaseException):
@@ -147,6 +154,11 @@ class OtherFrontends:
             before.close()
             self._counts.lost(link.index)
         self._links[link.index] = link
+        legacy = arguments["legacy"]
+        # Those that outlived the predecessor all bring the same.
+        if legacy and legacy["of"] != self._id and not self._has_inherited:
+            self._has_inherited = True
+            self._counts.inherit(legacy)
         logger.info("Front end %d has joined", link.index)
         self.publish()
         return {}

@@ -65,6 +65,26 @@ def test_later_counts_of_a_front_end_replace_earlier_ones(first):
     assert value(metrics, "nv_inference_request_success") == 6
 
 
+def test_a_new_first_front_end_takes_over_what_the_last_one_leaves(first):
+    metrics, statistics = first
+    metrics.others.take(1, wire(3, num_running=4))
+    metrics.others.lost(1)
+    metrics.others.take(2, wire(5))
+    left = metrics.others.legacy(metrics.own_counts([statistics.message()], 6))
+
+    successor, its_statistics = counted(1)
+    successor.others.inherit(left)
+    successor.others.take(2, wire(7))
+
+    message = its_statistics.message()
+    successor.others.add_statistics(message)
+    # Two of the last one, three of a dead one, seven of a living one, and its own.
+    assert value(successor, "nv_inference_request_success") == 13
+    assert value(successor, "trimaran_time_to_first_token_seconds_count") == 13
+    assert message.inference_stats.success.count == 13
+    assert successor.others.num_running == 0
+
+
 def test_what_a_dead_front_end_counted_stays_but_not_what_it_was_doing(first):
     metrics, statistics = first
     metrics.others.take(1, wire(3, num_running=4))
