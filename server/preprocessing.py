@@ -44,18 +44,10 @@ class PreprocessingModel:
                 raise RequestError(f"input '{name}' is set but images are not served")
         count = batch_size(request.inputs, "QUERY", self._is_batched)
         samples = [SampleInputs(request.inputs, i, self._is_batched) for i in range(count)]
-        prompts = [
-            await self.tokenizer.encode(_one_text(s, "QUERY"), self.add_special_tokens)
-            for s in samples
-        ]
-        outputs = self._id_outputs(samples, prompts)
-        outputs += [
-            self._words("BAD_WORDS_IDS", "BAD_WORDS_DICT", samples),
-            self._words("STOP_WORDS_IDS", "STOP_WORDS_DICT", samples),
-            self._bias(samples),
-        ]
-        if "PROMPT_TABLE_EXTRA_ID" in request.inputs:
-            outputs.append(self._extra_ids(samples, prompts))
+        has_extra = "PROMPT_TABLE_EXTRA_ID" in request.inputs
+        outputs = await self.tokenizer.run(
+            lambda: self._outputs_of(samples, has_extra=has_extra), _num_bytes(request)
+        )
         if not self._is_batched:
             for tensor in outputs:
                 tensor.data = tensor.data[0]
@@ -66,6 +58,19 @@ class PreprocessingModel:
             outputs=[o for o in outputs if not request.outputs or o.name in request.outputs],
             is_final=True,
         )
+
+    def _outputs_of(self, samples: list[SampleInputs], *, has_extra: bool) -> list[Tensor]:
+        texts = [_one_text(sample, "QUERY") for sample in samples]
+        prompts = self.tokenizer.encode_each(texts, self.add_special_tokens)
+        outputs = self._id_outputs(samples, prompts)
+        outputs += [
+            self._words("BAD_WORDS_IDS", "BAD_WORDS_DICT", samples),
+            self._words("STOP_WORDS_IDS", "STOP_WORDS_DICT", samples),
+            self._bias(samples),
+        ]
+        if has_extra:
+            outputs.append(self._extra_ids(samples, prompts))
+        return outputs
 
     def _id_outputs(
         self, samples: list[SampleInputs], prompts: list[list[int]]
@@ -95,7 +100,7 @@ class PreprocessingModel:
         """Words without special tokens; a word of no tokens is left out."""
         lists = []
         for sample in samples:
-            encoded = [self.tokenizer.encode_now(w, False) for w in sample.texts(name)]
+            encoded = self.tokenizer.encode_each(sample.texts(name), False)
             lists.append(pack_words([ids for ids in encoded if ids]))
         width = max(len(ids) for ids, _ in lists)
         rows = [
@@ -117,8 +122,9 @@ class PreprocessingModel:
                     "weight a word"
                 )
             vector = np.zeros(self.tokenizer.vocab_size if words else 0, dtype=np.float32)
-            for word, weight in zip(words, weights, strict=True):
-                for token in self.tokenizer.encode_now(word, self.add_special_tokens):
+            encoded = self.tokenizer.encode_each(words, self.add_special_tokens)
+            for tokens, weight in zip(encoded, weights, strict=True):
+                for token in tokens:
                     vector[token] += weight
             vectors.append(vector)
         width = max(v.size for v in vectors)
@@ -133,6 +139,12 @@ class PreprocessingModel:
             for column, token in enumerate(prompt):
                 data[row, column] = extra if token >= self.tokenizer.vocab_size else 0
         return Tensor("OUT_PROMPT_TABLE_EXTRA_IDS", "UINT64", data)
+
+
+def _num_bytes(request: InferRequest) -> int:
+    """Bytes of all texts of a request, about."""
+    texts = (t.data for t in request.inputs.values() if t.datatype == "BYTES")
+    return sum(len(text) for array in texts for text in array.flat)
 
 
 def _one_text(sample: SampleInputs, name: str) -> str:

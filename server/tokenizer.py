@@ -8,9 +8,10 @@ import logging
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from tokenizers import Tokenizer as FastTokenizer
 
@@ -20,11 +21,16 @@ logger = logging.getLogger(__name__)
 
 # Below this a hop to a thread costs more than the encoding itself.
 _INLINE_CHARACTERS = 2048
+# Above this a text takes so long that others must not wait behind it: tokenizers read some
+# million characters a second.
+_HUGE_CHARACTERS = 1 << 20
 _CONVERT = (
     "import sys, transformers; "
     "transformers.AutoTokenizer.from_pretrained(sys.argv[1]).save_pretrained(sys.argv[2])"
 )
 _CONVERT_TIMEOUT_S = 300.0
+
+T = TypeVar("T")
 
 
 class Tokenizer:
@@ -40,6 +46,7 @@ class Tokenizer:
         if not path.is_dir():
             raise ConfigError(f"tokenizer_dir {folder} is not a folder")
         self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="tokenizer")
+        self._huge = ThreadPoolExecutor(1, thread_name_prefix="tokenizer-huge")
         if (path / "tokenizer.json").exists():
             self._load(path)
         else:
@@ -65,19 +72,25 @@ class Tokenizer:
         added = self._fast.get_added_tokens_decoder()
         self.special_ids = frozenset(i for i, token in added.items() if token.special)
 
-    async def encode(self, text: str, add_special_tokens: bool) -> list[int]:
-        """The ids of a text; a long text does not hold up the event loop."""
-        if len(text) <= _INLINE_CHARACTERS:
-            return self.encode_now(text, add_special_tokens)
+    async def run(self, work: Callable[[], T], num_characters: int) -> T:
+        """Do work that encodes so many characters: much of it beside the event loop, very
+        much of it beside other long texts too."""
+        if num_characters <= _INLINE_CHARACTERS:
+            return work()
+        is_huge = num_characters > _HUGE_CHARACTERS
         loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(
-            self._threads, self.encode_now, text, add_special_tokens
-        )
+        return await loop.run_in_executor(self._huge if is_huge else self._threads, work)
 
     def encode_now(self, text: str, add_special_tokens: bool) -> list[int]:
         """The ids of a text."""
-        ids: list[int] = self._fast.encode(text, add_special_tokens=add_special_tokens).ids
+        (ids,) = self.encode_each([text], add_special_tokens)
         return ids
+
+    def encode_each(self, texts: list[str], add_special_tokens: bool) -> list[list[int]]:
+        """The ids of each text."""
+        # Not `encode`: other threads, the event loop's among them, stand still during that.
+        found = self._fast.encode_batch_fast(texts, add_special_tokens=add_special_tokens)
+        return [each.ids for each in found]
 
     def decode(self, ids: list[int], skip_special_tokens: bool = True) -> str:
         """The text of some ids."""

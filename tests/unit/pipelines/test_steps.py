@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import subprocess
 import sys
+import threading
 
 import numpy as np
 import pytest
@@ -134,6 +136,42 @@ async def test_preprocessing_refuses_by_name(serve, inputs, text):
     async with serve() as served:
         with pytest.raises(RequestError, match=text):
             await _preprocess(served, **{"QUERY": "x", **inputs})
+
+
+@pytest.mark.parametrize(
+    "inputs",
+    [
+        {"QUERY": "word " * 400_000},
+        {"STOP_WORDS_DICT": ["word " * 400_000]},
+        {"BAD_WORDS_DICT": [f"word {n}" for n in range(100_000)]},
+        {"EMBEDDING_BIAS_WORDS": ["word " * 400_000], "EMBEDDING_BIAS_WEIGHTS": [1.0]},
+    ],
+    ids=lambda inputs: next(iter(inputs)),
+)
+async def test_huge_texts_do_not_hold_up_the_event_loop(serve, inputs):
+    async with serve() as served:
+        work = asyncio.ensure_future(_preprocess(served, **{"QUERY": "x", **inputs}))
+        num_turns = 0
+        while not work.done():
+            await asyncio.sleep(0.001)
+            num_turns += 1
+        assert work.result()
+    # Of what is done between two turns of the loop others would know nothing.
+    assert num_turns > 20
+
+
+async def test_huge_texts_wait_for_each_other_and_nobody_for_them(tokenizer_folder):
+    tokenizer, may_end = Tokenizer(str(tokenizer_folder)), threading.Event()
+    huge = [
+        asyncio.ensure_future(tokenizer.run(lambda: may_end.wait(60), 2_000_000))
+        for _ in range(6)
+    ]
+    await asyncio.sleep(0)
+    long = tokenizer.run(lambda: tokenizer.encode_now("word " * 1000, True), 5000)
+    assert len(await asyncio.wait_for(long, 30)) > 1000
+    assert not any(each.done() for each in huge)
+    may_end.set()
+    assert all(await asyncio.gather(*huge))
 
 
 async def _postprocess(served, ids, lengths):
