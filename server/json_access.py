@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections import Counter
 from typing import Any
 
 from trimaran.comm.errors import ErrorKind, RequestError
@@ -27,7 +28,10 @@ _REASONS = {
 }
 
 _HALF_ESCAPE = re.compile(r"\\u[dD][89a-fA-F]")
-_ESCAPE = re.compile(r"\\(?:u([0-9a-fA-F]{4})|.)", re.DOTALL)
+_LONE_HALF = re.compile(
+    r"\\u[dD][89abAB][0-9a-fA-F]{2}(?!\\u[dD][c-fC-F][0-9a-fA-F]{2})"
+    r"|(?<!\\u[dD][89abAB][0-9a-fA-F]{2})\\u[dD][c-fC-F][0-9a-fA-F]{2}"
+)
 
 JsonObject = dict[str, Any]
 
@@ -42,9 +46,9 @@ def _object_from_pairs(pairs: list[tuple[str, Any]]) -> JsonObject:
     members = dict(pairs)
     if len(members) == len(pairs):
         return members
-    names = [name for name, _ in pairs]
     marked = RepeatedKeys(members)
-    marked.repeated = tuple(name for name in members if names.count(name) > 1)
+    counts = Counter(name for name, _ in pairs)
+    marked.repeated = tuple(name for name, count in counts.items() if count > 1)
     return marked
 
 
@@ -85,21 +89,11 @@ def _check_surrogates(text: str) -> None:
     """Refuse escapes of half characters, which would be neither text nor bytes."""
     if _HALF_ESCAPE.search(text) is None:
         return
-    first_half: re.Match[str] | None = None
-    for escape in _ESCAPE.finditer(text):
-        code = int(escape[1], 16) if escape[1] else 0
-        is_second_half = 0xDC00 <= code < 0xE000
-        follows = first_half is not None and first_half.end() == escape.start()
-        if is_second_half != follows or (first_half is not None and not follows):
-            raise _half(text, first_half or escape)
-        first_half = escape if 0xD800 <= code < 0xDC00 else None
-    if first_half is not None:
-        raise _half(text, first_half)
-
-
-def _half(text: str, escape: re.Match[str]) -> RequestError:
-    offset = len(text[: escape.start()].encode("utf-8", "surrogateescape"))
-    return unparsable("The surrogate pair in string is invalid", offset)
+    # What follows an escaped backslash is no escape.
+    lone = _LONE_HALF.search(text.replace("\\\\", "  "))
+    if lone is not None:
+        offset = len(text[: lone.start()].encode("utf-8", "surrogateescape"))
+        raise unparsable("The surrogate pair in string is invalid", offset)
 
 
 def wrong_type(field: str, found: str, wanted: str) -> RequestError:

@@ -2,6 +2,7 @@
 
 import http.client
 import json
+import time
 
 import pytest
 
@@ -71,6 +72,9 @@ def test_a_bug_in_mid_stream_is_an_event_and_the_connection_lives(server):
         (b'{"a":"\\ud800"}', "The surrogate pair in string is invalid. at 6"),
         (b'{"a":"\\udc80"}', "The surrogate pair in string is invalid. at 6"),
         (b'{"a":"\\ud83d \\ude00"}', "The surrogate pair in string is invalid. at 6"),
+        (b'{"a":"\\ud83d\\ud83d\\ude00"}', "The surrogate pair in string is invalid. at 6"),
+        (b'{"a":"\\ud83d\\ude00\\ude00"}', "The surrogate pair in string is invalid. at 18"),
+        (b'{"a":"\\\\\\ud83d"}', "The surrogate pair in string is invalid. at 8"),
         (b'{"a":%b}' % (b"1" * 5000), "Number too big to be stored in double. at 0"),
     ],
 )
@@ -83,6 +87,13 @@ def test_json_that_has_no_meaning_is_refused(server, body, reason):
 def test_escaped_characters_outside_the_basic_plane_are_text(server):
     body = b'{"text_input":"\\ud83d\\ude00 \\\\ud800","max_tokens":1}'
     assert server.post(GENERATE, body).json["text_output"] == "\U0001f600 \\ud800 0"
+
+
+def test_many_keys_that_come_twice_take_no_more_time_than_others(server):
+    body = ",".join(f'"k{n}":1,"k{n}":2' for n in range(100_000))
+    started = time.monotonic()
+    assert server.post(GENERATE, b"{%b}" % body.encode()).status == 400
+    assert time.monotonic() - started < 30
 
 
 def test_text_streams_as_it_is(server):
