@@ -10,7 +10,7 @@ from trimaran.comm.errors import ConfigError, RequestError
 from trimaran.server.inference import InferRequest, InferResponse, Tensor
 from trimaran.server.model_repository import RepositoryModel
 from trimaran.server.sample_inputs import SampleInputs, batch_size
-from trimaran.server.sampling_inputs import pack_words
+from trimaran.server.sampling_inputs import pack_words, refuse_many
 from trimaran.server.tokenizer import Tokenizer
 
 _REFUSED = ("IMAGE_BYTES", "IMAGE_URL", "VIDEO_BYTES")
@@ -100,6 +100,8 @@ class PreprocessingModel:
         """Words without special tokens; a word of no tokens is left out."""
         lists = []
         for sample in samples:
+            array = sample.array(name)
+            refuse_many(name, 0 if array is None else array.size, "words")
             encoded = self.tokenizer.encode_each(sample.texts(name), False)
             lists.append(pack_words([ids for ids in encoded if ids]))
         width = max(len(ids) for ids, _ in lists)

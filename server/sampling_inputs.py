@@ -15,6 +15,10 @@ from trimaran.server.sample_inputs import SampleInputs
 PERF_METRICS = ("return_perf_metrics", "return_kv_cache_reuse_stats")
 """The newer and the older name of the input."""
 
+MAX_WORD_IDS = 1 << 16
+"""Most ids of the stop words, or of the bad words, of one sample. What more of them take in
+each step, all others wait for."""
+
 # Field of `SamplingParams`, the inputs that set it (old and new names), and its type.
 _SCALARS: tuple[tuple[str, tuple[str, ...], Callable[[Any], Any]], ...] = (
     ("end_id", ("end_id",), int),
@@ -149,6 +153,7 @@ def word_list(inputs: SampleInputs, name: str) -> tuple[tuple[int, ...], ...]:
     array = inputs.array(name)
     if array is None:
         return ()
+    refuse_many(name, array.size // 2, "ids")
     flat = array.reshape(-1).tolist()
     if len(flat) % 2:
         raise RequestError(f"{name}: Sparse list must not have odd length: {_start(flat)}")
@@ -170,6 +175,19 @@ def word_list(inputs: SampleInputs, name: str) -> tuple[tuple[int, ...], ...]:
         words.append(tuple(ids[start:end]))
         start = end
     return tuple(words)
+
+
+def refuse_many(name: str, count: int, what: str) -> None:
+    """Refuse more words, or ids of words, than `MAX_WORD_IDS`.
+
+    Raises:
+        RequestError: there are more.
+    """
+    if count > MAX_WORD_IDS:
+        raise RequestError(
+            f"input '{name}' holds {count} {what} but may hold at most {MAX_WORD_IDS}; send "
+            "fewer"
+        )
 
 
 def _start(values: list[int]) -> str:

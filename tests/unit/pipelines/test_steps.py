@@ -129,6 +129,7 @@ async def test_only_requested_outputs_of_preprocessing_come(serve):
             {"EMBEDDING_BIAS_WORDS": ["a", "b"], "EMBEDDING_BIAS_WEIGHTS": [1.0]},
             "2 words but 1 weights; give one weight a word",
         ),
+        ({"STOP_WORDS_DICT": ["x"] * 65_537}, "'STOP_WORDS_DICT' holds 65537 words but may"),
         ({"IMAGE_URL": "http://x/y.png"}, "input 'IMAGE_URL' is set but images are not served"),
     ],
 )
@@ -143,7 +144,7 @@ async def test_preprocessing_refuses_by_name(serve, inputs, text):
     [
         {"QUERY": "word " * 400_000},
         {"STOP_WORDS_DICT": ["word " * 400_000]},
-        {"BAD_WORDS_DICT": [f"word {n}" for n in range(100_000)]},
+        {"BAD_WORDS_DICT": [f"word {n}" for n in range(65_536)]},
         {"EMBEDDING_BIAS_WORDS": ["word " * 400_000], "EMBEDDING_BIAS_WEIGHTS": [1.0]},
     ],
     ids=lambda inputs: next(iter(inputs)),

@@ -294,6 +294,16 @@ async def test_a_malformed_word_list_is_refused(serve, name, words, text):
     assert error.kind is ErrorKind.INVALID_ARG
 
 
+@pytest.mark.parametrize("name", ["stop_words_list", "bad_words_list"])
+async def test_a_word_list_that_would_slow_down_others_is_refused(serve, name):
+    words = np.array([[[5] * 65_537, range(1, 65_538)]], np.int32)
+    error = await _error(serve, **{name: words})
+    assert str(error) == (
+        f"input '{name}' holds 65537 ids but may hold at most 65536; send fewer"
+    )
+    assert error.kind is ErrorKind.INVALID_ARG
+
+
 @pytest.mark.parametrize(
     ("inputs", "text"),
     [
