@@ -6,15 +6,13 @@ import pytest
 import torch
 
 from trimaran.comm.collectives import connect_group
-from trimaran.comm.errors import ConfigError
 from trimaran.comm.peer_memory import map_peer_memory
 from trimaran.kernels.sum_norm import SumNorm, region_bytes
 from trimaran.kernels.triton_norm import rms_norm
 from trimaran.kernels.triton_peer_sum import PeerSum
 from trimaran.kernels.triton_peer_sum import region_bytes as peer_region_bytes
 from trimaran.worker import sum_norms
-from trimaran.worker.config import EngineConfig
-from trimaran.worker.sum_norms import FEW_ROWS, choose_sums_and_norms, try_sum_norm
+from trimaran.worker.sum_norms import try_sum_norm
 
 pytestmark = pytest.mark.gpu
 
@@ -152,49 +150,3 @@ def test_a_group_sums_so_once_it_was_compared(group):
 
     assert group.sum_norm is not None
     assert group.transports()["sum_norm"] == "peer push"
-
-
-@pytest.fixture
-def own_group(world):
-    """A group that has not chosen how it sums."""
-    group = connect_group(world, torch.device("cuda", world.local_rank), 60.0)
-    yield group
-    group.close()
-
-
-def config(all_reduce, **changes):
-    return EngineConfig(
-        model="test", engine_dir="/m", device="cuda", all_reduce=all_reduce, **changes
-    )
-
-
-@pytest.mark.parametrize("is_deterministic", [False, True])
-def test_by_themselves_groups_sum_steps_of_few_rows_so(own_group, is_deterministic):
-    choose_sums_and_norms(
-        config("auto", deterministic=is_deterministic), own_group, own_group.device
-    )
-
-    assert own_group.sum_norm is not None
-    most = FEW_ROWS[own_group.size]
-    rows = torch.zeros(most + 1, 4096, dtype=BF16, device=own_group.device)
-    assert own_group.sum_norm.takes(rows[:most])
-    assert not own_group.sum_norm.takes(rows)
-    large = "peer two-shot" if is_deterministic else "nccl"
-    assert own_group.transports()["all_reduce"] == f"peer one-shot (large: {large})"
-
-
-@pytest.mark.parametrize("asked", ["auto", "fused"])
-def test_what_one_rank_finds_wrong_is_used_by_none(own_group, monkeypatch, caplog, asked):
-    caplog.set_level("INFO")
-    found = "a norm is off" * (own_group.rank == own_group.size - 1)
-    monkeypatch.setattr(sum_norms, "check_sum_norm", lambda *_, **__: found)
-
-    if asked == "auto":
-        choose_sums_and_norms(config(asked), own_group, own_group.device)
-        assert "no sums are made by the norms behind them: a norm is off" in caplog.messages
-    else:
-        with pytest.raises(ConfigError, match="together with norms, but a norm is off"):
-            choose_sums_and_norms(config(asked), own_group, own_group.device)
-
-    assert own_group.sum_norm is None
-    assert own_group.transports()["all_reduce"] == "peer one-shot (large: nccl)"
