@@ -16,6 +16,7 @@ from trimaran.comm.stage_link import (
     connect_stages,
 )
 from trimaran.comm.topology import ParallelLayout
+from trimaran.comm.waits import Waits
 
 _EXTRA_SLOTS = 2
 """Steps that a link between stages holds beside one a stage: one more may be in flight, and
@@ -76,6 +77,10 @@ class PipelineLinks:
         stages = self._world.subgroup(topology.pp_ranks)
         shape = HiddenShape(*sizes, dtype, topology.pp_size + _EXTRA_SLOTS)
         self.previous, self.next = connect_stages(stages, shape, device, self._timeout_s)
+        if self.previous is not None:
+            self.previous.peer = topology.rank - topology.tp_size
+        if self.next is not None:
+            self.next.peer = topology.rank + topology.tp_size
 
     def open_news(self, topology: ParallelLayout) -> None:
         """Connect the first ranks of all other stages and lanes to rank 0, beside results.
@@ -104,15 +109,17 @@ class PipelineLinks:
         """The least of all ranks' values; see `all_gather`."""
         return int(min(self.all_gather(value)))
 
-    def set_timeout(self, timeout_s: float) -> None:
-        """The longest wait for another rank from now on."""
-        self._timeout_s = timeout_s
+    def set_timeouts(self, waits: Waits) -> None:
+        """The longest waits for other ranks from now on."""
+        self._timeout_s = waits.results_s
         readers = [*self.readers.values(), *self.news_readers.values()]
-        for end in [self.previous, self.next, self.writer, self.news_writer, *readers]:
+        for end in [self.next, self.writer, self.news_writer, *readers]:
             if end is not None:
-                end.timeout_s = timeout_s
+                end.timeout_s = waits.results_s
+        if self.previous is not None:
+            self.previous.timeout_s = waits.hidden_s
         if self.expert_ranks is not None:
-            self.expert_ranks.timeout_s = timeout_s
+            self.expert_ranks.timeout_s = waits.experts_s
 
     def transports(self) -> dict[str, str]:
         """What carries hidden states and results, for the log and the metrics."""

@@ -38,6 +38,7 @@ class ProcessGroup(TensorParallelGroup):
     def __init__(self, world: World, backend: str, timeout_s: float, connect_s: float) -> None:
         self.rank = world.rank
         self.size = world.size
+        self._ranks = world.root_ranks
         self.timeout_s = timeout_s
         limit = timedelta(seconds=timeout_s)
         _join_default_group(world.root, backend, limit, connect_s)
@@ -104,7 +105,10 @@ class ProcessGroup(TensorParallelGroup):
 
 
 class GlooGroup(ProcessGroup):
-    """CPU ranks on several hosts, over TCP. 16-bit floats travel as float32."""
+    """CPU ranks on several hosts, over TCP. 16-bit floats travel as float32.
+
+    The group's own limit is that of its first day: each wait is given ``timeout_s`` of now.
+    """
 
     transport = "gloo"
 
@@ -116,6 +120,17 @@ class GlooGroup(ProcessGroup):
         if tensor.dtype in (torch.float16, torch.bfloat16):
             return tensor.copy_(super().all_reduce(tensor.float()))
         return super().all_reduce(tensor)
+
+    def _run(self, call: Callable[..., Any], *arguments: object, **options: object) -> None:
+        limit = timedelta(seconds=self.timeout_s)
+        try:
+            call(*arguments, **options, async_op=True).wait(limit)
+        except RuntimeError as error:
+            others = [rank for rank in self._ranks if rank != self._ranks[self.rank]]
+            raise PeerLostError(
+                f"no sum or exchange with rank(s) {others}, over the network, within "
+                f"{self.timeout_s:.3g} s: {error}"
+            ) from error
 
 
 class SumInPlace(Protocol):

@@ -136,7 +136,7 @@ class ResultReader:
         payload = self._read(self.timeout_s)
         if payload is None:
             raise PeerLostError(
-                f"rank {self._rank} told no result of a step for {self.timeout_s:g} s"
+                f"rank {self._rank} told no result of a step for {self.timeout_s:.3g} s"
             )
         return payload
 

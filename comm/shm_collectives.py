@@ -206,7 +206,7 @@ class SharedMemoryGroup(TensorParallelGroup):
         late = {names[rank]: n for rank, n in enumerate(self._flags) if n < count}
         return (
             f"rank(s) {list(late)} did not reach phase {count} ({phase}) of the group of ranks "
-            f"{list(names)} within {self.timeout_s:g} s; they are at {list(late.values())}"
+            f"{list(names)} within {self.timeout_s:.3g} s; they are at {list(late.values())}"
         )
 
     def _slot_views(self, numel: int, dtype: torch.dtype) -> list[torch.Tensor]:

@@ -14,7 +14,13 @@ from torch import Tensor
 from trimaran.comm.errors import PeerLostError
 from trimaran.comm.mpi import World
 from trimaran.comm.process_group import MULTICAST_OFF, connect_store
-from trimaran.comm.stage_link import HiddenShape, StageReceiver, StageSender
+from trimaran.comm.stage_link import (
+    HiddenShape,
+    StageReceiver,
+    StageSender,
+    sent_nothing,
+    took_nothing,
+)
 
 _TAG = 0
 # torch exports them without saying so in its type hints.
@@ -63,9 +69,7 @@ class GlooSender(StageSender):
     def send(self, hidden_TD: Tensor) -> None:
         """Hand on a step's hidden states; see `StageSender.send`."""
         place, memory, work = self._slots.next()
-        what = (
-            f"the next pipeline stage, on another host, took no step for {self.timeout_s:g} s"
-        )
+        what = took_nothing(self)
         if work is not None:
             _guarded(what, lambda: work.wait(timedelta(seconds=self.timeout_s)))
         slot = memory[: len(hidden_TD)].copy_(hidden_TD)
@@ -94,11 +98,7 @@ class GlooReceiver(StageReceiver):
             work = self._group.recv([slot], self._previous, _TAG)
             work.wait(timedelta(seconds=self.timeout_s))
 
-        _guarded(
-            "the pipeline stage before, on another host, sent no hidden states for "
-            f"{self.timeout_s:g} s",
-            take,
-        )
+        _guarded(sent_nothing(self), take)
         return slot
 
 

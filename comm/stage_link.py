@@ -38,6 +38,9 @@ class StageSender(ABC):
     timeout_s: float
     """Longest wait for the other end."""
 
+    peer = -1
+    """The rank at the other end, for what is said of it."""
+
     @abstractmethod
     def send(self, hidden_TD: Tensor) -> None:
         """Hand on a step's hidden states, which may be overwritten afterwards.
@@ -58,6 +61,7 @@ class StageReceiver(ABC):
 
     transport = ""
     timeout_s: float
+    peer = -1
 
     @abstractmethod
     def receive(self, num_tokens: int) -> Tensor:
@@ -93,6 +97,19 @@ class HiddenShape:
         """Memory for so many slots, or for all, [slots, max tokens, D]."""
         shape = (num_slots or self.num_slots, self.max_tokens, self.hidden_size)
         return torch.empty(shape, dtype=self.dtype, device=device)
+
+
+def took_nothing(sender: StageSender) -> str:
+    """Who is missing, in words: the next stage."""
+    return f"rank {sender.peer}, the next stage, took no step for {sender.timeout_s:.3g} s"
+
+
+def sent_nothing(receiver: StageReceiver) -> str:
+    """Who is missing, in words: the stage before."""
+    return (
+        f"rank {receiver.peer}, the stage before, sent no hidden states for "
+        f"{receiver.timeout_s:.3g} s"
+    )
 
 
 # ---- ranks of one host ------------------------------------------------------------------
@@ -134,28 +151,23 @@ class StepCounts:
         fence()
         return True
 
-    def await_place(self, num_sent: int, num_slots: int, timeout_s: float) -> None:
+    def await_place(self, num_sent: int, num_slots: int, sender: StageSender) -> None:
         """Wait until the next step's place is free.
 
         Raises:
-            PeerLostError: the next stage took nothing for ``timeout_s``.
+            PeerLostError: the next stage took nothing in the sender's time.
         """
-        if not self.wait_for(FREED, num_sent - num_slots + 1, timeout_s):
-            raise PeerLostError(
-                f"the next pipeline stage took no step for {timeout_s:g} s while "
-                f"{num_slots} waited"
-            )
+        if not self.wait_for(FREED, num_sent - num_slots + 1, sender.timeout_s):
+            raise PeerLostError(f"{took_nothing(sender)} while {num_slots} waited")
 
-    def await_step(self, num_received: int, timeout_s: float) -> None:
+    def await_step(self, num_received: int, receiver: StageReceiver) -> None:
         """Wait until the next step was sent.
 
         Raises:
-            PeerLostError: the stage before sent nothing for ``timeout_s``.
+            PeerLostError: the stage before sent nothing in the receiver's time.
         """
-        if not self.wait_for(SENT, num_received + 1, timeout_s):
-            raise PeerLostError(
-                f"the pipeline stage before sent no hidden states for {timeout_s:g} s"
-            )
+        if not self.wait_for(SENT, num_received + 1, receiver.timeout_s):
+            raise PeerLostError(sent_nothing(receiver))
 
 
 def _slots_of(segment: SharedSegment, shape: HiddenShape) -> Tensor:
@@ -187,7 +199,7 @@ class SharedMemorySender(StageSender):
     def send(self, hidden_TD: Tensor) -> None:
         """Hand on a step's hidden states; see `StageSender.send`."""
         num_slots = len(self._slots)
-        self._counts.await_place(self._num_sent, num_slots, self.timeout_s)
+        self._counts.await_place(self._num_sent, num_slots, self)
         slot = self._slots[self._num_sent % num_slots]
         slot[: len(hidden_TD)].copy_(hidden_TD)
         self._num_sent += 1
@@ -210,7 +222,7 @@ class SharedMemoryReceiver(StageReceiver):
         if self._num_received:
             # What the last call handed out is read by now.
             self._counts.raise_to(FREED, self._num_received)
-        self._counts.await_step(self._num_received, self.timeout_s)
+        self._counts.await_step(self._num_received, self)
         slot = self._slots[self._num_received % len(self._slots)]
         self._num_received += 1
         return slot[:num_tokens]

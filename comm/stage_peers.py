@@ -92,7 +92,7 @@ class PeerSender(StageSender):
         """Hand on a step's hidden states; see `StageSender.send`."""
         num_slots = len(self._slots)
         place = self._num_sent % num_slots
-        self._counts.await_place(self._num_sent, num_slots, self.timeout_s)
+        self._counts.await_place(self._num_sent, num_slots, self)
         if self._num_sent >= num_slots:
             self._mapped.await_signal(self._next, place)
         self._slots[place, : len(hidden_TD)].copy_(hidden_TD)
@@ -126,7 +126,7 @@ class PeerReceiver(StageReceiver):
             # Whoever reads what the last call handed out is on this stream by now.
             self._mapped.signal(self._previous, (self._num_received - 1) % num_slots)
             self._counts.raise_to(FREED, self._num_received)
-        self._counts.await_step(self._num_received, self.timeout_s)
+        self._counts.await_step(self._num_received, self)
         place = self._num_received % num_slots
         self._mapped.await_signal(self._previous, place)
         self._num_received += 1

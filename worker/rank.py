@@ -17,6 +17,7 @@ from trimaran.comm.errors import ConfigError
 from trimaran.comm.log import join_log, setup_logging
 from trimaran.comm.messages import EngineHello
 from trimaran.comm.supervisor_link import SupervisorLink
+from trimaran.comm.waits import Waits
 from trimaran.comm.watchdog import Watchdog
 from trimaran.worker.config import ParallelConfig, RankConfig
 from trimaran.worker.start_times import StartTimes
@@ -35,8 +36,6 @@ logger = logging.getLogger(__name__)
 FINALIZE_TIMEOUT_S = 10.0
 NEVER_S = 1e6
 """Without a hang timeout: 11 days, about as long as a socket can be told to wait."""
-COLLECTIVE_SHARE = 0.8
-"""Of the hang timeout: a collective gives up, and names who is missing, before the watchdog."""
 PING_SHARE = 1.5
 """Of the hang timeout: by then the supervisor has given up a rank that it cannot reach."""
 CONFIG_ERROR_CODE = 2
@@ -143,8 +142,9 @@ class RankProcess:
         self._times.end("engine")
         if device.type == "cuda":
             watch_compilations()
-        self._group.timeout_s = self._hang_timeout_s * COLLECTIVE_SHARE
-        self._links.set_timeout(self._hang_timeout_s * COLLECTIVE_SHARE)
+        waits = Waits.of(topology, self._hang_timeout_s)
+        self._group.timeout_s = waits.tensor_s
+        self._links.set_timeouts(waits)
         return engine, topology
 
     def _connect(

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import re
+import time
+from collections.abc import Iterator
+
 import numpy as np
 import pytest
 import torch
@@ -178,20 +182,53 @@ def test_groups_of_their_own_do_not_mix(world: World):
     assert result.item() == sum(own)
 
 
-def test_a_process_is_in_several_groups_over_gloo_at_once(two_host_world: World):
+@pytest.fixture(scope="module")
+def gloo_groups(
+    two_host_world: World,
+) -> Iterator[list[tuple[tuple[int, ...], TensorParallelGroup]]]:
+    """By their ranks: this process's half of all, one of each half with it, and all."""
     world = two_host_world
     half = world.size // 2
     first = tuple(range(half)) if world.rank < half else tuple(range(half, world.size))
     across = tuple(rank for rank in range(world.size) if rank % half == world.rank % half)
-
     groups = [
         connect_group(world.subgroup(ranks), CPU, timeout_s=30.0) for ranks in (first, across)
     ]
     groups.append(connect_group(world, CPU, timeout_s=30.0))
-    own = torch.tensor([float(world.rank)])
-    sums = [group.all_reduce(own.clone()).item() for group in groups]
-
-    assert sums == [sum(first), sum(across), sum(range(world.size))]
-    assert groups[1].broadcast(own.clone(), src=1).item() == across[1]
+    yield [(first, groups[0]), (across, groups[1]), (tuple(range(world.size)), groups[2])]
+    world.barrier(60.0, "end of a module")
     for group in groups:
         group.close()
+
+
+def test_a_process_is_in_several_groups_over_gloo_at_once(two_host_world: World, gloo_groups):
+    own = torch.tensor([float(two_host_world.rank)])
+
+    sums = [group.all_reduce(own.clone()).item() for _, group in gloo_groups]
+
+    assert sums == [sum(ranks) for ranks, _ in gloo_groups]
+    (_, _), (across, group), _ = gloo_groups
+    assert group.broadcast(own.clone(), src=1).item() == across[1]
+
+
+def test_over_gloo_a_wait_ends_by_the_deadline_of_now_and_names_the_others(
+    two_host_world: World, gloo_groups
+):
+    world, (_, group) = two_host_world, gloo_groups[-1]
+    missing = world.size - 1
+    group.timeout_s = 0.5
+    world.barrier(60.0, "all connected")
+
+    if world.rank != missing:
+        others = [rank for rank in range(world.size) if rank != world.rank]
+        words = rf"with rank\(s\) {re.escape(str(others))}, over the network, within 0\.5 s"
+        start = time.monotonic()
+        with pytest.raises(PeerLostError, match=words):
+            group.all_reduce(torch.ones(8))
+        assert time.monotonic() - start < 5.0
+    world.barrier(60.0, "the others gave up")
+    if world.rank == missing:
+        # What the others began is over before the group is.
+        group.timeout_s = 30.0
+        group.all_reduce(torch.ones(8))
+    world.barrier(60.0, "the last one came")

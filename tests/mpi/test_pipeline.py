@@ -12,6 +12,7 @@ from tests.unit.models.models import reference_greedy
 from trimaran.comm import mpi
 from trimaran.comm.errors import PeerLostError
 from trimaran.comm.topology import ParallelLayout
+from trimaran.comm.waits import Waits
 from trimaran.worker.config import CacheConfig, EngineConfig, ParallelConfig, SchedulerConfig
 from trimaran.worker.rank import NEVER_S
 
@@ -176,7 +177,7 @@ def test_stages_on_two_hosts_give_the_tokens_of_transformers(two_host_world, mod
     ranks = make_ranks(two_host_world, pp_size=two_host_world.size)
     driver = make_driver(folder, ranks)
     # As a rank does without a hang timeout.
-    ranks.links.set_timeout(NEVER_S)
+    ranks.links.set_timeouts(Waits.of(ranks.ties[0], NEVER_S))
 
     outputs = ranks.run(driver, lambda driver: driver.serve(PROMPTS))
 
@@ -189,10 +190,11 @@ def test_stages_on_two_hosts_give_the_tokens_of_transformers(two_host_world, mod
 def test_a_stage_that_hears_nothing_names_the_one_before(world):
     ranks = make_ranks(world, pp_size=world.size)
     ranks.links.open(ranks.ties[0], torch.device("cpu"), (4, 8), torch.float32)
-    ranks.links.set_timeout(0.05)
+    ranks.links.set_timeouts(Waits.of(ranks.ties[0], 0.05))
 
     if world.rank > 0:
-        with pytest.raises(PeerLostError, match="the pipeline stage before sent no hidden"):
+        words = f"rank {world.rank - 1}, the stage before, sent no hidden states for 0.04"
+        with pytest.raises(PeerLostError, match=words):
             ranks.links.previous.receive(2)
     else:
         with pytest.raises(PeerLostError, match=f"rank {world.size - 1} told no result"):
