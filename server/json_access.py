@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import re
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from trimaran.comm.errors import ErrorKind, RequestError
@@ -32,6 +35,8 @@ _LONE_HALF = re.compile(
     r"\\u[dD][89abAB][0-9a-fA-F]{2}(?!\\u[dD][c-fC-F][0-9a-fA-F]{2})"
     r"|(?<!\\u[dD][89abAB][0-9a-fA-F]{2})\\u[dD][c-fC-F][0-9a-fA-F]{2}"
 )
+
+_LONG_CHARACTERS = 1 << 20
 
 JsonObject = dict[str, Any]
 
@@ -73,7 +78,8 @@ def parse(body: bytes | bytearray | memoryview) -> Any:
         raise unparsable("The document is empty", 0)
     _check_surrogates(text)
     try:
-        return _DECODER.decode(text)
+        with _collector_off(len(text) >= _LONG_CHARACTERS):
+            return _DECODER.decode(text)
     except json.JSONDecodeError as error:
         reason = _REASONS.get(error.msg, error.msg)
         offset = len(text[: error.pos].encode("utf-8", "surrogateescape"))
@@ -83,6 +89,20 @@ def parse(body: bytes | bytearray | memoryview) -> Any:
         raise unparsable("Number too big to be stored in double", 0) from None
     except RecursionError:
         raise unparsable(f"Nested deeper than {MAX_NESTING} levels", 0) from None
+
+
+@contextmanager
+def _collector_off(is_off: bool) -> Iterator[None]:
+    """Without garbage collections: among millions of new lists they take longer than all
+    else, find nothing, and everybody waits."""
+    if not (is_off and gc.isenabled()):
+        yield
+        return
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
 
 
 def _check_surrogates(text: str) -> None:

@@ -1,0 +1,28 @@
+"""JSON bodies of clients, however long."""
+
+import gc
+
+import pytest
+
+from trimaran.comm.errors import RequestError
+from trimaran.server import json_access
+
+
+def num_collections():
+    return sum(generation["collections"] for generation in gc.get_stats())
+
+
+def test_long_bodies_are_read_without_garbage_collections():
+    body = b"[" + b"[0]," * 500_000 + b"[0]]"
+    assert gc.isenabled()
+    before = num_collections()
+    value = json_access.parse(body)
+    assert num_collections() - before <= 1
+    assert len(value) == 500_001
+    assert gc.isenabled()
+
+
+def test_garbage_is_collected_again_after_a_body_that_is_no_json():
+    with pytest.raises(RequestError, match="Missing a comma"):
+        json_access.parse(b"[" + b"0 " * 1_000_000)
+    assert gc.isenabled()
