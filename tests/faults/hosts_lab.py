@@ -119,6 +119,12 @@ class HostsLab:
         """Take the link up again."""
         _ip("link", "set", self.hosts[name].cable, "up")
 
+    def part(self, one: str, other: str) -> None:
+        """Let no packet through between two hosts that still reach all others."""
+        for name, lost in ((one, other), (other, one)):
+            inside = ("nsenter", f"--target={self.hosts[name].init_pid}", "--net", "ip")
+            _run(*inside, "route", "add", "blackhole", f"{self.hosts[lost].address}/32")
+
     def power_off(self, name: str) -> None:
         """End a host and all that runs on it in one moment; its peers are told nothing."""
         self.cut(name)

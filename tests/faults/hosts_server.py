@@ -20,6 +20,8 @@ class HostsServer(ChaosServer):
     home: str = "one"
     slots: int = 2
     has_host_file: bool = False
+    has_hosts: bool = True
+    """Whether its ranks are on all hosts; else ``flags`` say where."""
 
     def start(self) -> None:
         """Start the supervisor on its host."""
@@ -53,6 +55,8 @@ class HostsServer(ChaosServer):
     def host_flags(self) -> list[str]:
         """How the launch line names the hosts: in a file of mpirun's form, or in itself."""
         assert self.lab is not None
+        if not self.has_hosts:
+            return []
         if not self.has_host_file:
             return ["--hosts", ",".join(f"{name}:{self.slots}" for name in self.lab.hosts)]
         path = self.folder / "hosts.txt"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 import threading
 import time
@@ -193,6 +194,29 @@ def test_a_request_goes_on_when_a_partition_is_mended(repository, cases, lab, tm
         assert answer(server, cases[1]) == (200, cases[1].answer)
         assert server.end() == 0
     assert_nothing_is_left(lab)
+
+
+@pytest.mark.timeout(300)
+def test_ranks_that_reach_the_supervisor_and_not_each_other_are_named(tmp_path):
+    stages = Model(NAME, "moe", pp_size=2, num_lanes=2, num_nodes=2)
+    repository = build_repository(tmp_path / "stages", (stages,))
+    case = Case(NAME, (0, 547, 1319), 900)
+    with HostsLab(num_hosts=3) as lab:
+        # A lane on each of the hosts that are not the supervisor's.
+        flags = ("--restart", "never", "--hosts", "two:2,three:2")
+        with serve(repository, lab, tmp_path, *flags, has_hosts=False) as server:
+            assert [len(server.on_host(name, "rank")) for name in lab.hosts] == [0, 2, 2]
+            request = Running(server, case)
+            lab.part("two", "three")
+            request.finish(BACK_S)
+            assert re.search(r"no sum or exchange with rank\(s\) \[\d\]", request.error)
+            assert server.process.wait(GONE_S) == 1
+        for name in lab.hosts:
+            # The folder of a daemon of MPI that was killed stays.
+            wait_until(
+                lambda name=name: not lab.pids(name), GONE_S, f"processes of {name} are gone"
+            )
+            assert lab.shm_files(name) == []
 
 
 @pytest.mark.timeout(300)
