@@ -50,7 +50,7 @@ class MeasuredExperts:
     ) -> Tensor:
         """See `reference.expert_mlp`. Safe under CUDA graph capture."""
         inputs = (x_TD, weights_TC, ids_TC, gate_up_XED, down_XDF, first_expert)
-        if can_stream(*ids_TC.shape, gate_up_XED):
+        if can_stream(ids_TC.shape[0], ids_TC.shape[1], gate_up_XED):
             return stream_experts(*inputs)
         num_experts, outputs, inner = gate_up_XED.shape
         rows = ids_TC.numel()
