@@ -17,6 +17,7 @@ from trimaran.launcher.config import GroupConfig
 from trimaran.launcher.group import Group
 from trimaran.launcher.group_types import GroupState
 from trimaran.launcher.links import Link
+from trimaran.launcher.preflight import check_host_memory
 from trimaran.launcher.roster import Roster
 from trimaran.server.model_repository import RepositoryModel, repository_model
 
@@ -129,6 +130,7 @@ class GroupControl:
                 f"model '{model.name}' needs ranks of its own, but all ranks of this server "
                 "were started before it (--disable-spawn-processes). Start it without that."
             )
+        check_host_memory(configs)
         for group in self._roster.add(configs):
             if group is not self._roster.orchestrator:
                 self._loading.add(group)

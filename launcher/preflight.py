@@ -66,7 +66,7 @@ def check_groups(groups: Sequence[GroupConfig]) -> None:
         if group.engine.device == "cuda":
             check_gpus(group.world_size, group.engine.gpu_device_ids)
     check_shared_memory(sum(group.world_size for group in here))
-    check_host_memory(here)
+    check_host_memory(groups)
 
 
 def check_ports(wanted: Iterable[Endpoint]) -> None:
@@ -120,7 +120,7 @@ def check_host_memory(groups: Sequence[GroupConfig]) -> None:
     bytes_of = {
         group.name: group.engine.cache.host_bytes * group.world_size
         for group in groups
-        if group.launch != "job"
+        if group.launch != "job" and all(is_this_host(e.host) for e in group.hosts)
     }
     needed, free = sum(bytes_of.values()), free_memory_bytes()
     if needed > free:

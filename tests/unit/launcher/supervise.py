@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from trimaran.comm.errors import ConfigError
@@ -16,7 +17,7 @@ from trimaran.launcher.seating import PlacementConflict
 from trimaran.launcher.supervisor import EXIT_CONFIG, Supervisor
 from trimaran.server.config import FrontendConfig
 from trimaran.server.model_repository import RepositoryModel
-from trimaran.worker.config import EngineConfig, ParallelConfig
+from trimaran.worker.config import CacheConfig, EngineConfig, ParallelConfig
 
 HERE = Path(__file__).parent
 
@@ -32,7 +33,11 @@ class OneRankGroups:
         if model.name == "crowded":
             raise PlacementConflict("no room", tuple(group.name for group in running))
         name = model.name if generation == 1 else f"{model.name}@{generation}"
-        return (group_of(model.name, name, generation),)
+        group = group_of(model.name, name, generation)
+        if model.name == "greedy":
+            cache = CacheConfig(host_bytes=1 << 60)
+            group = replace(group, engine=replace(group.engine, cache=cache))
+        return (group,)
 
 
 def group_of(model: str, name: str, generation: int = 1) -> GroupConfig:

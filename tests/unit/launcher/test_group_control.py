@@ -137,6 +137,14 @@ def test_what_cannot_start_is_refused_with_what_is_in_its_way(asked, model, erro
     assert server.server.terminate() == 0
 
 
+def test_memory_that_this_host_lacks_is_refused_before_a_rank_starts(asked):
+    server = asked()
+    reply = server.start("greedy")
+    assert f"adds up to {1 << 60} bytes for all ranks of greedy, but" in reply["error"]
+    assert server.states("greedy") == []
+    assert server.server.terminate() == 0
+
+
 def test_a_model_whose_folder_is_gone_is_refused(asked, tmp_path):
     server = asked()
     folder = str(tmp_path / "missing" / "n")
