@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from trimaran.worker.sampling_rows import (
@@ -22,6 +23,9 @@ from trimaran.worker.staging import to_device
 # Shapes: N sampled rows, n of them concerned, V vocabulary, R rows, L longest sequence.
 
 _NEVER = float("-inf")
+
+_NO_ID = -2
+"""What no word has at a place: -1 there stands for any id."""
 
 
 def add_bias(logits_NV: Tensor, batch: SamplingBatch, token_table_RL: Tensor) -> None:
@@ -84,30 +88,16 @@ def forbid_early_end(logits_NV: Tensor, batch: SamplingBatch, token_table_RL: Te
 
 def forbid_bad_words(logits_NV: Tensor, batch: SamplingBatch, token_table_RL: Tensor) -> None:
     """Mask the last id of every bad word whose other ids the sequence ends with."""
-    chosen: list[tuple[int, int, int, tuple[int, ...]]] = []
     for entry in batch.rows_wanting(Want.BAD_WORDS):
         row, length = int(batch.rows[entry]), int(batch.lengths[entry])
         words = batch.state.bad_words[row]
-        chosen += [(entry, row, length, word) for word in words if len(word) - 1 <= length]
-    if not chosen:
-        return
-    longest = max(len(word) for *_, word in chosen) - 1
-    # [words, 3 + longest]: entry, row, last id, then the ids before it, -1 in front.
-    table = np.full((len(chosen), 3 + longest), -1, dtype=np.int64)
-    places = np.zeros((len(chosen), longest), dtype=np.int64)
-    for number, (entry, row, length, word) in enumerate(chosen):
-        table[number, :3] = entry, row, word[-1]
-        head = len(word) - 1
-        table[number, 3 + longest - head :] = word[:-1]
-        places[number] = np.maximum(np.arange(length - longest, length), 0)
-    words_on_device = to_device(table, logits_NV.device)
-    expected = words_on_device[:, 3:]
-    found = token_table_RL[words_on_device[:, 1, None], to_device(places, logits_NV.device)]
-    is_bad = ((found == expected) | (expected < 0)).all(dim=1)
-    penalty = torch.where(is_bad, _NEVER, 0.0)
-    logits_NV.index_put_(
-        (words_on_device[:, 0], words_on_device[:, 2]), penalty, accumulate=True
-    )
+        last_W, before_WH, longest = words[:, 0].long(), words[:, 1:], words.shape[1] - 1
+        end_H = token_table_RL[row, max(length - longest, 0) : length]
+        # Of a word that is longer than the sequence no first id is found.
+        end_H = F.pad(end_H, (longest - len(end_H), 0), value=_NO_ID)
+        is_bad_W = ((before_WH == end_H) | (before_WH < 0)).all(dim=1)
+        penalty_W = torch.where(is_bad_W, _NEVER, 0.0)
+        logits_NV[entry].index_put_((last_W,), penalty_W, accumulate=True)
 
 
 def forbid_repeated_ngrams(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntFlag
 
@@ -233,7 +234,8 @@ class SamplingRows:
         self.num_prompt = np.zeros(num_rows, dtype=np.int64)
         self.num_candidates = np.zeros(num_rows, dtype=np.int64)
         """Of rows that are beams: how many of their likeliest ids the host wants."""
-        self.bad_words: dict[int, tuple[tuple[int, ...], ...]] = {}
+        self.bad_words: dict[int, Tensor] = {}
+        """Of rows that have any, on the CPU; see `logits_processors.forbid_bad_words`."""
         self.biases: dict[int, Tensor] = {}
         self.has_wants = False
         """Whether any row asks for more than the likeliest id."""
@@ -283,8 +285,8 @@ class SamplingRows:
             self.device_state.enter(new, params)
         self.bad_words.pop(row, None)
         self.biases.pop(row, None)
-        if any(params.bad_words):
-            self.bad_words[row] = tuple(word for word in params.bad_words if word)
+        if any(params.bad_words) and self.device_state is None:
+            self.bad_words[row] = torch.from_numpy(_bad_words_table(params.bad_words))
         if params.embedding_bias:
             bias = np.frombuffer(params.embedding_bias, dtype="<f4").copy()
             self.biases[row] = to_device(bias, self.device)
@@ -340,7 +342,7 @@ class DeviceSamplingState:
         self._entered[new.row] = words
         self.bad_words.pop(new.row, None)
         if any(params.bad_words):
-            table = _bad_words_table([word for word in params.bad_words if word])
+            table = _bad_words_table(params.bad_words)
             self.bad_words[new.row] = to_device(table, self._tensor.device)
 
     def counts(self, size: int) -> Tensor:
@@ -360,11 +362,18 @@ class DeviceSamplingState:
         return self._tensor
 
 
-def _bad_words_table(words: list[tuple[int, ...]]) -> npt.NDArray[np.int32]:
+def _bad_words_table(words: Sequence[tuple[int, ...]]) -> npt.NDArray[np.int32]:
     """[W, H]: each word's last id, then those before it, -1 in front of shorter ones."""
-    table = np.full((len(words), max(len(word) for word in words)), -1, dtype=np.int32)
-    for number, word in enumerate(words):
-        table[number, 0] = word[-1]
-        if len(word) > 1:
-            table[number, 1 - len(word) :] = word[:-1]
-    return table
+    by_length: dict[int, list[tuple[int, ...]]] = {}
+    for word in words:
+        if word:
+            by_length.setdefault(len(word), []).append(word)
+    tables = []
+    for length, some in by_length.items():
+        table = np.full((len(some), max(by_length)), -1, dtype=np.int32)
+        ids = np.array(some, dtype=np.int32)
+        table[:, 0] = ids[:, -1]
+        if length > 1:
+            table[:, 1 - length :] = ids[:, :-1]
+        tables.append(table)
+    return np.concatenate(tables)
