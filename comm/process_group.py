@@ -91,8 +91,12 @@ class ProcessGroup(TensorParallelGroup):
         return self.transport
 
     def close(self) -> None:
-        """Leave the group, and torch.distributed with the last one. Collective."""
-        dist.destroy_process_group(self.handle)
+        """Leave the group, and torch.distributed with the last one. Collective.
+
+        Connections end with the last one's. Torch names a group by its ranks and by how many
+        groups there are, so after the end of one the next would get its name, and find the
+        addresses, or the key of NCCL, that it had left in the store.
+        """
         _leave_default_group()
 
     def _run(self, call: Callable[..., object], *arguments: object, **options: object) -> None:

@@ -211,6 +211,16 @@ def test_a_process_is_in_several_groups_over_gloo_at_once(two_host_world: World,
     assert group.broadcast(own.clone(), src=1).item() == across[1]
 
 
+def test_groups_come_and_go_beside_others(two_host_world: World, gloo_groups):
+    for _ in range(5):
+        group = connect_group(two_host_world, CPU, timeout_s=10.0)
+        assert group.all_reduce(torch.ones(1)).item() == two_host_world.size
+        group.close()
+
+    *_, (ranks, group) = gloo_groups
+    assert group.all_reduce(torch.ones(1)).item() == len(ranks)
+
+
 def test_over_gloo_a_wait_ends_by_the_deadline_of_now_and_names_the_others(
     two_host_world: World, gloo_groups
 ):

@@ -1,9 +1,4 @@
-"""How tensor groups of GPUs choose what sums: norms, kernels that read peers' memory, or NCCL.
-
-Apart from the tests of those sums, which keep a group of their own open: with torch 2.11 four
-ranks have waited for ever in a new NCCL communicator where one was open and another had been
-closed. An engine opens its groups once and closes them at its end.
-"""
+"""How tensor groups of GPUs choose what sums: norms, kernels that read peers' memory, or NCCL."""
 
 from __future__ import annotations
 
