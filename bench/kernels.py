@@ -86,6 +86,11 @@ def _times(
 
 
 def _check(args: argparse.Namespace, device: torch.device) -> None:
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ConfigError(
+            "--device is cuda but torch finds no GPU here: name --device cpu, which has the "
+            "area operators, or run it on a GPU"
+        )
     others = [area for area in args.areas if area != "operators"]
     if others and device.type != "cuda":
         raise ConfigError(f"--areas {others[0]}: these kernels run on a GPU: --device cuda")

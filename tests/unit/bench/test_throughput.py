@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
 from trimaran.launcher.cli import main
 
@@ -104,3 +105,9 @@ def test_every_operator_of_a_layer_is_held_against_its_limit(tmp_path, capsys):
     assert all(line["us"] > 0 and line["torch_us"] > 0 for line in lines)
     assert all(line["limit_pct"] > 0 for line in lines)
     assert "2 at 40" in capsys.readouterr().out
+
+
+def test_kernels_of_a_gpu_are_refused_where_there_is_none(capsys, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert main(["bench", "kernels", "--shape", "tiny"]) == 2
+    assert "torch finds no GPU here: name --device cpu" in capsys.readouterr().err
