@@ -76,8 +76,23 @@ class TokenGroups:
         generation = self.generations.get(source.name, 0) + 1
         self.generations[source.name] = generation
         before_start()
-        groups = await self._requests.start(source, generation)
+        starting = asyncio.ensure_future(self._requests.start(source, generation))
+        try:
+            groups = await asyncio.shield(starting)
+        except asyncio.CancelledError:
+            await self._end_started(starting)
+            raise
         return self.adopt(source, generation, groups)
+
+    async def _end_started(self, starting: asyncio.Future[tuple[str, ...]]) -> None:
+        """End groups that were asked for and are wanted no more: they may have started."""
+        try:
+            groups = await starting
+        except RequestError as error:
+            # Refused, or no answer came.
+            logger.info("groups that were given up: %s", error)
+            return
+        await self.close(None, groups)
 
     async def wait_up(self, opened: OpenedGroups) -> None:
         """Return once every group serves.

@@ -126,6 +126,9 @@ class ControlledFrontend(StartedFrontend):
         """Group that fails before it is ready to the text."""
         self.held = set()
         """Groups that are started and do not get ready until `release`."""
+        self.may_answer = threading.Event()
+        """Whether who asked for a group may hear that it is started."""
+        self.may_answer.set()
         defaults = {"model_control_mode": "explicit", "groups": {}}
         super().__init__(stack, tmp_path, **{**defaults, **config})
         stack.callback(self._close)
@@ -274,6 +277,7 @@ class ControlledFrontend(StartedFrontend):
             return
         self.started.append((group, arguments))
         self._tell(group, model, generation, "starting")
+        self.may_answer.wait(DEADLINE_S)
         self._reply(request_id, groups=[group])
         if group in self.failing:
             self._tell(group, model, generation, "failed", self.failing[group])

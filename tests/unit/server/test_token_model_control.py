@@ -295,6 +295,24 @@ def test_a_load_under_way_is_given_up_when_the_server_drains(start):
     assert frontend.process.wait(60) == 0
 
 
+def test_a_group_whose_start_was_not_answered_yet_ends_with_its_load(start):
+    frontend = start()
+    assert frontend.load("preprocessing")[0] == 200
+    frontend.held.add("tensorrt_llm")
+    frontend.may_answer.clear()
+    loading, results = in_background(frontend.load, "ensemble")
+    frontend.wait_until(lambda: frontend.started)
+
+    assert frontend.unload("tensorrt_llm")[0] == 200
+    frontend.may_answer.set()
+
+    loading.join()
+    assert "unloaded while it was being loaded" in results[0][1]["error"]
+    assert frontend.stopped == ["tensorrt_llm"]
+    assert frontend.load("ensemble")[0] == 200
+    assert frontend.generate()[0] == 200
+
+
 def test_an_unload_gives_up_a_load_under_way(start):
     frontend = start()
     assert frontend.load("preprocessing")[0] == 200
