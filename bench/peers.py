@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import json
+import os
+import signal
 import subprocess
 import sys
+import tempfile
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import IO, Any
 
 from trimaran.bench.load import Load
 from trimaran.comm.errors import ConfigError
@@ -54,23 +59,62 @@ def run_peer(name: str, work: PeerRun) -> list[list[float]]:
         ConfigError: the peer failed; its own words are included.
     """
     check_installed(name)
-    done = subprocess.run(
-        [sys.executable, "-m", "trimaran.bench.peers", name],
-        input=json.dumps(asdict(work)),
-        capture_output=True,
-        text=True,
-    )
-    lines = done.stdout.splitlines()
-    if done.returncode != 0 or not lines:
-        said = "\n".join(done.stderr.splitlines()[-15:])
-        raise ConfigError(f"--peer {name} ended with {done.returncode}: {said}")
+    command = [sys.executable, "-m", "trimaran.bench.peers", name]
+    with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as log:
+        code = _run_group(command, json.dumps(asdict(work)), out, log)
+        out.seek(0)
+        log.seek(0)
+        lines, said = out.read().splitlines(), log.read().splitlines()
+    if code != 0 or not lines:
+        # An engine in a process of its own says why above what its caller says.
+        words = "\n".join(said[-80:])
+        raise ConfigError(f"--peer {name} ended with {code}: {words}")
     rates: list[list[float]] = json.loads(lines[-1])
     return rates
 
 
+def _run_group(command: list[str], line: str, out: IO[str], log: IO[str]) -> int:
+    """Run a command that is told a line, in a process group that is gone afterwards.
+
+    Its output goes to files: a pipe would stay open as long as any process that it started.
+    """
+    with subprocess.Popen(
+        command,
+        stdin=subprocess.PIPE,
+        stdout=out,
+        stderr=log,
+        text=True,
+        start_new_session=True,
+    ) as process:
+        try:
+            assert process.stdin is not None
+            with contextlib.suppress(BrokenPipeError):
+                process.stdin.write(f"{line}\n")
+                process.stdin.flush()
+            # Not collected yet, so that the group's number stays its own.
+            os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+        finally:
+            os.killpg(process.pid, signal.SIGKILL)
+    _wait_until_gone(process.pid)
+    return process.returncode
+
+
+def _wait_until_gone(group: int, timeout_s: float = 10.0) -> None:
+    """What its processes hold of the device comes back as they end."""
+    deadline = time.monotonic() + timeout_s
+    with contextlib.suppress(ProcessLookupError):
+        while time.monotonic() < deadline:
+            os.killpg(group, 0)
+            time.sleep(0.01)
+
+
 def main() -> None:
-    """Read the work from stdin; the last line of stdout is the result."""
-    name, fields = sys.argv[1], json.load(sys.stdin)
+    """Read the work from stdin's first line; the last line of stdout is the result."""
+    name, fields = sys.argv[1], json.loads(sys.stdin.readline())
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    # Engines write to stdout, from processes of theirs even after the result.
+    result = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
     loads = [Load(**load) for load in fields.pop("loads")]
     work = PeerRun(loads=loads, **fields)
     generate = _ENGINES[name](work)
@@ -79,8 +123,13 @@ def main() -> None:
         # The first run compiles and allocates, and is not counted.
         runs = [_rate(generate, load, work.vocab_size, turn) for turn in range(work.runs + 1)]
         rates.append(runs[1:])
-    print()
-    print(json.dumps(rates), flush=True)
+    print(json.dumps(rates), file=result, flush=True)
+
+
+def _end_with_parent() -> None:
+    """The caller holds stdin open; once it is gone, nothing of this group may stay."""
+    os.read(0, 1)
+    os.killpg(os.getpgrp(), signal.SIGKILL)
 
 
 def _rate(generate: Generate, load: Load, vocab_size: int, turn: int) -> float:
@@ -149,7 +198,11 @@ def _transformers(work: PeerRun) -> Generate:
 def _vllm(work: PeerRun) -> Generate:
     """Its offline engine with its defaults, but for the rules of ours."""
     import vllm
+    from vllm.platforms import current_platform
 
+    if current_platform.device_type != work.device.partition(":")[0]:
+        where = current_platform.device_type or "no device"
+        raise RuntimeError(f"vLLM would run on {where}, not on {work.device}")
     engine = vllm.LLM(
         model=work.model,
         skip_tokenizer_init=True,

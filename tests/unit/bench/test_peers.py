@@ -3,13 +3,81 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from trimaran.bench import peers
+from trimaran.bench.load import Load
 from trimaran.launcher.cli import main
 
 FLAGS = ["--shape", "tiny", "--device", "cpu", "--ceiling-seconds", "0", "--runs", "1"]
+
+# An engine that behaves like vLLM where that is awkward: it says things on stdout, and what it
+# starts outlives it and goes on talking there.
+LIKE_VLLM = """
+import os, subprocess, sys, time
+from types import SimpleNamespace as Fields
+
+class SamplingParams(Fields):
+    pass
+
+class LLM:
+    def __init__(self, **flags):
+        print("loading", flags["model"], flush=True)
+        talk = "import time\\nwhile True: print('[1]', flush=True); time.sleep(0.01)"
+        child = subprocess.Popen([sys.executable, "-c", talk])
+        with open(flags["model"] + "/pid", "w") as file:
+            file.write(str(child.pid))
+        os.rename(flags["model"] + "/pid", flags["model"] + "/child")
+
+    def generate(self, inputs, sampling, use_tqdm):
+        if sampling.max_tokens == 1000:
+            time.sleep(600)
+        length = sampling.max_tokens - (sampling.temperature == 0)
+        return [Fields(outputs=[Fields(token_ids=[1] * length)]) for _ in inputs]
+"""
+
+
+@pytest.fixture
+def like_vllm(tmp_path, monkeypatch):
+    package = tmp_path / "packages" / "vllm"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text(LIKE_VLLM)
+    (package / "platforms.py").write_text(
+        "import types\ncurrent_platform = types.SimpleNamespace(device_type='cpu')\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", str(package.parent))
+    monkeypatch.syspath_prepend(package.parent)
+
+
+def _work(folder: Path, temperature: float = 1.0, device: str = "cpu") -> peers.PeerRun:
+    loads = [Load(isl=4, osl=3, requests=2, temperature=temperature)]
+    return peers.PeerRun(
+        model=str(folder), is_random=True, dtype="float32", device=device, vocab_size=100,
+        loads=loads, runs=2, max_num_seqs=2, max_num_tokens=64, gpu_memory=0.9, threads=1,
+    )  # fmt: skip
+
+
+def _is_alive(folder: Path) -> bool:
+    """Whether what the engine started still runs; a zombie does not."""
+    try:
+        stat = Path("/proc", (folder / "child").read_text(), "stat").read_text()
+    except OSError:
+        return False
+    return stat.rpartition(")")[2].split()[0] not in "ZX"
+
+
+def _wait_until(is_so: Callable[[], bool], timeout_s: float = 60.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not is_so():
+        assert time.monotonic() < deadline, "it did not come about"
+        time.sleep(0.01)
 
 
 def test_transformers_does_the_same_work(tmp_path):
@@ -26,3 +94,36 @@ def test_transformers_does_the_same_work(tmp_path):
 def test_a_peer_that_is_not_installed_is_refused_before_anything_runs():
     with pytest.raises(peers.ConfigError, match=r"--peer no_such_engine: .* is not installed"):
         peers.check_installed("no_such_engine")
+
+
+def test_what_a_peer_says_and_starts_spoils_nothing_and_is_gone_with_it(tmp_path, like_vllm):
+    ((first, second),) = peers.run_peer("vllm", _work(tmp_path))
+    assert first > 0
+    assert second > 0
+    assert not _is_alive(tmp_path)
+
+
+def test_a_peer_whose_outputs_are_not_complete_fails_with_its_own_words(tmp_path, like_vllm):
+    with pytest.raises(peers.ConfigError, match=r"ended with 1: (.|\n)*4 tokens came, 6 were"):
+        peers.run_peer("vllm", _work(tmp_path, temperature=0.0))
+    assert not _is_alive(tmp_path)
+
+
+def test_vllm_on_another_device_than_ours_is_refused(tmp_path, like_vllm):
+    with pytest.raises(peers.ConfigError, match=r"vLLM would run on cpu, not on cuda"):
+        peers.run_peer("vllm", _work(tmp_path, device="cuda"))
+
+
+def test_a_peer_ends_with_the_process_that_asked_for_it(tmp_path, like_vllm):
+    work = replace(_work(tmp_path), loads=[Load(isl=4, osl=1000, requests=2)])
+    source = (
+        "from trimaran.bench.load import Load\n"
+        "from trimaran.bench.peers import PeerRun, run_peer\n"
+        f"run_peer('vllm', {work!r})"
+    )
+    with subprocess.Popen([sys.executable, "-c", source]) as caller:
+        try:
+            _wait_until((tmp_path / "child").exists)
+        finally:
+            caller.kill()
+    _wait_until(lambda: not _is_alive(tmp_path))
