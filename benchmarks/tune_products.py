@@ -24,7 +24,7 @@ import json
 import math
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -73,6 +73,9 @@ _SUSTAINED_ROWS = 512
 
 _FLOPS_S, _COPIED_BYTES_S = 674e12, 4.25e12
 """What one H200 sustains: the limit beside which times are told."""
+
+_EARLY_TILES = (1, 2, 3, 5, 8)
+"""Tried with the best cut of a product: weights under way before its rows are there."""
 
 _HALF_RING = 113_664
 """Bytes of a ring that leaves room for another block as large."""
@@ -133,7 +136,7 @@ class Product:
                 found.append(cut)
             if len(found) == count:
                 break
-        return [*found, *(cut for each in found[:3] for cut in _shorter(each))]
+        return [*found, *(cut for each in found[:3] for cut in self._shorter(each))]
 
     def limit_s(self, rows: int) -> float:
         """The least time that moving its bytes or its arithmetic takes."""
@@ -141,6 +144,21 @@ class Product:
         moved = 2 * (self.outputs * self.inner + rows * (self.inner + made))
         operations = 2 * rows * self.outputs * self.inner
         return max(moved / _COPIED_BYTES_S, operations / _FLOPS_S)
+
+    def _shorter(self, cut: GemmShape) -> Iterator[GemmShape]:
+        """The cut with a ring that leaves room for another block, where registers do."""
+        stages = _HALF_RING // cut.stage_bytes
+        is_light = cut.rows == 64 or (cut.rows == 128 and cut.columns <= _MOST_HALF_COLUMNS)
+        shorter = replace(cut, most_stages=stages)
+        if is_light and 3 <= stages < cut.stages and self._can_be(shorter):
+            yield shorter
+
+    def _can_be(self, cut: GemmShape) -> bool:
+        try:
+            cut.check(self.kind)
+        except ValueError:
+            return False
+        return True
 
     def _cuts(self, rows: int) -> Iterator[GemmShape]:
         tiles = [tile for tile in (64, 128, 192, 256) if tile - 64 < rows]
@@ -152,21 +170,8 @@ class Product:
         for split in range(1, 9):
             for sharing in (1, 2, 4):
                 cut = GemmShape(tile, columns, split, sharing)
-                if cut.cluster(self.kind) > 8 or cut.stages < 3:
-                    continue
-                try:
-                    cut.check(self.kind)
-                except ValueError:
-                    continue
-                yield cut
-
-
-def _shorter(cut: GemmShape) -> Iterator[GemmShape]:
-    """The cut with a ring that leaves room for another block, where registers do."""
-    stages = _HALF_RING // cut.stage_bytes
-    is_light = cut.rows == 64 or (cut.rows == 128 and cut.columns <= _MOST_HALF_COLUMNS)
-    if is_light and 3 <= stages < cut.stages:
-        yield replace(cut, most_stages=stages)
+                if cut.cluster(self.kind) <= 8 and cut.stages >= 3 and self._can_be(cut):
+                    yield cut
 
 
 class Sizes:
@@ -316,8 +321,9 @@ def _drawn(rows: int, columns: int) -> Tensor:
 def _as_list(cut: Choice) -> list[int] | None:
     if cut is None:
         return None
-    stages = [cut.most_stages] if cut.most_stages < 16 else []
-    return [cut.rows, cut.columns, cut.split, cut.sharing, *stages]
+    stages = [cut.most_stages] if cut.most_stages < 16 or cut.most_early else []
+    early = [cut.most_early] if cut.most_early else []
+    return [cut.rows, cut.columns, cut.split, cut.sharing, *stages, *early]
 
 
 def captured(run: Callable[[], None]) -> torch.cuda.CUDAGraph:
@@ -370,22 +376,39 @@ def tune(
     best_us = first_us = layers.time_us(rows, best)
     torch_us = layers.time_us(rows, dict.fromkeys(best))
     for product in products:
-        for cut in [None, *candidates.cuts(product, rows)]:
-            trial = {**best, product: cut}
-            if cut == best[product] or layers.time_us(rows, trial) >= 0.997 * best_us:
-                continue
-            # The clock may have changed meanwhile.
-            best_us = layers.time_us(rows, best)
-            if (time_us := layers.time_us(rows, trial)) < 0.997 * best_us:
-                best_us, best = time_us, trial
-    cuts = ", ".join(f"{product.name} {_as_list(cut)}" for product, cut in best.items())
+        cuts: list[Choice] = [None, *candidates.cuts(product, rows)]
+        best, best_us = _best_of(layers, rows, best, best_us, product, cuts)
+        if (cut := best[product]) is not None:
+            paced = [replace(cut, most_early=tiles) for tiles in _EARLY_TILES]
+            best, best_us = _best_of(layers, rows, best, best_us, product, paced)
+    told = ", ".join(f"{product.name} {_as_list(cut)}" for product, cut in best.items())
     limit_us = layers.sizes.limit_us(rows)
     print(
         f"{rows:5d} rows: torch {torch_us:.1f} us a layer, before {first_us:.1f}, now "
-        f"{best_us:.1f}, which is {100 * limit_us / best_us:.0f} % of {limit_us:.1f}: {cuts}",
+        f"{best_us:.1f}, which is {100 * limit_us / best_us:.0f} % of {limit_us:.1f}: {told}",
         flush=True,
     )
     return best
+
+
+def _best_of(
+    layers: Layers,
+    rows: int,
+    best: dict[Product, Choice],
+    best_us: float,
+    product: Product,
+    cuts: Sequence[Choice],
+) -> tuple[dict[Product, Choice], float]:
+    """The best choices and their time, with one of these cuts for a product or as they were."""
+    for cut in cuts:
+        trial = {**best, product: cut}
+        if cut == best[product] or layers.time_us(rows, trial) >= 0.997 * best_us:
+            continue
+        # The clock may have changed meanwhile.
+        best_us = layers.time_us(rows, best)
+        if (time_us := layers.time_us(rows, trial)) < 0.997 * best_us:
+            best_us, best = time_us, trial
+    return best, best_us
 
 
 def compile_all(sizes: Sizes, row_counts: list[int], candidates: Candidates) -> int:

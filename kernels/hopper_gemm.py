@@ -31,6 +31,7 @@ class _Arguments(ctypes.Structure):
         ("split", ctypes.c_int),
         ("sharing", ctypes.c_int),
         ("slice", ctypes.c_int),
+        ("most_early", ctypes.c_int),
         ("hint_w", ctypes.c_uint64),
     )
 
@@ -97,7 +98,7 @@ class HopperGemm:
         clusters = groups if self._adds_in_cluster else min(groups, self._max_clusters)
         arguments = _Arguments(
             out.data_ptr(), num_rows, num_columns, pitch, inner_steps, row_tiles,
-            groups, shape.split, shape.sharing, slice_rows,
+            groups, shape.split, shape.sharing, slice_rows, shape.early_tiles,
             _READ_ONCE if row_tiles == 1 else _READ_AGAIN,
         )  # fmt: skip
         maps: tuple[TensorMap, TensorMap] = (
@@ -118,7 +119,7 @@ def can_multiply(device: torch.device, dtype: torch.dtype) -> bool:
 
 @functools.lru_cache(maxsize=256)
 def compile_gemm(shape: GemmShape, dtype: torch.dtype, kind: Kind) -> bytes:
-    """The kernel for this shape; shapes that differ in a split's number share theirs."""
+    """The kernel for this shape; a split's number and ``most_early`` are told at the launch."""
     defines = [
         f"GEMM_MI={shape.rows // 64 // shape.warpgroups}",
         f"GEMM_WARPGROUPS={shape.warpgroups}",

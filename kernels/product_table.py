@@ -16,6 +16,9 @@ INNER_STEP = 64
 _SHARED_BYTES = 230_400
 """Dynamic shared memory that a block can have beside its barriers."""
 
+_EARLY_BYTES = 64 << 10
+"""Of weights under way to a block keep memory as busy as can be, and its queue short."""
+
 Kind = Literal["plain", "gated", "parts"]
 """``x @ weight.T``; SwiGLU of it; or float32 parts of it that are still to be added up."""
 
@@ -28,7 +31,9 @@ class GemmShape:
     a multiple of 16 up to 256. ``split`` blocks share the inner dimension, ``sharing`` blocks
     rows of x; at most 8 blocks in all make a cluster, to which blocks of parts do not count.
     The ring has ``most_stages`` at most: a shorter one leaves room for the next kernel's
-    blocks, which then begin to read while this one runs.
+    blocks, which then begin to read while this one runs. Before rows of x are there, a block
+    has ``most_early`` tiles of weights under way at a time (0: `_EARLY_BYTES` of them): more
+    only lengthen the queue in which the kernel that makes the rows waits for memory.
     """
 
     rows: int
@@ -36,6 +41,7 @@ class GemmShape:
     split: int = 1
     sharing: int = 1
     most_stages: int = 16
+    most_early: int = 0
 
     def check(self, kind: Kind) -> None:
         """Raise ValueError unless the kernel can make a product of this kind."""
@@ -73,6 +79,11 @@ class GemmShape:
         """As many as fit and may be."""
         return min(self.most_stages, _SHARED_BYTES // self.stage_bytes)
 
+    @property
+    def early_tiles(self) -> int:
+        """Tiles of weights under way at a time before rows of x are there."""
+        return self.most_early or max(1, _EARLY_BYTES // (2 * INNER_STEP * self.columns))
+
 
 Choice = GemmShape | None
 """How our kernel cuts a product; None leaves it to torch."""
@@ -83,7 +94,8 @@ class ProductTable:
 
     Above the last entry, and for weights that were not measured, torch multiplies. A file
     maps ``outputs x inner kind`` to a list of ``[most rows, null or [rows, columns, split,
-    sharing]]``, maybe with a fifth number, and is written by ``benchmarks/tune_products.py``.
+    sharing]]``, maybe with a fifth number and a sixth, and is written by
+    ``benchmarks/tune_products.py``.
     """
 
     def __init__(self, entries: dict[str, list[tuple[int, list[int] | None]]]) -> None:

@@ -118,14 +118,14 @@ class HopperProducts:
     def _own_product(self, x_TD: Tensor, weight_ED: Tensor) -> Tensor | None:
         """The product that waits to be added to something, maybe in parts; None where torch
         is the fastest to make it whole."""
-        if self._streams(x_TD, weight_ED, is_gated=False):
-            return stream_parts(x_TD, weight_ED)
         kernel = self._kernel(x_TD, weight_ED, "plain" if self._is_deterministic else "parts")
         if kernel is None:
             # Added up within clusters.
             kernel = self._kernel(x_TD, weight_ED, "plain")
         if kernel is not None:
             return kernel(x_TD, weight_ED)
+        if self._streams(x_TD, weight_ED, is_gated=False):
+            return stream_parts(x_TD, weight_ED)
         parts = num_parts(x_TD.shape[0], *weight_ED.shape)
         if parts > 1:
             return split_product(x_TD, weight_ED, parts)
@@ -133,12 +133,12 @@ class HopperProducts:
 
     def gated_linear(self, x_TD: Tensor, weight_ED: Tensor) -> Tensor:
         """``silu(x @ gate.T) * (x @ up.T)`` [T, E / 2], gate rows above up rows."""
+        kernel = self._kernel(x_TD, weight_ED, "gated")
+        if kernel is not None:
+            return kernel(x_TD, weight_ED)
         if self._streams(x_TD, weight_ED, is_gated=True):
             return stream_gated(x_TD, weight_ED)
-        kernel = self._kernel(x_TD, weight_ED, "gated")
-        if kernel is None:
-            return silu_and_mul(self.linear(x_TD, weight_ED))
-        return kernel(x_TD, weight_ED)
+        return silu_and_mul(self.linear(x_TD, weight_ED))
 
     def router_logits(self, x_TD: Tensor, weight_ED: Tensor) -> Tensor:
         """``x @ weight.T`` as float32 [T, E], never rounded to the weights' dtype."""

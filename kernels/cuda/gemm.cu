@@ -17,13 +17,13 @@
 
 namespace {
 
-__device__ __forceinline__ void copy_weights(const Arguments& args, const Ring& ring,
+__device__ __forceinline__ void copy_weights(const Arguments& args, const Ring& ring, u32 barrier,
                                              const TensorMap* map, int step, int column_tile) {
     const int first = column_tile * kOutColumns;
-    copy_box_2d(ring.w(), map, ring.filled(), step * kInner, first, args.hint_w);
+    copy_box_2d(ring.w(), map, barrier, step * kInner, first, args.hint_w);
     if (kIsGated) {
-        copy_box_2d(ring.w() + kTileW / 2, map, ring.filled(), step * kInner,
-                  args.columns + first, args.hint_w);
+        copy_box_2d(ring.w() + kTileW / 2, map, barrier, step * kInner, args.columns + first,
+                    args.hint_w);
     }
 }
 
@@ -42,38 +42,52 @@ __device__ __forceinline__ void copy_rows(const Arguments& args, const Ring& rin
     }
 }
 
-// The copying warpgroup's work: one thread of it keeps the ring full.
-__device__ __forceinline__ void fill_ring(const Arguments& args, const Place& place, Ring ring,
-                                          const TensorMap* map_x, const TensorMap* map_w) {
-    // The first tile's weights go ahead; rows of x must wait for the kernel that makes them.
-    const u32 bytes = args.slice * args.sharing * kRowBytes + kTileW;
+// One thread copies weights. Those of the first stages go ahead of the kernels before, and no
+// more of them at a time than keep memory busy: whatever these kernels still read would queue
+// behind them.
+__device__ __forceinline__ void copy_all_weights(const Arguments& args, const Place& place,
+                                                 Ring ring, u32 landed, const TensorMap* map) {
     int group = place.cluster;
     const Tile first(args, place, group);
-    const int ahead = min(first.num_steps, GEMM_STAGES);
-    Ring early = ring;
-    for (int n = 0; n < ahead && group < args.groups; ++n, early.advance()) {
-        barrier_arrive_expect(early.filled(), bytes);
-        copy_weights(args, early, map_w, first.first_step + n, first.column);
+    int ahead = group < args.groups ? min(first.num_steps, GEMM_STAGES) : 0;
+    for (int n = 0; n < ahead + args.most_early; ++n) {
+        if (n >= args.most_early && n - args.most_early < ahead) {
+            barrier_wait(landed + 8 * (n - args.most_early), 0);
+            barrier_arrive(ring.full + 8 * (n - args.most_early));
+        }
+        if (n < ahead) {
+            barrier_arrive_expect(landed + 8 * n, kTileW);
+            copy_weights(args, ring, landed + 8 * n, map, first.first_step + n, first.column);
+            ring.advance();
+        }
     }
-    wait_for_previous_kernels();
-    int num_early = ahead;
     for (; group < args.groups; group += place.num_clusters) {
         const Tile tile(args, place, group);
-        for (int n = 0; n < tile.num_steps; ++n, ring.advance()) {
-            const int step = tile.first_step + n;
-            if (num_early > 0) {
-                --num_early;
-            } else {
-                barrier_wait(ring.released(), ring.parity ^ 1);
-                barrier_arrive_expect(ring.filled(), bytes);
-                copy_weights(args, ring, map_w, step, tile.column);
-            }
-            copy_rows(args, ring, place, map_x, step, tile.row);
+        for (int n = ahead; n < tile.num_steps; ++n, ring.advance()) {
+            barrier_wait(ring.released(), ring.parity ^ 1);
+            barrier_arrive_expect(ring.filled(), kTileW);
+            copy_weights(args, ring, ring.filled(), map, tile.first_step + n, tile.column);
         }
+        ahead = 0;
     }
     // Neighbours may reach into this block's shared memory until all stages are released.
     for (int n = 0; n < GEMM_STAGES; ++n, ring.advance()) {
         barrier_wait(ring.released(), ring.parity ^ 1);
+    }
+}
+
+// Another copies rows of x, as soon as the kernel before has made them.
+__device__ __forceinline__ void copy_all_rows(const Arguments& args, const Place& place,
+                                              Ring ring, const TensorMap* map) {
+    const u32 bytes = args.slice * args.sharing * kRowBytes;
+    wait_for_previous_kernels();
+    for (int group = place.cluster; group < args.groups; group += place.num_clusters) {
+        const Tile tile(args, place, group);
+        for (int n = 0; n < tile.num_steps; ++n, ring.advance()) {
+            barrier_wait(ring.released(), ring.parity ^ 1);
+            barrier_arrive_expect(ring.filled(), bytes);
+            copy_rows(args, ring, place, map, tile.first_step + n, tile.row);
+        }
     }
 }
 
@@ -125,7 +139,7 @@ extern "C" __global__ void __launch_bounds__(kMultipliers + 128, 1)
     gemm(const __grid_constant__ TensorMap map_x, const __grid_constant__ TensorMap map_w,
          const Arguments args) {
     extern __shared__ __align__(1024) unsigned char memory[];
-    __shared__ __align__(8) u64 barriers[2 * GEMM_STAGES + 1];
+    __shared__ __align__(8) u64 barriers[3 * GEMM_STAGES + 1];
     const Place place(args);
     const bool is_cluster = args.sharing > 1 || GEMM_SPLIT;
     Ring ring{(shared_address(memory) + 1023) & ~1023u, shared_address(barriers),
@@ -134,10 +148,13 @@ extern "C" __global__ void __launch_bounds__(kMultipliers + 128, 1)
         prefetch_map(&map_x);
         prefetch_map(&map_w);
         for (int n = 0; n < GEMM_STAGES; ++n) {
-            barrier_init(ring.full + 8 * n, 1);
+            barrier_init(ring.full + 8 * n, 2);
             barrier_init(ring.empty + 8 * n, GEMM_WARPGROUPS * args.sharing);
         }
-        barrier_init(shared_address(barriers + 2 * GEMM_STAGES), 1);
+        // Of sums that come; and of weights that went ahead.
+        for (int n = 2 * GEMM_STAGES; n <= 3 * GEMM_STAGES; ++n) {
+            barrier_init(shared_address(barriers + n), 1);
+        }
         fence_barriers();
     }
     __syncthreads();
@@ -145,7 +162,12 @@ extern "C" __global__ void __launch_bounds__(kMultipliers + 128, 1)
     let_next_kernel_start();
     if (threadIdx.x >= kMultipliers) {
         if (kMovesRegisters) give_registers<kCopyRegisters>();
-        if (threadIdx.x == kMultipliers) fill_ring(args, place, ring, &map_x, &map_w);
+        if (threadIdx.x == kMultipliers) {
+            copy_all_weights(args, place, ring, shared_address(barriers + 2 * GEMM_STAGES + 1),
+                             &map_w);
+        } else if (threadIdx.x == kMultipliers + 32) {
+            copy_all_rows(args, place, ring, &map_x);
+        }
         __syncwarp();
 #if GEMM_SPLIT
         cluster_sync();

@@ -34,6 +34,7 @@ struct Arguments {
     int split;       // blocks of a cluster, or parts, that share the inner dimension
     int sharing;     // blocks of a cluster that share rows of x
     int slice;       // rows of x that each of these copies; rows beyond them are not read
+    int most_early;  // tiles of weights under way at a time before rows of x are there
     u64 hint_w;      // cache policy of weights
 };
 
