@@ -116,6 +116,7 @@ class _Subject:
         steps_s = np.concatenate([run.steps_s for run in runs])
         return {
             **self.figures(load, [run.out_tok_s for run in runs]),
+            "memory_gb": self.memory,
             "seconds": round(statistics.median(run.seconds for run in runs), 3),
             "step_ms_p50": round(1e3 * float(np.median(steps_s)), 3),
             "paused_sequences": int(statistics.median(run.num_paused for run in runs)),
@@ -141,7 +142,6 @@ class _Subject:
             "out_tok_s_runs": [round(rate, 1) for rate in sorted(rates)],
             "dtype": self.dtype,
             "temperature": load.temperature,
-            "memory_gb": self.memory,
         }
         if self.limits is not None:
             most = min(load.requests, self._max_num_seqs)

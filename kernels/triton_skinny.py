@@ -101,12 +101,13 @@ _dots = Launcher(_dots_kernel)
 
 
 def can_stream(num_rows: int, weight_ED: Tensor, *, is_gated: bool) -> bool:
-    """Whether a product of some rows with a weight is served here, and faster than whole.
+    """Whether a product of some rows with a weight is served here, and faster than by torch.
 
     Measured on an H200 against cuBLAS in a CUDA graph behind a norm, 8B shape, one row and
     16: output projection in parts 10.4 and 10.9 us against 14.6 and 14.9, down projection
     29.6 and 31.3 against 33.2 and 35.8, gate and up with SwiGLU 59.7 and 57.9 against 61.2
-    and 68.6.
+    and 68.6. Our Hopper kernel is faster still, once its cuts are measured: a layer's
+    products and norms of one row take 107.0 us, with these 109.9.
     """
     outputs, inner = weight_ED.shape
     columns, step = _COLUMNS, _STEP * _PARTS

@@ -89,6 +89,8 @@ def test_transformers_does_the_same_work(tmp_path):
     assert {ours["requests"], theirs["requests"]} == {2}
     assert theirs["out_tok_s"] > 0
     assert theirs["transformers_version"]
+    # Of ranks' memory we know our own.
+    assert "memory_gb" in ours and "memory_gb" not in theirs
 
 
 def test_a_peer_that_is_not_installed_is_refused_before_anything_runs():
