@@ -82,7 +82,7 @@ class GemmShape:
     @property
     def early_tiles(self) -> int:
         """Tiles of weights under way at a time before rows of x are there."""
-        return self.most_early or max(1, _EARLY_BYTES // (2 * INNER_STEP * self.columns))
+        return self.most_early or _EARLY_BYTES // (2 * INNER_STEP * self.columns)
 
 
 Choice = GemmShape | None

@@ -69,3 +69,16 @@ def test_a_cut_whose_partial_sums_do_not_fit_is_refused():
     with pytest.raises(ValueError, match="bytes of shared memory for partial sums"):
         GemmShape(256, 192, 4).check("plain")
     GemmShape(256, 192, 4).check("parts")
+
+
+def test_weights_under_way_before_the_rows_are_64_kib_unless_the_table_says_otherwise():
+    table = ProductTable(
+        {"4096x1024 plain": [(16, [64, 128, 4, 1]), (64, [64, 224, 1, 1, 16, 5])]}
+    )
+
+    default = table.pick(1, 4096, 1024, "plain")
+    told = table.pick(17, 4096, 1024, "plain")
+
+    assert default is not None and told is not None
+    assert default.early_tiles * default.columns * 128 == 64 << 10
+    assert (told.stages, told.early_tiles) == (6, 5)
