@@ -80,16 +80,6 @@ class ParallelLayout:
         return self.rank == 0
 
     @property
-    def is_first_stage(self) -> bool:
-        """Whether this rank embeds token ids."""
-        return self.pp_rank == 0
-
-    @property
-    def is_last_stage(self) -> bool:
-        """Whether this rank computes logits."""
-        return self.pp_rank == self.pp_size - 1
-
-    @property
     def tp_ranks(self) -> tuple[int, ...]:
         """The ranks of this rank's tensor group, in order."""
         first = self.rank - self.tp_rank
@@ -100,12 +90,6 @@ class ParallelLayout:
         """The ranks of this rank's pipeline, first stage first."""
         first = self.dp_rank * self.lane_size
         return tuple(range(first + self.tp_rank, first + self.lane_size, self.tp_size))
-
-    @property
-    def lane_ranks(self) -> tuple[int, ...]:
-        """The ranks of this rank's lane, in order."""
-        first = self.dp_rank * self.lane_size
-        return tuple(range(first, first + self.lane_size))
 
     @property
     def stage_ranks(self) -> tuple[int, ...]:
@@ -154,7 +138,3 @@ class ParallelLayout:
         stage, tp = divmod(rank, self.tp_size)
         dp, pp = divmod(stage, self.pp_size)
         return Coord(pp=pp, tp=tp, dp=dp)
-
-    def rank_at(self, coord: Coord) -> int:
-        """The inverse of `coord_of`."""
-        return (coord.dp * self.pp_size + coord.pp) * self.tp_size + coord.tp

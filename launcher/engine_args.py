@@ -46,7 +46,7 @@ class EngineFlags:
     tokens_per_block: int | None = None
     expected_output_tokens: int = 1024
     depth: int | None = None
-    """None: 2, or one a stage."""
+    """None: what the model's keys ask for, or else what suits the device and the stages."""
 
     num_threads: int | None = None
     deterministic: bool = False

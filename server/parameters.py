@@ -1,4 +1,4 @@
-"""The request parameters of ``infer``: reserved names, their types, and custom ones."""
+"""The request parameters of ``infer``: their types, and custom ones."""
 
 from __future__ import annotations
 
@@ -9,12 +9,6 @@ from trimaran.server.inference import InferRequest, ParameterValue
 from trimaran.server.json_access import as_bool, as_string, as_unsigned
 
 RESERVED_PREFIX = "triton_"
-RESERVED = frozenset(
-    (
-        "sequence_id", "sequence_start", "sequence_end", "priority", "timeout", "headers",
-        "binary_data_output",
-    )
-)  # fmt: skip
 
 
 def check_custom_name(name: str) -> None:

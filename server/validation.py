@@ -46,11 +46,6 @@ class Validator:
         self._outputs = frozenset(entry.name for entry in config.output)
         self._required = [entry.name for entry in config.input if not entry.optional]
 
-    @property
-    def input_names(self) -> frozenset[str]:
-        """All inputs of the model."""
-        return frozenset(self._inputs)
-
     def check(
         self, inputs: Sequence[WireInput], outputs: Iterable[str], request_id: str
     ) -> dict[str, Tensor]:
