@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import time
+from functools import partial
 from pathlib import Path
 
 from trimaran.builder.config_file import ShardTable, engine_values, write_config
@@ -27,6 +28,7 @@ from trimaran.builder.settings import (
     pretrained_config,
     rank_mapping,
 )
+from trimaran.builder.stop_signals import run_stoppable
 from trimaran.comm.flag_values import positive
 from trimaran.worker.engine_folder import (
     EngineFolder,
@@ -62,6 +64,10 @@ def add_arguments(parser: FlagSink) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Build one engine folder. Returns the exit code."""
+    return run_stoppable("build", partial(_build, args))
+
+
+def _build(args: argparse.Namespace) -> int:
     began = time.monotonic()
     say_harmless(check_foreign_flags(args, _FOREIGN))
     source = load_source(args.checkpoint)

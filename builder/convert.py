@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import time
+from functools import partial
 
 from trimaran.builder.config_file import ShardTable, checkpoint_values, write_config
 from trimaran.builder.foreign_flags import (
@@ -22,6 +23,7 @@ from trimaran.builder.settings import (
     pretrained_config,
     rank_mapping,
 )
+from trimaran.builder.stop_signals import run_stoppable
 from trimaran.comm.errors import ConfigError
 from trimaran.worker.engine_folder import EngineFolder, FolderKind
 
@@ -35,6 +37,10 @@ def add_arguments(parser: FlagSink) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Write one checkpoint folder. Returns the exit code."""
+    return run_stoppable("convert", partial(_convert, args))
+
+
+def _convert(args: argparse.Namespace) -> int:
     began = time.monotonic()
     say_harmless(check_foreign_flags(args, CONVERT_FLAGS))
     source = load_source(args.checkpoint)

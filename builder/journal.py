@@ -45,10 +45,6 @@ class Journal:
             self.finished[unit] = checksums
             self._append({"unit": unit, "checksums": checksums})
 
-    def remove(self) -> None:
-        """All units are written: nothing is left to go on with."""
-        self._path.unlink()
-
     def __enter__(self) -> Journal:
         return self
 

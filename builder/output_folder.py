@@ -7,15 +7,15 @@ import fcntl
 import json
 import os
 import shutil
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from trimaran.builder.journal import has_finished_units
+from trimaran.builder.journal import JOURNAL_FILE, has_finished_units
 from trimaran.builder.processes import WorkerLostError
 from trimaran.builder.progress import ProgressBar
+from trimaran.builder.stop_signals import StoppedError, ignore_stops
 from trimaran.comm.errors import ConfigError
 from trimaran.worker.engine_folder import CONFIG_FILE, RankMapping
 
@@ -49,14 +49,19 @@ def replaced_folder(output: Path) -> Iterator[Path]:
     try:
         yield partial
         _sync_files(partial)
+        # Stopped between two steps, this would leave neither the old output nor the new.
+        ignore_stops()
+        (partial / JOURNAL_FILE).unlink(missing_ok=True)
         (_move_out if is_mount else _put_in_place)(partial, output)
     except OSError as error:
         raise _cannot_write(output, error, _kept(partial)) from None
     except WorkerLostError as error:
         _kept(partial)
         raise error
-    except KeyboardInterrupt:
-        print(f"trimaran: stopped.{_kept(partial)}", file=sys.stderr)
+    except StoppedError as stopped:
+        stopped.left = (
+            _kept(partial).strip() or "Nothing was finished, so nothing is left of it."
+        )
         raise
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)

@@ -7,12 +7,13 @@ import multiprocessing
 import os
 import signal
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import Any, Generic, TypeVar
 
+from trimaran.builder.stop_signals import STOP_SIGNALS
 from trimaran.comm.errors import ConfigError, TrimaranError
 
 _PR_SET_PDEATHSIG = 1
@@ -60,7 +61,7 @@ class ForkedWorkers(Generic[Task, Result]):
         """What the jobs have said so far, in all."""
         return sum(self._counts)
 
-    def run(self, tasks: Sequence[Task]) -> Iterator[Result | None]:
+    def run(self, tasks: Sequence[Task]) -> Generator[Result | None, None, None]:
         """The tasks' results as they come, and every now and then None.
 
         Raises whatever ends a task; the other processes are ended then, in mid-task.
@@ -116,14 +117,21 @@ class ForkedWorkers(Generic[Task, Result]):
         process = context.Process(
             target=self._serve, args=(number, there, here, os.getpid()), daemon=True
         )
-        process.start()
+        # A signal to the whole group must not find the parent's handlers in the worker.
+        blocked = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+        try:
+            process.start()
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
         there.close()
         return _Worker(process, here)
 
     def _serve(self, number: int, there: Connection, here: Connection, parent: int) -> None:
         """What a worker does until its parent lets go of the connection."""
         here.close()
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        for stop in STOP_SIGNALS:
+            signal.signal(stop, signal.SIG_IGN)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
         if os.getppid() != parent:
             os._exit(1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+from contextlib import closing
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -60,7 +61,6 @@ def write_shards(
             _make_file(path, rank.layout.num_bytes)
         _write_units(plan, paths, journal, num_workers or _num_workers(plan))
         _write_headers(plan, paths, journal)
-        journal.remove()
     return [_entry(path) for path in paths]
 
 
@@ -82,11 +82,13 @@ def _write_units(
     workers = ForkedWorkers(job, num_workers, prepare=lambda: torch.set_num_threads(1))
     num_done = 0
     with ProgressBar(plan.num_bytes) as progress:
-        for result in workers.run(range(len(plan.units))):
-            if result is not None:
-                journal.add(*result)
-                num_done += 1
-            progress.show(workers.num_done, f"{num_done} of {len(plan.units)} parts")
+        # Closed before anybody looks at what is left: its processes write to the files.
+        with closing(workers.run(range(len(plan.units)))) as results:
+            for result in results:
+                if result is not None:
+                    journal.add(*result)
+                    num_done += 1
+                progress.show(workers.num_done, f"{num_done} of {len(plan.units)} parts")
 
 
 def check_shards(source: EngineFolder, config: PretrainedConfig, mapping: RankMapping) -> int:

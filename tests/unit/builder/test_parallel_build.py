@@ -11,6 +11,7 @@ import sys
 import time
 from contextlib import contextmanager
 
+import psutil
 import pytest
 from safetensors import safe_open
 
@@ -21,6 +22,13 @@ from trimaran.builder.processes import ForkedWorkers, WorkerLostError
 pytestmark = pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 
 LARGER = {"hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 12}
+
+# So slow that a build has not ended when it is killed or stopped.
+_SLOW_DISK = (
+    "import os, sys, time; from trimaran.launcher.cli import main; write = os.pwrite\n"
+    "os.pwrite = lambda *given: (time.sleep(0.02), write(*given))[1]\n"
+    "sys.exit(main(sys.argv[1:]))"
+)
 
 
 def _files(folder):
@@ -96,14 +104,8 @@ def test_a_build_of_several_processes_that_is_killed_goes_on_where_it_stopped(
     llama, build, tmp_path
 ):
     folder, output = llama(**LARGER).folder, tmp_path / "engine"
-    # On a disk so slow that the build has not ended when it is killed.
-    code = (
-        "import os, sys, time; from trimaran.launcher.cli import main; write = os.pwrite\n"
-        "os.pwrite = lambda *given: (time.sleep(0.02), write(*given))[1]\n"
-        "sys.exit(main(sys.argv[1:]))"
-    )
     words = ["--checkpoint", folder, "--output", output, "--tp-size", "2", "--workers", "2"]
-    with subprocess.Popen([sys.executable, "-P", "-c", code, "build", *words]) as killed:
+    with subprocess.Popen([sys.executable, "-P", "-c", _SLOW_DISK, "build", *words]) as killed:
         while len(_journal(output)) < 4 and killed.poll() is None:
             time.sleep(0.001)
         killed.kill()
@@ -203,3 +205,45 @@ def test_what_the_workers_say_is_counted_together():
     workers = ForkedWorkers(lambda task, say: say(task), 3, prepare=lambda: None)
     assert [result for result in workers.run(range(10)) if result] == []
     assert workers.num_done == 45
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+def test_a_build_that_a_signal_stops_says_that_it_can_go_on(number, llama, build, tmp_path):
+    folder, output = llama(**LARGER).folder, tmp_path / "engine"
+    words = ["--checkpoint", folder, "--output", output, "--tp-size", "2", "--workers", "2"]
+    command = [sys.executable, "-P", "-c", _SLOW_DISK, "build", *words]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as stopped:
+        while len(_journal(output)) < 4 and stopped.poll() is None:
+            time.sleep(0.001)
+        workers = psutil.Process(stopped.pid).children()
+        stopped.send_signal(number)
+        errors = stopped.communicate()[1]
+    assert stopped.returncode == 128 + number
+    assert f"stopped by {signal.Signals(number).name}. What is done is kept in" in errors
+    assert "run the same command again to go on" in errors and "Traceback" not in errors
+    assert len(workers) == 2 and not any(worker.is_running() for worker in workers)
+    _assert_goes_on(build, folder, output)
+
+
+def test_a_build_that_is_stopped_while_the_disk_is_awaited_keeps_all(
+    llama, build, tmp_path, monkeypatch
+):
+    folder, output = llama().folder, tmp_path / "engine"
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", lambda file: signal.raise_signal(signal.SIGTERM))
+        done = build(folder, output)
+    assert done.code == 128 + signal.SIGTERM
+    assert "to go on" in done.err and not output.exists()
+    assert len(_journal(output)) == 1 + 6
+    _assert_goes_on(build, folder, output)
+
+
+def test_a_build_that_is_stopped_before_a_part_is_done_leaves_nothing(
+    llama, build, tmp_path, monkeypatch
+):
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pwrite", lambda *given: signal.raise_signal(signal.SIGINT))
+        done = build(llama().folder, tmp_path / "out" / "engine", "--workers", "1")
+    assert done.code == 128 + signal.SIGINT
+    assert "stopped by SIGINT. Nothing was finished" in done.err
+    assert list((tmp_path / "out").iterdir()) == []

@@ -1,0 +1,49 @@
+"""Signals that stop a command of the builder: its last words, and its exit code."""
+
+from __future__ import annotations
+
+import signal
+import sys
+from collections.abc import Callable
+from types import FrameType
+
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+class StoppedError(KeyboardInterrupt):
+    """A signal asks the command to stop. Whoever has written something says what is left."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self.number = number
+        self.left = "Nothing was written."
+
+
+def run_stoppable(command: str, work: Callable[[], int]) -> int:
+    """Do the work; returns its exit code, or that of a process which the signal ended."""
+    before = {number: signal.getsignal(number) for number in STOP_SIGNALS}
+    for number, handler in before.items():
+        # What is ignored, as under nohup, stays so.
+        if handler != signal.SIG_IGN:
+            signal.signal(number, _stop)
+    try:
+        return work()
+    except StoppedError as stopped:
+        name = signal.Signals(stopped.number).name
+        print(f"trimaran {command}: stopped by {name}. {stopped.left}", file=sys.stderr)
+        return 128 + stopped.number
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def ignore_stops() -> None:
+    """From now on the work ends before the command does."""
+    for number in STOP_SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+
+
+def _stop(number: int, frame: FrameType | None) -> None:
+    # A second signal must not cut short what is done about the first.
+    ignore_stops()
+    raise StoppedError(number)
