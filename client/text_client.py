@@ -8,17 +8,15 @@ from typing import Any
 
 import numpy as np
 
+from trimaran.client.extra_outputs import print_extra
 from trimaran.client.prompt_files import lora
 from trimaran.client.request_flags import add_adapters, add_outputs, add_sampling
 from trimaran.client.short_help import hide
 from trimaran.client.stream import InferStream, ServerError, add_url_arguments, open_client
 from trimaran.client.tensors import present, row, tensor
 from trimaran.client.texts import Texts
-from trimaran.client.token_client import METRICS
 from trimaran.client.token_request import flag_tensors, seed_name
 from trimaran.comm.errors import ConfigError, TrimaranError
-
-_LOGITS = ("context_logits", "generation_logits")
 
 
 class MismatchError(TrimaranError):
@@ -205,16 +203,7 @@ def _show(args: argparse.Namespace, texts: Texts) -> None:
     if not was_live:
         for place, text in texts.labelled():
             print(f"{place}: {text}" if place else text)
-    for name in ("cum_log_probs", "output_log_probs"):
-        if args.return_log_probs and name in texts.last:
-            print(f"{name}: {texts.last[name].tolist()}")
-    for name in _LOGITS:
-        if getattr(args, f"return_{name}") and name in texts.last:
-            print(f"{name}.shape: {list(texts.last[name].shape)}")
-    if args.return_perf_metrics:
-        for name in METRICS:
-            if name in texts.last:
-                print(f"{name}: {texts.last[name].flat[0]}")
+    print_extra(args, texts.last)
 
 
 def _compare(texts: list[str], expected: list[str]) -> None:

@@ -8,6 +8,7 @@ from collections import defaultdict
 from dataclasses import dataclass, field
 from typing import Any
 
+from trimaran.client.extra_outputs import print_extra
 from trimaran.client.prompt_files import read_ids
 from trimaran.client.stream import (
     CancelledByClient,
@@ -20,12 +21,6 @@ from trimaran.client.tensors import Array
 from trimaran.client.token_flags import add_arguments as add_arguments
 from trimaran.client.token_request import Prompt, request_inputs, seed_name, stop_inputs
 from trimaran.comm.errors import ConfigError
-
-METRICS = (
-    "kv_cache_alloc_new_blocks", "kv_cache_reused_blocks", "kv_cache_alloc_total_blocks",
-    "arrival_time_ns", "first_scheduled_time_ns", "first_token_time_ns", "last_token_time_ns",
-    "acceptance_rate", "total_accepted_draft_tokens", "total_draft_tokens",
-)  # fmt: skip
 
 
 @dataclass(slots=True)
@@ -159,17 +154,7 @@ def _show(
         if prompt.vocabulary is not None:
             print(f"Output {which}: {prompt.vocabulary.decode(ids)}")
         print("Output sequence: ", ids)
-    if args.return_log_probs:
-        for name in ("cum_log_probs", "output_log_probs"):
-            if name in answer.last:
-                print(f"{name}: {answer.last[name].tolist()}")
-    for name in ("context_logits", "generation_logits"):
-        if getattr(args, f"return_{name}") and name in answer.last:
-            print(f"{name}.shape: {list(answer.last[name].shape)}")
-    if args.return_perf_metrics:
-        for name in METRICS:
-            if name in answer.last:
-                print(f"{name}: {answer.last[name].flat[0]}")
+    print_extra(args, answer.last)
 
 
 def _verdict(

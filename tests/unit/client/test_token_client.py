@@ -225,6 +225,21 @@ def test_performance_metrics_are_printed_a_line_each(server, call):
     assert "kv_cache_reused_blocks: 4\nacceptance_rate: 0.5\n" in out
 
 
+def test_log_probs_and_the_shapes_of_logits_are_printed_if_they_were_asked_for(server, call):
+    extra = {
+        "cum_log_probs": ("FP32", [[-0.5]]),
+        "generation_logits": ("FP32", [[[[0.25, 0.5, 0.75]]]]),
+    }
+    server.script = lambda request: [ids_reply([5, 6, 7, 8, 1], is_final=True, **extra)]
+
+    _, silent, _ = call()
+    _, out, _ = call("--return-log-probs", "--return-generation-logits")
+
+    assert "cum_log_probs" not in silent
+    assert "generation_logits" not in silent
+    assert "cum_log_probs: [[-0.5]]\ngeneration_logits.shape: [1, 1, 1, 3]\n" in out
+
+
 def test_without_a_tokenizer_only_the_default_text_has_ids(server, trimaran):
     trimaran("client", "token", "-u", server.url)
     assert server.received[0].inputs["input_ids"][0, 0] == 28524
