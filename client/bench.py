@@ -21,6 +21,7 @@ from trimaran.client.load_processes import run_in_processes
 from trimaran.client.targets import (
     GrpcTarget,
     HttpTarget,
+    TokenModels,
     decoupled_over_grpc,
     decoupled_over_http,
 )
@@ -139,14 +140,15 @@ async def _target(args: argparse.Namespace, url: str) -> Target:
         raise ConfigError(
             f"--decoupled: model {name!r} is not. Fill decoupled_mode:True, or drop the flag."
         )
-    options: dict[str, Any] = {
-        "is_streaming": not args.no_streaming,
-        "excludes_input": args.exclude_input_in_output,
-        "temperature": args.temperature,
-    }
+    token_models = TokenModels(
+        models,
+        is_streaming=not args.no_streaming,
+        excludes_input=args.exclude_input_in_output,
+        temperature=args.temperature,
+    )
     if is_http:
-        return HttpTarget(url, models, **options)
-    target = GrpcTarget(url, models, **options)
+        return HttpTarget(url, token_models)
+    target = GrpcTarget(url, token_models)
     target.stream_timeout_s = args.stream_timeout
     return target
 

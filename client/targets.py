@@ -30,12 +30,11 @@ _OWN_CONNECTION = [
 _HTTP_TIMEOUT = aiohttp.ClientTimeout(total=None, sock_connect=30)
 
 
-class HttpTarget:
-    """``generate_stream`` of decoupled models, ``generate`` of the others."""
+class TokenModels:
+    """The models that take turns, and what every request asks of them."""
 
     def __init__(
         self,
-        url: str,
         models: Mapping[str, bool],
         *,
         is_streaming: bool,
@@ -43,12 +42,25 @@ class HttpTarget:
         temperature: float | None = None,
     ) -> None:
         """``models`` says of each name whether that model is decoupled."""
+        self._turns = itertools.cycle(models.items())
+        self.is_streaming = is_streaming
+        self.excludes_input = excludes_input
+        # With these, ids of the whole vocabulary are drawn; without them a server is greedy.
+        self.sampling: dict[str, float] = {}
+        if temperature is not None:
+            self.sampling = {"temperature": temperature, "runtime_top_p": 1.0}
+
+    def next(self) -> tuple[str, bool]:
+        """The model whose turn it is, and whether it is decoupled."""
+        return next(self._turns)
+
+
+class HttpTarget:
+    """``generate_stream`` of decoupled models, ``generate`` of the others."""
+
+    def __init__(self, url: str, models: TokenModels) -> None:
         self._url = url
-        self._models = dict(models)
-        self._names = itertools.cycle(models)
-        self._is_streaming = is_streaming
-        self._excludes_input = excludes_input
-        self._sampling = _sampling(temperature)
+        self._models = models
         self._session = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=0),
             timeout=_HTTP_TIMEOUT,
@@ -58,19 +70,18 @@ class HttpTarget:
 
     async def generate(self, item: Item, record: Record) -> None:
         """Run one request."""
-        name = next(self._names)
-        is_decoupled = self._models[name]
-        is_streaming = is_decoupled and self._is_streaming
+        name, is_decoupled = self._models.next()
+        is_streaming = is_decoupled and self._models.is_streaming
         body: dict[str, Any] = {
             "input_ids": item.ids,
             "input_lengths": len(item.ids),
             "request_output_len": item.output_len,
             "streaming": is_streaming,
-            **self._sampling,
+            **self._models.sampling,
         }
-        if self._excludes_input:
+        if self._models.excludes_input:
             body["exclude_input_in_output"] = True
-        hidden = 0 if is_streaming or self._excludes_input else len(item.ids)
+        hidden = 0 if is_streaming or self._models.excludes_input else len(item.ids)
         verb = "generate_stream" if is_decoupled else "generate"
         path = f"http://{self._url}/v2/models/{name}/{verb}"
         async with self._session.post(path, json=body) as reply:
@@ -91,44 +102,30 @@ class HttpTarget:
 class GrpcTarget:
     """``ModelStreamInfer`` of decoupled models, ``ModelInfer`` of the others."""
 
-    def __init__(
-        self,
-        url: str,
-        models: Mapping[str, bool],
-        *,
-        is_streaming: bool,
-        excludes_input: bool,
-        temperature: float | None = None,
-    ) -> None:
-        """``models`` says of each name whether that model is decoupled."""
+    def __init__(self, url: str, models: TokenModels) -> None:
         # Several connections: one would take all streams to one of several front ends.
         self._clients = [
             grpcclient.InferenceServerClient(url, channel_args=_OWN_CONNECTION)
             for _ in range(_NUM_CHANNELS)
         ]
         self._next_client = itertools.cycle(self._clients)
-        self._models = dict(models)
-        self._names = itertools.cycle(models)
-        self._is_streaming = is_streaming
-        self._excludes_input = excludes_input
-        self._sampling = _sampling(temperature)
+        self._models = models
         self.stream_timeout_s: float | None = None
 
     async def generate(self, item: Item, record: Record) -> None:
         """Run one request."""
-        name = next(self._names)
-        is_decoupled = self._models[name]
-        is_streaming = is_decoupled and self._is_streaming
+        name, is_decoupled = self._models.next()
+        is_streaming = is_decoupled and self._models.is_streaming
         inputs = [
             tensor("input_ids", [item.ids], np.int32),
             row("input_lengths", len(item.ids), np.int32),
             row("request_output_len", item.output_len, np.int32),
             row("streaming", is_streaming, bool),
-            *(row(key, value, np.float32) for key, value in self._sampling.items()),
+            *(row(key, value, np.float32) for key, value in self._models.sampling.items()),
         ]
-        if self._excludes_input:
+        if self._models.excludes_input:
             inputs.append(row("exclude_input_in_output", True, bool))
-        hidden = 0 if is_streaming or self._excludes_input else len(item.ids)
+        hidden = 0 if is_streaming or self._models.excludes_input else len(item.ids)
         client = next(self._next_client)
         try:
             if not is_decoupled:
@@ -180,11 +177,6 @@ async def decoupled_over_grpc(url: str, name: str) -> bool:
         except InferenceServerException as error:
             raise ConfigError(f"model {name!r} at {url}: {error.message()}") from error
     return bool(reply.config.model_transaction_policy.decoupled)
-
-
-def _sampling(temperature: float | None) -> dict[str, float]:
-    """Inputs that ask for ids of the whole vocabulary; without them a server is greedy."""
-    return {} if temperature is None else {"temperature": temperature, "runtime_top_p": 1.0}
 
 
 async def _once(request: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
