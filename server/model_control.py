@@ -6,7 +6,6 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 
 from trimaran.comm.errors import ConfigError, ErrorKind, RequestError
 from trimaran.server.admission import STOPPING
@@ -109,10 +108,15 @@ class ModelControl:
             self._background.spawn(self._unload_later(names))
 
     def names(self) -> list[str]:
-        """The models that could be loaded."""
-        with suppress(ConfigError):
+        """The models that could be loaded.
+
+        Raises:
+            RequestError: the repository cannot be read.
+        """
+        try:
             return self._reader.names()
-        return []
+        except ConfigError as error:
+            raise RequestError(str(error), ErrorKind.INTERNAL) from error
 
     def loaded(self) -> list[LoadedModel]:
         """The models that serve."""

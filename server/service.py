@@ -158,11 +158,17 @@ class Service:
             raise RequestError(f"Request for unknown model : {model}")
 
     async def index(self, only_ready: bool) -> list[IndexEntry]:
-        """The repository index: in explicit mode with what could be loaded."""
+        """The repository index: in explicit mode with what could be loaded.
+
+        Raises:
+            RequestError: the repository cannot be read.
+        """
         if self.first is not None:
             return await self.first.index(only_ready)
+        others: list[str] = []
         is_explicit = self.config.model_control_mode == "explicit"
-        others = self.control.names() if is_explicit and self.control is not None else ()
+        if is_explicit and not only_ready and self.control is not None:
+            others = self.control.names()
         return self.registry.index(only_ready=only_ready, others=others)
 
     async def load(self, request: LoadRequest) -> None:

@@ -59,6 +59,21 @@ def test_a_server_without_models_is_ready_and_lists_what_it_could_load(frontend)
     assert frontend.tokenize()[0] == 404
 
 
+def test_the_index_says_that_the_repository_is_gone_and_what_serves_is_still_ready(frontend):
+    frontend.load("preprocessing")
+    moved = frontend.repository.rename(frontend.repository.with_name("moved"))
+    try:
+        status, body = frontend.call("POST", "/v2/repository/index")
+        ready = frontend.call("POST", "/v2/repository/index", {"ready": True})
+    finally:
+        moved.rename(frontend.repository)
+
+    assert status == 500
+    assert "is not a folder" in body["error"]
+    assert [entry["name"] for entry in ready[1]] == ["preprocessing"]
+    assert frontend.index()["preprocessing"] == ("READY", None)
+
+
 def test_a_loaded_model_serves_until_it_is_unloaded(frontend):
     assert frontend.load("preprocessing") == (200, None)
     assert frontend.index()["preprocessing"] == ("READY", None)
