@@ -156,6 +156,11 @@ class SequenceOutputs:
             or bool(self._logits)
         )
 
+    @property
+    def tell_of_ends(self) -> bool:
+        """Whether the last response has one that no other has."""
+        return self._has_reason or self._has_figures
+
     def tensors(
         self, sample: int, sequence: int, progress: Progress, *, is_last: bool
     ) -> list[Tensor]:

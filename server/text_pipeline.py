@@ -218,9 +218,11 @@ class _Run:
                 answer.progress.finish_reason = STOPPED
             # Harmless where the engine has ended it.
             response.end_sequence()
-            if self._is_streaming and chunk.finish_reason is FinishReason.CANCELLED:
-                # A stopped stream ends with the flag alone.
-                return self._one(place, answer, delta, is_last=True) if delta else None
+            is_stopped = chunk.finish_reason is FinishReason.CANCELLED
+            has_news = delta or self._outputs.tell_of_ends
+            if is_stopped and self._is_streaming and not has_news:
+                # A stopped stream ends with the flag alone, unless there is more to tell.
+                return None
             return self._one(place, answer, delta, is_last=True)
         if self._is_streaming and delta:
             return self._one(place, answer, delta)
@@ -232,7 +234,10 @@ class _Run:
         """The texts of all beams, whole each time, for they may change."""
         self._num_open -= chunk.is_last
         is_stopped = chunk.finish_reason is FinishReason.CANCELLED
-        if (is_stopped and self._is_streaming) or not (chunk.is_last or self._is_streaming):
+        has_news = "beams" in chunk.extras or self._outputs.tell_of_ends
+        if not has_news and is_stopped and self._is_streaming:
+            return None
+        if not (chunk.is_last or self._is_streaming):
             return None
         beams = answer.progress.beams
         assert beams is not None

@@ -108,8 +108,9 @@ class TensorAnswers:
         progress.add(chunk)
         ids = chunk.token_ids
         if self.is_streaming:
-            # A stopped stream ends with the flag alone.
-            if not ids and chunk.finish_reason is FinishReason.CANCELLED:
+            # A stopped stream ends with the flag alone, unless there is more to tell.
+            has_news = bool(ids) or "beams" in chunk.extras or self._outputs.tell_of_ends
+            if not has_news and chunk.finish_reason is FinishReason.CANCELLED:
                 return None
         else:
             so_far = self._ids.setdefault(place, [])

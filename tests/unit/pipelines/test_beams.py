@@ -204,9 +204,26 @@ async def test_a_stopped_search_answers_with_the_best_so_far(serve, is_streaming
         assert last["output_ids"] == (
             [[[20], [21]]] if is_streaming else [[[7, 8, 9, 20], [7, 8, 9, 21]]]
         )
-        assert len(responses) == 1
-        if not is_streaming:
-            assert last["finish_reason"] == [[b"stop", b"cancelled"]]
+        assert len(responses) == 1 + is_streaming
+        assert last["finish_reason"] == [[b"stop", b"cancelled"]]
+
+
+async def test_beams_that_nobody_read_before_a_stop_are_told(serve):
+    async with serve() as served:
+        engine = await served.dial(lambda submit: [0])
+        engine.gate.clear()
+        options = {**PROMPT, "beam_width": 2, "id": "s", "streaming": True}
+        async with aclosing(served.stream("tensorrt_llm", **options)) as stream:
+            first = asyncio.ensure_future(anext(stream))
+            await engine.until(lambda: engine.submits)
+            for extras in (beams([20], [21]), beams([20, 22], [21, 23])):
+                engine.send(_said(engine.submits[0].request_id, extras, is_last=False))
+                await served.heard(engine)
+                await first
+            await served.infer("tensorrt_llm", **PROMPT, stop=True, id="s")
+            responses = await _collect(stream)
+        assert tensors(responses[-1])["output_ids"] == [[[20, 22], [21, 23]]]
+        assert responses[-1].is_final
 
 
 async def test_a_batch_has_one_beam_width(serve):

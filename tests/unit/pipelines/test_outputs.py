@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import numpy as np
 import pytest
 
@@ -200,3 +202,26 @@ async def test_a_text_stop_word_leaves_the_figures(serve):
     tensors = {tensor.name: tensor.data for tensor in response.outputs}
     assert tensors["text_output"].item() == b"A houseHello wor"
     assert tensors["last_token_time_ns"].item() == FIGURES["last_token_time_ns"]
+
+
+@pytest.mark.parametrize(
+    "asked", [{}, {"return_finish_reason": True}, {"return_perf_metrics": True}]
+)
+async def test_a_stopped_stream_ends_with_what_was_asked_of_its_end(serve, asked):
+    async with serve() as served:
+        engine = await served.dial(lambda submit: list(range(50)))
+        engine.gate.clear()
+        stream = served.stream("tensorrt_llm", id="a", **TOKEN, streaming=True, **asked)
+        first = asyncio.ensure_future(anext(stream))
+        await engine.until(lambda: len(engine.submits) == 1)
+        engine.step()
+        await first
+        await served.infer("tensorrt_llm", id="a", **TOKEN, stop=True)
+        rest = [response async for response in stream]
+        assert len(rest) == len(asked)
+        if asked:
+            outputs = {tensor.name: tensor.data.tolist() for tensor in rest[0].outputs}
+            assert (outputs["output_ids"], outputs["sequence_length"]) == ([[[]]], [[0]])
+            reason = outputs.get("finish_reason", [[b"cancelled"]])
+            assert (reason, rest[0].is_final) == ([[b"cancelled"]], True)
+            assert ("last_token_time_ns" in outputs) == ("return_perf_metrics" in asked)

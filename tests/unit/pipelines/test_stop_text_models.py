@@ -34,3 +34,26 @@ async def test_a_text_model_stops_the_requests_of_an_id(serve, model, decoupled)
         assert await kept == ["xone two three four"]
         with pytest.raises(RequestError, match="request ID is not provided"):
             await served.infer(model, **STOP)
+
+
+@pytest.mark.parametrize("asks", [False, True])
+@pytest.mark.parametrize("model", ["ensemble", "tensorrt_llm_bls"])
+async def test_a_stopped_stream_tells_its_finish_reason_if_asked(serve, model, asks):
+    async with serve() as served:
+        engine = await served.dial(served.answer("one two three four"))
+        engine.gate.clear()
+        options = {"text_input": "x", "max_tokens": 99, "return_finish_reason": asks}
+        stream = served.stream(model, id="a", stream=True, **options)
+        first = asyncio.ensure_future(anext(stream))
+        await engine.until(lambda: len(engine.submits) == 1)
+        for _ in range(20):
+            engine.step()
+            await served.heard(engine)
+            if first.done():
+                break
+        await first
+        await served.infer(model, id="a", **STOP)
+        rest = [response async for response in stream]
+        ends = rest[-1].outputs if rest else []
+        reasons = [t.data.tolist() for t in ends if t.name == "finish_reason"]
+        assert reasons == ([[[b"cancelled"]]] if asks else [])
