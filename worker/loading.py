@@ -4,26 +4,23 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import time
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from trimaran.comm.collectives import TensorParallelGroup
-from trimaran.comm.errors import ConfigError
 from trimaran.comm.pipeline import PipelineLinks
 from trimaran.comm.topology import ParallelLayout
 from trimaran.kernels.build import load_library
 from trimaran.kernels.sampling import CpuSampling
-from trimaran.worker.config import CacheConfig, EngineConfig, SchedulerConfig
+from trimaran.worker.cache_maker import CacheMaker
+from trimaran.worker.config import EngineConfig, SchedulerConfig
 from trimaran.worker.device_inputs import DeviceInputs
 from trimaran.worker.expert_balance import balance_experts
 from trimaran.worker.expert_loads import ExpertLoads
 from trimaran.worker.graph_choice import choose_graphs
 from trimaran.worker.input_batch import InputBatch
-from trimaran.worker.kv_cache.host_copies import HostCopies
-from trimaran.worker.kv_cache.kv_group import KVGroup, group_layers
 from trimaran.worker.kv_cache.manager import KVCacheManager
 from trimaran.worker.kv_cache.sizing import blocks_that_fit, free_bytes
 from trimaran.worker.lora.loading import adapter_bytes, load_adapters
@@ -105,7 +102,7 @@ def load_engine(
     model = load_model(config, topology, tp, device, expert_ranks=links.expert_ranks)
     kernel = _sampling_kernel(model, device)
     limits = _limits(config.scheduler, model)
-    groups = _kv_groups(model)
+    maker = CacheMaker(config.cache, limits, model)
     block_size = config.cache.tokens_per_block
     inputs = _make_inputs(limits, block_size, device, depth, kernel, model.switch_at)
     vocab_size = model.config.vocab_size
@@ -113,19 +110,18 @@ def load_engine(
     _open_links(links, model, limits, topology)
 
     def make_runner(num_blocks: int) -> ModelRunner:
-        for group in groups:
+        for group in maker.groups:
             group.allocate(num_blocks, block_size, device)
         inputs.use_spare_block(num_blocks)
-        return ModelRunner(model, groups, inputs, vocab_size, tp, depth, kernel, links)
+        return ModelRunner(model, maker.groups, inputs, vocab_size, tp, depth, kernel, links)
 
     step_bytes = 0
-    block_bytes = _block_bytes(groups, block_size)
     if device.type == "cuda":
         # The runner is not kept: it holds the memory of its blocks.
         step_bytes = _step_bytes(make_runner(inputs.max_blocks), limits, sizes, prompt_sizes)
-        step_bytes += _num_staged(config.cache, limits) * block_bytes
+        step_bytes += maker.staged_bytes
     available = free_bytes(device, len(topology.local_ranks)) - step_bytes
-    mine = blocks_that_fit(config.cache, limits, block_bytes, available)
+    mine = blocks_that_fit(config.cache, limits, maker.block_bytes, available)
     num_blocks = _agreed(mine, tp, device, links)
     runner = make_runner(num_blocks)
     # Before graphs are captured: they hold what the layers do.
@@ -138,8 +134,8 @@ def load_engine(
     if expert_loads is not None:
         # Steps of the warm-up are nobody's.
         expert_loads.reset()
-    num_slots = _agreed(_host_slots(config.cache, groups), tp, device, links)
-    caches = _make_caches(config.cache, limits, runner, (num_blocks, num_slots), topology)
+    num_slots = _agreed(maker.host_slots(), tp, device, links)
+    caches = maker.make(runner, num_blocks, num_slots, topology)
     backend = "torch" if kernel is None else kernel.name
     stages = _stage_sizes(model, topology, links)
     managers = [adapters, *(adapters.of_another_lane() for _ in caches[1:])]
@@ -198,16 +194,6 @@ def _sampling_kernel(model: CausalLM, device: torch.device) -> CpuSampling | Non
     return CpuSampling(load_library())
 
 
-def _kv_groups(model: CausalLM) -> list[KVGroup]:
-    groups = group_layers(model.kv_cache_specs())
-    if len(groups) != 1:
-        raise ConfigError(
-            f"the model's layers need {len(groups)} kinds of KV cache but one is served. "
-            "Serve a model whose layers all attend alike."
-        )
-    return groups
-
-
 def _step_bytes(
     runner: ModelRunner, limits: SchedulerConfig, graphs: list[int], prompts: list[int]
 ) -> int:
@@ -238,93 +224,6 @@ def _make_inputs(
         tokens = limits.max_num_batched_tokens
         return DeviceInputs(rows, length, tokens, block_size, device, depth, switch_at)
     return InputBatch(rows, length, block_size, 1, device, depth, kernel, switch_at)
-
-
-def _block_bytes(groups: list[KVGroup], block_size: int) -> int:
-    """Bytes of one block of each group."""
-    return sum(group.block_bytes(block_size) for group in groups)
-
-
-def _keep_on_host(
-    cache: CacheConfig, limits: SchedulerConfig, runner: ModelRunner, num_slots: int
-) -> None:
-    """Give each group of a runner the host's memory for evicted blocks."""
-    for group in runner.groups if num_slots else ():
-        assert group.memory is not None
-        begin = time.monotonic()
-        host = HostCopies(group.memory, num_slots, _num_staged(cache, limits))
-        runner.hosts.append(host)
-        logger.info(
-            "KV cache on the host: %d blocks, %.2f GiB a rank, mapped in %.1f s",
-            num_slots,
-            host.num_bytes / 2**30,
-            time.monotonic() - begin,
-        )
-
-
-def _make_caches(
-    cache: CacheConfig,
-    limits: SchedulerConfig,
-    runner: ModelRunner,
-    sizes: tuple[int, int],
-    topology: ParallelLayout,
-) -> list[KVCacheManager]:
-    """Managers of so many blocks, and slots of the host, of each lane that this rank decides
-    for; and the host's memory for its own lane's."""
-    num_blocks, num_slots = sizes
-    _keep_on_host(cache, limits, runner, num_slots)
-    gib = num_blocks * _block_bytes(runner.groups, cache.tokens_per_block) / 2**30
-    logger.info(
-        "KV cache ready: %d blocks of %d tokens, %.2f GiB",
-        num_blocks,
-        cache.tokens_per_block,
-        gib,
-    )
-    num_lanes = topology.dp_size if topology.is_leader else 1
-    return [_make_cache(cache, limits, runner, sizes) for _ in range(num_lanes)]
-
-
-def _make_cache(
-    cache: CacheConfig, limits: SchedulerConfig, runner: ModelRunner, sizes: tuple[int, int]
-) -> KVCacheManager:
-    num_blocks, num_slots = sizes
-    model = runner.model.config
-    windows = cache.windows_of(model.layer_windows, limits.max_seq_len, model.num_hidden_layers)
-    if all(windows) and num_slots and not cache.enable_block_reuse:
-        raise ConfigError(
-            f"kv_cache_host_memory_bytes is {cache.host_bytes} but blocks are not reused, and "
-            f"all layers have windows, of {max(windows)} tokens at most: sequences that make "
-            "room are computed again. Set enable_kv_cache_reuse to True, or the bytes to 0."
-        )
-    return KVCacheManager(
-        [num_blocks] * len(runner.groups),
-        cache.tokens_per_block,
-        enable_reuse=cache.enable_block_reuse,
-        window=max(windows) if all(windows) else 0,
-        num_sinks=cache.num_sinks,
-        host_slots=num_slots,
-        is_reserving=not limits.can_preempt,
-        switch_at=runner.model.switch_at,
-    )
-
-
-def _host_slots(cache: CacheConfig, groups: list[KVGroup]) -> int:
-    """Blocks that this rank keeps in its host's memory."""
-    each = _block_bytes(groups, cache.tokens_per_block)
-    if 0 < cache.host_bytes < each:
-        raise ConfigError(
-            f"kv_cache_host_memory_bytes is {cache.host_bytes} but a block of "
-            f"{cache.tokens_per_block} tokens takes {each} on each rank. Raise it to a "
-            "multiple of that, or set it to 0."
-        )
-    return cache.host_bytes // each
-
-
-def _num_staged(cache: CacheConfig, limits: SchedulerConfig) -> int:
-    """Blocks on the way to the host at once: as many as a step's tokens overwrite."""
-    if not cache.host_bytes:
-        return 0
-    return -(-limits.max_num_batched_tokens // cache.tokens_per_block)
 
 
 def _limits(scheduler: SchedulerConfig, model: CausalLM) -> SchedulerConfig:

@@ -1,0 +1,117 @@
+"""A rank's KV cache: its blocks' bytes, the host's share of them, and who hands them out."""
+
+from __future__ import annotations
+
+import logging
+import time
+
+from trimaran.comm.errors import ConfigError
+from trimaran.comm.topology import ParallelLayout
+from trimaran.worker.config import CacheConfig, SchedulerConfig
+from trimaran.worker.kv_cache.host_copies import HostCopies
+from trimaran.worker.kv_cache.kv_group import KVGroup, group_layers
+from trimaran.worker.kv_cache.manager import KVCacheManager
+from trimaran.worker.model_runner import ModelRunner
+from trimaran.worker.models.interfaces import CausalLM
+
+logger = logging.getLogger(__name__)
+
+
+class CacheMaker:
+    """What a model's layers and the configuration say of its cache, before it has a size."""
+
+    def __init__(self, config: CacheConfig, limits: SchedulerConfig, model: CausalLM) -> None:
+        self._config = config
+        self._limits = limits
+        self._model = model
+        self.groups = _groups_of(model)
+        self.block_bytes = sum(
+            group.block_bytes(config.tokens_per_block) for group in self.groups
+        )
+        """Of a block of every group."""
+
+    @property
+    def staged_bytes(self) -> int:
+        """Device memory for blocks on their way to the host."""
+        return self._num_staged * self.block_bytes
+
+    @property
+    def _num_staged(self) -> int:
+        """Blocks on the way to the host at once: as many as a step's tokens overwrite."""
+        if not self._config.host_bytes:
+            return 0
+        return -(-self._limits.max_num_batched_tokens // self._config.tokens_per_block)
+
+    def host_slots(self) -> int:
+        """Blocks that this rank keeps in its host's memory."""
+        num_bytes = self._config.host_bytes
+        if 0 < num_bytes < self.block_bytes:
+            raise ConfigError(
+                f"kv_cache_host_memory_bytes is {num_bytes} but a block of "
+                f"{self._config.tokens_per_block} tokens takes {self.block_bytes} on each "
+                "rank. Raise it to a multiple of that, or set it to 0."
+            )
+        return num_bytes // self.block_bytes
+
+    def make(
+        self, runner: ModelRunner, num_blocks: int, num_slots: int, topology: ParallelLayout
+    ) -> list[KVCacheManager]:
+        """Managers of so many blocks, and slots of the host, of each lane that this rank
+        decides for; and the host's memory for its own lane's."""
+        if num_slots:
+            self._keep_on_host(runner, num_slots)
+        logger.info(
+            "KV cache ready: %d blocks of %d tokens, %.2f GiB",
+            num_blocks,
+            self._config.tokens_per_block,
+            num_blocks * self.block_bytes / 2**30,
+        )
+        num_lanes = topology.dp_size if topology.is_leader else 1
+        return [self._manager(num_blocks, num_slots) for _ in range(num_lanes)]
+
+    def _keep_on_host(self, runner: ModelRunner, num_slots: int) -> None:
+        """Give each group of a runner the host's memory for evicted blocks."""
+        for group in self.groups:
+            assert group.memory is not None
+            begin = time.monotonic()
+            host = HostCopies(group.memory, num_slots, self._num_staged)
+            runner.hosts.append(host)
+            logger.info(
+                "KV cache on the host: %d blocks, %.2f GiB a rank, mapped in %.1f s",
+                num_slots,
+                host.num_bytes / 2**30,
+                time.monotonic() - begin,
+            )
+
+    def _manager(self, num_blocks: int, num_slots: int) -> KVCacheManager:
+        config, limits, model = self._config, self._limits, self._model.config
+        windows = config.windows_of(
+            model.layer_windows, limits.max_seq_len, model.num_hidden_layers
+        )
+        if all(windows) and num_slots and not config.enable_block_reuse:
+            raise ConfigError(
+                f"kv_cache_host_memory_bytes is {config.host_bytes} but blocks are not reused, "
+                f"and all layers have windows, of {max(windows)} tokens at most: sequences "
+                "that make room are computed again. Set enable_kv_cache_reuse to True, or the "
+                "bytes to 0."
+            )
+        return KVCacheManager(
+            [num_blocks] * len(self.groups),
+            config.tokens_per_block,
+            enable_reuse=config.enable_block_reuse,
+            window=max(windows) if all(windows) else 0,
+            num_sinks=config.num_sinks,
+            host_slots=num_slots,
+            is_reserving=not limits.can_preempt,
+            switch_at=self._model.switch_at,
+        )
+
+
+def _groups_of(model: CausalLM) -> list[KVGroup]:
+    groups = group_layers(model.kv_cache_specs())
+    if len(groups) != 1:
+        raise ConfigError(
+            f"the model's layers need {len(groups)} kinds of KV cache but one is served. "
+            "Serve a model whose layers all attend alike."
+        )
+    return groups
