@@ -13,6 +13,8 @@ from trimaran.comm.sampling_params import SamplingParams
 from trimaran.server.beams import longest
 
 _DEFAULT_MAX_TOKENS = SamplingParams().max_tokens
+_OF_IDS = ("log_probs", "generation_logits")
+"""The extras that have one item an id."""
 
 
 @dataclass(slots=True)
@@ -27,6 +29,16 @@ class TokenChunk:
     def is_last(self) -> bool:
         """Whether the sequence has ended."""
         return self.finish_reason is not FinishReason.NOT_FINISHED
+
+    def beginning(self, num_ids: int) -> TokenChunk:
+        """The same as far as its first ids go."""
+        if num_ids == len(self.token_ids):
+            return self
+        extras = {
+            name: value[:num_ids] if name in _OF_IDS else value
+            for name, value in self.extras.items()
+        }
+        return replace(self, token_ids=self.token_ids[:num_ids], extras=extras)
 
     def merge(
         self, token_ids: list[int], finish_reason: FinishReason, extras: dict[str, Any]

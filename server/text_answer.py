@@ -22,6 +22,15 @@ class TextAnswer:
         """The text that may be shown after these ids."""
         return self._shown(self.stop.push(self.detokenizer.push(ids)))
 
+    def push_each(self, ids: list[int]) -> tuple[str, int]:
+        """The same, id by id up to the end of a stop word; and how many these are."""
+        deltas = []
+        for token in ids:
+            deltas.append(self.push([token]))
+            if self.stop.is_matched:
+                break
+        return "".join(deltas), len(deltas)
+
     def finish(self, rest: str) -> str:
         """The last text; ``rest`` is what the detokenizer still had."""
         return self._shown(self.stop.push(rest, is_last=True))

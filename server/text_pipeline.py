@@ -207,13 +207,19 @@ class _Run:
             answer = self._answers[place] = self._new_answer(response.sample)
         if answer.stop.is_matched:
             return None
+        delta, ids = "", chunk.token_ids
+        if self._stop_words[response.sample]:
+            # What came behind the stop word, at the same time, is not counted either.
+            delta, num_ids = answer.push_each(ids)
+            chunk, ids = chunk.beginning(num_ids), []
         answer.progress.add(chunk)
         if answer.progress.beams is not None:
             return await self._take_beams(place, answer, chunk)
-        delta = "" if chunk.is_last else answer.push(chunk.token_ids)
+        if not chunk.is_last:
+            delta += answer.push(ids)
         if chunk.is_last or answer.stop.is_matched:
             self._num_open -= 1
-            delta += await self._last(answer, chunk.token_ids if chunk.is_last else [])
+            delta += await self._last(answer, ids if chunk.is_last else [])
             if answer.stop.is_matched:
                 answer.progress.finish_reason = STOPPED
             # Harmless where the engine has ended it.

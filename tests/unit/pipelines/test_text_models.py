@@ -405,3 +405,25 @@ async def test_models_without_a_batch_dimension_answer_without_one(serve, model,
         assert all(tensor.shape == (1,) for r in responses for tensor in r.outputs)
         text = b"".join(_values(r)["text_output"] for r in responses).decode()
         assert text == ("" if stream else "x") + "one größer two stop"
+
+
+@TEXT_MODELS
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("max_per_step", [1, 40])
+async def test_what_came_along_behind_a_stop_word_counts_nowhere(
+    serve, model, stream, max_per_step
+):
+    async with serve() as served:
+        engine = await served.dial(
+            served.answer("one two stop three four five"), max_per_step=max_per_step
+        )
+        engine.extras = lambda ids: {"log_probs": [-0.5] * len(ids)}
+        options = {"return_num_output_tokens": True, "return_log_probs": True}
+        responses = await served.infer(
+            model, text_input="x", max_tokens=99, stop_words=["stop"], stream=stream, **options
+        )
+        told = [{t.name: t.data for t in response.outputs} for response in responses]
+        num_ids = len(served.tokenizer.encode_now("one two stop", False))
+        assert sum(tensors["output_log_probs"].size for tensors in told) == num_ids
+        assert told[-1]["num_output_tokens"].item() == num_ids
+        assert told[-1]["cum_log_probs"].item() == pytest.approx(-0.5 * num_ids)
