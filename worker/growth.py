@@ -81,7 +81,7 @@ class GrowthForecast:
         self, running: List[Sequence], newcomer: Sequence, cache: KVCacheManager
     ) -> bool:
         """Whether the peak of both, as far as foretold, fits the cache."""
-        if cache.window:
+        if cache.window.num_tokens:
             # Sequences let go of what no layer sees any more.
             return True
         size = cache.block_size

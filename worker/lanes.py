@@ -129,7 +129,7 @@ class LaneScheduler:
         blocks = SequenceBlocks(len(first.pools), root_hash(request.cache_salt, 0))
         ids = request.prompt_ids + request.output_ids
         first.extend_hashes(blocks, ids)
-        found = [lane.cache.find_prefix(blocks, len(ids)) for lane in self.lanes]
+        found = [lane.cache.prefixes.find(blocks, len(ids)) for lane in self.lanes]
         return [len(prefix.shared[0]) for prefix in found]
 
     # ---- steps ---------------------------------------------------------------------------

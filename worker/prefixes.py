@@ -19,5 +19,5 @@ def find_prefix(sequence: Sequence, step: int, cache: KVCacheManager) -> Prefix:
         is_running = parent.last_step == step
         computed = parent.num_computed_before if is_running else parent.num_computed_tokens
         if computed >= num_known:
-            return cache.find_fork(parent.blocks, num_known)
-    return cache.find_prefix(sequence.blocks, num_known, sequence.token_ids)
+            return cache.prefixes.find_fork(parent.blocks, num_known)
+    return cache.prefixes.find(sequence.blocks, num_known, sequence.token_ids)

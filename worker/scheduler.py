@@ -239,7 +239,7 @@ class Scheduler:
         if missing > 1:
             budget = plan.budget_for(sequence, num_running - 1, num_later)
             chunk = self._chunk(sequence, missing, budget, num_later)
-        if self.cache.window and sequence.is_alone:
+        if self.cache.window.num_tokens and sequence.is_alone:
             self.cache.leave_behind(sequence.blocks, start)
         if self._make_room(sequence, start + chunk, plan):
             self._advance(sequence, chunk, chunk == missing, plan)

@@ -5,16 +5,17 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 
-from trimaran.worker.kv_cache.block_ends import BlockEnds
 from trimaran.worker.kv_cache.block_pool import BlockPool
-from trimaran.worker.kv_cache.host_pool import BlockHash, HostPool
+from trimaran.worker.kv_cache.host_pool import HostPool
 from trimaran.worker.kv_cache.own_content import OwnContent
+from trimaran.worker.kv_cache.prefix_finder import PrefixFinder
 from trimaran.worker.kv_cache.sequence_blocks import (
     Prefix,
     SequenceBlocks,
     Transfer,
     hash_of,
 )
+from trimaran.worker.kv_cache.window import Window
 
 _NEVER = 1 << 62
 
@@ -53,10 +54,7 @@ class KVCacheManager:
         self.switch_at = switch_at or _NEVER
         """Tokens beyond which a sequence's keys are rotated otherwise, all of them."""
         self.enable_reuse = enable_reuse
-        self.window = window
-        # Who lets go of a block that others hold frees none, but would be owed one.
-        self._shares_held = not (window and is_reserving)
-        self._sink_blocks = self.blocks_for(num_sinks)
+        self.window = Window(window, self.blocks_for(num_sinks), block_size)
         self.pools = [
             BlockPool(
                 num_blocks,
@@ -65,14 +63,16 @@ class KVCacheManager:
             for num_blocks in blocks_per_group
         ]
         self.hosts = [pool.host for pool in self.pools if pool.host is not None]
+        # Who lets go of a block that others hold frees none, but would be owed one.
+        shares_held = not (window and is_reserving)
+        self.prefixes = PrefixFinder(
+            self.pools, block_size, self.window, shares_held=shares_held
+        )
         self.num_blocks = min(blocks_per_group)
         self.num_reused_blocks = 0
         """Blocks that did not have to be computed, over all sequences so far."""
         self._num_reserved = 0
-        self._fresh: set[tuple[int, int]] = set()
-        self._under_way: set[BlockHash] = set()
         self._loads: list[Transfer] = []
-        self._ends = BlockEnds(self.num_blocks)
         self._own = OwnContent(self.pools)
         self._sources: list[tuple[int, int]] = []
         """Groups and blocks that the step being planned copies and nobody else holds."""
@@ -94,10 +94,10 @@ class KVCacheManager:
     def most_held(self, num_tokens: int, max_chunk: int) -> int:
         """Blocks that a sequence of ``num_tokens`` holds at once, computed in such chunks."""
         num_blocks = self.blocks_for(num_tokens)
-        if not self.window:
+        if not self.window.num_tokens:
             return num_blocks
-        seen = self._sink_blocks + self.blocks_for(self.window + max_chunk) + 1
-        return min(num_blocks, seen)
+        num_seen = self.blocks_for(self.window.num_tokens + max_chunk) + 1
+        return min(num_blocks, self.window.num_sinks + num_seen)
 
     def holds(self, num_sequences: int, num_tokens: int) -> bool:
         """Whether so many sequences of ``num_tokens`` fit, whatever they share."""
@@ -105,7 +105,7 @@ class KVCacheManager:
 
     def begin_step(self) -> None:
         """What was published until now is written before the next step starts."""
-        self._fresh.clear()
+        self.prefixes.fresh.clear()
         self._own.begin_step()
 
     def end_step(self) -> None:
@@ -136,72 +136,6 @@ class KVCacheManager:
             parent = blocks.parent_of(len(hashes))
             hashes.append(hash_of(parent, token_ids[start : start + size]))
 
-    def find_prefix(
-        self, blocks: SequenceBlocks, num_tokens: int, token_ids: array[int] | None = None
-    ) -> Prefix:
-        """The cached content that a sequence of ``num_tokens`` known tokens can start with.
-
-        With its ``token_ids``, a partial block counts too.
-        """
-        found: list[list[int]] = [[] for _ in self.pools]
-        for block_hash in blocks.hashes:
-            hits = [pool.lookup(block_hash) for pool in self.pools]
-            if None in hits or not (self._shares_held or self._is_free(hits)):
-                break
-            for group, block in enumerate(hits):
-                assert block is not None
-                found[group].append(block)
-        prefix = self._split(found, num_tokens)
-        if self.hosts and not prefix.last:
-            prefix = self._add_stored(prefix, blocks.hashes, num_tokens)
-        if token_ids is not None and not prefix.last and not prefix.num_stored:
-            prefix = self._add_end(prefix, blocks, token_ids)
-        return self._leave_out(prefix) if self.window else prefix
-
-    def _is_free(self, blocks: list[int | None]) -> bool:
-        """Whether nobody holds these, one a group."""
-        pairs = zip(self.pools, blocks, strict=True)
-        return not any(pool.is_held(block) for pool, block in pairs if block is not None)
-
-    def _add_stored(self, prefix: Prefix, hashes: list[BlockHash], num_tokens: int) -> Prefix:
-        """Behind what the device has, what the host has."""
-        first = len(prefix.shared[0])
-        end = min((num_tokens - 1) // self.block_size, len(hashes))
-        if first < end and hashes[first] in self._under_way:
-            return prefix._replace(is_under_way=True)
-        stored: list[list[int]] = [[] for _ in self.hosts]
-        for block_hash in hashes[first:end]:
-            hits = [host.lookup(block_hash) for host in self.hosts]
-            if None in hits:
-                break
-            for group, slot in enumerate(hits):
-                assert slot is not None
-                stored[group].append(slot)
-        return prefix._replace(stored=stored)
-
-    def _leave_out(self, prefix: Prefix) -> Prefix:
-        return prefix._replace(num_left=self._num_unseen(prefix.num_cached(self.block_size)))
-
-    def _add_end(self, prefix: Prefix, blocks: SequenceBlocks, token_ids: array[int]) -> Prefix:
-        """Behind full blocks one whose first tokens are wanted."""
-        num_shared = len(prefix.shared[0])
-        start = num_shared * self.block_size
-        # One token is left to compute.
-        wanted = token_ids[start : min(start + self.block_size, len(token_ids) - 1)]
-        parent = blocks.parent_of(num_shared)
-        matched = self._ends.match(parent, wanted)
-        if matched is None:
-            return prefix
-        block_hash, count = matched
-        last = [b for pool in self.pools if (b := pool.lookup(block_hash)) is not None]
-        if len(last) < len(self.pools):
-            self._ends.drop(parent)
-            return prefix
-        if any(item in self._fresh for item in enumerate(last)):
-            return prefix
-        is_full = not self.pools[0].is_partial(last[0])
-        return prefix._replace(last=last, num_last=count, keeps_last=is_full)
-
     def _keep_ends(
         self, blocks: SequenceBlocks, token_ids: array[int], num_prompt: int, num_known: int
     ) -> None:
@@ -213,7 +147,7 @@ class KVCacheManager:
         at_prompt = num_prompt // size
         if num_prompt % size and at_prompt < num_full:
             ids = token_ids[at_prompt * size : (at_prompt + 1) * size]
-            self._ends.put(blocks.parent_of(at_prompt), ids)
+            self.prefixes.keep_end(blocks.parent_of(at_prompt), ids)
         last = [table[num_full] for table in blocks.tables] if rest else []
         if not last or any(map(BlockPool.is_shared, self.pools, last)):
             return
@@ -223,11 +157,7 @@ class KVCacheManager:
             pool.publish(block, block_hash, is_partial=True)
             if blocks.retention is not None:
                 pool.retain(block_hash, blocks.retention.at(num_full * size))
-        self._ends.put(parent, ids)
-
-    def _num_unseen(self, position: int) -> int:
-        """Blocks behind the sinks that no query from this position on sees."""
-        return max(0, (position - self.window + 1) // self.block_size - self._sink_blocks)
+        self.prefixes.keep_end(parent, ids)
 
     def leave_behind(self, blocks: SequenceBlocks, position: int) -> None:
         """Stop holding what no query from ``position`` on sees; it may still be found.
@@ -235,38 +165,16 @@ class KVCacheManager:
         Their places in the tables keep the blocks' numbers, which hold some sequence's
         values: finite, and never looked at.
         """
-        count = self._num_unseen(position)
+        count = self.window.num_unseen(position)
         if count <= blocks.num_left:
             return
-        first, end = self._sink_blocks + blocks.num_left, self._sink_blocks + count
+        first = self.window.num_sinks
         for pool, table in zip(self.pools, blocks.tables, strict=True):
-            pool.release(table[first:end])
+            pool.release(table[first + blocks.num_left : first + count])
         if blocks.max_blocks:
             # It may take as many again.
             self._num_reserved += count - blocks.num_left
         blocks.num_left = count
-
-    def _held(self, table: list[int], num_left: int) -> list[int]:
-        if not num_left:
-            return table
-        first = self._sink_blocks
-        return table[:first] + table[first + num_left :]
-
-    def find_fork(self, parent: SequenceBlocks, num_tokens: int) -> Prefix:
-        """The same for a fork of ``parent``, which has computed ``num_tokens``."""
-        if parent.num_left:
-            return self._split([[] for _ in parent.tables], num_tokens)
-        num_blocks = self.blocks_for(num_tokens)
-        return self._split([table[:num_blocks] for table in parent.tables], num_tokens)
-
-    def _split(self, found: list[list[int]], num_tokens: int) -> Prefix:
-        num_shared = min(len(found[0]), (num_tokens - 1) // self.block_size)
-        last = [blocks[num_shared] for blocks in found if len(blocks) > num_shared]
-        # A step copies before it computes: what it fills itself can be shared, not copied.
-        if any(item in self._fresh for item in enumerate(last)):
-            last = []
-        num_last = num_tokens - 1 - num_shared * self.block_size if last else 0
-        return Prefix([blocks[:num_shared] for blocks in found], last, num_last)
 
     def fork(
         self, child: SequenceBlocks, parent: SequenceBlocks, num_tokens: int, max_blocks: int
@@ -279,7 +187,7 @@ class KVCacheManager:
         num_full = num_tokens // self.block_size
         for pool, mine, theirs in zip(self.pools, child.tables, parent.tables, strict=True):
             shared = theirs[:num_full]
-            pool.share(self._held(shared, parent.num_left))
+            pool.share(self.window.held(shared, parent.num_left))
             mine += shared
         child.num_left = parent.num_left
         if max_blocks:
@@ -297,7 +205,7 @@ class KVCacheManager:
     def blocks_to_take(self, prefix: Prefix, num_blocks: int) -> int:
         """Free blocks used up when a sequence of ``num_blocks`` starts with ``prefix``."""
         held = min(
-            sum(map(pool.is_held, self._held(blocks, prefix.num_left)))
+            sum(map(pool.is_held, self.window.held(blocks, prefix.num_left)))
             for pool, blocks in zip(self.pools, prefix.shared, strict=True)
         )
         # A block that is kept though it is copied cannot be the copy's place.
@@ -312,7 +220,7 @@ class KVCacheManager:
         """
         copies: list[BlockCopy] = []
         for pool, table, shared in zip(self.pools, blocks.tables, prefix.shared, strict=True):
-            pool.share(self._held(shared, prefix.num_left))
+            pool.share(self.window.held(shared, prefix.num_left))
             table += shared
         for group, source in enumerate(prefix.last):
             pool = self.pools[group]
@@ -341,8 +249,7 @@ class KVCacheManager:
 
     def _load(self, blocks: SequenceBlocks, prefix: Prefix) -> None:
         """Take blocks for what the host has, and ask for the copies."""
-        num_shared, sinks = len(prefix.shared[0]), self._sink_blocks
-        left = range(sinks, sinks + prefix.num_left)
+        num_shared, left = len(prefix.shared[0]), self.window.left(prefix.num_left)
         wanted = [i for i in range(prefix.num_stored) if num_shared + i not in left]
         for group, slots in enumerate(prefix.stored):
             host, table = self.hosts[group], blocks.tables[group]
@@ -356,14 +263,14 @@ class KVCacheManager:
             table += [places.get(i, filler) for i in range(len(slots))]
             blocks.load += [(group, slots[i], places[i]) for i in wanted]
         self._loads += blocks.load
-        self._under_way.update(blocks.hashes[num_shared : blocks.num_blocks])
+        self.prefixes.under_way.update(blocks.hashes[num_shared : blocks.num_blocks])
 
     def loaded(self, blocks: SequenceBlocks) -> None:
         """The copies from the host are made, or ordered before whatever comes next."""
         for group, slot, _ in blocks.load:
             self.hosts[group].unpin([slot])
         blocks.load = []
-        self._under_way.difference_update(blocks.hashes[: blocks.num_blocks])
+        self.prefixes.under_way.difference_update(blocks.hashes[: blocks.num_blocks])
         if not self.enable_reuse:
             # Their room on the host is for those who still wait.
             self._own.forget_stored(blocks.hashes)
@@ -422,13 +329,13 @@ class KVCacheManager:
 
     def _publish(self, blocks: SequenceBlocks, num_tokens: int) -> None:
         end = min(num_tokens // self.block_size, len(blocks.hashes))
-        left = range(self._sink_blocks, self._sink_blocks + blocks.num_left)
+        left = self.window.left(blocks.num_left)
         for index in range(blocks.num_published, end):
             if index in left:
                 continue
             for group, table in enumerate(blocks.tables):
                 self.pools[group].publish(table[index], blocks.hashes[index])
-                self._fresh.add((group, table[index]))
+                self.prefixes.fresh.add((group, table[index]))
             self._retain(blocks, index)
         blocks.num_published = max(blocks.num_published, end)
 
@@ -452,7 +359,7 @@ class KVCacheManager:
         """Drop all blocks and the reservation; the hashes stay for the next `begin`."""
         self._num_reserved -= max(0, blocks.max_blocks - blocks.num_held)
         for pool, table in zip(self.pools, blocks.tables, strict=True):
-            pool.release(self._held(table, blocks.num_left))
+            pool.release(self.window.held(table, blocks.num_left))
             table.clear()
         blocks.num_published = 0
         blocks.max_blocks = 0
@@ -462,7 +369,7 @@ class KVCacheManager:
         """Raise AssertionError unless ``holders`` explain all blocks. For tests."""
         for group, pool in enumerate(self.pools):
             sources = [[block] for number, block in self._sources if number == group]
-            held = [self._held(b.tables[group], b.num_left) for b in holders]
+            held = [self.window.held(b.tables[group], b.num_left) for b in holders]
             pool.check([*held, *sources])
         for blocks in holders:
             assert len({len(table) for table in blocks.tables}) == 1

@@ -18,7 +18,7 @@ def start(manager: KVCacheManager, ids: array, root: bytes = ROOT):
     manager.begin_step()
     blocks = SequenceBlocks(len(manager.pools), root)
     manager.extend_hashes(blocks, ids)
-    prefix = manager.find_prefix(blocks, len(ids))
+    prefix = manager.prefixes.find(blocks, len(ids))
     num_computed, copies = manager.begin(blocks, prefix)
     assert manager.grow(blocks, len(ids))
     manager.publish(blocks, len(ids))
@@ -132,7 +132,7 @@ def test_a_fork_shares_full_blocks_and_copies_the_partial_one():
     parent = start(manager, array("i", range(10)))[0]
     child = SequenceBlocks(1, ROOT)
 
-    num_computed, copies = manager.begin(child, manager.find_fork(parent, 10))
+    num_computed, copies = manager.begin(child, manager.prefixes.find_fork(parent, 10))
 
     assert num_computed == 9
     assert child.tables[0][:2] == parent.tables[0][:2]
@@ -189,11 +189,11 @@ def run_history(rng: random.Random) -> None:
             ids = array("i", (rng.randrange(2) for _ in range(rng.randrange(1, 24))))
             blocks = SequenceBlocks(2, ROOT)
             manager.extend_hashes(blocks, ids)
-            admit(manager, rng, live, blocks, ids, manager.find_prefix(blocks, len(ids)))
+            admit(manager, rng, live, blocks, ids, manager.prefixes.find(blocks, len(ids)))
         elif action < 0.5 and live:
             parent, ids = rng.choice(live)
             child = SequenceBlocks(2, ROOT)
-            prefix = manager.find_fork(parent, len(ids))
+            prefix = manager.prefixes.find_fork(parent, len(ids))
             admit(manager, rng, live, child, ids[:], prefix)
         elif action < 0.8 and live:
             blocks, ids = rng.choice(live)
@@ -232,9 +232,9 @@ def test_a_block_filled_by_this_step_is_shared_but_never_copied():
     second = SequenceBlocks(1, ROOT)
     manager.extend_hashes(second, ids)
 
-    same_step = manager.find_prefix(second, len(ids))
+    same_step = manager.prefixes.find(second, len(ids))
     manager.begin_step()
-    next_step = manager.find_prefix(second, len(ids))
+    next_step = manager.prefixes.find(second, len(ids))
 
     assert (len(same_step.shared[0]), same_step.last) == (1, [])
     assert (len(next_step.shared[0]), len(next_step.last)) == (1, 1)

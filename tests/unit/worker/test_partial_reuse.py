@@ -14,7 +14,7 @@ def start(manager, ids):
     """Admit a sequence and give it all its blocks; it and how many tokens were cached."""
     manager.begin_step()
     blocks = start_of(manager, ids)
-    num_cached, _ = manager.begin(blocks, manager.find_prefix(blocks, len(ids), ids))
+    num_cached, _ = manager.begin(blocks, manager.prefixes.find(blocks, len(ids), ids))
     assert manager.grow(blocks, len(ids))
     manager.publish(blocks, len(ids))
     return blocks, num_cached
@@ -81,14 +81,14 @@ def test_partial_blocks_give_way_to_full_ones():
     manager.release(other)
 
     found = [
-        len(manager.find_prefix(start_of(manager, ids), 9, ids).shared[0])
+        len(manager.prefixes.find(start_of(manager, ids), 9, ids).shared[0])
         for ids in (
             ids_of(older, (7,)),
             newer[:9],
         )
     ]
     assert found == [1, 1]
-    assert manager.find_prefix(start_of(manager, newer), 12, newer).last == []
+    assert manager.prefixes.find(start_of(manager, newer), 12, newer).last == []
 
 
 def test_a_block_that_its_prompt_ended_in_stays_when_it_is_begun_with():

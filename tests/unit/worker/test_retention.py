@@ -37,7 +37,7 @@ def start(manager: KVCacheManager, ids: array, retention=None):
     blocks = SequenceBlocks(len(manager.pools), root_hash(b"", 0))
     blocks.retention = retention
     manager.extend_hashes(blocks, ids)
-    prefix = manager.find_prefix(blocks, len(ids))
+    prefix = manager.prefixes.find(blocks, len(ids))
     num_computed, _ = manager.begin(blocks, prefix)
     loads = list(blocks.load)
     manager.loaded(blocks)
@@ -140,13 +140,13 @@ def test_what_is_under_way_from_the_host_is_not_loaded_twice():
     first, second = (SequenceBlocks(1, root_hash(b"", 0)) for _ in range(2))
     manager.extend_hashes(first, ids)
     manager.extend_hashes(second, ids)
-    manager.begin(first, manager.find_prefix(first, 9))
+    manager.begin(first, manager.prefixes.find(first, 9))
 
-    assert manager.find_prefix(second, 9).is_under_way
+    assert manager.prefixes.find(second, 9).is_under_way
 
     manager.loaded(first)
     manager.publish(first, 8)
-    assert len(manager.find_prefix(second, 9).shared[0]) == 2
+    assert len(manager.prefixes.find(second, 9).shared[0]) == 2
 
 
 def test_a_window_lets_go_of_all_but_the_sinks_and_what_is_seen():
