@@ -17,9 +17,7 @@ SubCommands = argparse._SubParsersAction  # argparse has no public name for it
 def add_arguments(parser: argparse.ArgumentParser) -> SubCommands[argparse.ArgumentParser]:
     """Global flags, which come before the sub-command, and the sub-commands: returned."""
     parser.add_argument("-u", "--url", metavar="HOST:PORT", help="default: by protocol")
-    parser.add_argument(
-        "-i", "--protocol", choices=("http", "grpc"), default="http", help="(http)"
-    )
+    add_protocol(parser)
     parser.add_argument(
         "--tensorrt-llm-model-name", action="append", metavar="NAME",
         help="token-level model (default tensorrt_llm); repeat to take turns",
@@ -47,15 +45,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> SubCommands[argparse.Argum
     return kinds
 
 
-def _add_load(parser: argparse.ArgumentParser) -> None:
+def add_protocol(parser: argparse.ArgumentParser) -> None:
+    """By what to ask, of `DEFAULT_URLS`."""
     parser.add_argument(
-        "-c",
-        "--concurrency",
-        type=int,
-        default=128,
-        metavar="N",
-        help="requests in flight (128)",
+        "-i", "--protocol", choices=tuple(DEFAULT_URLS), default="http", help="(http)"
     )
+
+
+def add_concurrency(parser: argparse.ArgumentParser) -> None:
+    """How many requests to have open at once."""
+    parser.add_argument(
+        "-c", "--concurrency", type=int, default=128, metavar="N",
+        help="requests in flight (128)",
+    )  # fmt: skip
+
+
+def _add_load(parser: argparse.ArgumentParser) -> None:
+    add_concurrency(parser)
     parser.add_argument(
         "--num-requests", type=int, metavar="N",
         help="default: 30000 at most with a sub-command, else 10 for each connection",

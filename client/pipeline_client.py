@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from trimaran.client.bench_flags import DEFAULT_URLS
+from trimaran.client.bench_flags import DEFAULT_URLS, add_concurrency, add_protocol
 from trimaran.client.step_client import GrpcSteps, HttpSteps, StepClient
 from trimaran.client.stream import ServerError
 from trimaran.client.tensors import Array
@@ -53,17 +53,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of the replaced script."""
     parser.add_argument("-v", "--verbose", action="store_true", help="print every message")
     parser.add_argument("-u", "--url", help="HOST:PORT; localhost:8000 for http, 8001 for grpc")
-    parser.add_argument(
-        "-i", "--protocol", choices=("http", "grpc"), default="http", help="(http)"
-    )
-    parser.add_argument(
-        "-c",
-        "--concurrency",
-        type=int,
-        default=128,
-        metavar="N",
-        help="requests in flight (128)",
-    )
+    add_protocol(parser)
+    add_concurrency(parser)
     parser.add_argument("--max-input-len", type=int, required=True, help="in tokens, estimated")
     parser.add_argument("--dataset", required=True, metavar="FILE", help="JSON list of objects")
     for name in _FLAGS:
