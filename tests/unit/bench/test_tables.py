@@ -70,7 +70,5 @@ def test_when_the_time_is_over_all_of_a_job_is_ended(tables, tmp_path):
 def test_every_job_that_is_listed_is_a_command_of_ours(tables):
     for job in tables["JOBS"].values():
         script = Path(job.command[1])
-        is_script = script.parent == SCRIPT.parent and (
-            script.exists() or script.name == "online.py"
-        )
+        is_script = script.parent == SCRIPT.parent and script.exists()
         assert is_script or job.command[1] == "bench"
