@@ -257,6 +257,7 @@ class EngineConfig:
     """Local GPUs of the ranks, in rank order; empty means by local rank."""
 
     deterministic: bool = False
+    """A request's tokens do not depend on what else is in its batches."""
 
     cuda_graphs: bool = True
     """Decode steps on a GPU run from CUDA graphs."""
