@@ -13,7 +13,7 @@ from trimaran.server.datatypes import from_config
 from trimaran.server.infer_json import check_size
 from trimaran.server.inference import InferRequest, InferResponse, ParameterValue, Tensor
 from trimaran.server.json_access import RepeatedKeys, as_string
-from trimaran.server.parameters import custom_value
+from trimaran.server.parameters import check_number, custom_value
 from trimaran.server.tensor_json import array_from_json, flatten, json_values, text_of
 from trimaran.server.validation import WireInput
 
@@ -55,6 +55,7 @@ class GenerateMapper:
             else:
                 self._convert(name, value, request, inputs)
         self._check_repeated(document)
+        check_number("parameters", len(request.parameters))
         return request, inputs
 
     def _nested(self, value: object, request: InferRequest, inputs: list[WireInput]) -> None:

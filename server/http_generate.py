@@ -6,11 +6,13 @@ import logging
 import time
 from collections.abc import AsyncIterator
 from contextlib import aclosing
+from functools import partial
 from weakref import WeakKeyDictionary
 
 from aiohttp import web
 
 from trimaran.comm.errors import RequestError
+from trimaran.server.body_reader import LONG_BYTES, BodyReader
 from trimaran.server.generate import (
     EXACTLY_ONE,
     GenerateEncoder,
@@ -32,8 +34,9 @@ _EVENT_STREAM = "text/event-stream; charset=utf-8"
 class GenerateEndpoint:
     """Both generate routes. Closing a request's connection cancels the request."""
 
-    def __init__(self, service: Service) -> None:
+    def __init__(self, service: Service, bodies: BodyReader) -> None:
         self._service = service
+        self._bodies = bodies
         self._mappers: WeakKeyDictionary[Model, GenerateMapper] = WeakKeyDictionary()
 
     async def generate(self, request: web.BaseRequest, route: Route) -> web.Response:
@@ -44,7 +47,7 @@ class GenerateEndpoint:
         """
         body = await self._read(request, route)
         with self._service.admission.admit():
-            parsed, responses = self._start(route, body)
+            parsed, responses = await self._start(route, body)
             answer = await _only_answer(parsed, responses)
         headers = {"Content-Type": JSON, **self._load_header(request)}
         return web.Response(body=answer, headers=headers)
@@ -59,7 +62,7 @@ class GenerateEndpoint:
         """
         body = await self._read(request, route)
         with self._service.admission.admit():
-            parsed, responses = self._start(route, body)
+            parsed, responses = await self._start(route, body)
             async with aclosing(responses):  # type: ignore[type-var]
                 first = await anext(responses, None)
                 stream = web.StreamResponse(
@@ -84,20 +87,28 @@ class GenerateEndpoint:
             raise RequestError("Unsupported content-encoding, only 'identity' is supported.")
         return await read_body(request, service.config.http_max_input_bytes)
 
-    def _start(
+    async def _start(
         self, route: Route, body: bytes
     ) -> tuple[InferRequest, AsyncIterator[InferResponse]]:
         arrival_ns = time.monotonic_ns()
         # Not before the body is there: until then the model may be replaced.
-        model = self._service.registry.get_ready(route.name, route.version)
+        ready = partial(self._service.registry.get_ready, route.name, route.version)
+        if len(body) > LONG_BYTES:
+            model, read = await self._bodies.read_generate(body, ready)
+            parsed, inputs = read.request, read.inputs
+        else:
+            model = ready()
+            parsed, inputs = self._mapper(model).parse(body)
+        parsed.model_version = model.version
+        parsed.arrival_ns = arrival_ns
+        return parsed, self._service.infer(model, parsed, inputs)
+
+    def _mapper(self, model: Model) -> GenerateMapper:
         mapper = self._mappers.get(model)
         if mapper is None:
             mapper = GenerateMapper(model.config, self._service.config.http_max_input_bytes)
             self._mappers[model] = mapper
-        parsed, inputs = mapper.parse(body)
-        parsed.model_version = model.version
-        parsed.arrival_ns = arrival_ns
-        return parsed, self._service.infer(model, parsed, inputs)
+        return mapper
 
     def _load_header(self, request: web.BaseRequest) -> dict[str, str]:
         style = request.headers.get(_LOAD_FORMAT_HEADER)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import time
 from contextlib import aclosing
+from functools import partial
 
 from aiohttp import web
 
 from trimaran.comm.errors import ErrorKind, RequestError
+from trimaran.server.body_reader import LONG_BYTES, BodyReader
 from trimaran.server.compression import best_coding, compress, decompress
 from trimaran.server.http_messages import JSON, MAX_BODY_BYTES, read_body
 from trimaran.server.http_routes import Route
@@ -20,7 +22,9 @@ LENGTH_HEADER = "Inference-Header-Content-Length"
 DECOUPLED = "HTTP end point doesn't support models with decoupled transaction policy"
 
 
-async def infer(service: Service, request: web.BaseRequest, route: Route) -> web.Response:
+async def infer(
+    service: Service, bodies: BodyReader, request: web.BaseRequest, route: Route
+) -> web.Response:
     """Answer one inference request.
 
     Raises:
@@ -32,9 +36,7 @@ async def infer(service: Service, request: web.BaseRequest, route: Route) -> web
         raise RequestError(DECOUPLED, ErrorKind.UNSUPPORTED)
     body = await _read(service, request)
     with service.admission.admit():
-        # While the body came the model may have been replaced.
-        model = service.registry.get_ready(route.name, route.version)
-        parsed = _parse(service, request, body, model)
+        model, parsed = await _parsed(service, bodies, request, route, body)
         response = await _only_response(service, model, parsed)
         encoded = encode_infer(
             response, parsed, model.config.max_batch_size, service.registry.labels(model)
@@ -51,15 +53,22 @@ async def _read(service: Service, request: web.BaseRequest) -> bytes:
     return decompress(body, request.headers.get("Content-Encoding", ""), limit)
 
 
-def _parse(
-    service: Service, request: web.BaseRequest, body: bytes, model: Model
-) -> ParsedInfer:
+async def _parsed(
+    service: Service, bodies: BodyReader, request: web.BaseRequest, route: Route, body: bytes
+) -> tuple[Model, ParsedInfer]:
     arrival_ns = time.monotonic_ns()
+    # While the body came the model may have been replaced.
+    ready = partial(service.registry.get_ready, route.name, route.version)
+    model = ready()
+    limit = service.config.http_max_input_bytes
     json_bytes = header_length(request.headers.get(LENGTH_HEADER), len(body))
-    parsed = parse_infer(body, json_bytes, model.config, service.config.http_max_input_bytes)
+    if LONG_BYTES < json_bytes <= limit:
+        model, parsed = await bodies.read_infer(body, json_bytes, ready)
+    else:
+        parsed = parse_infer(body, json_bytes, model.config, limit)
     parsed.request.model_version = model.version
     parsed.request.arrival_ns = arrival_ns
-    return parsed
+    return model, parsed
 
 
 async def _only_response(service: Service, model: Model, parsed: ParsedInfer) -> InferResponse:

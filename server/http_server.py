@@ -9,6 +9,7 @@ from aiohttp import web
 
 from trimaran.comm.errors import ConfigError, RequestError
 from trimaran.server import http_faults, http_queries
+from trimaran.server.body_reader import BodyReader
 from trimaran.server.http_connections import HttpConnections
 from trimaran.server.http_generate import GenerateEndpoint
 from trimaran.server.http_infer import infer
@@ -31,7 +32,8 @@ class HttpServer:
         self._service = service
         self._host = host
         self._port = port
-        self._generate = GenerateEndpoint(service)
+        self._bodies = BodyReader(service.config.http_max_input_bytes)
+        self._generate = GenerateEndpoint(service, self._bodies)
         self._busy: set[Any] = set()
         self._server = HttpConnections(self._handle)
         self._runner = web.ServerRunner(self._server, shutdown_timeout=_STOP_GRACE_S)
@@ -60,6 +62,7 @@ class HttpServer:
     async def stop(self) -> None:
         """Close everything, running requests too."""
         await self._runner.cleanup()
+        self._bodies.close()
 
     async def _handle(self, request: web.BaseRequest) -> web.StreamResponse:
         self._busy.add(request.protocol)
@@ -87,7 +90,7 @@ class HttpServer:
         if request.method not in route.methods:
             return plain_error(405, "Method Not Allowed")
         if route.action == "infer":
-            return await infer(self._service, request, route)
+            return await infer(self._service, self._bodies, request, route)
         if route.action == "generate":
             return await self._generate.generate(request, route)
         if route.action == "generate_stream":

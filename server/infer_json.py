@@ -19,7 +19,7 @@ from trimaran.server.datatypes import (
 )
 from trimaran.server.inference import InferRequest
 from trimaran.server.json_access import JsonObject, as_list, as_object, as_string, as_unsigned
-from trimaran.server.parameters import apply_json_parameters
+from trimaran.server.parameters import apply_json_parameters, check_number
 from trimaran.server.tensor_json import array_from_json, flatten
 from trimaran.server.validation import WireInput
 
@@ -75,16 +75,28 @@ def parse_infer(
     Raises:
         RequestError: with the kind and text that clients know.
     """
-    request = InferRequest(model_name=config.name)
     if json_bytes == 0:
         check_size("Raw input", len(body), max_input_bytes)
         wire = _raw_input(memoryview(body), config)
+        request = InferRequest(model_name=config.name)
         return ParsedInfer(request, [wire], is_binary_by_default=True)
     if json_bytes > max_input_bytes:
         raise json_too_large(json_bytes, max_input_bytes)
+    view = memoryview(body)
+    return parse_document(view[:json_bytes], view[json_bytes:], config, max_input_bytes)
+
+
+def parse_document(
+    json: bytes | memoryview, blobs: memoryview, config: ModelConfig, max_input_bytes: int
+) -> ParsedInfer:
+    """Parse the JSON of a body, which is not too long, and find its inputs' blobs.
+
+    Raises:
+        RequestError: with the kind and text that clients know.
+    """
+    request = InferRequest(model_name=config.name)
     parsed = ParsedInfer(request)
-    blobs = memoryview(body)[json_bytes:]
-    document = json_access.parse(memoryview(body)[:json_bytes])
+    document = json_access.parse(json)
     if not isinstance(document, dict):
         raise RequestError("attempt to get members for non-object", ErrorKind.INTERNAL)
     if "id" in document:
@@ -98,7 +110,9 @@ def parse_infer(
             ErrorKind.INTERNAL,
         )
     parsed.inputs = _inputs(document["inputs"], blobs, config.name, max_input_bytes)
-    for entry in as_list(document.get("outputs", []), "'outputs'"):
+    outputs = as_list(document.get("outputs", []), "'outputs'")
+    check_number("outputs", len(outputs))
+    for entry in outputs:
         parsed.outputs.append(_output(as_object(entry, "'outputs'"), parsed))
     return parsed
 
@@ -134,7 +148,9 @@ def _inputs(
 ) -> list[WireInput]:
     inputs: list[WireInput] = []
     start = 0
-    for item in as_list(entries, "'inputs'"):
+    items = as_list(entries, "'inputs'")
+    check_number("inputs", len(items))
+    for item in items:
         entry = as_object(item, "'inputs'")
         name = as_string(_member(entry, "name"), "'name'")
         datatype = as_string(_member(entry, "datatype"), "'datatype'")

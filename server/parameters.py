@@ -8,6 +8,9 @@ from trimaran.comm.errors import RequestError
 from trimaran.server.inference import InferRequest, ParameterValue
 from trimaran.server.json_access import as_bool, as_string, as_unsigned
 
+MAX_NUMBER = 1 << 16
+"""Of a request's inputs, of its outputs, and of its parameters."""
+
 RESERVED_PREFIX = "triton_"
 
 
@@ -18,6 +21,12 @@ def check_custom_name(name: str) -> None:
             f"parameter keys starting with '{RESERVED_PREFIX}' are reserved for the server "
             f"and should not be specified, got '{name}'"
         )
+
+
+def check_number(what: str, number: int) -> None:
+    """Refuse what would only keep others waiting: no client has that many of anything."""
+    if number > MAX_NUMBER:
+        raise RequestError(f"a request has at most {MAX_NUMBER} {what}, got {number}")
 
 
 def custom_value(name: str, value: object) -> ParameterValue:
@@ -31,6 +40,7 @@ def custom_value(name: str, value: object) -> ParameterValue:
 
 def apply_json_parameters(request: InferRequest, members: Mapping[str, object]) -> bool:
     """Move the ``parameters`` of a JSON request into it. Returns ``binary_data_output``."""
+    check_number("parameters", len(members))
     wants_binary = False
     for name, value in members.items():
         if name == "sequence_id":

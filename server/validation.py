@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
@@ -54,14 +55,24 @@ class Validator:
         Raises:
             RequestError: the request does not fit the configuration.
         """
-        try:
-            return self._check(inputs, outputs)
-        except _Prefixed as error:
-            raise RequestError(
-                f"[request id: {request_id or '<id_unknown>'}] {error}"
-            ) from None
+        with _prefixing(request_id):
+            self._check_all(inputs, outputs)
+            return {wire.name: self._tensor(wire) for wire in inputs}
 
-    def _check(self, inputs: Sequence[WireInput], outputs: Iterable[str]) -> dict[str, Tensor]:
+    def check_shapes(
+        self, inputs: Sequence[WireInput], outputs: Iterable[str], request_id: str
+    ) -> None:
+        """Check all but the elements.
+
+        Raises:
+            RequestError: the request does not fit the configuration.
+        """
+        with _prefixing(request_id):
+            self._check_all(inputs, outputs)
+            for wire in inputs:
+                self._check_entry(wire)
+
+    def _check_all(self, inputs: Sequence[WireInput], outputs: Iterable[str]) -> None:
         given: dict[str, WireInput] = {}
         for wire in inputs:
             if wire.name in given:
@@ -74,7 +85,6 @@ class Validator:
                 )
         self._check_names(given)
         self._check_batch(inputs)
-        return {wire.name: self._tensor(wire) for wire in inputs}
 
     def _check_names(self, given: dict[str, WireInput]) -> None:
         most, least = len(self._inputs), len(self._required)
@@ -135,6 +145,12 @@ class Validator:
             raise _Prefixed(f"inference request batch-size must be >= 1 for '{self._name}'")
 
     def _tensor(self, wire: WireInput) -> Tensor:
+        entry = self._check_entry(wire)
+        flat = self._elements(wire)
+        return Tensor(wire.name, wire.datatype, flat.reshape(self._served_shape(wire, entry)))
+
+    def _check_entry(self, wire: WireInput) -> ModelInput:
+        """The configuration that an input fits, but perhaps for its elements."""
         entry = self._inputs[wire.name]
         expected = from_config(entry.data_type)
         if wire.datatype != expected:
@@ -143,8 +159,7 @@ class Validator:
                 f"'{self._name}' expects '{expected}'"
             )
         self._check_shape(wire, entry)
-        flat = self._elements(wire)
-        return Tensor(wire.name, wire.datatype, flat.reshape(self._served_shape(wire, entry)))
+        return entry
 
     def _check_shape(self, wire: WireInput, entry: ModelInput) -> None:
         is_batching = self._max_batch_size > 0
@@ -219,6 +234,14 @@ class Validator:
 
 class _Prefixed(Exception):
     """A check's text that clients see with the request id before it."""
+
+
+@contextmanager
+def _prefixing(request_id: str) -> Iterator[None]:
+    try:
+        yield
+    except _Prefixed as error:
+        raise RequestError(f"[request id: {request_id or '<id_unknown>'}] {error}") from None
 
 
 def _dims(shape: Iterable[int]) -> str:

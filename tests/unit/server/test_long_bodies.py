@@ -1,0 +1,197 @@
+"""Long JSON bodies are read elsewhere: no stream waits, and what comes out is the same."""
+
+import json
+import socket
+import struct
+import threading
+import time
+
+import numpy as np
+import psutil
+import pytest
+
+from trimaran.server.body_reader import LONG_BYTES
+
+LONGEST_PAUSE_S = 0.5
+HUGE = 24 << 20
+
+INFER = b'{"inputs":[{"name":"%b","datatype":"%b","shape":[%d],"data":[%b]}]}'
+
+
+def repeated(item, num_bytes=HUGE):
+    return item * (num_bytes // len(item))
+
+
+BODIES = {
+    "nested numbers": ("echo/infer", INFER % (b"INT8", b"INT8", 1, repeated(b"[[0]],") + b"0")),
+    "objects": ("echo/infer", INFER % (b"INT8", b"INT8", 1, repeated(b"{},") + b"0")),
+    "parameters": (
+        "echo/infer",
+        b'{"inputs":[],"parameters":{%b"x":1}}'
+        % b"".join(b'"p%d":1,' % number for number in range(HUGE // 12)),
+    ),
+    "outputs": ("echo/infer", b'{"inputs":[],"outputs":[%b{}]}' % repeated(b'{"name":"A"},')),
+    "strings": (
+        "repeat/generate",
+        b'{"text_input":"a","max_tokens":1,"bad_words":[%b"x"]}' % repeated(b'"ab",'),
+    ),
+}  # fmt: skip
+
+
+class LoopWatch:
+    """How long a server's loop did nothing else, at most, while the context lasts."""
+
+    def __init__(self, server):
+        self._server = server
+        self._handle = None
+        self._last = 0.0
+        self.longest_s = 0.0
+
+    def __enter__(self):
+        self._server.run(self._begin())
+        return self
+
+    def __exit__(self, *exception):
+        self._server.run(self._end())
+
+    async def _begin(self):
+        self._last = time.monotonic()
+        self._tick()
+
+    async def _end(self):
+        self._handle.cancel()
+
+    def _tick(self):
+        now = time.monotonic()
+        self.longest_s = max(self.longest_s, now - self._last)
+        self._last = now
+        self._handle = self._server.loop.call_later(0.002, self._tick)
+
+
+def long_texts(num_bytes=2 * LONG_BYTES):
+    """Strings of all kinds."""
+    kinds = ["", "a", "öl", "\x00", "\udcff", "a" * 1000, '"\\']
+    return kinds * (num_bytes // 1000)
+
+
+@pytest.mark.parametrize("kind", BODIES)
+def test_no_stream_waits_for_a_huge_body(server, kind):
+    path, body = BODIES[kind]
+    with LoopWatch(server) as watch:
+        answer = server.post(f"/v2/models/{path}", body)
+    assert answer.status == {"strings": 200, "parameters": 400, "outputs": 400}.get(kind, 500)
+    assert watch.longest_s < LONGEST_PAUSE_S
+
+
+@pytest.mark.parametrize(
+    ("name", "datatype", "values"),
+    [
+        ("FP32", "FP32", [0.1, -3.0, 1e300, 7] * 50_000),
+        ("INT8", "INT8", [1, -2, 127, 300] * 50_000),
+        ("UINT64", "UINT64", [0, 1 << 63] * 50_000),
+        ("TEXT", "BYTES", long_texts()),
+    ],
+)
+def test_long_tensors_are_what_short_ones_are(server, name, datatype, values):
+    def tensor(data):
+        return {"inputs": [{"name": name, "datatype": datatype, "shape": [len(data)],
+                            "data": data}]}  # fmt: skip
+
+    def body(data):
+        text = json.dumps(tensor(data), ensure_ascii=False)
+        return text.encode("utf-8", "surrogateescape")
+
+    assert len(body(values)) > LONG_BYTES
+    answer = server.post("/v2/models/echo/infer", body(values))
+    assert answer.status == 200
+    few = len(set(values))
+    expected = server.post("/v2/models/echo/infer", body(values[:few]))
+    data = answer.body.decode("utf-8", "surrogateescape")
+    short = expected.body.decode("utf-8", "surrogateescape")
+    got = json.loads(data)["outputs"][0]["data"]
+    assert got == json.loads(short)["outputs"][0]["data"] * (len(values) // few)
+
+
+def test_blobs_after_a_long_json_stay_with_their_inputs(server):
+    halves, words = np.arange(50, dtype=np.float16), [b"ab", b"", b"\xff"]
+    packed = b"".join(struct.pack("<I", len(word)) + word for word in words)
+    numbers = list(range(100_000))
+    head = json.dumps(
+        {
+            "inputs": [
+                {"name": "FP16", "datatype": "FP16", "shape": [50],
+                 "parameters": {"binary_data_size": 100}},
+                {"name": "INT64", "datatype": "INT64", "shape": [100_000], "data": numbers},
+                {"name": "TEXT", "datatype": "BYTES", "shape": [3],
+                 "parameters": {"binary_data_size": len(packed)}},
+            ],
+            "parameters": {"binary_data_output": True, "mine": 1.5},
+        }
+    ).encode()  # fmt: skip
+    length = {"Inference-Header-Content-Length": str(len(head))}
+    answer = server.post("/v2/models/echo/infer", head + halves.tobytes() + packed, length)
+    assert answer.status == 200
+    start = int(answer.headers["Inference-Header-Content-Length"])
+    assert json.loads(answer.body[:start])["parameters"]["mine"] == 1.5
+    expected = halves.tobytes() + np.array(numbers, np.int64).tobytes() + packed
+    assert answer.body[start:] == expected
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("echo/infer", b'{"a" 1}'),
+        ("echo/infer", b"[]"),
+        ("echo/infer", b'{"id":1}'),
+        ("echo/infer", b'{"inputs":[{"name":"A"}]}'),
+        ("echo/infer", b'{"inputs":[],"parameters":{"a":[]}}'),
+        ("echo/infer", INFER % (b"INT8", b"INT8", 1, b"-1,2")),
+        ("echo/infer", INFER % (b"FP32", b"FP32", 1, b'"1"')),
+        ("double/infer", INFER % (b"X", b"INT32", 2, b"1,2")),
+        ("repeat/generate", b'{"text_input":3}'),
+        ("repeat/generate", b'{"text_input":"a","max_tokens":1,"mine":{}}'),
+        ("repeat/generate_stream", b'{"max_tokens":1,"max_tokens":2}'),
+    ],
+)
+def test_errors_of_long_bodies_are_those_of_short_ones(server, path, body):
+    short = server.post(f"/v2/models/{path}", body)
+    long = server.post(f"/v2/models/{path}", body + b" " * LONG_BYTES)
+    assert short.status >= 400
+    assert (long.status, long.error) == (short.status, short.error)
+
+
+def test_what_reads_for_a_client_that_is_gone_ends(fresh_server):
+    body = BODIES["parameters"][1]
+    head = (
+        f"POST /v2/models/echo/infer HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
+    )
+    me = psutil.Process()
+    before = set(me.children())
+    with socket.create_connection(("127.0.0.1", fresh_server.http_port)) as sock:
+        sock.sendall(head.encode() + body)
+        fresh_server.wait_until(lambda: set(me.children()) - before)
+        (process,) = set(me.children()) - before
+    process.wait(30)
+    small = INFER % (b"INT8", b"INT8", 200_000, repeated(b"1,", 400_000)[:-1])
+    assert fresh_server.post("/v2/models/echo/infer", small).status == 200
+
+
+def test_a_reading_process_that_is_killed_costs_only_its_request(fresh_server):
+    me = psutil.Process()
+    before = set(me.children())
+    answers = []
+    body = BODIES["parameters"][1]
+    asking = threading.Thread(
+        target=lambda: answers.append(fresh_server.post("/v2/models/echo/infer", body))
+    )
+    asking.start()
+    fresh_server.wait_until(lambda: set(me.children()) - before)
+    for process in set(me.children()) - before:
+        process.kill()
+    asking.join()
+    assert (answers[0].status, answers[0].error) == (
+        503,
+        "the process that read the request's JSON ended",
+    )
+    small = INFER % (b"INT8", b"INT8", 200_000, repeated(b"1,", 400_000)[:-1])
+    assert fresh_server.post("/v2/models/echo/infer", small).status == 200
