@@ -11,7 +11,7 @@ from torch import Tensor
 from trimaran.bench.kernel_case import KernelCase, in_turn
 from trimaran.comm.sampling_params import SamplingParams
 from trimaran.kernels import triton_logits, triton_sampling
-from trimaran.worker.sampling_rows import DeviceSamplingState
+from trimaran.worker.device_sampling_state import DeviceSamplingState
 from trimaran.worker.step_types import NewRow, int32s
 
 ROWS = (1, 64, 256, 1024)

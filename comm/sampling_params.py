@@ -21,6 +21,9 @@ _TOKEN_INPUTS = {
     "length_penalty": "len_penalty",
 }
 
+MIN_TEMPERATURE = 1e-5
+"""A lower one that is not 0 would leave nothing but the largest logit in float32."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:

@@ -7,11 +7,11 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from trimaran.comm.sampling_params import MIN_TEMPERATURE
 from trimaran.worker.candidates import argmax, largest
 from trimaran.worker.noise import gumbel
 from trimaran.worker.sampling_rows import (
     MIN_P,
-    MIN_TEMPERATURE,
     TEMPERATURE,
     TOP_K,
     TOP_P,

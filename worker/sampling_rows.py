@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntFlag
 
@@ -12,10 +11,11 @@ import torch
 from torch import Tensor
 
 from trimaran.comm.sampling_params import SamplingParams
-from trimaran.kernels import sampling_state
 from trimaran.kernels.sampling import CpuSampling
+from trimaran.worker.bad_words import bad_words_table
 from trimaran.worker.beam_search import num_candidates
 from trimaran.worker.candidates import argmax
+from trimaran.worker.device_sampling_state import DeviceSamplingState
 from trimaran.worker.noise import noise_keys
 from trimaran.worker.staging import to_device
 from trimaran.worker.step_types import Int32Array, NewRow
@@ -65,11 +65,6 @@ TOP_K, MIN_TOKENS, END_ID, NGRAM, RESET = range(5)
 
 FORBIDS = Want.BIAS | Want.NGRAM | Want.BAD_WORDS | Want.GUIDE
 """What may forbid ids, and so, alone or with another, all of them."""
-
-_INT32_MAX = (1 << 31) - 1
-
-MIN_TEMPERATURE = 1e-5
-"""A lower one that is not 0 would leave nothing but the largest logit in float32."""
 
 
 def wants_of(params: SamplingParams) -> Want:
@@ -286,7 +281,7 @@ class SamplingRows:
         self.bad_words.pop(row, None)
         self.biases.pop(row, None)
         if any(params.bad_words) and self.device_state is None:
-            self.bad_words[row] = torch.from_numpy(_bad_words_table(params.bad_words))
+            self.bad_words[row] = torch.from_numpy(bad_words_table(params.bad_words))
         if params.embedding_bias:
             bias = np.frombuffer(params.embedding_bias, dtype="<f4").copy()
             self.biases[row] = to_device(bias, self.device)
@@ -305,75 +300,3 @@ class SamplingRows:
         wants = self._wants[rows]
         all_wants = int(np.bitwise_or.reduce(wants))
         return SamplingBatch(rows, lengths, wants, all_wants, self, device_rows, device_lengths)
-
-
-class DeviceSamplingState:
-    """What a GPU's kernels need of every row, by the columns of `sampling_state`."""
-
-    def __init__(self, num_rows: int, device: torch.device) -> None:
-        self._tensor = torch.zeros(
-            (num_rows, sampling_state.WIDTH), dtype=torch.int32, device=device
-        )
-        self.bad_words: dict[int, Tensor] = {}
-        """Of rows that have any; see `triton_logits.forbid_bad_words`."""
-        self._entered: dict[int, npt.NDArray[np.int32]] = {}
-        self._counts: Tensor | None = None
-
-    def enter(self, new: NewRow, params: SamplingParams) -> None:
-        """Note a row's new occupant; 0 as temperature asks for the likeliest id."""
-        words = np.zeros(sampling_state.WIDTH, dtype=np.int32)
-        floats = words.view(np.float32)
-        words[: sampling_state.SEQUENCE].view(np.uint64)[0] = params.seed
-        words[sampling_state.SEQUENCE] = new.sequence_index
-        words[sampling_state.NUM_PROMPT] = new.num_prompt_tokens
-        if not params.is_greedy and params.beam_width == 1:
-            floats[sampling_state.TEMPERATURE] = max(params.temperature, MIN_TEMPERATURE)
-        words[sampling_state.TOP_K] = min(params.top_k, _INT32_MAX)
-        floats[sampling_state.TOP_P] = params.top_p if params.top_p > 0 else 1.0
-        floats[sampling_state.MIN_P] = params.min_p
-        floats[sampling_state.TOP_P_DECAY] = params.top_p_decay if params.top_p > 0 else 1.0
-        floats[sampling_state.TOP_P_MIN] = params.top_p_min
-        floats[sampling_state.REPETITION] = params.repetition_penalty
-        floats[sampling_state.PRESENCE] = params.presence_penalty
-        floats[sampling_state.FREQUENCY] = params.frequency_penalty
-        words[sampling_state.MIN_TOKENS] = min(params.min_tokens, _INT32_MAX)
-        words[sampling_state.END_ID] = params.end_id
-        words[sampling_state.NGRAM] = min(params.no_repeat_ngram_size, _INT32_MAX)
-        self._entered[new.row] = words
-        self.bad_words.pop(new.row, None)
-        if any(params.bad_words):
-            table = _bad_words_table(params.bad_words)
-            self.bad_words[new.row] = to_device(table, self._tensor.device)
-
-    def counts(self, size: int) -> Tensor:
-        """int32 zeros for at least ``size`` numbers, to be left as zeros."""
-        if self._counts is None or len(self._counts) < size:
-            self._counts = torch.zeros(size, dtype=torch.int32, device=self._tensor.device)
-        return self._counts
-
-    def tensor(self) -> Tensor:
-        """int32 [R, WIDTH]; sends what was noted since the last call."""
-        if self._entered:
-            rows = np.fromiter(self._entered, dtype=np.int64)
-            values = np.stack(list(self._entered.values()))
-            self._entered.clear()
-            device = self._tensor.device
-            self._tensor.index_copy_(0, to_device(rows, device), to_device(values, device))
-        return self._tensor
-
-
-def _bad_words_table(words: Sequence[tuple[int, ...]]) -> npt.NDArray[np.int32]:
-    """[W, H]: each word's last id, then those before it, -1 in front of shorter ones."""
-    by_length: dict[int, list[tuple[int, ...]]] = {}
-    for word in words:
-        if word:
-            by_length.setdefault(len(word), []).append(word)
-    tables = []
-    for length, some in by_length.items():
-        table = np.full((len(some), max(by_length)), -1, dtype=np.int32)
-        ids = np.array(some, dtype=np.int32)
-        table[:, 0] = ids[:, -1]
-        if length > 1:
-            table[:, 1 - length :] = ids[:, :-1]
-        tables.append(table)
-    return np.concatenate(tables)

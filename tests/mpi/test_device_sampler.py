@@ -9,7 +9,8 @@ from trimaran.comm import mpi
 from trimaran.comm.collectives import connect_group
 from trimaran.comm.sampling_params import SamplingParams
 from trimaran.worker import device_sampler
-from trimaran.worker.sampling_rows import DeviceSamplingState, SamplingRows
+from trimaran.worker.device_sampling_state import DeviceSamplingState
+from trimaran.worker.sampling_rows import SamplingRows
 from trimaran.worker.step_types import NewRow, int32s
 
 HAS_GPUS = torch.cuda.device_count() >= mpi.MPI.COMM_WORLD.Get_size()

@@ -9,7 +9,8 @@ import torch
 from trimaran.comm.sampling_params import SamplingParams
 from trimaran.kernels import triton_sampling
 from trimaran.worker import sampler
-from trimaran.worker.sampling_rows import DeviceSamplingState, SamplingRows, Want
+from trimaran.worker.device_sampling_state import DeviceSamplingState
+from trimaran.worker.sampling_rows import SamplingRows, Want
 from trimaran.worker.step_types import NewRow, int32s
 
 CPU = torch.device("cpu")

@@ -9,7 +9,8 @@ import torch
 from trimaran.comm.collectives import SingleRankGroup
 from trimaran.comm.sampling_params import SamplingParams
 from trimaran.worker import device_sampler, sampler
-from trimaran.worker.sampling_rows import DeviceSamplingState, SamplingRows
+from trimaran.worker.device_sampling_state import DeviceSamplingState
+from trimaran.worker.sampling_rows import SamplingRows
 from trimaran.worker.step_types import NO_ID, NewRow, int32s
 
 CPU = torch.device("cpu")
