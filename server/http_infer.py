@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from contextlib import aclosing
 from functools import partial
@@ -17,6 +18,10 @@ from trimaran.server.infer_json import ParsedInfer, header_length, parse_infer
 from trimaran.server.infer_response import EncodedInfer, encode_infer
 from trimaran.server.inference import InferResponse, Model
 from trimaran.server.service import Service
+
+# What takes longer than a few milliseconds to encode or decode leaves the loop to others.
+_SHORT_BYTES = 128 << 10
+_SHORT_CODED_BYTES = 4 << 10
 
 LENGTH_HEADER = "Inference-Header-Content-Length"
 DECOUPLED = "HTTP end point doesn't support models with decoupled transaction policy"
@@ -41,7 +46,7 @@ async def infer(
         encoded = encode_infer(
             response, parsed, model.config.max_batch_size, service.registry.labels(model)
         )
-    return _respond(encoded, request.headers.get("Accept-Encoding", ""))
+        return await _respond(encoded, request.headers.get("Accept-Encoding", ""))
 
 
 async def _read(service: Service, request: web.BaseRequest) -> bytes:
@@ -50,7 +55,10 @@ async def _read(service: Service, request: web.BaseRequest) -> bytes:
     has_blobs = LENGTH_HEADER in request.headers
     limit = MAX_BODY_BYTES if has_blobs else service.config.http_max_input_bytes
     body = await read_body(request, limit)
-    return decompress(body, request.headers.get("Content-Encoding", ""), limit)
+    coding = request.headers.get("Content-Encoding", "")
+    if coding and len(body) > _SHORT_CODED_BYTES:
+        return await asyncio.to_thread(decompress, body, coding, limit)
+    return decompress(body, coding, limit)
 
 
 async def _parsed(
@@ -83,7 +91,7 @@ async def _only_response(service: Service, model: Model, parsed: ParsedInfer) ->
     return only
 
 
-def _respond(encoded: EncodedInfer, accept_encoding: str) -> web.Response:
+async def _respond(encoded: EncodedInfer, accept_encoding: str) -> web.Response:
     headers = {"Content-Type": JSON}
     if encoded.json_bytes is not None:
         headers["Content-Type"] = "application/octet-stream"
@@ -91,4 +99,8 @@ def _respond(encoded: EncodedInfer, accept_encoding: str) -> web.Response:
     coding = best_coding(accept_encoding)
     if coding != "identity":
         headers["Content-Encoding"] = coding
-    return web.Response(body=compress(encoded.body, coding), headers=headers)
+    if coding != "identity" and len(encoded.body) > _SHORT_BYTES:
+        body = await asyncio.to_thread(compress, encoded.body, coding)
+    else:
+        body = compress(encoded.body, coding)
+    return web.Response(body=body, headers=headers)

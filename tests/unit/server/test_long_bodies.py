@@ -1,5 +1,7 @@
 """Long JSON bodies are read elsewhere: no stream waits, and what comes out is the same."""
 
+import asyncio
+import gzip
 import json
 import socket
 import struct
@@ -10,6 +12,7 @@ import numpy as np
 import psutil
 import pytest
 
+from trimaran.server import http_infer
 from trimaran.server.body_reader import LONG_BYTES
 
 LONGEST_PAUSE_S = 0.5
@@ -158,6 +161,31 @@ def test_errors_of_long_bodies_are_those_of_short_ones(server, path, body):
     long = server.post(f"/v2/models/{path}", body + b" " * LONG_BYTES)
     assert short.status >= 400
     assert (long.status, long.error) == (short.status, short.error)
+
+
+def test_long_bodies_are_decoded_and_encoded_beside_the_loop(server, monkeypatch):
+    threads = []
+    for name in ("compress", "decompress"):
+        work = getattr(http_infer, name)
+
+        def noted(*given, work=work):
+            threads.append(threading.get_ident())
+            return work(*given)
+
+        monkeypatch.setattr(http_infer, name, noted)
+    loop_thread = asyncio.run_coroutine_threadsafe(_thread(), server.loop).result()
+    values = list(range(100_000))
+    body = json.dumps(
+        {"inputs": [{"name": "INT64", "datatype": "INT64", "shape": [100_000], "data": values}]}
+    )
+    headers = {"Content-Encoding": "gzip", "Accept-Encoding": "gzip"}
+    answer = server.post("/v2/models/echo/infer", gzip.compress(body.encode()), headers)
+    assert json.loads(gzip.decompress(answer.body))["outputs"][0]["data"] == values
+    assert len(threads) == 2 and loop_thread not in threads
+
+
+async def _thread():
+    return threading.get_ident()
 
 
 def test_what_reads_for_a_client_that_is_gone_ends(fresh_server):
