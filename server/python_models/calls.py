@@ -72,8 +72,8 @@ class ModelCalls:
         except Exception as error:
             name = call.request.get("model")
             logger.exception("model '%s', run by a Python model, failed", name)
-            text = f"{type(error).__name__}: {error}"
-            send(Result(call=call.call, error=text, kind=ErrorKind.INTERNAL.name))
+            kind = ErrorKind.INTERNAL.name
+            send(Result(call=call.call, error=_words_of(error), kind=kind))
 
     async def answer(self, question: Question, metrics: HeldMetrics) -> Result:
         """The answer to a question about models, or about the asking process's metrics."""
@@ -85,6 +85,11 @@ class ModelCalls:
                 result.values = await self._answer(question.verb, question.arguments)
         except RequestError as error:
             result.error, result.kind = str(error), error.kind.name
+        except Exception as error:
+            # Unanswered, the model's code would wait for ever.
+            logger.exception("%s, asked by a Python model, failed", question.verb)
+            result.error = _words_of(error)
+            result.kind = ErrorKind.INTERNAL.name
         return result
 
     async def _run(
@@ -145,6 +150,10 @@ class ModelCalls:
             return self._registry.is_model_ready(name, version)
         except RequestError:
             return False
+
+
+def _words_of(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"
 
 
 def _about_metrics(
