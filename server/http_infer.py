@@ -7,6 +7,7 @@ import time
 from contextlib import aclosing
 from functools import partial
 
+import numpy as np
 from aiohttp import web
 
 from trimaran.comm.errors import ErrorKind, RequestError
@@ -42,6 +43,7 @@ async def infer(
     body = await _read(service, request)
     with service.admission.admit():
         model, parsed = await _parsed(service, bodies, request, route, body)
+        await _split_strings(service, model, parsed)
         response = await _only_response(service, model, parsed)
         encoded = encode_infer(
             response, parsed, model.config.max_batch_size, service.registry.labels(model)
@@ -77,6 +79,23 @@ async def _parsed(
     parsed.request.model_version = model.version
     parsed.request.arrival_ns = arrival_ns
     return model, parsed
+
+
+async def _split_strings(service: Service, model: Model, parsed: ParsedInfer) -> None:
+    """Make strings of long blobs beside the loop: there may be millions."""
+    long = [
+        wire
+        for wire in parsed.inputs
+        if wire.datatype == "BYTES"
+        and not isinstance(wire.data, np.ndarray)
+        and len(wire.data) > LONG_BYTES
+    ]
+    if long:
+        validator, request_id = service.registry.validator(model), parsed.request.id
+        names = [output.name for output in parsed.outputs]
+        validator.check_shapes(parsed.inputs, names, request_id)
+        for wire in long:
+            await asyncio.to_thread(validator.split, wire, request_id)
 
 
 async def _only_response(service: Service, model: Model, parsed: ParsedInfer) -> InferResponse:

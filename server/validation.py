@@ -72,6 +72,15 @@ class Validator:
             for wire in inputs:
                 self._check_entry(wire)
 
+    def split(self, wire: WireInput, request_id: str) -> None:
+        """Split a binary input into its strings, as `check` would. May be called in a thread.
+
+        Raises:
+            RequestError: a length or a string is cut, or there are others than the shape says.
+        """
+        with _prefixing(request_id):
+            wire.data = self._elements(wire)
+
     def _check_all(self, inputs: Sequence[WireInput], outputs: Iterable[str]) -> None:
         given: dict[str, WireInput] = {}
         for wire in inputs:

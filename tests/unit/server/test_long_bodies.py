@@ -163,6 +163,28 @@ def test_errors_of_long_bodies_are_those_of_short_ones(server, path, body):
     assert (long.status, long.error) == (short.status, short.error)
 
 
+@pytest.mark.parametrize("cut", [0, 1])
+def test_no_stream_waits_for_millions_of_strings_after_the_json(server, cut):
+    blob = bytes(HUGE - cut)
+    shape = [len(blob) // 4]
+    head = json.dumps(
+        {
+            "inputs": [{"name": "TEXT", "datatype": "BYTES", "shape": shape,
+                        "parameters": {"binary_data_size": len(blob)}}],
+            "outputs": [{"name": "OUT_INT8"}],
+        }
+    ).encode()  # fmt: skip
+    length = {"Inference-Header-Content-Length": str(len(head))}
+    with LoopWatch(server) as watch:
+        answer = server.post("/v2/models/echo/infer", head + blob, length)
+    assert watch.longest_s < LONGEST_PAUSE_S
+    if cut:
+        assert answer.error == (
+            "[request id: <id_unknown>] incomplete string length indicator for inference input "
+            "'TEXT', expecting 4 bytes but only 3 bytes available"
+        )
+
+
 def test_long_bodies_are_decoded_and_encoded_beside_the_loop(server, monkeypatch):
     threads = []
     for name in ("compress", "decompress"):
