@@ -75,6 +75,9 @@ class LiveRequest:
         self.num_output_tokens = 0
         """Of all beams together."""
         self._beam_length = 0
+        self._num_repeated = 0
+        """Length of the beams up to which a replayed search tells nothing new."""
+        self._has_prompt_logits = False
         self.context_tokens = 0
         """Tokens that its group has to compute before the first new one."""
         self.num_deaths = 0
@@ -103,6 +106,8 @@ class LiveRequest:
     def replay_submit(self) -> Submit:
         """The message that lets another engine go on where this one is."""
         self._is_context_done = False
+        # A search has no output to go on from: it starts over, and finds the same.
+        self._num_repeated = self._beam_length
         return replace(self.submit, output_ids=pack_ids(self.output_ids))
 
     def push(self, ids: list[int], reason: FinishReason, extras: dict[str, Any]) -> None:
@@ -112,7 +117,14 @@ class LiveRequest:
             self.output_ids += ids
             self.num_output_tokens += len(ids)
         if "beams" in extras:
+            is_over = reason is not FinishReason.NOT_FINISHED
+            if not is_over and 0 < longest(extras["beams"]) <= self._num_repeated:
+                return
             self._take_beams(extras["beams"])
+        if "context_logits" in extras:
+            if self._has_prompt_logits:
+                extras = {n: value for n, value in extras.items() if n != "context_logits"}
+            self._has_prompt_logits = True
         chunk = self._pending
         if chunk is None:
             self._pending = TokenChunk(ids, reason, extras)

@@ -239,3 +239,40 @@ async def test_a_batch_has_one_beam_width(serve):
                 request_output_len=np.array([[4], [4]], np.int32),
                 beam_width=np.array([[2], [3]], np.int32),
             )
+
+
+@pytest.mark.parametrize("is_streaming", [False, True])
+async def test_a_search_that_starts_over_elsewhere_repeats_nothing(serve, is_streaming):
+    row = np.full(600, 1.0, "float32").tobytes()
+    prompt = {"logits_dtype": "float32", "context_logits": [row] * 3}
+    told = [
+        {**beams([20], [21]), **prompt},
+        beams([20, 22], [20, 23]),
+        beams([20, 22, 24], [20, 23, 25]),
+        beams([20, 22, 24, 26], [20, 23, 25, 27]),
+    ]
+    async with serve() as served:
+        engine = await served.dial(lambda submit: [0])
+        engine.gate.clear()
+        options = {**PROMPT, "beam_width": 2, "return_context_logits": True}
+        async with aclosing(
+            served.stream("tensorrt_llm", **options, streaming=is_streaming)
+        ) as stream:
+            found = asyncio.ensure_future(_collect(stream))
+            await engine.until(lambda: engine.submits)
+            for extras in told[:2]:
+                engine.send(_said(engine.submits[0].request_id, extras, is_last=False))
+                await served.heard(engine)
+            await engine.end()
+            await engine.until(lambda: not served.models["tensorrt_llm"].is_ready)
+            again = await served.dial(lambda submit: [0], incarnation=1)
+            again.gate.clear()
+            await again.until(lambda: again.submits)
+            for number, extras in enumerate(told):
+                again.send(_said(again.submits[0].request_id, extras, is_last=number == 3))
+                await served.heard(again)
+            responses = [tensors(response) for response in await found]
+    lengths = [r["sequence_length"][0] for r in responses]
+    assert lengths == ([[1, 1], [2, 2], [3, 3], [4, 4]] if is_streaming else [[7, 7]])
+    logits = [np.shape(r["context_logits"]) for r in responses if "context_logits" in r]
+    assert logits == [(1, 3, 600)]
