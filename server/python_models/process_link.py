@@ -62,12 +62,10 @@ class ProcessLink(asyncio.Protocol):
         """
         loop = asyncio.get_running_loop()
         self._ready = loop.create_future()
-        ours, theirs = socket.socketpair()
-        with theirs:
-            self._process = await asyncio.create_subprocess_exec(
-                sys.executable, "-c", _PROGRAM, str(theirs.fileno()),
-                stdin=asyncio.subprocess.DEVNULL, pass_fds=(theirs.fileno(),),
-            )  # fmt: skip
+        try:
+            ours, self._process = await _started()
+        except OSError as error:
+            raise ConfigError(f"its process cannot be started: {error}") from error
         try:
             ours.setblocking(False)
             await loop.create_connection(lambda: self, sock=ours)
@@ -154,3 +152,18 @@ class ProcessLink(asyncio.Protocol):
         else:
             # Of code that runs while the model is initialized.
             self._on_message(self, message)
+
+
+async def _started() -> tuple[socket.socket, asyncio.subprocess.Process]:
+    """A new process, and our end of what ties it to us."""
+    ours, theirs = socket.socketpair()
+    try:
+        with theirs:
+            process = await asyncio.create_subprocess_exec(
+                sys.executable, "-c", _PROGRAM, str(theirs.fileno()),
+                stdin=asyncio.subprocess.DEVNULL, pass_fds=(theirs.fileno(),),
+            )  # fmt: skip
+    except BaseException:
+        ours.close()
+        raise
+    return ours, process

@@ -170,6 +170,14 @@ async def test_a_process_that_dies_fails_its_requests_and_is_started_again(serve
         assert model.is_ready
 
 
+async def test_a_process_that_cannot_be_started_again_is_given_up(serve_own, monkeypatch):
+    async with serve_own("repeater") as served:
+        monkeypatch.setattr("sys.executable", "/nowhere/python")
+        await failure_of(served.infer("repeater", IN=[-1]))
+        error = await asyncio.wait_for(failure_of(served.infer("repeater", IN=[4])), 30)
+        assert "died too often and was given up" in str(error)
+
+
 async def test_a_model_runs_the_others_and_streams_what_they_say(serve_own):
     async with serve_own("pipeline") as served:
         await served.dial(served.answer("größer than 東京"))
