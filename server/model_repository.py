@@ -130,14 +130,17 @@ def model_folders(root: Path) -> dict[str, Path]:
     """The folder of every model of a repository, by name.
 
     Raises:
-        ConfigError: the repository is no folder.
+        ConfigError: the repository is no folder, or cannot be read now.
     """
-    if not root.is_dir():
-        raise ConfigError(
-            f"model repository {root} is not a folder. Write one: trimaran init-repo {root}"
-        )
-    folders = sorted(f for f in root.iterdir() if f.is_dir() and not f.name.startswith("."))
-    return {f.name: f for f in folders if (f / CONFIG_FILE).exists()}
+    try:
+        if not root.is_dir():
+            raise ConfigError(
+                f"model repository {root} is not a folder. Write one: trimaran init-repo {root}"
+            )
+        folders = sorted(f for f in root.iterdir() if f.is_dir() and f.name[0] != ".")
+        return {f.name: f for f in folders if (f / CONFIG_FILE).exists()}
+    except OSError as error:
+        raise ConfigError(f"model repository {root} cannot be read: {error}") from error
 
 
 def load_model(folder: Path, python: PythonModels = NATIVE) -> RepositoryModel:

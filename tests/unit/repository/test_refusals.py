@@ -222,6 +222,16 @@ def test_an_empty_or_missing_repository_says_how_to_write_one(tmp_path):
     assert f"trimaran init-repo {tmp_path}" in refusal(tmp_path)
 
 
+def test_a_repository_that_cannot_be_read_now_is_refused_with_the_reason(tmp_path, monkeypatch):
+    def stale(_):
+        raise OSError(116, "Stale file handle")
+
+    monkeypatch.setattr("pathlib.Path.iterdir", stale)
+    assert refusal(tmp_path) == (
+        f"model repository {tmp_path} cannot be read: [Errno 116] Stale file handle"
+    )
+
+
 def test_a_tensor_of_another_type_is_refused(write_repository, edit):
     root = write_repository()
     path = root / "postprocessing" / "config.pbtxt"
