@@ -16,13 +16,19 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--areas", nargs="+", choices=AREAS, default=["operators"], metavar="NAME",
-        help=f"kernels to time: {', '.join(AREAS)}",
+        help=f"kernels to time: {', '.join(AREAS)} (operators)",
     )  # fmt: skip
     parser.add_argument(
         "--rows", type=int, nargs="+", default=[1, 64, 256, 1024, 8192], metavar="N",
         help="tokens of a step (1 64 256 1024 8192)",
     )  # fmt: skip
-    parser.add_argument("--context", type=int, default=1024, help="tokens of a decode's cache")
+    parser.add_argument(
+        "--context",
+        type=int,
+        default=1024,
+        metavar="N",
+        help="tokens of a decode's cache (1024)",
+    )
     parser.add_argument(
         "--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16",
         help="of weights and values (bfloat16)",
