@@ -176,16 +176,17 @@ class _Run:
         self._has_beams = (flags.scalar("beam_width") or 1) > 1
         num_sequences = num_responses(flags) or 1
         self._num_open = num_samples * num_sequences
-        self._outputs = SequenceOutputs(
-            flags,
-            num_samples,
-            num_sequences,
-            options.config,
-            normalises_log_probs=steps.normalises_log_probs,
-        )
+        self._outputs = [
+            SequenceOutputs(
+                SampleInputs(token_inputs, index, options.is_batched),
+                num_samples,
+                num_sequences,
+                options.config,
+                normalises_log_probs=steps.normalises_log_probs,
+            )
+            for index in range(num_samples)
+        ]
         self._is_streaming = flags.flag("streaming")
-        excludes = flags.scalar("exclude_input_in_output")
-        self._excludes_input = steps.excludes_input if excludes is None else bool(excludes)
         stop_input = maps.preprocessing.get("STOP_WORDS_DICT", "")
         self._stop_words = [
             tuple(filter(None, self._sample(index).texts(stop_input)))
@@ -225,7 +226,7 @@ class _Run:
             # Harmless where the engine has ended it.
             response.end_sequence()
             is_stopped = chunk.finish_reason is FinishReason.CANCELLED
-            has_news = delta or self._outputs.tell_of_ends
+            has_news = delta or self._outputs[response.sample].tell_of_ends
             if is_stopped and self._is_streaming and not has_news:
                 # A stopped stream ends with the flag alone, unless there is more to tell.
                 return None
@@ -240,7 +241,7 @@ class _Run:
         """The texts of all beams, whole each time, for they may change."""
         self._num_open -= chunk.is_last
         is_stopped = chunk.finish_reason is FinishReason.CANCELLED
-        has_news = "beams" in chunk.extras or self._outputs.tell_of_ends
+        has_news = "beams" in chunk.extras or self._outputs[place[0]].tell_of_ends
         if not has_news and is_stopped and self._is_streaming:
             return None
         if not (chunk.is_last or self._is_streaming):
@@ -269,6 +270,11 @@ class _Run:
             async for response in responses:
                 rest = response.outputs[0].data.flat[0].decode()
         return answer.finish(rest)
+
+    def _excludes_input(self, sample: int) -> bool:
+        inputs = SampleInputs(self._token_inputs, sample, self._options.is_batched)
+        asked = inputs.scalar("exclude_input_in_output")
+        return self._steps.excludes_input if asked is None else bool(asked)
 
     def _prompt(self, sample: int) -> str:
         """The text before a sample's answer."""
@@ -306,12 +312,12 @@ class _Run:
         is_last: bool = False,
     ) -> InferResponse:
         """``texts`` are of all beams, without the prompt."""
-        if not self._is_streaming and not self._excludes_input:
+        if not self._is_streaming and not self._excludes_input(place[0]):
             prompt = self._prompt(place[0])
             texts = [prompt + text for text in texts]
         data = object_array([text.encode() for text in texts], (1, len(texts)))
         outputs = [Tensor("OUTPUT", "BYTES", data)]
-        outputs += self._outputs.tensors(*place, answer.progress, is_last=is_last)
+        outputs += self._outputs[place[0]].tensors(*place, answer.progress, is_last=is_last)
         return InferResponse(
             model_name=self._options.name,
             model_version=self._options.version,

@@ -72,7 +72,7 @@ class TensorAnswers:
         excludes_input: bool,
         normalises_log_probs: bool = True,
     ) -> None:
-        """Prepare.
+        """Prepare. ``excludes_input`` is for samples that do not say.
 
         Raises:
             RequestError: outputs are named, but not the two that every response has.
@@ -85,17 +85,24 @@ class TensorAnswers:
         self._model = model
         self._request = request
         self._samples = samples
-        self._excludes_input = excludes_input
         self._is_batched = model.config.max_batch_size > 0
-        flags = SampleInputs(request.inputs, 0, self._is_batched)
-        self.is_streaming = flags.flag("streaming")
-        self._outputs = SequenceOutputs(
-            flags,
-            len(samples),
-            num_sequences,
-            model.config,
-            normalises_log_probs=normalises_log_probs,
-        )
+        inputs = [
+            SampleInputs(request.inputs, index, self._is_batched)
+            for index in range(len(samples))
+        ]
+        self.is_streaming = inputs[0].flag("streaming")
+        self._outputs = [
+            SequenceOutputs(
+                flags,
+                len(samples),
+                num_sequences,
+                model.config,
+                normalises_log_probs=normalises_log_probs,
+            )
+            for flags in inputs
+        ]
+        asked = [flags.scalar("exclude_input_in_output") for flags in inputs]
+        self._excludes_input = [excludes_input if one is None else bool(one) for one in asked]
         self._ids: dict[tuple[int, int], list[int]] = {}
         self._progress: dict[tuple[int, int], Progress] = {}
 
@@ -104,12 +111,13 @@ class TensorAnswers:
     ) -> InferResponse | None:
         """See `Answers`."""
         place, prompt = (sample, sequence), self._samples[sample].prompt_ids
+        others = self._outputs[sample]
         progress = self._progress.setdefault(place, Progress(len(prompt)))
         progress.add(chunk)
         ids = chunk.token_ids
         if self.is_streaming:
             # A stopped stream ends with the flag alone, unless there is more to tell.
-            has_news = bool(ids) or "beams" in chunk.extras or self._outputs.tell_of_ends
+            has_news = bool(ids) or "beams" in chunk.extras or others.tell_of_ends
             if not has_news and chunk.finish_reason is FinishReason.CANCELLED:
                 return None
         else:
@@ -117,17 +125,17 @@ class TensorAnswers:
             so_far += ids
             if not chunk.is_last:
                 return None
-            ids = so_far if self._excludes_input else prompt + so_far
+            ids = so_far if self._excludes_input[sample] else prompt + so_far
         rows = [ids]
         if progress.beams is not None:
             # In a stream too they are told whole, for they may change.
-            has_prompt = not self.is_streaming and not self._excludes_input
+            has_prompt = not self.is_streaming and not self._excludes_input[sample]
             rows = [(prompt if has_prompt else []) + beam for beam in progress.beams.token_ids]
         lengths = [[len(row) for row in rows]]
         outputs = [
             Tensor("output_ids", "INT32", padded(rows, np.int32)),
             Tensor("sequence_length", "INT32", np.array(lengths, dtype=np.int32)),
-            *self._outputs.tensors(sample, sequence, progress, is_last=chunk.is_last),
+            *others.tensors(sample, sequence, progress, is_last=chunk.is_last),
         ]
         return self._response(outputs, is_end)
 

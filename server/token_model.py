@@ -101,14 +101,12 @@ class TokenModel:
         """What makes the responses, and whether it wants ids as they come."""
         if isinstance(request, TokenJob):
             return ChunkAnswers(self, request, stream), request.is_incremental
-        flags = SampleInputs(request.inputs, 0, self._is_batched)
-        excludes = flags.scalar("exclude_input_in_output")
         answers = TensorAnswers(
             self,
             request,
             samples,
             num_sequences,
-            excludes_input=self.excludes_input if excludes is None else bool(excludes),
+            excludes_input=self.excludes_input,
             normalises_log_probs=self.normalises_log_probs,
         )
         return answers, answers.is_streaming

@@ -225,3 +225,35 @@ async def test_a_stopped_stream_ends_with_what_was_asked_of_its_end(serve, asked
             reason = outputs.get("finish_reason", [[b"cancelled"]])
             assert (reason, rest[0].is_final) == ([[b"cancelled"]], True)
             assert ("last_token_time_ns" in outputs) == ("return_perf_metrics" in asked)
+
+
+@MODELS
+async def test_each_sample_of_a_batch_has_what_it_asks_for(serve, model, inputs, stream):
+    del stream
+    batch = {name: np.array([[value]] * 2) for name, value in inputs.items()}
+    if model == "tensorrt_llm":
+        batch = {name: array.reshape(2, -1).astype(np.int32) for name, array in batch.items()}
+    else:
+        batch["text_input"] = np.array([[b"A house"]] * 2, object)
+        batch["max_tokens"] = np.array([[5], [5]], np.int32)
+    async with serve() as served:
+        engine = await served.dial(served.answer("Hello world and more"))
+        engine.extras = lambda ids: {"log_probs": [-0.5] * len(ids)}
+        responses = await served.infer(
+            model,
+            **batch,
+            return_log_probs=np.array([[False], [True]]),
+            return_finish_reason=np.array([[True], [False]]),
+            exclude_input_in_output=np.array([[False], [True]]),
+        )
+    told = [{tensor.name: tensor.data for tensor in r.outputs} for r in responses]
+    first, second = sorted(told, key=lambda tensors: tensors["batch_index"].item())
+    assert ("finish_reason" in first, "finish_reason" in second) == (True, False)
+    assert "cum_log_probs" not in first
+    assert second["cum_log_probs"].item() == -0.5 * 5
+    if model == "tensorrt_llm":
+        lengths = [tensors["sequence_length"].item() for tensors in (first, second)]
+        assert lengths == [len(inputs["input_ids"]) + 5, 5]
+    else:
+        whole, new = first["text_output"].item(), second["text_output"].item()
+        assert whole == b"A house" + new
