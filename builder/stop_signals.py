@@ -38,9 +38,10 @@ def run_stoppable(command: str, work: Callable[[], int]) -> int:
 
 
 def ignore_stops() -> None:
-    """From now on the work ends before the command does."""
+    """From now on the work of `run_stoppable` ends before the command does."""
     for number in STOP_SIGNALS:
-        signal.signal(number, signal.SIG_IGN)
+        if signal.getsignal(number) is _stop:
+            signal.signal(number, signal.SIG_IGN)
 
 
 def _stop(number: int, frame: FrameType | None) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -55,6 +56,17 @@ class Outcome:
     code: int
     out: str
     err: str
+
+
+@pytest.fixture(autouse=True)
+def _signals_of_a_terminal():
+    """Commands are stopped as from a terminal, also where the tests run in the background or
+    under nohup."""
+    handlers = {signal.SIGINT: signal.default_int_handler, signal.SIGHUP: signal.SIG_DFL}
+    before = {number: signal.signal(number, each) for number, each in handlers.items()}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
 @pytest.fixture

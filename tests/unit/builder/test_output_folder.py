@@ -7,6 +7,7 @@ import json
 import os
 import pty
 import shutil
+import signal
 import subprocess
 import sys
 
@@ -130,6 +131,8 @@ def test_all_of_a_folder_is_on_the_disk_before_it_has_its_name(tmp_path, monkeyp
         for name in ("config.json", "rank0.safetensors"):
             (folder / name).write_text("new")
 
+    # Whoever is no command of its own keeps its signals.
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
     files = [("sync", "config.json"), ("sync", "rank0.safetensors")]
     if is_mount:
         assert events[:3] == [*files, ("sync", ".partial")]

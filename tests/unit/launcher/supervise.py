@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -88,4 +89,6 @@ def main() -> int:
 
 
 if __name__ == "__main__":
+    # The tests themselves may run under nohup.
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
     sys.exit(main())
