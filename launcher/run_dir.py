@@ -22,20 +22,20 @@ class RunDir:
     """A new folder, locked while this process lives; folders of dead runs are swept."""
 
     def __init__(self, parent: str | None = None) -> None:
-        base = Path(parent or os.environ.get("XDG_RUNTIME_DIR") or tempfile.gettempdir())
+        base, variable = (Path(parent), "TMPDIR") if parent else _base()
         try:
             _sweep(base)
             self.path, self._lock = _locked_folder(base)
         except OSError as error:
             raise ConfigError(
                 f"cannot make a folder for sockets in {base}: {error.strerror}. Name a "
-                "writable one in TMPDIR."
+                f"writable one in {variable}."
             ) from None
         if len(os.fsencode(self.path)) + _LONGEST_NAME > _LONGEST_SOCKET_PATH:
             self.remove()
             raise ConfigError(
                 f"{base} is too long a path for Unix sockets (limit {_LONGEST_SOCKET_PATH} "
-                "bytes in all). Name a shorter one in TMPDIR."
+                f"bytes in all). Name a shorter one in {variable}."
             )
 
     def socket(self, name: str) -> str:
@@ -48,6 +48,16 @@ class RunDir:
             shutil.rmtree(self.path, ignore_errors=True)
             os.close(self._lock)
             self._lock = -1
+
+
+def _base() -> tuple[Path, str]:
+    """The folder below which runs have theirs, and the variable that names another."""
+    # A batch job and `su` take XDG_RUNTIME_DIR along, to where there is no such folder or it
+    # is another user's.
+    runtime = os.environ.get("XDG_RUNTIME_DIR", "")
+    if runtime and os.access(runtime, os.W_OK | os.X_OK):
+        return Path(runtime), "XDG_RUNTIME_DIR"
+    return Path(tempfile.gettempdir()), "TMPDIR"
 
 
 def _locked_folder(base: Path) -> tuple[Path, int]:

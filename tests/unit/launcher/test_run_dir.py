@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import fcntl
+import tempfile
 
+import pytest
+
+from trimaran.comm.errors import ConfigError
 from trimaran.launcher import run_dir
 from trimaran.launcher.run_dir import RunDir
 
@@ -36,3 +40,23 @@ def test_a_folder_that_is_swept_before_it_is_locked_is_made_anew(tmp_path, monke
     run_dir._sweep(tmp_path)
     assert made.path.exists()
     made.remove()
+
+
+@pytest.mark.parametrize("runtime", ["missing", "file", ""])
+def test_a_runtime_folder_that_cannot_be_used_here_is_passed_over(
+    runtime, tmp_path, monkeypatch
+):
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path / runtime) if runtime else "")
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    made = RunDir()
+    assert made.path.parent == tmp_path
+    made.remove()
+
+
+def test_what_is_wrong_with_the_runtime_folder_is_mended_by_its_variable(tmp_path, monkeypatch):
+    deep = tmp_path / ("d" * 100)
+    deep.mkdir()
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(deep))
+    with pytest.raises(ConfigError, match=r"too long a path.* in XDG_RUNTIME_DIR"):
+        RunDir()
