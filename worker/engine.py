@@ -356,7 +356,8 @@ class Engine:
         now = time.monotonic()
         while self._deadlines and self._deadlines[0][0] <= now:
             request = heapq.heappop(self._deadlines)[2]
-            self._end(request, FinishReason.TIMED_OUT)
+            if self._is_open(request):
+                self._end(request, FinishReason.TIMED_OUT)
 
     def follow(self, payload: bytes) -> None:
         """Carry out rank 0's decision on another rank. Collective over the tensor group."""

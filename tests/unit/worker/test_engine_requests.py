@@ -195,6 +195,25 @@ def test_a_request_over_its_time_ends_as_timed_out(make_engine):
     driver.check_idle()
 
 
+def test_what_has_ended_in_time_is_told_of_no_more_when_its_time_is_over(
+    make_engine, monkeypatch
+):
+    driver = make_engine()
+    in_time = driver.submit([1, 2, 3], max_tokens=2, timeout_us=60_000_000)
+    driver.run()
+    late = time.monotonic() + 61
+    monkeypatch.setattr(time, "monotonic", lambda: late)
+
+    other = driver.submit([4, 5, 6], max_tokens=2)
+    driver.run()
+
+    assert driver.reasons == {
+        (in_time, 0): FinishReason.LENGTH,
+        (other, 0): FinishReason.LENGTH,
+    }
+    driver.check_idle()
+
+
 def test_deadlines_of_finished_requests_do_not_pile_up(make_engine):
     driver = make_engine()
     for _ in range(200):
