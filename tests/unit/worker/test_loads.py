@@ -27,13 +27,14 @@ class Planner:
         self.scheduler = Scheduler(config, self.cache)
         self.requests: list[Request] = []
 
-    def add(self, prompt, max_tokens=2) -> Request:
+    def add(self, prompt, max_tokens=2, priority=0, **sampling) -> Request:
         request = Request(
             source="client",
             request_id=len(self.requests),
             number=len(self.requests),
             prompt_ids=array("i", prompt),
-            sampling=SamplingParams(max_tokens=max_tokens),
+            priority=priority,
+            sampling=SamplingParams(max_tokens=max_tokens, **sampling),
         )
         self.scheduler.check(request)
         self.scheduler.add(request)
@@ -155,4 +156,24 @@ def test_all_ends_where_everybody_is_cancelled(planner):
 
     assert planner.step() is None
 
+    planner.check_empty()
+
+
+def test_a_sibling_takes_nothing_from_its_parent_that_is_on_its_way():
+    planner = Planner(num_blocks=13, max_num_seqs=2, expected_output_tokens=1)
+    urgent = planner.add(range(5), max_tokens=40, priority=1)
+    twins = planner.add(FIRST, max_tokens=20, num_return_sequences=2)
+    # The parent has its row first, is paused for want of blocks, and comes back.
+    while not urgent.is_finished:
+        planner.step()
+    assert planner.scheduler.pauses.num_sequences > 0
+
+    while not (transfers := planner.step())[TransferKind.LOAD]:
+        assert planner.scheduler.has_requests
+    loaded = {block for _, _, block in transfers[TransferKind.LOAD]}
+    users = [s for s in planner.scheduler.running if loaded & set(s.blocks.tables[0])]
+
+    assert transfers[TransferKind.WAIT] or not users
+    planner.run()
+    assert [s.num_output_tokens for s in twins.sequences] == [20, 20]
     planner.check_empty()
