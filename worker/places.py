@@ -53,14 +53,17 @@ def find_place(
     stay free beside it.
     """
     num_known, sampling = len(sequence.token_ids), sequence.request.sampling
-    prefix = find_prefix(sequence, step, cache)
     max_blocks = most_held(sampling, max(num_known, sequence.max_len - 1), config, cache)
     num_blocks = max_blocks
     if can_grow_later:
         num_blocks = min(max_blocks, most_held(sampling, num_known + 1, config, cache))
-    needed = cache.blocks_to_take(prefix, num_blocks)
+    room = cache.num_available - num_kept
     if sequence.beams is not None:
-        needed += sequence.beams.num_further_blocks(cache, num_blocks)
-    if prefix.is_under_way or needed > cache.num_available - num_kept:
+        room -= sequence.beams.num_further_blocks(cache, num_blocks)
+    prefix = find_prefix(sequence, step, cache)
+    if prefix.keeps_last and cache.blocks_to_take(prefix, num_blocks) > room:
+        # The block that it only copies takes room, which it may never find beside its own.
+        prefix = find_prefix(sequence, step, cache, takes_parts=False)
+    if prefix.is_under_way or cache.blocks_to_take(prefix, num_blocks) > room:
         return None
     return Place(prefix, prefix.num_cached(cache.block_size), max_blocks)

@@ -4,6 +4,7 @@ from array import array
 
 import pytest
 
+from tests.unit.worker.test_scheduler import BLOCK, Planner
 from trimaran.worker.kv_cache.manager import KVCacheManager
 from trimaran.worker.kv_cache.sequence_blocks import SequenceBlocks, root_hash
 
@@ -138,3 +139,19 @@ def test_a_request_of_one_token_leaves_no_block_held(make_engine, prompt_of):
     driver.run()
 
     driver.check_idle()
+
+
+@pytest.mark.parametrize("policy", ["max_utilization", "guaranteed_no_evict"])
+def test_who_needs_the_whole_cache_starts_though_a_part_of_a_full_block_is_cached(policy):
+    num_blocks = 8
+    planner = Planner(num_blocks=num_blocks, policy=policy)
+    # Its prompt ends in a block that its output fills.
+    planner.add(prompt=[1, 2, 3, 4, 5, 6], max_tokens=3)
+    while planner.scheduler.has_requests:
+        planner.step()
+
+    planner.add(prompt=[1, 2, 3, 4, 5, 6, *range(10, 34)], max_tokens=num_blocks * BLOCK - 29)
+
+    while planner.scheduler.has_requests:
+        assert planner.step(), "it waits for ever"
+    planner.check_empty()
