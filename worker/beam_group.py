@@ -182,10 +182,12 @@ class BeamGroup:
     def _fork(
         self, child: int, parent: int, num_tokens: int, cache: KVCacheManager
     ) -> list[BlockCopy]:
-        blocks = self.beams[child].blocks
+        blocks, source = self.beams[child].blocks, self.beams[parent].blocks
         # What was promised to a beam without blocks.
         cache.release(blocks)
-        return cache.fork(blocks, self.beams[parent].blocks, num_tokens, self._max_blocks)
+        # Of a promise, what a window has left behind is not held.
+        max_blocks = max(0, self._max_blocks - source.num_left)
+        return cache.fork(blocks, source, num_tokens, max_blocks)
 
     # ---- what clients are told -----------------------------------------------------------
 

@@ -96,6 +96,31 @@ def test_a_window_bounds_what_a_sequence_holds(make_engine, prompt_of, reference
         make_engine(**small).submit(prompts[0], max_tokens=NUM_TOKENS)
 
 
+def test_beams_behind_a_cached_prompt_are_promised_no_more_than_they_can_hold(
+    make_engine, prompt_of
+):
+    window = {"attention_windows": (16,), "max_beam_width": 2}
+    prompt = prompt_of(65)
+    fields = {"max_tokens": 16, "beam_width": 2, "num_return_sequences": 2}
+    # The prompt's blocks but one are behind the window, and the promise is the whole cache.
+    driver = make_engine(policy="guaranteed_no_evict", max_tokens=96, **window)
+    driver.submit(prompt, max_tokens=1)
+    driver.run()
+    found = driver.submit(prompt, **fields)
+    driver.run()
+
+    alone = make_engine(enable_block_reuse=False, **window)
+    expected = alone.submit(prompt, **fields)
+    alone.run()
+    ids = [
+        each.extras[n, 0][-1]["beams"]["ids"]
+        for each, n in ((driver, found), (alone, expected))
+    ]
+    assert ids[0] == ids[1]
+    assert driver.engine.scheduler.cache.num_reused_blocks > 0
+    driver.check_idle()
+
+
 def test_windows_that_mean_nothing_are_refused():
     with pytest.raises(ConfigError, match="Leave max_attention_window_size unset"):
         CacheConfig(attention_windows=(0,))
