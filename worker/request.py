@@ -19,8 +19,6 @@ from trimaran.worker.request_figures import SequenceFigures
 if TYPE_CHECKING:
     from trimaran.worker.beam_group import BeamGroup
 
-NEVER = 1 << 62
-
 
 class RequestStatus(IntEnum):
     """Where a sequence stands."""

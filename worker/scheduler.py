@@ -18,19 +18,12 @@ from trimaran.worker.loads import Loads
 from trimaran.worker.lora.manager import AdapterManager
 from trimaran.worker.micro_batches import MicroBatches
 from trimaran.worker.outlook import Outlook
-from trimaran.worker.pauses import Pauses
 from trimaran.worker.places import find_place
 from trimaran.worker.releases import Releases
-from trimaran.worker.request import (
-    KEY,
-    NEVER,
-    Request,
-    RequestStatus,
-    Sequence,
-    remove_by_key,
-)
+from trimaran.worker.request import KEY, Request, RequestStatus, Sequence, remove_by_key
 from trimaran.worker.rows import Rows
 from trimaran.worker.step_plan import ScheduledStep, StepPlan
+from trimaran.worker.waiting_queue import WaitingQueue
 
 _WATERMARK = 0.01
 """Share of the blocks that admission leaves free for the growth of running sequences."""
@@ -64,7 +57,8 @@ class Scheduler:
         self._adapters = adapters
         self._micro_batches = MicroBatches(num_micro_batches) if num_micro_batches else None
         self.running: list[Sequence] = []
-        self.waiting: list[Sequence] = []
+        self._queue = WaitingQueue(cache, adapters)
+        self.waiting = self._queue.sequences
         self.loads = Loads()
         self.step = 0
         self._is_static = config.is_static
@@ -74,7 +68,7 @@ class Scheduler:
         self.rows = Rows(config.max_num_seqs)
         self.releases = Releases(cache)
         self._ended: list[Emission] = []
-        self.pauses = Pauses()
+        self.pauses = self._queue.pauses
         self._outlook = Outlook(config, cache)
         self._followers = Followers()
         self._chunks = FairChunks(config, cache.block_size)
@@ -104,8 +98,7 @@ class Scheduler:
         if request.sampling.beam_width > 1:
             first.beams = BeamGroup(first)
             self._outlook.beams_came()
-        self.cache.extend_hashes(first.blocks, first.token_ids)
-        self._enqueue(first)
+        self._queue.add(first)
 
     def end(self, request: Request, reason: FinishReason) -> None:
         """End all of a request's sequences now, by cancellation or timeout."""
@@ -179,7 +172,7 @@ class Scheduler:
         if self.cache.hosts:
             plan.add_transfers(self.cache, self.loads.take_wait_step())
         self.step += 1
-        self._enqueue_forks(plan)
+        self._queue.add_forks(plan.first_samples)
         has_ids = self._micro_batches is not None
         step = plan.finish(self.rows.take_finished(), has_ids=has_ids)
         if self._adapters is not None:
@@ -288,8 +281,7 @@ class Scheduler:
         self.releases.pause(sequence)
         if sequence.beams is not None:
             sequence.beams.start_over()
-        self.pauses.begin(sequence, self.step)
-        self._enqueue(sequence)
+        self._queue.add_paused(sequence, self.step)
 
     def _advance(
         self, sequence: Sequence, chunk: int, is_sampled: bool, plan: StepPlan
@@ -305,17 +297,11 @@ class Scheduler:
             sequence.num_pending += 1
         if start + chunk >= sequence.publish_at:
             # Layers write a step's KV before they read any, so it can be shared at once.
-            self.cache.publish(sequence.blocks, start + chunk)
-            size = self.cache.block_size
-            sequence.publish_at = (
-                (sequence.blocks.num_published + 1) * size if self.cache.enable_reuse else NEVER
-            )
-            if not sequence.blocks.is_long:
-                sequence.publish_at = min(sequence.publish_at, self.cache.switch_at + 1)
+            sequence.publish_at = self.cache.publish(sequence.blocks, start + chunk)
 
     def _admit(self, plan: StepPlan) -> None:
         while self.waiting and self.rows.free and plan.budget > 0:
-            sequence = self._next_waiting()
+            sequence = self._queue.next(may_overtake=bool(self.running))
             # A preempted one comes back when the host knows all of its tokens.
             if sequence is None or sequence.num_pending:
                 return
@@ -390,28 +376,8 @@ class Scheduler:
             plan.add_row(sequence, [])
             self._advance(sequence, chunk, chunk == missing, plan)
 
-    def _next_waiting(self) -> Sequence | None:
-        """The first in the queue. Who waits for an adapter that is on its way does not hold
-        up the others: it is there soon, whatever they do."""
-        if self._adapters is None or not self.running:
-            return self.waiting[0]
-        return self._adapters.first_ready(self.waiting)
-
-    def _enqueue(self, sequence: Sequence) -> None:
-        sequence.status = RequestStatus.WAITING
-        insort(self.waiting, sequence, key=KEY)
-
-    def _enqueue_forks(self, plan: StepPlan) -> None:
-        """Queue the siblings of sequences whose prompt this step completes."""
-        for sequence in plan.first_samples:
-            for sibling in sequence.request.sequences[1:]:
-                if sibling.status is RequestStatus.NEW:
-                    self.cache.extend_hashes(sibling.blocks, sibling.token_ids)
-                    self._enqueue(sibling)
-
     def _take_row(self, sequence: Sequence) -> None:
-        remove_by_key(self.waiting, sequence)
-        self.pauses.end(sequence)
+        self._queue.start(sequence)
         self.rows.take(sequence)
         sequence.status = RequestStatus.RUNNING
         sequence.publish_at = 0
@@ -482,9 +448,7 @@ class Scheduler:
             sequence.status, sequence.finish_reason = RequestStatus.FINISHED, reason
             return
         if sequence.status is RequestStatus.WAITING:
-            remove_by_key(self.waiting, sequence)
-            self.pauses.over(sequence)
-            self.cache.forget(sequence.blocks)
+            self._queue.drop(sequence)
         is_running = sequence.status is RequestStatus.RUNNING
         sequence.status = RequestStatus.FINISHED
         sequence.finish_reason = reason

@@ -305,13 +305,17 @@ class KVCacheManager:
         blocks.max_blocks = num_blocks
         self._num_reserved += max(0, num_blocks - blocks.num_held)
 
-    def publish(self, blocks: SequenceBlocks, num_tokens: int) -> None:
+    def publish(self, blocks: SequenceBlocks, num_tokens: int) -> int:
         """Make the full blocks among the first ``num_tokens`` findable.
 
-        They are computed, or will be by the step that is being planned.
+        They are computed, or will be by the step that is being planned. Returns the number of
+        tokens at which there is something to do again, here or in `fit_to`.
         """
+        next_end = _NEVER
         if self.enable_reuse:
             self._publish(blocks, num_tokens)
+            next_end = (blocks.num_published + 1) * self.block_size
+        return next_end if blocks.is_long else min(next_end, self.switch_at + 1)
 
     def keep(self, blocks: SequenceBlocks, num_tokens: int) -> None:
         """Before `release`: what a sequence that makes room has computed can come back to it.

@@ -1,0 +1,68 @@
+"""The sequences that wait for a row and blocks, the most urgent first."""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections.abc import Iterable
+
+from trimaran.worker.kv_cache.manager import KVCacheManager
+from trimaran.worker.lora.manager import AdapterManager
+from trimaran.worker.pauses import Pauses
+from trimaran.worker.request import KEY, RequestStatus, Sequence, remove_by_key
+
+
+class WaitingQueue:
+    """In order of priority and arrival; who was paused stands before the others of its level.
+
+    Finding a place is a binary search, making room there a move of those behind it.
+    """
+
+    def __init__(self, cache: KVCacheManager, adapters: AdapterManager | None) -> None:
+        self.sequences: list[Sequence] = []
+        """In order; for reading."""
+
+        self.pauses = Pauses()
+        self._cache = cache
+        self._adapters = adapters
+
+    def add(self, sequence: Sequence) -> None:
+        """A new one waits from now on."""
+        self._cache.extend_hashes(sequence.blocks, sequence.token_ids)
+        self._insert(sequence)
+
+    def add_forks(self, parents: Iterable[Sequence]) -> None:
+        """The siblings of sequences whose prompt is computed wait from now on."""
+        for parent in parents:
+            for sibling in parent.request.sequences[1:]:
+                if sibling.status is RequestStatus.NEW:
+                    self.add(sibling)
+
+    def add_paused(self, sequence: Sequence, step: int) -> None:
+        """One that ran until this step waits again."""
+        self.pauses.begin(sequence, step)
+        self._insert(sequence)
+
+    def next(self, *, may_overtake: bool) -> Sequence | None:
+        """Who is to start next; None if all wait for adapters that are on their way.
+
+        If others ``may_overtake``, who waits for an adapter holds up nobody: it is there
+        soon, whatever they do.
+        """
+        if self._adapters is None or not may_overtake:
+            return self.sequences[0]
+        return self._adapters.first_ready(self.sequences)
+
+    def start(self, sequence: Sequence) -> None:
+        """One has a place and waits no more."""
+        remove_by_key(self.sequences, sequence)
+        self.pauses.end(sequence)
+
+    def drop(self, sequence: Sequence) -> None:
+        """One has ended where it waits."""
+        remove_by_key(self.sequences, sequence)
+        self.pauses.over(sequence)
+        self._cache.forget(sequence.blocks)
+
+    def _insert(self, sequence: Sequence) -> None:
+        sequence.status = RequestStatus.WAITING
+        insort(self.sequences, sequence, key=KEY)
