@@ -180,12 +180,22 @@ class Scheduler:
         return self._followers.fill(step)
 
     def _plan_running(self, plan: StepPlan) -> None:
-        """Schedule what the running sequences miss, as far as the budget goes."""
+        """Schedule what the running sequences miss: all, or a share of them in a pipeline."""
+        if self._micro_batches is None:
+            self._plan_each(self.running, plan)
+            return
+        is_final = False
+        while not is_final:
+            picked = self._micro_batches.pick(self.running, plan.step)
+            self._plan_each(picked, plan)
+            # All that were picked may have made room: then it is others' turn.
+            is_final = plan.has_entries or all(sequence.row >= 0 for sequence in picked)
+
+    def _plan_each(self, running: list[Sequence], plan: StepPlan) -> None:
+        """Schedule what these running sequences miss, as far as the budget goes."""
         # Ordered by key: whoever is preempted comes later in it than whoever needs room.
         index = 0
-        running, step = self.running, plan.step
-        if self._micro_batches is not None:
-            running = self._micro_batches.pick(running, step)
+        step = plan.step
         while index < len(running) and plan.budget > 0:
             sequence = running[index]
             index += 1

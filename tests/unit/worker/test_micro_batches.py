@@ -129,3 +129,20 @@ def sampled_rows(step):
     rows = step.decision.rows[step.decision.sampled].tolist()
     pairs = zip(rows, step.sampled, strict=True)
     return [row for row, sequence in pairs if sequence.row == row and sequence.num_pending]
+
+
+def test_if_all_that_a_step_would_take_make_room_it_takes_others():
+    planner = staged(2, policy="static_batch")
+    # Beyond so many tokens a sequence starts anew, in a batch of its own.
+    planner.cache.switch_at = 4
+    planner.add(4)
+    planner.add(2)
+    planner.answer(planner.plan())
+
+    step = planner.plan()
+
+    assert [sequence.request.number for sequence in step.sampled] == [1]
+    planner.answer(step)
+    while planner.scheduler.has_requests:
+        assert planner.step()
+    planner.check_empty()
