@@ -1,0 +1,126 @@
+"""What the KV blocks of a device would hold after each step, by the decisions alone."""
+
+from __future__ import annotations
+
+from trimaran.worker.kv_cache.manager import KVCacheManager
+from trimaran.worker.request import Sequence
+from trimaran.worker.step_plan import ScheduledStep
+from trimaran.worker.step_types import TransferKind
+
+Place = tuple[int, int]
+"""KV group and block, or group and slot of the host."""
+
+
+class _Row:
+    """The ids and the block tables of one row."""
+
+    def __init__(self, token_ids: list[int], num_groups: int) -> None:
+        self.token_ids = token_ids
+        self.tables: list[dict[int, int]] = [{} for _ in range(num_groups)]
+
+
+class DeviceMemory:
+    """Carries steps out as a rank does, and checks that each finds what it attends to.
+
+    The KV of a token is known by all ids up to it, so that a block which was handed to others
+    too early, copied too late or found under a wrong hash is noticed. Loads from the host end
+    when they must, or when `finish_loads` says so.
+    """
+
+    def __init__(self, cache: KVCacheManager) -> None:
+        self._cache = cache
+        self._rows: dict[int, _Row] = {}
+        self._blocks: dict[Place, dict[int, int]] = {}
+        """By place in the block the KV that stands there."""
+        self._slots: dict[Place, dict[int, int]] = {}
+        self._loads: list[tuple[int, Place, Place]] = []
+        """Step, slot and block of the loads that are under way."""
+
+    def finish_loads(self, step: int) -> None:
+        """The loads of all steps up to this one are made."""
+        for started, slot, block in self._loads:
+            if started <= step:
+                self._blocks[block] = dict(self._slots[slot])
+        self._loads = [load for load in self._loads if load[0] > step]
+
+    def execute(self, step: ScheduledStep, running: list[Sequence]) -> None:
+        """Carry out a step, which ``running`` sequences have their rows in.
+
+        Raises:
+            AssertionError: a token would attend to something else than the ids before it.
+        """
+        decision = step.decision
+        self._transfer(decision.step, decision.transfers.tolist())
+        for new in decision.new_rows:
+            self._rows[new.row] = _Row(new.token_ids.tolist(), len(self._cache.pools))
+        for write in decision.token_writes:
+            self._rows[write.row].token_ids[write.start :] = write.token_ids.tolist()
+        for group, source, target in decision.block_copies.tolist():
+            self._blocks[group, target] = dict(self._blocks[group, source])
+        for group, row, index, block in decision.new_blocks.tolist():
+            self._rows[row].tables[group][index] = block
+        roots = {row: root for s in running for row, root in _roots(s)}
+        entries = [
+            (self._rows[row], start, self._kv(row, start + count, roots[row]))
+            for row, start, count in zip(
+                decision.rows.tolist(),
+                decision.num_computed_tokens.tolist(),
+                decision.num_scheduled_tokens.tolist(),
+                strict=True,
+            )
+        ]
+        # All layers write a step's KV before they read any.
+        for entry in entries:
+            self._write(*entry)
+        for entry in entries:
+            self._read(*entry)
+
+    def sampled(self, row: int, num_known: int, token_id: int) -> None:
+        """A row goes on with an id of the device's own choice, behind ``num_known`` ones."""
+        self._rows[row].token_ids[num_known:] = [token_id]
+
+    def _transfer(self, step: int, transfers: list[list[int]]) -> None:
+        for kind, group, source, target in transfers:
+            if kind == TransferKind.MOVE:
+                self._slots[group, target] = dict(self._blocks[group, source])
+            elif kind == TransferKind.LOAD:
+                self._loads.append((step, (group, source), (group, target)))
+            else:
+                self.finish_loads(group)
+
+    def _kv(self, row: int, num_tokens: int, root: int) -> list[int]:
+        """The KV of a row's first tokens."""
+        ids = self._rows[row].token_ids
+        assert len(ids) >= num_tokens, "a step computes a token that its rank does not know"
+        found = []
+        for token_id in ids[:num_tokens]:
+            root = hash((root, token_id))
+            found.append(root)
+        return found
+
+    def _block(self, row: _Row, group: int, place: int) -> dict[int, int]:
+        block = group, row.tables[group][place // self._cache.block_size]
+        assert block not in {target for _, _, target in self._loads}, "it is being loaded"
+        return self._blocks.setdefault(block, {})
+
+    def _write(self, row: _Row, start: int, kv: list[int]) -> None:
+        size = self._cache.block_size
+        for group in range(len(self._cache.pools)):
+            for place in range(start, len(kv)):
+                self._block(row, group, place)[place % size] = kv[place]
+
+    def _read(self, row: _Row, start: int, kv: list[int]) -> None:
+        size, window = self._cache.block_size, self._cache.window
+        for place, expected in enumerate(kv):
+            is_seen = place // size < window.num_sinks or place > start - window.num_tokens
+            if is_seen or not window.num_tokens:
+                for group in range(len(self._cache.pools)):
+                    found = self._block(row, group, place).get(place % size)
+                    assert found == expected, f"the KV of token {place} is another's"
+
+
+def _roots(sequence: Sequence) -> list[tuple[int, int]]:
+    """Of each row of a sequence, what its KV depends on beside ids."""
+    rows = [sequence] if sequence.beams is None else sequence.beams.beams
+    root = hash((sequence.request.cache_salt, sequence.blocks.is_long))
+    return [(each.row, root) for each in rows]
