@@ -86,7 +86,7 @@ def parse(body: bytes | bytearray | memoryview) -> Any:
         raise unparsable(reason, offset) from None
     except ValueError:
         # An integer of thousands of digits.
-        raise unparsable("Number too big to be stored in double", 0) from None
+        raise too_big() from None
     except RecursionError:
         raise unparsable(f"Nested deeper than {MAX_NESTING} levels", 0) from None
 
@@ -114,6 +114,11 @@ def _check_surrogates(text: str) -> None:
     if lone is not None:
         offset = len(text[: lone.start()].encode("utf-8", "surrogateescape"))
         raise unparsable("The surrogate pair in string is invalid", offset)
+
+
+def too_big() -> RequestError:
+    """The error of a number that no double can hold."""
+    return unparsable("Number too big to be stored in double", 0)
 
 
 def wrong_type(field: str, found: str, wanted: str) -> RequestError:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from trimaran.comm.errors import RequestError
 from trimaran.server.inference import InferRequest, ParameterValue
-from trimaran.server.json_access import as_bool, as_string, as_unsigned
+from trimaran.server.json_access import as_bool, as_string, as_unsigned, too_big
 
 MAX_NUMBER = 1 << 16
 """Of a request's inputs, of its outputs, and of its parameters."""
@@ -30,12 +30,22 @@ def check_number(what: str, number: int) -> None:
 
 
 def custom_value(name: str, value: object) -> ParameterValue:
-    """The value of a custom parameter, if it has a type that parameters can have."""
+    """The value of a custom parameter, if it has a type that parameters can have. An
+    integer of more than 64 bits is a double, as clients are used to."""
+    if isinstance(value, int) and not -(1 << 63) <= value < 1 << 63:
+        return _double(value)
     if isinstance(value, (str, bool, int, float)):
         return value
     raise RequestError(
         f"parameter '{name}' has invalid type. It should be either 'int', 'bool', or 'string'."
     )
+
+
+def _double(value: int) -> float:
+    try:
+        return float(value)
+    except OverflowError:
+        raise too_big() from None
 
 
 def apply_json_parameters(request: InferRequest, members: Mapping[str, object]) -> bool:

@@ -9,7 +9,7 @@ import numpy as np
 
 from trimaran.comm.errors import ErrorKind, RequestError
 from trimaran.server.datatypes import NUMPY_TYPES, ONLY_BINARY
-from trimaran.server.json_access import MAX_NESTING, wrong_type
+from trimaran.server.json_access import MAX_NESTING, too_big, wrong_type
 from trimaran.server.tensor_bytes import Array, object_array
 
 _DATA = "'data'"
@@ -70,8 +70,11 @@ def array_from_json(values: list[Any], datatype: str, input_name: str) -> Array:
         return _integers(values, datatype)
     if not all(type(value) in (int, float) for value in values):
         raise wrong_type(_DATA, "non-number", "double")
-    with np.errstate(over="ignore"):
-        return np.array(values, np.float64).astype(NUMPY_TYPES[datatype])
+    try:
+        with np.errstate(over="ignore"):
+            return np.array(values, np.float64).astype(NUMPY_TYPES[datatype])
+    except OverflowError:
+        raise too_big() from None
 
 
 def json_values(data: Array, datatype: str, output_name: str) -> list[Any]:

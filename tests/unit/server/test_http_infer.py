@@ -165,6 +165,16 @@ def test_request_parameters_reach_the_model_and_its_own_come_back(server):
     }  # fmt: skip
 
 
+@pytest.mark.parametrize(
+    ("value", "seen"),
+    [(-(2**63), -(2**63)), (2**63 - 1, 2**63 - 1), (2**63, 2.0**63), (-(10**30), -1e30)],
+)
+def test_a_parameter_that_no_integer_of_64_bits_holds_is_a_double(server, value, seen):
+    document = {"inputs": [], "parameters": {"a": value}}
+    (found,) = infer(server, document, "echo").json["parameters"].values()
+    assert (found, type(found)) == (seen, type(seen))
+
+
 def test_a_configured_reshape_is_what_the_model_sees(server):
     tensor = {"name": "X", "shape": [3, 1], "datatype": "INT32", "data": [1, 2, 3]}
     assert infer(server, {"inputs": [tensor]}, "squeeze").json["outputs"][0]["data"] == [3]
@@ -218,6 +228,18 @@ def test_classification_gives_the_best_values_with_their_places(server):
             {"inputs": [x_input(datatype="FP32", data=["a", 0])]},
             500,
             "Unable to parse 'data': attempt to access JSON non-number as double",
+        ),
+        (
+            {"inputs": [x_input(datatype="FP32", data=[10**400, 0])]},
+            500,
+            "failed to parse the request JSON buffer: Number too big to be stored in double. "
+            "at 0",
+        ),
+        (
+            {"inputs": [x_input()], "parameters": {"a": 10**400}},
+            500,
+            "failed to parse the request JSON buffer: Number too big to be stored in double. "
+            "at 0",
         ),
         (
             {"inputs": [x_input(datatype="BYTES", data=["a", 0])]},
