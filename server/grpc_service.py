@@ -19,6 +19,7 @@ from trimaran.server.grpc_stream import GRPC_STOPPING, Context, StreamSession
 from trimaran.server.infer_response import select_outputs
 from trimaran.server.inference import InferResponse
 from trimaran.server.load_request import load_request_of_grpc, unload_dependents_of_grpc
+from trimaran.server.log_settings import FORMATS, unknown_format
 from trimaran.server.metadata import metadata_message, server_metadata
 from trimaran.server.service import (
     INTERNAL,
@@ -257,6 +258,8 @@ def _log_value(name: str, value: pb.LogSettingsRequest.SettingValue) -> Any:
     if kind != f"{wanted}_param":
         word = "boolean" if wanted == "bool" else wanted
         raise RequestError(f"expect {word} for '{name}'")
+    if name == "log_format" and value.string_param not in FORMATS:
+        raise unknown_format(value.string_param, ErrorKind.INVALID_ARG)
     return getattr(value, kind)
 
 

@@ -9,7 +9,13 @@ from trimaran.comm.errors import ErrorKind, RequestError
 from trimaran.server.json_access import as_bool, as_string, as_unsigned
 
 _FLAGS = ("log_info", "log_warning", "log_error")
-_FORMATS = ("default", "ISO8601")
+FORMATS = ("default", "ISO8601")
+_MAX_LEVEL = (1 << 32) - 1
+
+
+def unknown_format(value: str, kind: ErrorKind) -> RequestError:
+    """The error of a log format; its kind is another over gRPC than over HTTP."""
+    return RequestError(f"invalid argument for --log_format, got: {value}", kind)
 
 
 class LogSettings:
@@ -48,16 +54,15 @@ class LogSettings:
         if name in _FLAGS:
             return as_bool(value, f"'{name}'")
         if name == "log_verbose_level":
-            return as_unsigned(value, f"'{name}'")
+            # What gRPC has no number for is as verbose as can be.
+            return min(as_unsigned(value, f"'{name}'"), _MAX_LEVEL)
         if name == "log_file":
             raise RequestError(
                 "log file location can not be updated through network protocol",
                 ErrorKind.UNSUPPORTED,
             )
-        if as_string(value, f"'{name}'") not in _FORMATS:
-            raise RequestError(
-                f"invalid argument for --log_format, got: {value}", ErrorKind.UNAVAILABLE
-            )
+        if as_string(value, f"'{name}'") not in FORMATS:
+            raise unknown_format(value, ErrorKind.UNAVAILABLE)
         return value
 
     def _level(self) -> int:

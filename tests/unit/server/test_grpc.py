@@ -296,6 +296,21 @@ def test_log_settings_change_by_type(client, stub):
         "INVALID_ARGUMENT",
         "expect boolean for 'log_info'",
     )
+    wrong = pb.LogSettingsRequest()
+    wrong.settings["log_format"].string_param = "x"
+    assert refusal(lambda: stub.LogSettings(wrong)) == (
+        "INVALID_ARGUMENT",
+        "invalid argument for --log_format, got: x",
+    )
+
+
+def test_a_log_level_that_grpc_has_no_number_for_is_its_highest(client, server):
+    assert server.post("/v2/logging", {"log_verbose_level": 1 << 40}).status == 200
+    try:
+        settings = client.get_log_settings().settings
+        assert settings["log_verbose_level"].uint32_param == (1 << 32) - 1
+    finally:
+        server.post("/v2/logging", {"log_verbose_level": 0})
 
 
 def test_messages_of_40_megabytes_pass_both_ways(client):
