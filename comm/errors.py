@@ -44,6 +44,13 @@ class RequestError(TrimaranError):
         self.kind = kind
 
 
+class RefusedError(RequestError):
+    """Nothing of this request has begun, for want of room; it may be sent again."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message, ErrorKind.UNAVAILABLE)
+
+
 class EngineDeadError(RequestError):
     """What would run, or ran, this request is gone, and it could not be replayed."""
 
@@ -57,3 +64,8 @@ class ProtocolError(TrimaranError):
 
 class PeerLostError(TrimaranError):
     """Another rank of the group did not answer in time: the group cannot go on."""
+
+
+def with_request_id(request_id: str, text: str) -> str:
+    """A text that clients see with the request id before it."""
+    return f"[request id: {request_id or '<id_unknown>'}] {text}"

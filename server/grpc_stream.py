@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 import grpc.aio
 from tritonclient.grpc import service_pb2 as pb
 
-from trimaran.comm.errors import ErrorKind, RequestError
+from trimaran.comm.errors import ErrorKind, RefusedError, RequestError
 from trimaran.server.grpc_convert import (
     FINAL,
     fill_response,
@@ -118,10 +118,7 @@ class StreamSession:
         except _ClientGoneError:
             raise
         except RequestError as error:
-            # Nothing ran: the client gets the id alone.
-            refusal = pb.ModelStreamInferResponse(error_message=str(error))
-            refusal.infer_response.id = message.id
-            await self._write(refusal)
+            await self._refuse(message, error)
         except Exception:
             logger.exception("a streamed request of model %s failed", message.model_name)
             await self._fail(message, RequestError(INTERNAL, ErrorKind.INTERNAL))
@@ -144,17 +141,19 @@ class StreamSession:
         responses: AsyncIterator[InferResponse],
         before: asyncio.Task[None] | None,
     ) -> None:
-        has_ended, is_decoupled = False, model.is_decoupled
+        has_begun, has_ended, is_decoupled = False, False, model.is_decoupled
         try:
             async with aclosing(responses):  # type: ignore[type-var]
                 async for response in responses:
                     if before is not None:
                         await asyncio.wait({before})
+                    has_begun = True
                     has_ended = response.is_final or not is_decoupled
                     response.id = message.id
                     await self._write(self._encode(model, parsed, response, has_ended))
         except RequestError as error:
-            await self._fail(message, error)
+            is_refused = isinstance(error, RefusedError) and not has_begun
+            await (self._refuse if is_refused else self._fail)(message, error)
             return
         if not has_ended and wants_empty_final(message):
             final = pb.ModelStreamInferResponse()
@@ -174,6 +173,12 @@ class StreamSession:
         fill_response(message.infer_response, response, outputs)
         message.infer_response.parameters[FINAL].bool_param = is_final
         return message
+
+    async def _refuse(self, message: pb.ModelInferRequest, error: RequestError) -> None:
+        """Nothing ran: the client gets the id alone, and the call goes on in any case."""
+        refusal = pb.ModelStreamInferResponse(error_message=str(error))
+        refusal.infer_response.id = message.id
+        await self._write(refusal)
 
     async def _fail(self, message: pb.ModelInferRequest, error: RequestError) -> None:
         if self._ends_on_error:

@@ -9,7 +9,7 @@ from contextlib import aclosing
 
 from tritonclient.grpc.model_config_pb2 import ModelConfig
 
-from trimaran.comm.errors import EngineDeadError, ErrorKind, RequestError
+from trimaran.comm.errors import EngineDeadError, ErrorKind, RefusedError, RequestError
 from trimaran.server.inference import InferRequest, InferResponse, Model
 from trimaran.server.model_metrics import FailureReason, ModelMetrics
 from trimaran.server.statistics import ModelStatistics
@@ -76,7 +76,7 @@ class MeasuredModel:
             measure.failure(FailureReason.CANCELED)
             raise
         except RequestError as error:
-            measure.failure(self._reason(error))
+            measure.failure(self._reason(error), has_begun=not isinstance(error, RefusedError))
             raise
         except BaseException:
             measure.failure(FailureReason.OTHER)
@@ -139,10 +139,11 @@ class _Measurement:
             infer_us=infer_ns / 1e3,
         )
 
-    def failure(self, reason: FailureReason) -> None:
-        """The request ended otherwise."""
+    def failure(self, reason: FailureReason, *, has_begun: bool = True) -> None:
+        """The request ended otherwise. Statistics leave out what had not begun."""
         if self._is_over:
             return
         self._is_over = True
-        self._statistics.record_failure(time.monotonic_ns() - self._arrived_ns)
+        if has_begun or self._responded_ns:
+            self._statistics.record_failure(time.monotonic_ns() - self._arrived_ns)
         self._metrics.failure(reason)

@@ -7,7 +7,7 @@ import logging
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from trimaran.comm.errors import EngineDeadError, ErrorKind, RequestError
+from trimaran.comm.errors import EngineDeadError, ErrorKind, RefusedError, RequestError
 from trimaran.comm.messages import (
     Cancel,
     EngineHello,
@@ -311,7 +311,12 @@ class ModelEngines:
     def _request_failed(self, group: EngineGroup, failure: RequestFailed) -> None:
         request = group.remove(failure.request_id)
         if request is not None:
-            request.fail(RequestError(failure.text, ErrorKind[failure.kind]))
+            kind = ErrorKind[failure.kind]
+            # An engine has no room only for what it has not begun.
+            is_refused = kind is ErrorKind.UNAVAILABLE
+            request.fail(
+                RefusedError(failure.text) if is_refused else RequestError(failure.text, kind)
+            )
 
     def _stats_report(self, group: EngineGroup, report: StatsReport) -> None:
         self._metrics.set_engine_stats(self.model, self.version, report.values, group.name)

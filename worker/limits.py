@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 
-from trimaran.comm.errors import ErrorKind, RequestError
+from trimaran.comm.errors import RefusedError, RequestError, with_request_id
 from trimaran.comm.sampling_params import SamplingParams
 from trimaran.worker.beam_group import num_further_blocks
 from trimaran.worker.config import SchedulerConfig
@@ -60,7 +60,7 @@ def check_queue(
     sequences; who is about to get one does not wait. A replayed request has its place.
 
     Raises:
-        RequestError: UNAVAILABLE; it may be sent again.
+        RefusedError: there are as many.
     """
     level, levels = -request.priority, config.level_queue_sizes
     limit = levels[level - 1] if levels else config.max_queue_size
@@ -73,11 +73,11 @@ def check_queue(
     if end - max(first, num_free) < limit:
         return
     place = f" by priority level {level}" if levels else ""
-    raise RequestError(
+    text = (
         f"Exceeds maximum queue size: Maximum queue size of {limit} has been reached{place}, "
-        "please try again later",
-        ErrorKind.UNAVAILABLE,
+        "please try again later"
     )
+    raise RefusedError(with_request_id(request.client_id, text))
 
 
 def most_held(

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from tritonclient.grpc.model_config_pb2 import ModelConfig
 
-from trimaran.comm.errors import ErrorKind, RequestError
+from trimaran.comm.errors import RefusedError, RequestError, with_request_id
 from trimaran.server.inference import InferRequest
 from trimaran.server.python_models.wire import RequestFields, Respond, pack
 from trimaran.server.queue_policy import QueuePolicy
@@ -95,7 +95,7 @@ class JobQueue:
         """Let a job wait.
 
         Raises:
-            RequestError: the queue of its priority is full.
+            RefusedError: the queue of its priority is full.
         """
         level = self._policy.level(job.request)
         first = bisect.bisect_left(self._jobs, level, key=self._level)
@@ -103,10 +103,8 @@ class JobQueue:
         limit = self._policy.max_queue_size(level)
         if limit and end - first >= limit:
             place = f" at priority level {level}" if level else ""
-            raise RequestError(
-                f"Exceeds maximum queue size: {limit} requests wait{place}. Try again later.",
-                ErrorKind.UNAVAILABLE,
-            )
+            text = f"Exceeds maximum queue size: {limit} requests wait{place}. Try again later."
+            raise RefusedError(with_request_id(job.request.id, text))
         self._jobs.insert(end, job)
 
     def remove(self, job: Job) -> bool:

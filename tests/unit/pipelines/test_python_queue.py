@@ -71,7 +71,8 @@ def test_urgent_requests_go_first():
 def test_a_full_queue_refuses():
     queue = queue_of("dynamic_batching { default_queue_policy { max_queue_size: 1 } }")
     (job,) = added(queue, job_of(1, 2))
-    with pytest.raises(RequestError, match="Exceeds maximum queue size: 1") as caught:
+    text = r"^\[request id: <id_unknown>\] Exceeds maximum queue size: 1"
+    with pytest.raises(RequestError, match=text) as caught:
         queue.add(job_of(1, 2))
     assert caught.value.kind is ErrorKind.UNAVAILABLE
     assert queue.remove(job)

@@ -10,7 +10,7 @@ from contextlib import aclosing
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from trimaran.comm.errors import EngineDeadError, ErrorKind, RequestError
+from trimaran.comm.errors import EngineDeadError, ErrorKind, RefusedError, RequestError
 from trimaran.comm.messages import Cancel, StatsReport, pack_ids, unpack_ids
 
 TEXT = "größer 東京 🙂🎉 and on and on it goes, 👨‍👩‍👧‍👦 until the end of it " * 3
@@ -235,6 +235,15 @@ async def test_a_refusal_by_the_engine_ends_that_request_only(serve):
         assert str(answers[0]) == "in ensemble 'ensemble', 'top_k' of 7 is not served; use 1"
         assert answers[0].kind is ErrorKind.UNSUPPORTED
         assert answers[1] == ["xfine"]
+
+
+async def test_an_engine_without_room_has_begun_nothing(serve):
+    async with serve() as served:
+        engine = await served.dial(served.answer("fine"))
+        prompt = served.tokenizer.encode_now("full", True)
+        engine.refusals = {pack_ids(prompt): ("UNAVAILABLE", "the queue is full")}
+        with pytest.raises(RefusedError, match="the queue is full"):
+            await served.texts("tensorrt_llm_bls", text_input="full", max_tokens=9)
 
 
 async def test_statistics_and_states_of_engines_are_metrics(serve):

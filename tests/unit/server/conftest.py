@@ -20,7 +20,7 @@ import uvloop
 from google.protobuf import text_format
 from tritonclient.grpc.model_config_pb2 import ModelConfig
 
-from trimaran.comm.errors import EngineDeadError, ErrorKind, RequestError
+from trimaran.comm.errors import EngineDeadError, ErrorKind, RefusedError, RequestError
 from trimaran.server.config import FrontendConfig
 from trimaran.server.grpc_server import GrpcServer
 from trimaran.server.http_server import HttpServer, MetricsServer
@@ -151,6 +151,8 @@ class RepeatModel(SmallModel):
                     raise RequestError("boom", ErrorKind.INTERNAL)
                 if index == request.parameters.get("crash_at"):
                     raise ZeroDivisionError("division by zero")
+                if index == request.parameters.get("refuse_at"):
+                    raise RefusedError("the queue is full")
                 await asyncio.sleep(delay_s)
                 response = self.respond(
                     text_output=Tensor("", "BYTES", np.array([text + b" %d" % index], object)),
@@ -176,6 +178,8 @@ class FailModel(SmallModel):
             raise ZeroDivisionError("division by zero")
         if kind == "dead":
             raise EngineDeadError("the group 'g0' is gone")
+        if kind == "full":
+            raise RefusedError("the queue is full")
         if kind != "none":
             raise RequestError(f"failed as {kind}", ErrorKind[kind])
         return

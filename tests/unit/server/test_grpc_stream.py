@@ -114,6 +114,25 @@ def test_a_refused_request_answers_with_its_id_alone_and_the_stream_goes_on(stre
     assert texts([found["a"]]) == ["a 0"]
 
 
+def test_a_request_that_finds_the_queue_full_is_refused_like_one_that_is_invalid(stream):
+    refused = repeat("f", 3)
+    refused.parameters["refuse_at"].int64_param = 0
+    metadata = [("triton_grpc_error", "true")]
+    responses = list(stream(refused, repeat("a", 1), metadata=metadata))
+    (failure,) = [r for r in responses if r.error_message]
+    assert failure.error_message == "the queue is full"
+    assert failure.infer_response == pb.ModelInferResponse(id="f")
+    assert texts([r for r in responses if r.infer_response.id == "a"]) == ["a 0"]
+
+
+def test_a_sample_that_finds_the_queue_full_behind_others_ends_its_request(stream):
+    refused = repeat("f", 3)
+    refused.parameters["refuse_at"].int64_param = 1
+    *_, failure = stream(refused)
+    assert failure.error_message == "the queue is full"
+    assert finals([failure]) == [True]
+
+
 def test_an_error_while_running_is_final_and_the_stream_goes_on(stream):
     *_, failure = stream(repeat("f", 3, version="1", fail_at=1))
     assert failure.error_message == "boom"

@@ -151,6 +151,7 @@ def test_statistics_count_what_was_served(fresh_server):
     tensor = {"name": "KIND", "shape": [1], "datatype": "BYTES", "data": ["INTERNAL"]}
     server.post("/v2/models/fail/infer", {"inputs": [tensor]})
     server.post("/v2/models/fail/infer", {"inputs": []})
+    server.post("/v2/models/fail/infer", {"inputs": [{**tensor, "data": ["full"]}]})
     document = server.get("/v2/models/stats").json["model_stats"]
     assert [entry["name"] for entry in document] == sorted(entry["name"] for entry in document)
     found = {entry["name"]: entry for entry in document}
@@ -161,7 +162,7 @@ def test_statistics_count_what_was_served(fresh_server):
     computed = ("compute_input", "compute_infer", "compute_output")
     assert {totals[key]["count"] for key in ("success", "queue", *computed)} == {1}
     assert totals["success"]["ns"] > 0
-    # A request that never fitted the model counts nowhere.
+    # A request that did not fit the model, or the queue, counts nowhere.
     assert found["fail"]["inference_stats"]["fail"]["count"] == 1
 
 
@@ -198,9 +199,9 @@ def test_log_settings_are_read_and_changed(server):
     assert changed.json == {**before, "log_verbose_level": 1}
     assert server.post("/v2/logging", {"log_verbose_level": 0}).json == before
     assert server.post("/v2/logging", {"log_file": "/tmp/x"}).status == 501
-    assert server.post("/v2/logging", {"log_format": "x"}).error == (
-        "invalid argument for --log_format, got: x"
-    )
+    unknown = server.post("/v2/logging", {"log_format": "x"})
+    assert unknown.error == "invalid argument for --log_format, got: x"
+    assert unknown.status == 503
     assert server.post("/v2/logging", {"log_info": "yes"}).status == 500
 
 

@@ -73,7 +73,7 @@ def test_success_counts_requests_and_their_batches(fresh_server):
 @pytest.mark.parametrize(
     ("kind", "reason"),
     [("INTERNAL", "BACKEND"), ("INVALID_ARG", "BACKEND"), ("UNAVAILABLE", "REJECTED"),
-     ("dead", "BACKEND"), ("CANCELLED", "CANCELED"), ("bug", "OTHER")],
+     ("full", "REJECTED"), ("dead", "BACKEND"), ("CANCELLED", "CANCELED"), ("bug", "OTHER")],
 )  # fmt: skip
 def test_failures_count_under_their_reason(fresh_server, kind, reason):
     fail(fresh_server, kind)
