@@ -16,6 +16,7 @@ from trimaran.server.model_repository import RepositoryModel
 from trimaran.server.python_models.calls import ModelCalls
 from trimaran.server.python_models.instance import Instance
 from trimaran.server.python_models.job import Job, JobQueue
+from trimaran.server.python_models.output_shapes import OutputShapes
 from trimaran.server.python_models.wire import Respond, Start, unpack
 
 MAX_INSTANCES = 64
@@ -43,6 +44,7 @@ class PythonModel:
         """Whether a request may have other than one response."""
         self._num_threads = _num_threads(model)
         self._queue = JobQueue(self.config)
+        self._shapes = OutputShapes(self.config)
         self._timer: asyncio.TimerHandle | None = None
         arguments = self._arguments(model)
         self._instances = [Instance(self._start(a), calls, self._dispatch) for a in arguments]
@@ -106,7 +108,7 @@ class PythonModel:
             model_name=self.name,
             model_version=self.version,
             id=request.id,
-            outputs=[unpack(packed) for packed in message.tensors],
+            outputs=[self._shapes.for_clients(unpack(packed)) for packed in message.tensors],
             parameters=message.parameters,
             is_final=message.is_final,
         )

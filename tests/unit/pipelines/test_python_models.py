@@ -79,6 +79,35 @@ async def test_requests_that_come_together_are_executed_together(serve_own):
         assert all(response.is_final for (response,) in answers)
 
 
+FLAT = """
+import numpy as np
+import triton_python_backend_utils as pb_utils
+
+
+class TritonPythonModel:
+    def execute(self, requests):
+        made = [("SCALAR", (2,)), ("ROW", (2, 6)), ("LONG", (2, 3)), ("OTHER", (2, 5))]
+        tensors = [pb_utils.Tensor(name, np.zeros(shape, np.int32)) for name, shape in made]
+        return [pb_utils.InferenceResponse(tensors) for _ in requests]
+"""
+RESHAPED = """
+output { name: "SCALAR" data_type: TYPE_INT32 dims: [ 1 ] reshape { shape: [ ] } }
+output { name: "ROW" data_type: TYPE_INT32 dims: [ 2, 3 ] reshape { shape: [ 6 ] } }
+output { name: "LONG" data_type: TYPE_INT32 dims: [ 1, -1 ] reshape { shape: [ -1 ] } }
+output { name: "OTHER" data_type: TYPE_INT32 dims: [ 4 ] reshape { shape: [ 2, 2 ] } }
+"""
+
+
+async def test_clients_see_the_dims_of_an_output_and_its_code_the_reshape(serve_own):
+    config = {"arithmetic": RESHAPED}
+    async with serve_own("arithmetic", config=config, arithmetic=FLAT) as served:
+        one = np.zeros((2, 1), np.float32)
+        (response,) = await served.infer("arithmetic", INPUT0=one, INPUT1=one)
+        assert {tensor.name: tensor.shape for tensor in response.outputs} == {
+            "SCALAR": (2, 1), "ROW": (2, 2, 3), "LONG": (2, 1, 3), "OTHER": (2, 5),
+        }  # fmt: skip
+
+
 async def test_one_wrong_request_does_not_fail_the_others_of_its_batch(serve_own):
     async with serve_own("arithmetic") as served:
         good, bad = np.float32([[1]]), np.float32([[-1]])
