@@ -46,7 +46,11 @@ def _entries(folder: str) -> list[str]:
 
 
 def _line(entry: os.DirEntry[str]) -> str:
-    stat = entry.stat()
+    try:
+        stat = entry.stat()
+    except OSError as error:
+        # A link to nothing, as an editor leaves beside a file: the others count as ever.
+        return f"{entry.path} {error.errno}\n"
     # A folder's own time changes with every lock file in it; what is in it counts.
     times = "" if entry.is_dir() else f"{stat.st_mtime_ns} {stat.st_size}"
     return f"{entry.path} {times}\n"

@@ -131,7 +131,11 @@ class OverrideFolders:
         self._numbers = itertools.count(1)
 
     def write(self, request: LoadRequest) -> Path:
-        """Write the files of a request; the model's folder."""
+        """Write the files of a request; the model's folder.
+
+        Raises:
+            OSError: the disk is full, say. Nothing is left.
+        """
         while True:
             folder = self._base / str(next(self._numbers)) / request.name
             try:
@@ -140,10 +144,14 @@ class OverrideFolders:
                 # Of the front end before this one, whose models may still use it.
                 continue
             break
-        for path, content in request.files.items():
-            target = folder / path
-            target.parent.mkdir(parents=True, exist_ok=True)
-            target.write_bytes(content)
+        try:
+            for path, content in request.files.items():
+                target = folder / path
+                target.parent.mkdir(parents=True, exist_ok=True)
+                target.write_bytes(content)
+        except OSError:
+            self.remove(folder)
+            raise
         return folder
 
     def remove(self, folder: Path) -> None:

@@ -85,7 +85,12 @@ class ModelReader:
             LoadError: one of them cannot be read.
         """
         found: dict[str, ReadModel] = {}
-        folders = model_folders(self._root)
+        if not requests:
+            return found
+        try:
+            folders = model_folders(self._root)
+        except ConfigError as error:
+            raise _unreadable(requests[0].name, error) from error
         for request in requests:
             found[request.name] = self._requested(request, folders.get(request.name))
         unseen = list(found)
@@ -100,7 +105,7 @@ class ModelReader:
         if not request.config:
             return self._of_repository(request.name, folder)
         if request.files:
-            folder = self._overrides.write(request)
+            folder = self._written(request)
         elif folder is None:
             raise _not_found(request.name)
         try:
@@ -109,6 +114,13 @@ class ModelReader:
         except ConfigError as error:
             self._overrides.remove(folder)
             raise _unreadable(request.name, error) from error
+
+    def _written(self, request: LoadRequest) -> Path:
+        try:
+            return self._overrides.write(request)
+        except OSError as error:
+            text = f"its files cannot be written on the server: {error}"
+            raise LoadError(request.name, text) from error
 
     def _of_repository(self, name: str, folder: Path | None) -> ReadModel:
         if folder is None:

@@ -138,9 +138,18 @@ def model_folders(root: Path) -> dict[str, Path]:
                 f"model repository {root} is not a folder. Write one: trimaran init-repo {root}"
             )
         folders = sorted(f for f in root.iterdir() if f.is_dir() and f.name[0] != ".")
-        return {f.name: f for f in folders if (f / CONFIG_FILE).exists()}
+        return {f.name: f for f in folders if _holds_model(f)}
     except OSError as error:
         raise ConfigError(f"model repository {root} cannot be read: {error}") from error
+
+
+def _holds_model(folder: Path) -> bool:
+    try:
+        return (folder / CONFIG_FILE).exists()
+    except PermissionError:
+        # Who asks for that model is told so; the others are none the worse for it. At a
+        # mount point, a folder of the file system's own is root's alone.
+        return folder.name != "lost+found"
 
 
 def load_model(folder: Path, python: PythonModels = NATIVE) -> RepositoryModel:
@@ -186,7 +195,11 @@ def repository_model(
 
 
 def _has_code(folder: Path, config: ModelConfig, version: int) -> bool:
-    return config.backend == "python" and (folder / str(version) / CODE_FILE).is_file()
+    path = folder / str(version) / CODE_FILE
+    try:
+        return config.backend == "python" and path.is_file()
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error}") from error
 
 
 def _executes(folder: Path, config: ModelConfig, version: int, python: PythonModels) -> bool:
@@ -213,9 +226,11 @@ def parameters_of(folder: Path, config: ModelConfig) -> ModelParameters:
 
 def _versions(folder: Path) -> tuple[int, ...]:
     found = []
-    for entry in folder.iterdir():
-        if not entry.is_dir():
-            continue
+    try:
+        entries = [entry for entry in folder.iterdir() if entry.is_dir()]
+    except OSError as error:
+        raise ConfigError(f"{folder}: cannot be read: {error}") from error
+    for entry in entries:
         if entry.name.isdigit() and int(entry.name) > 0:
             found.append(int(entry.name))
         else:

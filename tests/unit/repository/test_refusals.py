@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import logging
 import re
+from pathlib import Path
 
 import pytest
 
 from trimaran.comm.errors import ConfigError
-from trimaran.server.model_repository import ModelRepository
+from trimaran.server.model_repository import ModelRepository, model_folders
 
 
 def refusal(root) -> str:
@@ -230,6 +231,41 @@ def test_a_repository_that_cannot_be_read_now_is_refused_with_the_reason(tmp_pat
     assert refusal(tmp_path) == (
         f"model repository {tmp_path} cannot be read: [Errno 116] Stale file handle"
     )
+
+
+@pytest.fixture
+def lock(monkeypatch):
+    """Make a folder one that this user may not look into, even if that is root."""
+
+    def lock(folder):
+        real = Path.stat
+
+        def stat(path, **options):
+            if folder in path.parents:
+                raise PermissionError(13, "Permission denied", str(path))
+            return real(path, **options)
+
+        monkeypatch.setattr(Path, "stat", stat)
+
+    return lock
+
+
+def test_a_folder_of_the_file_systems_own_is_no_model(write_repository, lock):
+    root = write_repository()
+    (root / "lost+found").mkdir()
+    lock(root / "lost+found")
+    assert len(ModelRepository.load(root).models) == 5
+
+
+def test_a_model_that_may_not_be_read_is_refused_and_no_other(write_repository, lock):
+    root = write_repository()
+    lock(root / "postprocessing" / "1")
+    path = root / "postprocessing" / "1" / "model.py"
+    assert refusal(root) == (f"{path}: cannot be read: [Errno 13] Permission denied: '{path}'")
+    lock(root / "postprocessing")
+    assert "postprocessing" in model_folders(root)
+    assert refusal(root).startswith(f"{root / 'postprocessing'}: cannot be read: [Errno 13]")
+    assert ModelRepository.load(root, ["preprocessing"]).models.keys() == {"preprocessing"}
 
 
 def test_a_tensor_of_another_type_is_refused(write_repository, edit):

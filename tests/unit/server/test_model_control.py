@@ -15,6 +15,10 @@ from google.protobuf import json_format, text_format
 from started_frontend import write_repository
 from tritonclient.grpc.model_config_pb2 import ModelConfig
 
+from trimaran.server.fingerprint import fingerprint
+from trimaran.server.load_request import LoadRequest, OverrideFolders
+from trimaran.server.model_reader import LoadError, ModelReader
+
 REFUSED = "explicit model load / unload is not allowed if polling is enabled"
 NOT_POLLED = "failed to load '{}', failed to poll from model repository"
 
@@ -72,6 +76,42 @@ def test_the_index_says_that_the_repository_is_gone_and_what_serves_is_still_rea
     assert "is not a folder" in body["error"]
     assert [entry["name"] for entry in ready[1]] == ["preprocessing"]
     assert frontend.index()["preprocessing"] == ("READY", None)
+
+
+def test_a_load_from_a_repository_that_is_gone_is_refused_with_the_reason(frontend):
+    moved = frontend.repository.rename(frontend.repository.with_name("moved"))
+    try:
+        status, body = frontend.load("preprocessing")
+    finally:
+        moved.rename(frontend.repository)
+
+    assert (status, body["error"]) == (
+        500,
+        f"{NOT_POLLED.format('preprocessing')}: model repository {frontend.repository} is not "
+        f"a folder. Write one: trimaran init-repo {frontend.repository}",
+    )
+
+
+def test_files_of_a_request_for_which_the_disk_has_no_room_leave_nothing(tmp_path, monkeypatch):
+    (tmp_path / "repository").mkdir()
+    reader = ModelReader(tmp_path / "repository", OverrideFolders(tmp_path / "scratch"))
+    request = LoadRequest("m", "{}", {"1/model.py": b"pass"})
+
+    def full(path, content):
+        raise OSError(28, "No space left on device", str(path))
+
+    monkeypatch.setattr("pathlib.Path.write_bytes", full)
+    with pytest.raises(LoadError, match=r"failed to load 'm', .*No space left on device"):
+        reader.read([request], lambda _: False)
+    assert list((tmp_path / "scratch").iterdir()) == []
+
+
+def test_a_link_to_nothing_hides_no_change_of_the_files_beside_it(tmp_path):
+    (tmp_path / "config.pbtxt").write_text("one")
+    (tmp_path / ".#config.pbtxt").symlink_to("somebody@somewhere.1")  # an editor's lock
+    before = fingerprint(tmp_path, None)
+    (tmp_path / "config.pbtxt").write_text("another")
+    assert fingerprint(tmp_path, None) != before
 
 
 def test_a_loaded_model_serves_until_it_is_unloaded(frontend):
