@@ -146,8 +146,12 @@ class ModelControl:
                     return await self.load_read(read)
             names |= read.keys()
 
-    async def load_read(self, read: Mapping[str, ReadModel]) -> None:
+    async def load_read(
+        self, read: Mapping[str, ReadModel], *, all_or_none: bool = False
+    ) -> None:
         """Load these models, which somebody has read; returns once they serve.
+
+        With ``all_or_none`` the first failure gives up the others, and nothing is served.
 
         Raises:
             LoadError: one of them was not loaded.
@@ -157,11 +161,12 @@ class ModelControl:
             if self._set.get(each.source.name) is None:
                 self._set_state(each, VersionState.LOADING)
         started_s = time.monotonic()
-        candidates, failures = await self._preparation.prepare(changed)
+        candidates, failures = await self._preparation.prepare(changed, all_or_none=all_or_none)
         for name, failure in failures.items():
             if self._preparation.is_vacated(name) and not isinstance(failure, GivenUpError):
                 await self._reopen(name)
-        failures.update(self._install(candidates, started_s))
+        if not (failures and all_or_none):
+            failures.update(self._install(candidates, started_s))
         for each in changed:
             if each.source.name in failures:
                 self._note_failure(each, failures[each.source.name])

@@ -85,14 +85,20 @@ class ModelPreparation:
                 self._under_way[name].cancel()
 
     async def prepare(
-        self, read: Sequence[ReadModel]
+        self, read: Sequence[ReadModel], *, all_or_none: bool = False
     ) -> tuple[list[Candidate], dict[str, BaseException]]:
         """Candidates of these models, and what kept others from being one, by name.
 
-        Of a model that failed nothing is left; it may be vacated all the same.
+        Of a model that failed nothing is left; it may be vacated all the same. With
+        ``all_or_none`` the first failure gives up the others, and comes before them.
         """
         tasks = {each.source.name: asyncio.ensure_future(self._one(each)) for each in read}
         self._under_way.update(tasks)
+        if all_or_none:
+            try:
+                await asyncio.gather(*tasks.values())
+            except Exception:
+                self.cancel(tasks)
         found = await asyncio.gather(*tasks.values(), return_exceptions=True)
         candidates: list[Candidate] = []
         failures: dict[str, BaseException] = {}
@@ -104,6 +110,9 @@ class ModelPreparation:
                 failures[name] = result
             else:
                 candidates.append(result)
+        if all_or_none:
+            by_cause = sorted(failures.items(), key=lambda f: isinstance(f[1], GivenUpError))
+            failures = dict(by_cause)
         return candidates, failures
 
     async def restored(self, read: ReadModel, opened: OpenedGroups | None) -> Candidate:
@@ -140,6 +149,10 @@ class ModelPreparation:
 
     async def _one(self, read: ReadModel) -> Candidate:
         if read.source.role is Role.TOKEN:
+            adopted = self._adopted.pop(read.source.name, None)
+            if adopted is not None:
+                # If this fails, the server's start has failed, with which its groups end.
+                return await self._served_by(read, adopted)
             return await self._over(read, await self._open(read))
         plain = None
         if read.source.role not in COMPOSED:
@@ -148,21 +161,22 @@ class ModelPreparation:
         return _candidate(read, plain=plain)
 
     async def _over(self, read: ReadModel, opened: OpenedGroups) -> Candidate:
-        """A token-level model over its groups, once all of them are up."""
+        """A token-level model over its groups, which end if it does not come up."""
         try:
-            plain = self._factory.single(read.source, opened.engines)
-            await self._groups.wait_up(opened)
+            return await self._served_by(read, opened)
         except BaseException:
             self._background.spawn(self._groups.close(opened.engines, opened.groups))
             raise
+
+    async def _served_by(self, read: ReadModel, opened: OpenedGroups) -> Candidate:
+        """A token-level model over its groups, once all of them are up."""
+        plain = self._factory.single(read.source, opened.engines)
+        await self._groups.wait_up(opened)
         return _candidate(read, plain=plain, opened=opened)
 
     async def _open(self, read: ReadModel) -> OpenedGroups:
         """Start the groups of a model: beside those that run, or else in their place."""
         name = read.source.name
-        adopted = self._adopted.pop(name, None)
-        if adopted is not None:
-            return adopted
         while True:
             try:
                 return await self._groups.open(read.source, self._remember)

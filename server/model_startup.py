@@ -78,7 +78,8 @@ class ModelStartup:
             return
         self._control.adopt(self._opened)
         try:
-            await self._control.load_read(self._read)
+            # Nobody is to wait for weights before hearing that a tokenizer is missing.
+            await self._control.load_read(self._read, all_or_none=True)
         except LoadError as error:
             if isinstance(error.__cause__, ConfigError):
                 raise error.__cause__ from None

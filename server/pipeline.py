@@ -126,13 +126,19 @@ class ModelFactory:
                 f"fill-template -i {model.config_path} tokenizer_dir:FOLDER"
             )
         # With the files' times: a load after a change must not find what was there before.
-        path = Path(folder).resolve()
-        key = (str(path), *_file_times(path))
-        tokenizer = self._tokenizers.get(key)
-        if tokenizer is None:
-            tokenizer = Tokenizer(folder, self._tokenizer_threads)
-            self._tokenizers[key] = tokenizer
-        return tokenizer
+        try:
+            path = Path(folder).resolve()
+            key = (str(path), *_file_times(path))
+            tokenizer = self._tokenizers.get(key)
+            if tokenizer is None:
+                tokenizer = Tokenizer(folder, self._tokenizer_threads)
+                self._tokenizers[key] = tokenizer
+            return tokenizer
+        except (ConfigError, OSError) as error:
+            raise ConfigError(
+                f"{model.config_path}: {str(error).rstrip('.')}. Name in tokenizer_dir a folder with a "
+                "tokenizer that can be read."
+            ) from error
 
     # ---- composed models ----------------------------------------------------------------
 
@@ -236,7 +242,8 @@ def _wired(names: Mapping[Role, str], steps: Mapping[str, Step]) -> Steps:
 
 def _log_native(model: RepositoryModel) -> None:
     note = ""
-    if (model.folder / str(model.versions[0]) / CODE_FILE).exists():
+    # One that cannot be read is not run either.
+    if os.path.exists(model.folder / str(model.versions[0]) / CODE_FILE):
         note = "; its model.py is not run"
         if model.role in EXECUTABLE:
             note += " (--python-models execute would)"

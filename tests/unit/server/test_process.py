@@ -13,7 +13,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
-from started_frontend import StartedFrontend, one_token, write_repository
+from started_frontend import FILL, StartedFrontend, one_token, write_repository
 
 from trimaran.comm.messages import ChildState, Command, FinishReason, Submit
 
@@ -134,6 +134,22 @@ def test_what_it_cannot_serve_is_a_configuration_error(stack, tmp_path):
     failed = frontend.supervisor.wait_for_state("failed")
     assert failed.is_config_error
     assert str(tmp_path / "repository") in failed.text
+    assert frontend.process.wait(60) == 2
+
+
+def test_a_tokenizer_that_is_missing_is_said_before_any_engine_has_loaded(
+    repository, stack, tmp_path
+):
+    path = tmp_path / "repository" / "preprocessing" / "config.pbtxt"
+    text = path.read_text()
+    path.write_text(text.replace(str(FILL["tokenizer_dir"]), "/no/tokenizer"))
+    frontend = StartedFrontend(stack, tmp_path)  # into which no engine dials
+    failed = frontend.supervisor.wait_for_state("failed")
+    assert failed.is_config_error
+    assert failed.text == (
+        f"{path}: tokenizer_dir /no/tokenizer is not a folder. Name in tokenizer_dir a folder "
+        "with a tokenizer that can be read."
+    )
     assert frontend.process.wait(60) == 2
 
 
