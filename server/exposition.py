@@ -12,7 +12,7 @@ from prometheus_client.registry import CollectorRegistry
 
 
 def render(metrics: Iterable[Metric]) -> bytes:
-    """Metrics as text 0.0.4.
+    """Metrics as text 0.0.4; a family without samples is absent.
 
     Unlike the client's own renderer it keeps counter names as they are, and writes the bounds
     of buckets as it does values: clients look for ``nv_inference_count``, not
@@ -20,6 +20,8 @@ def render(metrics: Iterable[Metric]) -> bytes:
     """
     lines: list[str] = []
     for metric in metrics:
+        if not metric.samples:
+            continue
         is_counter = metric.type == "counter"
         lines.append(f"# HELP {metric.name} {_escaped(metric.documentation, quotes=False)}")
         lines.append(f"# TYPE {metric.name} {metric.type}")
