@@ -91,8 +91,8 @@ class Group:
             link.send(command)
 
     def stop(self) -> None:
-        """Tell every process to end in order; `kill` what does not."""
-        if self.state in (GroupState.DOWN, GroupState.DYING):
+        """Tell every process to end in order; `kill` what does not. May be called twice."""
+        if self.state in (GroupState.DOWN, GroupState.DYING, GroupState.STOPPING):
             return
         is_loading = self.state is GroupState.STARTING and bool(self.spec.engines)
         self.state = GroupState.STOPPING

@@ -1,0 +1,58 @@
+"""A group whose processes nobody of ours has started, as the orchestrator's are."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+
+from trimaran.comm.messages import ChildState
+from trimaran.launcher.group import Group
+from trimaran.launcher.group_types import RANK, GroupEvents, GroupSpec
+
+
+class Spawned:
+    """A starter without a process of its own, whose ranks end by themselves."""
+
+    pid, status, is_over, title = 0, None, True, "1 rank"
+
+    def start(self, incarnation, events):
+        pass
+
+    def kill(self, *, spare_own=False):
+        return False
+
+    def release(self):
+        pass
+
+
+def rank_0():
+    hello = SimpleNamespace(incarnation=0, world_size=1, rank=0, host="here")
+    quiet = {name: lambda *_: None for name in ("send", "ping", "close")}
+    return SimpleNamespace(hello=hello, rank=0, pid=1, num_unanswered=0, **quiet)
+
+
+async def stop_twice():
+    """Seconds until a group is known to have ended that was told so again amid its end."""
+    loop = asyncio.get_running_loop()
+    ended = asyncio.Event()
+    ignored = {name: lambda *_: None for name in GroupEvents.__annotations__}
+    events = GroupEvents(**{**ignored, "on_stopped": lambda _: ended.set()})
+    spec = GroupSpec(
+        role=RANK, name="m", world_size=1, command=("rank",), env={},
+        make_config=lambda incarnation, rank: {},
+        connect_timeout_s=60, startup_timeout_s=60, hang_timeout_s=60,
+    )  # fmt: skip
+    group, link = Group(spec, Spawned(), events), rank_0()
+    group.start()
+    group.on_hello(link)
+    group.on_state(link, ChildState(state="ready"))
+    group.stop()
+    group.on_lost(link)
+    group.stop()
+    started_s = loop.time()
+    await asyncio.wait_for(ended.wait(), 10)
+    return loop.time() - started_s
+
+
+def test_a_group_that_is_told_to_end_again_amid_its_end_is_not_waited_for_longer():
+    assert asyncio.run(stop_twice()) < 3
