@@ -8,8 +8,10 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from trimaran.comm.env import JOB
 from trimaran.comm.errors import ConfigError
@@ -110,7 +112,7 @@ def identify(mpirun: str) -> Mpi:
             capture_output=True,
             text=True,
             timeout=_PROBE_TIMEOUT_S,
-            env={**os.environ, **_ROOT_ENV},
+            env={**with_home(os.environ), **_ROOT_ENV},
             stdin=subprocess.DEVNULL,
         )
     except (OSError, subprocess.TimeoutExpired) as error:
@@ -223,7 +225,7 @@ def compose(
 
 def starter_env(environ: Mapping[str, str]) -> dict[str, str]:
     """The environment that mpirun, or a singleton, is started with."""
-    env = without_job(environ)
+    env = with_home(without_job(environ))
     # A singleton that spawns looks for its own MPI's programs on PATH.
     scripts = sysconfig.get_path("scripts")
     paths = [p for p in env.get("PATH", os.defpath).split(os.pathsep) if p != scripts]
@@ -240,6 +242,19 @@ def starter_env(environ: Mapping[str, str]) -> dict[str, str]:
 def without_job(environ: Mapping[str, str]) -> dict[str, str]:
     """The environment without what an outer MPI job put there."""
     return {k: v for k, v in environ.items() if not k.startswith(_JOB_PREFIXES)}
+
+
+def with_home(environ: Mapping[str, str]) -> dict[str, str]:
+    """The environment with HOME, without which Open MPI starts nothing and tells no version;
+    a service of the system has none."""
+    if environ.get("HOME"):
+        return dict(environ)
+    try:
+        home = str(Path.home())
+    except RuntimeError:
+        # Nor is this user known here, as in a container that was given a number alone.
+        home = tempfile.gettempdir()
+    return {**environ, "HOME": home}
 
 
 def exit_signal(mpi: Mpi | None, exit_code: int) -> int:

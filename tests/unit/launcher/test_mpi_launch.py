@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
 import sysconfig
 from pathlib import Path
@@ -65,6 +66,17 @@ def test_the_mpirun_beside_the_interpreter_goes_before_the_path(tmp_path, monkey
 def test_the_installed_mpirun_is_the_one_of_mpi4pys_library():
     found = mpi_launch.find_mpi(MpiConfig())
     assert mpi_launch.check_library(found).startswith("Open MPI v")
+
+
+def test_without_a_home_mpi_is_found_and_started_all_the_same(monkeypatch):
+    monkeypatch.delenv("HOME")
+    found = mpi_launch.find_mpi(MpiConfig())
+    env = mpi_launch.starter_env(os.environ)
+    done = subprocess.run(
+        [*mpi_launch.compose(found, 1, ["echo", "started"])],
+        env=env, capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.stdout.strip() == "started", done.stderr
 
 
 def test_an_mpirun_of_another_library_is_refused(tmp_path):
