@@ -135,7 +135,9 @@ class GroupControl:
             if group is not self._roster.orchestrator:
                 self._loading.add(group)
             group.start()
-            self._roster.tell(group)
+            # One that could not be started has failed and is forgotten by now.
+            if group.state is not GroupState.DOWN:
+                self._roster.tell(group)
         return {"groups": [config.name for config in configs]}
 
     def _stop(self, link: Link, request_id: int, names: list[str]) -> None:

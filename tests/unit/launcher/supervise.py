@@ -38,6 +38,8 @@ class OneRankGroups:
         if model.name == "greedy":
             cache = CacheConfig(host_bytes=1 << 60)
             group = replace(group, engine=replace(group.engine, cache=cache))
+        elif model.name == "unstartable":
+            group = replace(group, launch="mpirun")
         return (group,)
 
 
@@ -78,7 +80,7 @@ def main() -> int:
         **settings,
     )
     child = (sys.executable, "-P", str(HERE / "child_program.py"))
-    mpi = Mpi(starter, OPENMPI, "5.0") if starter else None
+    mpi = Mpi(starter or "/nowhere/mpirun", OPENMPI, "5.0")
     setup_logging("supervisor")
     programs = Programs((*child, "frontend"), (*child, "rank"))
     try:

@@ -167,6 +167,16 @@ def test_a_load_that_fails_is_told_and_forgotten_and_the_server_goes_on(asked, a
     assert server.server.terminate() == 0
 
 
+def test_of_a_load_whose_processes_cannot_be_started_the_last_word_is_that_it_failed(asked):
+    server = asked()
+    assert server.start("unstartable")["groups"] == ["unstartable"]
+    last = server.states("unstartable")[-1]
+    assert last["state"] == "failed"
+    assert last["text"] == "/nowhere/mpirun: No such file or directory"
+    assert server.start("n")["groups"] == ["n"]
+    assert server.server.terminate() == 0
+
+
 def test_a_loaded_group_that_dies_is_started_again(asked):
     server = asked(restart_delay_s=0.5)
     server.start("n")
