@@ -54,6 +54,7 @@ class ModelRunner:
         self._prompt_tables = PromptTables(vocab_size, inputs.device)
         self._kv_caches = layer_views(groups)
         self._clock = DeviceClock(inputs.device)
+        self._any_token = torch.zeros(1, dtype=torch.int64, device=inputs.device)
         self._graphs: CudaGraphs | None = None
         self._prompt_graphs: CudaGraphs | None = None
         self._adapter_graphs: CudaGraphs | None = None
@@ -178,7 +179,11 @@ class ModelRunner:
             hidden_TD = self._prompt_tables.embed(
                 decision, inputs.token_ids, self.model.embed_tokens
             )
-        return self._forward(inputs, decision.num_decodes, hidden_TD), inputs
+        wanted = self._wanted(inputs)
+        hidden_TD = self._forward(inputs, decision.num_decodes, hidden_TD, wanted)
+        if wanted is not None:
+            inputs.logits_indices = None
+        return hidden_TD, inputs
 
     def _graphs_for(self, decision: SchedulerOutput) -> CudaGraphs | None:
         """The graphs that may hold this step. What only some steps have is in none."""
@@ -190,11 +195,32 @@ class ModelRunner:
         has_graph = self._prompt_tables.is_empty and suits_a_graph(decision)
         return self._prompt_graphs if has_graph else None
 
+    def _wanted(self, inputs: StepInputs) -> Tensor | None:
+        """The tokens behind which the step samples, if the last layer may leave the others
+        once it has their keys and values; else None.
+
+        Adapters are told by the place in the step, and lanes that share experts exchange what
+        they all know to be coming.
+        """
+        wanted = inputs.logits_indices
+        if wanted is None or self.end.needs_all:
+            return None
+        if self.model.adapters.has_tokens or self._lane_bound.most_tokens:
+            return None
+        # A product has rows, also where nobody samples.
+        return wanted if len(wanted) else self._any_token
+
     def _forward(
-        self, inputs: StepInputs, num_decodes: int, hidden_TD: Tensor | None = None
+        self,
+        inputs: StepInputs,
+        num_decodes: int,
+        hidden_TD: Tensor | None = None,
+        wanted: Tensor | None = None,
     ) -> Tensor:
         context = ForwardContext(
-            attention=_metadata(inputs, num_decodes), kv_caches=self._kv_caches
+            attention=_metadata(inputs, num_decodes),
+            kv_caches=self._kv_caches,
+            wanted=wanted,
         )
         return self.model.forward(inputs.token_ids, inputs.positions, context, hidden_TD)
 

@@ -34,6 +34,11 @@ from trimaran.worker.step_types import NewRow, SchedulerOutput
 class StageEnd(Protocol):
     """Behind the layers of a stage."""
 
+    @property
+    def needs_all(self) -> bool:
+        """Whether it needs the hidden states of all tokens, and not just where it samples."""
+        ...
+
     def enter(self, new: NewRow) -> None:
         """A row has a new occupant."""
         ...
@@ -70,6 +75,8 @@ def stage_end(
 
 class EarlierStage:
     """Sends hidden states to the next stage. What they became there, rank 0 is told."""
+
+    needs_all = True
 
     def __init__(self, links: PipelineLinks) -> None:
         assert links.next is not None, "an earlier stage has one behind it"
@@ -121,6 +128,11 @@ class LastStage:
         self._copier: Copier | None = None
         if inputs.device.type == "cuda":
             self._copier = Copier(inputs.device, num_rows, depth)
+
+    @property
+    def needs_all(self) -> bool:
+        """Whether a row wants the logits of its prompt."""
+        return not self._logits_rows.is_empty
 
     def enter(self, new: NewRow) -> None:
         """Note what a row's new occupant asks of sampling."""

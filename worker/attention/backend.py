@@ -59,6 +59,22 @@ class ForwardContext:
     """One tensor a layer of this rank's stage, [num_blocks, 2, B, K, H], or of latent vectors
     [num_blocks, 1, B, 1, H]: a view of the pool of all layers, with the pool's strides."""
 
+    wanted: Tensor | None = None
+    """int64, in the last stage: the tokens of which hidden states are wanted; None for all."""
+
+    is_in_last_layer: bool = False
+    """Said by the model that runs."""
+
+    def narrow(self, x: Tensor) -> Tensor:
+        """Of values [T, ...] of all tokens, those [N, ...] that what is wanted depends on.
+
+        A layer asks once its keys and values are made: behind those of the last layer nothing
+        depends on the other tokens any more.
+        """
+        if self.wanted is None or not self.is_in_last_layer:
+            return x
+        return x.index_select(0, self.wanted)
+
 
 def attention_spec(config: PretrainedConfig, number: int) -> AttentionSpec:
     """What the queries of the model's layer ``number`` see, and how they are scored."""

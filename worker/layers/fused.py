@@ -31,7 +31,8 @@ class FusedLayers:
     def forward(
         self, hidden_TD: Tensor, positions_T: Tensor, context: ForwardContext
     ) -> tuple[Tensor, Tensor]:
-        """The last layer's output and the residual that is still to be added to it."""
+        """The last layer's output and the residual that is still to be added to it, both of
+        the tokens that are wanted."""
         metadata = context.attention
         step = DecoderStep(
             positions_T,
@@ -42,16 +43,28 @@ class FusedLayers:
             context.kv_caches,
         )
         x, residual = hidden_TD.clone(), torch.empty_like(hidden_TD)
-        if self._tp.size == 1:
-            self._decoder.run((0, 2 * len(self._biases)), x, residual, step)
+        last = 2 * len(self._biases) - 1
+        if context.wanted is None:
+            self._run((0, last + 1), x, residual, step)
             return x, residual
-        for half in range(2 * len(self._biases)):
-            self._decoder.run((half, half + 1), x, residual, step)
-            self._tp.all_reduce(x)
+        self._run((0, last), x, residual, step)
+        x, residual = (each.index_select(0, context.wanted) for each in (x, residual))
+        self._run((last, last + 1), x, residual, step)
+        return x, residual
+
+    def _run(
+        self, halves: tuple[int, int], x_TD: Tensor, residual_TD: Tensor, step: DecoderStep
+    ) -> None:
+        """Halves of layers, one after the other; see `Decoder.run`."""
+        if self._tp.size == 1:
+            self._decoder.run(halves, x_TD, residual_TD, step)
+            return
+        for half in range(*halves):
+            self._decoder.run((half, half + 1), x_TD, residual_TD, step)
+            self._tp.all_reduce(x_TD)
             bias = self._biases[half // 2][half % 2]
             if bias is not None:
-                x += bias
-        return x, residual
+                x_TD += bias
 
 
 def fuse_layers(

@@ -95,7 +95,8 @@ class LatentAttention(nn.Module):
     ) -> Addend:
         """Attend over this layer's cache. Collective over the tensor group.
 
-        Returns what is still to be added to the residual, if there is one; else None.
+        Returns what is still to be added to the residual, if there is one; else None. The
+        residual is narrowed already, as the output is here.
         """
         metadata, rotary, query_rank = context.attention, self._rotary[0], self._query_rank
         vectors = self.down_proj.forward(hidden_TD)
@@ -121,7 +122,7 @@ class LatentAttention(nn.Module):
         output_TNV = self.backend.attend_to_latents(
             query_TNH, (latent_TL, key_TR), kv_cache, metadata, heads
         )
-        return self.o_proj.add_to(residual_TD, output_TNV.flatten(1))
+        return self.o_proj.add_to(residual_TD, context.narrow(output_TNV.flatten(1)))
 
 
 class DeepseekLayer(ExpertLayer):

@@ -41,6 +41,7 @@ class GemmaLayer(LlamaLayer):
     ) -> tuple[Addend, Tensor]:
         """Returns what is still to be added to the residual, and the residual."""
         normed, residual = self.attention_norm.forward(hidden_TD, residual_TD)
+        residual = context.narrow(residual)
         attended = self.attention.forward(normed, None, positions_T, kv_cache, context)
         attended, _ = self.attention_post_norm.forward(attended, None)
         normed, residual = self.mlp_norm.forward(attended, residual)

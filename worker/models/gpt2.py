@@ -69,7 +69,7 @@ class GPT2Attention(nn.Module):
             kv_cache,
             context.attention,
         )
-        return self.o_proj.forward(output_TNH.flatten(1))
+        return self.o_proj.forward(context.narrow(output_TNH.flatten(1)))
 
 
 class GPT2MLP(nn.Module):
@@ -111,7 +111,7 @@ class GPT2Layer(nn.Module):
         """
         normed, residual = self.attention_norm.forward(hidden_TD, residual_TD)
         attended = self.attention.forward(normed, kv_cache, context)
-        normed, residual = self.mlp_norm.forward(attended, residual)
+        normed, residual = self.mlp_norm.forward(attended, context.narrow(residual))
         return self.mlp.forward(normed), residual
 
 

@@ -79,7 +79,7 @@ class NeoXAttention(nn.Module):
     def attend(
         self, hidden_TD: Tensor, positions_T: Tensor, kv_cache: Tensor, context: ForwardContext
     ) -> Tensor:
-        """What the output projection gets [T, N * H]."""
+        """What the output projection gets [T, N * H], narrowed."""
         qkv = self.qkv_proj.forward(hidden_TD)
         heads_TAH = qkv.view(qkv.shape[0], -1, self.head_size)
         rotary, num_kv = self._rotary[0], self.qkv_proj.num_kv_heads
@@ -98,7 +98,7 @@ class NeoXAttention(nn.Module):
             output_TNH = self.backend.rotate_and_attend(
                 heads_TAH, rotary, positions_T, kv_cache, context.attention
             )
-        return output_TNH.flatten(1)
+        return context.narrow(output_TNH.flatten(1))
 
 
 class NeoXMLP(nn.Module):
@@ -150,6 +150,7 @@ class NeoXLayer(nn.Module):
         """Returns what is still to be added to the residual, and the residual."""
         normed, residual = self.attention_norm.forward(hidden_TD, residual_TD)
         attended = self.attention.attend(normed, positions_T, kv_cache, context)
+        normed, residual = context.narrow(normed), context.narrow(residual)
         if not self.is_parallel:
             output = self.attention.o_proj.forward(attended)
             normed, residual = self.mlp_norm.forward(output, residual)

@@ -157,7 +157,8 @@ class CausalLM(nn.Module):
         """The decoder layer ``number`` of the whole model.
 
         It is run as ``forward(hidden, residual, positions, kv_cache, context)`` and returns
-        what is still to be added to the residual, and the residual.
+        what is still to be added to the residual, and the residual, both narrowed (see
+        `ForwardContext.narrow`).
         """
         raise NotImplementedError
 
@@ -186,7 +187,8 @@ class CausalLM(nn.Module):
         context: ForwardContext,
         hidden_TD: Tensor | None = None,
     ) -> Tensor:
-        """Run this stage. Returns hidden states [T, D], normalised after the last layer.
+        """Run this stage. Returns hidden states [T, D] (or [N, D] of the tokens that are
+        wanted), normalised after the last layer.
 
         ``hidden_TD`` is the previous stage's result, and may be overwritten. The first stage
         embeds ``token_ids_T``, unless it gets the tokens' vectors as ``hidden_TD``.
@@ -201,6 +203,7 @@ class CausalLM(nn.Module):
             hidden, residual = fused.forward(hidden_TD, positions_T, context)
         else:
             for layer, kv_cache in zip(self._stack, context.kv_caches, strict=True):
+                context.is_in_last_layer = layer is self._stack[-1]
                 hidden, residual = layer.forward(
                     hidden, residual, positions_T, kv_cache, context
                 )

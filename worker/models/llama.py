@@ -85,7 +85,8 @@ class LlamaAttention(nn.Module):
     ) -> Addend:
         """Attend over this layer's cache. Collective over the tensor group.
 
-        Returns what is still to be added to the residual, if there is one; else None.
+        Returns what is still to be added to the residual, if there is one; else None. The
+        residual is narrowed already, as the output is here.
         """
         qkv = self.qkv_proj.forward(hidden_TD)
         heads_TAH = qkv.view(qkv.shape[0], -1, self.head_size)
@@ -100,7 +101,7 @@ class LlamaAttention(nn.Module):
         output_TNH = self.backend.rotate_and_attend(
             heads_TAH, self._rotary[0], positions_T, kv_cache, context.attention
         )
-        return self.o_proj.add_to(residual_TD, output_TNH.flatten(1))
+        return self.o_proj.add_to(residual_TD, context.narrow(output_TNH.flatten(1)))
 
 
 class LlamaMLP(nn.Module):
@@ -166,6 +167,7 @@ class LlamaLayer(nn.Module):
     ) -> tuple[Addend, Tensor]:
         """Returns what is still to be added to the residual, or None, and the residual."""
         normed, residual = self.attention_norm.forward(hidden_TD, residual_TD)
+        residual = context.narrow(residual)
         attended = self.attention.forward(normed, residual, positions_T, kv_cache, context)
         normed, residual = self.mlp_norm.forward(attended, residual)
         return self.mlp.forward(normed, residual), residual

@@ -379,8 +379,15 @@ class PagedRun:
         pool = torch.full(shape, float("nan"), dtype=spec.dtype)
         self.caches = [pool[:, layer] for layer in range(layers)]
 
-    def hidden(self, chunks: dict[int, list[int]], *, hidden: Tensor | None = None) -> Tensor:
-        """Run one step that gives each sequence a chunk of tokens; its hidden states."""
+    def hidden(
+        self,
+        chunks: dict[int, list[int]],
+        *,
+        hidden: Tensor | None = None,
+        wanted: Tensor | None = None,
+    ) -> Tensor:
+        """Run one step that gives each sequence a chunk of tokens; its hidden states, or those
+        of the tokens that are wanted."""
         tokens, positions, slots, starts = [], [], [], [0]
         for sequence, ids in chunks.items():
             first = self.lengths[sequence]
@@ -405,7 +412,7 @@ class PagedRun:
             max_seq_len=max(lengths),
             num_decodes=num_decodes,
         )
-        context = ForwardContext(attention=metadata, kv_caches=self.caches)
+        context = ForwardContext(attention=metadata, kv_caches=self.caches, wanted=wanted)
         ids = torch.tensor(tokens)
         return self.model.forward(ids, torch.tensor(positions), context, hidden)
 

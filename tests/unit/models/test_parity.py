@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 from tests.unit.models import models
 from trimaran.kernels.build import load_library
 from trimaran.kernels.cpu import CpuOps
+from trimaran.kernels.torch_ops import TorchOps
 
 CONFIGS = {
     "llama": models.llama_config(),
@@ -69,6 +71,48 @@ def test_logits_in_float32_are_those_of_transformers(pair):
 
     expected = theirs(torch.tensor([prompt])).logits[0].detach()
     torch.testing.assert_close(logits, expected, atol=2e-5, rtol=1e-4)
+
+
+@torch.inference_mode()
+def test_hidden_states_of_wanted_tokens_are_theirs_among_all(pair):
+    _, ours = pair
+    first, second, third = models.prompts(9, 30, 6)
+    whole, narrow = models.PagedRun(ours, 3), models.PagedRun(ours, 3)
+    for run in (whole, narrow):
+        run.hidden({2: third})
+    wanted = torch.tensor([0, 9, 39])
+    chunks = {2: [7], 0: first, 1: second}
+
+    found = narrow.hidden(chunks, wanted=wanted)
+
+    # With their products of fewer rows, which torch may add up in another order.
+    torch.testing.assert_close(found, whole.hidden(chunks)[wanted], atol=2e-6, rtol=1e-5)
+    # What comes next depends on the keys and values of all tokens of all layers.
+    following = {0: [3], 1: [5], 2: [8]}
+    torch.testing.assert_close(
+        narrow.hidden(following), whole.hidden(following), atol=2e-6, rtol=1e-5
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "weights"),
+    # The weights of the output product and of the MLP. What is added in place is not counted.
+    [("llama-biases", 64 * 8 * 16 + 3 * 64 * 96), ("gpt2", 64 * 64 + 2 * 64 * 96)],
+)
+@torch.inference_mode()
+def test_the_last_layer_multiplies_wanted_tokens_alone(name, weights, tmp_path):
+    models.save_huggingface(tmp_path, CONFIGS[name])
+    ours = models.load_ours(tmp_path, ops=TorchOps())
+    (prompt,) = models.prompts(30)
+
+    def operations(wanted):
+        with FlopCounterMode(display=False) as counter:
+            models.PagedRun(ours, 1).hidden({0: prompt}, wanted=wanted)
+        return counter.get_total_flops()
+
+    saved = operations(None) - operations(torch.tensor([29]))
+
+    assert saved == 2 * weights * 29
 
 
 _IN_HALF = [

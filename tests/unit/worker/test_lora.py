@@ -42,12 +42,12 @@ def use_gpu_kernels(driver):
     manager.is_packed = runner.adapters.is_packed
     forward = runner._forward
 
-    def launch(inputs, num_decodes, hidden=None):
+    def launch(inputs, num_decodes, *others):
         if not runner.model.adapters.has_tokens or num_decodes != len(inputs.token_ids):
-            return forward(inputs, num_decodes, hidden)
+            return forward(inputs, num_decodes, *others)
         runner.adapters.prepare(4)
         with runner.adapters.captured(4):
-            return forward(inputs, num_decodes, hidden)
+            return forward(inputs, num_decodes, *others)
 
     runner._forward = launch
 
