@@ -165,6 +165,9 @@ class Link:
         except BaseException:
             self._forget(pending.number)
             raise
+        if pending.scope is not None and pending.scope.is_cancelled:
+            # Since: the front end may have been told so before it knew of the call.
+            self.cancel_call(pending)
         return pending
 
     def ask(self, verb: str, **arguments: object) -> Result:

@@ -4,11 +4,14 @@ import socket
 import threading
 
 from trimaran.comm.bulk import BulkSender
-from trimaran.server.python_models.link import Link
+from trimaran.server.python_models.link import Link, current_scope
 from trimaran.server.python_models.responses import Ticket
 from trimaran.server.python_models.wire import (
+    Call,
+    CancelCall,
     CancelRequests,
     Execute,
+    FrameBuffer,
     RequestFields,
     encode,
 )
@@ -35,3 +38,44 @@ def test_a_request_may_be_cancelled_before_its_code_has_it():
         assert scope.is_cancelled
         for ticket in tickets:
             ticket.fail("over")
+
+
+class MeanwhileCancelled(RequestFields):
+    """A request to another model; while it is made ready, nobody waits for it any more."""
+
+    __slots__ = ("cancel",)
+
+    def to_wire(self):
+        self.cancel()
+        return super().to_wire()
+
+
+def test_a_call_that_is_cancelled_as_it_begins_is_cancelled_behind_its_beginning():
+    lost = threading.Event()
+    front_end, own = socket.socketpair()
+    with front_end, own:
+        link = Link(own, lost.set)
+        ticket = Ticket(7, {}, link.respond, is_decoupled=True)
+        scope = link.open_scope([ticket])
+        link.start([])
+
+        def cancel():
+            front_end.sendall(encode(CancelRequests(keys=[7]), BulkSender()))
+            front_end.shutdown(socket.SHUT_WR)
+            assert lost.wait(10)
+
+        fields = MeanwhileCancelled(model="other")
+        fields.cancel = cancel
+        token = current_scope.set(scope)
+        link.call(fields, is_decoupled=False)
+        current_scope.reset(token)
+        own.shutdown(socket.SHUT_WR)
+        frames = FrameBuffer()
+        said = [
+            each
+            for data in iter(lambda: front_end.recv(4096), b"")
+            for each in frames.feed(data)
+        ]
+        kinds = [type(each) for each in said if isinstance(each, Call | CancelCall)]
+        assert kinds[-2:] == [Call, CancelCall]
+        ticket.fail("over")
