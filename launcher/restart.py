@@ -6,6 +6,9 @@ from collections import deque
 
 from trimaran.launcher.config import RestartPolicy
 
+_MOST_DOUBLINGS = 64
+"""Beyond the longest pause in any case; a float has room for a thousand."""
+
 
 class RestartBudget:
     """At most ``max_restarts`` within the window, each after a longer pause than the last."""
@@ -21,7 +24,7 @@ class RestartBudget:
             self._taken.popleft()
         if len(self._taken) >= self._policy.max_restarts:
             return None
-        delay = self._policy.first_delay_s * 2.0 ** len(self._taken)
+        delay = self._policy.first_delay_s * 2.0 ** min(len(self._taken), _MOST_DOUBLINGS)
         self._taken.append(now)
         self.num_restarts += 1
         return min(delay, self._policy.max_delay_s)
