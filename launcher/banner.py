@@ -42,14 +42,13 @@ def withdraw(config: ServeConfig) -> None:
 
 
 def endpoint_urls(config: ServeConfig) -> dict[str, str]:
-    """The open endpoints by name, under this host's name."""
-    host = socket.gethostname()
-    return {
-        endpoint.name: f"{host}:{endpoint.port}"
-        if endpoint.name == "grpc"
-        else f"http://{host}:{endpoint.port}"
-        for endpoint in endpoints(config.frontend)
-    }
+    """The open endpoints by name, under this host's name or the only address of each."""
+    urls = {}
+    for endpoint in endpoints(config.frontend):
+        scheme = "" if endpoint.name == "grpc" else "http://"
+        host = _reachable(endpoint.address, everywhere=socket.gethostname())
+        urls[endpoint.name] = f"{scheme}{host}:{endpoint.port}"
+    return urls
 
 
 def endpoint_lines(config: ServeConfig) -> list[str]:
@@ -75,8 +74,8 @@ def endpoint_lines(config: ServeConfig) -> list[str]:
     return lines
 
 
-def _reachable(address: str) -> str:
-    """A name that a client on this host can use."""
+def _reachable(address: str, everywhere: str = "localhost") -> str:
+    """What a client names; ``everywhere`` where all of this host's addresses are served."""
     if address in ("", "0.0.0.0", "::"):
-        return "localhost"
+        return everywhere
     return f"[{address}]" if ":" in address else address

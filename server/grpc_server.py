@@ -56,7 +56,8 @@ class GrpcServer:
         Raises:
             ConfigError: the port is in use.
         """
-        address = f"{self._host}:{self._asked_port}"
+        host = f"[{self._host}]" if ":" in self._host else self._host
+        address = f"{host}:{self._asked_port}"
         try:
             self.port = self._server.add_insecure_port(address)
         except RuntimeError as error:

@@ -165,19 +165,11 @@ class ControlledFrontend(StartedFrontend):
         with open(self.log.name) as log:
             return log.read()
 
-    def grpc_port(self):
-        """The port that the log says."""
-        return self._port("GRPCInferenceService")
-
     def metrics(self):
         """The text of the metrics port."""
         url = f"http://127.0.0.1:{self._port('Metrics Service')}/metrics"
         with urllib.request.urlopen(url, timeout=DEADLINE_S) as answer:
             return answer.read().decode()
-
-    def _port(self, service):
-        (line,) = [each for each in self.text().splitlines() if f"{service} at" in each]
-        return int(line.rpartition(":")[2])
 
     def release(self, group):
         """Let a held group get ready."""

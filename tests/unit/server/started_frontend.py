@@ -134,8 +134,15 @@ class StartedFrontend:
 
     def http_port(self):
         """The port that the log says."""
+        return self._port("HTTPService")
+
+    def grpc_port(self):
+        """The same for gRPC."""
+        return self._port("GRPCInferenceService")
+
+    def _port(self, service):
         lines = Path(self.log.name).read_text().splitlines()
-        (line,) = [line for line in lines if "Started HTTPService at" in line]
+        (line,) = [line for line in lines if f"Started {service} at" in line]
         return int(line.rpartition(":")[2])
 
 

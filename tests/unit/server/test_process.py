@@ -13,6 +13,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
+import tritonclient.grpc as triton_grpc
 from started_frontend import FILL, StartedFrontend, one_token, write_repository
 
 from trimaran.comm.messages import ChildState, Command, FinishReason, Submit
@@ -151,6 +152,21 @@ def test_a_tokenizer_that_is_missing_is_said_before_any_engine_has_loaded(
         "with a tokenizer that can be read."
     )
     assert frontend.process.wait(60) == 2
+
+
+def test_both_protocols_are_served_on_an_address_of_ipv6(repository, stack, tmp_path):
+    try:
+        socket.create_server(("::1", 0), family=socket.AF_INET6).close()
+    except OSError:
+        pytest.skip("this machine has no IPv6")
+    addresses = dict.fromkeys(("http_address", "grpc_address"), "::1")
+    frontend = StartedFrontend(stack, tmp_path, **addresses)
+    frontend.dial_in(stack)
+    frontend.supervisor.wait_for_state("ready")
+    with urllib.request.urlopen(f"http://[::1]:{frontend.http_port()}/v2/health/ready"):
+        pass
+    with triton_grpc.InferenceServerClient(f"[::1]:{frontend.grpc_port()}") as client:
+        assert client.is_server_ready()
 
 
 def test_a_busy_port_is_a_configuration_error(repository, stack, tmp_path):
