@@ -150,11 +150,17 @@ def test_garbage_is_a_protocol_error(garbage):
         FrameBuffer().feed(struct.pack("<I", len(garbage)) + garbage)
 
 
-def test_random_bytes_never_raise_anything_else():
+def test_a_damaged_message_is_read_or_a_protocol_error():
     rng = random.Random(0)
+    frames = [encode(sample(message_type)) for message_type in TYPES]
+    num_refused = 0
     for _ in range(2000):
-        noise = rng.randbytes(rng.randrange(1, 60))
+        frame = bytearray(rng.choice(frames))
+        # Its length is left as it is.
+        for _ in range(rng.randrange(1, 4)):
+            frame[rng.randrange(4, len(frame))] = rng.randrange(256)
         try:
-            FrameBuffer().feed(struct.pack("<I", len(noise)) + noise)
+            FrameBuffer().feed(bytes(frame))
         except ProtocolError:
-            pass
+            num_refused += 1
+    assert 0 < num_refused < 2000

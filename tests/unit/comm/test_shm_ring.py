@@ -148,8 +148,11 @@ def test_memory_of_a_process_that_is_gone_cannot_be_attached():
 def test_a_futex_wait_returns_at_once_when_the_word_already_changed():
     segment = SharedSegment.create(4096)
     segment.words()[0] = 5
+    start = time.monotonic()
 
     Futex(segment.address).wait(expected=4, timeout_s=60.0)
+
+    assert time.monotonic() < start + 30
 
 
 def _ticks_of_half_a_second(pid: int) -> int:
