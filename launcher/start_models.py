@@ -126,5 +126,7 @@ def _no_token_model(repository: ModelRepository) -> str:
 def _text(repository: ModelRepository) -> str:
     for role in (Role.ENSEMBLE, Role.BLS):
         for model in repository.of_role(role):
-            return model.name
+            # An ensemble may be of anything.
+            if {"text_input", "max_tokens"} <= {tensor.name for tensor in model.config.input}:
+                return model.name
     return ""

@@ -395,6 +395,23 @@ def test_explicit_mode_does_not_read_what_it_does_not_load(make_model):
     assert "num_nodes" in refusal(repository, *EXPLICIT, "--load-model", "bad")
 
 
+ENSEMBLE_OF_TOKENS = """
+platform: "ensemble"
+max_batch_size: 8
+input { name: "input_ids" data_type: TYPE_INT32 dims: -1 }
+input { name: "input_lengths" data_type: TYPE_INT32 dims: 1 }
+input { name: "request_output_len" data_type: TYPE_INT32 dims: 1 }
+output { name: "output_ids" data_type: TYPE_INT32 dims: [ -1, -1 ] }
+ensemble_scheduling { step {
+  model_name: "other" model_version: -1
+  input_map { key: "input_ids" value: "input_ids" }
+  input_map { key: "input_lengths" value: "input_lengths" }
+  input_map { key: "request_output_len" value: "request_output_len" }
+  output_map { key: "output_ids" value: "output_ids" }
+} }
+"""
+
+
 def test_loading_a_text_model_starts_the_groups_of_its_steps(make_model, tmp_path):
     repository = make_model("other")
     fill = (
@@ -408,6 +425,10 @@ def test_loading_a_text_model_starts_the_groups_of_its_steps(make_model, tmp_pat
         config = resolve(repository, *EXPLICIT, "--load-model", text)
         assert config.frontend.groups == {"tensorrt_llm": ("tensorrt_llm",)}
         assert config.ensemble == text
+    (repository / "another" / "1").mkdir(parents=True)
+    (repository / "another" / "config.pbtxt").write_text(ENSEMBLE_OF_TOKENS)
+    assert resolve(repository, *EXPLICIT, "--load-model", "another").ensemble == ""
+    assert resolve(repository, *EXPLICIT, "--load-model", "*").ensemble == "ensemble"
 
 
 def test_model_control_flags_reach_the_front_end(make_model):
