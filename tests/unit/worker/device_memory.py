@@ -59,7 +59,7 @@ class DeviceMemory:
             self._blocks[group, target] = dict(self._blocks[group, source])
         for group, row, index, block in decision.new_blocks.tolist():
             self._rows[row].tables[group][index] = block
-        roots = {row: root for s in running for row, root in _roots(s)}
+        roots = {row: _root(s) for s in running for row in rows_of(s)}
         entries = [
             (self._rows[row], start, self._kv(row, start + count, roots[row]))
             for row, start, count in zip(
@@ -119,8 +119,12 @@ class DeviceMemory:
                     assert found == expected, f"the KV of token {place} is another's"
 
 
-def _roots(sequence: Sequence) -> list[tuple[int, int]]:
-    """Of each row of a sequence, what its KV depends on beside ids."""
-    rows = [sequence] if sequence.beams is None else sequence.beams.beams
-    root = hash((sequence.request.cache_salt, sequence.blocks.is_long))
-    return [(each.row, root) for each in rows]
+def rows_of(sequence: Sequence) -> list[int]:
+    """The rows of a sequence: one, or one a beam."""
+    beams = [sequence] if sequence.beams is None else sequence.beams.beams
+    return [beam.row for beam in beams]
+
+
+def _root(sequence: Sequence) -> int:
+    """What the KV of a sequence depends on beside its ids."""
+    return hash((sequence.request.cache_salt, sequence.blocks.is_long))

@@ -5,7 +5,7 @@ from array import array
 
 import pytest
 
-from tests.unit.worker.device_memory import DeviceMemory
+from tests.unit.worker.device_memory import DeviceMemory, rows_of
 from trimaran.comm.errors import RequestError
 from trimaran.comm.messages import FinishReason
 from trimaran.comm.sampling_params import SamplingParams
@@ -114,6 +114,7 @@ class History:
         step = scheduler.schedule()
         self.check()
         if step is not None:
+            self.check_step(step)
             self.memory.execute(step, scheduler.running)
             self.in_flight.append((step, *self.sample(step)))
         ends = scheduler.take_ended()
@@ -151,6 +152,19 @@ class History:
             assert place not in self.ended, "a sequence that has ended is told of"
             if reason is not FinishReason.NOT_FINISHED:
                 self.ended.add(place)
+
+    def check_step(self, step: ScheduledStep) -> None:
+        """A step keeps to its budget, and decodes come first."""
+        decision, running = step.decision, self.scheduler.running
+        assert 0 < decision.num_tokens <= self.scheduler.config.max_num_batched_tokens
+        assert (decision.num_scheduled_tokens > 0).all()
+        prompts = {row: s.num_prompt_tokens for s in running for row in rows_of(s)}
+        num_prompt = [prompts[row] for row in decision.rows.tolist()]
+        is_output = decision.num_computed_tokens >= num_prompt
+        is_decode = is_output & (decision.num_scheduled_tokens == 1)
+        assert is_decode[: decision.num_decodes].all()
+        assert not is_decode[decision.num_decodes :].any()
+        assert [s.key for s in running] == sorted(s.key for s in running)
 
     def check(self) -> None:
         held = [s for request in self.requests for s in request.sequences]

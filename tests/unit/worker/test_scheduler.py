@@ -1,6 +1,5 @@
 """What the scheduler decides, step by step, without a model."""
 
-import random
 from array import array
 
 import pytest
@@ -448,47 +447,4 @@ def test_siblings_fork_off_the_prompt_once_it_is_computed():
     while planner.scheduler.has_requests:
         planner.step()
     assert [s.num_output_tokens for s in request.sequences] == [2, 2, 2]
-    planner.check_empty()
-
-
-def test_random_histories_end_with_every_request_served():
-    policies = ("max_utilization", "guaranteed_no_evict", "static_batch")
-    for seed in range(24):
-        run_history(random.Random(seed), policies[seed % 3])
-
-
-def run_history(rng, policy):
-    planner = Planner(
-        num_blocks=rng.randrange(14, 40),
-        policy=policy,
-        max_num_batched_tokens=rng.choice((9, 16, 40)),
-        max_num_seqs=rng.randrange(2, 9),
-        enable_reuse=rng.random() < 0.7,
-    )
-    depth = rng.choice((1, 2, 3))
-    in_flight = []
-    to_come = 25
-    for _ in range(3000):
-        if to_come and rng.random() < 0.4:
-            to_come -= 1
-            planner.add(
-                prompt=[rng.randrange(2) for _ in range(rng.randrange(1, 30))],
-                max_tokens=rng.randrange(1, 20),
-                priority=rng.choice((0, 0, 1)),
-                end_id=rng.choice((-1, 3)),
-                num_return_sequences=rng.choice((1, 1, 2)),
-            )
-        if planner.requests and rng.random() < 0.03:
-            planner.scheduler.end(rng.choice(planner.requests), FinishReason.CANCELLED)
-        step = planner.plan()
-        if step is not None:
-            in_flight.append(step)
-        if in_flight and (step is None or len(in_flight) == depth):
-            planner.answer(in_flight.pop(0), rng.randrange(4))
-        for sequence, _, reason in planner.scheduler.take_ended():
-            planner.ended[sequence.request.number] = reason
-        if not (to_come or in_flight or planner.scheduler.has_requests):
-            break
-    assert len(planner.requests) == 25
-    assert all(request.is_finished for request in planner.requests)
     planner.check_empty()
