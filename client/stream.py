@@ -124,8 +124,9 @@ def add_url_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags that every gRPC client has."""
     parser.add_argument("-v", "--verbose", action="store_true", help="print every message")
     parser.add_argument(
-        "-u", "--url", default="localhost:8001", help="HOST:PORT of the server's gRPC endpoint"
-    )
+        "-u", "--url", default="localhost:8001",
+        help="HOST:PORT of the server's gRPC endpoint (localhost:8001)",
+    )  # fmt: skip
 
 
 def add_channel_arguments(parser: argparse.ArgumentParser) -> None:
@@ -157,7 +158,7 @@ def open_client(args: argparse.Namespace) -> Any:
             "private_key": _existing(args.private_key),
             "certificate_chain": _existing(args.certificate_chain),
         }
-    if "://" in args.url:
+    if "://" in args.url or not args.url.rpartition(":")[2].isdigit():
         raise ConfigError(f"--url is {args.url!r} but must be HOST:PORT, as in localhost:8001")
     return grpcclient.InferenceServerClient(args.url, verbose=args.verbose, **options)
 

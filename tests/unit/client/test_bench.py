@@ -183,6 +183,24 @@ def test_what_cannot_run_is_refused(trimaran, words, complaint):
     assert complaint in err
 
 
+@pytest.mark.parametrize(
+    ("words", "complaint"),
+    [
+        (("--json", "r.json", "--metrics-url", "http://127.0.0.1:1/metrics"), "--metrics-url "),
+        (("--json", "r.json", "--metrics-url", "127.0.0.1:8002"), "--metrics-url 127"),
+        (("--check-perf-json", "none.json", "--check-perf-key", "k"), "--check-perf-json none"),
+    ],
+)
+def test_what_the_figures_need_is_asked_for_before_the_load(
+    http_server, trimaran, tmp_path, monkeypatch, words, complaint
+):
+    monkeypatch.chdir(tmp_path)
+    code, _, err = trimaran("bench", "-u", http_server.url, *words, *SHORT)
+
+    assert (code, http_server.bodies) == (2, [])
+    assert complaint in err
+
+
 def test_decoupled_insists_on_a_decoupled_model(http_server, trimaran):
     http_server.is_decoupled = False
 

@@ -144,6 +144,13 @@ def test_expected_texts_are_compared(server, call):
     assert "received: 'a end'" in err
 
 
+@pytest.mark.parametrize("url", ["localhost", "http://localhost:8001", "localhost:grpc"])
+def test_a_url_that_names_no_port_is_refused(trimaran, url):
+    code, _, err = trimaran("client", "text", "-u", url, "-p", "Hello")
+    assert code == 2
+    assert f"--url is '{url}' but must be HOST:PORT, as in localhost:8001" in err
+
+
 @pytest.mark.parametrize(
     ("flags", "complaint"),
     [
