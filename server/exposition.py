@@ -5,14 +5,20 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 
 from prometheus_client.core import Metric
 from prometheus_client.registry import CollectorRegistry
 
+_TAGGED = ("nv_inference_", "nv_model_load_")
+"""Families whose series have the tags of their models."""
 
-def render(metrics: Iterable[Metric]) -> bytes:
-    """Metrics as text 0.0.4; a family without samples is absent.
+Tags = Mapping[tuple[str, str], Mapping[str, str]]
+
+
+def render(metrics: Iterable[Metric], tags: Tags) -> bytes:
+    """Metrics as text 0.0.4; a family without samples is absent. ``tags`` are more labels of
+    models, by name and version.
 
     Unlike the client's own renderer it keeps counter names as they are, and writes the bounds
     of buckets as it does values: clients look for ``nv_inference_count``, not
@@ -23,6 +29,7 @@ def render(metrics: Iterable[Metric]) -> bytes:
         if not metric.samples:
             continue
         is_counter = metric.type == "counter"
+        is_tagged = metric.name.startswith(_TAGGED)
         lines.append(f"# HELP {metric.name} {_escaped(metric.documentation, quotes=False)}")
         lines.append(f"# TYPE {metric.name} {metric.type}")
         for sample in metric.samples:
@@ -32,6 +39,8 @@ def render(metrics: Iterable[Metric]) -> bytes:
             if is_counter:
                 name = name.removesuffix("_total")
             labels = sample.labels
+            if is_tagged:
+                labels = {**labels, **tags.get((labels["model"], labels["version"]), {})}
             if "le" in labels and metric.type == "histogram":
                 labels = {**labels, "le": _number(float(labels["le"]))}
             lines.append(f"{name}{_labels(labels)} {_number(sample.value)}")

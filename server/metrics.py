@@ -155,7 +155,8 @@ class Metrics:
 
     def render(self) -> bytes:
         """All series as Prometheus text."""
-        return render(self.others.added_to(self._registry.collect()))
+        metrics = self.others.added_to(self._registry.collect())
+        return render(metrics, self._families.tags)
 
     def own_counts(
         self, statistics: Iterable[StatisticsMessage], num_running: int

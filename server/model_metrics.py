@@ -13,6 +13,7 @@ from tritonclient.grpc.model_config_pb2 import ModelConfig
 
 from trimaran.comm.errors import ConfigError
 from trimaran.server.exposition import QuantileSummary
+from trimaran.server.metric_tags import tag_labels
 
 _LABELS = ("model", "version")
 _DURATIONS = {
@@ -92,6 +93,9 @@ class InferenceFamilies:
     def __init__(self, registry: CollectorRegistry, options: MetricsOptions) -> None:
         self.options = options
         self.registry = registry
+        self.tags: dict[tuple[str, str], dict[str, str]] = {}
+        """More labels of a model version's series, by its name and version."""
+
         self.success = self._counter(
             "request_success", "Number of successful inference requests, all batch sizes"
         )
@@ -135,6 +139,7 @@ class InferenceFamilies:
     def remove(self, model: str, version: str) -> None:
         """Show nothing more of a model version. One added later begins at 0."""
         labels = (model, version)
+        self.tags.pop(labels, None)
         families: list[Counter | Gauge | Histogram] = [
             self.success, self.count, self.executions, self.pending, self.load_duration,
             *self.durations.values(), *self.first_response.values(),
@@ -158,6 +163,7 @@ class ModelMetrics:
     ) -> None:
         labels = (name, version)
         self._labels = labels
+        families.tags[labels] = tag_labels(config)
         self._success = families.success.labels(*labels)
         self._failures = {
             reason: families.failure.labels(*labels, reason.value) for reason in FailureReason

@@ -12,6 +12,7 @@ from tritonclient.grpc.model_config_pb2 import ModelConfig
 from trimaran.comm.errors import ConfigError
 from trimaran.server.config_pbtxt import read_config
 from trimaran.server.ensemble_graph import check_ensemble
+from trimaran.server.metric_tags import check_tags
 from trimaran.server.model_parameters import ModelParameters
 from trimaran.server.parameter_table import check_parameters
 from trimaran.server.python_models.choice import PythonModels
@@ -189,6 +190,7 @@ def repository_model(
         role = Role.OTHER
     check_tensors(path, own, role)
     check_queue(path, own)
+    check_tags(path, own)
     if role in _PARAMETERS:
         check_parameters(path, parameters, _PARAMETERS[role])
     return RepositoryModel(folder.name, folder, own, role, versions, parameters)

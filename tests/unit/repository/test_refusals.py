@@ -114,6 +114,15 @@ def test_parameters_may_be_a_list_of_messages_with_colons(write_repository, edit
     assert parameters.get_loose_bool("skip_special_tokens") is False
 
 
+def test_a_tag_that_cannot_name_a_label_is_refused(write_repository):
+    root = write_repository()
+    path = root / "ensemble" / "config.pbtxt"
+    with path.open("a") as file:
+        file.write('metric_tags { key: "my-team" value: "7" }')
+    with pytest.raises(ConfigError, match="metric_tags names 'my-team', which cannot name"):
+        ModelRepository.load(root)
+
+
 @pytest.mark.parametrize(
     ("queue", "said"),
     [

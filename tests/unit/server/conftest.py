@@ -65,6 +65,8 @@ SQUEEZE = """
 name: "squeeze" backend: "python" max_batch_size: 4
 input { name: "X" data_type: TYPE_INT32 dims: 1 reshape { shape: [ ] } }
 output { name: "SEEN" data_type: TYPE_INT32 dims: -1 }
+metric_tags { key: "team" value: "7" }
+metric_tags { key: "site" value: "a \\"b\\"" }
 """
 REPEAT = """
 name: "repeat" backend: "python" max_batch_size: 8

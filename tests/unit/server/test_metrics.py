@@ -93,6 +93,15 @@ def test_a_request_that_does_not_fit_its_model_counts_nowhere(fresh_server):
         assert samples[of("nv_inference_request_failure", "fail", reason=label)] == 0
 
 
+def test_the_tags_of_a_model_are_labels_of_its_own_series(fresh_server):
+    samples = scrape(fresh_server)
+    tags = ',_site="a \\"b\\"",_team="7"}'
+    for name in ("nv_inference_request_success", "nv_model_load_duration_secs"):
+        assert f'{name}{{model="squeeze",version="1"{tags}' in samples
+        assert of(name) in samples
+    assert sum(tags in name for name in samples) == len(NV_INFERENCE) + 5
+
+
 def test_gpus_are_shown_where_there_are_any(server):
     names = {name.partition("{")[0] for name in scrape(server)}
     shown = {name for name in names if name.startswith(("nv_gpu_", "nv_energy_"))}
