@@ -1,7 +1,9 @@
-"""Files that a command writes at its end, looked at before it begins."""
+"""Files that a command writes: looked at before it begins, and never left half written."""
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import os
 from pathlib import Path
 
@@ -22,3 +24,34 @@ def check_writable(flag: str, path: str | os.PathLike[str]) -> None:
         raise ConfigError(f"{flag} {path}: there is no folder {folder}. Make it first.")
     if not os.access(file if file.exists() else folder, os.W_OK):
         raise ConfigError(f"{flag} {path} cannot be written. Name another file.")
+
+
+def replace_text(path: Path, text: str) -> None:
+    """Give a file this content, or leave it as it was; owner and access rights stay.
+
+    Raises:
+        OSError: it cannot be written; names ``path``.
+    """
+    target = Path(os.path.realpath(path))
+    part = target.with_name(f".{target.name}.{os.getpid()}.part")
+    try:
+        try:
+            part.write_text(text, encoding="utf-8")
+            _take_rights(part, target)
+            part.replace(target)
+        except OSError as error:
+            part.unlink(missing_ok=True)
+            # The file alone is ours to write, or it is a mount point.
+            if error.errno not in (errno.EACCES, errno.EPERM, errno.EBUSY):
+                raise
+            target.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from error
+
+
+def _take_rights(part: Path, target: Path) -> None:
+    with contextlib.suppress(FileNotFoundError):
+        rights = target.stat()
+        with contextlib.suppress(PermissionError):
+            os.chown(part, rights.st_uid, rights.st_gid)
+        part.chmod(rights.st_mode)

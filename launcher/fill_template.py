@@ -7,6 +7,7 @@ from pathlib import Path
 from string import Template
 
 from trimaran.comm.errors import ConfigError
+from trimaran.comm.output_files import replace_text
 
 # Substituted even when nobody gives them, as their documented default is "no limit".
 DEFAULTS = {"max_queue_size": "0", "max_queue_delay_microseconds": "0"}
@@ -62,8 +63,9 @@ def run(args: argparse.Namespace) -> int:
     path = Path(args.file_path)
     try:
         text = path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"cannot read {path}: {error.strerror}") from error
+    except (OSError, UnicodeDecodeError) as error:
+        why = error.strerror if isinstance(error, OSError) else error
+        raise ConfigError(f"cannot read {path}: {why}") from error
     values = parse_substitutions(args.substitutions)
     for key in values:
         if key not in text:
@@ -71,7 +73,7 @@ def run(args: argparse.Namespace) -> int:
     filled = fill(text, values)
     if args.in_place:
         try:
-            path.write_text(filled, encoding="utf-8")
+            replace_text(path, filled)
         except OSError as error:
             raise ConfigError(f"cannot write {path}: {error.strerror}") from error
     else:

@@ -8,6 +8,7 @@ from importlib import resources
 from pathlib import Path
 
 from trimaran.comm.errors import ConfigError
+from trimaran.comm.output_files import replace_text
 from trimaran.launcher.fill_template import fill, parse_substitutions
 from trimaran.server.config_pbtxt import open_placeholders, placeholder_names
 
@@ -96,7 +97,7 @@ def run(args: argparse.Namespace) -> int:
             _write_scripts(Path(args.scripts))
     except OSError as error:
         raise ConfigError(
-            f"{error.filename}: {error.strerror}. Name a folder that can be written."
+            f"{error.filename or root}: {error.strerror}. Name a folder that can be written."
         ) from error
     return 0
 
@@ -121,7 +122,7 @@ def _write_model(folder: Path, text: str, is_forced: bool) -> None:
     if path.exists() and not is_forced:
         raise ConfigError(f"{path} exists. Remove it, or overwrite it with --force.")
     (folder / "1").mkdir(parents=True, exist_ok=True)
-    path.write_text(text, encoding="utf-8")
+    replace_text(path, text)
 
 
 def _write_scripts(folder: Path) -> None:

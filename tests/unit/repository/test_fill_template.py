@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -55,6 +57,61 @@ def test_in_place_overwrites_the_file(tmp_path, capsys, flag):
 
     assert path.read_text() == "x: 1"
     assert capsys.readouterr().out == ""
+
+
+@pytest.fixture
+def full_disk(monkeypatch):
+    """Let every file take four bytes, and then name none, as the system does."""
+
+    def write_text(path, text, encoding=None):
+        path.write_bytes(text[:4].encode())
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_text", write_text)
+
+
+def test_a_full_disk_leaves_the_file_as_it_was(tmp_path, capsys, full_disk):
+    path = tmp_path / "config.pbtxt"
+    path.write_bytes(b"x: ${a}")
+    assert main(["fill-template", "-i", str(path), "a:1"]) == 2
+    assert capsys.readouterr().err == (
+        f"trimaran: error: cannot write {path}: No space left on device\n"
+    )
+    assert path.read_text() == "x: ${a}"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_filled_file_keeps_its_rights_and_the_links_to_it(tmp_path):
+    path, link = tmp_path / "t", tmp_path / "link"
+    path.write_text("x: ${a}")
+    path.chmod(0o640)
+    link.symlink_to("t")
+    assert main(["fill-template", "-i", str(link), "a:1"]) == 0
+    assert link.is_symlink()
+    assert path.read_text() == "x: 1"
+    assert path.stat().st_mode & 0o777 == 0o640
+
+
+def test_a_file_in_a_folder_that_cannot_be_written_is_filled_all_the_same(
+    tmp_path, monkeypatch
+):
+    path = tmp_path / "t"
+    path.write_text("x: ${a}")
+
+    def replace(part, target):
+        raise OSError(errno.EBUSY, "Device or resource busy", str(target))
+
+    monkeypatch.setattr(Path, "replace", replace)
+    assert main(["fill-template", "-i", str(path), "a:1"]) == 0
+    assert path.read_text() == "x: 1"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_file_that_is_no_text_is_refused(tmp_path, capsys):
+    path = tmp_path / "t"
+    path.write_bytes(b"a \xff")
+    assert main(["fill-template", "-i", str(path), "a:1"]) == 2
+    assert f"error: cannot read {path}: 'utf-8' codec" in capsys.readouterr().err
 
 
 def test_queue_limits_have_defaults(tmp_path, capsys):
@@ -135,6 +192,18 @@ def test_init_repo_names_what_cannot_be_written(tmp_path, capsys, flags):
     (error,) = capsys.readouterr().err.splitlines()
     assert error.startswith(f"trimaran: error: {file}/")
     assert error.endswith("Name a folder that can be written.")
+
+
+def test_init_repo_on_a_full_disk_names_the_file_and_leaves_no_half_of_it(
+    tmp_path, capsys, full_disk
+):
+    assert main(["init-repo", str(tmp_path)]) == 2
+    path = tmp_path / "ensemble" / "config.pbtxt"
+    assert capsys.readouterr().err == (
+        f"trimaran: error: {path}: No space left on device. Name a folder that can be "
+        "written.\n"
+    )
+    assert [each.name for each in path.parent.iterdir()] == ["1"]
 
 
 def test_init_repo_says_what_is_still_to_fill(tmp_path, capsys):
