@@ -13,7 +13,8 @@ from trimaran.server.datatypes import NUMPY_TYPES
 from trimaran.server.infer_json import ParsedInfer, RequestedOutput
 from trimaran.server.inference import InferRequest, InferResponse, ParameterValue, Tensor
 from trimaran.server.parameters import check_custom_name
-from trimaran.server.tensor_bytes import Array, object_array, to_bytes
+from trimaran.server.pieces import PIECE_ITEMS, Pieces
+from trimaran.server.tensor_bytes import Array, to_parts
 from trimaran.server.validation import INVALID_DATATYPE, WireInput
 
 EMPTY_FINAL = "triton_enable_empty_final_response"
@@ -42,7 +43,7 @@ _TYPES_OF: dict[str, tuple[str, ...]] = {
 _CUSTOM_TYPES = ("string_param", "int64_param", "bool_param", "double_param")
 
 
-def parse_request(message: pb.ModelInferRequest) -> ParsedInfer:
+def parse_request(message: pb.ModelInferRequest) -> Pieces[ParsedInfer]:
     """The request of a message. The inputs are not yet checked against the model.
 
     Raises:
@@ -52,7 +53,7 @@ def parse_request(message: pb.ModelInferRequest) -> ParsedInfer:
     _apply_parameters(request, message.parameters)
     parsed = ParsedInfer(request)
     for index, entry in enumerate(message.inputs):
-        parsed.inputs.append(_input(message, index, entry))
+        parsed.inputs.append((yield from _input(message, index, entry)))
     for output in message.outputs:
         parsed.outputs.append(_output(output))
     return parsed
@@ -95,7 +96,7 @@ def _apply_parameters(request: InferRequest, members: Mapping[str, pb.InferParam
 
 def _input(
     message: pb.ModelInferRequest, index: int, entry: pb.ModelInferRequest.InferInputTensor
-) -> WireInput:
+) -> Pieces[WireInput]:
     name, model = entry.name, message.model_name
     if "shared_memory_region" in entry.parameters:
         raise _unknown_region(entry.parameters["shared_memory_region"])
@@ -110,13 +111,16 @@ def _input(
         if index < len(message.raw_input_contents):
             return WireInput(name, datatype, shape, message.raw_input_contents[index])
     elif entry.HasField("contents"):
-        return WireInput(name, datatype, shape, _contents(entry, datatype, model))
+        data = yield from _contents(entry, datatype, model)
+        return WireInput(name, datatype, shape, data)
     raise RequestError(
         f"unable to find data for input tensor '{name}' for model '{model}' in request."
     )
 
 
-def _contents(entry: pb.ModelInferRequest.InferInputTensor, datatype: str, model: str) -> Array:
+def _contents(
+    entry: pb.ModelInferRequest.InferInputTensor, datatype: str, model: str
+) -> Pieces[Array]:
     found: Array = np.empty(0, NUMPY_TYPES.get(datatype, np.dtype(np.uint8)))
     for field, (element, datatypes) in _CONTENTS.items():
         values = getattr(entry.contents, field)
@@ -127,10 +131,12 @@ def _contents(entry: pb.ModelInferRequest.InferInputTensor, datatype: str, model
                 f"unexpected explicit tensor data for input tensor '{entry.name}' for model "
                 f"'{model}' of type '{element}', expected datatype '{datatype}'"
             )
-        if datatype == "BYTES":
-            found = object_array(list(values))
-        else:
-            found = np.array(values, NUMPY_TYPES[element]).astype(NUMPY_TYPES[datatype])
+        found = np.empty(len(values), NUMPY_TYPES[datatype])
+        for start in range(0, len(values), PIECE_ITEMS):
+            piece = values[start : start + PIECE_ITEMS]
+            # Through the field's type: a narrower one takes the low bits.
+            found[start : start + PIECE_ITEMS] = np.array(piece, NUMPY_TYPES[element])
+            yield
     return found
 
 
@@ -159,7 +165,7 @@ def _unknown_region(parameter: pb.InferParameter) -> RequestError:
 
 def fill_response(
     message: pb.ModelInferResponse, response: InferResponse, outputs: list[Tensor]
-) -> None:
+) -> Pieces[None]:
     """Write a response into a message; tensors always go as raw contents."""
     message.model_name = response.model_name
     message.model_version = response.model_version
@@ -169,7 +175,11 @@ def fill_response(
     raw = message.raw_output_contents
     for output in outputs:
         message.outputs.add(name=output.name, datatype=output.datatype, shape=output.shape)
-        raw.append(to_bytes(output.data, output.datatype))
+        parts = yield from to_parts(output.data, output.datatype)
+        data = b"".join(parts)
+        yield
+        raw.append(data)
+        yield
 
 
 def set_parameter(parameter: pb.InferParameter, value: ParameterValue) -> None:

@@ -21,6 +21,7 @@ from trimaran.server.inference import InferResponse
 from trimaran.server.load_request import load_request_of_grpc, unload_dependents_of_grpc
 from trimaran.server.log_settings import FORMATS, unknown_format
 from trimaran.server.metadata import metadata_message, server_metadata
+from trimaran.server.pieces import spread
 from trimaran.server.service import (
     INTERNAL,
     REPOSITORY_NAME_REFUSED,
@@ -123,11 +124,13 @@ class InferenceServicer(service_pb2_grpc.GRPCInferenceServiceServicer):  # type:
             model = service.registry.get_ready(request.model_name, request.model_version)
             if model.is_decoupled:
                 raise RequestError(DECOUPLED, ErrorKind.UNSUPPORTED)
-            parsed = parse_request(request)
+            parsed = await spread(parse_request(request))
             parsed.request.model_version = request.model_version
             parsed.request.arrival_ns = arrival_ns
             only: InferResponse | None = None
-            responses = service.infer(model, parsed.request, parsed.inputs, parsed.outputs)
+            responses = await service.infer(
+                model, parsed.request, parsed.inputs, parsed.outputs
+            )
             async with aclosing(responses):  # type: ignore[type-var]
                 async for response in responses:
                     only = only or response
@@ -136,14 +139,14 @@ class InferenceServicer(service_pb2_grpc.GRPCInferenceServiceServicer):  # type:
                     f"model '{model.name}' ended without a response", ErrorKind.INTERNAL
                 )
             only.id = request.id
-            outputs = select_outputs(
+            outputs = await select_outputs(
                 only.outputs,
                 parsed.outputs,
                 service.registry.labels(model),
                 is_batching=model.config.max_batch_size > 0,
             )
             message = pb.ModelInferResponse()
-            fill_response(message, only, outputs)
+            await spread(fill_response(message, only, outputs))
             return message
 
     async def ModelStreamInfer(

@@ -22,6 +22,7 @@ from trimaran.server.grpc_convert import (
 from trimaran.server.infer_json import ParsedInfer
 from trimaran.server.infer_response import select_outputs
 from trimaran.server.inference import InferResponse, Model
+from trimaran.server.pieces import spread
 from trimaran.server.service import INTERNAL, Service
 
 logger = logging.getLogger(__name__)
@@ -112,7 +113,7 @@ class StreamSession:
     ) -> None:
         try:
             with self._service.admission.admit(GRPC_STOPPING):
-                model, parsed, responses = self._start(message, arrival_ns)
+                model, parsed, responses = await self._start(message, arrival_ns)
                 before = None if model.is_decoupled else after
                 await self._answer(message, model, parsed, responses, before)
         except _ClientGoneError:
@@ -123,14 +124,16 @@ class StreamSession:
             logger.exception("a streamed request of model %s failed", message.model_name)
             await self._fail(message, RequestError(INTERNAL, ErrorKind.INTERNAL))
 
-    def _start(
+    async def _start(
         self, message: pb.ModelInferRequest, arrival_ns: int
     ) -> tuple[Model, ParsedInfer, AsyncIterator[InferResponse]]:
         model = self._service.registry.get_ready(message.model_name, message.model_version)
-        parsed = parse_request(message)
+        parsed = await spread(parse_request(message))
         parsed.request.model_version = message.model_version
         parsed.request.arrival_ns = arrival_ns
-        responses = self._service.infer(model, parsed.request, parsed.inputs, parsed.outputs)
+        responses = await self._service.infer(
+            model, parsed.request, parsed.inputs, parsed.outputs
+        )
         return model, parsed, responses
 
     async def _answer(
@@ -150,7 +153,7 @@ class StreamSession:
                     has_begun = True
                     has_ended = response.is_final or not is_decoupled
                     response.id = message.id
-                    await self._write(self._encode(model, parsed, response, has_ended))
+                    await self._write(await self._encode(model, parsed, response, has_ended))
         except RequestError as error:
             is_refused = isinstance(error, RefusedError) and not has_begun
             await (self._refuse if is_refused else self._fail)(message, error)
@@ -160,17 +163,17 @@ class StreamSession:
             _name(final.infer_response, message)
             await self._write(final)
 
-    def _encode(
+    async def _encode(
         self, model: Model, parsed: ParsedInfer, response: InferResponse, is_final: bool
     ) -> pb.ModelStreamInferResponse:
-        outputs = select_outputs(
+        outputs = await select_outputs(
             response.outputs,
             parsed.outputs,
             self._service.registry.labels(model),
             is_batching=model.config.max_batch_size > 0,
         )
         message = pb.ModelStreamInferResponse()
-        fill_response(message.infer_response, response, outputs)
+        await spread(fill_response(message.infer_response, response, outputs))
         message.infer_response.parameters[FINAL].bool_param = is_final
         return message
 

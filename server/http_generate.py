@@ -22,6 +22,7 @@ from trimaran.server.generate import (
 from trimaran.server.http_messages import JSON, read_body
 from trimaran.server.http_routes import Route
 from trimaran.server.inference import InferRequest, InferResponse, Model
+from trimaran.server.pieces import spread
 from trimaran.server.service import INTERNAL, Service
 
 _LOAD_FORMAT_HEADER = "endpoint-load-metrics-format"
@@ -101,7 +102,7 @@ class GenerateEndpoint:
             parsed, inputs = self._mapper(model).parse(body)
         parsed.model_version = model.version
         parsed.arrival_ns = arrival_ns
-        return parsed, self._service.infer(model, parsed, inputs)
+        return parsed, await self._service.infer(model, parsed, inputs)
 
     def _mapper(self, model: Model) -> GenerateMapper:
         mapper = self._mappers.get(model)
@@ -127,7 +128,7 @@ async def _only_answer(request: InferRequest, responses: AsyncIterator[InferResp
         if only is None:
             return error_object(EXACTLY_ONE)
         only.id = request.id
-        answer = GenerateEncoder().encode(only)
+        answer = await spread(GenerateEncoder().encode(only))
         try:
             async for _ in responses:
                 answer = error_object(EXACTLY_ONE)
@@ -147,10 +148,10 @@ async def _write_events(
     encoder = GenerateEncoder()
     first.id = request.id
     try:
-        await stream.write(b"data: %b\n\n" % encoder.encode(first))
+        await stream.write(b"data: %b\n\n" % await spread(encoder.encode(first)))
         async for response in responses:
             response.id = request.id
-            await stream.write(b"data: %b\n\n" % encoder.encode(response))
+            await stream.write(b"data: %b\n\n" % await spread(encoder.encode(response)))
     except RequestError as error:
         await stream.write(b"data: %b\n\n" % error_object(str(error)))
     except ConnectionError:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import deque
 from contextlib import aclosing
 from functools import partial
 
-import numpy as np
 from aiohttp import web
 
 from trimaran.comm.errors import ErrorKind, RequestError
@@ -16,8 +16,9 @@ from trimaran.server.compression import best_coding, compress, decompress
 from trimaran.server.http_messages import JSON, MAX_BODY_BYTES, read_body
 from trimaran.server.http_routes import Route
 from trimaran.server.infer_json import ParsedInfer, header_length, parse_infer
-from trimaran.server.infer_response import EncodedInfer, encode_infer
+from trimaran.server.infer_response import EncodedInfer, encode_infer, select_outputs
 from trimaran.server.inference import InferResponse, Model
+from trimaran.server.pieces import spread
 from trimaran.server.service import Service
 
 # What takes longer than a few milliseconds to encode or decode leaves the loop to others.
@@ -30,7 +31,7 @@ DECOUPLED = "HTTP end point doesn't support models with decoupled transaction po
 
 async def infer(
     service: Service, bodies: BodyReader, request: web.BaseRequest, route: Route
-) -> web.Response:
+) -> web.StreamResponse:
     """Answer one inference request.
 
     Raises:
@@ -43,12 +44,15 @@ async def infer(
     body = await _read(service, request)
     with service.admission.admit():
         model, parsed = await _parsed(service, bodies, request, route, body)
-        await _split_strings(service, model, parsed)
         response = await _only_response(service, model, parsed)
-        encoded = encode_infer(
-            response, parsed, model.config.max_batch_size, service.registry.labels(model)
+        outputs = await select_outputs(
+            response.outputs,
+            parsed.outputs,
+            service.registry.labels(model),
+            is_batching=model.config.max_batch_size > 0,
         )
-        return await _respond(encoded, request.headers.get("Accept-Encoding", ""))
+        encoded = await spread(encode_infer(response, outputs, parsed))
+        return await _respond(service, request, encoded)
 
 
 async def _read(service: Service, request: web.BaseRequest) -> bytes:
@@ -81,25 +85,8 @@ async def _parsed(
     return model, parsed
 
 
-async def _split_strings(service: Service, model: Model, parsed: ParsedInfer) -> None:
-    """Make strings of long blobs beside the loop: there may be millions."""
-    long = [
-        wire
-        for wire in parsed.inputs
-        if wire.datatype == "BYTES"
-        and not isinstance(wire.data, np.ndarray)
-        and len(wire.data) > LONG_BYTES
-    ]
-    if long:
-        validator, request_id = service.registry.validator(model), parsed.request.id
-        names = [output.name for output in parsed.outputs]
-        validator.check_shapes(parsed.inputs, names, request_id)
-        for wire in long:
-            await asyncio.to_thread(validator.split, wire, request_id)
-
-
 async def _only_response(service: Service, model: Model, parsed: ParsedInfer) -> InferResponse:
-    responses = service.infer(model, parsed.request, parsed.inputs, parsed.outputs)
+    responses = await service.infer(model, parsed.request, parsed.inputs, parsed.outputs)
     only: InferResponse | None = None
     async with aclosing(responses):  # type: ignore[type-var]
         async for response in responses:
@@ -110,16 +97,35 @@ async def _only_response(service: Service, model: Model, parsed: ParsedInfer) ->
     return only
 
 
-async def _respond(encoded: EncodedInfer, accept_encoding: str) -> web.Response:
+async def _respond(
+    service: Service, request: web.BaseRequest, encoded: EncodedInfer
+) -> web.StreamResponse:
     headers = {"Content-Type": JSON}
     if encoded.json_bytes is not None:
         headers["Content-Type"] = "application/octet-stream"
         headers[LENGTH_HEADER] = str(encoded.json_bytes)
-    coding = best_coding(accept_encoding)
+    coding = best_coding(request.headers.get("Accept-Encoding", ""))
+    is_long = encoded.num_bytes > _SHORT_BYTES
+    if coding == "identity" and is_long:
+        headers["Content-Length"] = str(encoded.num_bytes)
+        return await _write_parts(service, request, encoded.parts, headers)
+    body = b"".join(encoded.parts)
     if coding != "identity":
         headers["Content-Encoding"] = coding
-    if coding != "identity" and len(encoded.body) > _SHORT_BYTES:
-        body = await asyncio.to_thread(compress, encoded.body, coding)
-    else:
-        body = compress(encoded.body, coding)
+        work = partial(compress, body, coding)
+        body = await asyncio.to_thread(work) if is_long else work()
     return web.Response(body=body, headers=headers)
+
+
+async def _write_parts(
+    service: Service, request: web.BaseRequest, parts: deque[bytes], headers: dict[str, str]
+) -> web.StreamResponse:
+    """Send a long body without a copy of the whole: what is written is let go of."""
+    stream = web.StreamResponse(headers=headers)
+    if service.admission.is_draining:
+        stream.force_close()
+    await stream.prepare(request)
+    while parts:
+        await stream.write(parts.popleft())
+    await stream.write_eof()
+    return stream

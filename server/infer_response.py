@@ -2,27 +2,37 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from trimaran.server import json_access
 from trimaran.server.classification import classify
 from trimaran.server.infer_json import ParsedInfer, RequestedOutput
 from trimaran.server.inference import InferResponse, Tensor
-from trimaran.server.tensor_bytes import to_bytes
-from trimaran.server.tensor_json import json_values
+from trimaran.server.pieces import Pieces
+from trimaran.server.tensor_bytes import to_parts
+from trimaran.server.tensor_json import few_values, to_json
+
+_SHORT_ITEMS = 1 << 14
+"""Values that are classified within some milliseconds."""
+
+_HOLE = b'"data":[null]'
 
 
 @dataclass(frozen=True, slots=True)
 class EncodedInfer:
     """A response body; ``json_bytes`` is None when nothing binary follows the JSON."""
 
-    body: bytes
+    parts: deque[bytes]
+    num_bytes: int
     json_bytes: int | None
 
 
-def select_outputs(
+async def select_outputs(
     outputs: list[Tensor],
     wanted: list[RequestedOutput],
     labels: Mapping[str, list[str]],
@@ -39,23 +49,28 @@ def select_outputs(
         if output is None:
             continue
         if output.num_classes:
-            tensor = classify(
-                tensor,
-                output.num_classes,
-                is_batching=is_batching,
-                labels=labels.get(tensor.name, []),
+            texts = labels.get(tensor.name, [])
+            tensor = await _classified(
+                tensor, output.num_classes, texts, is_batching=is_batching
             )
         selected.append(tensor)
     return selected
 
 
+async def _classified(
+    tensor: Tensor, num_classes: int, labels: list[str], *, is_batching: bool
+) -> Tensor:
+    chosen = partial(classify, tensor, num_classes, is_batching=is_batching, labels=labels)
+    if tensor.data.size <= _SHORT_ITEMS:
+        return chosen()
+    # Sorting is not to be had in pieces, but lets go of the interpreter.
+    return await asyncio.to_thread(chosen)
+
+
 def encode_infer(
-    response: InferResponse,
-    parsed: ParsedInfer,
-    max_batch_size: int,
-    labels: Mapping[str, list[str]],
-) -> EncodedInfer:
-    """The body for a response to a parsed request.
+    response: InferResponse, outputs: list[Tensor], parsed: ParsedInfer
+) -> Pieces[EncodedInfer]:
+    """The body for a response to a parsed request, with these of its outputs.
 
     Raises:
         RequestError: an output has no JSON form but was asked for in JSON.
@@ -67,22 +82,34 @@ def encode_infer(
     if response.parameters:
         document["parameters"] = response.parameters
     entries: list[dict[str, Any]] = []
+    long: list[list[bytes]] = []
     blobs: list[bytes] = []
-    tensors = select_outputs(
-        response.outputs, parsed.outputs, labels, is_batching=max_batch_size > 0
-    )
-    for tensor in tensors:
+    for tensor in outputs:
         entry: dict[str, Any] = {
             "name": tensor.name, "datatype": tensor.datatype, "shape": list(tensor.shape),
         }  # fmt: skip
         if binary.get(tensor.name, parsed.is_binary_by_default):
-            blobs.append(to_bytes(tensor.data, tensor.datatype))
-            entry["parameters"] = {"binary_data_size": len(blobs[-1])}
+            blob = yield from to_parts(tensor.data, tensor.datatype)
+            entry["parameters"] = {"binary_data_size": sum(map(len, blob))}
+            blobs += blob
         else:
-            entry["data"] = json_values(tensor.data, tensor.datatype, tensor.name)
+            values = few_values(tensor.data, tensor.datatype, tensor.name)
+            if values is None:
+                long.append((yield from to_json(tensor.data, tensor.datatype, tensor.name)))
+            entry["data"] = [None] if values is None else values
         entries.append(entry)
-    document["outputs"] = entries
-    head = json_access.dump(document)
-    if not any(blobs):
-        return EncodedInfer(head, None)
-    return EncodedInfer(head + b"".join(blobs), len(head))
+    head = json_access.dump(document)[:-1]
+    parts = [head + b',"outputs":', *_filled(json_access.dump(entries), long), b"}"]
+    json_bytes = sum(map(len, parts))
+    num_bytes = json_bytes + sum(map(len, blobs))
+    return EncodedInfer(deque(parts + blobs), num_bytes, json_bytes if blobs else None)
+
+
+def _filled(entries: bytes, long: list[list[bytes]]) -> list[bytes]:
+    """The JSON text of entries in parts, with long values where it has a null for them."""
+    # No string has this in it, as its quotes are escaped there, and no element is null.
+    start, *rest = entries.split(_HOLE)
+    parts = [start]
+    for values, text in zip(long, rest, strict=True):
+        parts += [b'"data":[', *values, b"]" + text]
+    return parts

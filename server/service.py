@@ -24,7 +24,8 @@ from trimaran.server.metadata import completed_config
 from trimaran.server.metrics import Metrics
 from trimaran.server.model_control import ModelControl
 from trimaran.server.other_frontends import OtherFrontends
-from trimaran.server.registry import IndexEntry, ModelRegistry, parse_version
+from trimaran.server.pieces import spread
+from trimaran.server.registry import IndexEntry, ModelRegistry, NotReadyError, parse_version
 from trimaran.server.trace_settings import Changes, TraceSettings
 from trimaran.server.validation import WireInput
 
@@ -69,7 +70,7 @@ class Service:
             self._configs[model] = completed_config(model)
         return self._configs[model]
 
-    def infer(
+    async def infer(
         self,
         model: Model,
         request: InferRequest,
@@ -82,9 +83,14 @@ class Service:
             RequestError: the request does not fit; nothing was started.
         """
         names = tuple(output.name for output in outputs)
-        request.inputs = self.registry.validator(model).check(inputs, names, request.id)
+        check = self.registry.validator(model).check_in_pieces(inputs, names, request.id)
+        request.inputs = await spread(check)
         request.outputs = names
-        return model.infer(request)
+        # Meanwhile the model may have been replaced, or unloaded.
+        current = self.registry.get_ready(model.name, request.model_version)
+        if current is not model and current.config != model.config:
+            raise NotReadyError(model.name, model.version)
+        return current.infer(request)
 
     async def refresh(self) -> None:
         """Bring what other front ends have counted up to date."""

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import struct
+from collections import deque
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 
 from trimaran.comm.errors import RequestError
 from trimaran.server.datatypes import LENGTH_PREFIX_BYTES, NUMPY_TYPES
+from trimaran.server.pieces import PIECE_BYTES, PIECE_ITEMS, Pieces, finish
 
 _LENGTH = struct.Struct("<I")
 
@@ -18,13 +21,43 @@ Array = np.ndarray[Any, Any]
 
 def to_bytes(data: Array, datatype: str) -> bytes:
     """The elements of an array in row-major order."""
-    if datatype != "BYTES":
-        return np.ascontiguousarray(data, NUMPY_TYPES[datatype]).tobytes()
+    return b"".join(finish(to_parts(data, datatype)))
+
+
+def to_parts(data: Array, datatype: str) -> Pieces[list[bytes]]:
+    """The same as `to_bytes`, in parts."""
     parts: list[bytes] = []
-    for element in data.ravel():
-        raw = element.encode() if isinstance(element, str) else bytes(element)
-        parts += (_LENGTH.pack(len(raw)), raw)
-    return b"".join(parts)
+    if datatype == "BYTES":
+        for strings in cut_strings(data):
+            prefixed = (part for raw in strings for part in (_LENGTH.pack(len(raw)), raw))
+            parts.append(b"".join(prefixed))
+            yield
+        return parts
+    flat = np.ascontiguousarray(data, NUMPY_TYPES[datatype]).reshape(-1)
+    num_items = PIECE_BYTES // flat.itemsize
+    for start in range(0, len(flat), num_items):
+        parts.append(flat[start : start + num_items].tobytes())
+        yield
+    return parts
+
+
+def cut_strings(data: Array) -> Iterator[list[bytes]]:
+    """The elements of a BYTES tensor in order, at each time as many as take a moment."""
+    flat = data.reshape(-1)
+    for start in range(0, len(flat), PIECE_ITEMS):
+        strings = list(map(_raw, flat[start : start + PIECE_ITEMS].tolist()))
+        if sum(map(len, strings)) <= PIECE_BYTES:
+            yield strings
+        else:
+            yield from ([string] for string in strings)
+
+
+def _raw(element: Any) -> bytes:
+    if isinstance(element, bytes):
+        return element
+    if isinstance(element, (bytearray, memoryview)):
+        return bytes(element)
+    return str(element).encode()
 
 
 def object_array(elements: list[bytes], shape: tuple[int, ...] | None = None) -> Array:
@@ -34,16 +67,39 @@ def object_array(elements: list[bytes], shape: tuple[int, ...] | None = None) ->
     return array if shape is None else array.reshape(shape)
 
 
-def split_strings(raw: Buffer, input_name: str) -> list[bytes]:
-    """The elements of a BYTES tensor.
+def split_strings(raw: Buffer, input_name: str) -> Array:
+    """The elements of a BYTES tensor, flat.
 
     Raises:
         RequestError: a length or a string is cut.
     """
+    return finish(split_in_pieces(raw, input_name))
+
+
+def split_in_pieces(raw: Buffer, input_name: str) -> Pieces[Array]:
+    """The same as `split_strings`."""
     view = memoryview(raw)
+    pieces: deque[list[bytes]] = deque()
+    start = 0
+    while start < len(view):
+        strings, start = _some_strings(view, start, input_name)
+        pieces.append(strings)
+        yield
+    array = np.empty(sum(map(len, pieces)), dtype=object)
+    filled = 0
+    while pieces:
+        strings = pieces.popleft()
+        array[filled : filled + len(strings)] = strings
+        filled += len(strings)
+        yield
+    return array
+
+
+def _some_strings(view: memoryview, start: int, input_name: str) -> tuple[list[bytes], int]:
+    """The next strings from ``start`` on, and where they end."""
     elements: list[bytes] = []
-    start, end = 0, len(view)
-    while start < end:
+    end = len(view)
+    while start < end and len(elements) < PIECE_ITEMS:
         if end - start < LENGTH_PREFIX_BYTES:
             raise RequestError(
                 f"incomplete string length indicator for inference input '{input_name}', "
@@ -58,7 +114,7 @@ def split_strings(raw: Buffer, input_name: str) -> list[bytes]:
             )
         elements.append(bytes(view[start : start + length]))
         start += length
-    return elements
+    return elements, start
 
 
 def from_bytes(raw: Buffer, datatype: str, shape: tuple[int, ...]) -> Array:

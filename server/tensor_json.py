@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from itertools import chain
 from typing import Any
 
@@ -9,8 +10,9 @@ import numpy as np
 
 from trimaran.comm.errors import ErrorKind, RequestError
 from trimaran.server.datatypes import NUMPY_TYPES, ONLY_BINARY
-from trimaran.server.json_access import MAX_NESTING, too_big, wrong_type
-from trimaran.server.tensor_bytes import Array, object_array
+from trimaran.server.json_access import MAX_NESTING, dump, too_big, wrong_type
+from trimaran.server.pieces import PIECE_ITEMS, Pieces
+from trimaran.server.tensor_bytes import Array, cut_strings, object_array
 
 _DATA = "'data'"
 
@@ -77,21 +79,44 @@ def array_from_json(values: list[Any], datatype: str, input_name: str) -> Array:
         raise too_big() from None
 
 
-def json_values(data: Array, datatype: str, output_name: str) -> list[Any]:
-    """The elements of an output, flat. Floats are the exact doubles of the elements.
+def few_values(data: Array, datatype: str, output_name: str) -> list[Any] | None:
+    """The elements of an output, flat, if they take no more than a moment.
+
+    Raises:
+        RequestError: as for `to_json`.
+    """
+    values = next(_cut(data, datatype, output_name), [])
+    return values if len(values) == data.size else None
+
+
+def to_json(data: Array, datatype: str, output_name: str) -> Pieces[list[bytes]]:
+    """The elements of an output, flat, as the parts of a text of JSON values and commas.
+    Floats are the exact doubles of the elements.
 
     Raises:
         RequestError: a datatype without a JSON form.
     """
+    parts: list[bytes] = []
+    for values in _cut(data, datatype, output_name):
+        parts += (dump(values)[1:-1], b",")
+        yield
+    return parts[:-1]
+
+
+def _cut(data: Array, datatype: str, output_name: str) -> Iterator[list[Any]]:
+    """The elements in order, at each time as many as take a moment."""
     if datatype in ONLY_BINARY:
         raise RequestError(
             f"sending {datatype} data via JSON is not supported. Please use the binary data "
             f"format for output {output_name}"
         )
     if datatype == "BYTES":
-        return [text_of(element) for element in data.ravel()]
-    values: list[Any] = data.ravel().tolist()
-    return values
+        for strings in cut_strings(data):
+            yield list(map(text_of, strings))
+        return
+    flat = data.reshape(-1)
+    for start in range(0, len(flat), PIECE_ITEMS):
+        yield flat[start : start + PIECE_ITEMS].tolist()
 
 
 def text_of(element: bytes | str) -> str:

@@ -13,7 +13,8 @@ from tritonclient.grpc.model_config_pb2 import ModelConfig, ModelInput
 from trimaran.comm.errors import RequestError
 from trimaran.server.datatypes import element_bytes, from_config
 from trimaran.server.inference import Tensor
-from trimaran.server.tensor_bytes import Array, Buffer, from_bytes, object_array, split_strings
+from trimaran.server.pieces import Pieces, finish
+from trimaran.server.tensor_bytes import Array, Buffer, from_bytes, split_in_pieces
 
 INVALID_DATATYPE = "<invalid>"
 MAX_ELEMENTS = (1 << 63) - 1
@@ -55,9 +56,18 @@ class Validator:
         Raises:
             RequestError: the request does not fit the configuration.
         """
+        return finish(self.check_in_pieces(inputs, outputs, request_id))
+
+    def check_in_pieces(
+        self, inputs: Sequence[WireInput], outputs: Iterable[str], request_id: str
+    ) -> Pieces[dict[str, Tensor]]:
+        """The same as `check`."""
+        tensors: dict[str, Tensor] = {}
         with _prefixing(request_id):
             self._check_all(inputs, outputs)
-            return {wire.name: self._tensor(wire) for wire in inputs}
+            for wire in inputs:
+                tensors[wire.name] = yield from self._tensor(wire)
+        return tensors
 
     def check_shapes(
         self, inputs: Sequence[WireInput], outputs: Iterable[str], request_id: str
@@ -71,15 +81,6 @@ class Validator:
             self._check_all(inputs, outputs)
             for wire in inputs:
                 self._check_entry(wire)
-
-    def split(self, wire: WireInput, request_id: str) -> None:
-        """Split a binary input into its strings, as `check` would. May be called in a thread.
-
-        Raises:
-            RequestError: a length or a string is cut, or there are others than the shape says.
-        """
-        with _prefixing(request_id):
-            wire.data = self._elements(wire)
 
     def _check_all(self, inputs: Sequence[WireInput], outputs: Iterable[str]) -> None:
         given: dict[str, WireInput] = {}
@@ -153,9 +154,9 @@ class Validator:
         if batch_size == 0:
             raise _Prefixed(f"inference request batch-size must be >= 1 for '{self._name}'")
 
-    def _tensor(self, wire: WireInput) -> Tensor:
+    def _tensor(self, wire: WireInput) -> Pieces[Tensor]:
         entry = self._check_entry(wire)
-        flat = self._elements(wire)
+        flat = yield from self._elements(wire)
         return Tensor(wire.name, wire.datatype, flat.reshape(self._served_shape(wire, entry)))
 
     def _check_entry(self, wire: WireInput) -> ModelInput:
@@ -196,7 +197,7 @@ class Validator:
         )
         return batch + tuple(next(variable, -1) if dim == -1 else dim for dim in target)
 
-    def _elements(self, wire: WireInput) -> Array:
+    def _elements(self, wire: WireInput) -> Pieces[Array]:
         count = math.prod(wire.shape)
         if count > MAX_ELEMENTS:
             raise _Prefixed(
@@ -204,7 +205,7 @@ class Validator:
                 f"than {MAX_ELEMENTS} elements"
             )
         if wire.datatype == "BYTES":
-            return self._strings(wire, count)
+            return (yield from self._strings(wire, count))
         if isinstance(wire.data, np.ndarray):
             num_bytes = wire.data.nbytes
         else:
@@ -219,15 +220,15 @@ class Validator:
             return wire.data
         return from_bytes(wire.data, wire.datatype, (count,))
 
-    def _strings(self, wire: WireInput, expected: int) -> Array:
+    def _strings(self, wire: WireInput, expected: int) -> Pieces[Array]:
         if isinstance(wire.data, np.ndarray):
-            strings, count = wire.data, len(wire.data)
+            strings = wire.data
         else:
             try:
-                elements = split_strings(wire.data, wire.name)
+                strings = yield from split_in_pieces(wire.data, wire.name)
             except RequestError as error:
                 raise _Prefixed(str(error)) from None
-            strings, count = object_array(elements), len(elements)
+        count = len(strings)
         if count > expected:
             raise _Prefixed(
                 f"unexpected number of string elements {count} for inference input "

@@ -12,14 +12,15 @@ from trimaran.comm.errors import ErrorKind, RequestError
 from trimaran.server.custom_metrics import CustomMetrics, HeldMetrics
 from trimaran.server.inference import InferRequest, InferResponse, Model
 from trimaran.server.load_request import LoadRequest, load_request_of_files
+from trimaran.server.pieces import spread
 from trimaran.server.python_models.wire import (
     Call,
     Packed,
     Question,
     RequestFields,
     Result,
-    pack,
-    unpack,
+    pack_in_pieces,
+    unpack_in_pieces,
 )
 from trimaran.server.registry import ModelRegistry
 from trimaran.server.validation import WireInput
@@ -57,6 +58,7 @@ class ModelCalls:
         """
         try:
             fields = RequestFields.from_wire(call.request)
+            inputs = [await _wire_input(packed) for packed in fields.inputs]
             model = self._registry.get_ready(fields.model, fields.version)
             if model.is_decoupled and not call.is_decoupled:
                 raise RequestError(
@@ -66,7 +68,7 @@ class ModelCalls:
                     "decoupled models.",
                     ErrorKind.UNSUPPORTED,
                 )
-            await self._run(call, model, self._checked(model, fields), send)
+            await self._run(call, model, self._checked(model, fields, inputs), send)
         except RequestError as error:
             send(Result(call=call.call, error=str(error) or "no text", kind=error.kind.name))
         except Exception as error:
@@ -101,7 +103,7 @@ class ModelCalls:
     ) -> None:
         async with aclosing(model.infer(request)) as responses:  # type: ignore[type-var]
             async for response in responses:
-                send(_result(call, response, is_final=not call.is_decoupled))
+                send(await _result(call, response, is_final=not call.is_decoupled))
                 if not call.is_decoupled:
                     return
         if call.is_decoupled:
@@ -109,7 +111,9 @@ class ModelCalls:
             return
         raise RequestError(f"model '{model.name}' gave no response", ErrorKind.INTERNAL)
 
-    def _checked(self, model: Model, fields: RequestFields) -> InferRequest:
+    def _checked(
+        self, model: Model, fields: RequestFields, inputs: list[WireInput]
+    ) -> InferRequest:
         outputs = tuple(fields.outputs)
         request = InferRequest(
             model_name=model.name,
@@ -124,7 +128,6 @@ class ModelCalls:
             sequence_end=bool(fields.flags & SEQUENCE_END),
             arrival_ns=time.monotonic_ns(),
         )
-        inputs = [_wire_input(packed) for packed in fields.inputs]
         request.inputs = self._registry.validator(model).check(inputs, outputs, fields.id)
         return request
 
@@ -166,15 +169,15 @@ def _about_metrics(
     return {}
 
 
-def _result(call: Call, response: InferResponse, *, is_final: bool) -> Result:
+async def _result(call: Call, response: InferResponse, *, is_final: bool) -> Result:
     return Result(
         call=call.call,
-        tensors=[pack(tensor) for tensor in response.outputs],
+        tensors=[await spread(pack_in_pieces(tensor)) for tensor in response.outputs],
         parameters=dict(response.parameters),
         is_final=is_final,
     )
 
 
-def _wire_input(packed: Packed) -> WireInput:
-    tensor = unpack(packed)
+async def _wire_input(packed: Packed) -> WireInput:
+    tensor = await spread(unpack_in_pieces(packed))
     return WireInput(tensor.name, tensor.datatype, tensor.shape, tensor.data.reshape(-1))

@@ -13,23 +13,30 @@ from tritonclient.grpc.model_config_pb2 import ModelConfig
 
 from trimaran.comm.errors import RefusedError, RequestError, with_request_id
 from trimaran.server.inference import InferRequest
-from trimaran.server.python_models.wire import RequestFields, Respond, pack
+from trimaran.server.pieces import spread
+from trimaran.server.python_models.wire import Packed, RequestFields, Respond, pack_in_pieces
 from trimaran.server.queue_policy import QueuePolicy
 
 _keys = itertools.count(1)
 
 
 class Job:
-    """A request and its responses as they come."""
+    """A request and its responses as they come. To be packed before it is executed."""
 
     def __init__(self, request: InferRequest) -> None:
         self.request = request
+        self._inputs: list[Packed] = []
         self.key = next(_keys)
         self.arrived_s = time.monotonic()
         first = next(iter(request.inputs.values()), None)
         self.batch_size = first.shape[0] if first is not None and first.shape else 1
         self._responses: deque[Respond | RequestError] = deque()
         self._waiter: asyncio.Future[None] | None = None
+
+    async def pack(self) -> None:
+        """Make the inputs ready for the wire."""
+        for tensor in self.request.inputs.values():
+            self._inputs.append(await spread(pack_in_pieces(tensor)))
 
     def take(self, response: Respond | RequestError) -> None:
         """A response came, or the reason why none will."""
@@ -60,7 +67,7 @@ class Job:
             model=request.model_name,
             version=request.model_version,
             id=request.id,
-            inputs=[pack(tensor) for tensor in request.inputs.values()],
+            inputs=self._inputs,
             outputs=list(request.outputs),
             parameters=dict(request.parameters),
             priority=request.priority,

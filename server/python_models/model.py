@@ -13,11 +13,12 @@ from trimaran.server.datatypes import from_config
 from trimaran.server.inference import InferRequest, InferResponse, Model
 from trimaran.server.metadata import completed_config, to_json
 from trimaran.server.model_repository import RepositoryModel
+from trimaran.server.pieces import spread
 from trimaran.server.python_models.calls import ModelCalls
 from trimaran.server.python_models.instance import Instance
 from trimaran.server.python_models.job import Job, JobQueue
 from trimaran.server.python_models.output_shapes import OutputShapes
-from trimaran.server.python_models.wire import Respond, Start, unpack
+from trimaran.server.python_models.wire import Respond, Start, unpack_in_pieces
 
 MAX_INSTANCES = 64
 """Most processes of one model."""
@@ -79,6 +80,7 @@ class PythonModel:
     async def infer(self, request: InferRequest) -> AsyncGenerator[InferResponse, None]:
         """Run one request; see `inference.Model`."""
         job = Job(request)
+        await job.pack()
         self._check_alive()
         self._queue.add(job)
         expiry = self._limit_wait(job)
@@ -89,7 +91,7 @@ class PythonModel:
                 message = await job.next()
                 is_over = message.is_final
                 if message.tensors is not None or message.error or needs_response:
-                    yield self._response(request, message)
+                    yield await self._response(request, message)
                     needs_response = False
         finally:
             if expiry is not None:
@@ -98,7 +100,7 @@ class PythonModel:
                 for instance in self._instances:
                     instance.cancel(job)
 
-    def _response(self, request: InferRequest, message: Respond) -> InferResponse:
+    async def _response(self, request: InferRequest, message: Respond) -> InferResponse:
         if message.error:
             raise RequestError(message.error, ErrorKind[message.kind])
         if message.tensors is None:
@@ -108,7 +110,10 @@ class PythonModel:
             model_name=self.name,
             model_version=self.version,
             id=request.id,
-            outputs=[self._shapes.for_clients(unpack(packed)) for packed in message.tensors],
+            outputs=[
+                self._shapes.for_clients(await spread(unpack_in_pieces(packed)))
+                for packed in message.tensors
+            ],
             parameters=message.parameters,
             is_final=message.is_final,
         )

@@ -34,7 +34,7 @@ from trimaran.server.python_models.tensors import (
     triton_to_numpy_type,
 )
 from trimaran.server.python_models.wire import Log
-from trimaran.server.tensor_bytes import object_array, split_strings, to_bytes
+from trimaran.server.tensor_bytes import split_strings, to_bytes
 
 __all__ = [
     "InferenceRequest",
@@ -140,7 +140,7 @@ def serialize_byte_tensor(tensor: npt.NDArray[Any]) -> bytes | None:
 
 def deserialize_bytes_tensor(encoded: bytes) -> npt.NDArray[np.object_]:
     """The inverse of `serialize_byte_tensor`, flat."""
-    return object_array(split_strings(encoded, ""))
+    return split_strings(encoded, "")
 
 
 def is_model_ready(model_name: str, model_version: str = "") -> bool:

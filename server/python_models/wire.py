@@ -18,7 +18,8 @@ from trimaran.comm.errors import ProtocolError
 from trimaran.comm.frames import FrameCutter, frame
 from trimaran.server.datatypes import NUMPY_TYPES
 from trimaran.server.inference import Tensor
-from trimaran.server.tensor_bytes import object_array
+from trimaran.server.pieces import Pieces, finish
+from trimaran.server.tensor_bytes import split_in_pieces, to_parts
 
 MAX_FRAME_BYTES = 1 << 30
 """Longest message either way."""
@@ -30,8 +31,8 @@ BULK_PEER = 0
 """The only receiver of one end's memory."""
 
 Packed = list[Any]
-"""A tensor as name, datatype, shape and data: a list of bytes for BYTES, else a buffer, or
-where it lies."""
+"""A tensor as name, datatype, shape and data: a buffer, or where it lies. That of BYTES is
+as on the wire to clients."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -244,7 +245,7 @@ def open_stowed(message: Message) -> Release | None:
     numbers = []
     for tensors in _tensor_lists(message):
         for packed in tensors:
-            if packed[1] != "BYTES" and isinstance(packed[3], list):
+            if isinstance(packed[3], list):
                 numbers.append(packed[3][-1])
                 packed[3] = open_bulk(packed[3])
     return Release(numbers=numbers) if numbers else None
@@ -296,9 +297,15 @@ def _decode(body: bytes) -> Message:
 
 def pack(tensor: Tensor) -> Packed:
     """A tensor for the wire."""
+    return finish(pack_in_pieces(tensor))
+
+
+def pack_in_pieces(tensor: Tensor) -> Pieces[Packed]:
+    """The same as `pack`."""
     shape = list(tensor.data.shape)
     if tensor.datatype == "BYTES":
-        return [tensor.name, tensor.datatype, shape, [_raw(e) for e in tensor.data.ravel()]]
+        raw = b"".join((yield from to_parts(tensor.data, tensor.datatype)))
+        return [tensor.name, tensor.datatype, shape, memoryview(raw)]
     array = np.ascontiguousarray(tensor.data, NUMPY_TYPES[tensor.datatype])
     flat = array.reshape(-1).view(np.uint8)
     return [tensor.name, tensor.datatype, shape, flat.data if flat.size else b""]
@@ -307,14 +314,16 @@ def pack(tensor: Tensor) -> Packed:
 def unpack(packed: Packed, *, is_writable: bool = False) -> Tensor:
     """The inverse of `pack`, once `open_stowed` was there; a view of the message unless it
     has to be writable."""
+    return finish(unpack_in_pieces(packed, is_writable=is_writable))
+
+
+def unpack_in_pieces(packed: Packed, *, is_writable: bool = False) -> Pieces[Tensor]:
+    """The same as `unpack`."""
     name, datatype, shape, data = packed
     if datatype == "BYTES":
-        return Tensor(name, datatype, object_array(data, tuple(shape)))
+        strings = yield from split_in_pieces(data, name)
+        return Tensor(name, datatype, strings.reshape(shape))
     if is_writable and isinstance(data, bytes):
         data = bytearray(data)
     array = np.frombuffer(data, NUMPY_TYPES[datatype])
     return Tensor(name, datatype, array.reshape(shape))
-
-
-def _raw(element: Any) -> bytes:
-    return element if isinstance(element, bytes) else str(element).encode()

@@ -36,6 +36,8 @@ def there_and_back(tensor, datatype=None):
         np.zeros((0, 4), np.uint64),
         np.arange(1 << 17, dtype=np.float32).reshape(2, -1),
         np.array([["größer".encode(), b"a\0"]], dtype=object),
+        np.array([b"%d" % number for number in range(1 << 15)], dtype=object).reshape(2, -1),
+        np.array([b"a" * (2 << 20), b"", b"\0b"], dtype=object),
     ],
 )
 def test_a_tensor_comes_back_as_it_was_and_may_be_written_to(array):
@@ -45,6 +47,18 @@ def test_a_tensor_comes_back_as_it_was_and_may_be_written_to(array):
     assert found.tolist() == array.tolist()
     assert found.flags.writeable
     assert tensor.triton_dtype() == pb_utils.numpy_to_triton_type(array.dtype)
+
+
+def test_no_message_grows_with_its_tensors():
+    bulk = BulkSender()
+    for array in (
+        np.zeros(1 << 20, np.float32),
+        np.array([b"many"] * (1 << 15), dtype=object),
+        np.array([b"long" * (1 << 15)], dtype=object),
+    ):
+        sent = Respond(key=1, tensors=[Tensor("x", array).to_packed()])
+        assert len(encode(sent, bulk)) < 100
+    assert bulk.num_held == 3
 
 
 def test_texts_and_fixed_width_strings_become_bytes():

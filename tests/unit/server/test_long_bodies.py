@@ -6,16 +6,15 @@ import json
 import socket
 import struct
 import threading
-import time
 
 import numpy as np
 import psutil
 import pytest
+from loop_watch import LONGEST_PAUSE_S, LoopWatch
 
 from trimaran.server import http_infer
 from trimaran.server.body_reader import LONG_BYTES
 
-LONGEST_PAUSE_S = 0.5
 HUGE = 24 << 20
 
 INFER = b'{"inputs":[{"name":"%b","datatype":"%b","shape":[%d],"data":[%b]}]}'
@@ -39,36 +38,6 @@ BODIES = {
         b'{"text_input":"a","max_tokens":1,"bad_words":[%b"x"]}' % repeated(b'"ab",'),
     ),
 }  # fmt: skip
-
-
-class LoopWatch:
-    """How long a server's loop did nothing else, at most, while the context lasts."""
-
-    def __init__(self, server):
-        self._server = server
-        self._handle = None
-        self._last = 0.0
-        self.longest_s = 0.0
-
-    def __enter__(self):
-        self._server.run(self._begin())
-        return self
-
-    def __exit__(self, *exception):
-        self._server.run(self._end())
-
-    async def _begin(self):
-        self._last = time.monotonic()
-        self._tick()
-
-    async def _end(self):
-        self._handle.cancel()
-
-    def _tick(self):
-        now = time.monotonic()
-        self.longest_s = max(self.longest_s, now - self._last)
-        self._last = now
-        self._handle = self._server.loop.call_later(0.002, self._tick)
 
 
 def long_texts(num_bytes=2 * LONG_BYTES):

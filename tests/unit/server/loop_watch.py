@@ -1,0 +1,35 @@
+"""How long a server's event loop was kept by one thing."""
+
+import time
+
+LONGEST_PAUSE_S = 0.5
+
+
+class LoopWatch:
+    """How long a server's loop did nothing else, at most, while the context lasts."""
+
+    def __init__(self, server):
+        self._server = server
+        self._handle = None
+        self._last = 0.0
+        self.longest_s = 0.0
+
+    def __enter__(self):
+        self._server.run(self._begin())
+        return self
+
+    def __exit__(self, *exception):
+        self._server.run(self._end())
+
+    async def _begin(self):
+        self._last = time.monotonic()
+        self._tick()
+
+    async def _end(self):
+        self._handle.cancel()
+
+    def _tick(self):
+        now = time.monotonic()
+        self.longest_s = max(self.longest_s, now - self._last)
+        self._last = now
+        self._handle = self._server.loop.call_later(0.002, self._tick)
