@@ -32,6 +32,53 @@ def test_every_script_is_read_by_bash(template: str, container: tuple[str, ...])
     assert "{{" not in script and "{%" not in script
 
 
+@pytest.fixture
+def run_job(tmp_path: Path):
+    """Run a batch script whose ``trimaran`` is this shell text: its exit code and its words."""
+    programs = tmp_path / "bin"
+    programs.mkdir()
+
+    def program(name: str, text: str) -> None:
+        (programs / name).write_text(f"#!/bin/bash\n{text}\n")
+        (programs / name).chmod(0o755)
+
+    def start(trimaran: str, num_restarts: int = 0) -> tuple[int, str]:
+        program("scontrol", 'echo "scontrol $*"')
+        if trimaran:
+            program("trimaran", trimaran)
+        script = script_of("--world-size", "2", "--log-dir", str(tmp_path / "logs"))
+        done = subprocess.run(
+            ["bash"], input=script, text=True, capture_output=True, timeout=60,
+            env={"PATH": f"{programs}:/usr/bin:/bin", "SLURM_JOB_ID": "7",
+                 "SLURM_RESTART_COUNT": str(num_restarts)},
+        )  # fmt: skip
+        return done.returncode, done.stdout
+
+    return start
+
+
+def test_a_job_without_the_program_fails_and_is_not_queued_again(run_job):
+    # Time and again: it is over before the script asks for it, or after.
+    assert {run_job("") for _ in range(10)} == {(127, "")}
+
+
+@pytest.mark.parametrize(
+    ("code", "num_restarts", "is_queued"),
+    [(0, 0, False), (2, 0, False), (1, 0, True), (1, 3, False)],
+)
+def test_a_job_is_queued_again_where_another_start_can_help(
+    run_job, code, num_restarts, is_queued
+):
+    found, said = run_job(f"exit {code}", num_restarts)
+    assert (found, "scontrol requeue 7" in said) == (code, is_queued)
+
+
+@pytest.mark.parametrize("pause", ["", "sleep 0.2;"])
+def test_the_code_of_a_drain_is_that_of_the_job(run_job, pause):
+    drain = f"trap '{pause} exit 5' TERM; kill -TERM $PPID; while :; do sleep 0.01; done"
+    assert {run_job(drain)[0] for _ in range(5)} == {5}
+
+
 def test_the_shape_of_the_job_comes_from_the_flags():
     script = script_of(
         "--template", "leader-multinode", "--nodes", "2", "--world-size", "8",
