@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Awaitable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +14,7 @@ from trimaran.server.python_models.responses import (
     InferenceResponseSender,
     Ticket,
     TritonError,
+    checked_parameters,
 )
 from trimaran.server.python_models.tensors import Tensor, TritonModelException
 from trimaran.server.python_models.wire import RequestFields, Result
@@ -70,7 +71,7 @@ class InferenceRequest:
             version="" if str(model_version) == "-1" else str(model_version),
             id=str(request_id),
             outputs=list(requested_output_names),
-            parameters=_checked(options.get("parameters") or {}),
+            parameters=checked_parameters(options.get("parameters") or {}),
             priority=options.get("priority", 0),
             timeout_us=options.get("timeout", 0),
             correlation_id=correlation_id,
@@ -259,13 +260,3 @@ def _response(result: Result) -> InferenceResponse:
         return InferenceResponse(error=TritonError.of_kind(result.error, result.kind))
     tensors = [Tensor.from_packed(packed) for packed in result.tensors or ()]
     return InferenceResponse(tensors, parameters=result.parameters)
-
-
-def _checked(parameters: Mapping[str, Any]) -> dict[str, Any]:
-    for name, value in parameters.items():
-        if not isinstance(name, str) or not isinstance(value, str | int | bool | float):
-            raise TritonModelException(
-                f"parameter {name!r} is {value!r}, but parameters have texts as names and "
-                "bool, int, float or str values"
-            )
-    return dict(parameters)

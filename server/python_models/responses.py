@@ -58,6 +58,23 @@ _KINDS = (
 )  # fmt: skip
 
 
+def checked_parameters(parameters: Mapping[str, Any]) -> dict[str, Any]:
+    """The parameters of a request or a response, if they are what clients may have."""
+    for name, value in parameters.items():
+        if not isinstance(name, str) or not _is_value(value):
+            raise TritonModelException(
+                f"parameter {name!r} is {value!r}, but parameters have texts as names and "
+                "bool, int (of 64 bits), float or str values"
+            )
+    return dict(parameters)
+
+
+def _is_value(value: object) -> bool:
+    if isinstance(value, int):
+        return -(1 << 63) <= value < 1 << 63
+    return isinstance(value, str | float)
+
+
 class InferenceResponse:
     """Tensors, or an error."""
 
@@ -102,7 +119,7 @@ class InferenceResponse:
             for tensor in self._tensors
             if tensor.name() in outputs
         ]
-        parameters = self._parameters
+        parameters = checked_parameters(self._parameters)
         return Respond(key=key, tensors=tensors, parameters=parameters, is_final=is_final)
 
 

@@ -93,6 +93,20 @@ def test_what_is_no_tensor_is_refused_by_name():
         Tensor("x", np.array([1.0])).to_packed("FP32")
 
 
+@pytest.mark.parametrize("value", [None, [1], b"x", 1 << 63, np.int64(3)])
+def test_a_response_with_a_parameter_that_no_client_can_have_is_refused(value):
+    fine = pb_utils.InferenceResponse([], parameters={"a": -(1 << 63), "b": True, "c": 0.5})
+    assert fine.message(1, {}, is_final=True).parameters == {
+        "a": -(1 << 63),
+        "b": True,
+        "c": 0.5,
+    }
+    for parameters in ({"k": value}, {3: "x"}):
+        response = pb_utils.InferenceResponse([], parameters=parameters)
+        with pytest.raises(TritonModelException, match="but parameters have texts as names"):
+            response.message(1, {}, is_final=True)
+
+
 def test_serialized_strings_come_back_flat():
     array = np.array([[b"a", b""], [b"b\0", "größer".encode()]], dtype=object)
     raw = pb_utils.serialize_byte_tensor(array)
