@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+from collections.abc import Iterable
 from pathlib import Path
 
 from trimaran.comm.errors import ConfigError
@@ -29,6 +31,8 @@ def find_weight_files(folder: Path) -> tuple[Path, ...]:
         files = _files_of(folder, stem, suffix)
         if files:
             return files
+    suffixes = [suffix for _, suffix in _FORMATS]
+    refuse_lost_links(file for file in sorted(folder.iterdir()) if file.suffix in suffixes)
     raise ConfigError(_no_weights(folder))
 
 
@@ -74,13 +78,34 @@ def _files_of(folder: Path, stem: str, suffix: str) -> tuple[Path, ...]:
         files = tuple(folder / name for name in names)
     except (ValueError, KeyError, AttributeError, TypeError):
         raise ConfigError(f"{index}: holds no weight_map. Download the folder again.") from None
+    except OSError as error:
+        raise ConfigError(
+            f"{index}: cannot be read ({error.strerror}). Correct its access rights, or "
+            "download the folder again."
+        ) from None
     absent = [file for file in files if not file.exists()]
     if absent:
+        refuse_lost_links(absent)
         raise ConfigError(
             f"{absent[0]}: cannot be read: {len(absent)} of the {len(files)} files that "
             f"{index.name} names are not there. Download the folder again."
         )
     return files
+
+
+def refuse_lost_links(paths: Iterable[Path]) -> None:
+    """Say of the first link that leads nowhere where it leads.
+
+    Raises:
+        ConfigError: there is one.
+    """
+    for path in paths:
+        if path.is_symlink() and not path.exists():
+            raise ConfigError(
+                f"{path}: is a link to {os.readlink(path)}, which is not there. Mount or copy "
+                "that too (a download cache has its files in `blobs`, beside `snapshots`), or "
+                "download the folder again."
+            )
 
 
 def _no_weights(folder: Path) -> str:

@@ -13,6 +13,7 @@ from trimaran.comm.errors import ConfigError
 from trimaran.worker.checkpoint_folder import (
     check_weight_files,
     find_weight_files,
+    refuse_lost_links,
     stored_dtype,
 )
 from trimaran.worker.pretrained_config import PretrainedConfig
@@ -249,6 +250,7 @@ def _read_config(folder: Path) -> dict[str, Any]:
     try:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
+        refuse_lost_links([path])
         snapshots = sorted(folder.glob(f"snapshots/*/{CONFIG_FILE}"))
         inside = f" Or was {snapshots[-1].parent} meant?" if snapshots else ""
         raise ConfigError(
@@ -256,7 +258,9 @@ def _read_config(folder: Path) -> dict[str, Any]:
             f"`trimaran build`, or a Hugging Face folder.{inside}"
         ) from None
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: cannot be read: {error}. {_BUILD_AGAIN}.") from None
+        raise ConfigError(
+            f"{path}: cannot be read: {error}. {_BUILD_AGAIN}, or correct its access rights."
+        ) from None
     if not text.strip():
         raise ConfigError(f"{path}: is empty. {_BUILD_AGAIN}, or copy it again.")
     try:

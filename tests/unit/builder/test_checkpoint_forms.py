@@ -128,6 +128,24 @@ def test_links_as_in_a_download_cache_are_followed(llama, built, tmp_path):
     assert _same(built(snapshot), built(checkpoint.folder))
 
 
+@pytest.mark.parametrize("lost", ["config.json", "model.safetensors"])
+def test_a_link_of_a_download_cache_that_leads_nowhere_is_named(lost, llama, refused, tmp_path):
+    for path in llama().folder.iterdir():
+        (tmp_path / path.name).symlink_to("../../blobs/0123" if path.name == lost else path)
+    error = refused(tmp_path)
+    assert f"{tmp_path / lost}: is a link to ../../blobs/0123, which is not there." in error
+
+
+def test_a_file_of_an_index_that_is_such_a_link_is_named_too(llama, refused):
+    folder = llama().folder
+    link = folder / "model-1.safetensors"
+    link.symlink_to("../../blobs/0123")
+    (folder / "model.safetensors").unlink()
+    index = {"weight_map": {"lm_head.weight": link.name}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert f"{link}: is a link to ../../blobs/0123, which is not there." in refused(folder)
+
+
 def test_the_folder_of_a_download_cache_leads_to_its_snapshot(llama, refused, tmp_path):
     snapshot = tmp_path / "models--a--b" / "snapshots" / "0123"
     snapshot.parent.mkdir(parents=True)
