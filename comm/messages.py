@@ -383,8 +383,11 @@ _FIELDS: dict[type[Message], tuple[str, ...]] = {
 def encode(message: Message) -> bytes:
     """A whole frame, length included."""
     names = _FIELDS[type(message)]
+    # Clients' texts need not be UTF-8: their bytes go as they came.
     body: bytes = msgpack.packb(
-        [message.number, *(getattr(message, name) for name in names)], use_bin_type=True
+        [message.number, *(getattr(message, name) for name in names)],
+        use_bin_type=True,
+        unicode_errors="surrogateescape",
     )
     return frame(body)
 
@@ -396,7 +399,9 @@ def decode(body: bytes | memoryview) -> Message:
         ProtocolError: not msgpack, an unknown number, or fields that do not fit.
     """
     try:
-        number, *values = msgpack.unpackb(body, raw=False, strict_map_key=False)
+        number, *values = msgpack.unpackb(
+            body, raw=False, strict_map_key=False, unicode_errors="surrogateescape"
+        )
         cls = _TYPES[number]
         return cls(**dict(zip(_FIELDS[cls], values, strict=False)))
     except (ValueError, KeyError, TypeError, msgpack.UnpackException) as error:

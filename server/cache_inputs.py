@@ -92,4 +92,5 @@ def salted(parameters: Mapping[str, Any], cache_key: bytes) -> bytes:
             f"parameter '{_SALT}' is {salt!r} but must be a text that is not empty; requests "
             "share cached blocks only under equal texts"
         )
-    return blake2b(salt.encode(), digest_size=16, person=b"salt").digest() + cache_key
+    raw = salt.encode("utf-8", "surrogateescape")
+    return blake2b(raw, digest_size=16, person=b"salt").digest() + cache_key

@@ -226,7 +226,10 @@ def encode(message: Message, bulk: BulkSender) -> bytes:
     stowed = _stow(message, bulk)
     number = _NUMBERS[type(message)]
     values = (getattr(message, name) for name in _FIELDS[number])
-    body: bytes = msgpack.packb([number, *values], use_bin_type=True)
+    # Clients' texts need not be UTF-8: their bytes go as they came.
+    body: bytes = msgpack.packb(
+        [number, *values], use_bin_type=True, unicode_errors="surrogateescape"
+    )
     if len(body) > MAX_FRAME_BYTES:
         bulk.release(BULK_PEER, stowed)
         raise MessageTooLongError(
@@ -287,7 +290,10 @@ class FrameBuffer(FrameCutter[Message]):
 def _decode(body: bytes) -> Message:
     try:
         number, *values = msgpack.unpackb(
-            body, strict_map_key=False, max_bin_len=MAX_FRAME_BYTES
+            body,
+            strict_map_key=False,
+            max_bin_len=MAX_FRAME_BYTES,
+            unicode_errors="surrogateescape",
         )
         message: Message = _TYPES[number](**dict(zip(_FIELDS[number], values, strict=True)))
     except (ValueError, IndexError, TypeError, msgpack.UnpackException) as error:

@@ -19,6 +19,7 @@ from trimaran.comm.messages import (
     Message,
     Ping,
     RequestFailed,
+    Stop,
     decode,
     encode,
     pack_ids,
@@ -58,6 +59,12 @@ def sample(message_type: type[Message]) -> Message:
 @pytest.mark.parametrize("message_type", TYPES, ids=lambda t: t.__name__)
 def test_every_field_survives_the_wire(message_type):
     message = sample(message_type)
+
+    assert decode(body(encode(message))) == message
+
+
+def test_texts_of_clients_need_not_be_utf8():
+    message = Stop(client_request_id=b"gr\xfcn".decode("utf-8", "surrogateescape"))
 
     assert decode(body(encode(message))) == message
 

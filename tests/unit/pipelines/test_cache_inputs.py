@@ -91,6 +91,11 @@ async def test_retention_that_means_nothing_is_refused(serve, inputs, text):
     assert text in str(got.value)
 
 
+def test_a_salt_need_not_be_utf8():
+    salt = b"gr\xfcn".decode("utf-8", "surrogateescape")
+    assert salted({"cache_salt": salt}, b"") != salted({"cache_salt": "gr\xfcn"}, b"")
+
+
 def test_salts_keep_requests_apart_whatever_else_does():
     keys = [
         salted(parameters, key)

@@ -93,6 +93,12 @@ def test_what_is_no_tensor_is_refused_by_name():
         Tensor("x", np.array([1.0])).to_packed("FP32")
 
 
+def test_texts_of_clients_need_not_be_utf8():
+    sent = Respond(key=1, tensors=[], parameters={"gr\udcfcn": "\udcff"})
+    (received,) = FrameBuffer().feed(encode(sent, BulkSender()))
+    assert received.parameters == sent.parameters
+
+
 @pytest.mark.parametrize("value", [None, [1], b"x", 1 << 63, np.int64(3)])
 def test_a_response_with_a_parameter_that_no_client_can_have_is_refused(value):
     fine = pb_utils.InferenceResponse([], parameters={"a": -(1 << 63), "b": True, "c": 0.5})
