@@ -26,15 +26,19 @@ class RepositoryPoll:
 
     async def run(self) -> None:
         """Look until cancelled. Models that are loaded already count as seen."""
+        look = self._look_first
+        while True:
+            try:
+                await look()
+                look = self._look
+            except ConfigError as error:
+                logger.error("the repository cannot be read: %s", error)
+            await asyncio.sleep(self._period_s)
+
+    async def _look_first(self) -> None:
         self._seen = await asyncio.to_thread(self._reader.fingerprints)
         for loaded in self._control.loaded():
             self._seen[loaded.candidate.name] = loaded.candidate.fingerprint
-        while True:
-            await asyncio.sleep(self._period_s)
-            try:
-                await self._look()
-            except ConfigError as error:
-                logger.error("the repository cannot be read: %s", error)
 
     async def _look(self) -> None:
         found = await asyncio.to_thread(self._reader.fingerprints)

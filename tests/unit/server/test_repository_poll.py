@@ -1,0 +1,55 @@
+"""A poll goes on where the repository cannot be read for a while, from the first look on."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+
+from trimaran.comm.errors import ConfigError
+from trimaran.server.repository_poll import RepositoryPoll
+
+
+class Shaky:
+    """A reader that fails at some of its looks; what it sees changes with each."""
+
+    def __init__(self, *failing):
+        self.num_looks = 0
+        self._failing = failing
+
+    def fingerprints(self):
+        self.num_looks += 1
+        if self.num_looks in self._failing:
+            raise ConfigError("stale file handle")
+        return {"m": f"state {self.num_looks}"}
+
+
+class Control:
+    """Notes what is loaded; nothing is at first."""
+
+    def __init__(self):
+        self.asked = []
+
+    def loaded(self):
+        return [SimpleNamespace(candidate=SimpleNamespace(name="m", fingerprint="state 2"))]
+
+    async def load(self, request):
+        self.asked.append(request.name)
+
+
+async def looks_of(reader, control, num_looks):
+    """Let a poll look so often."""
+    poll = asyncio.ensure_future(RepositoryPoll(reader, control, 0.01).run())
+    while reader.num_looks < num_looks and not poll.done():
+        await asyncio.sleep(0.01)
+    poll.cancel()
+    await asyncio.gather(poll, return_exceptions=True)
+    return poll
+
+
+def test_a_poll_survives_looks_that_fail_the_first_too(caplog):
+    reader, control = Shaky(1, 3), Control()
+    poll = asyncio.run(looks_of(reader, control, 5))
+    assert poll.cancelled()
+    # Looks: failed, the first, failed, a change, and perhaps another.
+    assert control.asked[:1] == ["m"]
+    assert caplog.text.count("the repository cannot be read: stale file handle") == 2
