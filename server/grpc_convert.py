@@ -99,7 +99,7 @@ def _input(
 ) -> Pieces[WireInput]:
     name, model = entry.name, message.model_name
     if "shared_memory_region" in entry.parameters:
-        raise _unknown_region(entry.parameters["shared_memory_region"])
+        raise _unknown_region(name, entry.parameters["shared_memory_region"])
     shape = tuple(entry.shape)
     datatype = entry.datatype if entry.datatype in NUMPY_TYPES else INVALID_DATATYPE
     if message.raw_input_contents:
@@ -153,11 +153,16 @@ def _output(output: pb.ModelInferRequest.InferRequestedOutputTensor) -> Requeste
         if num_classes <= 0:
             raise RequestError("invalid value for 'classification' parameter, expected >= 0")
     if has_region:
-        raise _unknown_region(output.parameters["shared_memory_region"])
+        raise _unknown_region(output.name, output.parameters["shared_memory_region"])
     return RequestedOutput(output.name, is_binary=True, num_classes=num_classes)
 
 
-def _unknown_region(parameter: pb.InferParameter) -> RequestError:
+def _unknown_region(tensor: str, parameter: pb.InferParameter) -> RequestError:
+    if parameter.WhichOneof("parameter_choice") != "string_param":
+        return RequestError(
+            f"invalid value type for 'shared_memory_region' parameter for tensor '{tensor}', "
+            "expected string_param."
+        )
     return RequestError(
         f"Unable to find shared memory region: '{parameter.string_param}'", ErrorKind.NOT_FOUND
     )

@@ -21,7 +21,7 @@ from trimaran.server.inference import InferRequest
 from trimaran.server.json_access import JsonObject, as_list, as_object, as_string, as_unsigned
 from trimaran.server.parameters import apply_json_parameters, check_number
 from trimaran.server.tensor_json import array_from_json, flatten
-from trimaran.server.validation import WireInput
+from trimaran.server.validation import MAX_ELEMENTS, WireInput, too_many_elements
 
 _INT32_MAX = (1 << 31) - 1
 
@@ -202,6 +202,8 @@ def _data_source(entry: JsonObject) -> int | None:
 
 def _json_data(entry: JsonObject, wire: WireInput, max_input_bytes: int) -> Any:
     count = math.prod(wire.shape)
+    if count > MAX_ELEMENTS:
+        raise RequestError(too_many_elements(wire))
     check_size(
         f"JSON input '{wire.name}'", count * element_bytes(wire.datatype), max_input_bytes
     )

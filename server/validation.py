@@ -200,10 +200,7 @@ class Validator:
     def _elements(self, wire: WireInput) -> Pieces[Array]:
         count = math.prod(wire.shape)
         if count > MAX_ELEMENTS:
-            raise _Prefixed(
-                f"invalid shape for input '{wire.name}': shape {_dims(wire.shape)} has more "
-                f"than {MAX_ELEMENTS} elements"
-            )
+            raise _Prefixed(too_many_elements(wire))
         if wire.datatype == "BYTES":
             return (yield from self._strings(wire, count))
         if isinstance(wire.data, np.ndarray):
@@ -240,6 +237,14 @@ class Validator:
                 f"model '{self._name}', got {count}"
             )
         return strings
+
+
+def too_many_elements(wire: WireInput) -> str:
+    """The error of an input whose elements no server can count."""
+    return (
+        f"invalid shape for input '{wire.name}': shape {_dims(wire.shape)} has more than "
+        f"{MAX_ELEMENTS} elements"
+    )
 
 
 class _Prefixed(Exception):

@@ -192,6 +192,10 @@ def unknown_region(message):
     message.inputs[0].parameters["shared_memory_region"].string_param = "r"
 
 
+def numbered_region(message):
+    message.inputs[0].parameters["shared_memory_region"].int64_param = 5
+
+
 @pytest.mark.parametrize(
     ("spoil", "code", "text"),
     [
@@ -214,6 +218,8 @@ def unknown_region(message):
         (zero_classes, "INVALID_ARGUMENT", "invalid value for 'classification' parameter, "
          "expected >= 0"),
         (unknown_region, "NOT_FOUND", "Unable to find shared memory region: 'r'"),
+        (numbered_region, "INVALID_ARGUMENT", "invalid value type for 'shared_memory_region' "
+         "parameter for tensor 'X', expected string_param."),
     ],
 )  # fmt: skip
 def test_a_wrong_request_is_refused_with_the_text_that_clients_know(stub, spoil, code, text):

@@ -266,6 +266,12 @@ def test_classification_gives_the_best_values_with_their_places(server):
         ),
         ({"inputs": [x_input(datatype="INT33")]}, 400, "invalid datatype for input X"),
         (
+            {"inputs": [x_input(shape=[1 << 32, 1 << 31])]},
+            400,
+            "invalid shape for input 'X': shape [4294967296,2147483648] has more than "
+            "9223372036854775807 elements",
+        ),
+        (
             {"inputs": [x_input(datatype="FP16")]},
             400,
             "receiving FP16 data via JSON is not supported. Please use the binary data format "
