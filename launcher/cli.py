@@ -87,6 +87,7 @@ SUBCOMMANDS: dict[str, Subcommand] = {
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command. Returns the exit code: 2 for what the operator must change."""
     words = list(sys.argv[1:] if argv is None else argv)
+    _open_standard_streams()
     try:
         return _dispatch(words)
     except ConfigError as error:
@@ -101,6 +102,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         # The reader of our output went away (`trimaran ... | head`): not our failure.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_FAILURE
+
+
+def _open_standard_streams() -> None:
+    """Let what was closed when we were started lead nowhere: else a socket would have its
+    number, and get our words."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115
 
 
 def _dispatch(words: list[str]) -> int:
