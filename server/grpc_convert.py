@@ -14,7 +14,7 @@ from trimaran.server.infer_json import ParsedInfer, RequestedOutput
 from trimaran.server.inference import InferRequest, InferResponse, ParameterValue, Tensor
 from trimaran.server.parameters import check_custom_name
 from trimaran.server.pieces import PIECE_ITEMS, Pieces
-from trimaran.server.tensor_bytes import Array, to_parts
+from trimaran.server.tensor_bytes import Array, to_bytes, to_parts
 from trimaran.server.validation import INVALID_DATATYPE, WireInput
 
 EMPTY_FINAL = "triton_enable_empty_final_response"
@@ -180,6 +180,9 @@ def fill_response(
     raw = message.raw_output_contents
     for output in outputs:
         message.outputs.add(name=output.name, datatype=output.datatype, shape=output.shape)
+        if output.data.size <= PIECE_ITEMS:
+            raw.append(to_bytes(output.data, output.datatype))
+            continue
         parts = yield from to_parts(output.data, output.datatype)
         data = b"".join(parts)
         yield

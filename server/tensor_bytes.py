@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import struct
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -21,7 +21,9 @@ Array = np.ndarray[Any, Any]
 
 def to_bytes(data: Array, datatype: str) -> bytes:
     """The elements of an array in row-major order."""
-    return b"".join(finish(to_parts(data, datatype)))
+    if datatype == "BYTES":
+        return _prefixed(map(_raw, data.reshape(-1).tolist()))
+    return np.ascontiguousarray(data, NUMPY_TYPES[datatype]).tobytes()
 
 
 def to_parts(data: Array, datatype: str) -> Pieces[list[bytes]]:
@@ -29,8 +31,7 @@ def to_parts(data: Array, datatype: str) -> Pieces[list[bytes]]:
     parts: list[bytes] = []
     if datatype == "BYTES":
         for strings in cut_strings(data):
-            prefixed = (part for raw in strings for part in (_LENGTH.pack(len(raw)), raw))
-            parts.append(b"".join(prefixed))
+            parts.append(_prefixed(strings))
             yield
         return parts
     flat = np.ascontiguousarray(data, NUMPY_TYPES[datatype]).reshape(-1)
@@ -50,6 +51,10 @@ def cut_strings(data: Array) -> Iterator[list[bytes]]:
             yield strings
         else:
             yield from ([string] for string in strings)
+
+
+def _prefixed(strings: Iterable[bytes]) -> bytes:
+    return b"".join([part for raw in strings for part in (_LENGTH.pack(len(raw)), raw)])
 
 
 def _raw(element: Any) -> bytes:
