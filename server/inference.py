@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 from tritonclient.grpc.model_config_pb2 import ModelConfig
@@ -90,4 +90,14 @@ class Model(Protocol):
 
     def infer(self, request: InferRequest) -> AsyncIterator[InferResponse]:
         """Run one request."""
+        ...
+
+
+@runtime_checkable
+class QueueingModel(Protocol):
+    """A model whose requests wait in the front end before they are executed."""
+
+    @property
+    def num_queued(self) -> int:
+        """Requests that wait."""
         ...

@@ -17,7 +17,7 @@ from trimaran.server.expert_metrics import ExpertMetrics
 from trimaran.server.exposition import render
 from trimaran.server.group_board import GroupBoard
 from trimaran.server.host_metrics import HostMetrics, HostReading
-from trimaran.server.inference import Model
+from trimaran.server.inference import Model, QueueingModel
 from trimaran.server.measured_model import MeasuredModel
 from trimaran.server.model_metrics import InferenceFamilies, MetricsOptions, ModelMetrics
 from trimaran.server.other_counts import OtherCounts, own_counts
@@ -54,6 +54,8 @@ class Metrics:
         if isinstance(model, MeasuredModel):
             return model
         series = ModelMetrics(self._families, model.name, model.version, model.config)
+        if isinstance(model, QueueingModel):
+            series.show_queue(model)
         return MeasuredModel(model, ModelStatistics(model.name, model.version), series)
 
     def forget(self, model: str, version: str) -> None:

@@ -13,6 +13,7 @@ from tritonclient.grpc.model_config_pb2 import ModelConfig
 
 from trimaran.comm.errors import ConfigError
 from trimaran.server.exposition import QuantileSummary
+from trimaran.server.inference import QueueingModel
 from trimaran.server.metric_tags import tag_labels
 
 _LABELS = ("model", "version")
@@ -173,7 +174,7 @@ class ModelMetrics:
         self._durations = {
             name: counter.labels(*labels) for name, counter in families.durations.items()
         }
-        families.pending.labels(*labels)
+        self._pending = families.pending.labels(*labels)
         families.load_duration.labels(*labels)
         self._summaries = families.summaries
         for summary in self._summaries.values():
@@ -181,6 +182,10 @@ class ModelMetrics:
         self._first_response: Histogram | None = None
         if families.options.has_histograms:
             self._first_response = _first_response_series(families, labels, config)
+
+    def show_queue(self, model: QueueingModel) -> None:
+        """Show how many requests of the model wait, whenever somebody reads."""
+        self._pending.set_function(lambda: model.num_queued)
 
     def success(
         self, *, batch_size: int, total_us: float, queue_us: float, infer_us: float

@@ -55,6 +55,11 @@ class PythonModel:
         """Whether an instance could take a request."""
         return any(instance.is_ready for instance in self._instances)
 
+    @property
+    def num_queued(self) -> int:
+        """Requests that wait for an instance."""
+        return len(self._queue)
+
     async def start(self) -> None:
         """Start every instance; returns once all are initialized.
 

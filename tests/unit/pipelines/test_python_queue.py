@@ -1,6 +1,7 @@
 """How requests of a Python model wait, and which are executed together."""
 
 import asyncio
+from contextlib import asynccontextmanager
 
 import numpy as np
 import pytest
@@ -120,15 +121,41 @@ class TritonPythonModel:
 IMPATIENT = "dynamic_batching { default_queue_policy { default_timeout_microseconds: 20000 } }"
 
 
-async def test_a_request_that_waits_too_long_is_told_so(serve, tmp_path):
-    async with serve():
-        pass
-    folder = tmp_path / "models" / "busy"
-    (folder / "1").mkdir(parents=True)
-    outputs = 'backend: "python" output { name: "B" data_type: TYPE_FP32 dims: -1 }'
-    (folder / "config.pbtxt").write_text(INPUTS + outputs + IMPATIENT)
-    (folder / "1" / "model.py").write_text(OVERTAKEN)
-    async with serve(repository=tmp_path / "models") as served:
+@pytest.fixture
+def serve_busy(serve, tmp_path):
+    """As ``serve``, with a model that is busy until its requests are cancelled."""
+
+    @asynccontextmanager
+    async def start(config=""):
+        async with serve():
+            pass
+        folder = tmp_path / "models" / "busy"
+        (folder / "1").mkdir(parents=True)
+        outputs = 'backend: "python" output { name: "B" data_type: TYPE_FP32 dims: -1 }'
+        (folder / "config.pbtxt").write_text(INPUTS + outputs + config)
+        (folder / "1" / "model.py").write_text(OVERTAKEN)
+        async with serve(repository=tmp_path / "models") as served:
+            yield served
+
+    return start
+
+
+async def test_requests_that_wait_are_a_metric(serve_busy):
+    async with serve_busy() as served:
+        zeros = np.zeros((4, 1), np.float32)
+        name = 'nv_inference_pending_request_count{model="busy",version="1"}'
+        assert f"{name} 0\n" in served.metrics.render().decode()
+        tasks = [asyncio.ensure_future(served.infer("busy", A=zeros)) for _ in range(3)]
+        while f"{name} 2\n" not in served.metrics.render().decode():
+            await asyncio.sleep(0.001)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        assert f"{name} 0\n" in served.metrics.render().decode()
+
+
+async def test_a_request_that_waits_too_long_is_told_so(serve_busy):
+    async with serve_busy(IMPATIENT) as served:
         zeros = np.zeros((4, 1), np.float32)
         running = asyncio.ensure_future(served.infer("busy", A=zeros))
         await asyncio.sleep(0)
