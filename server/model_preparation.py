@@ -10,6 +10,7 @@ from typing import Any
 from trimaran.comm.errors import ConfigError, RequestError
 from trimaran.server.group_requests import GroupsRefusedError
 from trimaran.server.inference import Model
+from trimaran.server.model_engines import ModelEngines
 from trimaran.server.model_reader import LoadError, ReadModel
 from trimaran.server.model_repository import Role
 from trimaran.server.model_set import Candidate, LoadedModel, ModelSet
@@ -165,8 +166,20 @@ class ModelPreparation:
         try:
             return await self._served_by(read, opened)
         except BaseException:
-            self._background.spawn(self._groups.close(opened.engines, opened.groups))
+            self._end(opened.engines, opened.groups)
             raise
+
+    def _end(self, engines: ModelEngines | None, groups: Sequence[str]) -> asyncio.Task[None]:
+        """Let groups go that nobody uses any more; whoever needs their place waits for it."""
+
+        def forget(_: object) -> None:
+            for group in groups:
+                self.leaving.pop(group, None)
+
+        task = self._background.spawn(self._groups.close(engines, groups))
+        self.leaving.update(dict.fromkeys(groups, task))
+        task.add_done_callback(forget)
+        return task
 
     async def _served_by(self, read: ReadModel, opened: OpenedGroups) -> Candidate:
         """A token-level model over its groups, once all of them are up."""
@@ -205,7 +218,8 @@ class ModelPreparation:
         self._set.detach_engines(name)
         # First, so that a front end after this one does not wait for them.
         self._remember()
-        await self._groups.close(candidate.engines, candidate.groups)
+        # They end even if the load is given up meanwhile.
+        await asyncio.shield(self._end(candidate.engines, candidate.groups))
 
 
 async def all_idle(models: Iterable[LoadedModel]) -> None:

@@ -50,6 +50,9 @@ class TokenGroups:
         self._engines = engines
         self._board = board
         self._released = released
+        self._ending: set[asyncio.Task[None]] = set()
+        """Ends of groups whose start was given up before it was answered."""
+
         self.generations: dict[str, int] = {}
         """The last generation of each model."""
 
@@ -80,7 +83,11 @@ class TokenGroups:
         try:
             groups = await asyncio.shield(starting)
         except asyncio.CancelledError:
-            await self._end_started(starting)
+            # In a task of its own: it goes on if this one is given up once more.
+            ending = asyncio.ensure_future(self._end_started(starting))
+            self._ending.add(ending)
+            ending.add_done_callback(self._ending.discard)
+            await asyncio.shield(ending)
             raise
         return self.adopt(source, generation, groups)
 

@@ -1,0 +1,145 @@
+"""Loads of token-level models that are given up: their groups end, and others wait for that."""
+
+import asyncio
+
+import pytest
+
+from tests.unit.server.started_frontend import write_repository
+from trimaran.comm.messages import EngineHello
+from trimaran.server.config import FrontendConfig
+from trimaran.server.engine_client import EngineClient
+from trimaran.server.group_board import GroupBoard
+from trimaran.server.group_requests import GroupsRefusedError
+from trimaran.server.metrics import Metrics
+from trimaran.server.model_preparation import BackgroundTasks, GivenUpError, ModelPreparation
+from trimaran.server.model_reader import ReadModel
+from trimaran.server.model_repository import load_model
+from trimaran.server.model_set import ModelSet
+from trimaran.server.pipeline import ModelFactory
+from trimaran.server.python_models.calls import ModelCalls
+from trimaran.server.registry import ModelRegistry
+from trimaran.server.token_groups import TokenGroups
+
+MODEL = "tensorrt_llm"
+
+
+class Engine:
+    """The connection of an engine that is up, and that nobody asks for anything."""
+
+    def send(self, message):
+        """Nobody reads it."""
+
+    def retire(self):
+        """Nobody is to hear of it again."""
+
+
+class Supervisor:
+    """Has room for one group, and takes the time for its answers that a test gives it."""
+
+    def __init__(self):
+        self.running = []
+        self.may_answer = asyncio.Event()
+        self.may_end = asyncio.Event()
+
+    async def start(self, source, generation):
+        if self.running:
+            raise GroupsRefusedError("no room", self.running)
+        self.running.append(f"{source.name}@{generation}")
+        await self.may_answer.wait()
+        return tuple(self.running)
+
+    async def stop(self, groups):
+        await self.may_end.wait()
+        for group in groups:
+            self.running.remove(group)
+
+
+class Loads:
+    """A model of a repository, and what prepares it over a supervisor."""
+
+    def __init__(self, folder):
+        write_repository(folder)
+        self.model = ReadModel(load_model(folder / MODEL))
+        self.supervisor = Supervisor()
+        metrics, registry = Metrics(), ModelRegistry()
+        self.engines = EngineClient(FrontendConfig(model_repository=str(folder)), metrics)
+        groups = TokenGroups(self.supervisor, self.engines, GroupBoard())
+        factory = ModelFactory(ModelCalls(registry, metrics.custom))
+        self.loaded = ModelSet(factory, metrics, registry)
+        self.preparation = ModelPreparation(
+            self.loaded, groups, factory, BackgroundTasks(), lambda: None
+        )
+
+    async def begin(self):
+        """A load whose group the supervisor has heard of; it may not have answered yet."""
+        loading = asyncio.ensure_future(self.preparation.prepare([self.model]))
+        await until(lambda: self.supervisor.running)
+        await asyncio.sleep(0.01)
+        return loading
+
+    def give_up(self):
+        self.preparation.cancel([MODEL])
+
+
+@pytest.fixture
+def loads(tmp_path):
+    """Nothing is loaded yet."""
+    return Loads(tmp_path)
+
+
+async def until(condition):
+    while not condition():
+        await asyncio.sleep(0.001)
+
+
+@pytest.mark.parametrize("num_unloads", [1, 2])
+async def test_a_group_ends_whose_start_is_answered_after_it_was_given_up(loads, num_unloads):
+    loads.supervisor.may_end.set()
+    loading = await loads.begin()
+
+    for _ in range(num_unloads):
+        loads.give_up()
+        await asyncio.sleep(0.01)
+    loads.supervisor.may_answer.set()
+
+    await until(lambda: not loads.supervisor.running)
+    candidates, failures = await loading
+    assert candidates == []
+    assert isinstance(failures[MODEL], GivenUpError)
+
+
+async def test_a_load_waits_for_the_place_of_one_that_was_given_up(loads):
+    supervisor = loads.supervisor
+    supervisor.may_answer.set()
+    loading = await loads.begin()
+    loads.give_up()
+    await loading
+
+    again = await loads.begin()
+    assert supervisor.running == [f"{MODEL}@1"]
+    assert not again.done()
+    supervisor.may_end.set()
+
+    await until(lambda: supervisor.running not in ([], [f"{MODEL}@1"]))
+    loads.give_up()
+    await again
+    await until(lambda: not supervisor.running)
+
+
+async def test_groups_that_make_place_end_though_the_load_that_needs_it_is_given_up(loads):
+    supervisor = loads.supervisor
+    supervisor.may_answer.set()
+    loading = await loads.begin()
+    engine = EngineHello(model=MODEL, group=f"{MODEL}@1", facts={})
+    loads.engines.link_ready(Engine(), engine)
+    candidates, _ = await loading
+    assert loads.loaded.commit(candidates).failures == {}
+
+    again = await loads.begin()
+    assert loads.preparation.is_vacated(MODEL)
+    loads.give_up()
+    await again
+    supervisor.may_end.set()
+
+    await until(lambda: not supervisor.running)
+    await until(lambda: not loads.preparation.leaving)
