@@ -51,6 +51,11 @@ class InferRequest:
     sequence_end: bool = False
     arrival_ns: int = 0
     """``time.monotonic_ns()`` when the request was complete."""
+    started_ns: int = 0
+    """The same of its execution's begin, noted by a model in whose queue it waited."""
+    executed_batch: int | None = None
+    """Size of the batch that it was executed in, noted by a model that makes batches; 0 where
+    another request of the batch has it."""
 
 
 @dataclass(slots=True, kw_only=True)

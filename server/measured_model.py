@@ -102,6 +102,7 @@ class _Measurement:
     def __init__(self, model: MeasuredModel, request: InferRequest) -> None:
         self._statistics = model.statistics
         self._metrics = model._metrics
+        self._request = request
         self._started_ns = time.monotonic_ns()
         self._arrived_ns = request.arrival_ns or self._started_ns
         self._responded_ns = 0
@@ -124,16 +125,22 @@ class _Measurement:
         self._is_over = True
         now = time.monotonic_ns()
         total_ns = now - self._arrived_ns
-        queue_ns = self._started_ns - self._arrived_ns
-        infer_ns = (self._responded_ns or now) - self._started_ns
+        started_ns = self._request.started_ns or self._started_ns
+        queue_ns = started_ns - self._arrived_ns
+        infer_ns = (self._responded_ns or now) - started_ns
+        executed = self._request.executed_batch
+        if executed is None:
+            executed = self._batch_size
         self._statistics.record_success(
             batch_size=self._batch_size,
+            executed_batch=executed,
             total_ns=total_ns,
             queue_ns=queue_ns,
             infer_ns=infer_ns,
         )
         self._metrics.success(
             batch_size=self._batch_size,
+            num_executions=min(executed, 1),
             total_us=total_ns / 1e3,
             queue_us=queue_ns / 1e3,
             infer_us=infer_ns / 1e3,

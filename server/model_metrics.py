@@ -188,12 +188,18 @@ class ModelMetrics:
         self._pending.set_function(lambda: model.num_queued)
 
     def success(
-        self, *, batch_size: int, total_us: float, queue_us: float, infer_us: float
+        self,
+        *,
+        batch_size: int,
+        total_us: float,
+        queue_us: float,
+        infer_us: float,
+        num_executions: int = 1,
     ) -> None:
-        """Count a finished request."""
+        """Count a finished request. Of those that were executed together one says so."""
         self._success.inc()
         self._count.inc(batch_size)
-        self._executions.inc()
+        self._executions.inc(num_executions)
         output_us = max(0.0, total_us - queue_us - infer_us)
         for name, value in (
             ("request", total_us),

@@ -42,18 +42,30 @@ class ModelStatistics:
         self._batches: dict[int, _Duration] = {}
 
     def record_success(
-        self, *, batch_size: int, total_ns: int, queue_ns: int, infer_ns: int
+        self,
+        *,
+        batch_size: int,
+        total_ns: int,
+        queue_ns: int,
+        infer_ns: int,
+        executed_batch: int | None = None,
     ) -> None:
-        """Count a finished request; what is neither queue nor inference is output."""
+        """Count a finished request; what is neither queue nor inference is output.
+
+        ``executed_batch`` is the size of the batch that it was a part of, or 0 where another
+        request counts for the batch.
+        """
         self._last_inference_ms = time.time_ns() // 1_000_000
         self._num_inferences += batch_size
-        self._num_executions += 1
         self._success.add(total_ns)
         self._queue.add(queue_ns)
         self._compute_input.add(0)
         self._compute_infer.add(infer_ns)
         self._compute_output.add(max(0, total_ns - queue_ns - infer_ns))
-        self._batches.setdefault(batch_size, _Duration()).add(infer_ns)
+        size = batch_size if executed_batch is None else executed_batch
+        if size:
+            self._num_executions += 1
+            self._batches.setdefault(size, _Duration()).add(infer_ns)
 
     def record_failure(self, total_ns: int) -> None:
         """Count a request that ended with an error or was cancelled."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from collections.abc import AsyncGenerator
 
 from tritonclient.grpc.model_config_pb2 import ModelConfig, ModelInstanceGroup
@@ -138,7 +139,9 @@ class PythonModel:
             if wait_s:
                 self._dispatch_later(wait_s)
                 return
-            min(free, key=lambda instance: instance.num_jobs).execute(self._queue.take())
+            batch = self._queue.take()
+            _note_begin(batch)
+            min(free, key=lambda instance: instance.num_jobs).execute(batch)
 
     def _dispatch_later(self, wait_s: float) -> None:
         if self._timer is not None:
@@ -231,6 +234,17 @@ def _num_threads(model: RepositoryModel) -> int:
             "a coroutine (async def execute) needs no threads"
         )
     return count or 1
+
+
+def _note_begin(batch: list[Job]) -> None:
+    """Tell who counts when the requests of a batch begin, and which of them counts for it."""
+    now = time.monotonic_ns()
+    for job in batch:
+        job.request.started_ns = now
+        if len(batch) > 1:
+            job.request.executed_batch = 0
+    if len(batch) > 1:
+        batch[0].request.executed_batch = sum(job.batch_size for job in batch)
 
 
 def _check(model: RepositoryModel) -> None:

@@ -77,6 +77,12 @@ async def test_requests_that_come_together_are_executed_together(serve_own):
             {"SUM": [[12]], "BATCH": [[1]]},
         ]
         assert all(response.is_final for (response,) in answers)
+        counted = served.models["arithmetic"].statistics.message()
+        assert (counted.inference_count, counted.execution_count) == (4, 2)
+        sizes = {batch.batch_size: batch.compute_infer.count for batch in counted.batch_stats}
+        assert sizes == {3: 1, 1: 1}
+        name = 'nv_inference_exec_count{model="arithmetic",version="1"}'
+        assert f"{name} 2\n" in served.metrics.render().decode()
 
 
 FLAT = """

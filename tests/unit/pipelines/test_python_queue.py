@@ -126,14 +126,14 @@ def serve_busy(serve, tmp_path):
     """As ``serve``, with a model that is busy until its requests are cancelled."""
 
     @asynccontextmanager
-    async def start(config=""):
+    async def start(config="", code=OVERTAKEN):
         async with serve():
             pass
         folder = tmp_path / "models" / "busy"
         (folder / "1").mkdir(parents=True)
         outputs = 'backend: "python" output { name: "B" data_type: TYPE_FP32 dims: -1 }'
         (folder / "config.pbtxt").write_text(INPUTS + outputs + config)
-        (folder / "1" / "model.py").write_text(OVERTAKEN)
+        (folder / "1" / "model.py").write_text(code)
         async with serve(repository=tmp_path / "models") as served:
             yield served
 
@@ -152,6 +152,25 @@ async def test_requests_that_wait_are_a_metric(serve_busy):
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         assert f"{name} 0\n" in served.metrics.render().decode()
+
+
+SLOW = """
+import time
+import triton_python_backend_utils as pb_utils
+
+class TritonPythonModel:
+    def execute(self, requests):
+        time.sleep(0.2)
+        return [pb_utils.InferenceResponse([]) for _ in requests]
+"""
+
+
+async def test_the_wait_for_an_instance_is_time_in_the_queue(serve_busy):
+    async with serve_busy(code=SLOW) as served:
+        zeros = np.zeros((4, 1), np.float32)
+        await asyncio.gather(*(served.infer("busy", A=zeros) for _ in range(2)))
+        totals = served.models["busy"].statistics.message().inference_stats
+        assert totals.queue.ns >= 0.2e9
 
 
 async def test_a_request_that_waits_too_long_is_told_so(serve_busy):
