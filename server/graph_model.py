@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
@@ -150,6 +151,7 @@ def _inner(
         sequence_start=request.sequence_start,
         sequence_end=request.sequence_end,
         arrival_ns=request.arrival_ns,
+        handed_ns=time.monotonic_ns(),
     )
 
 

@@ -51,6 +51,8 @@ class InferRequest:
     sequence_end: bool = False
     arrival_ns: int = 0
     """``time.monotonic_ns()`` when the request was complete."""
+    handed_ns: int = 0
+    """The same of when a model of several steps gave it to this one; 0 if it is a client's."""
     started_ns: int = 0
     """The same of its execution's begin, noted by a model in whose queue it waited."""
     executed_batch: int | None = None

@@ -104,7 +104,7 @@ class _Measurement:
         self._metrics = model._metrics
         self._request = request
         self._started_ns = time.monotonic_ns()
-        self._arrived_ns = request.arrival_ns or self._started_ns
+        self._arrived_ns = request.handed_ns or request.arrival_ns or self._started_ns
         self._responded_ns = 0
         self._is_over = False
         first = next(iter(request.inputs.values()), None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass, replace
@@ -108,6 +109,7 @@ class TextPipeline:
             priority=request.priority,
             timeout_us=request.timeout_us,
             arrival_ns=request.arrival_ns,
+            handed_ns=time.monotonic_ns(),
             is_incremental=run.is_incremental,
         )
         async with aclosing(self._steps.token.infer(job)) as responses:  # type: ignore[type-var]

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import logging
 import shutil
+import time
 from contextlib import aclosing, asynccontextmanager
 
 import numpy as np
 import pytest
 
 from trimaran.comm.errors import ConfigError, EngineDeadError, RequestError
+from trimaran.server.inference import InferRequest, Tensor
 
 IDS_OUT = """
 platform: "ensemble" max_batch_size: 4
@@ -150,6 +152,31 @@ async def test_each_response_of_a_step_is_a_response_of_the_ensemble(serve_with)
         assert [[t.data.tolist() for t in r.outputs] for r in responses] == [
             [[[[i]]]] for i in (5, 6, 7)
         ]
+
+
+@pytest.mark.parametrize(
+    ("model", "text", "length"),
+    [("ids_out", "text", "length"), ("ensemble", "text_input", "max_tokens")],
+)
+async def test_a_steps_time_begins_when_it_has_the_request(serve_with, model, text, length):
+    minute_ns = 60 * 10**9
+    async with serve_with(ids_out=IDS_OUT) as served:
+        await served.dial(lambda submit: [5])
+        inputs = {
+            text: Tensor(text, "BYTES", np.array([[b"hello"]], object)),
+            length: Tensor(length, "INT32", np.ones((1, 1), np.int32)),
+        }
+        arrival_ns = time.monotonic_ns() - minute_ns
+        request = InferRequest(model_name=model, inputs=inputs, arrival_ns=arrival_ns)
+        async with aclosing(served.models[model].infer(request)) as responses:
+            assert len([response async for response in responses]) == 1
+        took_ns = {
+            name: served.models[name].statistics.message().inference_stats.success.ns
+            for name in (model, "preprocessing", "tensorrt_llm")
+        }
+        assert took_ns[model] >= minute_ns
+        assert 0 < took_ns["preprocessing"] < minute_ns
+        assert 0 < took_ns["tensorrt_llm"] < minute_ns
 
 
 async def test_closing_an_ensemble_cancels_its_step(serve_with):
