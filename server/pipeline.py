@@ -136,8 +136,8 @@ class ModelFactory:
             return tokenizer
         except (ConfigError, OSError) as error:
             raise ConfigError(
-                f"{model.config_path}: {str(error).rstrip('.')}. Name in tokenizer_dir a folder "
-                "with a tokenizer that can be read."
+                f"{model.config_path}: {str(error).rstrip('.')}. Name in tokenizer_dir a "
+                "folder with a tokenizer that can be read."
             ) from error
 
     # ---- composed models ----------------------------------------------------------------
