@@ -128,6 +128,10 @@ class Roster:
         """Note that a group will not be started again."""
         self._failed.add(group.spec.tag)
 
+    def has_failed(self, group: Group) -> bool:
+        """Whether a group will not be started again."""
+        return group.spec.tag in self._failed
+
     def note_restart(self, group: Group, delay_s: float) -> None:
         """Note when a dead group is started again; 0 once it is."""
         self._restart_in_s[group.spec.tag] = delay_s
@@ -162,7 +166,7 @@ class Roster:
     def _states(self, group: Group) -> list[dict[str, Any]]:
         spec, tag = group.spec, group.spec.tag
         word = _STATE_WORDS[group.state]
-        if tag in self._failed:
+        if self.has_failed(group):
             word = "failed"
         elif group.state is GroupState.READY and not group.is_serving:
             word = "down"

@@ -318,7 +318,7 @@ class Supervisor:
         if self._failure is not None and not any(group.is_serving for group in workers):
             timeout_s = min(timeout_s, _LAST_WORDS_S)
         for worker in workers:
-            if worker.state is GroupState.DOWN:
+            if worker.state is GroupState.DOWN and not self._roster.has_failed(worker):
                 # Its requests would wait out the drain for a restart that will not come.
                 self._roster.mark_failed(worker)
                 self._roster.tell(worker)

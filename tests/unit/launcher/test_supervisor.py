@@ -173,6 +173,7 @@ def test_the_restart_budget_ends_and_with_it_the_server(supervise):
     assert server.end() == 1
     assert server.log.count("group m: started") == 3
     assert "not started again: 2 restarts within 600 s are used up" in server.log
+    assert server.log.count("told failed m") == 1
     assert server.survivors() == []
 
 
