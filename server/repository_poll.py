@@ -9,7 +9,7 @@ from contextlib import suppress
 from trimaran.comm.errors import ConfigError, RequestError
 from trimaran.server.load_request import LoadRequest
 from trimaran.server.model_control import ModelControl
-from trimaran.server.model_reader import LoadError, ModelReader
+from trimaran.server.model_reader import ModelReader
 
 logger = logging.getLogger(__name__)
 
@@ -57,6 +57,6 @@ class RepositoryPoll:
             logger.error("%s", error)
 
     async def _load(self, name: str) -> None:
-        # What fails is in the log already.
-        with suppress(LoadError):
+        # What fails is in the log already, and what is given up ends with the server.
+        with suppress(RequestError):
             await self._control.load(LoadRequest(name))

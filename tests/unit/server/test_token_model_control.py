@@ -55,6 +55,15 @@ def states(frontend):
     return {name: state for name, (state, _) in frontend.index().items() if state}
 
 
+def is_draining(frontend):
+    """Whether a server has heard that it is to drain."""
+    try:
+        return not frontend.is_ready()
+    except ConnectionError:
+        # It closes connections that it takes for idle.
+        return True
+
+
 def test_an_ensemble_loads_the_steps_that_it_lacks(frontend):
     assert states(frontend) == {
         "ensemble": "READY", "preprocessing": "READY", "postprocessing": "READY",
@@ -343,6 +352,28 @@ def test_polling_switches_engines_that_were_started_with_the_server(start):
     frontend.wait_until(lambda: frontend.stopped == ["tensorrt_llm"])
     assert [group for group, _ in frontend.started] == ["tensorrt_llm@2"]
     assert frontend.generate()[0] == 200
+
+
+def test_a_drain_that_gives_up_what_polling_loads_lets_requests_end(start):
+    frontend = start(
+        model_control_mode="poll",
+        repository_poll_s=0.2,
+        groups={"tensorrt_llm": ("tensorrt_llm",)},
+        started=["tensorrt_llm"],
+    )
+    whole = frontend.stream().text()
+    frontend.engines["tensorrt_llm"].gate.clear()
+    running = frontend.stream()
+    frontend.held.add("tensorrt_llm@2")
+    change(frontend)
+    frontend.wait_until(lambda: frontend.started)
+    frontend.supervisor.send(Command(verb="drain", arguments={"timeout_s": 30}))
+    frontend.wait_until(lambda: is_draining(frontend))
+    frontend.engines["tensorrt_llm"].gate.set()
+    assert running.text() == whole
+    frontend.wait_until(lambda: frontend.states[-1].state == "drained")
+    frontend.supervisor.send(Command(verb="shutdown"))
+    assert frontend.process.wait(60) == 0
 
 
 def test_a_group_of_a_job_that_ends_as_a_whole_is_not_unloaded(start):
