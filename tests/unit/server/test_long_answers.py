@@ -9,11 +9,11 @@ import threading
 import grpc
 import numpy as np
 import pytest
-from conftest import ECHO, EchoModel
 from loop_watch import LONGEST_PAUSE_S, LoopWatch
 from tritonclient.grpc import service_pb2 as pb
 from tritonclient.grpc import service_pb2_grpc
 
+from tests.unit.server.small_models import ECHO, EchoModel
 from trimaran.server import infer_response, pieces
 from trimaran.server.pieces import PIECE_BYTES, PIECE_ITEMS
 
