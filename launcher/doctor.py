@@ -15,6 +15,7 @@ from trimaran.launcher import mpi_launch, preflight, serve_flags, settings
 from trimaran.launcher.config import MpiConfig
 from trimaran.launcher.flags import FlagParser
 from trimaran.launcher.gpus import num_visible_gpus, torch_is_cpu_only
+from trimaran.launcher.host_names import check_host_names
 from trimaran.launcher.preflight import Endpoint
 from trimaran.launcher.resolve import Resolver
 from trimaran.launcher.run_dir import RunDir
@@ -184,6 +185,7 @@ def _models(args: argparse.Namespace) -> Iterator[Finding]:
             args.multi_model = True
         resolver = Resolver(args, settings.job_of(args))
         config = resolver.initial()
+        check_host_names(config)
         preflight.check_groups(config.groups)
     except ConfigError as error:
         yield Finding("bad", "models", str(error))

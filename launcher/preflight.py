@@ -14,6 +14,7 @@ import psutil
 from trimaran.comm.errors import ConfigError
 from trimaran.launcher.config import GroupConfig, ServeConfig
 from trimaran.launcher.gpus import num_visible_gpus
+from trimaran.launcher.host_names import check_host_names
 from trimaran.launcher.hosts import is_this_host
 from trimaran.server.config import FrontendConfig
 from trimaran.worker.host_limits import free_memory_bytes
@@ -55,6 +56,7 @@ def check(config: ServeConfig) -> None:
         ConfigError: serving cannot work; says why and what to do.
     """
     check_ports(endpoints(config.frontend))
+    check_host_names(config)
     check_groups(config.groups)
 
 

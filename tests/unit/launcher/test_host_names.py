@@ -1,0 +1,85 @@
+"""Names of hosts that lead nowhere are refused before anything starts."""
+
+from __future__ import annotations
+
+import pytest
+from launcher_repository import resolve, write_engine, write_model
+
+from trimaran.comm.errors import ConfigError
+from trimaran.launcher import cli, preflight
+from trimaran.launcher.host_names import check_host_names
+
+NOWHERE = "no-such-host.invalid"
+
+
+@pytest.fixture
+def repository(tmp_path):
+    engine = write_engine(tmp_path / "engine", tp_size=1)
+    write_model(tmp_path / "repo" / "m", gpt_model_path=str(engine))
+    return tmp_path / "repo"
+
+
+@pytest.fixture
+def ssh(tmp_path, monkeypatch):
+    """A program by the name of ssh that knows one host by another name."""
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    path = folder / "ssh"
+    path.write_text(
+        '#!/bin/sh\nfor host; do :; done\n[ "$host" = near ] && host=localhost\n'
+        'echo "host $host"; echo "hostname $host"\n'
+        'if [ "$host" = behind ]; then echo "proxyjump gate"; fi\n'
+    )
+    path.chmod(0o755)
+    return str(path)
+
+
+def configuration(repository, *flags):
+    return resolve(repository, "--device", "cpu", *flags)
+
+
+@pytest.mark.parametrize("address", [NOWHERE, "a..b", "::1"])
+def test_an_advertised_address_that_leads_nowhere_is_refused(repository, address):
+    config = configuration(repository, f"--advertise-address={address}")
+    with pytest.raises(ConfigError) as caught:
+        preflight.check(config)
+    assert f"--advertise-address {address}: no IPv4 address is found" in str(caught.value)
+    assert "leave the flag out" in str(caught.value)
+
+
+@pytest.mark.parametrize("address", ["localhost", "192.0.2.1"])
+def test_an_advertised_address_may_be_a_name_or_a_number(repository, address):
+    check_host_names(configuration(repository, "--advertise-address", address), {})
+
+
+@pytest.mark.parametrize("flags", [(), ("--multi-model",)])
+def test_a_host_that_nobody_knows_is_refused(repository, flags):
+    config = configuration(repository, "--hosts", NOWHERE, *flags)
+    with pytest.raises(ConfigError, match=f"names '{NOWHERE}', but no address .* /etc/hosts"):
+        check_host_names(config, {})
+
+
+@pytest.mark.parametrize("host", ["localhost", "192.0.2.1", "near", "behind"])
+def test_a_host_may_be_known_to_ssh_alone(repository, ssh, host):
+    check_host_names(configuration(repository, "--hosts", host, "--rsh-agent", f"{ssh} -v"), {})
+
+
+def test_a_name_that_ssh_does_not_know_either_is_refused(repository, ssh):
+    with pytest.raises(ConfigError, match=f"names '{NOWHERE}'"):
+        check_host_names(configuration(repository, "--hosts", NOWHERE, "--rsh-agent", ssh), {})
+
+
+def test_slurm_and_other_agents_know_hosts_of_their_own(repository):
+    flags = ("--hosts", NOWHERE)
+    check_host_names(configuration(repository, *flags), {"SLURM_JOB_ID": "7"})
+    check_host_names(configuration(repository, *flags), {"PRTE_MCA_plm_ssh_agent": "x"})
+    check_host_names(configuration(repository, *flags, "--rsh-agent", "/bin/sh -c"), {})
+
+
+def test_the_doctor_says_so_too(repository, capsys, free_port):
+    ports = [f"--{name}-port={free_port}" for name in ("http", "grpc", "metrics")]
+    flags = ["--model-repo", str(repository), "--load-format", "random", "--hosts", NOWHERE]
+    assert cli.main(["doctor", *ports, *flags]) == 1
+    assert f"BAD  models         --hosts or --hostfile names '{NOWHERE}'" in (
+        capsys.readouterr().out
+    )
