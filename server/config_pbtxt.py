@@ -9,6 +9,7 @@ from google.protobuf import text_format
 from tritonclient.grpc.model_config_pb2 import ModelConfig
 
 from trimaran.comm.errors import ConfigError
+from trimaran.comm.input_files import read_text
 
 _PLACEHOLDER = re.compile(r"\$\{(\w+)\}|\$(\w+)")
 # A quoted string, or a comment to the end of the line: places where a placeholder is legal.
@@ -27,7 +28,7 @@ def read_config(path: Path) -> ModelConfig:
             message names file, line and remedy.
     """
     try:
-        text = path.read_text(encoding="utf-8")
+        text = read_text(path)
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: cannot be read: {error}") from error
     _refuse_open_placeholder(path, text)

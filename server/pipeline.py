@@ -12,6 +12,7 @@ from weakref import WeakValueDictionary
 from tritonclient.grpc.model_config_pb2 import ModelConfig
 
 from trimaran.comm.errors import ConfigError
+from trimaran.comm.input_files import read_text
 from trimaran.server.bls_graph import bls_graph
 from trimaran.server.ensemble_graph import check_ensemble
 from trimaran.server.graph_model import GraphModel, GraphStep
@@ -183,7 +184,7 @@ def read_labels(model: RepositoryModel) -> dict[str, list[str]]:
             continue
         path = model.folder / output.label_filename
         try:
-            labels[output.name] = path.read_text(encoding="utf-8").splitlines()
+            labels[output.name] = read_text(path).splitlines()
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(
                 f"{model.config_path}: label_filename of output '{output.name}': {path} cannot "

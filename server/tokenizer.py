@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 from tokenizers import Tokenizer as FastTokenizer
 
 from trimaran.comm.errors import ConfigError
+from trimaran.comm.input_files import NoFileError, read_text, require_file
 
 logger = logging.getLogger(__name__)
 
@@ -56,6 +57,7 @@ class Tokenizer:
 
     def _load(self, path: Path) -> None:
         try:
+            require_file(path / "tokenizer.json")
             self._fast = FastTokenizer.from_file(str(path / "tokenizer.json"))
         except Exception as error:
             raise ConfigError(f"{path}/tokenizer.json cannot be read: {error}") from error
@@ -106,13 +108,24 @@ class Tokenizer:
 def _convert(folder: Path, target: Path) -> None:
     """Convert a slow tokenizer, in a child: transformers imports torch."""
     logger.info("Converting the tokenizer of %s to tokenizer.json", folder)
-    done = subprocess.run(
-        [sys.executable, "-P", "-c", _CONVERT, str(folder), str(target)],
-        capture_output=True,
-        text=True,
-        timeout=_CONVERT_TIMEOUT_S,
-        check=False,
-    )
+    try:
+        for path in folder.iterdir():
+            require_file(path)
+        done = subprocess.run(
+            [sys.executable, "-P", "-c", _CONVERT, str(folder), str(target)],
+            capture_output=True,
+            text=True,
+            timeout=_CONVERT_TIMEOUT_S,
+            check=False,
+        )
+    except NoFileError as error:
+        raise ConfigError(f"{error.filename}: cannot be read: {error}") from error
+    except subprocess.TimeoutExpired:
+        raise ConfigError(
+            f"tokenizer_dir {folder} has no tokenizer.json, and converting it took more than "
+            f"{_CONVERT_TIMEOUT_S:.0f} s. Save it with transformers "
+            "(AutoTokenizer.from_pretrained(DIR).save_pretrained(DIR))."
+        ) from None
     if done.returncode != 0 or not (target / "tokenizer.json").exists():
         reason = done.stderr.strip().splitlines()[-1:] or ["no tokenizer.json came out"]
         raise ConfigError(
@@ -124,7 +137,9 @@ def _read_json(path: Path) -> dict[str, Any]:
     if not path.exists():
         return {}
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(read_text(path))
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error}") from error
     except ValueError as error:
         raise ConfigError(f"{path}: not JSON: {error}") from error
     return content if isinstance(content, dict) else {}

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from trimaran.comm.errors import ConfigError
+from trimaran.comm.input_files import read_text
 from trimaran.worker.checkpoint_folder import (
     check_weight_files,
     find_weight_files,
@@ -248,7 +249,7 @@ def _read_config(folder: Path) -> dict[str, Any]:
             "Hugging Face folder."
         )
     try:
-        text = path.read_text(encoding="utf-8")
+        text = read_text(path)
     except FileNotFoundError:
         refuse_lost_links([path])
         snapshots = sorted(folder.glob(f"snapshots/*/{CONFIG_FILE}"))

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from trimaran.comm.errors import ConfigError
+from trimaran.comm.input_files import require_file
 
 CHECKSUM_CHARS = 64
 _READ_BYTES = 16 << 20
@@ -61,6 +62,7 @@ def read_header(path: Path) -> ShardHeader:
     format.
     """
     try:
+        require_file(path)
         num_bytes = path.stat().st_size
         with path.open("rb") as file:
             prefix = file.read(8)

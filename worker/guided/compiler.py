@@ -6,11 +6,11 @@ import json
 import re
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from trimaran.comm.errors import ConfigError, RequestError
+from trimaran.comm.input_files import read_text
 from trimaran.worker.config import GuidedConfig
 from trimaran.worker.guided.guide import Grammar
 
@@ -125,7 +125,7 @@ def _tokenizer_info(
 def _info_of_file(xgrammar: ModuleType, path: str, vocab_size: int) -> Any:
     """From a file with ``encoded_vocab``, ``tokenizer_str`` and ``stop_token_ids``."""
     try:
-        values = json.loads(Path(path).read_text(encoding="utf-8"))
+        values = json.loads(read_text(path))
         info = xgrammar.TokenizerInfo
         found = info._detect_metadata_from_hf(values["tokenizer_str"])
         return info(

@@ -10,6 +10,7 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
+from trimaran.comm.input_files import read_text
 from trimaran.worker.lora.layout import (
     MODULE_NAMES,
     AdapterFormatError,
@@ -182,7 +183,7 @@ def _stored_shapes(path: Path) -> dict[str, _Shape]:
 def _peft_config(folder: Path) -> dict[str, Any]:
     path = folder / PEFT_CONFIG
     try:
-        config: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        config: dict[str, Any] = json.loads(read_text(path))
     except OSError as error:
         raise AdapterFormatError(f"{path}: {error.strerror}") from None
     except ValueError as error:

@@ -12,6 +12,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from trimaran.comm.errors import ConfigError
+from trimaran.comm.input_files import require_file
 from trimaran.worker.shard_file import TensorEntry, read_tensor_entries
 
 _WORDS = {
@@ -66,6 +67,7 @@ def mapped_file(path: Path) -> Iterator[Callable[[str], Tensor]]:
 def _unpickled(path: Path) -> dict[str, Tensor]:
     """A file of `torch.save`; nothing in it is executed, and tensors are not read yet."""
     try:
+        require_file(path)
         values = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
     except (OSError, RuntimeError, pickle.UnpicklingError, EOFError, ValueError) as error:
         reason = next(iter(str(error).splitlines()), type(error).__name__)

@@ -1,0 +1,47 @@
+"""Files of a model's folders: what is no file there is refused, not waited for."""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+
+_KINDS = {
+    stat.S_IFIFO: "a FIFO",
+    stat.S_IFSOCK: "a socket",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+}
+
+
+class NoFileError(OSError):
+    """At a path is something that can be opened or waited for, but not read as a file."""
+
+    def __init__(self, path: str | os.PathLike[str], kind: str) -> None:
+        super().__init__(errno.EINVAL, f"it is {kind}, not a file", os.fspath(path))
+
+    def __str__(self) -> str:
+        return self.strerror or ""
+
+
+def require_file(path: str | os.PathLike[str]) -> None:
+    """See to it that reading a path ends: a FIFO is open when somebody writes to it, if ever.
+
+    Raises:
+        OSError: nothing is there, or it is a `NoFileError`. Folders are for who opens them.
+    """
+    kind = _KINDS.get(stat.S_IFMT(os.stat(path).st_mode))
+    if kind is not None:
+        raise NoFileError(path, kind)
+
+
+def read_text(path: str | os.PathLike[str]) -> str:
+    """The text of a file in UTF-8.
+
+    Raises:
+        OSError: as for `require_file`, or it cannot be read.
+        UnicodeDecodeError: it is no such text.
+    """
+    require_file(path)
+    with open(path, encoding="utf-8") as file:
+        return file.read()
