@@ -32,6 +32,7 @@ from trimaran.server.text_models import BlsModel, EnsembleModel, ensemble_maps
 from trimaran.server.text_pipeline import Steps
 from trimaran.server.token_model import TokenModel
 from trimaran.server.tokenizer import Tokenizer
+from trimaran.server.vocabularies import warn_of_surplus_ids
 
 logger = logging.getLogger(__name__)
 
@@ -98,6 +99,8 @@ class ModelFactory:
             configs = {name: step.source.config for name, step in steps.items()}
             check_ensemble(model.config_path, model.config, configs)
             built = self._ensemble(model, version, steps)
+        parts = {name: steps[name].plain for name in model.steps if name in steps}
+        warn_of_surplus_ids(model.name, parts)
         if isinstance(built, GraphModel):
             logger.info("Model '%s': %s, run step by step", model.name, model.role.value)
         else:

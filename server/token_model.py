@@ -56,6 +56,14 @@ class TokenModel:
         """Whether a worker group is up."""
         return self._engines.is_ready
 
+    @property
+    def vocab_size(self) -> int | None:
+        """Ids of the engine's vocabulary; None as long as no engine was up."""
+        try:
+            return int(self._engines.facts()["vocab_size"])
+        except RequestError:
+            return None
+
     async def infer(self, request: InferRequest) -> AsyncGenerator[InferResponse, None]:
         """Run one request; see `inference.Model`."""
         first = SampleInputs(request.inputs, 0, self._is_batched)

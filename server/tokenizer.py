@@ -46,6 +46,7 @@ class Tokenizer:
         path = Path(folder)
         if not path.is_dir():
             raise ConfigError(f"tokenizer_dir {folder} is not a folder")
+        self.folder = folder
         self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="tokenizer")
         self._huge = ThreadPoolExecutor(1, thread_name_prefix="tokenizer-huge")
         if (path / "tokenizer.json").exists():
@@ -71,6 +72,10 @@ class Tokenizer:
         pad_id = self._special_id(settings.get("pad_token"))
         self.pad_id = self.end_id if pad_id is None else pad_id
         self.vocab_size: int = self._fast.get_vocab_size(with_added_tokens=True)
+        ids = self._fast.get_vocab(with_added_tokens=True).values()
+        self.num_ids = max(ids, default=-1) + 1
+        """One more than the highest id: there may be gaps."""
+
         added = self._fast.get_added_tokens_decoder()
         self.special_ids = frozenset(i for i, token in added.items() if token.special)
 

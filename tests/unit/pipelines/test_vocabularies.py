@@ -1,0 +1,83 @@
+"""A tokenizer with ids that its engine does not have is named when they are put together."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import pytest
+
+from trimaran.server.metrics import Metrics
+from trimaran.server.model_repository import ModelRepository
+from trimaran.server.model_set import Candidate, ModelSet
+from trimaran.server.pipeline import ModelFactory
+from trimaran.server.python_models.calls import ModelCalls
+from trimaran.server.registry import ModelRegistry
+
+NUM_IDS = 600
+
+
+@pytest.fixture
+def tokenizer_with(tokenizer_folder, tmp_path):
+    """The tokenizer of the tests with one more token, of this id."""
+
+    def write(number, **settings):
+        folder = tmp_path / "larger"
+        shutil.copytree(tokenizer_folder, folder)
+        path = folder / "tokenizer.json"
+        values = json.loads(path.read_text())
+        values["added_tokens"].append(
+            {**values["added_tokens"][0], "id": number, "content": "<image>"}
+        )
+        path.write_text(json.dumps(values))
+        (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+        return str(folder)
+
+    return write
+
+
+async def composed(serve, folder):
+    """Put the models of a repository together over an engine that is up."""
+    async with serve(tokenizer_dir=folder) as served:
+        await served.dial(served.answer("a"))
+        repository = ModelRepository.load(served.config.model_repository)
+        parts = {model.name: model for model in served._plain}
+        metrics, registry = Metrics(), ModelRegistry()
+        factory = ModelFactory(ModelCalls(registry, metrics.custom))
+        ModelSet(factory, metrics, registry).commit(
+            [Candidate(source=s, plain=parts.get(n)) for n, s in repository.models.items()]
+        )
+
+
+def warnings(caplog):
+    return [r.message for r in caplog.records if "has a vocabulary of" in r.message]
+
+
+async def test_more_ids_than_the_engine_has_are_a_warning_with_both_numbers(
+    serve, tokenizer_with, caplog
+):
+    folder = tokenizer_with(NUM_IDS, eos_token="</s>")
+    await composed(serve, folder)
+    ensemble, bls = warnings(caplog)
+    assert ensemble == (
+        f"Model 'ensemble': the tokenizer of 'preprocessing' has 601 ids ({folder}), but the "
+        "engine of 'tensorrt_llm' has a vocabulary of 600: a prompt that holds one of the "
+        "others is refused. Unless nobody uses those, name the model's own tokenizer in "
+        "tokenizer_dir."
+    )
+    assert bls == ensemble.replace("'ensemble'", "'tensorrt_llm_bls'")
+
+
+async def test_an_end_token_that_the_engine_does_not_have_is_named(
+    serve, tokenizer_with, caplog
+):
+    await composed(serve, tokenizer_with(NUM_IDS, eos_token="<image>"))
+    first, _ = warnings(caplog)
+    assert "The end token, 600, is one: no output ends with it." in first
+
+
+async def test_a_larger_vocabulary_than_the_tokenizers_is_ordinary(
+    serve, tokenizer_folder, caplog
+):
+    await composed(serve, str(tokenizer_folder))
+    assert not warnings(caplog)
