@@ -7,6 +7,8 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 from aiohttp import web
+from aiohttp.http_parser import RawRequestMessage
+from aiohttp.streams import StreamReader
 
 from trimaran.server import http_faults
 from trimaran.server.http_messages import plain_error
@@ -40,7 +42,24 @@ class HttpConnections(web.Server):
 class _Connection(web.RequestHandler):
     """A connection that answers what is no HTTP as it answers any wrong request."""
 
-    __slots__ = ()
+    __slots__ = ("_last_body",)
+
+    def __init__(self, manager: web.Server, **options: Any) -> None:
+        super().__init__(manager, **options)
+        self._last_body: StreamReader | None = None
+        """Of the youngest request."""
+
+    def data_received(self, data: bytes) -> None:
+        """Take what has come; a body that goes on as no HTTP ends with that error."""
+        num_known = self._request_count
+        super().data_received(data)
+        for index in range(num_known - self._request_count, 0):
+            message, body = self._messages[index]
+            if isinstance(message, RawRequestMessage):
+                self._last_body = body
+            elif self._last_body is not None and not self._last_body.is_eof():
+                # The error waits behind the request, whose reader would wait for ever.
+                self._last_body.set_exception(message.exc)
 
     def handle_error(
         self,
@@ -50,7 +69,12 @@ class _Connection(web.RequestHandler):
         message: str | None = None,
     ) -> web.StreamResponse:
         super().handle_error(request, status, exc, message)  # logs it
-        reason = " ".join((message or "").split())[:_LONGEST_REASON]
-        response = plain_error(status, reason or "the request is no valid HTTP")
-        response.force_close()
-        return response
+        return refusal(status, message or "")
+
+
+def refusal(status: int, message: str) -> web.Response:
+    """The last answer on a connection: what came is no HTTP."""
+    reason = " ".join(message.split())[:_LONGEST_REASON]
+    response = plain_error(status, reason or "the request is no valid HTTP")
+    response.force_close()
+    return response

@@ -6,11 +6,12 @@ import logging
 from typing import Any
 
 from aiohttp import web
+from aiohttp.http_exceptions import HttpProcessingError
 
 from trimaran.comm.errors import ConfigError, RequestError
 from trimaran.server import http_faults, http_queries
 from trimaran.server.body_reader import BodyReader
-from trimaran.server.http_connections import HttpConnections
+from trimaran.server.http_connections import HttpConnections, refusal
 from trimaran.server.http_generate import GenerateEndpoint
 from trimaran.server.http_infer import infer
 from trimaran.server.http_messages import error_response, json_response, plain_error
@@ -74,6 +75,10 @@ class HttpServer:
             # The client is gone. What is returned is not sent; raised, it would be logged.
             response = plain_error(400, "")
             response.force_close()
+        except HttpProcessingError as error:
+            # Its body began well and went on as no HTTP.
+            http_faults.logger.error("%s", request.remote, exc_info=error)
+            response = refusal(400, error.message)
         except Exception:
             logger.exception("%s %s failed", request.method, request.raw_path)
             response = plain_error(500, INTERNAL)

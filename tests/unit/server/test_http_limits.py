@@ -263,6 +263,25 @@ def test_what_is_no_http_is_answered_with_an_error_body(server, head, reason):
     assert reason in json.loads(body)["error"]
 
 
+@pytest.mark.parametrize(
+    "path", ["/v2/models/double/infer", "/v2/models/repeat/generate_stream", "/v2/nothing"]
+)
+def test_a_body_that_goes_on_as_no_http_is_answered_and_is_the_last(server, caplog, path):
+    head = f"POST {path} HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n"
+    with caplog.at_level("INFO"), open_socket(server) as sock:
+        sock.settimeout(5)
+        sock.sendall(head.encode() + b"5\r\nhello\r\n")
+        # The handler has begun when the rest comes.
+        assert server.get("/v2/health/live").status == 200
+        sock.sendall(b"zz\r\n" + b"GET /v2 HTTP/1.1\r\nHost: x\r\n\r\n")
+        answer = read_all(sock)
+    assert answer.count(b"HTTP/1.1 ") == 1
+    if path != "/v2/nothing":
+        assert answer.startswith(b"HTTP/1.1 400 ")
+        assert b"Invalid character in chunk size" in answer
+    assert not [r for r in caplog.records if r.exc_info or r.levelname == "ERROR"]
+
+
 def test_a_header_of_60_kilobytes_is_taken(server):
     headers = {"Authorization": "Bearer " + "x" * 60_000}
     assert server.request("GET", "/v2/health/live", None, headers).status == 200
