@@ -33,7 +33,8 @@ struct CacheReader {
             const int panel = lane % S::PANELS;
             const u32 to = tiles + ring.slot() * S::TILE_BYTES + panel * PANEL_BYTES +
                            lane / S::PANELS * box_bytes;
-            copy_box_5d(to, cache, ring.full(), panel * PANEL, 0, kv_head, is_value, block);
+            copy_box_5d(to, cache, ring.full(), panel * PANEL, 0, kv_head, is_value, block,
+                        kReadAgain);
         }
         __syncwarp();
         ++ring.count;

@@ -71,10 +71,11 @@ struct Copier {
         const int half = block * a.halves_per_block + is_value();
         if (block < 0) return;
         if (first + (1 << a.block_shift) <= rows) {
-            copy_box_5d(to, blocks, ring.full(), 0, 0, 0, kv_head, half);
+            copy_box_5d(to, blocks, ring.full(), 0, 0, 0, kv_head, half, kReadOnce);
         } else {
             for (int row = 0; row < rows - first; row += FEW)
-                copy_box_5d(to + row * 2 * HEAD, fews, ring.full(), 0, 0, row, kv_head, half);
+                copy_box_5d(to + row * 2 * HEAD, fews, ring.full(), 0, 0, row, kv_head, half,
+                            kReadOnce);
         }
     }
 

@@ -30,15 +30,14 @@ __device__ __forceinline__ void copy_weights(const Arguments& args, const Ring& 
 __device__ __forceinline__ void copy_rows(const Arguments& args, const Ring& ring,
                                           const Place& place, const TensorMap* map, int step,
                                           int row_tile) {
-    constexpr u64 kKeep = 0x14F0000000000000ull;
     const int first = row_tile * kRows + place.neighbour * args.slice;
     const u32 target = ring.x() + place.neighbour * args.slice * kRowBytes;
     if (args.sharing == 1) {
-        copy_box_2d(target, map, ring.filled(), step * kInner, first, kKeep);
+        copy_box_2d(target, map, ring.filled(), step * kInner, first, kReadByAll);
     } else {
         const u32 peers = ((1u << args.sharing) - 1) << (place.part * args.sharing);
         copy_box_to(target, map, ring.filled(), step * kInner, first,
-                     static_cast<unsigned short>(peers), kKeep);
+                     static_cast<unsigned short>(peers), kReadByAll);
     }
 }
 

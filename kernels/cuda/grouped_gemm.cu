@@ -125,7 +125,6 @@ struct RowMaps {
 __device__ __forceinline__ void fill_stage(const Arguments& args, const Ring& ring,
                                            const TensorMap* map_w, const RowMaps& maps_x,
                                            const Work& work, int step, int neighbour) {
-    constexpr u64 kKeep = 0x14F0000000000000ull;
     barrier_arrive_expect(ring.filled(), kTileW + work.chunks * 16 * kRowBytes);
     if (args.sharing == 1) {
         copy_weights(ring.w(), map_w, ring.filled(), step * kInner, work.column * kWeights,
@@ -141,12 +140,12 @@ __device__ __forceinline__ void fill_stage(const Arguments& args, const Ring& ri
 #pragma unroll 1
     for (int n = 0; n < num_wide; ++n) {
         copy_box_2d(ring.x() + n * 64 * kRowBytes, maps_x.wide, ring.filled(), step * kInner,
-                    work.first_row + n * 64, kKeep);
+                    work.first_row + n * 64, kReadByAll);
     }
 #pragma unroll 1
     for (int n = 4 * num_wide; n < work.chunks; ++n) {
         copy_box_2d(ring.x() + n * 16 * kRowBytes, maps_x.narrow, ring.filled(), step * kInner,
-                    work.first_row + n * 16, kKeep);
+                    work.first_row + n * 16, kReadByAll);
     }
 }
 

@@ -60,6 +60,12 @@ __device__ __forceinline__ void fence_shared_for_async() {
 
 // ---- Copies of a box of a tensor to shared memory, which count as bytes of a barrier.
 
+// How long the second-level cache keeps what a copy reads, as `createpolicy` encodes it:
+// evicted before all else, in turn, and after all else.
+constexpr u64 kReadOnce = 0x12F0000000000000ull;
+constexpr u64 kReadAgain = 0x1000000000000000ull;
+constexpr u64 kReadByAll = 0x14F0000000000000ull;
+
 __device__ __forceinline__ void prefetch_map(const TensorMap* map) {
     asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
 }
@@ -74,11 +80,11 @@ __device__ __forceinline__ void copy_box_3d(u32 to, const TensorMap* map, u32 ba
 }
 
 __device__ __forceinline__ void copy_box_5d(u32 to, const TensorMap* map, u32 barrier, int x,
-                                            int y, int z, int u, int v) {
+                                            int y, int z, int u, int v, u64 policy) {
     asm volatile(
         "cp.async.bulk.tensor.5d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
-        " [%0], [%1, {%3, %4, %5, %6, %7}], [%2];" ::"r"(to),
-        "l"(map), "r"(barrier), "r"(x), "r"(y), "r"(z), "r"(u), "r"(v)
+        ".L2::cache_hint [%0], [%1, {%3, %4, %5, %6, %7}], [%2], %8;" ::"r"(to),
+        "l"(map), "r"(barrier), "r"(x), "r"(y), "r"(z), "r"(u), "r"(v), "l"(policy)
         : "memory");
 }
 
