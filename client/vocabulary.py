@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 from trimaran.comm.errors import ConfigError
+from trimaran.comm.special_tokens import special_tokens
 
 TYPES = ("auto", "t5", "llama")
 
@@ -24,6 +24,7 @@ class Vocabulary:
         if not self._folder.is_dir():
             raise ConfigError(f"--tokenizer-dir {folder} is not a folder")
         self._tokenizer = self._load()
+        self._tokens = special_tokens(self._folder, ("eos_token", "pad_token"))
         self.end_id = self._special_id("eos_token")
         pad_id = self._special_id("pad_token")
         self.pad_id = self.end_id if pad_id is None else pad_id
@@ -61,11 +62,6 @@ class Vocabulary:
 
     def _special_id(self, name: str) -> int | None:
         """The id of the token that the folder's settings call ``name``."""
-        token: Any = None
-        for file_name in ("special_tokens_map.json", "tokenizer_config.json"):
-            path = self._folder / file_name
-            if path.exists():
-                token = json.loads(path.read_text(encoding="utf-8")).get(name) or token
-        text = token.get("content") if isinstance(token, dict) else token
-        number: int | None = self._tokenizer.token_to_id(text) if text else None
+        text = self._tokens.get(name)
+        number: int | None = None if text is None else self._tokenizer.token_to_id(text)
         return number

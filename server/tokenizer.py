@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import subprocess
 import sys
@@ -11,12 +10,13 @@ import tempfile
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from tokenizers import Tokenizer as FastTokenizer
 
 from trimaran.comm.errors import ConfigError
-from trimaran.comm.input_files import NoFileError, read_text, require_file
+from trimaran.comm.input_files import NoFileError, require_file
+from trimaran.comm.special_tokens import special_tokens
 
 logger = logging.getLogger(__name__)
 
@@ -64,12 +64,9 @@ class Tokenizer:
             raise ConfigError(f"{path}/tokenizer.json cannot be read: {error}") from error
         self._fast.no_padding()
         self._fast.no_truncation()
-        settings = {
-            **_read_json(path / "special_tokens_map.json"),
-            **_read_json(path / "tokenizer_config.json"),
-        }
-        self.end_id = self._special_id(settings.get("eos_token"))
-        pad_id = self._special_id(settings.get("pad_token"))
+        tokens = special_tokens(path, ("eos_token", "pad_token"))
+        self.end_id = self._special_id(tokens.get("eos_token"))
+        pad_id = self._special_id(tokens.get("pad_token"))
         self.pad_id = self.end_id if pad_id is None else pad_id
         self.vocab_size: int = self._fast.get_vocab_size(with_added_tokens=True)
         ids = self._fast.get_vocab(with_added_tokens=True).values()
@@ -104,9 +101,8 @@ class Tokenizer:
         text: str = self._fast.decode(ids, skip_special_tokens=skip_special_tokens)
         return text
 
-    def _special_id(self, token: Any) -> int | None:
-        content = token.get("content") if isinstance(token, dict) else token
-        found: int | None = self._fast.token_to_id(content) if content else None
+    def _special_id(self, token: str | None) -> int | None:
+        found: int | None = None if token is None else self._fast.token_to_id(token)
         return found
 
 
@@ -136,15 +132,3 @@ def _convert(folder: Path, target: Path) -> None:
         raise ConfigError(
             f"tokenizer_dir {folder} has no tokenizer.json and cannot be converted: {reason[0]}"
         )
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    if not path.exists():
-        return {}
-    try:
-        content = json.loads(read_text(path))
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot be read: {error}") from error
-    except ValueError as error:
-        raise ConfigError(f"{path}: not JSON: {error}") from error
-    return content if isinstance(content, dict) else {}

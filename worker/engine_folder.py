@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from trimaran.comm.errors import ConfigError
+from trimaran.comm.field_types import check_field_types
 from trimaran.comm.input_files import read_text
 from trimaran.worker.checkpoint_folder import (
     check_weight_files,
@@ -302,6 +303,7 @@ def _rank_mapping(
     known = {field.name for field in fields(RankMapping)}
     chosen = {key: value for key, value in values.items() if key in known}
     partition = chosen.pop("pp_partition", None) or []
+    _check_type_of("mapping.", RankMapping, {"pp_partition": partition}, source)
     _check_positive_integers(chosen, "mapping", source)
     _check_positive_integers(dict(enumerate(partition)), "mapping.pp_partition", source)
     mapping = RankMapping(**chosen, pp_partition=tuple(partition))
@@ -325,13 +327,17 @@ def _build_config(values: Mapping[str, Any], source: str) -> BuildConfig:
     limits = {key: chosen[key] for key in chosen if key.startswith("max_")}
     _check_positive_integers(limits, "build_config", source)
     plugins = chosen.setdefault("plugin_config", {})
-    if not isinstance(plugins, dict):
-        raise ConfigError(
-            f"{source}: build_config.plugin_config must be an object. {_BUILD_AGAIN}."
-        )
+    _check_type_of("build_config.", BuildConfig, chosen, source)
     blocks = {"tokens_per_block": plugins.get("tokens_per_block", 32)}
     _check_positive_integers(blocks, "build_config.plugin_config", source)
     return BuildConfig(**chosen)
+
+
+def _check_type_of(inside: str, owner: type, values: Mapping[str, Any], source: str) -> None:
+    try:
+        check_field_types(owner, values, inside=inside)
+    except ConfigError as error:
+        raise ConfigError(f"{source}: {error}. {_BUILD_AGAIN}.") from None
 
 
 def _check_positive_integers(values: Mapping[Any, Any], section: str, source: str) -> None:
@@ -353,8 +359,12 @@ def _check_quantization(values: Mapping[str, Any], source: str) -> None:
 
 
 def _check_shards(files: tuple[Path, ...], listed: Any, source: str) -> None:
-    entries = listed if isinstance(listed, list) else []
-    entry_of = {entry.get("file"): entry for entry in entries if isinstance(entry, dict)}
+    entries = [] if listed is None else listed
+    if not (isinstance(entries, list) and all(isinstance(each, dict) for each in entries)):
+        raise ConfigError(
+            f"{source}: shards is {listed!r} but must be a list of objects. {_BUILD_AGAIN}."
+        )
+    entry_of = {entry.get("file"): entry for entry in entries}
     for file in files:
         if not file.is_file():
             raise ConfigError(

@@ -8,8 +8,10 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from trimaran.comm.errors import ConfigError
+from trimaran.comm.field_types import check_field_types
 from trimaran.worker.huggingface_defaults import with_defaults
 from trimaran.worker.huggingface_keys import check_positive
+from trimaran.worker.huggingface_types import check_huggingface_types, check_rope_types
 from trimaran.worker.pretrained_families import FAMILIES, text_values
 
 SERVED_ARCHITECTURES = tuple(FAMILIES)
@@ -220,6 +222,8 @@ class PretrainedConfig:
         chosen = {key: value for key, value in values.items() if key in known}
         try:
             _check_architecture(chosen.get("architecture"))
+            check_field_types(cls, chosen)
+            check_rope_types(chosen.get("rope_scaling") or {}, "rope_scaling.")
             for name in _TUPLES:
                 chosen[name] = tuple(chosen.get(name, ()))
             return cls(**chosen)
@@ -234,6 +238,7 @@ class PretrainedConfig:
     def from_huggingface(cls, values: Mapping[str, Any], source: str) -> PretrainedConfig:
         """Normalise a Hugging Face ``config.json``; ``source`` names the file in errors."""
         try:
+            check_huggingface_types(values)
             architecture = _architecture_of(values)
             _check_architecture(architecture)
             values = with_defaults(text_values(values), FAMILIES[architecture].model_type)

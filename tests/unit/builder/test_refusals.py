@@ -126,7 +126,7 @@ def test_flags_that_only_the_replaced_tools_need_are_accepted_and_named_once(
             {"rope_scaling": {"type": "mrope", "factor": 4.0}},
             ["'mrope'", "linear", "longrope"],
         ),
-        ({"rope_theta": "big"}, ["wrong type", "big"]),
+        ({"rope_theta": "big"}, ["'big' but must be a number", "big"]),
         ({"quantization_config": {"quant_method": "gptq"}}, ["quantized", "GPTQ", "bfloat16"]),
     ],
 )
