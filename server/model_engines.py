@@ -124,6 +124,12 @@ class ModelEngines:
             group.retire()
         self._client.remove_model(self)
 
+    def let_go(self) -> None:
+        """Forget the groups, which live on: they dial in again for whoever adopts them next."""
+        for group in self.groups.values():
+            group.disconnect()
+        self.close()
+
     # ---- groups that come and go --------------------------------------------------------
 
     def link_ready(self, link: EngineLink, hello: EngineHello) -> None:

@@ -90,16 +90,16 @@ class ModelMirror:
     # ---- models -------------------------------------------------------------------------
 
     async def _candidates(self, models: Sequence[RememberedModel]) -> list[Candidate]:
-        found = await asyncio.gather(*map(self._candidate, models), return_exceptions=True)
-        candidates = []
-        for model, result in zip(models, found, strict=True):
-            if isinstance(result, Candidate):
-                candidates.append(result)
-            elif isinstance(result, (ConfigError, RequestError)):
-                logger.error("Model '%s' is not served here: %s", model.name, result)
-            elif result is not None:
-                raise result
-        return candidates
+        making = [asyncio.ensure_future(self._candidate(model)) for model in models]
+        try:
+            found = await asyncio.gather(*making, return_exceptions=True)
+            return list(filter(None, map(_made, models, found)))
+        except BaseException:
+            # The first front end is gone, say: its successor tells of all of them again.
+            for result in await asyncio.gather(*making, return_exceptions=True):
+                if isinstance(result, Candidate):
+                    await _discard(result)
+            raise
 
     async def _candidate(self, model: RememberedModel) -> Candidate | None:
         """What serves this model; None while it has no worker groups."""
@@ -114,7 +114,7 @@ class ModelMirror:
                 plain = self._factory.single(read.source, engines)
                 await self._groups.wait_known(opened)
             except BaseException:
-                engines.close("the model cannot be served here")
+                engines.let_go()
                 raise
         elif read.source.role not in COMPOSED:
             plain = await asyncio.to_thread(self._factory.single, read.source)
@@ -155,3 +155,20 @@ class ModelMirror:
             current = self._set.get(candidate.name)
             if current is None or current.candidate.version != candidate.version:
                 self._metrics.forget(candidate.name, candidate.version)
+
+
+def _made(model: RememberedModel, result: Candidate | BaseException | None) -> Candidate | None:
+    """What was made of a model; None if it cannot be served here now."""
+    if isinstance(result, (ConfigError, RequestError)):
+        logger.error("Model '%s' is not served here: %s", model.name, result)
+        return None
+    if isinstance(result, BaseException):
+        raise result
+    return result
+
+
+async def _discard(candidate: Candidate) -> None:
+    """End what was made for nothing, so that it can be made again."""
+    if candidate.engines is not None:
+        candidate.engines.let_go()
+    await close_model(candidate.plain)

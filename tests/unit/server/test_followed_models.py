@@ -1,0 +1,114 @@
+"""A front end that serves what the first one says, which is the test."""
+
+import contextlib
+import os
+import time
+
+import pytest
+from started_frontend import Peer as Connection
+from started_frontend import StartedFrontend, write_repository
+
+from trimaran.comm.address import Address
+from trimaran.comm.messages import Answer, Ask
+from trimaran.server.config_pbtxt import read_config
+from trimaran.server.remembered import Remembered, RememberedModel
+from trimaran.server.shared_state import SharedState
+
+DEADLINE_S = 60
+SLOW_CONFIG = """
+name: "slow"
+backend: "python"
+input [ { name: "X" data_type: TYPE_INT32 dims: [ 1 ] } ]
+output [ { name: "Y" data_type: TYPE_INT32 dims: [ 1 ] } ]
+"""
+SLOW_CODE = """
+import os, time
+
+class TritonPythonModel:
+    def initialize(self, args):
+        open({begun!r}, "w").close()
+        while not os.path.exists({go!r}):
+            time.sleep(0.01)
+
+    def execute(self, requests):
+        raise NotImplementedError
+"""
+
+
+class Follower(StartedFrontend):
+    """The second front end of a server."""
+
+    def __init__(self, stack, tmp_path):
+        self._address = Address.parse(f"unix:{tmp_path}/frontends.sock")
+        self._listener = stack.enter_context(self._address.listen())
+        self._listener.settimeout(DEADLINE_S)
+        self._stack = stack
+        super().__init__(
+            stack, tmp_path, index=1, num_frontends=2, first_frontend=str(self._address),
+            groups={},
+        )  # fmt: skip
+
+    def joined(self):
+        """Its next connection to the first front end, on which it has joined."""
+        first = Connection(self._stack.enter_context(self._listener.accept()[0]))
+        ask = first.receive(Ask)
+        assert ask.verb == "join"
+        first.send(Answer(ask_id=ask.ask_id))
+        return first
+
+    def serve(self, first, *models):
+        """Have it serve these models; the error if it does not."""
+        wire = SharedState(remembered=Remembered(models=models).to_bytes()).to_wire()
+        first.send(Ask(ask_id=1, verb="state", arguments=wire))
+        return lambda: first.receive(Answer).error
+
+
+def remembered(repository, name, groups=()):
+    folder = repository / name
+    config = read_config(folder / "config.pbtxt").SerializeToString(deterministic=True)
+    return RememberedModel(name=name, folder=str(folder), config=config, groups=groups)
+
+
+def write_slow_model(repository, tmp_path):
+    folder = repository / "slow" / "1"
+    folder.mkdir(parents=True)
+    (folder.parent / "config.pbtxt").write_text(SLOW_CONFIG)
+    paths = {name: str(tmp_path / name) for name in ("begun", "go")}
+    (folder / "model.py").write_text(SLOW_CODE.format(**paths))
+
+
+def wait_for_file(path):
+    deadline = time.monotonic() + DEADLINE_S
+    while not path.exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+@pytest.fixture
+def stack():
+    with contextlib.ExitStack() as stack:
+        yield stack
+
+
+def test_the_end_of_the_first_one_amid_a_change_leaves_nothing_behind(stack, tmp_path):
+    repository = tmp_path / "repository"
+    write_repository(repository)
+    write_slow_model(repository, tmp_path)
+    models = (
+        remembered(repository, "tensorrt_llm", ("g0",)),
+        remembered(repository, "slow"),
+    )
+    follower = Follower(stack, tmp_path)
+    first = follower.joined()
+    follower.serve(first, *models)
+    follower.dial_in(stack)
+    wait_for_file(tmp_path / "begun")
+    # One model is made, the other is on its way.
+    time.sleep(0.2)
+    first.close()
+    os.unlink(tmp_path / "begun")
+    answer = follower.serve(follower.joined(), *models)
+    wait_for_file(tmp_path / "begun")
+    (tmp_path / "go").touch()
+    assert answer() == ""
+    follower.supervisor.wait_for_state("ready")
