@@ -19,19 +19,21 @@ import numpy.typing as npt
 from trimaran.comm.errors import ProtocolError
 from trimaran.comm.frames import FrameCutter, frame
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 MAX_FRAME_BYTES = (1 << 31) - 1
 """As much as a client can send at once: an adapter's weights may take it all."""
 
 
 class FinishReason(IntEnum):
-    """Why a sequence ended; the numbers of the executor that clients know."""
+    """Why a sequence ended; the numbers of the executor that clients know.
+
+    Its 4 is a time limit for running, which no client of the backend can set.
+    """
 
     NOT_FINISHED = 0
     END_ID = 1
     STOP_WORDS = 2
     LENGTH = 3
-    TIMED_OUT = 4
     CANCELLED = 5
 
 
@@ -98,8 +100,6 @@ class Submit(Message):
     """`SamplingParams.to_wire()`."""
     priority: int = 0
     """Higher runs first."""
-    timeout_us: int = 0
-    """The request ends as TIMED_OUT this long after arrival; 0 means never."""
     adapter_id: int = 0
     """LoRA task id; 0 without an ``adapter`` means none."""
     embeddings: dict[str, Any] | None = None

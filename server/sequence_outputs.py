@@ -44,7 +44,6 @@ _REASONS = {
     FinishReason.END_ID: STOPPED,
     FinishReason.STOP_WORDS: STOPPED,
     FinishReason.LENGTH: "length",
-    FinishReason.TIMED_OUT: "timeout",
     FinishReason.CANCELLED: "cancelled",
 }
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import time
 from array import array
 from collections.abc import Hashable, Sequence
 
@@ -64,7 +63,6 @@ def request_from(
         sampling=sampling,
         sequence_index=message.sequence_index,
         priority=message.priority,
-        deadline=time.monotonic() + message.timeout_us / 1e6,
         cache_salt=message.cache_salt,
         retention=_retention(message, len(prompt)),
         prompt_table=None if table is None else message.embeddings,

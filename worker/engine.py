@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import heapq
 import logging
 import time
 from collections import deque
@@ -102,7 +101,6 @@ class Engine:
         self.depth = self._config.scheduler.depth or max(default_depth, num_stages)
         self._in_flight: deque[tuple[ScheduledStep | LaneSteps, ModelRunnerOutput]] = deque()
         self._requests: dict[tuple[Hashable, int], list[Request]] = {}
-        self._deadlines: list[tuple[float, int, Request]] = []
         self._num_submitted = 0
         self.times = StepTimes()
         is_overlapped = self.depth > 1 and num_stages == 1
@@ -193,8 +191,6 @@ class Engine:
             self.scheduler.add(request)
         self._timing.submitted(time.perf_counter())
         self._requests.setdefault((source, message.request_id), []).append(request)
-        if message.timeout_us:
-            self._watch(request)
 
     def _is_open(self, request: Request) -> bool:
         """Whether somebody still waits for a request."""
@@ -260,8 +256,6 @@ class Engine:
         result = StepResult()
         if self._guided:
             self._add_compiled(result)
-        if self._deadlines:
-            self._end_overdue()
         if self._profile is not None:
             self._profile.begin_step(self.scheduler.step + 1, self.times)
         if self.scheduler.loads:
@@ -344,20 +338,6 @@ class Engine:
             self._requests[key] = others
         # They refer to each other: without this they would wait for the garbage collector.
         request.sequences.clear()
-
-    def _watch(self, request: Request) -> None:
-        """Remember a deadline; those of finished requests do not pile up."""
-        if len(self._deadlines) > 2 * len(self._requests) + 64:
-            self._deadlines = [item for item in self._deadlines if self._is_open(item[2])]
-            heapq.heapify(self._deadlines)
-        heapq.heappush(self._deadlines, (request.deadline, request.number, request))
-
-    def _end_overdue(self) -> None:
-        now = time.monotonic()
-        while self._deadlines and self._deadlines[0][0] <= now:
-            request = heapq.heappop(self._deadlines)[2]
-            if self._is_open(request):
-                self._end(request, FinishReason.TIMED_OUT)
 
     def follow(self, payload: bytes) -> None:
         """Carry out rank 0's decision on another rank. Collective over the tensor group."""

@@ -168,9 +168,6 @@ class Request:
     """Index of the first sequence."""
 
     priority: int = 0
-    deadline: float = float("inf")
-    """On the clock of ``time.monotonic``."""
-
     adapter_id: int = 0
     cache_salt: bytes = b""
     retention: RetentionPlan | None = None

@@ -19,7 +19,7 @@ _BOTH = {
     "output_log_probs": "of each token, padded with -1",
     "context_logits": "of every token of the prompt, in the first response",
     "generation_logits": "of the new tokens",
-    "finish_reason": "`stop`, `length`, `timeout`, `cancelled`, in the last response",
+    "finish_reason": "`stop`, `length`, `cancelled`, in the last response",
     "batch_index": "the prompt of a batch above 1",
     "sequence_index": "the draw, of `num_return_sequences` above 1",
     "num_input_tokens": "tokens of the prompt",

@@ -181,49 +181,6 @@ def test_a_lost_connection_ends_its_requests_silently(make_engine):
     driver.check_idle()
 
 
-def test_a_request_over_its_time_ends_as_timed_out(make_engine):
-    driver = make_engine()
-    overdue = driver.submit([1, 2, 3], max_tokens=100, timeout_us=1)
-    patient = driver.submit([1, 2, 3], max_tokens=5, timeout_us=60_000_000)
-    time.sleep(0.001)
-
-    driver.run()
-
-    assert driver.reasons == {
-        (overdue, 0): FinishReason.TIMED_OUT,
-        (patient, 0): FinishReason.LENGTH,
-    }
-    driver.check_idle()
-
-
-def test_what_has_ended_in_time_is_told_of_no_more_when_its_time_is_over(
-    make_engine, monkeypatch
-):
-    driver = make_engine()
-    in_time = driver.submit([1, 2, 3], max_tokens=2, timeout_us=60_000_000)
-    driver.run()
-    late = time.monotonic() + 61
-    monkeypatch.setattr(time, "monotonic", lambda: late)
-
-    other = driver.submit([4, 5, 6], max_tokens=2)
-    driver.run()
-
-    assert driver.reasons == {
-        (in_time, 0): FinishReason.LENGTH,
-        (other, 0): FinishReason.LENGTH,
-    }
-    driver.check_idle()
-
-
-def test_deadlines_of_finished_requests_do_not_pile_up(make_engine):
-    driver = make_engine()
-    for _ in range(200):
-        driver.submit([1, 2], max_tokens=1, timeout_us=3_600_000_000)
-        driver.run()
-
-    assert len(driver.engine._deadlines) <= 70
-
-
 @pytest.mark.parametrize("changes", [{}, {"depth": 2}, {"enable_block_reuse": False}])
 def test_sequences_of_a_request_are_those_of_single_ones(make_engine, prompt_of, changes):
     driver = make_engine(**changes)

@@ -260,19 +260,6 @@ def test_a_cancelled_request_whose_guide_is_compiling_ends(driver):
 
 
 @pytest.mark.feature("parameter:guided_decoding_backend")
-def test_a_request_whose_guide_is_compiling_keeps_its_deadline(driver):
-    request = submit(driver, "regex", timeout_us=1)
-    # Deadlines of others that have ended are cleared away meanwhile.
-    for _ in range(80):
-        other = driver.submit(ids("a"), max_tokens=4, timeout_us=1_000_000_000)
-        driver.engine.cancel("client", [other])
-
-    driver.run()
-
-    assert driver.reasons[request, 0] is FinishReason.TIMED_OUT
-    driver.check_idle()
-
-
 def test_guides_are_refused_where_they_are_not_served():
     plain = make_engine(guided=GuidedConfig())
 
