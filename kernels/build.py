@@ -88,7 +88,12 @@ def _compiler() -> str:
 
 def cache_folder() -> Path:
     """Where compiled kernels are kept: the user's cache, or a new folder a process."""
-    return _writable_folder(Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"))
+    named = os.environ.get("XDG_CACHE_HOME")
+    try:
+        return _writable_folder(Path(named) if named else Path.home() / ".cache")
+    except RuntimeError:
+        # Nobody knows this user, as in a container that was given a number alone.
+        return _own_folder("no home folder")
 
 
 @functools.cache
@@ -100,7 +105,13 @@ def _writable_folder(root: Path) -> Path:
             return folder
     except OSError:
         pass
-    logger.warning("%s is not writable: kernels are compiled at every start", folder)
+    return _own_folder(f"{folder} is not writable")
+
+
+@functools.cache
+def _own_folder(reason: str) -> Path:
+    """A folder that goes with this process."""
+    logger.warning("%s: kernels are compiled at every start", reason)
     folder = Path(tempfile.mkdtemp(prefix="trimaran-kernels-"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     return folder

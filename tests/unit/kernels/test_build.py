@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import pwd
 from pathlib import Path
 
 import pytest
@@ -87,3 +88,20 @@ def test_a_cache_that_cannot_be_written_costs_a_compilation_and_says_so(
 
     assert "compiled at every start" in caplog.text
     assert os.path.isfile(tmp_path / "trimaran")
+
+
+def test_a_user_whom_nobody_knows_has_a_folder_for_the_process(tmp_path, monkeypatch, caplog):
+    def unknown(number):
+        raise KeyError(f"getpwuid(): uid not found: {number}")
+
+    for name in ("HOME", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(pwd, "getpwuid", unknown)
+    calls = tmp_path / "calls"
+    _install_compiler(tmp_path, f"echo call >> {calls}; {EMPTY_LIBRARY}", monkeypatch)
+
+    load_library()
+    load_library()
+
+    assert calls.read_text() == "call\n"
+    assert "no home folder: kernels are compiled at every start" in caplog.text
