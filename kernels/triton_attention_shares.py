@@ -8,8 +8,13 @@ import torch
 import triton  # type: ignore[import-not-found,import-untyped,unused-ignore]
 import triton.language as tl  # type: ignore[import-not-found,import-untyped,unused-ignore]
 from torch import Tensor
+from triton.language.extra.cuda import (  # type: ignore[import-not-found,import-untyped,unused-ignore]
+    gdc_launch_dependents,
+    gdc_wait,
+)
 
 from trimaran.kernels.attention import AttentionMetadata
+from trimaran.kernels.triton_launch import Launcher, padded_size
 
 # Shapes: S sequences, K key-value heads, N query heads, H head size, I pieces at most, R shares
 # at most.
@@ -30,6 +35,9 @@ CUT_COST = 400
 """Keys that could be read in the time that weighing the pieces of sequences takes."""
 
 _WRITERS = 16
+
+_SPAN_OF_ONE_WARP = 256
+"""One warp adds up so many sequences faster than several, which wait for each other."""
 
 
 @dataclass(slots=True)
@@ -81,6 +89,7 @@ def _shares_kernel(  # type: ignore[no-untyped-def]
     KV_HEADS: tl.constexpr, UNIT: tl.constexpr, MIN_KEYS: tl.constexpr, COST: tl.constexpr,
     CUT_COST: tl.constexpr, FIXED_KEYS: tl.constexpr, MAX_PIECES: tl.constexpr,
     IS_FIXED: tl.constexpr, HAS_ROWS: tl.constexpr, SPAN: tl.constexpr, WRITERS: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     """Each program finds all pieces and writes every WRITERS-th of each sequence.
 
@@ -90,6 +99,9 @@ def _shares_kernel(  # type: ignore[no-untyped-def]
     writer = tl.program_id(0)
     sequences = tl.arange(0, SPAN)
     is_sequence = sequences < num_sequences
+    if OVERLAPS:
+        gdc_launch_dependents()
+        gdc_wait()
     length = tl.load(seq_lens + sequences, mask=is_sequence, other=0)
     row = tl.load(rows + sequences, mask=is_sequence, other=0) if HAS_ROWS else sequences
     last_unit = tl.maximum((length + UNIT - 1) // UNIT - 1, 0)
@@ -138,6 +150,9 @@ def _shares_kernel(  # type: ignore[no-untyped-def]
             tl.store(counters + sequences * KV_HEADS + head, 0, mask=is_sequence)
 
 
+_shares = Launcher(_shares_kernel)
+
+
 def share_out(
     metadata: AttentionMetadata,
     heads: tuple[int, int, int],
@@ -173,11 +188,14 @@ def share_out(
         num_programs=num_programs,
     )
     has_rows = metadata.rows is not None
-    _shares_kernel[(_WRITERS,)](
+    args = (
         metadata.seq_lens, metadata.rows if has_rows else metadata.seq_lens, plan.shares,
-        plan.pieces, plan.counters, num_sequences, num_shares, KV_HEADS=num_kv_heads,
-        UNIT=unit, MIN_KEYS=MIN_KEYS, COST=PIECE_COST, CUT_COST=CUT_COST, FIXED_KEYS=FIXED_KEYS,
-        MAX_PIECES=MAX_FIXED_PIECES, IS_FIXED=is_fixed, HAS_ROWS=has_rows,
-        SPAN=max(16, triton.next_power_of_2(num_sequences)), WRITERS=_WRITERS,
+        plan.pieces, plan.counters, num_sequences, num_shares,
     )  # fmt: skip
+    span = max(16, padded_size(num_sequences))
+    constants = (
+        num_kv_heads, unit, MIN_KEYS, PIECE_COST, CUT_COST, FIXED_KEYS, MAX_FIXED_PIECES,
+        is_fixed, has_rows, span, _WRITERS,
+    )  # fmt: skip
+    _shares((_WRITERS, 1), args, constants, 1 if span <= _SPAN_OF_ONE_WARP else 4)
     return plan

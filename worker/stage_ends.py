@@ -183,11 +183,12 @@ class LastStage:
         if len(decision.sampled) == 0:
             marks.end()
             nothing = torch.empty(0, dtype=torch.int64)
-            return LocalOutput(SamplerOutput(nothing), None, marks)
+            return LocalOutput(SamplerOutput(nothing), nothing, None, marks)
         marks.sampling()
         sampled = self._sample(hidden_TD, inputs, decision, kept)
+        told_ids = sampled.told_ids()
         marks.end()
-        return LocalOutput(sampled, self._copier, marks, kept)
+        return LocalOutput(sampled, told_ids, self._copier, marks, kept)
 
     def _sample(
         self,

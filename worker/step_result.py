@@ -55,18 +55,22 @@ class LocalOutput:
     def __init__(
         self,
         output: SamplerOutput,
+        told_ids: Tensor,
         copier: Copier | None,
         marks: StepMarks,
         logits: KeptLogits | None = None,
     ) -> None:
+        """``told_ids`` of ``output`` were made before the end of the step was marked."""
         self.marks = marks
         self._logits = logits
-        self._token_ids = output.token_ids if copier is not None else output.told_ids()
+        self._token_ids = told_ids
         self._log_probs = output.log_probs
         self._beams = None if output.beams is None else output.beams.to_host()
         self._event: torch.cuda.Event | None = None
         if copier is not None:
-            self._token_ids, self._log_probs, self._event = copier.start(output)
+            self._token_ids, self._log_probs, self._event = copier.start(
+                told_ids, output.log_probs, marks
+            )
 
     def wait(self) -> SampledTokens:
         """The sampled ids on the host. Blocks until the device has them."""
@@ -98,17 +102,18 @@ class Copier:
         ]
         self._turn = 0
 
-    def start(self, output: SamplerOutput) -> tuple[Tensor, Tensor | None, torch.cuda.Event]:
-        """Launch the copies; the event tells when they are over."""
+    def start(
+        self, told_ids: Tensor, log_probs: Tensor | None, marks: StepMarks
+    ) -> tuple[Tensor, Tensor | None, torch.cuda.Event]:
+        """Launch the copies behind the step's end; the event tells when they are over."""
         self._turn = (self._turn + 1) % len(self._slots)
-        ids, log_probs, event = self._slots[self._turn]
-        told_ids = output.told_ids()
-        self._stream.wait_stream(torch.cuda.current_stream())
+        ids_memory, log_probs_memory, event = self._slots[self._turn]
+        marks.hold(self._stream)
         with torch.cuda.stream(self._stream):
-            copied_ids = _copy_back(told_ids, ids, self._stream)
+            copied_ids = _copy_back(told_ids, ids_memory, self._stream)
             copied = None
-            if output.log_probs is not None:
-                copied = _copy_back(output.log_probs, log_probs, self._stream)
+            if log_probs is not None:
+                copied = _copy_back(log_probs, log_probs_memory, self._stream)
             event.record(self._stream)
         return copied_ids, copied, event
 

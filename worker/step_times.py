@@ -39,6 +39,10 @@ class StepMarks(Protocol):
         """The step is over."""
         ...
 
+    def hold(self, stream: torch.cuda.Stream) -> None:
+        """Have ``stream`` wait until the step is over."""
+        ...
+
     def seconds(self) -> tuple[float, float] | None:
         """Time in the model and in the sampler; None while the device is not there yet."""
         ...
@@ -62,6 +66,9 @@ class CpuMarks:
         """The step is over."""
         self._end = time.perf_counter()
 
+    def hold(self, stream: torch.cuda.Stream) -> None:
+        """The host has run the step itself: it is over."""
+
     def seconds(self) -> tuple[float, float]:
         """Time in the model and in the sampler."""
         middle = self._end if self._sampling is None else self._sampling
@@ -69,58 +76,83 @@ class CpuMarks:
 
 
 class CudaMarks:
-    """Moments on the clock of a GPU: events, which the host asks about but never awaits."""
+    """Moments on the clock of a GPU: events, which the host asks about but never awaits.
 
-    __slots__ = ("_events", "_has_sampled", "_home")
+    Each keeps the GPU for 2 to 3 us, so a step that is launched while the one before it runs
+    begins with that one's end.
+    """
 
-    def __init__(self, home: list[CudaMarks]) -> None:
-        self._home = home
-        self._has_sampled = False
-        self._events = [
-            torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-            for _ in range(3)
-        ]
+    __slots__ = ("_begin", "_end", "_is_end_shared", "_sampling", "_unused")
 
-    def begin(self) -> None:
-        """Mark the start of a step on the current stream."""
-        self._has_sampled = False
-        self._events[0].record()
+    def __init__(self, unused: list[torch.cuda.Event], begin: torch.cuda.Event | None) -> None:
+        """``unused`` events are taken from, and come back to, where they are not ``begin``."""
+        self._unused = unused
+        self._is_end_shared = False
+        self._sampling: torch.cuda.Event | None = None
+        self._end: torch.cuda.Event | None = None
+        self._begin = self._record() if begin is None else begin
 
     def sampling(self) -> None:
         """The model has run: what follows is sampling."""
-        self._has_sampled = True
-        self._events[1].record()
+        self._sampling = self._record()
 
     def end(self) -> None:
         """The step is over."""
-        self._events[2].record()
+        self._end = self._record()
+
+    def hold(self, stream: torch.cuda.Stream) -> None:
+        """Have ``stream`` wait until the step is over."""
+        assert self._end is not None
+        stream.wait_event(self._end)
+
+    def coming_end(self) -> torch.cuda.Event | None:
+        """The end that the device has still to reach, for the step behind this one to begin
+        with; None if it has."""
+        if self._end is None or self._end.query():  # type: ignore[no-untyped-call]
+            return None
+        self._is_end_shared = True
+        return self._end
 
     def seconds(self) -> tuple[float, float] | None:
         """Time in the model and in the sampler, once; None while the device is not there."""
-        begin, sampling, end = self._events
-        if not end.query():  # type: ignore[no-untyped-call]
+        begin, end = self._begin, self._end
+        if end is None or not end.query():  # type: ignore[no-untyped-call]
             return None
-        middle = sampling if self._has_sampled else end
+        middle = self._sampling or end
         times = begin.elapsed_time(middle) / 1e3, middle.elapsed_time(end) / 1e3
-        # Making events costs more than recording them, so they go back to be used again.
-        self._home.append(self)
+        # Making events costs more than recording them, so they are used again.
+        self._unused.append(begin)
+        if self._sampling is not None:
+            self._unused.append(self._sampling)
+        if not self._is_end_shared:
+            self._unused.append(end)
+        self._end = None
         return times
+
+    def _record(self) -> torch.cuda.Event:
+        if not self._unused:
+            event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+            self._unused.append(event)
+        event = self._unused.pop()
+        event.record()
+        return event
 
 
 class DeviceClock:
-    """Hands out marks for steps on one device."""
+    """Hands out marks for steps on one device, which are launched in turn."""
 
     def __init__(self, device: torch.device) -> None:
         self._is_gpu = device.type == "cuda"
-        self._unused: list[CudaMarks] = []
+        self._unused: list[torch.cuda.Event] = []
+        self._last: CudaMarks | None = None
 
     def begin(self) -> StepMarks:
         """Mark the start of a step on the current stream."""
         if not self._is_gpu:
             return CpuMarks()
-        marks = self._unused.pop() if self._unused else CudaMarks(self._unused)
-        marks.begin()
-        return marks
+        begin = None if self._last is None else self._last.coming_end()
+        self._last = CudaMarks(self._unused, begin)
+        return self._last
 
 
 class StepTimes:
