@@ -38,7 +38,10 @@ class RotaryEmbedding(nn.Module):
         scaling: Mapping[str, Any] | None,
         *,
         is_neox: bool = True,
+        switch_at: int = 0,
     ) -> None:
+        """``switch_at`` is another rotation's of the model, whose layers get the same
+        positions."""
         super().__init__()
         if rotary_size < 2 or rotary_size % 2:
             raise ConfigError(
@@ -49,7 +52,7 @@ class RotaryEmbedding(nn.Module):
         self._ops = context.ops
         longest = context.max_seq_len or max_positions
         short_length = _short_length(scaling)
-        self.switch_at = short_length if longest > short_length else 0
+        self.switch_at = switch_at or (short_length if longest > short_length else 0)
         spans = [
             (length, inverse_frequencies(rotary_size, base, scaling, is_long=is_long))
             for length, is_long in (

@@ -208,7 +208,11 @@ class LlamaForCausalLM(CausalLM):
         self.local_rotary = self.rotary
         if config.local_rotary_base:
             self.local_rotary = RotaryEmbedding(
-                self.context, *sizes, config.local_rotary_base, None
+                self.context,
+                *sizes,
+                config.local_rotary_base,
+                None,
+                switch_at=self.rotary.switch_at,
             )
 
     def make_layer(self, number: int) -> nn.Module:

@@ -160,6 +160,17 @@ def longrope_config() -> Phi3Config:
     return Phi3Config(**{**_ODD, **changes, "rope_parameters": values})
 
 
+def two_rotations_config() -> Gemma3TextConfig:
+    """A Gemma 3 whose layers without windows are stretched so; the others' are not."""
+    long = {"rope_type": "longrope", "rope_theta": 5000.0}
+    long["original_max_position_embeddings"] = 32
+    long["short_factor"] = [1.0 + 0.1 * number for number in range(10)]
+    long["long_factor"] = [1.5 + 0.4 * number for number in range(10)]
+    local = {"rope_type": "default", "rope_theta": 700.0}
+    values = {"full_attention": long, "sliding_attention": local}
+    return Gemma3TextConfig(**{**_ODD, **_GEMMA3, "rope_parameters": values})
+
+
 def dense_configs() -> dict[str, Any]:
     """Families beside Llama and GPT-2, each with what sets it apart."""
     return {name: kind(**{**_ODD, **changes}) for name, (kind, changes) in _ODD_DENSE.items()}

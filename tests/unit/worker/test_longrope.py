@@ -17,11 +17,11 @@ LENGTHS = (1, 10, 31, 32, 33, 60)
 NUM_TOKENS = 40
 
 
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory):
-    """A Phi 3 stretched from 32 positions to 128, and transformers' model of it."""
+@pytest.fixture(scope="module", params=[models.longrope_config, models.two_rotations_config])
+def checkpoint(request, tmp_path_factory):
+    """A model stretched from 32 positions to 128, and transformers' model of it."""
     folder = tmp_path_factory.mktemp("longrope")
-    return folder, models.save_huggingface(folder, models.longrope_config())
+    return folder, models.save_huggingface(folder, request.param())
 
 
 @pytest.fixture(scope="module")
