@@ -110,6 +110,20 @@ def test_a_tied_head_that_is_stored_all_the_same_is_no_weight(llama, built):
     assert _same(built(checkpoint.folder), expected)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_tied_head_that_is_another_tensor_is_refused(dtype, llama, refused):
+    checkpoint = llama(tie_word_embeddings=True)
+    head = checkpoint.tensors["model.embed_tokens.weight"].clone().to(dtype)
+    head[-1, -1] += 1.0
+    checkpoint.tensors["lm_head.weight"] = head
+    checkpoint.save()
+
+    error = refused(checkpoint.folder)
+
+    assert "'lm_head.weight' is not that of 'model.embed_tokens.weight'" in error
+    assert "tie_word_embeddings is true. Set it to false" in error
+
+
 def test_names_without_the_prefix_of_the_whole_model_are_found(llama, built):
     checkpoint = llama()
     expected = built(checkpoint.folder)
