@@ -12,6 +12,7 @@ _DEFAULTS: dict[str, Mapping[str, Any]] = {
     "mixtral": {"num_key_value_heads": 8, "rope_theta": 1e6},
     "qwen2": {"num_key_value_heads": 32, "sliding_window": 4096},
     "qwen3": {"num_key_value_heads": 32, "sliding_window": 4096},
+    "phi3": {"original_max_position_embeddings": 4096},
     "qwen2_moe": {"num_key_value_heads": 16, "sliding_window": 4096},
     "qwen3_moe": {"num_key_value_heads": 4, "sliding_window": 4096},
     "gemma2": {**_GEMMA, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},

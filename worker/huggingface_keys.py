@@ -40,7 +40,7 @@ def head_size_of(hidden: int, heads: int) -> int:
 
 
 def rope(values: Mapping[str, Any]) -> tuple[float, dict[str, Any] | None]:
-    """Rotary base and scaling, from either spelling: `rope_parameters` or `rope_scaling`.
+    """Rotary base and scaling, from either spelling; see `rotation`.
 
     Only for families that rotate whole heads.
     """
@@ -60,16 +60,37 @@ def partial_rope(
     ``share`` is the share of a configuration that does not name it. Lengths that scalings
     depend on are completed as transformers completes them.
     """
-    scaling = dict(values.get("rope_parameters") or values.get("rope_scaling") or {})
+    scaling = rotation(values)
     base = float(scaling.pop("rope_theta", None) or values.get("rope_theta") or 10000.0)
     named = scaling.pop("partial_rotary_factor", None) or values.get("partial_rotary_factor")
-    kind = scaling["rope_type"] = (
-        scaling.pop("type", None) or scaling.get("rope_type") or "default"
-    )
+    kind = scaling["rope_type"]
     if kind in _STRETCHED:
         _complete_lengths(values, scaling)
     plain = kind == "default"
     return base, None if plain else scaling, share if named is None else float(named)
+
+
+def rotation(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The dictionary of rotation with its ``rope_type``: ``rope_scaling``, as it was called
+    once, before ``rope_parameters``, as transformers has it where both are there."""
+    older, newer = values.get("rope_scaling"), values.get("rope_parameters")
+    if older and newer:
+        _refuse_lost(values, older, newer)
+    scaling = dict(older or newer or {})
+    once = scaling.pop("type", None)
+    return {**scaling, "rope_type": scaling.get("rope_type") or once or "default"}
+
+
+def _refuse_lost(
+    values: Mapping[str, Any], older: Mapping[str, Any], newer: Mapping[str, Any]
+) -> None:
+    """Refuse what ``rope_scaling`` would hide, though nobody adds it in order to lose that."""
+    for key in ("rope_theta", "partial_rotary_factor"):
+        if newer.get(key) and not (older.get(key) or values.get(key)):
+            raise ConfigError(
+                f"rope_scaling stands beside rope_parameters, whose {key} ({newer[key]}) would "
+                "not count then. Move what rope_scaling says into rope_parameters"
+            )
 
 
 def _complete_lengths(values: Mapping[str, Any], scaling: dict[str, Any]) -> None:

@@ -260,11 +260,19 @@ class PretrainedConfig:
 
 def _architecture_of(values: Mapping[str, Any]) -> str:
     named = values.get("architectures") or []
-    if named:
-        return str(named[0])
     model_type = str(values.get("model_type", ""))
     served = {family.model_type: name for name, family in FAMILIES.items()}
-    return served.get(model_type, model_type)
+    if not named:
+        return served.get(model_type, model_type)
+    architecture = str(named[0])
+    of_type = served.get(model_type, architecture)
+    if architecture in FAMILIES and architecture != of_type:
+        # Transformers goes by the latter, most other programs by the former.
+        raise ConfigError(
+            f"architectures names {architecture}, but model_type is {model_type!r}, that of "
+            f"{of_type}. Correct the one that is wrong in config.json"
+        )
+    return architecture
 
 
 def _check_architecture(architecture: Any) -> None:

@@ -8,7 +8,13 @@ from typing import Any
 
 from trimaran.comm.errors import ConfigError
 from trimaran.worker.deepseek_families import from_deepseek_v2, from_deepseek_v3
-from trimaran.worker.huggingface_keys import activation_name, check_positive, partial_rope, rope
+from trimaran.worker.huggingface_keys import (
+    activation_name,
+    check_positive,
+    partial_rope,
+    rope,
+    rotation,
+)
 from trimaran.worker.neox_families import from_falcon, from_gpt_neox, from_gptj, from_phi
 
 GATED_ACTIVATIONS = ("silu", "gelu", "gelu_new", "gelu_pytorch_tanh")
@@ -106,8 +112,8 @@ def _from_qwen3(values: Mapping[str, Any]) -> dict[str, Any]:
 
 def _from_phi3(values: Mapping[str, Any]) -> dict[str, Any]:
     base, scaling, share = partial_rope(_as_longrope(values))
-    whole = {"rope_parameters": {"rope_theta": base}, "partial_rotary_factor": None}
-    common = _from_mistral({**values, **whole})
+    plain = {"rope_scaling": None, "rope_parameters": {"rope_theta": base}}
+    common = _from_mistral({**values, **plain, "partial_rotary_factor": None})
     rotated = int(common["head_size"] * share)
     return {
         **common,
@@ -118,11 +124,11 @@ def _from_phi3(values: Mapping[str, Any]) -> dict[str, Any]:
 
 def _as_longrope(values: Mapping[str, Any]) -> Mapping[str, Any]:
     """Phi's scaling by its name of today; it was called ``su`` and ``yarn`` too."""
-    scaling = dict(values.get("rope_parameters") or values.get("rope_scaling") or {})
-    kind = scaling.pop("type", None) or scaling.get("rope_type")
-    if kind not in ("su", "yarn"):
+    scaling = rotation(values)
+    if scaling["rope_type"] not in ("su", "yarn"):
         return values
-    return {**values, "rope_parameters": {**scaling, "rope_type": "longrope"}}
+    named = {"rope_parameters": {**scaling, "rope_type": "longrope"}}
+    return {**values, "rope_scaling": None, **named}
 
 
 def _from_gemma2(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -151,25 +157,48 @@ def _from_gemma3(values: Mapping[str, Any]) -> dict[str, Any]:
             f"attn_logit_softcapping is {values['attn_logit_softcapping']}, which transformers "
             "leaves out of Gemma 3's attention. It must be null"
         )
-    kinds = values.get("rope_parameters") or {}
-    whole = kinds.get("full_attention") or values.get("rope_scaling") or {}
-    base = whole.get("rope_theta") or values.get("rope_theta") or 1000000.0
-    local = kinds.get("sliding_attention") or {}
-    if local.get("rope_type", "default") != "default":
-        raise ConfigError(
-            f"rope_parameters of sliding_attention have the rope_type {local['rope_type']!r}, "
-            "which is not served. It must be default"
-        )
-    local_base = local.get("rope_theta") or values.get("rope_local_base_freq") or 10000.0
-    common = _from_gemma2({**values, "rope_parameters": {**whole, "rope_theta": base}})
+    whole, local_base = _gemma3_rotations(values)
+    # Of a rotation that is given for each kind of layer transformers reads these nowhere else.
+    outside = {"rope_scaling": None, "original_max_position_embeddings": None}
+    common = _from_gemma2({**values, **outside, "rope_parameters": whole})
     period = values.get("sliding_window_pattern", 6)
     sliding = [(number + 1) % period > 0 for number in range(common["num_hidden_layers"])]
     return {
         **common,
         "qk_norm": True,
-        "local_rotary_base": float(local_base),
+        "local_rotary_base": local_base,
         "layer_windows": windows(values, sliding),
     }
+
+
+def _gemma3_rotations(values: Mapping[str, Any]) -> tuple[dict[str, Any], float]:
+    """The rotation of layers that see everything, and the base of the others'."""
+    kinds, older = values.get("rope_parameters") or {}, values.get("rope_scaling") or {}
+    if "rope_type" not in older and older.get("type", "default") != "default":
+        raise ConfigError(
+            f"rope_scaling has the type {older['type']!r}, which transformers overlooks in "
+            "Gemma 3. Call the key rope_type, or take rope_scaling out"
+        )
+    whole = {**(kinds.get("full_attention") or {}), **older}
+    base = whole.get("rope_theta") or values.get("rope_theta") or 1000000.0
+    local = kinds.get("sliding_attention") or {}
+    local_type = rotation({"rope_parameters": local})["rope_type"]
+    if local_type != "default":
+        raise ConfigError(
+            f"rope_parameters of sliding_attention have the rope_type {local_type!r}, "
+            "which is not served. It must be default"
+        )
+    local_base = local.get("rope_theta") or values.get("rope_local_base_freq") or 10000.0
+    return {**whole, "rope_theta": base}, float(local_base)
+
+
+def _from_gemma3_of_images(values: Mapping[str, Any]) -> dict[str, Any]:
+    if values.get("final_logit_softcapping"):
+        raise ConfigError(
+            f"final_logit_softcapping is {values['final_logit_softcapping']}, which "
+            "transformers leaves out of a Gemma 3 that takes images. It must be null"
+        )
+    return _from_gemma3(values)
 
 
 def _from_mistral3(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -289,7 +318,7 @@ FAMILIES: dict[str, Family] = {
     "Gemma2ForCausalLM": Family("gemma2", _from_gemma2, GATED_ACTIVATIONS),
     "Gemma3ForCausalLM": Family("gemma3_text", _from_gemma3, GATED_ACTIVATIONS),
     "Gemma3ForConditionalGeneration": Family(
-        "gemma3", _from_gemma3, GATED_ACTIVATIONS, _OF_IMAGES
+        "gemma3", _from_gemma3_of_images, GATED_ACTIVATIONS, _OF_IMAGES
     ),
     "Mistral3ForConditionalGeneration": Family(
         "mistral3", _from_mistral3, GATED_ACTIVATIONS, _OF_IMAGES

@@ -18,6 +18,7 @@ _YARN = {
     "type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32, "beta_fast": 12,
     "beta_slow": 2, "attention_factor": 1.3,
 }  # fmt: skip
+_NEW_YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
 _FACTORS = {
     "original_max_position_embeddings": 64,
     "short_factor": [1.0 + 0.1 * number for number in range(10)],
@@ -54,6 +55,10 @@ _ROTATIONS: dict[str, Changes] = {
     "original_max_position_embeddings outside": _older(
         {**_YARN, "original_max_position_embeddings": 100}, original_max_position_embeddings=32
     ),
+    "rope_type beside type": _older({**_LINEAR, "rope_type": "dynamic"}),
+    "rope_scaling beside rope_parameters": {
+        **_newer("dynamic", 300.0, factor=2.0), "rope_theta": 700.0, "rope_scaling": _LINEAR,
+    },
     "rope type of no theta": {"rope_parameters": {"rope_type": "default"}},
 }  # fmt: skip
 """Of families that rotate whole heads of 20."""
@@ -139,6 +144,11 @@ SERVED: dict[str, dict[str, Changes]] = {
             {"type": "longrope", **_FACTORS, "original_max_position_embeddings": 60},
             original_max_position_embeddings=64,
         ),
+        "rope_scaling beside rope_parameters": {
+            **_newer("longrope", **_FACTORS), "original_max_position_embeddings": 64,
+            "rope_theta": 700.0,
+            "rope_scaling": {**_FACTORS, "type": "su", "short_factor": [1.4] * 10},
+        },
     },
     "gemma2": {
         "hidden_activation": {"hidden_activation": "gelu"},
@@ -162,6 +172,17 @@ SERVED: dict[str, dict[str, Changes]] = {
         "rotation as it was": _older(
             {"rope_type": "linear", "factor": 8.0}, 3000.0, rope_local_base_freq=50.0
         ),
+        "rope_scaling beside rope_parameters": {
+            "rope_parameters": {
+                "full_attention": {"rope_type": "default", "rope_theta": 3000.0},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 50.0},
+            },
+            "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+        },
+        "original_max_position_embeddings outside": {
+            "rope_parameters": {"full_attention": {**_NEW_YARN, "rope_theta": 3000.0}},
+            "original_max_position_embeddings": 100,
+        },
         "sliding_window_pattern": {"layer_types": None, "sliding_window_pattern": 2},
         "layer_types of all": {"layer_types": ["full_attention"] * 6},
         "hidden_activation": {"hidden_activation": "gelu"},
@@ -269,6 +290,21 @@ REFUSED: list[tuple[str, Changes, str]] = [
     ("gemma2", {"use_bidirectional_attention": True}, "use_bidirectional_attention is true"),
     ("gemma3", {"use_bidirectional_attention": True}, "use_bidirectional_attention is true"),
     ("gemma3", {"attn_logit_softcapping": 1.5}, "attn_logit_softcapping is 1.5"),
+    (
+        "gemma3",
+        {"rope_scaling": {"type": "linear", "factor": 8.0}},
+        "rope_scaling has the type 'linear'",
+    ),
+    (
+        "gemma3",
+        {"rope_parameters": {"sliding_attention": {"type": "linear", "factor": 8.0}}},
+        "sliding_attention have the rope_type 'linear'",
+    ),
+    (
+        "llama",
+        {**_newer("default"), "rope_scaling": _LINEAR},
+        "rope_scaling stands beside rope_parameters, whose rope_theta \\(700.0\\)",
+    ),
     ("gpt2", {"add_cross_attention": True}, "add_cross_attention is true"),
     ("falcon", {"num_ln_in_parallel_attn": 2}, "num_ln_in_parallel_attn is 2"),
     ("mixtral", {"hidden_act": "gelu"}, "hidden_act is 'gelu'"),

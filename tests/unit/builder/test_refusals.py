@@ -110,6 +110,7 @@ def test_flags_that_only_the_replaced_tools_need_are_accepted_and_named_once(
         (
             {
                 "architectures": ["MixtralForCausalLM"],
+                "model_type": "mixtral",
                 "num_local_experts": 2,
                 "num_experts_per_tok": 3,
             },

@@ -101,6 +101,23 @@ def test_what_sets_the_families_apart_is_read():
     assert gemma3.qk_norm and gemma3.tie_word_embeddings and gemma3.norm_offset == 1.0
 
 
+def test_an_architecture_is_that_of_a_model_type_that_only_its_publisher_knows():
+    assert config_of({**PUBLISHED["qwen 3 8B"], "model_type": "mine"}).qk_norm
+
+
+def test_the_old_length_of_a_phi_3_is_outside_even_where_nobody_says_it():
+    values = {**PUBLISHED["phi 3 mini 128k"]}
+    del values["original_max_position_embeddings"]
+    inside = {**values["rope_scaling"], "original_max_position_embeddings": 2048}
+    values["rope_scaling"] = inside
+    theirs = AutoConfig.for_model(**{**_COMMON, **values, "rope_scaling": {**inside}})
+
+    scaling = config_of(values).rope_scaling
+
+    name = "original_max_position_embeddings"
+    assert scaling[name] == theirs.rope_parameters[name] == 4096
+
+
 GEMMA3_OF_IMAGES = {
     "architectures": ["Gemma3ForConditionalGeneration"], "model_type": "gemma3",
     "boi_token_index": 255999, "eoi_token_index": 256000, "eos_token_id": [1, 106],
@@ -124,6 +141,12 @@ def test_of_a_gemma_3_that_takes_images_the_decoder_is_read():
     assert ours.layer_windows[:7] == (1024,) * 5 + (0, 1024)
     assert ours.rope_scaling is not None and ours.rope_scaling["factor"] == 8.0
     assert ours.eos_token_ids == (1, 106) and ours.dtype == "bfloat16"
+
+
+def test_a_cap_that_transformers_leaves_out_beside_images_is_refused():
+    text = {**GEMMA3_OF_IMAGES["text_config"], "final_logit_softcapping": 30.0}
+    with pytest.raises(ConfigError, match=r"final_logit_softcapping is 30\.0"):
+        config_of({**GEMMA3_OF_IMAGES, "text_config": text})
 
 
 MISTRAL3_OF_IMAGES = {
@@ -165,6 +188,7 @@ def test_a_decoder_of_another_kind_beside_images_is_refused():
         ),
         ("phi 3 mini 128k", {"original_max_position_embeddings": 0.5}, "0.5 but must be"),
         ("qwen 3 8B", {"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5"),
+        ("mistral 7B 0.1", {"architectures": ["LlamaForCausalLM"]}, "is 'mistral', that of M"),
     ],
 )
 def test_what_is_not_served_is_refused_by_name_and_value(name, changes, words):
