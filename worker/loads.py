@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Iterator
 
 from trimaran.worker.kv_cache.manager import KVCacheManager
-from trimaran.worker.request import Sequence
+from trimaran.worker.request import RequestStatus, Sequence
 
 
 class Loads:
@@ -27,6 +27,11 @@ class Loads:
 
     def __iter__(self) -> Iterator[Sequence]:
         return (sequence for _, sequence in self._under_way)
+
+    @property
+    def num_open(self) -> int:
+        """Those that have not ended meanwhile."""
+        return sum(sequence.status is not RequestStatus.FINISHED for sequence in self)
 
     def add(self, sequence: Sequence, step: int) -> None:
         """The copies for ``sequence`` begin with this step."""

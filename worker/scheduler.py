@@ -101,7 +101,7 @@ class Scheduler:
         self._queue.add(first)
 
     def end(self, request: Request, reason: FinishReason) -> None:
-        """End all of a request's sequences now, by cancellation or timeout."""
+        """End all of a request's sequences now, by cancellation."""
         if not request.sequences:
             request.start_sequences(len(self.cache.pools))
             self._followers.add(request)
@@ -141,8 +141,13 @@ class Scheduler:
     @property
     def num_empty_slots(self) -> int:
         """Sequences of the static batch that have ended before others of it."""
-        is_running = self._is_static and self.running
-        return max(0, self._batch_size - len(self.running)) if is_running else 0
+        num_left = self._num_in_batch
+        return max(0, self._batch_size - num_left) if self._is_static and num_left else 0
+
+    @property
+    def _num_in_batch(self) -> int:
+        """Sequences that run, or do as soon as their prefix has come from the host."""
+        return len(self.running) + self.loads.num_open
 
     # ---- planning ------------------------------------------------------------------------
 
@@ -160,12 +165,13 @@ class Scheduler:
         is_batch_over = not self.running and not self.loads
         if not plan.has_preempted and (is_batch_over or not self._is_static):
             self._admit(plan)
-            self._batch_size = len(self.running)
+            self._batch_size = self._num_in_batch
         while self.loads and not plan.has_entries:
             self._start_loaded(plan, is_urgent=True)
             if not plan.has_entries:
                 # All of them had been cancelled, which made room for others.
                 self._admit(plan)
+                self._batch_size = self._num_in_batch
         self.cache.end_step()
         if not plan.has_entries:
             return None

@@ -177,3 +177,28 @@ def test_a_sibling_takes_nothing_from_its_parent_that_is_on_its_way():
     planner.run()
     assert [s.num_output_tokens for s in twins.sequences] == [20, 20]
     planner.check_empty()
+
+
+def test_a_static_batchs_slots_are_empty_when_its_sequences_have_ended():
+    static = Planner(policy="static_batch")
+    for prompt in PROMPTS:
+        static.add(prompt)
+        static.run()
+    scheduler, empty = static.scheduler, []
+    static.add(range(5), max_tokens=3)
+    loading = static.add(FIRST, max_tokens=9)
+    cancelled = static.add(PROMPTS[1], max_tokens=9)
+    static.step()
+    assert len(list(scheduler.loads)) == 2
+
+    empty.append(scheduler.num_empty_slots)
+    scheduler.end(cancelled, FinishReason.CANCELLED)
+    empty.append(scheduler.num_empty_slots)
+    scheduler.loads.done_step = scheduler.step
+    while scheduler.has_requests:
+        static.step()
+        empty.append(scheduler.num_empty_slots)
+
+    assert loading.sequences[0].num_output_tokens == 9
+    # One is cancelled before the others have run for two steps, and one has three to go.
+    assert empty == [0, 1, 1, *[2] * 7, 0]
