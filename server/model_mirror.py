@@ -10,6 +10,7 @@ from trimaran.comm.errors import ConfigError, RequestError
 from trimaran.server.engine_client import EngineClient
 from trimaran.server.log_settings import LogSettings
 from trimaran.server.metrics import Metrics
+from trimaran.server.model_engines import ModelEngines
 from trimaran.server.model_preparation import BackgroundTasks, all_idle
 from trimaran.server.model_repository import Role
 from trimaran.server.model_set import Candidate, LoadedModel, ModelSet
@@ -66,6 +67,9 @@ class ModelMirror:
         gone = self._served.keys() - wanted.keys()
         if gone:
             self._retire(self._set.withdraw(gone, explicitly=gone))
+        for model in changed:
+            if not model.groups:
+                self._vacate(model.name)
         outcome = self._set.commit(candidates)
         for name, error in outcome.failures.items():
             logger.error("Model '%s' is not served here: %s", name, error)
@@ -141,6 +145,15 @@ class ModelMirror:
             if key not in told and not is_ready:
                 self._registry.set_state(*key, VersionState.READY)
 
+    def _vacate(self, name: str) -> None:
+        """Let go of a model's groups, if it has any: its successor needs their place. It
+        admits nothing until that serves."""
+        loaded = self._set.get(name)
+        if loaded is not None and loaded.candidate.engines is not None:
+            suspended = self._set.suspend(name)
+            self._set.detach_engines(name)
+            self._retiring.spawn(_let_finish(suspended, loaded.candidate.engines))
+
     def _retire(self, models: Sequence[LoadedModel]) -> None:
         if models:
             self._retiring.spawn(self._end(models))
@@ -172,3 +185,9 @@ async def _discard(candidate: Candidate) -> None:
     if candidate.engines is not None:
         candidate.engines.let_go()
     await close_model(candidate.plain)
+
+
+async def _let_finish(models: Sequence[LoadedModel], engines: ModelEngines) -> None:
+    """Close engines once no request runs on these models."""
+    await all_idle(models)
+    engines.close()

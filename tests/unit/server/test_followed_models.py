@@ -112,3 +112,18 @@ def test_the_end_of_the_first_one_amid_a_change_leaves_nothing_behind(stack, tmp
     (tmp_path / "go").touch()
     assert answer() == ""
     follower.supervisor.wait_for_state("ready")
+
+
+def test_a_model_that_gives_up_its_groups_for_its_successor_lets_go_of_them(stack, tmp_path):
+    repository = tmp_path / "repository"
+    write_repository(repository)
+    follower = Follower(stack, tmp_path)
+    first = follower.joined()
+    answer = follower.serve(first, remembered(repository, "tensorrt_llm", ("g0",)))
+    follower.dial_in(stack)
+    assert answer() == ""
+    follower.supervisor.wait_for_state("ready")
+    assert follower.serve(first, remembered(repository, "tensorrt_llm"))() == ""
+    first.send(Ask(ask_id=2, verb="release", arguments={"groups": ["g0"]}))
+    first.sock.settimeout(5)
+    assert first.receive(Answer).ask_id == 2
