@@ -11,7 +11,7 @@ from tritonclient.grpc import service_pb2 as pb
 from trimaran.comm.errors import ErrorKind, RequestError
 from trimaran.server.datatypes import NUMPY_TYPES
 from trimaran.server.infer_json import ParsedInfer, RequestedOutput
-from trimaran.server.inference import InferRequest, InferResponse, ParameterValue, Tensor
+from trimaran.server.inference import InferRequest, InferResponse, ParameterValue
 from trimaran.server.parameters import check_custom_name
 from trimaran.server.pieces import PIECE_ITEMS, Pieces
 from trimaran.server.tensor_bytes import Array, to_bytes, to_parts
@@ -168,9 +168,7 @@ def _unknown_region(tensor: str, parameter: pb.InferParameter) -> RequestError:
     )
 
 
-def fill_response(
-    message: pb.ModelInferResponse, response: InferResponse, outputs: list[Tensor]
-) -> Pieces[None]:
+def fill_response(message: pb.ModelInferResponse, response: InferResponse) -> Pieces[None]:
     """Write a response into a message; tensors always go as raw contents."""
     message.model_name = response.model_name
     message.model_version = response.model_version
@@ -178,7 +176,7 @@ def fill_response(
     for name, value in response.parameters.items():
         set_parameter(message.parameters[name], value)
     raw = message.raw_output_contents
-    for output in outputs:
+    for output in response.outputs:
         message.outputs.add(name=output.name, datatype=output.datatype, shape=output.shape)
         if output.data.size <= PIECE_ITEMS:
             raw.append(to_bytes(output.data, output.datatype))

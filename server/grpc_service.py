@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import aclosing
 from functools import wraps
 from typing import Any, NoReturn
 
@@ -16,8 +15,6 @@ from tritonclient.grpc import service_pb2_grpc
 from trimaran.comm.errors import ErrorKind, RequestError
 from trimaran.server.grpc_convert import fill_response, parse_request
 from trimaran.server.grpc_stream import GRPC_STOPPING, Context, StreamSession
-from trimaran.server.infer_response import select_outputs
-from trimaran.server.inference import InferResponse
 from trimaran.server.load_request import load_request_of_grpc, unload_dependents_of_grpc
 from trimaran.server.log_settings import FORMATS, unknown_format
 from trimaran.server.metadata import metadata_message, server_metadata
@@ -127,26 +124,11 @@ class InferenceServicer(service_pb2_grpc.GRPCInferenceServiceServicer):  # type:
             parsed = await spread(parse_request(request))
             parsed.request.model_version = request.model_version
             parsed.request.arrival_ns = arrival_ns
-            only: InferResponse | None = None
-            responses = await service.infer(
+            response = await service.infer_once(
                 model, parsed.request, parsed.inputs, parsed.outputs
             )
-            async with aclosing(responses):  # type: ignore[type-var]
-                async for response in responses:
-                    only = only or response
-            if only is None:
-                raise RequestError(
-                    f"model '{model.name}' ended without a response", ErrorKind.INTERNAL
-                )
-            only.id = request.id
-            outputs = await select_outputs(
-                only.outputs,
-                parsed.outputs,
-                service.registry.labels(model),
-                is_batching=model.config.max_batch_size > 0,
-            )
             message = pb.ModelInferResponse()
-            await spread(fill_response(message, only, outputs))
+            await spread(fill_response(message, response))
             return message
 
     async def ModelStreamInfer(

@@ -20,7 +20,6 @@ from trimaran.server.grpc_convert import (
     wants_empty_final,
 )
 from trimaran.server.infer_json import ParsedInfer
-from trimaran.server.infer_response import select_outputs
 from trimaran.server.inference import InferResponse, Model
 from trimaran.server.pieces import spread
 from trimaran.server.service import INTERNAL, Service
@@ -166,14 +165,9 @@ class StreamSession:
     async def _encode(
         self, model: Model, parsed: ParsedInfer, response: InferResponse, is_final: bool
     ) -> pb.ModelStreamInferResponse:
-        outputs = await select_outputs(
-            response.outputs,
-            parsed.outputs,
-            self._service.registry.labels(model),
-            is_batching=model.config.max_batch_size > 0,
-        )
+        await self._service.select(model, response, parsed.outputs)
         message = pb.ModelStreamInferResponse()
-        await spread(fill_response(message.infer_response, response, outputs))
+        await spread(fill_response(message.infer_response, response))
         message.infer_response.parameters[FINAL].bool_param = is_final
         return message
 

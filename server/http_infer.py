@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from contextlib import aclosing
 from functools import partial
 
 from aiohttp import web
@@ -16,8 +15,8 @@ from trimaran.server.compression import best_coding, compress, decompress
 from trimaran.server.http_messages import JSON, MAX_BODY_BYTES, read_body
 from trimaran.server.http_routes import Route
 from trimaran.server.infer_json import ParsedInfer, header_length, parse_infer
-from trimaran.server.infer_response import EncodedInfer, encode_infer, select_outputs
-from trimaran.server.inference import InferResponse, Model
+from trimaran.server.infer_response import EncodedInfer, encode_infer
+from trimaran.server.inference import Model
 from trimaran.server.pieces import spread
 from trimaran.server.service import Service
 
@@ -44,14 +43,10 @@ async def infer(
     body = await _read(service, request)
     with service.admission.admit():
         model, parsed = await _parsed(service, bodies, request, route, body)
-        response = await _only_response(service, model, parsed)
-        outputs = await select_outputs(
-            response.outputs,
-            parsed.outputs,
-            service.registry.labels(model),
-            is_batching=model.config.max_batch_size > 0,
+        response = await service.infer_once(
+            model, parsed.request, parsed.inputs, parsed.outputs
         )
-        encoded = await spread(encode_infer(response, outputs, parsed))
+        encoded = await spread(encode_infer(response, parsed))
         return await _respond(service, request, encoded)
 
 
@@ -83,18 +78,6 @@ async def _parsed(
     parsed.request.model_version = model.version
     parsed.request.arrival_ns = arrival_ns
     return model, parsed
-
-
-async def _only_response(service: Service, model: Model, parsed: ParsedInfer) -> InferResponse:
-    responses = await service.infer(model, parsed.request, parsed.inputs, parsed.outputs)
-    only: InferResponse | None = None
-    async with aclosing(responses):  # type: ignore[type-var]
-        async for response in responses:
-            only = only or response
-    if only is None:
-        raise RequestError(f"model '{model.name}' ended without a response", ErrorKind.INTERNAL)
-    only.id = parsed.request.id
-    return only
 
 
 async def _respond(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -34,7 +34,7 @@ class EncodedInfer:
 
 async def select_outputs(
     outputs: list[Tensor],
-    wanted: list[RequestedOutput],
+    wanted: Sequence[RequestedOutput],
     labels: Mapping[str, list[str]],
     *,
     is_batching: bool,
@@ -67,10 +67,8 @@ async def _classified(
     return await asyncio.to_thread(chosen)
 
 
-def encode_infer(
-    response: InferResponse, outputs: list[Tensor], parsed: ParsedInfer
-) -> Pieces[EncodedInfer]:
-    """The body for a response to a parsed request, with these of its outputs.
+def encode_infer(response: InferResponse, parsed: ParsedInfer) -> Pieces[EncodedInfer]:
+    """The body for a response to a parsed request.
 
     Raises:
         RequestError: an output has no JSON form but was asked for in JSON.
@@ -84,7 +82,7 @@ def encode_infer(
     entries: list[dict[str, Any]] = []
     long: list[list[bytes]] = []
     blobs: list[bytes] = []
-    for tensor in outputs:
+    for tensor in response.outputs:
         entry: dict[str, Any] = {
             "name": tensor.name, "datatype": tensor.datatype, "shape": list(tensor.shape),
         }  # fmt: skip

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -16,6 +17,7 @@ from trimaran.server.config import FrontendConfig
 from trimaran.server.first_frontend import FirstFrontend
 from trimaran.server.group_board import GroupBoard
 from trimaran.server.infer_json import RequestedOutput
+from trimaran.server.infer_response import select_outputs
 from trimaran.server.inference import InferRequest, InferResponse, Model
 from trimaran.server.load_request import LoadRequest
 from trimaran.server.log_settings import LogSettings
@@ -91,6 +93,43 @@ class Service:
         if current is not model and current.config != model.config:
             raise NotReadyError(model.name, model.version)
         return current.infer(request)
+
+    async def infer_once(
+        self,
+        model: Model,
+        request: InferRequest,
+        inputs: Sequence[WireInput],
+        outputs: Sequence[RequestedOutput],
+    ) -> InferResponse:
+        """Run a parsed request whose protocol has room for one response, and give that one:
+        the first, under the request's id, with the outputs that were asked for.
+
+        Raises:
+            RequestError: the request does not fit or has failed.
+        """
+        only: InferResponse | None = None
+        responses = await self.infer(model, request, inputs, outputs)
+        async with aclosing(responses):  # type: ignore[type-var]
+            async for response in responses:
+                only = only or response
+        if only is None:
+            raise RequestError(
+                f"model '{model.name}' ended without a response", ErrorKind.INTERNAL
+            )
+        only.id = request.id
+        await self.select(model, only, outputs)
+        return only
+
+    async def select(
+        self, model: Model, response: InferResponse, outputs: Sequence[RequestedOutput]
+    ) -> None:
+        """Leave a response with the outputs that were asked for, as they were asked for."""
+        response.outputs = await select_outputs(
+            response.outputs,
+            outputs,
+            self.registry.labels(model),
+            is_batching=model.config.max_batch_size > 0,
+        )
 
     async def refresh(self) -> None:
         """Bring what other front ends have counted up to date."""
