@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import asdict
@@ -23,6 +24,8 @@ logger = logging.getLogger(__name__)
 _REDIAL_S = 0.05
 _JOIN_TIMEOUT_S = 10.0
 _ASK_TIMEOUT_S = 10.0
+_RETRY_S = (1.0, 5.0, 30.0)
+"""Pauses before a model that could not be served here is tried again."""
 
 
 class FirstFrontend:
@@ -31,7 +34,7 @@ class FirstFrontend:
     def __init__(
         self,
         config: FrontendConfig,
-        apply: Callable[[SharedState], Awaitable[None]],
+        apply: Callable[[SharedState], Awaitable[bool]],
         release: Callable[[Sequence[str]], Awaitable[None]],
         counts: Callable[[], Mapping[str, Any]],
     ) -> None:
@@ -41,6 +44,7 @@ class FirstFrontend:
         self._counts = counts
         # What is told first is done first.
         self._applying = asyncio.Lock()
+        self._again: asyncio.Task[None] | None = None
         self._is_told = asyncio.Event()
         self._is_lost = asyncio.Event()
         self._link: PeerLink | None = None
@@ -56,6 +60,12 @@ class FirstFrontend:
 
     async def run(self) -> None:
         """Stay connected, until cancelled."""
+        try:
+            await self._stay_connected()
+        finally:
+            self._stop_trying()
+
+    async def _stay_connected(self) -> None:
         while True:
             self._link = await self._dial()
             await self._is_lost.wait()
@@ -152,10 +162,29 @@ class FirstFrontend:
     # ---- what the first one says --------------------------------------------------------
 
     async def _on_state(self, link: PeerLink, wire: Mapping[str, Any]) -> Mapping[str, Any]:
-        async with self._applying:
-            await self._apply(SharedState.from_wire(wire))
+        self._stop_trying()
+        state = SharedState.from_wire(wire)
+        is_complete = await self._follow(state)
+        self._stop_trying()
+        if not is_complete:
+            self._again = asyncio.ensure_future(self._try_again(state))
         self._is_told.set()
         return {}
+
+    async def _follow(self, state: SharedState) -> bool:
+        async with self._applying:
+            return await self._apply(state)
+
+    async def _try_again(self, state: SharedState) -> None:
+        """Serve also what could not be served, once that is possible."""
+        for pause_s in itertools.chain(_RETRY_S, itertools.repeat(_RETRY_S[-1])):
+            await asyncio.sleep(pause_s)
+            if await self._follow(state):
+                return
+
+    def _stop_trying(self) -> None:
+        if self._again is not None:
+            self._again.cancel()
 
     async def _on_release(
         self, link: PeerLink, arguments: Mapping[str, Any]

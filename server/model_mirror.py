@@ -6,12 +6,11 @@ import asyncio
 import logging
 from collections.abc import Sequence
 
-from trimaran.comm.errors import ConfigError, RequestError
 from trimaran.server.engine_client import EngineClient
 from trimaran.server.log_settings import LogSettings
 from trimaran.server.metrics import Metrics
 from trimaran.server.model_engines import ModelEngines
-from trimaran.server.model_preparation import BackgroundTasks, all_idle
+from trimaran.server.model_preparation import BackgroundTasks, all_idle, is_expected
 from trimaran.server.model_repository import Role
 from trimaran.server.model_set import Candidate, LoadedModel, ModelSet
 from trimaran.server.model_startup import read_again
@@ -56,30 +55,34 @@ class ModelMirror:
         self._served: dict[str, RememberedModel] = {}
         self._retiring = BackgroundTasks()
 
-    async def apply(self, state: SharedState) -> None:
-        """Serve this; returns once it is so. One call at a time."""
+    async def apply(self, state: SharedState) -> bool:
+        """Serve this; returns once it is so. False if a model cannot be served here just
+        now: the same again may change that. One call at a time."""
         remembered = Remembered()
         if state.remembered:
             remembered = Remembered.from_bytes(state.remembered)
         wanted = {model.name: model for model in remembered.models if model.is_loaded}
         changed = [m for name, m in wanted.items() if self._served.get(name) != m]
-        candidates = await self._candidates(changed)
-        gone = self._served.keys() - wanted.keys()
+        candidates, failures = await self._candidates(changed)
+        gone = (self._served.keys() - wanted.keys()) | failures.keys()
         if gone:
             self._retire(self._set.withdraw(gone, explicitly=gone))
         for model in changed:
             if not model.groups:
                 self._vacate(model.name)
         outcome = self._set.commit(candidates)
-        for name, error in outcome.failures.items():
-            logger.error("Model '%s' is not served here: %s", name, error)
         self._retire(outcome.replaced)
-        self._served = wanted
+        failures.update(outcome.failures)
+        self._served = {n: m for n, m in wanted.items() if n not in failures}
         self._apply_states(state)
+        for name, error in failures.items():
+            logger.error("Model '%s' is not served here: %s", name, error)
+            self._registry.set_loading(name, str(error))
         settings = self._log_settings.values()
         changes = {n: v for n, v in state.log_settings.items() if settings.get(n) != v}
         if changes:
             self._log_settings.update(changes)
+        return not failures
 
     async def released(self, groups: Sequence[str]) -> None:
         """Return once nothing here runs on these groups, or ever will."""
@@ -93,17 +96,26 @@ class ModelMirror:
 
     # ---- models -------------------------------------------------------------------------
 
-    async def _candidates(self, models: Sequence[RememberedModel]) -> list[Candidate]:
+    async def _candidates(
+        self, models: Sequence[RememberedModel]
+    ) -> tuple[list[Candidate], dict[str, Exception]]:
+        """What serves these models, and by name what keeps others from being served."""
         making = [asyncio.ensure_future(self._candidate(model)) for model in models]
         try:
             found = await asyncio.gather(*making, return_exceptions=True)
-            return list(filter(None, map(_made, models, found)))
+            for result in found:
+                if isinstance(result, BaseException) and not is_expected(result):
+                    raise result
         except BaseException:
             # The first front end is gone, say: its successor tells of all of them again.
             for result in await asyncio.gather(*making, return_exceptions=True):
                 if isinstance(result, Candidate):
                     await _discard(result)
             raise
+        failures = {
+            m.name: r for m, r in zip(models, found, strict=True) if isinstance(r, Exception)
+        }
+        return [each for each in found if isinstance(each, Candidate)], failures
 
     async def _candidate(self, model: RememberedModel) -> Candidate | None:
         """What serves this model; None while it has no worker groups."""
@@ -168,16 +180,6 @@ class ModelMirror:
             current = self._set.get(candidate.name)
             if current is None or current.candidate.version != candidate.version:
                 self._metrics.forget(candidate.name, candidate.version)
-
-
-def _made(model: RememberedModel, result: Candidate | BaseException | None) -> Candidate | None:
-    """What was made of a model; None if it cannot be served here now."""
-    if isinstance(result, (ConfigError, RequestError)):
-        logger.error("Model '%s' is not served here: %s", model.name, result)
-        return None
-    if isinstance(result, BaseException):
-        raise result
-    return result
 
 
 async def _discard(candidate: Candidate) -> None:

@@ -128,6 +128,11 @@ class ModelRegistry:
             known.model = None
         self.on_change()
 
+    def set_loading(self, name: str, reason: str) -> None:
+        """Note that a model does not serve yet: its known versions, or else the first."""
+        for number in self._versions.get(name) or (1,):
+            self.set_state(name, str(number), VersionState.LOADING, reason)
+
     def set_unloaded(self, name: str) -> None:
         """Note that a model is wanted no more, also one that could not be loaded."""
         for version in self._versions.get(name, {}).values():

@@ -202,9 +202,10 @@ class FollowedModels:
     def on_reply(self, arguments: Mapping[str, Any]) -> None:
         """See `ServedModels`."""
 
-    async def _apply(self, state: SharedState) -> None:
-        await self._mirror.apply(state)
+    async def _apply(self, state: SharedState) -> bool:
+        is_complete = await self._mirror.apply(state)
         self._trace_settings.changed = {n: dict(v) for n, v in state.trace_settings.items()}
+        return is_complete
 
     def _own_counts(self) -> Mapping[str, Any]:
         if self._service is None:

@@ -1,6 +1,7 @@
 """A front end that serves what the first one says, which is the test."""
 
 import contextlib
+import http.client
 import os
 import time
 
@@ -33,6 +34,14 @@ class TritonPythonModel:
     def execute(self, requests):
         raise NotImplementedError
 """
+FAILING_CODE = """
+class TritonPythonModel:
+    def initialize(self, args):
+        open({go!r})
+
+    def execute(self, requests):
+        raise NotImplementedError
+"""
 
 
 class Follower(StartedFrontend):
@@ -56,6 +65,13 @@ class Follower(StartedFrontend):
         first.send(Answer(ask_id=ask.ask_id))
         return first
 
+    def status(self, path):
+        """The status of a GET."""
+        connection = http.client.HTTPConnection("127.0.0.1", self.http_port(), timeout=60)
+        with contextlib.closing(connection):
+            connection.request("GET", path)
+            return connection.getresponse().status
+
     def serve(self, first, *models):
         """Have it serve these models; the error if it does not."""
         wire = SharedState(remembered=Remembered(models=models).to_bytes()).to_wire()
@@ -69,12 +85,12 @@ def remembered(repository, name, groups=()):
     return RememberedModel(name=name, folder=str(folder), config=config, groups=groups)
 
 
-def write_slow_model(repository, tmp_path):
+def write_python_model(repository, tmp_path, code):
     folder = repository / "slow" / "1"
     folder.mkdir(parents=True)
     (folder.parent / "config.pbtxt").write_text(SLOW_CONFIG)
     paths = {name: str(tmp_path / name) for name in ("begun", "go")}
-    (folder / "model.py").write_text(SLOW_CODE.format(**paths))
+    (folder / "model.py").write_text(code.format(**paths))
 
 
 def wait_for_file(path):
@@ -93,7 +109,7 @@ def stack():
 def test_the_end_of_the_first_one_amid_a_change_leaves_nothing_behind(stack, tmp_path):
     repository = tmp_path / "repository"
     write_repository(repository)
-    write_slow_model(repository, tmp_path)
+    write_python_model(repository, tmp_path, SLOW_CODE)
     models = (
         remembered(repository, "tensorrt_llm", ("g0",)),
         remembered(repository, "slow"),
@@ -127,3 +143,21 @@ def test_a_model_that_gives_up_its_groups_for_its_successor_lets_go_of_them(stac
     first.send(Ask(ask_id=2, verb="release", arguments={"groups": ["g0"]}))
     first.sock.settimeout(5)
     assert first.receive(Answer).ask_id == 2
+
+
+def test_a_model_that_does_not_start_here_is_shown_and_tried_again(stack, tmp_path):
+    repository = tmp_path / "repository"
+    write_python_model(repository, tmp_path, FAILING_CODE)
+    follower = Follower(stack, tmp_path)
+    answer = follower.serve(follower.joined(), remembered(repository, "slow"))
+    follower.wait_until_listening()
+    assert answer() == ""
+    follower.supervisor.wait_for_state("ready")
+    assert follower.status("/v2/health/ready") == 400
+    assert follower.status("/v2/models/slow/config") == 503
+    (tmp_path / "go").touch()
+    deadline = time.monotonic() + DEADLINE_S
+    while follower.status("/v2/models/slow/ready") != 200:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    assert follower.status("/v2/health/ready") == 200
