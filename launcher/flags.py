@@ -23,10 +23,15 @@ class FlagParser(argparse.ArgumentParser):
         options.setdefault("formatter_class", argparse.RawDescriptionHelpFormatter)
         super().__init__(allow_abbrev=False, **options)
         self._hidden: set[str] = set()
+        self._flag_takers: set[str] = set()
 
     def hide(self, *dests: str) -> None:
         """Leave the flags of these destinations out of the short help."""
         self._hidden.update(dests)
+
+    def take_flags(self, *options: str) -> None:
+        """The value of each of these may be a flag itself, as in ``--sbatch --exclusive``."""
+        self._flag_takers.update(options)
 
     def error(self, message: str) -> NoReturn:
         """One line and exit code 2."""
@@ -35,7 +40,7 @@ class FlagParser(argparse.ArgumentParser):
 
     def parse(self, argv: Sequence[str]) -> argparse.Namespace:
         """Parse ``argv``, after the flags of the file that its ``--config`` names."""
-        own = [self._respell(word) for word in argv]
+        own = self._with_flag_values([self._respell(word) for word in argv])
         for number, word in enumerate(own):
             if word == "--help-all":
                 for parser in self._with_subcommands():
@@ -66,6 +71,16 @@ class FlagParser(argparse.ArgumentParser):
             return word
         name, equals, value = word.partition("=")
         return f"{self._declared(name) or name}{equals}{value}"
+
+    def _with_flag_values(self, words: Sequence[str]) -> list[str]:
+        """The words, values that argparse would take for flags joined to the flags before."""
+        joined: list[str] = []
+        for word in words:
+            if joined and joined[-1] in self._flag_takers:
+                joined[-1] += f"={word}"
+            else:
+                joined.append(word)
+        return joined
 
     def _declared(self, name: str) -> str | None:
         for parser in self._with_subcommands():

@@ -26,9 +26,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("job", nargs="?", default="", help="id of the job to stop")
     add_job_arguments(parser)
     add("--output", default="", metavar="FILE", help="write the script there")
-    hide = getattr(parser, "hide", None)
-    if hide is not None:
+    hide, take_flags = getattr(parser, "hide", None), getattr(parser, "take_flags", None)
+    if hide is not None and take_flags is not None:
         hide(*RARE)
+        take_flags("--serve-flags", "--sbatch")
     add("--wait", type=float, default=600.0, metavar="S", help="wait so long; 0: do not (600)")
 
 

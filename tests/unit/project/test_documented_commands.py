@@ -36,9 +36,9 @@ MANIFESTS = sorted(
 )
 # Flags of other programs that the pages name.
 FOREIGN = {
-    "--build-arg", "--from-file", "--gpus", "--gres", "--help-all", "--init", "--jobs",
-    "--overlap", "--pid", "--previous", "--requeue", "--set", "--shm-size", "--strict",
-    "--test-only",
+    "--build-arg", "--exclusive", "--from-file", "--gpus", "--gres", "--help-all", "--init",
+    "--jobs", "--overlap", "--pid", "--previous", "--requeue", "--set", "--shm-size",
+    "--strict", "--test-only",
 }  # fmt: skip
 
 

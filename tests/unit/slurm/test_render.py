@@ -104,6 +104,12 @@ def test_words_with_spaces_stay_words():
     assert '#SBATCH --output="/my logs/%x-%j.log"\n' in script
 
 
+def test_a_flag_that_is_passed_on_need_not_hold_a_blank():
+    script = script_of("--sbatch", "--exclusive", "--serve-flags", "--deterministic")
+    assert "\n#SBATCH --exclusive\n" in script
+    assert " --deterministic &\n" in script.replace("\\\n ", "")
+
+
 def test_a_job_is_read_from_a_yaml_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     path = tmp_path / "job.yaml"
     path.write_text(
