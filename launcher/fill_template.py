@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from pathlib import Path
 from string import Template
 
@@ -51,6 +52,12 @@ def fill(text: str, values: dict[str, str]) -> str:
     return Template(text).safe_substitute({**DEFAULTS, **values})
 
 
+def placeholders(text: str) -> set[str]:
+    """The names that ``fill`` can still give values to."""
+    found = Template.pattern.finditer(text)
+    return {match["named"] or match["braced"] for match in found} - {None}
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of ``trimaran fill-template``."""
     parser.add_argument("file_path", help="path of the template")
@@ -70,6 +77,13 @@ def run(args: argparse.Namespace) -> int:
     for key in values:
         if key not in text:
             raise ConfigError(f"key '{key}' does not exist in the file {path}.")
+    # Kept from the replaced tool: such a key is no error, as scripts fill a file twice.
+    for key in sorted(values.keys() - placeholders(text)):
+        print(
+            f"trimaran fill-template: {path} has no ${{{key}}} left to fill: what stands there "
+            "stays. Edit the file to change it.",
+            file=sys.stderr,
+        )
     filled = fill(text, values)
     if args.in_place:
         try:

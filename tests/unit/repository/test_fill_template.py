@@ -133,6 +133,18 @@ def test_a_key_must_occur_in_the_file_filled_or_not(tmp_path, capsys):
     assert f"key 'sizes' does not exist in the file {path}." in capsys.readouterr().err
 
 
+def test_a_key_whose_placeholder_is_filled_is_said_to_change_nothing(tmp_path, capsys):
+    path = tmp_path / "t"
+    path.write_text("max_queue_size: ${max_queue_size} size: $size key: a $$key")
+
+    main(["fill-template", "-i", str(path), "size:1"])
+    assert capsys.readouterr().err == ""
+    assert main(["fill-template", "-i", str(path), "max_queue_size:2"]) == 0
+    told = f"{path} has no ${{max_queue_size}} left to fill: what stands there stays"
+    assert told in capsys.readouterr().err
+    assert "max_queue_size: 0" in path.read_text()
+
+
 def test_init_repo_writes_five_models_and_keeps_what_is_there(tmp_path, capsys):
     root = tmp_path / "repo"
 
