@@ -237,20 +237,21 @@ class Supervisor:
         if self._control.is_stopping(group):
             self._control.on_stopped(group)
             return
+        what = failure.text.removesuffix(".")  # the line goes on
         if self._control.forgive(group):
-            logger.error("%s: %s; the load has failed", group.spec.title, failure.text)
+            logger.error("%s: %s; the load has failed", group.spec.title, what)
             return
         loop = asyncio.get_running_loop()
         delay = None if failure.is_final else self._roster.budget(group).take(loop.time())
         if delay is None:
             why = self._why_final(group, failure)
-            logger.error("%s: %s; %s", group.spec.title, failure.text, why)
+            logger.error("%s: %s; %s", group.spec.title, what, why)
             self._roster.mark_failed(group)
             self._roster.tell(group)
             self._failure = failure
             self._wake.set()
             return
-        logger.error("%s: %s; restart in %.1f s", group.spec.title, failure.text, delay)
+        logger.error("%s: %s; restart in %.1f s", group.spec.title, what, delay)
         self._roster.note_restart(group, delay)
         self._roster.tell(group)
         loop.call_later(delay, self._restart, group)

@@ -52,7 +52,9 @@ def misbehave_early(link: SupervisorLink, todo: set[str]) -> None:
         link.state("failed", "layer 3 is missing")
         os._exit(1)
     if "config-error" in todo:
-        link.state("failed", "vocab_size is 7 but must be 8", is_config_error=True)
+        link.state(
+            "failed", "vocab_size is 7 but must be 8. Build it again.", is_config_error=True
+        )
         os._exit(2)
     if "load-for-ever" in todo:
         print(f"pid {os.getpid()} loads for ever", file=sys.stderr, flush=True)

@@ -198,7 +198,7 @@ def test_a_load_failure_on_one_rank_is_one_error_that_names_it(supervise):
 def test_a_configuration_error_of_a_rank_is_never_restarted_and_ends_with_code_2(supervise):
     server = supervise("rank:0:1:config-error rank:0:0:die-ready", world_size=2)
     assert server.end() == 2
-    assert "vocab_size is 7 but must be 8" in server.log
+    assert "vocab_size is 7 but must be 8. Build it again; not started again" in server.log
     assert server.log.count("group m: started") == 2
 
 
