@@ -110,7 +110,8 @@ def _add_endpoint_flags(parser: argparse.ArgumentParser) -> None:
             metavar="P",
             help=f"{title} port (%(default)s)",
         )
-        add(f"--{name}-address", metavar="ADDR", help=f"{title} listens here (0.0.0.0)")
+        address = "HTTP's" if name == "metrics" else "0.0.0.0"
+        add(f"--{name}-address", metavar="ADDR", help=f"{title} listens here ({address})")
         add(
             f"--allow-{name}",
             type=boolean,
@@ -144,7 +145,8 @@ def _add_endpoint_flags(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="KEY=VALUE",
-        help="counter_latencies, histogram_latencies, summary_latencies: true or false",
+        help="counter_latencies, histogram_latencies, summary_latencies: true or false; "
+        "summary_quantiles: QUANTILE:ERROR,...",
     )
     add("--id", default="triton", metavar="NAME", help="name in the server metadata (triton)")
 
