@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Protocol
 
 import torch
@@ -30,15 +32,20 @@ class ExpertLoads:
     one reports.
     """
 
-    def __init__(self, mixtures: dict[int, ExpertMLP], num_tokens: Tensor | None) -> None:
-        """``mixtures`` are by the number of their layer; ``num_tokens`` as in
-        `ExpertCounter`."""
+    def __init__(
+        self, mixtures: dict[int, ExpertMLP], num_tokens: Tensor | None, last_layer: int
+    ) -> None:
+        """``mixtures`` are by the number of their layer, of which the model's last is
+        ``last_layer``; ``num_tokens`` as in `ExpertCounter`."""
         self.layers = sorted(mixtures)
         first = mixtures[self.layers[0]].router.weight
         shape = (len(self.layers), first.shape[0])
         self.counts_LX = torch.zeros(shape, dtype=torch.int64, device=first.device)
         for counts, number in zip(self.counts_LX, self.layers, strict=True):
             mixtures[number].router.counter = ExpertCounter(counts, num_tokens)
+        self._last = mixtures[last_layer].router if last_layer in mixtures else None
+        # Not None, as kernels without a counter are others, to be compiled first.
+        self._unread = ExpertCounter(torch.zeros_like(self.counts_LX[0]), num_tokens)
         is_gpu = first.device.type == "cuda"
         self._host_LX = torch.zeros(shape, dtype=torch.int64, pin_memory=is_gpu)
         self._copied: torch.cuda.Event | None = None
@@ -51,7 +58,20 @@ class ExpertLoads:
     def of(cls, model: CausalLM, num_tokens: Tensor | None) -> ExpertLoads | None:
         """Counts of a model's layers from now on; None if none of them has experts."""
         mixtures = mixtures_of(model)
-        return cls(mixtures, num_tokens) if mixtures else None
+        last = model.config.num_hidden_layers - 1
+        return cls(mixtures, num_tokens, last) if mixtures else None
+
+    @contextmanager
+    def nobody_in_last_layer(self) -> Iterator[None]:
+        """Meanwhile, tokens of the model's last layer stand for none and are not counted."""
+        if self._last is None:
+            yield
+            return
+        counter, self._last.counter = self._last.counter, self._unread
+        try:
+            yield
+        finally:
+            self._last.counter = counter
 
     def reset(self) -> None:
         """Forget what was counted so far."""

@@ -113,7 +113,9 @@ def load_engine(
         for group in maker.groups:
             group.allocate(num_blocks, block_size, device)
         inputs.use_spare_block(num_blocks)
-        return ModelRunner(model, maker.groups, inputs, vocab_size, tp, depth, kernel, links)
+        runner = ModelRunner(model, maker.groups, inputs, vocab_size, tp, depth, kernel, links)
+        runner.expert_loads = expert_loads
+        return runner
 
     step_bytes = 0
     if device.type == "cuda":

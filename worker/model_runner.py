@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
+
 import torch
 from torch import Tensor
 
@@ -11,6 +13,7 @@ from trimaran.kernels.sampling import CpuSampling
 from trimaran.worker.attention.backend import AttentionMetadata, ForwardContext
 from trimaran.worker.cuda_graphs import CudaGraphs
 from trimaran.worker.device_inputs import DeviceInputs
+from trimaran.worker.expert_loads import ExpertLoads
 from trimaran.worker.graph_choice import suits_a_graph
 from trimaran.worker.input_batch import InputBatch, StepInputs
 from trimaran.worker.kv_cache.host_copies import HostCopies, begin_transfers
@@ -59,6 +62,9 @@ class ModelRunner:
         self._prompt_graphs: CudaGraphs | None = None
         self._adapter_graphs: CudaGraphs | None = None
         self.adapters: AdapterStore | None = None
+        self.expert_loads: ExpertLoads | None = None
+        """Of a model whose experts are counted."""
+
         self.hosts: list[HostCopies] = []
         """Each group's part of the host's memory, where blocks are kept there."""
         self._fixed_TD: Tensor | None = None
@@ -180,10 +186,17 @@ class ModelRunner:
                 decision, inputs.token_ids, self.model.embed_tokens
             )
         wanted = self._wanted(inputs)
-        hidden_TD = self._forward(inputs, decision.num_decodes, hidden_TD, wanted)
+        with self._counting(wanted):
+            hidden_TD = self._forward(inputs, decision.num_decodes, hidden_TD, wanted)
         if wanted is not None:
             inputs.logits_indices = None
         return hidden_TD, inputs
+
+    def _counting(self, wanted: Tensor | None) -> AbstractContextManager[None]:
+        """Counts the experts of the tokens that a step goes on with, unless none is wanted."""
+        if wanted is self._any_token and self.expert_loads is not None:
+            return self.expert_loads.nobody_in_last_layer()
+        return nullcontext()
 
     def _graphs_for(self, decision: SchedulerOutput) -> CudaGraphs | None:
         """The graphs that may hold this step. What only some steps have is in none."""

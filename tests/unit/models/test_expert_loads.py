@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 
+from tests.driver import Driver
 from tests.unit.models import models
+from trimaran.worker.config import CacheConfig, EngineConfig, SchedulerConfig
 from trimaran.worker.expert_loads import ExpertLoads
 
 CONFIGS = models.expert_configs()
@@ -41,6 +44,40 @@ def test_every_layer_with_experts_counts_its_own_choices(tmp_path):
     loads.reset()
     loads.begin()
     assert not any(loads.finish().counts)
+
+
+@pytest.mark.parametrize("name", ["mixtral", "deepseek2", "qwen3-moe-mixed-tied"])
+def test_a_part_of_a_prompt_behind_which_nothing_is_sampled_is_not_in_the_last_layer(
+    name, tmp_path
+):
+    configs = {**CONFIGS, **models.latent_configs()}
+    models.save_huggingface(tmp_path, configs[name])
+    scheduler = SchedulerConfig(
+        max_num_batched_tokens=16, max_num_seqs=4, max_seq_len=100, max_input_len=99
+    )
+    driver = Driver(
+        EngineConfig(
+            model="test",
+            engine_dir=str(tmp_path),
+            device="cpu",
+            dtype="float32",
+            scheduler=scheduler,
+            cache=CacheConfig(tokens_per_block=16, max_tokens=256),
+        )
+    )
+    (prompt,) = models.prompts(50)
+
+    driver.submit(prompt, max_tokens=3)
+    driver.run()
+    report = driver.engine.expert_report()
+
+    counts = np.frombuffer(report.counts, "<i8").reshape(len(report.layers), -1).sum(axis=1)
+    num_layers = configs[name].num_hidden_layers
+    num_chosen = configs[name].num_experts_per_tok
+    # The prompt takes four steps, the last of which samples; two more tokens are decoded.
+    for layer, count in zip(report.layers, counts, strict=True):
+        is_last = layer == num_layers - 1
+        assert count == num_chosen * (3 if is_last else len(prompt) + 2)
 
 
 def test_a_model_without_experts_counts_nothing(tmp_path):
