@@ -86,7 +86,7 @@ def test_the_page_shows_models_engines_groups_gpus_and_faults():
     text = Page(render_page(STATUS)).text
     for words in (
         "10 requests running", "up 1 d 02:03:04", "tensorrt_llm v1 ready 41 2 1234 21.3 ms",
-        "unavailable unloaded", "3 of 64 7 0 25 % 25 % 12 / 48",
+        "unavailable unloaded", "3 of 64 7 0 25 % 12 / 48",
         "down restart in 0.5 s spawn 1",
         "0: pid 4711 on node1, cuda:0", "GPU-1 50 % 2.0 GiB / 8.0 GiB 300 W", "rank 1 died",
         "42 % of its cores busy",
@@ -98,6 +98,10 @@ def test_the_page_fetches_nothing_from_elsewhere():
     page = Page(render_page(STATUS))
     assert page.fetched == []
     assert "http-equiv" in render_page(STATUS)
+
+
+def test_a_browser_without_scripts_is_not_told_that_the_server_is_gone():
+    assert "no answer" not in render_page(STATUS).partition("<script>")[0]
 
 
 def test_text_of_a_fault_cannot_become_markup():
