@@ -57,15 +57,23 @@ def _by_key(names: Mapping[JsonType, str]) -> dict[str, JsonType]:
 
 
 _TYPES, _ROPE_TYPES = _by_key(_NAMES), _by_key(_ROPE_NAMES)
+_NEVER_NULL = frozenset(
+    "vocab_size hidden_size num_hidden_layers num_attention_heads max_position_embeddings "
+    "max_window_layers sliding_window_pattern rms_norm_eps layer_norm_eps layer_norm_epsilon "
+    "n_embd n_head n_layer n_positions".split()
+)
+"""Keys without which transformers makes no model, or takes a default that null is not."""
 
 
 def check_huggingface_types(values: Mapping[str, Any], inside: str = "") -> None:
-    """Refuse keys whose values are of another JSON type; null is as good as no key.
+    """Refuse keys whose values are of another JSON type; most may be null.
 
     Raises:
         ConfigError: names the key and its value.
     """
     check_types(values, _TYPES, inside=inside)
+    needed = {key: value for key, value in values.items() if key in _NEVER_NULL}
+    check_types(needed, _TYPES, inside=inside, may_be_null=False)
     for key in ("rope_parameters", "rope_scaling"):
         check_rope_types(values.get(key) or {}, f"{inside}{key}.")
     if values.get("text_config"):

@@ -16,7 +16,7 @@ from trimaran.comm.errors import ConfigError
 from trimaran.comm.json_types import JsonType
 from trimaran.server.tokenizer import Tokenizer
 from trimaran.worker.engine_folder import BuildConfig, EngineFolder
-from trimaran.worker.huggingface_types import _ROPE_TYPES, _TYPES
+from trimaran.worker.huggingface_types import _NEVER_NULL, _ROPE_TYPES, _TYPES
 from trimaran.worker.pretrained_config import PretrainedConfig
 from trimaran.worker.pretrained_families import FAMILIES
 
@@ -54,6 +54,17 @@ def test_every_key_of_a_hugging_face_folder_has_a_type(name):
         for wrong in wrong_for(_TYPES[key]):
             changed = {**values, key: wrong}
             refused(from_huggingface(changed), key, wrong)
+
+
+@pytest.mark.parametrize("name", list(CONFIGS))
+def test_null_is_refused_where_it_means_nothing(name):
+    values = huggingface_values(name)
+    inner = values.get("text_config", values)
+    for key in sorted(_NEVER_NULL & inner.keys()):
+        changed = {**inner, key: None}
+        if inner is not values:
+            changed = {**values, "text_config": changed}
+        refused(from_huggingface(changed), key, None)
 
 
 @pytest.mark.parametrize("inside", ["rope_parameters", "rope_scaling"])
