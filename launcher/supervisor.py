@@ -230,6 +230,9 @@ class Supervisor:
     def _on_failure(self, group: Group, failure: Failure) -> None:
         if self._is_ending:
             logger.error("%s: %s", group.spec.title, failure.text)
+            if group in self._draining:
+                # Nobody knows what it had not finished.
+                self._was_cut_short = True
             self._roster.mark_failed(group)
             self._roster.tell(group)
             self._on_stopped(group)

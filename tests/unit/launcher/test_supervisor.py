@@ -159,6 +159,16 @@ def test_the_drain_waits_for_the_last_of_several_front_ends(supervise):
     assert server.survivors() == []
 
 
+def test_a_front_end_that_dies_in_the_drain_has_left_requests_unfinished(supervise):
+    server = supervise("frontend:0:*:drain-for-ever::frontend-1", num_frontends=2)
+    server.wait_ready()
+    server.process.send_signal(signal.SIGTERM)
+    server.wait_for("draining")
+    os.kill(server.pid_of(r"front end 1: started pid (\d+)"), signal.SIGKILL)
+    assert server.end() == 1
+    assert server.survivors() == []
+
+
 def test_a_signal_before_a_restart_fails_what_waits_for_it(supervise):
     server = supervise("rank:0:0:die-ready", world_size=2, restart_delay_s=20)
     server.wait_for("restart in 20.0 s")
