@@ -6,6 +6,7 @@ import argparse
 
 from trimaran.comm.flag_values import boolean, count, positive, seconds
 from trimaran.launcher.flags import FlagParser
+from trimaran.launcher.triton_flags import add_triton_flags
 
 DEFAULT_LOG_FILE = "triton_log.txt"
 USAGE = "%(prog)s --model-repo DIR [--world-size N] [flags]"
@@ -36,6 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     _add_time_flags(parser)
     _add_log_flags(parser)
     _add_replaced_flags(parser)
+    add_triton_flags(parser)
     if isinstance(parser, FlagParser):
         parser.hide(*_RARE)
 

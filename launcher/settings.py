@@ -13,7 +13,9 @@ from trimaran.launcher.config import LogConfig, MpiConfig, RestartPolicy
 from trimaran.launcher.engine_args import EngineFlags
 from trimaran.launcher.job import Job, current_job
 from trimaran.launcher.serve_flags import DEFAULT_LOG_FILE
+from trimaran.launcher.triton_flags import check_triton_flags, grpc_options, idle_notes
 from trimaran.server.config import FrontendConfig
+from trimaran.server.log_settings import LOG_KINDS, level_name
 from trimaran.worker.config import ProfileConfig
 from trimaran.worker.experts_config import ExpertsConfig
 from trimaran.worker.parallel_sizes import AskedSizes
@@ -43,6 +45,7 @@ def check_flags(args: argparse.Namespace, job: Job | None) -> None:
     """
     if not args.model_repo:
         raise ConfigError("--model-repo DIR is missing: the model repository to serve")
+    check_triton_flags(args)
     if args.no_mpi and (args.mpirun or args.mpi != "auto"):
         raise ConfigError("--no-mpi goes together with neither --mpi nor --mpirun")
     if args.mpi == "job" and args.mpirun:
@@ -224,7 +227,12 @@ def frontend_config(
         repository_poll_s=float(args.repository_poll_secs),
         routing=args.routing,
         log_verbose_level=max(args.log_verbose, 3 if args.log else 0),
+        log_kinds={kind: getattr(args, kind) for kind in LOG_KINDS},
+        grpc_options=grpc_options(args),
         metrics_config=_metrics_config(args),
+        metrics_interval_s=args.metrics_interval_ms / 1000,
+        allow_cpu_metrics=args.allow_cpu_metrics,
+        allow_gpu_metrics=args.allow_gpu_metrics,
     )
 
 
@@ -260,9 +268,10 @@ def restart_policy(args: argparse.Namespace, job: Job | None) -> RestartPolicy:
 def log_config(args: argparse.Namespace) -> LogConfig:
     """Where log lines go."""
     is_verbose = args.log or args.log_verbose > 0
+    kinds = {kind: getattr(args, kind) for kind in LOG_KINDS}
     return LogConfig(
         format=args.log_format,
-        level="DEBUG" if is_verbose else "INFO",
+        level=level_name(kinds, is_verbose=is_verbose),
         file=args.log_file or (DEFAULT_LOG_FILE if args.log else ""),
         dir=_log_dir(args.log_dir),
     )
@@ -275,11 +284,12 @@ def profile_config(args: argparse.Namespace) -> ProfileConfig | None:
 
 def notes(args: argparse.Namespace) -> tuple[str, ...]:
     """What was accepted without effect, for the log."""
-    return tuple(
+    own = (
         f"--{name.replace('_', '-')} has no effect: {why}"
         for name, why in _WITHOUT_EFFECT.items()
         if getattr(args, name)
     )
+    return (*own, *idle_notes(args))
 
 
 def ready_file(args: argparse.Namespace) -> str:

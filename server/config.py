@@ -74,9 +74,21 @@ class FrontendConfig:
     """What the front end before this one had loaded; empty for the first one."""
 
     log_verbose_level: int = 0
+    log_kinds: dict[str, bool] = field(default_factory=dict)
+    """Whether lines of each kind (``log_info``) are logged; those that are missing are."""
+
+    grpc_options: dict[str, int] = field(default_factory=dict)
+    """What the operator sets of gRPC, by its own names (``grpc.keepalive_time_ms``)."""
+
     tokenizer_threads: int = 2
     metrics_config: dict[str, str] = field(default_factory=dict)
     """``--metrics-config`` keys: counter_latencies, histogram_latencies, ..."""
+
+    metrics_interval_s: float = 2.0
+    """Figures of the host are read again when they are older."""
+
+    allow_cpu_metrics: bool = True
+    allow_gpu_metrics: bool = True
 
     @property
     def is_first(self) -> bool:

@@ -13,6 +13,7 @@ from trimaran.server.config import FrontendConfig
 from trimaran.server.engine_client import EngineClient
 from trimaran.server.group_board import GroupBoard
 from trimaran.server.grpc_server import GrpcServer
+from trimaran.server.host_metrics import HostOptions
 from trimaran.server.http_server import HttpServer, MetricsServer
 from trimaran.server.log_settings import LogSettings
 from trimaran.server.metrics import Metrics
@@ -35,12 +36,19 @@ class Frontend:
     def __init__(self, config: FrontendConfig, link: SupervisorLink) -> None:
         self._config = config
         self._link = link
-        self._metrics = Metrics(config.metrics_config)
+        self._metrics = Metrics(
+            config.metrics_config,
+            HostOptions(
+                interval_s=config.metrics_interval_s,
+                has_cpu=config.allow_cpu_metrics,
+                has_gpu=config.allow_gpu_metrics,
+            ),
+        )
         self._engines = EngineClient(config, self._metrics)
         self._board = GroupBoard()
         self._metrics.show_board(self._board)
         self._registry = ModelRegistry(strict_readiness=config.strict_readiness)
-        self._log_settings = LogSettings(config.log_verbose_level)
+        self._log_settings = LogSettings(config.log_verbose_level, config.log_kinds)
         parts = config, link, self._engines, self._board, self._metrics, self._registry
         self._models: ServedModels
         if config.is_first:

@@ -16,16 +16,16 @@ from trimaran.server.service import Service
 logger = logging.getLogger(__name__)
 
 _MAX_MESSAGE_BYTES = (1 << 31) - 1
-_OPTIONS = (
-    ("grpc.max_send_message_length", _MAX_MESSAGE_BYTES),
-    ("grpc.max_receive_message_length", _MAX_MESSAGE_BYTES),
-    ("grpc.keepalive_time_ms", 7_200_000),
-    ("grpc.keepalive_timeout_ms", 20_000),
-    ("grpc.keepalive_permit_without_calls", 0),
-    ("grpc.http2.max_pings_without_data", 2),
-    ("grpc.http2.min_recv_ping_interval_without_data_ms", 300_000),
-    ("grpc.http2.max_ping_strikes", 2),
-)
+_OPTIONS = {
+    "grpc.max_send_message_length": _MAX_MESSAGE_BYTES,
+    "grpc.max_receive_message_length": _MAX_MESSAGE_BYTES,
+    "grpc.keepalive_time_ms": 7_200_000,
+    "grpc.keepalive_timeout_ms": 20_000,
+    "grpc.keepalive_permit_without_calls": 0,
+    "grpc.http2.max_pings_without_data": 2,
+    "grpc.http2.min_recv_ping_interval_without_data_ms": 300_000,
+    "grpc.http2.max_ping_strikes": 2,
+}
 # Messages of grpc.health.v1, field 1: SERVING and NOT_SERVING.
 _SERVING, _NOT_SERVING = b"\x08\x01", b"\x08\x02"
 
@@ -41,9 +41,10 @@ class GrpcServer:
         """The port in use, also when 0 was asked for."""
         # Where it need not be shared, a second server on the port would bind silently.
         is_shared = int(service.config.num_frontends > 1)
+        own = service.config.grpc_options
         self._server = grpc.aio.server(
             interceptors=(DecodingInterceptor(),),
-            options=(("grpc.so_reuseport", is_shared), *_OPTIONS),
+            options=tuple({**_OPTIONS, **own, "grpc.so_reuseport": is_shared}.items()),
         )
         service_pb2_grpc.add_GRPCInferenceServiceServicer_to_server(
             InferenceServicer(service), self._server

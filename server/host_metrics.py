@@ -34,13 +34,22 @@ class HostReading:
     gpus: tuple[GpuReading, ...] = ()
 
 
+@dataclass(frozen=True, slots=True)
+class HostOptions:
+    """Which figures of the host are shown, and how old they may be."""
+
+    interval_s: float = 2.0
+    has_cpu: bool = True
+    has_gpu: bool = True
+
+
 class HostMetrics:
     """Reads the host when asked, at most once an interval. GPU families only with GPUs."""
 
-    def __init__(self, registry: CollectorRegistry, interval_s: float = 2.0) -> None:
-        self._interval_s = interval_s
-        self._nvml = Nvml.open()
-        self._read_at = -interval_s
+    def __init__(self, registry: CollectorRegistry, options: HostOptions) -> None:
+        self._options = options
+        self._nvml = Nvml.open() if options.has_gpu else None
+        self._read_at = -options.interval_s
         self._reading = HostReading(0.0, 0, 0)
         # The first reading covers the time since this call.
         psutil.cpu_percent(interval=None)
@@ -64,6 +73,8 @@ class HostMetrics:
             ("nv_pinned_memory_pool_total_bytes", "Pinned memory pool total size, in bytes", 0),
             ("nv_pinned_memory_pool_used_bytes", "Pinned memory pool used size, in bytes", 0),
         ):
+            if name.startswith("nv_cpu_") and not self._options.has_cpu:
+                continue
             metric = Metric(name, documentation, "gauge")
             metric.add_sample(name, {}, float(value))
             yield metric
@@ -78,7 +89,7 @@ class HostMetrics:
     def read(self) -> HostReading:
         """The host now, or what was read at most one interval ago."""
         now = time.monotonic()
-        if now - self._read_at >= self._interval_s:
+        if now - self._read_at >= self._options.interval_s:
             self._read_at = now
             memory = psutil.virtual_memory()
             self._reading = HostReading(

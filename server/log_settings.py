@@ -3,14 +3,31 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from typing import Any
 
 from trimaran.comm.errors import ErrorKind, RequestError
 from trimaran.server.json_access import as_bool, as_string, as_unsigned
 
-_FLAGS = ("log_info", "log_warning", "log_error")
+_LEVELS = {
+    "log_info": logging.INFO,
+    "log_warning": logging.WARNING,
+    "log_error": logging.ERROR,
+}
+LOG_KINDS = tuple(_LEVELS)
+"""Settings that say whether lines of a level are logged, the least first."""
+
 FORMATS = ("default", "ISO8601")
 _MAX_LEVEL = (1 << 32) - 1
+
+
+def level_name(kinds: Mapping[str, bool], *, is_verbose: bool) -> str:
+    """The level of which, and above, lines are logged; of ``kinds`` those that are missing
+    are wanted."""
+    if is_verbose:
+        return "DEBUG"
+    wanted = (level for kind, level in _LEVELS.items() if kinds.get(kind, True))
+    return logging.getLevelName(next(wanted, logging.CRITICAL))
 
 
 def unknown_format(value: str, kind: ErrorKind) -> RequestError:
@@ -21,12 +38,11 @@ def unknown_format(value: str, kind: ErrorKind) -> RequestError:
 class LogSettings:
     """What is logged. Changes take effect on the process's root logger."""
 
-    def __init__(self, verbose_level: int = 0) -> None:
+    def __init__(self, verbose_level: int = 0, kinds: Mapping[str, bool] | None = None) -> None:
+        """``kinds`` are as in `level_name`."""
         self._values: dict[str, Any] = {
             "log_file": "",
-            "log_info": True,
-            "log_warning": True,
-            "log_error": True,
+            **{kind: (kinds or {}).get(kind, True) for kind in LOG_KINDS},
             "log_verbose_level": verbose_level,
             "log_format": "default",
         }
@@ -47,11 +63,12 @@ class LogSettings:
                 continue
             accepted[name] = self._checked(name, value)
         self._values |= accepted
-        logging.getLogger().setLevel(self._level())
+        is_verbose = bool(self._values["log_verbose_level"])
+        logging.getLogger().setLevel(level_name(self._values, is_verbose=is_verbose))
 
     @staticmethod
     def _checked(name: str, value: Any) -> Any:
-        if name in _FLAGS:
+        if name in LOG_KINDS:
             return as_bool(value, f"'{name}'")
         if name == "log_verbose_level":
             # What gRPC has no number for is as verbose as can be.
@@ -64,13 +81,3 @@ class LogSettings:
         if as_string(value, f"'{name}'") not in FORMATS:
             raise unknown_format(value, ErrorKind.UNAVAILABLE)
         return value
-
-    def _level(self) -> int:
-        if self._values["log_verbose_level"]:
-            return logging.DEBUG
-        for name, level in zip(
-            _FLAGS, (logging.INFO, logging.WARNING, logging.ERROR), strict=True
-        ):
-            if self._values[name]:
-                return level
-        return logging.CRITICAL

@@ -16,7 +16,7 @@ from trimaran.server.engine_stats_log import is_logged, log_engine_stats
 from trimaran.server.expert_metrics import ExpertMetrics
 from trimaran.server.exposition import render
 from trimaran.server.group_board import GroupBoard
-from trimaran.server.host_metrics import HostMetrics, HostReading
+from trimaran.server.host_metrics import HostMetrics, HostOptions, HostReading
 from trimaran.server.inference import Model, QueueingModel
 from trimaran.server.measured_model import MeasuredModel
 from trimaran.server.model_metrics import InferenceFamilies, MetricsOptions, ModelMetrics
@@ -32,13 +32,17 @@ class Metrics:
     model's requests are counted once and in one way.
     """
 
-    def __init__(self, metrics_config: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        metrics_config: Mapping[str, str] | None = None,
+        host: HostOptions | None = None,
+    ) -> None:
         self._registry = CollectorRegistry(auto_describe=False)
         options = MetricsOptions.parse(dict(metrics_config or {}))
         self._families = InferenceFamilies(self._registry, options)
         self._engines = EngineMetrics(self._registry)
         self._experts = ExpertMetrics(self._registry)
-        self._host = HostMetrics(self._registry)
+        self._host = HostMetrics(self._registry, host or HostOptions())
         self.custom = CustomMetrics(self._registry)
         """What the code of Python models counts."""
 
