@@ -98,8 +98,8 @@ def pretrained_config(args: argparse.Namespace, source: EngineFolder) -> Pretrai
         value = getattr(args, flag, None)
         if value is not None and float(value) != float(getattr(config, name)):
             raise ConfigError(
-                f"--{flag} is {value} but {source.path} has {name} {getattr(config, name)}. "
-                "Remove the flag: sizes come from the checkpoint."
+                f"--{flag} is {_number(value)} but {source.path} has {name} "
+                f"{getattr(config, name)}. Remove the flag: sizes come from the checkpoint."
             )
     dtype = config.dtype if args.dtype == "auto" else args.dtype
     if source.kind is FolderKind.CHECKPOINT and dtype != config.dtype:
@@ -108,6 +108,11 @@ def pretrained_config(args: argparse.Namespace, source: EngineFolder) -> Pretrai
             "again with the other type, or remove the flag."
         )
     return replace(config, dtype=dtype, logits_dtype=args.logits_dtype or config.logits_dtype)
+
+
+def _number(value: float) -> str:
+    """A flag's number as it was written: sizes are whole, a rotary base need not be."""
+    return str(int(value)) if float(value).is_integer() else str(value)
 
 
 def build_config(
@@ -157,8 +162,16 @@ def _max_seq_len(
     args: argparse.Namespace, config: PretrainedConfig, given: dict[str, int]
 ) -> int:
     positions = config.max_position_embeddings
-    if args.max_output_len is not None and "max_seq_len" not in given:
-        given["max_seq_len"] = given.get("max_input_len", 1024) + args.max_output_len
+    if args.max_output_len is not None:
+        max_input_len = given.get("max_input_len", BuildConfig().max_input_len)
+        total = max_input_len + args.max_output_len
+        if args.max_seq_len not in (None, total):
+            raise ConfigError(
+                f"--max-seq-len is {args.max_seq_len} but --max-output-len "
+                f"{args.max_output_len} behind --max-input-len {max_input_len} makes {total}. "
+                "Leave out --max-output-len."
+            )
+        given["max_seq_len"] = total
     max_seq_len = given.get("max_seq_len", positions)
     if max_seq_len > positions:
         raise ConfigError(

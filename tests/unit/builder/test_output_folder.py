@@ -224,9 +224,24 @@ def test_the_limits_come_from_flags_before_the_file_before_the_defaults(
 
 def test_the_legacy_output_length_sets_the_sequence_length(llama, trimaran, tmp_path):
     output = tmp_path / "engine"
-    trimaran("build", "--checkpoint", llama().folder, "--output", output,
-             "--max_input_len", 40, "--max_output_len", 24)  # fmt: skip
+    build = ("build", "--checkpoint", llama().folder, "--output", output, "--max_input_len", 40)
+    trimaran(*build, "--max_output_len", 24)
     assert EngineFolder.load(output).max_seq_len == 64
+
+    limits = tmp_path / "limits.json"
+    limits.write_text('{"max_seq_len": 100}')
+    assert trimaran(*build, "--max_output_len", 20, "--build_config", limits).code == 0
+    assert EngineFolder.load(output).max_seq_len == 60
+    done = trimaran(*build, "--max_output_len", 24, "--max_seq_len", 100)
+    assert done.code == 2
+    assert "--max-seq-len is 100 but --max-output-len 24 behind" in done.err
+
+
+def test_a_size_that_is_not_the_checkpoints_is_told_as_it_was_written(
+    llama, trimaran, tmp_path
+):
+    build = ("build", "--checkpoint", llama().folder, "--output", tmp_path / "engine")
+    assert "--n_layer is 7 but " in trimaran(*build, "--n_layer", 7).err
 
 
 def test_a_smaller_token_budget_lowers_the_default_batch(llama, trimaran, tmp_path):
