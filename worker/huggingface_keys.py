@@ -77,6 +77,12 @@ def rotation(values: Mapping[str, Any]) -> dict[str, Any]:
     if older and newer:
         _refuse_lost(values, older, newer)
     scaling = dict(older or newer or {})
+    for key, value in scaling.items():
+        if isinstance(value, Mapping):
+            raise ConfigError(
+                f"rope_parameters holds a rotation of its own for {key}, which is not served "
+                "for this architecture. It must hold one for all layers"
+            )
     once = scaling.pop("type", None)
     return {**scaling, "rope_type": scaling.get("rope_type") or once or "default"}
 

@@ -287,6 +287,11 @@ REFUSED: list[tuple[str, Changes, str]] = [
     ("llama", _newer("proportional"), "rope_type is 'proportional'"),
     ("llama", {"hidden_act": "relu2"}, "hidden_act is 'relu2'"),
     ("qwen2", {"layer_types": ["linear_attention"] * 4}, "linear_attention"),
+    (
+        "qwen2",
+        {"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 5e5}}},
+        "rope_parameters holds a rotation of its own for full_attention",
+    ),
     ("gemma2", {"use_bidirectional_attention": True}, "use_bidirectional_attention is true"),
     ("gemma3", {"use_bidirectional_attention": True}, "use_bidirectional_attention is true"),
     ("gemma3", {"attn_logit_softcapping": 1.5}, "attn_logit_softcapping is 1.5"),
