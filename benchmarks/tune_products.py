@@ -105,8 +105,8 @@ class Product:
 
     def estimate_s(self, rows: int, cut: GemmShape) -> float:
         """Roughly how long a cut takes."""
-        row_tiles = -(-rows // cut.rows)
-        groups = row_tiles * -(-self.outputs // (cut.columns * cut.sharing))
+        wide, high = (1, cut.sharing) if cut.shares_weights else (cut.sharing, 1)
+        groups = -(-rows // (cut.rows * high)) * -(-self.outputs // (cut.columns * wide))
         if self.kind == "parts":
             groups *= cut.split
         exact_rounds = groups / _CLUSTERS[cut.cluster(self.kind)]
@@ -164,14 +164,19 @@ class Product:
         tiles = [tile for tile in (64, 128, 192, 256) if tile - 64 < rows]
         for tile in tiles[-2:] if rows <= 128 else tiles[1:]:
             for columns in range(64, 257 if tile <= 128 else 193, 16):
-                yield from self._fitting(tile, columns)
+                yield from self._fitting(rows, tile, columns)
 
-    def _fitting(self, tile: int, columns: int) -> Iterator[GemmShape]:
+    def _fitting(self, rows: int, tile: int, columns: int) -> Iterator[GemmShape]:
         for split in range(1, 9):
             for sharing in (1, 2, 4):
                 cut = GemmShape(tile, columns, split, sharing)
-                if cut.cluster(self.kind) <= 8 and cut.stages >= 3 and self._can_be(cut):
+                if cut.cluster(self.kind) > 8 or cut.stages < 3:
+                    continue
+                shared = replace(cut, shares_weights=True)
+                if self._can_be(cut):
                     yield cut
+                if rows > tile * (sharing - 1) and self._can_be(shared):
+                    yield shared
 
 
 class Sizes:
@@ -321,9 +326,12 @@ def _drawn(rows: int, columns: int) -> Tensor:
 def _as_list(cut: Choice) -> list[int] | None:
     if cut is None:
         return None
-    stages = [cut.most_stages] if cut.most_stages < 16 or cut.most_early else []
-    early = [cut.most_early] if cut.most_early else []
-    return [cut.rows, cut.columns, cut.split, cut.sharing, *stages, *early]
+    numbers = [cut.rows, cut.columns, cut.split, cut.sharing]
+    rare = [cut.most_stages, cut.most_early, int(cut.shares_weights)]
+    usual = [16, 0, 0]
+    while rare and rare[-1] == usual[len(rare) - 1]:
+        rare.pop()
+    return numbers + rare
 
 
 def captured(run: Callable[[], None]) -> torch.cuda.CUDAGraph:

@@ -26,11 +26,12 @@ class _Arguments(ctypes.Structure):
         ("columns", ctypes.c_int),
         ("pitch", ctypes.c_int),
         ("inner_steps", ctypes.c_int),
-        ("row_tiles", ctypes.c_int),
+        ("row_groups", ctypes.c_int),
         ("groups", ctypes.c_int),
         ("split", ctypes.c_int),
         ("sharing", ctypes.c_int),
         ("slice", ctypes.c_int),
+        ("slice_w", ctypes.c_int),
         ("most_early", ctypes.c_int),
         ("hint_w", ctypes.c_uint64),
     )
@@ -89,21 +90,24 @@ class HopperGemm:
             out = x_TD.new_empty((shape.split, num_rows, pitch), dtype=torch.float32)
         else:
             out = x_TD.new_empty((num_rows, pitch))
-        row_tiles = -(-num_rows // shape.rows)
+        # The tiles that blocks share: `sharing` times as wide, or as high.
+        wide, high = (1, shape.sharing) if shape.shares_weights else (shape.sharing, 1)
+        row_groups = -(-num_rows // (shape.rows * high))
         # The least slices that hold all rows; the kernel's products of others go nowhere.
-        slice_rows = -(-min(num_rows, shape.rows) // shape.sharing // 8) * 8
-        groups = row_tiles * -(-num_columns // (tile_columns * shape.sharing))
+        slice_rows = -(-min(num_rows, shape.rows) // wide // 8) * 8
+        slice_columns = tile_columns // high
+        groups = row_groups * -(-num_columns // (tile_columns * wide))
         if self._kind == "parts":
             groups *= shape.split
         clusters = groups if self._adds_in_cluster else min(groups, self._max_clusters)
         arguments = _Arguments(
-            out.data_ptr(), num_rows, num_columns, pitch, inner_steps, row_tiles,
-            groups, shape.split, shape.sharing, slice_rows, shape.early_tiles,
-            _READ_ONCE if row_tiles == 1 else _READ_AGAIN,
+            out.data_ptr(), num_rows, num_columns, pitch, inner_steps, row_groups,
+            groups, shape.split, shape.sharing, slice_rows, slice_columns, shape.early_tiles,
+            _READ_ONCE if row_groups == 1 else _READ_AGAIN,
         )  # fmt: skip
         maps: tuple[TensorMap, TensorMap] = (
             _tiles(x_TD, slice_rows),
-            _tiles(weight_ED, tile_columns),
+            _tiles(weight_ED, slice_columns),
         )
         stream = torch.cuda.current_stream(x_TD.device).cuda_stream
         self._kernel.launch(clusters * self._cluster, stream, *maps, arguments)
@@ -127,6 +131,7 @@ def compile_gemm(shape: GemmShape, dtype: torch.dtype, kind: Kind) -> bytes:
         f"GEMM_STAGES={shape.stages}",
         f"GEMM_SPLIT={int(kind != 'parts' and shape.split > 1)}",
         f"GEMM_PARTS={int(kind == 'parts')}",
+        f"GEMM_SHARES_WEIGHTS={int(shape.shares_weights)}",
     ]
     if kind == "gated":
         defines.append("GEMM_GATED")

@@ -29,7 +29,8 @@ class GemmShape:
 
     ``rows`` x ``columns`` of the product fall to a block at a time: 64, 128, 192 or 256, and
     a multiple of 16 up to 256. ``split`` blocks share the inner dimension, ``sharing`` blocks
-    rows of x; at most 8 blocks in all make a cluster, to which blocks of parts do not count.
+    rows of x, or of the weight with ``shares_weights``; at most 8 blocks in all make a
+    cluster, to which blocks of parts do not count.
     The ring has ``most_stages`` at most: a shorter one leaves room for the next kernel's
     blocks, which then begin to read while this one runs. Before rows of x are there, a block
     has ``most_early`` tiles of weights under way at a time (0: `_EARLY_BYTES` of them): more
@@ -42,15 +43,28 @@ class GemmShape:
     sharing: int = 1
     most_stages: int = 16
     most_early: int = 0
+    shares_weights: bool = False
 
     def check(self, kind: Kind) -> None:
         """Raise ValueError unless the kernel can make a product of this kind."""
+        if self.shares_weights:
+            self._check_slices(kind)
         ring, bytes_needed = self.stages * self.stage_bytes, self._exchanged_bytes(kind)
         if bytes_needed > ring:
             raise ValueError(
                 f"{self} needs {bytes_needed} bytes of shared memory for partial sums but has "
                 f"{ring}: take fewer columns or another split"
             )
+
+    def _check_slices(self, kind: Kind) -> None:
+        columns = self.columns // 2 if kind == "gated" else self.columns
+        if self.sharing == 1 or columns % (8 * self.sharing):
+            raise ValueError(
+                f"{self} shares {columns} columns among {self.sharing} blocks: take 2 blocks "
+                "or more, and a multiple of 8 columns for each"
+            )
+        if kind != "parts" and self.split > 1:
+            raise ValueError(f"{self} adds up in clusters: let it share rows of x")
 
     def cluster(self, kind: Kind) -> int:
         """Blocks of a cluster."""
@@ -89,12 +103,17 @@ Choice = GemmShape | None
 """How our kernel cuts a product; None leaves it to torch."""
 
 
+def _shape(numbers: list[int]) -> GemmShape:
+    """The fields that a table names."""
+    return GemmShape(*numbers[:6], *map(bool, numbers[6:]))
+
+
 class ProductTable:
     """Measured choices for one device: for each weight, the best up to a number of rows.
 
     Above the last entry, and for weights that were not measured, torch multiplies. A file
-    maps ``outputs x inner kind`` to a list of ``[most rows, null or [rows, columns, split,
-    sharing]]``, maybe with a fifth number and a sixth, and is written by
+    maps ``outputs x inner kind`` to a list of ``[most rows, null or the fields of a
+    `GemmShape`]``, of which all behind the fourth may be left out, and is written by
     ``benchmarks/tune_products.py``.
     """
 
@@ -106,7 +125,7 @@ class ProductTable:
             outputs, _, inner = sizes.partition("x")
             key = (int(outputs), int(inner), cast(Kind, kind))
             self._bounds[key] = [most for most, _ in steps]
-            self._choices[key] = [GemmShape(*cut) if cut else None for _, cut in steps]
+            self._choices[key] = [_shape(cut) if cut else None for _, cut in steps]
 
     @classmethod
     def of_device(cls, name: str) -> ProductTable:

@@ -4,12 +4,13 @@
 // One thread copies tiles through a ring of GEMM_STAGES in shared memory; the warpgroups multiply.
 // The blocks of a cluster share work in two ways: `split` of them take a part of the inner
 // dimension each and add up through shared memory in a fixed order; `sharing` of them take
-// neighbouring rows of w and send each other slices of the same rows of x.
+// neighbouring rows of w and send each other slices of the same rows of x, or the other way round.
 // Weights do not depend on the kernel before: the ring fills with them before it has finished.
 //
 // GEMM_SPLIT: 1 for `split` above 1 in a cluster, which then has one group of tiles.
 // GEMM_PARTS: the parts of the inner dimension are not added up: out is float32 [split, rows,
 // pitch], and its parts are work of their own rather than blocks of a cluster.
+// GEMM_SHARES_WEIGHTS: 1 where the blocks that share work have neighbouring rows of x.
 // GEMM_GATED: w holds gate rows above as many up rows; out = silu(x @ gate.T) * (x @ up.T).
 // GEMM_FLOAT16: float16 instead of bfloat16.
 #include "gemm_sums.cuh"
@@ -17,27 +18,39 @@
 
 namespace {
 
-__device__ __forceinline__ void copy_weights(const Arguments& args, const Ring& ring, u32 barrier,
+// A tile's rows of w from `first` on, or this block's slice of them for all that share them.
+__device__ __forceinline__ void copy_columns(const Arguments& args, const Place& place, u32 to,
+                                             u32 barrier, const TensorMap* map, int step,
+                                             int first) {
+    if (kSharesWeights) {
+        const int offset = place.neighbour * args.slice_w;
+        copy_box_to(to + offset * kRowBytes, map, barrier, step * kInner, first + offset,
+                    peers_of(args, place), args.hint_w);
+    } else {
+        copy_box_2d(to, map, barrier, step * kInner, first, args.hint_w);
+    }
+}
+
+__device__ __forceinline__ void copy_weights(const Arguments& args, const Place& place,
+                                             const Ring& ring, u32 barrier,
                                              const TensorMap* map, int step, int column_tile) {
     const int first = column_tile * kOutColumns;
-    copy_box_2d(ring.w(), map, barrier, step * kInner, first, args.hint_w);
+    copy_columns(args, place, ring.w(), barrier, map, step, first);
     if (kIsGated) {
-        copy_box_2d(ring.w() + kTileW / 2, map, barrier, step * kInner, args.columns + first,
-                    args.hint_w);
+        copy_columns(args, place, ring.w() + kTileW / 2, barrier, map, step,
+                     args.columns + first);
     }
 }
 
 __device__ __forceinline__ void copy_rows(const Arguments& args, const Ring& ring,
                                           const Place& place, const TensorMap* map, int step,
                                           int row_tile) {
-    const int first = row_tile * kRows + place.neighbour * args.slice;
-    const u32 target = ring.x() + place.neighbour * args.slice * kRowBytes;
-    if (args.sharing == 1) {
-        copy_box_2d(target, map, ring.filled(), step * kInner, first, kReadByAll);
+    if (kSharesWeights || args.sharing == 1) {
+        copy_box_2d(ring.x(), map, ring.filled(), step * kInner, row_tile * kRows, kReadByAll);
     } else {
-        const u32 peers = ((1u << args.sharing) - 1) << (place.part * args.sharing);
-        copy_box_to(target, map, ring.filled(), step * kInner, first,
-                     static_cast<unsigned short>(peers), kReadByAll);
+        const int offset = place.neighbour * args.slice;
+        copy_box_to(ring.x() + offset * kRowBytes, map, ring.filled(), step * kInner,
+                    row_tile * kRows + offset, peers_of(args, place), kReadByAll);
     }
 }
 
@@ -56,7 +69,8 @@ __device__ __forceinline__ void copy_all_weights(const Arguments& args, const Pl
         }
         if (n < ahead) {
             barrier_arrive_expect(landed + 8 * n, kTileW);
-            copy_weights(args, ring, landed + 8 * n, map, first.first_step + n, first.column);
+            copy_weights(args, place, ring, landed + 8 * n, map, first.first_step + n,
+                         first.column);
             ring.advance();
         }
     }
@@ -65,7 +79,8 @@ __device__ __forceinline__ void copy_all_weights(const Arguments& args, const Pl
         for (int n = ahead; n < tile.num_steps; ++n, ring.advance()) {
             barrier_wait(ring.released(), ring.parity ^ 1);
             barrier_arrive_expect(ring.filled(), kTileW);
-            copy_weights(args, ring, ring.filled(), map, tile.first_step + n, tile.column);
+            copy_weights(args, place, ring, ring.filled(), map, tile.first_step + n,
+                         tile.column);
         }
         ahead = 0;
     }
@@ -78,7 +93,7 @@ __device__ __forceinline__ void copy_all_weights(const Arguments& args, const Pl
 // Another copies rows of x, as soon as the kernel before has made them.
 __device__ __forceinline__ void copy_all_rows(const Arguments& args, const Place& place,
                                               Ring ring, const TensorMap* map) {
-    const u32 bytes = args.slice * args.sharing * kRowBytes;
+    const u32 bytes = args.slice * (kSharesWeights ? 1 : args.sharing) * kRowBytes;
     wait_for_previous_kernels();
     for (int group = place.cluster; group < args.groups; group += place.num_clusters) {
         const Tile tile(args, place, group);

@@ -17,6 +17,7 @@ constexpr int kMultipliers = 128 * GEMM_WARPGROUPS;
 constexpr bool kMovesRegisters = GEMM_WARPGROUPS > 1 && GEMM_MI * kSums > 64;
 constexpr int kCopyRegisters = GEMM_WARPGROUPS == 2 ? 40 : 32;
 constexpr int kMultiplyRegisters = GEMM_WARPGROUPS == 2 ? 232 : 160;
+constexpr bool kSharesWeights = GEMM_SHARES_WEIGHTS;
 constexpr int kOutColumns = kIsGated ? kColumns / 2 : kColumns;
 
 using Ring = TileRing<kStageBytes, 0, kTileX>;
@@ -29,11 +30,12 @@ struct Arguments {
     int columns;     // of out
     int pitch;       // of rows of out: columns, rounded up to a multiple of 8
     int inner_steps; // the inner dimension in steps of 64, rounded up
-    int row_tiles;
-    int groups;      // row tiles x groups of `sharing` column tiles (x parts)
+    int row_groups;  // row tiles, or groups of `sharing` of them that share weights
+    int groups;      // row tiles x groups of `sharing` column tiles (x parts), or so
     int split;       // blocks of a cluster, or parts, that share the inner dimension
-    int sharing;     // blocks of a cluster that share rows of x
-    int slice;       // rows of x that each of these copies; rows beyond them are not read
+    int sharing;     // blocks of a cluster that share rows of x, or of w
+    int slice;       // rows of x that a block copies; rows beyond them are not read
+    int slice_w;     // rows of w that a block copies where these are shared
     int most_early;  // tiles of weights under way at a time before rows of x are there
     u64 hint_w;      // cache policy of weights
 };
@@ -71,13 +73,21 @@ struct Tile {
         }
         first_step = args.inner_steps * part / args.split;
         num_steps = args.inner_steps * (part + 1) / args.split - first_step;
-        const int column_groups = num_groups / args.row_tiles;
+        const int column_groups = num_groups / args.row_groups;
         const int band = group / (kBand * column_groups);
-        const int height = min(kBand, args.row_tiles - band * kBand);
+        const int height = min(kBand, args.row_groups - band * kBand);
         const int at = group - band * kBand * column_groups;
         row = band * kBand + at % height;
-        column = at / height * args.sharing + place.neighbour;
+        column = at / height;
+        int& shared = kSharesWeights ? row : column;
+        shared = shared * args.sharing + place.neighbour;
     }
 };
+
+// The blocks of its cluster that a block shares work with, itself included.
+__device__ __forceinline__ unsigned short peers_of(const Arguments& args, const Place& place) {
+    const u32 peers = ((1u << args.sharing) - 1) << (place.part * args.sharing);
+    return static_cast<unsigned short>(peers);
+}
 
 }  // namespace

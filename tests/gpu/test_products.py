@@ -18,8 +18,11 @@ CUTS = [
     GemmShape(64, 112, 1, 2), GemmShape(64, 64, 2), GemmShape(128, 192, 4),
     GemmShape(128, 224, 1, 4), GemmShape(128, 128, 3, 2), GemmShape(192, 112, 1, 4),
     GemmShape(192, 96, 2, 2), GemmShape(256, 112, 1, 4), GemmShape(256, 96, 2, 2),
-    GemmShape(256, 192),
+    GemmShape(256, 192), GemmShape(128, 128, 1, 2, shares_weights=True),
+    GemmShape(64, 192, 1, 4, shares_weights=True),
+    GemmShape(256, 96, 1, 2, shares_weights=True),
 ]  # fmt: skip
+PARTS_CUTS = [*CUTS, GemmShape(256, 128, 4), GemmShape(128, 96, 3, 2, shares_weights=True)]
 TOLERANCE = {torch.bfloat16: 4e-3, torch.float16: 6e-4}
 
 pytestmark = pytest.mark.gpu
@@ -87,7 +90,7 @@ def test_gates_of_any_size_are_those_of_silu(split):
     assert torch.allclose(actual.float(), expected, rtol=4e-3, atol=1e-30)
 
 
-@pytest.mark.parametrize("cut", [*CUTS, GemmShape(256, 128, 4)], ids=str)
+@pytest.mark.parametrize("cut", PARTS_CUTS, ids=str)
 def test_the_parts_of_every_cut_add_up(cut):
     kernel = HopperGemm(cut, torch.bfloat16, DEVICE, "parts")
     draw = random.Random(str(cut))

@@ -71,6 +71,21 @@ def test_a_cut_whose_partial_sums_do_not_fit_is_refused():
     GemmShape(256, 192, 4).check("parts")
 
 
+def test_blocks_that_share_weights_take_whole_slices_of_them():
+    table = ProductTable({"4096x1024 parts": [(256, [128, 128, 2, 2, 16, 0, 1])]})
+
+    cut = table.pick(200, 4096, 1024, "parts")
+
+    assert cut == GemmShape(128, 128, 2, 2, shares_weights=True)
+    cut.check("parts")
+    with pytest.raises(ValueError, match="shares 56 columns among 2 blocks"):
+        GemmShape(128, 112, 1, 2, shares_weights=True).check("gated")
+    with pytest.raises(ValueError, match="shares 128 columns among 1 blocks"):
+        GemmShape(128, 128, shares_weights=True).check("plain")
+    with pytest.raises(ValueError, match="adds up in clusters: let it share rows of x"):
+        GemmShape(128, 128, 2, 2, shares_weights=True).check("plain")
+
+
 def test_weights_under_way_before_the_rows_are_64_kib_unless_the_table_says_otherwise():
     table = ProductTable(
         {"4096x1024 plain": [(16, [64, 128, 4, 1]), (64, [64, 224, 1, 1, 16, 5])]}
