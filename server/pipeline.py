@@ -237,6 +237,7 @@ def _wired(names: Mapping[Role, str], steps: Mapping[str, Step]) -> Steps:
         token=steps[names[Role.TOKEN]].model,
         postprocessing=steps[names[Role.POSTPROCESSING]].model,
         tokenizer=post.tokenizer,
+        arrivals=token.arrivals,
         skip_special_tokens=post.skip_special_tokens,
         excludes_input=token.excludes_input,
         has_own_preprocessing=steps[names[Role.PREPROCESSING]].source.role is Role.OTHER,

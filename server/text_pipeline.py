@@ -12,6 +12,7 @@ from tritonclient.grpc.model_config_pb2 import ModelConfig
 
 from trimaran.comm.errors import RequestError
 from trimaran.comm.messages import FinishReason
+from trimaran.server.arrivals import Arrivals
 from trimaran.server.detokenizer import IncrementalDetokenizer
 from trimaran.server.inference import InferRequest, InferResponse, Model, Tensor
 from trimaran.server.live_request import TokenChunk
@@ -52,6 +53,9 @@ class Steps:
     token: Model
     postprocessing: Model
     tokenizer: Tokenizer
+    arrivals: Arrivals
+    """Of the token model."""
+
     skip_special_tokens: bool = True
     excludes_input: bool = False
     """Whether answers lack the prompt, unless a request says otherwise."""
@@ -99,7 +103,8 @@ class TextPipeline:
                 async for nothing in stopped:
                     yield nothing
             return
-        token_inputs = await self._token_inputs(request)
+        with self._steps.arrivals.expect(request.id) as arrival:
+            token_inputs = await self._token_inputs(request)
         run = _Run(self._steps, self._maps, self._options, request, token_inputs)
         job = TokenJob(
             model_name=self._steps.token.name,
@@ -111,6 +116,7 @@ class TextPipeline:
             arrival_ns=request.arrival_ns,
             handed_ns=time.monotonic_ns(),
             is_incremental=run.is_incremental,
+            is_stopped=arrival.is_stopped,
         )
         async with aclosing(self._steps.token.infer(job)) as responses:  # type: ignore[type-var]
             async for response in responses:

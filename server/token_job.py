@@ -47,6 +47,9 @@ class TokenJob(InferRequest):
     is_incremental: bool = True
     """Whether chunks are wanted as they come, or one at the end."""
 
+    is_stopped: bool = False
+    """Whether the client ended it while its prompt was made."""
+
 
 @dataclass(slots=True, kw_only=True)
 class ChunkResponse(InferResponse):

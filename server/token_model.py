@@ -12,6 +12,7 @@ from tritonclient.grpc.model_config_pb2 import ModelConfig
 from trimaran.comm.errors import RequestError
 from trimaran.comm.sampling_params import SamplingParams
 from trimaran.server.adapter_inputs import add_digests, read_adapter
+from trimaran.server.arrivals import Arrivals
 from trimaran.server.backend_texts import texts_of
 from trimaran.server.cache_inputs import read_retention, salted
 from trimaran.server.gathering import Gathering
@@ -50,6 +51,8 @@ class TokenModel:
         self._gathering = Gathering(model.config)
         self._logits_dtype = LOGITS_DTYPES[logits_type(model.config)]
         self._running: dict[str, set[TokenStream]] = {}
+        self.arrivals = Arrivals()
+        """Requests of text models whose prompts are being tokenized: a stop overtakes them."""
 
     @property
     def is_ready(self) -> bool:
@@ -83,11 +86,13 @@ class TokenModel:
         check_transaction(
             self.is_decoupled, len(samples), num_sequences, first.flag("streaming"), self._texts
         )
-        await add_digests([sample.adapter for sample in samples])
         stream = TokenStream(self._engines, request)
         answers, is_incremental = self._answers(request, samples, stream, num_sequences)
         self._running.setdefault(request.id, set()).add(stream)
+        if isinstance(request, TokenJob) and request.is_stopped:
+            stream.cancel()
         try:
+            await add_digests([sample.adapter for sample in samples])
             await self._gathering.join(len(samples))
             stream.start(samples, num_sequences, self._policy, is_incremental=is_incremental)
             async with aclosing(stream.chunks()) as chunks:
@@ -124,6 +129,7 @@ class TokenModel:
             raise RequestError(self._texts.no_stop_id)
         for stream in list(self._running.get(request_id, ())):
             stream.cancel()
+        self.arrivals.stop(request_id)
         self._engines.stop(request_id)
 
     def _forget(self, request_id: str, stream: TokenStream) -> None:

@@ -36,6 +36,26 @@ async def test_a_text_model_stops_the_requests_of_an_id(serve, model, decoupled)
             await served.infer(model, **STOP)
 
 
+@pytest.mark.parametrize("through", ["ensemble", "tensorrt_llm_bls", "tensorrt_llm"])
+@pytest.mark.parametrize("model", ["ensemble", "tensorrt_llm_bls"])
+async def test_a_stop_finds_a_request_whose_prompt_is_being_tokenized(
+    serve, monkeypatch, model, through
+):
+    # In a thread, as a long prompt's, whose answer is not heard before the stop.
+    monkeypatch.setattr("trimaran.server.tokenizer._INLINE_CHARACTERS", 0)
+    async with serve() as served:
+        engine = await served.dial(served.answer("one two three four"))
+        engine.gate.clear()
+        request = asyncio.ensure_future(
+            served.texts(model, id="a", text_input="x", max_tokens=99)
+        )
+        await asyncio.sleep(0)
+        assert not engine.submits
+        inputs = {"input_ids": [0], "input_lengths": 0, "request_output_len": 0, "stop": True}
+        await served.infer(through, id="a", **(inputs if through == "tensorrt_llm" else STOP))
+        assert await request == ["x"]
+
+
 @pytest.mark.parametrize("asks", [False, True])
 @pytest.mark.parametrize("model", ["ensemble", "tensorrt_llm_bls"])
 async def test_a_stopped_stream_tells_its_finish_reason_if_asked(serve, model, asks):
