@@ -79,6 +79,13 @@ def test_the_code_of_a_drain_is_that_of_the_job(run_job, pause):
     assert {run_job(drain)[0] for _ in range(5)} == {5}
 
 
+def test_a_server_that_was_killed_leaves_no_addresses_behind(run_job, tmp_path):
+    killed = 'while [ "$1" != --ready-file ]; do shift; done; echo {} > "$2"; kill -9 $$'
+    assert run_job(killed)[0] == 137
+    assert (tmp_path / "logs" / "trimaran-7").is_dir()
+    assert not list((tmp_path / "logs").rglob("ready.json"))
+
+
 def test_the_shape_of_the_job_comes_from_the_flags():
     script = script_of(
         "--template", "leader-multinode", "--nodes", "2", "--world-size", "8",
