@@ -21,7 +21,26 @@ PIECE_BYTES = 1 << 20
 
 SLICE_S = 2e-3
 
-_turns: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Lock] = WeakKeyDictionary()
+LONG_SLICES = 100
+"""Slices after which work is huge: what it made so far is a few megabytes of text."""
+
+MAX_HUGE = 2
+"""Works that go on beyond, so that memory holds as many huge results in the making. More than
+one, as a short one of them should not always wait for the longest."""
+
+
+class _Queues:
+    """Who waits on one event loop."""
+
+    def __init__(self) -> None:
+        self.turn = asyncio.Lock()
+        """For the slice of a round."""
+
+        self.places = asyncio.Semaphore(MAX_HUGE)
+        """For going on with huge work: first come, first served."""
+
+
+_queues: WeakKeyDictionary[asyncio.AbstractEventLoop, _Queues] = WeakKeyDictionary()
 
 
 def finish(work: Pieces[ResultT]) -> ResultT:
@@ -36,18 +55,24 @@ def finish(work: Pieces[ResultT]) -> ResultT:
 
 async def spread(work: Pieces[ResultT]) -> ResultT:
     """Do the work on the event loop: short work at once, long work in slices. A round of the
-    loop has one slice at most: of several long works each has its turn.
+    loop has one slice at most: of several long works each has its turn. Huge work waits where
+    `MAX_HUGE` others are under way; in turns, all of them would end, and be held, at once.
 
     Not in a thread: it would hold the interpreter for 5 ms whenever the loop wants it back,
     which is at each event.
     """
     try:
         _do_slice(work)
-        turn = _turns.setdefault(asyncio.get_running_loop(), asyncio.Lock())
-        while True:
-            async with turn:
+        queues = _queues.setdefault(asyncio.get_running_loop(), _Queues())
+        for _ in range(LONG_SLICES):
+            async with queues.turn:
                 await asyncio.sleep(0)
                 _do_slice(work)
+        async with queues.places:
+            while True:
+                async with queues.turn:
+                    await asyncio.sleep(0)
+                    _do_slice(work)
     except StopIteration as end:
         result: ResultT = end.value
         return result

@@ -70,6 +70,29 @@ def test_of_all_long_work_one_has_a_piece_in_a_round():
     assert log[6:] == [f"{name}{number}" for number in range(1, 20) for name in "abcdef"]
 
 
+def test_huge_work_waits_while_others_are_huge_and_keeps_no_other_waiting(monkeypatch):
+    monkeypatch.setattr(pieces, "LONG_SLICES", 9)
+    log = []
+
+    async def main():
+        huge = [asyncio.ensure_future(spread(work(log, name, 40))) for name in "abcd"]
+        while "a20" not in log:
+            await asyncio.sleep(0)
+        # What others have begun goes on in turns, and what is only long does too.
+        assert await spread(work(log, "e", 9)) == "e"
+        assert not any(task.done() for task in huge)
+        huge[3].cancel()
+        await asyncio.gather(*huge, return_exceptions=True)
+
+    asyncio.run(main())
+    # A slice at once, nine in turn, and the next with a place.
+    assert log[:40] == [f"{name}{number}" for number in range(10) for name in "abcd"]
+    places = {name: log.index(f"{name}10") for name in "abc"}
+    assert places["a"] < places["b"] < log.index("a39") < places["c"]
+    assert log.index("e8") < log.index("a39")
+    assert "d10" not in log
+
+
 def test_short_work_is_done_at_once(monkeypatch):
     monkeypatch.setattr(pieces, "SLICE_S", 3600.0)
     log = []
