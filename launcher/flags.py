@@ -24,6 +24,7 @@ class FlagParser(argparse.ArgumentParser):
         super().__init__(allow_abbrev=False, **options)
         self._hidden: set[str] = set()
         self._flag_takers: set[str] = set()
+        self._single: dict[str, str] = {}
 
     def hide(self, *dests: str) -> None:
         """Leave the flags of these destinations out of the short help."""
@@ -33,6 +34,11 @@ class FlagParser(argparse.ArgumentParser):
         """The value of each of these may be a flag itself, as in ``--sbatch --exclusive``."""
         self._flag_takers.update(options)
 
+    def take_one(self, dest: str, remedy: str) -> None:
+        """A command line may give the flag of this destination one value, and no second one
+        in its place; it may overrule a run file's."""
+        self._single[dest] = remedy
+
     def error(self, message: str) -> NoReturn:
         """One line and exit code 2."""
         print(f"{self.prog}: error: {message} ({self.prog} --help)", file=sys.stderr)
@@ -41,6 +47,7 @@ class FlagParser(argparse.ArgumentParser):
     def parse(self, argv: Sequence[str]) -> argparse.Namespace:
         """Parse ``argv``, after the flags of the file that its ``--config`` names."""
         own = self._with_flag_values([self._respell(word) for word in argv])
+        self._refuse_second_values(own)
         for number, word in enumerate(own):
             if word == "--help-all":
                 for parser in self._with_subcommands():
@@ -81,6 +88,21 @@ class FlagParser(argparse.ArgumentParser):
             else:
                 joined.append(word)
         return joined
+
+    def _refuse_second_values(self, words: Sequence[str]) -> None:
+        found: dict[str, set[str]] = {}
+        for word, after in zip(words, [*words, ""][1:], strict=True):
+            name, equals, value = word.partition("=")
+            action = self._option_string_actions.get(name)
+            if action is not None and action.dest in self._single:
+                found.setdefault(action.dest, set()).add(value if equals else after)
+        for dest, values in found.items():
+            if len(values) > 1:
+                flag = f"--{dest.replace('_', '-')}"
+                raise ConfigError(
+                    f"{flag} has the values {', '.join(sorted(values))}, but takes one. "
+                    f"{self._single[dest]}."
+                )
 
     def _declared(self, name: str) -> str | None:
         for parser in self._with_subcommands():

@@ -40,6 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_triton_flags(parser)
     if isinstance(parser, FlagParser):
         parser.hide(*_RARE)
+        parser.take_one("model_repo", "Put links to all models into one folder, and name that")
 
 
 _RARE = (

@@ -71,6 +71,16 @@ def test_a_flag_that_is_given_twice_counts_twice(repository):
         resolve(repository, *flags)
 
 
+def test_a_second_repository_is_refused_rather_than_served_in_place_of_the_first(tmp_path):
+    both = ("--model-repository=/a", "--model_store", "/b")
+    with pytest.raises(ConfigError, match="--model-repo has the values /a, /b, but takes one"):
+        parse(*both)
+    assert parse("--model-repo", "/a", "--model-repository=/a").model_repo == "/a"
+    run_file = tmp_path / "run.yaml"
+    run_file.write_text("model_repo: /a")
+    assert parse("--config", str(run_file), "--model-repo=/b").model_repo == "/b"
+
+
 @pytest.mark.parametrize("name", list(_IDLE))
 def test_what_changes_nothing_is_noted_with_the_reason(repository, name):
     notes = resolve(repository, f"--{name}", "8").notes
