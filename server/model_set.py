@@ -211,6 +211,8 @@ class ModelSet:
         if counts_on is not None:
             model = counts_on.model.counting_on(plain)
         else:
+            # Also without an old one: requests of one that was unloaded may still run.
+            self._metrics.forget(candidate.name, candidate.version)
             if old is not None:
                 self._metrics.forget(candidate.name, old.candidate.version)
             model = self._metrics.measure(plain)

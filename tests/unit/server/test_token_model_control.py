@@ -245,6 +245,20 @@ def test_a_load_right_after_an_unload_needs_no_pause(frontend):
     assert frontend.generate()[0] == 200
 
 
+def test_a_load_amid_requests_of_the_unloaded_model_starts_all_counters_again(frontend):
+    frontend.generate()
+    frontend.engines["tensorrt_llm"].gate.clear()
+    running = frontend.stream()
+    frontend.unload("ensemble")
+    assert frontend.load("ensemble") == (200, None)
+    frontend.engines["tensorrt_llm"].gate.set()
+    running.text()
+    assert frontend.generate()[0] == 200
+    assert frontend.num_succeeded("ensemble") == 1
+    shown = 'nv_inference_request_success{model="ensemble",version="1"} 1\n'
+    assert shown in frontend.metrics()
+
+
 def test_a_load_goes_on_when_its_client_is_gone(start):
     frontend = start()
     frontend.held.add("tensorrt_llm")
