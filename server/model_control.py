@@ -283,7 +283,8 @@ class ModelControl:
         await close_model(candidate.plain)
         for group in candidate.groups:
             self._preparation.leaving.pop(group, None)
-        self._overrides.remove(candidate.source.folder)
+        if not self._set.is_kept(candidate):
+            self._overrides.remove(candidate.source.folder)
         name, version = candidate.name, candidate.version
         if self._registry.state(name, version) is VersionState.UNLOADING:
             self._registry.set_state(name, version, VersionState.UNAVAILABLE, UNLOADED)

@@ -94,6 +94,11 @@ class ModelSet:
         """Composed models that come back as soon as all of their steps are loaded."""
         return list(self._waiting.values())
 
+    def is_kept(self, candidate: Candidate) -> bool:
+        """Whether a model is loaded, or comes back, from the files of this one."""
+        kept = [loaded.candidate for loaded in self.loaded()] + self.waiting()
+        return any(each.source.folder == candidate.source.folder for each in kept)
+
     def dependents(self, names: Iterable[str]) -> list[LoadedModel]:
         """The loaded models that run these, by way of others too: users before steps."""
         found = _users(self._graph({}), set(names))
