@@ -13,8 +13,11 @@ from trimaran.comm import mpi
 
 torch.set_num_threads(1)
 
-# Its models run on one rank.
-collect_ignore = [] if mpi.MPI.COMM_WORLD.Get_size() == 1 else ["test_config_fields.py"]
+_SIZE = mpi.MPI.COMM_WORLD.Get_size()
+# Models of the first run on one rank; the second takes its time on more than two.
+collect_ignore = ["test_config_fields.py"] if _SIZE > 1 else []
+if _SIZE > 2:
+    collect_ignore.append("test_drawn_configs.py")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

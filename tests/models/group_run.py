@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -28,11 +29,18 @@ class Answer:
 
     def logits(self, vocab_size: int) -> Tensor:
         """Those of the prompt and then of the output [tokens, V]; of its last token none."""
-        rows = np.frombuffer(b"".join(self.context_logits + self.generation_logits), "<f4")
         # The prompt's last token has the logits of the first output.
-        whole = torch.from_numpy(rows.copy()).view(-1, vocab_size)
-        num_outputs = len(self.token_ids)
-        return torch.cat((whole[:-num_outputs], whole[1 - num_outputs :]))
+        outputs = self.chosen_from(vocab_size)[1:]
+        return torch.cat((_rows(self.context_logits, vocab_size), outputs))
+
+    def chosen_from(self, vocab_size: int) -> Tensor:
+        """Those that each token of the output was chosen from [tokens, V]."""
+        return _rows(self.generation_logits, vocab_size)
+
+
+def _rows(pieces: list[bytes], vocab_size: int) -> Tensor:
+    flat = torch.from_numpy(np.frombuffer(b"".join(pieces), "<f4").copy())
+    return flat.view(-1, vocab_size)
 
 
 def engine_config(folder: Path, parallel: ParallelConfig) -> EngineConfig:
@@ -65,24 +73,27 @@ def serve(
 
     Collective over the world, whose size is that of the layout.
     """
+    config = engine_config(folder, parallel)
+    return run_group(world, config, lambda driver: ask(driver, prompts, count)) or []
+
+
+def run_group(world: mpi.World, config: EngineConfig, drive: Callable[[Driver], Any]) -> Any:
+    """What ``drive`` returns on rank 0, of an engine over the world. Collective."""
     torch.set_num_threads(1)
     device = torch.device("cpu")
     if HAS_GPUS:
         # Kernels are launched on the current device, whatever their tensors say.
         device = torch.device("cuda", world.rank)
         torch.cuda.set_device(device)
-    config = engine_config(folder, parallel)
     if world.size == 1:
-        return _ask(Driver(config), prompts, count)
-    ranks = Ranks(world, parallel, device, TIMEOUT_S)
-    answers = ranks.run(
-        Driver(config, ties=ranks.ties), lambda driver: _ask(driver, prompts, count)
-    )
-    return answers or []
+        return drive(Driver(config))
+    ranks = Ranks(world, config.parallel, device, TIMEOUT_S)
+    return ranks.run(Driver(config, ties=ranks.ties), drive)
 
 
-def _ask(driver: Driver, prompts: Iterable[list[int]], count: int) -> list[Answer]:
-    wants = {"return_context_logits": True, "return_generation_logits": True}
+def ask(driver: Driver, prompts: Iterable[list[int]], count: int, **wants: Any) -> list[Answer]:
+    """The answers to all prompts, asked together; with all logits, but for ``wants``."""
+    wants = {"return_context_logits": True, "return_generation_logits": True, **wants}
     requests = [driver.submit(prompt, max_tokens=count, **wants) for prompt in prompts]
     driver.run()
     return [

@@ -308,8 +308,10 @@ def _kind_of(config: Any) -> Any:
     return AutoModelForImageTextToText if of_images else AutoModelForCausalLM
 
 
-def save_huggingface(folder: Path, config: Any, *, dtype: torch.dtype = torch.float32) -> Any:
-    """A random model of transformers, saved to ``folder`` and returned."""
+def save_huggingface(
+    folder: Path, config: Any, *, dtype: torch.dtype = torch.float32, file_size: str = "5GB"
+) -> Any:
+    """A random model of transformers, saved to ``folder`` in files of a size, and returned."""
     torch.manual_seed(1)
     model = _kind_of(config).from_config(config).eval()
     for name, parameter in model.named_parameters():
@@ -320,7 +322,7 @@ def save_huggingface(folder: Path, config: Any, *, dtype: torch.dtype = torch.fl
         if name.endswith("correction_bias"):
             torch.nn.init.normal_(buffer, 0.0, 0.2)
     model = model.to(dtype)
-    model.save_pretrained(folder)
+    model.save_pretrained(folder, max_shard_size=file_size)
     # Reloaded, so that both sides have what the files say.
     return load_huggingface(folder, config, dtype=dtype)
 
