@@ -123,7 +123,7 @@ class PreprocessingModel:
                     f"embedding bias: {len(words)} words but {len(weights)} weights; give one "
                     "weight a word"
                 )
-            vector = np.zeros(self.tokenizer.vocab_size if words else 0, dtype=np.float32)
+            vector = np.zeros(self.tokenizer.num_ids if words else 0, dtype=np.float32)
             encoded = self.tokenizer.encode_each(words, self.add_special_tokens)
             for tokens, weight in zip(encoded, weights, strict=True):
                 for token in tokens:
@@ -139,7 +139,7 @@ class PreprocessingModel:
         for row, (sample, prompt) in enumerate(zip(samples, prompts, strict=True)):
             extra = _or(sample.scalar("PROMPT_TABLE_EXTRA_ID"), 0)
             for column, token in enumerate(prompt):
-                data[row, column] = extra if token >= self.tokenizer.vocab_size else 0
+                data[row, column] = extra if token >= self.tokenizer.num_ids else 0
         return Tensor("OUT_PROMPT_TABLE_EXTRA_IDS", "UINT64", data)
 
 

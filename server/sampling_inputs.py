@@ -132,16 +132,16 @@ def _exact(field: str, value: Any) -> Any:
 
 
 def _bias(inputs: SampleInputs, vocab_size: int) -> bytes:
-    """One value an id of the engine, which may have more ids than the tokenizer."""
+    """One value an id of the engine, which may have more ids than the tokenizer, or fewer."""
     given = inputs.array("embedding_bias")
     if given is None or not np.any(given):
         return b""
     bias = np.asarray(given, dtype="<f4").reshape(-1)
-    if bias.size > vocab_size:
+    if bias[vocab_size:].any():
         raise RequestError(
             f"embedding_bias has {bias.size} values, but the vocabulary has {vocab_size} ids"
         )
-    return np.pad(bias, (0, vocab_size - bias.size)).tobytes()
+    return np.pad(bias[:vocab_size], (0, max(vocab_size - bias.size, 0))).tobytes()
 
 
 def word_list(inputs: SampleInputs, name: str) -> tuple[tuple[int, ...], ...]:

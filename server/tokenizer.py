@@ -68,7 +68,6 @@ class Tokenizer:
         self.end_id = self._special_id(tokens.get("eos_token"))
         pad_id = self._special_id(tokens.get("pad_token"))
         self.pad_id = self.end_id if pad_id is None else pad_id
-        self.vocab_size: int = self._fast.get_vocab_size(with_added_tokens=True)
         ids = self._fast.get_vocab(with_added_tokens=True).values()
         self.num_ids = max(ids, default=-1) + 1
         """One more than the highest id: there may be gaps."""

@@ -263,6 +263,10 @@ async def test_log_probs_are_those_of_the_responses_ids(serve, streaming):
         ({"embedding_bias": np.zeros((1, 0), np.float32)}, {}),
         ({"embedding_bias": np.zeros((1, 600), np.float32)}, {}),
         (
+            {"embedding_bias": np.pad(np.ones((1, 1), np.float32), ((0, 0), (0, 700)))},
+            {"embedding_bias": np.array([1.0] + [0.0] * 599, "<f4").tobytes()},
+        ),
+        (
             {"embedding_bias": np.ones((1, 2), np.float32)},
             {"embedding_bias": np.array([1.0, 1.0] + [0.0] * 598, "<f4").tobytes()},
         ),

@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import shutil
 
+import numpy as np
 import pytest
 
+from trimaran.comm.errors import RequestError
 from trimaran.server.metrics import Metrics
 from trimaran.server.model_repository import ModelRepository
 from trimaran.server.model_set import Candidate, ModelSet
@@ -81,3 +83,16 @@ async def test_a_larger_vocabulary_than_the_tokenizers_is_ordinary(
 ):
     await composed(serve, str(tokenizer_folder))
     assert not warnings(caplog)
+
+
+async def test_words_are_biased_under_a_tokenizer_with_more_ids(serve, tokenizer_with):
+    async with serve(tokenizer_dir=tokenizer_with(NUM_IDS, eos_token="</s>")) as served:
+        engine = await served.dial(served.answer("a"))
+        bias = {"embedding_bias_words": ["a"], "embedding_bias_weights": [2.0]}
+        await served.texts("ensemble", text_input="x", max_tokens=2, **bias)
+        found = np.frombuffer(engine.submits[0].sampling["embedding_bias"], "<f4")
+        assert found.size == NUM_IDS
+        assert found.max() == 2.0
+        bias["embedding_bias_words"] = ["<image>"]
+        with pytest.raises(RequestError, match="has 601 values, but the vocabulary has 600"):
+            await served.texts("ensemble", text_input="x", max_tokens=2, **bias)
