@@ -241,8 +241,10 @@ class PretrainedConfig:
             check_huggingface_types(values)
             architecture = _architecture_of(values)
             _check_architecture(architecture)
-            values = with_defaults(text_values(values), FAMILIES[architecture].model_type)
-            converted = FAMILIES[architecture].convert(values)
+            family = FAMILIES[architecture]
+            values = with_defaults(text_values(values), family.model_type)
+            converted = family.convert(values)
+            _check_choice(family.activation_key, converted["hidden_act"], family.activations)
             return cls(architecture=architecture, **_common(values), **converted)
         except KeyError as error:
             raise ConfigError(

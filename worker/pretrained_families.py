@@ -35,6 +35,9 @@ class Family:
     activations: tuple[str, ...]
     """Values of ``hidden_act`` that its MLP serves."""
 
+    activation_key: str = "hidden_act"
+    """What Hugging Face calls it."""
+
     ignored_parts: tuple[str, ...] = ()
     """Beginnings of the names of weights that belong to what is not served."""
 
@@ -315,23 +318,29 @@ FAMILIES: dict[str, Family] = {
     "Qwen2ForCausalLM": Family("qwen2", _from_qwen2, GATED_ACTIVATIONS),
     "Qwen3ForCausalLM": Family("qwen3", _from_qwen3, GATED_ACTIVATIONS),
     "Phi3ForCausalLM": Family("phi3", _from_phi3, GATED_ACTIVATIONS),
-    "Gemma2ForCausalLM": Family("gemma2", _from_gemma2, GATED_ACTIVATIONS),
-    "Gemma3ForCausalLM": Family("gemma3_text", _from_gemma3, GATED_ACTIVATIONS),
+    "Gemma2ForCausalLM": Family("gemma2", _from_gemma2, GATED_ACTIVATIONS, "hidden_activation"),
+    "Gemma3ForCausalLM": Family(
+        "gemma3_text", _from_gemma3, GATED_ACTIVATIONS, "hidden_activation"
+    ),
     "Gemma3ForConditionalGeneration": Family(
-        "gemma3", _from_gemma3_of_images, GATED_ACTIVATIONS, _OF_IMAGES
+        "gemma3",
+        _from_gemma3_of_images,
+        GATED_ACTIVATIONS,
+        "hidden_activation",
+        _OF_IMAGES,
     ),
     "Mistral3ForConditionalGeneration": Family(
-        "mistral3", _from_mistral3, GATED_ACTIVATIONS, _OF_IMAGES
+        "mistral3", _from_mistral3, GATED_ACTIVATIONS, ignored_parts=_OF_IMAGES
     ),
     "MixtralForCausalLM": Family("mixtral", _from_mixtral, ("silu",)),
     "Qwen2MoeForCausalLM": Family("qwen2_moe", _from_qwen2_moe, ("silu",)),
     "Qwen3MoeForCausalLM": Family("qwen3_moe", _from_qwen3_moe, ("silu",)),
     "DeepseekV2ForCausalLM": Family("deepseek_v2", from_deepseek_v2, ("silu",)),
     "DeepseekV3ForCausalLM": Family("deepseek_v3", from_deepseek_v3, ("silu",)),
-    "GPT2LMHeadModel": Family("gpt2", _from_gpt2, PLAIN_ACTIVATIONS),
-    "GPTJForCausalLM": Family("gptj", from_gptj, PLAIN_ACTIVATIONS),
+    "GPT2LMHeadModel": Family("gpt2", _from_gpt2, PLAIN_ACTIVATIONS, "activation_function"),
+    "GPTJForCausalLM": Family("gptj", from_gptj, PLAIN_ACTIVATIONS, "activation_function"),
     "GPTNeoXForCausalLM": Family("gpt_neox", from_gpt_neox, PLAIN_ACTIVATIONS),
-    "FalconForCausalLM": Family("falcon", from_falcon, PLAIN_ACTIVATIONS),
+    "FalconForCausalLM": Family("falcon", from_falcon, PLAIN_ACTIVATIONS, "activation"),
     "PhiForCausalLM": Family("phi", from_phi, PLAIN_ACTIVATIONS),
 }
 """By architecture, as `config.json` names it."""

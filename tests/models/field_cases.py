@@ -286,6 +286,9 @@ REFUSED: list[tuple[str, Changes, str]] = [
     ("llama", _older(None, partial_rotary_factor=0.5), "partial_rotary_factor is 0.5"),
     ("llama", _newer("proportional"), "rope_type is 'proportional'"),
     ("llama", {"hidden_act": "relu2"}, "hidden_act is 'relu2'"),
+    ("gemma2", {"hidden_activation": "mish"}, "hidden_activation is 'mish' but must be one of"),
+    ("gpt2", {"activation_function": "silu"}, "activation_function is 'silu'"),
+    ("falcon", {"activation": "silu"}, "json: activation is 'silu'"),
     ("qwen2", {"layer_types": ["linear_attention"] * 4}, "linear_attention"),
     (
         "qwen2",
