@@ -166,7 +166,8 @@ class ModelControl:
             if self._preparation.is_vacated(name) and not isinstance(failure, GivenUpError):
                 await self._reopen(name)
         if not (failures and all_or_none):
-            failures.update(self._install(candidates, started_s))
+            for name, error in self._install(candidates, started_s).items():
+                failures[name] = _of_steps(read[name], failures) or error
         for each in changed:
             if each.source.name in failures:
                 self._note_failure(each, failures[each.source.name])
@@ -314,3 +315,12 @@ def _remembered(candidate: Candidate, is_loaded: bool) -> RememberedModel:
         generation=candidate.generation,
         is_loaded=is_loaded,
     )
+
+
+def _of_steps(read: ReadModel, failures: Mapping[str, BaseException]) -> ConfigError | None:
+    """Why a model cannot be composed one of whose steps was to be loaded with it."""
+    for step in read.source.steps:
+        if step in failures:
+            reason = load_error(step, failures[step]).reason
+            return ConfigError(f"its step '{step}' was not loaded: {reason}")
+    return None

@@ -111,6 +111,16 @@ def test_a_group_that_fails_fails_the_load_with_its_words(start):
     assert [group for group, _ in frontend.started] == ["tensorrt_llm", "tensorrt_llm@2"]
 
 
+def test_an_ensemble_whose_step_fails_says_which_and_why(start):
+    frontend = start()
+    frontend.failing["tensorrt_llm"] = "rank 0 (pid 7): out of memory"
+    assert frontend.load("ensemble")[0] == 500
+    state, reason = frontend.index()["ensemble"]
+    assert state == "UNAVAILABLE"
+    assert reason.startswith("its step 'tensorrt_llm' was not loaded: its worker group ")
+    assert "out of memory" in reason
+
+
 def test_what_cannot_be_placed_is_refused_with_the_supervisors_words(start):
     frontend = start()
     frontend.refusals["tensorrt_llm"] = "gpu_device_ids names GPU 7 of 4"
