@@ -104,8 +104,10 @@ Choice = GemmShape | None
 
 
 def _shape(numbers: list[int]) -> GemmShape:
-    """The fields that a table names."""
-    return GemmShape(*numbers[:6], *map(bool, numbers[6:]))
+    """The fields that a table names, and the usual ones."""
+    usual = (0, 0, 1, 1, 16, 0, 0)
+    rows, columns, split, sharing, stages, early, shares = (*numbers, *usual[len(numbers) :])
+    return GemmShape(rows, columns, split, sharing, stages, early, bool(shares))
 
 
 class ProductTable:

@@ -83,6 +83,15 @@ def _put(at, mask, sequence, row, begin, end, first_piece, num_pieces, length): 
     tl.store(at + 6, length, mask=mask)
 
 
+@triton.jit  # type: ignore[untyped-decorator,unused-ignore]
+def _put_totals(shares, all_pieces, last_shares, IS_FIXED: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Writes the numbers that stand before and behind each share's first piece."""
+    last = all_pieces - 1 if IS_FIXED else tl.max(last_shares)
+    tl.store(shares, last + 1)
+    tl.store(shares + 1, all_pieces)
+    tl.store(shares + 3 + last, all_pieces)
+
+
 @triton.jit(do_not_specialize=["num_sequences", "num_shares"])  # type: ignore[untyped-decorator,unused-ignore]
 def _shares_kernel(  # type: ignore[no-untyped-def]
     seq_lens, rows, shares, pieces, counters, num_sequences, num_shares,
@@ -141,11 +150,7 @@ def _shares_kernel(  # type: ignore[no-untyped-def]
             begins = is_whole | (number > 0) | (sequences == 0) | (before < share * size)
             tl.store(shares + 2 + share, first_piece + number, mask=is_piece & begins)
     if writer == 0:
-        all_pieces, last = tl.sum(num_pieces), tl.max(tl.where(is_sequence, last_share, 0))
-        last = all_pieces - 1 if IS_FIXED else last
-        tl.store(shares, last + 1)
-        tl.store(shares + 1, all_pieces)
-        tl.store(shares + 3 + last, all_pieces)
+        _put_totals(shares, tl.sum(num_pieces), tl.where(is_sequence, last_share, 0), IS_FIXED)
         for head in range(KV_HEADS):
             tl.store(counters + sequences * KV_HEADS + head, 0, mask=is_sequence)
 
