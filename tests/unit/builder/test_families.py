@@ -92,7 +92,7 @@ def test_a_gpt_neox_of_older_keys_and_buffers_is_the_same_model(tmp_path):
     ("name", "changes", "words"),
     [
         ("falcon", {"num_ln_in_parallel_attn": 2}, "num_ln_in_parallel_attn is 2"),
-        ("falcon", {"activation": "silu"}, "hidden_act is 'silu'"),
+        ("falcon", {"activation": "silu"}, "activation is 'silu'"),
         ("falcon", {"num_attention_heads": 7}, r"\(144\) is not a multiple of .* \(7\)"),
         ("gptj", {"rotary_dim": None}, "rotary_dim is None"),
         ("gptj", {"rotary_dim": 14}, r"rotary_size \(14\) is above head_size \(12\)"),
