@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from trimaran.comm.errors import ErrorKind, RequestError
 from trimaran.server.engine_client import EngineClient
@@ -141,7 +142,7 @@ class TokenGroups:
                 state = self._board.group(name)
                 if state is None and time.monotonic() > unheard_until_s:
                     break
-                if state is not None and state["state"] != "up":
+                if state is not None and not _is_coming(state):
                     break
                 await asyncio.sleep(_READY_POLL_S)
 
@@ -160,3 +161,10 @@ class TokenGroups:
             logger.error("groups %s: %s", ", ".join(groups), error)
         for group in groups:
             self._board.remove(group)
+
+
+def _is_coming(state: Mapping[str, Any]) -> bool:
+    """Whether a group is about to dial in: it is up, or at its first start, of which a front
+    end may hear the end before this one."""
+    is_first_start = state["state"] == "starting" and not state["num_restarts"]
+    return is_first_start or bool(state["state"] == "up")

@@ -3,6 +3,7 @@
 import contextlib
 import http.client
 import os
+import select
 import time
 
 import pytest
@@ -10,7 +11,7 @@ from started_frontend import Peer as Connection
 from started_frontend import StartedFrontend, write_repository
 
 from trimaran.comm.address import Address
-from trimaran.comm.messages import Answer, Ask
+from trimaran.comm.messages import Answer, Ask, Command
 from trimaran.server.config_pbtxt import read_config
 from trimaran.server.remembered import Remembered, RememberedModel
 from trimaran.server.shared_state import SharedState
@@ -161,3 +162,18 @@ def test_a_model_that_does_not_start_here_is_shown_and_tried_again(stack, tmp_pa
         assert time.monotonic() < deadline
         time.sleep(0.05)
     assert follower.status("/v2/health/ready") == 200
+
+
+def test_a_model_is_loaded_once_its_new_group_has_dialled_in_here_too(stack, tmp_path):
+    repository = tmp_path / "repository"
+    write_repository(repository)
+    follower = Follower(stack, tmp_path)
+    state = {"group": "g0", "model": "tensorrt_llm", "generation": 1, "state": "starting"}
+    follower.supervisor.send(Command(verb="group_state", arguments=state))
+    first = follower.joined()
+    answer = follower.serve(first, remembered(repository, "tensorrt_llm", ("g0",)))
+    assert not select.select([first.sock], [], [], 1)[0]
+    follower.dial_in(stack)
+    assert answer() == ""
+    follower.supervisor.wait_for_state("ready")
+    assert follower.status("/v2/models/tensorrt_llm/ready") == 200
