@@ -75,7 +75,7 @@ def test_lanes_share_what_their_tokens_have_to_do(tp_size, num_parts, world, tmp
     )
     layer = make_layer(pretrained, torch.float32, tp, num_parts, ranks)
     whole = make_layer(pretrained, torch.float32, ShardPosition())
-    loads = ExpertLoads({0: layer}, None)
+    loads = ExpertLoads({0: layer}, None, last_layer=0)
     context = LayerContext(tp, TorchOps(), torch.float32, CPU, 0, num_parts, ranks)
     balancer = loads.balancer = ExpertBalancer({0: layer}, loads, context, num_parts, 1)
 
