@@ -31,7 +31,7 @@ struct Arguments {
     int pitch;       // of rows of out: columns, rounded up to a multiple of 8
     int inner_steps; // the inner dimension in steps of 64, rounded up
     int row_groups;  // row tiles, or groups of `sharing` of them that share weights
-    int groups;      // row tiles x groups of `sharing` column tiles (x parts), or so
+    int groups;      // of tiles for a cluster: row groups x those of columns (x parts)
     int split;       // blocks of a cluster, or parts, that share the inner dimension
     int sharing;     // blocks of a cluster that share rows of x, or of w
     int slice;       // rows of x that a block copies; rows beyond them are not read
