@@ -75,8 +75,12 @@ class _Params:
         self.top_k = batch.state.int_params[rows, TOP_K]
         decay = self.floats[:, TOP_P_DECAY]
         if (decay != 1).any():
-            decayed = self.floats[:, TOP_P] * decay ** decay_steps(batch, entries)
-            self.floats[:, TOP_P] = np.maximum(decayed, self.floats[:, TOP_P_MIN])
+            steps = decay_steps(batch, entries)
+            decayed = np.maximum(
+                self.floats[:, TOP_P] * decay**steps, self.floats[:, TOP_P_MIN]
+            )
+            # The least is none of a row whose top-p does not decay, or has not yet.
+            np.copyto(self.floats[:, TOP_P], decayed, where=(decay != 1) & (steps > 0))
 
     def of(self, rows: Entries) -> _Params:
         """Those of some of the rows."""

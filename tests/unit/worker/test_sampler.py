@@ -202,6 +202,21 @@ def test_top_p_decays_with_every_token_down_to_its_least(num_outputs, left):
     assert set(ids) == set(left)
 
 
+def test_the_least_top_p_is_of_rows_whose_top_p_decays_alone():
+    # Of neither kind does a least of 1 make the top-p whole.
+    params = [SamplingParams(top_p=0.25, top_p_min=1.0, seed=seed) for seed in range(300)]
+    params += [
+        SamplingParams(top_p=0.49, top_p_decay=0.5, top_p_min=1.0, seed=seed)
+        for seed in range(100)
+    ]
+    logits = torch.as_tensor(LOGITS, dtype=torch.float32).repeat(400, 1)
+
+    ids = draw(logits, params, outputs=[[5]] * 300 + [[]] * 100).token_ids.tolist()
+
+    assert set(ids[:300]) == {1}
+    assert set(ids[300:]) <= {1, 4}
+
+
 @pytest.mark.parametrize(
     ("output", "left"),
     [
