@@ -27,13 +27,10 @@ class Grammar:
         Raises:
             RequestError: the output does not follow the grammar.
         """
-        # Without an end id an output ends where nothing else can follow.
         matcher = self._xgrammar.GrammarMatcher(
-            self._compiled,
-            override_stop_tokens=[end_id] if end_id >= 0 else None,
-            terminate_without_stop_token=end_id < 0,
+            self._compiled, override_stop_tokens=[end_id] if end_id >= 0 else None
         )
-        guide = Guide(self, matcher)
+        guide = Guide(self, matcher, has_end=end_id >= 0)
         for place, token_id in enumerate(output_ids):
             if not guide.accept(token_id):
                 raise RequestError(
@@ -45,20 +42,40 @@ class Grammar:
 class Guide:
     """One sequence's place in a grammar."""
 
-    __slots__ = ("grammar", "matcher")
+    __slots__ = ("grammar", "has_end", "matcher")
 
-    def __init__(self, grammar: Grammar, matcher: Any) -> None:
+    def __init__(self, grammar: Grammar, matcher: Any, *, has_end: bool) -> None:
         self.grammar = grammar
         self.matcher = matcher
+        self.has_end = has_end
+        """Whether an id ends it."""
 
     def accept(self, token_id: int) -> bool:
         """Go on by one id; False, with nothing changed, if it may not come here."""
+        if not self.has_end and token_id in self.matcher.stop_token_ids:
+            return False
         return bool(self.matcher.accept_token(token_id))
 
     @property
     def is_complete(self) -> bool:
-        """Whether nothing can follow."""
-        return bool(self.matcher.is_terminated())
+        """Whether it ends here: no id says so, and nothing can follow."""
+        if self.has_end or not self.matcher.is_completed():
+            return False
+        mask = blank_masks(1, self.grammar.vocab_size)
+        self.matcher.fill_next_token_bitmask(mask, 0)
+        self.forbid_ends(mask[0])
+        return not mask.any()
+
+    def forbid_ends(self, mask: npt.NDArray[np.int32]) -> None:
+        """Of an output that no id ends: the tokenizer's own end ids may not come either."""
+        if not self.has_end:
+            for token_id in self.matcher.stop_token_ids:
+                mask[token_id // 32] &= ~np.left_shift(np.int32(1), np.int32(token_id % 32))
+
+
+def blank_masks(count: int, vocab_size: int) -> npt.NDArray[np.int32]:
+    """[count, ceil(V / 32)]: every id may come."""
+    return np.full((count, -(-vocab_size // 32)), -1, dtype=np.int32)
 
 
 class Masks:
@@ -69,13 +86,14 @@ class Masks:
 
     def fill(self, guides: List[Guide]) -> npt.NDArray[np.int32]:
         """int32 [n, ceil(V / 32)]: bit ``id % 32`` of word ``id // 32`` lets the id come."""
-        vocab_size = guides[0].grammar.vocab_size
-        masks = np.full((len(guides), -(-vocab_size // 32)), -1, dtype=np.int32)
+        masks = blank_masks(len(guides), guides[0].grammar.vocab_size)
         matchers = [guide.matcher for guide in guides]
         if len(matchers) == 1:
             matchers[0].fill_next_token_bitmask(masks, 0)
-            return masks
-        if self._batch is None:
-            self._batch = guides[0].grammar._xgrammar.BatchGrammarMatcher()
-        self._batch.batch_fill_next_token_bitmask(matchers, masks)
+        else:
+            if self._batch is None:
+                self._batch = guides[0].grammar._xgrammar.BatchGrammarMatcher()
+            self._batch.batch_fill_next_token_bitmask(matchers, masks)
+        for guide, mask in zip(guides, masks, strict=True):
+            guide.forbid_ends(mask)
         return masks

@@ -186,6 +186,27 @@ def test_without_an_end_id_a_complete_output_ends(driver):
     assert re.fullmatch("[0-9]{3}", text_of(driver, request))
 
 
+@pytest.mark.parametrize(
+    ("kind", "guide", "expected"),
+    [
+        ("regex", "(ab)?", "ab"),
+        ("choice", '["to", "to be"]', "to be"),
+        ("regex", "a{3,5}", "aaaaa"),
+    ],
+)
+def test_without_an_end_id_an_output_goes_on_as_long_as_anything_can_follow(
+    driver, kind, guide, expected
+):
+    # Not even the tokenizer's own end id comes, however likely it is.
+    bias = np.zeros(TOKENIZER.get_vocab_size(), dtype="<f4")
+    bias[END] = 100.0
+
+    request = submit(driver, kind, guide, end_id=-1, embedding_bias=bias.tobytes())
+    driver.run()
+
+    assert text_of(driver, request) == expected
+
+
 def test_several_sequences_follow_one_guide_each_on_its_own(driver):
     request = submit(driver, "regex", num_return_sequences=3)
 
