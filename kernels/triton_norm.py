@@ -1,4 +1,4 @@
-"""Normalisation on a GPU, a row a program, with the residual's addition fused in."""
+"""Normalisation on a GPU, a row at a time, with the residual's addition fused in."""
 
 from __future__ import annotations
 
@@ -15,6 +15,35 @@ from trimaran.kernels.triton_launch import Launcher, num_tiles, padded_size
 
 # Shapes: T tokens, D width, A all heads of a token's product, H head size.
 
+_RESIDENT_WARPS = 132 * 64
+"""Warps that the largest GPU runs at once."""
+
+_MANY_TURNS = 3
+"""Rows of each program from which programs take several: a row that is loaded while another is
+normalised spares its wait. 8,192 rows of 4,096 take 40 us on an H200, of 59 by one each."""
+
+
+@triton.jit  # type: ignore[untyped-decorator,unused-ignore]
+def _added(value, held, place, is_dim):  # type: ignore[no-untyped-def]
+    """``value`` and the residual, whose sum is kept in its place, as it is kept."""
+    rounded = (value + held.to(tl.float32)).to(held.dtype)
+    tl.store(place, rounded, mask=is_dim)
+    return rounded.to(tl.float32)
+
+
+@triton.jit  # type: ignore[untyped-decorator,unused-ignore]
+def _put_normalised(  # type: ignore[no-untyped-def]
+    value, scale, bias, output, row, dims, is_dim, width, eps, IS_CENTRED: tl.constexpr,
+):  # fmt: skip
+    """Normalise a row in float32; its sums do not depend on the other rows."""
+    if IS_CENTRED:
+        mean = tl.sum(value, 0) / width
+        value = tl.where(is_dim, value - mean, 0.0)
+    value *= tl.rsqrt(tl.sum(value * value, 0) / width + eps) * scale.to(tl.float32)
+    if IS_CENTRED:
+        value += tl.load(bias + dims, mask=is_dim, other=0.0).to(tl.float32)
+    tl.store(output + row * width + dims, value.to(output.dtype.element_ty), mask=is_dim)
+
 
 @triton.jit  # type: ignore[untyped-decorator,unused-ignore]
 def _norm_kernel(  # type: ignore[no-untyped-def]
@@ -22,7 +51,7 @@ def _norm_kernel(  # type: ignore[no-untyped-def]
     PADDED: tl.constexpr, PARTS: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
     IS_CENTRED: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
-    """Program t normalises row t in float32; its sums do not depend on the other rows."""
+    """Program t normalises row t."""
     row = tl.program_id(0).to(tl.int64)
     dims = tl.arange(0, PADDED)
     is_dim = dims < width
@@ -37,17 +66,45 @@ def _norm_kernel(  # type: ignore[no-untyped-def]
         value += tl.load(source + part * part_stride, mask=is_dim, other=0.0)
     if HAS_RESIDUAL:
         place = residual + row * residual_stride + dims
-        value += tl.load(place, mask=is_dim, other=0.0).to(tl.float32)
-        rounded = value.to(residual.dtype.element_ty)
-        tl.store(place, rounded, mask=is_dim)
-        value = rounded.to(tl.float32)
-    if IS_CENTRED:
-        mean = tl.sum(value, 0) / width
-        value = tl.where(is_dim, value - mean, 0.0)
-    value *= tl.rsqrt(tl.sum(value * value, 0) / width + eps) * scale.to(tl.float32)
-    if IS_CENTRED:
-        value += tl.load(bias + dims, mask=is_dim, other=0.0).to(tl.float32)
-    tl.store(output + row * width + dims, value.to(output.dtype.element_ty), mask=is_dim)
+        value = _added(value, tl.load(place, mask=is_dim, other=0.0), place, is_dim)
+    _put_normalised(
+        value, scale, bias, output, row, dims, is_dim, width, eps, IS_CENTRED
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["num_rows"])  # type: ignore[untyped-decorator,unused-ignore]
+def _norm_rows_kernel(  # type: ignore[no-untyped-def]
+    x, residual, weight, bias, output, num_rows, x_stride, residual_stride, width, eps,
+    PADDED: tl.constexpr, HAS_RESIDUAL: tl.constexpr, IS_CENTRED: tl.constexpr,
+    OVERLAPS: tl.constexpr,
+):  # fmt: skip
+    """Programs normalise many rows in turn, and load the next while they have one."""
+    first, step = tl.program_id(0).to(tl.int64), tl.num_programs(0)
+    dims = tl.arange(0, PADDED)
+    is_dim = dims < width
+    if OVERLAPS:
+        gdc_launch_dependents()
+    scale = tl.load(weight + dims, mask=is_dim, other=0.0)
+    if OVERLAPS:
+        gdc_wait()
+    value = tl.load(x + first * x_stride + dims, mask=is_dim, other=0.0)
+    held = value
+    if HAS_RESIDUAL:
+        held = tl.load(residual + first * residual_stride + dims, mask=is_dim, other=0.0)
+    for row in range(first, num_rows, step):
+        following = row + step
+        is_next = is_dim & (following < num_rows)
+        next_value = tl.load(x + following * x_stride + dims, mask=is_next, other=0.0)
+        next_held = next_value
+        total = value.to(tl.float32)
+        if HAS_RESIDUAL:
+            place = residual + dims
+            next_held = tl.load(place + following * residual_stride, mask=is_next, other=0.0)
+            total = _added(total, held, place + row * residual_stride, is_dim)
+        _put_normalised(
+            total, scale, bias, output, row, dims, is_dim, width, eps, IS_CENTRED
+        )  # fmt: skip
+        value, held = next_value, next_held
 
 
 @triton.jit  # type: ignore[untyped-decorator,unused-ignore]
@@ -77,6 +134,7 @@ def _norm_heads_kernel(  # type: ignore[no-untyped-def]
 
 
 _norm = Launcher(_norm_kernel)
+_norm_rows = Launcher(_norm_rows_kernel)
 _norm_heads = Launcher(_norm_heads_kernel)
 
 
@@ -134,10 +192,15 @@ def _normalise(
     output = torch.empty_like(residual)
     parts, part_stride = (1, 0) if x.dim() == 2 else (x.shape[0], x.stride(0))
     padded = padded_size(width)
+    warps = norm_warps(padded)
+    programs = _RESIDENT_WARPS // warps
     args = (x, residual, weight_D, weight_D if bias_D is None else bias_D, output)
-    sizes = (part_stride, x.stride(-2), residual.stride(0), width, eps)
-    constants = (padded, parts, residual_TD is not None, bias_D is not None)
-    _norm((rows, 1), args + sizes, constants, norm_warps(padded))
+    strides = (x.stride(-2), residual.stride(0), width, eps)
+    kinds = (residual_TD is not None, bias_D is not None)
+    if parts == 1 and rows >= _MANY_TURNS * programs:
+        _norm_rows((programs, 1), (*args, rows, *strides), (padded, *kinds), warps)
+    else:
+        _norm((rows, 1), (*args, part_stride, *strides), (padded, parts, *kinds), warps)
     return output
 
 
