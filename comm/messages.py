@@ -205,7 +205,8 @@ class Pong(Message):
 @dataclass(slots=True, kw_only=True)
 class Stop(Message):
     """Front end to engine: end every request, also of other front ends, to which its client
-    gave this id; those that submitted them hear of it as CANCELLED."""
+    gave this id; those that submitted them hear of it as CANCELLED. Engine to the other front
+    ends: end those that have not been submitted yet."""
 
     number: ClassVar[int] = 10
     client_request_id: str

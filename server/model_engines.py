@@ -63,11 +63,14 @@ class ModelEngines:
         self._adapters = KnownAdapters()
         self._metrics.add_engine(model, version)
         self._observe_gap = self._metrics.inter_token_observer(model, version)
+        self.on_stop: Callable[[str], None] = lambda client_request_id: None
+        """Called when another front end was asked to stop an id."""
         self._handlers: dict[type[Message], Callable[[EngineGroup, Any], None]] = {
             StepOutput: EngineGroup.take_step,
             RequestFailed: self._request_failed,
             StatsReport: self._stats_report,
             ExpertReport: self._expert_report,
+            Stop: self._stopped_elsewhere,
         }
         for group in self.groups.values():
             self._show_state(group)
@@ -326,6 +329,9 @@ class ModelEngines:
 
     def _stats_report(self, group: EngineGroup, report: StatsReport) -> None:
         self._metrics.set_engine_stats(self.model, self.version, report.values, group.name)
+
+    def _stopped_elsewhere(self, group: EngineGroup, stop: Stop) -> None:
+        self.on_stop(stop.client_request_id)
 
     def _expert_report(self, group: EngineGroup, report: ExpertReport) -> None:
         self._metrics.add_expert_tokens(self.model, self.version, report, group.name)

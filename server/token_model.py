@@ -41,6 +41,7 @@ class TokenModel:
         """Whether a request may have other than one response."""
         self._texts = texts_of(model.config.backend)
         self._engines = engines
+        engines.on_stop = self._stop_here
         self._is_batched = model.config.max_batch_size > 0
         self.excludes_input = model.parameters.get_bool("exclude_input_in_output") or False
         """Whether answers lack the prompt, unless a request says otherwise."""
@@ -127,10 +128,14 @@ class TokenModel:
     def _stop(self, request_id: str) -> None:
         if not request_id:
             raise RequestError(self._texts.no_stop_id)
+        self._stop_here(request_id)
+        self._engines.stop(request_id)
+
+    def _stop_here(self, request_id: str) -> None:
+        """End the requests of this id that came to this front end."""
         for stream in list(self._running.get(request_id, ())):
             stream.cancel()
         self.arrivals.stop(request_id)
-        self._engines.stop(request_id)
 
     def _forget(self, request_id: str, stream: TokenStream) -> None:
         streams = self._running.get(request_id, set())

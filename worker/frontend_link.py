@@ -156,10 +156,11 @@ class FrontendLinks:
         if was_empty or len(connection.unsent) > MAX_UNSENT_BYTES:
             self._flush(connection)
 
-    def send_all(self, message: Message) -> None:
-        """Queue a message for every open front end."""
+    def send_all(self, message: Message, but: int | None = None) -> None:
+        """Queue a message for every open front end, ``but`` one."""
         for connection in list(self._by_source.values()):
-            self.send(connection.source, message)
+            if connection.source != but:
+                self.send(connection.source, message)
 
     def is_local(self, source: int) -> bool:
         """Whether this front end is on this host; one that is gone is not."""

@@ -5,6 +5,8 @@ import asyncio
 import pytest
 
 from trimaran.comm.errors import RequestError
+from trimaran.comm.messages import Stop
+from trimaran.server.tokenizer import Tokenizer
 
 STOP = {"text_input": "", "max_tokens": 0, "stop": True}
 
@@ -54,6 +56,36 @@ async def test_a_stop_finds_a_request_whose_prompt_is_being_tokenized(
         inputs = {"input_ids": [0], "input_lengths": 0, "request_output_len": 0, "stop": True}
         await served.infer(through, id="a", **(inputs if through == "tensorrt_llm" else STOP))
         assert await request == ["x"]
+
+
+@pytest.mark.parametrize("model", ["ensemble", "tensorrt_llm_bls"])
+async def test_a_stop_at_another_front_end_finds_a_request_whose_prompt_is_being_tokenized(
+    serve, monkeypatch, model
+):
+    begun, go_on, run = [], asyncio.Event(), Tokenizer.run
+
+    async def late(*arguments):
+        begun.append(arguments)
+        await go_on.wait()
+        return await run(*arguments)
+
+    monkeypatch.setattr(Tokenizer, "run", late)
+    async with serve() as served:
+        engine = await served.dial(served.answer("one two three four"))
+        engine.gate.clear()
+        stopped, kept = (
+            asyncio.ensure_future(served.texts(model, id=name, text_input="x", max_tokens=99))
+            for name in "ab"
+        )
+        await engine.until(lambda: len(begun) == 2)
+        # What an engine says of the stop that it was sent.
+        engine.send(Stop(client_request_id="a"))
+        await served.heard(engine)
+        assert not engine.submits
+        go_on.set()
+        assert await stopped == ["x"]
+        engine.gate.set()
+        assert await kept == ["xone two three four"]
 
 
 @pytest.mark.parametrize("asks", [False, True])

@@ -20,10 +20,12 @@ from trimaran.comm.messages import (
     Ping,
     Pong,
     StepOutput,
+    Stop,
     encode,
 )
 from trimaran.worker import frontend_link
 from trimaran.worker.frontend_link import Arrival, FrontendLinks
+from trimaran.worker.serve_loop import LeaderLoop
 
 HELLO = EngineHello(token="t", model="m", group="g", facts={"world_size": 2})
 
@@ -66,6 +68,16 @@ class Frontend:
         self._listener.close()
         if hasattr(self, "sock"):
             self.sock.close()
+
+
+class StoppedEngine:
+    """Notes what it was to stop."""
+
+    def __init__(self) -> None:
+        self.stopped: list[str] = []
+
+    def stop(self, client_request_id: str) -> None:
+        self.stopped.append(client_request_id)
 
 
 @pytest.fixture(params=["unix", "tcp"])
@@ -137,6 +149,27 @@ def test_outputs_go_to_the_connection_they_belong_to(frontend, links):
     links.send(source, output(24))
 
     assert [len(frontend.receive().token_ids) for _ in range(2)] == [8, 24]
+
+
+def test_a_stop_is_passed_on_to_the_other_front_ends(frontend, links, tmp_path, wake_fd):
+    another = Frontend(f"unix:{tmp_path}/another.sock")
+    links = FrontendLinks((frontend.address, another.address), HELLO, wake_fd)
+    engine = StoppedEngine()
+    loop = LeaderLoop(engine, links, None, None, None, stats_period_ms=1000)
+    open_link(another, links)
+    open_link(frontend, links)
+
+    frontend.send(Stop(client_request_id="a"))
+    (arrival,) = poll_for(links, 1)
+    loop._take(arrival)
+    links.send_all(Ping())
+
+    assert engine.stopped == ["a"]
+    assert another.receive() == Stop(client_request_id="a")
+    # Who was asked knows of its own.
+    assert [type(each.receive()) for each in (another, frontend)] == [Ping, Ping]
+    links.close()
+    another.close()
 
 
 def test_a_lost_front_end_is_reported_once_and_dialled_again(frontend, links):
