@@ -33,7 +33,7 @@ class Several(Served):
     def frontends(self) -> list[psutil.Process]:
         """The front ends that run, in the order of their start."""
         children = psutil.Process(self.process.pid).children()
-        found = [c for c in children if any("trimaran-frontend" in w for w in c.cmdline())]
+        found = [c for c in children if _is_frontend(c)]
         return sorted(found, key=lambda each: each.create_time())
 
     def named(self, index: int) -> psutil.Process:
@@ -120,6 +120,14 @@ class Stream(threading.Thread):
         self._answer.close()
         self._connection.close()
         return "".join(event["text_output"] for event in self.events)
+
+
+def _is_frontend(process: psutil.Process) -> bool:
+    try:
+        return any("trimaran-frontend" in word for word in process.cmdline())
+    except (psutil.NoSuchProcess, psutil.ZombieProcess):
+        # A starter of ranks that has just ended.
+        return False
 
 
 @pytest.fixture(scope="module")
