@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import psutil
 
@@ -14,19 +14,37 @@ DIAL_TIMEOUT_S = 5.0
 
 
 def own_addresses() -> list[str]:
-    """This host's IPv4 addresses; those of ``GLOO_SOCKET_IFNAME`` alone if it is set."""
-    chosen = os.environ.get("GLOO_SOCKET_IFNAME") or os.environ.get("NCCL_SOCKET_IFNAME", "")
-    names = [name.lstrip("=^") for name in chosen.split(",") if name]
+    """This host's IPv4 addresses: of the interfaces that ``GLOO_SOCKET_IFNAME`` names, or
+    else ``NCCL_SOCKET_IFNAME`` in its way, if any of them is here."""
     interfaces = psutil.net_if_addrs()
-    selected = {name: interfaces[name] for name in names if name in interfaces} or interfaces
+    selected = _chosen(interfaces) or interfaces
     addresses = [
         entry.address
-        for entries in selected.values()
-        for entry in entries
+        for name in selected
+        for entry in interfaces[name]
         if entry.family == socket.AF_INET
     ]
     # Loopback last: it only leads to rank 0 where a test takes one host for several.
     return sorted(addresses, key=lambda address: address.startswith("127."))
+
+
+def _chosen(interfaces: Iterable[str]) -> list[str]:
+    """The interfaces that the environment names; none if it names none that is here."""
+    exact = _names(os.environ.get("GLOO_SOCKET_IFNAME", ""))
+    if exact:
+        return [name for name in interfaces if name in exact]
+    # NCCL's names are beginnings, or whole after a "=", and after a "^" those to leave out.
+    chosen = os.environ.get("NCCL_SOCKET_IFNAME", "")
+    names = _names(chosen.lstrip("^="))
+    if not names:
+        return []
+    is_exact = chosen.startswith(("=", "^="))
+    fits = [n for n in interfaces if n in names or (not is_exact and n.startswith(names))]
+    return [n for n in interfaces if n not in fits] if chosen.startswith("^") else fits
+
+
+def _names(text: str) -> tuple[str, ...]:
+    return tuple(name for name in text.split(",") if name)
 
 
 def dial_any(candidates: Sequence[str], port: int) -> socket.socket:

@@ -1,0 +1,70 @@
+"""The addresses under which rank 0 is dialled, by what the environment says of interfaces."""
+
+from __future__ import annotations
+
+import socket
+from types import SimpleNamespace
+
+import psutil
+import pytest
+
+from trimaran.comm.net import own_addresses
+
+INTERFACES = {
+    "lo": "127.0.0.1",
+    "docker0": "172.17.0.1",
+    "eth0": "10.0.0.1",
+    "eth1": "10.1.0.1",
+    "eth10": "10.2.0.1",
+    "ib0": "192.168.0.1",
+}
+
+
+@pytest.fixture(autouse=True)
+def interfaces(monkeypatch):
+    """Interfaces of a host of a cluster, each with an IPv6 address too."""
+    of = {
+        name: [
+            SimpleNamespace(family=socket.AF_INET6, address="fe80::1"),
+            SimpleNamespace(family=socket.AF_INET, address=address),
+        ]
+        for name, address in INTERFACES.items()
+    }
+    monkeypatch.setattr(psutil, "net_if_addrs", lambda: of)
+    for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        monkeypatch.delenv(variable, raising=False)
+
+
+def test_without_a_word_all_are_tried_and_loopback_last():
+    addresses = own_addresses()
+
+    assert addresses[-1] == "127.0.0.1"
+    assert set(addresses) == set(INTERFACES.values())
+
+
+@pytest.mark.parametrize(
+    ("value", "names"),
+    [
+        ("eth0", ["eth0"]),
+        ("eth", ["eth0", "eth1", "eth10"]),
+        ("eth1", ["eth1", "eth10"]),
+        ("=eth1", ["eth1"]),
+        ("=eth", list(INTERFACES)),
+        ("ib,eth0", ["eth0", "ib0"]),
+        ("^docker0,lo", ["eth0", "eth1", "eth10", "ib0"]),
+        ("^docker,lo,eth", ["ib0"]),
+        ("^=eth1,lo", ["docker0", "eth0", "eth10", "ib0"]),
+        ("wlan", list(INTERFACES)),
+    ],
+)
+def test_the_interfaces_are_those_that_nccl_would_take(value, names, monkeypatch):
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", value)
+
+    assert set(own_addresses()) == {INTERFACES[name] for name in names}
+
+
+def test_gloo_names_whole_interfaces_and_goes_before_nccl(monkeypatch):
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth1,ib0")
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "^ib")
+
+    assert own_addresses() == ["10.1.0.1", "192.168.0.1"]
