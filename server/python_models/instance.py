@@ -122,6 +122,10 @@ class Instance:
     def _take(self, link: ProcessLink, message: Message) -> None:
         if isinstance(message, Respond):
             job = self._jobs.get(message.key)
+            if job is not None and job.is_overrun and message.tensors is not None:
+                job.overrun()
+                self.cancel(job)
+                return
             if message.is_final:
                 self._jobs.pop(message.key, None)
             if job is not None:

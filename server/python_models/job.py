@@ -11,11 +11,18 @@ from collections.abc import Sequence
 
 from tritonclient.grpc.model_config_pb2 import ModelConfig
 
-from trimaran.comm.errors import RefusedError, RequestError, with_request_id
+from trimaran.comm.errors import ErrorKind, RefusedError, RequestError, with_request_id
 from trimaran.server.inference import InferRequest
 from trimaran.server.pieces import spread
 from trimaran.server.python_models.wire import Packed, RequestFields, Respond, pack_in_pieces
 from trimaran.server.queue_policy import QueuePolicy
+
+MAX_UNREAD_BYTES, UNREAD_S = 256 << 20, 30.0
+"""A request of which more than this has waited for so long without that its reader took any
+fails with its next response. Its process cannot be made to wait: it answers others too."""
+
+_RESPONSE_BYTES = 1 << 10
+"""Of each response besides its tensors."""
 
 _keys = itertools.count(1)
 
@@ -31,6 +38,8 @@ class Job:
         first = next(iter(request.inputs.values()), None)
         self.batch_size = first.shape[0] if first is not None and first.shape else 1
         self._responses: deque[Respond | RequestError] = deque()
+        self._unread_bytes = 0
+        self._unread_since_s = self.arrived_s
         self._waiter: asyncio.Future[None] | None = None
 
     async def pack(self) -> None:
@@ -40,10 +49,30 @@ class Job:
 
     def take(self, response: Respond | RequestError) -> None:
         """A response came, or the reason why none will."""
+        if not self._responses:
+            self._unread_since_s = time.monotonic()
+        self._unread_bytes += _num_bytes(response)
         self._responses.append(response)
         waiter, self._waiter = self._waiter, None
         if waiter is not None and not waiter.done():
             waiter.set_result(None)
+
+    @property
+    def is_overrun(self) -> bool:
+        """Whether its reader is too slow for another response."""
+        is_much = self._unread_bytes > MAX_UNREAD_BYTES
+        return is_much and time.monotonic() - self._unread_since_s > UNREAD_S
+
+    def overrun(self) -> None:
+        """Give up what its reader has not read."""
+        text = (
+            f"the client read nothing for {UNREAD_S:g} s while {len(self._responses)} "
+            f"responses of model '{self.request.model_name}' waited, of "
+            f"{self._unread_bytes >> 20} MiB (limit {MAX_UNREAD_BYTES >> 20} MiB). Read them as "
+            "they come, or ask for fewer."
+        )
+        self._responses.clear()
+        self.take(RequestError(text, ErrorKind.UNAVAILABLE))
 
     async def next(self) -> Respond:
         """The next response.
@@ -57,6 +86,8 @@ class Job:
         response = self._responses.popleft()
         if isinstance(response, RequestError):
             raise response
+        self._unread_bytes -= _num_bytes(response)
+        self._unread_since_s = time.monotonic()
         return response
 
     def fields(self) -> RequestFields:
@@ -75,6 +106,12 @@ class Job:
             correlation_id=request.sequence_id,
             flags=request.sequence_start + 2 * request.sequence_end,
         )
+
+
+def _num_bytes(response: Respond | RequestError) -> int:
+    if isinstance(response, RequestError):
+        return 0
+    return _RESPONSE_BYTES + sum(len(packed[3]) for packed in response.tensors or ())
 
 
 class JobQueue:

@@ -38,6 +38,9 @@ class TritonPythonModel:
                     time.sleep(0.001)
                 self.num_cancelled += 1
                 break
+            if number == -4:
+                time.sleep(1.0)
+                continue
             self.count.increment(1)
             self.last.set(number)
             self.sizes.observe(number)
