@@ -375,7 +375,13 @@ class Group:
         return told.state if told else ""
 
     def _after(self, delay_s: float, action: Callable[..., None], *values: object) -> None:
-        self._timers.append(asyncio.get_running_loop().call_later(delay_s, action, *values))
+        def act() -> None:
+            # Pings go on for as long as the group serves: what is over is let go of.
+            self._timers.remove(timer)
+            action(*values)
+
+        timer = asyncio.get_running_loop().call_later(delay_s, act)
+        self._timers.append(timer)
 
     def _cancel_timers(self) -> None:
         for timer in self._timers:

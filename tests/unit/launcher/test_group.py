@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 from types import SimpleNamespace
 
 from trimaran.comm.messages import ChildState
@@ -31,21 +32,26 @@ def rank_0():
     return SimpleNamespace(hello=hello, rank=0, pid=1, num_unanswered=0, **quiet)
 
 
+def serving_group(hang_timeout_s, **told):
+    """A group that serves, and the connection of its rank; ``told`` are `GroupEvents`."""
+    ignored = {name: lambda *_: None for name in GroupEvents.__annotations__}
+    spec = GroupSpec(
+        role=RANK, name="m", world_size=1, command=("rank",), env={},
+        make_config=lambda incarnation, rank: {},
+        connect_timeout_s=60, startup_timeout_s=60, hang_timeout_s=hang_timeout_s,
+    )  # fmt: skip
+    group, link = Group(spec, Spawned(), GroupEvents(**{**ignored, **told})), rank_0()
+    group.start()
+    group.on_hello(link)
+    group.on_state(link, ChildState(state="ready"))
+    return group, link
+
+
 async def stop_twice():
     """Seconds until a group is known to have ended that was told so again amid its end."""
     loop = asyncio.get_running_loop()
     ended = asyncio.Event()
-    ignored = {name: lambda *_: None for name in GroupEvents.__annotations__}
-    events = GroupEvents(**{**ignored, "on_stopped": lambda _: ended.set()})
-    spec = GroupSpec(
-        role=RANK, name="m", world_size=1, command=("rank",), env={},
-        make_config=lambda incarnation, rank: {},
-        connect_timeout_s=60, startup_timeout_s=60, hang_timeout_s=60,
-    )  # fmt: skip
-    group, link = Group(spec, Spawned(), events), rank_0()
-    group.start()
-    group.on_hello(link)
-    group.on_state(link, ChildState(state="ready"))
+    group, link = serving_group(60, on_stopped=lambda _: ended.set())
     group.stop()
     group.on_lost(link)
     group.stop()
@@ -56,3 +62,18 @@ async def stop_twice():
 
 def test_a_group_that_is_told_to_end_again_amid_its_end_is_not_waited_for_longer():
     assert asyncio.run(stop_twice()) < 3
+
+
+async def timers_after(num_pings):
+    """Timers that exist once a group's rank was asked so often whether it lives."""
+    asked = asyncio.Event()
+    _, link = serving_group(hang_timeout_s=0.004)
+    pings = iter(range(num_pings))
+    link.ping = lambda: asked.set() if next(pings, None) is None else None
+    await asyncio.wait_for(asked.wait(), 60)
+    gc.collect()
+    return sum(isinstance(each, asyncio.TimerHandle) for each in gc.get_objects())
+
+
+def test_a_group_that_serves_for_long_keeps_no_timers_that_are_over():
+    assert asyncio.run(timers_after(200)) < 20
