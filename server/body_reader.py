@@ -103,8 +103,10 @@ class BodyReader:
                     "the process that read the request's JSON ended", ErrorKind.UNAVAILABLE
                 ) from None
             except BaseException:
-                # Nobody waits for the answer any more.
+                # Nobody waits for the answer any more, nor may the exchange: it has ended, or
+                # never began.
                 self._end(process)
+                asyncio.get_running_loop().run_in_executor(None, process.reap)
                 raise
             self._idle.append(process)
         if isinstance(answer, ParsedInfer):
@@ -159,7 +161,11 @@ class _Process:
         """End the process, and with it an exchange under way, which waits for its end."""
         self._process.kill()
 
-    def wait(self) -> None:
+    def reap(self) -> None:
         """Return once it has ended, which takes a while where it has much memory."""
         self._process.wait()
+
+    def wait(self) -> None:
+        """Return once it has ended and nothing more comes of it."""
+        self.reap()
         self._connection.close()

@@ -6,14 +6,18 @@ import json
 import socket
 import struct
 import threading
+import time
+from types import SimpleNamespace
 
 import numpy as np
 import psutil
 import pytest
 from loop_watch import LONGEST_PAUSE_S, LoopWatch
+from tritonclient.grpc.model_config_pb2 import ModelConfig
 
 from trimaran.server import http_infer
-from trimaran.server.body_reader import LONG_BYTES
+from trimaran.server.body_process import Refusal
+from trimaran.server.body_reader import LONG_BYTES, BodyReader
 
 HUGE = 24 << 20
 
@@ -193,6 +197,34 @@ def test_what_reads_for_a_client_that_is_gone_ends(fresh_server):
     process.wait(30)
     small = INFER % (b"INT8", b"INT8", 200_000, repeated(b"1,", 400_000)[:-1])
     assert fresh_server.post("/v2/models/echo/infer", small).status == 200
+
+
+def test_nothing_is_left_of_a_process_whose_answer_nobody_waits_for(monkeypatch):
+    answered, go_on = threading.Event(), threading.Event()
+
+    def exchange(process, *arguments):
+        answered.set()
+        go_on.wait(30)
+        return Refusal("read, but too late")
+
+    monkeypatch.setattr("trimaran.server.body_reader._Process.exchange", exchange)
+    me = psutil.Process()
+
+    async def give_up():
+        model = SimpleNamespace(config=ModelConfig())
+        before, reader = set(me.children()), BodyReader(1 << 20)
+        reading = asyncio.ensure_future(reader.read_generate(b"{}", lambda: model))
+        await asyncio.to_thread(answered.wait)
+        reading.cancel()
+        await asyncio.wait((reading,))
+        deadline = time.monotonic() + 30
+        while set(me.children()) - before and time.monotonic() < deadline:
+            await asyncio.sleep(0.01)
+        left = set(me.children()) - before
+        go_on.set()
+        return left
+
+    assert not asyncio.run(give_up())
 
 
 def test_a_reading_process_that_is_killed_costs_only_its_request(fresh_server):
