@@ -68,8 +68,8 @@ class Job:
         text = (
             f"the client read nothing for {UNREAD_S:g} s while {len(self._responses)} "
             f"responses of model '{self.request.model_name}' waited, of "
-            f"{self._unread_bytes >> 20} MiB (limit {MAX_UNREAD_BYTES >> 20} MiB). Read them as "
-            "they come, or ask for fewer."
+            f"{self._unread_bytes >> 20} MiB (limit {MAX_UNREAD_BYTES >> 20} MiB). Read them "
+            "as they come, or ask for fewer."
         )
         self._responses.clear()
         self.take(RequestError(text, ErrorKind.UNAVAILABLE))
