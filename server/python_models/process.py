@@ -46,7 +46,10 @@ def main() -> None:
         signal.signal(number, signal.SIG_IGN)
     # Also while code that holds the interpreter keeps it from seeing the connection's end.
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    link = Link(socket.socket(fileno=int(sys.argv[1])))
+    sock = socket.socket(fileno=int(sys.argv[1]))
+    # What the model forks may outlive this process, whose end is to be seen all the same.
+    os.register_at_fork(after_in_child=sock.close)
+    link = Link(sock)
     start, *early = link.receive_first()
     assert isinstance(start, Start)
     link.start(early)

@@ -223,6 +223,31 @@ async def test_a_process_that_dies_fails_its_requests_and_is_started_again(serve
         assert model.is_ready
 
 
+FORKS = """
+import os, time
+import triton_python_backend_utils as pb_utils
+
+class TritonPythonModel:
+    def execute(self, requests):
+        for request in requests:
+            if request.inputs()[0].as_numpy()[0] == -1:
+                if not os.fork():
+                    time.sleep(15)
+                    os._exit(0)
+                os.kill(os.getpid(), 9)
+            final = pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL
+            request.get_response_sender().send(flags=final)
+"""
+
+
+async def test_the_end_of_a_process_is_seen_though_one_that_it_forked_lives_on(serve_own):
+    async with serve_own("repeater", repeater=FORKS) as served:
+        dying = failure_of(served.infer("repeater", IN=[-1]))
+        assert "ended while it ran the request" in str(await asyncio.wait_for(dying, 10))
+        # Waits for the process that is being started.
+        assert await served.infer("repeater", IN=[4]) == []
+
+
 async def test_a_process_that_cannot_be_started_again_is_given_up(serve_own, monkeypatch):
     async with serve_own("repeater") as served:
         monkeypatch.setattr("sys.executable", "/nowhere/python")
