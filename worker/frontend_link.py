@@ -85,6 +85,9 @@ class _Connection:
             except BlockingIOError:
                 break
             if not data:
+                if messages:
+                    # Its last words first: why it refused. The end is there at the next look.
+                    break
                 raise ConnectionResetError("connection closed by the front end")
             messages += self.inbox.feed(data)
         return messages

@@ -231,6 +231,15 @@ def test_a_refusal_is_an_error_that_says_why(frontend, links):
         poll_for(links, 1)
 
 
+def test_a_refusal_is_heard_though_the_front_end_has_hung_up_since(frontend, links):
+    frontend.accept(links, FrontendHello(accepted=False, reason="token differs"))
+    frontend.hang_up()
+    time.sleep(0.05)
+
+    with pytest.raises(ProtocolError, match="token differs"):
+        poll_for(links, 1)
+
+
 def test_a_ping_is_answered_and_not_passed_on(frontend, links):
     open_link(frontend, links)
     frontend.send(Ping(payload=3), Cancel(request_ids=[5]))
