@@ -66,15 +66,7 @@ class ModelReader:
         Raises:
             ConfigError: it is no folder.
         """
-        found = {}
-        for name, folder in model_folders(self._root).items():
-            try:
-                config = read_config(folder / CONFIG_FILE)
-            except ConfigError:
-                found[name] = fingerprint(folder, None)
-            else:
-                found[name] = fingerprint(folder, parameters_of(folder, config))
-        return found
+        return {name: _state_of(folder) for name, folder in model_folders(self._root).items()}
 
     def read(
         self, requests: Sequence[LoadRequest], is_loaded: Callable[[str], bool]
@@ -125,14 +117,22 @@ class ModelReader:
     def _of_repository(self, name: str, folder: Path | None) -> ReadModel:
         if folder is None:
             raise _not_found(name)
+        # Taken before the files are read: a change in between is seen at the next look.
+        state = _state_of(folder)
         try:
             source = load_model(folder, self._python)
-            # Taken before the files are read: a change in between is seen at the next look.
-            return ReadModel(
-                source, read_labels(source), fingerprint(folder, source.parameters)
-            )
+            return ReadModel(source, read_labels(source), state)
         except ConfigError as error:
             raise _unreadable(name, error) from error
+
+
+def _state_of(folder: Path) -> str:
+    """The fingerprint of a model's files as they are now."""
+    try:
+        config = read_config(folder / CONFIG_FILE)
+    except ConfigError:
+        return fingerprint(folder, None)
+    return fingerprint(folder, parameters_of(folder, config))
 
 
 def _not_found(name: str) -> LoadError:

@@ -1,0 +1,38 @@
+"""What a load reads of a model, beside others that write its files."""
+
+from __future__ import annotations
+
+from trimaran.server import model_reader
+from trimaran.server.load_request import LoadRequest, OverrideFolders
+from trimaran.server.model_reader import ModelReader
+
+
+def test_a_change_while_a_model_is_read_is_seen_at_the_next_look(
+    write_repository, edit, tmp_path_factory, monkeypatch
+):
+    root = write_repository()
+    reader = ModelReader(root, OverrideFolders(tmp_path_factory.mktemp("overrides")))
+    config, load_model = root / "ensemble" / "config.pbtxt", model_reader.load_model
+
+    def loaded_amid_a_change(*arguments):
+        model = load_model(*arguments)
+        edit(config, "max_batch_size: 8", "max_batch_size: 16")
+        return model
+
+    monkeypatch.setattr(model_reader, "load_model", loaded_amid_a_change)
+
+    read = reader.read([LoadRequest("ensemble")], lambda name: True)["ensemble"]
+
+    assert read.source.config.max_batch_size == 8
+    assert read.fingerprint != reader.fingerprints()["ensemble"]
+
+
+def test_a_model_that_nobody_changes_looks_as_it_did_when_it_was_read(
+    write_repository, tmp_path_factory
+):
+    root = write_repository()
+    reader = ModelReader(root, OverrideFolders(tmp_path_factory.mktemp("overrides")))
+
+    read = reader.read([LoadRequest(name) for name in reader.names()], lambda name: False)
+
+    assert {name: each.fingerprint for name, each in read.items()} == reader.fingerprints()
