@@ -82,14 +82,14 @@ class CustomMetrics:
                 f"metric family '{name}': a name has letters, digits, '_' and ':' and begins "
                 "with no digit"
             )
+        if list(bounds) != sorted(set(bounds)):
+            raise RequestError(
+                f"metric family '{name}' has the buckets {list(bounds)}, which do not rise"
+            )
         family = self._families.setdefault(name, _Family(description, kind))
         if family.kind != kind:
             raise RequestError(
                 f"metric family '{name}' is a {family.kind} already and cannot be a {kind}"
-            )
-        if list(bounds) != sorted(set(bounds)):
-            raise RequestError(
-                f"metric family '{name}' has the buckets {list(bounds)}, which do not rise"
             )
         series = family.series.setdefault(labels, _Series(bounds))
         if series.bounds != bounds:

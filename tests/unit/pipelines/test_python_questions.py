@@ -1,7 +1,9 @@
 """What the code of a Python model hears of a question that fails."""
 
+import pytest
 from prometheus_client import CollectorRegistry
 
+from trimaran.comm.errors import RequestError
 from trimaran.server.custom_metrics import CustomMetrics, HeldMetrics
 from trimaran.server.python_models.calls import ModelCalls
 from trimaran.server.python_models.wire import Question
@@ -27,3 +29,14 @@ async def test_a_question_that_fails_is_answered_so_that_nobody_waits_for_ever(c
     assert (result.call, result.kind) == (7, "INTERNAL")
     assert result.error == "OSError: [Errno 28] No space left on device"
     assert "load_model, asked by a Python model, failed" in caplog.text
+
+
+def test_a_metric_that_is_refused_leaves_nothing_in_the_way_of_another():
+    metrics = CustomMetrics(CollectorRegistry())
+    with pytest.raises(RequestError, match=r"buckets \[2.0, 1.0\], which do not rise"):
+        metrics.hold("length", "of answers", "histogram", (), (2.0, 1.0))
+    assert not list(metrics.collect())
+
+    metrics.hold("length", "of answers", "gauge", ())
+
+    assert [metric.type for metric in metrics.collect()] == ["gauge"]
