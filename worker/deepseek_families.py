@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from trimaran.comm.errors import ConfigError
-from trimaran.worker.huggingface_keys import check_positive, rope, yarn_scale
+from trimaran.worker.huggingface_keys import activation_name, check_positive, rope, yarn_scale
 
 _SIZES = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 
@@ -69,7 +69,7 @@ def _common(values: Mapping[str, Any], position_embedding_type: str) -> dict[str
         "head_size": head_size,
         "max_position_embeddings": values["max_position_embeddings"],
         "norm_epsilon": values.get("rms_norm_eps", 1e-6),
-        "hidden_act": values.get("hidden_act", "silu"),
+        "hidden_act": activation_name(values.get("hidden_act", "silu")),
         "position_embedding_type": position_embedding_type,
         "rotary_base": base,
         "rotary_size": sizes["qk_rope_head_dim"],

@@ -108,6 +108,8 @@ def _complete_lengths(values: Mapping[str, Any], scaling: dict[str, Any]) -> Non
     scaling["original_max_position_embeddings"] = trained
     if scaling["rope_type"] in ("longrope", *_LONGROPE_ONCE):
         scaling["factor"] = scaling.get("factor") or longest / trained
+    if scaling["rope_type"] == "yarn" and scaling.get("factor", 1.0) is None:
+        scaling["factor"] = longest / trained
 
 
 def yarn_scale(factor: float, weight: float) -> float:

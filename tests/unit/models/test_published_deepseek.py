@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from transformers import AutoConfig
+from transformers.activations import ACT2FN
 
 from trimaran.comm.errors import ConfigError
 from trimaran.worker.pretrained_config import PretrainedConfig
@@ -64,6 +66,14 @@ def test_a_published_configuration_means_what_it_does_to_transformers(values):
     # As transformers writes it today, with all defaults spelled out.
     assert ours == config_of({**theirs, "architectures": values["architectures"]})
     assert PretrainedConfig.from_dict(ours.to_dict(), "config.json") == ours
+
+
+@pytest.mark.parametrize("values", PUBLISHED.values(), ids=list(PUBLISHED))
+def test_an_activation_has_both_of_its_names(values):
+    numbers = torch.linspace(-9, 9, 50)
+    assert ACT2FN["swish"](numbers).equal(ACT2FN["silu"](numbers))
+
+    assert config_of({**values, "hidden_act": "swish"}) == config_of(values)
 
 
 def test_what_sets_the_versions_apart_is_read():

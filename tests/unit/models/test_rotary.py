@@ -20,6 +20,7 @@ from trimaran.kernels.torch_ops import TorchOps
 from trimaran.worker.layers.linear import LayerContext
 from trimaran.worker.layers.parallel import ShardPosition
 from trimaran.worker.layers.rotary import RotaryEmbedding, amplitude, inverse_frequencies
+from trimaran.worker.pretrained_config import PretrainedConfig
 
 # As checkpoints in use have them.
 SCALINGS = {
@@ -62,6 +63,21 @@ def test_frequencies_are_those_of_transformers(name, head_size):
     ours = inverse_frequencies(head_size, 500000.0, scaling)
     torch.testing.assert_close(ours, theirs, atol=0, rtol=1e-6)
     assert amplitude(scaling) == pytest.approx(factor)
+
+
+def test_a_factor_of_yarn_that_is_null_is_that_of_the_lengths():
+    rotation = {**SCALINGS["yarn"], "factor": None, "rope_theta": 500000.0}
+    config = LlamaConfig(
+        head_dim=64, max_position_embeddings=131072, rope_parameters=dict(rotation)
+    )
+    values = {**config.to_dict(), "architectures": ["LlamaForCausalLM"]}
+
+    theirs, factor = ROPE_INIT_FUNCTIONS["yarn"](config, "cpu")
+
+    scaling = PretrainedConfig.from_huggingface(values, "config.json").rope_scaling
+    ours = inverse_frequencies(64, 500000.0, scaling)
+    torch.testing.assert_close(ours, theirs, atol=0, rtol=1e-6)
+    assert amplitude(scaling) == pytest.approx(factor) != 1.0
 
 
 def _stablelm(query, key, cos, sin):
