@@ -11,6 +11,9 @@ from typing import NamedTuple
 DEFAULT_PRIORITY = 35
 """Of content that no request said anything about; priorities are 0 to 100."""
 
+_FEW_ENDS = 1024
+"""So many outdated words are not worth looking for."""
+
 
 class Retention(NamedTuple):
     """How long content is kept once nobody uses it."""
@@ -44,7 +47,8 @@ class FreeBlocks:
         """Priority that is not the default, and the number of the word about it, of blocks
         free or not."""
         self._ends: list[tuple[float, int, int]] = []
-        """When a word ends, its number, its block; words may be outdated."""
+        """When a word ends, its number, its block; words may be outdated, some half of them
+        at most."""
         self._num_words = 0
 
     def __len__(self) -> int:
@@ -112,6 +116,9 @@ class FreeBlocks:
         if retention.duration_s and block in self._kept:
             end = self._clock() + retention.duration_s
             heapq.heappush(self._ends, (end, self._num_words, block))
+            if len(self._ends) > _FEW_ENDS + 2 * len(self._kept):
+                self._ends = [each for each in self._ends if self._holds(each)]
+                heapq.heapify(self._ends)
 
     def forget(self, block: int) -> None:
         """The block's content is gone, and its priority with it."""
@@ -142,7 +149,12 @@ class FreeBlocks:
     def _end_overdue(self) -> None:
         now = self._clock()
         while self._ends and self._ends[0][0] <= now:
-            _, word, block = heapq.heappop(self._ends)
-            kept = self._kept.get(block)
-            if kept is not None and kept[1] == word:
-                self._rank(block, DEFAULT_PRIORITY)
+            end = heapq.heappop(self._ends)
+            if self._holds(end):
+                self._rank(end[2], DEFAULT_PRIORITY)
+
+    def _holds(self, end: tuple[float, int, int]) -> bool:
+        """Whether a word is the last one about its block."""
+        _, word, block = end
+        kept = self._kept.get(block)
+        return kept is not None and kept[1] == word

@@ -1,6 +1,7 @@
 """What is evicted first, what moves to the host, and what a window lets go of."""
 
 import random
+import tracemalloc
 from array import array
 
 import pytest
@@ -74,13 +75,31 @@ def test_a_priority_is_kept_while_the_block_is_in_use_and_gone_with_its_content(
 def test_a_priority_ends_with_its_time_unless_it_was_said_anew():
     clock = Clock()
     free = free_with_content(0, 1, 2, clock=clock)
-    free.retain(0, Retention(90, 5.0))
+    free.retain(0, Retention(95, 5.0))
     free.retain(1, Retention(90, 5.0))
     clock.now = 3.0
     free.retain(1, Retention(90, 5.0))
     clock.now = 6.0
 
-    assert drain(free) == [2, 0, 1]
+    assert free.pop() == 2
+    free.add(3, has_content=True)
+    assert drain(free) == [0, 3, 1]
+
+
+def test_content_that_is_told_to_stay_again_and_again_costs_no_more_memory():
+    clock = Clock()
+    free = free_with_content(0, 1, clock=clock)
+    free.retain(0, Retention(95, 100.0))
+    free.retain(1, Retention(90, 1e6))
+    tracemalloc.start()
+    for _ in range(20_000):
+        free.retain(1, Retention(90, 1e6))
+    used = tracemalloc.get_traced_memory()[0]
+    tracemalloc.stop()
+    assert used < 1 << 20
+
+    clock.now = 200.0
+    assert drain(free) == [0, 1]
 
 
 def test_the_host_keeps_what_is_worth_more_than_the_newcomer():
