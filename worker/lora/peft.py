@@ -10,7 +10,9 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
+from trimaran.comm.errors import ConfigError
 from trimaran.comm.input_files import read_text
+from trimaran.comm.json_types import JsonType, check_types
 from trimaran.worker.lora.layout import (
     MODULE_NAMES,
     AdapterFormatError,
@@ -54,6 +56,14 @@ _PEFT_MODULES = {
     "gate": "moe_router",
 }
 
+
+_TYPES = {
+    "lora_alpha": JsonType.NUMBER,
+    "alpha_pattern": JsonType.OBJECT,
+    "use_rslora": JsonType.FLAG,
+    "use_dora": JsonType.FLAG,
+}
+"""Of the keys that are read; those whose values are compared need none."""
 
 _Shape = tuple[int, ...]
 _Found = dict[str, tuple[str, _Shape]]
@@ -188,6 +198,7 @@ def _peft_config(folder: Path) -> dict[str, Any]:
         raise AdapterFormatError(f"{path}: {error.strerror}") from None
     except ValueError as error:
         raise AdapterFormatError(f"{path}: is not JSON: {error}") from None
+    _check_types(path, config)
     refused = {
         "peft_type": config.get("peft_type", "LORA") != "LORA",
         "use_dora": bool(config.get("use_dora")),
@@ -201,6 +212,21 @@ def _peft_config(folder: Path) -> dict[str, Any]:
                 "layers are served, without biases or whole modules"
             )
     return config
+
+
+def _check_types(path: Path, config: Any) -> None:
+    if not isinstance(config, dict):
+        raise AdapterFormatError(f"{path}: is {config!r:.40} but must be an object")
+    try:
+        check_types(config, _TYPES)
+        patterns = config.get("alpha_pattern") or {}
+        numbers = dict.fromkeys(patterns, JsonType.NUMBER)
+        check_types(patterns, numbers, inside="alpha_pattern.", may_be_null=False)
+        if "lora_alpha" in config:
+            alpha = {"lora_alpha": config["lora_alpha"]}
+            check_types(alpha, _TYPES, may_be_null=False)
+    except ConfigError as error:
+        raise AdapterFormatError(f"{path}: {error}") from None
 
 
 def _scale(config: dict[str, Any], words: Sequence[str], rank: int) -> float:

@@ -66,6 +66,11 @@ def test_rank_stabilised_scaling_and_exceptions_are_heeded(adapter, tmp_path):
         ({"bias": "all"}, "bias is 'all', but only plain LoRA"),
         ({"modules_to_save": ["lm_head"]}, "modules_to_save is"),
         ({"peft_type": "IA3"}, "peft_type is 'IA3'"),
+        ({"lora_alpha": "4"}, "adapter_config.json: lora_alpha is '4' but must be a number"),
+        ({"lora_alpha": None}, "lora_alpha is None but must be a number"),
+        ({"alpha_pattern": [4]}, r"alpha_pattern is \[4\] but must be an object"),
+        ({"alpha_pattern": {"q_proj": "4"}}, r"alpha_pattern\.q_proj is '4' but must be a num"),
+        ({"use_rslora": "no"}, "use_rslora is 'no' but must be true or false"),
     ],
 )
 def test_what_is_no_plain_adapter_is_refused(adapter, tmp_path, changes, text):
@@ -74,6 +79,15 @@ def test_what_is_no_plain_adapter_is_refused(adapter, tmp_path, changes, text):
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
 
     with pytest.raises(AdapterFormatError, match=text):
+        PeftAdapter(tmp_path)
+
+
+def test_a_configuration_that_is_no_object_is_refused(adapter, tmp_path):
+    write_peft(tmp_path, adapter, alpha=4.0)
+    path = tmp_path / "adapter_config.json"
+    path.write_text("[4]")
+
+    with pytest.raises(AdapterFormatError, match=r"adapter_config\.json: is \[4\] but must"):
         PeftAdapter(tmp_path)
 
 
