@@ -214,7 +214,11 @@ class Supervisor:
             self._is_announced = True
             # The last lines of a start: what children have just logged goes before them.
             loop = asyncio.get_running_loop()
-            loop.call_later(_ANNOUNCE_S, announce, self._config)
+            loop.call_later(_ANNOUNCE_S, self._announce)
+
+    def _announce(self) -> None:
+        if not self._is_ending:
+            announce(self._config)
 
     def _on_down(self, group: Group) -> None:
         if group is self._roster.orchestrator:

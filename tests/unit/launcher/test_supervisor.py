@@ -79,6 +79,15 @@ def test_a_front_end_that_never_drains_is_given_the_exit_timeout(supervise):
     assert server.survivors() == []
 
 
+def test_a_server_that_is_ended_as_it_becomes_ready_leaves_no_ready_file(supervise, tmp_path):
+    file = tmp_path / "ready.json"
+    behaviour = "frontend:0:*:drain-for-ever"
+    server = supervise(behaviour, exit_timeout_s=0.1, ready_file=str(file))
+    server.wait_for("(front end|group m): ready", count=2)
+    server.terminate()
+    assert not file.exists()
+
+
 def test_a_process_that_ignores_shutdown_is_killed(supervise):
     server = supervise("rank:1:*:ignore-shutdown", world_size=2)
     server.wait_ready()
