@@ -100,6 +100,8 @@ def main() -> None:
     )
     parser.add_argument("--json", metavar="FILE", help="append the rows as JSON lines")
     args = parser.parse_args()
+    if not torch.cuda.is_available():
+        raise SystemExit("torch finds no GPU here: run this on a machine with one")
     world = mpi.World.discover()
     device = torch.device("cuda", world.local_rank)
     torch.cuda.set_device(device)

@@ -124,6 +124,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--layouts", action="store_true", help="compare orders in memory")
     arguments = parser.parse_args()
+    if not torch.cuda.is_available():
+        raise SystemExit("torch finds no GPU here: run this on a machine with one")
     print(torch.cuda.get_device_name())
     pool = make_pool()
     kernels: dict[str, Decode] = {

@@ -165,6 +165,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--configs", action="store_true", help="try several configurations")
     is_wide = parser.parse_args().configs
+    if not torch.cuda.is_available():
+        raise SystemExit("torch finds no GPU here: run this on a machine with one")
     print(torch.cuda.get_device_name(), triton_latent_prompts.PromptsConfig())
     cache = make_cache()
     for heads in (16, 128):

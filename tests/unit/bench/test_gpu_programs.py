@@ -1,0 +1,28 @@
+"""Programs of `benchmarks/` that need a GPU."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[3]
+PROGRAMS = sorted(path.name for path in (ROOT / "benchmarks").glob("gpu_*.py"))
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_without_a_gpu_one_sentence_says_so(program):
+    done = subprocess.run(
+        [sys.executable, ROOT / "benchmarks" / program],
+        env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+
+    assert done.returncode == 1
+    assert done.stderr == "torch finds no GPU here: run this on a machine with one\n"
