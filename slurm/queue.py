@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shutil
 import subprocess
@@ -15,7 +16,7 @@ _COMMAND_TIMEOUT_S = 60.0
 _POLL_S = 0.5
 _OVER = (
     "COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "DEADLINE",
-    "BOOT_FAIL",
+    "BOOT_FAIL", "PREEMPTED",
 )  # fmt: skip
 
 
@@ -72,10 +73,11 @@ def wait_ready(
     deadline = time.monotonic() + timeout_s
     found: dict[str, dict[str, str]] = {}
     while len(found) < len(folders):
-        for name, folder in folders.items():
-            path = folder / "ready.json"
-            if name not in found and path.exists():
-                found[name] = json.loads(path.read_text(encoding="utf-8"))
+        for name in folders.keys() - found.keys():
+            # A server that ends removes its file at any moment.
+            with contextlib.suppress(FileNotFoundError):
+                text = (folders[name] / "ready.json").read_text(encoding="utf-8")
+                found[name] = json.loads(text)
         state = state_of(job_id)
         if state in _OVER:
             raise JobError(f"job {job_id} is {state} and never became ready; see its logs")
