@@ -18,6 +18,7 @@ _LAYER_TENSOR = re.compile(r"(.*?\b(?:layers|h)\.)(\d+)(\..+\.(?:weight|bias))")
 _FORMATS = (("model", ".safetensors"), ("pytorch_model", ".bin"))
 """How files begin and end; the first that is there is taken, as transformers does."""
 
+_HEAD = "lm_head.weight"
 _DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
 
@@ -45,6 +46,14 @@ def stored_dtype(files: tuple[Path, ...]) -> str:
             if entry.dtype in sizes:
                 sizes[entry.dtype] += entry.num_bytes
     return _DTYPES[max(sizes, key=lambda word: sizes[word])]
+
+
+def tied_unless_stored(files: tuple[Path, ...]) -> dict[str, bool]:
+    """The key of the head, by whether one is stored; none where headers do not tell."""
+    if not files or any(file.suffix != ".safetensors" for file in files):
+        return {}
+    names = (name for file in files for name in read_tensor_entries(file))
+    return {"tie_word_embeddings": not any(name.endswith(_HEAD) for name in names)}
 
 
 def check_weight_files(folder: Path, files: tuple[Path, ...], config: PretrainedConfig) -> None:

@@ -17,6 +17,7 @@ from trimaran.worker.checkpoint_folder import (
     find_weight_files,
     refuse_lost_links,
     stored_dtype,
+    tied_unless_stored,
 )
 from trimaran.worker.pretrained_config import PretrainedConfig
 from trimaran.worker.quantized import refuse_quantized_folder
@@ -124,6 +125,9 @@ class EngineFolder:
         files = find_weight_files(folder) if check_weights else ()
         if not (values.get("dtype") or values.get("torch_dtype")):
             values = {**values, "dtype": stored_dtype(files)}
+        if "text_config" in values and "tie_word_embeddings" not in values:
+            # Transformers ties then, unless a head of its own is stored.
+            values = {**values, **tied_unless_stored(files)}
         config = PretrainedConfig.from_huggingface(values, source)
         check_weight_files(folder, files, config)
         return cls(

@@ -8,7 +8,9 @@ import os
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import AutoModelForImageTextToText
 
+from tests.models.families import family_configs
 from trimaran.worker.engine_folder import EngineFolder
 
 
@@ -122,6 +124,27 @@ def test_a_tied_head_that_is_another_tensor_is_refused(dtype, llama, refused):
 
     assert "'lm_head.weight' is not that of 'model.embed_tokens.weight'" in error
     assert "tie_word_embeddings is true. Set it to false" in error
+
+
+@pytest.mark.parametrize("is_tied", [True, False])
+@pytest.mark.parametrize("name", ["gemma3-of-images", "mistral3-of-images"])
+def test_beside_images_a_head_is_tied_unless_the_key_or_a_stored_one_says_no(
+    name, is_tied, tmp_path
+):
+    config = family_configs()[name]
+    config.tie_word_embeddings = is_tied
+    AutoModelForImageTextToText.from_config(config).save_pretrained(tmp_path)
+    path = tmp_path / "config.json"
+    values = json.loads(path.read_text())
+    del values["tie_word_embeddings"]
+    values["text_config"].pop("tie_word_embeddings", None)
+    path.write_text(json.dumps(values))
+
+    ours = EngineFolder.load(tmp_path)
+
+    theirs = AutoModelForImageTextToText.from_pretrained(tmp_path)
+    assert (theirs.lm_head.weight is theirs.get_input_embeddings().weight) == is_tied
+    assert ours.config.tie_word_embeddings == is_tied
 
 
 def test_names_without_the_prefix_of_the_whole_model_are_found(llama, built):
