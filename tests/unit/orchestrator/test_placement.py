@@ -107,6 +107,18 @@ def test_slots_limit_ranks_without_gpus():
     assert "num_nodes" in text
 
 
+def test_a_host_whose_slots_are_taken_gets_no_rank():
+    hosts = [Host(name="a", num_slots=1), Host(name="b", num_slots=1)]
+    taken = place([GroupNeed(name="x", num_ranks=1)], hosts)
+    assert where(taken) == [("x", 0, "a", "")]
+
+    beside = place([GroupNeed(name="y", num_ranks=1)], hosts, taken)
+
+    assert where(beside) == [("y", 0, "b", "")]
+    text = refusal([GroupNeed(name="z", num_ranks=1)], hosts, [*taken, *beside])
+    assert "needs 1 slot(s) on one host but at most 0 are free" in text
+
+
 def test_taken_seats_stay_taken():
     running = place([gpus("old", 3)], [FOUR_GPUS])
     assert where(place([gpus("new", 1)], [FOUR_GPUS], running)) == [("new", 0, "a", "3")]
@@ -126,3 +138,11 @@ def test_the_picture_shows_every_gpu_and_every_group():
         "  b",
         "    nobody",
     ]
+
+
+def test_the_picture_says_of_a_host_without_gpus_whether_nobody_is_there():
+    hosts = [Host(name="a", num_slots=1), Host(name="b", num_slots=1)]
+    lines = picture(hosts, place([GroupNeed(name="x", num_ranks=1)], hosts)).splitlines()
+    assert [line.strip() for line in lines] == [
+        "Who sits where:", "a (1 slot(s))", "CPU      x rank 0", "b (1 slot(s))", "nobody",
+    ]  # fmt: skip

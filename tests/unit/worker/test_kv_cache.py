@@ -42,6 +42,20 @@ def test_the_tail_of_a_request_is_evicted_before_its_head():
     assert pool.lookup(b"head") == head
 
 
+def test_a_block_whose_content_was_dropped_is_handed_out_before_cached_ones():
+    pool = BlockPool(num_blocks=2)
+    older, younger = pool.allocate(2)
+    pool.publish(older, b"older")
+    pool.publish(younger, b"younger")
+    pool.release([older])
+    pool.release([younger])
+
+    pool.drop(b"younger")
+
+    assert pool.allocate(1) == [younger]
+    assert pool.lookup(b"older") == older
+
+
 def test_blocks_without_content_are_handed_out_before_cached_ones():
     pool = BlockPool(num_blocks=2)
     cached, scratch = pool.allocate(2)
