@@ -176,37 +176,6 @@ async def test_what_a_model_counts_is_among_the_servers_metrics(serve_own):
     assert "repeated_numbers" not in served.metrics.render().decode()
 
 
-async def test_a_sender_sees_that_nobody_listens_any_more(serve_own):
-    async with serve_own("repeater") as served:
-        async with aclosing(served.stream("repeater", IN=[4, -3])) as responses:
-            assert values(await anext(responses)) == {"OUT": [4]}
-
-        async def num_cancelled():
-            (response,) = await served.infer("repeater", IN=[])
-            return values(response)["CANCELLED"]
-
-        while await num_cancelled() != [1]:
-            await asyncio.sleep(0.001)
-
-
-async def test_responses_that_a_client_does_not_read_end_its_request_and_no_other(
-    serve_own, monkeypatch
-):
-    monkeypatch.setattr("trimaran.server.python_models.job.MAX_UNREAD_BYTES", 5 << 10)
-    monkeypatch.setattr("trimaran.server.python_models.job.UNREAD_S", 0.5)
-    async with serve_own("repeater") as served:
-        async with aclosing(served.stream("repeater", IN=[4] * 40 + [-4, 4, -3])) as responses:
-            assert values(await anext(responses)) == {"OUT": [4]}
-            # Others are answered, one of them with as much, which it reads.
-            read = await served.infer("repeater", IN=[5] * 40 + [-4])
-            assert [values(r) for r in read[:-1]] == [{"OUT": [5]}] * 40
-            while values((await served.infer("repeater", IN=[]))[0])["CANCELLED"] != [1]:
-                await asyncio.sleep(0.001)
-            error = await failure_of(anext(responses))
-        assert error.kind is ErrorKind.UNAVAILABLE
-        assert "read nothing for 0.5 s while 39 responses of model 'repeater'" in str(error)
-
-
 async def test_a_process_that_dies_fails_its_requests_and_is_started_again(serve_own):
     async with serve_own("repeater") as served:
         model = served.models["repeater"]
