@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from pathlib import Path
 
 from trimaran.worker.lora.formats import (
@@ -13,6 +14,7 @@ from trimaran.worker.lora.formats import (
 from trimaran.worker.lora.layout import AdapterFormatError
 
 _MAX_ID = (1 << 64) - 1
+_MAX_DIGITS = 20
 
 
 class AdapterFolders:
@@ -30,7 +32,13 @@ class AdapterFolders:
         if self._root is None or Path(name).name != name:
             return None
         folder = self._root / name
-        return folder if is_adapter_folder(folder) else None
+        try:
+            return folder if is_adapter_folder(folder) else None
+        except OSError as error:
+            # A client may ask for any name, of which no folder could have some.
+            if error.errno == errno.ENAMETOOLONG:
+                return None
+            raise AdapterFormatError(f"{folder}: {error.strerror}") from None
 
     def all(self) -> list[tuple[int | str, Path]]:
         """All adapters, in order of their names."""
@@ -60,5 +68,7 @@ class AdapterFolders:
 
 def key_of(name: str) -> int | str:
     """What an adapter of this name is looked up by: a task id if it is one."""
-    is_task = name.isdecimal() and int(name) <= _MAX_ID and str(int(name)) == name
+    if len(name) > _MAX_DIGITS or not name.isdecimal():
+        return name
+    is_task = int(name) <= _MAX_ID and str(int(name)) == name
     return int(name) if is_task else name

@@ -21,6 +21,9 @@ from trimaran.worker.request import Request, Sequence
 
 logger = logging.getLogger(__name__)
 
+_SHOWN_CHARACTERS = 256
+"""Of a name that no adapter has, in an error: a client may send one of any length."""
+
 _MANY = 256
 """Requests of an adapter from which finished ones are forgotten with each new one."""
 
@@ -151,7 +154,7 @@ class AdapterManager:
             return cached
         if isinstance(key, str):
             raise RequestError(
-                f"no LoRA adapter is named {key!r}; known names: "
+                f"no LoRA adapter is named {key[:_SHOWN_CHARACTERS]!r}; known names: "
                 f"{', '.join(self._folders.names()) or 'none'} (folders in lora_prefetch_dir)"
             )
         raise RequestError(

@@ -214,6 +214,15 @@ def test_folders_serve_by_name_and_by_number_and_when_they_change(
     assert output(adapter={"name": "late"}) == first
 
 
+@pytest.mark.parametrize("name", ["x" * 256, "9" * 5000, "\0", "."])
+def test_a_name_that_no_folder_could_have_is_refused(make_engine, adapter, tmp_path, name):
+    write_peft(tmp_path / "french", adapter, alpha=8.0)
+    driver = make_engine(lora=LoraConfig(prefetch_dir=str(tmp_path)))
+
+    with pytest.raises(RequestError, match=r"no LoRA adapter is named .* known names: french"):
+        driver.submit([1, 2], adapter={"name": name})
+
+
 def test_what_the_host_cannot_hold_at_the_start_is_read_when_it_is_asked_for(
     make_engine, model_folder, adapter, tmp_path, prompt_of
 ):
