@@ -94,6 +94,34 @@ def test_deltas_join_to_the_text_after_the_prompt(tokenizer, most):
         assert not any("\ufffd" in delta for delta in deltas)
 
 
+class Counting:
+    """A tokenizer that notes how many ids it is given at a time."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self.special_ids = tokenizer.special_ids
+        self.lengths: list[int] = []
+
+    def decode(self, ids: list[int], skip_special_tokens: bool) -> str:
+        self.lengths.append(len(ids))
+        return self._tokenizer.decode(ids, skip_special_tokens)
+
+
+def test_a_step_costs_the_same_however_long_the_sequence_is(tokenizer):
+    counting = Counting(tokenizer)
+    ids = tokenizer.encode_now(TEXT, False)
+    detokenizer = IncrementalDetokenizer(counting, ids * 20)
+    text = "".join(detokenizer.push([token]) for token in ids * 20)
+    assert text.endswith("the end")
+    assert max(counting.lengths) <= 32
+    assert len(counting.lengths) < 60 * len(ids)
+
+    # Nothing new, as for another sequence's step: nothing to decode.
+    counting.lengths.clear()
+    assert [detokenizer.push([]) for _ in range(3)] == ["", "", ""]
+    assert not counting.lengths
+
+
 def test_a_skipped_id_does_not_swallow_the_next_space(tokenizer):
     ids = tokenizer.encode_now("so on", False)
     end = tokenizer.encode_now(" and so on", False)
