@@ -15,6 +15,7 @@ from prometheus_client.registry import CollectorRegistry
 from trimaran.comm.errors import RequestError
 
 _NAME = re.compile(r"[a-zA-Z_:][a-zA-Z0-9_:]*")
+_LABEL = re.compile(r"(?!__)[a-zA-Z_][a-zA-Z0-9_]*")
 _RESERVED = ("nv_", "trimaran_")
 
 Labels = tuple[tuple[str, str], ...]
@@ -69,23 +70,10 @@ class CustomMetrics:
         """Show a series from now on; one that is there already is shared.
 
         Raises:
-            RequestError: the name is taken, by a family of another kind or by the server;
-                or a histogram's bounds do not rise.
+            RequestError: the name is taken, by a family of another kind or by the server; it
+                or a label's name is none; or a histogram's bounds do not rise.
         """
-        if name.startswith(_RESERVED):
-            raise RequestError(
-                f"metric family '{name}': names that begin with {' or '.join(_RESERVED)} are "
-                "the server's own. Choose another."
-            )
-        if not _NAME.fullmatch(name):
-            raise RequestError(
-                f"metric family '{name}': a name has letters, digits, '_' and ':' and begins "
-                "with no digit"
-            )
-        if list(bounds) != sorted(set(bounds)):
-            raise RequestError(
-                f"metric family '{name}' has the buckets {list(bounds)}, which do not rise"
-            )
+        _check(name, kind, labels, bounds)
         family = self._families.setdefault(name, _Family(description, kind))
         if family.kind != kind:
             raise RequestError(
@@ -133,6 +121,31 @@ class CustomMetrics:
             for labels, series in family.series.items():
                 _add_samples(metric, dict(labels), series)
             yield metric
+
+
+def _check(name: str, kind: str, labels: Labels, bounds: tuple[float, ...]) -> None:
+    """Refuse what would make the page of all metrics unreadable, or is the server's."""
+    if name.startswith(_RESERVED):
+        raise RequestError(
+            f"metric family '{name}': names that begin with {' or '.join(_RESERVED)} are "
+            "the server's own. Choose another."
+        )
+    if not _NAME.fullmatch(name):
+        raise RequestError(
+            f"metric family '{name}': a name has letters, digits, '_' and ':' and begins "
+            "with no digit"
+        )
+    for label, _ in labels:
+        if not _LABEL.fullmatch(label) or (label == "le" and kind == "histogram"):
+            raise RequestError(
+                f"metric family '{name}' has the label '{label}': a label has letters, "
+                "digits and '_', begins with no digit and not with '__', and is not 'le' "
+                "in a histogram"
+            )
+    if list(bounds) != sorted(set(bounds)):
+        raise RequestError(
+            f"metric family '{name}' has the buckets {list(bounds)}, which do not rise"
+        )
 
 
 def _add_samples(metric: Metric, labels: dict[str, str], series: _Series) -> None:

@@ -40,3 +40,21 @@ def test_a_metric_that_is_refused_leaves_nothing_in_the_way_of_another():
     metrics.hold("length", "of answers", "gauge", ())
 
     assert [metric.type for metric in metrics.collect()] == ["gauge"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "label"),
+    [
+        ("counter", "my-label"), ("counter", ""), ("gauge", 'a"b'), ("gauge", "1st"),
+        ("gauge", "__name__"), ("histogram", "le"),
+    ],
+)  # fmt: skip
+def test_a_label_that_would_spoil_the_page_of_all_metrics_is_refused(kind, label):
+    metrics = CustomMetrics(CollectorRegistry())
+    bounds = (1.0,) if kind == "histogram" else ()
+    metrics.hold("kept", "of answers", kind, (("model", 'a-b "c"\n'), ("_x1", "")), bounds)
+
+    with pytest.raises(RequestError, match="has the label"):
+        metrics.hold("length", "of answers", kind, ((label, "v"),), bounds)
+
+    assert [metric.name for metric in metrics.collect()] == ["kept"]
