@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import tempfile
 import time
@@ -48,7 +49,11 @@ class OfflineRun:
 @contextlib.contextmanager
 def random_checkpoint(config: dict[str, object]) -> Iterator[str]:
     """A folder that holds a configuration and no weights."""
-    with tempfile.TemporaryDirectory(prefix="trimaran-bench-") as folder:
+    with contextlib.ExitStack() as stack:
+        folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="trimaran-bench-"))
+        # As a server's folder: the next server deletes those whose owner was killed.
+        lock = stack.enter_context(Path(folder, "lock").open("w"))
+        fcntl.flock(lock, fcntl.LOCK_EX)
         Path(folder, "config.json").write_text(json.dumps(config), encoding="utf-8")
         yield folder
 

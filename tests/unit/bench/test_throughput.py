@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 
 from trimaran.launcher.cli import main
+from trimaran.launcher.run_dir import RunDir
 
 DEMO = Path(__file__).parents[3] / "examples" / "demo_models" / "base"
 FLAGS = ["--shape", "tiny", "--device", "cpu", "--runs", "2", "--ceiling-seconds", "0.2"]
@@ -45,6 +49,31 @@ def test_results_name_the_load_the_limit_and_the_command(tmp_path, capsys, comma
         assert line["out_tok_s"] == pytest.approx(sum(line["out_tok_s_runs"]) / 2, rel=0.01)
         assert {"device", "torch", "commit", "command", "ceiling_tflops"} <= line.keys()
     assert "20/6x2" in capsys.readouterr().out
+
+
+def test_the_folder_of_a_killed_benchmark_is_deleted_by_the_next_server(tmp_path):
+    code = (
+        "from trimaran.bench.offline import random_checkpoint\n"
+        "with random_checkpoint({}): print(); input()"
+    )
+    environment = {**os.environ, "TMPDIR": str(tmp_path)}
+    with subprocess.Popen(
+        [sys.executable, "-c", code],
+        env=environment,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    ) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        (folder,) = tmp_path.glob("trimaran-bench-*")
+        # A server that starts meanwhile leaves it.
+        RunDir(str(tmp_path)).remove()
+        assert folder.is_dir()
+        process.kill()
+
+    RunDir(str(tmp_path)).remove()
+
+    assert not folder.exists()
 
 
 def test_a_checkpoint_is_measured_in_the_type_that_is_asked_for(tmp_path):
