@@ -18,10 +18,10 @@ def fingerprint(folder: Path, parameters: ModelParameters | None) -> str:
     """
     digest = hashlib.sha256()
     for line in _files(folder):
-        digest.update(line.encode())
+        digest.update(os.fsencode(line))
     for named in [] if parameters is None else _named_folders(parameters):
         for line in _entries(named):
-            digest.update(line.encode())
+            digest.update(os.fsencode(line))
     return digest.hexdigest()
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 from trimaran.server import model_reader
 from trimaran.server.load_request import LoadRequest, OverrideFolders
 from trimaran.server.model_reader import ModelReader
@@ -36,3 +38,18 @@ def test_a_model_that_nobody_changes_looks_as_it_did_when_it_was_read(
     read = reader.read([LoadRequest(name) for name in reader.names()], lambda name: False)
 
     assert {name: each.fingerprint for name, each in read.items()} == reader.fingerprints()
+
+
+def test_a_file_whose_name_is_no_utf_8_is_a_file_like_others(
+    write_repository, tmp_path_factory
+):
+    root = write_repository()
+    reader = ModelReader(root, OverrideFolders(tmp_path_factory.mktemp("overrides")))
+    before = reader.fingerprints()["ensemble"]
+    named = os.path.join(os.fsencode(root), b"ensemble", b"caf\xe9.txt")
+    with open(named, "w", encoding="utf-8") as file:
+        file.write("read me")
+
+    read = reader.read([LoadRequest("ensemble")], lambda name: True)["ensemble"]
+
+    assert read.fingerprint == reader.fingerprints()["ensemble"] != before
