@@ -44,7 +44,8 @@ def render(metrics: Iterable[Metric], tags: Tags) -> bytes:
             if "le" in labels and metric.type == "histogram":
                 labels = {**labels, "le": _number(float(labels["le"]))}
             lines.append(f"{name}{_labels(labels)} {_number(sample.value)}")
-    return ("\n".join(lines) + "\n").encode()
+    # A label may have come from a client, whose text need not be UTF-8: the page has to be.
+    return ("\n".join(lines) + "\n").encode("utf-8", "replace")
 
 
 def _labels(labels: dict[str, str]) -> str:

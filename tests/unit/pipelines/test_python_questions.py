@@ -5,6 +5,7 @@ from prometheus_client import CollectorRegistry
 
 from trimaran.comm.errors import RequestError
 from trimaran.server.custom_metrics import CustomMetrics, HeldMetrics
+from trimaran.server.exposition import render
 from trimaran.server.python_models.calls import ModelCalls
 from trimaran.server.python_models.wire import Question
 from trimaran.server.registry import ModelRegistry
@@ -58,3 +59,12 @@ def test_a_label_that_would_spoil_the_page_of_all_metrics_is_refused(kind, label
         metrics.hold("length", "of answers", kind, ((label, "v"),), bounds)
 
     assert [metric.name for metric in metrics.collect()] == ["kept"]
+
+
+def test_a_label_of_bytes_that_are_no_text_leaves_the_page_readable():
+    registry = CollectorRegistry()
+    metrics = CustomMetrics(registry)
+
+    metrics.hold("requests", "of clients", "gauge", (("id", "caf\udce9"),))
+
+    assert 'requests{id="caf?"} 0\n' in render(registry.collect(), {}).decode()
