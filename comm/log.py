@@ -101,7 +101,9 @@ def setup_logging(
         name = role if rank is None else f"{group}-{role}{rank}".lstrip("-")
         path = os.path.join(directory, f"{name}.log")
         # Held open for the life of the process.
-        stream = open(path, "a", encoding="utf-8", buffering=1)  # noqa: SIM115
+        stream = open(  # noqa: SIM115
+            path, "a", encoding="utf-8", errors="backslashreplace", buffering=1
+        )
         handlers.append(_LossyStreamHandler(stream))
     for handler in handlers:
         handler.setFormatter(formatter)

@@ -41,3 +41,20 @@ def test_settings_that_change_while_it_runs_hold_on_stderr(rank, told):
 def test_the_file_of_a_process_has_what_its_rank_keeps_from_stderr(tmp_path):
     run(1, tmp_path)
     assert "told at level 1" in (tmp_path / "llm-frontend1.log").read_text()
+
+
+def test_a_line_with_bytes_that_are_no_text_is_written_to_the_file_too(tmp_path):
+    warn = 'import logging; logging.warning("asked for %s", "caf\\udce9")'
+    setup = (
+        f"import trimaran.comm.log as log; log.setup_logging('x', directory={str(tmp_path)!r})"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", f"{setup}; {warn}"],
+        env={**os.environ, "PYTHONSAFEPATH": "1"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    (line,) = done.stderr.splitlines()
+    assert line.endswith(r"asked for caf\udce9")
+    assert (tmp_path / "x.log").read_text().splitlines() == [line]
