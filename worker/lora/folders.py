@@ -29,13 +29,14 @@ class AdapterFolders:
     def find(self, key: int | str) -> Path | None:
         """The folder of a task id or name, if there is one."""
         name = str(key)
-        if self._root is None or Path(name).name != name:
+        # A client may ask for any name: none leads out of the folder.
+        if self._root is None or Path(name).name != name or name in ("", ".."):
             return None
         folder = self._root / name
         try:
             return folder if is_adapter_folder(folder) else None
         except OSError as error:
-            # A client may ask for any name, of which no folder could have some.
+            # Some names no folder could have.
             if error.errno == errno.ENAMETOOLONG:
                 return None
             raise AdapterFormatError(f"{folder}: {error.strerror}") from None

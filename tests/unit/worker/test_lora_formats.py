@@ -179,6 +179,18 @@ def test_a_folder_of_another_model_is_refused_by_tensor(make_engine, adapter, tm
         driver.submit([1, 2], adapter={"name": "other"})
 
 
+@pytest.mark.parametrize("name", ["..", ".", "", "../french", "a/../french", "french\0"])
+def test_no_name_leads_out_of_the_folder_of_adapters(adapter, tmp_path, name):
+    inside = tmp_path / "inside"
+    for folder in (tmp_path, tmp_path / "french", inside, inside / "german"):
+        write_peft(folder, adapter, alpha=8.0)
+    folders = AdapterFolders(str(inside))
+
+    assert folders.names() == ["german"]
+    assert folders.find("german") == inside / "german"
+    assert folders.find(name) is None
+
+
 @pytest.mark.feature("parameter:lora_prefetch_dir", "input:lora_name")
 def test_folders_serve_by_name_and_by_number_and_when_they_change(
     make_engine, model_folder, adapter, tmp_path, prompt_of
