@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
 
 import pytest
@@ -90,4 +91,24 @@ def test_what_was_written_for_a_front_end_that_is_gone_is_freed(frontends, links
     outbox.drop(source)
     deliver(links, outbox)
     assert outbox.num_held == 0
+    outbox.close()
+
+
+def test_a_step_does_not_wait_for_what_is_being_written(frontends, links):
+    outbox = Outbox(links)
+    first, second = (open_link(frontend, links) for frontend in frontends)
+    is_free = threading.Event()
+    outbox._writer.submit(is_free.wait, 60)
+    outbox.send(first, step(1, LARGE))
+    outbox.send(first, step(2, 100))
+    outbox.flush()
+    assert outbox.is_waiting
+    # Small payloads need no writer.
+    outbox.send(second, step(3, 100))
+    assert frontends[1].receive().step == 3
+
+    is_free.set()
+    deliver(links, outbox)
+
+    assert [frontends[0].receive().step for _ in range(2)] == [1, 2]
     outbox.close()
