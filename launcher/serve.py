@@ -12,7 +12,7 @@ from trimaran.comm.log import setup_logging
 from trimaran.launcher import preflight, settings
 from trimaran.launcher.group_specs import Programs
 from trimaran.launcher.job import abort_job, become_rank
-from trimaran.launcher.mpi_launch import check_library
+from trimaran.launcher.mpi_launch import check_library, library_version
 from trimaran.launcher.resolve import Resolver
 from trimaran.launcher.serve_flags import add_arguments
 from trimaran.launcher.supervisor import EXIT_CONFIG, Supervisor
@@ -56,6 +56,8 @@ def _serve(args: argparse.Namespace) -> int:
         mpi = resolver.mpi if resolver.needs_mpi else None
         if mpi is not None:
             check_library(mpi)
+        elif resolver.launch.kind == "none":
+            library_version()  # a rank without mpirun is a world of one, but loads MPI
         supervisor = Supervisor(config, mpi, Programs.installed(), resolver)
     except ConfigError as error:
         if job is None:

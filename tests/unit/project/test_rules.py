@@ -8,6 +8,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tarfile
 import zipfile
 from pathlib import Path
 
@@ -97,13 +98,36 @@ def test_a_torch_free_module_stays_free_of_torch(module):
     assert done.returncode == 0, done.stderr
 
 
-def test_the_wheel_holds_every_tracked_file_of_the_packages(tmp_path):
-    # From a copy: a build folder left in the checkout would bring back deleted files.
+@pytest.fixture
+def tree(tmp_path):
+    """A copy of the checkout: a build folder left there would bring back deleted files."""
     tree = tmp_path / "tree"
     for path in rules.tracked_files():
         copy = tree / path.relative_to(rules.ROOT)
         copy.parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(path, copy)
+    return tree
+
+
+def test_the_source_archive_holds_every_tracked_file_and_nothing_else(tmp_path, tree):
+    # What test runs leave beside the sources is no part of it.
+    leftover = tree / "tests" / "__pycache__" / "driver.cpython-311.pyc"
+    leftover.parent.mkdir()
+    leftover.write_bytes(b"")
+    program = "import sys; from setuptools import build_meta as b; b.build_sdist(sys.argv[1])"
+    subprocess.run(
+        [sys.executable, "-P", "-c", program, str(tmp_path)],
+        cwd=tree, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+    )  # fmt: skip
+    (archive,) = tmp_path.glob("*.tar.gz")
+    with tarfile.open(archive) as members:
+        names = [member.name.partition("/")[2] for member in members if member.isfile()]
+    made = {name for name in names if name == "PKG-INFO" or ".egg-info/" in name}
+    tracked = {str(path.relative_to(rules.ROOT)) for path in rules.tracked_files()}
+    assert set(names) - made == tracked
+
+
+def test_the_wheel_holds_every_tracked_file_of_the_packages(tmp_path, tree):
     subprocess.run(
         [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation",
          "--no-index", "-w", str(tmp_path), str(tree)],
