@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import threading
@@ -238,6 +239,51 @@ def test_a_refusal_is_heard_though_the_front_end_has_hung_up_since(frontend, lin
 
     with pytest.raises(ProtocolError, match="token differs"):
         poll_for(links, 1)
+
+
+def test_a_greeting_may_come_in_pieces(frontend, links):
+    links.poll(is_busy=True)
+    frontend.sock, _ = frontend._listener.accept()
+    frontend.sock.settimeout(60.0)
+    greeting = encode(FrontendHello())
+    frontend.sock.sendall(greeting[:5])
+    for _ in range(20):
+        assert links.poll(is_busy=True, wait_s=0.001) == []
+    assert links.num_open == 0
+
+    frontend.sock.sendall(greeting[5:])
+    frontend.send(Cancel(request_ids=[7]))
+
+    (arrival,) = poll_for(links, 1)
+    assert arrival.message == Cancel(request_ids=[7])
+
+
+def test_a_front_end_that_does_not_greet_is_hung_up_on(frontend, wake_fd, monkeypatch):
+    monkeypatch.setattr(frontend_link, "_HELLO_TIMEOUT_S", 0.1)
+    links = FrontendLinks((frontend.address,), HELLO, wake_fd)
+    links.poll(is_busy=True)
+    frontend.sock, _ = frontend._listener.accept()
+    frontend.sock.settimeout(0.001)
+    heard, deadline = [b"-"], time.monotonic() + 60.0
+    while heard[-1] and time.monotonic() < deadline:
+        links.poll(is_busy=True)
+        with contextlib.suppress(TimeoutError):
+            heard.append(frontend.sock.recv(65536))
+
+    assert heard[-1] == b""
+    links.close()
+
+
+def test_a_front_end_that_has_greeted_may_be_silent(frontend, wake_fd, monkeypatch):
+    monkeypatch.setattr(frontend_link, "_HELLO_TIMEOUT_S", 0.5)
+    links = FrontendLinks((frontend.address,), HELLO, wake_fd)
+    source = open_link(frontend, links)
+    time.sleep(0.6)
+
+    assert links.poll(is_busy=True) == []
+
+    assert links.is_open(source)
+    links.close()
 
 
 def test_a_ping_is_answered_and_not_passed_on(frontend, links):

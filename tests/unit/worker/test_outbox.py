@@ -112,3 +112,20 @@ def test_a_step_does_not_wait_for_what_is_being_written(frontends, links):
 
     assert [frontends[0].receive().step for _ in range(2)] == [1, 2]
     outbox.close()
+
+
+def test_a_payload_that_cannot_be_written_is_an_error_of_the_step(
+    frontends, links, monkeypatch
+):
+    outbox = Outbox(links)
+    source = open_link(frontends[0], links)
+
+    def full(receiver, parts):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(outbox._bulk, "put", full)
+    outbox.send(source, step(1, LARGE))
+
+    with pytest.raises(OSError, match="No space left"):
+        deliver(links, outbox)
+    outbox.close()
