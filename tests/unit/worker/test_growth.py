@@ -37,6 +37,14 @@ def test_outputs_that_end_early_are_expected_to():
     assert forecast.expected(np.array([10_000.0]))[0] == pytest.approx(40, rel=0.2)
 
 
+def test_what_ended_long_ago_counts_no_more():
+    forecast = GrowthForecast(1024)
+    for length in [1000] * 3000 + [10] * 3000:
+        forecast.observe(length, is_at_limit=False)
+
+    assert forecast.expected(np.array([10_000.0]))[0] == pytest.approx(10, rel=0.05)
+
+
 def test_no_sequence_is_paused_once_outputs_are_known_to_be_long():
     planner = Planner(num_blocks=16, enable_reuse=False)
     for _ in range(8):
