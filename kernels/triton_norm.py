@@ -74,9 +74,8 @@ def _norm_kernel(  # type: ignore[no-untyped-def]
 
 @triton.jit(do_not_specialize=["num_rows"])  # type: ignore[untyped-decorator,unused-ignore]
 def _norm_rows_kernel(  # type: ignore[no-untyped-def]
-    x, residual, weight, bias, output, num_rows, x_stride, residual_stride, width, eps,
-    PADDED: tl.constexpr, HAS_RESIDUAL: tl.constexpr, IS_CENTRED: tl.constexpr,
-    OVERLAPS: tl.constexpr,
+    x, residual, weight, output, num_rows, x_stride, residual_stride, width, eps,
+    PADDED: tl.constexpr, HAS_RESIDUAL: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     """Programs normalise many rows in turn, and load the next while they have one."""
     first, step = tl.program_id(0).to(tl.int64), tl.num_programs(0)
@@ -102,7 +101,7 @@ def _norm_rows_kernel(  # type: ignore[no-untyped-def]
             next_held = tl.load(place + following * residual_stride, mask=is_next, other=0.0)
             total = _added(total, held, place + row * residual_stride, is_dim)
         _put_normalised(
-            total, scale, bias, output, row, dims, is_dim, width, eps, IS_CENTRED
+            total, scale, weight, output, row, dims, is_dim, width, eps, False
         )  # fmt: skip
         value, held = next_value, next_held
 
@@ -194,13 +193,15 @@ def _normalise(
     padded = padded_size(width)
     warps = norm_warps(padded)
     programs = _RESIDENT_WARPS // warps
-    args = (x, residual, weight_D, weight_D if bias_D is None else bias_D, output)
     strides = (x.stride(-2), residual.stride(0), width, eps)
-    kinds = (residual_TD is not None, bias_D is not None)
-    if parts == 1 and rows >= _MANY_TURNS * programs:
-        _norm_rows((programs, 1), (*args, rows, *strides), (padded, *kinds), warps)
+    is_added = residual_TD is not None
+    if bias_D is None and parts == 1 and rows >= _MANY_TURNS * programs:
+        tensors = (x, residual, weight_D, output)
+        _norm_rows((programs, 1), (*tensors, rows, *strides), (padded, is_added), warps)
     else:
-        _norm((rows, 1), (*args, part_stride, *strides), (padded, parts, *kinds), warps)
+        both = (weight_D, weight_D if bias_D is None else bias_D)
+        args = (x, residual, *both, output, part_stride, *strides)
+        _norm((rows, 1), args, (padded, parts, is_added, bias_D is not None), warps)
     return output
 
 
