@@ -21,6 +21,9 @@ MAX_UNREAD_BYTES, UNREAD_S = 256 << 20, 30.0
 """A request of which more than this has waited for so long without that its reader took any
 fails with its next response. Its process cannot be made to wait: it answers others too."""
 
+MOST_UNREAD_BYTES = 4 * MAX_UNREAD_BYTES
+"""One of which more than this waits fails so too, however steadily its reader takes some."""
+
 _RESPONSE_BYTES = 1 << 10
 """Of each response besides its tensors."""
 
@@ -60,15 +63,23 @@ class Job:
     @property
     def is_overrun(self) -> bool:
         """Whether its reader is too slow for another response."""
-        is_much = self._unread_bytes > MAX_UNREAD_BYTES
-        return is_much and time.monotonic() - self._unread_since_s > UNREAD_S
+        if self._unread_bytes > MOST_UNREAD_BYTES:
+            return True
+        return self._unread_bytes > MAX_UNREAD_BYTES and self._unread_s > UNREAD_S
+
+    @property
+    def _unread_s(self) -> float:
+        return time.monotonic() - self._unread_since_s
 
     def overrun(self) -> None:
         """Give up what its reader has not read."""
+        what, limit = "fell behind", MOST_UNREAD_BYTES
+        if self._unread_s > UNREAD_S:
+            what, limit = f"read nothing for {UNREAD_S:g} s", MAX_UNREAD_BYTES
         text = (
-            f"the client read nothing for {UNREAD_S:g} s while {len(self._responses)} "
+            f"the client {what} while {len(self._responses)} "
             f"responses of model '{self.request.model_name}' waited, of "
-            f"{self._unread_bytes >> 20} MiB (limit {MAX_UNREAD_BYTES >> 20} MiB). Read them "
+            f"{self._unread_bytes >> 20} MiB (limit {limit >> 20} MiB). Read them "
             "as they come, or ask for fewer."
         )
         self._responses.clear()

@@ -64,3 +64,19 @@ async def test_responses_that_a_client_does_not_read_end_its_request_and_no_othe
         assert caught.value.kind is ErrorKind.UNAVAILABLE
         words = "read nothing for 0.5 s while 39 responses of model 'repeater'"
         assert words in str(caught.value)
+
+
+async def test_a_reader_that_falls_ever_further_behind_is_ended_though_it_reads(
+    serve_repeater, monkeypatch
+):
+    monkeypatch.setattr("trimaran.server.python_models.job.MOST_UNREAD_BYTES", 20 << 10)
+    async with serve_repeater() as served:
+        read = []
+        async with aclosing(served.stream("repeater", IN=[4, -4] + [4] * 500)) as responses:
+            with pytest.raises(RequestError, match="the client fell behind while") as caught:
+                async for response in responses:
+                    read.append(response)
+                    await asyncio.sleep(0.02)
+        assert caught.value.kind is ErrorKind.UNAVAILABLE
+        assert 0 < len(read) < 500
+        assert (await served.infer("repeater", IN=[5]))[0].outputs
