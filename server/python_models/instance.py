@@ -113,6 +113,8 @@ class Instance:
         self.is_ready = False
         if self._restart is not None:
             self._restart.cancel()
+            # It kills the process that it was starting, and waits for its end.
+            await asyncio.wait([self._restart])
         if self._link is not None:
             self._link.send(Finish())
             await self._link.finished()

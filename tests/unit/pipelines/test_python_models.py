@@ -217,6 +217,33 @@ async def test_the_end_of_a_process_is_seen_though_one_that_it_forked_lives_on(s
         assert await served.infer("repeater", IN=[4]) == []
 
 
+SLOW_AGAIN = """
+import os, pathlib, time
+
+class TritonPythonModel:
+    def initialize(self, args):
+        started = pathlib.Path(__file__).with_name("pids")
+        with started.open("a") as pids:
+            print(os.getpid(), file=pids)
+        if len(started.read_text().split()) > 1:
+            time.sleep(60)
+
+    def execute(self, requests):
+        os.kill(os.getpid(), 9)
+"""
+
+
+async def test_a_closed_model_leaves_no_process_that_was_being_started_again(
+    serve_own, tmp_path
+):
+    async with serve_own("repeater", repeater=SLOW_AGAIN) as served:
+        await failure_of(served.infer("repeater", IN=[4]))
+        pids = tmp_path / "own" / "repeater" / "1" / "pids"
+        while len(started := pids.read_text().split()) < 2:
+            await asyncio.sleep(0.01)
+    assert not Path(f"/proc/{started[1]}").exists()
+
+
 async def test_a_process_that_cannot_be_started_again_is_given_up(serve_own, monkeypatch):
     async with serve_own("repeater") as served:
         monkeypatch.setattr("sys.executable", "/nowhere/python")
