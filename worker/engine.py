@@ -14,7 +14,7 @@ import torch
 
 from trimaran.comm.collectives import TensorParallelGroup
 from trimaran.comm.control import ControlPlane
-from trimaran.comm.errors import RequestError
+from trimaran.comm.errors import ErrorKind, RequestError
 from trimaran.comm.messages import (
     ExpertReport,
     FinishReason,
@@ -172,13 +172,31 @@ class Engine:
         Raises:
             RequestError: this request cannot be served; nothing is queued.
         """
+        try:
+            request = self._admitted(source, message)
+        except RequestError:
+            raise
+        # Nothing is queued yet: a fault in one request's values is no reason to end the others.
+        except Exception as error:
+            logger.exception("request %d cannot be admitted", message.request_id)
+            raise RequestError(
+                f"the engine failed on this request ({error!r}), which was not begun; others "
+                "go on. The server's log has the traceback.",
+                ErrorKind.INTERNAL,
+            ) from error
+        if not request.sampling.guide_type:
+            self.scheduler.add(request)
+        self._timing.submitted(time.perf_counter())
+        self._requests.setdefault((source, message.request_id), []).append(request)
+
+    def _admitted(self, source: Hashable, message: Submit) -> Request:
+        """A checked request with its adapter; one with a guide is held already."""
         assert self._loaded is not None
-        limits = self._loaded.limits
         request = request_from(
             source,
             message,
             self._num_submitted,
-            limits,
+            self._loaded.limits,
             self._vocab_size,
             self.runner.model.config.hidden_size,
         )
@@ -187,10 +205,7 @@ class Engine:
         self._num_submitted += 1
         if request.sampling.guide_type:
             self._guided.hold(request)
-        else:
-            self.scheduler.add(request)
-        self._timing.submitted(time.perf_counter())
-        self._requests.setdefault((source, message.request_id), []).append(request)
+        return request
 
     def _is_open(self, request: Request) -> bool:
         """Whether somebody still waits for a request."""

@@ -66,6 +66,21 @@ def test_a_bad_request_is_refused_by_name_and_the_others_go_on(make_engine, fiel
     driver.check_idle()
 
 
+def test_a_fault_of_our_own_at_one_request_fails_it_alone(make_engine, caplog):
+    driver = make_engine()
+    good = driver.submit([1, 2, 3], max_tokens=4)
+
+    # No front end sends a text here; that the checks raise TypeError of it is the point.
+    with pytest.raises(RequestError, match=r"failed on this request \(TypeError") as caught:
+        driver.submit([5, 6], temperature="hot")
+    driver.run()
+
+    assert caught.value.kind is ErrorKind.INTERNAL
+    assert "Traceback" in caplog.text
+    assert len(driver.output(good)) == 4
+    driver.check_idle()
+
+
 _NEVER = tuple((token_id,) for token_id in range(VOCAB))
 
 
