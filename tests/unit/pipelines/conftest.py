@@ -6,6 +6,7 @@ import asyncio
 import inspect
 import json
 import random
+import shutil
 from array import array
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager, suppress
@@ -52,6 +53,8 @@ from trimaran.server.tokenizer import Tokenizer
 from trimaran.server.validation import Validator, WireInput
 
 _DEADLINE_S = 100
+USER_MODELS = Path(__file__).parent / "user_models"
+EXAMPLES = Path(__file__).parents[3] / "examples" / "python_models"
 Script = Callable[[Submit], list[int]]
 FACTS = {
     "max_batch_size": 64,
@@ -406,6 +409,35 @@ def serve(tmp_path: Path, tokenizer_folder: Path) -> Serve:
             yield served
         finally:
             await served.close()
+
+    return start
+
+
+@pytest.fixture
+def serve_own(serve: Serve, tmp_path: Path) -> Serve:
+    """As ``serve``, with these of the users' models; code of other models by name."""
+
+    @asynccontextmanager
+    async def start(
+        *names: str,
+        frontend: dict[str, Any] | None = None,
+        config: dict[str, str] | None = None,
+        **codes: str,
+    ) -> AsyncIterator[Served]:
+        async with serve():
+            pass
+        root = tmp_path / "own"
+        shutil.move(tmp_path / "models", root)
+        for name in names:
+            folder = next(f for f in (USER_MODELS, EXAMPLES) if (f / name).is_dir())
+            shutil.copytree(folder / name, root / name)
+        for name, text in (config or {}).items():
+            with (root / name / "config.pbtxt").open("a") as file:
+                file.write(text)
+        for name, code in codes.items():
+            (root / name / "1" / "model.py").write_text(code)
+        async with serve(repository=root, frontend=frontend) as served:
+            yield served
 
     return start
 
