@@ -228,7 +228,10 @@ class Supervisor:
     def _on_drained(self, group: Group, facts: dict[str, Any]) -> None:
         if facts.get("num_unfinished"):
             self._was_cut_short = True
-            logger.warning("drain ended with %s requests unfinished", facts["num_unfinished"])
+            logger.warning(
+                "drain ended with %s requests unfinished after %g s; raise --exit-timeout if "
+                "they need longer", facts["num_unfinished"], self._config.exit_timeout_s,
+            )  # fmt: skip
         self._note_drained(group)
 
     def _on_failure(self, group: Group, failure: Failure) -> None:

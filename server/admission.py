@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 from trimaran.comm.errors import ErrorKind, RequestError
 
@@ -12,13 +12,19 @@ STOPPING = (
     "Server is stopping, scheduler for model has stopped accepting new inference requests"
 )
 
+_GIVE_UP_S = 0.5
+"""Requests that were given up get this long to tell their clients."""
+
 
 class Admission:
     """Counts running requests; once draining it admits none and tells when all are done."""
 
     def __init__(self) -> None:
         self._num_running = 0
+        self._tasks: set[asyncio.Task[object] | None] = set()
         self._is_draining = False
+        self._given_up = ""
+        """Why all that runs has been ended; empty before."""
         self._changed = asyncio.Event()
 
     @property
@@ -48,16 +54,45 @@ class Admission:
             RequestError: as for `check`.
         """
         self.check(refusal)
+        task = asyncio.current_task()
         self._num_running += 1
+        self._tasks.add(task)
         try:
             yield
         finally:
             self._num_running -= 1
+            self._tasks.discard(task)
             self._changed.set()
 
     def start_draining(self) -> None:
         """Admit nothing from now on."""
         self._is_draining = True
+
+    @contextmanager
+    def unless_given_up(self) -> Iterator[None]:
+        """Around what is waited for while a request runs.
+
+        Raises:
+            RequestError: the request was ended by `give_up`.
+        """
+        try:
+            yield
+        except asyncio.CancelledError:
+            if not self._given_up:
+                raise
+            raise RequestError(self._given_up, ErrorKind.UNAVAILABLE) from None
+
+    async def give_up(self, waited_s: float) -> None:
+        """End what still runs after a drain of ``waited_s``: its clients are told why."""
+        self._given_up = (
+            f"Server is stopping: the request had not ended within the {waited_s:g} s that "
+            "--exit-timeout leaves. Send it again, or raise --exit-timeout."
+        )
+        for task in self._tasks:
+            if task is not None:
+                task.cancel()
+        with suppress(asyncio.TimeoutError):
+            await asyncio.wait_for(self.wait_idle(), _GIVE_UP_S)
 
     async def wait_idle(self) -> None:
         """Return when no request is running."""

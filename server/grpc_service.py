@@ -117,7 +117,7 @@ class InferenceServicer(service_pb2_grpc.GRPCInferenceServiceServicer):  # type:
     ) -> pb.ModelInferResponse:
         arrival_ns = time.monotonic_ns()
         service = self._service
-        with service.admission.admit(GRPC_STOPPING):
+        with service.admission.admit(GRPC_STOPPING), service.admission.unless_given_up():
             model = service.registry.get_ready(request.model_name, request.model_version)
             if model.is_decoupled:
                 raise RequestError(DECOUPLED, ErrorKind.UNSUPPORTED)

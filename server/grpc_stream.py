@@ -111,8 +111,10 @@ class StreamSession:
         after: asyncio.Task[None] | None,
     ) -> None:
         try:
-            with self._service.admission.admit(GRPC_STOPPING):
-                model, parsed, responses = await self._start(message, arrival_ns)
+            admission = self._service.admission
+            with admission.admit(GRPC_STOPPING):
+                with admission.unless_given_up():
+                    model, parsed, responses = await self._start(message, arrival_ns)
                 before = None if model.is_decoupled else after
                 await self._answer(message, model, parsed, responses, before)
         except _ClientGoneError:
@@ -145,14 +147,16 @@ class StreamSession:
     ) -> None:
         has_begun, has_ended, is_decoupled = False, False, model.is_decoupled
         try:
-            async with aclosing(responses):  # type: ignore[type-var]
-                async for response in responses:
-                    if before is not None:
-                        await asyncio.wait({before})
-                    has_begun = True
-                    has_ended = response.is_final or not is_decoupled
-                    response.id = message.id
-                    await self._write(await self._encode(model, parsed, response, has_ended))
+            with self._service.admission.unless_given_up():
+                async with aclosing(responses):  # type: ignore[type-var]
+                    async for response in responses:
+                        if before is not None:
+                            await asyncio.wait({before})
+                        has_begun = True
+                        has_ended = response.is_final or not is_decoupled
+                        response.id = message.id
+                        encoded = await self._encode(model, parsed, response, has_ended)
+                        await self._write(encoded)
         except RequestError as error:
             is_refused = isinstance(error, RefusedError) and not has_begun
             await (self._refuse if is_refused else self._fail)(message, error)

@@ -47,7 +47,8 @@ class GenerateEndpoint:
             RequestError: nothing was answered.
         """
         body = await self._read(request, route)
-        with self._service.admission.admit():
+        admission = self._service.admission
+        with admission.admit(), admission.unless_given_up():
             parsed, responses = await self._start(route, body)
             answer = await _only_answer(parsed, responses)
         headers = {"Content-Type": JSON, **self._load_header(request)}
@@ -62,22 +63,52 @@ class GenerateEndpoint:
             RequestError: nothing was answered.
         """
         body = await self._read(request, route)
-        with self._service.admission.admit():
-            parsed, responses = await self._start(route, body)
+        admission = self._service.admission
+        with admission.admit():
+            with admission.unless_given_up():
+                parsed, responses = await self._start(route, body)
             async with aclosing(responses):  # type: ignore[type-var]
-                first = await anext(responses, None)
+                with admission.unless_given_up():
+                    first = await anext(responses, None)
                 stream = web.StreamResponse(
                     headers={"Content-Type": _EVENT_STREAM, **self._load_header(request)}
                 )
                 if request.version >= (1, 1):
                     stream.enable_chunked_encoding()
-                if self._service.admission.is_draining:
+                if admission.is_draining:
                     stream.force_close()
                 await stream.prepare(request)
                 if first is not None:
-                    await _write_events(stream, parsed, first, responses)
+                    await self._write_events(stream, parsed, first, responses)
             await stream.write_eof()
         return stream
+
+    async def _write_events(
+        self,
+        stream: web.StreamResponse,
+        request: InferRequest,
+        first: InferResponse,
+        responses: AsyncIterator[InferResponse],
+    ) -> None:
+        """Write all responses. Waits only while the client's window is full, so that a slow
+        reader holds back its own request and no other."""
+        encoder = GenerateEncoder()
+        first.id = request.id
+        try:
+            with self._service.admission.unless_given_up():
+                await stream.write(b"data: %b\n\n" % await spread(encoder.encode(first)))
+                async for response in responses:
+                    response.id = request.id
+                    event = await spread(encoder.encode(response))
+                    await stream.write(b"data: %b\n\n" % event)
+        except RequestError as error:
+            await stream.write(b"data: %b\n\n" % error_object(str(error)))
+        except ConnectionError:
+            raise
+        except Exception:
+            # The status is sent: only an event can tell.
+            logger.exception("a stream of model %s failed", request.model_name)
+            await stream.write(b"data: %b\n\n" % error_object(INTERNAL))
 
     async def _read(self, request: web.BaseRequest, route: Route) -> bytes:
         service = self._service
@@ -135,28 +166,3 @@ async def _only_answer(request: InferRequest, responses: AsyncIterator[InferResp
         except RequestError:
             answer = error_object(EXACTLY_ONE)
     return answer
-
-
-async def _write_events(
-    stream: web.StreamResponse,
-    request: InferRequest,
-    first: InferResponse,
-    responses: AsyncIterator[InferResponse],
-) -> None:
-    """Write all responses. Waits only while the client's window is full, so that a slow
-    reader holds back its own request and no other."""
-    encoder = GenerateEncoder()
-    first.id = request.id
-    try:
-        await stream.write(b"data: %b\n\n" % await spread(encoder.encode(first)))
-        async for response in responses:
-            response.id = request.id
-            await stream.write(b"data: %b\n\n" % await spread(encoder.encode(response)))
-    except RequestError as error:
-        await stream.write(b"data: %b\n\n" % error_object(str(error)))
-    except ConnectionError:
-        raise
-    except Exception:
-        # The status is sent: only an event can tell.
-        logger.exception("a stream of model %s failed", request.model_name)
-        await stream.write(b"data: %b\n\n" % error_object(INTERNAL))

@@ -42,11 +42,12 @@ async def infer(
         raise RequestError(DECOUPLED, ErrorKind.UNSUPPORTED)
     body = await _read(service, request)
     with service.admission.admit():
-        model, parsed = await _parsed(service, bodies, request, route, body)
-        response = await service.infer_once(
-            model, parsed.request, parsed.inputs, parsed.outputs
-        )
-        encoded = await spread(encode_infer(response, parsed))
+        with service.admission.unless_given_up():
+            model, parsed = await _parsed(service, bodies, request, route, body)
+            response = await service.infer_once(
+                model, parsed.request, parsed.inputs, parsed.outputs
+            )
+            encoded = await spread(encode_infer(response, parsed))
         return await _respond(service, request, encoded)
 
 

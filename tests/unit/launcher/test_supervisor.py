@@ -68,7 +68,7 @@ def test_a_drain_that_leaves_requests_unfinished_ends_with_code_1(supervise):
     server = supervise("frontend:0:*:unfinished")
     server.wait_ready()
     assert server.terminate() == 1
-    assert "1 requests unfinished" in server.log
+    assert "1 requests unfinished after 30 s; raise --exit-timeout" in server.log
 
 
 def test_a_front_end_that_never_drains_is_given_the_exit_timeout(supervise):

@@ -10,6 +10,17 @@ from tritonclient.grpc import service_pb2 as pb
 from tritonclient.grpc import service_pb2_grpc
 
 
+def repeat_request(request_id, count, delay_ms):
+    message = pb.ModelInferRequest(model_name="repeat", id=request_id)
+    values = {"max_tokens": count, "delay_ms": delay_ms}
+    message.inputs.add(name="text_input", datatype="BYTES", shape=[1, 1])
+    message.inputs[0].contents.bytes_contents.append(b"a")
+    for name, value in values.items():
+        tensor = message.inputs.add(name=name, datatype="INT32", shape=[1, 1])
+        tensor.contents.int_contents.append(value)
+    return message
+
+
 async def _drain(server):
     server.service.admission.start_draining()
     server.http.close_idle_connections()
@@ -38,6 +49,94 @@ def test_running_requests_finish_and_new_ones_are_refused(fresh_server):
     server.run(server.service.admission.wait_idle())
     running.join()
     assert len(found[0].events) == 100
+
+
+GIVEN_UP = (
+    "Server is stopping: the request had not ended within the 30 s that --exit-timeout leaves. "
+    "Send it again, or raise --exit-timeout."
+)
+
+
+async def _give_up(server):
+    await _drain(server)
+    await server.service.admission.give_up(30.0)
+
+
+def test_what_outlasts_the_drain_ends_with_an_answer_that_says_so(fresh_server):
+    server = fresh_server
+    found = {}
+    body = {"text_input": "a", "max_tokens": 1000, "delay_ms": 50}
+
+    def ask(name, **changes):
+        action = "generate" if name == "generate" else "generate_stream"
+        found[name] = server.post(f"/v2/models/repeat/{action}", {**body, **changes})
+
+    changes = {"generate": {}, "stream": {}, "unbegun": {"delay_ms": 100_000}}
+    threads = [threading.Thread(target=ask, args=(n,), kwargs=c) for n, c in changes.items()]
+    for thread in threads:
+        thread.start()
+    server.wait_until(lambda: server.repeat.num_running == 3 and server.repeat.num_responses)
+    server.run(_give_up(server))
+    for thread in threads:
+        thread.join()
+    assert server.repeat.num_ended_early == 3
+    assert server.service.admission.num_running == 0
+    for name in ("generate", "unbegun"):
+        assert (found[name].status, found[name].error) == (503, GIVEN_UP)
+    *responses, last = found["stream"].events
+    assert found["stream"].status == 200
+    assert responses and all("text_output" in response for response in responses)
+    assert last == {"error": GIVEN_UP}
+
+
+def test_streams_of_grpc_that_outlast_the_drain_end_with_an_error(fresh_server):
+    server = fresh_server
+    go_on = threading.Event()
+
+    def requests():
+        yield repeat_request("long", 1000, 50)
+        go_on.wait()
+
+    with grpc.insecure_channel(server.grpc_url) as channel:
+        stub = service_pb2_grpc.GRPCInferenceServiceStub(channel)
+        responses = stub.ModelStreamInfer(requests())
+        next(responses)
+        server.run(_give_up(server))
+        go_on.set()
+        last = list(responses)[-1]
+    assert last.error_message == GIVEN_UP
+    assert last.infer_response.id == "long"
+    assert last.infer_response.parameters["triton_final_response"].bool_param
+
+
+def test_calls_of_one_response_that_outlast_the_drain_are_unavailable(fresh_server):
+    server = fresh_server
+    server.repeat.is_decoupled = False
+    found = {}
+    body = {
+        "inputs": [
+            {"name": "text_input", "datatype": "BYTES", "shape": [1, 1], "data": ["a"]},
+            {"name": "max_tokens", "datatype": "INT32", "shape": [1, 1], "data": [1]},
+            {"name": "delay_ms", "datatype": "INT32", "shape": [1, 1], "data": [100_000]},
+        ]
+    }
+
+    def ask():
+        found["http"] = server.post("/v2/models/repeat/infer", body)
+
+    thread = threading.Thread(target=ask)
+    thread.start()
+    with grpc.insecure_channel(server.grpc_url) as channel:
+        stub = service_pb2_grpc.GRPCInferenceServiceStub(channel)
+        call = stub.ModelInfer.future(repeat_request("call", 1, 100_000))
+        server.wait_until(lambda: server.repeat.num_running == 2)
+        server.run(_give_up(server))
+        thread.join()
+        assert (call.exception().code().name, call.exception().details()) == (
+            "UNAVAILABLE",
+            GIVEN_UP,
+        )
+    assert (found["http"].status, found["http"].error) == (503, GIVEN_UP)
 
 
 def test_idle_connections_are_closed_at_once(fresh_server):
@@ -73,20 +172,10 @@ def test_grpc_refuses_with_its_own_text_and_finishes_what_runs(fresh_server):
     text = "GRPC server is shutting down and has stopped accepting new requests."
     go_on = threading.Event()
 
-    def request(request_id, count, delay_ms):
-        message = pb.ModelInferRequest(model_name="repeat", id=request_id)
-        values = {"max_tokens": count, "delay_ms": delay_ms}
-        message.inputs.add(name="text_input", datatype="BYTES", shape=[1, 1])
-        message.inputs[0].contents.bytes_contents.append(b"a")
-        for name, value in values.items():
-            tensor = message.inputs.add(name=name, datatype="INT32", shape=[1, 1])
-            tensor.contents.int_contents.append(value)
-        return message
-
     def requests():
-        yield request("early", 20, 20)
+        yield repeat_request("early", 20, 20)
         go_on.wait()
-        yield request("late", 1, 0)
+        yield repeat_request("late", 1, 0)
 
     with grpc.insecure_channel(server.grpc_url) as channel:
         stub = service_pb2_grpc.GRPCInferenceServiceStub(channel)

@@ -84,6 +84,9 @@ def test_a_drain_ends_in_time_and_counts_what_is_unfinished(repository, stack, t
         engine.receive(Submit)
         frontend.supervisor.send(Command(verb="drain", arguments={"timeout_s": 0.1}))
         assert frontend.supervisor.wait_for_state("drained").facts == {"num_unfinished": 1}
+        answer = client.recv(1 << 16)
+        assert answer.startswith(b"HTTP/1.1 503 ")
+        assert b"had not ended within the 0.1 s that --exit-timeout leaves" in answer
         frontend.supervisor.send(Command(verb="shutdown"))
         assert frontend.process.wait(60) == 0
 
