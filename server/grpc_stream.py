@@ -150,8 +150,7 @@ class StreamSession:
             with self._service.admission.unless_given_up():
                 async with aclosing(responses):  # type: ignore[type-var]
                     async for response in responses:
-                        if before is not None:
-                            await asyncio.wait({before})
+                        await _over(before)
                         has_begun = True
                         has_ended = response.is_final or not is_decoupled
                         response.id = message.id
@@ -197,6 +196,12 @@ class StreamSession:
             except (grpc.aio.InternalError, grpc.aio.UsageError) as error:
                 # The call ended while this message was on its way.
                 raise _ClientGoneError from error
+
+
+async def _over(before: asyncio.Task[None] | None) -> None:
+    """Return once the request whose answers come first has been answered."""
+    if before is not None:
+        await asyncio.wait({before})
 
 
 def _name(response: pb.ModelInferResponse, request: pb.ModelInferRequest) -> None:
