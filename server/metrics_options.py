@@ -1,0 +1,66 @@
+"""Which latency metrics the operator asked for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from trimaran.comm.errors import ConfigError
+
+_QUANTILES = (0.5, 0.9, 0.95, 0.99, 0.999)
+
+
+@dataclass(frozen=True, slots=True)
+class MetricsOptions:
+    """Which latency metrics exist (``--metrics-config``)."""
+
+    has_counters: bool = True
+    has_histograms: bool = False
+    has_summaries: bool = False
+    quantiles: tuple[float, ...] = _QUANTILES
+
+    @classmethod
+    def parse(cls, values: dict[str, str]) -> MetricsOptions:
+        """Read the ``--metrics-config`` keys.
+
+        Raises:
+            ConfigError: an unknown key, or a value that is not of its form.
+        """
+        known = ("counter_latencies", "histogram_latencies", "summary_latencies")
+        for name, value in values.items():
+            if name not in (*known, "summary_quantiles"):
+                raise ConfigError(
+                    f"--metrics-config {name}={value}: known keys are {', '.join(known)} and "
+                    "summary_quantiles"
+                )
+            if name in known and value not in ("true", "false"):
+                raise ConfigError(f"--metrics-config {name}={value}: must be true or false")
+        return cls(
+            has_counters=values.get("counter_latencies", "true") == "true",
+            has_histograms=values.get("histogram_latencies") == "true",
+            has_summaries=values.get("summary_latencies") == "true",
+            quantiles=_quantiles(values.get("summary_quantiles")) or _QUANTILES,
+        )
+
+
+def _quantiles(text: str | None) -> tuple[float, ...]:
+    if not text:
+        return ()
+    try:
+        found = tuple(float(pair.split(":")[0]) for pair in text.split(","))
+    except ValueError:
+        raise ConfigError(
+            f"--metrics-config summary_quantiles={text}: must look like 0.5:0.05,0.9:0.01"
+        ) from None
+    # Negated, so that what is not a number is refused too.
+    wrong = [quantile for quantile in found if not 0 <= quantile <= 1]
+    if wrong:
+        raise ConfigError(
+            f"--metrics-config summary_quantiles={text}: {wrong[0]:g} is no quantile; each "
+            "must be from 0 to 1"
+        )
+    # As they are shown: two series of one name would make the page unreadable.
+    if len({f"{quantile:g}" for quantile in found}) < len(found):
+        raise ConfigError(
+            f"--metrics-config summary_quantiles={text}: names a quantile twice; name each once"
+        )
+    return found
