@@ -170,9 +170,15 @@ def _scheduler(
     max_tokens = flags.max_num_tokens or build.max_num_tokens
     is_huggingface = folder.kind is FolderKind.HUGGINGFACE
     built_seqs = _HUGGINGFACE_MAX_NUM_SEQS if is_huggingface else build.max_batch_size
-    # Only a batch size that somebody asked for is held against the token budget.
     max_seqs = flags.max_batch_size or min(built_seqs, max_tokens)
     max_seqs = min(max_seqs, values.get_int("max_num_sequences") or max_seqs)
+    # Only a batch size that somebody asked for can be above the token budget.
+    if max_seqs > max_tokens:
+        raise ConfigError(
+            f"--max-batch-size {max_seqs}: a step computes at most {max_tokens} tokens "
+            "(--max-num-tokens, or else the folder's), so a full decode step would not fit. "
+            "Lower the first or raise the second."
+        )
     chunked = values.get_bool("enable_chunked_context")
     queue = QueuePolicy(model.config)
     return SchedulerConfig(

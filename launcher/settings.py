@@ -16,6 +16,7 @@ from trimaran.launcher.serve_flags import DEFAULT_LOG_FILE
 from trimaran.launcher.triton_flags import check_triton_flags, grpc_options, idle_notes
 from trimaran.server.config import FrontendConfig
 from trimaran.server.log_settings import LOG_KINDS, level_name
+from trimaran.server.metrics_options import MetricsOptions
 from trimaran.worker.config import ProfileConfig
 from trimaran.worker.experts_config import ExpertsConfig
 from trimaran.worker.parallel_sizes import AskedSizes
@@ -59,6 +60,7 @@ def check_flags(args: argparse.Namespace, job: Job | None) -> None:
     _check_world_size(args, job)
     _check_model_control(args)
     _check_frontends(args)
+    MetricsOptions.parse(_metrics_config(args))
 
 
 def _check_frontends(args: argparse.Namespace) -> None:

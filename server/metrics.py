@@ -19,7 +19,8 @@ from trimaran.server.group_board import GroupBoard
 from trimaran.server.host_metrics import HostMetrics, HostOptions, HostReading
 from trimaran.server.inference import Model, QueueingModel
 from trimaran.server.measured_model import MeasuredModel
-from trimaran.server.model_metrics import InferenceFamilies, MetricsOptions, ModelMetrics
+from trimaran.server.metrics_options import MetricsOptions
+from trimaran.server.model_metrics import InferenceFamilies, ModelMetrics
 from trimaran.server.other_counts import OtherCounts, own_counts
 from trimaran.server.recent_rates import Key, ModelCounts
 from trimaran.server.statistics import ModelStatistics

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from enum import Enum
 
 from prometheus_client import Counter, Gauge, Histogram
@@ -11,10 +10,10 @@ from prometheus_client.core import Metric
 from prometheus_client.registry import CollectorRegistry
 from tritonclient.grpc.model_config_pb2 import ModelConfig
 
-from trimaran.comm.errors import ConfigError
 from trimaran.server.exposition import QuantileSummary
 from trimaran.server.inference import QueueingModel
 from trimaran.server.metric_tags import tag_labels
+from trimaran.server.metrics_options import MetricsOptions
 
 _LABELS = ("model", "version")
 _DURATIONS = {
@@ -26,7 +25,6 @@ _DURATIONS = {
 }
 _SUMMARIES = tuple(_DURATIONS)
 _FIRST_RESPONSE = "nv_inference_first_response_histogram_ms"
-_QUANTILES = (0.5, 0.9, 0.95, 0.99, 0.999)
 _FIRST_RESPONSE_BUCKETS = (100.0, 500.0, 2000.0, 5000.0)
 
 
@@ -42,50 +40,6 @@ class FailureReason(Enum):
 
     OTHER = "OTHER"
     """A step of an ensemble failed, or this server has a bug."""
-
-
-@dataclass(frozen=True, slots=True)
-class MetricsOptions:
-    """Which latency metrics exist (``--metrics-config``)."""
-
-    has_counters: bool = True
-    has_histograms: bool = False
-    has_summaries: bool = False
-    quantiles: tuple[float, ...] = _QUANTILES
-
-    @classmethod
-    def parse(cls, values: dict[str, str]) -> MetricsOptions:
-        """Read the ``--metrics-config`` keys.
-
-        Raises:
-            ConfigError: an unknown key, or a value that is not of its form.
-        """
-        known = ("counter_latencies", "histogram_latencies", "summary_latencies")
-        for name, value in values.items():
-            if name not in (*known, "summary_quantiles"):
-                raise ConfigError(
-                    f"--metrics-config {name}={value}: known keys are {', '.join(known)} and "
-                    "summary_quantiles"
-                )
-            if name in known and value not in ("true", "false"):
-                raise ConfigError(f"--metrics-config {name}={value}: must be true or false")
-        return cls(
-            has_counters=values.get("counter_latencies", "true") == "true",
-            has_histograms=values.get("histogram_latencies") == "true",
-            has_summaries=values.get("summary_latencies") == "true",
-            quantiles=_quantiles(values.get("summary_quantiles")) or _QUANTILES,
-        )
-
-
-def _quantiles(text: str | None) -> tuple[float, ...]:
-    if not text:
-        return ()
-    try:
-        return tuple(float(pair.split(":")[0]) for pair in text.split(","))
-    except ValueError:
-        raise ConfigError(
-            f"--metrics-config summary_quantiles={text}: must look like 0.5:0.05,0.9:0.01"
-        ) from None
 
 
 class InferenceFamilies:

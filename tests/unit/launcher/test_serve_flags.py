@@ -353,9 +353,11 @@ def test_a_wrong_run_file_is_refused(repository, tmp_path, text, complaint):
         (["--tensorrt-llm-model-name", "a,b"], "a: no token-level model of that name"),
         (
             ["--max-batch-size", "100"],
-            "(64) is below max_num_seqs (100)",
+            "--max-batch-size 100: a step computes at most 64 tokens (--max-num-tokens",
         ),
         (["--metrics-config", "x"], "not of the form KEY=VALUE"),
+        (["--metrics-config", "x=true"], "x=true: known keys are counter_latencies"),
+        (["--metrics-config", "summary_quantiles=nan:0"], "nan is no quantile"),
         (["--mpi", "job", "--mpirun", "/x"], "leave out --mpirun"),
     ],
 )

@@ -351,7 +351,11 @@ def test_latency_families_follow_the_configuration(server):
 
 
 @pytest.mark.parametrize("values", [{"x": "1"}, {"histogram_latencies": "yes"},
-                                    {"summary_quantiles": "a"}])  # fmt: skip
+                                    {"summary_quantiles": "a"},
+                                    {"summary_quantiles": "0.5:0,nan:0"},
+                                    {"summary_quantiles": "-2:0.1"},
+                                    {"summary_quantiles": "99:0.1"},
+                                    {"summary_quantiles": "0.9:0.1,0.90:0"}])  # fmt: skip
 def test_a_wrong_metrics_configuration_is_refused(values):
     with pytest.raises(ConfigError, match="--metrics-config"):
         Metrics(values)
