@@ -12,7 +12,6 @@ from torch import Tensor
 from trimaran.kernels.attention import AttentionMetadata, AttentionSpec
 from trimaran.kernels.cuda_build import load_cubin
 from trimaran.kernels.cuda_driver import CudaKernel, CudaModule, TensorMap, tensor_map
-from trimaran.kernels.memory_sides import PAGE_BYTES, SIDE_BYTES, MemorySides, sides_of
 from trimaran.kernels.triton_attention_shares import SharePlan, share_out
 
 # Shapes: S sequences, N query heads, K key-value heads, H head size, B tokens of a block.
@@ -21,9 +20,9 @@ _SOURCE = "attention_decode"
 _PANEL = 64
 _FEW = 8
 _UNIT = 32
-_THREADS = 192
+_THREADS = 160
 _PROGRAMS_PER_SM = 2
-_SHARED_BYTES = {64: 109_440, 128: 113_392}
+_SHARED_BYTES = {64: 109_248, 128: 113_184}
 DTYPES = (torch.float16, torch.bfloat16)
 _BLOCKS = (8, 16, 32, 64)
 _MAX_GROUP = 8
@@ -41,9 +40,7 @@ class _Arguments(ctypes.Structure):
         ("group", ctypes.c_int), ("kv_heads", ctypes.c_int), ("block_shift", ctypes.c_int),
         ("has_old_plan", ctypes.c_int), ("halves_per_block", ctypes.c_int),
         ("angles", ctypes.c_void_p), ("cache", ctypes.c_void_p),
-        ("cache_strides", ctypes.c_longlong * 4), ("readers", ctypes.c_void_p),
-        ("page_sides", ctypes.c_void_p), ("first_page", ctypes.c_longlong),
-        ("side_mask", ctypes.c_uint), ("processor_sides", ctypes.c_uint * 8),
+        ("cache_strides", ctypes.c_longlong * 4),
     )  # fmt: skip
 
 
@@ -108,8 +105,7 @@ def decode(
     num_sequences, num_heads, head_size = query_SNH.shape
     num_kv_heads = kv_cache.shape[3]
     device = query_SNH.device
-    sides = None if is_fixed else _usable_sides(kv_cache)
-    key = ("cuda_decode", num_heads, num_kv_heads, is_fixed, sides is not None)
+    key = ("cuda_decode", num_heads, num_kv_heads, is_fixed)
     plan: SharePlan | None = metadata.plans.get(key)
     has_old_plan = plan is not None
     if plan is None:
@@ -117,8 +113,7 @@ def decode(
         num_programs = _num_processors(device) * _PROGRAMS_PER_SM
         unit = max(_UNIT, kv_cache.shape[2])
         plan = share_out(
-            metadata, heads, num_sequences, num_programs, unit, is_fixed=is_fixed,
-            may_be_sided=sides is not None,
+            metadata, heads, num_sequences, num_programs, unit, is_fixed=is_fixed
         )  # fmt: skip
         metadata.plans[key] = plan
     tables = metadata.block_tables
@@ -132,47 +127,11 @@ def decode(
         None if cos_sin_PH is None else cos_sin_PH.data_ptr(), kv_cache.data_ptr(),
         kv_cache.stride()[:4],
     )  # fmt: skip
-    if sides is not None:
-        _read_by_sides(arguments, plan, sides)
     kernel = _kernel(device, query_SNH.dtype, head_size)
     stream = torch.cuda.current_stream(device).cuda_stream
     kernel.launch(
         plan.num_programs * num_kv_heads, stream, *_cache_maps(kv_cache), arguments
     )  # fmt: skip
-
-
-def _read_by_sides(arguments: _Arguments, plan: SharePlan, sides: MemorySides) -> None:
-    """Let blocks read near them where the plan finds that it pays."""
-    if plan.readers is not None and plan.num_launches < len(plan.readers):
-        arguments.readers = plan.readers[plan.num_launches].data_ptr()
-    plan.num_launches += 1
-    arguments.page_sides = sides.page_bits.data_ptr()
-    arguments.first_page = sides.first_page
-    arguments.side_mask = sides.mask
-    arguments.processor_sides = sides.processor_sides
-
-
-def _usable_sides(kv_cache: Tensor) -> MemorySides | None:
-    """The sides of a cache of which half of each block's tokens lie on either.
-
-    That holds for the keys and the values of a head that begin with two pieces of a side each
-    and are as long, if the same tokens' keys and values lie on the same side.
-    """
-    sides = sides_of(kv_cache)
-    if sides is None:
-        return None
-    size, (block, half, _, head, _) = kv_cache.element_size(), kv_cache.stride()
-    slab, block, half, head = (
-        count * size for count in (kv_cache.shape[2] * kv_cache.shape[4], block, half, head)
-    )
-    is_dense = kv_cache.stride(2) == kv_cache.shape[4] and slab == 2 * SIDE_BYTES
-    # Keys and values differ by one bit of their addresses: a power of two, which carries
-    # nothing where it is added to what has no such bit yet.
-    is_bit = half.bit_count() == 1 and head * kv_cache.shape[3] <= half <= PAGE_BYTES // 2
-    is_even = not (head % slab or block % (2 * half) or kv_cache.data_ptr() % (2 * half))
-    if not (is_dense and is_bit and is_even) or sides.changes_by(half):
-        return None
-    return sides
 
 
 def load(device: torch.device, dtype: torch.dtype) -> None:
@@ -201,13 +160,12 @@ def _num_processors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-_maps: dict[tuple[object, ...], tuple[TensorMap, TensorMap, TensorMap]] = {}
+_maps: dict[tuple[object, ...], tuple[TensorMap, TensorMap]] = {}
 _MOST_MAPS = 4096
 
 
-def _cache_maps(kv_cache: Tensor) -> tuple[TensorMap, TensorMap, TensorMap]:
-    """A layer's cache for copies of one head's block, of what lies on one side of memory, and
-    of a few tokens. Caches live long."""
+def _cache_maps(kv_cache: Tensor) -> tuple[TensorMap, TensorMap]:
+    """A layer's cache for copies of one head's block, and of a few tokens. Caches live long."""
     key = (kv_cache.data_ptr(), kv_cache.shape, kv_cache.stride(), kv_cache.dtype)
     found = _maps.get(key)
     if found is None:
@@ -224,10 +182,8 @@ def _cache_maps(kv_cache: Tensor) -> tuple[TensorMap, TensorMap, TensorMap]:
         )
         dims = (4, 3, 2, 1, 0)
         # Reads of more than was asked for cost 5 % where everything is read once.
-        of_side = min(size, SIDE_BYTES // (width * kv_cache.element_size()))
         found = _maps[key] = (
             tensor_map(halves, dims, (_PANEL, panels, size, 1, 1), promotes=False),
-            tensor_map(halves, dims, (_PANEL, panels, of_side, 1, 1), promotes=False),
             tensor_map(halves, dims, (_PANEL, panels, _FEW, 1, 1), promotes=False),
         )
     return found

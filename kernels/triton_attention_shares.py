@@ -34,18 +34,6 @@ PIECE_COST = 32
 CUT_COST = 400
 """Keys that could be read in the time that weighing the pieces of sequences takes."""
 
-SIDED_KEYS = 192
-"""Keys of the mean sequence from which on programs read by sides of memory, if they can."""
-
-MIN_SIDED_KEYS = 8192
-"""Keys of all sequences, likewise."""
-
-SIDED_CUT_COST = 64
-"""As `CUT_COST`, where a sequence has two results anyway."""
-
-MAX_LAYERS = 512
-"""Launches of one plan whose programs choose what to read by where they run."""
-
 _WRITERS = 16
 
 _SPAN_OF_ONE_WARP = 256
@@ -63,9 +51,8 @@ class SharePlan:
     """
 
     shares: Tensor
-    """int32 [R + 4]: the numbers of shares and of pieces, 1 where programs read by sides of
-    memory, each share's first piece, and the number of pieces again. Programs of either side
-    have the same shares."""
+    """int32 [R + 3]: the numbers of shares and of pieces, each share's first piece, and the
+    number of pieces again."""
 
     pieces: Tensor
     """int32 [I, 8]: sequence, row, first and end key, first piece, number of pieces and
@@ -75,20 +62,13 @@ class SharePlan:
     """int32 [S, K]: pieces done. Zero between launches."""
 
     partial: Tensor
-    """float32 [I, N, H]: a piece's result; [I, 2, N, H] by sides."""
+    """float32 [I, N, H]: a piece's result."""
 
     log_sums: Tensor
-    """float32 [I, N] or [I, 2, N]: base 2 logarithm of the sum of its weights."""
+    """float32 [I, N]: base 2 logarithm of the sum of a piece's weights."""
 
     num_programs: int
     """Programs a key-value head: one a share, or fewer that take several in turn."""
-
-    readers: Tensor | None = None
-    """int32 [`MAX_LAYERS`, 2], where programs may read by sides: programs that chose a side,
-    for each launch. Zero before it."""
-
-    num_launches: int = 0
-    """Of this plan, so far."""
 
 
 @triton.jit  # type: ignore[untyped-decorator,unused-ignore]
@@ -104,30 +84,26 @@ def _put(at, mask, sequence, row, begin, end, first_piece, num_pieces, length): 
 
 
 @triton.jit  # type: ignore[untyped-decorator,unused-ignore]
-def _put_totals(shares, all_pieces, last_shares, is_sided, IS_FIXED: tl.constexpr):  # type: ignore[no-untyped-def]
+def _put_totals(shares, all_pieces, last_shares, IS_FIXED: tl.constexpr):  # type: ignore[no-untyped-def]
     """Writes the numbers that stand before and behind each share's first piece."""
     last = all_pieces - 1 if IS_FIXED else tl.max(last_shares)
     tl.store(shares, last + 1)
     tl.store(shares + 1, all_pieces)
-    tl.store(shares + 2, is_sided)
-    tl.store(shares + 4 + last, all_pieces)
+    tl.store(shares + 3 + last, all_pieces)
 
 
-@triton.jit(do_not_specialize=["num_sequences", "num_shares", "num_sided_shares"])  # type: ignore[untyped-decorator,unused-ignore]
+@triton.jit(do_not_specialize=["num_sequences", "num_shares"])  # type: ignore[untyped-decorator,unused-ignore]
 def _shares_kernel(  # type: ignore[no-untyped-def]
-    seq_lens, rows, shares, pieces, counters, readers, num_sequences, num_shares,
-    num_sided_shares,
+    seq_lens, rows, shares, pieces, counters, num_sequences, num_shares,
     KV_HEADS: tl.constexpr, UNIT: tl.constexpr, MIN_KEYS: tl.constexpr, COST: tl.constexpr,
     CUT_COST: tl.constexpr, FIXED_KEYS: tl.constexpr, MAX_PIECES: tl.constexpr,
-    IS_FIXED: tl.constexpr, HAS_ROWS: tl.constexpr, SIDED_KEYS: tl.constexpr,
-    MIN_SIDED_KEYS: tl.constexpr, SIDED_CUT_COST: tl.constexpr, READERS: tl.constexpr,
-    SPAN: tl.constexpr, WRITERS: tl.constexpr, OVERLAPS: tl.constexpr,
+    IS_FIXED: tl.constexpr, HAS_ROWS: tl.constexpr, SPAN: tl.constexpr, WRITERS: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     """Each program finds all pieces and writes every WRITERS-th of each sequence.
 
     Sequences lie on one ruler, each as long as its keys and COST. That is cut into equal
-    shares, and a unit of keys belongs to the share in which it begins. With READERS there may
-    be fewer shares, each of which two programs read, the half of every unit each.
+    shares, and a unit of keys belongs to the share in which it begins.
     """
     writer = tl.program_id(0)
     sequences = tl.arange(0, SPAN)
@@ -138,15 +114,7 @@ def _shares_kernel(  # type: ignore[no-untyped-def]
     length = tl.load(seq_lens + sequences, mask=is_sequence, other=0)
     row = tl.load(rows + sequences, mask=is_sequence, other=0) if HAS_ROWS else sequences
     last_unit = tl.maximum((length + UNIT - 1) // UNIT - 1, 0)
-    is_sided = 0
-    end_cost, cut_cost = COST, CUT_COST
-    if READERS > 0:
-        total = tl.sum(length)
-        is_sided = (total >= SIDED_KEYS * num_sequences) & (total >= MIN_SIDED_KEYS)
-        num_shares = tl.where(is_sided, num_sided_shares, num_shares)
-        end_cost = tl.where(is_sided, 2 * COST, COST)
-        cut_cost = tl.where(is_sided, SIDED_CUT_COST, CUT_COST)
-    cost = tl.where(is_sequence, length + end_cost, 0)
+    cost = tl.where(is_sequence, length + COST, 0)
     place = tl.cumsum(cost) - cost
     is_whole = tl.sum(cost) < 0
     if IS_FIXED:
@@ -158,14 +126,14 @@ def _shares_kernel(  # type: ignore[no-untyped-def]
         size = tl.maximum((tl.sum(cost) + num_shares - 1) // num_shares, MIN_KEYS)
         turns = (num_sequences + num_shares - 1) // num_shares
         mean = tl.sum(cost) // num_sequences
-        is_whole = tl.maximum(turns * mean, tl.max(cost)) <= size + cut_cost
+        is_whole = tl.maximum(turns * mean, tl.max(cost)) <= size + CUT_COST
         first_share = tl.where(is_whole, sequences, place // size)
         last_share = tl.where(is_whole, sequences, (place + last_unit * UNIT) // size)
     num_pieces = tl.where(is_sequence, last_share - first_share + 1, 0)
     first_piece = tl.cumsum(num_pieces) - num_pieces
     former = tl.load(seq_lens + sequences - 1, mask=is_sequence & (sequences > 0), other=0)
     # Where the last unit in front of a sequence begins.
-    before = place - end_cost - former + tl.maximum((former + UNIT - 1) // UNIT - 1, 0) * UNIT
+    before = place - COST - former + tl.maximum((former + UNIT - 1) // UNIT - 1, 0) * UNIT
     for number in range(writer, tl.max(num_pieces), WRITERS):
         is_piece = number < num_pieces
         share = first_share + number
@@ -177,18 +145,14 @@ def _shares_kernel(  # type: ignore[no-untyped-def]
             first_piece, num_pieces, length,
         )  # fmt: skip
         if IS_FIXED:
-            tl.store(shares + 3 + first_piece + number, first_piece + number, mask=is_piece)
+            tl.store(shares + 2 + first_piece + number, first_piece + number, mask=is_piece)
         else:
             begins = is_whole | (number > 0) | (sequences == 0) | (before < share * size)
-            tl.store(shares + 3 + share, first_piece + number, mask=is_piece & begins)
+            tl.store(shares + 2 + share, first_piece + number, mask=is_piece & begins)
     if writer == 0:
-        last_shares = tl.where(is_sequence, last_share, 0)
-        _put_totals(shares, tl.sum(num_pieces), last_shares, is_sided, IS_FIXED)
+        _put_totals(shares, tl.sum(num_pieces), tl.where(is_sequence, last_share, 0), IS_FIXED)
         for head in range(KV_HEADS):
             tl.store(counters + sequences * KV_HEADS + head, 0, mask=is_sequence)
-    if READERS > 0:
-        own = tl.arange(0, READERS // WRITERS)
-        tl.store(readers + writer * (READERS // WRITERS) + own, 0)
 
 
 _shares = Launcher(_shares_kernel)
@@ -202,53 +166,41 @@ def share_out(
     unit: int,
     *,
     is_fixed: bool,
-    may_be_sided: bool = False,
 ) -> SharePlan:
     """Share out the first ``num_sequences`` sequences, each with one query.
 
     ``heads`` are the numbers of query and of key-value heads and the head size;
-    ``num_programs`` run at once on the device; ``unit`` keys stay together. Where it
-    ``may_be_sided``, half of the programs may read on each side of memory. With ``is_fixed``,
-    how a sequence is cut depends on its length alone. What is launched depends on the number
-    of sequences alone, and lengths are read on the device: safe under CUDA graph capture.
+    ``num_programs`` run at once on the device; ``unit`` keys stay together. With
+    ``is_fixed``, how a sequence is cut depends on its length alone. What is launched depends
+    on the number of sequences alone, and lengths are read on the device: safe under CUDA
+    graph capture.
     """
     num_heads, num_kv_heads, head_size = heads
     device = metadata.seq_lens.device
     num_shares = max(1, num_programs // num_kv_heads)
-    num_sided_shares = num_programs // 2 // num_kv_heads
-    num_results = 1 + may_be_sided
     num_programs, most = num_shares, num_sequences + num_shares
     if is_fixed:
         most = num_shares = num_sequences * MAX_FIXED_PIECES
         num_programs = min(num_programs, most)
     plan = SharePlan(
         shares=torch.empty(
-            max(num_shares, num_sequences) + 4, dtype=torch.int32, device=device
+            max(num_shares, num_sequences) + 3, dtype=torch.int32, device=device
         ),
         pieces=torch.empty((most, 8), dtype=torch.int32, device=device),
         counters=torch.empty((num_sequences, num_kv_heads), dtype=torch.int32, device=device),
-        partial=torch.empty(
-            (most * num_results, num_heads, head_size), device=device, dtype=torch.float32
-        ),
-        log_sums=torch.empty(
-            (most * num_results, num_heads), device=device, dtype=torch.float32
-        ),
+        partial=torch.empty((most, num_heads, head_size), device=device, dtype=torch.float32),
+        log_sums=torch.empty((most, num_heads), device=device, dtype=torch.float32),
         num_programs=num_programs,
     )
-    if may_be_sided:
-        plan.readers = torch.empty((MAX_LAYERS, 2), dtype=torch.int32, device=device)
     has_rows = metadata.rows is not None
     args = (
         metadata.seq_lens, metadata.rows if has_rows else metadata.seq_lens, plan.shares,
-        plan.pieces, plan.counters,
-        plan.counters if plan.readers is None else plan.readers, num_sequences, num_shares,
-        num_sided_shares,
+        plan.pieces, plan.counters, num_sequences, num_shares,
     )  # fmt: skip
     span = max(16, padded_size(num_sequences))
     constants = (
         num_kv_heads, unit, MIN_KEYS, PIECE_COST, CUT_COST, FIXED_KEYS, MAX_FIXED_PIECES,
-        is_fixed, has_rows, SIDED_KEYS, MIN_SIDED_KEYS, SIDED_CUT_COST,
-        2 * MAX_LAYERS * may_be_sided, span, _WRITERS,
+        is_fixed, has_rows, span, _WRITERS,
     )  # fmt: skip
     _shares((_WRITERS, 1), args, constants, 1 if span <= _SPAN_OF_ONE_WARP else 4)
     return plan

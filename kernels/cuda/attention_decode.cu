@@ -7,10 +7,6 @@
 // it, so that the others never wait for global memory. Each of four warps takes 16 keys of a
 // tile with a softmax of its own, and at a piece's end they weigh what they have. The pieces of
 // a sequence that is cut are weighed by whoever is done last, in their order.
-//
-// Where memory has two sides (`memory_sides.py`), each block reads only what lies on that of its
-// processor, which takes less power and time: of each block of the cache half of the tokens. So
-// each piece has two results, which a sixth warp weighs while the others go on.
 
 #include "decode_pieces.cuh"
 #include "decode_products.cuh"
@@ -37,40 +33,21 @@ struct Copier {
     u32 shared;
     char* memory;
     Ring<S::STAGES> ring;
-    int kv_head, side, box_shift, lane;
+    int kv_head, lane;
     bool has_waited;
 
     __device__ __forceinline__ int is_value() const { return lane % 2; }
     __device__ __forceinline__ int index() const { return lane / 2; }
 
-    // Keys of a sequence up to some key, as many as this block has to read: where it reads
-    // one side alone, its half of each block, and of the last one maybe less.
-    __device__ __forceinline__ int own_keys(int key) const {
-        if (side < 0) return key;
-        return (key + (1 << a.block_shift) - 1) >> a.block_shift << box_shift;
-    }
-
-    // The block of this lane's box at an own key; -1 if there is none.
+    // The block of this lane's box at a key; -1 if there is none.
     __device__ __forceinline__ int block_at(const int* table, int key, int end) const {
-        const int own = key + (index() << box_shift);
-        return own < end && own < key + KEYS ? __ldcg(table + (own >> box_shift)) : -1;
-    }
-
-    // The first token of a block that this thread block reads: keys and values of half of its
-    // tokens lie on one side. Both begin at a multiple of twice what they take.
-    __device__ __forceinline__ int first_token(int block) const {
-        if (side < 0 || block < 0) return 0;
-        const u64 address = reinterpret_cast<u64>(a.cache) +
-                            2 * (block * a.cache_block_stride + kv_head * a.cache_head_stride);
-        const int page = static_cast<int>((address >> PAGE_SHIFT) - a.first_page);
-        const u32 of_page = __ldg(a.page_sides + page / 32) >> page % 32;
-        const u32 begins = __popc(static_cast<u32>(address) & a.side_mask) + of_page;
-        return ((begins ^ side) & 1) << box_shift;
+        const int own = key + (index() << a.block_shift);
+        return own < end && own < key + KEYS ? __ldcg(table + (own >> a.block_shift)) : -1;
     }
 
     // Bytes that are copied for so many rows: a short tile's last box may hold more.
     __device__ __forceinline__ int bytes_of(int rows) const {
-        const int whole = rows >> box_shift << box_shift;
+        const int whole = rows >> a.block_shift << a.block_shift;
         return (whole + (rows - whole + FEW - 1) / FEW * FEW) * ROW_BYTES * S::PANELS * 2;
     }
 
@@ -80,25 +57,25 @@ struct Copier {
         if (lane == 0) {
             int4* to = reinterpret_cast<int4*>(memory + S::TILES + ring.slot * sizeof(Tile));
             to[0] = make_int4(tile.rows_and_flags, tile.sequence, tile.number, tile.count);
-            to[1] = make_int4(tile.first_cut, tile.first, static_cast<int>(tile.newest),
+            to[1] = make_int4(tile.first_cut, 0, static_cast<int>(tile.newest),
                               static_cast<int>(tile.newest >> 32));
             barrier_arrive_expect(ring.full(), bytes);
         }
         __syncwarp();
     }
 
-    __device__ __forceinline__ void copy_boxes(int block, int token, int rows) {
-        const int first = index() << box_shift;
+    __device__ __forceinline__ void copy_boxes(int block, int rows) {
+        const int first = index() << a.block_shift;
         const u32 to = shared + ring.slot * 2 * S::TILE_BYTES + is_value() * S::TILE_BYTES +
                        first * 2 * HEAD;
         const int half = block * a.halves_per_block + is_value();
         if (block < 0) return;
-        if (first + (1 << box_shift) <= rows) {
-            copy_box_5d(to, blocks, ring.full(), 0, 0, token, kv_head, half, kReadOnce);
+        if (first + (1 << a.block_shift) <= rows) {
+            copy_box_5d(to, blocks, ring.full(), 0, 0, 0, kv_head, half, kReadOnce);
         } else {
             for (int row = 0; row < rows - first; row += FEW)
-                copy_box_5d(to + row * 2 * HEAD, fews, ring.full(), 0, 0, token + row, kv_head,
-                            half, kReadOnce);
+                copy_box_5d(to + row * 2 * HEAD, fews, ring.full(), 0, 0, row, kv_head, half,
+                            kReadOnce);
         }
     }
 
@@ -148,10 +125,9 @@ struct Copier {
     }
 
     // Where the key of a tile's row is in the cache.
-    __device__ __forceinline__ long long place_in_cache(int block, int first, int row) const {
-        const int own = __shfl_sync(~0u, block, (row >> box_shift) * 2);
-        const int token = (row & ((1 << box_shift) - 1)) +
-                          __shfl_sync(~0u, first, (row >> box_shift) * 2);
+    __device__ __forceinline__ long long place_in_cache(int block, int row) const {
+        const int own = __shfl_sync(~0u, block, (row >> a.block_shift) * 2);
+        const int token = row & ((1 << a.block_shift) - 1);
         return own * a.cache_block_stride + token * a.cache_token_stride +
                kv_head * a.cache_head_stride;
     }
@@ -162,52 +138,35 @@ struct Copier {
     }
 
     __device__ __forceinline__ int first_block_of(const Piece& piece) const {
-        return block_at(a.tables + piece.row * a.table_stride, own_keys(piece.start),
-                        own_keys(piece.end));
-    }
-
-    // How many tokens of a piece's last block are this thread block's. Some lane's box is its.
-    __device__ __forceinline__ int tokens_of_last(const Piece& piece, int token,
-                                                  int rows) const {
-        const int first = __shfl_sync(~0u, token, (rows - 1 >> box_shift) * 2);
-        const int tokens = ((piece.end - 1) & ((1 << a.block_shift) - 1)) + 1 - first;
-        return max(0, min(tokens, 1 << box_shift));
+        return block_at(a.tables + piece.row * a.table_stride, piece.start, piece.end);
     }
 
     // `flags` are those of the piece's last tile.
     __device__ __forceinline__ void copy_piece(const Piece& piece, int block, Tile tile,
                                                int flags) {
         const int* table = a.tables + piece.row * a.table_stride;
-        bool has_newest = tile.number == piece.first + piece.count - 1;
-        const int start = own_keys(piece.start), end = own_keys(piece.end);
-        const int tiles = tiles_of(end - start);
+        const bool has_newest = tile.number == piece.first + piece.count - 1;
+        const int tiles = tiles_of(piece);
         const u32 begin = ring.slot;
         for (int i = 0; i < tiles; ++i) {
-            const int key = start + i * KEYS;
-            int rows = min(KEYS, end - key);
-            const int next = block_at(table, key + KEYS, end);
-            const int token = first_token(block);
+            const int key = piece.start + i * KEYS;
+            const int rows = min(KEYS, piece.end - key);
+            const int next = block_at(table, key + KEYS, piece.end);
             const bool begins = i == 0, ends = i == tiles - 1;
-            if (side >= 0 && ends && rows > 0) {
-                const int tokens = tokens_of_last(piece, token, rows);
-                const int behind = (piece.end - 1 >> box_shift & 1) << box_shift;
-                has_newest &= behind == __shfl_sync(~0u, token, (rows - 1 >> box_shift) * 2);
-                rows += tokens - (1 << box_shift);
-            }
             const bool has_row = has_newest && ends && rows > 0 && a.angles;
             // From the kernel in front are queries and the newest token's key and value.
             if (!has_waited && (i == S::STAGES || (has_newest && ends))) {
                 wait_once();
                 if (!begins) copy_query(piece, begin);
             }
-            if (has_row) tile.newest = place_in_cache(block, token, rows - 1);
+            if (has_row) tile.newest = place_in_cache(block, rows - 1);
             tile.rows_and_flags = rows | (begins ? BEGINS : 0) | (ends ? ENDS | flags : 0) |
                                   (has_row ? HAS_NEWEST : 0);
             announce(tile, bytes_of(rows) + (begins ? query_bytes() : 0) +
                                (has_row ? newest_bytes(begins) : 0));
             if (begins && has_waited) copy_query(piece, begin);
             if (has_row) copy_newest(piece, begins);
-            copy_boxes(block, token, rows);
+            copy_boxes(block, rows);
             ring.next();
             block = next;
         }
@@ -233,10 +192,10 @@ struct Copier {
             const bool is_final = walk.number + walk.stride >= walk.end;
             is_cut = piece.count > 1 || (is_cut && walk.is_share);
             // Only the first and the last sequence of a share can have pieces elsewhere.
-            const bool finishes = side < 0 && is_cut && (is_final || !walk.is_share);
+            const bool finishes = is_cut && (is_final || !walk.is_share);
             copy_piece(piece, block,
                        {0, piece.sequence, walk.number, piece.count,
-                        walk.is_share ? first : walk.number, piece.first, 0},
+                        walk.is_share ? first : walk.number, 0, 0},
                        (finishes ? FINISHES : 0) | (is_final ? IS_FINAL : 0));
             block = first_of_next;
             piece = next;
@@ -246,12 +205,13 @@ struct Copier {
 };
 
 template <bool IS_BF16, int HEAD>
-__device__ __forceinline__ void decode(const TensorMap* blocks, const TensorMap* sides,
-                                       const TensorMap* fews, const Arguments& a) {
+__device__ __forceinline__ void decode(const TensorMap* blocks, const TensorMap* fews,
+                                       const Arguments& a) {
     using S = Shape<HEAD>;
     extern __shared__ __align__(1024) char memory[];
     const u32 shared = shared_address(memory);
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    const int kv_head = blockIdx.x % a.kv_heads;
     const u32 barriers = shared + S::BARRIERS;
     asm volatile("griddepcontrol.launch_dependents;");
     if (threadIdx.x == 0) {
@@ -259,47 +219,30 @@ __device__ __forceinline__ void decode(const TensorMap* blocks, const TensorMap*
             barrier_init(barriers + i * 8, 1);
             barrier_init(barriers + (S::STAGES + i) * 8, CONSUMER_WARPS);
         }
-        for (int i = 0; i < QUEUED; ++i) {
-            barrier_init(shared + S::ENDED_BARRIERS + i * 8, CONSUMERS);
-            barrier_init(shared + S::ENDED_BARRIERS + (QUEUED + i) * 8, 1);
-        }
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     }
     if (!a.has_old_plan) wait_for_kernel_in_front();
-    Place* found = reinterpret_cast<Place*>(memory + S::PLACE);
-    if (threadIdx.x == 0) *found = find_place(a);
     __syncthreads();
-    const Place place = *found;
     if (warp == CONSUMER_WARPS) {
-        const TensorMap* boxes = place.side < 0 ? blocks : sides;
-        prefetch_map(boxes);
+        prefetch_map(blocks);
         prefetch_map(fews);
-        const int box_shift = place.side < 0 ? a.block_shift : S::SIDE_SHIFT;
-        Copier<HEAD> copier{boxes,      fews,          a,          shared,    memory,
-                            {barriers}, place.kv_head, place.side, box_shift, lane,
-                            a.has_old_plan == 0};
-        copier.copy({a, place.program, place.programs});
-        return;
-    }
-    Results<IS_BF16, HEAD> results{a, place.kv_head, place.side, lane};
-    if (warp > CONSUMER_WARPS) {
-        // What it writes only those read that wait for this kernel.
-        if (place.side >= 0) Weigher<IS_BF16, HEAD>{results, shared, memory}.take_all();
+        const int program = blockIdx.x / a.kv_heads, programs = gridDim.x / a.kv_heads;
+        Copier<HEAD> copier{blocks, fews,       a,       shared, memory,
+                            {barriers}, kv_head, lane, a.has_old_plan == 0};
+        copier.copy({a, program, programs});
         return;
     }
     wait_for_kernel_in_front();
-    Multiplier<IS_BF16, HEAD>{a, results, shared, memory, {barriers}, place.kv_head, warp, lane}
-        .take_all();
+    Multiplier<IS_BF16, HEAD>{a, shared, memory, {barriers}, kv_head, warp, lane}.take_all();
 }
 
 }  // namespace
 
 #define DECODE(NAME, IS_BF16, HEAD)                                                       \
-    extern "C" __global__ void __launch_bounds__(CONSUMERS + 64, 2)                       \
+    extern "C" __global__ void __launch_bounds__(CONSUMERS + 32, 2)                       \
         NAME(const __grid_constant__ TensorMap blocks, const __grid_constant__ TensorMap  \
-             sides, const __grid_constant__ TensorMap fews,                               \
-             const __grid_constant__ Arguments arguments) {                               \
-        decode<IS_BF16, HEAD>(&blocks, &sides, &fews, arguments);                         \
+             fews, const __grid_constant__ Arguments arguments) {                         \
+        decode<IS_BF16, HEAD>(&blocks, &fews, arguments);                                 \
     }
 
 DECODE(decode_float16_64, false, 64)

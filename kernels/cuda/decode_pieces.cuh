@@ -14,7 +14,6 @@ constexpr int PANEL = ROW_BYTES / 2;  // columns
 constexpr int MAX_GROUP = 8;
 constexpr int EXCHANGED = 4;  // queries of a group that warps weigh at once
 constexpr int FEW = 8;  // tokens of the smaller box
-constexpr int PAGE_SHIFT = 21;  // a page of memory is of 2 MiB
 constexpr int STAGE_BYTES_OF_ALL = 98304;
 
 // Named barriers; 0 is the block's own.
@@ -37,13 +36,12 @@ struct Arguments {
     void* output;
     const void* query;
     const int* tables;
-    // The numbers of shares and of pieces, whether blocks read by sides of memory, each share's
-    // first piece, the number of pieces.
+    // The numbers of shares and of pieces, each share's first piece, the number of pieces.
     const int* shares;
     const Piece* pieces;
     int* counters;    // [S, K]: pieces done; zero before and after a launch
-    float* partial;   // [pieces, N, H], and of each side one behind the other
-    float* log_sums;  // the same without H: base 2
+    float* partial;   // [pieces, N, H]
+    float* log_sums;  // [pieces, N]: base 2
     long long query_stride, output_stride, table_stride;
     float scale_log2;
     int group, kv_heads, block_shift;
@@ -56,13 +54,6 @@ struct Arguments {
     const float* angles;
     char* cache;
     long long cache_block_stride, cache_half_stride, cache_token_stride, cache_head_stride;
-    // What `memory_sides.MemorySides` says; no pages where blocks cannot read by sides. Of each
-    // side the number of blocks that read there, zero before a launch.
-    int* readers;
-    const u32* page_sides;
-    long long first_page;
-    u32 side_mask;
-    u32 processor_sides[8];
 };
 
 // What the warp that copies says of a tile in the ring.
@@ -71,7 +62,7 @@ struct alignas(16) Tile {
     int sequence;
     int number, count;  // of the piece, and of pieces of the sequence
     int first_cut;      // with FINISHES: the other piece of this block that may be cut
-    int first;          // piece of the sequence
+    int unused;
     long long newest;  // with HAS_NEWEST: where the last row's key goes in the cache
 };
 
@@ -84,15 +75,6 @@ constexpr int HAS_NEWEST = 4096;  // the last row is not in the cache yet
 // Rows of HEAD numbers beside a tile: the queries of a piece that begins there, the key and
 // value of a token that is not in the cache yet, and the cosines and sines of either.
 constexpr int KEY_ROW = 4, VALUE_ROW = 5, ANGLE_ROWS = 6;
-
-// A piece that this block has a partial result of.
-struct alignas(16) Ended {
-    int number, count, sequence;  // as of a tile; no number where there was none
-    int first;                    // piece of the sequence
-    int is_final;
-    int unused[3];
-};
-constexpr int QUEUED = 4;
 
 template <int HEAD>
 struct Shape {
@@ -107,12 +89,6 @@ struct Shape {
     static constexpr int TILES = STATISTICS + CONSUMER_WARPS * EXCHANGED * 8;
     static constexpr int BARRIERS = TILES + STAGES * static_cast<int>(sizeof(Tile));
     static constexpr int FLAGS = BARRIERS + 16 * STAGES;
-    static constexpr int ENDED = FLAGS + 16;  // pieces for the warp that weighs sides
-    static constexpr int ENDED_BARRIERS = ENDED + QUEUED * static_cast<int>(sizeof(Ended));
-    static constexpr int PLACE = ENDED_BARRIERS + 16 * QUEUED;
-    static constexpr int BYTES = PLACE + 16;
-    // Tokens of a block's keys, or of its values, that lie on one side of memory.
-    static constexpr int SIDE_SHIFT = HEAD == 128 ? 4 : 5;
 };
 
 // The addresses of the ring's barriers and where this thread stands in it.
@@ -148,11 +124,11 @@ struct Walk {
 
     __device__ __forceinline__ Walk(const Arguments& a, int program, int programs) {
         const int shares = __ldcg(a.shares), pieces = __ldcg(a.shares + 1);
-        const int first = __ldcg(a.shares + 3 + program);
-        const int behind = __ldcg(a.shares + 4 + program);
+        const int first = __ldcg(a.shares + 2 + program);
+        const int behind = __ldcg(a.shares + 3 + program);
         is_share = shares != pieces;
         number = is_share ? first : program;
-        end = program >= min(shares, programs) ? number : is_share ? behind : pieces;
+        end = program >= shares ? number : is_share ? behind : pieces;
         stride = is_share ? 1 : programs;
     }
 
@@ -165,34 +141,8 @@ struct Walk {
     }
 };
 
-__device__ __forceinline__ int tiles_of(int keys) { return max(1, (keys + KEYS - 1) / KEYS); }
-
-// What a block reads: a head's pieces of some shares, on one side of memory or on both.
-struct alignas(16) Place {
-    int side;  // -1 for both
-    int kv_head, program, programs;
-};
-
-// Whoever runs on a side's processors reads there, as long as that side has something left.
-// Correct whatever the sides are: each pair of a side and a number is given out once.
-__device__ __forceinline__ Place find_place(const Arguments& a) {
-    const int blocks = gridDim.x, index = blockIdx.x;
-    if (!a.page_sides) return {-1, index % a.kv_heads, index / a.kv_heads, blocks / a.kv_heads};
-    const int of_side = blocks / 2;
-    int side = index % 2, number = index / 2;
-    if (a.readers) {
-        u32 processor;
-        asm volatile("mov.u32 %0, %%smid;" : "=r"(processor));
-        side = a.processor_sides[processor / 32 % 8] >> processor % 32 & 1;
-        number = atomicAdd(a.readers + side, 1);
-        if (number >= of_side) {
-            side ^= 1;
-            number = atomicAdd(a.readers + side, 1);
-        }
-    }
-    if (!__ldcg(a.shares + 2))
-        return {-1, index % a.kv_heads, index / a.kv_heads, blocks / a.kv_heads};
-    return {side, number % a.kv_heads, number / a.kv_heads, of_side / a.kv_heads};
+__device__ __forceinline__ int tiles_of(const Piece& piece) {
+    return max(1, (piece.end - piece.start + KEYS - 1) / KEYS);
 }
 
 }  // namespace

@@ -1,7 +1,7 @@
 // The warps of a decode's attention that multiply: each takes 16 keys of a tile.
 #pragma once
 
-#include "decode_results.cuh"
+#include "decode_pieces.cuh"
 
 namespace {
 
@@ -96,12 +96,10 @@ struct Multiplier {
     using S = Shape<HEAD>;
     static constexpr int STEPS = HEAD / 16;
     const Arguments& a;
-    Results<IS_BF16, HEAD> results;
     u32 shared;
     char* memory;
     Ring<S::STAGES> ring;
     int kv_head, warp, lane;
-    u32 ended_slot, ended_parity;  // of the next piece for the warp that weighs sides
 
     u32 query[STEPS][2];
     // Dims lane / 4 and that + 8 of 16, of the queries lane % 4 * 2 and the next.
@@ -299,13 +297,20 @@ struct Multiplier {
         const float scale = all > 0 ? 1 / all : 0;
         value = make_float4(value.x * scale, value.y * scale, value.z * scale, value.w * scale);
         const int head = kv_head * a.group + first + row;
-        if (tile.count == 1 && results.side < 0) {
-            results.store(tile.sequence, head * HEAD + column, value);
+        if (tile.count == 1) {
+            store(tile.sequence, head * HEAD + column, value);
             return;
         }
-        const long long pair = results.place_of(tile.number) + head;
+        const long long heads = static_cast<long long>(a.kv_heads) * a.group;
+        const long long pair = tile.number * heads + head;
         *reinterpret_cast<float4*>(a.partial + pair * HEAD + column) = value;
         if (column == 0) a.log_sums[pair] = all > 0 ? most + __log2f(all) : minus_infinity();
+    }
+
+    __device__ __forceinline__ void store(int sequence, int place, float4 value) const {
+        char* to = static_cast<char*>(a.output) + 2 * (sequence * a.output_stride + place);
+        *reinterpret_cast<uint2*>(to) =
+            make_uint2(pack<IS_BF16>(value.x, value.y), pack<IS_BF16>(value.z, value.w));
     }
 
     // Counts two pieces as done; whoever is the last of a sequence weighs all of its pieces.
@@ -330,24 +335,44 @@ struct Multiplier {
             if (flags[i] == 0) continue;
             const Piece piece = read_piece(a.pieces + (i == 0 ? first : last));
             for (int row = warp; row < a.group; row += CONSUMER_WARPS)
-                results.weigh(piece.first, piece.count, piece.sequence,
-                              kv_head * a.group + row);
+                weigh_pieces(piece, kv_head * a.group + row);
         }
     }
 
-    // Hands a piece to the warp that weighs sides; no number where there was none.
-    __device__ __forceinline__ void pass_on(const Tile& tile, int number, int flags) {
-        const u32 full = shared + S::ENDED_BARRIERS + ended_slot * 8;
-        if (threadIdx.x == 0) {
-            barrier_wait(full + QUEUED * 8, ended_parity ^ 1);
-            Ended* to = reinterpret_cast<Ended*>(memory + S::ENDED) + ended_slot;
-            *to = {number, tile.count, tile.sequence, tile.first, flags & IS_FINAL};
+    __device__ __forceinline__ void weigh_pieces(const Piece& piece, int head) {
+        const int heads = a.kv_heads * a.group;
+        const float* log_sums = a.log_sums + static_cast<long long>(piece.first) * heads + head;
+        float most = minus_infinity();
+        for (int i = lane; i < piece.count; i += 32)
+            most = fmaxf(most, __ldcg(log_sums + static_cast<long long>(i) * heads));
+        for (int i = 16; i > 0; i /= 2) most = fmaxf(most, __shfl_xor_sync(~0u, most, i));
+        // With heads of 64, a lane's four columns are another's too.
+        const int column = lane * 4 % HEAD;
+        const float* partial =
+            a.partial + (static_cast<long long>(piece.first) * heads + head) * HEAD + column;
+        float4 value = make_float4(0, 0, 0, 0);
+        float all = 0;
+        for (int base = 0; base < piece.count; base += 32) {
+            const int number = min(32, piece.count - base);
+            float own = 0;
+            if (lane < number)
+                own = exp2_fast(__ldcg(log_sums + static_cast<long long>(base + lane) * heads) -
+                                most);
+#pragma unroll 16
+            for (int i = 0; i < number; ++i) {
+                const float weight = __shfl_sync(~0u, own, i);
+                const float4 part = __ldcg(reinterpret_cast<const float4*>(
+                    partial + static_cast<long long>(base + i) * heads * HEAD));
+                value.x += weight * part.x;
+                value.y += weight * part.y;
+                value.z += weight * part.z;
+                value.w += weight * part.w;
+                all += weight;
+            }
         }
-        barrier_arrive(full);
-        if (++ended_slot == QUEUED) {
-            ended_slot = 0;
-            ended_parity ^= 1;
-        }
+        const float scale = 1 / all;
+        store(piece.sequence, head * HEAD + column,
+              make_float4(value.x * scale, value.y * scale, value.z * scale, value.w * scale));
     }
 
     // All that comes through the ring.
@@ -357,9 +382,8 @@ struct Multiplier {
             const char* place = memory + S::TILES + ring.slot * sizeof(Tile);
             const int4 words = *reinterpret_cast<const int4*>(place);
             const int first_cut = reinterpret_cast<const Tile*>(place)->first_cut;
-            const int first = reinterpret_cast<const Tile*>(place)->first;
             const long long newest = reinterpret_cast<const Tile*>(place)->newest;
-            const Tile tile{words.x, words.y, words.z, words.w, first_cut, first, newest};
+            const Tile tile{words.x, words.y, words.z, words.w, first_cut, 0, newest};
             const int rows = words.x & 255, valid = rows - warp * WARP_KEYS;
             flags = words.x;
             if (flags & BEGINS) begin();
@@ -370,8 +394,6 @@ struct Multiplier {
             if (lane == 0) barrier_arrive(ring.empty());
             if (flags & ENDS) end(tile);
             if (flags & FINISHES) finish(tile.first_cut, tile.number);
-            if (results.side >= 0 && (flags & (ENDS | IS_FINAL)))
-                pass_on(tile, flags & ENDS ? tile.number : -1, flags);
         }
     }
 };

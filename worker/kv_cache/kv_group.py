@@ -7,7 +7,6 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from trimaran.kernels import memory_sides
 from trimaran.worker.attention.backend import KVCacheSpec
 
 
@@ -39,13 +38,9 @@ class KVGroup:
         pool = torch.empty(shape, dtype=self.spec.dtype, device=device)
         self.memory = pool
         self.pool = pool.transpose(3, 4) if device.type == "cuda" else pool
-        if device.type == "cuda" and num_kinds == 2:
-            memory_sides.measure(pool)
 
     def free(self) -> None:
         """Let the pool go."""
-        if self.memory is not None:
-            memory_sides.forget(self.memory)
         self.pool = self.memory = None
 
 
