@@ -7,6 +7,7 @@ import logging
 import os
 import sys
 import time
+from typing import TextIO
 
 
 class _TextFormatter(logging.Formatter):
@@ -49,11 +50,25 @@ class _JsonFormatter(logging.Formatter):
 
 
 class _LossyStreamHandler(logging.StreamHandler):  # type: ignore[type-arg]
-    """Drops lines that cannot be written: a full disk must not stop serving."""
+    """Drops lines that cannot be written: a full disk must not stop serving.
+
+    The first one that a file lacks is told to the other handlers.
+    """
+
+    def __init__(self, stream: TextIO, path: str = "") -> None:
+        super().__init__(stream)
+        self._untold = path
 
     def handleError(self, record: logging.LogRecord) -> None:
-        if not isinstance(sys.exc_info()[1], OSError):
+        error = sys.exc_info()[1]
+        if not isinstance(error, OSError):
             super().handleError(record)
+        elif self._untold:
+            path, self._untold = self._untold, ""
+            logging.getLogger(__name__).warning(
+                "%s lacks lines from here on, of which some cannot be written: %s. Free space "
+                "there, or name another --log-dir.", path, error.strerror,
+            )  # fmt: skip
 
 
 def join_log(path: str) -> None:
@@ -104,7 +119,7 @@ def setup_logging(
         stream = open(  # noqa: SIM115
             path, "a", encoding="utf-8", errors="backslashreplace", buffering=1
         )
-        handlers.append(_LossyStreamHandler(stream))
+        handlers.append(_LossyStreamHandler(stream, path))
     for handler in handlers:
         handler.setFormatter(formatter)
     root = logging.getLogger()

@@ -25,13 +25,19 @@ def announce(config: ServeConfig) -> None:
         print("\n".join(endpoint_lines(config)), flush=True)
     if not config.ready_file:
         return
+    # Complete or not there at all: others wait for it.
+    part = Path(f"{config.ready_file}.part")
     try:
-        # Complete or not there at all: others wait for it.
-        part = Path(f"{config.ready_file}.part")
         part.write_text(json.dumps(endpoint_urls(config), indent=1) + "\n", encoding="utf-8")
         part.replace(config.ready_file)
     except OSError as error:
-        logger.error("--ready-file %s: %s", config.ready_file, error.strerror)
+        logger.error(
+            "--ready-file %s cannot be written (%s): who waits for it waits in vain, though "
+            "the server serves. Name a file where there is room.",
+            config.ready_file, error.strerror,
+        )  # fmt: skip
+        with contextlib.suppress(OSError):
+            part.unlink(missing_ok=True)
 
 
 def withdraw(config: ServeConfig) -> None:

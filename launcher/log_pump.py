@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import fcntl
+import logging
 import os
 import select
 import time
@@ -13,17 +14,21 @@ _PIPE_BYTES = 1 << 20
 _MAX_PENDING_BYTES = 4 << 20
 _RETRY_S = 0.05
 
+logger = logging.getLogger(__name__)
+
 
 class LogPump:
     """A pipe that children write to, copied to all sinks.
 
     A sink that fails (disk full, reader gone) loses lines; one that stalls is buffered
-    up to a limit and then loses lines. Neither ever stops a process that logs.
+    up to a limit and then loses lines. Neither ever stops a process that logs. The first
+    failure of each is logged, for the others to show.
     """
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, sinks: list[int]) -> None:
+    def __init__(self, loop: asyncio.AbstractEventLoop, sinks: dict[str, int]) -> None:
+        """``sinks`` are descriptors by what a failure is told under."""
         self._loop = loop
-        self._sinks = [_Sink(fd) for fd in sinks]
+        self._sinks = [_Sink(title, fd) for title, fd in sinks.items()]
         self._read_fd, self.write_fd = os.pipe2(os.O_CLOEXEC)
         os.set_blocking(self._read_fd, False)
         try:
@@ -73,6 +78,8 @@ class LogPump:
         stalled = [sink for sink in self._sinks if not sink.drain()]
         if stalled and self._retry is None and not self._loop.is_closed():
             self._retry = self._loop.call_later(_RETRY_S, self._try_again)
+        for sink in self._sinks:
+            sink.tell()
 
     def _try_again(self) -> None:
         self._retry = None
@@ -82,9 +89,12 @@ class LogPump:
 class _Sink:
     """One place that lines go to."""
 
-    def __init__(self, fd: int) -> None:
+    def __init__(self, title: str, fd: int) -> None:
+        self._title = title
         self._fd = fd
         self._pending = bytearray()
+        self._failure = ""
+        self._is_told = False
 
     def add(self, data: bytes) -> None:
         if len(self._pending) + len(data) <= _MAX_PENDING_BYTES:
@@ -96,6 +106,17 @@ class _Sink:
             # A pipe or terminal that is ready takes this many bytes at once.
             while self._pending and select.select([], [self._fd], [], 0)[1]:
                 del self._pending[: os.write(self._fd, self._pending[: select.PIPE_BUF])]
-        except OSError:
+        except OSError as error:
             self._pending.clear()
+            self._failure = error.strerror or str(error)
         return not self._pending
+
+    def tell(self) -> None:
+        """Log the first failure."""
+        if self._failure and not self._is_told:
+            # Before the line, which comes back here.
+            self._is_told = True
+            logger.warning(
+                "%s lacks lines from here on, of which some cannot be written: %s",
+                self._title, self._failure,
+            )  # fmt: skip

@@ -368,12 +368,13 @@ class Supervisor:
             return 128 + self._signals[-1]
         return EXIT_FAILURE if self._was_cut_short else 0
 
-    def _log_sinks(self) -> list[int]:
-        sinks = [sys.stderr.fileno()]
+    def _log_sinks(self) -> dict[str, int]:
+        sinks = {"stderr": sys.stderr.fileno()}
         path = self._config.log.file
         if path:
             try:
-                sinks.append(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644))
+                flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
+                sinks[f"--log-file {path}"] = os.open(path, flags, 0o644)
             except OSError as error:
                 raise ConfigError(
                     f"--log-file {path}: {error.strerror}. Name a file that can be written."

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
@@ -104,7 +105,12 @@ class StepProfile:
             trace.export_chrome_trace(str(partial))
             partial.rename(self._path)
         except OSError as error:
-            logger.error("the trace %s cannot be written: %s", self._path, error)
+            logger.error(
+                "the trace %s cannot be written: %s. Free space there, or name another "
+                "--log-dir, and start again.", self._path, error.strerror or error,
+            )  # fmt: skip
+            with contextlib.suppress(OSError):
+                partial.unlink(missing_ok=True)
             return
         seconds = time.monotonic() - start
         logger.info("trace written to %s in %.1f s", self._path, seconds)

@@ -43,6 +43,14 @@ def test_the_file_of_a_process_has_what_its_rank_keeps_from_stderr(tmp_path):
     assert "told at level 1" in (tmp_path / "llm-frontend1.log").read_text()
 
 
+def test_a_full_disk_loses_lines_of_the_file_alone_and_is_told_once(tmp_path):
+    (tmp_path / "llm-frontend1.log").symlink_to("/dev/full")
+    told, *rest = run(1, tmp_path)
+    assert told.startswith(f"{tmp_path}/llm-frontend1.log lacks lines from here on")
+    assert "No space left on device. Free space there, or name another --log-dir" in told
+    assert rest == ["always told"]
+
+
 def test_a_line_with_bytes_that_are_no_text_is_written_to_the_file_too(tmp_path):
     warn = 'import logging; logging.warning("asked for %s", "caf\\udce9")'
     setup = (

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 from pathlib import Path
 
 import pytest
@@ -10,7 +9,6 @@ from launcher_repository import parse, resolve, write_checkpoint, write_engine, 
 
 from trimaran.comm.errors import ConfigError
 from trimaran.launcher import cli
-from trimaran.launcher.banner import endpoint_urls
 from trimaran.worker.config import EngineConfig, GuidedConfig, LoraConfig
 
 
@@ -109,18 +107,6 @@ def test_sizes_of_experts_reach_the_engine_or_are_refused(tmp_path):
     assert resolve(tmp_path).groups[0].engine.parallel.expert_parts == 1
     with pytest.raises(ConfigError, match=r"times --moe-ep-size \(2\) must be --tp-size \(4\)"):
         resolve(tmp_path, *sizes, "--moe-tp-size", "4")
-
-
-@pytest.mark.parametrize(
-    ("address", "host"),
-    [("127.0.0.1", "127.0.0.1"), ("::1", "[::1]"), ("0.0.0.0", socket.gethostname())],
-)
-def test_the_ready_file_names_the_address_at_which_the_server_listens(
-    repository, address, host
-):
-    flags = ("--http-address", address, "--grpc-address", address)
-    urls = endpoint_urls(resolve(repository, *flags))
-    assert (urls["http"], urls["grpc"]) == (f"http://{host}:8000", f"{host}:8001")
 
 
 def test_a_ready_file_that_cannot_be_written_is_refused_before_anything_starts(

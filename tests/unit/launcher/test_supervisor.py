@@ -311,12 +311,16 @@ def test_logs_that_cannot_be_written_stop_nothing(supervise, tmp_path):
     server.log_path = log
     server.wait_for("front end: ready")
     assert server.terminate() == 0
+    assert server.log.count("stderr lacks lines from here on") == 1
 
 
-def test_a_full_log_file_stops_nothing(supervise):
+def test_a_full_log_file_stops_nothing_and_is_told_once(supervise):
     server = supervise(world_size=2, log_file="/dev/full")
     server.wait_ready()
     assert server.terminate() == 0
+    (told,) = [line for line in server.log.splitlines() if "lacks lines" in line]
+    assert "--log-file /dev/full lacks lines from here on" in told
+    assert "No space left on device" in told
 
 
 def test_a_log_file_that_cannot_be_made_is_refused(supervise, tmp_path):

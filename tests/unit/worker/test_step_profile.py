@@ -1,8 +1,11 @@
 """Traces of chosen steps."""
 
 import dataclasses
+import errno
 import gzip
 import json
+import os
+from pathlib import Path
 
 import pytest
 
@@ -46,6 +49,22 @@ def test_a_trace_that_the_end_cuts_short_is_written(traced, tmp_path, prompt_of)
     driver.run()
     driver.engine.shutdown()
     assert spans(tmp_path / "traces").count("engine: launch") == 3
+
+
+def test_a_trace_that_cannot_be_written_is_told_and_leaves_nothing(
+    traced, tmp_path, prompt_of, monkeypatch, caplog
+):
+    def export(trace, path):
+        (tmp_path / "traces" / Path(path).name).write_bytes(b"the beginning")
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr("torch.profiler.profile.export_chrome_trace", export)
+    driver = traced(2, 3)
+    driver.submit(prompt_of(10), max_tokens=4)
+    driver.run()
+    driver.engine.shutdown()
+    assert "No space left on device. Free space there, or name another --log-dir" in caplog.text
+    assert list((tmp_path / "traces").iterdir()) == []
 
 
 def test_steps_that_never_come_leave_no_file(traced, tmp_path, prompt_of):
