@@ -187,7 +187,8 @@ class ModelSet:
                 return
         loaded = self._loaded.get(name)
         before = loaded.candidate if loaded is not None else self._waiting.get(name)
-        if before is None:
+        # One of another role runs no steps: a successor that failed leaves it as it is.
+        if before is None or before.source.role not in COMPOSED:
             return
         try:
             plain = self._factory.composed(before.source, self._loaded)

@@ -217,6 +217,19 @@ def test_a_failed_load_leaves_the_model_as_it_was(frontend):
     assert frontend.is_ready()
 
 
+def test_a_failed_load_as_an_ensemble_leaves_the_model_as_it_was(frontend):
+    frontend.load("preprocessing")
+    frontend.tokenize()
+    steps = config_of(frontend, "preprocessing")
+    steps.backend, steps.platform = "", "ensemble"
+    status, body = frontend.load("preprocessing", config=as_json(steps))
+    assert status == 500
+    assert "the ensemble has no step" in body["error"]
+    assert frontend.index()["preprocessing"] == ("READY", None)
+    assert frontend.num_succeeded("preprocessing") == 1
+    assert frontend.is_ready()
+
+
 def test_a_model_that_is_not_there_is_not_loaded(frontend):
     for name in ("nothing", "..%2Frepository", "a%2Fb"):
         status, body = frontend.load(name)
