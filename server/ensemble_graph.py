@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -42,6 +42,24 @@ def check_ensemble(path: Path, config: ModelConfig, models: Mapping[str, ModelCo
     for output in config.output:
         reader = "an output of the ensemble"
         _check_connection(path, sources.get(output.name), output.name, output.data_type, reader)
+
+
+def check_step_versions(
+    path: Path, config: ModelConfig, versions: Mapping[str, Sequence[int]]
+) -> None:
+    """Check that the steps' models serve the versions that the steps name.
+
+    Raises:
+        ConfigError: one does not.
+    """
+    for step in config.ensemble_scheduling.step:
+        served = versions.get(step.model_name, ())
+        # -1 is the latest; so is 0, which is what an omitted version reads as.
+        if step.model_version > 0 and step.model_version not in served:
+            raise ConfigError(
+                f"{path}: a step runs version {step.model_version} of '{step.model_name}', "
+                f"which serves {', '.join(map(str, served))}. Name that, or -1 for the latest."
+            )
 
 
 def _check_step(

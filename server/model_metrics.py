@@ -12,6 +12,7 @@ from tritonclient.grpc.model_config_pb2 import ModelConfig
 
 from trimaran.server.exposition import QuantileSummary
 from trimaran.server.inference import QueueingModel
+from trimaran.server.metric_buckets import FIRST_RESPONSE, first_response_buckets
 from trimaran.server.metric_tags import tag_labels
 from trimaran.server.metrics_options import MetricsOptions
 
@@ -24,8 +25,6 @@ _DURATIONS = {
     "compute_output": "inference compute output",
 }
 _SUMMARIES = tuple(_DURATIONS)
-_FIRST_RESPONSE = "nv_inference_first_response_histogram_ms"
-_FIRST_RESPONSE_BUCKETS = (100.0, 500.0, 2000.0, 5000.0)
 
 
 class FailureReason(Enum):
@@ -180,11 +179,7 @@ class ModelMetrics:
 def _first_response_series(
     families: InferenceFamilies, labels: tuple[str, str], config: ModelConfig
 ) -> Histogram:
-    buckets = _FIRST_RESPONSE_BUCKETS
-    for control in config.model_metrics.metric_control:
-        if control.metric_identifier.family == _FIRST_RESPONSE:
-            buckets = tuple(control.histogram_options.buckets) or buckets
-    return _histogram_with(families, buckets).labels(*labels)
+    return _histogram_with(families, first_response_buckets(config)).labels(*labels)
 
 
 def _histogram_with(families: InferenceFamilies, buckets: tuple[float, ...]) -> Histogram:
@@ -193,7 +188,7 @@ def _histogram_with(families: InferenceFamilies, buckets: tuple[float, ...]) -> 
         # Only the first is asked by the registry; the merger shows the others too.
         is_first = not families.first_response
         families.first_response[buckets] = Histogram(
-            _FIRST_RESPONSE,
+            FIRST_RESPONSE,
             "Duration from request to first response in milliseconds",
             _LABELS,
             buckets=buckets,

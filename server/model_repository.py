@@ -11,7 +11,8 @@ from tritonclient.grpc.model_config_pb2 import ModelConfig
 
 from trimaran.comm.errors import ConfigError
 from trimaran.server.config_pbtxt import read_config
-from trimaran.server.ensemble_graph import check_ensemble
+from trimaran.server.ensemble_graph import check_ensemble, check_step_versions
+from trimaran.server.metric_buckets import check_buckets
 from trimaran.server.metric_tags import check_tags
 from trimaran.server.model_parameters import ModelParameters
 from trimaran.server.parameter_table import check_parameters
@@ -118,8 +119,10 @@ class ModelRepository:
         wanted = {name: f for name, f in folders.items() if names is None or name in names}
         repository = cls(root, {name: load_model(f, python) for name, f in wanted.items()})
         configs = {name: model.config for name, model in repository.models.items()}
+        served = {name: model.versions for name, model in repository.models.items()}
         for model in repository.of_role(Role.ENSEMBLE):
             check_ensemble(model.config_path, model.config, configs)
+            check_step_versions(model.config_path, model.config, served)
         return repository
 
     def of_role(self, role: Role) -> list[RepositoryModel]:
@@ -183,6 +186,7 @@ def repository_model(
             "equal or remove the name."
         )
     own.name = folder.name
+    _check_inputs(path, own)
     versions = _chosen(path, own, _versions(folder))
     parameters = parameters_of(folder, own)
     role = role_of(path, own, has_code=_has_code(folder, own, versions[-1]))
@@ -191,9 +195,23 @@ def repository_model(
     check_tensors(path, own, role)
     check_queue(path, own)
     check_tags(path, own)
+    check_buckets(path, own)
     if role in _PARAMETERS:
         check_parameters(path, parameters, _PARAMETERS[role])
     return RepositoryModel(folder.name, folder, own, role, versions, parameters)
+
+
+def _check_inputs(path: Path, config: ModelConfig) -> None:
+    """Refuse what would have every request refused."""
+    if config.max_batch_size < 0:
+        raise ConfigError(
+            f"{path}: max_batch_size is {config.max_batch_size} but must be 0 (no batches) or "
+            "more"
+        )
+    names = [tensor.name for tensor in config.input]
+    twice = next((name for name in names if names.count(name) > 1), None)
+    if twice is not None:
+        raise ConfigError(f"{path}: the input '{twice}' is declared twice. Remove one of them.")
 
 
 def _has_code(folder: Path, config: ModelConfig, version: int) -> bool:

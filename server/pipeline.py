@@ -14,7 +14,7 @@ from tritonclient.grpc.model_config_pb2 import ModelConfig
 from trimaran.comm.errors import ConfigError
 from trimaran.comm.input_files import read_text
 from trimaran.server.bls_graph import bls_graph
-from trimaran.server.ensemble_graph import check_ensemble
+from trimaran.server.ensemble_graph import check_ensemble, check_step_versions
 from trimaran.server.graph_model import GraphModel, GraphStep
 from trimaran.server.inference import Model
 from trimaran.server.model_engines import ModelEngines
@@ -98,6 +98,8 @@ class ModelFactory:
         else:
             configs = {name: step.source.config for name, step in steps.items()}
             check_ensemble(model.config_path, model.config, configs)
+            served = {name: step.source.versions for name, step in steps.items()}
+            check_step_versions(model.config_path, model.config, served)
             built = self._ensemble(model, version, steps)
         parts = {name: steps[name].plain for name in model.steps if name in steps}
         warn_of_surplus_ids(model.name, parts)

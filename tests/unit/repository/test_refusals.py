@@ -123,6 +123,35 @@ def test_a_tag_that_cannot_name_a_label_is_refused(write_repository):
         ModelRepository.load(root)
 
 
+@pytest.mark.parametrize("bounds", ["500, 100", "1, 1", "nan", "inf", "1, inf"])
+def test_buckets_that_no_histogram_can_have_are_refused(write_repository, bounds):
+    root = write_repository()
+    with (root / "ensemble" / "config.pbtxt").open("a") as file:
+        file.write(
+            "model_metrics { metric_control { metric_identifier { family: "
+            '"nv_inference_first_response_histogram_ms" } '
+            f"histogram_options {{ buckets: [{bounds}] }} }} }}"
+        )
+
+    assert f"in model_metrics are {bounds} but must be numbers that rise" in refusal(root)
+
+
+@pytest.mark.parametrize("model", ["ensemble", "postprocessing", "tensorrt_llm"])
+def test_a_batch_size_below_zero_is_refused(write_repository, edit, model):
+    root = write_repository()
+    edit(root / model / "config.pbtxt", "max_batch_size: 8", "max_batch_size: -1")
+
+    assert "max_batch_size is -1 but must be 0 (no batches) or more" in refusal(root)
+
+
+def test_an_input_declared_twice_is_refused(write_repository):
+    root = write_repository()
+    with (root / "postprocessing" / "config.pbtxt").open("a") as file:
+        file.write('input { name: "TOKENS_BATCH" data_type: TYPE_INT32 dims: [ -1, -1 ] }')
+
+    assert "the input 'TOKENS_BATCH' is declared twice" in refusal(root)
+
+
 @pytest.mark.parametrize(
     ("queue", "said"),
     [
@@ -184,6 +213,21 @@ def test_the_version_policy_chooses_versions(write_repository, policy, versions)
         (root / "postprocessing" / version).mkdir()
 
     assert ModelRepository.load(root).models["postprocessing"].versions == versions
+
+
+@pytest.mark.parametrize("version", ["1", "0"])
+def test_a_step_may_name_the_version_that_is_served(write_repository, edit, version):
+    root = write_repository()
+    edit(root / "ensemble" / "config.pbtxt", "model_version: -1", f"model_version: {version}")
+
+    assert "ensemble" in ModelRepository.load(root).models
+
+
+def test_a_step_of_a_version_that_is_not_served_is_refused(write_repository, edit):
+    root = write_repository()
+    edit(root / "ensemble" / "config.pbtxt", "model_version: -1", "model_version: 5")
+
+    assert "runs version 5 of 'preprocessing', which serves 1" in refusal(root)
 
 
 def test_a_version_that_the_policy_names_must_exist(write_repository):
