@@ -30,6 +30,7 @@ class Children:
     """The direct children of this process. Reaps them, and every orphan it is given."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, log_fd: int) -> None:
+        self._loop = loop
         self._log_fd = log_fd
         self._running: dict[int, tuple[subprocess.Popen[bytes], Callable[[int], None]]] = {}
         loop.add_signal_handler(signal.SIGCHLD, self._reap)
@@ -73,6 +74,10 @@ class Children:
         )
         self._running[process.pid] = (process, on_exit)
         return process.pid
+
+    def close(self) -> None:
+        """Reap no more. Before the loop is closed, which a child's end would find half gone."""
+        self._loop.remove_signal_handler(signal.SIGCHLD)
 
     def _reap(self) -> None:
         while True:

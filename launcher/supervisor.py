@@ -93,9 +93,11 @@ class Supervisor:
         loop = asyncio.get_running_loop()
         pump = LogPump(loop, self._log_sinks())
         _log_through(pump)
+        children = Children(loop, pump.write_fd)
         try:
-            return await self._serve(run_dir, Children(loop, pump.write_fd))
+            return await self._serve(run_dir, children)
         finally:
+            children.close()
             pump.close()
             _log_through(sys.stderr)
 
