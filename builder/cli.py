@@ -42,7 +42,8 @@ _FOREIGN = (*CONVERT_FLAGS, *BUILD_FLAGS, *PLUGIN_FLAGS)
 
 def add_arguments(parser: FlagSink) -> None:
     """The flags of ``trimaran build``."""
-    add_checkpoint_flags(parser, "engine_outputs")
+    what = "a Hugging Face folder, or the result of `convert`"
+    add_checkpoint_flags(parser, what, "engine_outputs")
     add_model_flags(parser)
     for name, text in (
         ("max-batch-size", "requests in one step (2048)"),

@@ -30,7 +30,7 @@ from trimaran.worker.engine_folder import EngineFolder, FolderKind
 
 def add_arguments(parser: FlagSink) -> None:
     """The flags of ``trimaran convert``."""
-    add_checkpoint_flags(parser, "tllm_checkpoint")
+    add_checkpoint_flags(parser, "a Hugging Face folder", "tllm_checkpoint")
     add_model_flags(parser)
     add_foreign_flags(parser, CONVERT_FLAGS)
 

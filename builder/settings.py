@@ -208,11 +208,10 @@ def _filed_tokens_per_block(values: dict[str, Any]) -> int:
     return value if type(value) is int and value > 0 else BuildConfig().tokens_per_block
 
 
-def add_checkpoint_flags(parser: FlagSink, default_output: str) -> None:
-    """Where the checkpoint is and where the result goes."""
+def add_checkpoint_flags(parser: FlagSink, what: str, default_output: str) -> None:
+    """Where the checkpoint is, which is ``what``, and where the result goes."""
     parser.add_argument("--checkpoint", "--checkpoint-dir", "--model-dir", type=Path,
-                        required=True, metavar="DIR",
-                        help="a Hugging Face folder, or the result of `convert`")  # fmt: skip
+                        required=True, metavar="DIR", help=what)  # fmt: skip
     parser.add_argument("--output", "--output-dir", type=Path, default=Path(default_output),
                         metavar="DIR", help=f"({default_output})")  # fmt: skip
 

@@ -81,7 +81,11 @@ def _add_load(parser: argparse.ArgumentParser) -> None:
         "--warmup", type=int, default=10, metavar="N", help="requests before (10)"
     )
     parser.add_argument(
-        "--seed", type=int, default=420, help="of prompts, lengths and gaps (420)"
+        "--seed",
+        type=int,
+        default=420,
+        metavar="N",
+        help="of prompts, lengths and gaps (420)",
     )
 
 
@@ -141,6 +145,7 @@ def _add_subcommands(
     dataset = kinds.add_parser(
         "dataset",
         help="prompts of a JSON file",
+        description="Measure with the prompts of a JSON file.",
         epilog=f"{_EXAMPLE} --max-input-len 512 dataset --dataset d.json --tokenizer-dir llama",
     )
     dataset.add_argument(
@@ -160,6 +165,7 @@ def _add_subcommands(
     normal = kinds.add_parser(
         "token-norm-dist",
         help="normally distributed lengths",
+        description="Measure with random prompts of normally distributed lengths.",
         epilog=f"{_EXAMPLE} token-norm-dist --input-mean 128 --input-stdev 10 "
         "--output-mean 64 --output-stdev 5",
     )
@@ -168,6 +174,7 @@ def _add_subcommands(
     histogram = kinds.add_parser(
         "token-from-histogram",
         help="lengths of a built-in table",
+        description="Measure with random prompts whose lengths follow a built-in table.",
         epilog=f"{_EXAMPLE} token-from-histogram --histogram-key example",
     )
     histogram.add_argument(

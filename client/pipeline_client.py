@@ -52,10 +52,18 @@ class Prompt:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of the replaced script."""
     parser.add_argument("-v", "--verbose", action="store_true", help="print every message")
-    parser.add_argument("-u", "--url", help="HOST:PORT; localhost:8000 for http, 8001 for grpc")
+    parser.add_argument(
+        "-u", "--url", metavar="HOST:PORT", help="localhost:8000 for http, 8001 for grpc"
+    )
     add_protocol(parser)
     add_concurrency(parser)
-    parser.add_argument("--max-input-len", type=int, required=True, help="in tokens, estimated")
+    parser.add_argument(
+        "--max-input-len",
+        type=int,
+        required=True,
+        metavar="N",
+        help="drop prompts that are longer, in estimated tokens",
+    )
     parser.add_argument("--dataset", required=True, metavar="FILE", help="JSON list of objects")
     for name in _FLAGS:
         parser.add_argument(
@@ -63,7 +71,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         )
     parser.add_argument("--test-bls", action="store_true", help="compare the BLS model too")
     parser.add_argument("--test-llmapi", action="store_true", help="refused: not served yet")
-    parser.add_argument("--model-name", default="ensemble", help="text model (ensemble)")
+    parser.add_argument(
+        "--model-name", default="ensemble", metavar="NAME", help="text model (ensemble)"
+    )
     parser.add_argument(
         "--token-model-name",
         default="tensorrt_llm",
@@ -115,7 +125,7 @@ def _prompts(path: str, max_input_len: int) -> list[Prompt]:
         if len(text.split(" ")) / _TOKENS_PER_WORD <= max_input_len:
             found.append(Prompt(text, max(1, output_len)))
     if not found:
-        raise ConfigError(f"--dataset {path}: no prompt has --max-input-len {max_input_len}")
+        raise ConfigError(f"--dataset {path}: no prompt is within --max-input-len {max_input_len}")
     return found
 
 

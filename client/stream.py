@@ -124,8 +124,8 @@ def add_url_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags that every gRPC client has."""
     parser.add_argument("-v", "--verbose", action="store_true", help="print every message")
     parser.add_argument(
-        "-u", "--url", default="localhost:8001",
-        help="HOST:PORT of the server's gRPC endpoint (localhost:8001)",
+        "-u", "--url", default="localhost:8001", metavar="HOST:PORT",
+        help="the server's gRPC endpoint (localhost:8001)",
     )  # fmt: skip
 
 

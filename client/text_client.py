@@ -26,7 +26,13 @@ class MismatchError(TrimaranError):
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of the replaced system's text-level client."""
     add_url_arguments(parser)
-    parser.add_argument("-p", "--prompt", required=True, help="a text, or a JSON list of texts")
+    parser.add_argument(
+        "-p",
+        "--prompt",
+        required=True,
+        metavar="TEXT",
+        help="a text, or a JSON list of texts",
+    )
     parser.add_argument(
         "--model-name",
         default="ensemble",

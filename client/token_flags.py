@@ -36,7 +36,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _add_prompt(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("prompt")
-    group.add_argument("--text", default=DEFAULT_TEXT, help="prompt; needs --tokenizer-dir")
+    group.add_argument(
+        "--text", default=DEFAULT_TEXT, metavar="TEXT", help="prompt; needs --tokenizer-dir"
+    )
     group.add_argument("--tokenizer-dir", default="", metavar="DIR", help="tokenizer folder")
     group.add_argument("--tokenizer-type", default="auto", choices=TYPES, help="all read alike")
     group.add_argument(
@@ -52,10 +54,18 @@ def _add_prompt(parser: argparse.ArgumentParser) -> None:
         help="ids that --check-output expects",
     )
     group.add_argument(
-        "--end-id", type=int, default=-1, help="where no tokenizer tells it (-1)"
+        "--end-id",
+        type=int,
+        default=-1,
+        metavar="ID",
+        help="where no tokenizer tells it (-1)",
     )
     group.add_argument(
-        "--pad-id", type=int, default=50256, help="where no tokenizer does (50256)"
+        "--pad-id",
+        type=int,
+        default=50256,
+        metavar="ID",
+        help="where no tokenizer does (50256)",
     )
 
 
@@ -104,7 +114,9 @@ def _add_adapters(parser: argparse.ArgumentParser) -> None:
         "--prompt_table_extra_id", type=int, metavar="ID",
         help="names the table, so that equal prompts share cached blocks",
     )  # fmt: skip
-    group.add_argument("--vocab_size", type=int, help="ids from here on are virtual")
+    group.add_argument(
+        "--vocab_size", type=int, metavar="N", help="ids from here on are virtual"
+    )
     add_adapters(group)
     group.add_argument(
         "--dtype", default="float16", choices=DTYPES, help="of what is sent (float16)"

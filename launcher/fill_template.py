@@ -62,7 +62,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of ``trimaran fill-template``."""
     parser.add_argument("file_path", help="path of the template")
     parser.add_argument("substitutions", help="key:value,key2:value2")
-    parser.add_argument("--in-place", "-i", action="store_true", help="overwrite the file")
+    parser.add_argument("-i", "--in-place", action="store_true", help="overwrite the file")
 
 
 def run(args: argparse.Namespace) -> int:

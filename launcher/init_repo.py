@@ -64,7 +64,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="give what every repository must say, and --fill does not, its usual value",
     )
     parser.add_argument(
-        "--models", default=",".join(MODELS), help="comma list of the models to write"
+        "--models",
+        default=",".join(MODELS),
+        metavar="NAME,...",
+        help="write these models alone",
     )
     parser.add_argument(
         "--scripts",

@@ -355,7 +355,7 @@ def _add_process_flags(parser: argparse.ArgumentParser) -> None:
         type=seconds,
         default=600.0,
         metavar="S",
-        help="seconds over which restarts are counted (%(default)s)",
+        help="seconds over which restarts are counted (%(default)g)",
     )
 
 
@@ -411,8 +411,8 @@ def _add_replaced_flags(parser: argparse.ArgumentParser) -> None:
     """Flags of scripts written for the replaced system that ask for nothing here."""
     add = parser.add_argument
     add(
-        "--force",
         "-f",
+        "--force",
         action="store_true",
         help="accepted: servers on other ports never conflict",
     )

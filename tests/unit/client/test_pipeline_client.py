@@ -96,7 +96,7 @@ def test_an_error_of_the_server_is_printed(trimaran, server, dataset):
     [
         (("--sampling-params", "{'top_q': 1}"), "'top_q' is no input"),
         (("--sampling-params", "top_k=1"), "--sampling-params is no Python dictionary"),
-        (("--max-input-len", "1"), "no prompt has --max-input-len 1"),
+        (("--max-input-len", "1"), "no prompt is within --max-input-len 1"),
         (("-i", "http"), "--streaming needs -i grpc"),
         (("--test-llmapi",), "does not serve the llmapi model"),
     ],

@@ -139,6 +139,30 @@ def test_every_flag_has_a_help_text():
     assert bare == []
 
 
+def test_every_command_says_what_it_does_with_an_example():
+    bare = [
+        name
+        for name, parser in commands.parsers()
+        if not parser.description or "Example:" not in parser.format_help()
+    ]
+    assert bare == []
+
+
+def test_every_flag_shows_what_kind_of_value_it_takes_and_its_short_name_first():
+    odd = [
+        (name, action.option_strings)
+        for name, parser in commands.parsers()
+        for action in commands.flags(parser)
+        if action.option_strings
+        and (
+            # Without a metavar argparse writes the flag's own name in capitals.
+            (action.nargs != 0 and not action.choices and action.metavar is None)
+            or any(len(short) == 2 for short in action.option_strings[1:])
+        )
+    ]
+    assert odd == []
+
+
 def test_the_page_of_commands_is_what_the_parsers_say():
     assert commands.PAGE.read_text(encoding="utf-8") == commands.page(), (
         "docs/commands.md is old: make features"
