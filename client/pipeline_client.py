@@ -125,7 +125,9 @@ def _prompts(path: str, max_input_len: int) -> list[Prompt]:
         if len(text.split(" ")) / _TOKENS_PER_WORD <= max_input_len:
             found.append(Prompt(text, max(1, output_len)))
     if not found:
-        raise ConfigError(f"--dataset {path}: no prompt is within --max-input-len {max_input_len}")
+        raise ConfigError(
+            f"--dataset {path}: no prompt is within --max-input-len {max_input_len}"
+        )
     return found
 
 
