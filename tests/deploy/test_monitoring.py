@@ -151,6 +151,11 @@ class Prometheus:
         self._process.wait(30)
 
 
+def alert(name: str) -> str:
+    """The expression of an alert."""
+    return next(rule["expr"] for rule in alerts() if rule["alert"] == name)
+
+
 @pytest.fixture(scope="module")
 def scraped(
     demo_engine: Callable[[int], Path],
@@ -227,3 +232,20 @@ def test_a_death_that_clients_do_not_notice_fires_no_alert(scraped):
     rules = prometheus.get("rules")["groups"][0]["rules"]
     assert len(rules) == len(alerts())
     assert all(rule["health"] == "ok" for rule in rules), rules
+
+
+def test_an_engine_that_hangs_before_its_first_report_is_stalled(scraped):
+    server, prometheus = scraped
+    # A minute of the rule is a second for a test.
+    stalled = re.sub(r"\[1m\]", "[3s]", alert("TrimaranStalled"))
+    rank = rank_of(server)
+    time.sleep(4)
+    assert prometheus.query(stalled) == []
+    with ThreadPoolExecutor() as pool:
+        rank.suspend()
+        answer = pool.submit(server.post, "/v2/models/ensemble/generate", BODY)
+        try:
+            prometheus.wait_for(stalled, timeout_s=8)
+        finally:
+            rank.resume()
+        assert answer.result()[0] == 200
