@@ -24,6 +24,7 @@ from trimaran.server.role_parameters import (
     PREPROCESSING_PARAMETERS,
 )
 from trimaran.server.signatures import Role, check_tensors, role_of
+from trimaran.server.tensor_declarations import check_declarations
 from trimaran.server.token_parameters import TOKEN_PARAMETERS
 
 logger = logging.getLogger(__name__)
@@ -186,7 +187,8 @@ def repository_model(
             "equal or remove the name."
         )
     own.name = folder.name
-    _check_inputs(path, own)
+    _check_counts(path, own)
+    check_declarations(path, own)
     versions = _chosen(path, own, _versions(folder))
     parameters = parameters_of(folder, own)
     role = role_of(path, own, has_code=_has_code(folder, own, versions[-1]))
@@ -201,17 +203,17 @@ def repository_model(
     return RepositoryModel(folder.name, folder, own, role, versions, parameters)
 
 
-def _check_inputs(path: Path, config: ModelConfig) -> None:
-    """Refuse what would have every request refused."""
+def _check_counts(path: Path, config: ModelConfig) -> None:
     if config.max_batch_size < 0:
         raise ConfigError(
             f"{path}: max_batch_size is {config.max_batch_size} but must be 0 (no batches) or "
             "more"
         )
-    names = [tensor.name for tensor in config.input]
-    twice = next((name for name in names if names.count(name) > 1), None)
-    if twice is not None:
-        raise ConfigError(f"{path}: the input '{twice}' is declared twice. Remove one of them.")
+    for group in config.instance_group:
+        if group.count < 0:
+            raise ConfigError(
+                f"{path}: instance_group has the count {group.count} but must have 1 or more"
+            )
 
 
 def _has_code(folder: Path, config: ModelConfig, version: int) -> bool:

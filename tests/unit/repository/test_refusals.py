@@ -144,6 +144,47 @@ def test_a_batch_size_below_zero_is_refused(write_repository, edit, model):
     assert "max_batch_size is -1 but must be 0 (no batches) or more" in refusal(root)
 
 
+@pytest.mark.parametrize("model", ["preprocessing", "tensorrt_llm"])
+def test_a_count_of_instances_below_zero_is_refused(write_repository, model):
+    root = write_repository()
+    with (root / model / "config.pbtxt").open("a") as file:
+        file.write("instance_group { count: -1 kind: KIND_CPU }")
+
+    assert "instance_group has the count -1 but must have 1 or more" in refusal(root)
+
+
+@pytest.mark.parametrize(
+    ("declaration", "said"),
+    [
+        ("data_type: TYPE_FP32 dims: 1", "'' has no name"),
+        ('name: "Z" dims: 1', "'Z' has no data_type"),
+        ('name: "Z" data_type: TYPE_FP32 dims: -2', "'Z' has dims [-2] but each must be 1"),
+        ('name: "Z" data_type: TYPE_FP32 dims: [ 4, 0 ]', "'Z' has dims [4, 0] but each must"),
+        (
+            'name: "Z" data_type: TYPE_FP32 dims: 4 reshape { shape: [ 2, -3 ] }',
+            "'Z' has reshape [2, -3] but each must be 1 or more",
+        ),
+        (
+            'name: "Z" data_type: TYPE_FP32 dims: 4 reshape { shape: [ 2, 3 ] }',
+            "'Z' has dims [4] but reshape [2, 3], which is of another size",
+        ),
+        (
+            'name: "Z" data_type: TYPE_FP32 dims: -1 reshape { shape: [ ] }',
+            "'Z' has dims [-1] but reshape [], which is of another size",
+        ),
+    ],
+)
+@pytest.mark.parametrize("side", ["input", "output"])
+def test_a_tensor_that_no_request_can_meet_is_refused(
+    write_repository, side, declaration, said
+):
+    root = write_repository()
+    with (root / "ensemble" / "config.pbtxt").open("a") as file:
+        file.write(f"{side} {{ {declaration} }}")
+
+    assert f"the {side} {said}" in refusal(root)
+
+
 def test_an_input_declared_twice_is_refused(write_repository):
     root = write_repository()
     with (root / "postprocessing" / "config.pbtxt").open("a") as file:
