@@ -8,6 +8,7 @@ from typing import Any
 from prometheus_client import Counter, Gauge, Histogram
 from prometheus_client.registry import CollectorRegistry
 
+from trimaran.server.group_sums import GroupSums
 from trimaran.server.other_counts import OtherCounts
 from trimaran.server.recent_rates import Key, ModelCounts, read_counts
 from trimaran.server.step_metrics import StepMetrics
@@ -179,6 +180,7 @@ class EngineMetrics:
             registry=registry,
         )  # fmt: skip
         self._steps = StepMetrics(registry)
+        self._sums = GroupSums()
         self._stats: dict[Key, dict[str, Mapping[str, float]]] = {}
         self._latest: dict[Key, dict[str, float]] = {}
         self._infos: dict[Key, dict[str, set[_Info]]] = {}
@@ -212,6 +214,7 @@ class EngineMetrics:
             self.remove_group(model, version, group)
         for known in (self._groups, self._infos, self._stats, self._latest):
             known.pop(key, None)
+        self._sums.remove_model(key)
         for name, (_, _, keys) in _FAMILIES.items():
             for label in keys:
                 self._gauges[name].remove(model, version, label)
@@ -232,6 +235,7 @@ class EngineMetrics:
         self._group_requests.remove(model, version, group)
         self._set_infos(key, group, set())
         self.set_stats(model, version, {}, group)
+        self._sums.remove_group(key, group)
 
     def set_stats(
         self, model: str, version: str, stats: Mapping[str, float], group: str = ""
@@ -242,6 +246,7 @@ class EngineMetrics:
         groups[group] = stats
         if stats:
             self._steps.add(model, version, group, stats)
+            self._sums.add((model, version), group, stats)
         else:
             del groups[group]
         self._show_stats((model, version))
@@ -249,6 +254,7 @@ class EngineMetrics:
     def _show_stats(self, key: Key) -> None:
         """Show what all groups of a model have together."""
         values = _together(list(self._stats.get(key, {}).values()))
+        values.update(self._sums.totals(key))
         num_blocks = values.get("kv_max_blocks", 0)
         used = values.get("kv_used_blocks", 0)
         values["kv_used_fraction"] = used / num_blocks if num_blocks else 0.0

@@ -281,6 +281,33 @@ def test_the_figures_of_a_models_groups_are_shown_as_one_engines():
     assert shown() == {"max": 100, "used": 10, "tokens_per": 32, "fraction": 0.1, "active": 3}
 
 
+def test_what_engines_count_since_their_starts_never_falls():
+    metrics = Metrics()
+    metrics.add_engine("m", "1")
+
+    def shown(*told, down=""):
+        for group, steps, pauses in told:
+            stats = {"iteration_counter": steps, "paused_tokens": pauses}
+            metrics.set_engine_stats("m", "1", stats, group)
+        if down:
+            metrics.drop_engine_stats("m", "1", down)
+        samples = parse(metrics.render())
+        steps = of("nv_trt_llm_general_metrics", "m", general_type="iteration_counter")
+        return samples[steps], samples[of("trimaran_pauses", "m", type="tokens")]
+
+    assert shown(("m", 100, 5), ("m#1", 40, 2)) == (140, 7)
+    assert shown(down="m#1") == (140, 7)
+    # It begins anew; the other one only lost its connection.
+    assert shown(("m#1", 3, 0)) == (143, 7)
+    assert shown(down="m") == (143, 7)
+    assert shown(("m", 110, 6)) == (153, 8)
+    metrics.remove_group("m", "1", "m#1")
+    assert shown(("m#1", 4, 0)) == (157, 8)
+    metrics.remove_engine("m", "1")
+    metrics.add_engine("m", "1")
+    assert shown(("m", 2, 1)) == (2, 1)
+
+
 def test_nothing_is_left_of_an_engine_that_was_removed_and_a_later_one_begins_at_0():
     metrics = Metrics()
     nothing = metrics.render()
