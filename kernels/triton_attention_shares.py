@@ -32,7 +32,12 @@ PIECE_COST = 32
 """Keys that could be read in the time that ending a sequence takes."""
 
 CUT_COST = 400
-"""Keys that could be read in the time that weighing the pieces of sequences takes."""
+"""Keys that could be read in the time that weighing the pieces of sequences takes, where a
+program has one sequence or none."""
+
+CUT_COST_OF_MANY = 1800
+"""The same where programs take several in turn: the last ones have memory to themselves, and
+read several times as fast."""
 
 _WRITERS = 16
 
@@ -92,13 +97,26 @@ def _put_totals(shares, all_pieces, last_shares, IS_FIXED: tl.constexpr):  # typ
     tl.store(shares + 3 + last, all_pieces)
 
 
+@triton.jit  # type: ignore[untyped-decorator,unused-ignore]
+def _longest(cost, is_sequence, num_sequences, turns):  # type: ignore[no-untyped-def]
+    """Roughly what the program with most takes of whole sequences, so many in turn.
+
+    Of some dozens of sums of independent lengths, the largest is two deviations above the mean.
+    """
+    mean = tl.sum(cost).to(tl.float32) / num_sequences
+    distance = tl.where(is_sequence, cost.to(tl.float32) - mean, 0.0)
+    deviation = tl.sqrt(tl.sum(distance * distance) / num_sequences * turns)
+    of_many = tl.maximum((turns * mean + 2.0 * deviation).to(tl.int32), tl.max(cost))
+    return tl.where(turns > 1, of_many, tl.max(cost))
+
+
 @triton.jit(do_not_specialize=["num_sequences", "num_shares"])  # type: ignore[untyped-decorator,unused-ignore]
 def _shares_kernel(  # type: ignore[no-untyped-def]
     seq_lens, rows, shares, pieces, counters, num_sequences, num_shares,
     KV_HEADS: tl.constexpr, UNIT: tl.constexpr, MIN_KEYS: tl.constexpr, COST: tl.constexpr,
-    CUT_COST: tl.constexpr, FIXED_KEYS: tl.constexpr, MAX_PIECES: tl.constexpr,
-    IS_FIXED: tl.constexpr, HAS_ROWS: tl.constexpr, SPAN: tl.constexpr, WRITERS: tl.constexpr,
-    OVERLAPS: tl.constexpr,
+    CUT_COST: tl.constexpr, CUT_COST_OF_MANY: tl.constexpr, FIXED_KEYS: tl.constexpr,
+    MAX_PIECES: tl.constexpr, IS_FIXED: tl.constexpr, HAS_ROWS: tl.constexpr,
+    SPAN: tl.constexpr, WRITERS: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     """Each program finds all pieces and writes every WRITERS-th of each sequence.
 
@@ -125,8 +143,8 @@ def _shares_kernel(  # type: ignore[no-untyped-def]
     else:
         size = tl.maximum((tl.sum(cost) + num_shares - 1) // num_shares, MIN_KEYS)
         turns = (num_sequences + num_shares - 1) // num_shares
-        mean = tl.sum(cost) // num_sequences
-        is_whole = tl.maximum(turns * mean, tl.max(cost)) <= size + CUT_COST
+        cut_cost = tl.where(turns > 1, CUT_COST_OF_MANY, CUT_COST)
+        is_whole = _longest(cost, is_sequence, num_sequences, turns) <= size + cut_cost
         first_share = tl.where(is_whole, sequences, place // size)
         last_share = tl.where(is_whole, sequences, (place + last_unit * UNIT) // size)
     num_pieces = tl.where(is_sequence, last_share - first_share + 1, 0)
@@ -199,8 +217,8 @@ def share_out(
     )  # fmt: skip
     span = max(16, padded_size(num_sequences))
     constants = (
-        num_kv_heads, unit, MIN_KEYS, PIECE_COST, CUT_COST, FIXED_KEYS, MAX_FIXED_PIECES,
-        is_fixed, has_rows, span, _WRITERS,
+        num_kv_heads, unit, MIN_KEYS, PIECE_COST, CUT_COST, CUT_COST_OF_MANY, FIXED_KEYS,
+        MAX_FIXED_PIECES, is_fixed, has_rows, span, _WRITERS,
     )  # fmt: skip
     _shares((_WRITERS, 1), args, constants, 1 if span <= _SPAN_OF_ONE_WARP else 4)
     return plan

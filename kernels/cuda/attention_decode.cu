@@ -143,7 +143,7 @@ struct Copier {
 
     // `flags` are those of the piece's last tile.
     __device__ __forceinline__ void copy_piece(const Piece& piece, int block, Tile tile,
-                                               int flags) {
+                                               int flags, bool all_read) {
         const int* table = a.tables + piece.row * a.table_stride;
         const bool has_newest = tile.number == piece.first + piece.count - 1;
         const int tiles = tiles_of(piece);
@@ -159,6 +159,9 @@ struct Copier {
                 wait_once();
                 if (!begins) copy_query(piece, begin);
             }
+            // Before the first query is there nothing is read from the ring.
+            if (all_read && has_waited && tiles > LONG_TILES && i >= S::FEW_STAGES)
+                ring.wait_for_room(S::FEW_STAGES);
             if (has_row) tile.newest = place_in_cache(block, rows - 1);
             tile.rows_and_flags = rows | (begins ? BEGINS : 0) | (ends ? ENDS | flags : 0) |
                                   (has_row ? HAS_NEWEST : 0);
@@ -196,7 +199,7 @@ struct Copier {
             copy_piece(piece, block,
                        {0, piece.sequence, walk.number, piece.count,
                         walk.is_share ? first : walk.number, 0, 0},
-                       (finishes ? FINISHES : 0) | (is_final ? IS_FINAL : 0));
+                       (finishes ? FINISHES : 0) | (is_final ? IS_FINAL : 0), walk.all_read());
             block = first_of_next;
             piece = next;
             next = after;

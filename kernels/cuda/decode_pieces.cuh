@@ -15,6 +15,10 @@ constexpr int MAX_GROUP = 8;
 constexpr int EXCHANGED = 4;  // queries of a group that warps weigh at once
 constexpr int FEW = 8;  // tokens of the smaller box
 constexpr int STAGE_BYTES_OF_ALL = 98304;
+// So much is under way within a long piece while all blocks read: more only lengthens the queue
+// for memory, and by that all waits. Short ones need it all, so that their ends hold nothing up.
+constexpr int STAGE_BYTES_OF_FEW = 65536;
+constexpr int LONG_TILES = 10;
 
 // Named barriers; 0 is the block's own.
 constexpr int IS_FREE = 1;   // what the warps exchange has been read
@@ -81,6 +85,7 @@ struct Shape {
     static constexpr int PANELS = HEAD / PANEL;
     static constexpr int TILE_BYTES = KEYS * HEAD * 2;
     static constexpr int STAGES = STAGE_BYTES_OF_ALL / (2 * TILE_BYTES);
+    static constexpr int FEW_STAGES = STAGE_BYTES_OF_FEW / (2 * TILE_BYTES);
     static constexpr int BESIDE_BYTES = MAX_GROUP * HEAD * 2;  // of a tile
     static constexpr int BESIDES = STAGE_BYTES_OF_ALL;
     static constexpr int EXCHANGE = BESIDES + STAGES * BESIDE_BYTES;
@@ -99,6 +104,13 @@ struct Ring {
 
     __device__ __forceinline__ u32 full() const { return barriers + slot * 8; }
     __device__ __forceinline__ u32 empty() const { return barriers + (STAGES + slot) * 8; }
+    // Waits until what came so many tiles before the next has been read.
+    __device__ __forceinline__ void wait_for_room(u32 tiles) const {
+        const bool is_behind = slot >= tiles;
+        const u32 there = slot + (is_behind ? 0 : STAGES) - tiles;
+        barrier_wait(barriers + (STAGES + there) * 8, is_behind ? parity : parity ^ 1);
+    }
+
     __device__ __forceinline__ void next() {
         if (++slot == STAGES) {
             slot = 0;
@@ -133,6 +145,11 @@ struct Walk {
     }
 
     __device__ __forceinline__ bool is_over() const { return number >= end; }
+
+    // Whether at least half of all blocks have a piece in this one's turn.
+    __device__ __forceinline__ bool all_read() const {
+        return is_share || (end - number / stride * stride) * 2 >= stride;
+    }
 
     // The piece so many steps ahead, or the last one.
     __device__ __forceinline__ Piece ahead(const Arguments& a, int steps) const {

@@ -257,5 +257,7 @@ def test_sequences_are_cut_only_where_that_pays():
     assert num_pieces([256] * 40) == 40
     assert num_pieces([256]) == 1
     assert num_pieces([5000]) == 20
-    assert num_pieces([1500] * 21) > 21
+    assert num_pieces([1500] * 21) == 21
+    assert num_pieces([2500] * 21) > 21
+    assert num_pieces([4000, 4000, 200] * 14) > 42
     assert num_pieces([9000] + [100] * 39) > 45
