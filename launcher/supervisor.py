@@ -272,8 +272,12 @@ class Supervisor:
         if failure.is_final:
             return "not started again"
         if self._config.restart.max_restarts == 0:
-            return "not started again: restarts are off"
-        return f"not started again: {self._roster.budget(group)} are used up"
+            return "not started again: restarts are off (--restart, --max-restarts)"
+        budget = self._roster.budget(group)
+        return (
+            f"not started again: {budget} are used up. Mend what the log says of each, or "
+            "raise --max-restarts"
+        )
 
     def _restart(self, group: Group) -> None:
         is_known = group in list(self._roster)  # else it was stopped meanwhile
