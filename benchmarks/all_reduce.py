@@ -5,6 +5,7 @@ mpirun -n 2 python benchmarks/all_reduce.py
 
 from __future__ import annotations
 
+import argparse
 import os
 import time
 from collections.abc import Callable
@@ -62,6 +63,9 @@ def measure(world: mpi.World) -> list[tuple[str, int, float, float]]:
 
 def main() -> None:
     """Print one table on rank 0."""
+    argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    ).parse_args()
     torch.set_num_threads(1)
     world = mpi.World.discover()
     rows = measure(world)

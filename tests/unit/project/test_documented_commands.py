@@ -8,6 +8,7 @@ import functools
 import io
 import re
 import shlex
+import subprocess
 import sys
 from pathlib import Path
 
@@ -161,6 +162,17 @@ def test_every_flag_shows_what_kind_of_value_it_takes_and_its_short_name_first()
         )
     ]
     assert odd == []
+
+
+@pytest.mark.parametrize("flag", ["--help", "--no-such-flag"])
+def test_a_benchmark_over_ranks_measures_nothing_for_who_asks_for_help(flag):
+    done = subprocess.run(
+        [sys.executable, "benchmarks/all_reduce.py", flag],
+        cwd=ROOT, capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    assert done.returncode == (0 if flag == "--help" else 2)
+    assert "usage: all_reduce.py" in done.stdout + done.stderr
+    assert "p50" not in done.stdout
 
 
 def test_the_page_of_commands_is_what_the_parsers_say():
