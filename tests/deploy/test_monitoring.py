@@ -193,6 +193,16 @@ def test_every_dashboard_query_has_an_answer(scraped, title, expression):
     assert prometheus.numbers(expression), f"{title}: {expression}"
 
 
+def test_the_dashboards_variables_need_no_metric_that_a_flag_takes_away(scraped):
+    _, prometheus = scraped
+    dashboard = json.loads((DEPLOY / "grafana" / "trimaran.json").read_text())
+    asked = re.findall(r"label_values\((\w+)", json.dumps(dashboard["templating"]))
+    assert asked
+    for name in asked:
+        assert not name.startswith(("nv_cpu_", "nv_gpu_")), "--allow-cpu-metrics false"
+        assert prometheus.query(name), name
+
+
 def test_every_name_in_rules_and_dashboard_is_one_that_the_server_has(scraped):
     _, prometheus = scraped
     known = set(prometheus.get("label/__name__/values"))
