@@ -33,6 +33,13 @@ def _whole(text: str, least: int) -> int:
     return int(text)
 
 
+def port(text: str) -> int:
+    """A port that can be listened on."""
+    if not text.isdigit() or not 1 <= int(text) <= 65535:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a port from 1 to 65535")
+    return int(text)
+
+
 def seconds(text: str) -> float:
     """A time of 0 or more."""
     try:

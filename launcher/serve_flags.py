@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from trimaran.comm.flag_values import boolean, count, positive, seconds
+from trimaran.comm.flag_values import boolean, count, port, positive, seconds
 from trimaran.launcher.flags import FlagParser
 from trimaran.launcher.triton_flags import add_triton_flags
 
@@ -104,12 +104,12 @@ _RARE = (
 
 def _add_endpoint_flags(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    for name, port in (("http", 8000), ("grpc", 8001), ("metrics", 8002)):
+    for name, default in (("http", 8000), ("grpc", 8001), ("metrics", 8002)):
         title = {"http": "HTTP", "grpc": "gRPC", "metrics": "metrics"}[name]
         add(
             f"--{name}-port",
-            type=_port,
-            default=port,
+            type=port,
+            default=default,
             metavar="P",
             help=f"{title} port (%(default)s)",
         )
@@ -426,12 +426,6 @@ def _add_replaced_flags(parser: argparse.ArgumentParser) -> None:
         add(name, action="append", metavar="VALUE", help="accepted without effect")
     for name in ("--trtllm-llmapi-launch", "--disable-auto-complete-config"):
         add(name, action="store_true", help="accepted without effect")
-
-
-def _port(text: str) -> int:
-    if not text.isdigit() or not 1 <= int(text) <= 65535:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a port from 1 to 65535")
-    return int(text)
 
 
 def _verbosity(text: str) -> int:

@@ -9,7 +9,7 @@ import shlex
 from dataclasses import dataclass
 
 from trimaran.comm.errors import ConfigError
-from trimaran.comm.flag_values import count, positive
+from trimaran.comm.flag_values import count, port, positive
 
 TEMPLATES = {
     "leader": "one model on one node",
@@ -111,11 +111,20 @@ class JobSpec:
             http_port=args.http_port,
             grpc_port=args.grpc_port,
             metrics_port=args.metrics_port,
-            serve_flags=tuple(shlex.split(args.serve_flags)),
+            serve_flags=_split(args.serve_flags),
             mpi=args.mpi,
             container_image=args.container_image,
             container_mounts=args.container_mounts,
         )
+
+
+def _split(flags: str) -> tuple[str, ...]:
+    try:
+        return tuple(shlex.split(flags))
+    except ValueError as error:
+        raise ConfigError(
+            f"--serve-flags {flags!r}: {error}. Quote it as in a shell."
+        ) from None
 
 
 def _check_shape(args: argparse.Namespace) -> None:
@@ -170,7 +179,7 @@ def add_job_arguments(parser: argparse.ArgumentParser) -> None:
     add("--model-repo", default="", metavar="DIR", help="model repository, on every node")
     add("--world-size", type=positive, default=1, metavar="N", help="ranks in all (1)")
     add("--nodes", type=positive, default=1, metavar="N", help="nodes of the job (1)")
-    add("--replicas", type=count, default=0, metavar="N", help="servers of the array")
+    add("--replicas", type=positive, default=0, metavar="N", help="servers of the array")
     add("--gpus-per-node", type=count, default=0, metavar="N", help="0: serve on the CPU (0)")
     add("--cpus-per-task", type=positive, metavar="N", help="Slurm's --cpus-per-task")
     for name in _FREE_OPTIONS:
@@ -180,9 +189,9 @@ def add_job_arguments(parser: argparse.ArgumentParser) -> None:
     add("--job-name", default="trimaran", metavar="NAME", help="also of logs (trimaran)")
     add("--log-dir", default="trimaran-logs", metavar="DIR",
         help="logs, on every node (trimaran-logs)")  # fmt: skip
-    add("--http-port", type=positive, default=8000, metavar="P", help="HTTP port (8000)")
-    add("--grpc-port", type=positive, default=8001, metavar="P", help="gRPC port (8001)")
-    add("--metrics-port", type=positive, default=8002, metavar="P", help="metrics port (8002)")
+    add("--http-port", type=port, default=8000, metavar="P", help="HTTP port (8000)")
+    add("--grpc-port", type=port, default=8001, metavar="P", help="gRPC port (8001)")
+    add("--metrics-port", type=port, default=8002, metavar="P", help="metrics port (8002)")
     add("--serve-flags", default="", metavar="FLAGS", help="more flags of trimaran serve")
     add("--drain-seconds", type=positive, default=60, metavar="S", help="time to finish (60)")
     add("--max-requeues", type=count, default=3, metavar="N", help="after failures (3)")

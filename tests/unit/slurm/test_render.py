@@ -143,12 +143,30 @@ def test_a_job_is_read_from_a_yaml_file(tmp_path: Path, capsys: pytest.CaptureFi
         (["--job-name", "a b"], "--job-name 'a b'"),
         (["--log-dir", "/logs/%j"], "--log-dir"),
         (["--partition", "a b"], "--partition 'a b'"),
+        (["--serve-flags", "--id 'a"], "--serve-flags \"--id 'a\": No closing quotation"),
     ],
 )  # fmt: skip
 def test_what_contradicts_itself_is_refused(flags: list[str], message: str):
     with pytest.raises(ConfigError) as caught:
         script_of(*flags)
     assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ("--http-port", "65536"),
+        ("--grpc-port", "0"),
+        ("--template", "replicas", "--replicas", "0"),
+    ],
+)
+def test_a_number_that_no_job_can_have_is_refused(
+    flags: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+):
+    with pytest.raises(SystemExit) as ended:
+        main(["slurm", "render", "--model-repo", "/repo", *flags])
+    assert ended.value.code == 2
+    assert f"{flags[-2]}: '{flags[-1]}' is not a" in capsys.readouterr().err
 
 
 def test_the_model_repository_is_asked_for():
