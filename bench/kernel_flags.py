@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 
 from trimaran.bench.shapes import SHAPES
+from trimaran.comm.flag_values import positive
 
 AREAS = ("operators", "attention", "elementwise", "sampling")
 
@@ -19,12 +20,12 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         help=f"kernels to time: {', '.join(AREAS)} (operators)",
     )  # fmt: skip
     parser.add_argument(
-        "--rows", type=int, nargs="+", default=[1, 64, 256, 1024, 8192], metavar="N",
+        "--rows", type=positive, nargs="+", default=[1, 64, 256, 1024, 8192], metavar="N",
         help="tokens of a step (1 64 256 1024 8192)",
     )  # fmt: skip
     parser.add_argument(
         "--context",
-        type=int,
+        type=positive,
         default=1024,
         metavar="N",
         help="tokens of a decode's cache (1024)",

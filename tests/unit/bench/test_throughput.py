@@ -112,6 +112,18 @@ def test_what_cannot_be_measured_is_refused(capsys, flags, complaint):
     assert complaint in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("flags", [("--rows", "0"), ("--rows", "-4"), ("--context", "0")])
+def test_a_layer_of_no_rows_is_refused_before_its_kernels_divide_by_them(flags):
+    program = "import sys; from trimaran.launcher.cli import main; sys.exit(main(sys.argv[1:]))"
+    command = [sys.executable, "-c", program, "bench", "kernels"]
+    done = subprocess.run(
+        [*command, "--shape", "tiny", "--device", "cpu", "--ceiling-seconds", "0", *flags],
+        capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    assert done.returncode == 2
+    assert f"{flags[0]}: '{flags[1]}' is not a whole number of 1 or more" in done.stderr
+
+
 def test_the_steps_asked_for_are_traced(tmp_path):
     flags = ["--load", "5/9x1", "--profile", "steps=4:6", "--profile-dir", str(tmp_path)]
     assert main(["bench", "throughput", *FLAGS, *flags]) == 0
