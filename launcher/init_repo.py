@@ -79,6 +79,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Write the repository, and the scripts if asked."""
+    for flag, folder in (("directory", args.directory), ("--scripts", args.scripts)):
+        # Of a variable that is not set; it would be the current folder.
+        if folder == "":
+            raise ConfigError(f"the {flag} is empty. Name a folder; the current one is '.'.")
     root = Path(args.directory)
     names = [name.strip() for name in args.models.split(",")]
     unknown = [name for name in names if name not in MODELS]

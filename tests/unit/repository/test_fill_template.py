@@ -158,6 +158,16 @@ def test_init_repo_writes_five_models_and_keeps_what_is_there(tmp_path, capsys):
     assert main(["init-repo", str(root), "--force", "--models", "ensemble"]) == 0
 
 
+@pytest.mark.parametrize("flags", [[""], ["repository", "--scripts", ""]])
+def test_init_repo_takes_no_empty_name_for_the_current_folder(
+    tmp_path, monkeypatch, capsys, flags
+):
+    monkeypatch.chdir(tmp_path)
+    assert main(["init-repo", *flags]) == 2
+    assert "is empty" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
 def test_init_repo_fills_each_model_that_has_the_placeholder(tmp_path):
     root = tmp_path / "repo"
 
