@@ -40,8 +40,9 @@ class StreamSession:
     """One stream. Its requests run concurrently; its end, however it comes, ends them.
 
     Messages of different requests interleave. Requests for non-decoupled models are
-    answered in their order. Writing waits for the client, so a slow reader holds back
-    the requests of its own stream only.
+    answered in their order, those too that are refused or fail: clients of the common
+    libraries see no id of an error. Writing waits for the client, so a slow reader holds
+    back the requests of its own stream only.
     """
 
     def __init__(self, service: Service, context: Context) -> None:
@@ -76,10 +77,10 @@ class StreamSession:
     async def _read(self, requests: AsyncIterator[pb.ModelInferRequest]) -> None:
         async for message in requests:
             arrival_ns = time.monotonic_ns()
-            task = asyncio.ensure_future(
-                self._serve(message, arrival_ns, after=self._last_ordered)
-            )
-            if self._is_ordered(message):
+            is_ordered = self._is_ordered(message)
+            before = self._last_ordered if is_ordered else None
+            task = asyncio.ensure_future(self._serve(message, arrival_ns, before))
+            if is_ordered:
                 self._last_ordered = task
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
@@ -90,17 +91,18 @@ class StreamSession:
         try:
             model = self._service.registry.get(message.model_name, message.model_version)
         except RequestError:
-            return False
+            # Refused like a request of a model that is not decoupled.
+            return True
         return not model.is_decoupled
 
     async def _serve(
         self,
         message: pb.ModelInferRequest,
         arrival_ns: int,
-        after: asyncio.Task[None] | None,
+        before: asyncio.Task[None] | None,
     ) -> None:
         try:
-            await self._respond(message, arrival_ns, after)
+            await self._respond(message, arrival_ns, before)
         except _ClientGoneError:
             logger.debug("the client of request '%s' left", message.id)
 
@@ -108,22 +110,21 @@ class StreamSession:
         self,
         message: pb.ModelInferRequest,
         arrival_ns: int,
-        after: asyncio.Task[None] | None,
+        before: asyncio.Task[None] | None,
     ) -> None:
         try:
             admission = self._service.admission
             with admission.admit(GRPC_STOPPING):
                 with admission.unless_given_up():
                     model, parsed, responses = await self._start(message, arrival_ns)
-                before = None if model.is_decoupled else after
                 await self._answer(message, model, parsed, responses, before)
         except _ClientGoneError:
             raise
         except RequestError as error:
-            await self._refuse(message, error)
+            await self._refuse(message, error, before)
         except Exception:
             logger.exception("a streamed request of model %s failed", message.model_name)
-            await self._fail(message, RequestError(INTERNAL, ErrorKind.INTERNAL))
+            await self._fail(message, RequestError(INTERNAL, ErrorKind.INTERNAL), before)
 
     async def _start(
         self, message: pb.ModelInferRequest, arrival_ns: int
@@ -158,7 +159,8 @@ class StreamSession:
                         await self._write(encoded)
         except RequestError as error:
             is_refused = isinstance(error, RefusedError) and not has_begun
-            await (self._refuse if is_refused else self._fail)(message, error)
+            with self._service.admission.unless_given_up():
+                await (self._refuse if is_refused else self._fail)(message, error, before)
             return
         if not has_ended and wants_empty_final(message):
             final = pb.ModelStreamInferResponse()
@@ -174,17 +176,29 @@ class StreamSession:
         message.infer_response.parameters[FINAL].bool_param = is_final
         return message
 
-    async def _refuse(self, message: pb.ModelInferRequest, error: RequestError) -> None:
+    async def _refuse(
+        self,
+        message: pb.ModelInferRequest,
+        error: RequestError,
+        before: asyncio.Task[None] | None,
+    ) -> None:
         """Nothing ran: the client gets the id alone, and the call goes on in any case."""
+        await _over(before)
         refusal = pb.ModelStreamInferResponse(error_message=str(error))
         refusal.infer_response.id = message.id
         await self._write(refusal)
 
-    async def _fail(self, message: pb.ModelInferRequest, error: RequestError) -> None:
+    async def _fail(
+        self,
+        message: pb.ModelInferRequest,
+        error: RequestError,
+        before: asyncio.Task[None] | None,
+    ) -> None:
         if self._ends_on_error:
             if not self._failure.done():
                 self._failure.set_result(error)
             return
+        await _over(before)
         failure = pb.ModelStreamInferResponse(error_message=str(error))
         _name(failure.infer_response, message)
         await self._write(failure)

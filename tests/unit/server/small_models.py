@@ -96,9 +96,10 @@ class EchoModel(SmallModel):
 
 
 class DoubleModel(SmallModel):
-    """Doubles each value."""
+    """Doubles each value, as late as asked to."""
 
     async def infer(self, request: InferRequest) -> AsyncIterator[InferResponse]:
+        await asyncio.sleep(float(request.parameters.get("delay_ms", 0)) / 1e3)
         yield self.respond(Y=Tensor("Y", "INT32", request.inputs["X"].data * 2))
 
 

@@ -96,6 +96,25 @@ def test_non_decoupled_answers_keep_the_requests_order_and_are_final(stream):
     assert set(finals(responses)) == {True}
 
 
+def test_errors_of_non_decoupled_models_keep_the_requests_order_too(stream):
+    slow = double("slow", 1)
+    slow.parameters["delay_ms"].int64_param = 300
+    invalid = double("invalid", 1)
+    invalid.inputs[0].shape[:] = [5, 2]
+    unknown = pb.ModelInferRequest(model_name="x", id="unknown")
+    failing = {}
+    for kind in (b"INTERNAL", b"full", b"bug"):
+        failing[kind] = pb.ModelInferRequest(model_name="fail", id=kind.decode())
+        tensor = failing[kind].inputs.add(name="KIND", datatype="BYTES", shape=[1])
+        tensor.contents.bytes_contents.append(kind)
+    quick = double("quick", 2)
+    responses = list(stream(slow, invalid, unknown, *failing.values(), quick))
+    assert [r.infer_response.id for r in responses] == [
+        "slow", "invalid", "unknown", "INTERNAL", "full", "bug", "quick",
+    ]  # fmt: skip
+    assert [bool(r.error_message) for r in responses] == [False, *[True] * 5, False]
+
+
 def test_no_requests_give_no_messages(stream):
     assert list(stream()) == []
 
