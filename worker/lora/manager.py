@@ -25,7 +25,7 @@ _SHOWN_CHARACTERS = 256
 """Of a name that no adapter has, in an error: a client may send one of any length."""
 
 _MANY = 256
-"""Requests of an adapter from which finished ones are forgotten with each new one."""
+"""So many requests of an adapter are kept before those that are over are looked for."""
 
 AdapterOp = tuple[Any, ...]
 """What becomes of an adapter; see `lora.store`."""
@@ -50,6 +50,9 @@ class Adapter:
 
     requests: list[Request] = field(default_factory=list)
     """Those that asked for it, some of which may be over."""
+
+    most_requests: int = _MANY
+    """From so many on those that are over are forgotten."""
 
     slot: int = -1
     first: int = -1
@@ -123,8 +126,10 @@ class AdapterManager:
         if not message.adapter_id and message.adapter is None:
             return 0
         adapter = self.keep(message.adapter_id, message.adapter or {})
-        if len(adapter.requests) >= _MANY:
+        if len(adapter.requests) >= adapter.most_requests:
             self._is_wanted(adapter)
+            # Twice those that are left: a request costs the same however many are open.
+            adapter.most_requests = max(_MANY, 2 * len(adapter.requests))
         adapter.requests.append(request)
         self._on_host.move_to_end(adapter.number)
         return adapter.number

@@ -163,6 +163,31 @@ def test_the_host_forgets_what_was_used_least_recently_but_nothing_in_use(
     driver.check_idle()
 
 
+def test_a_request_costs_the_same_however_many_of_its_adapter_are_open(make_engine, adapters):
+    driver = make_engine()
+    submit(driver, adapters, [1], 5)
+    manager, num_looks = driver.engine._adapters, 0
+    is_open = manager.is_open
+
+    def look(request):
+        nonlocal num_looks
+        num_looks += 1
+        return is_open(request)
+
+    manager.is_open = look
+    for _ in range(2000):
+        driver.submit([1, 2], max_tokens=1, adapter_id=5)
+    assert num_looks < 2 * 2000
+
+    driver.engine.drop_source("client")
+    for _ in range(3000):
+        submitted = driver.submit([1, 2], max_tokens=1, adapter_id=5)
+        driver.engine.cancel("client", [submitted])
+    (adapter,) = manager._on_host.values()
+    # Those that are over are forgotten.
+    assert len(adapter.requests) < 2000
+
+
 def test_steps_that_cannot_be_captured_are_refused(make_engine):
     with pytest.raises(ConfigError, match="adapter-graphs is set but the device is cpu"):
         make_engine(lora=LoraConfig(has_graphs=True))
