@@ -184,7 +184,9 @@ class Engine:
                 "go on. The server's log has the traceback.",
                 ErrorKind.INTERNAL,
             ) from error
-        if not request.sampling.guide_type:
+        if request.sampling.guide_type:
+            self.scheduler.expect(request)
+        else:
             self.scheduler.add(request)
         self._timing.submitted(time.perf_counter())
         self._requests.setdefault((source, message.request_id), []).append(request)
@@ -307,6 +309,7 @@ class Engine:
             if error is None:
                 self.scheduler.add(request)
             else:
+                self.scheduler.give_up(request)
                 self._fail(request, error, result)
 
     def _fail(self, request: Request, error: RequestError, result: StepResult) -> None:

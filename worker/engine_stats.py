@@ -32,7 +32,7 @@ class EngineStats:
     def record(self, step: ScheduledStep | LaneSteps) -> None:
         """Note a step that was just scheduled."""
         self._last = step
-        self._num_active = len(self._scheduler.running) + len(self._scheduler.waiting)
+        self._num_active = self._scheduler.num_active
 
     def values(self) -> dict[str, float]:
         """One value for each of ``STATS_KEYS``."""
@@ -53,7 +53,7 @@ class EngineStats:
 
     def _of_requests(self) -> dict[str, float]:
         last = self._last if self._scheduler.has_requests else None
-        active = self._num_active if last is not None else len(self._scheduler.waiting)
+        active = self._scheduler.num_active if last is None else self._num_active
         scheduled = 0 if last is None else last.num_scheduled
         context = 0 if last is None else last.num_context
         pauses = self._scheduler.pauses

@@ -48,8 +48,18 @@ class LaneScheduler:
         check_limits(request, self.config, self.lanes[0].cache)
         if self.config.has_queue_limits:
             num_free = sum(len(lane.rows.free) for lane in self.lanes)
-            check_queue(request, self.config, sorted(self.waiting, key=KEY), num_free)
+            waiting = sorted(self.waiting, key=KEY)
+            expected = [other for lane in self.lanes for other in lane.expected]
+            check_queue(request, self.config, waiting, expected, num_free)
         request.lane = self._choose(request)
+
+    def expect(self, request: Request) -> None:
+        """Keep its place for a checked request, until it is added, ended or given up."""
+        self.lanes[request.lane].expect(request)
+
+    def give_up(self, request: Request) -> None:
+        """Keep no place any more for a request that was expected."""
+        self.lanes[request.lane].give_up(request)
 
     def add(self, request: Request) -> None:
         """Queue a checked request."""
@@ -104,6 +114,11 @@ class LaneScheduler:
         return Pauses.sum(lane.pauses for lane in self.lanes)
 
     @property
+    def num_active(self) -> int:
+        """Sequences that run or wait."""
+        return sum(lane.num_active for lane in self.lanes)
+
+    @property
     def num_preempted(self) -> int:
         """Sequences in the queues that ran before."""
         return sum(lane.num_preempted for lane in self.lanes)
@@ -114,7 +129,7 @@ class LaneScheduler:
         return sum(lane.num_empty_slots for lane in self.lanes)
 
     def _choose(self, request: Request) -> int:
-        counts = [len(lane.running) + len(lane.waiting) for lane in self.lanes]
+        counts = [lane.num_active for lane in self.lanes]
         most = min(counts) + _SLACK
         hits = self._cached_blocks(request)
         near = [number for number, count in enumerate(counts) if count <= most]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections.abc import Collection
 
 from trimaran.comm.errors import RefusedError, RequestError, with_request_id
 from trimaran.comm.sampling_params import SamplingParams
@@ -52,12 +53,17 @@ def check_limits(request: Request, config: SchedulerConfig, cache: KVCacheManage
 
 
 def check_queue(
-    request: Request, config: SchedulerConfig, waiting: list[Sequence], num_free: int
+    request: Request,
+    config: SchedulerConfig,
+    waiting: list[Sequence],
+    expected: Collection[Request],
+    num_free: int,
 ) -> None:
     """Refuse a request that the queue of its priority has no place for.
 
     ``waiting`` is in the order in which it will get the ``num_free`` places among the running
-    sequences; who is about to get one does not wait. A replayed request has its place.
+    sequences, and ``expected`` ones join it; who is about to get one does not wait. A replayed
+    request has its place.
 
     Raises:
         RefusedError: there are as many.
@@ -66,10 +72,13 @@ def check_queue(
     limit = levels[level - 1] if levels else config.max_queue_size
     if not limit or request.output_ids:
         return
-    first, end = 0, len(waiting)
+    first, end = 0, len(waiting) + len(expected)
     if levels:
-        first = bisect_left(waiting, (level,), key=KEY)
-        end = bisect_left(waiting, (level + 1,), key=KEY)
+        first, end = (
+            bisect_left(waiting, (bound,), key=KEY)
+            + sum(-other.priority < bound for other in expected)
+            for bound in (level, level + 1)
+        )
     if end - max(first, num_free) < limit:
         return
     place = f" by priority level {level}" if levels else ""

@@ -58,7 +58,7 @@ class Scheduler:
         self._micro_batches = MicroBatches(num_micro_batches) if num_micro_batches else None
         self.running: list[Sequence] = []
         self._queue = WaitingQueue(cache, adapters)
-        self.waiting = self._queue.sequences
+        self.waiting, self.expected = self._queue.sequences, self._queue.expected
         self.loads = Loads()
         self.step = 0
         self._is_static = config.is_static
@@ -82,10 +82,19 @@ class Scheduler:
             RequestError: names the value, the limit and the remedy.
         """
         check_limits(request, self.config, self.cache)
-        check_queue(request, self.config, self.waiting, len(self.rows.free))
+        check_queue(request, self.config, self.waiting, self.expected, len(self.rows.free))
+
+    def expect(self, request: Request) -> None:
+        """Keep its place for a checked request, until it is added, ended or given up."""
+        self.expected.add(request)
+
+    def give_up(self, request: Request) -> None:
+        """Keep no place any more for a request that was expected."""
+        self.expected.discard(request)
 
     def add(self, request: Request) -> None:
         """Queue a checked request. A replayed one may turn out to be complete."""
+        self.expected.discard(request)
         request.start_sequences(len(self.cache.pools))
         self._followers.add(request)
         first = request.sequences[0]
@@ -102,6 +111,7 @@ class Scheduler:
 
     def end(self, request: Request, reason: FinishReason) -> None:
         """End all of a request's sequences now, by cancellation."""
+        self.expected.discard(request)
         if not request.sequences:
             request.start_sequences(len(self.cache.pools))
             self._followers.add(request)
@@ -132,6 +142,11 @@ class Scheduler:
     def micro_batch(self) -> int:
         """Which of the steps in flight of a pipeline the last one was; 0 without stages."""
         return self.step % self._micro_batches.count if self._micro_batches else 0
+
+    @property
+    def num_active(self) -> int:
+        """Sequences that run or wait; of beams one, and of a request that is expected."""
+        return self._num_in_batch + len(self.waiting) + len(self.expected)
 
     @property
     def num_preempted(self) -> int:

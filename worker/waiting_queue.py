@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from trimaran.worker.kv_cache.manager import KVCacheManager
 from trimaran.worker.lora.manager import AdapterManager
 from trimaran.worker.pauses import Pauses
-from trimaran.worker.request import KEY, RequestStatus, Sequence, remove_by_key
+from trimaran.worker.request import KEY, Request, RequestStatus, Sequence, remove_by_key
 
 
 class WaitingQueue:
@@ -20,6 +20,9 @@ class WaitingQueue:
     def __init__(self, cache: KVCacheManager, adapters: AdapterManager | None) -> None:
         self.sequences: list[Sequence] = []
         """In order; for reading."""
+
+        self.expected: set[Request] = set()
+        """Checked requests whose sequences come later: they have their places already."""
 
         self.pauses = Pauses()
         self._cache = cache

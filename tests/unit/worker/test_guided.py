@@ -13,7 +13,7 @@ import pytest
 from tokenizers import Tokenizer
 
 from tests.driver import Driver
-from trimaran.comm.errors import ConfigError, RequestError
+from trimaran.comm.errors import ConfigError, RefusedError, RequestError
 from trimaran.comm.messages import FinishReason
 from trimaran.worker.config import CacheConfig, EngineConfig, GuidedConfig, SchedulerConfig
 from trimaran.worker.guided.compiler import GuideCompiler
@@ -40,7 +40,7 @@ GUIDES = {
 }
 
 
-def make_engine(depth=1, max_tokens=2048, guided=None, **changes):
+def make_engine(depth=1, max_tokens=2048, guided=None, max_queue_size=0, **changes):
     driver = Driver(
         EngineConfig(
             model="test",
@@ -50,6 +50,7 @@ def make_engine(depth=1, max_tokens=2048, guided=None, **changes):
             scheduler=SchedulerConfig(
                 max_num_batched_tokens=64,
                 max_num_seqs=16,
+                max_queue_size=max_queue_size,
                 max_seq_len=256,
                 max_input_len=200,
                 policy="max_utilization",
@@ -286,6 +287,25 @@ def test_guides_are_refused_where_they_are_not_served():
 
     with pytest.raises(RequestError, match="Set guided_decoding_backend to xgrammar"):
         submit(plain, "regex")
+
+
+def test_requests_whose_guides_are_compiled_have_places_in_the_queue_and_the_gauges():
+    driver = make_engine(max_queue_size=3)
+    requests = [submit(driver, "regex", seed=seed) for seed in range(18)]
+    # No grammar either, but that is known later.
+    wrong = submit(driver, "regex", "(")
+
+    assert driver.engine.stats()["active_requests"] == 19
+    assert driver.engine.stats()["waiting_requests"] == 19
+    with pytest.raises(RefusedError, match="Maximum queue size of 3"):
+        submit(driver, "regex")
+    driver.engine.cancel("client", [requests[0]])
+    driver.run()
+
+    assert driver.failed.keys() == {wrong}
+    assert all(follows("regex", text_of(driver, request)) for request in requests[1:])
+    assert driver.engine.stats()["active_requests"] == 0
+    driver.check_idle()
 
 
 @pytest.mark.feature("parameter:xgrammar_tokenizer_info_path", "parameter:tokenizer_dir")

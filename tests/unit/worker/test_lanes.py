@@ -36,6 +36,11 @@ class Planner:
         self.count = 0
 
     def add(self, num_prompt=4, prompt=None, **sampling) -> Request:
+        request = self.check(num_prompt, prompt, **sampling)
+        self.scheduler.add(request)
+        return request
+
+    def check(self, num_prompt=4, prompt=None, priority=0, **sampling) -> Request:
         ids = prompt or [(self.count * 37 + place) % 1000 for place in range(num_prompt)]
         request = Request(
             source="client",
@@ -43,11 +48,11 @@ class Planner:
             number=self.count,
             prompt_ids=array("i", ids),
             output_ids=array("i"),
+            priority=priority,
             sampling=SamplingParams(**{"max_tokens": 3, **sampling}),
         )
         self.count += 1
         self.scheduler.check(request)
-        self.scheduler.add(request)
         return request
 
     def step(self, token_id=500):
@@ -138,6 +143,28 @@ def test_queues_count_together():
 
     with pytest.raises(RequestError, match="Maximum queue size of 2"):
         planner.add()
+
+
+def test_requests_that_come_later_have_their_places_in_lanes_and_queues():
+    planner = Planner(max_num_seqs=1, level_queue_sizes=(2, 1))
+    requests = []
+    for priority in (-1, -1, -2, -1, -1):
+        requests.append(planner.check(priority=priority))
+        planner.scheduler.expect(requests[-1])
+
+    assert [request.lane for request in requests] == [0, 1, 0, 1, 0]
+    assert planner.scheduler.num_active == 5
+    for priority, limit in ((-1, 2), (-2, 1)):
+        with pytest.raises(RequestError, match=f"Maximum queue size of {limit}"):
+            planner.check(priority=priority)
+    planner.scheduler.give_up(requests[0])
+    planner.scheduler.end(requests[1], FinishReason.CANCELLED)
+    planner.scheduler.add(requests[3])
+    assert planner.scheduler.num_active == 3
+    for _ in range(2):
+        planner.scheduler.expect(planner.check(priority=-1))
+    with pytest.raises(RequestError, match="Maximum queue size of 2"):
+        planner.check(priority=-1)
 
 
 def test_decisions_survive_the_way_to_other_ranks():
