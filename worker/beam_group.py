@@ -176,6 +176,7 @@ class BeamGroup:
                 plan.add_blocks(beam.row, beam.blocks, first_new)
             plan.add_decode(beam, num_computed)
         plan.add_copies(copies)
+        plan.num_further_beams += len(self._live) - 1
         self._forks = {}
         self.awaited_step = plan.step
 

@@ -68,7 +68,7 @@ class EngineStats:
             "paused_sequences": pauses.num_sequences,
             "paused_tokens": pauses.num_tokens,
             "total_context_tokens": 0 if last is None else last.num_context_tokens,
-            "total_generation_tokens": scheduled - context,
+            "total_generation_tokens": 0 if last is None else last.num_generation_tokens,
         }
 
     def _of_cache(self) -> dict[str, float]:

@@ -71,8 +71,13 @@ class LaneSteps:
 
     @property
     def num_scheduled(self) -> int:
-        """Sequences that compute anything."""
+        """Sequences that compute anything; of beams one."""
         return sum(step.num_scheduled for step in self.lanes if step is not None)
+
+    @property
+    def num_generation_tokens(self) -> int:
+        """Ids that the step adds to outputs, or finds for beams to choose from."""
+        return sum(step.num_generation_tokens for step in self.lanes if step is not None)
 
     def parts(self, sampled: SampledTokens) -> list[tuple[ScheduledStep, SampledTokens]]:
         """The step of each lane that has one, and what it sampled."""

@@ -33,7 +33,10 @@ _COMPUTED_AGAIN = 512
 class ScheduledStep:
     """A decision and the sequences behind its rows."""
 
-    __slots__ = ("decision", "lane", "logits", "num_context", "num_context_tokens", "sampled")
+    __slots__ = (
+        "decision", "lane", "logits", "num_context", "num_context_tokens", "num_scheduled",
+        "sampled",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -41,20 +44,23 @@ class ScheduledStep:
         sampled: list[Sequence],
         num_context: int,
         num_context_tokens: int,
+        num_scheduled: int,
     ) -> None:
         self.decision = decision
         self.sampled = sampled
         self.num_context = num_context
         """Sequences that compute prompt tokens."""
         self.num_context_tokens = num_context_tokens
+        self.num_scheduled = num_scheduled
+        """Sequences that compute anything; of beams one."""
         self.logits: KeptLogits | None = None
         """Of its result, if some are kept."""
         self.lane = 0
 
     @property
-    def num_scheduled(self) -> int:
-        """Sequences that compute anything."""
-        return len(self.decision.rows)
+    def num_generation_tokens(self) -> int:
+        """Ids that this step adds to outputs, or finds for beams to choose from."""
+        return len(self.decision.rows) - self.num_context
 
     def parts(self, sampled: SampledTokens) -> list[tuple[ScheduledStep, SampledTokens]]:
         """What is taken in one after the other: steps, and what they sampled."""
@@ -103,6 +109,8 @@ class StepPlan:
         self._token_writes: list[TokenWrite] = []
         self._num_context = 0
         self._num_context_tokens = 0
+        self.num_further_beams = 0
+        """Beams but the first of each request."""
 
     @property
     def has_entries(self) -> bool:
@@ -219,4 +227,7 @@ class StepPlan:
             transfers=self.transfers,
             decode_ids=first.ids() if has_ids else _NONE,
         )
-        return ScheduledStep(decision, sampled, self._num_context, self._num_context_tokens)
+        num_scheduled = len(sequences) - self.num_further_beams
+        return ScheduledStep(
+            decision, sampled, self._num_context, self._num_context_tokens, num_scheduled
+        )

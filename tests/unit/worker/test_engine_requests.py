@@ -288,6 +288,23 @@ def test_gauges_tell_the_truth(make_engine):
     assert driver.engine.stats()["kv_reused_blocks"] == 4
 
 
+def test_gauges_count_a_beam_search_once(make_engine):
+    driver = make_engine(max_num_seqs=6, max_beam_width=4)
+    for _ in range(2):
+        driver.submit([1, 2, 3], max_tokens=3, beam_width=4)
+    names = ("active", "context", "generation", "scheduled", "waiting")
+    seen = []
+    while driver.engine.has_work:
+        driver.step()
+        stats = driver.engine.stats()
+        gauges = [stats[f"{name}_requests"] for name in names]
+        seen.append((*gauges, stats["total_generation_tokens"]))
+
+    # Four rows of six: the second waits for the first's end.
+    assert seen[:3] == [(2, 1, 0, 1, 1, 0), (2, 0, 1, 1, 1, 4), (2, 0, 1, 1, 1, 4)]
+    assert seen[3:] == [(1, 1, 0, 1, 0, 0), (1, 0, 1, 1, 0, 4), (0,) * 6]
+
+
 def test_facts_name_limits_and_backends(make_engine):
     facts = make_engine().engine.facts()
 
