@@ -128,7 +128,8 @@ def _shares_kernel(  # type: ignore[no-untyped-def]
     is_sequence = sequences < num_sequences
     if OVERLAPS:
         gdc_launch_dependents()
-        gdc_wait()
+    # Lengths and rows were there before the kernel in front began; what is written may lie
+    # where that one still reads.
     length = tl.load(seq_lens + sequences, mask=is_sequence, other=0)
     row = tl.load(rows + sequences, mask=is_sequence, other=0) if HAS_ROWS else sequences
     last_unit = tl.maximum((length + UNIT - 1) // UNIT - 1, 0)
@@ -152,6 +153,8 @@ def _shares_kernel(  # type: ignore[no-untyped-def]
     former = tl.load(seq_lens + sequences - 1, mask=is_sequence & (sequences > 0), other=0)
     # Where the last unit in front of a sequence begins.
     before = place - COST - former + tl.maximum((former + UNIT - 1) // UNIT - 1, 0) * UNIT
+    if OVERLAPS:
+        gdc_wait()
     for number in range(writer, tl.max(num_pieces), WRITERS):
         is_piece = number < num_pieces
         share = first_share + number
@@ -191,7 +194,8 @@ def share_out(
     ``num_programs`` run at once on the device; ``unit`` keys stay together. With
     ``is_fixed``, how a sequence is cut depends on its length alone. What is launched depends
     on the number of sequences alone, and lengths are read on the device: safe under CUDA
-    graph capture.
+    graph capture. They, and rows, come from a kernel that lets none begin before it has ended,
+    and are read while the one in front of this still runs.
     """
     num_heads, num_kv_heads, head_size = heads
     device = metadata.seq_lens.device

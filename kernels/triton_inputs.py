@@ -8,6 +8,12 @@ import torch
 import triton  # type: ignore[import-not-found,import-untyped,unused-ignore]
 import triton.language as tl  # type: ignore[import-not-found,import-untyped,unused-ignore]
 from torch import Tensor
+from triton.language.extra.cuda import (  # type: ignore[import-not-found,import-untyped,unused-ignore]
+    gdc_launch_dependents,
+    gdc_wait,
+)
+
+from trimaran.kernels.triton_launch import Launcher, num_tiles
 
 # Shapes: R rows, L longest sequence, M blocks of a longest sequence, T tokens, S entries
 # (scheduled sequences), N sampled entries.
@@ -89,12 +95,20 @@ def _prepare_kernel(  # type: ignore[no-untyped-def]
 
 
 @triton.jit(do_not_specialize=["count"])  # type: ignore[untyped-decorator,unused-ignore]
-def _store_kernel(ids, places, table, count, TILE: tl.constexpr):  # type: ignore[no-untyped-def]
+def _store_kernel(  # type: ignore[no-untyped-def]
+    ids, places, table, count, TILE: tl.constexpr, OVERLAPS: tl.constexpr
+):
     offsets = tl.program_id(0) * TILE + tl.arange(0, TILE)
+    if OVERLAPS:
+        gdc_launch_dependents()
+        gdc_wait()
     is_id = offsets < count
     place = tl.load(places + offsets, mask=is_id, other=0)
     value = tl.load(ids + offsets, mask=is_id, other=0)
     tl.store(table + place, value.to(tl.int32), mask=is_id)
+
+
+_store = Launcher(_store_kernel)
 
 
 @dataclass(slots=True)
@@ -181,4 +195,4 @@ def prepare(
 def store_ids(ids_N: Tensor, places_N: Tensor, table_RL: Tensor) -> None:
     """Write sampled ids to their places in the token table."""
     count = ids_N.shape[0]
-    _store_kernel[(triton.cdiv(count, _TILE),)](ids_N, places_N, table_RL, count, TILE=_TILE)
+    _store((num_tiles(count, _TILE), 1), (ids_N, places_N, table_RL, count), (_TILE,))

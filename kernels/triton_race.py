@@ -156,6 +156,28 @@ def _exact_race(  # type: ignore[no-untyped-def]
 
 
 @triton.jit  # type: ignore[untyped-decorator,unused-ignore]
+def _exact_lanes(  # type: ignore[no-untyped-def]
+    source, vocab_size, tiles, temperature, first_key, second_key, bound, bound_id,
+    TILE: tl.constexpr, FIRST_ID: tl.constexpr,
+):  # fmt: skip
+    """`_exact_race` of each lane's ids in its own one of ``tiles``, an id a lane at a time."""
+    lanes = tl.arange(0, TILE // _LANE)
+    top = tl.full([], float("-inf"), tl.float32)
+    winner = tl.full([], 0, tl.int32) + tl.min(tiles, 0) * TILE
+    for place in range(_LANE):
+        ids = tiles * TILE + lanes * _LANE + place
+        x = tl.load(source + ids, mask=ids < vocab_size, other=float("-inf")).to(tl.float32)
+        score = tl.div_rn(x, temperature) + gumbel(ids + FIRST_ID, first_key, second_key)
+        score = tl.where(is_before(x, ids, bound, bound_id), score, float("-inf"))
+        local = tl.max(score, 0)
+        first_id = tl.min(tl.where(score == local, ids, _NO_ID), 0)
+        if (local > top) | ((local == top) & (first_id < winner)):
+            top = local
+            winner = first_id
+    return top, winner
+
+
+@triton.jit  # type: ignore[untyped-decorator,unused-ignore]
 def race(  # type: ignore[no-untyped-def]
     source, vocab_size, first, last, temperature, first_key, second_key, bound, bound_id,
     IS_BOUNDED: tl.constexpr, TILE: tl.constexpr, FIRST_ID: tl.constexpr = 0,
@@ -164,7 +186,9 @@ def race(  # type: ignore[no-untyped-def]
 
     ``source`` holds the logits of the ids from ``FIRST_ID`` on. With ``IS_BOUNDED``, and then
     from id 0 on, only ids before (bound, bound_id) run. An exponential wait -log(1 - u) is at
-    least u, so logit / temperature - log(u) is at most too large.
+    least u, so logit / temperature - log(u) is at most too large. A lane keeps its best bound
+    and its second: if only the best of several can win, exact scores of these decide, and of
+    all ids where some second could win as well.
     """
     lanes = tl.arange(0, TILE // _LANE)
     in_tile = lanes[:, None] * _LANE + tl.arange(0, _LANE)[None, :]
@@ -199,14 +223,17 @@ def race(  # type: ignore[no-untyped-def]
     needed -= 1e-4 + 1e-6 * (tl.abs(needed) + 64.0)
     rivals = tl.maximum(tl.where(lanes == lane, float("-inf"), best), second)
     if tl.max(rivals, 0) >= needed:
+        edge, edge_id = float("-inf"), _NO_ID
         if IS_BOUNDED:
+            edge, edge_id = bound, bound_id
+        if tl.max(second, 0) >= needed:
             score, winner = _exact_race(
-                source, vocab_size, first, last, temperature, first_key, second_key, bound,
-                bound_id, TILE, FIRST_ID,
+                source, vocab_size, first, last, temperature, first_key, second_key, edge,
+                edge_id, TILE, FIRST_ID,
             )  # fmt: skip
         else:
-            score, winner = _exact_race(
-                source, vocab_size, first, last, temperature, first_key, second_key,
-                float("-inf"), _NO_ID, TILE, FIRST_ID,
+            score, winner = _exact_lanes(
+                source, vocab_size, best_tile, temperature, first_key, second_key, edge,
+                edge_id, TILE, FIRST_ID,
             )  # fmt: skip
     return score, winner

@@ -6,8 +6,13 @@ import torch
 import triton  # type: ignore[import-not-found,import-untyped,unused-ignore]
 import triton.language as tl  # type: ignore[import-not-found,import-untyped,unused-ignore]
 from torch import Tensor
+from triton.language.extra.cuda import (  # type: ignore[import-not-found,import-untyped,unused-ignore]
+    gdc_launch_dependents,
+    gdc_wait,
+)
 
 from trimaran.kernels import sampling_state, triton_filters, triton_race
+from trimaran.kernels.triton_launch import Launcher, num_tiles, padded_size
 
 # Shapes: N sampled rows, V vocabulary, S a rank's shard of it, R rows, P parts of it.
 
@@ -31,9 +36,13 @@ _MOST_TILES = 6
 def _race_kernel(  # type: ignore[no-untyped-def]
     logits, rows, lengths, state, scores, winners, row_stride, vocab_size, num_tiles, num_parts,
     tiles_each, has_filters, TILE: tl.constexpr, FIRST_ID: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     """The best place in one part of one row, and its score."""
     entry, part = tl.program_id(0), tl.program_id(1)
+    if OVERLAPS:
+        gdc_launch_dependents()
+        gdc_wait()
     row = tl.load(rows + entry)
     own = state + tl.maximum(row, 0).to(tl.int64) * _WIDTH
     temperature = triton_race.load_float(own + _TEMPERATURE)
@@ -60,10 +69,13 @@ def _race_kernel(  # type: ignore[no-untyped-def]
 @triton.jit(do_not_specialize=["num_parts", "first_id"])  # type: ignore[untyped-decorator,unused-ignore]
 def _finish_kernel(  # type: ignore[no-untyped-def]
     scores, winners, output, num_parts, vocab_size, first_id, IS_SHARD: tl.constexpr,
-    PADDED: tl.constexpr,
+    PADDED: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     """The best of a row's parts; of equal scores the first part's. Of a shard its key."""
     entry, parts = tl.program_id(0), tl.arange(0, PADDED)
+    if OVERLAPS:
+        gdc_launch_dependents()
+        gdc_wait()
     is_part = parts < num_parts
     score = tl.load(scores + entry * num_parts + parts, mask=is_part, other=float("-inf"))
     winner = tl.load(winners + entry * num_parts + parts, mask=is_part, other=0x7FFFFFFF)
@@ -78,6 +90,10 @@ def _finish_kernel(  # type: ignore[no-untyped-def]
         tl.store(output + entry, (order << 32) | (0x7FFFFFFF - (best + first_id)).to(tl.int64))
     else:
         tl.store(output + entry, best.to(tl.int64))
+
+
+_race_parts = Launcher(_race_kernel)
+_best_of_parts = Launcher(_finish_kernel)
 
 
 def draw(
@@ -98,8 +114,8 @@ def draw(
     hold it.
     """
     vocab_size = logits_NV.shape[1]
-    scores, winners, num_tiles = _race(logits_NV, rows_N, lengths_N, state, has_filters, 0)
-    output = _finish(scores, winners, num_tiles, vocab_size, None)
+    scores, winners, tiles = _race(logits_NV, rows_N, lengths_N, state, has_filters, 0)
+    output = _finish(scores, winners, tiles, vocab_size, None)
     if has_filters:
         triton_filters.keep_to_filters(logits_NV, rows_N, lengths_N, state, output)
     return output
@@ -114,8 +130,8 @@ def best_keys(
     (score, inverted id), and its low 31 bits are the inverted id. Filters do not count. The
     twin is `candidates.argmax_over_shards`.
     """
-    scores, winners, num_tiles = _race(logits_NS, rows_N, lengths_N, state, False, first_id)
-    return _finish(scores, winners, num_tiles, logits_NS.shape[1], first_id)
+    scores, winners, tiles = _race(logits_NS, rows_N, lengths_N, state, False, first_id)
+    return _finish(scores, winners, tiles, logits_NS.shape[1], first_id)
 
 
 def _race(
@@ -129,31 +145,30 @@ def _race(
     """Scores and winners [N, P] of the parts of each row, and the tiles of a row."""
     count, vocab_size = logits_NV.shape
     device = logits_NV.device
-    num_tiles = triton.cdiv(vocab_size, _TILE)
-    tiles_each = min(triton.cdiv(num_tiles * count, _PROGRAMS), _MOST_TILES)
-    num_parts = triton.cdiv(num_tiles, tiles_each)
+    tiles = num_tiles(vocab_size, _TILE)
+    tiles_each = min(num_tiles(tiles * count, _PROGRAMS), _MOST_TILES)
+    num_parts = num_tiles(tiles, tiles_each)
     scores = torch.empty((count, num_parts), dtype=torch.float32, device=device)
     winners = torch.empty((count, num_parts), dtype=torch.int32, device=device)
-    _race_kernel[(count, num_parts)](
+    args = (
         logits_NV, rows_N, lengths_N, state, scores, winners, logits_NV.stride(0), vocab_size,
-        num_tiles, num_parts, tiles_each, int(has_filters), TILE=_TILE, FIRST_ID=first_id,
-        num_warps=4,
+        tiles, num_parts, tiles_each, int(has_filters),
     )  # fmt: skip
-    return scores, winners, num_tiles
+    _race_parts((count, num_parts), args, (_TILE, first_id))
+    return scores, winners, tiles
 
 
 def _finish(
     scores_NP: Tensor,
     winners_NP: Tensor,
-    num_tiles: int,
+    tiles: int,
     vocab_size: int,
     first_id: int | None,
 ) -> Tensor:
     """The best id of each row, int64 [N], or its key in a shard from ``first_id`` on."""
     count, num_parts = scores_NP.shape
     output = torch.empty(count, dtype=torch.int64, device=scores_NP.device)
-    _finish_kernel[(count,)](
-        scores_NP, winners_NP, output, num_parts, vocab_size, first_id or 0,
-        IS_SHARD=first_id is not None, PADDED=triton.next_power_of_2(num_tiles), num_warps=1,
-    )  # fmt: skip
+    args = (scores_NP, winners_NP, output, num_parts, vocab_size, first_id or 0)
+    constants = (first_id is not None, padded_size(tiles))
+    _best_of_parts((count, 1), args, constants, num_warps=1)
     return output

@@ -8,7 +8,7 @@ import torch
 
 from trimaran.comm.sampling_params import SamplingParams
 from trimaran.kernels import triton_sampling
-from trimaran.worker import sampler
+from trimaran.worker import noise, sampler
 from trimaran.worker.device_sampling_state import DeviceSamplingState
 from trimaran.worker.sampling_rows import SamplingRows, Want
 from trimaran.worker.step_types import NewRow, int32s
@@ -67,6 +67,34 @@ def test_draws_are_those_of_the_cpu(vocab_size, dtype):
     logits = (torch.randn(6, vocab_size + 3) * 4).to(dtype)[:, :vocab_size]
 
     assert torch.equal(sampled.by_kernels(logits), sampled.on_cpu(logits))
+
+
+LANE, TILE = 8, 2048
+
+
+@pytest.mark.parametrize("distance", [2 * LANE, TILE + LANE, TILE, 3 * TILE])
+@pytest.mark.parametrize("is_first", [True, False])
+def test_the_best_score_wins_whoever_has_the_best_bound(distance, is_first, monkeypatch):
+    monkeypatch.setattr(triton_sampling, "_PROGRAMS", 1)  # one takes all tiles
+    vocab_size = 4 * TILE + 100
+    sampled = Sampled([SamplingParams(top_p=1.0, seed=11)])
+    keys = noise.noise_keys(*(np.array([x], dtype=np.uint64) for x in (11, 0, 5)))
+    gumbel = noise.gumbel(torch.from_numpy(keys), torch.arange(vocab_size)[None])[0]
+    # An exponential wait is bounded by its uniform number, which is far below long ones.
+    waits = (-gumbel).exp()
+    shift = distance if is_first else -distance
+    loser = next(
+        each
+        for each in range(max(0, -shift), vocab_size - max(0, shift))
+        if waits[each] > 0.8 and waits[each + shift] < 0.1
+    )
+    winner = loser + shift
+    logits = torch.full((1, vocab_size), -60.0)
+    logits[0, loser] = 5.0 - gumbel[loser]
+    logits[0, winner] = 5.001 - gumbel[winner]
+
+    assert sampled.by_kernels(logits).tolist() == [winner]
+    assert sampled.on_cpu(logits).tolist() == [winner]
 
 
 FILTERS = [
