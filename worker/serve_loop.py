@@ -6,7 +6,6 @@ import logging
 import time
 from typing import TYPE_CHECKING
 
-from trimaran.comm.bulk_extras import MAX_REMOTE_BYTES
 from trimaran.comm.control import ControlPlane
 from trimaran.comm.errors import ProtocolError, RequestError
 from trimaran.comm.messages import (
@@ -25,6 +24,7 @@ from trimaran.worker.frontend_link import Arrival, FrontendLinks
 from trimaran.worker.garbage import GarbageCollection
 from trimaran.worker.lane_types import LaneDecisions
 from trimaran.worker.outbox import Outbox
+from trimaran.worker.remote_logits import check_remote_logits
 from trimaran.worker.step_times import Part
 from trimaran.worker.step_types import SchedulerOutput
 
@@ -168,16 +168,11 @@ class LeaderLoop:
             raise ProtocolError(f"a front end sent {type(message).__name__} to an engine")
 
     def _check_logits(self, source: int, message: Submit) -> None:
-        """Refuse logits that are too long for one message to another host."""
-        if not message.sampling.get("return_context_logits") or self._links.is_local(source):
-            return
-        num_tokens = len(message.prompt_ids) // 4
-        num_bytes = 4 * num_tokens * int(self._engine.facts()["vocab_size"])
-        if num_bytes > MAX_REMOTE_BYTES:
-            raise RequestError(
-                f"context logits of {num_tokens} tokens are {num_bytes} bytes, but a front end "
-                f"on another host than rank 0 takes {MAX_REMOTE_BYTES}; shorten the prompt"
-            )
+        """Refuse logits that are too large for one message to another host."""
+        names = ("return_context_logits", "return_generation_logits")
+        if any(map(message.sampling.get, names)) and not self._links.is_local(source):
+            facts = self._engine.facts()
+            check_remote_logits(message, int(facts["vocab_size"]), int(facts["max_seq_len"]))
 
     def _step(self) -> None:
         self._was_busy = True
