@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from array import array
 from bisect import bisect_left
 from collections.abc import Hashable
@@ -111,7 +112,9 @@ class Sequence:
         """Of the output sampled here; what a replay brought is not in it."""
         self.guide: Guide | None = None
         """Where it stands in its grammar."""
-        self.figures = SequenceFigures() if request.sampling.return_perf_metrics else None
+        self.figures: SequenceFigures | None = None
+        if request.sampling.return_perf_metrics:
+            self.figures = SequenceFigures(request.arrival_ns)
 
     def pause(self, step: int) -> None:
         """Back to the queue: who was paused first is the first of its level to come back, and
@@ -192,6 +195,9 @@ class Request:
 
     lane: int = 0
     """Where it runs, of the lanes of a data-parallel engine."""
+
+    arrival_ns: int = field(default_factory=time.monotonic_ns)
+    """When it came, before anything it waits for; on this host's monotonic clock."""
 
     has_extras: bool = field(init=False)
     """Whether it is told more than ids."""

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 
 @dataclass(slots=True)
 class SequenceFigures:
     """Blocks of the prompt, and times in nanoseconds on this host's monotonic clock."""
 
-    arrival_ns: int = field(default_factory=time.monotonic_ns)
+    arrival_ns: int
     first_scheduled_ns: int = 0
     first_token_ns: int = 0
     last_token_ns: int = 0

@@ -6,6 +6,7 @@ import dataclasses
 import json
 import re
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -306,6 +307,15 @@ def test_requests_whose_guides_are_compiled_have_places_in_the_queue_and_the_gau
     assert all(follows("regex", text_of(driver, request)) for request in requests[1:])
     assert driver.engine.stats()["active_requests"] == 0
     driver.check_idle()
+
+
+def test_a_request_has_come_before_its_guide_is_compiled(driver):
+    request = submit(driver, "json_schema", return_perf_metrics=True)
+    came = time.monotonic_ns()
+    driver.run()
+
+    figures = driver.extras[request, 0][-1]["figures"]
+    assert figures["arrival_time_ns"] < came < figures["first_scheduled_time_ns"]
 
 
 @pytest.mark.feature("parameter:xgrammar_tokenizer_info_path", "parameter:tokenizer_dir")
