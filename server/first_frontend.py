@@ -34,15 +34,21 @@ class FirstFrontend:
     def __init__(
         self,
         config: FrontendConfig,
-        apply: Callable[[SharedState], Awaitable[bool]],
+        note: Callable[[SharedState], None],
+        apply: Callable[[], Awaitable[bool]],
+        settled: Callable[[str], Awaitable[None]],
         release: Callable[[Sequence[str]], Awaitable[None]],
         counts: Callable[[], Mapping[str, Any]],
     ) -> None:
+        """``note`` takes in a state as far as that is done at once, ``apply`` the rest of what
+        was noted; ``settled`` returns once that is done for one model."""
         self._config = config
+        self._note = note
         self._apply = apply
+        self._settled = settled
         self._release = release
         self._counts = counts
-        # What is told first is done first.
+        self._newest: SharedState | None = None
         self._applying = asyncio.Lock()
         self._again: asyncio.Task[None] | None = None
         self._is_told = asyncio.Event()
@@ -54,6 +60,8 @@ class FirstFrontend:
 
         self._verbs: dict[str, Verb] = {
             "state": self._on_state,
+            "heard": self._on_heard,
+            "serves": self._on_serves,
             "release": self._on_release,
             "counts": self._on_counts,
         }
@@ -163,17 +171,32 @@ class FirstFrontend:
 
     async def _on_state(self, link: PeerLink, wire: Mapping[str, Any]) -> Mapping[str, Any]:
         self._stop_trying()
-        state = SharedState.from_wire(wire)
+        state = self._newest = SharedState.from_wire(wire)
+        self._note(state)
         is_complete = await self._follow(state)
-        self._stop_trying()
-        if not is_complete:
-            self._again = asyncio.ensure_future(self._try_again(state))
-        self._is_told.set()
+        if state is self._newest:
+            self._stop_trying()
+            if not is_complete:
+                self._again = asyncio.ensure_future(self._try_again(state))
+            self._is_told.set()
+        return {}
+
+    async def _on_heard(
+        self, link: PeerLink, arguments: Mapping[str, Any]
+    ) -> Mapping[str, Any]:
+        # Every state that came before this question has been noted.
+        return {}
+
+    async def _on_serves(
+        self, link: PeerLink, arguments: Mapping[str, Any]
+    ) -> Mapping[str, Any]:
+        await self._settled(arguments["name"])
         return {}
 
     async def _follow(self, state: SharedState) -> bool:
         async with self._applying:
-            return await self._apply(state)
+            # What was told since is noted already, and applied next.
+            return state is not self._newest or await self._apply()
 
     async def _try_again(self, state: SharedState) -> None:
         """Serve also what could not be served, once that is possible."""

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
 
 from trimaran.server.engine_client import EngineClient
 from trimaran.server.log_settings import LogSettings
@@ -52,37 +53,63 @@ class ModelMirror:
         self._registry = registry
         self._log_settings = log_settings
         self._set = ModelSet(factory, metrics, registry)
+        self._state = SharedState()
+        self._wanted: dict[str, RememberedModel] = {}
         self._served: dict[str, RememberedModel] = {}
+        self._making: dict[str, asyncio.Task[Candidate | None]] = {}
+        """Of wanted models that are not served, what will serve each."""
+
+        self._given_up: dict[str, asyncio.Task[None]] = {}
+        self._superseded: asyncio.Future[None] | None = None
+        self._unsettled: set[str] = set()
+        self._has_settled = asyncio.Event()
         self._retiring = BackgroundTasks()
 
-    async def apply(self, state: SharedState) -> bool:
-        """Serve this; returns once it is so. False if a model cannot be served here just
-        now: the same again may change that. One call at a time."""
-        remembered = Remembered()
-        if state.remembered:
-            remembered = Remembered.from_bytes(state.remembered)
-        wanted = {model.name: model for model in remembered.models if model.is_loaded}
-        changed = [m for name, m in wanted.items() if self._served.get(name) != m]
-        candidates, failures = await self._candidates(changed)
-        gone = (self._served.keys() - wanted.keys()) | failures.keys()
-        if gone:
-            self._retire(self._set.withdraw(gone, explicitly=gone))
-        for model in changed:
+    def note(self, state: SharedState) -> None:
+        """Take in at once what nothing has to be started for: models that are not in this
+        are served no more, those of them that are being started are given up, and settings
+        are these."""
+        before, self._state, self._wanted = self._wanted, state, _wanted(state)
+        for name in list(self._making):
+            if self._wanted.get(name) != before.get(name):
+                self._give_up(name)
+        self._withdraw(self._served.keys() - self._wanted.keys())
+        for model in self._wanted.values():
             if not model.groups:
                 self._vacate(model.name)
-        outcome = self._set.commit(candidates)
-        self._retire(outcome.replaced)
-        failures.update(outcome.failures)
-        self._served = {n: m for n, m in wanted.items() if n not in failures}
         self._apply_states(state)
-        for name, error in failures.items():
-            logger.error("Model '%s' is not served here: %s", name, error)
-            self._registry.set_loading(name, str(error))
         settings = self._log_settings.values()
         changes = {n: v for n, v in state.log_settings.items() if settings.get(n) != v}
         if changes:
             self._log_settings.update(changes)
-        return not failures
+        self._unsettled = {n for n, m in self._wanted.items() if self._served.get(n) != m}
+        self._has_settled.set()
+        if self._superseded is not None and not self._superseded.done():
+            self._superseded.set_result(None)
+
+    async def apply(self) -> bool:
+        """Serve what was noted, each model as soon as it has started; returns once all of it
+        is so, or something else was noted. False if a model cannot be served here just now:
+        the same again may change that. One call at a time."""
+        state, has_failed = self._state, False
+        self._superseded = asyncio.get_running_loop().create_future()
+        for name, model in self._wanted.items():
+            if self._served.get(name) != model and name not in self._making:
+                self._making[name] = asyncio.ensure_future(self._candidate(model))
+        while self._making and state is self._state:
+            under_way = [each for each in self._making.values() if not each.done()]
+            if under_way:
+                ends: set[asyncio.Future[Any]] = {*under_way, self._superseded}
+                await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+            if state is self._state:
+                has_failed |= self._serve(self._made())
+        return not has_failed
+
+    async def settled(self, name: str) -> None:
+        """Return once a model that was noted is served, or cannot be just now."""
+        while name in self._unsettled:
+            self._has_settled.clear()
+            await self._has_settled.wait()
 
     async def released(self, groups: Sequence[str]) -> None:
         """Return once nothing here runs on these groups, or ever will."""
@@ -91,34 +118,71 @@ class ModelMirror:
 
     async def close(self) -> None:
         """Give up what is under way, and end what the models started."""
+        for name in list(self._making):
+            self._give_up(name)
+        await asyncio.gather(*self._given_up.values())
         await self._retiring.cancel()
         await asyncio.gather(*(close_model(m.candidate.plain) for m in self._set.loaded()))
 
     # ---- models -------------------------------------------------------------------------
 
-    async def _candidates(
-        self, models: Sequence[RememberedModel]
-    ) -> tuple[list[Candidate], dict[str, Exception]]:
-        """What serves these models, and by name what keeps others from being served."""
-        making = [asyncio.ensure_future(self._candidate(model)) for model in models]
-        try:
-            found = await asyncio.gather(*making, return_exceptions=True)
-            for result in found:
-                if isinstance(result, BaseException) and not is_expected(result):
-                    raise result
-        except BaseException:
-            # The first front end is gone, say: its successor tells of all of them again.
-            for result in await asyncio.gather(*making, return_exceptions=True):
-                if isinstance(result, Candidate):
-                    await _discard(result)
-            raise
-        failures = {
-            m.name: r for m, r in zip(models, found, strict=True) if isinstance(r, Exception)
+    def _made(self) -> dict[str, Candidate | BaseException | None]:
+        """What serves wanted models, or keeps them from being served, as far as that is known
+        of them and of all that they run."""
+        found = {
+            name: making.exception() or making.result()
+            for name, making in self._making.items()
+            if making.done()
         }
-        return [each for each in found if isinstance(each, Candidate)], failures
+        waiting = self._making.keys() - found.keys()
+        while True:
+            users = {n for n, each in found.items() if waiting.intersection(_steps(each))}
+            if users <= waiting:
+                break
+            waiting |= users
+        made = {name: each for name, each in found.items() if name not in waiting}
+        for name in made:
+            del self._making[name]
+        return made
+
+    def _serve(self, made: Mapping[str, Candidate | BaseException | None]) -> bool:
+        """Serve these from now on; whether some cannot be."""
+        candidates = [each for each in made.values() if isinstance(each, Candidate)]
+        failures = {n: each for n, each in made.items() if isinstance(each, BaseException)}
+        self._withdraw(failures.keys())
+        outcome = self._set.commit(candidates)
+        self._retire(outcome.replaced)
+        failures.update(outcome.failures)
+        for name in made.keys() | failures.keys():
+            self._served.pop(name, None)
+            if name not in failures:
+                self._served[name] = self._wanted[name]
+        self._apply_states(self._state)
+        for name, error in failures.items():
+            trace = None if is_expected(error) else error
+            logger.error("Model '%s' is not served here: %s", name, error, exc_info=trace)
+            self._registry.set_loading(name, str(error))
+        self._unsettled -= made.keys()
+        self._has_settled.set()
+        return bool(failures)
+
+    def _give_up(self, name: str) -> None:
+        """Serve a model no more that was about to be; it may be wanted again."""
+        making = self._making.pop(name)
+        making.cancel()
+        before = self._given_up.get(name)
+        given_up = asyncio.ensure_future(_discard(making, before))
+        self._given_up[name] = given_up
+        given_up.add_done_callback(lambda done: self._forget(name, done))
+
+    def _forget(self, name: str, given_up: asyncio.Task[None]) -> None:
+        if self._given_up.get(name) is given_up:
+            del self._given_up[name]
 
     async def _candidate(self, model: RememberedModel) -> Candidate | None:
         """What serves this model; None while it has no worker groups."""
+        if model.name in self._given_up:
+            await asyncio.wait({self._given_up[model.name]})
         read = await asyncio.to_thread(read_again, model, self._python)
         plain, engines = None, None
         if read.source.role is Role.TOKEN:
@@ -157,6 +221,12 @@ class ModelMirror:
             if key not in told and not is_ready:
                 self._registry.set_state(*key, VersionState.READY)
 
+    def _withdraw(self, names: Collection[str]) -> None:
+        if names:
+            for name in names:
+                self._served.pop(name, None)
+            self._retire(self._set.withdraw(names, explicitly=names))
+
     def _vacate(self, name: str) -> None:
         """Let go of a model's groups, if it has any: its successor needs their place. It
         admits nothing until that serves."""
@@ -182,8 +252,27 @@ class ModelMirror:
                 self._metrics.forget(candidate.name, candidate.version)
 
 
-async def _discard(candidate: Candidate) -> None:
-    """End what was made for nothing, so that it can be made again."""
+def _wanted(state: SharedState) -> dict[str, RememberedModel]:
+    """The loaded models by name."""
+    if not state.remembered:
+        return {}
+    models = Remembered.from_bytes(state.remembered).models
+    return {model.name: model for model in models if model.is_loaded}
+
+
+def _steps(made: Candidate | BaseException | None) -> tuple[str, ...]:
+    return made.source.steps if isinstance(made, Candidate) else ()
+
+
+async def _discard(
+    making: asyncio.Task[Candidate | None], before: asyncio.Task[None] | None
+) -> None:
+    """End what was made for nothing, so that it can be made again. ``before`` ends what was
+    made of the same model earlier."""
+    await asyncio.wait({making, before} if before is not None else {making})
+    candidate = None if making.cancelled() or making.exception() else making.result()
+    if candidate is None:
+        return
     if candidate.engines is not None:
         candidate.engines.let_go()
     await close_model(candidate.plain)

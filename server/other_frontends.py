@@ -27,7 +27,10 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_APPLY_TIMEOUT_S = 30.0
+_HEARD_TIMEOUT_S = 5.0
+"""Below what the others allow for their own questions."""
+
+_SERVED_MARGIN_S = 30.0
 _COUNTS_TIMEOUT_S = 2.0
 """A front end that is silent for longer counts as it did when it last answered."""
 
@@ -53,6 +56,8 @@ class OtherFrontends:
         self._has_inherited = False
         self._round: asyncio.Task[None] | None = None
         self._is_stale = False
+        self._following: set[asyncio.Task[None]] = set()
+        """Questions that are answered once what they tell of is served."""
         registry.on_change = self.publish
 
     async def start(self, service: Service) -> None:
@@ -93,10 +98,26 @@ class OtherFrontends:
         if self._links and (self._round is None or self._round.done()):
             self._round = asyncio.ensure_future(self._tell_all())
 
-    async def settled(self) -> None:
-        """Return once the others serve what this one serves."""
+    async def heard(self) -> None:
+        """Return once the others know what this one serves, and serve nothing else. What they
+        have to start first may be still to come."""
         while self._round is not None and not self._round.done():
             await asyncio.shield(self._round)
+
+    async def served(self, name: str, load_s: float) -> None:
+        """Return once the others serve a model that this one does, which took it ``load_s``
+        to load; or once they have had their time, or cannot serve it."""
+        await self.heard()
+        # They load at the same time, on the same processors.
+        limit_s = _SERVED_MARGIN_S + load_s * self._config.num_frontends
+        links = list(self._links.values())
+        asks = [link.ask("serves", limit_s, name=name) for link in links]
+        answers = await asyncio.gather(*asks, return_exceptions=True)
+        for link, answer in zip(links, answers, strict=True):
+            if isinstance(answer, BaseException):
+                logger.warning(
+                    "front end %d does not serve model '%s' yet: %s", link.index, name, answer
+                )
 
     async def released(self, groups: Sequence[str]) -> None:
         """Return once no request of the others runs on these groups, which they were told to
@@ -128,8 +149,19 @@ class OtherFrontends:
             await asyncio.gather(*(self._tell(link, wire) for link in self._links.values()))
 
     async def _tell(self, link: PeerLink, wire: Mapping[str, Any]) -> None:
+        following = asyncio.ensure_future(self._followed(link, wire))
+        self._following.add(following)
+        following.add_done_callback(self._following.discard)
+        # The state goes out in between: what is asked after it is answered after it is heard.
+        await asyncio.sleep(0)
         try:
-            await link.ask("state", _APPLY_TIMEOUT_S, **wire)
+            await link.ask("heard", _HEARD_TIMEOUT_S)
+        except RequestError as error:
+            logger.warning("front end %d does not follow: %s", link.index, error)
+
+    async def _followed(self, link: PeerLink, wire: Mapping[str, Any]) -> None:
+        try:
+            await link.ask("state", **wire)
         except RequestError as error:
             logger.warning("front end %d does not follow: %s", link.index, error)
 

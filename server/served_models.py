@@ -163,7 +163,12 @@ class FollowedModels:
         self._service: Service | None = None
         self._trace_settings = TraceSettings()
         self._first = FirstFrontend(
-            config, self._apply, self._mirror.released, self._own_counts
+            config,
+            self._note,
+            self._mirror.apply,
+            self._mirror.settled,
+            self._mirror.released,
+            self._own_counts,
         )
         self._connection: asyncio.Task[None] | None = None
 
@@ -202,10 +207,9 @@ class FollowedModels:
     def on_reply(self, arguments: Mapping[str, Any]) -> None:
         """See `ServedModels`."""
 
-    async def _apply(self, state: SharedState) -> bool:
-        is_complete = await self._mirror.apply(state)
+    def _note(self, state: SharedState) -> None:
         self._trace_settings.changed = {n: dict(v) for n, v in state.trace_settings.items()}
-        return is_complete
+        self._mirror.note(state)
 
     def _own_counts(self) -> Mapping[str, Any]:
         if self._service is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
@@ -181,7 +182,7 @@ class Service:
         self.log_settings.update(changes)
         if self.others is not None:
             self.others.publish()
-            await self.others.settled()
+            await self.others.heard()
 
     async def change_trace_settings(self, model: str, changes: Changes) -> None:
         """Change some trace settings of a model, or of all, at all front ends.
@@ -195,7 +196,7 @@ class Service:
         self.trace_settings.update(model, changes)
         if self.others is not None:
             self.others.publish()
-            await self.others.settled()
+            await self.others.heard()
 
     def check_traced(self, model: str) -> None:
         """Raise a RequestError if trace settings are those of a model that does not exist."""
@@ -225,9 +226,10 @@ class Service:
         if self.first is not None:
             await self.first.load(request)
             return
+        started_s = time.monotonic()
         await self._control().load(request)
         if self.others is not None:
-            await self.others.settled()
+            await self.others.served(request.name, time.monotonic() - started_s)
 
     async def unload(self, name: str, *, unload_dependents: bool) -> None:
         """Begin to unload a model on a client's request.
@@ -240,7 +242,7 @@ class Service:
             return
         self._control().unload(name, unload_dependents=unload_dependents)
         if self.others is not None:
-            await self.others.settled()
+            await self.others.heard()
 
     def _control(self) -> ModelControl:
         if self.config.model_control_mode != "explicit" or self.control is None:

@@ -73,11 +73,21 @@ class Follower(StartedFrontend):
             connection.request("GET", path)
             return connection.getresponse().status
 
-    def serve(self, first, *models):
+    def serve(self, first, *models, ask_id=1):
         """Have it serve these models; the error if it does not."""
         wire = SharedState(remembered=Remembered(models=models).to_bytes()).to_wire()
-        first.send(Ask(ask_id=1, verb="state", arguments=wire))
+        first.send(Ask(ask_id=ask_id, verb="state", arguments=wire))
         return lambda: first.receive(Answer).error
+
+    def answers_to(self, first, ask_id, verb, **arguments):
+        """The numbers of the questions that it answers, up to this one."""
+        first.send(Ask(ask_id=ask_id, verb=verb, arguments=arguments))
+        found = []
+        while ask_id not in found:
+            answer = first.receive(Answer)
+            assert answer.error == ""
+            found.append(answer.ask_id)
+        return found
 
 
 def remembered(repository, name, groups=()):
@@ -107,7 +117,7 @@ def stack():
         yield stack
 
 
-def test_the_end_of_the_first_one_amid_a_change_leaves_nothing_behind(stack, tmp_path):
+def test_what_is_begun_as_the_first_one_ends_goes_on_for_its_successor(stack, tmp_path):
     repository = tmp_path / "repository"
     write_repository(repository)
     write_python_model(repository, tmp_path, SLOW_CODE)
@@ -125,10 +135,56 @@ def test_the_end_of_the_first_one_amid_a_change_leaves_nothing_behind(stack, tmp
     first.close()
     os.unlink(tmp_path / "begun")
     answer = follower.serve(follower.joined(), *models)
-    wait_for_file(tmp_path / "begun")
     (tmp_path / "go").touch()
     assert answer() == ""
     follower.supervisor.wait_for_state("ready")
+    assert not (tmp_path / "begun").exists()
+
+
+def test_a_model_that_is_slow_to_start_holds_up_no_other(stack, tmp_path):
+    repository = tmp_path / "repository"
+    write_repository(repository)
+    write_python_model(repository, tmp_path, SLOW_CODE)
+    pre, post, slow = (
+        remembered(repository, name) for name in ("preprocessing", "postprocessing", "slow")
+    )
+    follower = Follower(stack, tmp_path)
+    first = follower.joined()
+    assert follower.serve(first, post)() == ""
+    follower.supervisor.wait_for_state("ready")
+
+    follower.serve(first, post, slow, ask_id=2)
+    wait_for_file(tmp_path / "begun")
+    follower.serve(first, pre, slow, ask_id=3)
+    assert 3 not in follower.answers_to(first, 4, "serves", name="preprocessing")
+    assert follower.status("/v2/models/preprocessing/ready") == 200
+    assert follower.status("/v2/models/postprocessing/ready") == 400
+
+    (tmp_path / "go").touch()
+    follower.answers_to(first, 5, "serves", name="slow")
+    assert follower.status("/v2/models/slow/ready") == 200
+
+
+def test_a_model_that_is_wanted_no_more_is_not_waited_for(stack, tmp_path):
+    repository = tmp_path / "repository"
+    write_repository(repository)
+    write_python_model(repository, tmp_path, SLOW_CODE)
+    post, slow = (remembered(repository, name) for name in ("postprocessing", "slow"))
+    follower = Follower(stack, tmp_path)
+    first = follower.joined()
+    follower.serve(first, slow)
+    wait_for_file(tmp_path / "begun")
+    os.unlink(tmp_path / "begun")
+    follower.serve(first, post, ask_id=2)
+    follower.answers_to(first, 3, "serves", name="slow")
+    follower.supervisor.wait_for_state("ready")
+    assert follower.status("/v2/models/slow") == 404
+
+    follower.serve(first, post, slow, ask_id=4)
+    wait_for_file(tmp_path / "begun")
+    (tmp_path / "go").touch()
+    follower.answers_to(first, 5, "serves", name="slow")
+    assert follower.status("/v2/models/slow/ready") == 200
 
 
 def test_a_model_that_gives_up_its_groups_for_its_successor_lets_go_of_them(stack, tmp_path):

@@ -1,0 +1,86 @@
+"""The first of several front ends, while another one, which is the test, is slow to follow."""
+
+import contextlib
+import threading
+
+import pytest
+from controlled_frontend import DEADLINE_S, ControlledFrontend
+from started_frontend import Peer, write_repository
+
+from trimaran.comm.address import Address
+from trimaran.comm.messages import Answer, Ask
+
+
+class SlowFollower:
+    """Hears of every state at once, and serves none of them before it is told to."""
+
+    def __init__(self, stack, address):
+        self._peer = Peer(stack.enter_context(Address.parse(address).connect(DEADLINE_S)))
+        who = {"token": "secret", "index": 1, "legacy": {}}
+        self._peer.send(Ask(ask_id=1, verb="join", arguments=who))
+        self.was_asked_for = []
+        self.may_serve = threading.Event()
+        self._waiting = []
+        self._thread = threading.Thread(target=self._follow, daemon=True)
+        self._thread.start()
+
+    def close(self):
+        """Leave."""
+        self.may_serve.set()
+        with contextlib.suppress(OSError):
+            self._peer.close()
+        self._thread.join()
+
+    def serve(self):
+        """Be done with everything."""
+        self.may_serve.set()
+        for ask_id in self._waiting:
+            self._peer.send(Answer(ask_id=ask_id))
+
+    def _follow(self):
+        while (message := self._peer.receive(Ask, Answer)) is not None:
+            if isinstance(message, Answer):
+                continue
+            if message.verb == "serves":
+                self.was_asked_for.append(message.arguments["name"])
+            if message.verb == "heard" or self.may_serve.is_set():
+                self._peer.send(Answer(ask_id=message.ask_id))
+            else:
+                self._waiting.append(message.ask_id)
+
+
+@pytest.fixture
+def frontend(tmp_path):
+    """A first front end in explicit mode, with a slow follower."""
+    write_repository(tmp_path / "repository")
+    address = f"unix:{tmp_path}/frontends.sock"
+    with contextlib.ExitStack() as stack:
+        frontend = ControlledFrontend(
+            stack, tmp_path, num_frontends=2, first_frontend=address,
+            load_models=("postprocessing",),
+        )  # fmt: skip
+        frontend.wait_ready()
+        frontend.follower = SlowFollower(stack, address)
+        stack.callback(frontend.follower.close)
+        frontend.wait_until(lambda: "Front end 1 has joined" in frontend.text())
+        yield frontend
+
+
+def test_unloads_and_settings_do_not_wait_for_what_another_front_end_starts(frontend):
+    assert frontend.unload("postprocessing") == (200, None)
+    status, settings = frontend.call("POST", "/v2/logging", {"log_verbose_level": 1})
+    assert (status, settings["log_verbose_level"]) == (200, 1)
+    assert "does not follow" not in frontend.text()
+
+
+def test_a_load_ends_once_every_front_end_serves_the_model(frontend):
+    answers = []
+    load = threading.Thread(target=lambda: answers.append(frontend.load("preprocessing")))
+    load.start()
+    frontend.wait_until(lambda: frontend.follower.was_asked_for)
+    assert frontend.follower.was_asked_for == ["preprocessing"]
+    assert answers == []
+    frontend.follower.serve()
+    load.join()
+    assert answers == [(200, None)]
+    assert "does not serve" not in frontend.text()
