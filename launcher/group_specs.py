@@ -104,8 +104,10 @@ class SpecMaker:
         env = {
             **starter_env(os.environ),
             **self._child_env(FRONTEND, name),
-            # The front end forks for conversions only; tokenizers' own threads stay.
+            # The front end forks only to run other programs: tokenizers' own threads stay, and
+            # gRPC has nothing to prepare, of which it would log a line each time.
             "TOKENIZERS_PARALLELISM": "false",
+            "GRPC_ENABLE_FORK_SUPPORT": "0",
         }
         config = dataclasses.replace(
             self._config.frontend,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import http.client
 import json
 import os
+import re
 import shutil
 import signal
 import threading
@@ -209,6 +210,7 @@ def test_a_users_own_model_runs_at_every_front_end(server: Several) -> None:
         found = [json.loads(event.removeprefix("data: ")) for event in events if event]
         return prompt + "".join(event["answer"] for event in found)
 
+    log_start = len(server.log())
     loaded = server.call(1, "POST", "/v2/repository/models/chat/load")[0]
     num_processes = len(processes())
     answers = [chat(index) for index in range(NUM_FRONTENDS)]
@@ -218,6 +220,9 @@ def test_a_users_own_model_runs_at_every_front_end(server: Several) -> None:
     expected = server.call(0, "POST", GENERATE, whole)[1]["text_output"]
     assert answers == [expected] * NUM_FRONTENDS
     server.wait_until(lambda: not processes(), "end of the processes of the model")
+    # Lines of ours alone: libraries have nothing to say of a process that is started.
+    lines = server.log()[log_start:].splitlines()
+    assert [line for line in lines if not re.match(r"\d{4}-\d\d-\d\dT", line)] == []
 
 
 def test_a_model_with_ranks_is_unloaded_once_the_streams_of_all_have_ended(
