@@ -49,6 +49,10 @@ class Outlook:
             return None
         return self._turns.begin_step(running, waiting, step)
 
+    def begin_admission(self) -> None:
+        """Ask about newcomers one by one from now on, with nothing else in between."""
+        self._growth.begin_admission()
+
     def has_turn(self, newcomer: Sequence) -> bool:
         """Whether another one made room for it."""
         return self._turns.is_next(newcomer)

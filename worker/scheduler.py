@@ -331,6 +331,7 @@ class Scheduler:
             sequence.publish_at = self.cache.publish(sequence.blocks, start + chunk)
 
     def _admit(self, plan: StepPlan) -> None:
+        self._outlook.begin_admission()
         while self.waiting and self.rows.free and plan.budget > 0:
             sequence = self._queue.next(may_overtake=bool(self.running))
             # A preempted one comes back when the host knows all of its tokens.

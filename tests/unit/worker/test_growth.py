@@ -81,6 +81,45 @@ def test_a_cache_that_holds_all_at_their_limits_keeps_nobody_waiting():
     assert not finish_all(planner)
 
 
+def test_a_burst_is_foretold_as_if_each_newcomer_came_alone_but_looked_at_once(monkeypatch):
+    has_room, foretell = GrowthForecast.has_room, GrowthForecast._foretell
+    num_looked_at, answers = 0, []
+
+    def count(self, sequences, block_size):
+        nonlocal num_looked_at
+        num_looked_at += len(sequences)
+        return foretell(self, sequences, block_size)
+
+    def compare(self, running, newcomer, cache):
+        nonlocal num_looked_at
+        anew = GrowthForecast(20)
+        anew.has_beams = self.has_beams
+        before = num_looked_at
+        expected = has_room(anew, running, newcomer, cache)
+        num_looked_at = before
+        answers.append((has_room(self, running, newcomer, cache), expected))
+        return answers[-1][0]
+
+    monkeypatch.setattr(GrowthForecast, "_foretell", count)
+    monkeypatch.setattr(GrowthForecast, "has_room", compare)
+    planner = Planner(
+        num_blocks=300,
+        max_num_seqs=400,
+        max_num_batched_tokens=1600,
+        max_beam_width=2,
+        expected_output_tokens=20,
+    )
+    for number in range(400):
+        planner.add(1 + number % 4, max_tokens=1 + number % 13, beam_width=1 + number % 2)
+    planner.scheduler.schedule()
+
+    num_started = len(planner.scheduler.running)
+    assert 50 < num_started < 400
+    assert answers == [(True, True)] * (num_started - 1) + [(False, False)]
+    # As a newcomer, and then as one that has joined the others.
+    assert num_looked_at <= 2 * num_started
+
+
 @pytest.mark.parametrize(("tokens_per_read", "num_started"), [(0, 4), (1000, 6), (2, 4)])
 def test_who_must_make_room_later_starts_where_that_costs_less_than_few_rows(
     tokens_per_read, num_started
