@@ -30,7 +30,11 @@ from trimaran.worker.models.interfaces import CausalLM
 from trimaran.worker.models.registry import load_model
 from trimaran.worker.recompute import tokens_per_read
 from trimaran.worker.sum_norms import choose_sums_and_norms
-from trimaran.worker.warm_up import peak_step_bytes, run_small_steps
+from trimaran.worker.warm_up import (
+    load_product_kernels,
+    peak_step_bytes,
+    run_small_steps,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -120,8 +124,12 @@ def load_engine(
     step_bytes = 0
     if device.type == "cuda":
         # The runner is not kept: it holds the memory of its blocks.
-        step_bytes = _step_bytes(make_runner(inputs.max_blocks), limits, sizes, prompt_sizes)
-        step_bytes += maker.staged_bytes
+        first = make_runner(inputs.max_blocks)
+        if not config.deterministic:
+            # Before memory is shared out: kernels take some.
+            load_product_kernels(first, limits)
+        step_bytes = _step_bytes(first, limits, sizes, prompt_sizes) + maker.staged_bytes
+        del first
     available = free_bytes(device, len(topology.local_ranks)) - step_bytes
     mine = blocks_that_fit(config.cache, limits, maker.block_bytes, available)
     num_blocks = _agreed(mine, tp, device, links)

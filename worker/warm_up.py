@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import torch
 
 from trimaran.comm.sampling_params import SamplingParams
@@ -33,11 +34,18 @@ _GUIDED = {**_EDITED, "guide_type": "json", "guide": "{}"}
 """The same with a guide, which allows all ids here."""
 
 
+_ROWS_APART, _TOKENS_APART = 8, 64
+_CHUNK = 256
+"""Tokens of a prompt of such steps, short ones: attention need not be timed."""
+
+
 def _step(
     rows: list[NewRow],
     computed: Int32Array,
     chunks: Int32Array,
     masks: Int32Array | None = None,
+    *,
+    are_new: bool = True,
 ) -> SchedulerOutput:
     """A step whose rows all use the first blocks: nobody reads what it writes."""
     return SchedulerOutput(
@@ -49,7 +57,7 @@ def _step(
         new_blocks=int32s((), 4),
         block_copies=int32s((), 3),
         finished_rows=int32s(()),
-        new_rows=rows,
+        new_rows=rows if are_new else [],
         num_decodes=len(rows) if bool((chunks == 1).all()) else 0,
         masks=int32s(()) if masks is None else masks,
     )
@@ -79,6 +87,32 @@ def run_small_steps(runner: ModelRunner, limits: SchedulerConfig) -> None:
         runner.run_alone(_step(rows, int32s([0]), int32s([length]), masks))
         runner.run_alone(_step(rows, int32s([length]), int32s([1]), masks))
     runner.end.leave(0)
+
+
+def load_product_kernels(runner: ModelRunner, limits: SchedulerConfig) -> None:
+    """Run steps of all sizes, through few layers, so that none is the first of its size.
+
+    Torch's library has a kernel for every few rows of a product, and loads it at its first
+    use, for which it waits until the GPU has done what it was given: of an 8B Llama more than
+    a hundred steps would begin late. Rows go by the eight where they are sequences, by the 64
+    where they are tokens. Collective.
+    """
+    rows = [_row(row, 1, _PLAIN) for row in range(limits.max_num_seqs)]
+    with runner.model.one_layer_of_each_kind():
+        ones = int32s([1] * len(rows))
+        runner.run_alone(_step(rows, ones, ones))
+        for count in range(_ROWS_APART, len(rows), _ROWS_APART):
+            runner.run_alone(_step(rows[:count], ones[:count], ones[:count], are_new=False))
+        for tokens in range(_TOKENS_APART, limits.max_num_batched_tokens + 1, _TOKENS_APART):
+            count = -(-tokens // min(_CHUNK, limits.max_input_len, limits.max_seq_len - 1))
+            if count > limits.max_num_seqs:
+                break
+            ends = np.linspace(0, tokens, count + 1).astype(int)
+            chunks = int32s(np.diff(ends).tolist())
+            zeros = int32s([0] * count)
+            runner.run_alone(_step(rows[:count], zeros, chunks, are_new=False))
+    for new in rows:
+        runner.end.leave(new.row)
 
 
 def peak_step_bytes(runner: ModelRunner, limits: SchedulerConfig) -> tuple[int, int]:

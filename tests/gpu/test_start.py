@@ -24,6 +24,7 @@ from trimaran.worker.config import (
 )
 from trimaran.worker.engine import Engine
 from trimaran.worker.models.tensor_reader import TensorReader
+from trimaran.worker.step_types import NewRow, SchedulerOutput, int32s
 
 pytestmark = pytest.mark.gpu
 
@@ -69,21 +70,29 @@ def folder(tmp_path_factory):
     return str(path)
 
 
-def run(folder, profile=None):
-    """An engine that has answered four requests."""
+def load(folder, profile=None, *, num_seqs=4, num_tokens=64):
     config = EngineConfig(
         model="test",
         engine_dir=folder,
         device="cuda",
         dtype="bfloat16",
         scheduler=SchedulerConfig(
-            max_num_batched_tokens=64, max_num_seqs=4, max_seq_len=128, max_input_len=64
+            max_num_batched_tokens=num_tokens,
+            max_num_seqs=num_seqs,
+            max_seq_len=128,
+            max_input_len=64,
         ),
         cache=CacheConfig(tokens_per_block=32, max_tokens=1024),
     )
     rank = RankConfig(engine=config, group="test", profile=profile)
     engine = Engine(rank, ParallelLayout(), LocalControlPlane(), SingleRankGroup())
     engine.load()
+    return engine
+
+
+def run(folder, profile=None):
+    """An engine that has answered four requests."""
+    engine = load(folder, profile)
     for number in range(4):
         sampling = SamplingParams(max_tokens=30).to_wire()
         prompt = pack_ids(list(range(1, 9 + number)))
@@ -119,3 +128,43 @@ def test_the_device_is_timed_on_its_own_clock(folder):
     busy = sum(values[f"{part}_seconds"] for part in host)
     # Steps follow one another on one stream, so their times cannot overlap.
     assert values["device_seconds"] + values["sample_seconds"] <= busy + 0.1
+
+
+def step_of(chunks, new_rows=()):
+    """One that goes on with the first rows, so many tokens each."""
+    count = len(chunks)
+    return SchedulerOutput(
+        step=0,
+        rows=int32s(range(count)),
+        num_scheduled_tokens=int32s(chunks),
+        num_computed_tokens=int32s([1] * count),
+        sampled=int32s(range(count)),
+        new_blocks=int32s((), 4),
+        block_copies=int32s((), 3),
+        finished_rows=int32s(()),
+        new_rows=list(new_rows),
+        num_decodes=count if max(chunks) == 1 else 0,
+    )
+
+
+def test_no_size_of_a_step_is_the_first_that_its_kernels_are_loaded_for(folder):
+    engine = load(folder, num_seqs=200, num_tokens=1024)
+    sampling = SamplingParams(top_p=1.0).to_wire()
+    rows = [
+        NewRow(row=row, token_ids=int32s([1]), num_prompt_tokens=1, sampling=sampling)
+        for row in range(200)
+    ]
+    engine.runner.execute_model(step_of([1] * 200, rows)).wait()
+    waited = []
+    begun = torch.cuda.Event()
+    steps = [[1] * count for count in range(8, 200, 8)]
+    for chunks in steps + [[60] * count for count in range(1, 17)]:
+        torch.cuda._sleep(100_000_000)
+        begun.record()
+        output = engine.runner.execute_model(step_of(chunks))
+        if begun.query():
+            waited.append(chunks)
+        output.wait()
+    engine.shutdown()
+
+    assert not waited, "launches that waited for the device"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
 
@@ -138,7 +139,7 @@ class CausalLM(nn.Module):
             {str(number): self.make_layer(number) for number in self.layer_numbers()}
         )
         # Not by way of the dictionary in every step.
-        self._stack: list[Any] = list(self.layers.values())
+        self._stack: list[tuple[int, Any]] = list(enumerate(self.layers.values()))
         if stage.is_last:
             self.norm = self.make_norm()
             tied_to = embedding if config.tie_word_embeddings else None
@@ -202,14 +203,28 @@ class CausalLM(nn.Module):
         if fused is not None:
             hidden, residual = fused.forward(hidden_TD, positions_T, context)
         else:
-            for layer, kv_cache in zip(self._stack, context.kv_caches, strict=True):
-                context.is_in_last_layer = layer is self._stack[-1]
+            for place, layer in self._stack:
+                context.is_in_last_layer = place == len(context.kv_caches) - 1
                 hidden, residual = layer.forward(
-                    hidden, residual, positions_T, kv_cache, context
+                    hidden, residual, positions_T, context.kv_caches[place], context
                 )
         if self.stage.is_last:
             return self.norm.forward(hidden, residual)[0]
         return settle(hidden, residual)
+
+    @contextmanager
+    def one_layer_of_each_kind(self) -> Iterator[None]:
+        """Meanwhile only one runs of all layers whose weights have the same shapes."""
+        stack = self._stack
+        kinds = {
+            tuple(weight.shape for weight in layer.parameters()): (place, layer)
+            for place, layer in stack
+        }
+        self._stack = sorted(kinds.values(), key=lambda each: each[0])
+        try:
+            yield
+        finally:
+            self._stack = stack
 
     def compute_logits(self, hidden_ND: Tensor) -> Tensor:
         """Logits [N, V], whole on every rank, float32 or on a GPU the model's dtype.

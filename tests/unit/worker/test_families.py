@@ -6,6 +6,7 @@ import pytest
 
 from tests.unit.models import models
 from trimaran.launcher.cli import main
+from trimaran.worker.warm_up import load_product_kernels
 
 NUM_TOKENS = 24
 
@@ -96,3 +97,28 @@ def test_latent_vectors_survive_pauses_and_the_way_to_the_host_and_back(
     host = driver.engine.scheduler.cache.hosts[0]
     assert host.num_stored > 0 and host.num_loaded > 0
     assert most_paused > 0
+
+
+@pytest.mark.parametrize("checkpoint", ["deepseek3"], indirect=True)
+def test_steps_made_up_to_load_kernels_run_a_layer_of_each_kind_and_leave_nothing(
+    make_engine, checkpoint, monkeypatch
+):
+    driver = make_engine(max_num_batched_tokens=200, max_num_seqs=20, tokens_per_block=4)
+    engine, ran = driver.engine, []
+    layers = list(engine.runner.model.layers.values())
+    for number, layer in enumerate(layers):
+
+        def forward(*inputs, number=number, real=layer.forward):
+            ran.append(number)
+            return real(*inputs)
+
+        monkeypatch.setattr(layer, "forward", forward)
+
+    load_product_kernels(engine.runner, engine.scheduler.config)
+
+    # The first layer is dense, the others have experts.
+    assert set(ran) == {0, len(layers) - 1}
+    prompts = models.prompts(3, 22, 61)
+    expected = models.reference_greedy(checkpoint[1], prompts, NUM_TOKENS)
+    assert outputs_of(driver, prompts) == expected
+    assert set(ran) == set(range(len(layers)))
