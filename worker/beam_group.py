@@ -226,6 +226,14 @@ class BeamGroup:
         best = self.search.best()
         return best[0].reason if self.search.is_over else FinishReason.NOT_FINISHED
 
+    def forget(self) -> None:
+        """Let go of all outputs and of the logits beside them: everything is told.
+
+        A group and its beams refer to each other. What they hold would stay until the garbage
+        collector comes, which is seldom, and logits of every id are hundreds of megabytes.
+        """
+        self.search.live, self.search.finished = [], []
+
     def is_news(self) -> bool:
         """Whether clients should be told now; who does not stream, for the case that the
         request is cancelled."""

@@ -240,6 +240,7 @@ class Engine:
         for key in [key for key in self._requests if key[0] == source]:
             for request in self._requests.pop(key):
                 self._end(request, FinishReason.CANCELLED)
+                self._forget(request)
         self.scheduler.discard_ended(source)
 
     def _end(self, request: Request, reason: FinishReason) -> None:
@@ -333,6 +334,8 @@ class Engine:
                 self._fail(request, RequestError(_NOTHING_ALLOWED), result)
             details = StepDetails.of(part.sampled, told)
             self._emit(result, step.decision.step, emissions, details)
+            # The gauges know the last step for as long as no other comes.
+            part.logits = None
         if self._profile is not None:
             self._profile.end_step(step.decision.step)
 
@@ -349,11 +352,14 @@ class Engine:
                 self._forget(sequence.request)
 
     def _forget(self, request: Request) -> None:
-        """All that there was to tell of a request is told; its id may be another's too."""
+        """There is nothing more to tell of a request; its id may be another's too."""
         key = (request.source, request.request_id)
         others = [other for other in self._requests.pop(key, ()) if other is not request]
         if others:
             self._requests[key] = others
+        for sequence in request.sequences:
+            if sequence.beams is not None:
+                sequence.beams.forget()
         # They refer to each other: without this they would wait for the garbage collector.
         request.sequences.clear()
 

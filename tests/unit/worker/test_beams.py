@@ -1,5 +1,6 @@
 """Beam search: the sequences and scores of transformers, however the engine gets there."""
 
+import gc
 import random
 
 import numpy as np
@@ -7,6 +8,7 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM
 
+from tests.unit.worker.conftest import VOCAB
 from trimaran.comm.errors import RequestError
 from trimaran.comm.messages import FinishReason
 
@@ -288,6 +290,28 @@ def check_blocks(driver):
     held = [*scheduler.running, *scheduler.waiting, *scheduler.releases, *scheduler.loads]
     held += [beam for s in held if s.beams is not None for beam in s.beams.beams[1:]]
     scheduler.cache.check([sequence.blocks for sequence in held])
+
+
+@pytest.mark.parametrize("way", ["over", "cancelled", "client gone"])
+def test_logits_of_a_search_are_freed_with_it_before_the_collector_comes(make, prompt_of, way):
+    driver = make(depth=2)
+    gc.collect()
+    gc.disable()
+    try:
+        request = submit(driver, prompt_of(9), 3, max_tokens=20, return_generation_logits=True)
+        for _ in range(6):
+            driver.step()
+        if way == "cancelled":
+            driver.engine.cancel("client", [request])
+        if way == "client gone":
+            driver.engine.drop_source("client")
+        driver.run()
+        driver.extras.clear()
+        alive = [each for each in gc.get_objects() if isinstance(each, torch.Tensor)]
+        assert not [each for each in alive if each.shape == (VOCAB,)]
+    finally:
+        gc.enable()
+    driver.check_idle()
 
 
 @pytest.mark.parametrize("seed", range(3))
