@@ -110,6 +110,16 @@ def _longest(cost, is_sequence, num_sequences, turns):  # type: ignore[no-untype
     return tl.where(turns > 1, of_many, tl.max(cost))
 
 
+@triton.jit  # type: ignore[untyped-decorator,unused-ignore]
+def _last_unit_before(  # type: ignore[no-untyped-def]
+    seq_lens, sequences, is_sequence, place, COST: tl.constexpr, UNIT: tl.constexpr
+):
+    """Where the last unit begins of the sequence in front of each."""
+    has_former = is_sequence & (sequences > 0)
+    former = tl.load(seq_lens + sequences - 1, mask=has_former, other=0)
+    return place - COST - former + tl.maximum((former + UNIT - 1) // UNIT - 1, 0) * UNIT
+
+
 @triton.jit(do_not_specialize=["num_sequences", "num_shares"])  # type: ignore[untyped-decorator,unused-ignore]
 def _shares_kernel(  # type: ignore[no-untyped-def]
     seq_lens, rows, shares, pieces, counters, num_sequences, num_shares,
@@ -121,15 +131,14 @@ def _shares_kernel(  # type: ignore[no-untyped-def]
     """Each program finds all pieces and writes every WRITERS-th of each sequence.
 
     Sequences lie on one ruler, each as long as its keys and COST. That is cut into equal
-    shares, and a unit of keys belongs to the share in which it begins.
+    shares; a unit of keys belongs to the share in which it begins.
     """
     writer = tl.program_id(0)
     sequences = tl.arange(0, SPAN)
     is_sequence = sequences < num_sequences
     if OVERLAPS:
+        # Lengths are there; what is written may lie where the kernel in front still reads.
         gdc_launch_dependents()
-    # Lengths and rows were there before the kernel in front began; what is written may lie
-    # where that one still reads.
     length = tl.load(seq_lens + sequences, mask=is_sequence, other=0)
     row = tl.load(rows + sequences, mask=is_sequence, other=0) if HAS_ROWS else sequences
     last_unit = tl.maximum((length + UNIT - 1) // UNIT - 1, 0)
@@ -150,9 +159,7 @@ def _shares_kernel(  # type: ignore[no-untyped-def]
         last_share = tl.where(is_whole, sequences, (place + last_unit * UNIT) // size)
     num_pieces = tl.where(is_sequence, last_share - first_share + 1, 0)
     first_piece = tl.cumsum(num_pieces) - num_pieces
-    former = tl.load(seq_lens + sequences - 1, mask=is_sequence & (sequences > 0), other=0)
-    # Where the last unit in front of a sequence begins.
-    before = place - COST - former + tl.maximum((former + UNIT - 1) // UNIT - 1, 0) * UNIT
+    before = _last_unit_before(seq_lens, sequences, is_sequence, place, COST, UNIT)
     if OVERLAPS:
         gdc_wait()
     for number in range(writer, tl.max(num_pieces), WRITERS):

@@ -125,10 +125,8 @@ def load_engine(
     if device.type == "cuda":
         # The runner is not kept: it holds the memory of its blocks.
         first = make_runner(inputs.max_blocks)
-        if not config.deterministic:
-            # Before memory is shared out: kernels take some.
-            load_product_kernels(first, limits)
-        step_bytes = _step_bytes(first, limits, sizes, prompt_sizes) + maker.staged_bytes
+        step_bytes = _first_steps(first, config, limits, sizes, prompt_sizes)
+        step_bytes += maker.staged_bytes
         del first
     available = free_bytes(device, len(topology.local_ranks)) - step_bytes
     mine = blocks_that_fit(config.cache, limits, maker.block_bytes, available)
@@ -204,12 +202,19 @@ def _sampling_kernel(model: CausalLM, device: torch.device) -> CpuSampling | Non
     return CpuSampling(load_library())
 
 
-def _step_bytes(
-    runner: ModelRunner, limits: SchedulerConfig, graphs: list[int], prompts: list[int]
+def _first_steps(
+    runner: ModelRunner,
+    config: EngineConfig,
+    limits: SchedulerConfig,
+    graphs: list[int],
+    prompts: list[int],
 ) -> int:
-    """Device memory of the largest steps, and of the graphs that hold some of ``prompts``
-    tokens, if there are ``graphs``. The cache is let go. Collective over the stages: they run
-    steps together."""
+    """Load kernels, then tell the device memory of the largest steps, and of the graphs that
+    hold some of ``prompts`` tokens, if there are ``graphs``. The cache is let go. Collective
+    over the stages: they run steps together."""
+    if not config.deterministic:
+        # Before memory is shared out: kernels take some.
+        load_product_kernels(runner, limits)
     prompt_bytes, decode_bytes = peak_step_bytes(runner, limits)
     step_bytes = max(prompt_bytes, decode_bytes)
     for group in runner.groups:
