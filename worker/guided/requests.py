@@ -24,7 +24,7 @@ class GuidedRequests:
     def __init__(self, compiler: GuideCompiler | None) -> None:
         """Without a compiler every guide is refused."""
         self._compiler = compiler
-        self._held: list[tuple[Request, Future[Grammar]]] = []
+        self._held: dict[Request, Future[Grammar]] = {}
 
     def __len__(self) -> int:
         return len(self._held)
@@ -43,24 +43,24 @@ class GuidedRequests:
                 "config.pbtxt.",
                 ErrorKind.UNSUPPORTED,
             )
-        self._held.append((request, self._compiler.submit(sampling.guide_type, sampling.guide)))
+        self._held[request] = self._compiler.submit(sampling.guide_type, sampling.guide)
 
     def drop(self, request: Request) -> None:
         """Hold ``request`` no longer, if it was held: it has been ended."""
-        for held, future in self._held:
-            if held is request:
-                # What has not begun would keep the others waiting.
-                future.cancel()
-        self._held = [item for item in self._held if item[0] is not request]
+        future = self._held.pop(request, None)
+        if future is not None:
+            # What has not begun would keep the others waiting.
+            future.cancel()
 
     def sleep(self, seconds: float) -> None:
         """Wait for some grammar, for there is nothing else to do."""
-        wait([future for _, future in self._held], seconds, FIRST_COMPLETED)
+        wait(self._held.values(), seconds, FIRST_COMPLETED)
 
     def take_compiled(self) -> list[Compiled]:
         """Those that are held no longer."""
-        done = [item for item in self._held if item[1].done()]
-        self._held = [item for item in self._held if item not in done]
+        done = [item for item in self._held.items() if item[1].done()]
+        for request, _ in done:
+            del self._held[request]
         return [Compiled(request, _settle(request, future)) for request, future in done]
 
     def close(self) -> None:

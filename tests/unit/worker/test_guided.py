@@ -7,6 +7,7 @@ import json
 import re
 import sys
 import time
+from array import array
 from pathlib import Path
 
 import numpy as np
@@ -16,8 +17,11 @@ from tokenizers import Tokenizer
 from tests.driver import Driver
 from trimaran.comm.errors import ConfigError, RefusedError, RequestError
 from trimaran.comm.messages import FinishReason
+from trimaran.comm.sampling_params import SamplingParams
 from trimaran.worker.config import CacheConfig, EngineConfig, GuidedConfig, SchedulerConfig
 from trimaran.worker.guided.compiler import GuideCompiler
+from trimaran.worker.guided.requests import GuidedRequests
+from trimaran.worker.request import Request
 
 MODEL = Path(__file__).parents[3] / "examples" / "demo_models" / "base"
 TOKENIZER = Tokenizer.from_file(str(MODEL / "tokenizer.json"))
@@ -307,6 +311,41 @@ def test_requests_whose_guides_are_compiled_have_places_in_the_queue_and_the_gau
     assert all(follows("regex", text_of(driver, request)) for request in requests[1:])
     assert driver.engine.stats()["active_requests"] == 0
     driver.check_idle()
+
+
+class ComparedRequest(Request):
+    """Counts how often it is compared with another."""
+
+    num_comparisons = 0
+    __hash__ = Request.__hash__
+
+    def __eq__(self, other: object) -> bool:
+        ComparedRequest.num_comparisons += 1
+        return self is other
+
+
+def test_a_held_request_is_taken_or_dropped_without_a_look_at_all_others():
+    compiler = GuideCompiler(GuidedConfig(backend="xgrammar"), str(MODEL), 4096)
+    guided = GuidedRequests(compiler)
+    fields = {
+        "source": "client",
+        "prompt_ids": array("i", [5]),
+        "sampling": SamplingParams(guide_type="regex", guide="a+", end_id=END),
+    }
+    requests = [ComparedRequest(request_id=n, number=n, **fields) for n in range(200)]
+    for request in requests:
+        guided.hold(request)
+    for request in requests[::2]:
+        guided.drop(request)
+    taken = []
+    while guided:
+        guided.sleep(1.0)
+        taken += guided.take_compiled()
+    compiler.close()
+
+    assert sorted(request.number for request, _ in taken) == list(range(1, 200, 2))
+    assert not any(error for _, error in taken)
+    assert ComparedRequest.num_comparisons <= 4 * len(requests)
 
 
 def test_a_request_has_come_before_its_guide_is_compiled(driver):
