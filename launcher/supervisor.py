@@ -45,6 +45,7 @@ _SHUTDOWN_GRACE_S = 3.0
 _FORCED_POLL_S = 0.05
 _ANNOUNCE_S = 0.1
 _MAX_OPEN_FILES = 65536
+_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
 class Supervisor:
@@ -97,6 +98,7 @@ class Supervisor:
         try:
             return await self._serve(run_dir, children)
         finally:
+            _ignore_signals(loop)
             children.close()
             pump.close()
             _log_through(sys.stderr)
@@ -108,7 +110,7 @@ class Supervisor:
         self._forced = asyncio.Event()
         self._make_groups(run_dir, children)
         loop = asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        for number in _SIGNALS:
             # `nohup` asks for SIGHUP to be ignored.
             if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:
                 loop.add_signal_handler(number, self._on_signal, number)
@@ -394,6 +396,13 @@ def _allow_many_connections() -> None:
     wanted = _MAX_OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, _MAX_OPEN_FILES)
     if soft < wanted:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
+def _ignore_signals(loop: asyncio.AbstractEventLoop) -> None:
+    """Let nothing cut short what is left to clean up, nor change the exit code."""
+    for number in _SIGNALS:
+        loop.remove_signal_handler(number)
+        signal.signal(number, signal.SIG_IGN)
 
 
 def _log_through(stream: Any) -> None:

@@ -64,6 +64,19 @@ def test_a_second_signal_forces(supervise):
     assert server.survivors() == []
 
 
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+def test_signals_after_the_end_change_nothing_about_it(supervise, number):
+    server = supervise(world_size=2)
+    server.wait_ready()
+    server.process.send_signal(signal.SIGTERM)
+    server.wait_for("ended with exit code 0")
+    while server.process.poll() is None:
+        server.process.send_signal(number)
+    assert server.end() == 0
+    assert server.survivors() == []
+    assert not list(server.log_path.parent.glob("trimaran-*"))
+
+
 def test_a_drain_that_leaves_requests_unfinished_ends_with_code_1(supervise):
     server = supervise("frontend:0:*:unfinished")
     server.wait_ready()
