@@ -252,6 +252,11 @@ def num_further_blocks(
     return (sampling.beam_width - 1) * max(0, num_blocks - num_shared)
 
 
+def num_next_tokens(sequences: Iterable[Sequence]) -> int:
+    """Tokens of a step in which each of these computes one, of beams each of them."""
+    return sum(1 if each.beams is None else each.beams.width for each in sequences)
+
+
 def advance_groups(
     step: ScheduledStep, candidates: Iterable[Candidates], cache: KVCacheManager
 ) -> list[BeamGroup]:

@@ -7,7 +7,7 @@ from collections.abc import Hashable, Iterable
 from collections.abc import Sequence as List
 
 from trimaran.comm.messages import FinishReason
-from trimaran.worker.beam_group import BeamGroup, advance_groups
+from trimaran.worker.beam_group import BeamGroup, advance_groups, num_next_tokens
 from trimaran.worker.beam_search import Candidates
 from trimaran.worker.config import SchedulerConfig
 from trimaran.worker.fair_chunks import FairChunks
@@ -249,12 +249,14 @@ class Scheduler:
                 self._preempt(sequence)
                 index -= running is self.running
             else:
-                self._plan_one(sequence, missing, len(running), len(running) - index, plan)
+                num_later = num_next_tokens(running[index:]) if missing > 1 else 0
+                self._plan_one(sequence, missing, len(running), num_later, plan)
 
     def _plan_one(
         self, sequence: Sequence, missing: int, num_running: int, num_later: int, plan: StepPlan
     ) -> None:
-        """Schedule a running one's next chunk, or its beams; ``num_later`` run behind it."""
+        """Schedule a running one's next chunk, or its beams; ``num_later`` tokens are those
+        of whoever runs behind it."""
         start = sequence.num_computed_tokens
         if sequence.beams is not None and start >= sequence.num_prompt_tokens:
             self._plan_beams(sequence, sequence.beams, plan)
@@ -269,7 +271,7 @@ class Scheduler:
             self._advance(sequence, chunk, chunk == missing, plan)
 
     def _chunk(self, sequence: Sequence, missing: int, budget: int, num_later: int = 0) -> int:
-        """Tokens to compute now; each of the ``num_later`` running behind it gets one too."""
+        """Tokens to compute now; ``num_later`` are left to those that run behind it."""
         waiting = self.waiting if self.rows.free else []
         return self._chunks.size(sequence, missing, budget - num_later, waiting, self.step + 1)
 

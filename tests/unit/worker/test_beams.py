@@ -292,6 +292,22 @@ def check_blocks(driver):
     scheduler.cache.check([sequence.blocks for sequence in held])
 
 
+@pytest.mark.parametrize("width", [1, 4])
+def test_a_stream_goes_on_at_every_step_beside_a_long_prompt(make, prompt_of, width):
+    # A part of the prompt that leaves one token ends with a block: nothing more is left over.
+    driver = make(max_num_batched_tokens=17, tokens_per_block=4)
+    before = driver.submit(prompt_of(110), max_tokens=2)
+    driver.step()
+    beams = submit(driver, prompt_of(3, 1), width, num_return_sequences=1, streaming=True)
+    num_told = []
+    while (before, 0) not in driver.reasons:
+        driver.step()
+        told = driver.extras if width > 1 else driver.tokens
+        num_told.append(len(told[beams, 0]))
+
+    assert num_told == list(range(1, len(num_told) + 1))
+
+
 @pytest.mark.parametrize("way", ["over", "cancelled", "client gone"])
 def test_logits_of_a_search_are_freed_with_it_before_the_collector_comes(make, prompt_of, way):
     driver = make(depth=2)
