@@ -98,7 +98,7 @@ class Supervisor:
         try:
             return await self._serve(run_dir, children)
         finally:
-            _ignore_signals(loop)
+            _hold_signals()
             children.close()
             pump.close()
             _log_through(sys.stderr)
@@ -398,11 +398,10 @@ def _allow_many_connections() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
-def _ignore_signals(loop: asyncio.AbstractEventLoop) -> None:
-    """Let nothing cut short what is left to clean up, nor change the exit code."""
-    for number in _SIGNALS:
-        loop.remove_signal_handler(number)
-        signal.signal(number, signal.SIG_IGN)
+def _hold_signals() -> None:
+    """Let nothing cut short what is left to clean up, nor change the exit code. Not by other
+    handlers: the loop, as it closes, has moments without any, and some with half of one."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
 
 
 def _log_through(stream: Any) -> None:

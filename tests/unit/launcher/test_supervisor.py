@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import socket
+import time
 from pathlib import Path
 
 import psutil
@@ -72,6 +73,7 @@ def test_signals_after_the_end_change_nothing_about_it(supervise, number):
     server.wait_for("ended with exit code 0")
     while server.process.poll() is None:
         server.process.send_signal(number)
+        time.sleep(0.005)
     assert server.end() == 0
     assert server.survivors() == []
     assert not list(server.log_path.parent.glob("trimaran-*"))
