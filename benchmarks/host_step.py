@@ -9,6 +9,8 @@ import statistics
 import time
 from collections import deque
 
+import torch
+
 from trimaran.comm.messages import Submit, encode, pack_ids
 from trimaran.comm.sampling_params import SamplingParams
 from trimaran.worker.admission import request_from
@@ -45,9 +47,8 @@ def submit_all(scheduler: Scheduler, num_rows: int, prompt: int, output: int) ->
         message = Submit(
             request_id=number, model="m", prompt_ids=pack_ids(ids), sampling=sampling
         )
-        request = request_from(
-            number % 2, message, number, scheduler.config, VOCAB_SIZE, HIDDEN_SIZE
-        )
+        model = VOCAB_SIZE, HIDDEN_SIZE, torch.bfloat16
+        request = request_from(number % 2, message, number, scheduler.config, *model)
         scheduler.check(request)
         scheduler.add(request)
 

@@ -8,6 +8,7 @@ from array import array
 from collections.abc import Hashable, Sequence
 
 import numpy as np
+import torch
 
 from trimaran.comm.errors import RequestError
 from trimaran.comm.messages import Submit
@@ -29,6 +30,7 @@ def request_from(
     limits: SchedulerConfig,
     vocab_size: int,
     hidden_size: int,
+    dtype: torch.dtype,
 ) -> Request:
     """The request of ``message``, all its values checked.
 
@@ -42,7 +44,7 @@ def request_from(
         _check_beams(sampling, limits, bool(message.output_ids))
     prompt, output = _ids(message.prompt_ids), _ids(message.output_ids)
     _check_prompt(prompt, limits)
-    table = _prompt_table(message, hidden_size)
+    table = _prompt_table(message, hidden_size, dtype)
     num_entries = 0 if table is None else table.shape[0]
     _check_ids("input_ids", prompt, vocab_size + num_entries)
     _check_ids("output_ids", output, vocab_size)
@@ -71,11 +73,11 @@ def request_from(
     )
 
 
-def _prompt_table(message: Submit, hidden_size: int) -> PromptTable | None:
+def _prompt_table(message: Submit, hidden_size: int, dtype: torch.dtype) -> PromptTable | None:
     if message.embeddings is None:
         return None
     table = PromptTable.from_wire(message.embeddings)
-    table.check(hidden_size)
+    table.check(hidden_size, dtype)
     return table
 
 

@@ -201,6 +201,7 @@ class Engine:
             self._loaded.limits,
             self._vocab_size,
             self.runner.model.config.hidden_size,
+            self.runner.model.dtype,
         )
         self.scheduler.check(request)
         request.adapter_id = self._adapters.enter(message, request)

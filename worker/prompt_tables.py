@@ -41,8 +41,11 @@ class PromptTable:
         """For msgpack."""
         return {"dtype": self.datatype, "shape": list(self.shape), "data": self.data}
 
-    def check(self, hidden_size: int) -> None:
-        """Check that it fits the model.
+    def check(self, hidden_size: int, dtype: torch.dtype) -> None:
+        """Check that it fits a model of this type, of finite numbers alone.
+
+        Others would be left in blocks of the cache, whose next owner may read them with
+        weights of 0.
 
         Raises:
             RequestError: names what does not, and what would.
@@ -61,6 +64,19 @@ class PromptTable:
             raise RequestError(
                 f"prompt_embedding_table has {len(self.data)} bytes, but {num_bytes} belong to "
                 f"its shape {list(self.shape)} of {self.datatype}"
+            )
+        if not num_bytes:
+            raise RequestError(
+                f"prompt_embedding_table has the shape {list(self.shape)}: leave it out, or "
+                "send an entry or more"
+            )
+        is_finite = self.tensor().to(dtype).isfinite()
+        if not is_finite.all():
+            entry, place = (~is_finite).nonzero()[0].tolist()
+            raise RequestError(
+                f"prompt_embedding_table holds {self.tensor()[entry, place]:g} at value "
+                f"{place} of entry {entry}, which is no finite number in the model's "
+                f"{str(dtype).removeprefix('torch.')}; send finite ones"
             )
 
     def tensor(self) -> Tensor:

@@ -50,6 +50,14 @@ def _bias(value):
             {"embeddings": {"dtype": "INT8", "shape": [2, 32], "data": b"1234"}},
             "prompt_embedding_table is INT8 but must be FP16, BF16, FP32",
         ),
+        (
+            {"embeddings": {"dtype": "FP16", "shape": [0, 32], "data": b""}},
+            r"prompt_embedding_table has the shape \[0, 32\]: leave it out",
+        ),
+        (
+            {"embeddings": {"dtype": "BF16", "shape": [1, 32], "data": b"\xc0\x7f" * 32}},
+            "prompt_embedding_table holds nan at value 0 of entry 0, which is no finite number",
+        ),
         ({"num_return_sequences": 17}, r"num_return_sequences is 17 .* at most 16"),
     ],
 )
