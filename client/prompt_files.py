@@ -87,12 +87,14 @@ def _text(flag: str, path: str) -> str:
         return Path(path).read_text(encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"{flag} {path}: {error.strerror}") from error
+    except UnicodeDecodeError:
+        raise ConfigError(f"{flag} {path}: is not a text in UTF-8") from None
 
 
 def _array(flag: str, path: Path) -> np.ndarray[Any, Any]:
     try:
         array: np.ndarray[Any, Any] = np.load(path)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, EOFError) as error:
         raise ConfigError(f"{flag}: {path} cannot be read: {error}") from error
     return array
 

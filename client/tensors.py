@@ -9,19 +9,25 @@ import numpy as np
 import tritonclient.grpc as grpcclient
 from tritonclient.utils import np_to_triton_dtype
 
+from trimaran.comm.errors import ConfigError
+
 Array = np.ndarray[Any, Any]
 
 
 def tensor(name: str, values: Any, dtype: Any) -> Any:
-    """An input tensor. ``dtype`` is numpy's, ``str`` for text, or ``"BF16"``."""
+    """An input tensor. ``dtype`` is numpy's, ``str`` for text, or ``"BF16"``.
+
+    Raises:
+        ConfigError: a value that such a tensor cannot hold.
+    """
     if dtype is str:
-        array = np.array(_as_bytes(values), dtype=object)
+        array = np.array(_as_bytes(name, values), dtype=object)
         datatype = "BYTES"
     elif dtype == "BF16":
         array = np.asarray(values, dtype=np.float32)
         datatype = "BF16"
     else:
-        array = np.asarray(values, dtype=dtype)
+        array = _as_numbers(name, values, np.dtype(dtype))
         datatype = np_to_triton_dtype(array.dtype)
     holder = grpcclient.InferInput(name, list(array.shape), datatype)
     holder.set_data_from_numpy(array)
@@ -45,9 +51,30 @@ def outputs_of(result: Any) -> dict[str, Array]:
     }
 
 
-def _as_bytes(values: Any) -> Any:
+def _as_numbers(name: str, values: Any, dtype: np.dtype[Any]) -> Array:
+    try:
+        return np.asarray(values, dtype=dtype)
+    except OverflowError:
+        limits = np.iinfo(dtype)
+        outside = next(
+            value
+            for value in np.asarray(values, dtype=object).flat
+            if not limits.min <= value <= limits.max
+        )
+        raise ConfigError(
+            f"{name}: {outside} cannot be sent. Name a number from {limits.min} to "
+            f"{limits.max}."
+        ) from None
+
+
+def _as_bytes(name: str, values: Any) -> Any:
     if isinstance(values, str):
-        return values.encode()
+        try:
+            return values.encode()
+        except UnicodeEncodeError:
+            raise ConfigError(
+                f"{name}: {values!r} is not a text in UTF-8. Convert it first."
+            ) from None
     if isinstance(values, Sequence) and not isinstance(values, bytes):
-        return [_as_bytes(value) for value in values]
+        return [_as_bytes(name, value) for value in values]
     return values

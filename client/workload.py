@@ -145,7 +145,11 @@ def read_dataset(path: str) -> list[dict[str, str]]:
     except ValueError as error:
         raise ConfigError(f"--dataset {path}: is not JSON: {error}") from error
     keys = ("input", "instruction", "output")
-    is_list = isinstance(records, list)
-    if not is_list or not all(isinstance(r, dict) and set(keys) <= set(r) for r in records):
-        raise ConfigError(f"--dataset {path}: must be a JSON list of objects with {keys}")
+    if not isinstance(records, list) or not all(
+        isinstance(record, dict) and all(isinstance(record.get(key), str) for key in keys)
+        for record in records
+    ):
+        raise ConfigError(
+            f"--dataset {path}: must be a JSON list of objects with texts for {keys}"
+        )
     return list(records)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 from scripted_server import Reply, ids_reply, text_reply
@@ -106,3 +107,12 @@ def test_flags_that_mean_nothing_are_refused(trimaran, server, dataset, more, sa
 
     assert code == 2
     assert said in err
+
+
+def test_a_record_without_a_text_is_refused(trimaran, server, dataset):
+    Path(dataset).write_text(json.dumps([{**RECORD, "output": None}]))
+
+    code, _, err = trimaran(*flags(server, dataset))
+
+    assert code == 2
+    assert f"--dataset {dataset}: must be a JSON list of objects with texts" in err

@@ -177,3 +177,34 @@ def test_an_error_of_the_server_fails_the_run(server, call):
 
     assert code == 1
     assert out == "parReceived an error from server:\nno engine\n"
+
+
+@pytest.mark.parametrize(
+    ("prompt", "flags", "complaint"),
+    [
+        ("p", ("-o", "99999999999"), "max_tokens: 99999999999 cannot be sent"),
+        (
+            "p",
+            ("--lora-task-id", "-3"),
+            "lora_task_id: -3 cannot be sent. Name a number from 0",
+        ),
+        ("caf\udce9", (), "text_input: 'caf\\udce9' is not a text in UTF-8"),
+        ("p", ("--stop-words", "\udcff"), "stop_words: '\\udcff' is not a text in UTF-8"),
+    ],
+)
+def test_what_no_tensor_holds_is_refused_by_name(server, call, prompt, flags, complaint):
+    code, _, err = call(prompt, *flags)
+
+    assert code == 2
+    assert complaint in err
+    assert server.received == []
+
+
+def test_an_adapter_of_empty_files_is_refused(call, tmp_path):
+    for name in ("model.lora_config.npy", "model.lora_weights.npy"):
+        (tmp_path / name).touch()
+
+    code, _, err = call("p", "--lora-path", str(tmp_path), "--lora-task-id", "1")
+
+    assert code == 2
+    assert f"{tmp_path}/model.lora_weights.npy cannot be read" in err

@@ -265,3 +265,24 @@ def test_with_a_tokenizer_text_is_shown_and_the_end_id_is_its_own(server, trimar
     assert code == 0
     assert "Input: Hello\nOutput beam 0: Hello\n" in out
     assert server.received[0].inputs["end_id"].item() >= 0
+
+
+@pytest.mark.parametrize(
+    ("content", "complaint"),
+    [
+        (b"\xff\xfe1\x00", "is not a text in UTF-8"),
+        (b"1, 4294967296\n", "input_ids: 4294967296 cannot be sent"),
+    ],
+)
+def test_ids_that_cannot_be_read_or_sent_are_refused(
+    server, trimaran, tmp_path, content, complaint
+):
+    path = tmp_path / "ids.csv"
+    path.write_bytes(content)
+
+    code, _, err = trimaran(
+        "client", "token", "-u", server.url, "--input-tokens-csv", str(path)
+    )
+
+    assert code == 2
+    assert complaint in err
