@@ -57,11 +57,20 @@ def _write(script: str, path: str) -> None:
         raise ConfigError(f"--output {path}: {error.strerror}") from None
 
 
+def _make_folder(path: str) -> None:
+    try:
+        Path(path).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(
+            f"--log-dir {path}: {error.strerror}. Name a folder that can be made on every node."
+        ) from None
+
+
 def _submit(job: JobSpec, script: str, args: argparse.Namespace) -> int:
     """Check with Slurm, submit, and print the endpoints once every server is ready."""
     if args.output:
         _write(script, args.output)
-    Path(job.log_dir).mkdir(parents=True, exist_ok=True)
+    _make_folder(job.log_dir)
     print(queue.test_only(script))
     job_id = queue.submit(script)
     print(f"Job {job_id} is submitted; its logs go to {job.log_dir}.")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
 import re
 import shlex
@@ -17,6 +18,10 @@ TEMPLATES = {
     "orchestrator": "several models, each with workers of its own",
     "replicas": "an array of servers of one model",
 }
+MAX_PORT = 65535
+PORT_SHIFT = 10
+"""Ports of a replica behind those of the one before it."""
+
 MAX_EXIT_SHARE = 0.8
 """Of the time between Slurm's signal and its kill: the drain ends before that."""
 
@@ -148,12 +153,36 @@ def _check_shape(args: argparse.Namespace) -> None:
         raise ConfigError(
             f"--replicas {args.replicas} goes with --template replicas, not {args.template}"
         )
+    if args.replicas:
+        _check_ports(args)
     per_node = -(-args.world_size // args.nodes)
     if 0 < args.gpus_per_node < per_node:
         raise ConfigError(
             f"--gpus-per-node {args.gpus_per_node} is less than the {per_node} ranks of a "
             "node, and each needs a GPU. Raise it, or serve on more nodes."
         )
+
+
+def _check_ports(args: argparse.Namespace) -> None:
+    """Refuse ports of which two replicas on a node would have the same, or one none."""
+    names = ("http_port", "grpc_port", "metrics_port")
+    reach = PORT_SHIFT * (args.replicas - 1)
+    for name, port_ in ((name, getattr(args, name)) for name in names):
+        if port_ + reach > MAX_PORT:
+            raise ConfigError(
+                f"--{name.replace('_', '-')} is {port_} and the last of {args.replicas} "
+                f"replicas would get {port_ + reach}, {PORT_SHIFT} more for each, but ports "
+                f"end at {MAX_PORT}. Lower it, or submit fewer replicas."
+            )
+    for one, other in itertools.combinations(names, 2):
+        gap = abs(getattr(args, one) - getattr(args, other))
+        if gap and gap <= reach and gap % PORT_SHIFT == 0:
+            raise ConfigError(
+                f"--{one.replace('_', '-')} {getattr(args, one)} and "
+                f"--{other.replace('_', '-')} {getattr(args, other)}: replicas on a node are "
+                f"{PORT_SHIFT} ports apart, so one would get a port of another. Name ports "
+                f"that do not differ by a multiple of {PORT_SHIFT}."
+            )
 
 
 def _check_words(args: argparse.Namespace) -> None:
@@ -165,6 +194,11 @@ def _check_words(args: argparse.Namespace) -> None:
         if re.search(r"[\s\"'$`\\;]", value):
             flag = f"--{name.replace('_', '-')}"
             raise ConfigError(f"{flag} {value!r}: spaces and quotes cannot be written there")
+    if re.search(r"[/#]", args.job_name) or not args.job_name:
+        raise ConfigError(
+            f"--job-name {args.job_name!r}: logs have it in their names, and for Slurm # ends "
+            "a line. Name it without / and #."
+        )
     if re.search(r"[%\"\\\n]", args.log_dir):
         raise ConfigError(
             f"--log-dir {args.log_dir!r}: Slurm gives % a meaning in file names, and "

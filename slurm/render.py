@@ -6,7 +6,7 @@ import shlex
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
-from trimaran.slurm.job_spec import JobSpec
+from trimaran.slurm.job_spec import PORT_SHIFT, JobSpec
 
 
 def render(job: JobSpec) -> str:
@@ -21,4 +21,4 @@ def render(job: JobSpec) -> str:
     )
     environment.filters["quote"] = shlex.quote
     template = environment.get_template(f"{job.template.replace('-', '_')}.sbatch")
-    return template.render(job=job)
+    return template.render(job=job, port_shift=PORT_SHIFT)

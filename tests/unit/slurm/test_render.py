@@ -141,6 +141,12 @@ def test_a_job_is_read_from_a_yaml_file(tmp_path: Path, capsys: pytest.CaptureFi
         (["--template", "orchestrator", "--nodes", "2", "--container-image", "x"],
          "inside a container groups of workers start on their own node only"),
         (["--job-name", "a b"], "--job-name 'a b'"),
+        (["--job-name", "team/a"], "--job-name 'team/a': logs have it in their names"),
+        (["--job-name", "a#b"], "Name it without / and #"),
+        (["--template", "replicas", "--replicas", "200", "--http-port", "64000"],
+         "--http-port is 64000 and the last of 200 replicas would get 65990"),
+        (["--template", "replicas", "--replicas", "2", "--grpc-port", "8010"],
+         "--http-port 8000 and --grpc-port 8010: replicas on a node are 10 ports apart"),
         (["--log-dir", "/logs/%j"], "--log-dir"),
         (["--partition", "a b"], "--partition 'a b'"),
         (["--serve-flags", "--id 'a"], "--serve-flags \"--id 'a\": No closing quotation"),
@@ -184,3 +190,14 @@ def test_a_machine_without_slurm_says_so(tmp_path: Path):
     )  # fmt: skip
     assert done.returncode == 2
     assert "scancel is not on PATH: this command needs Slurm's client programs" in done.stderr
+
+
+@pytest.mark.parametrize("name", ["file", "file/logs"])
+def test_logs_where_no_folder_can_be_are_refused(tmp_path: Path, name: str, capsys):
+    (tmp_path / "file").touch()
+    log_dir = str(tmp_path / name)
+
+    code = main(["slurm", "submit", "--model-repo", "/repo", "--log-dir", log_dir])
+
+    assert code == 2
+    assert f"--log-dir {log_dir}: " in capsys.readouterr().err
