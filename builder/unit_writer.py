@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from trimaran.builder.build_plan import BuildPlan, Part, Unit
 from trimaran.builder.journal import Checksums
 from trimaran.worker.models.checkpoint_file import is_safetensors, mapped_file
-from trimaran.worker.models.weight_loader import load_weight
+from trimaran.worker.models.weight_loader import load_weight, refuse_overflow
 from trimaran.worker.shard_file import checksum_of
 
 
@@ -73,6 +73,10 @@ class UnitWriter:
         for part in plan.parts[name]:
             whole = checkpoint.tensor(part)
             load_weight(plan.model, parameter, part.target, whole, part.stored)
+        # The whole tensors, which every rank reads, are looked through only when it matters.
+        if not tensor.isfinite().all():
+            for part in plan.parts[name]:
+                refuse_overflow(checkpoint.tensor(part), tensor.dtype, part.stored)
         return tensor
 
     def _read_ahead(self, unit: Unit) -> None:

@@ -189,9 +189,16 @@ def write_arrays(tensors: AdapterTensors, folder: Path, dtype: str) -> None:
     """The converter's two files, [1, n, k] and [1, n, 3].
 
     Raises:
-        ConfigError: the folder cannot be written.
+        ConfigError: the folder cannot be written, or a weight is beyond what ``dtype`` holds.
     """
-    weights = tensors.weights_NK.astype(dtype)
+    with np.errstate(over="ignore"):
+        weights = tensors.weights_NK.astype(dtype)
+    if np.isinf(weights).any():
+        peak = np.abs(tensors.weights_NK).max()
+        raise ConfigError(
+            f"{folder}: the adapter's largest weight is {peak:g} but {dtype} ends at "
+            f"{np.finfo(dtype).max:g}. Choose --storage-type float32."
+        )
     try:
         folder.mkdir(parents=True, exist_ok=True)
         np.save(folder / WEIGHTS_FILE, weights[None])

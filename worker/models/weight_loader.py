@@ -19,6 +19,9 @@ from trimaran.worker.models.tensor_reader import TensorReader
 from trimaran.worker.shard_file import read_tensor_entries
 
 _RANDOM_STD = 0.02
+_WIDER = (torch.bfloat16, torch.float32, torch.float64)
+"""Types whose numbers may be beyond float16's."""
+
 _WHOLE = ("embed_positions.", ".router.", ".attention.down_proj.")
 """In names of weights that every rank holds whole."""
 
@@ -42,6 +45,7 @@ def load_checkpoint(model: CausalLM, files: Sequence[Path]) -> None:
         for path, names in wanted.items():
             for name, tensor in reader.tensors(path, list(names)):
                 stored, targets = names[name]
+                refuse_overflow(tensor, parameters[targets[0].parameter].dtype, stored)
                 for target in targets:
                     load_weight(model, parameters[target.parameter], target, tensor, stored)
 
@@ -148,6 +152,23 @@ def load_weight(
             f"{stored.path}: the tensor {stored.name!r} {error}. The weights and config.json "
             f"{remedy}"
         ) from None
+
+
+def refuse_overflow(tensor: Tensor, dtype: torch.dtype, stored: StoredTensor) -> None:
+    """Refuse weights that would become infinite: float16 ends long before wider types do.
+
+    Raises:
+        ConfigError: names the tensor and its largest number.
+    """
+    if dtype != torch.float16 or tensor.dtype not in _WIDER or not tensor.numel():
+        return
+    peak = max(abs(bound.item()) for bound in tensor.aminmax())
+    if torch.tensor(peak).to(dtype).isinf():
+        raise ConfigError(
+            f"{stored.path}: the tensor {stored.name!r} holds {peak:g} but float16 ends at "
+            f"{torch.finfo(dtype).max:g}, so that it would become infinite. Choose --dtype "
+            "bfloat16 or float32."
+        )
 
 
 def _seed_of(text: str) -> int:

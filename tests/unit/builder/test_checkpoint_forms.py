@@ -291,3 +291,32 @@ def test_quantized_tensors_are_recognised_without_a_word_in_the_configuration(
             checkpoint.tensors[place + ending] = torch.zeros(48, 32).to(dtype)
     checkpoint.save()
     assert words in refused(checkpoint.folder)
+
+
+def test_weights_that_float16_cannot_hold_are_refused_by_name(llama, trimaran, tmp_path):
+    checkpoint = llama(dtype="bfloat16")
+    checkpoint.tensors["model.layers.1.mlp.up_proj.weight"][3, 4] = -1e6
+    checkpoint.save()
+    words = ("build", "--checkpoint", checkpoint.folder, "--output", tmp_path / "engine")
+
+    done = trimaran(*words, "--tp-size", 2, "--dtype", "float16")
+
+    assert done.code == 2
+    assert "'model.layers.1.mlp.up_proj.weight' holds 999424 but float16 ends at" in done.err
+    assert not (tmp_path / "engine").exists()
+    assert trimaran(*words).code == 0
+
+
+def test_the_largest_weights_that_float16_holds_are_built(llama, trimaran, tmp_path):
+    checkpoint = llama()
+    checkpoint.tensors["model.norm.weight"][0] = 65510.0
+    checkpoint.save()
+    output = tmp_path / "engine"
+
+    done = trimaran(
+        "build", "--checkpoint", checkpoint.folder, "--output", output, "--dtype", "float16"
+    )
+
+    assert done.code == 0, done.err
+    (path,) = EngineFolder.load(output).weight_files
+    assert load_file(path)["norm.weight"][0] == 65504.0

@@ -56,6 +56,23 @@ def test_rows_are_module_layer_and_size_beside_both_matrices(
     assert not weights[0, 0, len(expected) :].any()
 
 
+def test_weights_that_float16_cannot_hold_are_refused(adapter, trimaran, tmp_path):
+    folder, tensors = adapter
+    next(iter(tensors.values()))[0, 0] = 1e5
+    save_file(tensors, folder / "adapter_model.safetensors")
+    words = ("convert-lora", "-i", folder, "-o", tmp_path / "out")
+
+    done = trimaran(*words)
+
+    assert done.code == 2
+    assert (
+        "largest weight is 100000 but float16 ends at 65504. Choose --storage-type float32"
+        in (done.err)
+    )
+    assert not (tmp_path / "out").exists()
+    assert trimaran(*words, "--storage-type", "float32").code == 0
+
+
 def test_a_folder_without_an_adapter_is_refused_by_file(trimaran, tmp_path):
     done = trimaran("convert-lora", "-i", tmp_path, "-o", tmp_path / "out")
 

@@ -172,3 +172,21 @@ def test_random_weights_are_the_same_for_the_same_shard_and_differ_between_shard
     assert first.equal(again)
     assert not first.equal(other)
     assert runs[0].state_dict()["norm.weight"].eq(1).all()
+
+
+def test_weights_that_float16_cannot_hold_are_not_served_as_infinite_ones(tmp_path):
+    models.save_huggingface(tmp_path, models.llama_config())
+    path = tmp_path / "model.safetensors"
+    tensors = load_file(path)
+    tensors["model.layers.0.mlp.down_proj.weight"][1, 2] = 7e4
+    save_file(tensors, path)
+    found = EngineFolder.load(tmp_path)
+    stage = StageRange.of(found.config.num_hidden_layers, 0, 1)
+    model = build_model(
+        found.config, stage, ShardPosition(), dtype=torch.float16, device=models.CPU
+    )
+
+    with pytest.raises(
+        ConfigError, match=r"0\.mlp\.down_proj\.weight' holds 70000 but float16"
+    ):
+        load_checkpoint(model, found.weight_files)
