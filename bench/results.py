@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from trimaran.bench.roofline import Ceilings
 from trimaran.comm.errors import ConfigError
+from trimaran.comm.output_files import writing
 
 if TYPE_CHECKING:
     import torch
@@ -88,8 +89,12 @@ def commit() -> str:
 
 
 def append(path: str, result: dict[str, Any]) -> None:
-    """Add one JSON object to a file of such lines."""
-    with open(path, "a", encoding="utf-8") as file:
+    """Add one JSON object to a file of such lines.
+
+    Raises:
+        ConfigError: it cannot be written.
+    """
+    with writing("--output", path), open(path, "a", encoding="utf-8") as file:
         file.write(json.dumps(result) + "\n")
 
 

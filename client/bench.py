@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import sys
 import time
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,7 +30,7 @@ from trimaran.client.targets import (
 from trimaran.client.vocabulary import Vocabulary
 from trimaran.client.workload import Item, Workload, within
 from trimaran.comm.errors import ConfigError
-from trimaran.comm.output_files import check_writable
+from trimaran.comm.output_files import check_writable, writing
 
 _MAX_REQUESTS = 30000
 
@@ -51,13 +53,12 @@ def run(args: argparse.Namespace) -> int:
     rows = bench_report.table(values)
     print(bench_report.render(rows))
     _print_errors(done, args.verbose)
-    if args.op_stats_csv:
-        bench_report.write_csv(args.op_stats_csv, rows)
-    if args.dump_perfetto_trace:
-        bench_report.write_trace(args.dump_perfetto_trace, done)
-    if args.json:
-        facts = {"started_at": started_at, "load_average_before": load_before}
-        _write_json(args.json, {**facts, **around}, values)
+    facts = {"started_at": started_at, "load_average_before": load_before, **around}
+    _write_files(args, {
+        "op_stats_csv": lambda path: bench_report.write_csv(path, rows),
+        "dump_perfetto_trace": lambda path: bench_report.write_trace(path, done),
+        "json": lambda path: _write_json(path, facts, values),
+    })  # fmt: skip
     if expected_ms is not None and _is_slower(args, values["elapsed_ms"], expected_ms):
         return 1
     return 1 if values["failed_requests"] else 0
@@ -80,6 +81,16 @@ def check(args: argparse.Namespace) -> None:
         value = getattr(args, name)
         if value is not None and value < 1:
             raise ConfigError(f"--{name.replace('_', '-')} is {value} but must be 1 or more")
+    for name in ("warmup", "seed", "input_stdev", "output_stdev"):
+        value = getattr(args, name, None)
+        if value is not None and not value >= 0:
+            raise ConfigError(f"--{name.replace('_', '-')} is {value} but must be 0 or more")
+    if math.isnan(args.request_rate):
+        raise ConfigError("--request-rate is nan but must be a number")
+    for name in ("input_mean", "input_stdev", "output_mean", "output_stdev"):
+        value = getattr(args, name, None)
+        if value is not None and not math.isfinite(value):
+            raise ConfigError(f"--{name.replace('_', '-')} is {value} but must be finite")
     for name in ("json", "op_stats_csv", "dump_perfetto_trace"):
         if getattr(args, name):
             check_writable(f"--{name.replace('_', '-')}", getattr(args, name))
@@ -196,6 +207,24 @@ def _surroundings(args: argparse.Namespace) -> dict[str, Any]:
         return bench_report.surroundings(args.metrics_url)
     except (OSError, ValueError) as error:
         raise ConfigError(f"--metrics-url {args.metrics_url}: {error}") from error
+
+
+def _write_files(
+    args: argparse.Namespace, writers: Mapping[str, Callable[[str], None]]
+) -> None:
+    """Write every file that a flag names; one that cannot be written keeps no other back."""
+    problems: list[ConfigError] = []
+    for name, write in writers.items():
+        path = getattr(args, name)
+        if not path:
+            continue
+        try:
+            with writing(f"--{name.replace('_', '-')}", path):
+                write(path)
+        except ConfigError as error:
+            problems.append(error)
+    if problems:
+        raise problems[0]
 
 
 def _write_json(path: str, facts: dict[str, Any], values: dict[str, float]) -> None:

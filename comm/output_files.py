@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 from trimaran.comm.errors import ConfigError
@@ -24,6 +25,21 @@ def check_writable(flag: str, path: str | os.PathLike[str]) -> None:
         raise ConfigError(f"{flag} {path}: there is no folder {folder}. Make it first.")
     if not os.access(file if file.exists() else folder, os.W_OK):
         raise ConfigError(f"{flag} {path} cannot be written. Name another file.")
+
+
+@contextlib.contextmanager
+def writing(flag: str, path: str | os.PathLike[str]) -> Iterator[None]:
+    """Write the file that ``flag`` names.
+
+    Raises:
+        ConfigError: the disk is full, or whatever else has come since it was looked at.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError(
+            f"{flag} {path} was not written: {error.strerror or error}. Name another file."
+        ) from None
 
 
 def replace_text(path: Path, text: str) -> None:

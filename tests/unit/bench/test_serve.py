@@ -8,6 +8,7 @@ import pytest
 
 from trimaran.bench import results
 from trimaran.bench.roofline import Ceilings
+from trimaran.comm.errors import ConfigError
 from trimaran.launcher.cli import main
 
 
@@ -77,3 +78,8 @@ def test_ceilings_are_read_back_as_they_were_written(tmp_path):
     results.append(str(path), facts)
     assert results.read([str(path)]) == [json.loads(json.dumps(facts))]
     assert results.ceilings_in(facts) == known
+
+
+def test_a_line_that_the_disk_does_not_take_is_an_error_with_its_reason():
+    with pytest.raises(ConfigError, match="--output /dev/full was not written: No space left"):
+        results.append("/dev/full", {"benchmark": "serve"})

@@ -15,6 +15,8 @@ from trimaran.client.workload import Item, Workload
 
 SHORT = ("--input-len", "4", "--output-len", "3", "-c", "2", "--num-requests", "6")
 
+NORMAL = ("token-norm-dist", "--output-mean", "4", "--output-stdev", "1")
+
 
 def rows(out: str) -> dict[str, float]:
     """The table as numbers."""
@@ -171,6 +173,11 @@ def test_a_run_slower_than_its_record_fails(http_server, trimaran, tmp_path):
         ((*SHORT, "--max-input-len", "3"), "the shortest has 4"),
         ((*SHORT, "token-from-histogram", "--histogram-key", "x"), "do not go with"),
         (("token-from-histogram", "--histogram-key", "x"), "must be one of example"),
+        ((*SHORT, "--seed", "-1"), "--seed is -1 but must be 0 or more"),
+        ((*SHORT, "--warmup", "-1"), "--warmup is -1 but must be 0 or more"),
+        ((*SHORT, "--request-rate", "nan"), "--request-rate is nan but must be"),
+        ((*NORMAL, "--input-mean", "4", "--input-stdev", "-1"), "--input-stdev is -1.0 but"),
+        ((*NORMAL, "--input-mean", "nan", "--input-stdev", "1"), "--input-mean is nan but"),
         ((*SHORT, "--json", "/no/such/f"), "--json /no/such/f: there is no folder /no/such"),
         ((*SHORT, "--op-stats-csv", "/"), "--op-stats-csv / is a folder"),
         (("-u", "127.0.0.1:1", *SHORT), "no server answers at http://127.0.0.1:1"),
@@ -199,6 +206,17 @@ def test_what_the_figures_need_is_asked_for_before_the_load(
 
     assert (code, http_server.bodies) == (2, [])
     assert complaint in err
+
+
+def test_a_full_disk_is_named_and_keeps_no_other_file_back(http_server, trimaran, tmp_path):
+    flags = ("--op-stats-csv", "/dev/full", "--json", str(tmp_path / "r.json"))
+
+    code, out, err = trimaran("bench", "-u", http_server.url, *flags, *SHORT)
+
+    assert code == 2
+    assert "--op-stats-csv /dev/full was not written: No space left on device" in err
+    assert rows(out)["Total requests"] == 6
+    assert json.loads((tmp_path / "r.json").read_text())["results"]["requests"] == 6
 
 
 def test_decoupled_insists_on_a_decoupled_model(http_server, trimaran):
