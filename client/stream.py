@@ -15,6 +15,8 @@ from tritonclient.utils import InferenceServerException
 from trimaran.client.tensors import Array, outputs_of
 from trimaran.comm.errors import ConfigError, TrimaranError
 
+_MAX_PORT = 65535
+
 
 class ServerError(TrimaranError):
     """The server refused or failed a request."""
@@ -158,8 +160,11 @@ def open_client(args: argparse.Namespace) -> Any:
             "private_key": _existing(args.private_key),
             "certificate_chain": _existing(args.certificate_chain),
         }
-    if "://" in args.url or not args.url.rpartition(":")[2].isdigit():
+    if "://" in args.url or not args.url.rpartition(":")[2].isdecimal():
         raise ConfigError(f"--url is {args.url!r} but must be HOST:PORT, as in localhost:8001")
+    # gRPC would go on with what is left of a division by 65536: another port, and server.
+    if int(args.url.rpartition(":")[2]) not in range(1, _MAX_PORT + 1):
+        raise ConfigError(f"--url is {args.url!r} but ports go from 1 to {_MAX_PORT}")
     return grpcclient.InferenceServerClient(args.url, verbose=args.verbose, **options)
 
 

@@ -151,6 +151,16 @@ def test_a_url_that_names_no_port_is_refused(trimaran, url):
     assert f"--url is '{url}' but must be HOST:PORT, as in localhost:8001" in err
 
 
+def test_a_port_that_is_none_reaches_no_other_server(server, trimaran):
+    url = f"127.0.0.1:{server.port + 65536}"
+
+    code, _, err = trimaran("client", "text", "-u", url, "-p", "Hello")
+
+    assert code == 2
+    assert f"--url is '{url}' but ports go from 1 to 65535" in err
+    assert server.received == []
+
+
 @pytest.mark.parametrize(
     ("flags", "complaint"),
     [
