@@ -35,6 +35,10 @@ _GUIDED = {**_EDITED, "guide_type": "json", "guide": "{}"}
 
 
 _ROWS_APART, _TOKENS_APART = 8, 64
+_MOST_TOKENS = 8192
+"""Of steps up to here, that of 7,168 was the last to load a kernel for an 8B Llama's products;
+larger ones would each take their time."""
+
 _CHUNK = 256
 """Tokens of a prompt of such steps, short ones: attention need not be timed."""
 
@@ -103,7 +107,8 @@ def load_product_kernels(runner: ModelRunner, limits: SchedulerConfig) -> None:
         runner.run_alone(_step(rows, ones, ones))
         for count in range(_ROWS_APART, len(rows), _ROWS_APART):
             runner.run_alone(_step(rows[:count], ones[:count], ones[:count], are_new=False))
-        for tokens in range(_TOKENS_APART, limits.max_num_batched_tokens + 1, _TOKENS_APART):
+        most = min(limits.max_num_batched_tokens, _MOST_TOKENS)
+        for tokens in range(_TOKENS_APART, most + 1, _TOKENS_APART):
             count = -(-tokens // min(_CHUNK, limits.max_input_len, limits.max_seq_len - 1))
             if count > limits.max_num_seqs:
                 break
