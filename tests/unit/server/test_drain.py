@@ -71,11 +71,14 @@ def test_what_outlasts_the_drain_ends_with_an_answer_that_says_so(fresh_server):
         action = "generate" if name == "generate" else "generate_stream"
         found[name] = server.post(f"/v2/models/repeat/{action}", {**body, **changes})
 
-    changes = {"generate": {}, "stream": {}, "unbegun": {"delay_ms": 100_000}}
+    changes = {"stream": {}, "generate": {}, "unbegun": {"delay_ms": 100_000}}
     threads = [threading.Thread(target=ask, args=(n,), kwargs=c) for n, c in changes.items()]
-    for thread in threads:
+    threads[0].start()
+    # The stream has begun: a second response comes behind the first one's event.
+    server.wait_until(lambda: server.repeat.num_responses >= 2)
+    for thread in threads[1:]:
         thread.start()
-    server.wait_until(lambda: server.repeat.num_running == 3 and server.repeat.num_responses)
+    server.wait_until(lambda: server.repeat.num_running == 3)
     server.run(_give_up(server))
     for thread in threads:
         thread.join()
