@@ -363,18 +363,18 @@ def _attend_padded(
 ) -> Tensor:
     num_tokens, num_heads, _ = query_TNH.shape
     tables = metadata.tables()
-    keys, values = _gather_kv(kv_cache, metadata.seq_lens, tables, metadata.max_seq_len)
-    if spec.latent_size:
-        values = keys[..., : spec.latent_size]
     starts = metadata.query_start_loc[:-1].long()
     ends = metadata.query_start_loc[1:].long()
+    past = metadata.seq_lens.long() - (ends - starts)
+    keys, values = _gather_kv(kv_cache, metadata, tables, past, spec)
+    if spec.latent_size:
+        values = keys[..., : spec.latent_size]
     most = metadata.max_query_len
     tiles = []
     for first in range(0, most, _QUERY_TILE):
         offsets = torch.arange(first, min(first + _QUERY_TILE, most), device=query_TNH.device)
         rows = (starts[:, None] + offsets).clamp(max=num_tokens - 1)
-        positions = (metadata.seq_lens.long() - (ends - starts))[:, None] + offsets
-        tiles.append(_attend(query_TNH[rows], keys, values, positions, spec))
+        tiles.append(_attend(query_TNH[rows], keys, values, past[:, None] + offsets, spec))
     padded = torch.cat(tiles, dim=1)
     tokens = torch.arange(num_tokens, device=query_TNH.device)
     sequences = torch.searchsorted(ends, tokens, right=True)
@@ -385,11 +385,15 @@ def _attend_padded(
 
 
 def _gather_kv(
-    kv_cache: Tensor, seq_lens: Tensor, block_tables: Tensor, max_seq_len: int
+    kv_cache: Tensor,
+    metadata: AttentionMetadata,
+    block_tables: Tensor,
+    past_S: Tensor,
+    spec: AttentionSpec,
 ) -> tuple[Tensor, Tensor]:
-    """Keys and values [S, L, K, H] as float32, zero behind a sequence's end."""
-    block_size = kv_cache.shape[2]
-    num_blocks = -(-max_seq_len // block_size)
+    """Keys and values [S, L, K, H] as float32, zero where no query of the sequence looks."""
+    block_size, seq_lens = kv_cache.shape[2], metadata.seq_lens
+    num_blocks = -(-metadata.max_seq_len // block_size)
     starts = torch.arange(num_blocks, device=kv_cache.device) * block_size
     tables = block_tables[:, :num_blocks].long()
     tables = torch.where(starts < seq_lens[:, None], tables, 0)
@@ -397,8 +401,12 @@ def _gather_kv(
     keys = gathered[:, :, 0].flatten(1, 2).float()
     values = gathered[:, :, -1].flatten(1, 2).float()
     tokens = torch.arange(keys.shape[1], device=kv_cache.device)
-    # Unwritten memory may hold NaN, which a zero weight would not remove.
-    is_outside = (tokens >= seq_lens[:, None])[:, :, None, None]
+    # Memory of nobody, or of others, may hold NaN, which a zero weight would not remove.
+    is_outside = tokens >= seq_lens[:, None]
+    if spec.window > 0:
+        is_past = tokens <= past_S[:, None] - spec.window
+        is_outside |= is_past & (tokens >= spec.num_sinks)
+    is_outside = is_outside[:, :, None, None]
     return keys.masked_fill(is_outside, 0.0), values.masked_fill(is_outside, 0.0)
 
 

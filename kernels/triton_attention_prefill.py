@@ -166,10 +166,13 @@ def _prefill_kernel(  # type: ignore[no-untyped-def]
         )  # fmt: skip
     for at in range(masked_from, end - skipped, TILE_N):
         keys = at + tl.arange(0, TILE_N)
+        is_read = keys < end
         if WINDOW > 0:
             keys = tl.where(at < sink_end, keys, keys + skipped)
+            # Blocks in front of all windows may be others': a zero weight keeps NaN of theirs.
+            is_read = (keys < end) & ((keys > past + start - WINDOW) | (keys < SINKS))
         k, v = _load_tile(
-            from_cache, table, keys, keys < end, is_dim, block_stride, value_offset,
+            from_cache, table, keys, is_read, is_dim, block_stride, value_offset,
             token_stride, BLOCK, True, False,
         )  # fmt: skip
         raised = load_bias(from_bias, keys, keys < end, HAS_BIAS)

@@ -112,13 +112,13 @@ struct Consumer {
         }
     }
 
-    // Zeroes the rows of the current values from `first` on, where the cache holds anything at
-    // all, NaN too. Both warpgroups do; neither waits for the other.
-    __device__ __forceinline__ void clear_values(int first) {
+    // Zeroes rows of the current values where the cache holds anything at all, NaN too. Both
+    // warpgroups do; neither waits for the other.
+    __device__ __forceinline__ void clear_values(int first, int behind) {
         const u32 values = base + S::VALUES + rings.values.slot() * S::TILE_BYTES;
         rings.values.wait_full();
         for (int panel = 0; panel < S::PANELS; ++panel) {
-            const u32 end = values + (panel + 1) * PANEL_BYTES;
+            const u32 end = values + (panel * PANEL_BYTES + behind * (PANEL * 2));
             u32 at = values + panel * PANEL_BYTES + first * (PANEL * 2) + thread * 16;
             for (; at < end; at += WARPGROUP * 16) {
                 asm volatile("st.shared.v4.b32 [%0], {%1, %1, %1, %1};" ::"r"(at), "r"(0)
@@ -127,6 +127,15 @@ struct Consumer {
         }
         fence_shared_for_async();
         named_wait(OWN + warpgroup, WARPGROUP);
+    }
+
+    // Zeroes the values that no query of the tile sees, in front of its first one's window:
+    // their blocks may be others'.
+    __device__ __forceinline__ void clear_past(const Tile& tile, int first_key,
+                                               const Arguments& arguments) {
+        const int window = tile.position + 1 - arguments.window - first_key;
+        const int first = max(arguments.num_sinks - first_key, 0), behind = min(window, KEYS);
+        if (first < behind) clear_values(first, behind);
     }
 
     // One step of the loop behind the first: its scores, and the output of the step before.
@@ -185,7 +194,8 @@ struct Consumer {
         soften(scores, factor);
         keep_weights(scores);
         const int end = num_keys(tile) - first_key;
-        if (end < KEYS) clear_values(end);
+        if (end < KEYS) clear_values(end, KEYS);
+        if (HAS_WINDOW) clear_past(tile, first_key, arguments);
     }
 
     __device__ __forceinline__ void last_output() {
@@ -210,6 +220,7 @@ struct Consumer {
                 const bool is_past = first_key <= last_position - arguments.window;
                 if (is_past || first_key + KEYS - 1 > tile.position) {
                     step<true>(positions, first_key, arguments);
+                    clear_past(tile, first_key, arguments);
                 } else {
                     step<false>(positions, first_key, arguments);
                 }

@@ -34,7 +34,7 @@ def dtype(request):
 
 
 class Batch:
-    """Sequences of (cached tokens, queries), decodes first; memory of no token is NaN."""
+    """Sequences of (cached tokens, queries), decodes first; memory no query reads is NaN."""
 
     def __init__(
         self, dtype, lengths: Lengths, *, heads=4, kv_heads=2, size=32, block=8, order="token"
@@ -61,6 +61,13 @@ class Batch:
         self.query = torch.randn(total, heads + 3, size, generator=generator)
         self.query = self.query.to(dtype).to(DEVICE)[:, 1 : heads + 1]
         self.scale = size**-0.5
+
+    def hide_past(self, spec: AttentionSpec) -> None:
+        """Blocks in front of all windows are given back: whoever has them then writes NaN."""
+        block = self.cache.shape[2]
+        for row, (past, _) in zip(self.tables.tolist(), self.lengths, strict=True):
+            for key in range(spec.num_sinks, past + 1 - spec.window):
+                self.cache[row[key // block], :, key % block] = float("nan")
 
     def metadata(self, first=0, end=None, *, with_rows=False, num_decodes=None):
         lengths = self.lengths[first:end]
@@ -89,6 +96,8 @@ class Batch:
         expected = reference.paged_attention(
             self.query, self.cache, self.metadata(num_decodes=0), spec
         )
+        if spec.window:
+            self.hide_past(spec)
         actual = paged_attention(self.query, self.cache, self.metadata(**options), spec)
         limit = TOLERANCE[actual.dtype]
         torch.testing.assert_close(actual, expected, atol=limit * 2, rtol=limit)

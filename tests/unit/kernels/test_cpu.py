@@ -231,6 +231,7 @@ def test_windows_sinks_and_caps_are_those_of_the_reference(ops, dtype, spec):
             batch.cache[row[first:end]] = float("nan")
 
     _close(batch.run(ops), expected)
+    _close(batch.run(reference), expected)
 
 
 def test_a_sequences_attention_does_not_depend_on_the_sequences_beside_it(ops, dtype):
