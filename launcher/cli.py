@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from trimaran.comm.errors import ConfigError, TrimaranError
 from trimaran.launcher.flags import FlagParser
+from trimaran.launcher.standard_output import ReaderGoneError, watched_output
 
 EXIT_FAILURE = 1
 EXIT_CONFIG = 2
@@ -89,19 +90,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     _open_standard_streams()
     try:
-        return _dispatch(words)
+        with watched_output():
+            return _dispatch(words)
     except ConfigError as error:
         print(f"trimaran: error: {error}", file=sys.stderr)
         return EXIT_CONFIG
+    except ReaderGoneError:
+        return EXIT_FAILURE  # as other programs end in a pipe: without a word
     except TrimaranError as error:
         print(f"trimaran: error: {error}", file=sys.stderr)
         return EXIT_FAILURE
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
-    except BrokenPipeError:
-        # The reader of our output went away (`trimaran ... | head`): not our failure.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return EXIT_FAILURE
 
 
 def _open_standard_streams() -> None:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from launcher_repository import write_checkpoint, write_model
+
+from trimaran.launcher.standard_output import watched_output
 
 PROGRAM = """
 import os, sys
@@ -28,13 +32,72 @@ def test_standard_streams_that_were_closed_lead_nowhere(closed):
     assert numbers == "0 1 2"
 
 
+COMMAND = [sys.executable, "-P", "-c", "from trimaran.launcher.cli import main; exit(main())"]
+
+
+@pytest.fixture(params=["", "1"], ids=["buffered", "unbuffered"])
+def printing(request):
+    """Run a command with this standard output: its exit code and what it says of it."""
+
+    def run(words: str, stdout) -> tuple[int, str]:
+        done = subprocess.run(
+            [*COMMAND, *words.split()], stdout=stdout, stderr=subprocess.PIPE, text=True,
+            env={**os.environ, "PYTHONUNBUFFERED": request.param}, timeout=60,
+        )  # fmt: skip
+        return done.returncode, done.stderr
+
+    return run
+
+
+@pytest.mark.parametrize("words", ["--version", "bench --help", "slurm render --model-repo r"])
+def test_a_full_disk_for_what_is_printed_is_told_in_a_line(printing, words):
+    with open("/dev/full", "w") as full:
+        code, said = printing(words, full)
+    assert code == 1
+    assert said == (
+        "trimaran: error: standard output cannot be written: No space left on device\n"
+    )
+
+
+@pytest.mark.parametrize("words", ["--version", "bench --help", "slurm render --model-repo r"])
+def test_a_reader_that_went_away_ends_a_command_without_a_word(printing, words):
+    reader, writer = os.pipe()
+    os.close(reader)
+    try:
+        assert printing(words, writer) == (1, "")
+    finally:
+        os.close(writer)
+
+
+def test_an_error_is_told_beside_output_that_cannot_be_written(printing):
+    with open("/dev/full", "w") as full:
+        code, said = printing("slurm render", full)
+    assert code == 2
+    assert "--model-repo DIR is missing" in said
+
+
+def test_output_that_a_command_can_do_without_is_none_of_its_failures(monkeypatch):
+    with open("/dev/full", "w") as full:
+        monkeypatch.setattr(sys, "stdout", full)
+        with watched_output(), contextlib.suppress(OSError):
+            print("Ready.", flush=True)
+        assert sys.stdout is full
+
+
+def test_another_file_that_fails_is_not_taken_for_the_output(monkeypatch, tmp_path):
+    with (tmp_path / "output").open("w") as output:
+        monkeypatch.setattr(sys, "stdout", output)
+        with pytest.raises(FileNotFoundError), watched_output():
+            Path("/nowhere").read_text()
+
+
 def test_without_an_mpi_library_nothing_starts_under_no_mpi_either(tmp_path, free_port):
     checkpoint = write_checkpoint(tmp_path / "hf")
     write_model(tmp_path / "repo" / "m", gpt_model_path=str(checkpoint))
     done = subprocess.run(
-        [sys.executable, "-P", "-c", "from trimaran.launcher.cli import main; exit(main())",
-         "serve", "--no-mpi", "--model-repo", str(tmp_path / "repo"), "--load-format", "random",
-         "--allow-grpc", "false", "--allow-metrics", "false", "--http-port", str(free_port)],
+        [*COMMAND, "serve", "--no-mpi", "--model-repo", str(tmp_path / "repo"),
+         "--load-format", "random", "--allow-grpc", "false", "--allow-metrics", "false",
+         "--http-port", str(free_port)],
         env={**os.environ, "MPI4PY_LIBMPI": "/nowhere/libmpi.so"},
         capture_output=True, text=True, timeout=60,
     )  # fmt: skip
