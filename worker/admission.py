@@ -21,6 +21,8 @@ from trimaran.worker.request import Request
 from trimaran.worker.sampling_rows import SERVED_FIELDS
 
 _LOGITS_DTYPES = ("float32", "float16")
+_MOST_SEQUENCES, _MOST_IDS = 1 << 16, 1 << 64
+"""As many as `StepOutput` can tell apart."""
 
 
 def request_from(
@@ -40,6 +42,7 @@ def request_from(
         RequestError: names the value, what is allowed and the remedy.
     """
     sampling = _sampling(message, vocab_size)
+    _check_numbers(message, sampling.num_return_sequences)
     if sampling.beam_width > 1:
         _check_beams(sampling, limits, bool(message.output_ids))
     prompt, output = _ids(message.prompt_ids), _ids(message.output_ids)
@@ -184,6 +187,20 @@ def _check_beams(sampling: SamplingParams, limits: SchedulerConfig, has_output: 
             f"a request of beam_width {width} has output ids but a beam search starts at its "
             "prompt. Send the prompt alone."
         )
+
+
+def _check_numbers(message: Submit, num_sequences: int) -> None:
+    """What steps say of a request they say under its numbers, in one message with others."""
+    checks = (
+        ("request_id", message.request_id, _MOST_IDS - 1),
+        ("sequence_index", message.sequence_index, _MOST_SEQUENCES - num_sequences),
+    )
+    for name, value, most in checks:
+        if not 0 <= value <= most:
+            raise RequestError(
+                f"{name} is {value} but must be 0 to {most}, with num_return_sequences "
+                f"{num_sequences}; number requests and their sequences from 0"
+            )
 
 
 def _ids(raw: bytes) -> array[int]:

@@ -59,6 +59,12 @@ def _bias(value):
             "prompt_embedding_table holds nan at value 0 of entry 0, which is no finite number",
         ),
         ({"num_return_sequences": 17}, r"num_return_sequences is 17 .* at most 16"),
+        ({"sequence_index": 65536}, "sequence_index is 65536 but must be 0 to 65535"),
+        ({"sequence_index": -1}, "sequence_index is -1 but must be 0 to 65535"),
+        (
+            {"sequence_index": 65534, "num_return_sequences": 3},
+            "sequence_index is 65534 but must be 0 to 65533, with num_return_sequences 3",
+        ),
     ],
 )
 def test_a_bad_request_is_refused_by_name_and_the_others_go_on(make_engine, fields, text):
