@@ -104,6 +104,7 @@ class AdapterLayout:
                 if linear is not None:
                     self._add(number, linear, modules)
         self.num_layers = model.config.num_hidden_layers
+        self.dtype = model.dtype
         self._is_gpu = model.device.type == "cuda"
         self._ranks: list[Sizes] = [self.sizes()]
 
@@ -235,6 +236,29 @@ def check_modules(
                 f"{where}: the adapter size {rank} must be 1 to {max_rank} "
                 "(lora_cache_max_adapter_size of the model)"
             )
+
+
+def check_values(matrices: Iterable[Matrices], dtype: torch.dtype) -> None:
+    """Check that all numbers of an adapter are finite ones in the model's type.
+
+    Others would be left in blocks of the KV cache, whose next owner may read them with
+    weights of 0. Reads every matrix once.
+
+    Raises:
+        AdapterFormatError: names the module, the number and what is allowed.
+    """
+    for one in matrices:
+        for name, matrix in (("A", one.a), ("B", one.b)):
+            # Each is NaN if there is any.
+            bounds = torch.stack(matrix.aminmax())
+            is_finite = bounds.to(dtype).isfinite()
+            if not is_finite.all():
+                type_name = str(dtype).removeprefix("torch.")
+                raise AdapterFormatError(
+                    f"matrix {name} of {module_name(one.module)} in layer {one.layer} holds "
+                    f"{bounds[~is_finite][0]:g}, which is no finite number in the model's "
+                    f"{type_name} (at most {torch.finfo(dtype).max:g}); send finite ones"
+                )
 
 
 def module_name(module: int) -> str:

@@ -15,7 +15,7 @@ from trimaran.worker.config import LoraConfig
 from trimaran.worker.lora.arena import Arena
 from trimaran.worker.lora.folders import AdapterFolders, key_of
 from trimaran.worker.lora.formats import AdapterSource, AdapterTensors
-from trimaran.worker.lora.layout import AdapterFormatError, AdapterLayout
+from trimaran.worker.lora.layout import AdapterFormatError, AdapterLayout, check_values
 from trimaran.worker.lora.store import DROP, LOAD, PUT
 from trimaran.worker.request import Request, Sequence
 
@@ -98,6 +98,8 @@ class AdapterManager:
         self._on_device: OrderedDict[int, Adapter] = OrderedDict()
         """Both by number, the least recently used first."""
         self._host_bytes = 0
+        self._finite: set[object] = set()
+        """Contents on any lane's host, whose numbers need no second look."""
         self._last_number = 0
         self.num_loaded = 0
         """Times that an adapter was brought to where the model runs."""
@@ -112,6 +114,7 @@ class AdapterManager:
             self._arena.size,
             len(self._free_slots),
         )
+        other._finite = self._finite
         other.prefetch()
         return other
 
@@ -140,8 +143,7 @@ class AdapterManager:
         Raises:
             RequestError: as of `enter`.
         """
-        name = given.get("name", "")
-        key: Key = key_of(name) if name else task
+        key = _key(task, given)
         try:
             return self._find(key, given)
         except AdapterFormatError as error:
@@ -175,14 +177,14 @@ class AdapterManager:
         if cached is not None and content and cached.content == content:
             return cached
         tensors = AdapterTensors.from_wire(given["weights"], given["config"])
-        return self._put(key, tensors, content, given)
+        return self._put(key, self._checked_size(tensors, content), content, given)
 
     def _from_folder(self, key: Key, folder: Path, cached: Adapter | None) -> Adapter:
         content = self._folders.content(folder)
         if cached is not None and cached.content == content:
             return cached
-        tensors = self._folders.read(folder)
-        return self._put(key, tensors, content, {"folder": str(folder)})
+        size = self._checked_size(self._folders.read(folder), content)
+        return self._put(key, size, content, {"folder": str(folder)})
 
     def prefetch(self) -> list[tuple[int, AdapterSource]]:
         """The adapters of all folders, as many as the host cache holds; no decision of them.
@@ -192,36 +194,26 @@ class AdapterManager:
         found = []
         for key, folder in self._folders.all():
             try:
-                source = self._folders.read(folder)
-                size = self._checked_size(source)
+                source, content = self._folders.read(folder), self._folders.content(folder)
+                size = self._checked_size(source, content)
             except (AdapterFormatError, RequestError) as error:
                 logger.error("adapter %s is left out: %s", folder, error)
                 continue
             if self._host_bytes + size * self._element_bytes > self._config.host_memory_bytes:
                 logger.info("adapter %s waits for a request: the host cache is full", folder)
                 continue
-            adapter = self._put(key, source, self._folders.content(folder), {})
+            adapter = self._put(key, size, content, {})
             found.append((adapter.number, source))
         self._ops.clear()
         return found
 
     # ---- the host's cache ----------------------------------------------------------------
 
-    def _put(
-        self,
-        key: Key,
-        adapter_source: AdapterSource,
-        content: object,
-        source: dict[str, Any],
-    ) -> Adapter:
-        """Keep a new adapter, or a new version of one."""
-        size = self._checked_size(adapter_source)
+    def _put(self, key: Key, size: int, content: object, source: dict[str, Any]) -> Adapter:
+        """Keep a new adapter, or a new version of one, that was checked."""
         self._make_room(size)
-        replaced = self._by_key.get(key)
-        if replaced is not None:
-            replaced.is_replaced = True
-            if not self._is_wanted(replaced):
-                self._drop(replaced)
+        self._retire(key)
+        self._finite.add(content)
         self._last_number += 1
         adapter = Adapter(number=self._last_number, key=key, size=size, content=content)
         self._by_key[key] = adapter
@@ -230,8 +222,21 @@ class AdapterManager:
         self._ops.append((PUT, adapter.number, source))
         return adapter
 
-    def _checked_size(self, source: AdapterSource) -> int:
-        """Elements of an adapter's share on a rank, if both caches could hold it."""
+    def retire(self, task: int, given: dict[str, Any]) -> None:
+        """Serve no more requests by this id or name with what is cached: another version,
+        which found no room here, is what it means from now on."""
+        self._retire(_key(task, given))
+
+    def _retire(self, key: Key) -> None:
+        replaced = self._by_key.pop(key, None)
+        if replaced is not None:
+            replaced.is_replaced = True
+            if not self._is_wanted(replaced):
+                self._drop(replaced)
+
+    def _checked_size(self, source: AdapterSource, content: object) -> int:
+        """Elements of an adapter's share on a rank, if both caches could hold it and the
+        model's type its numbers."""
         source.check(self._layout, self._config.max_adapter_size)
         size = self._layout.size_of(source.ranks)
         num_bytes = size * self._element_bytes
@@ -246,6 +251,8 @@ class AdapterManager:
                 f"the adapter takes {num_bytes} bytes, but the host cache has "
                 f"{self._config.host_memory_bytes}. Raise lora_cache_host_memory_bytes."
             )
+        if not content or content not in self._finite:
+            check_values(source.matrices(self._layout), self._layout.dtype)
         return size
 
     def _make_room(self, size: int) -> None:
@@ -276,6 +283,7 @@ class AdapterManager:
         if self._by_key.get(adapter.key) is adapter:
             del self._by_key[adapter.key]
         self._host_bytes -= adapter.size * self._element_bytes
+        self._finite.discard(adapter.content)
         self._ops.append((DROP, adapter.number))
 
     # ---- where the model runs ------------------------------------------------------------
@@ -349,3 +357,9 @@ class AdapterManager:
     def num_used(self) -> int:
         """Adapters of requests that are not over."""
         return sum(self._is_wanted(adapter) for adapter in self._on_host.values())
+
+
+def _key(task: int, given: dict[str, Any]) -> Key:
+    """What an adapter is asked for by."""
+    name = given.get("name", "")
+    return key_of(name) if name else task

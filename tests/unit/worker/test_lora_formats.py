@@ -18,6 +18,7 @@ from tests.unit.worker.lora_adapters import (
 )
 from trimaran.comm.errors import RequestError
 from trimaran.worker.config import LoraConfig
+from trimaran.worker.lora import manager
 from trimaran.worker.lora.folders import AdapterFolders
 from trimaran.worker.lora.formats import AdapterTensors, read_folder, to_tensors, write_arrays
 from trimaran.worker.lora.layout import AdapterFormatError
@@ -252,3 +253,64 @@ def test_what_the_host_cannot_hold_at_the_start_is_read_when_it_is_asked_for(
         expected = greedy(merged(model_folder, adapters[name]), prompt_of(20), LENGTH)
         assert driver.output(request) == expected
     assert driver.engine.stats()["lora_host_adapters"] == 2
+
+
+@pytest.mark.parametrize("place", ["request", "folder"])
+@pytest.mark.parametrize(
+    ("value", "dtype", "text"),
+    [
+        (np.nan, torch.float32, "holds nan, which is no finite number in the model's float32"),
+        (-np.inf, torch.float32, r"holds -inf, which .* float32 \(at most 3\.40282e\+38\)"),
+        (7e4, torch.float16, r"holds 70000, which .* float16 \(at most 65504\); send finite"),
+    ],
+)
+def test_numbers_that_the_models_type_does_not_hold_are_refused_by_module(
+    make_engine, adapter, tmp_path, place, value, dtype, text
+):
+    driver = make_engine()
+    cache = driver.engine._adapters
+    cache._folders, cache._layout.dtype = AdapterFolders(str(tmp_path)), dtype
+    good = driver.submit([1, 2, 3], max_tokens=4)
+    bad = [dataclasses.replace(one, b=one.b.clone()) for one in adapter]
+    bad[3].b[5, 1] = value
+    given = {"adapter_id": 7, "adapter": on_the_wire(bad)}
+    if place == "folder":
+        write_peft(tmp_path / "bad", bad, alpha=4.0)
+        given = {"adapter": {"name": "bad"}}
+
+    with pytest.raises(RequestError, match=rf"matrix B of module 4 .* in layer 0 {text}"):
+        driver.submit([1, 2], max_tokens=4, **given)
+    driver.run()
+
+    assert cache.num_on_host == 0 and len(driver.output(good)) == 4
+    driver.check_idle()
+
+
+def test_a_folder_of_numbers_that_are_not_finite_is_left_out_at_the_start(
+    make_engine, adapter, tmp_path, caplog
+):
+    write_peft(tmp_path / "good", adapter, alpha=4.0)
+    adapter = [dataclasses.replace(one, a=one.a.clone()) for one in adapter]
+    adapter[0].a[0, 0] = np.inf
+    write_peft(tmp_path / "bad", adapter, alpha=4.0)
+
+    driver = make_engine(lora=LoraConfig(prefetch_dir=str(tmp_path)))
+
+    assert driver.engine._adapters.num_on_host == 1
+    assert "bad is left out: matrix A of module 1 (attn_q) in layer 0 holds inf" in caplog.text
+
+
+def test_numbers_are_looked_at_once_for_each_version(make_engine, adapter, monkeypatch):
+    num_looks = 0
+
+    def count(matrices, dtype):
+        nonlocal num_looks
+        num_looks += 1
+
+    monkeypatch.setattr(manager, "check_values", count)
+    driver = make_engine()
+    lanes = [driver.engine._adapters, driver.engine._adapters.of_another_lane()]
+    for _ in range(3):
+        for lane in lanes:
+            lane.keep(7, on_the_wire(adapter))
+    assert num_looks == 1
