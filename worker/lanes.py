@@ -6,6 +6,7 @@ from collections.abc import Callable, Hashable, Iterable
 from collections.abc import Sequence as List
 from typing import Any
 
+from trimaran.comm.errors import ErrorKind, RequestError
 from trimaran.comm.messages import FinishReason, Submit
 from trimaran.worker.beam_search import Candidates
 from trimaran.worker.kv_cache.sequence_blocks import SequenceBlocks, root_hash
@@ -177,7 +178,9 @@ class LaneScheduler:
 class LaneAdapters:
     """The adapters of every lane. To the engine they are one `AdapterManager`.
 
-    Each lane keeps each adapter, since its next request may go to any of them.
+    Each lane keeps each adapter that it has room for, since its next request may go to any
+    of them. One whose host cache is full of adapters in use does without: requests that it
+    would get go to another.
     """
 
     def __init__(self, lanes: List[AdapterManager]) -> None:
@@ -196,18 +199,39 @@ class LaneAdapters:
     def enter(self, message: Submit, request: Request) -> int:
         """The number, in its lane, of the adapter that a request asks for; 0 for none.
 
+        The request changes its lane if that cannot have the adapter and another one does.
+
         Raises:
-            RequestError: as of `AdapterManager.enter`.
+            RequestError: as of `AdapterManager.enter`, in every lane.
         """
         if message.adapter is not None:
             self.keep(message.adapter_id, message.adapter)
-        return self.lanes[request.lane].enter(message, request)
+        refusal: RequestError | None = None
+        for place in range(len(self.lanes)):
+            number = (request.lane + place) % len(self.lanes)
+            try:
+                adapter = self.lanes[number].enter(message, request)
+            except RequestError as error:
+                refusal = refusal or error
+                continue
+            request.lane = number
+            return adapter
+        assert refusal is not None
+        raise refusal
 
     def keep(self, task: int, given: dict[str, Any]) -> None:
-        """Cache an adapter in every lane.
+        """Cache an adapter in every lane that has room.
 
         Raises:
-            RequestError: as of `AdapterManager.keep`.
+            RequestError: as of `AdapterManager.keep`; of room if no lane has any.
         """
+        full: list[AdapterManager] = []
         for lane in self.lanes:
-            lane.keep(task, given)
+            try:
+                lane.keep(task, given)
+            except RequestError as error:
+                if error.kind is not ErrorKind.UNAVAILABLE or len(full) == len(self.lanes) - 1:
+                    raise
+                full.append(lane)
+        for lane in full:
+            lane.retire(task, given)

@@ -1,0 +1,101 @@
+"""Adapters of data-parallel lanes, of which some have no room for another one."""
+
+from __future__ import annotations
+
+from array import array
+
+import pytest
+
+from tests.unit.worker.lora_adapters import make_adapter, on_the_wire
+from trimaran.comm.errors import ErrorKind, RequestError
+from trimaran.comm.messages import Submit
+from trimaran.comm.sampling_params import SamplingParams
+from trimaran.worker.config import LoraConfig
+from trimaran.worker.lanes import LaneAdapters
+from trimaran.worker.request import Request
+
+
+class Lanes:
+    """The adapters of two lanes, each of which has room for two; requests go on until they
+    are ended."""
+
+    def __init__(self, make_engine, model_folder) -> None:
+        self.weights = {task: make_adapter(model_folder, seed=task) for task in range(5)}
+        size = sum(one.a.nbytes + one.b.nbytes for one in self.weights[0])
+        engine = make_engine(lora=LoraConfig(host_memory_bytes=int(2.9 * size))).engine
+        self.managers = [engine._adapters, engine._adapters.of_another_lane()]
+        self.adapters = LaneAdapters(self.managers)
+        self.open: list[Request] = []
+        self.adapters.is_open = lambda request: request in self.open
+
+    def ask(self, task, lane, weights=None) -> Request:
+        """A request with an adapter, which ``weights`` name if it comes along."""
+        request = Request(
+            source="client",
+            request_id=0,
+            number=0,
+            prompt_ids=array("i", [1]),
+            sampling=SamplingParams(),
+            lane=lane,
+        )
+        adapter = None if weights is None else on_the_wire(self.weights[weights])
+        message = Submit(
+            request_id=0, model="test", prompt_ids=b"", adapter_id=task, adapter=adapter
+        )
+        request.adapter_id = self.adapters.enter(message, request)
+        self.open.append(request)
+        return request
+
+    def weights_of(self, request: Request) -> object:
+        """What the adapter of a request consists of."""
+        return self.managers[request.lane]._on_host[request.adapter_id].content
+
+    def fill(self, lane) -> None:
+        """Let requests of one lane use all of its adapters."""
+        for task in (1, 2):
+            self.ask(task, lane, weights=task)
+
+
+@pytest.fixture
+def lanes(make_engine, model_folder):
+    return Lanes(make_engine, model_folder)
+
+
+@pytest.mark.parametrize("full", [0, 1])
+def test_an_adapter_is_served_where_there_is_room_for_it(lanes, full):
+    lanes.fill(full)
+
+    brought = [lanes.ask(3, lane, weights=3) for lane in (0, 1)]
+    named = [lanes.ask(3, lane) for lane in (0, 1)]
+
+    assert {request.lane for request in (*brought, *named)} == {1 - full}
+    # Those that are known everywhere go where they were sent.
+    assert lanes.ask(1, full).lane == full
+
+
+def test_an_id_means_its_newest_weights_in_a_lane_without_room_too(lanes):
+    lanes.fill(0)
+    old = lanes.ask(1, 0)
+
+    new = lanes.ask(1, 0, weights=3)
+    later = lanes.ask(1, 0)
+
+    assert old.lane == 0 and new.lane == later.lane == 1
+    assert lanes.weights_of(new) == lanes.weights_of(later) != lanes.weights_of(old)
+    assert lanes.weights_of(later) == on_the_wire(lanes.weights[3])["digest"]
+    lanes.open.clear()
+    # Nobody needs the old one any more, and there is room again.
+    assert lanes.ask(4, 0, weights=4).lane == 0
+
+
+def test_an_adapter_that_no_lane_has_room_for_is_refused_and_changes_nothing(lanes):
+    lanes.fill(0)
+    lanes.fill(1)
+
+    with pytest.raises(RequestError, match="is full of adapters that running") as caught:
+        lanes.ask(1, 1, weights=3)
+
+    assert caught.value.kind is ErrorKind.UNAVAILABLE
+    assert lanes.ask(1, 1).lane == 1
+    with pytest.raises(RequestError, match="LoRA task 4 not found in cache"):
+        lanes.ask(4, 0)
