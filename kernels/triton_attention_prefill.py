@@ -100,6 +100,16 @@ def _num_hidden(position, sink_end, WINDOW: tl.constexpr, TILE_N: tl.constexpr):
 
 
 @triton.jit  # type: ignore[untyped-decorator,unused-ignore]
+def _is_of_sequence(keys, position, end, WINDOW: tl.constexpr, SINKS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Which keys any query from a position on sees: blocks of the others have new owners."""
+    is_key = keys < end
+    if WINDOW > 0:
+        # Of what a new owner writes, a weight of zero would keep NaN.
+        is_key = is_key & ((keys > position - WINDOW) | (keys < SINKS))
+    return is_key
+
+
+@triton.jit  # type: ignore[untyped-decorator,unused-ignore]
 def _load_tile(  # type: ignore[no-untyped-def]
     cache, table, keys, is_key, is_dim, block_stride, value_offset, token_stride,
     BLOCK: tl.constexpr, HAS_END: tl.constexpr, IS_WHOLE: tl.constexpr,
@@ -166,14 +176,11 @@ def _prefill_kernel(  # type: ignore[no-untyped-def]
         )  # fmt: skip
     for at in range(masked_from, end - skipped, TILE_N):
         keys = at + tl.arange(0, TILE_N)
-        is_read = keys < end
         if WINDOW > 0:
             keys = tl.where(at < sink_end, keys, keys + skipped)
-            # Blocks in front of all windows may be others': a zero weight keeps NaN of theirs.
-            is_read = (keys < end) & ((keys > past + start - WINDOW) | (keys < SINKS))
         k, v = _load_tile(
-            from_cache, table, keys, is_read, is_dim, block_stride, value_offset,
-            token_stride, BLOCK, True, False,
+            from_cache, table, keys, _is_of_sequence(keys, past + start, end, WINDOW, SINKS),
+            is_dim, block_stride, value_offset, token_stride, BLOCK, True, False,
         )  # fmt: skip
         raised = load_bias(from_bias, keys, keys < end, HAS_BIAS)
         top, total, acc = softmax_step(
