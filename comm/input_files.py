@@ -6,6 +6,8 @@ import errno
 import os
 import stat
 
+from trimaran.comm.errors import ConfigError
+
 _KINDS = {
     stat.S_IFIFO: "a FIFO",
     stat.S_IFSOCK: "a socket",
@@ -45,3 +47,21 @@ def read_text(path: str | os.PathLike[str]) -> str:
     require_file(path)
     with open(path, encoding="utf-8") as file:
         return file.read()
+
+
+def unreadable(what: str, error: OSError | UnicodeError) -> ConfigError:
+    """The refusal of a file or folder of the operator's, with what to do about it; ``what``
+    names it and stands before "cannot be read"."""
+    return ConfigError(f"{what} cannot be read: {error}. {_remedy(error)}")
+
+
+def _remedy(error: OSError | UnicodeError) -> str:
+    if isinstance(error, UnicodeError):
+        return "Save it as UTF-8."
+    if isinstance(error, PermissionError):
+        return f"Let the user {os.geteuid()} read it, and enter every folder above it."
+    if isinstance(error, FileNotFoundError):
+        return "Put it there, or name another."
+    if isinstance(error, (NoFileError, IsADirectoryError)):
+        return "Put a file in its place."
+    return "Look after the disk or network share that it lies on."

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from trimaran.comm.errors import ConfigError
-from trimaran.comm.input_files import read_text
+from trimaran.comm.input_files import read_text, unreadable
 
 FILES = ("tokenizer_config.json", "special_tokens_map.json")
 """Older tokenizers have the second; where both name a token, the first counts."""
@@ -34,7 +34,7 @@ def _object(path: Path) -> dict[str, Any]:
     try:
         values = json.loads(read_text(path))
     except OSError as error:
-        raise ConfigError(f"{path}: cannot be read: {error}") from error
+        raise unreadable(f"{path}:", error) from error
     except ValueError as error:
         raise ConfigError(f"{path}: not JSON: {error}") from error
     if not isinstance(values, dict):

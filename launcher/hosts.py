@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from trimaran.comm.errors import ConfigError
+from trimaran.comm.input_files import unreadable
 from trimaran.launcher.gpus import num_visible_gpus
 from trimaran.orchestrator.placement import Host
 
@@ -95,7 +96,7 @@ def _file_entries(path: str) -> list[str]:
     try:
         text = Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--hostfile {path}: cannot be read: {error}") from None
+        raise unreadable(f"--hostfile {path}:", error) from None
     entries = []
     for line in text.splitlines():
         words = line.partition("#")[0].split()

@@ -9,7 +9,7 @@ from google.protobuf import text_format
 from tritonclient.grpc.model_config_pb2 import ModelConfig
 
 from trimaran.comm.errors import ConfigError
-from trimaran.comm.input_files import read_text
+from trimaran.comm.input_files import read_text, unreadable
 
 _PLACEHOLDER = re.compile(r"\$\{(\w+)\}|\$(\w+)")
 # A quoted string, or a comment to the end of the line: places where a placeholder is legal.
@@ -30,7 +30,7 @@ def read_config(path: Path) -> ModelConfig:
     try:
         text = read_text(path)
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: cannot be read: {error}") from error
+        raise unreadable(f"{path}:", error) from error
     _refuse_open_placeholder(path, text)
     try:
         return text_format.Parse(text, ModelConfig())

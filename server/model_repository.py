@@ -10,6 +10,7 @@ from pathlib import Path
 from tritonclient.grpc.model_config_pb2 import ModelConfig
 
 from trimaran.comm.errors import ConfigError
+from trimaran.comm.input_files import unreadable
 from trimaran.server.config_pbtxt import read_config
 from trimaran.server.ensemble_graph import check_ensemble, check_step_versions
 from trimaran.server.metric_buckets import check_buckets
@@ -145,7 +146,7 @@ def model_folders(root: Path) -> dict[str, Path]:
         folders = sorted(f for f in root.iterdir() if f.is_dir() and f.name[0] != ".")
         return {f.name: f for f in folders if _holds_model(f)}
     except OSError as error:
-        raise ConfigError(f"model repository {root} cannot be read: {error}") from error
+        raise unreadable(f"model repository {root}", error) from error
 
 
 def _holds_model(folder: Path) -> bool:
@@ -221,7 +222,7 @@ def _has_code(folder: Path, config: ModelConfig, version: int) -> bool:
     try:
         return config.backend == "python" and path.is_file()
     except OSError as error:
-        raise ConfigError(f"{path}: cannot be read: {error}") from error
+        raise unreadable(f"{path}:", error) from error
 
 
 def _executes(folder: Path, config: ModelConfig, version: int, python: PythonModels) -> bool:
@@ -251,7 +252,7 @@ def _versions(folder: Path) -> tuple[int, ...]:
     try:
         entries = [entry for entry in folder.iterdir() if entry.is_dir()]
     except OSError as error:
-        raise ConfigError(f"{folder}: cannot be read: {error}") from error
+        raise unreadable(f"{folder}:", error) from error
     for entry in entries:
         if entry.name.isdigit() and int(entry.name) > 0:
             found.append(int(entry.name))

@@ -12,7 +12,7 @@ from weakref import WeakValueDictionary
 from tritonclient.grpc.model_config_pb2 import ModelConfig
 
 from trimaran.comm.errors import ConfigError
-from trimaran.comm.input_files import read_text
+from trimaran.comm.input_files import read_text, unreadable
 from trimaran.server.bls_graph import bls_graph
 from trimaran.server.ensemble_graph import check_ensemble, check_step_versions
 from trimaran.server.graph_model import GraphModel, GraphStep
@@ -191,10 +191,8 @@ def read_labels(model: RepositoryModel) -> dict[str, list[str]]:
         try:
             labels[output.name] = read_text(path).splitlines()
         except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(
-                f"{model.config_path}: label_filename of output '{output.name}': {path} cannot "
-                f"be read: {error}"
-            ) from error
+            what = f"{model.config_path}: label_filename of output '{output.name}': {path}"
+            raise unreadable(what, error) from error
     return labels
 
 

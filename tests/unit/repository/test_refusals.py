@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import re
 from pathlib import Path
 
@@ -323,7 +324,8 @@ def test_a_repository_that_cannot_be_read_now_is_refused_with_the_reason(tmp_pat
 
     monkeypatch.setattr("pathlib.Path.iterdir", stale)
     assert refusal(tmp_path) == (
-        f"model repository {tmp_path} cannot be read: [Errno 116] Stale file handle"
+        f"model repository {tmp_path} cannot be read: [Errno 116] Stale file handle. Look "
+        "after the disk or network share that it lies on."
     )
 
 
@@ -355,7 +357,10 @@ def test_a_model_that_may_not_be_read_is_refused_and_no_other(write_repository, 
     root = write_repository()
     lock(root / "postprocessing" / "1")
     path = root / "postprocessing" / "1" / "model.py"
-    assert refusal(root) == (f"{path}: cannot be read: [Errno 13] Permission denied: '{path}'")
+    assert refusal(root) == (
+        f"{path}: cannot be read: [Errno 13] Permission denied: '{path}'. Let the user "
+        f"{os.geteuid()} read it, and enter every folder above it."
+    )
     lock(root / "postprocessing")
     assert "postprocessing" in model_folders(root)
     assert refusal(root).startswith(f"{root / 'postprocessing'}: cannot be read: [Errno 13]")
