@@ -18,7 +18,7 @@ from trimaran.worker.loads import Loads
 from trimaran.worker.lora.manager import AdapterManager
 from trimaran.worker.micro_batches import MicroBatches
 from trimaran.worker.outlook import Outlook
-from trimaran.worker.places import find_place
+from trimaran.worker.places import PlaceFinder
 from trimaran.worker.releases import Releases
 from trimaran.worker.request import KEY, Request, RequestStatus, Sequence, remove_by_key
 from trimaran.worker.rows import Rows
@@ -72,6 +72,7 @@ class Scheduler:
         self._outlook = Outlook(config, cache)
         self._followers = Followers()
         self._chunks = FairChunks(config, cache.block_size)
+        self._places = PlaceFinder(config, cache)
 
     # ---- requests ------------------------------------------------------------------------
 
@@ -357,11 +358,9 @@ class Scheduler:
             return False
         has_turn = self._outlook.has_turn(sequence)
         is_growing = self._can_preempt and self.running and not has_turn
-        place = find_place(
+        place = self._places.find(
             sequence,
             plan.step,
-            self.config,
-            cache,
             can_grow_later=self._can_preempt,
             num_kept=int(cache.num_blocks * _WATERMARK) if is_growing else 0,
         )

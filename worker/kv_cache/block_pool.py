@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Sequence, Set
 
 from trimaran.worker.kv_cache.free_blocks import FreeBlocks, Retention
 from trimaran.worker.kv_cache.host_pool import BlockHash, HostPool
@@ -29,6 +29,10 @@ class BlockPool:
         self._block_of: dict[BlockHash, int] = {}
         self._hash_of: dict[int, BlockHash] = {}
         self._partial: set[int] = set()
+        self.watched: Set[BlockHash] = frozenset()
+        """Content whose coming counts as a gain."""
+        self.num_gains = 0
+        """Times that watched content came, or a free block was held with its content."""
 
     @property
     def num_free(self) -> int:
@@ -64,6 +68,7 @@ class BlockPool:
         for block in blocks:
             if self._ref_counts[block] == 0:
                 self._free.remove(block)
+                self.num_gains += 1
             self._ref_counts[block] += 1
 
     def release(self, blocks: Sequence[int]) -> None:
@@ -84,6 +89,7 @@ class BlockPool:
         if block_hash not in self._block_of and block not in self._hash_of:
             self._block_of[block_hash] = block
             self._hash_of[block] = block_hash
+            self.num_gains += block_hash in self.watched
             if is_partial:
                 self._partial.add(block)
 

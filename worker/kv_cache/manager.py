@@ -87,6 +87,18 @@ class KVCacheManager:
         """Blocks that may be handed to a sequence without reservation."""
         return self.num_free - self._num_reserved
 
+    @property
+    def num_gains(self) -> int:
+        """A number that changes whenever more blocks of the content last given to `watch` may
+        be held than before."""
+        return sum(pool.num_gains for pool in self.pools)
+
+    def watch(self, blocks: SequenceBlocks) -> None:
+        """Count in `num_gains` when content of this sequence comes."""
+        hashes = frozenset(blocks.hashes)
+        for pool in self.pools:
+            pool.watched = hashes
+
     def blocks_for(self, num_tokens: int) -> int:
         """Blocks that hold ``num_tokens``."""
         return -(-num_tokens // self.block_size)
