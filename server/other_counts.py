@@ -24,6 +24,8 @@ _ADDED = (
 all front ends hear alike."""
 
 _GAUGE = "gauge"
+_VERSION_LABELS = {"model", "version"}
+_NOTHING: Mapping[str, Any] = {"samples": (), "statistics": (), "num_running": 0}
 _Key = tuple[str, tuple[tuple[str, str], ...]]
 _Samples = dict[_Key, float]
 _Statistics = dict[tuple[str, str], StatisticsMessage]
@@ -48,9 +50,9 @@ def own_counts(
 
 
 class _Counts:
-    """What one front end has counted so far."""
+    """What front ends have counted so far."""
 
-    def __init__(self, wire: Mapping[str, Any]) -> None:
+    def __init__(self, wire: Mapping[str, Any] = _NOTHING) -> None:
         self.samples: _Samples = {}
         self.gauges: _Samples = {}
         for name, labels, value, is_gauge in wire["samples"]:
@@ -62,40 +64,71 @@ class _Counts:
             self.statistics[message.name, message.version] = message
         self.num_running = int(wire["num_running"])
 
+    def add(self, more: _Counts) -> None:
+        """Add the counters of others; what those do just now is theirs."""
+        _add(self.samples, more.samples)
+        for key, message in more.statistics.items():
+            _merge(self.statistics.setdefault(key, StatisticsMessage()), message)
+
+    def forget(self, model: str, version: str) -> None:
+        """Have nothing of a model version."""
+        wanted = {("model", model), ("version", version)}
+        for samples in (self.samples, self.gauges):
+            for key in [key for key in samples if wanted <= set(key[1])]:
+                del samples[key]
+        self.statistics.pop((model, version), None)
+
+    def lacking(self, later: _Counts) -> _Counts:
+        """What there is of model versions here, and is no more in ``later`` counts."""
+        gone = _Counts()
+        for key, value in self.samples.items():
+            if key not in later.samples and dict(key[1]).keys() >= _VERSION_LABELS:
+                gone.samples[key] = value
+        for version in self.statistics.keys() - later.statistics.keys():
+            gone.statistics[version] = self.statistics[version]
+        return gone
+
 
 class OtherCounts:
-    """The last counts of each other front end, and all that those had counted which died.
+    """The last counts of each other front end, and all that was counted by those which died.
 
-    A counter therefore never falls because a front end was started again.
+    A counter therefore never falls because a front end was started again, nor because models
+    end and begin there a little sooner or later than here.
     """
 
     def __init__(self) -> None:
         self._of: dict[int, _Counts] = {}
-        self._dead_samples: _Samples = {}
-        self._dead_statistics: _Statistics = {}
+        self._dead = _Counts()
+        self._behind: dict[int, set[tuple[str, str]]] = {}
+        """The model versions that count from 0 here, and perhaps not yet at these."""
 
     def take(self, index: int, wire: Mapping[str, Any]) -> None:
-        """Take the counts of a front end, in place of what it said before."""
-        self._of[index] = _Counts(wire)
+        """Take the counts of a front end, in place of what it said before. Of a model version
+        that it shows no more they stay until that is forgotten here."""
+        before, counts = self._of.get(index), _Counts(wire)
+        for model, version in self._behind.setdefault(index, set()):
+            counts.forget(model, version)
+        if before is not None:
+            self._dead.add(before.lacking(counts))
+        self._of[index] = counts
+
+    def caught_up(self, index: int, model: str = "") -> None:
+        """A front end has begun a model anew that was begun anew here; without a name, all."""
+        behind = self._behind.get(index, set())
+        behind -= {each for each in behind if model in ("", each[0])}
 
     def lost(self, index: int) -> None:
         """A front end is gone; what it had counted stays."""
+        self._behind.pop(index, None)
         counts = self._of.pop(index, None)
         if counts is not None:
-            self._bury(counts)
-
-    def _bury(self, counts: _Counts) -> None:
-        _add(self._dead_samples, counts.samples)
-        for key, message in counts.statistics.items():
-            _merge(self._dead_statistics.setdefault(key, StatisticsMessage()), message)
+            self._dead.add(counts)
 
     def legacy(self, own: Mapping[str, Any]) -> dict[str, Any]:
         """What the first front end leaves to its successor: its `own_counts`, and those of
         the dead. The living will tell theirs again."""
         counts = _Counts(own)
-        _add(counts.samples, self._dead_samples)
-        for key, message in self._dead_statistics.items():
-            _merge(counts.statistics.setdefault(key, StatisticsMessage()), message)
+        counts.add(self._dead)
         return {
             "samples": [
                 [n, dict(labels), v, False] for (n, labels), v in counts.samples.items()
@@ -106,16 +139,14 @@ class OtherCounts:
 
     def inherit(self, legacy: Mapping[str, Any]) -> None:
         """Take the `legacy` of the first front end before this one."""
-        self._bury(_Counts(legacy))
+        self._dead.add(_Counts(legacy))
 
     def forget(self, model: str, version: str) -> None:
         """The model version counts from 0 again."""
-        wanted = {("model", model), ("version", version)}
-        for samples in (self._dead_samples, *(each.samples for each in self._of.values())):
-            for key in [key for key in samples if wanted <= set(key[1])]:
-                del samples[key]
-        for known in (self._dead_statistics, *(c.statistics for c in self._of.values())):
-            known.pop((model, version), None)
+        for counts in (self._dead, *self._of.values()):
+            counts.forget(model, version)
+        for behind in self._behind.values():
+            behind.add((model, version))
 
     @property
     def num_running(self) -> int:
@@ -124,7 +155,7 @@ class OtherCounts:
 
     def added_to(self, metrics: Iterable[Metric]) -> Iterator[Metric]:
         """The same metrics, with the parts of the others in their samples."""
-        added = dict(self._dead_samples)
+        added = dict(self._dead.samples)
         for counts in self._of.values():
             _add(added, counts.samples)
             _add(added, counts.gauges)
@@ -141,9 +172,9 @@ class OtherCounts:
     def add_statistics(self, message: StatisticsMessage) -> None:
         """Add the parts of the others to the counters of a model version."""
         key = message.name, message.version
-        for known in (self._dead_statistics, *(c.statistics for c in self._of.values())):
-            if key in known:
-                _merge(message, known[key])
+        for counts in (self._dead, *self._of.values()):
+            if key in counts.statistics:
+                _merge(message, counts.statistics[key])
 
 
 def _is_added(metric: Metric) -> bool:

@@ -56,6 +56,7 @@ class OtherFrontends:
         self._has_inherited = False
         self._round: asyncio.Task[None] | None = None
         self._is_stale = False
+        self._told: Mapping[str, Any] = {}
         self._following: set[asyncio.Task[None]] = set()
         """Questions that are answered once what they tell of is served."""
         registry.on_change = self.publish
@@ -118,6 +119,8 @@ class OtherFrontends:
                 logger.warning(
                     "front end %d does not serve model '%s' yet: %s", link.index, name, answer
                 )
+            else:
+                self._counts.caught_up(link.index, name)
 
     async def released(self, groups: Sequence[str]) -> None:
         """Return once no request of the others runs on these groups, which they were told to
@@ -133,19 +136,23 @@ class OtherFrontends:
             return
         assert self._service is not None
         legacy = {"of": self._id, **self._counts.legacy(self._service.own_counts())}
-        asks = [link.ask("counts", _COUNTS_TIMEOUT_S, legacy=legacy) for _, link in links]
-        answers = await asyncio.gather(*asks, return_exceptions=True)
-        for (index, link), answer in zip(links, answers, strict=True):
-            if isinstance(answer, BaseException):
-                logger.warning("the counts of front end %d are old: %s", index, answer)
-            elif self._links.get(index) is link:
-                self._counts.take(index, answer)
+        await asyncio.gather(*(self._count(index, link, legacy) for index, link in links))
+
+    async def _count(self, index: int, link: PeerLink, legacy: Mapping[str, Any]) -> None:
+        try:
+            counts = await link.ask("counts", _COUNTS_TIMEOUT_S, legacy=legacy)
+        except RequestError as error:
+            logger.warning("the counts of front end %d are old: %s", index, error)
+            return
+        # Without waiting for those of others: it may catch up in its next answer.
+        if self._links.get(index) is link:
+            self._counts.take(index, counts)
 
     async def _tell_all(self) -> None:
         while self._is_stale:
             await asyncio.sleep(0)
             self._is_stale = False
-            wire = self._state().to_wire()
+            wire = self._told = self._state().to_wire()
             await asyncio.gather(*(self._tell(link, wire) for link in self._links.values()))
 
     async def _tell(self, link: PeerLink, wire: Mapping[str, Any]) -> None:
@@ -164,6 +171,10 @@ class OtherFrontends:
             await link.ask("state", **wire)
         except RequestError as error:
             logger.warning("front end %d does not follow: %s", link.index, error)
+        else:
+            # What is told while it follows is answered for both, and may be still to come.
+            if wire is self._told and not self._is_stale:
+                self._counts.caught_up(link.index)
 
     def _state(self) -> SharedState:
         assert self._service is not None

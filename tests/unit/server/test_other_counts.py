@@ -128,6 +128,22 @@ def test_a_model_that_is_forgotten_counts_from_0_everywhere(first):
     assert message.inference_stats.success.count == 0
 
 
+def test_a_model_that_ends_sooner_at_another_front_end_counts_until_it_is_forgotten(first):
+    metrics, statistics = first
+    metrics.others.take(1, wire(3))
+
+    metrics.others.take(1, Metrics().own_counts([], 0))
+
+    message = statistics.message()
+    metrics.others.add_statistics(message)
+    assert value(metrics, "nv_inference_request_success") == 5
+    assert value(metrics, "trimaran_time_to_first_token_seconds_count") == 5
+    assert message.inference_stats.success.count == 5
+    metrics.forget("m", "1")
+    metrics.measure(Plain())
+    assert value(metrics, "nv_inference_request_success") == 0
+
+
 def test_what_engines_say_of_themselves_is_not_added(first):
     metrics, _ = first
     other, statistics = counted(0)

@@ -1,14 +1,40 @@
 """The first of several front ends, while another one, which is the test, is slow to follow."""
 
 import contextlib
+import os
 import threading
 
 import pytest
 from controlled_frontend import DEADLINE_S, ControlledFrontend
 from started_frontend import Peer, write_repository
+from tritonclient.grpc.model_config_pb2 import ModelConfig
 
 from trimaran.comm.address import Address
 from trimaran.comm.messages import Answer, Ask
+from trimaran.server.metrics import Metrics
+
+
+class Counted:
+    """A model of the slow front end, as far as its requests are counted."""
+
+    name, version, is_ready, is_decoupled = "postprocessing", "1", True, False
+    config = ModelConfig(name=name)
+
+
+def counts(num_requests):
+    """What a front end tells that answered so many requests."""
+    metrics = Metrics()
+    model = metrics.measure(Counted())
+    for _ in range(num_requests):
+        model._metrics.success(batch_size=1, total_us=3, queue_us=1, infer_us=1)
+    return metrics.own_counts([model.statistics.message()], 0)
+
+
+def num_successes(frontend):
+    """Requests that the server shows of the model."""
+    start = 'nv_inference_request_success{model="postprocessing",version="1"} '
+    lines = frontend.metrics().splitlines()
+    return [float(x.removeprefix(start)) for x in lines if x.startswith(start)]
 
 
 class SlowFollower:
@@ -20,6 +46,7 @@ class SlowFollower:
         self._peer.send(Ask(ask_id=1, verb="join", arguments=who))
         self.was_asked_for = []
         self.may_serve = threading.Event()
+        self.counts = counts(3)
         self._waiting = []
         self._thread = threading.Thread(target=self._follow, daemon=True)
         self._thread.start()
@@ -43,8 +70,9 @@ class SlowFollower:
                 continue
             if message.verb == "serves":
                 self.was_asked_for.append(message.arguments["name"])
-            if message.verb == "heard" or self.may_serve.is_set():
-                self._peer.send(Answer(ask_id=message.ask_id))
+            values = self.counts if message.verb == "counts" else {}
+            if message.verb in ("heard", "counts") or self.may_serve.is_set():
+                self._peer.send(Answer(ask_id=message.ask_id, values=values))
             else:
                 self._waiting.append(message.ask_id)
 
@@ -84,3 +112,18 @@ def test_a_load_ends_once_every_front_end_serves_the_model(frontend):
     load.join()
     assert answers == [(200, None)]
     assert "does not serve" not in frontend.text()
+
+
+def test_what_a_slow_front_end_counted_of_a_model_before_its_load_is_not_shown_after_it(
+    frontend, tmp_path
+):
+    assert num_successes(frontend) == [3]
+    os.utime(tmp_path / "repository" / "postprocessing" / "config.pbtxt")
+    load = threading.Thread(target=frontend.load, args=("postprocessing",))
+    load.start()
+    frontend.wait_until(lambda: frontend.follower.was_asked_for)
+    assert num_successes(frontend) == [0]
+    frontend.follower.counts = counts(1)
+    frontend.follower.serve()
+    load.join()
+    assert num_successes(frontend) == [1]
