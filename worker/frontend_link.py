@@ -170,6 +170,11 @@ class FrontendLinks:
         connection = self._by_source.get(source)
         return connection is not None and bool(connection.address.path)
 
+    def num_unsent(self, source: int) -> int:
+        """Bytes that this front end has not taken yet."""
+        connection = self._by_source.get(source)
+        return 0 if connection is None else len(connection.unsent)
+
     def is_open(self, source: int) -> bool:
         """Whether this front end is still there."""
         return source in self._by_source

@@ -7,13 +7,15 @@ import time
 from typing import TYPE_CHECKING
 
 from trimaran.comm.control import ControlPlane
-from trimaran.comm.errors import ProtocolError, RequestError
+from trimaran.comm.errors import ErrorKind, ProtocolError, RequestError
 from trimaran.comm.messages import (
     Cancel,
     KeepAdapter,
+    Message,
     Release,
     RequestFailed,
     StatsReport,
+    StepOutput,
     Stop,
     Submit,
 )
@@ -24,7 +26,7 @@ from trimaran.worker.frontend_link import Arrival, FrontendLinks
 from trimaran.worker.garbage import GarbageCollection
 from trimaran.worker.lane_types import LaneDecisions
 from trimaran.worker.outbox import Outbox
-from trimaran.worker.remote_logits import check_remote_logits
+from trimaran.worker.remote_logits import check_remote_logits, fit_logits, too_slow
 from trimaran.worker.step_times import Part
 from trimaran.worker.step_types import SchedulerOutput
 
@@ -179,11 +181,31 @@ class LeaderLoop:
         self._watchdog.watch(self._describe)
         result = self._engine.step()
         for source, message in result.messages:
-            self._outbox.send(source, message)
+            self._send(source, message)
         self._control.keep_alive()
         self._garbage.after_step()
         if time.monotonic() >= self._next_stats:
             self._report_stats()
+
+    def _send(self, source: int, message: Message) -> None:
+        """Send one message of a step; requests for whose logits a link is too slow fail, so
+        that all others of that front end go on."""
+        failed: list[int] = []
+        num_unsent = self._links.num_unsent(source)
+        if (
+            isinstance(message, StepOutput)
+            and message.extras
+            and not self._links.is_local(source)
+        ):
+            message, failed = fit_logits(message, num_unsent)
+        self._outbox.send(source, message)
+        if failed:
+            self._engine.cancel(source, failed)
+        for request_id in failed:
+            failure = RequestFailed(
+                request_id=request_id, kind=ErrorKind.INTERNAL.name, text=too_slow(num_unsent)
+            )
+            self._outbox.send(source, failure)
 
     def _rest(self) -> None:
         self._was_busy = False
