@@ -59,9 +59,14 @@ class BlockPool:
         self.forget(block)
 
     def take_moves(self) -> list[tuple[int, int]]:
-        """Blocks whose content moves to the host, and the slots there; each is told once."""
-        moves, self._moves = self._moves, []
-        return moves
+        """Blocks whose content moves to the host, and the slots there; each is told once.
+
+        No slot comes twice, as copies are made in any order: what was replaced there before
+        this call is not moved at all.
+        """
+        block_of = {slot: block for block, slot in self._moves}
+        self._moves.clear()
+        return [(block, slot) for slot, block in block_of.items()]
 
     def share(self, blocks: Iterable[int]) -> None:
         """Hold each block once more; a free one is taken with its content."""

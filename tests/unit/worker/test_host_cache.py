@@ -3,6 +3,10 @@
 import pytest
 
 from trimaran.comm.errors import ConfigError
+from trimaran.worker.kv_cache.block_pool import BlockPool
+from trimaran.worker.kv_cache.free_blocks import Retention
+from trimaran.worker.kv_cache.host_pool import HostPool
+from trimaran.worker.step_types import TransferKind
 
 HOST_BYTES = 1 << 20
 SMALL = {"max_tokens": 208, "host_bytes": HOST_BYTES}
@@ -91,3 +95,40 @@ def test_who_was_paused_goes_on_with_its_own_blocks(
         if "host_bytes" not in changes:
             # What was not full, of each, and what was on its way when it was paused.
             assert scheduler.pauses.num_tokens < 18 * scheduler.pauses.num_sequences
+
+
+def test_a_slot_that_is_replaced_twice_in_a_step_gets_what_came_last_alone():
+    pool = BlockPool(4, HostPool(2))
+    for block in pool.allocate(4):
+        pool.publish(block, bytes([block]))
+    # It keeps its slot, so that all others have one among them.
+    pool.retain(bytes([0]), Retention(80))
+    pool.release([3, 2, 1, 0])
+
+    pool.allocate(4)
+
+    slot_of = {content: pool.host.lookup(bytes([content])) for content in range(4)}
+    assert sorted(pool.take_moves()) == [(b, s) for b, s in slot_of.items() if s is not None]
+    assert {block for block, slot in slot_of.items() if slot is not None} == {0, 3}
+    assert pool.take_moves() == []
+
+
+def test_no_step_writes_a_place_twice(make_engine, prompt_of):
+    prompts = [prompt_of(100, seed) for seed in range(4)]
+    driver = make_engine(max_tokens=208, host_bytes=3 * 16 * 2 * 2 * 2 * 8 * 4)
+    host = driver.engine.scheduler.cache.hosts[0]
+    begin, written = driver.engine.runner.execute_model, []
+
+    def note(decision):
+        transfers = decision.transfers.tolist()
+        written.append([to for kind, _, _, to in transfers if kind == TransferKind.MOVE])
+        return begin(decision)
+
+    driver.engine.runner.execute_model = note
+    expected = outputs_of(make_engine(enable_block_reuse=False), prompts)
+
+    for _ in range(3):
+        assert outputs_of(driver, prompts) == expected
+
+    assert host.num_slots == 3 and host.num_stored > 12
+    assert all(len(set(slots)) == len(slots) for slots in written)
