@@ -115,7 +115,8 @@ def test_a_slot_that_is_replaced_twice_in_a_step_gets_what_came_last_alone():
 
 def test_no_step_writes_a_place_twice(make_engine, prompt_of):
     prompts = [prompt_of(100, seed) for seed in range(4)]
-    driver = make_engine(max_tokens=208, host_bytes=3 * 16 * 2 * 2 * 2 * 8 * 4)
+    host_bytes = 3 * 16 * 2 * 2 * 2 * 8 * 4
+    driver = make_engine(max_tokens=208, host_bytes=host_bytes, max_num_batched_tokens=256)
     host = driver.engine.scheduler.cache.hosts[0]
     begin, written = driver.engine.runner.execute_model, []
 
