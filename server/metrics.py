@@ -80,6 +80,7 @@ class Metrics:
         """Show nothing more of a model version's engines."""
         self._engines.remove_model(model, version)
         self._experts.remove_model(model, version)
+        self.others.forget_engine(model, version)
 
     def remove_group(self, model: str, version: str, group: str) -> None:
         """Show nothing more of one worker group."""

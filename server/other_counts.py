@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from prometheus_client.core import Metric
@@ -11,8 +11,11 @@ from tritonclient.grpc.service_pb2 import ModelStatistics as StatisticsMessage
 
 from trimaran.server.custom_metrics import CustomMetric
 
+_REQUESTS = "nv_inference_"
+"""Of the requests of a model version, and not of its engine."""
+
 _ADDED = (
-    "nv_inference_",
+    _REQUESTS,
     "nv_llm_",
     "trimaran_time_to_first_token_seconds",
     "trimaran_inter_token_latency_seconds",
@@ -24,7 +27,6 @@ _ADDED = (
 all front ends hear alike."""
 
 _GAUGE = "gauge"
-_VERSION_LABELS = {"model", "version"}
 _NOTHING: Mapping[str, Any] = {"samples": (), "statistics": (), "num_running": 0}
 _Key = tuple[str, tuple[tuple[str, str], ...]]
 _Samples = dict[_Key, float]
@@ -70,19 +72,27 @@ class _Counts:
         for key, message in more.statistics.items():
             _merge(self.statistics.setdefault(key, StatisticsMessage()), message)
 
-    def forget(self, model: str, version: str) -> None:
-        """Have nothing of a model version."""
+    def forget_requests(self, model: str, version: str) -> None:
+        """Have nothing of the requests of a model version."""
+        self._drop(model, version, lambda name: name.startswith(_REQUESTS))
+        self.statistics.pop((model, version), None)
+
+    def forget_engine(self, model: str, version: str) -> None:
+        """Have nothing of the engine of a model version."""
+        others = tuple(name for name in _ADDED if name != _REQUESTS)
+        self._drop(model, version, lambda name: name.startswith(others))
+
+    def _drop(self, model: str, version: str, is_meant: Callable[[str], bool]) -> None:
         wanted = {("model", model), ("version", version)}
         for samples in (self.samples, self.gauges):
-            for key in [key for key in samples if wanted <= set(key[1])]:
+            for key in [k for k in samples if is_meant(k[0]) and wanted <= set(k[1])]:
                 del samples[key]
-        self.statistics.pop((model, version), None)
 
     def lacking(self, later: _Counts) -> _Counts:
         """What there is of model versions here, and is no more in ``later`` counts."""
         gone = _Counts()
         for key, value in self.samples.items():
-            if key not in later.samples and dict(key[1]).keys() >= _VERSION_LABELS:
+            if key not in later.samples and key[0].startswith(_ADDED):
                 gone.samples[key] = value
         for version in self.statistics.keys() - later.statistics.keys():
             gone.statistics[version] = self.statistics[version]
@@ -100,14 +110,14 @@ class OtherCounts:
         self._of: dict[int, _Counts] = {}
         self._dead = _Counts()
         self._behind: dict[int, set[tuple[str, str]]] = {}
-        """The model versions that count from 0 here, and perhaps not yet at these."""
+        """The model versions whose requests count from 0 here, and perhaps not yet there."""
 
     def take(self, index: int, wire: Mapping[str, Any]) -> None:
         """Take the counts of a front end, in place of what it said before. Of a model version
         that it shows no more they stay until that is forgotten here."""
         before, counts = self._of.get(index), _Counts(wire)
         for model, version in self._behind.setdefault(index, set()):
-            counts.forget(model, version)
+            counts.forget_requests(model, version)
         if before is not None:
             self._dead.add(before.lacking(counts))
         self._of[index] = counts
@@ -141,10 +151,15 @@ class OtherCounts:
         """Take the `legacy` of the first front end before this one."""
         self._dead.add(_Counts(legacy))
 
-    def forget(self, model: str, version: str) -> None:
-        """The model version counts from 0 again."""
+    def forget_engine(self, model: str, version: str) -> None:
+        """The engine of the model version is gone; another one counts from 0."""
         for counts in (self._dead, *self._of.values()):
-            counts.forget(model, version)
+            counts.forget_engine(model, version)
+
+    def forget(self, model: str, version: str) -> None:
+        """The requests of the model version count from 0 again."""
+        for counts in (self._dead, *self._of.values()):
+            counts.forget_requests(model, version)
         for behind in self._behind.values():
             behind.add((model, version))
 

@@ -142,6 +142,24 @@ def test_a_model_that_ends_sooner_at_another_front_end_counts_until_it_is_forgot
     metrics.forget("m", "1")
     metrics.measure(Plain())
     assert value(metrics, "nv_inference_request_success") == 0
+    metrics.remove_engine("m", "1")
+    metrics.add_engine("m", "1")
+    assert value(metrics, "trimaran_time_to_first_token_seconds_count") == 0
+
+
+def test_what_a_model_that_begins_anew_counts_of_its_engine_goes_on(first):
+    metrics, _ = first
+    metrics.others.take(1, wire(3))
+
+    metrics.forget("m", "1")
+    metrics.others.take(1, wire(4))
+
+    metrics.measure(Plain())
+    assert value(metrics, "nv_inference_request_success") == 0
+    assert value(metrics, "trimaran_time_to_first_token_seconds_count") == 6
+    metrics.others.caught_up(1, "m")
+    metrics.others.take(1, wire(4))
+    assert value(metrics, "nv_inference_request_success") == 4
 
 
 def test_what_engines_say_of_themselves_is_not_added(first):
