@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from mpi4py import MPI as MPI  # isort: skip  # first: a death before MPI_Init hangs Spawn
+from trimaran.comm.alone import no_segment
+
+with no_segment():
+    from mpi4py import MPI as MPI  # before the rest: a death before MPI_Init hangs Spawn
 
 import ctypes
 import os

@@ -99,6 +99,16 @@ def test_singletons_of_a_larger_job_are_refused_with_the_remedy(name):
     assert "--mpi=pmix" in done.stderr
 
 
+@pytest.mark.parametrize("transports", ["", "^ofi", "self,tcp"])
+def test_a_rank_alone_leaves_no_segment_of_shared_memory(tmp_path, transports):
+    folder = {"OMPI_MCA_btl_sm_backing_directory": str(tmp_path), "OMPI_MCA_btl": transports}
+
+    done = run_alone(**folder)
+
+    assert (done.returncode, done.stdout.strip()) == (0, "1")
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_starter_that_counts_tasks_otherwise_is_believed_over_slurm():
     done = run_alone(OMPI_COMM_WORLD_SIZE="1", SLURM_STEP_NUM_TASKS="8")
 
