@@ -21,6 +21,7 @@ from trimaran.worker.request import Request
 from trimaran.worker.sampling_rows import SERVED_FIELDS
 
 _LOGITS_DTYPES = ("float32", "float16")
+_LENGTHS = ("top_k", "min_tokens", "no_repeat_ngram_size")
 _MOST_SEQUENCES, _MOST_IDS = 1 << 16, 1 << 64
 """As many as `StepOutput` can tell apart."""
 
@@ -118,12 +119,15 @@ def _sampling(message: Submit, vocab_size: int) -> SamplingParams:
         ("num_return_sequences", sampling.num_return_sequences >= 1, "at least 1"),
         ("logits_dtype", sampling.logits_dtype in _LOGITS_DTYPES, " or ".join(_LOGITS_DTYPES)),
         ("no_repeat_ngram_size", sampling.no_repeat_ngram_size >= 0, "0 (off) or more"),
+        *((name, getattr(sampling, name) < 1 << 63, "below 2**63") for name in _LENGTHS),
     )
     for name, is_valid, allowed in checks:
         if not is_valid:
             raise sampling.refusal(name, allowed)
     for word in sampling.bad_words:
         _check_ids("bad_words", word, vocab_size)
+    if any(abs(token_id) >= 1 << 31 for word in sampling.stop_words for token_id in word):
+        raise sampling.refusal("stop_words", "of ids of 32 bits")
     _check_bias(sampling.embedding_bias, vocab_size)
     return sampling
 

@@ -59,6 +59,10 @@ def _bias(value):
             "prompt_embedding_table holds nan at value 0 of entry 0, which is no finite number",
         ),
         ({"num_return_sequences": 17}, r"num_return_sequences is 17 .* at most 16"),
+        ({"top_k": 1 << 63}, "'top_k' is 9223372036854775808 but must be below"),
+        ({"min_tokens": 1 << 63}, "'min_tokens' is 9223372036854775808 but must be below"),
+        ({"no_repeat_ngram_size": 1 << 64}, "'no_repeat_ngram_size' is 18446744073709551616"),
+        ({"stop_words": ((1, 1 << 31),)}, r"'stop_words' is .* but must be of ids of 32 bits"),
         ({"sequence_index": 65536}, "sequence_index is 65536 but must be 0 to 65535"),
         ({"sequence_index": -1}, "sequence_index is -1 but must be 0 to 65535"),
         (
