@@ -113,7 +113,7 @@ def _add_endpoint_flags(parser: argparse.ArgumentParser) -> None:
             metavar="P",
             help=f"{title} port (%(default)s)",
         )
-        address = "HTTP's" if name == "metrics" else "0.0.0.0"
+        address = "HTTP's" if name == "metrics" else "0.0.0.0; :: is IPv6 too"
         add(f"--{name}-address", metavar="ADDR", help=f"{title} listens here ({address})")
         add(
             f"--allow-{name}",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import socket
 from typing import Any
 
 from aiohttp import web
@@ -24,6 +25,8 @@ logger = logging.getLogger(__name__)
 
 _STOP_GRACE_S = 0.5
 """Requests still running when the server stops get this long."""
+
+_BACKLOG = 1024
 
 
 class HttpServer:
@@ -156,9 +159,19 @@ async def _listen(
 ) -> None:
     await runner.setup()
     try:
-        site = web.TCPSite(runner, host, port, backlog=1024, reuse_port=is_shared or None)
-        await site.start()
+        await _site(runner, host, port, is_shared).start()
     except OSError as error:
         raise ConfigError(
             f"cannot listen on {host}:{port}: {error.strerror}. Choose another {flag}."
         ) from None
+
+
+def _site(runner: web.ServerRunner, host: str, port: int, is_shared: bool) -> web.BaseSite:
+    if host != "::":
+        return web.TCPSite(runner, host, port, backlog=_BACKLOG, reuse_port=is_shared or None)
+    # All addresses, as gRPC takes it: of its own accord asyncio leaves those of IPv4 out.
+    everywhere = socket.create_server(
+        (host, port), family=socket.AF_INET6, backlog=_BACKLOG, reuse_port=is_shared,
+        dualstack_ipv6=socket.has_dualstack_ipv6(),
+    )  # fmt: skip
+    return web.SockSite(runner, everywhere, backlog=_BACKLOG)

@@ -157,19 +157,25 @@ def test_a_tokenizer_that_is_missing_is_said_before_any_engine_has_loaded(
     assert frontend.process.wait(60) == 2
 
 
-def test_both_protocols_are_served_on_an_address_of_ipv6(repository, stack, tmp_path):
+@pytest.mark.parametrize(
+    ("address", "reached"), [("::1", ["[::1]"]), ("::", ["[::1]", "127.0.0.1"])]
+)
+def test_both_protocols_are_served_on_addresses_of_ipv6(
+    address, reached, repository, stack, tmp_path
+):
     try:
         socket.create_server(("::1", 0), family=socket.AF_INET6).close()
     except OSError:
         pytest.skip("this machine has no IPv6")
-    addresses = dict.fromkeys(("http_address", "grpc_address"), "::1")
+    addresses = dict.fromkeys(("http_address", "grpc_address"), address)
     frontend = StartedFrontend(stack, tmp_path, **addresses)
     frontend.dial_in(stack)
     frontend.supervisor.wait_for_state("ready")
-    with urllib.request.urlopen(f"http://[::1]:{frontend.http_port()}/v2/health/ready"):
-        pass
-    with triton_grpc.InferenceServerClient(f"[::1]:{frontend.grpc_port()}") as client:
-        assert client.is_server_ready()
+    for host in reached:
+        with urllib.request.urlopen(f"http://{host}:{frontend.http_port()}/v2/health/ready"):
+            pass
+        with triton_grpc.InferenceServerClient(f"{host}:{frontend.grpc_port()}") as client:
+            assert client.is_server_ready()
 
 
 def test_a_busy_port_is_a_configuration_error(repository, stack, tmp_path):
