@@ -147,7 +147,8 @@ def _check_free(endpoint: Endpoint) -> None:
         )  # fmt: skip
     except socket.gaierror as error:
         raise ConfigError(
-            f"--{endpoint.name}-address {endpoint.address}: {error.strerror}"
+            f"--{endpoint.name}-address {endpoint.address}: {error.strerror}. Name an address "
+            "of this host without brackets, or leave the flag out to listen on all of them."
         ) from None
     family, kind, protocol, _, where = infos[0]
     with socket.socket(family, kind, protocol) as sock:

@@ -62,6 +62,11 @@ def test_an_address_that_is_not_ours_is_refused(free_port):
         preflight.check_ports([Endpoint("http", "192.0.2.1", free_port)])
 
 
+def test_an_address_that_is_none_is_refused_with_what_to_name(free_port):
+    with pytest.raises(ConfigError, match=r"--http-address \[::1\]: .* without brackets"):
+        preflight.check_ports([Endpoint("http", "[::1]", free_port)])
+
+
 def test_too_few_gpus_are_counted_in_the_refusal(monkeypatch):
     monkeypatch.setattr(preflight, "num_visible_gpus", lambda: 1)
     monkeypatch.delenv("SLURM_JOB_NUM_NODES", raising=False)
