@@ -14,8 +14,13 @@ from trimaran.comm.messages import Submit
 from trimaran.worker.config import LoraConfig
 from trimaran.worker.lora.arena import Arena
 from trimaran.worker.lora.folders import AdapterFolders, key_of
-from trimaran.worker.lora.formats import AdapterSource, AdapterTensors
-from trimaran.worker.lora.layout import AdapterFormatError, AdapterLayout, check_values
+from trimaran.worker.lora.formats import AdapterSource, AdapterTensors, to_wire
+from trimaran.worker.lora.layout import (
+    AdapterFormatError,
+    AdapterLayout,
+    Matrices,
+    check_values,
+)
 from trimaran.worker.lora.store import DROP, LOAD, PUT
 from trimaran.worker.request import Request, Sequence
 
@@ -177,14 +182,20 @@ class AdapterManager:
         if cached is not None and content and cached.content == content:
             return cached
         tensors = AdapterTensors.from_wire(given["weights"], given["config"])
-        return self._put(key, self._checked_size(tensors, content), content, given)
+        size = self._checked_size(tensors)
+        self._check_values(tensors.matrices(self._layout), content)
+        return self._put(key, size, content, given)
 
     def _from_folder(self, key: Key, folder: Path, cached: Adapter | None) -> Adapter:
         content = self._folders.content(folder)
         if cached is not None and cached.content == content:
             return cached
-        size = self._checked_size(self._folders.read(folder), content)
-        return self._put(key, size, content, {"folder": str(folder)})
+        source = self._folders.read(folder)
+        size = self._checked_size(source)
+        # Read once, for all ranks and at once: whoever keeps the folder may be replacing it.
+        matrices = list(source.matrices(self._layout))
+        self._check_values(matrices, content)
+        return self._put(key, size, content, to_wire(matrices, self._layout.dtype))
 
     def prefetch(self) -> list[tuple[int, AdapterSource]]:
         """The adapters of all folders, as many as the host cache holds; no decision of them.
@@ -195,7 +206,8 @@ class AdapterManager:
         for key, folder in self._folders.all():
             try:
                 source, content = self._folders.read(folder), self._folders.content(folder)
-                size = self._checked_size(source, content)
+                size = self._checked_size(source)
+                self._check_values(source.matrices(self._layout), content)
             except (AdapterFormatError, RequestError) as error:
                 logger.error("adapter %s is left out: %s", folder, error)
                 continue
@@ -234,9 +246,8 @@ class AdapterManager:
             if not self._is_wanted(replaced):
                 self._drop(replaced)
 
-    def _checked_size(self, source: AdapterSource, content: object) -> int:
-        """Elements of an adapter's share on a rank, if both caches could hold it and the
-        model's type its numbers."""
+    def _checked_size(self, source: AdapterSource) -> int:
+        """Elements of an adapter's share on a rank, if both caches could hold it."""
         source.check(self._layout, self._config.max_adapter_size)
         size = self._layout.size_of(source.ranks)
         num_bytes = size * self._element_bytes
@@ -251,9 +262,12 @@ class AdapterManager:
                 f"the adapter takes {num_bytes} bytes, but the host cache has "
                 f"{self._config.host_memory_bytes}. Raise lora_cache_host_memory_bytes."
             )
-        if not content or content not in self._finite:
-            check_values(source.matrices(self._layout), self._layout.dtype)
         return size
+
+    def _check_values(self, matrices: Iterable[Matrices], content: object) -> None:
+        """Check what this content's numbers are, once while it is cached."""
+        if not content or content not in self._finite:
+            check_values(matrices, self._layout.dtype)
 
     def _make_room(self, size: int) -> None:
         """Forget adapters until the host has room for another one."""

@@ -227,6 +227,26 @@ def test_folders_serve_by_name_and_by_number_and_when_they_change(
     assert output(adapter={"name": "late"}) == first
 
 
+def test_a_folder_that_is_replaced_once_it_was_read_ends_nothing(
+    make_engine, model_folder, adapter, tmp_path, prompt_of
+):
+    driver = make_engine(lora=LoraConfig(prefetch_dir=str(tmp_path)))
+    prompt, path = prompt_of(30), tmp_path / "late"
+    write_peft(path, adapter, alpha=8.0)
+    good = driver.submit(prompt, max_tokens=LENGTH)
+    named = driver.submit(prompt, max_tokens=LENGTH, adapter={"name": "late"})
+    # As while it is written again.
+    weights = path / "adapter_model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:100])
+    driver.run()
+
+    assert driver.output(named) == greedy(merged(model_folder, adapter), prompt, LENGTH)
+    assert driver.output(good) == greedy(merged(model_folder, []), prompt, LENGTH)
+    with pytest.raises(RequestError, match=r"LoRA task late: .* cannot be read"):
+        driver.submit(prompt, adapter={"name": "late"})
+    driver.check_idle()
+
+
 @pytest.mark.parametrize("name", ["x" * 256, "9" * 5000, "\0", "."])
 def test_a_name_that_no_folder_could_have_is_refused(make_engine, adapter, tmp_path, name):
     write_peft(tmp_path / "french", adapter, alpha=8.0)
