@@ -238,15 +238,20 @@ class EngineMetrics:
         self._sums.remove_group(key, group)
 
     def set_stats(
-        self, model: str, version: str, stats: Mapping[str, float], group: str = ""
+        self,
+        model: str,
+        version: str,
+        stats: Mapping[str, float],
+        group: str = "",
+        incarnation: int = 0,
     ) -> None:
         """Show the figures of a group's last iteration beside those of the model's other
-        groups; missing keys count as 0."""
+        groups; missing keys count as 0. ``incarnation`` is how often it was started again."""
         groups = self._stats.setdefault((model, version), {})
         groups[group] = stats
         if stats:
-            self._steps.add(model, version, group, stats)
-            self._sums.add((model, version), group, stats)
+            self._steps.add(model, version, group, stats, incarnation)
+            self._sums.add((model, version), group, stats, incarnation)
         else:
             del groups[group]
         self._show_stats((model, version))

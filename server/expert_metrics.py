@@ -36,17 +36,18 @@ class ExpertMetrics:
         for known in [known for known in self._seen if known[0] == key]:
             del self._seen[known]
 
-    def add(self, model: str, version: str, group: str, report: ExpertReport) -> None:
-        """Count what a group's sums have grown by since they were seen last.
-
-        A group that was started again begins anew at 0.
-        """
+    def add(
+        self, model: str, version: str, group: str, report: ExpertReport, incarnation: int = 0
+    ) -> None:
+        """Count what a group's sums have grown by since they were seen last, as `GroupSums`
+        does."""
         key = model, version
+        counts_from_here = incarnation > 0 and (key, group) not in self._seen
         seen = self._seen.setdefault((key, group), {})
         totals = self._totals.setdefault(key, {})
         rows = np.frombuffer(report.counts, "<i8").reshape(len(report.layers), -1)
         for layer, now in zip(report.layers, rows, strict=True):
-            then = seen.get(layer)
+            then = now if counts_from_here else seen.get(layer)
             is_going_on = then is not None and bool((now >= then).all())
             grown = now - then if then is not None and is_going_on else now
             totals[layer] = totals[layer] + grown if layer in totals else grown.copy()

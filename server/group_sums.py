@@ -24,15 +24,19 @@ class GroupSums:
         self._totals: dict[_Key, dict[str, float]] = {}
         self._seen: dict[_Key, dict[str, Mapping[str, float]]] = {}
 
-    def add(self, key: _Key, group: str, stats: Mapping[str, float]) -> None:
+    def add(
+        self, key: _Key, group: str, stats: Mapping[str, float], incarnation: int = 0
+    ) -> None:
         """Count what a group's sums have grown by since they were seen last.
 
         A group that was started again begins anew at 0; one that has only lost its
-        connection goes on.
+        connection goes on. One that is seen for the first time in a later ``incarnation``
+        counts from here: a front end before this one had shown what its earlier ones did
+        too, and a sum that goes on below that reads as one that began again and grew at once.
         """
         totals = self._totals.setdefault(key, dict.fromkeys(SUMS, 0.0))
         seen = self._seen.setdefault(key, {})
-        before = seen.get(group, {})
+        before = seen.get(group, stats if incarnation else {})
         for name in SUMS:
             now, then = stats.get(name, 0.0), before.get(name, 0.0)
             totals[name] += now - then if now >= then else now

@@ -101,19 +101,30 @@ class Metrics:
         self._engines.observe_lengths(model, version, num_input, num_output)
 
     def set_engine_stats(
-        self, model: str, version: str, stats: Mapping[str, float], group: str = ""
+        self,
+        model: str,
+        version: str,
+        stats: Mapping[str, float],
+        group: str = "",
+        incarnation: int = 0,
     ) -> None:
         """Show the figures of a group's last iteration (`comm.messages.STATS_KEYS`), added to
-        those of the model's other groups."""
-        self._engines.set_stats(model, version, stats, group)
+        those of the model's other groups. ``incarnation`` is how often the group was started
+        again."""
+        self._engines.set_stats(model, version, stats, group, incarnation)
         if stats and is_logged():
             log_engine_stats(model, {**stats, **self._engines.token_totals(model, version)})
 
     def add_expert_tokens(
-        self, model: str, version: str, report: ExpertReport, group: str = ""
+        self,
+        model: str,
+        version: str,
+        report: ExpertReport,
+        group: str = "",
+        incarnation: int = 0,
     ) -> None:
         """Count how many more tokens chose each expert of a group's engine."""
-        self._experts.add(model, version, group, report)
+        self._experts.add(model, version, group, report, incarnation)
 
     def drop_engine_stats(self, model: str, version: str, group: str) -> None:
         """Count the figures of a group no more: it is down."""

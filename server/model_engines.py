@@ -328,13 +328,17 @@ class ModelEngines:
             )
 
     def _stats_report(self, group: EngineGroup, report: StatsReport) -> None:
-        self._metrics.set_engine_stats(self.model, self.version, report.values, group.name)
+        self._metrics.set_engine_stats(
+            self.model, self.version, report.values, group.name, group.incarnation
+        )
 
     def _stopped_elsewhere(self, group: EngineGroup, stop: Stop) -> None:
         self.on_stop(stop.client_request_id)
 
     def _expert_report(self, group: EngineGroup, report: ExpertReport) -> None:
-        self._metrics.add_expert_tokens(self.model, self.version, report, group.name)
+        self._metrics.add_expert_tokens(
+            self.model, self.version, report, group.name, group.incarnation
+        )
 
     # ---- what is shown ------------------------------------------------------------------
 

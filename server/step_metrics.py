@@ -18,7 +18,7 @@ class StepMetrics:
     def __init__(self, registry: CollectorRegistry) -> None:
         self._seconds = Counter(
             "trimaran_engine_seconds",
-            "Time of an engine's steps by part, since its start",
+            "Time of an engine's steps by part",
             ("model", "version", "part"),
             registry=registry,
         )
@@ -36,14 +36,18 @@ class StepMetrics:
         for part in PARTS:
             self._seconds.remove(model, version, part)
 
-    def add(self, model: str, version: str, group: str, stats: Mapping[str, float]) -> None:
-        """Count what a group's sums have grown by since they were seen last.
-
-        A group that was started again begins anew at 0; one that has only lost its
-        connection goes on.
-        """
+    def add(
+        self,
+        model: str,
+        version: str,
+        group: str,
+        stats: Mapping[str, float],
+        incarnation: int = 0,
+    ) -> None:
+        """Count what a group's sums have grown by since they were seen last, as `GroupSums`
+        does."""
         seen = self._seen.setdefault((model, version), {})
-        before = seen.get(group, {})
+        before = seen.get(group, stats if incarnation else {})
         for part in PARTS:
             key = f"{part}_seconds"
             now, then = stats.get(key, 0.0), before.get(key, 0.0)

@@ -37,6 +37,13 @@ def test_tokens_are_shown_by_layer_and_expert_and_how_uneven_they_are():
     assert series(metrics, "imbalance") == {'layer="1"': 11 / 7, 'layer="2"': 1.0}
 
 
+def test_an_engine_that_a_front_end_before_this_one_saw_restarted_counts_from_here():
+    metrics = Metrics()
+    metrics.add_expert_tokens("m", "1", report([5, 7]), "m/0", incarnation=1)
+    metrics.add_expert_tokens("m", "1", report([6, 9]), "m/0", incarnation=1)
+    assert series(metrics, "tokens") == {'layer="1",expert="0"': 1, 'layer="1",expert="1"': 2}
+
+
 def test_a_restarted_engine_counts_on_and_a_removed_model_begins_anew():
     metrics = Metrics()
     metrics.add_expert_tokens("m", "1", report([5, 7]), "m/0")

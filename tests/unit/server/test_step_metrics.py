@@ -48,6 +48,17 @@ def test_a_restarted_engine_counts_on_and_a_reconnected_one_is_not_counted_twice
     assert seconds(metrics) == dict.fromkeys(PARTS, 5.5)
 
 
+def test_an_engine_that_a_front_end_before_this_one_saw_restarted_counts_from_here():
+    metrics = Metrics()
+    metrics.add_engine("m", "1")
+    metrics.set_engine_stats("m", "1", stats(4.0), "m", incarnation=2)
+    metrics.set_engine_stats("m", "1", stats(4.5), "m", incarnation=2)
+    assert seconds(metrics) == dict.fromkeys(PARTS, 0.5)
+    assert metrics.engine_values("m", "1")["iteration_counter"] == 0.5
+    metrics.set_engine_stats("m", "1", stats(1.0), "m", incarnation=3)
+    assert seconds(metrics) == dict.fromkeys(PARTS, 1.5)
+
+
 def test_an_unloaded_model_shows_nothing_and_begins_at_0():
     metrics = Metrics()
     metrics.add_engine("m", "1")
