@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from trimaran.bench.shapes import SHAPES
-from trimaran.comm.flag_values import positive
+from trimaran.comm.flag_values import positive, seconds
 
 AREAS = ("operators", "attention", "elementwise", "sampling")
 
@@ -38,7 +38,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "--device", choices=("cpu", "cuda"), default="cuda", help="where kernels run (cuda)"
     )
     parser.add_argument(
-        "--ceiling-seconds", type=float, default=3.0, metavar="S",
+        "--ceiling-seconds", type=seconds, default=3.0, metavar="S",
         help="how long the machine's own limits are measured (3)",
     )  # fmt: skip
     parser.add_argument("--output", metavar="FILE", help="append results as JSON lines")

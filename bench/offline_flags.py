@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from trimaran.bench.load import Load
 from trimaran.bench.shapes import SHAPES
-from trimaran.comm.errors import ConfigError
+from trimaran.comm.flag_values import amount, count, positive, seconds
 from trimaran.worker.config import (
     CacheConfig,
     EngineConfig,
@@ -28,8 +28,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     model.add_argument("--model", metavar="DIR", help="an engine folder or a checkpoint")
     add = parser.add_argument
     add("--load", action="append", metavar="ISL/OSLxN", help="N requests at once; repeat")
-    add("--runs", type=int, default=3, metavar="N", help="the median of N is told (3)")
-    add("--temperature", type=float, default=1.0, metavar="T", help="0: greedy (1)")
+    add("--runs", type=positive, default=3, metavar="N", help="the median of N is told (3)")
+    add("--temperature", type=amount, default=1.0, metavar="T", help="0: greedy (1)")
     dtypes = ("auto", "float32", "float16", "bfloat16")
     own = "auto: bfloat16, or that of --model"
     add("--dtype", choices=dtypes, default="auto", help=own)
@@ -39,16 +39,28 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         default="auto",
         help="auto: a GPU if there is one",
     )
-    add("--threads", type=int, default=1, metavar="N", help="of a rank on the CPU (1)")
-    add("--tp-size", type=int, default=1, metavar="N", help="above 1: start it by mpirun (1)")
-    add("--pp-size", type=int, default=1, metavar="N", help="likewise (1)")
-    add("--dp-size", type=int, default=1, metavar="N", help="likewise (1)")
+    add("--threads", type=positive, default=1, metavar="N", help="of a rank on the CPU (1)")
+    add(
+        "--tp-size",
+        type=positive,
+        default=1,
+        metavar="N",
+        help="above 1: start it by mpirun (1)",
+    )
+    add("--pp-size", type=positive, default=1, metavar="N", help="likewise (1)")
+    add("--dp-size", type=positive, default=1, metavar="N", help="likewise (1)")
     parts = "parts that share experts out (1)"
-    add("--moe-ep-size", type=int, default=1, metavar="N", help=parts)
-    add("--moe-rebalance-steps", type=int, default=0, metavar="N", help="see `serve` (0)")
-    add("--moe-redundant-experts", type=int, default=0, metavar="N", help="see `serve` (0)")
-    add("--max-num-seqs", type=int, default=1024, metavar="N", help="running at once (1024)")
-    add("--max-num-tokens", type=int, default=8192, metavar="N", help="of one step (8192)")
+    add("--moe-ep-size", type=positive, default=1, metavar="N", help=parts)
+    add("--moe-rebalance-steps", type=count, default=0, metavar="N", help="see `serve` (0)")
+    add("--moe-redundant-experts", type=count, default=0, metavar="N", help="see `serve` (0)")
+    add(
+        "--max-num-seqs",
+        type=positive,
+        default=1024,
+        metavar="N",
+        help="running at once (1024)",
+    )
+    add("--max-num-tokens", type=positive, default=8192, metavar="N", help="of one step (8192)")
     share = "of all of the card's (0.9)"
     add("--gpu-memory", type=float, default=0.9, metavar="SHARE", help=share)
     add("--depth", type=int, default=0, metavar="N", help="steps in flight (by device)")
@@ -59,14 +71,14 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add("--all-reduce", choices=ways, default="auto", help="see `serve`")
     add(
         "--kv-host-gib",
-        type=float,
+        type=amount,
         default=0.0,
         metavar="GIB",
         help="a rank's host memory for the KV cache of who makes room (0)",
     )
     add("--deterministic", action="store_true", help="kernels that do not see the batch")
     ceiling = "how long ceilings are measured; 0: no limit is told (12)"
-    add("--ceiling-seconds", type=float, default=12.0, metavar="S", help=ceiling)
+    add("--ceiling-seconds", type=seconds, default=12.0, metavar="S", help=ceiling)
     add("--output", metavar="FILE", help="append results as JSON lines")
     add("--profile", default="", metavar="steps=A:B", help="trace these steps of the engine")
     add("--profile-dir", default="", metavar="DIR", help="with --profile: the trace goes there")
@@ -82,10 +94,6 @@ def add_peer(parser: argparse.ArgumentParser) -> None:
 
 def loads_of(args: argparse.Namespace, default: Sequence[str]) -> list[Load]:
     """The loads to run; raises ConfigError."""
-    sizes = ("threads", "tp_size", "pp_size", "dp_size", "moe_ep_size")
-    for name in ("runs", "max_num_seqs", "max_num_tokens", *sizes):
-        if getattr(args, name) < 1:
-            raise ConfigError(f"--{name.replace('_', '-')} is below 1")
     return [Load.parse(text, args.temperature) for text in args.load or default]
 
 

@@ -30,23 +30,18 @@ def run_serve(args: argparse.Namespace) -> int:
         return bench.run(argparse.Namespace(**{**vars(args), "workload": None}))
     if args.input_len is not None or args.output_len is not None:
         raise ConfigError("--load names the lengths: drop --input-len and --output-len")
-    for name in ("runs", "gpus"):
-        if getattr(args, name) < 1:
-            raise ConfigError(f"--{name} is {getattr(args, name)} but must be 1 or more")
     loads = [Load.parse(text, temperature=0.0) for text in args.load]
     facts = _facts(args)
-    rates = args.rates or [args.request_rate]
-    widths = args.concurrencies or [args.concurrency]
+    points = [(load, point) for load in loads for point in _sweep(args, load)]
     print(f"{'load':>16}{'rate':>7}{'streams':>9}{'tokens/s':>11}", end="")
     print("".join(f"{f'{name} {part} ms':>14}" for name in _TIMES for part in ("avg", "p99")))
     num_failed = 0
-    for load, rate, width in itertools.product(loads, rates, widths):
-        runs = [_measure(args, load, rate, width, turn) for turn in range(args.runs)]
-        point = _point(args, load, (rate, width), runs)
-        num_failed += point["failed_requests"]
-        _print(load, point)
+    for load, point in points:
+        told = _figures(point, load, [_measure(point, turn) for turn in range(args.runs)])
+        num_failed += told["failed_requests"]
+        _print(load, told)
         if args.output:
-            results.append(args.output, {**point, **_limit(args, load, point, facts), **facts})
+            results.append(args.output, {**told, **_limit(args, load, told, facts), **facts})
     return 1 if num_failed else 0
 
 
@@ -56,26 +51,38 @@ def _refuse_sweep(args: argparse.Namespace) -> None:
             raise ConfigError(f"--{name} belongs to a sweep: name what to send with --load")
 
 
-def _measure(
-    args: argparse.Namespace, load: Load, rate: float, width: int, turn: int
-) -> dict[str, float]:
+def _sweep(args: argparse.Namespace, load: Load) -> list[argparse.Namespace]:
+    """A plain benchmark's flags for each rate and concurrency.
+
+    Raises:
+        ConfigError: a point of the sweep cannot be measured.
+    """
+    rates = args.rates or [args.request_rate]
+    widths = args.concurrencies or [args.concurrency]
+    points = [
+        argparse.Namespace(
+            **{
+                **vars(args),
+                "workload": None,
+                "concurrency": width,
+                "request_rate": rate,
+                "num_requests": load.requests,
+                "input_len": load.isl,
+                "output_len": load.osl,
+            }
+        )
+        for rate, width in itertools.product(rates, widths)
+    ]
+    for point in points:
+        bench.check(point)
+    return points
+
+
+def _measure(point: argparse.Namespace, turn: int) -> dict[str, float]:
     """The figures of one run, by requests that no earlier one sent."""
-    point = argparse.Namespace(
-        **{
-            **vars(args),
-            "workload": None,
-            "concurrency": width,
-            "request_rate": rate,
-            "num_requests": load.requests,
-            "input_len": load.isl,
-            "output_len": load.osl,
-            "seed": args.seed + turn,
-        }
-    )
-    bench.check(point)
-    workload = Workload(point.vocab_size, point.seed)
-    items = workload.fixed(load.requests, load.isl, load.osl)
-    delays = workload.delays(len(items), rate, point.time_delay_dist)
+    workload = Workload(point.vocab_size, point.seed + turn)
+    items = workload.fixed(point.num_requests, point.input_len, point.output_len)
+    delays = workload.delays(len(items), point.request_rate, point.time_delay_dist)
     warmup = workload.strangers(items[: point.warmup])
     url = point.url or DEFAULT_URLS[point.protocol]
     # One line a point is told, not the plain benchmark's progress.
@@ -86,14 +93,11 @@ def _measure(
     return bench_report.figures(done)
 
 
-def _point(
-    args: argparse.Namespace,
-    load: Load,
-    sweep: tuple[float, int],
-    runs: list[dict[str, float]],
+def _figures(
+    args: argparse.Namespace, load: Load, runs: list[dict[str, float]]
 ) -> dict[str, Any]:
     rates = sorted(run["output_tokens_per_s"] for run in runs)
-    point: dict[str, Any] = {
+    told: dict[str, Any] = {
         "benchmark": "serve",
         "shape": args.shape,
         "protocol": args.protocol,
@@ -101,8 +105,8 @@ def _point(
         "osl": load.osl,
         "temperature": args.temperature or 0.0,
         "requests": load.requests,
-        "request_rate": sweep[0],
-        "concurrency": sweep[1],
+        "request_rate": args.request_rate,
+        "concurrency": args.concurrency,
         "load_processes": args.load_processes,
         "out_tok_s": round(statistics.median(rates), 1),
         "out_tok_s_runs": [round(rate, 1) for rate in rates],
@@ -112,10 +116,10 @@ def _point(
     for (short, name), part in itertools.product(_TIMES.items(), _SPREAD):
         values = [run[f"{name}_{part}"] for run in runs if f"{name}_{part}" in run]
         if values:
-            point[f"{short}_ms_{part}"] = round(statistics.median(values), 3)
+            told[f"{short}_ms_{part}"] = round(statistics.median(values), 3)
         if values and part == "avg":
-            point[f"{short}_ms_avg_runs"] = [round(value, 3) for value in sorted(values)]
-    return point
+            told[f"{short}_ms_avg_runs"] = [round(value, 3) for value in sorted(values)]
+    return told
 
 
 def _print(load: Load, point: dict[str, Any]) -> None:

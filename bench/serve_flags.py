@@ -6,6 +6,7 @@ import argparse
 import copy
 
 from trimaran.bench.shapes import SHAPES
+from trimaran.comm.flag_values import positive
 
 _NOT_COPIED = ("help", "config", "workload")
 
@@ -21,11 +22,15 @@ def add_flags(parser: argparse.ArgumentParser, plain: argparse.ArgumentParser) -
     add = parser.add_argument
     add("--load", action="append", metavar="ISL/OSLxN", help="N random prompts; repeat")
     add("--rates", type=float, nargs="+", metavar="R", help="arrivals a second; -1: at once")
-    add("--concurrencies", type=int, nargs="+", metavar="N", help="requests in flight")
+    add("--concurrencies", type=positive, nargs="+", metavar="N", help="requests in flight")
     add(
-        "--runs", type=int, default=1, metavar="N", help="of each point; the median is told (1)"
+        "--runs",
+        type=positive,
+        default=1,
+        metavar="N",
+        help="of each point; the median is told (1)",
     )
-    add("--gpus", type=int, default=1, metavar="N", help="of the server (default 1)")
+    add("--gpus", type=positive, default=1, metavar="N", help="of the server (default 1)")
     add("--shape", choices=sorted(SHAPES), help="of the served model, for the limit")
     add("--ceilings-of", metavar="FILE", help="machine's ceilings: a `throughput --output`")
     add("--output", metavar="FILE", help="append results as JSON lines")

@@ -38,6 +38,9 @@ from trimaran.comm.errors import ConfigError
 from trimaran.worker.config import ParallelConfig
 from trimaran.worker.engine import Engine
 
+_LEAST_STEPS = 3
+"""Steps of a request up to the first that only decodes and follows another such."""
+
 Facts = dict[str, Any]
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
@@ -55,6 +58,12 @@ def run_throughput(args: argparse.Namespace) -> int:
 def run_latency(args: argparse.Namespace) -> int:
     """One request at a time: time to the first token, and between tokens."""
     loads = loads_of(args, ["128/128x1"])
+    for load in loads:
+        if load.osl < _LEAST_STEPS:
+            raise ConfigError(
+                f"--load {load}: {load.osl} new tokens have no time between them that can be "
+                f"told. Ask for {_LEAST_STEPS} or more."
+            )
     with _subject(args, loads) as subject:
         for load in loads:
             if subject is not None:
@@ -72,7 +81,7 @@ def _throughput(args: argparse.Namespace, subject: _Subject, load: Load) -> None
 def _latency(args: argparse.Namespace, subject: _Subject, load: Load) -> None:
     runs = _runs(subject.driver, load, args.runs)
     first = [run.first_token_s[0] for run in runs]
-    between = np.concatenate([run.steps_s[2:] for run in runs] or [[]])
+    between = np.concatenate([run.steps_s[_LEAST_STEPS - 1 :] for run in runs])
     figures = {
         "benchmark": "latency",
         "first_token_ms": round(1e3 * statistics.median(first), 3),

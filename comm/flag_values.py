@@ -42,10 +42,19 @@ def port(text: str) -> int:
 
 def seconds(text: str) -> float:
     """A time of 0 or more."""
+    return _measure(text, "number of seconds")
+
+
+def amount(text: str) -> float:
+    """A number of 0 or more."""
+    return _measure(text, "number")
+
+
+def _measure(text: str, what: str) -> float:
     try:
         value = float(text)
     except ValueError:
         value = -1.0
     if not 0 <= value < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds, 0 or more")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a {what}, 0 or more")
     return value

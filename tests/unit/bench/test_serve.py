@@ -17,17 +17,29 @@ from trimaran.launcher.cli import main
     [
         (["--rates", "2"], "--rates belongs to a sweep"),
         (["--load", "8/4x2", "--input-len", "8"], "drop --input-len"),
-        (["--load", "8/4x2", "--runs", "0"], "--runs is 0"),
-        (["--load", "8/4x2", "--gpus", "0"], "--gpus is 0"),
         (["--load", "8/4x2", "--ceilings-of", "f"], "the model's --shape"),
         (["--load", "8/4"], "'8/4' is not a load"),
         ([], "say what to send"),
-        (["--load", "8/4x2", "--concurrencies", "0"], "--concurrency is 0"),
+        (
+            ["--load", "8/4x2", "--concurrencies", "8", "2", "--load-processes", "4"],
+            "--load-processes is 4 but only 2 requests are in flight",
+        ),
+        (["--load", "8/4x2", "--rates", "1", "nan"], "--request-rate is nan"),
     ],
 )
 def test_flags_that_do_not_go_together_are_refused(capsys, flags, complaint):
     assert main(["bench", "serve", *flags]) == 2
     assert complaint in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "flags", [["--concurrencies", "8", "0"], ["--runs", "0"], ["--gpus", "0"]]
+)
+def test_a_count_below_one_is_refused(capsys, flags):
+    with pytest.raises(SystemExit) as ended:
+        main(["bench", "serve", "--load", "8/4x2", *flags])
+    assert ended.value.code == 2
+    assert f"{flags[0]}: '0' is not a whole number of 1 or more" in capsys.readouterr().err
 
 
 def test_a_file_without_ceilings_is_refused(tmp_path, capsys):

@@ -95,7 +95,6 @@ def test_a_checkpoint_is_measured_in_the_type_that_is_asked_for(tmp_path):
     [
         (["--load", "20x6"], "'20x6' is not a load"),
         (["--load", "20/0x6"], "start at 1"),
-        (["--runs", "0"], "--runs is below 1"),
         (["--model", "nowhere"], "holds no config.json"),
         (["--gpu-memory", "1.5"], "--gpu-memory is 1.5"),
         (["--tp-size", "2"], "needs 2 ranks but 1 run"),
@@ -110,6 +109,29 @@ def test_what_cannot_be_measured_is_refused(capsys, flags, complaint):
         main(["bench", "throughput", "--device", "cpu", "--ceiling-seconds", "0", *flags]) == 2
     )
     assert complaint in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("flag", "value"),
+    [
+        ("--runs", "0"),
+        ("--tp-size", "0"),
+        ("--moe-rebalance-steps", "-1"),
+        ("--kv-host-gib", "nan"),
+        ("--temperature", "nan"),
+        ("--ceiling-seconds", "-1"),
+    ],
+)
+def test_a_number_that_means_nothing_is_refused(capsys, flag, value):
+    with pytest.raises(SystemExit) as ended:
+        main(["bench", "throughput", flag, value])
+    assert ended.value.code == 2
+    assert f"{flag}: '{value}' is not a" in capsys.readouterr().err
+
+
+def test_outputs_without_a_time_between_tokens_have_no_latency(capsys):
+    assert main(["bench", "latency", "--load", "8/4x1", "--load", "8/2x1"]) == 2
+    assert "--load 8/2x1: 2 new tokens have no time between them" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("flags", [("--rows", "0"), ("--rows", "-4"), ("--context", "0")])
