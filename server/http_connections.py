@@ -16,6 +16,7 @@ from trimaran.server.http_messages import plain_error
 MAX_HEAD_LINE_BYTES = 64 << 10
 """Limit on a request line and on each header: tokens that sign users in may be long."""
 
+MAX_NUM_HEADERS = 128
 _LONGEST_REASON = 200
 _OPTIONS: dict[str, Any] = {
     "access_log": None,
@@ -23,6 +24,7 @@ _OPTIONS: dict[str, Any] = {
     "logger": http_faults.logger,
     "max_line_size": MAX_HEAD_LINE_BYTES,
     "max_field_size": MAX_HEAD_LINE_BYTES,
+    "max_headers": MAX_NUM_HEADERS,
 }
 
 

@@ -6,6 +6,8 @@ import socket
 
 import pytest
 
+from trimaran.server.http_connections import MAX_NUM_HEADERS
+
 LIMIT = 64 << 20
 
 
@@ -280,6 +282,15 @@ def test_a_body_that_goes_on_as_no_http_is_answered_and_is_the_last(server, capl
         assert answer.startswith(b"HTTP/1.1 400 ")
         assert b"Invalid character in chunk size" in answer
     assert not [r for r in caplog.records if r.exc_info or r.levelname == "ERROR"]
+
+
+@pytest.mark.parametrize(("count", "status"), [(MAX_NUM_HEADERS, 200), (129, 400)])
+def test_a_request_has_as_many_headers_as_documented(server, count, status):
+    # One of them says which host it is for.
+    lines = [b"GET /v2/health/live HTTP/1.1", b"Host: x", *[b"X: y"] * (count - 1), b"\r\n"]
+    with open_socket(server) as sock:
+        sock.sendall(b"\r\n".join(lines))
+        assert sock.recv(100).split()[1] == str(status).encode()
 
 
 def test_a_header_of_60_kilobytes_is_taken(server):
