@@ -25,7 +25,6 @@ CONFIG_FILES = ("model.lora_config.npy", "model.lora_keys.npy")
 """The second is the name that older converters wrote."""
 
 _DTYPES = {"FP16": "<f2", "FP32": "<f4", "BF16": "<u2"}
-_NAMES = {torch.float16: "FP16", torch.float32: "FP32", torch.bfloat16: "BF16"}
 
 
 class AdapterSource(Protocol):
@@ -175,33 +174,15 @@ def _read_array(path: Path) -> npt.NDArray[Any]:
 
 
 def to_tensors(matrices: Sequence[Matrices]) -> AdapterTensors:
-    """Matrices as one padded row each, in float32."""
-    return AdapterTensors(_rows(matrices, torch.float32).numpy(), _config(matrices))
-
-
-def to_wire(matrices: Sequence[Matrices], dtype: torch.dtype) -> dict[str, Any]:
-    """Matrices, rounded to a type, as the ``adapter`` of a message has them."""
-    rows, config = _rows(matrices, dtype), _config(matrices)
-    data = rows.view(torch.uint8).numpy().tobytes()
-    return {
-        "weights": {"datatype": _NAMES[dtype], "shape": list(rows.shape), "data": data},
-        "config": {"shape": list(config.shape), "data": config.tobytes()},
-    }
-
-
-def _rows(matrices: Sequence[Matrices], dtype: torch.dtype) -> torch.Tensor:
+    """Matrices as one padded row each."""
     if not matrices:
         raise AdapterFormatError("the adapter holds no matrices")
     sizes = [one.a.numel() + one.b.numel() for one in matrices]
-    rows = torch.zeros(len(matrices), max(sizes), dtype=dtype)
-    for row, one, size in zip(rows, matrices, sizes, strict=True):
-        torch.cat([one.a.flatten(), one.b.flatten()], out=row[:size])
-    return rows
-
-
-def _config(matrices: Sequence[Matrices]) -> npt.NDArray[np.int32]:
-    modules = [[one.module, one.layer, one.a.shape[0]] for one in matrices]
-    return np.array(modules, dtype=np.int32)
+    weights = np.zeros((len(matrices), max(sizes)), dtype=np.float32)
+    for row, one, size in zip(weights, matrices, sizes, strict=True):
+        row[:size] = torch.cat([one.a.flatten(), one.b.flatten()]).numpy()
+    config = [[one.module, one.layer, one.a.shape[0]] for one in matrices]
+    return AdapterTensors(weights, np.array(config, dtype=np.int32))
 
 
 def write_arrays(tensors: AdapterTensors, folder: Path, dtype: str) -> None:

@@ -14,13 +14,8 @@ from trimaran.comm.messages import Submit
 from trimaran.worker.config import LoraConfig
 from trimaran.worker.lora.arena import Arena
 from trimaran.worker.lora.folders import AdapterFolders, key_of
-from trimaran.worker.lora.formats import AdapterSource, AdapterTensors, to_wire
-from trimaran.worker.lora.layout import (
-    AdapterFormatError,
-    AdapterLayout,
-    Matrices,
-    check_values,
-)
+from trimaran.worker.lora.formats import AdapterSource, AdapterTensors
+from trimaran.worker.lora.layout import AdapterFormatError, AdapterLayout, check_values
 from trimaran.worker.lora.store import DROP, LOAD, PUT
 from trimaran.worker.request import Request, Sequence
 
@@ -104,7 +99,8 @@ class AdapterManager:
         """Both by number, the least recently used first."""
         self._host_bytes = 0
         self._finite: set[object] = set()
-        """Contents on any lane's host, whose numbers need no second look."""
+        """Contents whose numbers need no second look, of any lane: those of requests on the
+        host, and those of folders."""
         self._last_number = 0
         self.num_loaded = 0
         """Times that an adapter was brought to where the model runs."""
@@ -183,7 +179,7 @@ class AdapterManager:
             return cached
         tensors = AdapterTensors.from_wire(given["weights"], given["config"])
         size = self._checked_size(tensors)
-        self._check_values(tensors.matrices(self._layout), content)
+        self._check_values(tensors, content)
         return self._put(key, size, content, given)
 
     def _from_folder(self, key: Key, folder: Path, cached: Adapter | None) -> Adapter:
@@ -192,10 +188,8 @@ class AdapterManager:
             return cached
         source = self._folders.read(folder)
         size = self._checked_size(source)
-        # Read once, for all ranks and at once: whoever keeps the folder may be replacing it.
-        matrices = list(source.matrices(self._layout))
-        self._check_values(matrices, content)
-        return self._put(key, size, content, to_wire(matrices, self._layout.dtype))
+        self._check_values(source, content)
+        return self._put(key, size, content, {"folder": str(folder)})
 
     def prefetch(self) -> list[tuple[int, AdapterSource]]:
         """The adapters of all folders, as many as the host cache holds; no decision of them.
@@ -207,12 +201,15 @@ class AdapterManager:
             try:
                 source, content = self._folders.read(folder), self._folders.content(folder)
                 size = self._checked_size(source)
-                self._check_values(source.matrices(self._layout), content)
+                num_bytes = self._host_bytes + size * self._element_bytes
+                if num_bytes > self._config.host_memory_bytes:
+                    logger.info(
+                        "adapter %s waits for a request: the host cache is full", folder
+                    )
+                    continue
+                self._check_values(source, content)
             except (AdapterFormatError, RequestError) as error:
                 logger.error("adapter %s is left out: %s", folder, error)
-                continue
-            if self._host_bytes + size * self._element_bytes > self._config.host_memory_bytes:
-                logger.info("adapter %s waits for a request: the host cache is full", folder)
                 continue
             adapter = self._put(key, size, content, {})
             found.append((adapter.number, source))
@@ -225,7 +222,6 @@ class AdapterManager:
         """Keep a new adapter, or a new version of one, that was checked."""
         self._make_room(size)
         self._retire(key)
-        self._finite.add(content)
         self._last_number += 1
         adapter = Adapter(number=self._last_number, key=key, size=size, content=content)
         self._by_key[key] = adapter
@@ -264,10 +260,11 @@ class AdapterManager:
             )
         return size
 
-    def _check_values(self, matrices: Iterable[Matrices], content: object) -> None:
-        """Check what this content's numbers are, once while it is cached."""
+    def _check_values(self, source: AdapterSource, content: object) -> None:
+        """Check that the model's type holds all numbers, which are read, with this content."""
         if not content or content not in self._finite:
-            check_values(matrices, self._layout.dtype)
+            check_values(source.matrices(self._layout), self._layout.dtype)
+            self._finite.add(content)
 
     def _make_room(self, size: int) -> None:
         """Forget adapters until the host has room for another one."""
@@ -297,7 +294,9 @@ class AdapterManager:
         if self._by_key.get(adapter.key) is adapter:
             del self._by_key[adapter.key]
         self._host_bytes -= adapter.size * self._element_bytes
-        self._finite.discard(adapter.content)
+        # A folder's version comes again and again where the host has room for few.
+        if not self._folders.holds(adapter.content):
+            self._finite.discard(adapter.content)
         self._ops.append((DROP, adapter.number))
 
     # ---- where the model runs ------------------------------------------------------------

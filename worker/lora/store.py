@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
@@ -14,7 +15,7 @@ from torch import Tensor
 from trimaran.kernels.dispatch import Ops
 from trimaran.worker.layers.linear import ParallelLinear
 from trimaran.worker.layers.methods import AdapterState
-from trimaran.worker.lora.formats import AdapterSource, AdapterTensors
+from trimaran.worker.lora.formats import AdapterSource, AdapterTensors, read_folder
 from trimaran.worker.lora.layout import AdapterLayout, PackedAdapter, Target
 from trimaran.worker.lora.step import NO_SLOT, RowSlots, tokens_by_slot
 from trimaran.worker.models.interfaces import CausalLM
@@ -24,7 +25,7 @@ from trimaran.worker.step_types import Int32Array, SchedulerOutput
 
 PUT, DROP, LOAD = "put", "drop", "load"
 """What a decision can ask for, in `SchedulerOutput.adapter_ops`: keep an adapter on the host
-(number, its tensors), forget it (number), bring it to where the model runs
+(number, its tensors or its folder), forget it (number), bring it to where the model runs
 (number, slot, first element)."""
 
 
@@ -131,8 +132,7 @@ class AdapterStore:
     def _carry_out(self, op: Sequence[Any]) -> None:
         kind, number, *rest = op
         if kind == PUT:
-            given = rest[0]
-            self.put(number, AdapterTensors.from_wire(given["weights"], given["config"]))
+            self.put(number, _source(rest[0]))
         elif kind == DROP:
             del self._on_host[number]
             self._slot_of.pop(number, None)
@@ -140,6 +140,13 @@ class AdapterStore:
             slot, first = rest
             self._slots.load(slot, first, self._on_host[number].result())
             self._slot_of[number] = slot
+
+
+def _source(given: dict[str, Any]) -> AdapterSource:
+    """An adapter in a message, or in a folder that every rank can read."""
+    if "folder" in given:
+        return read_folder(Path(given["folder"]))
+    return AdapterTensors.from_wire(given["weights"], given["config"])
 
 
 class HostSlots:
