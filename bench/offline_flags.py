@@ -30,6 +30,16 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add("--load", action="append", metavar="ISL/OSLxN", help="N requests at once; repeat")
     add("--runs", type=positive, default=3, metavar="N", help="the median of N is told (3)")
     add("--temperature", type=amount, default=1.0, metavar="T", help="0: greedy (1)")
+    _add_engine(parser)
+    ceiling = "how long ceilings are measured; 0: no limit is told (12)"
+    add("--ceiling-seconds", type=seconds, default=12.0, metavar="S", help=ceiling)
+    add("--output", metavar="FILE", help="append results as JSON lines")
+    add("--profile", default="", metavar="steps=A:B", help="trace these steps of the engine")
+    add("--profile-dir", default="", metavar="DIR", help="with --profile: the trace goes there")
+
+
+def _add_engine(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
     dtypes = ("auto", "float32", "float16", "bfloat16")
     own = "auto: bfloat16, or that of --model"
     add("--dtype", choices=dtypes, default="auto", help=own)
@@ -77,11 +87,6 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         help="a rank's host memory for the KV cache of who makes room (0)",
     )
     add("--deterministic", action="store_true", help="kernels that do not see the batch")
-    ceiling = "how long ceilings are measured; 0: no limit is told (12)"
-    add("--ceiling-seconds", type=seconds, default=12.0, metavar="S", help=ceiling)
-    add("--output", metavar="FILE", help="append results as JSON lines")
-    add("--profile", default="", metavar="steps=A:B", help="trace these steps of the engine")
-    add("--profile-dir", default="", metavar="DIR", help="with --profile: the trace goes there")
 
 
 def add_peer(parser: argparse.ArgumentParser) -> None:

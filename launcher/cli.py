@@ -73,7 +73,7 @@ SUBCOMMANDS: dict[str, Subcommand] = {
         "trimaran bench --input-len 128 --output-len 128 --concurrency 16 --num-requests 200",
     ),
     "slurm": Subcommand(
-        "trimaran.slurm.commands",
+        "trimaran.launcher.batch",
         "render, submit and stop batch jobs",
         "trimaran slurm submit --model-repo repository --world-size 2 --gpus-per-node 2",
     ),

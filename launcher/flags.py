@@ -46,7 +46,7 @@ class FlagParser(argparse.ArgumentParser):
 
     def parse(self, argv: Sequence[str]) -> argparse.Namespace:
         """Parse ``argv``, after the flags of the file that its ``--config`` names."""
-        own = self._with_flag_values([self._respell(word) for word in argv])
+        own = self._words(argv)
         self._refuse_second_values(own)
         for number, word in enumerate(own):
             if word == "--help-all":
@@ -58,6 +58,10 @@ class FlagParser(argparse.ArgumentParser):
             elif word.startswith("--config="):
                 own = self._file_flags(Path(word.partition("=")[2])) + own
         return self.parse_args(own)
+
+    def parse_words(self, argv: Sequence[str]) -> argparse.Namespace:
+        """Parse ``argv`` alone, whatever file it names."""
+        return self.parse_args(self._words(argv))
 
     def format_help(self) -> str:
         """The help text, without hidden flags."""
@@ -78,6 +82,9 @@ class FlagParser(argparse.ArgumentParser):
             return word
         name, equals, value = word.partition("=")
         return f"{self._declared(name) or name}{equals}{value}"
+
+    def _words(self, argv: Sequence[str]) -> list[str]:
+        return self._with_flag_values([self._respell(word) for word in argv])
 
     def _with_flag_values(self, words: Sequence[str]) -> list[str]:
         """The words, values that argparse would take for flags joined to the flags before."""

@@ -116,14 +116,15 @@ class JobSpec:
             http_port=args.http_port,
             grpc_port=args.grpc_port,
             metrics_port=args.metrics_port,
-            serve_flags=_split(args.serve_flags),
+            serve_flags=split_flags(args.serve_flags),
             mpi=args.mpi,
             container_image=args.container_image,
             container_mounts=args.container_mounts,
         )
 
 
-def _split(flags: str) -> tuple[str, ...]:
+def split_flags(flags: str) -> tuple[str, ...]:
+    """The words of ``--serve-flags``; raises ConfigError."""
     try:
         return tuple(shlex.split(flags))
     except ValueError as error:
@@ -199,6 +200,12 @@ def _check_words(args: argparse.Namespace) -> None:
             f"--job-name {args.job_name!r}: logs have it in their names, and for Slurm # ends "
             "a line. Name it without / and #."
         )
+    for line in args.sbatch:
+        if not re.fullmatch(r"-\S.*", line):
+            raise ConfigError(
+                f"--sbatch {line!r}: Slurm takes a line of options that begins with -, and "
+                "reads none behind another line. Name --sbatch once for each line."
+            )
     if re.search(r"[%\"\\\n]", args.log_dir):
         raise ConfigError(
             f"--log-dir {args.log_dir!r}: Slurm gives % a meaning in file names, and "

@@ -149,6 +149,8 @@ def test_a_job_is_read_from_a_yaml_file(tmp_path: Path, capsys: pytest.CaptureFi
          "--http-port 8000 and --grpc-port 8010: replicas on a node are 10 ports apart"),
         (["--log-dir", "/logs/%j"], "--log-dir"),
         (["--partition", "a b"], "--partition 'a b'"),
+        (["--sbatch", "--exclusive\n--nice=1"], "reads none behind another line"),
+        (["--sbatch", "exclusive"], "a line of options that begins with -"),
         (["--serve-flags", "--id 'a"], "--serve-flags \"--id 'a\": No closing quotation"),
     ],
 )  # fmt: skip
@@ -173,6 +175,31 @@ def test_a_number_that_no_job_can_have_is_refused(
         main(["slurm", "render", "--model-repo", "/repo", *flags])
     assert ended.value.code == 2
     assert f"{flags[-2]}: '{flags[-1]}' is not a" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("flags", "complaint"),
+    [
+        ("--lgo-format json", "unrecognized arguments: --lgo-format json"),
+        ("--http-port 70000", "--http-port: '70000' is not a port"),
+    ],
+)
+def test_a_flag_that_the_server_does_not_know_is_refused_before_the_job(
+    capsys: pytest.CaptureFixture[str], flags: str, complaint: str
+):
+    with pytest.raises(SystemExit) as ended:
+        main(["slurm", "render", "--model-repo", "/repo", "--serve-flags", flags])
+    assert ended.value.code == 2
+    assert "trimaran serve: error: " in (said := capsys.readouterr().err)
+    assert complaint in said
+
+
+def test_a_run_file_of_the_server_need_not_be_on_the_machine_that_submits(
+    capsys: pytest.CaptureFixture[str],
+):
+    words = "--config /on-the-nodes.yaml --log_format json"
+    assert main(["slurm", "render", "--model-repo", "/repo", "--serve-flags", words]) == 0
+    assert "/on-the-nodes.yaml" in capsys.readouterr().out
 
 
 def test_the_model_repository_is_asked_for():
