@@ -93,6 +93,12 @@ class ModelFactory:
         """
         model = _own_config(source)
         version = _only_version(model)
+        absent = [name for name in model.steps if name not in steps]
+        if absent:
+            raise ConfigError(
+                f"{model.config_path}: its step '{absent[0]}' is not loaded. Load "
+                f"'{model.name}' again: what it lacks is loaded with it."
+            )
         if model.role is Role.BLS:
             built = self._bls(model, version, steps)
         else:
@@ -166,10 +172,12 @@ class ModelFactory:
     def _bls(self, model: RepositoryModel, version: int, steps: Mapping[str, Step]) -> Model:
         names = dict(zip(_STEPS, model.steps, strict=True))
         for role, name in names.items():
-            found = steps.get(name)
-            if found is None or found.source.role not in (role, Role.OTHER):
+            found = steps[name].source.role
+            if found not in (role, Role.OTHER):
                 raise ConfigError(
-                    f"{model.config_path}: needs the {role.value} '{name}', which is not loaded"
+                    f"{model.config_path}: its step '{name}' is of the role '{found.value}' "
+                    f"but must be of '{role.value}'. Correct that model's configuration, or "
+                    "name another model."
                 )
         if any(_part(steps[name]) is not role for role, name in names.items()):
             models = {role: steps[name].model for role, name in names.items()}

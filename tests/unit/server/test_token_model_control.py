@@ -300,6 +300,20 @@ def test_a_load_goes_on_when_its_client_is_gone(start):
     frontend.wait_until(lambda: states(frontend)["tensorrt_llm"] == "READY")
 
 
+def test_a_step_that_is_unloaded_while_its_ensemble_is_loaded_is_named(start):
+    frontend = start(load_models=("postprocessing",))
+    frontend.held.add("tensorrt_llm")
+    loading, results = in_background(frontend.load, "ensemble")
+    frontend.wait_until(lambda: frontend.started)
+    assert frontend.unload("postprocessing")[0] == 200
+    frontend.release("tensorrt_llm")
+    loading.join()
+    ((status, answer),) = results
+    assert status == 500
+    assert "its step 'postprocessing' is not loaded. Load 'ensemble' again" in answer["error"]
+    assert frontend.load("ensemble")[0] == 200
+
+
 def test_the_next_front_end_serves_what_was_loaded(start):
     frontend = start()
     assert frontend.load("ensemble")[0] == 200
