@@ -235,6 +235,9 @@ class Engine:
         except RequestError as error:
             # Who asks for it here is told.
             logger.info("adapter %d is not kept: %s", message.adapter_id, error)
+        # As of `submit`. It would be told again to whoever starts in this engine's place.
+        except Exception:
+            logger.exception("adapter %d cannot be kept", message.adapter_id)
 
     def drop_source(self, source: Hashable) -> None:
         """A connection is gone: end its requests, and tell nobody."""

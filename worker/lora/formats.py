@@ -77,12 +77,11 @@ class AdapterTensors:
             raise AdapterFormatError(
                 f"lora_weights is {weights['datatype']} but must be one of {', '.join(_DTYPES)}"
             )
-        # A view of the message: it may be large, and is read in a thread of its own.
-        values = np.frombuffer(weights["data"], _DTYPES[weights["datatype"]])
-        modules = np.frombuffer(config["data"], dtype="<i4")
         try:
+            # A view of the message: it may be large, and is read in a thread of its own.
+            values = np.frombuffer(weights["data"], _DTYPES[weights["datatype"]])
             values = values.reshape(weights["shape"])
-            modules = modules.reshape(config["shape"])
+            modules = np.frombuffer(config["data"], "<i4").reshape(config["shape"])
         except ValueError as error:
             raise AdapterFormatError(f"lora_weights or lora_config: {error}") from None
         return cls(values, modules)

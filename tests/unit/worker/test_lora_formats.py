@@ -17,6 +17,7 @@ from tests.unit.worker.lora_adapters import (
     write_peft,
 )
 from trimaran.comm.errors import RequestError
+from trimaran.comm.messages import KeepAdapter
 from trimaran.worker.config import LoraConfig
 from trimaran.worker.lora import manager
 from trimaran.worker.lora.folders import AdapterFolders
@@ -168,6 +169,23 @@ def test_tensors_of_other_shapes_are_refused(make_engine, adapter):
 
     with pytest.raises(RequestError, match=r"they must be \[n, k\] and \[n, 3\]"):
         driver.submit([1, 2], adapter_id=7, adapter=message)
+
+
+@pytest.mark.parametrize("name", ["weights", "config"])
+def test_tensors_of_half_a_number_are_refused_and_end_nothing(make_engine, adapter, name):
+    driver = make_engine()
+    good, message = driver.submit([1, 2, 3], max_tokens=4), on_the_wire(adapter)
+    message[name]["data"] = message[name]["data"][:-2]
+
+    with pytest.raises(RequestError, match="lora_weights or lora_config: buffer size must be"):
+        driver.submit([1, 2], adapter_id=7, adapter=message)
+    driver.engine.keep_adapter(KeepAdapter(adapter_id=7, adapter=message))
+    # What no front end sends.
+    driver.engine.keep_adapter(KeepAdapter(adapter_id=7, adapter={"weights": 1, "config": 2}))
+    driver.run()
+
+    assert len(driver.output(good)) == 4
+    driver.check_idle()
 
 
 def test_a_folder_of_another_model_is_refused_by_tensor(make_engine, adapter, tmp_path):
