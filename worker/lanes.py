@@ -15,7 +15,7 @@ from trimaran.worker.limits import check_limits, check_queue
 from trimaran.worker.loads import Loads
 from trimaran.worker.lora.manager import AdapterManager
 from trimaran.worker.pauses import Pauses
-from trimaran.worker.request import KEY, Request, Sequence
+from trimaran.worker.request import Request, Sequence
 from trimaran.worker.scheduler import Emission, Scheduler
 from trimaran.worker.step_plan import ScheduledStep
 
@@ -49,9 +49,8 @@ class LaneScheduler:
         check_limits(request, self.config, self.lanes[0].cache)
         if self.config.has_queue_limits:
             num_free = sum(len(lane.rows.free) for lane in self.lanes)
-            waiting = sorted(self.waiting, key=KEY)
-            expected = [other for lane in self.lanes for other in lane.expected]
-            check_queue(request, self.config, waiting, expected, num_free)
+            queues = [(lane.waiting, lane.expected) for lane in self.lanes]
+            check_queue(request, self.config, queues, num_free)
         request.lane = self._choose(request)
 
     def expect(self, request: Request) -> None:

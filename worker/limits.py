@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Collection
+from collections.abc import Sequence as List
 
 from trimaran.comm.errors import RefusedError, RequestError, with_request_id
 from trimaran.comm.sampling_params import SamplingParams
@@ -55,15 +56,14 @@ def check_limits(request: Request, config: SchedulerConfig, cache: KVCacheManage
 def check_queue(
     request: Request,
     config: SchedulerConfig,
-    waiting: list[Sequence],
-    expected: Collection[Request],
+    queues: List[tuple[list[Sequence], Collection[Request]]],
     num_free: int,
 ) -> None:
     """Refuse a request that the queue of its priority has no place for.
 
-    ``waiting`` is in the order in which it will get the ``num_free`` places among the running
-    sequences, and ``expected`` ones join it; who is about to get one does not wait. A replayed
-    request has its place.
+    ``queues``, one a lane, are each in the order in which it will get the ``num_free`` places
+    among the running sequences, and the requests beside it join it; who is about to get one
+    does not wait. A replayed request has its place. A binary search a lane, however many wait.
 
     Raises:
         RefusedError: there are as many.
@@ -72,11 +72,14 @@ def check_queue(
     limit = levels[level - 1] if levels else config.max_queue_size
     if not limit or request.output_ids:
         return
-    first, end = 0, len(waiting) + len(expected)
+    first, end = 0, sum(len(waiting) + len(expected) for waiting, expected in queues)
     if levels:
         first, end = (
-            bisect_left(waiting, (bound,), key=KEY)
-            + sum(-other.priority < bound for other in expected)
+            sum(
+                bisect_left(waiting, (bound,), key=KEY)
+                + sum(-other.priority < bound for other in expected)
+                for waiting, expected in queues
+            )
             for bound in (level, level + 1)
         )
     if end - max(first, num_free) < limit:

@@ -83,7 +83,8 @@ class Scheduler:
             RequestError: names the value, the limit and the remedy.
         """
         check_limits(request, self.config, self.cache)
-        check_queue(request, self.config, self.waiting, self.expected, len(self.rows.free))
+        queue = self.waiting, self.expected
+        check_queue(request, self.config, [queue], len(self.rows.free))
 
     def expect(self, request: Request) -> None:
         """Keep its place for a checked request, until it is added, ended or given up."""

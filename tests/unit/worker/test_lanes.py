@@ -35,8 +35,8 @@ class Planner:
         self.scheduler = LaneScheduler([Scheduler(config, cache) for cache in caches])
         self.count = 0
 
-    def add(self, num_prompt=4, prompt=None, **sampling) -> Request:
-        request = self.check(num_prompt, prompt, **sampling)
+    def add(self, num_prompt=4, prompt=None, priority=0, **sampling) -> Request:
+        request = self.check(num_prompt, prompt, priority, **sampling)
         self.scheduler.add(request)
         return request
 
@@ -143,6 +143,31 @@ def test_queues_count_together():
 
     with pytest.raises(RequestError, match="Maximum queue size of 2"):
         planner.add()
+
+
+class CountedKey(tuple):
+    """A sequence's place in its queue, whose comparisons are counted."""
+
+    num_looks = 0
+
+    def __lt__(self, other):
+        CountedKey.num_looks += 1
+        return super().__lt__(other)
+
+
+@pytest.mark.parametrize("limits", [{"max_queue_size": 999}, {"level_queue_sizes": (999, 99)}])
+def test_a_request_is_checked_with_few_looks_however_many_wait(limits):
+    planner = Planner(num_lanes=3, max_num_seqs=1, **limits)
+    for number in range(300):
+        planner.add(priority=-1 - number % 10 // 9)
+    for sequence in planner.scheduler.waiting:
+        sequence.key = CountedKey(sequence.key)
+
+    CountedKey.num_looks = 0
+    planner.check(priority=-1)
+
+    # Two binary searches in each lane.
+    assert CountedKey.num_looks <= 3 * 2 * 8
 
 
 def test_requests_that_come_later_have_their_places_in_lanes_and_queues():
