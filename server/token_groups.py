@@ -149,12 +149,14 @@ class TokenGroups:
     async def close(self, engines: ModelEngines | None, groups: Sequence[str]) -> None:
         """End a generation: returns once its processes are gone, and what they held with
         them."""
+        if groups and self._released is not None:
+            await self._released(groups)
+        # Not before: a group that dies meanwhile is started again for the requests of other
+        # front ends, and ends itself where it is refused, as unknown, at this one.
         if engines is not None:
             engines.close()
         if not groups:
             return
-        if self._released is not None:
-            await self._released(groups)
         try:
             await self._requests.stop(groups)
         except RequestError as error:

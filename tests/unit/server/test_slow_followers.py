@@ -5,7 +5,7 @@ import os
 import threading
 
 import pytest
-from controlled_frontend import DEADLINE_S, ControlledFrontend
+from controlled_frontend import DEADLINE_S, ControlledFrontend, Engine
 from started_frontend import Peer, write_repository
 from tritonclient.grpc.model_config_pb2 import ModelConfig
 
@@ -45,6 +45,7 @@ class SlowFollower:
         who = {"token": "secret", "index": 1, "legacy": {}}
         self._peer.send(Ask(ask_id=1, verb="join", arguments=who))
         self.was_asked_for = []
+        self.was_asked_to_release = []
         self.may_serve = threading.Event()
         self.counts = counts(3)
         self._waiting = []
@@ -70,6 +71,8 @@ class SlowFollower:
                 continue
             if message.verb == "serves":
                 self.was_asked_for.append(message.arguments["name"])
+            if message.verb == "release":
+                self.was_asked_to_release += message.arguments["groups"]
             values = self.counts if message.verb == "counts" else {}
             if message.verb in ("heard", "counts") or self.may_serve.is_set():
                 self._peer.send(Answer(ask_id=message.ask_id, values=values))
@@ -127,3 +130,20 @@ def test_what_a_slow_front_end_counted_of_a_model_before_its_load_is_not_shown_a
     frontend.follower.serve()
     load.join()
     assert num_successes(frontend) == [1]
+
+
+def test_a_group_that_another_front_end_still_uses_may_dial_in_again(frontend):
+    follower = frontend.follower
+    follower.serve()
+    assert frontend.load("tensorrt_llm")[0] == 200
+    follower.may_serve.clear()
+    assert frontend.unload("tensorrt_llm") == (200, None)
+    frontend.wait_until(lambda: follower.was_asked_to_release == ["tensorrt_llm"])
+    # It died, say: the requests of the other front end wait for it.
+    frontend.engines["tensorrt_llm"].close()
+    again = Engine("tensorrt_llm", "tensorrt_llm", 1)
+    assert again._is_accepted(frontend.engine_address, again._hello)
+    again._peer.sock.close()
+    assert frontend.stopped == []
+    follower.serve()
+    frontend.wait_until(lambda: frontend.stopped == ["tensorrt_llm"])
