@@ -96,8 +96,8 @@ class ModelFactory:
         absent = [name for name in model.steps if name not in steps]
         if absent:
             raise ConfigError(
-                f"{model.config_path}: its step '{absent[0]}' is not loaded. Load "
-                f"'{model.name}' again: what it lacks is loaded with it."
+                f"{model.config_path}: its step '{absent[0]}' is not loaded. Load that "
+                "model, or name one that the repository holds."
             )
         if model.role is Role.BLS:
             built = self._bls(model, version, steps)

@@ -62,7 +62,7 @@ async def test_the_log_says_that_a_models_python_file_is_not_run(
             "tensorrt_llm_bls",
             "${tensorrt_llm_model_name}",
             "other_llm",
-            ("tensorrt_llm_bls/config.pbtxt", "needs the token model 'other_llm'"),
+            ("tensorrt_llm_bls/config.pbtxt", "its step 'other_llm' is not loaded"),
         ),
         (
             "tensorrt_llm_bls",

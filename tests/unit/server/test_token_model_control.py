@@ -310,7 +310,7 @@ def test_a_step_that_is_unloaded_while_its_ensemble_is_loaded_is_named(start):
     loading.join()
     ((status, answer),) = results
     assert status == 500
-    assert "its step 'postprocessing' is not loaded. Load 'ensemble' again" in answer["error"]
+    assert "its step 'postprocessing' is not loaded. Load that model" in answer["error"]
     assert frontend.load("ensemble")[0] == 200
 
 
