@@ -29,7 +29,7 @@ _COMMANDS = {
     ),
     "latency": _Command(
         "trimaran.bench.throughput", "run_latency",
-        "an engine in this process, one request at a time",
+        "an engine in this process, the steps of one request, or of a few",
         "latency --shape tiny --load 128/128x1",
     ),
     "serve": _Command(
