@@ -56,7 +56,7 @@ def run_throughput(args: argparse.Namespace) -> int:
 
 
 def run_latency(args: argparse.Namespace) -> int:
-    """Time to the first token, and between tokens, of one request alone, or of a load's at once."""
+    """Time to the first token, and between tokens, of one request or of a few at once."""
     loads = loads_of(args, ["128/128x1"])
     for load in loads:
         if load.osl < _LEAST_STEPS:
