@@ -5,8 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import random
-import socket
 import subprocess
 import sys
 import tempfile
@@ -16,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from trimaran.bench.free_ports import free_ports
 from trimaran.comm.errors import TrimaranError
 
 BIN = Path(sys.executable).parent
@@ -51,18 +50,6 @@ class ServerProcess:
     def address(self, protocol: str) -> str:
         """Where ``http`` or ``grpc`` is answered."""
         return f"127.0.0.1:{self.grpc if protocol == 'grpc' else self.http}"
-
-
-def free_ports(count: int) -> list[int]:
-    """Ports that nobody listens on now, and that no connection will be given as its own."""
-    free: set[int] = set()
-    while len(free) < count:
-        # Most kernels hand out 32768 and up to connections.
-        port = random.randrange(20_000, 32_000)
-        with socket.socket() as sock, contextlib.suppress(OSError):
-            sock.bind(("0.0.0.0", port))
-            free.add(port)
-    return list(free)
 
 
 def write_repository(folder: Path, models: Sequence[str] = (), **values: object) -> None:

@@ -30,7 +30,8 @@ import psutil
 from cpu_serving import cpu_name
 from tritonclient.grpc import service_pb2 as pb
 
-from trimaran.bench.server_process import free_ports, write_repository
+from trimaran.bench.free_ports import free_ports
+from trimaran.bench.server_process import write_repository
 
 HERE = Path(__file__).parent
 TOKENIZER = HERE.parent / "examples" / "demo_models" / "base"

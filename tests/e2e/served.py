@@ -19,7 +19,7 @@ import psutil
 from prometheus_client.parser import text_string_to_metric_families
 from waiting import started, wait_until
 
-from trimaran.bench.server_process import free_ports
+from trimaran.bench.free_ports import free_ports
 from trimaran.launcher.cli import main
 
 BIN = Path(sys.executable).parent

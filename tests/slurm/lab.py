@@ -18,6 +18,8 @@ from pathlib import Path
 
 import psutil
 
+from trimaran.bench.free_ports import free_ports
+
 PROGRAMS = {
     "slurmctld": "slurmctld", "slurmd": "slurmd", "sinfo": "slurm-client", "munged": "munge",
     "unshare": "util-linux", "curl": "curl",
@@ -235,7 +237,7 @@ class SlurmLab:
         (folder / "munge" / "key").chmod(0o400)
         for path in (folder / "munge", folder / "munge" / "key"):
             shutil.chown(path, "munge", "munge")
-        ports = _free_ports(len(self.nodes) + 1)
+        ports = free_ports(len(self.nodes) + 1)
         text = CONFIG.format(
             host=socket.gethostname(), port=ports[0], folder=folder, lost=LOST_NODE_S
         )
@@ -306,11 +308,3 @@ def _plain_environ() -> dict[str, str]:
     """This process's environment without any other Slurm's or MPI job's."""
     prefixes = ("SLURM", "PMI", "OMPI_COMM", "OMPI_UNIVERSE", "PRTE_")
     return {k: v for k, v in os.environ.items() if not k.startswith(prefixes)}
-
-
-def _free_ports(count: int) -> list[int]:
-    with contextlib.ExitStack() as stack:
-        socks = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for sock in socks:
-            sock.bind(("127.0.0.1", 0))
-        return [sock.getsockname()[1] for sock in socks]

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
-import random
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -18,6 +15,8 @@ from typing import Any
 
 import psutil
 import pytest
+
+from trimaran.bench.free_ports import free_ports
 
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE))
@@ -105,12 +104,7 @@ class Supervised:
 @pytest.fixture
 def free_port() -> int:
     """A port that nobody listens on now, and that no connection will be given as its own."""
-    while True:
-        # The kernel hands out 32768 and up to connections.
-        port = random.randrange(20_000, 32_000)
-        with socket.socket() as sock, contextlib.suppress(OSError):
-            sock.bind(("0.0.0.0", port))
-            return port
+    return free_ports(1)[0]
 
 
 @pytest.fixture

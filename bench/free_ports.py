@@ -1,0 +1,77 @@
+"""Ports for the servers of benchmarks and tests, of which several may run on one machine."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import functools
+import os
+import random
+import socket
+import tempfile
+from pathlib import Path
+
+_RANGE_FILE = Path("/proc/sys/net/ipv4/ip_local_port_range")
+_LEAST_PORTS = 1000
+_USUAL = range(20_000, 32_000)
+
+_given: set[int] = set()
+"""To this process. What it has locked itself it could lock again."""
+
+
+def free_ports(count: int) -> list[int]:
+    """Ports that nobody listens on now, and that nobody else is about to listen on.
+
+    A server binds its ports seconds after they were chosen for it. So a port is given once
+    only to all processes of this user that ask here, for as long as the one that asked
+    lives, and none is given that the kernel may hand to a connection meanwhile.
+
+    Raises:
+        OSError: there are not so many.
+    """
+    free: list[int] = []
+    candidates = _candidates()
+    for port in random.sample(candidates, len(candidates)):
+        if len(free) == count:
+            break
+        if port not in _given and _is_unused(port) and _lock(port):
+            _given.add(port)
+            free.append(port)
+    if len(free) < count:
+        raise OSError(errno.EADDRINUSE, f"{count} ports asked for, only {len(free)} are free")
+    return free
+
+
+@functools.cache
+def _candidates() -> range:
+    """Ports without privilege that connections do not get, or if these are few the usual."""
+    try:
+        first, last = map(int, _RANGE_FILE.read_text(encoding="ascii").split())
+    except OSError:
+        return _USUAL
+    most = max(range(10_000, first), range(last + 1, 65_536), key=len)
+    return most if len(most) >= _LEAST_PORTS else _USUAL
+
+
+def _is_unused(port: int) -> bool:
+    with socket.socket() as sock, contextlib.suppress(OSError):
+        sock.bind(("0.0.0.0", port))
+        return True
+    return False
+
+
+def _lock(port: int) -> bool:
+    """Lock a byte of a file for each port: the kernel unlocks it when this process ends."""
+    try:
+        fcntl.lockf(_lock_file(), fcntl.LOCK_EX | fcntl.LOCK_NB, 1, port)
+    except BlockingIOError:
+        return False
+    return True
+
+
+@functools.cache
+def _lock_file() -> int:
+    """Open until this process ends: to close it once would unlock all its ports."""
+    path = Path(tempfile.gettempdir(), f"trimaran-ports-{os.getuid()}")
+    return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
