@@ -17,13 +17,15 @@ from pathlib import Path
 logger = logging.getLogger(__name__)
 
 SOURCES = Path(__file__).with_name("csrc")
-NEEDED_FEATURES = ("avx512f", "avx512bw", "avx512vl", "avx512dq", "fma", "f16c")
+NEEDED_FEATURES = ("avx2", "fma", "f16c")
+AVX512_FEATURES = ("avx512f", "avx512bw", "avx512vl", "avx512dq")
+"""Used where the processor has all of them."""
 USED_FEATURES = {
     "avx512_bf16": "avx512bf16",
     "amx_tile": "amx-tile",
     "amx_bf16": "amx-bf16",
 }
-"""Used where the processor has them: its word and the compiler's."""
+"""Used beside those where the processor has them: its word and the compiler's."""
 
 _COMPILERS = ("g++", "c++", "clang++")
 _TIMEOUT_S = 300
@@ -69,13 +71,21 @@ def cpu_features() -> frozenset[str]:
     return frozenset()
 
 
+def has_avx512() -> bool:
+    """Whether the kernels use AVX-512, of which the processor needs several parts."""
+    return cpu_features().issuperset(AVX512_FEATURES)
+
+
 def _feature_flags() -> list[str]:
     features = cpu_features()
     missing = [name for name in NEEDED_FEATURES if name not in features]
     if missing:
         raise KernelsUnavailableError(f"this processor lacks {', '.join(missing)}")
-    used = [word for name, word in USED_FEATURES.items() if name in features]
-    return [f"-m{word}" for word in (*NEEDED_FEATURES, *used)]
+    used = list(NEEDED_FEATURES)
+    if has_avx512():
+        used += AVX512_FEATURES
+        used += [word for name, word in USED_FEATURES.items() if name in features]
+    return [f"-m{word}" for word in used]
 
 
 def _compiler() -> str:

@@ -1,4 +1,4 @@
-"""The operators on a CPU with AVX-512, by our own C++ kernels."""
+"""The operators on a CPU with AVX-512 or AVX2, by our own C++ kernels."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from trimaran.kernels import reference
 from trimaran.kernels.attention import AttentionMetadata, AttentionSpec, LatentHeads
-from trimaran.kernels.build import cpu_features
+from trimaran.kernels.build import cpu_features, has_avx512
 from trimaran.kernels.decoder import CpuDecoder, Decoder, DecoderShape, LayerWeights
 from trimaran.kernels.kernel import DTYPE_CODES, Kernel
 from trimaran.kernels.routing import ExpertCounter, ExpertRouting, PlaceTable
@@ -44,8 +44,10 @@ class CpuOps:
     @property
     def backends(self) -> dict[str, str]:
         """Which instructions serve each operator."""
-        names = dict.fromkeys(reference.OPERATORS, "avx512")
-        if self._dtype is torch.bfloat16 and "avx512_bf16" in cpu_features():
+        usual = "avx512" if has_avx512() else "avx2"
+        names = dict.fromkeys(reference.OPERATORS, usual)
+        has_products = has_avx512() and "avx512_bf16" in cpu_features()
+        if self._dtype is torch.bfloat16 and has_products:
             names["paged_attention"] = "avx512_bf16"
             product = "amx_bf16" if self._library.trimaran_has_amx() else "avx512_bf16"
             names.update(
@@ -57,7 +59,7 @@ class CpuOps:
                 router_logits=product,
                 expert_mlp=product,
             )
-        names["activation"] = "avx512 (gelu_new), torch (others)"
+        names["activation"] = f"{usual} (gelu_new), torch (others)"
         names.update(gelu_and_mul="torch", embed="torch", choose_experts="torch")
         names["rope_and_cache_latent"] = "torch"
         return names

@@ -1,4 +1,4 @@
-"""Choosing token ids on a CPU with AVX-512, by our own C++ kernels."""
+"""Choosing token ids on a CPU with AVX-512 or AVX2, by our own C++ kernels."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from trimaran.kernels.build import has_avx512
 from trimaran.kernels.kernel import Kernel
 
 # Shapes: N rows, V vocabulary.
@@ -21,9 +22,9 @@ class CpuSampling:
     `trimaran.worker.candidates.argmax` and `trimaran.worker.draw.draw`.
     """
 
-    name = "avx512"
-
     def __init__(self, library: ctypes.CDLL) -> None:
+        self.name = "avx512" if has_avx512() else "avx2"
+        """What logs and metrics call it."""
         self._argmax = Kernel(library, "trimaran_argmax", "5q")
         self._sample = Kernel(library, "trimaran_sample", "8q")
         self._store = Kernel(library, "trimaran_store_ids", "4q")

@@ -7,6 +7,8 @@
 
 namespace trimaran {
 
+#if HAS_AMX
+
 long amx_packed_size(long rows, long k) { return (rows + 15) / 16 * 16 * k; }
 
 void amx_pack_rows(const bf16* x, long x_stride, long rows, long k, long block, bf16* packed) {
@@ -20,8 +22,6 @@ void amx_pack_rows(const bf16* x, long x_stride, long rows, long k, long block, 
     for (long pair = 0; pair < 16; ++pair) _mm512_storeu_ps(out + 16 * pair, v[pair]);
   }
 }
-
-#if defined(__AMX_TILE__) && defined(__AMX_BF16__)
 
 bool amx_is_usable() {
   constexpr long kRequestPermission = 0x1023, kTileData = 18;
@@ -86,9 +86,6 @@ void amx_tile(const AmxInput& x, long block, int num_blocks, const bf16* w, int 
 #else
 
 bool amx_is_usable() { return false; }
-void amx_begin() {}
-void amx_end() {}
-void amx_tile(const AmxInput&, long, int, const bf16*, int, bool, float[2][2][16][16]) {}
 
 #endif
 

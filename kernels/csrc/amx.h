@@ -4,10 +4,18 @@
 
 #include "vec.h"
 
+#if defined(__AMX_TILE__) && defined(__AMX_BF16__)
+#define HAS_AMX 1
+#else
+#define HAS_AMX 0
+#endif
+
 namespace trimaran {
 
 // Whether this process may use tiles; asks the kernel for them the first time.
 bool amx_is_usable();
+
+#if HAS_AMX
 
 // A block of 32 outputs: y[row][n] for all rows of a packed x. Outputs go to
 // `store(row, n, vector of 16 outputs)`.
@@ -60,5 +68,7 @@ INLINE void transpose16(__m512 v[16]) {
     v[i + 12] = _mm512_shuffle_f32x4(odd_ab, odd_cd, 0xdd);
   }
 }
+
+#endif
 
 }  // namespace trimaran

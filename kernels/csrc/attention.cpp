@@ -15,7 +15,7 @@
 namespace trimaran {
 namespace {
 
-constexpr int kMaxRows = 6;
+constexpr int kMaxRows = kMaxSums / 4;
 constexpr int kRowsOfPiece = 24;
 constexpr int kMaxVectors = 4;
 

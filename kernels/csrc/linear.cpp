@@ -13,7 +13,7 @@
 namespace trimaran {
 namespace {
 
-constexpr int kMaxRows = 6;
+constexpr int kMaxRows = kMaxSums / 4;
 constexpr long kFewRows = 32;
 // With few multiplications a row, the hardware's own prefetching is enough.
 constexpr long kRowsAhead = 8;
@@ -49,7 +49,7 @@ struct Linear {
   template <int R>
   void strip(long row, long first, long end) const {
     long n = first;
-    if (R <= 2)
+    if (R * 8 <= std::min(kMaxSums, 16))
       for (; n + 8 <= end; n += 8) tile<R, 2>(row, n);
     for (; n + 4 <= end; n += 4) tile<R, 1>(row, n);
     for (; n < end; ++n)

@@ -13,6 +13,8 @@
 
 namespace trimaran {
 
+#if HAS_AMX
+
 // Whether the shape fits: the tail of the outputs that fills no tile is left to others.
 inline bool amx_fits(const LinearArgs& a) {
   return a.dtype == kBfloat16 && a.k % 32 == 0 && a.outputs >= 16 && amx_is_usable();
@@ -71,5 +73,12 @@ inline long amx_linear(const LinearArgs& a) {
   });
   return outputs;
 }
+
+#else
+
+inline bool amx_fits(const LinearArgs&) { return false; }
+inline long amx_linear(const LinearArgs&) { return 0; }
+
+#endif
 
 }  // namespace trimaran

@@ -8,8 +8,13 @@
 
 #include <cstdint>
 
-#if !defined(__AVX512F__) || !defined(__AVX512BW__) || !defined(__AVX512VL__)
-#error "these kernels need AVX-512 F, BW and VL"
+#if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512VL__)
+#define HAS_AVX512 1
+#elif defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)
+#define HAS_AVX512 0
+#include "avx2.h"
+#else
+#error "these kernels need AVX-512 F, BW and VL, or AVX2, FMA and F16C"
 #endif
 
 #define INLINE inline __attribute__((always_inline))
@@ -22,6 +27,9 @@ struct bf16 {
 struct f16 {
   uint16_t bits;
 };
+
+// Sums of 16 floats that the registers hold beside what is added to them.
+constexpr int kMaxSums = HAS_AVX512 ? 24 : 8;
 
 INLINE __mmask16 mask_of(long count) { return (__mmask16)((1u << count) - 1); }
 
