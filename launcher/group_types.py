@@ -8,12 +8,13 @@ from enum import Enum
 from typing import TYPE_CHECKING, Any
 
 from trimaran.launcher.mpi_launch import Mpi
+from trimaran.server.config import frontend_title
 
 if TYPE_CHECKING:
     from trimaran.launcher.group import Group
 
 FRONTEND, ORCHESTRATOR, RANK = "frontend", "orchestrator", "rank"
-_TITLES = {FRONTEND: "front end", ORCHESTRATOR: "orchestrator"}
+_TITLES = {ORCHESTRATOR: "orchestrator"}
 
 
 class GroupState(Enum):
@@ -81,8 +82,8 @@ class GroupSpec:
     @property
     def title(self) -> str:
         """The group in log lines."""
-        if self.role == FRONTEND and self.name != FRONTEND:
-            return f"front end {self.name.removeprefix(f'{FRONTEND}-')}"
+        if self.role == FRONTEND:
+            return frontend_title(int(self.name.partition("-")[2] or 0))
         return _TITLES.get(self.role, f"group {self.name}")
 
     @property

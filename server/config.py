@@ -6,6 +6,11 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 
+def frontend_title(index: int) -> str:
+    """A front end in log lines and among the groups; the first is the only one by default."""
+    return f"front end {index}" if index else "front end"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FrontendConfig:
     """Everything a front end is told by the supervisor."""

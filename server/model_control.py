@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from trimaran.comm.errors import ConfigError, ErrorKind, RequestError
 from trimaran.server.admission import STOPPING
 from trimaran.server.exclusive import ExclusiveNames
 from trimaran.server.load_request import LoadRequest, OverrideFolders
 from trimaran.server.metrics import Metrics
+from trimaran.server.model_engines import ModelEngines
 from trimaran.server.model_preparation import (
     BackgroundTasks,
     GivenUpError,
@@ -21,11 +22,12 @@ from trimaran.server.model_preparation import (
     load_error,
 )
 from trimaran.server.model_reader import LoadError, ModelReader, ReadModel
+from trimaran.server.model_repository import Role
 from trimaran.server.model_set import Candidate, LoadedModel, ModelSet
 from trimaran.server.pipeline import COMPOSED, ModelFactory
 from trimaran.server.python_models.model import close_model
 from trimaran.server.registry import UNLOADED, ModelRegistry, VersionState
-from trimaran.server.remembered import Remembered, RememberedModel
+from trimaran.server.remembered import LeavingGroups, Remembered, RememberedModel
 from trimaran.server.token_groups import OpenedGroups, TokenGroups
 
 logger = logging.getLogger(__name__)
@@ -59,6 +61,9 @@ class ModelControl:
         self._set = ModelSet(factory, metrics, registry)
         self._busy = ExclusiveNames()
         self._background = BackgroundTasks()
+        self._vacated: dict[str, ReadModel] = {}
+        """Models of the front end before this one that are yet to come back."""
+
         self._preparation = ModelPreparation(
             self._set, groups, factory, self._background, self.remember
         )
@@ -177,17 +182,54 @@ class ModelControl:
     async def restore(
         self, read: Mapping[str, ReadModel], opened: Mapping[str, OpenedGroups]
     ) -> None:
-        """Serve what a front end before this one had loaded, whether or not it is up."""
+        """Serve what a front end before this one had loaded, whether or not it is up. Models
+        that had given up their groups for a successor come back in the background."""
         candidates = []
         for name, each in read.items():
+            if each.source.role is Role.TOKEN and name not in opened:
+                self._vacated[name] = each
+                continue
             try:
                 candidates.append(await self._preparation.restored(each, opened.get(name)))
             except (RequestError, ConfigError) as error:
                 logger.error("Model '%s' is not served any more: %s", name, error)
                 self._note_failure(each, error)
+                if name in opened:
+                    self._preparation.end(opened[name].engines)
         self._set.await_steps(c for c in candidates if c.source.role in COMPOSED)
         singles = [c for c in candidates if c.source.role not in COMPOSED]
         self._install(singles, time.monotonic())
+        if self._vacated:
+            self._background.spawn(self._bring_back())
+
+    def end(self, opened: Iterable[OpenedGroups]) -> None:
+        """Let groups go that other front ends may still finish requests on."""
+        for each in opened:
+            self._preparation.end(each.engines)
+
+    async def _bring_back(self) -> None:
+        """Load what had no groups as the front end before this one died. Their place may be
+        free only once other front ends have finished what runs there."""
+        users = self._set.awaiting(self._vacated)
+        for each in users:
+            self._registry.set_state(each.name, each.version, VersionState.LOADING)
+        for read in self._vacated.values():
+            self._set_state(read, VersionState.LOADING)
+        async with self._busy.hold(self._vacated):
+            vacated, started_s = list(self._vacated.values()), time.monotonic()
+            candidates, failures = await self._preparation.prepare(vacated)
+            self._vacated.clear()
+            self._install(candidates, started_s)
+            for read in vacated:
+                name = read.source.name
+                if name in failures:
+                    logger.error("Model '%s' is not served any more: %s", name, failures[name])
+                    self._note_failure(read, failures[name])
+        for each in users:
+            if self._registry.state(each.name, each.version) is VersionState.LOADING:
+                reason = "a step of it is not served any more"
+                unavailable = VersionState.UNAVAILABLE
+                self._registry.set_state(each.name, each.version, unavailable, reason)
 
     async def _reopen(self, name: str) -> None:
         """Serve again what was loaded before: its successor took its place and failed."""
@@ -272,8 +314,9 @@ class ModelControl:
         if not models:
             return
         task = self._background.spawn(self._end(models))
-        groups = [group for model in models for group in model.candidate.groups]
-        self._preparation.leaving.update(dict.fromkeys(groups, task))
+        for model in models:
+            if model.candidate.engines is not None:
+                self._preparation.note_leaving(model.candidate.engines, task)
 
     async def _end(self, models: Sequence[LoadedModel]) -> None:
         await all_idle(models)
@@ -282,8 +325,8 @@ class ModelControl:
     async def _end_one(self, candidate: Candidate) -> None:
         await self._groups.close(candidate.engines, candidate.groups)
         await close_model(candidate.plain)
-        for group in candidate.groups:
-            self._preparation.leaving.pop(group, None)
+        if candidate.groups:
+            self._preparation.ended(candidate.groups)
         if not self._set.is_kept(candidate):
             self._overrides.remove(candidate.source.folder)
         name, version = candidate.name, candidate.version
@@ -299,14 +342,22 @@ class ModelControl:
         """Leave what is loaded to the front end after this one."""
         models = [_remembered(loaded.candidate, True) for loaded in self._set.loaded()]
         models += [_remembered(candidate, False) for candidate in self._set.waiting()]
-        state = Remembered(models=tuple(models), generations=dict(self._groups.generations))
+        models += [_remembered(_of_read(read), True) for read in self._vacated.values()]
+        leaving = [_leaving(engines) for engines in self._preparation.leaving()]
+        state = Remembered(
+            models=tuple(models),
+            leaving=tuple(leaving),
+            generations=dict(self._groups.generations),
+        )
         groups = [group for model in models for group in model.groups]
+        groups += [group for engines in leaving for group in engines.groups]
         self._remember_at(groups, state.to_bytes())
 
 
 def _remembered(candidate: Candidate, is_loaded: bool) -> RememberedModel:
     return RememberedModel(
         name=candidate.name,
+        version=candidate.version,
         folder=str(candidate.source.folder),
         # In one order of its maps: other front ends compare it with that of a successor.
         config=candidate.source.config.SerializeToString(deterministic=True),
@@ -314,6 +365,20 @@ def _remembered(candidate: Candidate, is_loaded: bool) -> RememberedModel:
         groups=candidate.groups,
         generation=candidate.generation,
         is_loaded=is_loaded,
+    )
+
+
+def _of_read(read: ReadModel) -> Candidate:
+    """A model without groups."""
+    return Candidate(source=read.source, labels=read.labels, fingerprint=read.fingerprint)
+
+
+def _leaving(engines: ModelEngines) -> LeavingGroups:
+    return LeavingGroups(
+        model=engines.model,
+        version=engines.version,
+        generation=engines.generation,
+        groups=tuple(engines.groups),
     )
 
 

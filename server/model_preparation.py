@@ -72,7 +72,7 @@ class ModelPreparation:
         self._remember = remember
         self._adopted: dict[str, OpenedGroups] = {}
         self._under_way: dict[str, asyncio.Future[Candidate]] = {}
-        self.leaving: dict[str, asyncio.Task[None]] = {}
+        self._leaving: dict[str, tuple[ModelEngines, asyncio.Task[None]]] = {}
         """Groups that are about to end, each with the task that ends it."""
 
     def adopt(self, opened: Mapping[str, OpenedGroups]) -> None:
@@ -117,7 +117,7 @@ class ModelPreparation:
         return candidates, failures
 
     async def restored(self, read: ReadModel, opened: OpenedGroups | None) -> Candidate:
-        """A candidate that may be down just now.
+        """A candidate that may be down just now; ``opened`` if it has groups.
 
         Raises:
             RequestError, ConfigError: it cannot be made.
@@ -140,6 +140,20 @@ class ModelPreparation:
         read = ReadModel(candidate.source, dict(candidate.labels), candidate.fingerprint)
         opened = await self._groups.open(candidate.source, self._remember)
         return await self._over(read, opened)
+
+    def leaving(self) -> list[ModelEngines]:
+        """The generations that are about to end."""
+        return list({id(engines): engines for engines, _ in self._leaving.values()}.values())
+
+    def note_leaving(self, engines: ModelEngines, task: asyncio.Task[None]) -> None:
+        """Have whoever needs the place of these engines wait for the task that ends them."""
+        self._leaving.update(dict.fromkeys(engines.groups, (engines, task)))
+
+    def ended(self, groups: Iterable[str]) -> None:
+        """These are gone: nobody is to wait for them, nor to be left them."""
+        for group in groups:
+            self._leaving.pop(group, None)
+        self._remember()
 
     def is_vacated(self, name: str) -> bool:
         """Whether a loaded model has given up its groups."""
@@ -166,20 +180,20 @@ class ModelPreparation:
         try:
             return await self._served_by(read, opened)
         except BaseException:
-            self._end(opened.engines, opened.groups)
+            self.end(opened.engines)
             raise
 
-    def _end(self, engines: ModelEngines | None, groups: Sequence[str]) -> asyncio.Task[None]:
-        """Let groups go that nobody uses any more; whoever needs their place waits for it."""
-
-        def forget(_: object) -> None:
-            for group in groups:
-                self.leaving.pop(group, None)
-
-        task = self._background.spawn(self._groups.close(engines, groups))
-        self.leaving.update(dict.fromkeys(groups, task))
-        task.add_done_callback(forget)
+    def end(self, engines: ModelEngines) -> asyncio.Task[None]:
+        """Let groups go that nobody here uses any more, once no other front end does; whoever
+        needs their place waits for it."""
+        task = self._background.spawn(self._end(engines))
+        self.note_leaving(engines, task)
         return task
+
+    async def _end(self, engines: ModelEngines) -> None:
+        groups = tuple(engines.groups)
+        await self._groups.close(engines, groups)
+        self.ended(groups)
 
     async def _served_by(self, read: ReadModel, opened: OpenedGroups) -> Candidate:
         """A token-level model over its groups, once all of them are up."""
@@ -194,7 +208,7 @@ class ModelPreparation:
             try:
                 return await self._groups.open(read.source, self._remember)
             except GroupsRefusedError as error:
-                leaving = {self.leaving[g] for g in error.conflicts if g in self.leaving}
+                leaving = {self._leaving[g][1] for g in error.conflicts if g in self._leaving}
                 if leaving:
                     logger.info("model '%s' waits for the place of groups that end", name)
                     await asyncio.wait(leaving)
@@ -214,12 +228,14 @@ class ModelPreparation:
         logger.info("model '%s' ends its groups first: the new ones need their place", name)
         suspended = self._set.suspend(name)
         await all_idle(suspended)
-        candidate = suspended[-1].candidate
+        engines = suspended[-1].candidate.engines
+        assert engines is not None
         self._set.detach_engines(name)
-        # First, so that a front end after this one does not wait for them.
+        ending = self.end(engines)
+        # The model without them: a front end after this one does not wait for them.
         self._remember()
         # They end even if the load is given up meanwhile.
-        await asyncio.shield(self._end(candidate.engines, candidate.groups))
+        await asyncio.shield(ending)
 
 
 async def all_idle(models: Iterable[LoadedModel]) -> None:

@@ -146,6 +146,17 @@ class ModelSet:
         """Have composed models loaded as soon as all of their steps are."""
         self._waiting.update({candidate.name: candidate for candidate in candidates})
 
+    def awaiting(self, names: Iterable[str]) -> list[Candidate]:
+        """The composed models that come back with these, and lack nothing else."""
+        chosen, found = set(names), []
+        there = self._loaded.keys() | chosen
+        for name in _users(self._graph({}), chosen):
+            candidate = self._waiting.get(name)
+            if candidate is not None and set(candidate.source.steps) <= there:
+                there.add(name)
+                found.append(candidate)
+        return found
+
     def suspend(self, name: str) -> list[LoadedModel]:
         """Admit nothing to a model and to those that run it, until they are committed
         again; users before steps."""

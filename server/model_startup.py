@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Sequence
 from pathlib import Path
 
 from tritonclient.grpc.model_config_pb2 import ModelConfig
@@ -42,6 +43,7 @@ class ModelStartup:
         self._read: dict[str, ReadModel] = {}
         self._opened: dict[str, OpenedGroups] = {}
         self._surplus: list[str] = []
+        self._leaving: list[OpenedGroups] = []
 
     async def begin(self) -> None:
         """Read the models and make their groups known.
@@ -71,11 +73,12 @@ class ModelStartup:
             ConfigError: a model cannot be served.
             LoadError: a worker group failed.
         """
-        if self._surplus:
-            await self._groups.close(None, self._surplus)
         if self._config.remembered:
+            self._control.end(self._leaving)
             await self._control.restore(self._read, self._opened)
             return
+        if self._surplus:
+            await self._groups.close(None, self._surplus)
         self._control.adopt(self._opened)
         try:
             # Nobody is to wait for weights before hearing that a tokenizer is missing.
@@ -121,12 +124,19 @@ class ModelStartup:
                 read = read_again(model, PythonModels.parse(self._config.python_models))
             except ConfigError as error:
                 logger.error("Model '%s' is not served any more: %s", model.name, error)
-                self._surplus += model.groups
+                self._leave(model.name, model.version, model.generation, model.groups)
                 continue
             self._read[model.name] = read
             if model.groups:
                 opened = self._groups.adopt(read.source, model.generation, model.groups)
                 self._opened[model.name] = opened
+        for each in remembered.leaving:
+            self._leave(each.model, each.version, each.generation, each.groups)
+
+    def _leave(self, model: str, version: str, generation: int, groups: Sequence[str]) -> None:
+        """Expect groups that end once other front ends have finished what runs on them."""
+        if groups:
+            self._leaving.append(self._groups.adopt_of(model, version, generation, groups))
 
 
 def read_again(model: RememberedModel, python: PythonModels) -> ReadModel:

@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 from trimaran.comm.address import Address
 from trimaran.comm.errors import RequestError
-from trimaran.server.config import FrontendConfig
+from trimaran.server.config import FrontendConfig, frontend_title
+from trimaran.server.group_board import GroupBoard
 from trimaran.server.load_request import LoadRequest
 from trimaran.server.other_counts import OtherCounts
 from trimaran.server.peer_link import PeerLink, Verb
@@ -31,6 +32,7 @@ _HEARD_TIMEOUT_S = 5.0
 """Below what the others allow for their own questions."""
 
 _SERVED_MARGIN_S = 30.0
+_JOIN_POLL_S = 0.02
 _COUNTS_TIMEOUT_S = 2.0
 """A front end that is silent for longer counts as it did when it last answered."""
 
@@ -43,9 +45,14 @@ class OtherFrontends:
     """
 
     def __init__(
-        self, config: FrontendConfig, registry: ModelRegistry, counts: OtherCounts
+        self,
+        config: FrontendConfig,
+        registry: ModelRegistry,
+        board: GroupBoard,
+        counts: OtherCounts,
     ) -> None:
         self._config = config
+        self._board = board
         self._registry = registry
         self._counts = counts
         self._service: Service | None = None
@@ -125,9 +132,19 @@ class OtherFrontends:
     async def released(self, groups: Sequence[str]) -> None:
         """Return once no request of the others runs on these groups, which they were told to
         use no more."""
+        # Those that outlive the first front end may join its successor after this question.
+        while any(map(self._is_expected, range(1, self._config.num_frontends))):
+            await asyncio.sleep(_JOIN_POLL_S)
         asks = [link.ask("release", groups=list(groups)) for link in self._links.values()]
         # One that is gone holds nothing.
         await asyncio.gather(*asks, return_exceptions=True)
+
+    def _is_expected(self, index: int) -> bool:
+        """Whether a front end that has not joined yet may hold requests."""
+        if index in self._links:
+            return False
+        state = self._board.group(frontend_title(index))
+        return state is None or bool(state["state"] == "up")
 
     async def refresh(self) -> None:
         """Bring what the others have counted up to date, and they what this one leaves."""

@@ -18,6 +18,7 @@ class RememberedModel:
     config: bytes
     """The ModelConfig that it was loaded with."""
 
+    version: str = "1"
     fingerprint: str = ""
     groups: tuple[str, ...] = ()
     generation: int = 1
@@ -25,10 +26,22 @@ class RememberedModel:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LeavingGroups:
+    """One generation of a model that is served no more: its groups end once no request of any
+    front end runs on them."""
+
+    model: str
+    version: str
+    generation: int
+    groups: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Remembered:
     """The loaded models, and the last generation of each model that ever had one."""
 
     models: tuple[RememberedModel, ...] = ()
+    leaving: tuple[LeavingGroups, ...] = ()
     generations: dict[str, int] = field(default_factory=dict)
 
     def to_bytes(self) -> bytes:
@@ -41,10 +54,14 @@ class Remembered:
         """The inverse of `to_bytes`."""
         values: dict[str, Any] = msgpack.unpackb(raw)
         models: Sequence[dict[str, Any]] = values["models"]
+        leaving: Sequence[dict[str, Any]] = values["leaving"]
         return cls(
             models=tuple(
                 RememberedModel(**{**model, "groups": tuple(model["groups"])})
                 for model in models
+            ),
+            leaving=tuple(
+                LeavingGroups(**{**each, "groups": tuple(each["groups"])}) for each in leaving
             ),
             generations=dict(values["generations"]),
         )

@@ -82,7 +82,7 @@ class OwnModels:
         self._config = config
         self._calls = ModelCalls(registry, metrics.custom)
         self._requests = GroupRequests(link)
-        self._others = OtherFrontends(config, registry, metrics.others)
+        self._others = OtherFrontends(config, registry, board, metrics.others)
         overrides = OverrideFolders(_scratch(config))
         python = PythonModels.parse(config.python_models)
         reader = ModelReader(Path(config.model_repository), overrides, python)

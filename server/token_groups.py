@@ -61,10 +61,15 @@ class TokenGroups:
         self, source: RepositoryModel, generation: int, groups: Sequence[str]
     ) -> OpenedGroups:
         """Take groups that are started already."""
-        last = self.generations.get(source.name, 0)
-        self.generations[source.name] = max(last, generation)
-        version = str(source.versions[0])
-        engines = self._engines.add_model(source.name, version, generation, tuple(groups))
+        return self.adopt_of(source.name, str(source.versions[0]), generation, groups)
+
+    def adopt_of(
+        self, model: str, version: str, generation: int, groups: Sequence[str]
+    ) -> OpenedGroups:
+        """The same, of a model whose files need not be there any more."""
+        last = self.generations.get(model, 0)
+        self.generations[model] = max(last, generation)
+        engines = self._engines.add_model(model, version, generation, tuple(groups))
         return OpenedGroups(engines, tuple(groups), generation)
 
     async def open(

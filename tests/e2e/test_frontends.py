@@ -306,6 +306,33 @@ def test_a_front_end_that_dies_takes_nothing_with_it_but_its_connections(
     assert "does not follow" not in server.log()
 
 
+@pytest.mark.parametrize("dies", ["first", "first and rank"])
+def test_streams_of_an_unloaded_model_outlive_the_first_front_end(
+    server: Several, dies: str
+) -> None:
+    path = "/v2/repository/models/ensemble"
+    whole = server.call(0, "POST", GENERATE, {**PROMPT, "max_tokens": 500})[1]["text_output"]
+    num_ready = server.log().count("front end: ready")
+    connections = server.connect_all()
+    streams = [Stream(connection, max_tokens=500) for connection in connections[1:]]
+    for stream in streams:
+        stream.wait_begun()
+    (rank,) = server.ranks()
+
+    assert server.ask(connections[0], "POST", f"{path}/unload", UNLOAD_ALL)[0] == 200
+    server.named(0).kill()
+    if dies == "first and rank":
+        rank.kill()
+
+    server.wait_log("front end: ready", num_ready + 1)
+    assert [PROMPT["text_input"] + stream.text() for stream in streams] == [whole] * 2
+    server.wait_until(lambda: not server.ranks(), "end of the ranks")
+    assert server.call(1, "POST", f"{path}/load")[0] == 200
+    answers = [server.call(i, "POST", GENERATE, PROMPT)[1] for i in range(NUM_FRONTENDS)]
+    assert answers[0]["text_output"]
+    assert answers == [answers[0]] * NUM_FRONTENDS
+
+
 def test_a_drain_waits_for_the_streams_of_all(server: Several) -> None:
     streams = [Stream(connection, max_tokens=400) for connection in server.connect_all()]
     for stream in streams:

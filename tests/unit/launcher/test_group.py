@@ -64,15 +64,22 @@ def test_a_group_that_is_told_to_end_again_amid_its_end_is_not_waited_for_longer
     assert asyncio.run(stop_twice()) < 3
 
 
+def _timers():
+    return [each for each in gc.get_objects() if isinstance(each, asyncio.TimerHandle)]
+
+
 async def timers_after(num_pings):
-    """Timers that exist once a group's rank was asked so often whether it lives."""
+    """Timers that came to be, and are left, once a group's rank was asked so often whether
+    it lives."""
+    # Of what other tests have left in this process, held so that none gets its place.
+    before = _timers()
     asked = asyncio.Event()
     _, link = serving_group(hang_timeout_s=0.004)
     pings = iter(range(num_pings))
     link.ping = lambda: asked.set() if next(pings, None) is None else None
     await asyncio.wait_for(asked.wait(), 60)
     gc.collect()
-    return sum(isinstance(each, asyncio.TimerHandle) for each in gc.get_objects())
+    return len(_timers()) - len(before)
 
 
 def test_a_group_that_serves_for_long_keeps_no_timers_that_are_over():

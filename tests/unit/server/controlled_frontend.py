@@ -109,7 +109,7 @@ class Stream:
 class ControlledFrontend(StartedFrontend):
     """Answers the front end's requests as a supervisor would, in a thread of its own."""
 
-    def __init__(self, stack, tmp_path, *, started=(), down=(), **config):
+    def __init__(self, stack, tmp_path, *, started=(), down=(), conflicts=None, **config):
         """``started`` groups are up already, those of ``down`` will be some time."""
         self.states = []
         self._starts = []
@@ -118,7 +118,7 @@ class ControlledFrontend(StartedFrontend):
         self.remembered = {}
         self.engines = {}
         self.started = []
-        self.conflicts = {}
+        self.conflicts = dict(conflicts or {})
         """Group that has no place to the groups that are in its way."""
         self.refusals = {}
         """Group that is refused to the text."""

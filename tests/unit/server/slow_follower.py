@@ -1,0 +1,71 @@
+"""Another front end than the first, which is slow to follow it and is the test's own."""
+
+import contextlib
+import threading
+
+from controlled_frontend import DEADLINE_S
+from started_frontend import Peer
+from tritonclient.grpc.model_config_pb2 import ModelConfig
+
+from trimaran.comm.address import Address
+from trimaran.comm.messages import Answer, Ask
+from trimaran.server.metrics import Metrics
+
+
+class Counted:
+    """A model of the slow front end, as far as its requests are counted."""
+
+    name, version, is_ready, is_decoupled = "postprocessing", "1", True, False
+    config = ModelConfig(name=name)
+
+
+def counts(num_requests):
+    """What a front end tells that answered so many requests."""
+    metrics = Metrics()
+    model = metrics.measure(Counted())
+    for _ in range(num_requests):
+        model._metrics.success(batch_size=1, total_us=3, queue_us=1, infer_us=1)
+    return metrics.own_counts([model.statistics.message()], 0)
+
+
+class SlowFollower:
+    """Hears of every state at once, and serves none of them before it is told to."""
+
+    def __init__(self, stack, address):
+        self._peer = Peer(stack.enter_context(Address.parse(address).connect(DEADLINE_S)))
+        who = {"token": "secret", "index": 1, "legacy": {}}
+        self._peer.send(Ask(ask_id=1, verb="join", arguments=who))
+        self.was_asked_for = []
+        self.was_asked_to_release = []
+        self.may_serve = threading.Event()
+        self.counts = counts(3)
+        self._waiting = []
+        self._thread = threading.Thread(target=self._follow, daemon=True)
+        self._thread.start()
+
+    def close(self):
+        """Leave."""
+        self.may_serve.set()
+        with contextlib.suppress(OSError):
+            self._peer.close()
+        self._thread.join()
+
+    def serve(self):
+        """Be done with everything."""
+        self.may_serve.set()
+        for ask_id in self._waiting:
+            self._peer.send(Answer(ask_id=ask_id))
+
+    def _follow(self):
+        while (message := self._peer.receive(Ask, Answer)) is not None:
+            if isinstance(message, Answer):
+                continue
+            if message.verb == "serves":
+                self.was_asked_for.append(message.arguments["name"])
+            if message.verb == "release":
+                self.was_asked_to_release += message.arguments["groups"]
+            values = self.counts if message.verb == "counts" else {}
+            if message.verb in ("heard", "counts") or self.may_serve.is_set():
+                self._peer.send(Answer(ask_id=message.ask_id, values=values))
+            else:
+                self._waiting.append(message.ask_id)

@@ -1,0 +1,167 @@
+"""Groups that other front ends finish requests on, when the first front end dies meanwhile."""
+
+import contextlib
+import threading
+
+import pytest
+from controlled_frontend import ControlledFrontend, Engine
+from slow_follower import SlowFollower
+from started_frontend import write_repository
+
+
+class Successions:
+    """First front ends, one after the other, beside another one that outlives them."""
+
+    def __init__(self, stack, tmp_path):
+        self.repository = tmp_path / "repository"
+        write_repository(self.repository)
+        self._stack, self._tmp_path = stack, tmp_path
+        self._address = f"unix:{tmp_path}/frontends.sock"
+        self.first = self._start()
+        self.follow()
+        self.follower.serve()
+
+    def follow(self):
+        """Have the other front end join."""
+        self.follower = SlowFollower(self._stack, self._address)
+        self._stack.callback(self.follower.close)
+        self.first.wait_until(lambda: "Front end 1 has joined" in self.first.text())
+
+    def succeed(self, other="up", **config):
+        """Kill the first front end, once it has had its state remembered, and start another,
+        which the supervisor tells how the ``other`` one is."""
+        self.first.process.kill()
+        self.first.process.wait()
+        engines, remembered = self.first.engines, self.first.remembered
+        self.first = self._start(remembered=remembered["state"], **config)
+        self.first.engines.update(engines)
+        self.first._tell("front end 1", "", 1, other)
+        return remembered["groups"]
+
+    def _start(self, **config):
+        first = ControlledFrontend(
+            self._stack, self._tmp_path, num_frontends=2, first_frontend=self._address, **config
+        )
+        first.wait_ready()
+        return first
+
+    def remembers(self, *groups):
+        """Wait until the supervisor is to keep these groups."""
+        self.first.wait_until(lambda: self.first.remembered.get("groups") == list(groups))
+
+
+@pytest.fixture
+def server(tmp_path):
+    """A first front end in explicit mode that has loaded the ensemble, and another one."""
+    with contextlib.ExitStack() as stack:
+        server = Successions(stack, tmp_path)
+        assert server.first.load("ensemble")[0] == 200
+        yield server
+
+
+def unload(server):
+    """Unload the model while the other front end has requests of it."""
+    server.follower.may_serve.clear()
+    assert server.first.unload("tensorrt_llm") == (200, None)
+    server.first.wait_until(lambda: server.follower.was_asked_to_release)
+
+
+def begin_load(server):
+    """Load a changed model, until the first front end dies."""
+    (server.repository / "tensorrt_llm" / "1" / "changed").touch()
+    path = server.repository / "tensorrt_llm" / "config.pbtxt"
+    path.write_text(path.read_text() + "\n")
+    server.follower.may_serve.clear()
+    first = server.first
+
+    def load():
+        with contextlib.suppress(OSError):
+            first.load("tensorrt_llm")
+
+    thread = threading.Thread(target=load)
+    thread.start()
+    return thread
+
+
+def is_accepted(server, group):
+    """Whether a group that was started again may dial in."""
+    engine = Engine("tensorrt_llm", group, 1)
+    answer = engine._is_accepted(server.first.engine_address, engine._hello)
+    engine._peer.sock.close()
+    return answer
+
+
+def test_groups_end_once_another_front_end_has_finished_also_at_a_successor(server):
+    unload(server)
+    assert server.first.stopped == []
+    assert server.succeed() == ["tensorrt_llm"]
+
+    server.follow()
+    server.first.wait_until(lambda: server.follower.was_asked_to_release == ["tensorrt_llm"])
+    assert is_accepted(server, "tensorrt_llm")
+    assert server.first.stopped == []
+    assert server.first.index()["postprocessing"][0] == "READY"
+    assert "tensorrt_llm" not in {n for n, s in server.first.index().items() if s[0] == "READY"}
+
+    server.follower.serve()
+    server.first.wait_until(lambda: server.first.stopped == ["tensorrt_llm"])
+    server.remembers()
+
+
+def test_a_successor_waits_for_no_front_end_that_is_down(server):
+    unload(server)
+    server.succeed(other="down")
+    server.first.wait_until(lambda: server.first.stopped == ["tensorrt_llm"])
+
+
+def test_groups_that_are_replaced_end_once_another_front_end_has_finished(server):
+    load = begin_load(server)
+    server.first.wait_until(lambda: server.follower.was_asked_to_release)
+    server.remembers("tensorrt_llm@2", "tensorrt_llm")
+    server.succeed(started=["tensorrt_llm@2"])
+    load.join()
+
+    server.follow()
+    server.first.wait_until(lambda: server.follower.was_asked_to_release == ["tensorrt_llm"])
+    assert server.first.generate()[0] == 200
+    assert server.first.stopped == []
+    server.follower.serve()
+    server.first.wait_until(lambda: server.first.stopped == ["tensorrt_llm"])
+    server.remembers("tensorrt_llm@2")
+
+
+def test_a_model_that_gave_up_its_place_comes_back_once_that_is_free(server):
+    server.first.conflicts["tensorrt_llm@2"] = ["tensorrt_llm"]
+    load = begin_load(server)
+    server.first.wait_until(lambda: server.follower.was_asked_to_release)
+    server.remembers("tensorrt_llm")
+    conflicts = {f"tensorrt_llm@{number}": ["tensorrt_llm"] for number in (3, 4)}
+    server.succeed(conflicts=conflicts)
+    load.join()
+
+    server.follow()
+    server.first.wait_until(lambda: server.follower.was_asked_to_release == ["tensorrt_llm"])
+    states = {name: state for name, (state, _) in server.first.index().items()}
+    assert states["tensorrt_llm"] == states["ensemble"] == "LOADING"
+    assert server.first.generate()[0] == 503
+    assert server.first.tokenize()[0] == 200
+    assert server.first.stopped == []
+    server.follower.serve()
+    server.first.wait_until(lambda: server.first.generate()[0] == 200)
+    assert server.first.stopped == ["tensorrt_llm"]
+    server.remembers(server.first.started[-1][0])
+
+
+def test_groups_whose_model_cannot_be_read_any_more_end_the_same_way(server):
+    (server.repository / "tensorrt_llm" / "1").rename(server.repository / "elsewhere")
+    server.follower.may_serve.clear()
+    server.remembers("tensorrt_llm")
+    server.succeed()
+
+    assert "Model 'tensorrt_llm' is not served any more" in server.first.text()
+    server.follow()
+    server.first.wait_until(lambda: server.follower.was_asked_to_release == ["tensorrt_llm"])
+    assert server.first.tokenize()[0] == 200
+    assert server.first.stopped == []
+    server.follower.serve()
+    server.first.wait_until(lambda: server.first.stopped == ["tensorrt_llm"])
