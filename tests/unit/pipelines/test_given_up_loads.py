@@ -142,4 +142,4 @@ async def test_groups_that_make_place_end_though_the_load_that_needs_it_is_given
     supervisor.may_end.set()
 
     await until(lambda: not supervisor.running)
-    await until(lambda: not loads.preparation.leaving)
+    await until(lambda: not loads.preparation.leaving())
