@@ -22,6 +22,10 @@ from trimaran.worker.sampling_rows import SERVED_FIELDS
 
 _LOGITS_DTYPES = ("float32", "float16")
 _LENGTHS = ("top_k", "min_tokens", "no_repeat_ngram_size")
+_WHOLE = tuple(
+    field.name for field in dataclasses.fields(SamplingParams) if field.type == "int"
+)
+_MAX_INT32 = (1 << 31) - 1
 _MOST_SEQUENCES, _MOST_IDS = 1 << 16, 1 << 64
 """As many as `StepOutput` can tell apart."""
 
@@ -91,6 +95,9 @@ def _sampling(message: Submit, vocab_size: int) -> SamplingParams:
     except TypeError as error:
         raise RequestError(f"unknown sampling parameter: {error}") from error
     sampling.refuse_all_but(SERVED_FIELDS)
+    for name in _WHOLE:
+        if not _is_whole(getattr(sampling, name)):
+            raise sampling.refusal(name, "a whole number")
     sampling.validate(vocab_size)
     checks = (
         ("end_id", sampling.end_id < vocab_size, f"below the vocabulary size {vocab_size}"),
@@ -124,10 +131,9 @@ def _sampling(message: Submit, vocab_size: int) -> SamplingParams:
     for name, is_valid, allowed in checks:
         if not is_valid:
             raise sampling.refusal(name, allowed)
-    for word in sampling.bad_words:
-        _check_ids("bad_words", word, vocab_size)
-    if any(abs(token_id) >= 1 << 31 for word in sampling.stop_words for token_id in word):
-        raise sampling.refusal("stop_words", "of ids of 32 bits")
+    _check_words("bad_words", sampling.bad_words, range(vocab_size))
+    # Those beyond the vocabulary never come; steps keep all of them as 32 bits.
+    _check_words("stop_words", sampling.stop_words, range(-_MAX_INT32 - 1, _MAX_INT32 + 1))
     _check_bias(sampling.embedding_bias, vocab_size)
     return sampling
 
@@ -199,6 +205,10 @@ def _check_numbers(message: Submit, num_sequences: int) -> None:
         ("request_id", message.request_id, _MOST_IDS - 1),
         ("sequence_index", message.sequence_index, _MOST_SEQUENCES - num_sequences),
     )
+    for name in ("request_id", "sequence_index", "priority"):
+        value = getattr(message, name)
+        if not _is_whole(value):
+            raise RequestError(f"{name} is {value!r} but must be a whole number")
     for name, value, most in checks:
         if not 0 <= value <= most:
             raise RequestError(
@@ -224,10 +234,29 @@ def _check_prompt(prompt: array[int], limits: SchedulerConfig) -> None:
         )
 
 
-def _check_ids(name: str, ids: Sequence[int] | array[int], vocab_size: int) -> None:
-    values = np.array(ids, dtype=np.int64)
+def _check_ids(name: str, ids: array[int], vocab_size: int) -> None:
+    values = np.asarray(ids)
     for value in (values.min(), values.max()) if len(values) else ():
         if not 0 <= value < vocab_size:
-            raise RequestError(
-                f"{name} holds {value}, which is no token id: ids are 0 to {vocab_size - 1}"
-            )
+            raise _no_id(name, int(value), range(vocab_size))
+
+
+def _check_words(name: str, words: Sequence[Sequence[int]], allowed: range) -> None:
+    least, most = allowed[0], allowed[-1]
+    for word in filter(None, words):
+        # There may be 65,536 ids, in one word or in as many: a loop over ids takes longer.
+        if {*map(type, word)} != {int} or min(word) < least or max(word) > most:
+            wrong = (each for each in word if not _is_whole(each) or each not in allowed)
+            raise _no_id(name, next(wrong), allowed)
+
+
+def _no_id(name: str, value: object, allowed: range) -> RequestError:
+    return RequestError(
+        f"{name} holds {value!r:.80}, which is no token id: ids are {allowed[0]} to "
+        f"{allowed[-1]}"
+    )
+
+
+def _is_whole(value: object) -> bool:
+    """Whether it is a whole number; to Python True is one too, and 2.0 is equal to one."""
+    return type(value) is int

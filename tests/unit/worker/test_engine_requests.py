@@ -1,5 +1,6 @@
 """Requests at the engine: refusals, ends, several sequences, fairness and gauges."""
 
+import dataclasses
 import math
 import re
 import time
@@ -9,6 +10,7 @@ import pytest
 
 from trimaran.comm.errors import ErrorKind, RequestError
 from trimaran.comm.messages import STATS_KEYS, FinishReason
+from trimaran.comm.sampling_params import SamplingParams
 
 VOCAB = 150
 
@@ -62,7 +64,7 @@ def _bias(value):
         ({"top_k": 1 << 63}, "'top_k' is 9223372036854775808 but must be below"),
         ({"min_tokens": 1 << 63}, "'min_tokens' is 9223372036854775808 but must be below"),
         ({"no_repeat_ngram_size": 1 << 64}, "'no_repeat_ngram_size' is 18446744073709551616"),
-        ({"stop_words": ((1, 1 << 31),)}, r"'stop_words' is .* but must be of ids of 32 bits"),
+        ({"stop_words": ((1, 1 << 31),)}, r"stop_words holds 2147483648.* to 2147483647$"),
         ({"sequence_index": 65536}, "sequence_index is 65536 but must be 0 to 65535"),
         ({"sequence_index": -1}, "sequence_index is -1 but must be 0 to 65535"),
         (
@@ -82,6 +84,60 @@ def test_a_bad_request_is_refused_by_name_and_the_others_go_on(make_engine, fiel
 
     assert len(driver.output(good)) == 4
     driver.check_idle()
+
+
+_WHOLES = [f.name for f in dataclasses.fields(SamplingParams) if f.type == "int"]
+_NO_WHOLES = (0.5, 2.0, math.nan, math.inf, True, None, "2", b"2", [2])
+
+
+def _refusal(driver, **fields):
+    with pytest.raises(RequestError) as caught:
+        driver.submit([5, 6], **fields)
+    assert caught.value.kind is ErrorKind.INVALID_ARG
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("name", [*_WHOLES, "priority", "sequence_index"])
+def test_what_is_no_whole_number_is_refused_where_one_belongs(make_engine, name):
+    driver = make_engine(max_beam_width=4)
+    good = driver.submit([1, 2, 3], max_tokens=4)
+
+    # What equals the default is not sent: True for 1.
+    values = [v for v in _NO_WHOLES if v != getattr(SamplingParams(), name, None)]
+
+    refused = [(_refusal(driver, **{name: value}), value) for value in values]
+    driver.run()
+
+    for text, value in refused:
+        assert re.match(rf"'?{name}'? is {re.escape(repr(value))} but must be a whole", text)
+    assert len(driver.output(good)) == 4
+    driver.check_idle()
+
+
+@pytest.mark.parametrize("name", ["bad_words", "stop_words"])
+def test_a_word_that_holds_anything_but_ids_is_refused(make_engine, name):
+    driver = make_engine()
+    good = driver.submit([1, 2, 3], max_tokens=4)
+    values = (*_NO_WHOLES, 1 << 63, 1 << 64, -(1 << 63) - 1)
+
+    refused = [(_refusal(driver, **{name: ((4,), (1, v, 2))}), v) for v in values]
+    refused += [(_refusal(driver, **{name: ((v,), (4,))}), v) for v in values]
+    driver.run()
+
+    for text, value in refused:
+        assert text.startswith(f"{name} holds {value!r}, which is no token id: ids are ")
+    assert len(driver.output(good)) == 4
+    driver.check_idle()
+
+
+def test_stop_words_may_hold_ids_that_never_come_and_no_ids_at_all(make_engine):
+    driver = make_engine()
+    words = ((), (-(1 << 31), (1 << 31) - 1), (VOCAB,))
+
+    request = driver.submit([1, 2, 3], max_tokens=4, stop_words=words, bad_words=((),))
+    driver.run()
+
+    assert len(driver.output(request)) == 4
 
 
 def test_a_fault_of_our_own_at_one_request_fails_it_alone(make_engine, caplog):
