@@ -14,7 +14,8 @@ from trimaran.worker.request import KEY, Request, RequestStatus, Sequence, remov
 class WaitingQueue:
     """In order of priority and arrival; who was paused stands before the others of its level.
 
-    Finding a place is a binary search, making room there a move of those behind it.
+    Finding a place is a binary search, making room there a move of those behind it. Finding who
+    is next looks at each adapter that is on its way, not at those that wait for it.
     """
 
     def __init__(self, cache: KVCacheManager, adapters: AdapterManager | None) -> None:
@@ -27,6 +28,11 @@ class WaitingQueue:
         self.pauses = Pauses()
         self._cache = cache
         self._adapters = adapters
+        self._held: dict[int, list[Sequence]] = {}
+        """In order, those whose adapter is on its way, by its number."""
+
+        self._ready: list[Sequence] = []
+        """In order, all others, if the engine has adapters."""
 
     def add(self, sequence: Sequence) -> None:
         """A new one waits from now on."""
@@ -53,19 +59,35 @@ class WaitingQueue:
         """
         if self._adapters is None or not may_overtake:
             return self.sequences[0]
-        return self._adapters.first_ready(self.sequences)
+        # Thousands may wait for one adapter: who waits for it is looked at when it is there.
+        for number in [each for each in self._held if self._adapters.is_ready(each)]:
+            self._ready = sorted([*self._ready, *self._held.pop(number)], key=KEY)
+        return self._ready[0] if self._ready else None
 
     def start(self, sequence: Sequence) -> None:
         """One has a place and waits no more."""
-        remove_by_key(self.sequences, sequence)
+        self._remove(sequence)
         self.pauses.end(sequence)
 
     def drop(self, sequence: Sequence) -> None:
         """One has ended where it waits."""
-        remove_by_key(self.sequences, sequence)
+        self._remove(sequence)
         self.pauses.over(sequence)
         self._cache.forget(sequence.blocks)
 
     def _insert(self, sequence: Sequence) -> None:
         sequence.status = RequestStatus.WAITING
         insort(self.sequences, sequence, key=KEY)
+        number = sequence.request.adapter_id
+        if self._adapters is not None:
+            is_held = number in self._held or not self._adapters.is_ready(number)
+            line = self._held.setdefault(number, []) if is_held else self._ready
+            insort(line, sequence, key=KEY)
+
+    def _remove(self, sequence: Sequence) -> None:
+        remove_by_key(self.sequences, sequence)
+        number = sequence.request.adapter_id
+        if self._adapters is not None:
+            remove_by_key(self._held.get(number, self._ready), sequence)
+            if not self._held.get(number, True):
+                del self._held[number]

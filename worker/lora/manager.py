@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from trimaran.worker.lora.folders import AdapterFolders, key_of
 from trimaran.worker.lora.formats import AdapterSource, AdapterTensors
 from trimaran.worker.lora.layout import AdapterFormatError, AdapterLayout, check_values
 from trimaran.worker.lora.store import DROP, LOAD, PUT
-from trimaran.worker.request import Request, Sequence
+from trimaran.worker.request import Request
 
 logger = logging.getLogger(__name__)
 
@@ -26,6 +26,9 @@ _SHOWN_CHARACTERS = 256
 
 _MANY = 256
 """So many requests of an adapter are kept before those that are over are looked for."""
+
+_MOST_SEEN = 4096
+"""Contents of adapters that need no second look: what was asked for lately."""
 
 AdapterOp = tuple[Any, ...]
 """What becomes of an adapter; see `lora.store`."""
@@ -60,6 +63,9 @@ class Adapter:
 
     is_replaced: bool = False
     """A newer version has its key."""
+
+    was_packed: bool = False
+    """This rank could load it at once, and can from then on."""
 
     @property
     def is_running(self) -> bool:
@@ -98,9 +104,9 @@ class AdapterManager:
         self._on_device: OrderedDict[int, Adapter] = OrderedDict()
         """Both by number, the least recently used first."""
         self._host_bytes = 0
-        self._finite: set[object] = set()
-        """Contents whose numbers need no second look, of any lane: those of requests on the
-        host, and those of folders."""
+        self._finite: OrderedDict[object, None] = OrderedDict()
+        """Contents whose numbers need no second look, of any lane, the least recently used
+        first. Not those on the host alone: where it has room for few, they come again."""
         self._last_number = 0
         self.num_loaded = 0
         """Times that an adapter was brought to where the model runs."""
@@ -262,9 +268,13 @@ class AdapterManager:
 
     def _check_values(self, source: AdapterSource, content: object) -> None:
         """Check that the model's type holds all numbers, which are read, with this content."""
-        if not content or content not in self._finite:
+        if content not in self._finite:
             check_values(source.matrices(self._layout), self._layout.dtype)
-            self._finite.add(content)
+        if content:
+            self._finite[content] = None
+            self._finite.move_to_end(content)
+            if len(self._finite) > _MOST_SEEN:
+                self._finite.popitem(last=False)
 
     def _make_room(self, size: int) -> None:
         """Forget adapters until the host has room for another one."""
@@ -294,20 +304,19 @@ class AdapterManager:
         if self._by_key.get(adapter.key) is adapter:
             del self._by_key[adapter.key]
         self._host_bytes -= adapter.size * self._element_bytes
-        # A folder's version comes again and again where the host has room for few.
-        if not self._folders.holds(adapter.content):
-            self._finite.discard(adapter.content)
         self._ops.append((DROP, adapter.number))
 
     # ---- where the model runs ------------------------------------------------------------
 
-    def first_ready(self, waiting: Iterable[Sequence]) -> Sequence | None:
-        """The first of these sequences whose adapter, if it has one, this rank has cut out."""
-        for sequence in waiting:
-            number = sequence.request.adapter_id
-            if not number or self._on_host[number].slot >= 0 or self.is_packed(number):
-                return sequence
-        return None
+    def is_ready(self, number: int) -> bool:
+        """Whether this rank could load an adapter without a wait, as it can ever after. 0 is
+        none."""
+        if not number:
+            return True
+        adapter = self._on_host[number]
+        if not adapter.was_packed:
+            adapter.was_packed = adapter.slot >= 0 or self.is_packed(number)
+        return adapter.was_packed
 
     def make_ready(self, number: int) -> bool:
         """Bring an adapter to where the model runs; False if those of running sequences

@@ -237,6 +237,62 @@ def test_others_run_on_while_an_adapter_is_cut_out(
     assert driver.output(second) == greedy(references[5], prompt_of(20), LENGTH)
 
 
+def test_a_step_costs_the_same_however_many_wait_for_an_adapter(make_engine, adapters):
+    driver = make_engine()
+    manager, num_looks, is_there = driver.engine._adapters, 0, False
+
+    def look(number):
+        nonlocal num_looks
+        num_looks += 1
+        return is_there
+
+    manager.is_packed = look
+    running = driver.submit([1], max_tokens=100)
+    driver.step()
+    submit(driver, adapters, [1], 5)
+    held = [driver.submit([1, 2], max_tokens=1, adapter_id=5) for _ in range(1000)]
+    others = [driver.submit([1, 2], max_tokens=1) for _ in range(20)]
+    num_looks = 0
+    for _ in range(5):
+        driver.step()
+    assert num_looks < 100
+    assert [len(driver.output(other)) for other in others] == [1] * 20
+
+    driver.engine.cancel("client", held[:500])
+    is_there = True
+    driver.engine.cancel("client", held[500:900])
+    driver.run()
+    assert [len(driver.output(request)) for request in held] == [0] * 900 + [1] * 100
+    assert len(driver.output(running)) == 100
+    driver.check_idle()
+
+
+def test_who_waited_for_an_adapter_comes_before_later_ones_and_after_urgent_ones(
+    make_engine, adapters
+):
+    driver = make_engine(max_num_seqs=2)
+    manager, packed = driver.engine._adapters, set()
+    manager.is_packed = packed.__contains__
+    driver.submit([1], max_tokens=100)
+    driver.step()
+    submit(driver, adapters, [1], 5)
+    submit(driver, adapters, [1], 9)
+    first = driver.submit([1], max_tokens=30)
+    driver.step()
+    asked = [
+        driver.submit([1], max_tokens=1, adapter_id=task, priority=priority)
+        for task, priority in ((5, 0), (0, 0), (9, 0), (0, 1), (5, 1), (9, 1))
+    ]
+    packed |= {1, 2}
+    driver.run()
+
+    assert len(driver.output(first)) == 30
+    order = [request for request, _ in driver.reasons if request in asked]
+    # The urgent ones, then the others, each as they came.
+    assert order == [asked[3], asked[4], asked[5], asked[0], asked[1], asked[2]]
+    driver.check_idle()
+
+
 def test_adapters_take_turns_where_the_model_runs_and_paused_requests_go_on(
     make_engine, model_folder, prompt_of
 ):

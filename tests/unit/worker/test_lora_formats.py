@@ -345,3 +345,30 @@ def test_numbers_are_looked_at_once_for_each_version(
         driver.submit([1, 2], max_tokens=1, adapter={"name": name})
         driver.run()
     assert num_looks == 1 and driver.engine._adapters.num_on_host == 1
+
+
+def test_what_is_known_of_weights_that_came_does_not_grow_for_ever(
+    make_engine, adapter, monkeypatch
+):
+    monkeypatch.setattr(manager, "_MOST_SEEN", 8)
+    tiny = LoraConfig(
+        host_memory_bytes=int(1.5 * sum(one.a.nbytes + one.b.nbytes for one in adapter))
+    )
+    driver = make_engine(lora=tiny)
+    cache, given = driver.engine._adapters, on_the_wire(adapter)
+    in_use = driver.submit([1, 2], max_tokens=4, adapter_id=1, adapter=given)
+
+    for number in range(30):
+        other = {**given, "digest": b"%d" % number}
+        with pytest.raises(RequestError, match="is full of adapters that running requests use"):
+            driver.submit([1, 2], max_tokens=4, adapter_id=2, adapter=other)
+    driver.run()
+    for number in range(30):
+        driver.submit(
+            [1], max_tokens=1, adapter_id=3, adapter={**given, "digest": b"%d" % number}
+        )
+        driver.run()
+
+    assert len(cache._finite) == 8
+    assert len(driver.output(in_use)) == 4
+    driver.check_idle()
