@@ -11,9 +11,10 @@ too. From ``--sustained-rows`` on a trial runs for ``--trial-seconds``, until th
 lowered its clock as it does under load, since what is fastest at a high clock need not be so at
 a low one. Entries of the file for other weights and numbers of rows are kept. The logits'
 product stands behind the last layer, up to `LOGITS_ROWS`, and counts with a layer's share.
-With ``--tp-size`` the weights are a rank's share, and what ranks would sum goes to the norm as
-it is. ``--also`` names candidates beside the likeliest, by product, as the table does;
-``--compile-only`` compiles all, for which no GPU is needed.
+Beyond that many rows products may also normalise their rows themselves (the *scaled* kinds),
+which spares half of a norm. With ``--tp-size`` the weights are a rank's share, and what ranks
+would sum goes to the norm as it is. ``--also`` names candidates beside the likeliest, by
+product, as the table does; ``--compile-only`` compiles all, for which no GPU is needed.
 """
 
 from __future__ import annotations
@@ -21,22 +22,27 @@ from __future__ import annotations
 import argparse
 import functools
 import json
-import math
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import torch
+from product_cuts import COPIED_BYTES_S, SUSTAINED_ROWS, Product
 from torch import Tensor
 
 from trimaran.kernels import triton_norm
 from trimaran.kernels.attention import AttentionMetadata, AttentionSpec
 from trimaran.kernels.decode_attention import HopperDecodes
 from trimaran.kernels.hopper_gemm import compile_gemm
-from trimaran.kernels.product_table import Choice, GemmShape, Kind, ProductTable
+from trimaran.kernels.product_table import (
+    Choice,
+    GemmShape,
+    ProductTable,
+    is_scaled,
+)
 from trimaran.kernels.products import HopperProducts
 
 DEVICE = torch.device("cuda")
@@ -68,118 +74,11 @@ NUM_LAYERS = 6
 
 HEAD_SIZE, BLOCK_TOKENS = 128, 32
 
-_SUSTAINED_ROWS = 512
-"""From here on a card is pushed, whatever the cut."""
-
 _WARM_S = 5.0
 """In the first seconds of load a layer of 500 rows takes 3 % less than later."""
 
-_FLOPS_S, _COPIED_BYTES_S = 674e12, 4.25e12
-"""What one H200 sustains: the limit beside which times are told."""
-
 _EARLY_TILES = (1, 2, 3, 5, 8)
 """Tried with the best cut of a product: weights under way before its rows are there."""
-
-_HALF_RING = 113_664
-"""Bytes of a ring that leaves room for another block as large."""
-
-_MOST_HALF_COLUMNS = 128
-"""Wider tiles of more than 64 rows take all registers of a processor."""
-
-# What a step of a block costs at least, by resource: to rank cuts, not to predict them.
-_CLUSTERS = {1: 132, 2: 66, 3: 39, 4: 30, 5: 22, 6: 17, 7: 15, 8: 15}
-_FLOPS = 790e12 / 132
-_CACHE_BYTES_S = 11e12 / 132
-_MEMORY_BYTES_S = 4.3e12
-_STEP_S = 0.1e-6
-
-
-@dataclass(frozen=True)
-class Product:
-    """A weight's sizes and the kind of product, as the table names them."""
-
-    outputs: int
-    inner: int
-    kind: Kind
-
-    @property
-    def name(self) -> str:
-        return f"{self.outputs}x{self.inner} {self.kind}"
-
-    def estimate_s(self, rows: int, cut: GemmShape) -> float:
-        """Roughly how long a cut takes."""
-        wide, high = (1, cut.sharing) if cut.shares_weights else (cut.sharing, 1)
-        groups = -(-rows // (cut.rows * high)) * -(-self.outputs // (cut.columns * wide))
-        if self.kind == "parts":
-            groups *= cut.split
-        exact_rounds = groups / _CLUSTERS[cut.cluster(self.kind)]
-        rounds: float = math.ceil(exact_rounds)
-        if rows >= _SUSTAINED_ROWS:
-            # Idle processors leave their power to the others.
-            rounds = (rounds + exact_rounds) / 2
-        steps = -(-self.inner // 64 // cut.split)
-        used = max(min(rows, cut.rows), 8)
-        copy_s = 128 * (used + cut.columns) / _CACHE_BYTES_S
-        step_s = max(2 * 64 * cut.rows * cut.columns / _FLOPS, copy_s, _STEP_S)
-        busy_s = rounds * (steps * step_s + 1e-6)
-        read_s = 2 * self.outputs * self.inner / _MEMORY_BYTES_S
-        sums_s = 1.2e-6 + 4 * used * cut.columns / 60e9 if cut.split > 1 else 0.0
-        if self.kind == "parts":
-            sums_s = 8 * rows * self.outputs * cut.split / _MEMORY_BYTES_S
-        return max(busy_s, read_s) + sums_s + 0.1 * (busy_s + rounds * steps * copy_s)
-
-    def likely_cuts(self, rows: int, count: int) -> list[GemmShape]:
-        """The cuts with the least estimates, at most two of equal tiles, and shorter rings."""
-        found: list[GemmShape] = []
-        if not count:
-            return found
-        for cut in sorted(self._cuts(rows), key=lambda cut: self.estimate_s(rows, cut)):
-            tile = (cut.rows, cut.columns)
-            if sum((other.rows, other.columns) == tile for other in found) < 2:
-                found.append(cut)
-            if len(found) == count:
-                break
-        return [*found, *(cut for each in found[:3] for cut in self._shorter(each))]
-
-    def limit_s(self, rows: int) -> float:
-        """The least time that moving its bytes or its arithmetic takes."""
-        made = self.outputs // 2 if self.kind == "gated" else self.outputs
-        moved = 2 * (self.outputs * self.inner + rows * (self.inner + made))
-        operations = 2 * rows * self.outputs * self.inner
-        return max(moved / _COPIED_BYTES_S, operations / _FLOPS_S)
-
-    def _shorter(self, cut: GemmShape) -> Iterator[GemmShape]:
-        """The cut with a ring that leaves room for another block, where registers do."""
-        stages = _HALF_RING // cut.stage_bytes
-        is_light = cut.rows == 64 or (cut.rows == 128 and cut.columns <= _MOST_HALF_COLUMNS)
-        shorter = replace(cut, most_stages=stages)
-        if is_light and 3 <= stages < cut.stages and self._can_be(shorter):
-            yield shorter
-
-    def _can_be(self, cut: GemmShape) -> bool:
-        try:
-            cut.check(self.kind)
-        except ValueError:
-            return False
-        return True
-
-    def _cuts(self, rows: int) -> Iterator[GemmShape]:
-        tiles = [tile for tile in (64, 128, 192, 256) if tile - 64 < rows]
-        for tile in tiles[-2:] if rows <= 128 else tiles[1:]:
-            for columns in range(64, 257 if tile <= 128 else 193, 16):
-                yield from self._fitting(rows, tile, columns)
-
-    def _fitting(self, rows: int, tile: int, columns: int) -> Iterator[GemmShape]:
-        for split in range(1, 9):
-            for sharing in (1, 2, 4):
-                cut = GemmShape(tile, columns, split, sharing)
-                if cut.cluster(self.kind) > 8 or cut.stages < 3:
-                    continue
-                shared = replace(cut, shares_weights=True)
-                if self._can_be(cut):
-                    yield cut
-                if rows > tile * (sharing - 1) and self._can_be(shared):
-                    yield shared
 
 
 class Sizes:
@@ -197,11 +96,16 @@ class Sizes:
             Product(hidden, hidden // ranks, "parts"),
             Product(heads_width, hidden, "plain"),
         ]  # fmt: skip
+        self.scaled = [
+            Product(2 * inner, hidden, "scaled gated"), Product(heads_width, hidden, "scaled")
+        ]  # fmt: skip
         self.logits = Product(args.vocabulary // ranks, hidden, "plain")
 
     def products(self, rows: int) -> list[Product]:
         """Those of a step with so many rows."""
-        return [*self.of_layer, self.logits] if rows <= LOGITS_ROWS else self.of_layer
+        if rows <= LOGITS_ROWS:
+            return [*self.of_layer, self.logits]
+        return self.of_layer if self.has_sums else [*self.of_layer, *self.scaled]
 
     def limit_us(self, rows: int) -> float:
         """Of a layer, with its share of the logits."""
@@ -209,7 +113,7 @@ class Sizes:
         if rows <= LOGITS_ROWS:
             limit_s += self.logits.limit_s(rows) / NUM_LAYERS
         cache_bytes = 4 * rows * self.context * self.num_kv_heads * HEAD_SIZE
-        return 1e6 * (limit_s + cache_bytes / _COPIED_BYTES_S)
+        return 1e6 * (limit_s + cache_bytes / COPIED_BYTES_S)
 
 
 class Decodes:
@@ -303,18 +207,29 @@ class Layers:
         change: Tensor | None = None
         step = decodes.step() if decodes else None
         for layer, (gate_up, down, out, qkv) in enumerate(self._weights):
-            heads = products.linear(self._norm(x, residual, change), qkv)
+            heads = self._led(products, x, residual, change, qkv)
             if decodes is not None and step is not None:
                 attended = decodes(heads, layer, step)
             else:
                 # It reads heads too, and leaves as much as queries are.
                 attended = triton_norm.rms_norm(heads[:, : out.shape[1]], scale, 1e-5)
             change = self._added(products, attended, out, residual)
-            gated = products.gated_linear(self._norm(residual, residual, change), gate_up)
+            gated = self._led(products, residual, residual, change, gate_up, is_gated=True)
             change = self._added(products, gated, down, residual)
             x = residual
         if len(x) <= LOGITS_ROWS:
             products.linear(self._norm(x, residual, change), self._head)
+
+    def _led(
+        self, products: HopperProducts, x: Tensor, residual: Tensor, change: Tensor | None,
+        weight: Tensor, *, is_gated: bool = False,
+    ) -> Tensor:  # fmt: skip
+        """A product of what a norm makes, or one that normalises."""
+        multiply = products.gated_linear if is_gated else products.linear
+        takes_scales = products.scaling(weight, is_gated=is_gated)
+        if change is None and takes_scales is not None and takes_scales(len(x)):
+            return multiply(x, weight, scales_T=triton_norm.row_scales(x, 1e-5))
+        return multiply(self._norm(x, residual, change), weight)
 
     def _added(
         self, products: HopperProducts, x: Tensor, weight: Tensor, residual: Tensor
@@ -459,7 +374,7 @@ def flags() -> argparse.ArgumentParser:
     parser.add_argument(
         "--context", type=int, default=0, help="tokens of a decode's attention; 0: a norm"
     )
-    parser.add_argument("--sustained-rows", type=int, default=_SUSTAINED_ROWS)
+    parser.add_argument("--sustained-rows", type=int, default=SUSTAINED_ROWS)
     parser.add_argument("--trial-seconds", type=float, default=1.0)
     parser.add_argument("--also", type=Path, help="JSON: more cuts to time, by product")
     parser.add_argument("--compile-only", action="store_true")
@@ -480,6 +395,9 @@ def main() -> None:
     for rows in args.rows:
         for product, cut in tune(layers, rows, ProductTable(entries), candidates).items():
             steps = dict(entries.get(product.name, ()))
+            if is_scaled(product.kind):
+                # Not tried with fewer.
+                steps.setdefault(LOGITS_ROWS, None)
             steps[rows] = _as_list(cut)
             entries[product.name] = [[most, steps[most]] for most in sorted(steps)]
         # Where torch is always best nothing needs to be said.
