@@ -110,17 +110,23 @@ def _norm_rows_kernel(  # type: ignore[no-untyped-def]
 def _row_scales_kernel(  # type: ignore[no-untyped-def]
     x, scales, num_rows, x_stride, width, eps, PADDED: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
-    """Programs take many rows in turn, and load the next while they add up one."""
+    """Programs take many rows in turn, and load the next while they add up one.
+
+    The last rows come first: the cache still has what was written last, and then what the
+    product behind begins with.
+    """
     first, step = tl.program_id(0).to(tl.int64), tl.num_programs(0)
     dims = tl.arange(0, PADDED)
     is_dim = dims < width
     if OVERLAPS:
         gdc_launch_dependents()
         gdc_wait()
-    value = tl.load(x + first * x_stride + dims, mask=is_dim, other=0.0)
-    for row in range(first, num_rows, step):
-        following = row + step
-        is_next = is_dim & (following < num_rows)
+    last = num_rows - 1
+    value = tl.load(x + (last - first) * x_stride + dims, mask=is_dim, other=0.0)
+    for turn in range(first, num_rows, step):
+        row = last - turn
+        following = row - step
+        is_next = is_dim & (following >= 0)
         next_value = tl.load(x + following * x_stride + dims, mask=is_next, other=0.0)
         wide = value.to(tl.float32)
         tl.store(scales + row, tl.rsqrt(tl.sum(wide * wide, 0) / width + eps))
