@@ -20,6 +20,7 @@ from trimaran.client.bench_flags import DEFAULT_URLS
 from trimaran.client.bench_flags import add_arguments as add_arguments
 from trimaran.client.load import LoadGenerator, Run, Target
 from trimaran.client.load_processes import run_in_processes
+from trimaran.client.stream import check_url
 from trimaran.client.targets import (
     GrpcTarget,
     HttpTarget,
@@ -33,6 +34,7 @@ from trimaran.comm.errors import ConfigError
 from trimaran.comm.output_files import check_writable, writing
 
 _MAX_REQUESTS = 30000
+_MOST_OF_INT32 = 2**31 - 1
 
 
 def run(args: argparse.Namespace) -> int:
@@ -68,6 +70,8 @@ def check(args: argparse.Namespace) -> None:
     """Refuse flags that do not go together; raises ConfigError."""
     if args.test_llmapi:
         raise ConfigError("--test-llmapi: this version does not serve the llmapi model")
+    if args.url:
+        check_url(args.url)
     is_short = args.input_len is not None or args.output_len is not None
     if args.workload and is_short:
         raise ConfigError(f"--input-len and --output-len do not go with {args.workload}")
@@ -81,7 +85,7 @@ def check(args: argparse.Namespace) -> None:
         value = getattr(args, name)
         if value is not None and value < 1:
             raise ConfigError(f"--{name.replace('_', '-')} is {value} but must be 1 or more")
-    for name in ("warmup", "seed", "input_stdev", "output_stdev"):
+    for name in ("warmup", "seed", "input_stdev", "output_stdev", "op_tokens_per_word"):
         value = getattr(args, name, None)
         if value is not None and not value >= 0:
             raise ConfigError(f"--{name.replace('_', '-')} is {value} but must be 0 or more")
@@ -91,6 +95,14 @@ def check(args: argparse.Namespace) -> None:
         value = getattr(args, name, None)
         if value is not None and not math.isfinite(value):
             raise ConfigError(f"--{name.replace('_', '-')} is {value} but must be finite")
+    for name in ("input_len", "output_len", "vocab_size", "input_mean", "input_stdev",
+                 "output_mean", "output_stdev", "op_tokens_per_word"):  # fmt: skip
+        value = getattr(args, name, None)
+        if value is not None and value > _MOST_OF_INT32:
+            raise ConfigError(
+                f"--{name.replace('_', '-')} is {value} but ids and lengths are sent as INT32: "
+                f"name {_MOST_OF_INT32} at most"
+            )
     for name in ("json", "op_stats_csv", "dump_perfetto_trace"):
         if getattr(args, name):
             check_writable(f"--{name.replace('_', '-')}", getattr(args, name))

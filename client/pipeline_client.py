@@ -14,7 +14,7 @@ import numpy as np
 
 from trimaran.client.bench_flags import DEFAULT_URLS, add_concurrency, add_protocol
 from trimaran.client.step_client import GrpcSteps, HttpSteps, StepClient
-from trimaran.client.stream import ServerError
+from trimaran.client.stream import ServerError, check_url
 from trimaran.client.tensors import Array
 from trimaran.client.text_client import MismatchError
 from trimaran.client.texts import Texts
@@ -98,9 +98,12 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError("--test-llmapi: this version does not serve the llmapi model")
     if args.streaming and args.protocol == "http":
         raise ConfigError("--streaming needs -i grpc")
+    if args.concurrency < 1:
+        raise ConfigError(f"--concurrency is {args.concurrency} but must be 1 or more")
     prompts = _prompts(args.dataset, args.max_input_len)
     besides = _besides(args)
     url = args.url or DEFAULT_URLS[args.protocol]
+    check_url(url)
     steps = (HttpSteps if args.protocol == "http" else GrpcSteps)(url, verbose=args.verbose)
     models = [args.model_name, *([_BLS] if args.test_bls else [])]
     try:
@@ -132,7 +135,7 @@ def _prompts(path: str, max_input_len: int) -> list[Prompt]:
 
 
 def _besides(args: argparse.Namespace) -> dict[str, Any]:
-    """The values of further inputs, by the text models' names."""
+    """The values of further inputs, by the text models' names; raises ConfigError."""
     values: dict[str, Any] = {name: True for name in _FLAGS if getattr(args, name)}
     for flag in ("sampling_params", "output_config"):
         try:
@@ -144,7 +147,24 @@ def _besides(args: argparse.Namespace) -> dict[str, Any]:
     unknown = sorted(set(values) - set(_INPUTS))
     if unknown:
         raise ConfigError(f"{unknown[0]!r} is no input; known are {', '.join(_INPUTS)}")
+    for name, value in values.items():
+        dtype = _INPUTS[name][0]
+        if not _holds(dtype, value):
+            raise ConfigError(
+                f"{name!r} is {value!r} but must be a number that {np.dtype(dtype)} holds"
+            )
     return values
+
+
+def _holds(dtype: Any, value: Any) -> bool:
+    """Whether it is a number of this type, rounded where that is a type of fractions."""
+    if not isinstance(value, (int, float)):
+        return False
+    try:
+        held = np.array(value, dtype=dtype)
+    except (ValueError, OverflowError):
+        return False
+    return held.dtype.kind == "f" or bool(held == value)
 
 
 def _compare(

@@ -43,6 +43,11 @@ def prompt_table(path: str, task: int, dtype: str) -> list[Any]:
         ConfigError: no table, or no such task in it.
     """
     table = _array("--prompt-embedding-table-path", Path(path))
+    if table.ndim not in (2, 3):
+        raise ConfigError(
+            f"--prompt-embedding-table-path {path}: has the shape {list(table.shape)} but must "
+            "be [entries, hidden size], or [tasks, entries, hidden size]"
+        )
     if table.ndim == 3:
         if not 0 <= task < len(table):
             raise ConfigError(f"--prompt-task-id is {task} but {path} holds {len(table)} tasks")
@@ -96,6 +101,9 @@ def _array(flag: str, path: Path) -> np.ndarray[Any, Any]:
         array: np.ndarray[Any, Any] = np.load(path)
     except (OSError, ValueError, EOFError) as error:
         raise ConfigError(f"{flag}: {path} cannot be read: {error}") from error
+    if not isinstance(array, np.ndarray) or array.dtype.kind not in "fiu":
+        what = f"an array of {array.dtype}" if isinstance(array, np.ndarray) else "no array"
+        raise ConfigError(f"{flag}: {path} holds {what}. Save one of numbers with numpy.save.")
     return array
 
 

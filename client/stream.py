@@ -16,6 +16,7 @@ from trimaran.client.tensors import Array, outputs_of
 from trimaran.comm.errors import ConfigError, TrimaranError
 
 _MAX_PORT = 65535
+_KEY_FILES = ("root_certificates", "private_key", "certificate_chain")
 
 
 class ServerError(TrimaranError):
@@ -156,19 +157,24 @@ def open_client(args: argparse.Namespace) -> Any:
     if getattr(args, "ssl", False):
         options = {
             "ssl": True,
-            "root_certificates": _existing(args.root_certificates),
-            "private_key": _existing(args.private_key),
-            "certificate_chain": _existing(args.certificate_chain),
+            **{name: _existing(name, getattr(args, name)) for name in _KEY_FILES},
         }
-    if "://" in args.url or not args.url.rpartition(":")[2].isdecimal():
-        raise ConfigError(f"--url is {args.url!r} but must be HOST:PORT, as in localhost:8001")
-    # gRPC would go on with what is left of a division by 65536: another port, and server.
-    if int(args.url.rpartition(":")[2]) not in range(1, _MAX_PORT + 1):
-        raise ConfigError(f"--url is {args.url!r} but ports go from 1 to {_MAX_PORT}")
+    check_url(args.url)
     return grpcclient.InferenceServerClient(args.url, verbose=args.verbose, **options)
 
 
-def _existing(path: str | None) -> str | None:
+def check_url(url: str) -> None:
+    """Refuse what is no ``HOST:PORT``; raises ConfigError."""
+    host, _, port = url.rpartition(":")
+    if "://" in url or not host or not port.isdecimal():
+        raise ConfigError(f"--url is {url!r} but must be HOST:PORT, as in localhost:8001")
+    # gRPC would go on with what is left of a division by 65536: another port, and server.
+    if int(port) not in range(1, _MAX_PORT + 1):
+        raise ConfigError(f"--url is {url!r} but ports go from 1 to {_MAX_PORT}")
+
+
+def _existing(name: str, path: str | None) -> str | None:
     if path is not None and not Path(path).is_file():
-        raise ConfigError(f"key file {path} does not exist")
+        flag = f"--{name.replace('_', '-')}"
+        raise ConfigError(f"{flag} {path}: there is no such file. Name one in PEM format.")
     return path

@@ -16,6 +16,7 @@ from trimaran.client.workload import Item, Workload
 SHORT = ("--input-len", "4", "--output-len", "3", "-c", "2", "--num-requests", "6")
 
 NORMAL = ("token-norm-dist", "--output-mean", "4", "--output-stdev", "1")
+DATASET = ("dataset", "--dataset", "data.json", "--tokenizer-dir", "folder")
 
 
 def rows(out: str) -> dict[str, float]:
@@ -181,6 +182,12 @@ def test_a_run_slower_than_its_record_fails(http_server, trimaran, tmp_path):
         ((*SHORT, "--json", "/no/such/f"), "--json /no/such/f: there is no folder /no/such"),
         ((*SHORT, "--op-stats-csv", "/"), "--op-stats-csv / is a folder"),
         (("-u", "127.0.0.1:1", *SHORT), "no server answers at http://127.0.0.1:1"),
+        (("-u", "http://127.0.0.1:1", *SHORT), "must be HOST:PORT"),
+        (("-i", "grpc", "-u", "127.0.0.1", *SHORT), "must be HOST:PORT"),
+        ((*SHORT, "--vocab-size", "2147483648"), "--vocab-size is 2147483648 but ids"),
+        ((*NORMAL, "--input-mean", "1e30", "--input-stdev", "1"), "--input-mean is 1e+30 but"),
+        ((*DATASET, "--op-tokens-per-word", "nan"), "--op-tokens-per-word is nan but must be"),
+        ((*DATASET, "--op-tokens-per-word", "inf"), "--op-tokens-per-word is inf but ids"),
     ],
 )
 def test_what_cannot_run_is_refused(trimaran, words, complaint):

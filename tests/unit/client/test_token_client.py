@@ -286,3 +286,39 @@ def test_ids_that_cannot_be_read_or_sent_are_refused(
 
     assert code == 2
     assert complaint in err
+
+
+@pytest.mark.parametrize(
+    ("table", "complaint"),
+    [
+        (np.float32(1), "has the shape [] but must be [entries, hidden size]"),
+        (np.zeros(4, np.float32), "has the shape [4] but must be"),
+        (np.array([["a"]]), "holds an array of <U1. Save one of numbers"),
+    ],
+)
+def test_a_prompt_table_of_no_vectors_is_refused(server, call, tmp_path, table, complaint):
+    path = tmp_path / "table.npy"
+    np.save(path, table)
+
+    code, _, err = call("--prompt-embedding-table-path", str(path))
+
+    assert code == 2
+    assert f"{path}" in err
+    assert complaint in err
+
+
+def test_an_archive_of_arrays_is_no_prompt_table(server, call, tmp_path):
+    path = tmp_path / "table.npz"
+    np.savez(path, table=np.zeros((2, 4), np.float32))
+
+    code, _, err = call("--prompt-embedding-table-path", str(path))
+
+    assert code == 2
+    assert f"{path} holds no array" in err
+
+
+def test_a_key_file_that_is_not_there_is_named_with_its_flag(server, call):
+    code, _, err = call("--ssl", "--private-key", "/no/such/key.pem")
+
+    assert code == 2
+    assert "--private-key /no/such/key.pem: there is no such file" in err
