@@ -58,7 +58,7 @@ def _product_rate(
         (shape.hidden, shape.query_width + 2 * shape.kv_width),
         (shape.query_width, shape.hidden),
         # The experts of a token as one MLP: a narrow one alone would flatter the figures.
-        (shape.hidden, 2 * shape.mlp_width),
+        (shape.hidden, (shape.mlp_matrices - 1) * shape.mlp_width),
         (shape.mlp_width, shape.hidden),
     )
     # Random values: products of zeros take less power and run faster.

@@ -14,19 +14,19 @@ from trimaran.bench.kernel_case import KernelCase
 from trimaran.bench.kernel_timing import seconds_a_call
 from trimaran.bench.library_kernels import LibraryKernel
 from trimaran.bench.roofline import Ceilings, ModelShape
-from trimaran.bench.shapes import SHAPES
+from trimaran.bench.shapes import SHAPES, pretrained_config
 from trimaran.comm.errors import ConfigError
+from trimaran.worker.models.registry import dtype_by_name
 
-_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 _CALLS = 32
 """In turn, so that the inputs of one call have left the caches when they come again."""
 
 
 def run_kernels(args: argparse.Namespace) -> int:
     """Time every case; the table names the percentage of the roofline."""
-    device, dtype = torch.device(args.device), _DTYPES[args.dtype]
+    device, dtype = torch.device(args.device), dtype_by_name(args.dtype)
     _check(args, device)
-    shape = ModelShape.of({**SHAPES[args.shape], "dtype": args.dtype})
+    shape = ModelShape.of(pretrained_config(args.shape, args.dtype))
     limits = ceilings.measure(shape, device, dtype, args.ceiling_seconds)
     facts = results.environment(device, limits)
     print(f"{limits.flops / 1e12:.1f} TFLOP/s, {limits.bandwidth / 1e12:.2f} TB/s")

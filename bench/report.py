@@ -22,19 +22,36 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def run_report(args: argparse.Namespace) -> int:
-    """Print a table of each benchmark; of equal measurements the last line counts."""
-    lines = results.read(args.files)
+    """Print a table of each benchmark; of equal measurements the last line counts.
+
+    Raises:
+        ConfigError: the files hold nothing to tell, or nothing to draw.
+    """
+    files, lines = ", ".join(args.files), results.read(args.files)
+    by_kind = {
+        kind: [line for line in lines if line.get("benchmark") == kind] for kind in _KINDS
+    }
     groups: list[Group] = []
-    has_limits = True
-    for kind, (table, chart) in _KINDS.items():
-        own = [line for line in lines if line.get("benchmark") == kind]
-        if own:
-            print("\n".join(table(own)) + "\n")
-            groups += chart(own)
-            has_limits &= kind != "serve"
-    if not groups:
-        raise ConfigError(f"{', '.join(args.files)}: no line names a benchmark of this command")
+    has_limits = not by_kind["serve"]
+    if not any(by_kind.values()):
+        raise ConfigError(f"{files}: no line names a benchmark of this command")
+    for kind, own in by_kind.items():
+        table, chart = _KINDS[kind]
+        try:
+            if own:
+                print("\n".join(table(own)) + "\n")
+                groups += chart(own)
+        except KeyError as error:
+            raise ConfigError(
+                f"{files}: a line of the benchmark {kind!r} lacks {error}. Name files of "
+                "`trimaran bench ... --output`."
+            ) from None
     if args.plot:
+        if not groups:
+            raise ConfigError(
+                f"--plot {args.plot}: no line has a percentage of the limit to draw. Leave "
+                "it out, or measure with --ceiling-seconds above 0."
+            )
         title = "Percentage of the machine's limit" if has_limits else "Output tokens a second"
         chart_text = bar_chart(title, groups, 100.0 if has_limits else None)
         Path(args.plot).write_text(chart_text, encoding="utf-8")

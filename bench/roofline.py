@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
+
+from trimaran.worker.pretrained_config import PretrainedConfig
+from trimaran.worker.pretrained_families import FAMILIES
 
 _STEP_TOKENS = 8192
 """Prompts are computed in steps of about this size."""
@@ -47,7 +49,7 @@ def product(rows: float, inputs: int, outputs: int, value: float, weights: float
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelShape:
-    """The sizes of a decoder with a gated MLP and grouped queries."""
+    """The sizes of a decoder with grouped queries, and an MLP or experts in each layer."""
 
     layers: int
     hidden: int
@@ -57,33 +59,29 @@ class ModelShape:
     inner: int
     vocab: int
     experts: int = 1
-    """Experts of a layer, ``inner`` wide each; 1 for a plain MLP."""
+    """Experts of a layer, ``inner`` wide each; 1 for an MLP."""
 
     chosen: int = 1
     """Experts of a token."""
+
+    shared: int = 0
+    """Inner width of the expert of every token; 0 where there is none."""
+
+    dense_layers: int = 0
+    """Layers with an MLP in place of experts."""
+
+    dense_inner: int = 0
+    mlp_matrices: int = 3
+    """Of an MLP or an expert: 2 where it is not gated."""
 
     is_tied: bool = False
     value_bytes: float = 2.0
     """Of weights, activations and KV cache."""
 
     @classmethod
-    def of(cls, config: Mapping[str, Any]) -> ModelShape:
-        """From a Hugging Face configuration; of latent attention see `latent_shape`."""
-        heads = config["num_attention_heads"]
-        dtype = config.get("dtype") or config.get("torch_dtype") or "bfloat16"
-        return cls(
-            layers=config["num_hidden_layers"],
-            hidden=config["hidden_size"],
-            heads=heads,
-            kv_heads=config.get("num_key_value_heads") or heads,
-            head_size=config.get("head_dim") or config["hidden_size"] // heads,
-            inner=config["intermediate_size"],
-            vocab=config["vocab_size"],
-            experts=config.get("num_local_experts", 1),
-            chosen=config.get("num_experts_per_tok", 1),
-            is_tied=bool(config.get("tie_word_embeddings")),
-            value_bytes=4.0 if dtype == "float32" else 2.0,
-        )
+    def of(cls, config: PretrainedConfig) -> ModelShape:
+        """Of a model; of latent attention see `latent_shape`."""
+        return cls(kv_heads=config.num_key_value_heads, **common_sizes(config))
 
     @property
     def query_width(self) -> int:
@@ -97,8 +95,8 @@ class ModelShape:
 
     @property
     def mlp_width(self) -> int:
-        """Inner values of one token, of all its experts."""
-        return self.chosen * self.inner
+        """Inner values of one token, of all its experts and of the shared one."""
+        return self.chosen * self.inner + self.shared
 
     @property
     def kv_token_bytes(self) -> float:
@@ -110,17 +108,20 @@ class ModelShape:
         """The weights of all experts, which ranks may share out; 0 for a plain MLP."""
         if self.experts == 1:
             return 0.0
-        return self.layers * 3 * self.hidden * self.inner * self.experts * self.value_bytes
+        mixed = self.layers - self.dense_layers
+        weights = mixed * self.mlp_matrices * self.hidden * self.inner * self.experts
+        return weights * self.value_bytes
 
     @property
     def weight_bytes(self) -> float:
         """All weights."""
-        attention = self.hidden * 2 * (self.query_width + self.kv_width)
         router = self.hidden * self.experts if self.experts > 1 else 0
-        mlp = 3 * self.hidden * self.inner * self.experts + router
-        layer = attention + mlp + 2 * self.hidden
+        mlp = self.mlp_matrices * self.hidden * (self.inner * self.experts + self.shared)
+        mixed = (self.layers - self.dense_layers) * (mlp + router)
+        dense = self.dense_layers * self.mlp_matrices * self.hidden * self.dense_inner
+        others = self.layers * (self._attention_weights() + 2 * self.hidden)
         matrices = 1 if self.is_tied else 2
-        whole = self.layers * layer + self.hidden + matrices * self.vocab * self.hidden
+        whole = mixed + dense + others + self.hidden + matrices * self.vocab * self.hidden
         return whole * self.value_bytes
 
     def step_work(
@@ -130,27 +131,64 @@ class ModelShape:
 
         ``read_tokens`` are tokens whose KV is read, ``pairs`` queries times keys.
         """
-        value, hidden = self.value_bytes, self.hidden
-        qkv = self.query_width + 2 * self.kv_width
-        kv_moved = 2 * self.kv_width * (read_tokens + tokens)
-        attention = Work(
-            (kv_moved + 2 * tokens * self.query_width) * value, 4 * self.query_width * pairs
-        )
-        # Between its two products the MLP's inner values need not leave the chip twice.
+        value, mixed = self.value_bytes, self.layers - self.dense_layers
         # Of experts drawn at random, those that some token has are read.
         read = self.experts * (1 - (1 - self.chosen / self.experts) ** tokens)
-        width = self.chosen * self.inner
-        mlp = Work(
-            (3 * read * hidden * self.inner + 2 * tokens * (hidden + width)) * value,
-            6 * tokens * hidden * width,
-        )
-        return [
-            (self.layers, product(tokens, hidden, qkv, value, 1)),
-            (self.layers, attention),
-            (self.layers, product(tokens, self.query_width, hidden, value, 1)),
-            (self.layers, mlp),
-            (1, Work((hidden + logits) * self.vocab * value, 2 * logits * hidden * self.vocab)),
+        work = [
+            *((self.layers, product(tokens, *each, value, 1)) for each in self._products()),
+            (self.layers, self._attention(tokens, read_tokens, pairs)),
+            (mixed, self._mlp(tokens, self.inner, read, self.chosen)),
         ]
+        if self.shared:
+            work.append((mixed, self._mlp(tokens, self.shared, 1, 1)))
+        if self.dense_layers:
+            work.append((self.dense_layers, self._mlp(tokens, self.dense_inner, 1, 1)))
+        moved = (self.hidden + logits) * self.vocab * value
+        return [*work, (1, Work(moved, 2 * logits * self.hidden * self.vocab))]
+
+    def _products(self) -> list[tuple[int, int]]:
+        """(inputs, outputs) of the products of a layer's attention but for those of heads."""
+        queries, keys = self.query_width, self.kv_width
+        return [(self.hidden, queries + 2 * keys), (queries, self.hidden)]
+
+    def _attention_weights(self) -> int:
+        return sum(inputs * outputs for inputs, outputs in self._products())
+
+    def _attention(self, tokens: float, read_tokens: float, pairs: float) -> Work:
+        kv_moved = 2 * self.kv_width * (read_tokens + tokens)
+        moved = (kv_moved + 2 * tokens * self.query_width) * self.value_bytes
+        return Work(moved, 4 * self.query_width * pairs)
+
+    def _mlp(self, tokens: float, inner: float, read: float, chosen: float) -> Work:
+        """MLPs ``inner`` wide, of which ``read`` are read and a token has ``chosen``.
+
+        Between their products inner values need not leave the chip twice.
+        """
+        width, matrices = chosen * inner, self.mlp_matrices
+        moved = matrices * read * self.hidden * inner + 2 * tokens * (self.hidden + width)
+        flops = 2 * matrices * tokens * self.hidden * width
+        return Work(moved * self.value_bytes, flops)
+
+
+def common_sizes(config: PretrainedConfig) -> dict[str, Any]:
+    """The fields of a `ModelShape` that do not depend on what its cache holds."""
+    is_mixture = config.num_experts > 0
+    return {
+        "layers": config.num_hidden_layers,
+        "hidden": config.hidden_size,
+        "heads": config.num_attention_heads,
+        "head_size": config.head_size,
+        "inner": config.moe_intermediate_size if is_mixture else config.intermediate_size,
+        "vocab": config.vocab_size,
+        "experts": config.num_experts or 1,
+        "chosen": config.num_experts_per_tok or 1,
+        "shared": config.shared_expert_intermediate_size,
+        "dense_layers": len(config.dense_layers) if is_mixture else 0,
+        "dense_inner": config.intermediate_size,
+        "mlp_matrices": 3 if FAMILIES[config.architecture].is_gated else 2,
+        "is_tied": config.tie_word_embeddings,
+        "value_bytes": 4.0 if config.dtype == "float32" else 2.0,
+    }
 
 
 def _seconds(work: list[tuple[int, Work]], at: Ceilings) -> float:

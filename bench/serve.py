@@ -13,7 +13,7 @@ from trimaran.bench import results
 from trimaran.bench.latent_shape import shape_of
 from trimaran.bench.load import Load
 from trimaran.bench.roofline import output_tokens_per_s
-from trimaran.bench.shapes import SHAPES
+from trimaran.bench.shapes import pretrained_config
 from trimaran.client import bench, bench_report
 from trimaran.client.bench_flags import DEFAULT_URLS
 from trimaran.client.workload import Workload
@@ -162,7 +162,7 @@ def _limit(
     """The limit of requests that arrive at once; arrivals bound those that are paced."""
     if not args.ceilings_of or point["request_rate"] > 0:
         return {"limit_tok_s": None, "limit_pct": None}
-    shape = shape_of(SHAPES[args.shape])
+    shape = shape_of(pretrained_config(args.shape))
     most = min(load.requests, point["concurrency"])
     limit = output_tokens_per_s(shape, results.ceilings_in(facts), load.isl, load.osl, most)
     return {

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from trimaran.comm.errors import ConfigError
+from trimaran.worker.pretrained_config import PretrainedConfig
 
 _LLAMA = {
     "architectures": ["LlamaForCausalLM"],
@@ -79,3 +80,10 @@ def shape_config(name: str, dtype: str, max_seq_len: int) -> dict[str, Any]:
     if name not in SHAPES:
         raise ConfigError(f"no shape is called {name!r}; there are {', '.join(SHAPES)}")
     return {**SHAPES[name], "dtype": dtype, "max_position_embeddings": max_seq_len}
+
+
+def pretrained_config(
+    name: str, dtype: str = "bfloat16", max_seq_len: int = 4096
+) -> PretrainedConfig:
+    """The same as engines read it; raises ConfigError."""
+    return PretrainedConfig.from_huggingface(shape_config(name, dtype, max_seq_len), name)

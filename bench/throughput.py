@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import statistics
 from collections.abc import Iterator
 from dataclasses import replace
@@ -33,16 +32,18 @@ from trimaran.bench.offline_flags import (
 from trimaran.bench.peers import PeerRun, check_installed, run_peer
 from trimaran.bench.ranks import Ranks, connected, memory_of
 from trimaran.bench.roofline import Ceilings, ModelShape, output_tokens_per_s
-from trimaran.bench.shapes import shape_config
+from trimaran.bench.shapes import pretrained_config, shape_config
 from trimaran.comm.errors import ConfigError
 from trimaran.worker.config import ParallelConfig
 from trimaran.worker.engine import Engine
+from trimaran.worker.engine_folder import EngineFolder
+from trimaran.worker.models.registry import dtype_by_name
+from trimaran.worker.pretrained_config import PretrainedConfig
 
 _LEAST_STEPS = 3
 """Steps of a request up to the first that only decodes and follows another such."""
 
 Facts = dict[str, Any]
-_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 
 def run_throughput(args: argparse.Namespace) -> int:
@@ -172,7 +173,7 @@ def _subject(args: argparse.Namespace, loads: list[Load]) -> Iterator[_Subject |
             raise ConfigError("--peer compares engines on one device: leave it out, or ranks")
         with connected(config) as ranks:
             shape = shape_of(model)
-            limits = _limits(args, ranks, shape, model["dtype"])
+            limits = _limits(args, ranks, shape, model.dtype)
             peers = _peers(args, folder, model, loads)
             share = _memory_fraction(args, shape, ranks)
             cache = replace(config.cache, free_memory_fraction=share)
@@ -198,7 +199,7 @@ def _limits(
     """What the devices sustain, measured on all of them at once. Collective."""
     if args.ceiling_seconds <= 0:
         return None
-    limits = ceilings.measure_all(shape, ranks, _DTYPES[dtype], args.ceiling_seconds)
+    limits = ceilings.measure_all(shape, ranks, dtype_by_name(dtype), args.ceiling_seconds)
     if ranks.is_leader:
         tera = limits.flops / 1e12, limits.bandwidth / 1e12
         print(f"ceilings: {tera[0]:.1f} TFLOP/s, {tera[1]:.2f} TB/s")
@@ -213,7 +214,7 @@ def _peer_names(args: argparse.Namespace) -> list[str]:
 
 
 def _peers(
-    args: argparse.Namespace, folder: str, config: Facts, loads: list[Load]
+    args: argparse.Namespace, folder: str, config: PretrainedConfig, loads: list[Load]
 ) -> dict[str, list[list[float]]]:
     """The rates of each peer, before our own engine takes the device's memory."""
     found = {}
@@ -223,9 +224,9 @@ def _peers(
         work = PeerRun(
             model=folder,
             is_random=not args.model,
-            dtype=config["dtype"],
+            dtype=config.dtype,
             device=_device_of(args),
-            vocab_size=config["vocab_size"],
+            vocab_size=config.vocab_size,
             loads=loads,
             runs=args.runs,
             max_num_seqs=min(args.max_num_seqs, most),
@@ -246,22 +247,16 @@ def _device_of(args: argparse.Namespace) -> str:
 @contextlib.contextmanager
 def _folder(
     args: argparse.Namespace, loads: list[Load]
-) -> Iterator[tuple[str, dict[str, Any]]]:
+) -> Iterator[tuple[str, PretrainedConfig]]:
+    """The folder that the engine loads, and what it says of the model."""
     if args.model:
-        path = Path(args.model, "config.json")
-        if not path.is_file():
-            raise ConfigError(f"{args.model} holds no config.json: name a checkpoint's folder")
-        config = json.loads(path.read_text(encoding="utf-8"))
-        config = config.get("pretrained_config", config)
-        stored = config.get("dtype") or config.get("torch_dtype") or "bfloat16"
-        config["dtype"] = stored if args.dtype == "auto" else args.dtype
-        yield args.model, config
+        config = EngineFolder.load(args.model).config
+        yield args.model, config if args.dtype == "auto" else replace(config, dtype=args.dtype)
         return
     dtype = "bfloat16" if args.dtype == "auto" else args.dtype
     longest = max(load.isl + load.osl for load in loads)
-    config = shape_config(args.shape, dtype, longest)
-    with random_checkpoint(config) as folder:
-        yield folder, config
+    with random_checkpoint(shape_config(args.shape, dtype, longest)) as folder:
+        yield folder, pretrained_config(args.shape, dtype, longest)
 
 
 def _memory_fraction(args: argparse.Namespace, shape: ModelShape, ranks: Ranks) -> float:

@@ -41,6 +41,11 @@ class Family:
     ignored_parts: tuple[str, ...] = ()
     """Beginnings of the names of weights that belong to what is not served."""
 
+    @property
+    def is_gated(self) -> bool:
+        """Whether an MLP multiplies what it activates by a second product of its inputs."""
+        return self.activations is not PLAIN_ACTIVATIONS
+
 
 def _from_llama(values: Mapping[str, Any]) -> dict[str, Any]:
     heads = values["num_attention_heads"]

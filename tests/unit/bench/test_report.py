@@ -74,12 +74,25 @@ def test_latencies_have_a_table_of_their_own(tmp_path, capsys):
     assert "| 128/256 | 9.75 | 4.40 | 4.51 | 80.8 |" in capsys.readouterr().out
 
 
+def test_lines_without_a_limit_have_a_table_but_nothing_to_draw(tmp_path, capsys):
+    line = {key: value for key, value in OURS.items() if not key.startswith("limit")}
+    path = write(tmp_path / "results.jsonl", line)
+
+    assert main(["bench", "report", path]) == 0
+    assert "| 64 | 11,000 | 10,900 to 11,100 |  |  |" in capsys.readouterr().out
+
+    assert main(["bench", "report", path, "--plot", str(tmp_path / "plot.svg")]) == 2
+    assert "no line has a percentage of the limit to draw" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("content", "complaint"),
     [
         ("not json", "is not a file of JSON lines"),
         ("[1]", "is not a file of JSON objects"),
         ('{"benchmark": "weather"}', "no line names a benchmark"),
+        ('{"benchmark": "throughput"}', "a line of the benchmark 'throughput' lacks '"),
+        ('{"benchmark": "serve"}', "a line of the benchmark 'serve' lacks '"),
     ],
 )
 def test_files_of_other_kinds_are_refused(tmp_path, capsys, content, complaint):

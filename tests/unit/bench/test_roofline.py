@@ -13,11 +13,12 @@ from trimaran.bench.roofline import (
     prompt_s,
     resident_sequences,
 )
-from trimaran.bench.shapes import SHAPES
+from trimaran.bench.shapes import pretrained_config, shape_config
 from trimaran.bench.throughput import rank_weight_bytes
 from trimaran.worker.config import ParallelConfig
+from trimaran.worker.pretrained_config import PretrainedConfig
 
-SHAPE = ModelShape.of(SHAPES["llama8b"])
+SHAPE = ModelShape.of(pretrained_config("llama8b"))
 H200 = Ceilings(flops=680e12, bandwidth=4.3e12, memory=0.95 * 141e9)
 
 
@@ -68,7 +69,7 @@ def test_every_device_keeps_room_for_its_own_workspace():
 
 
 def test_lanes_hold_weights_of_their_own_but_for_the_experts_that_they_share():
-    shape = shape_of(SHAPES["mixtral"])
+    shape = shape_of(pretrained_config("mixtral"))
     alone, lanes, shared = (
         rank_weight_bytes(shape, parallel)
         for parallel in (
@@ -105,13 +106,14 @@ def test_limits_of_the_8b_shape_on_one_h200(isl, osl, most, limit):
     ],
 )
 def test_limits_of_a_mixture_of_experts_on_one_h200(isl, osl, most, limit):
-    shape = ModelShape.of(SHAPES["mixtral"])
+    shape = ModelShape.of(pretrained_config("mixtral"))
     assert shape.weight_bytes == pytest.approx(93.4e9, rel=1e-3)
     assert output_tokens_per_s(shape, H200, isl, osl, most) == pytest.approx(limit, rel=5e-3)
 
 
+_LITE = shape_config("deepseek_lite", "bfloat16", 4096)
 _V3 = {
-    **SHAPES["deepseek_lite"], "vocab_size": 129280, "hidden_size": 7168,
+    **_LITE, "vocab_size": 129280, "hidden_size": 7168,
     "intermediate_size": 18432, "moe_intermediate_size": 2048, "num_hidden_layers": 61,
     "num_attention_heads": 128, "q_lora_rank": 1536, "first_k_dense_replace": 3,
     "n_routed_experts": 256, "n_shared_experts": 1, "num_experts_per_tok": 8,
@@ -120,11 +122,11 @@ _V3 = {
 
 @pytest.mark.parametrize(
     ("config", "parameters", "cache_bytes"),
-    [(SHAPES["deepseek_lite"], 15.7e9, 31104), (_V3, 671e9, 70272)],
+    [(_LITE, 15.7e9, 31104), (_V3, 671e9, 70272)],
     ids=["V2 Lite", "V3"],
 )
 def test_shapes_with_latent_attention_have_their_known_sizes(config, parameters, cache_bytes):
-    shape = shape_of(config)
+    shape = shape_of(PretrainedConfig.from_huggingface(config, "a shape"))
     assert shape.weight_bytes == pytest.approx(2 * parameters, rel=2e-3)
     assert shape.kv_token_bytes == cache_bytes
     mixed = shape.layers - shape.dense_layers
@@ -134,7 +136,7 @@ def test_shapes_with_latent_attention_have_their_known_sizes(config, parameters,
 
 
 def test_a_large_batch_of_latent_attention_reads_its_cache_and_all_experts():
-    shape = shape_of(SHAPES["deepseek_lite"])
+    shape = shape_of(pretrained_config("deepseek_lite"))
     read = shape.weight_bytes - 2 * shape.vocab * shape.hidden
     read += 256 * 2048 * shape.kv_token_bytes
 
@@ -142,3 +144,56 @@ def test_a_large_batch_of_latent_attention_reads_its_cache_and_all_experts():
         read / H200.bandwidth, rel=0.05
     )
     assert prompt_s(shape, H200, 8192) > 2 * prompt_s(shape, H200, 4096)
+
+
+_GPT2 = {
+    "architectures": ["GPT2LMHeadModel"], "model_type": "gpt2", "vocab_size": 50257,
+    "n_embd": 768, "n_layer": 12, "n_head": 12, "n_positions": 1024, "dtype": "bfloat16",
+}  # fmt: skip
+_PHI = {
+    "architectures": ["PhiForCausalLM"], "model_type": "phi", "vocab_size": 51200,
+    "hidden_size": 2560, "intermediate_size": 10240, "num_hidden_layers": 32,
+    "num_attention_heads": 32, "max_position_embeddings": 2048, "dtype": "bfloat16",
+}  # fmt: skip
+_QWEN3_MOE = {
+    "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "vocab_size": 151936,
+    "hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 48, "head_dim": 128,
+    "num_attention_heads": 32, "num_key_value_heads": 4, "num_experts": 128,
+    "num_experts_per_tok": 8, "moe_intermediate_size": 768,
+    "max_position_embeddings": 40960, "rms_norm_eps": 1e-6, "dtype": "bfloat16",
+}  # fmt: skip
+_QWEN2_MOE = {
+    "architectures": ["Qwen2MoeForCausalLM"], "model_type": "qwen2_moe", "vocab_size": 151936,
+    "hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 24,
+    "num_attention_heads": 16, "num_key_value_heads": 16, "num_experts": 60,
+    "num_experts_per_tok": 4, "moe_intermediate_size": 1408,
+    "shared_expert_intermediate_size": 5632, "max_position_embeddings": 8192,
+    "rms_norm_eps": 1e-6,
+    "dtype": "bfloat16",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("config", "parameters", "active"),
+    [
+        (_GPT2, 124e6, 124e6),
+        (_PHI, 2.78e9, 2.78e9),
+        (_QWEN3_MOE, 30.5e9, 3.3e9),
+        (_QWEN2_MOE, 14.3e9, 2.7e9),
+    ],
+    ids=["GPT-2", "Phi 2", "Qwen3 30B A3B", "Qwen1.5 MoE A2.7B"],
+)
+def test_every_familys_weights_are_counted_as_an_engine_has_them(config, parameters, active):
+    read = PretrainedConfig.from_huggingface(config, "a folder")
+    built = PretrainedConfig.from_dict(read.to_dict(), "an engine folder")
+
+    shape = shape_of(read)
+
+    assert shape_of(built) == shape
+    assert shape.weight_bytes == pytest.approx(2 * parameters, rel=0.01)
+    idle = shape.expert_bytes * (1 - shape.chosen / shape.experts)
+    assert shape.weight_bytes - idle == pytest.approx(2 * active, rel=0.03)
+    # One sequence reads what its token needs, of the embedding a row.
+    embedding = 0 if shape.is_tied else 2 * shape.vocab * shape.hidden
+    least = (shape.weight_bytes - idle - embedding) / H200.bandwidth
+    assert decode_step_s(shape, H200, 1, 1) == pytest.approx(least, rel=0.02)

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import GPT2Config, GPT2LMHeadModel
 
 from trimaran.launcher.cli import main
 from trimaran.launcher.run_dir import RunDir
@@ -90,12 +91,32 @@ def test_a_checkpoint_is_measured_in_the_type_that_is_asked_for(tmp_path):
     assert (line["shape"], line["dtype"]) == ("base", "float32")
 
 
+def test_a_checkpoint_with_keys_of_its_own_is_held_against_its_limit(tmp_path):
+    config = GPT2Config(
+        n_embd=64, n_layer=2, n_head=4, vocab_size=128, n_positions=64, bos_token_id=0,
+        eos_token_id=0,
+    )  # fmt: skip
+    GPT2LMHeadModel(config).save_pretrained(tmp_path / "gpt2")
+    output = tmp_path / "results.jsonl"
+    flags = ["--model", str(tmp_path / "gpt2"), "--load", "5/3x1", "--runs", "1"]
+
+    code = main(
+        ["bench", "throughput", *flags, "--device", "cpu", "--ceiling-seconds", "0.1",
+         "--output", str(output)]
+    )  # fmt: skip
+
+    assert code == 0
+    line = json.loads(output.read_text())
+    assert (line["shape"], line["dtype"]) == ("gpt2", "float32")
+    assert line["limit_pct"] > 0
+
+
 @pytest.mark.parametrize(
     ("flags", "complaint"),
     [
         (["--load", "20x6"], "'20x6' is not a load"),
         (["--load", "20/0x6"], "start at 1"),
-        (["--model", "nowhere"], "holds no config.json"),
+        (["--model", "nowhere"], "nowhere: no such folder. Name an engine folder"),
         (["--gpu-memory", "1.5"], "--gpu-memory is 1.5"),
         (["--tp-size", "2"], "needs 2 ranks but 1 run"),
         (
