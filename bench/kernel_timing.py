@@ -46,7 +46,7 @@ def seconds_a_call(calls: Sequence[Callable[[], object]], device: torch.device) 
                 call()
         graph.capture_end()
         graph.replay()
-        times = [_replay_s(graph) for _ in range(_REPEATS)]
+        times = [replays_s(graph) for _ in range(_REPEATS)]
     del graph
     torch.cuda.synchronize(device)
     torch.cuda.empty_cache()
@@ -70,25 +70,41 @@ def microseconds_of_collective(
         if refresh is not None:
             refresh()
         torch.cuda.synchronize()
-        times.append(_replay_s(graph))
+        times.append(replays_s(graph))
     # The graph is freed only when the device has finished it.
     torch.cuda.synchronize()
     return 1e6 * statistics.median(times) / _COLLECTIVE_CALLS
+
+
+def captured(run: Callable[[], object]) -> torch.cuda.CUDAGraph:
+    """A graph of what one call launches, after a first call; it was replayed once."""
+    # Inputs were made on another stream.
+    torch.cuda.synchronize()
+    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()  # type: ignore[no-untyped-call, unused-ignore]
+    with torch.cuda.stream(stream):
+        run()
+        torch.cuda.synchronize()
+        with torch.cuda.graph(graph, stream=stream):
+            run()
+    graph.replay()
+    return graph
+
+
+def replays_s(graph: torch.cuda.CUDAGraph, count: int = 1) -> float:
+    """Mean time of some replays, one behind the other."""
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+    begin.record()
+    for _ in range(count):
+        graph.replay()
+    end.record()
+    end.synchronize()
+    return float(begin.elapsed_time(end)) / 1e3 / count
 
 
 @functools.cache
 def _stream(device: torch.device) -> torch.cuda.Stream:
     """One for all: freed memory serves its own stream alone."""
     return torch.cuda.Stream(device)  # type: ignore[no-untyped-call, no-any-return, unused-ignore]
-
-
-def _replay_s(graph: torch.cuda.CUDAGraph) -> float:
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-    begin.record()
-    graph.replay()
-    end.record()
-    end.synchronize()
-    return float(begin.elapsed_time(end)) / 1e3
 
 
 def _on_host(calls: Sequence[Callable[[], object]]) -> float:

@@ -12,11 +12,13 @@ from __future__ import annotations
 
 import argparse
 import random
+import statistics
 from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
+from trimaran.bench.kernel_timing import captured, replays_s
 from trimaran.kernels import cuda_decode, triton_attention_decode
 from trimaran.kernels.attention import AttentionMetadata, AttentionSpec
 
@@ -96,20 +98,8 @@ def time_us(decode: Decode, caches: Tensor, lengths: list[int], replays: int = 7
         for cache in caches:
             decode(query, cache, metadata, SPEC, output)
 
-    step()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        step()
-    times = []
-    for _ in range(replays):
-        first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        first.record()
-        graph.replay()
-        last.record()
-        last.synchronize()
-        times.append(first.elapsed_time(last))
-    return sorted(times)[replays // 2] / LAYERS * 1e3
+    graph = captured(step)
+    return 1e6 * statistics.median(replays_s(graph) for _ in range(replays)) / LAYERS
 
 
 def show(label: str, decode: Decode, caches: Tensor, lengths: list[int]) -> None:

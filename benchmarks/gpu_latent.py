@@ -11,11 +11,13 @@ in a cache that no second-level cache holds. A figure is the median over launche
 from __future__ import annotations
 
 import argparse
+import statistics
 from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
 
+from trimaran.bench.kernel_timing import captured, replays_s
 from trimaran.kernels import triton_latent_decode, triton_latent_prefill, triton_latent_prompts
 from trimaran.kernels.attention import AttentionMetadata, AttentionSpec, LatentHeads
 from trimaran.kernels.gpu import TritonOps
@@ -62,21 +64,13 @@ def metadata_of(past: int, queries: int, count: int) -> AttentionMetadata:
 
 def time_us(launch: Callable[[], object], count: int = 12) -> float:
     """Microseconds of one launch, from a graph of several."""
-    launch()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+
+    def launches() -> None:
         for _ in range(count):
             launch()
-    times = []
-    for _ in range(7):
-        first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        first.record()
-        graph.replay()
-        last.record()
-        last.synchronize()
-        times.append(first.elapsed_time(last))
-    return sorted(times)[3] / count * 1e3
+
+    graph = captured(launches)
+    return 1e6 * statistics.median(replays_s(graph) for _ in range(7)) / count
 
 
 def decodes(

@@ -17,7 +17,7 @@ import argparse
 import json
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import astuple
 from pathlib import Path
@@ -26,6 +26,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from trimaran.bench.kernel_timing import captured, replays_s
 from trimaran.kernels.experts import MeasuredExperts
 from trimaran.kernels.grouped_gemm import compile_grouped
 from trimaran.kernels.grouped_table import (
@@ -102,12 +103,12 @@ class Mixtures:
             for matrices, choice in zip(self._weights, chosen, strict=True):
                 mixture.expert_mlp(x, *choice, *matrices)
 
-        graph = _captured(run)
+        graph = captured(run)
         if tokens < SUSTAINED_TOKENS:
-            return statistics.median(_replays_us(graph, 1) for _ in range(9)) / NUM_LAYERS
-        once_us = _replays_us(graph, 2)
-        _replays_us(graph, int(0.2e6 / once_us) + 1)
-        return _replays_us(graph, int(0.3e6 / once_us) + 1) / NUM_LAYERS
+            return 1e6 * statistics.median(replays_s(graph) for _ in range(9)) / NUM_LAYERS
+        once_s = replays_s(graph, 2)
+        replays_s(graph, int(0.2 / once_s) + 1)
+        return 1e6 * replays_s(graph, int(0.3 / once_s) + 1) / NUM_LAYERS
 
     def limit_us(self, tokens: int) -> float:
         """The least time that memory and multipliers allow."""
@@ -202,28 +203,6 @@ def _drawn(*shape: int) -> Tensor:
     return 0.02 * torch.randn(shape, device=DEVICE, dtype=DTYPE)
 
 
-def _captured(run: Callable[[], None]) -> torch.cuda.CUDAGraph:
-    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        run()
-        torch.cuda.synchronize()
-        with torch.cuda.graph(graph, stream=stream):
-            run()
-    graph.replay()
-    return graph
-
-
-def _replays_us(graph: torch.cuda.CUDAGraph, count: int) -> float:
-    """Mean time of some replays, one behind the other."""
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    begin.record()
-    for _ in range(count):
-        graph.replay()
-    end.record()
-    end.synchronize()
-    return begin.elapsed_time(end) * 1e3 / count
-
-
 def main() -> None:
     """See the module's text."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -235,6 +214,8 @@ def main() -> None:
     parser.add_argument("--inner", type=int, default=14336, help="of this rank's experts")
     parser.add_argument("--tokens", nargs="+", type=int, default=TOKENS)
     args = parser.parse_args()
+    if not torch.cuda.is_available():
+        raise SystemExit("torch finds no GPU here: run this on a machine with one")
     shape = Shape(args.experts, args.chosen, args.hidden, args.inner, args.parts)
     start = time.monotonic()
     compile_all(shape, args.tokens)

@@ -24,7 +24,7 @@ import functools
 import json
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -33,6 +33,7 @@ import torch
 from product_cuts import COPIED_BYTES_S, SUSTAINED_ROWS, Product
 from torch import Tensor
 
+from trimaran.bench.kernel_timing import captured, replays_s
 from trimaran.kernels import triton_norm
 from trimaran.kernels.attention import AttentionMetadata, AttentionSpec
 from trimaran.kernels.decode_attention import HopperDecodes
@@ -188,10 +189,10 @@ class Layers:
         decodes = self._decodes_of(rows)
         graph = captured(lambda: self._run(products, decodes, x, residual))
         if rows < self._sustained_rows:
-            return statistics.median(_replays_us(graph, 1) for _ in range(7)) / NUM_LAYERS
-        once_us = _replays_us(graph, 2)
-        _replays_us(graph, int(0.4e6 * self._trial_s / once_us) + 1)
-        return _replays_us(graph, int(0.6e6 * self._trial_s / once_us) + 1) / NUM_LAYERS
+            return 1e6 * statistics.median(replays_s(graph) for _ in range(7)) / NUM_LAYERS
+        once_s = replays_s(graph, 2)
+        replays_s(graph, int(0.4 * self._trial_s / once_s) + 1)
+        return 1e6 * replays_s(graph, int(0.6 * self._trial_s / once_s) + 1) / NUM_LAYERS
 
     def _decodes_of(self, rows: int) -> Decodes | None:
         if not self.sizes.context:
@@ -257,28 +258,6 @@ def _as_list(cut: Choice) -> list[int] | None:
     while rare and rare[-1] == usual[len(rare) - 1]:
         rare.pop()
     return numbers + rare
-
-
-def captured(run: Callable[[], None]) -> torch.cuda.CUDAGraph:
-    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        run()
-        torch.cuda.synchronize()
-        with torch.cuda.graph(graph, stream=stream):
-            run()
-    graph.replay()
-    return graph
-
-
-def _replays_us(graph: torch.cuda.CUDAGraph, count: int) -> float:
-    """Mean time of some replays, one behind the other."""
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    begin.record()
-    for _ in range(count):
-        graph.replay()
-    end.record()
-    end.synchronize()
-    return begin.elapsed_time(end) * 1e3 / count
 
 
 class Candidates:
@@ -384,6 +363,8 @@ def flags() -> argparse.ArgumentParser:
 def main() -> None:
     """See the module's text."""
     args = flags().parse_args()
+    if not (args.compile_only or torch.cuda.is_available()):
+        raise SystemExit("torch finds no GPU here: run this on a machine with one")
     entries = json.loads(args.output.read_text()) if args.output.exists() else {}
     sizes, start = Sizes(args), time.monotonic()
     candidates = Candidates(args.cuts, json.loads(args.also.read_text()) if args.also else {})
