@@ -23,8 +23,6 @@ if "--mpi" in sys.argv:
 else:
     RANK, SIZE = int(os.environ.get("TEST_RANK", "0")), int(os.environ.get("TEST_SIZE", "1"))
 
-from tritonclient.grpc.model_config_pb2 import ModelConfig
-
 from trimaran.comm.env import ChildEnv
 from trimaran.comm.supervisor_link import SupervisorLink
 
@@ -78,6 +76,9 @@ class Requests:
         for line in taken.read_text().splitlines():
             request_id, verb, arguments = json.loads(line)
             if verb == "start_groups":
+                # Half of a child's start, were it imported by all.
+                from tritonclient.grpc.model_config_pb2 import ModelConfig
+
                 config = ModelConfig(name=arguments["model"], backend="python")
                 arguments["config"] = config.SerializeToString()
             if verb == "remember":

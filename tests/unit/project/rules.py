@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import subprocess
 from dataclasses import dataclass
 from pathlib import Path
@@ -57,12 +58,14 @@ def tracked_files(*patterns: str) -> list[Path]:
 
 def sources(*folders: str) -> list[Source]:
     """The parsed Python files below these top-level folders."""
-    found = []
-    for path in tracked_files(*(f"{folder}/*.py" for folder in folders)):
-        text = path.read_text(encoding="utf-8")
-        package = path.relative_to(ROOT).parts[0]
-        found.append(Source(path, package, ast.parse(text), text.count("\n")))
-    return found
+    return [_source(path) for path in tracked_files(*(f"{folder}/*.py" for folder in folders))]
+
+
+@functools.cache
+def _source(path: Path) -> Source:
+    text = path.read_text(encoding="utf-8")
+    package = path.relative_to(ROOT).parts[0]
+    return Source(path, package, ast.parse(text), text.count("\n"))
 
 
 def functions(source: Source) -> list[ast.FunctionDef | ast.AsyncFunctionDef]:
