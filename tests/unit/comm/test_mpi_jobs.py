@@ -109,6 +109,13 @@ def test_a_rank_alone_leaves_no_segment_of_shared_memory(tmp_path, transports):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_rank_alone_opens_no_transport_that_sleeps_in_every_start():
+    done = run_alone(OMPI_MCA_btl="", OMPI_MCA_btl_base_verbose="100")
+
+    assert "component tcp open" in done.stderr
+    assert "component ofi open" not in done.stderr
+
+
 def test_a_starter_that_counts_tasks_otherwise_is_believed_over_slurm():
     done = run_alone(OMPI_COMM_WORLD_SIZE="1", SLURM_STEP_NUM_TASKS="8")
 
