@@ -5,6 +5,7 @@ from __future__ import annotations
 from trimaran.comm import mpi  # isort: skip  # initialises MPI: nothing that can fail comes first
 
 import faulthandler
+import gc
 import logging
 import os
 import select
@@ -20,6 +21,7 @@ from trimaran.comm.supervisor_link import SupervisorLink
 from trimaran.comm.waits import Waits
 from trimaran.comm.watchdog import Watchdog
 from trimaran.worker.config import ParallelConfig, RankConfig
+from trimaran.worker.garbage import GarbageCollection
 from trimaran.worker.start_times import StartTimes
 
 if TYPE_CHECKING:
@@ -116,14 +118,17 @@ class RankProcess:
         link = self._require_link()
         link.state("loading", "connecting the ranks")
         # torch is imported only now: MPI and the supervisor have known us for a second.
-        import torch
+        # All of it stays, yet looking for garbage amid it would be a quarter of the time.
+        with GarbageCollection():
+            import torch
 
-        from trimaran.comm.control import connect_control
-        from trimaran.worker.affinity import pin_near
-        from trimaran.worker.compile_watch import watch_compilations
-        from trimaran.worker.device import select_device
-        from trimaran.worker.engine import Engine
+            from trimaran.comm.control import connect_control
+            from trimaran.worker.affinity import pin_near
+            from trimaran.worker.compile_watch import watch_compilations
+            from trimaran.worker.device import select_device
+            from trimaran.worker.engine import Engine
 
+            gc.freeze()
         torch.set_num_threads(config.engine.num_threads)
         topology = _topology(world, config.engine.parallel)
         self._times.end("torch")
