@@ -63,8 +63,8 @@ def test_points_without_time_are_named_and_make_the_exit_code_1(tmp_path):
     path = tmp_path / "lines.jsonl"
     flags = ["--protocols", "http", "--points", "467/256@2", *SMALL, "--json", path]
 
-    # More than a start takes, less than one with the point.
-    code, out, err = run(*flags, "--seconds", "40", "--requests", "60")
+    # More than a start takes, less than what so many runs of the point are given.
+    code, out, err = run(*flags, "--seconds", "40", "--runs", "4")
 
     assert code == 1
     assert "left out: http 467/256@2" in err, out + err
@@ -85,7 +85,7 @@ def test_an_unknown_point_is_refused():
 
 
 def test_a_signal_ends_the_server_and_the_load_too():
-    flags = ["--protocols", "http", "--points", "467/256@2", *SMALL, "--requests", "40"]
+    flags = ["--protocols", "http", "--points", "467/256@2", *SMALL]
     with start(*flags) as script:
         try:
             below = processes_below(script, awaited="--multiprocessing-fork")
