@@ -136,8 +136,9 @@ def load_engine(
     budget = adapter_bytes(config.lora, topology, device, step_bytes)
     budget = _agreed(budget, tp, device, links)
     adapters = load_adapters(
-        config.lora, runner, limits, budget, links, is_deterministic=config.deterministic
-    )
+        config.lora, runner, limits, budget, links,
+        is_leader=topology.rank == 0, is_deterministic=config.deterministic,
+    )  # fmt: skip
     _warm_up(runner, limits, sizes, prompt_sizes, has_adapters=config.lora.has_graphs)
     if expert_loads is not None:
         # Steps of the warm-up are nobody's.

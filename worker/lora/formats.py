@@ -27,20 +27,24 @@ CONFIG_FILES = ("model.lora_config.npy", "model.lora_keys.npy")
 _DTYPES = {"FP16": "<f2", "FP32": "<f4", "BF16": "<u2"}
 
 
-class AdapterSource(Protocol):
-    """An adapter wherever it is."""
+class CheckedSource(Protocol):
+    """An adapter that was checked, wherever it is."""
 
     @property
     def ranks(self) -> list[tuple[int, int, int]]:
         """(module, layer, rank) of all pairs of matrices."""
         ...
 
-    def check(self, layout: AdapterLayout, max_rank: int) -> None:
-        """Raise `AdapterFormatError` unless a model of this layout can use all of it."""
+    def matrices(self, layout: AdapterLayout) -> Iterator[Matrices]:
+        """The matrices of an adapter that was checked, the same whenever they are asked for."""
         ...
 
-    def matrices(self, layout: AdapterLayout) -> Iterator[Matrices]:
-        """The matrices of an adapter that was checked."""
+
+class AdapterSource(CheckedSource, Protocol):
+    """An adapter as it comes."""
+
+    def check(self, layout: AdapterLayout, max_rank: int) -> None:
+        """Raise `AdapterFormatError` unless a model of this layout can use all of it."""
         ...
 
 
@@ -145,7 +149,7 @@ def version_of(folder: Path) -> int:
 def read_folder(folder: Path) -> AdapterSource:
     """The adapter of a folder: the converter's two files, or else PEFT's.
 
-    Weights are read when they are needed.
+    PEFT's weights are read when they are asked for first, once the rest was checked.
 
     Raises:
         AdapterFormatError: names the file and what is wrong with it.
@@ -165,11 +169,16 @@ def read_folder(folder: Path) -> AdapterSource:
 
 
 def _read_array(path: Path) -> npt.NDArray[Any]:
+    """A file's array in memory of ours: a file that is mapped and then cut ends the process."""
     try:
-        array: npt.NDArray[Any] = np.load(path, mmap_mode="r")
+        # No page of it is looked at: it says what the file should hold, and where.
+        mapped = np.lib.format.open_memmap(path, mode="r")
+        values: npt.NDArray[Any] = np.fromfile(
+            path, dtype=mapped.dtype, count=mapped.size, offset=mapped.offset
+        )
+        return values.reshape(mapped.shape, order="F" if mapped.flags.fnc else "C")
     except (OSError, ValueError) as error:
         raise AdapterFormatError(f"{path}: cannot be read: {error}") from None
-    return array
 
 
 def to_tensors(matrices: Sequence[Matrices]) -> AdapterTensors:

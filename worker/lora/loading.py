@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
 
 import torch
 
@@ -12,6 +13,7 @@ from trimaran.worker.config import LoraConfig, SchedulerConfig
 from trimaran.worker.kv_cache.sizing import free_bytes
 from trimaran.worker.lora.layout import AdapterLayout
 from trimaran.worker.lora.manager import AdapterManager
+from trimaran.worker.lora.sent import OutgoingAdapter, Row
 from trimaran.worker.lora.store import AdapterStore, HostSlots, Slots
 from trimaran.worker.model_runner import ModelRunner
 
@@ -37,11 +39,13 @@ def load_adapters(
     budget: int,
     links: PipelineLinks,
     *,
+    is_leader: bool,
     is_deterministic: bool,
 ) -> AdapterManager:
     """Let a runner's layers take adapters, and load those of the folder. Collective.
 
-    ``budget`` bytes are there for adapters in use, at most one a row.
+    ``budget`` bytes are there for adapters in use, at most one a row. The leader alone reads
+    the folder, whose files may be others by the time that others would.
     """
     model = runner.model
     layout = AdapterLayout(model)
@@ -71,9 +75,24 @@ def load_adapters(
     )
     manager = AdapterManager(layout, config, element_bytes, size, num_rows)
     manager.is_packed = store.is_packed
-    for number, source in manager.prefetch():
-        store.put(number, source)
+    found = manager.prefetch() if is_leader else iter(())
+    while (told := links.all_gather(_next_of(found))[0]) is not None:
+        number, rows, pieces = told
+        store.expect(number, rows)
+        for piece in pieces:
+            store.take_piece(number, piece)
+        # What is cut out of it is much less than the whole.
+        store.wait_for(number)
     if manager.num_on_host:
         logger.info("%d LoRA adapters of %s", manager.num_on_host, config.prefetch_dir)
     runner.adapters = store
     return manager
+
+
+def _next_of(
+    found: Iterator[tuple[int, OutgoingAdapter]],
+) -> tuple[int, list[Row], list[bytes]] | None:
+    """What the leader tells all ranks of the next adapter; None where there is no other."""
+    for number, outgoing in found:
+        return number, outgoing.rows, list(map(bytes, outgoing.pieces()))
+    return None

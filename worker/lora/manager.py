@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections import OrderedDict
-from collections.abc import Callable
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,8 @@ from trimaran.worker.lora.arena import Arena
 from trimaran.worker.lora.folders import AdapterFolders, key_of
 from trimaran.worker.lora.formats import AdapterSource, AdapterTensors
 from trimaran.worker.lora.layout import AdapterFormatError, AdapterLayout, check_values
-from trimaran.worker.lora.store import DROP, LOAD, PUT
+from trimaran.worker.lora.sent import PIECE_BYTES, OutgoingAdapter
+from trimaran.worker.lora.store import DROP, EXPECT, LOAD, PIECE, PUT
 from trimaran.worker.request import Request
 
 logger = logging.getLogger(__name__)
@@ -26,6 +27,10 @@ _SHOWN_CHARACTERS = 256
 
 _MANY = 256
 """So many requests of an adapter are kept before those that are over are looked for."""
+
+_MOST_SENT_BYTES = (1 << 31) - (64 << 20)
+"""Of an adapter from a folder: a decision may have to hold it all, and no larger one can be
+sent to other hosts."""
 
 _MOST_SEEN = 4096
 """Contents of adapters that need no second look: what was asked for lately."""
@@ -111,6 +116,8 @@ class AdapterManager:
         self.num_loaded = 0
         """Times that an adapter was brought to where the model runs."""
         self._ops: list[AdapterOp] = []
+        self._unsent: OrderedDict[int, deque[memoryview]] = OrderedDict()
+        """Pieces of adapters of folders that no decision has held yet, by number."""
 
     def of_another_lane(self) -> AdapterManager:
         """One for ranks that hold what this one's hold; before anything is decided."""
@@ -122,7 +129,8 @@ class AdapterManager:
             len(self._free_slots),
         )
         other._finite = self._finite
-        other.prefetch()
+        for adapter in self._on_host.values():
+            other._keep(adapter.key, adapter.size, adapter.content)
         return other
 
     # ---- requests ------------------------------------------------------------------------
@@ -186,7 +194,9 @@ class AdapterManager:
         tensors = AdapterTensors.from_wire(given["weights"], given["config"])
         size = self._checked_size(tensors)
         self._check_values(tensors, content)
-        return self._put(key, size, content, given)
+        adapter = self._keep(key, size, content)
+        self._ops.append((PUT, adapter.number, given))
+        return adapter
 
     def _from_folder(self, key: Key, folder: Path, cached: Adapter | None) -> Adapter:
         content = self._folders.content(folder)
@@ -195,17 +205,32 @@ class AdapterManager:
         source = self._folders.read(folder)
         size = self._checked_size(source)
         self._check_values(source, content)
-        return self._put(key, size, content, {"folder": str(folder)})
+        outgoing = self._outgoing(source)
+        adapter = self._keep(key, size, content)
+        self._ops.append((EXPECT, adapter.number, outgoing.rows))
+        self._unsent[adapter.number] = deque(outgoing.pieces())
+        return adapter
 
-    def prefetch(self) -> list[tuple[int, AdapterSource]]:
-        """The adapters of all folders, as many as the host cache holds; no decision of them.
+    def _outgoing(self, source: AdapterSource) -> OutgoingAdapter:
+        """What all ranks get of an adapter that this one reads."""
+        num_elements = 0
+        for module, layer, rank in source.ranks:
+            num_elements += rank * sum(self._layout.shape_of(module, layer) or ())
+        num_bytes = num_elements * self._element_bytes
+        if num_bytes > _MOST_SENT_BYTES:
+            raise AdapterFormatError(
+                f"the adapter takes {num_bytes} bytes in the model's type, but at most "
+                f"{_MOST_SENT_BYTES} can be sent to all ranks. Serve one of a smaller size."
+            )
+        return OutgoingAdapter.of(source.matrices(self._layout), self._layout.dtype)
 
-        Every rank does this at the start, in one order.
-        """
-        found = []
+    def prefetch(self) -> Iterator[tuple[int, OutgoingAdapter]]:
+        """The adapters of all folders, as many as the host cache holds; no decision is to tell
+        other ranks of them. For the start."""
         for key, folder in self._folders.all():
             try:
-                source, content = self._folders.read(folder), self._folders.content(folder)
+                content = self._folders.content(folder)
+                source = self._folders.read(folder)
                 size = self._checked_size(source)
                 num_bytes = self._host_bytes + size * self._element_bytes
                 if num_bytes > self._config.host_memory_bytes:
@@ -214,17 +239,15 @@ class AdapterManager:
                     )
                     continue
                 self._check_values(source, content)
+                outgoing = self._outgoing(source)
             except (AdapterFormatError, RequestError) as error:
                 logger.error("adapter %s is left out: %s", folder, error)
                 continue
-            adapter = self._put(key, size, content, {})
-            found.append((adapter.number, source))
-        self._ops.clear()
-        return found
+            yield self._keep(key, size, content).number, outgoing
 
     # ---- the host's cache ----------------------------------------------------------------
 
-    def _put(self, key: Key, size: int, content: object, source: dict[str, Any]) -> Adapter:
+    def _keep(self, key: Key, size: int, content: object) -> Adapter:
         """Keep a new adapter, or a new version of one, that was checked."""
         self._make_room(size)
         self._retire(key)
@@ -233,7 +256,6 @@ class AdapterManager:
         self._by_key[key] = adapter
         self._on_host[adapter.number] = adapter
         self._host_bytes += size * self._element_bytes
-        self._ops.append((PUT, adapter.number, source))
         return adapter
 
     def retire(self, task: int, given: dict[str, Any]) -> None:
@@ -304,6 +326,7 @@ class AdapterManager:
         if self._by_key.get(adapter.key) is adapter:
             del self._by_key[adapter.key]
         self._host_bytes -= adapter.size * self._element_bytes
+        self._unsent.pop(adapter.number, None)
         self._ops.append((DROP, adapter.number))
 
     # ---- where the model runs ------------------------------------------------------------
@@ -315,7 +338,8 @@ class AdapterManager:
             return True
         adapter = self._on_host[number]
         if not adapter.was_packed:
-            adapter.was_packed = adapter.slot >= 0 or self.is_packed(number)
+            is_there = number not in self._unsent and self.is_packed(number)
+            adapter.was_packed = adapter.slot >= 0 or is_there
         return adapter.was_packed
 
     def make_ready(self, number: int) -> bool:
@@ -344,6 +368,8 @@ class AdapterManager:
         adapter.first, adapter.slot = first, self._free_slots.pop()
         self._on_device[adapter.number] = adapter
         self.num_loaded += 1
+        for piece in self._unsent.pop(adapter.number, ()):
+            self._ops.append((PIECE, adapter.number, piece))
         self._ops.append((LOAD, adapter.number, adapter.slot, first))
         return True
 
@@ -356,8 +382,17 @@ class AdapterManager:
     # ---- what others are told ------------------------------------------------------------
 
     def take_ops(self) -> list[AdapterOp]:
-        """What the next decision has to say of adapters."""
+        """What the next decision has to say of adapters: with one that nobody can start with
+        yet come some pieces of those that are expected."""
         ops, self._ops = self._ops, []
+        room = PIECE_BYTES
+        while self._unsent and room > 0:
+            number, pieces = next(iter(self._unsent.items()))
+            if pieces:
+                ops.append((PIECE, number, pieces.popleft()))
+                room -= len(ops[-1][2])
+            if not pieces:
+                del self._unsent[number]
         return ops
 
     @property

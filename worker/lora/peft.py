@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError, safe_open
+from torch import Tensor
 
 from trimaran.comm.errors import ConfigError
 from trimaran.comm.input_files import read_text
@@ -20,6 +20,7 @@ from trimaran.worker.lora.layout import (
     Matrices,
     check_modules,
 )
+from trimaran.worker.lora.tensor_file import TensorFile
 
 PEFT_CONFIG, PEFT_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 
@@ -87,7 +88,7 @@ class _Pair:
 
 
 class PeftAdapter:
-    """A PEFT folder whose weights are read when they are needed."""
+    """A PEFT folder whose weights are read when they are needed, and then kept."""
 
     def __init__(self, folder: Path) -> None:
         """Read what the folder holds, but no weights.
@@ -103,14 +104,16 @@ class PeftAdapter:
                 "safe_serialization=True."
             )
         layers: dict[str, _Found] = {}
-        for key, shape in _stored_shapes(self._weights).items():
+        self._tensors: dict[str, Tensor] | None = None
+        self._file = TensorFile(self._weights)
+        for key, stored in self._file.tensors.items():
             path, _, kind = key.removesuffix(".weight").rpartition(".")
             if kind not in ("lora_A", "lora_B"):
                 raise AdapterFormatError(
                     f"{self._weights}: the tensor {key!r} is no LoRA matrix of a linear layer; "
                     "train the adapter on linear layers alone"
                 )
-            layers.setdefault(path, {})[kind] = key, shape
+            layers.setdefault(path, {})[kind] = key, stored.shape
         pairs = [
             pair for path, found in layers.items() for pair in self._named(config, path, found)
         ]
@@ -127,6 +130,11 @@ class PeftAdapter:
                 f"known: {', '.join(_PEFT_MODULES)}"
             )
         (a_key, a_shape), (b_key, b_shape) = found["lora_A"], found["lora_B"]
+        if not (len(a_shape) == len(b_shape) == 2 and a_shape[0]):
+            raise AdapterFormatError(
+                f"{self._weights}: {a_key} has shape {list(a_shape)} and {b_key} "
+                f"{list(b_shape)}, but they must be matrices of a size of at least 1"
+            )
         scale = _scale(config, words, a_shape[0])
         modules = _PEFT_MODULES[name].split()
         num_rows = b_shape[0] // len(modules)
@@ -167,27 +175,15 @@ class PeftAdapter:
         """The matrices by layer and module; the scaling is in the second ones.
 
         Raises:
-            AdapterFormatError: the file cannot be read any more.
+            AdapterFormatError: the file cannot be read any more, or holds something else.
         """
-        try:
-            with safe_open(self._weights, framework="pt") as file:
-                for pair in self._pairs:
-                    a = file.get_tensor(pair.a_key).float()
-                    b = file.get_tensor(pair.b_key).float() * pair.scale
-                    b = b.narrow(0, pair.first_row, pair.b_shape[0])
-                    yield Matrices(pair.module, pair.layer, a, b)
-        except (OSError, SafetensorError) as error:
-            raise AdapterFormatError(f"{self._weights}: cannot be read: {error}") from None
-
-
-def _stored_shapes(path: Path) -> dict[str, _Shape]:
-    """The shapes of a file's tensors by name."""
-    try:
-        with safe_open(path, framework="pt") as file:
-            # It is no dictionary.
-            return {key: tuple(file.get_slice(key).get_shape()) for key in file.keys()}  # noqa: SIM118
-    except (OSError, SafetensorError) as error:
-        raise AdapterFormatError(f"{path}: cannot be read: {error}") from None
+        if self._tensors is None:
+            self._tensors = self._file.read()
+        for pair in self._pairs:
+            a = self._tensors[pair.a_key].float()
+            b = self._tensors[pair.b_key].float() * pair.scale
+            b = b.narrow(0, pair.first_row, pair.b_shape[0])
+            yield Matrices(pair.module, pair.layer, a, b)
 
 
 def _peft_config(folder: Path) -> dict[str, Any]:

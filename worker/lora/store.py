@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
@@ -15,18 +14,20 @@ from torch import Tensor
 from trimaran.kernels.dispatch import Ops
 from trimaran.worker.layers.linear import ParallelLinear
 from trimaran.worker.layers.methods import AdapterState
-from trimaran.worker.lora.formats import AdapterSource, AdapterTensors, read_folder
+from trimaran.worker.lora.formats import AdapterTensors, CheckedSource
 from trimaran.worker.lora.layout import AdapterLayout, PackedAdapter, Target
+from trimaran.worker.lora.sent import ArrivingAdapter, Row
 from trimaran.worker.lora.step import NO_SLOT, RowSlots, tokens_by_slot
 from trimaran.worker.models.interfaces import CausalLM
 from trimaran.worker.step_types import Int32Array, SchedulerOutput
 
 # Shapes: T tokens of the step, I inputs and O outputs of a linear layer, D adapter size.
 
-PUT, DROP, LOAD = "put", "drop", "load"
+PUT, EXPECT, PIECE, DROP, LOAD = "put", "expect", "piece", "drop", "load"
 """What a decision can ask for, in `SchedulerOutput.adapter_ops`: keep an adapter on the host
-(number, its tensors or its folder), forget it (number), bring it to where the model runs
-(number, slot, first element)."""
+(number, its tensors), or one that comes in pieces (number, its rows), of which one is here
+(number, bytes), forget it (number), bring it to where the model runs (number, slot, first
+element)."""
 
 
 class Slots(Protocol):
@@ -70,6 +71,7 @@ class AdapterStore:
         self._state = model.adapters
         self._state.is_active = self._is_always_active = is_always_active
         self._rows = RowSlots(num_rows)
+        self._arriving: dict[int, ArrivingAdapter] = {}
         self._on_host: dict[int, Future[PackedAdapter]] = {}
         # Its thread is started by the first adapter.
         self._packer = ThreadPoolExecutor(1, thread_name_prefix="adapters")
@@ -110,9 +112,25 @@ class AdapterStore:
             self._state.has_tokens = False
             self._state.is_active = self._is_always_active
 
-    def put(self, number: int, source: AdapterSource) -> None:
+    def put(self, number: int, source: CheckedSource) -> None:
         """Keep this rank's share of an adapter that was checked; a thread cuts it out."""
         self._on_host[number] = self._packer.submit(self._pack, source)
+
+    def expect(self, number: int, rows: list[Row]) -> None:
+        """An adapter that was checked comes in pieces from now on."""
+        self._arriving[number] = ArrivingAdapter(rows, self._dtype)
+        self.take_piece(number, b"")
+
+    def take_piece(self, number: int, piece: bytes | memoryview) -> None:
+        """The next piece; with the last one the adapter is put."""
+        arriving = self._arriving[number]
+        arriving.add(piece)
+        if arriving.is_whole:
+            self.put(number, self._arriving.pop(number))
+
+    def wait_for(self, number: int) -> None:
+        """Wait until this rank's share of an adapter that was put is there."""
+        self._on_host[number].result()
 
     def is_packed(self, number: int) -> bool:
         """Whether this rank's share is there, so that to load it means no wait."""
@@ -123,7 +141,7 @@ class AdapterStore:
         """Pack no more."""
         self._packer.shutdown(wait=False, cancel_futures=True)
 
-    def _pack(self, source: AdapterSource) -> PackedAdapter:
+    def _pack(self, source: CheckedSource) -> PackedAdapter:
         size = self._layout.size_of(source.ranks)
         matrices = source.matrices(self._layout)
         is_transposed = self._slots.is_transposed
@@ -132,21 +150,20 @@ class AdapterStore:
     def _carry_out(self, op: Sequence[Any]) -> None:
         kind, number, *rest = op
         if kind == PUT:
-            self.put(number, _source(rest[0]))
+            given = rest[0]
+            self.put(number, AdapterTensors.from_wire(given["weights"], given["config"]))
+        elif kind == EXPECT:
+            self.expect(number, rest[0])
+        elif kind == PIECE:
+            self.take_piece(number, rest[0])
         elif kind == DROP:
-            del self._on_host[number]
+            self._arriving.pop(number, None)
+            self._on_host.pop(number, None)
             self._slot_of.pop(number, None)
         else:
             slot, first = rest
             self._slots.load(slot, first, self._on_host[number].result())
             self._slot_of[number] = slot
-
-
-def _source(given: dict[str, Any]) -> AdapterSource:
-    """An adapter in a message, or in a folder that every rank can read."""
-    if "folder" in given:
-        return read_folder(Path(given["folder"]))
-    return AdapterTensors.from_wire(given["weights"], given["config"])
 
 
 class HostSlots:

@@ -1,0 +1,253 @@
+"""Folders of adapters that somebody writes to while they are read, and files that are none."""
+
+from __future__ import annotations
+
+import os
+
+import msgpack
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from tests.unit.worker.lora_adapters import greedy, make_adapter, merged, write_peft
+from trimaran.comm.errors import ErrorKind, RequestError
+from trimaran.worker.config import LoraConfig
+from trimaran.worker.lora import manager, sent, store
+from trimaran.worker.lora.folders import AdapterFolders
+from trimaran.worker.lora.formats import read_folder, to_tensors, write_arrays
+from trimaran.worker.lora.layout import AdapterFormatError
+from trimaran.worker.lora.peft import PeftAdapter
+from trimaran.worker.lora.sent import ArrivingAdapter, OutgoingAdapter
+
+LENGTH = 8
+PEFT, ARRAYS = "adapter_model.safetensors", "model.lora_weights.npy"
+
+
+@pytest.fixture(scope="module")
+def adapter(model_folder):
+    return make_adapter(model_folder, seed=1)
+
+
+def write(folder, adapter, form):
+    if form == PEFT:
+        write_peft(folder, adapter, alpha=4.0)
+    else:
+        write_arrays(to_tensors(adapter), folder, "float32")
+
+
+def cut(folder, size=0):
+    for path in folder.iterdir():
+        os.truncate(path, size)
+
+
+def remove(folder):
+    for path in folder.iterdir():
+        path.unlink()
+
+
+def zero(folder):
+    for path in folder.iterdir():
+        path.write_bytes(bytes(path.stat().st_size))
+
+
+@pytest.mark.parametrize("damage", [cut, remove, zero])
+@pytest.mark.parametrize("form", [PEFT, ARRAYS])
+@pytest.mark.parametrize("is_prefetched", [False, True])
+def test_an_adapter_is_what_it_was_when_it_was_asked_for_whatever_becomes_of_its_files(
+    make_engine, model_folder, adapter, prompt_of, tmp_path, is_prefetched, form, damage
+):
+    if is_prefetched:
+        write(tmp_path / "a", adapter, form)
+    driver = make_engine(lora=LoraConfig(prefetch_dir=str(tmp_path)))
+    write(tmp_path / "a", adapter, form)
+    good = driver.submit([1, 2, 3], max_tokens=LENGTH)
+
+    asked = driver.submit(prompt_of(20), max_tokens=LENGTH, adapter={"name": "a"})
+    damage(tmp_path / "a")
+    driver.run()
+
+    expected = greedy(merged(model_folder, adapter), prompt_of(20), LENGTH)
+    assert driver.output(asked) == expected
+    assert len(driver.output(good)) == LENGTH
+    driver.check_idle()
+
+
+@pytest.mark.parametrize("form", [PEFT, ARRAYS])
+@pytest.mark.parametrize("size", [0, 4, 64, 300, 4000])
+def test_a_file_that_is_being_written_is_refused_until_it_is_whole(
+    make_engine, model_folder, adapter, prompt_of, tmp_path, form, size
+):
+    write(tmp_path / "a", adapter, form)
+    whole = (tmp_path / "a" / form).read_bytes()
+    os.truncate(tmp_path / "a" / form, size)
+    # At the start it is left out.
+    driver = make_engine(lora=LoraConfig(prefetch_dir=str(tmp_path)))
+    good = driver.submit([1, 2, 3], max_tokens=LENGTH)
+
+    with pytest.raises(RequestError, match=f"{form}: cannot be read") as caught:
+        driver.submit([1, 2], adapter={"name": "a"})
+    (tmp_path / "a" / form).write_bytes(whole)
+    asked = driver.submit(prompt_of(20), max_tokens=LENGTH, adapter={"name": "a"})
+    driver.run()
+
+    assert caught.value.kind is ErrorKind.INVALID_ARG
+    expected = greedy(merged(model_folder, adapter), prompt_of(20), LENGTH)
+    assert driver.output(asked) == expected
+    assert len(driver.output(good)) == LENGTH
+    driver.check_idle()
+
+
+def test_weights_that_change_between_their_names_and_their_numbers_are_refused(
+    adapter, tmp_path
+):
+    write_peft(tmp_path, adapter, alpha=4.0)
+    whole = (tmp_path / PEFT).read_bytes()
+    found = PeftAdapter(tmp_path)
+    save_file({"lora_A": torch.zeros(2, 2)}, tmp_path / PEFT)
+
+    with pytest.raises(AdapterFormatError, match="holds other tensors than a moment ago"):
+        list(found.matrices())
+    (tmp_path / PEFT).write_bytes(whole)
+    first = list(found.matrices())
+    (tmp_path / PEFT).unlink()
+    # What was checked is what is used.
+    for one, other in zip(first, found.matrices(), strict=True):
+        assert torch.equal(one.a, other.a) and torch.equal(one.b, other.b)
+
+
+def of_shapes(a, b):
+    """A file of two tensors, of float32."""
+    name = "model.layers.0.self_attn.q_proj.lora_"
+    return {f"{name}A.weight": torch.zeros(a), f"{name}B.weight": torch.zeros(b)}
+
+
+def with_header(header):
+    return len(header).to_bytes(8, "little") + header
+
+
+def of_type(dtype, num_bytes, begin, end):
+    said = f'{{"x": {{"dtype": "{dtype}", "shape": [1], "data_offsets": [{begin}, {end}]}}}}'
+    return with_header(said.encode()) + bytes(num_bytes)
+
+
+@pytest.mark.parametrize(
+    ("raw", "text"),
+    [
+        (b"", "cannot be read: it does not begin with the names and shapes of tensors"),
+        (b"\xff" * 8, "cannot be read: it does not begin with"),
+        (with_header(b"[4]"), "cannot be read: it does not begin with"),
+        (with_header(b"[" * 100_000), "cannot be read: it does not begin with"),
+        (with_header(b'{"x": {"dtype": "F32"}}'), "cannot be read: it does not begin with"),
+        (with_header(b'{"x": {"shape": ["y"]}}'), "cannot be read: it does not begin with"),
+        (with_header(b'{"x": {"shape": 3}}'), "cannot be read: it does not begin with"),
+        (
+            of_type("F32", 4, -2, 2),
+            r"cannot be read: 'x' of shape \[1\] has 4 bytes instead of",
+        ),
+        (of_type("F32", 4, 1 << 70, (1 << 70) + 4), "cannot be read: it ends before its last"),
+        (of_type("F32", 4, 0.0, 4), "cannot be read: it does not begin with"),
+        (of_type("F32", 4, "Infinity", 4), "cannot be read: it does not begin with"),
+        (of_type("F32", 3, 0, 3), "'x' of shape .1. has 3 bytes instead of 4"),
+        (of_type("I64", 8, 0, 8), "'x' is I64 but must be one of F64, F32, F16, BF16"),
+        (of_shapes((), (32,)), r"A.weight has shape \[\] and .* but they must be matrices"),
+        (of_shapes((0, 32), (32, 0)), r"A.weight has shape \[0, 32\] and .* of at least 1"),
+        (of_shapes((4,), (32, 4)), r"A.weight has shape \[4\] and .* must be matrices"),
+    ],
+)
+def test_weights_that_are_no_pairs_of_matrices_are_refused_and_left_out_at_the_start(
+    make_engine, adapter, tmp_path, raw, text
+):
+    for name in ("bad", "good"):
+        write_peft(tmp_path / name, adapter, alpha=4.0)
+    if isinstance(raw, bytes):
+        (tmp_path / "bad" / PEFT).write_bytes(raw)
+    else:
+        save_file(raw, tmp_path / "bad" / PEFT)
+
+    driver = make_engine(lora=LoraConfig(prefetch_dir=str(tmp_path)))
+    with pytest.raises(RequestError, match=text) as caught:
+        driver.submit([1, 2], adapter={"name": "bad"})
+    good = driver.submit([1, 2], max_tokens=4, adapter={"name": "good"})
+    driver.run()
+
+    assert caught.value.kind is ErrorKind.INVALID_ARG
+    assert len(driver.output(good)) == 4
+    assert driver.engine.stats()["lora_host_adapters"] == 1
+    driver.check_idle()
+
+
+def test_others_run_on_while_an_adapter_is_sent_in_pieces(
+    make_engine, model_folder, adapter, prompt_of, tmp_path, monkeypatch
+):
+    for module in (sent, manager):
+        monkeypatch.setattr(module, "PIECE_BYTES", 1000)
+    for name in ("a", "b"):
+        write_peft(tmp_path / name, adapter, alpha=4.0)
+    size = sum(one.a.nbytes + one.b.nbytes for one in adapter)
+    driver = make_engine(
+        lora=LoraConfig(prefetch_dir=str(tmp_path), host_memory_bytes=int(1.5 * size))
+    )
+    cache, pieces = driver.engine._adapters, []
+    take_ops = cache.take_ops
+
+    def look():
+        ops = take_ops()
+        pieces.append(sum(len(op[2]) for op in ops if op[0] == store.PIECE))
+        return ops
+
+    monkeypatch.setattr(cache, "take_ops", look)
+    running = driver.submit([1], max_tokens=100)
+    driver.step()
+    for name in "ba":
+        # The second takes the place of the first, of which some pieces were sent.
+        last = driver.submit(prompt_of(20), max_tokens=LENGTH, adapter={"name": name})
+        for _ in range(4):
+            driver.step()
+        assert not driver.output(last)
+        if name == "b":
+            driver.engine.cancel("client", [last])
+    driver.run()
+
+    assert max(pieces) < 2000 and sum(pieces) == size + sum(pieces[:5])
+    assert len(driver.output(running)) == 100
+    expected = greedy(merged(model_folder, adapter), prompt_of(20), LENGTH)
+    assert driver.output(last) == expected
+    # Where nothing runs it comes at once.
+    alone = driver.submit(prompt_of(20), max_tokens=LENGTH, adapter={"name": "b"})
+    driver.step()
+    assert pieces[-1] == size and len(driver.output(alone)) == 1
+    driver.run()
+    assert driver.output(alone) == expected
+    driver.check_idle()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_what_is_sent_is_what_the_model_would_hold(make_engine, adapter, dtype):
+    layout = make_engine().engine._adapters._layout
+    tensors = to_tensors(adapter)
+
+    outgoing = OutgoingAdapter.of(adapter, dtype)
+    arrived = ArrivingAdapter(msgpack.unpackb(msgpack.packb(outgoing.rows)), dtype)
+    for piece in outgoing.pieces():
+        assert not arrived.is_whole
+        arrived.add(msgpack.unpackb(msgpack.packb(piece)))
+    assert arrived.is_whole
+
+    assert arrived.ranks == tensors.ranks
+    size = layout.size_of(arrived.ranks)
+    for is_transposed in (False, True):
+        packed, expected = (
+            layout.pack(one.matrices(layout), size, dtype, is_transposed=is_transposed)
+            for one in (arrived, tensors)
+        )
+        assert torch.equal(packed.data, expected.data) and packed.placed == expected.placed
+
+
+def test_arrays_of_either_order_are_read_as_they_were_saved(adapter, tmp_path):
+    tensors = to_tensors(adapter)
+    write_arrays(tensors, tmp_path, "float32")
+    np.save(tmp_path / ARRAYS, np.asfortranarray(tensors.weights_NK))
+
+    assert np.array_equal(read_folder(tmp_path).weights_NK, tensors.weights_NK)
+    assert AdapterFolders(str(tmp_path.parent)).find(tmp_path.name) == tmp_path

@@ -1,0 +1,87 @@
+"""An adapter of a folder on its way from rank 0, which alone reads it, to all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from trimaran.worker.lora.layout import AdapterLayout, Matrices
+
+PIECE_BYTES = 4 << 20
+"""What a decision carries of adapters that nobody's next step needs: all wait for it."""
+
+Row = Sequence[int]
+"""(module, layer, rank, inputs, outputs) of a pair of matrices."""
+
+
+@dataclass(frozen=True, slots=True)
+class OutgoingAdapter:
+    """What rank 0 has read of an adapter, in the model's type."""
+
+    rows: list[Row]
+    parts: list[memoryview]
+    """Two matrices for each row."""
+
+    @classmethod
+    def of(cls, matrices: Iterable[Matrices], dtype: torch.dtype) -> OutgoingAdapter:
+        """Of matrices that are read once, here."""
+        rows: list[Row] = []
+        parts = []
+        for one in matrices:
+            rows.append((one.module, one.layer, *one.a.shape, one.b.shape[0]))
+            parts += [_raw(one.a.to(dtype)), _raw(one.b.to(dtype))]
+        return cls(rows, parts)
+
+    def pieces(self) -> Iterator[memoryview]:
+        """All of it in order, in pieces that are not too large for one step."""
+        for part in self.parts:
+            for place in range(0, len(part), PIECE_BYTES):
+                yield part[place : place + PIECE_BYTES]
+
+
+class ArrivingAdapter:
+    """The adapter on each rank, whole once all pieces have come.
+
+    Whoever rewrites a folder while it is served cannot make ranks differ: they all have
+    what one of them has read and checked.
+    """
+
+    def __init__(self, rows: list[Row], dtype: torch.dtype) -> None:
+        self._rows = rows
+        self._dtype = dtype
+        self._data = bytearray()
+        sizes = [rank * (inputs + outputs) for _, _, rank, inputs, outputs in rows]
+        self._num_bytes = sum(sizes) * dtype.itemsize
+
+    def add(self, piece: bytes | memoryview) -> None:
+        """Take the next piece."""
+        self._data += piece
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether no piece is missing."""
+        return len(self._data) == self._num_bytes
+
+    @property
+    def ranks(self) -> list[tuple[int, int, int]]:
+        """(module, layer, rank) of every pair of matrices."""
+        return [(module, layer, rank) for module, layer, rank, *_ in self._rows]
+
+    def matrices(self, layout: AdapterLayout) -> Iterator[Matrices]:
+        """The matrices, as they were sent: views of what came."""
+        if not self._rows:
+            return
+        values, place = torch.frombuffer(self._data, dtype=self._dtype), 0
+        for module, layer, rank, num_inputs, num_outputs in self._rows:
+            at_b = place + rank * num_inputs
+            end = at_b + rank * num_outputs
+            a, b = values[place:at_b].view(rank, -1), values[at_b:end].view(-1, rank)
+            yield Matrices(module, layer, a, b)
+            place = end
+
+
+def _raw(matrix: Tensor) -> memoryview:
+    return matrix.contiguous().view(-1).view(torch.uint8).numpy().data
