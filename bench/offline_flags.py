@@ -93,7 +93,7 @@ def add_peer(parser: argparse.ArgumentParser) -> None:
     """Other engines on the same work."""
     parser.add_argument(
         "--peer", action="append", choices=("transformers", "vllm"), metavar="NAME",
-        help="run it on the same loads too, once ours is gone: transformers, vllm",
+        help="run it on the same loads too, before ours: transformers, vllm",
     )  # fmt: skip
 
 

@@ -113,6 +113,8 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--json", default="", help="append the result to this file")
     args = parser.parse_args()
+    if not torch.cuda.is_available():
+        raise SystemExit("torch finds no GPU here: run this on a machine with one")
     device = torch.device("cuda", 0)
     pin_near(device)
     torch.cuda.init()

@@ -14,6 +14,7 @@ import argparse
 import json
 import sys
 import time
+import urllib.error
 import urllib.request
 from statistics import median
 from typing import Any
@@ -92,7 +93,10 @@ def main() -> int:
     add("--cached", type=int, default=8, metavar="N", help="prompts that share the prefix")
     add("--json", metavar="FILE", help="append the result as a JSON line")
     args = parser.parse_args()
-    line = measure(args)
+    try:
+        line = measure(args)
+    except urllib.error.URLError as error:
+        raise SystemExit(f"no answer from http://{args.url}: {error}") from None
     print(
         f"{args.prefix} + {args.suffix} tokens: {line['uncached_ms']:.1f} ms to the first "
         f"token, {line['cached_ms']:.1f} with a cached prefix: {line['times_sooner']:.1f} "

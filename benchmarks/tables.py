@@ -22,6 +22,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from trimaran.client import bench_report
+
 HERE = Path(__file__).resolve().parent
 TRIMARAN = str(Path(sys.executable).with_name("trimaran"))
 _POLL_S = 0.2
@@ -189,6 +191,8 @@ def main() -> int:
     add("--jobs", nargs="+", choices=JOBS, metavar="NAME", help=f"of {', '.join(JOBS)}")
     add("--seconds", type=float, default=float("inf"), metavar="S", help="for all (no bound)")
     args = parser.parse_args()
+    if (there := len(bench_report.gpus())) < args.gpus:
+        parser.error(f"--gpus is {args.gpus} but nvidia-smi tells of {there} here: name fewer")
     names = args.jobs or [name for name, job in JOBS.items() if job.num_gpus <= args.gpus]
     if large := [name for name in names if JOBS[name].num_gpus > args.gpus]:
         parser.error(f"--gpus is {args.gpus}, too few for {', '.join(large)}: leave them out")

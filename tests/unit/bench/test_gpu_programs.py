@@ -12,6 +12,7 @@ import pytest
 ROOT = Path(__file__).parents[3]
 PROGRAMS = {
     **{path.name: () for path in sorted((ROOT / "benchmarks").glob("gpu_*.py"))},
+    "host_memory.py": (),
     "tune_products.py": ("--output", "none.json"),
     "tune_experts.py": ("--output", "none.json"),
 }

@@ -72,3 +72,16 @@ def test_every_job_that_is_listed_is_a_command_of_ours(tables):
         script = Path(job.command[1])
         is_script = script.parent == SCRIPT.parent and script.exists()
         assert is_script or job.command[1] == "bench"
+
+
+def test_a_host_with_fewer_gpus_runs_nothing(tables, tmp_path, monkeypatch, capsys):
+    # Without a PATH nvidia-smi is not found, as on a host without GPUs.
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.setattr(sys, "argv", ["tables.py", "--gpus", "2", "--folder", str(tmp_path)])
+
+    with pytest.raises(SystemExit) as ended:
+        tables["main"]()
+
+    assert ended.value.code == 2
+    assert "--gpus is 2 but nvidia-smi tells of 0 here" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,24 @@
+"""`benchmarks/prefix_reuse.py`: what it says where nothing can be measured."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+from trimaran.bench.free_ports import free_ports
+
+SCRIPT = Path(__file__).parents[3] / "benchmarks" / "prefix_reuse.py"
+
+
+def test_without_a_server_one_sentence_names_the_address():
+    url = f"127.0.0.1:{free_ports(1)[0]}"
+
+    done = subprocess.run(
+        [sys.executable, SCRIPT, "--url", url, "--prefix", "8"],
+        capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+
+    assert done.returncode == 1
+    assert done.stderr.startswith(f"no answer from http://{url}: ")
+    assert done.stderr.count("\n") == 1
