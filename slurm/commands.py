@@ -6,6 +6,7 @@ import argparse
 from pathlib import Path
 
 from trimaran.comm.errors import ConfigError
+from trimaran.comm.flag_values import seconds
 from trimaran.slurm import queue
 from trimaran.slurm.job_spec import RARE, JobSpec, add_job_arguments
 from trimaran.slurm.render import render
@@ -30,7 +31,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     if hide is not None and take_flags is not None:
         hide(*RARE)
         take_flags("--serve-flags", "--sbatch")
-    add("--wait", type=float, default=600.0, metavar="S", help="wait so long; 0: do not (600)")
+    add(
+        "--wait", type=seconds, default=600.0, metavar="S", help="wait so long; 0: do not (600)"
+    )  # fmt: skip
 
 
 def run(args: argparse.Namespace) -> int:
@@ -92,7 +95,7 @@ def _submit(job: JobSpec, script: str, args: argparse.Namespace) -> int:
 
 def _stop(args: argparse.Namespace) -> int:
     if not args.job:
-        raise ConfigError("slurm stop: the job's id is missing")
+        raise ConfigError("slurm stop: the job's id is missing: trimaran slurm stop JOB")
     queue.drain(args.job)
     if args.wait <= 0:
         return 0

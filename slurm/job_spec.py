@@ -154,8 +154,8 @@ def _check_shape(args: argparse.Namespace) -> None:
         raise ConfigError(
             f"--replicas {args.replicas} goes with --template replicas, not {args.template}"
         )
-    if args.replicas:
-        _check_ports(args)
+    _check_ports(args)
+    _check_container(args)
     per_node = -(-args.world_size // args.nodes)
     if 0 < args.gpus_per_node < per_node:
         raise ConfigError(
@@ -164,10 +164,26 @@ def _check_shape(args: argparse.Namespace) -> None:
         )
 
 
+def _check_container(args: argparse.Namespace) -> None:
+    """Refuse what without a container, or in another one, has no effect."""
+    if args.container_mounts and not args.container_image:
+        raise ConfigError(
+            f"--container-mounts {args.container_mounts} has no effect without "
+            "--container-image: name that too, or leave it out"
+        )
+    if args.mpi != "pmix" and not (
+        args.container_image and args.template == "leader-multinode"
+    ):
+        raise ConfigError(
+            f"--mpi {args.mpi} is for --template leader-multinode with --container-image; "
+            "elsewhere the plug-in is chosen by the library that mpi4py loads. Leave it out."
+        )
+
+
 def _check_ports(args: argparse.Namespace) -> None:
-    """Refuse ports of which two replicas on a node would have the same, or one none."""
+    """Refuse ports of which two servers on a node would have the same, or one none."""
     names = ("http_port", "grpc_port", "metrics_port")
-    reach = PORT_SHIFT * (args.replicas - 1)
+    reach = PORT_SHIFT * max(args.replicas - 1, 0)
     for name, port_ in ((name, getattr(args, name)) for name in names):
         if port_ + reach > MAX_PORT:
             raise ConfigError(
@@ -177,7 +193,12 @@ def _check_ports(args: argparse.Namespace) -> None:
             )
     for one, other in itertools.combinations(names, 2):
         gap = abs(getattr(args, one) - getattr(args, other))
-        if gap and gap <= reach and gap % PORT_SHIFT == 0:
+        if not gap:
+            raise ConfigError(
+                f"--{one.replace('_', '-')} and --{other.replace('_', '-')} are both "
+                f"{getattr(args, one)}. Name another port for one of them."
+            )
+        if gap <= reach and gap % PORT_SHIFT == 0:
             raise ConfigError(
                 f"--{one.replace('_', '-')} {getattr(args, one)} and "
                 f"--{other.replace('_', '-')} {getattr(args, other)}: replicas on a node are "

@@ -147,6 +147,10 @@ def test_a_job_is_read_from_a_yaml_file(tmp_path: Path, capsys: pytest.CaptureFi
          "--http-port is 64000 and the last of 200 replicas would get 65990"),
         (["--template", "replicas", "--replicas", "2", "--grpc-port", "8010"],
          "--http-port 8000 and --grpc-port 8010: replicas on a node are 10 ports apart"),
+        (["--http-port", "8001"], "--http-port and --grpc-port are both 8001"),
+        (["--container-mounts", "/a:/a"], "has no effect without --container-image"),
+        (["--mpi", "pmi2"], "--mpi pmi2 is for --template leader-multinode with"),
+        (["--mpi", "pmi2", "--container-image", "x"], "elsewhere the plug-in is chosen by"),
         (["--log-dir", "/logs/%j"], "--log-dir"),
         (["--partition", "a b"], "--partition 'a b'"),
         (["--sbatch", "--exclusive\n--nice=1"], "reads none behind another line"),
@@ -166,6 +170,7 @@ def test_what_contradicts_itself_is_refused(flags: list[str], message: str):
         ("--http-port", "65536"),
         ("--grpc-port", "0"),
         ("--template", "replicas", "--replicas", "0"),
+        ("--wait", "nan"),
     ],
 )
 def test_a_number_that_no_job_can_have_is_refused(
