@@ -14,7 +14,7 @@ from token_stream import TokenStream
 PAIR, SINGLE = "pair", "single"
 WORLD_SIZES = {PAIR: 2, SINGLE: 1}
 PROMPTS = {PAIR: (12, 345, 678, 9), SINGLE: (9, 876, 543, 21, 5)}
-NUM_TOKENS = 400
+NUM_TOKENS = 300
 
 
 def write_models(

@@ -19,7 +19,7 @@ from served import BIN, InJob, Served, command_env
 
 GONE_IDLE_S = 5
 GONE_KILLED_S = 10
-NUM_TOKENS = 700
+NUM_TOKENS = 300
 UNDER_WAY = 20
 """Events after which a stream is in its midst."""
 STREAM = "/v2/models/ensemble/generate_stream"
