@@ -17,7 +17,7 @@ from trimaran.worker.lora.folders import AdapterFolders, key_of
 from trimaran.worker.lora.formats import AdapterSource, AdapterTensors
 from trimaran.worker.lora.layout import AdapterFormatError, AdapterLayout, check_values
 from trimaran.worker.lora.sent import PIECE_BYTES, OutgoingAdapter
-from trimaran.worker.lora.store import DROP, EXPECT, LOAD, PIECE, PUT
+from trimaran.worker.lora.store import DROP, EXPECT, LOAD, PIECE
 from trimaran.worker.request import Request
 
 logger = logging.getLogger(__name__)
@@ -29,7 +29,7 @@ _MANY = 256
 """So many requests of an adapter are kept before those that are over are looked for."""
 
 _MOST_SENT_BYTES = (1 << 31) - (64 << 20)
-"""Of an adapter from a folder: a decision may have to hold it all, and no larger one can be
+"""Of an adapter: a decision may have to hold it all, and no larger one can be
 sent to other hosts."""
 
 _MOST_SEEN = 4096
@@ -117,7 +117,7 @@ class AdapterManager:
         """Times that an adapter was brought to where the model runs."""
         self._ops: list[AdapterOp] = []
         self._unsent: OrderedDict[int, deque[memoryview]] = OrderedDict()
-        """Pieces of adapters of folders that no decision has held yet, by number."""
+        """Pieces of adapters that no decision has held yet, by number."""
 
     def of_another_lane(self) -> AdapterManager:
         """One for ranks that hold what this one's hold; before anything is decided."""
@@ -194,9 +194,7 @@ class AdapterManager:
         tensors = AdapterTensors.from_wire(given["weights"], given["config"])
         size = self._checked_size(tensors)
         self._check_values(tensors, content)
-        adapter = self._keep(key, size, content)
-        self._ops.append((PUT, adapter.number, given))
-        return adapter
+        return self._send(key, size, content, tensors)
 
     def _from_folder(self, key: Key, folder: Path, cached: Adapter | None) -> Adapter:
         content = self._folders.content(folder)
@@ -205,6 +203,10 @@ class AdapterManager:
         source = self._folders.read(folder)
         size = self._checked_size(source)
         self._check_values(source, content)
+        return self._send(key, size, content, source)
+
+    def _send(self, key: Key, size: int, content: object, source: AdapterSource) -> Adapter:
+        """Keep an adapter that was checked, and let all ranks have it."""
         outgoing = self._outgoing(source)
         adapter = self._keep(key, size, content)
         self._ops.append((EXPECT, adapter.number, outgoing.rows))
@@ -212,7 +214,7 @@ class AdapterManager:
         return adapter
 
     def _outgoing(self, source: AdapterSource) -> OutgoingAdapter:
-        """What all ranks get of an adapter that this one reads."""
+        """What all ranks get of an adapter."""
         num_elements = 0
         for module, layer, rank in source.ranks:
             num_elements += rank * sum(self._layout.shape_of(module, layer) or ())

@@ -1,4 +1,4 @@
-"""An adapter of a folder on its way from rank 0, which alone reads it, to all ranks."""
+"""An adapter on its way from rank 0, which alone reads and checks it, to all ranks."""
 
 from __future__ import annotations
 
@@ -45,8 +45,7 @@ class OutgoingAdapter:
 class ArrivingAdapter:
     """The adapter on each rank, whole once all pieces have come.
 
-    Whoever rewrites a folder while it is served cannot make ranks differ: they all have
-    what one of them has read and checked.
+    Whoever rewrites a folder while it is served cannot make ranks differ.
     """
 
     def __init__(self, rows: list[Row], dtype: torch.dtype) -> None:

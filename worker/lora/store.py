@@ -14,7 +14,7 @@ from torch import Tensor
 from trimaran.kernels.dispatch import Ops
 from trimaran.worker.layers.linear import ParallelLinear
 from trimaran.worker.layers.methods import AdapterState
-from trimaran.worker.lora.formats import AdapterTensors, CheckedSource
+from trimaran.worker.lora.formats import CheckedSource
 from trimaran.worker.lora.layout import AdapterLayout, PackedAdapter, Target
 from trimaran.worker.lora.sent import ArrivingAdapter, Row
 from trimaran.worker.lora.step import NO_SLOT, RowSlots, tokens_by_slot
@@ -23,11 +23,10 @@ from trimaran.worker.step_types import Int32Array, SchedulerOutput
 
 # Shapes: T tokens of the step, I inputs and O outputs of a linear layer, D adapter size.
 
-PUT, EXPECT, PIECE, DROP, LOAD = "put", "expect", "piece", "drop", "load"
+EXPECT, PIECE, DROP, LOAD = "expect", "piece", "drop", "load"
 """What a decision can ask for, in `SchedulerOutput.adapter_ops`: keep an adapter on the host
-(number, its tensors), or one that comes in pieces (number, its rows), of which one is here
-(number, bytes), forget it (number), bring it to where the model runs (number, slot, first
-element)."""
+that comes in pieces (number, its rows), of which one is here (number, bytes), forget it
+(number), bring it to where the model runs (number, slot, first element)."""
 
 
 class Slots(Protocol):
@@ -149,10 +148,7 @@ class AdapterStore:
 
     def _carry_out(self, op: Sequence[Any]) -> None:
         kind, number, *rest = op
-        if kind == PUT:
-            given = rest[0]
-            self.put(number, AdapterTensors.from_wire(given["weights"], given["config"]))
-        elif kind == EXPECT:
+        if kind == EXPECT:
             self.expect(number, rest[0])
         elif kind == PIECE:
             self.take_piece(number, rest[0])

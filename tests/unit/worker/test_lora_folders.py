@@ -10,7 +10,13 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from tests.unit.worker.lora_adapters import greedy, make_adapter, merged, write_peft
+from tests.unit.worker.lora_adapters import (
+    greedy,
+    make_adapter,
+    merged,
+    on_the_wire,
+    write_peft,
+)
 from trimaran.comm.errors import ErrorKind, RequestError
 from trimaran.worker.config import LoraConfig
 from trimaran.worker.lora import manager, sent, store
@@ -177,8 +183,9 @@ def test_weights_that_are_no_pairs_of_matrices_are_refused_and_left_out_at_the_s
     driver.check_idle()
 
 
+@pytest.mark.parametrize("place", ["folder", "request"])
 def test_others_run_on_while_an_adapter_is_sent_in_pieces(
-    make_engine, model_folder, adapter, prompt_of, tmp_path, monkeypatch
+    make_engine, model_folder, adapter, prompt_of, tmp_path, monkeypatch, place
 ):
     for module in (sent, manager):
         monkeypatch.setattr(module, "PIECE_BYTES", 1000)
@@ -188,6 +195,10 @@ def test_others_run_on_while_an_adapter_is_sent_in_pieces(
     driver = make_engine(
         lora=LoraConfig(prefetch_dir=str(tmp_path), host_memory_bytes=int(1.5 * size))
     )
+    given = {name: {"adapter": {"name": name}} for name in ("a", "b")}
+    if place == "request":
+        wire = {name: {**on_the_wire(adapter), "digest": name.encode()} for name in given}
+        given = {name: {"adapter_id": ord(name), "adapter": wire[name]} for name in given}
     cache, pieces = driver.engine._adapters, []
     take_ops = cache.take_ops
 
@@ -201,7 +212,7 @@ def test_others_run_on_while_an_adapter_is_sent_in_pieces(
     driver.step()
     for name in "ba":
         # The second takes the place of the first, of which some pieces were sent.
-        last = driver.submit(prompt_of(20), max_tokens=LENGTH, adapter={"name": name})
+        last = driver.submit(prompt_of(20), max_tokens=LENGTH, **given[name])
         for _ in range(4):
             driver.step()
         assert not driver.output(last)
@@ -214,7 +225,7 @@ def test_others_run_on_while_an_adapter_is_sent_in_pieces(
     expected = greedy(merged(model_folder, adapter), prompt_of(20), LENGTH)
     assert driver.output(last) == expected
     # Where nothing runs it comes at once.
-    alone = driver.submit(prompt_of(20), max_tokens=LENGTH, adapter={"name": "b"})
+    alone = driver.submit(prompt_of(20), max_tokens=LENGTH, **given["b"])
     driver.step()
     assert pieces[-1] == size and len(driver.output(alone)) == 1
     driver.run()
