@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib.metadata
 import json
 import os
-import platform
 import shlex
 import subprocess
 import sys
@@ -15,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trimaran.bench.roofline import Ceilings
+from trimaran.client.bench_report import cpu_model
 from trimaran.comm.errors import ConfigError
 from trimaran.comm.output_files import writing
 
@@ -41,7 +40,7 @@ def environment(device: torch.device, ceilings: Ceilings | None) -> dict[str, An
 def surroundings(gpu: str | None, ceilings: Ceilings | None) -> dict[str, Any]:
     """The same, of a GPU of this name, which is not touched; without one, of the CPU."""
     facts: dict[str, Any] = {
-        "device": gpu or _processor(),
+        "device": gpu or cpu_model(),
         "torch": _version("torch"),
         "triton": _version("triton") if gpu else None,
         "commit": commit(),
@@ -115,15 +114,6 @@ def read(paths: Sequence[str]) -> list[dict[str, Any]]:
             raise ConfigError(f"{path} is not a file of JSON objects, one a line")
         lines += found
     return lines
-
-
-def _processor() -> str:
-    """The processor's name as its kernel gives it."""
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.machine()
 
 
 def _git(folder: Path, *words: str) -> str | None:

@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from trimaran.bench.server_process import BIN, serving, write_random_model, write_repository
+from trimaran.client.bench_report import cpu_model
 
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],
@@ -146,7 +147,7 @@ def main() -> None:
 
         report = {
             "command": "benchmarks/cpu_serving.py",
-            "device": f"{cpu_name()}, {args.threads} threads",
+            "device": f"{cpu_model()}, {args.threads} threads",
             "python": platform.python_version(),
             "torch": torch.__version__,
             "transformers": transformers.__version__,
@@ -154,13 +155,6 @@ def main() -> None:
             "rows": rows,
         }
         args.json.write_text(json.dumps(report, indent=1) + "\n")
-
-
-def cpu_name() -> str:
-    """The processor's name as Linux gives it."""
-    lines = Path("/proc/cpuinfo").read_text().splitlines()
-    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.machine()
 
 
 if __name__ == "__main__":

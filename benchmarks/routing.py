@@ -28,9 +28,10 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from cpu_serving import CONFIG, cpu_name
+from cpu_serving import CONFIG
 
 from trimaran.bench.server_process import serving, write_random_model, write_repository
+from trimaran.client.bench_report import cpu_model
 
 WAYS = ("least_loaded", "prefix_aware")
 
@@ -167,7 +168,7 @@ def main() -> None:
     if args.json:
         report = {
             "command": "benchmarks/routing.py",
-            "device": "two GPUs" if args.device == "cuda" else f"{cpu_name()}, two threads",
+            "device": "two GPUs" if args.device == "cuda" else f"{cpu_model()}, two threads",
             "python": platform.python_version(),
             "settings": {k: v for k, v in vars(args).items() if isinstance(v, (int, str))},
             "load_average_before": before,

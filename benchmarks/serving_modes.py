@@ -25,9 +25,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import psutil
-from cpu_serving import CONFIG, LENGTH, bench, cpu_name
+from cpu_serving import CONFIG, LENGTH, bench
 
 from trimaran.bench.server_process import serving, write_random_model, write_repository
+from trimaran.client.bench_report import cpu_model
 
 MODES = {
     "leader": (),
@@ -148,7 +149,7 @@ def main() -> None:
         report = {
             "command": "benchmarks/serving_modes.py",
             "device": args.device if args.device == "cpu" else gpu_name(),
-            "cpu": f"{cpu_name()}, {args.threads} threads",
+            "cpu": f"{cpu_model()}, {args.threads} threads",
             "python": platform.python_version(),
             "rounds": args.rounds,
             "load_average_before": before,

@@ -27,11 +27,11 @@ from pathlib import Path
 
 import grpc.aio
 import psutil
-from cpu_serving import cpu_name
 from tritonclient.grpc import service_pb2 as pb
 
 from trimaran.bench.free_ports import free_ports
 from trimaran.bench.server_process import write_repository
+from trimaran.client.bench_report import cpu_model
 
 HERE = Path(__file__).parent
 TOKENIZER = HERE.parent / "examples" / "demo_models" / "base"
@@ -208,7 +208,7 @@ def main() -> None:
                     lines.append({
                         "frontends": num_frontends, "protocol": protocol, "model": args.model,
                         "streams": args.streams, "tokens": args.tokens,
-                        "offered_tok_s": offered, **found, "cpu": cpu_name(),
+                        "offered_tok_s": offered, **found, "cpu": cpu_model(),
                         "cores_present": os.cpu_count(), "load": os.getloadavg()[0],
                     })  # fmt: skip
     if args.json:

@@ -130,7 +130,7 @@ def surroundings(metrics_url: str | None) -> dict[str, Any]:
     packages = ("trimaran", "tritonclient", "aiohttp", "grpcio", "numpy")
     return {
         "client_host": {
-            "cpu": _cpu_model(),
+            "cpu": cpu_model(),
             "num_cpus": len(os.sched_getaffinity(0)),
             "gpus": gpus(),
             "platform": platform.platform(),
@@ -157,7 +157,8 @@ def engine_info(metrics_url: str) -> dict[str, list[dict[str, str]]]:
         }
 
 
-def _cpu_model() -> str:
+def cpu_model() -> str:
+    """The processor's name as its kernel gives it."""
     path = Path("/proc/cpuinfo")
     lines = path.read_text().splitlines() if path.exists() else []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
