@@ -63,8 +63,18 @@ class AdapterFolders:
         return isinstance(content, tuple)
 
     def read(self, folder: Path) -> AdapterSource:
-        """The adapter of a folder."""
-        return read_folder(folder)
+        """The adapter of a folder.
+
+        Raises:
+            AdapterFormatError: names the file and what is wrong with it.
+        """
+        try:
+            return read_folder(folder)
+        except AdapterFormatError:
+            raise
+        # Numbers that are too long to be any, and lists in lists without an end.
+        except (ValueError, OverflowError, RecursionError) as error:
+            raise AdapterFormatError(f"{folder}: cannot be read: {error}") from None
 
 
 def key_of(name: str) -> int | str:

@@ -164,8 +164,22 @@ def read_folder(folder: Path) -> AdapterSource:
                 f"{folder / WEIGHTS_FILE}: holds {weights.dtype} but must hold float16 or "
                 "float32. Convert the adapter again with --storage-type float16."
             )
-        return AdapterTensors(weights, _read_array(folder / config).astype(np.int32))
+        return AdapterTensors(weights, _read_config(folder / config))
     return PeftAdapter(folder)
+
+
+def _read_config(path: Path) -> npt.NDArray[np.int32]:
+    config = _read_array(path)
+    whole = np.zeros(0, dtype=np.int32)
+    if config.dtype.kind in "iuf":
+        with np.errstate(invalid="ignore"):
+            whole = config.astype(np.int32)
+    if not np.array_equal(whole, config):
+        raise AdapterFormatError(
+            f"{path}: holds {config.dtype} that are no whole numbers of 32 bits, but must hold "
+            "a module, a layer and a size in each row. Convert the adapter again."
+        )
+    return whole
 
 
 def _read_array(path: Path) -> npt.NDArray[Any]:

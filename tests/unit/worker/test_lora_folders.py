@@ -183,6 +183,74 @@ def test_weights_that_are_no_pairs_of_matrices_are_refused_and_left_out_at_the_s
     driver.check_idle()
 
 
+def config_of(value):
+    """The converter's second file, with one number replaced."""
+
+    def spoil(folder, adapter):
+        write_arrays(to_tensors(adapter), folder, "float32")
+        config = to_tensors(adapter).config_N3.astype(type(value))
+        config[0, 1] = value
+        np.save(folder / "model.lora_config.npy", config)
+
+    return spoil
+
+
+def json_of(text):
+    """PEFT's configuration."""
+
+    def spoil(folder, adapter):
+        write_peft(folder, adapter, alpha=4.0)
+        (folder / "adapter_config.json").write_text(text)
+
+    return spoil
+
+
+def layer_of(number):
+    """A tensor of this layer."""
+
+    def spoil(folder, adapter):
+        write_peft(folder, adapter, alpha=4.0)
+        name = f"model.layers.{number}.self_attn.q_proj.lora_"
+        pair = {f"{name}{which}.weight": torch.ones(4, 4) for which in "AB"}
+        save_file(pair, folder / PEFT)
+
+    return spoil
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        config_of(0.5),
+        config_of(float("nan")),
+        config_of(1 << 32),
+        config_of("x"),
+        json_of('{"lora_alpha": 1' + "0" * 400 + "}"),
+        json_of('{"lora_alpha": 1e400}'),
+        json_of('{"lora_alpha": NaN}'),
+        json_of('{"lora_alpha": ' + "[" * 100_000),
+        json_of('{"lora_alpha": 1' + "0" * 5000 + "}"),
+        layer_of("9" * 5000),
+        layer_of(1 << 70),
+    ],
+)
+def test_what_a_folder_says_that_cannot_be_is_refused_and_left_out_at_the_start(
+    make_engine, adapter, tmp_path, spoil
+):
+    write_peft(tmp_path / "good", adapter, alpha=4.0)
+    spoil(tmp_path / "bad", adapter)
+
+    driver = make_engine(lora=LoraConfig(prefetch_dir=str(tmp_path)))
+    with pytest.raises(RequestError) as caught:
+        driver.submit([1, 2], adapter={"name": "bad"})
+    good = driver.submit([1, 2], max_tokens=4, adapter={"name": "good"})
+    driver.run()
+
+    assert caught.value.kind is ErrorKind.INVALID_ARG
+    assert len(driver.output(good)) == 4
+    assert driver.engine.stats()["lora_host_adapters"] == 1
+    driver.check_idle()
+
+
 @pytest.mark.parametrize("place", ["folder", "request"])
 def test_others_run_on_while_an_adapter_is_sent_in_pieces(
     make_engine, model_folder, adapter, prompt_of, tmp_path, monkeypatch, place
