@@ -12,7 +12,8 @@ lowered its clock as it does under load, since what is fastest at a high clock n
 a low one. Entries of the file for other weights and numbers of rows are kept. The logits'
 product stands behind the last layer, up to `LOGITS_ROWS`, and counts with a layer's share.
 Beyond that many rows products may also normalise their rows themselves (the *scaled* kinds),
-which spares half of a norm. With ``--tp-size`` the weights are a rank's share, and what ranks
+which spares half of a norm; ``--kinds`` tunes some kinds of products and leaves the others
+as the table has them. With ``--tp-size`` the weights are a rank's share, and what ranks
 would sum goes to the norm as it is. ``--also`` names candidates beside the likeliest, by
 product, as the table does; ``--compile-only`` compiles all, for which no GPU is needed.
 """
@@ -28,6 +29,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from typing import get_args
 
 import torch
 from product_cuts import COPIED_BYTES_S, SUSTAINED_ROWS, Product
@@ -41,6 +43,7 @@ from trimaran.kernels.hopper_gemm import compile_gemm
 from trimaran.kernels.product_table import (
     Choice,
     GemmShape,
+    Kind,
     ProductTable,
     is_scaled,
 )
@@ -86,6 +89,7 @@ class Sizes:
     """The products of a rank's layers."""
 
     def __init__(self, args: argparse.Namespace) -> None:
+        self._kinds: list[str] = args.kinds
         ranks, hidden = args.tp_size, args.hidden
         inner, heads_width = args.inner // ranks, args.heads_width // ranks
         self.has_sums = ranks > 1
@@ -107,6 +111,10 @@ class Sizes:
         if rows <= LOGITS_ROWS:
             return [*self.of_layer, self.logits]
         return self.of_layer if self.has_sums else [*self.of_layer, *self.scaled]
+
+    def tuned(self, rows: int) -> list[Product]:
+        """Those of them that are asked for."""
+        return [product for product in self.products(rows) if product.kind in self._kinds]
 
     def limit_us(self, rows: int) -> float:
         """Of a layer, with its share of the logits."""
@@ -287,7 +295,7 @@ def tune(
     layers.warm(rows, best)
     best_us = first_us = layers.time_us(rows, best)
     torch_us = layers.time_us(rows, dict.fromkeys(best))
-    for product in products:
+    for product in layers.sizes.tuned(rows):
         cuts: list[Choice] = [None, *candidates.cuts(product, rows)]
         best, best_us = _best_of(layers, rows, best, product, cuts)
         if (cut := best[product]) is not None:
@@ -329,7 +337,7 @@ def compile_all(sizes: Sizes, row_counts: list[int], candidates: Candidates) -> 
     jobs = {
         (cut, product.kind)
         for rows in row_counts
-        for product in sizes.products(rows)
+        for product in sizes.tuned(rows)
         for cut in candidates.cuts(product, rows)
     }
     with ThreadPoolExecutor(max_workers=16) as pool:
@@ -349,6 +357,7 @@ def flags() -> argparse.ArgumentParser:
     parser.add_argument("--rows", nargs="+", type=int, default=ROWS)
     parser.add_argument("--cuts", type=int, default=8, help="cuts to time for each product")
     parser.add_argument("--vocabulary", type=int, default=128256)
+    parser.add_argument("--kinds", nargs="+", choices=get_args(Kind), default=get_args(Kind))
     parser.add_argument("--tp-size", type=int, default=1, help="ranks that share the weights")
     parser.add_argument(
         "--context", type=int, default=0, help="tokens of a decode's attention; 0: a norm"
