@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from trimaran.bench.kernel_case import KernelCase, in_turn
-from trimaran.kernels import reference, triton_elementwise, triton_norm, triton_rotary
+from trimaran.kernels import triton_elementwise, triton_norm, triton_rotary
 
 ROWS = (1, 64, 256, 1024, 8192)
 _HIDDEN, _INNER, _VOCAB = 4096, 14336, 128256
@@ -19,7 +19,7 @@ _CACHE_BYTES = 200 << 20
 
 def cases(device: torch.device, dtype: torch.dtype) -> list[KernelCase]:
     """Norms, activation, rotation and embedding for one row to a full step."""
-    makers = (_norm, _row_scales, _norm_with_residual, _silu_and_mul, _rope_and_cache, _embed)
+    makers = (_norm, _norm_with_residual, _silu_and_mul, _rope_and_cache, _embed)
     return [make(device, dtype, rows) for rows in ROWS for make in makers]
 
 
@@ -42,19 +42,6 @@ def _norm(device: torch.device, dtype: torch.dtype, rows: int) -> KernelCase:
         run=in_turn(lambda x: triton_norm.rms_norm(x, weight, _EPS), xs),
         num_bytes=num_bytes + weight.nbytes,
         peer=in_turn(lambda x: F.rms_norm(x, (_HIDDEN,), weight, _EPS), xs),
-    )
-
-
-def _row_scales(device: torch.device, dtype: torch.dtype, rows: int) -> KernelCase:
-    num_bytes = rows * _HIDDEN * dtype.itemsize
-    xs = [_random(device, dtype, rows, _HIDDEN) for _ in _copies(num_bytes)]
-    return KernelCase(
-        name="row_scales",
-        shape=f"{rows} x {_HIDDEN}",
-        dtype=_name(dtype),
-        run=in_turn(lambda x: triton_norm.row_scales(x, _EPS), xs),
-        num_bytes=num_bytes + 4 * rows,
-        peer=in_turn(lambda x: reference.row_scales(x, _EPS), xs),
     )
 
 

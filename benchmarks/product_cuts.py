@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from trimaran.kernels.product_table import GemmShape, Kind, is_gated
+from trimaran.kernels.product_table import GemmShape, Kind
 
 SUSTAINED_ROWS = 512
 """From here on a card is pushed, whatever the cut."""
@@ -77,7 +77,7 @@ class Product:
 
     def limit_s(self, rows: int) -> float:
         """The least time that moving its bytes or its arithmetic takes."""
-        made = self.outputs // 2 if is_gated(self.kind) else self.outputs
+        made = self.outputs // 2 if self.kind == "gated" else self.outputs
         moved = 2 * (self.outputs * self.inner + rows * (self.inner + made))
         operations = 2 * rows * self.outputs * self.inner
         return max(moved / COPIED_BYTES_S, operations / _FLOPS_S)

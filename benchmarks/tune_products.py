@@ -11,11 +11,10 @@ too. From ``--sustained-rows`` on a trial runs for ``--trial-seconds``, until th
 lowered its clock as it does under load, since what is fastest at a high clock need not be so at
 a low one. Entries of the file for other weights and numbers of rows are kept. The logits'
 product stands behind the last layer, up to `LOGITS_ROWS`, and counts with a layer's share.
-Beyond that many rows products may also normalise their rows themselves (the *scaled* kinds),
-which spares half of a norm; ``--kinds`` tunes some kinds of products and leaves the others
-as the table has them. With ``--tp-size`` the weights are a rank's share, and what ranks
-would sum goes to the norm as it is. ``--also`` names candidates beside the likeliest, by
-product, as the table does; ``--compile-only`` compiles all, for which no GPU is needed.
+``--kinds`` tunes some kinds of products and leaves the others as the table has them. With
+``--tp-size`` the weights are a rank's share, and what ranks would sum goes to the norm as it
+is. ``--also`` names candidates beside the likeliest, by product, as the table does;
+``--compile-only`` compiles all, for which no GPU is needed.
 """
 
 from __future__ import annotations
@@ -45,7 +44,6 @@ from trimaran.kernels.product_table import (
     GemmShape,
     Kind,
     ProductTable,
-    is_scaled,
 )
 from trimaran.kernels.products import HopperProducts
 
@@ -101,16 +99,11 @@ class Sizes:
             Product(hidden, hidden // ranks, "parts"),
             Product(heads_width, hidden, "plain"),
         ]  # fmt: skip
-        self.scaled = [
-            Product(2 * inner, hidden, "scaled gated"), Product(heads_width, hidden, "scaled")
-        ]  # fmt: skip
         self.logits = Product(args.vocabulary // ranks, hidden, "plain")
 
     def products(self, rows: int) -> list[Product]:
         """Those of a step with so many rows."""
-        if rows <= LOGITS_ROWS:
-            return [*self.of_layer, self.logits]
-        return self.of_layer if self.has_sums else [*self.of_layer, *self.scaled]
+        return [*self.of_layer, self.logits] if rows <= LOGITS_ROWS else self.of_layer
 
     def tuned(self, rows: int) -> list[Product]:
         """Those of them that are asked for."""
@@ -216,29 +209,18 @@ class Layers:
         change: Tensor | None = None
         step = decodes.step() if decodes else None
         for layer, (gate_up, down, out, qkv) in enumerate(self._weights):
-            heads = self._led(products, x, residual, change, qkv)
+            heads = products.linear(self._norm(x, residual, change), qkv)
             if decodes is not None and step is not None:
                 attended = decodes(heads, layer, step)
             else:
                 # It reads heads too, and leaves as much as queries are.
                 attended = triton_norm.rms_norm(heads[:, : out.shape[1]], scale, 1e-5)
             change = self._added(products, attended, out, residual)
-            gated = self._led(products, residual, residual, change, gate_up, is_gated=True)
+            gated = products.gated_linear(self._norm(residual, residual, change), gate_up)
             change = self._added(products, gated, down, residual)
             x = residual
         if len(x) <= LOGITS_ROWS:
             products.linear(self._norm(x, residual, change), self._head)
-
-    def _led(
-        self, products: HopperProducts, x: Tensor, residual: Tensor, change: Tensor | None,
-        weight: Tensor, *, is_gated: bool = False,
-    ) -> Tensor:  # fmt: skip
-        """A product of what a norm makes, or one that normalises."""
-        multiply = products.gated_linear if is_gated else products.linear
-        takes_scales = products.scaling(weight, is_gated=is_gated)
-        if change is None and takes_scales is not None and takes_scales(len(x)):
-            return multiply(x, weight, scales_T=triton_norm.row_scales(x, 1e-5))
-        return multiply(self._norm(x, residual, change), weight)
 
     def _added(
         self, products: HopperProducts, x: Tensor, weight: Tensor, residual: Tensor
@@ -385,9 +367,6 @@ def main() -> None:
     for rows in args.rows:
         for product, cut in tune(layers, rows, ProductTable(entries), candidates).items():
             steps = dict(entries.get(product.name, ()))
-            if is_scaled(product.kind):
-                # Not tried with fewer.
-                steps.setdefault(LOGITS_ROWS, None)
             steps[rows] = _as_list(cut)
             entries[product.name] = [[most, steps[most]] for most in sorted(steps)]
         # Where torch is always best nothing needs to be said.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -61,7 +61,6 @@ class CpuOps:
             )
         names["activation"] = f"{usual} (gelu_new), torch (others)"
         names.update(gelu_and_mul="torch", embed="torch", choose_experts="torch")
-        names["row_scales"] = "torch"
         names["rope_and_cache_latent"] = "torch"
         return names
 
@@ -73,24 +72,9 @@ class CpuOps:
             return None
         return CpuDecoder(self._library, self._dtype, shape, layers)
 
-    def linear(
-        self,
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None = None,
-        scales: Tensor | None = None,
-    ) -> Tensor:
-        """``x @ weight.T + bias`` of rows times their ``scales``; sums in float32, rounded
-        once."""
-        if scales is not None:
-            x = reference.scaled(x, scales)
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        """``x @ weight.T + bias``; sums in float32, rounded once."""
         return self._multiply(x, weight, bias, self._dtype)
-
-    def scales_in_product(
-        self, weight: Tensor, *, is_gated: bool = False
-    ) -> Callable[[int], bool] | None:
-        """Rows are scaled before a product."""
-        return None
 
     def head_linear(self, x: Tensor, weight: Tensor) -> Tensor:
         """Each head's first dims times its own matrix, head by head, and its other dims."""
@@ -102,10 +86,9 @@ class CpuOps:
             result[:, head, :outputs] = self.linear(x[:, head, :width], weight[head])
         return result
 
-    def gated_linear(self, x: Tensor, weight: Tensor, scales: Tensor | None = None) -> Tensor:
-        """``silu(x @ gate.T) * (x @ up.T)``, with gate rows above up rows, of rows times their
-        ``scales``."""
-        return self.silu_and_mul(self.linear(x, weight, None, scales))
+    def gated_linear(self, x: Tensor, weight: Tensor) -> Tensor:
+        """``silu(x @ gate.T) * (x @ up.T)``, with gate rows above up rows."""
+        return self.silu_and_mul(self.linear(x, weight))
 
     def logits(self, x: Tensor, weight: Tensor) -> Tensor:
         """``x @ weight.T`` as float32, never rounded to the weights' dtype."""
@@ -131,10 +114,6 @@ class CpuOps:
     def linear_parts(self, x: Tensor, weight: Tensor) -> Tensor:
         """The product, in one."""
         return self.linear(x, weight)
-
-    def row_scales(self, x: Tensor, eps: float) -> Tensor:
-        """What `rms_norm` multiplies each row by."""
-        return reference.row_scales(x, eps)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """Root-mean-square normalisation in float32."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
@@ -34,27 +34,11 @@ class Ops(Protocol):
         """These layers as one operator; None if this backend has none for them."""
         ...
 
-    def linear(
-        self,
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None = None,
-        scales: Tensor | None = None,
-    ) -> Tensor: ...
-
-    def scales_in_product(
-        self, weight: Tensor, *, is_gated: bool = False
-    ) -> Callable[[int], bool] | None:
-        """Says of a number of rows whether `row_scales` and a product with ``weight`` (or
-        `gated_linear`) that takes them are faster than `rms_norm` and the product; None if
-        they never are."""
-        ...
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor: ...
 
     def head_linear(self, x: Tensor, weight: Tensor) -> Tensor: ...
 
-    def gated_linear(
-        self, x: Tensor, weight: Tensor, scales: Tensor | None = None
-    ) -> Tensor: ...
+    def gated_linear(self, x: Tensor, weight: Tensor) -> Tensor: ...
 
     def logits(self, x: Tensor, weight: Tensor) -> Tensor: ...
 
@@ -63,8 +47,6 @@ class Ops(Protocol):
     def linear_parts(self, x: Tensor, weight: Tensor) -> Tensor: ...
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor: ...
-
-    def row_scales(self, x: Tensor, eps: float) -> Tensor: ...
 
     def add_rms_norm(
         self, x: Tensor, residual: Tensor, weight: Tensor, eps: float

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from torch import Tensor
 
 from trimaran.kernels import (
@@ -25,8 +23,8 @@ from trimaran.kernels.prompt_attention import PromptAttention, TritonPrompts
 from trimaran.kernels.torch_ops import TorchOps
 
 _TRITON = (
-    "rms_norm", "row_scales", "add_rms_norm", "norm_heads", "layer_norm", "add_layer_norm",
-    "silu_and_mul", "gelu_and_mul", "activation", "embed", "rope_and_cache",
+    "rms_norm", "add_rms_norm", "norm_heads", "layer_norm", "add_layer_norm", "silu_and_mul",
+    "gelu_and_mul", "activation", "embed", "rope_and_cache",
     "rope_and_cache_latent", "write_kv", "head_linear", "paged_attention",
     "latent_attention",
     "choose_experts", "expert_mlp",
@@ -50,7 +48,6 @@ class TritonOps(TorchOps):
     rope_and_cache_latent = staticmethod(triton_latent_cache.rope_and_cache_latent)
     write_kv = staticmethod(triton_rotary.write_kv)
     norm_heads = staticmethod(triton_norm.norm_heads)
-    row_scales = staticmethod(triton_norm.row_scales)
 
     def __init__(
         self,
@@ -77,21 +74,9 @@ class TritonOps(TorchOps):
         names["paged_attention"] = ", ".join(sorted(attention))
         return names
 
-    def linear(
-        self,
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None = None,
-        scales: Tensor | None = None,
-    ) -> Tensor:
-        """``x @ weight.T + bias`` in the dtype of ``x``, of rows times their ``scales``."""
-        return self._products.linear(x, weight, bias, scales)
-
-    def scales_in_product(
-        self, weight: Tensor, *, is_gated: bool = False
-    ) -> Callable[[int], bool] | None:
-        """As it was measured for this weight."""
-        return self._products.scaling(weight, is_gated=is_gated)
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        """``x @ weight.T + bias`` in the dtype of ``x``."""
+        return self._products.linear(x, weight, bias)
 
     def head_linear(self, x: Tensor, weight: Tensor) -> Tensor:
         """Each head's first dims times its own matrix; see `reference.head_linear`."""
@@ -105,10 +90,9 @@ class TritonOps(TorchOps):
         """The product, maybe in float32 parts; see `reference.linear_parts`."""
         return self._products.linear_parts(x, weight)
 
-    def gated_linear(self, x: Tensor, weight: Tensor, scales: Tensor | None = None) -> Tensor:
-        """``silu(x @ gate.T) * (x @ up.T)``, with gate rows above up rows, of rows times their
-        ``scales``."""
-        return self._products.gated_linear(x, weight, scales)
+    def gated_linear(self, x: Tensor, weight: Tensor) -> Tensor:
+        """``silu(x @ gate.T) * (x @ up.T)``, with gate rows above up rows."""
+        return self._products.gated_linear(x, weight)
 
     def logits(self, x: Tensor, weight: Tensor) -> Tensor:
         """``x @ weight.T`` in the dtype of ``x``, which the sampler reads once."""

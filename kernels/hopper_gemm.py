@@ -10,7 +10,7 @@ from torch import Tensor
 
 from trimaran.kernels.cuda_build import load_cubin
 from trimaran.kernels.cuda_driver import CudaModule, TensorMap, tensor_map
-from trimaran.kernels.product_table import INNER_STEP, GemmShape, Kind, is_gated, is_scaled
+from trimaran.kernels.product_table import INNER_STEP, GemmShape, Kind
 
 # Shapes: T tokens, D inner width, E outputs of the weight, F outputs of the product.
 
@@ -34,7 +34,6 @@ class _Arguments(ctypes.Structure):
         ("slice_w", ctypes.c_int),
         ("most_early", ctypes.c_int),
         ("hint_w", ctypes.c_uint64),
-        ("scales", ctypes.c_void_p),
     )
 
 
@@ -72,14 +71,8 @@ class HopperGemm:
         self._cluster = cluster
         self._adds_in_cluster = kind != "parts" and shape.split > 1
 
-    def __call__(
-        self, x_TD: Tensor, weight_ED: Tensor, scales_T: Tensor | None = None
-    ) -> Tensor:
-        """[T, E]; [T, E / 2] of ``silu(gate) * up``; or float32 [split, T, E] to add up.
-
-        ``scales``, float32, belong to the scaled kinds, and to these alone.
-        """
-        assert is_scaled(self._kind) == (scales_T is not None)
+    def __call__(self, x_TD: Tensor, weight_ED: Tensor) -> Tensor:
+        """[T, E]; [T, E / 2] of ``silu(gate) * up``; or float32 [split, T, E] to add up."""
         shape = self.shape
         num_rows, inner = x_TD.shape
         inner_steps = -(-inner // INNER_STEP)
@@ -90,7 +83,7 @@ class HopperGemm:
             )
         if x_TD.stride(1) != 1 or x_TD.stride(0) % 8 or x_TD.data_ptr() % 16:
             x_TD = x_TD.clone(memory_format=torch.contiguous_format)
-        halves = 2 if is_gated(self._kind) else 1
+        halves = 2 if self._kind == "gated" else 1
         num_columns, tile_columns = weight_ED.shape[0] // halves, shape.columns // halves
         pitch = -(-num_columns // 8) * 8
         if self._kind == "parts":
@@ -111,7 +104,6 @@ class HopperGemm:
             out.data_ptr(), num_rows, num_columns, pitch, inner_steps, row_groups,
             groups, shape.split, shape.sharing, slice_rows, slice_columns, shape.early_tiles,
             _READ_ONCE if row_groups == 1 else _READ_AGAIN,
-            None if scales_T is None else scales_T.data_ptr(),
         )  # fmt: skip
         maps: tuple[TensorMap, TensorMap] = (
             _tiles(x_TD, slice_rows),
@@ -140,9 +132,8 @@ def compile_gemm(shape: GemmShape, dtype: torch.dtype, kind: Kind) -> bytes:
         f"GEMM_SPLIT={int(kind != 'parts' and shape.split > 1)}",
         f"GEMM_PARTS={int(kind == 'parts')}",
         f"GEMM_SHARES_WEIGHTS={int(shape.shares_weights)}",
-        f"GEMM_SCALED={int(is_scaled(kind))}",
     ]
-    if is_gated(kind):
+    if kind == "gated":
         defines.append("GEMM_GATED")
     if dtype == torch.float16:
         defines.append("GEMM_FLOAT16")

@@ -19,19 +19,8 @@ _SHARED_BYTES = 230_400
 _EARLY_BYTES = 64 << 10
 """Of weights under way to a block keep memory as busy as can be, and its queue short."""
 
-Kind = Literal["plain", "gated", "parts", "scaled", "scaled gated"]
-"""``x @ weight.T``; SwiGLU of it; float32 parts of it that are still to be added up; the first
-two with each row of ``x`` multiplied by a number of its own."""
-
-
-def is_gated(kind: Kind) -> bool:
-    """Whether a product becomes SwiGLU of it."""
-    return kind in ("gated", "scaled gated")
-
-
-def is_scaled(kind: Kind) -> bool:
-    """Whether each row is multiplied by a number of its own."""
-    return kind in ("scaled", "scaled gated")
+Kind = Literal["plain", "gated", "parts"]
+"""``x @ weight.T``; SwiGLU of it; or float32 parts of it that are still to be added up."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,11 +47,6 @@ class GemmShape:
 
     def check(self, kind: Kind) -> None:
         """Raise ValueError unless the kernel can make a product of this kind."""
-        if is_scaled(kind) and self.split > 1:
-            raise ValueError(
-                f"{self} has parts of sums, and rows are scaled where sums are whole: take a "
-                "split of 1"
-            )
         if self.shares_weights:
             self._check_slices(kind)
         ring, bytes_needed = self.stages * self.stage_bytes, self._exchanged_bytes(kind)
@@ -73,7 +57,7 @@ class GemmShape:
             )
 
     def _check_slices(self, kind: Kind) -> None:
-        columns = self.columns // 2 if is_gated(kind) else self.columns
+        columns = self.columns // 2 if kind == "gated" else self.columns
         if self.sharing == 1 or columns % (8 * self.sharing):
             raise ValueError(
                 f"{self} shares {columns} columns among {self.sharing} blocks: take 2 blocks "
@@ -90,7 +74,7 @@ class GemmShape:
         """Shared memory for partial sums that a block makes and receives."""
         if kind == "parts" or self.split == 1:
             return 0
-        sums = 2 if is_gated(kind) else 1
+        sums = 2 if kind == "gated" else 1
         pitch = 8 * (sums * -(-self.columns // 8 // sums // self.split) + 1)
         return (2 * self.split - 1) * self.rows * 4 * pitch
 
@@ -129,10 +113,9 @@ def _shape(numbers: list[int]) -> GemmShape:
 class ProductTable:
     """Measured choices for one device: for each weight, the best up to a number of rows.
 
-    Above the last entry, and for weights that were not measured, torch multiplies, and rows
-    are normalised before a product rather than scaled in it. A file maps
-    ``outputs x inner kind`` to a list of ``[most rows, null or the fields of a `GemmShape`]``,
-    of which all behind the fourth may be left out, and is written by
+    Above the last entry, and for weights that were not measured, torch multiplies. A file
+    maps ``outputs x inner kind`` to a list of ``[most rows, null or the fields of a
+    `GemmShape`]``, of which all behind the fourth may be left out, and is written by
     ``benchmarks/tune_products.py``.
     """
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Protocol
 
@@ -16,15 +15,8 @@ from trimaran.comm.errors import ConfigError
 from trimaran.kernels.build import KernelsUnavailableError
 from trimaran.kernels.cuda_build import check_compiler
 from trimaran.kernels.hopper_gemm import HopperGemm, can_multiply, compile_gemm
-from trimaran.kernels.product_table import (
-    Choice,
-    GemmShape,
-    Kind,
-    ProductTable,
-    fixed_choice,
-    is_scaled,
-)
-from trimaran.kernels.reference import add_linear, scaled
+from trimaran.kernels.product_table import Choice, GemmShape, Kind, ProductTable, fixed_choice
+from trimaran.kernels.reference import add_linear
 from trimaran.kernels.split_product import num_parts, split_product
 from trimaran.kernels.triton_elementwise import silu_and_mul
 from trimaran.kernels.triton_skinny import (
@@ -45,23 +37,13 @@ class Products(Protocol):
 
     backend: str
 
-    def linear(
-        self,
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None = None,
-        scales: Tensor | None = None,
-    ) -> Tensor: ...
-
-    def scaling(self, weight: Tensor, *, is_gated: bool) -> Callable[[int], bool] | None: ...
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor: ...
 
     def add_linear(self, x: Tensor, weight: Tensor, residual: Tensor) -> Tensor | None: ...
 
     def linear_parts(self, x: Tensor, weight: Tensor) -> Tensor: ...
 
-    def gated_linear(
-        self, x: Tensor, weight: Tensor, scales: Tensor | None = None
-    ) -> Tensor: ...
+    def gated_linear(self, x: Tensor, weight: Tensor) -> Tensor: ...
 
     def router_logits(self, x: Tensor, weight: Tensor) -> Tensor: ...
 
@@ -71,19 +53,9 @@ class TorchProducts:
 
     backend = "torch"
 
-    def linear(
-        self,
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None = None,
-        scales: Tensor | None = None,
-    ) -> Tensor:
-        """``x @ weight.T + bias`` in the dtype of ``x``, of rows times their ``scales``."""
-        return F.linear(x if scales is None else scaled(x, scales), weight, bias)
-
-    def scaling(self, weight: Tensor, *, is_gated: bool) -> Callable[[int], bool] | None:
-        """Rows are scaled before a product."""
-        return None
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        """``x @ weight.T + bias`` in the dtype of ``x``."""
+        return F.linear(x, weight, bias)
 
     def add_linear(self, x: Tensor, weight: Tensor, residual: Tensor) -> Tensor | None:
         """Add ``x @ weight.T`` into ``residual``."""
@@ -93,9 +65,9 @@ class TorchProducts:
         """``x @ weight.T``, in one."""
         return F.linear(x, weight)
 
-    def gated_linear(self, x: Tensor, weight: Tensor, scales: Tensor | None = None) -> Tensor:
+    def gated_linear(self, x: Tensor, weight: Tensor) -> Tensor:
         """``silu(x @ gate.T) * (x @ up.T)``, with gate rows above up rows."""
-        return silu_and_mul(self.linear(x, weight, None, scales))
+        return silu_and_mul(F.linear(x, weight))
 
     def router_logits(self, x: Tensor, weight: Tensor) -> Tensor:
         """``x @ weight.T`` as float32, never rounded to the weights' dtype."""
@@ -125,32 +97,13 @@ class HopperProducts:
         self._compiled: set[tuple[int, int, Kind]] = set()
         self.backend = "cuda" if is_deterministic else "cuda, triton, torch"
 
-    def linear(
-        self,
-        x_TD: Tensor,
-        weight_ED: Tensor,
-        bias_E: Tensor | None = None,
-        scales_T: Tensor | None = None,
-    ) -> Tensor:
-        """``x @ weight.T + bias`` in the dtype of ``x``, of rows times their ``scales``."""
-        kernel = self._kernel(x_TD, weight_ED, "plain" if scales_T is None else "scaled")
+    def linear(self, x_TD: Tensor, weight_ED: Tensor, bias_E: Tensor | None = None) -> Tensor:
+        """``x @ weight.T + bias`` in the dtype of ``x``."""
+        kernel = self._kernel(x_TD, weight_ED, "plain")
         if kernel is None:
-            if scales_T is not None:
-                return self.linear(scaled(x_TD, scales_T), weight_ED, bias_E)
             return F.linear(x_TD, weight_ED, bias_E)
-        output_TE = kernel(x_TD, weight_ED, scales_T)
+        output_TE = kernel(x_TD, weight_ED)
         return output_TE if bias_E is None else output_TE + bias_E
-
-    def scaling(self, weight_ED: Tensor, *, is_gated: bool) -> Callable[[int], bool] | None:
-        """For which numbers of rows our kernel is the faster that scales them; None for none.
-
-        Never with ``is_deterministic``: a row would be rounded as the number of rows has it.
-        """
-        kind: Kind = "scaled gated" if is_gated else "scaled"
-        outputs, inner = weight_ED.shape
-        if self._is_deterministic or not self._table.choices(outputs, inner, kind):
-            return None
-        return lambda rows: self._table.pick(rows, outputs, inner, kind) is not None
 
     def add_linear(self, x_TD: Tensor, weight_ED: Tensor, residual_TE: Tensor) -> Tensor | None:
         """Torch adds its product into ``residual``, or it is returned, maybe in parts."""
@@ -178,16 +131,11 @@ class HopperProducts:
             return split_product(x_TD, weight_ED, parts)
         return None
 
-    def gated_linear(
-        self, x_TD: Tensor, weight_ED: Tensor, scales_T: Tensor | None = None
-    ) -> Tensor:
-        """``silu(x @ gate.T) * (x @ up.T)`` [T, E / 2], gate rows above up rows, of rows times
-        their ``scales``."""
-        kernel = self._kernel(x_TD, weight_ED, "gated" if scales_T is None else "scaled gated")
+    def gated_linear(self, x_TD: Tensor, weight_ED: Tensor) -> Tensor:
+        """``silu(x @ gate.T) * (x @ up.T)`` [T, E / 2], gate rows above up rows."""
+        kernel = self._kernel(x_TD, weight_ED, "gated")
         if kernel is not None:
-            return kernel(x_TD, weight_ED, scales_T)
-        if scales_T is not None:
-            return self.gated_linear(scaled(x_TD, scales_T), weight_ED)
+            return kernel(x_TD, weight_ED)
         if self._streams(x_TD, weight_ED, is_gated=True):
             return stream_gated(x_TD, weight_ED)
         return silu_and_mul(self.linear(x_TD, weight_ED))
@@ -209,8 +157,7 @@ class HopperProducts:
     def _kernel(self, x_TD: Tensor, weight_ED: Tensor, kind: Kind) -> HopperGemm | None:
         outputs, inner = weight_ED.shape
         if self._is_deterministic:
-            fixed = fixed_choice(x_TD.shape[0], outputs, inner)
-            choice: Choice = None if is_scaled(kind) else fixed
+            choice: Choice = fixed_choice(x_TD.shape[0], outputs, inner)
         else:
             choice = self._table.pick(x_TD.shape[0], outputs, inner, kind)
         if choice is None:

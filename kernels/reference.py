@@ -18,7 +18,7 @@ from trimaran.kernels.routing import ExpertCounter, ExpertRouting, PlaceTable
 
 OPERATORS = (
     "linear", "head_linear", "add_linear", "gated_linear", "logits", "rms_norm",
-    "row_scales", "add_rms_norm", "norm_heads", "layer_norm", "add_layer_norm", "silu_and_mul",
+    "add_rms_norm", "norm_heads", "layer_norm", "add_layer_norm", "silu_and_mul",
     "gelu_and_mul", "activation", "embed", "rope_and_cache", "rope_and_cache_latent",
     "write_kv", "paged_attention", "latent_attention", "router_logits", "choose_experts",
     "expert_mlp",
@@ -33,24 +33,14 @@ _QUERY_TILE = 256
 """Queries of a sequence that attention takes at once: bounds the memory for scores."""
 
 
-def linear(
-    x_TD: Tensor,
-    weight_ED: Tensor,
-    bias_E: Tensor | None = None,
-    scales_T: Tensor | None = None,
-) -> Tensor:
-    """``x @ weight.T + bias`` in the dtype of ``x``, each of whose rows is first multiplied by
-    its ``scales``, float32, if there are any."""
-    if scales_T is None:
-        return F.linear(x_TD, weight_ED, bias_E)
-    product_TE = F.linear(x_TD.float(), weight_ED.float()) * scales_T[:, None]
-    return (product_TE if bias_E is None else product_TE + bias_E).to(x_TD.dtype)
+def linear(x_TD: Tensor, weight_ED: Tensor, bias_E: Tensor | None = None) -> Tensor:
+    """``x @ weight.T + bias`` in the dtype of ``x``."""
+    return F.linear(x_TD, weight_ED, bias_E)
 
 
-def gated_linear(x_TD: Tensor, weight_ED: Tensor, scales_T: Tensor | None = None) -> Tensor:
-    """``silu(x @ gate.T) * (x @ up.T)`` [T, E / 2], with gate rows above up rows; ``scales``
-    as `linear`."""
-    return silu_and_mul(linear(x_TD, weight_ED, None, scales_T))
+def gated_linear(x_TD: Tensor, weight_ED: Tensor) -> Tensor:
+    """``silu(x @ gate.T) * (x @ up.T)`` [T, E / 2], with gate rows above up rows."""
+    return silu_and_mul(F.linear(x_TD, weight_ED))
 
 
 def logits(x_TD: Tensor, weight_ED: Tensor) -> Tensor:
@@ -89,16 +79,6 @@ def rms_norm(x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
     x = x_TD.float()
     scale = torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps)
     return (x * scale * weight_D.float()).to(x_TD.dtype)
-
-
-def row_scales(x_TD: Tensor, eps: float) -> Tensor:
-    """float32 [T]: what `rms_norm` multiplies each row by, beside the weight."""
-    return torch.rsqrt(x_TD.float().pow(2).mean(-1) + eps)
-
-
-def scaled(x_TD: Tensor, scales_T: Tensor) -> Tensor:
-    """Each row of ``x`` times its number, in the dtype of ``x``."""
-    return (x_TD.float() * scales_T[:, None]).to(x_TD.dtype)
 
 
 def add_rms_norm(x_TD: Tensor, residual_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from torch import Tensor
 
@@ -21,7 +21,6 @@ class TorchOps:
     add_linear = staticmethod(reference.add_linear)
     linear_parts = staticmethod(reference.linear_parts)
     rms_norm = staticmethod(reference.rms_norm)
-    row_scales = staticmethod(reference.row_scales)
     add_rms_norm = staticmethod(reference.add_rms_norm)
     norm_heads = staticmethod(reference.norm_heads)
     layer_norm = staticmethod(reference.layer_norm)
@@ -64,12 +63,6 @@ class TorchOps:
         return reference.latent_attention(
             query, latent, key, kv_cache, metadata, spec, heads, parts
         )
-
-    def scales_in_product(
-        self, weight: Tensor, *, is_gated: bool = False
-    ) -> Callable[[int], bool] | None:
-        """Torch scales rows before a product."""
-        return None
 
     def rotated_attention(
         self,

@@ -106,33 +106,6 @@ def _norm_rows_kernel(  # type: ignore[no-untyped-def]
         value, held = next_value, next_held
 
 
-@triton.jit(do_not_specialize=["num_rows"])  # type: ignore[untyped-decorator,unused-ignore]
-def _row_scales_kernel(  # type: ignore[no-untyped-def]
-    x, scales, num_rows, x_stride, width, eps, PADDED: tl.constexpr, OVERLAPS: tl.constexpr,
-):  # fmt: skip
-    """Programs take many rows in turn, and load the next while they add up one.
-
-    The last rows come first: the cache still has what was written last, and then what the
-    product behind begins with.
-    """
-    first, step = tl.program_id(0).to(tl.int64), tl.num_programs(0)
-    dims = tl.arange(0, PADDED)
-    is_dim = dims < width
-    if OVERLAPS:
-        gdc_launch_dependents()
-        gdc_wait()
-    last = num_rows - 1
-    value = tl.load(x + (last - first) * x_stride + dims, mask=is_dim, other=0.0)
-    for turn in range(first, num_rows, step):
-        row = last - turn
-        following = row - step
-        is_next = is_dim & (following >= 0)
-        next_value = tl.load(x + following * x_stride + dims, mask=is_next, other=0.0)
-        wide = value.to(tl.float32)
-        tl.store(scales + row, tl.rsqrt(tl.sum(wide * wide, 0) / width + eps))
-        value = next_value
-
-
 @triton.jit  # type: ignore[untyped-decorator,unused-ignore]
 def _norm_heads_kernel(  # type: ignore[no-untyped-def]
     heads, query_weight, key_weight, token_stride, num_queries, num_heads, eps,
@@ -161,7 +134,6 @@ def _norm_heads_kernel(  # type: ignore[no-untyped-def]
 
 _norm = Launcher(_norm_kernel)
 _norm_rows = Launcher(_norm_rows_kernel)
-_row_scales = Launcher(_row_scales_kernel)
 _norm_heads = Launcher(_norm_heads_kernel)
 
 
@@ -175,19 +147,6 @@ def rms_norm(
     CUDA graph capture, as all of this file.
     """
     return _normalise(x_TD, residual_TD, weight_D, None, eps)
-
-
-def row_scales(x_TD: Tensor, eps: float) -> Tensor:
-    """float32 [T]: what `rms_norm` multiplies each row by, beside the weight."""
-    rows, width = x_TD.shape
-    scales = torch.empty(rows, dtype=torch.float32, device=x_TD.device)
-    padded = padded_size(width)
-    warps = norm_warps(padded)
-    programs = min(rows, _RESIDENT_WARPS // warps)
-    _row_scales(
-        (programs, 1), (x_TD, scales, rows, x_TD.stride(0), width, eps), (padded,), warps
-    )
-    return scales
 
 
 def norm_heads(

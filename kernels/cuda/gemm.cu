@@ -12,8 +12,6 @@
 // pitch], and its parts are work of their own rather than blocks of a cluster.
 // GEMM_SHARES_WEIGHTS: 1 where the blocks that share work have neighbouring rows of x.
 // GEMM_GATED: w holds gate rows above as many up rows; out = silu(x @ gate.T) * (x @ up.T).
-// GEMM_SCALED: 1 where each row of x is multiplied by a number of its own, where its sums are
-// whole: neither with GEMM_SPLIT nor with GEMM_PARTS.
 // GEMM_FLOAT16: float16 instead of bfloat16.
 #include "gemm_sums.cuh"
 #include "wide_product.cuh"
@@ -119,7 +117,7 @@ __device__ __forceinline__ void release(const Arguments& args, const Place& plac
 }
 
 __device__ __forceinline__ void multiply_tile(const Arguments& args, const Place& place,
-                                              Ring& ring, const Tile& tile,
+                                              Ring& ring, int num_steps,
                                               float (&sums)[GEMM_MI][kSums]) {
     const int warpgroup = threadIdx.x / 128;
     u32 last = 0;
@@ -128,7 +126,7 @@ __device__ __forceinline__ void multiply_tile(const Arguments& args, const Place
 #pragma unroll
         for (int n = 0; n < kSums; ++n) sums[i][n] = 0.0f;
     }
-    for (int n = 0; n < tile.num_steps; ++n, ring.advance()) {
+    for (int n = 0; n < num_steps; ++n, ring.advance()) {
         barrier_wait(ring.filled(), ring.parity);
         const u64 x = operand(ring.x() + warpgroup * GEMM_MI * 64 * kRowBytes, 16);
         const u64 w = operand(ring.w(), 16);
@@ -145,11 +143,8 @@ __device__ __forceinline__ void multiply_tile(const Arguments& args, const Place
         if (n > 0) release(args, place, last);
         last = ring.released();
     }
-    RowScales scales;
-    scales.load(args, tile.row);
     products_wait<0>();
     release(args, place, last);
-    scales.apply(sums);
 }
 
 }  // namespace
@@ -197,7 +192,7 @@ extern "C" __global__ void __launch_bounds__(kMultipliers + 128, 1)
         float sums[GEMM_MI][kSums];
         for (int group = place.cluster; group < args.groups; group += place.num_clusters) {
             const Tile tile(args, place, group);
-            multiply_tile(args, place, ring, tile, sums);
+            multiply_tile(args, place, ring, tile.num_steps, sums);
 #if GEMM_SPLIT
             const Exchange exchange(args, place, ring, tile.row,
                                     shared_address(barriers + 2 * GEMM_STAGES));

@@ -1,53 +1,11 @@
-// What becomes of a tile's sums: they are scaled, stored, gated, added to those of other blocks
-// of the cluster, or stored as a part.
+// What becomes of a tile's sums: they are stored, gated, added to those of other blocks of the
+// cluster, or stored as a part.
 #pragma once
 
 #include "gemm_tiles.cuh"
 #include "results.cuh"
 
 namespace {
-
-// The row of x whose sums a thread holds in its `part` of 2 x GEMM_MI.
-__device__ __forceinline__ int row_of(int row_tile, int part) {
-    const int warp = threadIdx.x % 128 / 32, lane = threadIdx.x % 32;
-    return row_tile * kRows + (threadIdx.x / 128 * GEMM_MI + part / 2) * 64 + warp * 16 +
-           8 * (part % 2) + lane / 4;
-}
-
-// What the sums of a thread's rows are multiplied by.
-struct RowScales {
-#if GEMM_SCALED
-    float of_part[2 * GEMM_MI];
-#endif
-
-    // For the time before the last products are there: nothing here uses their registers.
-    __device__ __forceinline__ void load(const Arguments& args, int row_tile) {
-#if GEMM_SCALED
-#pragma unroll
-        for (int part = 0; part < 2 * GEMM_MI; ++part) {
-            const int row = min(row_of(row_tile, part), args.rows - 1);
-            // Past the first-level cache, which may hold what lay here before.
-            asm volatile("ld.relaxed.gpu.global.f32 %0, [%1];"
-                         : "=f"(of_part[part])
-                         : "l"(args.scales + row)
-                         : "memory");
-        }
-#endif
-    }
-
-    __device__ __forceinline__ void apply(float (&sums)[GEMM_MI][kSums]) const {
-#if GEMM_SCALED
-#pragma unroll
-        for (int part = 0; part < 2 * GEMM_MI; ++part) {
-#pragma unroll
-            for (int n = 2 * (part % 2); n < kSums; n += 4) {
-                sums[part / 2][n] *= of_part[part];
-                sums[part / 2][n + 1] *= of_part[part];
-            }
-        }
-#endif
-    }
-};
 
 #if !GEMM_SPLIT && !GEMM_PARTS
 // Two neighbouring results of row `lane / 4 + 8 * half`, of the eight columns `tile`.
@@ -62,12 +20,13 @@ __device__ __forceinline__ u32 result(const float (&sums)[kSums], int tile, int 
 __device__ __forceinline__ void store_tile(const Arguments& args, int row_tile,
                                            int column_tile, const float (&sums)[GEMM_MI][kSums]) {
     constexpr int kTiles = kOutColumns / 8;
-    const int lane = threadIdx.x % 32;
+    const int warp = threadIdx.x % 128 / 32, lane = threadIdx.x % 32;
     const int columns = args.columns - column_tile * kOutColumns;
 #pragma unroll
     for (int part = 0; part < 2 * GEMM_MI; ++part) {
         const int i = part / 2, half = part % 2;
-        const int row = row_of(row_tile, part);
+        const int row = row_tile * kRows + (threadIdx.x / 128 * GEMM_MI + i) * 64 + warp * 16 +
+                        8 * half + lane / 4;
         const bool is_inside = row < args.rows;
         u32* out = args.out + (static_cast<long long>(row) * args.pitch +
                                column_tile * kOutColumns) / 2;
@@ -118,11 +77,12 @@ struct Exchange {
 __device__ __forceinline__ void write_sums(const Exchange& exchange,
                                            const float (&sums)[GEMM_MI][kSums]) {
     constexpr int kTiles = kOutColumns / 8;
-    const int lane = threadIdx.x % 32;
+    const int warp = threadIdx.x % 128 / 32, lane = threadIdx.x % 32;
 #pragma unroll
     for (int half = 0; half < 2 * GEMM_MI; ++half) {
         const int i = half / 2;
-        const int row = row_of(0, half);
+        const int row = (threadIdx.x / 128 * GEMM_MI + i) * 64 + warp * 16 + 8 * (half % 2) +
+                        lane / 4;
         if (row >= exchange.rows) continue;
         // Divisions are dear: once for each owner, not for each tile.
         int owner = 0, next = exchange.first_tile(1), count = next;
@@ -218,12 +178,13 @@ __device__ __forceinline__ void reduce_tile(const Arguments& args, const Place& 
 // Stores the float32 sums of a part: whole sectors of 32 bytes by four lanes.
 __device__ __forceinline__ void store_part(const Arguments& args, const Tile& tile,
                                            const float (&sums)[GEMM_MI][kSums]) {
-    const int lane = threadIdx.x % 32;
+    const int warp = threadIdx.x % 128 / 32, lane = threadIdx.x % 32;
     const int columns = args.columns - tile.column * kColumns;
 #pragma unroll
     for (int half = 0; half < 2 * GEMM_MI; ++half) {
         const int i = half / 2;
-        const int row = row_of(tile.row, half);
+        const int row = tile.row * kRows + (threadIdx.x / 128 * GEMM_MI + i) * 64 + warp * 16 +
+                        8 * (half % 2) + lane / 4;
         if (row >= args.rows) continue;
         const long long line = static_cast<long long>(tile.part) * args.rows + row;
         float* out = reinterpret_cast<float*>(args.out) + line * args.pitch +

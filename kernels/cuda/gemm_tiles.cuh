@@ -38,7 +38,6 @@ struct Arguments {
     int slice_w;     // rows of w that a block copies where these are shared
     int most_early;  // tiles of weights under way at a time before rows of x are there
     u64 hint_w;      // cache policy of weights
-    const float* scales;  // what rows of x are multiplied by, with GEMM_SCALED
 };
 
 namespace {

@@ -109,19 +109,6 @@ def test_a_norm_adds_up_the_parts_of_a_product(ops, dtype, width, parts):
     _close(ours, theirs)
 
 
-@pytest.mark.parametrize("rows", [1, 9, 1500])
-def test_the_scales_of_rows_are_what_their_norms_multiply_by(ops, dtype, rows):
-    width = 500
-    x = _random(rows, width + 8, dtype=dtype)[:, :width]
-
-    scales = ops.row_scales(x, 1e-5)
-
-    assert scales.dtype == torch.float32
-    torch.testing.assert_close(scales, reference.row_scales(x, 1e-5), atol=0, rtol=1e-5)
-    ones = torch.ones(width, dtype=dtype, device=x.device)
-    _close(reference.scaled(x, scales), ops.rms_norm(x, ones, 1e-5))
-
-
 def test_norms_of_many_rows_are_to_the_bit_those_of_few(ops, dtype):
     rows, width = 800, 4000
     x = _random(rows, width + 8, dtype=dtype)[:, :width]

@@ -8,9 +8,8 @@ import pytest
 import torch
 
 from trimaran.kernels import reference
-from trimaran.kernels.gpu import TritonOps
 from trimaran.kernels.hopper_gemm import HopperGemm
-from trimaran.kernels.product_table import GemmShape, ProductTable, fixed_choice
+from trimaran.kernels.product_table import GemmShape, fixed_choice
 from trimaran.kernels.products import HopperProducts
 
 DEVICE = torch.device("cuda")
@@ -75,55 +74,6 @@ def test_every_cut_gates_drawn_shapes(cut, dtype):
 
         expected = reference.silu_and_mul(x.float() @ weight.float().T)
         assert _error(actual, expected) < TOLERANCE[dtype], (rows, outputs, x.shape[1])
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("cut", [cut for cut in CUTS if cut.split == 1], ids=str)
-def test_every_whole_cut_scales_rows_of_drawn_shapes(cut, dtype):
-    plain, gated = (HopperGemm(cut, dtype, DEVICE, k) for k in ("scaled", "scaled gated"))
-    draw = random.Random(str(cut))
-    for _ in range(6):
-        rows, outputs = draw.randint(1, 1500), draw.randint(8, 1500)
-        x, weight = _drawn(rows, 2 * outputs, 8 * draw.randint(64, 512), dtype)
-        # Rows of any size, which their scales make alike.
-        sizes = 4.0 ** torch.randint(-4, 5, (rows,), device=DEVICE)
-        x *= sizes[:, None].to(dtype)
-        scales = reference.row_scales(x, 1e-6)
-
-        _poison(rows, 2 * outputs, dtype)
-        assert (
-            _error(plain(x, weight, scales), reference.linear(x, weight, None, scales).float())
-            < TOLERANCE[dtype]
-        ), (rows, outputs, x.shape[1])
-        _poison(rows, outputs, dtype)
-        expected = reference.silu_and_mul(x.float() @ weight.float().T * scales[:, None])
-        assert _error(gated(x, weight, scales), expected) < TOLERANCE[dtype]
-
-
-def test_scales_are_those_that_the_kernel_before_has_just_made():
-    table = ProductTable({"4096x4096 scaled": [(8192, [256, 192, 1, 2])]})
-    products = HopperProducts(DEVICE, torch.bfloat16, table=table)
-    x, weight = _drawn(2000, 4096, 4096, torch.bfloat16)
-    expected = reference.linear(x, weight, None, reference.row_scales(x, 1e-5)).float()
-    for _ in range(50):
-        # The allocator gives the scales the same place each time.
-        ops = TritonOps(products=products)
-        junk = torch.full((2000,), float("nan"), device=DEVICE)
-        del junk
-        actual = ops.linear(x, weight, None, ops.row_scales(x, 1e-5))
-        assert _error(actual, expected) < TOLERANCE[torch.bfloat16]
-
-
-def test_rows_are_scaled_before_a_product_where_no_kernel_does_it():
-    products = HopperProducts(DEVICE, torch.bfloat16, table=ProductTable({}))
-    x, weight = _drawn(300, 512, 512, torch.bfloat16)
-    scales = reference.row_scales(x, 1e-5)
-
-    assert products.scaling(weight, is_gated=False) is None
-    expected = reference.linear(x, weight, None, scales).float()
-    assert _error(products.linear(x, weight, None, scales), expected) < 6e-3
-    gated = reference.gated_linear(x, weight, scales).float()
-    assert _error(products.gated_linear(x, weight, scales), gated) < 1e-2
 
 
 @pytest.mark.parametrize("split", [1, 4])

@@ -6,7 +6,6 @@ from torch import Tensor, nn
 
 from trimaran.worker.layers.linear import LayerContext, MergedColumnParallelLinear
 from trimaran.worker.layers.methods import UnquantizedLinearMethod
-from trimaran.worker.layers.scaled_rows import Rows, ScaledRows
 
 
 class GatedActivation(nn.Module):
@@ -23,18 +22,13 @@ class GatedActivation(nn.Module):
             return self._ops.silu_and_mul(gate_up_TE)
         return self._ops.gelu_and_mul(gate_up_TE, self._name)
 
-    def project(self, gate_up: MergedColumnParallelLinear, x_TD: Rows) -> Tensor:
+    def project(self, gate_up: MergedColumnParallelLinear, x_TD: Tensor) -> Tensor:
         """``forward(gate_up(x))``, as one operator where nothing comes between the two."""
-        if gate_up.lora.is_active or not self.is_one_with(gate_up):
-            return self.forward(gate_up.forward(x_TD))
-        if isinstance(x_TD, ScaledRows):
-            return self._ops.gated_linear(x_TD.rows, gate_up.weight, x_TD.scales)
-        return self._ops.gated_linear(x_TD, gate_up.weight)
-
-    def is_one_with(self, gate_up: MergedColumnParallelLinear) -> bool:
-        """Whether product and activation are one operator, adapters aside."""
         is_plain = isinstance(gate_up.method, UnquantizedLinearMethod)
-        return is_plain and gate_up.bias is None and self._name == "silu"
+        is_alone = gate_up.bias is None and not gate_up.lora.is_active
+        if is_plain and is_alone and self._name == "silu":
+            return self._ops.gated_linear(x_TD, gate_up.weight)
+        return self.forward(gate_up.forward(x_TD))
 
 
 class Activation(nn.Module):

@@ -19,7 +19,6 @@ from trimaran.worker.layers.methods import (
 )
 from trimaran.worker.layers.parallel import ShardPosition, TensorGroup
 from trimaran.worker.layers.pending_sum import Addend, PendingSum, can_wait
-from trimaran.worker.layers.scaled_rows import Rows, ScaledRows
 from trimaran.worker.layers.shares import Share, even_share, head_shares
 
 
@@ -127,10 +126,6 @@ class MergedColumnParallelLinear(ParallelLinear):
     ``parts`` names the whole output sizes, or this rank's shares of them, in their order.
     """
 
-    input_weight: Tensor | None = None
-    """[D], what is folded into the columns of ``weight``; adapters' matrices know nothing of
-    it."""
-
     def __init__(
         self,
         context: LayerContext,
@@ -143,28 +138,6 @@ class MergedColumnParallelLinear(ParallelLinear):
     ) -> None:
         rows = self._stack(parts, in_features, context.tp)
         super().__init__(context, (rows, in_features), bias=bias, method=method, lora=lora)
-
-    def forward(self, x_TD: Rows) -> Tensor:
-        """The local part of ``x @ weight.T + bias``."""
-        if not self.lora.is_active:
-            return self.method.apply(self, x_TD, self.bias)
-        rows_TD = x_TD.normalised() if isinstance(x_TD, ScaledRows) else x_TD
-        output_TE = self.method.apply(self, rows_TD, self.bias)
-        if self.input_weight is not None:
-            rows_TD = rows_TD * self.input_weight
-        return self.lora.apply(rows_TD, output_TE)
-
-    def fold(self, input_weight_D: Tensor) -> bool:
-        """Multiply the columns of ``weight`` by what all inputs were to be multiplied by.
-
-        Returns False, and leaves all as it is, where a product is no finite number.
-        """
-        folded_ED = self.weight.data * input_weight_D
-        if not torch.stack(folded_ED.aminmax()).isfinite().all():
-            return False
-        self.weight.data.copy_(folded_ED)
-        self.input_weight = input_weight_D
-        return True
 
     def _stack(
         self, parts: Mapping[str, int | Share], in_features: int, tp: TensorGroup

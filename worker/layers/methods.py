@@ -8,7 +8,6 @@ import torch
 from torch import Tensor, nn
 
 from trimaran.kernels.dispatch import Ops
-from trimaran.worker.layers.scaled_rows import Rows, ScaledRows
 
 
 class LinearMethod(Protocol):
@@ -26,7 +25,7 @@ class LinearMethod(Protocol):
         """Called once when all weights are in place."""
         ...
 
-    def apply(self, layer: nn.Module, x_TD: Rows, bias_E: Tensor | None) -> Tensor:
+    def apply(self, layer: nn.Module, x_TD: Tensor, bias_E: Tensor | None) -> Tensor:
         """``x @ weight.T + bias``."""
         ...
 
@@ -49,12 +48,9 @@ class UnquantizedLinearMethod:
     def process_weights_after_loading(self, layer: nn.Module) -> None:
         """Nothing to do."""
 
-    def apply(self, layer: nn.Module, x_TD: Rows, bias_E: Tensor | None) -> Tensor:
+    def apply(self, layer: nn.Module, x_TD: Tensor, bias_E: Tensor | None) -> Tensor:
         """``x @ weight.T + bias``."""
-        weight: Tensor = layer.weight  # type: ignore[assignment]
-        if isinstance(x_TD, ScaledRows):
-            return self._linear(x_TD.rows, weight, bias_E, x_TD.scales)
-        return self._linear(x_TD, weight, bias_E)
+        return self._linear(x_TD, layer.weight, bias_E)  # type: ignore[arg-type]
 
 
 class AdapterState:

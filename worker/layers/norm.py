@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
-import torch
 from torch import Tensor, nn
 
-from trimaran.worker.layers.linear import LayerContext, MergedColumnParallelLinear, check_shape
-from trimaran.worker.layers.methods import UnquantizedLinearMethod
+from trimaran.worker.layers.linear import LayerContext, check_shape
 from trimaran.worker.layers.pending_sum import Addend, PendingSum
-from trimaran.worker.layers.scaled_rows import Rows, ScaledRows
 
 
 class RMSNorm(nn.Module):
@@ -27,34 +22,6 @@ class RMSNorm(nn.Module):
         self.eps = eps
         self.offset = offset
         self._ops = context.ops
-        self._is_left: Callable[[int], bool] = _never
-        """Whether so many rows are normalised by the product that takes them."""
-
-    def fold_into(self, product: MergedColumnParallelLinear, *, is_gated: bool = False) -> None:
-        """Leave rows to be normalised to ``product``, which alone takes them (as its gate and
-        up projections with ``is_gated``), where that is faster. Once, after loading.
-
-        This norm's weight becomes a part of the product's, rounded in the model's dtype.
-        """
-        if not isinstance(product.method, UnquantizedLinearMethod):
-            return
-        is_left = self._ops.scales_in_product(product.weight, is_gated=is_gated)
-        if is_left is None:
-            return
-        if not torch.all(self.weight == 1):
-            if not product.fold(self.weight.data.clone()):
-                return
-            self.weight.data.fill_(1)
-        self._is_left = is_left
-
-    def lead(self, x_TD: Addend, residual_TD: Tensor | None) -> tuple[Rows, Tensor]:
-        """As `forward`, for the product that this norm was folded into, if it was."""
-        if isinstance(x_TD, Tensor) and residual_TD is not None:
-            return self.forward(x_TD, residual_TD)
-        total_TD = residual_TD if x_TD is None else x_TD
-        if not isinstance(total_TD, Tensor) or not self._is_left(total_TD.shape[0]):
-            return self.forward(x_TD, residual_TD)
-        return ScaledRows(total_TD, self._ops.row_scales(total_TD, self.eps)), total_TD
 
     def forward(self, x_TD: Addend, residual_TD: Tensor | None) -> tuple[Tensor, Tensor]:
         """Normalise ``x + residual``. Returns it and the sum, kept in ``residual``.
@@ -75,10 +42,6 @@ class RMSNorm(nn.Module):
         """Copy the whole tensor, with the offset added before it is rounded."""
         check_shape(loaded, tuple(parameter.shape))
         parameter.data.copy_(loaded.float() + self.offset if self.offset else loaded)
-
-
-def _never(num_rows: int) -> bool:
-    return False
 
 
 def settle(x_TD: Addend, residual_TD: Tensor | None) -> Tensor:

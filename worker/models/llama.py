@@ -23,7 +23,6 @@ from trimaran.worker.layers.linear import (
 from trimaran.worker.layers.norm import RMSNorm
 from trimaran.worker.layers.pending_sum import Addend
 from trimaran.worker.layers.rotary import RotaryEmbedding
-from trimaran.worker.layers.scaled_rows import Rows
 from trimaran.worker.models.interfaces import (
     ATTENTION_ADAPTERS,
     AdapterModules,
@@ -78,7 +77,7 @@ class LlamaAttention(nn.Module):
 
     def forward(
         self,
-        hidden_TD: Rows,
+        hidden_TD: Tensor,
         residual_TD: Tensor | None,
         positions_T: Tensor,
         kv_cache: Tensor,
@@ -119,7 +118,7 @@ class LlamaMLP(nn.Module):
             context, inner, config.hidden_size, bias=config.mlp_bias
         )
 
-    def forward(self, hidden_TD: Rows, residual_TD: Tensor | None) -> Addend:
+    def forward(self, hidden_TD: Tensor, residual_TD: Tensor | None) -> Addend:
         """[T, D] to [T, D], added to the residual or returned. Collective over the group."""
         inner_TF = self.act.project(self.gate_up_proj, hidden_TD)
         return self.down_proj.add_to(residual_TD, inner_TF)
@@ -167,22 +166,11 @@ class LlamaLayer(nn.Module):
         context: ForwardContext,
     ) -> tuple[Addend, Tensor]:
         """Returns what is still to be added to the residual, or None, and the residual."""
-        normed, residual = self.attention_norm.lead(hidden_TD, residual_TD)
+        normed, residual = self.attention_norm.forward(hidden_TD, residual_TD)
         residual = context.narrow(residual)
         attended = self.attention.forward(normed, residual, positions_T, kv_cache, context)
-        normed, residual = self.mlp_norm.lead(attended, residual)
+        normed, residual = self.mlp_norm.forward(attended, residual)
         return self.mlp.forward(normed, residual), residual
-
-    def fold_norms(self) -> None:
-        """Let products that are faster so normalise what they take."""
-        if type(self).forward is not LlamaLayer.forward:
-            return
-        if type(self.attention) is LlamaAttention:
-            self.attention_norm.fold_into(self.attention.qkv_proj)
-        if type(self.mlp) is LlamaMLP:
-            gate_up = self.mlp.gate_up_proj
-            is_gated = self.mlp.act.is_one_with(gate_up)
-            self.mlp_norm.fold_into(gate_up, is_gated=is_gated)
 
 
 class LlamaForCausalLM(CausalLM):
@@ -209,12 +197,6 @@ class LlamaForCausalLM(CausalLM):
         "mlp_gate": ("mlp.gate_up_proj", "up"),
         "mlp_4h_to_h": ("mlp.down_proj", ""),
     }
-
-    def process_weights_after_loading(self) -> None:
-        """Norms become a part of products where these are faster so; then as everywhere."""
-        for layer in self.layers.values():
-            layer.fold_norms()  # type: ignore[operator]
-        super().process_weights_after_loading()
 
     def make_shared(self) -> None:
         """Make the angles of rotary positions: one kind or two."""

@@ -47,18 +47,6 @@ def test_linear_is_that_of_torch(ops, dtype, rows, width, outputs):
     _close(actual, exact.to(dtype), scale=width**0.5)
 
 
-@pytest.mark.parametrize("rows", [1, 33])
-def test_rows_are_scaled_before_a_product(ops, dtype, rows):
-    x, weight = _random(rows, 64, dtype=dtype), _random(48, 64, dtype=dtype, seed=1)
-    bias, scales = _random(48, dtype=dtype, seed=2), _random(rows, dtype=torch.float32, seed=3)
-
-    scaled = reference.scaled(x, scales)
-    assert ops.linear(x, weight, bias, scales).equal(ops.linear(scaled, weight, bias))
-    assert ops.gated_linear(x, weight, scales).equal(ops.gated_linear(scaled, weight))
-    exact = reference.linear(x.double(), weight.double(), bias.double(), scales.double())
-    _close(ops.linear(x, weight, bias, scales), exact.to(dtype), scale=16)
-
-
 def test_logits_are_not_rounded_to_the_weights_dtype(ops, dtype):
     x, weight = _random(3, 64, dtype=dtype), _random(50, 64, dtype=dtype, seed=1)
     logits = ops.logits(x, weight)

@@ -48,9 +48,6 @@ def test_a_committed_table_holds_cuts_that_fit(path):
         assert bounds == sorted(set(bounds)), name
         sizes, _, kind = name.partition(" ")
         outputs, _, inner = sizes.partition("x")
-        if kind.startswith("scaled"):
-            # Steps of decodes have norms that add up parts.
-            assert steps[0] == [1024, None], name
         for cut in table.choices(int(outputs), int(inner), kind):
             cut.check(kind)
             assert cut.stages >= 3 and cut.cluster(kind) <= 8
@@ -72,24 +69,6 @@ def test_a_cut_whose_partial_sums_do_not_fit_is_refused():
     with pytest.raises(ValueError, match="bytes of shared memory for partial sums"):
         GemmShape(256, 192, 4).check("plain")
     GemmShape(256, 192, 4).check("parts")
-
-
-def test_rows_are_scaled_where_the_table_has_a_cut_for_it():
-    table = ProductTable(
-        {
-            "4096x1024 plain": [(8192, [256, 192, 1, 1])],
-            "4096x1024 scaled": [(1024, None), (8192, [256, 192, 1, 2])],
-            "4096x1024 scaled gated": [(8192, [256, 176, 1, 2])],
-        }
-    )
-
-    assert table.pick(1024, 4096, 1024, "scaled") is None
-    assert table.pick(1025, 4096, 1024, "scaled") == GemmShape(256, 192, 1, 2)
-    assert table.pick(1, 4096, 1024, "scaled gated") == GemmShape(256, 176, 1, 2)
-    with pytest.raises(ValueError, match="rows are scaled where sums are whole: take a split"):
-        GemmShape(64, 128, 4).check("scaled")
-    with pytest.raises(ValueError, match="shares 88 columns among 4 blocks"):
-        GemmShape(256, 176, 1, 4, shares_weights=True).check("scaled gated")
 
 
 def test_blocks_that_share_weights_take_whole_slices_of_them():
