@@ -27,6 +27,8 @@ class CpuOps:
     threads, and calls are made by one thread at a time.
     """
 
+    is_deterministic = True
+
     def __init__(self, library: ctypes.CDLL, dtype: torch.dtype, num_threads: int) -> None:
         self._library = library
         self._dtype = dtype

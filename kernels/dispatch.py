@@ -28,6 +28,11 @@ class Ops(Protocol):
         """Backend name by operator, for the log and the metrics."""
         ...
 
+    @property
+    def is_deterministic(self) -> bool:
+        """Whether a token's result does not depend on the tokens beside it."""
+        ...
+
     def fuse_decoder(
         self, shape: DecoderShape, layers: Sequence[LayerWeights]
     ) -> Decoder | None:

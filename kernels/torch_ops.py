@@ -12,7 +12,9 @@ from trimaran.kernels.decoder import Decoder, DecoderShape, LayerWeights
 
 
 class TorchOps:
-    """All operators in plain torch, on any device."""
+    """All operators in plain torch, on any device. Those of a CPU are deterministic."""
+
+    is_deterministic = True
 
     linear = staticmethod(reference.linear)
     head_linear = staticmethod(reference.head_linear)

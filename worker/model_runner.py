@@ -27,6 +27,9 @@ from trimaran.worker.step_result import ModelRunnerOutput
 from trimaran.worker.step_times import DeviceClock
 from trimaran.worker.step_types import SchedulerOutput
 
+_LEAST_SPARED = 1024
+"""Tokens of a step whose queries cost more than the launches that leaving them out takes."""
+
 
 class ModelRunner:
     """The model, its KV cache and the rows on this rank's device.
@@ -57,7 +60,7 @@ class ModelRunner:
         self._prompt_tables = PromptTables(vocab_size, inputs.device)
         self._kv_caches = layer_views(groups)
         self._clock = DeviceClock(inputs.device)
-        self._any_token = torch.zeros(1, dtype=torch.int64, device=inputs.device)
+        self._is_deterministic = model.context.ops.is_deterministic
         self._graphs: CudaGraphs | None = None
         self._prompt_graphs: CudaGraphs | None = None
         self._adapter_graphs: CudaGraphs | None = None
@@ -186,15 +189,18 @@ class ModelRunner:
                 decision, inputs.token_ids, self.model.embed_tokens
             )
         wanted = self._wanted(inputs)
-        with self._counting(wanted):
+        with self._counting(wanted, decision):
             hidden_TD = self._forward(inputs, decision.num_decodes, hidden_TD, wanted)
         if wanted is not None:
             inputs.logits_indices = None
         return hidden_TD, inputs
 
-    def _counting(self, wanted: Tensor | None) -> AbstractContextManager[None]:
+    def _counting(
+        self, wanted: Tensor | None, decision: SchedulerOutput
+    ) -> AbstractContextManager[None]:
         """Counts the experts of the tokens that a step goes on with, unless none is wanted."""
-        if wanted is self._any_token and self.expert_loads is not None:
+        is_narrow = wanted is not None
+        if is_narrow and not len(decision.sampled) and self.expert_loads is not None:
             return self.expert_loads.nobody_in_last_layer()
         return nullcontext()
 
@@ -220,8 +226,34 @@ class ModelRunner:
             return None
         if self.model.adapters.has_tokens or self._lane_bound.most_tokens:
             return None
-        # A product has rows, also where nobody samples.
-        return wanted if len(wanted) else self._any_token
+        # A product has rows, also where nobody samples: those of the first sequence's end.
+        return wanted if len(wanted) else inputs.query_start_loc[1:2].long() - 1
+
+    def _wanted_attention(
+        self, inputs: StepInputs, wanted: Tensor | None
+    ) -> AttentionMetadata | None:
+        """The wanted tokens as decodes, where the last layer does well to make no queries of
+        the others: on a GPU that may round a token by what is beside it."""
+        if wanted is None or self._is_deterministic:
+            return None
+        rows, lengths = inputs.sampled_rows, inputs.sampled_lengths
+        if len(inputs.token_ids) - len(wanted) < _LEAST_SPARED or rows is None:
+            return None
+        if not len(rows):
+            rows, lengths = inputs.rows, inputs.seq_lens[:1]
+        assert rows is not None and lengths is not None
+        return AttentionMetadata(
+            query_start_loc=torch.arange(
+                len(wanted) + 1, dtype=torch.int32, device=wanted.device
+            ),
+            seq_lens=lengths,
+            block_tables=inputs.block_tables[0],
+            slot_mapping=inputs.slot_mappings[0].index_select(0, wanted),
+            max_query_len=1,
+            max_seq_len=inputs.max_seq_len,
+            num_decodes=len(wanted),
+            rows=rows[: len(wanted)],
+        )
 
     def _forward(
         self,
@@ -234,6 +266,7 @@ class ModelRunner:
             attention=_metadata(inputs, num_decodes),
             kv_caches=self._kv_caches,
             wanted=wanted,
+            wanted_attention=self._wanted_attention(inputs, wanted),
         )
         return self.model.forward(inputs.token_ids, inputs.positions, context, hidden_TD)
 

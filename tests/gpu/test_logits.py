@@ -12,6 +12,7 @@ from trimaran.comm.control import LocalControlPlane
 from trimaran.comm.messages import Submit, pack_ids
 from trimaran.comm.sampling_params import SamplingParams
 from trimaran.comm.topology import ParallelLayout
+from trimaran.worker import model_runner
 from trimaran.worker.config import CacheConfig, EngineConfig, RankConfig, SchedulerConfig
 from trimaran.worker.engine import Engine
 
@@ -119,6 +120,21 @@ def test_log_probabilities_are_those_of_transformers(model, prompts, dtype, path
 
     for prompt, output, found in zip(prompts, ids, log_probs, strict=True):
         assert len(output) == NUM_TOKENS
+        expected = expected_log_probs(reference, prompt, output)
+        np.testing.assert_allclose(found, expected, atol=TOLERANCE[dtype], rtol=0)
+
+
+@pytest.mark.parametrize("most_tokens", [96, 2048])
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_queries_of_the_last_layer_are_made_of_the_ends_of_chunks(
+    model, prompts, dtype, most_tokens, monkeypatch
+):
+    monkeypatch.setattr(model_runner, "_LEAST_SPARED", 1)
+    folder, reference = model
+    path = {"cuda_graphs": False, "max_num_batched_tokens": most_tokens}
+    ids, log_probs = serve(make_engine(folder, dtype, **path), prompts)
+
+    for prompt, output, found in zip(prompts, ids, log_probs, strict=True):
         expected = expected_log_probs(reference, prompt, output)
         np.testing.assert_allclose(found, expected, atol=TOLERANCE[dtype], rtol=0)
 

@@ -62,6 +62,10 @@ class ForwardContext:
     wanted: Tensor | None = None
     """int64, in the last stage: the tokens of which hidden states are wanted; None for all."""
 
+    wanted_attention: AttentionMetadata | None = None
+    """The tokens of ``wanted`` as decodes, each the last one of its sequence, where the last
+    layer need not make queries of the others; else None."""
+
     is_in_last_layer: bool = False
     """Said by the model that runs."""
 
@@ -74,6 +78,12 @@ class ForwardContext:
         if self.wanted is None or not self.is_in_last_layer:
             return x
         return x.index_select(0, self.wanted)
+
+    @property
+    def narrow_attention(self) -> AttentionMetadata | None:
+        """Where the wanted tokens stand, for a layer that makes queries of them alone once
+        it has stored all keys and values; None where it makes them of all tokens."""
+        return self.wanted_attention if self.is_in_last_layer else None
 
 
 def attention_spec(config: PretrainedConfig, number: int) -> AttentionSpec:

@@ -225,6 +225,18 @@ class QKVParallelLinear(MergedColumnParallelLinear):
         ParallelLinear.__init__(
             self, context, (rows, hidden_size), bias=bias, method=method, lora=lora
         )
+        self._linear = context.ops.linear
+
+    @property
+    def is_separable(self) -> bool:
+        """Whether `keys_and_values` is served."""
+        return isinstance(self.method, UnquantizedLinearMethod) and not self.lora.is_active
+
+    def keys_and_values(self, x_TD: Tensor) -> Tensor:
+        """What `forward` returns behind the queries [T, 2 * K * H], where it `is_separable`."""
+        first = self.output_share.size
+        bias = None if self.bias is None else self.bias[first:]
+        return self._linear(x_TD, self.weight[first:], bias)
 
 
 class RowParallelLinear(ParallelLinear):

@@ -213,14 +213,16 @@ class CausalLM(nn.Module):
         return settle(hidden, residual)
 
     @contextmanager
-    def one_layer_of_each_kind(self) -> Iterator[None]:
-        """Meanwhile only one runs of all layers whose weights have the same shapes."""
+    def few_layers(self) -> Iterator[None]:
+        """Meanwhile only the first runs of all layers whose weights have the same shapes, and
+        the last layer of all, which may run otherwise (see `ForwardContext.narrow`)."""
         stack = self._stack
         kinds = {
             tuple(weight.shape for weight in layer.parameters()): (place, layer)
-            for place, layer in stack
+            for place, layer in reversed(stack)
         }
-        self._stack = sorted(kinds.values(), key=lambda each: each[0])
+        last = stack[-1]
+        self._stack = sorted({*kinds.values(), last}, key=lambda each: each[0])
         try:
             yield
         finally:

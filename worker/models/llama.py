@@ -88,8 +88,34 @@ class LlamaAttention(nn.Module):
         Returns what is still to be added to the residual, if there is one; else None. The
         residual is narrowed already, as the output is here.
         """
-        qkv = self.qkv_proj.forward(hidden_TD)
-        heads_TAH = qkv.view(qkv.shape[0], -1, self.head_size)
+        attention = context.narrow_attention if self.qkv_proj.is_separable else None
+        is_narrow = attention is not None
+        if attention is None:
+            attention = context.attention
+        else:
+            self._store(hidden_TD, positions_T, kv_cache, context)
+            hidden_TD, positions_T = context.narrow(hidden_TD), context.narrow(positions_T)
+        heads_TAH = self._heads(self.qkv_proj.forward(hidden_TD))
+        output = self.backend.rotate_and_attend(
+            heads_TAH, self._rotary[0], positions_T, kv_cache, attention
+        ).flatten(1)
+        return self.o_proj.add_to(residual_TD, output if is_narrow else context.narrow(output))
+
+    def _store(
+        self,
+        hidden_TD: Tensor,
+        positions_T: Tensor,
+        kv_cache: Tensor,
+        context: ForwardContext,
+    ) -> None:
+        """Write the keys and values of all tokens to their slots, without queries."""
+        heads_TAH = self._heads(self.qkv_proj.keys_and_values(hidden_TD))
+        slots_T = context.attention.slot_mapping
+        self._rotary[0].forward(heads_TAH, positions_T, kv_cache, slots_T)
+
+    def _heads(self, product: Tensor) -> Tensor:
+        """The heads of a product [T, A * H], queries and keys normalised where they are."""
+        heads_TAH = product.view(product.shape[0], -1, self.head_size)
         if self.has_head_norms:
             self._ops.norm_heads(
                 heads_TAH,
@@ -98,10 +124,7 @@ class LlamaAttention(nn.Module):
                 self.qkv_proj.num_kv_heads,
                 self.q_norm.eps,
             )
-        output_TNH = self.backend.rotate_and_attend(
-            heads_TAH, self._rotary[0], positions_T, kv_cache, context.attention
-        )
-        return self.o_proj.add_to(residual_TD, context.narrow(output_TNH.flatten(1)))
+        return heads_TAH
 
 
 class LlamaMLP(nn.Module):

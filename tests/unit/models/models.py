@@ -398,9 +398,11 @@ class PagedRun:
         *,
         hidden: Tensor | None = None,
         wanted: Tensor | None = None,
+        makes_all_queries: bool = True,
     ) -> Tensor:
         """Run one step that gives each sequence a chunk of tokens; its hidden states, or those
-        of the tokens that are wanted."""
+        of the tokens that are wanted, of which the last layer may make queries alone if each
+        is the last one of its chunk."""
         tokens, positions, slots, starts = [], [], [], [0]
         for sequence, ids in chunks.items():
             first = self.lengths[sequence]
@@ -426,6 +428,16 @@ class PagedRun:
             num_decodes=num_decodes,
         )
         context = ForwardContext(attention=metadata, kv_caches=self.caches, wanted=wanted)
+        if wanted is not None and not makes_all_queries:
+            context.wanted_attention = AttentionMetadata(
+                query_start_loc=torch.arange(len(wanted) + 1, dtype=torch.int32),
+                seq_lens=metadata.seq_lens,
+                block_tables=metadata.block_tables,
+                slot_mapping=metadata.slot_mapping[wanted],
+                max_query_len=1,
+                max_seq_len=metadata.max_seq_len,
+                num_decodes=len(wanted),
+            )
         ids = torch.tensor(tokens)
         return self.model.forward(ids, torch.tensor(positions), context, hidden)
 

@@ -73,8 +73,9 @@ def test_logits_in_float32_are_those_of_transformers(pair):
     torch.testing.assert_close(logits, expected, atol=2e-5, rtol=1e-4)
 
 
+@pytest.mark.parametrize("makes_all_queries", [True, False])
 @torch.inference_mode()
-def test_hidden_states_of_wanted_tokens_are_theirs_among_all(pair):
+def test_hidden_states_of_wanted_tokens_are_theirs_among_all(pair, makes_all_queries):
     _, ours = pair
     first, second, third = models.prompts(9, 30, 6)
     whole, narrow = models.PagedRun(ours, 3), models.PagedRun(ours, 3)
@@ -83,7 +84,7 @@ def test_hidden_states_of_wanted_tokens_are_theirs_among_all(pair):
     wanted = torch.tensor([0, 9, 39])
     chunks = {2: [7], 0: first, 1: second}
 
-    found = narrow.hidden(chunks, wanted=wanted)
+    found = narrow.hidden(chunks, wanted=wanted, makes_all_queries=makes_all_queries)
 
     # With their products of fewer rows, which torch may add up in another order.
     torch.testing.assert_close(found, whole.hidden(chunks)[wanted], atol=2e-6, rtol=1e-5)
@@ -94,25 +95,47 @@ def test_hidden_states_of_wanted_tokens_are_theirs_among_all(pair):
     )
 
 
-@pytest.mark.parametrize(
-    ("name", "weights"),
-    # The weights of the output product and of the MLP. What is added in place is not counted.
-    [("llama-biases", 64 * 8 * 16 + 3 * 64 * 96), ("gpt2", 64 * 64 + 2 * 64 * 96)],
-)
+# Weights of the output product and of the MLP. What is added in place is not counted.
+_BEHIND_ATTENTION = {"llama-biases": 64 * 8 * 16 + 3 * 64 * 96, "gpt2": 64 * 64 + 2 * 64 * 96}
+
+
+@pytest.mark.parametrize("name", _BEHIND_ATTENTION)
 @torch.inference_mode()
-def test_the_last_layer_multiplies_wanted_tokens_alone(name, weights, tmp_path):
+def test_the_last_layer_multiplies_wanted_tokens_alone(name, tmp_path):
     models.save_huggingface(tmp_path, CONFIGS[name])
     ours = models.load_ours(tmp_path, ops=TorchOps())
     (prompt,) = models.prompts(30)
 
-    def operations(wanted):
+    def operations(wanted, **how):
         with FlopCounterMode(display=False) as counter:
-            models.PagedRun(ours, 1).hidden({0: prompt}, wanted=wanted)
+            models.PagedRun(ours, 1).hidden({0: prompt}, wanted=wanted, **how)
         return counter.get_total_flops()
 
     saved = operations(None) - operations(torch.tensor([29]))
 
-    assert saved == 2 * weights * 29
+    assert saved == 2 * _BEHIND_ATTENTION[name] * 29
+
+
+@torch.inference_mode()
+def test_the_last_layer_makes_queries_of_wanted_tokens_alone(tmp_path):
+    models.save_huggingface(tmp_path, CONFIGS["llama"])
+    ours = models.load_ours(tmp_path, ops=TorchOps())
+    (prompt,) = models.prompts(30)
+
+    def operations(*, makes_all_queries):
+        with FlopCounterMode(display=False) as counter:
+            models.PagedRun(ours, 1).hidden(
+                {0: prompt}, wanted=torch.tensor([29]), makes_all_queries=makes_all_queries
+            )
+        counts = counter.get_flop_counts()["Global"]
+        # Projections alone: attention multiplies batches.
+        return sum(n for operator, n in counts.items() if "bmm" not in str(operator))
+
+    saved = operations(makes_all_queries=True) - operations(makes_all_queries=False)
+
+    # The wanted token's keys and values are made twice.
+    queries, keys_and_values = 8 * 16, 2 * 4 * 16
+    assert saved == 2 * 64 * (29 * queries - keys_and_values)
 
 
 _IN_HALF = [

@@ -100,7 +100,7 @@ def test_latent_vectors_survive_pauses_and_the_way_to_the_host_and_back(
 
 
 @pytest.mark.parametrize("checkpoint", ["deepseek3"], indirect=True)
-def test_steps_made_up_to_load_kernels_run_a_layer_of_each_kind_and_leave_nothing(
+def test_steps_made_up_to_load_kernels_run_few_layers_and_leave_nothing(
     make_engine, checkpoint, monkeypatch
 ):
     driver = make_engine(max_num_batched_tokens=200, max_num_seqs=20, tokens_per_block=4)
@@ -116,8 +116,8 @@ def test_steps_made_up_to_load_kernels_run_a_layer_of_each_kind_and_leave_nothin
 
     load_product_kernels(engine.runner, engine.scheduler.config)
 
-    # The first layer is dense, the others have experts.
-    assert set(ran) == {0, len(layers) - 1}
+    # The first layer is dense, the others have experts, and the last may leave tokens out.
+    assert set(ran) == {0, 1, len(layers) - 1}
     prompts = models.prompts(3, 22, 61)
     expected = models.reference_greedy(checkpoint[1], prompts, NUM_TOKENS)
     assert outputs_of(driver, prompts) == expected
