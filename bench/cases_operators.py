@@ -63,7 +63,6 @@ def cases(
         if count <= 1024:
             yield _decode(shape, device, dtype, count, context)
         else:
-            yield _rotated_product(shape, device, dtype, count)
             yield _prompts(shape, device, dtype, count, min(context, count))
 
 
@@ -95,46 +94,6 @@ def _products(
         size = f"{rows} x {inner} x {outputs}"
         flops = 2.0 * rows * inner * outputs
         yield _case((name, size), (moved * dtype.itemsize, flops), make, run)
-
-
-def _rotated_product(
-    shape: ModelShape, device: torch.device, dtype: torch.dtype, rows: int
-) -> KernelCase:
-    """Queries, keys and values of a prompt, rotated and on their way to the cache."""
-    hidden, outputs = shape.hidden, shape.query_width + 2 * shape.kv_width
-    blocks = -(-rows // _BLOCK)
-    positions = torch.arange(rows, device=device)
-    slots = torch.randperm(blocks * _BLOCK, device=device)[:rows]
-    angles = torch.randn((rows, shape.head_size), device=device)
-
-    def make() -> tuple[Tensor, ...]:
-        x = torch.randn((rows, hidden), device=device, dtype=dtype)
-        weight = torch.randn((outputs, hidden), device=device, dtype=dtype).mul_(0.02)
-        return x, weight, _cache(shape, device, dtype, blocks)
-
-    def run(ops: Ops, x: Tensor, weight: Tensor, cache: Tensor) -> object:
-        query = ops.rotated_linear(x, weight, angles, positions, cache, slots)
-        if query is None:
-            heads = ops.linear(x, weight).view(rows, -1, shape.head_size)
-            ops.rope_and_cache(heads, angles, positions, cache, slots)
-        return query
-
-    moved = hidden * outputs + rows * (hidden + outputs)
-    work = (moved * dtype.itemsize + angles.nbytes, 2.0 * rows * hidden * outputs)
-    # Torch's own waits for the device, which no graph of launches can hold.
-    has_peer = device.type == "cpu"
-    size = f"{rows} x {hidden} x {outputs}"
-    return _case(("qkv_rotated", size), work, make, run, has_peer=has_peer)
-
-
-def _cache(shape: ModelShape, device: torch.device, dtype: torch.dtype, blocks: int) -> Tensor:
-    """One layer's blocks, as the engine has them."""
-    size = (blocks, 2, _BLOCK, shape.kv_heads, shape.head_size)
-    cache = torch.randn(size, device=device, dtype=dtype)
-    if device.type == "cuda":
-        # The keys of a head lie side by side in a block.
-        cache = cache.transpose(2, 3).contiguous().transpose(2, 3)
-    return cache
 
 
 def _experts(
@@ -226,7 +185,12 @@ def _attention(
     def make() -> tuple[Tensor, ...]:
         heads = (tokens, shape.heads, shape.head_size)
         query = torch.randn(heads, device=device, dtype=dtype)
-        return query, _cache(shape, device, dtype, blocks)
+        size = (blocks, 2, _BLOCK, shape.kv_heads, shape.head_size)
+        cache = torch.randn(size, device=device, dtype=dtype)
+        if device.type == "cuda":
+            # The keys of a head lie side by side in a block, as the engine has them.
+            cache = cache.transpose(2, 3).contiguous().transpose(2, 3)
+        return query, cache
 
     def run(ops: Ops, query: Tensor, cache: Tensor) -> object:
         metadata.plans.clear()

@@ -28,6 +28,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from typing import get_args
 
 import torch
 from product_cuts import COPIED_BYTES_S, SUSTAINED_ROWS, Product
@@ -74,8 +75,6 @@ NUM_LAYERS = 6
 """Layers of a chain, each with weights of its own."""
 
 HEAD_SIZE, BLOCK_TOKENS = 128, 32
-
-_KINDS: tuple[Kind, ...] = ("plain", "gated", "parts")
 
 _WARM_S = 5.0
 """In the first seconds of load a layer of 500 rows takes 3 % less than later."""
@@ -340,7 +339,7 @@ def flags() -> argparse.ArgumentParser:
     parser.add_argument("--rows", nargs="+", type=int, default=ROWS)
     parser.add_argument("--cuts", type=int, default=8, help="cuts to time for each product")
     parser.add_argument("--vocabulary", type=int, default=128256)
-    parser.add_argument("--kinds", nargs="+", choices=_KINDS, default=_KINDS)
+    parser.add_argument("--kinds", nargs="+", choices=get_args(Kind), default=get_args(Kind))
     parser.add_argument("--tp-size", type=int, default=1, help="ranks that share the weights")
     parser.add_argument(
         "--context", type=int, default=0, help="tokens of a decode's attention; 0: a norm"

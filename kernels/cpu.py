@@ -230,9 +230,6 @@ class CpuOps:
             tokens, heads, head_size, x.stride(0),
         )  # fmt: skip
 
-    def rotated_linear(self, *_arguments: object) -> None:
-        """Rotation is an operator of its own."""
-
     def rotated_attention(self, *_arguments: object) -> None:
         """Rotation is an operator of its own."""
 

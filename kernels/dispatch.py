@@ -125,21 +125,6 @@ class Ops(Protocol):
 
     def write_kv(self, key: Tensor, value: Tensor, kv_cache: Tensor, slots: Tensor) -> None: ...
 
-    def rotated_linear(
-        self,
-        x: Tensor,
-        weight: Tensor,
-        cos_sin: Tensor,
-        positions: Tensor,
-        kv_cache: Tensor,
-        slots: Tensor,
-        is_neox: bool = True,
-    ) -> Tensor | None:
-        """The queries [T, N, H] of `linear` with a weight of queries, keys and values and of
-        `rope_and_cache` behind it; None, and nothing done, where that is not one operator
-        here."""
-        ...
-
     def rotated_attention(
         self,
         heads: Tensor,

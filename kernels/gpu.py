@@ -132,21 +132,6 @@ class TritonOps(TorchOps):
         """The weighted sum of each token's experts; see `reference.expert_mlp`."""
         return self._experts.expert_mlp(x, weights, ids, gate_up, down, first_expert)
 
-    def rotated_linear(
-        self,
-        x: Tensor,
-        weight: Tensor,
-        cos_sin: Tensor,
-        positions: Tensor,
-        kv_cache: Tensor,
-        slots: Tensor,
-        is_neox: bool = True,
-    ) -> Tensor | None:
-        """Product, rotation and the way to the cache in one kernel."""
-        if not is_neox:
-            return None
-        return self._products.rotated_linear(x, weight, cos_sin, positions, kv_cache, slots)
-
     def rotated_attention(
         self,
         heads: Tensor,

@@ -1,4 +1,4 @@
-"""Products by our own Hopper kernel, plain, as SwiGLU or in parts."""
+"""Products of few to some hundred rows by our own Hopper kernel, plain or as SwiGLU."""
 
 from __future__ import annotations
 
@@ -19,9 +19,7 @@ _READ_AGAIN = 0x1000000000000000
 """Cache policies of the copy engine: evict first, evict normally."""
 
 
-class GemmArguments(ctypes.Structure):
-    """As the kernel has them."""
-
+class _Arguments(ctypes.Structure):
     _fields_ = (
         ("out", ctypes.c_uint64),
         ("rows", ctypes.c_int),
@@ -75,21 +73,6 @@ class HopperGemm:
 
     def __call__(self, x_TD: Tensor, weight_ED: Tensor) -> Tensor:
         """[T, E]; [T, E / 2] of ``silu(gate) * up``; or float32 [split, T, E] to add up."""
-        halves = 2 if self._kind == "gated" else 1
-        num_rows, num_columns = x_TD.shape[0], weight_ED.shape[0] // halves
-        pitch = -(-num_columns // 8) * 8
-        if self._kind == "parts":
-            size = (self.shape.split, num_rows, pitch)
-            out = x_TD.new_empty(size, dtype=torch.float32)
-        else:
-            out = x_TD.new_empty((num_rows, pitch))
-        self._launch(x_TD, weight_ED, out, GemmArguments(columns=num_columns, pitch=pitch))
-        return out if pitch == num_columns else out[..., :num_columns]
-
-    def _launch(
-        self, x_TD: Tensor, weight_ED: Tensor, out: Tensor, arguments: GemmArguments
-    ) -> None:
-        """Multiply into ``out``, whose columns and pitch the ``arguments`` have."""
         shape = self.shape
         num_rows, inner = x_TD.shape
         inner_steps = -(-inner // INNER_STEP)
@@ -100,29 +83,35 @@ class HopperGemm:
             )
         if x_TD.stride(1) != 1 or x_TD.stride(0) % 8 or x_TD.data_ptr() % 16:
             x_TD = x_TD.clone(memory_format=torch.contiguous_format)
-        tile_columns = shape.columns // (2 if self._kind == "gated" else 1)
+        halves = 2 if self._kind == "gated" else 1
+        num_columns, tile_columns = weight_ED.shape[0] // halves, shape.columns // halves
+        pitch = -(-num_columns // 8) * 8
+        if self._kind == "parts":
+            out = x_TD.new_empty((shape.split, num_rows, pitch), dtype=torch.float32)
+        else:
+            out = x_TD.new_empty((num_rows, pitch))
         # The tiles that blocks share: `sharing` times as wide, or as high.
         wide, high = (1, shape.sharing) if shape.shares_weights else (shape.sharing, 1)
         row_groups = -(-num_rows // (shape.rows * high))
         # The least slices that hold all rows; the kernel's products of others go nowhere.
         slice_rows = -(-min(num_rows, shape.rows) // wide // 8) * 8
         slice_columns = tile_columns // high
-        groups = row_groups * -(-arguments.columns // (tile_columns * wide))
+        groups = row_groups * -(-num_columns // (tile_columns * wide))
         if self._kind == "parts":
             groups *= shape.split
         clusters = groups if self._adds_in_cluster else min(groups, self._max_clusters)
-        arguments.out, arguments.rows = out.data_ptr(), num_rows
-        arguments.inner_steps, arguments.row_groups = inner_steps, row_groups
-        arguments.groups, arguments.split = groups, shape.split
-        arguments.sharing, arguments.slice = shape.sharing, slice_rows
-        arguments.slice_w, arguments.most_early = slice_columns, shape.early_tiles
-        arguments.hint_w = _READ_ONCE if row_groups == 1 else _READ_AGAIN
+        arguments = _Arguments(
+            out.data_ptr(), num_rows, num_columns, pitch, inner_steps, row_groups,
+            groups, shape.split, shape.sharing, slice_rows, slice_columns, shape.early_tiles,
+            _READ_ONCE if row_groups == 1 else _READ_AGAIN,
+        )  # fmt: skip
         maps: tuple[TensorMap, TensorMap] = (
             _tiles(x_TD, slice_rows),
             _tiles(weight_ED, slice_columns),
         )
         stream = torch.cuda.current_stream(x_TD.device).cuda_stream
         self._kernel.launch(clusters * self._cluster, stream, *maps, arguments)
+        return out if pitch == num_columns else out[..., :num_columns]
 
 
 def can_multiply(device: torch.device, dtype: torch.dtype) -> bool:
@@ -143,7 +132,6 @@ def compile_gemm(shape: GemmShape, dtype: torch.dtype, kind: Kind) -> bytes:
         f"GEMM_SPLIT={int(kind != 'parts' and shape.split > 1)}",
         f"GEMM_PARTS={int(kind == 'parts')}",
         f"GEMM_SHARES_WEIGHTS={int(shape.shares_weights)}",
-        f"GEMM_ROTATED={int(kind == 'rotated')}",
     ]
     if kind == "gated":
         defines.append("GEMM_GATED")

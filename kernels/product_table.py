@@ -19,12 +19,8 @@ _SHARED_BYTES = 230_400
 _EARLY_BYTES = 64 << 10
 """Of weights under way to a block keep memory as busy as can be, and its queue short."""
 
-Kind = Literal["plain", "gated", "parts", "rotated"]
-"""``x @ weight.T``; SwiGLU of it; float32 parts of it that are still to be added up; or heads
-of it that are rotated and go to their slots (`rotated_gemm`)."""
-
-ROTATED_HEAD = 128
-"""Dims of a head of the last kind."""
+Kind = Literal["plain", "gated", "parts"]
+"""``x @ weight.T``; SwiGLU of it; or float32 parts of it that are still to be added up."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,10 +49,6 @@ class GemmShape:
         """Raise ValueError unless the kernel can make a product of this kind."""
         if self.shares_weights:
             self._check_slices(kind)
-        if kind == "rotated" and (self.columns % ROTATED_HEAD or self.split > 1):
-            raise ValueError(
-                f"{self} cuts heads: take a multiple of {ROTATED_HEAD} columns and no split"
-            )
         ring, bytes_needed = self.stages * self.stage_bytes, self._exchanged_bytes(kind)
         if bytes_needed > ring:
             raise ValueError(

@@ -17,7 +17,6 @@ from trimaran.kernels.cuda_build import check_compiler
 from trimaran.kernels.hopper_gemm import HopperGemm, can_multiply, compile_gemm
 from trimaran.kernels.product_table import Choice, GemmShape, Kind, ProductTable, fixed_choice
 from trimaran.kernels.reference import add_linear
-from trimaran.kernels.rotated_gemm import RotatedGemm, takes
 from trimaran.kernels.split_product import num_parts, split_product
 from trimaran.kernels.triton_elementwise import silu_and_mul
 from trimaran.kernels.triton_skinny import (
@@ -48,18 +47,6 @@ class Products(Protocol):
 
     def router_logits(self, x: Tensor, weight: Tensor) -> Tensor: ...
 
-    def rotated_linear(
-        self,
-        x: Tensor,
-        weight: Tensor,
-        cos_sin: Tensor,
-        positions: Tensor,
-        kv_cache: Tensor,
-        slots: Tensor,
-    ) -> Tensor | None:
-        """See `Ops.rotated_linear`; heads are rotated by their halves."""
-        ...
-
 
 class TorchProducts:
     """Torch's own products."""
@@ -86,9 +73,6 @@ class TorchProducts:
         """``x @ weight.T`` as float32, never rounded to the weights' dtype."""
         return float_product(x, weight)
 
-    def rotated_linear(self, *_arguments: Tensor) -> None:
-        """Rotation is an operator of its own."""
-
 
 class HopperProducts:
     """Products with weights of one dtype on one Hopper GPU, by our kernel or by torch.
@@ -110,7 +94,6 @@ class HopperProducts:
         self._is_deterministic = is_deterministic
         self._table = table or ProductTable.of_device(torch.cuda.get_device_name(device))
         self._kernels: dict[tuple[GemmShape, Kind], HopperGemm] = {}
-        self._rotated: dict[GemmShape, RotatedGemm] = {}
         self._compiled: set[tuple[int, int, Kind]] = set()
         self.backend = "cuda" if is_deterministic else "cuda, triton, torch"
 
@@ -156,30 +139,6 @@ class HopperProducts:
         if self._streams(x_TD, weight_ED, is_gated=True):
             return stream_gated(x_TD, weight_ED)
         return silu_and_mul(self.linear(x_TD, weight_ED))
-
-    def rotated_linear(
-        self,
-        x_TD: Tensor,
-        weight_ED: Tensor,
-        cos_sin_PH: Tensor,
-        positions_T: Tensor,
-        kv_cache: Tensor,
-        slots_T: Tensor,
-    ) -> Tensor | None:
-        """Queries [T, N, H] of steps of so many tokens that the pass it spares is worth it."""
-        if self._is_deterministic:
-            return None
-        outputs, inner = weight_ED.shape
-        choice = self._table.pick(x_TD.shape[0], outputs, inner, "rotated")
-        if choice is None or not takes(cos_sin_PH, kv_cache, self._dtype):
-            return None
-        kernel = self._rotated.get(choice)
-        if kernel is None:
-            kernel = RotatedGemm(choice, self._dtype, self._device)
-            self._rotated[choice] = kernel
-        return kernel.rotated(
-            x_TD, weight_ED, cos_sin_PH, positions_T, kv_cache, slots_T
-        )  # fmt: skip
 
     def router_logits(self, x_TD: Tensor, weight_ED: Tensor) -> Tensor:
         """``x @ weight.T`` as float32 [T, E], never rounded to the weights' dtype."""

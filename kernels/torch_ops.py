@@ -66,19 +66,6 @@ class TorchOps:
             query, latent, key, kv_cache, metadata, spec, heads, parts
         )
 
-    def rotated_linear(
-        self,
-        x: Tensor,
-        weight: Tensor,
-        cos_sin: Tensor,
-        positions: Tensor,
-        kv_cache: Tensor,
-        slots: Tensor,
-        is_neox: bool = True,
-    ) -> Tensor | None:
-        """Torch multiplies and rotates one after the other."""
-        return None
-
     def rotated_attention(
         self,
         heads: Tensor,

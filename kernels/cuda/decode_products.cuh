@@ -2,7 +2,6 @@
 #pragma once
 
 #include "decode_pieces.cuh"
-#include "results.cuh"
 
 namespace {
 
@@ -43,6 +42,31 @@ __device__ __forceinline__ u32 transposed(u32 matrix) {
     u32 result;
     asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(result) : "r"(matrix));
     return result;
+}
+
+template <bool IS_BF16>
+__device__ __forceinline__ float2 unpack(u32 pair) {
+    if constexpr (IS_BF16) {
+        return make_float2(__uint_as_float(pair << 16), __uint_as_float(pair & 0xFFFF0000));
+    } else {
+        float2 both;
+        asm("{\n.reg .b16 low, high;\nmov.b32 {low, high}, %2;\n"
+            "cvt.f32.f16 %0, low;\ncvt.f32.f16 %1, high;\n}\n"
+            : "=f"(both.x), "=f"(both.y)
+            : "r"(pair));
+        return both;
+    }
+}
+
+// Two pairs of numbers that are half a head apart, rotated. In the order of operations of the
+// kernel that rotates prompts, so that a token's key does not depend on which of them made it.
+template <bool IS_BF16>
+__device__ __forceinline__ void rotate(u32& near, u32& far, float2 cosine, float2 sine) {
+    const float2 left = unpack<IS_BF16>(near), right = unpack<IS_BF16>(far);
+    near = pack<IS_BF16>(__fmaf_rn(left.x, cosine.x, -__fmul_rn(right.x, sine.x)),
+                         __fmaf_rn(left.y, cosine.y, -__fmul_rn(right.y, sine.y)));
+    far = pack<IS_BF16>(__fmaf_rn(right.x, cosine.x, __fmul_rn(left.x, sine.x)),
+                        __fmaf_rn(right.y, cosine.y, __fmul_rn(left.y, sine.y)));
 }
 
 // Over the lanes that hold the same columns of a result.

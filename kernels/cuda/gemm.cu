@@ -12,12 +12,8 @@
 // pitch], and its parts are work of their own rather than blocks of a cluster.
 // GEMM_SHARES_WEIGHTS: 1 where the blocks that share work have neighbouring rows of x.
 // GEMM_GATED: w holds gate rows above as many up rows; out = silu(x @ gate.T) * (x @ up.T).
-// GEMM_ROTATED: w holds heads of queries, keys and values; see gemm_heads.cuh.
 // GEMM_FLOAT16: float16 instead of bfloat16.
 #include "gemm_sums.cuh"
-#if GEMM_ROTATED
-#include "gemm_heads.cuh"
-#endif
 #include "wide_product.cuh"
 
 namespace {
@@ -196,13 +192,8 @@ extern "C" __global__ void __launch_bounds__(kMultipliers + 128, 1)
         float sums[GEMM_MI][kSums];
         for (int group = place.cluster; group < args.groups; group += place.num_clusters) {
             const Tile tile(args, place, group);
-#if GEMM_ROTATED
-            const TokenRows rows(args, tile.row);
-#endif
             multiply_tile(args, place, ring, tile.num_steps, sums);
-#if GEMM_ROTATED
-            rows.store(args, tile.column, sums);
-#elif GEMM_SPLIT
+#if GEMM_SPLIT
             const Exchange exchange(args, place, ring, tile.row,
                                     shared_address(barriers + 2 * GEMM_STAGES));
             reduce_tile(args, place, exchange, sums, tile);

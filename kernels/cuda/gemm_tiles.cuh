@@ -24,17 +24,6 @@ using Ring = TileRing<kStageBytes, 0, kTileX>;
 
 }  // namespace
 
-// What becomes of the heads of a query, key and value product.
-struct Heads {
-    const float* angles;         // [positions, kHead], cosines and then sines
-    const long long* positions;  // [rows]
-    const long long* slots;      // [rows]: block * its tokens + place
-    u32* cache;                  // two values a word
-    long long strides[4];        // of blocks, from keys to values, of places, of heads; in values
-    int queries, keys;           // heads; there are as many values as keys
-    int block_shift;
-};
-
 struct Arguments {
     u32* out;        // [rows, pitch], two values a word; or float32 parts
     int rows;        // of x
@@ -49,9 +38,6 @@ struct Arguments {
     int slice_w;     // rows of w that a block copies where these are shared
     int most_early;  // tiles of weights under way at a time before rows of x are there
     u64 hint_w;      // cache policy of weights
-#if GEMM_ROTATED
-    Heads heads;
-#endif
 };
 
 namespace {

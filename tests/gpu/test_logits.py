@@ -12,8 +12,6 @@ from trimaran.comm.control import LocalControlPlane
 from trimaran.comm.messages import Submit, pack_ids
 from trimaran.comm.sampling_params import SamplingParams
 from trimaran.comm.topology import ParallelLayout
-from trimaran.kernels.product_table import ProductTable
-from trimaran.kernels.rotated_gemm import RotatedGemm
 from trimaran.worker import model_runner
 from trimaran.worker.config import CacheConfig, EngineConfig, RankConfig, SchedulerConfig
 from trimaran.worker.engine import Engine
@@ -139,26 +137,6 @@ def test_queries_of_the_last_layer_are_made_of_the_ends_of_chunks(
     for prompt, output, found in zip(prompts, ids, log_probs, strict=True):
         expected = expected_log_probs(reference, prompt, output)
         np.testing.assert_allclose(found, expected, atol=TOLERANCE[dtype], rtol=0)
-
-
-@pytest.mark.parametrize("most_tokens", [96, 2048])
-def test_products_that_rotate_serve_prompts(model, prompts, most_tokens, monkeypatch):
-    table = ProductTable({"1536x512 rotated": [(2048, [128, 128, 1, 2])]})
-    monkeypatch.setattr(ProductTable, "of_device", lambda name: table)
-    ran = []
-    rotated = RotatedGemm.rotated
-    monkeypatch.setattr(
-        RotatedGemm, "rotated", lambda *inputs: ran.append(inputs) or rotated(*inputs)
-    )
-    folder, reference = model
-    path = {"cuda_graphs": False, "max_num_batched_tokens": most_tokens}
-    ids, log_probs = serve(make_engine(folder, "bfloat16", **path), prompts)
-
-    # Heads of 64 are others'.
-    assert bool(ran) == (reference.config.head_dim == 128)
-    for prompt, output, found in zip(prompts, ids, log_probs, strict=True):
-        expected = expected_log_probs(reference, prompt, output)
-        np.testing.assert_allclose(found, expected, atol=TOLERANCE["bfloat16"], rtol=0)
 
 
 def assert_same(found, expected):

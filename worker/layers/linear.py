@@ -232,11 +232,6 @@ class QKVParallelLinear(MergedColumnParallelLinear):
         """Whether `keys_and_values` is served."""
         return isinstance(self.method, UnquantizedLinearMethod) and not self.lora.is_active
 
-    @property
-    def is_plain(self) -> bool:
-        """Whether `forward` is a product with the weight and nothing else."""
-        return self.is_separable and self.bias is None
-
     def keys_and_values(self, x_TD: Tensor) -> Tensor:
         """What `forward` returns behind the queries [T, 2 * K * H], where it `is_separable`."""
         first = self.output_share.size

@@ -8,7 +8,6 @@ from torch import Tensor, nn
 
 from trimaran.worker.attention.backend import (
     AttentionBackend,
-    AttentionMetadata,
     ForwardContext,
     attention_spec,
 )
@@ -96,35 +95,11 @@ class LlamaAttention(nn.Module):
         else:
             self._store(hidden_TD, positions_T, kv_cache, context)
             hidden_TD, positions_T = context.narrow(hidden_TD), context.narrow(positions_T)
-        output = self._attend(hidden_TD, positions_T, kv_cache, attention).flatten(1)
+        heads_TAH = self._heads(self.qkv_proj.forward(hidden_TD))
+        output = self.backend.rotate_and_attend(
+            heads_TAH, self._rotary[0], positions_T, kv_cache, attention
+        ).flatten(1)
         return self.o_proj.add_to(residual_TD, output if is_narrow else context.narrow(output))
-
-    def _attend(
-        self,
-        hidden_TD: Tensor,
-        positions_T: Tensor,
-        kv_cache: Tensor,
-        attention: AttentionMetadata,
-    ) -> Tensor:
-        """What the queries of these tokens find [T, N, H]."""
-        qkv_proj, rotary = self.qkv_proj, self._rotary[0]
-        has_prompts = attention.num_decodes < len(attention.seq_lens)
-        if has_prompts and qkv_proj.is_plain and not self.has_head_norms:
-            query_TNH = self._ops.rotated_linear(
-                hidden_TD,
-                qkv_proj.weight,
-                rotary.cos_sin,
-                positions_T,
-                kv_cache,
-                attention.slot_mapping,
-                rotary.is_neox,
-            )
-            if query_TNH is not None:
-                return self.backend.attend(query_TNH, kv_cache, attention)
-        heads_TAH = self._heads(qkv_proj.forward(hidden_TD))
-        return self.backend.rotate_and_attend(
-            heads_TAH, rotary, positions_T, kv_cache, attention
-        )
 
     def _store(
         self,
