@@ -11,6 +11,7 @@ from transformers import AutoConfig
 from tests.models.families import family_configs
 from tests.models.field_cases import SERVED
 from tests.unit.models import models
+from tests.unit.models.paged_run import PagedRun
 from trimaran.worker.pretrained_families import FAMILIES
 
 CONFIGS = family_configs()
@@ -38,8 +39,8 @@ def test_a_key_means_what_it_does_to_transformers(name, key, tmp_path):
 
     ours = models.load_ours(tmp_path, max_seq_len=64)
 
-    logits = models.PagedRun(ours, 1).logits({0: prompt})
+    logits = PagedRun(ours, 1).logits({0: prompt})
     expected = theirs(torch.tensor([prompt])).logits[0].detach()
     torch.testing.assert_close(logits, expected, atol=5e-5, rtol=1e-4)
-    outputs = models.PagedRun(ours, 1).greedy([prompt], NUM_TOKENS)
+    outputs = PagedRun(ours, 1).greedy([prompt], NUM_TOKENS)
     assert outputs == models.reference_greedy(theirs, [prompt], NUM_TOKENS)

@@ -7,6 +7,7 @@ import torch
 
 from tests.mpi.test_expert_dispatch import CONFIGS, CPU, NUM_RANKS, make_layer
 from tests.unit.models import models
+from tests.unit.models.paged_run import PagedRun
 from trimaran.comm.collectives import connect_group
 from trimaran.comm.topology import ParallelLayout
 from trimaran.kernels.torch_ops import TorchOps
@@ -42,7 +43,7 @@ def test_logits_stay_those_of_transformers_while_experts_move(
     seen = [placements(loads)]
 
     for prompt in models.prompts(40, 23, 9):
-        logits = models.PagedRun(ours, 1).logits({0: prompt})
+        logits = PagedRun(ours, 1).logits({0: prompt})
         for _ in range(wanted.rebalance_steps):
             loads.after_step()
         seen.append(placements(loads))

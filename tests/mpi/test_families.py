@@ -9,6 +9,7 @@ from tests.models.families import family_configs, one_of_each_family
 from tests.models.group_run import serve
 from tests.models.layouts import LAYOUTS
 from tests.unit.models import models
+from tests.unit.models.paged_run import PagedRun
 from trimaran.kernels.build import load_library
 from trimaran.kernels.cpu import CpuOps
 from trimaran.worker.layers.parallel import ExpertRanks
@@ -30,8 +31,8 @@ def test_a_family_over_four_ranks_gives_what_transformers_does(name, tensor_grou
     )
     prompts = models.prompts(1, 23)
 
-    outputs = models.PagedRun(ours, 2).greedy(prompts, 8)
-    logits = models.PagedRun(ours, 1).logits({0: prompts[1]})
+    outputs = PagedRun(ours, 2).greedy(prompts, 8)
+    logits = PagedRun(ours, 1).logits({0: prompts[1]})
 
     assert outputs == on_rank_0(lambda theirs: models.reference_greedy(theirs, prompts, 8))
     expected = on_rank_0(lambda theirs: theirs(torch.tensor([prompts[1]])).logits[0].detach())

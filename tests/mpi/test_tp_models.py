@@ -7,6 +7,7 @@ import torch
 
 from tests.models.families import family_configs
 from tests.unit.models import models
+from tests.unit.models.paged_run import PagedRun
 from trimaran.comm.collectives import TensorParallelGroup, connect_group
 from trimaran.kernels import reference
 from trimaran.kernels.build import load_library
@@ -43,7 +44,7 @@ def test_greedy_tokens_in_float32_are_those_of_transformers(name, group, ops_of,
     ours = models.load_ours(folder, group, ops=ops_of(torch.float32))
     prompts = models.prompts(1, 4, 5, 23)
 
-    outputs = models.PagedRun(ours, 4).greedy(prompts, 12)
+    outputs = PagedRun(ours, 4).greedy(prompts, 12)
 
     assert outputs == on_rank_0(lambda theirs: models.reference_greedy(theirs, prompts, 12))
 
@@ -71,7 +72,7 @@ def test_sums_may_wait_for_the_norm_that_adds_them(name, monkeypatch, tensor_gro
     sums = SumThenNorm(tensor_group)
     monkeypatch.setattr(tensor_group, "sum_norm", sums)
 
-    outputs = models.PagedRun(ours, 2).greedy(prompts, 6)
+    outputs = PagedRun(ours, 2).greedy(prompts, 6)
 
     assert outputs == on_rank_0(lambda theirs: models.reference_greedy(theirs, prompts, 6))
     # Norms behind attention and MLP leave nothing to wait for.
@@ -88,7 +89,7 @@ def test_logits_in_half_precision_are_within_rounding_of_float32(
     ours = models.load_ours(folder, tensor_group, dtype=dtype, ops=ops)
     (prompt,) = models.prompts(40)
 
-    logits = models.PagedRun(ours, 1).logits({0: prompt})
+    logits = PagedRun(ours, 1).logits({0: prompt})
 
     def ask(theirs):
         rounded = theirs(torch.tensor([prompt])).logits[0].detach().float()
@@ -104,7 +105,7 @@ def test_logits_are_the_same_bits_on_every_rank(group, world, ops_of, checkpoint
     ours = models.load_ours(folder, group, ops=ops_of(torch.float32))
     (prompt,) = models.prompts(11)
 
-    logits = models.PagedRun(ours, 1).logits({0: prompt})
+    logits = PagedRun(ours, 1).logits({0: prompt})
 
     assert len(set(world.comm.allgather(logits.numpy().tobytes()))) == 1
 
@@ -118,8 +119,8 @@ def test_experts_may_be_cut_or_shared_out(name, moe_ep_size, tensor_group, check
     ours = models.load_ours(folder, tensor_group, ops=ops, experts=experts)
     prompts = models.prompts(2, 23)
 
-    outputs = models.PagedRun(ours, 2).greedy(prompts, 5)
-    logits = models.PagedRun(ours, 1).logits({0: prompts[1]})
+    outputs = PagedRun(ours, 2).greedy(prompts, 5)
+    logits = PagedRun(ours, 1).logits({0: prompts[1]})
 
     assert outputs == on_rank_0(lambda theirs: models.reference_greedy(theirs, prompts, 5))
     expected = on_rank_0(lambda theirs: theirs(torch.tensor([prompts[1]])).logits[0].detach())

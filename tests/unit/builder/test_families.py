@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.unit.models import models
+from tests.unit.models.paged_run import PagedRun
 from trimaran.comm.errors import ConfigError
 from trimaran.worker.engine_folder import EngineFolder
 from trimaran.worker.layers.parallel import ShardPosition
@@ -23,14 +24,14 @@ FAMILIES = {
 }  # fmt: skip
 
 
-def _stage(engine: EngineFolder, pp_rank: int) -> models.PagedRun:
+def _stage(engine: EngineFolder, pp_rank: int) -> PagedRun:
     stage = StageRange.of(engine.config.num_hidden_layers, pp_rank, 2)
     model = build_model(
         engine.config, stage, ShardPosition(), dtype=torch.float32, device=models.CPU
     )
     load_shard(model, engine.shard_of(pp_rank))
     model.process_weights_after_loading()
-    return models.PagedRun(model, 1)
+    return PagedRun(model, 1)
 
 
 def _spread(folder: Path) -> None:
@@ -82,7 +83,7 @@ def test_a_gpt_neox_of_older_keys_and_buffers_is_the_same_model(tmp_path):
     save_file(tensors, tmp_path / "model.safetensors")
     (prompt,) = models.prompts(40)
 
-    logits = models.PagedRun(models.load_ours(tmp_path), 1).logits({0: prompt})
+    logits = PagedRun(models.load_ours(tmp_path), 1).logits({0: prompt})
 
     expected = theirs(torch.tensor([prompt])).logits[0].detach()
     torch.testing.assert_close(logits, expected, atol=2e-5, rtol=1e-4)

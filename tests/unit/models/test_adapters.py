@@ -12,6 +12,7 @@ from safetensors.torch import save_file
 from transformers.pytorch_utils import Conv1D
 
 from tests.unit.models import models
+from tests.unit.models.paged_run import PagedRun
 from trimaran.worker.lora.layout import AdapterFormatError, AdapterLayout
 from trimaran.worker.lora.peft import PeftAdapter
 from trimaran.worker.lora.store import HostSlots
@@ -77,10 +78,10 @@ def test_logits_are_those_of_the_merged_weights(name, tmp_path):
         slots.attach(linear, targets)
     (prompt,) = models.prompts(30)
 
-    plain = models.PagedRun(ours, 1).logits({0: prompt})
+    plain = PagedRun(ours, 1).logits({0: prompt})
     slots.begin(np.zeros(len(prompt), dtype=np.int32), 0)
     ours.adapters.is_active = ours.adapters.has_tokens = True
-    logits = models.PagedRun(ours, 1).logits({0: prompt})
+    logits = PagedRun(ours, 1).logits({0: prompt})
 
     with torch.inference_mode():
         expected = merged(torch.tensor([prompt])).logits[0]

@@ -7,6 +7,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.unit.models import models
+from tests.unit.models.paged_run import PagedRun, logits_alone_and_beside
 from trimaran.kernels.build import load_library
 from trimaran.kernels.cpu import CpuOps
 from trimaran.worker.layers.parallel import ShardPosition
@@ -68,7 +69,7 @@ def test_the_layer_that_predicts_further_tokens_is_left_out(tmp_path):
     save_file(tensors, tmp_path / "model.safetensors")
     (prompt,) = models.prompts(20)
 
-    logits = models.PagedRun(models.load_ours(tmp_path), 1).logits({0: prompt})
+    logits = PagedRun(models.load_ours(tmp_path), 1).logits({0: prompt})
 
     expected = theirs(torch.tensor([prompt])).logits[0].detach()
     torch.testing.assert_close(logits, expected, atol=2e-5, rtol=1e-4)
@@ -79,7 +80,7 @@ def test_a_tokens_logits_on_the_cpu_do_not_depend_on_the_batch(dtype, tmp_path):
     models.save_huggingface(tmp_path, CONFIGS["deepseek3"], dtype=dtype)
     ours = models.load_ours(tmp_path, dtype=dtype, ops=CpuOps(load_library(), dtype, 1))
 
-    alone, beside = models.logits_alone_and_beside(ours)
+    alone, beside = logits_alone_and_beside(ours)
 
     assert beside.equal(alone)
 
@@ -91,7 +92,7 @@ def test_logits_in_bfloat16_are_within_rounding_of_float32(name, tmp_path):
     ours = models.load_ours(tmp_path, dtype=dtype, ops=CpuOps(load_library(), dtype, 1))
     (prompt,) = models.prompts(40)
 
-    logits = models.PagedRun(ours, 1).logits({0: prompt})
+    logits = PagedRun(ours, 1).logits({0: prompt})
 
     expected = theirs(torch.tensor([prompt])).logits[0].detach().float()
     exact = theirs.float()(torch.tensor([prompt])).logits[0].detach()

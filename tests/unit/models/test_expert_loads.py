@@ -7,6 +7,7 @@ import pytest
 
 from tests.driver import Driver
 from tests.unit.models import models
+from tests.unit.models.paged_run import PagedRun
 from trimaran.worker.config import CacheConfig, EngineConfig, SchedulerConfig
 from trimaran.worker.expert_loads import ExpertLoads
 
@@ -32,7 +33,7 @@ def test_every_layer_with_experts_counts_its_own_choices(tmp_path):
     loads = ExpertLoads.of(ours, None)
     (prompt,) = models.prompts(21)
 
-    models.PagedRun(ours, 1).logits({0: prompt})
+    PagedRun(ours, 1).logits({0: prompt})
     loads.begin()
     report = loads.finish()
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from tests.unit.models import models
+from tests.unit.models.paged_run import PagedRun, logits_alone_and_beside
 from trimaran.comm.errors import ConfigError
 from trimaran.kernels.build import load_library
 from trimaran.kernels.cpu import CpuOps
@@ -21,8 +22,8 @@ def test_tokens_and_logits_in_float32_are_those_of_transformers(name, tmp_path, 
     ours = models.load_ours(tmp_path, ops=ops_of(torch.float32))
     prompts = models.prompts(1, 5, 37)
 
-    outputs = models.PagedRun(ours, 3).greedy(prompts, 12)
-    logits = models.PagedRun(ours, 1).logits({0: prompts[2]})
+    outputs = PagedRun(ours, 3).greedy(prompts, 12)
+    logits = PagedRun(ours, 1).logits({0: prompts[2]})
 
     assert outputs == models.reference_greedy(theirs, prompts, 12)
     expected = theirs(torch.tensor([prompts[2]])).logits[0].detach()
@@ -36,7 +37,7 @@ def test_logits_in_half_precision_are_within_rounding_of_float32(name, dtype, tm
     ours = models.load_ours(tmp_path, dtype=dtype, ops=ops_of(dtype))
     (prompt,) = models.prompts(40)
 
-    logits = models.PagedRun(ours, 1).logits({0: prompt})
+    logits = PagedRun(ours, 1).logits({0: prompt})
 
     expected = theirs(torch.tensor([prompt])).logits[0].detach().float()
     exact = theirs.float()(torch.tensor([prompt])).logits[0].detach()
@@ -52,7 +53,7 @@ def test_a_tokens_logits_on_the_cpu_do_not_depend_on_the_batch(dtype, tmp_path):
     models.save_huggingface(tmp_path, CONFIGS["qwen2-moe"], dtype=dtype)
     ours = models.load_ours(tmp_path, dtype=dtype, ops=CpuOps(load_library(), dtype, 1))
 
-    alone, beside = models.logits_alone_and_beside(ours)
+    alone, beside = logits_alone_and_beside(ours)
 
     assert beside.equal(alone)
 

@@ -7,6 +7,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from tests.unit.models import models
+from tests.unit.models.paged_run import PagedRun, logits_alone_and_beside
 from trimaran.kernels.build import load_library
 from trimaran.kernels.cpu import CpuOps
 from trimaran.kernels.torch_ops import TorchOps
@@ -58,7 +59,7 @@ def test_greedy_tokens_in_float32_are_those_of_transformers(pair):
     theirs, ours = pair
     prompts = models.prompts(1, 3, 4, 5, 37)
 
-    outputs = models.PagedRun(ours, 5).greedy(prompts, 20)
+    outputs = PagedRun(ours, 5).greedy(prompts, 20)
 
     assert outputs == models.reference_greedy(theirs, prompts, 20)
 
@@ -67,7 +68,7 @@ def test_logits_in_float32_are_those_of_transformers(pair):
     theirs, ours = pair
     (prompt,) = models.prompts(40)
 
-    logits = models.PagedRun(ours, 1).logits({0: prompt})
+    logits = PagedRun(ours, 1).logits({0: prompt})
 
     expected = theirs(torch.tensor([prompt])).logits[0].detach()
     torch.testing.assert_close(logits, expected, atol=2e-5, rtol=1e-4)
@@ -78,7 +79,7 @@ def test_logits_in_float32_are_those_of_transformers(pair):
 def test_hidden_states_of_wanted_tokens_are_theirs_among_all(pair, makes_all_queries):
     _, ours = pair
     first, second, third = models.prompts(9, 30, 6)
-    whole, narrow = models.PagedRun(ours, 3), models.PagedRun(ours, 3)
+    whole, narrow = PagedRun(ours, 3), PagedRun(ours, 3)
     for run in (whole, narrow):
         run.hidden({2: third})
     wanted = torch.tensor([0, 9, 39])
@@ -108,7 +109,7 @@ def test_the_last_layer_multiplies_wanted_tokens_alone(name, tmp_path):
 
     def operations(wanted, **how):
         with FlopCounterMode(display=False) as counter:
-            models.PagedRun(ours, 1).hidden({0: prompt}, wanted=wanted, **how)
+            PagedRun(ours, 1).hidden({0: prompt}, wanted=wanted, **how)
         return counter.get_total_flops()
 
     saved = operations(None) - operations(torch.tensor([29]))
@@ -124,7 +125,7 @@ def test_the_last_layer_makes_queries_of_wanted_tokens_alone(tmp_path):
 
     def operations(*, makes_all_queries):
         with FlopCounterMode(display=False) as counter:
-            models.PagedRun(ours, 1).hidden(
+            PagedRun(ours, 1).hidden(
                 {0: prompt}, wanted=torch.tensor([29]), makes_all_queries=makes_all_queries
             )
         counts = counter.get_flop_counts()["Global"]
@@ -151,7 +152,7 @@ def test_logits_in_half_precision_are_within_rounding_of_float32(name, dtype, tm
     ours = models.load_ours(tmp_path, dtype=dtype, ops=ops_of(dtype))
     (prompt,) = models.prompts(40)
 
-    logits = models.PagedRun(ours, 1).logits({0: prompt})
+    logits = PagedRun(ours, 1).logits({0: prompt})
 
     expected = theirs(torch.tensor([prompt])).logits[0].detach().float()
     exact = theirs.float()(torch.tensor([prompt])).logits[0].detach()
@@ -163,7 +164,7 @@ def test_logits_in_half_precision_are_within_rounding_of_float32(name, dtype, tm
 @pytest.mark.parametrize("name", ["llama", "gpt2", "gptj", "falcon-groups-untied"])
 def test_chunked_prompts_beside_decodes_change_no_token(name, tmp_path, ops_of):
     theirs = models.save_huggingface(tmp_path, CONFIGS[name])
-    run = models.PagedRun(models.load_ours(tmp_path, ops=ops_of(torch.float32)), 3)
+    run = PagedRun(models.load_ours(tmp_path, ops=ops_of(torch.float32)), 3)
     first, second, third = models.prompts(9, 30, 6)
     expected = models.reference_greedy(theirs, [first, second, third], 4)
 
@@ -196,7 +197,7 @@ def test_a_tokens_logits_on_the_cpu_do_not_depend_on_the_batch(name, dtype, tmp_
     models.save_huggingface(tmp_path, CONFIGS[name], dtype=dtype)
     ours = models.load_ours(tmp_path, dtype=dtype, ops=CpuOps(load_library(), dtype, 1))
 
-    alone, beside = models.logits_alone_and_beside(ours)
+    alone, beside = logits_alone_and_beside(ours)
 
     assert beside.equal(alone)
 
@@ -215,5 +216,5 @@ def test_fused_layers_give_the_bits_of_layers_run_operator_by_operator(name, dty
 
     chunks = {0: first, 1: second}
     assert fused.backends()["decoder"] != stepwise.backends()["decoder"]
-    expected = models.PagedRun(stepwise, 2).logits(chunks)
-    assert models.PagedRun(fused, 2).logits(chunks).equal(expected)
+    expected = PagedRun(stepwise, 2).logits(chunks)
+    assert PagedRun(fused, 2).logits(chunks).equal(expected)

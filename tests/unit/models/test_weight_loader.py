@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.unit.models import models
+from tests.unit.models.paged_run import PagedRun
 from trimaran.comm.errors import ConfigError
 from trimaran.worker.engine_folder import EngineFolder
 from trimaran.worker.layers.parallel import ShardPosition
@@ -87,10 +88,10 @@ def test_the_vocabulary_is_padded_with_zeros(tmp_path):
 def test_pipeline_stages_in_turn_give_the_whole_models_hidden_states(config, tmp_path):
     models.save_huggingface(tmp_path, config)
     (prompt,) = models.prompts(9)
-    whole = models.PagedRun(models.load_ours(tmp_path), 1)
+    whole = PagedRun(models.load_ours(tmp_path), 1)
     expected = whole.logits({0: prompt})
 
-    first, last = (models.PagedRun(_stage(tmp_path, rank, 2), 1) for rank in range(2))
+    first, last = (PagedRun(_stage(tmp_path, rank, 2), 1) for rank in range(2))
     with torch.inference_mode():
         hidden = last.hidden({0: prompt}, hidden=first.hidden({0: prompt}))
         logits = last.model.compute_logits(hidden)
