@@ -10,6 +10,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from trimaran.comm.errors import ConfigError
 from trimaran.kernels.attention import AttentionMetadata, AttentionSpec, LatentHeads
 from trimaran.kernels.build import KernelsUnavailableError, load_library
 from trimaran.kernels.cpu import CpuOps
@@ -178,8 +179,10 @@ def select_ops(
 
 def _gpu_ops(device: torch.device, dtype: torch.dtype, deterministic: bool) -> Ops:
     if importlib.util.find_spec("triton") is None:
-        logger.warning("torch serves all operators: the package triton is not installed")
-        return TorchOps()
+        raise ConfigError(
+            f"device is {device.type} but the package triton, by which a GPU runs, is not "
+            "installed. Install it (pip install 'trimaran[gpu]'), or serve on the CPU."
+        )
     # Imported only now: a CPU needs no Triton.
     from trimaran.kernels.decode_attention import select_decode_attention
     from trimaran.kernels.experts import select_experts

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import logging
 import os
 import pwd
@@ -10,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from trimaran.comm.errors import ConfigError
 from trimaran.kernels.build import KernelsUnavailableError, load_library
 from trimaran.kernels.dispatch import select_ops
 
@@ -55,6 +57,16 @@ def test_a_compiler_that_fails_is_quoted_and_leaves_no_library(cache, tmp_path, 
         load_library()
 
     assert not list(cache.glob("*.so"))
+
+
+def test_a_gpu_without_triton_is_refused_with_what_to_install(monkeypatch):
+    real = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: None if name == "triton" else real(name)
+    )
+
+    with pytest.raises(ConfigError, match=r"device is cuda .*pip install 'trimaran\[gpu\]'"):
+        select_ops(torch.device("cuda"), torch.bfloat16)
 
 
 def test_without_a_compiler_torch_serves_and_a_warning_says_why(cache, monkeypatch, caplog):
