@@ -93,8 +93,11 @@ class LlamaAttention(nn.Module):
         if attention is None:
             attention = context.attention
         else:
+            # In this order: a rotation reads positions early, so that a kernel which begins
+            # behind all others has to stand between them and the product before it.
+            narrow_positions = context.narrow(positions_T)
             self._store(hidden_TD, positions_T, kv_cache, context)
-            hidden_TD, positions_T = context.narrow(hidden_TD), context.narrow(positions_T)
+            hidden_TD, positions_T = context.narrow(hidden_TD), narrow_positions
         heads_TAH = self._heads(self.qkv_proj.forward(hidden_TD))
         output = self.backend.rotate_and_attend(
             heads_TAH, self._rotary[0], positions_T, kv_cache, attention
