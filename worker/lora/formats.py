@@ -127,6 +127,38 @@ class AdapterTensors:
 # ---- folders ----------------------------------------------------------------------------
 
 
+class _FolderTensors(AdapterTensors):
+    """Those of a folder, whose weights are read when they are needed, and then kept."""
+
+    def __init__(self, path: Path, config_N3: npt.NDArray[np.int32]) -> None:
+        weights = _mapped(path)
+        if weights.dtype not in (np.float16, np.float32):
+            raise AdapterFormatError(
+                f"{path}: holds {weights.dtype} but must hold float16 or float32. Convert the "
+                "adapter again with --storage-type float16."
+            )
+        super().__init__(weights, config_N3)
+        self._path = path
+        self._is_read = False
+
+    def matrices(self, layout: AdapterLayout) -> Iterator[Matrices]:
+        """As of `AdapterTensors`.
+
+        Raises:
+            AdapterFormatError: the file cannot be read any more, or holds something else.
+        """
+        if not self._is_read:
+            weights = AdapterTensors(_read_array(self._path), self.config_N3).weights_NK
+            said = self.weights_NK
+            if (weights.shape, weights.dtype) != (said.shape, said.dtype):
+                raise AdapterFormatError(
+                    f"{self._path}: holds another array than a moment ago. Ask again when it "
+                    "is written, and replace files of adapters by renaming others."
+                )
+            self.weights_NK, self._is_read = weights, True
+        yield from super().matrices(layout)
+
+
 def is_adapter_folder(folder: Path) -> bool:
     """Whether a folder holds an adapter in either form."""
     has_arrays = (folder / WEIGHTS_FILE).is_file()
@@ -149,7 +181,7 @@ def version_of(folder: Path) -> int:
 def read_folder(folder: Path) -> AdapterSource:
     """The adapter of a folder: the converter's two files, or else PEFT's.
 
-    PEFT's weights are read when they are asked for first, once the rest was checked.
+    Weights are read when they are asked for first, once the rest was checked.
 
     Raises:
         AdapterFormatError: names the file and what is wrong with it.
@@ -158,13 +190,7 @@ def read_folder(folder: Path) -> AdapterSource:
         config = next((name for name in CONFIG_FILES if (folder / name).is_file()), None)
         if config is None:
             raise AdapterFormatError(f"{folder}: holds {WEIGHTS_FILE} but no {CONFIG_FILES[0]}")
-        weights = _read_array(folder / WEIGHTS_FILE)
-        if weights.dtype not in (np.float16, np.float32):
-            raise AdapterFormatError(
-                f"{folder / WEIGHTS_FILE}: holds {weights.dtype} but must hold float16 or "
-                "float32. Convert the adapter again with --storage-type float16."
-            )
-        return AdapterTensors(weights, _read_config(folder / config))
+        return _FolderTensors(folder / WEIGHTS_FILE, _read_config(folder / config))
     return PeftAdapter(folder)
 
 
@@ -184,15 +210,25 @@ def _read_config(path: Path) -> npt.NDArray[np.int32]:
 
 def _read_array(path: Path) -> npt.NDArray[Any]:
     """A file's array in memory of ours: a file that is mapped and then cut ends the process."""
+    mapped = _mapped(path)
     try:
-        # No page of it is looked at: it says what the file should hold, and where.
-        mapped = np.lib.format.open_memmap(path, mode="r")
         values: npt.NDArray[Any] = np.fromfile(
             path, dtype=mapped.dtype, count=mapped.size, offset=mapped.offset
         )
-        return values.reshape(mapped.shape, order="F" if mapped.flags.fnc else "C")
+        values = values.reshape(mapped.shape, order="F" if mapped.flags.fnc else "C")
+    # Files with holes may say that they hold more than there is memory.
+    except (OSError, ValueError, MemoryError) as error:
+        raise AdapterFormatError(f"{path}: cannot be read: {error}") from None
+    return values
+
+
+def _mapped(path: Path) -> np.memmap[Any, Any]:
+    """What a file should hold, and where: nobody is to look at the numbers here."""
+    try:
+        mapped: np.memmap[Any, Any] = np.lib.format.open_memmap(path, mode="r")
     except (OSError, ValueError) as error:
         raise AdapterFormatError(f"{path}: cannot be read: {error}") from None
+    return mapped
 
 
 def to_tensors(matrices: Sequence[Matrices]) -> AdapterTensors:

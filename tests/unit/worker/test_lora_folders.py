@@ -25,6 +25,7 @@ from trimaran.worker.lora.formats import read_folder, to_tensors, write_arrays
 from trimaran.worker.lora.layout import AdapterFormatError
 from trimaran.worker.lora.peft import PeftAdapter
 from trimaran.worker.lora.sent import ArrivingAdapter, OutgoingAdapter
+from trimaran.worker.lora.tensor_file import TensorFile
 
 LENGTH = 8
 PEFT, ARRAYS = "adapter_model.safetensors", "model.lora_weights.npy"
@@ -323,10 +324,75 @@ def test_what_is_sent_is_what_the_model_would_hold(make_engine, adapter, dtype):
         assert torch.equal(packed.data, expected.data) and packed.placed == expected.placed
 
 
-def test_arrays_of_either_order_are_read_as_they_were_saved(adapter, tmp_path):
+def test_arrays_of_either_order_are_read_as_they_were_saved(make_engine, adapter, tmp_path):
     tensors = to_tensors(adapter)
     write_arrays(tensors, tmp_path, "float32")
     np.save(tmp_path / ARRAYS, np.asfortranarray(tensors.weights_NK))
+    layout = make_engine().engine._adapters._layout
 
-    assert np.array_equal(read_folder(tmp_path).weights_NK, tensors.weights_NK)
+    found = read_folder(tmp_path)
+    for one, other in zip(found.matrices(layout), adapter, strict=True):
+        assert torch.equal(one.a, other.a) and torch.equal(one.b, other.b)
+    assert np.array_equal(found.weights_NK, tensors.weights_NK)
     assert AdapterFolders(str(tmp_path.parent)).find(tmp_path.name) == tmp_path
+
+
+@pytest.mark.parametrize("form", [PEFT, ARRAYS])
+def test_weights_are_read_of_those_alone_that_the_host_has_room_for(
+    make_engine, adapter, tmp_path, monkeypatch, form
+):
+    for n in range(8):
+        write(tmp_path / f"a{n}", adapter, form)
+    size = sum(one.a.nbytes + one.b.nbytes for one in adapter)
+    num_bytes = 0
+
+    def count(read):
+        def look(*args, **kwargs):
+            nonlocal num_bytes
+            values = read(*args, **kwargs)
+            num_bytes += values.nbytes
+            return values
+
+        return look
+
+    monkeypatch.setattr(np, "fromfile", count(np.fromfile))
+    monkeypatch.setattr(TensorFile, "_tensor", count(TensorFile._tensor))
+    lora = LoraConfig(prefetch_dir=str(tmp_path), host_memory_bytes=int(2.5 * size))
+    driver = make_engine(lora=lora)
+
+    assert driver.engine._adapters.num_on_host == 2
+    # Rows of the two files are as long as the longest, and their configs are small.
+    assert 2 * size <= num_bytes < 4 * size
+
+
+def test_an_array_that_memory_cannot_hold_is_refused_and_left_out_at_the_start(
+    make_engine, adapter, tmp_path, monkeypatch
+):
+    """A file with holes may say so."""
+    for name in ("bad", "good"):
+        write(tmp_path / name, adapter, ARRAYS)
+    read = np.fromfile
+
+    def look(path, **kwargs):
+        if path.parent.name == "bad" and path.name == ARRAYS:
+            raise MemoryError("Unable to allocate 4.00 TiB")
+        return read(path, **kwargs)
+
+    monkeypatch.setattr(np, "fromfile", look)
+    driver = make_engine(lora=LoraConfig(prefetch_dir=str(tmp_path)))
+    with pytest.raises(RequestError, match="cannot be read: Unable to allocate"):
+        driver.submit([1, 2], adapter={"name": "bad"})
+
+    assert driver.engine._adapters.num_on_host == 1
+    driver.check_idle()
+
+
+def test_an_array_that_changes_before_its_numbers_are_read_is_refused(
+    make_engine, adapter, tmp_path
+):
+    write(tmp_path, adapter, ARRAYS)
+    found = read_folder(tmp_path)
+    np.save(tmp_path / ARRAYS, np.zeros((len(found.config_N3), 3), dtype=np.float32))
+
+    with pytest.raises(AdapterFormatError, match="holds another array than a moment ago"):
+        list(found.matrices(make_engine().engine._adapters._layout))
