@@ -207,6 +207,8 @@ class AdapterManager:
 
     def _send(self, key: Key, size: int, content: object, source: AdapterSource) -> Adapter:
         """Keep an adapter that was checked, and let all ranks have it."""
+        # Who is refused for want of room asks again soon: nothing is read for that.
+        self._make_room(size)
         outgoing = self._outgoing(source)
         adapter = self._keep(key, size, content)
         self._ops.append((EXPECT, adapter.number, outgoing.rows))

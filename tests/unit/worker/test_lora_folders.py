@@ -302,6 +302,34 @@ def test_others_run_on_while_an_adapter_is_sent_in_pieces(
     driver.check_idle()
 
 
+@pytest.mark.parametrize("place", ["folder", "request"])
+def test_nothing_is_read_of_an_adapter_that_finds_no_room(
+    make_engine, adapter, tmp_path, monkeypatch, place
+):
+    for name in ("a", "b"):
+        write_peft(tmp_path / name, adapter, alpha=4.0)
+    size = sum(one.a.nbytes + one.b.nbytes for one in adapter)
+    driver = make_engine(
+        lora=LoraConfig(prefetch_dir=str(tmp_path), host_memory_bytes=int(1.5 * size))
+    )
+    other = {"adapter": {"name": "b"}}
+    if place == "request":
+        other = {"adapter_id": 5, "adapter": on_the_wire(adapter)}
+    # From now on its numbers need no second look.
+    driver.submit([1], max_tokens=1, **other)
+    driver.run()
+    running = driver.submit([1], max_tokens=LENGTH, adapter={"name": "a"})
+    monkeypatch.setattr(OutgoingAdapter, "of", None)
+
+    with pytest.raises(RequestError, match="is full of adapters") as caught:
+        driver.submit([1], max_tokens=1, **other)
+    driver.run()
+
+    assert caught.value.kind is ErrorKind.UNAVAILABLE
+    assert len(driver.output(running)) == LENGTH
+    driver.check_idle()
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_what_is_sent_is_what_the_model_would_hold(make_engine, adapter, dtype):
     layout = make_engine().engine._adapters._layout
