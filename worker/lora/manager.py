@@ -391,13 +391,26 @@ class AdapterManager:
         ops, self._ops = self._ops, []
         room = PIECE_BYTES
         while self._unsent and room > 0:
-            number, pieces = next(iter(self._unsent.items()))
-            if pieces:
+            number = self._most_urgent()
+            pieces = self._unsent[number]
+            while pieces and room > 0:
                 ops.append((PIECE, number, pieces.popleft()))
                 room -= len(ops[-1][2])
             if not pieces:
                 del self._unsent[number]
         return ops
+
+    def _most_urgent(self) -> int:
+        """Of the adapters that are being sent, the first that a request waits for, or else the
+        first: after a restart there may be many that nobody needs yet."""
+        for number in self._unsent:
+            adapter = self._on_host[number]
+            # As a rule the first request is open, and the others need not be looked at.
+            if adapter.requests and (
+                self.is_open(adapter.requests[0]) or self._is_wanted(adapter)
+            ):
+                return number
+        return next(iter(self._unsent))
 
     @property
     def host_bytes(self) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from itertools import groupby
 
 import msgpack
 import numpy as np
@@ -18,6 +19,7 @@ from tests.unit.worker.lora_adapters import (
     write_peft,
 )
 from trimaran.comm.errors import ErrorKind, RequestError
+from trimaran.comm.messages import KeepAdapter
 from trimaran.worker.config import LoraConfig
 from trimaran.worker.lora import manager, sent, store
 from trimaran.worker.lora.folders import AdapterFolders
@@ -327,6 +329,44 @@ def test_nothing_is_read_of_an_adapter_that_finds_no_room(
 
     assert caught.value.kind is ErrorKind.UNAVAILABLE
     assert len(driver.output(running)) == LENGTH
+    driver.check_idle()
+
+
+def test_what_a_request_waits_for_is_sent_before_what_nobody_does(
+    make_engine, model_folder, adapter, prompt_of, monkeypatch
+):
+    for module in (sent, manager):
+        monkeypatch.setattr(module, "PIECE_BYTES", 2000)
+    driver = make_engine()
+    cache, sent_numbers = driver.engine._adapters, []
+    take_ops = cache.take_ops
+
+    def look():
+        ops = take_ops()
+        sent_numbers.extend(op[1] for op in ops if op[0] == store.PIECE)
+        return ops
+
+    monkeypatch.setattr(cache, "take_ops", look)
+    given = {task: {**on_the_wire(adapter), "digest": b"%d" % task} for task in range(1, 6)}
+    running = driver.submit([1], max_tokens=125)
+    driver.step()
+    # Such as a front end tells an engine that was gone.
+    for task in (1, 2, 3):
+        driver.engine.keep_adapter(KeepAdapter(adapter_id=task, adapter=given[task]))
+    gone = driver.submit([1], max_tokens=1, adapter_id=4, adapter=given[4])
+    driver.step()
+    driver.engine.cancel("client", [gone])
+
+    asked = driver.submit(prompt_of(20), max_tokens=LENGTH, adapter_id=5, adapter=given[5])
+    while not driver.output(asked):
+        driver.step()
+    assert [number for number, _ in groupby(sent_numbers)][:2] == [4, 5]
+    late = driver.submit(prompt_of(20), max_tokens=LENGTH, adapter_id=3)
+    driver.run()
+
+    expected = greedy(merged(model_folder, adapter), prompt_of(20), LENGTH)
+    assert driver.output(asked) == driver.output(late) == expected
+    assert len(driver.output(running)) == 125
     driver.check_idle()
 
 
