@@ -274,7 +274,7 @@ class Scheduler:
 
     def _chunk(self, sequence: Sequence, missing: int, budget: int, num_later: int = 0) -> int:
         """Tokens to compute now; ``num_later`` are left to those that run behind it."""
-        waiting = self.waiting if self.rows.free else []
+        waiting = self._queue.ready if self.rows.free else []
         return self._chunks.size(sequence, missing, budget - num_later, waiting, self.step + 1)
 
     def _make_room(self, sequence: Sequence, num_tokens: int, plan: StepPlan) -> bool:

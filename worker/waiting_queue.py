@@ -64,6 +64,11 @@ class WaitingQueue:
             self._ready = sorted([*self._ready, *self._held.pop(number)], key=KEY)
         return self._ready[0] if self._ready else None
 
+    @property
+    def ready(self) -> list[Sequence]:
+        """In order, those whose adapter was not on its way when `next` looked; for reading."""
+        return self.sequences if self._adapters is None else self._ready
+
     def start(self, sequence: Sequence) -> None:
         """One has a place and waits no more."""
         self._remove(sequence)

@@ -293,6 +293,25 @@ def test_who_waited_for_an_adapter_comes_before_later_ones_and_after_urgent_ones
     driver.check_idle()
 
 
+def test_prompts_leave_nothing_to_those_who_wait_for_an_adapter(make_engine, adapters):
+    driver = make_engine()
+    is_there = False
+    driver.engine._adapters.is_packed = lambda number: is_there
+    driver.submit([1], max_tokens=60)
+    driver.step()
+    held = [submit(driver, adapters, [1] * 6, 5) for _ in range(4)]
+    driver.step()
+
+    asked = driver.submit([1] * 96, max_tokens=1)
+    for _ in range(2):
+        driver.step()
+    assert len(driver.output(asked)) == 1
+    is_there = True
+    driver.run()
+    assert all(driver.output(request) for request in held)
+    driver.check_idle()
+
+
 def test_adapters_take_turns_where_the_model_runs_and_paused_requests_go_on(
     make_engine, model_folder, prompt_of
 ):
