@@ -14,6 +14,7 @@ from trimaran.worker.device_inputs import DeviceInputs
 from trimaran.worker.device_sampling_state import DeviceSamplingState
 from trimaran.worker.input_batch import InputBatch
 from trimaran.worker.kv_cache.kv_group import group_layers
+from trimaran.worker.layers.linear import QKVParallelLinear
 from trimaran.worker.model_runner import ModelRunner
 from trimaran.worker.step_types import NewRow, SchedulerOutput, int32s
 
@@ -85,6 +86,15 @@ STEPS = {
 @pytest.mark.parametrize("steps", STEPS.values(), ids=STEPS)
 def test_tokens_and_caches_are_those_of_all_queries(runners, steps, monkeypatch):
     monkeypatch.setattr(model_runner, "_LEAST_SPARED", 8)
+    num_narrow = 0
+    keys_and_values = QKVParallelLinear.keys_and_values
+
+    def count(layer, x_TD):
+        nonlocal num_narrow
+        num_narrow += 1
+        return keys_and_values(layer, x_TD)
+
+    monkeypatch.setattr(QKVParallelLinear, "keys_and_values", count)
     prompts = models.prompts(57, 33, 45)
     found = []
     for runner in runners:
@@ -94,5 +104,7 @@ def test_tokens_and_caches_are_those_of_all_queries(runners, steps, monkeypatch)
 
     assert found[0] == found[1]
     assert any(found[0])
+    # By the one with the kernels of a GPU, in its last layer.
+    assert num_narrow > 0
     caches = [runner.groups[0].pool[:-1] for runner in runners]
     torch.testing.assert_close(*caches, atol=2e-5, rtol=1e-4, equal_nan=True)
