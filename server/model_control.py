@@ -180,11 +180,15 @@ class ModelControl:
             raise load_error(name, failure)
 
     async def restore(
-        self, read: Mapping[str, ReadModel], opened: Mapping[str, OpenedGroups]
+        self,
+        read: Mapping[str, ReadModel],
+        opened: Mapping[str, OpenedGroups],
+        leaving: Iterable[OpenedGroups],
     ) -> None:
         """Serve what a front end before this one had loaded, whether or not it is up. Models
-        that had given up their groups for a successor come back in the background."""
-        candidates = []
+        that had given up their groups for a successor come back in the background; groups
+        that are ``leaving`` end once other front ends have finished what runs on them."""
+        candidates, going = [], list(leaving)
         for name, each in read.items():
             if each.source.role is Role.TOKEN and name not in opened:
                 self._vacated[name] = each
@@ -195,17 +199,15 @@ class ModelControl:
                 logger.error("Model '%s' is not served any more: %s", name, error)
                 self._note_failure(each, error)
                 if name in opened:
-                    self._preparation.end(opened[name].engines)
+                    going.append(opened[name])
+        # Not before it is known what is loaded: with each end that is remembered anew.
+        for gone in going:
+            self._preparation.end(gone.engines)
         self._set.await_steps(c for c in candidates if c.source.role in COMPOSED)
         singles = [c for c in candidates if c.source.role not in COMPOSED]
         self._install(singles, time.monotonic())
         if self._vacated:
             self._background.spawn(self._bring_back())
-
-    def end(self, opened: Iterable[OpenedGroups]) -> None:
-        """Let groups go that other front ends may still finish requests on."""
-        for each in opened:
-            self._preparation.end(each.engines)
 
     async def _bring_back(self) -> None:
         """Load what had no groups as the front end before this one died. Their place may be

@@ -74,8 +74,7 @@ class ModelStartup:
             LoadError: a worker group failed.
         """
         if self._config.remembered:
-            self._control.end(self._leaving)
-            await self._control.restore(self._read, self._opened)
+            await self._control.restore(self._read, self._opened, self._leaving)
             return
         if self._surplus:
             await self._groups.close(None, self._surplus)

@@ -130,6 +130,27 @@ def test_groups_that_are_replaced_end_once_another_front_end_has_finished(server
     server.remembers("tensorrt_llm@2")
 
 
+def test_groups_that_end_at_a_successor_leave_remembered_what_it_has_yet_to_restore(
+    server, tmp_path
+):
+    load = begin_load(server)
+    server.first.wait_until(lambda: server.follower.was_asked_to_release)
+    server.remembers("tensorrt_llm@2", "tensorrt_llm")
+    server.first.process.kill()
+    server.first.process.wait()
+    load.join()
+
+    with contextlib.ExitStack() as stack:
+        state = server.first.remembered["state"]
+        successor = ControlledFrontend(stack, tmp_path, remembered=state)
+        timer = threading.Timer(0.5, successor._start_engine_if_needed, ["tensorrt_llm@2"])
+        timer.start()
+        successor.wait_until(lambda: successor.remembered)
+        assert "tensorrt_llm@2" in successor.remembered["groups"]
+        successor.wait_until(lambda: successor.stopped == ["tensorrt_llm"])
+        timer.join()
+
+
 def test_a_model_that_gave_up_its_place_comes_back_once_that_is_free(server):
     server.first.conflicts["tensorrt_llm@2"] = ["tensorrt_llm"]
     load = begin_load(server)
