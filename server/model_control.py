@@ -227,9 +227,13 @@ class ModelControl:
                 if name in failures:
                     logger.error("Model '%s' is not served any more: %s", name, failures[name])
                     self._note_failure(read, failures[name])
+        is_lost = any(not isinstance(each, GivenUpError) for each in failures.values())
+        waiting = {each.name for each in self._set.waiting()}
         for each in users:
             if self._registry.state(each.name, each.version) is VersionState.LOADING:
-                reason = "a step of it is not served any more"
+                # What somebody unloaded, or a step of it, does not make the server unready.
+                is_wanted = is_lost and each.name in waiting
+                reason = "a step of it is not served any more" if is_wanted else UNLOADED
                 unavailable = VersionState.UNAVAILABLE
                 self._registry.set_state(each.name, each.version, unavailable, reason)
 

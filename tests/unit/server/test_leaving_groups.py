@@ -173,6 +173,25 @@ def test_a_model_that_gave_up_its_place_comes_back_once_that_is_free(server):
     server.remembers(server.first.started[-1][0])
 
 
+@pytest.mark.parametrize("name", ["ensemble", "tensorrt_llm"])
+def test_a_server_is_ready_whose_models_are_unloaded_while_they_come_back(server, name):
+    server.first.conflicts["tensorrt_llm@2"] = ["tensorrt_llm"]
+    load = begin_load(server)
+    server.first.wait_until(lambda: server.follower.was_asked_to_release)
+    server.remembers("tensorrt_llm")
+    server.succeed(conflicts={"tensorrt_llm@3": ["tensorrt_llm"]})
+    load.join()
+
+    server.follow()
+    assert server.first.index()["ensemble"][0] == "LOADING"
+    assert server.first.unload(name) == (200, None)
+    server.follower.serve()
+    server.first.wait_until(lambda: server.first.index()["ensemble"][0] != "LOADING")
+    server.first.wait_until(lambda: server.first.index()["tensorrt_llm"][0] != "LOADING")
+    assert server.first.index()["ensemble"] == ("UNAVAILABLE", "unloaded")
+    assert server.first.is_ready()
+
+
 def test_groups_whose_model_cannot_be_read_any_more_end_the_same_way(server):
     (server.repository / "tensorrt_llm" / "1").rename(server.repository / "elsewhere")
     server.follower.may_serve.clear()
