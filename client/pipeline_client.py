@@ -144,7 +144,7 @@ def _besides(args: argparse.Namespace) -> dict[str, Any]:
         except (ValueError, SyntaxError, TypeError) as error:
             name = f"--{flag.replace('_', '-')}"
             raise ConfigError(f"{name} is no Python dictionary: {error}") from error
-    unknown = sorted(set(values) - set(_INPUTS))
+    unknown = sorted(set(values) - set(_INPUTS), key=str)
     if unknown:
         raise ConfigError(f"{unknown[0]!r} is no input; known are {', '.join(_INPUTS)}")
     for name, value in values.items():
@@ -161,8 +161,9 @@ def _holds(dtype: Any, value: Any) -> bool:
     if not isinstance(value, (int, float)):
         return False
     try:
-        held = np.array(value, dtype=dtype)
-    except (ValueError, OverflowError):
+        with np.errstate(over="raise", invalid="raise"):
+            held = np.array(value, dtype=dtype)
+    except (ValueError, OverflowError, FloatingPointError):
         return False
     return held.dtype.kind == "f" or bool(held == value)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -98,8 +99,10 @@ def _text(flag: str, path: str) -> str:
 
 def _array(flag: str, path: Path) -> np.ndarray[Any, Any]:
     try:
-        array: np.ndarray[Any, Any] = np.load(path)
-    except (OSError, ValueError, EOFError) as error:
+        # Opened here: numpy leaves what it cannot read open.
+        with path.open("rb") as file:
+            array: np.ndarray[Any, Any] = np.load(file)
+    except (OSError, ValueError, EOFError, zipfile.BadZipFile) as error:
         raise ConfigError(f"{flag}: {path} cannot be read: {error}") from error
     if not isinstance(array, np.ndarray) or array.dtype.kind not in "fiu":
         what = f"an array of {array.dtype}" if isinstance(array, np.ndarray) else "no array"

@@ -100,6 +100,8 @@ def test_an_error_of_the_server_is_printed(trimaran, server, dataset):
         (("--sampling-params", "{'top_k': 'two'}"), "'top_k' is 'two' but must be a number"),
         (("--sampling-params", "{'top_k': 0.5}"), "'top_k' is 0.5 but must be a number"),
         (("--sampling-params", "{'top_k': 2147483648}"), "a number that int32 holds"),
+        (("--sampling-params", "{'top_p': 1e39}"), "a number that float32 holds"),
+        (("--sampling-params", "{'top_q': 1, 1: 2}"), "1 is no input"),
         (("--output-config", "{'return_log_probs': None}"), "that bool holds"),
         (("-c", "0"), "--concurrency is 0 but must be 1 or more"),
         (("-u", "localhost:grpc"), "--url is 'localhost:grpc' but must be HOST:PORT"),

@@ -317,6 +317,16 @@ def test_an_archive_of_arrays_is_no_prompt_table(server, call, tmp_path):
     assert f"{path} holds no array" in err
 
 
+def test_what_begins_as_an_archive_and_is_none_is_no_prompt_table(server, call, tmp_path):
+    path = tmp_path / "table.npz"
+    path.write_bytes(b"PK\x03\x04 and no more")
+
+    code, _, err = call("--prompt-embedding-table-path", str(path))
+
+    assert code == 2
+    assert f"{path} cannot be read" in err
+
+
 def test_a_key_file_that_is_not_there_is_named_with_its_flag(server, call):
     code, _, err = call("--ssl", "--private-key", "/no/such/key.pem")
 
