@@ -123,9 +123,11 @@ class ModelControl:
         except ConfigError as error:
             raise RequestError(str(error), ErrorKind.INTERNAL) from error
 
-    def loaded(self) -> list[LoadedModel]:
-        """The models that serve."""
-        return self._set.loaded()
+    def fingerprints(self) -> dict[str, str]:
+        """Of the files that each model was made from which serves, or is yet to come back."""
+        known = [m.candidate for m in self._set.loaded()] + self._set.waiting()
+        found = {candidate.name: candidate.fingerprint for candidate in known}
+        return found | {name: read.fingerprint for name, read in self._vacated.items()}
 
     async def close(self) -> None:
         """Give up what is under way. May be called twice."""

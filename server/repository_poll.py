@@ -36,9 +36,8 @@ class RepositoryPoll:
             await asyncio.sleep(self._period_s)
 
     async def _look_first(self) -> None:
-        self._seen = await asyncio.to_thread(self._reader.fingerprints)
-        for loaded in self._control.loaded():
-            self._seen[loaded.candidate.name] = loaded.candidate.fingerprint
+        known = self._control.fingerprints()
+        self._seen = await asyncio.to_thread(self._reader.fingerprints) | known
 
     async def _look(self) -> None:
         found = await asyncio.to_thread(self._reader.fingerprints)

@@ -173,6 +173,22 @@ def test_a_model_that_gave_up_its_place_comes_back_once_that_is_free(server):
     server.remembers(server.first.started[-1][0])
 
 
+def test_a_change_that_was_being_loaded_is_loaded_by_a_successor_that_polls(server):
+    server.first.conflicts["tensorrt_llm@2"] = ["tensorrt_llm"]
+    load = begin_load(server)
+    server.first.wait_until(lambda: server.follower.was_asked_to_release)
+    server.remembers("tensorrt_llm")
+    polls = {"model_control_mode": "poll", "repository_poll_s": 0.1}
+    server.succeed(conflicts={"tensorrt_llm@3": ["tensorrt_llm"]}, **polls)
+    load.join()
+
+    server.follow()
+    server.follower.serve()
+    # What was loaded before comes back first.
+    server.first.wait_until(lambda: len(server.first.started) == 2)
+    server.first.wait_until(lambda: server.first.generate()[0] == 200)
+
+
 @pytest.mark.parametrize("name", ["ensemble", "tensorrt_llm"])
 def test_a_server_is_ready_whose_models_are_unloaded_while_they_come_back(server, name):
     server.first.conflicts["tensorrt_llm@2"] = ["tensorrt_llm"]

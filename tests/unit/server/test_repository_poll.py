@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from types import SimpleNamespace
 
 from trimaran.comm.errors import ConfigError
 from trimaran.server.repository_poll import RepositoryPoll
@@ -29,8 +28,8 @@ class Control:
     def __init__(self):
         self.asked = []
 
-    def loaded(self):
-        return [SimpleNamespace(candidate=SimpleNamespace(name="m", fingerprint="state 2"))]
+    def fingerprints(self):
+        return {"m": "state 2"}
 
     async def load(self, request):
         self.asked.append(request.name)
