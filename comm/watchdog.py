@@ -7,6 +7,7 @@ import logging
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable
 
 logger = logging.getLogger(__name__)
@@ -57,11 +58,15 @@ class Watchdog:
     def _bark(self, late_s: float) -> None:
         logger.error(
             "%s did not end within its time limit (%.1f s over): the job ends. If it needs "
-            "that long, raise --hang-timeout. Stacks of all threads follow.",
+            "that long, raise --hang-timeout. Stacks of the main thread and of all follow.",
             self._what(),
             late_s,
         )
         try:
+            # Of more than a hundred threads the oldest are left out, and this is the first.
+            frame = sys._current_frames().get(threading.main_thread().ident or 0)
+            if frame is not None:
+                traceback.print_stack(frame, file=sys.stderr)
             faulthandler.dump_traceback(file=sys.stderr, all_threads=True)
         except (OSError, ValueError):
             logger.exception("the stacks could not be written")

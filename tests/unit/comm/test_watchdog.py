@@ -22,6 +22,23 @@ def test_a_hang_is_reported_with_what_hung_and_where(caplog, capfd):
     assert "test_watchdog.py" in capfd.readouterr().err
 
 
+def test_the_hanging_thread_is_shown_beside_any_number_of_others(capfd):
+    barked, is_over = threading.Event(), threading.Event()
+    others = [threading.Thread(target=is_over.wait) for _ in range(120)]
+    for other in others:
+        other.start()
+    watchdog = Watchdog(0.1, barked.set)
+    watchdog.watch(lambda: "step 7")
+
+    assert barked.wait(60.0)
+    watchdog.stop()
+    is_over.set()
+    for other in others:
+        other.join()
+
+    assert "test_watchdog.py" in capfd.readouterr().err
+
+
 def test_a_paused_watchdog_waits_for_ever():
     barked = threading.Event()
     watchdog = Watchdog(1.0, barked.set)
