@@ -77,6 +77,7 @@ def _add_engine(parser: argparse.ArgumentParser) -> None:
     add("--no-cuda-graphs", action="store_true", help="launch kernels one by one")
     add("--prompt-graph-tokens", type=int, metavar="N", help="see `serve`")
     add("--collective-graphs", action=argparse.BooleanOptionalAction, help="see `serve`")
+    add("--first-layer-table", action=argparse.BooleanOptionalAction, help="see `serve`")
     ways = ("auto", "nccl", "peer", "fused")
     add("--all-reduce", choices=ways, default="auto", help="see `serve`")
     add(
@@ -137,6 +138,7 @@ def engine_config(args: argparse.Namespace, folder: str, loads: list[Load]) -> E
         cuda_graphs=not args.no_cuda_graphs,
         prompt_graph_tokens=args.prompt_graph_tokens,
         collective_graphs=args.collective_graphs,
+        first_layer_table=args.first_layer_table,
         all_reduce=args.all_reduce,
         parallel=parallel_config(args),
         experts=ExpertsConfig(

@@ -52,6 +52,7 @@ class EngineFlags:
     deterministic: bool = False
     prompt_graph_tokens: int | None = None
     collective_graphs: bool | None = None
+    first_layer_table: bool | None = None
     all_reduce: str = "auto"
     adapter_graphs: bool = False
     experts: ExpertsConfig = field(default_factory=ExpertsConfig)
@@ -94,6 +95,7 @@ def engine_config(
         max_cuda_graphs=model.parameters.get_int("cuda_graph_cache_size") or 0,
         prompt_graph_tokens=flags.prompt_graph_tokens,
         collective_graphs=flags.collective_graphs,
+        first_layer_table=flags.first_layer_table,
         all_reduce=flags.all_reduce,
         guided=_guided(model, engine_dir),
         parallel=parallel,

@@ -75,6 +75,7 @@ _RARE = (
     "deterministic",
     "prompt_graph_tokens",
     "collective_graphs",
+    "first_layer_table",
     "all_reduce",
     "adapter_graphs",
     "connect_timeout",
@@ -261,6 +262,12 @@ def _add_graph_flags(parser: argparse.ArgumentParser) -> None:
         "--collective-graphs",
         action=argparse.BooleanOptionalAction,
         help="CUDA graphs also of steps in which GPUs meet (where these are on one host)",
+    )
+    add(
+        "--first-layer-table",
+        action=argparse.BooleanOptionalAction,
+        help="look up the first layer's queries, keys and values by token id (on a GPU of "
+        "which that takes 2 %% or less)",
     )
     add(
         "--all-reduce",

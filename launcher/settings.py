@@ -177,6 +177,7 @@ def engine_flags(args: argparse.Namespace) -> EngineFlags:
         deterministic=args.deterministic,
         prompt_graph_tokens=args.prompt_graph_tokens,
         collective_graphs=args.collective_graphs,
+        first_layer_table=args.first_layer_table,
         all_reduce=args.all_reduce,
         adapter_graphs=args.adapter_graphs,
         experts=ExpertsConfig(

@@ -273,6 +273,10 @@ class EngineConfig:
     """Steps in which several ranks meet run from CUDA graphs too; None: where these are on
     one host."""
 
+    first_layer_table: bool | None = None
+    """The first layer's queries, keys and values are looked up by token id, see
+    `worker/first_table.py`; None: where that is worth its memory."""
+
     all_reduce: str = "auto"
     """Who sums over the GPUs of a tensor group: ``nccl``; ``peer``: our own kernels, which
     read each other's memory, whatever is not too large for them; ``fused``: these, and in

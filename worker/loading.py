@@ -19,6 +19,7 @@ from trimaran.worker.config import EngineConfig, SchedulerConfig
 from trimaran.worker.device_inputs import DeviceInputs
 from trimaran.worker.expert_balance import balance_experts
 from trimaran.worker.expert_loads import ExpertLoads
+from trimaran.worker.first_table import looks_up_first_product, make_first_table
 from trimaran.worker.graph_choice import choose_graphs
 from trimaran.worker.input_batch import InputBatch
 from trimaran.worker.kv_cache.manager import KVCacheManager
@@ -106,6 +107,7 @@ def load_engine(
     model = load_model(config, topology, tp, device, expert_ranks=links.expert_ranks)
     kernel = _sampling_kernel(model, device)
     limits = _limits(config.scheduler, model)
+    _choose_first_table(config, model, tp, links)
     maker = CacheMaker(config.cache, limits, model)
     block_size = config.cache.tokens_per_block
     inputs = _make_inputs(limits, block_size, device, depth, kernel, model.switch_at)
@@ -151,6 +153,17 @@ def load_engine(
     return LoadedEngine(
         runner, caches, limits, vocab_size, managers, backend, stages, expert_loads
     )
+
+
+def _choose_first_table(
+    config: EngineConfig, model: CausalLM, tp: TensorParallelGroup, links: PipelineLinks
+) -> None:
+    """Let the model look up its first product, if all ranks can and shall. Collective."""
+    device = model.device
+    memory = torch.cuda.mem_get_info(device) if device.type == "cuda" else None
+    mine = looks_up_first_product(config, model, memory)
+    if _agreed(int(mine), tp, device, links):
+        make_first_table(model, config.scheduler.max_num_batched_tokens)
 
 
 def _open_links(

@@ -69,6 +69,10 @@ class ForwardContext:
     is_in_last_layer: bool = False
     """Said by the model that runs."""
 
+    known_product: Tensor | None = None
+    """What a layer's attention would make first of its normalised input [T, E], where that
+    was looked up by token id; None where it is to be made. Said by the model that runs."""
+
     def narrow(self, x: Tensor) -> Tensor:
         """Of values [T, ...] of all tokens, those [N, ...] that what is wanted depends on.
 

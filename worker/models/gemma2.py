@@ -40,7 +40,7 @@ class GemmaLayer(LlamaLayer):
         context: ForwardContext,
     ) -> tuple[Addend, Tensor]:
         """Returns what is still to be added to the residual, and the residual."""
-        normed, residual = self.attention_norm.forward(hidden_TD, residual_TD)
+        normed, residual = self.normalise(hidden_TD, residual_TD, context)
         residual = context.narrow(residual)
         attended = self.attention.forward(normed, None, positions_T, kv_cache, context)
         attended, _ = self.attention_post_norm.forward(attended, None)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
@@ -24,6 +24,9 @@ from trimaran.worker.stages import stage_sizes
 
 AdapterModules = Mapping[str, tuple[str, str]]
 """See `CausalLM.adapter_modules`."""
+
+FirstProjection = Callable[[Tensor], Tensor]
+"""See `CausalLM.first_projection`."""
 
 ATTENTION_ADAPTERS: AdapterModules = {
     "attn_qkv": ("attention.qkv_proj", "*"),
@@ -126,6 +129,8 @@ class CausalLM(nn.Module):
         self.context = context
         self.adapters = AdapterState()
         self._fused: FusedLayers | None = None
+        self.first_table: Tensor | None = None
+        """[V, E] of `first_projection`, if it is looked up."""
         vocabulary = (
             config.vocab_size,
             config.padded_vocab_size(context.tp.size),
@@ -179,6 +184,14 @@ class CausalLM(nn.Module):
         """What the first layer gets [T, D]; ``vectors`` are those of the tokens, if known."""
         return self.embed_tokens.forward(token_ids_T) if vectors_TD is None else vectors_TD
 
+    def first_projection(self) -> FirstProjection | None:
+        """What makes of token ids [T] what the first layer's attention begins with [T, E], if
+        nothing else has a part in that and attention takes it (`ForwardContext.known_product`).
+
+        Collective over the tensor group.
+        """
+        return None
+
     # ---- running -------------------------------------------------------------------------
 
     def forward(
@@ -194,8 +207,12 @@ class CausalLM(nn.Module):
         ``hidden_TD`` is the previous stage's result, and may be overwritten. The first stage
         embeds ``token_ids_T``, unless it gets the tokens' vectors as ``hidden_TD``.
         """
+        known_TE: Tensor | None = None
         if self.stage.is_first:
+            is_by_id = hidden_TD is None and not self.adapters.is_active
             hidden_TD = self.embed(token_ids_T, positions_T, hidden_TD)
+            if is_by_id and self.first_table is not None:
+                known_TE = self.context.ops.embed(token_ids_T, self.first_table)
         assert hidden_TD is not None, "a later stage needs the previous stage's result"
         hidden: Any = hidden_TD
         residual: Tensor | None = None
@@ -204,6 +221,7 @@ class CausalLM(nn.Module):
             hidden, residual = fused.forward(hidden_TD, positions_T, context)
         else:
             for place, layer in self._stack:
+                context.known_product = known_TE if place == 0 else None
                 context.is_in_last_layer = place == len(context.kv_caches) - 1
                 hidden, residual = layer.forward(
                     hidden, residual, positions_T, context.kv_caches[place], context
@@ -214,12 +232,16 @@ class CausalLM(nn.Module):
 
     @contextmanager
     def few_layers(self) -> Iterator[None]:
-        """Meanwhile only the first runs of all layers whose weights have the same shapes, and
-        the last layer of all, which may run otherwise (see `ForwardContext.narrow`)."""
+        """Meanwhile only one runs of all layers whose weights have the same shapes, and the
+        last layer of all, which may run otherwise (see `ForwardContext.narrow`).
+
+        It is the first one of them, but the second before the first of all, whose product may
+        be known.
+        """
         stack = self._stack
         kinds = {
             tuple(weight.shape for weight in layer.parameters()): (place, layer)
-            for place, layer in reversed(stack)
+            for place, layer in (stack[0], *reversed(stack[1:]))
         }
         last = stack[-1]
         self._stack = sorted({*kinds.values(), last}, key=lambda each: each[0])
@@ -288,6 +310,7 @@ class CausalLM(nn.Module):
         """Backend name by operator, for the log and the metrics."""
         names = dict(self.context.ops.backends)
         names["decoder"] = "one by one" if self._fused is None else "fused"
+        names["first_product"] = "computed" if self.first_table is None else "looked up"
         return names
 
     def layer_numbers(self) -> Iterator[int]:

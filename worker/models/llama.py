@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
@@ -27,6 +27,7 @@ from trimaran.worker.models.interfaces import (
     ATTENTION_ADAPTERS,
     AdapterModules,
     CausalLM,
+    FirstProjection,
     WeightTarget,
 )
 from trimaran.worker.pretrained_config import PretrainedConfig
@@ -98,7 +99,10 @@ class LlamaAttention(nn.Module):
             narrow_positions = context.narrow(positions_T)
             self._store(hidden_TD, positions_T, kv_cache, context)
             hidden_TD, positions_T = context.narrow(hidden_TD), narrow_positions
-        heads_TAH = self._heads(self.qkv_proj.forward(hidden_TD))
+        product_TE = context.known_product
+        if product_TE is None:
+            product_TE = self.qkv_proj.forward(hidden_TD)
+        heads_TAH = self._heads(product_TE)
         output = self.backend.rotate_and_attend(
             heads_TAH, self._rotary[0], positions_T, kv_cache, attention
         ).flatten(1)
@@ -192,11 +196,21 @@ class LlamaLayer(nn.Module):
         context: ForwardContext,
     ) -> tuple[Addend, Tensor]:
         """Returns what is still to be added to the residual, or None, and the residual."""
-        normed, residual = self.attention_norm.forward(hidden_TD, residual_TD)
+        normed, residual = self.normalise(hidden_TD, residual_TD, context)
         residual = context.narrow(residual)
         attended = self.attention.forward(normed, residual, positions_T, kv_cache, context)
         normed, residual = self.mlp_norm.forward(attended, residual)
         return self.mlp.forward(normed, residual), residual
+
+    def normalise(
+        self, hidden_TD: Addend, residual_TD: Tensor | None, context: ForwardContext
+    ) -> tuple[Tensor, Tensor]:
+        """What the attention gets, and the residual: one tensor where the attention needs
+        nothing, as its product is known."""
+        if context.known_product is None:
+            return self.attention_norm.forward(hidden_TD, residual_TD)
+        assert isinstance(hidden_TD, Tensor), "only the first layer's product is known"
+        return hidden_TD, hidden_TD
 
 
 class LlamaForCausalLM(CausalLM):
@@ -259,6 +273,19 @@ class LlamaForCausalLM(CausalLM):
         return ParallelLMHead(
             self.context, *vocabulary, tied_to=tied_to, soft_cap=self.config.final_soft_cap
         )
+
+    def first_projection(self) -> FirstProjection | None:
+        """Queries, keys and values, where the first layer's attention makes them at once."""
+        attention = self.layers["0"].attention if self.stage.is_first else None
+        return self._project_first if isinstance(attention, LlamaAttention) else None
+
+    def _project_first(self, token_ids_T: Tensor) -> Tensor:
+        layer: Any = self.layers["0"]
+        normed_TD, _ = layer.attention_norm.forward(
+            self.embed_tokens.forward(token_ids_T), None
+        )
+        product_TE: Tensor = layer.attention.qkv_proj.forward(normed_TD)
+        return product_TE
 
     def rotary_of(self, number: int) -> RotaryEmbedding:
         """The angles of a layer."""

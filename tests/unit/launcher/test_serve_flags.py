@@ -92,6 +92,17 @@ def test_graphs_and_sums_are_left_to_the_engine_unless_a_flag_says_more(reposito
     ) == (0, False, "nccl")
 
 
+def test_whether_the_first_product_is_looked_up_is_left_to_the_engine_too(repository):
+    def chosen(*flags):
+        engine = resolve(repository, *flags).groups[0].engine
+        assert EngineConfig.from_wire(engine.to_wire()) == engine
+        return engine.first_layer_table
+
+    assert chosen() is None
+    assert chosen("--first-layer-table") is True
+    assert chosen("--no-first-layer-table") is False
+
+
 @pytest.mark.parametrize("flags", [("--all-reduce", "peer"), ("--collective-graphs",)])
 def test_flags_of_sums_over_gpus_are_refused_on_the_cpu(repository, flags):
     with pytest.raises(ConfigError, match=f"{' '.join(flags)} is about sums between GPUs"):
