@@ -201,8 +201,8 @@ def share_out(
     ``num_programs`` run at once on the device; ``unit`` keys stay together. With
     ``is_fixed``, how a sequence is cut depends on its length alone. What is launched depends
     on the number of sequences alone, and lengths are read on the device: safe under CUDA
-    graph capture. They, and rows, come from a kernel that lets none begin before it has ended,
-    and are read while the one in front of this still runs.
+    graph capture. They, and rows, are read while the kernel in front of this still runs: the
+    embedding, or one behind it, which lets none begin before they are complete.
     """
     num_heads, num_kv_heads, head_size = heads
     device = metadata.seq_lens.device

@@ -70,10 +70,14 @@ def _activation_kernel(  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator,unused-ignore]
 def _embed_kernel(  # type: ignore[no-untyped-def]
-    ids, table, output, first_row, num_rows, width, TILE: tl.constexpr
+    ids, table, output, first_row, num_rows, width, TILE: tl.constexpr, OVERLAPS: tl.constexpr
 ):
     token = tl.program_id(0).to(tl.int64)
     dims = tl.program_id(1) * TILE + tl.arange(0, TILE)
+    if OVERLAPS:
+        # In this order: whatever begins early behind it finds the step's integers complete.
+        gdc_wait()
+        gdc_launch_dependents()
     row = tl.load(ids + token).to(tl.int64) - first_row
     is_here = (row >= 0) & (row < num_rows)
     value = tl.load(table + row * width + dims, mask=is_here & (dims < width), other=0.0)
@@ -82,7 +86,7 @@ def _embed_kernel(  # type: ignore[no-untyped-def]
 
 _gated = Launcher(_gated_kernel)
 _activation = Launcher(_activation_kernel)
-_embed = Launcher(_embed_kernel, has_overlap=False)
+_embed = Launcher(_embed_kernel)
 
 
 def gated_activation(gate_up_TE: Tensor, name: str) -> Tensor:
@@ -115,7 +119,8 @@ def activation(x_TD: Tensor, name: str) -> Tensor:
 def embed(ids_T: Tensor, table_VD: Tensor, first_row: int | None = None) -> Tensor:
     """The rows ``ids`` of a contiguous table, or ``ids - first_row``; zeros for others.
 
-    Never overlaps the kernel before it: the step's integers are complete behind it.
+    No kernel behind it begins before those in front of it have ended: they may read at once
+    what these wrote, as the step's integers.
     """
     tokens, (num_rows, width) = ids_T.shape[0], table_VD.shape
     output = torch.empty((tokens, width), dtype=table_VD.dtype, device=table_VD.device)

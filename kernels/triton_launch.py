@@ -40,12 +40,11 @@ class Launcher:
 
     Triton looks at every argument to find the compiled form, which takes the host three
     times as long as the launch; here one look-up by what Triton compiles apart does.
-    ``has_overlap`` kernels have OVERLAPS as their last constant, true where they may overlap.
+    The kernel has OVERLAPS as its last constant, true where it may overlap others.
     """
 
-    def __init__(self, kernel: Any, *, has_overlap: bool = True) -> None:
+    def __init__(self, kernel: Any) -> None:
         self._kernel = kernel
-        self._has_overlap = has_overlap
         self._compiled: dict[tuple[Any, ...], tuple[Any, tuple[Any, ...]]] = {}
 
     def __call__(
@@ -89,10 +88,10 @@ class Launcher:
         """Launch through Triton, which compiles where needed, and keep what it launched."""
         device, num_warps, num_stages = key[:3]
         options = {"num_warps": num_warps, "num_stages": num_stages}
-        if self._has_overlap:
-            constants = (*constants, can_overlap(device))
-            if can_overlap(device):
-                options["launch_pdl"] = True
+        overlaps = can_overlap(device)
+        constants = (*constants, overlaps)
+        if overlaps:
+            options["launch_pdl"] = True
         kernel = self._kernel[grid](*args, *constants, **options)
         # The interpreter compiles nothing.
         if kernel is not None:

@@ -118,7 +118,7 @@ def rope_and_cache(
     pairs of neighbours. Safe under CUDA graph capture.
 
     Positions and slots are read before the preceding kernel has ended: one between it and
-    their writer must have been launched without overlap, as the embedding is.
+    their writer must let none begin before it has waited for that, as the embedding does.
     """
     tokens, all_heads, head_size = heads_TAH.shape
     num_kv, half = kv_cache.shape[3], cos_sin_PR.shape[1] // 2
