@@ -29,7 +29,9 @@ SAMPLINGS = (
 )
 
 
-def make_driver(folder, device, depth, cuda_graphs=True, prompt_graph_tokens=0, **cache):
+def make_driver(
+    folder, device, depth, cuda_graphs=True, prompt_graph_tokens=0, has_table=None, **cache
+):
     return Driver(
         EngineConfig(
             model="test",
@@ -38,6 +40,7 @@ def make_driver(folder, device, depth, cuda_graphs=True, prompt_graph_tokens=0, 
             dtype="float32",
             cuda_graphs=cuda_graphs,
             prompt_graph_tokens=prompt_graph_tokens,
+            first_layer_table=has_table,
             scheduler=SchedulerConfig(
                 max_num_batched_tokens=48,
                 max_num_seqs=8,
@@ -68,6 +71,17 @@ def test_tokens_in_float32_are_those_of_the_cpu(folder, expected, depth, cuda_gr
     driver = make_driver(folder, "cuda", depth, cuda_graphs, max_tokens=240)
 
     assert driver.engine.facts()["cuda_graphs"] == (4 if cuda_graphs else 0)
+    assert serve(driver) == expected
+
+
+@pytest.mark.parametrize("has_table", [None, False])
+def test_tokens_are_those_of_the_cpu_with_the_first_product_looked_up_or_computed(
+    folder, expected, has_table
+):
+    driver = make_driver(folder, "cuda", 2, has_table=has_table, max_tokens=240)
+
+    found = driver.engine.facts()["backends"]["first_product"]
+    assert found == ("looked up" if has_table is None else "computed")
     assert serve(driver) == expected
 
 
