@@ -13,6 +13,7 @@ from trimaran.kernels import reference
 from trimaran.kernels.build import load_library
 from trimaran.kernels.cpu import CpuOps
 from trimaran.kernels.torch_ops import TorchOps
+from trimaran.worker.first_table import make_first_table
 from trimaran.worker.layers.parallel import ExpertRanks
 
 CONFIGS = family_configs()
@@ -47,6 +48,21 @@ def test_greedy_tokens_in_float32_are_those_of_transformers(name, group, ops_of,
     outputs = PagedRun(ours, 4).greedy(prompts, 12)
 
     assert outputs == on_rank_0(lambda theirs: models.reference_greedy(theirs, prompts, 12))
+
+
+@pytest.mark.parametrize("name", ["llama-one-kv-head-rope-llama3", "gemma2", "mixtral"])
+def test_each_rank_looks_up_its_own_heads_of_the_first_product(
+    name, tensor_group, world, checkpoint
+):
+    folder, on_rank_0 = checkpoint(CONFIGS[name])
+    ours = models.load_ours(folder, tensor_group, ops=TorchOps())
+    make_first_table(ours, 64)
+    prompts = models.prompts(2, 23)
+
+    outputs = PagedRun(ours, 2).greedy(prompts, 6)
+
+    assert outputs == on_rank_0(lambda theirs: models.reference_greedy(theirs, prompts, 6))
+    assert len(set(world.comm.allgather(ours.first_table.numpy().tobytes()))) > 1
 
 
 class SumThenNorm:
