@@ -36,6 +36,7 @@ from trimaran.worker.guided.compiler import GuideCompiler
 from trimaran.worker.guided.requests import GuidedRequests
 from trimaran.worker.lane_types import LaneSteps
 from trimaran.worker.loading import LoadedEngine, load_engine
+from trimaran.worker.lora.ops_message import decode_ops, encode_ops, holds_ops
 from trimaran.worker.plan_timing import PlanTiming
 from trimaran.worker.request import Request
 from trimaran.worker.scheduler import Emission
@@ -263,7 +264,8 @@ class Engine:
     @property
     def has_work(self) -> bool:
         """Whether `step` has anything to do."""
-        return bool(self._in_flight or self._guided) or self.scheduler.has_requests
+        has_own = bool(self._in_flight or self._guided) or self._adapters.has_ops
+        return has_own or self.scheduler.has_requests
 
     @property
     def _vocab_size(self) -> int:
@@ -283,6 +285,7 @@ class Engine:
         if self.scheduler.loads:
             self.scheduler.loads.done_step = self.runner.loaded_step
         step = self.scheduler.schedule()
+        self._move_adapters()
         if step is not None:
             self._stats.record(step)
             self.times.enter(Part.LAUNCH)
@@ -307,6 +310,16 @@ class Engine:
         elif step is None and self._guided:
             self._guided.sleep(_GRAMMAR_S)
         return result
+
+    def _move_adapters(self) -> None:
+        """Let all ranks know what becomes of adapters, ahead of the step that needs it; they
+        come to an idle engine, or to a lane that is, too."""
+        if not self._adapters.has_ops:
+            return
+        ops = self._adapters.take_ops()
+        if self._topology.world_size > 1:
+            self._control.broadcast(encode_ops(ops))
+        self.runner.move_adapters(ops)
 
     def _add_compiled(self, result: StepResult) -> None:
         """Queue the requests whose guides have become grammars; tell whose never will."""
@@ -371,6 +384,9 @@ class Engine:
         """Carry out rank 0's decision on another rank. Collective over the tensor group."""
         if payload == ASK:
             self._expert_reports.answer()
+            return
+        if holds_ops(payload):
+            self.runner.move_adapters(decode_ops(payload))
             return
         decision = self._decode(payload)
         if self._profile is not None:

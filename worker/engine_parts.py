@@ -37,6 +37,10 @@ class RunsSteps(Protocol):
         """The last step whose copies from the host are made, with all before it."""
         ...
 
+    def move_adapters(self, ops: list[Any]) -> None:
+        """Carry out what becomes of adapters before the next step."""
+        ...
+
     def execute_model(self, decision: Any) -> ModelRunnerOutput:
         """Launch one step."""
         ...

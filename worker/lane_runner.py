@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from trimaran.comm.pipeline import PipelineLinks
@@ -58,6 +60,10 @@ class LaneRunner:
     def close(self) -> None:
         """Free what must be freed before the tensor group's communicator."""
         self._runner.close()
+
+    def move_adapters(self, ops: list[Any]) -> None:
+        """Carry out what becomes of this lane's adapters, given that of all lanes."""
+        self._runner.move_adapters(ops[self._lane])
 
     def execute_model(self, decision: LaneDecisions) -> ModelRunnerOutput:
         """Launch one step. Collective over all lanes that share experts."""

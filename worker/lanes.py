@@ -13,7 +13,7 @@ from trimaran.worker.kv_cache.sequence_blocks import SequenceBlocks, root_hash
 from trimaran.worker.lane_types import LaneDecisions, LaneSteps
 from trimaran.worker.limits import check_limits, check_queue
 from trimaran.worker.loads import Loads
-from trimaran.worker.lora.manager import AdapterManager
+from trimaran.worker.lora.manager import AdapterManager, AdapterOp
 from trimaran.worker.pauses import Pauses
 from trimaran.worker.request import Request, Sequence
 from trimaran.worker.scheduler import Emission, Scheduler
@@ -194,6 +194,15 @@ class LaneAdapters:
     def is_open(self, is_open: Callable[[Request], bool]) -> None:
         for lane in self.lanes:
             lane.is_open = is_open
+
+    @property
+    def has_ops(self) -> bool:
+        """Whether ranks of any lane are to be told of anything."""
+        return any(lane.has_ops for lane in self.lanes)
+
+    def take_ops(self) -> list[list[AdapterOp]]:
+        """What ranks are to be told before the next step, by lane."""
+        return [lane.take_ops() for lane in self.lanes]
 
     def enter(self, message: Submit, request: Request) -> int:
         """The number, in its lane, of the adapter that a request asks for; 0 for none.

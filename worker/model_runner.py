@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -136,6 +137,12 @@ class ModelRunner:
         for host in self.hosts:
             host.close()
         self.hosts = []
+
+    @torch.inference_mode()
+    def move_adapters(self, ops: list[Any]) -> None:
+        """Carry out what becomes of adapters before the next step; see `lora.store`."""
+        assert self.adapters is not None
+        self.adapters.carry_out(ops)
 
     @torch.inference_mode()
     def execute_model(self, decision: SchedulerOutput) -> ModelRunnerOutput:

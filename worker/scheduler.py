@@ -197,10 +197,7 @@ class Scheduler:
         self.step += 1
         self._queue.add_forks(plan.first_samples)
         has_ids = self._micro_batches is not None
-        step = plan.finish(self.rows.take_finished(), has_ids=has_ids)
-        if self._adapters is not None:
-            step.decision.adapter_ops = self._adapters.take_ops()
-        return self._followers.fill(step)
+        return self._followers.fill(plan.finish(self.rows.take_finished(), has_ids=has_ids))
 
     def _plan_running(self, plan: StepPlan) -> None:
         """Schedule what the running sequences miss: all, or a share of them in a pipeline."""

@@ -25,6 +25,7 @@ from trimaran.worker.expert_reports import ASK
 from trimaran.worker.frontend_link import Arrival, FrontendLinks
 from trimaran.worker.garbage import GarbageCollection
 from trimaran.worker.lane_types import LaneDecisions
+from trimaran.worker.lora.ops_message import holds_ops
 from trimaran.worker.outbox import Outbox
 from trimaran.worker.remote_logits import check_remote_logits, fit_logits, too_slow
 from trimaran.worker.step_times import Part
@@ -45,6 +46,8 @@ def describe_decision(payload: bytes) -> str:
         return "the first step"
     if payload == ASK:
         return "a question for the experts' loads"
+    if holds_ops(payload):
+        return f"{len(payload)} bytes of adapters"
     try:
         if LaneDecisions.is_encoded(payload):
             return _describe_lanes(LaneDecisions.decode(payload))

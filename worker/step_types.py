@@ -110,9 +110,6 @@ class SchedulerOutput:
     nothing."""
 
     new_rows: list[NewRow] = field(default_factory=list)
-    adapter_ops: list[Any] = field(default_factory=list)
-    """What becomes of cached adapters before anything else; see `lora.store`."""
-
     masks: Int32Array = field(default_factory=lambda: int32s(()))
     """[m * ceil(V / 32)]: one after the other, in order of ``sampled``, what may come next
     in each of the m sampled rows that follow a guide; see `guided.guide`."""
@@ -133,7 +130,7 @@ class SchedulerOutput:
         return int(self.num_scheduled_tokens.sum())
 
     def encode(self) -> bytes:
-        """A msgpack list: two integers, the raw arrays, new rows, adapters, token writes."""
+        """A msgpack list: two integers, the raw arrays, new rows, token writes."""
         arrays = [getattr(self, name).tobytes() for name in _ARRAYS]
         rows = [
             [
@@ -150,9 +147,7 @@ class SchedulerOutput:
         writes = [
             [each.row, each.start, each.token_ids.tobytes()] for each in self.token_writes
         ]
-        packed: bytes = msgpack.packb(
-            [self.step, self.num_decodes, arrays, rows, self.adapter_ops, writes]
-        )
+        packed: bytes = msgpack.packb([self.step, self.num_decodes, arrays, rows, writes])
         return packed
 
     @classmethod
@@ -163,7 +158,7 @@ class SchedulerOutput:
             ProtocolError: ``payload`` is not an encoded decision.
         """
         try:
-            step, num_decodes, raw_arrays, raw_rows, adapter_ops, raw_writes = msgpack.unpackb(
+            step, num_decodes, raw_arrays, raw_rows, raw_writes = msgpack.unpackb(
                 payload, strict_map_key=False
             )
             arrays = {
@@ -192,7 +187,6 @@ class SchedulerOutput:
                 step=step,
                 num_decodes=num_decodes,
                 new_rows=new_rows,
-                adapter_ops=adapter_ops,
                 token_writes=writes,
                 **arrays,
             )

@@ -29,7 +29,7 @@ _MANY = 256
 """So many requests of an adapter are kept before those that are over are looked for."""
 
 _MOST_SENT_BYTES = (1 << 31) - (64 << 20)
-"""Of an adapter: a decision may have to hold it all, and no larger one can be
+"""Of an adapter: one message may have to hold it all, and no larger one can be
 sent to other hosts."""
 
 _MOST_SEEN = 4096
@@ -82,7 +82,7 @@ class AdapterManager:
     """The caches of adapters: one on the host, one where the model runs.
 
     Both forget what was used least recently, never what a request uses. What a cache does
-    goes into the next decision, so that all ranks hold the same.
+    all ranks are told before the next step, so that they hold the same.
     """
 
     def __init__(
@@ -117,7 +117,7 @@ class AdapterManager:
         """Times that an adapter was brought to where the model runs."""
         self._ops: list[AdapterOp] = []
         self._unsent: OrderedDict[int, deque[memoryview]] = OrderedDict()
-        """Pieces of adapters that no decision has held yet, by number."""
+        """Pieces of adapters that ranks were not sent yet, by number."""
 
     def of_another_lane(self) -> AdapterManager:
         """One for ranks that hold what this one's hold; before anything is decided."""
@@ -385,9 +385,14 @@ class AdapterManager:
 
     # ---- what others are told ------------------------------------------------------------
 
+    @property
+    def has_ops(self) -> bool:
+        """Whether ranks are to be told of anything."""
+        return bool(self._ops or self._unsent)
+
     def take_ops(self) -> list[AdapterOp]:
-        """What the next decision has to say of adapters: with one that nobody can start with
-        yet come some pieces of those that are expected."""
+        """What ranks are to be told before the next step, and some pieces of adapters that
+        nobody can start with yet."""
         ops, self._ops = self._ops, []
         room = PIECE_BYTES
         while self._unsent and room > 0:

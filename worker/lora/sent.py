@@ -11,7 +11,7 @@ from torch import Tensor
 from trimaran.worker.lora.layout import AdapterLayout, Matrices
 
 PIECE_BYTES = 4 << 20
-"""What a decision carries of adapters that nobody's next step needs: all wait for it."""
+"""What goes ahead of a step of adapters that it does not need: all wait for it."""
 
 Row = Sequence[int]
 """(module, layer, rank, inputs, outputs) of a pair of matrices."""

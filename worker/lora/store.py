@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any, Protocol
@@ -24,9 +24,9 @@ from trimaran.worker.step_types import Int32Array, SchedulerOutput
 # Shapes: T tokens of the step, I inputs and O outputs of a linear layer, D adapter size.
 
 EXPECT, PIECE, DROP, LOAD = "expect", "piece", "drop", "load"
-"""What a decision can ask for, in `SchedulerOutput.adapter_ops`: keep an adapter on the host
-that comes in pieces (number, its rows), of which one is here (number, bytes), forget it
-(number), bring it to where the model runs (number, slot, first element)."""
+"""What can be asked for ahead of a step: keep an adapter on the host that comes in pieces
+(number, its rows), of which one is here (number, bytes), forget it (number), bring it to where
+the model runs (number, slot, first element)."""
 
 
 class Slots(Protocol):
@@ -79,10 +79,13 @@ class AdapterStore:
         for linear, targets in layout.linears:
             slots.attach(linear, targets)
 
-    def begin_step(self, decision: SchedulerOutput) -> None:
-        """Carry out what a decision says of adapters, and let layers know the step's."""
-        for op in decision.adapter_ops:
+    def carry_out(self, ops: Iterable[Sequence[Any]]) -> None:
+        """Do what rank 0 has decided, in order, before the steps that it decides next."""
+        for op in ops:
             self._carry_out(op)
+
+    def begin_step(self, decision: SchedulerOutput) -> None:
+        """Let layers know the adapters of a step."""
         if self._rows.is_used:
             for row in decision.finished_rows:
                 self._rows.set(row, NO_SLOT)
