@@ -14,6 +14,8 @@ from trimaran.worker.lane_types import LaneDecisions, LaneSteps
 from trimaran.worker.limits import check_limits, check_queue
 from trimaran.worker.loads import Loads
 from trimaran.worker.lora.manager import AdapterManager, AdapterOp
+from trimaran.worker.lora.sent import PIECE_BYTES
+from trimaran.worker.lora.store import num_piece_bytes
 from trimaran.worker.pauses import Pauses
 from trimaran.worker.request import Request, Sequence
 from trimaran.worker.scheduler import Emission, Scheduler
@@ -151,7 +153,14 @@ class LaneScheduler:
 
     def schedule(self) -> LaneSteps | None:
         """Decide the next step of every lane; None if none has anything to compute."""
-        steps = [lane.schedule() if lane.has_requests else None for lane in self.lanes]
+        steps: list[ScheduledStep | None] = []
+        for lane in self.lanes:
+            # Looked at for each: the first of several idle ones is who may let others wait.
+            is_beside_others = any(other.running for other in self.lanes if other is not lane)
+            step = (
+                lane.schedule(is_beside_others=is_beside_others) if lane.has_requests else None
+            )
+            steps.append(step)
         if not any(steps):
             return None
         self.step += 1
@@ -184,6 +193,7 @@ class LaneAdapters:
 
     def __init__(self, lanes: List[AdapterManager]) -> None:
         self.lanes = lanes
+        self._turn = 0
 
     @property
     def is_open(self) -> Callable[[Request], bool]:
@@ -201,8 +211,16 @@ class LaneAdapters:
         return any(lane.has_ops for lane in self.lanes)
 
     def take_ops(self) -> list[list[AdapterOp]]:
-        """What ranks are to be told before the next step, by lane."""
-        return [lane.take_ops() for lane in self.lanes]
+        """What ranks are to be told before the next step, by lane: together as much as of one
+        lane alone, first of lanes with requests that wait for it, which take turns."""
+        ops: list[list[AdapterOp]] = [[] for _ in self.lanes]
+        room = PIECE_BYTES
+        self._turn += 1
+        numbers = [(self._turn + place) % len(self.lanes) for place in range(len(self.lanes))]
+        for number in sorted(numbers, key=lambda number: not self.lanes[number].is_awaited):
+            ops[number] = self.lanes[number].take_ops(room)
+            room -= num_piece_bytes(ops[number])
+        return ops
 
     def enter(self, message: Submit, request: Request) -> int:
         """The number, in its lane, of the adapter that a request asks for; 0 for none.

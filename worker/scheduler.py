@@ -168,8 +168,9 @@ class Scheduler:
 
     # ---- planning ------------------------------------------------------------------------
 
-    def schedule(self) -> ScheduledStep | None:
-        """Decide the next step; None if there is nothing to compute."""
+    def schedule(self, *, is_beside_others: bool = False) -> ScheduledStep | None:
+        """Decide the next step; None if there is nothing to compute. In other lanes sequences
+        may run beside it."""
         can_cut = self.config.enable_chunked_context
         plan = StepPlan(self.step + 1, self.config.max_num_batched_tokens, can_cut=can_cut)
         self.cache.begin_step()
@@ -181,13 +182,13 @@ class Scheduler:
             self._start_loaded(plan, is_urgent=False)
         is_batch_over = not self.running and not self.loads
         if not plan.has_preempted and (is_batch_over or not self._is_static):
-            self._admit(plan)
+            self._admit(plan, is_beside_others)
             self._batch_size = self._num_in_batch
         while self.loads and not plan.has_entries:
             self._start_loaded(plan, is_urgent=True)
             if not plan.has_entries:
                 # All of them had been cancelled, which made room for others.
-                self._admit(plan)
+                self._admit(plan, is_beside_others)
                 self._batch_size = self._num_in_batch
         self.cache.end_step()
         if not plan.has_entries:
@@ -331,10 +332,10 @@ class Scheduler:
             # Layers write a step's KV before they read any, so it can be shared at once.
             sequence.publish_at = self.cache.publish(sequence.blocks, start + chunk)
 
-    def _admit(self, plan: StepPlan) -> None:
+    def _admit(self, plan: StepPlan, is_beside_others: bool) -> None:
         self._outlook.begin_admission()
         while self.waiting and self.rows.free and plan.budget > 0:
-            sequence = self._queue.next(may_overtake=bool(self.running))
+            sequence = self._queue.next(may_overtake=is_beside_others or bool(self.running))
             # A preempted one comes back when the host knows all of its tokens.
             if sequence is None or sequence.num_pending:
                 return

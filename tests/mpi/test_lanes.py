@@ -183,6 +183,49 @@ def test_adapters_prefixes_on_the_host_and_pauses_work_in_lanes(world, models):
         assert outputs == single(folder, drive, **small)
 
 
+@pytest.mark.parametrize("is_running", [True, False])
+def test_adapters_of_idle_lanes_come_in_pieces_while_any_lane_runs(
+    world, models, monkeypatch, is_running
+):
+    for module in ("lora.sent", "lora.manager", "lanes"):
+        monkeypatch.setattr(f"trimaran.worker.{module}.PIECE_BYTES", 2000)
+    folder = models[0]["llama"]
+    tasks = range(1, NUM_RANKS + (not is_running))
+    adapters = {task: make_adapter(folder, seed=task) for task in tasks}
+    size = sum(one.a.nbytes + one.b.nbytes for one in adapters[1])
+
+    def drive(driver, sizes):
+        broadcast = driver.engine._control.broadcast
+
+        def look(payload):
+            sizes.append(len(payload))
+            broadcast(payload)
+
+        monkeypatch.setattr(driver.engine._control, "broadcast", look)
+        requests = [driver.submit(PROMPTS[0], max_tokens=95)] if is_running else []
+        if is_running:
+            driver.step()
+        # One comes to each of the other lanes.
+        for task, one in adapters.items():
+            given = {"adapter_id": task, "adapter": on_the_wire(one)}
+            requests.append(driver.submit(PROMPTS[1], max_tokens=12, **given))
+        driver.run()
+        # Whoever runs alone gets an adapter at once.
+        driver.engine._adapters.keep(9, on_the_wire(adapters[1]))
+        requests.append(driver.submit(PROMPTS[1], max_tokens=2, adapter_id=9))
+        driver.run()
+        return [driver.outputs(request) for request in requests]
+
+    sizes = []
+    outputs = Lanes(world, folder, 1, 1, 1).drive(lambda driver: drive(driver, sizes))
+
+    if world.rank == 0:
+        num_at_once = sum(each > 6000 for each in sizes)
+        assert size < max(sizes) < size + 6000
+        assert num_at_once == 1 or not is_running
+        assert outputs == single(folder, lambda driver: drive(driver, []))
+
+
 def test_cancelled_requests_leave_nothing_behind_in_any_lane(world, models):
     def drive(driver):
         requests = [driver.submit(prompt, max_tokens=25) for prompt in PROMPTS * 2]

@@ -390,11 +390,16 @@ class AdapterManager:
         """Whether ranks are to be told of anything."""
         return bool(self._ops or self._unsent)
 
-    def take_ops(self) -> list[AdapterOp]:
+    @property
+    def is_awaited(self) -> bool:
+        """Whether a request waits for an adapter that is being sent."""
+        return bool(self._unsent) and self._is_awaited(self._most_urgent())
+
+    def take_ops(self, room: int | None = None) -> list[AdapterOp]:
         """What ranks are to be told before the next step, and some pieces of adapters that
-        nobody can start with yet."""
+        nobody can start with yet, of ``room`` bytes, or as many as go ahead of any step."""
         ops, self._ops = self._ops, []
-        room = PIECE_BYTES
+        room = PIECE_BYTES if room is None else room
         while self._unsent and room > 0:
             number = self._most_urgent()
             pieces = self._unsent[number]
@@ -408,14 +413,14 @@ class AdapterManager:
     def _most_urgent(self) -> int:
         """Of the adapters that are being sent, the first that a request waits for, or else the
         first: after a restart there may be many that nobody needs yet."""
-        for number in self._unsent:
-            adapter = self._on_host[number]
-            # As a rule the first request is open, and the others need not be looked at.
-            if adapter.requests and (
-                self.is_open(adapter.requests[0]) or self._is_wanted(adapter)
-            ):
-                return number
-        return next(iter(self._unsent))
+        first = next(iter(self._unsent))
+        return next(filter(self._is_awaited, self._unsent), first)
+
+    def _is_awaited(self, number: int) -> bool:
+        adapter = self._on_host[number]
+        # As a rule the first request is open, and the others need not be looked at.
+        is_first_open = bool(adapter.requests) and self.is_open(adapter.requests[0])
+        return is_first_open or self._is_wanted(adapter)
 
     @property
     def host_bytes(self) -> int:

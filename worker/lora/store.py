@@ -29,6 +29,11 @@ EXPECT, PIECE, DROP, LOAD = "expect", "piece", "drop", "load"
 the model runs (number, slot, first element)."""
 
 
+def num_piece_bytes(ops: Iterable[Sequence[Any]]) -> int:
+    """Bytes of adapters themselves in what ranks are told of them."""
+    return sum(len(op[2]) for op in ops if op[0] == PIECE)
+
+
 class Slots(Protocol):
     """The adapters that the model's layers can use, by slot."""
 
