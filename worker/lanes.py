@@ -186,9 +186,10 @@ class LaneScheduler:
 class LaneAdapters:
     """The adapters of every lane. To the engine they are one `AdapterManager`.
 
-    Each lane keeps each adapter that it has room for, since its next request may go to any
-    of them. One whose host cache is full of adapters in use does without: requests that it
-    would get go to another.
+    Each lane keeps each adapter that comes with a request and that it has room for, since its
+    next request may go to any of them; those of folders it reads when it needs them. One whose
+    host cache is full of adapters in use does without: requests that it would get go to
+    another.
     """
 
     def __init__(self, lanes: List[AdapterManager]) -> None:
@@ -230,11 +231,16 @@ class LaneAdapters:
         Raises:
             RequestError: as of `AdapterManager.enter`, in every lane.
         """
-        if message.adapter is not None:
+        if message.adapter and "name" not in message.adapter:
+            # It comes along this once. What is only named, one lane may have of all.
             self.keep(message.adapter_id, message.adapter)
         refusal: RequestError | None = None
         for place in range(len(self.lanes)):
             number = (request.lane + place) % len(self.lanes)
+            is_for_room = refusal is None or refusal.kind is ErrorKind.UNAVAILABLE
+            if not is_for_room and not self.lanes[number].knows(message):
+                # It would read what the first has read, and refuse it too.
+                continue
             try:
                 adapter = self.lanes[number].enter(message, request)
             except RequestError as error:

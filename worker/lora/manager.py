@@ -262,6 +262,10 @@ class AdapterManager:
         self._host_bytes += size * self._element_bytes
         return adapter
 
+    def knows(self, message: Submit) -> bool:
+        """Whether it has an adapter of this id or name, of some version."""
+        return _key(message.adapter_id, message.adapter or {}) in self._by_key
+
     def retire(self, task: int, given: dict[str, Any]) -> None:
         """Serve no more requests by this id or name with what is cached: another version,
         which found no room here, is what it means from now on."""

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import dataclasses
+import shutil
 from array import array
 
 import pytest
+import torch
 
-from tests.unit.worker.lora_adapters import make_adapter, on_the_wire
+from tests.unit.worker.lora_adapters import make_adapter, on_the_wire, write_peft
 from trimaran.comm.errors import ErrorKind, RequestError
 from trimaran.comm.messages import Submit
 from trimaran.comm.sampling_params import SamplingParams
 from trimaran.worker.config import LoraConfig
 from trimaran.worker.lanes import LaneAdapters
+from trimaran.worker.lora.tensor_file import TensorFile
 from trimaran.worker.request import Request
 
 
@@ -19,17 +23,19 @@ class Lanes:
     """The adapters of two lanes, each of which has room for two; requests go on until they
     are ended."""
 
-    def __init__(self, make_engine, model_folder) -> None:
+    def __init__(self, make_engine, model_folder, prefetch_dir) -> None:
         self.weights = {task: make_adapter(model_folder, seed=task) for task in range(5)}
         size = sum(one.a.nbytes + one.b.nbytes for one in self.weights[0])
-        engine = make_engine(lora=LoraConfig(host_memory_bytes=int(2.9 * size))).engine
+        self.folder = prefetch_dir
+        lora = LoraConfig(prefetch_dir=str(prefetch_dir), host_memory_bytes=int(2.9 * size))
+        engine = make_engine(lora=lora).engine
         self.managers = [engine._adapters, engine._adapters.of_another_lane()]
         self.adapters = LaneAdapters(self.managers)
         self.open: list[Request] = []
         self.adapters.is_open = lambda request: request in self.open
 
-    def ask(self, task, lane, weights=None) -> Request:
-        """A request with an adapter, which ``weights`` name if it comes along."""
+    def ask(self, task, lane, weights=None, name="") -> Request:
+        """A request with an adapter that ``weights`` name if it comes along, or of a folder."""
         request = Request(
             source="client",
             request_id=0,
@@ -38,7 +44,9 @@ class Lanes:
             sampling=SamplingParams(),
             lane=lane,
         )
-        adapter = None if weights is None else on_the_wire(self.weights[weights])
+        # As front ends send one: of an id alone they say nothing more.
+        adapter = {} if weights is None else on_the_wire(self.weights[weights])
+        adapter = {"name": name} if name else adapter
         message = Submit(
             request_id=0, model="test", prompt_ids=b"", adapter_id=task, adapter=adapter
         )
@@ -57,8 +65,8 @@ class Lanes:
 
 
 @pytest.fixture
-def lanes(make_engine, model_folder):
-    return Lanes(make_engine, model_folder)
+def lanes(make_engine, model_folder, tmp_path):
+    return Lanes(make_engine, model_folder, tmp_path)
 
 
 @pytest.mark.parametrize("full", [0, 1])
@@ -71,6 +79,32 @@ def test_an_adapter_is_served_where_there_is_room_for_it(lanes, full):
     assert {request.lane for request in (*brought, *named)} == {1 - full}
     # Those that are known everywhere go where they were sent.
     assert lanes.ask(1, full).lane == full
+
+
+def test_an_adapter_of_a_folder_that_is_gone_is_served_by_the_lane_that_has_it(lanes):
+    lanes.fill(0)
+    write_peft(lanes.folder / "a", lanes.weights[3], alpha=4.0)
+
+    first = lanes.ask(0, 0, name="a")
+    shutil.rmtree(lanes.folder / "a")
+    second = lanes.ask(0, 0, name="a")
+
+    assert first.lane == second.lane == 1
+    assert lanes.weights_of(first) == lanes.weights_of(second)
+    with pytest.raises(RequestError, match="no LoRA adapter is named 'b'"):
+        lanes.ask(0, 0, name="b")
+
+
+def test_an_adapter_of_a_folder_that_is_refused_is_read_once_for_all_lanes(lanes, monkeypatch):
+    spoiled = [dataclasses.replace(one, a=one.a * torch.nan) for one in lanes.weights[3]]
+    write_peft(lanes.folder / "a", spoiled, alpha=4.0)
+    reads, read = [], TensorFile.read
+    monkeypatch.setattr(TensorFile, "read", lambda file: reads.append(file) or read(file))
+
+    with pytest.raises(RequestError, match="holds nan"):
+        lanes.ask(0, 0, name="a")
+
+    assert len(reads) == 1
 
 
 def test_an_id_means_its_newest_weights_in_a_lane_without_room_too(lanes):
