@@ -208,7 +208,7 @@ class AdapterManager:
     def _send(self, key: Key, size: int, content: object, source: AdapterSource) -> Adapter:
         """Keep an adapter that was checked, and let all ranks have it."""
         # Who is refused for want of room asks again soon: nothing is read for that.
-        self._make_room(size)
+        self._make_room(key, size)
         outgoing = self._outgoing(source)
         adapter = self._keep(key, size, content)
         self._ops.append((EXPECT, adapter.number, outgoing.rows))
@@ -253,7 +253,7 @@ class AdapterManager:
 
     def _keep(self, key: Key, size: int, content: object) -> Adapter:
         """Keep a new adapter, or a new version of one, that was checked."""
-        self._make_room(size)
+        self._make_room(key, size)
         self._retire(key)
         self._last_number += 1
         adapter = Adapter(number=self._last_number, key=key, size=size, content=content)
@@ -306,21 +306,22 @@ class AdapterManager:
             if len(self._finite) > _MOST_SEEN:
                 self._finite.popitem(last=False)
 
-    def _make_room(self, size: int) -> None:
-        """Forget adapters until the host has room for another one."""
+    def _make_room(self, key: Key, size: int) -> None:
+        """Forget adapters until the host has room for another one, or none if it has not."""
         limit = self._config.host_memory_bytes - size * self._element_bytes
         idle = [adapter for adapter in self._on_host.values() if not self._is_wanted(adapter)]
-        for adapter in idle:
-            if self._host_bytes <= limit and not adapter.is_replaced:
-                continue
-            self._drop(adapter)
-        if self._host_bytes > limit:
+        num_used = self._host_bytes - sum(one.size for one in idle) * self._element_bytes
+        if num_used > limit:
             raise RequestError(
                 "the host cache of LoRA adapters "
                 f"({self._config.host_memory_bytes} bytes) is full of adapters that running "
                 "requests use. Try again later, or raise lora_cache_host_memory_bytes.",
                 ErrorKind.UNAVAILABLE,
             )
+        # What has the same key is replaced in any case: it goes before others.
+        for adapter in sorted(idle, key=lambda one: one.key != key):
+            if self._host_bytes > limit or adapter.is_replaced:
+                self._drop(adapter)
 
     def _is_wanted(self, adapter: Adapter) -> bool:
         """Whether a request needs it: then it stays on the host."""

@@ -163,6 +163,46 @@ def test_the_host_forgets_what_was_used_least_recently_but_nothing_in_use(
     driver.check_idle()
 
 
+def test_an_adapter_that_finds_no_room_on_the_host_has_none_forgotten(
+    make_engine, model_folder, prompt_of
+):
+    adapters = {task: make_adapter(model_folder, seed=task) for task in (1, 2)}
+    adapters[3] = make_adapter(model_folder, seed=3, rank=8)
+    size = sum(one.a.nbytes + one.b.nbytes for one in adapters[1])
+    driver = make_engine(lora=LoraConfig(host_memory_bytes=int(2.9 * size)))
+    submit(driver, adapters, prompt_of(10), 1)
+    driver.run()
+    submit(driver, adapters, prompt_of(10), 2)
+
+    with pytest.raises(RequestError, match="is full of adapters that running requests use"):
+        submit(driver, adapters, prompt_of(10), 3)
+
+    driver.submit(prompt_of(10), max_tokens=LENGTH, adapter_id=1)
+    driver.run()
+    driver.check_idle()
+
+
+def test_other_weights_take_the_room_of_those_that_they_replace(
+    make_engine, model_folder, prompt_of
+):
+    adapters = {task: make_adapter(model_folder, seed=task) for task in (1, 2, 3)}
+    size = sum(one.a.nbytes + one.b.nbytes for one in adapters[1])
+    driver = make_engine(lora=LoraConfig(host_memory_bytes=int(2.9 * size)))
+    for task in (1, 2):
+        submit(driver, adapters, prompt_of(10), task)
+        driver.run()
+
+    driver.submit(
+        prompt_of(10), max_tokens=LENGTH, adapter_id=2, adapter=on_the_wire(adapters[3])
+    )
+    driver.run()
+
+    # The other one was used less recently, but is still there.
+    driver.submit(prompt_of(10), max_tokens=LENGTH, adapter_id=1)
+    driver.run()
+    driver.check_idle()
+
+
 def test_a_request_costs_the_same_however_many_of_its_adapter_are_open(make_engine, adapters):
     driver = make_engine()
     submit(driver, adapters, [1], 5)
