@@ -217,15 +217,6 @@ class AdapterManager:
 
     def _outgoing(self, source: AdapterSource) -> OutgoingAdapter:
         """What all ranks get of an adapter."""
-        num_elements = 0
-        for module, layer, rank in source.ranks:
-            num_elements += rank * sum(self._layout.shape_of(module, layer) or ())
-        num_bytes = num_elements * self._element_bytes
-        if num_bytes > _MOST_SENT_BYTES:
-            raise AdapterFormatError(
-                f"the adapter takes {num_bytes} bytes in the model's type, but at most "
-                f"{_MOST_SENT_BYTES} can be sent to all ranks. Serve one of a smaller size."
-            )
         return OutgoingAdapter.of(source.matrices(self._layout), self._layout.dtype)
 
     def prefetch(self) -> Iterator[tuple[int, OutgoingAdapter]]:
@@ -279,8 +270,18 @@ class AdapterManager:
                 self._drop(replaced)
 
     def _checked_size(self, source: AdapterSource) -> int:
-        """Elements of an adapter's share on a rank, if both caches could hold it."""
+        """Elements of an adapter's share on a rank, if it can be sent and both caches could
+        hold it. Nothing is read for that."""
         source.check(self._layout, self._config.max_adapter_size)
+        num_sent = 0
+        for module, layer, rank in source.ranks:
+            num_sent += rank * sum(self._layout.shape_of(module, layer) or ())
+        if num_sent * self._element_bytes > _MOST_SENT_BYTES:
+            raise AdapterFormatError(
+                f"the adapter takes {num_sent * self._element_bytes} bytes in the model's "
+                f"type, but at most {_MOST_SENT_BYTES} can be sent to all ranks. Serve one of "
+                "a smaller size."
+            )
         size = self._layout.size_of(source.ranks)
         num_bytes = size * self._element_bytes
         if size > self._arena.size:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from tests.unit.worker.lora_adapters import make_adapter, on_the_wire
-from trimaran.comm.errors import ProtocolError
+from tests.unit.worker.lora_adapters import make_adapter, on_the_wire, write_peft
+from trimaran.comm.errors import ProtocolError, RequestError
 from trimaran.comm.messages import KeepAdapter
+from trimaran.worker.config import LoraConfig
 from trimaran.worker.lora import manager, sent
 from trimaran.worker.lora.ops_message import decode_ops, encode_ops, holds_ops
+from trimaran.worker.lora.tensor_file import TensorFile
 
 PIECE_BYTES = 1000
 
@@ -45,6 +47,28 @@ def test_an_idle_engine_passes_on_what_it_is_told_of(make_engine, adapter):
     size = sum(one.a.nbytes + one.b.nbytes for one in adapter)
     assert driver.num_steps > 2 * size // (2 * PIECE_BYTES)
     assert driver.engine.scheduler.step == 0
+    driver.check_idle()
+
+
+def test_an_adapter_that_cannot_be_sent_is_refused_before_anything_is_read_or_forgotten(
+    make_engine, model_folder, adapter, tmp_path, monkeypatch
+):
+    size = sum(one.a.nbytes + one.b.nbytes for one in adapter)
+    monkeypatch.setattr(manager, "_MOST_SENT_BYTES", size)
+    monkeypatch.setattr(TensorFile, "read", None)
+    larger = make_adapter(model_folder, seed=2, rank=5)
+    write_peft(tmp_path / "larger", larger, alpha=4.0)
+    lora = LoraConfig(prefetch_dir=str(tmp_path), host_memory_bytes=int(1.5 * size))
+    driver = make_engine(lora=lora)
+    driver.submit([1], max_tokens=1, adapter_id=1, adapter=given(adapter, 1))
+    driver.run()
+
+    for fields in ({"adapter": {"name": "larger"}}, {"adapter": given(larger, 2)}):
+        with pytest.raises(RequestError, match=f"at most {size} can be sent to all ranks"):
+            driver.submit([1], adapter_id=2, **fields)
+
+    driver.submit([1], max_tokens=1, adapter_id=1)
+    driver.run()
     driver.check_idle()
 
 
