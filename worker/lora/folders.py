@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+from collections.abc import Hashable
 from pathlib import Path
 
 from trimaran.worker.lora.formats import (
@@ -54,8 +55,8 @@ class AdapterFolders:
         except OSError as error:
             raise AdapterFormatError(f"{self._root}: {error.strerror}") from None
 
-    def content(self, folder: Path) -> tuple[str, int]:
-        """Equal as long as the folder's weights are not replaced."""
+    def content(self, folder: Path) -> tuple[Hashable, ...]:
+        """Equal as long as the folder's files are not replaced."""
         return str(folder), version_of(folder)
 
     def holds(self, content: object) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -165,17 +166,25 @@ def is_adapter_folder(folder: Path) -> bool:
     return has_arrays or (folder / PEFT_CONFIG).is_file()
 
 
-def version_of(folder: Path) -> int:
-    """A number that changes when the folder's weights are replaced.
+def version_of(folder: Path) -> tuple[tuple[int, int], ...]:
+    """Times and sizes that change when one of the folder's files is replaced.
 
     Raises:
         AdapterFormatError: the weights are not there.
     """
-    name = WEIGHTS_FILE if (folder / WEIGHTS_FILE).is_file() else PEFT_WEIGHTS
+    is_peft = not (folder / WEIGHTS_FILE).is_file()
+    weights, configs = (
+        (PEFT_WEIGHTS, (PEFT_CONFIG,)) if is_peft else (WEIGHTS_FILE, CONFIG_FILES)
+    )
     try:
-        return (folder / name).stat().st_mtime_ns
+        found = [(folder / weights).stat()]
     except OSError as error:
-        raise AdapterFormatError(f"{folder / name}: {error.strerror}") from None
+        raise AdapterFormatError(f"{folder / weights}: {error.strerror}") from None
+    for name in configs:
+        # Who reads it says what is wrong.
+        with suppress(OSError):
+            found.append((folder / name).stat())
+    return tuple((each.st_mtime_ns, each.st_size) for each in found)
 
 
 def read_folder(folder: Path) -> AdapterSource:
