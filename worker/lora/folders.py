@@ -59,8 +59,19 @@ class AdapterFolders:
         """Equal as long as the folder's files are not replaced."""
         return str(folder), version_of(folder)
 
+    def unknown(self, folder: Path) -> tuple[Hashable, ...]:
+        """Equal to no `content`."""
+        return (str(folder),)
+
+    def is_still(self, folder: Path, content: object) -> bool:
+        """Whether the folder's files are those of this content, and all of them there."""
+        try:
+            return self.content(folder) == content
+        except AdapterFormatError:
+            return False
+
     def holds(self, content: object) -> bool:
-        """Whether this content is one of `content`."""
+        """Whether this content is one of a folder."""
         return isinstance(content, tuple)
 
     def read(self, folder: Path) -> AdapterSource:

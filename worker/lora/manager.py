@@ -194,22 +194,24 @@ class AdapterManager:
         tensors = AdapterTensors.from_wire(given["weights"], given["config"])
         size = self._checked_size(tensors)
         self._check_values(tensors, content)
-        return self._send(key, size, content, tensors)
+        self._make_room(key, size)
+        return self._send(key, size, content, self._outgoing(tensors))
 
     def _from_folder(self, key: Key, folder: Path, cached: Adapter | None) -> Adapter:
-        content = self._folders.content(folder)
+        content: object = self._folders.content(folder)
         if cached is not None and cached.content == content:
             return cached
         source = self._folders.read(folder)
         size = self._checked_size(source)
         self._check_values(source, content)
-        return self._send(key, size, content, source)
-
-    def _send(self, key: Key, size: int, content: object, source: AdapterSource) -> Adapter:
-        """Keep an adapter that was checked, and let all ranks have it."""
         # Who is refused for want of room asks again soon: nothing is read for that.
         self._make_room(key, size)
         outgoing = self._outgoing(source)
+        content = self._content_of_read(folder, source, content)
+        return self._send(key, size, content, outgoing)
+
+    def _send(self, key: Key, size: int, content: object, outgoing: OutgoingAdapter) -> Adapter:
+        """Keep an adapter that was checked, and let all ranks have it."""
         adapter = self._keep(key, size, content)
         self._ops.append((EXPECT, adapter.number, outgoing.rows))
         self._unsent[adapter.number] = deque(outgoing.pieces())
@@ -224,7 +226,7 @@ class AdapterManager:
         other ranks of them. For the start."""
         for key, folder in self._folders.all():
             try:
-                content = self._folders.content(folder)
+                content: object = self._folders.content(folder)
                 source = self._folders.read(folder)
                 size = self._checked_size(source)
                 num_bytes = self._host_bytes + size * self._element_bytes
@@ -235,6 +237,7 @@ class AdapterManager:
                     continue
                 self._check_values(source, content)
                 outgoing = self._outgoing(source)
+                content = self._content_of_read(folder, source, content)
             except (AdapterFormatError, RequestError) as error:
                 logger.error("adapter %s is left out: %s", folder, error)
                 continue
@@ -306,6 +309,15 @@ class AdapterManager:
             self._finite.move_to_end(content)
             if len(self._finite) > _MOST_SEEN:
                 self._finite.popitem(last=False)
+
+    def _content_of_read(self, folder: Path, source: AdapterSource, content: object) -> object:
+        """The content of what was read of a folder with this one: none that comes again if
+        somebody wrote to it meanwhile. Then its numbers are those of nobody's look."""
+        if self._folders.is_still(folder, content):
+            return content
+        self._finite.pop(content, None)
+        check_values(source.matrices(self._layout), self._layout.dtype)
+        return self._folders.unknown(folder)
 
     def _make_room(self, key: Key, size: int) -> None:
         """Forget adapters until the host has room for another one, or none if it has not."""

@@ -3,23 +3,68 @@
 from __future__ import annotations
 
 import dataclasses
+import shutil
+from contextlib import nullcontext
 
 import pytest
+import torch
 
 from tests.unit.worker.lora_adapters import (
     greedy,
     make_adapter,
     merged,
+    on_the_wire,
     write_peft,
 )
+from trimaran.comm.errors import RequestError
 from trimaran.worker.config import LoraConfig
+from trimaran.worker.lora.folders import AdapterFolders
 
 LENGTH = 8
+PEFT = "adapter_model.safetensors"
 
 
 @pytest.fixture(scope="module")
 def adapter(model_folder):
     return make_adapter(model_folder, seed=1)
+
+
+@pytest.mark.parametrize("is_known", [False, True])
+def test_what_is_written_after_a_folder_was_looked_up_is_checked_and_not_taken_for_it(
+    make_engine, adapter, tmp_path, monkeypatch, is_known
+):
+    size = sum(one.a.nbytes + one.b.nbytes for one in adapter)
+    bad = [dataclasses.replace(one, b=one.b * torch.nan) for one in adapter]
+    first, second = (adapter, bad) if is_known else (bad, adapter)
+    driver = make_engine(
+        lora=LoraConfig(prefetch_dir=str(tmp_path), host_memory_bytes=int(1.5 * size))
+    )
+    write_peft(tmp_path / "a", first, alpha=4.0)
+    write_peft(tmp_path / "b", second, alpha=4.0)
+    aside = tmp_path / "aside"
+    read = AdapterFolders.read
+
+    def rewrite(folders, folder):
+        (folder / PEFT).rename(aside)
+        shutil.copyfile(tmp_path / "b" / PEFT, folder / PEFT)
+        return read(folders, folder)
+
+    def ask(task, **fields):
+        driver.submit([1], max_tokens=1, adapter_id=task, **fields)
+        driver.run()
+
+    if is_known:
+        ask(0, adapter={"name": "a"})
+        ask(1, adapter=on_the_wire(adapter))
+    with monkeypatch.context() as patches:
+        patches.setattr(AdapterFolders, "read", rewrite)
+        with pytest.raises(RequestError, match="holds nan") if is_known else nullcontext():
+            ask(0, adapter={"name": "a"})
+    # As it was when it was looked up, the time included.
+    aside.replace(tmp_path / "a" / PEFT)
+    with nullcontext() if is_known else pytest.raises(RequestError, match="holds nan"):
+        ask(0, adapter={"name": "a"})
+    driver.check_idle()
 
 
 def test_a_scaling_that_is_written_after_the_weights_is_served_with_them(
