@@ -14,7 +14,7 @@ from trimaran.worker.lane_types import LaneDecisions, LaneSteps
 from trimaran.worker.limits import check_limits, check_queue
 from trimaran.worker.loads import Loads
 from trimaran.worker.lora.manager import AdapterManager, AdapterOp
-from trimaran.worker.lora.sent import PIECE_BYTES
+from trimaran.worker.lora.sent import PIECE_BYTES, OutgoingAdapter
 from trimaran.worker.lora.store import num_piece_bytes
 from trimaran.worker.pauses import Pauses
 from trimaran.worker.request import Request, Sequence
@@ -258,9 +258,10 @@ class LaneAdapters:
             RequestError: as of `AdapterManager.keep`; of room if no lane has any.
         """
         full: list[AdapterManager] = []
+        made: list[OutgoingAdapter] = []
         for lane in self.lanes:
             try:
-                lane.keep(task, given)
+                lane.keep(task, given, made)
             except RequestError as error:
                 if error.kind is not ErrorKind.UNAVAILABLE or len(full) == len(self.lanes) - 1:
                     raise

@@ -152,23 +152,28 @@ class AdapterManager:
         self._on_host.move_to_end(adapter.number)
         return adapter.number
 
-    def keep(self, task: int, given: dict[str, Any]) -> Adapter:
+    def keep(
+        self, task: int, given: dict[str, Any], made: list[OutgoingAdapter] | None = None
+    ) -> Adapter:
         """The adapter of a task id, or of the name in ``given``, which is cached from now on.
+
+        What ranks get of weights in ``given`` is the one that was ``made``, by another lane,
+        or is added there.
 
         Raises:
             RequestError: as of `enter`.
         """
         key = _key(task, given)
         try:
-            return self._find(key, given)
+            return self._find(key, given, [] if made is None else made)
         except AdapterFormatError as error:
             raise RequestError(f"LoRA task {key}: {error}") from None
 
-    def _find(self, key: Key, given: dict[str, Any]) -> Adapter:
+    def _find(self, key: Key, given: dict[str, Any], made: list[OutgoingAdapter]) -> Adapter:
         """The adapter of a request: its own, the cached one, or that of a folder."""
         cached = self._by_key.get(key)
         if "weights" in given or "config" in given:
-            return self._from_request(key, given, cached)
+            return self._from_request(key, given, cached, made)
         folder = self._folders.find(key)
         if folder is not None and (cached is None or self._folders.holds(cached.content)):
             return self._from_folder(key, folder, cached)
@@ -183,7 +188,13 @@ class AdapterManager:
             f"LoRA task {key} not found in cache. Please send LoRA weights with request"
         )
 
-    def _from_request(self, key: Key, given: dict[str, Any], cached: Adapter | None) -> Adapter:
+    def _from_request(
+        self,
+        key: Key,
+        given: dict[str, Any],
+        cached: Adapter | None,
+        made: list[OutgoingAdapter],
+    ) -> Adapter:
         if "weights" not in given or "config" not in given:
             raise RequestError(
                 f"LoRA task {key}: lora_weights and lora_config must be given together"
@@ -195,7 +206,9 @@ class AdapterManager:
         size = self._checked_size(tensors)
         self._check_values(tensors, content)
         self._make_room(key, size)
-        return self._send(key, size, content, self._outgoing(tensors))
+        if not made:
+            made.append(self._outgoing(tensors))
+        return self._send(key, size, content, made[0])
 
     def _from_folder(self, key: Key, folder: Path, cached: Adapter | None) -> Adapter:
         content: object = self._folders.content(folder)

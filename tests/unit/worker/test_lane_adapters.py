@@ -15,6 +15,8 @@ from trimaran.comm.messages import Submit
 from trimaran.comm.sampling_params import SamplingParams
 from trimaran.worker.config import LoraConfig
 from trimaran.worker.lanes import LaneAdapters
+from trimaran.worker.lora.sent import OutgoingAdapter
+from trimaran.worker.lora.store import PIECE
 from trimaran.worker.lora.tensor_file import TensorFile
 from trimaran.worker.request import Request
 
@@ -105,6 +107,18 @@ def test_an_adapter_of_a_folder_that_is_refused_is_read_once_for_all_lanes(lanes
         lanes.ask(0, 0, name="a")
 
     assert len(reads) == 1
+
+
+def test_an_adapter_is_converted_once_for_all_lanes(lanes, monkeypatch):
+    converted, of = [], OutgoingAdapter.of
+    monkeypatch.setattr(OutgoingAdapter, "of", lambda *args: converted.append(1) or of(*args))
+
+    lanes.ask(3, 0, weights=3)
+
+    assert len(converted) == 1
+    ops = lanes.adapters.take_ops()
+    pieces = [[bytes(op[2]) for op in each if op[0] == PIECE] for each in ops]
+    assert pieces[0] == pieces[1] != []
 
 
 def test_an_id_means_its_newest_weights_in_a_lane_without_room_too(lanes):
