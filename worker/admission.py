@@ -73,6 +73,7 @@ def request_from(
         sampling=sampling,
         sequence_index=message.sequence_index,
         priority=message.priority,
+        has_adapter=bool(message.adapter_id) or message.adapter is not None,
         cache_salt=message.cache_salt,
         retention=_retention(message, len(prompt)),
         prompt_table=None if table is None else message.embeddings,

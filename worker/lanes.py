@@ -140,9 +140,11 @@ class LaneScheduler:
     def _cached_blocks(self, request: Request) -> list[int]:
         """Leading blocks of the prompt that each lane's cache holds."""
         first = self.lanes[0].cache
-        if not first.enable_reuse or request.num_prompt_tokens <= first.block_size:
+        # Numbers of adapters are a lane's own, and not known yet: prompts with one miss. What
+        # was computed without is of no use to them.
+        can_hit = first.enable_reuse and not request.has_adapter
+        if not can_hit or request.num_prompt_tokens <= first.block_size:
             return [0] * len(self.lanes)
-        # Numbers of adapters are a lane's own, and not known yet: prompts with one miss.
         blocks = SequenceBlocks(len(first.pools), root_hash(request.cache_salt, 0))
         ids = request.prompt_ids + request.output_ids
         first.extend_hashes(blocks, ids)

@@ -171,7 +171,10 @@ class Request:
     """Index of the first sequence."""
 
     priority: int = 0
+    has_adapter: bool = False
     adapter_id: int = 0
+    """The adapter's number in its lane, once it is known; 0 for none."""
+
     cache_salt: bytes = b""
     retention: RetentionPlan | None = None
     """How long its KV blocks are kept."""

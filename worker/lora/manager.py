@@ -141,7 +141,7 @@ class AdapterManager:
         Raises:
             RequestError: it is not cached and did not come along, or is unusable.
         """
-        if not message.adapter_id and message.adapter is None:
+        if not request.has_adapter:
             return 0
         adapter = self.keep(message.adapter_id, message.adapter or {})
         if len(adapter.requests) >= adapter.most_requests:

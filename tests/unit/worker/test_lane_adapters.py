@@ -45,6 +45,7 @@ class Lanes:
             prompt_ids=array("i", [1]),
             sampling=SamplingParams(),
             lane=lane,
+            has_adapter=True,
         )
         # As front ends send one: of an id alone they say nothing more.
         adapter = {} if weights is None else on_the_wire(self.weights[weights])

@@ -35,12 +35,14 @@ class Planner:
         self.scheduler = LaneScheduler([Scheduler(config, cache) for cache in caches])
         self.count = 0
 
-    def add(self, num_prompt=4, prompt=None, priority=0, **sampling) -> Request:
-        request = self.check(num_prompt, prompt, priority, **sampling)
+    def add(self, num_prompt=4, prompt=None, **fields) -> Request:
+        request = self.check(num_prompt, prompt, **fields)
         self.scheduler.add(request)
         return request
 
-    def check(self, num_prompt=4, prompt=None, priority=0, **sampling) -> Request:
+    def check(
+        self, num_prompt=4, prompt=None, priority=0, has_adapter=False, **sampling
+    ) -> Request:
         ids = prompt or [(self.count * 37 + place) % 1000 for place in range(num_prompt)]
         request = Request(
             source="client",
@@ -49,6 +51,7 @@ class Planner:
             prompt_ids=array("i", ids),
             output_ids=array("i"),
             priority=priority,
+            has_adapter=has_adapter,
             sampling=SamplingParams(**{"max_tokens": 3, **sampling}),
         )
         self.count += 1
@@ -94,6 +97,18 @@ def test_a_prompt_goes_where_the_cache_has_it_unless_that_lane_is_busier():
     assert first.lane == 0
     # Two more than the other lane has are not too many.
     assert again == [0, 0, 0, 1]
+
+
+def test_a_prompt_with_an_adapter_goes_nowhere_for_what_was_computed_without():
+    planner = Planner()
+    prompt = list(range(20))
+    planner.add(prompt=prompt)
+    while planner.scheduler.has_requests:
+        planner.step()
+    planner.add(prompt=prompt)
+
+    assert planner.check(prompt=prompt).lane == 0
+    assert planner.check(prompt=prompt, has_adapter=True).lane == 1
 
 
 def test_each_lane_has_a_step_of_its_own_and_idle_ones_have_none():
