@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import tritonclient.grpc as grpcclient
-from tritonclient.utils import np_to_triton_dtype
+from tritonclient.utils import np_to_triton_dtype, triton_to_np_dtype
 
 from trimaran.comm.errors import ConfigError
 
@@ -24,7 +24,7 @@ def tensor(name: str, values: Any, dtype: Any) -> Any:
         array = np.array(_as_bytes(name, values), dtype=object)
         datatype = "BYTES"
     elif dtype == "BF16":
-        array = np.asarray(values, dtype=np.float32)
+        array = np.asarray(values, dtype=triton_to_np_dtype("BF16"))
         datatype = "BF16"
     else:
         array = _as_numbers(name, values, np.dtype(dtype))

@@ -17,7 +17,7 @@ from tritonclient.utils import deserialize_bytes_tensor, serialize_byte_tensor
 
 DTYPES = {
     "INT32": np.int32, "UINT64": np.uint64, "FP32": np.float32, "BOOL": np.bool_,
-    "INT64": np.int64, "FP16": np.float16,
+    "INT64": np.int64, "FP16": np.float16, "BF16": np.uint16,
 }  # fmt: skip
 
 

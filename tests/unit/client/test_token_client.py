@@ -307,6 +307,23 @@ def test_a_prompt_table_of_no_vectors_is_refused(server, call, tmp_path, table, 
     assert complaint in err
 
 
+@pytest.mark.parametrize(
+    ("dtype", "bits"),
+    [("float16", np.float16(1.5).view(np.uint16)), ("bfloat16", 0x3FC0), ("float32", 1.5)],
+)
+def test_a_prompt_table_is_sent_in_each_type(server, call, tmp_path, dtype, bits):
+    path = tmp_path / "table.npy"
+    np.save(path, np.full((2, 4), 1.5))
+
+    call("--prompt-embedding-table-path", str(path), "--dtype", dtype)
+
+    (request,) = server.received
+    sent = request.inputs["prompt_embedding_table"]
+    assert sent.shape == (1, 2, 4)
+    assert (sent.view(np.uint16) if dtype == "float16" else sent).tolist() == [[[bits] * 4] * 2]
+    assert request.inputs["prompt_vocab_size"].tolist() == [[2]]
+
+
 def test_an_archive_of_arrays_is_no_prompt_table(server, call, tmp_path):
     path = tmp_path / "table.npz"
     np.savez(path, table=np.zeros((2, 4), np.float32))
