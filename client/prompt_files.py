@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -49,10 +48,10 @@ def prompt_table(path: str, task: int, dtype: str) -> list[Any]:
             f"--prompt-embedding-table-path {path}: has the shape {list(table.shape)} but must "
             "be [entries, hidden size], or [tasks, entries, hidden size]"
         )
-    if table.ndim == 3:
-        if not 0 <= task < len(table):
-            raise ConfigError(f"--prompt-task-id is {task} but {path} holds {len(table)} tasks")
-        table = table[task]
+    tables = table if table.ndim == 3 else table[None]
+    if not 0 <= task < len(tables):
+        raise ConfigError(f"--prompt-task-id is {task} but {path} holds {len(tables)} tasks")
+    table = tables[task]
     return [
         tensor("prompt_embedding_table", table[None], _numpy_dtype(dtype)),
         row("prompt_vocab_size", len(table), np.int32),
@@ -79,13 +78,23 @@ def lora(args: argparse.Namespace, dtype: str, num_rows: int = 1) -> list[Any]:
     config = next((folder / name for name in _CONFIGS if (folder / name).exists()), None)
     if config is None:
         raise ConfigError(f"--lora-path {path} holds no {_CONFIGS[0]}")
-    weights = _array("--lora-path", folder / _WEIGHTS)
-    modules = _array("--lora-path", config)
+    weights = _adapter(folder / _WEIGHTS)
+    modules = _adapter(config)
     return [
         row("lora_task_id", task_id, np.uint64, num_rows),
         tensor("lora_weights", np.repeat(weights, num_rows, axis=0), _numpy_dtype(dtype)),
         tensor("lora_config", np.repeat(modules, num_rows, axis=0), np.int32),
     ]
+
+
+def _adapter(path: Path) -> np.ndarray[Any, Any]:
+    array = _array("--lora-path", path)
+    if array.ndim != 3 or len(array) != 1:
+        raise ConfigError(
+            f"--lora-path: {path} has the shape {list(array.shape)} but must be [1, modules, "
+            "numbers of each], as trimaran convert-lora writes it"
+        )
+    return array
 
 
 def _text(flag: str, path: str) -> str:
@@ -102,7 +111,7 @@ def _array(flag: str, path: Path) -> np.ndarray[Any, Any]:
         # Opened here: numpy leaves what it cannot read open.
         with path.open("rb") as file:
             array: np.ndarray[Any, Any] = np.load(file)
-    except (OSError, ValueError, EOFError, zipfile.BadZipFile) as error:
+    except Exception as error:  # numpy lets out what parsers say of a damaged header
         raise ConfigError(f"{flag}: {path} cannot be read: {error}") from error
     if not isinstance(array, np.ndarray) or array.dtype.kind not in "fiu":
         what = f"an array of {array.dtype}" if isinstance(array, np.ndarray) else "no array"

@@ -218,3 +218,23 @@ def test_an_adapter_of_empty_files_is_refused(call, tmp_path):
 
     assert code == 2
     assert f"{tmp_path}/model.lora_weights.npy cannot be read" in err
+
+
+@pytest.mark.parametrize(
+    ("weights", "config", "complaint"),
+    [
+        (np.ones((1, 4)), [[[1, 0, 1]]], "lora_weights.npy has the shape [1, 4] but must be"),
+        (np.ones((1, 1, 4)), 3, "lora_config.npy has the shape [] but must be [1, modules"),
+    ],
+)
+def test_an_adapter_that_cannot_be_sent_as_it_is_is_refused(
+    server, call, tmp_path, weights, config, complaint
+):
+    np.save(tmp_path / "model.lora_weights.npy", weights)
+    np.save(tmp_path / "model.lora_config.npy", config)
+
+    code, _, err = call("p", "--lora-path", str(tmp_path), "--lora-task-id", "1")
+
+    assert code == 2
+    assert complaint in err
+    assert server.received == []

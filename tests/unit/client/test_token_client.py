@@ -324,6 +324,31 @@ def test_a_prompt_table_is_sent_in_each_type(server, call, tmp_path, dtype, bits
     assert request.inputs["prompt_vocab_size"].tolist() == [[2]]
 
 
+def test_a_table_of_one_task_has_no_other(server, call, tmp_path):
+    path = tmp_path / "table.npy"
+    np.save(path, np.ones((2, 4)))
+
+    code, _, err = call("--prompt-embedding-table-path", str(path), "--prompt-task-id", "1")
+
+    assert code == 2
+    assert f"--prompt-task-id is 1 but {path} holds 1 tasks" in err
+
+
+@pytest.mark.parametrize(
+    ("written", "instead"),
+    [(b"(2, 4), }", b"(2, 4), {"), (b"(2, 4), }           ", b"(999999999999, 4), }")],
+)
+def test_a_table_with_a_damaged_header_is_refused(server, call, tmp_path, written, instead):
+    path = tmp_path / "table.npy"
+    np.save(path, np.ones((2, 4)))
+    path.write_bytes(path.read_bytes().replace(written, instead))
+
+    code, _, err = call("--prompt-embedding-table-path", str(path))
+
+    assert code == 2
+    assert f"{path} cannot be read" in err
+
+
 def test_an_archive_of_arrays_is_no_prompt_table(server, call, tmp_path):
     path = tmp_path / "table.npz"
     np.savez(path, table=np.zeros((2, 4), np.float32))
