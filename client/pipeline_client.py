@@ -160,6 +160,8 @@ def _holds(dtype: Any, value: Any) -> bool:
     """Whether it is a number of this type, rounded where that is a type of fractions."""
     if not isinstance(value, (int, float)):
         return False
+    if isinstance(value, bool) and dtype is not np.bool_:
+        return False
     try:
         with np.errstate(over="raise", invalid="raise"):
             held = np.array(value, dtype=dtype)

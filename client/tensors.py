@@ -24,7 +24,7 @@ def tensor(name: str, values: Any, dtype: Any) -> Any:
         array = np.array(_as_bytes(name, values), dtype=object)
         datatype = "BYTES"
     elif dtype == "BF16":
-        array = np.asarray(values, dtype=triton_to_np_dtype("BF16"))
+        array = _as_numbers(name, values, np.dtype(triton_to_np_dtype("BF16")))
         datatype = "BF16"
     else:
         array = _as_numbers(name, values, np.dtype(dtype))
@@ -53,18 +53,37 @@ def outputs_of(result: Any) -> dict[str, Array]:
 
 def _as_numbers(name: str, values: Any, dtype: np.dtype[Any]) -> Array:
     try:
-        return np.asarray(values, dtype=dtype)
+        # Between arrays numpy cuts fractions and high bits, and makes large numbers infinite.
+        with np.errstate(over="ignore", invalid="ignore"):
+            array = np.asarray(values, dtype=dtype)
     except OverflowError:
-        limits = np.iinfo(dtype)
-        outside = next(
-            value
-            for value in np.asarray(values, dtype=object).flat
-            if not limits.min <= value <= limits.max
-        )
-        raise ConfigError(
-            f"{name}: {outside} cannot be sent. Name a number from {limits.min} to "
-            f"{limits.max}."
-        ) from None
+        raise _refusal(name, values, dtype) from None
+    is_held = True
+    if dtype.kind in "iu":
+        is_held = np.array_equal(array, values)
+    elif dtype.kind not in "bO":
+        is_held = np.array_equal(np.isinf(array), np.isinf(values))
+    if not is_held:
+        raise _refusal(name, values, dtype)
+    return array
+
+
+def _refusal(name: str, values: Any, dtype: np.dtype[Any]) -> ConfigError:
+    """Names the first of the values that ``dtype`` does not hold."""
+    given = np.asarray(values, dtype=object).flat
+    least: float
+    most: float
+    if dtype.kind in "iu":
+        what, least, most = "whole number", np.iinfo(dtype).min, np.iinfo(dtype).max
+        outside = next(each for each in given if not least <= each <= most or each % 1)
+    else:
+        # numpy.finfo knows no bfloat16.
+        what, most = "number", float(np.nextafter(dtype.type(np.inf), dtype.type(0)))
+        least = -most
+        outside = next(each for each in given if most < abs(each) < np.inf)
+    return ConfigError(
+        f"{name}: {outside} cannot be sent as {dtype}. Name a {what} from {least} to {most}."
+    )
 
 
 def _as_bytes(name: str, values: Any) -> Any:

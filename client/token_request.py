@@ -133,11 +133,18 @@ def _lookahead(config: str | None) -> list[Any]:
     if config is None:
         return []
     try:
-        window, ngram, verification = (int(number) for number in json.loads(config))
-    except (ValueError, TypeError):
+        numbers = json.loads(config)
+    except ValueError:
+        numbers = None
+    if (
+        not isinstance(numbers, list)
+        or len(numbers) != 3
+        or any(type(number) is not int for number in numbers)
+    ):
         raise ConfigError(
-            f"--lookahead_config is {config!r} but must be three numbers, as in [7,7,7]"
-        ) from None
+            f"--lookahead_config is {config!r} but must be three whole numbers, as in [7,7,7]"
+        )
+    window, ngram, verification = numbers
     return [
         row("lookahead_window_size", window, np.int32),
         row("lookahead_ngram_size", ngram, np.int32),

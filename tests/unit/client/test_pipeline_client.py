@@ -98,6 +98,7 @@ def test_an_error_of_the_server_is_printed(trimaran, server, dataset):
         (("--sampling-params", "{'top_q': 1}"), "'top_q' is no input"),
         (("--sampling-params", "top_k=1"), "--sampling-params is no Python dictionary"),
         (("--sampling-params", "{'top_k': 'two'}"), "'top_k' is 'two' but must be a number"),
+        (("--sampling-params", "{'top_k': True}"), "'top_k' is True but must be a number"),
         (("--sampling-params", "{'top_k': 0.5}"), "'top_k' is 0.5 but must be a number"),
         (("--sampling-params", "{'top_k': 2147483648}"), "a number that int32 holds"),
         (("--sampling-params", "{'top_p': 1e39}"), "a number that float32 holds"),

@@ -196,8 +196,9 @@ def test_an_error_of_the_server_fails_the_run(server, call):
         (
             "p",
             ("--lora-task-id", "-3"),
-            "lora_task_id: -3 cannot be sent. Name a number from 0",
+            "lora_task_id: -3 cannot be sent as uint64. Name a whole number from 0",
         ),
+        ("p", ("--temperature", "1e39"), "temperature: 1e+39 cannot be sent as float32"),
         ("caf\udce9", (), "text_input: 'caf\\udce9' is not a text in UTF-8"),
         ("p", ("--stop-words", "\udcff"), "stop_words: '\\udcff' is not a text in UTF-8"),
     ],
@@ -223,6 +224,9 @@ def test_an_adapter_of_empty_files_is_refused(call, tmp_path):
 @pytest.mark.parametrize(
     ("weights", "config", "complaint"),
     [
+        (np.ones((1, 1, 4)), [[[1, 0, 1.5]]], "lora_config: 1.5 cannot be sent as int32"),
+        (np.ones((1, 1, 4)), [[[1, 0, 2**32 + 1]]], "lora_config: 4294967297 cannot be sent"),
+        (np.full((1, 1, 4), 7e4), [[[1, 0, 1]]], "lora_weights: 70000.0 cannot be sent as flo"),
         (np.ones((1, 4)), [[[1, 0, 1]]], "lora_weights.npy has the shape [1, 4] but must be"),
         (np.ones((1, 1, 4)), 3, "lora_config.npy has the shape [] but must be [1, modules"),
     ],

@@ -324,6 +324,17 @@ def test_a_prompt_table_is_sent_in_each_type(server, call, tmp_path, dtype, bits
     assert request.inputs["prompt_vocab_size"].tolist() == [[2]]
 
 
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+def test_vectors_that_would_become_infinite_are_refused(server, call, tmp_path, dtype):
+    path = tmp_path / "table.npy"
+    np.save(path, np.full((2, 4), 1e39))
+
+    code, _, err = call("--prompt-embedding-table-path", str(path), "--dtype", dtype)
+
+    assert code == 2
+    assert f"prompt_embedding_table: 1e+39 cannot be sent as {dtype}. Name a number" in err
+
+
 def test_a_table_of_one_task_has_no_other(server, call, tmp_path):
     path = tmp_path / "table.npy"
     np.save(path, np.ones((2, 4)))
@@ -347,6 +358,14 @@ def test_a_table_with_a_damaged_header_is_refused(server, call, tmp_path, writte
 
     assert code == 2
     assert f"{path} cannot be read" in err
+
+
+@pytest.mark.parametrize("config", ["[7.5,7,7]", "[true,7,7]", '"777"', "[1e999,7,7]", "[7,7]"])
+def test_what_is_no_three_whole_numbers_is_no_lookahead(server, call, config):
+    code, _, err = call("--lookahead_config", config)
+
+    assert code == 2
+    assert "must be three whole numbers, as in [7,7,7]" in err
 
 
 def test_an_archive_of_arrays_is_no_prompt_table(server, call, tmp_path):
