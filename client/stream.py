@@ -166,8 +166,12 @@ def open_client(args: argparse.Namespace) -> Any:
 def check_url(url: str) -> None:
     """Refuse what is no ``HOST:PORT``; raises ConfigError."""
     host, _, port = url.rpartition(":")
-    if "://" in url or not host or not port.isdecimal():
-        raise ConfigError(f"--url is {url!r} but must be HOST:PORT, as in localhost:8001")
+    # gRPC reads an IPv6 address without brackets to its end, and asks at port 443 of it.
+    is_host = ":" not in host or (host.startswith("[") and host.endswith("]"))
+    if not host or not is_host or not port.isdecimal():
+        raise ConfigError(
+            f"--url is {url!r} but must be HOST:PORT, as in localhost:8001 or [::1]:8001"
+        )
     # gRPC would go on with what is left of a division by 65536: another port, and server.
     if int(port) not in range(1, _MAX_PORT + 1):
         raise ConfigError(f"--url is {url!r} but ports go from 1 to {_MAX_PORT}")

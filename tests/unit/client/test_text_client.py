@@ -144,7 +144,9 @@ def test_expected_texts_are_compared(server, call):
     assert "received: 'a end'" in err
 
 
-@pytest.mark.parametrize("url", ["localhost", "http://localhost:8001", "localhost:grpc"])
+@pytest.mark.parametrize(
+    "url", ["localhost", "http://localhost:8001", "localhost:grpc", "::1:8001", "[::1]"]
+)
 def test_a_url_that_names_no_port_is_refused(trimaran, url):
     code, _, err = trimaran("client", "text", "-u", url, "-p", "Hello")
     assert code == 2
