@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 from pathlib import Path
 
 from trimaran.comm.errors import ConfigError
 from trimaran.comm.flag_values import seconds
 from trimaran.slurm import queue
-from trimaran.slurm.job_spec import RARE, JobSpec, add_job_arguments
+from trimaran.slurm.job_spec import ENDPOINTS, RARE, JobSpec, add_job_arguments
 from trimaran.slurm.render import render
 
 __all__ = ["add_arguments", "run"]
@@ -36,13 +37,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
 
 
-def run(args: argparse.Namespace) -> int:
-    """Do one action; the exit code."""
+def run(args: argparse.Namespace, endpoints: Sequence[str] = ENDPOINTS) -> int:
+    """Do one action; the exit code. The server of a job opens ``endpoints``."""
     if args.action == "stop":
         return _stop(args)
     if args.job:
         raise ConfigError(f"{args.action} takes flags only, not {args.job!r}")
-    job = JobSpec.from_args(args)
+    job = JobSpec.from_args(args, endpoints)
     script = render(job)
     if args.action == "render":
         _write(script, args.output)

@@ -7,6 +7,7 @@ import itertools
 import os
 import re
 import shlex
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from trimaran.comm.errors import ConfigError
@@ -18,6 +19,7 @@ TEMPLATES = {
     "orchestrator": "several models, each with workers of its own",
     "replicas": "an array of servers of one model",
 }
+ENDPOINTS = ("http", "grpc", "metrics")
 MAX_PORT = 65535
 PORT_SHIFT = 10
 """Ports of a replica behind those of the one before it."""
@@ -87,14 +89,17 @@ class JobSpec:
         return f'"{self.name}-{self.job_variable}"'
 
     @classmethod
-    def from_args(cls, args: argparse.Namespace) -> JobSpec:
-        """The job that the flags describe.
+    def from_args(
+        cls, args: argparse.Namespace, endpoints: Sequence[str] = ENDPOINTS
+    ) -> JobSpec:
+        """The job that the flags describe; ``endpoints`` are those that its server opens.
 
         Raises:
             ConfigError: they contradict each other.
         """
         _check_words(args)
         _check_shape(args)
+        _check_ports(args, [f"{name}_port" for name in endpoints])
         return cls(
             template=args.template,
             name=args.job_name,
@@ -154,7 +159,6 @@ def _check_shape(args: argparse.Namespace) -> None:
         raise ConfigError(
             f"--replicas {args.replicas} goes with --template replicas, not {args.template}"
         )
-    _check_ports(args)
     _check_container(args)
     per_node = -(-args.world_size // args.nodes)
     if 0 < args.gpus_per_node < per_node:
@@ -180,9 +184,8 @@ def _check_container(args: argparse.Namespace) -> None:
         )
 
 
-def _check_ports(args: argparse.Namespace) -> None:
+def _check_ports(args: argparse.Namespace, names: Sequence[str]) -> None:
     """Refuse ports of which two servers on a node would have the same, or one none."""
-    names = ("http_port", "grpc_port", "metrics_port")
     reach = PORT_SHIFT * max(args.replicas - 1, 0)
     for name, port_ in ((name, getattr(args, name)) for name in names):
         if port_ + reach > MAX_PORT:

@@ -182,6 +182,16 @@ def test_a_number_that_no_job_can_have_is_refused(
     assert f"{flags[-2]}: '{flags[-1]}' is not a" in capsys.readouterr().err
 
 
+def test_the_port_of_an_endpoint_that_is_not_opened_is_free(capsys: pytest.CaptureFixture[str]):
+    flags = ("--http-port", "8001", "--serve-flags", "--allow-grpc false")
+    assert main(["slurm", "render", "--model-repo", "/repo", *flags]) == 0
+    assert "http_port=8001 grpc_port=8001" in capsys.readouterr().out
+
+    other = ("--http-port", "8001", "--serve-flags", "--allow-metrics false")
+    assert main(["slurm", "render", "--model-repo", "/repo", *other]) == 2
+    assert "--http-port and --grpc-port are both 8001" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("flags", "complaint"),
     [
