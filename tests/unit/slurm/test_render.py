@@ -209,6 +209,32 @@ def test_a_flag_that_the_server_does_not_know_is_refused_before_the_job(
     assert complaint in said
 
 
+@pytest.mark.parametrize(
+    ("flag", "remedy"),
+    [
+        ("--http-port 8000", "Name it with trimaran slurm --http-port"),
+        ("--model-repository /other", "Name it with trimaran slurm --model-repo"),
+        ("--world_size=4", "Name it with trimaran slurm --world-size"),
+        ("--ready-file /tmp/ready", "It is ready.json in the folder of the job's logs"),
+    ],
+)
+def test_what_the_script_sets_is_not_set_again_behind_it(
+    capsys: pytest.CaptureFixture[str], flag: str, remedy: str
+):
+    assert main(["slurm", "render", "--model-repo", "/repo", "--serve-flags", flag]) == 2
+    assert f"would overrule what the script sets. {remedy}." in capsys.readouterr().err
+
+
+def test_ranks_of_an_orchestrator_that_spawns_none_are_numbered_by_its_own_flags(
+    capsys: pytest.CaptureFixture[str],
+):
+    flags = ("--template", "orchestrator", "--world-size", "4")
+    own = "--disable-spawn-processes --world-size 4"
+    command = ("slurm", "render", "--model-repo", "/repo", *flags, "--serve-flags", own)
+    assert main(command) == 0
+    assert "--disable-spawn-processes" in capsys.readouterr().out
+
+
 def test_a_run_file_of_the_server_need_not_be_on_the_machine_that_submits(
     capsys: pytest.CaptureFixture[str],
 ):
