@@ -42,11 +42,11 @@ def run_job(tmp_path: Path):
         (programs / name).write_text(f"#!/bin/bash\n{text}\n")
         (programs / name).chmod(0o755)
 
-    def start(trimaran: str, num_restarts: int = 0) -> tuple[int, str]:
+    def start(trimaran: str, num_restarts: int = 0, *flags: str) -> tuple[int, str]:
         program("scontrol", 'echo "scontrol $*"')
         if trimaran:
             program("trimaran", trimaran)
-        script = script_of("--world-size", "2", "--log-dir", str(tmp_path / "logs"))
+        script = script_of("--world-size", "2", "--log-dir", str(tmp_path / "logs"), *flags)
         done = subprocess.run(
             ["bash"], input=script, text=True, capture_output=True, timeout=60,
             env={"PATH": f"{programs}:/usr/bin:/bin", "SLURM_JOB_ID": "7",
@@ -77,6 +77,25 @@ def test_a_job_is_queued_again_where_another_start_can_help(
 def test_the_code_of_a_drain_is_that_of_the_job(run_job, pause):
     drain = f"trap '{pause} exit 5' TERM; kill -TERM $PPID; while :; do sleep 0.01; done"
     assert {run_job(drain)[0] for _ in range(5)} == {5}
+
+
+@pytest.mark.parametrize("container", [(), ("--container-image", "x")])
+def test_a_drain_that_comes_before_the_server_is_known_reaches_it(run_job, tmp_path, container):
+    # Bash runs this in front of every command.
+    early = (
+        """trap '[ "$BASH_COMMAND" != "server=\\$!" ] || """
+        f"""{{ until [ -e {tmp_path}/started ]; do sleep 0.01; done; kill -TERM $$; }}' DEBUG"""
+    )
+    drain = (
+        f"trap 'heard=1; echo . >> {tmp_path}/signals' TERM; touch {tmp_path}/started; "
+        'for _ in {1..1000}; do [ -n "$heard" ] && break; sleep 0.01; done; sleep 0.5; exit 5'
+    )
+    # The container's step is the server itself here.
+    (tmp_path / "bin" / "srun").write_text(f"#!/bin/bash\n{drain}\n")
+    (tmp_path / "bin" / "srun").chmod(0o755)
+
+    assert run_job(drain, 0, "--setup", early, *container)[0] == 5
+    assert (tmp_path / "signals").read_text() == ".\n"
 
 
 def test_a_server_that_was_killed_leaves_no_addresses_behind(run_job, tmp_path):
