@@ -24,6 +24,9 @@ MAX_PORT = 65535
 PORT_SHIFT = 10
 """Ports of a replica behind those of the one before it."""
 
+MAX_DRAIN_S = 65535
+"""Longest time between Slurm's signal and its kill: sbatch refuses more."""
+
 MAX_EXIT_SHARE = 0.8
 """Of the time between Slurm's signal and its kill: the drain ends before that."""
 
@@ -160,6 +163,11 @@ def _check_shape(args: argparse.Namespace) -> None:
             f"--replicas {args.replicas} goes with --template replicas, not {args.template}"
         )
     _check_container(args)
+    if args.drain_seconds > MAX_DRAIN_S:
+        raise ConfigError(
+            f"--drain-seconds is {args.drain_seconds} but Slurm signals {MAX_DRAIN_S} s before "
+            "the end at most. Lower it."
+        )
     per_node = -(-args.world_size // args.nodes)
     if 0 < args.gpus_per_node < per_node:
         raise ConfigError(
@@ -216,13 +224,15 @@ def _check_words(args: argparse.Namespace) -> None:
         raise ConfigError("--model-repo DIR is missing: the model repository to serve")
     for name in ("job_name", *_FREE_OPTIONS):
         value = getattr(args, name)
-        if re.search(r"[\s\"'$`\\;]", value):
+        if re.search(r"[\s\"'$`\\;#]", value):
             flag = f"--{name.replace('_', '-')}"
-            raise ConfigError(f"{flag} {value!r}: spaces and quotes cannot be written there")
-    if re.search(r"[/#]", args.job_name) or not args.job_name:
+            raise ConfigError(
+                f"{flag} {value!r}: spaces, quotes and #, which ends a line for Slurm, cannot "
+                "be written there"
+            )
+    if "/" in args.job_name or not args.job_name:
         raise ConfigError(
-            f"--job-name {args.job_name!r}: logs have it in their names, and for Slurm # ends "
-            "a line. Name it without / and #."
+            f"--job-name {args.job_name!r}: logs have it in their names. Name it without /."
         )
     for line in args.sbatch:
         if not re.fullmatch(r"-\S.*", line):
@@ -230,10 +240,11 @@ def _check_words(args: argparse.Namespace) -> None:
                 f"--sbatch {line!r}: Slurm takes a line of options that begins with -, and "
                 "reads none behind another line. Name --sbatch once for each line."
             )
-    if re.search(r"[%\"\\\n]", args.log_dir):
+    if re.search(r"[%\"\\\n]|\s#", args.log_dir):
         raise ConfigError(
-            f"--log-dir {args.log_dir!r}: Slurm gives % a meaning in file names, and "
-            "quotes and backslashes cannot be written there. Choose another folder."
+            f"--log-dir {args.log_dir!r}: Slurm gives % a meaning in file names, a # behind a "
+            "space ends a line, and quotes and backslashes cannot be written there. Choose "
+            "another folder."
         )
 
 
