@@ -18,6 +18,7 @@ from trimaran.orchestrator.placement import Host
 LOCAL = "localhost"
 _PROBE_TIMEOUT_S = 30.0
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+_SLOTS = re.compile(r"0*[1-9][0-9]{0,8}")
 
 
 def named_hosts(args: argparse.Namespace, device: str) -> tuple[Host, ...]:
@@ -79,7 +80,7 @@ def _hosts(entries: list[str], source: str, device: str) -> tuple[Host, ...]:
     slots: dict[str, int] = {}
     for entry in entries:
         name, colon, count = entry.partition(":")
-        if not _NAME.fullmatch(name) or (colon and not (count.isdigit() and int(count))):
+        if not _NAME.fullmatch(name) or (colon and not _SLOTS.fullmatch(count)):
             raise ConfigError(
                 f"{source}: {entry!r} is not a host, as in node1, or a host and its slots, as "
                 "in node1:4"

@@ -81,7 +81,7 @@ def _devices(model: RepositoryModel, count: int) -> list[tuple[str, ...]]:
 
 
 def _device(model: RepositoryModel, word: str) -> str:
-    if word.isdigit():
+    if word.isdecimal():
         return str(int(word))
     if word.startswith(MIG_PREFIX):
         return word
@@ -95,7 +95,7 @@ def _device(model: RepositoryModel, word: str) -> str:
 def _participants(model: RepositoryModel, count: int) -> list[tuple[int, ...]]:
     lists = []
     for words in _lists(model, "participant_ids"):
-        bad = next((word for word in words if not word.isdigit() or int(word) < 1), None)
+        bad = next((word for word in words if not word.isdecimal() or int(word) < 1), None)
         if bad is not None:
             raise ConfigError(
                 f"{model.config_path}: participant_ids holds {bad!r} but must be world ranks "

@@ -436,7 +436,14 @@ def _add_replaced_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def _verbosity(text: str) -> int:
-    return int(text) if text.isdigit() else int(boolean(text))
+    if text.isdecimal():
+        return int(text)
+    try:
+        return int(boolean(text))
+    except argparse.ArgumentTypeError:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is neither a whole number of 0 or more nor true or false"
+        ) from None
 
 
 def _log_format(text: str) -> str:

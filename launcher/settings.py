@@ -88,7 +88,8 @@ def _check_hosts(args: argparse.Namespace, job: Job | None) -> None:
         raise ConfigError(
             "--rsh-agent reaches other hosts, but none are named. Add --hosts, or leave it out."
         )
-    if args.rsh_agent and shutil.which(args.rsh_agent.split()[0]) is None:
+    words = args.rsh_agent.split()
+    if args.rsh_agent and (not words or shutil.which(words[0]) is None):
         raise ConfigError(f"--rsh-agent {args.rsh_agent}: no such program")
 
 

@@ -254,7 +254,7 @@ def _versions(folder: Path) -> tuple[int, ...]:
     except OSError as error:
         raise unreadable(f"{folder}:", error) from error
     for entry in entries:
-        if entry.name.isdigit() and int(entry.name) > 0:
+        if entry.name.isdecimal() and int(entry.name) > 0:
             found.append(int(entry.name))
         else:
             logger.warning(

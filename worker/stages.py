@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 
 from trimaran.comm.errors import ConfigError
+
+_NUM_LAYERS = re.compile(r"0*[1-9][0-9]{0,8}")
 
 
 def stage_sizes(num_layers: int, pp_size: int, partition: Sequence[int] = ()) -> list[int]:
@@ -35,7 +38,7 @@ def parse_partition(text: str) -> tuple[int, ...]:
         ConfigError: it is no list of whole numbers of 1 or more.
     """
     words = [word.strip() for word in text.split(",")] if "," in text else text.split()
-    if not words or not all(word.isdecimal() and int(word) for word in words):
+    if not words or not all(map(_NUM_LAYERS.fullmatch, words)):
         raise ConfigError(
             f"--pp-partition is {text!r} but must name each stage's layers, as in 14,12,14."
         )

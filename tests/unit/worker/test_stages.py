@@ -35,7 +35,7 @@ def test_stages_that_do_not_fit_are_refused(pp_size, partition, words):
         stage_sizes(3, pp_size, partition)
 
 
-@pytest.mark.parametrize("text", ["", "a,b", "2,-1", "1.5,2", "0,3"])
+@pytest.mark.parametrize("text", ["", "a,b", "2,-1", "1.5,2", "0,3", "2," + "9" * 5000])
 def test_a_text_that_is_no_list_of_numbers_is_refused(text):
     with pytest.raises(ConfigError, match="as in 14,12,14"):
         parse_partition(text)
