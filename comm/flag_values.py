@@ -6,6 +6,9 @@ import argparse
 
 _TRUE = ("true", "1", "yes", "on")
 _FALSE = ("false", "0", "no", "off")
+_MAX_WHOLE = (1 << 31) - 1
+"""What gRPC, torch and messages between processes hold, whichever of them a flag reaches."""
+_MAX_BYTES = (1 << 63) - 1
 
 
 def boolean(text: str) -> bool:
@@ -27,9 +30,17 @@ def count(text: str) -> int:
     return _whole(text, 0)
 
 
-def _whole(text: str, least: int) -> int:
-    if not text.isdecimal() or int(text) < least:
+def size(text: str) -> int:
+    """A number of bytes, 1 or more."""
+    return _whole(text, 1, _MAX_BYTES)
+
+
+def _whole(text: str, least: int, most: int = _MAX_WHOLE) -> int:
+    is_number = text.isascii() and text.isdecimal()
+    if not is_number or (least and not text.strip("0")):
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of {least} or more")
+    if len(text.lstrip("0")) > len(str(most)) or int(text) > most:
+        raise argparse.ArgumentTypeError(f"{text!r} is more than {most}: name less")
     return int(text)
 
 

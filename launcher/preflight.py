@@ -145,9 +145,11 @@ def _check_free(endpoint: Endpoint) -> None:
             endpoint.address or None, endpoint.port, type=socket.SOCK_STREAM,
             flags=socket.AI_PASSIVE,
         )  # fmt: skip
-    except socket.gaierror as error:
+    except (socket.gaierror, UnicodeError) as error:
+        # A UnicodeError for what cannot be a host's name.
+        reason = error.strerror if isinstance(error, OSError) else "this is no host's name"
         raise ConfigError(
-            f"--{endpoint.name}-address {endpoint.address}: {error.strerror}. Name an address "
+            f"--{endpoint.name}-address {endpoint.address}: {reason}. Name an address "
             "of this host without brackets, or leave the flag out to listen on all of them."
         ) from None
     family, kind, protocol, _, where = infos[0]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from trimaran.comm.flag_values import boolean, count, port, positive, seconds
+from trimaran.comm.flag_values import boolean, count, port, positive, seconds, size
 from trimaran.launcher.flags import FlagParser
 from trimaran.launcher.triton_flags import add_triton_flags
 
@@ -132,7 +132,7 @@ def _add_endpoint_flags(parser: argparse.ArgumentParser) -> None:
     )
     add(
         "--http-max-input-size",
-        type=positive,
+        type=size,
         default=64 << 20,
         metavar="BYTES",
         help="limit on a request's JSON and on raw requests (%(default)s)",
@@ -437,7 +437,7 @@ def _add_replaced_flags(parser: argparse.ArgumentParser) -> None:
 
 def _verbosity(text: str) -> int:
     if text.isdecimal():
-        return int(text)
+        return count(text)
     try:
         return int(boolean(text))
     except argparse.ArgumentTypeError:

@@ -65,6 +65,8 @@ def test_an_address_that_is_not_ours_is_refused(free_port):
 def test_an_address_that_is_none_is_refused_with_what_to_name(free_port):
     with pytest.raises(ConfigError, match=r"--http-address \[::1\]: .* without brackets"):
         preflight.check_ports([Endpoint("http", "[::1]", free_port)])
+    with pytest.raises(ConfigError, match=r"--grpc-address a\.\.b: this is no host's name"):
+        preflight.check_ports([Endpoint("grpc", "a..b", free_port)])
 
 
 def test_too_few_gpus_are_counted_in_the_refusal(monkeypatch):
