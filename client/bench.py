@@ -113,6 +113,8 @@ def check(args: argparse.Namespace) -> None:
         )
     if bool(args.check_perf_json) != bool(args.check_perf_key):
         raise ConfigError("--check-perf-json and --check-perf-key go together")
+    if args.metrics_url and not args.json:
+        raise ConfigError("--metrics-url has no effect without --json FILE to record facts in")
 
 
 def _items(args: argparse.Namespace, workload: Workload) -> list[Item]:

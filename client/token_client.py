@@ -58,6 +58,12 @@ def run(args: argparse.Namespace) -> int:
     """Send the request. Returns 0 if all went as the flags expect."""
     if args.check_output and not args.output_tokens_csv:
         raise ConfigError("--check-output needs --output-tokens-csv FILE to compare with")
+    if args.stop_after_ms < 0:
+        raise ConfigError(f"--stop-after-ms is {args.stop_after_ms} but must be 0 or more")
+    if args.stop_via_request_cancel and not args.stop_after_ms:
+        raise ConfigError(
+            "--stop-via-request-cancel has no effect without --stop-after-ms MS, which says when"
+        )
     prompt = Prompt.from_flags(args)
     answer = Answer(args.streaming)
     print("Input sequence: ", prompt.ids)

@@ -117,6 +117,10 @@ def seed_name(client: Any, model: str, seed: int | None) -> str:
 
 def _prompt_table(args: argparse.Namespace, prompt: Prompt) -> list[Any]:
     tensors = []
+    if args.prompt_task_id and not args.prompt_embedding_table_path:
+        raise ConfigError(
+            f"--prompt-task-id {args.prompt_task_id} needs --prompt-embedding-table-path FILE"
+        )
     if args.prompt_embedding_table_path:
         tensors += prompt_table(
             args.prompt_embedding_table_path, args.prompt_task_id, args.dtype

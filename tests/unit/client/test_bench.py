@@ -171,6 +171,7 @@ def test_a_run_slower_than_its_record_fails(http_server, trimaran, tmp_path):
             (*SHORT, "--check-perf-key", "k"),
             "--check-perf-json and --check-perf-key go together",
         ),
+        ((*SHORT, "--metrics-url", "http://127.0.0.1:1"), "has no effect without --json FILE"),
         ((*SHORT, "--max-input-len", "3"), "the shortest has 4"),
         ((*SHORT, "token-from-histogram", "--histogram-key", "x"), "do not go with"),
         (("token-from-histogram", "--histogram-key", "x"), "must be one of example"),

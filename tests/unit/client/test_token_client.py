@@ -368,6 +368,22 @@ def test_what_is_no_three_whole_numbers_is_no_lookahead(server, call, config):
     assert "must be three whole numbers, as in [7,7,7]" in err
 
 
+@pytest.mark.parametrize(
+    ("flags", "complaint"),
+    [
+        (("--stop-after-ms", "-5"), "--stop-after-ms is -5 but must be 0 or more"),
+        (("--stop-via-request-cancel",), "has no effect without --stop-after-ms MS"),
+        (("--prompt-task-id", "1"), "1 needs --prompt-embedding-table-path FILE"),
+    ],
+)
+def test_flags_that_could_have_no_effect_are_refused(server, call, flags, complaint):
+    code, _, err = call(*flags)
+
+    assert code == 2
+    assert complaint in err
+    assert server.received == []
+
+
 def test_an_archive_of_arrays_is_no_prompt_table(server, call, tmp_path):
     path = tmp_path / "table.npz"
     np.savez(path, table=np.zeros((2, 4), np.float32))
