@@ -107,10 +107,12 @@ class ModelControl:
                 text = f"failed to unload '{loaded.candidate.name}', {reason}"
                 raise RequestError(text, ErrorKind.UNSUPPORTED)
         self._preparation.cancel(names)
-        if self._busy.are_free(names):
-            self._withdraw(names)
-        else:
-            self._background.spawn(self._unload_later(names))
+        free = {each for each in names if self._busy.are_free([each])}
+        if free:
+            self._withdraw(free)
+        # Each by itself: a load of one that is asked for from now on comes after this.
+        for each in names - free:
+            self._background.spawn(self._unload_later(each))
 
     def names(self) -> list[str]:
         """The models that could be loaded.
@@ -300,13 +302,12 @@ class ModelControl:
             each = unseen.pop()
             if each not in names:
                 names.add(each)
-                loaded = self._set.get(each)
-                unseen += loaded.source.steps if loaded is not None else ()
+                unseen += self._set.steps(each) | self._preparation.steps(each)
         return names
 
-    async def _unload_later(self, names: set[str]) -> None:
-        async with self._busy.hold(names):
-            self._withdraw(names)
+    async def _unload_later(self, name: str) -> None:
+        async with self._busy.hold([name]):
+            self._withdraw({name})
 
     def _withdraw(self, names: set[str]) -> None:
         going = self._set.withdraw(names, explicitly=names)

@@ -15,7 +15,7 @@ from trimaran.server.model_reader import LoadError, ReadModel
 from trimaran.server.model_repository import Role
 from trimaran.server.model_set import Candidate, LoadedModel, ModelSet
 from trimaran.server.pipeline import COMPOSED, ModelFactory
-from trimaran.server.python_models.model import start_model
+from trimaran.server.python_models.model import close_model, start_model
 from trimaran.server.token_groups import OpenedGroups, TokenGroups
 
 logger = logging.getLogger(__name__)
@@ -71,7 +71,10 @@ class ModelPreparation:
         self._background = background
         self._remember = remember
         self._adopted: dict[str, OpenedGroups] = {}
-        self._under_way: dict[str, asyncio.Future[Candidate]] = {}
+        self._under_way: dict[str, tuple[ReadModel, asyncio.Future[Candidate]]] = {}
+        self._given_up: set[str] = set()
+        """Of those under way what was made already, while others were still to come."""
+
         self._leaving: dict[str, tuple[ModelEngines, asyncio.Task[None]]] = {}
         """Groups that are about to end, each with the task that ends it."""
 
@@ -81,9 +84,17 @@ class ModelPreparation:
 
     def cancel(self, names: Iterable[str]) -> None:
         """Give up preparing these."""
-        for name in names:
-            if name in self._under_way:
-                self._under_way[name].cancel()
+        for name in self._under_way.keys() & set(names):
+            _, task = self._under_way[name]
+            if not task.cancel():
+                self._given_up.add(name)
+
+    def steps(self, name: str) -> set[str]:
+        """The models that one runs which is being prepared."""
+        if name not in self._under_way:
+            return set()
+        read, _ = self._under_way[name]
+        return set(read.source.steps)
 
     async def prepare(
         self, read: Sequence[ReadModel], *, all_or_none: bool = False
@@ -94,21 +105,28 @@ class ModelPreparation:
         ``all_or_none`` the first failure gives up the others, and comes before them.
         """
         tasks = {each.source.name: asyncio.ensure_future(self._one(each)) for each in read}
-        self._under_way.update(tasks)
+        for each in read:
+            self._under_way[each.source.name] = each, tasks[each.source.name]
         if all_or_none:
             try:
                 await asyncio.gather(*tasks.values())
             except Exception:
-                self.cancel(tasks)
+                for task in tasks.values():
+                    task.cancel()
         found = await asyncio.gather(*tasks.values(), return_exceptions=True)
         candidates: list[Candidate] = []
         failures: dict[str, BaseException] = {}
         for name, result in zip(tasks, found, strict=True):
             del self._under_way[name]
+            is_given_up = name in self._given_up
+            self._given_up.discard(name)
             if isinstance(result, asyncio.CancelledError):
                 failures[name] = GivenUpError(name)
             elif isinstance(result, BaseException):
                 failures[name] = result
+            elif is_given_up:
+                failures[name] = GivenUpError(name)
+                self._discard(result)
             else:
                 candidates.append(result)
         if all_or_none:
@@ -189,6 +207,12 @@ class ModelPreparation:
         task = self._background.spawn(self._end(engines))
         self.note_leaving(engines, task)
         return task
+
+    def _discard(self, candidate: Candidate) -> None:
+        """End what was made for nothing."""
+        if candidate.engines is not None:
+            self.end(candidate.engines)
+        self._background.spawn(close_model(candidate.plain))
 
     async def _end(self, engines: ModelEngines) -> None:
         groups = tuple(engines.groups)

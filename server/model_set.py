@@ -94,6 +94,10 @@ class ModelSet:
         """Composed models that come back as soon as all of their steps are loaded."""
         return list(self._waiting.values())
 
+    def steps(self, name: str) -> set[str]:
+        """The models that one which is loaded, or comes back, runs."""
+        return self._graph({}).get(name, set())
+
     def is_kept(self, candidate: Candidate) -> bool:
         """Whether a model is loaded, or comes back, from the files of this one."""
         kept = [loaded.candidate for loaded in self.loaded()] + self.waiting()

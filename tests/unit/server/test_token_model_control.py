@@ -243,6 +243,41 @@ def test_unload_dependents_takes_the_steps_along(frontend):
     assert frontend.stopped == ["tensorrt_llm"]
 
 
+def test_unload_dependents_takes_the_steps_of_an_ensemble_along_that_waits_for_one(frontend):
+    assert frontend.unload("preprocessing")[0] == 200
+    frontend.wait_until(lambda: frontend.index()["ensemble"] == ("UNAVAILABLE", "unloaded"))
+    assert frontend.unload("ensemble", unload_dependents=True)[0] == 200
+    frontend.wait_until(lambda: set(states(frontend).values()) == {"UNAVAILABLE"})
+    assert frontend.stopped == ["tensorrt_llm"]
+
+
+def test_unload_dependents_takes_the_steps_of_an_ensemble_along_that_is_being_loaded(start):
+    frontend = start(load_models=("postprocessing",))
+    frontend.held.add("tensorrt_llm")
+    loading, results = in_background(frontend.load, "ensemble")
+    frontend.wait_until(lambda: frontend.started)
+    assert frontend.unload("ensemble", unload_dependents=True)[0] == 200
+    loading.join()
+    assert "unloaded while it was being loaded" in results[0][1]["error"]
+    frontend.wait_until(lambda: {r for _, r in frontend.index().values() if r} == {"unloaded"})
+    assert frontend.stopped == ["tensorrt_llm"]
+    assert frontend.is_ready()
+
+
+def test_an_unload_gives_up_the_load_of_an_ensemble_whose_step_is_still_to_come(start):
+    frontend = start()
+    frontend.held.add("tensorrt_llm")
+    loading, results = in_background(frontend.load, "ensemble")
+    frontend.wait_until(lambda: frontend.started)
+    assert frontend.unload("ensemble")[0] == 200
+    frontend.release("tensorrt_llm")
+    loading.join()
+    assert results[0][0] == 500
+    assert "unloaded while it was being loaded" in results[0][1]["error"]
+    assert states(frontend)["tensorrt_llm"] == "READY"
+    frontend.wait_until(lambda: frontend.index()["ensemble"] == ("UNAVAILABLE", "unloaded"))
+
+
 def test_a_load_right_after_an_unload_needs_no_pause(frontend):
     whole = frontend.stream().text()
     frontend.engines["tensorrt_llm"].gate.clear()
