@@ -374,12 +374,18 @@ def _remembered(candidate: Candidate, is_loaded: bool) -> RememberedModel:
         groups=candidate.groups,
         generation=candidate.generation,
         is_loaded=is_loaded,
+        load_id=candidate.load_id,
     )
 
 
 def _of_read(read: ReadModel) -> Candidate:
     """A model without groups."""
-    return Candidate(source=read.source, labels=read.labels, fingerprint=read.fingerprint)
+    return Candidate(
+        source=read.source,
+        labels=read.labels,
+        fingerprint=read.fingerprint,
+        load_id=read.load_id,
+    )
 
 
 def _leaving(engines: ModelEngines) -> LeavingGroups:

@@ -203,6 +203,7 @@ class ModelMirror:
             source=read.source,
             labels=read.labels,
             fingerprint=read.fingerprint,
+            load_id=read.load_id,
             plain=plain,
             engines=engines,
             groups=model.groups,

@@ -155,7 +155,8 @@ class ModelPreparation:
         current = self._set.get(name)
         assert current is not None
         candidate = current.candidate
-        read = ReadModel(candidate.source, dict(candidate.labels), candidate.fingerprint)
+        labels = dict(candidate.labels)
+        read = ReadModel(candidate.source, labels, candidate.fingerprint, candidate.load_id)
         opened = await self._groups.open(candidate.source, self._remember)
         return await self._over(read, opened)
 
@@ -290,6 +291,7 @@ def _candidate(
         source=read.source,
         labels=read.labels,
         fingerprint=read.fingerprint,
+        load_id=read.load_id,
         plain=plain,
         engines=opened.engines if opened is not None else None,
         groups=opened.groups if opened is not None else (),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -32,6 +33,10 @@ class LoadError(RequestError):
         self.reason = text
 
 
+def _new_load_id() -> str:
+    return secrets.token_hex(8)
+
+
 @dataclass(frozen=True, slots=True)
 class ReadModel:
     """A model as it is on disk now."""
@@ -40,6 +45,9 @@ class ReadModel:
     labels: dict[str, list[str]] = field(default_factory=dict)
     fingerprint: str = ""
     """Empty for a model that came with its request."""
+
+    load_id: str = field(default_factory=_new_load_id)
+    """Tells it from the same files that are read again, also at other front ends."""
 
 
 class ModelReader:

@@ -27,6 +27,9 @@ class Candidate:
     fingerprint: str = ""
     """Of the files that it was made from; empty if they are not those of the repository."""
 
+    load_id: str = ""
+    """Of the load that it comes from: with a model of the same one it counts on."""
+
     plain: Model | None = None
     """None for a model that is composed of others."""
 
@@ -210,7 +213,7 @@ class ModelSet:
         except ConfigError as error:
             self._take_down(before, outcome, str(error))
         else:
-            self._install(before, plain, outcome, counts_on=loaded)
+            self._install(before, plain, outcome)
 
     def _take_down(self, candidate: Candidate, outcome: Outcome, reason: str) -> None:
         loaded = self._loaded.pop(candidate.name, None)
@@ -221,16 +224,10 @@ class ModelSet:
             state = VersionState.UNAVAILABLE
             self._registry.set_state(candidate.name, candidate.version, state, reason)
 
-    def _install(
-        self,
-        candidate: Candidate,
-        plain: Model,
-        outcome: Outcome,
-        counts_on: LoadedModel | None = None,
-    ) -> None:
+    def _install(self, candidate: Candidate, plain: Model, outcome: Outcome) -> None:
         old = self._loaded.get(candidate.name)
-        if counts_on is not None:
-            model = counts_on.model.counting_on(plain)
+        if old is not None and old.candidate.load_id == candidate.load_id:
+            model = old.model.counting_on(plain)
         else:
             # Also without an old one: requests of one that was unloaded may still run.
             self._metrics.forget(candidate.name, candidate.version)

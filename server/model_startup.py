@@ -146,4 +146,4 @@ def read_again(model: RememberedModel, python: PythonModels) -> ReadModel:
     """
     config = ModelConfig.FromString(model.config)
     source = repository_model(Path(model.folder), config, python)
-    return ReadModel(source, read_labels(source), model.fingerprint)
+    return ReadModel(source, read_labels(source), model.fingerprint, model.load_id)

@@ -23,6 +23,7 @@ class RememberedModel:
     groups: tuple[str, ...] = ()
     generation: int = 1
     is_loaded: bool = True
+    load_id: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

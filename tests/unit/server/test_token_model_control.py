@@ -188,6 +188,7 @@ def test_where_there_is_no_place_beside_it_the_old_one_finishes_first(frontend):
 
 def test_where_the_new_one_fails_in_the_place_of_the_old_that_comes_back(frontend):
     first = frontend.started[0][1]
+    assert frontend.generate()[0] == 200
     frontend.conflicts["tensorrt_llm@2"] = ["tensorrt_llm"]
     frontend.failing["tensorrt_llm@3"] = "rank 0 (pid 7): no such file"
     path = frontend.repository / "tensorrt_llm" / "config.pbtxt"
@@ -200,6 +201,7 @@ def test_where_the_new_one_fails_in_the_place_of_the_old_that_comes_back(fronten
     assert group == "tensorrt_llm@4"
     assert again["config"] == first["config"]
     assert frontend.generate()[0] == 200
+    assert frontend.num_succeeded("tensorrt_llm") == frontend.num_succeeded("ensemble") == 2
     assert frontend.is_ready()
 
 
