@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 from trimaran.comm.errors import ConfigError, ErrorKind, RequestError
 from trimaran.server.admission import STOPPING
@@ -224,8 +224,9 @@ class ModelControl:
         async with self._busy.hold(self._vacated):
             vacated, started_s = list(self._vacated.values()), time.monotonic()
             candidates, failures = await self._preparation.prepare(vacated)
+            counted = {*self._vacated, *(each.name for each in users)}
             self._vacated.clear()
-            self._install(candidates, started_s)
+            self._install(candidates, started_s, counted)
             for read in vacated:
                 name = read.source.name
                 if name in failures:
@@ -253,14 +254,17 @@ class ModelControl:
         self._install([again], time.monotonic())
 
     def _install(
-        self, candidates: Sequence[Candidate], started_s: float
+        self,
+        candidates: Sequence[Candidate],
+        started_s: float,
+        counted: Collection[str] = (),
     ) -> dict[str, ConfigError]:
         """Serve these; those that do not fit together with what is loaded, with the reason.
 
         What they replace ends when its requests have. ``started_s`` is when their load
-        began, on the monotonic clock.
+        began, on the monotonic clock; ``counted`` as for `ModelSet.commit`.
         """
-        outcome = self._set.commit(candidates)
+        outcome = self._set.commit(candidates, counted)
         elapsed_s = time.monotonic() - started_s
         for candidate in candidates:
             if candidate.name not in outcome.failures:
@@ -350,7 +354,9 @@ class ModelControl:
     def remember(self) -> None:
         """Leave what is loaded to the front end after this one."""
         models = [_remembered(loaded.candidate, True) for loaded in self._set.loaded()]
-        models += [_remembered(candidate, False) for candidate in self._set.waiting()]
+        # What comes back is not begun anew: other front ends keep it, and count on.
+        coming = {each.name for each in self._set.awaiting(self._vacated)}
+        models += [_remembered(c, c.name in coming) for c in self._set.waiting()]
         models += [_remembered(_of_read(read), True) for read in self._vacated.values()]
         leaving = [_leaving(engines) for engines in self._preparation.leaving()]
         state = Remembered(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Collection, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 
 from trimaran.comm.errors import ConfigError
@@ -111,8 +111,11 @@ class ModelSet:
         found = _users(self._graph({}), set(names))
         return [self._loaded[name] for name in reversed(found) if name in self._loaded]
 
-    def commit(self, candidates: Sequence[Candidate]) -> Outcome:
-        """Serve these from now on, in place of the models of their names."""
+    def commit(self, candidates: Sequence[Candidate], counted: Collection[str] = ()) -> Outcome:
+        """Serve these from now on, in place of the models of their names.
+
+        Those of ``counted`` were loaded all the time for other front ends, and count on.
+        """
         outcome = Outcome()
         changed = set()
         requested = {}
@@ -121,13 +124,13 @@ class ModelSet:
                 requested[candidate.name] = candidate
             else:
                 assert candidate.plain is not None
-                self._install(candidate, candidate.plain, outcome)
+                self._install(candidate, candidate.plain, outcome, counted)
                 changed.add(candidate.name)
         graph = self._graph(requested)
         for name in _users(graph, changed | requested.keys(), also=requested.keys()):
             if name in requested and name in _users(graph, {name}):
                 outcome.failures[name] = _circle(requested.pop(name))
-            self._compose(name, requested.get(name), outcome)
+            self._compose(name, requested.get(name), outcome, counted)
         outcome.replaced.reverse()
         return outcome
 
@@ -193,7 +196,13 @@ class ModelSet:
         known.update(requested)
         return {name: set(candidate.source.steps) for name, candidate in known.items()}
 
-    def _compose(self, name: str, requested: Candidate | None, outcome: Outcome) -> None:
+    def _compose(
+        self,
+        name: str,
+        requested: Candidate | None,
+        outcome: Outcome,
+        counted: Collection[str],
+    ) -> None:
         """Make a composed model of the models that are loaded now."""
         if requested is not None:
             try:
@@ -201,7 +210,7 @@ class ModelSet:
             except ConfigError as error:
                 outcome.failures[name] = error
             else:
-                self._install(requested, plain, outcome)
+                self._install(requested, plain, outcome, counted)
                 return
         loaded = self._loaded.get(name)
         before = loaded.candidate if loaded is not None else self._waiting.get(name)
@@ -213,7 +222,7 @@ class ModelSet:
         except ConfigError as error:
             self._take_down(before, outcome, str(error))
         else:
-            self._install(before, plain, outcome)
+            self._install(before, plain, outcome, counted)
 
     def _take_down(self, candidate: Candidate, outcome: Outcome, reason: str) -> None:
         loaded = self._loaded.pop(candidate.name, None)
@@ -224,10 +233,14 @@ class ModelSet:
             state = VersionState.UNAVAILABLE
             self._registry.set_state(candidate.name, candidate.version, state, reason)
 
-    def _install(self, candidate: Candidate, plain: Model, outcome: Outcome) -> None:
+    def _install(
+        self, candidate: Candidate, plain: Model, outcome: Outcome, counted: Collection[str]
+    ) -> None:
         old = self._loaded.get(candidate.name)
         if old is not None and old.candidate.load_id == candidate.load_id:
             model = old.model.counting_on(plain)
+        elif candidate.name in counted:
+            model = self._metrics.measure(plain)
         else:
             # Also without an old one: requests of one that was unloaded may still run.
             self._metrics.forget(candidate.name, candidate.version)

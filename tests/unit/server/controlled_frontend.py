@@ -109,7 +109,9 @@ class Stream:
 class ControlledFrontend(StartedFrontend):
     """Answers the front end's requests as a supervisor would, in a thread of its own."""
 
-    def __init__(self, stack, tmp_path, *, started=(), down=(), conflicts=None, **config):
+    def __init__(
+        self, stack, tmp_path, *, started=(), down=(), conflicts=None, held=(), **config
+    ):
         """``started`` groups are up already, those of ``down`` will be some time."""
         self.states = []
         self._starts = []
@@ -124,7 +126,7 @@ class ControlledFrontend(StartedFrontend):
         """Group that is refused to the text."""
         self.failing = {}
         """Group that fails before it is ready to the text."""
-        self.held = set()
+        self.held = set(held)
         """Groups that are started and do not get ready until `release`."""
         self.may_answer = threading.Event()
         """Whether who asked for a group may hear that it is started."""

@@ -1,6 +1,7 @@
 """Two front ends of one server, of which one follows the other."""
 
-from contextlib import ExitStack
+import threading
+from contextlib import ExitStack, suppress
 
 import pytest
 from controlled_frontend import ControlledFrontend
@@ -40,6 +41,27 @@ class Pair:
             model_repository=str(self.repository),
         )  # fmt: skip
         self.other.wait_ready()
+
+    def load(self, name):
+        """Load a model of the repository, whose group dials in at both."""
+        loading = threading.Thread(target=self.first.load, args=(name,))
+        loading.start()
+        self.dial_in_at_other(1)
+        loading.join()
+
+    def dial_in_at_other(self, generation):
+        """Have the group of a generation, which has dialled in at the first, do so there."""
+        group = "tensorrt_llm" if generation == 1 else f"tensorrt_llm@{generation}"
+        self.first.wait_until(lambda: group in self.first.engines)
+        self.other._start_engine(group)
+
+    def succeed(self, **config):
+        """Kill the first front end, and start another."""
+        self.first.process.kill()
+        self.first.process.wait()
+        self.first = self.start(remembered=self.first.remembered["state"], **config)
+        self.first._tell("front end 1", "", 1, "up")
+        self.first.wait_until(lambda: "Front end 1 has joined" in self.first.text())
 
     def start(self, **config):
         """Start a front end that is the first one."""
@@ -84,3 +106,36 @@ def test_a_model_that_is_loaded_again_with_the_same_configuration_is_so_everywhe
     assert pair.first.call(*ask)[1]["OUT"] == "new"
     assert pair.other.call(*ask)[1]["OUT"] == "new"
     assert pair.first.num_succeeded("speaker") == 2
+
+
+def test_models_that_come_back_at_a_successor_count_on(pair):
+    pair.load("ensemble")
+    assert pair.first.generate()[0] == 200
+    assert pair.other.generate()[0] == 200
+    assert pair.first.num_succeeded("ensemble") == 2
+
+    (pair.repository / "tensorrt_llm" / "config.pbtxt").touch()
+    first = pair.first
+    first.conflicts["tensorrt_llm@2"] = ["tensorrt_llm"]
+    first.held.add("tensorrt_llm@3")
+
+    def load():
+        with suppress(OSError):
+            first.load("tensorrt_llm")
+
+    loading = threading.Thread(target=load)
+    loading.start()
+    first.wait_until(
+        lambda: [g for g, _ in first.started] == ["tensorrt_llm", "tensorrt_llm@3"]
+    )
+    first.wait_until(lambda: first.remembered["groups"] == [])
+    pair.succeed(held=["tensorrt_llm@4"])
+    loading.join()
+
+    assert pair.first.index()["ensemble"][0] == "LOADING"
+    pair.first.release("tensorrt_llm@4")
+    pair.dial_in_at_other(4)
+    pair.first.wait_until(lambda: pair.first.generate()[0] == 200)
+    pair.other.wait_until(lambda: pair.other.generate()[0] == 200)
+    assert pair.first.num_succeeded("ensemble") == 4
+    assert pair.first.num_succeeded("tensorrt_llm") == 4
