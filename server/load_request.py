@@ -137,14 +137,16 @@ class OverrideFolders:
             OSError: the disk is full, say. Nothing is left.
         """
         while True:
-            folder = self._base / str(next(self._numbers)) / request.name
+            numbered = self._base / str(next(self._numbers))
             try:
-                folder.mkdir(parents=True)
+                numbered.mkdir(parents=True)
             except FileExistsError:
                 # Of the front end before this one, whose models may still use it.
                 continue
             break
+        folder = numbered / request.name
         try:
+            folder.mkdir()
             for path, content in request.files.items():
                 target = folder / path
                 target.parent.mkdir(parents=True, exist_ok=True)

@@ -106,6 +106,22 @@ def test_files_of_a_request_for_which_the_disk_has_no_room_leave_nothing(tmp_pat
     assert list((tmp_path / "scratch").iterdir()) == []
 
 
+def test_files_of_a_request_whose_name_is_too_long_for_a_folder_leave_nothing(tmp_path):
+    (tmp_path / "repository").mkdir()
+    reader = ModelReader(tmp_path / "repository", OverrideFolders(tmp_path / "scratch"))
+    request = LoadRequest("m" * 300, "{}", {"1/model.py": b"pass"})
+    with pytest.raises(LoadError, match=r"File name too long"):
+        reader.read([request], lambda _: False)
+    assert list((tmp_path / "scratch").iterdir()) == []
+
+
+def test_files_of_a_front_end_before_this_one_outlive_those_of_other_requests(tmp_path):
+    before = OverrideFolders(tmp_path).write(LoadRequest("a", "{}", {"1/x": b""}))
+    overrides = OverrideFolders(tmp_path)
+    overrides.remove(overrides.write(LoadRequest("b", "{}", {"1/x": b""})))
+    assert (before / "1" / "x").exists()
+
+
 def test_a_link_to_nothing_hides_no_change_of_the_files_beside_it(tmp_path):
     (tmp_path / "config.pbtxt").write_text("one")
     (tmp_path / ".#config.pbtxt").symlink_to("somebody@somewhere.1")  # an editor's lock
