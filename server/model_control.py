@@ -153,6 +153,8 @@ class ModelControl:
                 read = await asyncio.to_thread(self._reader.read, requests, loaded.__contains__)
                 if read.keys() <= names:
                     return await self.load_read(read)
+                # Its steps are locked too, then all of it is read again.
+                self._reader.discard(read)
             names |= read.keys()
 
     async def load_read(
@@ -264,7 +266,9 @@ class ModelControl:
         What they replace ends when its requests have. ``started_s`` is when their load
         began, on the monotonic clock; ``counted`` as for `ModelSet.commit`.
         """
+        waited = self._set.waiting()
         outcome = self._set.commit(candidates, counted)
+        self._remove_files(waited)
         elapsed_s = time.monotonic() - started_s
         for candidate in candidates:
             if candidate.name not in outcome.failures:
@@ -314,7 +318,9 @@ class ModelControl:
             self._withdraw({name})
 
     def _withdraw(self, names: set[str]) -> None:
+        waited = self._set.waiting()
         going = self._set.withdraw(names, explicitly=names)
+        self._remove_files(waited)
         for loaded in going:
             logger.info("Model '%s' is being unloaded", loaded.candidate.name)
         for name in names:
@@ -340,14 +346,19 @@ class ModelControl:
         await close_model(candidate.plain)
         if candidate.groups:
             self._preparation.ended(candidate.groups)
-        if not self._set.is_kept(candidate):
-            self._overrides.remove(candidate.source.folder)
+        self._remove_files([candidate])
         name, version = candidate.name, candidate.version
         if self._registry.state(name, version) is VersionState.UNLOADING:
             self._registry.set_state(name, version, VersionState.UNAVAILABLE, UNLOADED)
         current = self._set.get(name)
         if current is None or current.candidate.version != version:
             self._metrics.forget(name, version)
+
+    def _remove_files(self, candidates: Iterable[Candidate]) -> None:
+        """Delete what came with the requests of those that serve no more nor come back."""
+        for candidate in candidates:
+            if not self._set.is_kept(candidate):
+                self._overrides.remove(candidate.source.folder)
 
     # ---- memory -------------------------------------------------------------------------
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -91,15 +91,24 @@ class ModelReader:
             folders = model_folders(self._root)
         except ConfigError as error:
             raise _unreadable(requests[0].name, error) from error
-        for request in requests:
-            found[request.name] = self._requested(request, folders.get(request.name))
-        unseen = list(found)
-        while unseen:
-            for step in found[unseen.pop()].source.steps:
-                if step not in found and not is_loaded(step) and step in folders:
-                    found[step] = self._of_repository(step, folders[step])
-                    unseen.append(step)
+        try:
+            for request in requests:
+                found[request.name] = self._requested(request, folders.get(request.name))
+            unseen = list(found)
+            while unseen:
+                for step in found[unseen.pop()].source.steps:
+                    if step not in found and not is_loaded(step) and step in folders:
+                        found[step] = self._of_repository(step, folders[step])
+                        unseen.append(step)
+        except LoadError:
+            self.discard(found)
+            raise
         return found
+
+    def discard(self, read: Mapping[str, ReadModel]) -> None:
+        """Delete the files that came with the requests of models which are not loaded."""
+        for each in read.values():
+            self._overrides.remove(each.source.folder)
 
     def _requested(self, request: LoadRequest, folder: Path | None) -> ReadModel:
         if not request.config:

@@ -8,6 +8,7 @@ import time
 import urllib.error
 import urllib.request
 
+from google.protobuf import json_format
 from started_frontend import FACTS, Peer, StartedFrontend, one_token
 
 from trimaran.comm.messages import (
@@ -21,6 +22,7 @@ from trimaran.comm.messages import (
     Ping,
     Submit,
 )
+from trimaran.server.config_pbtxt import read_config
 
 DEADLINE_S = 60
 
@@ -196,6 +198,12 @@ class ControlledFrontend(StartedFrontend):
         """Load over HTTP."""
         value = {"parameters": parameters} if parameters else None
         return self.call("POST", f"/v2/repository/models/{name}/load", value)
+
+    def load_with_file(self, folder):
+        """Load a model of the repository as it is, but as one that comes with its request:
+        with its configuration and a file ``note``."""
+        config = json_format.MessageToJson(read_config(folder / "config.pbtxt"))
+        return self.load(folder.name, config=config, **{"file:1/note": "eA=="})
 
     def unload(self, name, **parameters):
         """Unload over HTTP."""

@@ -1,14 +1,11 @@
 """Loading and unloading token-level models: their worker groups come and go with them."""
 
-import base64
 import threading
 from contextlib import ExitStack
 
 import pytest
 from controlled_frontend import ControlledFrontend
-from google.protobuf import json_format, text_format
 from started_frontend import write_repository
-from tritonclient.grpc.model_config_pb2 import ModelConfig
 
 from trimaran.comm.messages import Command
 
@@ -307,23 +304,6 @@ def test_a_load_amid_requests_of_the_unloaded_model_starts_all_counters_again(fr
     assert frontend.num_succeeded("ensemble") == 1
     shown = 'nv_inference_request_success{model="ensemble",version="1"} 1\n'
     assert shown in frontend.metrics()
-
-
-def test_files_that_came_with_an_ensemble_stay_when_its_step_is_loaded_again(frontend):
-    text = (frontend.repository / "ensemble" / "config.pbtxt").read_text()
-    config = json_format.MessageToJson(text_format.Parse(text, ModelConfig()))
-    files = {"file:1/note": base64.b64encode(b"x").decode()}
-    assert frontend.load("ensemble", config=config, **files)[0] == 200
-    (note,) = frontend.scratch.rglob("note")
-    change(frontend, "preprocessing")
-    assert frontend.load("preprocessing")[0] == 200
-    frontend.unload("postprocessing")
-    frontend.wait_until(lambda: frontend.index()["ensemble"][0] == "UNAVAILABLE")
-    assert frontend.load("postprocessing")[0] == 200
-    assert states(frontend)["ensemble"] == "READY"
-    assert note.exists()
-    frontend.unload("ensemble")
-    frontend.wait_until(lambda: not note.exists())
 
 
 def test_a_load_goes_on_when_its_client_is_gone(start):

@@ -1,0 +1,57 @@
+"""Files that come with loads: they lie on the server for as long as a model needs them."""
+
+from contextlib import ExitStack
+
+import pytest
+from controlled_frontend import ControlledFrontend
+from started_frontend import write_repository
+
+
+@pytest.fixture
+def frontend(tmp_path):
+    """A server in explicit mode with nothing loaded."""
+    write_repository(tmp_path / "repository")
+    with ExitStack() as stack:
+        frontend = ControlledFrontend(stack, tmp_path)
+        frontend.repository = tmp_path / "repository"
+        frontend.wait_ready()
+        yield frontend
+
+
+def load_ensemble(frontend):
+    """Load the ensemble with a file, and its steps with it; where the file lies."""
+    assert frontend.load_with_file(frontend.repository / "ensemble") == (200, None)
+    (note,) = frontend.scratch.rglob("note")
+    return note
+
+
+def is_down(frontend, model):
+    return frontend.index()[model][0] == "UNAVAILABLE"
+
+
+def test_files_of_an_ensemble_stay_when_its_step_is_loaded_again(frontend):
+    note = load_ensemble(frontend)
+    (frontend.repository / "preprocessing" / "config.pbtxt").touch()
+    assert frontend.load("preprocessing")[0] == 200
+    frontend.unload("postprocessing")
+    frontend.wait_until(lambda: is_down(frontend, "ensemble"))
+    assert frontend.load("postprocessing")[0] == 200
+    assert frontend.index()["ensemble"][0] == "READY"
+    assert note.exists()
+    frontend.unload("ensemble")
+    frontend.wait_until(lambda: not note.exists())
+
+
+def test_files_of_an_ensemble_that_waits_for_a_step_go_with_it(frontend):
+    note = load_ensemble(frontend)
+    frontend.unload("preprocessing")
+    frontend.wait_until(lambda: is_down(frontend, "ensemble"))
+    assert note.exists()
+    frontend.unload("ensemble")
+    frontend.wait_until(lambda: not note.exists())
+
+
+def test_files_of_an_ensemble_whose_step_cannot_be_read_go_at_once(frontend):
+    (frontend.repository / "preprocessing" / "config.pbtxt").write_text("nonsense")
+    assert frontend.load_with_file(frontend.repository / "ensemble")[0] == 500
+    assert list(frontend.scratch.iterdir()) == []
