@@ -156,6 +156,10 @@ class OverrideFolders:
             raise
         return folder
 
+    def folders(self) -> list[Path]:
+        """The models' folders that there are, also of a front end before this one."""
+        return list(self._base.glob("*/*"))
+
     def remove(self, folder: Path) -> None:
         """Delete a model's folder, if it is one of these."""
         if self._base in folder.parents:

@@ -6,6 +6,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from pathlib import Path
 
 from trimaran.comm.errors import ConfigError, ErrorKind, RequestError
 from trimaran.server.admission import STOPPING
@@ -207,13 +208,25 @@ class ModelControl:
                 if name in opened:
                     going.append(opened[name])
         # Not before it is known what is loaded: with each end that is remembered anew.
-        for gone in going:
-            self._preparation.end(gone.engines)
+        ends = [self._preparation.end(gone.engines) for gone in going]
         self._set.await_steps(c for c in candidates if c.source.role in COMPOSED)
         singles = [c for c in candidates if c.source.role not in COMPOSED]
         self._install(singles, time.monotonic())
+        # Of what was unloaded, or being loaded, when the front end before this one died.
+        kept = {each.source.folder for each in read.values()}
+        left = [each for each in self._overrides.folders() if each not in kept]
+        if left:
+            self._background.spawn(self._remove_folders(left, ends))
         if self._vacated:
             self._background.spawn(self._bring_back())
+
+    async def _remove_folders(
+        self, folders: Sequence[Path], ends: Sequence[asyncio.Task[None]]
+    ) -> None:
+        """Delete these once groups have ended, which may be started again until then."""
+        await asyncio.gather(*ends)
+        for folder in folders:
+            self._overrides.remove(folder)
 
     async def _bring_back(self) -> None:
         """Load what had no groups as the front end before this one died. Their place may be

@@ -208,6 +208,44 @@ def test_a_server_is_ready_whose_models_are_unloaded_while_they_come_back(server
     assert server.first.is_ready()
 
 
+def test_files_of_groups_that_leave_go_with_them_also_at_a_successor(server):
+    server.follower.serve()
+    folder = server.repository / "tensorrt_llm"
+    assert server.first.load_with_file(folder) == (200, None)
+    (note,) = server.first.scratch.rglob("note")
+    server.first.wait_until(lambda: server.first.stopped == ["tensorrt_llm"])
+    server.remembers("tensorrt_llm@2")
+    unload(server)
+    assert server.succeed() == ["tensorrt_llm@2"]
+
+    server.follow()
+    server.first.wait_until(lambda: server.follower.was_asked_to_release)
+    assert note.exists()
+    server.follower.serve()
+    server.first.wait_until(lambda: server.first.stopped == ["tensorrt_llm@2"])
+    server.first.wait_until(lambda: not note.exists())
+
+
+def test_files_of_a_load_that_a_death_cuts_off_go_and_those_of_a_loaded_model_stay(server):
+    server.follower.serve()
+    assert server.first.load_with_file(server.repository / "postprocessing") == (200, None)
+    (kept,) = server.first.scratch.rglob("note")
+    first = server.first
+    first.held.add("tensorrt_llm@2")
+
+    def load():
+        with contextlib.suppress(OSError):
+            first.load_with_file(server.repository / "tensorrt_llm")
+
+    thread = threading.Thread(target=load)
+    thread.start()
+    first.wait_until(lambda: len(first.started) == 2)
+    assert len(list(first.scratch.rglob("note"))) == 2
+    server.succeed(started=["tensorrt_llm"])
+    thread.join()
+    server.first.wait_until(lambda: list(server.first.scratch.rglob("note")) == [kept])
+
+
 def test_groups_whose_model_cannot_be_read_any_more_end_the_same_way(server):
     (server.repository / "tensorrt_llm" / "1").rename(server.repository / "elsewhere")
     server.follower.may_serve.clear()
