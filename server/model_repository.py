@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
@@ -47,6 +48,9 @@ NATIVE = PythonModels()
 
 EXECUTABLE = (Role.PREPROCESSING, Role.POSTPROCESSING, Role.BLS)
 """The roles of which a model may run its own code instead."""
+
+_VERSION = re.compile("[1-9][0-9]*")
+"""The one way to write a version, by which its files are found."""
 
 _PARAMETERS = {
     Role.PREPROCESSING: PREPROCESSING_PARAMETERS,
@@ -254,7 +258,7 @@ def _versions(folder: Path) -> tuple[int, ...]:
     except OSError as error:
         raise unreadable(f"{folder}:", error) from error
     for entry in entries:
-        if entry.name.isdecimal() and int(entry.name) > 0:
+        if _VERSION.fullmatch(entry.name):
             found.append(int(entry.name))
         else:
             logger.warning(

@@ -240,6 +240,15 @@ def test_version_folders_are_numbers_and_one_is_needed(write_repository, caplog)
     )
 
 
+@pytest.mark.parametrize("name", ["02", "²", "٢", "+2"])
+def test_a_folder_whose_name_is_no_plain_number_is_no_version(write_repository, caplog, name):
+    root = write_repository()
+    (root / "postprocessing" / name).mkdir()
+    with caplog.at_level("WARNING"):
+        assert ModelRepository.load(root).models["postprocessing"].versions == (1,)
+    assert f"'{name}' is not a version number and is ignored" in caplog.text
+
+
 @pytest.mark.parametrize(
     ("policy", "versions"),
     [
