@@ -118,10 +118,16 @@ class ModelReader:
         elif folder is None:
             raise _not_found(request.name)
         try:
+            return self._described(request, folder)
+        except BaseException:
+            self._overrides.remove(folder)
+            raise
+
+    def _described(self, request: LoadRequest, folder: Path) -> ReadModel:
+        try:
             source = repository_model(folder, request.model_config(), self._python)
             return ReadModel(source, read_labels(source))
         except ConfigError as error:
-            self._overrides.remove(folder)
             raise _unreadable(request.name, error) from error
 
     def _written(self, request: LoadRequest) -> Path:

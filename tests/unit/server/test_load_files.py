@@ -55,3 +55,15 @@ def test_files_of_an_ensemble_whose_step_cannot_be_read_go_at_once(frontend):
     (frontend.repository / "preprocessing" / "config.pbtxt").write_text("nonsense")
     assert frontend.load_with_file(frontend.repository / "ensemble")[0] == 500
     assert list(frontend.scratch.iterdir()) == []
+
+
+def test_files_of_a_model_whose_labels_no_file_can_hold_go_at_once(frontend):
+    path = frontend.repository / "postprocessing" / "config.pbtxt"
+    path.write_text(
+        path.read_text().replace(
+            "output [\n  {", 'output [\n  {\n    label_filename: "\\000"', 1
+        )
+    )
+    assert "label_filename" in path.read_text()
+    assert frontend.load_with_file(path.parent)[0] == 500
+    assert list(frontend.scratch.iterdir()) == []
