@@ -216,6 +216,12 @@ class ModelMirror:
             # Of a model that is loaded here nobody but this front end knows when it is over.
             if each.state is VersionState.LOADING or self._set.get(each.name) is None:
                 self._registry.set_state(each.name, each.version, each.state, each.reason)
+        for known in self._registry.not_ready():
+            is_told = (known.name, known.version) in told
+            is_ours = known.name in self._wanted or self._set.get(known.name) is not None
+            if not is_told and not is_ours:
+                # Its load was cut off with the first front end before this one, say.
+                self._registry.forget(known.name, known.version)
         for loaded in self._set.loaded():
             key = loaded.candidate.name, loaded.candidate.version
             is_ready = self._registry.state(*key) is VersionState.READY

@@ -140,6 +140,14 @@ class ModelRegistry:
                 version.reason = UNLOADED
         self.on_change()
 
+    def forget(self, name: str, version: str) -> None:
+        """Know nothing of a version any more, as if it had never been loaded."""
+        versions = self._versions[name]
+        del versions[int(version)]
+        if not versions:
+            del self._versions[name]
+        self.on_change()
+
     # ---- questions ----------------------------------------------------------------------
 
     def get(self, name: str, version: str = "") -> Model:

@@ -158,7 +158,7 @@ def test_a_model_that_is_slow_to_start_holds_up_no_other(stack, tmp_path):
     follower.serve(first, pre, slow, ask_id=3)
     assert 3 not in follower.answers_to(first, 4, "serves", name="preprocessing")
     assert follower.status("/v2/models/preprocessing/ready") == 200
-    assert follower.status("/v2/models/postprocessing/ready") == 400
+    assert follower.status("/v2/models/postprocessing/ready") == 404
 
     (tmp_path / "go").touch()
     follower.answers_to(first, 5, "serves", name="slow")

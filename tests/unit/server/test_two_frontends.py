@@ -139,3 +139,24 @@ def test_models_that_come_back_at_a_successor_count_on(pair):
     pair.other.wait_until(lambda: pair.other.generate()[0] == 200)
     assert pair.first.num_succeeded("ensemble") == 4
     assert pair.first.num_succeeded("tensorrt_llm") == 4
+
+
+def test_a_load_that_a_death_cuts_off_is_over_for_all_front_ends(pair):
+    first = pair.first
+    first.held.add("tensorrt_llm")
+
+    def load():
+        with suppress(OSError):
+            first.load("tensorrt_llm")
+
+    loading = threading.Thread(target=load)
+    loading.start()
+    pair.other.wait_until(lambda: not pair.other.is_ready())
+    first.wait_until(lambda: first.remembered)
+    pair.succeed()
+    loading.join()
+
+    assert pair.first.is_ready()
+    pair.other.wait_until(pair.other.is_ready)
+    path = "/v2/models/tensorrt_llm/ready"
+    assert pair.other.call("GET", path) == pair.first.call("GET", path)
