@@ -27,7 +27,7 @@ from trimaran.server.model_repository import Role
 from trimaran.server.model_set import Candidate, LoadedModel, ModelSet
 from trimaran.server.pipeline import COMPOSED, ModelFactory
 from trimaran.server.python_models.model import close_model
-from trimaran.server.registry import UNLOADED, ModelRegistry, VersionState
+from trimaran.server.registry import UNLOADED, ModelRegistry, StateOfVersion, VersionState
 from trimaran.server.remembered import LeavingGroups, Remembered, RememberedModel
 from trimaran.server.token_groups import OpenedGroups, TokenGroups
 
@@ -64,6 +64,9 @@ class ModelControl:
         self._background = BackgroundTasks()
         self._vacated: dict[str, ReadModel] = {}
         """Models of the front end before this one that are yet to come back."""
+
+        self._cut_off: set[str] = set()
+        """Models whose first load ended with the front end before this one."""
 
         self._preparation = ModelPreparation(
             self._set, groups, factory, self._background, self.remember
@@ -127,9 +130,11 @@ class ModelControl:
             raise RequestError(str(error), ErrorKind.INTERNAL) from error
 
     def fingerprints(self) -> dict[str, str]:
-        """Of the files that each model was made from which serves, or is yet to come back."""
+        """Of the files that each model was made from which serves, or is yet to come back;
+        of a model whose load was cut off, none that it could have."""
         known = [m.candidate for m in self._set.loaded()] + self._set.waiting()
-        found = {candidate.name: candidate.fingerprint for candidate in known}
+        found = dict.fromkeys(self._cut_off, "")
+        found |= {candidate.name: candidate.fingerprint for candidate in known}
         return found | {name: read.fingerprint for name, read in self._vacated.items()}
 
     async def close(self) -> None:
@@ -172,6 +177,8 @@ class ModelControl:
         for each in changed:
             if self._set.get(each.source.name) is None:
                 self._set_state(each, VersionState.LOADING)
+        if not all_or_none:
+            self.remember()
         started_s = time.monotonic()
         candidates, failures = await self._preparation.prepare(changed, all_or_none=all_or_none)
         for name, failure in failures.items():
@@ -183,6 +190,8 @@ class ModelControl:
         for each in changed:
             if each.source.name in failures:
                 self._note_failure(each, failures[each.source.name])
+        if failures and not all_or_none:
+            self.remember()
         for name, failure in failures.items():
             raise load_error(name, failure)
 
@@ -191,10 +200,13 @@ class ModelControl:
         read: Mapping[str, ReadModel],
         opened: Mapping[str, OpenedGroups],
         leaving: Iterable[OpenedGroups],
+        states: Iterable[StateOfVersion],
     ) -> None:
         """Serve what a front end before this one had loaded, whether or not it is up. Models
         that had given up their groups for a successor come back in the background; groups
-        that are ``leaving`` end once other front ends have finished what runs on them."""
+        that are ``leaving`` end once other front ends have finished what runs on them.
+        ``states`` are those of versions that were not ready."""
+        self._take_states(read.keys(), states)
         candidates, going = [], list(leaving)
         for name, each in read.items():
             if each.source.role is Role.TOKEN and name not in opened:
@@ -219,6 +231,17 @@ class ModelControl:
             self._background.spawn(self._remove_folders(left, ends))
         if self._vacated:
             self._background.spawn(self._bring_back())
+
+    def _take_states(self, names: Collection[str], states: Iterable[StateOfVersion]) -> None:
+        """Show again what became of models, besides those of ``names``."""
+        for each in states:
+            if each.state is not VersionState.LOADING:
+                is_failure = each.state is VersionState.UNAVAILABLE
+                reason = each.reason if is_failure else UNLOADED
+                unavailable = VersionState.UNAVAILABLE
+                self._registry.set_state(each.name, each.version, unavailable, reason)
+            elif each.name not in names:
+                self._cut_off.add(each.name)
 
     async def _remove_folders(
         self, folders: Sequence[Path], ends: Sequence[asyncio.Task[None]]
@@ -387,6 +410,7 @@ class ModelControl:
             models=tuple(models),
             leaving=tuple(leaving),
             generations=dict(self._groups.generations),
+            states=tuple(self._registry.not_ready()),
         )
         groups = [group for model in models for group in model.groups]
         groups += [group for engines in leaving for group in engines.groups]

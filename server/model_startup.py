@@ -17,6 +17,7 @@ from trimaran.server.model_reader import LoadError, ModelReader, ReadModel
 from trimaran.server.model_repository import Role, repository_model
 from trimaran.server.pipeline import read_labels
 from trimaran.server.python_models.choice import PythonModels
+from trimaran.server.registry import StateOfVersion, VersionState
 from trimaran.server.remembered import Remembered, RememberedModel
 from trimaran.server.token_groups import OpenedGroups, TokenGroups
 
@@ -44,6 +45,7 @@ class ModelStartup:
         self._opened: dict[str, OpenedGroups] = {}
         self._surplus: list[str] = []
         self._leaving: list[OpenedGroups] = []
+        self._states: list[StateOfVersion] = []
 
     async def begin(self) -> None:
         """Read the models and make their groups known.
@@ -74,7 +76,7 @@ class ModelStartup:
             LoadError: a worker group failed.
         """
         if self._config.remembered:
-            await self._control.restore(self._read, self._opened, self._leaving)
+            await self._control.restore(self._read, self._opened, self._leaving, self._states)
             return
         if self._surplus:
             await self._groups.close(None, self._surplus)
@@ -118,11 +120,14 @@ class ModelStartup:
 
     def _read_remembered(self, remembered: Remembered) -> None:
         self._groups.generations.update(remembered.generations)
+        self._states += remembered.states
         for model in remembered.models:
             try:
                 read = read_again(model, PythonModels.parse(self._config.python_models))
             except ConfigError as error:
                 logger.error("Model '%s' is not served any more: %s", model.name, error)
+                lost = VersionState.UNAVAILABLE
+                self._states.append(StateOfVersion(model.name, model.version, lost, str(error)))
                 self._leave(model.name, model.version, model.generation, model.groups)
                 continue
             self._read[model.name] = read

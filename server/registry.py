@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from enum import Enum
+from typing import Any
 from weakref import WeakKeyDictionary
 
 from trimaran.comm.errors import ErrorKind, RequestError
@@ -45,6 +46,15 @@ class StateOfVersion:
     version: str
     state: VersionState
     reason: str = ""
+
+    def to_wire(self) -> dict[str, str]:
+        """Plain values, for msgpack."""
+        return {**asdict(self), "state": self.state.value}
+
+    @classmethod
+    def from_wire(cls, wire: Mapping[str, Any]) -> StateOfVersion:
+        """The inverse of `to_wire`."""
+        return cls(**{**wire, "state": VersionState(wire["state"])})
 
 
 class NotReadyError(RequestError):

@@ -8,6 +8,8 @@ from typing import Any
 
 import msgpack
 
+from trimaran.server.registry import StateOfVersion
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RememberedModel:
@@ -39,15 +41,19 @@ class LeavingGroups:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Remembered:
-    """The loaded models, and the last generation of each model that ever had one."""
+    """The loaded models, what became of others, and the last generation of each model that
+    ever had one."""
 
     models: tuple[RememberedModel, ...] = ()
     leaving: tuple[LeavingGroups, ...] = ()
     generations: dict[str, int] = field(default_factory=dict)
+    states: tuple[StateOfVersion, ...] = ()
+    """Every version that is not ready."""
 
     def to_bytes(self) -> bytes:
         """For the supervisor to keep."""
-        packed: bytes = msgpack.packb(asdict(self))
+        states = [each.to_wire() for each in self.states]
+        packed: bytes = msgpack.packb({**asdict(self), "states": states})
         return packed
 
     @classmethod
@@ -65,4 +71,5 @@ class Remembered:
                 LeavingGroups(**{**each, "groups": tuple(each["groups"])}) for each in leaving
             ),
             generations=dict(values["generations"]),
+            states=tuple(map(StateOfVersion.from_wire, values["states"])),
         )

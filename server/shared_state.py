@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
-from trimaran.server.registry import StateOfVersion, VersionState
+from trimaran.server.registry import StateOfVersion
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,7 +25,7 @@ class SharedState:
 
     def to_wire(self) -> dict[str, Any]:
         """Plain values, for msgpack."""
-        states = [{**asdict(each), "state": each.state.value} for each in self.states]
+        states = [each.to_wire() for each in self.states]
         return {
             "remembered": self.remembered,
             "states": states,
@@ -36,13 +36,9 @@ class SharedState:
     @classmethod
     def from_wire(cls, wire: Mapping[str, Any]) -> SharedState:
         """The inverse of `to_wire`."""
-        states = (
-            StateOfVersion(**{**each, "state": VersionState(each["state"])})
-            for each in wire["states"]
-        )
         return cls(
             remembered=wire["remembered"],
-            states=tuple(states),
+            states=tuple(map(StateOfVersion.from_wire, wire["states"])),
             log_settings=wire["log_settings"],
             trace_settings=wire["trace_settings"],
         )

@@ -253,6 +253,10 @@ def test_groups_whose_model_cannot_be_read_any_more_end_the_same_way(server):
     server.succeed()
 
     assert "Model 'tensorrt_llm' is not served any more" in server.first.text()
+    state, reason = server.first.index()["tensorrt_llm"]
+    assert state == "UNAVAILABLE"
+    assert "holds no version folder" in reason
+    assert not server.first.is_ready()
     server.follow()
     server.first.wait_until(lambda: server.follower.was_asked_to_release == ["tensorrt_llm"])
     assert server.first.tokenize()[0] == 200

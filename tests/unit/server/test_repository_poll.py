@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import threading
+
+from controlled_frontend import ControlledFrontend
+from started_frontend import write_repository
 
 from trimaran.comm.errors import ConfigError
 from trimaran.server.repository_poll import RepositoryPoll
@@ -52,3 +57,28 @@ def test_a_poll_survives_looks_that_fail_the_first_too(caplog):
     # Looks: failed, the first, failed, a change, and perhaps another.
     assert control.asked[:1] == ["m"]
     assert caplog.text.count("the repository cannot be read: stale file handle") == 2
+
+
+def test_a_new_model_whose_load_a_death_cut_off_is_loaded_by_the_successor(tmp_path):
+    write_repository(tmp_path / "repository")
+    with contextlib.ExitStack() as stack:
+        before = ControlledFrontend(stack, tmp_path, held=["tensorrt_llm"])
+        before.wait_ready()
+
+        def load():
+            with contextlib.suppress(OSError):
+                before.load("tensorrt_llm")
+
+        loading = threading.Thread(target=load)
+        loading.start()
+        before.wait_until(lambda: before.started)
+        before.process.kill()
+        before.process.wait()
+        loading.join()
+        after = ControlledFrontend(
+            stack, tmp_path, remembered=before.remembered["state"],
+            model_control_mode="poll", repository_poll_s=0.1,
+        )  # fmt: skip
+        after.wait_ready()
+        after.wait_until(lambda: after.index().get("tensorrt_llm") == ("READY", None))
+        assert set(after.index()) == {"tensorrt_llm"}

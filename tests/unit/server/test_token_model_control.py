@@ -350,6 +350,24 @@ def test_the_next_front_end_serves_what_was_loaded(start):
     assert [group for group, _ in after.started] == ["tensorrt_llm@3"]
 
 
+def test_the_next_front_end_shows_what_became_of_models_that_do_not_serve(start):
+    frontend = start()
+    assert frontend.load("preprocessing")[0] == 200
+    assert frontend.unload("preprocessing")[0] == 200
+    frontend.failing["tensorrt_llm"] = "rank 0 (pid 7): out of memory"
+    assert frontend.load("tensorrt_llm")[0] == 500
+    before = frontend.index()
+    assert before["preprocessing"] == ("UNAVAILABLE", "unloaded")
+    frontend.wait_until(lambda: b"out of memory" in frontend.remembered["state"])
+    frontend.process.kill()
+    frontend.process.wait()
+    after = start(remembered=frontend.remembered["state"])
+    assert after.index() == before
+    assert not after.is_ready()
+    assert after.unload("tensorrt_llm")[0] == 200
+    assert after.is_ready()
+
+
 def test_the_next_front_end_does_not_wait_for_a_group_that_is_down(start):
     frontend = start()
     assert frontend.load("ensemble")[0] == 200
