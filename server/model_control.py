@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 
@@ -65,6 +66,9 @@ class ModelControl:
         self._vacated: dict[str, ReadModel] = {}
         """Models of the front end before this one that are yet to come back."""
 
+        self._num_unloads: Counter[str] = Counter()
+        """How often each model was unloaded while somebody worked on it."""
+
         self._cut_off: set[str] = set()
         """Models whose first load ended with the front end before this one."""
 
@@ -116,6 +120,7 @@ class ModelControl:
             self._withdraw(free)
         # Each by itself: a load of one that is asked for from now on comes after this.
         for each in names - free:
+            self._num_unloads[each] += 1
             self._background.spawn(self._unload_later(each))
 
     def names(self) -> list[str]:
@@ -153,10 +158,15 @@ class ModelControl:
 
     async def _load(self, requests: Sequence[LoadRequest]) -> None:
         names = {request.name for request in requests}
+        num_unloads = {name: self._num_unloads[name] for name in names}
         while True:
             async with self._busy.hold(names):
                 loaded = {model.candidate.name for model in self._set.loaded()}
                 read = await asyncio.to_thread(self._reader.read, requests, loaded.__contains__)
+                for name, number in num_unloads.items():
+                    if self._num_unloads[name] > number:
+                        self._reader.discard(read)
+                        raise GivenUpError(name)
                 if read.keys() <= names:
                     return await self.load_read(read)
                 # Its steps are locked too, then all of it is read again.

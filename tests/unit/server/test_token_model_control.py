@@ -1,6 +1,7 @@
 """Loading and unloading token-level models: their worker groups come and go with them."""
 
 import threading
+import time
 from contextlib import ExitStack
 
 import pytest
@@ -430,6 +431,20 @@ def test_an_unload_gives_up_a_load_under_way(start):
     assert states(frontend)["postprocessing"] == "READY"
     assert frontend.load("ensemble")[0] == 200
     assert frontend.generate()[0] == 200
+
+
+def test_an_unload_gives_up_loads_that_wait_for_one_under_way(start):
+    frontend = start()
+    frontend.held.add("tensorrt_llm")
+    loads = [in_background(frontend.load, "tensorrt_llm") for _ in range(2)]
+    frontend.wait_until(lambda: frontend.started)
+    time.sleep(0.2)
+    assert frontend.unload("tensorrt_llm")[0] == 200
+    for loading, results in loads:
+        loading.join()
+        assert "unloaded while it was being loaded" in results[0][1]["error"]
+    assert [group for group, _ in frontend.started] == ["tensorrt_llm"]
+    assert frontend.load("tensorrt_llm")[0] == 200
 
 
 def test_polling_switches_engines_that_were_started_with_the_server(start):
