@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 
 MOST_SHARE = 0.02
 """Of a GPU's memory that a table may take unless it is asked for: an 8B Llama's, 1.6 GB, makes
-it 0.2 % faster, and memory of that share is worth about as much to a cache that is too small."""
+it 0.2 % faster, and that share is worth about as much to a cache that is too small."""
 
 
 def looks_up_first_product(
