@@ -151,8 +151,12 @@ def open_client(args: argparse.Namespace) -> Any:
     """The client that the channel flags describe. A context manager.
 
     Raises:
-        ConfigError: the URL or a key file is not usable.
+        ConfigError: the URL, a name or a key file is not usable.
     """
+    for name in ("url", "model_name", "request_id"):
+        _check_text(name, getattr(args, name, ""))
+    for output in getattr(args, "requested_outputs", ()):
+        _check_text("requested_outputs", output)
     options = {}
     if getattr(args, "ssl", False):
         options = {
@@ -175,6 +179,14 @@ def check_url(url: str) -> None:
     # gRPC would go on with what is left of a division by 65536: another port, and server.
     if int(port) not in range(1, _MAX_PORT + 1):
         raise ConfigError(f"--url is {url!r} but ports go from 1 to {_MAX_PORT}")
+
+
+def _check_text(name: str, text: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        flag = f"--{name.replace('_', '-')}"
+        raise ConfigError(f"{flag} {text!r} is not a text in UTF-8. Correct it.") from None
 
 
 def _existing(name: str, path: str | None) -> str | None:

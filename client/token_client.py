@@ -61,7 +61,9 @@ def run(args: argparse.Namespace) -> int:
     if args.stop_after_ms < 0:
         raise ConfigError(f"--stop-after-ms is {args.stop_after_ms} but must be 0 or more")
     if args.stop_via_request_cancel and not args.stop_after_ms:
-        raise ConfigError("--stop-via-request-cancel has no effect without --stop-after-ms MS")
+        raise ConfigError(
+            "--stop-via-request-cancel has no effect without --stop-after-ms MS: say when"
+        )
     prompt = Prompt.from_flags(args)
     answer = Answer(args.streaming)
     print("Input sequence: ", prompt.ids)

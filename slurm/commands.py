@@ -56,7 +56,8 @@ def _write(script: str, path: str) -> None:
         print(script, end="")
         return
     try:
-        Path(path).write_text(script, encoding="utf-8")
+        # A path may hold bytes that are no UTF-8.
+        Path(path).write_text(script, encoding="utf-8", errors="surrogateescape")
     except OSError as error:
         raise ConfigError(f"--output {path}: {error.strerror}") from None
 

@@ -135,7 +135,7 @@ def _run(words: Sequence[str], script: str | None = None) -> subprocess.Complete
     try:
         return subprocess.run(
             list(words), input=script, capture_output=True, text=True,
-            timeout=_COMMAND_TIMEOUT_S,
+            errors="surrogateescape", timeout=_COMMAND_TIMEOUT_S,
         )  # fmt: skip
     except subprocess.TimeoutExpired:
         raise JobError(f"{words[0]} gave no answer for {_COMMAND_TIMEOUT_S:g} s") from None

@@ -384,6 +384,15 @@ def test_flags_that_could_have_no_effect_are_refused(server, call, flags, compla
     assert server.received == []
 
 
+@pytest.mark.parametrize("flag", ["--model-name", "--request-id", "--requested-outputs"])
+def test_a_name_that_is_no_text_is_refused(server, call, flag):
+    code, _, err = call(flag, "a\udcff")
+
+    assert code == 2
+    assert f"{flag} 'a\\udcff' is not a text in UTF-8" in err
+    assert server.received == []
+
+
 def test_an_archive_of_arrays_is_no_prompt_table(server, call, tmp_path):
     path = tmp_path / "table.npz"
     np.savez(path, table=np.zeros((2, 4), np.float32))

@@ -130,6 +130,12 @@ def test_words_with_spaces_stay_words():
     assert '#SBATCH --output="/my logs/%x-%j.log"\n' in script
 
 
+def test_a_path_goes_into_the_script_byte_by_byte(tmp_path: Path):
+    path = tmp_path / "job.sbatch"
+    assert main(["slurm", "render", "--model-repo", "/\udcff", "--output", str(path)]) == 0
+    assert b"--model-repo '/\xff'" in path.read_bytes()
+
+
 def test_a_flag_that_is_passed_on_need_not_hold_a_blank():
     script = script_of("--sbatch", "--exclusive", "--serve-flags", "--deterministic")
     assert "\n#SBATCH --exclusive\n" in script
