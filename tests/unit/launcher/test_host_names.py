@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from launcher_repository import resolve, write_engine, write_model
 
+from trimaran.bench.free_ports import free_ports
 from trimaran.comm.errors import ConfigError
 from trimaran.launcher import cli, preflight
 from trimaran.launcher.host_names import check_host_names
@@ -40,7 +41,10 @@ def configuration(repository, *flags):
 
 @pytest.mark.parametrize("address", [NOWHERE, "a..b", "::1"])
 def test_an_advertised_address_that_leads_nowhere_is_refused(repository, address):
-    config = configuration(repository, f"--advertise-address={address}")
+    # Ports come before names, and those that are meant by default may be somebody's.
+    ports = zip(("http", "grpc", "metrics"), free_ports(3), strict=True)
+    flags = [f"--{name}-port={port}" for name, port in ports]
+    config = configuration(repository, f"--advertise-address={address}", *flags)
     with pytest.raises(ConfigError) as caught:
         preflight.check(config)
     assert f"--advertise-address {address}: no IPv4 address is found" in str(caught.value)
