@@ -9,7 +9,7 @@ import urllib.error
 import urllib.request
 
 from google.protobuf import json_format
-from started_frontend import FACTS, Peer, StartedFrontend, one_token
+from started_frontend import FACTS, Peer, StartedFrontend, one_token, write_repository
 
 from trimaran.comm.messages import (
     Cancel,
@@ -325,3 +325,14 @@ class ControlledFrontend(StartedFrontend):
             "text": text, "start_method": self.start_method,
         }  # fmt: skip
         self.supervisor.send(Command(verb="group_state", arguments=arguments))
+
+
+@contextlib.contextmanager
+def with_nothing_loaded(folder):
+    """A front end in explicit mode, and the repository in the folder from which it loads."""
+    write_repository(folder / "repository")
+    with contextlib.ExitStack() as stack:
+        frontend = ControlledFrontend(stack, folder)
+        frontend.repository = folder / "repository"
+        frontend.wait_ready()
+        yield frontend

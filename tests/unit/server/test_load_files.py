@@ -1,20 +1,13 @@
 """Files that come with loads: they lie on the server for as long as a model needs them."""
 
-from contextlib import ExitStack
-
 import pytest
-from controlled_frontend import ControlledFrontend
-from started_frontend import write_repository
+from controlled_frontend import with_nothing_loaded
 
 
 @pytest.fixture
 def frontend(tmp_path):
     """A server in explicit mode with nothing loaded."""
-    write_repository(tmp_path / "repository")
-    with ExitStack() as stack:
-        frontend = ControlledFrontend(stack, tmp_path)
-        frontend.repository = tmp_path / "repository"
-        frontend.wait_ready()
+    with with_nothing_loaded(tmp_path) as frontend:
         yield frontend
 
 

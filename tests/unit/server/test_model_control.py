@@ -10,7 +10,7 @@ from contextlib import ExitStack
 import pytest
 import tritonclient.grpc as triton_grpc
 import tritonclient.http as triton_http
-from controlled_frontend import ControlledFrontend
+from controlled_frontend import ControlledFrontend, with_nothing_loaded
 from google.protobuf import json_format, text_format
 from started_frontend import write_repository
 from tritonclient.grpc.model_config_pb2 import ModelConfig
@@ -27,11 +27,7 @@ NOT_POLLED = "failed to load '{}', failed to poll from model repository"
 def shared(tmp_path_factory):
     """A server in explicit mode; tests leave it without models."""
     folder = tmp_path_factory.mktemp("control")
-    write_repository(folder / "repository")
-    with ExitStack() as stack:
-        frontend = ControlledFrontend(stack, folder)
-        frontend.repository = folder / "repository"
-        frontend.wait_ready()
+    with with_nothing_loaded(folder) as frontend:
         yield frontend
 
 

@@ -1,11 +1,8 @@
 """Python models that are loaded, changed and unloaded while the server runs."""
 
-from contextlib import ExitStack
-
 import psutil
 import pytest
-from controlled_frontend import ControlledFrontend
-from started_frontend import write_repository
+from controlled_frontend import with_nothing_loaded
 
 CONFIG = """
 backend: "python"
@@ -49,11 +46,7 @@ class TritonPythonModel:
 @pytest.fixture
 def frontend(tmp_path):
     """A server in explicit mode with nothing loaded."""
-    write_repository(tmp_path / "repository")
-    with ExitStack() as stack:
-        frontend = ControlledFrontend(stack, tmp_path)
-        frontend.repository = tmp_path / "repository"
-        frontend.wait_ready()
+    with with_nothing_loaded(tmp_path) as frontend:
         yield frontend
 
 

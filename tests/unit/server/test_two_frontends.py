@@ -78,6 +78,18 @@ def pair(tmp_path):
         yield Pair(stack, tmp_path)
 
 
+def start_load(first):
+    """The thread of a load of the token-level model that the front end's death may cut off."""
+
+    def load():
+        with suppress(OSError):
+            first.load("tensorrt_llm")
+
+    loading = threading.Thread(target=load)
+    loading.start()
+    return loading
+
+
 def config_of(folder):
     """A model's configuration as JSON."""
     text = (folder / "config.pbtxt").read_text()
@@ -118,13 +130,7 @@ def test_models_that_come_back_at_a_successor_count_on(pair):
     first = pair.first
     first.conflicts["tensorrt_llm@2"] = ["tensorrt_llm"]
     first.held.add("tensorrt_llm@3")
-
-    def load():
-        with suppress(OSError):
-            first.load("tensorrt_llm")
-
-    loading = threading.Thread(target=load)
-    loading.start()
+    loading = start_load(first)
     first.wait_until(
         lambda: [g for g, _ in first.started] == ["tensorrt_llm", "tensorrt_llm@3"]
     )
@@ -144,13 +150,7 @@ def test_models_that_come_back_at_a_successor_count_on(pair):
 def test_a_load_that_a_death_cuts_off_is_over_for_all_front_ends(pair):
     first = pair.first
     first.held.add("tensorrt_llm")
-
-    def load():
-        with suppress(OSError):
-            first.load("tensorrt_llm")
-
-    loading = threading.Thread(target=load)
-    loading.start()
+    loading = start_load(first)
     pair.other.wait_until(lambda: not pair.other.is_ready())
     first.wait_until(lambda: first.remembered)
     pair.succeed()
