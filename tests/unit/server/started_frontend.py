@@ -64,7 +64,11 @@ class Peer:
     def receive(self, *kinds):
         """The next message; the end of the connection is None."""
         while not self._messages:
-            data = self.sock.recv(1 << 16)
+            try:
+                data = self.sock.recv(1 << 16)
+            except ConnectionResetError:
+                # Of a process that was killed before it had read what it was sent.
+                return None
             if not data:
                 return None
             self._messages += self._frames.feed(data)
