@@ -3,10 +3,12 @@
 import contextlib
 import http.client
 import json
+import os
 import threading
 import time
 import urllib.error
 import urllib.request
+from pathlib import Path
 
 from google.protobuf import json_format
 from started_frontend import FACTS, Peer, StartedFrontend, one_token, write_repository
@@ -163,6 +165,12 @@ class ControlledFrontend(StartedFrontend):
             assert self.process.poll() is None, self.text()
             assert time.monotonic() < deadline, self.text()
             time.sleep(0.01)
+
+    def files(self, name):
+        """Where files of a name that came with loads lie, in order of their paths; what is
+        deleted while it is looked for is not among them."""
+        walked = os.walk(self.scratch)
+        return sorted(Path(folder, name) for folder, _, names in walked if name in names)
 
     def text(self):
         """The front end's log."""

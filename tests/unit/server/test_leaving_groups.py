@@ -212,7 +212,7 @@ def test_files_of_groups_that_leave_go_with_them_also_at_a_successor(server):
     server.follower.serve()
     folder = server.repository / "tensorrt_llm"
     assert server.first.load_with_file(folder) == (200, None)
-    (note,) = server.first.scratch.rglob("note")
+    (note,) = server.first.files("note")
     server.first.wait_until(lambda: server.first.stopped == ["tensorrt_llm"])
     server.remembers("tensorrt_llm@2")
     unload(server)
@@ -229,7 +229,7 @@ def test_files_of_groups_that_leave_go_with_them_also_at_a_successor(server):
 def test_files_of_a_load_that_a_death_cuts_off_go_and_those_of_a_loaded_model_stay(server):
     server.follower.serve()
     assert server.first.load_with_file(server.repository / "postprocessing") == (200, None)
-    (kept,) = server.first.scratch.rglob("note")
+    (kept,) = server.first.files("note")
     first = server.first
     first.held.add("tensorrt_llm@2")
 
@@ -240,10 +240,10 @@ def test_files_of_a_load_that_a_death_cuts_off_go_and_those_of_a_loaded_model_st
     thread = threading.Thread(target=load)
     thread.start()
     first.wait_until(lambda: len(first.started) == 2)
-    assert len(list(first.scratch.rglob("note"))) == 2
+    assert len(first.files("note")) == 2
     server.succeed(started=["tensorrt_llm"])
     thread.join()
-    server.first.wait_until(lambda: list(server.first.scratch.rglob("note")) == [kept])
+    server.first.wait_until(lambda: server.first.files("note") == [kept])
 
 
 def test_groups_whose_model_cannot_be_read_any_more_end_the_same_way(server):

@@ -163,12 +163,12 @@ def test_the_clients_of_both_protocols_load_and_unload(frontend):
                 "carried", config=as_json(changed), files={"file:7/model.py": content}
             )
             assert frontend.call("GET", "/v2/models/carried")[1]["versions"] == ["7"]
-            (found,) = frontend.scratch.rglob("model.py")
+            (found,) = frontend.files("model.py")
             assert found.read_bytes() == content
             with pytest.raises(triton_http.InferenceServerException, match="failed to poll"):
                 client.load_model("nothing")
             client.unload_model("carried")
-            frontend.wait_until(lambda: not list(frontend.scratch.rglob("model.py")))
+            frontend.wait_until(lambda: not frontend.files("model.py"))
             client.unload_model("nothing")
 
 
@@ -306,7 +306,7 @@ def test_a_model_may_come_with_its_request_alone(frontend):
     files = {"file:1/model.py": encoded, "file:1/labels.txt": encoded}
     assert frontend.load("brought", config=as_json(config), **files)[0] == 200
     assert frontend.index()["brought"] == ("READY", None)
-    found = sorted(frontend.scratch.rglob("model.py"))
+    found = frontend.files("model.py")
     assert [path.read_text() for path in found] == ["# not run"]
     frontend.unload("brought")
     frontend.wait_until(lambda: not found[0].exists())
