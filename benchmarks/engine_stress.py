@@ -108,8 +108,11 @@ class Stress:
             ),
         )
 
-    def run(self, outstanding: int, seconds: float, num_windows: int) -> list[Window]:
-        """Keep ``outstanding`` requests for ``seconds``, then let them end."""
+    def run(
+        self, outstanding: int, seconds: float, drain_s: float, num_windows: int
+    ) -> list[Window]:
+        """Keep ``outstanding`` requests for ``seconds``, let them end for ``drain_s`` more, and
+        cancel all that are left at once."""
         windows = [Window() for _ in range(num_windows)]
         for _ in range(outstanding):
             self.submit()
@@ -124,9 +127,18 @@ class Stress:
                 window.steps_s.append(now - last)
             last = now
             self._look()
+            if now - start > seconds + drain_s:
+                self._cancel_all()
             while elapsed < seconds and len(self._streams) < outstanding:
                 self.submit()
         return windows
+
+    def _cancel_all(self) -> None:
+        left = [number for number, s in self._streams.items() if not s.is_cancelled]
+        for number in left:
+            self._streams[number].is_cancelled = True
+        if left:
+            self._engine.cancel(SOURCE, left)
 
     def _look(self) -> None:
         scheduler = self._engine.scheduler
@@ -212,6 +224,13 @@ def main() -> int:
     add("--shape", choices=sorted(SHAPES), default="tiny")
     add("--device", choices=("auto", "cpu", "cuda"), default="auto")
     add("--seconds", type=float, default=300.0)
+    add(
+        "--drain-seconds",
+        type=float,
+        default=600.0,
+        metavar="S",
+        help="after these seconds more, what has not ended is cancelled",
+    )
     add("--max-num-seqs", type=int, default=1024, metavar="N")
     add("--max-num-tokens", type=int, default=8192, metavar="N")
     add("--max-seq-len", type=int, default=4096, metavar="N")
@@ -222,7 +241,8 @@ def main() -> int:
     with random_checkpoint(shape_config(args.shape, "bfloat16", args.max_seq_len)) as folder:
         engine, limits = make_engine(args, folder)
     stress = Stress(engine, limits, SHAPES[args.shape]["vocab_size"])
-    windows = stress.run(args.max_num_seqs * 5 // 4, args.seconds, args.windows)
+    outstanding = args.max_num_seqs * 5 // 4
+    windows = stress.run(outstanding, args.seconds, args.drain_seconds, args.windows)
     stress.check_empty()
     figures = [window.figures() for window in windows]
     third = max(len(figures) // 3, 1)
