@@ -230,10 +230,13 @@ class ModelPreparation:
         """Start the groups of a model: beside those that run, or else in their place."""
         name = read.source.name
         while True:
+            # One that was in the way may have ended by the time that its refusal is read.
+            known = self._leaving.copy()
             try:
                 return await self._groups.open(read.source, self._remember)
             except GroupsRefusedError as error:
-                leaving = {self._leaving[g][1] for g in error.conflicts if g in self._leaving}
+                known.update(self._leaving)
+                leaving = {known[group][1] for group in error.conflicts if group in known}
                 if leaving:
                     logger.info("model '%s' waits for the place of groups that end", name)
                     await asyncio.wait(leaving)

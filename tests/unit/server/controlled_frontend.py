@@ -126,6 +126,9 @@ class ControlledFrontend(StartedFrontend):
         self.started = []
         self.conflicts = dict(conflicts or {})
         """Group that has no place to the groups that are in its way."""
+        self.refuses_late = False
+        """Whether conflicts are answered only behind the end of what was in the way."""
+        self._late = []
         self.refusals = {}
         """Group that is refused to the text."""
         self.failing = {}
@@ -283,7 +286,11 @@ class ControlledFrontend(StartedFrontend):
         in_the_way = [g for g in self.conflicts.get(group, ()) if g not in self.stopped]
         if in_the_way or group in self.refusals:
             text = self.refusals.get(group, f"no GPU is free for {group}")
-            self._reply(request_id, error=text, conflicts=in_the_way)
+            refusal = {"request_id": request_id, "error": text, "conflicts": in_the_way}
+            if self.refuses_late and in_the_way:
+                self._late.append(refusal)
+            else:
+                self._reply(**refusal)
             return
         self.started.append((group, arguments))
         self._tell(group, model, generation, "starting")
@@ -315,6 +322,8 @@ class ControlledFrontend(StartedFrontend):
                 self.engines.pop(group).close()
             self.stopped.append(group)
         self._reply(request_id)
+        while self._late:
+            self._reply(**self._late.pop())
 
     def _remember(self, request_id, arguments):
         self.remembered = arguments

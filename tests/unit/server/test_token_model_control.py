@@ -278,7 +278,10 @@ def test_an_unload_gives_up_the_load_of_an_ensemble_whose_step_is_still_to_come(
     frontend.wait_until(lambda: frontend.index()["ensemble"] == ("UNAVAILABLE", "unloaded"))
 
 
-def test_a_load_right_after_an_unload_needs_no_pause(frontend):
+@pytest.mark.parametrize("is_late", [False, True], ids=["at once", "behind their end"])
+def test_a_load_right_after_an_unload_needs_no_pause(frontend, is_late):
+    """Whenever it hears that the groups of the unloaded model are in its way."""
+    frontend.refuses_late = is_late
     whole = frontend.stream().text()
     frontend.engines["tensorrt_llm"].gate.clear()
     running = frontend.stream()
