@@ -157,8 +157,7 @@ class ModelPreparation:
         candidate = current.candidate
         labels = dict(candidate.labels)
         read = ReadModel(candidate.source, labels, candidate.fingerprint, candidate.load_id)
-        opened = await self._groups.open(candidate.source, self._remember)
-        return await self._over(read, opened)
+        return await self._over(read, await self._open(read))
 
     def leaving(self) -> list[ModelEngines]:
         """The generations that are about to end."""

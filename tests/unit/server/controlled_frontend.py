@@ -118,9 +118,11 @@ class ControlledFrontend(StartedFrontend):
     ):
         """``started`` groups are up already, those of ``down`` will be some time."""
         self.states = []
-        self._starts = []
+        self._timers = []
         self.start_method = "mpirun"
         self.stopped = []
+        self.stop_takes_s = 0.0
+        """Seconds in which groups that were told to end are still in the way of others."""
         self.remembered = {}
         self.engines = {}
         self.started = []
@@ -274,9 +276,9 @@ class ControlledFrontend(StartedFrontend):
         self._thread.join()
         # Engines may be held up by a front end that does not take them any more.
         self.process.kill()
-        for start in self._starts:
-            start.cancel()
-            start.join()
+        for timer in self._timers:
+            timer.cancel()
+            timer.join()
         for engine in self.engines.values():
             engine.close()
 
@@ -300,8 +302,8 @@ class ControlledFrontend(StartedFrontend):
             self._tell(group, model, generation, "failed", self.failing[group])
         elif group not in self.held:
             # The front end has to take the answer first, as ranks take their time to load.
-            self._starts.append(threading.Timer(0.1, self._start_engine_if_needed, [group]))
-            self._starts[-1].start()
+            self._timers.append(threading.Timer(0.1, self._start_engine_if_needed, [group]))
+            self._timers[-1].start()
 
     def _start_engine_if_needed(self, group):
         with contextlib.suppress(OSError):
@@ -317,6 +319,19 @@ class ControlledFrontend(StartedFrontend):
         self._tell(group, model, int(generation or 1), "up")
 
     def _stop_groups(self, request_id, arguments):
+        if self.stop_takes_s:
+            stop = threading.Timer(self.stop_takes_s, self._end_late, [request_id, arguments])
+            self._timers.append(stop)
+            stop.start()
+        else:
+            self._end_groups(request_id, arguments)
+
+    def _end_late(self, request_id, arguments):
+        with contextlib.suppress(OSError):
+            # The test may be over, and the front end with it.
+            self._end_groups(request_id, arguments)
+
+    def _end_groups(self, request_id, arguments):
         for group in arguments["groups"]:
             if group in self.engines:
                 self.engines.pop(group).close()

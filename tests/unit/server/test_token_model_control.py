@@ -184,7 +184,11 @@ def test_where_there_is_no_place_beside_it_the_old_one_finishes_first(frontend):
     assert frontend.generate()[0] == 200
 
 
-def test_where_the_new_one_fails_in_the_place_of_the_old_that_comes_back(frontend):
+@pytest.mark.parametrize("in_the_way", [[], ["tensorrt_llm@3"]])
+def test_where_the_new_one_fails_in_the_place_of_the_old_that_comes_back(frontend, in_the_way):
+    """Also where what failed is yet to end."""
+    frontend.stop_takes_s = 0.2
+    frontend.conflicts["tensorrt_llm@4"] = frontend.conflicts["tensorrt_llm@5"] = in_the_way
     first = frontend.started[0][1]
     assert frontend.generate()[0] == 200
     frontend.conflicts["tensorrt_llm@2"] = ["tensorrt_llm"]
@@ -196,7 +200,7 @@ def test_where_the_new_one_fails_in_the_place_of_the_old_that_comes_back(fronten
     assert "no such file" in body["error"]
     assert states(frontend)["tensorrt_llm"] == "READY"
     (group, again) = frontend.started[-1]
-    assert group == "tensorrt_llm@4"
+    assert group in ("tensorrt_llm@4", "tensorrt_llm@5")
     assert again["config"] == first["config"]
     assert frontend.generate()[0] == 200
     assert frontend.num_succeeded("tensorrt_llm") == frontend.num_succeeded("ensemble") == 2
