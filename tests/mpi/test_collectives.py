@@ -235,7 +235,7 @@ def test_over_gloo_a_wait_ends_by_the_deadline_of_now_and_names_the_others(
         start = time.monotonic()
         with pytest.raises(PeerLostError, match=words):
             group.all_reduce(torch.ones(8))
-        assert time.monotonic() - start < 5.0
+        assert time.monotonic() - start < 25.0
     world.barrier(60.0, "the others gave up")
     if world.rank == missing:
         # What the others began is over before the group is.
