@@ -2,19 +2,29 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from enum import Enum
 from typing import Any
 
 from trimaran.comm.errors import ConfigError
 
+_BITS_OF_WHOLE = 32
+"""Torch has 64, but products of sizes have to fit as well."""
+
 
 def _is_whole(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
+    is_whole = isinstance(value, int) and not isinstance(value, bool)
+    return is_whole and value.bit_length() < _BITS_OF_WHOLE
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
+    # Python's `json` reads NaN and Infinity, and 1e999 as the latter.
+    return _is_whole(value) or (isinstance(value, float) and math.isfinite(value))
+
+
+def _is_positive(value: Any) -> bool:
+    return _is_number(value) and value > 0
 
 
 def _is_text(value: Any) -> bool:
@@ -28,13 +38,15 @@ def _list_of(is_one: Callable[[Any], bool]) -> Callable[[Any], bool]:
 class JsonType(Enum):
     """A type by the words that an operator is told."""
 
-    WHOLE = "a whole number"
-    NUMBER = "a number"
+    WHOLE = "a whole number of 32 bits"
+    NUMBER = "a finite number"
+    POSITIVE = "a finite number above 0"
+    AMOUNT = "a finite number of 0 or more"
     TEXT = "a string"
     FLAG = "true or false"
     OBJECT = "an object"
     WHOLES = "a list of whole numbers"
-    NUMBERS = "a list of numbers"
+    POSITIVES = "a list of finite numbers above 0"
     TEXTS = "a list of strings"
     WHOLE_OR_WHOLES = "a whole number or a list of them"
 
@@ -46,11 +58,13 @@ class JsonType(Enum):
 _CHECKS: dict[JsonType, Callable[[Any], bool]] = {
     JsonType.WHOLE: _is_whole,
     JsonType.NUMBER: _is_number,
+    JsonType.POSITIVE: _is_positive,
+    JsonType.AMOUNT: lambda value: _is_number(value) and value >= 0,
     JsonType.TEXT: _is_text,
     JsonType.FLAG: lambda value: isinstance(value, bool),
     JsonType.OBJECT: lambda value: isinstance(value, Mapping),
     JsonType.WHOLES: _list_of(_is_whole),
-    JsonType.NUMBERS: _list_of(_is_number),
+    JsonType.POSITIVES: _list_of(_is_positive),
     JsonType.TEXTS: _list_of(_is_text),
     JsonType.WHOLE_OR_WHOLES: lambda value: _is_whole(value) or _list_of(_is_whole)(value),
 }

@@ -19,10 +19,14 @@ _NAMES: dict[JsonType, str] = {
         first_k_dense_replace moe_layer_freq n_routed_experts n_shared_experts n_group
         topk_group
     """,
-    JsonType.NUMBER: """
-        rms_norm_eps layer_norm_eps layer_norm_epsilon rope_theta rope_local_base_freq
-        rotary_emb_base rotary_pct partial_rotary_factor query_pre_attn_scalar
-        attn_logit_softcapping final_logit_softcapping routed_scaling_factor
+    JsonType.NUMBER: "routed_scaling_factor",
+    JsonType.POSITIVE: """
+        rope_theta rope_local_base_freq rotary_emb_base rotary_pct partial_rotary_factor
+        query_pre_attn_scalar
+    """,
+    JsonType.AMOUNT: """
+        rms_norm_eps layer_norm_eps layer_norm_epsilon attn_logit_softcapping
+        final_logit_softcapping
     """,
     JsonType.TEXT: """
         model_type dtype torch_dtype hidden_act hidden_activation activation
@@ -40,13 +44,13 @@ _NAMES: dict[JsonType, str] = {
     JsonType.WHOLE_OR_WHOLES: "eos_token_id",
 }
 _ROPE_NAMES: dict[JsonType, str] = {
-    JsonType.NUMBER: """
+    JsonType.POSITIVE: """
         rope_theta factor partial_rotary_factor original_max_position_embeddings
-        low_freq_factor high_freq_factor attention_factor beta_fast beta_slow mscale
-        mscale_all_dim
+        low_freq_factor high_freq_factor attention_factor beta_fast beta_slow
     """,
+    JsonType.AMOUNT: "mscale mscale_all_dim",
     JsonType.TEXT: "type rope_type",
-    JsonType.NUMBERS: "short_factor long_factor",
+    JsonType.POSITIVES: "short_factor long_factor",
     JsonType.FLAG: "truncate",
     JsonType.OBJECT: "full_attention sliding_attention",
 }

@@ -123,6 +123,7 @@ def _from_phi3(values: Mapping[str, Any]) -> dict[str, Any]:
     plain = {"rope_scaling": None, "rope_parameters": {"rope_theta": base}}
     common = _from_mistral({**values, **plain, "partial_rotary_factor": None})
     rotated = int(common["head_size"] * share)
+    check_positive("partial_rotary_factor times the head size", rotated)
     return {
         **common,
         "rotary_size": 0 if rotated == common["head_size"] else rotated,

@@ -127,7 +127,22 @@ def test_flags_that_only_the_replaced_tools_need_are_accepted_and_named_once(
             {"rope_scaling": {"type": "mrope", "factor": 4.0}},
             ["'mrope'", "linear", "longrope"],
         ),
-        ({"rope_theta": "big"}, ["'big' but must be a number", "big"]),
+        ({"rope_theta": "big"}, ["'big' but must be a finite number above 0", "big"]),
+        ({"rope_theta": 0}, ["rope_theta is 0 but must be a finite number above 0"]),
+        ({"rms_norm_eps": float("nan")}, ["rms_norm_eps is nan but must be a finite number"]),
+        ({"vocab_size": 10**30}, [f"vocab_size is {10**30}", "a whole number of 32 bits"]),
+        (
+            {"rope_scaling": {"type": "linear", "factor": 0.0}},
+            ["rope_scaling.factor is 0.0 but must be a finite number above 0"],
+        ),
+        (
+            {
+                "architectures": ["Phi3ForCausalLM"],
+                "model_type": "phi3",
+                "partial_rotary_factor": 0.01,
+            },
+            ["partial_rotary_factor times the head size is 0", "1 or more"],
+        ),
         ({"quantization_config": {"quant_method": "gptq"}}, ["quantized", "GPTQ", "bfloat16"]),
     ],
 )

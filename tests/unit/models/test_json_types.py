@@ -20,7 +20,10 @@ from trimaran.worker.huggingface_types import _NEVER_NULL, _ROPE_TYPES, _TYPES
 from trimaran.worker.pretrained_config import PretrainedConfig
 from trimaran.worker.pretrained_families import FAMILIES
 
-WRONG = (5, 1.5, "x", True, [1.5], ["x"], {"a": 1})
+WRONG = (
+    5, 1.5, 0, -1.5, 1e400, float("nan"), 2**31, -(2**63), "x", True, [1.5], [0.0], ["x"],
+    {"a": 1},
+)  # fmt: skip
 CONFIGS = family_configs()
 ARCHITECTURES = {family.model_type: name for name, family in reversed(FAMILIES.items())}
 
@@ -83,7 +86,7 @@ def test_a_wrong_type_inside_another_object_is_named_with_the_way_there():
         PretrainedConfig.from_huggingface(values, "config.json")
     assert str(caught.value) == (
         "config.json: text_config.rope_parameters.full_attention.factor is '8' but must be a "
-        "number"
+        "finite number above 0"
     )
 
 

@@ -68,10 +68,13 @@ def test_rank_stabilised_scaling_and_exceptions_are_heeded(adapter, tmp_path):
         ({"bias": "all"}, "bias is 'all', but only plain LoRA"),
         ({"modules_to_save": ["lm_head"]}, "modules_to_save is"),
         ({"peft_type": "IA3"}, "peft_type is 'IA3'"),
-        ({"lora_alpha": "4"}, "adapter_config.json: lora_alpha is '4' but must be a number"),
-        ({"lora_alpha": None}, "lora_alpha is None but must be a number"),
+        (
+            {"lora_alpha": "4"},
+            "adapter_config.json: lora_alpha is '4' but must be a finite number",
+        ),
+        ({"lora_alpha": None}, "lora_alpha is None but must be a finite number"),
         ({"alpha_pattern": [4]}, r"alpha_pattern is \[4\] but must be an object"),
-        ({"alpha_pattern": {"q_proj": "4"}}, r"alpha_pattern\.q_proj is '4' but must be a num"),
+        ({"alpha_pattern": {"q_proj": "4"}}, r"alpha_pattern\.q_proj is '4' but must be a fin"),
         ({"use_rslora": "no"}, "use_rslora is 'no' but must be true or false"),
     ],
 )
