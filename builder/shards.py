@@ -112,7 +112,8 @@ def take_shards(source: EngineFolder, output: Path) -> ShardTable:
             progress.show(sum(sizes[:number]), f"taking {path.name}")
             target = output / path.name
             try:
-                target.hardlink_to(path)
+                # Of a link the file: whoever has the folder has the weights then.
+                target.hardlink_to(path.resolve())
             except OSError:  # another file system, or one without links
                 shutil.copyfile(path, target)
     return [_entry(output / path.name) for path in source.weight_files]

@@ -205,6 +205,19 @@ def test_shards_on_another_file_system_are_copied(llama, trimaran, tmp_path, mon
     assert EngineFolder.load(output).weight_files[0].stat().st_nlink == 1
 
 
+def test_of_shards_that_are_links_the_files_are_taken(llama, trimaran, tmp_path):
+    converted, links = tmp_path / "converted", tmp_path / "links"
+    trimaran("convert", "--model_dir", llama().folder, "--output_dir", converted)
+    links.mkdir()
+    shutil.copy(converted / "config.json", links)
+    (links / "rank0.safetensors").symlink_to("../converted/rank0.safetensors")
+    output = tmp_path / "engines" / "engine"
+    done = trimaran("build", "--checkpoint", links, "--output", output)
+    assert done.code == 0, done.err
+    shutil.rmtree(converted)
+    assert not EngineFolder.load(output).weight_files[0].is_symlink()
+
+
 def test_the_limits_come_from_flags_before_the_file_before_the_defaults(
     llama, trimaran, tmp_path
 ):
