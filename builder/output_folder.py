@@ -55,6 +55,9 @@ def replaced_folder(output: Path) -> Iterator[Path]:
         (_move_out if is_mount else _put_in_place)(partial, output)
     except OSError as error:
         raise _cannot_write(output, error, _kept(partial)) from None
+    except ConfigError as error:
+        # Of a disk that is still too small, or a checkpoint that cannot be read just now.
+        raise ConfigError(f"{error}{_kept(partial)}") from None
     except WorkerLostError as error:
         _kept(partial)
         raise error

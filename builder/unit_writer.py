@@ -13,9 +13,10 @@ from torch import Tensor, nn
 
 from trimaran.builder.build_plan import BuildPlan, Part, Unit
 from trimaran.builder.journal import Checksums
+from trimaran.comm.input_files import unreadable
 from trimaran.worker.models.checkpoint_file import is_safetensors, mapped_file
 from trimaran.worker.models.weight_loader import load_weight, refuse_overflow
-from trimaran.worker.shard_file import checksum_of
+from trimaran.worker.shard_file import TensorEntry, checksum_of
 
 
 class UnitWriter:
@@ -87,11 +88,7 @@ class UnitWriter:
             for part in self._plan.ranks[rank].parts[name]
         }
         for path in {each.path for each in stored.values() if is_safetensors(each.path)}:
-            with _opened(path, os.O_RDONLY) as file:
-                for each in stored.values():
-                    if each.path == path:
-                        start, count = each.entry.start, each.entry.num_bytes
-                        os.posix_fadvise(file, start, count, os.POSIX_FADV_WILLNEED)
+            _read_soon(path, [each.entry for each in stored.values() if each.path == path])
 
 
 class _Checkpoint:
@@ -123,6 +120,16 @@ def _opened(path: Path, flags: int) -> Iterator[int]:
         yield file
     finally:
         os.close(file)
+
+
+def _read_soon(path: Path, entries: Sequence[TensorEntry]) -> None:
+    """Raises ConfigError where the file is there no more."""
+    try:
+        with _opened(path, os.O_RDONLY) as file:
+            for each in entries:
+                os.posix_fadvise(file, each.start, each.num_bytes, os.POSIX_FADV_WILLNEED)
+    except OSError as error:
+        raise unreadable(f"{path}:", error) from None
 
 
 def _bytes_of(tensor: Tensor) -> memoryview:

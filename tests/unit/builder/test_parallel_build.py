@@ -181,6 +181,60 @@ def test_a_disk_that_is_too_small_is_refused_before_anything_is_written(
     assert list(output.parent.iterdir()) == []
 
 
+def test_a_disk_that_is_still_too_small_keeps_what_an_earlier_build_did(
+    llama, build, full_disk, tmp_path, monkeypatch
+):
+    folder, output = llama().folder, tmp_path / "engine"
+    with full_disk(30):
+        build(folder, output)
+    journal = _journal(output)
+    with monkeypatch.context() as patch:
+        patch.setattr("shutil.disk_usage", lambda path: type("Usage", (), {"free": 4096}))
+        done = build(folder, output)
+    assert done.code == 2
+    assert "0 MiB free" in done.err and "to go on, or remove it" in done.err
+    assert _journal(output) == journal
+    _assert_goes_on(build, folder, output)
+
+
+def test_a_checkpoint_that_does_not_fit_keeps_what_a_build_of_another_did(
+    llama, build, full_disk, tmp_path
+):
+    checkpoint, output = llama(), tmp_path / "engine"
+    with full_disk(30):
+        build(checkpoint.folder, output)
+    journal = _journal(output)
+    file = checkpoint.folder / "model.safetensors"
+    whole = file.rename(tmp_path / "whole.safetensors")
+    del checkpoint.tensors["model.norm.weight"]
+    checkpoint.save()
+    assert "1 missing" in build(checkpoint.folder, output).err
+    whole.replace(file)
+    assert _journal(output) == journal
+    _assert_goes_on(build, checkpoint.folder, output)
+
+
+def test_a_checkpoint_that_goes_away_is_named_and_what_is_done_is_kept(
+    llama, build, tmp_path, monkeypatch
+):
+    folder, output = llama().folder, tmp_path / "engine"
+    file, away, write = folder / "model.safetensors", tmp_path / "away", os.pwrite
+
+    def pwrite(descriptor, data, start):
+        if len(_journal(output)) == 2 and file.exists():
+            file.rename(away)
+        return write(descriptor, data, start)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pwrite", pwrite)
+        done = build(folder, output)
+    assert done.code == 2
+    assert f"{file}: cannot be read: " in done.err and "cannot be written" not in done.err
+    assert "to go on, or remove it" in done.err
+    away.rename(file)
+    _assert_goes_on(build, folder, output)
+
+
 def test_a_worker_that_is_killed_is_named_with_the_signal():
     def job(task, say):
         if task == 3:
