@@ -4,21 +4,31 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import signal
 import threading
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import ExitStack
+from multiprocessing import resource_tracker
+from multiprocessing.connection import Connection
+from typing import Any
 
 import uvloop
 
 from trimaran.client.load import LoadGenerator, Record, Run, Target
 from trimaran.client.workload import Item
+from trimaran.comm.errors import ConfigError, TrimaranError
 
 Plan = Sequence[tuple[Item, float]]
 MakeTarget = Callable[[], Awaitable[Target]]
 """Connects; it is sent to the processes, so it has to be picklable."""
 
-_START_S = 2.0
-"""Time for every process to import and connect, before the first request is due."""
+_START_S = 0.1
+"""From the last process's word that it is ready to the moment that delays count from."""
+
+
+class LoadProcessLostError(TrimaranError):
+    """A process of the load ended before its requests were answered."""
 
 
 def run_in_processes(
@@ -26,21 +36,97 @@ def run_in_processes(
 ) -> Run:
     """Deal the plan out by the share that each has of the concurrency; the run of all.
 
-    Times of all processes are on one clock, the host's monotonic one.
+    It begins once all processes have imported and connected, which takes as long as the
+    machine needs for it. Times of all processes are on one clock, the host's monotonic one.
+
+    Raises:
+        ConfigError: a process cannot connect.
+        LoadProcessLostError: one was ended.
     """
-    begin = time.monotonic() + _START_S
-    shares = []
-    for index in range(num_processes):
-        slots = range(index, concurrency, num_processes)
-        own = [each for j, each in enumerate(plan) if j % concurrency in slots]
-        shares.append((make_target, own, len(slots), begin))
-    context = multiprocessing.get_context("spawn")
-    with context.Pool(num_processes, initializer=_end_with_parent) as pool:
-        found = pool.starmap(_run_share, shares, chunksize=1)
-    records = [record for part in found for record in part]
+    with ExitStack() as stack:
+        processes = []
+        for index in range(num_processes):
+            slots = range(index, concurrency, num_processes)
+            own = [each for j, each in enumerate(plan) if j % concurrency in slots]
+            processes.append(stack.enter_context(_Process(make_target, own, len(slots))))
+        for process in processes:
+            process.receive()
+        begin = time.monotonic() + _START_S
+        for process in processes:
+            process.send(begin)
+        records = [record for process in processes for record in process.receive()]
     records.sort(key=lambda record: record.due_s)
     end = max((record.end_s for record in records), default=begin)
     return Run(records, end - begin)
+
+
+class _Process:
+    """Sends a share of the load; it says that it is ready, gets the begin, and says what came.
+
+    Use as a context manager, which ends it.
+    """
+
+    def __init__(self, make_target: MakeTarget, plan: Plan, concurrency: int) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._connection, self._there = context.Pipe()
+        self._process = context.Process(
+            target=_serve, args=(self._there, make_target, plan, concurrency), daemon=True
+        )
+
+    def __enter__(self) -> _Process:
+        # Ctrl-C goes to all: who started the processes ends them, without their tracebacks. The
+        # first start of the tracker would let the signal through again.
+        resource_tracker.ensure_running()
+        blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        try:
+            self._process.start()
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+        # Its own end alone must stay open, so that its death shows.
+        self._there.close()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._process.kill()
+        self._process.join()
+        self._connection.close()
+
+    def send(self, begin: float) -> None:
+        """Let it begin then."""
+        try:
+            self._connection.send(begin)
+        except ConnectionError:
+            raise self._lost() from None
+
+    def receive(self) -> Any:
+        """What it says next."""
+        try:
+            said = self._connection.recv()
+        except (EOFError, ConnectionError):
+            raise self._lost() from None
+        if isinstance(said, ConfigError):
+            raise said
+        return said
+
+    def _lost(self) -> LoadProcessLostError:
+        self._process.join()
+        return LoadProcessLostError(
+            f"a process of the load ended with exit code {self._process.exitcode}, perhaps for "
+            "lack of memory. Run it again, with fewer --load-processes."
+        )
+
+
+def _serve(
+    connection: Connection, make_target: MakeTarget, plan: Plan, concurrency: int
+) -> None:
+    """What a process does."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+    _end_with_parent()
+    try:
+        connection.send(uvloop.run(_send(connection, make_target, plan, concurrency)))
+    except ConfigError as error:
+        connection.send(error)
 
 
 def _end_with_parent() -> None:
@@ -55,17 +141,13 @@ def _end_with_parent() -> None:
     threading.Thread(target=watch, name="parent", daemon=True).start()
 
 
-def _run_share(
-    make_target: MakeTarget, plan: Plan, concurrency: int, begin: float
-) -> list[Record]:
-    return uvloop.run(_send(make_target, plan, concurrency, begin))
-
-
 async def _send(
-    make_target: MakeTarget, plan: Plan, concurrency: int, begin: float
+    connection: Connection, make_target: MakeTarget, plan: Plan, concurrency: int
 ) -> list[Record]:
     target = await make_target()
     try:
+        connection.send(None)
+        begin: float = connection.recv()
         done = await LoadGenerator(target, concurrency).run(plan, begin=begin)
     finally:
         await target.close()

@@ -8,9 +8,11 @@ import json
 import numpy as np
 import pytest
 from scripted_server import Reply, ids_reply
+from scripted_targets import killed_target, late_target
 
 from trimaran.client.bench_report import figures
 from trimaran.client.load import Record, Run
+from trimaran.client.load_processes import LoadProcessLostError, run_in_processes
 from trimaran.client.workload import Item, Workload
 
 SHORT = ("--input-len", "4", "--output-len", "3", "-c", "2", "--num-requests", "6")
@@ -343,6 +345,20 @@ def test_a_load_from_several_processes_is_the_same_load(http_server, trimaran):
     http_server.bodies.clear()
     trimaran("bench", "-u", http_server.url, "--seed", "7", "--warmup", "0", *SHORT)
     assert sent == sorted(json.dumps(body["input_ids"]) for _, body in http_server.bodies)
+
+
+def test_the_time_that_load_processes_take_to_start_is_no_latency():
+    plan = [(Item([1], 1), 0.05 * number) for number in range(8)]
+    done = run_in_processes(late_target, plan, concurrency=4, num_processes=2)
+    assert len(done.records) == 8
+    assert done.elapsed_s < 2.0
+    assert figures(done)["latency_ms_p99"] < 1000
+
+
+def test_a_load_process_that_is_killed_ends_the_benchmark():
+    plan = [(Item([1], 1), 0.0)] * 4
+    with pytest.raises(LoadProcessLostError, match="exit code -9, perhaps for lack of memory"):
+        run_in_processes(killed_target, plan, concurrency=4, num_processes=2)
 
 
 def test_more_load_processes_than_requests_in_flight_are_refused(http_server, trimaran):
