@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import json
 import time
@@ -27,6 +28,11 @@ _OWN_CONNECTION = [
     ("grpc.max_send_message_length", -1),
     ("grpc.max_receive_message_length", -1),
 ]
+_CONFIG_S = 30.0
+"""Longest wait for what a model is, which is known without computing."""
+
+_CONFIG_TIMEOUT = aiohttp.ClientTimeout(total=_CONFIG_S)
+_SHOWN_CHARS = 80
 _HTTP_TIMEOUT = aiohttp.ClientTimeout(total=None, sock_connect=30)
 
 
@@ -152,17 +158,32 @@ async def decoupled_over_http(url: str, name: str) -> bool:
     """Whether a model is decoupled.
 
     Raises:
-        ConfigError: no server, or no such model.
+        ConfigError: no server, no such model, or a server of another kind.
     """
     path = f"http://{url}/v2/models/{name}/config"
     try:
-        async with aiohttp.ClientSession() as session, session.get(path) as reply:
-            config = await reply.json()
+        async with (
+            aiohttp.ClientSession(timeout=_CONFIG_TIMEOUT) as session,
+            session.get(path) as reply,
+        ):
+            status, text = reply.status, await reply.text()
     except (aiohttp.ClientError, ValueError) as error:
         raise ConfigError(f"no server answers at http://{url}: {error}") from error
-    if "error" in config:
-        raise ConfigError(f"model {name!r} at http://{url}: {config['error']}")
-    return bool(config.get("model_transaction_policy", {}).get("decoupled", False))
+    except asyncio.TimeoutError:
+        raise ConfigError(
+            f"the server at http://{url} did not say within {_CONFIG_S:.0f} s what model "
+            f"{name!r} is. Look after it, or name another --url."
+        ) from None
+    try:
+        config = json.loads(text)
+        if "error" in config:
+            raise ConfigError(f"model {name!r} at http://{url}: {config['error']}")
+        return bool(config.get("model_transaction_policy", {}).get("decoupled", False))
+    except (AttributeError, TypeError, ValueError):
+        raise ConfigError(
+            f"what answers at http://{url} is no server of models: to GET {path} it says HTTP "
+            f"{status}, {text.strip()[:_SHOWN_CHARS]!r}. Name another --url."
+        ) from None
 
 
 async def decoupled_over_grpc(url: str, name: str) -> bool:
@@ -173,7 +194,7 @@ async def decoupled_over_grpc(url: str, name: str) -> bool:
     """
     async with grpcclient.InferenceServerClient(url) as client:
         try:
-            reply = await client.get_model_config(name)
+            reply = await client.get_model_config(name, client_timeout=_CONFIG_S)
         except InferenceServerException as error:
             raise ConfigError(f"model {name!r} at {url}: {error.message()}") from error
     return bool(reply.config.model_transaction_policy.decoupled)

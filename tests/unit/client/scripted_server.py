@@ -138,6 +138,8 @@ class ScriptedHttpServer:
 
     def __init__(self) -> None:
         self.is_decoupled = True
+        self.config: Any = None
+        """What to say of a model in place of its configuration."""
         self.events: Callable[[dict[str, Any]], list[dict[str, Any]]] = lambda body: []
         self.bodies: list[tuple[str, dict[str, Any]]] = []
         self._httpd = ThreadingHTTPServer(("127.0.0.1", 0), self._handler())
@@ -158,7 +160,7 @@ class ScriptedHttpServer:
 
             def do_GET(self) -> None:
                 policy = {"decoupled": scripted.is_decoupled}
-                self._send(200, {"model_transaction_policy": policy})
+                self._send(200, scripted.config or {"model_transaction_policy": policy})
 
             def do_POST(self) -> None:
                 body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))

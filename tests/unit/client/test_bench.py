@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import csv
 import json
+import socket
 
+import aiohttp
 import numpy as np
 import pytest
 from scripted_server import Reply, ids_reply
 from scripted_targets import killed_target, late_target
 
+from trimaran.client import targets
 from trimaran.client.bench_report import figures
 from trimaran.client.load import Record, Run
 from trimaran.client.load_processes import LoadProcessLostError, run_in_processes
@@ -51,6 +54,34 @@ def test_http_streams_are_counted_token_by_token(http_server, trimaran):
         "[INFO] Warm up for benchmarking.", "[INFO] Start benchmarking on 6 prompts.",
     ]  # fmt: skip
     assert lines[2].startswith("[INFO] Total Latency: ")
+
+
+@pytest.mark.parametrize(
+    ("answer", "complaint"),
+    [
+        ([1], "is no server of models: to GET"),
+        ({"model_transaction_policy": [1]}, "is no server of models: to GET"),
+        ("<html>", "it says HTTP 200, '<html>'. Name another --url"),
+    ],
+)
+def test_a_server_of_another_kind_is_refused(http_server, trimaran, answer, complaint):
+    http_server.config = answer
+
+    code, _, err = trimaran("bench", "-u", http_server.url, *SHORT)
+
+    assert code == 2
+    assert complaint in err
+
+
+@pytest.mark.parametrize("protocol", ["http", "grpc"])
+def test_a_server_that_does_not_answer_is_waited_for_so_long(trimaran, monkeypatch, protocol):
+    monkeypatch.setattr(targets, "_CONFIG_S", 0.3)
+    monkeypatch.setattr(targets, "_CONFIG_TIMEOUT", aiohttp.ClientTimeout(total=0.3))
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        url = f"127.0.0.1:{silent.getsockname()[1]}"
+        code, _, err = trimaran("bench", "-i", protocol, "-u", url, *SHORT)
+    assert code == 2
+    assert f"{url}" in err and "tensorrt_llm" in err
 
 
 def test_a_model_that_is_not_decoupled_answers_once_and_its_echo_is_not_counted(
