@@ -48,7 +48,7 @@ def _first_tokens(records: Sequence[Record]) -> list[float]:
     return [
         1000 * (record.arrivals[0][0] - record.due_s)
         for record in records
-        if len(record.arrivals) > 1
+        if record.is_stream and record.arrivals
     ]
 
 

@@ -21,6 +21,8 @@ class Record:
     waited for a free connection does not look fast."""
     arrivals: list[tuple[float, int]] = field(default_factory=list)
     """Time and number of generated tokens of each response."""
+    is_stream: bool = False
+    """Whether the first response is the first token's, rather than that of all."""
     end_s: float = 0.0
     error: str = ""
 

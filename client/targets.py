@@ -77,7 +77,7 @@ class HttpTarget:
     async def generate(self, item: Item, record: Record) -> None:
         """Run one request."""
         name, is_decoupled = self._models.next()
-        is_streaming = is_decoupled and self._models.is_streaming
+        record.is_stream = is_streaming = is_decoupled and self._models.is_streaming
         body: dict[str, Any] = {
             "input_ids": item.ids,
             "input_lengths": len(item.ids),
@@ -121,7 +121,7 @@ class GrpcTarget:
     async def generate(self, item: Item, record: Record) -> None:
         """Run one request."""
         name, is_decoupled = self._models.next()
-        is_streaming = is_decoupled and self._models.is_streaming
+        record.is_stream = is_streaming = is_decoupled and self._models.is_streaming
         inputs = [
             tensor("input_ids", [item.ids], np.int32),
             row("input_lengths", len(item.ids), np.int32),

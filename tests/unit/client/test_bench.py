@@ -56,6 +56,18 @@ def test_http_streams_are_counted_token_by_token(http_server, trimaran):
     assert lines[2].startswith("[INFO] Total Latency: ")
 
 
+def test_the_first_token_of_a_stream_of_one_has_its_time(http_server, trimaran):
+    http_server.events = lambda body: [{"output_ids": [1], "sequence_length": 1}]
+    one = ("--input-len", "4", "--output-len", "1", "-c", "2", "--num-requests", "6")
+
+    _, out, _ = trimaran("bench", "-u", http_server.url, *one)
+    assert rows(out)["P99 time to first token (ms)"] > 0
+
+    # A response for all tokens says nothing of the first.
+    _, out, _ = trimaran("bench", "-u", http_server.url, "--no-streaming", *one)
+    assert "P99 time to first token (ms)" not in rows(out)
+
+
 @pytest.mark.parametrize(
     ("answer", "complaint"),
     [
@@ -340,7 +352,7 @@ class TestFigures:
     """Figures follow from the times of arrival."""
 
     def test_gaps_are_shared_out_over_the_tokens_of_a_response(self):
-        record = Record(Item([1, 2], 5), due_s=1.0)
+        record = Record(Item([1, 2], 5), due_s=1.0, is_stream=True)
         record.arrivals = [(1.5, 1), (1.9, 4)]
         record.end_s = 2.0
 
