@@ -94,7 +94,18 @@ def append(path: str, result: dict[str, Any]) -> None:
         ConfigError: it cannot be written.
     """
     with writing("--output", path), open(path, "a", encoding="utf-8") as file:
-        file.write(json.dumps(result) + "\n")
+        # What a kill or a full disk cut short would make both lines unreadable.
+        begin = "\n" if _is_cut_short(Path(path)) else ""
+        file.write(begin + json.dumps(result) + "\n")
+
+
+def _is_cut_short(path: Path) -> bool:
+    """Whether a file's last line has no end. What is no file, as a pipe, has no lines."""
+    if not path.is_file() or not path.stat().st_size or not os.access(path, os.R_OK):
+        return False
+    with path.open("rb") as file:
+        file.seek(-1, os.SEEK_END)
+        return file.read() != b"\n"
 
 
 def read(paths: Sequence[str]) -> list[dict[str, Any]]:
@@ -107,13 +118,24 @@ def read(paths: Sequence[str]) -> list[dict[str, Any]]:
     for path in paths:
         try:
             text = Path(path).read_text(encoding="utf-8")
-            found = [json.loads(line) for line in text.splitlines() if line.strip()]
         except (OSError, ValueError) as error:
             raise ConfigError(f"{path} is not a file of JSON lines: {error}") from error
-        if not all(isinstance(line, dict) for line in found):
-            raise ConfigError(f"{path} is not a file of JSON objects, one a line")
-        lines += found
+        for number, line in enumerate(text.split("\n"), start=1):
+            if line.strip():
+                lines.append(_object_of(line, f"{path}: line {number}"))
     return lines
+
+
+def _object_of(line: str, where: str) -> dict[str, Any]:
+    try:
+        found = json.loads(line)
+    except ValueError as error:
+        raise ConfigError(
+            f"{where} is not JSON, perhaps because its run was killed: {error}. Take it out."
+        ) from None
+    if not isinstance(found, dict):
+        raise ConfigError(f"{where} is not a JSON object. Take it out.")
+    return found
 
 
 def _git(folder: Path, *words: str) -> str | None:

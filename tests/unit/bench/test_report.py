@@ -88,8 +88,8 @@ def test_lines_without_a_limit_have_a_table_but_nothing_to_draw(tmp_path, capsys
 @pytest.mark.parametrize(
     ("content", "complaint"),
     [
-        ("not json", "is not a file of JSON lines"),
-        ("[1]", "is not a file of JSON objects"),
+        ("not json", ": line 1 is not JSON"),
+        ("[1]", ": line 1 is not a JSON object"),
         ('{"benchmark": "weather"}', "no line names a benchmark"),
         ('{"benchmark": "throughput"}', "a line of the benchmark 'throughput' lacks '"),
         ('{"benchmark": "serve"}', "a line of the benchmark 'serve' lacks '"),

@@ -95,3 +95,18 @@ def test_ceilings_are_read_back_as_they_were_written(tmp_path):
 def test_a_line_that_the_disk_does_not_take_is_an_error_with_its_reason():
     with pytest.raises(ConfigError, match="--output /dev/full was not written: No space left"):
         results.append("/dev/full", {"benchmark": "serve"})
+
+
+def test_a_line_that_was_cut_short_spoils_no_other(tmp_path):
+    path = tmp_path / "results.jsonl"
+    results.append(str(path), {"isl": 1})
+    results.append(str(path), {"isl": 2})
+    path.write_text(path.read_text()[:-4])
+    results.append(str(path), {"isl": 3})
+    with pytest.raises(
+        ConfigError, match=r"results\.jsonl: line 2 is not JSON, .* Take it out"
+    ):
+        results.read([str(path)])
+    kept = path.read_text().splitlines()
+    path.write_text("\n".join([kept[0], *kept[2:]]))
+    assert results.read([str(path)]) == [{"isl": 1}, {"isl": 3}]
