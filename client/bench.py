@@ -29,12 +29,13 @@ from trimaran.client.targets import (
     decoupled_over_http,
 )
 from trimaran.client.vocabulary import Vocabulary
-from trimaran.client.workload import Item, Workload, within
+from trimaran.client.workload import UNPACED, Item, Workload, within
 from trimaran.comm.errors import ConfigError
 from trimaran.comm.output_files import check_writable, writing
 
 _MAX_REQUESTS = 30000
 _MOST_OF_INT32 = 2**31 - 1
+_LEAST_RATE = 1e-6
 
 
 def run(args: argparse.Namespace) -> int:
@@ -85,13 +86,14 @@ def check(args: argparse.Namespace) -> None:
         value = getattr(args, name)
         if value is not None and value < 1:
             raise ConfigError(f"--{name.replace('_', '-')} is {value} but must be 1 or more")
-    for name in ("warmup", "seed", "input_stdev", "output_stdev", "op_tokens_per_word"):
+    for name in ("warmup", "seed", "input_stdev", "output_stdev", "op_tokens_per_word",
+                 "temperature"):  # fmt: skip
         value = getattr(args, name, None)
         if value is not None and not value >= 0:
             raise ConfigError(f"--{name.replace('_', '-')} is {value} but must be 0 or more")
-    if math.isnan(args.request_rate):
-        raise ConfigError("--request-rate is nan but must be a number")
-    for name in ("input_mean", "input_stdev", "output_mean", "output_stdev"):
+    _check_times(args)
+    for name in ("input_mean", "input_stdev", "output_mean", "output_stdev", "temperature",
+                 "check_perf_atol", "check_perf_rtol"):  # fmt: skip
         value = getattr(args, name, None)
         if value is not None and not math.isfinite(value):
             raise ConfigError(f"--{name.replace('_', '-')} is {value} but must be finite")
@@ -115,6 +117,24 @@ def check(args: argparse.Namespace) -> None:
         raise ConfigError("--check-perf-json and --check-perf-key go together")
     if args.metrics_url and not args.json:
         raise ConfigError("--metrics-url has no effect without --json FILE to record facts in")
+
+
+def _check_times(args: argparse.Namespace) -> None:
+    """Refuse paces that nothing can be sent at, and times that nothing can take."""
+    rate, timeout_s = args.request_rate, args.stream_timeout
+    if rate != UNPACED and not _LEAST_RATE <= rate < math.inf:
+        raise ConfigError(
+            f"--request-rate is {rate:g} but must be a number of {_LEAST_RATE:g} or more, or "
+            f"{UNPACED} for requests that wait for nothing but their turn"
+        )
+    if timeout_s is not None and not 0 < timeout_s < math.inf:
+        raise ConfigError(
+            f"--stream-timeout is {timeout_s:g} but must be a number of seconds above 0"
+        )
+    if timeout_s is not None and args.protocol != "grpc":
+        raise ConfigError(
+            "--stream-timeout has no effect on HTTP. Leave it out, or ask by -i grpc."
+        )
 
 
 def _items(args: argparse.Namespace, workload: Workload) -> list[Item]:

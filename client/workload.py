@@ -15,6 +15,9 @@ from trimaran.comm.errors import ConfigError
 
 SEED = 420
 
+UNPACED = -1
+"""The rate of requests that are due at once."""
+
 # Rows of (shortest, longest, weight): a mix of chat and summarisation lengths.
 HISTOGRAMS: dict[str, tuple[tuple[int, int, int], ...]] = {
     "example_ip": ((16, 64, 18), (64, 128, 27), (128, 256, 30), (256, 512, 18), (512, 768, 7)),
@@ -90,8 +93,8 @@ class Workload:
         return [Item(self._ids(len(item.ids)), item.output_len) for item in items]
 
     def delays(self, count: int, rate: float, distribution: str) -> list[float]:
-        """Seconds from the start at which each request is due; all 0 for a rate of -1."""
-        if rate <= 0:
+        """Seconds from the start at which each request is due; all 0 for `UNPACED`."""
+        if rate == UNPACED:
             return [0.0] * count
         if distribution == "constant":
             gaps = np.full(count, 1 / rate)

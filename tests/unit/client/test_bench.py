@@ -222,7 +222,18 @@ def test_a_run_slower_than_its_record_fails(http_server, trimaran, tmp_path):
         (("token-from-histogram", "--histogram-key", "x"), "must be one of example"),
         ((*SHORT, "--seed", "-1"), "--seed is -1 but must be 0 or more"),
         ((*SHORT, "--warmup", "-1"), "--warmup is -1 but must be 0 or more"),
-        ((*SHORT, "--request-rate", "nan"), "--request-rate is nan but must be"),
+        *(
+            ((*SHORT, "--request-rate", rate), f"--request-rate is {rate} but must be a num")
+            for rate in ("nan", "inf", "0", "-5", "1e-09")
+        ),
+        ((*SHORT, "--temperature", "nan"), "--temperature is nan but must be 0 or more"),
+        ((*SHORT, "--temperature", "inf"), "--temperature is inf but must be finite"),
+        ((*SHORT, "--check-perf-atol", "nan"), "--check-perf-atol is nan but must be finite"),
+        (
+            (*SHORT, "-i", "grpc", "-t", "0"),
+            "--stream-timeout is 0 but must be a number of sec",
+        ),
+        ((*SHORT, "-t", "5"), "--stream-timeout has no effect on HTTP"),
         ((*NORMAL, "--input-mean", "4", "--input-stdev", "-1"), "--input-stdev is -1.0 but"),
         ((*NORMAL, "--input-mean", "nan", "--input-stdev", "1"), "--input-mean is nan but"),
         ((*SHORT, "--json", "/no/such/f"), "--json /no/such/f: there is no folder /no/such"),
