@@ -73,6 +73,9 @@ def run(args: argparse.Namespace) -> int:
     """Run what was asked for. Returns the exit code."""
     if args.workload not in _COMMANDS:
         return bench.run(args)
+    if args.workload != "serve":
+        own = "temperature" if args.workload in ("throughput", "latency") else ""
+        bench_flags.refuse_given(args, f"`trimaran bench {args.workload}`", but=own)
     for name in ("output", "plot"):
         if getattr(args, name, None):
             check_writable(f"--{name}", getattr(args, name))

@@ -29,7 +29,9 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--load", action="append", metavar="ISL/OSLxN", help="N requests at once; repeat")
     add("--runs", type=positive, default=3, metavar="N", help="the median of N is told (3)")
-    add("--temperature", type=amount, default=1.0, metavar="T", help="0: greedy (1)")
+    # What stood before the sub-command holds unless it is named again.
+    default = argparse.SUPPRESS
+    add("--temperature", type=amount, default=default, metavar="T", help="0: greedy (1)")
     _add_engine(parser)
     ceiling = "how long ceilings are measured; 0: no limit is told (12)"
     add("--ceiling-seconds", type=seconds, default=12.0, metavar="S", help=ceiling)
@@ -100,7 +102,8 @@ def add_peer(parser: argparse.ArgumentParser) -> None:
 
 def loads_of(args: argparse.Namespace, default: Sequence[str]) -> list[Load]:
     """The loads to run; raises ConfigError."""
-    return [Load.parse(text, args.temperature) for text in args.load or default]
+    temperature = 1.0 if args.temperature is None else args.temperature
+    return [Load.parse(text, temperature) for text in args.load or default]
 
 
 def parallel_config(args: argparse.Namespace) -> ParallelConfig:

@@ -15,11 +15,16 @@ from trimaran.bench.load import Load
 from trimaran.bench.roofline import output_tokens_per_s
 from trimaran.bench.shapes import pretrained_config
 from trimaran.client import bench, bench_report
-from trimaran.client.bench_flags import DEFAULT_URLS
+from trimaran.client.bench_flags import DEFAULT_URLS, refuse_given
 from trimaran.client.workload import Workload
 from trimaran.comm.errors import ConfigError
 
 _TIMES = {"ttft": "time_to_first_token_ms", "itl": "inter_token_ms", "e2e": "latency_ms"}
+_OF_ONE_RUN = (
+    "num_requests", "max_input_len", "json", "metrics_url", "op_stats_csv",
+    "dump_perfetto_trace", "check_perf_json", "check_perf_key", "check_perf_atol",
+    "check_perf_rtol",
+)  # fmt: skip
 _SPREAD = ("avg", "p50", "p90", "p99")
 
 
@@ -28,8 +33,7 @@ def run_serve(args: argparse.Namespace) -> int:
     if not args.load:
         _refuse_sweep(args)
         return bench.run(argparse.Namespace(**{**vars(args), "workload": None}))
-    if args.input_len is not None or args.output_len is not None:
-        raise ConfigError("--load names the lengths: drop --input-len and --output-len")
+    _refuse_plain(args)
     loads = [Load.parse(text, temperature=0.0) for text in args.load]
     facts = _facts(args)
     points = [(load, point) for load in loads for point in _sweep(args, load)]
@@ -46,9 +50,21 @@ def run_serve(args: argparse.Namespace) -> int:
 
 
 def _refuse_sweep(args: argparse.Namespace) -> None:
-    for name in ("rates", "concurrencies", "output"):
-        if getattr(args, name):
-            raise ConfigError(f"--{name} belongs to a sweep: name what to send with --load")
+    defaults = {"runs": 1, "gpus": 1}
+    for name in ("rates", "concurrencies", "output", "runs", "gpus", "shape", "ceilings_of"):
+        if getattr(args, name) != defaults.get(name):
+            flag = name.replace("_", "-")
+            raise ConfigError(f"--{flag} belongs to a sweep: name what to send with --load")
+
+
+def _refuse_plain(args: argparse.Namespace) -> None:
+    """Refuse what a sweep replaces, and files and limits of a single run."""
+    if args.input_len is not None or args.output_len is not None:
+        raise ConfigError("--load names the lengths: drop --input-len and --output-len")
+    for name, given in (("request_rate", args.rates), ("concurrency", args.concurrencies)):
+        if given:
+            refuse_given(args, "`trimaran bench serve` with several in turn", names=[name])
+    refuse_given(args, "`trimaran bench serve` with --load", names=_OF_ONE_RUN)
 
 
 def _sweep(args: argparse.Namespace, load: Load) -> list[argparse.Namespace]:

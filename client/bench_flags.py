@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Collection
 
 from trimaran.client.short_help import hide
 from trimaran.client.vocabulary import TYPES
+from trimaran.comm.errors import ConfigError
 
 DEFAULT_URLS = {"http": "localhost:8000", "grpc": "localhost:8001"}
 _EXAMPLE = "Example:\n  trimaran bench"
@@ -43,6 +45,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> SubCommands[argparse.Argum
         "check_perf_json", "check_perf_key", "check_perf_atol", "check_perf_rtol",
     )  # fmt: skip
     return kinds
+
+
+def refuse_given(
+    args: argparse.Namespace, where: str, *, names: Collection[str] = (), but: str = ""
+) -> None:
+    """Refuse flags of the plain benchmark that were given where they have no effect: those of
+    ``names``, or without names all but ``but``.
+
+    Raises:
+        ConfigError: names the flag, and ``where`` it has no effect.
+    """
+    plain = argparse.ArgumentParser()
+    add_arguments(plain)
+    for action in plain._actions:
+        if action.dest not in (names or vars(args)) or action.dest == but:
+            continue
+        if action.option_strings and getattr(args, action.dest) != action.default:
+            flag = action.option_strings[-1]
+            raise ConfigError(f"{flag} has no effect on {where}. Leave it out.")
 
 
 def add_protocol(parser: argparse.ArgumentParser) -> None:

@@ -7,15 +7,22 @@ import json
 import pytest
 
 from trimaran.bench import results
+from trimaran.bench.offline_flags import loads_of
 from trimaran.bench.roofline import Ceilings
 from trimaran.comm.errors import ConfigError
-from trimaran.launcher.cli import main
+from trimaran.launcher.cli import main, parser_of
 
 
 @pytest.mark.parametrize(
     ("flags", "complaint"),
     [
         (["--rates", "2"], "--rates belongs to a sweep"),
+        (["--runs", "3", "--input-len", "8", "--output-len", "4"], "--runs belongs to a sweep"),
+        (["--shape", "tiny"], "--shape belongs to a sweep"),
+        (["--load", "8/4x2", "--json", "r.json"], "--json has no effect on `trimaran bench s"),
+        (["--load", "8/4x2", "--num-requests", "9"], "--num-requests has no effect"),
+        (["--load", "8/4x2", "--rates", "1", "--request-rate", "2"], "--request-rate has no"),
+        (["--load", "8/4x2", "--concurrencies", "1", "-c", "2"], "--concurrency has no effect"),
         (["--load", "8/4x2", "--input-len", "8"], "drop --input-len"),
         (["--load", "8/4x2", "--ceilings-of", "f"], "the model's --shape"),
         (["--load", "8/4"], "'8/4' is not a load"),
@@ -30,6 +37,26 @@ from trimaran.launcher.cli import main
 def test_flags_that_do_not_go_together_are_refused(capsys, flags, complaint):
     assert main(["bench", "serve", *flags]) == 2
     assert complaint in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["throughput", "latency", "kernels", "report"])
+def test_flags_of_a_server_before_another_command_are_refused(capsys, command):
+    words = ["--concurrency", "8", command, *(["f"] if command == "report" else [])]
+    assert main(["bench", *words]) == 2
+    complaint = f"--concurrency has no effect on `trimaran bench {command}`. Leave it out"
+    assert complaint in capsys.readouterr().err
+
+
+def test_a_temperature_before_an_engines_benchmark_counts():
+    parser = parser_of("bench")
+    for words, wanted in (
+        (["--temperature", "0", "throughput"], 0.0),
+        (["throughput", "--temperature", "0.5"], 0.5),
+        (["--temperature", "0", "latency", "--temperature", "2"], 2.0),
+        (["latency"], 1.0),
+    ):
+        (load,) = loads_of(parser.parse(words), ["8/4x2"])
+        assert load.temperature == wanted
 
 
 @pytest.mark.parametrize(
