@@ -128,11 +128,19 @@ def _parse_header(
         values = json.loads(header)
         metadata = dict(values.pop("__metadata__", None) or {})
         entries: dict[str, dict[str, Any]] = values
-        for entry in entries.values():
-            int(entry["data_offsets"][1]), str(entry["dtype"]), tuple(entry["shape"])
+        if not all(map(_is_entry, entries.values())):
+            raise ValueError("no tensor")
     except (ValueError, KeyError, TypeError, AttributeError, IndexError):
         raise ConfigError(_not_whole(path, "its header cannot be read")) from None
     return entries, metadata
+
+
+def _is_entry(value: dict[str, Any]) -> bool:
+    """Whether a header's value tells of a tensor."""
+    start, end = value["data_offsets"]
+    sizes = [start, end, *value["shape"]]
+    are_sizes = all(type(size) is int and 0 <= size < 1 << 63 for size in sizes)
+    return isinstance(value["dtype"], str) and are_sizes and start <= end
 
 
 def _not_whole(path: Path, reason: str) -> str:

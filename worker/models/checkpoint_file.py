@@ -15,6 +15,12 @@ from trimaran.comm.errors import ConfigError
 from trimaran.comm.input_files import require_file
 from trimaran.worker.shard_file import TensorEntry, read_tensor_entries
 
+_DAMAGED = (
+    OSError, RuntimeError, pickle.UnpicklingError, EOFError, ValueError, LookupError, TypeError,
+    AttributeError, AssertionError,
+)  # fmt: skip
+"""What reading raises where a file is not whole, or bytes of its list of tensors are wrong."""
+
 _WORDS = {
     torch.float64: "F64",
     torch.float32: "F32",
@@ -69,7 +75,7 @@ def _unpickled(path: Path) -> dict[str, Tensor]:
     try:
         require_file(path)
         values = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
-    except (OSError, RuntimeError, pickle.UnpicklingError, EOFError, ValueError) as error:
+    except _DAMAGED as error:
         reason = next(iter(str(error).splitlines()), type(error).__name__)
         remedy = "Download it again, or save"
         if "use_new_zipfile_serialization" in reason:
@@ -85,4 +91,10 @@ def _unpickled(path: Path) -> dict[str, Tensor]:
             f"{path}: holds more than tensors by name, as checkpoints of training do. Save "
             "the weights alone with transformers (model.save_pretrained)."
         )
+    for name, tensor in values.items():
+        if tensor.is_meta or tensor.layout != torch.strided:
+            raise ConfigError(
+                f"{path}: the tensor {name!r} is {'empty' if tensor.is_meta else 'sparse'}. "
+                "Save the weights with all of their numbers."
+            )
     return values

@@ -143,7 +143,8 @@ def load_weight(
         module.weight_loader(parameter, whole, target.shard)
     except WeightShapeError as error:
         remedy = "belong to different models; download the folder again."
-        if target.parameter.split(".")[0] in ("embed_tokens", "lm_head"):
+        is_vocabulary = target.parameter.split(".")[0] in ("embed_tokens", "lm_head")
+        if is_vocabulary and stored.entry.shape:
             rows = stored.entry.shape[0]
             remedy = (
                 f"have other vocabularies: set vocab_size to {rows} if the weights are right."

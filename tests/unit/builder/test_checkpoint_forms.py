@@ -102,6 +102,34 @@ def test_a_torn_torch_file_is_refused(llama, refused):
     assert f"{path}: cannot be read as torch's weights" in refused(checkpoint.folder)
 
 
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda tensor: tensor.to_sparse(), "is sparse. Save the weights with all"),
+        (lambda tensor: tensor.to("meta"), "is empty. Save the weights with all"),
+        (lambda tensor: torch.tensor(1.0), "has shape []"),
+    ],
+)
+def test_a_tensor_without_all_of_its_numbers_is_refused(llama, refused, change, words):
+    checkpoint = llama()
+    (checkpoint.folder / "model.safetensors").unlink()
+    name = "model.embed_tokens.weight"
+    path = checkpoint.folder / "pytorch_model.bin"
+    torch.save({**checkpoint.tensors, name: change(checkpoint.tensors[name])}, path)
+    assert f"{path}: the tensor {name!r} {words}" in refused(checkpoint.folder)
+
+
+def test_a_torch_file_whose_list_is_damaged_is_refused(llama, refused):
+    checkpoint = llama()
+    _as_torch_files(checkpoint)
+    path = checkpoint.folder / "pytorch_model.bin"
+    raw = path.read_bytes()
+    # An instruction that fetches what was never stored.
+    at = raw.index(b"torch._utils")
+    path.write_bytes(raw[: at - 1] + b"h\xfe" + raw[at + 1 :])
+    assert f"{path}: cannot be read as torch's weights" in refused(checkpoint.folder)
+
+
 def test_a_tied_head_that_is_stored_all_the_same_is_no_weight(llama, built):
     checkpoint = llama(tie_word_embeddings=True)
     expected = built(checkpoint.folder)

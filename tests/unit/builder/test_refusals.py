@@ -161,6 +161,26 @@ def test_a_gpt2_that_attends_to_an_encoder_is_refused(gpt2, refused):
     assert "add_cross_attention" in refused(checkpoint.folder)
 
 
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("data_offsets", [0, 1, 2]), ("data_offsets", ["0", "4"]), ("data_offsets", [8, 4]),
+        ("data_offsets", None), ("shape", "x"), ("shape", [1.5]), ("shape", [0, 10**20]),
+        ("dtype", 5),
+    ],
+)  # fmt: skip
+def test_a_header_that_tells_of_no_tensor_is_refused(key, value, llama, refused):
+    path = llama().folder / "model.safetensors"
+    raw = path.read_bytes()
+    start = 8 + int.from_bytes(raw[:8], "little")
+    header = json.loads(raw[8:start])
+    header["model.norm.weight"][key] = value
+    text = json.dumps(header).encode()
+    path.write_bytes(len(text).to_bytes(8, "little") + text + raw[start:])
+    error = refused(path.parent)
+    assert f"{path}: not a whole safetensors file: its header cannot be read" in error
+
+
 def test_a_truncated_weight_file_is_refused_with_both_sizes(llama, refused):
     path = llama().folder / "model.safetensors"
     whole = path.stat().st_size
