@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import TypeVar
 
 from trimaran.comm.errors import ConfigError
 from trimaran.server.model_repository import RepositoryModel
+from trimaran.worker.config import MAX_RANKS
 
 MIG_PREFIX = "MIG-"
+_GPU = re.compile(r"0*[0-9]{1,9}")
+_RANK = re.compile(r"0*[1-9][0-9]{0,8}")
 _T = TypeVar("_T")
 
 
@@ -50,7 +54,13 @@ def instances_of(
 def _count(model: RepositoryModel) -> int:
     groups = model.config.instance_group
     # A group that names GPUs means so many instances on each of them.
-    return sum(max(1, group.count) * max(1, len(group.gpus)) for group in groups) or 1
+    count = sum(max(1, group.count) * max(1, len(group.gpus)) for group in groups) or 1
+    if count > MAX_RANKS:
+        raise ConfigError(
+            f"{model.config_path}: instance_group asks for {count} instances, but a server has "
+            f"at most {MAX_RANKS} ranks. Lower the count."
+        )
+    return count
 
 
 def _devices(model: RepositoryModel, count: int) -> list[tuple[str, ...]]:
@@ -81,7 +91,7 @@ def _devices(model: RepositoryModel, count: int) -> list[tuple[str, ...]]:
 
 
 def _device(model: RepositoryModel, word: str) -> str:
-    if word.isdecimal():
+    if _GPU.fullmatch(word):
         return str(int(word))
     if word.startswith(MIG_PREFIX):
         return word
@@ -95,15 +105,19 @@ def _device(model: RepositoryModel, word: str) -> str:
 def _participants(model: RepositoryModel, count: int) -> list[tuple[int, ...]]:
     lists = []
     for words in _lists(model, "participant_ids"):
-        bad = next((word for word in words if not word.isdecimal() or int(word) < 1), None)
+        bad = next((word for word in words if not _is_rank(word)), None)
         if bad is not None:
             raise ConfigError(
                 f"{model.config_path}: participant_ids holds {bad!r} but must be world ranks "
-                "of 1 or more with commas between, as in 1,2; rank 0 is the orchestrator's "
-                "place, and ';' goes between instances"
+                f"of 1 or more, up to {MAX_RANKS}, with commas between, as in 1,2; rank 0 is "
+                "the orchestrator's place, and ';' goes between instances"
             )
         lists.append(tuple(int(word) for word in words))
     return _one_each(model, "participant_ids", lists, count)
+
+
+def _is_rank(word: str) -> bool:
+    return _RANK.fullmatch(word) is not None and int(word) <= MAX_RANKS
 
 
 def _lists(model: RepositoryModel, key: str) -> list[list[str]]:

@@ -36,6 +36,7 @@ from trimaran.launcher.seating import (
 from trimaran.launcher.start_models import start_models
 from trimaran.orchestrator.placement import Host
 from trimaran.server.model_repository import RepositoryModel
+from trimaran.worker.config import MAX_RANKS
 
 logger = logging.getLogger(__name__)
 
@@ -210,6 +211,7 @@ class Resolver:
         self, drafts: Sequence[Draft], running: Sequence[GroupConfig]
     ) -> tuple[GroupConfig, ...]:
         """The groups with their hosts, devices and share of the cores."""
+        _check_num_ranks([*(draft.group for draft in drafts), *running])
         if self.launch.kind == "job" and len(drafts) > 1:
             raise ConfigError(
                 f"{len(drafts)} groups ({', '.join(d.group.name for d in drafts)}) cannot "
@@ -295,6 +297,15 @@ class Resolver:
                 if why and model.parameters.get_str(key):
                     found.append(f"{model.config_path}: {key} has no effect: {why}")
         return found
+
+
+def _check_num_ranks(groups: Sequence[GroupConfig]) -> None:
+    num_ranks = sum(group.world_size for group in groups)
+    if num_ranks > MAX_RANKS:
+        raise ConfigError(
+            f"{len(groups)} groups have {num_ranks} ranks in all, but a server has at most "
+            f"{MAX_RANKS}. Serve fewer models or instances, or engines built for fewer ranks."
+        )
 
 
 def _names_by_model(groups: Iterable[GroupConfig]) -> dict[str, tuple[str, ...]]:

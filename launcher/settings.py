@@ -17,7 +17,7 @@ from trimaran.launcher.triton_flags import check_triton_flags, grpc_options, idl
 from trimaran.server.config import FrontendConfig
 from trimaran.server.log_settings import LOG_KINDS, level_name
 from trimaran.server.metrics_options import MetricsOptions
-from trimaran.worker.config import ProfileConfig
+from trimaran.worker.config import MAX_RANKS, ProfileConfig
 from trimaran.worker.experts_config import ExpertsConfig
 from trimaran.worker.parallel_sizes import AskedSizes
 from trimaran.worker.stages import parse_partition
@@ -106,6 +106,11 @@ def _check_world_size(args: argparse.Namespace, job: Job | None) -> None:
                 "--disable-spawn-processes."
             )
         return
+    if (args.world_size or 0) > MAX_RANKS + 1:
+        raise ConfigError(
+            f"--world-size is {args.world_size}, but at most {MAX_RANKS} ranks and the "
+            "orchestrator's place make one job. Lower it, or leave it out."
+        )
     if args.no_mpi:
         raise ConfigError("--disable-spawn-processes needs an MPI job: leave out --no-mpi")
     if args.model_control_mode != "none":

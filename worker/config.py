@@ -12,6 +12,9 @@ from trimaran.worker.experts_config import ExpertsConfig
 ALL_REDUCES = ("auto", "nccl", "peer", "fused")
 """Values of `EngineConfig.all_reduce`."""
 
+MAX_RANKS = 4096
+"""Most ranks of a server: each is a process that its supervisor and its rank 0 talk to."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParallelConfig:
@@ -30,6 +33,14 @@ class ParallelConfig:
 
     pp_partition: tuple[int, ...] = ()
     """Layers of each pipeline stage; none to share them out evenly."""
+
+    def __post_init__(self) -> None:
+        if self.world_size > MAX_RANKS:
+            raise ConfigError(
+                f"tp_size {self.tp_size} times pp_size {self.pp_size} times dp_size "
+                f"{self.dp_size} is {self.world_size} ranks, but at most {MAX_RANKS} work "
+                "together. Lower one of the sizes."
+            )
 
     @property
     def expert_parts(self) -> int:

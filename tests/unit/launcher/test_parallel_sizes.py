@@ -72,6 +72,8 @@ def test_sizes_left_out_follow_from_those_named(mixture, asked, sizes):
         ({"pp_size": 4}, r"pp_size \(4\) is above num_hidden_layers \(3\)"),
         ({"tp_size": 5}, r"tp_size \(5\) is above num_attention_heads \(4\)"),
         ({"dp_size": 2, "moe_tp_size": 0}, "--moe-tp-size is 0"),
+        ({"dp_size": 4097}, "times dp_size 4097 is 4097 ranks, but at most 4096 work together"),
+        ({"dp_size": 4097, "moe_tp_size": 4097}, "is 4097 ranks, but at most 4096"),
     ],
 )
 def test_products_that_make_no_layout_are_refused_with_their_values(mixture, asked, words):
