@@ -10,7 +10,7 @@ from typing import Any
 
 from trimaran.builder.foreign_flags import FlagSink
 from trimaran.comm.errors import ConfigError
-from trimaran.comm.flag_values import positive
+from trimaran.comm.flag_values import positive, workers
 from trimaran.worker.engine_folder import (
     BuildConfig,
     EngineFolder,
@@ -236,7 +236,7 @@ def add_model_flags(parser: FlagSink) -> None:
                         help="kept in config.json")  # fmt: skip
     parser.add_argument("--world-size", type=number, metavar="N",
                         help="checked against the sizes above")  # fmt: skip
-    parser.add_argument("--workers", type=number, metavar="N",
+    parser.add_argument("--workers", type=workers, metavar="N",
                         help="processes that cut and write weights (one a core)")  # fmt: skip
     parser.add_argument("--save-config-only", action="store_true", help="write no weights")
     for flag, name in _OVERRIDES.items():

@@ -10,7 +10,7 @@ from trimaran.builder.foreign_flags import FlagSink
 from trimaran.builder.processes import ForkedWorkers, Say
 from trimaran.builder.progress import ProgressBar
 from trimaran.comm.errors import ConfigError
-from trimaran.comm.flag_values import positive
+from trimaran.comm.flag_values import workers
 from trimaran.worker.engine_folder import EngineFolder, FolderKind
 from trimaran.worker.host_limits import usable_cores
 from trimaran.worker.shard_file import ShardHeader, checksum_of, read_header
@@ -22,7 +22,7 @@ def add_arguments(parser: FlagSink) -> None:
     """The flags of ``trimaran verify``."""
     parser.add_argument("--engine", "--engine-dir", type=Path, required=True, metavar="DIR",
                         help="a folder made by `build` or `convert`")  # fmt: skip
-    parser.add_argument("--workers", type=positive, metavar="N",
+    parser.add_argument("--workers", type=workers, metavar="N",
                         help="processes that read (one a core)")  # fmt: skip
 
 
@@ -77,15 +77,15 @@ def _broken(
         return number, name, found == headers[number].checksums[name]
 
     num_bytes = sum(entry.num_bytes for each in headers for entry in each.entries.values())
-    workers = ForkedWorkers(job, num_workers or usable_cores(), prepare=lambda: None)
+    processes = ForkedWorkers(job, num_workers or usable_cores(), prepare=lambda: None)
     broken = []
     num_done = 0
     with ProgressBar(num_bytes) as progress:
-        for result in workers.run(tasks):
+        for result in processes.run(tasks):
             if result is not None:
                 num_done += 1
                 number, name, is_same = result
                 if not is_same:
                     broken.append((files[number], name))
-            progress.show(workers.num_done, f"{num_done} of {len(tasks)} tensors")
+            progress.show(processes.num_done, f"{num_done} of {len(tasks)} tensors")
     return sorted(broken)

@@ -9,6 +9,8 @@ _FALSE = ("false", "0", "no", "off")
 _MAX_WHOLE = (1 << 31) - 1
 """What gRPC, torch and messages between processes hold, whichever of them a flag reaches."""
 _MAX_BYTES = (1 << 63) - 1
+MAX_WORKERS = 1024
+"""Threads of a rank, or processes of a command, at most: as many as Linux binds to cores."""
 
 
 def boolean(text: str) -> bool:
@@ -23,6 +25,11 @@ def boolean(text: str) -> bool:
 def positive(text: str) -> int:
     """A whole number of 1 or more."""
     return _whole(text, 1)
+
+
+def workers(text: str) -> int:
+    """A number of threads or of processes that work side by side, 1 or more."""
+    return _whole(text, 1, MAX_WORKERS)
 
 
 def count(text: str) -> int:

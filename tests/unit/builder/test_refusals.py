@@ -8,6 +8,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from trimaran.launcher.cli import main
+
 
 def test_a_missing_tensor_of_a_layer_is_named(llama, refused):
     checkpoint = llama()
@@ -64,6 +66,14 @@ def test_sizes_that_do_not_fit_are_refused(flags, words, llama, refused):
     error = refused(llama().folder, *flags)
     for word in words:
         assert word in error
+
+
+@pytest.mark.parametrize("command", [["build", "--checkpoint"], ["verify", "--engine"]])
+def test_more_processes_than_cores_there_could_be_are_refused(command, tmp_path, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main([*command, str(tmp_path), "--workers", "1025"])
+    assert ended.value.code == 2
+    assert "argument --workers: '1025' is more than 1024: name less" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
