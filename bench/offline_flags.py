@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from trimaran.bench.load import Load
 from trimaran.bench.shapes import SHAPES
-from trimaran.comm.flag_values import amount, count, positive, seconds
+from trimaran.comm.flag_values import amount, count, positive, seconds, workers
 from trimaran.worker.config import (
     CacheConfig,
     EngineConfig,
@@ -51,7 +51,7 @@ def _add_engine(parser: argparse.ArgumentParser) -> None:
         default="auto",
         help="auto: a GPU if there is one",
     )
-    add("--threads", type=positive, default=1, metavar="N", help="of a rank on the CPU (1)")
+    add("--threads", type=workers, default=1, metavar="N", help="of a rank on the CPU (1)")
     add(
         "--tp-size",
         type=positive,

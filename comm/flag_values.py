@@ -9,7 +9,7 @@ _FALSE = ("false", "0", "no", "off")
 _MAX_WHOLE = (1 << 31) - 1
 """What gRPC, torch and messages between processes hold, whichever of them a flag reaches."""
 _MAX_BYTES = (1 << 63) - 1
-MAX_WORKERS = 1024
+_MAX_WORKERS = 1024
 """Threads of a rank, or processes of a command, at most: as many as Linux binds to cores."""
 
 
@@ -29,7 +29,7 @@ def positive(text: str) -> int:
 
 def workers(text: str) -> int:
     """A number of threads or of processes that work side by side, 1 or more."""
-    return _whole(text, 1, MAX_WORKERS)
+    return _whole(text, 1, _MAX_WORKERS)
 
 
 def count(text: str) -> int:

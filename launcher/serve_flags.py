@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from trimaran.comm.flag_values import boolean, count, port, positive, seconds, size
+from trimaran.comm.flag_values import boolean, count, port, positive, seconds, size, workers
 from trimaran.launcher.flags import FlagParser
 from trimaran.launcher.triton_flags import add_triton_flags
 
@@ -238,7 +238,7 @@ def _add_engine_flags(parser: argparse.ArgumentParser) -> None:
     )
     add(
         "--num-threads",
-        type=positive,
+        type=workers,
         metavar="N",
         help="CPU threads a rank (default: the cores shared out)",
     )

@@ -114,6 +114,7 @@ def test_without_an_mpi_library_nothing_starts_under_no_mpi_either(tmp_path, fre
         ("--http-port", "²", "'²' is not a port from 1 to 65535"),
         ("--world-size", "²", "'²' is not a whole number of 1 or more"),
         ("--tokens-per-block", "4294967296", "'4294967296' is more than 2147483647: name less"),
+        ("--num-threads", "1025", "'1025' is more than 1024: name less"),
         ("--grpc-keepalive-time", "9" * 20, f"'{'9' * 20}' is more than 2147483647: name less"),
         ("--http-max-input-size", str(1 << 63), f"is more than {(1 << 63) - 1}: name less"),
         (
