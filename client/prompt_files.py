@@ -58,7 +58,7 @@ def prompt_table(path: str, task: int, dtype: str) -> list[Any]:
     ]
 
 
-def lora(args: argparse.Namespace, dtype: str, num_rows: int = 1) -> list[Any]:
+def lora(args: argparse.Namespace, num_rows: int = 1) -> list[Any]:
     """The tensors of an adapter: its name, or its id, and its weights when a folder is given.
 
     Raises:
@@ -82,7 +82,7 @@ def lora(args: argparse.Namespace, dtype: str, num_rows: int = 1) -> list[Any]:
     modules = _adapter(config)
     return [
         row("lora_task_id", task_id, np.uint64, num_rows),
-        tensor("lora_weights", np.repeat(weights, num_rows, axis=0), _numpy_dtype(dtype)),
+        tensor("lora_weights", np.repeat(weights, num_rows, axis=0), _numpy_dtype(args.dtype)),
         tensor("lora_config", np.repeat(modules, num_rows, axis=0), np.int32),
     ]
 

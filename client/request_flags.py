@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from argparse import _ArgumentGroup
 
+_DTYPES = ("float16", "float32", "bfloat16")
+
 
 def add_sampling(
     group: _ArgumentGroup, *, top_k: int | None = None, top_p: float | None = None
@@ -47,7 +49,7 @@ def add_outputs(group: _ArgumentGroup) -> None:
 
 
 def add_adapters(group: _ArgumentGroup) -> None:
-    """A LoRA adapter, which is sent or which the server has."""
+    """A LoRA adapter, which is sent or which the server has, and the type of what is sent."""
     add = group.add_argument
     add(
         "--lora-path", metavar="DIR",
@@ -55,3 +57,4 @@ def add_adapters(group: _ArgumentGroup) -> None:
     )  # fmt: skip
     add("--lora-task-id", type=int, metavar="ID", help="the adapter's number")
     add("--lora-name", metavar="NAME", help="an adapter that the server has")
+    add("--dtype", default="float16", choices=_DTYPES, help="of what is sent (float16)")

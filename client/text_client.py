@@ -61,6 +61,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "embedding_bias_weights", "guided_decoding_guide_type", "guided_decoding_guide",
         "return_log_probs", "return_context_logits", "return_generation_logits",
         "return_perf_metrics", "lora_path", "lora_task_id", "lora_name",
+        "dtype",
     )  # fmt: skip
 
 
@@ -200,7 +201,7 @@ def request_inputs(args: argparse.Namespace, prompts: list[str], seed: str) -> l
         words("embedding_bias_words", args.embedding_bias_words, str),
         words("embedding_bias_weights", args.embedding_bias_weights, np.float32),
         *flag_tensors(args, num_rows),
-        *lora(args, "float16", num_rows),
+        *lora(args, num_rows),
     ])  # fmt: skip
 
 

@@ -10,7 +10,6 @@ from trimaran.client.stream import add_channel_arguments, add_url_arguments
 from trimaran.client.vocabulary import TYPES
 
 DEFAULT_TEXT = "Born in north-east France, Soyer trained as a"
-DTYPES = ("float16", "float32", "bfloat16")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -118,9 +117,6 @@ def _add_adapters(parser: argparse.ArgumentParser) -> None:
         "--vocab_size", type=int, metavar="N", help="ids from here on are virtual"
     )
     add_adapters(group)
-    group.add_argument(
-        "--dtype", default="float16", choices=DTYPES, help="of what is sent (float16)"
-    )
 
 
 def _add_outputs(parser: argparse.ArgumentParser) -> None:

@@ -75,7 +75,7 @@ def request_inputs(args: argparse.Namespace, prompt: Prompt, seed_name: str) -> 
         row("frequency_penalty", args.frequency_penalty, np.float32),
         row(seed_name, args.seed, np.uint64),
         *flag_tensors(args),
-        *lora(args, args.dtype),
+        *lora(args),
     ]
     if args.draft_tokens_csv:
         draft = read_ids("--draft-tokens-csv", args.draft_tokens_csv)

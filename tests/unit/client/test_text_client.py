@@ -131,6 +131,26 @@ def test_an_adapter_goes_with_each_prompt(server, call, tmp_path, config):
     assert "lora_task_id" not in named
 
 
+@pytest.mark.parametrize(
+    ("dtype", "number", "sent"),
+    # The scripted server shows bfloat16 as bits.
+    [("float32", 70000.1, np.float32(70000.1)), ("bfloat16", 3e38, np.uint16(0x7F62))],
+)
+def test_an_adapter_goes_in_the_type_that_the_model_declares(
+    server, call, tmp_path, dtype, number, sent
+):
+    server.script = lambda request: [text_reply("x", is_final=True)]
+    np.save(tmp_path / "model.lora_weights.npy", np.full((1, 1, 2), number, np.float32))
+    np.save(tmp_path / "model.lora_config.npy", [[[1, 0, 1]]])
+    flags = ("--lora-path", str(tmp_path), "--lora-task-id", "7", "--dtype", dtype)
+
+    assert call("p", *flags)[0] == 0
+
+    (request,) = server.received
+    assert request.inputs["lora_weights"].dtype == sent.dtype
+    assert request.inputs["lora_weights"].tolist() == [[[sent, sent]]]
+
+
 def test_expected_texts_are_compared(server, call):
     server.script = echo
     prompts, texts = json.dumps(["a", "b"]), json.dumps(["a end", "b end"])
