@@ -11,6 +11,7 @@ from typing import Any
 from trimaran.builder.foreign_flags import FlagSink
 from trimaran.comm.errors import ConfigError
 from trimaran.comm.flag_values import positive, workers
+from trimaran.comm.input_files import UTF8
 from trimaran.worker.engine_folder import (
     BuildConfig,
     EngineFolder,
@@ -185,7 +186,7 @@ def _build_config_file(path: Path | None) -> dict[str, Any]:
     if path is None:
         return {}
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
+        values = json.loads(path.read_text(encoding=UTF8))
     except OSError as error:
         raise ConfigError(f"--build-config {path}: {error.strerror}.") from None
     except ValueError as error:

@@ -10,6 +10,7 @@ import numpy as np
 
 from trimaran.client.tensors import row, tensor
 from trimaran.comm.errors import ConfigError
+from trimaran.comm.input_files import UTF8
 
 _WEIGHTS = "model.lora_weights.npy"
 # The second is the name that older converters wrote.
@@ -99,7 +100,7 @@ def _adapter(path: Path) -> np.ndarray[Any, Any]:
 
 def _text(flag: str, path: str) -> str:
     try:
-        return Path(path).read_text(encoding="utf-8")
+        return Path(path).read_text(encoding=UTF8)
     except OSError as error:
         raise ConfigError(f"{flag} {path}: {error.strerror}") from error
     except UnicodeDecodeError:

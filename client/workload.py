@@ -12,6 +12,7 @@ import numpy as np
 
 from trimaran.client.vocabulary import Vocabulary
 from trimaran.comm.errors import ConfigError
+from trimaran.comm.input_files import UTF8
 
 SEED = 420
 
@@ -142,7 +143,7 @@ def read_dataset(path: str) -> list[dict[str, str]]:
         ConfigError: names the file and what is wrong.
     """
     try:
-        records: Any = json.loads(Path(path).read_text(encoding="utf-8"))
+        records: Any = json.loads(Path(path).read_text(encoding=UTF8))
     except OSError as error:
         raise ConfigError(f"--dataset {path}: {error.strerror}") from error
     except ValueError as error:

@@ -1,4 +1,4 @@
-"""Files of a model's folders: what is no file there is refused, not waited for."""
+"""Files that operators and clients write: their encoding, and what is no file there."""
 
 from __future__ import annotations
 
@@ -7,6 +7,10 @@ import os
 import stat
 
 from trimaran.comm.errors import ConfigError
+
+UTF8 = "utf-8-sig"
+"""UTF-8 in which a byte order mark at the beginning, as editors on Windows put there, is no
+part of the text."""
 
 _KINDS = {
     stat.S_IFIFO: "a FIFO",
@@ -45,7 +49,7 @@ def read_text(path: str | os.PathLike[str]) -> str:
         UnicodeDecodeError: it is no such text.
     """
     require_file(path)
-    with open(path, encoding="utf-8") as file:
+    with open(path, encoding=UTF8) as file:
         return file.read()
 
 

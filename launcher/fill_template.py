@@ -8,6 +8,7 @@ from pathlib import Path
 from string import Template
 
 from trimaran.comm.errors import ConfigError
+from trimaran.comm.input_files import UTF8
 from trimaran.comm.output_files import replace_text
 
 # Substituted even when nobody gives them, as their documented default is "no limit".
@@ -69,7 +70,7 @@ def run(args: argparse.Namespace) -> int:
     """Print the filled template, or with ``-i`` overwrite it."""
     path = Path(args.file_path)
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding=UTF8)
     except (OSError, UnicodeDecodeError) as error:
         why = error.strerror if isinstance(error, OSError) else error
         raise ConfigError(f"cannot read {path}: {why}") from error

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from trimaran.comm.errors import ConfigError
-from trimaran.comm.input_files import unreadable
+from trimaran.comm.input_files import UTF8, unreadable
 from trimaran.launcher.gpus import num_visible_gpus
 from trimaran.orchestrator.placement import Host
 
@@ -95,7 +95,7 @@ def _hosts(entries: list[str], source: str, device: str) -> tuple[Host, ...]:
 def _file_entries(path: str) -> list[str]:
     """``name``, ``name:4`` or ``name slots=4``, one a line; ``#`` begins a comment."""
     try:
-        text = Path(path).read_text(encoding="utf-8")
+        text = Path(path).read_text(encoding=UTF8)
     except (OSError, UnicodeDecodeError) as error:
         raise unreadable(f"--hostfile {path}:", error) from None
     entries = []

@@ -242,7 +242,7 @@ def test_the_legacy_output_length_sets_the_sequence_length(llama, trimaran, tmp_
     assert EngineFolder.load(output).max_seq_len == 64
 
     limits = tmp_path / "limits.json"
-    limits.write_text('{"max_seq_len": 100}')
+    limits.write_text('{"max_seq_len": 100}', encoding="utf-8-sig")
     assert trimaran(*build, "--max_output_len", 20, "--build_config", limits).code == 0
     assert EngineFolder.load(output).max_seq_len == 60
     done = trimaran(*build, "--max_output_len", 24, "--max_seq_len", 100)

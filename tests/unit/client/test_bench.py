@@ -193,9 +193,10 @@ def test_results_go_to_files(http_server, trimaran, tmp_path):
     assert len(trace["traceEvents"]) == 6
 
 
-def test_a_run_slower_than_its_record_fails(http_server, trimaran, tmp_path):
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig"])
+def test_a_run_slower_than_its_record_fails(http_server, trimaran, tmp_path, encoding):
     http_server.events = lambda body: [{"sequence_length": 3}]
-    (tmp_path / "perf.json").write_text(json.dumps({"fast": -1000.0, "slow": 1e9}))
+    (tmp_path / "perf.json").write_text(json.dumps({"fast": -1000.0, "slow": 1e9}), encoding)
     check = ("--check-perf-json", str(tmp_path / "perf.json"), "--check-perf-key")
 
     assert trimaran("bench", "-u", http_server.url, *check, "slow", *SHORT)[0] == 0
@@ -292,15 +293,16 @@ def test_decoupled_insists_on_a_decoupled_model(http_server, trimaran):
     assert "--decoupled: model 'tensorrt_llm' is not" in err
 
 
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig"])
 def test_a_dataset_gives_prompts_and_lengths_by_words(
-    http_server, trimaran, tmp_path, repo_root
+    http_server, trimaran, tmp_path, repo_root, encoding
 ):
     http_server.events = lambda body: [{"sequence_length": 1}]
     records = [
         {"input": "The sea", "instruction": "was calm", "output": "one two three four"},
         {"input": "A" * 500, "instruction": "long", "output": "x"},
     ]
-    (tmp_path / "d.json").write_text(json.dumps(records))
+    (tmp_path / "d.json").write_text(json.dumps(records), encoding)
     demo = repo_root / "examples" / "demo_models" / "base"
 
     code, out, _ = trimaran(

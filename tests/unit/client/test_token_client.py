@@ -267,6 +267,16 @@ def test_with_a_tokenizer_text_is_shown_and_the_end_id_is_its_own(server, trimar
     assert server.received[0].inputs["end_id"].item() >= 0
 
 
+def test_a_byte_order_mark_is_no_part_of_the_ids(server, call, ids_file):
+    server.script = lambda request: [ids_reply([5, 6, 1], is_final=True)]
+    Path(ids_file).write_text("5,6\n", encoding="utf-8-sig")
+
+    assert call("--request-output-len", "1")[0] == 0
+
+    (request,) = server.received
+    assert request.inputs["input_ids"].tolist() == [[5, 6]]
+
+
 @pytest.mark.parametrize(
     ("content", "complaint"),
     [

@@ -22,9 +22,10 @@ def test_on_gpus_a_slot_is_a_gpu():
     assert (host.num_slots, host.num_gpus) == (4, 4)
 
 
-def test_a_host_file_may_be_in_either_mpis_form(tmp_path):
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig"])
+def test_a_host_file_may_be_in_either_mpis_form(tmp_path, encoding):
     path = tmp_path / "hosts"
-    path.write_text("# rack 1\n\na slots=3 # old\nb:2\nc\n")
+    path.write_text("a slots=3 # old\n\n# rack 1\nb:2\nc\n", encoding)
     hosts = named_hosts(parse("--hostfile", str(path)), "cpu")
     assert [(host.name, host.num_slots) for host in hosts] == [("a", 3), ("b", 2), ("c", 1)]
     path.write_text("# none\n")

@@ -94,6 +94,14 @@ def test_fields_may_be_separated_by_commas_semicolons_and_comments(
     assert ModelRepository.load(root).models["postprocessing"].config.backend == "python"
 
 
+def test_a_byte_order_mark_is_no_part_of_a_configuration(write_repository):
+    root = write_repository()
+    path = root / "postprocessing" / "config.pbtxt"
+    path.write_text(path.read_text(), encoding="utf-8-sig")
+
+    assert ModelRepository.load(root).models["postprocessing"].config.backend == "python"
+
+
 @pytest.mark.parametrize("spelling", ["true", "True", "t", "1"])
 def test_booleans_have_the_spellings_of_text_format(write_repository, spelling):
     models = ModelRepository.load(write_repository(decoupled_mode=spelling)).models
