@@ -30,6 +30,12 @@ _SHOWN = (
     "help", "model_repo", "multi_model", "world_size", "device", "hosts", "worker_launch",
     "mpirun", "http_port", "grpc_port", "metrics_port",
 )  # fmt: skip
+_OF_MACHINE = frozenset((
+    "model_repo", "config", "mpirun", "http_port", "grpc_port", "metrics_port", "http_address",
+    "grpc_address", "metrics_address", "allow_http", "allow_grpc", "allow_metrics",
+))  # fmt: skip
+"""Flags that say something without a repository."""
+
 _MARKS = {"ok": "ok  ", "note": "note", "bad": "BAD "}
 
 
@@ -53,7 +59,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the report; 0 if `trimaran serve` can work here, else 1."""
+    """Print the report; 0 if `trimaran serve` can work here, else 1.
+
+    Raises:
+        ConfigError: flags about models without a repository, which no report would show.
+    """
+    if not args.model_repo:
+        _refuse_flags_of_models(args)
     settings.apply_environment(args, os.environ)
     findings: list[Finding] = []
     examinations = (
@@ -73,6 +85,22 @@ def run(args: argparse.Namespace) -> int:
         return 1
     print("\n`trimaran serve` can work here.")
     return 0
+
+
+def _refuse_flags_of_models(args: argparse.Namespace) -> None:
+    parser = FlagParser()
+    add_arguments(parser)
+    given = [
+        action.option_strings[0]
+        for action in parser._actions
+        if action.dest not in _OF_MACHINE
+        and getattr(args, action.dest, action.default) != action.default
+    ]
+    if given:
+        raise ConfigError(
+            f"{', '.join(given)} cannot be examined without models: only this machine is "
+            "looked at. Add --model-repo DIR, or leave out what is about models."
+        )
 
 
 def _python(args: argparse.Namespace) -> Iterator[Finding]:
@@ -160,8 +188,15 @@ def _kernels(args: argparse.Namespace) -> Iterator[Finding]:
 
 
 def _ports(args: argparse.Namespace) -> Iterator[Finding]:
-    for name in ("http", "grpc", "metrics"):
-        endpoint = Endpoint(name, "0.0.0.0", getattr(args, f"{name}_port"))
+    addresses = {
+        "http": args.http_address,
+        "grpc": args.grpc_address,
+        "metrics": args.metrics_address or args.http_address,
+    }
+    for name, address in addresses.items():
+        if not getattr(args, f"allow_{name}"):
+            continue
+        endpoint = Endpoint(name, address or "0.0.0.0", getattr(args, f"{name}_port"))
 
         def examine(endpoint: Endpoint = endpoint) -> str:
             preflight.check_ports([endpoint])

@@ -39,6 +39,29 @@ def test_a_busy_port_is_a_note_since_another_would_do(capsys):
     )
 
 
+def test_a_port_is_looked_for_where_it_would_be_opened_if_at_all(capsys, free_port):
+    flags = ["--http-address", "192.0.2.1", "--allow-grpc", "false"]
+    assert cli.main(["doctor", *ports(free_port), *flags]) == 0
+    report = capsys.readouterr().out
+    assert "cannot listen on 192.0.2.1" in report
+    assert "grpc port" not in report
+
+
+@pytest.mark.parametrize(
+    ("flags", "named"),
+    [
+        (["--hosts", "nosuch:2"], "--hosts"),
+        (["--world-size", "4", "--multi-model"], "--world-size, --multi-model"),
+    ],
+)
+def test_flags_about_models_need_a_repository(capsys, flags, named):
+    assert cli.main(["doctor", *flags]) == 2
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert f"error: {named} cannot be examined without models" in said.err
+    assert "Add --model-repo DIR" in said.err
+
+
 def repository(tmp_path, **gpus):
     checkpoint = write_checkpoint(tmp_path / "hf")
     for name, ids in gpus.items():
