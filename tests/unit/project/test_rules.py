@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 import tarfile
+import venv
 import zipfile
 from pathlib import Path
 
@@ -127,7 +128,9 @@ def test_the_source_archive_holds_every_tracked_file_and_nothing_else(tmp_path, 
     assert set(names) - made == tracked
 
 
-def test_the_wheel_holds_every_tracked_file_of_the_packages(tmp_path, tree):
+@pytest.fixture
+def wheel(tmp_path, tree):
+    """The wheel of the checkout."""
     subprocess.run(
         [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation",
          "--no-index", "-w", str(tmp_path), str(tree)],
@@ -135,8 +138,36 @@ def test_the_wheel_holds_every_tracked_file_of_the_packages(tmp_path, tree):
         stderr=subprocess.DEVNULL,
     )  # fmt: skip
     (wheel,) = tmp_path.glob("*.whl")
+    return wheel
+
+
+def test_the_wheel_holds_every_tracked_file_of_the_packages(wheel):
     with zipfile.ZipFile(wheel) as archive:
         shipped = {name for name in archive.namelist() if ".dist-info/" not in name}
     folders = tuple(f"{package}/*" for package in rules.PACKAGES)
     tracked = {f"trimaran/{p.relative_to(rules.ROOT)}" for p in rules.tracked_files(*folders)}
     assert shipped == tracked
+
+
+def test_users_of_the_wheel_are_checked_against_its_types(tmp_path, wheel):
+    pytest.importorskip("mypy")
+    venv.create(tmp_path / "venv")
+    (site,) = (tmp_path / "venv").glob("lib/python3*/site-packages")
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(site)
+    user = tmp_path / "user.py"
+    user.write_text(
+        "from trimaran.comm.flag_values import port\n"
+        "from trimaran.worker.kv_cache.host_memory import HostMemory\n"
+        "reveal_type(port('1'))\n"
+        "HostMemory('none', 4096)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-P", "-m", "mypy", "--strict", "--ignore-missing-imports",
+         "--python-executable", tmp_path / "venv" / "bin" / "python", user.name],
+        cwd=tmp_path, capture_output=True, text=True,
+    )  # fmt: skip
+    revealed, refused, end = done.stdout.splitlines()
+    assert 'Revealed type is "int"' in revealed
+    assert 'to "HostMemory" has incompatible type "str"' in refused
+    assert end.startswith("Found 1 error")
