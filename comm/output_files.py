@@ -5,10 +5,12 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import stat
 from collections.abc import Iterator
 from pathlib import Path
 
 from trimaran.comm.errors import ConfigError
+from trimaran.comm.input_files import NoFileError, require_file
 
 
 def check_writable(flag: str, path: str | os.PathLike[str]) -> None:
@@ -19,12 +21,33 @@ def check_writable(flag: str, path: str | os.PathLike[str]) -> None:
     """
     file = Path(path)
     folder = file.absolute().parent
-    if file.is_dir():
+    try:
+        mode = os.stat(file).st_mode
+    except (FileNotFoundError, NotADirectoryError):
+        mode = 0
+    except OSError as error:
+        raise ConfigError(f"{flag} {path}: {error.strerror}. Name another file.") from None
+    if stat.S_ISDIR(mode):
         raise ConfigError(f"{flag} {path} is a folder. Name a file.")
     if not folder.is_dir():
         raise ConfigError(f"{flag} {path}: there is no folder {folder}. Make it first.")
-    if not os.access(file if file.exists() else folder, os.W_OK):
+    if not os.access(file if mode else folder, os.W_OK):
         raise ConfigError(f"{flag} {path} cannot be written. Name another file.")
+
+
+def check_replaceable(flag: str, path: str | os.PathLike[str]) -> None:
+    """`check_writable` of a file that takes the place of what is there.
+
+    Raises:
+        ConfigError: it cannot, or what is there is a device or a FIFO, which would be gone.
+    """
+    check_writable(flag, path)
+    try:
+        require_file(path)
+    except NoFileError as error:
+        raise ConfigError(f"{flag} {path}: {error}. Name a file, which is replaced.") from None
+    except FileNotFoundError:
+        pass
 
 
 @contextlib.contextmanager

@@ -8,7 +8,7 @@ import shutil
 from collections.abc import Mapping
 
 from trimaran.comm.errors import ConfigError
-from trimaran.comm.output_files import check_writable
+from trimaran.comm.output_files import check_replaceable
 from trimaran.launcher.config import LogConfig, MpiConfig, RestartPolicy
 from trimaran.launcher.engine_args import EngineFlags
 from trimaran.launcher.job import Job, current_job
@@ -307,7 +307,7 @@ def ready_file(args: argparse.Namespace) -> str:
         return ""
     path: str = os.path.abspath(args.ready_file)
     _made("--ready-file", os.path.dirname(path))
-    check_writable("--ready-file", path)
+    check_replaceable("--ready-file", path)
     return path
 
 

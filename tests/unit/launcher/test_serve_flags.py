@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -130,6 +131,15 @@ def test_a_ready_file_that_cannot_be_written_is_refused_before_anything_starts(
         resolve(repository, "--ready-file", str(tmp_path / "file" / "ready.json"))
     with pytest.raises(ConfigError, match=r"is a folder\. Name a file"):
         resolve(repository, "--ready-file", str(tmp_path))
+    with pytest.raises(ConfigError, match=r"File name too long\. Name another file"):
+        resolve(repository, "--ready-file", str(tmp_path / ("x" * 300)))
+
+
+def test_a_ready_file_takes_no_place_of_a_device_or_fifo(repository, tmp_path):
+    os.mkfifo(tmp_path / "fifo")
+    for path, kind in ((tmp_path / "fifo", "a FIFO"), ("/dev/null", "a device")):
+        with pytest.raises(ConfigError, match=rf"it is {kind}, not a file\. Name a file"):
+            resolve(repository, "--ready-file", str(path))
 
 
 def test_steps_to_trace_are_named_by_number_and_go_where_the_logs_go(repository, tmp_path):
