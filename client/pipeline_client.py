@@ -14,7 +14,7 @@ import numpy as np
 
 from trimaran.client.bench_flags import DEFAULT_URLS, add_concurrency, add_protocol
 from trimaran.client.step_client import GrpcSteps, HttpSteps, StepClient
-from trimaran.client.stream import ServerError, check_url
+from trimaran.client.stream import ServerError, check_names, check_url
 from trimaran.client.tensors import Array
 from trimaran.client.text_client import MismatchError
 from trimaran.client.texts import Texts
@@ -100,6 +100,7 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError("--streaming needs -i grpc")
     if args.concurrency < 1:
         raise ConfigError(f"--concurrency is {args.concurrency} but must be 1 or more")
+    check_names(args)
     prompts = _prompts(args.dataset, args.max_input_len)
     besides = _besides(args)
     url = args.url or DEFAULT_URLS[args.protocol]

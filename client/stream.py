@@ -153,10 +153,7 @@ def open_client(args: argparse.Namespace) -> Any:
     Raises:
         ConfigError: the URL, a name or a key file is not usable.
     """
-    for name in ("url", "model_name", "request_id"):
-        _check_text(name, getattr(args, name, ""))
-    for output in getattr(args, "requested_outputs", ()):
-        _check_text("requested_outputs", output)
+    check_names(args)
     options = {}
     if getattr(args, "ssl", False):
         options = {
@@ -165,6 +162,14 @@ def open_client(args: argparse.Namespace) -> Any:
         }
     check_url(args.url)
     return grpcclient.InferenceServerClient(args.url, verbose=args.verbose, **options)
+
+
+def check_names(args: argparse.Namespace) -> None:
+    """Refuse names that cannot be sent; raises ConfigError."""
+    for name in ("url", "model_name", "token_model_name", "request_id"):
+        _check_text(name, getattr(args, name, None) or "")
+    for output in getattr(args, "requested_outputs", ()):
+        _check_text("requested_outputs", output)
 
 
 def check_url(url: str) -> None:

@@ -109,6 +109,7 @@ def test_an_error_of_the_server_is_printed(trimaran, server, dataset):
         (("--max-input-len", "1"), "no prompt is within --max-input-len 1"),
         (("-i", "http"), "--streaming needs -i grpc"),
         (("--test-llmapi",), "does not serve the llmapi model"),
+        (("--token-model-name", "a\udcff"), "--token-model-name 'a\\udcff' is not a text in"),
     ],
 )
 def test_flags_that_mean_nothing_are_refused(trimaran, server, dataset, more, said):
