@@ -22,6 +22,9 @@ from trimaran.client.token_flags import add_arguments as add_arguments
 from trimaran.client.token_request import Prompt, request_inputs, seed_name, stop_inputs
 from trimaran.comm.errors import ConfigError
 
+_MAX_STOP_MS = (1 << 31) - 1
+"""Some weeks: what clocks of the system can wait for."""
+
 
 @dataclass(slots=True)
 class Answer:
@@ -58,8 +61,10 @@ def run(args: argparse.Namespace) -> int:
     """Send the request. Returns 0 if all went as the flags expect."""
     if args.check_output and not args.output_tokens_csv:
         raise ConfigError("--check-output needs --output-tokens-csv FILE to compare with")
-    if args.stop_after_ms < 0:
-        raise ConfigError(f"--stop-after-ms is {args.stop_after_ms} but must be 0 or more")
+    if not 0 <= args.stop_after_ms <= _MAX_STOP_MS:
+        raise ConfigError(
+            f"--stop-after-ms is {args.stop_after_ms} but must be from 0 to {_MAX_STOP_MS}"
+        )
     if args.stop_via_request_cancel and not args.stop_after_ms:
         raise ConfigError(
             "--stop-via-request-cancel has no effect without --stop-after-ms MS: say when"

@@ -381,7 +381,8 @@ def test_what_is_no_three_whole_numbers_is_no_lookahead(server, call, config):
 @pytest.mark.parametrize(
     ("flags", "complaint"),
     [
-        (("--stop-after-ms", "-5"), "--stop-after-ms is -5 but must be 0 or more"),
+        (("--stop-after-ms", "-5"), "--stop-after-ms is -5 but must be from 0 to"),
+        (("--stop-after-ms", "9" * 30), f"{'9' * 30} but must be from 0 to 2147483647"),
         (("--stop-via-request-cancel",), "has no effect without --stop-after-ms MS"),
         (("--prompt-task-id", "1"), "1 needs --prompt-embedding-table-path FILE"),
     ],
