@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import importlib
 import os
 import sys
@@ -100,6 +101,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     except TrimaranError as error:
         print(f"trimaran: error: {error}", file=sys.stderr)
         return EXIT_FAILURE
+    except OSError as error:
+        # Wherever a path is looked at first: no file system has such a file.
+        if error.errno != errno.ENAMETOOLONG:
+            raise
+        print(f"trimaran: error: {error.filename}: {error.strerror}", file=sys.stderr)
+        return EXIT_CONFIG
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
 

@@ -131,3 +131,19 @@ def test_what_is_no_number_is_refused_with_what_may_stand_there(capsys, flag, te
     said = capsys.readouterr().err
     assert f"argument {flag}: " in said
     assert complaint in said
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("verify", "--engine"),
+        ("client", "token", "--tokenizer-dir"),
+        ("serve", "--http-port=1", "--model-repo"),
+    ],
+)
+def test_a_path_that_no_file_can_have_is_refused_in_a_line(capsys, command):
+    assert main([*command, "x" * 5000]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("trimaran: error: ")
+    assert len(said.splitlines()) == 1
+    assert "File name too long" in said or "is not a folder" in said or "no such folder" in said
