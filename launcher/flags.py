@@ -169,6 +169,6 @@ class FlagParser(argparse.ArgumentParser):
 def _as_word(path: Path, key: str, value: object) -> str:
     if isinstance(value, bool):
         return "true" if value else "false"
-    if isinstance(value, str | int | float):
+    if isinstance(value, str | int | float) and "\0" not in str(value):
         return str(value)
     raise ConfigError(f"--config {path}: {key} is {value!r}, not a single value")

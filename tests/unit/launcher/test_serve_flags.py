@@ -338,6 +338,7 @@ def test_a_run_file_holds_any_flags_and_the_command_line_goes_before_it(reposito
         ("- a", "must hold lines of the form"),
         ("a: [", "is not YAML"),
         ("http-port: {a: 1}", "not a single value"),
+        ('log_file: "a\\0b"', "not a single value"),
     ],
 )
 def test_a_wrong_run_file_is_refused(repository, tmp_path, text, complaint):
