@@ -47,9 +47,9 @@ def request_from(
         RequestError: names the value, what is allowed and the remedy.
     """
     sampling = _sampling(message, vocab_size)
-    _check_numbers(message, sampling.num_return_sequences)
     if sampling.beam_width > 1:
         _check_beams(sampling, limits, bool(message.output_ids))
+    _check_numbers(message, sampling.num_return_sequences)
     prompt, output = _ids(message.prompt_ids), _ids(message.output_ids)
     _check_prompt(prompt, limits)
     table = _prompt_table(message, hidden_size, dtype)

@@ -23,6 +23,10 @@ def _bias(value):
     ("fields", "text"),
     [
         ({"beam_width": 2}, "beam_width is 2 but this engine serves at most 1"),
+        (
+            {"beam_width": 1 << 30, "num_return_sequences": 1 << 30},
+            "beam_width is 1073741824 but this engine serves at most 1",
+        ),
         ({"logits_dtype": "int8"}, "'logits_dtype' is 'int8' but must be float32 or float16"),
         ({"temperature": -1.0}, r"'temperature' is -1.0 but must be a finite number >= 0"),
         ({"repetition_penalty": 0.0}, r"'repetition_penalty' is 0.0 but must be above 0"),
