@@ -12,6 +12,7 @@ from trimaran.builder.foreign_flags import FlagSink
 from trimaran.comm.errors import ConfigError
 from trimaran.comm.flag_values import positive, workers
 from trimaran.comm.input_files import UTF8
+from trimaran.worker.config import MAX_SEQS
 from trimaran.worker.engine_folder import (
     BuildConfig,
     EngineFolder,
@@ -134,6 +135,11 @@ def build_config(
         raise ConfigError(
             f"--max-input-len ({max_input_len}) is above --max-seq-len ({max_seq_len}), which "
             "counts prompt and output. Lower the first or raise the second."
+        )
+    if max_batch_size > MAX_SEQS:
+        raise ConfigError(
+            f"--max-batch-size ({max_batch_size}) is above the {MAX_SEQS} sequences that an "
+            "engine runs at once. Lower it."
         )
     if max_num_tokens < max_batch_size:
         raise ConfigError(

@@ -15,6 +15,9 @@ ALL_REDUCES = ("auto", "nccl", "peer", "fused")
 MAX_RANKS = 4096
 """Most ranks of a server: each is a process that its supervisor and its rank 0 talk to."""
 
+MAX_SEQS = 1 << 16
+"""Most sequences that an engine runs at once: it keeps a row of numbers for each."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParallelConfig:
@@ -127,6 +130,11 @@ class SchedulerConfig:
         return self.policy == "max_utilization" and not self.is_static
 
     def __post_init__(self) -> None:
+        if self.max_num_seqs > MAX_SEQS:
+            raise ConfigError(
+                f"max_num_seqs ({self.max_num_seqs}) is above the {MAX_SEQS} sequences that an "
+                "engine runs at once. Lower --max-batch-size (of bench: --max-num-seqs)."
+            )
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise ConfigError(
                 f"max_num_batched_tokens ({self.max_num_batched_tokens}) is below "

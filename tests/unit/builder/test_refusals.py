@@ -58,6 +58,7 @@ def test_fewer_layers_than_the_configuration_tells_of_are_refused(llama, refused
         (["--max-seq-len", "129"], ["--max-seq-len (129)", "128 positions"]),
         (["--max-input-len", "99", "--max-seq-len", "64"], ["(99)", "(64)", "Lower the first"]),
         (["--max-num-tokens", "8", "--max-batch-size", "16"], ["(8)", "(16)", "decode step"]),
+        (["--max-batch-size", "65537"], ["--max-batch-size (65537)", "the 65536 sequences"]),
         (["--max-beam-width", "9", "--max-batch-size", "8"], ["--max-beam-width is 9", "(8)"]),
         (["--n_layer", "9"], ["--n_layer is 9", "num_hidden_layers 3", "Remove the flag"]),
     ],

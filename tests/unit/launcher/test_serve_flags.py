@@ -363,6 +363,7 @@ def test_a_wrong_run_file_is_refused(repository, tmp_path, text, complaint):
             ["--max-batch-size", "100"],
             "--max-batch-size 100: a step computes at most 64 tokens (--max-num-tokens",
         ),
+        (["--max-num-tokens=65537", "--max-batch-size=65537"], "(65537) is above the 65536"),
         (["--metrics-config", "x"], "not of the form KEY=VALUE"),
         (["--metrics-config", "x=true"], "x=true: known keys are counter_latencies"),
         (["--metrics-config", "summary_quantiles=nan:0"], "nan is no quantile"),
