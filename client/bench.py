@@ -37,6 +37,8 @@ from trimaran.comm.output_files import check_writable, writing
 _MAX_REQUESTS = 30000
 _MOST_OF_INT32 = 2**31 - 1
 _LEAST_RATE = 1e-6
+_MOST_MADE = 1 << 24
+"""Requests, and tokens of a prompt, that are made in memory."""
 
 
 def run(args: argparse.Namespace) -> int:
@@ -98,14 +100,7 @@ def check(args: argparse.Namespace) -> None:
         value = getattr(args, name, None)
         if value is not None and not math.isfinite(value):
             raise ConfigError(f"--{name.replace('_', '-')} is {value} but must be finite")
-    for name in ("input_len", "output_len", "vocab_size", "input_mean", "input_stdev",
-                 "output_mean", "output_stdev", "op_tokens_per_word"):  # fmt: skip
-        value = getattr(args, name, None)
-        if value is not None and value > _MOST_OF_INT32:
-            raise ConfigError(
-                f"--{name.replace('_', '-')} is {value} but ids and lengths are sent as INT32: "
-                f"name {_MOST_OF_INT32} at most"
-            )
+    _check_sizes(args)
     for name in ("json", "op_stats_csv", "dump_perfetto_trace"):
         if getattr(args, name):
             check_writable(f"--{name.replace('_', '-')}", getattr(args, name))
@@ -136,6 +131,25 @@ def _check_times(args: argparse.Namespace) -> None:
         raise ConfigError(
             "--stream-timeout has no effect on HTTP. Leave it out, or ask by -i grpc."
         )
+
+
+def _check_sizes(args: argparse.Namespace) -> None:
+    """Refuse what a tensor does not hold, and prompts that the memory would not."""
+    for name in ("output_len", "vocab_size", "output_mean", "output_stdev",
+                 "op_tokens_per_word"):  # fmt: skip
+        value = getattr(args, name, None)
+        if value is not None and value > _MOST_OF_INT32:
+            raise ConfigError(
+                f"--{name.replace('_', '-')} is {value} but ids and lengths are sent as INT32: "
+                f"name {_MOST_OF_INT32} at most"
+            )
+    for name in ("num_requests", "warmup", "input_len", "input_mean", "input_stdev"):
+        value = getattr(args, name, None)
+        if value is not None and value > _MOST_MADE:
+            raise ConfigError(
+                f"--{name.replace('_', '-')} is {value} but prompts are made before the first "
+                f"is sent: name {_MOST_MADE} at most"
+            )
 
 
 def _items(args: argparse.Namespace, workload: Workload) -> list[Item]:

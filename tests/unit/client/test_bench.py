@@ -242,6 +242,8 @@ def test_a_run_slower_than_its_record_fails(http_server, trimaran, tmp_path, enc
         (("-u", "127.0.0.1:1", *SHORT), "no server answers at http://127.0.0.1:1"),
         (("-u", "http://127.0.0.1:1", *SHORT), "must be HOST:PORT"),
         (("-i", "grpc", "-u", "127.0.0.1", *SHORT), "must be HOST:PORT"),
+        ((*SHORT, "--num-requests", "16777217"), "--num-requests is 16777217 but prompts are"),
+        (("--input-len", "16777217", "--output-len", "1"), "name 16777216 at most"),
         ((*SHORT, "--vocab-size", "2147483648"), "--vocab-size is 2147483648 but ids"),
         ((*NORMAL, "--input-mean", "1e30", "--input-stdev", "1"), "--input-mean is 1e+30 but"),
         ((*DATASET, "--op-tokens-per-word", "nan"), "--op-tokens-per-word is nan but must be"),
