@@ -108,6 +108,8 @@ def run(args: argparse.Namespace) -> int:
             f"--check-outputs needs --expected-outputs with one text a prompt: "
             f"{len(prompts)} prompts, {len(expected or [])} texts"
         )
+    if expected is not None and not args.check_outputs:
+        raise ConfigError("--expected-outputs has no effect without --check-outputs")
     if len(args.embedding_bias_words) != len(args.embedding_bias_weights):
         raise ConfigError(
             f"--embedding-bias-words has {len(args.embedding_bias_words)} words but "

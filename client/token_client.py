@@ -61,6 +61,8 @@ def run(args: argparse.Namespace) -> int:
     """Send the request. Returns 0 if all went as the flags expect."""
     if args.check_output and not args.output_tokens_csv:
         raise ConfigError("--check-output needs --output-tokens-csv FILE to compare with")
+    if args.output_tokens_csv and not args.check_output:
+        raise ConfigError("--output-tokens-csv has no effect without --check-output")
     if not 0 <= args.stop_after_ms <= _MAX_STOP_MS:
         raise ConfigError(
             f"--stop-after-ms is {args.stop_after_ms} but must be from 0 to {_MAX_STOP_MS}"

@@ -42,6 +42,8 @@ class Prompt:
         if vocabulary is not None:
             end_id = args.end_id if vocabulary.end_id is None else vocabulary.end_id
             pad_id = args.pad_id if vocabulary.pad_id is None else vocabulary.pad_id
+        if args.input_tokens_csv and args.text != DEFAULT_TEXT:
+            raise ConfigError("--text has no effect beside --input-tokens-csv: leave out one")
         if args.input_tokens_csv:
             ids = read_ids("--input-tokens-csv", args.input_tokens_csv)
         elif vocabulary is not None:
@@ -130,6 +132,8 @@ def _prompt_table(args: argparse.Namespace, prompt: Prompt) -> list[Any]:
             raise ConfigError("--prompt_table_extra_id needs --vocab_size")
         extra = [args.prompt_table_extra_id * (i >= args.vocab_size) for i in prompt.ids]
         tensors.append(tensor("prompt_table_extra_ids", [extra], np.uint64))
+    elif args.vocab_size is not None:
+        raise ConfigError("--vocab_size has no effect without --prompt_table_extra_id ID")
     return tensors
 
 

@@ -190,6 +190,7 @@ def test_a_port_that_is_none_reaches_no_other_server(server, trimaran):
         (("--lora-path", "/l"), "--lora-path needs --lora-task-id"),
         (("--lora-path", "/l", "--lora-task-id", "1"), "/l holds no model.lora_config.npy"),
         (("--lora-name", "a", "--lora-task-id", "1"), "--lora-name stands alone"),
+        (("--expected-outputs", "a"), "--expected-outputs has no effect without --check-out"),
         (("--check-outputs",), "--check-outputs needs --expected-outputs"),
         (("--check-outputs", "--expected-outputs", '["a", "b"]'), "1 prompts, 2 texts"),
     ],

@@ -384,6 +384,9 @@ def test_what_is_no_three_whole_numbers_is_no_lookahead(server, call, config):
         (("--stop-after-ms", "-5"), "--stop-after-ms is -5 but must be from 0 to"),
         (("--stop-after-ms", "9" * 30), f"{'9' * 30} but must be from 0 to 2147483647"),
         (("--stop-via-request-cancel",), "has no effect without --stop-after-ms MS"),
+        (("--output-tokens-csv", "/f"), "has no effect without --check-output"),
+        (("--text", "Hello"), "--text has no effect beside --input-tokens-csv"),
+        (("--vocab_size", "9"), "--vocab_size has no effect without --prompt_table_extra_id"),
         (("--prompt-task-id", "1"), "1 needs --prompt-embedding-table-path FILE"),
     ],
 )
