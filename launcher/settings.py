@@ -49,6 +49,9 @@ def check_flags(args: argparse.Namespace, job: Job | None) -> None:
     check_triton_flags(args)
     if args.no_mpi and (args.mpirun or args.mpi != "auto"):
         raise ConfigError("--no-mpi goes together with neither --mpi nor --mpirun")
+    if args.oversubscribe and (args.no_mpi or job is not None):
+        why = "--no-mpi starts none" if args.no_mpi else "somebody else's job has its ranks"
+        raise ConfigError(f"--oversubscribe is for our mpirun, but {why}. Leave it out.")
     if args.mpi == "job" and args.mpirun:
         raise ConfigError("--mpi job starts no mpirun of its own: leave out --mpirun")
     if args.disable_spawn_processes and not args.multi_model:

@@ -367,6 +367,7 @@ def test_a_wrong_run_file_is_refused(repository, tmp_path, text, complaint):
         (["--metrics-config", "x"], "not of the form KEY=VALUE"),
         (["--metrics-config", "x=true"], "x=true: known keys are counter_latencies"),
         (["--metrics-config", "summary_quantiles=nan:0"], "nan is no quantile"),
+        (["--no-mpi", "--oversubscribe"], "--oversubscribe is for our mpirun, but --no-mpi"),
         (["--mpi", "job", "--mpirun", "/x"], "leave out --mpirun"),
     ],
 )
