@@ -166,8 +166,10 @@ def is_adapter_folder(folder: Path) -> bool:
     return has_arrays or (folder / PEFT_CONFIG).is_file()
 
 
-def version_of(folder: Path) -> tuple[tuple[int, int], ...]:
+def version_of(folder: Path) -> tuple[tuple[int, int, int], ...]:
     """Times and sizes that change when one of the folder's files is replaced.
+
+    Whoever copies a file with its time of writing cannot set that of its last change.
 
     Raises:
         AdapterFormatError: the weights are not there.
@@ -184,7 +186,7 @@ def version_of(folder: Path) -> tuple[tuple[int, int], ...]:
         # Who reads it says what is wrong.
         with suppress(OSError):
             found.append((folder / name).stat())
-    return tuple((each.st_mtime_ns, each.st_size) for each in found)
+    return tuple((each.st_mtime_ns, each.st_ctime_ns, each.st_size) for each in found)
 
 
 def read_folder(folder: Path) -> AdapterSource:

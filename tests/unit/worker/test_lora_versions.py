@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import shutil
 from contextlib import nullcontext
 
@@ -84,3 +85,33 @@ def test_a_scaling_that_is_written_after_the_weights_is_served_with_them(
     expected = greedy(merged(model_folder, scaled), prompt_of(20), LENGTH)
     assert driver.output(asked) == expected
     driver.check_idle()
+
+
+@pytest.mark.parametrize("is_renamed", [False, True])
+def test_weights_of_the_same_size_and_time_are_others(
+    make_engine, model_folder, prompt_of, tmp_path, is_renamed
+):
+    adapters = [make_adapter(model_folder, seed=seed) for seed in (1, 2)]
+    driver = make_engine(lora=LoraConfig(prefetch_dir=str(tmp_path)))
+    write_peft(tmp_path / "a", adapters[0], alpha=4.0)
+    write_peft(tmp_path / "later", adapters[1], alpha=4.0)
+    served, later = tmp_path / "a" / PEFT, tmp_path / "later" / PEFT
+    prompt = prompt_of(20)
+
+    def ask():
+        request = driver.submit(prompt, max_tokens=LENGTH, adapter={"name": "a"})
+        driver.run()
+        return driver.output(request)
+
+    outputs = [ask()]
+    before = served.stat()
+    os.utime(later, ns=(before.st_atime_ns, before.st_mtime_ns))
+    if is_renamed:
+        later.rename(served)
+    else:
+        shutil.copy2(later, served)
+    after = served.stat()
+    assert (after.st_size, after.st_mtime_ns) == (before.st_size, before.st_mtime_ns)
+    outputs.append(ask())
+
+    assert outputs == [greedy(merged(model_folder, one), prompt, LENGTH) for one in adapters]
