@@ -6,7 +6,7 @@ import logging
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from weakref import WeakValueDictionary
 
 from tritonclient.grpc.model_config_pb2 import ModelConfig
@@ -189,19 +189,32 @@ def read_labels(model: RepositoryModel) -> dict[str, list[str]]:
     """The class labels of the outputs that have a file of them.
 
     Raises:
-        ConfigError: a file cannot be read.
+        ConfigError: a file cannot be read, or is none of the model's folder.
     """
     labels = {}
     for output in model.config.output:
         if not output.label_filename:
             continue
+        what = f"{model.config_path}: label_filename of output '{output.name}'"
+        if not _is_inside(output.label_filename):
+            # Who loads a model may not read the server's other files by it.
+            raise ConfigError(
+                f"{what} is {output.label_filename!r}, which names no file below the model's "
+                "folder. Put the labels there, and name them from there."
+            )
         path = model.folder / output.label_filename
         try:
             labels[output.name] = read_text(path).splitlines()
         except (OSError, UnicodeDecodeError) as error:
-            what = f"{model.config_path}: label_filename of output '{output.name}': {path}"
-            raise unreadable(what, error) from error
+            raise unreadable(f"{what}: {path}", error) from error
     return labels
+
+
+def _is_inside(name: str) -> bool:
+    """Whether a relative path stays below the folder that it is read from; links there are
+    the operator's."""
+    path = PurePosixPath(name)
+    return not path.is_absolute() and ".." not in path.parts and "\0" not in name
 
 
 def _own_config(source: RepositoryModel) -> RepositoryModel:

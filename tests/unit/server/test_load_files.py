@@ -50,13 +50,19 @@ def test_files_of_an_ensemble_whose_step_cannot_be_read_go_at_once(frontend):
     assert list(frontend.scratch.iterdir()) == []
 
 
-def test_files_of_a_model_whose_labels_no_file_can_hold_go_at_once(frontend):
+@pytest.mark.parametrize("name", ["\\000", "../secret", "1/../../secret", "/etc/hostname"])
+def test_labels_that_are_none_of_the_models_files_are_refused_with_what_came_along(
+    frontend, name
+):
+    (frontend.repository / "secret").write_text("of nobody's concern")
     path = frontend.repository / "postprocessing" / "config.pbtxt"
     path.write_text(
         path.read_text().replace(
-            "output [\n  {", 'output [\n  {\n    label_filename: "\\000"', 1
+            "output [\n  {", f'output [\n  {{\n    label_filename: "{name}"', 1
         )
     )
     assert "label_filename" in path.read_text()
-    assert frontend.load_with_file(path.parent)[0] == 500
+    for status, body in (frontend.load_with_file(path.parent), frontend.load(path.parent.name)):
+        assert status == 500
+        assert "which names no file below the model's folder" in body["error"]
     assert list(frontend.scratch.iterdir()) == []
