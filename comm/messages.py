@@ -229,6 +229,19 @@ class KeepAdapter(Message):
     adapter_id: int
     adapter: dict[str, Any]
     """As in `Submit`."""
+    is_remembered: bool = False
+    """An earlier incarnation took it: what a request has brought since is newer."""
+
+
+@dataclass(slots=True, kw_only=True)
+class AdapterTaken(Message):
+    """Engine to all front ends: weights that a request brought are what this id means from
+    now on. It comes before anything else about the request."""
+
+    number: ClassVar[int] = 15
+    adapter_id: int
+    digest: bytes
+    """As in `Submit.adapter`."""
 
 
 # ---- front end <-> first front end ------------------------------------------------------
@@ -372,8 +385,8 @@ _TYPES: dict[int, type[Message]] = {
     cls.number: cls
     for cls in (
         EngineHello, FrontendHello, Submit, Cancel, StepOutput, RequestFailed, StatsReport,
-        ExpertReport, Ping, Pong, Stop, Release, KeepAdapter, Ask, Answer, ChildHello,
-        ChildConfig, ChildState, Command, ChildRequest,
+        ExpertReport, Ping, Pong, Stop, Release, KeepAdapter, AdapterTaken, Ask, Answer,
+        ChildHello, ChildConfig, ChildState, Command, ChildRequest,
     )
 }  # fmt: skip
 _FIELDS: dict[type[Message], tuple[str, ...]] = {

@@ -10,7 +10,14 @@ from typing import Any
 import numpy as np
 
 from trimaran.comm.bulk_extras import unpack
-from trimaran.comm.messages import FinishReason, Message, Release, StepOutput
+from trimaran.comm.messages import (
+    AdapterTaken,
+    FinishReason,
+    Message,
+    Release,
+    StepOutput,
+    Submit,
+)
 from trimaran.server.engine_link import EngineLink
 from trimaran.server.live_request import LiveRequest
 from trimaran.server.routing import GroupLoad
@@ -39,6 +46,10 @@ class EngineGroup:
 
     facts: dict[str, Any] = field(default_factory=dict)
     live: dict[int, LiveRequest] = field(default_factory=dict)
+    offered: dict[int, Submit] = field(default_factory=dict)
+    """Requests with weights of adapters of which it has not said yet whether it takes them;
+    clients may have cancelled them."""
+
     load: GroupLoad = field(default_factory=GroupLoad)
     give_up: asyncio.TimerHandle | None = None
     """Fails the waiting requests of a group that stays away."""
@@ -58,6 +69,21 @@ class EngineGroup:
         """Send a message, if the group is up."""
         if self.link is not None:
             self.link.send(message)
+
+    def ask(self, submit: Submit) -> None:
+        """Send a request."""
+        if "weights" in (submit.adapter or {}):
+            self.offered[submit.request_id] = submit
+        self.tell(submit)
+
+    def take_offered(self, taken: AdapterTaken) -> dict[str, Any] | None:
+        """The weights that it took, if they came from here."""
+        for request_id, submit in self.offered.items():
+            adapter = submit.adapter or {}
+            if (submit.adapter_id, adapter["digest"]) == (taken.adapter_id, taken.digest):
+                del self.offered[request_id]
+                return adapter
+        return None
 
     def remove(self, request_id: int) -> LiveRequest | None:
         """Owe this request no longer."""
@@ -83,6 +109,7 @@ class EngineGroup:
 
     def disconnect(self) -> None:
         """Close the connection; nobody hears of it again."""
+        self.offered.clear()
         link, self.link = self.link, None
         if link is not None:
             link.retire()

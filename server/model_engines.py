@@ -9,9 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 from trimaran.comm.errors import EngineDeadError, ErrorKind, RefusedError, RequestError
 from trimaran.comm.messages import (
+    AdapterTaken,
     Cancel,
     EngineHello,
     ExpertReport,
+    KeepAdapter,
     Message,
     RequestFailed,
     StatsReport,
@@ -68,6 +70,7 @@ class ModelEngines:
         self._handlers: dict[type[Message], Callable[[EngineGroup, Any], None]] = {
             StepOutput: EngineGroup.take_step,
             RequestFailed: self._request_failed,
+            AdapterTaken: self._adapter_taken,
             StatsReport: self._stats_report,
             ExpertReport: self._expert_report,
             Stop: self._stopped_elsewhere,
@@ -105,12 +108,8 @@ class ModelEngines:
         request = LiveRequest(submit, self._cancel, self._observe_gap, self._context_done)
         group = self._choose(up, request)
         group.take(request)
-        group.tell(submit)
-        kept = self._adapters.note(submit, int(group.facts.get("lora_host_bytes", 0)))
-        if kept is not None:
-            for other in up:
-                if other is not group:
-                    other.tell(kept)
+        group.ask(submit)
+        self._adapters.use(submit.adapter_id)
         return request
 
     def stop(self, client_request_id: str) -> None:
@@ -248,7 +247,7 @@ class ModelEngines:
         for request in requests:
             group = self._choose(up, request)
             group.take(request)
-            group.tell(request.replay_submit())
+            group.ask(request.replay_submit())
         if requests:
             self._metrics.count_replays(self.model, self.version, len(requests))
             logger.info("Model '%s': %d requests replayed", self.model, len(requests))
@@ -319,6 +318,7 @@ class ModelEngines:
 
     def _request_failed(self, group: EngineGroup, failure: RequestFailed) -> None:
         request = group.remove(failure.request_id)
+        group.offered.pop(failure.request_id, None)
         if request is not None:
             kind = ErrorKind[failure.kind]
             # An engine has no room only for what it has not begun.
@@ -326,6 +326,17 @@ class ModelEngines:
             request.fail(
                 RefusedError(failure.text) if is_refused else RequestError(failure.text, kind)
             )
+
+    def _adapter_taken(self, group: EngineGroup, taken: AdapterTaken) -> None:
+        """A group took weights, of a request from here or from another front end."""
+        adapter = group.take_offered(taken)
+        max_bytes = int(group.facts.get("lora_host_bytes", 0))
+        self._adapters.taken(taken, adapter, max_bytes)
+        if adapter is None:
+            return
+        for other in self._up():
+            if other is not group:
+                other.tell(KeepAdapter(adapter_id=taken.adapter_id, adapter=adapter))
 
     def _stats_report(self, group: EngineGroup, report: StatsReport) -> None:
         self._metrics.set_engine_stats(

@@ -16,6 +16,7 @@ from trimaran.comm.collectives import TensorParallelGroup
 from trimaran.comm.control import ControlPlane
 from trimaran.comm.errors import ErrorKind, RequestError
 from trimaran.comm.messages import (
+    AdapterTaken,
     ExpertReport,
     FinishReason,
     KeepAdapter,
@@ -103,6 +104,7 @@ class Engine:
         self._in_flight: deque[tuple[ScheduledStep | LaneSteps, ModelRunnerOutput]] = deque()
         self._requests: dict[tuple[Hashable, int], list[Request]] = {}
         self._num_submitted = 0
+        self._taken: list[AdapterTaken] = []
         self.times = StepTimes()
         is_overlapped = self.depth > 1 and num_stages == 1
         self._timing = PlanTiming(is_overlapped and self.device.type == "cuda")
@@ -206,6 +208,8 @@ class Engine:
         )
         self.scheduler.check(request)
         request.adapter_id = self._adapters.enter(message, request)
+        if "weights" in (message.adapter or {}):
+            self._tell_of(message.adapter_id)
         self._num_submitted += 1
         if request.sampling.guide_type:
             self._guided.hold(request)
@@ -231,6 +235,10 @@ class Engine:
 
     def keep_adapter(self, message: KeepAdapter) -> None:
         """Cache an adapter that no request here has asked for yet."""
+        if message.is_remembered and self._adapters.digest_of(message.adapter_id):
+            # Who remembers another one is told of this one.
+            self._tell_of(message.adapter_id)
+            return
         try:
             self._adapters.keep(message.adapter_id, message.adapter)
         except RequestError as error:
@@ -239,6 +247,15 @@ class Engine:
         # As of `submit`. It would be told again to whoever starts in this engine's place.
         except Exception:
             logger.exception("adapter %d cannot be kept", message.adapter_id)
+
+    def take_taken(self) -> list[AdapterTaken]:
+        """What all front ends are to know of adapters that came since the last call."""
+        taken, self._taken = self._taken, []
+        return taken
+
+    def _tell_of(self, task: int) -> None:
+        digest = self._adapters.digest_of(task)
+        self._taken.append(AdapterTaken(adapter_id=task, digest=digest))
 
     def drop_source(self, source: Hashable) -> None:
         """A connection is gone: end its requests, and tell nobody."""

@@ -151,14 +151,7 @@ class LeaderLoop:
             self._engine.drop_source(source)
             self._outbox.drop(source)
         elif isinstance(message, Submit):
-            try:
-                self._check_logits(source, message)
-                self._engine.submit(source, message)
-            except RequestError as error:
-                failed = RequestFailed(
-                    request_id=message.request_id, kind=error.kind.name, text=str(error)
-                )
-                self._links.send(source, failed)
+            self._submit(source, message)
         elif isinstance(message, Cancel):
             self._engine.cancel(source, message.request_ids)
         elif isinstance(message, Stop):
@@ -167,10 +160,29 @@ class LeaderLoop:
             self._links.send_all(message, but=source)
         elif isinstance(message, KeepAdapter):
             self._engine.keep_adapter(message)
+            self._tell_of_adapters()
         elif isinstance(message, Release):
             self._outbox.release(source, message.numbers)
         else:
             raise ProtocolError(f"a front end sent {type(message).__name__} to an engine")
+
+    def _submit(self, source: int, message: Submit) -> None:
+        failed: RequestFailed | None = None
+        try:
+            self._check_logits(source, message)
+            self._engine.submit(source, message)
+        except RequestError as error:
+            failed = RequestFailed(
+                request_id=message.request_id, kind=error.kind.name, text=str(error)
+            )
+        # Also of a request that failed afterwards.
+        self._tell_of_adapters()
+        if failed is not None:
+            self._links.send(source, failed)
+
+    def _tell_of_adapters(self) -> None:
+        for taken in self._engine.take_taken():
+            self._links.send_all(taken)
 
     def _check_logits(self, source: int, message: Submit) -> None:
         """Refuse logits that are too large for one message to another host."""

@@ -9,83 +9,22 @@ import re
 import shutil
 import signal
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
-from served import ROOT, Served
+from served import ROOT
+from several import DEADLINE_S, Several
 from waiting import wait_until
 
 EXAMPLES = ROOT / "examples"
 NUM_FRONTENDS = 3
-DEADLINE_S = 60
 STREAM = "/v2/models/ensemble/generate_stream"
 UNLOAD_ALL = {"parameters": {"unload_dependents": True}}
 GENERATE = "/v2/models/ensemble/generate"
 PROMPT: dict[str, Any] = {"text_input": "The ship", "max_tokens": 8}
-
-
-class Several(Served):
-    """A server of several front ends, each of which a test can reach by itself."""
-
-    def frontends(self) -> list[psutil.Process]:
-        """The front ends that run, in the order of their start."""
-        children = psutil.Process(self.process.pid).children()
-        found = [c for c in children if _is_frontend(c)]
-        return sorted(found, key=lambda each: each.create_time())
-
-    def named(self, index: int) -> psutil.Process:
-        """The front end of this number."""
-        tag = f":frontend-{index}" if index else ":frontend"
-        (found,) = [f for f in self.frontends() if f.environ().get("TRIMARAN_GROUP") == tag]
-        return found
-
-    def ranks(self) -> list[psutil.Process]:
-        """The ranks that run."""
-        below = psutil.Process(self.process.pid).children(recursive=True)
-        return [c for c in below if c.name() == "trimaran-rank"]
-
-    def connect(self, index: int) -> http.client.HTTPConnection:
-        """An open connection to the front end of this number."""
-        pid = self.named(index).pid
-        deadline = time.monotonic() + DEADLINE_S
-        while time.monotonic() < deadline:
-            connection = http.client.HTTPConnection(self.address, self.http_port, timeout=60)
-            connection.request("GET", "/v2/health/live")
-            connection.getresponse().read()
-            port = connection.sock.getsockname()[1]
-            theirs = psutil.Process(pid).net_connections("tcp")
-            if any(each.raddr and each.raddr.port == port for each in theirs):
-                return connection
-            connection.close()
-        raise AssertionError(f"no connection reached front end {index}")
-
-    def connect_all(self) -> list[http.client.HTTPConnection]:
-        """An open connection to each front end, since finding one can take a while."""
-        return [self.connect(index) for index in range(NUM_FRONTENDS)]
-
-    def call(self, index: int, method: str, path: str, body: Any = None) -> tuple[int, Any]:
-        """Status and JSON of a request to the front end of this number."""
-        return self.ask(self.connect(index), method, path, body)
-
-    def ask(
-        self, connection: http.client.HTTPConnection, method: str, path: str, body: Any = None
-    ) -> tuple[int, Any]:
-        """Status and JSON of a request on a connection, which is closed."""
-        connection.request(method, path, None if body is None else json.dumps(body))
-        answer = connection.getresponse()
-        content = answer.read()
-        connection.close()
-        return answer.status, json.loads(content) if content else None
-
-    def succeeded(self, index: int) -> int:
-        """Requests to the ensemble that the statistics of one front end count."""
-        status, document = self.call(index, "GET", "/v2/models/ensemble/stats")
-        assert status == 200, document
-        return int(document["model_stats"][0]["inference_stats"]["success"]["count"])
 
 
 class Stream(threading.Thread):
@@ -121,14 +60,6 @@ class Stream(threading.Thread):
         self._answer.close()
         self._connection.close()
         return "".join(event["text_output"] for event in self.events)
-
-
-def _is_frontend(process: psutil.Process) -> bool:
-    try:
-        return any("trimaran-frontend" in word for word in process.cmdline())
-    except (psutil.NoSuchProcess, psutil.ZombieProcess):
-        # A starter of ranks that has just ended.
-        return False
 
 
 @pytest.fixture(scope="module")

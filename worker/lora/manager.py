@@ -273,6 +273,13 @@ class AdapterManager:
         """Whether it has an adapter of this id or name, of some version."""
         return _key(message.adapter_id, message.adapter or {}) in self._by_key
 
+    def digest_of(self, task: int) -> bytes:
+        """Of the weights that came with a request and are what this id means; empty if a
+        folder's are, or none."""
+        cached = self._by_key.get(task)
+        content = b"" if cached is None else cached.content
+        return content if isinstance(content, bytes) else b""
+
     def retire(self, task: int, given: dict[str, Any]) -> None:
         """Serve no more requests by this id or name with what is cached: another version,
         which found no room here, is what it means from now on."""

@@ -22,6 +22,7 @@ from tokenizers.models import BPE
 
 from trimaran.comm.address import Address
 from trimaran.comm.messages import (
+    AdapterTaken,
     Cancel,
     EngineHello,
     FinishReason,
@@ -86,6 +87,8 @@ class ScriptedEngine:
         self._num_steps = 0
         self.gate = asyncio.Event()
         self.gate.set()
+        self.takes_adapters = True
+        """Whether it says at once of adapters that come that it took them."""
         self.submits: list[Submit] = []
         self.cancelled: list[int] = []
         self.others: list[Message] = []
@@ -155,6 +158,9 @@ class ScriptedEngine:
                 kind, text = self.refusals[message.prompt_ids]
                 self.send(RequestFailed(request_id=message.request_id, kind=kind, text=text))
                 return
+            if self.takes_adapters and "weights" in (message.adapter or {}):
+                task, digest = message.adapter_id, message.adapter["digest"]
+                self.send(AdapterTaken(adapter_id=task, digest=digest))
             ids = self._script(message)[: message.sampling.get("max_tokens", 16)]
             done = unpack_ids(message.output_ids).tolist()
             assert done == ids[: len(done)]

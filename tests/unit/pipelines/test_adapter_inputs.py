@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import numpy as np
 import pytest
 
 from trimaran.comm.errors import RequestError
-from trimaran.comm.messages import KeepAdapter
+from trimaran.comm.messages import AdapterTaken, KeepAdapter, pack_ids
 
 PROMPT = {"input_ids": [7, 8, 9], "input_lengths": 3, "request_output_len": 2}
 WEIGHTS = np.arange(12, dtype=np.float16).reshape(1, 2, 6)
@@ -121,3 +123,75 @@ async def test_a_group_that_comes_back_gets_the_adapters_again(serve):
 
         assert [kept.adapter_id for kept in again.others] == [5, 7]
         assert _carried(again.others[0].adapter)[0] == (WEIGHTS[0] * 5).tolist()
+
+
+async def test_a_group_that_comes_back_gets_the_last_adapter_that_one_took(serve):
+    broken = {**PROMPT, "input_ids": [9, 9, 9], "lora_config": CONFIG + 90}
+    async with serve() as served:
+        engine = await served.dial(_ids)
+        engine.refusals[pack_ids([9, 9, 9])] = ("INVALID_ARG", "no module is 91")
+        good = {"lora_weights": WEIGHTS, "lora_config": CONFIG}
+        await served.infer("tensorrt_llm", **PROMPT, lora_task_id=4, **good)
+        with pytest.raises(RequestError, match="no module is 91"):
+            await served.infer("tensorrt_llm", **broken, lora_task_id=4, lora_weights=WEIGHTS)
+        await engine.end()
+        again = await served.dial(_ids, incarnation=1)
+        await again.until(lambda: bool(again.others))
+
+        (kept,) = again.others
+        assert kept.is_remembered
+        assert _carried(kept.adapter) == (WEIGHTS[0].tolist(), CONFIG[0].tolist())
+
+
+async def test_the_other_instances_do_not_get_what_one_has_refused(serve):
+    async with serve(frontend={"groups": {"tensorrt_llm": ("g0", "g1")}}) as served:
+        engines = [await served.dial(_ids, group=name) for name in ("g0", "g1")]
+        adapter = {"lora_weights": WEIGHTS, "lora_config": CONFIG}
+        refused = {**PROMPT, "input_ids": [9, 9, 9]}
+        for engine in engines:
+            engine.refusals[pack_ids([9, 9, 9])] = ("INVALID_ARG", "no module is 91")
+        with pytest.raises(RequestError, match="no module is 91"):
+            await served.infer("tensorrt_llm", **refused, lora_task_id=4, **adapter)
+        await served.infer("tensorrt_llm", **PROMPT, lora_task_id=5, **adapter)
+        await engines[0].until(lambda: any(engine.others for engine in engines))
+
+        kept = [message for engine in engines for message in engine.others]
+        assert [message.adapter_id for message in kept] == [5]
+
+
+async def test_a_version_that_came_to_another_front_end_is_what_the_id_means_here_too(serve):
+    inputs = {**PROMPT, "lora_config": CONFIG}
+    async with serve() as served:
+        engine = await served.dial(_ids)
+        for task in (4, 5):
+            await served.infer(
+                "tensorrt_llm", **inputs, lora_task_id=task, lora_weights=WEIGHTS * task
+            )
+        engine.send(AdapterTaken(adapter_id=4, digest=b"another"))
+        engine.send(AdapterTaken(adapter_id=5, digest=engine.submits[1].adapter["digest"]))
+        await served.heard(engine)
+        await engine.end()
+        again = await served.dial(_ids, incarnation=1)
+        await again.until(lambda: bool(again.others))
+
+        assert [kept.adapter_id for kept in again.others] == [5]
+
+
+async def test_an_adapter_whose_request_is_cancelled_before_its_answer_is_remembered(serve):
+    adapter = {"lora_task_id": 4, "lora_weights": WEIGHTS, "lora_config": CONFIG}
+    async with serve() as served:
+        engine = await served.dial(_ids)
+        engine.takes_adapters = False
+        engine.gate.clear()
+        responses = served.stream("tensorrt_llm", **PROMPT, **adapter)
+        reading = asyncio.ensure_future(anext(responses))
+        await engine.until(lambda: bool(engine.submits))
+        reading.cancel()
+        await engine.until(lambda: bool(engine.cancelled))
+        engine.send(AdapterTaken(adapter_id=4, digest=engine.submits[0].adapter["digest"]))
+        await served.heard(engine)
+        await engine.end()
+        again = await served.dial(_ids, incarnation=1)
+        await again.until(lambda: bool(again.others))
+
+        assert [kept.adapter_id for kept in again.others] == [4]

@@ -119,6 +119,42 @@ def test_an_adapter_that_came_to_another_instance_is_kept_here_too(
     assert driver.output(request) == greedy(references[5], prompt, LENGTH)
 
 
+def test_front_ends_hear_which_weights_an_id_means(make_engine, adapters, prompt_of):
+    driver, prompt = make_engine(), prompt_of(20)
+    first, second = ({**on_the_wire(adapters[task]), "digest": b"%d" % task} for task in (5, 9))
+    driver.submit(prompt, max_tokens=1, adapter_id=5, adapter=first)
+    broken = {**second, "config": {**second["config"], "shape": [-1]}}
+    with pytest.raises(RequestError):
+        driver.submit(prompt, max_tokens=1, adapter_id=5, adapter=broken)
+    # What was taken stays, although its request fails for another reason.
+    with pytest.raises(RequestError, match="guided_decoding_backend"):
+        driver.submit(
+            prompt, max_tokens=1, adapter_id=5, adapter=second, guide_type="json"
+        )  # fmt: skip
+    told = [(taken.adapter_id, taken.digest) for taken in driver.engine.take_taken()]
+
+    assert told == [(5, b"5"), (5, b"9")]
+    assert driver.engine.take_taken() == []
+
+
+def test_what_a_front_end_remembers_replaces_nothing_that_a_request_brought_since(
+    make_engine, adapters, references, prompt_of
+):
+    driver, prompt = make_engine(), prompt_of(20)
+    old, new = ({**on_the_wire(adapters[task]), "digest": b"%d" % task} for task in (5, 9))
+    driver.submit(prompt, max_tokens=1, adapter_id=5, adapter=new)
+    driver.engine.take_taken()
+    driver.engine.keep_adapter(KeepAdapter(adapter_id=5, adapter=old, is_remembered=True))
+    driver.engine.keep_adapter(KeepAdapter(adapter_id=9, adapter=old, is_remembered=True))
+
+    told = [(taken.adapter_id, taken.digest) for taken in driver.engine.take_taken()]
+    assert told == [(5, b"9")]
+    five, nine = (driver.submit(prompt, max_tokens=LENGTH, adapter_id=task) for task in (5, 9))
+    driver.run()
+    assert driver.output(five) == greedy(references[9], prompt, LENGTH)
+    assert driver.output(nine) == greedy(references[5], prompt, LENGTH)
+
+
 def test_other_weights_under_the_same_id_are_another_adapter(
     make_engine, adapters, references, prompt_of
 ):
