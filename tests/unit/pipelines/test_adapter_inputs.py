@@ -61,6 +61,20 @@ async def test_equal_weights_have_equal_digests_and_others_have_not(serve):
         assert one == same != other
 
 
+async def test_weights_without_rows_count_as_left_out(serve):
+    nothing = {"lora_weights": WEIGHTS[:, :0], "lora_config": CONFIG[:, :0]}
+    async with serve() as served:
+        engine = await served.dial(_ids)
+        await served.infer("tensorrt_llm", **PROMPT, lora_task_id=1, **nothing)
+        assert [(s.adapter_id, s.adapter) for s in engine.submits] == [(1, {})]
+
+        text = "lora_config is set alone; lora_weights and lora_config must come together"
+        with pytest.raises(RequestError, match=text):
+            await served.infer(
+                "tensorrt_llm", **PROMPT, lora_task_id=1, **{**nothing, "lora_config": CONFIG}
+            )
+
+
 @pytest.mark.feature("input:lora_name")
 @pytest.mark.parametrize("model", ["tensorrt_llm", "ensemble", "tensorrt_llm_bls"])
 async def test_an_adapter_can_be_named(serve, model):
