@@ -22,6 +22,7 @@ from trimaran.server.model_preparation import (
     all_idle,
     is_expected,
     load_error,
+    log_lost,
 )
 from trimaran.server.model_reader import LoadError, ModelReader, ReadModel
 from trimaran.server.model_repository import Role
@@ -224,7 +225,8 @@ class ModelControl:
                 continue
             try:
                 candidates.append(await self._preparation.restored(each, opened.get(name)))
-            except (RequestError, ConfigError) as error:
+            # Whatever is wrong with one model, the others are served.
+            except Exception as error:
                 logger.error("Model '%s' is not served any more: %s", name, error)
                 self._note_failure(each, error)
                 if name in opened:
@@ -295,8 +297,8 @@ class ModelControl:
         logger.error("Model '%s': going back to what was loaded before", name)
         try:
             again = await self._preparation.reopened(name)
-        except (RequestError, ConfigError) as error:
-            logger.error("Model '%s' is not served any more: %s", name, error)
+        except Exception as error:
+            log_lost(name, error)
             self._retire(self._set.withdraw([name], explicitly=()))
             return
         self._install([again], time.monotonic())
@@ -306,7 +308,7 @@ class ModelControl:
         candidates: Sequence[Candidate],
         started_s: float,
         counted: Collection[str] = (),
-    ) -> dict[str, ConfigError]:
+    ) -> dict[str, Exception]:
         """Serve these; those that do not fit together with what is loaded, with the reason.
 
         What they replace ends when its requests have. ``started_s`` is when their load

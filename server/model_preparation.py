@@ -276,6 +276,12 @@ def is_expected(failure: BaseException) -> bool:
     return isinstance(failure, (RequestError, ConfigError))
 
 
+def log_lost(name: str, failure: BaseException) -> None:
+    """Say that a model which served does so no more."""
+    trace = None if is_expected(failure) else failure
+    logger.error("Model '%s' is not served any more: %s", name, failure, exc_info=trace)
+
+
 def load_error(name: str, failure: BaseException) -> LoadError:
     """A failure as the client of the load is told of it."""
     if isinstance(failure, LoadError):

@@ -64,7 +64,7 @@ class Outcome:
     """Models that nobody can reach any more but the requests that run on them; those that
     run others come before those others."""
 
-    failures: dict[str, ConfigError] = field(default_factory=dict)
+    failures: dict[str, Exception] = field(default_factory=dict)
     """Candidates that do not fit together with what is loaded."""
 
 
@@ -207,7 +207,8 @@ class ModelSet:
         if requested is not None:
             try:
                 plain = self._factory.composed(requested.source, self._loaded)
-            except ConfigError as error:
+            # Whatever is wrong with one, the others change as a whole.
+            except Exception as error:
                 outcome.failures[name] = error
             else:
                 self._install(requested, plain, outcome, counted)
@@ -219,19 +220,20 @@ class ModelSet:
             return
         try:
             plain = self._factory.composed(before.source, self._loaded)
-        except ConfigError as error:
-            self._take_down(before, outcome, str(error))
+        except Exception as error:
+            self._take_down(before, outcome, error)
         else:
             self._install(before, plain, outcome, counted)
 
-    def _take_down(self, candidate: Candidate, outcome: Outcome, reason: str) -> None:
+    def _take_down(self, candidate: Candidate, outcome: Outcome, error: Exception) -> None:
         loaded = self._loaded.pop(candidate.name, None)
         self._waiting[candidate.name] = candidate
         if loaded is not None:
             outcome.replaced.append(loaded)
-            logger.error("Model '%s' is not served: %s", candidate.name, reason)
+            trace = None if isinstance(error, ConfigError) else error
+            logger.error("Model '%s' is not served: %s", candidate.name, error, exc_info=trace)
             state = VersionState.UNAVAILABLE
-            self._registry.set_state(candidate.name, candidate.version, state, reason)
+            self._registry.set_state(candidate.name, candidate.version, state, str(error))
 
     def _install(
         self, candidate: Candidate, plain: Model, outcome: Outcome, counted: Collection[str]

@@ -13,6 +13,7 @@ from trimaran.comm.errors import ConfigError
 from trimaran.server.config import FrontendConfig
 from trimaran.server.load_request import LoadRequest
 from trimaran.server.model_control import ModelControl
+from trimaran.server.model_preparation import load_error, log_lost
 from trimaran.server.model_reader import LoadError, ModelReader, ReadModel
 from trimaran.server.model_repository import Role, repository_model
 from trimaran.server.pipeline import read_labels
@@ -119,15 +120,17 @@ class ModelStartup:
     # ---- the predecessor's --------------------------------------------------------------
 
     def _read_remembered(self, remembered: Remembered) -> None:
+        python = PythonModels.parse(self._config.python_models)
         self._groups.generations.update(remembered.generations)
         self._states += remembered.states
         for model in remembered.models:
             try:
-                read = read_again(model, PythonModels.parse(self._config.python_models))
-            except ConfigError as error:
-                logger.error("Model '%s' is not served any more: %s", model.name, error)
-                lost = VersionState.UNAVAILABLE
-                self._states.append(StateOfVersion(model.name, model.version, lost, str(error)))
+                read = read_again(model, python)
+            # Whatever is wrong with one model, the others are served.
+            except Exception as error:
+                log_lost(model.name, error)
+                lost, reason = VersionState.UNAVAILABLE, load_error(model.name, error).reason
+                self._states.append(StateOfVersion(model.name, model.version, lost, reason))
                 self._leave(model.name, model.version, model.generation, model.groups)
                 continue
             self._read[model.name] = read

@@ -146,7 +146,8 @@ class ModelFactory:
                 tokenizer = Tokenizer(folder, self._tokenizer_threads)
                 self._tokenizers[key] = tokenizer
             return tokenizer
-        except (ConfigError, OSError) as error:
+        # A zero byte, and links that go around in a circle.
+        except (ConfigError, OSError, ValueError, RuntimeError) as error:
             raise ConfigError(
                 f"{model.config_path}: {str(error).rstrip('.')}. Name in tokenizer_dir a "
                 "folder with a tokenizer that can be read."

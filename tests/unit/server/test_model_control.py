@@ -320,6 +320,8 @@ def test_a_model_may_come_with_its_request_alone(frontend):
         ({"file:1/a": ""}, "override files were given without the load parameter 'config'"),
         ({"file:1/a": "?", "config": "{}"}, "must be base64 text"),
         ({"file:/etc/passwd": "", "config": "{}"}, "names no file of a version"),
+        ({"config": '{"input":[{"name":"QUERY","dims":[1],"data_type":77}]}'},
+         "the input 'QUERY' has the data_type 77, which is none"),
         ({"foo": "x"}, "unexpected error on creating Triton parameter"),
     ],
 )  # fmt: skip
@@ -327,6 +329,14 @@ def test_parameters_that_are_none_are_refused(frontend, parameters, error):
     status, body = frontend.load("preprocessing", **parameters)
     assert status == 500
     assert error in body["error"]
+
+
+def test_a_tokenizer_folder_that_can_be_none_is_refused(frontend):
+    config = config_of(frontend, "preprocessing")
+    config.parameters["tokenizer_dir"].string_value = "/x\0"
+    status, body = frontend.load("preprocessing", config=as_json(config))
+    assert status == 500
+    assert "embedded null byte. Name in tokenizer_dir a folder" in body["error"]
 
 
 def test_grpc_refuses_parameters_by_name_and_type(frontend):
