@@ -12,6 +12,7 @@ from tritonclient.grpc.model_config_pb2 import ModelConfig
 
 from trimaran.comm.errors import ConfigError
 from trimaran.comm.input_files import unreadable
+from trimaran.server.config_enums import check_enums
 from trimaran.server.config_pbtxt import read_config
 from trimaran.server.ensemble_graph import check_ensemble, check_step_versions
 from trimaran.server.metric_buckets import check_buckets
@@ -192,6 +193,7 @@ def repository_model(
             "equal or remove the name."
         )
     own.name = folder.name
+    check_enums(path, own)
     _check_counts(path, own)
     check_declarations(path, own)
     versions = _chosen(path, own, _versions(folder))

@@ -321,7 +321,11 @@ def test_a_model_may_come_with_its_request_alone(frontend):
         ({"file:1/a": "?", "config": "{}"}, "must be base64 text"),
         ({"file:/etc/passwd": "", "config": "{}"}, "names no file of a version"),
         ({"config": '{"input":[{"name":"QUERY","dims":[1],"data_type":77}]}'},
-         "the input 'QUERY' has the data_type 77, which is none"),
+         "input[0].data_type is 77 but must be one of TYPE_INVALID, TYPE_BOOL, "),
+        ({"config": '{"modelWarmup":[{"inputs":{"QUERY":{"dataType":-1}}}]}'},
+         "model_warmup[0].inputs['QUERY'].data_type is -1 but must be one of TYPE_INVALID"),
+        ({"config": '{"optimization":{"priority":9}}'},
+         "optimization.priority is 9 but must be one of PRIORITY_DEFAULT, PRIORITY_MAX"),
         ({"foo": "x"}, "unexpected error on creating Triton parameter"),
     ],
 )  # fmt: skip
