@@ -58,6 +58,9 @@ def match(path: str) -> Route | None:
     empty, *parts = path.split("/")
     if empty or len(parts) < 3 or parts[0] != "v2":
         return None
+    # Of a name that is not there; what ends in a slash is no path either.
+    if "" in parts:
+        return None
     if parts[1] == "models":
         return _model_route(unquote(parts[2]), parts[3:])
     if parts[1] == "repository":
@@ -68,8 +71,6 @@ def match(path: str) -> Route | None:
 
 
 def _model_route(name: str, rest: list[str]) -> Route | None:
-    if not name:
-        return None
     if rest == ["trace", "setting"]:
         return Route("trace", BOTH, name)
     version = ""
@@ -77,8 +78,7 @@ def _model_route(name: str, rest: list[str]) -> Route | None:
         version, rest = rest[1], rest[2:]
         if not (version.isascii() and version.isdigit()):
             return None
-    # An empty last segment is a trailing slash, which belongs to no path.
-    found = _OF_MODEL.get("/".join(rest)) if rest != [""] else None
+    found = _OF_MODEL.get("/".join(rest))
     return Route(*found, name, version) if found else None
 
 

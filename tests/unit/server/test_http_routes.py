@@ -8,7 +8,10 @@ import tritonclient.http as triton
     "path",
     ["/", "/v2/", "/v2/models", "/v2/models/", "/v2//models/echo", "/v2/models/echo/",
      "/v2/models/echo/versions/abc", "/v2/models/echo/versions/1/", "/v2/models/echo/nothing",
-     "/v2/models/echo/versions/1/trace/setting", "/v3", "/v2/health", "/metrics"],
+     "/v2/models/echo/versions/1/trace/setting", "/v3", "/v2/health", "/metrics",
+     "/v2/models//config", "/v2/models/echo//config", "/v2/systemsharedmemory/region//status",
+     "/v2/cudasharedmemory/region//unregister", "/v2/repository//index",
+     "/v2/repository/models//load", "/v2/repository//models/echo/unload"],
 )  # fmt: skip
 def test_paths_are_compared_exactly(server, path):
     answer = server.get(path)
