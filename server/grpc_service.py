@@ -218,7 +218,12 @@ class InferenceServicer(service_pb2_grpc.GRPCInferenceServiceServicer):  # type:
         self, request: pb.LogSettingsRequest, context: Context
     ) -> pb.LogSettingsResponse:
         settings = self._service.log_settings
-        changes = {name: _log_value(name, v) for name, v in request.settings.items()}
+        known = settings.values()
+        changes = {
+            name: _log_value(name, each)
+            for name, each in request.settings.items()
+            if name in known
+        }
         # Most clients only want to know.
         if changes:
             await self._service.change_log_settings(changes)
