@@ -15,6 +15,9 @@ _GPU = re.compile(r"0*[0-9]{1,9}")
 _RANK = re.compile(r"0*[1-9][0-9]{0,8}")
 _T = TypeVar("_T")
 
+MAX_INSTANCES = 1024
+"""Of one model: each is a worker group. A slip of a count is not to exhaust the memory."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Instance:
@@ -35,7 +38,7 @@ def instances_of(
     for. With ``needs_devices`` several replicas must name theirs.
 
     Raises:
-        ConfigError: the three do not go together.
+        ConfigError: the three do not go together, or it is too many.
     """
     count = _count(model)
     devices = _devices(model, count)
@@ -55,10 +58,10 @@ def _count(model: RepositoryModel) -> int:
     groups = model.config.instance_group
     # A group that names GPUs means so many instances on each of them.
     count = sum(max(1, group.count) * max(1, len(group.gpus)) for group in groups) or 1
-    if count > MAX_RANKS:
+    if count > MAX_INSTANCES:
         raise ConfigError(
-            f"{model.config_path}: instance_group asks for {count} instances, but a server has "
-            f"at most {MAX_RANKS} ranks. Lower the count."
+            f"{model.config_path}: instance_group asks for {count} instances, each a worker "
+            f"group, but at most {MAX_INSTANCES} of one model are started. Lower the count."
         )
     return count
 

@@ -185,6 +185,13 @@ class PythonModel:
     def _arguments(self, model: RepositoryModel) -> list[dict[str, str]]:
         """What ``initialize`` is given, for each instance."""
         config = completed_config(self)
+        # Counted first: memory may not hold what so many are given.
+        count = sum(group.count * max(1, len(group.gpus)) for group in config.instance_group)
+        if count > MAX_INSTANCES:
+            raise ConfigError(
+                f"{model.config_path}: instance_group asks for {count} instances, each a "
+                f"process, but at most {MAX_INSTANCES} are started. Lower the count."
+            )
         common = {
             "model_config": json.dumps(to_json(config)),
             "model_repository": str(model.folder),
@@ -202,11 +209,6 @@ class PythonModel:
                     "model_instance_device_id": str(device),
                 }
                 found.append({**common, **own})
-        if len(found) > MAX_INSTANCES:
-            raise ConfigError(
-                f"{model.config_path}: instance_group asks for {len(found)} instances, each a "
-                f"process, but at most {MAX_INSTANCES} are started. Lower the count."
-            )
         return found
 
 

@@ -382,6 +382,7 @@ async def test_a_name_without_code_is_refused(serve_own):
         (parameter("EXECUTION_ENV_PATH", "/env"), "EXECUTION_ENV_PATH is set, but"),
         ("sequence_batching { }", "sequence_batching is not served"),
         ("instance_group { count: 65 }", "asks for 65 instances, .* at most 64"),
+        ("instance_group { count: 2147483647 gpus: [0, 1] }", "asks for 4294967294 instances"),
     ],
 )
 async def test_a_configuration_that_cannot_take_effect_is_refused(serve_own, config, text):
