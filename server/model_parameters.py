@@ -14,7 +14,8 @@ _TRUE = frozenset({"True", "true", "TRUE", "1"})
 _FALSE = frozenset({"False", "false", "FALSE", "0"})
 _LOOSE_TRUE = frozenset({"true", "1", "t", "y", "yes"})
 _LOOSE_FALSE = frozenset({"false", "0", "f", "n", "no"})
-_INTEGER = re.compile(r"[+-]?\d+")
+_INTEGER = re.compile(r"[+-]?\d{1,100}")
+_MAX_INTEGER = (1 << 63) - 1
 _T = TypeVar("_T")
 
 
@@ -37,12 +38,12 @@ class ModelParameters:
         return None if not value or is_placeholder(value) else value
 
     def get_int(self, key: str) -> int | None:
-        """A plain decimal integer.
+        """A plain decimal integer of 64 bits: processes tell each other no larger ones.
 
         Raises:
             ConfigError: names file, key and value.
         """
-        return self._parsed(key, _parse_int, "an integer, as in 64")
+        return self._parsed(key, _parse_int, "an integer of at most 64 bits, as in 4096")
 
     def get_float(self, key: str) -> float | None:
         """A plain decimal number.
@@ -83,7 +84,10 @@ class ModelParameters:
 def _parse_int(text: str) -> int:
     if not _INTEGER.fullmatch(text):
         raise ValueError(text)
-    return int(text)
+    number = int(text)
+    if abs(number) > _MAX_INTEGER:
+        raise ValueError(text)
+    return number
 
 
 def _parse_bool(text: str) -> bool:

@@ -56,6 +56,7 @@ def test_integers_are_plain_decimal(tmp_path, text):
         ("lora_cache_max_adapter_size", "0", "is 0 but must be at least 1"),
         ("lora_cache_gpu_memory_fraction", "1.5", "is 1.5 but must be at least 0 and at"),
         ("lora_cache_host_memory_bytes", "-1", "is -1 but must be at least 0"),
+        ("lora_cache_host_memory_bytes", str(1 << 63), "but must be an integer of at most 64"),
         ("guided_decoding_backend", "outlines", "'outlines' but must be one of xgrammar"),
         ("gpu_weights_percent", "0.5", "Leave it unset (or set it to 1)."),
     ],
