@@ -33,6 +33,7 @@ _HEARD_TIMEOUT_S = 5.0
 
 _SERVED_MARGIN_S = 30.0
 _JOIN_POLL_S = 0.02
+_LOOK_PERIOD_S = 2.0
 _COUNTS_TIMEOUT_S = 2.0
 """A front end that is silent for longer counts as it did when it last answered."""
 
@@ -62,6 +63,7 @@ class OtherFrontends:
         self._id = secrets.token_hex(8)
         self._has_inherited = False
         self._round: asyncio.Task[None] | None = None
+        self._looking: asyncio.Task[None] | None = None
         self._is_stale = False
         self._told: Mapping[str, Any] = {}
         self._following: set[asyncio.Task[None]] = set()
@@ -85,9 +87,12 @@ class OtherFrontends:
         make_link = partial(PeerLink, verbs, self._lost)
         loop = asyncio.get_running_loop()
         self._server = await loop.create_unix_server(make_link, sock=address.listen())
+        self._looking = asyncio.ensure_future(self._look())
 
     def close(self) -> None:
         """Leave the others alone."""
+        if self._looking is not None:
+            self._looking.cancel()
         if self._server is not None:
             self._server.close()
         for link in self._links.values():
@@ -145,6 +150,13 @@ class OtherFrontends:
             return False
         state = self._board.group(frontend_title(index))
         return state is None or bool(state["state"] == "up")
+
+    async def _look(self) -> None:
+        """Ask what the others have counted even if nobody else does: of one that dies all is
+        lost that it counted since."""
+        while True:
+            await asyncio.sleep(_LOOK_PERIOD_S)
+            await self.refresh()
 
     async def refresh(self) -> None:
         """Bring what the others have counted up to date, and they what this one leaves."""

@@ -68,7 +68,6 @@ class StatusReport:
     async def _sample(self) -> None:
         while True:
             await asyncio.sleep(SAMPLE_PERIOD_S)
-            await self._service.refresh()
             self._rates.add(self._service.metrics.latency_counts())
 
     def _server(self) -> dict[str, Any]:

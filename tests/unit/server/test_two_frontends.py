@@ -1,6 +1,7 @@
 """Two front ends of one server, of which one follows the other."""
 
 import threading
+import time
 from contextlib import ExitStack, suppress
 
 import pytest
@@ -28,12 +29,13 @@ class TritonPythonModel:
 class Pair:
     """A first front end in explicit mode, and another one."""
 
-    def __init__(self, stack, tmp_path):
+    def __init__(self, stack, tmp_path, **config):
+        """``config`` is the first one's."""
         self.repository = tmp_path / "repository"
         write_repository(self.repository)
         self._stack, self._tmp_path = stack, tmp_path
         self._address = f"unix:{tmp_path}/frontends.sock"
-        self.first = self.start()
+        self.first = self.start(**config)
         folder = tmp_path / "other"
         folder.mkdir()
         self.other = ControlledFrontend(
@@ -118,6 +120,19 @@ def test_a_model_that_is_loaded_again_with_the_same_configuration_is_so_everywhe
     assert pair.first.call(*ask)[1]["OUT"] == "new"
     assert pair.other.call(*ask)[1]["OUT"] == "new"
     assert pair.first.num_succeeded("speaker") == 2
+
+
+def test_of_what_a_front_end_counted_two_seconds_are_lost_with_it_also_without_metrics(
+    tmp_path,
+):
+    with ExitStack() as stack:
+        pair = Pair(stack, tmp_path, allow_metrics=False)
+        assert pair.first.load("preprocessing")[0] == 200
+        assert pair.other.tokenize()[0] == 200
+        time.sleep(4)
+        pair.other.process.kill()
+        pair.other.process.wait()
+        assert pair.first.num_succeeded("preprocessing") == 1
 
 
 def test_models_that_come_back_at_a_successor_count_on(pair):
