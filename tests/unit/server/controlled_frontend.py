@@ -360,11 +360,22 @@ class ControlledFrontend(StartedFrontend):
 
 
 @contextlib.contextmanager
-def with_nothing_loaded(folder):
-    """A front end in explicit mode, and the repository in the folder from which it loads."""
+def starting_over(folder):
+    """Starts front ends in explicit mode over one repository, one after the other."""
     write_repository(folder / "repository")
     with contextlib.ExitStack() as stack:
-        frontend = ControlledFrontend(stack, folder)
-        frontend.repository = folder / "repository"
-        frontend.wait_ready()
-        yield frontend
+
+        def start(**config):
+            frontend = ControlledFrontend(stack, folder, **config)
+            frontend.repository = folder / "repository"
+            frontend.wait_ready()
+            return frontend
+
+        yield start
+
+
+@contextlib.contextmanager
+def with_nothing_loaded(folder):
+    """A front end in explicit mode, and the repository in the folder from which it loads."""
+    with starting_over(folder) as start:
+        yield start()

@@ -1,16 +1,21 @@
-"""A front end's successor serves what it can: one model's failure is that model's alone."""
+"""A front end's successor serves what it can, and shows what became of the rest."""
 
 from __future__ import annotations
 
-import contextlib
 from dataclasses import replace
 
 import pytest
-from controlled_frontend import ControlledFrontend
-from started_frontend import write_repository
+from controlled_frontend import starting_over
 
 from trimaran.server.config_pbtxt import read_config
 from trimaran.server.remembered import Remembered
+
+
+@pytest.fixture
+def start(tmp_path):
+    """Starts front ends in explicit mode over one repository, one after the other."""
+    with starting_over(tmp_path) as start:
+        yield start
 
 
 def break_tokenizer(folder, state):
@@ -43,28 +48,54 @@ def change(state, **fields):
         ),
     ],
 )  # fmt: skip
-def test_a_model_that_cannot_be_restored_is_unavailable_with_the_reason(
-    tmp_path, damage, reason
-):
-    write_repository(tmp_path / "repository")
-    with contextlib.ExitStack() as stack:
-        before = ControlledFrontend(stack, tmp_path)
-        before.wait_ready()
-        for name in ("preprocessing", "postprocessing"):
-            assert before.load(name)[0] == 200
-        before.wait_until(lambda: len(remembered_by(before).models) == 2)
-        before.process.kill()
-        before.process.wait()
-        state = damage(tmp_path / "repository" / "preprocessing", remembered_by(before))
+def test_a_model_that_cannot_be_restored_is_unavailable_with_the_reason(start, damage, reason):
+    before = start()
+    for name in ("preprocessing", "postprocessing"):
+        assert before.load(name)[0] == 200
+    before.wait_until(lambda: len(remembered_by(before).models) == 2)
+    before.process.kill()
+    before.process.wait()
+    state = damage(before.repository / "preprocessing", remembered_by(before))
 
-        after = ControlledFrontend(stack, tmp_path, remembered=state.to_bytes())
-        after.wait_ready()
+    after = start(remembered=state.to_bytes())
 
-        assert after.index()["postprocessing"] == ("READY", None)
-        shown, told = after.index()["preprocessing"]
-        assert shown == "UNAVAILABLE"
-        assert reason in told
-        assert not after.is_ready()
+    assert after.index()["postprocessing"] == ("READY", None)
+    shown, told = after.index()["preprocessing"]
+    assert shown == "UNAVAILABLE"
+    assert reason in told
+    assert not after.is_ready()
+
+
+def test_the_next_front_end_shows_what_became_of_models_that_do_not_serve(start):
+    frontend = start()
+    assert frontend.load("preprocessing")[0] == 200
+    assert frontend.unload("preprocessing")[0] == 200
+    frontend.failing["tensorrt_llm"] = "rank 0 (pid 7): out of memory"
+    assert frontend.load("tensorrt_llm")[0] == 500
+    before = frontend.index()
+    assert before["preprocessing"] == ("UNAVAILABLE", "unloaded")
+    frontend.wait_until(lambda: b"out of memory" in frontend.remembered["state"])
+    frontend.process.kill()
+    frontend.process.wait()
+    after = start(remembered=frontend.remembered["state"])
+    assert after.index() == before
+    assert not after.is_ready()
+    assert after.unload("tensorrt_llm")[0] == 200
+    assert after.is_ready()
+
+
+def test_the_next_front_end_does_not_wait_for_a_group_that_is_down(start):
+    frontend = start()
+    assert frontend.load("ensemble")[0] == 200
+    frontend.wait_until(lambda: frontend.remembered.get("groups") == ["tensorrt_llm"])
+    remembered = frontend.remembered["state"]
+    frontend.process.kill()
+    frontend.process.wait()
+    after = start(remembered=remembered, down=["tensorrt_llm"])
+    assert after.tokenize()[0] == 200
+    assert after.generate()[0] == 503
+    after.release("tensorrt_llm")
+    after.wait_until(lambda: after.generate()[0] == 200)
 
 
 def remembered_by(frontend):

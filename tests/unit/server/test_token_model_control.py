@@ -2,11 +2,9 @@
 
 import threading
 import time
-from contextlib import ExitStack
 
 import pytest
-from controlled_frontend import ControlledFrontend
-from started_frontend import write_repository
+from controlled_frontend import starting_over
 
 from trimaran.comm.messages import Command
 
@@ -16,15 +14,7 @@ NOT_READY = "Request for unknown model: '{}' version 1 is not at ready state"
 @pytest.fixture
 def start(tmp_path):
     """Starts front ends in explicit mode over one repository, one after the other."""
-    write_repository(tmp_path / "repository")
-    with ExitStack() as stack:
-
-        def start(**config):
-            frontend = ControlledFrontend(stack, tmp_path, **config)
-            frontend.repository = tmp_path / "repository"
-            frontend.wait_ready()
-            return frontend
-
+    with starting_over(tmp_path) as start:
         yield start
 
 
@@ -356,38 +346,6 @@ def test_the_next_front_end_serves_what_was_loaded(start):
     change(after)
     assert after.load("tensorrt_llm")[0] == 200
     assert [group for group, _ in after.started] == ["tensorrt_llm@3"]
-
-
-def test_the_next_front_end_shows_what_became_of_models_that_do_not_serve(start):
-    frontend = start()
-    assert frontend.load("preprocessing")[0] == 200
-    assert frontend.unload("preprocessing")[0] == 200
-    frontend.failing["tensorrt_llm"] = "rank 0 (pid 7): out of memory"
-    assert frontend.load("tensorrt_llm")[0] == 500
-    before = frontend.index()
-    assert before["preprocessing"] == ("UNAVAILABLE", "unloaded")
-    frontend.wait_until(lambda: b"out of memory" in frontend.remembered["state"])
-    frontend.process.kill()
-    frontend.process.wait()
-    after = start(remembered=frontend.remembered["state"])
-    assert after.index() == before
-    assert not after.is_ready()
-    assert after.unload("tensorrt_llm")[0] == 200
-    assert after.is_ready()
-
-
-def test_the_next_front_end_does_not_wait_for_a_group_that_is_down(start):
-    frontend = start()
-    assert frontend.load("ensemble")[0] == 200
-    frontend.wait_until(lambda: frontend.remembered.get("groups") == ["tensorrt_llm"])
-    remembered = frontend.remembered["state"]
-    frontend.process.kill()
-    frontend.process.wait()
-    after = start(remembered=remembered, down=["tensorrt_llm"])
-    assert after.tokenize()[0] == 200
-    assert after.generate()[0] == 503
-    after.release("tensorrt_llm")
-    after.wait_until(lambda: after.generate()[0] == 200)
 
 
 def test_a_load_under_way_is_given_up_when_the_server_drains(start):
