@@ -11,7 +11,8 @@ from aiohttp.http_parser import RawRequestMessage
 from aiohttp.streams import StreamReader
 
 from trimaran.server import http_faults
-from trimaran.server.http_messages import plain_error
+from trimaran.server.http_messages import plain_error, unasked_refusal
+from trimaran.server.open_files import OpenFiles
 
 MAX_HEAD_LINE_BYTES = 64 << 10
 """Limit on a request line and on each header: tokens that sign users in may be long."""
@@ -35,21 +36,32 @@ class HttpConnections(web.Server):
         self, handler: Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
     ) -> None:
         super().__init__(handler, handler_cancellation=True)
+        self._open_files = OpenFiles()
 
     def __call__(self) -> web.RequestHandler:
         """A new connection."""
-        return _Connection(self, loop=asyncio.get_running_loop(), **_OPTIONS)
+        loop = asyncio.get_running_loop()
+        return _Connection(self, self._open_files, loop=loop, **_OPTIONS)
 
 
 class _Connection(web.RequestHandler):
     """A connection that answers what is no HTTP as it answers any wrong request."""
 
-    __slots__ = ("_last_body",)
+    __slots__ = ("_last_body", "_open_files")
 
-    def __init__(self, manager: web.Server, **options: Any) -> None:
+    def __init__(self, manager: web.Server, open_files: OpenFiles, **options: Any) -> None:
         super().__init__(manager, **options)
+        self._open_files = open_files
         self._last_body: StreamReader | None = None
         """Of the youngest request."""
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Take a connection, or say why it cannot stay."""
+        super().connection_made(transport)
+        reason = self._open_files.refusal_of(transport.get_extra_info("socket").fileno())
+        if reason is not None and self.transport is not None:
+            self.transport.write(unasked_refusal(reason))
+            self.force_close()
 
     def data_received(self, data: bytes) -> None:
         """Take what has come; a body that goes on as no HTTP ends with that error."""

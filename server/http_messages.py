@@ -64,3 +64,13 @@ def error_response(error: RequestError) -> web.Response:
 def plain_error(status: int, text: str) -> web.Response:
     """An error that is no request's fault."""
     return web.Response(status=status, body=error_object(text), content_type=JSON)
+
+
+def unasked_refusal(text: str) -> bytes:
+    """An answer to whatever will be asked on a connection that is closed behind it."""
+    body = error_object(text)
+    lines = (
+        "HTTP/1.1 503 Service Unavailable", f"Content-Type: {JSON}",
+        f"Content-Length: {len(body)}", f"Retry-After: {RETRY_AFTER_S}", "Connection: close",
+    )  # fmt: skip
+    return "\r\n".join((*lines, "", "")).encode() + body

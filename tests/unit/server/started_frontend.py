@@ -144,6 +144,10 @@ class StartedFrontend:
         """The same for gRPC."""
         return self._port("GRPCInferenceService")
 
+    def metrics_port(self):
+        """The same for the metrics."""
+        return self._port("Metrics Service")
+
     def _port(self, service):
         lines = Path(self.log.name).read_text().splitlines()
         (line,) = [line for line in lines if f"Started {service} at" in line]

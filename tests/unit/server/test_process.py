@@ -2,6 +2,7 @@
 
 import http.client
 import json
+import resource
 import signal
 import socket
 import subprocess
@@ -188,3 +189,49 @@ def test_a_busy_port_is_a_configuration_error(repository, stack, tmp_path):
     assert f"127.0.0.1:{port}" in failed.text
     assert "--http-port" in failed.text
     assert frontend.process.wait(60) == 2
+
+
+def test_more_connections_than_descriptors_are_refused_and_leave_room_for_engines_and_metrics(
+    repository, stack, tmp_path
+):
+    frontend = StartedFrontend(stack, tmp_path)
+    limit = 64
+    resource.prlimit(frontend.process.pid, resource.RLIMIT_NOFILE, (limit, limit))
+    engine = frontend.dial_in(stack)
+    frontend.supervisor.wait_for_state("ready")
+    port = frontend.http_port()
+    address = ("127.0.0.1", port)
+
+    idle = [stack.enter_context(socket.create_connection(address, 60)) for _ in range(limit)]
+    answer = b"".join(iter(lambda: idle[-1].recv(1 << 16), b""))
+
+    assert answer.startswith(b"HTTP/1.1 503 ")
+    assert answer.endswith(b'{"error":"the server has too many open connections"}')
+    metrics = f"http://127.0.0.1:{frontend.metrics_port()}/metrics"
+    with urllib.request.urlopen(metrics, timeout=60) as response:
+        assert b"nv_inference_request_success" in response.read()
+    # One that is gone comes back beside the others.
+    engine.close()
+    frontend.dial_in(stack)
+    lines = Path(frontend.log.name).read_text().splitlines()
+    (line,) = [line for line in lines if "New HTTP connections are refused" in line]
+    assert f"of the {limit} that a process may have" in line
+
+    for connection in idle:
+        connection.close()
+    wait_until(lambda: is_live(port))
+
+
+def is_live(port):
+    try:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/v2/health/live", timeout=60):
+            return True
+    except OSError:
+        return False
+
+
+def wait_until(condition):
+    end = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.05)
