@@ -8,6 +8,7 @@ import zlib
 from trimaran.comm.errors import ErrorKind, RequestError
 
 _AUTODETECT_BITS = zlib.MAX_WBITS | 32
+_GZIP_MAGIC = b"\x1f\x8b"
 _KNOWN = ("identity", "deflate", "gzip")
 
 
@@ -23,7 +24,7 @@ def decompress(body: bytes, coding: str, max_bytes: int) -> bytes:
 
     Raises:
         UnsupportedCodingError: neither gzip, deflate nor identity.
-        RequestError: undecodable, cut, or larger than ``max_bytes`` when decoded.
+        RequestError: undecodable, cut, in several parts, or decoded over ``max_bytes``.
     """
     coding = coding.strip().lower()
     if coding in ("", "identity"):
@@ -42,6 +43,11 @@ def decompress(body: bytes, coding: str, max_bytes: int) -> bytes:
         )
     if not decoder.eof:
         raise RequestError("failed to decompress the request: the data ends too early")
+    if decoder.unused_data.startswith(_GZIP_MAGIC):
+        raise RequestError(
+            "failed to decompress the request: it is several gzip streams one after the other. "
+            "Compress it as one."
+        )
     return decoded
 
 

@@ -141,6 +141,18 @@ def test_a_compressed_body_may_not_grow_over_the_input_limit(server):
     assert answer.error.startswith("Decompressed data size exceeds the maximum allowed")
 
 
+@pytest.mark.parametrize("cut", [10, None], ids=["cut", "whole"])
+def test_a_body_of_several_gzip_streams_is_refused_not_read_in_part(server, cut):
+    body = json.dumps({"inputs": [x_input()]}).encode()
+    parts = gzip.compress(body[:cut]) + gzip.compress(body[cut:] if cut else b" ")
+    answer = infer(server, parts, headers={"Content-Encoding": "gzip"})
+    assert (answer.status, answer.error) == (
+        400,
+        "failed to decompress the request: it is several gzip streams one after the other. "
+        "Compress it as one.",
+    )
+
+
 def test_a_raw_request_is_the_only_input_and_is_answered_in_binary(server):
     header = {"Inference-Header-Content-Length": "0"}
     answer = infer(server, b"hello", "raw", header)
