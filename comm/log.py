@@ -100,7 +100,8 @@ def setup_logging(
     The level is the root logger's alone, so that it can be changed while the process runs.
 
     With ``directory`` also, complete, to a file of this process's own there, such as
-    ``frontend.log`` or ``GROUP-rank1.log``, to which its next incarnation appends.
+    ``frontend.log`` or ``GROUP-rank1.log``, to which its next incarnation appends. One that
+    cannot be opened costs these lines alone, and is told to the others.
     """
     formatter: logging.Formatter
     if log_format == "json":
@@ -112,16 +113,28 @@ def setup_logging(
     if rank not in (None, 0) and level == "INFO":
         on_stderr.setLevel("WARNING")
     handlers: list[logging.Handler] = [on_stderr]
+    problem: OSError | None = None
     if directory:
         name = role if rank is None else f"{group}-{role}{rank}".lstrip("-")
         path = os.path.join(directory, f"{name}.log")
-        # Held open for the life of the process.
-        stream = open(  # noqa: SIM115
-            path, "a", encoding="utf-8", errors="backslashreplace", buffering=1
-        )
-        handlers.append(_LossyStreamHandler(stream, path))
+        try:
+            handlers.append(_LossyStreamHandler(_opened(path), path))
+        except OSError as error:
+            problem = error
     for handler in handlers:
         handler.setFormatter(formatter)
     root = logging.getLogger()
     root.handlers[:] = handlers
     root.setLevel(level)
+    if problem is not None:
+        logging.getLogger(__name__).warning(
+            "%s cannot be opened: %s. Lines of this process go to the common log alone; mend "
+            "the folder of --log-dir.", path, problem.strerror,
+        )  # fmt: skip
+
+
+def _opened(path: str) -> TextIO:
+    """A log file to append to, held open for the life of the process. Its folder may have been
+    deleted since the server's start, and is made again."""
+    os.makedirs(os.path.dirname(path), exist_ok=True)
+    return open(path, "a", encoding="utf-8", errors="backslashreplace", buffering=1)

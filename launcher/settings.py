@@ -318,6 +318,8 @@ def _log_dir(path: str) -> str:
     if not path:
         return ""
     _made("--log-dir", path)
+    if not os.access(path, os.W_OK | os.X_OK):
+        raise ConfigError(f"--log-dir {path} cannot be written. Name another folder.")
     return os.path.abspath(path)
 
 

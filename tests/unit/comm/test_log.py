@@ -66,3 +66,18 @@ def test_a_line_with_bytes_that_are_no_text_is_written_to_the_file_too(tmp_path)
     (line,) = done.stderr.splitlines()
     assert line.endswith(r"asked for caf\udce9")
     assert (tmp_path / "x.log").read_text().splitlines() == [line]
+
+
+def test_a_file_that_cannot_be_opened_costs_its_lines_alone(tmp_path):
+    (tmp_path / "llm-frontend1.log").mkdir()
+    told, *rest = run(1, tmp_path)
+    assert told == (
+        f"{tmp_path}/llm-frontend1.log cannot be opened: Is a directory. Lines of this process "
+        "go to the common log alone; mend the folder of --log-dir."
+    )
+    assert rest == ["always told"]
+
+
+def test_a_folder_that_was_deleted_is_made_again(tmp_path):
+    assert run(1, tmp_path / "gone") == ["always told"]
+    assert "told at level 1" in (tmp_path / "gone" / "llm-frontend1.log").read_text()
