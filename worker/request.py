@@ -146,6 +146,8 @@ class Sequence:
                     return FinishReason.STOP_WORDS
         if len(self.token_ids) >= self.max_len:
             return FinishReason.LENGTH
+        if self.guide is not None and self.guide.is_complete:
+            return FinishReason.END_ID
         return FinishReason.NOT_FINISHED
 
 

@@ -466,9 +466,7 @@ class Scheduler:
         next_end = (num_known // block_size + 1) * block_size
         is_always = sequence.request.may_get_stuck
         sequence.look_at = 0 if is_always else min(sequence.max_len, next_end)
-        reason, guide = sequence.ends_by(token_id), sequence.guide
-        if reason is FinishReason.NOT_FINISHED and guide is not None and guide.is_complete:
-            reason = FinishReason.END_ID
+        reason = sequence.ends_by(token_id)
         if reason is not FinishReason.NOT_FINISHED:
             self._finish(sequence, reason)
         return reason

@@ -192,6 +192,16 @@ def test_without_an_end_id_a_complete_output_ends(driver):
     assert re.fullmatch("[0-9]{3}", text_of(driver, request))
 
 
+def test_a_replayed_request_whose_output_completes_its_guide_ends(driver):
+    request = submit(driver, "regex", "7", end_id=-1, output=ids("7"))
+
+    driver.run()
+
+    assert request not in driver.failed
+    assert driver.reasons[request, 0] is FinishReason.END_ID
+    assert driver.output(request) == []
+
+
 @pytest.mark.parametrize(
     ("kind", "guide", "expected"),
     [
