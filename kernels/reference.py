@@ -137,6 +137,15 @@ def activation(x_TD: Tensor, name: str) -> Tensor:
     return F.gelu(x_TD, approximate="none" if name == "gelu" else "tanh")
 
 
+def sigmoid(x_TX: Tensor) -> Tensor:
+    """Of each number, as its softmax beside zero.
+
+    Torch's own, on a CPU, rounds the last numbers of a tensor, fewer than a vector register
+    has, otherwise than all before them: a token's would depend on where in its step it is.
+    """
+    return torch.softmax(F.pad(x_TX[..., None], (0, 1)), dim=-1)[..., 0]
+
+
 def router_logits(x_TD: Tensor, weight_XD: Tensor) -> Tensor:
     """``x @ weight.T`` as float32, never rounded to the weights' dtype."""
     return F.linear(x_TD.float(), weight_XD.float())
@@ -162,7 +171,7 @@ def choose_experts(
     """
     values = logits_TX.float()
     is_softmax = routing.scoring == "softmax"
-    scores_TX = torch.softmax(values, dim=-1) if is_softmax else torch.sigmoid(values)
+    scores_TX = torch.softmax(values, dim=-1) if is_softmax else sigmoid(values)
     ranked_TX = scores_TX if bias_X is None else scores_TX + bias_X
     if routing.num_groups > 1:
         ranked_TX = _leave_best_groups(ranked_TX, routing)

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import cast
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
+from trimaran.kernels.reference import sigmoid
 from trimaran.kernels.routing import ExpertCounter, ExpertRouting, PlaceTable, Scoring
 from trimaran.worker.layers.activation import GatedActivation
 from trimaran.worker.layers.expert_dispatch import ExpertDispatch
@@ -178,9 +178,7 @@ class SharedExpert(nn.Module):
         output_TD = self.down_proj.method.apply(self.down_proj, inner_TF, None)
         if self.router is None:
             return output_TD
-        # A sigmoid, as a softmax beside zero: row by row, so that no other token counts.
-        pairs = F.pad(self.router.forward(x_TD).float(), (0, 1))
-        return output_TD.mul_(torch.softmax(pairs, dim=-1)[:, :1])
+        return output_TD.mul_(sigmoid(self.router.forward(x_TD).float()))
 
 
 class ExpertMLP(nn.Module):

@@ -167,6 +167,17 @@ def test_a_token_goes_where_it_goes_alone(choose):
         )
 
 
+@pytest.mark.parametrize("routing", ROUTINGS.values(), ids=ROUTINGS)
+@pytest.mark.parametrize("experts", [20, 60])
+def test_a_tokens_weights_on_the_cpu_are_those_that_it_has_alone(routing, experts):
+    logits, choose = drawn(50, experts), CHOOSERS["cpu"]
+
+    together, _ = choose(logits, routing)
+
+    for row in range(50):
+        assert choose(logits[row : row + 1], routing)[0].equal(together[row : row + 1])
+
+
 @every_choice
 def test_what_is_counted_is_experts_not_places(choose):
     logits, table = drawn(11, 20), table_of(20, 4)
