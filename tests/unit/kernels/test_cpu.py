@@ -63,6 +63,18 @@ def test_a_rows_product_does_not_depend_on_the_rows_beside_it(ops, dtype):
         assert ops.linear(x[-count:], weight).equal(together[-count:])
 
 
+@pytest.mark.parametrize("name", ["gelu", "gelu_new", "gelu_pytorch_tanh"])
+@pytest.mark.parametrize("width", [50, 256])
+def test_a_tokens_gated_gelu_does_not_depend_on_the_tokens_beside_it(ops, dtype, width, name):
+    gate_up = _random(40, 2 * width, dtype=dtype)
+
+    together = ops.gelu_and_mul(gate_up, name)
+
+    for count in (1, 2, 5, 17):
+        assert ops.gelu_and_mul(gate_up[:count].clone(), name).equal(together[:count])
+        assert ops.gelu_and_mul(gate_up[-count:].clone(), name).equal(together[-count:])
+
+
 @pytest.mark.parametrize("width", [64, 500, 16, 7])
 def test_norms_are_those_of_the_reference(ops, dtype, width):
     x, weight = _random(9, width, dtype=dtype), _random(width, dtype=dtype, seed=1)
