@@ -166,13 +166,22 @@ def select_ops(
     """The fastest operators that this device and dtype have; ``num_threads`` is for a CPU.
 
     With ``deterministic``, the fastest whose result for a token does not depend on the
-    tokens beside it. Those of a CPU never do.
+    tokens beside it. Those of our own kernels for a CPU never do.
+
+    Raises:
+        ConfigError: there are none such, or none at all, for this device.
     """
     if device.type != "cpu":
         return _gpu_ops(device, dtype, deterministic)
     try:
         return CpuOps(load_library(), dtype, num_threads)
     except KernelsUnavailableError as error:
+        if deterministic:
+            raise ConfigError(
+                f"--deterministic is set but the CPU's kernels are not to be had ({error}), "
+                "and torch, which would serve all operators, rounds a token's products by how "
+                "many tokens there are. Provide the kernels, or serve without it."
+            ) from error
         logger.warning("torch serves all operators, several times slower: %s", error)
         return TorchOps()
 

@@ -80,6 +80,14 @@ def test_without_a_compiler_torch_serves_and_a_warning_says_why(cache, monkeypat
     assert "no C++ compiler found: install g++" in caplog.text
 
 
+def test_without_a_compiler_a_cpu_that_shall_be_deterministic_is_refused(cache, monkeypatch):
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.setenv("PATH", "/nowhere")
+
+    with pytest.raises(ConfigError, match=r"--deterministic is set but .*install g\+\+"):
+        select_ops(CPU, torch.float32, deterministic=True)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_every_operator_has_a_named_backend(dtype):
     ops = select_ops(CPU, dtype)
