@@ -238,7 +238,7 @@ class AdapterTaken(Message):
     """Engine to all front ends: weights that a request brought are what this id means from
     now on. It comes before anything else about the request."""
 
-    number: ClassVar[int] = 15
+    number: ClassVar[int] = 16
     adapter_id: int
     digest: bytes
     """As in `Submit.adapter`."""

@@ -10,9 +10,9 @@ from trimaran.comm.errors import ConfigError
 
 @pytest.fixture
 def repository(tmp_path):
-    """2,048 instances of two ranks and one of one rank."""
-    engines = [write_engine(tmp_path / f"engine-{size}", tp_size=size) for size in (2, 1)]
-    seats = (";".join(["1,2"] * 2048), "3")
+    """1,024 instances of four ranks and one of one rank."""
+    engines = [write_engine(tmp_path / f"engine-{size}", tp_size=size) for size in (4, 1)]
+    seats = (";".join(["1,2,3,4"] * 1024), "5")
     for name, engine, participants in zip("ab", engines, seats, strict=True):
         write_model(
             tmp_path / "repo" / name,
@@ -20,14 +20,14 @@ def repository(tmp_path):
             participant_ids=participants,
         )
     with (tmp_path / "repo" / "a" / "config.pbtxt").open("a") as file:
-        file.write("instance_group [ { count: 2048 kind: KIND_CPU } ]\n")
+        file.write("instance_group [ { count: 1024 kind: KIND_CPU } ]\n")
     return tmp_path / "repo"
 
 
 @pytest.mark.parametrize(
     ("flags", "complaint"),
     [
-        ((), "2049 groups have 4097 ranks in all, but a server has at most 4096"),
+        ((), "1025 groups have 4097 ranks in all, but a server has at most 4096"),
         (
             ("--disable-spawn-processes", "--world-size", "4098"),
             "--world-size is 4098, but at most 4096 ranks and the orchestrator's place",
