@@ -13,6 +13,8 @@ from trimaran.comm.errors import ConfigError, RequestError
 from trimaran.comm.input_files import read_text
 from trimaran.worker.config import GuidedConfig
 from trimaran.worker.guided.guide import Grammar
+from trimaran.worker.guided.json_schemas import check_schema
+from trimaran.worker.guided.patterns import check_pattern
 
 _THREADS = 2
 _CACHE_BYTES = 1 << 30
@@ -20,6 +22,9 @@ _LONGEST = 1 << 20
 """Characters of a guide: a compiler's time and memory grow with it."""
 _PLACE = re.compile(r"^\[[\d:.]+\] \S+:\d+: (Check failed: .* is false: )?")
 """Where in its own sources the library says that an error arose."""
+
+_REGEX = re.compile(r'Regex\s*\(\s*"((?:[^"\\]|\\.)*)"', re.DOTALL)
+"""A regular expression within a grammar, as it is quoted there."""
 
 
 class GuideCompiler:
@@ -44,9 +49,9 @@ class GuideCompiler:
         self._pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="guides")
         self._kinds: Mapping[str, Callable[[str], Any]] = {
             "json": lambda _: self._compiler.compile_builtin_json_grammar(),
-            "json_schema": self._compiler.compile_json_schema,
-            "regex": self._compiler.compile_regex,
-            "ebnf_grammar": self._compiler.compile_grammar,
+            "json_schema": self._compile_schema,
+            "regex": self._compile_regex,
+            "ebnf_grammar": self._compile_ebnf,
             "choice": lambda guide: self._compiler.compile_grammar(_choice_grammar(guide)),
         }
 
@@ -84,6 +89,19 @@ class GuideCompiler:
                 f"guided_decoding_guide is no {kind} that can be followed: {reason}"
             ) from error
         return Grammar(self._xgrammar, compiled, self._vocab_size)
+
+    def _compile_schema(self, guide: str) -> Any:
+        check_schema(guide)
+        return self._compiler.compile_json_schema(guide)
+
+    def _compile_regex(self, guide: str) -> Any:
+        check_pattern(guide)
+        return self._compiler.compile_regex(guide)
+
+    def _compile_ebnf(self, guide: str) -> Any:
+        for quoted in _REGEX.findall(guide):
+            check_pattern(re.sub(r"\\(.)", r"\1", quoted, flags=re.DOTALL))
+        return self._compiler.compile_grammar(guide)
 
     def close(self) -> None:
         """End the threads; what they compile is dropped."""

@@ -423,3 +423,87 @@ def test_a_backend_that_lacks_a_package_of_its_own_is_refused_with_the_cause(mon
         ConfigError, match=r"cannot be imported \(.*pydantic.*Install the extra"
     ):
         GuideCompiler(GuidedConfig(backend="xgrammar"), str(MODEL), 100)
+
+
+def nested(pattern, depth):
+    return "(" * depth + pattern + ")" * depth
+
+
+@pytest.mark.parametrize(
+    ("kind", "guide"),
+    [
+        ("regex", nested("a", 300)),
+        ("json_schema", json.dumps({"type": "string", "pattern": nested("a", 300_000)})),
+        ("json_schema", json.dumps({"propertyNames": {"pattern": nested("a", 100_000)}})),
+        ("json_schema", json.dumps({"patternProperties": {nested("a", 100_000): {}}})),
+        ("ebnf_grammar", f'root ::= Regex("{nested("a", 100_000)}")'),
+    ],
+)
+def test_groups_nested_too_deep_end_no_process(driver, kind, guide):
+    good = submit(driver, "regex")
+    bad = submit(driver, kind, guide)
+
+    driver.run()
+
+    assert "groups nest deeper than 250" in driver.failed[bad]
+    assert follows("regex", text_of(driver, good))
+
+
+@pytest.mark.parametrize(
+    ("pattern", "reason"),
+    [
+        ("(?=a)b", "looks ahead"),
+        ("(?!a)b", "looks ahead"),
+        ("a^b", "'^' at"),
+        ("a$b", "'$' at"),
+    ],
+)
+def test_parts_of_a_regular_expression_that_would_be_ignored_are_refused(
+    driver, pattern, reason
+):
+    guides = [
+        ("regex", pattern),
+        ("json_schema", json.dumps({"type": "string", "pattern": pattern})),
+        ("ebnf_grammar", f'root ::= "x" Regex("{pattern}")'),
+    ]
+    requests = [submit(driver, *guide) for guide in guides]
+
+    driver.run()
+
+    assert all(reason in driver.failed[request] for request in requests)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "expected"),
+    [("^a{2}$", "aa"), ("(^ab$)", "ab"), ("x[$^(]{2}y|z", None), (r"\(\$\^", "($^")],
+)
+def test_anchors_at_the_ends_and_characters_that_look_like_syntax_are_followed(
+    driver, pattern, expected
+):
+    request = submit(driver, "regex", pattern)
+
+    driver.run()
+
+    text = text_of(driver, request)
+    assert text == expected or (expected is None and re.fullmatch(pattern, text))
+
+
+@pytest.mark.parametrize("depth", [101, 1000, 30_000])
+def test_a_schema_that_is_too_deep_keeps_no_thread_for_minutes(driver, depth):
+    guide = '{"type": "array", "items": ' * depth + "{}" + "}" * depth
+    started = time.monotonic()
+    request = submit(driver, "json_schema", guide)
+
+    driver.run()
+
+    assert "more than 100 levels deep" in driver.failed[request]
+    assert time.monotonic() - started < 10.0
+
+
+def test_a_schema_may_have_a_hundred_levels(driver):
+    guide = '{"type": "array", "items": ' * 99 + '{"type": "null"}' + "}" * 99
+    request = submit(driver, "json_schema", guide)
+
+    driver.run()
+
+    assert request not in driver.failed
