@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from trimaran.comm.errors import RequestError
@@ -12,22 +12,70 @@ from trimaran.worker.guided.patterns import check_pattern
 MAX_DEPTH = 100
 """Schemas within schemas: the compiler's time grows with the third power."""
 
+_IGNORED = {
+    "not": None,
+    "if": None,
+    "then": None,
+    "else": None,
+    "contains": None,
+    "minContains": None,
+    "maxContains": None,
+    "dependentRequired": None,
+    "dependentSchemas": None,
+    "dependencies": None,
+    "$dynamicRef": None,
+    "$recursiveRef": None,
+    "uniqueItems": False,
+}
+"""Keywords without effect, and the value with which they ask for nothing."""
+
+# Of those that are there the compiler follows the first, and nothing beside it.
+_WHOLE = ("$ref", "const", "enum", "anyOf", "oneOf", "allOf")
+_ANNOTATIONS = frozenset(
+    {
+        "$schema", "$id", "$anchor", "$comment", "$defs", "definitions", "title", "description",
+        "default", "examples", "example", "deprecated", "readOnly", "writeOnly",
+        "discriminator", "nullable", "format",
+    }
+)  # fmt: skip
 _ONE = (
     "items", "additionalProperties", "unevaluatedItems", "unevaluatedProperties",
     "propertyNames",
 )  # fmt: skip
 _LISTS = ("anyOf", "oneOf", "allOf", "prefixItems")
 _MAPS = ("properties", "patternProperties", "$defs", "definitions")
+_NAMES_ALONE = ("patternProperties", "propertyNames")
+_SAY_TYPE = ("type", "properties", "additionalProperties", "items", "prefixItems", *_WHOLE)
+"""The keywords of which one must be there for others to be followed."""
+
+_NEED_TYPE = (
+    "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf", "minLength",
+    "maxLength", "pattern", "minItems", "maxItems", "minProperties", "maxProperties",
+)  # fmt: skip
+_FORMATS = (
+    "email", "date", "time", "date-time", "duration", "ipv4", "ipv6", "hostname", "uuid", "uri",
+    "uri-reference", "uri-template", "json-pointer", "relative-json-pointer",
+)  # fmt: skip
+"""Those that are followed; others are notes to readers."""
+
+_TYPES: Mapping[str, tuple[type, ...]] = {
+    "string": (str,),
+    "object": (dict,),
+    "array": (list,),
+    "null": (type(None),),
+    "boolean": (bool,),
+    "integer": (int, float),
+    "number": (int, float),
+}
 
 
 def check_schema(guide: str) -> None:
-    """Refuse a schema that the compiler cannot take.
+    """Refuse a schema that the compiler cannot take, or of which it would ignore a part.
 
     What is no JSON, or no schema, passes: the compiler says why in its own words.
 
     Raises:
-        RequestError: the schema, or a regular expression in it, is too deep or cannot be
-            followed.
+        RequestError: a keyword would be ignored, or the schema is too deep.
     """
     try:
         root = json.loads(guide)
@@ -39,7 +87,7 @@ def check_schema(guide: str) -> None:
     for _ in range(MAX_DEPTH):
         schemas = [schema for schema in level if isinstance(schema, dict)]
         for schema in schemas:
-            _check_patterns(schema)
+            _check_keywords(schema)
         level = [inner for schema in schemas for inner in _inner(schema)]
         if not level:
             return
@@ -55,8 +103,12 @@ def _too_deep() -> RequestError:
 
 def _inner(schema: dict[str, Any]) -> Iterator[Any]:
     for key in _ONE:
-        if key in schema:
-            yield schema[key]
+        if key not in schema:
+            continue
+        inner = schema[key]
+        # A name is a string, whether or not its schema says so.
+        named = key == "propertyNames" and isinstance(inner, dict)
+        yield {"type": "string", **inner} if named else inner
     for key in _LISTS:
         found = schema.get(key)
         yield from found if isinstance(found, list) else ()
@@ -65,10 +117,100 @@ def _inner(schema: dict[str, Any]) -> Iterator[Any]:
         yield from found.values() if isinstance(found, dict) else ()
 
 
-def _check_patterns(schema: dict[str, Any]) -> None:
+def _check_keywords(schema: dict[str, Any]) -> None:
+    for key, harmless in _IGNORED.items():
+        if key in schema and (harmless is None or schema[key] != harmless):
+            raise _refused(key, "cannot be followed", "Leave it out")
+    reference = schema.get("$ref", "#")
+    if isinstance(reference, str) and reference != "#" and not reference.startswith("#/"):
+        raise _refused(
+            "$ref",
+            f"is {reference[:100]!r}, which is no place in the schema",
+            "Copy what it names into $defs, and refer to '#/$defs/NAME'",
+        )
+    for key in _NEED_TYPE:
+        if key in schema and not any(each in schema for each in _SAY_TYPE):
+            raise _refused(key, "has no effect without 'type'", "Say the type")
+    _check_whole(schema)
+    _check_names(schema)
+    _check_strings(schema)
+
+
+def _check_whole(schema: dict[str, Any]) -> None:
+    key = next((key for key in _WHOLE if key in schema), None)
+    if key is None:
+        return
+    value = schema[key]
+    if key in _LISTS and value == []:
+        raise _refused(key, "is empty, which no value follows", "Name a schema in it")
+    if key == "allOf" and isinstance(value, list) and len(value) > 1:
+        raise _refused(key, "has several schemas", "Merge them into one")
+    for other in schema:
+        if other == key or other in _ANNOTATIONS:
+            continue
+        if other == "type" and _says_type(schema, key):
+            continue
+        raise _refused(
+            other, f"has no effect beside '{key}'", f"Move it into what '{key}' stands for"
+        )
+
+
+def _says_type(schema: dict[str, Any], key: str) -> bool:
+    """Whether all that ``key`` lets through is of the schema's type anyway."""
+    asked, value = schema["type"], schema[key]
+    if key in _LISTS:
+        return isinstance(value, list) and all(
+            isinstance(each, dict) and each.get("type") == asked for each in value
+        )
+    values = value if key == "enum" and isinstance(value, list) else [value]
+    types = asked if isinstance(asked, list) else [asked]
+    return key != "$ref" and all(any(_is_of(v, t) for t in types) for v in values)
+
+
+def _is_of(value: Any, name: Any) -> bool:
+    if name in ("integer", "number") and isinstance(value, bool):
+        return False
+    if name == "integer" and isinstance(value, float) and not value.is_integer():
+        return False
+    return isinstance(value, _TYPES.get(name, ())) if isinstance(name, str) else False
+
+
+def _check_names(schema: dict[str, Any]) -> None:
+    """Properties: each that must be there is declared, in the one way that is followed."""
+    properties, required = schema.get("properties") or {}, schema.get("required") or []
+    if not isinstance(properties, dict) or not isinstance(required, list):
+        return
+    for name in required:
+        if name not in properties:
+            raise _refused(
+                "required",
+                f"names {str(name)[:100]!r}, which 'properties' does not have",
+                "Add it there",
+            )
+    for key in _NAMES_ALONE:
+        if properties and key in schema:
+            raise _refused(key, "has no effect beside 'properties'", "Leave out one of them")
+
+
+def _check_strings(schema: dict[str, Any]) -> None:
     patterns = [schema.get("pattern")]
     if isinstance(schema.get("patternProperties"), dict):
         patterns += schema["patternProperties"]
     for pattern in patterns:
         if isinstance(pattern, str):
             check_pattern(pattern)
+    other = "pattern" if "pattern" in schema else "format"
+    if other == "pattern" or schema.get("format") in _FORMATS:
+        for key in ("minLength", "maxLength"):
+            if key in schema:
+                raise _refused(
+                    key,
+                    f"has no effect beside '{other}'",
+                    "Use a pattern that counts, as '^[a-z]{2,5}$'",
+                )
+    if schema.get("type") == "number" and "multipleOf" in schema:
+        raise _refused("multipleOf", "is followed by integers alone", "Leave it out")
+
+
+def _refused(key: str, why: str, remedy: str) -> RequestError:
+    return RequestError(f"guided_decoding_guide: '{key}' of a JSON schema {why}. {remedy}.")

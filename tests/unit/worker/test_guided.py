@@ -507,3 +507,68 @@ def test_a_schema_may_have_a_hundred_levels(driver):
     driver.run()
 
     assert request not in driver.failed
+
+
+@pytest.mark.parametrize(
+    ("schema", "reason"),
+    [
+        ({"type": "integer", "not": {"minimum": 5}}, "'not' of a JSON schema cannot"),
+        ({"type": "array", "items": {"type": "null"}, "uniqueItems": True}, "'uniqueItems' of"),
+        ({"type": "array", "contains": {"const": 1}}, "'contains' of"),
+        ({"type": "object", "dependentRequired": {"a": ["b"]}}, "'dependentRequired' of"),
+        ({"type": "object", "required": ["a"]}, "names 'a', which 'properties' does not"),
+        ({"type": "object", "properties": {"a": {"if": {}}}}, "'if' of"),
+        (
+            {"$defs": {"a": {"minLength": 2}}, "$ref": "#/$defs/a"},
+            "has no effect without 'type'",
+        ),
+        ({"$defs": {"a": {}}, "$ref": "#/$defs/a", "type": "null"}, "beside '$ref'"),
+        ({"$ref": "http://example.com/schema"}, "is no place in the schema"),
+        ({"$ref": "#name", "$defs": {"a": {"$anchor": "name"}}}, "is no place in the schema"),
+        ({"allOf": [{"type": "integer"}, {"minimum": 3, "type": "integer"}]}, "has several"),
+        ({"anyOf": [{"type": "null"}, {"type": "boolean"}], "const": 1}, "beside 'const'"),
+        ({"anyOf": [{"type": "null"}, {"type": "boolean"}], "type": "null"}, "beside 'anyOf'"),
+        ({"anyOf": []}, "'anyOf' of a JSON schema is empty"),
+        ({"enum": [1, "a"], "type": "string"}, "'type' of a JSON schema has no effect"),
+        ({"type": "string", "pattern": "a+", "minLength": 3}, "beside 'pattern'"),
+        ({"type": "string", "format": "email", "maxLength": 9}, "beside 'format'"),
+        ({"type": "number", "multipleOf": 0.5}, "is followed by integers alone"),
+        (
+            {"properties": {"a": {}}, "patternProperties": {"^x": {"type": "null"}}},
+            "has no effect beside 'properties'",
+        ),
+    ],
+)
+def test_keywords_of_a_schema_that_would_be_ignored_are_refused_by_name(driver, schema, reason):
+    good = submit(driver, "regex")
+    bad = submit(driver, "json_schema", json.dumps(schema))
+
+    driver.run()
+
+    assert reason in driver.failed[bad]
+    assert follows("regex", text_of(driver, good))
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"type": "string", "enum": ["to", "be"], "title": "Word", "default": "to"},
+        {"type": ["string", "null"], "enum": ["to", None]},
+        {"type": "integer", "const": 7, "$comment": "x"},
+        {"type": "object", "anyOf": [{"type": "object", "properties": {"a": {"const": 1}}}]},
+        {"allOf": [{"$ref": "#/$defs/a"}], "description": "x", "$defs": {"a": {"const": 1}}},
+        {"oneOf": [{"const": 1}, {"const": 2}], "discriminator": {"propertyName": "a"}},
+        {"type": "array", "items": {"type": "null"}, "maxItems": 1, "uniqueItems": False},
+        {"type": "object", "propertyNames": {"pattern": "^[ab]$"}, "maxProperties": 1},
+        {"type": "string", "format": "colour", "maxLength": 3},
+        {"properties": {"not": {"type": "null"}}, "required": ["not"]},
+        {"enum": [{"not": 1, "if": 2}]},
+        {"type": "integer", "multipleOf": 7, "minimum": 7, "maximum": 14},
+    ],
+)
+def test_schemas_with_notes_and_keywords_that_are_followed_are_served(driver, schema):
+    request = submit(driver, "json_schema", json.dumps(schema), max_tokens=60)
+
+    driver.run()
+
+    assert request not in driver.failed
