@@ -26,6 +26,11 @@ _PLACE = re.compile(r"^\[[\d:.]+\] \S+:\d+: (Check failed: .* is false: )?")
 _REGEX = re.compile(r'Regex\s*\(\s*"((?:[^"\\]|\\.)*)"', re.DOTALL)
 """A regular expression within a grammar, as it is quoted there."""
 
+_LENGTH = re.compile(r'"(min|max)Length"')
+_COUNTED = re.compile(r"""^(\w+ ::= \(\(\[\^\\"\\\\)\\r\\n(\]\)\))$""", re.MULTILINE)
+"""The rule for a character of a string that has a length, in the library's words."""
+_WITHOUT_CONTROLS = r"\1\\0-\\x1f\2"
+
 
 class GuideCompiler:
     """Compiles guides for one tokenizer, and remembers what it compiled.
@@ -92,7 +97,12 @@ class GuideCompiler:
 
     def _compile_schema(self, guide: str) -> Any:
         check_schema(guide)
-        return self._compiler.compile_json_schema(guide)
+        if _LENGTH.search(guide) is None:
+            return self._compiler.compile_json_schema(guide)
+        # Control characters may not stand in a JSON string as they are, which the library
+        # forgets where it counts characters.
+        grammar = str(self._xgrammar.Grammar.from_json_schema(guide))
+        return self._compiler.compile_grammar(_COUNTED.sub(_WITHOUT_CONTROLS, grammar))
 
     def _compile_regex(self, guide: str) -> Any:
         check_pattern(guide)

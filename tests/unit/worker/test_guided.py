@@ -572,3 +572,20 @@ def test_schemas_with_notes_and_keywords_that_are_followed_are_served(driver, sc
     driver.run()
 
     assert request not in driver.failed
+
+
+@pytest.mark.parametrize("limits", [{"minLength": 2, "maxLength": 4}, {"maxLength": 600}])
+def test_a_string_with_a_length_has_no_control_characters_as_they_are(driver, limits):
+    # As likely as can be.
+    bias = np.zeros(TOKENIZER.get_vocab_size(), dtype="<f4")
+    bias[ids("\x01") + ids("\x1f") + ids("\t")] = 100.0
+    schema = json.dumps({"type": "string", **limits})
+
+    request = submit(
+        driver, "json_schema", schema, embedding_bias=bias.tobytes(), max_tokens=20
+    )
+    driver.run()
+
+    text = TOKENIZER.decode(driver.output(request))
+    assert re.match('"[^\x00-\x1f]{2}', text), text
+    assert not re.search("[\x00-\x1f]", text), text
