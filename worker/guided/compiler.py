@@ -20,6 +20,8 @@ _THREADS = 2
 _CACHE_BYTES = 1 << 30
 _LONGEST = 1 << 20
 """Characters of a guide: a compiler's time and memory grow with it."""
+_LONGEST_REASON = 500
+"""Characters of the library's words that go on to the client."""
 _PLACE = re.compile(r"^\[[\d:.]+\] \S+:\d+: (Check failed: .* is false: )?")
 """Where in its own sources the library says that an error arose."""
 
@@ -90,6 +92,9 @@ class GuideCompiler:
         # The library raises whatever its C++ parts raise, RuntimeError most of all.
         except Exception as error:
             reason = _PLACE.sub("", str(error).strip())
+            if len(reason) > _LONGEST_REASON:
+                # It may repeat the guide, and no gRPC client takes a status of 8 KiB.
+                reason = f"{reason[:_LONGEST_REASON]}..."
             raise RequestError(
                 f"guided_decoding_guide is no {kind} that can be followed: {reason}"
             ) from error

@@ -589,3 +589,19 @@ def test_a_string_with_a_length_has_no_control_characters_as_they_are(driver, li
     text = TOKENIZER.decode(driver.output(request))
     assert re.match('"[^\x00-\x1f]{2}', text), text
     assert not re.search("[\x00-\x1f]", text), text
+
+
+@pytest.mark.parametrize(
+    ("kind", "guide"),
+    [
+        ("json_schema", '{"enum": ["' + "long" * 50_000),
+        ("ebnf_grammar", "root ::= " + "long" * 50_000),
+    ],
+)
+def test_an_error_does_not_repeat_a_long_guide(driver, kind, guide):
+    request = submit(driver, kind, guide)
+
+    driver.run()
+
+    assert "that can be followed: " in driver.failed[request]
+    assert len(driver.failed[request]) < 1000
