@@ -8,103 +8,33 @@ import re
 import sys
 import time
 from array import array
-from pathlib import Path
 
 import numpy as np
 import pytest
-from tokenizers import Tokenizer
 
-from tests.driver import Driver
+from tests.unit.worker.guided_engine import (
+    END,
+    GUIDES,
+    MODEL,
+    TOKENIZER,
+    follows,
+    ids,
+    make_engine,
+    submit,
+    text_of,
+)
 from trimaran.comm.errors import ConfigError, RefusedError, RequestError
 from trimaran.comm.messages import FinishReason
 from trimaran.comm.sampling_params import SamplingParams
-from trimaran.worker.config import CacheConfig, EngineConfig, GuidedConfig, SchedulerConfig
+from trimaran.worker.config import GuidedConfig
 from trimaran.worker.guided.compiler import GuideCompiler
 from trimaran.worker.guided.requests import GuidedRequests
 from trimaran.worker.request import Request
-
-MODEL = Path(__file__).parents[3] / "examples" / "demo_models" / "base"
-TOKENIZER = Tokenizer.from_file(str(MODEL / "tokenizer.json"))
-END = 1
-SCHEMA = json.dumps(
-    {
-        "type": "object",
-        "properties": {
-            "name": {"type": "string", "maxLength": 12},
-            "age": {"type": "integer", "minimum": 0, "maximum": 99},
-        },
-        "required": ["name", "age"],
-        "additionalProperties": False,
-    }
-)
-GUIDES = {
-    "json_schema": SCHEMA,
-    "regex": "(red|green|blue) [0-9]{2,4}",
-    "ebnf_grammar": 'root ::= "yes" | "no" root',
-    "choice": json.dumps(["to be", "not to be", 'a "quoted" word']),
-}
-
-
-def make_engine(depth=1, max_tokens=2048, guided=None, max_queue_size=0, **changes):
-    driver = Driver(
-        EngineConfig(
-            model="test",
-            engine_dir=str(MODEL),
-            dtype="float32",
-            device="cpu",
-            scheduler=SchedulerConfig(
-                max_num_batched_tokens=64,
-                max_num_seqs=16,
-                max_queue_size=max_queue_size,
-                max_seq_len=256,
-                max_input_len=200,
-                policy="max_utilization",
-                expected_output_tokens=1,
-                depth=depth,
-            ),
-            cache=CacheConfig(tokens_per_block=16, max_tokens=max_tokens),
-            guided=guided or GuidedConfig(backend="xgrammar"),
-            **changes,
-        )
-    )
-    driver.failed = {}
-    return driver
 
 
 @pytest.fixture(scope="module")
 def driver():
     return make_engine()
-
-
-def ids(text):
-    return TOKENIZER.encode(text, add_special_tokens=False).ids
-
-
-def submit(driver, kind, guide=None, seed=1, **fields):
-    return driver.submit(
-        ids("Once upon a time there was"),
-        **{
-            "max_tokens": 100, "end_id": END, "temperature": 1.2, "top_p": 1.0, "seed": seed,
-            "guide_type": kind, "guide": GUIDES.get(kind, "") if guide is None else guide,
-            **fields,
-        },
-    )  # fmt: skip
-
-
-def text_of(driver, request):
-    assert driver.reasons[request, 0] is FinishReason.END_ID
-    return TOKENIZER.decode(driver.output(request))
-
-
-def follows(kind, text):
-    if kind == "json_schema":
-        value = json.loads(text)
-        return set(value) == {"name", "age"} and 0 <= value["age"] <= 99
-    if kind == "regex":
-        return re.fullmatch(GUIDES["regex"], text) is not None
-    if kind == "ebnf_grammar":
-        return re.fullmatch("(no)*yes", text) is not None
-    return text in json.loads(GUIDES["choice"])
 
 
 @pytest.mark.feature("input:guided_decoding_guide_type", "input:guided_decoding_guide")
@@ -423,185 +353,3 @@ def test_a_backend_that_lacks_a_package_of_its_own_is_refused_with_the_cause(mon
         ConfigError, match=r"cannot be imported \(.*pydantic.*Install the extra"
     ):
         GuideCompiler(GuidedConfig(backend="xgrammar"), str(MODEL), 100)
-
-
-def nested(pattern, depth):
-    return "(" * depth + pattern + ")" * depth
-
-
-@pytest.mark.parametrize(
-    ("kind", "guide"),
-    [
-        ("regex", nested("a", 300)),
-        ("json_schema", json.dumps({"type": "string", "pattern": nested("a", 300_000)})),
-        ("json_schema", json.dumps({"propertyNames": {"pattern": nested("a", 100_000)}})),
-        ("json_schema", json.dumps({"patternProperties": {nested("a", 100_000): {}}})),
-        ("ebnf_grammar", f'root ::= Regex("{nested("a", 100_000)}")'),
-    ],
-)
-def test_groups_nested_too_deep_end_no_process(driver, kind, guide):
-    good = submit(driver, "regex")
-    bad = submit(driver, kind, guide)
-
-    driver.run()
-
-    assert "groups nest deeper than 250" in driver.failed[bad]
-    assert follows("regex", text_of(driver, good))
-
-
-@pytest.mark.parametrize(
-    ("pattern", "reason"),
-    [
-        ("(?=a)b", "looks ahead"),
-        ("(?!a)b", "looks ahead"),
-        ("a^b", "'^' at"),
-        ("a$b", "'$' at"),
-    ],
-)
-def test_parts_of_a_regular_expression_that_would_be_ignored_are_refused(
-    driver, pattern, reason
-):
-    guides = [
-        ("regex", pattern),
-        ("json_schema", json.dumps({"type": "string", "pattern": pattern})),
-        ("ebnf_grammar", f'root ::= "x" Regex("{pattern}")'),
-    ]
-    requests = [submit(driver, *guide) for guide in guides]
-
-    driver.run()
-
-    assert all(reason in driver.failed[request] for request in requests)
-
-
-@pytest.mark.parametrize(
-    ("pattern", "expected"),
-    [("^a{2}$", "aa"), ("(^ab$)", "ab"), ("x[$^(]{2}y|z", None), (r"\(\$\^", "($^")],
-)
-def test_anchors_at_the_ends_and_characters_that_look_like_syntax_are_followed(
-    driver, pattern, expected
-):
-    request = submit(driver, "regex", pattern)
-
-    driver.run()
-
-    text = text_of(driver, request)
-    assert text == expected or (expected is None and re.fullmatch(pattern, text))
-
-
-@pytest.mark.parametrize("depth", [101, 1000, 30_000])
-def test_a_schema_that_is_too_deep_keeps_no_thread_for_minutes(driver, depth):
-    guide = '{"type": "array", "items": ' * depth + "{}" + "}" * depth
-    started = time.monotonic()
-    request = submit(driver, "json_schema", guide)
-
-    driver.run()
-
-    assert "more than 100 levels deep" in driver.failed[request]
-    assert time.monotonic() - started < 10.0
-
-
-def test_a_schema_may_have_a_hundred_levels(driver):
-    guide = '{"type": "array", "items": ' * 99 + '{"type": "null"}' + "}" * 99
-    request = submit(driver, "json_schema", guide)
-
-    driver.run()
-
-    assert request not in driver.failed
-
-
-@pytest.mark.parametrize(
-    ("schema", "reason"),
-    [
-        ({"type": "integer", "not": {"minimum": 5}}, "'not' of a JSON schema cannot"),
-        ({"type": "array", "items": {"type": "null"}, "uniqueItems": True}, "'uniqueItems' of"),
-        ({"type": "array", "contains": {"const": 1}}, "'contains' of"),
-        ({"type": "object", "dependentRequired": {"a": ["b"]}}, "'dependentRequired' of"),
-        ({"type": "object", "required": ["a"]}, "names 'a', which 'properties' does not"),
-        ({"type": "object", "properties": {"a": {"if": {}}}}, "'if' of"),
-        (
-            {"$defs": {"a": {"minLength": 2}}, "$ref": "#/$defs/a"},
-            "has no effect without 'type'",
-        ),
-        ({"$defs": {"a": {}}, "$ref": "#/$defs/a", "type": "null"}, "beside '$ref'"),
-        ({"$ref": "http://example.com/schema"}, "is no place in the schema"),
-        ({"$ref": "#name", "$defs": {"a": {"$anchor": "name"}}}, "is no place in the schema"),
-        ({"allOf": [{"type": "integer"}, {"minimum": 3, "type": "integer"}]}, "has several"),
-        ({"anyOf": [{"type": "null"}, {"type": "boolean"}], "const": 1}, "beside 'const'"),
-        ({"anyOf": [{"type": "null"}, {"type": "boolean"}], "type": "null"}, "beside 'anyOf'"),
-        ({"anyOf": []}, "'anyOf' of a JSON schema is empty"),
-        ({"enum": [1, "a"], "type": "string"}, "'type' of a JSON schema has no effect"),
-        ({"type": "string", "pattern": "a+", "minLength": 3}, "beside 'pattern'"),
-        ({"type": "string", "format": "email", "maxLength": 9}, "beside 'format'"),
-        ({"type": "number", "multipleOf": 0.5}, "is followed by integers alone"),
-        (
-            {"properties": {"a": {}}, "patternProperties": {"^x": {"type": "null"}}},
-            "has no effect beside 'properties'",
-        ),
-    ],
-)
-def test_keywords_of_a_schema_that_would_be_ignored_are_refused_by_name(driver, schema, reason):
-    good = submit(driver, "regex")
-    bad = submit(driver, "json_schema", json.dumps(schema))
-
-    driver.run()
-
-    assert reason in driver.failed[bad]
-    assert follows("regex", text_of(driver, good))
-
-
-@pytest.mark.parametrize(
-    "schema",
-    [
-        {"type": "string", "enum": ["to", "be"], "title": "Word", "default": "to"},
-        {"type": ["string", "null"], "enum": ["to", None]},
-        {"type": "integer", "const": 7, "$comment": "x"},
-        {"type": "object", "anyOf": [{"type": "object", "properties": {"a": {"const": 1}}}]},
-        {"allOf": [{"$ref": "#/$defs/a"}], "description": "x", "$defs": {"a": {"const": 1}}},
-        {"oneOf": [{"const": 1}, {"const": 2}], "discriminator": {"propertyName": "a"}},
-        {"type": "array", "items": {"type": "null"}, "maxItems": 1, "uniqueItems": False},
-        {"type": "object", "propertyNames": {"pattern": "^[ab]$"}, "maxProperties": 1},
-        {"type": "string", "format": "colour", "maxLength": 3},
-        {"properties": {"not": {"type": "null"}}, "required": ["not"]},
-        {"enum": [{"not": 1, "if": 2}]},
-        {"type": "integer", "multipleOf": 7, "minimum": 7, "maximum": 14},
-    ],
-)
-def test_schemas_with_notes_and_keywords_that_are_followed_are_served(driver, schema):
-    request = submit(driver, "json_schema", json.dumps(schema), max_tokens=60)
-
-    driver.run()
-
-    assert request not in driver.failed
-
-
-@pytest.mark.parametrize("limits", [{"minLength": 2, "maxLength": 4}, {"maxLength": 600}])
-def test_a_string_with_a_length_has_no_control_characters_as_they_are(driver, limits):
-    # As likely as can be.
-    bias = np.zeros(TOKENIZER.get_vocab_size(), dtype="<f4")
-    bias[ids("\x01") + ids("\x1f") + ids("\t")] = 100.0
-    schema = json.dumps({"type": "string", **limits})
-
-    request = submit(
-        driver, "json_schema", schema, embedding_bias=bias.tobytes(), max_tokens=20
-    )
-    driver.run()
-
-    text = TOKENIZER.decode(driver.output(request))
-    assert re.match('"[^\x00-\x1f]{2}', text), text
-    assert not re.search("[\x00-\x1f]", text), text
-
-
-@pytest.mark.parametrize(
-    ("kind", "guide"),
-    [
-        ("json_schema", '{"enum": ["' + "long" * 50_000),
-        ("ebnf_grammar", "root ::= " + "long" * 50_000),
-    ],
-)
-def test_an_error_does_not_repeat_a_long_guide(driver, kind, guide):
-    request = submit(driver, kind, guide)
-
-    driver.run()
-
-    assert "that can be followed: " in driver.failed[request]
-    assert len(driver.failed[request]) < 1000

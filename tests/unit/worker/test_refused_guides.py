@@ -1,0 +1,206 @@
+"""Guides that cannot be followed, in whole or in part, and those that look like it."""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+
+import numpy as np
+import pytest
+
+from tests.unit.worker.guided_engine import (
+    TOKENIZER,
+    follows,
+    ids,
+    make_engine,
+    submit,
+    text_of,
+)
+
+
+@pytest.fixture(scope="module")
+def driver():
+    return make_engine()
+
+
+def nested(pattern, depth):
+    return "(" * depth + pattern + ")" * depth
+
+
+@pytest.mark.parametrize(
+    ("kind", "guide"),
+    [
+        ("regex", nested("a", 300)),
+        ("json_schema", json.dumps({"type": "string", "pattern": nested("a", 300_000)})),
+        ("json_schema", json.dumps({"propertyNames": {"pattern": nested("a", 100_000)}})),
+        ("json_schema", json.dumps({"patternProperties": {nested("a", 100_000): {}}})),
+        ("ebnf_grammar", f'root ::= Regex("{nested("a", 100_000)}")'),
+    ],
+)
+def test_groups_nested_too_deep_end_no_process(driver, kind, guide):
+    good = submit(driver, "regex")
+    bad = submit(driver, kind, guide)
+
+    driver.run()
+
+    assert "groups nest deeper than 250" in driver.failed[bad]
+    assert follows("regex", text_of(driver, good))
+
+
+@pytest.mark.parametrize(
+    ("pattern", "reason"),
+    [
+        ("(?=a)b", "looks ahead"),
+        ("(?!a)b", "looks ahead"),
+        ("a^b", "'^' at"),
+        ("a$b", "'$' at"),
+    ],
+)
+def test_parts_of_a_regular_expression_that_would_be_ignored_are_refused(
+    driver, pattern, reason
+):
+    guides = [
+        ("regex", pattern),
+        ("json_schema", json.dumps({"type": "string", "pattern": pattern})),
+        ("ebnf_grammar", f'root ::= "x" Regex("{pattern}")'),
+    ]
+    requests = [submit(driver, *guide) for guide in guides]
+
+    driver.run()
+
+    assert all(reason in driver.failed[request] for request in requests)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "expected"),
+    [("^a{2}$", "aa"), ("(^ab$)", "ab"), ("x[$^(]{2}y|z", None), (r"\(\$\^", "($^")],
+)
+def test_anchors_at_the_ends_and_characters_that_look_like_syntax_are_followed(
+    driver, pattern, expected
+):
+    request = submit(driver, "regex", pattern)
+
+    driver.run()
+
+    text = text_of(driver, request)
+    assert text == expected or (expected is None and re.fullmatch(pattern, text))
+
+
+@pytest.mark.parametrize("depth", [101, 1000, 30_000])
+def test_a_schema_that_is_too_deep_keeps_no_thread_for_minutes(driver, depth):
+    guide = '{"type": "array", "items": ' * depth + "{}" + "}" * depth
+    started = time.monotonic()
+    request = submit(driver, "json_schema", guide)
+
+    driver.run()
+
+    assert "more than 100 levels deep" in driver.failed[request]
+    assert time.monotonic() - started < 10.0
+
+
+def test_a_schema_may_have_a_hundred_levels(driver):
+    guide = '{"type": "array", "items": ' * 99 + '{"type": "null"}' + "}" * 99
+    request = submit(driver, "json_schema", guide)
+
+    driver.run()
+
+    assert request not in driver.failed
+
+
+@pytest.mark.parametrize(
+    ("schema", "reason"),
+    [
+        ({"type": "integer", "not": {"minimum": 5}}, "'not' of a JSON schema cannot"),
+        ({"type": "array", "items": {"type": "null"}, "uniqueItems": True}, "'uniqueItems' of"),
+        ({"type": "array", "contains": {"const": 1}}, "'contains' of"),
+        ({"type": "object", "dependentRequired": {"a": ["b"]}}, "'dependentRequired' of"),
+        ({"type": "object", "required": ["a"]}, "names 'a', which 'properties' does not"),
+        ({"type": "object", "properties": {"a": {"if": {}}}}, "'if' of"),
+        (
+            {"$defs": {"a": {"minLength": 2}}, "$ref": "#/$defs/a"},
+            "has no effect without 'type'",
+        ),
+        ({"$defs": {"a": {}}, "$ref": "#/$defs/a", "type": "null"}, "beside '$ref'"),
+        ({"$ref": "http://example.com/schema"}, "is no place in the schema"),
+        ({"$ref": "#name", "$defs": {"a": {"$anchor": "name"}}}, "is no place in the schema"),
+        ({"allOf": [{"type": "integer"}, {"minimum": 3, "type": "integer"}]}, "has several"),
+        ({"anyOf": [{"type": "null"}, {"type": "boolean"}], "const": 1}, "beside 'const'"),
+        ({"anyOf": [{"type": "null"}, {"type": "boolean"}], "type": "null"}, "beside 'anyOf'"),
+        ({"anyOf": []}, "'anyOf' of a JSON schema is empty"),
+        ({"enum": [1, "a"], "type": "string"}, "'type' of a JSON schema has no effect"),
+        ({"type": "string", "pattern": "a+", "minLength": 3}, "beside 'pattern'"),
+        ({"type": "string", "format": "email", "maxLength": 9}, "beside 'format'"),
+        ({"type": "number", "multipleOf": 0.5}, "is followed by integers alone"),
+        (
+            {"properties": {"a": {}}, "patternProperties": {"^x": {"type": "null"}}},
+            "has no effect beside 'properties'",
+        ),
+    ],
+)
+def test_keywords_of_a_schema_that_would_be_ignored_are_refused_by_name(driver, schema, reason):
+    good = submit(driver, "regex")
+    bad = submit(driver, "json_schema", json.dumps(schema))
+
+    driver.run()
+
+    assert reason in driver.failed[bad]
+    assert follows("regex", text_of(driver, good))
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"type": "string", "enum": ["to", "be"], "title": "Word", "default": "to"},
+        {"type": ["string", "null"], "enum": ["to", None]},
+        {"type": "integer", "const": 7, "$comment": "x"},
+        {"type": "object", "anyOf": [{"type": "object", "properties": {"a": {"const": 1}}}]},
+        {"allOf": [{"$ref": "#/$defs/a"}], "description": "x", "$defs": {"a": {"const": 1}}},
+        {"oneOf": [{"const": 1}, {"const": 2}], "discriminator": {"propertyName": "a"}},
+        {"type": "array", "items": {"type": "null"}, "maxItems": 1, "uniqueItems": False},
+        {"type": "object", "propertyNames": {"pattern": "^[ab]$"}, "maxProperties": 1},
+        {"type": "string", "format": "colour", "maxLength": 3},
+        {"properties": {"not": {"type": "null"}}, "required": ["not"]},
+        {"enum": [{"not": 1, "if": 2}]},
+        {"type": "integer", "multipleOf": 7, "minimum": 7, "maximum": 14},
+    ],
+)
+def test_schemas_with_notes_and_keywords_that_are_followed_are_served(driver, schema):
+    request = submit(driver, "json_schema", json.dumps(schema), max_tokens=60)
+
+    driver.run()
+
+    assert request not in driver.failed
+
+
+@pytest.mark.parametrize("limits", [{"minLength": 2, "maxLength": 4}, {"maxLength": 600}])
+def test_a_string_with_a_length_has_no_control_characters_as_they_are(driver, limits):
+    # As likely as can be.
+    bias = np.zeros(TOKENIZER.get_vocab_size(), dtype="<f4")
+    bias[ids("\x01") + ids("\x1f") + ids("\t")] = 100.0
+    schema = json.dumps({"type": "string", **limits})
+
+    request = submit(
+        driver, "json_schema", schema, embedding_bias=bias.tobytes(), max_tokens=20
+    )
+    driver.run()
+
+    text = TOKENIZER.decode(driver.output(request))
+    assert re.match('"[^\x00-\x1f]{2}', text), text
+    assert not re.search("[\x00-\x1f]", text), text
+
+
+@pytest.mark.parametrize(
+    ("kind", "guide"),
+    [
+        ("json_schema", '{"enum": ["' + "long" * 50_000),
+        ("ebnf_grammar", "root ::= " + "long" * 50_000),
+    ],
+)
+def test_an_error_does_not_repeat_a_long_guide(driver, kind, guide):
+    request = submit(driver, kind, guide)
+
+    driver.run()
+
+    assert "that can be followed: " in driver.failed[request]
+    assert len(driver.failed[request]) < 1000
