@@ -33,6 +33,10 @@ _COUNTED = re.compile(r"""^(\w+ ::= \(\(\[\^\\"\\\\)\\r\\n(\]\)\))$""", re.MULTI
 """The rule for a character of a string that has a length, in the library's words."""
 _WITHOUT_CONTROLS = r"\1\\0-\\x1f\2"
 
+_IN_STRING = "json_string=true"
+"""What the library writes beside a regular expression that makes no end of its string."""
+_BEYOND_ASCII = re.compile(r"[^\x00-\x7f]")
+
 
 class GuideCompiler:
     """Compiles guides for one tokenizer, and remembers what it compiled.
@@ -101,13 +105,28 @@ class GuideCompiler:
         return Grammar(self._xgrammar, compiled, self._vocab_size)
 
     def _compile_schema(self, guide: str) -> Any:
-        check_schema(guide)
+        for pattern in check_schema(guide):
+            self._check_in_string(pattern)
         if _LENGTH.search(guide) is None:
             return self._compiler.compile_json_schema(guide)
         # Control characters may not stand in a JSON string as they are, which the library
         # forgets where it counts characters.
         grammar = str(self._xgrammar.Grammar.from_json_schema(guide))
         return self._compiler.compile_grammar(_COUNTED.sub(_WITHOUT_CONTROLS, grammar))
+
+    def _check_in_string(self, pattern: str) -> None:
+        """Refuse a regular expression that no JSON string follows without an escape.
+
+        The library then drops the rule that keeps such characters out, and what it lets
+        through is no JSON. It also does so for characters beyond ASCII, which are harmless.
+        """
+        schema = json.dumps({"type": "string", "pattern": _BEYOND_ASCII.sub("x", pattern)})
+        if _IN_STRING not in str(self._xgrammar.Grammar.from_json_schema(schema)):
+            raise RequestError(
+                f"the pattern {pattern[:100]!r} asks for a quotation mark, a backslash or a "
+                "control character, which have no place in a JSON string as they are. Leave "
+                "it out of the pattern."
+            )
 
     def _compile_regex(self, guide: str) -> Any:
         check_pattern(guide)

@@ -69,8 +69,10 @@ _TYPES: Mapping[str, tuple[type, ...]] = {
 }
 
 
-def check_schema(guide: str) -> None:
+def check_schema(guide: str) -> set[str]:
     """Refuse a schema that the compiler cannot take, or of which it would ignore a part.
+
+    Returns the regular expressions that its strings follow.
 
     What is no JSON, or no schema, passes: the compiler says why in its own words.
 
@@ -82,15 +84,16 @@ def check_schema(guide: str) -> None:
     except RecursionError:
         raise _too_deep() from None
     except ValueError:
-        return
-    level = [root]
+        return set()
+    level, patterns = [root], set()
     for _ in range(MAX_DEPTH):
         schemas = [schema for schema in level if isinstance(schema, dict)]
         for schema in schemas:
             _check_keywords(schema)
+            patterns.update(_patterns(schema))
         level = [inner for schema in schemas for inner in _inner(schema)]
         if not level:
-            return
+            return patterns
     raise _too_deep()
 
 
@@ -193,12 +196,8 @@ def _check_names(schema: dict[str, Any]) -> None:
 
 
 def _check_strings(schema: dict[str, Any]) -> None:
-    patterns = [schema.get("pattern")]
-    if isinstance(schema.get("patternProperties"), dict):
-        patterns += schema["patternProperties"]
-    for pattern in patterns:
-        if isinstance(pattern, str):
-            check_pattern(pattern)
+    for pattern in _patterns(schema):
+        check_pattern(pattern)
     other = "pattern" if "pattern" in schema else "format"
     if other == "pattern" or schema.get("format") in _FORMATS:
         for key in ("minLength", "maxLength"):
@@ -210,6 +209,13 @@ def _check_strings(schema: dict[str, Any]) -> None:
                 )
     if schema.get("type") == "number" and "multipleOf" in schema:
         raise _refused("multipleOf", "is followed by integers alone", "Leave it out")
+
+
+def _patterns(schema: dict[str, Any]) -> list[str]:
+    patterns = [schema.get("pattern")]
+    if isinstance(schema.get("patternProperties"), dict):
+        patterns += schema["patternProperties"]
+    return [pattern for pattern in patterns if isinstance(pattern, str)]
 
 
 def _refused(key: str, why: str, remedy: str) -> RequestError:

@@ -204,3 +204,28 @@ def test_an_error_does_not_repeat_a_long_guide(driver, kind, guide):
 
     assert "that can be followed: " in driver.failed[request]
     assert len(driver.failed[request]) < 1000
+
+
+@pytest.mark.parametrize("pattern", ['a"b', r"\t+", r"C:\\[a-z]+", "[\\n]"])
+def test_a_pattern_that_no_json_string_follows_as_it_is_is_refused(driver, pattern):
+    request = submit(driver, "json_schema", json.dumps({"type": "string", "pattern": pattern}))
+
+    driver.run()
+
+    assert "no place in a JSON string" in driver.failed[request]
+
+
+@pytest.mark.parametrize(
+    "pattern", ["", "é[à-ü]?", '^(?:a|")$', r"[^\w ]{1,3}", "日本|😀", r"\s"]
+)
+def test_strings_of_other_patterns_are_json(driver, pattern):
+    schema = json.dumps({"type": "string", "pattern": pattern})
+    requests = [
+        submit(driver, "json_schema", schema, seed=seed, temperature=2.0) for seed in range(4)
+    ]
+
+    driver.run()
+
+    assert all(
+        re.fullmatch(pattern, json.loads(text_of(driver, request))) for request in requests
+    )
