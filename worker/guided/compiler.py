@@ -13,7 +13,7 @@ from trimaran.comm.errors import ConfigError, RequestError
 from trimaran.comm.input_files import read_text
 from trimaran.worker.config import GuidedConfig
 from trimaran.worker.guided.guide import Grammar
-from trimaran.worker.guided.json_schemas import check_schema
+from trimaran.worker.guided.json_schemas import read_schema
 from trimaran.worker.guided.patterns import check_pattern
 
 _THREADS = 2
@@ -35,7 +35,6 @@ _WITHOUT_CONTROLS = r"\1\\0-\\x1f\2"
 
 _IN_STRING = "json_string=true"
 """What the library writes beside a regular expression that makes no end of its string."""
-_BEYOND_ASCII = re.compile(r"[^\x00-\x7f]")
 
 
 class GuideCompiler:
@@ -105,7 +104,8 @@ class GuideCompiler:
         return Grammar(self._xgrammar, compiled, self._vocab_size)
 
     def _compile_schema(self, guide: str) -> Any:
-        for pattern in check_schema(guide):
+        guide, patterns = read_schema(guide)
+        for pattern in patterns:
             self._check_in_string(pattern)
         if _LENGTH.search(guide) is None:
             return self._compiler.compile_json_schema(guide)
@@ -118,9 +118,9 @@ class GuideCompiler:
         """Refuse a regular expression that no JSON string follows without an escape.
 
         The library then drops the rule that keeps such characters out, and what it lets
-        through is no JSON. It also does so for characters beyond ASCII, which are harmless.
+        through is no JSON.
         """
-        schema = json.dumps({"type": "string", "pattern": _BEYOND_ASCII.sub("x", pattern)})
+        schema = json.dumps({"type": "string", "pattern": pattern})
         if _IN_STRING not in str(self._xgrammar.Grammar.from_json_schema(schema)):
             raise RequestError(
                 f"the pattern {pattern[:100]!r} asks for a quotation mark, a backslash or a "

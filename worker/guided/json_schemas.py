@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from trimaran.comm.errors import RequestError
-from trimaran.worker.guided.patterns import check_pattern
+from trimaran.worker.guided.patterns import check_pattern, in_ascii
 
 MAX_DEPTH = 100
 """Schemas within schemas: the compiler's time grows with the third power."""
@@ -69,31 +69,30 @@ _TYPES: Mapping[str, tuple[type, ...]] = {
 }
 
 
-def check_schema(guide: str) -> set[str]:
-    """Refuse a schema that the compiler cannot take, or of which it would ignore a part.
-
-    Returns the regular expressions that its strings follow.
+def read_schema(guide: str) -> tuple[str, set[str]]:
+    """The schema as the compiler follows it, and the regular expressions of its strings.
 
     What is no JSON, or no schema, passes: the compiler says why in its own words.
 
     Raises:
-        RequestError: a keyword would be ignored, or the schema is too deep.
+        RequestError: the compiler would ignore a keyword, or the schema is too deep.
     """
     try:
         root = json.loads(guide)
     except RecursionError:
         raise _too_deep() from None
     except ValueError:
-        return set()
-    level, patterns = [root], set()
+        return guide, set()
+    level, patterns, is_spelt = [root], set(), False
     for _ in range(MAX_DEPTH):
         schemas = [schema for schema in level if isinstance(schema, dict)]
         for schema in schemas:
             _check_keywords(schema)
+            is_spelt |= _spell_patterns(schema)
             patterns.update(_patterns(schema))
         level = [inner for schema in schemas for inner in _inner(schema)]
         if not level:
-            return patterns
+            return json.dumps(root) if is_spelt else guide, patterns
     raise _too_deep()
 
 
@@ -209,6 +208,19 @@ def _check_strings(schema: dict[str, Any]) -> None:
                 )
     if schema.get("type") == "number" and "multipleOf" in schema:
         raise _refused("multipleOf", "is followed by integers alone", "Leave it out")
+
+
+def _spell_patterns(schema: dict[str, Any]) -> bool:
+    """Write the regular expressions in ASCII, in place; whether any was not."""
+    patterns = _patterns(schema)
+    if all(pattern.isascii() for pattern in patterns):
+        return False
+    if isinstance(schema.get("pattern"), str):
+        schema["pattern"] = in_ascii(schema["pattern"])
+    names = schema.get("patternProperties")
+    if isinstance(names, dict):
+        schema["patternProperties"] = {in_ascii(name): names[name] for name in names}
+    return True
 
 
 def _patterns(schema: dict[str, Any]) -> list[str]:

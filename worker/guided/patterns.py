@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 
 from trimaran.comm.errors import RequestError
@@ -11,6 +12,8 @@ MAX_DEPTH = 250
 stack ends the process, with the work of everybody."""
 
 _LOOKS = ("(?=", "(?!")
+_OTHER = re.compile(r"(\\[\x00-\x7f])|\\?([^\x00-\x7f])")
+"""An escape, which stays as it is, or a character beyond ASCII, escaped or not."""
 
 
 def check_pattern(pattern: str) -> None:
@@ -40,6 +43,15 @@ def check_pattern(pattern: str) -> None:
                 f"cannot be followed. Write \\{character} for the character itself, or leave "
                 "it out: the whole text matches."
             )
+
+
+def in_ascii(pattern: str) -> str:
+    """The same with other characters as escapes.
+
+    Of a string of a schema the compiler checks only such an expression for characters that
+    would end the string.
+    """
+    return _OTHER.sub(lambda found: found[1] or f"\\u{{{ord(found[2]):x}}}", pattern)
 
 
 def _syntax(pattern: str) -> Iterator[tuple[int, str]]:

@@ -229,3 +229,17 @@ def test_strings_of_other_patterns_are_json(driver, pattern):
     assert all(
         re.fullmatch(pattern, json.loads(text_of(driver, request))) for request in requests
     )
+
+
+@pytest.mark.parametrize("pattern", ["é[^a]", r"(日|\é|\u{1f600})\W", "[^日]"])
+def test_a_pattern_with_letters_of_any_script_ends_no_string(driver, pattern):
+    bias = np.zeros(TOKENIZER.get_vocab_size(), dtype="<f4")
+    bias[ids('"') + ids("\x01")] = 100.0
+    schema = json.dumps({"type": "string", "pattern": pattern}, ensure_ascii=False)
+
+    request = submit(driver, "json_schema", schema, embedding_bias=bias.tobytes())
+    driver.run()
+
+    assert re.fullmatch(
+        pattern.replace(r"\u{1f600}", "\U0001f600"), json.loads(text_of(driver, request))
+    )
