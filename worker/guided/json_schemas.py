@@ -31,13 +31,6 @@ _IGNORED = {
 
 # Of those that are there the compiler follows the first, and nothing beside it.
 _WHOLE = ("$ref", "const", "enum", "anyOf", "oneOf", "allOf")
-_ANNOTATIONS = frozenset(
-    {
-        "$schema", "$id", "$anchor", "$comment", "$defs", "definitions", "title", "description",
-        "default", "examples", "example", "deprecated", "readOnly", "writeOnly",
-        "discriminator", "nullable", "format",
-    }
-)  # fmt: skip
 _ONE = (
     "items", "additionalProperties", "unevaluatedItems", "unevaluatedProperties",
     "propertyNames",
@@ -52,6 +45,9 @@ _NEED_TYPE = (
     "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf", "minLength",
     "maxLength", "pattern", "minItems", "maxItems", "minProperties", "maxProperties",
 )  # fmt: skip
+_ASSERTIONS = frozenset({"required", *_SAY_TYPE, *_NEED_TYPE, *_ONE, *_LISTS, *_NAMES_ALONE})
+"""The keywords that ask for something; others are notes to readers."""
+
 _FORMATS = (
     "email", "date", "time", "date-time", "duration", "ipv4", "ipv6", "hostname", "uuid", "uri",
     "uri-reference", "uri-template", "json-pointer", "relative-json-pointer",
@@ -148,7 +144,7 @@ def _check_whole(schema: dict[str, Any]) -> None:
     if key == "allOf" and isinstance(value, list) and len(value) > 1:
         raise _refused(key, "has several schemas", "Merge them into one")
     for other in schema:
-        if other == key or other in _ANNOTATIONS:
+        if other == key or other not in _ASSERTIONS:
             continue
         if other == "type" and _says_type(schema, key):
             continue

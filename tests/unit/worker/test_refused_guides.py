@@ -162,6 +162,7 @@ def test_keywords_of_a_schema_that_would_be_ignored_are_refused_by_name(driver, 
         {"type": "string", "format": "colour", "maxLength": 3},
         {"properties": {"not": {"type": "null"}}, "required": ["not"]},
         {"enum": [{"not": 1, "if": 2}]},
+        {"anyOf": [{"const": 1}, {"const": 2}], "x-order": 3, "contentMediaType": "text/x"},
         {"type": "integer", "multipleOf": 7, "minimum": 7, "maximum": 14},
     ],
 )
