@@ -19,7 +19,7 @@ import numpy.typing as npt
 from trimaran.comm.errors import ProtocolError
 from trimaran.comm.frames import FrameCutter, frame
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 MAX_FRAME_BYTES = (1 << 31) - 1
 """As much as a client can send at once: an adapter's weights may take it all."""
 
