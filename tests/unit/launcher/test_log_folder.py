@@ -1,18 +1,15 @@
 """The folder of logs is looked at before anything starts."""
 
 import os
-import shutil
 import subprocess
 import sys
 from pathlib import Path
 
-import pytest
 from launcher_repository import write_model
 
 BASE = Path(__file__).resolve().parents[3] / "examples" / "demo_models" / "base"
 
 
-@pytest.mark.skipif(not shutil.which("setpriv"), reason="needs setpriv")
 def test_a_log_folder_that_cannot_be_written_is_refused(tmp_path):
     repository = tmp_path / "repo"
     write_model(repository / "tensorrt_llm", gpt_model_path=str(BASE))

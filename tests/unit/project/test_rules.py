@@ -150,7 +150,6 @@ def test_the_wheel_holds_every_tracked_file_of_the_packages(wheel):
 
 
 def test_users_of_the_wheel_are_checked_against_its_types(tmp_path, wheel):
-    pytest.importorskip("mypy")
     venv.create(tmp_path / "venv")
     (site,) = (tmp_path / "venv").glob("lib/python3*/site-packages")
     with zipfile.ZipFile(wheel) as archive:
