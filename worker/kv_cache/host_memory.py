@@ -131,7 +131,7 @@ def _map(size: int) -> mmap.mmap:
     """So many bytes of zeros that are nobody else's."""
     try:
         mapping = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    except OSError as error:
+    except (OSError, OverflowError) as error:
         raise ConfigError(
             f"{_SETTING}: {size} bytes of the host's memory cannot be mapped ({error}). Lower "
             "it, or raise this process's limit of address space (ulimit -v) or the host's "

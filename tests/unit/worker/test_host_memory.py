@@ -147,6 +147,9 @@ def test_more_than_is_free_is_refused_before_a_page_is_touched(monkeypatch):
     HostMemory(9, PAGE, locks).close()
 
 
-def test_more_than_can_be_mapped_is_refused():
-    with pytest.raises(ConfigError, match=r"cannot be mapped \(.*Cannot allocate memory\)"):
-        HostMemory(1 << 20, 1 << 40)
+@pytest.mark.parametrize(
+    ("size", "reason"), [(1 << 40, "Cannot allocate memory"), (1 << 50, "int too large")]
+)
+def test_more_than_can_be_mapped_is_refused(size, reason):
+    with pytest.raises(ConfigError, match=rf"cannot be mapped \(.*{reason}.*\)"):
+        HostMemory(1 << 20, size)
