@@ -50,7 +50,7 @@ def add_arguments(parser: FlagSink) -> None:
         ("max-input-len", "longest prompt (1024)"),
         ("max-num-tokens", "tokens in one step (8192)"),
         ("max-beam-width", "most beams of a request (1)"),
-        ("tokens-per-block", "tokens of a KV cache block (32)"),
+        ("tokens-per-block", "tokens of a KV cache block (by device: 16 or 32)"),
         ("max-lora-rank", "size of a LoRA adapter (64)"),
         ("max-output-len", "longest output, instead of --max-seq-len"),
     ):

@@ -154,6 +154,7 @@ def build_config(
             f"({max_batch_size}): each beam takes the place of a request in a step."
         )
     tokens_per_block = args.tokens_per_block or _filed_tokens_per_block(filed)
+    blocks = {"tokens_per_block": tokens_per_block} if tokens_per_block else {}
     return BuildConfig(
         max_batch_size=max_batch_size,
         max_input_len=max_input_len,
@@ -161,7 +162,7 @@ def build_config(
         max_num_tokens=max_num_tokens,
         max_beam_width=max_beam_width,
         max_lora_rank=given.get("max_lora_rank", BuildConfig().max_lora_rank),
-        plugin_config={"tokens_per_block": tokens_per_block, **plugins},
+        plugin_config={**blocks, **plugins},
     )
 
 
@@ -212,7 +213,7 @@ def _build_config_file(path: Path | None) -> dict[str, Any]:
 def _filed_tokens_per_block(values: dict[str, Any]) -> int:
     plugins = values.get("plugin_config")
     value = plugins.get("tokens_per_block") if isinstance(plugins, dict) else None
-    return value if type(value) is int and value > 0 else BuildConfig().tokens_per_block
+    return value if type(value) is int and value > 0 else 0
 
 
 def add_checkpoint_flags(parser: FlagSink, what: str, default_output: str) -> None:

@@ -10,8 +10,10 @@ import torch
 from torch import Tensor
 
 from trimaran.kernels.attention import AttentionMetadata, AttentionSpec
+from trimaran.kernels.cache_sides import sides_of_heads
 from trimaran.kernels.cuda_build import load_cubin
 from trimaran.kernels.cuda_driver import CudaKernel, CudaModule, TensorMap, tensor_map
+from trimaran.kernels.memory_sides import HOPPER_MASK, MemorySides
 from trimaran.kernels.triton_attention_shares import SharePlan, share_out
 
 # Shapes: S sequences, N query heads, K key-value heads, H head size, B tokens of a block.
@@ -41,6 +43,9 @@ class _Arguments(ctypes.Structure):
         ("has_old_plan", ctypes.c_int), ("halves_per_block", ctypes.c_int),
         ("angles", ctypes.c_void_p), ("cache", ctypes.c_void_p),
         ("cache_strides", ctypes.c_longlong * 4),
+        ("page_sides", ctypes.c_void_p), ("readers", ctypes.c_void_p),
+        ("first_page", ctypes.c_longlong), ("num_pages", ctypes.c_int),
+        ("side_mask", ctypes.c_uint), ("processor_sides", ctypes.c_uint * 8),
     )  # fmt: skip
 
 
@@ -105,6 +110,7 @@ def decode(
     num_sequences, num_heads, head_size = query_SNH.shape
     num_kv_heads = kv_cache.shape[3]
     device = query_SNH.device
+    sides = sides_of_heads(kv_cache)
     key = ("cuda_decode", num_heads, num_kv_heads, is_fixed)
     plan: SharePlan | None = metadata.plans.get(key)
     has_old_plan = plan is not None
@@ -127,11 +133,25 @@ def decode(
         None if cos_sin_PH is None else cos_sin_PH.data_ptr(), kv_cache.data_ptr(),
         kv_cache.stride()[:4],
     )  # fmt: skip
+    if sides is not None:
+        _read_by_sides(arguments, plan, sides)
     kernel = _kernel(device, query_SNH.dtype, head_size)
     stream = torch.cuda.current_stream(device).cuda_stream
     kernel.launch(
         plan.num_programs * num_kv_heads, stream, *_cache_maps(kv_cache), arguments
     )  # fmt: skip
+
+
+def _read_by_sides(arguments: _Arguments, plan: SharePlan, sides: MemorySides) -> None:
+    """Let blocks choose the heads that lie near them, in as many layers as the plan allows."""
+    if plan.num_launches < len(plan.readers):
+        arguments.page_sides = sides.page_bits.data_ptr()
+        arguments.readers = plan.readers[plan.num_launches].data_ptr()
+        arguments.first_page = sides.first_page
+        arguments.num_pages = 32 * len(sides.page_bits)
+        arguments.side_mask = HOPPER_MASK
+        arguments.processor_sides = sides.processor_sides
+        plan.num_launches += 1
 
 
 def load(device: torch.device, dtype: torch.dtype) -> None:

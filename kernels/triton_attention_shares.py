@@ -39,6 +39,9 @@ CUT_COST_OF_MANY = 1800
 """The same where programs take several in turn: the last ones have memory to themselves, and
 read several times as fast."""
 
+MAX_LAYERS = 512
+"""Launches of one plan whose programs choose what to read by where they run."""
+
 _WRITERS = 16
 
 _SPAN_OF_ONE_WARP = 256
@@ -72,8 +75,15 @@ class SharePlan:
     log_sums: Tensor
     """float32 [I, N]: base 2 logarithm of the sum of a piece's weights."""
 
+    readers: Tensor
+    """int32 [`MAX_LAYERS`, 2]: for each launch, programs that read on either side of memory.
+    Zero before it."""
+
     num_programs: int
     """Programs a key-value head: one a share, or fewer that take several in turn."""
+
+    num_launches: int = 0
+    """That used ``readers``, so far."""
 
 
 @triton.jit  # type: ignore[untyped-decorator,unused-ignore]
@@ -95,6 +105,19 @@ def _put_totals(shares, all_pieces, last_shares, IS_FIXED: tl.constexpr):  # typ
     tl.store(shares, last + 1)
     tl.store(shares + 1, all_pieces)
     tl.store(shares + 3 + last, all_pieces)
+
+
+@triton.jit  # type: ignore[untyped-decorator,unused-ignore]
+def _clear(  # type: ignore[no-untyped-def]
+    counters, readers, writer, sequences, is_sequence,
+    KV_HEADS: tl.constexpr, READERS: tl.constexpr, WRITERS: tl.constexpr,
+):  # fmt: skip
+    """Zeroes what the launches of a plan count."""
+    own = writer * (READERS // WRITERS) + tl.arange(0, READERS // WRITERS)
+    tl.store(readers + own, 0)
+    if writer == 0:
+        for head in range(KV_HEADS):
+            tl.store(counters + sequences * KV_HEADS + head, 0, mask=is_sequence)
 
 
 @triton.jit  # type: ignore[untyped-decorator,unused-ignore]
@@ -122,11 +145,11 @@ def _last_unit_before(  # type: ignore[no-untyped-def]
 
 @triton.jit(do_not_specialize=["num_sequences", "num_shares"])  # type: ignore[untyped-decorator,unused-ignore]
 def _shares_kernel(  # type: ignore[no-untyped-def]
-    seq_lens, rows, shares, pieces, counters, num_sequences, num_shares,
+    seq_lens, rows, shares, pieces, counters, readers, num_sequences, num_shares,
     KV_HEADS: tl.constexpr, UNIT: tl.constexpr, MIN_KEYS: tl.constexpr, COST: tl.constexpr,
     CUT_COST: tl.constexpr, CUT_COST_OF_MANY: tl.constexpr, FIXED_KEYS: tl.constexpr,
     MAX_PIECES: tl.constexpr, IS_FIXED: tl.constexpr, HAS_ROWS: tl.constexpr,
-    SPAN: tl.constexpr, WRITERS: tl.constexpr, OVERLAPS: tl.constexpr,
+    READERS: tl.constexpr, SPAN: tl.constexpr, WRITERS: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     """Each program finds all pieces and writes every WRITERS-th of each sequence.
 
@@ -177,10 +200,9 @@ def _shares_kernel(  # type: ignore[no-untyped-def]
         else:
             begins = is_whole | (number > 0) | (sequences == 0) | (before < share * size)
             tl.store(shares + 2 + share, first_piece + number, mask=is_piece & begins)
+    _clear(counters, readers, writer, sequences, is_sequence, KV_HEADS, READERS, WRITERS)
     if writer == 0:
         _put_totals(shares, tl.sum(num_pieces), tl.where(is_sequence, last_share, 0), IS_FIXED)
-        for head in range(KV_HEADS):
-            tl.store(counters + sequences * KV_HEADS + head, 0, mask=is_sequence)
 
 
 _shares = Launcher(_shares_kernel)
@@ -219,17 +241,18 @@ def share_out(
         counters=torch.empty((num_sequences, num_kv_heads), dtype=torch.int32, device=device),
         partial=torch.empty((most, num_heads, head_size), device=device, dtype=torch.float32),
         log_sums=torch.empty((most, num_heads), device=device, dtype=torch.float32),
+        readers=torch.empty((MAX_LAYERS, 2), dtype=torch.int32, device=device),
         num_programs=num_programs,
     )
     has_rows = metadata.rows is not None
     args = (
         metadata.seq_lens, metadata.rows if has_rows else metadata.seq_lens, plan.shares,
-        plan.pieces, plan.counters, num_sequences, num_shares,
+        plan.pieces, plan.counters, plan.readers, num_sequences, num_shares,
     )  # fmt: skip
     span = max(16, padded_size(num_sequences))
     constants = (
         num_kv_heads, unit, MIN_KEYS, PIECE_COST, CUT_COST, CUT_COST_OF_MANY, FIXED_KEYS,
-        MAX_FIXED_PIECES, is_fixed, has_rows, span, _WRITERS,
+        MAX_FIXED_PIECES, is_fixed, has_rows, 2 * MAX_LAYERS, span, _WRITERS,
     )  # fmt: skip
     _shares((_WRITERS, 1), args, constants, 1 if span <= _SPAN_OF_ONE_WARP else 4)
     return plan

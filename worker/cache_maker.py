@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import logging
 import time
+from dataclasses import replace
 
 from trimaran.comm.errors import ConfigError
 from trimaran.comm.topology import ParallelLayout
+from trimaran.kernels import memory_sides
 from trimaran.worker.config import CacheConfig, SchedulerConfig
 from trimaran.worker.kv_cache.host_copies import HostCopies
 from trimaran.worker.kv_cache.kv_group import KVGroup, group_layers
@@ -16,19 +18,40 @@ from trimaran.worker.models.interfaces import CausalLM
 
 logger = logging.getLogger(__name__)
 
+USUAL_BLOCK_SIZE = 32
+"""Tokens of a block where neither configuration nor device ask for another number."""
+
 
 class CacheMaker:
     """What a model's layers and the configuration say of its cache, before it has a size."""
 
-    def __init__(self, config: CacheConfig, limits: SchedulerConfig, model: CausalLM) -> None:
-        self._config = config
+    def __init__(
+        self,
+        config: CacheConfig,
+        limits: SchedulerConfig,
+        model: CausalLM,
+        topology: ParallelLayout,
+    ) -> None:
         self._limits = limits
         self._model = model
         self.groups = _groups_of(model)
-        self.block_bytes = sum(
-            group.block_bytes(config.tokens_per_block) for group in self.groups
-        )
+        # What lies where differs from GPU to GPU, and all ranks have a sequence's blocks alike.
+        self._has_sides = topology.world_size == 1 and memory_sides.are_there(model.device)
+        self.block_size = config.tokens_per_block or self._usual_block_size()
+        """Tokens of a block."""
+        self.config = replace(config, tokens_per_block=self.block_size)
+        self.block_bytes = sum(group.block_bytes(self.block_size) for group in self.groups)
         """Of a block of every group."""
+
+    def _usual_block_size(self) -> int:
+        """As many tokens as let attention read on the near side of memory, if any do."""
+        sided = self.groups[0].sided_block_size if self._has_sides else 0
+        return sided or USUAL_BLOCK_SIZE
+
+    def find_sides(self) -> None:
+        """Find where the allocated blocks lie, if that is of use; graphs keep what is known."""
+        for group in self.groups if self._has_sides else ():
+            group.find_sides()
 
     @property
     def staged_bytes(self) -> int:
@@ -38,17 +61,17 @@ class CacheMaker:
     @property
     def _num_staged(self) -> int:
         """Blocks on the way to the host at once: as many as a step's tokens overwrite."""
-        if not self._config.host_bytes:
+        if not self.config.host_bytes:
             return 0
-        return -(-self._limits.max_num_batched_tokens // self._config.tokens_per_block)
+        return -(-self._limits.max_num_batched_tokens // self.block_size)
 
     def host_slots(self) -> int:
         """Blocks that this rank keeps in its host's memory."""
-        num_bytes = self._config.host_bytes
+        num_bytes = self.config.host_bytes
         if 0 < num_bytes < self.block_bytes:
             raise ConfigError(
                 f"kv_cache_host_memory_bytes is {num_bytes} but a block of "
-                f"{self._config.tokens_per_block} tokens takes {self.block_bytes} on each "
+                f"{self.block_size} tokens takes {self.block_bytes} on each "
                 "rank. Raise it to a multiple of that, or set it to 0."
             )
         return num_bytes // self.block_bytes
@@ -63,11 +86,14 @@ class CacheMaker:
         logger.info(
             "KV cache ready: %d blocks of %d tokens, %.2f GiB",
             num_blocks,
-            self._config.tokens_per_block,
+            self.block_size,
             num_blocks * self.block_bytes / 2**30,
         )
         num_lanes = topology.dp_size if topology.is_leader else 1
-        return [self._manager(num_blocks, num_slots) for _ in range(num_lanes)]
+        managers = [self._manager(num_blocks, num_slots) for _ in range(num_lanes)]
+        for manager in managers:
+            manager.place([group.sides for group in self.groups])
+        return managers
 
     def _keep_on_host(self, runner: ModelRunner, num_slots: int) -> None:
         """Give each group of a runner the host's memory for evicted blocks."""
@@ -84,7 +110,7 @@ class CacheMaker:
             )
 
     def _manager(self, num_blocks: int, num_slots: int) -> KVCacheManager:
-        config, limits, model = self._config, self._limits, self._model.config
+        config, limits, model = self.config, self._limits, self._model.config
         windows = config.windows_of(
             model.layer_windows, limits.max_seq_len, model.num_hidden_layers
         )
@@ -97,7 +123,7 @@ class CacheMaker:
             )
         return KVCacheManager(
             [num_blocks] * len(self.groups),
-            config.tokens_per_block,
+            self.block_size,
             enable_reuse=config.enable_block_reuse,
             window=max(windows) if all(windows) else 0,
             num_sinks=config.num_sinks,

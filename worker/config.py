@@ -153,7 +153,9 @@ class SchedulerConfig:
 class CacheConfig:
     """How much KV cache there is and how it is reused."""
 
-    tokens_per_block: int = 32
+    tokens_per_block: int = 0
+    """0 means by device: 32, or on one Hopper GPU as many as `cache_sides` needs."""
+
     max_tokens: int = 0
     """Token capacity (``max_tokens_in_paged_kv_cache``); 0 means by memory fraction."""
 

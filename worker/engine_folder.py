@@ -81,8 +81,8 @@ class BuildConfig:
 
     @property
     def tokens_per_block(self) -> int:
-        """Tokens of a KV block."""
-        return int(self.plugin_config.get("tokens_per_block", 32))
+        """Tokens of a KV block; 0 where nobody said."""
+        return int(self.plugin_config.get("tokens_per_block", 0))
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, for ``config.json``."""
@@ -332,7 +332,7 @@ def _build_config(values: Mapping[str, Any], source: str) -> BuildConfig:
     _check_positive_integers(limits, "build_config", source)
     plugins = chosen.setdefault("plugin_config", {})
     _check_type_of("build_config.", BuildConfig, chosen, source)
-    blocks = {"tokens_per_block": plugins.get("tokens_per_block", 32)}
+    blocks = {"tokens_per_block": plugins.get("tokens_per_block", 1)}
     _check_positive_integers(blocks, "build_config.plugin_config", source)
     return BuildConfig(**chosen)
 

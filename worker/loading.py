@@ -108,16 +108,15 @@ def load_engine(
     kernel = _sampling_kernel(model, device)
     limits = _limits(config.scheduler, model)
     _choose_first_table(config, model, tp, links)
-    maker = CacheMaker(config.cache, limits, model)
-    block_size = config.cache.tokens_per_block
-    inputs = _make_inputs(limits, block_size, device, depth, kernel, model.switch_at)
+    maker = CacheMaker(config.cache, limits, model, topology)
+    inputs = _make_inputs(limits, maker.block_size, device, depth, kernel, model.switch_at)
     vocab_size = model.config.vocab_size
     expert_loads = _count_experts(config, model, inputs)
     _open_links(links, model, limits, topology)
 
     def make_runner(num_blocks: int) -> ModelRunner:
         for group in maker.groups:
-            group.allocate(num_blocks, block_size, device)
+            group.allocate(num_blocks, maker.block_size, device)
         inputs.use_spare_block(num_blocks)
         runner = ModelRunner(model, maker.groups, inputs, vocab_size, tp, depth, kernel, links)
         runner.expert_loads = expert_loads
@@ -131,9 +130,10 @@ def load_engine(
         step_bytes += maker.staged_bytes
         del first
     available = free_bytes(device, len(topology.local_ranks)) - step_bytes
-    mine = blocks_that_fit(config.cache, limits, maker.block_bytes, available)
+    mine = blocks_that_fit(maker.config, limits, maker.block_bytes, available)
     num_blocks = _agreed(mine, tp, device, links)
     runner = make_runner(num_blocks)
+    maker.find_sides()
     # Before graphs are captured: they hold what the layers do.
     budget = adapter_bytes(config.lora, topology, device, step_bytes)
     budget = _agreed(budget, tp, device, links)

@@ -7,6 +7,9 @@
 // it, so that the others never wait for global memory. Each of four warps takes 16 keys of a
 // tile with a softmax of its own, and at a piece's end they weigh what they have. The pieces of
 // a sequence that is cut are weighed by whoever is done last, in their order.
+//
+// Where it is known which side of memory heads lie on (`cache_sides.py`), blocks take those that
+// lie near them, which takes less power and time.
 
 #include "decode_pieces.cuh"
 #include "decode_products.cuh"
@@ -33,8 +36,9 @@ struct Copier {
     u32 shared;
     char* memory;
     Ring<S::STAGES> ring;
-    int kv_head, lane;
+    int lane;
     bool has_waited;
+    int kv_head;  // of the piece
 
     __device__ __forceinline__ int is_value() const { return lane % 2; }
     __device__ __forceinline__ int index() const { return lane / 2; }
@@ -57,7 +61,7 @@ struct Copier {
         if (lane == 0) {
             int4* to = reinterpret_cast<int4*>(memory + S::TILES + ring.slot * sizeof(Tile));
             to[0] = make_int4(tile.rows_and_flags, tile.sequence, tile.number, tile.count);
-            to[1] = make_int4(tile.first_cut, 0, static_cast<int>(tile.newest),
+            to[1] = make_int4(tile.first_cut, tile.heads, static_cast<int>(tile.newest),
                               static_cast<int>(tile.newest >> 32));
             barrier_arrive_expect(ring.full(), bytes);
         }
@@ -179,8 +183,28 @@ struct Copier {
         }
     }
 
+    // Of two neighbouring heads the one that lies on this side of memory, where all blocks of the
+    // sequence lie as its first one does.
+    __device__ __forceinline__ int head_of(const Place& place, int first_block) const {
+        if (place.side < 0) return place.head;
+        const u64 address = reinterpret_cast<u64>(a.cache) +
+                            2 * (first_block * a.cache_block_stride +
+                                 place.head * a.cache_head_stride);
+        // A sequence without keys may have any block.
+        const long long asked = static_cast<long long>(address >> PAGE_SHIFT) - a.first_page;
+        const int page = asked >= 0 && asked < a.num_pages ? static_cast<int>(asked) : 0;
+        const u32 of_page = __ldg(a.page_sides + page / 32) >> page % 32;
+        return place.head + ((__popc(static_cast<u32>(address) & a.side_mask) + of_page +
+                              place.side) & 1);
+    }
+
+    __device__ __forceinline__ int first_of_sequence(const Piece& piece) const {
+        return __ldcg(a.tables + piece.row * a.table_stride);
+    }
+
     // What comes next is asked for a piece ahead: each answer takes as long as a tile.
-    __device__ void copy(Walk walk) {
+    __device__ void copy(const Place& place) {
+        Walk walk{a, place.program, place.programs};
         if (walk.is_over()) {
             announce({IS_FINAL, 0, 0, 0, 0, 0, 0}, 0);
             return;
@@ -189,18 +213,23 @@ struct Copier {
         bool is_cut = false;
         Piece piece = walk.ahead(a, 0), next = walk.ahead(a, 1);
         int block = first_block_of(piece);
+        kv_head = head_of(place, first_of_sequence(piece));
+        const int first_head = kv_head;
         for (; !walk.is_over(); walk.number += walk.stride) {
             const Piece after = walk.ahead(a, 2);
             const int first_of_next = first_block_of(next);
+            const int sequence_of_next = first_of_sequence(next);
             const bool is_final = walk.number + walk.stride >= walk.end;
             is_cut = piece.count > 1 || (is_cut && walk.is_share);
             // Only the first and the last sequence of a share can have pieces elsewhere.
             const bool finishes = is_cut && (is_final || !walk.is_share);
+            const int first_cut = walk.is_share ? first : walk.number;
+            const int heads = kv_head | (walk.is_share ? first_head : kv_head) << 16;
             copy_piece(piece, block,
-                       {0, piece.sequence, walk.number, piece.count,
-                        walk.is_share ? first : walk.number, 0, 0},
+                       {0, piece.sequence, walk.number, piece.count, first_cut, heads, 0},
                        (finishes ? FINISHES : 0) | (is_final ? IS_FINAL : 0), walk.all_read());
             block = first_of_next;
+            kv_head = head_of(place, sequence_of_next);
             piece = next;
             next = after;
         }
@@ -214,7 +243,6 @@ __device__ __forceinline__ void decode(const TensorMap* blocks, const TensorMap*
     extern __shared__ __align__(1024) char memory[];
     const u32 shared = shared_address(memory);
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    const int kv_head = blockIdx.x % a.kv_heads;
     const u32 barriers = shared + S::BARRIERS;
     asm volatile("griddepcontrol.launch_dependents;");
     if (threadIdx.x == 0) {
@@ -229,14 +257,13 @@ __device__ __forceinline__ void decode(const TensorMap* blocks, const TensorMap*
     if (warp == CONSUMER_WARPS) {
         prefetch_map(blocks);
         prefetch_map(fews);
-        const int program = blockIdx.x / a.kv_heads, programs = gridDim.x / a.kv_heads;
-        Copier<HEAD> copier{blocks, fews,       a,       shared, memory,
-                            {barriers}, kv_head, lane, a.has_old_plan == 0};
-        copier.copy({a, program, programs});
+        Copier<HEAD> copier{blocks, fews, a, shared, memory, {barriers}, lane,
+                            a.has_old_plan == 0};
+        copier.copy(find_place(a));
         return;
     }
     wait_for_kernel_in_front();
-    Multiplier<IS_BF16, HEAD>{a, shared, memory, {barriers}, kv_head, warp, lane}.take_all();
+    Multiplier<IS_BF16, HEAD>{a, shared, memory, {barriers}, warp, lane}.take_all();
 }
 
 }  // namespace

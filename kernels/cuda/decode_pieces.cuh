@@ -19,6 +19,7 @@ constexpr int STAGE_BYTES_OF_ALL = 98304;
 // for memory, and by that all waits. Short ones need it all, so that their ends hold nothing up.
 constexpr int STAGE_BYTES_OF_FEW = 65536;
 constexpr int LONG_TILES = 10;
+constexpr int PAGE_SHIFT = 21;  // pages of memory that change the side
 
 // Named barriers; 0 is the block's own.
 constexpr int IS_FREE = 1;   // what the warps exchange has been read
@@ -58,6 +59,14 @@ struct Arguments {
     const float* angles;
     char* cache;
     long long cache_block_stride, cache_half_stride, cache_token_stride, cache_head_stride;
+    // What `memory_sides.MemorySides` says of the cache; no pages where any block reads any head.
+    const u32* page_sides;
+    // Of each side the number of thread blocks that read there, zero before a launch.
+    int* readers;
+    long long first_page;
+    int num_pages;
+    u32 side_mask;
+    u32 processor_sides[8];
 };
 
 // What the warp that copies says of a tile in the ring.
@@ -66,7 +75,7 @@ struct alignas(16) Tile {
     int sequence;
     int number, count;  // of the piece, and of pieces of the sequence
     int first_cut;      // with FINISHES: the other piece of this block that may be cut
-    int unused;
+    int heads;          // key-value heads of the piece, and of that other one above 16 bits
     long long newest;  // with HAS_NEWEST: where the last row's key goes in the cache
 };
 
@@ -157,6 +166,34 @@ struct Walk {
         return read_piece(a.pieces + (at < end ? at : number));
     }
 };
+
+// What falls to a thread block: the pieces of a program, and of each a key-value head; or,
+// where memory has two sides, of each two heads the one that lies on this side.
+struct Place {
+    int side;  // -1: any
+    int head, program, programs;
+};
+
+// Thread blocks on one side's processors read there, as long as that side has something left.
+// Correct whatever the sides are: each number of a side is given out once. Called by a warp.
+__device__ __forceinline__ Place find_place(const Arguments& a) {
+    const int blocks = gridDim.x, index = blockIdx.x;
+    if (!a.page_sides) return {-1, index % a.kv_heads, index / a.kv_heads, blocks / a.kv_heads};
+    u32 processor;
+    asm volatile("mov.u32 %0, %%smid;" : "=r"(processor));
+    int side = a.processor_sides[processor / 32 % 8] >> processor % 32 & 1, number = 0;
+    if (threadIdx.x % 32 == 0) {
+        number = atomicAdd(a.readers + side, 1);
+        if (number >= blocks / 2) {
+            side ^= 1;
+            number = atomicAdd(a.readers + side, 1);
+        }
+    }
+    side = __shfl_sync(~0u, side, 0);
+    number = __shfl_sync(~0u, number, 0);
+    const int pairs = a.kv_heads / 2;
+    return {side, number % pairs * 2, number / pairs, blocks / a.kv_heads};
+}
 
 __device__ __forceinline__ int tiles_of(const Piece& piece) {
     return max(1, (piece.end - piece.start + KEYS - 1) / KEYS);

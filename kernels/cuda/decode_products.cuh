@@ -99,7 +99,8 @@ struct Multiplier {
     u32 shared;
     char* memory;
     Ring<S::STAGES> ring;
-    int kv_head, warp, lane;
+    int warp, lane;
+    int kv_head;  // of the tile
 
     u32 query[STEPS][2];
     // Dims lane / 4 and that + 8 of 16, of the queries lane % 4 * 2 and the next.
@@ -313,8 +314,8 @@ struct Multiplier {
             make_uint2(pack<IS_BF16>(value.x, value.y), pack<IS_BF16>(value.z, value.w));
     }
 
-    // Counts two pieces as done; whoever is the last of a sequence weighs all of its pieces.
-    __device__ void finish(int first, int last) {
+    // Counts two pieces, of these `heads`, as done; whoever is the last of a sequence weighs all of its pieces.
+    __device__ void finish(int first, int last, int heads) {
         int* flags = reinterpret_cast<int*>(memory + S::FLAGS);
         __threadfence();
         named_wait(IS_FREE, CONSUMERS);
@@ -323,7 +324,8 @@ struct Multiplier {
             const Piece piece = read_piece(a.pieces + number);
             int is_last = 0;
             if (piece.count > 1 && (warp == 0 || first != last)) {
-                int* counter = a.counters + piece.sequence * a.kv_heads + kv_head;
+                int* counter = a.counters + piece.sequence * a.kv_heads +
+                               (warp == 0 ? heads >> 16 : heads & 0xFFFF);
                 is_last = atomicAdd(counter, 1) == piece.count - 1;
                 if (is_last) *counter = 0;
             }
@@ -334,8 +336,9 @@ struct Multiplier {
         for (int i = 0; i < 2; ++i) {
             if (flags[i] == 0) continue;
             const Piece piece = read_piece(a.pieces + (i == 0 ? first : last));
+            const int head = i == 0 ? heads >> 16 : heads & 0xFFFF;
             for (int row = warp; row < a.group; row += CONSUMER_WARPS)
-                weigh_pieces(piece, kv_head * a.group + row);
+                weigh_pieces(piece, head * a.group + row);
         }
     }
 
@@ -382,8 +385,10 @@ struct Multiplier {
             const char* place = memory + S::TILES + ring.slot * sizeof(Tile);
             const int4 words = *reinterpret_cast<const int4*>(place);
             const int first_cut = reinterpret_cast<const Tile*>(place)->first_cut;
+            const int heads = reinterpret_cast<const Tile*>(place)->heads;
             const long long newest = reinterpret_cast<const Tile*>(place)->newest;
-            const Tile tile{words.x, words.y, words.z, words.w, first_cut, 0, newest};
+            const Tile tile{words.x, words.y, words.z, words.w, first_cut, heads, newest};
+            kv_head = heads & 0xFFFF;
             const int rows = words.x & 255, valid = rows - warp * WARP_KEYS;
             flags = words.x;
             if (flags & BEGINS) begin();
@@ -393,7 +398,7 @@ struct Multiplier {
             __syncwarp();
             if (lane == 0) barrier_arrive(ring.empty());
             if (flags & ENDS) end(tile);
-            if (flags & FINISHES) finish(tile.first_cut, tile.number);
+            if (flags & FINISHES) finish(tile.first_cut, tile.number, heads);
         }
     }
 };

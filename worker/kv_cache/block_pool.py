@@ -23,7 +23,7 @@ class BlockPool:
     def __init__(self, num_blocks: int, host: HostPool | None = None) -> None:
         self.num_blocks = num_blocks
         self.host = host
-        self._free = FreeBlocks(range(num_blocks))
+        self.place(bytes(num_blocks))
         self._moves: list[tuple[int, int]] = []
         self._ref_counts = [0] * num_blocks
         self._block_of: dict[BlockHash, int] = {}
@@ -34,17 +34,30 @@ class BlockPool:
         self.num_gains = 0
         """Times that watched content came, or a free block was held with its content."""
 
+    def place(self, sides: bytes) -> None:
+        """Say on which side of memory, 0 or 1, each block lies, before any is handed out.
+
+        From then on a sequence's blocks lie on the side of its first one, as long as that has
+        some that are free and worth no more than those of the other.
+        """
+        self._sides = sides
+        self._free = FreeBlocks(sides)
+
     @property
     def num_free(self) -> int:
         """Blocks that nobody holds."""
         return len(self._free)
 
-    def allocate(self, count: int) -> list[int] | None:
-        """Take ``count`` blocks, or take nothing and return None if too few are free."""
+    def allocate(self, count: int, table: Sequence[int] = ()) -> list[int] | None:
+        """Take ``count`` blocks, or take nothing and return None if too few are free.
+
+        ``table``: the blocks of their sequence so far.
+        """
         free = self._free
         if count > len(free):
             return None
-        blocks = [free.pop() for _ in range(count)]
+        side = self._sides[table[0]] if table else free.freer_side
+        blocks = [free.pop(side) for _ in range(count)]
         for block in blocks:
             if block in self._hash_of:
                 self._evict(block)

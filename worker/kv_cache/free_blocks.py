@@ -5,7 +5,8 @@ from __future__ import annotations
 import heapq
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
+from itertools import chain
 from typing import NamedTuple
 
 DEFAULT_PRIORITY = 35
@@ -25,22 +26,51 @@ class Retention(NamedTuple):
     """After so long the priority is the default one again; 0 means never."""
 
 
+class _Queue:
+    """Blocks in the order in which they came, of either side of memory."""
+
+    def __init__(self, sides: bytes) -> None:
+        self._sides = sides
+        self._of_side: tuple[OrderedDict[int, None], ...] = (OrderedDict(), OrderedDict())
+
+    def __len__(self) -> int:
+        return len(self._of_side[0]) + len(self._of_side[1])
+
+    def __contains__(self, block: int) -> bool:
+        return block in self._of_side[self._sides[block]]
+
+    def __iter__(self) -> Iterator[int]:
+        return chain(*self._of_side)
+
+    def add(self, block: int) -> None:
+        self._of_side[self._sides[block]][block] = None
+
+    def remove(self, block: int) -> None:
+        del self._of_side[self._sides[block]][block]
+
+    def pop(self, side: int) -> int:
+        """The first one of a side, or else of the other."""
+        own = self._of_side[side] or self._of_side[1 - side]
+        return own.popitem(last=False)[0]
+
+
 class FreeBlocks:
     """Free blocks: those without content first, then partial ones, which save little, then
-    by priority, then by age.
+    by priority, then those of the side that is asked for, then by age.
 
     A block's priority is told while it is free or before, and holds until its content is
     forgotten or its time is over. Only priorities other than the default cost anything.
     """
 
-    def __init__(
-        self, blocks: Iterable[int], clock: Callable[[], float] = time.monotonic
-    ) -> None:
+    def __init__(self, sides: bytes, clock: Callable[[], float] = time.monotonic) -> None:
+        """All blocks, with 0 or 1 for the side of memory that each lies on."""
         self._clock = clock
-        self._blank: OrderedDict[int, None] = OrderedDict.fromkeys(blocks)
-        self._partial: OrderedDict[int, None] = OrderedDict()
-        self._usual: OrderedDict[int, None] = OrderedDict()
-        self._ranked: dict[int, OrderedDict[int, None]] = {}
+        self._sides = sides
+        self._blank, self._partial, self._usual = (_Queue(sides) for _ in range(3))
+        for block in range(len(sides)):
+            self._blank.add(block)
+        self._num_of_side = [sides.count(0), sides.count(1)]
+        self._ranked: dict[int, _Queue] = {}
         """Free blocks with content, by a priority that is not the default."""
         self._num_ranked = 0
         self._kept: dict[int, tuple[int, int]] = {}
@@ -65,42 +95,53 @@ class FreeBlocks:
         for queue in self._ranked.values():
             yield from queue
 
+    @property
+    def freer_side(self) -> int:
+        """The side that most free blocks lie on."""
+        return int(self._num_of_side[1] > self._num_of_side[0])
+
     def add(self, block: int, *, has_content: bool, is_partial: bool = False) -> None:
         """Take in a block that was released last."""
+        self._num_of_side[self._sides[block]] += 1
         if not has_content:
-            self._blank[block] = None
-            return
-        if is_partial and block not in self._kept:
-            self._partial[block] = None
-            return
-        self._queue(block)[block] = None
-        self._num_ranked += block in self._kept
+            self._blank.add(block)
+        elif is_partial and block not in self._kept:
+            self._partial.add(block)
+        else:
+            self._queue(block).add(block)
+            self._num_ranked += block in self._kept
 
     def remove(self, block: int) -> None:
         """Take out a certain block, which keeps its priority."""
+        self._num_of_side[self._sides[block]] -= 1
         for queue in (self._blank, self._partial):
             if block in queue:
-                del queue[block]
+                queue.remove(block)
                 return
-        del self._queue(block)[block]
+        self._queue(block).remove(block)
         self._num_ranked -= block in self._kept
 
-    def pop(self) -> int:
+    def pop(self, side: int = 0) -> int:
         """Take out the next block, which keeps its priority; there must be one."""
+        block = self._pop(side)
+        self._num_of_side[self._sides[block]] -= 1
+        return block
+
+    def _pop(self, side: int) -> int:
         if self._blank:
-            return self._blank.popitem(last=False)[0]
+            return self._blank.pop(side)
         if self._partial:
-            return self._partial.popitem(last=False)[0]
+            return self._partial.pop(side)
         if self._ends:
             self._end_overdue()
         if not self._num_ranked:
-            return self._usual.popitem(last=False)[0]
+            return self._usual.pop(side)
         queues = [item for item in self._ranked.items() if item[1]]
         if self._usual:
             queues.append((DEFAULT_PRIORITY, self._usual))
         priority, queue = min(queues, key=lambda item: item[0])
         self._num_ranked -= priority != DEFAULT_PRIORITY
-        return queue.popitem(last=False)[0]
+        return queue.pop(side)
 
     def priority_of(self, block: int) -> int:
         """The priority of a block's content."""
@@ -139,12 +180,14 @@ class FreeBlocks:
         """Whether a block with content is free."""
         return block in self._partial or block in self._queue(block)
 
-    def _queue(self, block: int) -> OrderedDict[int, None]:
+    def _queue(self, block: int) -> _Queue:
         """Where a free block with content is."""
         kept = self._kept.get(block) if self._kept else None
         if kept is None:
             return self._usual
-        return self._ranked.setdefault(kept[0], OrderedDict())
+        if kept[0] not in self._ranked:
+            self._ranked[kept[0]] = _Queue(self._sides)
+        return self._ranked[kept[0]]
 
     def _end_overdue(self) -> None:
         now = self._clock()

@@ -24,7 +24,7 @@ class HostPool:
         """Blocks that were moved here, over all time."""
         self.num_loaded = 0
         """Blocks that were copied back, over all time."""
-        self._slots = FreeBlocks(range(num_slots))
+        self._slots = FreeBlocks(bytes(num_slots))
         self._slot_of: dict[BlockHash, int] = {}
         self._hash_of: dict[int, BlockHash] = {}
         self._pins: dict[int, int] = {}

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from trimaran.kernels import memory_sides
+from trimaran.kernels.cache_sides import block_sides, keys_go_first, piece_tokens
 from trimaran.worker.attention.backend import KVCacheSpec
 
 
@@ -19,6 +21,14 @@ class KVGroup:
         self.pool: Tensor | None = None
         self.memory: Tensor | None = None
         """What ``pool`` is a view of, as it lies in memory."""
+        self.sides: bytes | None = None
+        """The side of memory that each block of ``memory`` begins on, if sides are known."""
+
+    @property
+    def sided_block_size(self) -> int:
+        """Tokens of a block whose heads lie on one side of memory each; 0 if none do."""
+        count = piece_tokens(self.spec.head_size * self.spec.dtype.itemsize)
+        return count if self._keys_go_first(count) is not None else 0
 
     def block_bytes(self, block_size: int) -> int:
         """Bytes of one block over all layers of the group."""
@@ -29,19 +39,44 @@ class KVGroup:
         the last block is a spare one.
 
         On a GPU a head's tokens lie side by side in memory, one read for a kernel that
-        takes a head at a time; on a CPU a token's heads do.
+        takes a head at a time; on a CPU a token's heads do. Where only that keeps heads on
+        one side of memory, a block's keys of all layers go before their values.
         """
         num_kinds, _, heads, size = self.spec.block_shape(block_size)
         shape = [num_blocks + 1, len(self.layers), num_kinds, block_size, heads, size]
+        order = list(range(6))
         if device.type == "cuda":
-            shape[3:5] = heads, block_size
-        pool = torch.empty(shape, dtype=self.spec.dtype, device=device)
-        self.memory = pool
-        self.pool = pool.transpose(3, 4) if device.type == "cuda" else pool
+            order[3:5] = 4, 3
+            if self._keys_go_first(block_size):
+                order[1:3] = 2, 1
+        in_memory = [shape[dim] for dim in order]
+        self.memory = torch.empty(in_memory, dtype=self.spec.dtype, device=device)
+        # Swaps of neighbours are undone by themselves.
+        self.pool = self.memory.permute(order)
+
+    def _keys_go_first(self, block_size: int) -> bool | None:
+        num_kinds, _, heads, size = self.spec.block_shape(block_size)
+        if num_kinds != 2:
+            return None
+        head_bytes = block_size * size * self.spec.dtype.itemsize
+        return keys_go_first(len(self.layers), heads, head_bytes)
+
+    def find_sides(self) -> None:
+        """Find the side of memory that each block lies on, where heads lie on either."""
+        assert self.pool is not None and self.memory is not None
+        if self._keys_go_first(self.pool.shape[3]) is None:
+            return
+        sides = memory_sides.measure(self.memory)
+        if sides is not None:
+            self.sides = block_sides(self.memory[:-1], sides)
+        if self.sides is None:
+            memory_sides.forget(self.memory)
 
     def free(self) -> None:
         """Let the pool go."""
-        self.pool = self.memory = None
+        if self.memory is not None:
+            memory_sides.forget(self.memory)
+        self.pool = self.memory = self.sides = None
 
 
 def group_layers(specs: Sequence[KVCacheSpec]) -> list[KVGroup]:

@@ -77,6 +77,12 @@ class KVCacheManager:
         self._sources: list[tuple[int, int]] = []
         """Groups and blocks that the step being planned copies and nobody else holds."""
 
+    def place(self, sides_per_group: Sequence[bytes | None]) -> None:
+        """Say on which side of memory each block of a group lies, before any is handed out."""
+        for pool, sides in zip(self.pools, sides_per_group, strict=True):
+            if sides is not None:
+                pool.place(sides)
+
     @property
     def num_free(self) -> int:
         """Blocks that nobody holds, reserved ones included."""
@@ -244,7 +250,7 @@ class KVCacheManager:
                 pool.forget(source)
                 blocks.tables[group].append(source)
                 continue
-            taken = pool.allocate(1)
+            taken = pool.allocate(1, blocks.tables[group])
             assert taken is not None, "a prefix was begun without room for its last block"
             copies.append((group, source, taken[0]))
             blocks.tables[group] += taken
@@ -267,7 +273,7 @@ class KVCacheManager:
             host, table = self.hosts[group], blocks.tables[group]
             # First, so that what is evicted now does not take their slots.
             host.pin([slots[i] for i in wanted])
-            taken = self.pools[group].allocate(len(wanted))
+            taken = self.pools[group].allocate(len(wanted), table)
             assert taken is not None, "a prefix was begun without room for what is loaded"
             places = dict(zip(wanted, taken, strict=True))
             # Never looked at where it is left out: any block will do that is written.
@@ -306,7 +312,7 @@ class KVCacheManager:
         if count - reserved > self.num_available:
             return False
         for pool, table in zip(self.pools, blocks.tables, strict=True):
-            taken = pool.allocate(count)
+            taken = pool.allocate(count, table)
             assert taken is not None
             table += taken
         self._num_reserved -= reserved

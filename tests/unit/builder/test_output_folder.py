@@ -235,6 +235,15 @@ def test_the_limits_come_from_flags_before_the_file_before_the_defaults(
     assert build.tokens_per_block == 16
 
 
+def test_an_engine_holds_no_tokens_per_block_that_nobody_gave(llama, trimaran, tmp_path):
+    output = tmp_path / "engine"
+    build = ("build", "--checkpoint", llama().folder, "--output", output)
+    assert trimaran(*build).code == 0
+    assert EngineFolder.load(output).build.plugin_config == {}
+    assert trimaran(*build, "--tokens-per-block", "64").code == 0
+    assert EngineFolder.load(output).build.tokens_per_block == 64
+
+
 def test_the_legacy_output_length_sets_the_sequence_length(llama, trimaran, tmp_path):
     output = tmp_path / "engine"
     build = ("build", "--checkpoint", llama().folder, "--output", output, "--max_input_len", 40)

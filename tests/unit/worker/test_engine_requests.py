@@ -405,6 +405,10 @@ def test_facts_name_limits_and_backends(make_engine):
     assert facts["backends"]["sampling"] == facts["backends"]["linear"]
 
 
+def test_blocks_have_32_tokens_on_a_cpu_where_nobody_says_how_many(make_engine):
+    assert make_engine(tokens_per_block=0).engine.stats()["kv_tokens_per_block"] == 32
+
+
 def test_200_requests_are_not_mixed_up(make_engine, prompt_of):
     driver = make_engine(depth=2, max_tokens=1024)
     alone = make_engine(max_tokens=1024, enable_block_reuse=False)

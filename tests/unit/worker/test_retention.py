@@ -22,7 +22,8 @@ class Clock:
 
 
 def free_with_content(*blocks, clock=None) -> FreeBlocks:
-    free = FreeBlocks((), clock or Clock())
+    free = FreeBlocks(bytes(16), clock or Clock())
+    drain(free)
     for block in blocks:
         free.add(block, has_content=True)
     return free

@@ -1,0 +1,93 @@
+"""A sequence's blocks lie on one side of memory as long as that costs nothing else."""
+
+import random
+
+import pytest
+
+from trimaran.worker.kv_cache.block_pool import BlockPool
+from trimaran.worker.kv_cache.manager import KVCacheManager
+from trimaran.worker.kv_cache.sequence_blocks import SequenceBlocks, root_hash
+
+SIDES = bytes([0, 1, 1, 0, 1, 0, 0, 1, 1, 0])
+
+
+def placed_pool() -> BlockPool:
+    pool = BlockPool(len(SIDES))
+    pool.place(SIDES)
+    return pool
+
+
+def sides_of(blocks: list[int]) -> set[int]:
+    return {SIDES[block] for block in blocks}
+
+
+def test_a_sequence_grows_on_the_side_of_its_first_block():
+    pool = placed_pool()
+    first, second = pool.allocate(1), pool.allocate(1)
+    assert sides_of(first) != sides_of(second)
+    for _ in range(4):
+        first += pool.allocate(1, first)
+        second += pool.allocate(1, second)
+    assert len(sides_of(first)) == len(sides_of(second)) == 1
+    assert pool.num_free == 0
+
+
+def test_a_sequence_begins_on_the_side_with_more_free_blocks():
+    pool = placed_pool()
+    held = pool.allocate(2)
+    assert sides_of(pool.allocate(1)).isdisjoint(sides_of(held))
+    pool.release(held)
+    assert sides_of(pool.allocate(1)) == sides_of(held)
+
+
+def test_blocks_of_the_other_side_are_taken_when_none_is_left():
+    pool = placed_pool()
+    blocks = pool.allocate(7)
+    assert [SIDES[block] for block in blocks].count(SIDES[blocks[0]]) == 5
+    assert pool.allocate(4, blocks) is None
+    assert len(pool.allocate(3, blocks)) == 3
+
+
+def test_no_content_is_evicted_for_a_side_while_blocks_without_are_free():
+    pool = placed_pool()
+    blocks = pool.allocate(5)
+    for block in blocks:
+        pool.publish(block, bytes([block]))
+    pool.release(blocks)
+    taken = pool.allocate(5, blocks)
+    assert sides_of(taken).isdisjoint(sides_of(blocks))
+    assert all(pool.lookup(bytes([block])) == block for block in blocks)
+
+
+def test_of_equal_priority_the_oldest_content_of_the_side_goes_first():
+    pool = BlockPool(4)
+    pool.place(bytes([0, 1, 0, 1]))
+    for block in pool.allocate(4):
+        pool.publish(block, bytes([block]))
+    pool.release([3])
+    pool.release([2])
+    pool.release([1])
+    pool.release([0])
+    assert pool.allocate(2, [0]) == [2, 0]
+    assert pool.allocate(2, [0]) == [3, 1]
+
+
+@pytest.mark.parametrize("enable_reuse", [False, True])
+def test_sequences_that_come_and_go_stay_on_their_sides(enable_reuse):
+    draw = random.Random(3)
+    sides = bytes(draw.randrange(2) for _ in range(400))
+    manager = KVCacheManager([400], 16, enable_reuse=enable_reuse)
+    manager.place([sides])
+    running: list[SequenceBlocks] = []
+    for _ in range(2000):
+        if len(running) < 12:
+            running.append(SequenceBlocks(1, root_hash(b"", 0)))
+            assert manager.grow(running[-1], draw.randrange(1, 100))
+        for blocks in draw.sample(running, len(running) // 2):
+            assert manager.grow(blocks, blocks.num_blocks * 16 + 1)
+        for blocks in running:
+            assert len({sides[block] for block in blocks.tables[0]}) == 1
+        for blocks in [each for each in running if each.num_blocks > 15]:
+            manager.release(blocks)
+            running.remove(blocks)
+        manager.check(running)
