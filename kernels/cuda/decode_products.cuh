@@ -5,6 +5,10 @@
 
 namespace {
 
+// How far above the largest weight, as a power of two, later ones may be: far below what float16
+// holds.
+constexpr float SLACK = 8;
+
 // Four 8x8 matrices of 2 bytes to a warp's registers; lane l names row l % 8 of matrix l / 8.
 template <bool IS_TRANSPOSED>
 __device__ __forceinline__ void load_matrices(u32 (&to)[4], u32 address) {
@@ -218,30 +222,44 @@ struct Multiplier {
         }
     }
 
-    // This warp's keys of the tile in the ring's slot, the first `valid` of them.
-    __device__ __forceinline__ void take(int valid) {
-        const u32 keys = shared + ring.slot * 2 * S::TILE_BYTES;
-        float scores[4] = {0, 0, 0, 0};
-        score(scores, keys);
-#pragma unroll
-        for (int i = 0; i < 4; ++i)
-            if (lane / 4 + i / 2 * 8 >= valid) scores[i] = minus_infinity();
+    // Weights are told beside the largest so far. A larger one that is not much larger may stay
+    // above it: to weigh all sums again takes more instructions than to weigh 16 keys.
+    __device__ __forceinline__ void raise(const float (&most)[2]) {
         float decay[2];
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-            const float most = most_of_column(fmaxf(scores[i], scores[i + 2]));
             // The first key is valid, so this is finite.
-            const float new_top = fmaxf(top[i], most * a.scale_log2);
+            const float new_top = fmaxf(top[i], most_of_column(most[i]));
             decay[i] = exp2_fast(top[i] - new_top);
             top[i] = new_top;
-            scores[i] = exp2_fast(scores[i] * a.scale_log2 - new_top);
-            scores[i + 2] = exp2_fast(scores[i + 2] * a.scale_log2 - new_top);
-            total[i] = total[i] * decay[i] + scores[i] + scores[i + 2];
+            total[i] *= decay[i];
         }
 #pragma unroll
         for (int i = 0; i < STEPS; ++i)
 #pragma unroll
             for (int j = 0; j < 4; ++j) sum[i][j] *= decay[j % 2];
+    }
+
+    // This warp's keys of the tile in the ring's slot, the first `valid` of them.
+    __device__ __forceinline__ void take(int valid) {
+        const u32 keys = shared + ring.slot * 2 * S::TILE_BYTES;
+        float scores[4] = {0, 0, 0, 0};
+        score(scores, keys);
+        if (valid < WARP_KEYS) {
+#pragma unroll
+            for (int i = 0; i < 4; ++i)
+                if (lane / 4 + i / 2 * 8 >= valid) scores[i] = minus_infinity();
+        }
+        float most[2];
+#pragma unroll
+        for (int i = 0; i < 2; ++i) most[i] = fmaxf(scores[i], scores[i + 2]) * a.scale_log2;
+        if (__any_sync(~0u, most[0] > top[0] + SLACK || most[1] > top[1] + SLACK)) raise(most);
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            scores[i] = exp2_fast(scores[i] * a.scale_log2 - top[i]);
+            scores[i + 2] = exp2_fast(scores[i + 2] * a.scale_log2 - top[i]);
+            total[i] += scores[i] + scores[i + 2];
+        }
         if (valid < WARP_KEYS) clear_values(keys + S::TILE_BYTES, valid);
         add_values(transposed(pack<IS_BF16>(scores[0], scores[1])),
                    transposed(pack<IS_BF16>(scores[2], scores[3])), keys + S::TILE_BYTES);
