@@ -17,6 +17,7 @@ from trimaran.kernels.cuda_driver import CudaKernel, CudaModule, TensorMap, tens
 
 _ROWS = 128
 _PANEL = 64
+_GROUP = 8
 _THREADS = 384
 _PLANNERS = 1024
 _SHARED_BYTES = {64: 165_888, 128: 198_400}
@@ -32,6 +33,7 @@ class _Arguments(ctypes.Structure):
         ("output_stride", ctypes.c_longlong), ("table_stride", ctypes.c_longlong),
         ("scale_log2", ctypes.c_float), ("group", ctypes.c_int), ("kv_heads", ctypes.c_int),
         ("block_shift", ctypes.c_int), ("window", ctypes.c_int), ("num_sinks", ctypes.c_int),
+        ("pieces", ctypes.c_int * 3),
     )  # fmt: skip
 
 
@@ -98,10 +100,41 @@ def prefill(
         num_kv_heads, kv_cache.shape[2].bit_length() - 1, spec.window, spec.num_sinks,
     )  # fmt: skip
     queries = _map(query_TNH, (2, 1, 0), (_PANEL, group, _ROWS // group))
-    cache = _map(kv_cache, (4, 2, 3, 1, 0), (_PANEL, kv_cache.shape[2], 1, 1, 1))
+    cache, arguments.pieces = _cache_map(kv_cache)
     kernel = _kernel(device, query_TNH.dtype, head_size, spec.window > 0)
     num_blocks = min(_num_processors(device), (tiles.shape[0] - 1) * num_kv_heads)
     kernel.launch(num_blocks, stream, queries, cache, arguments)
+
+
+_cache_maps: dict[tuple[object, ...], tuple[TensorMap, tuple[int, ...]]] = {}
+
+
+def _cache_map(kv_cache: Tensor) -> tuple[TensorMap, tuple[int, ...]]:
+    """A map of `_pieces`, for copies of one; and how many of them are from block to block, from
+    keys to values and from head to head. Kept: caches live long."""
+    key = (kv_cache.data_ptr(), kv_cache.shape, kv_cache.stride(), kv_cache.dtype)
+    found = _cache_maps.get(key)
+    if found is None:
+        if len(_cache_maps) >= _MOST_MAPS:
+            _cache_maps.clear()
+        pieces = _pieces(kv_cache)
+        copied = tensor_map(pieces, (4, 3, 2, 1, 0), (*reversed(pieces.shape[1:]), 1))
+        counts = tuple(kv_cache.stride(dim) // pieces.stride(0) for dim in (0, 1, 3))
+        found = _cache_maps[key] = copied, counts
+    return found
+
+
+def _pieces(kv_cache: Tensor) -> Tensor:
+    """[pieces, B / 8, H / 64, 8, 64]: all places where a head's keys or values of a block may
+    begin, by groups of 8 tokens, panels of 64 dims and tokens."""
+    blocks, halves, size, heads, width = kv_cache.shape
+    block, half, token, head, _ = kv_cache.stride()
+    step = math.gcd(block, half, head)
+    last = (blocks - 1) * block + (halves - 1) * half + (heads - 1) * head
+    return kv_cache.as_strided(
+        (last // step + 1, size // _GROUP, width // _PANEL, _GROUP, _PANEL),
+        (step, _GROUP * token, _PANEL, token, 1),
+    )
 
 
 def _plan(

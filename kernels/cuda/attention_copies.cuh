@@ -5,20 +5,20 @@
 
 namespace {
 
-// Copies the tiles of keys or values of one item; lane l the l-th box, of one block and panel.
+// Copies the tiles of keys or values of one item; lane l the l-th block. Its tokens come in
+// groups of 8, each with all its panels: so every block is one copy, however short.
 template <int HEAD>
 struct CacheReader {
     using S = Shape<HEAD>;
     const TensorMap* cache;
+    const Arguments& a;
     const int* table;
-    int num_keys, block_shift, lane, kv_head;
-
-    __device__ __forceinline__ int boxes() const { return (KEYS >> block_shift) * S::PANELS; }
+    int num_keys, lane, kv_head;
 
     // The block of this lane's box in a step; -1 if there is none.
     __device__ __forceinline__ int block_of(int step) const {
-        const int index = step * (KEYS >> block_shift) + lane / S::PANELS;
-        const bool is_used = step >= 0 && lane < boxes() && (index << block_shift) < num_keys;
+        const int blocks = KEYS >> a.block_shift, index = step * blocks + lane;
+        const bool is_used = step >= 0 && lane < blocks && (index << a.block_shift) < num_keys;
         return is_used ? __ldg(table + index) : -1;
     }
 
@@ -26,15 +26,14 @@ struct CacheReader {
                                          int is_value) {
         ring.wait_empty();
         const int used = __popc(__ballot_sync(~0u, block >= 0));
-        const int box_bytes = (PANEL * 2) << block_shift;
+        const int box_bytes = (HEAD * 2) << a.block_shift;
         if (lane == 0) barrier_arrive_expect(ring.full(), used * box_bytes);
         __syncwarp();
         if (block >= 0) {
-            const int panel = lane % S::PANELS;
-            const u32 to = tiles + ring.slot() * S::TILE_BYTES + panel * PANEL_BYTES +
-                           lane / S::PANELS * box_bytes;
-            copy_box_5d(to, cache, ring.full(), panel * PANEL, 0, kv_head, is_value, block,
-                        kReadAgain);
+            const u32 to = tiles + ring.slot() * S::TILE_BYTES + lane * box_bytes;
+            const int piece = block * a.block_pieces + is_value * a.half_pieces +
+                              kv_head * a.head_pieces;
+            copy_box_5d(to, cache, ring.full(), 0, 0, 0, 0, piece, kReadAgain);
         }
         __syncwarp();
         ++ring.count;
@@ -56,8 +55,9 @@ __device__ void produce(u32 base, Item* items, const TensorMap* queries,
         const Tile tile = arguments.tiles[1 + item - kv_head * num_tiles];
         int next = 0;
         if (lane == 0) next = atomicAdd(&arguments.tiles[0].position, 1) + gridDim.x;
-        CacheReader<HEAD> reader{cache, arguments.tables + tile.row * arguments.table_stride,
-                                 num_keys(tile), arguments.block_shift, lane, kv_head};
+        CacheReader<HEAD> reader{cache, arguments,
+                                 arguments.tables + tile.row * arguments.table_stride,
+                                 num_keys(tile), lane, kv_head};
         const Steps steps(tile, arguments);
         int step = steps.last;
         int block = reader.block_of(step);

@@ -31,11 +31,12 @@ struct Consumer {
         const u32 queries = base + S::QUERIES + rings.queries.slot() * S::TILE_BYTES +
                             warpgroup * (64 * PANEL * 2);
         const u32 keys = base + S::KEY_TILES + rings.keys.slot() * S::TILE_BYTES;
-        const u64 a = operand(queries, 0), b = operand(keys, 0);
+        const u64 a = operand(queries, 0), b = operand(keys, 0, S::PANELS * GROUP_BYTES);
 #pragma unroll
         for (int i = 0; i < HEAD / 16; ++i) {
-            const int at = i / 4 * (PANEL_BYTES >> 4) + i % 4 * 2;
-            product_nt<IS_BF16>(scores, a + at, b + at, i > 0);
+            const int panel = i / 4, column = i % 4 * 2;
+            product_nt<IS_BF16>(scores, a + panel * (PANEL_BYTES >> 4) + column,
+                                b + panel * (GROUP_BYTES >> 4) + column, i > 0);
         }
         products_commit();
     }
@@ -43,10 +44,10 @@ struct Consumer {
     // Starts out += weights @ values.
     __device__ __forceinline__ void start_output() {
         const u32 values = base + S::VALUES + rings.values.slot() * S::TILE_BYTES;
-        const u64 b = operand(values, PANEL_BYTES);
+        const u64 b = operand(values, GROUP_BYTES, S::PANELS * GROUP_BYTES);
 #pragma unroll
         for (int i = 0; i < KEYS / 16; ++i) {
-            product_nn<IS_BF16>(out, weights + i * 4, b + i * (16 * PANEL * 2 >> 4));
+            product_nn<IS_BF16>(out, weights + i * 4, b + i * (16 * HEAD * 2 >> 4));
         }
         products_commit();
     }
@@ -117,13 +118,13 @@ struct Consumer {
     __device__ __forceinline__ void clear_values(int first, int behind) {
         const u32 values = base + S::VALUES + rings.values.slot() * S::TILE_BYTES;
         rings.values.wait_full();
-        for (int panel = 0; panel < S::PANELS; ++panel) {
-            const u32 end = values + (panel * PANEL_BYTES + behind * (PANEL * 2));
-            u32 at = values + panel * PANEL_BYTES + first * (PANEL * 2) + thread * 16;
-            for (; at < end; at += WARPGROUP * 16) {
-                asm volatile("st.shared.v4.b32 [%0], {%1, %1, %1, %1};" ::"r"(at), "r"(0)
-                             : "memory");
-            }
+        constexpr int UNITS = PANEL * 2 / 16;  // of 16 bytes in a row of a panel
+        for (int i = thread; i < (behind - first) * UNITS * S::PANELS; i += WARPGROUP) {
+            const int row = first + i / (UNITS * S::PANELS), panel = i / UNITS % S::PANELS;
+            const u32 at = values + (row / GROUP * S::PANELS + panel) * GROUP_BYTES +
+                           row % GROUP * (PANEL * 2) + i % UNITS * 16;
+            asm volatile("st.shared.v4.b32 [%0], {%1, %1, %1, %1};" ::"r"(at), "r"(0)
+                         : "memory");
         }
         fence_shared_for_async();
         named_wait(OWN + warpgroup, WARPGROUP);

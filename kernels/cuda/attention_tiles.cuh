@@ -19,6 +19,8 @@ constexpr int CONSUMER_WARPS = CONSUMERS * 4;
 constexpr int QUERY_SLOTS = 2;
 constexpr int PANEL = 64;  // columns of 2 bytes in the 128 bytes that a swizzle covers
 constexpr int PANEL_BYTES = ROWS * PANEL * 2;
+constexpr int GROUP = 8;  // tokens whose keys or values lie together, panel by panel
+constexpr int GROUP_BYTES = GROUP * PANEL * 2;  // of a panel
 
 // Named barriers; 0 is the block's own.
 constexpr int TURN = 1;  // and 2: a warpgroup's turn at the tensor cores
@@ -47,6 +49,8 @@ struct Arguments {
     int block_shift;
     int window;
     int num_sinks;
+    // From block to block, from keys to values and from head to head, in pieces of the cache.
+    int block_pieces, half_pieces, head_pieces;
 };
 
 struct Item {

@@ -102,12 +102,13 @@ __device__ __forceinline__ void take_registers() {
 
 // ---- Products of a warpgroup: 64 rows, 16 of the summed dim, both operands of 2 bytes.
 
-// An operand in shared memory in rows of 128 swizzled bytes; groups of 8 rows lie 1,024 bytes
-// apart. `next_panel_bytes`: from one 64 columns to the next, for operands that are read
-// across their rows.
-__device__ __forceinline__ u64 operand(u32 address, u32 next_panel_bytes) {
+// An operand in shared memory in rows of 128 swizzled bytes; groups of 8 rows lie
+// `row_group_bytes` apart. `next_panel_bytes`: from one 64 columns to the next, for operands that
+// are read across their rows.
+__device__ __forceinline__ u64 operand(u32 address, u32 next_panel_bytes,
+                                       u32 row_group_bytes = 1024) {
     constexpr u64 swizzled_128 = 1ull << 62;
-    constexpr u64 row_group = static_cast<u64>(1024 >> 4) << 32;
+    const u64 row_group = static_cast<u64>(row_group_bytes >> 4) << 32;
     return swizzled_128 | row_group | (static_cast<u64>(next_panel_bytes >> 4) << 16) |
            ((address & 0x3FFFF) >> 4);
 }
