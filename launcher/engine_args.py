@@ -55,6 +55,7 @@ class EngineFlags:
     first_layer_table: bool | None = None
     all_reduce: str = "auto"
     adapter_graphs: bool = False
+    guide_timeout_s: float = 30.0
     experts: ExpertsConfig = field(default_factory=ExpertsConfig)
 
 
@@ -97,7 +98,7 @@ def engine_config(
         collective_graphs=flags.collective_graphs,
         first_layer_table=flags.first_layer_table,
         all_reduce=flags.all_reduce,
-        guided=_guided(model, engine_dir),
+        guided=_guided(model, engine_dir, flags.guide_timeout_s),
         parallel=parallel,
         scheduler=scheduler,
         cache=cache_config(
@@ -108,7 +109,7 @@ def engine_config(
     )
 
 
-def _guided(model: RepositoryModel, engine_dir: str) -> GuidedConfig:
+def _guided(model: RepositoryModel, engine_dir: str, timeout_s: float) -> GuidedConfig:
     values = model.parameters
     backend = values.get_str("guided_decoding_backend") or ""
     if backend and importlib.util.find_spec(backend) is None:
@@ -131,6 +132,7 @@ def _guided(model: RepositoryModel, engine_dir: str) -> GuidedConfig:
         backend=backend,
         tokenizer_dir=paths["tokenizer_dir"],
         tokenizer_info_path=paths["xgrammar_tokenizer_info_path"],
+        timeout_s=timeout_s,
     )
 
 

@@ -91,6 +91,7 @@ _RARE = (
     "cuda_memory_pool_byte_size",
     "force",
     "replay_timeout",
+    "guide_timeout",
     "max_replays",
     "advertise_address",
     "hostfile",
@@ -373,6 +374,7 @@ def _add_time_flags(parser: argparse.ArgumentParser) -> None:
         ("--connect-timeout", 120.0, "a started process reports within this time"),
         ("--startup-timeout", 1800.0, "a process is ready within this time"),
         ("--replay-timeout", 120.0, "requests of a dead group wait this long for it"),
+        ("--guide-timeout", 30.0, "a guide is compiled within this time, or refused"),
     ):
         names = [flag, "--exit-timeout-secs"] if flag == "--exit-timeout" else [flag]
         parser.add_argument(

@@ -189,6 +189,7 @@ def engine_flags(args: argparse.Namespace) -> EngineFlags:
         first_layer_table=args.first_layer_table,
         all_reduce=args.all_reduce,
         adapter_graphs=args.adapter_graphs,
+        guide_timeout_s=args.guide_timeout,
         experts=ExpertsConfig(
             rebalance_steps=args.moe_rebalance_steps,
             num_redundant=args.moe_redundant_experts,

@@ -251,6 +251,16 @@ class GuidedConfig:
     tokenizer_info_path: str = ""
     """A JSON file with ``encoded_vocab``, ``tokenizer_str`` and ``stop_token_ids`` instead."""
 
+    timeout_s: float = 30.0
+    """A guide that takes longer to be compiled is refused."""
+
+    def __post_init__(self) -> None:
+        if self.timeout_s <= 0:
+            raise ConfigError(
+                f"--guide-timeout is {self.timeout_s:g} but a guide needs some time to be "
+                "compiled. Name more seconds, or leave it out."
+            )
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:

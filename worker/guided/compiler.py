@@ -1,47 +1,45 @@
-"""From a client's guide to a compiled grammar, beside the engine's steps."""
+"""From a client's guide to a grammar, beside the engine's steps."""
 
 from __future__ import annotations
 
-import json
-import re
-from collections.abc import Callable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
-from types import ModuleType
-from typing import Any
+import threading
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from dataclasses import dataclass
 
-from trimaran.comm.errors import ConfigError, RequestError
-from trimaran.comm.input_files import read_text
+from trimaran.comm.errors import RequestError
 from trimaran.worker.config import GuidedConfig
+from trimaran.worker.guided.grammar_cache import GrammarCache
 from trimaran.worker.guided.guide import Grammar
-from trimaran.worker.guided.json_schemas import read_schema
-from trimaran.worker.guided.patterns import check_pattern
+from trimaran.worker.guided.library import Library
+from trimaran.worker.guided.trials import TooSlowError, Trials
 
-_THREADS = 2
-_CACHE_BYTES = 1 << 30
+_QUICK_S = 1.0
+"""A guide that takes longer is compiled among its like, so that others need not wait."""
+_QUICK_THREADS = 2
+_SLOW_THREADS = 1
+_CACHE_BYTES = 1 << 29
+"""Of whole grammars, and as much again of the library's for parts of them."""
 _LONGEST = 1 << 20
 """Characters of a guide: a compiler's time and memory grow with it."""
-_LONGEST_REASON = 500
-"""Characters of the library's words that go on to the client."""
-_PLACE = re.compile(r"^\[[\d:.]+\] \S+:\d+: (Check failed: .* is false: )?")
-"""Where in its own sources the library says that an error arose."""
 
-_REGEX = re.compile(r'Regex\s*\(\s*"((?:[^"\\]|\\.)*)"', re.DOTALL)
-"""A regular expression within a grammar, as it is quoted there."""
 
-_LENGTH = re.compile(r'"(min|max)Length"')
-_COUNTED = re.compile(r"""^(\w+ ::= \(\(\[\^\\"\\\\)\\r\\n(\]\)\))$""", re.MULTILINE)
-"""The rule for a character of a string that has a length, in the library's words."""
-_WITHOUT_CONTROLS = r"\1\\0-\\x1f\2"
+@dataclass(slots=True)
+class _Job:
+    """A guide, by type and text, that is being compiled, and who waits for it."""
 
-_IN_STRING = "json_string=true"
-"""What the library writes beside a regular expression that makes no end of its string."""
+    guide: tuple[str, str]
+    futures: list[Future[Grammar]]
+
+    def is_wanted(self) -> bool:
+        return not all(future.cancelled() for future in self.futures)
 
 
 class GuideCompiler:
-    """Compiles guides for one tokenizer, and remembers what it compiled.
+    """Compiles guides in threads of their own, and remembers what it compiled.
 
-    Guides are checked and compiled by XGrammar (Dong et al., MLSys 2025), in threads of
-    their own: a large schema takes seconds, in which other requests must go on.
+    Nothing ends a compiler but the end of its process, so each guide is first tried in
+    another, for as long as it may take and somebody waits. Only one that was compiled there
+    is compiled here. What waits is cancelled by its future.
     """
 
     def __init__(self, config: GuidedConfig, engine_dir: str, vocab_size: int) -> None:
@@ -50,31 +48,45 @@ class GuideCompiler:
         Raises:
             ConfigError: XGrammar cannot be imported, or the tokenizer cannot be read.
         """
-        self._xgrammar = _import()
-        info = _tokenizer_info(self._xgrammar, config, engine_dir, vocab_size)
-        self._compiler = self._xgrammar.GrammarCompiler(
-            info, max_threads=_THREADS, cache_limit_bytes=_CACHE_BYTES
-        )
-        self._vocab_size = vocab_size
-        self._pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="guides")
-        self._kinds: Mapping[str, Callable[[str], Any]] = {
-            "json": lambda _: self._compiler.compile_builtin_json_grammar(),
-            "json_schema": self._compile_schema,
-            "regex": self._compile_regex,
-            "ebnf_grammar": self._compile_ebnf,
-            "choice": lambda guide: self._compiler.compile_grammar(_choice_grammar(guide)),
-        }
+        self._library = Library.load(config, engine_dir, vocab_size, _CACHE_BYTES)
+        self._trials = Trials(self._library.to_text())
+        self._timeout_s = config.timeout_s
+        self._quick = ThreadPoolExecutor(_QUICK_THREADS, thread_name_prefix="guides")
+        self._slow = ThreadPoolExecutor(_SLOW_THREADS, thread_name_prefix="slow-guides")
+        self._lock = threading.Lock()
+        """Of the two below: jobs end in the threads."""
+        self._jobs: dict[tuple[str, str], _Job] = {}
+        self._cache = GrammarCache(_CACHE_BYTES)
 
     def submit(self, kind: str, guide: str) -> Future[Grammar]:
-        """Start to compile ``guide``; the future raises RequestError where it is no guide.
+        """Start to compile ``guide``; the future raises RequestError where that fails.
 
         Raises:
             RequestError: no guide has this type, or it is too long to be tried.
         """
-        if kind not in self._kinds:
+        self._check(kind, guide)
+        future: Future[Grammar] = Future()
+        with self._lock:
+            grammar = self._cache.get((kind, guide))
+            if grammar is not None:
+                future.set_result(grammar)
+                return future
+            job = self._jobs.get((kind, guide))
+            if job is not None:
+                job.futures.append(future)
+                return future
+            job = self._jobs[kind, guide] = _Job((kind, guide), [future])
+            self._start(job)
+        return future
+
+    def _start(self, job: _Job) -> None:
+        self._quick.submit(self._run, job, min(_QUICK_S, self._timeout_s))
+
+    def _check(self, kind: str, guide: str) -> None:
+        if kind not in self._library.kinds:
             raise RequestError(
                 f"guided_decoding_guide_type is {kind!r} but must be one of "
-                f"{', '.join(self._kinds)}"
+                f"{', '.join(self._library.kinds)}"
             )
         if kind != "json" and not guide:
             raise RequestError(
@@ -85,129 +97,52 @@ class GuideCompiler:
                 f"guided_decoding_guide has {len(guide)} characters but may have at most "
                 f"{_LONGEST}. Shorten it."
             )
-        return self._pool.submit(self._compile, kind, guide)
 
-    def _compile(self, kind: str, guide: str) -> Grammar:
+    def _run(self, job: _Job, seconds: float) -> None:
+        """Compile a guide if that takes no longer, or leave it to the thread of slow ones."""
         try:
-            compiled = self._kinds[kind](guide)
-        except RequestError:
-            raise
-        # The library raises whatever its C++ parts raise, RuntimeError most of all.
+            self._trials.run(*job.guide, seconds, job.is_wanted)
+            self._end(job, self._library.compile(*job.guide))
+        except TooSlowError:
+            if seconds < self._timeout_s:
+                self._slow.submit(self._run, job, self._timeout_s)
+            else:
+                self._end(job, self._too_slow())
+        except CancelledError:
+            self._leave(job)
         except Exception as error:
-            reason = _PLACE.sub("", str(error).strip())
-            if len(reason) > _LONGEST_REASON:
-                # It may repeat the guide, and no gRPC client takes a status of 8 KiB.
-                reason = f"{reason[:_LONGEST_REASON]}..."
-            raise RequestError(
-                f"guided_decoding_guide is no {kind} that can be followed: {reason}"
-            ) from error
-        return Grammar(self._xgrammar, compiled, self._vocab_size)
+            self._end(job, error)
 
-    def _compile_schema(self, guide: str) -> Any:
-        guide, patterns = read_schema(guide)
-        for pattern in patterns:
-            self._check_in_string(pattern)
-        if _LENGTH.search(guide) is None:
-            return self._compiler.compile_json_schema(guide)
-        # Control characters may not stand in a JSON string as they are, which the library
-        # forgets where it counts characters.
-        grammar = str(self._xgrammar.Grammar.from_json_schema(guide))
-        return self._compiler.compile_grammar(_COUNTED.sub(_WITHOUT_CONTROLS, grammar))
+    def _end(self, job: _Job, result: Grammar | Exception) -> None:
+        with self._lock:
+            del self._jobs[job.guide]
+            if isinstance(result, Grammar):
+                self._cache.add(job.guide, result)
+        for future in job.futures:
+            if not future.set_running_or_notify_cancel():
+                continue
+            if isinstance(result, Grammar):
+                future.set_result(result)
+            else:
+                future.set_exception(result)
 
-    def _check_in_string(self, pattern: str) -> None:
-        """Refuse a regular expression that no JSON string follows without an escape.
+    def _leave(self, job: _Job) -> None:
+        """Forget a job, unless somebody has come to want it after all."""
+        with self._lock:
+            if job.is_wanted():
+                self._start(job)
+            else:
+                del self._jobs[job.guide]
 
-        The library then drops the rule that keeps such characters out, and what it lets
-        through is no JSON.
-        """
-        schema = json.dumps({"type": "string", "pattern": pattern})
-        if _IN_STRING not in str(self._xgrammar.Grammar.from_json_schema(schema)):
-            raise RequestError(
-                f"the pattern {pattern[:100]!r} asks for a quotation mark, a backslash or a "
-                "control character, which have no place in a JSON string as they are. Leave "
-                "it out of the pattern."
-            )
-
-    def _compile_regex(self, guide: str) -> Any:
-        check_pattern(guide)
-        return self._compiler.compile_regex(guide)
-
-    def _compile_ebnf(self, guide: str) -> Any:
-        for quoted in _REGEX.findall(guide):
-            check_pattern(re.sub(r"\\(.)", r"\1", quoted, flags=re.DOTALL))
-        return self._compiler.compile_grammar(guide)
+    def _too_slow(self) -> RequestError:
+        return RequestError(
+            f"guided_decoding_guide takes more than {self._timeout_s:g} s to be compiled. Make "
+            "it smaller: fewer texts, fewer alternatives, or lower counts ({m,n}, maxLength, "
+            "maxItems); or serve with a larger --guide-timeout."
+        )
 
     def close(self) -> None:
         """End the threads; what they compile is dropped."""
-        self._pool.shutdown(wait=False, cancel_futures=True)
-
-
-def _import() -> ModuleType:
-    try:
-        import xgrammar
-    except ImportError as error:
-        # It may be there and lack a package of its own: only the cause says which.
-        raise ConfigError(
-            f"guided_decoding_backend is xgrammar, which cannot be imported ({error}). Install "
-            "the extra 'guided' (pip install trimaran[guided]), or leave the parameter unset."
-        ) from error
-    module: ModuleType = xgrammar
-    return module
-
-
-def _tokenizer_info(
-    xgrammar: ModuleType, config: GuidedConfig, engine_dir: str, vocab_size: int
-) -> Any:
-    if config.tokenizer_info_path:
-        return _info_of_file(xgrammar, config.tokenizer_info_path, vocab_size)
-    # Only a tokenizer is loaded, and only where guides are served: it takes a second.
-    from transformers import AutoTokenizer
-
-    folder = config.tokenizer_dir or engine_dir
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(folder)
-        return xgrammar.TokenizerInfo.from_huggingface(tokenizer, vocab_size=vocab_size)
-    except (OSError, ValueError, RuntimeError) as error:
-        raise ConfigError(
-            f"Guided decoding requires tokenizer's information. Please provide "
-            f"'tokenizer_dir'. In {folder}: {error}"
-        ) from error
-
-
-def _info_of_file(xgrammar: ModuleType, path: str, vocab_size: int) -> Any:
-    """From a file with ``encoded_vocab``, ``tokenizer_str`` and ``stop_token_ids``."""
-    try:
-        values = json.loads(read_text(path))
-        info = xgrammar.TokenizerInfo
-        found = info._detect_metadata_from_hf(values["tokenizer_str"])
-        return info(
-            values["encoded_vocab"],
-            found["vocab_type"],
-            vocab_size=vocab_size,
-            stop_token_ids=values["stop_token_ids"],
-            add_prefix_space=found["add_prefix_space"],
-        )
-    except (OSError, ValueError, KeyError, TypeError, RuntimeError) as error:
-        raise ConfigError(
-            f"xgrammar_tokenizer_info_path {path} is not a file with encoded_vocab, "
-            f"tokenizer_str and stop_token_ids: {error!r}"
-        ) from error
-
-
-def _choice_grammar(guide: str) -> str:
-    """One of the strings of a JSON list."""
-    try:
-        choices = json.loads(guide)
-    except ValueError as error:
-        raise RequestError(f"a guide of type 'choice' must be a JSON list: {error}") from error
-    if not (isinstance(choices, list) and choices and all(_is_text(c) for c in choices)):
-        raise RequestError(
-            "a guide of type 'choice' must be a JSON list of strings that are not empty"
-        )
-    # Escapes would cut a character beyond 16 bits into two halves, which are no text.
-    texts = (json.dumps(choice, ensure_ascii=False) for choice in choices)
-    return "root ::= " + " | ".join(texts)
-
-
-def _is_text(value: object) -> bool:
-    return isinstance(value, str) and bool(value)
+        self._quick.shutdown(wait=False, cancel_futures=True)
+        self._slow.shutdown(wait=False, cancel_futures=True)
+        self._trials.close()

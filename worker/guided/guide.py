@@ -20,6 +20,7 @@ class Grammar:
         self._xgrammar = xgrammar
         self._compiled = compiled
         self.vocab_size = vocab_size
+        self.num_bytes = int(compiled.memory_size_bytes)
 
     def start(self, end_id: int, output_ids: Iterable[int]) -> Guide:
         """Where a sequence with this output stands; ``end_id`` -1 means that no id ends one.

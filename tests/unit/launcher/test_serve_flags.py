@@ -70,7 +70,7 @@ def test_flags_go_before_the_engine_folder(repository):
         repository, "--max-batch-size", "4", "--max-num-tokens", "32", "--tokens-per-block",
         "16", "--depth", "1", "--expected-output-tokens", "99",
         "--dtype", "float32", "--num-threads", "3", "--deterministic",
-        "--prompt-graph-tokens", "512", "--adapter-graphs",
+        "--prompt-graph-tokens", "512", "--adapter-graphs", "--guide-timeout", "2.5",
     ).groups[0].engine  # fmt: skip
     assert engine.scheduler.max_num_seqs == 4
     assert engine.scheduler.max_num_batched_tokens == 32
@@ -79,6 +79,8 @@ def test_flags_go_before_the_engine_folder(repository):
     assert engine.cache.tokens_per_block == 16
     assert (engine.dtype, engine.num_threads, engine.deterministic) == ("float32", 3, True)
     assert (engine.prompt_graph_tokens, engine.lora.has_graphs) == (512, True)
+    assert engine.guided.timeout_s == 2.5
+    assert EngineConfig.from_wire(engine.to_wire()) == engine
 
 
 def test_graphs_and_sums_are_left_to_the_engine_unless_a_flag_says_more(repository):

@@ -12,7 +12,8 @@ from tests.driver import Driver
 from trimaran.comm.messages import FinishReason
 from trimaran.worker.config import CacheConfig, EngineConfig, GuidedConfig, SchedulerConfig
 
-MODEL = Path(__file__).parents[3] / "examples" / "demo_models" / "base"
+ROOT = Path(__file__).parents[3]
+MODEL = ROOT / "examples" / "demo_models" / "base"
 TOKENIZER = Tokenizer.from_file(str(MODEL / "tokenizer.json"))
 END = 1
 SCHEMA = json.dumps(

@@ -34,7 +34,9 @@ from trimaran.worker.request import Request
 
 @pytest.fixture(scope="module")
 def driver():
-    return make_engine()
+    made = make_engine()
+    yield made
+    made.engine.shutdown()
 
 
 @pytest.mark.feature("input:guided_decoding_guide_type", "input:guided_decoding_guide")

@@ -21,7 +21,9 @@ from tests.unit.worker.guided_engine import (
 
 @pytest.fixture(scope="module")
 def driver():
-    return make_engine()
+    made = make_engine()
+    yield made
+    made.engine.shutdown()
 
 
 def nested(pattern, depth):

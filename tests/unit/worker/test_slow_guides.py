@@ -1,0 +1,236 @@
+"""Guides that take long or much to be compiled: others go on, and nothing is left of them."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import psutil
+import pytest
+
+from tests.unit.worker.guided_engine import MODEL, ROOT, follows, make_engine, submit, text_of
+from trimaran.comm.errors import ConfigError, RequestError
+from trimaran.comm.messages import FinishReason
+from trimaran.worker.config import GuidedConfig
+from trimaran.worker.guided.compiler import GuideCompiler
+from trimaran.worker.guided.library import Library
+from trimaran.worker.guided.trials import Trials
+
+NUM_IDS = 4096
+LEFT_TO_SLOW_S = 2.0
+"""After that a guide is compiled where it may take all its time."""
+
+
+def minutes(number: int) -> str:
+    """A schema that takes half a minute or more, of which no two are alike."""
+    lengths = range(10 + number, 310 + number)
+    properties = {f"of {most}": {"type": "string", "maxLength": most} for most in lengths}
+    return json.dumps({"type": "object", "properties": properties})
+
+
+def texts(count: int) -> str:
+    """A choice of so many texts: some 3 s for 9000."""
+    return json.dumps([f"value number {place * 7919 % 1000003}" for place in range(count)])
+
+
+@pytest.fixture
+def serve():
+    """A function that makes a driver whose guides may take so long."""
+    drivers = []
+
+    def make(timeout_s=30.0):
+        guided = GuidedConfig(backend="xgrammar", timeout_s=timeout_s)
+        drivers.append(make_engine(guided=guided))
+        return drivers[-1]
+
+    yield make
+    for driver in drivers:
+        driver.engine.shutdown()
+
+
+@pytest.fixture
+def processes():
+    return Processes()
+
+
+@pytest.fixture
+def compiler(processes):
+    made = GuideCompiler(GuidedConfig(backend="xgrammar"), str(MODEL), NUM_IDS)
+    made.submit("regex", "ready").result(60.0)
+    yield made
+    made.close()
+
+
+class Processes:
+    """Those below this one that were started since: copies of one, which try guides."""
+
+    def __init__(self) -> None:
+        self._others = self._all()
+
+    def _all(self) -> list[psutil.Process]:
+        return psutil.Process().children(recursive=True)
+
+    def copies(self) -> list[psutil.Process]:
+        direct = psutil.Process().children()
+        return [p for p in self._all() if p not in self._others and p not in direct]
+
+    def kill_all(self) -> None:
+        (copied,) = [p for p in psutil.Process().children() if p not in self._others]
+        copied.kill()
+        wait_until(lambda: not self.copies())
+
+
+def wait_until(is_so, seconds=10.0):
+    end = time.monotonic() + seconds
+    while not is_so():
+        assert time.monotonic() < end, "it does not come to be"
+        time.sleep(0.02)
+
+
+def test_a_guide_does_not_wait_for_slow_ones_whether_or_not_they_are_still_wanted(serve):
+    driver = serve()
+    quick = [submit(driver, "regex")]
+    driver.run()
+    slow = [submit(driver, "json_schema", minutes(number)) for number in range(3)]
+    gone = submit(driver, "json_schema", minutes(3))
+    driver.engine.cancel("client", [gone])
+    started = time.monotonic()
+    quick += [submit(driver, "choice"), submit(driver, "regex", "[a-f]{3}")]
+    while not all((request, 0) in driver.reasons for request in quick):
+        driver.step()
+    took = time.monotonic() - started
+
+    driver.engine.cancel("client", slow)
+    driver.run()
+    after = submit(driver, "ebnf_grammar")
+    driver.run()
+
+    assert took < 10.0
+    assert follows("choice", text_of(driver, quick[1]))
+    assert follows("ebnf_grammar", text_of(driver, after))
+    assert all(driver.reasons[request, 0] is FinishReason.CANCELLED for request in slow)
+    driver.check_idle()
+
+
+@pytest.mark.parametrize("seconds", [0.5, 1.5])
+def test_a_guide_that_takes_longer_than_it_may_is_refused_with_the_limit(serve, seconds):
+    driver = serve(seconds)
+    good = submit(driver, "regex")
+    bad = submit(driver, "json_schema", minutes(0))
+
+    driver.run(max_steps=100_000)
+
+    assert f"takes more than {seconds} s to be compiled" in driver.failed[bad]
+    assert "--guide-timeout" in driver.failed[bad]
+    assert follows("regex", text_of(driver, good))
+    driver.check_idle()
+
+
+def test_no_time_at_all_is_refused_at_the_start():
+    with pytest.raises(ConfigError, match="--guide-timeout is 0"):
+        GuidedConfig(backend="xgrammar", timeout_s=0)
+
+
+def test_a_slow_guide_within_the_limit_is_followed_and_remembered(serve):
+    driver = serve()
+    guide = texts(9000)
+    first = submit(driver, "choice", guide)
+    driver.run(max_steps=100_000)
+    started = time.monotonic()
+    again = submit(driver, "choice", guide)
+    driver.run(max_steps=100_000)
+    took = time.monotonic() - started
+
+    assert {text_of(driver, first), text_of(driver, again)} <= set(json.loads(guide))
+    assert took < 1.0
+
+
+def test_a_guide_that_several_wait_for_is_compiled_once_for_those_who_stay(compiler):
+    futures = [compiler.submit("choice", texts(9000)) for _ in range(8)]
+    for future in futures[::2]:
+        assert future.cancel()
+
+    grammars = {future.result(60.0) for future in futures[1::2]}
+
+    assert len(grammars) == 1
+
+
+def test_a_guide_that_nobody_wants_any_more_ends_at_once(compiler, processes):
+    futures = [compiler.submit("json_schema", minutes(number)) for number in range(2)]
+    wait_until(lambda: len(processes.copies()) == 2)
+
+    for future in futures:
+        future.cancel()
+
+    wait_until(lambda: processes.copies() == [], 2.0)
+    assert compiler.submit("regex", "a+").result(10.0)
+
+
+def test_processes_that_end_are_replaced(compiler, processes):
+    # All of them, then the one that tries a guide, which may be why it ended.
+    processes.kill_all()
+    slow = compiler.submit("json_schema", minutes(0))
+    wait_until(processes.copies, 30.0)
+    time.sleep(LEFT_TO_SLOW_S)
+    processes.kill_all()
+    wait_until(processes.copies, 30.0)
+    time.sleep(LEFT_TO_SLOW_S)
+    assert not slow.done()
+    for copy in processes.copies():
+        copy.kill()
+
+    with pytest.raises(RequestError, match="ends its compiler, or takes more than 2048 MiB"):
+        slow.result(10.0)
+    assert compiler.submit("regex", "b+").result(10.0)
+
+
+def test_a_guide_that_takes_more_memory_than_it_may_is_refused_with_the_limit():
+    config = GuidedConfig(backend="xgrammar")
+    library = Library.load(config, str(MODEL), NUM_IDS, 1 << 20)
+    trials = Trials(library.to_text(), max_bytes=32 << 20)
+    with pytest.raises(RequestError, match="takes more than 32 MiB of memory"):
+        trials.run("choice", texts(9000), 60.0, lambda: True)
+
+    trials.run("regex", "a+", 60.0, lambda: True)
+    trials.close()
+
+
+PROGRAM = """
+import sys
+from trimaran.worker.config import GuidedConfig
+from trimaran.worker.guided.compiler import GuideCompiler
+
+compiler = GuideCompiler(GuidedConfig(backend="xgrammar"), sys.argv[1], 4096)
+compiler.submit("regex", "ready").result()
+compiler.submit("json_schema", sys.stdin.readline())
+print("compiling", flush=True)
+sys.stdin.readline()
+"""
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM, None])
+def test_nothing_is_left_when_the_rank_ends(how):
+    rank = subprocess.Popen(
+        [sys.executable, "-c", PROGRAM, str(MODEL)],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT, env=os.environ,
+    )  # fmt: skip
+    rank.stdin.write(minutes(0) + "\n")
+    rank.stdin.flush()
+    assert rank.stdout.readline() == "compiling\n"
+    wait_until(lambda: len(psutil.Process(rank.pid).children(recursive=True)) >= 2)
+    children = psutil.Process(rank.pid).children(recursive=True)
+
+    if how is None:
+        rank.stdin.write("close\n")
+    else:
+        rank.send_signal(how)
+    rank.stdin.close()
+
+    _, alive = psutil.wait_procs(children, timeout=45.0 if how is None else 5.0)
+    assert not alive, [process.cmdline() for process in alive]
+    rank.wait(5.0)
+    rank.stdout.close()

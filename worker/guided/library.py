@@ -1,0 +1,205 @@
+"""XGrammar with one tokenizer: from a client's guide to a compiled grammar."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping
+from types import ModuleType
+from typing import Any
+
+from trimaran.comm.errors import ConfigError, RequestError
+from trimaran.comm.input_files import read_text
+from trimaran.worker.config import GuidedConfig
+from trimaran.worker.guided.guide import Grammar
+from trimaran.worker.guided.json_schemas import read_schema
+from trimaran.worker.guided.patterns import check_pattern
+
+_THREADS = 2
+_LONGEST_REASON = 500
+"""Characters of the library's words that go on to the client."""
+_PLACE = re.compile(r"^\[[\d:.]+\] \S+:\d+: (Check failed: .* is false: )?")
+"""Where in its own sources the library says that an error arose."""
+
+_REGEX = re.compile(r'Regex\s*\(\s*"((?:[^"\\]|\\.)*)"', re.DOTALL)
+"""A regular expression within a grammar, as it is quoted there."""
+
+_LENGTH = re.compile(r'"(min|max)Length"')
+_COUNTED = re.compile(r"""^(\w+ ::= \(\(\[\^\\"\\\\)\\r\\n(\]\)\))$""", re.MULTILINE)
+"""The rule for a character of a string that has a length, in the library's words."""
+_WITHOUT_CONTROLS = r"\1\\0-\\x1f\2"
+
+_IN_STRING = "json_string=true"
+"""What the library writes beside a regular expression that makes no end of its string."""
+
+
+class Library:
+    """Compiles guides for one tokenizer by XGrammar (Dong et al., MLSys 2025).
+
+    It takes from a tenth of a millisecond to hours, in which the interpreter is free.
+    """
+
+    def __init__(self, xgrammar: ModuleType, info: Any, cache_bytes: int) -> None:
+        """``cache_bytes`` of masks are kept for other guides with the same parts."""
+        self._xgrammar = xgrammar
+        self._info = info
+        self._compiler = xgrammar.GrammarCompiler(
+            info, max_threads=_THREADS, cache_limit_bytes=cache_bytes
+        )
+        self.kinds: Mapping[str, Callable[[str], Any]] = {
+            "json": lambda _: self._compiler.compile_builtin_json_grammar(),
+            "json_schema": self._compile_schema,
+            "regex": self._compile_regex,
+            "ebnf_grammar": self._compile_ebnf,
+            "choice": lambda guide: self._compiler.compile_grammar(_choice_grammar(guide)),
+        }
+        """How each type of guide is compiled."""
+
+    @classmethod
+    def load(
+        cls, config: GuidedConfig, engine_dir: str, vocab_size: int, cache_bytes: int
+    ) -> Library:
+        """Read the tokenizer's vocabulary.
+
+        Raises:
+            ConfigError: XGrammar cannot be imported, or the tokenizer cannot be read.
+        """
+        xgrammar = _import()
+        info = _tokenizer_info(xgrammar, config, engine_dir, vocab_size)
+        return cls(xgrammar, info, cache_bytes)
+
+    @classmethod
+    def from_text(cls, text: str, cache_bytes: int) -> Library:
+        """The inverse of `to_text`."""
+        xgrammar = _import()
+        return cls(xgrammar, xgrammar.TokenizerInfo.deserialize_json(text), cache_bytes)
+
+    def to_text(self) -> str:
+        """All that another process needs to compile the same."""
+        return str(self._info.serialize_json())
+
+    def compile(self, kind: str, guide: str) -> Grammar:
+        """Compile ``guide``, however long it takes.
+
+        Raises:
+            RequestError: it is no guide of this type.
+        """
+        try:
+            compiled = self.kinds[kind](guide)
+        except (RequestError, MemoryError):
+            raise
+        # The library raises whatever its C++ parts raise, RuntimeError most of all.
+        except Exception as error:
+            reason = _PLACE.sub("", str(error).strip())
+            if len(reason) > _LONGEST_REASON:
+                # It may repeat the guide, and no gRPC client takes a status of 8 KiB.
+                reason = f"{reason[:_LONGEST_REASON]}..."
+            raise RequestError(
+                f"guided_decoding_guide is no {kind} that can be followed: {reason}"
+            ) from error
+        return Grammar(self._xgrammar, compiled, self._info.vocab_size)
+
+    def _compile_schema(self, guide: str) -> Any:
+        guide, patterns = read_schema(guide)
+        for pattern in patterns:
+            self._check_in_string(pattern)
+        if _LENGTH.search(guide) is None:
+            return self._compiler.compile_json_schema(guide)
+        # Control characters may not stand in a JSON string as they are, which the library
+        # forgets where it counts characters.
+        grammar = str(self._xgrammar.Grammar.from_json_schema(guide))
+        return self._compiler.compile_grammar(_COUNTED.sub(_WITHOUT_CONTROLS, grammar))
+
+    def _check_in_string(self, pattern: str) -> None:
+        """Refuse a regular expression that no JSON string follows without an escape.
+
+        The library then drops the rule that keeps such characters out, and what it lets
+        through is no JSON.
+        """
+        schema = json.dumps({"type": "string", "pattern": pattern})
+        if _IN_STRING not in str(self._xgrammar.Grammar.from_json_schema(schema)):
+            raise RequestError(
+                f"the pattern {pattern[:100]!r} asks for a quotation mark, a backslash or a "
+                "control character, which have no place in a JSON string as they are. Leave "
+                "it out of the pattern."
+            )
+
+    def _compile_regex(self, guide: str) -> Any:
+        check_pattern(guide)
+        return self._compiler.compile_regex(guide)
+
+    def _compile_ebnf(self, guide: str) -> Any:
+        for quoted in _REGEX.findall(guide):
+            check_pattern(re.sub(r"\\(.)", r"\1", quoted, flags=re.DOTALL))
+        return self._compiler.compile_grammar(guide)
+
+
+def _import() -> ModuleType:
+    try:
+        import xgrammar
+    except ImportError as error:
+        # It may be there and lack a package of its own: only the cause says which.
+        raise ConfigError(
+            f"guided_decoding_backend is xgrammar, which cannot be imported ({error}). Install "
+            "the extra 'guided' (pip install trimaran[guided]), or leave the parameter unset."
+        ) from error
+    module: ModuleType = xgrammar
+    return module
+
+
+def _tokenizer_info(
+    xgrammar: ModuleType, config: GuidedConfig, engine_dir: str, vocab_size: int
+) -> Any:
+    if config.tokenizer_info_path:
+        return _info_of_file(xgrammar, config.tokenizer_info_path, vocab_size)
+    # Only a tokenizer is loaded, and only where guides are served: it takes a second.
+    from transformers import AutoTokenizer
+
+    folder = config.tokenizer_dir or engine_dir
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+        return xgrammar.TokenizerInfo.from_huggingface(tokenizer, vocab_size=vocab_size)
+    except (OSError, ValueError, RuntimeError) as error:
+        raise ConfigError(
+            f"Guided decoding requires tokenizer's information. Please provide "
+            f"'tokenizer_dir'. In {folder}: {error}"
+        ) from error
+
+
+def _info_of_file(xgrammar: ModuleType, path: str, vocab_size: int) -> Any:
+    """From a file with ``encoded_vocab``, ``tokenizer_str`` and ``stop_token_ids``."""
+    try:
+        values = json.loads(read_text(path))
+        info = xgrammar.TokenizerInfo
+        found = info._detect_metadata_from_hf(values["tokenizer_str"])
+        return info(
+            values["encoded_vocab"],
+            found["vocab_type"],
+            vocab_size=vocab_size,
+            stop_token_ids=values["stop_token_ids"],
+            add_prefix_space=found["add_prefix_space"],
+        )
+    except (OSError, ValueError, KeyError, TypeError, RuntimeError) as error:
+        raise ConfigError(
+            f"xgrammar_tokenizer_info_path {path} is not a file with encoded_vocab, "
+            f"tokenizer_str and stop_token_ids: {error!r}"
+        ) from error
+
+
+def _choice_grammar(guide: str) -> str:
+    """One of the strings of a JSON list."""
+    try:
+        choices = json.loads(guide)
+    except ValueError as error:
+        raise RequestError(f"a guide of type 'choice' must be a JSON list: {error}") from error
+    if not (isinstance(choices, list) and choices and all(_is_text(c) for c in choices)):
+        raise RequestError(
+            "a guide of type 'choice' must be a JSON list of strings that are not empty"
+        )
+    # Escapes would cut a character beyond 16 bits into two halves, which are no text.
+    texts = (json.dumps(choice, ensure_ascii=False) for choice in choices)
+    return "root ::= " + " | ".join(texts)
+
+
+def _is_text(value: object) -> bool:
+    return isinstance(value, str) and bool(value)

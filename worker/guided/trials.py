@@ -1,0 +1,174 @@
+"""Whether guides can be compiled, tried where that can be given up."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import CancelledError
+from multiprocessing.connection import Connection
+
+from trimaran.comm.errors import ErrorKind, RequestError
+from trimaran.worker.guided.trial_process import BEGUN, TOO_LARGE
+
+_PROGRAM = (
+    "import sys; sys.path[:] = filter(None, sys.path); "
+    "from trimaran.worker.guided.trial_process import main; main()"
+)
+_LOOK_S = 0.05
+"""How often one looks whether somebody still wants a trial."""
+_ATTEMPTS = 3
+_MAX_BYTES = 2 << 30
+# It makes copies of itself, for which it may have one thread alone.
+_ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
+
+
+class TooSlowError(Exception):
+    """A guide takes longer to be compiled than it may."""
+
+
+class Trials:
+    """Compiles guides in other processes, for nothing but to see whether they can be.
+
+    A compiled grammar could be sent from there, but mostly takes far longer to be written
+    down than to be compiled once more (2 s rather than 27 ms, for a schema of 220 objects).
+    """
+
+    def __init__(self, library_text: str, max_bytes: int = _MAX_BYTES) -> None:
+        """Start the first process, which takes some seconds that nobody waits for.
+
+        ``library_text`` is `Library.to_text`; a guide may take ``max_bytes`` of memory.
+        """
+        self._library_text = library_text
+        self._max_bytes = max_bytes
+        self._lock = threading.Lock()
+        """Of all below: trials run in threads."""
+        self._is_closed = False
+        self._idle: list[Connection] = []
+        self._start()
+
+    def _start(self) -> None:
+        self._control, theirs = socket.socketpair()
+        file = os.memfd_create("guides")
+        with theirs, open(file, "w+b") as text:
+            text.write(self._library_text.encode())
+            text.seek(0)
+            # The kernel ends it with this thread: the main one, or one of a pool that lasts.
+            arguments = (theirs.fileno(), file, self._max_bytes)
+            self._process = subprocess.Popen(
+                [sys.executable, "-c", _PROGRAM, *map(str, arguments)],
+                stdin=subprocess.DEVNULL,
+                env={**os.environ, **_ONE_THREAD, "CUDA_VISIBLE_DEVICES": ""},
+                pass_fds=(theirs.fileno(), file),
+            )
+
+    def run(self, kind: str, guide: str, seconds: float, is_wanted: Callable[[], bool]) -> None:
+        """Compile ``guide``, for so long at most.
+
+        Raises:
+            RequestError: it cannot be compiled.
+            TooSlowError: it takes longer.
+            CancelledError: it is not wanted any more.
+        """
+        if not is_wanted():
+            raise CancelledError
+        for _ in range(_ATTEMPTS):
+            reason = self._attempt((kind, guide, seconds), is_wanted)
+            if reason == TOO_LARGE:
+                raise self._too_large()
+            if reason:
+                raise RequestError(reason)
+            if reason is not None:
+                return
+        raise RequestError("the processes that try guides ended", ErrorKind.UNAVAILABLE)
+
+    def _attempt(
+        self, task: tuple[str, str, float], is_wanted: Callable[[], bool]
+    ) -> str | None:
+        """Why the guide cannot be compiled, or nothing; None if its process ended unasked."""
+        has_begun = False
+        try:
+            connection = self._take()
+        except OSError:
+            return None
+        try:
+            connection.send(task)
+            _wait(connection, None, is_wanted)
+            has_begun = connection.recv() == BEGUN
+            _wait(connection, time.monotonic() + task[2], is_wanted)
+            reason: str = connection.recv()
+        except (EOFError, OSError):
+            connection.close()
+            return TOO_LARGE if has_begun and self._is_alive() else None
+        except BaseException:
+            # That ends the process.
+            connection.close()
+            raise
+        if reason == TOO_LARGE:
+            # Little is left for the next one.
+            connection.close()
+        else:
+            self._give_back(connection)
+        return reason
+
+    def _too_large(self) -> RequestError:
+        return RequestError(
+            "guided_decoding_guide ends its compiler, or takes more than "
+            f"{self._max_bytes >> 20} MiB of memory to be compiled. Make it smaller: fewer "
+            "texts, fewer alternatives, or lower counts ({m,n}, maxLength, maxItems)."
+        )
+
+    def _take(self) -> Connection:
+        """The connection with a process that does nothing.
+
+        Raises:
+            OSError: there is none, nor can one be made.
+        """
+        with self._lock:
+            if self._process.poll() is not None and not self._is_closed:
+                self._control.close()
+                # Copies of a process end with it.
+                self._idle.clear()
+                self._start()
+            if self._idle:
+                return self._idle.pop()
+            ours, theirs = socket.socketpair()
+            with ours, theirs:
+                try:
+                    socket.send_fds(self._control, [b"t"], [theirs.fileno()])
+                except OSError:
+                    # It is about to end; the next one takes its place.
+                    self._process.wait()
+                    raise
+                return Connection(ours.detach())
+
+    def _give_back(self, connection: Connection) -> None:
+        with self._lock:
+            if not self._is_closed:
+                self._idle.append(connection)
+
+    def _is_alive(self) -> bool:
+        with self._lock:
+            return self._process.poll() is None
+
+    def close(self) -> None:
+        """End all processes, and with them all trials."""
+        with self._lock:
+            self._is_closed = True
+            self._process.kill()
+            self._process.wait()
+            self._control.close()
+            self._idle.clear()
+
+
+def _wait(connection: Connection, end: float | None, is_wanted: Callable[[], bool]) -> None:
+    """Return when there is an answer, or there will be none."""
+    while not connection.poll(_LOOK_S):
+        if not is_wanted():
+            raise CancelledError
+        if end is not None and time.monotonic() > end:
+            raise TooSlowError
