@@ -25,6 +25,7 @@ def figures(run: Run) -> dict[str, float]:
     """The figures of a run; times in ms. Failed requests count in ``failed_requests`` only."""
     done = [record for record in run.records if not record.error]
     latencies = [1000 * (record.end_s - record.due_s) for record in done]
+    in_flight_s = sum(record.end_s - record.sent_s for record in done)
     num_tokens = sum(record.num_output_tokens for record in done)
     count = max(1, len(done))
     return {
@@ -36,7 +37,7 @@ def figures(run: Run) -> dict[str, float]:
         "output_tokens": num_tokens,
         "avg_input_tokens": sum(len(record.item.ids) for record in done) / count,
         "avg_output_tokens": num_tokens / count,
-        "avg_in_flight_requests": sum(latencies) / 1000 / run.elapsed_s,
+        "avg_in_flight_requests": in_flight_s / run.elapsed_s,
         **_spread("latency_ms", latencies),
         **_spread("time_to_first_token_ms", _first_tokens(done)),
         **_spread("inter_token_ms", _inter_token(done)),

@@ -19,6 +19,8 @@ class Record:
     due_s: float
     """When it should have been sent. Latencies count from here, so that a request that
     waited for a free connection does not look fast."""
+    sent_s: float = 0.0
+    """When it was sent, from which on it was in flight."""
     arrivals: list[tuple[float, int]] = field(default_factory=list)
     """Time and number of generated tokens of each response."""
     is_stream: bool = False
@@ -98,6 +100,7 @@ class LoadGenerator:
         return Run(records, time.monotonic() - begin)
 
     async def _send(self, record: Record) -> None:
+        record.sent_s = time.monotonic()
         try:
             await self._target.generate(record.item, record)
         except Exception as error:  # one request's failure is a result of the benchmark

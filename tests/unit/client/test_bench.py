@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import socket
+import time
 
 import aiohttp
 import numpy as np
@@ -94,6 +95,22 @@ def test_a_server_that_does_not_answer_is_waited_for_so_long(trimaran, monkeypat
         code, _, err = trimaran("bench", "-i", protocol, "-u", url, *SHORT)
     assert code == 2
     assert f"{url}" in err and "tensorrt_llm" in err
+
+
+def test_no_more_requests_are_in_flight_than_are_let(http_server, trimaran):
+    def slowly(body):
+        time.sleep(0.05)
+        return [{"output_ids": [1], "sequence_length": 1}]
+
+    http_server.events = slowly
+    paced = ("--request-rate", "1000", "--time-delay-dist", "constant")
+    code, out, _ = trimaran("bench", "-u", http_server.url, *paced, *SHORT)
+
+    assert code == 0
+    table = rows(out)
+    # Latencies count from when requests are due, and most wait for one of two connections.
+    assert table["P99 latency (ms)"] > 120
+    assert 1 < table["Avg. InFlight requests"] <= 2
 
 
 def test_a_model_that_is_not_decoupled_answers_once_and_its_echo_is_not_counted(
@@ -367,7 +384,7 @@ class TestFigures:
     """Figures follow from the times of arrival."""
 
     def test_gaps_are_shared_out_over_the_tokens_of_a_response(self):
-        record = Record(Item([1, 2], 5), due_s=1.0, is_stream=True)
+        record = Record(Item([1, 2], 5), due_s=1.0, sent_s=1.0, is_stream=True)
         record.arrivals = [(1.5, 1), (1.9, 4)]
         record.end_s = 2.0
 
@@ -378,6 +395,17 @@ class TestFigures:
         assert values["latency_ms_p99"] == pytest.approx(1000)
         assert values["output_tokens_per_s"] == pytest.approx(2.5)
         assert values["avg_in_flight_requests"] == pytest.approx(0.5)
+
+    def test_a_request_that_waits_for_a_connection_is_not_in_flight(self):
+        records = [
+            Record(Item([1], 1), 0.0, sent_s=0.0, arrivals=[(1.0, 1)], end_s=1.0),
+            Record(Item([1], 1), 0.0, sent_s=1.0, arrivals=[(2.0, 1)], end_s=2.0),
+        ]
+
+        values = figures(Run(records, elapsed_s=2.0))
+
+        assert values["avg_in_flight_requests"] == pytest.approx(1)
+        assert values["latency_ms_avg"] == pytest.approx(1500)
 
     def test_failed_requests_do_not_count_as_fast_ones(self):
         good = Record(Item([1], 1), due_s=0.0, arrivals=[(1.0, 1)], end_s=1.0)
