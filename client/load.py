@@ -105,4 +105,7 @@ class LoadGenerator:
             await self._target.generate(record.item, record)
         except Exception as error:  # one request's failure is a result of the benchmark
             record.error = f"{type(error).__name__}: {error}"
+        else:
+            if not record.arrivals:
+                record.error = "the answer ended without a token, and without an error"
         record.end_s = time.monotonic()

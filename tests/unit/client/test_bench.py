@@ -113,6 +113,24 @@ def test_no_more_requests_are_in_flight_than_are_let(http_server, trimaran):
     assert 1 < table["Avg. InFlight requests"] <= 2
 
 
+@pytest.mark.parametrize("protocol", ["http", "grpc"])
+def test_a_stream_that_ends_without_a_token_is_a_failure(
+    http_server, server, trimaran, protocol
+):
+    events = iter([[{"output_ids": [1], "sequence_length": 1}]] * 2)
+    replies = iter([[ids_reply([1]), Reply(is_final=True)]] * 2)
+    http_server.events = lambda body: next(events, [])
+    server.script = lambda request: next(replies, [Reply(is_final=True)])
+    url = http_server.url if protocol == "http" else server.url
+
+    code, out, err = trimaran("bench", "-i", protocol, "-u", url, "--warmup", "0", *SHORT)
+
+    assert code == 1
+    assert rows(out)["Failed requests"] == 4
+    assert rows(out)["Avg. OP tokens per request"] == 1
+    assert err == "Request failed: the answer ended without a token, and without an error\n"
+
+
 def test_a_model_that_is_not_decoupled_answers_once_and_its_echo_is_not_counted(
     http_server, trimaran
 ):
