@@ -25,8 +25,8 @@ from trimaran.client.targets import (
     GrpcTarget,
     HttpTarget,
     TokenModels,
-    decoupled_over_grpc,
-    decoupled_over_http,
+    model_over_grpc,
+    model_over_http,
 )
 from trimaran.client.vocabulary import Vocabulary
 from trimaran.client.workload import UNPACED, Item, Workload, within
@@ -197,13 +197,14 @@ async def _measure_here(
 
 async def _target(args: argparse.Namespace, url: str) -> Target:
     is_http = args.protocol == "http"
-    find_out = decoupled_over_http if is_http else decoupled_over_grpc
+    find_out = model_over_http if is_http else model_over_grpc
     names = args.tensorrt_llm_model_name or ["tensorrt_llm"]
     models = {name: await find_out(url, name) for name in names}
-    if args.decoupled and not all(models.values()):
-        name = next(name for name, is_decoupled in models.items() if not is_decoupled)
+    others = [name for name, model in models.items() if not model.is_decoupled]
+    if args.decoupled and others:
         raise ConfigError(
-            f"--decoupled: model {name!r} is not. Fill decoupled_mode:True, or drop the flag."
+            f"--decoupled: model {others[0]!r} is not. Fill decoupled_mode:True, or drop the "
+            "flag."
         )
     token_models = TokenModels(
         models,

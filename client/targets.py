@@ -7,6 +7,7 @@ import itertools
 import json
 import time
 from collections.abc import AsyncIterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import aiohttp
@@ -33,7 +34,23 @@ _CONFIG_S = 30.0
 
 _CONFIG_TIMEOUT = aiohttp.ClientTimeout(total=_CONFIG_S)
 _SHOWN_CHARS = 80
+_EXCLUDE_INPUT = "exclude_input_in_output"
+_TRUE = ("True", "true", "TRUE", "1")
 _HTTP_TIMEOUT = aiohttp.ClientTimeout(total=None, sock_connect=30)
+
+
+@dataclass(frozen=True, slots=True)
+class ServedModel:
+    """What its configuration says of a token-level model's answers."""
+
+    is_decoupled: bool
+    excludes_input: bool
+    """Answers that are no streams lack the prompt, whether or not a request asks for that."""
+
+    @classmethod
+    def of(cls, is_decoupled: bool, exclude_input: str) -> ServedModel:
+        """By the text of its parameter ``exclude_input_in_output``."""
+        return cls(is_decoupled, exclude_input in _TRUE)
 
 
 class TokenModels:
@@ -41,24 +58,32 @@ class TokenModels:
 
     def __init__(
         self,
-        models: Mapping[str, bool],
+        models: Mapping[str, ServedModel],
         *,
         is_streaming: bool,
         excludes_input: bool,
         temperature: float | None = None,
     ) -> None:
-        """``models`` says of each name whether that model is decoupled."""
         self._turns = itertools.cycle(models.items())
-        self.is_streaming = is_streaming
+        self._is_streaming = is_streaming
         self.excludes_input = excludes_input
         # With these, ids of the whole vocabulary are drawn; without them a server is greedy.
         self.sampling: dict[str, float] = {}
         if temperature is not None:
             self.sampling = {"temperature": temperature, "runtime_top_p": 1.0}
 
-    def next(self) -> tuple[str, bool]:
-        """The model whose turn it is, and whether it is decoupled."""
+    def next(self) -> tuple[str, ServedModel]:
+        """The model whose turn it is."""
         return next(self._turns)
+
+    def streams(self, model: ServedModel) -> bool:
+        """Whether a model is asked for a response a step."""
+        return model.is_decoupled and self._is_streaming
+
+    def hidden(self, model: ServedModel, item: Item) -> int:
+        """Tokens of a model's answer that are the prompt's echo."""
+        lacks_it = self.streams(model) or self.excludes_input or model.excludes_input
+        return 0 if lacks_it else len(item.ids)
 
 
 class HttpTarget:
@@ -76,8 +101,8 @@ class HttpTarget:
 
     async def generate(self, item: Item, record: Record) -> None:
         """Run one request."""
-        name, is_decoupled = self._models.next()
-        record.is_stream = is_streaming = is_decoupled and self._models.is_streaming
+        name, model = self._models.next()
+        record.is_stream = is_streaming = self._models.streams(model)
         body: dict[str, Any] = {
             "input_ids": item.ids,
             "input_lengths": len(item.ids),
@@ -87,13 +112,13 @@ class HttpTarget:
         }
         if self._models.excludes_input:
             body["exclude_input_in_output"] = True
-        hidden = 0 if is_streaming or self._models.excludes_input else len(item.ids)
-        verb = "generate_stream" if is_decoupled else "generate"
+        hidden = self._models.hidden(model, item)
+        verb = "generate_stream" if model.is_decoupled else "generate"
         path = f"http://{self._url}/v2/models/{name}/{verb}"
         async with self._session.post(path, json=body) as reply:
             if reply.status != 200:
                 raise ServerError(f"HTTP {reply.status}: {(await reply.text()).strip()}")
-            if not is_decoupled:
+            if not model.is_decoupled:
                 _note(record, await reply.json(), hidden)
                 return
             async for line in reply.content:
@@ -120,8 +145,8 @@ class GrpcTarget:
 
     async def generate(self, item: Item, record: Record) -> None:
         """Run one request."""
-        name, is_decoupled = self._models.next()
-        record.is_stream = is_streaming = is_decoupled and self._models.is_streaming
+        name, model = self._models.next()
+        record.is_stream = is_streaming = self._models.streams(model)
         inputs = [
             tensor("input_ids", [item.ids], np.int32),
             row("input_lengths", len(item.ids), np.int32),
@@ -131,10 +156,10 @@ class GrpcTarget:
         ]
         if self._models.excludes_input:
             inputs.append(row("exclude_input_in_output", True, bool))
-        hidden = 0 if is_streaming or self._models.excludes_input else len(item.ids)
+        hidden = self._models.hidden(model, item)
         client = next(self._next_client)
         try:
-            if not is_decoupled:
+            if not model.is_decoupled:
                 _note_result(record, await client.infer(name, inputs), hidden)
                 return
             results = client.stream_infer(
@@ -154,8 +179,8 @@ class GrpcTarget:
             await client.close()
 
 
-async def decoupled_over_http(url: str, name: str) -> bool:
-    """Whether a model is decoupled.
+async def model_over_http(url: str, name: str) -> ServedModel:
+    """What a server says of a model.
 
     Raises:
         ConfigError: no server, no such model, or a server of another kind.
@@ -178,7 +203,11 @@ async def decoupled_over_http(url: str, name: str) -> bool:
         config = json.loads(text)
         if "error" in config:
             raise ConfigError(f"model {name!r} at http://{url}: {config['error']}")
-        return bool(config.get("model_transaction_policy", {}).get("decoupled", False))
+        exclude_input = config.get("parameters", {}).get(_EXCLUDE_INPUT, {})
+        return ServedModel.of(
+            bool(config.get("model_transaction_policy", {}).get("decoupled", False)),
+            exclude_input.get("string_value", ""),
+        )
     except (AttributeError, TypeError, ValueError):
         raise ConfigError(
             f"what answers at http://{url} is no server of models: to GET {path} it says HTTP "
@@ -186,8 +215,8 @@ async def decoupled_over_http(url: str, name: str) -> bool:
         ) from None
 
 
-async def decoupled_over_grpc(url: str, name: str) -> bool:
-    """Whether a model is decoupled.
+async def model_over_grpc(url: str, name: str) -> ServedModel:
+    """What a server says of a model.
 
     Raises:
         ConfigError: no server, or no such model.
@@ -197,7 +226,11 @@ async def decoupled_over_grpc(url: str, name: str) -> bool:
             reply = await client.get_model_config(name, client_timeout=_CONFIG_S)
         except InferenceServerException as error:
             raise ConfigError(f"model {name!r} at {url}: {error.message()}") from error
-    return bool(reply.config.model_transaction_policy.decoupled)
+    parameters = reply.config.parameters
+    exclude_input = (
+        parameters[_EXCLUDE_INPUT].string_value if _EXCLUDE_INPUT in parameters else ""
+    )
+    return ServedModel.of(reply.config.model_transaction_policy.decoupled, exclude_input)
 
 
 async def _once(request: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:

@@ -61,6 +61,7 @@ class ScriptedServer(service_pb2_grpc.GRPCInferenceServiceServicer):
         self.script: Script = lambda request: [Reply(is_final=True)]
         self.received: list[Received] = []
         self.is_decoupled = True
+        self.parameters: dict[str, str] = {}
         self.input_names = ("seed", "random_seed")
         self.stays_open = threading.Event()
         self._server = grpc.server(ThreadPoolExecutor(8))
@@ -102,6 +103,8 @@ class ScriptedServer(service_pb2_grpc.GRPCInferenceServiceServicer):
     def ModelConfig(self, request, context):
         reply = service_pb2.ModelConfigResponse()
         reply.config.model_transaction_policy.decoupled = self.is_decoupled
+        for name, value in self.parameters.items():
+            reply.config.parameters[name].string_value = value
         return reply
 
     def _receive(self, request) -> Received:
@@ -138,6 +141,7 @@ class ScriptedHttpServer:
 
     def __init__(self) -> None:
         self.is_decoupled = True
+        self.parameters: dict[str, str] = {}
         self.config: Any = None
         """What to say of a model in place of its configuration."""
         self.events: Callable[[dict[str, Any]], list[dict[str, Any]]] = lambda body: []
@@ -159,8 +163,12 @@ class ScriptedHttpServer:
             protocol_version = "HTTP/1.1"
 
             def do_GET(self) -> None:
-                policy = {"decoupled": scripted.is_decoupled}
-                self._send(200, scripted.config or {"model_transaction_policy": policy})
+                each = scripted.parameters.items()
+                described = {
+                    "model_transaction_policy": {"decoupled": scripted.is_decoupled},
+                    "parameters": {name: {"string_value": value} for name, value in each},
+                }
+                self._send(200, scripted.config or described)
 
             def do_POST(self) -> None:
                 body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))

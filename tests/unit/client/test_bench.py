@@ -145,6 +145,23 @@ def test_a_model_that_is_not_decoupled_answers_once_and_its_echo_is_not_counted(
     assert {path for path, _ in http_server.bodies} == {"/v2/models/tensorrt_llm/generate"}
 
 
+@pytest.mark.parametrize("is_decoupled", [True, False])
+def test_a_model_whose_answers_lack_the_prompt_has_none_of_its_tokens_taken_for_it(
+    http_server, server, trimaran, is_decoupled
+):
+    for each in (http_server, server):
+        each.is_decoupled = is_decoupled
+        each.parameters = {"exclude_input_in_output": "true"}
+    http_server.events = lambda body: [{"output_ids": [1, 2, 3], "sequence_length": 3}]
+    server.script = lambda request: [ids_reply([1, 2, 3], is_final=True)]
+
+    for protocol, url in (("http", http_server.url), ("grpc", server.url)):
+        words = ("bench", "-i", protocol, "-u", url, "--no-streaming", *SHORT)
+        code, out, _ = trimaran(*words)
+        assert code == 0
+        assert rows(out)["Avg. OP tokens per request"] == 3
+
+
 @pytest.mark.parametrize("flags", [(), ("--no-streaming", "--exclude-input-in-output")])
 def test_grpc_streams_are_counted(server, trimaran, flags):
     server.script = lambda request: [ids_reply([1]), ids_reply([2, 3]), Reply(is_final=True)]
