@@ -16,6 +16,7 @@ from trimaran.bench.roofline import output_tokens_per_s
 from trimaran.bench.shapes import pretrained_config
 from trimaran.client import bench, bench_report
 from trimaran.client.bench_flags import DEFAULT_URLS, refuse_given
+from trimaran.client.load import Run
 from trimaran.client.workload import Workload
 from trimaran.comm.errors import ConfigError
 
@@ -41,7 +42,11 @@ def run_serve(args: argparse.Namespace) -> int:
     print("".join(f"{f'{name} {part} ms':>14}" for name in _TIMES for part in ("avg", "p99")))
     num_failed = 0
     for load, point in points:
-        told = _figures(point, load, [_measure(point, turn) for turn in range(args.runs)])
+        runs, stopped = _measure(point)
+        if stopped is not None:
+            _tell_interrupted(load, point, runs, stopped)
+            raise KeyboardInterrupt
+        told = _figures(point, load, runs)
         num_failed += told["failed_requests"]
         _print(load, told)
         if args.output:
@@ -94,8 +99,19 @@ def _sweep(args: argparse.Namespace, load: Load) -> list[argparse.Namespace]:
     return points
 
 
-def _measure(point: argparse.Namespace, turn: int) -> dict[str, float]:
-    """The figures of one run, by requests that no earlier one sent."""
+def _measure(point: argparse.Namespace) -> tuple[list[dict[str, float]], Run | None]:
+    """The figures of each run of a point, and the run that a Ctrl-C stopped, if any."""
+    runs: list[dict[str, float]] = []
+    for turn in range(point.runs):
+        done = _run_once(point, turn)
+        if done.num_left:
+            return runs, done
+        runs.append(bench_report.figures(done))
+    return runs, None
+
+
+def _run_once(point: argparse.Namespace, turn: int) -> Run:
+    """One run, by requests that no earlier one sent."""
     workload = Workload(point.vocab_size, point.seed + turn)
     items = workload.fixed(point.num_requests, point.input_len, point.output_len)
     delays = workload.delays(len(items), point.request_rate, point.time_delay_dist)
@@ -106,7 +122,23 @@ def _measure(point: argparse.Namespace, turn: int) -> dict[str, float]:
         done = bench.measure(point, url, warmup, list(zip(items, delays, strict=True)))
     for error in sorted({record.error for record in done.records if record.error}):
         print(f"failed: {error}")
-    return bench_report.figures(done)
+    return done
+
+
+def _tell_interrupted(
+    load: Load, point: argparse.Namespace, runs: list[dict[str, float]], stopped: Run
+) -> None:
+    """What is known of a point: by its runs that are whole, else by the one that is not."""
+    what = f"{len(runs)} of {point.runs} runs"
+    if not runs:
+        what = f"{len(stopped.records)} of {load.requests} requests"
+        runs = [bench_report.figures(stopped)] if stopped.records else []
+    if not runs:
+        print("interrupted before a request of this load was answered")
+        return
+    _print(load, _figures(point, load, runs))
+    kept_out = ", and not in --output" if point.output else ""
+    print(f"interrupted: the line above is that of {what}{kept_out}")
 
 
 def _figures(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import asyncio
 import json
 import math
 import os
@@ -18,6 +19,7 @@ import uvloop
 from trimaran.client import bench_report
 from trimaran.client.bench_flags import DEFAULT_URLS
 from trimaran.client.bench_flags import add_arguments as add_arguments
+from trimaran.client.interrupts import at_first_interrupt
 from trimaran.client.load import LoadGenerator, Run, Target
 from trimaran.client.load_processes import run_in_processes
 from trimaran.client.stream import check_url
@@ -37,12 +39,17 @@ from trimaran.comm.output_files import check_writable, writing
 _MAX_REQUESTS = 30000
 _MOST_OF_INT32 = 2**31 - 1
 _LEAST_RATE = 1e-6
+_FILES = ("json", "op_stats_csv", "dump_perfetto_trace")
 _MOST_MADE = 1 << 24
 """Requests, and tokens of a prompt, that are made in memory."""
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the benchmark. Returns 1 if a request failed or the figures regressed."""
+    """Run the benchmark. Returns 1 if a request failed or the figures regressed.
+
+    Raises:
+        KeyboardInterrupt: at a Ctrl-C, once what came until then is told.
+    """
     check(args)
     # What may fail does so before the load, not in place of its figures.
     around = _surroundings(args) if args.json else {}
@@ -55,6 +62,9 @@ def run(args: argparse.Namespace) -> int:
     started_at = time.strftime("%Y-%m-%dT%H:%M:%S%z")
     warmup = workload.strangers(items[: args.warmup])
     done = measure(args, url, warmup, list(zip(items, delays, strict=True)))
+    if done.num_left:
+        _tell_interrupted(args, done)
+        raise KeyboardInterrupt
     values = bench_report.figures(done)
     rows = bench_report.table(values)
     print(bench_report.render(rows))
@@ -101,7 +111,7 @@ def check(args: argparse.Namespace) -> None:
         if value is not None and not math.isfinite(value):
             raise ConfigError(f"--{name.replace('_', '-')} is {value} but must be finite")
     _check_sizes(args)
-    for name in ("json", "op_stats_csv", "dump_perfetto_trace"):
+    for name in _FILES:
         if getattr(args, name):
             check_writable(f"--{name.replace('_', '-')}", getattr(args, name))
     if args.load_processes > args.concurrency:
@@ -168,14 +178,18 @@ def _items(args: argparse.Namespace, workload: Workload) -> list[Item]:
 def measure(
     args: argparse.Namespace, url: str, warmup: list[Item], plan: list[tuple[Item, float]]
 ) -> Run:
-    """Send the warm-up, then each item when it is due, from as many processes as asked."""
+    """Send the warm-up, then each item when it is due, from as many processes as asked.
+
+    A Ctrl-C stops it once the warm-up is over; the run has what came until then.
+    """
     if args.load_processes == 1:
         done = uvloop.run(_measure_here(args, url, warmup, plan))
     else:
         uvloop.run(_measure_here(args, url, warmup, []))
         make_target = partial(_target, args, url)
         done = run_in_processes(make_target, plan, args.concurrency, args.load_processes)
-    print(f"[INFO] Total Latency: {1000 * done.elapsed_s:.3f} ms")
+    if not done.num_left:
+        print(f"[INFO] Total Latency: {1000 * done.elapsed_s:.3f} ms")
     return done
 
 
@@ -189,7 +203,11 @@ async def _measure_here(
         await load.run([(item, 0.0) for item in warmup])
         if plan:
             print(f"[INFO] Start benchmarking on {len(plan)} prompts.")
-        with _Progress(len(plan)) as progress:
+        loop = asyncio.get_running_loop()
+        with (
+            _Progress(len(plan)) as progress,
+            at_first_interrupt(lambda: loop.call_soon_threadsafe(load.stop)),
+        ):
             return await load.run(plan, progress.advance)
     finally:
         await target.close()
@@ -244,6 +262,20 @@ class _Progress:
         """One more request is done."""
         if self._bar is not None:
             self._bar.advance(self._task)
+
+
+def _tell_interrupted(args: argparse.Namespace, done: Run) -> None:
+    """What came before a Ctrl-C. No file gets it, in which it would pass for all."""
+    came = len(done.records)
+    asked = came + done.num_left
+    print(f"[INFO] Interrupted: figures of the {came} of {asked} requests that ended.")
+    if came:
+        print(bench_report.render(bench_report.table(bench_report.figures(done))))
+    _print_errors(done, args.verbose)
+    for name in _FILES:
+        if getattr(args, name):
+            flag = f"--{name.replace('_', '-')}"
+            print(f"{flag} {getattr(args, name)} was not written", file=sys.stderr)
 
 
 def _print_errors(done: Run, is_verbose: bool) -> None:

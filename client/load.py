@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 from trimaran.client.workload import Item
 
@@ -52,10 +52,18 @@ class Target(Protocol):
 
 @dataclass(slots=True)
 class Run:
-    """All records of a run, with its length."""
+    """All records of a run, with its length, which is that to the last answer's end."""
 
     records: list[Record]
     elapsed_s: float
+    num_left: int = 0
+    """Requests that were not sent or not answered when the run was stopped."""
+
+    @classmethod
+    def of(cls, records: list[Record], begin: float, num_planned: int) -> Run:
+        """Those of ``num_planned`` requests that ended, from ``begin`` on their clock."""
+        end = max((record.end_s for record in records), default=begin)
+        return cls(records, end - begin, num_planned - len(records))
 
 
 class LoadGenerator:
@@ -64,6 +72,13 @@ class LoadGenerator:
     def __init__(self, target: Target, concurrency: int) -> None:
         self._target = target
         self._concurrency = concurrency
+        self._sending: asyncio.Future[Any] | None = None
+        self._is_stopped = False
+
+    def stop(self) -> None:
+        """Send no more and give up what has no answer yet, so that `run` returns."""
+        if self._sending is not None:
+            self._is_stopped = self._sending.cancel()
 
     async def run(
         self,
@@ -73,13 +88,12 @@ class LoadGenerator:
         begin: float | None = None,
     ) -> Run:
         """Send each item, some seconds after the start, once fewer than the allowed number
-        are in flight. Returns when all are done.
+        are in flight. Returns when all are done, or at `stop`.
 
         The start is now, or ``begin`` on the monotonic clock.
         """
         if begin is None:
             begin = time.monotonic()
-        await asyncio.sleep(max(0.0, begin - time.monotonic()))
         is_paced = any(delay for _, delay in plan)
         todo = iter(plan)
         records: list[Record] = []
@@ -96,8 +110,13 @@ class LoadGenerator:
                 on_done()
 
         num_workers = min(self._concurrency, len(plan))
-        await asyncio.gather(*(worker() for _ in range(num_workers)))
-        return Run(records, time.monotonic() - begin)
+        self._sending = asyncio.gather(*(worker() for _ in range(num_workers)))
+        try:
+            await self._sending
+        except asyncio.CancelledError:
+            if not self._is_stopped:
+                raise
+        return Run.of([record for record in records if record.end_s], begin, len(plan))
 
     async def _send(self, record: Record) -> None:
         record.sent_s = time.monotonic()

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 import multiprocessing
 import os
 import signal
 import threading
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
 from typing import Any
 
 import uvloop
 
+from trimaran.client.interrupts import at_first_interrupt
 from trimaran.client.load import LoadGenerator, Record, Run, Target
 from trimaran.client.workload import Item
 from trimaran.comm.errors import ConfigError, TrimaranError
@@ -38,6 +40,7 @@ def run_in_processes(
 
     It begins once all processes have imported and connected, which takes as long as the
     machine needs for it. Times of all processes are on one clock, the host's monotonic one.
+    A Ctrl-C once it has begun stops it.
 
     Raises:
         ConfigError: a process cannot connect.
@@ -54,16 +57,21 @@ def run_in_processes(
         begin = time.monotonic() + _START_S
         for process in processes:
             process.send(begin)
-        records = [record for process in processes for record in process.receive()]
+
+        def stop() -> None:
+            for process in processes:
+                process.stop()
+
+        with at_first_interrupt(stop):
+            records = [record for process in processes for record in process.receive()]
     records.sort(key=lambda record: record.due_s)
-    end = max((record.end_s for record in records), default=begin)
-    return Run(records, end - begin)
+    return Run.of(records, begin, len(plan))
 
 
 class _Process:
     """Sends a share of the load; it says that it is ready, gets the begin, and says what came.
 
-    Use as a context manager, which ends it.
+    Any word after the begin stops it. Use as a context manager, which ends it.
     """
 
     def __init__(self, make_target: MakeTarget, plan: Plan, concurrency: int) -> None:
@@ -97,6 +105,12 @@ class _Process:
             self._connection.send(begin)
         except ConnectionError:
             raise self._lost() from None
+
+    def stop(self) -> None:
+        """Let it send no more, and say what came."""
+        # One that is lost, or has just ended, is told by `receive`.
+        with suppress(OSError):
+            self._connection.send(None)
 
     def receive(self) -> Any:
         """What it says next."""
@@ -144,11 +158,18 @@ def _end_with_parent() -> None:
 async def _send(
     connection: Connection, make_target: MakeTarget, plan: Plan, concurrency: int
 ) -> list[Record]:
+    loop = asyncio.get_running_loop()
     target = await make_target()
     try:
         connection.send(None)
         begin: float = connection.recv()
-        done = await LoadGenerator(target, concurrency).run(plan, begin=begin)
+        load = LoadGenerator(target, concurrency)
+
+        def stop() -> None:
+            loop.remove_reader(connection.fileno())
+            load.stop()
+
+        loop.add_reader(connection.fileno(), stop)
+        return (await load.run(plan, begin=begin)).records
     finally:
         await target.close()
-    return done.records
