@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -18,6 +19,7 @@ from trimaran.worker.models.interfaces import CausalLM, StageRange, WeightTarget
 from trimaran.worker.models.registry import build_model, dtype_by_name
 from trimaran.worker.models.weight_loader import load_weight
 from trimaran.worker.pretrained_config import PretrainedConfig
+from trimaran.worker.shard_origin import origin_of
 
 _LAYER = re.compile(r"layers\.\d+")
 _META = torch.device("meta")
@@ -48,10 +50,12 @@ class RankPlan:
     Its model has shapes but no memory.
     """
 
-    def __init__(self, model: CausalLM, found: dict[str, StoredTensor]) -> None:
+    def __init__(
+        self, model: CausalLM, found: dict[str, StoredTensor], origin: dict[str, Any]
+    ) -> None:
         self.model = model
         self.parameters = dict(model.named_parameters())
-        self.layout = ShardLayout(self.parameters)
+        self.layout = ShardLayout(self.parameters, origin)
         self.parts: dict[str, list[Part]] = {name: [] for name in self.parameters}
         for key, targets in model.checkpoint_weights().items():
             for target in targets:
@@ -88,12 +92,13 @@ class BuildPlan:
         self.ranks: list[RankPlan] = []
         found: dict[str, StoredTensor] = {}
         checked: set[str] = set()
+        origin = origin_of(config, mapping)
         with ProgressBar(mapping.world_size, counts_bytes=False) as progress:
             for number in range(mapping.world_size):
                 progress.show(number, "laying out the ranks' files")
                 model = _model_of(number, config, mapping)
                 found = found or find_tensors(model, source.weight_files)
-                rank = RankPlan(model, found)
+                rank = RankPlan(model, found, origin)
                 rank.check_shapes(checked)
                 self.ranks.append(rank)
         self.units = _units(self.ranks)

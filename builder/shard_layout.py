@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import nn
 
-from trimaran.worker.shard_file import CHECKSUM_CHARS, TensorEntry, checksum_key
+from trimaran.worker.shard_file import CHECKSUM_CHARS, ORIGIN_KEY, TensorEntry, checksum_key
 
 _WORDS = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
 
@@ -19,7 +20,11 @@ class ShardLayout:
     Its header holds a checksum of every tensor, and has the same length whatever they are.
     """
 
-    def __init__(self, parameters: Mapping[str, nn.Parameter]) -> None:
+    def __init__(
+        self, parameters: Mapping[str, nn.Parameter], origin: Mapping[str, Any]
+    ) -> None:
+        """``origin`` says what the tensors were cut for, see `worker/shard_origin.py`."""
+        self._origin = json.dumps(origin)
         self.dtypes = {name: each.dtype for name, each in parameters.items()}
         # The widest numbers first, so that every tensor is aligned.
         names = sorted(parameters, key=lambda name: (-parameters[name].itemsize, name))
@@ -48,7 +53,7 @@ class ShardLayout:
 
     def header(self, checksums: Mapping[str, str]) -> bytes:
         """The beginning of the file, given the checksum of each tensor."""
-        metadata = {"format": "pt"}
+        metadata = {"format": "pt", ORIGIN_KEY: self._origin}
         metadata |= {checksum_key(name): checksums[name] for name in self._ends}
         values: dict[str, object] = {"__metadata__": metadata}
         start = 0

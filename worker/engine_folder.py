@@ -22,6 +22,7 @@ from trimaran.worker.checkpoint_folder import (
 from trimaran.worker.pretrained_config import PretrainedConfig
 from trimaran.worker.quantized import refuse_quantized_folder
 from trimaran.worker.shard_file import read_header
+from trimaran.worker.shard_origin import check_origin, origin_of
 from trimaran.worker.stages import stage_sizes
 
 FORMAT_VERSION = 1
@@ -157,7 +158,7 @@ class EngineFolder:
         )
         files = tuple(shard_path(folder, rank) for rank in range(mapping.world_size))
         if check_weights:
-            _check_shards(files, values.get("shards"), source)
+            _check_shards(files, values.get("shards"), origin_of(config, mapping), source)
         return cls(
             path=folder,
             kind=FolderKind.ENGINE if is_engine else FolderKind.CHECKPOINT,
@@ -362,7 +363,9 @@ def _check_quantization(values: Mapping[str, Any], source: str) -> None:
             )
 
 
-def _check_shards(files: tuple[Path, ...], listed: Any, source: str) -> None:
+def _check_shards(
+    files: tuple[Path, ...], listed: Any, origin: dict[str, Any], source: str
+) -> None:
     entries = [] if listed is None else listed
     if not (isinstance(entries, list) and all(isinstance(each, dict) for each in entries)):
         raise ConfigError(
@@ -385,3 +388,4 @@ def _check_shards(files: tuple[Path, ...], listed: Any, source: str) -> None:
                     f"{file}: has {key} {value}, but {source} tells of {entry[key]}: it "
                     f"belongs to another build. {_BUILD_AGAIN}, or copy it again."
                 )
+        check_origin(file, header.origin, origin, source)

@@ -9,6 +9,7 @@ from typing import Any
 
 from trimaran.comm.errors import ConfigError
 from trimaran.comm.field_types import check_field_types
+from trimaran.comm.json_types import JsonType, check_types
 from trimaran.worker.huggingface_defaults import with_defaults
 from trimaran.worker.huggingface_keys import check_positive
 from trimaran.worker.huggingface_types import check_huggingface_types, check_rope_types
@@ -20,6 +21,15 @@ DTYPES = ("float32", "float16", "bfloat16")
 SCORING_FUNCS = ("softmax", "sigmoid")
 TOPK_METHODS = ("greedy", "group_limited_greedy", "noaux_tc")
 
+_RANGES = {
+    JsonType.POSITIVE: ("rotary_base",),
+    JsonType.AMOUNT: (
+        "norm_epsilon", "local_rotary_base", "query_scale", "attn_soft_cap", "final_soft_cap",
+        "rotary_size", "kv_lora_rank", "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim",
+        "v_head_dim", "num_experts", "moe_intermediate_size",
+        "shared_expert_intermediate_size",
+    ),
+}  # fmt: skip
 _VOCAB_MULTIPLE = 64
 _TUPLES = ("eos_token_ids", "layer_windows", "dense_layers")
 
@@ -164,6 +174,10 @@ class PretrainedConfig:
             "max_position_embeddings",
         ):
             check_positive(name, getattr(self, name))
+        for kind, names in _RANGES.items():
+            check_types(
+                {name: getattr(self, name) for name in names}, dict.fromkeys(names, kind)
+            )
         if self.num_experts:
             _check_experts(self)
         for name in ("dtype", "logits_dtype"):
@@ -183,13 +197,7 @@ class PretrainedConfig:
         for window in self.layer_windows:
             if window:
                 check_positive("layer_windows", window)
-        if self.rotary_size > self.head_size:
-            raise ConfigError(
-                f"rotary_size ({self.rotary_size}) is above head_size ({self.head_size}). "
-                "Correct the checkpoint's config.json."
-            )
-        if self.rope_scaling is not None:
-            _check_choice("rope_type", self.rope_scaling.get("rope_type"), SERVED_ROPE_TYPES)
+        _check_rotation(self)
 
     @property
     def rotated_dims(self) -> int:
@@ -298,6 +306,25 @@ def _check_experts(config: PretrainedConfig) -> None:
     _check_choice("topk_method", config.topk_method, TOPK_METHODS)
     if config.topk_method != "greedy":
         _check_groups(config)
+
+
+def _check_rotation(config: PretrainedConfig) -> None:
+    if config.rotary_size > config.head_size:
+        raise ConfigError(
+            f"rotary_size ({config.rotary_size}) is above head_size ({config.head_size}). "
+            "Correct the checkpoint's config.json."
+        )
+    name = "rotary_size" if config.rotary_size else "head_size"
+    if config.kv_lora_rank:
+        name = "qk_rope_head_dim"
+    dims = getattr(config, name)
+    if config.position_embedding_type.startswith("rope") and (dims < 2 or dims % 2):
+        raise ConfigError(
+            f"{name} is {dims}, but so many dims of a head are rotated, which takes pairs: an "
+            "even number from 2 on. Correct the checkpoint's config.json."
+        )
+    if config.rope_scaling is not None:
+        _check_choice("rope_type", config.rope_scaling.get("rope_type"), SERVED_ROPE_TYPES)
 
 
 def _check_groups(config: PretrainedConfig) -> None:

@@ -13,6 +13,9 @@ from trimaran.comm.errors import ConfigError
 from trimaran.comm.input_files import require_file
 
 CHECKSUM_CHARS = 64
+ORIGIN_KEY = "origin"
+"""Where a header's metadata says what the tensors were cut for."""
+
 _READ_BYTES = 16 << 20
 _MAX_HEADER_BYTES = 100_000_000
 _LFS_POINTER = b"version "
@@ -43,6 +46,9 @@ class ShardHeader:
 
     checksum: str
     """The same of the header, and so of all that the file should hold."""
+
+    origin: str
+    """What the tensors were cut for, as JSON; empty in files that do not say it."""
 
 
 def checksum_key(name: str) -> str:
@@ -94,6 +100,7 @@ def read_header(path: Path) -> ShardHeader:
             if key.startswith(_CHECKSUM_PREFIX)
         },
         checksum=hashlib.sha256(prefix + text).hexdigest(),
+        origin=str(metadata.get(ORIGIN_KEY, "")),
     )
 
 

@@ -43,11 +43,6 @@ class RotaryEmbedding(nn.Module):
         """``switch_at`` is another rotation's of the model, whose layers get the same
         positions."""
         super().__init__()
-        if rotary_size < 2 or rotary_size % 2:
-            raise ConfigError(
-                f"{rotary_size} dims of a head are to be rotated, but a rotation takes pairs: "
-                "an even number from 2 on. Correct the checkpoint's config.json."
-            )
         self.is_neox = is_neox
         self._ops = context.ops
         longest = context.max_seq_len or max_positions

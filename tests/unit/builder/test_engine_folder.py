@@ -7,6 +7,8 @@ import subprocess
 import sys
 
 import pytest
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 
 from trimaran.comm.errors import ConfigError
 from trimaran.worker.engine_folder import EngineFolder, FolderKind
@@ -141,6 +143,53 @@ def test_a_damaged_configuration_is_refused_with_key_and_value(edit, words, engi
     assert str(engine / "config.json") in str(refusal.value)
 
 
+@pytest.mark.parametrize(
+    ("key", "value", "words"),
+    [
+        ("vocab_size", 151, "vocab_size is 151, but rank0.safetensors was cut for 150. Set it"),
+        ("hidden_size", 2**31 - 1, "hidden_size is 2147483647, but .* cut for 32"),
+        ("num_attention_heads", 3, r"num_attention_heads \(3\) is not a multiple of"),
+        ("num_key_value_heads", 2, "num_key_value_heads is 2, but .* cut for 4"),
+        ("max_position_embeddings", 2**31 - 1, "max_position_embeddings is .* cut for 128"),
+        ("tie_word_embeddings", True, "tie_word_embeddings is true, but .* cut for false"),
+        ("dense_layers", [-1], r"dense_layers is \[-1\], but .* cut for \[\]"),
+        ("head_size", -16, "head_size is -16 but must be a whole number of 1 or more"),
+        ("rotary_size", -1, "rotary_size is -1 but must be a finite number of 0 or more"),
+        ("rotary_size", 3, "rotary_size is 3, but so many dims of a head are rotated"),
+        ("q_lora_rank", -1, "q_lora_rank is -1 but must be a finite number of 0 or more"),
+        ("norm_epsilon", -1.0, "norm_epsilon is -1.0 but must be a finite number of 0 or more"),
+        ("rotary_base", 0.0, "rotary_base is 0.0 but must be a finite number above 0"),
+        ("query_scale", -1.0, "query_scale is -1.0 but must be a finite number of 0 or more"),
+        ("attn_soft_cap", -1.0, "attn_soft_cap is -1.0 but must be a finite number of 0"),
+    ],
+)
+def test_a_size_that_was_edited_is_refused_by_its_key(key, value, words, engine):
+    _edit(engine, lambda values: values["pretrained_config"].update({key: value}))
+    with pytest.raises(ConfigError, match=words) as refusal:
+        EngineFolder.load(engine)
+    assert str(engine / "config.json") in str(refusal.value)
+
+
+def test_other_ranks_than_the_files_were_cut_for_are_refused_by_their_key(engine):
+    def edit(values):
+        sizes = {"tp_size": 1, "pp_size": 2, "pp_partition": [1, 2]}
+        values["pretrained_config"]["mapping"].update(sizes)
+
+    _edit(engine, edit)
+    with pytest.raises(ConfigError, match=r"mapping\.tp_size is 1, but rank0.* cut for 2"):
+        EngineFolder.load(engine)
+
+
+def test_files_of_before_which_do_not_say_what_they_were_cut_for_are_read(engine):
+    path = engine / "rank0.safetensors"
+    with safe_open(path, "pt") as file:
+        assert "vocab_size" in file.metadata()["origin"]
+    save_file(load_file(path), path, {"format": "pt"})
+    _edit(engine, lambda values: values.pop("shards"))
+
+    assert EngineFolder.load(engine).config.vocab_size == 150
+
+
 def test_a_hugging_face_folder_fits_any_sizes_that_leave_each_rank_a_head(llama):
     folder = EngineFolder.load(llama().folder)
     assert folder.kind is FolderKind.HUGGINGFACE
@@ -149,6 +198,12 @@ def test_a_hugging_face_folder_fits_any_sizes_that_leave_each_rank_a_head(llama)
         folder.check_parallel(tp_size, 1)
     with pytest.raises(ConfigError, match=r"tp_size \(5\) is above num_attention_heads \(4\)"):
         folder.check_parallel(5, 1)
+
+
+@pytest.mark.parametrize("dims", [1, 7])
+def test_a_rotation_of_an_odd_number_of_dims_is_refused(llama, dims):
+    with pytest.raises(ConfigError, match=f"head_size is {dims}, but so many dims of a head"):
+        EngineFolder.load(llama(head_dim=dims).folder)
 
 
 def test_random_weights_need_no_files(llama):

@@ -12,7 +12,6 @@ from transformers.models.stablelm.modeling_stablelm import (
     apply_rotary_pos_emb as stablelm_rotation,
 )
 
-from trimaran.comm.errors import ConfigError
 from trimaran.kernels import reference
 from trimaran.kernels.build import load_library
 from trimaran.kernels.cpu import CpuOps
@@ -128,10 +127,3 @@ def test_rotations_are_those_of_transformers(peer, rotated, ops):
     expected = torch.zeros_like(cache)
     reference.write_kv(ours[:, 4:6], heads[:, 6:], expected, slots)
     assert cache.equal(expected)
-
-
-@pytest.mark.parametrize("rotated", [0, 7])
-def test_a_rotation_of_an_odd_number_of_dims_is_refused(rotated):
-    context = LayerContext(ShardPosition(), TorchOps(), torch.float32, torch.device("cpu"))
-    with pytest.raises(ConfigError, match=f"^{rotated} dims"):
-        RotaryEmbedding(context, rotated, 64, 10000.0, None)
