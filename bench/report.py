@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from trimaran.bench import results
+from trimaran.bench.result_types import Line, check_line
 from trimaran.bench.svg import Bar, Group, bar_chart
 from trimaran.comm.errors import ConfigError
+from trimaran.comm.output_files import writing
 
-Line = dict[str, Any]
 _OURS = "trimaran"
 
 
@@ -27,35 +28,44 @@ def run_report(args: argparse.Namespace) -> int:
     Raises:
         ConfigError: the files hold nothing to tell, or nothing to draw.
     """
-    files, lines = ", ".join(args.files), results.read(args.files)
-    by_kind = {
-        kind: [line for line in lines if line.get("benchmark") == kind] for kind in _KINDS
-    }
+    by_kind = _lines_by_kind(args.files)
+    tables: list[str] = []
     groups: list[Group] = []
-    has_limits = not by_kind["serve"]
-    if not any(by_kind.values()):
-        raise ConfigError(f"{files}: no line names a benchmark of this command")
     for kind, own in by_kind.items():
         table, chart = _KINDS[kind]
-        try:
-            if own:
-                print("\n".join(table(own)) + "\n")
-                groups += chart(own)
-        except KeyError as error:
-            raise ConfigError(
-                f"{files}: a line of the benchmark {kind!r} lacks {error}. Name files of "
-                "`trimaran bench ... --output`."
-            ) from None
+        tables += [*table(own), ""]
+        groups += chart(own)
     if args.plot:
         if not groups:
             raise ConfigError(
                 f"--plot {args.plot}: no line has a percentage of the limit to draw. Leave "
                 "it out, or measure with --ceiling-seconds above 0."
             )
+        has_limits = "serve" not in by_kind
         title = "Percentage of the machine's limit" if has_limits else "Output tokens a second"
         chart_text = bar_chart(title, groups, 100.0 if has_limits else None)
-        Path(args.plot).write_text(chart_text, encoding="utf-8")
+        with writing("--plot", args.plot):
+            Path(args.plot).write_text(chart_text, encoding="utf-8")
+    print("\n".join(tables))
     return 0
+
+
+def _lines_by_kind(files: list[str]) -> dict[str, list[Line]]:
+    """The lines of each benchmark that has some, checked.
+
+    Raises:
+        ConfigError: there are none, or one lacks a key or has a value of another type.
+    """
+    found: dict[str, list[Line]] = {kind: [] for kind in _KINDS}
+    for path in files:
+        for line in results.read([path]):
+            kind = line.get("benchmark")
+            if isinstance(kind, str) and kind in found:
+                check_line(line, path)
+                found[kind].append(line)
+    if not any(found.values()):
+        raise ConfigError(f"{', '.join(files)}: no line names a benchmark of this command")
+    return {kind: lines for kind, lines in found.items() if lines}
 
 
 def _who(line: Line) -> str:
@@ -211,8 +221,9 @@ def _kernel_chart(lines: list[Line]) -> list[Group]:
 
 
 def _markdown(head: list[str], rows: list[list[str]]) -> list[str]:
-    cells = [head, ["---"] * len(head), *rows]
-    return ["| " + " | ".join(row) + " |" for row in cells]
+    told = [[cell.replace("|", "\\|") for cell in row] for row in (head, *rows)]
+    told.insert(1, ["---"] * len(head))
+    return ["| " + " | ".join(row) + " |" for row in told]
 
 
 _KINDS: dict[

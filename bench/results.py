@@ -129,7 +129,7 @@ def read(paths: Sequence[str]) -> list[dict[str, Any]]:
 def _object_of(line: str, where: str) -> dict[str, Any]:
     try:
         found = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(
             f"{where} is not JSON, perhaps because its run was killed: {error}. Take it out."
         ) from None

@@ -41,7 +41,7 @@ def bar_chart(title: str, groups: Sequence[Group], mark: float | None = None) ->
         height = _BAR * len(group.bars)
         body.append(_text(left - 8, top + height / 2 + 4, group.label, "label"))
         for number, bar in enumerate(group.bars):
-            y, width = top + _BAR * number, _PLOT_WIDTH * bar.value / largest
+            y, width = top + _BAR * number, _PLOT_WIDTH * (bar.value / largest)
             body.append(
                 f'<rect x="{left}" y="{y}" width="{width:.1f}" height="{_BAR - 2}" '
                 f'fill="{colours[bar.series]}"/>'
@@ -49,7 +49,7 @@ def bar_chart(title: str, groups: Sequence[Group], mark: float | None = None) ->
             body.append(_text(left + width + 5, y + 11, bar.text, "value"))
         top += height + _GAP
     if mark is not None:
-        x = left + _PLOT_WIDTH * mark / largest
+        x = left + _PLOT_WIDTH * (mark / largest)
         body.append(
             f'<line x1="{x:.1f}" x2="{x:.1f}" y1="{_TOP - 6}" y2="{top}" stroke="#b00020" '
             'stroke-dasharray="4 3"/>'

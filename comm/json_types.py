@@ -27,6 +27,10 @@ def _is_positive(value: Any) -> bool:
     return _is_number(value) and value > 0
 
 
+def _is_amount(value: Any) -> bool:
+    return _is_number(value) and value >= 0
+
+
 def _is_text(value: Any) -> bool:
     return isinstance(value, str)
 
@@ -46,6 +50,7 @@ class JsonType(Enum):
     FLAG = "true or false"
     OBJECT = "an object"
     WHOLES = "a list of whole numbers"
+    AMOUNTS = "a list of one or more finite numbers of 0 or more"
     POSITIVES = "a list of finite numbers above 0"
     TEXTS = "a list of strings"
     WHOLE_OR_WHOLES = "a whole number or a list of them"
@@ -59,7 +64,8 @@ _CHECKS: dict[JsonType, Callable[[Any], bool]] = {
     JsonType.WHOLE: _is_whole,
     JsonType.NUMBER: _is_number,
     JsonType.POSITIVE: _is_positive,
-    JsonType.AMOUNT: lambda value: _is_number(value) and value >= 0,
+    JsonType.AMOUNT: _is_amount,
+    JsonType.AMOUNTS: lambda value: bool(value) and _list_of(_is_amount)(value),
     JsonType.TEXT: _is_text,
     JsonType.FLAG: lambda value: isinstance(value, bool),
     JsonType.OBJECT: lambda value: isinstance(value, Mapping),

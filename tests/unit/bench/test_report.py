@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import xml.etree.ElementTree as ElementTree
 
 import pytest
@@ -93,6 +94,7 @@ def test_lines_without_a_limit_have_a_table_but_nothing_to_draw(tmp_path, capsys
         ('{"benchmark": "weather"}', "no line names a benchmark"),
         ('{"benchmark": "throughput"}', "a line of the benchmark 'throughput' lacks '"),
         ('{"benchmark": "serve"}', "a line of the benchmark 'serve' lacks '"),
+        ("[" * 100_000, ": line 1 is not JSON"),
     ],
 )
 def test_files_of_other_kinds_are_refused(tmp_path, capsys, content, complaint):
@@ -100,3 +102,45 @@ def test_files_of_other_kinds_are_refused(tmp_path, capsys, content, complaint):
     path.write_text(content)
     assert main(["bench", "report", str(path)]) == 2
     assert complaint in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("line", "changes", "complaint"),
+    [
+        (OURS, {"out_tok_s": "x"}, "out_tok_s is 'x' but must be a finite number of 0 or more"),
+        (OURS, {"out_tok_s": float("nan")}, "out_tok_s is nan but must be a finite number"),
+        (OURS, {"out_tok_s_runs": []}, r"out_tok_s_runs is \[\] but must be a list of one or"),
+        (OURS, {"limit_pct": None}, "limit_pct is None but must be a finite number"),
+        (OURS, {"tp_size": "2"}, "tp_size is '2' but must be a whole number"),
+        (OURS, {"shape": []}, r"shape is \[\] but must be a string"),
+        (OURS, {"shape": "a\nb"}, "shape is 'a\\\\nb' but must be a text that can be printed"),
+        (OURS, {"engine": "\ud800"}, "engine is '.*' but must be a text that can be printed"),
+        (SERVED, {"request_rate": None}, "request_rate is None but must be a finite number"),
+        (SERVED, {"ttft_ms_avg": [1]}, r"ttft_ms_avg is \[1\] but must be a finite number"),
+    ],
+)
+def test_a_value_of_another_type_is_refused_by_its_key(
+    tmp_path, capsys, line, changes, complaint
+):
+    plot = tmp_path / "plot.svg"
+    path = write(tmp_path / "results.jsonl", OURS, {**line, **changes})
+
+    assert main(["bench", "report", path, "--plot", str(plot)]) == 2
+
+    told = capsys.readouterr()
+    assert re.search(complaint, told.err)
+    assert told.err.startswith(f"trimaran: error: {path}: in a line of the benchmark '")
+    assert told.out == ""
+    assert not plot.exists()
+
+
+def test_a_plot_that_the_disk_does_not_take_is_an_error_with_its_reason(tmp_path, capsys):
+    path = write(tmp_path / "results.jsonl", OURS)
+    assert main(["bench", "report", path, "--plot", "/dev/full"]) == 2
+    assert "--plot /dev/full was not written: No space left" in capsys.readouterr().err
+
+
+def test_bars_of_a_text_stay_within_their_cell(tmp_path, capsys):
+    path = write(tmp_path / "results.jsonl", {**OURS, "shape": "a|b"})
+    assert main(["bench", "report", path]) == 0
+    assert "| a\\|b, bfloat16 | 128/256 |" in capsys.readouterr().out
