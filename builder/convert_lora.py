@@ -24,8 +24,10 @@ def add_arguments(parser: FlagSink) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Convert one adapter. Returns the exit code."""
-    from trimaran.worker.lora.formats import to_tensors, write_arrays  # imports torch
-    from trimaran.worker.lora.layout import MODULE_NAMES, AdapterFormatError
+    import torch
+
+    from trimaran.worker.lora.formats import to_tensors, write_arrays
+    from trimaran.worker.lora.layout import MODULE_NAMES, AdapterFormatError, check_values
     from trimaran.worker.lora.peft import PeftAdapter
 
     try:
@@ -33,6 +35,10 @@ def run(args: argparse.Namespace) -> int:
         tensors = to_tensors(matrices)
     except AdapterFormatError as error:
         raise ConfigError(str(error)) from None
+    try:
+        check_values(matrices, torch.float32)
+    except AdapterFormatError as error:
+        raise ConfigError(f"{args.in_file}: {error}") from None
     write_arrays(tensors, args.out_dir, args.storage_type)
     for one in matrices if args.verbose else ():
         rank, inputs = one.a.shape

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import stat
+from typing import Any
 
 from trimaran.comm.errors import ConfigError
 
@@ -51,6 +53,18 @@ def read_text(path: str | os.PathLike[str]) -> str:
     require_file(path)
     with open(path, encoding=UTF8) as file:
         return file.read()
+
+
+def parse_json(text: str | bytes) -> Any:
+    """What a file or an argument says in JSON.
+
+    Raises:
+        ValueError: it is none, or nested deeper than can be read.
+    """
+    try:
+        return json.loads(text)
+    except RecursionError:
+        raise ValueError("it is nested too deep") from None
 
 
 def unreadable(what: str, error: OSError | UnicodeError) -> ConfigError:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -12,6 +13,7 @@ import numpy.typing as npt
 import torch
 
 from trimaran.comm.errors import ConfigError
+from trimaran.comm.output_files import check_replaceable
 from trimaran.worker.lora.layout import (
     AdapterFormatError,
     AdapterLayout,
@@ -270,7 +272,23 @@ def write_arrays(tensors: AdapterTensors, folder: Path, dtype: str) -> None:
         )
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        np.save(folder / WEIGHTS_FILE, weights[None])
-        np.save(folder / CONFIG_FILES[0], tensors.config_N3[None])
+        arrays = {WEIGHTS_FILE: weights[None], CONFIG_FILES[0]: tensors.config_N3[None]}
+        for name in arrays:
+            check_replaceable("--out-dir:", folder / name)
+        # Whoever reads the folder meanwhile has the old adapter or the new one whole.
+        for name, array in arrays.items():
+            np.save(_part_of(folder / name), array)
+        for name in arrays:
+            _part_of(folder / name).replace(folder / name)
     except OSError as error:
-        raise ConfigError(f"{folder}: cannot be written: {error.strerror}") from None
+        raise ConfigError(f"{folder}: cannot be written: {error.strerror or error}") from None
+    finally:
+        for name in (WEIGHTS_FILE, CONFIG_FILES[0]):
+            # What the error tells of stands in the way of its part too.
+            with suppress(OSError):
+                _part_of(folder / name).unlink()
+
+
+def _part_of(path: Path) -> Path:
+    """Where a file is written until it is whole; numpy adds the ending to other names."""
+    return path.with_name(f".{path.name}.{os.getpid()}.npy")

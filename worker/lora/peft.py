@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import json
+import itertools
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from trimaran.comm.errors import ConfigError
-from trimaran.comm.input_files import read_text
+from trimaran.comm.input_files import parse_json, read_text
 from trimaran.comm.json_types import JsonType, check_types
 from trimaran.worker.lora.layout import (
     MODULE_NAMES,
@@ -19,6 +20,7 @@ from trimaran.worker.lora.layout import (
     AdapterLayout,
     Matrices,
     check_modules,
+    module_name,
 )
 from trimaran.worker.lora.tensor_file import TensorFile
 
@@ -66,6 +68,7 @@ _TYPES = {
 }
 """Of the keys that are read; those whose values are compared need none."""
 
+_LAYER = re.compile("[0-9]{1,9}")
 _Shape = tuple[int, ...]
 _Found = dict[str, tuple[str, _Shape]]
 """A layer's tensors, ``lora_A`` and ``lora_B``, by name and shape in the file."""
@@ -118,25 +121,34 @@ class PeftAdapter:
             pair for path, found in layers.items() for pair in self._named(config, path, found)
         ]
         self._pairs = sorted(pairs, key=lambda pair: (pair.layer, pair.module))
+        for one, other in itertools.pairwise(self._pairs):
+            if (one.layer, one.module) == (other.layer, other.module):
+                raise AdapterFormatError(
+                    f"{self._weights}: {one.a_key} and {other.a_key} both adapt "
+                    f"{module_name(one.module)} of layer {one.layer}"
+                )
 
     def _named(self, config: dict[str, Any], path: str, found: _Found) -> Iterator[_Pair]:
         words = path.split(".")
         names = (".".join(words[-2:]), words[-1])
         name = next((name for name in names if name in _PEFT_MODULES), None)
-        layer = next((int(word) for word in words if word.isdecimal()), None)
+        layer = next((int(word) for word in words if _LAYER.fullmatch(word)), None)
         if name is None or layer is None or len(found) != 2:
             raise AdapterFormatError(
                 f"{self._weights}: adapts {path!r}, which is none of the layers that are "
                 f"known: {', '.join(_PEFT_MODULES)}"
             )
         (a_key, a_shape), (b_key, b_shape) = found["lora_A"], found["lora_B"]
-        if not (len(a_shape) == len(b_shape) == 2 and a_shape[0]):
+        modules = _PEFT_MODULES[name].split()
+        are_matrices = len(a_shape) == len(b_shape) == 2 and all((*a_shape, *b_shape))
+        if not are_matrices or a_shape[0] != b_shape[1] or b_shape[0] % len(modules):
+            parts = f", of {len(modules)} modules as large" if len(modules) > 1 else ""
             raise AdapterFormatError(
                 f"{self._weights}: {a_key} has shape {list(a_shape)} and {b_key} "
-                f"{list(b_shape)}, but they must be matrices of a size of at least 1"
+                f"{list(b_shape)}, but they must be matrices [size, inputs] and [outputs, "
+                f"size]{parts}, with a size of at least 1"
             )
         scale = _scale(config, words, a_shape[0])
-        modules = _PEFT_MODULES[name].split()
         num_rows = b_shape[0] // len(modules)
         for place, module in enumerate(modules):
             yield _Pair(
@@ -189,7 +201,7 @@ class PeftAdapter:
 def _peft_config(folder: Path) -> dict[str, Any]:
     path = folder / PEFT_CONFIG
     try:
-        config: dict[str, Any] = json.loads(read_text(path))
+        config: dict[str, Any] = parse_json(read_text(path))
     except OSError as error:
         raise AdapterFormatError(f"{path}: {error.strerror}") from None
     except ValueError as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 
 import numpy as np
 import pytest
@@ -87,3 +88,70 @@ def test_an_engine_folder_remembers_the_largest_adapter(llama, trimaran, tmp_pat
     assert done.code == 0, done.err
     build = json.loads((tmp_path / "e" / "config.json").read_text())["build_config"]
     assert build["max_lora_rank"] == build["lora_config"]["max_lora_rank"] == 16
+
+
+_QUERIES = "base_model.model.model.layers.2.self_attn.q_proj"
+
+
+@pytest.mark.parametrize(
+    ("changes", "complaint"),
+    [
+        ({f"{_QUERIES}.lora_B.weight": torch.ones(64, 3)}, "has shape [2, 32] and"),
+        ({f"{_QUERIES}.lora_A.weight": torch.ones(3, 32)}, "has shape [3, 32] and"),
+        ({f"{_QUERIES}.lora_B.weight": torch.ones(0, 2)}, "[0, 2], but they must be matrices"),
+        ({f"{_QUERIES}.lora_A.weight": torch.full((2, 32), torch.nan)}, "holds nan, which is"),
+        (
+            {"layers.2.q_proj.lora_A.weight": torch.ones(2, 32),
+             "layers.2.q_proj.lora_B.weight": torch.ones(64, 2)},
+            "both adapt module 1 (attn_q) of layer 2",
+        ),
+        (
+            {"layers.3.gate_up_proj.lora_A.weight": torch.ones(2, 32),
+             "layers.3.gate_up_proj.lora_B.weight": torch.ones(15, 2)},
+            "[outputs, size], of 2 modules as large",
+        ),
+        (
+            {"layers.99999999999.q_proj.lora_A.weight": torch.ones(2, 32),
+             "layers.99999999999.q_proj.lora_B.weight": torch.ones(64, 2)},
+            "adapts 'layers.99999999999.q_proj', which is none of the layers",
+        ),
+    ],
+)  # fmt: skip
+def test_matrices_that_do_not_go_together_are_refused(
+    adapter, trimaran, tmp_path, changes, complaint
+):
+    folder, tensors = adapter
+    save_file({**tensors, **changes}, folder / "adapter_model.safetensors")
+
+    done = trimaran("convert-lora", "-i", folder, "-o", tmp_path / "out")
+
+    assert done.code == 2
+    assert complaint in done.err and str(folder) in done.err
+    assert not (tmp_path / "out").exists()
+
+
+def test_what_stands_where_a_file_goes_leaves_the_older_adapter_whole(
+    adapter, trimaran, tmp_path
+):
+    folder, _ = adapter
+    output = tmp_path / "out"
+    assert trimaran("convert-lora", "-i", folder, "-o", output).code == 0
+    before = (output / "model.lora_weights.npy").read_bytes()
+    (output / "model.lora_config.npy").unlink()
+    os.mkfifo(output / "model.lora_config.npy")
+
+    flags = ("--storage-type", "float32")
+    done = trimaran("convert-lora", "-i", folder, "-o", output, *flags)
+
+    assert done.code == 2
+    assert "model.lora_config.npy: it is a FIFO, not a file" in done.err
+    assert (output / "model.lora_weights.npy").read_bytes() == before
+    assert len(list(output.iterdir())) == 2
+
+
+def test_json_nested_deeper_than_can_be_read_is_refused(adapter, trimaran, tmp_path):
+    folder, _ = adapter
+    (folder / "adapter_config.json").write_text("[" * 100_000)
+    done = trimaran("convert-lora", "-i", folder, "-o", tmp_path / "out")
+    assert done.code == 2
+    assert "adapter_config.json: is not JSON: it is nested too deep" in done.err
