@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import importlib
+import io
 import os
 import sys
 from collections.abc import Sequence
@@ -113,10 +114,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _open_standard_streams() -> None:
     """Let what was closed when we were started lead nowhere: else a socket would have its
-    number, and get our words."""
+    number, and get our words. Names of files that are no UTF-8 are printed all the same."""
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115
+    # Only in the locales C and POSIX Python lets them through by itself.
+    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
+        sys.stdout.reconfigure(errors="backslashreplace")
 
 
 def _dispatch(words: list[str]) -> int:

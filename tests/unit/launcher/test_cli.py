@@ -77,6 +77,16 @@ def test_an_error_is_told_beside_output_that_cannot_be_written(printing):
     assert "--model-repo DIR is missing" in said
 
 
+def test_names_that_are_no_utf8_are_printed_all_the_same(tmp_path):
+    folder = os.fsencode(tmp_path) + b"/r\xff"
+    done = subprocess.run(
+        [*COMMAND, "init-repo", folder, "--defaults"], capture_output=True,
+        env={**os.environ, "PYTHONIOENCODING": "utf-8:strict"}, timeout=60,
+    )  # fmt: skip
+    assert (done.returncode, done.stderr) == (0, b"")
+    assert b"r\\udcff" in done.stdout
+
+
 def test_output_that_a_command_can_do_without_is_none_of_its_failures(monkeypatch):
     with open("/dev/full", "w") as full:
         monkeypatch.setattr(sys, "stdout", full)
