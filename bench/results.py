@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from trimaran.bench.roofline import Ceilings
 from trimaran.client.bench_report import cpu_model
 from trimaran.comm.errors import ConfigError
+from trimaran.comm.input_files import parse_json
 from trimaran.comm.output_files import writing
 
 if TYPE_CHECKING:
@@ -128,8 +129,8 @@ def read(paths: Sequence[str]) -> list[dict[str, Any]]:
 
 def _object_of(line: str, where: str) -> dict[str, Any]:
     try:
-        found = json.loads(line)
-    except (ValueError, RecursionError) as error:
+        found = parse_json(line)
+    except ValueError as error:
         raise ConfigError(
             f"{where} is not JSON, perhaps because its run was killed: {error}. Take it out."
         ) from None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import fcntl
-import json
 import os
 import shutil
 import time
@@ -17,6 +16,7 @@ from trimaran.builder.processes import WorkerLostError
 from trimaran.builder.progress import ProgressBar
 from trimaran.builder.stop_signals import StoppedError, ignore_stops
 from trimaran.comm.errors import ConfigError
+from trimaran.comm.input_files import parse_json
 from trimaran.worker.engine_folder import CONFIG_FILE, RankMapping
 
 _LOCK_WAIT_S = 1.0
@@ -103,7 +103,7 @@ def check_replaceable(output: Path) -> None:
 
 def _is_ours(folder: Path, names: set[str]) -> bool:
     try:
-        values = json.loads((folder / CONFIG_FILE).read_text(encoding="utf-8"))
+        values = parse_json((folder / CONFIG_FILE).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return False
     is_config_ours = isinstance(values, dict) and "format_version" in values

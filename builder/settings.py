@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ from typing import Any
 from trimaran.builder.foreign_flags import FlagSink
 from trimaran.comm.errors import ConfigError
 from trimaran.comm.flag_values import positive, workers
-from trimaran.comm.input_files import UTF8
+from trimaran.comm.input_files import UTF8, parse_json
 from trimaran.worker.config import MAX_SEQS
 from trimaran.worker.engine_folder import (
     BuildConfig,
@@ -193,7 +192,7 @@ def _build_config_file(path: Path | None) -> dict[str, Any]:
     if path is None:
         return {}
     try:
-        values = json.loads(path.read_text(encoding=UTF8))
+        values = parse_json(path.read_text(encoding=UTF8))
     except OSError as error:
         raise ConfigError(f"--build-config {path}: {error.strerror}.") from None
     except ValueError as error:

@@ -33,7 +33,7 @@ from trimaran.client.targets import (
 from trimaran.client.vocabulary import Vocabulary
 from trimaran.client.workload import UNPACED, Item, Workload, within
 from trimaran.comm.errors import ConfigError
-from trimaran.comm.input_files import UTF8
+from trimaran.comm.input_files import UTF8, parse_json
 from trimaran.comm.output_files import check_writable, writing
 
 _MAX_REQUESTS = 30000
@@ -324,7 +324,7 @@ def _expected_ms(args: argparse.Namespace) -> float | None:
     if not args.check_perf_json:
         return None
     try:
-        limits = json.loads(Path(args.check_perf_json).read_text(encoding=UTF8))
+        limits = parse_json(Path(args.check_perf_json).read_text(encoding=UTF8))
         return float(limits[args.check_perf_key])
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(

@@ -20,6 +20,7 @@ from trimaran.client.stream import ServerError
 from trimaran.client.tensors import row, tensor
 from trimaran.client.workload import Item
 from trimaran.comm.errors import ConfigError
+from trimaran.comm.input_files import parse_json
 
 # A read may wait as long as the longest generation; only the connection has a deadline.
 _LONGEST_LINE_BYTES = 64 << 20
@@ -200,7 +201,7 @@ async def model_over_http(url: str, name: str) -> ServedModel:
             f"{name!r} is. Look after it, or name another --url."
         ) from None
     try:
-        config = json.loads(text)
+        config = parse_json(text)
         if "error" in config:
             raise ConfigError(f"model {name!r} at http://{url}: {config['error']}")
         exclude_input = config.get("parameters", {}).get(_EXCLUDE_INPUT, {})

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 from typing import Any
 
 import numpy as np
@@ -17,6 +16,7 @@ from trimaran.client.tensors import present, row, tensor
 from trimaran.client.texts import Texts
 from trimaran.client.token_request import flag_tensors, seed_name
 from trimaran.comm.errors import ConfigError, TrimaranError
+from trimaran.comm.input_files import parse_json
 
 
 class MismatchError(TrimaranError):
@@ -142,7 +142,7 @@ def _all_texts(args: argparse.Namespace, prompts: list[str]) -> list[str]:
 def _texts(argument: str) -> list[str]:
     """The texts of an argument: it is tried as a JSON list first."""
     try:
-        value = json.loads(argument)
+        value = parse_json(argument)
     except ValueError:
         return [argument]
     if isinstance(value, list) and value and all(isinstance(item, str) for item in value):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +15,7 @@ from trimaran.client.tensors import present, row, tensor
 from trimaran.client.token_flags import DEFAULT_TEXT
 from trimaran.client.vocabulary import Vocabulary
 from trimaran.comm.errors import ConfigError
+from trimaran.comm.input_files import parse_json
 
 # The default text in GPT-2's vocabulary, for a run without a tokenizer.
 _DEFAULT_IDS = (28524, 287, 5093, 12, 23316, 4881, 11, 30022, 263, 8776, 355, 257)
@@ -141,7 +141,7 @@ def _lookahead(config: str | None) -> list[Any]:
     if config is None:
         return []
     try:
-        numbers = json.loads(config)
+        numbers = parse_json(config)
     except ValueError:
         numbers = None
     if (

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +11,7 @@ import numpy as np
 
 from trimaran.client.vocabulary import Vocabulary
 from trimaran.comm.errors import ConfigError
-from trimaran.comm.input_files import UTF8
+from trimaran.comm.input_files import UTF8, parse_json
 
 SEED = 420
 
@@ -143,7 +142,7 @@ def read_dataset(path: str) -> list[dict[str, str]]:
         ConfigError: names the file and what is wrong.
     """
     try:
-        records: Any = json.loads(Path(path).read_text(encoding=UTF8))
+        records: Any = parse_json(Path(path).read_text(encoding=UTF8))
     except OSError as error:
         raise ConfigError(f"--dataset {path}: {error.strerror}") from error
     except ValueError as error:

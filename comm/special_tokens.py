@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 from trimaran.comm.errors import ConfigError
-from trimaran.comm.input_files import read_text, unreadable
+from trimaran.comm.input_files import parse_json, read_text, unreadable
 
 FILES = ("tokenizer_config.json", "special_tokens_map.json")
 """Older tokenizers have the second; where both name a token, the first counts."""
@@ -32,7 +31,7 @@ def special_tokens(folder: Path, names: tuple[str, ...]) -> dict[str, str]:
 
 def _object(path: Path) -> dict[str, Any]:
     try:
-        values = json.loads(read_text(path))
+        values = parse_json(read_text(path))
     except OSError as error:
         raise unreadable(f"{path}:", error) from error
     except ValueError as error:

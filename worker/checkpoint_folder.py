@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from collections.abc import Iterable
 from pathlib import Path
 
 from trimaran.comm.errors import ConfigError
+from trimaran.comm.input_files import parse_json
 from trimaran.worker.pretrained_config import PretrainedConfig
 from trimaran.worker.pretrained_families import FAMILIES
 from trimaran.worker.quantized import refuse_quantized_tensors
@@ -82,7 +82,7 @@ def _files_of(folder: Path, stem: str, suffix: str) -> tuple[Path, ...]:
     if not index.is_file():
         return tuple(sorted(folder.glob(f"{stem}-*{suffix}")))
     try:
-        values = json.loads(index.read_text(encoding="utf-8"))
+        values = parse_json(index.read_text(encoding="utf-8"))
         names = sorted(set(values["weight_map"].values()))
         files = tuple(folder / name for name in names)
     except (ValueError, KeyError, AttributeError, TypeError):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from enum import Enum
@@ -11,7 +10,7 @@ from typing import Any
 
 from trimaran.comm.errors import ConfigError
 from trimaran.comm.field_types import check_field_types
-from trimaran.comm.input_files import read_text
+from trimaran.comm.input_files import parse_json, read_text
 from trimaran.worker.checkpoint_folder import (
     check_weight_files,
     find_weight_files,
@@ -271,7 +270,7 @@ def _read_config(folder: Path) -> dict[str, Any]:
     if not text.strip():
         raise ConfigError(f"{path}: is empty. {_BUILD_AGAIN}, or copy it again.")
     try:
-        values = json.loads(text)
+        values = parse_json(text)
     except ValueError as error:
         raise ConfigError(
             f"{path}: is not JSON: {error}. {_BUILD_AGAIN}, or copy it again."

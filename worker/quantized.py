@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from trimaran.comm.errors import ConfigError
+from trimaran.comm.input_files import parse_json
 from trimaran.worker.shard_file import TensorEntry
 
 _TITLES = {
@@ -86,7 +86,7 @@ def _described(quantization: Any) -> str:
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
+        values = parse_json(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
     return values if isinstance(values, dict) else {}

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import struct
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from trimaran.comm.errors import ConfigError
-from trimaran.comm.input_files import require_file
+from trimaran.comm.input_files import parse_json, require_file
 
 CHECKSUM_CHARS = 64
 ORIGIN_KEY = "origin"
@@ -132,7 +131,7 @@ def _parse_header(
 ) -> tuple[dict[str, dict[str, Any]], dict[str, Any]]:
     """The tensors' values by name, and the file's metadata."""
     try:
-        values = json.loads(header)
+        values = parse_json(header)
         metadata = dict(values.pop("__metadata__", None) or {})
         entries: dict[str, dict[str, Any]] = values
         if not all(map(_is_entry, entries.values())):

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trimaran.comm.errors import ConfigError
+from trimaran.comm.input_files import parse_json
 from trimaran.worker.pretrained_config import PretrainedConfig
 from trimaran.worker.stages import stage_sizes
 
@@ -48,7 +49,7 @@ def check_origin(file: Path, said: str, wanted: dict[str, Any], source: str) -> 
         ConfigError: names the key, its value and the one that the file has.
     """
     try:
-        origin = dict(json.loads(said or "{}"))
+        origin = dict(parse_json(said or "{}"))
     except (ValueError, TypeError):
         raise ConfigError(
             f"{file}: not a whole weight file: what its header says of its model is not JSON. "

@@ -9,7 +9,7 @@ from types import ModuleType
 from typing import Any
 
 from trimaran.comm.errors import ConfigError, RequestError
-from trimaran.comm.input_files import read_text
+from trimaran.comm.input_files import parse_json, read_text
 from trimaran.worker.config import GuidedConfig
 from trimaran.worker.guided.guide import Grammar
 from trimaran.worker.guided.json_schemas import read_schema
@@ -169,7 +169,7 @@ def _tokenizer_info(
 def _info_of_file(xgrammar: ModuleType, path: str, vocab_size: int) -> Any:
     """From a file with ``encoded_vocab``, ``tokenizer_str`` and ``stop_token_ids``."""
     try:
-        values = json.loads(read_text(path))
+        values = parse_json(read_text(path))
         info = xgrammar.TokenizerInfo
         found = info._detect_metadata_from_hf(values["tokenizer_str"])
         return info(

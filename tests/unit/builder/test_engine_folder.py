@@ -170,6 +170,12 @@ def test_a_size_that_was_edited_is_refused_by_its_key(key, value, words, engine)
     assert str(engine / "config.json") in str(refusal.value)
 
 
+def test_a_configuration_nested_deeper_than_can_be_read_is_refused(engine):
+    (engine / "config.json").write_text('{"a":' * 100_000)
+    with pytest.raises(ConfigError, match="is not JSON: it is nested too deep"):
+        EngineFolder.load(engine)
+
+
 def test_other_ranks_than_the_files_were_cut_for_are_refused_by_their_key(engine):
     def edit(values):
         sizes = {"tp_size": 1, "pp_size": 2, "pp_partition": [1, 2]}
