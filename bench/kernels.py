@@ -18,6 +18,7 @@ from trimaran.bench.shapes import SHAPES, pretrained_config
 from trimaran.comm.errors import ConfigError
 from trimaran.worker.models.registry import dtype_by_name
 
+_NO_MEMORY = "can't allocate memory"
 _CALLS = 32
 """In turn, so that the inputs of one call have left the caches when they come again."""
 
@@ -34,7 +35,7 @@ def run_kernels(args: argparse.Namespace) -> int:
     heads = "".join(f"{f'{name} us':>16}" for name in columns)
     print(f"{'operator':<34}{'size':<24}{'us':>10}{'% of limit':>12}{heads}")
     num_differing = 0
-    for case in _cases(args, shape, device, dtype):
+    for case in _within_memory(args, _cases(args, shape, device, dtype)):
         differing = library_kernels.differing(case.run, case.libraries)
         for kernel, share in differing.items():
             name = f"{kernel.library}'s {kernel.backend}"
@@ -104,6 +105,26 @@ def _check(args: argparse.Namespace, device: torch.device) -> None:
             f"--areas {others[0]} has the sizes of llama8b, not of {args.shape}: leave --shape "
             "out, or name only the area operators"
         )
+
+
+def _within_memory(
+    args: argparse.Namespace, cases: Iterator[KernelCase]
+) -> Iterator[KernelCase]:
+    """The cases, each with its inputs, which are made when it is asked for.
+
+    Raises:
+        ConfigError: the device's memory does not hold them.
+    """
+    try:
+        yield from cases
+    except RuntimeError as error:
+        # Of the host's memory torch raises no error of its own kind.
+        if not isinstance(error, torch.OutOfMemoryError) and _NO_MEMORY not in str(error):
+            raise
+        raise ConfigError(
+            f"--rows {' '.join(map(str, args.rows))} with --context {args.context} of --shape "
+            f"{args.shape} need more memory than {args.device} has. Name smaller ones."
+        ) from None
 
 
 def _cases(

@@ -191,6 +191,16 @@ def test_every_operator_of_a_layer_is_held_against_its_limit(tmp_path, capsys):
     assert "2 at 40" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(("rows", "context"), [("1", "2147483647"), ("2147483647", "8")])
+def test_kernels_that_the_memory_does_not_hold_are_refused(capsys, rows, context):
+    flags = ["--rows", rows, "--context", context, "--ceiling-seconds", "0"]
+    words = ["--device", "cpu", "--dtype", "float32", "--shape", "tiny"]
+    # Above what any host has: terabytes.
+    assert main(["bench", "kernels", *words, *flags]) == 2
+    complaint = f"--rows {rows} with --context {context} of --shape tiny need more memory than"
+    assert complaint in capsys.readouterr().err
+
+
 def test_kernels_of_a_gpu_are_refused_where_there_is_none(capsys, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert main(["bench", "kernels", "--shape", "tiny"]) == 2
