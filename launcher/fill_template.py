@@ -8,7 +8,7 @@ from pathlib import Path
 from string import Template
 
 from trimaran.comm.errors import ConfigError
-from trimaran.comm.input_files import UTF8
+from trimaran.comm.input_files import UTF8, require_file
 from trimaran.comm.output_files import replace_text
 
 # Substituted even when nobody gives them, as their documented default is "no limit".
@@ -70,6 +70,9 @@ def run(args: argparse.Namespace) -> int:
     """Print the filled template, or with ``-i`` overwrite it."""
     path = Path(args.file_path)
     try:
+        if args.in_place:
+            # A pipe can be read, but what is put in its place is read by nobody.
+            require_file(path)
         text = path.read_text(encoding=UTF8)
     except (OSError, UnicodeDecodeError) as error:
         why = error.strerror if isinstance(error, OSError) else error

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -112,6 +113,13 @@ def test_a_file_that_is_no_text_is_refused(tmp_path, capsys):
     path.write_bytes(b"a \xff")
     assert main(["fill-template", "-i", str(path), "a:1"]) == 2
     assert f"error: cannot read {path}: 'utf-8' codec" in capsys.readouterr().err
+
+
+def test_a_pipe_is_not_filled_in_place(tmp_path, capsys):
+    path = tmp_path / "config.pbtxt"
+    os.mkfifo(path)
+    assert main(["fill-template", "-i", str(path), "a:1"]) == 2
+    assert f"cannot read {path}: it is a FIFO, not a file" in capsys.readouterr().err
 
 
 def test_queue_limits_have_defaults(tmp_path, capsys):
