@@ -25,7 +25,9 @@ def started() -> Iterator[Callable[..., subprocess.Popen[str]]]:
     running: list[subprocess.Popen[str]] = []
 
     def start(*words: str) -> subprocess.Popen[str]:
-        command = [str(Path(sys.executable).with_name("trimaran")), *words]
+        # Shells let what runs in the background ignore Ctrl-C, these tests too.
+        heeding = ("env", "--default-signal=INT")
+        command = [*heeding, str(Path(sys.executable).with_name("trimaran")), *words]
         pipe = subprocess.PIPE
         running.append(
             subprocess.Popen(
