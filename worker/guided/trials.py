@@ -21,6 +21,8 @@ _PROGRAM = (
 )
 _LOOK_S = 0.05
 """How often one looks whether somebody still wants a trial."""
+_LATER_S = 0.2
+"""The copies of a process that is killed end before it can be seen to have ended."""
 _ATTEMPTS = 3
 _MAX_BYTES = 2 << 30
 # It makes copies of itself, for which it may have one thread alone.
@@ -152,8 +154,13 @@ class Trials:
                 self._idle.append(connection)
 
     def _is_alive(self) -> bool:
+        """Whether the process lives whose copy has ended."""
         with self._lock:
-            return self._process.poll() is None
+            try:
+                self._process.wait(_LATER_S)
+            except subprocess.TimeoutExpired:
+                return True
+            return False
 
     def close(self) -> None:
         """End all processes, and with them all trials."""
