@@ -24,6 +24,9 @@ NUM_IDS = 4096
 LEFT_TO_SLOW_S = 2.0
 """Of work: after that a guide is compiled where it may take all its time."""
 
+PATIENT_S = 250.0
+"""For a machine that has much else to do."""
+
 
 def minutes(number: int) -> str:
     """A schema that takes half a minute or more, of which no two are alike."""
@@ -59,8 +62,9 @@ def processes():
 
 @pytest.fixture
 def compiler(processes):
-    made = GuideCompiler(GuidedConfig(backend="xgrammar"), str(MODEL), NUM_IDS)
-    made.submit("regex", "ready").result(60.0)
+    config = GuidedConfig(backend="xgrammar", timeout_s=PATIENT_S)
+    made = GuideCompiler(config, str(MODEL), NUM_IDS)
+    made.submit("regex", "ready").result(PATIENT_S)
     yield made
     made.close()
 
@@ -147,17 +151,17 @@ def test_no_time_at_all_is_refused_at_the_start():
 
 
 def test_a_slow_guide_within_the_limit_is_followed_and_remembered(serve):
-    driver = serve()
+    driver = serve(PATIENT_S)
     guide = texts(9000)
-    first = submit(driver, "choice", guide)
-    driver.run(max_steps=100_000)
     started = time.monotonic()
+    first = submit(driver, "choice", guide)
+    driver.run(max_steps=1_000_000)
+    ended = time.monotonic()
     again = submit(driver, "choice", guide)
-    driver.run(max_steps=100_000)
-    took = time.monotonic() - started
+    driver.run(max_steps=1_000_000)
 
     assert {text_of(driver, first), text_of(driver, again)} <= set(json.loads(guide))
-    assert took < 1.0
+    assert time.monotonic() - ended < (ended - started) / 2
 
 
 def test_a_guide_that_several_wait_for_is_compiled_once_for_those_who_stay(compiler):
@@ -165,7 +169,7 @@ def test_a_guide_that_several_wait_for_is_compiled_once_for_those_who_stay(compi
     for future in futures[::2]:
         assert future.cancel()
 
-    grammars = {future.result(60.0) for future in futures[1::2]}
+    grammars = {future.result(PATIENT_S) for future in futures[1::2]}
 
     assert len(grammars) == 1
 
