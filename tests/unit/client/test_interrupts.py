@@ -58,7 +58,7 @@ class Answers:
             has_one = self._left >= 0
         if not has_one:
             self.waiting.release()
-            self.over.wait(60)
+            self.over.wait(150)
 
 
 @pytest.fixture
@@ -84,11 +84,11 @@ def interrupt(
 ) -> tuple[str, str]:
     """Ctrl-C once both connections wait; what the command printed."""
     for _ in range(2):
-        assert answers.waiting.acquire(timeout=20), command.communicate(timeout=1)
+        assert answers.waiting.acquire(timeout=60), command.communicate(timeout=1)
     # The last answers are taken in by then.
     time.sleep(0.3)
     (os.killpg if whole_group else os.kill)(command.pid, signal.SIGINT)
-    return command.communicate(timeout=30)
+    return command.communicate(timeout=60)
 
 
 @pytest.mark.parametrize(

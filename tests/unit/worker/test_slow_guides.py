@@ -107,24 +107,23 @@ def wait_until(is_so, seconds=10.0):
 
 
 def test_a_guide_does_not_wait_for_slow_ones_whether_or_not_they_are_still_wanted(serve):
-    driver = serve()
+    driver = serve(PATIENT_S)
     quick = [submit(driver, "regex")]
     driver.run()
     slow = [submit(driver, "json_schema", minutes(number)) for number in range(3)]
     gone = submit(driver, "json_schema", minutes(3))
     driver.engine.cancel("client", [gone])
-    started = time.monotonic()
     quick += [submit(driver, "choice"), submit(driver, "regex", "[a-f]{3}")]
     while not all((request, 0) in driver.reasons for request in quick):
         driver.step()
-    took = time.monotonic() - started
+    compiled = [request for request in slow if (request, 0) in driver.reasons]
 
     driver.engine.cancel("client", slow)
     driver.run()
     after = submit(driver, "ebnf_grammar")
     driver.run()
 
-    assert took < 10.0
+    assert not compiled
     assert follows("choice", text_of(driver, quick[1]))
     assert follows("ebnf_grammar", text_of(driver, after))
     assert all(driver.reasons[request, 0] is FinishReason.CANCELLED for request in slow)
