@@ -6,6 +6,9 @@ from dataclasses import dataclass
 
 from trimaran.comm.errors import ConfigError
 
+MAX_RANKS = 4096
+"""Most ranks of a server: each is a process that its supervisor and its rank 0 talk to."""
+
 
 @dataclass(frozen=True, slots=True)
 class Coord:

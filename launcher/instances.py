@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from trimaran.comm.errors import ConfigError
+from trimaran.comm.topology import MAX_RANKS
 from trimaran.server.model_repository import RepositoryModel
-from trimaran.worker.config import MAX_RANKS
 
 MIG_PREFIX = "MIG-"
 _GPU = re.compile(r"0*[0-9]{1,9}")

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 
 from trimaran.comm.errors import ConfigError
+from trimaran.comm.topology import MAX_RANKS
 from trimaran.launcher import settings
 from trimaran.launcher.config import GroupConfig, ServeConfig
 from trimaran.launcher.engine_args import engine_config, resolve_device, threads_of_a_rank
@@ -36,7 +37,6 @@ from trimaran.launcher.seating import (
 from trimaran.launcher.start_models import start_models
 from trimaran.orchestrator.placement import Host
 from trimaran.server.model_repository import RepositoryModel
-from trimaran.worker.config import MAX_RANKS
 
 logger = logging.getLogger(__name__)
 

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 
 from trimaran.comm.errors import ConfigError
 from trimaran.comm.output_files import check_replaceable
+from trimaran.comm.topology import MAX_RANKS
 from trimaran.launcher.config import LogConfig, MpiConfig, RestartPolicy
 from trimaran.launcher.engine_args import EngineFlags
 from trimaran.launcher.job import Job, current_job
@@ -17,7 +18,7 @@ from trimaran.launcher.triton_flags import check_triton_flags, grpc_options, idl
 from trimaran.server.config import FrontendConfig
 from trimaran.server.log_settings import LOG_KINDS, level_name
 from trimaran.server.metrics_options import MetricsOptions
-from trimaran.worker.config import MAX_RANKS, ProfileConfig
+from trimaran.worker.config import ProfileConfig
 from trimaran.worker.experts_config import ExpertsConfig
 from trimaran.worker.parallel_sizes import AskedSizes
 from trimaran.worker.stages import parse_partition

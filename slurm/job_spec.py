@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from trimaran.comm.errors import ConfigError
 from trimaran.comm.flag_values import count, port, positive
+from trimaran.comm.topology import MAX_RANKS
 
 TEMPLATES = {
     "leader": "one model on one node",
@@ -143,6 +144,11 @@ def split_flags(flags: str) -> tuple[str, ...]:
 
 def _check_shape(args: argparse.Namespace) -> None:
     """Refuse nodes, ranks and GPUs that do not go together."""
+    if args.world_size > MAX_RANKS + 1:
+        raise ConfigError(
+            f"--world-size is {args.world_size}, but at most {MAX_RANKS} ranks and an "
+            "orchestrator's place make one job. Lower it."
+        )
     if args.nodes > 1 and args.template in ("leader", "replicas"):
         raise ConfigError(
             f"--nodes is {args.nodes} but template {args.template} runs on one node. "

@@ -7,13 +7,11 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, ClassVar
 
 from trimaran.comm.errors import ConfigError
+from trimaran.comm.topology import MAX_RANKS
 from trimaran.worker.experts_config import ExpertsConfig
 
 ALL_REDUCES = ("auto", "nccl", "peer", "fused")
 """Values of `EngineConfig.all_reduce`."""
-
-MAX_RANKS = 4096
-"""Most ranks of a server: each is a process that its supervisor and its rank 0 talk to."""
 
 MAX_SEQS = 1 << 16
 """Most sequences that an engine runs at once: it keeps a row of numbers for each."""

@@ -162,6 +162,7 @@ def test_a_job_is_read_from_a_yaml_file(tmp_path: Path, capsys: pytest.CaptureFi
         (["--template", "leader-multinode", "--nodes", "2", "--world-size", "3"],
          "3 ranks do not spread evenly over 2 nodes"),
         (["--replicas", "2"], "--replicas 2 goes with --template replicas"),
+        (["--world-size", "4098"], "--world-size is 4098, but at most 4096 ranks"),
         (["--world-size", "4", "--gpus-per-node", "2"], "less than the 4 ranks of a node"),
         (["--template", "orchestrator", "--nodes", "2", "--container-image", "x"],
          "inside a container groups of workers start on their own node only"),
