@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import json
+import os
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,11 @@ from trimaran.comm.errors import ConfigError
 from trimaran.comm.output_files import writing
 
 _OURS = "trimaran"
+_MEASURED = (
+    "shape", "device", "gpus", "dtype", "isl", "osl", "requests", "protocol", "request_rate",
+    "concurrency", "operator", "size",
+)  # fmt: skip
+"""What tells measurements of one benchmark apart, beside the engine and the layout."""
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -29,43 +36,63 @@ def run_report(args: argparse.Namespace) -> int:
         ConfigError: the files hold nothing to tell, or nothing to draw.
     """
     by_kind = _lines_by_kind(args.files)
-    tables: list[str] = []
-    groups: list[Group] = []
-    for kind, own in by_kind.items():
-        table, chart = _KINDS[kind]
-        tables += [*table(own), ""]
-        groups += chart(own)
+    tables = [row for kind, own in by_kind.items() for row in (*_KINDS[kind][0](own), "")]
     if args.plot:
-        if not groups:
-            raise ConfigError(
-                f"--plot {args.plot}: no line has a percentage of the limit to draw. Leave "
-                "it out, or measure with --ceiling-seconds above 0."
-            )
-        has_limits = "serve" not in by_kind
-        title = "Percentage of the machine's limit" if has_limits else "Output tokens a second"
-        chart_text = bar_chart(title, groups, 100.0 if has_limits else None)
+        chart = _chart(args.plot, by_kind)
+        is_there = os.path.exists(args.plot)
+        if is_there and any(os.path.samefile(args.plot, file) for file in args.files):
+            raise ConfigError(f"--plot {args.plot} holds the results. Name another file.")
         with writing("--plot", args.plot):
-            Path(args.plot).write_text(chart_text, encoding="utf-8")
+            Path(args.plot).write_text(chart, encoding="utf-8")
     print("\n".join(tables))
     return 0
 
 
+def _chart(path: str, by_kind: dict[str, list[Line]]) -> str:
+    """One chart of all lines: in percent of the limit, or beside a server's in tokens a second.
+
+    Raises:
+        ConfigError: they have nothing in common that can be drawn.
+    """
+    in_percent = "serve" not in by_kind
+    if not in_percent and "kernels" in by_kind:
+        raise ConfigError(
+            f"--plot {path}: a server's lines are drawn in tokens a second, which kernels have "
+            "none of. Leave the files of one of them out."
+        )
+    groups = [
+        group for kind, own in by_kind.items() for group in _KINDS[kind][1](own, in_percent)
+    ]
+    if not groups:
+        raise ConfigError(
+            f"--plot {path}: no line has a percentage of the limit to draw. Leave "
+            "it out, or measure with --ceiling-seconds above 0."
+        )
+    title = "Percentage of the machine's limit" if in_percent else "Output tokens a second"
+    return bar_chart(title, groups, 100.0 if in_percent else None)
+
+
 def _lines_by_kind(files: list[str]) -> dict[str, list[Line]]:
-    """The lines of each benchmark that has some, checked.
+    """The lines of each benchmark that has some, checked; of equal measurements the last.
 
     Raises:
         ConfigError: there are none, or one lacks a key or has a value of another type.
     """
-    found: dict[str, list[Line]] = {kind: [] for kind in _KINDS}
+    found: dict[str, dict[str, Line]] = {kind: {} for kind in _KINDS}
     for path in files:
         for line in results.read([path]):
             kind = line.get("benchmark")
             if isinstance(kind, str) and kind in found:
                 check_line(line, path)
-                found[kind].append(line)
+                found[kind][_measurement(line)] = line
     if not any(found.values()):
         raise ConfigError(f"{', '.join(files)}: no line names a benchmark of this command")
-    return {kind: lines for kind, lines in found.items() if lines}
+    return {kind: list(lines.values()) for kind, lines in found.items() if lines}
+
+
+def _measurement(line: Line) -> str:
+    names = (_who(line), layout_of(line), *(line.get(name) for name in _MEASURED))
+    return json.dumps(names)
 
 
 def _who(line: Line) -> str:
@@ -84,8 +111,23 @@ def layout_of(line: Line) -> str:
     return "".join(f"{axis}{size}" for axis, size in sizes.items() if size > 1)
 
 
-def _model(line: Line) -> str:
-    return ", ".join(filter(None, (line["shape"], line["dtype"], layout_of(line))))
+def _models(lines: list[Line]) -> list[str]:
+    """What was measured by each line, and on which device where there are several."""
+    has_several = len({line.get("device") for line in lines}) > 1
+    return [
+        ", ".join(
+            filter(
+                None,
+                (
+                    line.get("shape"),
+                    line.get("dtype"),
+                    layout_of(line),
+                    line.get("device") if has_several else None,
+                ),
+            )
+        )
+        for line in lines
+    ]
 
 
 def _by_load(lines: Iterable[Line]) -> dict[tuple[Any, ...], dict[str, Line]]:
@@ -100,14 +142,14 @@ def _throughput_table(lines: list[Line]) -> list[str]:
     peers = sorted({name for who in loads.values() for name in who} - {_OURS})
     head = ["model", "in/out", "requests", *peers, _OURS, "runs", "limit", "% of limit"]
     rows = []
-    for who in loads.values():
-        line = who.get(_OURS) or next(iter(who.values()))
+    told = [who.get(_OURS) or next(iter(who.values())) for who in loads.values()]
+    for who, line, model in zip(loads.values(), told, _models(told), strict=True):
         others = [f"{who[name]['out_tok_s']:,.0f}" if name in who else "" for name in peers]
         own = who.get(_OURS)
         runs = [f"{rate:,.0f}" for rate in own["out_tok_s_runs"]] if own else [""]
         rows.append(
             [
-                _model(line),
+                model,
                 f"{line['isl']}/{line['osl']}",
                 f"{line['requests']:,}",
                 *others,
@@ -120,17 +162,18 @@ def _throughput_table(lines: list[Line]) -> list[str]:
     return _markdown(head, rows)
 
 
-def _throughput_chart(lines: list[Line]) -> list[Group]:
+def _throughput_chart(lines: list[Line], in_percent: bool) -> list[Group]:
     groups = []
     for who in _by_load(lines).values():
         bars = [
             Bar(
                 series=name,
-                value=line["limit_pct"],
-                text=f"{line['out_tok_s']:,.0f} tokens/s, {line['limit_pct']:.1f} %",
+                value=line["limit_pct" if in_percent else "out_tok_s"],
+                text=f"{line['out_tok_s']:,.0f} tokens/s"
+                + (f", {line['limit_pct']:.1f} %" if "limit_pct" in line else ""),
             )
             for name, line in sorted(who.items())
-            if "limit_pct" in line
+            if "limit_pct" in line or not in_percent
         ]
         if bars:
             line = next(iter(who.values()))
@@ -142,15 +185,17 @@ def _throughput_chart(lines: list[Line]) -> list[Group]:
 
 def _latency_table(lines: list[Line]) -> list[str]:
     times = ("first_token_ms", "token_ms_p50", "token_ms_p99")
-    head = ["model", "in/out", *(name.replace("_", " ") for name in times), "% of limit"]
+    named = [name.replace("_", " ") for name in times]
+    head = ["model", "in/out", "requests", *named, "% of limit"]
     rows = [
         [
-            _model(line),
+            model,
             f"{line['isl']}/{line['osl']}",
+            f"{line['requests']:,}",
             *(f"{line[name]:.2f}" for name in times),
             f"{line['limit_pct']:.1f}" if "limit_pct" in line else "",
         ]
-        for line in lines
+        for line, model in zip(lines, _models(lines), strict=True)
     ]
     return _markdown(head, rows)
 
@@ -159,10 +204,11 @@ _SERVE_TIMES = ("ttft_ms_avg", "ttft_ms_p99", "itl_ms_avg", "itl_ms_p99", "e2e_m
 
 
 def _serve_table(lines: list[Line]) -> list[str]:
-    head = ["protocol", "in/out", "requests", "rate", "streams", "tokens/s"]
+    head = ["model", "protocol", "in/out", "requests", "rate", "streams", "tokens/s"]
     head += [name.replace("_ms_", " ") + " ms" for name in _SERVE_TIMES]
     rows = [
         [
+            model,
             line["protocol"],
             f"{line['isl']}/{line['osl']}",
             f"{line['requests']:,}",
@@ -171,12 +217,12 @@ def _serve_table(lines: list[Line]) -> list[str]:
             f"{line['out_tok_s']:,.0f}",
             *(f"{line[name]:.1f}" if name in line else "" for name in _SERVE_TIMES),
         ]
-        for line in lines
+        for line, model in zip(lines, _models(lines), strict=True)
     ]
     return _markdown(head, rows)
 
 
-def _serve_chart(lines: list[Line]) -> list[Group]:
+def _serve_chart(lines: list[Line], _: bool) -> list[Group]:
     groups: dict[str, list[Bar]] = {}
     for line in lines:
         pace = "" if line["request_rate"] <= 0 else f", {line['request_rate']:g} a second"
@@ -190,21 +236,23 @@ def _serve_chart(lines: list[Line]) -> list[Group]:
 def _kernel_table(lines: list[Line]) -> list[str]:
     names = {key.removesuffix("_us") for line in lines for key in line if key.endswith("_us")}
     others = ["torch", *sorted(names - {"torch"})]
-    head = ["operator", "size", "us", "% of limit", *(f"{name} us" for name in others)]
+    head = ["model", "operator", "size", "us", "% of limit"]
+    head += [f"{name} us" for name in others]
     rows = [
         [
+            model,
             line["operator"],
             line["size"],
             f"{line['us']:,.1f}",
             f"{line['limit_pct']:.0f}",
             *(f"{us:,.1f}" if (us := line.get(f"{name}_us")) else "" for name in others),
         ]
-        for line in lines
+        for line, model in zip(lines, _models(lines), strict=True)
     ]
     return _markdown(head, rows)
 
 
-def _kernel_chart(lines: list[Line]) -> list[Group]:
+def _kernel_chart(lines: list[Line], _: bool) -> list[Group]:
     return [
         Group(
             f"{line['operator']} {line['size']}",
@@ -226,9 +274,9 @@ def _markdown(head: list[str], rows: list[list[str]]) -> list[str]:
     return ["| " + " | ".join(row) + " |" for row in told]
 
 
-_KINDS: dict[
-    str, tuple[Callable[[list[Line]], list[str]], Callable[[list[Line]], list[Group]]]
-] = {
+_Table = Callable[[list[Line]], list[str]]
+_Chart = Callable[[list[Line], bool], list[Group]]
+_KINDS: dict[str, tuple[_Table, _Chart]] = {
     "throughput": (_throughput_table, _throughput_chart),
     "latency": (_latency_table, _throughput_chart),
     "serve": (_serve_table, _serve_chart),

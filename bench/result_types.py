@@ -31,8 +31,10 @@ _NEEDED: dict[str, dict[str, JsonType]] = {
 _LAYOUT = dict.fromkeys(("tp_size", "pp_size", "dp_size", "moe_ep_size"), JsonType.WHOLE)
 _LIMIT = {"limit_tok_s": JsonType.AMOUNT, "limit_pct": JsonType.AMOUNT}
 _OFFLINE = {**_LAYOUT, **_LIMIT}
-_IF_THERE = {"throughput": _OFFLINE, "latency": _OFFLINE}
-_OR_NULL = {"engine": JsonType.TEXT, "device": JsonType.TEXT, "gpus": JsonType.WHOLE}
+_IF_THERE = {"throughput": _OFFLINE, "latency": _OFFLINE, "serve": _LAYOUT, "kernels": _LAYOUT}
+_OR_NULL = {
+    **dict.fromkeys(("engine", "device", *_MODEL), JsonType.TEXT), "gpus": JsonType.WHOLE,
+}  # fmt: skip
 _TIME_STARTS = ("ttft_ms_", "itl_ms_", "e2e_ms_")
 
 

@@ -64,7 +64,8 @@ def test_served_loads_are_told_with_their_times(tmp_path, capsys):
     plot = tmp_path / "plot.svg"
     path = write(tmp_path / "results.jsonl", SERVED)
     assert main(["bench", "report", path, "--plot", str(plot)]) == 0
-    assert "| grpc | 467/256 | 500 | 8 | 128 | 2,040 | 20.5 | 31.0 |" in capsys.readouterr().out
+    row = "|  | grpc | 467/256 | 500 | 8 | 128 | 2,040 | 20.5 | 31.0 |"
+    assert row in capsys.readouterr().out
     assert "Output tokens a second" in plot.read_text()
 
 
@@ -72,7 +73,64 @@ def test_latencies_have_a_table_of_their_own(tmp_path, capsys):
     times = {"first_token_ms": 9.75, "token_ms_p50": 4.4, "token_ms_p99": 4.51}
     line = {**OURS, "benchmark": "latency", "requests": 1, **times}
     assert main(["bench", "report", write(tmp_path / "results.jsonl", line)]) == 0
-    assert "| 128/256 | 9.75 | 4.40 | 4.51 | 80.8 |" in capsys.readouterr().out
+    assert "| 128/256 | 1 | 9.75 | 4.40 | 4.51 | 80.8 |" in capsys.readouterr().out
+
+
+def test_rows_of_other_models_types_and_devices_are_told_apart(tmp_path, capsys):
+    kernel = {
+        "benchmark": "kernels", "shape": "llama8b", "operator": "embed", "size": "1 x 4096",
+        "dtype": "bfloat16", "us": 1.3, "limit_pct": 2.0, "device": "a card",
+    }  # fmt: skip
+    later = {**kernel, "us": 1.4}
+    lines = [
+        kernel, later, {**kernel, "dtype": "float16"}, {**SERVED, "shape": "tiny"},
+        {**SERVED, "shape": "llama8b"}, OURS, {**OURS, "device": "another"},
+    ]  # fmt: skip
+
+    assert main(["bench", "report", write(tmp_path / "results.jsonl", *lines)]) == 0
+
+    table = capsys.readouterr().out
+    assert table.count("| embed | 1 x 4096 |") == 2
+    assert "| llama8b, bfloat16 | embed | 1 x 4096 | 1.4 |" in table
+    assert "| llama8b, float16 | embed | 1 x 4096 | 1.3 |" in table
+    assert "| tiny | grpc | 467/256 |" in table
+    assert "| llama8b | grpc | 467/256 |" in table
+    assert "| llama8b, bfloat16, a card | 128/256 | 64 |" in table
+    assert "| llama8b, bfloat16, another | 128/256 | 64 |" in table
+
+
+def test_beside_a_servers_tokens_a_second_no_bar_is_a_percentage(tmp_path):
+    plot = tmp_path / "plot.svg"
+    path = write(tmp_path / "results.jsonl", {**OURS, "out_tok_s": 2040.0}, SERVED)
+
+    assert main(["bench", "report", path, "--plot", str(plot)]) == 0
+
+    bars = re.findall(r'<rect x="\d+" y="\d+" width="([\d.]+)" height="13"', plot.read_text())
+    assert len(bars) == 2
+    assert bars[0] == bars[1]
+
+
+def test_bars_without_a_common_measure_are_refused(tmp_path, capsys):
+    kernel = {
+        "benchmark": "kernels",
+        "operator": "embed",
+        "size": "1",
+        "us": 1.3,
+        "limit_pct": 2.0,
+    }
+    path = write(tmp_path / "results.jsonl", kernel, SERVED)
+    assert main(["bench", "report", path, "--plot", str(tmp_path / "plot.svg")]) == 2
+    assert "tokens a second, which kernels have none of" in capsys.readouterr().err
+
+
+def test_a_plot_does_not_take_the_place_of_its_results(tmp_path, capsys):
+    path = write(tmp_path / "results.jsonl", OURS)
+    (tmp_path / "link").symlink_to(path)
+
+    assert main(["bench", "report", path, "--plot", str(tmp_path / "link")]) == 2
+
+    assert "holds the results" in capsys.readouterr().err
+    assert json.loads((tmp_path / "results.jsonl").read_text()) == OURS
 
 
 def test_lines_without_a_limit_have_a_table_but_nothing_to_draw(tmp_path, capsys):
