@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from dataclasses import replace
 
 from trimaran.bench.load import Load
 from trimaran.bench.shapes import SHAPES
+from trimaran.comm.errors import ConfigError
 from trimaran.comm.flag_values import amount, count, positive, seconds, workers
+from trimaran.comm.output_files import make_writable_folder
 from trimaran.worker.config import (
     CacheConfig,
     EngineConfig,
@@ -121,9 +124,15 @@ def parallel_config(args: argparse.Namespace) -> ParallelConfig:
 
 def profile_config(args: argparse.Namespace) -> ProfileConfig | None:
     """The steps to trace; raises ConfigError."""
+    folder: str = args.profile_dir
     if not args.profile:
+        if folder:
+            raise ConfigError(
+                f"--profile-dir {folder} has no effect: name the steps with --profile steps=A:B"
+            )
         return None
-    return ProfileConfig.parse(args.profile, args.profile_dir, "--profile-dir")
+    config = ProfileConfig.parse(args.profile, folder, "--profile-dir")
+    return replace(config, folder=make_writable_folder("--profile-dir", folder))
 
 
 def engine_config(args: argparse.Namespace, folder: str, loads: list[Load]) -> EngineConfig:

@@ -173,9 +173,9 @@ def _subject(args: argparse.Namespace, loads: list[Load]) -> Iterator[_Subject |
             raise ConfigError("--peer compares engines on one device: leave it out, or ranks")
         with connected(config) as ranks:
             shape = shape_of(model)
+            share = _memory_fraction(args, shape, ranks)
             limits = _limits(args, ranks, shape, model.dtype)
             peers = _peers(args, folder, model, loads)
-            share = _memory_fraction(args, shape, ranks)
             cache = replace(config.cache, free_memory_fraction=share)
             engine = load_engine(replace(config, cache=cache), ranks, profile)
             memory = ranks.of_all(memory_of(engine))

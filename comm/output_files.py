@@ -50,6 +50,32 @@ def check_replaceable(flag: str, path: str | os.PathLike[str]) -> None:
         pass
 
 
+def make_folder(flag: str, path: str | os.PathLike[str]) -> None:
+    """Make the folder that ``flag`` names, if it is not there.
+
+    Raises:
+        ConfigError: it cannot be made, and why.
+    """
+    try:
+        os.makedirs(path, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(
+            f"{flag} {path}: {error.strerror}. Name a folder that can be written."
+        ) from None
+
+
+def make_writable_folder(flag: str, path: str) -> str:
+    """`make_folder` for files of ours; the folder from the root on.
+
+    Raises:
+        ConfigError: none can be made there.
+    """
+    make_folder(flag, path)
+    if not os.access(path, os.W_OK | os.X_OK):
+        raise ConfigError(f"{flag} {path} cannot be written. Name another folder.")
+    return os.path.abspath(path)
+
+
 @contextlib.contextmanager
 def writing(flag: str, path: str | os.PathLike[str]) -> Iterator[None]:
     """Write the file that ``flag`` names.

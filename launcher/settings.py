@@ -8,7 +8,7 @@ import shutil
 from collections.abc import Mapping
 
 from trimaran.comm.errors import ConfigError
-from trimaran.comm.output_files import check_replaceable
+from trimaran.comm.output_files import check_replaceable, make_folder, make_writable_folder
 from trimaran.comm.topology import MAX_RANKS
 from trimaran.launcher.config import LogConfig, MpiConfig, RestartPolicy
 from trimaran.launcher.engine_args import EngineFlags
@@ -311,24 +311,10 @@ def ready_file(args: argparse.Namespace) -> str:
     if not args.ready_file:
         return ""
     path: str = os.path.abspath(args.ready_file)
-    _made("--ready-file", os.path.dirname(path))
+    make_folder("--ready-file", os.path.dirname(path))
     check_replaceable("--ready-file", path)
     return path
 
 
 def _log_dir(path: str) -> str:
-    if not path:
-        return ""
-    _made("--log-dir", path)
-    if not os.access(path, os.W_OK | os.X_OK):
-        raise ConfigError(f"--log-dir {path} cannot be written. Name another folder.")
-    return os.path.abspath(path)
-
-
-def _made(flag: str, folder: str) -> None:
-    try:
-        os.makedirs(folder, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(
-            f"{flag} {folder}: {error.strerror}. Name a folder that can be written."
-        ) from None
+    return make_writable_folder("--log-dir", path) if path else ""

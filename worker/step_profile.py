@@ -77,6 +77,11 @@ class StepProfile:
             self._stop()
         if self._writer is not None:
             self._writer.join()
+        else:
+            logger.warning(
+                "no trace was written: the steps %d to %d never came",
+                self._config.first, self._config.last,
+            )  # fmt: skip
 
     def _enter(self, part: Part) -> None:
         if self._span is not None:
@@ -107,7 +112,7 @@ class StepProfile:
         except OSError as error:
             logger.error(
                 "the trace %s cannot be written: %s. Free space there, or name another "
-                "--log-dir, and start again.", self._path, error.strerror or error,
+                "folder, and start again.", self._path, error.strerror or error,
             )  # fmt: skip
             with contextlib.suppress(OSError):
                 partial.unlink(missing_ok=True)

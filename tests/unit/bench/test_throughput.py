@@ -123,6 +123,15 @@ def test_a_checkpoint_with_keys_of_its_own_is_held_against_its_limit(tmp_path):
             ["--tp-size", "2", "--moe-ep-size", "3"],
             "--moe-ep-size (3) must divide --tp-size (2)",
         ),
+        (
+            ["--profile", "steps=1:2", "--profile-dir", "/proc/x"],
+            "--profile-dir /proc/x: No such",
+        ),
+        (["--profile", "steps=1:2"], "has no folder to write to. Add --profile-dir"),
+        (
+            ["--profile-dir", "x"],
+            "--profile-dir x has no effect: name the steps with --profile",
+        ),
     ],
 )
 def test_what_cannot_be_measured_is_refused(capsys, flags, complaint):

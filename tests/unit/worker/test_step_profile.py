@@ -63,16 +63,17 @@ def test_a_trace_that_cannot_be_written_is_told_and_leaves_nothing(
     driver.submit(prompt_of(10), max_tokens=4)
     driver.run()
     driver.engine.shutdown()
-    assert "No space left on device. Free space there, or name another --log-dir" in caplog.text
+    assert "No space left on device. Free space there, or name another folder" in caplog.text
     assert list((tmp_path / "traces").iterdir()) == []
 
 
-def test_steps_that_never_come_leave_no_file(traced, tmp_path, prompt_of):
+def test_steps_that_never_come_leave_no_file_and_are_told(traced, tmp_path, prompt_of, caplog):
     driver = traced(500, 510)
     driver.submit(prompt_of(10), max_tokens=4)
     driver.run()
     driver.engine.shutdown()
     assert not (tmp_path / "traces").exists()
+    assert "no trace was written: the steps 500 to 510 never came" in caplog.text
 
 
 def test_tracing_changes_no_token(traced, make_engine, prompt_of):
