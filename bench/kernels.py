@@ -30,7 +30,7 @@ def run_kernels(args: argparse.Namespace) -> int:
     shape = ModelShape.of(pretrained_config(args.shape, args.dtype))
     limits = ceilings.measure(shape, device, dtype, args.ceiling_seconds)
     facts = results.environment(device, limits)
-    print(f"{limits.flops / 1e12:.1f} TFLOP/s, {limits.bandwidth / 1e12:.2f} TB/s")
+    print(limits)
     columns = ["torch", *library_kernels.installed()]
     heads = "".join(f"{f'{name} us':>16}" for name in columns)
     print(f"{'operator':<34}{'size':<24}{'us':>10}{'% of limit':>12}{heads}")

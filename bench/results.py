@@ -50,8 +50,9 @@ def surroundings(gpu: str | None, ceilings: Ceilings | None) -> dict[str, Any]:
     if not gpu:
         facts["load_average"] = round(os.getloadavg()[0], 2)
     if ceilings is not None:
-        facts["ceiling_tflops"] = round(ceilings.flops / 1e12, 3)
-        facts["ceiling_tb_s"] = round(ceilings.bandwidth / 1e12, 4)
+        # By digits, not decimals: a core of a CPU has some thousandths of these units.
+        facts["ceiling_tflops"] = float(f"{ceilings.flops / 1e12:.6g}")
+        facts["ceiling_tb_s"] = float(f"{ceilings.bandwidth / 1e12:.5g}")
         facts["ceiling_gb"] = round(ceilings.memory / 1e9, 1)
     return facts
 

@@ -32,6 +32,9 @@ class Ceilings:
     devices: int = 1
     """How many work together: the other figures are their sums."""
 
+    def __str__(self) -> str:
+        return f"{self.flops / 1e12:.4g} TFLOP/s, {self.bandwidth / 1e12:.3g} TB/s"
+
 
 @dataclass(frozen=True, slots=True)
 class Work:

@@ -19,6 +19,7 @@ from trimaran.client.bench_flags import DEFAULT_URLS, refuse_given
 from trimaran.client.load import Run
 from trimaran.client.workload import Workload
 from trimaran.comm.errors import ConfigError
+from trimaran.comm.json_types import JsonType, check_types
 
 _TIMES = {"ttft": "time_to_first_token_ms", "itl": "inter_token_ms", "e2e": "latency_ms"}
 _OF_ONE_RUN = (
@@ -186,22 +187,31 @@ def _facts(args: argparse.Namespace) -> dict[str, Any]:
     count = args.gpus if gpus else 0
     facts = {"gpus": count, **results.surroundings(gpus[0] if gpus else None, None)}
     if args.ceilings_of:
-        known = results.read([args.ceilings_of])
-        last = [line for line in known if line.keys() >= results.CEILINGS]
-        if not last:
-            names = ", ".join(sorted(results.CEILINGS))
-            raise ConfigError(
-                f"--ceilings-of {args.ceilings_of}: no line holds {names}. Name the "
-                "--output of a `bench throughput` that measured them."
-            )
-        measured = max(last[-1].get("gpus") or 1, 1)
-        if measured != args.gpus:
-            raise ConfigError(
-                f"--ceilings-of {args.ceilings_of} is what {measured} device(s) sustain, but "
-                f"--gpus is {args.gpus}: name the result of a `bench throughput` over as many."
-            )
-        facts |= {name: last[-1][name] for name in sorted(results.CEILINGS)}
+        facts |= _known_ceilings(args.ceilings_of, args.gpus)
     return facts
+
+
+def _known_ceilings(path: str, num_gpus: int) -> dict[str, float]:
+    names = sorted(results.CEILINGS)
+    lines = [line for line in results.read([path]) if line.keys() >= results.CEILINGS]
+    if not lines:
+        raise ConfigError(
+            f"--ceilings-of {path}: no line holds {', '.join(names)}. Name the "
+            "--output of a `bench throughput` that measured them."
+        )
+    known = {name: lines[-1][name] for name in names}
+    try:
+        check_types(known, dict.fromkeys(names, JsonType.POSITIVE), may_be_null=False)
+        check_types(lines[-1], {"gpus": JsonType.WHOLE})
+    except ConfigError as error:
+        raise ConfigError(f"--ceilings-of {path}: {error}. Name another file.") from None
+    measured = max(lines[-1].get("gpus") or 1, 1)
+    if measured != num_gpus:
+        raise ConfigError(
+            f"--ceilings-of {path} is what {measured} device(s) sustain, but "
+            f"--gpus is {num_gpus}: name the result of a `bench throughput` over as many."
+        )
+    return known
 
 
 def _limit(

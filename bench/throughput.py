@@ -81,16 +81,21 @@ def _throughput(args: argparse.Namespace, subject: _Subject, load: Load) -> None
 
 def _latency(args: argparse.Namespace, subject: _Subject, load: Load) -> None:
     runs = _runs(subject.driver, load, args.runs)
-    first = [run.first_token_s[0] for run in runs]
+    times = token_times(runs)
+    print("  ".join(f"{name} {value}" for name, value in times.items()))
+    facts = {**subject.facts(load, runs), "benchmark": "latency", **times}
+    _tell(args, subject, load, runs, facts)
+
+
+def token_times(runs: list[OfflineRun]) -> dict[str, float]:
+    """Milliseconds to the first token, the median of all requests, and between tokens."""
+    first = np.concatenate([run.first_token_s for run in runs])
     between = np.concatenate([run.steps_s[_LEAST_STEPS - 1 :] for run in runs])
-    figures = {
-        "benchmark": "latency",
-        "first_token_ms": round(1e3 * statistics.median(first), 3),
+    return {
+        "first_token_ms": round(1e3 * float(np.median(first)), 3),
         "token_ms_p50": round(1e3 * float(np.percentile(between, 50)), 3),
         "token_ms_p99": round(1e3 * float(np.percentile(between, 99)), 3),
     }
-    print("  ".join(f"{name} {value}" for name, value in list(figures.items())[1:]))
-    _tell(args, subject, load, runs, {**subject.facts(load, runs), **figures})
 
 
 class _Subject:
@@ -201,8 +206,7 @@ def _limits(
         return None
     limits = ceilings.measure_all(shape, ranks, dtype_by_name(dtype), args.ceiling_seconds)
     if ranks.is_leader:
-        tera = limits.flops / 1e12, limits.bandwidth / 1e12
-        print(f"ceilings: {tera[0]:.1f} TFLOP/s, {tera[1]:.2f} TB/s")
+        print(f"ceilings: {limits}")
     if ranks.device.type == "cuda":
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(ranks.device)

@@ -119,6 +119,24 @@ def test_ceilings_are_read_back_as_they_were_written(tmp_path):
     assert results.ceilings_in(facts) == known
 
 
+def test_the_ceilings_of_a_slow_core_are_not_rounded_away():
+    known = Ceilings(flops=4.6218e8, bandwidth=8.7123e9, memory=127e9)
+    assert results.ceilings_in(results.surroundings(None, known)) == known
+    assert str(known) == "0.0004622 TFLOP/s, 0.00871 TB/s"
+
+
+@pytest.mark.parametrize("value", [0, "x", None, float("nan")])
+def test_ceilings_that_nothing_can_be_held_against_are_refused(tmp_path, capsys, value):
+    path = tmp_path / "results.jsonl"
+    known = {"ceiling_gb": 100.0, "ceiling_tb_s": 4.3, "ceiling_tflops": value}
+    path.write_text(json.dumps(known))
+    flags = ["--load", "8/4x2", "--shape", "tiny", "--ceilings-of", str(path)]
+    assert main(["bench", "serve", *flags]) == 2
+    told = capsys.readouterr().err
+    assert f"--ceilings-of {path}: ceiling_tflops is " in told
+    assert "but must be a finite number above 0. Name another file." in told
+
+
 def test_a_line_that_the_disk_does_not_take_is_an_error_with_its_reason():
     with pytest.raises(ConfigError, match="--output /dev/full was not written: No space left"):
         results.append("/dev/full", {"benchmark": "serve"})

@@ -12,6 +12,8 @@ import pytest
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
+from trimaran.bench.offline import OfflineRun
+from trimaran.bench.throughput import token_times
 from trimaran.launcher.cli import main
 from trimaran.launcher.run_dir import RunDir
 
@@ -157,6 +159,16 @@ def test_a_number_that_means_nothing_is_refused(capsys, flag, value):
         main(["bench", "throughput", flag, value])
     assert ended.value.code == 2
     assert f"{flag}: '{value}' is not a" in capsys.readouterr().err
+
+
+def test_the_time_to_the_first_token_is_that_of_all_requests():
+    quick = OfflineRun(first_token_s=[0.1, 0.2, 0.6], steps_s=[0.2, 0.4, 0.01, 0.03])
+    slow = OfflineRun(first_token_s=[0.3, 0.4, 0.5], steps_s=[0.2, 0.4, 0.02, 0.03])
+
+    times = token_times([quick, slow])
+
+    assert times["first_token_ms"] == 350.0
+    assert times["token_ms_p50"] == 25.0
 
 
 def test_outputs_without_a_time_between_tokens_have_no_latency(capsys):
