@@ -112,7 +112,7 @@ def _measure(point: argparse.Namespace) -> tuple[list[dict[str, float]], Run | N
 
 
 def _run_once(point: argparse.Namespace, turn: int) -> Run:
-    """One run, by requests that no earlier one sent."""
+    """One run, by requests that no earlier one sent; an output that ends early is a failure."""
     workload = Workload(point.vocab_size, point.seed + turn)
     items = workload.fixed(point.num_requests, point.input_len, point.output_len)
     delays = workload.delays(len(items), point.request_rate, point.time_delay_dist)
@@ -121,6 +121,13 @@ def _run_once(point: argparse.Namespace, turn: int) -> Run:
     # One line a point is told, not the plain benchmark's progress.
     with contextlib.redirect_stdout(io.StringIO()):
         done = bench.measure(point, url, warmup, list(zip(items, delays, strict=True)))
+    for record in done.records:
+        came = record.num_output_tokens
+        if not record.error and came < record.item.output_len:
+            record.error = (
+                f"the output ended after {came} of {record.item.output_len} tokens; does the "
+                "model's max_seq_len hold the prompt and all of them?"
+            )
     for error in sorted({record.error for record in done.records if record.error}):
         print(f"failed: {error}")
     return done

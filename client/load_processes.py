@@ -137,10 +137,14 @@ def _serve(
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     _end_with_parent()
+    said: list[Record] | ConfigError
     try:
-        connection.send(uvloop.run(_send(connection, make_target, plan, concurrency)))
+        said = uvloop.run(_send(connection, make_target, plan, concurrency))
     except ConfigError as error:
-        connection.send(error)
+        said = error
+    # Whoever wants it may be gone: then the connection ends, which stopped the load.
+    with suppress(ConnectionError):
+        connection.send(said)
 
 
 def _end_with_parent() -> None:

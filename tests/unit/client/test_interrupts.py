@@ -132,3 +132,18 @@ def test_a_sweep_keeps_its_whole_points_and_tells_of_the_one_that_is_not(
     assert "interrupted: the line above is that of 3 of 50 requests, and not in --ou" in out
     (line,) = output.read_text().splitlines()
     assert json.loads(line)["requests"] == 4
+
+
+def test_load_processes_whose_parent_was_killed_end_without_a_word(
+    http_server, started, answers
+):
+    command = started(
+        "bench", "-u", http_server.url, "--warmup", "1", "--load-processes", "2", *_LOAD
+    )
+    for _ in range(2):
+        assert answers.waiting.acquire(timeout=20), command.communicate(timeout=1)
+
+    command.kill()
+
+    # Until the last process has closed them.
+    assert command.communicate(timeout=30)[1] == ""
