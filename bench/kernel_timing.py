@@ -15,6 +15,9 @@ _CACHE_BYTES = 256e6
 
 _CALLS = 24
 _REPEATS = 7
+_HOST_S = 3.5
+"""Calls on a CPU fill this time at most, or one call each for warm-up and measurement."""
+
 _COLLECTIVE_CALLS, _COLLECTIVE_REPLAYS = 40, 20
 
 Inputs = TypeVar("Inputs")
@@ -108,13 +111,25 @@ def _stream(device: torch.device) -> torch.cuda.Stream:
 
 
 def _on_host(calls: Sequence[Callable[[], object]]) -> float:
-    times = []
+    """Median of some rounds behind one that does not count; slow calls have short rounds."""
+    times: list[float] = []
     with torch.inference_mode():
-        for call in calls:
-            call()
-        for _ in range(_REPEATS):
-            start = time.perf_counter()
-            for call in calls:
-                call()
-            times.append((time.perf_counter() - start) / len(calls))
+        _round_s(calls)
+        begin = time.perf_counter()
+        while len(times) < _REPEATS and (not times or time.perf_counter() - begin < _HOST_S):
+            times.append(_round_s(calls))
     return statistics.median(times)
+
+
+def _round_s(calls: Sequence[Callable[[], object]]) -> float:
+    """Mean time of the calls in turn, or of the first ones that fill their time."""
+    times: list[float] = []
+    begin = last = time.perf_counter()
+    for call in calls:
+        call()
+        now = time.perf_counter()
+        times.append(now - last)
+        last = now
+        if now - begin > _HOST_S / _REPEATS:
+            break
+    return statistics.fmean(times)

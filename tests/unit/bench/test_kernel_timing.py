@@ -1,0 +1,22 @@
+"""How often a kernel is called for its time to be told."""
+
+from __future__ import annotations
+
+import time
+
+import torch
+
+from trimaran.bench.kernel_timing import seconds_a_call
+
+CPU = torch.device("cpu")
+
+
+def test_calls_that_take_long_are_made_a_few_times_only():
+    calls = []
+
+    def call():
+        calls.append(time.sleep(0.6))
+
+    # As often as short ones it would take more than two minutes.
+    assert seconds_a_call([call] * 32, CPU) >= 0.6
+    assert 2 <= len(calls) <= 8
