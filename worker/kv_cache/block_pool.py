@@ -38,7 +38,7 @@ class BlockPool:
         """Say on which side of memory, 0 or 1, each block lies, before any is handed out.
 
         From then on a sequence's blocks lie on the side of its first one, as long as that has
-        some that are free and worth no more than those of the other.
+        some that are free and worth hardly more than those of the other.
         """
         self._sides = sides
         self._free = FreeBlocks(sides)
@@ -56,8 +56,10 @@ class BlockPool:
         free = self._free
         if count > len(free):
             return None
-        side = self._sides[table[0]] if table else free.freer_side
-        blocks = [free.pop(side) for _ in range(count)]
+        blocks: list[int] = []
+        for _ in range(count):
+            first = table or blocks
+            blocks.append(free.pop(self._sides[first[0]] if first else free.freer_side))
         for block in blocks:
             if block in self._hash_of:
                 self._evict(block)

@@ -15,6 +15,11 @@ DEFAULT_PRIORITY = 35
 _FEW_ENDS = 1024
 """So many outdated words are not worth looking for."""
 
+_LEEWAY = 8
+"""Content goes before older content of the other side, unless as many blocks as one part in so
+many of all came between. Whatever goes on from a prompt that many begin with is of its side:
+without an end to this, it would be kept in half of the memory alone."""
+
 
 class Retention(NamedTuple):
     """How long content is kept once nobody uses it."""
@@ -31,7 +36,9 @@ class _Queue:
 
     def __init__(self, sides: bytes) -> None:
         self._sides = sides
-        self._of_side: tuple[OrderedDict[int, None], ...] = (OrderedDict(), OrderedDict())
+        self._of_side: tuple[OrderedDict[int, int], ...] = (OrderedDict(), OrderedDict())
+        """With how many had come before each."""
+        self._num_come = 0
 
     def __len__(self) -> int:
         return len(self._of_side[0]) + len(self._of_side[1])
@@ -43,7 +50,8 @@ class _Queue:
         return chain(*self._of_side)
 
     def add(self, block: int) -> None:
-        self._of_side[self._sides[block]][block] = None
+        self._of_side[self._sides[block]][block] = self._num_come
+        self._num_come += 1
 
     def remove(self, block: int) -> None:
         del self._of_side[self._sides[block]][block]
@@ -53,10 +61,18 @@ class _Queue:
         own = self._of_side[side] or self._of_side[1 - side]
         return own.popitem(last=False)[0]
 
+    def pop_old(self, side: int) -> int:
+        """The same, unless the first one of the other side came long before."""
+        own, other = self._of_side[side], self._of_side[1 - side]
+        if own and other:
+            lead = next(iter(own.values())) - next(iter(other.values()))
+            side = 1 - side if lead > len(self._sides) // _LEEWAY else side
+        return self.pop(side)
+
 
 class FreeBlocks:
     """Free blocks: those without content first, then partial ones, which save little, then
-    by priority, then those of the side that is asked for, then by age.
+    by priority, then by age, in which the side that is asked for is given a start.
 
     A block's priority is told while it is free or before, and holds until its content is
     forgotten or its time is over. Only priorities other than the default cost anything.
@@ -131,17 +147,17 @@ class FreeBlocks:
         if self._blank:
             return self._blank.pop(side)
         if self._partial:
-            return self._partial.pop(side)
+            return self._partial.pop_old(side)
         if self._ends:
             self._end_overdue()
         if not self._num_ranked:
-            return self._usual.pop(side)
+            return self._usual.pop_old(side)
         queues = [item for item in self._ranked.items() if item[1]]
         if self._usual:
             queues.append((DEFAULT_PRIORITY, self._usual))
         priority, queue = min(queues, key=lambda item: item[0])
         self._num_ranked -= priority != DEFAULT_PRIORITY
-        return queue.pop(side)
+        return queue.pop_old(side)
 
     def priority_of(self, block: int) -> int:
         """The priority of a block's content."""

@@ -1,10 +1,12 @@
 """A sequence's blocks lie on one side of memory as long as that costs nothing else."""
 
 import random
+from array import array
 
 import pytest
 
 from trimaran.worker.kv_cache.block_pool import BlockPool
+from trimaran.worker.kv_cache.free_blocks import Retention
 from trimaran.worker.kv_cache.manager import KVCacheManager
 from trimaran.worker.kv_cache.sequence_blocks import SequenceBlocks, root_hash
 
@@ -59,17 +61,70 @@ def test_no_content_is_evicted_for_a_side_while_blocks_without_are_free():
     assert all(pool.lookup(bytes([block])) == block for block in blocks)
 
 
-def test_of_equal_priority_the_oldest_content_of_the_side_goes_first():
-    pool = BlockPool(4)
-    pool.place(bytes([0, 1, 0, 1]))
-    for block in pool.allocate(4):
+def filled_pool() -> BlockPool:
+    """Blocks of either side in turn, whose content goes from the first one on."""
+    pool = BlockPool(64)
+    pool.place(bytes(range(2)) * 32)
+    blocks = pool.allocate(64)
+    for block in blocks:
         pool.publish(block, bytes([block]))
-    pool.release([3])
-    pool.release([2])
-    pool.release([1])
-    pool.release([0])
-    assert pool.allocate(2, [0]) == [2, 0]
-    assert pool.allocate(2, [0]) == [3, 1]
+    pool.release(range(63, -1, -1))
+    return pool
+
+
+def test_of_equal_priority_the_oldest_content_of_the_side_goes_first():
+    pool = filled_pool()
+    assert pool.allocate(4, [1]) == [1, 3, 5, 7]
+    assert pool.allocate(3, [0]) == [0, 2, 4]
+
+
+@pytest.mark.parametrize("priority", [35, 60])
+def test_content_of_the_other_side_goes_first_once_it_is_much_older(priority):
+    pool = filled_pool()
+    for block in range(64):
+        pool.retain(bytes([block]), Retention(priority))
+    # It is older by an eighth of all blocks then.
+    assert pool.allocate(8, [0]) == [0, 2, 4, 6, 8, 1, 10, 3]
+    assert pool.allocate(2, [0]) == [12, 5]
+
+
+def test_a_sequence_keeps_to_the_side_where_it_began_for_want_of_others():
+    pool = BlockPool(8)
+    pool.place(bytes([0, 0, 0, 0, 0, 1, 1, 1]))
+    blocks = [*pool.allocate(1, [5]), *pool.allocate(5, [0]), *pool.allocate(1, [5])]
+    for block in blocks:
+        pool.publish(block, bytes([block]))
+    pool.release(blocks[5::-1])
+    # More are free on side 0, but the only one without content lies on side 1.
+    assert pool.allocate(2) == [7, 5]
+
+
+def converse(manager: KVCacheManager, ids: array) -> int:
+    """One sequence of these ids from its start to its end; how many were found."""
+    blocks = SequenceBlocks(1, root_hash(b"", 0))
+    manager.extend_hashes(blocks, ids)
+    num_found, _ = manager.begin(blocks, manager.prefixes.find(blocks, len(ids)))
+    assert manager.grow(blocks, len(ids))
+    manager.publish(blocks, len(ids))
+    manager.release(blocks)
+    return num_found
+
+
+@pytest.mark.parametrize("is_placed", [False, True])
+def test_content_behind_a_common_beginning_may_fill_both_sides(is_placed):
+    size, num_blocks = 4, 400
+    manager = KVCacheManager([num_blocks], size, enable_reuse=True)
+    if is_placed:
+        draw = random.Random(5)
+        manager.place([bytes(draw.randrange(2) for _ in range(num_blocks))])
+    for number in range(40):
+        converse(manager, array("i", [number] * 10 * size))
+    # In 310 blocks; all of them begin with 10 on one side.
+    chats = [array("i", [100] * 10 * size + [number] * 10 * size) for number in range(30)]
+    for _ in range(2):
+        for ids in chats:
+            converse(manager, ids)
+    assert [converse(manager, ids) for ids in chats] == [19 * size] * 30
 
 
 @pytest.mark.parametrize("enable_reuse", [False, True])

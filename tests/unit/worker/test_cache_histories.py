@@ -53,6 +53,16 @@ class History:
             is_reserving=not config.can_preempt,
             switch_at=0 if window else rng.choice([0, 20]),
         )
+        # Of a history of its own: others go on as they went before there were sides.
+        draw = random.Random(seed)
+        if draw.random() < 0.5:
+            share = draw.choice([0.1, 0.5, 1.0])
+            self.cache.place(
+                [
+                    bytes(draw.random() < share for _ in range(pool.num_blocks))
+                    for pool in self.cache.pools
+                ]
+            )
         num_micro_batches = rng.choice([0, 0, 2, 3])
         self.scheduler = Scheduler(config, self.cache, None, num_micro_batches)
         self.memory = DeviceMemory(self.cache)
