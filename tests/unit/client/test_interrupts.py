@@ -141,9 +141,9 @@ def test_load_processes_whose_parent_was_killed_end_without_a_word(
         "bench", "-u", http_server.url, "--warmup", "1", "--load-processes", "2", *_LOAD
     )
     for _ in range(2):
-        assert answers.waiting.acquire(timeout=20), command.communicate(timeout=1)
+        assert answers.waiting.acquire(timeout=60), command.communicate(timeout=1)
 
     command.kill()
 
     # Until the last process has closed them.
-    assert command.communicate(timeout=30)[1] == ""
+    assert command.communicate(timeout=60)[1] == ""
