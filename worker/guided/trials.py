@@ -94,7 +94,7 @@ class Trials:
         """Why the guide cannot be compiled, or nothing; None if its process ended unasked."""
         has_begun = False
         try:
-            connection = self._take()
+            connection, process = self._take()
         except OSError:
             return None
         try:
@@ -105,7 +105,7 @@ class Trials:
             reason: str = connection.recv()
         except (EOFError, OSError):
             connection.close()
-            return TOO_LARGE if has_begun and self._is_alive() else None
+            return TOO_LARGE if has_begun and _is_alive(process) else None
         except BaseException:
             # That ends the process.
             connection.close()
@@ -124,8 +124,8 @@ class Trials:
             "texts, fewer alternatives, or lower counts ({m,n}, maxLength, maxItems)."
         )
 
-    def _take(self) -> Connection:
-        """The connection with a process that does nothing.
+    def _take(self) -> tuple[Connection, subprocess.Popen[bytes]]:
+        """The connection with a copy that does nothing, and the process that it is of.
 
         Raises:
             OSError: there is none, nor can one be made.
@@ -137,7 +137,7 @@ class Trials:
                 self._idle.clear()
                 self._start()
             if self._idle:
-                return self._idle.pop()
+                return self._idle.pop(), self._process
             ours, theirs = socket.socketpair()
             with ours, theirs:
                 try:
@@ -146,21 +146,12 @@ class Trials:
                     # It is about to end; the next one takes its place.
                     self._process.wait()
                     raise
-                return Connection(ours.detach())
+                return Connection(ours.detach()), self._process
 
     def _give_back(self, connection: Connection) -> None:
         with self._lock:
             if not self._is_closed:
                 self._idle.append(connection)
-
-    def _is_alive(self) -> bool:
-        """Whether the process lives whose copy has ended."""
-        with self._lock:
-            try:
-                self._process.wait(_LATER_S)
-            except subprocess.TimeoutExpired:
-                return True
-            return False
 
     def close(self) -> None:
         """End all processes, and with them all trials."""
@@ -170,6 +161,15 @@ class Trials:
             self._process.wait()
             self._control.close()
             self._idle.clear()
+
+
+def _is_alive(process: subprocess.Popen[bytes]) -> bool:
+    """Whether the process lives whose copy has ended; another may have taken its place."""
+    try:
+        process.wait(_LATER_S)
+    except subprocess.TimeoutExpired:
+        return True
+    return False
 
 
 def _wait(connection: Connection, end: float | None, is_wanted: Callable[[], bool]) -> None:
