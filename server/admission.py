@@ -25,6 +25,8 @@ class Admission:
         self._is_draining = False
         self._given_up = ""
         """Why all that runs has been ended; empty before."""
+        self._uncut: dict[asyncio.Task[object] | None, bool] = {}
+        """Tasks within `uncut`, and whether `give_up` has come upon them there."""
         self._changed = asyncio.Event()
 
     @property
@@ -82,6 +84,18 @@ class Admission:
                 raise
             raise RequestError(self._given_up, ErrorKind.UNAVAILABLE) from None
 
+    @contextmanager
+    def uncut(self) -> Iterator[None]:
+        """Around what must not be left half done: `give_up` ends the request behind it."""
+        task = asyncio.current_task()
+        self._uncut[task] = False
+        try:
+            yield
+        finally:
+            is_over = self._uncut.pop(task)
+            if is_over and task is not None:
+                task.cancel()
+
     async def give_up(self, waited_s: float) -> None:
         """End what still runs after a drain of ``waited_s``: its clients are told why."""
         self._given_up = (
@@ -89,7 +103,9 @@ class Admission:
             "--exit-timeout leaves. Send it again, or raise --exit-timeout."
         )
         for task in self._tasks:
-            if task is not None:
+            if task in self._uncut:
+                self._uncut[task] = True
+            elif task is not None:
                 task.cancel()
         with suppress(asyncio.TimeoutError):
             await asyncio.wait_for(self.wait_idle(), _GIVE_UP_S)

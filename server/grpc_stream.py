@@ -64,6 +64,8 @@ class StreamSession:
         try:
             ends: set[asyncio.Future[Any]] = {reader, self._failure}
             await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+            # Never given back: a call whose last message is cut off gets no status either.
+            await self._writing.acquire()
             if self._failure.done():
                 return self._failure.result()
             await reader
@@ -153,11 +155,14 @@ class StreamSession:
                     async for response in responses:
                         await _over(before)
                         has_begun = True
-                        has_ended = response.is_final or not is_decoupled
+                        is_final = response.is_final or not is_decoupled
                         response.id = message.id
-                        encoded = await self._encode(model, parsed, response, has_ended)
+                        encoded = await self._encode(model, parsed, response, is_final)
                         await self._write(encoded)
+                        has_ended = is_final
         except RequestError as error:
+            if has_ended:
+                return
             is_refused = isinstance(error, RefusedError) and not has_begun
             with self._service.admission.unless_given_up():
                 await (self._refuse if is_refused else self._fail)(message, error, before)
@@ -206,7 +211,9 @@ class StreamSession:
     async def _write(self, message: pb.ModelStreamInferResponse) -> None:
         async with self._writing:
             try:
-                await self._context.write(message)
+                # The call takes no other message before this one has gone.
+                with self._service.admission.uncut():
+                    await self._context.write(message)
             except (grpc.aio.InternalError, grpc.aio.UsageError) as error:
                 # The call ended while this message was on its way.
                 raise _ClientGoneError from error

@@ -2,6 +2,7 @@
 
 import asyncio
 import queue
+import threading
 import time
 
 import grpc
@@ -178,6 +179,31 @@ def test_an_error_while_running_ends_the_call_of_those_who_ask_for_that(stream):
     )
     with pytest.raises(grpc.RpcError) as caught:
         list(call)
+    assert (caught.value.code().name, caught.value.details()) == ("INTERNAL", "boom")
+
+
+def test_a_call_that_an_error_ends_does_so_behind_a_message_on_its_way(server):
+    long = repeat("a" * (8 << 20), 1000, delay_ms=50)
+    has_begun, is_sent = threading.Event(), threading.Event()
+
+    def messages():
+        yield long
+        has_begun.wait()
+        yield repeat("f", 1, fail_at=0)
+        is_sent.set()
+
+    options = [("grpc.max_receive_message_length", -1)]
+    with grpc.insecure_channel(server.grpc_url, options) as channel:
+        stub = service_pb2_grpc.GRPCInferenceServiceStub(channel)
+        call = stub.ModelStreamInfer(messages(), metadata=[("triton_grpc_error", "true")])
+        # It comes with the first message, whose rest waits for the reader.
+        assert call.initial_metadata() is not None
+        has_begun.set()
+        is_sent.wait()
+        list(stub.ModelStreamInfer(iter([repeat("other", 3, delay_ms=20)])))
+        assert texts([next(call)]) == [long.id + " 0"]
+        with pytest.raises(grpc.RpcError) as caught:
+            list(call)
     assert (caught.value.code().name, caught.value.details()) == ("INTERNAL", "boom")
 
 
