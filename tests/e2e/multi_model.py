@@ -45,7 +45,7 @@ class MultiModel(Served):
     def is_model_ready(self, model: str) -> bool:
         """What the readiness route of one model says now."""
         try:
-            with urllib.request.urlopen(self.url(f"/v2/models/{model}/ready"), timeout=30):
+            with urllib.request.urlopen(self.url(f"/v2/models/{model}/ready"), timeout=120):
                 return True
         except urllib.error.HTTPError:
             return False

@@ -156,13 +156,13 @@ class Served:
 
     def get(self, path: str) -> Any:
         """GET JSON."""
-        with urllib.request.urlopen(self.url(path), timeout=30) as reply:
+        with urllib.request.urlopen(self.url(path), timeout=120) as reply:
             return json.load(reply)
 
     def samples(self, name: str) -> list[tuple[dict[str, str], float]]:
         """Labels and value of every sample of this name on the metrics endpoint."""
         url = f"http://{self.address}:{self.metrics_port}/metrics"
-        with urllib.request.urlopen(url, timeout=30) as reply:
+        with urllib.request.urlopen(url, timeout=120) as reply:
             families = text_string_to_metric_families(reply.read().decode())
             return [
                 (sample.labels, sample.value)

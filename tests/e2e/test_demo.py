@@ -123,7 +123,7 @@ def test_a_text_stop_word_ends_the_answer_where_it_stands(decoupled_server):
 def test_metadata_config_and_index_name_the_five_models(server):
     names = {"ensemble", "preprocessing", "tensorrt_llm", "postprocessing", "tensorrt_llm_bls"}
     request = urllib.request.Request(server.url("/v2/repository/index"), data=b"{}")
-    with urllib.request.urlopen(request, timeout=30) as reply:
+    with urllib.request.urlopen(request, timeout=120) as reply:
         index = json.load(reply)
 
     assert {entry["name"] for entry in index if entry["state"] == "READY"} == names

@@ -93,7 +93,7 @@ def test_a_signal_ends_the_server_and_the_load_too():
             script.send_signal(signal.SIGTERM)
         _, err = script.communicate(timeout=60)
     assert script.returncode == 143, err
-    assert psutil.wait_procs(below, timeout=5)[1] == []
+    assert psutil.wait_procs(below, timeout=60)[1] == []
 
 
 def processes_below(script, awaited):

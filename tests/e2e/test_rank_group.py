@@ -238,7 +238,7 @@ def test_nothing_is_left_of_a_group_that_was_killed_whole(busy):
     for process in processes:
         process.kill()
 
-    _, alive = psutil.wait_procs(processes, timeout=30.0)
+    _, alive = psutil.wait_procs(processes, timeout=120.0)
     assert not alive
     # Folders there belong to servers that run.
     files = [entry.name for entry in os.scandir("/dev/shm") if entry.is_file()]

@@ -30,7 +30,7 @@ def test_a_request_may_be_cancelled_before_its_code_has_it():
         link.inbox.get()
         tickets = [Ticket(key, {}, link.respond, is_decoupled=True) for key in (7, 8)]
         front_end.shutdown(socket.SHUT_WR)
-        assert lost.wait(10)
+        assert lost.wait(60)
         scope = link.open_scope(tickets)
         assert [ticket.is_cancelled for ticket in tickets] == [True, False]
         assert not scope.is_cancelled
@@ -62,7 +62,7 @@ def test_a_call_that_is_cancelled_as_it_begins_is_cancelled_behind_its_beginning
         def cancel():
             front_end.sendall(encode(CancelRequests(keys=[7]), BulkSender()))
             front_end.shutdown(socket.SHUT_WR)
-            assert lost.wait(10)
+            assert lost.wait(60)
 
         fields = MeanwhileCancelled(model="other")
         fields.cancel = cancel

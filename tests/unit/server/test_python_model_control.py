@@ -94,4 +94,4 @@ def test_the_processes_of_models_end_with_their_front_end(frontend, tmp_path):
     frontend.load("greeter")
     (process,) = model_processes(frontend)
     frontend.process.kill()
-    process.wait(10)
+    process.wait(60)
