@@ -188,6 +188,11 @@ def fill_response(message: pb.ModelInferResponse, response: InferResponse) -> Pi
         yield
 
 
+def utf8(text: str) -> str:
+    """A text as messages can hold it: bytes of clients and files that are none are escaped."""
+    return text.encode("utf-8", "backslashreplace").decode()
+
+
 def set_parameter(parameter: pb.InferParameter, value: ParameterValue) -> None:
     """Store a value under its type."""
     if isinstance(value, bool):

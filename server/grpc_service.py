@@ -13,7 +13,7 @@ from tritonclient.grpc import service_pb2 as pb
 from tritonclient.grpc import service_pb2_grpc
 
 from trimaran.comm.errors import ErrorKind, RequestError
-from trimaran.server.grpc_convert import fill_response, parse_request
+from trimaran.server.grpc_convert import fill_response, parse_request, utf8
 from trimaran.server.grpc_stream import GRPC_STOPPING, Context, StreamSession
 from trimaran.server.load_request import load_request_of_grpc, unload_dependents_of_grpc
 from trimaran.server.log_settings import FORMATS, unknown_format
@@ -36,7 +36,8 @@ _Method = Callable[[Any, Any, Context], Awaitable[Any]]
 
 async def abort(context: Context, error: RequestError) -> NoReturn:
     """End a call with an error's status."""
-    await context.abort(getattr(grpc.StatusCode, error.kind.grpc_name), str(error))
+    code = getattr(grpc.StatusCode, error.kind.grpc_name)
+    await context.abort(code, utf8(str(error)))
     raise AssertionError("abort returns by raising")
 
 
@@ -146,7 +147,10 @@ class InferenceServicer(service_pb2_grpc.GRPCInferenceServiceServicer):  # type:
         response = pb.RepositoryIndexResponse()
         for entry in await self._service.index(request.ready):
             response.models.add(
-                name=entry.name, version=entry.version, state=entry.state, reason=entry.reason
+                name=utf8(entry.name),
+                version=entry.version,
+                state=entry.state,
+                reason=utf8(entry.reason),
             )
         return response
 

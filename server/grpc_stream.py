@@ -17,6 +17,7 @@ from trimaran.server.grpc_convert import (
     FINAL,
     fill_response,
     parse_request,
+    utf8,
     wants_empty_final,
 )
 from trimaran.server.infer_json import ParsedInfer
@@ -189,7 +190,7 @@ class StreamSession:
     ) -> None:
         """Nothing ran: the client gets the id alone, and the call goes on in any case."""
         await _over(before)
-        refusal = pb.ModelStreamInferResponse(error_message=str(error))
+        refusal = pb.ModelStreamInferResponse(error_message=utf8(str(error)))
         refusal.infer_response.id = message.id
         await self._write(refusal)
 
@@ -204,7 +205,7 @@ class StreamSession:
                 self._failure.set_result(error)
             return
         await _over(before)
-        failure = pb.ModelStreamInferResponse(error_message=str(error))
+        failure = pb.ModelStreamInferResponse(error_message=utf8(str(error)))
         _name(failure.infer_response, message)
         await self._write(failure)
 

@@ -154,10 +154,11 @@ class RepeatModel(SmallModel):
 
 
 class FailModel(SmallModel):
-    """Fails as its input says."""
+    """Fails as its input says: with a kind and perhaps, behind a colon, a text."""
 
     async def infer(self, request: InferRequest) -> AsyncIterator[InferResponse]:
-        kind = request.inputs["KIND"].data.item().decode()
+        asked = request.inputs["KIND"].data.item().decode("utf-8", "surrogateescape")
+        kind, _, text = asked.partition(":")
         if kind == "bug":
             raise ZeroDivisionError("division by zero")
         if kind == "dead":
@@ -165,6 +166,6 @@ class FailModel(SmallModel):
         if kind == "full":
             raise RefusedError("the queue is full")
         if kind != "none":
-            raise RequestError(f"failed as {kind}", ErrorKind[kind])
+            raise RequestError(text or f"failed as {kind}", ErrorKind[kind])
         return
         yield

@@ -10,6 +10,8 @@ from tritonclient.grpc import service_pb2 as pb
 from tritonclient.grpc import service_pb2_grpc
 from tritonclient.utils import InferenceServerException
 
+from trimaran.server.registry import VersionState
+
 
 @pytest.fixture
 def client(server):
@@ -30,6 +32,13 @@ def x_message(**changes):
     message.raw_input_contents.append(np.array([1, 2], np.int32).tobytes())
     for name, value in changes.items():
         setattr(message, name, value)
+    return message
+
+
+def failing(kind):
+    message = pb.ModelInferRequest(model_name="fail")
+    message.inputs.add(name="KIND", datatype="BYTES", shape=[1])
+    message.inputs[0].contents.bytes_contents.append(kind)
     return message
 
 
@@ -236,18 +245,31 @@ def test_a_wrong_request_is_refused_with_the_text_that_clients_know(stub, spoil,
      ("ALREADY_EXISTS", "ALREADY_EXISTS")],
 )  # fmt: skip
 def test_a_models_error_has_its_kinds_code(stub, kind, code):
-    message = pb.ModelInferRequest(model_name="fail")
-    message.inputs.add(name="KIND", datatype="BYTES", shape=[1])
-    message.inputs[0].contents.bytes_contents.append(kind.encode())
+    message = failing(kind.encode())
     assert refusal(lambda: stub.ModelInfer(message)) == (code, f"failed as {kind}")
 
 
 def test_a_bug_in_a_model_is_internal_and_the_server_lives(stub):
-    message = pb.ModelInferRequest(model_name="fail")
-    message.inputs.add(name="KIND", datatype="BYTES", shape=[1])
-    message.inputs[0].contents.bytes_contents.append(b"bug")
-    assert refusal(lambda: stub.ModelInfer(message))[0] == "INTERNAL"
+    assert refusal(lambda: stub.ModelInfer(failing(b"bug")))[0] == "INTERNAL"
     assert stub.ServerLive(pb.ServerLiveRequest()).live
+
+
+def test_errors_that_name_what_is_no_utf8_are_told_with_escapes(fresh_server):
+    message = failing(b"NOT_FOUND:no file caf\xe9")
+    unavailable = VersionState.UNAVAILABLE
+    registry = fresh_server.service.registry
+    registry.set_state("asleep", "1", unavailable, "no file caf\udce9")
+    with grpc.insecure_channel(fresh_server.grpc_url) as channel:
+        stub = service_pb2_grpc.GRPCInferenceServiceStub(channel)
+        text = "no file caf\\udce9"
+        assert refusal(lambda: stub.ModelInfer(message)) == ("NOT_FOUND", text)
+        assert [r.error_message for r in stub.ModelStreamInfer(iter([message]))] == [text]
+        ending = stub.ModelStreamInfer(
+            iter([message]), metadata=[("triton_grpc_error", "true")]
+        )
+        assert refusal(lambda: list(ending)) == ("NOT_FOUND", text)
+        index = stub.RepositoryIndex(pb.RepositoryIndexRequest())
+        assert text in [model.reason for model in index.models]
 
 
 def test_the_health_service_says_serving_while_ready(server):
