@@ -7,6 +7,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from functools import wraps
 from typing import Any, NoReturn
+from urllib.parse import quote
 
 import grpc
 from tritonclient.grpc import service_pb2 as pb
@@ -29,6 +30,11 @@ from trimaran.server.service import (
 
 logger = logging.getLogger(__name__)
 
+_MAX_STATUS_BYTES = 6 << 10
+"""Clients may refuse headers from 8 KiB on, and tell of that instead of the status."""
+
+_PRINTABLE = "".join(map(chr, range(0x20, 0x7F))).replace("%", "")
+
 DECOUPLED = "ModelInfer RPC doesn't support models with decoupled transaction policy"
 
 _Method = Callable[[Any, Any, Context], Awaitable[Any]]
@@ -37,8 +43,20 @@ _Method = Callable[[Any, Any, Context], Awaitable[Any]]
 async def abort(context: Context, error: RequestError) -> NoReturn:
     """End a call with an error's status."""
     code = getattr(grpc.StatusCode, error.kind.grpc_name)
-    await context.abort(code, utf8(str(error)))
+    await context.abort(code, _status_text(str(error)))
     raise AssertionError("abort returns by raising")
+
+
+def _status_text(text: str) -> str:
+    """A text as long as statuses may be: of a longer one the begin and the end."""
+    raw = utf8(text).encode()
+    # A status goes as a header, in which what is not printable takes three bytes.
+    limit = _MAX_STATUS_BYTES
+    if len(raw) <= limit and len(quote(raw, safe=_PRINTABLE)) <= limit:
+        return raw.decode()
+    kept = limit // 6
+    parts = raw[:kept], raw[-kept:]
+    return " [...] ".join(part.decode(errors="ignore") for part in parts)
 
 
 def _rpc(method: _Method) -> _Method:

@@ -272,6 +272,20 @@ def test_errors_that_name_what_is_no_utf8_are_told_with_escapes(fresh_server):
         assert text in [model.reason for model in index.models]
 
 
+@pytest.mark.parametrize("line", ["a line of a traceback", "Größe", "\n", "100 %"])
+def test_an_error_that_is_too_long_for_a_status_keeps_its_begin_and_its_end(stub, line):
+    lines = "\n".join([line] * 10_000)
+    message = failing(f"NOT_FOUND:begin\n{lines}\nend".encode())
+    code, text = refusal(lambda: stub.ModelInfer(message))
+    assert code == "NOT_FOUND"
+    assert text.startswith(f"begin\n{line}") and text.endswith(f"{line}\nend")
+    ending = stub.ModelStreamInfer(iter([message]), metadata=[("triton_grpc_error", "true")])
+    assert refusal(lambda: list(ending)) == (code, text)
+    # A message may have any length.
+    (answer,) = stub.ModelStreamInfer(iter([message]))
+    assert answer.error_message == f"begin\n{lines}\nend"
+
+
 def test_the_health_service_says_serving_while_ready(server):
     with grpc.insecure_channel(server.grpc_url) as channel:
         check = channel.unary_unary("/grpc.health.v1.Health/Check")
