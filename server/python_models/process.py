@@ -134,14 +134,16 @@ class Runner:
             self._answer(requests, self._model.execute(requests))
         except BaseException as error:
             self._fail(requests, error)
-        self._link.send(Executed(batch=batch.batch))
+        finally:
+            self._link.send(Executed(batch=batch.batch))
 
     async def _run_async(self, batch: Execute, requests: list[ReceivedRequest]) -> None:
         try:
             self._answer(requests, await self._model.execute(requests))
         except BaseException as error:
             self._fail(requests, error)
-        self._link.send(Executed(batch=batch.batch))
+        finally:
+            self._link.send(Executed(batch=batch.batch))
 
     def _received(self, fields: RequestFields) -> ReceivedRequest:
         all_outputs = self._start.outputs
@@ -181,7 +183,7 @@ class Runner:
             request.ticket.send(response, is_final=True)
 
     def _fail(self, requests: Sequence[ReceivedRequest], error: BaseException) -> None:
-        text = f"{type(error).__name__}: {error}"
+        text = _words_of(error)
         _log(self._link, f"execute of model '{self._start.name}' failed", error)
         for request in requests:
             request.ticket.fail(
@@ -202,13 +204,26 @@ def _finalized(link: Link, model: Any) -> int:
 
 
 def _log(link: Link, what: str, error: BaseException) -> None:
-    lines = "".join(traceback.format_exception(error))
-    link.send(Log(level=logging.ERROR, text=f"{what}\n{lines.rstrip()}"))
+    link.send(Log(level=logging.ERROR, text=f"{what}\n{_described(error)}"))
 
 
 def _described(error: BaseException) -> str:
     lines = traceback.format_exception(error)
-    return "".join(lines).rstrip()
+    return _sendable("".join(lines).rstrip())
+
+
+def _words_of(error: BaseException) -> str:
+    try:
+        text = str(error)
+    # The code of its class is the model's too.
+    except Exception:
+        text = "<exception str() failed>"
+    return _sendable(f"{type(error).__name__}: {text}")
+
+
+def _sendable(text: str) -> str:
+    """A text whose half characters, which no message can hold, are escaped."""
+    return text.encode("utf-8", "backslashreplace").decode()
 
 
 def _end(code: int) -> None:

@@ -123,6 +123,31 @@ async def test_an_exception_fails_its_batch_and_names_itself(serve_own, caplog):
         assert "output 'SUM' is FP64, but the model's config.pbtxt says FP32" in str(error)
 
 
+UNSPEAKABLE = r"""
+class Silent(Exception):
+    def __str__(self):
+        raise AttributeError("no text")
+
+class TritonPythonModel:
+    def execute(self, requests):
+        number = int(requests[0].inputs()[0].as_numpy()[0])
+        raise {0: ValueError("half \ud83d"), 1: Silent()}[number]
+"""
+
+
+@pytest.mark.parametrize("num_threads", [1, 2])
+async def test_an_exception_whose_text_cannot_be_sent_fails_its_batch_alone(
+    serve_own, num_threads
+):
+    threads = {"repeater": parameter("execute_threads", num_threads)}
+    async with serve_own("repeater", config=threads, repeater=UNSPEAKABLE) as served:
+        for _ in range(2):
+            error = await failure_of(served.infer("repeater", IN=[0]))
+            assert str(error).endswith("message: ValueError: half \\ud83d")
+            error = await failure_of(served.infer("repeater", IN=[1]))
+            assert str(error).endswith("message: Silent: <exception str() failed>")
+
+
 async def test_a_decoupled_model_answers_after_execute_has_returned(serve_own):
     async with serve_own("repeater") as served:
         responses = await served.infer("repeater", IN=[4, 5, 6])
