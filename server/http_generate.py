@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import deque
 from collections.abc import AsyncIterator
 from contextlib import aclosing
 from functools import partial
@@ -19,7 +20,7 @@ from trimaran.server.generate import (
     GenerateMapper,
     error_object,
 )
-from trimaran.server.http_messages import JSON, read_body
+from trimaran.server.http_messages import JSON, LONG_ANSWER_BYTES, read_body, write_parts
 from trimaran.server.http_routes import Route
 from trimaran.server.inference import InferRequest, InferResponse, Model
 from trimaran.server.pieces import spread
@@ -40,7 +41,7 @@ class GenerateEndpoint:
         self._bodies = bodies
         self._mappers: WeakKeyDictionary[Model, GenerateMapper] = WeakKeyDictionary()
 
-    async def generate(self, request: web.BaseRequest, route: Route) -> web.Response:
+    async def generate(self, request: web.BaseRequest, route: Route) -> web.StreamResponse:
         """Answer with the model's only response as one JSON object.
 
         Raises:
@@ -48,10 +49,14 @@ class GenerateEndpoint:
         """
         body = await self._read(request, route)
         admission = self._service.admission
-        with admission.admit(), admission.unless_given_up():
-            parsed, responses = await self._start(route, body)
-            answer = await _only_answer(parsed, responses)
-        headers = {"Content-Type": JSON, **self._load_header(request)}
+        with admission.admit():
+            with admission.unless_given_up():
+                parsed, responses = await self._start(route, body)
+                answer = await _only_answer(parsed, responses)
+            headers = {"Content-Type": JSON, **self._load_header(request)}
+            if len(answer) > LONG_ANSWER_BYTES:
+                parts, is_last = deque([answer]), admission.is_draining
+                return await write_parts(request, parts, headers, is_last=is_last)
         return web.Response(body=answer, headers=headers)
 
     async def generate_stream(

@@ -12,7 +12,13 @@ from aiohttp import web
 from trimaran.comm.errors import ErrorKind, RequestError
 from trimaran.server.body_reader import LONG_BYTES, BodyReader
 from trimaran.server.compression import best_coding, compress, decompress
-from trimaran.server.http_messages import JSON, MAX_BODY_BYTES, read_body
+from trimaran.server.http_messages import (
+    JSON,
+    LONG_ANSWER_BYTES,
+    MAX_BODY_BYTES,
+    read_body,
+    write_parts,
+)
 from trimaran.server.http_routes import Route
 from trimaran.server.infer_json import ParsedInfer, header_length, parse_infer
 from trimaran.server.infer_response import EncodedInfer, encode_infer
@@ -20,8 +26,7 @@ from trimaran.server.inference import Model
 from trimaran.server.pieces import spread
 from trimaran.server.service import Service
 
-# What takes longer than a few milliseconds to encode or decode leaves the loop to others.
-_SHORT_BYTES = 128 << 10
+# What takes longer than a few milliseconds to decode leaves the loop to others.
 _SHORT_CODED_BYTES = 4 << 10
 
 LENGTH_HEADER = "Inference-Header-Content-Length"
@@ -48,7 +53,11 @@ async def infer(
                 model, parsed.request, parsed.inputs, parsed.outputs
             )
             encoded = await spread(encode_infer(response, parsed))
-        return await _respond(service, request, encoded)
+            headers, parts = await _coded(request, encoded)
+        if encoded.num_bytes > LONG_ANSWER_BYTES:
+            is_last = service.admission.is_draining
+            return await write_parts(request, parts, headers, is_last=is_last)
+    return web.Response(body=b"".join(parts), headers=headers)
 
 
 async def _read(service: Service, request: web.BaseRequest) -> bytes:
@@ -81,35 +90,19 @@ async def _parsed(
     return model, parsed
 
 
-async def _respond(
-    service: Service, request: web.BaseRequest, encoded: EncodedInfer
-) -> web.StreamResponse:
+async def _coded(
+    request: web.BaseRequest, encoded: EncodedInfer
+) -> tuple[dict[str, str], deque[bytes]]:
+    """The headers of a response and its body, compressed as the client likes it best."""
     headers = {"Content-Type": JSON}
     if encoded.json_bytes is not None:
         headers["Content-Type"] = "application/octet-stream"
         headers[LENGTH_HEADER] = str(encoded.json_bytes)
     coding = best_coding(request.headers.get("Accept-Encoding", ""))
-    is_long = encoded.num_bytes > _SHORT_BYTES
-    if coding == "identity" and is_long:
-        headers["Content-Length"] = str(encoded.num_bytes)
-        return await _write_parts(service, request, encoded.parts, headers)
-    body = b"".join(encoded.parts)
-    if coding != "identity":
-        headers["Content-Encoding"] = coding
-        work = partial(compress, body, coding)
-        body = await asyncio.to_thread(work) if is_long else work()
-    return web.Response(body=body, headers=headers)
-
-
-async def _write_parts(
-    service: Service, request: web.BaseRequest, parts: deque[bytes], headers: dict[str, str]
-) -> web.StreamResponse:
-    """Send a long body without a copy of the whole: what is written is let go of."""
-    stream = web.StreamResponse(headers=headers)
-    if service.admission.is_draining:
-        stream.force_close()
-    await stream.prepare(request)
-    while parts:
-        await stream.write(parts.popleft())
-    await stream.write_eof()
-    return stream
+    if coding == "identity":
+        return headers, encoded.parts
+    headers["Content-Encoding"] = coding
+    work = partial(compress, b"".join(encoded.parts), coding)
+    # What takes longer than a few milliseconds leaves the loop to others.
+    is_long = encoded.num_bytes > LONG_ANSWER_BYTES
+    return headers, deque([await asyncio.to_thread(work) if is_long else work()])

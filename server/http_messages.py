@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Mapping
 from typing import Any
 
@@ -17,6 +18,9 @@ from trimaran.server.registry import NotReadyError
 JSON = "application/json"
 MAX_BODY_BYTES = (1 << 31) - 1
 """Limit on a whole body, blobs included; gRPC messages have the same."""
+
+LONG_ANSWER_BYTES = 128 << 10
+"""A longer one is written while its request still counts as running: a drain awaits that."""
 
 RETRY_AFTER_S = "2"
 """What clients of a dead worker group are told to wait."""
@@ -44,6 +48,25 @@ async def read_body(request: web.BaseRequest, max_bytes: int) -> bytes:
         if num_bytes > max_bytes:
             raise json_too_large(num_bytes, max_bytes)
     return b"".join(chunks)
+
+
+async def write_parts(
+    request: web.BaseRequest, parts: deque[bytes], headers: Mapping[str, str], *, is_last: bool
+) -> web.StreamResponse:
+    """Send a long body; returns once the client has taken it, but for what sockets hold.
+
+    There is no copy of the whole: what is written is let go of. With ``is_last`` the
+    connection is closed behind it.
+    """
+    stream = web.StreamResponse(headers=headers)
+    stream.content_length = sum(map(len, parts))
+    if is_last:
+        stream.force_close()
+    await stream.prepare(request)
+    while parts:
+        await stream.write(parts.popleft())
+    await stream.write_eof()
+    return stream
 
 
 def json_response(value: Any, headers: Mapping[str, str] | None = None) -> web.Response:

@@ -1,8 +1,12 @@
 """What clients see while the server is on its way out."""
 
+import base64
 import http.client
 import json
+import random
+import socket
 import threading
+from contextlib import closing
 
 import grpc
 import pytest
@@ -159,6 +163,31 @@ def test_calls_of_one_response_that_outlast_the_drain_are_unavailable(fresh_serv
             GIVEN_UP,
         )
     assert (found["http"].status, found["http"].error) == (503, GIVEN_UP)
+
+
+@pytest.mark.parametrize("action", ["infer", "generate"])
+@pytest.mark.parametrize("coding", ["identity", "gzip"])
+def test_a_long_answer_that_is_still_read_counts_as_running(fresh_server, action, coding):
+    server = fresh_server
+    server.repeat.is_decoupled = False
+    # Longer than what sockets hold, also when it is compressed.
+    text = base64.b64encode(random.Random(7).randbytes(8 << 20)).decode()
+    tensor = {"name": "text_input", "datatype": "BYTES", "shape": [1, 1], "data": [text]}
+    count = {"name": "max_tokens", "datatype": "INT32", "shape": [1, 1], "data": [1]}
+    body = {"text_input": text, "max_tokens": 1}
+    if action == "infer":
+        body = {"inputs": [tensor, count]}
+    connection = http.client.HTTPConnection("127.0.0.1", server.http_port, timeout=60)
+    with closing(connection), socket.socket() as connection.sock:
+        connection.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 16)
+        connection.sock.connect(("127.0.0.1", server.http_port))
+        headers = {"Accept-Encoding": coding}
+        connection.request("POST", f"/v2/models/repeat/{action}", json.dumps(body), headers)
+        answer = connection.getresponse()
+        server.run(_drain(server))
+        assert server.service.admission.num_running == 1
+        assert len(answer.read()) == int(answer.getheader("Content-Length"))
+    server.run(server.service.admission.wait_idle())
 
 
 def test_idle_connections_are_closed_at_once(fresh_server):
