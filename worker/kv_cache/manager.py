@@ -253,6 +253,8 @@ class KVCacheManager:
             taken = pool.allocate(1, blocks.tables[group])
             assert taken is not None, "a prefix was begun without room for its last block"
             copies.append((group, source, taken[0]))
+            # Forks that start in the same step would copy what was there before.
+            self.prefixes.fresh.add((group, taken[0]))
             blocks.tables[group] += taken
         num_shared = len(prefix.shared[0])
         blocks.num_published = num_shared

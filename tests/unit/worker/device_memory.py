@@ -55,8 +55,11 @@ class DeviceMemory:
             self._rows[new.row] = _Row(new.token_ids.tolist(), len(self._cache.pools))
         for write in decision.token_writes:
             self._rows[write.row].token_ids[write.start :] = write.token_ids.tolist()
-        for group, source, target in decision.block_copies.tolist():
-            self._blocks[group, target] = dict(self._blocks[group, source])
+        # All sources are read before any target is written.
+        self._blocks |= {
+            (group, target): dict(self._blocks.get((group, source), {}))
+            for group, source, target in decision.block_copies.tolist()
+        }
         for group, row, index, block in decision.new_blocks.tolist():
             self._rows[row].tables[group][index] = block
         roots = {row: _root(s) for s in running for row in rows_of(s)}

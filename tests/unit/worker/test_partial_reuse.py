@@ -129,6 +129,25 @@ def test_tokens_are_the_same_from_partial_blocks_and_figures_tell_of_them(
     driver.check_idle()
 
 
+def test_a_fork_copies_no_block_that_its_parent_gets_as_a_copy_in_the_same_step(
+    make_engine, prompt_of
+):
+    driver = make_engine(max_num_seqs=2, tokens_per_block=32, max_tokens=128)
+    prompt = prompt_of(10)
+    driver.submit(prompt, max_tokens=100)
+    for _ in range(75):
+        driver.step()
+    # Paused when the first request takes the last block. When that one ends, the parent comes
+    # back with a copy of its first block, and the fork, which had no row, starts beside it.
+    request = driver.submit(prompt, max_tokens=30, num_return_sequences=2)
+    driver.run()
+
+    first = driver.output(1)[:30]
+    assert driver.engine.scheduler.pauses.num_sequences == 1
+    assert driver.outputs(request) == [first, first]
+    driver.check_idle()
+
+
 def test_a_request_of_one_token_leaves_no_block_held(make_engine, prompt_of):
     driver = make_engine()
     prompt = prompt_of(59)
