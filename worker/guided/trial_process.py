@@ -12,6 +12,7 @@ import signal
 import socket
 import sys
 import threading
+from contextlib import suppress
 from multiprocessing.connection import Connection
 
 from trimaran.comm.errors import RequestError
@@ -63,17 +64,16 @@ def _serve(library: Library, connection: Connection, max_bytes: int) -> None:
     """
     _limit_memory(max_bytes)
     threading.Thread(target=_end_when_left, args=(connection,), daemon=True).start()
-    while True:
-        try:
+    # Who gives a guide up closes the other end: this thread may be the first to notice.
+    with suppress(EOFError, OSError):
+        while True:
             kind, guide, seconds = connection.recv()
-        except (EOFError, OSError):
-            return
-        # Should the other end be stopped, this one ends all the same.
-        signal.alarm(math.ceil(seconds) + 1)
-        connection.send(BEGUN)
-        answer = _reason(library, kind, guide)
-        signal.alarm(0)
-        connection.send(answer)
+            # Should the other end be stopped, this one ends all the same.
+            signal.alarm(math.ceil(seconds) + 1)
+            connection.send(BEGUN)
+            answer = _reason(library, kind, guide)
+            signal.alarm(0)
+            connection.send(answer)
 
 
 def _end_when_left(connection: Connection) -> None:

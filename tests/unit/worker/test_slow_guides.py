@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -182,6 +183,23 @@ def test_a_guide_that_nobody_wants_any_more_ends_at_once(compiler, processes):
 
     wait_until(lambda: processes.copies() == [])
     assert compiler.submit("regex", "a+").result(PATIENT_S)
+
+
+def test_a_guide_that_is_given_up_as_it_begins_leaves_no_traceback(processes, capfd):
+    library = Library.load(GuidedConfig(backend="xgrammar"), str(MODEL), NUM_IDS, 1 << 20)
+    trials = Trials(library.to_text())
+    trials.run("regex", "ready", PATIENT_S, lambda: True)
+    connection, _ = trials._take()
+    # As it is where the copy has its task, and has not seen yet that the other end is closed.
+    with socket.socket(fileno=os.dup(connection.fileno())) as ours:
+        ours.shutdown(socket.SHUT_RD)
+
+    connection.send(("regex", "[ab]+", PATIENT_S))
+    wait_until(lambda: processes.copies() == [], PATIENT_S)
+
+    connection.close()
+    trials.close()
+    assert "Traceback" not in capfd.readouterr().err
 
 
 def test_processes_that_end_are_replaced(compiler, processes):
