@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import logging
 import os
@@ -79,19 +80,19 @@ class Supervisor:
         withdraw(self._config)  # that of a server which was killed
         adopt_orphans()
         _allow_many_connections()
-        run_dir = RunDir()
-        self._scratch = MpiScratch(run_dir)
-        try:
-            return asyncio.run(self._run(run_dir))
-        finally:
-            left = kill_and_reap_all()
-            if left:
-                logger.error("processes that would not end: %s", left)
-            self._scratch.remove()
-            run_dir.remove()
+        with contextlib.ExitStack() as cleanup:
+            return asyncio.run(self._run(cleanup))
 
-    async def _run(self, run_dir: RunDir) -> int:
+    async def _run(self, cleanup: contextlib.ExitStack) -> int:
+        """``cleanup`` is done once the loop has ended."""
         loop = asyncio.get_running_loop()
+        self._catch_signals(loop)
+        # Not before: a signal that nobody catches would leave the folders behind.
+        run_dir = RunDir()
+        cleanup.callback(run_dir.remove)
+        self._scratch = MpiScratch(run_dir)
+        cleanup.callback(self._scratch.remove)
+        cleanup.callback(_end_all)
         pump = LogPump(loop, self._log_sinks())
         _log_through(pump)
         children = Children(loop, pump.write_fd)
@@ -104,16 +105,9 @@ class Supervisor:
             _log_through(sys.stderr)
 
     async def _serve(self, run_dir: RunDir, children: Children) -> int:
-        self._wake = asyncio.Event()
         self._drained = asyncio.Event()
         self._stopped = asyncio.Event()
-        self._forced = asyncio.Event()
         self._make_groups(run_dir, children)
-        loop = asyncio.get_running_loop()
-        for number in _SIGNALS:
-            # `nohup` asks for SIGHUP to be ignored.
-            if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:
-                loop.add_signal_handler(number, self._on_signal, number)
         events = LinkEvents(self._on_hello, self._on_state, self._on_request, self._on_lost)
         servers = [await listen(sock, self._token, events) for sock in self._listeners]
         for group in list(self._roster):
@@ -127,6 +121,14 @@ class Supervisor:
         code = self._exit_code()
         logger.info("ended with exit code %d", code)
         return code
+
+    def _catch_signals(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._wake = asyncio.Event()
+        self._forced = asyncio.Event()
+        for number in _SIGNALS:
+            # `nohup` asks for SIGHUP to be ignored.
+            if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:
+                loop.add_signal_handler(number, self._on_signal, number)
 
     def _make_groups(self, run_dir: RunDir, children: Children) -> None:
         self._token = secrets.token_hex(16)
@@ -396,6 +398,13 @@ def _allow_many_connections() -> None:
     wanted = _MAX_OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, _MAX_OPEN_FILES)
     if soft < wanted:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
+def _end_all() -> None:
+    """End what is left of all processes."""
+    left = kill_and_reap_all()
+    if left:
+        logger.error("processes that would not end: %s", left)
 
 
 def _hold_signals() -> None:

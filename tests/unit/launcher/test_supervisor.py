@@ -56,6 +56,17 @@ def test_a_signal_while_loading_ends_at_once(supervise):
     assert server.survivors() == []
 
 
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+def test_a_signal_in_the_first_moment_of_a_start_leaves_no_folder(supervise, number):
+    server = supervise()
+    while not list(server.log_path.parent.glob("trimaran-*")):
+        assert server.process.poll() is None
+    server.process.send_signal(number)
+    assert server.end() == 0
+    assert server.survivors() == []
+    assert not list(server.log_path.parent.glob("trimaran-*"))
+
+
 def test_a_second_signal_forces(supervise):
     server = supervise("frontend:0:*:drain-for-ever")
     server.wait_ready()
