@@ -6,6 +6,7 @@ import contextlib
 import json
 import logging
 import socket
+from collections.abc import Callable
 from pathlib import Path
 
 from trimaran.launcher.config import ServeConfig
@@ -16,13 +17,12 @@ logger = logging.getLogger(__name__)
 _TITLES = {"http": "HTTP", "grpc": "gRPC", "metrics": "Metrics"}
 
 
-def announce(config: ServeConfig) -> None:
-    """Print the last lines of a start and write the ready file, if one is wanted.
+def announce(config: ServeConfig, show: Callable[[str], None]) -> None:
+    """``show`` the last lines of a start and write the ready file, if one is wanted.
 
-    Nobody reading the lines is no reason to stop, and neither is a full disk.
+    A full disk is no reason to stop.
     """
-    with contextlib.suppress(OSError):
-        print("\n".join(endpoint_lines(config)), flush=True)
+    show("\n".join(endpoint_lines(config)) + "\n")
     if not config.ready_file:
         return
     # Complete or not there at all: others wait for it.

@@ -25,10 +25,15 @@ class LogPump:
     failure of each is logged, for the others to show.
     """
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, sinks: dict[str, int]) -> None:
-        """``sinks`` are descriptors by what a failure is told under."""
+    def __init__(
+        self, loop: asyncio.AbstractEventLoop, sinks: dict[str, int], stdout: int
+    ) -> None:
+        """``sinks`` are descriptors by what a failure is told under; ``stdout`` is another
+        one, of `show`."""
         self._loop = loop
         self._sinks = [_Sink(title, fd) for title, fd in sinks.items()]
+        self._stdout = _Sink("stdout", stdout)
+        self._every = [*self._sinks, self._stdout]
         self._read_fd, self.write_fd = os.pipe2(os.O_CLOEXEC)
         os.set_blocking(self._read_fd, False)
         try:
@@ -43,6 +48,11 @@ class LogPump:
         self._copy(text.encode("utf-8", "replace"))
         return len(text)
 
+    def show(self, text: str) -> None:
+        """Print to standard output, which is no part of the log."""
+        self._stdout.add(text.encode("utf-8", "replace"))
+        self._drain()
+
     def flush(self) -> None:
         """Nothing to do: `write` already tried."""
 
@@ -54,7 +64,7 @@ class LogPump:
         os.close(self.write_fd)
         self._on_readable()
         deadline = time.monotonic() + timeout_s
-        while any(not sink.drain() for sink in self._sinks) and time.monotonic() < deadline:
+        while any(not sink.drain() for sink in self._every) and time.monotonic() < deadline:
             time.sleep(0.01)
         os.close(self._read_fd)
 
@@ -75,10 +85,10 @@ class LogPump:
         self._drain()
 
     def _drain(self) -> None:
-        stalled = [sink for sink in self._sinks if not sink.drain()]
+        stalled = [sink for sink in self._every if not sink.drain()]
         if stalled and self._retry is None and not self._loop.is_closed():
             self._retry = self._loop.call_later(_RETRY_S, self._try_again)
-        for sink in self._sinks:
+        for sink in self._every:
             sink.tell()
 
     def _try_again(self) -> None:

@@ -93,7 +93,8 @@ class Supervisor:
         self._scratch = MpiScratch(run_dir)
         cleanup.callback(self._scratch.remove)
         cleanup.callback(_end_all)
-        pump = LogPump(loop, self._log_sinks())
+        pump = LogPump(loop, self._log_sinks(), sys.stdout.fileno())
+        self._show = pump.show
         _log_through(pump)
         children = Children(loop, pump.write_fd)
         try:
@@ -224,7 +225,7 @@ class Supervisor:
 
     def _announce(self) -> None:
         if not self._is_ending:
-            announce(self._config)
+            announce(self._config, self._show)
 
     def _on_down(self, group: Group) -> None:
         if group is self._roster.orchestrator:

@@ -35,10 +35,11 @@ class Supervised:
         if settings.pop("has_helper", False):
             env["TEST_HELPER"] = "1"
         output = settings.pop("stderr", self.log_path)
+        stdout = settings.pop("stdout", None)
         with open(output, "ab") as stream:
             self.process = subprocess.Popen(
                 [sys.executable, "-P", str(HERE / "supervise.py"), json.dumps(settings)],
-                stdout=stream,
+                stdout=stream if stdout is None else stdout,
                 stderr=stream,
                 stdin=subprocess.DEVNULL,
                 env=env,

@@ -44,6 +44,6 @@ def test_a_full_disk_for_the_ready_file_is_told_and_leaves_no_part(
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(Path, "write_text", write_text)
-    announce(config)
+    announce(config, print)
     assert f"{path} cannot be written (No space left on device)" in caplog.text
     assert list(tmp_path.glob("ready*")) == []

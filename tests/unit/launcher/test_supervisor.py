@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import select
 import signal
 import socket
 import time
@@ -339,6 +341,30 @@ def test_logs_that_cannot_be_written_stop_nothing(supervise, tmp_path):
     server.wait_for("front end: ready")
     assert server.terminate() == 0
     assert server.log.count("stderr lacks lines from here on") == 1
+
+
+@pytest.fixture
+def full_pipe():
+    """The end for writing of a pipe that takes nothing more, as nobody reads it yet."""
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    with contextlib.suppress(BlockingIOError):
+        while True:
+            os.write(writer, bytes(select.PIPE_BUF))
+    os.set_blocking(writer, True)
+    yield writer
+    os.close(reader)
+    os.close(writer)
+
+
+def test_a_standard_output_that_nobody_reads_stops_nothing(supervise, full_pipe, tmp_path):
+    file = tmp_path / "ready.json"
+    server = supervise(stdout=full_pipe, ready_file=str(file))
+    while not file.exists():
+        assert server.process.poll() is None
+        time.sleep(0.02)
+    assert server.terminate() == 0
+    assert server.survivors() == []
 
 
 def test_a_full_log_file_stops_nothing_and_is_told_once(supervise):
