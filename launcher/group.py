@@ -78,7 +78,9 @@ class Group:
         try:
             self._starter.start(self.incarnation, events)
         except OSError as error:
-            self._die(Failure(f"{spec.command[0]}: {error.strerror}", is_final=True))
+            # What was there once may be again: memory, room on a disk, a program's new version.
+            what = error.filename or spec.command[0]
+            self._die(Failure(f"{what}: {error.strerror}", is_final=not self.was_ready))
             return
         pid = self._starter.pid
         what = f"pid {pid}" if pid else self._starter.title

@@ -148,6 +148,18 @@ def test_a_killed_starter_is_named_and_the_group_restarted(supervise):
     assert server.survivors() == []
 
 
+def test_what_cannot_be_started_again_for_a_while_is_tried_again(supervise, tmp_path):
+    server = supervise(world_size=2, max_restarts=20, restart_delay_s=0.5)
+    server.wait_ready()
+    away = (tmp_path / "starter").rename(tmp_path / "away")
+    os.kill(server.pid_of(r"group m: started pid (\d+)"), signal.SIGKILL)
+    server.wait_for(r"starter: No such file or directory; restart in")
+    away.rename(tmp_path / "starter")
+    server.wait_for("group m: ready", count=2)
+    assert server.terminate() == 0
+    assert server.survivors() == []
+
+
 def test_a_killed_helper_of_the_starter_ends_the_group(supervise):
     server = supervise(world_size=2, has_helper=True, max_restarts=0)
     server.wait_ready()
