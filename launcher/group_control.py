@@ -73,6 +73,11 @@ class GroupControl:
         if group not in self._loading:
             return False
         self._loading.discard(group)
+        if group is self._roster.orchestrator:
+            # The next load brings another one.
+            self._roster.remove(group)
+            self._roster.spawn_link.give_up(f"its orchestrator did not start: {group.fault}")
+            return True
         self._roster.mark_failed(group)
         self._roster.tell(group)
         self._roster.remove(group)
@@ -132,8 +137,7 @@ class GroupControl:
             )
         check_host_memory(configs)
         for group in self._roster.add(configs):
-            if group is not self._roster.orchestrator:
-                self._loading.add(group)
+            self._loading.add(group)
             group.start()
             # One that could not be started has failed and is forgotten by now.
             if group.state is not GroupState.DOWN:

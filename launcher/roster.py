@@ -80,21 +80,25 @@ class Roster:
         """New groups, not yet started; the first spawned one brings the orchestrator."""
         self.configs.update((config.name, config) for config in configs)
         added = []
-        if any(config.launch == "spawn" for config in configs) and self.orchestrator is None:
-            spec = self._maker.orchestrator()
-            self.orchestrator = Group(spec, self._starter(spec), self._events)
-            added.append(self.orchestrator)
         sharing = [config for config in configs if config.launch == "prestarted"]
         specs = [self._maker.prestarted(sharing)] if sharing else []
         specs += [self._maker.workers(each) for each in configs if each not in sharing]
         for spec in specs:
             group = self.workers[spec.name] = Group(spec, self._starter(spec), self._events)
             added.append(group)
+        if any(config.launch == "spawn" for config in configs) and self.orchestrator is None:
+            spec = self._maker.orchestrator()
+            self.orchestrator = Group(spec, self._starter(spec), self._events)
+            # The last one: where it cannot be started, those that wait for it fail with it.
+            added.append(self.orchestrator)
         return added
 
     def remove(self, group: Group) -> None:
         """Forget a group whose processes are gone."""
-        del self.workers[group.spec.name]
+        if group is self.orchestrator:
+            self.orchestrator = None
+        else:
+            del self.workers[group.spec.name]
         for engine in group.spec.engines:
             del self.configs[engine.name]
         tag = group.spec.tag

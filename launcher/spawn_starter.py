@@ -59,6 +59,11 @@ class SpawnLink:
             if key not in waiting:
                 events.on_starter_lost("its orchestrator died")
 
+    def give_up(self, why: str) -> None:
+        """The orchestrator never came up, and is not waited for any longer."""
+        for events in list(self._started.values()):
+            events.on_failure(why)
+
     def on_event(self, facts: Mapping[str, Any]) -> None:
         """What the orchestrator says about a group."""
         events = self._started.get(_key(facts))

@@ -114,6 +114,8 @@ def main() -> None:
     role = sys.argv[1]
     if "never-connect" in acts(role, 0):
         time.sleep(600)
+    if "exit-early" in acts(role, 0):
+        os._exit(7)
     link, config = SupervisorLink.connect(ChildEnv.from_environ(), role, RANK, SIZE)
     todo = acts(role, config.get("incarnation", 0))
     if config.get("remembered"):

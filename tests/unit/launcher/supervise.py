@@ -40,6 +40,8 @@ class OneRankGroups:
             group = replace(group, engine=replace(group.engine, cache=cache))
         elif model.name == "unstartable":
             group = replace(group, launch="mpirun")
+        elif model.name.startswith("spawned"):
+            group = replace(group, launch="spawn")
         return (group,)
 
 
@@ -55,6 +57,7 @@ def main() -> int:
     settings = json.loads(sys.argv[1])
     size = settings.pop("world_size", 1)
     starter = settings.pop("starter", "")
+    orchestrator = settings.pop("orchestrator", "")
     engine = EngineConfig(
         model="m", engine_dir="/nowhere", parallel=ParallelConfig(tp_size=size)
     )
@@ -82,7 +85,8 @@ def main() -> int:
     child = (sys.executable, "-P", str(HERE / "child_program.py"))
     mpi = Mpi(starter or "/nowhere/mpirun", OPENMPI, "5.0")
     setup_logging("supervisor")
-    programs = Programs((*child, "frontend"), (*child, "rank"))
+    spawner = (orchestrator,) if orchestrator else (*child, "orchestrator")
+    programs = Programs((*child, "frontend"), (*child, "rank"), spawner)
     try:
         return Supervisor(config, mpi, programs, OneRankGroups()).run()
     except ConfigError as error:

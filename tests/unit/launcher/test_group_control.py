@@ -177,6 +177,32 @@ def test_of_a_load_whose_processes_cannot_be_started_the_last_word_is_that_it_fa
     assert server.server.terminate() == 0
 
 
+@pytest.mark.parametrize("act", ["exit-early", "die-loading", "config-error"])
+def test_loads_that_bring_an_orchestrator_fail_with_it_and_the_server_goes_on(asked, act):
+    server = asked(f"orchestrator:0:*:{act}")
+    for model in ("spawned", "spawned-later"):
+        assert server.start(model)["groups"] == [model]
+        server.server.wait_for(f"told failed {model}\n")
+        last = server.states(model)[-1]
+        assert last["text"].startswith("its orchestrator did not start: orchestrator (pid ")
+    assert server.server.log.count("orchestrator: started") == 2
+    assert server.start("n")["groups"] == ["n"]
+    server.server.wait_for("told up n\n")
+    assert server.server.terminate() == 0
+    assert server.server.survivors() == []
+
+
+def test_a_load_whose_orchestrator_cannot_be_started_fails_and_the_server_goes_on(asked):
+    server = asked(orchestrator="/nowhere/orchestrator")
+    assert server.start("spawned")["groups"] == ["spawned"]
+    last = server.states("spawned")[-1]
+    assert last["state"] == "failed"
+    assert last["text"].endswith("/nowhere/orchestrator: No such file or directory")
+    assert server.start("n")["groups"] == ["n"]
+    server.server.wait_for("told up n\n")
+    assert server.server.terminate() == 0
+
+
 def test_a_loaded_group_that_dies_is_started_again(asked):
     server = asked(restart_delay_s=0.5)
     server.start("n")
