@@ -239,6 +239,11 @@ class Supervisor:
                 "drain ended with %s requests unfinished after %g s; raise --exit-timeout if "
                 "they need longer", facts["num_unfinished"], self._config.exit_timeout_s,
             )  # fmt: skip
+        if facts.get("num_lost"):
+            self._was_cut_short = True
+            logger.warning(
+                "%s requests failed during the drain: their group had died", facts["num_lost"]
+            )
         self._note_drained(group)
 
     def _on_failure(self, group: Group, failure: Failure) -> None:
@@ -339,15 +344,16 @@ class Supervisor:
         workers = self._roster.workers.values()
         if self._failure is not None and not any(group.is_serving for group in workers):
             timeout_s = min(timeout_s, _LAST_WORDS_S)
+        self._drained.clear()
+        # One that is still loading has nothing to finish, but is to expect the end as well.
+        # First of all, so that what fails from now on is known to be cut short.
+        for frontend in self._roster.frontends:
+            frontend.send(Command(verb="drain", arguments={"timeout_s": timeout_s}))
         for worker in workers:
             if worker.state is GroupState.DOWN and not self._roster.has_failed(worker):
                 # Its requests would wait out the drain for a restart that will not come.
                 self._roster.mark_failed(worker)
                 self._roster.tell(worker)
-        self._drained.clear()
-        # One that is still loading has nothing to finish, but is to expect the end as well.
-        for frontend in self._roster.frontends:
-            frontend.send(Command(verb="drain", arguments={"timeout_s": timeout_s}))
         self._draining = {g for g in self._roster.frontends if g.state is GroupState.READY}
         if not self._draining:
             return

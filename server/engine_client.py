@@ -26,6 +26,8 @@ class EngineClient:
         self.metrics = metrics
         self.expects_the_end = False
         """Whether an engine that closes its connection ends in order."""
+        self.num_lost = 0
+        """Requests of all models that failed because groups died."""
         self._ids = itertools.count(1)
         self._owners: dict[str, ModelEngines] = {}
         self._states: dict[str, tuple[str, int, str]] = {}

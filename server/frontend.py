@@ -126,14 +126,15 @@ class Frontend:
             self._shutdown.set()
         elif command.verb == "drain" and self._drain is None:
             timeout_s = float(command.arguments.get("timeout_s", self._config.exit_timeout_s))
-            self._drain = asyncio.ensure_future(self._drain_within(timeout_s))
+            drain = self._drain_within(timeout_s, self._engines.num_lost)
+            self._drain = asyncio.ensure_future(drain)
         elif command.verb == "group_state":
             self._board.update(str(command.arguments["group"]), command.arguments)
             self._engines.on_group_state(**command.arguments)
         elif command.verb == "reply":
             self._models.on_reply(command.arguments)
 
-    async def _drain_within(self, timeout_s: float) -> None:
+    async def _drain_within(self, timeout_s: float, num_lost_before: int) -> None:
         """Admit nothing, close idle connections, and report when the rest is done."""
         num_unfinished = 0
         if self._service is not None:
@@ -149,5 +150,8 @@ class Frontend:
                 num_unfinished = admission.num_running
                 await admission.give_up(timeout_s)
         self._engines.expect_the_end()
-        facts: dict[str, Any] = {"num_unfinished": num_unfinished}
+        facts: dict[str, Any] = {
+            "num_unfinished": num_unfinished,
+            "num_lost": self._engines.num_lost - num_lost_before,
+        }
         self._link.state("drained", facts=facts)

@@ -205,7 +205,7 @@ class ModelEngines:
                 f"this request (limit {limit}); it is not tried again"
             )
             request.fail(EngineDeadError(error))
-        self._metrics.count_lost(self.model, self.version, len(requests) - len(found))
+        self._count_lost(len(requests) - len(found))
         return found
 
     def _move(self, group: EngineGroup, requests: Sequence[LiveRequest], what: str) -> None:
@@ -256,9 +256,13 @@ class ModelEngines:
         self._fail(group.take_live(), why)
 
     def _fail(self, requests: Sequence[LiveRequest], why: str) -> None:
-        self._metrics.count_lost(self.model, self.version, len(requests))
+        self._count_lost(len(requests))
         for request in requests:
             request.fail(EngineDeadError(f"the engine of model '{self.model}' is gone: {why}"))
+
+    def _count_lost(self, num_requests: int) -> None:
+        self._client.num_lost += num_requests
+        self._metrics.count_lost(self.model, self.version, num_requests)
 
     # ---- routing ------------------------------------------------------------------------
 

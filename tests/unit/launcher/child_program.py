@@ -94,7 +94,8 @@ def serve(link: SupervisorLink, todo: set[str]) -> None:
         requests.send_new()
         for command in link.commands():
             if command.verb == "drain" and "drain-for-ever" not in todo:
-                link.state("drained", facts={"num_unfinished": int("unfinished" in todo)})
+                facts = {f"num_{what}": int(what in todo) for what in ("unfinished", "lost")}
+                link.state("drained", facts=facts)
             elif command.verb == "shutdown" and "ignore-shutdown" not in todo:
                 print(f"{sys.argv[1]} leaves", file=sys.stderr, flush=True)
                 link.close()

@@ -99,6 +99,13 @@ def test_a_drain_that_leaves_requests_unfinished_ends_with_code_1(supervise):
     assert "1 requests unfinished after 30 s; raise --exit-timeout" in server.log
 
 
+def test_a_drain_in_which_requests_failed_with_their_group_ends_with_code_1(supervise):
+    server = supervise("frontend:0:*:lost")
+    server.wait_ready()
+    assert server.terminate() == 1
+    assert "1 requests failed during the drain: their group had died" in server.log
+
+
 def test_a_front_end_that_never_drains_is_given_the_exit_timeout(supervise):
     server = supervise("frontend:0:*:drain-for-ever", exit_timeout_s=0.1)
     server.wait_ready()

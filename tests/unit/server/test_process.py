@@ -63,7 +63,9 @@ def test_it_serves_from_the_first_engine_on_and_ends_when_told(repository, stack
     engine.send(one_token(submit, 301, FinishReason.LENGTH))
     assert answer.read().count(b"data: ") == 2
     client.close()
-    assert frontend.supervisor.wait_for_state("drained").facts == {"num_unfinished": 0}
+    assert frontend.supervisor.wait_for_state("drained").facts == {
+        "num_unfinished": 0, "num_lost": 0,
+    }  # fmt: skip
     with pytest.raises(urllib.error.HTTPError) as caught:
         post(port, "/v2/models/ensemble/generate", text_input="a", max_tokens=2)
     assert caught.value.code == 503
@@ -84,12 +86,35 @@ def test_a_drain_ends_in_time_and_counts_what_is_unfinished(repository, stack, t
         )
         engine.receive(Submit)
         frontend.supervisor.send(Command(verb="drain", arguments={"timeout_s": 0.1}))
-        assert frontend.supervisor.wait_for_state("drained").facts == {"num_unfinished": 1}
+        facts = frontend.supervisor.wait_for_state("drained").facts
+        assert facts == {"num_unfinished": 1, "num_lost": 0}
         answer = client.recv(1 << 16)
         assert answer.startswith(b"HTTP/1.1 503 ")
         assert b"had not ended within the 0.1 s that --exit-timeout leaves" in answer
         frontend.supervisor.send(Command(verb="shutdown"))
         assert frontend.process.wait(60) == 0
+
+
+def test_a_drain_counts_what_fails_because_its_group_died(repository, stack, tmp_path):
+    frontend = StartedFrontend(stack, tmp_path)
+    engine = frontend.dial_in(stack)
+    frontend.supervisor.wait_for_state("ready")
+    with socket.create_connection(("127.0.0.1", frontend.http_port())) as client:
+        body = b'{"text_input": "a", "max_tokens": 2}'
+        client.sendall(
+            b"POST /v2/models/ensemble/generate HTTP/1.1\r\nHost: x\r\nContent-Length: "
+            b"%d\r\n\r\n%b" % (len(body), body)
+        )
+        engine.receive(Submit)
+        engine.sock.close()
+        while "is gone" not in Path(frontend.log.name).read_text():
+            time.sleep(0.01)
+        frontend.supervisor.send(Command(verb="drain", arguments={"timeout_s": 30}))
+        failed = {"group": "g0", "state": "failed", "num_restarts": 0, "text": "it died"}
+        frontend.supervisor.send(Command(verb="group_state", arguments=failed))
+        facts = frontend.supervisor.wait_for_state("drained").facts
+        assert facts == {"num_unfinished": 0, "num_lost": 1}
+        assert client.recv(1 << 16).startswith(b"HTTP/1.1 503 ")
 
 
 def test_without_its_engine_it_stays_up_and_says_when_to_retry(repository, stack, tmp_path):
