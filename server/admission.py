@@ -66,6 +66,17 @@ class Admission:
             self._tasks.discard(task)
             self._changed.set()
 
+    @contextmanager
+    def sending(self) -> Iterator[None]:
+        """Hold a request that is over but for what its client has yet to take: `give_up`
+        leaves that to the end of the connection."""
+        self._num_running += 1
+        try:
+            yield
+        finally:
+            self._num_running -= 1
+            self._changed.set()
+
     def start_draining(self) -> None:
         """Admit nothing from now on."""
         self._is_draining = True

@@ -126,6 +126,7 @@ class RepeatModel(SmallModel):
 
         count = scalar("max_tokens", 1)
         text, delay_s = scalar("text_input", b""), scalar("delay_ms", 0) / 1e3
+        text *= int(request.parameters.get("times", 1))
         self.num_running += 1
         is_complete = False
         try:

@@ -6,7 +6,7 @@ import json
 import random
 import socket
 import threading
-from contextlib import closing
+from contextlib import closing, suppress
 
 import grpc
 import pytest
@@ -188,6 +188,63 @@ def test_a_long_answer_that_is_still_read_counts_as_running(fresh_server, action
         assert server.service.admission.num_running == 1
         assert len(answer.read()) == int(answer.getheader("Content-Length"))
     server.run(server.service.admission.wait_idle())
+
+
+class Valve:
+    """A way to a port, on which nothing comes back while it is shut."""
+
+    def __init__(self, port):
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.url = f"127.0.0.1:{self._listener.getsockname()[1]}"
+        self.is_open = threading.Event()
+        self.is_open.set()
+        self._port = port
+        self._thread = threading.Thread(target=self._run)
+        self._thread.start()
+
+    def close(self):
+        self.is_open.set()
+        self._thread.join()
+
+    def _run(self):
+        server = socket.create_connection(("127.0.0.1", self._port))
+        with self._listener, self._listener.accept()[0] as client, server:
+            back = threading.Thread(target=self._pass, args=(server, client))
+            back.start()
+            self._pass(client, server)
+            back.join()
+
+    def _pass(self, source, target):
+        with suppress(OSError):
+            while data := source.recv(1 << 16):
+                if source.getpeername()[1] == self._port:
+                    self.is_open.wait()
+                target.sendall(data)
+            target.shutdown(socket.SHUT_WR)
+
+
+def test_a_long_response_of_grpc_that_is_still_read_counts_as_running(fresh_server):
+    server = fresh_server
+    server.repeat.is_decoupled = False
+    long = repeat_request("long", 1, 0)
+    long.parameters["times"].int64_param = 16 << 20
+    options = [("grpc.max_receive_message_length", -1)]
+    with closing(Valve(server.grpc.port)) as valve:
+        with grpc.insecure_channel(valve.url, options) as channel:
+            stub = service_pb2_grpc.GRPCInferenceServiceStub(channel)
+            assert stub.ServerLive(pb.ServerLiveRequest()).live
+            valve.is_open.clear()
+            call = stub.ModelInfer.future(long)
+            server.wait_until(lambda: server.repeat.num_responses == 1)
+            server.run(_drain(server))
+            # This call has passed what was to be done for the first one.
+            with pytest.raises(grpc.RpcError), grpc.insecure_channel(server.grpc_url) as other:
+                refused = service_pb2_grpc.GRPCInferenceServiceStub(other)
+                refused.ModelInfer(long)
+            assert server.service.admission.num_running == 1
+            valve.is_open.set()
+            assert len(call.result().raw_output_contents[0]) > 16 << 20
+            server.run(server.service.admission.wait_idle())
 
 
 def test_idle_connections_are_closed_at_once(fresh_server):
