@@ -57,7 +57,7 @@ class DeviceMemory:
             self._rows[write.row].token_ids[write.start :] = write.token_ids.tolist()
         # All sources are read before any target is written.
         self._blocks |= {
-            (group, target): dict(self._blocks.get((group, source), {}))
+            (group, target): dict(self._blocks[group, source])
             for group, source, target in decision.block_copies.tolist()
         }
         for group, row, index, block in decision.new_blocks.tolist():
