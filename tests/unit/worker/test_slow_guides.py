@@ -195,7 +195,7 @@ def test_a_guide_that_is_given_up_as_it_begins_leaves_no_traceback(processes, ca
         ours.shutdown(socket.SHUT_RD)
 
     connection.send(("regex", "[ab]+", PATIENT_S))
-    wait_until(lambda: processes.copies() == [], PATIENT_S)
+    wait_until(lambda: processes.copies() == [])
 
     connection.close()
     trials.close()
