@@ -4,7 +4,7 @@ import subprocess
 import sys
 
 PROGRAM = """
-import asyncio, os, signal
+import asyncio, contextlib, os, signal
 from asyncio.selector_events import BaseSelectorEventLoop
 from trimaran.launcher.supervisor import Supervisor
 
@@ -25,7 +25,8 @@ class Ending(Supervisor):
         return 0
 
 BaseSelectorEventLoop._close_self_pipe = lose_a_child_meanwhile
-asyncio.run(Ending()._run(None))
+with contextlib.ExitStack() as cleanup:
+    asyncio.run(Ending()._run(cleanup))
 """
 
 
