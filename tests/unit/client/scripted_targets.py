@@ -15,14 +15,19 @@ _START_S = 3.0
 
 
 class AtOnce:
-    """Answers with one token at once."""
+    """Answers with its tokens at once, one after the other."""
 
     async def generate(self, item: Item, record: Record) -> None:
         """Run one request."""
-        record.arrivals.append((time.monotonic(), 1))
+        record.arrivals += [(time.monotonic(), 1) for _ in range(item.output_len)]
 
     async def close(self) -> None:
         """Nothing is open."""
+
+
+async def prompt_target() -> AtOnce:
+    """A target that is there at once."""
+    return AtOnce()
 
 
 async def late_target() -> AtOnce:

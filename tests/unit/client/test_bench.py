@@ -11,7 +11,7 @@ import aiohttp
 import numpy as np
 import pytest
 from scripted_server import Reply, ids_reply
-from scripted_targets import killed_target, late_target
+from scripted_targets import killed_target, late_target, prompt_target
 
 from trimaran.client import targets
 from trimaran.client.bench_report import figures
@@ -474,6 +474,12 @@ def test_the_time_that_load_processes_take_to_start_is_no_latency():
     assert len(done.records) == 8
     assert done.elapsed_s < 2.0
     assert figures(done)["latency_ms_p99"] < 1000
+
+
+def test_load_processes_send_more_records_than_a_connection_holds():
+    plan = [(Item([1], 20_000), 0.0)] * 8
+    done = run_in_processes(prompt_target, plan, concurrency=4, num_processes=2)
+    assert [record.num_output_tokens for record in done.records] == [20_000] * 8
 
 
 def test_a_load_process_that_is_killed_ends_the_benchmark():
