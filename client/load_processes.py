@@ -142,7 +142,7 @@ def _serve(
         said = uvloop.run(_send(connection, make_target, plan, concurrency))
     except ConfigError as error:
         said = error
-    # The loop that watched it left it so that a long list of records would not fit.
+    # uvloop leaves what it watched non-blocking, which takes no long list of records.
     os.set_blocking(connection.fileno(), True)
     # Whoever wants it may be gone: then the connection ends, which stopped the load.
     with suppress(ConnectionError):

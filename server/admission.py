@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
 from trimaran.comm.errors import ErrorKind, RequestError
@@ -66,16 +66,16 @@ class Admission:
             self._tasks.discard(task)
             self._changed.set()
 
-    @contextmanager
-    def sending(self) -> Iterator[None]:
-        """Hold a request that is over but for what its client has yet to take: `give_up`
-        leaves that to the end of the connection."""
-        self._num_running += 1
-        try:
-            yield
-        finally:
+    def sending(self) -> Callable[[], None]:
+        """Hold a request that is over but for what its client has yet to take, until the
+        result is called: `give_up` leaves that to the end of the connection."""
+
+        def sent() -> None:
             self._num_running -= 1
             self._changed.set()
+
+        self._num_running += 1
+        return sent
 
     def start_draining(self) -> None:
         """Admit nothing from now on."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import ExitStack
 from functools import wraps
 from typing import Any, NoReturn
 from urllib.parse import quote
@@ -149,9 +148,8 @@ class InferenceServicer(service_pb2_grpc.GRPCInferenceServiceServicer):  # type:
             )
             message = pb.ModelInferResponse()
             await spread(fill_response(message, response))
-            sending = ExitStack()
-            sending.enter_context(service.admission.sending())
-            context.add_done_callback(lambda _: sending.close())
+            sent = service.admission.sending()
+            context.add_done_callback(lambda _: sent())
             return message
 
     async def ModelStreamInfer(
