@@ -182,12 +182,14 @@ def measure(
 
     A Ctrl-C stops it once the warm-up is over; the run has what came until then.
     """
+    print("[INFO] Warm up for benchmarking.")
     if args.load_processes == 1:
         done = uvloop.run(_measure_here(args, url, warmup, plan))
     else:
-        uvloop.run(_measure_here(args, url, warmup, []))
         make_target = partial(_target, args, url)
-        done = run_in_processes(make_target, plan, args.concurrency, args.load_processes)
+        done = run_in_processes(
+            make_target, warmup, plan, args.concurrency, args.load_processes
+        )
     if not done.num_left:
         print(f"[INFO] Total Latency: {1000 * done.elapsed_s:.3f} ms")
     return done
@@ -199,10 +201,8 @@ async def _measure_here(
     target = await _target(args, url)
     load = LoadGenerator(target, args.concurrency)
     try:
-        print("[INFO] Warm up for benchmarking.")
-        await load.run([(item, 0.0) for item in warmup])
-        if plan:
-            print(f"[INFO] Start benchmarking on {len(plan)} prompts.")
+        await load.warm_up(warmup, len(plan))
+        print(f"[INFO] Start benchmarking on {len(plan)} prompts.")
         loop = asyncio.get_running_loop()
         with (
             _Progress(len(plan)) as progress,

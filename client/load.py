@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -34,15 +34,21 @@ class Record:
         return sum(count for _, count in self.arrivals)
 
 
+Prepared = Callable[[Record], Awaitable[None]]
+"""A request whose message is made: sends it, and adds each response to ``record.arrivals``.
+Raises ServerError where it is refused or fails."""
+
+
 class Target(Protocol):
     """Where requests go."""
 
-    async def generate(self, item: Item, record: Record) -> None:
-        """Run one request; add each response to ``record.arrivals``.
+    async def connect(self, count: int) -> None:
+        """Open the connections that so many requests in flight take, for the first ones not to
+        wait for them. What cannot be opened is told by the request that needs it."""
+        ...
 
-        Raises:
-            ServerError: refused or failed.
-        """
+    def prepare(self, item: Item) -> Prepared:
+        """Make one request's message, before it is due."""
         ...
 
     async def close(self) -> None:
@@ -80,6 +86,11 @@ class LoadGenerator:
         if self._sending is not None:
             self._is_stopped = self._sending.cancel()
 
+    async def warm_up(self, items: Sequence[Item], num_planned: int) -> None:
+        """Send what counts nowhere, then connect for a plan of so many requests."""
+        await self.run([(item, 0.0) for item in items])
+        await self._target.connect(min(self._concurrency, num_planned))
+
     async def run(
         self,
         plan: Sequence[tuple[Item, float]],
@@ -100,13 +111,14 @@ class LoadGenerator:
 
         async def worker() -> None:
             for item, delay in todo:
+                request = self._target.prepare(item)
                 wait = begin + delay - time.monotonic()
                 if wait > 0:
                     await asyncio.sleep(wait)
                 due = begin + delay if is_paced else time.monotonic()
                 record = Record(item, due)
                 records.append(record)
-                await self._send(record)
+                await self._send(request, record)
                 on_done()
 
         num_workers = min(self._concurrency, len(plan))
@@ -118,10 +130,10 @@ class LoadGenerator:
                 raise
         return Run.of([record for record in records if record.end_s], begin, len(plan))
 
-    async def _send(self, record: Record) -> None:
+    async def _send(self, request: Prepared, record: Record) -> None:
         record.sent_s = time.monotonic()
         try:
-            await self._target.generate(record.item, record)
+            await request(record)
         except Exception as error:  # one request's failure is a result of the benchmark
             record.error = f"{type(error).__name__}: {error}"
         else:

@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import ExitStack, suppress
+from dataclasses import dataclass
 from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
 from typing import Any
@@ -25,6 +26,16 @@ Plan = Sequence[tuple[Item, float]]
 MakeTarget = Callable[[], Awaitable[Target]]
 """Connects; it is sent to the processes, so it has to be picklable."""
 
+
+@dataclass(frozen=True, slots=True)
+class _Share:
+    """What one process sends, and how many requests at once."""
+
+    warmup: Sequence[Item]
+    plan: Plan
+    concurrency: int
+
+
 _START_S = 0.1
 """From the last process's word that it is ready to the moment that delays count from."""
 
@@ -34,13 +45,17 @@ class LoadProcessLostError(TrimaranError):
 
 
 def run_in_processes(
-    make_target: MakeTarget, plan: Plan, concurrency: int, num_processes: int
+    make_target: MakeTarget,
+    warmup: Sequence[Item],
+    plan: Plan,
+    concurrency: int,
+    num_processes: int,
 ) -> Run:
     """Deal the plan out by the share that each has of the concurrency; the run of all.
 
-    It begins once all processes have imported and connected, which takes as long as the
-    machine needs for it. Times of all processes are on one clock, the host's monotonic one.
-    A Ctrl-C once it has begun stops it.
+    It begins once all processes have connected and the warm-up, dealt out too, is answered.
+    Times of all processes are on one clock, the host's monotonic one. A Ctrl-C once it has
+    begun stops it.
 
     Raises:
         ConfigError: a process cannot connect.
@@ -51,7 +66,8 @@ def run_in_processes(
         for index in range(num_processes):
             slots = range(index, concurrency, num_processes)
             own = [each for j, each in enumerate(plan) if j % concurrency in slots]
-            processes.append(stack.enter_context(_Process(make_target, own, len(slots))))
+            share = _Share(warmup[index::num_processes], own, len(slots))
+            processes.append(stack.enter_context(_Process(make_target, share)))
         for process in processes:
             process.receive()
         begin = time.monotonic() + _START_S
@@ -74,11 +90,11 @@ class _Process:
     Any word after the begin stops it. Use as a context manager, which ends it.
     """
 
-    def __init__(self, make_target: MakeTarget, plan: Plan, concurrency: int) -> None:
+    def __init__(self, make_target: MakeTarget, share: _Share) -> None:
         context = multiprocessing.get_context("spawn")
         self._connection, self._there = context.Pipe()
         self._process = context.Process(
-            target=_serve, args=(self._there, make_target, plan, concurrency), daemon=True
+            target=_serve, args=(self._there, make_target, share), daemon=True
         )
 
     def __enter__(self) -> _Process:
@@ -130,16 +146,14 @@ class _Process:
         )
 
 
-def _serve(
-    connection: Connection, make_target: MakeTarget, plan: Plan, concurrency: int
-) -> None:
+def _serve(connection: Connection, make_target: MakeTarget, share: _Share) -> None:
     """What a process does."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     _end_with_parent()
     said: list[Record] | ConfigError
     try:
-        said = uvloop.run(_send(connection, make_target, plan, concurrency))
+        said = uvloop.run(_send(connection, make_target, share))
     except ConfigError as error:
         said = error
     # uvloop leaves what it watched non-blocking, which takes no long list of records.
@@ -161,21 +175,20 @@ def _end_with_parent() -> None:
     threading.Thread(target=watch, name="parent", daemon=True).start()
 
 
-async def _send(
-    connection: Connection, make_target: MakeTarget, plan: Plan, concurrency: int
-) -> list[Record]:
+async def _send(connection: Connection, make_target: MakeTarget, share: _Share) -> list[Record]:
     loop = asyncio.get_running_loop()
     target = await make_target()
     try:
+        load = LoadGenerator(target, share.concurrency)
+        await load.warm_up(share.warmup, len(share.plan))
         connection.send(None)
         begin: float = connection.recv()
-        load = LoadGenerator(target, concurrency)
 
         def stop() -> None:
             loop.remove_reader(connection.fileno())
             load.stop()
 
         loop.add_reader(connection.fileno(), stop)
-        return (await load.run(plan, begin=begin)).records
+        return (await load.run(share.plan, begin=begin)).records
     finally:
         await target.close()

@@ -8,6 +8,7 @@ import json
 import time
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import aiohttp
@@ -15,7 +16,7 @@ import numpy as np
 import tritonclient.grpc.aio as grpcclient
 from tritonclient.utils import InferenceServerException
 
-from trimaran.client.load import Record
+from trimaran.client.load import Prepared, Record
 from trimaran.client.stream import ServerError
 from trimaran.client.tensors import row, tensor
 from trimaran.client.workload import Item
@@ -37,6 +38,7 @@ _CONFIG_TIMEOUT = aiohttp.ClientTimeout(total=_CONFIG_S)
 _SHOWN_CHARS = 80
 _EXCLUDE_INPUT = "exclude_input_in_output"
 _TRUE = ("True", "true", "TRUE", "1")
+_JSON = {"Content-Type": "application/json"}
 _HTTP_TIMEOUT = aiohttp.ClientTimeout(total=None, sock_connect=30)
 
 
@@ -100,23 +102,37 @@ class HttpTarget:
             read_bufsize=_LONGEST_LINE_BYTES,
         )
 
-    async def generate(self, item: Item, record: Record) -> None:
-        """Run one request."""
+    async def connect(self, count: int) -> None:
+        """Open ``count`` connections."""
+        await asyncio.gather(*(self._look() for _ in range(count)), return_exceptions=True)
+
+    async def _look(self) -> None:
+        path = f"http://{self._url}/v2/health/live"
+        async with self._session.get(path, timeout=_CONFIG_TIMEOUT) as reply:
+            await reply.read()
+
+    def prepare(self, item: Item) -> Prepared:
+        """Make one request's body."""
         name, model = self._models.next()
-        record.is_stream = is_streaming = self._models.streams(model)
         body: dict[str, Any] = {
             "input_ids": item.ids,
             "input_lengths": len(item.ids),
             "request_output_len": item.output_len,
-            "streaming": is_streaming,
+            "streaming": self._models.streams(model),
             **self._models.sampling,
         }
         if self._models.excludes_input:
             body["exclude_input_in_output"] = True
-        hidden = self._models.hidden(model, item)
         verb = "generate_stream" if model.is_decoupled else "generate"
         path = f"http://{self._url}/v2/models/{name}/{verb}"
-        async with self._session.post(path, json=body) as reply:
+        hidden = self._models.hidden(model, item)
+        return partial(self._post, path, json.dumps(body).encode(), model, hidden)
+
+    async def _post(
+        self, path: str, body: bytes, model: ServedModel, hidden: int, record: Record
+    ) -> None:
+        record.is_stream = self._models.streams(model)
+        async with self._session.post(path, data=body, headers=_JSON) as reply:
             if reply.status != 200:
                 raise ServerError(f"HTTP {reply.status}: {(await reply.text()).strip()}")
             if not model.is_decoupled:
@@ -144,20 +160,29 @@ class GrpcTarget:
         self._models = models
         self.stream_timeout_s: float | None = None
 
-    async def generate(self, item: Item, record: Record) -> None:
-        """Run one request."""
+    async def connect(self, count: int) -> None:
+        """Open its connections, of which ``count`` streams may take fewer."""
+        looks = (client.is_server_live() for client in self._clients[:count])
+        await asyncio.gather(*looks, return_exceptions=True)
+
+    def prepare(self, item: Item) -> Prepared:
+        """Make one request's tensors."""
         name, model = self._models.next()
-        record.is_stream = is_streaming = self._models.streams(model)
         inputs = [
             tensor("input_ids", [item.ids], np.int32),
             row("input_lengths", len(item.ids), np.int32),
             row("request_output_len", item.output_len, np.int32),
-            row("streaming", is_streaming, bool),
+            row("streaming", self._models.streams(model), bool),
             *(row(key, value, np.float32) for key, value in self._models.sampling.items()),
         ]
         if self._models.excludes_input:
             inputs.append(row("exclude_input_in_output", True, bool))
-        hidden = self._models.hidden(model, item)
+        return partial(self._infer, name, inputs, model, self._models.hidden(model, item))
+
+    async def _infer(
+        self, name: str, inputs: list[Any], model: ServedModel, hidden: int, record: Record
+    ) -> None:
+        record.is_stream = self._models.streams(model)
         client = next(self._next_client)
         try:
             if not model.is_decoupled:

@@ -146,6 +146,8 @@ class ScriptedHttpServer:
         """What to say of a model in place of its configuration."""
         self.events: Callable[[dict[str, Any]], list[dict[str, Any]]] = lambda body: []
         self.bodies: list[tuple[str, dict[str, Any]]] = []
+        self.seen: list[tuple[str, int]] = []
+        """Verb and the client's port of each request."""
         self._httpd = ThreadingHTTPServer(("127.0.0.1", 0), self._handler())
         self.url = f"127.0.0.1:{self._httpd.server_address[1]}"
         self._thread = threading.Thread(target=self._httpd.serve_forever, daemon=True)
@@ -163,6 +165,7 @@ class ScriptedHttpServer:
             protocol_version = "HTTP/1.1"
 
             def do_GET(self) -> None:
+                scripted.seen.append(("GET", self.client_address[1]))
                 each = scripted.parameters.items()
                 described = {
                     "model_transaction_policy": {"decoupled": scripted.is_decoupled},
@@ -171,6 +174,7 @@ class ScriptedHttpServer:
                 self._send(200, scripted.config or described)
 
             def do_POST(self) -> None:
+                scripted.seen.append(("POST", self.client_address[1]))
                 body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
                 scripted.bodies.append((self.path, body))
                 events = scripted.events(body)

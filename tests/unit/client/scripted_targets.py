@@ -8,7 +8,7 @@ import signal
 import time
 from typing import Any
 
-from trimaran.client.load import Record
+from trimaran.client.load import Prepared, Record
 from trimaran.client.workload import Item
 
 _START_S = 3.0
@@ -17,17 +17,50 @@ _START_S = 3.0
 class AtOnce:
     """Answers with its tokens at once, one after the other."""
 
-    async def generate(self, item: Item, record: Record) -> None:
-        """Run one request."""
-        record.arrivals += [(time.monotonic(), 1) for _ in range(item.output_len)]
+    async def connect(self, count: int) -> None:
+        """Nothing is to be opened."""
+
+    def prepare(self, item: Item) -> Prepared:
+        """Make one request."""
+
+        async def run(record: Record) -> None:
+            record.arrivals += [(time.monotonic(), 1) for _ in range(self._num_tokens(item))]
+
+        return run
 
     async def close(self) -> None:
         """Nothing is open."""
+
+    def _num_tokens(self, item: Item) -> int:
+        return item.output_len
+
+
+class Warm(AtOnce):
+    """Answers with as many tokens as it has connections, and ten for each request before the
+    first of those that count."""
+
+    def __init__(self) -> None:
+        self._num_before = 0
+        self._num_connections = 0
+
+    async def connect(self, count: int) -> None:
+        self._num_connections = count
+
+    def _num_tokens(self, item: Item) -> int:
+        if not self._num_connections:
+            self._num_before += 1
+            return 1
+        return self._num_connections + 10 * self._num_before
 
 
 async def prompt_target() -> AtOnce:
     """A target that is there at once."""
     return AtOnce()
+
+
+async def warm_target() -> Warm:
+    """A target that says how warm it is."""
+    return Warm()
 
 
 async def late_target() -> AtOnce:

@@ -10,25 +10,18 @@ import time
 import aiohttp
 import numpy as np
 import pytest
+from bench_table import rows
 from scripted_server import Reply, ids_reply
-from scripted_targets import killed_target, late_target, prompt_target
 
 from trimaran.client import targets
 from trimaran.client.bench_report import figures
 from trimaran.client.load import Record, Run
-from trimaran.client.load_processes import LoadProcessLostError, run_in_processes
 from trimaran.client.workload import Item, Workload
 
 SHORT = ("--input-len", "4", "--output-len", "3", "-c", "2", "--num-requests", "6")
 
 NORMAL = ("token-norm-dist", "--output-mean", "4", "--output-stdev", "1")
 DATASET = ("dataset", "--dataset", "data.json", "--tokenizer-dir", "folder")
-
-
-def rows(out: str) -> dict[str, float]:
-    """The table as numbers."""
-    cells = [line.strip("| ").split("|") for line in out.splitlines() if line.startswith("|")]
-    return {label.strip(): float(value) for label, value in cells if "Stat" not in label}
 
 
 def test_http_streams_are_counted_token_by_token(http_server, trimaran):
@@ -453,43 +446,13 @@ class TestFigures:
         assert values["latency_ms_p50"] == pytest.approx(1000)
 
 
-def test_a_load_from_several_processes_is_the_same_load(http_server, trimaran):
-    http_server.events = lambda body: [{"output_ids": [1, 2, 3], "sequence_length": 3}]
+def test_requests_find_their_connections_open(http_server, trimaran):
+    http_server.events = lambda body: [{"output_ids": [1], "sequence_length": 1}]
+    many = ("--input-len", "4", "--output-len", "1", "-c", "5", "--num-requests", "5")
 
-    several = ("--load-processes", "2", "--seed", "7", "--warmup", "1", *SHORT)
-    code, out, _ = trimaran("bench", "-u", http_server.url, *several)
+    code, _, _ = trimaran("bench", "-u", http_server.url, "--warmup", "0", *many)
 
     assert code == 0
-    assert rows(out)["Total requests"] == 6
-    assert rows(out)["Avg. OP tokens per request"] == 3
-    sent = sorted(json.dumps(body["input_ids"]) for _, body in http_server.bodies[1:])
-    http_server.bodies.clear()
-    trimaran("bench", "-u", http_server.url, "--seed", "7", "--warmup", "0", *SHORT)
-    assert sent == sorted(json.dumps(body["input_ids"]) for _, body in http_server.bodies)
-
-
-def test_the_time_that_load_processes_take_to_start_is_no_latency():
-    plan = [(Item([1], 1), 0.05 * number) for number in range(8)]
-    done = run_in_processes(late_target, plan, concurrency=4, num_processes=2)
-    assert len(done.records) == 8
-    assert done.elapsed_s < 2.0
-    assert figures(done)["latency_ms_p99"] < 1000
-
-
-def test_load_processes_send_more_records_than_a_connection_holds():
-    plan = [(Item([1], 20_000), 0.0)] * 8
-    done = run_in_processes(prompt_target, plan, concurrency=4, num_processes=2)
-    assert [record.num_output_tokens for record in done.records] == [20_000] * 8
-
-
-def test_a_load_process_that_is_killed_ends_the_benchmark():
-    plan = [(Item([1], 1), 0.0)] * 4
-    with pytest.raises(LoadProcessLostError, match="exit code -9, perhaps for lack of memory"):
-        run_in_processes(killed_target, plan, concurrency=4, num_processes=2)
-
-
-def test_more_load_processes_than_requests_in_flight_are_refused(http_server, trimaran):
-    code, _, err = trimaran("bench", "-u", http_server.url, "--load-processes", "3", *SHORT)
-
-    assert code == 2
-    assert "--load-processes is 3 but only 2 requests are in flight" in err
+    first = next(i for i, (verb, _) in enumerate(http_server.seen) if verb == "POST")
+    opened = {client for _, client in http_server.seen[:first]}
+    assert {client for _, client in http_server.seen[first:]} <= opened
