@@ -19,20 +19,22 @@ def piece_tokens(head_bytes: int) -> int:
     return SIDE_BYTES // head_bytes
 
 
-def keys_go_first(num_layers: int, num_heads: int, block_head_bytes: int) -> bool | None:
+def keys_go_first(
+    num_layers: int, num_heads: int, block_head_bytes: int, mask: int
+) -> bool | None:
     """Whether in a block the keys of all layers go before their values, or layer by layer.
 
-    ``num_heads`` key-value heads of ``block_head_bytes`` each. None where neither leaves each
-    head on one side.
+    ``num_heads`` key-value heads of ``block_head_bytes`` each, in memory whose sides change by
+    ``mask``, 0 for memory without sides. None where neither leaves each head on one side.
     """
     half = num_heads * block_head_bytes
     block = 2 * num_layers * half
-    if block_head_bytes != SIDE_BYTES or num_heads % 2 or block > PAGE_BYTES:
+    if not mask or block_head_bytes != SIDE_BYTES or num_heads % 2 or block > PAGE_BYTES:
         return None
     if block.bit_count() != 1:
         return None
     orders = {False: half, True: num_layers * half}
-    return next((first for first, apart in orders.items() if not changes(apart)), None)
+    return next((first for first, apart in orders.items() if not changes(apart, mask)), None)
 
 
 def block_sides(memory: Tensor, sides: MemorySides) -> bytes | None:
@@ -52,11 +54,11 @@ def sides_of_heads(kv_cache: Tensor) -> MemorySides | None:
         return None
     address = kv_cache.data_ptr()
     if address not in sides.fitting:
-        sides.fitting[address] = _fits(kv_cache)
+        sides.fitting[address] = _fits(kv_cache, sides.mask)
     return sides if sides.fitting[address] else None
 
 
-def _fits(kv_cache: Tensor) -> bool:
+def _fits(kv_cache: Tensor, mask: int) -> bool:
     size = kv_cache.element_size()
     block, half, token, head = (size * stride for stride in kv_cache.stride()[:4])
     is_dense = token * kv_cache.shape[2] == head == SIDE_BYTES
@@ -65,4 +67,4 @@ def _fits(kv_cache: Tensor) -> bool:
     # nothing where it is added to what has no such bit yet.
     is_bit = half.bit_count() == 1 and head * kv_cache.shape[3] <= half <= PAGE_BYTES // 2
     is_clear = not (kv_cache.data_ptr() & half or block % (2 * half))
-    return is_dense and is_even and is_bit and is_clear and not changes(half)
+    return is_dense and is_even and is_bit and is_clear and not changes(half, mask)

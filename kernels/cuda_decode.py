@@ -13,7 +13,7 @@ from trimaran.kernels.attention import AttentionMetadata, AttentionSpec
 from trimaran.kernels.cache_sides import sides_of_heads
 from trimaran.kernels.cuda_build import load_cubin
 from trimaran.kernels.cuda_driver import CudaKernel, CudaModule, TensorMap, tensor_map
-from trimaran.kernels.memory_sides import HOPPER_MASK, MemorySides
+from trimaran.kernels.memory_sides import MemorySides
 from trimaran.kernels.triton_attention_shares import SharePlan, share_out
 
 # Shapes: S sequences, N query heads, K key-value heads, H head size, B tokens of a block.
@@ -149,7 +149,7 @@ def _read_by_sides(arguments: _Arguments, plan: SharePlan, sides: MemorySides) -
         arguments.readers = plan.readers[plan.num_launches].data_ptr()
         arguments.first_page = sides.first_page
         arguments.num_pages = 32 * len(sides.page_bits)
-        arguments.side_mask = HOPPER_MASK
+        arguments.side_mask = sides.mask
         arguments.processor_sides = sides.processor_sides
         plan.num_launches += 1
 

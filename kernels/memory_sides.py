@@ -6,8 +6,9 @@ it. So a kernel whose processors read what lies on their own side takes less pow
 less time. Nothing documents where an address lies, so it is measured: an atomic operation is
 done where its address belongs, and takes half as long from there.
 
-Within a page of 2 MiB the side is the parity of some bits of the address, and changes every
-4 KiB. That reductions save a tenth of their power so was shown by A. Demeure
+Within a page of 2 MiB the side is the parity of some bits of the address, a mask that differs
+from model to model (0xAB000 on an H200, 0xB3000 on an H100 with 80 GB) but has 4 KiB as its
+lowest bit on either. That reductions save a tenth of their power so was shown by A. Demeure
 (github.com/ademeure/QuickRunCUDA, tests/side_aware.cu).
 """
 
@@ -30,16 +31,14 @@ from trimaran.kernels.cuda_driver import CudaKernel, CudaModule
 logger = logging.getLogger(__name__)
 
 SIDE_BYTES = 4096
-"""So much lies on one side before the other one's turn."""
-
-HOPPER_MASK = 0xAB000
-"""Bits of an address within its page whose parity says the side, on an H200."""
+"""So much lies on one side before the other one's turn: a mask's lowest bit."""
 
 PAGE_BYTES = 2 << 20
 
 MAX_PROCESSORS = 256
 
 _SOURCE = "memory_sides"
+_UNUSED = "the sides of memory are not used: %s"
 _WHOLE_PROCESSOR_BYTES = 200_000
 _SAMPLED = 400
 _REPEATS, _PAGE_REPEATS = 8, 3
@@ -49,14 +48,17 @@ _LEAST_CLARITY = 0.4
 _LEAST_BYTES = 64 << 20
 
 
-def changes(num_bytes: int) -> bool:
-    """Whether a bit of an address within its page, of this worth, changes the side."""
-    return bool((num_bytes & HOPPER_MASK).bit_count() % 2)
+def changes(address: int, mask: int) -> bool:
+    """Whether an address within its page lies on the other side than the page's start."""
+    return bool((address & mask).bit_count() % 2)
 
 
 @dataclass(frozen=True, slots=True)
 class MemorySides:
     """Where the addresses of one allocation lie, and where the processors."""
+
+    mask: int
+    """Bits of an address within its page whose parity says the side."""
 
     first_page: int
     """The page in which the allocation begins, counted from address 0."""
@@ -75,7 +77,7 @@ class MemorySides:
 
     def side(self, address: int) -> int:
         """0 or 1; the address lies in the allocation."""
-        return self.pages[address // PAGE_BYTES - self.first_page] ^ changes(address)
+        return self.pages[address // PAGE_BYTES - self.first_page] ^ changes(address, self.mask)
 
 
 class _Arguments(ctypes.Structure):
@@ -88,9 +90,21 @@ class _Arguments(ctypes.Structure):
 _known: dict[int, MemorySides] = {}
 
 
-def are_there(device: torch.device) -> bool:
-    """Whether the device's memory has the sides that this module knows of."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
+@lru_cache
+def mask_of(device: torch.device) -> int:
+    """Bits of an address within its page whose parity says the side, measured once.
+
+    0 where the device's memory has no sides that this module knows of; on a Hopper GPU with
+    the reason in the log.
+    """
+    if device.type != "cuda" or torch.cuda.get_device_capability(device) != (9, 0):
+        return 0
+    memory = torch.empty(2 * PAGE_BYTES, dtype=torch.uint8, device=device)
+    try:
+        return _Survey(memory).mask()
+    except KernelsUnavailableError as error:
+        logger.warning(_UNUSED, error)
+        return 0
 
 
 def measure(memory: Tensor) -> MemorySides | None:
@@ -101,17 +115,19 @@ def measure(memory: Tensor) -> MemorySides | None:
     is known of sides.
     """
     forget(memory)
-    if not are_there(memory.device) or memory.nbytes < _LEAST_BYTES:
+    mask = mask_of(memory.device)
+    if not mask or memory.nbytes < _LEAST_BYTES:
         return None
     begin = time.monotonic()
     try:
-        sides = _Survey(memory).sides()
+        sides = _Survey(memory).sides(mask)
     except KernelsUnavailableError as error:
-        logger.warning("the sides of memory are not used: %s", error)
+        logger.warning(_UNUSED, error)
         return None
     _known[memory.untyped_storage().data_ptr()] = sides
     logger.info(
-        "memory has two sides: %.1f GiB measured in %.2f s",
+        "memory has two sides, by the bits %#x of an address: %.1f GiB measured in %.2f s",
+        mask,
         memory.nbytes / 2**30,
         time.monotonic() - begin,
     )
@@ -129,7 +145,10 @@ def sides_of(tensor: Tensor) -> MemorySides | None:
 
 
 class _Survey:
-    """The measurements of one allocation. Side 0 is that of its first whole page's start."""
+    """The measurements of one allocation. Side 0 is that of its first whole page's start.
+
+    Raises `KernelsUnavailableError` where anything is unclear.
+    """
 
     def __init__(self, memory: Tensor) -> None:
         self._begin = memory.data_ptr()
@@ -140,19 +159,28 @@ class _Survey:
         self._num_processors = properties.multi_processor_count
         if self._num_processors > MAX_PROCESSORS:
             raise KernelsUnavailableError(f"there are {self._num_processors} processors")
+        self._page = -(-self._begin // PAGE_BYTES) * PAGE_BYTES
+        self._processors = self._of_processors(self._page)
 
-    def sides(self) -> MemorySides:
-        """All of it; `KernelsUnavailableError` where anything is unclear."""
-        page = -(-self._begin // PAGE_BYTES) * PAGE_BYTES
-        self._processors = self._of_processors(page)
-        self._check_mask(page)
+    def mask(self) -> int:
+        """Bits of an address within its page that change the side."""
+        bits = [1 << bit for bit in range(3, PAGE_BYTES.bit_length() - 1)]
+        asked = [self._page, *(self._page + bit for bit in bits)]
+        first, *others = self._of(asked, _REPEATS).tolist()
+        mask = sum(bit for bit, side in zip(bits, others, strict=True) if side != first)
+        if mask & -mask != SIDE_BYTES:
+            raise KernelsUnavailableError(f"sides change by the bits {mask:#x} of an address")
+        return mask
+
+    def sides(self, mask: int) -> MemorySides:
+        """Where all of the allocation lies, if sides change by ``mask`` there."""
         first, end = self._begin // PAGE_BYTES, -(-self._end // PAGE_BYTES)
         starts = [max(self._begin, page * PAGE_BYTES) for page in range(first, end)]
         found = self._of(starts, _PAGE_REPEATS).tolist()
-        pages = [side ^ changes(start) for side, start in zip(found, starts, strict=True)]
-        self._check(first, pages)
+        pages = [side ^ changes(start, mask) for side, start in zip(found, starts, strict=True)]
         words = torch.tensor(_words(pages), dtype=torch.int64)
-        return MemorySides(
+        sides = MemorySides(
+            mask=mask,
             first_page=first,
             pages=bytes(pages),
             page_bits=torch.where(words >= 1 << 31, words - (1 << 32), words)
@@ -162,6 +190,8 @@ class _Survey:
                 [*self._processors.tolist(), *[False] * (MAX_PROCESSORS - self._num_processors)]
             ),
         )
+        self._check(sides)
+        return sides
 
     def _of_processors(self, page: int) -> Tensor:
         """bool [processors]: the first singular vector of times tells who is near whom."""
@@ -178,19 +208,12 @@ class _Survey:
         far: Tensor = left[:, 0] * right[0, 0] > 0
         return far
 
-    def _check_mask(self, page: int) -> None:
-        bits = [1 << bit for bit in range(3, PAGE_BYTES.bit_length() - 1)]
-        first, *others = self._of([page, *(page + bit for bit in bits)], _REPEATS).tolist()
-        mask = sum(bit for bit, side in zip(bits, others, strict=True) if side != first)
-        if mask != HOPPER_MASK:
-            raise KernelsUnavailableError(f"sides change by the bits {mask:#x} of an address")
-
-    def _check(self, first_page: int, pages: list[bool]) -> None:
+    def _check(self, sides: MemorySides) -> None:
         """That what was found says where any address lies."""
         addresses = self._drawn(self._begin, self._end)
         found = self._of(addresses, _PAGE_REPEATS).tolist()
         for address, side in zip(addresses, found, strict=True):
-            if side != pages[address // PAGE_BYTES - first_page] ^ changes(address):
+            if side != sides.side(address):
                 raise KernelsUnavailableError(f"address {address:#x} is not where it should be")
 
     def _drawn(self, begin: int, end: int) -> list[int]:

@@ -34,9 +34,10 @@ class CacheMaker:
     ) -> None:
         self._limits = limits
         self._model = model
-        self.groups = _groups_of(model)
         # What lies where differs from GPU to GPU, and all ranks have a sequence's blocks alike.
-        self._has_sides = topology.world_size == 1 and memory_sides.are_there(model.device)
+        is_alone = topology.world_size == 1
+        self._side_mask = memory_sides.mask_of(model.device) if is_alone else 0
+        self.groups = _groups_of(model, self._side_mask)
         self.block_size = config.tokens_per_block or self._usual_block_size()
         """Tokens of a block."""
         self.config = replace(config, tokens_per_block=self.block_size)
@@ -45,12 +46,11 @@ class CacheMaker:
 
     def _usual_block_size(self) -> int:
         """As many tokens as let attention read on the near side of memory, if any do."""
-        sided = self.groups[0].sided_block_size if self._has_sides else 0
-        return sided or USUAL_BLOCK_SIZE
+        return self.groups[0].sided_block_size or USUAL_BLOCK_SIZE
 
     def find_sides(self) -> None:
         """Find where the allocated blocks lie, if that is of use; graphs keep what is known."""
-        for group in self.groups if self._has_sides else ():
+        for group in self.groups if self._side_mask else ():
             group.find_sides()
 
     @property
@@ -133,8 +133,8 @@ class CacheMaker:
         )
 
 
-def _groups_of(model: CausalLM) -> list[KVGroup]:
-    groups = group_layers(model.kv_cache_specs())
+def _groups_of(model: CausalLM, side_mask: int) -> list[KVGroup]:
+    groups = group_layers(model.kv_cache_specs(), side_mask)
     if len(groups) != 1:
         raise ConfigError(
             f"the model's layers need {len(groups)} kinds of KV cache but one is served. "

@@ -9,13 +9,13 @@ import torch
 
 from tests.gpu.test_cuda_decode import LENGTHS, Step
 from trimaran.kernels import cuda_decode, memory_sides, triton_attention_shares, triton_rotary
-from trimaran.kernels.cache_sides import block_sides, sides_of_heads
+from trimaran.kernels.cache_sides import block_sides, keys_go_first, sides_of_heads
 from trimaran.kernels.decode_attention import HopperDecodes
 
 pytestmark = pytest.mark.gpu
 
 DEVICE = torch.device("cuda", 0)
-LAYERS = 8
+LAYERS = 32
 SHAPES = [
     {"heads": 32, "kv_heads": 8, "size": 128, "block": 16},
     {"heads": 6, "kv_heads": 2, "size": 128, "block": 16},
@@ -28,15 +28,20 @@ def moved_to_measured_memory(step):
     """The step's cache in an allocation whose sides are known."""
     blocks, _, size, heads, width = step.cache.shape
     count = max(blocks, (80 << 20) // (LAYERS * 4 * size * heads * width))
-    shape = (count, 2, LAYERS, heads, size, width)
+    shape = [count, LAYERS, 2, heads, size, width]
+    mask = memory_sides.mask_of(DEVICE)
+    goes_first = keys_go_first(LAYERS, heads, 2 * size * width, mask)
+    if goes_first:
+        shape[1:3] = 2, LAYERS
     page = memory_sides.PAGE_BYTES
     room = torch.zeros(2 * math.prod(shape) + page, dtype=torch.uint8, device=DEVICE)
     first = -room.data_ptr() % page
     memory = room[first : first + 2 * math.prod(shape)].view(step.query.dtype).view(shape)
-    memory[:blocks, :, 1] = step.cache.transpose(2, 3)
     assert memory_sides.measure(memory) is not None
     step.memory = memory
-    step.cache = memory[:, :, 1].transpose(2, 3)
+    cache = (memory[:, :, 1] if goes_first else memory[:, 1]).transpose(2, 3)
+    cache[:blocks] = step.cache
+    step.cache = cache
     return step
 
 

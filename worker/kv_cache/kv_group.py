@@ -15,9 +15,10 @@ from trimaran.worker.attention.backend import KVCacheSpec
 class KVGroup:
     """Layers with equal specs, and their one pool of blocks, block-major."""
 
-    def __init__(self, spec: KVCacheSpec, layers: list[int]) -> None:
+    def __init__(self, spec: KVCacheSpec, layers: list[int], side_mask: int = 0) -> None:
         self.spec = spec
         self.layers = layers
+        self._side_mask = side_mask
         self.pool: Tensor | None = None
         self.memory: Tensor | None = None
         """What ``pool`` is a view of, as it lies in memory."""
@@ -59,7 +60,7 @@ class KVGroup:
         if num_kinds != 2:
             return None
         head_bytes = block_size * size * self.spec.dtype.itemsize
-        return keys_go_first(len(self.layers), heads, head_bytes)
+        return keys_go_first(len(self.layers), heads, head_bytes, self._side_mask)
 
     def find_sides(self) -> None:
         """Find the side of memory that each block lies on, where heads lie on either."""
@@ -79,11 +80,12 @@ class KVGroup:
         self.pool = self.memory = self.sides = None
 
 
-def group_layers(specs: Sequence[KVCacheSpec]) -> list[KVGroup]:
-    """Layers by equal spec, in order of first appearance."""
+def group_layers(specs: Sequence[KVCacheSpec], side_mask: int = 0) -> list[KVGroup]:
+    """Layers by equal spec, in order of first appearance, for memory whose sides change by
+    ``side_mask``; 0 where sides are of no use."""
     groups: dict[KVCacheSpec, KVGroup] = {}
     for layer, spec in enumerate(specs):
-        groups.setdefault(spec, KVGroup(spec, [])).layers.append(layer)
+        groups.setdefault(spec, KVGroup(spec, [], side_mask)).layers.append(layer)
     return list(groups.values())
 
 

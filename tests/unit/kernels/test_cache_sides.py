@@ -8,18 +8,29 @@ import torch
 from trimaran.kernels.cache_sides import block_sides, keys_go_first, piece_tokens
 from trimaran.kernels.memory_sides import PAGE_BYTES, SIDE_BYTES, MemorySides
 
+H200_MASK, H100_MASK = 0xAB000, 0xB3000
 
-def known_sides(first_page: int, pages: bytes) -> MemorySides:
-    return MemorySides(first_page, pages, torch.empty(0), ())
+
+def known_sides(first_page: int, pages: bytes, mask: int = H200_MASK) -> MemorySides:
+    return MemorySides(mask, first_page, pages, torch.empty(0), ())
 
 
 @pytest.mark.parametrize(
-    ("layers", "heads", "is_first"),
-    [(32, 8, True), (32, 4, False), (32, 2, True), (8, 8, True)],
+    ("mask", "layers", "heads", "is_first"),
+    [
+        (H200_MASK, 32, 8, True),
+        (H200_MASK, 32, 4, False),
+        (H200_MASK, 32, 2, True),
+        (H200_MASK, 8, 8, True),
+        (H100_MASK, 32, 8, False),
+        (H100_MASK, 32, 4, False),
+        (H100_MASK, 32, 2, True),
+        (H100_MASK, 16, 16, True),
+    ],
 )
-def test_all_that_a_head_has_in_blocks_of_one_side_lies_on_one(layers, heads, is_first):
-    assert keys_go_first(layers, heads, SIDE_BYTES) is is_first
-    sides = known_sides(7, bytes([0, 1, 1, 0]))
+def test_all_that_a_head_has_in_blocks_of_one_side_lies_on_one(mask, layers, heads, is_first):
+    assert keys_go_first(layers, heads, SIDE_BYTES, mask) is is_first
+    sides = known_sides(7, bytes([0, 1, 1, 0]), mask)
     block_bytes = 2 * layers * heads * SIDE_BYTES
     strides = (heads, layers * heads) if is_first else (2 * heads, heads)
     found: dict[tuple[int, int], set[int]] = {}
@@ -47,7 +58,11 @@ def test_all_that_a_head_has_in_blocks_of_one_side_lies_on_one(layers, heads, is
     ],
 )
 def test_other_caches_have_no_sides(layers, heads, head_bytes):
-    assert keys_go_first(layers, heads, head_bytes) is None
+    assert keys_go_first(layers, heads, head_bytes, H200_MASK) is None
+
+
+def test_memory_without_sides_has_caches_without():
+    assert keys_go_first(32, 8, SIDE_BYTES, 0) is None
 
 
 @pytest.mark.parametrize(("head_bytes", "tokens"), [(256, 16), (128, 32)])
