@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import urllib.error
 import urllib.request
 from collections.abc import Callable
@@ -52,11 +53,13 @@ class MultiModel(Served):
 
     def processes(self, group: str) -> dict[str, psutil.Process]:
         """The processes of one group: ``rank 0`` onwards, ``mpirun``; others by program."""
-        return {
-            _name(process): process
-            for process in psutil.Process(self.process.pid).children(recursive=True)
-            if process.environ().get("TRIMARAN_GROUP") == group
-        }
+        found = {}
+        for process in psutil.Process(self.process.pid).children(recursive=True):
+            # Some of them end while they are looked at.
+            with contextlib.suppress(psutil.NoSuchProcess):
+                if process.environ().get("TRIMARAN_GROUP") == group:
+                    found[_name(process)] = process
+        return found
 
 
 def _name(process: psutil.Process) -> str:

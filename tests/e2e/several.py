@@ -19,7 +19,7 @@ class Several(Served):
     def frontends(self) -> list[psutil.Process]:
         """The front ends that run, in the order of their start."""
         children = psutil.Process(self.process.pid).children()
-        found = [c for c in children if _is_frontend(c)]
+        found = [c for c in children if _runs(c, "trimaran-frontend")]
         return sorted(found, key=lambda each: each.create_time())
 
     def named(self, index: int) -> psutil.Process:
@@ -31,7 +31,7 @@ class Several(Served):
     def ranks(self) -> list[psutil.Process]:
         """The ranks that run."""
         below = psutil.Process(self.process.pid).children(recursive=True)
-        return [c for c in below if c.name() == "trimaran-rank"]
+        return [c for c in below if _runs(c, "trimaran-rank")]
 
     def connect(self, index: int) -> http.client.HTTPConnection:
         """An open connection to the front end of this number."""
@@ -73,9 +73,9 @@ class Several(Served):
         return int(document["model_stats"][0]["inference_stats"]["success"]["count"])
 
 
-def _is_frontend(process: psutil.Process) -> bool:
+def _runs(process: psutil.Process, program: str) -> bool:
     try:
-        return any("trimaran-frontend" in word for word in process.cmdline())
-    except (psutil.NoSuchProcess, psutil.ZombieProcess):
-        # A starter of ranks that has just ended.
+        return any(program in word for word in process.cmdline()[:2])
+    except psutil.NoSuchProcess:
+        # It ended while it was looked at.
         return False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import json
 import os
@@ -115,9 +116,11 @@ def find(server: Served, name: str, number: int = 0) -> psutil.Process:
     programs = {"mpirun": "prterun", "front end": "trimaran-frontend", "rank": "trimaran-rank"}
     found = []
     for process in psutil.Process(server.process.pid).children(recursive=True):
-        words = [os.path.basename(word) for word in process.cmdline()[:2]]
-        if programs[name] in words[: 1 if name == "mpirun" else 2]:
-            found.append(process)
+        # Some of them end while they are looked at.
+        with contextlib.suppress(psutil.NoSuchProcess):
+            words = [os.path.basename(word) for word in process.cmdline()[:2]]
+            if programs[name] in words[: 1 if name == "mpirun" else 2]:
+                found.append(process)
     return sorted(found, key=lambda process: process.pid)[number]
 
 
