@@ -19,6 +19,8 @@ from pathlib import Path
 
 _TESTS = Path(__file__).resolve().parents[1] / "tests"
 sys.path[:0] = [str(_TESTS / "faults"), str(_TESTS / "e2e")]
+# Behind all others: it holds folders of common names.
+sys.path.append(str(_TESTS.parent))
 
 from models import (  # noqa: E402
     FOUR_GPUS,

@@ -21,6 +21,8 @@ import yaml
 from served import Served, free_ports
 from tools import program
 
+from tests.processes import runs
+
 pytestmark = pytest.mark.timeout(600)
 
 DEPLOY = Path(__file__).resolve().parents[2] / "deploy"
@@ -39,10 +41,7 @@ def of_gpus(text: str) -> bool:
 def rank_of(server: Served) -> psutil.Process:
     """The process of a server's only rank."""
     children = psutil.Process(server.process.pid).children(recursive=True)
-    (rank,) = [
-        child for child in children
-        if any(word.endswith("trimaran-rank") for word in child.cmdline()[:2])
-    ]  # fmt: skip
+    (rank,) = [child for child in children if runs(child, "trimaran-rank")]
     return rank
 
 

@@ -19,6 +19,7 @@ import psutil
 from prometheus_client.parser import text_string_to_metric_families
 from waiting import started, wait_until
 
+from tests.processes import is_alive
 from trimaran.bench.free_ports import free_ports
 from trimaran.launcher.cli import main
 
@@ -196,10 +197,7 @@ class Served:
 
     def survivors(self) -> list[psutil.Process]:
         """Noted processes that still run."""
-        return [
-            p for p in self.seen.values()
-            if p.is_running() and p.status() != psutil.STATUS_ZOMBIE
-        ]  # fmt: skip
+        return [process for process in self.seen.values() if is_alive(process)]
 
     def wait_gone(self, timeout_s: float) -> None:
         """Wait until no noted process runs; fail with those that do, and the log."""

@@ -10,6 +10,8 @@ from typing import Any
 import psutil
 from served import Served
 
+from tests.processes import runs
+
 DEADLINE_S = 60
 
 
@@ -19,7 +21,7 @@ class Several(Served):
     def frontends(self) -> list[psutil.Process]:
         """The front ends that run, in the order of their start."""
         children = psutil.Process(self.process.pid).children()
-        found = [c for c in children if _runs(c, "trimaran-frontend")]
+        found = [c for c in children if runs(c, "trimaran-frontend")]
         return sorted(found, key=lambda each: each.create_time())
 
     def named(self, index: int) -> psutil.Process:
@@ -31,7 +33,7 @@ class Several(Served):
     def ranks(self) -> list[psutil.Process]:
         """The ranks that run."""
         below = psutil.Process(self.process.pid).children(recursive=True)
-        return [c for c in below if _runs(c, "trimaran-rank")]
+        return [c for c in below if runs(c, "trimaran-rank")]
 
     def connect(self, index: int) -> http.client.HTTPConnection:
         """An open connection to the front end of this number."""
@@ -71,11 +73,3 @@ class Several(Served):
         status, document = self.call(index, "GET", "/v2/models/ensemble/stats")
         assert status == 200, document
         return int(document["model_stats"][0]["inference_stats"]["success"]["count"])
-
-
-def _runs(process: psutil.Process, program: str) -> bool:
-    try:
-        return any(program in word for word in process.cmdline()[:2])
-    except psutil.NoSuchProcess:
-        # It ended while it was looked at.
-        return False

@@ -16,6 +16,8 @@ import tritonclient.grpc as triton_grpc
 import tritonclient.http as triton_http
 from served import Served
 
+from tests.processes import is_alive, runs
+
 FLAGS = (
     "--multi-model", "--model-control-mode", "explicit", "--dtype", "float32",
     "--num-threads", "1",
@@ -184,7 +186,7 @@ def test_the_loaded_models_outlive_the_front_end(server):
     (group,) = ranks(server)
     expected = text_of(server)
     children = psutil.Process(server.process.pid).children()
-    (frontend,) = [p for p in children if "trimaran-frontend" in " ".join(p.cmdline())]
+    (frontend,) = [child for child in children if runs(child, "trimaran-frontend")]
     frontend.kill()
     frontend.wait(DEADLINE_S)
     server.wait_until(server.is_ready, "ready again")
@@ -200,7 +202,7 @@ def test_an_unloaded_model_leaves_nothing_behind(server):
         server.wait_until(
             lambda: set(states(server).values()) == {"UNAVAILABLE"}, "all unloaded"
         )
-        assert not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
+        assert not is_alive(process)
         assert ranks(server) == {}
         assert server.samples("trimaran_group_up") == []
         assert server.is_ready()

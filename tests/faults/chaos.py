@@ -16,6 +16,8 @@ import psutil
 from chaos_server import ChaosServer, Member
 from models import Model
 
+from tests.processes import is_alive
+
 KILL, SEGFAULT, STOP = signal.SIGKILL, signal.SIGSEGV, signal.SIGSTOP
 _POLL_S = 0.05
 _SLOW_POLL_S = 0.25
@@ -160,7 +162,7 @@ class Chaos:
         self, done: Disturbance, victims: list[Member], second: threading.Timer
     ) -> None:
         deadline = done.start_s + self.ready_timeout_s
-        while any(_is_alive(m) for m in victims) and time.monotonic() < deadline:
+        while any(is_alive(m.process) for m in victims) and time.monotonic() < deadline:
             time.sleep(_POLL_S)
         done.noticed_s = time.monotonic() - done.start_s
         whole_since_s = 0.0
@@ -205,9 +207,3 @@ def _signal(victims: list[Member], number: int) -> None:
     for member in victims:
         with contextlib.suppress(psutil.NoSuchProcess):
             member.process.send_signal(number)
-
-
-def _is_alive(member: Member) -> bool:
-    with contextlib.suppress(psutil.NoSuchProcess):
-        return member.process.is_running() and member.process.status() != psutil.STATUS_ZOMBIE
-    return False

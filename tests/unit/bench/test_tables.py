@@ -10,6 +10,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests.processes import is_alive
+
 SCRIPT = Path(__file__).parents[3] / "benchmarks" / "tables.py"
 TELL = "import os, sys; open(sys.argv[2], 'w').write(os.environ['CUDA_VISIBLE_DEVICES'])"
 SLEEP = "import time; time.sleep(99)"
@@ -64,7 +66,7 @@ def test_when_the_time_is_over_all_of_a_job_is_ended(tables, tmp_path):
     assert run(tables, tmp_path, jobs, 1, seconds=2.0) == ["long", "late"]
     time.sleep(0.2)
     mine = [p for p in psutil.process_iter(["cmdline"]) if SLEEP in (p.info["cmdline"] or [])]
-    assert [p for p in mine if p.status() != psutil.STATUS_ZOMBIE] == []
+    assert [process for process in mine if is_alive(process)] == []
 
 
 def test_every_job_that_is_listed_is_a_command_of_ours(tables):

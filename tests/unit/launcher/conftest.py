@@ -16,6 +16,7 @@ from typing import Any
 import psutil
 import pytest
 
+from tests.processes import is_alive
 from trimaran.bench.free_ports import free_ports
 
 HERE = Path(__file__).parent
@@ -95,9 +96,7 @@ class Supervised:
         deadline = time.monotonic() + deadline_s
         left = list(self.seen.values())
         while left and time.monotonic() < deadline:
-            left = [
-                p for p in left if p.is_running() and p.status() != psutil.STATUS_ZOMBIE
-            ]  # fmt: skip
+            left = [process for process in left if is_alive(process)]
             time.sleep(0.02)
         return left
 

@@ -1,0 +1,21 @@
+"""What processes are that may end while a test looks at them."""
+
+from __future__ import annotations
+
+import contextlib
+
+import psutil
+
+
+def is_alive(process: psutil.Process) -> bool:
+    """Whether it runs: zombies do not."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    return False
+
+
+def runs(process: psutil.Process, program: str) -> bool:
+    """Whether it runs this program, or script, whose name is enough."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return any(program in word for word in process.cmdline()[:2])
+    return False
