@@ -118,15 +118,10 @@ test-deploy: $(VENV)/.deploy  ## manifests, alert rules, dashboards and the stat
 soak: $(VENV)/.test  ## 30 minutes of load on three models under random kills (SOAK_FLAGS=...)
 	$(TEST_ENV) $(BIN)/python benchmarks/soak.py $(SOAK_FLAGS)
 
-.typecheck/.linked: Makefile
-	@mkdir -p .typecheck/trimaran
-	@for name in $(PACKAGES); do ln -sfn ../../$$name .typecheck/trimaran/$$name; done
-	@touch $@
-
-check: $(VENV)/.dev .typecheck/.linked  ## ruff, mypy, file and function sizes, import layers
+check: $(VENV)/.dev  ## ruff, mypy, file and function sizes, import layers
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
-	cd .typecheck && ../$(BIN)/mypy --config-file ../setup.cfg -p trimaran
+	$(BIN)/mypy -p trimaran
 	$(PYTEST) tests/unit/project
 
 features: $(VENV)/.test  ## run the tests of single features, write docs/features.md and docs/commands.md
@@ -140,4 +135,4 @@ format: $(VENV)/.dev  ## format the code
 	$(BIN)/ruff check --fix .
 
 clean:  ## remove what was built, the virtual environment excepted
-	rm -rf $(DEMO) build dist .typecheck .mypy_cache .ruff_cache .pytest_cache
+	rm -rf $(DEMO) build dist .mypy_cache .ruff_cache .pytest_cache

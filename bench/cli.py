@@ -6,9 +6,12 @@ import argparse
 import importlib
 from typing import NamedTuple
 
-from trimaran.bench import kernel_flags, offline_flags, report, serve_flags
+from trimaran.bench.kernels import kernel_flags
+from trimaran.bench.offline import flags as offline_flags
+from trimaran.bench.results import report
+from trimaran.bench.serving import serve_flags
 from trimaran.client import bench, bench_flags
-from trimaran.comm.output_files import check_writable
+from trimaran.comm.files.output_files import check_writable
 
 
 class _Command(NamedTuple):
@@ -23,27 +26,28 @@ class _Command(NamedTuple):
 
 _COMMANDS = {
     "throughput": _Command(
-        "trimaran.bench.throughput", "run_throughput",
+        "trimaran.bench.offline.throughput", "run_throughput",
         "an engine in this process, requests all at once",
         "throughput --shape llama8b --load 128/128x4096 --output results.jsonl",
     ),
     "latency": _Command(
-        "trimaran.bench.throughput", "run_latency",
+        "trimaran.bench.offline.throughput", "run_latency",
         "an engine in this process, the steps of one request, or of a few",
         "latency --shape tiny --load 128/128x1",
     ),
     "serve": _Command(
-        "trimaran.bench.serve", "run_serve",
+        "trimaran.bench.serving.serve", "run_serve",
         "a server, also at several rates and concurrencies in turn",
         "serve --load 467/256x500 --rates 2 8 -1 --concurrencies 500 --load-processes 8",
     ),
     "kernels": _Command(
-        "trimaran.bench.kernels", "run_kernels",
+        "trimaran.bench.kernels.command", "run_kernels",
         "the operators of a layer, each against its own limit",
         "kernels --shape llama8b --rows 1 256",
     ),
     "report": _Command(
-        "trimaran.bench.report", "run_report", "tables and a plot from the files of --output",
+        "trimaran.bench.results.report", "run_report",
+        "tables and a plot from the files of --output",
         "report results.jsonl --plot results.svg",
     ),
 }  # fmt: skip

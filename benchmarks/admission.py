@@ -9,13 +9,13 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from trimaran.comm.sampling_params import SamplingParams
-from trimaran.worker.config import SchedulerConfig
+from trimaran.comm.messages.sampling_params import SamplingParams
+from trimaran.worker.config.engine_config import SchedulerConfig
 from trimaran.worker.kv_cache.manager import KVCacheManager
-from trimaran.worker.pauses import Pauses
-from trimaran.worker.request import Request
-from trimaran.worker.scheduler import Scheduler
-from trimaran.worker.step_plan import ScheduledStep
+from trimaran.worker.requests.request import Request
+from trimaran.worker.scheduling.pauses import Pauses
+from trimaran.worker.scheduling.scheduler import Scheduler
+from trimaran.worker.scheduling.step_plan import ScheduledStep
 
 BLOCK_SIZE = 32
 NUM_ROWS = 1024

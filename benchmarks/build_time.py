@@ -23,12 +23,12 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from trimaran.bench.shapes import SHAPES, shape_config
+from trimaran.bench.limits.shapes import SHAPES, shape_config
+from trimaran.worker.config.pretrained_config import PretrainedConfig
 from trimaran.worker.layers.linear import WeightShapeError
-from trimaran.worker.layers.parallel import ShardPosition
 from trimaran.worker.models.interfaces import CausalLM, StageRange, WeightTarget
 from trimaran.worker.models.registry import build_model, dtype_by_name
-from trimaran.worker.pretrained_config import PretrainedConfig
+from trimaran.worker.parallel.tensor_parallel import ShardPosition
 
 FILE_BYTES = 5_000_000_000
 BLOCK = 1 << 25
@@ -64,7 +64,7 @@ def main() -> int:
 def timed_build(checkpoint: Path, output: Path, flags: list[str]) -> tuple[float, int, int]:
     """Seconds of the whole command, and the most bytes of its processes, private and mapped."""
     words = ["build", "--checkpoint", str(checkpoint), "--output", str(output), *flags]
-    code = "import sys; from trimaran.launcher.cli import main; sys.exit(main(sys.argv[1:]))"
+    code = "import sys; from trimaran.launcher.cli.main import main; sys.exit(main())"
     began = time.monotonic()
     private = mapped = 0
     with subprocess.Popen([sys.executable, "-c", code, *words]) as build:

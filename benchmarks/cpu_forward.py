@@ -15,14 +15,14 @@ from collections.abc import Callable
 
 import torch
 
-from trimaran.comm.collectives import SingleRankGroup
+from trimaran.comm.collectives.collectives import SingleRankGroup
 from trimaran.kernels.dispatch import Ops, select_ops
 from trimaran.kernels.torch_ops import TorchOps
 from trimaran.worker.attention.backend import AttentionMetadata, ForwardContext
+from trimaran.worker.config.pretrained_config import PretrainedConfig
 from trimaran.worker.models.interfaces import CausalLM, StageRange
 from trimaran.worker.models.registry import DTYPES, build_model
-from trimaran.worker.models.weight_loader import fill_random
-from trimaran.worker.pretrained_config import PretrainedConfig
+from trimaran.worker.models.weights.weight_loader import fill_random
 
 BLOCK = 32
 

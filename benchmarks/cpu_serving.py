@@ -24,7 +24,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from trimaran.bench.server_process import BIN, serving, write_random_model, write_repository
+from trimaran.bench.serving.server_process import (
+    BIN,
+    serving,
+    write_random_model,
+    write_repository,
+)
 from trimaran.client.bench_report import cpu_model
 
 CONFIG = {

@@ -16,7 +16,7 @@ from array import array
 
 import numpy as np
 
-from trimaran.comm.messages import (
+from trimaran.comm.messages.messages import (
     EngineHello,
     FinishReason,
     FrameBuffer,
@@ -26,11 +26,11 @@ from trimaran.comm.messages import (
     pack_ids,
 )
 from trimaran.server.config import FrontendConfig
-from trimaran.server.engine_client import EngineClient
-from trimaran.server.engine_link import EngineLink
-from trimaran.server.live_request import LiveRequest
-from trimaran.server.metrics import Metrics
-from trimaran.server.model_engines import ModelEngines
+from trimaran.server.engines.client import EngineClient
+from trimaran.server.engines.link import EngineLink
+from trimaran.server.engines.live_request import LiveRequest
+from trimaran.server.engines.model_engines import ModelEngines
+from trimaran.server.metrics.metrics import Metrics
 
 NUM_PROMPT, NUM_STEPS = 1000, 400
 FACTS = {"vocab_size": 32000, "tokens_per_block": 32, "max_blocks": 8192, "reuses_blocks": True}

@@ -18,14 +18,20 @@ from typing import Any
 import numpy as np
 import torch
 
-from trimaran.bench.offline import load_engine, random_checkpoint
-from trimaran.bench.ranks import connected
-from trimaran.bench.results import append, environment
-from trimaran.bench.shapes import SHAPES, shape_config
-from trimaran.comm.messages import FinishReason, RequestFailed, StepOutput, Submit, pack_ids
-from trimaran.comm.sampling_params import SamplingParams
-from trimaran.worker.config import CacheConfig, EngineConfig, SchedulerConfig
-from trimaran.worker.engine import Engine
+from trimaran.bench.limits.ranks import connected
+from trimaran.bench.limits.shapes import SHAPES, shape_config
+from trimaran.bench.offline.engine_run import load_engine, random_checkpoint
+from trimaran.bench.results.results import append, environment
+from trimaran.comm.messages.messages import (
+    FinishReason,
+    RequestFailed,
+    StepOutput,
+    Submit,
+    pack_ids,
+)
+from trimaran.comm.messages.sampling_params import SamplingParams
+from trimaran.worker.config.engine_config import CacheConfig, EngineConfig, SchedulerConfig
+from trimaran.worker.engine.engine import Engine
 
 SOURCE = "stress"
 _SLOWER = 1.25

@@ -4,7 +4,7 @@ mpirun -n 2 python benchmarks/gpu_all_reduce.py --json benchmarks/results/all_re
 
 Each row is the median of replays of a graph that holds many sums of one size, divided by
 their number; the sums come one after another, as in a decode step. ``peer one-shot`` and
-``peer two-shot`` are `kernels/triton_peer_sum.py`, ``torch`` are the operators of
+``peer two-shot`` are `kernels/triton/peer_sum.py`, ``torch`` are the operators of
 torch.distributed._symmetric_memory with the copies they need, in a table of their own behind
 the others'. Our kernels are compared with NCCL first.
 """
@@ -17,14 +17,14 @@ from typing import Any
 
 import torch
 
-from trimaran.bench.kernel_timing import microseconds_of_collective
-from trimaran.bench.results import append, environment
+from trimaran.bench.kernels.kernel_timing import microseconds_of_collective
+from trimaran.bench.results.results import append, environment
 from trimaran.comm import mpi
-from trimaran.comm.collectives import connect_group
-from trimaran.comm.peer_memory import map_peer_memory
-from trimaran.comm.process_group import NcclGroup
-from trimaran.kernels.triton_peer_sum import PeerSum, region_bytes
-from trimaran.worker.peer_sums import check_sums
+from trimaran.comm.collectives.collectives import connect_group
+from trimaran.comm.collectives.peer_memory import map_peer_memory
+from trimaran.comm.collectives.process_group import NcclGroup
+from trimaran.kernels.triton.peer_sum import PeerSum, region_bytes
+from trimaran.worker.parallel.peer_sums import check_sums
 
 SIZES = [1 << shift for shift in range(12, 27)]
 MOST_BYTES = SIZES[-1]

@@ -18,9 +18,10 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from trimaran.bench.kernel_timing import captured, replays_s
-from trimaran.kernels import cuda_decode, triton_attention_decode
+from trimaran.bench.kernels.kernel_timing import captured, replays_s
 from trimaran.kernels.attention import AttentionMetadata, AttentionSpec
+from trimaran.kernels.cuda import decode as cuda_decode
+from trimaran.kernels.triton.attention import decode as triton_attention_decode
 
 HEADS, KV_HEADS, SIZE, BLOCK, LAYERS = 32, 8, 128, 32, 32
 TOKEN_BYTES = 2 * KV_HEADS * SIZE * 2

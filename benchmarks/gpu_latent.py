@@ -17,12 +17,14 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from trimaran.bench.kernel_timing import captured, replays_s
-from trimaran.kernels import triton_latent_decode, triton_latent_prefill, triton_latent_prompts
+from trimaran.bench.kernels.kernel_timing import captured, replays_s
 from trimaran.kernels.attention import AttentionMetadata, AttentionSpec, LatentHeads
 from trimaran.kernels.gpu import TritonOps
-from trimaran.kernels.triton_latent_decode import LatentDecodeConfig
-from trimaran.kernels.triton_latent_prefill import LatentPrefillConfig
+from trimaran.kernels.triton.attention import latent_decode as triton_latent_decode
+from trimaran.kernels.triton.attention import latent_prefill as triton_latent_prefill
+from trimaran.kernels.triton.attention import latent_prompts as triton_latent_prompts
+from trimaran.kernels.triton.attention.latent_decode import LatentDecodeConfig
+from trimaran.kernels.triton.attention.latent_prefill import LatentPrefillConfig
 
 LATENT, ROTATED, PLAIN, VALUE, BLOCK = 512, 64, 128, 128, 32
 TOKEN_BYTES = 2 * (LATENT + ROTATED)

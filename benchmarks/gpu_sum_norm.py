@@ -3,8 +3,8 @@
 mpirun -n 2 python benchmarks/gpu_sum_norm.py --json benchmarks/results/sum_norm_h200x2.jsonl
 
 Each row of the table is the median of replays of a graph that holds many such pairs for one
-number of tokens, divided by their number. ``apart`` is `kernels/triton_peer_sum.py` and
-`kernels/triton_norm.py`, ``fused`` is `kernels/sum_norm.py` with the addend as it is or in
+number of tokens, divided by their number. ``apart`` is `kernels/triton/peer_sum.py` and
+`kernels/triton/norm.py`, ``fused`` is `kernels/cuda/sum_norm.py` with the addend as it is or in
 four float32 parts; it is compared with the former first.
 """
 
@@ -15,18 +15,18 @@ from typing import Any
 
 import torch
 
-from trimaran.bench.kernel_timing import microseconds_of_collective
-from trimaran.bench.results import append, environment
+from trimaran.bench.kernels.kernel_timing import microseconds_of_collective
+from trimaran.bench.results.results import append, environment
 from trimaran.comm import mpi
-from trimaran.comm.collectives import connect_group
-from trimaran.comm.peer_memory import map_peer_memory
-from trimaran.comm.process_group import NcclGroup
-from trimaran.kernels.sum_norm import MAX_ROWS, SumNorm
-from trimaran.kernels.sum_norm import region_bytes as sum_norm_bytes
-from trimaran.kernels.triton_norm import rms_norm
-from trimaran.kernels.triton_peer_sum import PeerSum, region_bytes
-from trimaran.worker.peer_sums import ONE_SHOT_BYTES
-from trimaran.worker.sum_norms import check_sum_norm
+from trimaran.comm.collectives.collectives import connect_group
+from trimaran.comm.collectives.peer_memory import map_peer_memory
+from trimaran.comm.collectives.process_group import NcclGroup
+from trimaran.kernels.cuda.sum_norm import MAX_ROWS, SumNorm
+from trimaran.kernels.cuda.sum_norm import region_bytes as sum_norm_bytes
+from trimaran.kernels.triton.norm import rms_norm
+from trimaran.kernels.triton.peer_sum import PeerSum, region_bytes
+from trimaran.worker.parallel.peer_sums import ONE_SHOT_BYTES
+from trimaran.worker.parallel.sum_norms import check_sum_norm
 
 ROWS = [1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 192, 256]
 SLOT_BYTES = 16 << 20

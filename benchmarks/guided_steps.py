@@ -24,14 +24,19 @@ from typing import Any
 
 import numpy as np
 
-from trimaran.bench.offline import load_engine, random_checkpoint
-from trimaran.bench.ranks import connected
-from trimaran.bench.results import append, environment
-from trimaran.bench.shapes import SHAPES, shape_config
-from trimaran.comm.messages import RequestFailed, StepOutput, Submit, pack_ids
-from trimaran.comm.sampling_params import SamplingParams
-from trimaran.worker.config import CacheConfig, EngineConfig, GuidedConfig, SchedulerConfig
-from trimaran.worker.engine import Engine
+from trimaran.bench.limits.ranks import connected
+from trimaran.bench.limits.shapes import SHAPES, shape_config
+from trimaran.bench.offline.engine_run import load_engine, random_checkpoint
+from trimaran.bench.results.results import append, environment
+from trimaran.comm.messages.messages import RequestFailed, StepOutput, Submit, pack_ids
+from trimaran.comm.messages.sampling_params import SamplingParams
+from trimaran.worker.config.engine_config import (
+    CacheConfig,
+    EngineConfig,
+    GuidedConfig,
+    SchedulerConfig,
+)
+from trimaran.worker.engine.engine import Engine
 
 SOURCE = "guided"
 SCHEMA = {

@@ -20,9 +20,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trimaran.bench.results import append, environment
-from trimaran.worker.affinity import pin_near
+from trimaran.bench.results.results import append, environment
 from trimaran.worker.kv_cache.host_memory import CudaLocks, HostMemory
+from trimaran.worker.serving.affinity import pin_near
 
 Close = Callable[[], None]
 

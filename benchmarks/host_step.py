@@ -11,14 +11,14 @@ from collections import deque
 
 import torch
 
-from trimaran.comm.messages import Submit, encode, pack_ids
-from trimaran.comm.sampling_params import SamplingParams
-from trimaran.worker.admission import request_from
-from trimaran.worker.config import SchedulerConfig
-from trimaran.worker.emission import step_outputs
+from trimaran.comm.messages.messages import Submit, encode, pack_ids
+from trimaran.comm.messages.sampling_params import SamplingParams
+from trimaran.worker.config.engine_config import SchedulerConfig
+from trimaran.worker.engine.admission import request_from
+from trimaran.worker.engine.emission import step_outputs
 from trimaran.worker.kv_cache.manager import KVCacheManager
-from trimaran.worker.scheduler import Scheduler
-from trimaran.worker.step_plan import ScheduledStep
+from trimaran.worker.scheduling.scheduler import Scheduler
+from trimaran.worker.scheduling.step_plan import ScheduledStep
 
 VOCAB_SIZE = 128_256
 HIDDEN_SIZE = 4096

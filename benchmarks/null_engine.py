@@ -12,7 +12,7 @@ import time
 from array import array
 
 from trimaran.comm.env import ChildEnv
-from trimaran.comm.messages import (
+from trimaran.comm.messages.messages import (
     Cancel,
     EngineHello,
     FinishReason,
@@ -20,9 +20,9 @@ from trimaran.comm.messages import (
     StepOutput,
     Submit,
 )
-from trimaran.comm.supervisor_link import SupervisorLink
-from trimaran.worker.config import RankConfig
-from trimaran.worker.frontend_link import FrontendLinks
+from trimaran.comm.messages.supervisor_link import SupervisorLink
+from trimaran.worker.config.engine_config import RankConfig
+from trimaran.worker.serving.frontend_link import FrontendLinks
 
 VOCAB_SIZE = 4096
 FACTS = {

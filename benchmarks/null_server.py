@@ -8,10 +8,10 @@ import sys
 from pathlib import Path
 
 from trimaran.comm.log import setup_logging
-from trimaran.launcher.group_specs import Programs
-from trimaran.launcher.resolve import Resolver
-from trimaran.launcher.serve_flags import add_arguments
-from trimaran.launcher.supervisor import Supervisor
+from trimaran.launcher.flags.serve_flags import add_arguments
+from trimaran.launcher.resolution.resolve import Resolver
+from trimaran.launcher.supervisor.group_specs import Programs
+from trimaran.launcher.supervisor.supervisor import Supervisor
 
 
 def main() -> int:

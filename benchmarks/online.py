@@ -23,8 +23,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from trimaran.bench import results
-from trimaran.bench.server_process import (
+from trimaran.bench.limits.shapes import SHAPES, shape_config
+from trimaran.bench.results import results
+from trimaran.bench.serving.server_process import (
     BIN,
     ServerFailedError,
     ServerProcess,
@@ -33,7 +34,6 @@ from trimaran.bench.server_process import (
     write_random_model,
     write_repository,
 )
-from trimaran.bench.shapes import SHAPES, shape_config
 
 _MAX_SEQ_LEN = 8192
 _MAX_BATCH_SIZE = 1024

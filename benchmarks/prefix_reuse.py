@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from trimaran.bench.results import append, surroundings
+from trimaran.bench.results.results import append, surroundings
 from trimaran.client import bench_report
 
 _Raw = argparse.RawDescriptionHelpFormatter

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from trimaran.kernels.product_table import GemmShape, Kind
+from trimaran.kernels.tables.product_table import GemmShape, Kind
 
 SUSTAINED_ROWS = 512
 """From here on a card is pushed, whatever the cut."""

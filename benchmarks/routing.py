@@ -30,7 +30,7 @@ from typing import Any
 
 from cpu_serving import CONFIG
 
-from trimaran.bench.server_process import serving, write_random_model, write_repository
+from trimaran.bench.serving.server_process import serving, write_random_model, write_repository
 from trimaran.client.bench_report import cpu_model
 
 WAYS = ("least_loaded", "prefix_aware")

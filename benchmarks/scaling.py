@@ -25,15 +25,15 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from trimaran.bench import results
-from trimaran.bench.svg import Bar, Group, bar_chart
+from trimaran.bench.results import results
+from trimaran.bench.results.svg import Bar, Group, bar_chart
 from trimaran.comm.errors import ConfigError
 from trimaran.launcher.config import MpiConfig
-from trimaran.launcher.mpi_launch import compose, find_mpi, starter_env
+from trimaran.launcher.starters.mpi_launch import compose, find_mpi, starter_env
 
 AXES = {"tp": "--tp-size", "pp": "--pp-size", "dp": "--dp-size", "ep": "--moe-ep-size"}
 COMMAND = (
-    "import sys; from trimaran.launcher.cli import main; sys.exit(main(sys.argv[1:]))",
+    "import sys; from trimaran.launcher.cli.main import main; sys.exit(main(sys.argv[1:]))",
     "bench",
     "throughput",
 )

@@ -27,7 +27,7 @@ from pathlib import Path
 import psutil
 from cpu_serving import CONFIG, LENGTH, bench
 
-from trimaran.bench.server_process import serving, write_random_model, write_repository
+from trimaran.bench.serving.server_process import serving, write_random_model, write_repository
 from trimaran.client.bench_report import cpu_model
 
 MODES = {

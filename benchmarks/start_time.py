@@ -22,9 +22,9 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from trimaran.bench import results
-from trimaran.bench.server_process import serving, write_repository
-from trimaran.bench.shapes import SHAPES, shape_config
+from trimaran.bench.limits.shapes import SHAPES, shape_config
+from trimaran.bench.results import results
+from trimaran.bench.serving.server_process import serving, write_repository
 
 TOKENIZER = Path(__file__).resolve().parents[1] / "examples" / "demo_models" / "base"
 _TEMPLATE = {

@@ -29,8 +29,8 @@ import grpc.aio
 import psutil
 from tritonclient.grpc import service_pb2 as pb
 
-from trimaran.bench.free_ports import free_ports
-from trimaran.bench.server_process import write_repository
+from trimaran.bench.serving.free_ports import free_ports
+from trimaran.bench.serving.server_process import write_repository
 from trimaran.client.bench_report import cpu_model
 
 HERE = Path(__file__).parent

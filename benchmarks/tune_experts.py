@@ -26,10 +26,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from trimaran.bench.kernel_timing import captured, replays_s
+from trimaran.bench.kernels.kernel_timing import captured, replays_s
+from trimaran.kernels.cuda.grouped_gemm import compile_grouped
 from trimaran.kernels.experts import MeasuredExperts
-from trimaran.kernels.grouped_gemm import compile_grouped
-from trimaran.kernels.grouped_table import (
+from trimaran.kernels.tables.grouped_table import (
     Cut,
     GroupedKind,
     GroupedShape,

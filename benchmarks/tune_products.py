@@ -34,18 +34,18 @@ import torch
 from product_cuts import COPIED_BYTES_S, SUSTAINED_ROWS, Product
 from torch import Tensor
 
-from trimaran.bench.kernel_timing import captured, replays_s
-from trimaran.kernels import triton_norm
+from trimaran.bench.kernels.kernel_timing import captured, replays_s
 from trimaran.kernels.attention import AttentionMetadata, AttentionSpec
+from trimaran.kernels.cuda.hopper_gemm import compile_gemm
 from trimaran.kernels.decode_attention import HopperDecodes
-from trimaran.kernels.hopper_gemm import compile_gemm
-from trimaran.kernels.product_table import (
+from trimaran.kernels.products import HopperProducts
+from trimaran.kernels.tables.product_table import (
     Choice,
     GemmShape,
     Kind,
     ProductTable,
 )
-from trimaran.kernels.products import HopperProducts
+from trimaran.kernels.triton import norm as triton_norm
 
 DEVICE = torch.device("cuda")
 DTYPE = torch.bfloat16

@@ -12,14 +12,14 @@ import torch
 from trimaran.builder.progress import ProgressBar
 from trimaran.builder.shard_layout import ShardLayout
 from trimaran.comm.topology import ParallelLayout
-from trimaran.worker.engine_folder import EngineFolder, RankMapping
-from trimaran.worker.layers.parallel import ExpertRanks, ShardPosition
-from trimaran.worker.models.checkpoint import StoredTensor, find_tensors
+from trimaran.worker.config.engine_folder import EngineFolder, RankMapping
+from trimaran.worker.config.pretrained_config import PretrainedConfig
+from trimaran.worker.config.shard_origin import origin_of
 from trimaran.worker.models.interfaces import CausalLM, StageRange, WeightTarget
 from trimaran.worker.models.registry import build_model, dtype_by_name
-from trimaran.worker.models.weight_loader import load_weight
-from trimaran.worker.pretrained_config import PretrainedConfig
-from trimaran.worker.shard_origin import origin_of
+from trimaran.worker.models.weights.checkpoint import StoredTensor, find_tensors
+from trimaran.worker.models.weights.weight_loader import load_weight
+from trimaran.worker.parallel.tensor_parallel import ExpertRanks, ShardPosition
 
 _LAYER = re.compile(r"layers\.\d+")
 _META = torch.device("meta")

@@ -29,13 +29,13 @@ from trimaran.builder.settings import (
     rank_mapping,
 )
 from trimaran.builder.stop_signals import run_stoppable
-from trimaran.comm.flag_values import positive
-from trimaran.worker.engine_folder import (
+from trimaran.comm.files.flag_values import positive
+from trimaran.worker.config.engine_folder import (
     EngineFolder,
     FolderKind,
     RankMapping,
 )
-from trimaran.worker.pretrained_config import PretrainedConfig
+from trimaran.worker.config.pretrained_config import PretrainedConfig
 
 _FOREIGN = (*CONVERT_FLAGS, *BUILD_FLAGS, *PLUGIN_FLAGS)
 

@@ -8,13 +8,13 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from trimaran.worker.engine_folder import (
+from trimaran.worker.config.engine_folder import (
     CONFIG_FILE,
     FORMAT_VERSION,
     BuildConfig,
     RankMapping,
 )
-from trimaran.worker.pretrained_config import PretrainedConfig
+from trimaran.worker.config.pretrained_config import PretrainedConfig
 
 ShardTable = list[dict[str, str | int]]
 """For each rank's file its name, size in bytes, and the checksum of its header."""

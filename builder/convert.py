@@ -25,7 +25,7 @@ from trimaran.builder.settings import (
 )
 from trimaran.builder.stop_signals import run_stoppable
 from trimaran.comm.errors import ConfigError
-from trimaran.worker.engine_folder import EngineFolder, FolderKind
+from trimaran.worker.config.engine_folder import EngineFolder, FolderKind
 
 
 def add_arguments(parser: FlagSink) -> None:

@@ -16,8 +16,8 @@ from trimaran.builder.processes import WorkerLostError
 from trimaran.builder.progress import ProgressBar
 from trimaran.builder.stop_signals import StoppedError, ignore_stops
 from trimaran.comm.errors import ConfigError
-from trimaran.comm.input_files import parse_json
-from trimaran.worker.engine_folder import CONFIG_FILE, RankMapping
+from trimaran.comm.files.input_files import parse_json
+from trimaran.worker.config.engine_folder import CONFIG_FILE, RankMapping
 
 _LOCK_WAIT_S = 1.0
 _POLL_S = 0.02

@@ -9,19 +9,19 @@ from typing import Any
 
 from trimaran.builder.foreign_flags import FlagSink
 from trimaran.comm.errors import ConfigError
-from trimaran.comm.flag_values import positive, workers
-from trimaran.comm.input_files import UTF8, parse_json
-from trimaran.worker.config import MAX_SEQS
-from trimaran.worker.engine_folder import (
+from trimaran.comm.files.flag_values import positive, workers
+from trimaran.comm.files.input_files import UTF8, parse_json
+from trimaran.worker.config.engine_config import MAX_SEQS
+from trimaran.worker.config.engine_folder import (
     BuildConfig,
     EngineFolder,
     FolderKind,
     RankMapping,
     check_shares,
 )
-from trimaran.worker.parallel_sizes import AskedSizes, layout_of
-from trimaran.worker.pretrained_config import DTYPES, PretrainedConfig
-from trimaran.worker.stages import parse_partition, stage_sizes
+from trimaran.worker.config.parallel_sizes import AskedSizes, layout_of
+from trimaran.worker.config.pretrained_config import DTYPES, PretrainedConfig
+from trimaran.worker.config.stages import parse_partition, stage_sizes
 
 LOGITS_DTYPES = ("float32", "float16")
 _LIMITS = (

@@ -9,7 +9,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from trimaran.worker.shard_file import CHECKSUM_CHARS, ORIGIN_KEY, TensorEntry, checksum_key
+from trimaran.worker.config.shard_file import (
+    CHECKSUM_CHARS,
+    ORIGIN_KEY,
+    TensorEntry,
+    checksum_key,
+)
 
 _WORDS = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
 
@@ -23,7 +28,7 @@ class ShardLayout:
     def __init__(
         self, parameters: Mapping[str, nn.Parameter], origin: Mapping[str, Any]
     ) -> None:
-        """``origin`` says what the tensors were cut for, see `worker/shard_origin.py`."""
+        """``origin`` says what the tensors were cut for: `worker/config/shard_origin.py`."""
         self._origin = json.dumps(origin)
         self.dtypes = {name: each.dtype for name, each in parameters.items()}
         # The widest numbers first, so that every tensor is aligned.

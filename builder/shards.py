@@ -18,15 +18,15 @@ from trimaran.builder.output_folder import check_space
 from trimaran.builder.processes import ForkedWorkers, Say
 from trimaran.builder.progress import ProgressBar
 from trimaran.builder.unit_writer import UnitWriter
-from trimaran.worker.engine_folder import (
+from trimaran.worker.config.engine_folder import (
     FORMAT_VERSION,
     EngineFolder,
     RankMapping,
     shard_path,
 )
-from trimaran.worker.host_limits import free_memory_bytes, usable_cores
-from trimaran.worker.pretrained_config import PretrainedConfig
-from trimaran.worker.shard_file import read_header
+from trimaran.worker.config.host_limits import free_memory_bytes, usable_cores
+from trimaran.worker.config.pretrained_config import PretrainedConfig
+from trimaran.worker.config.shard_file import read_header
 
 _BYTES_OF_A_WORKER = 64 << 20
 """Smaller models are built sooner by fewer processes."""

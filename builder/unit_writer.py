@@ -13,10 +13,10 @@ from torch import Tensor, nn
 
 from trimaran.builder.build_plan import BuildPlan, Part, Unit
 from trimaran.builder.journal import Checksums
-from trimaran.comm.input_files import unreadable
-from trimaran.worker.models.checkpoint_file import is_safetensors, mapped_file
-from trimaran.worker.models.weight_loader import load_weight, refuse_overflow
-from trimaran.worker.shard_file import TensorEntry, checksum_of
+from trimaran.comm.files.input_files import unreadable
+from trimaran.worker.config.shard_file import TensorEntry, checksum_of
+from trimaran.worker.models.weights.checkpoint_file import is_safetensors, mapped_file
+from trimaran.worker.models.weights.weight_loader import load_weight, refuse_overflow
 
 
 class UnitWriter:

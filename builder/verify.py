@@ -10,10 +10,10 @@ from trimaran.builder.foreign_flags import FlagSink
 from trimaran.builder.processes import ForkedWorkers, Say
 from trimaran.builder.progress import ProgressBar
 from trimaran.comm.errors import ConfigError
-from trimaran.comm.flag_values import workers
-from trimaran.worker.engine_folder import EngineFolder, FolderKind
-from trimaran.worker.host_limits import usable_cores
-from trimaran.worker.shard_file import ShardHeader, checksum_of, read_header
+from trimaran.comm.files.flag_values import workers
+from trimaran.worker.config.engine_folder import EngineFolder, FolderKind
+from trimaran.worker.config.host_limits import usable_cores
+from trimaran.worker.config.shard_file import ShardHeader, checksum_of, read_header
 
 _MAX_NAMES = 5
 

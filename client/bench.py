@@ -33,8 +33,8 @@ from trimaran.client.targets import (
 from trimaran.client.vocabulary import Vocabulary
 from trimaran.client.workload import UNPACED, Item, Workload, within
 from trimaran.comm.errors import ConfigError
-from trimaran.comm.input_files import UTF8, parse_json
-from trimaran.comm.output_files import check_writable, writing
+from trimaran.comm.files.input_files import UTF8, parse_json
+from trimaran.comm.files.output_files import check_writable, writing
 
 _MAX_REQUESTS = 30000
 _MOST_OF_INT32 = 2**31 - 1

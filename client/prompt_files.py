@@ -10,7 +10,7 @@ import numpy as np
 
 from trimaran.client.tensors import row, tensor
 from trimaran.comm.errors import ConfigError
-from trimaran.comm.input_files import UTF8
+from trimaran.comm.files.input_files import UTF8
 
 _WEIGHTS = "model.lora_weights.npy"
 # The second is the name that older converters wrote.

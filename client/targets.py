@@ -21,7 +21,7 @@ from trimaran.client.stream import ServerError
 from trimaran.client.tensors import row, tensor
 from trimaran.client.workload import Item
 from trimaran.comm.errors import ConfigError
-from trimaran.comm.input_files import parse_json
+from trimaran.comm.files.input_files import parse_json
 
 # A read may wait as long as the longest generation; only the connection has a deadline.
 _LONGEST_LINE_BYTES = 64 << 20

@@ -16,7 +16,7 @@ from trimaran.client.tensors import present, row, tensor
 from trimaran.client.texts import Texts
 from trimaran.client.token_request import flag_tensors, seed_name
 from trimaran.comm.errors import ConfigError, TrimaranError
-from trimaran.comm.input_files import parse_json
+from trimaran.comm.files.input_files import parse_json
 
 
 class MismatchError(TrimaranError):

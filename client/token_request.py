@@ -15,7 +15,7 @@ from trimaran.client.tensors import present, row, tensor
 from trimaran.client.token_flags import DEFAULT_TEXT
 from trimaran.client.vocabulary import Vocabulary
 from trimaran.comm.errors import ConfigError
-from trimaran.comm.input_files import parse_json
+from trimaran.comm.files.input_files import parse_json
 
 # The default text in GPT-2's vocabulary, for a run without a tokenizer.
 _DEFAULT_IDS = (28524, 287, 5093, 12, 23316, 4881, 11, 30022, 263, 8776, 355, 257)

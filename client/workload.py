@@ -11,7 +11,7 @@ import numpy as np
 
 from trimaran.client.vocabulary import Vocabulary
 from trimaran.comm.errors import ConfigError
-from trimaran.comm.input_files import UTF8, parse_json
+from trimaran.comm.files.input_files import UTF8, parse_json
 
 SEED = 420
 

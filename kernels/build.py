@@ -16,7 +16,7 @@ from pathlib import Path
 
 logger = logging.getLogger(__name__)
 
-SOURCES = Path(__file__).with_name("csrc")
+SOURCES = Path(__file__).parent / "cpu" / "csrc"
 NEEDED_FEATURES = ("avx2", "fma", "f16c")
 AVX512_FEATURES = ("avx512f", "avx512bw", "avx512vl", "avx512dq")
 """Used where the processor has all of them."""

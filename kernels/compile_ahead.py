@@ -10,12 +10,12 @@ from functools import partial
 
 import torch
 
-from trimaran.kernels import cuda_attention
-from trimaran.kernels.cuda_build import load_cubin
-from trimaran.kernels.grouped_gemm import compile_grouped
-from trimaran.kernels.grouped_table import GroupedTable, expert_limit
-from trimaran.kernels.hopper_gemm import can_multiply, compile_gemm
-from trimaran.kernels.product_table import ProductTable
+from trimaran.kernels.cuda import attention as cuda_attention
+from trimaran.kernels.cuda.build import load_cubin
+from trimaran.kernels.cuda.grouped_gemm import compile_grouped
+from trimaran.kernels.cuda.hopper_gemm import can_multiply, compile_gemm
+from trimaran.kernels.tables.grouped_table import GroupedTable, expert_limit
+from trimaran.kernels.tables.product_table import ProductTable
 
 
 def compile_ahead(
@@ -28,7 +28,7 @@ def compile_ahead(
     """
     if importlib.util.find_spec("triton") is None:
         return
-    from trimaran.kernels.triton_filters import compile_filters
+    from trimaran.kernels.triton.filters import compile_filters
 
     jobs: list[Callable[[], object]] = []
     if can_multiply(device, dtype):

@@ -8,9 +8,10 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from trimaran.kernels import cuda_decode, triton_attention_decode
 from trimaran.kernels.attention import AttentionMetadata, AttentionSpec
 from trimaran.kernels.build import KernelsUnavailableError
+from trimaran.kernels.cuda import decode as cuda_decode
+from trimaran.kernels.triton.attention import decode as triton_attention_decode
 
 logger = logging.getLogger(__name__)
 

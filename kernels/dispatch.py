@@ -13,8 +13,8 @@ from torch import Tensor
 from trimaran.comm.errors import ConfigError
 from trimaran.kernels.attention import AttentionMetadata, AttentionSpec, LatentHeads
 from trimaran.kernels.build import KernelsUnavailableError, load_library
-from trimaran.kernels.cpu import CpuOps
-from trimaran.kernels.decoder import Decoder, DecoderShape, LayerWeights
+from trimaran.kernels.cpu.decoder import Decoder, DecoderShape, LayerWeights
+from trimaran.kernels.cpu.operators import CpuOps
 from trimaran.kernels.routing import ExpertCounter, ExpertRouting, PlaceTable
 from trimaran.kernels.torch_ops import TorchOps
 

@@ -5,19 +5,19 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from trimaran.kernels import triton_experts
 from trimaran.kernels.build import KernelsUnavailableError
-from trimaran.kernels.cuda_build import check_compiler
-from trimaran.kernels.grouped_gemm import GroupedGemm
-from trimaran.kernels.grouped_table import (
+from trimaran.kernels.cuda.build import check_compiler
+from trimaran.kernels.cuda.grouped_gemm import GroupedGemm
+from trimaran.kernels.cuda.hopper_gemm import can_multiply
+from trimaran.kernels.tables.grouped_table import (
     GroupedKind,
     GroupedShape,
     GroupedTable,
     TritonCut,
 )
-from trimaran.kernels.hopper_gemm import can_multiply
-from trimaran.kernels.triton_few_experts import can_stream, stream_experts
-from trimaran.kernels.triton_places import gather_rows, spread_rows
+from trimaran.kernels.triton import experts as triton_experts
+from trimaran.kernels.triton.few_experts import can_stream, stream_experts
+from trimaran.kernels.triton.places import gather_rows, spread_rows
 
 # Shapes: T tokens, D hidden size, X experts of this rank, C experts of a token, F inner
 # width, E = 2 F.

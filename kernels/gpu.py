@@ -4,23 +4,20 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from trimaran.kernels import (
-    reference,
-    triton_attention,
-    triton_elementwise,
-    triton_heads,
-    triton_latent_cache,
-    triton_latent_prompts,
-    triton_norm,
-    triton_rotary,
-    triton_routing,
-)
+from trimaran.kernels import paged_attention, reference
 from trimaran.kernels.attention import AttentionMetadata, AttentionSpec, LatentHeads
 from trimaran.kernels.decode_attention import DecodeAttention, TritonDecodes
 from trimaran.kernels.experts import FixedExperts, Mixture
 from trimaran.kernels.products import Products, TorchProducts
 from trimaran.kernels.prompt_attention import PromptAttention, TritonPrompts
 from trimaran.kernels.torch_ops import TorchOps
+from trimaran.kernels.triton import elementwise as triton_elementwise
+from trimaran.kernels.triton import heads as triton_heads
+from trimaran.kernels.triton import norm as triton_norm
+from trimaran.kernels.triton import rotary as triton_rotary
+from trimaran.kernels.triton import routing as triton_routing
+from trimaran.kernels.triton.attention import latent_cache as triton_latent_cache
+from trimaran.kernels.triton.attention import latent_prompts as triton_latent_prompts
 
 _TRITON = (
     "rms_norm", "add_rms_norm", "norm_heads", "layer_norm", "add_layer_norm", "silu_and_mul",
@@ -152,7 +149,7 @@ class TritonOps(TorchOps):
         self, query: Tensor, kv_cache: Tensor, metadata: AttentionMetadata, spec: AttentionSpec
     ) -> Tensor:
         """Causal attention of each sequence's last tokens; see `reference.paged_attention`."""
-        return triton_attention.paged_attention(
+        return paged_attention.paged_attention(
             query, kv_cache, metadata, spec, is_deterministic=self.is_deterministic,
             decodes=self._decodes,
             prompts=self._prompts,

@@ -13,13 +13,19 @@ from torch import Tensor
 
 from trimaran.comm.errors import ConfigError
 from trimaran.kernels.build import KernelsUnavailableError
-from trimaran.kernels.cuda_build import check_compiler
-from trimaran.kernels.hopper_gemm import HopperGemm, can_multiply, compile_gemm
-from trimaran.kernels.product_table import Choice, GemmShape, Kind, ProductTable, fixed_choice
+from trimaran.kernels.cuda.build import check_compiler
+from trimaran.kernels.cuda.hopper_gemm import HopperGemm, can_multiply, compile_gemm
 from trimaran.kernels.reference import add_linear
 from trimaran.kernels.split_product import num_parts, split_product
-from trimaran.kernels.triton_elementwise import silu_and_mul
-from trimaran.kernels.triton_skinny import (
+from trimaran.kernels.tables.product_table import (
+    Choice,
+    GemmShape,
+    Kind,
+    ProductTable,
+    fixed_choice,
+)
+from trimaran.kernels.triton.elementwise import silu_and_mul
+from trimaran.kernels.triton.skinny import (
     MAX_DOT_ROWS,
     can_stream,
     row_products,

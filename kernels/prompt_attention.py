@@ -8,9 +8,10 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from trimaran.kernels import cuda_attention, triton_attention_prefill
 from trimaran.kernels.attention import AttentionMetadata, AttentionSpec
 from trimaran.kernels.build import KernelsUnavailableError
+from trimaran.kernels.cuda import attention as cuda_attention
+from trimaran.kernels.triton.attention import prefill as triton_attention_prefill
 
 logger = logging.getLogger(__name__)
 

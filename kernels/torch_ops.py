@@ -8,7 +8,7 @@ from torch import Tensor
 
 from trimaran.kernels import reference
 from trimaran.kernels.attention import AttentionMetadata, AttentionSpec, LatentHeads
-from trimaran.kernels.decoder import Decoder, DecoderShape, LayerWeights
+from trimaran.kernels.cpu.decoder import Decoder, DecoderShape, LayerWeights
 
 
 class TorchOps:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from trimaran.server.config import FrontendConfig
-from trimaran.worker.config import EngineConfig, ProfileConfig
+from trimaran.worker.config.engine_config import EngineConfig, ProfileConfig
 
 
 @dataclass(frozen=True, slots=True)

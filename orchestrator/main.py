@@ -12,7 +12,7 @@ import sys
 from trimaran.comm.env import ChildEnv
 from trimaran.comm.errors import ConfigError, PeerLostError
 from trimaran.comm.log import setup_logging
-from trimaran.comm.supervisor_link import SupervisorLink
+from trimaran.comm.messages.supervisor_link import SupervisorLink
 from trimaran.comm.watchdog import Watchdog
 from trimaran.orchestrator.spawner import Spawner
 

@@ -13,9 +13,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from trimaran.comm.errors import PeerLostError
-from trimaran.comm.messages import Command
+from trimaran.comm.messages.messages import Command
+from trimaran.comm.messages.supervisor_link import SupervisorLink
 from trimaran.comm.mpi import MPI
-from trimaran.comm.supervisor_link import SupervisorLink
 from trimaran.comm.watchdog import Watchdog
 from trimaran.orchestrator.daemon import SpawnDaemon
 

@@ -7,17 +7,17 @@ import logging
 from collections.abc import Coroutine
 from typing import Any
 
-from trimaran.comm.messages import Command
-from trimaran.comm.supervisor_link import SupervisorLink
+from trimaran.comm.messages.messages import Command
+from trimaran.comm.messages.supervisor_link import SupervisorLink
 from trimaran.server.config import FrontendConfig
-from trimaran.server.engine_client import EngineClient
-from trimaran.server.group_board import GroupBoard
-from trimaran.server.grpc_server import GrpcServer
-from trimaran.server.host_metrics import HostOptions
-from trimaran.server.http_server import HttpServer, MetricsServer
+from trimaran.server.engines.client import EngineClient
+from trimaran.server.grpc.server import GrpcServer
+from trimaran.server.http.server import HttpServer, MetricsServer
+from trimaran.server.inference.registry import ModelRegistry
 from trimaran.server.log_settings import LogSettings
-from trimaran.server.metrics import Metrics
-from trimaran.server.registry import ModelRegistry
+from trimaran.server.metrics.group_board import GroupBoard
+from trimaran.server.metrics.host_metrics import HostOptions
+from trimaran.server.metrics.metrics import Metrics
 from trimaran.server.served_models import FollowedModels, OwnModels, ServedModels
 from trimaran.server.service import Service
 

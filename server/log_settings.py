@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from trimaran.comm.errors import ErrorKind, RequestError
-from trimaran.server.json_access import as_bool, as_string, as_unsigned
+from trimaran.server.protocol.json_access import as_bool, as_string, as_unsigned
 
 _LEVELS = {
     "log_info": logging.INFO,

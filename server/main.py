@@ -13,7 +13,7 @@ import uvloop
 from trimaran.comm.env import ChildEnv
 from trimaran.comm.errors import ConfigError
 from trimaran.comm.log import setup_logging
-from trimaran.comm.supervisor_link import SupervisorLink
+from trimaran.comm.messages.supervisor_link import SupervisorLink
 from trimaran.server.config import FrontendConfig
 from trimaran.server.frontend import Frontend
 

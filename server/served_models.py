@@ -8,29 +8,29 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol
 
-from trimaran.comm.address import Address
-from trimaran.comm.supervisor_link import SupervisorLink
+from trimaran.comm.messages.supervisor_link import SupervisorLink
+from trimaran.comm.transport.address import Address
 from trimaran.server.config import FrontendConfig
-from trimaran.server.engine_client import EngineClient
-from trimaran.server.first_frontend import FirstFrontend
-from trimaran.server.group_board import GroupBoard
-from trimaran.server.group_requests import GroupRequests
-from trimaran.server.load_request import OverrideFolders
+from trimaran.server.engines.client import EngineClient
+from trimaran.server.fleet.first_frontend import FirstFrontend
+from trimaran.server.fleet.model_mirror import ModelMirror
+from trimaran.server.fleet.other_frontends import OtherFrontends
+from trimaran.server.fleet.shared_state import SharedState
+from trimaran.server.inference.registry import ModelRegistry
+from trimaran.server.loading.control import ModelControl
+from trimaran.server.loading.group_requests import GroupRequests
+from trimaran.server.loading.poll import RepositoryPoll
+from trimaran.server.loading.reader import ModelReader
+from trimaran.server.loading.startup import ModelStartup
+from trimaran.server.loading.token_groups import TokenGroups
 from trimaran.server.log_settings import LogSettings
-from trimaran.server.metrics import Metrics
-from trimaran.server.model_control import ModelControl
-from trimaran.server.model_mirror import ModelMirror
-from trimaran.server.model_reader import ModelReader
-from trimaran.server.model_startup import ModelStartup
-from trimaran.server.other_frontends import OtherFrontends
-from trimaran.server.pipeline import ModelFactory
+from trimaran.server.metrics.group_board import GroupBoard
+from trimaran.server.metrics.metrics import Metrics
+from trimaran.server.models.factory import ModelFactory
+from trimaran.server.protocol.load_request import OverrideFolders
 from trimaran.server.python_models.calls import ModelCalls
-from trimaran.server.python_models.choice import PythonModels
-from trimaran.server.registry import ModelRegistry
-from trimaran.server.repository_poll import RepositoryPoll
+from trimaran.server.repository.python_model_choice import PythonModels
 from trimaran.server.service import Service
-from trimaran.server.shared_state import SharedState
-from trimaran.server.token_groups import TokenGroups
 from trimaran.server.trace_settings import TraceSettings
 
 

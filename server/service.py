@@ -13,24 +13,29 @@ from tritonclient.grpc.model_config_pb2 import ModelConfig
 from tritonclient.grpc.service_pb2 import ModelStatisticsResponse
 
 from trimaran.comm.errors import ErrorKind, RequestError
-from trimaran.server.admission import Admission
 from trimaran.server.config import FrontendConfig
-from trimaran.server.first_frontend import FirstFrontend
-from trimaran.server.group_board import GroupBoard
-from trimaran.server.infer_json import RequestedOutput
-from trimaran.server.infer_response import select_outputs
-from trimaran.server.inference import InferRequest, InferResponse, Model
-from trimaran.server.load_request import LoadRequest
+from trimaran.server.fleet.first_frontend import FirstFrontend
+from trimaran.server.fleet.other_frontends import OtherFrontends
+from trimaran.server.inference.admission import Admission
+from trimaran.server.inference.metadata import completed_config
+from trimaran.server.inference.pieces import spread
+from trimaran.server.inference.registry import (
+    IndexEntry,
+    ModelRegistry,
+    NotReadyError,
+    parse_version,
+)
+from trimaran.server.inference.request import InferRequest, InferResponse, Model
+from trimaran.server.inference.validation import WireInput
+from trimaran.server.loading.control import ModelControl
 from trimaran.server.log_settings import LogSettings
-from trimaran.server.measured_model import MeasuredModel
-from trimaran.server.metadata import completed_config
-from trimaran.server.metrics import Metrics
-from trimaran.server.model_control import ModelControl
-from trimaran.server.other_frontends import OtherFrontends
-from trimaran.server.pieces import spread
-from trimaran.server.registry import IndexEntry, ModelRegistry, NotReadyError, parse_version
+from trimaran.server.metrics.group_board import GroupBoard
+from trimaran.server.metrics.measured_model import MeasuredModel
+from trimaran.server.metrics.metrics import Metrics
+from trimaran.server.protocol.infer_json import RequestedOutput
+from trimaran.server.protocol.infer_response import select_outputs
+from trimaran.server.protocol.load_request import LoadRequest
 from trimaran.server.trace_settings import Changes, TraceSettings
-from trimaran.server.validation import WireInput
 
 INTERNAL = "internal error; the server's log has the details"
 """What clients are told of a bug."""

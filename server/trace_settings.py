@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from trimaran.comm.errors import ErrorKind, RequestError
-from trimaran.server.json_access import as_list, as_object, as_string
+from trimaran.server.protocol.json_access import as_list, as_object, as_string
 
 _DEFAULTS: dict[str, list[str]] = {
     "trace_level": ["OFF"],

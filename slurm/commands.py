@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from trimaran.comm.errors import ConfigError
-from trimaran.comm.flag_values import seconds
+from trimaran.comm.files.flag_values import seconds
 from trimaran.slurm import queue
 from trimaran.slurm.job_spec import ENDPOINTS, RARE, JobSpec, add_job_arguments
 from trimaran.slurm.render import render

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from trimaran.comm.errors import ConfigError
-from trimaran.comm.flag_values import count, port, positive
+from trimaran.comm.files.flag_values import count, port, positive
 from trimaran.comm.topology import MAX_RANKS
 
 TEMPLATES = {

@@ -11,20 +11,25 @@ import numpy as np
 import torch
 
 from trimaran.comm import mpi
-from trimaran.comm.collectives import SingleRankGroup, connect_group
-from trimaran.comm.control import LocalControlPlane, connect_control
-from trimaran.comm.messages import (
+from trimaran.comm.collectives.collectives import SingleRankGroup, connect_group
+from trimaran.comm.control.control import LocalControlPlane, connect_control
+from trimaran.comm.messages.messages import (
     FinishReason,
     RequestFailed,
     StepOutput,
     Submit,
     pack_ids,
 )
-from trimaran.comm.pipeline import PipelineLinks
-from trimaran.comm.sampling_params import SamplingParams
+from trimaran.comm.messages.sampling_params import SamplingParams
+from trimaran.comm.stages.pipeline import PipelineLinks
 from trimaran.comm.topology import ParallelLayout
-from trimaran.worker.config import EngineConfig, ParallelConfig, ProfileConfig, RankConfig
-from trimaran.worker.engine import Engine
+from trimaran.worker.config.engine_config import (
+    EngineConfig,
+    ParallelConfig,
+    ProfileConfig,
+    RankConfig,
+)
+from trimaran.worker.engine.engine import Engine
 
 
 class Driver:

@@ -16,22 +16,22 @@ from typing import TYPE_CHECKING, Any
 from trimaran.comm.env import LOG_PIPE, ChildEnv
 from trimaran.comm.errors import ConfigError
 from trimaran.comm.log import join_log, setup_logging
-from trimaran.comm.messages import EngineHello
-from trimaran.comm.supervisor_link import SupervisorLink
+from trimaran.comm.messages.messages import EngineHello
+from trimaran.comm.messages.supervisor_link import SupervisorLink
 from trimaran.comm.waits import Waits
 from trimaran.comm.watchdog import Watchdog
-from trimaran.worker.config import ParallelConfig, RankConfig
-from trimaran.worker.garbage import GarbageCollection
-from trimaran.worker.start_times import StartTimes
+from trimaran.worker.config.engine_config import ParallelConfig, RankConfig
+from trimaran.worker.serving.garbage import GarbageCollection
+from trimaran.worker.serving.start_times import StartTimes
 
 if TYPE_CHECKING:
     import torch
 
-    from trimaran.comm.collectives import TensorParallelGroup
-    from trimaran.comm.control import ControlPlane
-    from trimaran.comm.pipeline import PipelineLinks
+    from trimaran.comm.collectives.collectives import TensorParallelGroup
+    from trimaran.comm.control.control import ControlPlane
+    from trimaran.comm.stages.pipeline import PipelineLinks
     from trimaran.comm.topology import ParallelLayout
-    from trimaran.worker.engine import Engine
+    from trimaran.worker.engine.engine import Engine
 
 logger = logging.getLogger(__name__)
 
@@ -122,11 +122,11 @@ class RankProcess:
         with GarbageCollection():
             import torch
 
-            from trimaran.comm.control import connect_control
-            from trimaran.worker.affinity import pin_near
-            from trimaran.worker.compile_watch import watch_compilations
-            from trimaran.worker.device import select_device
-            from trimaran.worker.engine import Engine
+            from trimaran.comm.control.control import connect_control
+            from trimaran.worker.engine.engine import Engine
+            from trimaran.worker.execution.device import select_device
+            from trimaran.worker.serving.affinity import pin_near
+            from trimaran.worker.serving.compile_watch import watch_compilations
 
             gc.freeze()
         torch.set_num_threads(config.engine.num_threads)
@@ -160,8 +160,8 @@ class RankProcess:
         device: torch.device,
     ) -> tuple[TensorParallelGroup, PipelineLinks]:
         """This rank's tensor group, and its ties to ranks outside of it. Collective."""
-        from trimaran.comm.collectives import connect_group
-        from trimaran.comm.pipeline import PipelineLinks
+        from trimaran.comm.collectives.collectives import connect_group
+        from trimaran.comm.stages.pipeline import PipelineLinks
 
         timeout_s = config.start_timeout_s
         group = connect_group(world.subgroup(topology.tp_ranks), device, timeout_s)
@@ -177,8 +177,8 @@ class RankProcess:
         self, engine: Engine, topology: ParallelLayout, config: RankConfig, env: ChildEnv
     ) -> None:
         """Report ready and run this rank's loop until shutdown."""
-        from trimaran.worker.frontend_link import FrontendLinks
-        from trimaran.worker.serve_loop import LeaderLoop, follow
+        from trimaran.worker.serving.frontend_link import FrontendLinks
+        from trimaran.worker.serving.serve_loop import LeaderLoop, follow
 
         link, watchdog, control = self._require_link(), self._watchdog, self._control
         assert watchdog is not None and control is not None
@@ -266,7 +266,7 @@ class RankProcess:
     def _last_step(self) -> str:
         if self._control is None or not self._control.last_decision:
             return ""
-        from trimaran.worker.serve_loop import describe_decision
+        from trimaran.worker.serving.serve_loop import describe_decision
 
         return f" after {describe_decision(self._control.last_decision)}"
 

@@ -9,10 +9,12 @@ from contextlib import aclosing
 from typing import Any, Protocol
 
 from trimaran.comm.errors import ErrorKind, RequestError
-from trimaran.server.custom_metrics import CustomMetrics, HeldMetrics
-from trimaran.server.inference import InferRequest, InferResponse, Model
-from trimaran.server.load_request import LoadRequest, load_request_of_files
-from trimaran.server.pieces import spread
+from trimaran.server.inference.pieces import spread
+from trimaran.server.inference.registry import ModelRegistry
+from trimaran.server.inference.request import InferRequest, InferResponse, Model
+from trimaran.server.inference.validation import WireInput
+from trimaran.server.metrics.custom_metrics import CustomMetrics, HeldMetrics
+from trimaran.server.protocol.load_request import LoadRequest, load_request_of_files
 from trimaran.server.python_models.wire import (
     Call,
     Packed,
@@ -22,8 +24,6 @@ from trimaran.server.python_models.wire import (
     pack_in_pieces,
     unpack_in_pieces,
 )
-from trimaran.server.registry import ModelRegistry
-from trimaran.server.validation import WireInput
 
 logger = logging.getLogger(__name__)
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from functools import partial
 
 from trimaran.comm.errors import ConfigError, EngineDeadError, ErrorKind, RequestError
-from trimaran.server.custom_metrics import HeldMetrics
+from trimaran.server.metrics.custom_metrics import HeldMetrics
 from trimaran.server.python_models.calls import ModelCalls
 from trimaran.server.python_models.job import Job
 from trimaran.server.python_models.process_link import ProcessLink

@@ -12,10 +12,10 @@ from collections.abc import Sequence
 from tritonclient.grpc.model_config_pb2 import ModelConfig
 
 from trimaran.comm.errors import ErrorKind, RefusedError, RequestError, with_request_id
-from trimaran.server.inference import InferRequest
-from trimaran.server.pieces import spread
+from trimaran.server.inference.pieces import spread
+from trimaran.server.inference.queue_policy import QueuePolicy
+from trimaran.server.inference.request import InferRequest
 from trimaran.server.python_models.wire import Packed, RequestFields, Respond, pack_in_pieces
-from trimaran.server.queue_policy import QueuePolicy
 
 MAX_UNREAD_BYTES, UNREAD_S = 256 << 20, 30.0
 """A request of which more than this has waited for so long without that its reader took any

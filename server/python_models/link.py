@@ -13,8 +13,8 @@ from concurrent.futures import Future
 from contextvars import ContextVar
 from weakref import WeakValueDictionary
 
-from trimaran.comm.bulk import BulkSender
 from trimaran.comm.errors import ErrorKind
+from trimaran.comm.transport.bulk import BulkSender
 from trimaran.server.python_models.responses import Ticket
 from trimaran.server.python_models.wire import (
     Call,

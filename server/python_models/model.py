@@ -10,16 +10,16 @@ from collections.abc import AsyncGenerator
 from tritonclient.grpc.model_config_pb2 import ModelConfig, ModelInstanceGroup
 
 from trimaran.comm.errors import ConfigError, EngineDeadError, ErrorKind, RequestError
-from trimaran.server.datatypes import from_config
-from trimaran.server.inference import InferRequest, InferResponse, Model
-from trimaran.server.metadata import completed_config, to_json
-from trimaran.server.model_repository import RepositoryModel
-from trimaran.server.pieces import spread
+from trimaran.server.inference.datatypes import from_config
+from trimaran.server.inference.metadata import completed_config, to_json
+from trimaran.server.inference.pieces import spread
+from trimaran.server.inference.request import InferRequest, InferResponse, Model
 from trimaran.server.python_models.calls import ModelCalls
 from trimaran.server.python_models.instance import Instance
 from trimaran.server.python_models.job import Job, JobQueue
 from trimaran.server.python_models.output_shapes import OutputShapes
 from trimaran.server.python_models.wire import Respond, Start, unpack_in_pieces
+from trimaran.server.repository.model_repository import RepositoryModel
 
 MAX_INSTANCES = 64
 """Most processes of one model."""

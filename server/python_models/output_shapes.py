@@ -6,7 +6,7 @@ import math
 
 from tritonclient.grpc.model_config_pb2 import ModelConfig, ModelOutput
 
-from trimaran.server.inference import Tensor
+from trimaran.server.inference.request import Tensor
 
 
 class OutputShapes:

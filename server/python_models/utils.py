@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from trimaran.server.inference.tensor_bytes import split_strings, to_bytes
 from trimaran.server.python_models.inference_request import (
     MEMORY_CPU,
     MEMORY_GPU,
@@ -34,7 +35,6 @@ from trimaran.server.python_models.tensors import (
     triton_to_numpy_type,
 )
 from trimaran.server.python_models.wire import Log
-from trimaran.server.tensor_bytes import split_strings, to_bytes
 
 __all__ = [
     "InferenceRequest",

@@ -13,13 +13,13 @@ from typing import Any
 import msgpack
 import numpy as np
 
-from trimaran.comm.bulk import INLINE_BYTES, BulkSender, open_bulk
 from trimaran.comm.errors import ProtocolError
-from trimaran.comm.frames import FrameCutter, frame
-from trimaran.server.datatypes import NUMPY_TYPES
-from trimaran.server.inference import Tensor
-from trimaran.server.pieces import Pieces, finish
-from trimaran.server.tensor_bytes import split_in_pieces, to_parts
+from trimaran.comm.transport.bulk import INLINE_BYTES, BulkSender, open_bulk
+from trimaran.comm.transport.frames import FrameCutter, frame
+from trimaran.server.inference.datatypes import NUMPY_TYPES
+from trimaran.server.inference.pieces import Pieces, finish
+from trimaran.server.inference.request import Tensor
+from trimaran.server.inference.tensor_bytes import split_in_pieces, to_parts
 
 MAX_FRAME_BYTES = 1 << 30
 """Longest message either way."""

@@ -14,9 +14,8 @@ import numpy as np
 import psutil
 from waiting import started, wait_until
 
-from trimaran.comm.address import Address
 from trimaran.comm.env import ChildEnv
-from trimaran.comm.messages import (
+from trimaran.comm.messages.messages import (
     ChildConfig,
     ChildHello,
     ChildState,
@@ -30,9 +29,10 @@ from trimaran.comm.messages import (
     encode,
     pack_ids,
 )
-from trimaran.launcher.run_dir import RunDir
-from trimaran.launcher.scratch import MpiScratch
-from trimaran.worker.config import (
+from trimaran.comm.transport.address import Address
+from trimaran.launcher.starters.run_dir import RunDir
+from trimaran.launcher.starters.scratch import MpiScratch
+from trimaran.worker.config.engine_config import (
     CacheConfig,
     EngineConfig,
     ParallelConfig,

@@ -20,8 +20,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from waiting import started, wait_until
 
 from tests.processes import is_alive
-from trimaran.bench.free_ports import free_ports
-from trimaran.launcher.cli import main
+from trimaran.bench.serving.free_ports import free_ports
+from trimaran.launcher.cli.main import main
 
 BIN = Path(sys.executable).parent
 ROOT = Path(__file__).resolve().parents[2]

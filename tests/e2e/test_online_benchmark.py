@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from trimaran.bench.server_process import ServerFailedError, serving, write_repository
+from trimaran.bench.serving.server_process import ServerFailedError, serving, write_repository
 
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "online.py"
 SMALL = (

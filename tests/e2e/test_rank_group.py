@@ -16,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from rank_group import BIN, RankGroup, finish, submit, tokens_of
 
-from trimaran.comm.messages import Cancel, FinishReason, Ping, Pong, RequestFailed
+from trimaran.comm.messages.messages import Cancel, FinishReason, Ping, Pong, RequestFailed
 
 LONG = 400
 

@@ -11,17 +11,18 @@ import input_texts
 import output_texts
 import parameter_texts
 
-from trimaran.server import preprocessing, sampling_inputs, signatures
-from trimaran.server.parameter_table import Effect, Known
-from trimaran.server.role_parameters import (
+from trimaran.server.models import preprocessing, sampling_inputs
+from trimaran.server.models.text_models import BLS_MAPS
+from trimaran.server.repository import signatures
+from trimaran.server.repository.parameter_table import Effect, Known
+from trimaran.server.repository.role_parameters import (
     BLS_PARAMETERS,
     POSTPROCESSING_PARAMETERS,
     PREPROCESSING_PARAMETERS,
 )
-from trimaran.server.signatures import Role
-from trimaran.server.text_models import BLS_MAPS
-from trimaran.server.token_parameters import TOKEN_PARAMETERS
-from trimaran.worker.sampling_rows import SERVED_FIELDS
+from trimaran.server.repository.signatures import Role
+from trimaran.server.repository.token_parameters import TOKEN_PARAMETERS
+from trimaran.worker.sampling.sampling_rows import SERVED_FIELDS
 
 SERVED, NO_EFFECT, REFUSED, NEVER = "served", "no effect", "refused", "never comes"
 _NO_DRAFTS = "speculative decoding is not served"
@@ -124,7 +125,7 @@ def _table(
 
 
 def _template(model: str) -> str:
-    folder = resources.files("trimaran.server") / "templates" / model
+    folder = resources.files("trimaran.server.repository") / "templates" / model
     return (folder / "config.pbtxt").read_text(encoding="utf-8")
 
 

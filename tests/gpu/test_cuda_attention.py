@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from trimaran.kernels import cuda_attention, reference
+from trimaran.kernels import reference
 from trimaran.kernels.attention import AttentionMetadata, AttentionSpec
+from trimaran.kernels.cuda import attention as cuda_attention
 
 pytestmark = pytest.mark.gpu
 

@@ -7,9 +7,11 @@ import random
 import pytest
 import torch
 
-from trimaran.kernels import cuda_decode, reference, triton_rotary
+from trimaran.kernels import reference
 from trimaran.kernels.attention import AttentionMetadata, AttentionSpec
+from trimaran.kernels.cuda import decode as cuda_decode
 from trimaran.kernels.decode_attention import HopperDecodes
+from trimaran.kernels.triton import rotary as triton_rotary
 
 pytestmark = pytest.mark.gpu
 

@@ -8,9 +8,9 @@ import torch
 
 from tests.driver import Driver
 from tests.gpu.hidden_waits import no_hidden_waits
-from trimaran.worker.candidates import largest
-from trimaran.worker.config import CacheConfig, EngineConfig, SchedulerConfig
-from trimaran.worker.noise import hash_bits, noise_keys
+from trimaran.worker.config.engine_config import CacheConfig, EngineConfig, SchedulerConfig
+from trimaran.worker.sampling.candidates import largest
+from trimaran.worker.sampling.noise import hash_bits, noise_keys
 
 pytestmark = pytest.mark.gpu
 

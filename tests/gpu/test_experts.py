@@ -5,10 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from trimaran.kernels import reference, triton_experts, triton_routing
+from trimaran.kernels import reference
 from trimaran.kernels.products import select_products
 from trimaran.kernels.routing import ExpertCounter, ExpertRouting, PlaceTable
-from trimaran.kernels.triton_few_experts import can_stream, stream_experts
+from trimaran.kernels.triton import experts as triton_experts
+from trimaran.kernels.triton import routing as triton_routing
+from trimaran.kernels.triton.few_experts import can_stream, stream_experts
 
 pytestmark = pytest.mark.gpu
 

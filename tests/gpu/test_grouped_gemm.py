@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from trimaran.kernels import reference
+from trimaran.kernels.cuda.grouped_gemm import GroupedGemm
 from trimaran.kernels.experts import MeasuredExperts
-from trimaran.kernels.grouped_gemm import GroupedGemm
-from trimaran.kernels.grouped_table import GroupedShape, GroupedTable, stack_name
 from trimaran.kernels.routing import ExpertRouting
-from trimaran.kernels.triton_routing import choose_experts
+from trimaran.kernels.tables.grouped_table import GroupedShape, GroupedTable, stack_name
+from trimaran.kernels.triton.routing import choose_experts
 
 pytestmark = pytest.mark.gpu
 

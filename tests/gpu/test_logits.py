@@ -7,14 +7,19 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from trimaran.comm.collectives import SingleRankGroup
-from trimaran.comm.control import LocalControlPlane
-from trimaran.comm.messages import Submit, pack_ids
-from trimaran.comm.sampling_params import SamplingParams
+from trimaran.comm.collectives.collectives import SingleRankGroup
+from trimaran.comm.control.control import LocalControlPlane
+from trimaran.comm.messages.messages import Submit, pack_ids
+from trimaran.comm.messages.sampling_params import SamplingParams
 from trimaran.comm.topology import ParallelLayout
-from trimaran.worker import model_runner
-from trimaran.worker.config import CacheConfig, EngineConfig, RankConfig, SchedulerConfig
-from trimaran.worker.engine import Engine
+from trimaran.worker.config.engine_config import (
+    CacheConfig,
+    EngineConfig,
+    RankConfig,
+    SchedulerConfig,
+)
+from trimaran.worker.engine.engine import Engine
+from trimaran.worker.execution import model_runner
 
 pytestmark = pytest.mark.gpu
 

@@ -13,9 +13,15 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from tests.driver import Driver
 from tests.gpu.test_logits import expected_log_probs
 from tests.unit.worker.lora_adapters import make_adapter, merged, on_the_wire
-from trimaran.kernels import adapters, triton_lora
+from trimaran.kernels import adapters
 from trimaran.kernels.adapters import AdapterBlocks, AdapterTables
-from trimaran.worker.config import CacheConfig, EngineConfig, LoraConfig, SchedulerConfig
+from trimaran.kernels.triton import lora as triton_lora
+from trimaran.worker.config.engine_config import (
+    CacheConfig,
+    EngineConfig,
+    LoraConfig,
+    SchedulerConfig,
+)
 from trimaran.worker.lora.step import token_blocks
 
 pytestmark = pytest.mark.gpu

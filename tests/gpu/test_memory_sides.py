@@ -8,9 +8,12 @@ import pytest
 import torch
 
 from tests.gpu.test_cuda_decode import LENGTHS, Step
-from trimaran.kernels import cuda_decode, memory_sides, triton_attention_shares, triton_rotary
-from trimaran.kernels.cache_sides import block_sides, keys_go_first, sides_of_heads
+from trimaran.kernels.cuda import decode as cuda_decode
+from trimaran.kernels.cuda import memory_sides
+from trimaran.kernels.cuda.cache_sides import block_sides, keys_go_first, sides_of_heads
 from trimaran.kernels.decode_attention import HopperDecodes
+from trimaran.kernels.triton import rotary as triton_rotary
+from trimaran.kernels.triton.attention import shares as triton_attention_shares
 
 pytestmark = pytest.mark.gpu
 

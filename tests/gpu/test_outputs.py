@@ -7,8 +7,8 @@ import pytest
 
 from tests.driver import Driver
 from tests.gpu.hidden_waits import no_hidden_waits
-from trimaran.worker.config import CacheConfig, EngineConfig, SchedulerConfig
-from trimaran.worker.prompt_tables import PromptTable
+from trimaran.worker.config.engine_config import CacheConfig, EngineConfig, SchedulerConfig
+from trimaran.worker.execution.prompt_tables import PromptTable
 
 pytestmark = pytest.mark.gpu
 

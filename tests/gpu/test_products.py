@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from trimaran.kernels import reference
-from trimaran.kernels.hopper_gemm import HopperGemm
-from trimaran.kernels.product_table import GemmShape, fixed_choice
+from trimaran.kernels.cuda.hopper_gemm import HopperGemm
 from trimaran.kernels.products import HopperProducts
+from trimaran.kernels.tables.product_table import GemmShape, fixed_choice
 
 DEVICE = torch.device("cuda")
 CUTS = [

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 import torch
 
-from trimaran.comm.sampling_params import SamplingParams
-from trimaran.kernels import triton_sampling
-from trimaran.worker import sampler
-from trimaran.worker.sampling_rows import SamplingRows, Want
-from trimaran.worker.step_types import NewRow, int32s
+from trimaran.comm.messages.sampling_params import SamplingParams
+from trimaran.kernels.triton import sampling as triton_sampling
+from trimaran.worker.sampling import sampler
+from trimaran.worker.sampling.sampling_rows import SamplingRows, Want
+from trimaran.worker.steps.step_types import NewRow, int32s
 
 pytestmark = pytest.mark.gpu
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from trimaran.kernels import triton_norm
-from trimaran.kernels.triton_skinny import can_stream, stream_gated, stream_parts
+from trimaran.kernels.triton import norm as triton_norm
+from trimaran.kernels.triton.skinny import can_stream, stream_gated, stream_parts
 
 pytestmark = pytest.mark.gpu
 

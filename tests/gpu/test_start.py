@@ -10,21 +10,21 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from trimaran.comm.collectives import SingleRankGroup
-from trimaran.comm.control import LocalControlPlane
-from trimaran.comm.messages import Submit, pack_ids
-from trimaran.comm.sampling_params import SamplingParams
+from trimaran.comm.collectives.collectives import SingleRankGroup
+from trimaran.comm.control.control import LocalControlPlane
+from trimaran.comm.messages.messages import Submit, pack_ids
+from trimaran.comm.messages.sampling_params import SamplingParams
 from trimaran.comm.topology import ParallelLayout
-from trimaran.worker.config import (
+from trimaran.worker.config.engine_config import (
     CacheConfig,
     EngineConfig,
     ProfileConfig,
     RankConfig,
     SchedulerConfig,
 )
-from trimaran.worker.engine import Engine
-from trimaran.worker.models.tensor_reader import TensorReader
-from trimaran.worker.step_types import NewRow, SchedulerOutput, int32s
+from trimaran.worker.engine.engine import Engine
+from trimaran.worker.models.weights.tensor_reader import TensorReader
+from trimaran.worker.steps.step_types import NewRow, SchedulerOutput, int32s
 
 pytestmark = pytest.mark.gpu
 

@@ -7,7 +7,7 @@ import time
 import pytest
 import torch
 
-from trimaran.worker.step_times import DeviceClock
+from trimaran.worker.steps.step_times import DeviceClock
 
 DEVICE = torch.device("cuda")
 CYCLES = 4_000_000

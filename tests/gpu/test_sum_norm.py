@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from trimaran.kernels.sum_norm import DTYPES, SumNorm, region_bytes
-from trimaran.kernels.triton_norm import rms_norm
+from trimaran.kernels.cuda.sum_norm import DTYPES, SumNorm, region_bytes
+from trimaran.kernels.triton.norm import rms_norm
 
 pytestmark = pytest.mark.gpu
 

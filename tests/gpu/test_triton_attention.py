@@ -14,8 +14,8 @@ import torch
 
 from trimaran.kernels import reference
 from trimaran.kernels.attention import AttentionMetadata, AttentionSpec
-from trimaran.kernels.triton_attention import paged_attention
-from trimaran.kernels.triton_attention_shares import MIN_KEYS, PIECE_COST, share_out
+from trimaran.kernels.paged_attention import paged_attention
+from trimaran.kernels.triton.attention.shares import MIN_KEYS, PIECE_COST, share_out
 
 IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = torch.device("cpu" if IS_INTERPRETED else "cuda")

@@ -16,10 +16,10 @@ from tests.models.field_cases import SERVED
 from tests.models.group_run import engine_config
 from tests.models.layouts import LAYOUTS, applies
 from tests.unit.models import models
-from trimaran.launcher.cli import main
-from trimaran.worker.config import EngineConfig
+from trimaran.launcher.cli.main import main
+from trimaran.worker.config.engine_config import EngineConfig
+from trimaran.worker.config.pretrained_families import FAMILIES
 from trimaran.worker.models.registry import DTYPES
-from trimaran.worker.pretrained_families import FAMILIES
 
 CONFIGS = family_configs()
 ARCHITECTURES = {family.model_type: name for name, family in reversed(FAMILIES.items())}

@@ -13,7 +13,12 @@ from torch import Tensor
 
 from tests.driver import Driver, Ranks
 from trimaran.comm import mpi
-from trimaran.worker.config import CacheConfig, EngineConfig, ParallelConfig, SchedulerConfig
+from trimaran.worker.config.engine_config import (
+    CacheConfig,
+    EngineConfig,
+    ParallelConfig,
+    SchedulerConfig,
+)
 
 HAS_GPUS = torch.cuda.device_count() >= mpi.MPI.COMM_WORLD.Get_size()
 TIMEOUT_S = 60.0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from trimaran.worker.config import ParallelConfig
+from trimaran.worker.config.engine_config import ParallelConfig
 
 LAYOUTS = {
     "tp1": ParallelConfig(),

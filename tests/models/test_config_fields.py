@@ -12,7 +12,7 @@ from tests.models.families import family_configs
 from tests.models.field_cases import SERVED
 from tests.unit.models import models
 from tests.unit.models.paged_run import PagedRun
-from trimaran.worker.pretrained_families import FAMILIES
+from trimaran.worker.config.pretrained_families import FAMILIES
 
 CONFIGS = family_configs()
 ARCHITECTURES = {family.model_type: name for name, family in reversed(FAMILIES.items())}

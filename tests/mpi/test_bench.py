@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from trimaran.launcher.cli import main
+from trimaran.launcher.cli.main import main
 
 MODEL = Path(__file__).parents[2] / "examples" / "demo_models" / "moe"
 FLAGS = ("--model", str(MODEL), "--device", "cpu", "--runs", "1", "--load", "9/4x3")

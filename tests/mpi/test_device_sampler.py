@@ -6,12 +6,12 @@ import pytest
 import torch
 
 from trimaran.comm import mpi
-from trimaran.comm.collectives import connect_group
-from trimaran.comm.sampling_params import SamplingParams
-from trimaran.worker import device_sampler
-from trimaran.worker.device_sampling_state import DeviceSamplingState
-from trimaran.worker.sampling_rows import SamplingRows
-from trimaran.worker.step_types import NewRow, int32s
+from trimaran.comm.collectives.collectives import connect_group
+from trimaran.comm.messages.sampling_params import SamplingParams
+from trimaran.worker.sampling import device_sampler
+from trimaran.worker.sampling.device_sampling_state import DeviceSamplingState
+from trimaran.worker.sampling.sampling_rows import SamplingRows
+from trimaran.worker.steps.step_types import NewRow, int32s
 
 HAS_GPUS = torch.cuda.device_count() >= mpi.MPI.COMM_WORLD.Get_size()
 """A GPU for each rank where the host has as many, and Triton's interpreter elsewhere."""

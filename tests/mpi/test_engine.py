@@ -9,10 +9,15 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from tests.driver import Driver, Ranks
 from trimaran.comm import mpi
-from trimaran.comm.collectives import connect_group
-from trimaran.worker.candidates import argmax_over_shards
-from trimaran.worker.config import CacheConfig, EngineConfig, ParallelConfig, SchedulerConfig
-from trimaran.worker.prompt_tables import PromptTable
+from trimaran.comm.collectives.collectives import connect_group
+from trimaran.worker.config.engine_config import (
+    CacheConfig,
+    EngineConfig,
+    ParallelConfig,
+    SchedulerConfig,
+)
+from trimaran.worker.execution.prompt_tables import PromptTable
+from trimaran.worker.sampling.candidates import argmax_over_shards
 
 VOCAB = 150
 HAS_GPUS = torch.cuda.device_count() >= mpi.MPI.COMM_WORLD.Get_size()

@@ -8,15 +8,15 @@ import torch
 from tests.mpi.test_expert_dispatch import CONFIGS, CPU, NUM_RANKS, make_layer
 from tests.unit.models import models
 from tests.unit.models.paged_run import PagedRun
-from trimaran.comm.collectives import connect_group
+from trimaran.comm.collectives.collectives import connect_group
 from trimaran.comm.topology import ParallelLayout
 from trimaran.kernels.torch_ops import TorchOps
-from trimaran.worker.engine_folder import EngineFolder
-from trimaran.worker.expert_balance import ExpertBalancer, balance_experts
-from trimaran.worker.expert_loads import ExpertLoads
-from trimaran.worker.experts_config import ExpertsConfig
+from trimaran.worker.config.engine_folder import EngineFolder
+from trimaran.worker.config.experts_config import ExpertsConfig
+from trimaran.worker.experts.balance import ExpertBalancer, balance_experts
+from trimaran.worker.experts.loads import ExpertLoads
 from trimaran.worker.layers.linear import LayerContext
-from trimaran.worker.layers.parallel import ExpertRanks, ShardPosition
+from trimaran.worker.parallel.tensor_parallel import ExpertRanks, ShardPosition
 
 # Tensor ranks of a lane, and parts of the experts' ranks.
 LAYOUTS = [(1, 2)] if NUM_RANKS == 2 else [(1, NUM_RANKS), (2, NUM_RANKS), (2, 2)]

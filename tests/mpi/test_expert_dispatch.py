@@ -9,15 +9,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from trimaran.comm.collectives import connect_group
+from trimaran.comm.collectives.collectives import connect_group
 from trimaran.comm.mpi import MPI
 from trimaran.comm.topology import ParallelLayout
 from trimaran.kernels.build import load_library
-from trimaran.kernels.cpu import CpuOps
-from trimaran.worker.engine_folder import EngineFolder
+from trimaran.kernels.cpu.operators import CpuOps
+from trimaran.worker.config.engine_folder import EngineFolder
 from trimaran.worker.layers.experts import ExpertMLP
 from trimaran.worker.layers.linear import LayerContext
-from trimaran.worker.layers.parallel import ShardPosition
+from trimaran.worker.parallel.tensor_parallel import ShardPosition
 
 _PATH = Path(__file__).parents[1] / "unit" / "models" / "models.py"
 _SPEC = importlib.util.spec_from_file_location("models", _PATH)

@@ -11,8 +11,8 @@ from tests.models.layouts import LAYOUTS
 from tests.unit.models import models
 from tests.unit.models.paged_run import PagedRun
 from trimaran.kernels.build import load_library
-from trimaran.kernels.cpu import CpuOps
-from trimaran.worker.layers.parallel import ExpertRanks
+from trimaran.kernels.cpu.operators import CpuOps
+from trimaran.worker.parallel.tensor_parallel import ExpertRanks
 
 CONFIGS = family_configs()
 

@@ -12,7 +12,7 @@ from tests.unit.worker.test_every_feature import (
     outputs_of,
     run_all,
 )
-from trimaran.worker.config import ParallelConfig
+from trimaran.worker.config.engine_config import ParallelConfig
 
 NUM_REQUESTS, NUM_ALONE = 60, 15
 

@@ -18,8 +18,13 @@ from tests.driver import Driver, Ranks
 from tests.unit.models.models import reference_greedy
 from tests.unit.worker.lora_adapters import make_adapter, on_the_wire
 from trimaran.comm import mpi
-from trimaran.comm.messages import FinishReason
-from trimaran.worker.config import CacheConfig, EngineConfig, ParallelConfig, SchedulerConfig
+from trimaran.comm.messages.messages import FinishReason
+from trimaran.worker.config.engine_config import (
+    CacheConfig,
+    EngineConfig,
+    ParallelConfig,
+    SchedulerConfig,
+)
 
 VOCAB = 150
 NUM_RANKS = mpi.MPI.COMM_WORLD.Get_size()

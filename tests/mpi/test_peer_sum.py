@@ -5,14 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 
-from trimaran.comm.collectives import connect_group
+from trimaran.comm.collectives.collectives import connect_group
+from trimaran.comm.collectives.peer_memory import why_memory_is_apart
 from trimaran.comm.errors import ConfigError
-from trimaran.comm.peer_memory import why_memory_is_apart
-from trimaran.comm.shared_memory import SharedSegment
-from trimaran.kernels.triton_peer_sum import TILE, PeerSum, region_bytes
-from trimaran.worker.config import EngineConfig
-from trimaran.worker.peer_sums import first_problem, try_peer_sums
-from trimaran.worker.sum_norms import choose_sums_and_norms
+from trimaran.comm.transport.shared_memory import SharedSegment
+from trimaran.kernels.triton.peer_sum import TILE, PeerSum, region_bytes
+from trimaran.worker.config.engine_config import EngineConfig
+from trimaran.worker.parallel.peer_sums import first_problem, try_peer_sums
+from trimaran.worker.parallel.sum_norms import choose_sums_and_norms
 
 SLOT_BYTES = 64 << 10
 HAS_GPUS = torch.cuda.device_count() > 1

@@ -13,7 +13,12 @@ from trimaran.comm import mpi
 from trimaran.comm.errors import PeerLostError
 from trimaran.comm.topology import ParallelLayout
 from trimaran.comm.waits import Waits
-from trimaran.worker.config import CacheConfig, EngineConfig, ParallelConfig, SchedulerConfig
+from trimaran.worker.config.engine_config import (
+    CacheConfig,
+    EngineConfig,
+    ParallelConfig,
+    SchedulerConfig,
+)
 from trimaran.worker.rank import NEVER_S
 
 VOCAB = 150

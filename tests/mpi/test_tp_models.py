@@ -8,13 +8,13 @@ import torch
 from tests.models.families import family_configs
 from tests.unit.models import models
 from tests.unit.models.paged_run import PagedRun
-from trimaran.comm.collectives import TensorParallelGroup, connect_group
+from trimaran.comm.collectives.collectives import TensorParallelGroup, connect_group
 from trimaran.kernels import reference
 from trimaran.kernels.build import load_library
-from trimaran.kernels.cpu import CpuOps
+from trimaran.kernels.cpu.operators import CpuOps
 from trimaran.kernels.torch_ops import TorchOps
-from trimaran.worker.first_table import make_first_table
-from trimaran.worker.layers.parallel import ExpertRanks
+from trimaran.worker.models.first_table import make_first_table
+from trimaran.worker.parallel.tensor_parallel import ExpertRanks
 
 CONFIGS = family_configs()
 OPS = {

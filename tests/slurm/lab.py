@@ -18,7 +18,7 @@ from pathlib import Path
 
 import psutil
 
-from trimaran.bench.free_ports import free_ports
+from trimaran.bench.serving.free_ports import free_ports
 
 PROGRAMS = {
     "slurmctld": "slurmctld", "slurmd": "slurmd", "sinfo": "slurm-client", "munged": "munge",

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from trimaran.kernels.attention import AttentionMetadata, AttentionSpec
+from trimaran.worker.config.pretrained_config import PretrainedConfig
 from trimaran.worker.layers.rotary import RotaryEmbedding
-from trimaran.worker.pretrained_config import PretrainedConfig
 
 # Shapes: T tokens of the step, N query heads, K key-value heads, H head size, B tokens of a
 # block.

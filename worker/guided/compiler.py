@@ -7,7 +7,7 @@ from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
 from trimaran.comm.errors import RequestError
-from trimaran.worker.config import GuidedConfig
+from trimaran.worker.config.engine_config import GuidedConfig
 from trimaran.worker.guided.grammar_cache import GrammarCache
 from trimaran.worker.guided.guide import Grammar
 from trimaran.worker.guided.library import Library

@@ -9,8 +9,8 @@ from types import ModuleType
 from typing import Any
 
 from trimaran.comm.errors import ConfigError, RequestError
-from trimaran.comm.input_files import parse_json, read_text
-from trimaran.worker.config import GuidedConfig
+from trimaran.comm.files.input_files import parse_json, read_text
+from trimaran.worker.config.engine_config import GuidedConfig
 from trimaran.worker.guided.guide import Grammar
 from trimaran.worker.guided.json_schemas import read_schema
 from trimaran.worker.guided.patterns import check_pattern

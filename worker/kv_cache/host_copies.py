@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from trimaran.worker.kv_cache.host_memory import CudaLocks, HostMemory
-from trimaran.worker.staging import to_device
-from trimaran.worker.step_types import Int32Array, TransferKind
+from trimaran.worker.steps.staging import to_device
+from trimaran.worker.steps.step_types import Int32Array, TransferKind
 
 # Shapes: S slots of the host, E elements of a block, P blocks of half a staging memory.
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from trimaran.comm.errors import ConfigError
-from trimaran.worker.host_limits import free_memory_bytes, usable_cores
+from trimaran.worker.config.host_limits import free_memory_bytes, usable_cores
 
 _SETTING = "kv_cache_host_memory_bytes"
 _PIECE_BYTES = 1 << 30

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from trimaran.kernels import memory_sides
-from trimaran.kernels.cache_sides import block_sides, keys_go_first, piece_tokens
+from trimaran.kernels.cuda import memory_sides
+from trimaran.kernels.cuda.cache_sides import block_sides, keys_go_first, piece_tokens
 from trimaran.worker.attention.backend import KVCacheSpec
 
 

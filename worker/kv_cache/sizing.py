@@ -7,8 +7,8 @@ import logging
 import torch
 
 from trimaran.comm.errors import ConfigError
-from trimaran.worker.config import CacheConfig, SchedulerConfig
-from trimaran.worker.host_limits import free_memory_bytes
+from trimaran.worker.config.engine_config import CacheConfig, SchedulerConfig
+from trimaran.worker.config.host_limits import free_memory_bytes
 
 logger = logging.getLogger(__name__)
 

@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from trimaran.worker.layers.shares import Share
+from trimaran.worker.parallel.shares import Share
 
 # Shapes: N query heads of this rank, P positions.
 

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from trimaran.worker.layers.linear import LayerContext, check_shape
-from trimaran.worker.layers.parallel import split
+from trimaran.worker.parallel.tensor_parallel import split
 
 
 class _VocabParallel(nn.Module):

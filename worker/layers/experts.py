@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from trimaran.kernels.reference import sigmoid
 from trimaran.kernels.routing import ExpertCounter, ExpertRouting, PlaceTable, Scoring
+from trimaran.worker.config.pretrained_config import PretrainedConfig
 from trimaran.worker.layers.activation import GatedActivation
 from trimaran.worker.layers.expert_dispatch import ExpertDispatch
 from trimaran.worker.layers.expert_places import ExpertPlaces
@@ -19,10 +20,9 @@ from trimaran.worker.layers.linear import (
     check_shape,
     copy_share,
 )
-from trimaran.worker.layers.parallel import split
 from trimaran.worker.layers.pending_sum import PendingSum, can_wait
-from trimaran.worker.layers.shares import even_share
-from trimaran.worker.pretrained_config import PretrainedConfig
+from trimaran.worker.parallel.shares import even_share
+from trimaran.worker.parallel.tensor_parallel import split
 
 # Shapes: T tokens of the step, D hidden size, X experts of this rank (of the router: all), F
 # its part of an expert's inner width, E = 2 F, C experts of a token.

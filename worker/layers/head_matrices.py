@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from trimaran.worker.layers.linear import LayerContext, check_shape, copy_share
-from trimaran.worker.layers.shares import Share
+from trimaran.worker.parallel.shares import Share
 
 # Shapes: N heads of this rank, E rows and D columns of a head's matrix.
 

@@ -10,16 +10,16 @@ import torch
 from torch import Tensor, nn
 
 from trimaran.kernels.dispatch import Ops
-from trimaran.worker.layers.lane_bound import LaneBound
 from trimaran.worker.layers.methods import (
     LinearMethod,
     LoRAMethod,
     NoLoRA,
     UnquantizedLinearMethod,
 )
-from trimaran.worker.layers.parallel import ShardPosition, TensorGroup
 from trimaran.worker.layers.pending_sum import Addend, PendingSum, can_wait
-from trimaran.worker.layers.shares import Share, even_share, head_shares
+from trimaran.worker.parallel.lane_bound import LaneBound
+from trimaran.worker.parallel.shares import Share, even_share, head_shares
+from trimaran.worker.parallel.tensor_parallel import ShardPosition, TensorGroup
 
 
 class LayerContext:

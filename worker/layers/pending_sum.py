@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from trimaran.worker.layers.parallel import TensorGroup
+from trimaran.worker.parallel.tensor_parallel import TensorGroup
 
 # Shapes: T tokens of the step, D hidden size, S parts of a product.
 

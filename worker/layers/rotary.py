@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from trimaran.comm.errors import ConfigError
-from trimaran.worker.huggingface_keys import yarn_scale
+from trimaran.worker.config.huggingface_keys import yarn_scale
 from trimaran.worker.layers.linear import LayerContext
 
 # Shapes: T tokens, K key-value heads, A all heads (queries, keys, values), H head size, R

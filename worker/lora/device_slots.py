@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from trimaran.kernels.adapters import AdapterBlocks, AdapterTables
-from trimaran.kernels.triton_lora import add_adapters
+from trimaran.kernels.triton.lora import add_adapters
 from trimaran.worker.layers.linear import ParallelLinear
 from trimaran.worker.layers.methods import AdapterState
 from trimaran.worker.lora.layout import AdapterLayout, PackedAdapter, Target
 from trimaran.worker.lora.step import token_blocks
-from trimaran.worker.step_types import Int32Array
+from trimaran.worker.steps.step_types import Int32Array
 
 _SMALL_BLOCK, _LARGE_BLOCK = 16, 64
 """Tokens that share the reading of an adapter; a decode has few of each."""

@@ -13,7 +13,7 @@ import numpy.typing as npt
 import torch
 
 from trimaran.comm.errors import ConfigError
-from trimaran.comm.output_files import check_replaceable
+from trimaran.comm.files.output_files import check_replaceable
 from trimaran.worker.lora.layout import (
     AdapterFormatError,
     AdapterLayout,

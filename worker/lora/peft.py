@@ -12,8 +12,8 @@ from typing import Any
 from torch import Tensor
 
 from trimaran.comm.errors import ConfigError
-from trimaran.comm.input_files import parse_json, read_text
-from trimaran.comm.json_types import JsonType, check_types
+from trimaran.comm.files.input_files import parse_json, read_text
+from trimaran.comm.files.json_types import JsonType, check_types
 from trimaran.worker.lora.layout import (
     MODULE_NAMES,
     AdapterFormatError,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from trimaran.worker.step_types import Int32Array, SchedulerOutput
+from trimaran.worker.steps.step_types import Int32Array, SchedulerOutput
 
 # Shapes: T tokens of the step, G blocks of tokens with one adapter, M tokens of a block.
 

@@ -19,7 +19,7 @@ from trimaran.worker.lora.layout import AdapterLayout, PackedAdapter, Target
 from trimaran.worker.lora.sent import ArrivingAdapter, Row
 from trimaran.worker.lora.step import NO_SLOT, RowSlots, tokens_by_slot
 from trimaran.worker.models.interfaces import CausalLM
-from trimaran.worker.step_types import Int32Array, SchedulerOutput
+from trimaran.worker.steps.step_types import Int32Array, SchedulerOutput
 
 # Shapes: T tokens of the step, I inputs and O outputs of a linear layer, D adapter size.
 

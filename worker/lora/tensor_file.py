@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from trimaran.comm.input_files import require_file
+from trimaran.comm.files.input_files import require_file
 from trimaran.worker.lora.layout import AdapterFormatError
 
 _DTYPES = {

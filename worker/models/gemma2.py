@@ -5,13 +5,13 @@ from __future__ import annotations
 from torch import Tensor
 
 from trimaran.worker.attention.backend import ForwardContext
+from trimaran.worker.config.pretrained_config import PretrainedConfig
 from trimaran.worker.layers.embedding import ScaledEmbedding, VocabParallelEmbedding
 from trimaran.worker.layers.linear import LayerContext
 from trimaran.worker.layers.norm import RMSNorm
 from trimaran.worker.layers.pending_sum import Addend
 from trimaran.worker.layers.rotary import RotaryEmbedding
 from trimaran.worker.models.llama import LlamaForCausalLM, LlamaLayer
-from trimaran.worker.pretrained_config import PretrainedConfig
 
 # Shapes: T tokens of the step, D hidden size.
 

@@ -10,6 +10,7 @@ from trimaran.worker.attention.backend import (
     attention_spec,
 )
 from trimaran.worker.attention.paged import PagedAttention
+from trimaran.worker.config.pretrained_config import PretrainedConfig
 from trimaran.worker.layers.activation import Activation
 from trimaran.worker.layers.embedding import PositionEmbedding, VocabParallelEmbedding
 from trimaran.worker.layers.linear import (
@@ -25,7 +26,6 @@ from trimaran.worker.models.interfaces import (
     CausalLM,
     WeightTarget,
 )
-from trimaran.worker.pretrained_config import PretrainedConfig
 
 # Shapes: T tokens of the step, D hidden size, N heads, H head size.
 

@@ -13,6 +13,7 @@ from trimaran.worker.attention.backend import (
     ForwardContext,
 )
 from trimaran.worker.attention.paged import PagedAttention
+from trimaran.worker.config.pretrained_config import PretrainedConfig
 from trimaran.worker.layers.activation import Activation
 from trimaran.worker.layers.alibi import falcon_bias
 from trimaran.worker.layers.biased_head import BiasedLMHead
@@ -26,7 +27,6 @@ from trimaran.worker.layers.linear import (
 )
 from trimaran.worker.layers.norm import LayerNorm
 from trimaran.worker.layers.rotary import RotaryEmbedding
-from trimaran.worker.layers.shares import head_shares
 from trimaran.worker.models.interfaces import (
     ATTENTION_ADAPTERS,
     PLAIN_MLP_ADAPTERS,
@@ -34,7 +34,7 @@ from trimaran.worker.models.interfaces import (
     StageRange,
     WeightTarget,
 )
-from trimaran.worker.pretrained_config import PretrainedConfig
+from trimaran.worker.parallel.shares import head_shares
 
 # Shapes: T tokens of the step, D hidden size, N query heads, A all heads of a token's
 # product, H head size, F inner width of the MLP.

@@ -11,14 +11,14 @@ import torch
 from torch import Tensor, nn
 
 from trimaran.worker.attention.backend import ForwardContext, KVCacheSpec
+from trimaran.worker.config.pretrained_config import PretrainedConfig
+from trimaran.worker.config.stages import stage_sizes
 from trimaran.worker.layers.embedding import ParallelLMHead, VocabParallelEmbedding
-from trimaran.worker.layers.fused import FusedLayers, fuse_layers
 from trimaran.worker.layers.linear import LayerContext, ParallelLinear
 from trimaran.worker.layers.methods import AdapterState
 from trimaran.worker.layers.norm import LayerNorm, RMSNorm, settle
-from trimaran.worker.layers.shares import head_shares
-from trimaran.worker.pretrained_config import PretrainedConfig
-from trimaran.worker.stages import stage_sizes
+from trimaran.worker.models.fused_decoder import FusedLayers, fuse_layers
+from trimaran.worker.parallel.shares import head_shares
 
 # Shapes: T tokens of the step, D hidden size, N rows whose logits are wanted, V vocabulary.
 

@@ -12,6 +12,7 @@ from trimaran.worker.attention.backend import (
     attention_spec,
 )
 from trimaran.worker.attention.paged import PagedAttention
+from trimaran.worker.config.pretrained_config import PretrainedConfig
 from trimaran.worker.layers.activation import GatedActivation
 from trimaran.worker.layers.embedding import ParallelLMHead, VocabParallelEmbedding
 from trimaran.worker.layers.linear import (
@@ -30,7 +31,6 @@ from trimaran.worker.models.interfaces import (
     FirstProjection,
     WeightTarget,
 )
-from trimaran.worker.pretrained_config import PretrainedConfig
 
 # Shapes: T tokens of the step, D hidden size, N query heads, A all heads of a token's
 # product, H head size.

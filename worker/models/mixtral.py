@@ -7,11 +7,11 @@ from typing import ClassVar
 
 from torch import nn
 
+from trimaran.worker.config.pretrained_config import PretrainedConfig
 from trimaran.worker.layers.experts import CORRECTED, ExpertMLP, expert_numbers
 from trimaran.worker.layers.linear import LayerContext
 from trimaran.worker.models.interfaces import ATTENTION_ADAPTERS, WeightTarget
 from trimaran.worker.models.llama import LlamaForCausalLM, LlamaLayer
-from trimaran.worker.pretrained_config import PretrainedConfig
 
 _NUM_ATTENTION_LINEARS = 4
 

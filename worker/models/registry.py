@@ -12,10 +12,10 @@ from trimaran.comm.errors import ConfigError
 from trimaran.comm.topology import ParallelLayout
 from trimaran.kernels.dispatch import Ops, select_ops
 from trimaran.kernels.torch_ops import TorchOps
-from trimaran.worker.config import CacheConfig, EngineConfig
-from trimaran.worker.engine_folder import EngineFolder, FolderKind
+from trimaran.worker.config.engine_config import CacheConfig, EngineConfig
+from trimaran.worker.config.engine_folder import EngineFolder, FolderKind
+from trimaran.worker.config.pretrained_config import PretrainedConfig
 from trimaran.worker.layers.linear import LayerContext
-from trimaran.worker.layers.parallel import ONE_PART, ExpertRanks, TensorGroup
 from trimaran.worker.models.deepseek import DeepseekV2ForCausalLM, DeepseekV3ForCausalLM
 from trimaran.worker.models.falcon import FalconForCausalLM
 from trimaran.worker.models.gemma2 import Gemma2ForCausalLM
@@ -35,8 +35,12 @@ from trimaran.worker.models.phi3 import Phi3ForCausalLM
 from trimaran.worker.models.qwen2 import Qwen2ForCausalLM
 from trimaran.worker.models.qwen3 import Qwen3ForCausalLM
 from trimaran.worker.models.qwen_moe import Qwen2MoeForCausalLM, Qwen3MoeForCausalLM
-from trimaran.worker.models.weight_loader import fill_random, load_checkpoint, load_shard
-from trimaran.worker.pretrained_config import PretrainedConfig
+from trimaran.worker.models.weights.weight_loader import (
+    fill_random,
+    load_checkpoint,
+    load_shard,
+)
+from trimaran.worker.parallel.tensor_parallel import ONE_PART, ExpertRanks, TensorGroup
 
 logger = logging.getLogger(__name__)
 

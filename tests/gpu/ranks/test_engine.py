@@ -9,12 +9,17 @@ from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralFo
 
 from tests.driver import Driver, Ranks
 from tests.gpu.hidden_waits import no_hidden_waits
-from trimaran.comm.collectives import connect_group
+from trimaran.comm.collectives.collectives import connect_group
 from trimaran.comm.mpi import MPI
-from trimaran.worker.config import CacheConfig, EngineConfig, ParallelConfig, SchedulerConfig
-from trimaran.worker.experts_config import ExpertsConfig
-from trimaran.worker.parallel_sizes import expert_sizes
-from trimaran.worker.peer_sums import choose_sums
+from trimaran.worker.config.engine_config import (
+    CacheConfig,
+    EngineConfig,
+    ParallelConfig,
+    SchedulerConfig,
+)
+from trimaran.worker.config.experts_config import ExpertsConfig
+from trimaran.worker.config.parallel_sizes import expert_sizes
+from trimaran.worker.parallel.peer_sums import choose_sums
 
 pytestmark = pytest.mark.gpu
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from trimaran.comm.collectives import connect_group
+from trimaran.comm.collectives.collectives import connect_group
 from trimaran.comm.errors import ConfigError
-from trimaran.worker import sum_norms
-from trimaran.worker.config import EngineConfig
-from trimaran.worker.sum_norms import FEW_ROWS, choose_sums_and_norms
+from trimaran.worker.config.engine_config import EngineConfig
+from trimaran.worker.parallel import sum_norms
+from trimaran.worker.parallel.sum_norms import FEW_ROWS, choose_sums_and_norms
 
 pytestmark = pytest.mark.gpu
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 
-from trimaran.comm.collectives import connect_group
-from trimaran.comm.peer_memory import map_peer_memory
-from trimaran.kernels.sum_norm import SumNorm, region_bytes
-from trimaran.kernels.triton_norm import rms_norm
-from trimaran.kernels.triton_peer_sum import PeerSum
-from trimaran.kernels.triton_peer_sum import region_bytes as peer_region_bytes
-from trimaran.worker import sum_norms
-from trimaran.worker.sum_norms import try_sum_norm
+from trimaran.comm.collectives.collectives import connect_group
+from trimaran.comm.collectives.peer_memory import map_peer_memory
+from trimaran.kernels.cuda.sum_norm import SumNorm, region_bytes
+from trimaran.kernels.triton.norm import rms_norm
+from trimaran.kernels.triton.peer_sum import PeerSum
+from trimaran.kernels.triton.peer_sum import region_bytes as peer_region_bytes
+from trimaran.worker.parallel import sum_norms
+from trimaran.worker.parallel.sum_norms import try_sum_norm
 
 pytestmark = pytest.mark.gpu
 

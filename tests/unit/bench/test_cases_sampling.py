@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from trimaran.bench import cases_sampling
-from trimaran.comm.sampling_params import SamplingParams
+from trimaran.bench.kernels import cases_sampling
+from trimaran.comm.messages.sampling_params import SamplingParams
 
 
 def test_cases_give_what_torch_gives():

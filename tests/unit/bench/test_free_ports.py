@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from trimaran.bench import free_ports as ports
-from trimaran.bench.free_ports import free_ports
+from trimaran.bench.serving import free_ports as ports
+from trimaran.bench.serving.free_ports import free_ports
 
 ASK = """
 import sys
-from trimaran.bench.free_ports import free_ports
+from trimaran.bench.serving.free_ports import free_ports
 print(*free_ports(1500), flush=True)
 sys.stdin.read()
 """
@@ -35,7 +35,7 @@ def test_processes_that_ask_at_the_same_time_get_no_port_twice():
 
 def test_ports_of_a_process_that_ended_are_given_again():
     code = (
-        "from trimaran.bench import free_ports as ports\n"
+        "from trimaran.bench.serving import free_ports as ports\n"
         "ports._candidates = lambda: range(21_000, 21_040)\n"
         "ports.free_ports(20)\n"
     )

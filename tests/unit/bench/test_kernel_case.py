@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from trimaran.bench import cases_elementwise
-from trimaran.bench.kernel_case import KernelCase, in_turn
+from trimaran.bench.kernels import cases_elementwise
+from trimaran.bench.kernels.kernel_case import KernelCase, in_turn
 
 
 def test_the_limit_of_a_case_is_the_slower_of_bytes_and_operations():

@@ -6,7 +6,7 @@ import time
 
 import torch
 
-from trimaran.bench.kernel_timing import seconds_a_call
+from trimaran.bench.kernels.kernel_timing import seconds_a_call
 
 CPU = torch.device("cpu")
 

@@ -10,13 +10,14 @@ from types import ModuleType
 import pytest
 import torch
 
-from trimaran.bench import flashinfer_attention, kernels, library_kernels
-from trimaran.bench.kernel_case import KernelCase
-from trimaran.bench.library_kernels import LibraryKernel
-from trimaran.bench.paged_inputs import paged_inputs
+from trimaran.bench.kernels import command as kernels
+from trimaran.bench.kernels import flashinfer_attention, library_kernels
+from trimaran.bench.kernels.kernel_case import KernelCase
+from trimaran.bench.kernels.library_kernels import LibraryKernel
+from trimaran.bench.kernels.paged_inputs import paged_inputs
 from trimaran.kernels import reference
 from trimaran.kernels.attention import AttentionSpec
-from trimaran.launcher.cli import main
+from trimaran.launcher.cli.main import main
 
 CPU = torch.device("cpu")
 SPEC = AttentionSpec(scale=128**-0.5)

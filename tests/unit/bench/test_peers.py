@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from trimaran.bench import peers
-from trimaran.bench.load import Load
-from trimaran.launcher.cli import main
+from trimaran.bench.offline import peers
+from trimaran.bench.offline.load import Load
+from trimaran.launcher.cli.main import main
 
 FLAGS = ["--shape", "tiny", "--device", "cpu", "--ceiling-seconds", "0", "--runs", "1"]
 
@@ -119,8 +119,8 @@ def test_vllm_on_another_device_than_ours_is_refused(tmp_path, like_vllm):
 def test_a_peer_ends_with_the_process_that_asked_for_it(tmp_path, like_vllm):
     work = replace(_work(tmp_path), loads=[Load(isl=4, osl=1000, requests=2)])
     source = (
-        "from trimaran.bench.load import Load\n"
-        "from trimaran.bench.peers import PeerRun, run_peer\n"
+        "from trimaran.bench.offline.load import Load\n"
+        "from trimaran.bench.offline.peers import PeerRun, run_peer\n"
         f"run_peer('vllm', {work!r})"
     )
     with subprocess.Popen([sys.executable, "-c", source]) as caller:

@@ -6,7 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from trimaran.bench.free_ports import free_ports
+from trimaran.bench.serving.free_ports import free_ports
 
 SCRIPT = Path(__file__).parents[3] / "benchmarks" / "prefix_reuse.py"
 

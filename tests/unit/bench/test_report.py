@@ -8,7 +8,7 @@ import xml.etree.ElementTree as ElementTree
 
 import pytest
 
-from trimaran.launcher.cli import main
+from trimaran.launcher.cli.main import main
 
 OURS = {
     "benchmark": "throughput", "engine": "trimaran", "shape": "llama8b", "dtype": "bfloat16",

@@ -4,8 +4,8 @@ import dataclasses
 
 import pytest
 
-from trimaran.bench.latent_shape import shape_of
-from trimaran.bench.roofline import (
+from trimaran.bench.limits.latent_shape import shape_of
+from trimaran.bench.limits.roofline import (
     Ceilings,
     ModelShape,
     decode_step_s,
@@ -13,10 +13,10 @@ from trimaran.bench.roofline import (
     prompt_s,
     resident_sequences,
 )
-from trimaran.bench.shapes import pretrained_config, shape_config
-from trimaran.bench.throughput import rank_weight_bytes
-from trimaran.worker.config import ParallelConfig
-from trimaran.worker.pretrained_config import PretrainedConfig
+from trimaran.bench.limits.shapes import pretrained_config, shape_config
+from trimaran.bench.offline.throughput import rank_weight_bytes
+from trimaran.worker.config.engine_config import ParallelConfig
+from trimaran.worker.config.pretrained_config import PretrainedConfig
 
 SHAPE = ModelShape.of(pretrained_config("llama8b"))
 H200 = Ceilings(flops=680e12, bandwidth=4.3e12, memory=0.95 * 141e9)

@@ -6,11 +6,11 @@ import json
 
 import pytest
 
-from trimaran.bench import results
-from trimaran.bench.offline_flags import loads_of
-from trimaran.bench.roofline import Ceilings
+from trimaran.bench.limits.roofline import Ceilings
+from trimaran.bench.offline.flags import loads_of
+from trimaran.bench.results import results
 from trimaran.comm.errors import ConfigError
-from trimaran.launcher.cli import main, parser_of
+from trimaran.launcher.cli.main import main, parser_of
 
 
 @pytest.mark.parametrize(

@@ -12,10 +12,10 @@ import pytest
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from trimaran.bench.offline import OfflineRun
-from trimaran.bench.throughput import token_times
-from trimaran.launcher.cli import main
-from trimaran.launcher.run_dir import RunDir
+from trimaran.bench.offline.engine_run import OfflineRun
+from trimaran.bench.offline.throughput import token_times
+from trimaran.launcher.cli.main import main
+from trimaran.launcher.starters.run_dir import RunDir
 
 DEMO = Path(__file__).parents[3] / "examples" / "demo_models" / "base"
 FLAGS = ["--shape", "tiny", "--device", "cpu", "--runs", "2", "--ceiling-seconds", "0.2"]
@@ -56,7 +56,7 @@ def test_results_name_the_load_the_limit_and_the_command(tmp_path, capsys, comma
 
 def test_the_folder_of_a_killed_benchmark_is_deleted_by_the_next_server(tmp_path):
     code = (
-        "from trimaran.bench.offline import random_checkpoint\n"
+        "from trimaran.bench.offline.engine_run import random_checkpoint\n"
         "with random_checkpoint({}): print(); input()"
     )
     environment = {**os.environ, "TMPDIR": str(tmp_path)}
@@ -178,7 +178,7 @@ def test_outputs_without_a_time_between_tokens_have_no_latency(capsys):
 
 @pytest.mark.parametrize("flags", [("--rows", "0"), ("--rows", "-4"), ("--context", "0")])
 def test_a_layer_of_no_rows_is_refused_before_its_kernels_divide_by_them(flags):
-    program = "import sys; from trimaran.launcher.cli import main; sys.exit(main(sys.argv[1:]))"
+    program = "import sys; from trimaran.launcher.cli.main import main; sys.exit(main())"
     command = [sys.executable, "-c", program, "bench", "kernels"]
     done = subprocess.run(
         [*command, "--shape", "tiny", "--device", "cpu", "--ceiling-seconds", "0", *flags],

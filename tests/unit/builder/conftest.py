@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from trimaran.launcher.cli import main
+from trimaran.launcher.cli.main import main
 
 LLAMA = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "dtype": "float32",

@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from trimaran.worker.engine_folder import EngineFolder
+from trimaran.worker.config.engine_folder import EngineFolder
 
 
 class Reassembled:

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForImageTextToText
 
 from tests.models.families import family_configs
-from trimaran.worker.engine_folder import EngineFolder
+from trimaran.worker.config.engine_folder import EngineFolder
 
 
 @pytest.fixture

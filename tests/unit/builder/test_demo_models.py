@@ -11,7 +11,7 @@ import torch
 from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from trimaran.worker.engine_folder import EngineFolder
+from trimaran.worker.config.engine_folder import EngineFolder
 
 FOLDER = Path(__file__).resolve().parents[3] / "examples" / "demo_models"
 PARAMETERS = {"base": 5_771_520, "draft": 582_464, "moe": 1_774_720}

@@ -11,9 +11,9 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from trimaran.comm.errors import ConfigError
-from trimaran.worker.engine_folder import EngineFolder, FolderKind
-from trimaran.worker.parallel_sizes import AskedSizes, layout_of
-from trimaran.worker.pretrained_config import PretrainedConfig
+from trimaran.worker.config.engine_folder import EngineFolder, FolderKind
+from trimaran.worker.config.parallel_sizes import AskedSizes, layout_of
+from trimaran.worker.config.pretrained_config import PretrainedConfig
 
 
 @pytest.fixture
@@ -48,7 +48,7 @@ def test_a_folder_reads_as_what_was_built(engine, llama):
 
 def test_reading_a_folder_imports_no_torch(engine):
     code = (
-        "import sys; from trimaran.worker.engine_folder import EngineFolder; "
+        "import sys; from trimaran.worker.config.engine_folder import EngineFolder; "
         f"EngineFolder.load({str(engine)!r}); sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-P", "-c", code]).returncode == 0

@@ -12,11 +12,11 @@ from safetensors.torch import load_file, save_file
 from tests.unit.models import models
 from tests.unit.models.paged_run import PagedRun
 from trimaran.comm.errors import ConfigError
-from trimaran.worker.engine_folder import EngineFolder
-from trimaran.worker.layers.parallel import ShardPosition
+from trimaran.worker.config.engine_folder import EngineFolder
 from trimaran.worker.models.interfaces import StageRange
 from trimaran.worker.models.registry import build_model
-from trimaran.worker.models.weight_loader import load_shard
+from trimaran.worker.models.weights.weight_loader import load_shard
+from trimaran.worker.parallel.tensor_parallel import ShardPosition
 
 FAMILIES = {
     **models.dense_configs(), **models.parallel_configs(), **models.expert_configs(),

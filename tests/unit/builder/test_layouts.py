@@ -8,11 +8,11 @@ from safetensors.torch import load_file
 
 from tests.unit.models import models
 from trimaran.comm.topology import ParallelLayout
-from trimaran.worker.engine_folder import EngineFolder
-from trimaran.worker.layers.parallel import ExpertRanks, ShardPosition
+from trimaran.worker.config.engine_folder import EngineFolder
 from trimaran.worker.models.interfaces import StageRange
 from trimaran.worker.models.registry import build_model
-from trimaran.worker.models.weight_loader import load_checkpoint
+from trimaran.worker.models.weights.weight_loader import load_checkpoint
+from trimaran.worker.parallel.tensor_parallel import ExpertRanks, ShardPosition
 
 DENSE = ["--tp-size 4", "--tp-size 3", "--tp-size 2 --pp-size 3", "--pp-partition 1,REST"]
 EXPERTS = [

@@ -16,7 +16,7 @@ import pytest
 
 from trimaran.builder.output_folder import replaced_folder
 from trimaran.comm.errors import ConfigError
-from trimaran.worker.engine_folder import EngineFolder
+from trimaran.worker.config.engine_folder import EngineFolder
 
 
 def _names(folder):

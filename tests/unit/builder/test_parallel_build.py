@@ -25,7 +25,7 @@ LARGER = {"hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 12
 
 # So slow that a build has not ended when it is killed or stopped.
 _SLOW_DISK = (
-    "import os, sys, time; from trimaran.launcher.cli import main; write = os.pwrite\n"
+    "import os, sys, time; from trimaran.launcher.cli.main import main; write = os.pwrite\n"
     "os.pwrite = lambda *given: (time.sleep(0.02), write(*given))[1]\n"
     "sys.exit(main(sys.argv[1:]))"
 )

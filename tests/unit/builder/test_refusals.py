@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from trimaran.launcher.cli import main
+from trimaran.launcher.cli.main import main
 
 
 def test_a_missing_tensor_of_a_layer_is_named(llama, refused):

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.unit.builder import reassembly
-from trimaran.worker.engine_folder import EngineFolder, FolderKind
+from trimaran.worker.config.engine_folder import EngineFolder, FolderKind
 
 SIZES = [(tp, pp) for tp in (1, 2, 4) for pp in (1, 2)]
 

@@ -7,8 +7,8 @@ import json
 import pytest
 
 from trimaran.comm.errors import ConfigError
-from trimaran.worker.engine_folder import EngineFolder
-from trimaran.worker.shard_file import read_header
+from trimaran.worker.config.engine_folder import EngineFolder
+from trimaran.worker.config.shard_file import read_header
 
 # The command forks before it has threads; tests have some.
 pytestmark = pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from trimaran.launcher.cli import main
+from trimaran.launcher.cli.main import main
 
 sys.path.insert(0, str(Path(__file__).parent))
 

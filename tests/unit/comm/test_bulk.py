@@ -6,10 +6,10 @@ import os
 
 import pytest
 
-from trimaran.comm.bulk import INLINE_BYTES, BulkSender, open_bulk
-from trimaran.comm.bulk_extras import pack, unpack
 from trimaran.comm.errors import ProtocolError
-from trimaran.comm.messages import StepOutput, decode, encode
+from trimaran.comm.messages.bulk_extras import pack, unpack
+from trimaran.comm.messages.messages import StepOutput, decode, encode
+from trimaran.comm.transport.bulk import INLINE_BYTES, BulkSender, open_bulk
 
 
 def _message(extras):

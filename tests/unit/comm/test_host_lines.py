@@ -8,9 +8,9 @@ import threading
 
 import pytest
 
-from trimaran.comm import host_lines
+from trimaran.comm.control import host_lines
+from trimaran.comm.control.host_lines import accept_lines
 from trimaran.comm.errors import PeerLostError
-from trimaran.comm.host_lines import accept_lines
 
 TOKEN = b"0123456789abcdef"
 

@@ -10,9 +10,9 @@ import msgpack
 import numpy as np
 import pytest
 
-from trimaran.comm import messages
 from trimaran.comm.errors import ProtocolError
-from trimaran.comm.messages import (
+from trimaran.comm.messages import messages
+from trimaran.comm.messages.messages import (
     MAX_FRAME_BYTES,
     Cancel,
     FrameBuffer,

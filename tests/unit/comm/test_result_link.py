@@ -6,10 +6,10 @@ import threading
 
 import pytest
 
+from trimaran.comm.control.result_link import ResultReader, ResultWriter, _RingSink, _RingSource
 from trimaran.comm.errors import PeerLostError
-from trimaran.comm.result_link import ResultReader, ResultWriter, _RingSink, _RingSource
-from trimaran.comm.shared_memory import SharedSegment
-from trimaran.comm.shm_ring import RingWriter, ShmRing
+from trimaran.comm.transport.shared_memory import SharedSegment
+from trimaran.comm.transport.shm_ring import RingWriter, ShmRing
 
 
 @pytest.fixture

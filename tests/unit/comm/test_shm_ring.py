@@ -14,14 +14,14 @@ import time
 import pytest
 
 from trimaran.comm.errors import ConfigError, PeerLostError
-from trimaran.comm.shared_memory import Futex, SharedSegment
-from trimaran.comm.shm_ring import RingReader, RingWriter, ShmRing
+from trimaran.comm.transport.shared_memory import Futex, SharedSegment
+from trimaran.comm.transport.shm_ring import RingReader, RingWriter, ShmRing
 from trimaran.comm.wait import wait_for
 
 READER = """
 import hashlib, sys
-from trimaran.comm.shared_memory import SharedSegment
-from trimaran.comm.shm_ring import RingReader
+from trimaran.comm.transport.shared_memory import SharedSegment
+from trimaran.comm.transport.shm_ring import RingReader
 handle = tuple(int(part) for part in sys.argv[1].split(","))
 readers, reader, slot_bytes, num_slots = (int(part) for part in sys.argv[2:6])
 ring = RingReader(SharedSegment.attach(handle), readers, reader, slot_bytes, num_slots)
@@ -121,7 +121,7 @@ def test_a_waiting_reader_process_uses_no_processor_time():
 def test_a_killed_process_leaves_no_file_behind():
     code = (
         "import os, time\n"
-        "from trimaran.comm.shared_memory import SharedSegment\n"
+        "from trimaran.comm.transport.shared_memory import SharedSegment\n"
         "segment = SharedSegment.create(1 << 20)\n"
         "print('ready', flush=True)\n"
         "time.sleep(60)\n"

@@ -8,10 +8,9 @@ import sys
 
 import pytest
 
-from trimaran.comm.address import Address
 from trimaran.comm.env import ChildEnv
 from trimaran.comm.errors import ProtocolError
-from trimaran.comm.messages import (
+from trimaran.comm.messages.messages import (
     ChildConfig,
     ChildHello,
     ChildState,
@@ -22,12 +21,13 @@ from trimaran.comm.messages import (
     Pong,
     encode,
 )
-from trimaran.comm.supervisor_link import SupervisorLink
+from trimaran.comm.messages.supervisor_link import SupervisorLink
+from trimaran.comm.transport.address import Address
 
 CHILD = """
 import select, sys, time
 from trimaran.comm.env import ChildEnv
-from trimaran.comm.supervisor_link import SupervisorLink
+from trimaran.comm.messages.supervisor_link import SupervisorLink
 link, config = SupervisorLink.connect(ChildEnv.from_environ(), "rank", 1, 2)
 link.expect_pings(config["ping_timeout_s"])
 link.state("loading", config["text"])

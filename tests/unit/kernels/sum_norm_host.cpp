@@ -1,4 +1,4 @@
-// kernels/cuda/sum_norm.cu on a CPU: threads for the kernel's, in warps that exchange values,
+// kernels/cuda/csrc/sum_norm.cu on a CPU: threads for the kernel's, in warps that exchange values,
 // streams that let a kernel begin before its predecessor has ended, and ranks that run apart.
 #include <atomic>
 #include <barrier>

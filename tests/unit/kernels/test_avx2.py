@@ -7,8 +7,8 @@ import torch
 
 from trimaran.kernels import build, reference
 from trimaran.kernels.build import KernelsUnavailableError, load_library
-from trimaran.kernels.cpu import CpuOps
-from trimaran.kernels.sampling import CpuSampling
+from trimaran.kernels.cpu.operators import CpuOps
+from trimaran.kernels.cpu.sampling import CpuSampling
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1.6e-2, torch.float16: 2e-3}

@@ -5,8 +5,8 @@ import itertools
 import pytest
 import torch
 
-from trimaran.kernels.cache_sides import block_sides, keys_go_first, piece_tokens
-from trimaran.kernels.memory_sides import PAGE_BYTES, SIDE_BYTES, MemorySides
+from trimaran.kernels.cuda.cache_sides import block_sides, keys_go_first, piece_tokens
+from trimaran.kernels.cuda.memory_sides import PAGE_BYTES, SIDE_BYTES, MemorySides
 
 H200_MASK, H100_MASK = 0xAB000, 0xB3000
 

@@ -3,7 +3,7 @@
 import threading
 
 from trimaran.kernels.compile_ahead import run_beside
-from trimaran.kernels.product_table import ProductTable
+from trimaran.kernels.tables.product_table import ProductTable
 
 
 def test_jobs_run_beside_the_caller_and_one_that_fails_stops_no_other():

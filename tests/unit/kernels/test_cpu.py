@@ -8,7 +8,7 @@ import torch
 from trimaran.kernels import reference
 from trimaran.kernels.attention import AttentionMetadata, AttentionSpec
 from trimaran.kernels.build import load_library
-from trimaran.kernels.cpu import CpuOps
+from trimaran.kernels.cpu.operators import CpuOps
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1.6e-2, torch.float16: 2e-3}

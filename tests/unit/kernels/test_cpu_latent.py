@@ -10,7 +10,7 @@ import torch
 from trimaran.kernels import reference
 from trimaran.kernels.attention import AttentionMetadata, AttentionSpec, LatentHeads
 from trimaran.kernels.build import load_library
-from trimaran.kernels.cpu import CpuOps
+from trimaran.kernels.cpu.operators import CpuOps
 
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
 # Cached tokens and queries of each sequence.

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from trimaran.kernels.build import KernelsUnavailableError
-from trimaran.kernels.cuda_build import load_cubin
+from trimaran.kernels.cuda.build import load_cubin
 
 # Stands in for NVIDIA's library: its machine code is the list of options.
 COMPILER = r"""

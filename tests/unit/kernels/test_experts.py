@@ -8,7 +8,7 @@ import torch.nn.functional as F
 
 from trimaran.kernels import reference
 from trimaran.kernels.build import load_library
-from trimaran.kernels.cpu import CpuOps
+from trimaran.kernels.cpu.operators import CpuOps
 from trimaran.kernels.routing import ExpertRouting
 from trimaran.kernels.torch_ops import TorchOps
 

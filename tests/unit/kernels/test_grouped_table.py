@@ -6,8 +6,13 @@ import json
 
 import pytest
 
-from trimaran.kernels.grouped_table import GroupedShape, GroupedTable, TritonCut, stack_name
-from trimaran.kernels.product_table import TABLES
+from trimaran.kernels.tables.grouped_table import (
+    GroupedShape,
+    GroupedTable,
+    TritonCut,
+    stack_name,
+)
+from trimaran.kernels.tables.product_table import TABLES
 
 TABLE = GroupedTable(
     {

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from trimaran.kernels.product_table import TABLES, GemmShape, ProductTable, fixed_choice
+from trimaran.kernels.tables.product_table import TABLES, GemmShape, ProductTable, fixed_choice
 
 
 def test_a_row_count_gets_the_first_entry_that_reaches_it():

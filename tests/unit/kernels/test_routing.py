@@ -7,11 +7,11 @@ import struct
 import pytest
 import torch
 
-from trimaran.kernels import triton_routing
 from trimaran.kernels.build import load_library
-from trimaran.kernels.cpu import CpuOps
+from trimaran.kernels.cpu.operators import CpuOps
 from trimaran.kernels.routing import ExpertCounter, ExpertRouting, PlaceTable
 from trimaran.kernels.torch_ops import TorchOps
+from trimaran.kernels.triton import routing as triton_routing
 
 ROUTINGS = {
     "mixtral": ExpertRouting(num_chosen=2),

@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 import torch
 
-from trimaran.comm.sampling_params import SamplingParams
+from trimaran.comm.messages.sampling_params import SamplingParams
 from trimaran.kernels.build import load_library
-from trimaran.kernels.sampling import CpuSampling
-from trimaran.worker.sampler import sample
-from trimaran.worker.sampling_rows import SamplingRows
-from trimaran.worker.step_types import NewRow, int32s
+from trimaran.kernels.cpu.sampling import CpuSampling
+from trimaran.worker.sampling.sampler import sample
+from trimaran.worker.sampling.sampling_rows import SamplingRows
+from trimaran.worker.steps.step_types import NewRow, int32s
 
 CPU = torch.device("cpu")
 WIDTHS = [1, 2, 15, 16, 17, 67, 68, 255, 1000, 1024, 1025, 4099, 32000]

@@ -9,9 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from trimaran.kernels.cuda_build import SOURCES
-from trimaran.kernels.reference import rms_norm
-from trimaran.kernels.sum_norm import (
+from trimaran.kernels.cuda.build import SOURCES
+from trimaran.kernels.cuda.sum_norm import (
     DTYPES,
     MAX_ROWS,
     SumNorm,
@@ -19,7 +18,8 @@ from trimaran.kernels.sum_norm import (
     num_threads,
     region_bytes,
 )
-from trimaran.kernels.triton_norm import norm_warps
+from trimaran.kernels.reference import rms_norm
+from trimaran.kernels.triton.norm import norm_warps
 
 EPS = 1e-5
 LAUNCHES = 16

@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from trimaran.kernels import reference, triton_experts
+from trimaran.kernels import reference
 from trimaran.kernels.experts import MeasuredExperts
-from trimaran.kernels.grouped_table import GroupedTable, stack_name
+from trimaran.kernels.tables.grouped_table import GroupedTable, stack_name
+from trimaran.kernels.triton import experts as triton_experts
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3}
 ROUTINGS = ("drawn", "one expert", "few experts")

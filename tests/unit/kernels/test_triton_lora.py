@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from trimaran.kernels import adapters, triton_lora
+from trimaran.kernels import adapters
 from trimaran.kernels.adapters import AdapterBlocks, AdapterTables
+from trimaran.kernels.triton import lora as triton_lora
 from trimaran.worker.lora.step import token_blocks
 
 RANKS = ((4, 8, 0), (16, 0, 3), (0, 40, 20))

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from trimaran.kernels.triton_experts import sort_places
-from trimaran.kernels.triton_places import gather_rows, spread_rows
+from trimaran.kernels.triton.experts import sort_places
+from trimaran.kernels.triton.places import gather_rows, spread_rows
 
 
 @pytest.mark.parametrize(("tokens", "chosen", "width"), [(1, 2, 40), (50, 4, 1100)])

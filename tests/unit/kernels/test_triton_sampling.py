@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 import torch
 
-from trimaran.comm.sampling_params import SamplingParams
-from trimaran.kernels import triton_sampling
-from trimaran.worker import noise, sampler
-from trimaran.worker.device_sampling_state import DeviceSamplingState
-from trimaran.worker.sampling_rows import SamplingRows, Want
-from trimaran.worker.step_types import NewRow, int32s
+from trimaran.comm.messages.sampling_params import SamplingParams
+from trimaran.kernels.triton import sampling as triton_sampling
+from trimaran.worker.sampling import noise, sampler
+from trimaran.worker.sampling.device_sampling_state import DeviceSamplingState
+from trimaran.worker.sampling.sampling_rows import SamplingRows, Want
+from trimaran.worker.steps.step_types import NewRow, int32s
 
 CPU = torch.device("cpu")
 NUM_PROMPT = 3

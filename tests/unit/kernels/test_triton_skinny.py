@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from trimaran.kernels import reference
-from trimaran.kernels.triton_skinny import can_stream, row_products, stream_gated, stream_parts
+from trimaran.kernels.triton.skinny import can_stream, row_products, stream_gated, stream_parts
 
 
 @pytest.mark.parametrize("rows", [1, 5, 16])

@@ -24,7 +24,7 @@ else:
     RANK, SIZE = int(os.environ.get("TEST_RANK", "0")), int(os.environ.get("TEST_SIZE", "1"))
 
 from trimaran.comm.env import ChildEnv
-from trimaran.comm.supervisor_link import SupervisorLink
+from trimaran.comm.messages.supervisor_link import SupervisorLink
 
 POLL_S = 0.02
 

@@ -17,7 +17,7 @@ import psutil
 import pytest
 
 from tests.processes import is_alive
-from trimaran.bench.free_ports import free_ports
+from trimaran.bench.serving.free_ports import free_ports
 
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE))

@@ -6,11 +6,11 @@ import argparse
 import json
 from pathlib import Path
 
-from trimaran.launcher import serve_flags
 from trimaran.launcher.config import ServeConfig
-from trimaran.launcher.flags import FlagParser
-from trimaran.launcher.job import Job
-from trimaran.launcher.resolve import Resolver
+from trimaran.launcher.flags import serve_flags
+from trimaran.launcher.flags.parser import FlagParser
+from trimaran.launcher.placement.job import Job
+from trimaran.launcher.resolution.resolve import Resolver
 
 TOKEN_CONFIG = """
 backend: "tensorrtllm"

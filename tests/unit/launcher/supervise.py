@@ -12,13 +12,13 @@ from pathlib import Path
 from trimaran.comm.errors import ConfigError
 from trimaran.comm.log import setup_logging
 from trimaran.launcher.config import GroupConfig, LogConfig, RestartPolicy, ServeConfig
-from trimaran.launcher.group_specs import Programs
-from trimaran.launcher.mpi_launch import OPENMPI, Mpi
-from trimaran.launcher.seating import PlacementConflict
-from trimaran.launcher.supervisor import EXIT_CONFIG, Supervisor
+from trimaran.launcher.placement.seating import PlacementConflict
+from trimaran.launcher.starters.mpi_launch import OPENMPI, Mpi
+from trimaran.launcher.supervisor.group_specs import Programs
+from trimaran.launcher.supervisor.supervisor import EXIT_CONFIG, Supervisor
 from trimaran.server.config import FrontendConfig
-from trimaran.server.model_repository import RepositoryModel
-from trimaran.worker.config import CacheConfig, EngineConfig, ParallelConfig
+from trimaran.server.repository.model_repository import RepositoryModel
+from trimaran.worker.config.engine_config import CacheConfig, EngineConfig, ParallelConfig
 
 HERE = Path(__file__).parent
 

@@ -6,7 +6,7 @@ import sys
 PROGRAM = """
 import asyncio, contextlib, os, signal
 from asyncio.selector_events import BaseSelectorEventLoop
-from trimaran.launcher.supervisor import Supervisor
+from trimaran.launcher.supervisor.supervisor import Supervisor
 
 close_self_pipe = BaseSelectorEventLoop._close_self_pipe
 

@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 from launcher_repository import write_checkpoint, write_model
 
-from trimaran.launcher.cli import main
-from trimaran.launcher.standard_output import watched_output
+from trimaran.launcher.cli.main import main
+from trimaran.launcher.cli.standard_output import watched_output
 
 PROGRAM = """
 import os, sys
-from trimaran.launcher.cli import main
+from trimaran.launcher.cli.main import main
 main(["--version"])
 print(*(stream.fileno() for stream in (sys.stdin, sys.stdout, sys.stderr)))
 """
@@ -33,7 +33,8 @@ def test_standard_streams_that_were_closed_lead_nowhere(closed):
     assert numbers == "0 1 2"
 
 
-COMMAND = [sys.executable, "-P", "-c", "from trimaran.launcher.cli import main; exit(main())"]
+_PROGRAM = "from trimaran.launcher.cli.main import main; exit(main())"
+COMMAND = [sys.executable, "-P", "-c", _PROGRAM]
 
 
 @pytest.fixture(params=["", "1"], ids=["buffered", "unbuffered"])

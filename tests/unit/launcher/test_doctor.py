@@ -7,7 +7,7 @@ import socket
 import pytest
 from launcher_repository import write_checkpoint, write_model
 
-from trimaran.launcher import cli
+from trimaran.launcher.cli import main as cli
 
 
 def ports(port: int) -> list[str]:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 from launcher_repository import resolve, write_checkpoint, write_model
 
-from trimaran.server.parameter_table import Effect
-from trimaran.server.token_parameters import TOKEN_PARAMETERS
-from trimaran.worker.config import EngineConfig
+from trimaran.server.repository.parameter_table import Effect
+from trimaran.server.repository.token_parameters import TOKEN_PARAMETERS
+from trimaran.worker.config.engine_config import EngineConfig
 
 WINDOW = {"max_attention_window_size": "64"}
 GUIDED = {"guided_decoding_backend": "xgrammar"}

@@ -6,9 +6,9 @@ import asyncio
 import gc
 from types import SimpleNamespace
 
-from trimaran.comm.messages import ChildState
-from trimaran.launcher.group import Group
-from trimaran.launcher.group_types import RANK, GroupEvents, GroupSpec
+from trimaran.comm.messages.messages import ChildState
+from trimaran.launcher.starters.group_types import RANK, GroupEvents, GroupSpec
+from trimaran.launcher.supervisor.group import Group
 
 
 class Spawned:

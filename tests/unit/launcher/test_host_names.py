@@ -5,10 +5,11 @@ from __future__ import annotations
 import pytest
 from launcher_repository import resolve, write_engine, write_model
 
-from trimaran.bench.free_ports import free_ports
+from trimaran.bench.serving.free_ports import free_ports
 from trimaran.comm.errors import ConfigError
-from trimaran.launcher import cli, preflight
-from trimaran.launcher.host_names import check_host_names
+from trimaran.launcher.cli import main as cli
+from trimaran.launcher.placement import preflight
+from trimaran.launcher.placement.host_names import check_host_names
 
 NOWHERE = "no-such-host.invalid"
 

@@ -8,7 +8,7 @@ import pytest
 from launcher_repository import parse
 
 from trimaran.comm.errors import ConfigError
-from trimaran.launcher.hosts import allocated_hosts, is_this_host, named_hosts
+from trimaran.launcher.placement.hosts import allocated_hosts, is_this_host, named_hosts
 from trimaran.orchestrator.placement import Host
 
 

@@ -8,8 +8,8 @@ import pytest
 from launcher_repository import resolve, write_engine, write_model
 
 from trimaran.comm.errors import ConfigError
-from trimaran.launcher import job
-from trimaran.launcher.job import Job, current_job
+from trimaran.launcher.placement import job
+from trimaran.launcher.placement.job import Job, current_job
 
 
 @pytest.mark.parametrize(

@@ -6,9 +6,9 @@ import pytest
 from launcher_repository import parse
 
 from trimaran.comm.errors import ConfigError
-from trimaran.launcher.job import Job
-from trimaran.launcher.launch_choice import choose_launch
-from trimaran.launcher.mpi_launch import MPICH, OPENMPI, Mpi
+from trimaran.launcher.placement.job import Job
+from trimaran.launcher.placement.launch_choice import choose_launch
+from trimaran.launcher.starters.mpi_launch import MPICH, OPENMPI, Mpi
 from trimaran.orchestrator.placement import Host
 
 OPEN_MPI_5 = Mpi("/x/mpirun", OPENMPI, "5.0.11")

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from trimaran.comm.errors import ConfigError
-from trimaran.launcher import mpi_launch
 from trimaran.launcher.config import HostSlots, MpiConfig
-from trimaran.launcher.mpi_launch import MPICH, OPENMPI, Mpi
+from trimaran.launcher.starters import mpi_launch
+from trimaran.launcher.starters.mpi_launch import MPICH, OPENMPI, Mpi
 
 VERSIONS = {
     "openmpi 5": ("mpirun (Open MPI) 5.0.11\n\nReport bugs to ...", OPENMPI, "5.0.11", 5),
@@ -175,7 +175,7 @@ def test_a_death_is_read_from_mpiruns_exit_code(kind, code, expected):
 
 def test_serving_imports_no_torch_and_no_mpi():
     code = (
-        "import sys, trimaran.launcher.serve; "
+        "import sys, trimaran.launcher.cli.serve; "
         "sys.exit('torch' in sys.modules or 'mpi4py' in sys.modules)"
     )
     assert os.spawnv(os.P_WAIT, sys.executable, [sys.executable, "-c", code]) == 0

@@ -8,8 +8,8 @@ import pytest
 from launcher_repository import HUGGINGFACE, write_engine
 
 from trimaran.comm.errors import ConfigError
-from trimaran.worker.engine_folder import EngineFolder
-from trimaran.worker.parallel_sizes import AskedSizes, expert_sizes, layout_of
+from trimaran.worker.config.engine_folder import EngineFolder
+from trimaran.worker.config.parallel_sizes import AskedSizes, expert_sizes, layout_of
 
 MIXTURE = {
     **HUGGINGFACE,

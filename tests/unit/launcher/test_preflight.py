@@ -9,10 +9,10 @@ import pytest
 from launcher_repository import resolve, write_engine, write_model
 
 from trimaran.comm.errors import ConfigError
-from trimaran.launcher import gpus, preflight
-from trimaran.launcher.preflight import Endpoint
-from trimaran.launcher.run_dir import RunDir
-from trimaran.worker.host_limits import free_memory_bytes
+from trimaran.launcher.placement import gpus, preflight
+from trimaran.launcher.placement.preflight import Endpoint
+from trimaran.launcher.starters.run_dir import RunDir
+from trimaran.worker.config.host_limits import free_memory_bytes
 
 
 @pytest.fixture

@@ -13,10 +13,12 @@ from launcher_repository import (
 )
 
 from trimaran.comm.errors import ConfigError
-from trimaran.launcher import cli, hosts, settings
-from trimaran.launcher.job import Job
-from trimaran.launcher.resolve import PlacementConflict, group_name
-from trimaran.server.model_repository import ModelRepository
+from trimaran.launcher.cli import main as cli
+from trimaran.launcher.placement import hosts
+from trimaran.launcher.placement.job import Job
+from trimaran.launcher.resolution import settings
+from trimaran.launcher.resolution.resolve import PlacementConflict, group_name
+from trimaran.server.repository.model_repository import ModelRepository
 
 
 @pytest.fixture

@@ -8,8 +8,8 @@ import tempfile
 import pytest
 
 from trimaran.comm.errors import ConfigError
-from trimaran.launcher import run_dir
-from trimaran.launcher.run_dir import RunDir
+from trimaran.launcher.starters import run_dir
+from trimaran.launcher.starters.run_dir import RunDir
 
 
 def test_the_folders_of_dead_runs_are_swept_and_of_others_kept(tmp_path):

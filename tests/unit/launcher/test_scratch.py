@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from trimaran.launcher.mpi_launch import MpiConfig, compose, find_mpi, starter_env
-from trimaran.launcher.run_dir import RunDir
-from trimaran.launcher.scratch import MpiScratch
+from trimaran.launcher.starters.mpi_launch import MpiConfig, compose, find_mpi, starter_env
+from trimaran.launcher.starters.run_dir import RunDir
+from trimaran.launcher.starters.scratch import MpiScratch
 
 RANK = "from mpi4py import MPI; MPI.COMM_WORLD.barrier(); print('up', flush=True); input()"
 

@@ -9,8 +9,8 @@ import pytest
 from launcher_repository import parse, resolve, write_checkpoint, write_engine, write_model
 
 from trimaran.comm.errors import ConfigError
-from trimaran.launcher import cli
-from trimaran.worker.config import EngineConfig, GuidedConfig, LoraConfig
+from trimaran.launcher.cli import main as cli
+from trimaran.worker.config.engine_config import EngineConfig, GuidedConfig, LoraConfig
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from trimaran.comm.messages import ChildHello, encode
+from trimaran.comm.messages.messages import ChildHello, encode
 
 
 def test_ready_ends_with_the_endpoints_and_a_request_to_paste(supervise):

@@ -9,7 +9,7 @@ import pytest
 from launcher_repository import parse, resolve, write_engine, write_model
 
 from trimaran.comm.errors import ConfigError
-from trimaran.launcher.triton_flags import _IDLE, _OTHERS
+from trimaran.launcher.flags.triton_flags import _IDLE, _OTHERS
 from trimaran.server.log_settings import LogSettings, level_name
 
 ALL = """

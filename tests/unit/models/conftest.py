@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from trimaran.kernels.build import load_library
-from trimaran.kernels.cpu import CpuOps
+from trimaran.kernels.cpu.operators import CpuOps
 from trimaran.kernels.torch_ops import TorchOps
 
 OPS = {

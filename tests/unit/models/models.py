@@ -30,16 +30,16 @@ from transformers import (
 )
 
 from trimaran.kernels.dispatch import Ops
-from trimaran.worker.engine_folder import EngineFolder
-from trimaran.worker.layers.parallel import (
+from trimaran.worker.config.engine_folder import EngineFolder
+from trimaran.worker.models.interfaces import CausalLM, StageRange
+from trimaran.worker.models.registry import build_model
+from trimaran.worker.models.weights.weight_loader import load_checkpoint
+from trimaran.worker.parallel.tensor_parallel import (
     ONE_PART,
     ExpertRanks,
     ShardPosition,
     TensorGroup,
 )
-from trimaran.worker.models.interfaces import CausalLM, StageRange
-from trimaran.worker.models.registry import build_model
-from trimaran.worker.models.weight_loader import load_checkpoint
 
 CPU = torch.device("cpu")
 LLAMA3_ROPE = {

@@ -12,8 +12,8 @@ from transformers import AutoConfig
 from tests.models.families import family_configs
 from tests.models.field_cases import REFUSED, SERVED, SIZES, WITHOUT_EFFECT
 from trimaran.comm.errors import ConfigError
-from trimaran.worker.pretrained_config import PretrainedConfig
-from trimaran.worker.pretrained_families import FAMILIES
+from trimaran.worker.config.pretrained_config import PretrainedConfig
+from trimaran.worker.config.pretrained_families import FAMILIES
 
 CONFIGS = family_configs()
 ARCHITECTURES = {family.model_type: name for name, family in reversed(FAMILIES.items())}

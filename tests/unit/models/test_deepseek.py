@@ -9,9 +9,9 @@ from safetensors.torch import load_file, save_file
 from tests.unit.models import models
 from tests.unit.models.paged_run import PagedRun, logits_alone_and_beside
 from trimaran.kernels.build import load_library
-from trimaran.kernels.cpu import CpuOps
-from trimaran.worker.layers.parallel import ShardPosition
-from trimaran.worker.models.weight_loader import fill_random
+from trimaran.kernels.cpu.operators import CpuOps
+from trimaran.worker.models.weights.weight_loader import fill_random
+from trimaran.worker.parallel.tensor_parallel import ShardPosition
 
 CONFIGS = models.latent_configs()
 LATENT, ROTATED = 36, 8

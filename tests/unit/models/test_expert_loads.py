@@ -8,8 +8,8 @@ import pytest
 from tests.driver import Driver
 from tests.unit.models import models
 from tests.unit.models.paged_run import PagedRun
-from trimaran.worker.config import CacheConfig, EngineConfig, SchedulerConfig
-from trimaran.worker.expert_loads import ExpertLoads
+from trimaran.worker.config.engine_config import CacheConfig, EngineConfig, SchedulerConfig
+from trimaran.worker.experts.loads import ExpertLoads
 
 CONFIGS = models.expert_configs()
 

@@ -9,9 +9,9 @@ from tests.unit.models import models
 from tests.unit.models.paged_run import PagedRun, logits_alone_and_beside
 from trimaran.comm.errors import ConfigError
 from trimaran.kernels.build import load_library
-from trimaran.kernels.cpu import CpuOps
-from trimaran.worker.engine_folder import EngineFolder, check_shares
-from trimaran.worker.layers.parallel import ExpertRanks, ShardPosition
+from trimaran.kernels.cpu.operators import CpuOps
+from trimaran.worker.config.engine_folder import EngineFolder, check_shares
+from trimaran.worker.parallel.tensor_parallel import ExpertRanks, ShardPosition
 
 CONFIGS = models.expert_configs()
 

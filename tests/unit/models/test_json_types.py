@@ -13,12 +13,12 @@ import pytest
 from tests.models.families import family_configs
 from trimaran.client.vocabulary import Vocabulary
 from trimaran.comm.errors import ConfigError
-from trimaran.comm.json_types import JsonType
-from trimaran.server.tokenizer import Tokenizer
-from trimaran.worker.engine_folder import BuildConfig, EngineFolder
-from trimaran.worker.huggingface_types import _NEVER_NULL, _ROPE_TYPES, _TYPES
-from trimaran.worker.pretrained_config import PretrainedConfig
-from trimaran.worker.pretrained_families import FAMILIES
+from trimaran.comm.files.json_types import JsonType
+from trimaran.server.models.tokenizer import Tokenizer
+from trimaran.worker.config.engine_folder import BuildConfig, EngineFolder
+from trimaran.worker.config.huggingface_types import _NEVER_NULL, _ROPE_TYPES, _TYPES
+from trimaran.worker.config.pretrained_config import PretrainedConfig
+from trimaran.worker.config.pretrained_families import FAMILIES
 
 WRONG = (
     5, 1.5, 0, -1.5, 1e400, float("nan"), 2**31, -(2**63), "x", True, [1.5], [0.0], ["x"],

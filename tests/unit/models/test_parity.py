@@ -9,7 +9,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from tests.unit.models import models
 from tests.unit.models.paged_run import PagedRun, logits_alone_and_beside
 from trimaran.kernels.build import load_library
-from trimaran.kernels.cpu import CpuOps
+from trimaran.kernels.cpu.operators import CpuOps
 from trimaran.kernels.torch_ops import TorchOps
 
 CONFIGS = {

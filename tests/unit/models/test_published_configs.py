@@ -6,7 +6,7 @@ import pytest
 from transformers import AutoConfig
 
 from trimaran.comm.errors import ConfigError
-from trimaran.worker.pretrained_config import PretrainedConfig
+from trimaran.worker.config.pretrained_config import PretrainedConfig
 
 _COMMON = {
     "vocab_size": 1000, "bos_token_id": 3, "eos_token_id": [7, 8], "pad_token_id": 0,

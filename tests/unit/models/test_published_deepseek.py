@@ -8,7 +8,7 @@ from transformers import AutoConfig
 from transformers.activations import ACT2FN
 
 from trimaran.comm.errors import ConfigError
-from trimaran.worker.pretrained_config import PretrainedConfig
+from trimaran.worker.config.pretrained_config import PretrainedConfig
 
 _COMMON = {
     "attention_bias": False, "bos_token_id": 3, "eos_token_id": [7, 8], "hidden_act": "silu",

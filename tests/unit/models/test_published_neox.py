@@ -6,8 +6,8 @@ import pytest
 from transformers import AutoConfig
 
 from trimaran.comm.errors import ConfigError
-from trimaran.worker.engine_folder import check_shares
-from trimaran.worker.pretrained_config import PretrainedConfig
+from trimaran.worker.config.engine_folder import check_shares
+from trimaran.worker.config.pretrained_config import PretrainedConfig
 
 _COMMON = {"bos_token_id": 3, "eos_token_id": 7, "torch_dtype": "bfloat16"}
 PUBLISHED = {

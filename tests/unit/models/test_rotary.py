@@ -14,12 +14,12 @@ from transformers.models.stablelm.modeling_stablelm import (
 
 from trimaran.kernels import reference
 from trimaran.kernels.build import load_library
-from trimaran.kernels.cpu import CpuOps
+from trimaran.kernels.cpu.operators import CpuOps
 from trimaran.kernels.torch_ops import TorchOps
+from trimaran.worker.config.pretrained_config import PretrainedConfig
 from trimaran.worker.layers.linear import LayerContext
-from trimaran.worker.layers.parallel import ShardPosition
 from trimaran.worker.layers.rotary import RotaryEmbedding, amplitude, inverse_frequencies
-from trimaran.worker.pretrained_config import PretrainedConfig
+from trimaran.worker.parallel.tensor_parallel import ShardPosition
 
 # As checkpoints in use have them.
 SCALINGS = {

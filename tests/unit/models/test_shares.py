@@ -9,12 +9,12 @@ import torch
 
 from tests.models.families import family_configs
 from tests.unit.models import models
-from trimaran.worker.engine_folder import EngineFolder
-from trimaran.worker.layers.parallel import ShardPosition
-from trimaran.worker.layers.shares import even_share, head_shares
+from trimaran.worker.config.engine_folder import EngineFolder
 from trimaran.worker.models.interfaces import StageRange
 from trimaran.worker.models.registry import build_model
-from trimaran.worker.models.weight_loader import load_checkpoint
+from trimaran.worker.models.weights.weight_loader import load_checkpoint
+from trimaran.worker.parallel.shares import even_share, head_shares
+from trimaran.worker.parallel.tensor_parallel import ShardPosition
 
 HEADS = [
     (8, 8), (8, 4), (8, 2), (8, 1), (12, 2), (12, 3), (71, 1), (6, 3), (15, 3), (25, 5),

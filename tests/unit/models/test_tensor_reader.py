@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from trimaran.comm.errors import ConfigError
-from trimaran.worker.models.tensor_reader import TensorReader
+from trimaran.worker.models.weights.tensor_reader import TensorReader
 
 CPU = torch.device("cpu")
 

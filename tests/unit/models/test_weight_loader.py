@@ -11,11 +11,15 @@ from safetensors.torch import load_file, save_file
 from tests.unit.models import models
 from tests.unit.models.paged_run import PagedRun
 from trimaran.comm.errors import ConfigError
-from trimaran.worker.engine_folder import EngineFolder
-from trimaran.worker.layers.parallel import ShardPosition
+from trimaran.worker.config.engine_folder import EngineFolder
 from trimaran.worker.models.interfaces import StageRange
 from trimaran.worker.models.registry import build_model
-from trimaran.worker.models.weight_loader import fill_random, load_checkpoint, load_shard
+from trimaran.worker.models.weights.weight_loader import (
+    fill_random,
+    load_checkpoint,
+    load_shard,
+)
+from trimaran.worker.parallel.tensor_parallel import ShardPosition
 
 
 def _shards(folder: Path, size: int) -> list[dict[str, torch.Tensor]]:

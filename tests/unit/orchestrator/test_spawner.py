@@ -15,9 +15,8 @@ from typing import Any
 import psutil
 import pytest
 
-from trimaran.comm.address import Address
 from trimaran.comm.env import ChildEnv
-from trimaran.comm.messages import (
+from trimaran.comm.messages.messages import (
     ChildConfig,
     ChildState,
     Command,
@@ -25,9 +24,10 @@ from trimaran.comm.messages import (
     Message,
     encode,
 )
-from trimaran.launcher.mpi_launch import starter_env
-from trimaran.launcher.run_dir import RunDir
-from trimaran.launcher.scratch import MpiScratch
+from trimaran.comm.transport.address import Address
+from trimaran.launcher.starters.mpi_launch import starter_env
+from trimaran.launcher.starters.run_dir import RunDir
+from trimaran.launcher.starters.scratch import MpiScratch
 from trimaran.orchestrator.mpi_settings import mpi_settings
 
 BIN = Path(sys.executable).parent

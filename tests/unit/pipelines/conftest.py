@@ -20,8 +20,7 @@ from tokenizers import Tokenizer as FastTokenizer
 from tokenizers import decoders, pre_tokenizers, processors, trainers
 from tokenizers.models import BPE
 
-from trimaran.comm.address import Address
-from trimaran.comm.messages import (
+from trimaran.comm.messages.messages import (
     AdapterTaken,
     Cancel,
     EngineHello,
@@ -36,22 +35,23 @@ from trimaran.comm.messages import (
     encode,
     unpack_ids,
 )
-from trimaran.launcher.fill_template import fill
-from trimaran.launcher.init_repo import MODELS, template
+from trimaran.comm.transport.address import Address
+from trimaran.launcher.cli.fill_template import fill
+from trimaran.launcher.cli.init_repo import MODELS, template
 from trimaran.server.config import FrontendConfig
-from trimaran.server.datatypes import from_config
-from trimaran.server.engine_client import EngineClient
-from trimaran.server.inference import InferRequest, InferResponse, Model
-from trimaran.server.metrics import Metrics
-from trimaran.server.model_repository import ModelRepository, Role
-from trimaran.server.model_set import Candidate, ModelSet
-from trimaran.server.pipeline import COMPOSED, ModelFactory
+from trimaran.server.engines.client import EngineClient
+from trimaran.server.inference.datatypes import from_config
+from trimaran.server.inference.registry import ModelRegistry
+from trimaran.server.inference.request import InferRequest, InferResponse, Model
+from trimaran.server.inference.validation import Validator, WireInput
+from trimaran.server.loading.model_set import Candidate, ModelSet
+from trimaran.server.metrics.metrics import Metrics
+from trimaran.server.models.factory import COMPOSED, ModelFactory
+from trimaran.server.models.tokenizer import Tokenizer
 from trimaran.server.python_models.calls import ModelCalls
-from trimaran.server.python_models.choice import PythonModels
 from trimaran.server.python_models.model import close_model, start_model
-from trimaran.server.registry import ModelRegistry
-from trimaran.server.tokenizer import Tokenizer
-from trimaran.server.validation import Validator, WireInput
+from trimaran.server.repository.model_repository import ModelRepository, Role
+from trimaran.server.repository.python_model_choice import PythonModels
 
 _DEADLINE_S = 100
 USER_MODELS = Path(__file__).parent / "user_models"

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from trimaran.comm.errors import RequestError
-from trimaran.comm.messages import AdapterTaken, KeepAdapter, pack_ids
+from trimaran.comm.messages.messages import AdapterTaken, KeepAdapter, pack_ids
 
 PROMPT = {"input_ids": [7, 8, 9], "input_lengths": 3, "request_output_len": 2}
 WEIGHTS = np.arange(12, dtype=np.float16).reshape(1, 2, 6)

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from trimaran.comm.errors import RequestError
-from trimaran.comm.messages import FinishReason, StepOutput
-from trimaran.comm.sampling_params import SamplingParams
+from trimaran.comm.messages.messages import FinishReason, StepOutput
+from trimaran.comm.messages.sampling_params import SamplingParams
 
 PROMPT = {"input_ids": [7, 8, 9], "input_lengths": 3, "request_output_len": 5}
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from trimaran.comm.messages import StatsReport
+from trimaran.comm.messages.messages import StatsReport
 
 FOLLOWER = {"index": 1, "num_frontends": 2}
 

@@ -9,9 +9,9 @@ import pytest
 
 from tests.unit.pipelines.test_outputs import FIGURES
 from trimaran.comm.errors import RequestError
-from trimaran.comm.messages import unpack_ids
-from trimaran.comm.sampling_params import SamplingParams
-from trimaran.worker.sampling_rows import SERVED_FIELDS
+from trimaran.comm.messages.messages import unpack_ids
+from trimaran.comm.messages.sampling_params import SamplingParams
+from trimaran.worker.sampling.sampling_rows import SERVED_FIELDS
 
 TABLE = np.ones((1, 2, 4), np.float16)
 LORA = {

@@ -5,20 +5,20 @@ import asyncio
 import pytest
 
 from tests.unit.server.started_frontend import write_repository
-from trimaran.comm.messages import EngineHello
+from trimaran.comm.messages.messages import EngineHello
 from trimaran.server.config import FrontendConfig
-from trimaran.server.engine_client import EngineClient
-from trimaran.server.group_board import GroupBoard
-from trimaran.server.group_requests import GroupsRefusedError
-from trimaran.server.metrics import Metrics
-from trimaran.server.model_preparation import BackgroundTasks, GivenUpError, ModelPreparation
-from trimaran.server.model_reader import ReadModel
-from trimaran.server.model_repository import load_model
-from trimaran.server.model_set import ModelSet
-from trimaran.server.pipeline import ModelFactory
+from trimaran.server.engines.client import EngineClient
+from trimaran.server.inference.registry import ModelRegistry
+from trimaran.server.loading.group_requests import GroupsRefusedError
+from trimaran.server.loading.model_set import ModelSet
+from trimaran.server.loading.preparation import BackgroundTasks, GivenUpError, ModelPreparation
+from trimaran.server.loading.reader import ReadModel
+from trimaran.server.loading.token_groups import TokenGroups
+from trimaran.server.metrics.group_board import GroupBoard
+from trimaran.server.metrics.metrics import Metrics
+from trimaran.server.models.factory import ModelFactory
 from trimaran.server.python_models.calls import ModelCalls
-from trimaran.server.registry import ModelRegistry
-from trimaran.server.token_groups import TokenGroups
+from trimaran.server.repository.model_repository import load_model
 
 MODEL = "tensorrt_llm"
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from trimaran.comm.errors import ConfigError, EngineDeadError, RequestError
-from trimaran.server.inference import InferRequest, Tensor
+from trimaran.server.inference.request import InferRequest, Tensor
 
 IDS_OUT = """
 platform: "ensemble" max_batch_size: 4

@@ -9,7 +9,7 @@ import pytest
 
 from tests.unit.pipelines.conftest import FACTS, ScriptedEngine
 from trimaran.comm.errors import RequestError
-from trimaran.comm.sampling_params import SamplingParams
+from trimaran.comm.messages.sampling_params import SamplingParams
 
 VOCAB = 6
 FIGURES = {

@@ -8,8 +8,8 @@ from contextlib import asynccontextmanager
 import pytest
 
 from trimaran.comm.errors import ErrorKind, RequestError
-from trimaran.comm.messages import Ping, encode
-from trimaran.server.peer_link import PeerLink
+from trimaran.comm.messages.messages import Ping, encode
+from trimaran.server.fleet.peer_link import PeerLink
 
 
 class Ends:

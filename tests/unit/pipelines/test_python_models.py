@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from trimaran.comm.errors import ConfigError, ErrorKind, RequestError
-from trimaran.comm.messages import unpack_ids
+from trimaran.comm.messages.messages import unpack_ids
 
 
 def values(response):

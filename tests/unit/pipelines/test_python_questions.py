@@ -4,11 +4,11 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from trimaran.comm.errors import RequestError
-from trimaran.server.custom_metrics import CustomMetrics, HeldMetrics
-from trimaran.server.exposition import render
+from trimaran.server.inference.registry import ModelRegistry
+from trimaran.server.metrics.custom_metrics import CustomMetrics, HeldMetrics
+from trimaran.server.metrics.exposition import render
 from trimaran.server.python_models.calls import ModelCalls
 from trimaran.server.python_models.wire import Question
-from trimaran.server.registry import ModelRegistry
 
 
 class FullDisk:

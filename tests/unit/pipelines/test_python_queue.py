@@ -9,7 +9,7 @@ from google.protobuf import text_format
 from tritonclient.grpc.model_config_pb2 import ModelConfig
 
 from trimaran.comm.errors import ErrorKind, RequestError
-from trimaran.server.inference import InferRequest, Tensor
+from trimaran.server.inference.request import InferRequest, Tensor
 from trimaran.server.python_models.job import Job, JobQueue
 
 INPUTS = """

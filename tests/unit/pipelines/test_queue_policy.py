@@ -10,8 +10,8 @@ from google.protobuf import text_format
 from tritonclient.grpc.model_config_pb2 import ModelConfig
 
 from trimaran.comm.errors import ErrorKind, RequestError
-from trimaran.server.inference import InferRequest, Tensor
-from trimaran.server.queue_policy import QueuePolicy
+from trimaran.server.inference.queue_policy import QueuePolicy
+from trimaran.server.inference.request import InferRequest, Tensor
 
 LEVELS = """
 dynamic_batching {

@@ -12,7 +12,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from trimaran.comm.errors import EngineDeadError, ErrorKind, RequestError
-from trimaran.comm.messages import StatsReport, pack_ids, unpack_ids
+from trimaran.comm.messages.messages import StatsReport, pack_ids, unpack_ids
 
 from .conftest import FACTS, ScriptedEngine
 

@@ -1,7 +1,7 @@
 """What a client may ask of one text model it may ask of the other."""
 
-from trimaran.server.model_repository import ModelRepository, Role
-from trimaran.server.text_models import BLS_MAPS, ensemble_maps
+from trimaran.server.models.text_models import BLS_MAPS, ensemble_maps
+from trimaran.server.repository.model_repository import ModelRepository, Role
 
 # Which the ensemble leaves out, as its interface has no such tensors.
 ONLY_BLS = {"image_input", "image_bytes_input", "image_url_input", "video_bytes_input",

@@ -13,7 +13,7 @@ import pytest
 from transformers import GPT2Tokenizer
 
 from trimaran.comm.errors import ConfigError, RequestError
-from trimaran.server.tokenizer import Tokenizer
+from trimaran.server.models.tokenizer import Tokenizer
 
 
 async def _preprocess(served, **inputs):
@@ -267,7 +267,7 @@ def test_a_folder_without_a_tokenizer_is_refused(tmp_path, content, text):
 
 def test_pipelines_import_neither_torch_nor_transformers():
     program = (
-        "import sys, trimaran.server.pipeline; "
+        "import sys, trimaran.server.models.factory; "
         "print([name for name in ('torch', 'transformers') if name in sys.modules])"
     )
     done = subprocess.run(

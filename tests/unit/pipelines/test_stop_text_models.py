@@ -5,8 +5,8 @@ import asyncio
 import pytest
 
 from trimaran.comm.errors import RequestError
-from trimaran.comm.messages import Stop
-from trimaran.server.tokenizer import Tokenizer
+from trimaran.comm.messages.messages import Stop
+from trimaran.server.models.tokenizer import Tokenizer
 
 STOP = {"text_input": "", "max_tokens": 0, "stop": True}
 
@@ -44,7 +44,7 @@ async def test_a_stop_finds_a_request_whose_prompt_is_being_tokenized(
     serve, monkeypatch, model, through
 ):
     # In a thread, as a long prompt's, whose answer is not heard before the stop.
-    monkeypatch.setattr("trimaran.server.tokenizer._INLINE_CHARACTERS", 0)
+    monkeypatch.setattr("trimaran.server.models.tokenizer._INLINE_CHARACTERS", 0)
     async with serve() as served:
         engine = await served.dial(served.answer("one two three four"))
         engine.gate.clear()

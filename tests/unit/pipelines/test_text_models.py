@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from trimaran.comm.errors import ErrorKind, RequestError
-from trimaran.comm.messages import unpack_ids
-from trimaran.comm.sampling_params import SamplingParams
-from trimaran.server.stop_text import StopText
+from trimaran.comm.messages.messages import unpack_ids
+from trimaran.comm.messages.sampling_params import SamplingParams
+from trimaran.server.models.stop_text import StopText
 
 TEXT_MODELS = pytest.mark.parametrize("model", ["ensemble", "tensorrt_llm_bls"])
 

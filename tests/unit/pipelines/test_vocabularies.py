@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 
 from trimaran.comm.errors import RequestError
-from trimaran.server.metrics import Metrics
-from trimaran.server.model_repository import ModelRepository
-from trimaran.server.model_set import Candidate, ModelSet
-from trimaran.server.pipeline import ModelFactory
+from trimaran.server.inference.registry import ModelRegistry
+from trimaran.server.loading.model_set import Candidate, ModelSet
+from trimaran.server.metrics.metrics import Metrics
+from trimaran.server.models.factory import ModelFactory
 from trimaran.server.python_models.calls import ModelCalls
-from trimaran.server.registry import ModelRegistry
+from trimaran.server.repository.model_repository import ModelRepository
 
 NUM_IDS = 600
 

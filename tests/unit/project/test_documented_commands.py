@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "features"))
 
 import commands
 
-from trimaran.launcher import cli
+from trimaran.launcher.cli import main as cli
 
 ROOT = commands.ROOT
 PAGES = sorted(

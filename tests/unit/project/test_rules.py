@@ -22,9 +22,11 @@ sys.modules["rules"] = rules
 _SPEC.loader.exec_module(rules)
 
 TORCH_FREE = (
-    "trimaran.comm.messages", "trimaran.comm.mpi", "trimaran.comm.shm_ring",
-    "trimaran.comm.address", "trimaran.worker.config", "trimaran.worker.engine_folder",
-    "trimaran.server.main", "trimaran.launcher.cli", "trimaran.launcher.supervisor",
+    "trimaran.comm.messages.messages", "trimaran.comm.mpi",
+    "trimaran.comm.transport.shm_ring", "trimaran.comm.transport.address",
+    "trimaran.worker.config.engine_config", "trimaran.worker.config.engine_folder",
+    "trimaran.server.main", "trimaran.launcher.cli.main",
+    "trimaran.launcher.supervisor.supervisor",
 )  # fmt: skip
 
 
@@ -156,7 +158,7 @@ def test_users_of_the_wheel_are_checked_against_its_types(tmp_path, wheel):
         archive.extractall(site)
     user = tmp_path / "user.py"
     user.write_text(
-        "from trimaran.comm.flag_values import port\n"
+        "from trimaran.comm.files.flag_values import port\n"
         "from trimaran.worker.kv_cache.host_memory import HostMemory\n"
         "reveal_type(port('1'))\n"
         "HostMemory('none', 4096)\n"

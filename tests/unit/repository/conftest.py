@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from trimaran.launcher.fill_template import fill
-from trimaran.launcher.init_repo import MODELS, template
+from trimaran.launcher.cli.fill_template import fill
+from trimaran.launcher.cli.init_repo import MODELS, template
 
 FILL = {
     "triton_max_batch_size": "8",

@@ -8,14 +8,14 @@ import re
 import pytest
 
 from trimaran.comm.errors import ConfigError
-from trimaran.server.model_repository import ModelRepository
-from trimaran.server.parameter_table import Effect
-from trimaran.server.role_parameters import (
+from trimaran.server.repository.model_repository import ModelRepository
+from trimaran.server.repository.parameter_table import Effect
+from trimaran.server.repository.role_parameters import (
     BLS_PARAMETERS,
     POSTPROCESSING_PARAMETERS,
     PREPROCESSING_PARAMETERS,
 )
-from trimaran.server.token_parameters import TOKEN_PARAMETERS
+from trimaran.server.repository.token_parameters import TOKEN_PARAMETERS
 
 TABLES = {
     "token": ("tensorrt_llm", TOKEN_PARAMETERS),

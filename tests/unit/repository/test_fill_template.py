@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from trimaran.launcher import init_repo
-from trimaran.launcher.cli import main
-from trimaran.launcher.fill_template import parse_substitutions
-from trimaran.server.model_repository import ModelRepository
+from trimaran.launcher.cli import init_repo
+from trimaran.launcher.cli.fill_template import parse_substitutions
+from trimaran.launcher.cli.main import main
+from trimaran.server.repository.model_repository import ModelRepository
 
 
 @pytest.mark.parametrize(

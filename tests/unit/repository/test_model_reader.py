@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 
-from trimaran.server import model_reader
-from trimaran.server.load_request import LoadRequest, OverrideFolders
-from trimaran.server.model_reader import ModelReader
+from trimaran.server.loading import reader as model_reader
+from trimaran.server.loading.reader import ModelReader
+from trimaran.server.protocol.load_request import LoadRequest, OverrideFolders
 
 
 def test_a_change_while_a_model_is_read_is_seen_at_the_next_look(

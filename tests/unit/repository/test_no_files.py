@@ -10,16 +10,16 @@ from pathlib import Path
 import pytest
 
 from trimaran.comm.errors import ConfigError
-from trimaran.comm.input_files import NoFileError, read_text
-from trimaran.server.load_request import OverrideFolders
-from trimaran.server.model_reader import ModelReader
-from trimaran.server.model_repository import ModelRepository
-from trimaran.server.pipeline import read_labels
-from trimaran.server.tokenizer import Tokenizer
-from trimaran.worker.engine_folder import EngineFolder
+from trimaran.comm.files.input_files import NoFileError, read_text
+from trimaran.server.loading.reader import ModelReader
+from trimaran.server.models.factory import read_labels
+from trimaran.server.models.tokenizer import Tokenizer
+from trimaran.server.protocol.load_request import OverrideFolders
+from trimaran.server.repository.model_repository import ModelRepository
+from trimaran.worker.config.engine_folder import EngineFolder
 from trimaran.worker.lora.formats import AdapterFormatError
 from trimaran.worker.lora.peft import PeftAdapter
-from trimaran.worker.models.checkpoint_file import file_entries
+from trimaran.worker.models.weights.checkpoint_file import file_entries
 
 pytestmark = pytest.mark.timeout(20)
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from trimaran.comm.errors import ConfigError
-from trimaran.server.model_repository import ModelRepository, model_folders
+from trimaran.server.repository.model_repository import ModelRepository, model_folders
 
 
 def refusal(root) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from tritonclient.grpc.model_config_pb2 import DataType
 
-from trimaran.server.model_repository import ModelRepository, Role
+from trimaran.server.repository.model_repository import ModelRepository, Role
 
 ROLES = {
     "ensemble": Role.ENSEMBLE,

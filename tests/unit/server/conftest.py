@@ -31,10 +31,10 @@ from tests.unit.server.small_models import (
     SqueezeModel,
 )
 from trimaran.server.config import FrontendConfig
-from trimaran.server.grpc_server import GrpcServer
-from trimaran.server.http_server import HttpServer, MetricsServer
-from trimaran.server.metrics import Metrics
-from trimaran.server.registry import ModelRegistry
+from trimaran.server.grpc.server import GrpcServer
+from trimaran.server.http.server import HttpServer, MetricsServer
+from trimaran.server.inference.registry import ModelRegistry
+from trimaran.server.metrics.metrics import Metrics
 from trimaran.server.service import Service
 
 # Helper modules lie beside the tests, which are imported by path.

@@ -13,7 +13,7 @@ from pathlib import Path
 from google.protobuf import json_format
 from started_frontend import FACTS, Peer, StartedFrontend, one_token, write_repository
 
-from trimaran.comm.messages import (
+from trimaran.comm.messages.messages import (
     Cancel,
     ChildRequest,
     ChildState,
@@ -24,7 +24,7 @@ from trimaran.comm.messages import (
     Ping,
     Submit,
 )
-from trimaran.server.config_pbtxt import read_config
+from trimaran.server.repository.config_pbtxt import read_config
 
 DEADLINE_S = 60
 

@@ -7,9 +7,9 @@ from controlled_frontend import DEADLINE_S
 from started_frontend import Peer
 from tritonclient.grpc.model_config_pb2 import ModelConfig
 
-from trimaran.comm.address import Address
-from trimaran.comm.messages import Answer, Ask
-from trimaran.server.metrics import Metrics
+from trimaran.comm.messages.messages import Answer, Ask
+from trimaran.comm.transport.address import Address
+from trimaran.server.metrics.metrics import Metrics
 
 
 class Counted:

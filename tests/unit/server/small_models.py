@@ -11,7 +11,7 @@ from google.protobuf import text_format
 from tritonclient.grpc.model_config_pb2 import ModelConfig
 
 from trimaran.comm.errors import EngineDeadError, ErrorKind, RefusedError, RequestError
-from trimaran.server.inference import InferRequest, InferResponse, Tensor
+from trimaran.server.inference.request import InferRequest, InferResponse, Tensor
 
 ECHO = """
 name: "echo" backend: "python"

@@ -9,9 +9,8 @@ from pathlib import Path
 
 import numpy as np
 
-from trimaran.comm.address import Address
 from trimaran.comm.env import ChildEnv
-from trimaran.comm.messages import (
+from trimaran.comm.messages.messages import (
     ChildConfig,
     ChildHello,
     ChildRequest,
@@ -22,7 +21,8 @@ from trimaran.comm.messages import (
     StepOutput,
     encode,
 )
-from trimaran.launcher.cli import main as trimaran
+from trimaran.comm.transport.address import Address
+from trimaran.launcher.cli.main import main as trimaran
 from trimaran.server.config import FrontendConfig
 
 ROOT = Path(__file__).resolve().parents[3]

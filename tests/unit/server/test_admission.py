@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from trimaran.comm.errors import RequestError
-from trimaran.server.admission import Admission
+from trimaran.server.inference.admission import Admission
 
 
 async def ends_of(num_requests: int) -> list[str]:

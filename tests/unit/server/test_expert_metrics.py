@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from trimaran.comm.messages import ExpertReport
-from trimaran.server.metrics import Metrics
+from trimaran.comm.messages.messages import ExpertReport
+from trimaran.server.metrics.metrics import Metrics
 
 
 def report(*rows: list[int]) -> ExpertReport:

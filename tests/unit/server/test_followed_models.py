@@ -10,11 +10,11 @@ import pytest
 from started_frontend import Peer as Connection
 from started_frontend import StartedFrontend, write_repository
 
-from trimaran.comm.address import Address
-from trimaran.comm.messages import Answer, Ask, Command
-from trimaran.server.config_pbtxt import read_config
-from trimaran.server.remembered import Remembered, RememberedModel
-from trimaran.server.shared_state import SharedState
+from trimaran.comm.messages.messages import Answer, Ask, Command
+from trimaran.comm.transport.address import Address
+from trimaran.server.fleet.shared_state import SharedState
+from trimaran.server.loading.remembered import Remembered, RememberedModel
+from trimaran.server.repository.config_pbtxt import read_config
 
 DEADLINE_S = 60
 SLOW_CONFIG = """

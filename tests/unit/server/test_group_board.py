@@ -1,6 +1,6 @@
 """The board of groups behind the operator's page."""
 
-from trimaran.server.group_board import MAX_FAULTS, GroupBoard
+from trimaran.server.metrics.group_board import MAX_FAULTS, GroupBoard
 
 
 def test_a_group_keeps_what_a_later_state_does_not_say():

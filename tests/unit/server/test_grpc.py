@@ -10,7 +10,7 @@ from tritonclient.grpc import service_pb2 as pb
 from tritonclient.grpc import service_pb2_grpc
 from tritonclient.utils import InferenceServerException
 
-from trimaran.server.registry import VersionState
+from trimaran.server.inference.registry import VersionState
 
 
 @pytest.fixture

@@ -5,7 +5,7 @@ import gc
 import pytest
 
 from trimaran.comm.errors import RequestError
-from trimaran.server import json_access
+from trimaran.server.protocol import json_access
 
 
 def num_collections():

@@ -14,8 +14,9 @@ from tritonclient.grpc import service_pb2 as pb
 from tritonclient.grpc import service_pb2_grpc
 
 from tests.unit.server.small_models import ECHO, EchoModel
-from trimaran.server import infer_response, pieces
-from trimaran.server.pieces import PIECE_BYTES, PIECE_ITEMS
+from trimaran.server.inference import pieces
+from trimaran.server.inference.pieces import PIECE_BYTES, PIECE_ITEMS
+from trimaran.server.protocol import infer_response
 
 HUGE = 24 << 20
 FLOATS = np.random.default_rng(0).standard_normal(HUGE // 12, np.float32)

@@ -15,9 +15,9 @@ import pytest
 from loop_watch import LONGEST_PAUSE_S, LoopWatch
 from tritonclient.grpc.model_config_pb2 import ModelConfig
 
-from trimaran.server import http_infer
-from trimaran.server.body_process import Refusal
-from trimaran.server.body_reader import LONG_BYTES, BodyReader
+from trimaran.server.http import infer as http_infer
+from trimaran.server.http.body_process import Refusal
+from trimaran.server.http.body_reader import LONG_BYTES, BodyReader
 
 HUGE = 24 << 20
 
@@ -207,7 +207,7 @@ def test_nothing_is_left_of_a_process_whose_answer_nobody_waits_for(monkeypatch)
         go_on.wait(30)
         return Refusal("read, but too late")
 
-    monkeypatch.setattr("trimaran.server.body_reader._Process.exchange", exchange)
+    monkeypatch.setattr("trimaran.server.http.body_reader._Process.exchange", exchange)
     me = psutil.Process()
 
     async def give_up():

@@ -6,9 +6,9 @@ import urllib.request
 import pytest
 
 from trimaran.comm.errors import ConfigError
-from trimaran.server.group_board import GroupBoard
-from trimaran.server.metrics import Metrics
-from trimaran.server.nvml import Nvml
+from trimaran.server.metrics.group_board import GroupBoard
+from trimaran.server.metrics.metrics import Metrics
+from trimaran.server.metrics.nvml import Nvml
 
 NV_INFERENCE = (
     "request_success", "count", "exec_count", "request_duration_us", "queue_duration_us",

@@ -5,8 +5,8 @@ from itertools import pairwise
 
 import pytest
 
-from trimaran.server import pieces
-from trimaran.server.pieces import finish, spread
+from trimaran.server.inference import pieces
+from trimaran.server.inference.pieces import finish, spread
 
 
 @pytest.fixture(autouse=True)

@@ -17,7 +17,7 @@ import pytest
 import tritonclient.grpc as triton_grpc
 from started_frontend import FILL, StartedFrontend, one_token, write_repository
 
-from trimaran.comm.messages import ChildState, Command, FinishReason, Submit
+from trimaran.comm.messages.messages import ChildState, Command, FinishReason, Submit
 
 
 @pytest.fixture

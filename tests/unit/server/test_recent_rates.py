@@ -3,7 +3,7 @@
 import pytest
 from prometheus_client import CollectorRegistry, Histogram
 
-from trimaran.server.recent_rates import Counts, ModelCounts, RecentRates, read_counts
+from trimaran.server.metrics.recent_rates import Counts, ModelCounts, RecentRates, read_counts
 
 KEY = ("llama", "1")
 

@@ -8,7 +8,7 @@ import random
 import numpy as np
 import pytest
 
-from trimaran.server.routing import (
+from trimaran.server.engines.routing import (
     KNOWN_TOKEN_WORTH,
     MAX_IMBALANCE,
     MAX_KNOWN_BLOCKS,

@@ -7,7 +7,7 @@ import urllib.request
 
 import pytest
 
-from trimaran.server.status_page import render_page
+from trimaran.server.http.status_page import render_page
 
 ENGINE = {
     "active_requests": 3.0, "max_requests": 64.0, "scheduled_requests": 3.0,

@@ -1,8 +1,8 @@
 """The counters of where an engine's time goes."""
 
-from trimaran.comm.messages import STATS_KEYS
-from trimaran.server.metrics import Metrics
-from trimaran.server.step_metrics import PARTS
+from trimaran.comm.messages.messages import STATS_KEYS
+from trimaran.server.metrics.metrics import Metrics
+from trimaran.server.metrics.step_metrics import PARTS
 
 
 def seconds(metrics: Metrics) -> dict[str, float]:

@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 from controlled_frontend import starting_over
 
-from trimaran.server.config_pbtxt import read_config
-from trimaran.server.remembered import Remembered
+from trimaran.server.loading.remembered import Remembered
+from trimaran.server.repository.config_pbtxt import read_config
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ import time
 import pytest
 from controlled_frontend import starting_over
 
-from trimaran.comm.messages import Command
+from trimaran.comm.messages.messages import Command
 
 NOT_READY = "Request for unknown model: '{}' version 1 is not at ready state"
 

@@ -6,7 +6,7 @@ from google.protobuf import text_format
 from tritonclient.grpc.model_config_pb2 import ModelConfig
 
 from trimaran.comm.errors import RequestError
-from trimaran.server.validation import Validator, WireInput
+from trimaran.server.inference.validation import Validator, WireInput
 
 FLAT = 'name: "M" input { name: "X" data_type: TYPE_INT32 dims: 4 }'
 BATCHED = """name: "M" max_batch_size: 4

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from trimaran.comm.errors import ConfigError
-from trimaran.launcher.cli import main
-from trimaran.launcher.flags import FlagParser
+from trimaran.launcher.cli.main import main
+from trimaran.launcher.flags.parser import FlagParser
 from trimaran.slurm.commands import add_arguments, run
 from trimaran.slurm.job_spec import TEMPLATES, JobSpec
 from trimaran.slurm.render import render
@@ -280,7 +280,7 @@ def test_the_model_repository_is_asked_for():
 
 
 def test_a_machine_without_slurm_says_so(tmp_path: Path):
-    code = "import sys; from trimaran.launcher.cli import main; sys.exit(main(sys.argv[1:]))"
+    code = "import sys; from trimaran.launcher.cli.main import main; sys.exit(main())"
     done = subprocess.run(
         [sys.executable, "-P", "-c", code, "slurm", "stop", "7"],
         env={"PATH": str(tmp_path)}, capture_output=True, text=True,

@@ -10,7 +10,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from tests.driver import Driver
-from trimaran.worker.config import (
+from trimaran.worker.config.engine_config import (
     CacheConfig,
     EngineConfig,
     LoraConfig,

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from trimaran.worker.kv_cache.manager import KVCacheManager
-from trimaran.worker.request import Sequence
-from trimaran.worker.step_plan import ScheduledStep
-from trimaran.worker.step_types import TransferKind
+from trimaran.worker.requests.request import Sequence
+from trimaran.worker.scheduling.step_plan import ScheduledStep
+from trimaran.worker.steps.step_types import TransferKind
 
 Place = tuple[int, int]
 """KV group and block, or group and slot of the host."""

@@ -9,8 +9,13 @@ from pathlib import Path
 from tokenizers import Tokenizer
 
 from tests.driver import Driver
-from trimaran.comm.messages import FinishReason
-from trimaran.worker.config import CacheConfig, EngineConfig, GuidedConfig, SchedulerConfig
+from trimaran.comm.messages.messages import FinishReason
+from trimaran.worker.config.engine_config import (
+    CacheConfig,
+    EngineConfig,
+    GuidedConfig,
+    SchedulerConfig,
+)
 
 ROOT = Path(__file__).parents[3]
 MODEL = ROOT / "examples" / "demo_models" / "base"

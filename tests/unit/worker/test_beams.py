@@ -10,7 +10,7 @@ from transformers import LlamaForCausalLM
 
 from tests.unit.worker.conftest import VOCAB
 from trimaran.comm.errors import RequestError
-from trimaran.comm.messages import FinishReason
+from trimaran.comm.messages.messages import FinishReason
 
 PROMPT = 37
 """Length of a prompt that ends inside a block."""

@@ -7,17 +7,17 @@ import pytest
 
 from tests.unit.worker.device_memory import DeviceMemory, rows_of
 from trimaran.comm.errors import RequestError
-from trimaran.comm.messages import FinishReason
-from trimaran.comm.sampling_params import SamplingParams
-from trimaran.worker.beam_search import Candidates, num_candidates
-from trimaran.worker.config import SchedulerConfig
+from trimaran.comm.messages.messages import FinishReason
+from trimaran.comm.messages.sampling_params import SamplingParams
+from trimaran.worker.config.engine_config import SchedulerConfig
 from trimaran.worker.kv_cache.free_blocks import Retention
 from trimaran.worker.kv_cache.manager import KVCacheManager
 from trimaran.worker.kv_cache.sequence_blocks import RetentionPlan
-from trimaran.worker.request import Request
-from trimaran.worker.scheduler import Scheduler
-from trimaran.worker.step_plan import ScheduledStep
-from trimaran.worker.step_types import NO_ID
+from trimaran.worker.requests.request import Request
+from trimaran.worker.sampling.beam_search import Candidates, num_candidates
+from trimaran.worker.scheduling.scheduler import Scheduler
+from trimaran.worker.scheduling.step_plan import ScheduledStep
+from trimaran.worker.steps.step_types import NO_ID
 
 NUM_REQUESTS, END = 40, 8
 # Behind the first ones those that led to what was wrong once.

@@ -3,27 +3,27 @@
 import pytest
 import torch
 
-from trimaran.comm.collectives import SingleRankGroup
-from trimaran.comm.control import LocalControlPlane
+from trimaran.comm.collectives.collectives import SingleRankGroup
+from trimaran.comm.control.control import LocalControlPlane
 from trimaran.comm.errors import ConfigError
 from trimaran.comm.topology import ParallelLayout
-from trimaran.worker.config import (
+from trimaran.worker.config.engine_config import (
     EngineConfig,
     LoraConfig,
     ParallelConfig,
     RankConfig,
     SchedulerConfig,
 )
-from trimaran.worker.cuda_graphs import graph_sizes, prompt_graph_sizes
-from trimaran.worker.engine import Engine
-from trimaran.worker.graph_choice import (
+from trimaran.worker.config.parallel_sizes import expert_sizes
+from trimaran.worker.engine.engine import Engine
+from trimaran.worker.execution.cuda_graphs import graph_sizes, prompt_graph_sizes
+from trimaran.worker.execution.graph_choice import (
     LONGEST_DECODE,
     MOST_DECODES,
     choose_graphs,
     suits_a_graph,
 )
-from trimaran.worker.parallel_sizes import expert_sizes
-from trimaran.worker.step_types import SchedulerOutput, int32s
+from trimaran.worker.steps.step_types import SchedulerOutput, int32s
 
 
 def test_the_largest_decode_is_captured_whatever_its_size():

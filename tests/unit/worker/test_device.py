@@ -6,8 +6,8 @@ import pytest
 
 from trimaran.comm.errors import ConfigError
 from trimaran.comm.topology import ParallelLayout
-from trimaran.worker.config import EngineConfig
-from trimaran.worker.device import select_device
+from trimaran.worker.config.engine_config import EngineConfig
+from trimaran.worker.execution.device import select_device
 
 
 def config(**changes: object) -> EngineConfig:

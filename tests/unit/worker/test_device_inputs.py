@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from trimaran.worker.device_inputs import DeviceInputs
-from trimaran.worker.input_batch import InputBatch
-from trimaran.worker.step_types import NewRow, SchedulerOutput, TokenWrite, int32s
+from trimaran.worker.execution.device_inputs import DeviceInputs
+from trimaran.worker.execution.input_batch import InputBatch
+from trimaran.worker.steps.step_types import NewRow, SchedulerOutput, TokenWrite, int32s
 
 NUM_ROWS, MAX_LEN, BLOCK = 7, 600, 16
 CPU = torch.device("cpu")

@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 import torch
 
-from trimaran.comm.collectives import SingleRankGroup
-from trimaran.comm.sampling_params import SamplingParams
-from trimaran.worker import device_sampler, sampler
-from trimaran.worker.device_sampling_state import DeviceSamplingState
-from trimaran.worker.sampling_rows import SamplingRows
-from trimaran.worker.step_types import NO_ID, NewRow, int32s
+from trimaran.comm.collectives.collectives import SingleRankGroup
+from trimaran.comm.messages.sampling_params import SamplingParams
+from trimaran.worker.sampling import device_sampler, sampler
+from trimaran.worker.sampling.device_sampling_state import DeviceSamplingState
+from trimaran.worker.sampling.sampling_rows import SamplingRows
+from trimaran.worker.steps.step_types import NO_ID, NewRow, int32s
 
 CPU = torch.device("cpu")
 VOCAB = 300

@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM
 
-from trimaran.comm.messages import FinishReason
+from trimaran.comm.messages.messages import FinishReason
 
 SEEDED = {"top_p": 0.95, "seed": 11, "temperature": 1.5}
 GREEDY: dict = {}

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from trimaran.comm.errors import ErrorKind, RequestError
-from trimaran.comm.messages import STATS_KEYS, FinishReason
-from trimaran.comm.sampling_params import SamplingParams
+from trimaran.comm.messages.messages import STATS_KEYS, FinishReason
+from trimaran.comm.messages.sampling_params import SamplingParams
 
 VOCAB = 150
 

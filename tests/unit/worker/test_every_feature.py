@@ -10,15 +10,15 @@ import pytest
 
 from tests.driver import Driver
 from tests.unit.worker.lora_adapters import make_adapter, on_the_wire
-from trimaran.comm.messages import FinishReason
-from trimaran.worker.config import (
+from trimaran.comm.messages.messages import FinishReason
+from trimaran.worker.config.engine_config import (
     CacheConfig,
     EngineConfig,
     GuidedConfig,
     ParallelConfig,
     SchedulerConfig,
 )
-from trimaran.worker.prompt_tables import PromptTable
+from trimaran.worker.execution.prompt_tables import PromptTable
 
 MODEL = Path(__file__).parents[3] / "examples" / "demo_models" / "base"
 VOCAB, HIDDEN, END = 4096, 256, 1

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from trimaran.worker.expert_placement import EMPTY, Placement
+from trimaran.worker.experts.placement import EMPTY, Placement
 
 
 def check(placement: Placement) -> None:

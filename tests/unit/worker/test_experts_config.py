@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from trimaran.comm.errors import ConfigError
-from trimaran.worker.experts_config import ExpertsConfig
+from trimaran.worker.config.experts_config import ExpertsConfig
 
 
 def test_experts_that_are_shared_out_may_move():

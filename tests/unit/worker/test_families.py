@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from tests.unit.models import models
-from trimaran.launcher.cli import main
-from trimaran.worker.warm_up import load_product_kernels
+from trimaran.launcher.cli.main import main
+from trimaran.worker.execution.warm_up import load_product_kernels
 
 NUM_TOKENS = 24
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 
 from tests.unit.models import models
-from trimaran.comm.collectives import SingleRankGroup
-from trimaran.comm.control import LocalControlPlane
+from trimaran.comm.collectives.collectives import SingleRankGroup
+from trimaran.comm.control.control import LocalControlPlane
 from trimaran.comm.errors import ConfigError
 from trimaran.comm.topology import ParallelLayout
-from trimaran.worker.config import EngineConfig, RankConfig
-from trimaran.worker.engine import Engine
-from trimaran.worker.first_table import looks_up_first_product
+from trimaran.worker.config.engine_config import EngineConfig, RankConfig
+from trimaran.worker.engine.engine import Engine
+from trimaran.worker.models.first_table import looks_up_first_product
 
 TABLE = 150 * (8 + 4 + 4) * 16 * 4
 """Bytes of the model's table."""

@@ -10,9 +10,8 @@ import time
 
 import pytest
 
-from trimaran.comm.address import Address
 from trimaran.comm.errors import ProtocolError
-from trimaran.comm.messages import (
+from trimaran.comm.messages.messages import (
     Cancel,
     EngineHello,
     FrameBuffer,
@@ -24,9 +23,10 @@ from trimaran.comm.messages import (
     Stop,
     encode,
 )
-from trimaran.worker import frontend_link
-from trimaran.worker.frontend_link import Arrival, FrontendLinks
-from trimaran.worker.serve_loop import LeaderLoop
+from trimaran.comm.transport.address import Address
+from trimaran.worker.serving import frontend_link
+from trimaran.worker.serving.frontend_link import Arrival, FrontendLinks
+from trimaran.worker.serving.serve_loop import LeaderLoop
 
 HELLO = EngineHello(token="t", model="m", group="g", facts={"world_size": 2})
 

@@ -3,8 +3,8 @@
 import gc
 import weakref
 
-from trimaran.worker import garbage
-from trimaran.worker.garbage import GarbageCollection
+from trimaran.worker.serving import garbage
+from trimaran.worker.serving.garbage import GarbageCollection
 
 
 class Cycle:

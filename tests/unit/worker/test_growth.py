@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from tests.unit.worker.test_scheduler import BLOCK, Planner
-from trimaran.worker.growth import GrowthForecast
-from trimaran.worker.pretrained_config import PretrainedConfig
-from trimaran.worker.recompute import tokens_per_read
+from trimaran.worker.config.pretrained_config import PretrainedConfig
+from trimaran.worker.scheduling.growth import GrowthForecast
+from trimaran.worker.scheduling.recompute import tokens_per_read
 
 
 def finish_all(planner):

@@ -24,12 +24,12 @@ from tests.unit.worker.guided_engine import (
     text_of,
 )
 from trimaran.comm.errors import ConfigError, RefusedError, RequestError
-from trimaran.comm.messages import FinishReason
-from trimaran.comm.sampling_params import SamplingParams
-from trimaran.worker.config import GuidedConfig
+from trimaran.comm.messages.messages import FinishReason
+from trimaran.comm.messages.sampling_params import SamplingParams
+from trimaran.worker.config.engine_config import GuidedConfig
+from trimaran.worker.engine.guided_requests import GuidedRequests
 from trimaran.worker.guided.compiler import GuideCompiler
-from trimaran.worker.guided.requests import GuidedRequests
-from trimaran.worker.request import Request
+from trimaran.worker.requests.request import Request
 
 
 @pytest.fixture(scope="module")
@@ -329,7 +329,7 @@ def test_the_gpu_masks_as_the_cpu_does():
     """In Triton's interpreter."""
     import torch
 
-    from trimaran.kernels import triton_mask
+    from trimaran.kernels.triton import mask as triton_mask
 
     rng = np.random.default_rng(0)
     logits = torch.from_numpy(rng.standard_normal((3, 4100)).astype(np.float32))

@@ -6,7 +6,7 @@ from trimaran.comm.errors import ConfigError
 from trimaran.worker.kv_cache.block_pool import BlockPool
 from trimaran.worker.kv_cache.free_blocks import Retention
 from trimaran.worker.kv_cache.host_pool import HostPool
-from trimaran.worker.step_types import TransferKind
+from trimaran.worker.steps.step_types import TransferKind
 
 HOST_BYTES = 1 << 20
 SMALL = {"max_tokens": 208, "host_bytes": HOST_BYTES}

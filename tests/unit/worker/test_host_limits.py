@@ -7,7 +7,7 @@ import os
 import psutil
 import pytest
 
-from trimaran.worker.host_limits import free_memory_bytes, usable_cores
+from trimaran.worker.config.host_limits import free_memory_bytes, usable_cores
 
 GIB = 1 << 30
 

@@ -11,14 +11,14 @@ import torch
 
 from tests.unit.worker.lora_adapters import make_adapter, on_the_wire, write_peft
 from trimaran.comm.errors import ErrorKind, RequestError
-from trimaran.comm.messages import Submit
-from trimaran.comm.sampling_params import SamplingParams
-from trimaran.worker.config import LoraConfig
-from trimaran.worker.lanes import LaneAdapters
+from trimaran.comm.messages.messages import Submit
+from trimaran.comm.messages.sampling_params import SamplingParams
+from trimaran.worker.config.engine_config import LoraConfig
 from trimaran.worker.lora.sent import OutgoingAdapter
 from trimaran.worker.lora.store import PIECE
 from trimaran.worker.lora.tensor_file import TensorFile
-from trimaran.worker.request import Request
+from trimaran.worker.requests.request import Request
+from trimaran.worker.scheduling.lanes import LaneAdapters
 
 
 class Lanes:

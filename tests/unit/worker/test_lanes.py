@@ -7,15 +7,15 @@ from array import array
 import pytest
 
 from trimaran.comm.errors import ProtocolError, RequestError
-from trimaran.comm.messages import FinishReason
-from trimaran.comm.sampling_params import SamplingParams
-from trimaran.worker.config import SchedulerConfig
+from trimaran.comm.messages.messages import FinishReason
+from trimaran.comm.messages.sampling_params import SamplingParams
+from trimaran.worker.config.engine_config import SchedulerConfig
 from trimaran.worker.kv_cache.manager import KVCacheManager
-from trimaran.worker.lane_types import LaneDecisions
-from trimaran.worker.lanes import LaneScheduler
-from trimaran.worker.request import Request
-from trimaran.worker.scheduler import Scheduler
-from trimaran.worker.step_types import SampledTokens, SchedulerOutput
+from trimaran.worker.requests.request import Request
+from trimaran.worker.scheduling.lane_types import LaneDecisions
+from trimaran.worker.scheduling.lanes import LaneScheduler
+from trimaran.worker.scheduling.scheduler import Scheduler
+from trimaran.worker.steps.step_types import SampledTokens, SchedulerOutput
 
 BLOCK = 4
 

@@ -4,13 +4,13 @@ from array import array
 
 import pytest
 
-from trimaran.comm.messages import FinishReason
-from trimaran.comm.sampling_params import SamplingParams
-from trimaran.worker.config import SchedulerConfig
+from trimaran.comm.messages.messages import FinishReason
+from trimaran.comm.messages.sampling_params import SamplingParams
+from trimaran.worker.config.engine_config import SchedulerConfig
 from trimaran.worker.kv_cache.manager import KVCacheManager
-from trimaran.worker.request import Request
-from trimaran.worker.scheduler import Scheduler
-from trimaran.worker.step_types import TransferKind
+from trimaran.worker.requests.request import Request
+from trimaran.worker.scheduling.scheduler import Scheduler
+from trimaran.worker.steps.step_types import TransferKind
 
 BLOCK = 4
 PROMPTS = [range(100 * number, 100 * number + 30) for number in range(1, 7)]

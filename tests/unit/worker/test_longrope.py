@@ -8,9 +8,9 @@ import torch
 
 from tests.unit.models import models
 from trimaran.comm.errors import RequestError
-from trimaran.worker.device_inputs import DeviceInputs
-from trimaran.worker.input_batch import InputBatch
-from trimaran.worker.step_types import NewRow, SchedulerOutput, int32s
+from trimaran.worker.execution.device_inputs import DeviceInputs
+from trimaran.worker.execution.input_batch import InputBatch
+from trimaran.worker.steps.step_types import NewRow, SchedulerOutput, int32s
 
 SWITCH_AT = 32
 LENGTHS = (1, 10, 31, 32, 33, 60)

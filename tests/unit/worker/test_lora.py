@@ -5,8 +5,8 @@ import torch
 
 from tests.unit.worker.lora_adapters import greedy, make_adapter, merged, on_the_wire
 from trimaran.comm.errors import ConfigError, RequestError
-from trimaran.comm.messages import KeepAdapter
-from trimaran.worker.config import LoraConfig
+from trimaran.comm.messages.messages import KeepAdapter
+from trimaran.worker.config.engine_config import LoraConfig
 from trimaran.worker.lora.device_slots import DeviceSlots
 from trimaran.worker.lora.store import AdapterStore
 

@@ -19,8 +19,8 @@ from tests.unit.worker.lora_adapters import (
     write_peft,
 )
 from trimaran.comm.errors import ErrorKind, RequestError
-from trimaran.comm.messages import KeepAdapter
-from trimaran.worker.config import LoraConfig
+from trimaran.comm.messages.messages import KeepAdapter
+from trimaran.worker.config.engine_config import LoraConfig
 from trimaran.worker.lora import manager, sent, store
 from trimaran.worker.lora.folders import AdapterFolders
 from trimaran.worker.lora.formats import read_folder, to_tensors, write_arrays

@@ -17,8 +17,8 @@ from tests.unit.worker.lora_adapters import (
     write_peft,
 )
 from trimaran.comm.errors import RequestError
-from trimaran.comm.messages import KeepAdapter
-from trimaran.worker.config import LoraConfig
+from trimaran.comm.messages.messages import KeepAdapter
+from trimaran.worker.config.engine_config import LoraConfig
 from trimaran.worker.lora import manager
 from trimaran.worker.lora.folders import AdapterFolders
 from trimaran.worker.lora.formats import AdapterTensors, read_folder, to_tensors, write_arrays

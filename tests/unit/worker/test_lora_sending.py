@@ -6,8 +6,8 @@ import pytest
 
 from tests.unit.worker.lora_adapters import make_adapter, on_the_wire, write_peft
 from trimaran.comm.errors import ProtocolError, RequestError
-from trimaran.comm.messages import KeepAdapter
-from trimaran.worker.config import LoraConfig
+from trimaran.comm.messages.messages import KeepAdapter
+from trimaran.worker.config.engine_config import LoraConfig
 from trimaran.worker.lora import manager, sent
 from trimaran.worker.lora.ops_message import decode_ops, encode_ops, holds_ops
 from trimaran.worker.lora.tensor_file import TensorFile

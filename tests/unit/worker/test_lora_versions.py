@@ -18,7 +18,7 @@ from tests.unit.worker.lora_adapters import (
     write_peft,
 )
 from trimaran.comm.errors import RequestError
-from trimaran.worker.config import LoraConfig
+from trimaran.worker.config.engine_config import LoraConfig
 from trimaran.worker.lora.folders import AdapterFolders
 
 LENGTH = 8

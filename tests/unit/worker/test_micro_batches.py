@@ -7,8 +7,8 @@ import random
 from collections import deque
 
 from tests.unit.worker.test_scheduler import Planner
-from trimaran.comm.messages import FinishReason
-from trimaran.worker.scheduler import Scheduler
+from trimaran.comm.messages.messages import FinishReason
+from trimaran.worker.scheduling.scheduler import Scheduler
 
 
 def staged(count, **limits):

@@ -6,17 +6,17 @@ import pytest
 import torch
 
 from tests.unit.models import models
-from trimaran.comm.collectives import SingleRankGroup
-from trimaran.comm.sampling_params import SamplingParams
+from trimaran.comm.collectives.collectives import SingleRankGroup
+from trimaran.comm.messages.sampling_params import SamplingParams
 from trimaran.kernels.gpu import TritonOps
-from trimaran.worker import model_runner
-from trimaran.worker.device_inputs import DeviceInputs
-from trimaran.worker.device_sampling_state import DeviceSamplingState
-from trimaran.worker.input_batch import InputBatch
+from trimaran.worker.execution import model_runner
+from trimaran.worker.execution.device_inputs import DeviceInputs
+from trimaran.worker.execution.input_batch import InputBatch
+from trimaran.worker.execution.model_runner import ModelRunner
 from trimaran.worker.kv_cache.kv_group import group_layers
 from trimaran.worker.layers.linear import QKVParallelLinear
-from trimaran.worker.model_runner import ModelRunner
-from trimaran.worker.step_types import NewRow, SchedulerOutput, int32s
+from trimaran.worker.sampling.device_sampling_state import DeviceSamplingState
+from trimaran.worker.steps.step_types import NewRow, SchedulerOutput, int32s
 
 NUM_ROWS, MAX_LEN, BLOCK = 4, 96, 16
 CPU = torch.device("cpu")

@@ -9,10 +9,10 @@ import time
 import pytest
 
 from tests.unit.worker.test_frontend_link import HELLO, Frontend, open_link, output
-from trimaran.comm.bulk_extras import unpack
-from trimaran.comm.messages import Message
-from trimaran.worker.frontend_link import FrontendLinks
-from trimaran.worker.outbox import Outbox
+from trimaran.comm.messages.bulk_extras import unpack
+from trimaran.comm.messages.messages import Message
+from trimaran.worker.serving.frontend_link import FrontendLinks
+from trimaran.worker.serving.outbox import Outbox
 
 LARGE = 24 << 20
 

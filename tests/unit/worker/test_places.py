@@ -7,9 +7,9 @@ import random
 import pytest
 
 from tests.unit.worker.test_scheduler import BLOCK, Planner
-from trimaran.comm.messages import FinishReason
-from trimaran.worker import places
-from trimaran.worker.places import PlaceFinder
+from trimaran.comm.messages.messages import FinishReason
+from trimaran.worker.scheduling import places
+from trimaran.worker.scheduling.places import PlaceFinder
 
 
 def test_a_prompt_that_waits_is_looked_up_only_once_there_may_be_room(monkeypatch):

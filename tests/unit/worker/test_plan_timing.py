@@ -2,7 +2,7 @@
 
 import pytest
 
-from trimaran.worker.plan_timing import PlanTiming
+from trimaran.worker.engine.plan_timing import PlanTiming
 
 
 def after_steps(

@@ -8,7 +8,7 @@ import torch
 from transformers import LlamaForCausalLM
 
 from trimaran.comm.errors import RequestError
-from trimaran.worker.prompt_tables import PromptTable
+from trimaran.worker.execution.prompt_tables import PromptTable
 
 VOCAB, HIDDEN = 150, 32
 PROMPT = [5, 6, VOCAB, VOCAB + 1, VOCAB + 2, 7, 8, VOCAB + 1, *range(20, 45)]

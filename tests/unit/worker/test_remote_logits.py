@@ -11,14 +11,14 @@ import pytest
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from tests.unit.worker.test_frontend_link import HELLO, Frontend, open_link
-from trimaran.comm.control import LocalControlPlane
+from trimaran.comm.control.control import LocalControlPlane
 from trimaran.comm.errors import RequestError
-from trimaran.comm.messages import Message, RequestFailed, StepOutput, Submit, pack_ids
-from trimaran.comm.sampling_params import SamplingParams
+from trimaran.comm.messages.messages import Message, RequestFailed, StepOutput, Submit, pack_ids
+from trimaran.comm.messages.sampling_params import SamplingParams
 from trimaran.comm.watchdog import Watchdog
-from trimaran.worker.frontend_link import Arrival, FrontendLinks
-from trimaran.worker.remote_logits import check_remote_logits
-from trimaran.worker.serve_loop import LeaderLoop
+from trimaran.worker.serving.frontend_link import Arrival, FrontendLinks
+from trimaran.worker.serving.remote_logits import check_remote_logits
+from trimaran.worker.serving.serve_loop import LeaderLoop
 
 VOCAB = 1 << 17
 BEAMS = {"beam_width": 4, "num_return_sequences": 4, "return_generation_logits": True}

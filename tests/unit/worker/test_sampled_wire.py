@@ -6,9 +6,8 @@ import pytest
 import torch
 
 from trimaran.comm.errors import ProtocolError
-from trimaran.worker.kept_logits import KeptLogits
-from trimaran.worker.sampled_wire import decode_sampled, encode_sampled
-from trimaran.worker.step_types import SampledTokens
+from trimaran.worker.execution.sampled_wire import decode_sampled, encode_sampled
+from trimaran.worker.steps.step_types import KeptLogits, SampledTokens
 
 
 def test_a_result_with_everything_survives_encoding():

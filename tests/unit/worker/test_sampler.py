@@ -4,12 +4,12 @@ import numpy as np
 import pytest
 import torch
 
-from trimaran.comm.sampling_params import SamplingParams
-from trimaran.worker import sampler
-from trimaran.worker.candidates import largest
-from trimaran.worker.noise import gumbel, hash_bits, noise_keys
-from trimaran.worker.sampling_rows import SamplingRows
-from trimaran.worker.step_types import NewRow, int32s
+from trimaran.comm.messages.sampling_params import SamplingParams
+from trimaran.worker.sampling import sampler
+from trimaran.worker.sampling.candidates import largest
+from trimaran.worker.sampling.noise import gumbel, hash_bits, noise_keys
+from trimaran.worker.sampling.sampling_rows import SamplingRows
+from trimaran.worker.steps.step_types import NewRow, int32s
 
 CPU = torch.device("cpu")
 PROMPT = [1, 2, 3]

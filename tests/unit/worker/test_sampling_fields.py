@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from trimaran.comm.sampling_params import SamplingParams
-from trimaran.worker.sampling_rows import SERVED_FIELDS
+from trimaran.comm.messages.sampling_params import SamplingParams
+from trimaran.worker.sampling.sampling_rows import SERVED_FIELDS
 
 VOCAB = 150
 DRAWN = {"top_p": 0.95, "temperature": 1.5}

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from trimaran.comm.errors import ConfigError
-from trimaran.worker.config import CacheConfig, SchedulerConfig
+from trimaran.worker.config.engine_config import CacheConfig, SchedulerConfig
 from trimaran.worker.kv_cache.sizing import CPU_MAX_BYTES, blocks_that_fit, free_bytes
 
 LIMITS = SchedulerConfig(max_num_seqs=4, max_seq_len=100, max_input_len=100)

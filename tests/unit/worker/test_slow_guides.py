@@ -15,8 +15,8 @@ import pytest
 
 from tests.unit.worker.guided_engine import MODEL, ROOT, follows, make_engine, submit, text_of
 from trimaran.comm.errors import ConfigError, RequestError
-from trimaran.comm.messages import FinishReason
-from trimaran.worker.config import GuidedConfig
+from trimaran.comm.messages.messages import FinishReason
+from trimaran.worker.config.engine_config import GuidedConfig
 from trimaran.worker.guided.compiler import GuideCompiler
 from trimaran.worker.guided.library import Library
 from trimaran.worker.guided.trials import Trials
@@ -231,7 +231,7 @@ def test_a_guide_that_takes_more_memory_than_it_may_is_refused_with_the_limit():
 
 PROGRAM = """
 import sys
-from trimaran.worker.config import GuidedConfig
+from trimaran.worker.config.engine_config import GuidedConfig
 from trimaran.worker.guided.compiler import GuideCompiler
 
 compiler = GuideCompiler(GuidedConfig(backend="xgrammar"), sys.argv[1], 4096)

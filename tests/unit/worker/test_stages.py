@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from trimaran.comm.errors import ConfigError
-from trimaran.worker.config import EngineConfig, ParallelConfig
-from trimaran.worker.stages import parse_partition, stage_sizes
+from trimaran.worker.config.engine_config import EngineConfig, ParallelConfig
+from trimaran.worker.config.stages import parse_partition, stage_sizes
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from trimaran.comm.errors import ConfigError
-from trimaran.worker.config import EngineConfig, ProfileConfig, RankConfig
+from trimaran.worker.config.engine_config import EngineConfig, ProfileConfig, RankConfig
 
 
 @pytest.fixture

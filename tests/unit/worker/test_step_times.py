@@ -4,7 +4,7 @@ import time
 
 import pytest
 
-from trimaran.worker.step_times import CpuMarks, Part, StepTimes
+from trimaran.worker.steps.step_times import CpuMarks, Part, StepTimes
 
 
 def test_every_moment_belongs_to_one_part():

@@ -5,9 +5,9 @@ import pytest
 import torch
 
 from trimaran.comm.errors import ProtocolError
-from trimaran.comm.sampling_params import SamplingParams
-from trimaran.worker.staging import to_device
-from trimaran.worker.step_types import NewRow, SchedulerOutput, int32s
+from trimaran.comm.messages.sampling_params import SamplingParams
+from trimaran.worker.steps.staging import to_device
+from trimaran.worker.steps.step_types import NewRow, SchedulerOutput, int32s
 
 
 def decision_with_everything() -> SchedulerOutput:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
+from trimaran.comm.collectives.process_group import NcclGroup
 from trimaran.comm.errors import ConfigError
-from trimaran.comm.process_group import NcclGroup
-from trimaran.worker import sum_norms
-from trimaran.worker.config import ALL_REDUCES, EngineConfig
-from trimaran.worker.sum_norms import FEW_ROWS, MAX_ROWS, choose_sums_and_norms
+from trimaran.worker.config.engine_config import ALL_REDUCES, EngineConfig
+from trimaran.worker.parallel import sum_norms
+from trimaran.worker.parallel.sum_norms import FEW_ROWS, MAX_ROWS, choose_sums_and_norms
 
 CPU = torch.device("cpu")
 

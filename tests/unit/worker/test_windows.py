@@ -5,7 +5,7 @@ import torch
 from transformers import LlamaForCausalLM
 
 from trimaran.comm.errors import ConfigError, RequestError
-from trimaran.worker.config import CacheConfig
+from trimaran.worker.config.engine_config import CacheConfig
 
 NUM_TOKENS = 40
 

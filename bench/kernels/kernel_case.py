@@ -1,0 +1,45 @@
+"""One timed call of a kernel, and what the machine must at least do for it."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+from trimaran.bench.kernels.library_kernels import LibraryKernel
+
+Inputs = TypeVar("Inputs")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KernelCase:
+    """A kernel on inputs of one shape, launched without waiting for the device."""
+
+    name: str
+    shape: str
+    dtype: str
+    run: Callable[[], object]
+    """One launch; each call takes other inputs, so that none is found in a cache."""
+
+    num_bytes: int
+    """Every input read once and every output written once."""
+
+    flops: int = 0
+    peer: Callable[[], object] | None = None
+    """The same by torch, where it has it."""
+
+    libraries: tuple[LibraryKernel, ...] = ()
+    """The same by other libraries, of those that are installed, on the same inputs."""
+
+    def limit_s(self, bytes_per_s: float, flops_per_s: float) -> float:
+        """The least time by the machine's two ceilings."""
+        return max(self.num_bytes / bytes_per_s, self.flops / flops_per_s)
+
+
+def in_turn(
+    function: Callable[[Inputs], object], sets: Sequence[Inputs]
+) -> Callable[[], object]:
+    """A call without arguments that takes the sets of inputs one after the other."""
+    turns = itertools.cycle(sets)
+    return lambda: function(next(turns))

@@ -1,0 +1,231 @@
+"""What a machine could do at most: every operator of a step at its own roofline, in turn."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from trimaran.worker.config.pretrained_config import PretrainedConfig
+from trimaran.worker.config.pretrained_families import FAMILIES
+
+_STEP_TOKENS = 8192
+"""Prompts are computed in steps of about this size."""
+
+_WORKSPACE_BYTES = 3e9
+"""Of a device's usable memory, beside weights and KV cache: activations, graphs, the
+context."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ceilings:
+    """What one device sustains."""
+
+    flops: float
+    """Floating-point operations a second of matrix products in the weights' dtype."""
+
+    bandwidth: float
+    """Bytes a second of a device-to-device copy, read and written."""
+
+    memory: float
+    """Bytes that weights, KV cache and workspace may take."""
+
+    devices: int = 1
+    """How many work together: the other figures are their sums."""
+
+    def __str__(self) -> str:
+        return f"{self.flops / 1e12:.4g} TFLOP/s, {self.bandwidth / 1e12:.3g} TB/s"
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What an operator moves and computes."""
+
+    bytes: float
+    flops: float
+
+
+def product(rows: float, inputs: int, outputs: int, value: float, weights: float) -> Work:
+    """A product of ``rows`` by a matrix; ``weights`` is 1 where the matrix is read."""
+    moved = weights * inputs * outputs + rows * (inputs + outputs)
+    return Work(moved * value, 2 * rows * inputs * outputs)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelShape:
+    """The sizes of a decoder with grouped queries, and an MLP or experts in each layer."""
+
+    layers: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_size: int
+    inner: int
+    vocab: int
+    experts: int = 1
+    """Experts of a layer, ``inner`` wide each; 1 for an MLP."""
+
+    chosen: int = 1
+    """Experts of a token."""
+
+    shared: int = 0
+    """Inner width of the expert of every token; 0 where there is none."""
+
+    dense_layers: int = 0
+    """Layers with an MLP in place of experts."""
+
+    dense_inner: int = 0
+    mlp_matrices: int = 3
+    """Of an MLP or an expert: 2 where it is not gated."""
+
+    is_tied: bool = False
+    value_bytes: float = 2.0
+    """Of weights, activations and KV cache."""
+
+    @classmethod
+    def of(cls, config: PretrainedConfig) -> ModelShape:
+        """Of a model; of latent attention see `latent_shape`."""
+        return cls(kv_heads=config.num_key_value_heads, **common_sizes(config))
+
+    @property
+    def query_width(self) -> int:
+        """Query heads side by side."""
+        return self.heads * self.head_size
+
+    @property
+    def kv_width(self) -> int:
+        """Key heads, or value heads, side by side."""
+        return self.kv_heads * self.head_size
+
+    @property
+    def mlp_width(self) -> int:
+        """Inner values of one token, of all its experts and of the shared one."""
+        return self.chosen * self.inner + self.shared
+
+    @property
+    def kv_token_bytes(self) -> float:
+        """KV cache of one token over all layers."""
+        return 2 * self.layers * self.kv_width * self.value_bytes
+
+    @property
+    def expert_bytes(self) -> float:
+        """The weights of all experts, which ranks may share out; 0 for a plain MLP."""
+        if self.experts == 1:
+            return 0.0
+        mixed = self.layers - self.dense_layers
+        weights = mixed * self.mlp_matrices * self.hidden * self.inner * self.experts
+        return weights * self.value_bytes
+
+    @property
+    def weight_bytes(self) -> float:
+        """All weights."""
+        router = self.hidden * self.experts if self.experts > 1 else 0
+        mlp = self.mlp_matrices * self.hidden * (self.inner * self.experts + self.shared)
+        mixed = (self.layers - self.dense_layers) * (mlp + router)
+        dense = self.dense_layers * self.mlp_matrices * self.hidden * self.dense_inner
+        others = self.layers * (self._attention_weights() + 2 * self.hidden)
+        matrices = 1 if self.is_tied else 2
+        whole = mixed + dense + others + self.hidden + matrices * self.vocab * self.hidden
+        return whole * self.value_bytes
+
+    def step_work(
+        self, tokens: float, read_tokens: float, pairs: float, logits: float
+    ) -> list[tuple[int, Work]]:
+        """(how often, work) of each operator of one step over ``tokens`` new tokens.
+
+        ``read_tokens`` are tokens whose KV is read, ``pairs`` queries times keys.
+        """
+        value, mixed = self.value_bytes, self.layers - self.dense_layers
+        # Of experts drawn at random, those that some token has are read.
+        read = self.experts * (1 - (1 - self.chosen / self.experts) ** tokens)
+        work = [
+            *((self.layers, product(tokens, *each, value, 1)) for each in self._products()),
+            (self.layers, self._attention(tokens, read_tokens, pairs)),
+            (mixed, self._mlp(tokens, self.inner, read, self.chosen)),
+        ]
+        if self.shared:
+            work.append((mixed, self._mlp(tokens, self.shared, 1, 1)))
+        if self.dense_layers:
+            work.append((self.dense_layers, self._mlp(tokens, self.dense_inner, 1, 1)))
+        moved = (self.hidden + logits) * self.vocab * value
+        return [*work, (1, Work(moved, 2 * logits * self.hidden * self.vocab))]
+
+    def _products(self) -> list[tuple[int, int]]:
+        """(inputs, outputs) of the products of a layer's attention but for those of heads."""
+        queries, keys = self.query_width, self.kv_width
+        return [(self.hidden, queries + 2 * keys), (queries, self.hidden)]
+
+    def _attention_weights(self) -> int:
+        return sum(inputs * outputs for inputs, outputs in self._products())
+
+    def _attention(self, tokens: float, read_tokens: float, pairs: float) -> Work:
+        kv_moved = 2 * self.kv_width * (read_tokens + tokens)
+        moved = (kv_moved + 2 * tokens * self.query_width) * self.value_bytes
+        return Work(moved, 4 * self.query_width * pairs)
+
+    def _mlp(self, tokens: float, inner: float, read: float, chosen: float) -> Work:
+        """MLPs ``inner`` wide, of which ``read`` are read and a token has ``chosen``.
+
+        Between their products inner values need not leave the chip twice.
+        """
+        width, matrices = chosen * inner, self.mlp_matrices
+        moved = matrices * read * self.hidden * inner + 2 * tokens * (self.hidden + width)
+        flops = 2 * matrices * tokens * self.hidden * width
+        return Work(moved * self.value_bytes, flops)
+
+
+def common_sizes(config: PretrainedConfig) -> dict[str, Any]:
+    """The fields of a `ModelShape` that do not depend on what its cache holds."""
+    is_mixture = config.num_experts > 0
+    return {
+        "layers": config.num_hidden_layers,
+        "hidden": config.hidden_size,
+        "heads": config.num_attention_heads,
+        "head_size": config.head_size,
+        "inner": config.moe_intermediate_size if is_mixture else config.intermediate_size,
+        "vocab": config.vocab_size,
+        "experts": config.num_experts or 1,
+        "chosen": config.num_experts_per_tok or 1,
+        "shared": config.shared_expert_intermediate_size,
+        "dense_layers": len(config.dense_layers) if is_mixture else 0,
+        "dense_inner": config.intermediate_size,
+        "mlp_matrices": 3 if FAMILIES[config.architecture].is_gated else 2,
+        "is_tied": config.tie_word_embeddings,
+        "value_bytes": 4.0 if config.dtype == "float32" else 2.0,
+    }
+
+
+def _seconds(work: list[tuple[int, Work]], at: Ceilings) -> float:
+    return sum(
+        count * max(each.bytes / at.bandwidth, each.flops / at.flops) for count, each in work
+    )
+
+
+def decode_step_s(shape: ModelShape, at: Ceilings, batch: float, context: float) -> float:
+    """Seconds of one decode step of ``batch`` sequences with ``context`` tokens each."""
+    work = shape.step_work(batch, batch * context, batch * (context + 1), batch)
+    return _seconds(work, at)
+
+
+def prompt_s(shape: ModelShape, at: Ceilings, length: int) -> float:
+    """Seconds for one prompt, its share of a step that several prompts fill."""
+    tokens = max(length, _STEP_TOKENS)
+    pairs = tokens * (length / 2 + 0.5)
+    return _seconds(shape.step_work(tokens, 0, pairs, tokens / length), at) * length / tokens
+
+
+def resident_sequences(shape: ModelShape, at: Ceilings, isl: int, osl: int, most: int) -> int:
+    """Sequences that the memory holds at once, on average half way through their output."""
+    room = at.memory - at.devices * _WORKSPACE_BYTES - shape.weight_bytes
+    return max(1, min(most, int(room / (shape.kv_token_bytes * (isl + osl / 2)))))
+
+
+def output_tokens_per_s(
+    shape: ModelShape, at: Ceilings, isl: int, osl: int, most: int
+) -> float:
+    """The limit of offline throughput: ``most`` requests at once, or as many as fit.
+
+    Each request costs its prompt and its share of ``osl - 1`` decode steps.
+    """
+    batch = resident_sequences(shape, at, isl, osl, most)
+    step = decode_step_s(shape, at, batch, isl + osl / 2)
+    return osl / (prompt_s(shape, at, isl) + (osl - 1) * step / batch)

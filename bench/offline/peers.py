@@ -1,0 +1,239 @@
+"""Other engines on the same loads, each in a process of its own, so that memory comes back."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import IO, Any
+
+from trimaran.bench.offline.load import Load
+from trimaran.comm.errors import ConfigError
+
+Prompts = list[list[int]]
+Generate = Callable[[Prompts, int], int]
+"""Generates that many tokens for each prompt; returns how many came in all."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PeerRun:
+    """What a peer is to do: the rules of our own runs."""
+
+    model: str
+    """A folder with ``config.json``, and weights unless they are random."""
+
+    is_random: bool
+    dtype: str
+    device: str
+    vocab_size: int
+    loads: list[Load]
+    runs: int
+    max_num_seqs: int
+    max_num_tokens: int
+    gpu_memory: float
+    threads: int
+
+
+def check_installed(name: str) -> None:
+    """Raises ConfigError where this peer cannot be imported."""
+    if importlib.util.find_spec(name) is None:
+        raise ConfigError(
+            f"--peer {name}: the package {name} is not installed beside Trimaran. Install it, "
+            "or leave the flag out."
+        )
+
+
+def run_peer(name: str, work: PeerRun) -> list[list[float]]:
+    """Output tokens a second, of each load and run.
+
+    Raises:
+        ConfigError: the peer failed; its own words are included.
+    """
+    check_installed(name)
+    command = [sys.executable, "-m", "trimaran.bench.offline.peers", name]
+    with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as log:
+        code = _run_group(command, json.dumps(asdict(work)), out, log)
+        out.seek(0)
+        log.seek(0)
+        lines, said = out.read().splitlines(), log.read().splitlines()
+    if code != 0 or not lines:
+        # An engine in a process of its own says why above what its caller says.
+        words = "\n".join(said[-80:])
+        raise ConfigError(f"--peer {name} ended with {code}: {words}")
+    rates: list[list[float]] = json.loads(lines[-1])
+    return rates
+
+
+def _run_group(command: list[str], line: str, out: IO[str], log: IO[str]) -> int:
+    """Run a command that is told a line, in a process group that is gone afterwards.
+
+    Its output goes to files: a pipe would stay open as long as any process that it started.
+    """
+    with subprocess.Popen(
+        command,
+        stdin=subprocess.PIPE,
+        stdout=out,
+        stderr=log,
+        text=True,
+        start_new_session=True,
+    ) as process:
+        try:
+            assert process.stdin is not None
+            with contextlib.suppress(BrokenPipeError):
+                process.stdin.write(f"{line}\n")
+                process.stdin.flush()
+            # Not collected yet, so that the group's number stays its own.
+            os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+        finally:
+            os.killpg(process.pid, signal.SIGKILL)
+    _wait_until_gone(process.pid)
+    return process.returncode
+
+
+def _wait_until_gone(group: int, timeout_s: float = 10.0) -> None:
+    """What its processes hold of the device comes back as they end."""
+    deadline = time.monotonic() + timeout_s
+    with contextlib.suppress(ProcessLookupError):
+        while time.monotonic() < deadline:
+            os.killpg(group, 0)
+            time.sleep(0.01)
+
+
+def main() -> None:
+    """Read the work from stdin's first line; the last line of stdout is the result."""
+    name, fields = sys.argv[1], json.loads(sys.stdin.readline())
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    # Engines write to stdout, from processes of theirs even after the result.
+    result = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    loads = [Load(**load) for load in fields.pop("loads")]
+    work = PeerRun(loads=loads, **fields)
+    generate = _ENGINES[name](work)
+    rates = []
+    for load in work.loads:
+        # The first run compiles and allocates, and is not counted.
+        runs = [_rate(generate, load, work.vocab_size, turn) for turn in range(work.runs + 1)]
+        rates.append(runs[1:])
+    print(json.dumps(rates), file=result, flush=True)
+
+
+def _end_with_parent() -> None:
+    """The caller holds stdin open; once it is gone, nothing of this group may stay."""
+    os.read(0, 1)
+    os.killpg(os.getpgrp(), signal.SIGKILL)
+
+
+def _rate(generate: Generate, load: Load, vocab_size: int, turn: int) -> float:
+    import numpy as np
+
+    random = np.random.default_rng([turn, load.isl, load.requests])
+    prompts = random.integers(0, vocab_size, (load.requests, load.isl)).tolist()
+    start = time.perf_counter()
+    count = generate(prompts, load.osl)
+    seconds = time.perf_counter() - start
+    if count != load.requests * load.osl:
+        raise RuntimeError(f"{count} tokens came, {load.requests * load.osl} were due")
+    return count / seconds
+
+
+def _transformers(work: PeerRun) -> Generate:
+    """Static batches, as large as memory allows."""
+    import torch
+    import transformers
+
+    torch.set_num_threads(work.threads)
+    dtype, device = getattr(torch, work.dtype), torch.device(work.device)
+    auto: Any = transformers.AutoModelForCausalLM
+    if work.is_random:
+        config = transformers.AutoConfig.from_pretrained(work.model)
+        with torch.device(device):
+            model = auto.from_config(config, dtype=dtype)
+    else:
+        model = auto.from_pretrained(work.model, dtype=dtype).to(device)
+    model.eval()
+    model.generation_config.eos_token_id = None
+    temperature = work.loads[0].temperature
+    sampling = (
+        {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0}
+        if temperature
+        else {"do_sample": False}
+    )
+    size = work.max_num_seqs
+
+    def one_batch(prompts: Prompts, count: int) -> int:
+        ids = torch.tensor(prompts, device=device)
+        mask = torch.ones_like(ids)
+        made = model.generate(
+            ids, attention_mask=mask, max_new_tokens=count, pad_token_id=0, **sampling
+        )
+        return int(made.cpu().shape[1] - ids.shape[1]) * len(prompts)
+
+    def generate(prompts: Prompts, count: int) -> int:
+        nonlocal size
+        done = total = 0
+        while done < len(prompts):
+            try:
+                total += one_batch(prompts[done : done + size], count)
+            except torch.OutOfMemoryError:
+                if size == 1:
+                    raise
+                size //= 2
+                torch.cuda.empty_cache()
+                continue
+            done += size
+        return total
+
+    return generate
+
+
+def _vllm(work: PeerRun) -> Generate:
+    """Its offline engine with its defaults, but for the rules of ours."""
+    import vllm
+    from vllm.platforms import current_platform
+
+    if current_platform.device_type != work.device.partition(":")[0]:
+        where = current_platform.device_type or "no device"
+        raise RuntimeError(f"vLLM would run on {where}, not on {work.device}")
+    engine = vllm.LLM(
+        model=work.model,
+        skip_tokenizer_init=True,
+        load_format="dummy" if work.is_random else "auto",
+        dtype=work.dtype,
+        enable_prefix_caching=False,
+        max_num_seqs=work.max_num_seqs,
+        max_num_batched_tokens=work.max_num_tokens,
+        max_model_len=max(load.isl + load.osl for load in work.loads),
+        gpu_memory_utilization=work.gpu_memory,
+    )
+
+    def generate(prompts: Prompts, count: int) -> int:
+        sampling = vllm.SamplingParams(
+            temperature=work.loads[0].temperature,
+            max_tokens=count,
+            ignore_eos=True,
+            detokenize=False,
+        )
+        inputs = [{"prompt_token_ids": ids} for ids in prompts]
+        made = engine.generate(inputs, sampling, use_tqdm=False)
+        return sum(len(each.outputs[0].token_ids) for each in made)
+
+    return generate
+
+
+_ENGINES: dict[str, Callable[[PeerRun], Generate]] = {
+    "transformers": _transformers,
+    "vllm": _vllm,
+}
+
+
+if __name__ == "__main__":
+    main()

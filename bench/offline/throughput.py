@@ -1,0 +1,340 @@
+"""`trimaran bench throughput` and `latency`: one engine in this process, against the limit."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import statistics
+from collections.abc import Iterator
+from dataclasses import replace
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from trimaran.bench.limits import ceilings
+from trimaran.bench.limits.latent_shape import shape_of
+from trimaran.bench.limits.ranks import Ranks, connected, memory_of
+from trimaran.bench.limits.roofline import Ceilings, ModelShape, output_tokens_per_s
+from trimaran.bench.limits.shapes import pretrained_config, shape_config
+from trimaran.bench.offline.engine_run import (
+    OfflineDriver,
+    OfflineRun,
+    load_engine,
+    random_checkpoint,
+)
+from trimaran.bench.offline.flags import (
+    engine_config,
+    loads_of,
+    parallel_config,
+    profile_config,
+)
+from trimaran.bench.offline.load import Load
+from trimaran.bench.offline.peers import PeerRun, check_installed, run_peer
+from trimaran.bench.results import results
+from trimaran.comm.errors import ConfigError
+from trimaran.worker.config.engine_config import ParallelConfig
+from trimaran.worker.config.engine_folder import EngineFolder
+from trimaran.worker.config.pretrained_config import PretrainedConfig
+from trimaran.worker.engine.engine import Engine
+from trimaran.worker.models.registry import dtype_by_name
+
+_LEAST_STEPS = 3
+"""Steps of a request up to the first that only decodes and follows another such."""
+
+Facts = dict[str, Any]
+
+
+def run_throughput(args: argparse.Namespace) -> int:
+    """Median of the runs of each load, and the percentage of the machine's limit."""
+    loads = loads_of(args, ["128/128x64"])
+    with _subject(args, loads) as subject:
+        for load in loads:
+            if subject is not None:
+                _throughput(args, subject, load)
+    return 0
+
+
+def run_latency(args: argparse.Namespace) -> int:
+    """Time to the first token, and between tokens, of one request or of a few at once."""
+    loads = loads_of(args, ["128/128x1"])
+    for load in loads:
+        if load.osl < _LEAST_STEPS:
+            raise ConfigError(
+                f"--load {load}: {load.osl} new tokens have no time between them that can be "
+                f"told. Ask for {_LEAST_STEPS} or more."
+            )
+    with _subject(args, loads) as subject:
+        for load in loads:
+            if subject is not None:
+                _latency(args, subject, load)
+    return 0
+
+
+def _throughput(args: argparse.Namespace, subject: _Subject, load: Load) -> None:
+    runs = _runs(subject.driver, load, args.runs)
+    _tell(args, subject, load, runs, subject.facts(load, runs))
+    for name, rates in subject.peers.items():
+        _tell_peer(args, subject, load, name, rates[subject.loads.index(load)])
+
+
+def _latency(args: argparse.Namespace, subject: _Subject, load: Load) -> None:
+    runs = _runs(subject.driver, load, args.runs)
+    times = token_times(runs)
+    print("  ".join(f"{name} {value}" for name, value in times.items()))
+    facts = {**subject.facts(load, runs), "benchmark": "latency", **times}
+    _tell(args, subject, load, runs, facts)
+
+
+def token_times(runs: list[OfflineRun]) -> dict[str, float]:
+    """Milliseconds to the first token, the median of all requests, and between tokens."""
+    first = np.concatenate([run.first_token_s for run in runs])
+    between = np.concatenate([run.steps_s[_LEAST_STEPS - 1 :] for run in runs])
+    return {
+        "first_token_ms": round(1e3 * float(np.median(first)), 3),
+        "token_ms_p50": round(1e3 * float(np.percentile(between, 50)), 3),
+        "token_ms_p99": round(1e3 * float(np.percentile(between, 99)), 3),
+    }
+
+
+class _Subject:
+    """What is measured: an engine, its shape, and what its device can do."""
+
+    def __init__(
+        self, args: argparse.Namespace, loads: list[Load], engine: Engine, ranks: Ranks
+    ) -> None:
+        facts = engine.facts()
+        self.loads = loads
+        self.name = args.shape if args.model is None else Path(args.model).name
+        self.shape: ModelShape
+        self.limits: Ceilings | None = None
+        self.peers: dict[str, list[list[float]]] = {}
+        self.memory: list[dict[str, float]] = []
+        """Of each rank: what fills its memory, in GB."""
+        self.dtype = facts["dtype"]
+        self.engine = engine
+        self.driver = OfflineDriver(engine, ranks.control, facts["vocab_size"])
+        self.device = engine.device
+        self.parallel = parallel_config(args)
+        self._max_num_seqs = facts["max_batch_size"]
+        is_gpu = self.device.type == "cuda"
+        self.device_name = torch.cuda.get_device_name(self.device) if is_gpu else "the CPU"
+
+    def __str__(self) -> str:
+        count = self.parallel.world_size
+        ranks = f" over {count} ranks" if count > 1 else ""
+        return f"{self.name} in {self.dtype} on {self.device_name}{ranks}"
+
+    def facts(self, load: Load, runs: list[OfflineRun]) -> Facts:
+        """The figures of one load on our engine."""
+        steps_s = np.concatenate([run.steps_s for run in runs])
+        return {
+            **self.figures(load, [run.out_tok_s for run in runs]),
+            "memory_gb": self.memory,
+            "seconds": round(statistics.median(run.seconds for run in runs), 3),
+            "step_ms_p50": round(1e3 * float(np.median(steps_s)), 3),
+            "paused_sequences": int(statistics.median(run.num_paused for run in runs)),
+            "recomputed_tokens": int(statistics.median(run.num_recomputed for run in runs)),
+        }
+
+    def figures(self, load: Load, rates: list[float], engine: str = "trimaran") -> Facts:
+        """What any engine's runs are told by, with the share of the limit."""
+        median = statistics.median(rates)
+        facts: dict[str, Any] = {
+            "benchmark": "throughput",
+            "engine": engine,
+            "shape": self.name,
+            "gpus": self.parallel.world_size if self.device.type == "cuda" else 0,
+            "tp_size": self.parallel.tp_size,
+            "pp_size": self.parallel.pp_size,
+            "dp_size": self.parallel.dp_size,
+            "moe_ep_size": self.parallel.expert_parts,
+            "isl": load.isl,
+            "osl": load.osl,
+            "requests": load.requests,
+            "out_tok_s": round(median, 1),
+            "out_tok_s_runs": [round(rate, 1) for rate in sorted(rates)],
+            "dtype": self.dtype,
+            "temperature": load.temperature,
+        }
+        if self.limits is not None:
+            most = min(load.requests, self._max_num_seqs)
+            limit = output_tokens_per_s(self.shape, self.limits, load.isl, load.osl, most)
+            facts["limit_tok_s"] = round(limit, 1)
+            facts["limit_pct"] = round(100 * median / limit, 1)
+        return facts
+
+
+@contextlib.contextmanager
+def _subject(args: argparse.Namespace, loads: list[Load]) -> Iterator[_Subject | None]:
+    """What is measured, on the rank that measures; the others run its steps and get None."""
+    profile = profile_config(args)
+    for name in _peer_names(args):
+        check_installed(name)
+    with _folder(args, loads) as (folder, model):
+        config = engine_config(args, folder, loads)
+        if config.parallel.world_size > 1 and _peer_names(args):
+            raise ConfigError("--peer compares engines on one device: leave it out, or ranks")
+        with connected(config) as ranks:
+            shape = shape_of(model)
+            share = _memory_fraction(args, shape, ranks)
+            limits = _limits(args, ranks, shape, model.dtype)
+            peers = _peers(args, folder, model, loads)
+            cache = replace(config.cache, free_memory_fraction=share)
+            engine = load_engine(replace(config, cache=cache), ranks, profile)
+            memory = ranks.of_all(memory_of(engine))
+            try:
+                if ranks.is_leader:
+                    subject = _Subject(args, loads, engine, ranks)
+                    subject.shape, subject.limits, subject.peers = shape, limits, peers
+                    subject.memory = memory
+                    print(subject, flush=True)
+                    yield subject
+                else:
+                    ranks.follow(engine)
+                    yield None
+            finally:
+                engine.shutdown()
+
+
+def _limits(
+    args: argparse.Namespace, ranks: Ranks, shape: ModelShape, dtype: str
+) -> Ceilings | None:
+    """What the devices sustain, measured on all of them at once. Collective."""
+    if args.ceiling_seconds <= 0:
+        return None
+    limits = ceilings.measure_all(shape, ranks, dtype_by_name(dtype), args.ceiling_seconds)
+    if ranks.is_leader:
+        print(f"ceilings: {limits}")
+    if ranks.device.type == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(ranks.device)
+    return limits
+
+
+def _peer_names(args: argparse.Namespace) -> list[str]:
+    return getattr(args, "peer", None) or []
+
+
+def _peers(
+    args: argparse.Namespace, folder: str, config: PretrainedConfig, loads: list[Load]
+) -> dict[str, list[list[float]]]:
+    """The rates of each peer, before our own engine takes the device's memory."""
+    found = {}
+    for name in _peer_names(args):
+        print(f"{name} is measured first", flush=True)
+        most = max(load.requests for load in loads)
+        work = PeerRun(
+            model=folder,
+            is_random=not args.model,
+            dtype=config.dtype,
+            device=_device_of(args),
+            vocab_size=config.vocab_size,
+            loads=loads,
+            runs=args.runs,
+            max_num_seqs=min(args.max_num_seqs, most),
+            max_num_tokens=args.max_num_tokens,
+            gpu_memory=args.gpu_memory,
+            threads=args.threads,
+        )
+        found[name] = run_peer(name, work)
+    return found
+
+
+def _device_of(args: argparse.Namespace) -> str:
+    if args.device != "auto":
+        return str(args.device)
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+@contextlib.contextmanager
+def _folder(
+    args: argparse.Namespace, loads: list[Load]
+) -> Iterator[tuple[str, PretrainedConfig]]:
+    """The folder that the engine loads, and what it says of the model."""
+    if args.model:
+        config = EngineFolder.load(args.model).config
+        yield args.model, config if args.dtype == "auto" else replace(config, dtype=args.dtype)
+        return
+    dtype = "bfloat16" if args.dtype == "auto" else args.dtype
+    longest = max(load.isl + load.osl for load in loads)
+    with random_checkpoint(shape_config(args.shape, dtype, longest)) as folder:
+        yield folder, pretrained_config(args.shape, dtype, longest)
+
+
+def _memory_fraction(args: argparse.Namespace, shape: ModelShape, ranks: Ranks) -> float:
+    """The share of what the weights leave that leaves ``--gpu-memory`` of the card in use."""
+    if not 0 < args.gpu_memory <= 1:
+        raise ConfigError(f"--gpu-memory is {args.gpu_memory} but must be above 0, at most 1")
+    if ranks.device.type != "cuda":
+        return float(args.gpu_memory)
+    total = float(torch.cuda.get_device_properties(ranks.device).total_memory)
+    weight_bytes = rank_weight_bytes(shape, parallel_config(args))
+    fraction = 1 - (1 - args.gpu_memory) * total / max(total - weight_bytes, 1.0)
+    if fraction <= 0:
+        raise ConfigError(
+            f"--gpu-memory {args.gpu_memory} of {total / 1e9:.0f} GB leaves no KV cache beside "
+            f"{weight_bytes / 1e9:.0f} GB of weights: raise it"
+        )
+    return float(fraction)
+
+
+def rank_weight_bytes(shape: ModelShape, parallel: ParallelConfig) -> float:
+    """A rank's part of the weights: each lane holds all but the experts that lanes share."""
+    num_ranks = parallel.tp_size * parallel.pp_size
+    common = shape.weight_bytes - shape.expert_bytes
+    return (common + shape.expert_bytes / parallel.expert_lanes) / num_ranks
+
+
+def _runs(driver: OfflineDriver, load: Load, count: int) -> list[OfflineRun]:
+    # What is compiled or allocated at first use is not what is measured.
+    short = Load(
+        isl=load.isl,
+        osl=min(load.osl, 16),
+        # Some steps full of prompts, then decodes.
+        requests=min(load.requests, max(1, 65536 // load.isl)),
+        temperature=load.temperature,
+    )
+    driver.run(short)
+    return [driver.run(load) for _ in range(count)]
+
+
+def _tell_peer(
+    args: argparse.Namespace, subject: _Subject, load: Load, name: str, rates: list[float]
+) -> None:
+    facts = subject.figures(load, rates, name)
+    facts[f"{name}_version"] = version(name)
+    share = f", {facts['limit_pct']:.1f} %" if "limit_pct" in facts else ""
+    print(f"{'':>14}  {facts['out_tok_s']:10,.0f} tokens/s by {name}{share}", flush=True)
+    if args.output:
+        results.append(
+            args.output, {**facts, **results.environment(subject.device, subject.limits)}
+        )
+
+
+def _tell(
+    args: argparse.Namespace,
+    subject: _Subject,
+    load: Load,
+    runs: list[OfflineRun],
+    facts: dict[str, Any],
+) -> None:
+    limit = (
+        f"{facts['limit_pct']:5.1f} % of {facts['limit_tok_s']:,.0f}"
+        if "limit_pct" in facts
+        else ""
+    )
+    spread = " to ".join(
+        f"{rate:,.0f}" for rate in (facts["out_tok_s_runs"][0], facts["out_tok_s_runs"][-1])
+    )
+    print(
+        f"{load!s:>14}: {facts['out_tok_s']:10,.0f} tokens/s ({spread})  {limit}  "
+        f"median step {facts['step_ms_p50']:.2f} ms",
+        flush=True,
+    )
+    if args.output:
+        results.append(
+            args.output, {**facts, **results.environment(subject.device, subject.limits)}
+        )

@@ -1,0 +1,135 @@
+"""Collectives on tensors among the ranks of one tensor group, over what fits best."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+
+import torch
+
+from trimaran.comm.collectives.sum_and_norm import SumAndNorm
+from trimaran.comm.mpi import MPI, World
+
+
+class TensorParallelGroup(ABC):
+    """Ranks that hold shards of the same layers.
+
+    Every call is collective: all ranks of the group make the same calls in the same
+    order with equal shapes and dtypes. All ranks get bit-identical results. Calls on CPU
+    tensors return when the result is there, calls on GPU tensors when it is enqueued on
+    the current stream.
+
+    Raises (every call):
+        PeerLostError: another rank missed the group's deadline.
+    """
+
+    rank: int
+    size: int
+    timeout_s: float
+    """Longest wait for another rank; long while loading, the hang timeout afterwards.
+
+    Honoured by shared memory. Over gloo and NCCL it is the value at connecting that
+    counts, and the process's watchdog ends a shorter hang.
+    """
+
+    sum_norm: SumAndNorm | None = None
+    """Sums what it takes together with the norm behind; set on all ranks alike."""
+
+    @abstractmethod
+    def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Sum over the group, in place; returns ``tensor``.
+
+        float16 and bfloat16 are summed in float32 on the CPU and rounded once.
+        """
+
+    @abstractmethod
+    def all_gather(self, tensor: torch.Tensor, dim: int = -1) -> torch.Tensor:
+        """The tensors of all ranks joined along ``dim`` in rank order, new memory."""
+
+    @abstractmethod
+    def broadcast(self, tensor: torch.Tensor, src: int = 0) -> torch.Tensor:
+        """Overwrite ``tensor`` with that of group rank ``src``; returns ``tensor``."""
+
+    @abstractmethod
+    def all_to_all(self, rows: torch.Tensor, counts: Sequence[Sequence[int]]) -> torch.Tensor:
+        """Send each rank rows of its own; returns those from every rank, in rank order.
+
+        ``rows`` holds what goes to rank 0, then to rank 1 and so on. ``counts[i][j]`` rows
+        go from rank i to rank j; the table is the same on all ranks. The result is new
+        memory.
+        """
+
+    @abstractmethod
+    def barrier(self) -> None:
+        """Wait until every rank of the group is here."""
+
+    @abstractmethod
+    def transport_of(self, num_bytes: int) -> str:
+        """What carries an all-reduce of that size, for the log and the metrics."""
+
+    def transports(self) -> dict[str, str]:
+        """Every collective and what carries it, sizes included where they matter."""
+        names = {size: self.transport_of(size) for size in (16 << 10, 64 << 20)}
+        small, large = names.values()
+        all_reduce = small if small == large else f"{small} (large: {large})"
+        return {"all_reduce": all_reduce, "all_gather": large, "broadcast": large}
+
+    def close(self) -> None:
+        """Free what the group holds. Collective; the group is not used afterwards."""
+        return
+
+
+class SingleRankGroup(TensorParallelGroup):
+    """A group of one: nothing moves."""
+
+    rank = 0
+    size = 1
+    timeout_s = 0.0
+
+    def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The tensor itself."""
+        return tensor
+
+    def all_gather(self, tensor: torch.Tensor, dim: int = -1) -> torch.Tensor:
+        """The tensor itself."""
+        return tensor
+
+    def broadcast(self, tensor: torch.Tensor, src: int = 0) -> torch.Tensor:
+        """The tensor itself."""
+        return tensor
+
+    def all_to_all(self, rows: torch.Tensor, counts: Sequence[Sequence[int]]) -> torch.Tensor:
+        """The rows themselves, which a rank sends to itself."""
+        return rows.clone()
+
+    def barrier(self) -> None:
+        """Nobody to wait for."""
+
+    def transport_of(self, num_bytes: int) -> str:
+        """Nothing carries anything."""
+        return "none"
+
+
+def connect_group(
+    world: World, device: torch.device, timeout_s: float, connect_timeout_s: float = 300.0
+) -> TensorParallelGroup:
+    """The tensor group of all ranks of ``world``. Collective over ``world.root``.
+
+    GPUs use NCCL; CPU ranks of one host shared memory, and gloo where some group spans
+    several hosts. ``timeout_s`` bounds every later collective, ``connect_timeout_s`` the
+    connecting.
+    """
+    # Imported here so that each transport's module can build on this interface.
+    from trimaran.comm.collectives.process_group import GlooGroup, NcclGroup
+    from trimaran.comm.collectives.shm_collectives import SharedMemoryGroup
+
+    is_gpu = device.type == "cuda"
+    # What torch makes for one group is made by all ranks of the root world.
+    needs = is_gpu or len(set(world.hosts)) > 1
+    if world.root.size > 1 and world.root.comm.allreduce(needs and world.size > 1, MPI.LOR):
+        if is_gpu:
+            return NcclGroup(world, device, timeout_s, connect_timeout_s)
+        return GlooGroup(world, timeout_s, connect_timeout_s)
+    if world.size == 1:
+        return SingleRankGroup()
+    return SharedMemoryGroup.connect(world, timeout_s)

@@ -1,0 +1,270 @@
+"""Collectives over torch.distributed: gloo between hosts of CPU ranks, NCCL on GPUs."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+
+from trimaran.comm.collectives.collectives import TensorParallelGroup
+from trimaran.comm.errors import PeerLostError
+from trimaran.comm.mpi import World
+from trimaran.comm.transport.net import dial_any, own_addresses
+
+MULTICAST_OFF = {
+    "NCCL_NVLS_ENABLE": "0",
+    "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
+    "NVSHMEM_DISABLE_NVLS": "1",
+}
+# torch exports it without saying so in its type hints.
+_TCPStore: Any = dist.TCPStore  # type: ignore[attr-defined]
+
+
+class ProcessGroup(TensorParallelGroup):
+    """A tensor group as a process group of torch.distributed.
+
+    A process may be in several such groups. They are cut from a default group of all ranks
+    of the root world, which the first of them makes and the last one ends, and over which
+    nothing is sent.
+    """
+
+    transport = ""
+
+    def __init__(self, world: World, backend: str, timeout_s: float, connect_s: float) -> None:
+        self.rank = world.rank
+        self.size = world.size
+        self._ranks = world.root_ranks
+        self.timeout_s = timeout_s
+        limit = timedelta(seconds=timeout_s)
+        _join_default_group(world.root, backend, limit, connect_s)
+        # Only members call this: other groups of the same world are made side by side.
+        self.handle: Any = dist.new_group(
+            list(world.root_ranks), limit, backend, use_local_synchronization=True
+        )
+
+    def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Sum over the group, in place; returns ``tensor``."""
+        if not tensor.is_contiguous():
+            return tensor.copy_(self.all_reduce(tensor.contiguous()))
+        self._run(dist.all_reduce, tensor, group=self.handle)
+        return tensor
+
+    def all_gather(self, tensor: torch.Tensor, dim: int = -1) -> torch.Tensor:
+        """The tensors of all ranks joined along ``dim`` in rank order, new memory."""
+        own = tensor.contiguous()
+        parts = [torch.empty_like(own) for _ in range(self.size)]
+        self._run(dist.all_gather, parts, own, group=self.handle)
+        return torch.cat(parts, dim)
+
+    def broadcast(self, tensor: torch.Tensor, src: int = 0) -> torch.Tensor:
+        """Overwrite ``tensor`` with that of group rank ``src``; returns ``tensor``."""
+        own = tensor.contiguous()
+        self._run(dist.broadcast, own, group=self.handle, group_src=src)
+        return tensor if own is tensor else tensor.copy_(own)
+
+    def all_to_all(self, rows: torch.Tensor, counts: Sequence[Sequence[int]]) -> torch.Tensor:
+        """Send each rank rows of its own; returns those from every rank, in rank order."""
+        own = rows.contiguous()
+        receive = [row[self.rank] for row in counts]
+        received = own.new_empty((sum(receive), *own.shape[1:]))
+        self._run(
+            dist.all_to_all_single,
+            received,
+            own,
+            receive,
+            list(counts[self.rank]),
+            group=self.handle,
+        )
+        return received
+
+    def barrier(self) -> None:
+        """Wait until every rank of the group is here."""
+        self._run(dist.barrier, group=self.handle)
+
+    def transport_of(self, num_bytes: int) -> str:
+        """One transport for all sizes."""
+        return self.transport
+
+    def close(self) -> None:
+        """Leave the group, and torch.distributed with the last one. Collective.
+
+        Connections end with the last one's. Torch names a group by its ranks and by how many
+        groups there are, so after the end of one the next would get its name, and find the
+        addresses, or the key of NCCL, that it had left in the store.
+        """
+        _leave_default_group()
+
+    def _run(self, call: Callable[..., object], *arguments: object, **options: object) -> None:
+        try:
+            call(*arguments, **options)
+        except RuntimeError as error:
+            raise PeerLostError(
+                f"{self.transport} failed on rank {self.rank} of {self.size}: {error}"
+            ) from error
+
+
+class GlooGroup(ProcessGroup):
+    """CPU ranks on several hosts, over TCP. 16-bit floats travel as float32.
+
+    The group's own limit is that of its first day: each wait is given ``timeout_s`` of now.
+    """
+
+    transport = "gloo"
+
+    def __init__(self, world: World, timeout_s: float, connect_timeout_s: float) -> None:
+        super().__init__(world, "gloo", timeout_s, connect_timeout_s)
+
+    def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Sum over the group, in place; returns ``tensor``."""
+        if tensor.dtype in (torch.float16, torch.bfloat16):
+            return tensor.copy_(super().all_reduce(tensor.float()))
+        return super().all_reduce(tensor)
+
+    def _run(self, call: Callable[..., Any], *arguments: object, **options: object) -> None:
+        limit = timedelta(seconds=self.timeout_s)
+        try:
+            call(*arguments, **options, async_op=True).wait(limit)
+        except RuntimeError as error:
+            others = [rank for rank in self._ranks if rank != self._ranks[self.rank]]
+            raise PeerLostError(
+                f"no sum or exchange with rank(s) {others}, over the network, within "
+                f"{self.timeout_s:.3g} s: {error}"
+            ) from error
+
+
+class SumInPlace(Protocol):
+    """Another way to sum some tensors over the ranks of a group."""
+
+    def takes(self, tensor: torch.Tensor) -> bool:
+        """Whether it can sum a tensor; the same on all ranks."""
+        ...
+
+    def way_of(self, num_bytes: int) -> str:
+        """How a tensor of that size is summed, for the log; empty if it is not taken."""
+        ...
+
+    def __call__(self, tensor: torch.Tensor) -> None:
+        """Overwrite a contiguous tensor with the sum, on the current stream."""
+        ...
+
+
+class NcclGroup(ProcessGroup):
+    """One GPU a rank. Calls are enqueued on the current stream."""
+
+    transport = "nccl"
+
+    peer_sum: SumInPlace | None = None
+    """Sums what it takes in place of NCCL; set on all ranks alike."""
+
+    def __init__(
+        self, world: World, device: torch.device, timeout_s: float, connect_timeout_s: float
+    ) -> None:
+        for name, value in MULTICAST_OFF.items():
+            os.environ.setdefault(name, value)
+        torch.cuda.set_device(device)
+        self.device = device
+        self.num_hosts = len(set(world.hosts))
+        super().__init__(world, "nccl", timeout_s, connect_timeout_s)
+        # Connects the GPUs now: a graph could not capture that.
+        self.barrier()
+
+    def all_gather(self, tensor: torch.Tensor, dim: int = -1) -> torch.Tensor:
+        """The tensors of all ranks joined along ``dim`` in rank order, new memory."""
+        own = tensor.contiguous()
+        joined = torch.empty((self.size, *own.shape), dtype=own.dtype, device=own.device)
+        self._run(dist.all_gather_into_tensor, joined, own, group=self.handle)
+        return joined.flatten(0, 1) if dim == 0 else torch.cat(joined.unbind(0), dim)
+
+    def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Sum over the group, in place; returns ``tensor``."""
+        peer = self.peer_sum
+        if peer is not None and tensor.is_contiguous() and peer.takes(tensor):
+            peer(tensor)
+            return tensor
+        return super().all_reduce(tensor)
+
+    def transport_of(self, num_bytes: int) -> str:
+        """NCCL, but for what ranks sum themselves."""
+        way = "" if self.peer_sum is None else self.peer_sum.way_of(num_bytes)
+        return f"peer {way}" if way else self.transport
+
+    def transports(self) -> dict[str, str]:
+        """Every collective and what carries it; that with norms is there where it is made."""
+        with_norms = {} if self.sum_norm is None else {"sum_norm": "peer push"}
+        return {**super().transports(), **with_norms}
+
+    def barrier(self) -> None:
+        """Wait until every rank of the group is here and its GPU is idle."""
+        self.all_reduce(torch.zeros(1, device=self.device))
+        torch.cuda.synchronize(self.device)
+
+    def close(self) -> None:
+        """Leave the group. Collective; all graphs that hold its sums are gone."""
+        memory = [way for way in (self.peer_sum, self.sum_norm) if way is not None]
+        self.peer_sum = self.sum_norm = None
+        if memory:
+            # By NCCL: whoever comes here has read all that it will of the others' memory.
+            self.barrier()
+        del memory
+        super().close()
+
+
+_num_groups = 0
+"""Process groups of this process beside the default one."""
+
+
+def _join_default_group(root: World, backend: str, limit: timedelta, connect_s: float) -> None:
+    """Make the group that others are cut from, unless it is there. Collective over ``root``."""
+    global _num_groups
+    if not _num_groups:
+        # Without a device it connects no GPUs.
+        dist.init_process_group(
+            backend,
+            store=connect_store(root, connect_s),
+            rank=root.rank,
+            world_size=root.size,
+            timeout=limit,
+        )
+    _num_groups += 1
+
+
+def _leave_default_group() -> None:
+    global _num_groups
+    _num_groups -= 1
+    if not _num_groups:
+        dist.destroy_process_group()
+
+
+def connect_store(world: World, timeout_s: float) -> Any:
+    """A key-value store on group rank 0 that all ranks reach. Collective.
+
+    Rank 0 binds a free port and hands over the bound socket, so that no other process
+    can take the port in between.
+    """
+    limit = timedelta(seconds=timeout_s)
+    is_one_host = len(set(world.hosts)) == 1
+    if world.rank == 0:
+        listener = socket.create_server(("127.0.0.1" if is_one_host else "", 0), backlog=128)
+        port = listener.getsockname()[1]
+        store = _TCPStore(
+            "127.0.0.1",
+            port,
+            world.size,
+            is_master=True,
+            timeout=limit,
+            wait_for_workers=False,
+            master_listen_fd=listener.detach(),
+        )
+        world.comm.bcast((["127.0.0.1"] if is_one_host else own_addresses(), port))
+        return store
+    candidates, port = world.comm.bcast(None)
+    with dial_any(candidates, port) as sock:
+        address = sock.getpeername()[0]
+    return _TCPStore(
+        address, port, world.size, is_master=False, timeout=limit, wait_for_workers=False
+    )

@@ -1,0 +1,252 @@
+"""Collectives among CPU ranks of one host through memory that all of them map."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import os
+import time
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from trimaran.comm.collectives.collectives import TensorParallelGroup
+from trimaran.comm.collectives.shares import Shares
+from trimaran.comm.errors import PeerLostError
+from trimaran.comm.mpi import World
+from trimaran.comm.transport.shared_memory import (
+    CACHE_LINE_BYTES,
+    WORDS_A_LINE,
+    Futex,
+    SharedSegment,
+    fence,
+)
+
+SLOT_BYTES = 1 << 20
+"""Largest piece of a tensor that one round moves; longer ones take several rounds."""
+
+ONE_SHOT_BYTES = 64 << 10
+"""Up to here every rank adds up everything; beyond, each adds a part and they exchange."""
+
+# Looks before sleeping: about 0.3 ms on a free core, far over the usual wait of a few us.
+_SPINS = 1000
+_LONGEST_SLEEP_S = 0.001
+_MAX_CACHED_VIEWS = 1024
+
+
+class SharedMemoryGroup(TensorParallelGroup):
+    """Ranks that copy into their own slots, raise a flag and read the others' slots.
+
+    A rank's line holds its flag, which counts the phases that it has finished, and
+    whether somebody sleeps until that flag moves. Each rank has two slots, used
+    in turn: a slot is written again only when every rank has entered the operation
+    after the one that read it. Sums run in rank order, so every rank gets the same bits.
+    """
+
+    def __init__(self, world: World, segment: SharedSegment, timeout_s: float) -> None:
+        self.rank = world.rank
+        self.size = world.size
+        self._root_ranks = world.root_ranks
+        self._segment = segment
+        self.timeout_s = timeout_s
+        words = segment.words()[: self.size * WORDS_A_LINE]
+        self._flags = words[::WORDS_A_LINE]
+        self._sleepers = words[1::WORDS_A_LINE]
+        lines = range(segment.address, segment.address + len(words) * 8, CACHE_LINE_BYTES)
+        self._futexes = [Futex(address) for address in lines]
+        self._count = 0
+        self._entry_of_last = 0
+        self._turn = 0
+        self._views: dict[tuple[int, int, torch.dtype], list[torch.Tensor]] = {}
+
+    @classmethod
+    def connect(cls, world: World, timeout_s: float) -> SharedMemoryGroup:
+        """Collective over ``world``, whose ranks share a host."""
+        if world.rank == 0:
+            num_bytes = world.size * (CACHE_LINE_BYTES + 2 * SLOT_BYTES)
+            segment = SharedSegment.create(num_bytes)
+            world.comm.bcast(segment.handle)
+        else:
+            segment = SharedSegment.attach(world.comm.bcast(None))
+        world.comm.Barrier()
+        segment.close_descriptor()
+        return cls(world, segment, timeout_s)
+
+    def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Sum over the group, in place; returns ``tensor``."""
+        if tensor.is_contiguous():
+            for piece in _pieces(tensor.view(-1)):
+                self._reduce_piece(piece)
+            return tensor
+        return tensor.copy_(self.all_reduce(tensor.contiguous()))
+
+    def all_gather(self, tensor: torch.Tensor, dim: int = -1) -> torch.Tensor:
+        """The tensors of all ranks joined along ``dim`` in rank order, new memory."""
+        flat = tensor.contiguous().view(-1)
+        if flat.numel() * flat.element_size() <= SLOT_BYTES:
+            parts = [part.view(tensor.shape) for part in self._exchange(flat)]
+            return torch.cat(parts, dim)
+        gathered = torch.empty((self.size, flat.numel()), dtype=flat.dtype)
+        start = 0
+        for piece in _pieces(flat):
+            end = start + piece.numel()
+            for rank, part in enumerate(self._exchange(piece)):
+                gathered[rank, start:end] = part
+            start = end
+        return torch.cat([part.view(tensor.shape) for part in gathered], dim)
+
+    def broadcast(self, tensor: torch.Tensor, src: int = 0) -> torch.Tensor:
+        """Overwrite ``tensor`` with that of group rank ``src``; returns ``tensor``."""
+        flat = tensor if tensor.is_contiguous() else tensor.contiguous()
+        for piece in _pieces(flat.view(-1)):
+            parts = self._exchange(piece, is_source=self.rank == src)
+            if self.rank != src:
+                piece.copy_(parts[src])
+        return tensor if flat is tensor else tensor.copy_(flat)
+
+    def all_to_all(self, rows: torch.Tensor, counts: Sequence[Sequence[int]]) -> torch.Tensor:
+        """Send each rank rows of its own; returns those from every rank, in rank order."""
+        own = rows.contiguous()
+        row_bytes = own.element_size() * math.prod(own.shape[1:])
+        shares = Shares([[count * row_bytes for count in row] for row in counts], self.rank)
+        received = own.new_empty((sum(row[self.rank] for row in counts), *own.shape[1:]))
+        source, target = own.data_ptr(), received.data_ptr()
+        here, there, size = shares.kept
+        ctypes.memmove(target + there, source + here, size)
+        for start in range(0, shares.longest, SLOT_BYTES):
+            self._enter()
+            slots = [slot.data_ptr() for slot in self._slot_views(SLOT_BYTES, torch.uint8)]
+            for here, there, size in shares.sent(start, SLOT_BYTES):
+                ctypes.memmove(slots[self.rank] + there, source + here, size)
+            self._raise_and_wait("all_to_all")
+            for rank, here, there, size in shares.received(start, SLOT_BYTES):
+                ctypes.memmove(target + there, slots[rank] + here, size)
+        return received
+
+    def barrier(self) -> None:
+        """Wait until every rank of the group is here."""
+        self._enter()
+        self._raise_and_wait("barrier")
+
+    def transport_of(self, num_bytes: int) -> str:
+        """Always shared memory, in rounds of `SLOT_BYTES`."""
+        return "shared_memory"
+
+    # ---- one round ----------------------------------------------------------------------
+
+    def _reduce_piece(self, piece: torch.Tensor) -> None:
+        views = self._exchange(piece)
+        num_bytes = piece.numel() * piece.element_size()
+        if self.size == 2 or num_bytes <= ONE_SHOT_BYTES:
+            _add_up(views, piece)
+            return
+        # Nobody else reads this rank's part of this rank's slot before the second flag,
+        # so the sum can stand there.
+        part = -(-piece.numel() // self.size)
+        own = slice(self.rank * part, (self.rank + 1) * part)
+        _add_up([view[own] for view in views], views[self.rank][own])
+        self._raise_and_wait("all_reduce")
+        for rank, view in enumerate(views):
+            piece[rank * part : (rank + 1) * part] = view[rank * part : (rank + 1) * part]
+
+    def _exchange(self, piece: torch.Tensor, is_source: bool = True) -> list[torch.Tensor]:
+        """Show ``piece`` to all; the views of every rank's piece, good until the next call.
+
+        Without ``is_source`` this rank shows nothing.
+        """
+        self._enter()
+        views = self._slot_views(piece.numel(), piece.dtype)
+        if is_source:
+            own = views[self.rank]
+            num_bytes = piece.numel() * piece.element_size()
+            ctypes.memmove(own.data_ptr(), piece.data_ptr(), num_bytes)
+        self._raise_and_wait("exchange")
+        return views
+
+    def _enter(self) -> None:
+        """Begin an operation: its slots are free once all have entered the last one."""
+        self._wait(self._entry_of_last, "entry")
+        self._entry_of_last = self._count + 1
+        self._turn ^= 1
+
+    def _raise_and_wait(self, phase: str) -> None:
+        self._count += 1
+        fence()
+        self._flags[self.rank] = self._count
+        # A sleeper that this look misses wakes by itself after `_LONGEST_SLEEP_S`.
+        if self._sleepers[self.rank]:
+            self._sleepers[self.rank] = 0
+            self._futexes[self.rank].wake()
+        self._wait(self._count, phase)
+
+    def _wait(self, count: int, phase: str) -> None:
+        flags = self._flags
+        for rank in range(self.size):
+            if flags[rank] >= count:
+                continue
+            for _ in range(_SPINS):
+                if flags[rank] >= count:
+                    break
+                os.sched_yield()
+            else:
+                self._sleep_until(rank, count, phase)
+        fence()
+
+    def _sleep_until(self, rank: int, count: int, phase: str) -> None:
+        """Sleep in the kernel until ``rank`` has raised its flag to ``count``."""
+        deadline = time.monotonic() + self.timeout_s
+        while (seen := self._flags[rank]) < count:
+            if time.monotonic() > deadline:
+                raise PeerLostError(self._describe_late(count, phase))
+            self._sleepers[rank] = 1
+            self._futexes[rank].wait(seen, _LONGEST_SLEEP_S)
+
+    def _describe_late(self, count: int, phase: str) -> str:
+        names = self._root_ranks
+        late = {names[rank]: n for rank, n in enumerate(self._flags) if n < count}
+        return (
+            f"rank(s) {list(late)} did not reach phase {count} ({phase}) of the group of ranks "
+            f"{list(names)} within {self.timeout_s:.3g} s; they are at {list(late.values())}"
+        )
+
+    def _slot_views(self, numel: int, dtype: torch.dtype) -> list[torch.Tensor]:
+        """Every rank's current slot as a tensor of that many elements."""
+        key = (self._turn, numel, dtype)
+        views = self._views.get(key)
+        if views is None:
+            if len(self._views) >= _MAX_CACHED_VIEWS:
+                self._views.clear()
+            first = self.size * CACHE_LINE_BYTES + self._turn * self.size * SLOT_BYTES
+            views = [
+                torch.frombuffer(
+                    self._segment.map,
+                    dtype=dtype,
+                    count=numel,
+                    offset=first + rank * SLOT_BYTES,
+                )
+                for rank in range(self.size)
+            ]
+            self._views[key] = views
+        return views
+
+
+def _pieces(flat: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Views of at most a slot each."""
+    step = SLOT_BYTES // flat.element_size()
+    if 0 < flat.numel() <= step:
+        yield flat
+        return
+    for start in range(0, flat.numel(), step):
+        yield flat[start : start + step]
+
+
+def _add_up(views: list[torch.Tensor], out: torch.Tensor) -> None:
+    """Sum in rank order; 16-bit floats in float32, rounded once. ``out`` may be a view."""
+    if len(views) == 2:
+        torch.add(views[0], views[1], out=out)
+        return
+    is_short = out.dtype in (torch.float16, torch.bfloat16)
+    total = views[0].float() if is_short else views[0].clone()
+    for view in views[1:]:
+        total += view
+    out.copy_(total)

@@ -1,0 +1,102 @@
+"""TCP connections from ranks on other hosts to rank 0, for what must not wait inside MPI."""
+
+from __future__ import annotations
+
+import hmac
+import secrets
+import socket
+import struct
+import time
+from collections.abc import Iterable
+
+from trimaran.comm.errors import PeerLostError
+from trimaran.comm.mpi import World
+from trimaran.comm.transport.net import dial_any, own_addresses, watch_for_lost_host
+
+_ACCEPT_TIMEOUT_S = 60.0
+_GREETING_TIMEOUT_S = 5.0
+_TOKEN_BYTES = 16
+_GREETING = struct.Struct(f"<{_TOKEN_BYTES}sI")
+"""The token, and the rank that shows it."""
+
+
+def connect_lines(
+    world: World, ranks: Iterable[int]
+) -> tuple[socket.socket | None, dict[int, socket.socket]]:
+    """This rank's line to rank 0 if it is one of ``ranks``, and for rank 0 theirs, by rank.
+
+    Collective over ``world``; rank 0 is none of them. The lines block without a limit, and
+    the kernel ends them soon after the other host is lost.
+
+    Raises:
+        PeerLostError: on rank 0, a rank did not connect in time.
+        ConfigError: on another rank, rank 0 cannot be reached.
+    """
+    if world.rank == 0:
+        with socket.create_server(("", 0), backlog=128) as listener:
+            token = secrets.token_bytes(_TOKEN_BYTES)
+            world.comm.bcast((own_addresses(), listener.getsockname()[1], token))
+            return None, accept_lines(listener, token, ranks)
+    candidates, port, token = world.comm.bcast(None)
+    if world.rank not in ranks:
+        return None, {}
+    line = dial_any(candidates, port)
+    line.sendall(_GREETING.pack(token, world.rank))
+    return _prepared(line), {}
+
+
+def accept_lines(
+    listener: socket.socket,
+    token: bytes,
+    ranks: Iterable[int],
+    timeout_s: float = _ACCEPT_TIMEOUT_S,
+) -> dict[int, socket.socket]:
+    """A connection of each rank that shows the token; whoever shows none is hung up on.
+
+    Raises:
+        PeerLostError: not all connected within ``timeout_s``.
+    """
+    lines: dict[int, socket.socket] = {}
+    missing = set(ranks)
+    deadline = time.monotonic() + timeout_s
+    while missing:
+        listener.settimeout(max(deadline - time.monotonic(), 0.001))
+        try:
+            sock, _ = listener.accept()
+        except TimeoutError:
+            for line in lines.values():
+                line.close()
+            raise PeerLostError(
+                f"ranks {sorted(missing)} did not connect to rank 0 within {timeout_s:g} s"
+            ) from None
+        rank = _rank_of(sock, token)
+        if rank in missing:
+            missing.discard(rank)
+            lines[rank] = _prepared(sock)
+        else:
+            sock.close()
+    return lines
+
+
+def _rank_of(sock: socket.socket, token: bytes) -> int:
+    """Who connected; -1 for whoever does not show the token soon."""
+    deadline = time.monotonic() + _GREETING_TIMEOUT_S
+    greeting = b""
+    try:
+        # A greeting may come in several pieces.
+        while len(greeting) < _GREETING.size:
+            sock.settimeout(max(deadline - time.monotonic(), 0.001))
+            if not (piece := sock.recv(_GREETING.size - len(greeting))):
+                return -1
+            greeting += piece
+    except OSError:
+        return -1
+    shown, rank = _GREETING.unpack(greeting)
+    return rank if hmac.compare_digest(shown, token) else -1
+
+
+def _prepared(line: socket.socket) -> socket.socket:
+    line.settimeout(None)
+    line.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    watch_for_lost_host(line)
+    return line

@@ -1,0 +1,140 @@
+"""What ties a rank to the ranks outside of its tensor group: stages, results, agreements."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from trimaran.comm.collectives.collectives import TensorParallelGroup
+from trimaran.comm.control.result_link import ResultReader, ResultWriter, connect_results
+from trimaran.comm.mpi import World
+from trimaran.comm.stages.stage_link import (
+    HiddenShape,
+    StageReceiver,
+    StageSender,
+    connect_stages,
+)
+from trimaran.comm.topology import ParallelLayout
+from trimaran.comm.waits import Waits
+
+_EXTRA_SLOTS = 2
+"""Steps that a link between stages holds beside one a stage: one more may be in flight, and
+the one that is being read is not free yet."""
+
+
+class PipelineLinks:
+    """One rank's links to the stages before and behind it, and those for results.
+
+    Decisions come over the control plane. Hidden states go from a stage to the next, from
+    each rank of the tensor group to the one in its place. What was sampled goes from tensor
+    rank 0 of the last stage to rank 0. A rank of an engine of one stage has none of them.
+    """
+
+    def __init__(self) -> None:
+        self.previous: StageReceiver | None = None
+        self.next: StageSender | None = None
+        self.writer: ResultWriter | None = None
+        self.readers: dict[int, ResultReader] = {}
+        """On rank 0, by the rank that tells results."""
+        self.news_writer: ResultWriter | None = None
+        self.news_readers: dict[int, ResultReader] = {}
+        """The same for what the first rank of each stage and lane tells now and then."""
+        self.expert_ranks: TensorParallelGroup | None = None
+        """The ranks of all lanes that share this rank's layers, where they share experts."""
+        self.is_first_lane = True
+        """Whether this rank is of the lane of rank 0."""
+        self._world: World | None = None
+        self._timeout_s = float("inf")
+
+    @classmethod
+    def connect(cls, world: World, topology: ParallelLayout, timeout_s: float) -> PipelineLinks:
+        """Links for results; those between stages need `open`. Collective over ``world``."""
+        links = cls()
+        if world.size > 1:
+            links._world = world
+            tellers = [topology.teller_of(lane) for lane in range(topology.dp_size)]
+            tellers = [rank for rank in tellers if rank > 0]
+            links.writer, links.readers = connect_results(world, tellers, timeout_s)
+        links._timeout_s = timeout_s
+        links.is_first_lane = topology.dp_rank == 0
+        return links
+
+    def open(
+        self,
+        topology: ParallelLayout,
+        device: torch.device,
+        sizes: tuple[int, int],
+        dtype: torch.dtype,
+    ) -> None:
+        """Connect the stages for steps of ``sizes``: most tokens, hidden size.
+
+        Collective over the world.
+        """
+        if topology.pp_size == 1:
+            return
+        assert self._world is not None, "stages were not connected"
+        stages = self._world.subgroup(topology.pp_ranks)
+        shape = HiddenShape(*sizes, dtype, topology.pp_size + _EXTRA_SLOTS)
+        self.previous, self.next = connect_stages(stages, shape, device, self._timeout_s)
+        if self.previous is not None:
+            self.previous.peer = topology.rank - topology.tp_size
+        if self.next is not None:
+            self.next.peer = topology.rank + topology.tp_size
+
+    def open_news(self, topology: ParallelLayout) -> None:
+        """Connect the first ranks of all other stages and lanes to rank 0, beside results.
+
+        Collective over the world.
+        """
+        if self._world is None or topology.tp_size == topology.world_size:
+            return
+        tellers = range(topology.tp_size, topology.world_size, topology.tp_size)
+        ends = connect_results(self._world, tellers, self._timeout_s)
+        self.news_writer, self.news_readers = ends
+
+    def all_gather(self, value: Any) -> list[Any]:
+        """Every rank's ``value``, in order of ranks. Collective over the world; while loading.
+
+        Raises:
+            PeerLostError: a rank did not come in time.
+        """
+        if self._world is None:
+            return [value]
+        self._world.barrier(self._timeout_s, "an agreement while loading")
+        values: list[Any] = self._world.comm.allgather(value)
+        return values
+
+    def minimum(self, value: int) -> int:
+        """The least of all ranks' values; see `all_gather`."""
+        return int(min(self.all_gather(value)))
+
+    def set_timeouts(self, waits: Waits) -> None:
+        """The longest waits for other ranks from now on."""
+        self._timeout_s = waits.results_s
+        readers = [*self.readers.values(), *self.news_readers.values()]
+        for end in [self.next, self.writer, self.news_writer, *readers]:
+            if end is not None:
+                end.timeout_s = waits.results_s
+        if self.previous is not None:
+            self.previous.timeout_s = waits.hidden_s
+        if self.expert_ranks is not None:
+            self.expert_ranks.timeout_s = waits.experts_s
+
+    def transports(self) -> dict[str, str]:
+        """What carries hidden states and results, for the log and the metrics."""
+        end = self.previous or self.next
+        names = {} if end is None else {"stages": end.transport}
+        if self.expert_ranks is not None:
+            names["expert_all_to_all"] = self.expert_ranks.transport_of(1)
+        told = sorted({reader.transport for reader in self.readers.values()})
+        return {**names, "results": "+".join(told)} if told else names
+
+    def close(self) -> None:
+        """Free what this rank's ends hold. Collective over lanes that share experts."""
+        if self.expert_ranks is not None:
+            self.expert_ranks.close()
+        readers = [*self.readers.values(), *self.news_readers.values()]
+        for end in [self.previous, self.next, self.writer, self.news_writer, *readers]:
+            if end is not None:
+                end.close()

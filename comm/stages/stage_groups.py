@@ -1,0 +1,231 @@
+"""Pipeline stages that hand hidden states on over torch.distributed: NCCL, or gloo."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from trimaran.comm.collectives.process_group import MULTICAST_OFF, connect_store
+from trimaran.comm.errors import PeerLostError
+from trimaran.comm.mpi import World
+from trimaran.comm.stages.stage_link import (
+    HiddenShape,
+    StageReceiver,
+    StageSender,
+    sent_nothing,
+    took_nothing,
+)
+
+_TAG = 0
+# torch exports them without saying so in its type hints.
+_torch_distributed: Any = dist
+
+
+class _Slots:
+    """Places for hidden states in turn, each with the transfer that last used it."""
+
+    def __init__(self, shape: HiddenShape, device: torch.device) -> None:
+        self._memory = shape.empty(device)
+        self._works: list[Any] = [None] * shape.num_slots
+        self._turn = -1
+
+    def next(self) -> tuple[int, Tensor, Any]:
+        """The next place, its memory, and what must be over before it is used."""
+        self._turn = (self._turn + 1) % len(self._works)
+        return self._turn, self._memory[self._turn], self._works[self._turn]
+
+    def keep(self, place: int, work: Any) -> None:
+        """Remember the transfer of a place."""
+        self._works[place] = work
+
+
+def _guarded(what: str, call: Callable[[], Any]) -> Any:
+    try:
+        return call()
+    except RuntimeError as error:
+        raise PeerLostError(f"{what}: {error}") from error
+
+
+# ---- CPU ranks of several hosts ---------------------------------------------------------
+
+
+class GlooSender(StageSender):
+    """Over TCP; a thread of gloo's own moves the bytes."""
+
+    transport = "gloo"
+
+    def __init__(self, group: Any, rank: int, shape: HiddenShape, timeout_s: float) -> None:
+        self._group = group
+        self._next = rank + 1
+        self._slots = _Slots(shape, torch.device("cpu"))
+        self.timeout_s = timeout_s
+
+    def send(self, hidden_TD: Tensor) -> None:
+        """Hand on a step's hidden states; see `StageSender.send`."""
+        place, memory, work = self._slots.next()
+        what = took_nothing(self)
+        if work is not None:
+            _guarded(what, lambda: work.wait(timedelta(seconds=self.timeout_s)))
+        slot = memory[: len(hidden_TD)].copy_(hidden_TD)
+        self._slots.keep(
+            place, _guarded(what, lambda: self._group.send([slot], self._next, _TAG))
+        )
+
+
+class GlooReceiver(StageReceiver):
+    """The other end of `GlooSender`."""
+
+    transport = "gloo"
+
+    def __init__(self, group: Any, rank: int, shape: HiddenShape, timeout_s: float) -> None:
+        self._group = group
+        self._previous = rank - 1
+        self._slots = _Slots(shape, torch.device("cpu"))
+        self.timeout_s = timeout_s
+
+    def receive(self, num_tokens: int) -> Tensor:
+        """The next step's hidden states; see `StageReceiver.receive`."""
+        _, memory, _ = self._slots.next()
+        slot = memory[:num_tokens]
+
+        def take() -> None:
+            work = self._group.recv([slot], self._previous, _TAG)
+            work.wait(timedelta(seconds=self.timeout_s))
+
+        _guarded(sent_nothing(self), take)
+        return slot
+
+
+def connect_gloo(
+    stages: World, shape: HiddenShape, timeout_s: float
+) -> tuple[StageReceiver | None, StageSender | None]:
+    """Collective over the ranks of one pipeline; see `stage_link.connect_stages`."""
+    store = connect_store(stages, timeout_s)
+    limit = timedelta(seconds=timeout_s)
+    group = _torch_distributed.ProcessGroupGloo(store, stages.rank, stages.size, limit)
+    is_first, is_last = stages.rank == 0, stages.rank == stages.size - 1
+    receiver = None if is_first else GlooReceiver(group, stages.rank, shape, timeout_s)
+    sender = None if is_last else GlooSender(group, stages.rank, shape, timeout_s)
+    return receiver, sender
+
+
+# ---- GPUs -------------------------------------------------------------------------------
+
+_MAX_BLOCKS = 8
+"""Thread blocks of a transfer: more would move no step noticeably sooner, and each takes a
+processor of the GPU from kernels that count on all of them."""
+
+
+class _NcclPairs:
+    """The process group of a rank's two ends: NCCL's communicators, one a pair of stages."""
+
+    def __init__(
+        self, stages: World, shape: HiddenShape, device: torch.device, timeout_s: float
+    ) -> None:
+        for name, value in MULTICAST_OFF.items():
+            os.environ.setdefault(name, value)
+        store = connect_store(stages, timeout_s)
+        options = _torch_distributed.ProcessGroupNCCL.Options()
+        options._timeout = timedelta(seconds=timeout_s)
+        options.config.max_ctas = _MAX_BLOCKS
+        self._group = _torch_distributed.ProcessGroupNCCL(
+            store, stages.rank, stages.size, options
+        )
+        self._is_open = True
+        self.rank = stages.rank
+        self.shape = shape
+        self.device = device
+        self.timeout_s = timeout_s
+
+    def send(self, hidden: Tensor, rank: int) -> Any:
+        """Enqueue a transfer behind the current stream; what waits for it."""
+        what = f"the next pipeline stage takes no hidden states on {self.device}"
+        return _guarded(what, lambda: self._group.send([hidden], rank, _TAG))
+
+    def receive(self, hidden: Tensor, rank: int) -> None:
+        """Enqueue a transfer between what the current stream has and what it gets."""
+        what = f"the pipeline stage before sends no hidden states to {self.device}"
+        _guarded(what, lambda: self._group.recv([hidden], rank, _TAG).wait())
+
+    def close(self) -> None:
+        """Let the communicators go, once for both ends."""
+        if self._is_open:
+            self._is_open = False
+            self._group.shutdown()
+
+
+class NcclSender(StageSender):
+    """Enqueues the transfer beside what the device computes; the host waits for nothing.
+
+    A transfer runs on a stream of its own, behind the copy into its slot.
+    """
+
+    transport = "nccl"
+
+    def __init__(self, pairs: _NcclPairs) -> None:
+        self._pairs = pairs
+        self._slots = _Slots(pairs.shape, pairs.device)
+        self.timeout_s = pairs.timeout_s
+
+    def send(self, hidden_TD: Tensor) -> None:
+        """Hand on a step's hidden states; see `StageSender.send`."""
+        place, memory, work = self._slots.next()
+        if work is not None:
+            # The device waits, and only if the next stage is slots behind.
+            work.wait()
+        slot = memory[: len(hidden_TD)].copy_(hidden_TD)
+        self._slots.keep(place, self._pairs.send(slot, self._pairs.rank + 1))
+
+    def close(self) -> None:
+        """Free what this end holds."""
+        self._pairs.close()
+
+
+class NcclReceiver(StageReceiver):
+    """Enqueues the transfer behind all steps before.
+
+    Not beside them: a transfer that waits for its sender holds processors of the GPU all the
+    while, and a kernel that has a block for each of them would take twice as long. What a
+    sender has sent lies in NCCL's buffers here, so little is left to do when it is due.
+    """
+
+    transport = "nccl"
+
+    def __init__(self, pairs: _NcclPairs) -> None:
+        self._pairs = pairs
+        # Whoever reads it is on the stream that the next transfer waits for.
+        self._slot = pairs.shape.empty(pairs.device, 1)[0]
+        self.timeout_s = pairs.timeout_s
+
+    def receive(self, num_tokens: int) -> Tensor:
+        """The next step's hidden states; see `StageReceiver.receive`."""
+        slot = self._slot[:num_tokens]
+        self._pairs.receive(slot, self._pairs.rank - 1)
+        return slot
+
+    def close(self) -> None:
+        """Free what this end holds."""
+        self._pairs.close()
+
+
+def connect_nccl(
+    stages: World, shape: HiddenShape, device: torch.device, timeout_s: float
+) -> tuple[StageReceiver | None, StageSender | None]:
+    """Collective over the ranks of one pipeline; see `stage_link.connect_stages`."""
+    pairs = _NcclPairs(stages, shape, device, timeout_s)
+    receiver = None if stages.rank == 0 else NcclReceiver(pairs)
+    sender = None if stages.rank == stages.size - 1 else NcclSender(pairs)
+    # NCCL connects a pair at its first transfer: here, and not in a step. First what the
+    # stage before begins with.
+    if receiver is not None:
+        receiver.receive(1)
+    if sender is not None:
+        sender.send(torch.zeros((1, shape.hidden_size), dtype=shape.dtype, device=device))
+    torch.cuda.synchronize(device)
+    return receiver, sender

@@ -1,0 +1,76 @@
+"""How a cache of keys and values lies on the two sides of a GPU's memory.
+
+Heads whose tokens of a block fill one piece of a side lie on either side in turn. So where the
+blocks of a sequence begin on the same side, and keys and values lie alike, all that a head has
+of a sequence lies on one side, and processors there can read it.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from trimaran.kernels.cuda.memory_sides import (
+    PAGE_BYTES,
+    SIDE_BYTES,
+    MemorySides,
+    changes,
+    sides_of,
+)
+
+# Shapes: B tokens of a block, K key-value heads, H head size.
+
+
+def piece_tokens(head_bytes: int) -> int:
+    """Tokens of a block whose heads, of so many bytes a token, fill a piece each."""
+    return SIDE_BYTES // head_bytes
+
+
+def keys_go_first(
+    num_layers: int, num_heads: int, block_head_bytes: int, mask: int
+) -> bool | None:
+    """Whether in a block the keys of all layers go before their values, or layer by layer.
+
+    ``num_heads`` key-value heads of ``block_head_bytes`` each, in memory whose sides change by
+    ``mask``, 0 for memory without sides. None where neither leaves each head on one side.
+    """
+    half = num_heads * block_head_bytes
+    block = 2 * num_layers * half
+    if not mask or block_head_bytes != SIDE_BYTES or num_heads % 2 or block > PAGE_BYTES:
+        return None
+    if block.bit_count() != 1:
+        return None
+    orders = {False: half, True: num_layers * half}
+    return next((first for first, apart in orders.items() if not changes(apart, mask)), None)
+
+
+def block_sides(memory: Tensor, sides: MemorySides) -> bytes | None:
+    """Of each block [blocks, ...] 0 or 1, the side that it begins on; None where its layers do
+    not all lie as its beginning does."""
+    num_bytes = memory[0].nbytes
+    if num_bytes.bit_count() != 1 or num_bytes > PAGE_BYTES or memory.data_ptr() % num_bytes:
+        return None
+    first = memory.data_ptr()
+    return bytes(sides.side(first + block * num_bytes) for block in range(len(memory)))
+
+
+def sides_of_heads(kv_cache: Tensor) -> MemorySides | None:
+    """The sides of a layer's cache [blocks, 2, B, K, H] whose heads lie on them in turn."""
+    sides = sides_of(kv_cache)
+    if sides is None:
+        return None
+    address = kv_cache.data_ptr()
+    if address not in sides.fitting:
+        sides.fitting[address] = _fits(kv_cache, sides.mask)
+    return sides if sides.fitting[address] else None
+
+
+def _fits(kv_cache: Tensor, mask: int) -> bool:
+    size = kv_cache.element_size()
+    block, half, token, head = (size * stride for stride in kv_cache.stride()[:4])
+    is_dense = token * kv_cache.shape[2] == head == SIDE_BYTES
+    is_even = not (kv_cache.shape[3] % 2 or kv_cache.data_ptr() % (2 * head))
+    # Keys and values differ by one bit of their addresses: a power of two, which carries
+    # nothing where it is added to what has no such bit yet.
+    is_bit = half.bit_count() == 1 and head * kv_cache.shape[3] <= half <= PAGE_BYTES // 2
+    is_clear = not (kv_cache.data_ptr() & half or block % (2 * half))
+    return is_dense and is_even and is_bit and is_clear and not changes(half, mask)

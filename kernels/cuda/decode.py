@@ -1,0 +1,209 @@
+"""Attention of decodes on Hopper by our CUDA C++ kernels: what they take, and their launch."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from trimaran.kernels.attention import AttentionMetadata, AttentionSpec
+from trimaran.kernels.cuda.build import load_cubin
+from trimaran.kernels.cuda.cache_sides import sides_of_heads
+from trimaran.kernels.cuda.driver import CudaKernel, CudaModule, TensorMap, tensor_map
+from trimaran.kernels.cuda.memory_sides import MemorySides
+from trimaran.kernels.triton.attention.shares import SharePlan, share_out
+
+# Shapes: S sequences, N query heads, K key-value heads, H head size, B tokens of a block.
+
+_SOURCE = "attention_decode"
+_PANEL = 64
+_FEW = 8
+_UNIT = 32
+_THREADS = 160
+_PROGRAMS_PER_SM = 2
+_SHARED_BYTES = {64: 109_248, 128: 113_184}
+DTYPES = (torch.float16, torch.bfloat16)
+_BLOCKS = (8, 16, 32, 64)
+_MAX_GROUP = 8
+_MAX_ROTATED_GROUP = 4
+
+
+class _Arguments(ctypes.Structure):
+    _fields_ = (
+        ("output", ctypes.c_void_p), ("query", ctypes.c_void_p), ("tables", ctypes.c_void_p),
+        ("shares", ctypes.c_void_p), ("pieces", ctypes.c_void_p),
+        ("counters", ctypes.c_void_p), ("partial", ctypes.c_void_p),
+        ("log_sums", ctypes.c_void_p),
+        ("query_stride", ctypes.c_longlong), ("output_stride", ctypes.c_longlong),
+        ("table_stride", ctypes.c_longlong), ("scale_log2", ctypes.c_float),
+        ("group", ctypes.c_int), ("kv_heads", ctypes.c_int), ("block_shift", ctypes.c_int),
+        ("has_old_plan", ctypes.c_int), ("halves_per_block", ctypes.c_int),
+        ("angles", ctypes.c_void_p), ("cache", ctypes.c_void_p),
+        ("cache_strides", ctypes.c_longlong * 4),
+        ("page_sides", ctypes.c_void_p), ("readers", ctypes.c_void_p),
+        ("first_page", ctypes.c_longlong), ("num_pages", ctypes.c_int),
+        ("side_mask", ctypes.c_uint), ("processor_sides", ctypes.c_uint * 8),
+    )  # fmt: skip
+
+
+def refusal(query_SNH: Tensor, kv_cache: Tensor, spec: AttentionSpec) -> str | None:
+    """Why these kernels cannot serve this attention; None if they can."""
+    head_size = query_SNH.shape[2]
+    group = query_SNH.shape[1] // kv_cache.shape[3]
+    if query_SNH.dtype not in DTYPES or kv_cache.dtype != query_SNH.dtype:
+        return f"queries of {query_SNH.dtype} and a cache of {kv_cache.dtype}"
+    if head_size not in _SHARED_BYTES:
+        return f"heads of {head_size}"
+    if kv_cache.shape[2] not in _BLOCKS:
+        return f"blocks of {kv_cache.shape[2]} tokens"
+    if spec.window or spec.num_sinks or spec.soft_cap:
+        return "a window, sinks or a soft cap"
+    if spec.position_bias is not None:
+        return "a bias of positions"
+    if group > _MAX_GROUP:
+        return f"{group} query heads to a key-value head"
+    if kv_cache.stride(4) != 1 or query_SNH.stride()[1:] != (head_size, 1):
+        return "heads that are not dense"
+    strides = kv_cache.stride()[:4]
+    if any(stride % 8 for stride in (*strides, query_SNH.stride(0))):
+        return f"strides {(*strides, query_SNH.stride(0))} of odd numbers of bytes"
+    if strides[0] % strides[1]:
+        return f"blocks {strides[0]} elements apart, whose halves are {strides[1]} apart"
+    if kv_cache.data_ptr() % 16 or query_SNH.data_ptr() % 16:
+        return "addresses that are no multiples of 16"
+    return None
+
+
+def rotates(query_SNH: Tensor, kv_cache: Tensor, cos_sin_PH: Tensor) -> bool:
+    """Whether `decode` takes such angles beside what `refusal` does not refuse."""
+    _, num_heads, head_size = query_SNH.shape
+    is_whole = cos_sin_PH.shape[1] == head_size and cos_sin_PH.dtype == torch.float32
+    is_dense = cos_sin_PH.is_contiguous() and cos_sin_PH.data_ptr() % 16 == 0
+    return is_whole and is_dense and num_heads <= _MAX_ROTATED_GROUP * kv_cache.shape[3]
+
+
+def decode(
+    query_SNH: Tensor,
+    kv_cache: Tensor,
+    metadata: AttentionMetadata,
+    spec: AttentionSpec,
+    output_SNH: Tensor,
+    *,
+    is_fixed: bool = False,
+    cos_sin_PH: Tensor | None = None,
+) -> None:
+    """Attention of the first S sequences of a step, one query each, into ``output``.
+
+    Takes what `refusal` does not refuse, and ``output`` [S, N, H] contiguous. With
+    ``is_fixed`` a sequence's result does not depend on the others. The number of sequences
+    alone decides what is launched: safe under CUDA graph capture, and a replay may have any
+    lengths that fit the block table.
+
+    With ``cos_sin``, which `rotates` must allow, queries are followed in memory by the K
+    keys and the K values of the same token, which is the last of its sequence: queries and
+    keys are rotated as `reference.rope_and_cache` rotates whole heads by their halves, on the
+    way, and keys and values go to their slots.
+    """
+    num_sequences, num_heads, head_size = query_SNH.shape
+    num_kv_heads = kv_cache.shape[3]
+    device = query_SNH.device
+    sides = sides_of_heads(kv_cache)
+    key = ("cuda_decode", num_heads, num_kv_heads, is_fixed)
+    plan: SharePlan | None = metadata.plans.get(key)
+    has_old_plan = plan is not None
+    if plan is None:
+        heads = (num_heads, num_kv_heads, head_size)
+        num_programs = _num_processors(device) * _PROGRAMS_PER_SM
+        unit = max(_UNIT, kv_cache.shape[2])
+        plan = share_out(
+            metadata, heads, num_sequences, num_programs, unit, is_fixed=is_fixed
+        )  # fmt: skip
+        metadata.plans[key] = plan
+    tables = metadata.block_tables
+    arguments = _Arguments(
+        output_SNH.data_ptr(), query_SNH.data_ptr(), tables.data_ptr(),
+        plan.shares.data_ptr(), plan.pieces.data_ptr(), plan.counters.data_ptr(),
+        plan.partial.data_ptr(), plan.log_sums.data_ptr(), query_SNH.stride(0),
+        output_SNH.stride(0), tables.stride(0), spec.scale * math.log2(math.e),
+        num_heads // num_kv_heads, num_kv_heads, kv_cache.shape[2].bit_length() - 1,
+        has_old_plan, kv_cache.stride(0) // kv_cache.stride(1),
+        None if cos_sin_PH is None else cos_sin_PH.data_ptr(), kv_cache.data_ptr(),
+        kv_cache.stride()[:4],
+    )  # fmt: skip
+    if sides is not None:
+        _read_by_sides(arguments, plan, sides)
+    kernel = _kernel(device, query_SNH.dtype, head_size)
+    stream = torch.cuda.current_stream(device).cuda_stream
+    kernel.launch(
+        plan.num_programs * num_kv_heads, stream, *_cache_maps(kv_cache), arguments
+    )  # fmt: skip
+
+
+def _read_by_sides(arguments: _Arguments, plan: SharePlan, sides: MemorySides) -> None:
+    """Let blocks choose the heads that lie near them, in as many layers as the plan allows."""
+    if plan.num_launches < len(plan.readers):
+        arguments.page_sides = sides.page_bits.data_ptr()
+        arguments.readers = plan.readers[plan.num_launches].data_ptr()
+        arguments.first_page = sides.first_page
+        arguments.num_pages = 32 * len(sides.page_bits)
+        arguments.side_mask = sides.mask
+        arguments.processor_sides = sides.processor_sides
+        plan.num_launches += 1
+
+
+def load(device: torch.device, dtype: torch.dtype) -> None:
+    """Compile and load the kernels, or raise `KernelsUnavailableError`, which says why not."""
+    torch.empty(0, device=device)  # opens the device's context
+    for head_size in _SHARED_BYTES:
+        _kernel(device, dtype, head_size)
+
+
+@lru_cache
+def _module() -> CudaModule:
+    return CudaModule(load_cubin(_SOURCE, "sm_90a"))
+
+
+@lru_cache
+def _kernel(device: torch.device, dtype: torch.dtype, head_size: int) -> CudaKernel:
+    name = f"decode_{str(dtype).removeprefix('torch.')}_{head_size}"
+    return _module().kernel(
+        name, device, num_threads=_THREADS, shared_bytes=_SHARED_BYTES[head_size],
+        overlaps=True,
+    )  # fmt: skip
+
+
+@lru_cache
+def _num_processors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+_maps: dict[tuple[object, ...], tuple[TensorMap, TensorMap]] = {}
+_MOST_MAPS = 4096
+
+
+def _cache_maps(kv_cache: Tensor) -> tuple[TensorMap, TensorMap]:
+    """A layer's cache for copies of one head's block, and of a few tokens. Caches live long."""
+    key = (kv_cache.data_ptr(), kv_cache.shape, kv_cache.stride(), kv_cache.dtype)
+    found = _maps.get(key)
+    if found is None:
+        if len(_maps) >= _MOST_MAPS:
+            _maps.clear()
+        # A block's keys and its values are halves, all one stride apart.
+        blocks, _, size, heads, width = kv_cache.shape
+        block_stride, half_stride, *strides = kv_cache.stride()
+        num_halves = (blocks - 1) * (block_stride // half_stride) + 2
+        panels = width // _PANEL
+        halves = kv_cache.as_strided(
+            (num_halves, heads, size, panels, _PANEL),
+            (half_stride, strides[1], strides[0], _PANEL, 1),
+        )
+        dims = (4, 3, 2, 1, 0)
+        # Reads of more than was asked for cost 5 % where everything is read once.
+        found = _maps[key] = (
+            tensor_map(halves, dims, (_PANEL, panels, size, 1, 1), promotes=False),
+            tensor_map(halves, dims, (_PANEL, panels, _FEW, 1, 1), promotes=False),
+        )
+    return found

@@ -1,0 +1,157 @@
+"""Products of few to some hundred rows by our own Hopper kernel, plain or as SwiGLU."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+
+import torch
+from torch import Tensor
+
+from trimaran.kernels.cuda.build import load_cubin
+from trimaran.kernels.cuda.driver import CudaModule, TensorMap, tensor_map
+from trimaran.kernels.tables.product_table import INNER_STEP, GemmShape, Kind
+
+# Shapes: T tokens, D inner width, E outputs of the weight, F outputs of the product.
+
+_READ_ONCE = 0x12F0000000000000
+_READ_AGAIN = 0x1000000000000000
+"""Cache policies of the copy engine: evict first, evict normally."""
+
+
+class _Arguments(ctypes.Structure):
+    _fields_ = (
+        ("out", ctypes.c_uint64),
+        ("rows", ctypes.c_int),
+        ("columns", ctypes.c_int),
+        ("pitch", ctypes.c_int),
+        ("inner_steps", ctypes.c_int),
+        ("row_groups", ctypes.c_int),
+        ("groups", ctypes.c_int),
+        ("split", ctypes.c_int),
+        ("sharing", ctypes.c_int),
+        ("slice", ctypes.c_int),
+        ("slice_w", ctypes.c_int),
+        ("most_early", ctypes.c_int),
+        ("hint_w", ctypes.c_uint64),
+    )
+
+
+class HopperGemm:
+    """Products of one kind, cut in one way on one device.
+
+    bf16 or float16 with sums in float32; D a multiple of 8, the weight contiguous, at least
+    one row. Safe under graph capture. A row's result depends on neither the other
+    rows nor their number, and is the same for all shapes of equal ``split``.
+    """
+
+    def __init__(
+        self,
+        shape: GemmShape,
+        dtype: torch.dtype,
+        device: torch.device,
+        kind: Kind = "plain",
+        *,
+        overlaps: bool = True,
+    ) -> None:
+        shape.check(kind)
+        self.shape = shape
+        self._kind = kind
+        cluster = shape.cluster(kind)
+        self._kernel = CudaModule(compile_gemm(shape, dtype, kind)).kernel(
+            "gemm",
+            device,
+            num_threads=128 * (shape.warpgroups + 1),
+            shared_bytes=shape.stages * shape.stage_bytes + 1024,
+            cluster=cluster,
+            overlaps=overlaps,
+        )
+        count = torch.cuda.get_device_properties(device).multi_processor_count
+        self._max_clusters = count if cluster == 1 else self._kernel.max_clusters(cluster)
+        self._cluster = cluster
+        self._adds_in_cluster = kind != "parts" and shape.split > 1
+
+    def __call__(self, x_TD: Tensor, weight_ED: Tensor) -> Tensor:
+        """[T, E]; [T, E / 2] of ``silu(gate) * up``; or float32 [split, T, E] to add up."""
+        shape = self.shape
+        num_rows, inner = x_TD.shape
+        inner_steps = -(-inner // INNER_STEP)
+        if inner % 8 or inner_steps < shape.split:
+            raise ValueError(
+                f"an inner dimension of {inner} is not a multiple of 8 of at least "
+                f"{INNER_STEP * (shape.split - 1) + 1}, which {shape} takes: let torch multiply"
+            )
+        if x_TD.stride(1) != 1 or x_TD.stride(0) % 8 or x_TD.data_ptr() % 16:
+            x_TD = x_TD.clone(memory_format=torch.contiguous_format)
+        halves = 2 if self._kind == "gated" else 1
+        num_columns, tile_columns = weight_ED.shape[0] // halves, shape.columns // halves
+        pitch = -(-num_columns // 8) * 8
+        if self._kind == "parts":
+            out = x_TD.new_empty((shape.split, num_rows, pitch), dtype=torch.float32)
+        else:
+            out = x_TD.new_empty((num_rows, pitch))
+        # The tiles that blocks share: `sharing` times as wide, or as high.
+        wide, high = (1, shape.sharing) if shape.shares_weights else (shape.sharing, 1)
+        row_groups = -(-num_rows // (shape.rows * high))
+        # The least slices that hold all rows; the kernel's products of others go nowhere.
+        slice_rows = -(-min(num_rows, shape.rows) // wide // 8) * 8
+        slice_columns = tile_columns // high
+        groups = row_groups * -(-num_columns // (tile_columns * wide))
+        if self._kind == "parts":
+            groups *= shape.split
+        clusters = groups if self._adds_in_cluster else min(groups, self._max_clusters)
+        arguments = _Arguments(
+            out.data_ptr(), num_rows, num_columns, pitch, inner_steps, row_groups,
+            groups, shape.split, shape.sharing, slice_rows, slice_columns, shape.early_tiles,
+            _READ_ONCE if row_groups == 1 else _READ_AGAIN,
+        )  # fmt: skip
+        maps: tuple[TensorMap, TensorMap] = (
+            _tiles(x_TD, slice_rows),
+            _tiles(weight_ED, slice_columns),
+        )
+        stream = torch.cuda.current_stream(x_TD.device).cuda_stream
+        self._kernel.launch(clusters * self._cluster, stream, *maps, arguments)
+        return out if pitch == num_columns else out[..., :num_columns]
+
+
+def can_multiply(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether the kernel runs on this device (compute capability 9.0) in this dtype."""
+    if device.type != "cuda" or dtype not in (torch.bfloat16, torch.float16):
+        return False
+    return torch.cuda.get_device_capability(device) == (9, 0)
+
+
+@functools.lru_cache(maxsize=256)
+def compile_gemm(shape: GemmShape, dtype: torch.dtype, kind: Kind) -> bytes:
+    """The kernel for this shape; a split's number and ``most_early`` are told at the launch."""
+    defines = [
+        f"GEMM_MI={shape.rows // 64 // shape.warpgroups}",
+        f"GEMM_WARPGROUPS={shape.warpgroups}",
+        f"GEMM_CHUNKS={shape.columns // 16}",
+        f"GEMM_STAGES={shape.stages}",
+        f"GEMM_SPLIT={int(kind != 'parts' and shape.split > 1)}",
+        f"GEMM_PARTS={int(kind == 'parts')}",
+        f"GEMM_SHARES_WEIGHTS={int(shape.shares_weights)}",
+    ]
+    if kind == "gated":
+        defines.append("GEMM_GATED")
+    if dtype == torch.float16:
+        defines.append("GEMM_FLOAT16")
+    return load_cubin("gemm", "sm_90a", tuple(defines))
+
+
+_maps: dict[tuple[int, ...], TensorMap] = {}
+_MAX_MAPS = 8192
+
+
+def _tiles(matrix: Tensor, box_rows: int) -> TensorMap:
+    """A map of ``box_rows`` x 64 tiles, kept: the allocator hands out addresses again."""
+    rows, columns = matrix.shape
+    is_half = matrix.dtype == torch.float16
+    key = (matrix.data_ptr(), rows, columns, matrix.stride(0), box_rows, is_half)
+    found = _maps.get(key)
+    if found is None:
+        if len(_maps) == _MAX_MAPS:
+            _maps.clear()
+        found = _maps[key] = tensor_map(matrix, (1, 0), (INNER_STEP, box_rows))
+    return found

@@ -1,0 +1,150 @@
+"""How grouped products are cut, by our Hopper kernel or by Triton's, and what is best."""
+
+from __future__ import annotations
+
+import json
+from bisect import bisect_left
+from dataclasses import dataclass, fields
+from typing import Literal, cast
+
+from trimaran.kernels.tables.product_table import INNER_STEP, TABLES
+
+_SHARED_BYTES = 232_448
+"""Shared memory that a block can have."""
+
+_PLAN_BYTES, _BARRIER_BYTES, _ALIGNMENT = 8, 256, 1024
+"""Of each expert, of all barriers, and of the tiles behind them."""
+
+EXPERT_LIMITS = (64, 256, 512)
+"""Numbers of experts that the kernel is built for."""
+
+GroupedKind = Literal["plain", "gated"]
+"""``x @ weight[expert].T``, or SwiGLU of it."""
+
+
+@dataclass(frozen=True, slots=True)
+class GroupedShape:
+    """How one launch cuts a grouped product; see ``cuda/grouped_gemm.cu``.
+
+    ``weights`` rows of an expert's matrix, 64, 128 or 256, and up to ``rows`` rows of x, a
+    multiple of 16, fall to a block at a time; ``sharing`` blocks share the weights.
+    """
+
+    weights: int
+    rows: int
+    sharing: int = 1
+
+    def check(self, num_experts: int) -> None:
+        """Raise ValueError unless the kernel can be built so."""
+        most = 192 if self.weights == 256 else 256
+        if self.weights not in (64, 128, 256) or not 16 <= self.rows <= most or self.rows % 16:
+            raise ValueError(
+                f"{self} is no cut: take 64, 128 or 256 weights and a multiple of 16 rows, at "
+                f"most {most} with {self.weights} weights"
+            )
+        if self.sharing not in (1, 2, 4):
+            raise ValueError(f"{self} is no cut: take 1, 2 or 4 sharing blocks")
+        if num_experts > EXPERT_LIMITS[-1]:
+            raise ValueError(f"{num_experts} experts are above {EXPERT_LIMITS[-1]}")
+
+    @property
+    def warpgroups(self) -> int:
+        """Warpgroups that multiply."""
+        return 1 if self.weights == 64 else 2
+
+    @property
+    def stage_bytes(self) -> int:
+        """Shared memory of one stage of the ring."""
+        return 2 * INNER_STEP * (self.weights + self.rows)
+
+    def stages(self, num_experts: int) -> int:
+        """As many as fit beside the plan."""
+        plan = _PLAN_BYTES * expert_limit(num_experts) + _BARRIER_BYTES
+        taken = -(-plan // _ALIGNMENT) * _ALIGNMENT
+        return min(16, (_SHARED_BYTES - taken) // self.stage_bytes)
+
+
+@dataclass(frozen=True, slots=True)
+class TritonCut:
+    """How Triton's kernel cuts a grouped product: ``rows`` x ``columns`` of it fall to a
+    program, which goes over the inner dimension by ``step``."""
+
+    rows: int
+    columns: int
+    step: int
+    num_warps: int
+    num_stages: int
+
+
+Cut = GroupedShape | TritonCut
+
+
+def expert_limit(num_experts: int) -> int:
+    """The number of experts that the kernel for so many is built for."""
+    return next(limit for limit in EXPERT_LIMITS if num_experts <= limit)
+
+
+class GroupedTable:
+    """Measured choices for one device: for each stack of weights, the best by rows in all.
+
+    For stacks that were not measured, and above the last entry, Triton multiplies and cuts as
+    it thinks best. A file maps ``experts x outputs x inner kind`` to a list of ``[most rows,
+    cut]``, tokens times experts of a token, where a cut is null, the numbers of a
+    `GroupedShape` or those of a `TritonCut`, and is written by
+    ``benchmarks/tune_experts.py``.
+    """
+
+    def __init__(self, entries: dict[str, list[tuple[int, list[int] | None]]]) -> None:
+        self._bounds: dict[str, list[int]] = {}
+        self._choices: dict[str, list[Cut | None]] = {}
+        for name, steps in entries.items():
+            self._bounds[name] = [most for most, _ in steps]
+            self._choices[name] = [_cut_of(cut) for _, cut in steps]
+
+    @classmethod
+    def of_device(cls, name: str) -> GroupedTable:
+        """The table of a GPU by its name; an empty one if it was not measured."""
+        path = TABLES / f"{name.lower().replace(' ', '_')}_experts.json"
+        if not path.exists():
+            return cls({})
+        return cls(json.loads(path.read_text(encoding="utf-8")))
+
+    def pick(self, rows: int, shape: tuple[int, int, int], kind: GroupedKind) -> Cut | None:
+        """The choice for weights of this shape [experts, outputs, inner]."""
+        name = stack_name(shape, kind)
+        bounds = self._bounds.get(name)
+        if bounds is None or rows > bounds[-1]:
+            return None
+        return self._choices[name][bisect_left(bounds, rows)]
+
+    def kernels(self, hidden_size: int) -> list[tuple[GroupedShape, GroupedKind, int]]:
+        """Our kernel's cuts for weights that read or write ``hidden_size``, the widest first,
+        with kind and number of experts."""
+        found = set()
+        for name, choices in self._choices.items():
+            sizes, _, kind = name.partition(" ")
+            experts, outputs, inner = map(int, sizes.split("x"))
+            if hidden_size in (outputs, inner):
+                cuts = (cut for cut in choices if isinstance(cut, GroupedShape))
+                found |= {(cut, cast(GroupedKind, kind), experts) for cut in cuts}
+        return sorted(found, key=lambda each: -each[0].rows)
+
+    @property
+    def has_kernels(self) -> bool:
+        """Whether our kernel is the choice for anything."""
+        every = (cut for choices in self._choices.values() for cut in choices)
+        return any(isinstance(cut, GroupedShape) for cut in every)
+
+
+def _cut_of(numbers: list[int] | None) -> Cut | None:
+    if numbers is None:
+        return None
+    if len(numbers) == len(fields(TritonCut)):
+        return TritonCut(*numbers)
+    return GroupedShape(*numbers)
+
+
+def stack_name(shape: tuple[int, int, int], kind: GroupedKind) -> str:
+    """What a table calls weights of this shape [experts, outputs, inner]."""
+    experts, outputs, inner = shape
+    return f"{experts}x{outputs}x{inner} {kind}"

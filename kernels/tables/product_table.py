@@ -1,0 +1,169 @@
+"""How our Hopper kernel cuts a product, and the measured choice of a cut for each product."""
+
+from __future__ import annotations
+
+import json
+from bisect import bisect_left
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, cast
+
+TABLES = Path(__file__).parent
+
+INNER_STEP = 64
+"""Of the inner dimension, what one stage of the kernel's ring holds."""
+
+_SHARED_BYTES = 230_400
+"""Dynamic shared memory that a block can have beside its barriers."""
+
+_EARLY_BYTES = 64 << 10
+"""Of weights under way to a block keep memory as busy as can be, and its queue short."""
+
+Kind = Literal["plain", "gated", "parts"]
+"""``x @ weight.T``; SwiGLU of it; or float32 parts of it that are still to be added up."""
+
+
+@dataclass(frozen=True, slots=True)
+class GemmShape:
+    """How one launch cuts a product; see ``cuda/gemm.cu``.
+
+    ``rows`` x ``columns`` of the product fall to a block at a time: 64, 128, 192 or 256, and
+    a multiple of 16 up to 256. ``split`` blocks share the inner dimension, ``sharing`` blocks
+    rows of x, or of the weight with ``shares_weights``; at most 8 blocks in all make a
+    cluster, to which blocks of parts do not count.
+    The ring has ``most_stages`` at most: a shorter one leaves room for the next kernel's
+    blocks, which then begin to read while this one runs. Before rows of x are there, a block
+    has ``most_early`` tiles of weights under way at a time (0: `_EARLY_BYTES` of them): more
+    only lengthen the queue in which the kernel that makes the rows waits for memory.
+    """
+
+    rows: int
+    columns: int
+    split: int = 1
+    sharing: int = 1
+    most_stages: int = 16
+    most_early: int = 0
+    shares_weights: bool = False
+
+    def check(self, kind: Kind) -> None:
+        """Raise ValueError unless the kernel can make a product of this kind."""
+        if self.shares_weights:
+            self._check_slices(kind)
+        ring, bytes_needed = self.stages * self.stage_bytes, self._exchanged_bytes(kind)
+        if bytes_needed > ring:
+            raise ValueError(
+                f"{self} needs {bytes_needed} bytes of shared memory for partial sums but has "
+                f"{ring}: take fewer columns or another split"
+            )
+
+    def _check_slices(self, kind: Kind) -> None:
+        columns = self.columns // 2 if kind == "gated" else self.columns
+        if self.sharing == 1 or columns % (8 * self.sharing):
+            raise ValueError(
+                f"{self} shares {columns} columns among {self.sharing} blocks: take 2 blocks "
+                "or more, and a multiple of 8 columns for each"
+            )
+        if kind != "parts" and self.split > 1:
+            raise ValueError(f"{self} adds up in clusters: let it share rows of x")
+
+    def cluster(self, kind: Kind) -> int:
+        """Blocks of a cluster."""
+        return self.sharing if kind == "parts" else self.sharing * self.split
+
+    def _exchanged_bytes(self, kind: Kind) -> int:
+        """Shared memory for partial sums that a block makes and receives."""
+        if kind == "parts" or self.split == 1:
+            return 0
+        sums = 2 if kind == "gated" else 1
+        pitch = 8 * (sums * -(-self.columns // 8 // sums // self.split) + 1)
+        return (2 * self.split - 1) * self.rows * 4 * pitch
+
+    @property
+    def warpgroups(self) -> int:
+        """Warpgroups that multiply."""
+        return {64: 1, 128: 2, 192: 3, 256: 2}[self.rows]
+
+    @property
+    def stage_bytes(self) -> int:
+        """Shared memory of one stage of the ring."""
+        return 2 * INNER_STEP * (self.rows + self.columns)
+
+    @property
+    def stages(self) -> int:
+        """As many as fit and may be."""
+        return min(self.most_stages, _SHARED_BYTES // self.stage_bytes)
+
+    @property
+    def early_tiles(self) -> int:
+        """Tiles of weights under way at a time before rows of x are there."""
+        return self.most_early or _EARLY_BYTES // (2 * INNER_STEP * self.columns)
+
+
+Choice = GemmShape | None
+"""How our kernel cuts a product; None leaves it to torch."""
+
+
+def _shape(numbers: list[int]) -> GemmShape:
+    """The fields that a table names, and the usual ones."""
+    usual = (0, 0, 1, 1, 16, 0, 0)
+    rows, columns, split, sharing, stages, early, shares = (*numbers, *usual[len(numbers) :])
+    return GemmShape(rows, columns, split, sharing, stages, early, bool(shares))
+
+
+class ProductTable:
+    """Measured choices for one device: for each weight, the best up to a number of rows.
+
+    Above the last entry, and for weights that were not measured, torch multiplies. A file
+    maps ``outputs x inner kind`` to a list of ``[most rows, null or the fields of a
+    `GemmShape`]``, of which all behind the fourth may be left out, and is written by
+    ``benchmarks/tune_products.py``.
+    """
+
+    def __init__(self, entries: dict[str, list[tuple[int, list[int] | None]]]) -> None:
+        self._bounds: dict[tuple[int, int, Kind], list[int]] = {}
+        self._choices: dict[tuple[int, int, Kind], list[Choice]] = {}
+        for name, steps in entries.items():
+            sizes, _, kind = name.partition(" ")
+            outputs, _, inner = sizes.partition("x")
+            key = (int(outputs), int(inner), cast(Kind, kind))
+            self._bounds[key] = [most for most, _ in steps]
+            self._choices[key] = [_shape(cut) if cut else None for _, cut in steps]
+
+    @classmethod
+    def of_device(cls, name: str) -> ProductTable:
+        """The table of a GPU by its name; an empty one if it was not measured."""
+        path = TABLES / f"{name.lower().replace(' ', '_')}.json"
+        if not path.exists():
+            return cls({})
+        return cls(json.loads(path.read_text(encoding="utf-8")))
+
+    def pick(self, num_rows: int, outputs: int, inner: int, kind: Kind) -> Choice:
+        """The choice for a product of ``num_rows`` with a weight [outputs, inner]."""
+        key = (outputs, inner, kind)
+        bounds = self._bounds.get(key)
+        if bounds is None or num_rows > bounds[-1]:
+            return None
+        return self._choices[key][bisect_left(bounds, num_rows)]
+
+    def weights(self) -> list[tuple[int, int, Kind]]:
+        """Outputs, inner width and kind of the products that were measured."""
+        return list(self._choices)
+
+    def choices(self, outputs: int, inner: int, kind: Kind) -> list[GemmShape]:
+        """All of our kernel's cuts for a weight."""
+        found = self._choices.get((outputs, inner, kind), [])
+        return list(dict.fromkeys(choice for choice in found if choice is not None))
+
+
+def fixed_choice(num_rows: int, outputs: int, inner: int) -> GemmShape:
+    """A cut whose split depends on the weight alone, for any number of rows.
+
+    The split makes one row's product use most of the GPU; the order of its sums is the same
+    for all cuts of equal split.
+    """
+    split = 1
+    while split < 8 and outputs * split < 96 * 128 and 2 * split * INNER_STEP <= inner:
+        split *= 2
+    # Partial sums of 256 rows would not fit.
+    rows = 64 if num_rows <= 64 else 256 if num_rows > 128 and split == 1 else 128
+    return GemmShape(rows, 128, split)

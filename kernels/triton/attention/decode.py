@@ -1,0 +1,197 @@
+"""Paged attention of sequences with one query each: Triton kernel and its launch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton  # type: ignore[import-not-found,import-untyped,unused-ignore]
+import triton.language as tl  # type: ignore[import-not-found,import-untyped,unused-ignore]
+from torch import Tensor
+
+from trimaran.kernels.attention import AttentionMetadata, AttentionSpec
+from trimaran.kernels.triton.attention.plan import DecodePlan, plan_decodes
+from trimaran.kernels.triton.attention.scores import (
+    bias_of,
+    bias_rows,
+    load_bias,
+    score_factors,
+    softmax_step,
+)
+
+# Shapes: S sequences, N query heads, K key-value heads, G = N / K, H head size, B tokens of a
+# block, I pieces of all sequences.
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeConfig:
+    """How one program works."""
+
+    tile: int = 64
+    """Keys in one step of the loop."""
+
+    num_warps: int = 4
+    num_stages: int = 2
+
+
+@triton.jit  # type: ignore[untyped-decorator,unused-ignore]
+def merge_pieces(  # type: ignore[no-untyped-def]
+    partial, log_sums, first_piece, num_pieces, heads, is_head, NUM_HEADS: tl.constexpr,
+    HEAD: tl.constexpr, HEAD_PADDED: tl.constexpr, GROUP_PADDED: tl.constexpr,
+):  # fmt: skip
+    """Weighs the results of a sequence's pieces by their sums, in the pieces' order."""
+    dims = tl.arange(0, HEAD_PADDED)
+    top = tl.full([GROUP_PADDED], float("-inf"), tl.float32)
+    total = tl.zeros([GROUP_PADDED], tl.float32)
+    acc = tl.zeros([GROUP_PADDED, HEAD_PADDED], tl.float32)
+    mask = is_head[:, None] & (dims < HEAD)[None, :]
+    for piece in range(first_piece, first_piece + num_pieces):
+        place = piece * NUM_HEADS + heads
+        # Written by other multiprocessors: past the first-level cache.
+        log_sum = tl.load(log_sums + place, mask=is_head, other=0.0, cache_modifier=".cg")
+        value = tl.load(
+            partial + place[:, None] * HEAD + dims[None, :], mask=mask, other=0.0,
+            cache_modifier=".cg",
+        )  # fmt: skip
+        new_top = tl.maximum(top, log_sum)
+        decay, weight = tl.exp2(top - new_top), tl.exp2(log_sum - new_top)
+        acc = acc * decay[:, None] + value * weight[:, None]
+        total = total * decay + weight
+        top = new_top
+    return acc / total[:, None]
+
+
+@triton.jit  # type: ignore[untyped-decorator,unused-ignore]
+def put_piece(  # type: ignore[no-untyped-def]
+    partial, log_sums, counter, piece, heads, num_pieces, is_head, mask, top, total, result,
+    NUM_HEADS: tl.constexpr, HEAD: tl.constexpr, HEAD_PADDED: tl.constexpr,
+):  # fmt: skip
+    """Stores a partial result and counts it; whether all of the sequence are there now."""
+    place = piece * NUM_HEADS + heads
+    dims = tl.arange(0, HEAD_PADDED)
+    tl.store(partial + place[:, None] * HEAD + dims[None, :], result, mask=mask)
+    tl.store(log_sums + place, top + tl.log2(total), mask=is_head)
+    # All threads' stores come before the count.
+    tl.debug_barrier()
+    is_last = tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == num_pieces - 1
+    if is_last:
+        tl.store(counter, 0)
+    return is_last
+
+
+@triton.jit  # type: ignore[untyped-decorator,unused-ignore]
+def read_piece(pieces, piece):  # type: ignore[no-untyped-def]
+    """What `DecodePlan` says of a piece, in its order."""
+    at = pieces + (1 + piece) * 8
+    sequence, row = tl.load(at).to(tl.int64), tl.load(at + 1).to(tl.int64)
+    start, end, first_piece = tl.load(at + 2), tl.load(at + 3), tl.load(at + 4)
+    return sequence, row, start, end, first_piece, tl.load(at + 5), tl.load(at + 6)
+
+
+@triton.jit  # type: ignore[untyped-decorator,unused-ignore]
+def _decode_kernel(  # type: ignore[no-untyped-def]
+    query, cache, output, pieces, counters, partial, log_sums, tables, bias, scale, cap,
+    bias_stride, query_stride, output_stride, table_stride, block_stride, value_offset,
+    token_stride, head_stride, KV_HEADS: tl.constexpr, GROUP: tl.constexpr,
+    GROUP_PADDED: tl.constexpr, HEAD: tl.constexpr, HEAD_PADDED: tl.constexpr,
+    BLOCK: tl.constexpr, TILE: tl.constexpr, SINKS: tl.constexpr, HAS_WINDOW: tl.constexpr,
+    HAS_BIAS: tl.constexpr, HAS_CAP: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """One piece of a sequence's keys for the query heads of one key-value head.
+
+    A sequence's only piece writes to ``output`` [S, N, H]. Of several, each writes a
+    partial result, and the one that is done last weighs them all.
+    """
+    kv_head = tl.program_id(0) % KV_HEADS
+    group, dims = tl.arange(0, GROUP_PADDED), tl.arange(0, HEAD_PADDED)
+    heads = kv_head * GROUP + group
+    is_head, is_dim = group < GROUP, dims < HEAD
+    head_mask = is_head[:, None] & is_dim[None, :]
+    from_head = heads[:, None] * HEAD + dims[None, :]
+    from_bias = bias_rows(bias, bias_stride, kv_head, heads, is_head, GROUP)
+    keys_of_head = cache + kv_head * head_stride + dims[None, :]
+    first, step = tl.program_id(0) // KV_HEADS, tl.num_programs(0) // KV_HEADS
+    for piece in range(first, tl.load(pieces), step):
+        sequence, row, start, end, first_piece, num_pieces, skipped = read_piece(pieces, piece)
+        q = tl.load(query + sequence * query_stride + from_head, mask=head_mask, other=0.0)
+        top = tl.full([GROUP_PADDED], float("-inf"), tl.float32)
+        total = tl.zeros([GROUP_PADDED], tl.float32)
+        acc = tl.zeros([GROUP_PADDED, HEAD_PADDED], tl.float32)
+        table = tables + row * table_stride
+        for at_key in range(start, end, TILE):
+            keys = at_key + tl.arange(0, TILE)
+            is_key = keys < end
+            if HAS_WINDOW:
+                keys = tl.where(keys < SINKS, keys, keys + skipped)
+            blocks = tl.load(table + keys // BLOCK, mask=is_key, other=0).to(tl.int64)
+            places = blocks * block_stride + keys % BLOCK * token_stride
+            place, mask = keys_of_head + places[:, None], is_key[:, None] & is_dim[None, :]
+            k = tl.load(place, mask=mask, other=0.0)
+            v = tl.load(place + value_offset, mask=mask, other=0.0)
+            raised = load_bias(from_bias, keys, is_key, HAS_BIAS)
+            top, total, acc = softmax_step(
+                q, k, v, is_key[None, :], raised, scale, cap, top, total, acc, HAS_BIAS,
+                HAS_CAP, True, PRECISION,
+            )  # fmt: skip
+        to_output = output + sequence * output_stride + from_head
+        result = acc / tl.where(total == 0.0, 1.0, total)[:, None]
+        if num_pieces == 1:
+            tl.store(to_output, result.to(output.dtype.element_ty), mask=head_mask)
+        else:
+            is_last = put_piece(
+                partial, log_sums, counters + sequence * KV_HEADS + kv_head, piece, heads,
+                num_pieces, is_head, head_mask, top, total, result, KV_HEADS * GROUP, HEAD,
+                HEAD_PADDED,
+            )  # fmt: skip
+            if is_last:
+                result = merge_pieces(
+                    partial, log_sums, first_piece, num_pieces, heads, is_head,
+                    KV_HEADS * GROUP, HEAD, HEAD_PADDED, GROUP_PADDED,
+                )  # fmt: skip
+                tl.store(to_output, result.to(output.dtype.element_ty), mask=head_mask)
+
+
+def decode(
+    query_SNH: Tensor,
+    kv_cache: Tensor,
+    metadata: AttentionMetadata,
+    spec: AttentionSpec,
+    output_SNH: Tensor,
+    *,
+    is_fixed: bool = False,
+    config: DecodeConfig | None = None,
+) -> None:
+    """Attention of the first S sequences of a step, one query each, into ``output``.
+
+    ``kv_cache`` [blocks, 2, B, K, H] may have any strides but 1 in its last dim. With
+    ``is_fixed`` a sequence's result does not depend on the others. The number of sequences
+    alone decides what is launched: safe under CUDA graph capture, and a replay may have
+    any lengths up to those of the block table.
+    """
+    num_sequences, num_heads, head_size = query_SNH.shape
+    num_kv_heads = kv_cache.shape[3]
+    heads = (num_heads, num_kv_heads, head_size)
+    key = ("decode", heads, spec.window, spec.num_sinks, is_fixed)
+    plan: DecodePlan | None = metadata.plans.get(key)
+    if plan is None:
+        plan = plan_decodes(metadata, spec, heads, num_sequences, is_fixed)
+        metadata.plans[key] = plan
+    config = config or DecodeConfig()
+    scale, cap = score_factors(spec)
+    bias, bias_stride = bias_of(spec, query_SNH)
+    group = num_heads // num_kv_heads
+    strides = kv_cache.stride()
+    _decode_kernel[(plan.num_programs * num_kv_heads,)](
+        query_SNH, kv_cache, output_SNH, plan.pieces, plan.counters, plan.partial,
+        plan.log_sums, metadata.block_tables, bias, scale, cap, bias_stride,
+        query_SNH.stride(0),
+        output_SNH.stride(0), metadata.block_tables.stride(0),
+        strides[0], strides[1], strides[2], strides[3],
+        KV_HEADS=num_kv_heads, GROUP=group,
+        GROUP_PADDED=max(16, triton.next_power_of_2(group)), HEAD=head_size,
+        HEAD_PADDED=max(16, triton.next_power_of_2(head_size)), BLOCK=kv_cache.shape[2],
+        TILE=config.tile, SINKS=spec.num_sinks, HAS_WINDOW=spec.window > 0,
+        HAS_BIAS=spec.position_bias is not None, HAS_CAP=spec.soft_cap > 0,
+        PRECISION="ieee" if query_SNH.dtype is torch.float32 else "tf32",
+        num_warps=config.num_warps, num_stages=config.num_stages,
+    )  # fmt: skip

@@ -1,0 +1,187 @@
+"""Attention over latent vectors of sequences with one query each: Triton kernel and launch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import triton  # type: ignore[import-not-found,import-untyped,unused-ignore]
+import triton.language as tl  # type: ignore[import-not-found,import-untyped,unused-ignore]
+from torch import Tensor
+
+from trimaran.kernels.attention import AttentionMetadata, AttentionSpec
+from trimaran.kernels.triton.attention.decode import merge_pieces, put_piece, read_piece
+from trimaran.kernels.triton.attention.plan import DecodePlan, plan_decodes
+from trimaran.kernels.triton.attention.scores import score_factors, softmax_weights
+
+# Shapes: S sequences, N query heads, L dims of a latent vector, R of the rotated key behind
+# it, H = L + R, B tokens of a block, I pieces of all sequences.
+
+
+@dataclass(frozen=True, slots=True)
+class LatentDecodeConfig:
+    """How one program works."""
+
+    heads: int
+    """Query heads that read the same vectors once."""
+
+    tile: int
+    """Vectors in one step of the loop."""
+
+    num_warps: int
+    num_stages: int = 2
+
+    @classmethod
+    def of(cls, num_heads: int, itemsize: int) -> LatentDecodeConfig:
+        """What fits a multiprocessor's memory with vectors of 576 dims."""
+        heads = min(max(16, triton.next_power_of_2(num_heads)), 64)
+        if itemsize > 2:
+            return cls(16, 16, 4)
+        # Blocks are looked up in front of vectors: with fewer stages none of these would be
+        # on their way while others are multiplied. Rows of 64 are multiplied by another
+        # instruction, which has one tile more.
+        return cls(heads, 64, 8, 2 if heads == 64 else 5)
+
+
+@triton.jit  # type: ignore[untyped-decorator,unused-ignore]
+def load_vectors(  # type: ignore[no-untyped-def]
+    cache, table, keys, is_key, block_stride, token_stride, BLOCK: tl.constexpr,
+    LATENT: tl.constexpr, LATENT_PADDED: tl.constexpr, ROTATED: tl.constexpr,
+    ROTATED_PADDED: tl.constexpr,
+):  # fmt: skip
+    """A tile of latent vectors and of the rotated keys behind them; zero where none is."""
+    dims, behind = tl.arange(0, LATENT_PADDED), tl.arange(0, ROTATED_PADDED)
+    blocks = tl.load(table + keys // BLOCK, mask=is_key, other=0).to(tl.int64)
+    place = cache + (blocks * block_stride + keys % BLOCK * token_stride)[:, None]
+    is_latent = is_key[:, None] & (dims < LATENT)[None, :]
+    is_rotated = is_key[:, None] & (behind < ROTATED)[None, :]
+    latent = tl.load(place + dims[None, :], mask=is_latent, other=0.0)
+    return latent, tl.load(place + LATENT + behind[None, :], mask=is_rotated, other=0.0)
+
+
+@triton.jit  # type: ignore[untyped-decorator,unused-ignore]
+def load_queries(  # type: ignore[no-untyped-def]
+    place, is_row, LATENT: tl.constexpr, LATENT_PADDED: tl.constexpr, ROTATED: tl.constexpr,
+    ROTATED_PADDED: tl.constexpr,
+):  # fmt: skip
+    """Rows of queries, the dims for latent vectors and those for rotated keys."""
+    dims, behind = tl.arange(0, LATENT_PADDED)[None, :], tl.arange(0, ROTATED_PADDED)[None, :]
+    near = tl.load(place[:, None] + dims, mask=is_row[:, None] & (dims < LATENT), other=0.0)
+    is_rotated = is_row[:, None] & (behind < ROTATED)
+    return near, tl.load(place[:, None] + LATENT + behind, mask=is_rotated, other=0.0)
+
+
+@triton.jit  # type: ignore[untyped-decorator,unused-ignore]
+def latent_step(  # type: ignore[no-untyped-def]
+    near, far, latent, rotated, is_seen, scale, cap, top, total, acc, HAS_CAP: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """One tile of vectors: the running maximum, sum and weighted vectors."""
+    scores = tl.dot(near, tl.trans(latent), input_precision=PRECISION)
+    scores = tl.dot(far, tl.trans(rotated), scores, input_precision=PRECISION)
+    weights, top, total, decay = softmax_weights(
+        scores, is_seen, scale, cap, top, total, HAS_CAP, True
+    )
+    acc = acc * decay[:, None]
+    acc = tl.dot(weights.to(latent.dtype), latent, acc, input_precision=PRECISION)
+    return top, total, acc
+
+
+@triton.jit  # type: ignore[untyped-decorator,unused-ignore]
+def _latent_decode_kernel(  # type: ignore[no-untyped-def]
+    query, cache, output, pieces, counters, partial, log_sums, tables, scale, cap,
+    query_stride, output_stride, table_stride, block_stride, token_stride,
+    NUM_HEADS: tl.constexpr, HEADS: tl.constexpr, LATENT: tl.constexpr,
+    LATENT_PADDED: tl.constexpr, ROTATED: tl.constexpr, ROTATED_PADDED: tl.constexpr,
+    BLOCK: tl.constexpr, TILE: tl.constexpr, SINKS: tl.constexpr, HAS_WINDOW: tl.constexpr,
+    HAS_CAP: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """One piece of a sequence's vectors for HEADS query heads.
+
+    Pieces and their results are those of the attention with keys and values apart.
+    """
+    GROUPS: tl.constexpr = (NUM_HEADS + HEADS - 1) // HEADS
+    group, dims = tl.program_id(0) % GROUPS, tl.arange(0, LATENT_PADDED)
+    heads = group * HEADS + tl.arange(0, HEADS)
+    is_head = heads < NUM_HEADS
+    mask = is_head[:, None] & (dims < LATENT)[None, :]
+    first, step = tl.program_id(0) // GROUPS, tl.num_programs(0) // GROUPS
+    for piece in range(first, tl.load(pieces), step):
+        sequence, row, start, end, first_piece, num_pieces, skipped = read_piece(pieces, piece)
+        near, far = load_queries(
+            query + sequence * query_stride + heads * (LATENT + ROTATED), is_head, LATENT,
+            LATENT_PADDED, ROTATED, ROTATED_PADDED,
+        )  # fmt: skip
+        top = tl.full([HEADS], float("-inf"), tl.float32)
+        total = tl.zeros([HEADS], tl.float32)
+        acc = tl.zeros([HEADS, LATENT_PADDED], tl.float32)
+        table = tables + row * table_stride
+        for at_key in range(start, end, TILE):
+            keys = at_key + tl.arange(0, TILE)
+            is_key = keys < end
+            if HAS_WINDOW:
+                keys = tl.where(keys < SINKS, keys, keys + skipped)
+            latent, rotated = load_vectors(
+                cache, table, keys, is_key, block_stride, token_stride, BLOCK, LATENT,
+                LATENT_PADDED, ROTATED, ROTATED_PADDED,
+            )  # fmt: skip
+            top, total, acc = latent_step(
+                near, far, latent, rotated, is_key[None, :], scale, cap, top, total, acc,
+                HAS_CAP, PRECISION,
+            )  # fmt: skip
+        place = output + sequence * output_stride + heads[:, None] * LATENT + dims[None, :]
+        result = acc / tl.where(total == 0.0, 1.0, total)[:, None]
+        if num_pieces == 1:
+            tl.store(place, result.to(output.dtype.element_ty), mask=mask)
+        else:
+            is_last = put_piece(
+                partial, log_sums, counters + sequence * GROUPS + group, piece, heads,
+                num_pieces, is_head, mask, top, total, result, NUM_HEADS, LATENT,
+                LATENT_PADDED,
+            )  # fmt: skip
+            if is_last:
+                result = merge_pieces(
+                    partial, log_sums, first_piece, num_pieces, heads, is_head, NUM_HEADS,
+                    LATENT, LATENT_PADDED, HEADS,
+                )  # fmt: skip
+                tl.store(place, result.to(output.dtype.element_ty), mask=mask)
+
+
+def decode(
+    query_SNH: Tensor,
+    kv_cache: Tensor,
+    metadata: AttentionMetadata,
+    spec: AttentionSpec,
+    output_SNL: Tensor,
+    *,
+    is_fixed: bool = False,
+    config: LatentDecodeConfig | None = None,
+) -> None:
+    """Attention of the first S sequences of a step, one query each, into ``output``.
+
+    ``kv_cache`` is [blocks, 1, B, 1, H], its last dim and a query's heads contiguous. With
+    ``is_fixed`` a sequence's result does not depend on the others. The number of sequences
+    alone decides what is launched, as in `triton_attention_decode`.
+    """
+    num_sequences, num_heads, size = query_SNH.shape
+    latent = spec.latent_size
+    config = config or LatentDecodeConfig.of(num_heads, query_SNH.element_size())
+    groups = triton.cdiv(num_heads, config.heads)
+    key = ("latent", groups, num_heads, spec.window, spec.num_sinks, is_fixed)
+    plan: DecodePlan | None = metadata.plans.get(key)
+    if plan is None:
+        sizes = num_heads, groups, latent
+        plan = plan_decodes(metadata, spec, sizes, num_sequences, is_fixed)
+        metadata.plans[key] = plan
+    scale, cap = score_factors(spec)
+    _latent_decode_kernel[(plan.num_programs * groups,)](
+        query_SNH, kv_cache, output_SNL, plan.pieces, plan.counters, plan.partial,
+        plan.log_sums, metadata.block_tables, scale, cap, query_SNH.stride(0),
+        output_SNL.stride(0), metadata.block_tables.stride(0), kv_cache.stride(0),
+        kv_cache.stride(2), NUM_HEADS=num_heads, HEADS=config.heads, LATENT=latent,
+        LATENT_PADDED=max(16, triton.next_power_of_2(latent)), ROTATED=size - latent,
+        ROTATED_PADDED=max(16, triton.next_power_of_2(size - latent)),
+        BLOCK=kv_cache.shape[2], TILE=config.tile, SINKS=spec.num_sinks,
+        HAS_WINDOW=spec.window > 0, HAS_CAP=spec.soft_cap > 0,
+        PRECISION="ieee" if query_SNH.dtype.itemsize == 4 else "tf32",
+        num_warps=config.num_warps, num_stages=config.num_stages,
+    )  # fmt: skip

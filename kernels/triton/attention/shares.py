@@ -1,0 +1,258 @@
+"""How the keys of a step's decodes are shared out evenly over programs, on the device."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton  # type: ignore[import-not-found,import-untyped,unused-ignore]
+import triton.language as tl  # type: ignore[import-not-found,import-untyped,unused-ignore]
+from torch import Tensor
+from triton.language.extra.cuda import (  # type: ignore[import-not-found,import-untyped,unused-ignore]
+    gdc_launch_dependents,
+    gdc_wait,
+)
+
+from trimaran.kernels.attention import AttentionMetadata
+from trimaran.kernels.triton.launch import Launcher, padded_size
+
+# Shapes: S sequences, K key-value heads, N query heads, H head size, I pieces at most, R shares
+# at most.
+
+MIN_KEYS = 256
+"""Keys of the smallest share: below, weighing pieces takes longer than reading them."""
+
+FIXED_KEYS = 512
+"""Keys of a piece where results must not depend on the batch."""
+
+MAX_FIXED_PIECES = 8
+"""A longer sequence has larger pieces then."""
+
+PIECE_COST = 32
+"""Keys that could be read in the time that ending a sequence takes."""
+
+CUT_COST = 400
+"""Keys that could be read in the time that weighing the pieces of sequences takes, where a
+program has one sequence or none."""
+
+CUT_COST_OF_MANY = 1800
+"""The same where programs take several in turn: the last ones have memory to themselves, and
+read several times as fast."""
+
+MAX_LAYERS = 512
+"""Launches of one plan whose programs choose what to read by where they run."""
+
+_WRITERS = 16
+
+_SPAN_OF_ONE_WARP = 256
+"""One warp adds up so many sequences faster than several, which wait for each other."""
+
+
+@dataclass(slots=True)
+class SharePlan:
+    """The pieces of one step's decodes, the same for all layers, and their workspace.
+
+    A share is one whole sequence; or, where that leaves programs idle for longer than it
+    takes to weigh pieces, all sequences, in units of keys, are shared out in order and evenly,
+    so that a share holds the end of one sequence, some whole ones and the beginning of
+    another. What a share has of a sequence is a piece.
+    """
+
+    shares: Tensor
+    """int32 [R + 3]: the numbers of shares and of pieces, each share's first piece, and the
+    number of pieces again."""
+
+    pieces: Tensor
+    """int32 [I, 8]: sequence, row, first and end key, first piece, number of pieces and
+    length of the sequence; one unused."""
+
+    counters: Tensor
+    """int32 [S, K]: pieces done. Zero between launches."""
+
+    partial: Tensor
+    """float32 [I, N, H]: a piece's result."""
+
+    log_sums: Tensor
+    """float32 [I, N]: base 2 logarithm of the sum of a piece's weights."""
+
+    readers: Tensor
+    """int32 [`MAX_LAYERS`, 2]: for each launch, programs that read on either side of memory.
+    Zero before it."""
+
+    num_programs: int
+    """Programs a key-value head: one a share, or fewer that take several in turn."""
+
+    num_launches: int = 0
+    """That used ``readers``, so far."""
+
+
+@triton.jit  # type: ignore[untyped-decorator,unused-ignore]
+def _put(at, mask, sequence, row, begin, end, first_piece, num_pieces, length):  # type: ignore[no-untyped-def]
+    """Writes pieces in the order that `SharePlan` gives."""
+    tl.store(at, sequence, mask=mask)
+    tl.store(at + 1, row, mask=mask)
+    tl.store(at + 2, begin, mask=mask)
+    tl.store(at + 3, end, mask=mask)
+    tl.store(at + 4, first_piece, mask=mask)
+    tl.store(at + 5, num_pieces, mask=mask)
+    tl.store(at + 6, length, mask=mask)
+
+
+@triton.jit  # type: ignore[untyped-decorator,unused-ignore]
+def _put_totals(shares, all_pieces, last_shares, IS_FIXED: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Writes the numbers that stand before and behind each share's first piece."""
+    last = all_pieces - 1 if IS_FIXED else tl.max(last_shares)
+    tl.store(shares, last + 1)
+    tl.store(shares + 1, all_pieces)
+    tl.store(shares + 3 + last, all_pieces)
+
+
+@triton.jit  # type: ignore[untyped-decorator,unused-ignore]
+def _clear(  # type: ignore[no-untyped-def]
+    counters, readers, writer, sequences, is_sequence,
+    KV_HEADS: tl.constexpr, READERS: tl.constexpr, WRITERS: tl.constexpr,
+):  # fmt: skip
+    """Zeroes what the launches of a plan count."""
+    own = writer * (READERS // WRITERS) + tl.arange(0, READERS // WRITERS)
+    tl.store(readers + own, 0)
+    if writer == 0:
+        for head in range(KV_HEADS):
+            tl.store(counters + sequences * KV_HEADS + head, 0, mask=is_sequence)
+
+
+@triton.jit  # type: ignore[untyped-decorator,unused-ignore]
+def _longest(cost, is_sequence, num_sequences, turns):  # type: ignore[no-untyped-def]
+    """Roughly what the program with most takes of whole sequences, so many in turn.
+
+    Of some dozens of sums of independent lengths, the largest is two deviations above the mean.
+    """
+    mean = tl.sum(cost).to(tl.float32) / num_sequences
+    distance = tl.where(is_sequence, cost.to(tl.float32) - mean, 0.0)
+    deviation = tl.sqrt(tl.sum(distance * distance) / num_sequences * turns)
+    of_many = tl.maximum((turns * mean + 2.0 * deviation).to(tl.int32), tl.max(cost))
+    return tl.where(turns > 1, of_many, tl.max(cost))
+
+
+@triton.jit  # type: ignore[untyped-decorator,unused-ignore]
+def _last_unit_before(  # type: ignore[no-untyped-def]
+    seq_lens, sequences, is_sequence, place, COST: tl.constexpr, UNIT: tl.constexpr
+):
+    """Where the last unit begins of the sequence in front of each."""
+    has_former = is_sequence & (sequences > 0)
+    former = tl.load(seq_lens + sequences - 1, mask=has_former, other=0)
+    return place - COST - former + tl.maximum((former + UNIT - 1) // UNIT - 1, 0) * UNIT
+
+
+@triton.jit(do_not_specialize=["num_sequences", "num_shares"])  # type: ignore[untyped-decorator,unused-ignore]
+def _shares_kernel(  # type: ignore[no-untyped-def]
+    seq_lens, rows, shares, pieces, counters, readers, num_sequences, num_shares,
+    KV_HEADS: tl.constexpr, UNIT: tl.constexpr, MIN_KEYS: tl.constexpr, COST: tl.constexpr,
+    CUT_COST: tl.constexpr, CUT_COST_OF_MANY: tl.constexpr, FIXED_KEYS: tl.constexpr,
+    MAX_PIECES: tl.constexpr, IS_FIXED: tl.constexpr, HAS_ROWS: tl.constexpr,
+    READERS: tl.constexpr, SPAN: tl.constexpr, WRITERS: tl.constexpr, OVERLAPS: tl.constexpr,
+):  # fmt: skip
+    """Each program finds all pieces and writes every WRITERS-th of each sequence.
+
+    Sequences lie on one ruler, each as long as its keys and COST. That is cut into equal
+    shares; a unit of keys belongs to the share in which it begins.
+    """
+    writer = tl.program_id(0)
+    sequences = tl.arange(0, SPAN)
+    is_sequence = sequences < num_sequences
+    if OVERLAPS:
+        # Lengths are there; what is written may lie where the kernel in front still reads.
+        gdc_launch_dependents()
+    length = tl.load(seq_lens + sequences, mask=is_sequence, other=0)
+    row = tl.load(rows + sequences, mask=is_sequence, other=0) if HAS_ROWS else sequences
+    last_unit = tl.maximum((length + UNIT - 1) // UNIT - 1, 0)
+    cost = tl.where(is_sequence, length + COST, 0)
+    place = tl.cumsum(cost) - cost
+    is_whole = tl.sum(cost) < 0
+    if IS_FIXED:
+        size = tl.maximum((length + MAX_PIECES - 1) // MAX_PIECES, FIXED_KEYS)
+        size = (size + UNIT - 1) // UNIT * UNIT
+        first_share, last_share = tl.zeros_like(length), last_unit * UNIT // size
+        place = first_share
+    else:
+        size = tl.maximum((tl.sum(cost) + num_shares - 1) // num_shares, MIN_KEYS)
+        turns = (num_sequences + num_shares - 1) // num_shares
+        cut_cost = tl.where(turns > 1, CUT_COST_OF_MANY, CUT_COST)
+        is_whole = _longest(cost, is_sequence, num_sequences, turns) <= size + cut_cost
+        first_share = tl.where(is_whole, sequences, place // size)
+        last_share = tl.where(is_whole, sequences, (place + last_unit * UNIT) // size)
+    num_pieces = tl.where(is_sequence, last_share - first_share + 1, 0)
+    first_piece = tl.cumsum(num_pieces) - num_pieces
+    before = _last_unit_before(seq_lens, sequences, is_sequence, place, COST, UNIT)
+    if OVERLAPS:
+        gdc_wait()
+    for number in range(writer, tl.max(num_pieces), WRITERS):
+        is_piece = number < num_pieces
+        share = first_share + number
+        begin = tl.maximum((share * size - place + UNIT - 1) // UNIT * UNIT, 0)
+        end = tl.minimum(((share + 1) * size - place + UNIT - 1) // UNIT * UNIT, length)
+        begin, end = tl.where(is_whole, 0, begin), tl.where(is_whole, length, end)
+        _put(
+            pieces + (first_piece + number) * 8, is_piece, sequences, row, begin, end,
+            first_piece, num_pieces, length,
+        )  # fmt: skip
+        if IS_FIXED:
+            tl.store(shares + 2 + first_piece + number, first_piece + number, mask=is_piece)
+        else:
+            begins = is_whole | (number > 0) | (sequences == 0) | (before < share * size)
+            tl.store(shares + 2 + share, first_piece + number, mask=is_piece & begins)
+    _clear(counters, readers, writer, sequences, is_sequence, KV_HEADS, READERS, WRITERS)
+    if writer == 0:
+        _put_totals(shares, tl.sum(num_pieces), tl.where(is_sequence, last_share, 0), IS_FIXED)
+
+
+_shares = Launcher(_shares_kernel)
+
+
+def share_out(
+    metadata: AttentionMetadata,
+    heads: tuple[int, int, int],
+    num_sequences: int,
+    num_programs: int,
+    unit: int,
+    *,
+    is_fixed: bool,
+) -> SharePlan:
+    """Share out the first ``num_sequences`` sequences, each with one query.
+
+    ``heads`` are the numbers of query and of key-value heads and the head size;
+    ``num_programs`` run at once on the device; ``unit`` keys stay together. With
+    ``is_fixed``, how a sequence is cut depends on its length alone. What is launched depends
+    on the number of sequences alone, and lengths are read on the device: safe under CUDA
+    graph capture. They, and rows, are read while the kernel in front of this still runs: the
+    embedding, or one behind it, which lets none begin before they are complete.
+    """
+    num_heads, num_kv_heads, head_size = heads
+    device = metadata.seq_lens.device
+    num_shares = max(1, num_programs // num_kv_heads)
+    num_programs, most = num_shares, num_sequences + num_shares
+    if is_fixed:
+        most = num_shares = num_sequences * MAX_FIXED_PIECES
+        num_programs = min(num_programs, most)
+    plan = SharePlan(
+        shares=torch.empty(
+            max(num_shares, num_sequences) + 3, dtype=torch.int32, device=device
+        ),
+        pieces=torch.empty((most, 8), dtype=torch.int32, device=device),
+        counters=torch.empty((num_sequences, num_kv_heads), dtype=torch.int32, device=device),
+        partial=torch.empty((most, num_heads, head_size), device=device, dtype=torch.float32),
+        log_sums=torch.empty((most, num_heads), device=device, dtype=torch.float32),
+        readers=torch.empty((MAX_LAYERS, 2), dtype=torch.int32, device=device),
+        num_programs=num_programs,
+    )
+    has_rows = metadata.rows is not None
+    args = (
+        metadata.seq_lens, metadata.rows if has_rows else metadata.seq_lens, plan.shares,
+        plan.pieces, plan.counters, plan.readers, num_sequences, num_shares,
+    )  # fmt: skip
+    span = max(16, padded_size(num_sequences))
+    constants = (
+        num_kv_heads, unit, MIN_KEYS, PIECE_COST, CUT_COST, CUT_COST_OF_MANY, FIXED_KEYS,
+        MAX_FIXED_PIECES, is_fixed, has_rows, 2 * MAX_LAYERS, span, _WRITERS,
+    )  # fmt: skip
+    _shares((_WRITERS, 1), args, constants, 1 if span <= _SPAN_OF_ONE_WARP else 4)
+    return plan

@@ -1,0 +1,319 @@
+"""A mixture of experts on a GPU: sort by expert, grouped products, and no wait."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton  # type: ignore[import-not-found,import-untyped,unused-ignore]
+import triton.language as tl  # type: ignore[import-not-found,import-untyped,unused-ignore]
+from torch import Tensor
+from triton.language.extra.cuda import (  # type: ignore[import-not-found,import-untyped,unused-ignore]
+    gdc_launch_dependents,
+    gdc_wait,
+)
+
+from trimaran.kernels.tables.grouped_table import TritonCut
+from trimaran.kernels.triton.launch import Launcher, num_tiles, padded_size
+
+# Shapes: T tokens, D hidden size, X experts of this rank, C experts of a token, N = T C
+# chosen places (token t's c-th choice is place t C + c), F inner width, E = 2 F.
+
+_SORT_VALUES = 16384
+"""Places times experts that a program of the sort looks at."""
+
+_COUNTED = 16
+_SUM_TILE = 1024
+FIXED_ROWS = 64
+"""The height of tiles for all numbers of places, where the sums' order may not change."""
+
+_GROUP = 8
+"""Tiles of rows that go over the same columns at about the same time, for the cache."""
+
+
+@triton.jit  # type: ignore[untyped-decorator,unused-ignore]
+def _owned(  # type: ignore[no-untyped-def]
+    ids, places, num_places, first_expert, EXPERTS: tl.constexpr, PADDED: tl.constexpr
+):
+    """[places, experts]: 1 where a place's expert is this one of this rank's."""
+    owners = tl.load(ids + places, mask=places < num_places, other=-1) - first_expert
+    experts = tl.arange(0, PADDED)[None, :]
+    return ((owners[:, None] == experts) & (experts < EXPERTS)).to(tl.int32)
+
+
+@triton.jit(do_not_specialize=["num_places"])  # type: ignore[untyped-decorator,unused-ignore]
+def _count_kernel(  # type: ignore[no-untyped-def]
+    ids, counts, num_places, first_expert, EXPERTS: tl.constexpr, PADDED: tl.constexpr,
+    BLOCK: tl.constexpr, OVERLAPS: tl.constexpr,
+):  # fmt: skip
+    """Program b counts how often each expert was chosen in the b-th block of places."""
+    block = tl.program_id(0)
+    places = block * BLOCK + tl.arange(0, BLOCK)
+    if OVERLAPS:
+        gdc_launch_dependents()
+        gdc_wait()
+    owned = _owned(ids, places, num_places, first_expert, EXPERTS, PADDED)
+    tl.store(counts + block * PADDED + tl.arange(0, PADDED), tl.sum(owned, axis=0))
+
+
+@triton.jit(do_not_specialize=["num_places", "num_blocks"])  # type: ignore[untyped-decorator,unused-ignore]
+def _sort_kernel(  # type: ignore[no-untyped-def]
+    ids, counts, order, totals, positions, num_places, num_blocks, first_expert,
+    EXPERTS: tl.constexpr,
+    PADDED: tl.constexpr, BLOCK: tl.constexpr, COUNTED: tl.constexpr, IS_ALONE: tl.constexpr,
+    OVERLAPS: tl.constexpr,
+):  # fmt: skip
+    """Program b writes the b-th block's places where they are due in the order by expert.
+
+    An only program counts for itself.
+    """
+    block = tl.program_id(0)
+    experts = tl.arange(0, PADDED)
+    places = block * BLOCK + tl.arange(0, BLOCK)
+    if OVERLAPS:
+        gdc_launch_dependents()
+        gdc_wait()
+    owned = _owned(ids, places, num_places, first_expert, EXPERTS, PADDED)
+    before = tl.zeros((PADDED,), tl.int32)
+    total = tl.zeros((PADDED,), tl.int32)
+    if IS_ALONE:
+        total += tl.sum(owned, axis=0)
+    else:
+        for first in range(0, num_blocks, COUNTED):
+            blocks = first + tl.arange(0, COUNTED)
+            source = counts + blocks[:, None] * PADDED + experts[None, :]
+            found = tl.load(source, mask=(blocks < num_blocks)[:, None], other=0)
+            total += tl.sum(found, axis=0)
+            before += tl.sum(tl.where((blocks < block)[:, None], found, 0), axis=0)
+    starts = tl.cumsum(total, axis=0) - total + before
+    targets = starts[None, :] + tl.cumsum(owned, axis=0) - owned
+    target = tl.sum(targets * owned, axis=1)
+    is_owned = tl.sum(owned, axis=1) > 0
+    tl.store(order + target, places, mask=is_owned)
+    tl.store(positions + places, tl.where(is_owned, target, -1), mask=places < num_places)
+    if block == 0:
+        tl.store(totals + experts, total)
+
+
+@triton.jit  # type: ignore[untyped-decorator,unused-ignore]
+def _find_tile(counts, tile, PADDED: tl.constexpr, ROWS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """A tile's expert, its first row among the expert's, how many those are, and how many
+    rows are before theirs."""
+    experts = tl.arange(0, PADDED)
+    tiles = (counts + ROWS - 1) // ROWS
+    is_before = tl.cumsum(tiles, axis=0) <= tile
+    expert = tl.sum(is_before.to(tl.int32), axis=0)
+    first = (tile - tl.sum(tl.where(is_before, tiles, 0), axis=0)) * ROWS
+    count = tl.sum(tl.where(experts == expert, counts, 0), axis=0)
+    before = tl.sum(tl.where(is_before, counts, 0), axis=0)
+    return expert, first, count, before
+
+
+@triton.jit  # type: ignore[untyped-decorator,unused-ignore]
+def _load(places, is_inside, IS_EVEN: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The values there; with ``IS_EVEN`` all of them are inside, else zero outside."""
+    if IS_EVEN:
+        values = tl.load(places)
+    else:
+        values = tl.load(places, mask=is_inside, other=0.0)
+    return values
+
+
+@triton.jit  # type: ignore[untyped-decorator,unused-ignore]
+def _experts_kernel(  # type: ignore[no-untyped-def]
+    x, weight, output, order, totals, shares, x_stride, INNER: tl.constexpr,
+    OUTPUTS: tl.constexpr, CHOSEN: tl.constexpr, PADDED: tl.constexpr,
+    IS_GATED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, STEP: tl.constexpr,
+    GROUP: tl.constexpr, IS_EVEN: tl.constexpr, OVERLAPS: tl.constexpr,
+):  # fmt: skip
+    """A program makes ``COLUMNS`` outputs of up to ``ROWS`` places of one expert.
+
+    ``IS_GATED``: from the places' tokens, SwiGLU, in the order by expert. Else: from rows in
+    that order, times the places' shares, each at its place. Programs behind the last tile,
+    whose number only the device knows, end at once.
+    """
+    NUM_COLUMNS: tl.constexpr = (OUTPUTS + COLUMNS - 1) // COLUMNS
+    if OVERLAPS:
+        gdc_launch_dependents()
+        gdc_wait()
+    counts = tl.load(totals + tl.arange(0, PADDED))
+    last = tl.sum((counts + ROWS - 1) // ROWS, axis=0)
+    program = tl.program_id(0)
+    if program < last * NUM_COLUMNS:
+        first_tile = program // (GROUP * NUM_COLUMNS) * GROUP
+        height = tl.minimum(last - first_tile, GROUP)
+        within = program % (GROUP * NUM_COLUMNS)
+        tile = first_tile + within % height
+        expert, first_row, count, before = _find_tile(counts, tile, PADDED, ROWS)
+        rows = first_row + tl.arange(0, ROWS)
+        is_row = rows < count
+        rows += before
+        places = tl.load(order + rows, mask=is_row, other=0)
+        source = places // CHOSEN if IS_GATED else tl.where(is_row, rows, 0)
+        columns = within // height * COLUMNS + tl.arange(0, COLUMNS)
+        inner = tl.arange(0, STEP)
+        HEIGHT: tl.constexpr = OUTPUTS * 2 if IS_GATED else OUTPUTS
+        matrix = weight + (expert.to(tl.int64) * HEIGHT + columns)[:, None] * INNER + inner
+        tokens = x + source[None, :].to(tl.int64) * x_stride + inner[:, None]
+        total = tl.zeros([COLUMNS, ROWS], tl.float32)
+        up = tl.zeros([COLUMNS, ROWS], tl.float32)
+        is_column = (columns < OUTPUTS)[:, None]
+        for first in range(0, INNER, STEP):
+            is_inner = inner + first < INNER
+            values = _load(tokens + first, is_inner[:, None], IS_EVEN)
+            is_value = is_column & is_inner[None, :]
+            gate = _load(matrix + first, is_value, IS_EVEN)
+            total = tl.dot(gate, values, total, input_precision="ieee")
+            if IS_GATED:
+                upper = _load(matrix + OUTPUTS * INNER + first, is_value, IS_EVEN)
+                up = tl.dot(upper, values, up, input_precision="ieee")
+        if IS_GATED:
+            total = total / (1.0 + tl.exp(-total)) * up
+            target = rows
+        else:
+            total = total * tl.load(shares + places, mask=is_row, other=0.0)[None, :]
+            target = places
+        place = output + target[None, :].to(tl.int64) * OUTPUTS + columns[:, None]
+        tl.store(place, total.to(output.dtype.element_ty), mask=is_row[None, :] & is_column)
+
+
+@triton.jit  # type: ignore[untyped-decorator,unused-ignore]
+def _sum_kernel(  # type: ignore[no-untyped-def]
+    parts, ids, output, first_expert, WIDTH: tl.constexpr, EXPERTS: tl.constexpr,
+    CHOSEN: tl.constexpr, TILE: tl.constexpr, OVERLAPS: tl.constexpr,
+):  # fmt: skip
+    """Program (t, i) adds up the i-th tile of what token t's experts of this rank gave."""
+    token = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * TILE + tl.arange(0, TILE)
+    is_column = columns < WIDTH
+    if OVERLAPS:
+        gdc_launch_dependents()
+        gdc_wait()
+    total = tl.zeros((TILE,), tl.float32)
+    for place in tl.static_range(CHOSEN):
+        owner = tl.load(ids + token * CHOSEN + place) - first_expert
+        is_here = (owner >= 0) & (owner < EXPERTS)
+        source = parts + (token * CHOSEN + place) * WIDTH + columns
+        total += tl.load(source, mask=is_column & is_here, other=0.0)
+    target = output + token * WIDTH + columns
+    tl.store(target, total.to(output.dtype.element_ty), mask=is_column)
+
+
+_count = Launcher(_count_kernel)
+_sort = Launcher(_sort_kernel)
+_multiply = Launcher(_experts_kernel)
+_sum = Launcher(_sum_kernel)
+
+
+def likely_cut(average: int, dtype: torch.dtype) -> TritonCut:
+    """Tiles about as high as an expert has rows on ``average``, from 16 to 128."""
+    rows = min(max(padded_size(average), 16), 128)
+    # Float32 values take twice the room.
+    share = dtype.itemsize // 2
+    if rows <= 32:
+        return TritonCut(rows, 64, 128 // share, 4, 3)
+    return TritonCut(rows, 128, 64 // share, 8, 3)
+
+
+class SortedPlaces(NamedTuple):
+    """Places by expert: which comes where, and how many each expert has."""
+
+    order: Tensor
+    """[N]; behind those of this rank's experts nothing was written."""
+
+    totals: Tensor
+    """[X], padded to a power of two with zeros."""
+
+    positions: Tensor
+    """[T, C]: where each place is in that order, -1 if its expert is another rank's."""
+
+
+def expert_mlp(
+    x_TD: Tensor,
+    weights_TC: Tensor,
+    ids_TC: Tensor,
+    gate_up_XED: Tensor,
+    down_XDF: Tensor,
+    first_expert: int = 0,
+    cuts: tuple[TritonCut, TritonCut] | None = None,
+) -> Tensor:
+    """The weighted sum of each token's experts; see `reference.expert_mlp`.
+
+    Rows of ``x`` are contiguous, all else is whole. The host learns nothing of the choice, so
+    it is safe under CUDA graph capture: grids depend on the number of tokens alone.
+    ``cuts`` are those of the two products; with the same ones for any number of tokens, a
+    token's result does not depend on the tokens beside it.
+    """
+    (num_tokens, hidden), num_chosen = x_TD.shape, ids_TC.shape[1]
+    num_experts, _, inner = down_XDF.shape
+    places = num_tokens * num_chosen
+    if not places:
+        return torch.empty_like(x_TD)
+    by_expert = sort_places(ids_TC, num_experts, first_expert)
+    if cuts is None:
+        cut = likely_cut(num_tiles(places, num_experts), x_TD.dtype)
+        cuts = cut, cut
+    inner_NF = torch.empty((places, inner), dtype=x_TD.dtype, device=x_TD.device)
+    _products(cuts[0], by_expert, (x_TD, gate_up_XED, inner_NF), weights_TC, is_gated=True)
+    parts_ND = torch.empty((places, hidden), dtype=torch.float32, device=x_TD.device)
+    _products(cuts[1], by_expert, (inner_NF, down_XDF, parts_ND), weights_TC, is_gated=False)
+    output_TD = torch.empty((num_tokens, hidden), dtype=x_TD.dtype, device=x_TD.device)
+    tile = min(padded_size(hidden), _SUM_TILE)
+    constants = (hidden, num_experts, num_chosen, tile)
+    grid = (num_tokens, num_tiles(hidden, tile))
+    _sum(grid, (parts_ND, ids_TC, output_TD, first_expert), constants)
+    return output_TD
+
+
+def sort_places(ids_TC: Tensor, num_experts: int, first_expert: int) -> SortedPlaces:
+    """The places of this rank's experts in the order of the experts."""
+    places, padded = ids_TC.numel(), padded_size(num_experts)
+    block = min(padded_size(max(places, 16)), max(_SORT_VALUES // padded, 16))
+    num_blocks = num_tiles(places, block)
+    sizes = [padded, num_blocks * padded, places, places]
+    totals, counts, order, positions = _split(sizes, ids_TC.device)
+    constants = (num_experts, padded, block)
+    is_alone = num_blocks == 1
+    if not is_alone:
+        _count((num_blocks, 1), (ids_TC, counts, places, first_expert), constants)
+    args = (ids_TC, counts, order, totals, positions, places, num_blocks, first_expert)
+    # A thread that looked at more than 32 values would not have the registers.
+    num_warps = min(max(block * padded // 512, 4), 16)
+    _sort((num_blocks, 1), args, (*constants, _COUNTED, is_alone), num_warps)
+    return SortedPlaces(order, totals, positions.view(ids_TC.shape))
+
+
+def _split(sizes: list[int], device: torch.device) -> list[Tensor]:
+    """Pieces of one int32 tensor, each on 16 bytes: a kernel is compiled apart for others, and
+    where they lay would depend on the number of tokens."""
+    whole = [-(-size // 4) * 4 for size in sizes]
+    memory = torch.empty(sum(whole), dtype=torch.int32, device=device)
+    pieces = torch.split(memory, whole)
+    pairs = zip(pieces, sizes, strict=True)
+    return [piece if len(piece) == size else piece[:size] for piece, size in pairs]
+
+
+def _products(
+    cut: TritonCut,
+    by_expert: SortedPlaces,
+    operands: tuple[Tensor, Tensor, Tensor],
+    weights_TC: Tensor,
+    *,
+    is_gated: bool,
+) -> None:
+    """One of the two grouped products: ``operands`` are rows, matrices, and the output."""
+    x, matrices, output = operands
+    (num_places, outputs), num_experts = output.shape, matrices.shape[0]
+    inner, num_chosen = matrices.shape[2], weights_TC.shape[1]
+    # Each expert with rows has one tile at most that is not full.
+    tiles = num_places // cut.rows + min(num_experts, num_places)
+    is_even = inner % cut.step == 0 and outputs % cut.columns == 0
+    args = (
+        x, matrices, output, by_expert.order, by_expert.totals, weights_TC, x.stride(0),
+    )  # fmt: skip
+    constants = (
+        inner, outputs, num_chosen, padded_size(num_experts), is_gated, cut.rows,
+        cut.columns, cut.step, _GROUP, is_even,
+    )  # fmt: skip
+    grid = (tiles * num_tiles(outputs, cut.columns), 1)
+    _multiply(grid, args, constants, num_warps=cut.num_warps, num_stages=cut.num_stages)

@@ -1,0 +1,198 @@
+"""One step's integer inputs on a GPU: made from the rows' state where it lies."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton  # type: ignore[import-not-found,import-untyped,unused-ignore]
+import triton.language as tl  # type: ignore[import-not-found,import-untyped,unused-ignore]
+from torch import Tensor
+from triton.language.extra.cuda import (  # type: ignore[import-not-found,import-untyped,unused-ignore]
+    gdc_launch_dependents,
+    gdc_wait,
+)
+
+from trimaran.kernels.triton.launch import Launcher, num_tiles
+
+# Shapes: R rows, L longest sequence, M blocks of a longest sequence, T tokens, S entries
+# (scheduled sequences), N sampled entries.
+
+_TILE = 256
+
+
+@triton.jit(do_not_specialize=["num_updates", "num_segments"])  # type: ignore[untyped-decorator,unused-ignore]
+def _enter_kernel(  # type: ignore[no-untyped-def]
+    packed, table, block_tables, places_at, segments_at, num_updates, num_segments, row_len,
+    TILE: tl.constexpr,
+):  # fmt: skip
+    """Program (0, t) writes a tile of block ids, program (1 + i, t) one of segment i's ids."""
+    what, offsets = tl.program_id(0), tl.program_id(1) * TILE + tl.arange(0, TILE)
+    if what == 0:
+        is_update = offsets < num_updates
+        places = tl.load(packed + places_at + offsets, mask=is_update, other=0)
+        blocks = tl.load(packed + places_at + num_updates + offsets, mask=is_update, other=0)
+        tl.store(block_tables + places, blocks, mask=is_update)
+        return
+    segment = packed + segments_at + 4 * (what - 1)
+    row, first, length = (
+        tl.load(segment).to(tl.int64),
+        tl.load(segment + 1),
+        tl.load(segment + 3),
+    )
+    source = packed + tl.load(segment + 2)
+    ids = tl.load(source + offsets, mask=offsets < length, other=0)
+    tl.store(table + row * row_len + first + offsets, ids, mask=offsets < length)
+
+
+@triton.jit(do_not_specialize=["num_entries", "num_tokens", "num_padded"])  # type: ignore[untyped-decorator,unused-ignore]
+def _prepare_kernel(  # type: ignore[no-untyped-def]
+    packed, table, block_tables, wide, narrow, num_entries, num_tokens, num_padded, row_len,
+    max_blocks, spare_row, wide_stride, narrow_stride, shifts, BLOCK: tl.constexpr,
+    TILE: tl.constexpr, HAS_SHIFTS: tl.constexpr,
+):  # fmt: skip
+    """Program (s, t) makes the t-th tile of entry s's tokens; see `prepare`."""
+    entry, tile = tl.program_id(0), tl.program_id(1)
+    is_real = entry < num_entries
+    row = tl.load(packed + entry, mask=is_real, other=spare_row)
+    computed = tl.load(packed + num_entries + entry, mask=is_real, other=0)
+    sampled = tl.load(packed + 2 * num_entries + entry, mask=is_real, other=-1)
+    starts = packed + 3 * num_entries + entry
+    # Padding entries stand behind the real ones, with one token each while there are any.
+    padding = num_tokens + entry - num_entries
+    first = tl.load(starts, mask=is_real, other=0)
+    first = tl.where(is_real, first, tl.minimum(padding, num_padded))
+    end = tl.load(starts + 1, mask=is_real, other=0)
+    end = tl.where(is_real, end, tl.minimum(padding + 1, num_padded))
+    tokens = first + tile * TILE + tl.arange(0, TILE)
+    is_token = tokens < end
+    positions = computed + tokens - first
+    row_of_ids = table + row.to(tl.int64) * row_len
+    ids = tl.load(row_of_ids + positions, mask=is_token, other=0)
+    blocks = block_tables + row * max_blocks + positions // BLOCK
+    block = tl.load(blocks, mask=is_token, other=0).to(tl.int64)
+    tl.store(narrow + tokens, ids, mask=is_token)
+    told = positions
+    if HAS_SHIFTS:
+        told += tl.load(shifts + row)
+    tl.store(wide + tokens, told.to(tl.int64), mask=is_token)
+    slots = block * BLOCK + positions % BLOCK
+    tl.store(wide + wide_stride + tokens, slots, mask=is_token)
+    if (entry == 0) & (tile == 0):
+        tl.store(narrow + 6 * narrow_stride, num_tokens)
+    if tile == 0:
+        length = computed + end - first
+        tl.store(narrow + narrow_stride + entry, row)
+        tl.store(narrow + 2 * narrow_stride + entry, length)
+        tl.store(narrow + 3 * narrow_stride + entry, first)
+        tl.store(narrow + 3 * narrow_stride + entry + 1, end)
+        if sampled >= 0:
+            tl.store(narrow + 4 * narrow_stride + sampled, row)
+            tl.store(narrow + 5 * narrow_stride + sampled, length)
+            tl.store(wide + 2 * wide_stride + sampled, (end - 1).to(tl.int64))
+            place = row.to(tl.int64) * row_len + length
+            tl.store(wide + 3 * wide_stride + sampled, place)
+
+
+@triton.jit(do_not_specialize=["count"])  # type: ignore[untyped-decorator,unused-ignore]
+def _store_kernel(  # type: ignore[no-untyped-def]
+    ids, places, table, count, TILE: tl.constexpr, OVERLAPS: tl.constexpr
+):
+    offsets = tl.program_id(0) * TILE + tl.arange(0, TILE)
+    if OVERLAPS:
+        gdc_launch_dependents()
+        gdc_wait()
+    is_id = offsets < count
+    place = tl.load(places + offsets, mask=is_id, other=0)
+    value = tl.load(ids + offsets, mask=is_id, other=0)
+    tl.store(table + place, value.to(tl.int32), mask=is_id)
+
+
+_store = Launcher(_store_kernel)
+
+
+@dataclass(slots=True)
+class StepTensors:
+    """Where `prepare` writes: memory that stays where it is, as CUDA graphs need.
+
+    Entries, tokens and sampled entries share the leading size, the largest of a step.
+    """
+
+    wide: Tensor
+    """int64 [4, size]: positions, slots, token of each sampled entry, its id's place."""
+
+    narrow: Tensor
+    """int32 [7, size]: token ids, rows, sequence lengths, query starts, rows and
+    lengths of the sampled entries; the last row's first is the number of tokens that are
+    no padding."""
+
+    block_size: int
+
+    shifts: Tensor | None = None
+    """int32 [R]: what is added to the positions of each row's tokens; None for nothing."""
+
+    @classmethod
+    def allocate(cls, size: int, block_size: int, device: torch.device) -> StepTensors:
+        """For steps of at most ``size`` tokens, entries and padding entries."""
+        # Every row starts at a full line of the cache: kernels then load it whole.
+        size = -(-(size + 1) // 64) * 64
+        wide = torch.zeros((4, size), dtype=torch.int64, device=device)
+        narrow = torch.zeros((7, size), dtype=torch.int32, device=device)
+        return cls(wide, narrow, block_size)
+
+
+def enter(
+    packed: Tensor,
+    table_RL: Tensor,
+    block_tables: Tensor,
+    places_at: int,
+    num_updates: int,
+    segments_at: int,
+    num_segments: int,
+    longest: int,
+) -> None:
+    """Write new block ids and rows' token ids that come from the host.
+
+    ``packed`` is int32: from ``places_at`` on the places in ``block_tables`` of
+    ``num_updates`` blocks, then their ids; from ``segments_at`` on a (row, place in the row,
+    offset in ``packed``, length) a segment of token ids, the longest having ``longest``.
+    """
+    tiles = triton.cdiv(max(num_updates, longest, 1), _TILE)
+    _enter_kernel[(1 + num_segments, tiles)](
+        packed, table_RL, block_tables, places_at, segments_at, num_updates, num_segments,
+        table_RL.stride(0), TILE=_TILE,
+    )  # fmt: skip
+
+
+def prepare(
+    packed: Tensor,
+    table_RL: Tensor,
+    block_tables_RM: Tensor,
+    target: StepTensors,
+    num_entries: int,
+    num_padded: int,
+    num_tokens: int,
+    max_query_len: int,
+) -> None:
+    """Fill ``target`` for one step of ``num_entries`` entries.
+
+    ``packed`` is int32: rows [S], computed tokens [S], place among the sampled entries or
+    -1 [S], query starts [S + 1]. Entries from ``num_entries`` to ``num_padded`` are padding:
+    one token each, at position 0 of the last row, which no sequence has, until there are
+    ``num_padded`` tokens; those behind have none.
+    """
+    shifts = target.shifts
+    grid = (num_padded, triton.cdiv(max_query_len, _TILE))
+    _prepare_kernel[grid](
+        packed, table_RL, block_tables_RM, target.wide, target.narrow, num_entries, num_tokens,
+        num_padded, table_RL.stride(0), block_tables_RM.stride(0), table_RL.shape[0] - 1,
+        target.wide.stride(0), target.narrow.stride(0), packed if shifts is None else shifts,
+        BLOCK=target.block_size, TILE=_TILE if max_query_len > 1 else 16,
+        HAS_SHIFTS=shifts is not None,
+    )  # fmt: skip
+
+
+def store_ids(ids_N: Tensor, places_N: Tensor, table_RL: Tensor) -> None:
+    """Write sampled ids to their places in the token table."""
+    count = ids_N.shape[0]
+    _store((num_tiles(count, _TILE), 1), (ids_N, places_N, table_RL, count), (_TILE,))

@@ -1,0 +1,241 @@
+"""What changes logits before an id is chosen, and log-probabilities after, on a GPU.
+
+Each kernel covers all rows of a step, and leaves alone those whose state asks for nothing.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton  # type: ignore[import-not-found,import-untyped,unused-ignore]
+import triton.language as tl  # type: ignore[import-not-found,import-untyped,unused-ignore]
+from torch import Tensor
+
+from trimaran.kernels import sampling_state
+from trimaran.kernels.triton.race import load_float
+
+# Shapes: N sampled rows, V vocabulary, R rows, L longest sequence, W bad words, H ids before
+# the last one of the longest of these.
+
+_WIDTH = tl.constexpr(sampling_state.WIDTH)
+_NUM_PROMPT = tl.constexpr(sampling_state.NUM_PROMPT)
+_REPETITION = tl.constexpr(sampling_state.REPETITION)
+_PRESENCE = tl.constexpr(sampling_state.PRESENCE)
+_FREQUENCY = tl.constexpr(sampling_state.FREQUENCY)
+_MIN_TOKENS = tl.constexpr(sampling_state.MIN_TOKENS)
+_END_ID = tl.constexpr(sampling_state.END_ID)
+_NGRAM = tl.constexpr(sampling_state.NGRAM)
+
+_IN_PROMPT = tl.constexpr(1 << 30)
+_TILE = 1024
+_LOGITS_TILE = 4096
+
+
+@triton.jit  # type: ignore[untyped-decorator,unused-ignore]
+def _penalties_of(own):  # type: ignore[no-untyped-def]
+    """Repetition, presence and frequency penalty of a row's state, and whether it has any."""
+    repetition = load_float(own + _REPETITION)
+    presence = load_float(own + _PRESENCE)
+    frequency = load_float(own + _FREQUENCY)
+    has_any = (repetition != 1.0) | (presence != 0.0) | (frequency != 0.0)
+    return repetition, presence, frequency, has_any
+
+
+@triton.jit  # type: ignore[untyped-decorator,unused-ignore]
+def _count_kernel(  # type: ignore[no-untyped-def]
+    rows, lengths, state, table, counts, table_stride, vocab_size, TILE: tl.constexpr
+):
+    """Count how often each id is in the output; of the prompt's note that they are there."""
+    entry = tl.program_id(0).to(tl.int64)
+    row = tl.load(rows + entry).to(tl.int64)
+    own = state + row * _WIDTH
+    _, _, _, has_any = _penalties_of(own)
+    places = tl.program_id(1) * TILE + tl.arange(0, TILE)
+    is_known = places < tl.where(has_any, tl.load(lengths + entry), 0)
+    ids = tl.load(table + row * table_stride + places, mask=is_known, other=-1)
+    is_known = is_known & (ids >= 0) & (ids < vocab_size)
+    is_output = places >= tl.load(own + _NUM_PROMPT)
+    count = counts + entry * vocab_size + ids
+    tl.atomic_add(count, 1, mask=is_known & is_output, sem="relaxed")
+    is_prompt = places < tl.load(own + _NUM_PROMPT)
+    tl.atomic_or(count, _IN_PROMPT, mask=is_known & is_prompt, sem="relaxed")
+
+
+@triton.jit  # type: ignore[untyped-decorator,unused-ignore]
+def _penalise_kernel(  # type: ignore[no-untyped-def]
+    logits, rows, lengths, state, table, counts, table_stride, vocab_size, TILE: tl.constexpr
+):
+    """Apply the penalties to every id counted, once, and leave its count 0 again."""
+    entry = tl.program_id(0).to(tl.int64)
+    row = tl.load(rows + entry).to(tl.int64)
+    repetition, presence, frequency, has_any = _penalties_of(state + row * _WIDTH)
+    places = tl.program_id(1) * TILE + tl.arange(0, TILE)
+    is_known = places < tl.where(has_any, tl.load(lengths + entry), 0)
+    ids = tl.load(table + row * table_stride + places, mask=is_known, other=-1)
+    is_known = is_known & (ids >= 0) & (ids < vocab_size)
+    # Of all places with one id, the first to take its count applies it.
+    place = entry * vocab_size + ids
+    count = tl.atomic_xchg(counts + place, 0, mask=is_known, sem="relaxed")
+    is_mine = is_known & (count != 0)
+    x = tl.load(logits + place, mask=is_mine, other=0.0)
+    x = tl.where(x > 0.0, tl.div_rn(x, repetition), x * repetition)
+    num_outputs = count & (_IN_PROMPT - 1)
+    x -= frequency * num_outputs.to(tl.float32)
+    x -= tl.where(num_outputs > 0, presence, 0.0)
+    tl.store(logits + place, x, mask=is_mine)
+
+
+@triton.jit  # type: ignore[untyped-decorator,unused-ignore]
+def _forbid_kernel(  # type: ignore[no-untyped-def]
+    logits, rows, lengths, state, table, table_stride, vocab_size, TILE: tl.constexpr
+):
+    """Mask what would repeat an n-gram, and the end id while there are too few tokens."""
+    entry = tl.program_id(0).to(tl.int64)
+    row = tl.load(rows + entry).to(tl.int64)
+    own, tokens = state + row * _WIDTH, table + row * table_stride
+    target = logits + entry * vocab_size
+    length = tl.load(lengths + entry)
+    end_id = tl.load(own + _END_ID)
+    is_early = length - tl.load(own + _NUM_PROMPT) < tl.load(own + _MIN_TOKENS)
+    is_end = (end_id >= 0) & (end_id < vocab_size) & (tl.program_id(1) == 0)
+    tl.store(target + end_id, float("-inf"), mask=is_early & is_end)
+    size = tl.load(own + _NGRAM)
+    if size > 0:
+        places = tl.program_id(1) * TILE + tl.arange(0, TILE)
+        is_repeat = places <= length - size
+        for step in range(size - 1):
+            wanted = tl.load(tokens + length - size + 1 + step, mask=length >= size, other=-1)
+            found = tl.load(tokens + places + step, mask=is_repeat, other=-2)
+            is_repeat = is_repeat & (found == wanted)
+        ids = tl.load(tokens + places + size - 1, mask=is_repeat, other=-1)
+        is_repeat = is_repeat & (ids >= 0) & (ids < vocab_size)
+        tl.store(target + ids, tl.full([TILE], float("-inf"), tl.float32), mask=is_repeat)
+
+
+@triton.jit(do_not_specialize=["entry", "num_words", "num_before"])  # type: ignore[untyped-decorator,unused-ignore]
+def _bad_words_kernel(  # type: ignore[no-untyped-def]
+    logits, rows, lengths, table, words, entry, num_words, num_before, table_stride,
+    vocab_size, TILE: tl.constexpr,
+):  # fmt: skip
+    """Mask the last ids of one row's bad words whose other ids the sequence ends with."""
+    row = tl.load(rows + entry).to(tl.int64)
+    length = tl.load(lengths + entry)
+    numbers = tl.program_id(0) * TILE + tl.arange(0, TILE)
+    is_word = numbers < num_words
+    word = words + numbers * (num_before + 1)
+    last = tl.load(word, mask=is_word, other=-1)
+    is_bad = is_word & (last >= 0) & (last < vocab_size)
+    for step in range(num_before):
+        wanted = tl.load(word + 1 + step, mask=is_bad, other=-1)
+        place = length - num_before + step
+        found = tl.load(table + row * table_stride + place, mask=place >= 0, other=-2)
+        is_bad = is_bad & ((wanted < 0) | (wanted == found))
+    never = tl.full([TILE], float("-inf"), tl.float32)
+    tl.store(logits + entry.to(tl.int64) * vocab_size + last, never, mask=is_bad)
+
+
+def penalise(
+    logits_NV: Tensor,
+    rows_N: Tensor,
+    lengths_N: Tensor,
+    state: Tensor,
+    table_RL: Tensor,
+    counts: Tensor,
+    longest: int,
+) -> None:
+    """Repetition, presence and frequency penalties on float32 ``logits``, in place.
+
+    ``table`` holds the rows' ids, ``longest`` is the largest of ``lengths``. ``counts`` is
+    int32 for N * V numbers, all 0, and is so again. The twin is
+    `logits_processors.apply_penalties`; all logits of this file are contiguous.
+    """
+    count, vocab_size = logits_NV.shape
+    grid = (count, triton.cdiv(longest, _TILE))
+    sizes = (table_RL.stride(0), vocab_size)
+    _count_kernel[grid](rows_N, lengths_N, state, table_RL, counts, *sizes, TILE=_TILE)
+    _penalise_kernel[grid](
+        logits_NV, rows_N, lengths_N, state, table_RL, counts, *sizes, TILE=_TILE
+    )
+
+
+def forbid(
+    logits_NV: Tensor,
+    rows_N: Tensor,
+    lengths_N: Tensor,
+    state: Tensor,
+    table_RL: Tensor,
+    longest: int,
+) -> None:
+    """Mask repeated n-grams and early ends in float32 ``logits``, in place.
+
+    The twins are `logits_processors.forbid_repeated_ngrams` and `forbid_early_end`.
+    """
+    count, vocab_size = logits_NV.shape
+    _forbid_kernel[(count, triton.cdiv(longest, _TILE))](
+        logits_NV, rows_N, lengths_N, state, table_RL, table_RL.stride(0), vocab_size,
+        TILE=_TILE,
+    )  # fmt: skip
+
+
+def forbid_bad_words(
+    logits_NV: Tensor,
+    rows_N: Tensor,
+    lengths_N: Tensor,
+    table_RL: Tensor,
+    words_WH: Tensor,
+    entry: int,
+) -> None:
+    """Mask what would complete a bad word in one row of float32 ``logits``, in place.
+
+    ``words`` is int32: each word's last id, then those before it, with -1 in front of
+    shorter ones. The twin is `logits_processors.forbid_bad_words`.
+    """
+    num_words, width = words_WH.shape
+    _bad_words_kernel[(triton.cdiv(num_words, 64),)](
+        logits_NV, rows_N, lengths_N, table_RL, words_WH, entry, num_words, width - 1,
+        table_RL.stride(0), logits_NV.shape[1], TILE=64,
+    )  # fmt: skip
+
+
+@triton.jit  # type: ignore[untyped-decorator,unused-ignore]
+def _sum_kernel(  # type: ignore[no-untyped-def]
+    logits, largest, sums, row_stride, vocab_size, num_tiles, TILE: tl.constexpr
+):
+    """One tile's largest logit and its sum of exponentials relative to that."""
+    entry, tile = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    ids = tile * TILE + tl.arange(0, TILE)
+    source = logits + entry * row_stride + ids
+    x = tl.load(source, mask=ids < vocab_size, other=float("-inf")).to(tl.float32)
+    top = tl.maximum(tl.max(x, 0), -3e38)
+    tl.store(largest + entry * num_tiles + tile, top)
+    tl.store(sums + entry * num_tiles + tile, tl.sum(tl.exp(x - top), 0))
+
+
+@triton.jit  # type: ignore[untyped-decorator,unused-ignore]
+def _log_prob_kernel(  # type: ignore[no-untyped-def]
+    logits, ids, largest, sums, output, row_stride, num_tiles, PADDED: tl.constexpr
+):
+    """The chosen id's logit less the logarithm of the row's sum."""
+    entry, tiles = tl.program_id(0).to(tl.int64), tl.arange(0, PADDED)
+    at, is_tile = entry * num_tiles + tiles, tiles < num_tiles
+    tops = tl.load(largest + at, mask=is_tile, other=-3e38)
+    top = tl.max(tops, 0)
+    total = tl.sum(tl.load(sums + at, mask=is_tile, other=0.0) * tl.exp(tops - top), 0)
+    chosen = tl.load(logits + entry * row_stride + tl.load(ids + entry)).to(tl.float32)
+    tl.store(output + entry, chosen - top - tl.log(total))
+
+
+def log_probs(logits_NV: Tensor, ids_N: Tensor) -> Tensor:
+    """Each row's id's log-probability; float32 [N]. Logits of any float dtype and stride."""
+    count, vocab_size = logits_NV.shape
+    num_tiles = triton.cdiv(vocab_size, _LOGITS_TILE)
+    largest = torch.empty((count, num_tiles), dtype=torch.float32, device=logits_NV.device)
+    sums = torch.empty_like(largest)
+    output = torch.empty(count, dtype=torch.float32, device=logits_NV.device)
+    _sum_kernel[(count, num_tiles)](
+        logits_NV, largest, sums, logits_NV.stride(0), vocab_size, num_tiles, TILE=_LOGITS_TILE
+    )
+    _log_prob_kernel[(count,)](
+        logits_NV, ids_N, largest, sums, output, logits_NV.stride(0), num_tiles,
+        PADDED=triton.next_power_of_2(num_tiles), num_warps=1,
+    )  # fmt: skip
+    return output

@@ -1,0 +1,157 @@
+"""LoRA adapters on a GPU: two grouped products a layer, for many adapters in one batch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import triton  # type: ignore[import-not-found,import-untyped,unused-ignore]
+import triton.language as tl  # type: ignore[import-not-found,import-untyped,unused-ignore]
+from torch import Tensor
+from triton.language.extra.cuda import (  # type: ignore[import-not-found,import-untyped,unused-ignore]
+    gdc_launch_dependents,
+    gdc_wait,
+)
+
+from trimaran.kernels.adapters import AdapterBlocks, AdapterTables
+from trimaran.kernels.triton.launch import Launcher, num_tiles, padded_size
+
+# Shapes: T tokens of the step, I inputs and O outputs, G blocks of M tokens that share an
+# adapter, P targets of the product, C pieces of the inputs, D adapter size.
+
+_MIN_RANK = 16
+"""Least size of a product's side on tensor cores."""
+
+_TILE_I = 128
+_TILE_O = 256
+_MAX_SUMS = 64 * 128
+_MAX_PIECES = 8
+"""The inputs are cut, so that few tokens keep many processors busy."""
+
+
+@triton.jit  # type: ignore[untyped-decorator,unused-ignore]
+def _shrink_kernel(  # type: ignore[no-untyped-def]
+    x, data, places, tokens, slots, inner, width, row_stride, num_targets, first_target,
+    num_parts, piece_width, M: tl.constexpr, D: tl.constexpr, TILE: tl.constexpr,
+    OVERLAPS: tl.constexpr,
+):  # fmt: skip
+    """Program (g * P + p, c): a piece of ``x @ a.T`` of block g for target p."""
+    block = tl.program_id(0) // num_parts
+    part = tl.program_id(0) % num_parts
+    piece = tl.program_id(1)
+    slot = tl.load(slots + block).to(tl.int64)
+    place = places + (slot * num_targets + first_target + part) * 3
+    rank = tl.load(place, mask=slot >= 0, other=0).to(tl.int32)
+    at_a = tl.load(place + 1, mask=slot >= 0, other=0)
+    rows = tl.arange(0, M)
+    dims = tl.arange(0, D)
+    token = tl.load(tokens + block * M + rows)
+    source = x + tl.maximum(token, 0).to(tl.int64)[:, None] * row_stride
+    matrix = data + at_a + dims[:, None].to(tl.int64) * width
+    is_token, is_dim = (token >= 0)[:, None], (dims < rank)[:, None]
+    if OVERLAPS:
+        gdc_launch_dependents()
+        gdc_wait()
+    if rank > 0:
+        sums = tl.zeros((M, D), dtype=tl.float32)
+        end = tl.minimum((piece + 1) * piece_width, width)
+        for start in range(piece * piece_width, end, TILE):
+            columns = start + tl.arange(0, TILE)[None, :]
+            is_column = columns < end
+            some_x = tl.load(source + columns, mask=is_token & is_column, other=0.0)
+            some_a = tl.load(matrix + columns, mask=is_dim & is_column, other=0.0)
+            sums = tl.dot(some_x, tl.trans(some_a), sums, input_precision="ieee")
+        first = (piece * tl.num_programs(0) + tl.program_id(0)).to(tl.int64) * M * D
+        tl.store(inner + first + rows[:, None] * D + dims[None, :], sums)
+
+
+@triton.jit  # type: ignore[untyped-decorator,unused-ignore]
+def _expand_kernel(  # type: ignore[no-untyped-def]
+    inner, data, places, tokens, slots, output, row_stride, num_targets, first_target,
+    num_parts, num_pieces, size_0, size_1, size_2, M: tl.constexpr, D: tl.constexpr,
+    TILE: tl.constexpr, OVERLAPS: tl.constexpr,
+):  # fmt: skip
+    """Program (i, g) adds to the i-th tile of the targets' outputs, for block g."""
+    tile, block = tl.program_id(0), tl.program_id(1)
+    end_0 = tl.cdiv(size_0, TILE)
+    end_1 = end_0 + tl.cdiv(size_1, TILE)
+    part = (tile >= end_0).to(tl.int32) + (tile >= end_1).to(tl.int32)
+    size = tl.where(part == 0, size_0, tl.where(part == 1, size_1, size_2))
+    offset = tl.where(part == 0, 0, tl.where(part == 1, size_0, size_0 + size_1))
+    tile -= tl.where(part == 0, 0, tl.where(part == 1, end_0, end_1))
+    slot = tl.load(slots + block).to(tl.int64)
+    place = places + (slot * num_targets + first_target + part) * 3
+    rank = tl.load(place, mask=slot >= 0, other=0).to(tl.int32)
+    at_b = tl.load(place + 2, mask=slot >= 0, other=0)
+    rows = tl.arange(0, M)
+    dims = tl.arange(0, D)
+    columns = tile * TILE + tl.arange(0, TILE)
+    token = tl.load(tokens + block * M + rows)
+    is_column = (columns < size)[None, :]
+    is_dim = dims < rank
+    if OVERLAPS:
+        gdc_launch_dependents()
+        gdc_wait()
+    if rank > 0:
+        matrix = data + at_b + dims[:, None].to(tl.int64) * size + columns[None, :]
+        some_b = tl.load(matrix, mask=is_dim[:, None] & is_column, other=0.0)
+        first = (block * num_parts + part).to(tl.int64) * M * D
+        source = inner + first + rows[:, None] * D + dims[None, :]
+        piece_size = tl.num_programs(1).to(tl.int64) * num_parts * M * D
+        sums = tl.load(source, mask=is_dim[None, :], other=0.0)
+        for piece in range(1, num_pieces):
+            sums += tl.load(source + piece * piece_size, mask=is_dim[None, :], other=0.0)
+        added = tl.dot(sums.to(some_b.dtype), some_b, input_precision="ieee")
+        target = output + tl.maximum(token, 0).to(tl.int64)[:, None] * row_stride
+        target += offset + columns[None, :]
+        mask = (token >= 0)[:, None] & is_column
+        before = tl.load(target, mask=mask, other=0.0).to(tl.float32)
+        tl.store(target, (before + added).to(output.dtype.element_ty), mask=mask)
+
+
+_shrink = Launcher(_shrink_kernel)
+_expand = Launcher(_expand_kernel)
+
+
+def add_adapters(
+    x_TI: Tensor,
+    output_TO: Tensor,
+    tables: AdapterTables,
+    blocks: AdapterBlocks,
+    first_target: int,
+    sizes: Sequence[int],
+) -> None:
+    """As `adapters.add_adapters`, for up to three targets.
+
+    ``x`` and the output are contiguous in their last dim. The order of summation depends on
+    the width of ``x`` alone.
+    """
+    num_blocks, block_size = blocks.tokens.shape
+    width, num_parts = x_TI.shape[1], len(sizes)
+    rank = max(_MIN_RANK, padded_size(blocks.max_rank))
+    piece_width = num_tiles(num_tiles(width, _TILE_I), _MAX_PIECES) * _TILE_I
+    num_pieces = num_tiles(width, piece_width)
+    shape = (num_pieces, num_blocks, num_parts, block_size, rank)
+    inner = torch.empty(shape, dtype=torch.float32, device=x_TI.device)
+    data, places, tokens, slots = tables.data, tables.places, blocks.tokens, blocks.slots
+    num_targets = places.shape[1]
+    _shrink(
+        (num_blocks * num_parts, num_pieces),
+        (
+            x_TI, data, places, tokens, slots, inner, width, x_TI.stride(0), num_targets,
+            first_target, num_parts, piece_width,
+        ),
+        (block_size, rank, _TILE_I),
+    )  # fmt: skip
+    size_0, size_1, size_2 = (*sizes, 0, 0)[:3]
+    # A tile is at most so large that a block's sums stay in registers.
+    tile = _TILE_O if block_size * _TILE_O <= _MAX_SUMS else _MAX_SUMS // block_size
+    num_outputs = sum(num_tiles(size, tile) for size in sizes)
+    _expand(
+        (num_outputs, num_blocks),
+        (
+            inner, data, places, tokens, slots, output_TO, output_TO.stride(0), num_targets,
+            first_target, num_parts, num_pieces, size_0, size_1, size_2,
+        ),
+        (block_size, rank, tile),
+    )  # fmt: skip

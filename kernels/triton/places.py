@@ -1,0 +1,86 @@
+"""Rows of tokens to the places of their experts and back, on a GPU."""
+
+from __future__ import annotations
+
+import torch
+import triton  # type: ignore[import-not-found,import-untyped,unused-ignore]
+import triton.language as tl  # type: ignore[import-not-found,import-untyped,unused-ignore]
+from torch import Tensor
+from triton.language.extra.cuda import (  # type: ignore[import-not-found,import-untyped,unused-ignore]
+    gdc_launch_dependents,
+    gdc_wait,
+)
+
+from trimaran.kernels.triton.launch import Launcher, num_tiles, padded_size
+
+# Shapes: T tokens, D hidden size, C experts of a token, N = T C rows in the order of experts.
+
+_TILE = 1024
+
+
+@triton.jit(do_not_specialize=["x_stride"])  # type: ignore[untyped-decorator,unused-ignore]
+def _spread_kernel(  # type: ignore[no-untyped-def]
+    x, positions, spread, x_stride, WIDTH: tl.constexpr, CHOSEN: tl.constexpr,
+    TILE: tl.constexpr, OVERLAPS: tl.constexpr,
+):  # fmt: skip
+    """Program (t, i) copies the i-th tile of token t to the rows of its experts."""
+    token = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * TILE + tl.arange(0, TILE)
+    is_column = columns < WIDTH
+    if OVERLAPS:
+        gdc_launch_dependents()
+        gdc_wait()
+    values = tl.load(x + token * x_stride + columns, mask=is_column)
+    for place in tl.static_range(CHOSEN):
+        position = tl.load(positions + token * CHOSEN + place).to(tl.int64)
+        tl.store(spread + position * WIDTH + columns, values, mask=is_column & (position >= 0))
+
+
+@triton.jit  # type: ignore[untyped-decorator,unused-ignore]
+def _gather_kernel(  # type: ignore[no-untyped-def]
+    parts, positions, shares, output, WIDTH: tl.constexpr, CHOSEN: tl.constexpr,
+    TILE: tl.constexpr, OVERLAPS: tl.constexpr,
+):  # fmt: skip
+    """Program (t, i) adds up the i-th tile of what token t's experts of this rank gave."""
+    token = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * TILE + tl.arange(0, TILE)
+    is_column = columns < WIDTH
+    if OVERLAPS:
+        gdc_launch_dependents()
+        gdc_wait()
+    total = tl.zeros((TILE,), tl.float32)
+    for place in tl.static_range(CHOSEN):
+        position = tl.load(positions + token * CHOSEN + place).to(tl.int64)
+        share = tl.load(shares + token * CHOSEN + place)
+        source = parts + position * WIDTH + columns
+        part = tl.load(source, mask=is_column & (position >= 0), other=0.0)
+        total += part.to(tl.float32) * share
+    target = output + token * WIDTH + columns
+    tl.store(target, total.to(output.dtype.element_ty), mask=is_column)
+
+
+_spread = Launcher(_spread_kernel)
+_gather = Launcher(_gather_kernel)
+
+
+def spread_rows(x_TD: Tensor, positions_TC: Tensor) -> Tensor:
+    """Each token's row at all of its positions, [N, D]; nothing where none is.
+
+    Rows of ``x`` are contiguous; positions are int32, negative for experts of other ranks.
+    """
+    (num_tokens, width), num_chosen = x_TD.shape, positions_TC.shape[1]
+    spread = torch.empty((num_tokens * num_chosen, width), dtype=x_TD.dtype, device=x_TD.device)
+    tile = min(padded_size(width), _TILE)
+    args = (x_TD, positions_TC, spread, x_TD.stride(0))
+    _spread((num_tokens, num_tiles(width, tile)), args, (width, num_chosen, tile))
+    return spread
+
+
+def gather_rows(parts_ND: Tensor, positions_TC: Tensor, weights_TC: Tensor) -> Tensor:
+    """The weighted sum of the rows at each token's positions, in float32, rounded once."""
+    (num_tokens, num_chosen), width = positions_TC.shape, parts_ND.shape[1]
+    output = torch.empty((num_tokens, width), dtype=parts_ND.dtype, device=parts_ND.device)
+    tile = min(padded_size(width), _TILE)
+    args = (parts_ND, positions_TC, weights_TC, output)
+    _gather((num_tokens, num_tiles(width, tile)), args, (width, num_chosen, tile))
+    return output

@@ -1,0 +1,152 @@
+"""Rotation of query and key heads on a GPU, and the way of keys and values to their slots."""
+
+from __future__ import annotations
+
+import triton  # type: ignore[import-not-found,import-untyped,unused-ignore]
+import triton.language as tl  # type: ignore[import-not-found,import-untyped,unused-ignore]
+from torch import Tensor
+from triton.language.extra.cuda import (  # type: ignore[import-not-found,import-untyped,unused-ignore]
+    gdc_launch_dependents,
+    gdc_wait,
+)
+
+from trimaran.kernels.triton.launch import Launcher, num_tiles, padded_size
+
+# Shapes: T tokens, N query heads, K key-value heads, H head size, A = N + 2 K all heads, P
+# positions, R rotated dims of a head, B tokens of a block.
+
+
+@triton.jit  # type: ignore[untyped-decorator,unused-ignore]
+def _rope_and_cache_kernel(  # type: ignore[no-untyped-def]
+    heads, cos_sin, positions, cache, slots, token_stride, num_queries, num_kv,
+    block_stride, kind_stride, place_stride, head_stride, BLOCK: tl.constexpr,
+    HEAD_SIZE: tl.constexpr, HALF: tl.constexpr, PADDED: tl.constexpr, REST: tl.constexpr,
+    HEADS: tl.constexpr, IS_NEOX: tl.constexpr, OVERLAPS: tl.constexpr,
+):  # fmt: skip
+    """Program (t, g) takes the g-th ``HEADS`` heads of token t, whatever they are."""
+    token = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
+    pairs = tl.arange(0, PADDED)
+    if OVERLAPS:
+        gdc_launch_dependents()
+    # Positions and slots are complete before the step's first layer, see `rope_and_cache`.
+    position, slot = tl.load(positions + token), tl.load(slots + token)
+    is_head = (head < num_queries + 2 * num_kv)[:, None]
+    is_rotated = (head < num_queries + num_kv)[:, None]
+    is_cached = is_head & (head >= num_queries)[:, None]
+    kv_head = tl.maximum(head - num_queries, 0)
+    kind = kv_head // num_kv
+    target = cache + slot // BLOCK * block_stride + slot % BLOCK * place_stride
+    target += (kind * kind_stride + (kv_head - kind * num_kv) * head_stride)[:, None]
+    source = heads + token * token_stride + head[:, None] * HEAD_SIZE
+    if OVERLAPS:
+        gdc_wait()
+    element = heads.dtype.element_ty
+    # Heads are asked for before their angles, whose place is known only with the position.
+    is_pair = (pairs < HALF)[None, :]
+    dims = tl.arange(0, 2 * PADDED)[None, :]
+    is_dim = dims < 2 * HALF
+    if IS_NEOX:
+        near = tl.load(source + pairs[None, :], mask=is_head & is_pair, other=0.0)
+        far = tl.load(source + HALF + pairs[None, :], mask=is_head & is_pair, other=0.0)
+    else:
+        both = tl.load(source + dims, mask=is_head & is_dim, other=0.0)
+        near, far = tl.split(tl.reshape(both, [HEADS, PADDED, 2]))
+    angles = cos_sin + position.to(tl.int64) * 2 * HALF + pairs
+    cos = tl.load(angles, mask=pairs < HALF, other=0.0)[None, :]
+    sin = tl.load(angles + HALF, mask=pairs < HALF, other=0.0)[None, :]
+    left, right = near.to(tl.float32), far.to(tl.float32)
+    near = tl.where(is_rotated, (left * cos - right * sin).to(element), near)
+    far = tl.where(is_rotated, (right * cos + left * sin).to(element), far)
+    if IS_NEOX:
+        tl.store(source + pairs[None, :], near, mask=is_rotated & is_pair)
+        tl.store(source + HALF + pairs[None, :], far, mask=is_rotated & is_pair)
+        tl.store(target + pairs[None, :], near, mask=is_cached & is_pair)
+        tl.store(target + HALF + pairs[None, :], far, mask=is_cached & is_pair)
+    else:
+        both = tl.reshape(tl.join(near, far), [HEADS, 2 * PADDED])
+        tl.store(source + dims, both, mask=is_rotated & is_dim)
+        tl.store(target + dims, both, mask=is_cached & is_dim)
+    if REST > 0:
+        behind = 2 * HALF + tl.arange(0, REST)[None, :]
+        is_kept = is_cached & (behind < HEAD_SIZE)
+        tl.store(target + behind, tl.load(source + behind, mask=is_kept), mask=is_kept)
+
+
+@triton.jit  # type: ignore[untyped-decorator,unused-ignore]
+def _write_kv_kernel(  # type: ignore[no-untyped-def]
+    key, value, cache, slots, key_stride, value_stride, num_kv, block_stride, kind_stride,
+    place_stride, head_stride, BLOCK: tl.constexpr, HEAD_SIZE: tl.constexpr,
+    PADDED: tl.constexpr, HEADS: tl.constexpr, OVERLAPS: tl.constexpr,
+):  # fmt: skip
+    """Program (t, g) stores the g-th ``HEADS`` heads of token t's key and value."""
+    token = tl.program_id(0).to(tl.int64)
+    head = (tl.program_id(1) * HEADS + tl.arange(0, HEADS))[:, None]
+    dims = tl.arange(0, PADDED)[None, :]
+    if OVERLAPS:
+        gdc_launch_dependents()
+    is_value = (head < num_kv) & (dims < HEAD_SIZE)
+    slot = tl.load(slots + token)
+    target = cache + slot // BLOCK * block_stride + slot % BLOCK * place_stride
+    target += head * head_stride + dims
+    source = head * HEAD_SIZE + dims
+    if OVERLAPS:
+        gdc_wait()
+    k = tl.load(key + token * key_stride + source, mask=is_value)
+    v = tl.load(value + token * value_stride + source, mask=is_value)
+    tl.store(target, k, mask=is_value)
+    tl.store(target + kind_stride, v, mask=is_value)
+
+
+_rope_and_cache = Launcher(_rope_and_cache_kernel)
+_write_kv = Launcher(_write_kv_kernel)
+
+
+def rope_and_cache(
+    heads_TAH: Tensor,
+    cos_sin_PR: Tensor,
+    positions_T: Tensor,
+    kv_cache: Tensor,
+    slots_T: Tensor,
+    is_neox: bool = True,
+) -> None:
+    """Rotate query and key heads in place and store keys and values at their slots.
+
+    ``heads`` is a view of the product: queries, then keys, then values, contiguous but for
+    the stride of tokens. ``kv_cache`` is [blocks, 2, B, K, H] with any strides but the last,
+    which is 1. The first R dims of a head are rotated: its halves (``is_neox``), or its
+    pairs of neighbours. Safe under CUDA graph capture.
+
+    Positions and slots are read before the preceding kernel has ended: one between it and
+    their writer must let none begin before it has waited for that, as the embedding does.
+    """
+    tokens, all_heads, head_size = heads_TAH.shape
+    num_kv, half = kv_cache.shape[3], cos_sin_PR.shape[1] // 2
+    padded = padded_size(half)
+    chunk = min(max(1024 // padded, 1), padded_size(all_heads))
+    rest = head_size - 2 * half
+    args = (
+        heads_TAH, cos_sin_PR, positions_T, kv_cache, slots_T, heads_TAH.stride(0),
+        all_heads - 2 * num_kv, num_kv, *kv_cache.stride()[:4],
+    )  # fmt: skip
+    constants = (
+        kv_cache.shape[2], head_size, half, padded,
+        padded_size(rest) if rest else 0, chunk, is_neox,
+    )  # fmt: skip
+    _rope_and_cache((tokens, num_tiles(all_heads, chunk)), args, constants)
+
+
+def write_kv(key_TKH: Tensor, value_TKH: Tensor, kv_cache: Tensor, slots_T: Tensor) -> None:
+    """Store each token's key and value at its slot of ``kv_cache`` [blocks, 2, B, K, H].
+
+    Strides and slots as for `rope_and_cache`.
+    """
+    tokens, num_kv, head_size = key_TKH.shape
+    padded = padded_size(head_size)
+    chunk = min(max(2048 // padded, 1), padded_size(num_kv))
+    args = (
+        key_TKH, value_TKH, kv_cache, slots_T, key_TKH.stride(0), value_TKH.stride(0), num_kv,
+        *kv_cache.stride()[:4],
+    )  # fmt: skip
+    constants = (kv_cache.shape[2], head_size, padded, chunk)
+    _write_kv((tokens, num_tiles(num_kv, chunk)), args, constants)

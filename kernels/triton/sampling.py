@@ -1,0 +1,176 @@
+"""From logits to ids on a GPU: the likeliest or a draw, from all ids or from a row's best."""
+
+from __future__ import annotations
+
+import torch
+import triton  # type: ignore[import-not-found,import-untyped,unused-ignore]
+import triton.language as tl  # type: ignore[import-not-found,import-untyped,unused-ignore]
+from torch import Tensor
+from triton.language.extra.cuda import (  # type: ignore[import-not-found,import-untyped,unused-ignore]
+    gdc_launch_dependents,
+    gdc_wait,
+)
+
+from trimaran.kernels import sampling_state
+from trimaran.kernels.triton import filters as triton_filters
+from trimaran.kernels.triton import race as triton_race
+from trimaran.kernels.triton.launch import Launcher, num_tiles, padded_size
+
+# Shapes: N sampled rows, V vocabulary, S a rank's shard of it, R rows, P parts of it.
+
+_WIDTH = tl.constexpr(sampling_state.WIDTH)
+_TOP_K = tl.constexpr(sampling_state.TOP_K)
+_TEMPERATURE = tl.constexpr(sampling_state.TEMPERATURE)
+
+_TILE = 2048
+"""Ids that one program looks at in one go."""
+
+_PROGRAMS = 132 * 16
+"""Programs that the largest GPU runs at once, twice: few rows are cut into about as many parts,
+so that one that ends late, or must be exact, holds the others up for little."""
+
+_MOST_TILES = 6
+"""Tiles of a part where there are more programs than that. On an H200 64 rows of 128,256 take
+17 us, of 22 with parts of 7, and 256 rows 41, of 44 with parts of 8."""
+
+
+@triton.jit(do_not_specialize=["num_parts", "tiles_each", "has_filters"])  # type: ignore[untyped-decorator,unused-ignore]
+def _race_kernel(  # type: ignore[no-untyped-def]
+    logits, rows, lengths, state, scores, winners, row_stride, vocab_size, num_tiles, num_parts,
+    tiles_each, has_filters, TILE: tl.constexpr, FIRST_ID: tl.constexpr,
+    OVERLAPS: tl.constexpr,
+):  # fmt: skip
+    """The best place in one part of one row, and its score."""
+    entry, part = tl.program_id(0), tl.program_id(1)
+    if OVERLAPS:
+        gdc_launch_dependents()
+        gdc_wait()
+    row = tl.load(rows + entry)
+    own = state + tl.maximum(row, 0).to(tl.int64) * _WIDTH
+    temperature = triton_race.load_float(own + _TEMPERATURE)
+    first = part * tiles_each
+    last = tl.minimum(first + tiles_each, num_tiles)
+    source = logits + entry.to(tl.int64) * row_stride
+    # With top-k it is drawn from a short list instead.
+    top_k = tl.load(own + _TOP_K)
+    if (row < 0) | ((has_filters > 0) & (top_k > 0) & (top_k < vocab_size)):
+        score, winner = float("-inf"), 0
+    elif temperature > 0.0:
+        length = tl.load(lengths + entry)
+        first_key, second_key = triton_race.noise_keys(own, length)
+        score, winner = triton_race.race(
+            source, vocab_size, first, last, temperature, first_key, second_key, 0.0, 0, False,
+            TILE, FIRST_ID,
+        )  # fmt: skip
+    else:
+        score, winner = triton_race.likeliest(source, vocab_size, first, last, TILE)
+    tl.store(scores + entry * num_parts + part, score)
+    tl.store(winners + entry * num_parts + part, winner)
+
+
+@triton.jit(do_not_specialize=["num_parts", "first_id"])  # type: ignore[untyped-decorator,unused-ignore]
+def _finish_kernel(  # type: ignore[no-untyped-def]
+    scores, winners, output, num_parts, vocab_size, first_id, IS_SHARD: tl.constexpr,
+    PADDED: tl.constexpr, OVERLAPS: tl.constexpr,
+):  # fmt: skip
+    """The best of a row's parts; of equal scores the first part's. Of a shard its key."""
+    entry, parts = tl.program_id(0), tl.arange(0, PADDED)
+    if OVERLAPS:
+        gdc_launch_dependents()
+        gdc_wait()
+    is_part = parts < num_parts
+    score = tl.load(scores + entry * num_parts + parts, mask=is_part, other=float("-inf"))
+    winner = tl.load(winners + entry * num_parts + parts, mask=is_part, other=0x7FFFFFFF)
+    top = tl.max(score, 0)
+    best = tl.min(tl.where(score == top, winner, 0x7FFFFFFF), 0)
+    # Logits that are no numbers must not lead out of the vocabulary.
+    best = tl.minimum(best, vocab_size - 1)
+    if IS_SHARD:
+        # Both zeros are one.
+        bits = (top + 0.0).to(tl.int32, bitcast=True)
+        order = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.int64)
+        tl.store(output + entry, (order << 32) | (0x7FFFFFFF - (best + first_id)).to(tl.int64))
+    else:
+        tl.store(output + entry, best.to(tl.int64))
+
+
+_race_parts = Launcher(_race_kernel)
+_best_of_parts = Launcher(_finish_kernel)
+
+
+def draw(
+    logits_NV: Tensor,
+    rows_N: Tensor,
+    lengths_N: Tensor,
+    state: Tensor,
+    *,
+    has_filters: bool = False,
+) -> Tensor:
+    """Each row's likeliest id, or a draw from its softmax; int64 [N].
+
+    ``state`` is int32 [R, WIDTH], see `sampling_state`; ``rows`` and ``lengths`` are int32,
+    the lengths being tokens before the sampled one. Of an entry whose row is -1 no logits are
+    read, and its id means nothing. Logits of any float dtype and row stride; of equal ones the
+    lowest id wins. Rows' top-k, top-p and min-p count only with ``has_filters``. The twins are
+    `candidates.argmax` and `draw.draw`. Nothing waits for the device, so that a CUDA graph can
+    hold it.
+    """
+    vocab_size = logits_NV.shape[1]
+    scores, winners, tiles = _race(logits_NV, rows_N, lengths_N, state, has_filters, 0)
+    output = _finish(scores, winners, tiles, vocab_size, None)
+    if has_filters:
+        triton_filters.keep_to_filters(logits_NV, rows_N, lengths_N, state, output)
+    return output
+
+
+def best_keys(
+    logits_NS: Tensor, first_id: int, rows_N: Tensor, lengths_N: Tensor, state: Tensor
+) -> Tensor:
+    """`draw` from a shard of the vocabulary, as keys of which the largest shard's is the draw.
+
+    ``logits_NS`` are those of the ids from ``first_id`` on. A key, int64 [N], orders like
+    (score, inverted id), and its low 31 bits are the inverted id. Filters do not count. The
+    twin is `candidates.argmax_over_shards`.
+    """
+    scores, winners, tiles = _race(logits_NS, rows_N, lengths_N, state, False, first_id)
+    return _finish(scores, winners, tiles, logits_NS.shape[1], first_id)
+
+
+def _race(
+    logits_NV: Tensor,
+    rows_N: Tensor,
+    lengths_N: Tensor,
+    state: Tensor,
+    has_filters: bool,
+    first_id: int,
+) -> tuple[Tensor, Tensor, int]:
+    """Scores and winners [N, P] of the parts of each row, and the tiles of a row."""
+    count, vocab_size = logits_NV.shape
+    device = logits_NV.device
+    tiles = num_tiles(vocab_size, _TILE)
+    tiles_each = min(num_tiles(tiles * count, _PROGRAMS), _MOST_TILES)
+    num_parts = num_tiles(tiles, tiles_each)
+    scores = torch.empty((count, num_parts), dtype=torch.float32, device=device)
+    winners = torch.empty((count, num_parts), dtype=torch.int32, device=device)
+    args = (
+        logits_NV, rows_N, lengths_N, state, scores, winners, logits_NV.stride(0), vocab_size,
+        tiles, num_parts, tiles_each, int(has_filters),
+    )  # fmt: skip
+    _race_parts((count, num_parts), args, (_TILE, first_id))
+    return scores, winners, tiles
+
+
+def _finish(
+    scores_NP: Tensor,
+    winners_NP: Tensor,
+    tiles: int,
+    vocab_size: int,
+    first_id: int | None,
+) -> Tensor:
+    """The best id of each row, int64 [N], or its key in a shard from ``first_id`` on."""
+    count, num_parts = scores_NP.shape
+    output = torch.empty(count, dtype=torch.int64, device=scores_NP.device)
+    args = (scores_NP, winners_NP, output, num_parts, vocab_size, first_id or 0)
+    constants = (first_id is not None, padded_size(tiles))
+    _best_of_parts((count, 1), args, constants, num_warps=1)
+    return output

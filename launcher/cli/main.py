@@ -1,0 +1,173 @@
+"""The `trimaran` command: finds the subcommand, runs it, turns errors into exit codes."""
+
+from __future__ import annotations
+
+import errno
+import importlib
+import io
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from trimaran.comm.errors import ConfigError, TrimaranError
+from trimaran.launcher.cli.standard_output import ReaderGoneError, watched_output
+from trimaran.launcher.flags.parser import FlagParser
+
+EXIT_FAILURE = 1
+EXIT_CONFIG = 2
+EXIT_INTERRUPTED = 130
+
+
+@dataclass(frozen=True, slots=True)
+class Subcommand:
+    """One subcommand. Its module has ``add_arguments(parser)`` and ``run(args) -> int``."""
+
+    module: str
+    summary: str
+    example: str
+
+
+SUBCOMMANDS: dict[str, Subcommand] = {
+    "serve": Subcommand(
+        "trimaran.launcher.cli.serve",
+        "serve a model repository",
+        "trimaran serve --model-repo repository --world-size 2",
+    ),
+    "build": Subcommand(
+        "trimaran.builder.cli",
+        "turn a Hugging Face checkpoint into an engine folder",
+        "trimaran build --checkpoint llama --output engine --tp-size 2",
+    ),
+    "convert": Subcommand(
+        "trimaran.builder.convert",
+        "do the first half of a build in two steps",
+        "trimaran convert --model-dir llama --output-dir checkpoint --tp-size 2",
+    ),
+    "verify": Subcommand(
+        "trimaran.builder.verify",
+        "compare an engine folder's weights with their checksums",
+        "trimaran verify --engine engine",
+    ),
+    "convert-lora": Subcommand(
+        "trimaran.builder.convert_lora",
+        "turn a PEFT adapter into the files that requests carry",
+        "trimaran convert-lora -i adapter --storage-type float16 -o adapter-files",
+    ),
+    "init-repo": Subcommand(
+        "trimaran.launcher.cli.init_repo",
+        "write a model repository",
+        "trimaran init-repo repository --defaults --fill engine_dir:/e,tokenizer_dir:/t",
+    ),
+    "fill-template": Subcommand(
+        "trimaran.launcher.cli.fill_template",
+        "fill ${...} values of a config.pbtxt",
+        "trimaran fill-template -i config.pbtxt engine_dir:engine,decoupled_mode:True",
+    ),
+    "client": Subcommand(
+        "trimaran.client.cli",
+        "send requests",
+        "trimaran client text -p 'What is machine learning?' --streaming",
+    ),
+    "bench": Subcommand(
+        "trimaran.bench.cli",
+        "measure throughput and latency",
+        "trimaran bench --input-len 128 --output-len 128 --concurrency 16 --num-requests 200",
+    ),
+    "slurm": Subcommand(
+        "trimaran.launcher.cli.slurm",
+        "render, submit and stop batch jobs",
+        "trimaran slurm submit --model-repo repository --world-size 2 --gpus-per-node 2",
+    ),
+    "doctor": Subcommand(
+        "trimaran.launcher.cli.doctor",
+        "say what will and won't work on this machine",
+        "trimaran doctor",
+    ),
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command. Returns the exit code: 2 for what the operator must change."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    _open_standard_streams()
+    try:
+        with watched_output():
+            return _dispatch(words)
+    except ConfigError as error:
+        print(f"trimaran: error: {error}", file=sys.stderr)
+        return EXIT_CONFIG
+    except ReaderGoneError:
+        return EXIT_FAILURE  # as other programs end in a pipe: without a word
+    except TrimaranError as error:
+        print(f"trimaran: error: {error}", file=sys.stderr)
+        return EXIT_FAILURE
+    except OSError as error:
+        # Wherever a path is looked at first: no file system has such a file.
+        if error.errno != errno.ENAMETOOLONG:
+            raise
+        print(f"trimaran: error: {error.filename}: {error.strerror}", file=sys.stderr)
+        return EXIT_CONFIG
+    except KeyboardInterrupt:
+        return EXIT_INTERRUPTED
+
+
+def _open_standard_streams() -> None:
+    """Let what was closed when we were started lead nowhere: else a socket would have its
+    number, and get our words. Names of files that are no UTF-8 are printed all the same."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115
+    # Only in the locales C and POSIX Python lets them through by itself.
+    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
+        sys.stdout.reconfigure(errors="backslashreplace")
+
+
+def _dispatch(words: list[str]) -> int:
+    name = words[0] if words else "--help"
+    if name in ("--help", "-h", "help"):
+        print(_overview())
+        return 0 if words else EXIT_CONFIG
+    if name in ("--version", "-V"):
+        print(f"trimaran {_version()}")
+        return 0
+    subcommand = SUBCOMMANDS.get(name.replace("_", "-"))
+    if subcommand is None:
+        known = ", ".join(SUBCOMMANDS)
+        raise ConfigError(f"{name!r} is not a command. Commands are {known}.")
+    module = importlib.import_module(subcommand.module)
+    return int(module.run(parser_of(name).parse(words[1:])) or 0)
+
+
+def parser_of(name: str) -> FlagParser:
+    """The parser of one of `SUBCOMMANDS`, with all its flags."""
+    subcommand = SUBCOMMANDS[name.replace("_", "-")]
+    summary = subcommand.summary
+    parser = FlagParser(
+        prog=f"trimaran {name}",
+        description=f"{summary[0].upper()}{summary[1:]}.",
+        epilog=f"Example:\n  {subcommand.example}",
+    )
+    importlib.import_module(subcommand.module).add_arguments(parser)
+    if not any("--config" in action.option_strings for action in parser._actions):
+        parser.add_argument("--config", metavar="FILE", help="YAML file of `flag: value` lines")
+    return parser
+
+
+def _version() -> str:
+    from importlib.metadata import version
+
+    return version("trimaran")
+
+
+def _overview() -> str:
+    lines = ["usage: trimaran COMMAND [flags]", "", "LLM serving on MPI ranks.", ""]
+    lines += [f"  {name:<14} {each.summary}" for name, each in SUBCOMMANDS.items()]
+    lines += [
+        "",
+        "Example:",
+        f"  {SUBCOMMANDS['serve'].example}",
+        "",
+        "Flags of a command: trimaran COMMAND --help",
+    ]
+    return "\n".join(lines)

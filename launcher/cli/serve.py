@@ -1,0 +1,74 @@
+"""`trimaran serve`: flags in, a checked configuration out, the supervisor run."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import sys
+
+from trimaran.comm.errors import ConfigError
+from trimaran.comm.log import setup_logging
+from trimaran.launcher.flags.serve_flags import add_arguments
+from trimaran.launcher.placement import preflight
+from trimaran.launcher.placement.job import abort_job, become_rank
+from trimaran.launcher.resolution import settings
+from trimaran.launcher.resolution.resolve import Resolver
+from trimaran.launcher.starters.mpi_launch import check_library, library_version
+from trimaran.launcher.supervisor.group_specs import Programs
+from trimaran.launcher.supervisor.supervisor import EXIT_CONFIG, Supervisor
+
+__all__ = ["add_arguments", "run"]
+
+logger = logging.getLogger(__name__)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Serve until told to stop; the exit code.
+
+    0 after a drain, 1 when serving failed, 2 when the configuration is at fault.
+    """
+    setup_logging("supervisor", log_format=args.log_format)
+    # What the repository accepts without effect is for the front end to say, once.
+    repository_log = logging.getLogger("trimaran.server")
+    level = repository_log.level
+    repository_log.setLevel(logging.ERROR)
+    try:
+        return _serve(args)
+    finally:
+        repository_log.setLevel(level)
+
+
+def _serve(args: argparse.Namespace) -> int:
+    settings.apply_environment(args, os.environ)
+    job = settings.job_of(args)
+    if job is not None and job.rank > 0:
+        become_rank(Programs.installed().rank)
+    try:
+        resolver = Resolver(args, job)
+        config = resolver.initial()
+        setup_logging(
+            "supervisor",
+            log_format=config.log.format,
+            level=config.log.level,
+            directory=config.log.dir,
+        )
+        preflight.check(config)
+        mpi = resolver.mpi if resolver.needs_mpi else None
+        if mpi is not None:
+            check_library(mpi)
+        elif resolver.launch.kind == "none":
+            library_version()  # a rank without mpirun is a world of one, but loads MPI
+        supervisor = Supervisor(config, mpi, Programs.installed(), resolver)
+    except ConfigError as error:
+        if job is None:
+            raise
+        # Said before the abort, which may end this task too.
+        print(f"trimaran: error: {error}", file=sys.stderr, flush=True)
+        abort_job()
+        return EXIT_CONFIG
+    for note in config.notes:
+        logger.info("%s", note)
+    for line in config.picture.splitlines():
+        logger.info("%s", line)
+    return supervisor.run()

@@ -1,0 +1,464 @@
+"""The flags of `trimaran serve`: the replaced launch script's, tritonserver's and our own."""
+
+from __future__ import annotations
+
+import argparse
+
+from trimaran.comm.files.flag_values import (
+    boolean,
+    count,
+    port,
+    positive,
+    seconds,
+    size,
+    workers,
+)
+from trimaran.launcher.flags.parser import FlagParser
+from trimaran.launcher.flags.triton_flags import add_triton_flags
+
+DEFAULT_LOG_FILE = "triton_log.txt"
+USAGE = "%(prog)s --model-repo DIR [--world-size N] [flags]"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare every flag; those that few need are left out of the short help."""
+    parser.usage = USAGE
+    add = parser.add_argument
+    add(
+        "--model-repo",
+        "--model-repository",
+        "--model-store",
+        metavar="DIR",
+        dest="model_repo",
+        help="model repository (trimaran init-repo writes one)",
+    )
+    add(
+        "--world-size",
+        type=positive,
+        metavar="N",
+        help="MPI ranks (default: the engine's tp x pp x dp)",
+    )
+    _add_endpoint_flags(parser)
+    _add_model_control_flags(parser)
+    _add_engine_flags(parser)
+    _add_process_flags(parser)
+    _add_time_flags(parser)
+    _add_log_flags(parser)
+    _add_replaced_flags(parser)
+    add_triton_flags(parser)
+    if isinstance(parser, FlagParser):
+        parser.hide(*_RARE)
+        parser.take_one("model_repo", "Put links to all models into one folder, and name that")
+
+
+_RARE = (
+    "allow_http",
+    "allow_grpc",
+    "allow_metrics",
+    "http_address",
+    "grpc_address",
+    "metrics_address",
+    "frontend_processes",
+    "http_max_input_size",
+    "strict_readiness",
+    "metrics_config",
+    "id",
+    "model_control_mode",
+    "load_model",
+    "repository_poll_secs",
+    "python_models",
+    "routing",
+    "tp_size",
+    "pp_size",
+    "pp_partition",
+    "dp_size",
+    "moe_tp_size",
+    "moe_ep_size",
+    "moe_rebalance_steps",
+    "moe_redundant_experts",
+    "load_format",
+    "tokens_per_block",
+    "expected_output_tokens",
+    "depth",
+    "deterministic",
+    "prompt_graph_tokens",
+    "collective_graphs",
+    "first_layer_table",
+    "all_reduce",
+    "adapter_graphs",
+    "connect_timeout",
+    "startup_timeout",
+    "log_verbose",
+    "disable_spawn_processes",
+    "multimodal_gpu0_cuda_mem_pool_bytes",
+    "tritonserver",
+    "trtllm_llmapi_launch",
+    "backend_config",
+    "disable_auto_complete_config",
+    "pinned_memory_pool_byte_size",
+    "cuda_memory_pool_byte_size",
+    "force",
+    "replay_timeout",
+    "guide_timeout",
+    "max_replays",
+    "advertise_address",
+    "hostfile",
+    "rsh_agent",
+    "oversubscribe",
+    "restart_window",
+    "log_dir",
+    "profile",
+    "ready_file",
+)
+
+
+def _add_endpoint_flags(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    for name, default in (("http", 8000), ("grpc", 8001), ("metrics", 8002)):
+        title = {"http": "HTTP", "grpc": "gRPC", "metrics": "metrics"}[name]
+        add(
+            f"--{name}-port",
+            type=port,
+            default=default,
+            metavar="P",
+            help=f"{title} port (%(default)s)",
+        )
+        address = "HTTP's" if name == "metrics" else "0.0.0.0; :: is IPv6 too"
+        add(f"--{name}-address", metavar="ADDR", help=f"{title} listens here ({address})")
+        add(
+            f"--allow-{name}",
+            type=boolean,
+            default=True,
+            metavar="BOOL",
+            help=f"open the {title} port (true)",
+        )
+    add(
+        "--frontend-processes",
+        type=positive,
+        default=1,
+        metavar="N",
+        help="front ends that share the ports (%(default)s)",
+    )
+    add(
+        "--http-max-input-size",
+        type=size,
+        default=64 << 20,
+        metavar="BYTES",
+        help="limit on a request's JSON and on raw requests (%(default)s)",
+    )
+    add(
+        "--strict-readiness",
+        type=boolean,
+        default=True,
+        metavar="BOOL",
+        help="ready means that every model is ready (true)",
+    )
+    add(
+        "--metrics-config",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="counter_latencies, histogram_latencies, summary_latencies: true or false; "
+        "summary_quantiles: QUANTILE:ERROR,...",
+    )
+    add("--id", default="triton", metavar="NAME", help="name in the server metadata (triton)")
+
+
+def _add_model_control_flags(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add(
+        "--model-control-mode",
+        default="none",
+        choices=("none", "explicit", "poll"),
+        help="when models are loaded; none: all at start (none)",
+    )
+    add(
+        "--load-model",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="with --model-control-mode explicit: load it at start; *: all",
+    )
+    add(
+        "--python-models",
+        default="native",
+        metavar="WHICH",
+        help="whose model.py runs in place of a native role: native (none), execute (all that "
+        "have one), or names with commas between (native)",
+    )
+    add(
+        "--repository-poll-secs",
+        type=positive,
+        default=15,
+        metavar="S",
+        help="with --model-control-mode poll: pause between two looks (%(default)s)",
+    )
+    add(
+        "--routing",
+        default="auto",
+        choices=("auto", "least_loaded", "prefix_aware"),
+        help="between the instances of a model (%(default)s)",
+    )
+
+
+def _add_engine_flags(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add(
+        "--tensorrt-llm-model-name",
+        metavar="NAME",
+        help="token-level models to serve, comma between (default: the repository's)",
+    )
+    _add_size_flags(parser)
+    add(
+        "--device", default="auto", choices=("auto", "cpu", "cuda"),
+        help="auto: a GPU if there is one",
+    )  # fmt: skip
+    add(
+        "--dtype",
+        default="auto",
+        choices=("auto", "float32", "float16", "bfloat16"),
+        help="of the weights in memory (the folder's)",
+    )
+    add(
+        "--load-format",
+        default="auto",
+        choices=("auto", "random"),
+        help="random: weights made on the device, no files read",
+    )
+    for flag, what in (
+        ("--max-batch-size", "sequences in flight at once"),
+        ("--max-num-tokens", "tokens a step computes at most"),
+        ("--tokens-per-block", "tokens of a KV cache block"),
+    ):
+        add(flag, type=positive, metavar="N", help=f"{what} (the folder's)")
+    add(
+        "--expected-output-tokens",
+        type=positive,
+        default=1024,
+        metavar="N",
+        help="length of outputs that admission by max_utilization expects before any ended "
+        "(%(default)s)",
+    )
+    add(
+        "--depth",
+        type=positive,
+        metavar="N",
+        help="steps in flight (one for each stage; with one stage 2 on a GPU, 1 on a CPU)",
+    )
+    add(
+        "--num-threads",
+        type=workers,
+        metavar="N",
+        help="CPU threads a rank (default: the cores shared out)",
+    )
+    _add_graph_flags(parser)
+
+
+def _add_graph_flags(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add(
+        "--deterministic",
+        action="store_true",
+        help="equal tokens whatever else is in the batch",
+    )
+    add(
+        "--prompt-graph-tokens",
+        type=count,
+        metavar="N",
+        help="CUDA graphs also of steps with prompts, up to N tokens (1024 where they can be)",
+    )
+    add(
+        "--collective-graphs",
+        action=argparse.BooleanOptionalAction,
+        help="CUDA graphs also of steps in which GPUs meet (where these are on one host)",
+    )
+    add(
+        "--first-layer-table",
+        action=argparse.BooleanOptionalAction,
+        help="look up the first layer's queries, keys and values by token id (on a GPU of "
+        "which that takes 2 %% or less)",
+    )
+    add(
+        "--all-reduce",
+        choices=("auto", "nccl", "peer", "fused"),
+        default="auto",
+        help="sums over GPUs: NCCL's, by reading peers' memory, or fused: so, and by the norms "
+        "behind them in steps of few tokens (auto: what works and was found to be faster)",
+    )
+    add(
+        "--adapter-graphs",
+        action="store_true",
+        help="CUDA graphs also of decode steps with LoRA adapters",
+    )
+
+
+def _add_size_flags(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    axes = {
+        "tp": "ranks that cut each layer",
+        "pp": "stages of layers one after another",
+        "dp": "lanes: copies of the attention layers, with requests of their own",
+    }
+    for name, what in axes.items():
+        add(f"--{name}-size", type=positive, metavar="N", help=f"{what} (the folder's)")
+    add("--pp-partition", metavar="N,N,...",
+        help="layers of each stage (the folder's, or as even as can be)")  # fmt: skip
+    sizes = {"tp": "ranks that cut each expert", "ep": "parts that share the experts out"}
+    for name, what in sizes.items():
+        add(f"--moe-{name}-size", type=int, default=-1, metavar="N",
+            help=f"{what}, in each tensor group or over all lanes (the folder's)")  # fmt: skip
+    add("--moe-rebalance-steps", type=positive, default=0, metavar="N",
+        help="every N steps, experts change ranks by their loads (never)")  # fmt: skip
+    add("--moe-redundant-experts", type=positive, default=0, metavar="N",
+        help="places of a layer for second copies of its busiest experts (none)")  # fmt: skip
+
+
+def _add_process_flags(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add(
+        "--mpi",
+        default="auto",
+        choices=("auto", "openmpi", "mpich", "job"),
+        help="whose mpirun; job: the MPI job we are a task of (auto)",
+    )
+    add("--mpirun", default="", metavar="PATH", help="mpirun to use (the venv's, then PATH's)")
+    add(
+        "--advertise-address",
+        metavar="ADDR",
+        help="where ranks on other hosts reach this one (default: found in a job)",
+    )
+    add(
+        "--multi-model",
+        action="store_true",
+        help="orchestrator mode: a group of ranks for each token-level model",
+    )
+    add(
+        "--disable-spawn-processes",
+        action="store_true",
+        help="with --multi-model: all groups in one job, placed by participant_ids",
+    )
+    add("--hosts", default="", metavar="LIST", help="hosts of the ranks, as in node1:2,node2:2")
+    add("--hostfile", default="", metavar="FILE", help="the same, one a line")
+    add(
+        "--rsh-agent",
+        default="",
+        metavar="PATH",
+        help="starts mpirun's daemons on other hosts (ssh or rsh)",
+    )
+    add(
+        "--worker-launch",
+        default="auto",
+        choices=("auto", "spawn", "mpirun", "srun"),
+        help="how groups are started (auto: what works here)",
+    )
+    add("--no-mpi", action="store_true", help="one rank a group, without mpirun")
+    add("--oversubscribe", action="store_true", help="more ranks than slots")
+    add(
+        "--restart",
+        default="on-failure",
+        choices=("on-failure", "never"),
+        help="what to do about a dead child (%(default)s)",
+    )
+    add(
+        "--max-restarts",
+        type=count,
+        default=3,
+        metavar="N",
+        help="restarts within --restart-window (%(default)s)",
+    )
+    add(
+        "--restart-window",
+        type=seconds,
+        default=600.0,
+        metavar="S",
+        help="seconds over which restarts are counted (%(default)g)",
+    )
+
+
+def _add_time_flags(parser: argparse.ArgumentParser) -> None:
+    for flag, default, meaning in (
+        ("--hang-timeout", 10.0, "a process silent for longer is ended; 0: never"),
+        ("--exit-timeout", 30.0, "longest drain after SIGTERM or Ctrl-C"),
+        ("--connect-timeout", 120.0, "a started process reports within this time"),
+        ("--startup-timeout", 1800.0, "a process is ready within this time"),
+        ("--replay-timeout", 120.0, "requests of a dead group wait this long for it"),
+        ("--guide-timeout", 30.0, "a guide is compiled within this time, or refused"),
+    ):
+        names = [flag, "--exit-timeout-secs"] if flag == "--exit-timeout" else [flag]
+        parser.add_argument(
+            *names, type=seconds, default=default, metavar="S", help=f"{meaning} (%(default)g)"
+        )
+    parser.add_argument(
+        "--max-replays",
+        type=count,
+        default=2,
+        metavar="N",
+        help="replays of one request before it fails (%(default)s)",
+    )
+
+
+def _add_log_flags(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add(
+        "--log-format",
+        default="text",
+        type=_log_format,
+        metavar="text|json",
+        help="one line of text, or one JSON object, an event (%(default)s)",
+    )
+    add("--log", action="store_true", help="log verbosely, to --log-file too")
+    add("--log-dir", default="", metavar="DIR", help="also one log file a process there")
+    add(
+        "--profile",
+        default="",
+        metavar="steps=A:B",
+        help="trace these steps of every rank, into --log-dir",
+    )
+    add(
+        "--ready-file",
+        default="",
+        metavar="FILE",
+        help="written with the endpoints once serving, removed at the end",
+    )
+    add("--log-file", metavar="FILE", help=f"also log there ({DEFAULT_LOG_FILE} with --log)")
+    add("--log-verbose", type=_verbosity, default=0, metavar="N", help="above 0: debug lines")
+
+
+def _add_replaced_flags(parser: argparse.ArgumentParser) -> None:
+    """Flags of scripts written for the replaced system that ask for nothing here."""
+    add = parser.add_argument
+    add(
+        "-f",
+        "--force",
+        action="store_true",
+        help="accepted: servers on other ports never conflict",
+    )
+    for name, metavar in (
+        ("--tritonserver", "PATH"),
+        ("--multimodal-gpu0-cuda-mem-pool-bytes", "BYTES"),
+        ("--pinned-memory-pool-byte-size", "BYTES"),
+    ):
+        add(name, metavar=metavar, help="accepted without effect")
+    for name in ("--backend-config", "--cuda-memory-pool-byte-size"):
+        add(name, action="append", metavar="VALUE", help="accepted without effect")
+    for name in ("--trtllm-llmapi-launch", "--disable-auto-complete-config"):
+        add(name, action="store_true", help="accepted without effect")
+
+
+def _verbosity(text: str) -> int:
+    if text.isdecimal():
+        return count(text)
+    try:
+        return int(boolean(text))
+    except argparse.ArgumentTypeError:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is neither a whole number of 0 or more nor true or false"
+        ) from None
+
+
+def _log_format(text: str) -> str:
+    if text in ("text", "default", "ISO8601"):
+        return "text"
+    if text == "json":
+        return text
+    raise argparse.ArgumentTypeError(f"{text!r} is neither text nor json")

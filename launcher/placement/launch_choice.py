@@ -1,0 +1,128 @@
+"""Which of the ways to start worker groups works here, and why it is taken."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from trimaran.comm.errors import ConfigError
+from trimaran.launcher.placement.hosts import is_this_host
+from trimaran.launcher.placement.job import Job
+from trimaran.launcher.starters.mpi_launch import OPENMPI, Mpi
+from trimaran.orchestrator.placement import Host
+
+_FIRST_WITH_ULFM = 5
+"""Major version of the first Open MPI in which the spawner outlives what it spawned."""
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """How every group of a server is started."""
+
+    kind: str
+    """As in `GroupConfig.launch`."""
+
+    why: str
+
+
+def choose_launch(
+    args: argparse.Namespace,
+    job: Job | None,
+    hosts: Sequence[Host],
+    find_mpi: Callable[[], Mpi],
+    environ: Mapping[str, str] = os.environ,
+) -> Launch:
+    """What ``--worker-launch`` asks for, or what suits this place.
+
+    ``hosts`` are those that the operator named. ``find_mpi`` is asked only where the answer
+    depends on the MPI.
+
+    Raises:
+        ConfigError: what is asked for cannot work here.
+    """
+    wanted = args.worker_launch
+    fixed = _fixed(args, job)
+    if fixed is not None:
+        if wanted != "auto":
+            raise ConfigError(
+                f"--worker-launch {wanted} cannot take effect: {fixed.why}. Leave it out."
+            )
+        return fixed
+    place = _Place(args, hosts, find_mpi, environ)
+    if wanted != "auto":
+        reason = place.obstacle(wanted)
+        if reason:
+            raise ConfigError(
+                f"--worker-launch {wanted} cannot work here: {reason}. Leave it out, and what "
+                "works is chosen."
+            )
+        return Launch(wanted, "--worker-launch asks for it")
+    if not args.multi_model:
+        return Launch("mpirun", "leader mode has one group")
+    if not place.obstacle("srun"):
+        return Launch(
+            "srun", f"inside Slurm job {environ['SLURM_JOB_ID']} groups are its steps"
+        )
+    reason = place.obstacle("spawn")
+    if not reason:
+        return Launch("spawn", f"{find_mpi()} on one host can spawn groups and outlive them")
+    return Launch("mpirun", f"no spawning: {reason}")
+
+
+def _fixed(args: argparse.Namespace, job: Job | None) -> Launch | None:
+    """The way that other flags leave no choice about."""
+    if args.disable_spawn_processes:
+        return Launch("prestarted", "--disable-spawn-processes: all ranks are one MPI job")
+    if job is not None:
+        return Launch("job", "the ranks are the tasks of the MPI job that we run in")
+    if args.no_mpi:
+        return Launch("none", "--no-mpi: the only rank of a group is a plain process")
+    return None
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """What is asked for and where: the ways that work depend on it."""
+
+    args: argparse.Namespace
+    hosts: Sequence[Host]
+    find_mpi: Callable[[], Mpi]
+    environ: Mapping[str, str]
+
+    def obstacle(self, kind: str) -> str:
+        """Why groups cannot be started by ``spawn``, ``srun`` or ``mpirun``; empty if they
+        can."""
+        if kind == "spawn":
+            return self._no_spawn()
+        if kind == "srun":
+            return self._no_srun()
+        # Whether there is an mpirun is checked where it is looked for.
+        return ""
+
+    def _no_spawn(self) -> str:
+        if not self.args.multi_model:
+            return "leader mode (without --multi-model) has no orchestrator"
+        far = [host.name for host in self.hosts if not is_this_host(host.name)]
+        if far:
+            return f"ranks cannot be spawned onto other hosts ({', '.join(far)})"
+        if self.environ.get("SLURM_JOB_NUM_NODES", "1") != "1":
+            return "ranks cannot be spawned onto other nodes of the Slurm job"
+        mpi = self.find_mpi()
+        if mpi.kind != OPENMPI or mpi.major < _FIRST_WITH_ULFM:
+            return (
+                f"with {mpi} a dead rank would take the orchestrator along; Open MPI "
+                f"{_FIRST_WITH_ULFM} or newer is needed"
+            )
+        return ""
+
+    def _no_srun(self) -> str:
+        if "SLURM_JOB_ID" not in self.environ:
+            return "this is no Slurm job"
+        if shutil.which("srun") is None:
+            return "srun is not on PATH"
+        if self.args.mpirun:
+            return "--mpirun names another starter"
+        return ""

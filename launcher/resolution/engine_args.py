@@ -1,0 +1,243 @@
+"""From a token-level model's folder, its config.pbtxt and the flags to an `EngineConfig`."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from dataclasses import dataclass, field
+
+from trimaran.comm.errors import ConfigError
+from trimaran.launcher.placement.gpus import num_visible_gpus, torch_is_cpu_only
+from trimaran.launcher.resolution.cache_args import cache_config, steps_in_flight
+from trimaran.launcher.resolution.lora_args import lora_config
+from trimaran.server.inference.queue_policy import QueuePolicy
+from trimaran.server.repository.model_repository import RepositoryModel
+from trimaran.worker.config.engine_config import (
+    EngineConfig,
+    GuidedConfig,
+    ParallelConfig,
+    SchedulerConfig,
+)
+from trimaran.worker.config.engine_folder import EngineFolder, FolderKind
+from trimaran.worker.config.experts_config import ExpertsConfig
+from trimaran.worker.config.host_limits import usable_cores
+from trimaran.worker.config.parallel_sizes import AskedSizes, layout_of
+
+_BATCHING = {
+    "inflight_fused_batching": "inflight_fused_batching",
+    "inflight_batching": "inflight_fused_batching",
+    "V1": "V1",
+    "v1": "V1",
+}
+_POLICIES = {
+    "max_utilization": "max_utilization",
+    "guaranteed_no_evict": "guaranteed_no_evict",
+    "guaranteed_completion": "guaranteed_no_evict",
+    "static_batch": "static_batch",
+}
+_HUGGINGFACE_MAX_NUM_SEQS = 256
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineFlags:
+    """The flags that go into an engine's configuration; None leaves the folder's value."""
+
+    sizes: AskedSizes = field(default_factory=AskedSizes)
+    device: str = "auto"
+    dtype: str = "auto"
+    load_format: str = "auto"
+    max_batch_size: int | None = None
+    max_num_tokens: int | None = None
+    tokens_per_block: int | None = None
+    expected_output_tokens: int = 1024
+    depth: int | None = None
+    """None: what the model's keys ask for, or else what suits the device and the stages."""
+
+    num_threads: int | None = None
+    deterministic: bool = False
+    prompt_graph_tokens: int | None = None
+    collective_graphs: bool | None = None
+    first_layer_table: bool | None = None
+    all_reduce: str = "auto"
+    adapter_graphs: bool = False
+    guide_timeout_s: float = 30.0
+    experts: ExpertsConfig = field(default_factory=ExpertsConfig)
+
+
+def engine_config(
+    model: RepositoryModel, flags: EngineFlags, num_named: int = 0
+) -> EngineConfig:
+    """One model's engine, on no GPUs in particular.
+
+    ``num_named`` is the number of devices or ranks that config.pbtxt names for it: it sets
+    the world size of a folder that was made for none.
+
+    Raises:
+        ConfigError: the folder is unusable, or a key and a flag do not go together.
+    """
+    engine_dir = _engine_dir(model)
+    folder = EngineFolder.load(engine_dir, check_weights=flags.load_format != "random")
+    try:
+        parallel = _parallel(folder, flags, num_named)
+    except ConfigError as error:
+        if flags.sizes.world_size or not num_named:
+            raise
+        raise ConfigError(f"{model.config_path} places it on {num_named}: {error}") from None
+    flags.experts.check(
+        folder.config.num_experts, parallel.expert_parts, is_deterministic=flags.deterministic
+    )
+    device = resolve_device(flags.device)
+    graphs = model.parameters.get_bool("cuda_graph_mode")
+    scheduler = _scheduler(model, folder, flags, parallel.pp_size)
+    return EngineConfig(
+        model=model.name,
+        engine_dir=engine_dir,
+        dtype=flags.dtype,
+        load_format=flags.load_format,
+        device=device,
+        num_threads=flags.num_threads or threads_of_a_rank(device, parallel.world_size),
+        deterministic=flags.deterministic,
+        cuda_graphs=True if graphs is None else graphs,
+        max_cuda_graphs=model.parameters.get_int("cuda_graph_cache_size") or 0,
+        prompt_graph_tokens=flags.prompt_graph_tokens,
+        collective_graphs=flags.collective_graphs,
+        first_layer_table=flags.first_layer_table,
+        all_reduce=flags.all_reduce,
+        guided=_guided(model, engine_dir, flags.guide_timeout_s),
+        parallel=parallel,
+        scheduler=scheduler,
+        cache=cache_config(
+            model, flags.tokens_per_block or folder.build.tokens_per_block, scheduler
+        ),
+        lora=lora_config(model, folder, has_graphs=flags.adapter_graphs),
+        experts=flags.experts,
+    )
+
+
+def _guided(model: RepositoryModel, engine_dir: str, timeout_s: float) -> GuidedConfig:
+    values = model.parameters
+    backend = values.get_str("guided_decoding_backend") or ""
+    if backend and importlib.util.find_spec(backend) is None:
+        raise ConfigError(
+            f"{model.config_path}: guided_decoding_backend is {backend}, which is not "
+            "installed. Install the extra 'guided' (pip install 'trimaran[guided]')."
+        )
+    paths = {"tokenizer_dir": "", "xgrammar_tokenizer_info_path": ""}
+    for key in paths if backend else ():
+        path = values.get_str(key) or ""
+        if path and not os.path.exists(path):
+            raise ConfigError(f"{model.config_path}: {key} is {path}, which does not exist")
+        paths[key] = os.path.abspath(path) if path else ""
+    if backend and not any(paths.values()) and not _has_tokenizer(engine_dir):
+        raise ConfigError(
+            f"{model.config_path}: Guided decoding requires tokenizer's information. Please "
+            f"provide 'tokenizer_dir': {engine_dir} holds no tokenizer."
+        )
+    return GuidedConfig(
+        backend=backend,
+        tokenizer_dir=paths["tokenizer_dir"],
+        tokenizer_info_path=paths["xgrammar_tokenizer_info_path"],
+        timeout_s=timeout_s,
+    )
+
+
+def _has_tokenizer(folder: str) -> bool:
+    """Whether a folder has any of the files that tokenizers are kept in."""
+    beginnings = ("tokenizer", "vocab", "spiece")
+    return any(name.startswith(beginnings) for name in os.listdir(folder))
+
+
+def resolve_device(device: str) -> str:
+    """``cpu`` or ``cuda``; ``auto`` is the GPU if this machine and this torch have one."""
+    if device != "auto":
+        return device
+    return "cuda" if num_visible_gpus() and not torch_is_cpu_only() else "cpu"
+
+
+def _engine_dir(model: RepositoryModel) -> str:
+    path = model.parameters.get_str("gpt_model_path")
+    if not path:
+        raise ConfigError(
+            f"{model.folder}/config.pbtxt: gpt_model_path (engine_dir) is not set. Fill it: "
+            f"trimaran fill-template -i {model.folder}/config.pbtxt engine_dir:FOLDER"
+        )
+    if not os.path.isdir(path):
+        raise ConfigError(
+            f"{model.folder}/config.pbtxt: Decoder (GPT) model path at {path} does not exist."
+        )
+    return str(os.path.abspath(path))
+
+
+def _parallel(folder: EngineFolder, flags: EngineFlags, num_named: int) -> ParallelConfig:
+    return layout_of(flags.sizes, folder, num_named)
+
+
+def _scheduler(
+    model: RepositoryModel, folder: EngineFolder, flags: EngineFlags, num_stages: int
+) -> SchedulerConfig:
+    build, values = folder.build, model.parameters
+    max_tokens = flags.max_num_tokens or build.max_num_tokens
+    is_huggingface = folder.kind is FolderKind.HUGGINGFACE
+    built_seqs = _HUGGINGFACE_MAX_NUM_SEQS if is_huggingface else build.max_batch_size
+    max_seqs = flags.max_batch_size or min(built_seqs, max_tokens)
+    max_seqs = min(max_seqs, values.get_int("max_num_sequences") or max_seqs)
+    # Only a batch size that somebody asked for can be above the token budget.
+    if max_seqs > max_tokens:
+        raise ConfigError(
+            f"--max-batch-size {max_seqs}: a step computes at most {max_tokens} tokens "
+            "(--max-num-tokens, or else the folder's), so a full decode step would not fit. "
+            "Lower the first or raise the second."
+        )
+    chunked = values.get_bool("enable_chunked_context")
+    queue = QueuePolicy(model.config)
+    return SchedulerConfig(
+        max_num_batched_tokens=max_tokens,
+        max_num_seqs=max_seqs,
+        max_seq_len=folder.max_seq_len,
+        max_input_len=min(build.max_input_len, folder.max_seq_len),
+        policy=_choice(model, "batch_scheduler_policy", _POLICIES, "guaranteed_no_evict"),
+        batching=_choice(model, "gpt_model_type", _BATCHING, "inflight_fused_batching"),
+        enable_chunked_context=True if chunked is None else chunked,
+        max_beam_width=_max_beam_width(model, folder),
+        max_queue_size=queue.max_queue_size(0),
+        level_queue_sizes=queue.queue_sizes,
+        expected_output_tokens=flags.expected_output_tokens,
+        depth=steps_in_flight(model, flags.depth, num_stages),
+    )
+
+
+def _max_beam_width(model: RepositoryModel, folder: EngineFolder) -> int:
+    """That of config.pbtxt, or else the one that the folder was built for."""
+    built = folder.build.max_beam_width
+    width = model.parameters.get_int("max_beam_width") or built
+    if folder.kind is FolderKind.ENGINE and width > built:
+        raise ConfigError(
+            f"{model.config_path}: max_beam_width is {width} but {folder.path} was built for "
+            f"{built}. Lower it, or build again with --max-beam-width {width}."
+        )
+    mode = model.parameters.get_str("decoding_mode") or "auto"
+    if width > 1 and mode.startswith("top"):
+        raise ConfigError(
+            f"{model.config_path}: max_beam_width is {width} but decoding_mode is {mode}, "
+            "which has no beams. Leave decoding_mode unset, or set max_beam_width to 1."
+        )
+    return width
+
+
+def _choice(model: RepositoryModel, key: str, known: dict[str, str], default: str) -> str:
+    value = model.parameters.get_str(key)
+    if not value:
+        return default
+    if value not in known:
+        raise ConfigError(
+            f"{model.folder}/config.pbtxt: {key} is {value!r} but must be one of "
+            f"{', '.join(known)}"
+        )
+    return known[value]
+
+
+def threads_of_a_rank(device: str, num_ranks: int) -> int:
+    """CPU threads of each of this host's ranks: the cores, shared out."""
+    if device != "cpu":
+        return 1
+    return max(1, usable_cores() // num_ranks)

@@ -1,0 +1,93 @@
+"""Starting the supervisor's direct children and learning how they ended."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+from collections.abc import Callable, Mapping, Sequence
+
+from trimaran.launcher.starters.process_tree import die_with
+
+
+def describe_status(status: int) -> str:
+    """A wait status in words."""
+    if os.WIFSIGNALED(status):
+        return f"was killed by {describe_signal(os.WTERMSIG(status))}"
+    return f"ended with exit code {os.WEXITSTATUS(status)}"
+
+
+def describe_signal(number: int) -> str:
+    """A signal's number and name."""
+    try:
+        return f"signal {number} ({signal.Signals(number).name})"
+    except ValueError:
+        return f"signal {number}"
+
+
+class Children:
+    """The direct children of this process. Reaps them, and every orphan it is given."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, log_fd: int) -> None:
+        self._loop = loop
+        self._log_fd = log_fd
+        self._running: dict[int, tuple[subprocess.Popen[bytes], Callable[[int], None]]] = {}
+        loop.add_signal_handler(signal.SIGCHLD, self._reap)
+
+    @property
+    def pids(self) -> set[int]:
+        """Children that were started here and have not ended."""
+        return set(self._running)
+
+    @property
+    def log_pipe(self) -> str:
+        """A path by which processes of this host that are no children here write to the log."""
+        return f"/proc/{os.getpid()}/fd/{self._log_fd}"
+
+    def start(
+        self,
+        command: Sequence[str],
+        env: Mapping[str, str],
+        on_exit: Callable[[int], None],
+        *,
+        inherit_fds: bool = False,
+    ) -> int:
+        """Start a child in a session of its own; its pid.
+
+        It is killed when this process dies. Output goes to the log. ``on_exit`` gets the
+        wait status. ``inherit_fds`` lets a rank reach the daemon of the job we are in.
+
+        Raises:
+            OSError: the program cannot be started.
+        """
+        process = subprocess.Popen(
+            list(command),
+            stdin=subprocess.DEVNULL,
+            stdout=self._log_fd,
+            stderr=self._log_fd,
+            env=dict(env),
+            start_new_session=True,
+            close_fds=not inherit_fds,
+            # Safe: this process has one thread.
+            preexec_fn=die_with(os.getpid()),
+        )
+        self._running[process.pid] = (process, on_exit)
+        return process.pid
+
+    def close(self) -> None:
+        """Reap no more. Before the loop is closed, which a child's end would find half gone."""
+        self._loop.remove_signal_handler(signal.SIGCHLD)
+
+    def _reap(self) -> None:
+        while True:
+            try:
+                pid, status = os.waitpid(-1, os.WNOHANG)
+            except ChildProcessError:
+                return
+            if pid == 0:
+                return
+            if pid in self._running:
+                process, on_exit = self._running.pop(pid)
+                process.returncode = os.waitstatus_to_exitcode(status)
+                on_exit(status)

@@ -1,0 +1,133 @@
+"""What a process group is, where it can stand, and whom it tells."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import TYPE_CHECKING, Any
+
+from trimaran.launcher.starters.mpi_launch import Mpi
+from trimaran.server.config import frontend_title
+
+if TYPE_CHECKING:
+    from trimaran.launcher.supervisor.group import Group
+
+FRONTEND, ORCHESTRATOR, RANK = "frontend", "orchestrator", "rank"
+_TITLES = {ORCHESTRATOR: "orchestrator"}
+
+
+class GroupState(Enum):
+    """Where a group stands."""
+
+    DOWN = "down"
+    STARTING = "starting"
+    READY = "ready"
+    DYING = "dying"
+    """Something ended; the rest is being ended."""
+
+    STOPPING = "stopping"
+    """Told to end in order."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineSpec:
+    """One engine that the processes of a group run, as the front end knows it."""
+
+    name: str
+    """The group that its rank 0 names when it dials the front end."""
+
+    model: str
+    generation: int = 1
+    start_method: str = ""
+    ranks: tuple[int, ...]
+    """Which ranks of the process group run it, in order."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupSpec:
+    """What a group consists of."""
+
+    role: str
+    """``frontend``, ``orchestrator`` or ``rank``."""
+
+    name: str
+    world_size: int
+    command: Sequence[str]
+    """Starts the whole group (mpirun, srun, the only process itself), or with an
+    orchestrator one rank of it."""
+
+    env: Mapping[str, str]
+    make_config: Callable[[int, int], dict[str, Any]]
+    """From incarnation and rank to what that process is told."""
+
+    engines: tuple[EngineSpec, ...] = ()
+    mpi: Mpi | None = None
+    """The starter, if ``command`` is its mpirun."""
+
+    is_spawned: bool = False
+    """The orchestrator starts the ranks."""
+
+    is_step: bool = False
+    """``command`` is an srun, and the ranks are not below it."""
+
+    inherit_fds: bool = False
+    """The process reaches the job that we are a task of through our descriptors."""
+
+    connect_timeout_s: float
+    startup_timeout_s: float
+    hang_timeout_s: float
+    """A process that is silent for so long, once ready, has hung; 0 means never."""
+
+    @property
+    def title(self) -> str:
+        """The group in log lines."""
+        if self.role == FRONTEND:
+            return frontend_title(int(self.name.partition("-")[2] or 0))
+        return _TITLES.get(self.role, f"group {self.name}")
+
+    @property
+    def tag(self) -> str:
+        """What the environment of the group's processes says; no model's group has it too."""
+        return group_tag(self.role, self.name)
+
+
+def group_tag(role: str, name: str) -> str:
+    """The value of TRIMARAN_GROUP in the environment of a group's processes."""
+    if role == RANK:
+        return name
+    return f":{name}" if role == FRONTEND else f":{role}"
+
+
+def frontend_name(index: int) -> str:
+    """The name of a front end's group; the first one is the only one by default."""
+    return f"{FRONTEND}-{index}" if index else FRONTEND
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """Why a group died."""
+
+    text: str
+    is_config_error: bool = False
+    is_final: bool = False
+    """Starting it again cannot help."""
+
+
+@dataclass(frozen=True, slots=True)
+class GroupEvents:
+    """Whom a group tells what."""
+
+    on_connected: Callable[[Group], None]
+    """Every process has its configuration."""
+
+    on_ready: Callable[[Group], None]
+    on_drained: Callable[[Group, dict[str, Any]], None]
+    on_failure: Callable[[Group, Failure], None]
+    """All its processes are gone."""
+
+    on_stopped: Callable[[Group], None]
+    """All its processes are gone, as they were told."""
+
+    on_down: Callable[[Group], None]
+    """It serves no more: one of its processes is gone, and the rest is being ended."""

@@ -1,0 +1,70 @@
+"""Notices the death of ranks that have no starter of their own to notice it."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import Callable
+
+from trimaran.launcher.starters.helper_watch import HelperWatch
+from trimaran.launcher.starters.process_tree import descendants, incarnations, send
+
+_LOOK_S = 0.25
+_READ_S = 0.1
+"""By then the end of a connected rank has been read from its connection, which says more."""
+
+
+class RankWatch:
+    """Finds the ranks of one group as they come into being, and watches them.
+
+    A rank that dies before it has reached MPI leaves MPI_Comm_spawn waiting for ever, and
+    one that dies before it has connected is not missed by anybody.
+
+    A daemon that outlives its orchestrator for a moment may still start ranks of an earlier
+    incarnation, after that was ended: they are killed, and nobody misses them.
+    """
+
+    def __init__(
+        self, tag: str, incarnation: int, num_ranks: int, on_end: Callable[[str], None]
+    ) -> None:
+        """``on_end`` is told what died."""
+        self._tag = tag
+        self._incarnation = incarnation
+        self._num_ranks = num_ranks
+        self._on_end = on_end
+        self._seen: set[int] = set()
+        self._ends = HelperWatch(self._on_seen_end)
+        self._timers: list[asyncio.TimerHandle] = []
+        self._later(_LOOK_S, self._look)
+
+    def close(self) -> None:
+        """Stop watching."""
+        for timer in self._timers:
+            timer.cancel()
+        self._ends.close()
+
+    def _look(self) -> None:
+        tagged_now = incarnations(os.getpid(), self._tag)
+        earlier = range(self._incarnation)
+        for pid in [pid for pid, number in tagged_now.items() if number in earlier]:
+            del tagged_now[pid]
+            send(pid, signal.SIGKILL)
+        # What a rank starts has its tag too.
+        found = tagged_now.keys() - {pid for rank in tagged_now for pid in descendants(rank)}
+        gone = self._seen - found
+        if gone:
+            self._on_end(f"a spawned rank (pid {min(gone)}) died")
+            return
+        was_complete = len(self._seen) >= self._num_ranks
+        self._ends.watch(found - self._seen)
+        self._seen |= found
+        # Once more after the last one: a process can end before it is watched.
+        if not was_complete:
+            self._later(_LOOK_S, self._look)
+
+    def _on_seen_end(self, process: str) -> None:
+        self._later(_READ_S, self._on_end, f"{process} died")
+
+    def _later(self, delay_s: float, action: Callable[..., None], *values: str) -> None:
+        self._timers.append(asyncio.get_running_loop().call_later(delay_s, action, *values))

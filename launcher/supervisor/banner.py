@@ -1,0 +1,87 @@
+"""What `trimaran serve` prints once it serves: endpoints and a request to paste."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import socket
+from collections.abc import Callable
+from pathlib import Path
+
+from trimaran.launcher.config import ServeConfig
+from trimaran.launcher.placement.preflight import endpoints
+
+logger = logging.getLogger(__name__)
+
+_TITLES = {"http": "HTTP", "grpc": "gRPC", "metrics": "Metrics"}
+
+
+def announce(config: ServeConfig, show: Callable[[str], None]) -> None:
+    """``show`` the last lines of a start and write the ready file, if one is wanted.
+
+    A full disk is no reason to stop.
+    """
+    show("\n".join(endpoint_lines(config)) + "\n")
+    if not config.ready_file:
+        return
+    # Complete or not there at all: others wait for it.
+    part = Path(f"{config.ready_file}.part")
+    try:
+        part.write_text(json.dumps(endpoint_urls(config), indent=1) + "\n", encoding="utf-8")
+        part.replace(config.ready_file)
+    except OSError as error:
+        logger.error(
+            "--ready-file %s cannot be written (%s): who waits for it waits in vain, though "
+            "the server serves. Name a file where there is room.",
+            config.ready_file, error.strerror,
+        )  # fmt: skip
+        with contextlib.suppress(OSError):
+            part.unlink(missing_ok=True)
+
+
+def withdraw(config: ServeConfig) -> None:
+    """Remove the ready file: the server is on its way out."""
+    if config.ready_file:
+        with contextlib.suppress(OSError):
+            Path(config.ready_file).unlink(missing_ok=True)
+
+
+def endpoint_urls(config: ServeConfig) -> dict[str, str]:
+    """The open endpoints by name, under this host's name or the only address of each."""
+    urls = {}
+    for endpoint in endpoints(config.frontend):
+        scheme = "" if endpoint.name == "grpc" else "http://"
+        host = _reachable(endpoint.address, everywhere=socket.gethostname())
+        urls[endpoint.name] = f"{scheme}{host}:{endpoint.port}"
+    return urls
+
+
+def endpoint_lines(config: ServeConfig) -> list[str]:
+    """The open endpoints, and the curl line where a text-level model is served."""
+    lines = ["Ready."]
+    for endpoint in endpoints(config.frontend):
+        host = _reachable(endpoint.address)
+        scheme = "" if endpoint.name == "grpc" else "http://"
+        path = "/metrics" if endpoint.name == "metrics" else ""
+        lines.append(f"{_TITLES[endpoint.name]:<8} {scheme}{host}:{endpoint.port}{path}")
+    frontend = config.frontend
+    if config.ensemble and frontend.allow_http:
+        body = {
+            "text_input": "What is machine learning?",
+            "max_tokens": 20,
+            "bad_words": "",
+            "stop_words": "",
+        }
+        lines.append(
+            f"curl -X POST {_reachable(frontend.http_address)}:{frontend.http_port}"
+            f"/v2/models/{config.ensemble}/generate -d '{json.dumps(body)}'"
+        )
+    return lines
+
+
+def _reachable(address: str, everywhere: str = "localhost") -> str:
+    """What a client names; ``everywhere`` where all of this host's addresses are served."""
+    if address in ("", "0.0.0.0", "::"):
+        return everywhere
+    return f"[{address}]" if ":" in address else address

@@ -1,0 +1,391 @@
+"""One set of processes that live and die together: the ranks of an engine, or a front end."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import time
+from collections.abc import Callable
+from typing import Any
+
+from trimaran.comm.messages.messages import ChildConfig, ChildState, Command
+from trimaran.launcher.starters.children import describe_signal, describe_status
+from trimaran.launcher.starters.group_types import (
+    FRONTEND,
+    ORCHESTRATOR,
+    Failure,
+    GroupEvents,
+    GroupSpec,
+    GroupState,
+)
+from trimaran.launcher.starters.helper_watch import HelperWatch
+from trimaran.launcher.starters.mpi_launch import exit_signal
+from trimaran.launcher.starters.process_tree import descendants
+from trimaran.launcher.starters.starter import Starter, StarterEvents
+from trimaran.launcher.supervisor.links import Link
+
+logger = logging.getLogger(__name__)
+
+_NOTICE_S = 0.3
+"""The starter has noticed a death after this time, and which process died first."""
+
+_STARTER_END_S = 2.0
+"""The starter ends so soon after its last process, or is ended."""
+
+_MAX_PINGS = 4
+"""Unanswered pings that make up ``hang_timeout_s``. Counted, not timed: when this process
+itself was suspended, no child is blamed for the time."""
+
+_LOADING_PATIENCE = 6
+"""A process that is loading may be silent so many times as long as one that serves: code
+that does not let its other threads run, such as an import, is no hang."""
+
+_READ_S = 0.05
+_KILL_PERIOD_S = 0.05
+
+
+class Group:
+    """Starts its processes, follows their states, finds out why one died, ends the rest."""
+
+    def __init__(self, spec: GroupSpec, starter: Starter, events: GroupEvents) -> None:
+        self.spec = spec
+        self.state = GroupState.DOWN
+        self.incarnation = -1
+        self.was_ready = False
+        self.fault = ""
+        """Why it died last."""
+
+        self.fault_time = 0.0
+        self._starter = starter
+        self._events = events
+        self._links: dict[int, Link] = {}
+        self._told: dict[int, ChildState] = {}
+        self._left: set[int] = set()
+        self._lost: Link | None = None
+        self._failure: Failure | None = None
+        self._helpers = HelperWatch(self._on_helper_end)
+        self._timers: list[asyncio.TimerHandle] = []
+
+    def start(self) -> None:
+        """Start the next incarnation."""
+        self.incarnation += 1
+        self._links, self._told, self._left = {}, {}, set()
+        self._lost = self._failure = None
+        self.state = GroupState.STARTING
+        spec = self.spec
+        events = StarterEvents(self._on_exit, self._on_start_failure, self._on_starter_lost)
+        try:
+            self._starter.start(self.incarnation, events)
+        except OSError as error:
+            # What was there once may be again: memory, room on a disk, a program's new version.
+            what = error.filename or spec.command[0]
+            self._die(Failure(f"{what}: {error.strerror}", is_final=not self.was_ready))
+            return
+        pid = self._starter.pid
+        what = f"pid {pid}" if pid else self._starter.title
+        logger.info("%s: started %s", spec.title, what)
+        self._after(spec.connect_timeout_s, self._on_connect_timeout)
+
+    def send(self, command: Command) -> None:
+        """Send to every process that is connected."""
+        for link in self._links.values():
+            link.send(command)
+
+    def stop(self) -> None:
+        """Tell every process to end in order; `kill` what does not. May be called twice."""
+        if self.state in (GroupState.DOWN, GroupState.DYING, GroupState.STOPPING):
+            return
+        is_loading = self.state is GroupState.STARTING and bool(self.spec.engines)
+        self.state = GroupState.STOPPING
+        self._cancel_timers()
+        if is_loading or len(self._links) < self.spec.world_size:
+            # Ranks listen once they have loaded, and have nothing to finish before; who has
+            # not connected cannot be told.
+            self.kill()
+        else:
+            self.send(Command(verb="shutdown"))
+
+    def kill(self) -> None:
+        """Kill every process of the group now; `on_stopped` or `on_failure` follows."""
+        links = list(self._links.values())
+        self._finish_when_gone()
+        # Those on other hosts cannot be killed from here: they end when this closes. Those
+        # here are dead by now, so none of them complains of a lost supervisor.
+        for link in links:
+            link.close()
+
+    @property
+    def link(self) -> Link:
+        """The connection of its first process, which has connected."""
+        return self._links[0]
+
+    @property
+    def is_serving(self) -> bool:
+        """Whether all its processes are ready and none is known to be dying."""
+        return self.state is GroupState.READY and self._lost is None
+
+    def describe_ranks(self) -> list[dict[str, Any]]:
+        """Every connected process: ``rank``, ``pid``, ``host`` and ``device``."""
+        return [
+            {
+                "rank": rank,
+                "pid": link.pid,
+                "host": link.hello.host if link.hello else "",
+                "device": str(self._told[rank].facts.get("device", ""))
+                if rank in self._told
+                else "",
+            }
+            for rank, link in sorted(self._links.items())
+        ]
+
+    # ---- what the connections say -------------------------------------------------------
+
+    def on_hello(self, link: Link) -> None:
+        """A process of this group has connected: tell it what to do."""
+        assert link.hello is not None
+        hello, world_size = link.hello, self.spec.world_size
+        is_of_this_start = hello.incarnation in (-1, self.incarnation)
+        if self.state is not GroupState.STARTING or not is_of_this_start:
+            link.close()
+            return
+        if hello.world_size != world_size or not 0 <= hello.rank < world_size:
+            self._die(self._wrong_world(hello.rank, hello.world_size))
+        elif hello.rank in self._links:
+            self._die(self._wrong_world(hello.rank, 1))
+        else:
+            self._links[hello.rank] = link
+            config = self.spec.make_config(self.incarnation, hello.rank)
+            link.send(ChildConfig(config=config))
+            if len(self._links) == world_size:
+                self._cancel_timers()
+                self._after(self.spec.startup_timeout_s, self._on_startup_timeout)
+                self._watch_helpers()
+                # Not at once: what a process sends that dies with a ping unread is lost.
+                self._after(self.spec.hang_timeout_s / _MAX_PINGS, self._check_alive)
+                self._events.on_connected(self)
+
+    def on_state(self, link: Link, state: ChildState) -> None:
+        """A process of this group has a new state."""
+        if self._links.get(link.rank) is not link:
+            return
+        self._told[link.rank] = state
+        if state.state == "failed":
+            self._on_failed(link, state)
+        elif state.state == "drained":
+            self._events.on_drained(self, state.facts)
+        elif state.state == "ready" and self.state is GroupState.STARTING:
+            ready = [told for told in self._told.values() if told.state == "ready"]
+            if len(ready) == self.spec.world_size:
+                self.state, self.was_ready = GroupState.READY, True
+                self._cancel_timers()
+                self._check_alive()
+                self._events.on_ready(self)
+        elif state.text:
+            logger.debug("%s: %s: %s", self.spec.title, self._process(link), state.text)
+
+    def on_lost(self, link: Link) -> None:
+        """A process of this group closed its connection: it is dying or dead."""
+        if self._links.get(link.rank) is not link:
+            return
+        if self.state is GroupState.STOPPING:
+            self._left.add(link.rank)
+            if len(self._left) == self.spec.world_size and self._starter.is_over:
+                # No starter's exit will tell that the last process is gone.
+                self._after(_NOTICE_S, self.kill)
+            return
+        if self._lost is None and self._failure is None:
+            self._lost = link
+            self._events.on_down(self)
+            # How the process died is what the starter's exit code tells, once it has ended.
+            self._after(_NOTICE_S, self._end_the_others)
+
+    # ---- endings ------------------------------------------------------------------------
+
+    def _on_start_failure(self, text: str) -> None:
+        if self.state in (GroupState.STARTING, GroupState.READY) and self._lost is None:
+            is_final = not self.was_ready and not self._links
+            self._die(Failure(text, is_final=is_final))
+
+    def _on_starter_lost(self, text: str) -> None:
+        if self.state in (GroupState.STARTING, GroupState.READY) and self._lost is None:
+            self._die(Failure(text))
+
+    def _on_exit(self) -> None:
+        if self.state is GroupState.STOPPING:
+            self.kill()
+        else:
+            # Connections that closed before the starter ended may not have been read yet.
+            self._after(_READ_S, self._conclude)
+
+    def _watch_helpers(self) -> None:
+        """Mind what the starter started besides ranks: without it, nobody minds the ranks."""
+        if self.spec.mpi is not None:
+            ranks = {link.pid for link in self._links.values()}
+            below_ranks = {pid for rank in ranks for pid in descendants(rank)}
+            found = set(descendants(self._starter.pid))
+            self._helpers.watch(found - ranks - below_ranks)
+
+    def _on_helper_end(self, process: str) -> None:
+        self._after(_READ_S, self._blame_helper, process)
+
+    def _blame_helper(self, process: str) -> None:
+        # A rank's death, or the starter's, ends its helpers too and is told of elsewhere.
+        is_up = self.state in (GroupState.STARTING, GroupState.READY)
+        if is_up and self._lost is None and not self._starter.is_over:
+            self._die(Failure(f"{process}, a helper of mpirun, died"))
+
+    def _end_the_others(self) -> None:
+        """Kill what outlives a lost process: ranks ignore the signal that mpirun sends."""
+        if self._starter.status is None:
+            # The starter itself lives on for a moment: its exit code says how a rank died.
+            self._starter.kill(spare_own=True)
+            self._after(_STARTER_END_S if self._starter.pid else _READ_S, self._conclude)
+
+    def _on_failed(self, link: Link, state: ChildState) -> None:
+        # Whoever complains after another process was lost, complains about that.
+        if self._lost is None and self.state in (GroupState.STARTING, GroupState.READY):
+            text = f"{self._process(link)} failed: {state.text}"
+            is_final = state.is_config_error or not self.was_ready
+            self._die(Failure(text, state.is_config_error, is_final))
+
+    def _check_alive(self) -> None:
+        """Ping every process, time and again; end the group if one stays silent."""
+        limit_s = self.spec.hang_timeout_s
+        if limit_s <= 0 or self.state not in (GroupState.STARTING, GroupState.READY):
+            return
+        # Pings are as frequent while loading: ranks on other hosts end without them.
+        period_s, max_pings, why = limit_s / _MAX_PINGS, _MAX_PINGS, "--hang-timeout"
+        if self.state is GroupState.STARTING:
+            limit_s, max_pings = limit_s * _LOADING_PATIENCE, max_pings * _LOADING_PATIENCE
+            why = f"{_LOADING_PATIENCE} times --hang-timeout, while loading"
+        hung = [link for link in self._links.values() if link.num_unanswered >= max_pings]
+        if hung and self._lost is None:
+            who = self._process(hung[0])
+            self._die(Failure(f"{who} has hung: no sign of life for {limit_s:g} s ({why})"))
+            return
+        for link in self._links.values():
+            link.ping()
+        self._after(period_s, self._check_alive)
+
+    def _on_connect_timeout(self) -> None:
+        missing = [r for r in range(self.spec.world_size) if r not in self._links]
+        self._die(
+            Failure(
+                f"{self._names(missing)} did not connect within "
+                f"{self.spec.connect_timeout_s:g} s of the start (--connect-timeout)",
+                is_final=not self.was_ready,
+            )
+        )
+
+    def _on_startup_timeout(self) -> None:
+        slow = [r for r in range(self.spec.world_size) if self._last_state(r) != "ready"]
+        told = self._told.get(slow[0])
+        last = f"; last heard: {told.state} {told.text}".rstrip() if told else ""
+        self._die(
+            Failure(
+                f"{self._names(slow)} not ready within {self.spec.startup_timeout_s:g} s "
+                f"(--startup-timeout){last}",
+                is_final=not self.was_ready,
+            )
+        )
+
+    def _conclude(self) -> None:
+        """Say what died first, by what was seen."""
+        if self.state not in (GroupState.STARTING, GroupState.READY):
+            return
+        status, lost = self._starter.status, self._lost
+        has_connected = len(self._links) == self.spec.world_size
+        is_final = not self.was_ready and not self._links
+        how = "closed its connection" if status is None else describe_status(status)
+        starter = self._starter.title
+        if self.spec.mpi is None and lost is not None and lost.pid != self._starter.pid:
+            text = f"{self._process(lost)} died"
+        elif self.spec.mpi is None and not self.spec.is_step:
+            text = f"{self._names([0])} (pid {self._starter.pid}) {how}"
+        elif lost is not None and not (status is not None and os.WIFSIGNALED(status)):
+            text = f"{self._process(lost)} {self._fate(status)}"
+        elif has_connected:
+            text = f"{starter} {how}"
+        else:
+            text = f"{starter} {how} before all ranks had connected: see the server's log"
+        self._die(Failure(text, is_final=is_final))
+
+    def _fate(self, status: int | None) -> str:
+        """How the first process died, which is what mpirun's exit code tells of."""
+        if status is None:
+            return "died"
+        code = os.WEXITSTATUS(status)
+        number = exit_signal(self.spec.mpi, code)
+        return (
+            f"was killed by {describe_signal(number)}"
+            if number
+            else f"ended with exit code {code}"
+        )
+
+    def _wrong_world(self, rank: int, world_size: int) -> Failure:
+        return Failure(
+            f"MPI started a process as rank {rank} of {world_size}, but the group has "
+            f"{self.spec.world_size} ranks: mpirun and mpi4py's MPI library do not fit "
+            "together. Name the library's own mpirun with --mpirun PATH.",
+            is_config_error=True,
+            is_final=True,
+        )
+
+    def _die(self, failure: Failure) -> None:
+        if self.state is GroupState.DYING:
+            return
+        self._failure = failure
+        self.fault, self.fault_time = failure.text, time.time()
+        self.state = GroupState.DYING
+        self._cancel_timers()
+        if self._lost is None:
+            self._events.on_down(self)
+        self.kill()
+
+    def _finish_when_gone(self) -> None:
+        """Report the end once nothing of the group is left."""
+        if self.state is GroupState.DOWN:
+            return
+        if self._starter.kill() or not self._starter.is_over:
+            self._cancel_timers()
+            self._after(_KILL_PERIOD_S, self._finish_when_gone)
+            return
+        self._cancel_timers()
+        self._helpers.close()
+        self._starter.release()
+        was_told, self.state = self.state is GroupState.STOPPING, GroupState.DOWN
+        if was_told or self._failure is None:
+            self._events.on_stopped(self)
+        else:
+            self._events.on_failure(self, self._failure)
+
+    # ---- words --------------------------------------------------------------------------
+
+    def _process(self, link: Link) -> str:
+        host = link.hello.host if link.hello else ""
+        where = f" on {host}" if host and self.spec.world_size > 1 else ""
+        return f"{self._names([link.rank])} (pid {link.pid}{where})"
+
+    def _names(self, ranks: list[int]) -> str:
+        if self.spec.role in (FRONTEND, ORCHESTRATOR):
+            return self.spec.title
+        return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+
+    def _last_state(self, rank: int) -> str:
+        told = self._told.get(rank)
+        return told.state if told else ""
+
+    def _after(self, delay_s: float, action: Callable[..., None], *values: object) -> None:
+        def act() -> None:
+            # Pings go on for as long as the group serves: what is over is let go of.
+            self._timers.remove(timer)
+            action(*values)
+
+        timer = asyncio.get_running_loop().call_later(delay_s, act)
+        self._timers.append(timer)
+
+    def _cancel_timers(self) -> None:
+        for timer in self._timers:
+            timer.cancel()
+        self._timers.clear()

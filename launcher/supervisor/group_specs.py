@@ -1,0 +1,326 @@
+"""What the supervisor starts: the commands, environments and configurations of each group."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import shutil
+import sysconfig
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from trimaran.comm.env import INCARNATION, ChildEnv
+from trimaran.comm.errors import ConfigError
+from trimaran.launcher.config import GroupConfig, HostSlots, ServeConfig
+from trimaran.launcher.placement.job import rank_environ
+from trimaran.launcher.starters.group_types import (
+    FRONTEND,
+    ORCHESTRATOR,
+    RANK,
+    EngineSpec,
+    GroupSpec,
+    frontend_name,
+    group_tag,
+)
+from trimaran.launcher.starters.mpi_launch import Mpi, compose, num_slots, starter_env
+from trimaran.launcher.starters.scratch import MpiScratch
+from trimaran.launcher.starters.srun import compose_srun, plugin, step_env
+from trimaran.orchestrator.mpi_settings import mpi_settings
+from trimaran.worker.config.engine_config import RankConfig
+
+PRESTARTED = "ranks"
+"""Name of the one group that holds all prestarted ranks."""
+
+MPIRUN_LAUNCHES = ("mpirun", "prestarted")
+
+
+@dataclass(frozen=True, slots=True)
+class Programs:
+    """The commands of the front end, of a rank and of the orchestrator."""
+
+    frontend: tuple[str, ...]
+    rank: tuple[str, ...]
+    orchestrator: tuple[str, ...] = ()
+
+    @classmethod
+    def installed(cls) -> Programs:
+        """The console scripts beside this interpreter.
+
+        Raises:
+            ConfigError: the package is not installed there.
+        """
+        names = ("trimaran-frontend", "trimaran-rank", "trimaran-orchestrator")
+        frontend, rank, orchestrator = ((_script(name),) for name in names)
+        return cls(frontend, rank, orchestrator)
+
+
+@dataclass(frozen=True, slots=True)
+class Addresses:
+    """Where children of this host, and of others, reach the supervisor and the front ends."""
+
+    token: str
+    supervisor: str
+    frontends: tuple[str, ...]
+    far_supervisor: str = ""
+    """Over TCP; empty if nothing runs on another host."""
+
+    far_frontends: tuple[str, ...] = ()
+    """One a front end, or none at all."""
+
+    between_frontends: str = ""
+    """Where the first front end expects the others."""
+
+    def engine_listen(self, index: int) -> tuple[str, ...]:
+        """Where a front end expects engines."""
+        ports = (f"tcp:0.0.0.0:{far.rpartition(':')[2]}" for far in self.far_frontends)
+        return (self.frontends[index], *list(ports)[index : index + 1])
+
+
+class SpecMaker:
+    """Makes the specifications of all groups of one server."""
+
+    def __init__(
+        self,
+        config: ServeConfig,
+        mpi: Mpi | None,
+        programs: Programs,
+        addresses: Addresses,
+        scratch: MpiScratch,
+    ) -> None:
+        self._config = config
+        self._mpi = mpi
+        self._programs = programs
+        self._addresses = addresses
+        self._scratch = scratch
+
+    def frontends(self, remembered: Mapping[str, Any]) -> list[GroupSpec]:
+        """All front ends; ``remembered["state"]`` goes to every incarnation of the first."""
+        count = self._config.frontend.num_frontends
+        return [self._frontend(index, remembered) for index in range(count)]
+
+    def _frontend(self, index: int, remembered: Mapping[str, Any]) -> GroupSpec:
+        name = frontend_name(index)
+        env = {
+            **starter_env(os.environ),
+            **self._child_env(FRONTEND, name),
+            # The front end forks only to run other programs: tokenizers' own threads stay, and
+            # gRPC has nothing to prepare, of which it would log a line each time.
+            "TOKENIZERS_PARALLELISM": "false",
+            "GRPC_ENABLE_FORK_SUPPORT": "0",
+        }
+        config = dataclasses.replace(
+            self._config.frontend,
+            index=index,
+            engine_listen=self._addresses.engine_listen(index),
+            first_frontend=self._addresses.between_frontends,
+            token=self._addresses.token,
+        )
+        wire = config.to_wire()
+
+        def make_config(incarnation: int, rank: int) -> dict[str, Any]:
+            return {**wire, "remembered": remembered["state"] if index == 0 else b""}
+
+        return self._spec(FRONTEND, name, self._programs.frontend, env, make_config)
+
+    def orchestrator(self) -> GroupSpec:
+        """The process that spawns groups."""
+        env = {
+            **starter_env(os.environ),
+            **self._child_env(ORCHESTRATOR, ""),
+            **mpi_settings(),
+            **self._scratch.env(group_tag(ORCHESTRATOR, ""), is_here_alone=True),
+        }
+
+        def make_config(incarnation: int, rank: int) -> dict[str, Any]:
+            return {"hang_timeout_s": self._config.hang_timeout_s}
+
+        programs = self._programs.orchestrator
+        return self._spec(ORCHESTRATOR, ORCHESTRATOR, programs, env, make_config)
+
+    def workers(self, group: GroupConfig) -> GroupSpec:
+        """One engine's ranks, started for it alone."""
+        is_job = group.launch == "job"
+        ours = {**self._rank_env(group, group.name, bool(group.hosts)), **group.env}
+        base = rank_environ(os.environ) if is_job else starter_env(os.environ)
+        if group.launch == "srun":
+            base = step_env(base)
+        files = self._scratch_env(group.launch, group.name, group.hosts)
+        # A spawned rank inherits the rest from the orchestrator.
+        env = {**files, **ours} if group.launch == "spawn" else {**base, **files, **ours}
+
+        def make_config(incarnation: int, rank: int) -> dict[str, Any]:
+            return self._rank_config(group, incarnation).to_wire()
+
+        return self._spec(
+            RANK,
+            group.name,
+            self._command(group, sorted(ours)),
+            env,
+            make_config,
+            engines=(self._engine(group, range(group.world_size)),),
+            world_size=group.world_size,
+            launch=group.launch,
+        )
+
+    def prestarted(self, groups: Sequence[GroupConfig]) -> GroupSpec:
+        """All ranks of one job; each engine takes the ranks that it names.
+
+        Rank 0 runs no engine: it is the place that the replaced system's orchestrator
+        holds, so that ``participant_ids`` mean the same ranks.
+        """
+        hosts, world_size = self._config.world_hosts, self._config.world_size
+        ours = self._rank_env(groups[0], PRESTARTED, bool(hosts))
+        if self._config.mpi.kind == "job":
+            launch, command = "job", list(self._programs.rank)
+            base = rank_environ(os.environ)
+        else:
+            launch, command = "prestarted", self._mpirun(world_size, sorted(ours), hosts)
+            base = starter_env(os.environ)
+        files = self._scratch_env(launch, PRESTARTED, hosts)
+        owner = {rank: group for group in groups for rank in group.participants}
+
+        def make_config(incarnation: int, rank: int) -> dict[str, Any]:
+            group = owner.get(rank)
+            # A rank without an engine is told any engine, and that it is not among its ranks.
+            return self._rank_config(group or groups[0], incarnation).to_wire()
+
+        return self._spec(
+            RANK,
+            PRESTARTED,
+            command,
+            {**base, **files, **ours},
+            make_config,
+            engines=tuple(self._engine(group, group.participants) for group in groups),
+            world_size=world_size,
+            launch=launch,
+        )
+
+    # ---- parts --------------------------------------------------------------------------
+
+    def _spec(
+        self,
+        role: str,
+        name: str,
+        command: Sequence[str],
+        env: Mapping[str, str],
+        make_config: Any,
+        *,
+        engines: tuple[EngineSpec, ...] = (),
+        world_size: int = 1,
+        launch: str = "",
+    ) -> GroupSpec:
+        config = self._config
+        return GroupSpec(
+            role=role,
+            name=name,
+            world_size=world_size,
+            command=command,
+            env=env,
+            make_config=make_config,
+            engines=engines,
+            mpi=self._mpi if launch in MPIRUN_LAUNCHES else None,
+            is_spawned=launch == "spawn",
+            is_step=launch == "srun",
+            inherit_fds=launch == "job",
+            connect_timeout_s=config.connect_timeout_s,
+            startup_timeout_s=config.startup_timeout_s,
+            hang_timeout_s=config.hang_timeout_s,
+        )
+
+    def _engine(self, group: GroupConfig, ranks: Iterable[int]) -> EngineSpec:
+        return EngineSpec(
+            name=group.name,
+            model=group.model,
+            generation=group.generation,
+            start_method=self._start_method(group),
+            ranks=tuple(ranks),
+        )
+
+    def _command(self, group: GroupConfig, forward: Sequence[str]) -> list[str]:
+        program = list(self._programs.rank)
+        if group.launch == "mpirun":
+            return self._mpirun(group.world_size, forward, group.hosts)
+        if group.launch == "srun":
+            return compose_srun(plugin(), group.world_size, program, group.hosts, group.env)
+        return program
+
+    def _mpirun(
+        self, world_size: int, forward: Sequence[str], hosts: tuple[HostSlots, ...]
+    ) -> list[str]:
+        assert self._mpi is not None
+        return compose(
+            self._mpi,
+            world_size,
+            list(self._programs.rank),
+            forward=[*forward, INCARNATION],
+            oversubscribe=self._needs_oversubscribe(world_size),
+            hosts=hosts,
+            rsh_agent=self._config.mpi.rsh_agent,
+        )
+
+    def _rank_config(self, group: GroupConfig, incarnation: int) -> RankConfig:
+        addresses = self._addresses
+        # With mpirun, rank 0 of a leader group is on this host, also in a job of several.
+        is_elsewhere = group.hosts or group.participants or group.launch == "srun"
+        is_far = bool(addresses.far_frontends and is_elsewhere)
+        return RankConfig(
+            engine=group.engine,
+            group=group.name,
+            incarnation=incarnation,
+            frontends=addresses.far_frontends if is_far else addresses.frontends,
+            start_method=self._start_method(group),
+            participants=group.participants,
+            hang_timeout_s=self._config.hang_timeout_s,
+            start_timeout_s=self._config.startup_timeout_s,
+            stats_period_ms=group.stats_period_ms,
+            profile=self._config.profile,
+        )
+
+    def _start_method(self, group: GroupConfig) -> str:
+        return "singleton" if group.launch == "none" else group.launch
+
+    def _rank_env(self, group: GroupConfig, name: str, is_far: bool) -> dict[str, str]:
+        address = self._addresses.far_supervisor if is_far else ""
+        # Ranks that a job has put on other hosts learn the address from rank 0.
+        if not address and self._config.advertise_address:
+            address = self._addresses.far_supervisor
+        return {
+            **self._child_env(RANK, name, address),
+            "OMP_NUM_THREADS": str(group.engine.num_threads),
+        }
+
+    def _scratch_env(self, launch: str, name: str, hosts: Any) -> dict[str, str]:
+        """Where the MPI that starts a group, unless it is somebody else's, keeps its files."""
+        if launch not in ("mpirun", "prestarted", "spawn", "none"):
+            return {}
+        # Without --host, mpirun spreads over the nodes of the allocation that it is in.
+        is_alone = not hosts and os.environ.get("SLURM_JOB_NUM_NODES", "1") == "1"
+        return self._scratch.env(group_tag(RANK, name), is_here_alone=is_alone)
+
+    def _child_env(self, role: str, name: str, address: str = "") -> dict[str, str]:
+        child = ChildEnv(
+            supervisor=address or self._addresses.supervisor,
+            token=self._addresses.token,
+            group=group_tag(role, name),
+            log_format=self._config.log.format,
+            log_level=self._config.log.level,
+            log_dir=self._config.log.dir,
+        )
+        return {**child.to_environ(), "PYTHONSAFEPATH": "1", "PYTHONUNBUFFERED": "1"}
+
+    def _needs_oversubscribe(self, world_size: int) -> bool:
+        if self._config.mpi.oversubscribe:
+            return True
+        # An allocation knows its own slots, on hosts that cannot be counted from here.
+        return "SLURM_JOB_ID" not in os.environ and world_size > num_slots()
+
+
+def _script(name: str) -> str:
+    path = shutil.which(name, path=sysconfig.get_path("scripts"))
+    if path is None:
+        raise ConfigError(
+            f"the program {name} is not installed beside this Python. Install the package: "
+            "pip install -e ."
+        )
+    return path

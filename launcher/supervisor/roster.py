@@ -1,0 +1,212 @@
+"""All process groups of one server, and what the front end is told about each."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+from trimaran.comm.messages.messages import Command
+from trimaran.launcher.config import GroupConfig, RestartPolicy
+from trimaran.launcher.starters.children import Children
+from trimaran.launcher.starters.group_types import (
+    FRONTEND,
+    ORCHESTRATOR,
+    GroupEvents,
+    GroupSpec,
+    GroupState,
+)
+from trimaran.launcher.starters.scratch import MpiScratch
+from trimaran.launcher.starters.spawn_starter import SpawnLink, SpawnStarter
+from trimaran.launcher.starters.starter import CommandStarter, Starter
+from trimaran.launcher.starters.step_starter import StepStarter
+from trimaran.launcher.supervisor.group import Group
+from trimaran.launcher.supervisor.group_specs import PRESTARTED, SpecMaker
+from trimaran.launcher.supervisor.links import Link
+from trimaran.launcher.supervisor.restart import RestartBudget
+
+_STATE_WORDS = {
+    GroupState.DOWN: "down",
+    GroupState.STARTING: "starting",
+    GroupState.READY: "up",
+    GroupState.DYING: "down",
+    GroupState.STOPPING: "down",
+}
+
+
+class Roster:
+    """The front ends, the orchestrator if one is needed, and the worker groups.
+
+    Groups come and go while the server runs; each has a restart budget of its own.
+    """
+
+    def __init__(
+        self,
+        maker: SpecMaker,
+        children: Children,
+        scratch: MpiScratch,
+        events: GroupEvents,
+        policy: RestartPolicy,
+    ) -> None:
+        self._maker = maker
+        self._children = children
+        self._scratch = scratch
+        self._events = events
+        self._policy = policy
+        self.remembered: dict[str, Any] = {"state": b"", "groups": None}
+        """What the front end wants its successor to know; ``groups``: those it uses."""
+
+        self.spawn_link = SpawnLink(self._send_to_orchestrator)
+        self.frontends = [
+            Group(spec, self._starter(spec), events)
+            for spec in maker.frontends(self.remembered)
+        ]
+        self.orchestrator: Group | None = None
+        self.workers: dict[str, Group] = {}
+        self.configs: dict[str, GroupConfig] = {}
+        """Every engine's group, by name; those of one job share a process group."""
+
+        self._budgets: dict[str, RestartBudget] = {}
+        self._failed: set[str] = set()
+        self._restart_in_s: dict[str, float] = {}
+
+    def __iter__(self) -> Iterator[Group]:
+        """Every group: the front ends, the orchestrator, the workers."""
+        yield from self.frontends
+        if self.orchestrator is not None:
+            yield self.orchestrator
+        yield from self.workers.values()
+
+    def add(self, configs: Sequence[GroupConfig]) -> list[Group]:
+        """New groups, not yet started; the first spawned one brings the orchestrator."""
+        self.configs.update((config.name, config) for config in configs)
+        added = []
+        sharing = [config for config in configs if config.launch == "prestarted"]
+        specs = [self._maker.prestarted(sharing)] if sharing else []
+        specs += [self._maker.workers(each) for each in configs if each not in sharing]
+        for spec in specs:
+            group = self.workers[spec.name] = Group(spec, self._starter(spec), self._events)
+            added.append(group)
+        if any(config.launch == "spawn" for config in configs) and self.orchestrator is None:
+            spec = self._maker.orchestrator()
+            self.orchestrator = Group(spec, self._starter(spec), self._events)
+            # The last one: where it cannot be started, those that wait for it fail with it.
+            added.append(self.orchestrator)
+        return added
+
+    def remove(self, group: Group) -> None:
+        """Forget a group whose processes are gone."""
+        if group is self.orchestrator:
+            self.orchestrator = None
+        else:
+            del self.workers[group.spec.name]
+        for engine in group.spec.engines:
+            del self.configs[engine.name]
+        tag = group.spec.tag
+        self._budgets.pop(tag, None)
+        self._failed.discard(tag)
+        self._restart_in_s.pop(tag, None)
+
+    def group_of(self, link: Link) -> Group | None:
+        """The group to which a connected process belongs; None if that is no group of ours."""
+        assert link.hello is not None
+        if link.hello.role == FRONTEND:
+            tag = link.hello.group
+            return next((each for each in self.frontends if each.spec.tag == tag), None)
+        if link.hello.role == ORCHESTRATOR:
+            return self.orchestrator
+        return self.workers.get(link.hello.group)
+
+    def holding(self, engine: str) -> Group | None:
+        """The process group that runs an engine's group."""
+        config = self.configs.get(engine)
+        if config is None:
+            return None
+        name = PRESTARTED if config.launch == "prestarted" else engine
+        return self.workers.get(name)
+
+    def budget(self, group: Group) -> RestartBudget:
+        """The restarts that a group still has."""
+        return self._budgets.setdefault(group.spec.tag, RestartBudget(self._policy))
+
+    def mark_failed(self, group: Group) -> None:
+        """Note that a group will not be started again."""
+        self._failed.add(group.spec.tag)
+
+    def has_failed(self, group: Group) -> bool:
+        """Whether a group will not be started again."""
+        return group.spec.tag in self._failed
+
+    def note_restart(self, group: Group, delay_s: float) -> None:
+        """Note when a dead group is started again; 0 once it is."""
+        self._restart_in_s[group.spec.tag] = delay_s
+
+    @property
+    def first_frontend(self) -> Group:
+        """The one that knows what is served."""
+        return self.frontends[0]
+
+    @property
+    def is_serving(self) -> bool:
+        """Whether every group is up."""
+        return all(group.is_serving for group in self)
+
+    def are_down(self, groups: Iterable[Group]) -> bool:
+        """Whether no process of these groups is left."""
+        return all(group.state is GroupState.DOWN for group in groups)
+
+    # ---- what the front ends are told ---------------------------------------------------
+
+    def tell(self, group: Group) -> None:
+        """Tell the front ends how a group stands."""
+        for arguments in self._states(group):
+            for frontend in self.frontends:
+                frontend.send(Command(verb="group_state", arguments=arguments))
+
+    def tell_all(self) -> None:
+        """Tell a new front end how every group stands."""
+        for group in self:
+            self.tell(group)
+
+    def _states(self, group: Group) -> list[dict[str, Any]]:
+        spec, tag = group.spec, group.spec.tag
+        word = _STATE_WORDS[group.state]
+        if self.has_failed(group):
+            word = "failed"
+        elif group.state is GroupState.READY and not group.is_serving:
+            word = "down"
+        common = {
+            "state": word,
+            "text": group.fault,
+            "fault_time": group.fault_time,
+            "num_restarts": max(0, group.incarnation),
+            "restart_in_s": self._restart_in_s.get(tag, 0.0),
+        }
+        ranks = group.describe_ranks()
+        if not spec.engines:
+            return [
+                {
+                    **common, "group": spec.title, "model": "", "generation": 1,
+                    "world_size": spec.world_size, "start_method": "supervisor",
+                    "ranks": ranks,
+                }
+            ]  # fmt: skip
+        return [
+            {
+                **common, "group": engine.name, "model": engine.model,
+                "generation": engine.generation, "world_size": len(engine.ranks),
+                "start_method": engine.start_method,
+                "ranks": [each for each in ranks if each["rank"] in engine.ranks],
+            }
+            for engine in spec.engines
+        ]  # fmt: skip
+
+    def _starter(self, spec: GroupSpec) -> Starter:
+        if spec.is_spawned:
+            return SpawnStarter(spec, self.spawn_link, self._scratch, self._children.log_pipe)
+        if spec.is_step:
+            return StepStarter(spec, self._children, self._scratch)
+        return CommandStarter(spec, self._children, self._scratch)
+
+    def _send_to_orchestrator(self, command: Command) -> None:
+        if self.orchestrator is not None:
+            self.orchestrator.send(command)

@@ -1,0 +1,112 @@
+"""One engine's connection to this front end: greeting, then steps and reports."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import logging
+from typing import TYPE_CHECKING, cast
+
+from trimaran.comm.errors import ProtocolError
+from trimaran.comm.messages.messages import (
+    PROTOCOL_VERSION,
+    EngineHello,
+    FrameBuffer,
+    FrontendHello,
+    Message,
+    Ping,
+    Pong,
+    encode,
+)
+
+if TYPE_CHECKING:
+    from trimaran.server.engines.client import EngineClient
+
+logger = logging.getLogger(__name__)
+
+BEING_ENDED = "is being ended"
+"""Why an engine is refused whose death is known already."""
+
+
+class EngineLink(asyncio.Protocol):
+    """Rank 0 of one group. Everything happens on the event loop."""
+
+    def __init__(self, client: EngineClient, token: str) -> None:
+        self._client = client
+        self._token = token
+        self._transport: asyncio.Transport | None = None
+        self._frames = FrameBuffer()
+        self._is_retired = False
+        self.hello: EngineHello | None = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """A group dialled in; it must greet first."""
+        # Not isinstance: uvloop's transports are classes of their own.
+        self._transport = cast(asyncio.Transport, transport)
+
+    def data_received(self, data: bytes) -> None:
+        """Dispatch every complete message; a peer that breaks the protocol is dropped."""
+        if self._is_retired:
+            return
+        try:
+            for message in self._frames.feed(data):
+                self._take(message)
+        except ProtocolError as error:
+            logger.error("dropping an engine's connection: %s", error)
+            self.close()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """The group is gone, or this end closed."""
+        self._transport = None
+        if not self._is_retired and self.hello is not None:
+            self._client.link_lost(self)
+
+    def retire(self) -> None:
+        """Tell the client nothing more."""
+        self._is_retired = True
+
+    def send(self, message: Message) -> None:
+        """Queue a message; after the connection's end it is dropped."""
+        if self._transport is not None:
+            self._transport.write(encode(message))
+
+    def close(self) -> None:
+        """Close the connection once what is queued is sent."""
+        if self._transport is not None:
+            self._transport.close()
+
+    def _take(self, message: Message) -> None:
+        if self._is_retired:
+            return
+        if self.hello is not None:
+            if isinstance(message, Ping):
+                self.send(Pong(payload=message.payload))
+            else:
+                self._client.message(self, message)
+        elif isinstance(message, EngineHello):
+            self._greet(message)
+        else:
+            raise ProtocolError(f"{type(message).__name__} came before EngineHello")
+
+    def _greet(self, hello: EngineHello) -> None:
+        reason = self._refusal(hello)
+        if reason:
+            # A dying group dials again until it is ended: that is no error.
+            level = logging.INFO if reason.endswith(BEING_ENDED) else logging.ERROR
+            logger.log(level, "refused an engine for model '%s': %s", hello.model, reason)
+            self.send(FrontendHello(accepted=False, reason=reason))
+            self.close()
+            return
+        self.send(FrontendHello())
+        self.hello = hello
+        self._client.link_ready(self, hello)
+
+    def _refusal(self, hello: EngineHello) -> str:
+        if hello.protocol_version != PROTOCOL_VERSION:
+            return (
+                f"protocol version {hello.protocol_version}, but this front end speaks "
+                f"{PROTOCOL_VERSION}: install the same version everywhere"
+            )
+        if not hmac.compare_digest(hello.token.encode(), self._token.encode()):
+            return "wrong token: the engine belongs to another run"
+        return self._client.refusal(hello)

@@ -1,0 +1,201 @@
+"""One request that an engine runs, as the front end sees it: its new tokens."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from trimaran.comm.errors import RequestError
+from trimaran.comm.messages.messages import FinishReason, Submit, pack_ids
+from trimaran.comm.messages.sampling_params import SamplingParams
+from trimaran.server.engines.beams import longest
+
+_DEFAULT_MAX_TOKENS = SamplingParams().max_tokens
+_OF_IDS = ("log_probs", "generation_logits")
+"""The extras that have one item an id."""
+
+
+@dataclass(slots=True)
+class TokenChunk:
+    """New ids of one sequence: of one step, or of several if the reader was slow."""
+
+    token_ids: list[int] = field(default_factory=list)
+    finish_reason: FinishReason = FinishReason.NOT_FINISHED
+    extras: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def is_last(self) -> bool:
+        """Whether the sequence has ended."""
+        return self.finish_reason is not FinishReason.NOT_FINISHED
+
+    def beginning(self, num_ids: int) -> TokenChunk:
+        """The same as far as its first ids go."""
+        if num_ids == len(self.token_ids):
+            return self
+        extras = {
+            name: value[:num_ids] if name in _OF_IDS else value
+            for name, value in self.extras.items()
+        }
+        return replace(self, token_ids=self.token_ids[:num_ids], extras=extras)
+
+    def merge(
+        self, token_ids: list[int], finish_reason: FinishReason, extras: dict[str, Any]
+    ) -> None:
+        """Add what a later step produced: lists grow, other extras are replaced."""
+        self.token_ids += token_ids
+        self.finish_reason = finish_reason
+        for name, value in extras.items():
+            if isinstance(value, list):
+                self.extras.setdefault(name, []).extend(value)
+            else:
+                self.extras[name] = value
+
+
+class LiveRequest:
+    """A submitted request, read with `take` whenever it has news.
+
+    Tokens that arrive while nobody reads are merged into one chunk, so that a slow
+    reader costs memory for its ids only. A reader that waits for the whole answer
+    (``submit.streaming`` is false) hears once, at its end.
+    """
+
+    def __init__(
+        self,
+        submit: Submit,
+        on_cancel: Callable[[LiveRequest], None],
+        observe_gap: Callable[[float], None],
+        on_context_done: Callable[[LiveRequest, float | None], None],
+    ) -> None:
+        self.submit = submit
+        self.max_tokens: int = submit.sampling.get("max_tokens", _DEFAULT_MAX_TOKENS)
+        self.output_ids: list[int] = []
+        """Empty of a beam search, whose output may still change."""
+        self.num_output_tokens = 0
+        """Of all beams together."""
+        self._beam_length = 0
+        self._num_repeated = 0
+        """Length of the beams up to which a replayed search tells nothing new."""
+        self._has_prompt_logits = False
+        self.context_tokens = 0
+        """Tokens that its group has to compute before the first new one."""
+        self.num_deaths = 0
+        self.is_over = False
+        self._on_cancel = on_cancel
+        self._observe_gap = observe_gap
+        self._on_context_done = on_context_done
+        self._is_context_done = False
+        self._pending: TokenChunk | None = None
+        self._error: RequestError | None = None
+        self.on_news: Callable[[], None] = _nobody
+        """Called when there is something to take."""
+        self._last_token_s = 0.0
+        self._arrived_s = submit.arrival_ns / 1e9 or time.monotonic()
+
+    @property
+    def request_id(self) -> int:
+        """The id on the engine's connection."""
+        return self.submit.request_id
+
+    @property
+    def num_left(self) -> int:
+        """Tokens that may still come."""
+        return self.max_tokens - len(self.output_ids)
+
+    def replay_submit(self) -> Submit:
+        """The message that lets another engine go on where this one is."""
+        self._is_context_done = False
+        # A search has no output to go on from: it starts over, and finds the same.
+        self._num_repeated = self._beam_length
+        return replace(self.submit, output_ids=pack_ids(self.output_ids))
+
+    def push(self, ids: list[int], reason: FinishReason, extras: dict[str, Any]) -> None:
+        """Take what one step produced."""
+        if ids:
+            self._measure(len(ids))
+            self.output_ids += ids
+            self.num_output_tokens += len(ids)
+        if "beams" in extras:
+            is_over = reason is not FinishReason.NOT_FINISHED
+            if not is_over and 0 < longest(extras["beams"]) <= self._num_repeated:
+                return
+            self._take_beams(extras["beams"])
+        if "context_logits" in extras:
+            if self._has_prompt_logits:
+                extras = {n: value for n, value in extras.items() if n != "context_logits"}
+            self._has_prompt_logits = True
+        chunk = self._pending
+        if chunk is None:
+            self._pending = TokenChunk(ids, reason, extras)
+        else:
+            chunk.merge(ids, reason, extras)
+        self.is_over = reason is not FinishReason.NOT_FINISHED
+        if self.is_over or self.submit.streaming:
+            self.on_news()
+
+    def fail(self, error: RequestError) -> None:
+        """End with an error, after the tokens that are still unread."""
+        self._error = error
+        self.is_over = True
+        self.on_news()
+
+    def reject(self, error: RequestError) -> None:
+        """End with an error here and at the engine."""
+        if not self.is_over:
+            self._on_cancel(self)
+            self.fail(error)
+
+    def cancel(self) -> None:
+        """End the request now; the reader gets CANCELLED with what there is. Idempotent."""
+        if not self.is_over:
+            self._on_cancel(self)
+            self.push([], FinishReason.CANCELLED, {})
+
+    def abandon(self) -> None:
+        """The reader is gone: end the request at the engine."""
+        if not self.is_over:
+            self._on_cancel(self)
+            self.is_over = True
+
+    @property
+    def has_news(self) -> bool:
+        """Whether `take` has something to give."""
+        if self._error is not None:
+            return True
+        return self._pending is not None and (self.submit.streaming or self.is_over)
+
+    def take(self) -> TokenChunk:
+        """What came since the last call; the last chunk has a finish reason.
+
+        Raises:
+            RequestError: the engine refused or lost the request.
+        """
+        chunk, self._pending = self._pending, None
+        if chunk is not None:
+            return chunk
+        assert self._error is not None
+        raise self._error
+
+    def _take_beams(self, wire: dict[str, Any]) -> None:
+        self.num_output_tokens = sum(len(ids) // 4 for ids in wire["ids"])
+        length = longest(wire)
+        if length > self._beam_length:
+            self._measure(length - self._beam_length)
+            self._beam_length = length
+
+    def _measure(self, num_tokens: int) -> None:
+        now = time.monotonic()
+        if not self._is_context_done:
+            self._is_context_done = True
+            is_first = not self._last_token_s
+            self._on_context_done(self, now - self._arrived_s if is_first else None)
+        if self._last_token_s:
+            gap = (now - self._last_token_s) / num_tokens
+            for _ in range(num_tokens):
+                self._observe_gap(gap)
+        self._last_token_s = now
+
+
+def _nobody() -> None:
+    """Nobody listens yet."""

@@ -1,0 +1,382 @@
+"""The engines of one generation of a model: requests out, tokens in, replay after a death."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from trimaran.comm.errors import EngineDeadError, ErrorKind, RefusedError, RequestError
+from trimaran.comm.messages.messages import (
+    AdapterTaken,
+    Cancel,
+    EngineHello,
+    ExpertReport,
+    KeepAdapter,
+    Message,
+    RequestFailed,
+    StatsReport,
+    StepOutput,
+    Stop,
+    Submit,
+    pack_ids,
+)
+from trimaran.server.config import FrontendConfig
+from trimaran.server.engines.group import EngineGroup
+from trimaran.server.engines.known_adapters import KnownAdapters
+from trimaran.server.engines.link import EngineLink
+from trimaran.server.engines.live_request import LiveRequest
+from trimaran.server.engines.routing import KnownPrefixes, Prompt, Router, block_hashes
+from trimaran.server.metrics.metrics import Metrics
+
+if TYPE_CHECKING:
+    from trimaran.server.engines.client import EngineClient
+
+logger = logging.getLogger(__name__)
+
+_BLOCK_TOKENS, _MAX_BLOCKS = 32, 1 << 16
+
+
+class ModelEngines:
+    """Submits requests to the groups. Used on the event loop only.
+
+    When a group's connection is lost, its requests go on at other groups of the generation,
+    or wait for the first to come back. Either goes on after the ids that clients already
+    have.
+    """
+
+    def __init__(
+        self,
+        client: EngineClient,
+        model: str,
+        version: str,
+        generation: int,
+        groups: Iterable[str],
+    ) -> None:
+        self.model = model
+        self.version = version
+        self.generation = generation
+        self.groups = {name: EngineGroup(name, self._ended) for name in groups}
+        self._client = client
+        self._config: FrontendConfig = client.config
+        self._metrics: Metrics = client.metrics
+        self._router = Router()
+        self._adapters = KnownAdapters()
+        self._metrics.add_engine(model, version)
+        self._observe_gap = self._metrics.inter_token_observer(model, version)
+        self.on_stop: Callable[[str], None] = lambda client_request_id: None
+        """Called when another front end was asked to stop an id."""
+        self._handlers: dict[type[Message], Callable[[EngineGroup, Any], None]] = {
+            StepOutput: EngineGroup.take_step,
+            RequestFailed: self._request_failed,
+            AdapterTaken: self._adapter_taken,
+            StatsReport: self._stats_report,
+            ExpertReport: self._expert_report,
+            Stop: self._stopped_elsewhere,
+        }
+        for group in self.groups.values():
+            self._show_state(group)
+            self._metrics.count_group(model, version, group.name, group.num_requests)
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether a group is up."""
+        return any(group.link is not None for group in self.groups.values())
+
+    def facts(self) -> dict[str, Any]:
+        """The facts of the engine, of its last incarnation.
+
+        Raises:
+            RequestError: no group was ever up.
+        """
+        for group in self.groups.values():
+            if group.facts:
+                return group.facts
+        raise self._unavailable()
+
+    def submit(self, **fields: Any) -> LiveRequest:
+        """Start one request; ``fields`` are those of `Submit`.
+
+        Raises:
+            RequestError: no group is up.
+        """
+        up = self._up()
+        if not up:
+            raise self._unavailable()
+        submit = Submit(request_id=self._client.next_id(), model=self.model, **fields)
+        request = LiveRequest(submit, self._cancel, self._observe_gap, self._context_done)
+        group = self._choose(up, request)
+        group.take(request)
+        group.ask(submit)
+        self._adapters.use(submit.adapter_id)
+        return request
+
+    def stop(self, client_request_id: str) -> None:
+        """End the requests that clients gave this id, at every front end."""
+        if self._config.num_frontends > 1:
+            for group in self.groups.values():
+                group.tell(Stop(client_request_id=client_request_id))
+
+    def close(self, why: str = "the model was unloaded") -> None:
+        """Forget the groups: requests that are still there fail. Idempotent."""
+        for group in self.groups.values():
+            group.failure = why
+            self._give_up(group, why)
+            group.retire()
+        self._client.remove_model(self)
+
+    def let_go(self) -> None:
+        """Forget the groups, which live on: they dial in again for whoever adopts them next."""
+        for group in self.groups.values():
+            group.disconnect()
+        self.close()
+
+    # ---- groups that come and go --------------------------------------------------------
+
+    def link_ready(self, link: EngineLink, hello: EngineHello) -> None:
+        """A warm group dialled in: it takes over what waits for a group."""
+        group = self.groups[hello.group]
+        died = group.take_live() if group.link is not None else []
+        group.disconnect()
+        group.link, group.incarnation, group.facts = link, hello.incarnation, hello.facts
+        group.failure = ""
+        group.load.prefixes = self._prefixes(hello.facts)
+        logger.info("Group '%s' of model '%s' is up", group.name, self.model)
+        self._metrics.set_engine_info(self.model, self.version, hello.facts, group.name)
+        self._show_state(group)
+        for kept in self._adapters.messages():
+            group.tell(kept)
+        owed = self._survivors(died) + group.take_live()
+        for other in self.groups.values():
+            if other.link is None:
+                owed += other.take_live()
+        self._replay(owed)
+
+    def link_lost(self, group: EngineGroup) -> None:
+        """A group died: its requests go on elsewhere, or wait."""
+        group.disconnect()
+        self._show_state(group)
+        self._metrics.drop_engine_stats(self.model, self.version, group.name)
+        if not self._client.expects_the_end:
+            self._move(group, self._survivors(group.take_live()), "is gone")
+
+    def state_changed(self, group: EngineGroup, state: str, restarts: int, text: str) -> None:
+        """The supervisor's word on a group, which may come before the connection's end."""
+        is_up = group.link is not None
+        if is_up and restarts < group.incarnation:
+            return  # News of an incarnation that is over.
+        group.num_restarts = restarts
+        if state == "failed":
+            group.failure = "the group failed and is not started again"
+            if text:
+                group.failure += f": {text}"
+        elif state in ("starting", "up"):
+            group.failure = ""
+            group.ended_incarnation = -1
+        self._show_state(group)
+        # "starting" is also what a supervisor says that has not heard yet of the readiness.
+        is_next = state == "starting" and restarts > group.incarnation
+        if is_up and (state in ("down", "failed") or is_next):
+            group.ended_incarnation = group.incarnation
+            self.link_lost(group)
+        elif state == "failed" and not self._client.expects_the_end:
+            self._move(group, group.take_live(), "failed")
+
+    def message(self, group: EngineGroup, message: Message) -> bool:
+        """Take one message of a group; False if it is none of an engine."""
+        handler = self._handlers.get(type(message))
+        if handler is None:
+            return False
+        handler(group, message)
+        return True
+
+    def _survivors(self, requests: Sequence[LiveRequest]) -> list[LiveRequest]:
+        """Of requests whose group died, those that may be tried again; the others fail."""
+        limit = self._config.max_replays
+        found = []
+        for request in requests:
+            request.num_deaths += 1
+            if request.num_deaths <= limit:
+                found.append(request)
+                continue
+            error = (
+                f"the engine of model '{self.model}' died {request.num_deaths} times under "
+                f"this request (limit {limit}); it is not tried again"
+            )
+            request.fail(EngineDeadError(error))
+        self._count_lost(len(requests) - len(found))
+        return found
+
+    def _move(self, group: EngineGroup, requests: Sequence[LiveRequest], what: str) -> None:
+        """Let others go on with the requests of a group that is down, or let them wait."""
+        up = self._up()
+        waits_at = group
+        if group.failure:
+            waits_at = next((g for g in self.groups.values() if not g.failure), group)
+        if not requests:
+            then = "no request waits"
+        elif up:
+            then = f"{len(requests)} requests go on at {', '.join(g.name for g in up)}"
+        elif waits_at.failure:
+            then = f"{len(requests)} requests fail"
+        else:
+            then = f"{len(requests)} requests wait for group '{waits_at.name}'"
+        logger.error("Group '%s' of model '%s' %s: %s", group.name, self.model, what, then)
+        if up:
+            self._replay(requests)
+        elif waits_at.failure:
+            self._fail(requests, group.failure)
+        elif requests:
+            self._park(requests, waits_at)
+
+    def _park(self, requests: Sequence[LiveRequest], group: EngineGroup) -> None:
+        """Let requests wait for a group that is down."""
+        for request in requests:
+            group.take(request)
+        if group.give_up is None:
+            why = f"the group did not come back within {self._config.replay_timeout_s:g} s"
+            loop = asyncio.get_running_loop()
+            group.give_up = loop.call_later(
+                self._config.replay_timeout_s, self._give_up, group, why
+            )
+
+    def _replay(self, requests: Sequence[LiveRequest]) -> None:
+        """Let groups that are up go on with requests of a group that died."""
+        up = self._up()
+        for request in requests:
+            group = self._choose(up, request)
+            group.take(request)
+            group.ask(request.replay_submit())
+        if requests:
+            self._metrics.count_replays(self.model, self.version, len(requests))
+            logger.info("Model '%s': %d requests replayed", self.model, len(requests))
+
+    def _give_up(self, group: EngineGroup, why: str) -> None:
+        self._fail(group.take_live(), why)
+
+    def _fail(self, requests: Sequence[LiveRequest], why: str) -> None:
+        self._count_lost(len(requests))
+        for request in requests:
+            request.fail(EngineDeadError(f"the engine of model '{self.model}' is gone: {why}"))
+
+    def _count_lost(self, num_requests: int) -> None:
+        self._client.num_lost += num_requests
+        self._metrics.count_lost(self.model, self.version, num_requests)
+
+    # ---- routing ------------------------------------------------------------------------
+
+    def _up(self) -> list[EngineGroup]:
+        return [group for group in self.groups.values() if group.link is not None]
+
+    def _prefixes(self, facts: dict[str, Any]) -> KnownPrefixes | None:
+        """What a fresh incarnation knows; None if routing does not ask."""
+        mode = self._config.routing
+        if len(self.groups) < 2 or mode == "least_loaded":
+            return None
+        if mode == "auto" and not facts.get("reuses_blocks", False):
+            return None
+        return KnownPrefixes(int(facts.get("max_blocks", _MAX_BLOCKS)))
+
+    def _choose(self, up: Sequence[EngineGroup], request: LiveRequest) -> EngineGroup:
+        """The group for a request, which counts as one that it knows from now on."""
+        submit = request.submit
+        num_tokens = len(submit.prompt_ids) // 4 + len(request.output_ids)
+        size = _block_size(up[0])
+        hashes: Sequence[int] = ()
+        if any(group.load.prefixes is not None for group in up):
+            hashes = _hashes(submit, submit.prompt_ids, size)
+        prompt = Prompt(num_tokens, request.num_left, hashes, size)
+        loads = [group.load for group in up]
+        group = up[self._router.choose(loads, prompt) if len(up) > 1 else 0]
+        request.context_tokens = num_tokens - prompt.num_known(group.load)
+        if group.load.prefixes is not None:
+            group.load.prefixes.add(hashes)
+        return group
+
+    # ---- requests -----------------------------------------------------------------------
+
+    def _context_done(self, request: LiveRequest, first_token_s: float | None) -> None:
+        """A request has its first token, or its first one after a replay."""
+        self.groups[request.submit.group].context_done(request)
+        if first_token_s is not None:
+            self._metrics.observe_time_to_first_token(self.model, self.version, first_token_s)
+
+    def _ended(self, request: LiveRequest) -> None:
+        """A request came to its end by itself; the next of its conversation begins with it."""
+        submit, num_output = request.submit, request.num_output_tokens
+        self._metrics.observe_lengths(
+            self.model, self.version, len(submit.prompt_ids) // 4, num_output
+        )
+        # As many as its share of the limit, however many beams it has.
+        self._router.finished(request.max_tokens, min(num_output, request.max_tokens))
+        group = self.groups[submit.group]
+        if group.load.prefixes is not None:
+            ids = submit.prompt_ids + pack_ids(request.output_ids)
+            group.load.prefixes.add(_hashes(submit, ids, _block_size(group)))
+
+    def _cancel(self, request: LiveRequest) -> None:
+        group = self.groups[request.submit.group]
+        group.remove(request.request_id)
+        group.tell(Cancel(request_ids=[request.request_id]))
+
+    def _request_failed(self, group: EngineGroup, failure: RequestFailed) -> None:
+        request = group.remove(failure.request_id)
+        group.offered.pop(failure.request_id, None)
+        if request is not None:
+            kind = ErrorKind[failure.kind]
+            # An engine has no room only for what it has not begun.
+            is_refused = kind is ErrorKind.UNAVAILABLE
+            request.fail(
+                RefusedError(failure.text) if is_refused else RequestError(failure.text, kind)
+            )
+
+    def _adapter_taken(self, group: EngineGroup, taken: AdapterTaken) -> None:
+        """A group took weights, of a request from here or from another front end."""
+        adapter = group.take_offered(taken)
+        max_bytes = int(group.facts.get("lora_host_bytes", 0))
+        self._adapters.taken(taken, adapter, max_bytes)
+        if adapter is None:
+            return
+        for other in self._up():
+            if other is not group:
+                other.tell(KeepAdapter(adapter_id=taken.adapter_id, adapter=adapter))
+
+    def _stats_report(self, group: EngineGroup, report: StatsReport) -> None:
+        self._metrics.set_engine_stats(
+            self.model, self.version, report.values, group.name, group.incarnation
+        )
+
+    def _stopped_elsewhere(self, group: EngineGroup, stop: Stop) -> None:
+        self.on_stop(stop.client_request_id)
+
+    def _expert_report(self, group: EngineGroup, report: ExpertReport) -> None:
+        self._metrics.add_expert_tokens(
+            self.model, self.version, report, group.name, group.incarnation
+        )
+
+    # ---- what is shown ------------------------------------------------------------------
+
+    def _show_state(self, group: EngineGroup) -> None:
+        self._metrics.group_state(
+            self.model, group.name, group.link is not None, group.num_restarts, self.version
+        )
+
+    def _unavailable(self) -> RequestError:
+        failures = [group.failure for group in self.groups.values()]
+        why = "its engine is not running; try again in some seconds"
+        if failures and all(failures):
+            why = failures[0]
+        return EngineDeadError(
+            f"Request for unknown model: '{self.model}' version {self.version} is not at "
+            f"ready state: {why}"
+        )
+
+
+def _block_size(group: EngineGroup) -> int:
+    return int(group.facts.get("tokens_per_block", _BLOCK_TOKENS))
+
+
+def _hashes(submit: Submit, ids: bytes, tokens_per_block: int) -> list[int]:
+    adapter = (submit.adapter or {}).get("name") or submit.adapter_id
+    return block_hashes(ids, tokens_per_block, (submit.cache_salt, adapter))

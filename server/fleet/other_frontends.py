@@ -1,0 +1,277 @@
+"""The first front end's side of the others: it tells them what is served and adds up."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import logging
+import os
+import secrets
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from trimaran.comm.errors import RequestError
+from trimaran.comm.transport.address import Address
+from trimaran.server.config import FrontendConfig, frontend_title
+from trimaran.server.fleet.peer_link import PeerLink, Verb
+from trimaran.server.fleet.shared_state import SharedState
+from trimaran.server.inference.registry import ModelRegistry
+from trimaran.server.metrics.group_board import GroupBoard
+from trimaran.server.metrics.other_counts import OtherCounts
+from trimaran.server.protocol.load_request import LoadRequest
+
+if TYPE_CHECKING:
+    from trimaran.server.service import Service
+
+logger = logging.getLogger(__name__)
+
+_HEARD_TIMEOUT_S = 5.0
+"""Below what the others allow for their own questions."""
+
+_SERVED_MARGIN_S = 30.0
+_JOIN_POLL_S = 0.02
+_LOOK_PERIOD_S = 2.0
+_COUNTS_TIMEOUT_S = 2.0
+"""A front end that is silent for longer counts as it did when it last answered."""
+
+
+class OtherFrontends:
+    """The front ends that share the ports with this one. Used on the event loop only.
+
+    They serve what this one serves, and ask it for what only one of them may do. While it
+    is down, they go on with what they know.
+    """
+
+    def __init__(
+        self,
+        config: FrontendConfig,
+        registry: ModelRegistry,
+        board: GroupBoard,
+        counts: OtherCounts,
+    ) -> None:
+        self._config = config
+        self._board = board
+        self._registry = registry
+        self._counts = counts
+        self._service: Service | None = None
+        self._server: asyncio.Server | None = None
+        self._links: dict[int, PeerLink] = {}
+        self._remembered = b""
+        self._id = secrets.token_hex(8)
+        self._has_inherited = False
+        self._round: asyncio.Task[None] | None = None
+        self._looking: asyncio.Task[None] | None = None
+        self._is_stale = False
+        self._told: Mapping[str, Any] = {}
+        self._following: set[asyncio.Task[None]] = set()
+        """Questions that are answered once what they tell of is served."""
+        registry.on_change = self.publish
+
+    async def start(self, service: Service) -> None:
+        """Let the others join, now that it is known what is served."""
+        if self._config.num_frontends == 1:
+            return
+        self._service = service
+        verbs: dict[str, Verb] = {
+            "join": self._join, "load": self._load, "unload": self._unload,
+            "index": self._index, "statistics": self._statistics,
+            "change_log_settings": self._change_log_settings,
+            "change_trace_settings": self._change_trace_settings,
+        }  # fmt: skip
+        address = Address.parse(self._config.first_frontend)
+        with suppress(FileNotFoundError):
+            os.unlink(address.path)
+        make_link = partial(PeerLink, verbs, self._lost)
+        loop = asyncio.get_running_loop()
+        self._server = await loop.create_unix_server(make_link, sock=address.listen())
+        self._looking = asyncio.ensure_future(self._look())
+
+    def close(self) -> None:
+        """Leave the others alone."""
+        if self._looking is not None:
+            self._looking.cancel()
+        if self._server is not None:
+            self._server.close()
+        for link in self._links.values():
+            link.close()
+
+    # ---- what the others are told -------------------------------------------------------
+
+    def remember(self, state: bytes) -> None:
+        """Take what is loaded now (`Remembered`)."""
+        self._remembered = state
+        self.publish()
+
+    def publish(self) -> None:
+        """Tell the others soon: several changes in one step of the event loop go together."""
+        self._is_stale = True
+        if self._links and (self._round is None or self._round.done()):
+            self._round = asyncio.ensure_future(self._tell_all())
+
+    async def heard(self) -> None:
+        """Return once the others know what this one serves, and serve nothing else. What they
+        have to start first may be still to come."""
+        while self._round is not None and not self._round.done():
+            await asyncio.shield(self._round)
+
+    async def served(self, name: str, load_s: float) -> None:
+        """Return once the others serve a model that this one does, which took it ``load_s``
+        to load; or once they have had their time, or cannot serve it."""
+        await self.heard()
+        # They load at the same time, on the same processors.
+        limit_s = _SERVED_MARGIN_S + load_s * self._config.num_frontends
+        links = list(self._links.values())
+        asks = [link.ask("serves", limit_s, name=name) for link in links]
+        answers = await asyncio.gather(*asks, return_exceptions=True)
+        for link, answer in zip(links, answers, strict=True):
+            if isinstance(answer, BaseException):
+                logger.warning(
+                    "front end %d does not serve model '%s' yet: %s", link.index, name, answer
+                )
+            else:
+                self._counts.caught_up(link.index, name)
+
+    async def released(self, groups: Sequence[str]) -> None:
+        """Return once no request of the others runs on these groups, which they were told to
+        use no more."""
+        # Those that outlive the first front end may join its successor after this question.
+        while any(map(self._is_expected, range(1, self._config.num_frontends))):
+            await asyncio.sleep(_JOIN_POLL_S)
+        asks = [link.ask("release", groups=list(groups)) for link in self._links.values()]
+        # One that is gone holds nothing.
+        await asyncio.gather(*asks, return_exceptions=True)
+
+    def _is_expected(self, index: int) -> bool:
+        """Whether a front end that has not joined yet may hold requests."""
+        if index in self._links:
+            return False
+        state = self._board.group(frontend_title(index))
+        return state is None or bool(state["state"] == "up")
+
+    async def _look(self) -> None:
+        """Ask what the others have counted even if nobody else does: of one that dies all is
+        lost that it counted since."""
+        while True:
+            await asyncio.sleep(_LOOK_PERIOD_S)
+            await self.refresh()
+
+    async def refresh(self) -> None:
+        """Bring what the others have counted up to date, and they what this one leaves."""
+        links = list(self._links.items())
+        if not links:
+            return
+        assert self._service is not None
+        legacy = {"of": self._id, **self._counts.legacy(self._service.own_counts())}
+        await asyncio.gather(*(self._count(index, link, legacy) for index, link in links))
+
+    async def _count(self, index: int, link: PeerLink, legacy: Mapping[str, Any]) -> None:
+        try:
+            counts = await link.ask("counts", _COUNTS_TIMEOUT_S, legacy=legacy)
+        except RequestError as error:
+            logger.warning("the counts of front end %d are old: %s", index, error)
+            return
+        # Without waiting for those of others: it may catch up in its next answer.
+        if self._links.get(index) is link:
+            self._counts.take(index, counts)
+
+    async def _tell_all(self) -> None:
+        while self._is_stale:
+            await asyncio.sleep(0)
+            self._is_stale = False
+            wire = self._told = self._state().to_wire()
+            await asyncio.gather(*(self._tell(link, wire) for link in self._links.values()))
+
+    async def _tell(self, link: PeerLink, wire: Mapping[str, Any]) -> None:
+        following = asyncio.ensure_future(self._followed(link, wire))
+        self._following.add(following)
+        following.add_done_callback(self._following.discard)
+        # The state goes out in between: what is asked after it is answered after it is heard.
+        await asyncio.sleep(0)
+        try:
+            await link.ask("heard", _HEARD_TIMEOUT_S)
+        except RequestError as error:
+            logger.warning("front end %d does not follow: %s", link.index, error)
+
+    async def _followed(self, link: PeerLink, wire: Mapping[str, Any]) -> None:
+        try:
+            await link.ask("state", **wire)
+        except RequestError as error:
+            logger.warning("front end %d does not follow: %s", link.index, error)
+        else:
+            # What is told while it follows is answered for both, and may be still to come.
+            if wire is self._told and not self._is_stale:
+                self._counts.caught_up(link.index)
+
+    def _state(self) -> SharedState:
+        assert self._service is not None
+        return SharedState(
+            remembered=self._remembered,
+            states=tuple(self._registry.not_ready()),
+            log_settings=self._service.log_settings.values(),
+            trace_settings=self._service.trace_settings.changed,
+        )
+
+    # ---- what the others ask ------------------------------------------------------------
+
+    async def _join(self, link: PeerLink, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
+        if not hmac.compare_digest(arguments["token"].encode(), self._config.token.encode()):
+            link.close()
+            return {}
+        link.index = int(arguments["index"])
+        before = self._links.pop(link.index, None)
+        if before is not None:
+            before.close()
+            self._counts.lost(link.index)
+        self._links[link.index] = link
+        legacy = arguments["legacy"]
+        # Those that outlived the predecessor all bring the same.
+        if legacy and legacy["of"] != self._id and not self._has_inherited:
+            self._has_inherited = True
+            self._counts.inherit(legacy)
+        logger.info("Front end %d has joined", link.index)
+        self.publish()
+        return {}
+
+    def _lost(self, link: PeerLink) -> None:
+        if self._links.get(link.index) is link:
+            del self._links[link.index]
+            self._counts.lost(link.index)
+
+    def _of(self, link: PeerLink) -> Service:
+        assert self._service is not None
+        if link.index not in self._links:
+            raise RequestError("a front end has to join first")
+        return self._service
+
+    async def _load(self, link: PeerLink, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
+        await self._of(link).load(LoadRequest(**arguments))
+        return {}
+
+    async def _unload(self, link: PeerLink, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
+        await self._of(link).unload(**arguments)
+        return {}
+
+    async def _index(self, link: PeerLink, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
+        entries = await self._of(link).index(**arguments)
+        return {"entries": [asdict(entry) for entry in entries]}
+
+    async def _statistics(
+        self, link: PeerLink, arguments: Mapping[str, Any]
+    ) -> Mapping[str, Any]:
+        message = await self._of(link).statistics(**arguments)
+        return {"message": message.SerializeToString()}
+
+    async def _change_log_settings(
+        self, link: PeerLink, arguments: Mapping[str, Any]
+    ) -> Mapping[str, Any]:
+        await self._of(link).change_log_settings(arguments["changes"])
+        return {}
+
+    async def _change_trace_settings(
+        self, link: PeerLink, arguments: Mapping[str, Any]
+    ) -> Mapping[str, Any]:
+        await self._of(link).change_trace_settings(**arguments)
+        return {}

@@ -1,0 +1,294 @@
+"""The RPCs of ``inference.GRPCInferenceService``."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from functools import wraps
+from typing import Any, NoReturn
+from urllib.parse import quote
+
+import grpc
+from tritonclient.grpc import service_pb2 as pb
+from tritonclient.grpc import service_pb2_grpc
+
+from trimaran.comm.errors import ErrorKind, RequestError
+from trimaran.server.grpc.convert import fill_response, parse_request, utf8
+from trimaran.server.grpc.stream import GRPC_STOPPING, Context, StreamSession
+from trimaran.server.inference.metadata import metadata_message, server_metadata
+from trimaran.server.inference.pieces import spread
+from trimaran.server.log_settings import FORMATS, unknown_format
+from trimaran.server.protocol.load_request import (
+    load_request_of_grpc,
+    unload_dependents_of_grpc,
+)
+from trimaran.server.service import (
+    INTERNAL,
+    REPOSITORY_NAME_REFUSED,
+    SHARED_MEMORY_DISABLED,
+    Service,
+    unknown_region,
+)
+
+logger = logging.getLogger(__name__)
+
+_MAX_STATUS_BYTES = 6 << 10
+"""Clients may refuse headers from 8 KiB on, and tell of that instead of the status."""
+
+_PRINTABLE = "".join(map(chr, range(0x20, 0x7F))).replace("%", "")
+
+DECOUPLED = "ModelInfer RPC doesn't support models with decoupled transaction policy"
+
+_Method = Callable[[Any, Any, Context], Awaitable[Any]]
+
+
+async def abort(context: Context, error: RequestError) -> NoReturn:
+    """End a call with an error's status."""
+    code = getattr(grpc.StatusCode, error.kind.grpc_name)
+    await context.abort(code, _status_text(str(error)))
+    raise AssertionError("abort returns by raising")
+
+
+def _status_text(text: str) -> str:
+    """A text as long as statuses may be: of a longer one the begin and the end."""
+    raw = utf8(text).encode()
+    # A status goes as a header, in which what is not printable takes three bytes.
+    limit = _MAX_STATUS_BYTES
+    if len(raw) <= limit and len(quote(raw, safe=_PRINTABLE)) <= limit:
+        return raw.decode()
+    kept = limit // 6
+    parts = raw[:kept], raw[-kept:]
+    return " [...] ".join(part.decode(errors="ignore") for part in parts)
+
+
+def _rpc(method: _Method) -> _Method:
+    """Turn a method's errors into the call's status."""
+
+    @wraps(method)
+    async def call(self: Any, request: Any, context: Context) -> Any:
+        try:
+            return await method(self, request, context)
+        except RequestError as error:
+            await abort(context, error)
+        except (grpc.aio.AbortError, grpc.aio.UsageError):
+            raise
+        except Exception:
+            logger.exception("gRPC %s failed", method.__name__)
+            await abort(context, RequestError(INTERNAL, ErrorKind.INTERNAL))
+
+    return call
+
+
+class InferenceServicer(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ignore[misc]
+    """Answers the calls of all connections."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+
+    @_rpc
+    async def ServerLive(
+        self, request: pb.ServerLiveRequest, context: Context
+    ) -> pb.ServerLiveResponse:
+        return pb.ServerLiveResponse(live=True)
+
+    @_rpc
+    async def ServerReady(
+        self, request: pb.ServerReadyRequest, context: Context
+    ) -> pb.ServerReadyResponse:
+        return pb.ServerReadyResponse(ready=self._service.is_ready)
+
+    @_rpc
+    async def ModelReady(
+        self, request: pb.ModelReadyRequest, context: Context
+    ) -> pb.ModelReadyResponse:
+        ready = self._service.registry.is_model_ready(request.name, request.version)
+        return pb.ModelReadyResponse(ready=ready)
+
+    @_rpc
+    async def ServerMetadata(
+        self, request: pb.ServerMetadataRequest, context: Context
+    ) -> pb.ServerMetadataResponse:
+        return pb.ServerMetadataResponse(**server_metadata(self._service.config.server_id))
+
+    @_rpc
+    async def ModelMetadata(
+        self, request: pb.ModelMetadataRequest, context: Context
+    ) -> pb.ModelMetadataResponse:
+        registry = self._service.registry
+        model = registry.get_ready(request.name, request.version)
+        versions = [model.version] if request.version else registry.ready_versions(request.name)
+        return metadata_message(model, versions)
+
+    @_rpc
+    async def ModelConfig(
+        self, request: pb.ModelConfigRequest, context: Context
+    ) -> pb.ModelConfigResponse:
+        model = self._service.registry.get(request.name, request.version)
+        return pb.ModelConfigResponse(config=self._service.model_config(model))
+
+    @_rpc
+    async def ModelStatistics(
+        self, request: pb.ModelStatisticsRequest, context: Context
+    ) -> pb.ModelStatisticsResponse:
+        return await self._service.statistics(request.name, request.version)
+
+    @_rpc
+    async def ModelInfer(
+        self, request: pb.ModelInferRequest, context: Context
+    ) -> pb.ModelInferResponse:
+        arrival_ns = time.monotonic_ns()
+        service = self._service
+        with service.admission.admit(GRPC_STOPPING), service.admission.unless_given_up():
+            model = service.registry.get_ready(request.model_name, request.model_version)
+            if model.is_decoupled:
+                raise RequestError(DECOUPLED, ErrorKind.UNSUPPORTED)
+            parsed = await spread(parse_request(request))
+            parsed.request.model_version = request.model_version
+            parsed.request.arrival_ns = arrival_ns
+            response = await service.infer_once(
+                model, parsed.request, parsed.inputs, parsed.outputs
+            )
+            message = pb.ModelInferResponse()
+            await spread(fill_response(message, response))
+            sent = service.admission.sending()
+            context.add_done_callback(lambda _: sent())
+            return message
+
+    async def ModelStreamInfer(
+        self, request_iterator: AsyncIterator[pb.ModelInferRequest], context: Context
+    ) -> None:
+        error = await StreamSession(self._service, context).run(request_iterator)
+        if error is not None:
+            await abort(context, error)
+
+    @_rpc
+    async def RepositoryIndex(
+        self, request: pb.RepositoryIndexRequest, context: Context
+    ) -> pb.RepositoryIndexResponse:
+        _refuse_name(request.repository_name)
+        response = pb.RepositoryIndexResponse()
+        for entry in await self._service.index(request.ready):
+            response.models.add(
+                name=utf8(entry.name),
+                version=entry.version,
+                state=entry.state,
+                reason=utf8(entry.reason),
+            )
+        return response
+
+    @_rpc
+    async def RepositoryModelLoad(
+        self, request: pb.RepositoryModelLoadRequest, context: Context
+    ) -> pb.RepositoryModelLoadResponse:
+        _refuse_name(request.repository_name)
+        parameters = load_request_of_grpc(request.model_name, request.parameters)
+        await self._service.load(parameters)
+        return pb.RepositoryModelLoadResponse()
+
+    @_rpc
+    async def RepositoryModelUnload(
+        self, request: pb.RepositoryModelUnloadRequest, context: Context
+    ) -> pb.RepositoryModelUnloadResponse:
+        _refuse_name(request.repository_name)
+        unload_dependents = unload_dependents_of_grpc(request.parameters)
+        await self._service.unload(request.model_name, unload_dependents=unload_dependents)
+        return pb.RepositoryModelUnloadResponse()
+
+    @_rpc
+    async def SystemSharedMemoryStatus(
+        self, request: pb.SystemSharedMemoryStatusRequest, context: Context
+    ) -> pb.SystemSharedMemoryStatusResponse:
+        _refuse_region("system", request.name)
+        return pb.SystemSharedMemoryStatusResponse()
+
+    @_rpc
+    async def CudaSharedMemoryStatus(
+        self, request: pb.CudaSharedMemoryStatusRequest, context: Context
+    ) -> pb.CudaSharedMemoryStatusResponse:
+        _refuse_region("cuda", request.name)
+        return pb.CudaSharedMemoryStatusResponse()
+
+    @_rpc
+    async def SystemSharedMemoryRegister(self, request: Any, context: Context) -> None:
+        raise _shared_memory_disabled()
+
+    @_rpc
+    async def SystemSharedMemoryUnregister(self, request: Any, context: Context) -> None:
+        raise _shared_memory_disabled()
+
+    @_rpc
+    async def CudaSharedMemoryRegister(self, request: Any, context: Context) -> None:
+        raise _shared_memory_disabled()
+
+    @_rpc
+    async def CudaSharedMemoryUnregister(self, request: Any, context: Context) -> None:
+        raise _shared_memory_disabled()
+
+    @_rpc
+    async def TraceSetting(
+        self, request: pb.TraceSettingRequest, context: Context
+    ) -> pb.TraceSettingResponse:
+        service, model = self._service, request.model_name
+        service.check_traced(model)
+        changes = {name: list(each.value) for name, each in request.settings.items()}
+        # Most clients only want to know.
+        if changes:
+            await service.change_trace_settings(model, changes)
+        response = pb.TraceSettingResponse()
+        for name, value in service.trace_settings.values(model).items():
+            response.settings[name].value.extend(value)
+        return response
+
+    @_rpc
+    async def LogSettings(
+        self, request: pb.LogSettingsRequest, context: Context
+    ) -> pb.LogSettingsResponse:
+        settings = self._service.log_settings
+        known = settings.values()
+        changes = {
+            name: _log_value(name, each)
+            for name, each in request.settings.items()
+            if name in known
+        }
+        # Most clients only want to know.
+        if changes:
+            await self._service.change_log_settings(changes)
+        response = pb.LogSettingsResponse()
+        for name, value in settings.values().items():
+            if isinstance(value, bool):
+                response.settings[name].bool_param = value
+            elif isinstance(value, int):
+                response.settings[name].uint32_param = value
+            else:
+                response.settings[name].string_param = value
+        return response
+
+
+def _log_value(name: str, value: pb.LogSettingsRequest.SettingValue) -> Any:
+    kind = value.WhichOneof("parameter_choice")
+    if kind is None:
+        return None
+    wanted = {"log_file": "string", "log_format": "string", "log_verbose_level": "uint32"}.get(
+        name, "bool"
+    )
+    if kind != f"{wanted}_param":
+        word = "boolean" if wanted == "bool" else wanted
+        raise RequestError(f"expect {word} for '{name}'")
+    if name == "log_format" and value.string_param not in FORMATS:
+        raise unknown_format(value.string_param, ErrorKind.INVALID_ARG)
+    return getattr(value, kind)
+
+
+def _refuse_name(repository_name: str) -> None:
+    if repository_name:
+        raise RequestError(REPOSITORY_NAME_REFUSED, ErrorKind.UNSUPPORTED)
+
+
+def _refuse_region(kind: str, name: str) -> None:
+    if name:
+        raise unknown_region(kind, name)
+
+
+def _shared_memory_disabled() -> RequestError:
+    return RequestError(SHARED_MEMORY_DISABLED, ErrorKind.UNSUPPORTED)

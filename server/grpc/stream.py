@@ -1,0 +1,234 @@
+"""``ModelStreamInfer``: any number of requests on one stream, answered as they progress."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator
+from contextlib import aclosing
+from typing import Any, TypeAlias
+
+import grpc.aio
+from tritonclient.grpc import service_pb2 as pb
+
+from trimaran.comm.errors import ErrorKind, RefusedError, RequestError
+from trimaran.server.grpc.convert import (
+    FINAL,
+    fill_response,
+    parse_request,
+    utf8,
+    wants_empty_final,
+)
+from trimaran.server.inference.pieces import spread
+from trimaran.server.inference.request import InferResponse, Model
+from trimaran.server.protocol.infer_json import ParsedInfer
+from trimaran.server.service import INTERNAL, Service
+
+logger = logging.getLogger(__name__)
+
+GRPC_STOPPING = "GRPC server is shutting down and has stopped accepting new requests."
+_END_ON_ERROR = ("triton_grpc_error", "true")
+
+Context: TypeAlias = grpc.aio.ServicerContext
+
+
+class _ClientGoneError(Exception):
+    """Nobody is there to be written to; the call's own end cancels what still runs."""
+
+
+class StreamSession:
+    """One stream. Its requests run concurrently; its end, however it comes, ends them.
+
+    Messages of different requests interleave. Requests for non-decoupled models are
+    answered in their order, those too that are refused or fail: clients of the common
+    libraries see no id of an error. Writing waits for the client, so a slow reader holds
+    back the requests of its own stream only.
+    """
+
+    def __init__(self, service: Service, context: Context) -> None:
+        self._service = service
+        self._context = context
+        self._writing = asyncio.Lock()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._last_ordered: asyncio.Task[None] | None = None
+        self._failure: asyncio.Future[RequestError] = asyncio.get_running_loop().create_future()
+        metadata = context.invocation_metadata() or ()
+        self._ends_on_error = any((key, value) == _END_ON_ERROR for key, value in metadata)
+
+    async def run(self, requests: AsyncIterator[pb.ModelInferRequest]) -> RequestError | None:
+        """Serve until the client sends no more and everything is answered.
+
+        Returns the error that ends the call, for clients that asked for one.
+        """
+        reader = asyncio.ensure_future(self._read(requests))
+        try:
+            ends: set[asyncio.Future[Any]] = {reader, self._failure}
+            await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+            # Never given back: a call whose last message is cut off gets no status either.
+            await self._writing.acquire()
+            if self._failure.done():
+                return self._failure.result()
+            await reader
+            return None
+        finally:
+            leftover = [reader, *self._tasks]
+            for task in leftover:
+                task.cancel()
+            await asyncio.gather(*leftover, return_exceptions=True)
+
+    async def _read(self, requests: AsyncIterator[pb.ModelInferRequest]) -> None:
+        async for message in requests:
+            arrival_ns = time.monotonic_ns()
+            is_ordered = self._is_ordered(message)
+            before = self._last_ordered if is_ordered else None
+            task = asyncio.ensure_future(self._serve(message, arrival_ns, before))
+            if is_ordered:
+                self._last_ordered = task
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+        while self._tasks:
+            await asyncio.wait(self._tasks)
+
+    def _is_ordered(self, message: pb.ModelInferRequest) -> bool:
+        try:
+            model = self._service.registry.get(message.model_name, message.model_version)
+        except RequestError:
+            # Refused like a request of a model that is not decoupled.
+            return True
+        return not model.is_decoupled
+
+    async def _serve(
+        self,
+        message: pb.ModelInferRequest,
+        arrival_ns: int,
+        before: asyncio.Task[None] | None,
+    ) -> None:
+        try:
+            await self._respond(message, arrival_ns, before)
+        except _ClientGoneError:
+            logger.debug("the client of request '%s' left", message.id)
+
+    async def _respond(
+        self,
+        message: pb.ModelInferRequest,
+        arrival_ns: int,
+        before: asyncio.Task[None] | None,
+    ) -> None:
+        try:
+            admission = self._service.admission
+            with admission.admit(GRPC_STOPPING):
+                with admission.unless_given_up():
+                    model, parsed, responses = await self._start(message, arrival_ns)
+                await self._answer(message, model, parsed, responses, before)
+        except _ClientGoneError:
+            raise
+        except RequestError as error:
+            await self._refuse(message, error, before)
+        except Exception:
+            logger.exception("a streamed request of model %s failed", message.model_name)
+            await self._fail(message, RequestError(INTERNAL, ErrorKind.INTERNAL), before)
+
+    async def _start(
+        self, message: pb.ModelInferRequest, arrival_ns: int
+    ) -> tuple[Model, ParsedInfer, AsyncIterator[InferResponse]]:
+        model = self._service.registry.get_ready(message.model_name, message.model_version)
+        parsed = await spread(parse_request(message))
+        parsed.request.model_version = message.model_version
+        parsed.request.arrival_ns = arrival_ns
+        responses = await self._service.infer(
+            model, parsed.request, parsed.inputs, parsed.outputs
+        )
+        return model, parsed, responses
+
+    async def _answer(
+        self,
+        message: pb.ModelInferRequest,
+        model: Model,
+        parsed: ParsedInfer,
+        responses: AsyncIterator[InferResponse],
+        before: asyncio.Task[None] | None,
+    ) -> None:
+        has_begun, has_ended, is_decoupled = False, False, model.is_decoupled
+        try:
+            with self._service.admission.unless_given_up():
+                async with aclosing(responses):  # type: ignore[type-var]
+                    async for response in responses:
+                        await _over(before)
+                        has_begun = True
+                        is_final = response.is_final or not is_decoupled
+                        response.id = message.id
+                        encoded = await self._encode(model, parsed, response, is_final)
+                        await self._write(encoded)
+                        has_ended = is_final
+        except RequestError as error:
+            if has_ended:
+                return
+            is_refused = isinstance(error, RefusedError) and not has_begun
+            with self._service.admission.unless_given_up():
+                await (self._refuse if is_refused else self._fail)(message, error, before)
+            return
+        if not has_ended and wants_empty_final(message):
+            final = pb.ModelStreamInferResponse()
+            _name(final.infer_response, message)
+            await self._write(final)
+
+    async def _encode(
+        self, model: Model, parsed: ParsedInfer, response: InferResponse, is_final: bool
+    ) -> pb.ModelStreamInferResponse:
+        await self._service.select(model, response, parsed.outputs)
+        message = pb.ModelStreamInferResponse()
+        await spread(fill_response(message.infer_response, response))
+        message.infer_response.parameters[FINAL].bool_param = is_final
+        return message
+
+    async def _refuse(
+        self,
+        message: pb.ModelInferRequest,
+        error: RequestError,
+        before: asyncio.Task[None] | None,
+    ) -> None:
+        """Nothing ran: the client gets the id alone, and the call goes on in any case."""
+        await _over(before)
+        refusal = pb.ModelStreamInferResponse(error_message=utf8(str(error)))
+        refusal.infer_response.id = message.id
+        await self._write(refusal)
+
+    async def _fail(
+        self,
+        message: pb.ModelInferRequest,
+        error: RequestError,
+        before: asyncio.Task[None] | None,
+    ) -> None:
+        if self._ends_on_error:
+            if not self._failure.done():
+                self._failure.set_result(error)
+            return
+        await _over(before)
+        failure = pb.ModelStreamInferResponse(error_message=utf8(str(error)))
+        _name(failure.infer_response, message)
+        await self._write(failure)
+
+    async def _write(self, message: pb.ModelStreamInferResponse) -> None:
+        async with self._writing:
+            try:
+                # The call takes no other message before this one has gone.
+                with self._service.admission.uncut():
+                    await self._context.write(message)
+            except (grpc.aio.InternalError, grpc.aio.UsageError) as error:
+                # The call ended while this message was on its way.
+                raise _ClientGoneError from error
+
+
+async def _over(before: asyncio.Task[None] | None) -> None:
+    """Return once the request whose answers come first has been answered."""
+    if before is not None:
+        await asyncio.wait({before})
+
+
+def _name(response: pb.ModelInferResponse, request: pb.ModelInferRequest) -> None:
+    """Make a response the last one of a request, without tensors."""
+    response.model_name = request.model_name
+    response.model_version = request.model_version
+    response.id = request.id
+    response.parameters[FINAL].bool_param = True

@@ -1,0 +1,173 @@
+"""``POST .../generate`` and ``POST .../generate_stream``."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+from collections.abc import AsyncIterator
+from contextlib import aclosing
+from functools import partial
+from weakref import WeakKeyDictionary
+
+from aiohttp import web
+
+from trimaran.comm.errors import RequestError
+from trimaran.server.http.body_reader import LONG_BYTES, BodyReader
+from trimaran.server.http.messages import JSON, LONG_ANSWER_BYTES, read_body, write_parts
+from trimaran.server.http.routes import Route
+from trimaran.server.inference.pieces import spread
+from trimaran.server.inference.request import InferRequest, InferResponse, Model
+from trimaran.server.protocol.generate import (
+    EXACTLY_ONE,
+    GenerateEncoder,
+    GenerateMapper,
+    error_object,
+)
+from trimaran.server.service import INTERNAL, Service
+
+_LOAD_FORMAT_HEADER = "endpoint-load-metrics-format"
+_LOAD_HEADER = "endpoint-load-metrics"
+logger = logging.getLogger(__name__)
+
+_EVENT_STREAM = "text/event-stream; charset=utf-8"
+
+
+class GenerateEndpoint:
+    """Both generate routes. Closing a request's connection cancels the request."""
+
+    def __init__(self, service: Service, bodies: BodyReader) -> None:
+        self._service = service
+        self._bodies = bodies
+        self._mappers: WeakKeyDictionary[Model, GenerateMapper] = WeakKeyDictionary()
+
+    async def generate(self, request: web.BaseRequest, route: Route) -> web.StreamResponse:
+        """Answer with the model's only response as one JSON object.
+
+        Raises:
+            RequestError: nothing was answered.
+        """
+        body = await self._read(request, route)
+        admission = self._service.admission
+        with admission.admit():
+            with admission.unless_given_up():
+                parsed, responses = await self._start(route, body)
+                answer = await _only_answer(parsed, responses)
+            headers = {"Content-Type": JSON, **self._load_header(request)}
+            if len(answer) > LONG_ANSWER_BYTES:
+                parts, is_last = deque([answer]), admission.is_draining
+                return await write_parts(request, parts, headers, is_last=is_last)
+        return web.Response(body=answer, headers=headers)
+
+    async def generate_stream(
+        self, request: web.BaseRequest, route: Route
+    ) -> web.StreamResponse:
+        """Answer with one server-sent event a response.
+
+        Raises:
+            RequestError: nothing was answered.
+        """
+        body = await self._read(request, route)
+        admission = self._service.admission
+        with admission.admit():
+            with admission.unless_given_up():
+                parsed, responses = await self._start(route, body)
+            async with aclosing(responses):  # type: ignore[type-var]
+                with admission.unless_given_up():
+                    first = await anext(responses, None)
+                stream = web.StreamResponse(
+                    headers={"Content-Type": _EVENT_STREAM, **self._load_header(request)}
+                )
+                if request.version >= (1, 1):
+                    stream.enable_chunked_encoding()
+                if admission.is_draining:
+                    stream.force_close()
+                await stream.prepare(request)
+                if first is not None:
+                    await self._write_events(stream, parsed, first, responses)
+            await stream.write_eof()
+        return stream
+
+    async def _write_events(
+        self,
+        stream: web.StreamResponse,
+        request: InferRequest,
+        first: InferResponse,
+        responses: AsyncIterator[InferResponse],
+    ) -> None:
+        """Write all responses. Waits only while the client's window is full, so that a slow
+        reader holds back its own request and no other."""
+        encoder = GenerateEncoder()
+        first.id = request.id
+        try:
+            with self._service.admission.unless_given_up():
+                await stream.write(b"data: %b\n\n" % await spread(encoder.encode(first)))
+                async for response in responses:
+                    response.id = request.id
+                    event = await spread(encoder.encode(response))
+                    await stream.write(b"data: %b\n\n" % event)
+        except RequestError as error:
+            await stream.write(b"data: %b\n\n" % error_object(str(error)))
+        except ConnectionError:
+            raise
+        except Exception:
+            # The status is sent: only an event can tell.
+            logger.exception("a stream of model %s failed", request.model_name)
+            await stream.write(b"data: %b\n\n" % error_object(INTERNAL))
+
+    async def _read(self, request: web.BaseRequest, route: Route) -> bytes:
+        service = self._service
+        service.admission.check()
+        # Refused before its body is read, if nothing could come of it.
+        service.registry.get_ready(route.name, route.version)
+        if request.headers.get("Content-Encoding", "identity") not in ("", "identity"):
+            raise RequestError("Unsupported content-encoding, only 'identity' is supported.")
+        return await read_body(request, service.config.http_max_input_bytes)
+
+    async def _start(
+        self, route: Route, body: bytes
+    ) -> tuple[InferRequest, AsyncIterator[InferResponse]]:
+        arrival_ns = time.monotonic_ns()
+        # Not before the body is there: until then the model may be replaced.
+        ready = partial(self._service.registry.get_ready, route.name, route.version)
+        if len(body) > LONG_BYTES:
+            model, read = await self._bodies.read_generate(body, ready)
+            parsed, inputs = read.request, read.inputs
+        else:
+            model = ready()
+            parsed, inputs = self._mapper(model).parse(body)
+        parsed.model_version = model.version
+        parsed.arrival_ns = arrival_ns
+        return parsed, await self._service.infer(model, parsed, inputs)
+
+    def _mapper(self, model: Model) -> GenerateMapper:
+        mapper = self._mappers.get(model)
+        if mapper is None:
+            mapper = GenerateMapper(model.config, self._service.config.http_max_input_bytes)
+            self._mappers[model] = mapper
+        return mapper
+
+    def _load_header(self, request: web.BaseRequest) -> dict[str, str]:
+        style = request.headers.get(_LOAD_FORMAT_HEADER)
+        value = self._service.metrics.load_header(style) if style else None
+        return {_LOAD_HEADER: value} if value else {}
+
+
+async def _only_answer(request: InferRequest, responses: AsyncIterator[InferResponse]) -> bytes:
+    """The only response as a JSON object, or else the error of not being one.
+
+    Raises:
+        RequestError: the first response is an error, which decides the status.
+    """
+    async with aclosing(responses):  # type: ignore[type-var]
+        only = await anext(responses, None)
+        if only is None:
+            return error_object(EXACTLY_ONE)
+        only.id = request.id
+        answer = await spread(GenerateEncoder().encode(only))
+        try:
+            async for _ in responses:
+                answer = error_object(EXACTLY_ONE)
+        except RequestError:
+            answer = error_object(EXACTLY_ONE)
+    return answer

@@ -1,0 +1,127 @@
+"""Tensors as bytes on the wire: little-endian elements, length-prefixed strings."""
+
+from __future__ import annotations
+
+import struct
+from collections import deque
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import numpy as np
+
+from trimaran.comm.errors import RequestError
+from trimaran.server.inference.datatypes import LENGTH_PREFIX_BYTES, NUMPY_TYPES
+from trimaran.server.inference.pieces import PIECE_BYTES, PIECE_ITEMS, Pieces, finish
+
+_LENGTH = struct.Struct("<I")
+
+Buffer = bytes | bytearray | memoryview
+Array = np.ndarray[Any, Any]
+
+
+def to_bytes(data: Array, datatype: str) -> bytes:
+    """The elements of an array in row-major order."""
+    if datatype == "BYTES":
+        return _prefixed(map(_raw, data.reshape(-1).tolist()))
+    return np.ascontiguousarray(data, NUMPY_TYPES[datatype]).tobytes()
+
+
+def to_parts(data: Array, datatype: str) -> Pieces[list[bytes]]:
+    """The same as `to_bytes`, in parts."""
+    parts: list[bytes] = []
+    if datatype == "BYTES":
+        for strings in cut_strings(data):
+            parts.append(_prefixed(strings))
+            yield
+        return parts
+    flat = np.ascontiguousarray(data, NUMPY_TYPES[datatype]).reshape(-1)
+    num_items = PIECE_BYTES // flat.itemsize
+    for start in range(0, len(flat), num_items):
+        parts.append(flat[start : start + num_items].tobytes())
+        yield
+    return parts
+
+
+def cut_strings(data: Array) -> Iterator[list[bytes]]:
+    """The elements of a BYTES tensor in order, at each time as many as take a moment."""
+    flat = data.reshape(-1)
+    for start in range(0, len(flat), PIECE_ITEMS):
+        strings = list(map(_raw, flat[start : start + PIECE_ITEMS].tolist()))
+        if sum(map(len, strings)) <= PIECE_BYTES:
+            yield strings
+        else:
+            yield from ([string] for string in strings)
+
+
+def _prefixed(strings: Iterable[bytes]) -> bytes:
+    return b"".join([part for raw in strings for part in (_LENGTH.pack(len(raw)), raw)])
+
+
+def _raw(element: Any) -> bytes:
+    if isinstance(element, bytes):
+        return element
+    if isinstance(element, (bytearray, memoryview)):
+        return bytes(element)
+    return str(element).encode()
+
+
+def object_array(elements: list[bytes], shape: tuple[int, ...] | None = None) -> Array:
+    """An array of byte strings; numpy would otherwise cut trailing zero bytes."""
+    array = np.empty(len(elements), dtype=object)
+    array[:] = elements
+    return array if shape is None else array.reshape(shape)
+
+
+def split_strings(raw: Buffer, input_name: str) -> Array:
+    """The elements of a BYTES tensor, flat.
+
+    Raises:
+        RequestError: a length or a string is cut.
+    """
+    return finish(split_in_pieces(raw, input_name))
+
+
+def split_in_pieces(raw: Buffer, input_name: str) -> Pieces[Array]:
+    """The same as `split_strings`."""
+    view = memoryview(raw)
+    pieces: deque[list[bytes]] = deque()
+    start = 0
+    while start < len(view):
+        strings, start = _some_strings(view, start, input_name)
+        pieces.append(strings)
+        yield
+    array = np.empty(sum(map(len, pieces)), dtype=object)
+    filled = 0
+    while pieces:
+        strings = pieces.popleft()
+        array[filled : filled + len(strings)] = strings
+        filled += len(strings)
+        yield
+    return array
+
+
+def _some_strings(view: memoryview, start: int, input_name: str) -> tuple[list[bytes], int]:
+    """The next strings from ``start`` on, and where they end."""
+    elements: list[bytes] = []
+    end = len(view)
+    while start < end and len(elements) < PIECE_ITEMS:
+        if end - start < LENGTH_PREFIX_BYTES:
+            raise RequestError(
+                f"incomplete string length indicator for inference input '{input_name}', "
+                f"expecting {LENGTH_PREFIX_BYTES} bytes but only {end - start} bytes available"
+            )
+        (length,) = _LENGTH.unpack_from(view, start)
+        start += LENGTH_PREFIX_BYTES
+        if end - start < length:
+            raise RequestError(
+                f"incomplete string data for inference input '{input_name}', expecting string "
+                f"of length {length} but only {end - start} bytes available"
+            )
+        elements.append(bytes(view[start : start + length]))
+        start += length
+    return elements, start
+
+
+def from_bytes(raw: Buffer, datatype: str, shape: tuple[int, ...]) -> Array:
+    """A read-only view of fixed-size elements. The size must already fit the shape."""
+    return np.frombuffer(raw, NUMPY_TYPES[datatype]).reshape(shape)

@@ -1,0 +1,267 @@
+"""Checks that a request fits a model's configuration, with the texts clients match on."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import numpy as np
+from tritonclient.grpc.model_config_pb2 import ModelConfig, ModelInput
+
+from trimaran.comm.errors import RequestError
+from trimaran.server.inference.datatypes import element_bytes, from_config
+from trimaran.server.inference.pieces import Pieces, finish
+from trimaran.server.inference.request import Tensor
+from trimaran.server.inference.tensor_bytes import Array, Buffer, from_bytes, split_in_pieces
+
+INVALID_DATATYPE = "<invalid>"
+MAX_ELEMENTS = (1 << 63) - 1
+
+_BATCH_NOTE = (
+    "NOTE: Setting a non-zero max_batch_size in the model config requires a batch dimension "
+    "to be prepended to each input shape. If you want to specify the full shape including "
+    "the batch dim in your input dims config, try setting max_batch_size to zero. See the "
+    "model configuration docs for more info on max_batch_size."
+)
+
+
+@dataclass(slots=True)
+class WireInput:
+    """An input as a client sent it: claimed shape, and elements not yet checked against it."""
+
+    name: str
+    datatype: str
+    shape: tuple[int, ...]
+    data: Array | Buffer
+    """A flat array, or the bytes of a binary tensor."""
+
+
+class Validator:
+    """The checks of one model's requests. Built once a model, shared by all requests."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        self._name = config.name
+        self._max_batch_size = config.max_batch_size
+        self._inputs = {entry.name: entry for entry in config.input}
+        self._outputs = frozenset(entry.name for entry in config.output)
+        self._required = [entry.name for entry in config.input if not entry.optional]
+
+    def check(
+        self, inputs: Sequence[WireInput], outputs: Iterable[str], request_id: str
+    ) -> dict[str, Tensor]:
+        """The inputs as tensors, in the order given.
+
+        Raises:
+            RequestError: the request does not fit the configuration.
+        """
+        return finish(self.check_in_pieces(inputs, outputs, request_id))
+
+    def check_in_pieces(
+        self, inputs: Sequence[WireInput], outputs: Iterable[str], request_id: str
+    ) -> Pieces[dict[str, Tensor]]:
+        """The same as `check`."""
+        tensors: dict[str, Tensor] = {}
+        with _prefixing(request_id):
+            self._check_all(inputs, outputs)
+            for wire in inputs:
+                tensors[wire.name] = yield from self._tensor(wire)
+        return tensors
+
+    def check_shapes(
+        self, inputs: Sequence[WireInput], outputs: Iterable[str], request_id: str
+    ) -> None:
+        """Check all but the elements.
+
+        Raises:
+            RequestError: the request does not fit the configuration.
+        """
+        with _prefixing(request_id):
+            self._check_all(inputs, outputs)
+            for wire in inputs:
+                self._check_entry(wire)
+
+    def _check_all(self, inputs: Sequence[WireInput], outputs: Iterable[str]) -> None:
+        given: dict[str, WireInput] = {}
+        for wire in inputs:
+            if wire.name in given:
+                raise _Prefixed(f"input '{wire.name}' already exists in request")
+            given[wire.name] = wire
+        for name in outputs:
+            if name not in self._outputs:
+                raise RequestError(
+                    f"unexpected inference output '{name}' for model '{self._name}'"
+                )
+        self._check_names(given)
+        self._check_batch(inputs)
+
+    def _check_names(self, given: dict[str, WireInput]) -> None:
+        most, least = len(self._inputs), len(self._required)
+        if not least <= len(given) <= most:
+            expected = (
+                f"expected {most} inputs"
+                if most == least
+                else f"expected number of inputs between {least} and {most}"
+            )
+            missing = [name for name in self._required if name not in given]
+            raise _Prefixed(
+                f"{expected} but got {len(given)} inputs for model '{self._name}'. "
+                f"Got input(s) {_quoted(given)}, but missing required input(s) "
+                f"{_quoted(missing)}. Please provide all required input(s)."
+            )
+        for name in given:
+            if name not in self._inputs:
+                raise RequestError(
+                    f"unexpected inference input '{name}' for model '{self._name}'"
+                )
+        missing = [name for name in self._required if name not in given]
+        if missing:
+            raise _Prefixed(
+                f"expected number of inputs between {least} and {most} but got {len(given)} "
+                f"inputs for model '{self._name}'. Got input(s) {_quoted(given)}, but missing "
+                f"required input(s) {_quoted(missing)}. Please provide all required input(s)."
+            )
+
+    def _check_batch(self, inputs: Sequence[WireInput]) -> None:
+        for wire in inputs:
+            if any(dim < 0 for dim in wire.shape):
+                raise _Prefixed(
+                    f"All input dimensions should be specified for input '{wire.name}' for "
+                    f"model '{self._name}', got {_dims(wire.shape)}"
+                )
+        if self._max_batch_size == 0:
+            return
+        batch_size: int | None = None
+        for wire in inputs:
+            if not wire.shape:
+                raise _Prefixed(
+                    f"input '{wire.name}' has no shape but model requires batch dimension for "
+                    f"'{self._name}'"
+                )
+            if batch_size is None:
+                batch_size = wire.shape[0]
+            elif wire.shape[0] != batch_size:
+                raise _Prefixed(
+                    f"input '{wire.name}' batch size does not match other inputs for "
+                    f"'{self._name}'"
+                )
+        if batch_size is not None and batch_size > self._max_batch_size:
+            raise _Prefixed(
+                f"inference request batch-size must be <= {self._max_batch_size} for "
+                f"'{self._name}'"
+            )
+        if batch_size == 0:
+            raise _Prefixed(f"inference request batch-size must be >= 1 for '{self._name}'")
+
+    def _tensor(self, wire: WireInput) -> Pieces[Tensor]:
+        entry = self._check_entry(wire)
+        flat = yield from self._elements(wire)
+        return Tensor(wire.name, wire.datatype, flat.reshape(self._served_shape(wire, entry)))
+
+    def _check_entry(self, wire: WireInput) -> ModelInput:
+        """The configuration that an input fits, but perhaps for its elements."""
+        entry = self._inputs[wire.name]
+        expected = from_config(entry.data_type)
+        if wire.datatype != expected:
+            raise _Prefixed(
+                f"inference input '{wire.name}' data-type is '{wire.datatype}', but model "
+                f"'{self._name}' expects '{expected}'"
+            )
+        self._check_shape(wire, entry)
+        return entry
+
+    def _check_shape(self, wire: WireInput, entry: ModelInput) -> None:
+        is_batching = self._max_batch_size > 0
+        expected = ((-1,) if is_batching else ()) + tuple(entry.dims)
+        fits = len(expected) == len(wire.shape) and all(
+            want in (-1, got) for want, got in zip(expected, wire.shape, strict=True)
+        )
+        if not fits:
+            raise _Prefixed(
+                f"unexpected shape for input '{wire.name}' for model '{self._name}'. Expected "
+                f"{_dims(expected)}, got {_dims(wire.shape)}. "
+                + (_BATCH_NOTE if is_batching else "")
+            )
+
+    def _served_shape(self, wire: WireInput, entry: ModelInput) -> tuple[int, ...]:
+        """The shape that the model sees: the client's, or the configured ``reshape``."""
+        if not entry.HasField("reshape"):
+            return wire.shape
+        batch = wire.shape[:1] if self._max_batch_size > 0 else ()
+        target = tuple(entry.reshape.shape)
+        variable = iter(
+            got
+            for want, got in zip(entry.dims, wire.shape[len(batch) :], strict=True)
+            if want == -1
+        )
+        return batch + tuple(next(variable, -1) if dim == -1 else dim for dim in target)
+
+    def _elements(self, wire: WireInput) -> Pieces[Array]:
+        count = math.prod(wire.shape)
+        if count > MAX_ELEMENTS:
+            raise _Prefixed(too_many_elements(wire))
+        if wire.datatype == "BYTES":
+            return (yield from self._strings(wire, count))
+        if isinstance(wire.data, np.ndarray):
+            num_bytes = wire.data.nbytes
+        else:
+            num_bytes = len(memoryview(wire.data))
+        expected = count * element_bytes(wire.datatype)
+        if num_bytes != expected:
+            raise _Prefixed(
+                f"input byte size mismatch for input '{wire.name}' for model '{self._name}'. "
+                f"Expected {expected}, got {num_bytes}"
+            )
+        if isinstance(wire.data, np.ndarray):
+            return wire.data
+        return from_bytes(wire.data, wire.datatype, (count,))
+
+    def _strings(self, wire: WireInput, expected: int) -> Pieces[Array]:
+        if isinstance(wire.data, np.ndarray):
+            strings = wire.data
+        else:
+            try:
+                strings = yield from split_in_pieces(wire.data, wire.name)
+            except RequestError as error:
+                raise _Prefixed(str(error)) from None
+        count = len(strings)
+        if count > expected:
+            raise _Prefixed(
+                f"unexpected number of string elements {count} for inference input "
+                f"'{wire.name}' for model '{self._name}', expecting {expected}"
+            )
+        if count < expected:
+            raise _Prefixed(
+                f"expected {expected} string elements for inference input '{wire.name}' for "
+                f"model '{self._name}', got {count}"
+            )
+        return strings
+
+
+def too_many_elements(wire: WireInput) -> str:
+    """The error of an input whose elements no server can count."""
+    return (
+        f"invalid shape for input '{wire.name}': shape {_dims(wire.shape)} has more than "
+        f"{MAX_ELEMENTS} elements"
+    )
+
+
+class _Prefixed(Exception):
+    """A check's text that clients see with the request id before it."""
+
+
+@contextmanager
+def _prefixing(request_id: str) -> Iterator[None]:
+    try:
+        yield
+    except _Prefixed as error:
+        raise RequestError(f"[request id: {request_id or '<id_unknown>'}] {error}") from None
+
+
+def _dims(shape: Iterable[int]) -> str:
+    return "[" + ",".join(str(dim) for dim in shape) + "]"
+
+
+def _quoted(names: Iterable[str]) -> str:
+    return "[" + ",".join(f"'{name}'" for name in names) + "]"

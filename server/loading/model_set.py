@@ -1,0 +1,280 @@
+"""The models that are loaded, how they are composed of each other, and their replacement."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Iterable, Mapping, Sequence, Set
+from dataclasses import dataclass, field, replace
+
+from trimaran.comm.errors import ConfigError
+from trimaran.server.engines.model_engines import ModelEngines
+from trimaran.server.inference.registry import ModelRegistry, VersionState
+from trimaran.server.inference.request import Model
+from trimaran.server.metrics.measured_model import MeasuredModel
+from trimaran.server.metrics.metrics import Metrics
+from trimaran.server.models.factory import COMPOSED, ModelFactory, Step
+from trimaran.server.repository.model_repository import RepositoryModel
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Candidate:
+    """A model that may become a loaded one."""
+
+    source: RepositoryModel
+    labels: Mapping[str, list[str]] = field(default_factory=dict)
+    fingerprint: str = ""
+    """Of the files that it was made from; empty if they are not those of the repository."""
+
+    load_id: str = ""
+    """Of the load that it comes from: with a model of the same one it counts on."""
+
+    plain: Model | None = None
+    """None for a model that is composed of others."""
+
+    engines: ModelEngines | None = None
+    groups: tuple[str, ...] = ()
+    generation: int = 1
+
+    @property
+    def name(self) -> str:
+        """The model's name."""
+        return self.source.name
+
+    @property
+    def version(self) -> str:
+        """The version that is served."""
+        return str(self.source.versions[0])
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel(Step):
+    """A model that serves, or that did and has requests to finish."""
+
+    candidate: Candidate
+    model: MeasuredModel
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What a commit left behind."""
+
+    replaced: list[LoadedModel] = field(default_factory=list)
+    """Models that nobody can reach any more but the requests that run on them; those that
+    run others come before those others."""
+
+    failures: dict[str, Exception] = field(default_factory=dict)
+    """Candidates that do not fit together with what is loaded."""
+
+
+class ModelSet:
+    """All loaded models by name. Used on the event loop only.
+
+    Each method makes its change as a whole between two steps of the loop, in the registry
+    too. A composed model always runs the loaded models of its steps' names: it is made
+    anew when one of them is replaced, waits for one that is unloaded, and comes back.
+    """
+
+    def __init__(
+        self, factory: ModelFactory, metrics: Metrics, registry: ModelRegistry
+    ) -> None:
+        self._factory = factory
+        self._metrics = metrics
+        self._registry = registry
+        self._loaded: dict[str, LoadedModel] = {}
+        self._waiting: dict[str, Candidate] = {}
+
+    def get(self, name: str) -> LoadedModel | None:
+        """The loaded model of a name, if there is one."""
+        return self._loaded.get(name)
+
+    def loaded(self) -> list[LoadedModel]:
+        """All loaded models."""
+        return list(self._loaded.values())
+
+    def waiting(self) -> list[Candidate]:
+        """Composed models that come back as soon as all of their steps are loaded."""
+        return list(self._waiting.values())
+
+    def steps(self, name: str) -> set[str]:
+        """The models that one which is loaded, or comes back, runs."""
+        return self._graph({}).get(name, set())
+
+    def is_kept(self, candidate: Candidate) -> bool:
+        """Whether a model is loaded, or comes back, from the files of this one."""
+        kept = [loaded.candidate for loaded in self.loaded()] + self.waiting()
+        return any(each.source.folder == candidate.source.folder for each in kept)
+
+    def dependents(self, names: Iterable[str]) -> list[LoadedModel]:
+        """The loaded models that run these, by way of others too: users before steps."""
+        found = _users(self._graph({}), set(names))
+        return [self._loaded[name] for name in reversed(found) if name in self._loaded]
+
+    def commit(self, candidates: Sequence[Candidate], counted: Collection[str] = ()) -> Outcome:
+        """Serve these from now on, in place of the models of their names.
+
+        Those of ``counted`` were loaded all the time for other front ends, and count on.
+        """
+        outcome = Outcome()
+        changed = set()
+        requested = {}
+        for candidate in candidates:
+            if candidate.source.role in COMPOSED:
+                requested[candidate.name] = candidate
+            else:
+                assert candidate.plain is not None
+                self._install(candidate, candidate.plain, outcome, counted)
+                changed.add(candidate.name)
+        graph = self._graph(requested)
+        for name in _users(graph, changed | requested.keys(), also=requested.keys()):
+            if name in requested and name in _users(graph, {name}):
+                outcome.failures[name] = _circle(requested.pop(name))
+            self._compose(name, requested.get(name), outcome, counted)
+        outcome.replaced.reverse()
+        return outcome
+
+    def withdraw(self, names: Iterable[str], *, explicitly: Iterable[str]) -> list[LoadedModel]:
+        """Serve these and all that run them no more; users before steps.
+
+        Those of ``explicitly`` do not come back when their steps do.
+        """
+        chosen = set(names)
+        going = [*self.dependents(chosen), *self._bottom(chosen)]
+        for loaded in going:
+            name = loaded.candidate.name
+            del self._loaded[name]
+            if name not in chosen:
+                self._waiting[name] = loaded.candidate
+            version = loaded.candidate.version
+            self._registry.set_state(name, version, VersionState.UNLOADING)
+        for name in explicitly:
+            self._waiting.pop(name, None)
+        return going
+
+    def await_steps(self, candidates: Iterable[Candidate]) -> None:
+        """Have composed models loaded as soon as all of their steps are."""
+        self._waiting.update({candidate.name: candidate for candidate in candidates})
+
+    def awaiting(self, names: Iterable[str]) -> list[Candidate]:
+        """The composed models that come back with these, and lack nothing else."""
+        chosen, found = set(names), []
+        there = self._loaded.keys() | chosen
+        for name in _users(self._graph({}), chosen):
+            candidate = self._waiting.get(name)
+            if candidate is not None and set(candidate.source.steps) <= there:
+                there.add(name)
+                found.append(candidate)
+        return found
+
+    def suspend(self, name: str) -> list[LoadedModel]:
+        """Admit nothing to a model and to those that run it, until they are committed
+        again; users before steps."""
+        going = [*self.dependents([name]), *self._bottom({name})]
+        for loaded in going:
+            candidate = loaded.candidate
+            self._registry.set_state(candidate.name, candidate.version, VersionState.LOADING)
+        return going
+
+    def detach_engines(self, name: str) -> None:
+        """Note that a suspended model's engines are gone."""
+        loaded = self._loaded[name]
+        candidate = replace(loaded.candidate, engines=None, groups=())
+        self._loaded[name] = replace(loaded, candidate=candidate)
+
+    # ---- composition --------------------------------------------------------------------
+
+    def _bottom(self, names: set[str]) -> list[LoadedModel]:
+        """The loaded ones of these that are not already among each other's dependents."""
+        above = {loaded.candidate.name for loaded in self.dependents(names)}
+        return [self._loaded[name] for name in names if name in self._loaded.keys() - above]
+
+    def _graph(self, requested: Mapping[str, Candidate]) -> dict[str, set[str]]:
+        """The steps of every composed model, known or requested."""
+        known = {name: loaded.candidate for name, loaded in self._loaded.items()}
+        known.update(self._waiting)
+        known.update(requested)
+        return {name: set(candidate.source.steps) for name, candidate in known.items()}
+
+    def _compose(
+        self,
+        name: str,
+        requested: Candidate | None,
+        outcome: Outcome,
+        counted: Collection[str],
+    ) -> None:
+        """Make a composed model of the models that are loaded now."""
+        if requested is not None:
+            try:
+                plain = self._factory.composed(requested.source, self._loaded)
+            # Whatever is wrong with one, the others change as a whole.
+            except Exception as error:
+                outcome.failures[name] = error
+            else:
+                self._install(requested, plain, outcome, counted)
+                return
+        loaded = self._loaded.get(name)
+        before = loaded.candidate if loaded is not None else self._waiting.get(name)
+        # One of another role runs no steps: a successor that failed leaves it as it is.
+        if before is None or before.source.role not in COMPOSED:
+            return
+        try:
+            plain = self._factory.composed(before.source, self._loaded)
+        except Exception as error:
+            self._take_down(before, outcome, error)
+        else:
+            self._install(before, plain, outcome, counted)
+
+    def _take_down(self, candidate: Candidate, outcome: Outcome, error: Exception) -> None:
+        loaded = self._loaded.pop(candidate.name, None)
+        self._waiting[candidate.name] = candidate
+        if loaded is not None:
+            outcome.replaced.append(loaded)
+            trace = None if isinstance(error, ConfigError) else error
+            logger.error("Model '%s' is not served: %s", candidate.name, error, exc_info=trace)
+            state = VersionState.UNAVAILABLE
+            self._registry.set_state(candidate.name, candidate.version, state, str(error))
+
+    def _install(
+        self, candidate: Candidate, plain: Model, outcome: Outcome, counted: Collection[str]
+    ) -> None:
+        old = self._loaded.get(candidate.name)
+        if old is not None and old.candidate.load_id == candidate.load_id:
+            model = old.model.counting_on(plain)
+        elif candidate.name in counted:
+            model = self._metrics.measure(plain)
+        else:
+            # Also without an old one: requests of one that was unloaded may still run.
+            self._metrics.forget(candidate.name, candidate.version)
+            if old is not None:
+                self._metrics.forget(candidate.name, old.candidate.version)
+            model = self._metrics.measure(plain)
+        self._loaded[candidate.name] = LoadedModel(candidate.source, plain, model, candidate)
+        self._waiting.pop(candidate.name, None)
+        self._registry.publish([model], candidate.labels)
+        if old is not None:
+            outcome.replaced.append(old)
+
+
+def _users(
+    steps: Mapping[str, set[str]], names: Set[str], also: Set[str] = frozenset()
+) -> list[str]:
+    """The models that run any of ``names``, by way of others too, and those of ``also``:
+    steps before users."""
+    found, reached = set(also), set(names)
+    while more := {name for name, run in steps.items() if run & reached} - found:
+        found |= more
+        reached |= more
+    ordered: list[str] = []
+    while found:
+        # Of a circle no member is first: any will do, since none of them can be made.
+        ready = sorted(n for n in found if not steps[n] & found) or sorted(found)[:1]
+        ordered += ready
+        found -= set(ready)
+    return ordered
+
+
+def _circle(candidate: Candidate) -> ConfigError:
+    return ConfigError(
+        f"{candidate.source.config_path}: the ensemble '{candidate.name}' is a step of itself"
+    )

@@ -1,0 +1,168 @@
+"""Reads what is to be loaded: models of the repository, or those that came with a request."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from trimaran.comm.errors import ConfigError, ErrorKind, RequestError
+from trimaran.server.models.factory import read_labels
+from trimaran.server.protocol.load_request import LoadRequest, OverrideFolders
+from trimaran.server.repository.config_pbtxt import read_config
+from trimaran.server.repository.fingerprint import fingerprint
+from trimaran.server.repository.model_repository import (
+    CONFIG_FILE,
+    NATIVE,
+    NoVersionError,
+    RepositoryModel,
+    load_model,
+    model_folders,
+    parameters_of,
+    repository_model,
+)
+from trimaran.server.repository.python_model_choice import PythonModels
+
+
+class LoadError(RequestError):
+    """A model was not loaded; what was loaded before is as it was."""
+
+    def __init__(self, name: str, text: str) -> None:
+        super().__init__(f"failed to load '{name}', {text}", ErrorKind.INTERNAL)
+        self.reason = text
+
+
+def _new_load_id() -> str:
+    return secrets.token_hex(8)
+
+
+@dataclass(frozen=True, slots=True)
+class ReadModel:
+    """A model as it is on disk now."""
+
+    source: RepositoryModel
+    labels: dict[str, list[str]] = field(default_factory=dict)
+    fingerprint: str = ""
+    """Empty for a model that came with its request."""
+
+    load_id: str = field(default_factory=_new_load_id)
+    """Tells it from the same files that are read again, also at other front ends."""
+
+
+class ModelReader:
+    """Reads models from a repository's folder. Reads files: not for the event loop."""
+
+    def __init__(
+        self, root: Path, overrides: OverrideFolders, python: PythonModels = NATIVE
+    ) -> None:
+        self._root = root
+        self._python = python
+        self._overrides = overrides
+
+    def names(self) -> list[str]:
+        """The models that the repository holds now.
+
+        Raises:
+            ConfigError: it is no folder.
+        """
+        return list(model_folders(self._root))
+
+    def fingerprints(self) -> dict[str, str]:
+        """The state of the files of every model of the repository.
+
+        Raises:
+            ConfigError: it is no folder.
+        """
+        return {name: _state_of(folder) for name, folder in model_folders(self._root).items()}
+
+    def read(
+        self, requests: Sequence[LoadRequest], is_loaded: Callable[[str], bool]
+    ) -> dict[str, ReadModel]:
+        """The requested models and the steps they need that are not loaded, by name.
+
+        Raises:
+            LoadError: one of them cannot be read.
+        """
+        found: dict[str, ReadModel] = {}
+        if not requests:
+            return found
+        try:
+            folders = model_folders(self._root)
+        except ConfigError as error:
+            raise _unreadable(requests[0].name, error) from error
+        try:
+            for request in requests:
+                found[request.name] = self._requested(request, folders.get(request.name))
+            unseen = list(found)
+            while unseen:
+                for step in found[unseen.pop()].source.steps:
+                    if step not in found and not is_loaded(step) and step in folders:
+                        found[step] = self._of_repository(step, folders[step])
+                        unseen.append(step)
+        except LoadError:
+            self.discard(found)
+            raise
+        return found
+
+    def discard(self, read: Mapping[str, ReadModel]) -> None:
+        """Delete the files that came with the requests of models which are not loaded."""
+        for each in read.values():
+            self._overrides.remove(each.source.folder)
+
+    def _requested(self, request: LoadRequest, folder: Path | None) -> ReadModel:
+        if not request.config:
+            return self._of_repository(request.name, folder)
+        if request.files:
+            folder = self._written(request)
+        elif folder is None:
+            raise _not_found(request.name)
+        try:
+            return self._described(request, folder)
+        except BaseException:
+            self._overrides.remove(folder)
+            raise
+
+    def _described(self, request: LoadRequest, folder: Path) -> ReadModel:
+        try:
+            source = repository_model(folder, request.model_config(), self._python)
+            return ReadModel(source, read_labels(source))
+        except ConfigError as error:
+            raise _unreadable(request.name, error) from error
+
+    def _written(self, request: LoadRequest) -> Path:
+        try:
+            return self._overrides.write(request)
+        except OSError as error:
+            text = f"its files cannot be written on the server: {error}"
+            raise LoadError(request.name, text) from error
+
+    def _of_repository(self, name: str, folder: Path | None) -> ReadModel:
+        if folder is None:
+            raise _not_found(name)
+        # Taken before the files are read: a change in between is seen at the next look.
+        state = _state_of(folder)
+        try:
+            source = load_model(folder, self._python)
+            return ReadModel(source, read_labels(source), state)
+        except ConfigError as error:
+            raise _unreadable(name, error) from error
+
+
+def _state_of(folder: Path) -> str:
+    """The fingerprint of a model's files as they are now."""
+    try:
+        config = read_config(folder / CONFIG_FILE)
+    except ConfigError:
+        return fingerprint(folder, None)
+    return fingerprint(folder, parameters_of(folder, config))
+
+
+def _not_found(name: str) -> LoadError:
+    return LoadError(name, "failed to poll from model repository")
+
+
+def _unreadable(name: str, error: ConfigError) -> LoadError:
+    if isinstance(error, NoVersionError):
+        return LoadError(name, f"no version is available: {error}")
+    return LoadError(name, f"failed to poll from model repository: {error}")

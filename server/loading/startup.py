@@ -1,0 +1,157 @@
+"""The models that a front end begins with: its configuration's or its predecessor's."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+
+from tritonclient.grpc.model_config_pb2 import ModelConfig
+
+from trimaran.comm.errors import ConfigError
+from trimaran.server.config import FrontendConfig
+from trimaran.server.inference.registry import StateOfVersion, VersionState
+from trimaran.server.loading.control import ModelControl
+from trimaran.server.loading.preparation import load_error, log_lost
+from trimaran.server.loading.reader import LoadError, ModelReader, ReadModel
+from trimaran.server.loading.remembered import Remembered, RememberedModel
+from trimaran.server.loading.token_groups import OpenedGroups, TokenGroups
+from trimaran.server.models.factory import read_labels
+from trimaran.server.protocol.load_request import LoadRequest
+from trimaran.server.repository.model_repository import Role, repository_model
+from trimaran.server.repository.python_model_choice import PythonModels
+
+logger = logging.getLogger(__name__)
+
+ALL_MODELS = "*"
+
+
+class ModelStartup:
+    """Loads the first models, in two steps: groups that are started already may dial in
+    between the two."""
+
+    def __init__(
+        self,
+        config: FrontendConfig,
+        reader: ModelReader,
+        control: ModelControl,
+        groups: TokenGroups,
+    ) -> None:
+        self._config = config
+        self._reader = reader
+        self._control = control
+        self._groups = groups
+        self._read: dict[str, ReadModel] = {}
+        self._opened: dict[str, OpenedGroups] = {}
+        self._surplus: list[str] = []
+        self._leaving: list[OpenedGroups] = []
+        self._states: list[StateOfVersion] = []
+
+    async def begin(self) -> None:
+        """Read the models and make their groups known.
+
+        Raises:
+            ConfigError: a model cannot be served.
+        """
+        config = self._config
+        if config.remembered:
+            self._read_remembered(Remembered.from_bytes(config.remembered))
+            return
+        try:
+            self._read = await asyncio.to_thread(self._read_first)
+        except LoadError as error:
+            raise ConfigError(str(error.__cause__ or error)) from error
+        for name, names in config.groups.items():
+            read = self._read.get(name)
+            if read is None:
+                self._surplus += names
+            else:
+                self._opened[name] = self._groups.adopt(read.source, 1, names)
+
+    async def finish(self) -> None:
+        """Return once the models serve; those of a predecessor may still be down.
+
+        Raises:
+            ConfigError: a model cannot be served.
+            LoadError: a worker group failed.
+        """
+        if self._config.remembered:
+            await self._control.restore(self._read, self._opened, self._leaving, self._states)
+            return
+        if self._surplus:
+            await self._groups.close(None, self._surplus)
+        self._control.adopt(self._opened)
+        try:
+            # Nobody is to wait for weights before hearing that a tokenizer is missing.
+            await self._control.load_read(self._read, all_or_none=True)
+        except LoadError as error:
+            if isinstance(error.__cause__, ConfigError):
+                raise error.__cause__ from None
+            raise
+
+    # ---- the configuration's ------------------------------------------------------------
+
+    def _read_first(self) -> dict[str, ReadModel]:
+        mode, chosen = self._config.model_control_mode, self._config.load_models
+        names = self._reader.names()
+        if mode == "explicit" and ALL_MODELS not in chosen:
+            names = list(chosen)
+        read = self._reader.read([LoadRequest(name) for name in names], lambda _: False)
+        if mode == "explicit":
+            return read
+        for name in self._without_groups(read):
+            logger.warning("Model '%s' is not served: no worker group was started for it", name)
+            del read[name]
+        return read
+
+    def _without_groups(self, read: dict[str, ReadModel]) -> set[str]:
+        """Token-level models that the command line left out, and what needs them."""
+        sources = {name: each.source for name, each in read.items()}
+        found = {
+            name
+            for name, source in sources.items()
+            if source.role is Role.TOKEN and name not in self._config.groups
+        }
+        while more := {n for n, s in sources.items() if found & set(s.steps)} - found:
+            found |= more
+        return found
+
+    # ---- the predecessor's --------------------------------------------------------------
+
+    def _read_remembered(self, remembered: Remembered) -> None:
+        python = PythonModels.parse(self._config.python_models)
+        self._groups.generations.update(remembered.generations)
+        self._states += remembered.states
+        for model in remembered.models:
+            try:
+                read = read_again(model, python)
+            # Whatever is wrong with one model, the others are served.
+            except Exception as error:
+                log_lost(model.name, error)
+                lost, reason = VersionState.UNAVAILABLE, load_error(model.name, error).reason
+                self._states.append(StateOfVersion(model.name, model.version, lost, reason))
+                self._leave(model.name, model.version, model.generation, model.groups)
+                continue
+            self._read[model.name] = read
+            if model.groups:
+                opened = self._groups.adopt(read.source, model.generation, model.groups)
+                self._opened[model.name] = opened
+        for each in remembered.leaving:
+            self._leave(each.model, each.version, each.generation, each.groups)
+
+    def _leave(self, model: str, version: str, generation: int, groups: Sequence[str]) -> None:
+        """Expect groups that end once other front ends have finished what runs on them."""
+        if groups:
+            self._leaving.append(self._groups.adopt_of(model, version, generation, groups))
+
+
+def read_again(model: RememberedModel, python: PythonModels) -> ReadModel:
+    """Read a model that was loaded before.
+
+    Raises:
+        ConfigError: its files are not what they were.
+    """
+    config = ModelConfig.FromString(model.config)
+    source = repository_model(Path(model.folder), config, python)
+    return ReadModel(source, read_labels(source), model.fingerprint, model.load_id)

@@ -1,0 +1,389 @@
+"""The metrics of the engines behind token-level models: ``nv_trt_llm_*`` and our own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from prometheus_client import Counter, Gauge, Histogram
+from prometheus_client.registry import CollectorRegistry
+
+from trimaran.server.metrics.group_sums import GroupSums
+from trimaran.server.metrics.other_counts import OtherCounts
+from trimaran.server.metrics.recent_rates import Key, ModelCounts, read_counts
+from trimaran.server.metrics.step_metrics import StepMetrics
+
+_Info = tuple[str, tuple[str, ...]]
+"""Which info gauge, and its labels after model and version."""
+
+_LABELS = ("model", "version")
+_START_KEYS = (
+    "start_method", "mpi", "world_size", "tp_size", "pp_size", "dp_size", "stages",
+)  # fmt: skip
+_TOKEN_BUCKETS = (10, 50, 100, 500, 1000)
+_FIRST_TOKEN_BUCKETS = (
+    0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40,
+)  # fmt: skip
+_INTER_TOKEN_BUCKETS = (
+    0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 1, 2.5,
+)  # fmt: skip
+
+_LENGTH_HELP, _LENGTH_LABEL = "TRT LLM response metrics", "response_metric_type"
+
+# Of several groups of a model the other figures are added up.
+_MAXIMA = ("kv_tokens_per_block", "micro_batch_id", "timestamp_us")
+
+# What an engine says about itself: the help and the labels.
+_INFOS = {
+    "backend": ("Which implementation serves an operator", "operator", "backend"),
+    "transport": ("Which transport carries a collective", "collective", "transport"),
+    "start_method": ("How the model's ranks were started", *_START_KEYS),
+}
+
+# Family: its help, its label, and each label value with the engine statistic behind it.
+_FAMILIES: dict[str, tuple[str, str, dict[str, str]]] = {
+    "nv_trt_llm_request_metrics": (
+        "TRT LLM request metrics",
+        "request_type",
+        {
+            "active": "active_requests",
+            "max": "max_requests",
+            "scheduled": "scheduled_requests",
+            "context": "context_requests",
+            "waiting": "waiting_requests",
+        },
+    ),
+    "nv_trt_llm_runtime_memory_metrics": (
+        "TRT LLM runtime memory metrics",
+        "memory_type",
+        {
+            "cpu": "cpu_memory_bytes",
+            "gpu": "gpu_memory_bytes",
+            "pinned": "pinned_memory_bytes",
+        },
+    ),
+    "nv_trt_llm_kv_cache_block_metrics": (
+        "TRT LLM KV cache block metrics",
+        "kv_cache_block_type",
+        {
+            "max": "kv_max_blocks",
+            "free": "kv_free_blocks",
+            "used": "kv_used_blocks",
+            "tokens_per": "kv_tokens_per_block",
+            "reused": "kv_reused_blocks",
+            "fraction": "kv_used_fraction",
+        },
+    ),
+    "nv_trt_llm_inflight_batcher_metrics": (
+        "TRT LLM inflight_batcher-specific metrics",
+        "inflight_batcher_specific_metric",
+        {
+            "total_context_tokens": "total_context_tokens",
+            "generation_requests": "generation_requests",
+            "micro_batch_id": "micro_batch_id",
+            "paused_requests": "paused_requests",
+        },
+    ),
+    "nv_trt_llm_v1_metrics": (
+        "TRT LLM v1-specific metrics",
+        "v1_specific_metric",
+        {
+            "total_context_tokens": "total_context_tokens",
+            "total_generation_tokens": "total_generation_tokens",
+            "empty_generation_slots": "empty_generation_slots",
+        },
+    ),
+    "trimaran_kv_host_blocks": (
+        "KV cache blocks in the host's memory: there is room for max, used hold content; moved "
+        "and loaded are those copied there and back since the start",
+        "type",
+        {
+            "max": "kv_host_max_blocks",
+            "used": "kv_host_used_blocks",
+            "moved": "kv_host_moved_blocks",
+            "loaded": "kv_host_loaded_blocks",
+        },
+    ),
+    "trimaran_pauses": (
+        "Since the start: sequences that gave up their KV cache blocks, mostly for others, and "
+        "the tokens that they had to compute again",
+        "type",
+        {"sequences": "paused_sequences", "tokens": "paused_tokens"},
+    ),
+    "trimaran_lora_adapters": (
+        "LoRA adapters: host are cached in the host's memory, device of these where the model "
+        "runs, used those of requests that are not over; loaded counts copies to the device",
+        "type",
+        {
+            "host": "lora_host_adapters",
+            "device": "lora_device_adapters",
+            "used": "lora_used_adapters",
+            "loaded": "lora_loaded_adapters",
+        },
+    ),
+    "nv_trt_llm_general_metrics": (
+        "General TRT LLM metrics",
+        "general_type",
+        {"timestamp": "timestamp_us", "iteration_counter": "iteration_counter"},
+    ),
+}
+
+
+# Of these two an engine shows the one of its batching.
+_IN_FLIGHT, _V1 = "nv_trt_llm_inflight_batcher_metrics", "nv_trt_llm_v1_metrics"
+
+
+class EngineMetrics:
+    """All series of the token-level models of one front end."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self._registry = registry
+        self._gauges = {
+            name: self._gauge(name, documentation, label)
+            for name, (documentation, label, _) in _FAMILIES.items()
+        }
+        self._input_tokens = self._histogram(
+            "nv_llm_input_token_len", _LENGTH_HELP, _TOKEN_BUCKETS, _LENGTH_LABEL
+        )
+        self._output_tokens = self._histogram(
+            "nv_llm_output_token_len", _LENGTH_HELP, _TOKEN_BUCKETS, _LENGTH_LABEL
+        )
+        self._first_token = self._histogram(
+            "trimaran_time_to_first_token_seconds",
+            "Time from a request's arrival to its first token",
+            _FIRST_TOKEN_BUCKETS,
+        )
+        self._inter_token = self._histogram(
+            "trimaran_inter_token_latency_seconds",
+            "Time between successive tokens of a sequence",
+            _INTER_TOKEN_BUCKETS,
+        )
+        self._info_gauges = {
+            name: self._gauge(f"trimaran_{name}_info", f"{what} (value is always 1)", *labels)
+            for name, (what, *labels) in _INFOS.items()
+        }
+        self._group_up = self._gauge(
+            "trimaran_group_up", "Whether the worker group serves (1) or not (0)", "group"
+        )
+        self._group_restarts = self._gauge(
+            "trimaran_group_restarts", "Restarts of the worker group so far", "group"
+        )
+        self._group_requests = self._gauge(
+            "trimaran_group_requests", "Requests that the worker group owes tokens", "group"
+        )
+        self._replays = Counter(
+            "trimaran_replayed_requests", "Requests sent again after a group died", _LABELS,
+            registry=registry,
+        )  # fmt: skip
+        self._lost = Counter(
+            "trimaran_lost_requests", "Requests that failed because groups died", _LABELS,
+            registry=registry,
+        )  # fmt: skip
+        self._steps = StepMetrics(registry)
+        self._sums = GroupSums()
+        self._stats: dict[Key, dict[str, Mapping[str, float]]] = {}
+        self._latest: dict[Key, dict[str, float]] = {}
+        self._infos: dict[Key, dict[str, set[_Info]]] = {}
+        self._groups: dict[Key, set[str]] = {}
+
+    def _gauge(self, name: str, documentation: str, *labels: str) -> Gauge:
+        return Gauge(name, documentation, (*_LABELS, *labels), registry=self._registry)
+
+    def _histogram(
+        self, name: str, documentation: str, buckets: tuple[float, ...], *labels: str
+    ) -> Histogram:
+        return Histogram(
+            name, documentation, (*_LABELS, *labels), buckets=buckets, registry=self._registry
+        )
+
+    def add_model(self, model: str, version: str) -> None:
+        """Show the model's series, with value 0 if they are new."""
+        self._show_stats((model, version))
+        self._input_tokens.labels(model, version, "total_input_tokens")
+        self._output_tokens.labels(model, version, "total_output_tokens")
+        self._first_token.labels(model, version)
+        self._inter_token.labels(model, version)
+        self._replays.labels(model, version)
+        self._lost.labels(model, version)
+        self._steps.add_model(model, version)
+
+    def remove_model(self, model: str, version: str) -> None:
+        """Show nothing more of the model. Added again, it begins at 0."""
+        key = model, version
+        for group in {*self._groups.get(key, ()), *self._infos.get(key, ())}:
+            self.remove_group(model, version, group)
+        for known in (self._groups, self._infos, self._stats, self._latest):
+            known.pop(key, None)
+        self._sums.remove_model(key)
+        for name, (_, _, keys) in _FAMILIES.items():
+            for label in keys:
+                self._gauges[name].remove(model, version, label)
+        self._input_tokens.remove(model, version, "total_input_tokens")
+        self._output_tokens.remove(model, version, "total_output_tokens")
+        self._first_token.remove(model, version)
+        self._inter_token.remove(model, version)
+        self._replays.remove(model, version)
+        self._lost.remove(model, version)
+        self._steps.remove_model(model, version)
+
+    def remove_group(self, model: str, version: str, group: str) -> None:
+        """Show nothing more of one worker group."""
+        key = model, version
+        self._groups.get(key, set()).discard(group)
+        self._group_up.remove(model, version, group)
+        self._group_restarts.remove(model, version, group)
+        self._group_requests.remove(model, version, group)
+        self._set_infos(key, group, set())
+        self.set_stats(model, version, {}, group)
+        self._sums.remove_group(key, group)
+
+    def set_stats(
+        self,
+        model: str,
+        version: str,
+        stats: Mapping[str, float],
+        group: str = "",
+        incarnation: int = 0,
+    ) -> None:
+        """Show the figures of a group's last iteration beside those of the model's other
+        groups; missing keys count as 0. ``incarnation`` is how often it was started again."""
+        groups = self._stats.setdefault((model, version), {})
+        groups[group] = stats
+        if stats:
+            self._steps.add(model, version, group, stats, incarnation)
+            self._sums.add((model, version), group, stats, incarnation)
+        else:
+            del groups[group]
+        self._show_stats((model, version))
+
+    def _show_stats(self, key: Key) -> None:
+        """Show what all groups of a model have together."""
+        values = _together(list(self._stats.get(key, {}).values()))
+        values.update(self._sums.totals(key))
+        num_blocks = values.get("kv_max_blocks", 0)
+        used = values.get("kv_used_blocks", 0)
+        values["kv_used_fraction"] = used / num_blocks if num_blocks else 0.0
+        self._latest[key] = values
+        absent = _IN_FLIGHT if values.get("v1_batching") else _V1
+        for name, (_, _, keys) in _FAMILIES.items():
+            for label, stat in keys.items():
+                if name == absent:
+                    self._gauges[name].remove(*key, label)
+                else:
+                    self._gauges[name].labels(*key, label).set(values.get(stat, 0))
+
+    def set_info(
+        self, model: str, version: str, facts: Mapping[str, Any], group: str = ""
+    ) -> None:
+        """Show what a group's engine said about itself, in place of what it said before."""
+        start = tuple(str(facts.get(key, "")) for key in _START_KEYS)
+        infos: set[_Info] = {("start_method", start)}
+        for name, fact in (("backend", "backends"), ("transport", "transports")):
+            infos |= {(name, (key, str(value))) for key, value in facts.get(fact, {}).items()}
+        self._set_infos((model, version), group, infos)
+
+    def _set_infos(self, key: Key, group: str, infos: set[_Info]) -> None:
+        groups = self._infos.setdefault(key, {})
+        before = set().union(*groups.values())
+        groups[group] = infos
+        now = set().union(*groups.values())
+        for name, labels in before - now:
+            self._info_gauges[name].remove(*key, *labels)
+        for name, labels in now - before:
+            self._info_gauges[name].labels(*key, *labels).set(1)
+        if not infos:
+            del groups[group]
+
+    def set_group(
+        self, model: str, version: str, group: str, *, up: bool, restarts: int
+    ) -> None:
+        """Show whether a worker group serves."""
+        self._groups.setdefault((model, version), set()).add(group)
+        self._group_up.labels(model, version, group).set(int(up))
+        self._group_restarts.labels(model, version, group).set(restarts)
+
+    def count_group(
+        self, model: str, version: str, group: str, num_requests: Callable[[], int]
+    ) -> None:
+        """Show what ``num_requests`` says whenever somebody asks."""
+        self._groups.setdefault((model, version), set()).add(group)
+        self._group_requests.labels(model, version, group).set_function(num_requests)
+
+    def count_replays(self, model: str, version: str, num_replays: int) -> None:
+        """Add requests that were sent again."""
+        self._replays.labels(model, version).inc(num_replays)
+
+    def count_lost(self, model: str, version: str, num_requests: int) -> None:
+        """Add requests that failed with their groups."""
+        self._lost.labels(model, version).inc(num_requests)
+
+    def observe_first_token(self, model: str, version: str, seconds: float) -> None:
+        """Add one request's time to first token."""
+        self._first_token.labels(model, version).observe(seconds)
+
+    def inter_token_observer(self, model: str, version: str) -> Callable[[float], None]:
+        """What adds one gap between tokens. Called once a token, so the series is looked up
+        beforehand: finding it by labels takes longer than observing."""
+        return self._inter_token.labels(model, version).observe
+
+    def observe_lengths(
+        self, model: str, version: str, num_input: int, num_output: int
+    ) -> None:
+        """Add one finished request's lengths in tokens."""
+        self._input_tokens.labels(model, version, "total_input_tokens").observe(num_input)
+        self._output_tokens.labels(model, version, "total_output_tokens").observe(num_output)
+
+    def token_totals(self, model: str, version: str) -> dict[str, float]:
+        """Tokens of all requests that this front end has finished, by direction."""
+        labels = {"model": model, "version": version}
+        return {
+            sample.labels[_LENGTH_LABEL]: sample.value
+            for lengths in (self._input_tokens, self._output_tokens)
+            for metric in lengths.collect()
+            for sample in metric.samples
+            if sample.name.endswith("_sum") and labels.items() <= sample.labels.items()
+        }
+
+    def latency_counts(self, others: OtherCounts) -> dict[Key, ModelCounts]:
+        """The latency histograms' cumulative counts now, with those of other front ends."""
+        return read_counts(
+            others.added_to(self._first_token.collect()),
+            others.added_to(self._inter_token.collect()),
+        )
+
+    def values(self, model: str, version: str) -> Mapping[str, float] | None:
+        """The engine's last figures; None for a model without an engine."""
+        return self._latest.get((model, version))
+
+    def load_header(self, style: str) -> str | None:
+        """The value of the ``endpoint-load-metrics`` header, if style and figures exist: of
+        all engines behind this endpoint together."""
+        engines = [values for values in self._latest.values() if values.get("kv_max_blocks")]
+        if not engines:
+            return None
+        num_blocks = sum(values["kv_max_blocks"] for values in engines)
+        utilization = sum(values.get("kv_used_blocks", 0) for values in engines) / num_blocks
+        capacity = int(
+            sum(v["kv_max_blocks"] * v.get("kv_tokens_per_block", 0) for v in engines)
+        )
+        if style == "text":
+            return (
+                f"TEXT named_metrics.kv_cache_utilization={utilization:.6f}, "
+                f"named_metrics.max_token_capacity={capacity}"
+            )
+        if style == "json":
+            return (
+                'JSON {"named_metrics":{"kv_cache_utilization":'
+                f'{utilization:g},"max_token_capacity":{capacity}}}}}'
+            )
+        return None
+
+
+def _together(groups: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """The figures of all groups of a model as those of one engine."""
+    values: dict[str, float] = {}
+    for stats in groups:
+        for key, value in stats.items():
+            before = values.get(key, 0)
+            values[key] = max(before, value) if key in _MAXIMA else before + value
+    return values

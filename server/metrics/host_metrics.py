@@ -1,0 +1,101 @@
+"""The metrics of the host: its processors, memory and GPUs."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import psutil
+from prometheus_client.core import Metric
+from prometheus_client.registry import CollectorRegistry
+
+from trimaran.server.metrics.nvml import GpuReading, Nvml
+
+_GPU_FAMILIES = (
+    ("nv_gpu_utilization", "gauge", "GPU utilization rate [0.0 - 1.0)", "utilization"),
+    ("nv_gpu_memory_total_bytes", "gauge", "GPU total memory, in bytes", "memory_total_bytes"),
+    ("nv_gpu_memory_used_bytes", "gauge", "GPU used memory, in bytes", "memory_used_bytes"),
+    ("nv_gpu_power_usage", "gauge", "GPU power usage in watts", "power_w"),
+    ("nv_gpu_power_limit", "gauge", "GPU power management limit in watts", "power_limit_w"),
+    ("nv_energy_consumption", "counter", "GPU energy consumption in joules", "energy_j"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class HostReading:
+    """One host's processors, memory and GPUs at one moment."""
+
+    cpu_utilization: float
+    """Share of all cores that was busy since the reading before."""
+
+    memory_total_bytes: int
+    memory_used_bytes: int
+    gpus: tuple[GpuReading, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class HostOptions:
+    """Which figures of the host are shown, and how old they may be."""
+
+    interval_s: float = 2.0
+    has_cpu: bool = True
+    has_gpu: bool = True
+
+
+class HostMetrics:
+    """Reads the host when asked, at most once an interval. GPU families only with GPUs."""
+
+    def __init__(self, registry: CollectorRegistry, options: HostOptions) -> None:
+        self._options = options
+        self._nvml = Nvml.open() if options.has_gpu else None
+        self._read_at = -options.interval_s
+        self._reading = HostReading(0.0, 0, 0)
+        # The first reading covers the time since this call.
+        psutil.cpu_percent(interval=None)
+        registry.register(self)
+
+    def collect(self) -> Iterator[Metric]:
+        """The registry's question for samples."""
+        reading = self.read()
+        for name, documentation, value in (
+            ("nv_cpu_utilization", "CPU utilization rate [0.0 - 1.0]", reading.cpu_utilization),
+            (
+                "nv_cpu_memory_total_bytes",
+                "CPU total memory (RAM), in bytes",
+                reading.memory_total_bytes,
+            ),
+            (
+                "nv_cpu_memory_used_bytes",
+                "CPU used memory (RAM), in bytes",
+                reading.memory_used_bytes,
+            ),
+            ("nv_pinned_memory_pool_total_bytes", "Pinned memory pool total size, in bytes", 0),
+            ("nv_pinned_memory_pool_used_bytes", "Pinned memory pool used size, in bytes", 0),
+        ):
+            if name.startswith("nv_cpu_") and not self._options.has_cpu:
+                continue
+            metric = Metric(name, documentation, "gauge")
+            metric.add_sample(name, {}, float(value))
+            yield metric
+        for name, kind, documentation, attribute in _GPU_FAMILIES if reading.gpus else ():
+            metric = Metric(name, documentation, kind)
+            for gpu in reading.gpus:
+                value = getattr(gpu, attribute)
+                if value is not None:
+                    metric.add_sample(name, {"gpu_uuid": gpu.uuid}, float(value))
+            yield metric
+
+    def read(self) -> HostReading:
+        """The host now, or what was read at most one interval ago."""
+        now = time.monotonic()
+        if now - self._read_at >= self._options.interval_s:
+            self._read_at = now
+            memory = psutil.virtual_memory()
+            self._reading = HostReading(
+                cpu_utilization=psutil.cpu_percent(interval=None) / 100,
+                memory_total_bytes=memory.total,
+                memory_used_bytes=memory.total - memory.available,
+                gpus=tuple(self._nvml.read()) if self._nvml is not None else (),
+            )
+        return self._reading

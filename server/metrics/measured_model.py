@@ -1,0 +1,156 @@
+"""A model that counts its requests: statistics and metrics for every model alike."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from contextlib import aclosing
+
+from tritonclient.grpc.model_config_pb2 import ModelConfig
+
+from trimaran.comm.errors import EngineDeadError, ErrorKind, RefusedError, RequestError
+from trimaran.server.inference.request import InferRequest, InferResponse, Model
+from trimaran.server.metrics.model_metrics import FailureReason, ModelMetrics
+from trimaran.server.metrics.statistics import ModelStatistics
+
+
+class MeasuredModel:
+    """Stands for another model and behaves as it does.
+
+    A request counts once, when it ends: as a success, or as a failure with its reason.
+    A non-decoupled request ends with its response, so that a client which reads the
+    statistics right after it finds it counted.
+    """
+
+    def __init__(
+        self, model: Model, statistics: ModelStatistics, metrics: ModelMetrics
+    ) -> None:
+        self._model = model
+        self.statistics = statistics
+        self._metrics = metrics
+        self._num_running = 0
+        self._ended = asyncio.Event()
+        self.name = model.name
+        self.version = model.version
+        self.config: ModelConfig = model.config
+
+    def counting_on(self, model: Model) -> MeasuredModel:
+        """Another model of this one's name and version, whose requests are added to those
+        of this one."""
+        return MeasuredModel(model, self.statistics, self._metrics)
+
+    @property
+    def num_running(self) -> int:
+        """Requests that have begun and are not over, those as a step of another included."""
+        return self._num_running
+
+    async def wait_idle(self) -> None:
+        """Return when no request is running."""
+        while self._num_running:
+            self._ended.clear()
+            await self._ended.wait()
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether a request could run now."""
+        return self._model.is_ready
+
+    @property
+    def is_decoupled(self) -> bool:
+        """Whether a request may have other than one response."""
+        return self._model.is_decoupled
+
+    async def infer(self, request: InferRequest) -> AsyncIterator[InferResponse]:
+        """Run one request and count it."""
+        measure, is_decoupled = _Measurement(self, request), self.is_decoupled
+        self._num_running += 1
+        try:
+            async with aclosing(self._model.infer(request)) as responses:  # type: ignore[type-var]
+                async for response in responses:
+                    measure.response()
+                    if response.is_final or not is_decoupled:
+                        measure.success()
+                    yield response
+        except (GeneratorExit, asyncio.CancelledError):
+            measure.failure(FailureReason.CANCELED)
+            raise
+        except RequestError as error:
+            measure.failure(self._reason(error), has_begun=not isinstance(error, RefusedError))
+            raise
+        except BaseException:
+            measure.failure(FailureReason.OTHER)
+            raise
+        finally:
+            self._num_running -= 1
+            self._ended.set()
+        measure.success()
+
+    def _reason(self, error: RequestError) -> FailureReason:
+        if error.kind is ErrorKind.CANCELLED:
+            return FailureReason.CANCELED
+        is_lost = isinstance(error, EngineDeadError)
+        if error.kind is ErrorKind.UNAVAILABLE and not is_lost:
+            return FailureReason.REJECTED
+        is_composed = self.config.platform == "ensemble"
+        return FailureReason.OTHER if is_composed else FailureReason.BACKEND
+
+
+class _Measurement:
+    """The times of one request. The first outcome counts; later ones are ignored."""
+
+    def __init__(self, model: MeasuredModel, request: InferRequest) -> None:
+        self._statistics = model.statistics
+        self._metrics = model._metrics
+        self._request = request
+        self._started_ns = time.monotonic_ns()
+        self._arrived_ns = request.handed_ns or request.arrival_ns or self._started_ns
+        self._responded_ns = 0
+        self._is_over = False
+        first = next(iter(request.inputs.values()), None)
+        batches = model.config.max_batch_size > 0 and first is not None and first.shape
+        self._batch_size = first.shape[0] if batches and first is not None else 1
+
+    def response(self) -> None:
+        """A response arrived."""
+        now = time.monotonic_ns()
+        if not self._responded_ns:
+            self._metrics.first_response((now - self._arrived_ns) / 1e6)
+        self._responded_ns = now
+
+    def success(self) -> None:
+        """The request is complete."""
+        if self._is_over:
+            return
+        self._is_over = True
+        now = time.monotonic_ns()
+        total_ns = now - self._arrived_ns
+        started_ns = self._request.started_ns or self._started_ns
+        queue_ns = started_ns - self._arrived_ns
+        infer_ns = (self._responded_ns or now) - started_ns
+        executed = self._request.executed_batch
+        if executed is None:
+            executed = self._batch_size
+        self._statistics.record_success(
+            batch_size=self._batch_size,
+            executed_batch=executed,
+            total_ns=total_ns,
+            queue_ns=queue_ns,
+            infer_ns=infer_ns,
+        )
+        self._metrics.success(
+            batch_size=self._batch_size,
+            num_executions=min(executed, 1),
+            total_us=total_ns / 1e3,
+            queue_us=queue_ns / 1e3,
+            infer_us=infer_ns / 1e3,
+        )
+
+    def failure(self, reason: FailureReason, *, has_begun: bool = True) -> None:
+        """The request ended otherwise. Statistics leave out what had not begun."""
+        if self._is_over:
+            return
+        self._is_over = True
+        if has_begun or self._responded_ns:
+            self._statistics.record_failure(time.monotonic_ns() - self._arrived_ns)
+        self._metrics.failure(reason)

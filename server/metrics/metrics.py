@@ -1,0 +1,184 @@
+"""All metrics of one front end, in a registry of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from prometheus_client.registry import CollectorRegistry
+from tritonclient.grpc.service_pb2 import ModelStatistics as StatisticsMessage
+
+from trimaran.comm.messages.messages import ExpertReport
+from trimaran.server.inference.request import Model, QueueingModel
+from trimaran.server.metrics.board_metrics import BoardMetrics
+from trimaran.server.metrics.custom_metrics import CustomMetrics
+from trimaran.server.metrics.engine_metrics import EngineMetrics
+from trimaran.server.metrics.engine_stats_log import is_logged, log_engine_stats
+from trimaran.server.metrics.expert_metrics import ExpertMetrics
+from trimaran.server.metrics.exposition import render
+from trimaran.server.metrics.group_board import GroupBoard
+from trimaran.server.metrics.host_metrics import HostMetrics, HostOptions, HostReading
+from trimaran.server.metrics.measured_model import MeasuredModel
+from trimaran.server.metrics.model_metrics import InferenceFamilies, ModelMetrics
+from trimaran.server.metrics.options import MetricsOptions
+from trimaran.server.metrics.other_counts import OtherCounts, own_counts
+from trimaran.server.metrics.recent_rates import Key, ModelCounts
+from trimaran.server.metrics.statistics import ModelStatistics
+
+
+class Metrics:
+    """What a front end counts. Used on the event loop only.
+
+    Every model is served through `measure`, also the steps of an ensemble, so that each
+    model's requests are counted once and in one way.
+    """
+
+    def __init__(
+        self,
+        metrics_config: Mapping[str, str] | None = None,
+        host: HostOptions | None = None,
+    ) -> None:
+        self._registry = CollectorRegistry(auto_describe=False)
+        options = MetricsOptions.parse(dict(metrics_config or {}))
+        self._families = InferenceFamilies(self._registry, options)
+        self._engines = EngineMetrics(self._registry)
+        self._experts = ExpertMetrics(self._registry)
+        self._host = HostMetrics(self._registry, host or HostOptions())
+        self.custom = CustomMetrics(self._registry)
+        """What the code of Python models counts."""
+
+        self.others = OtherCounts()
+        """What other front ends of this server have counted."""
+
+    def show_board(self, board: GroupBoard) -> None:
+        """Show what stands on the board of groups; at most once."""
+        BoardMetrics(board, self._registry)
+
+    def measure(self, model: Model) -> MeasuredModel:
+        """The model, counted. A model that is counted already is returned as it is."""
+        if isinstance(model, MeasuredModel):
+            return model
+        series = ModelMetrics(self._families, model.name, model.version, model.config)
+        if isinstance(model, QueueingModel):
+            series.show_queue(model)
+        return MeasuredModel(model, ModelStatistics(model.name, model.version), series)
+
+    def forget(self, model: str, version: str) -> None:
+        """Show nothing more of a model version; measured again, it counts from 0."""
+        self._families.remove(model, version)
+        self.others.forget(model, version)
+
+    def set_load_duration(self, model: str, version: str, seconds: float) -> None:
+        """Note how long a model took to load."""
+        self._families.load_duration.labels(model, version).set(seconds)
+
+    def add_engine(self, model: str, version: str) -> None:
+        """Show the engine series of a token-level model, with value 0."""
+        self._engines.add_model(model, version)
+
+    def remove_engine(self, model: str, version: str) -> None:
+        """Show nothing more of a model version's engines."""
+        self._engines.remove_model(model, version)
+        self._experts.remove_model(model, version)
+        self.others.forget_engine(model, version)
+
+    def remove_group(self, model: str, version: str, group: str) -> None:
+        """Show nothing more of one worker group."""
+        self._engines.remove_group(model, version, group)
+
+    def observe_time_to_first_token(self, model: str, version: str, seconds: float) -> None:
+        """Add one request's time from arrival to its first token."""
+        self._engines.observe_first_token(model, version, seconds)
+
+    def inter_token_observer(self, model: str, version: str) -> Callable[[float], None]:
+        """What adds one gap between successive tokens of a sequence, in seconds."""
+        return self._engines.inter_token_observer(model, version)
+
+    def observe_lengths(
+        self, model: str, version: str, num_input: int, num_output: int
+    ) -> None:
+        """Add a finished request's prompt and output lengths in tokens."""
+        self._engines.observe_lengths(model, version, num_input, num_output)
+
+    def set_engine_stats(
+        self,
+        model: str,
+        version: str,
+        stats: Mapping[str, float],
+        group: str = "",
+        incarnation: int = 0,
+    ) -> None:
+        """Show the figures of a group's last iteration (`comm.messages.STATS_KEYS`), added to
+        those of the model's other groups. ``incarnation`` is how often the group was started
+        again."""
+        self._engines.set_stats(model, version, stats, group, incarnation)
+        if stats and is_logged():
+            log_engine_stats(model, {**stats, **self._engines.token_totals(model, version)})
+
+    def add_expert_tokens(
+        self,
+        model: str,
+        version: str,
+        report: ExpertReport,
+        group: str = "",
+        incarnation: int = 0,
+    ) -> None:
+        """Count how many more tokens chose each expert of a group's engine."""
+        self._experts.add(model, version, group, report, incarnation)
+
+    def drop_engine_stats(self, model: str, version: str, group: str) -> None:
+        """Count the figures of a group no more: it is down."""
+        self._engines.set_stats(model, version, {}, group)
+
+    def set_engine_info(
+        self, model: str, version: str, facts: Mapping[str, Any], group: str = ""
+    ) -> None:
+        """Show the backends, transports and start method of `EngineHello.facts`."""
+        self._engines.set_info(model, version, facts, group)
+
+    def group_state(
+        self, model: str, group: str, is_up: bool, num_restarts: int, version: str = "1"
+    ) -> None:
+        """Show whether a worker group serves, and how often it was started again."""
+        self._engines.set_group(model, version, group, up=is_up, restarts=num_restarts)
+
+    def count_group(
+        self, model: str, version: str, group: str, num_requests: Callable[[], int]
+    ) -> None:
+        """Show how many requests a worker group owes, asked for whenever somebody reads."""
+        self._engines.count_group(model, version, group, num_requests)
+
+    def count_replays(self, model: str, version: str, num_replays: int) -> None:
+        """Add requests that were sent again after a group died."""
+        self._engines.count_replays(model, version, num_replays)
+
+    def count_lost(self, model: str, version: str, num_requests: int) -> None:
+        """Add requests that failed because groups died."""
+        self._engines.count_lost(model, version, num_requests)
+
+    def latency_counts(self) -> dict[Key, ModelCounts]:
+        """The latency histograms of all models, as they stand."""
+        return self._engines.latency_counts(self.others)
+
+    def engine_values(self, model: str, version: str) -> Mapping[str, float] | None:
+        """The last figures of a model's engine; None for a model without one."""
+        return self._engines.values(model, version)
+
+    def read_host(self) -> HostReading:
+        """Processors, memory and GPUs of this host."""
+        return self._host.read()
+
+    def load_header(self, style: str) -> str | None:
+        """The ``endpoint-load-metrics`` header for a requested style, if there is one."""
+        return self._engines.load_header(style)
+
+    def render(self) -> bytes:
+        """All series as Prometheus text."""
+        metrics = self.others.added_to(self._registry.collect())
+        return render(metrics, self._families.tags)
+
+    def own_counts(
+        self, statistics: Iterable[StatisticsMessage], num_running: int
+    ) -> dict[str, Any]:
+        """What this front end tells the first one, which adds it to what it has itself."""
+        return own_counts(self._registry, statistics, num_running)

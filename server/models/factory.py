@@ -1,0 +1,286 @@
+"""From a model's configuration to the object that serves it."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path, PurePosixPath
+from weakref import WeakValueDictionary
+
+from tritonclient.grpc.model_config_pb2 import ModelConfig
+
+from trimaran.comm.errors import ConfigError
+from trimaran.comm.files.input_files import read_text, unreadable
+from trimaran.server.engines.model_engines import ModelEngines
+from trimaran.server.inference.request import Model
+from trimaran.server.models.bls_graph import bls_graph
+from trimaran.server.models.graph_model import GraphModel, GraphStep
+from trimaran.server.models.postprocessing import PostprocessingModel
+from trimaran.server.models.preprocessing import PreprocessingModel
+from trimaran.server.models.text_models import BlsModel, EnsembleModel, ensemble_maps
+from trimaran.server.models.text_pipeline import Steps
+from trimaran.server.models.token_model import TokenModel
+from trimaran.server.models.tokenizer import Tokenizer
+from trimaran.server.models.vocabularies import warn_of_surplus_ids
+from trimaran.server.python_models.calls import ModelCalls
+from trimaran.server.python_models.model import PythonModel
+from trimaran.server.repository.ensemble_graph import check_ensemble, check_step_versions
+from trimaran.server.repository.model_repository import (
+    CODE_FILE,
+    EXECUTABLE,
+    RepositoryModel,
+    Role,
+)
+
+logger = logging.getLogger(__name__)
+
+COMPOSED = (Role.ENSEMBLE, Role.BLS)
+"""Roles that run other models."""
+
+_STEPS = (Role.PREPROCESSING, Role.TOKEN, Role.POSTPROCESSING)
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """A model that others may run."""
+
+    source: RepositoryModel
+    plain: Model
+    """The model itself."""
+    model: Model
+    """The same, counted."""
+
+
+class ModelFactory:
+    """Makes models. Tokenizers are shared by the models that are alive."""
+
+    def __init__(self, calls: ModelCalls, tokenizer_threads: int = 2) -> None:
+        """``calls`` is what the code of Python models may ask for."""
+        self._calls = calls
+        self._tokenizer_threads = tokenizer_threads
+        self._tokenizers: WeakValueDictionary[tuple[object, ...], Tokenizer] = (
+            WeakValueDictionary()
+        )
+
+    def single(self, source: RepositoryModel, engines: ModelEngines | None = None) -> Model:
+        """A model that runs by itself; one of the token role has ``engines``. Reads files.
+
+        Raises:
+            ConfigError: the model cannot be served; the message names it and the remedy.
+        """
+        model = _own_config(source)
+        makers: dict[Role, Callable[[RepositoryModel, int], Model]] = {
+            Role.PREPROCESSING: self._preprocessing,
+            Role.POSTPROCESSING: self._postprocessing,
+        }
+        if model.role is Role.TOKEN:
+            assert engines is not None
+            built: Model = TokenModel(model, _only_version(model), engines)
+        elif model.role in makers:
+            built = makers[model.role](model, _only_version(model))
+        else:
+            return self._python(model)
+        _log_native(model)
+        return built
+
+    def composed(self, source: RepositoryModel, steps: Mapping[str, Step]) -> Model:
+        """An ensemble or a BLS model over models of ``steps``, which may hold others too.
+
+        Raises:
+            ConfigError: a step is missing, or does not fit; the message names the remedy.
+        """
+        model = _own_config(source)
+        version = _only_version(model)
+        absent = [name for name in model.steps if name not in steps]
+        if absent:
+            raise ConfigError(
+                f"{model.config_path}: its step '{absent[0]}' is not loaded. Load that "
+                "model, or name one that the repository holds."
+            )
+        if model.role is Role.BLS:
+            built = self._bls(model, version, steps)
+        else:
+            configs = {name: step.source.config for name, step in steps.items()}
+            check_ensemble(model.config_path, model.config, configs)
+            served = {name: step.source.versions for name, step in steps.items()}
+            check_step_versions(model.config_path, model.config, served)
+            built = self._ensemble(model, version, steps)
+        parts = {name: steps[name].plain for name in model.steps if name in steps}
+        warn_of_surplus_ids(model.name, parts)
+        if isinstance(built, GraphModel):
+            logger.info("Model '%s': %s, run step by step", model.name, model.role.value)
+        else:
+            _log_native(model)
+        return built
+
+    # ---- single models ------------------------------------------------------------------
+
+    def _python(self, model: RepositoryModel) -> Model:
+        version = _only_version(model)
+        if not model.has_code(version):
+            raise _unserved(model)
+        logger.info("Model '%s': runs its own %s/model.py", model.name, version)
+        return PythonModel(model, version, self._calls)
+
+    def _preprocessing(self, model: RepositoryModel, version: int) -> Model:
+        return PreprocessingModel(model, version, self._tokenizer(model))
+
+    def _postprocessing(self, model: RepositoryModel, version: int) -> Model:
+        return PostprocessingModel(model, version, self._tokenizer(model))
+
+    def _tokenizer(self, model: RepositoryModel) -> Tokenizer:
+        folder = model.parameters.get_str("tokenizer_dir")
+        if folder is None:
+            raise ConfigError(
+                f"{model.config_path}: tokenizer_dir is not set. Fill it: trimaran "
+                f"fill-template -i {model.config_path} tokenizer_dir:FOLDER"
+            )
+        # With the files' times: a load after a change must not find what was there before.
+        try:
+            path = Path(folder).resolve()
+            key = (str(path), *_file_times(path))
+            tokenizer = self._tokenizers.get(key)
+            if tokenizer is None:
+                tokenizer = Tokenizer(folder, self._tokenizer_threads)
+                self._tokenizers[key] = tokenizer
+            return tokenizer
+        # A zero byte, and links that go around in a circle.
+        except (ConfigError, OSError, ValueError, RuntimeError) as error:
+            raise ConfigError(
+                f"{model.config_path}: {str(error).rstrip('.')}. Name in tokenizer_dir a "
+                "folder with a tokenizer that can be read."
+            ) from error
+
+    # ---- composed models ----------------------------------------------------------------
+
+    def _ensemble(
+        self, model: RepositoryModel, version: int, steps: Mapping[str, Step]
+    ) -> Model:
+        scheduled = model.config.ensemble_scheduling.step
+        names = {_part(steps[s.model_name]): s.model_name for s in scheduled}
+        if len(scheduled) == len(_STEPS) and set(names) == set(_STEPS):
+            maps = ensemble_maps(model, names)
+            if maps is not None:
+                return EnsembleModel(model, version, _wired(names, steps), maps)
+        graph = [
+            GraphStep(steps[step.model_name].model, dict(step.input_map), dict(step.output_map))
+            for step in scheduled
+        ]
+        return GraphModel(model, version, graph)
+
+    def _bls(self, model: RepositoryModel, version: int, steps: Mapping[str, Step]) -> Model:
+        names = dict(zip(_STEPS, model.steps, strict=True))
+        for role, name in names.items():
+            found = steps[name].source.role
+            if found not in (role, Role.OTHER):
+                raise ConfigError(
+                    f"{model.config_path}: its step '{name}' is of the role '{found.value}' "
+                    f"but must be of '{role.value}'. Correct that model's configuration, or "
+                    "name another model."
+                )
+        if any(_part(steps[name]) is not role for role, name in names.items()):
+            models = {role: steps[name].model for role, name in names.items()}
+            return BlsModel(model, version, bls_graph(model, version, models))
+        return BlsModel(model, version, _wired(names, steps))
+
+
+def read_labels(model: RepositoryModel) -> dict[str, list[str]]:
+    """The class labels of the outputs that have a file of them.
+
+    Raises:
+        ConfigError: a file cannot be read, or is none of the model's folder.
+    """
+    labels = {}
+    for output in model.config.output:
+        if not output.label_filename:
+            continue
+        what = f"{model.config_path}: label_filename of output '{output.name}'"
+        if not _is_inside(output.label_filename):
+            # Who loads a model may not read the server's other files by it.
+            raise ConfigError(
+                f"{what} is {output.label_filename!r}, which names no file below the model's "
+                "folder. Put the labels there, and name them from there."
+            )
+        path = model.folder / output.label_filename
+        try:
+            labels[output.name] = read_text(path).splitlines()
+        except (OSError, UnicodeDecodeError) as error:
+            raise unreadable(f"{what}: {path}", error) from error
+    return labels
+
+
+def _is_inside(name: str) -> bool:
+    """Whether a relative path stays below the folder that it is read from; links there are
+    the operator's."""
+    path = PurePosixPath(name)
+    return not path.is_absolute() and ".." not in path.parts and "\0" not in name
+
+
+def _own_config(source: RepositoryModel) -> RepositoryModel:
+    """The same with a configuration that a model may complete."""
+    config = ModelConfig()
+    config.CopyFrom(source.config)
+    return replace(source, config=config)
+
+
+def _only_version(model: RepositoryModel) -> int:
+    if len(model.versions) > 1:
+        raise ConfigError(
+            f"{model.folder} holds the versions {model.versions}, but one version of a "
+            "model is served. Keep one."
+        )
+    return model.versions[0]
+
+
+def _file_times(folder: Path) -> list[tuple[str, int, int]]:
+    if not folder.is_dir():
+        return []
+    with os.scandir(folder) as entries:
+        stats = [(entry.name, entry.stat()) for entry in entries if entry.is_file()]
+    return sorted((name, stat.st_mtime_ns, stat.st_size) for name, stat in stats)
+
+
+def _part(step: Step) -> Role:
+    """The part that a step may have in a native pipeline. What comes before the tokens may be
+    a user's own; what follows them takes part in streaming."""
+    role = step.source.role
+    return Role.PREPROCESSING if role is Role.OTHER else role
+
+
+def _wired(names: Mapping[Role, str], steps: Mapping[str, Step]) -> Steps:
+    post = steps[names[Role.POSTPROCESSING]].plain
+    token = steps[names[Role.TOKEN]].plain
+    assert isinstance(post, PostprocessingModel)
+    assert isinstance(token, TokenModel)
+    return Steps(
+        preprocessing=steps[names[Role.PREPROCESSING]].model,
+        token=steps[names[Role.TOKEN]].model,
+        postprocessing=steps[names[Role.POSTPROCESSING]].model,
+        tokenizer=post.tokenizer,
+        arrivals=token.arrivals,
+        skip_special_tokens=post.skip_special_tokens,
+        excludes_input=token.excludes_input,
+        has_own_preprocessing=steps[names[Role.PREPROCESSING]].source.role is Role.OTHER,
+        normalises_log_probs=token.normalises_log_probs,
+    )
+
+
+def _log_native(model: RepositoryModel) -> None:
+    note = ""
+    # One that cannot be read is not run either.
+    if os.path.exists(model.folder / str(model.versions[0]) / CODE_FILE):
+        note = "; its model.py is not run"
+        if model.role in EXECUTABLE:
+            note += " (--python-models execute would)"
+    logger.info("Model '%s': native %s%s", model.name, model.role.value, note)
+
+
+def _unserved(model: RepositoryModel) -> ConfigError:
+    return ConfigError(
+        f"{model.config_path}: model '{model.name}' has the inputs and outputs of none of the "
+        f"roles {', '.join(r.value for r in Role if r is not Role.OTHER)}, and it is no Python "
+        f"model: its backend is {model.config.backend!r} and not 'python', or the version's "
+        "folder has no model.py. Add them, or remove the folder."
+    )

@@ -1,0 +1,91 @@
+"""The postprocessing model: ids of each beam to text."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import AsyncGenerator
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from trimaran.comm.errors import RequestError
+from trimaran.server.inference.request import InferRequest, InferResponse, Tensor
+from trimaran.server.models.detokenizer import IncrementalDetokenizer
+from trimaran.server.models.tokenizer import Tokenizer
+from trimaran.server.repository.model_repository import RepositoryModel
+from trimaran.server.repository.signatures import PASSED_ON
+
+
+@dataclass(slots=True, kw_only=True)
+class LastIdsJob(InferRequest):
+    """The end of a stream of ids: what the detokenizer makes of the last ones.
+
+    It travels as an ordinary request, so that a text request counts here once.
+    """
+
+    detokenizer: IncrementalDetokenizer
+    ids: list[int] = field(default_factory=list)
+
+
+class PostprocessingModel:
+    """A model of the postprocessing role, native whatever its ``model.py`` says."""
+
+    is_decoupled = False
+    is_ready = True
+
+    def __init__(self, model: RepositoryModel, version: int, tokenizer: Tokenizer) -> None:
+        self.name = model.name
+        self.version = str(version)
+        self.config = model.config
+        self.tokenizer = tokenizer
+        skip = model.parameters.get_loose_bool("skip_special_tokens")
+        self.skip_special_tokens = True if skip is None else skip
+        self._is_batched = model.config.max_batch_size > 0
+        self._outputs = {tensor.name for tensor in model.config.output}
+
+    async def infer(self, request: InferRequest) -> AsyncGenerator[InferResponse, None]:
+        """Decode every beam of every sample; see `inference.Model`."""
+        if isinstance(request, LastIdsJob):
+            batch, texts = 1, [request.detokenizer.push(request.ids, is_last=True)]
+        else:
+            batch, texts = request.inputs["TOKENS_BATCH"].shape[0], self._decode(request)
+        data = np.array([text.encode() for text in texts], dtype=object)
+        if self._is_batched:
+            data = data.reshape(batch, -1)
+        outputs = [Tensor("OUTPUT", "BYTES", data), *self._passed_on(request)]
+        yield InferResponse(
+            model_name=self.name,
+            model_version=self.version,
+            id=request.id,
+            outputs=[o for o in outputs if not request.outputs or o.name in request.outputs],
+            is_final=True,
+        )
+
+    def _passed_on(self, request: InferRequest) -> list[Tensor]:
+        """What older configurations send through here."""
+        return [
+            Tensor(f"OUT_{name}", tensor.datatype, tensor.data)
+            for name, tensor in request.inputs.items()
+            if name in PASSED_ON and f"OUT_{name}" in self._outputs
+        ]
+
+    def _decode(self, request: InferRequest) -> list[str]:
+        tokens = request.inputs["TOKENS_BATCH"].data
+        beams = tokens.reshape(math.prod(tokens.shape[:-1]), tokens.shape[-1])
+        lengths = request.inputs["SEQUENCE_LENGTH"].data.reshape(-1).tolist()
+        if len(lengths) != len(beams):
+            raise RequestError(
+                f"SEQUENCE_LENGTH has {len(lengths)} lengths, but TOKENS_BATCH has "
+                f"{len(beams)} beams; give one length a beam"
+            )
+        return [self._text(beam, length) for beam, length in zip(beams, lengths, strict=True)]
+
+    def _text(self, beam: npt.NDArray[np.int32], length: int) -> str:
+        ids = beam[: max(0, length)].tolist()
+        if ids and min(ids) < 0:
+            raise RequestError(
+                f"TOKENS_BATCH holds {min(ids)} within the first {length} ids, which "
+                "SEQUENCE_LENGTH says are text"
+            )
+        return self.tokenizer.decode(ids, self.skip_special_tokens)

@@ -1,0 +1,75 @@
+"""The tensors of one sample of a request, read by name and type."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from trimaran.comm.errors import RequestError
+from trimaran.server.inference.request import Tensor
+
+
+class SampleInputs:
+    """Sample ``index`` of a batched request. An input that is absent or empty is None."""
+
+    def __init__(self, inputs: Mapping[str, Tensor], index: int, is_batched: bool) -> None:
+        self._inputs = inputs
+        self._index = index
+        self._is_batched = is_batched
+
+    def array(self, name: str) -> npt.NDArray[Any] | None:
+        """The sample's array without the batch dimension."""
+        tensor = self._inputs.get(name)
+        if tensor is None or tensor.data.size == 0:
+            return None
+        if not self._is_batched:
+            return tensor.data
+        sample: npt.NDArray[Any] = np.asarray(tensor.data[self._index])
+        return sample
+
+    def scalar(self, *names: str) -> Any:
+        """The first element of the first of these inputs that is there, or None."""
+        for name in names:
+            array = self.array(name)
+            if array is not None:
+                return array.reshape(-1)[0].item() if array.dtype != object else array.flat[0]
+        return None
+
+    def flag(self, *names: str) -> bool:
+        """As `scalar`, as a truth value; absent is False."""
+        return bool(self.scalar(*names))
+
+    def ids(self, name: str) -> list[int]:
+        """A flat list of integers; absent is empty."""
+        array = self.array(name)
+        return [] if array is None else array.reshape(-1).tolist()
+
+    def texts(self, name: str) -> list[str]:
+        """A flat list of strings; absent is empty.
+
+        Raises:
+            RequestError: not UTF-8.
+        """
+        array = self.array(name)
+        return [] if array is None else [to_text(name, item) for item in array.reshape(-1)]
+
+
+def to_text(name: str, raw: Any) -> str:
+    """One element of a BYTES tensor.
+
+    Raises:
+        RequestError: not UTF-8.
+    """
+    try:
+        return raw if isinstance(raw, str) else bytes(raw).decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise RequestError(f"input '{name}' is not UTF-8 text: {error}") from None
+
+
+def batch_size(inputs: Mapping[str, Tensor], name: str, is_batched: bool) -> int:
+    """Samples of a request, by the first dimension of this input."""
+    tensor = inputs.get(name)
+    return int(tensor.shape[0]) if is_batched and tensor is not None else 1

@@ -1,0 +1,239 @@
+"""From the tensors of a token-level request to its sampling parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import fields
+from typing import Any
+
+import numpy as np
+
+from trimaran.comm.errors import RequestError
+from trimaran.comm.messages.sampling_params import SamplingParams
+from trimaran.server.models.sample_inputs import SampleInputs
+
+PERF_METRICS = ("return_perf_metrics", "return_kv_cache_reuse_stats")
+"""The newer and the older name of the input."""
+
+MAX_WORD_IDS = 1 << 16
+"""Most ids of the stop words, or of the bad words, of one sample. What more of them take in
+each step, all others wait for."""
+
+# Field of `SamplingParams`, the inputs that set it (old and new names), and its type.
+_SCALARS: tuple[tuple[str, tuple[str, ...], Callable[[Any], Any]], ...] = (
+    ("end_id", ("end_id",), int),
+    ("pad_id", ("pad_id",), int),
+    ("temperature", ("temperature",), float),
+    ("top_k", ("runtime_top_k",), int),
+    ("min_p", ("runtime_min_p",), float),
+    ("top_p_min", ("runtime_top_p_min",), float),
+    ("top_p_decay", ("runtime_top_p_decay",), float),
+    ("top_p_reset_ids", ("runtime_top_p_reset_ids",), int),
+    ("length_penalty", ("len_penalty",), float),
+    ("early_stopping", ("early_stopping",), int),
+    ("repetition_penalty", ("repetition_penalty",), float),
+    ("min_tokens", ("min_length", "min_tokens"), int),
+    ("beam_search_diversity_rate", ("beam_search_diversity_rate",), float),
+    ("presence_penalty", ("presence_penalty",), float),
+    ("frequency_penalty", ("frequency_penalty",), float),
+    ("seed", ("random_seed", "seed"), int),
+    ("no_repeat_ngram_size", ("no_repeat_ngram_size",), int),
+    ("return_log_probs", ("return_log_probs",), bool),
+    ("return_context_logits", ("return_context_logits",), bool),
+    ("return_generation_logits", ("return_generation_logits",), bool),
+    ("return_perf_metrics", PERF_METRICS, bool),
+    ("beam_width", ("beam_width",), int),
+)
+_LOOKAHEAD = (
+    "lookahead_window_size",
+    "lookahead_ngram_size",
+    "lookahead_verification_set_size",
+)
+_WHOLE = "context_and_generation"
+_DEFAULTS: dict[str, Any] = {field.name: field.default for field in fields(SamplingParams)}
+# Inputs of features that no engine here serves; a request that carries one is refused.
+_REFUSED: tuple[tuple[str, str], ...] = (
+    ("encoder_input_features", "encoder-decoder models are not served"),
+    ("draft_input_ids", "speculative decoding is not served"),
+    ("draft_logits", "speculative decoding is not served"),
+    ("draft_acceptance_threshold", "speculative decoding is not served"),
+    ("cross_attention_mask", "cross attention is not served"),
+    ("skip_cross_attn_blocks", "cross attention is not served"),
+    ("mrope_rotary_cos_sin", "multimodal positions are not served"),
+    ("mrope_position_deltas", "multimodal positions are not served"),
+    ("context_phase_params", "disaggregated serving is not served"),
+)
+
+
+def read_sampling(
+    inputs: SampleInputs, vocab_size: int, logits_dtype: str = "float32"
+) -> SamplingParams:
+    """The sampling parameters of one sample; an absent input leaves its default.
+
+    Raises:
+        RequestError: a malformed word list, or an input of a feature that is not served.
+    """
+    _refuse_unserved(inputs)
+    values: dict[str, Any] = {}
+    max_tokens = inputs.scalar("request_output_len")
+    if max_tokens is None:
+        raise RequestError("request_output_len is not present in the request")
+    values["max_tokens"] = max_tokens
+    for field, names, convert in _SCALARS:
+        value = _only_value(inputs, names)
+        if value is not None:
+            values[field] = _exact(field, convert(value))
+    top_p = inputs.scalar("runtime_top_p")
+    # Not a number is no "unset": it goes on, to be refused.
+    if top_p is not None and not top_p <= 0:
+        values["top_p"] = top_p
+    values["guide_type"], values["guide"] = _guide(inputs)
+    values["stop_words"] = word_list(inputs, "stop_words_list")
+    values["bad_words"] = word_list(inputs, "bad_words_list")
+    _refuse_lookahead(inputs)
+    values["embedding_bias"] = _bias(inputs, vocab_size)
+    if values.get("return_context_logits") or values.get("return_generation_logits"):
+        values["logits_dtype"] = logits_dtype
+    return SamplingParams(**values)
+
+
+def _only_value(inputs: SampleInputs, names: tuple[str, ...]) -> Any:
+    """What the inputs of one meaning say, or None."""
+    given = [(name, inputs.scalar(name)) for name in names]
+    given = [(name, value) for name, value in given if value is not None]
+    for name, value in given[1:]:
+        if value != given[0][1]:
+            raise RequestError(
+                f"{given[0][0]} is {given[0][1]} but {name}, another name for it, is {value}; "
+                "send one of them"
+            )
+    return given[0][1] if given else None
+
+
+def _guide(inputs: SampleInputs) -> tuple[str, str]:
+    """Type and text of the guide, both empty without one."""
+    kind, guide = (
+        (inputs.texts(name) or [""])[0]
+        for name in ("guided_decoding_guide_type", "guided_decoding_guide")
+    )
+    if guide and not kind:
+        raise RequestError(
+            "guided_decoding_guide is set without guided_decoding_guide_type; send both"
+        )
+    return kind, guide
+
+
+def _exact(field: str, value: Any) -> Any:
+    """The default where the value is the default in the wire's 32 bits."""
+    default = _DEFAULTS[field]
+    if isinstance(value, float) and np.float32(value) == np.float32(default):
+        return default
+    return value
+
+
+def _bias(inputs: SampleInputs, vocab_size: int) -> bytes:
+    """One value an id of the engine, which may have more ids than the tokenizer, or fewer."""
+    given = inputs.array("embedding_bias")
+    if given is None or not np.any(given):
+        return b""
+    bias = np.asarray(given, dtype="<f4").reshape(-1)
+    if bias[vocab_size:].any():
+        raise RequestError(
+            f"embedding_bias has {bias.size} values, but the vocabulary has {vocab_size} ids"
+        )
+    return np.pad(bias[:vocab_size], (0, max(vocab_size - bias.size, 0))).tobytes()
+
+
+def word_list(inputs: SampleInputs, name: str) -> tuple[tuple[int, ...], ...]:
+    """The words of a ``[2, L]`` list: concatenated ids, and the end of each word.
+
+    Raises:
+        RequestError: the offsets do not describe words.
+    """
+    array = inputs.array(name)
+    if array is None:
+        return ()
+    refuse_many(name, array.size // 2, "ids")
+    flat = array.reshape(-1).tolist()
+    if len(flat) % 2:
+        raise RequestError(f"{name}: Sparse list must not have odd length: {_start(flat)}")
+    half = len(flat) // 2
+    ids, ends = flat[:half], flat[half:]
+    used = [end for end in ends if end != -1]
+    if ends[: len(used)] != used:
+        raise RequestError(f"{name}: Sparse list must not have additional -1s: {_start(flat)}")
+    words, start = [], 0
+    for end in used:
+        if end > half or end < 0:
+            raise RequestError(
+                f"{name}: Sparse list must not have out-of-bound offsets: {_start(flat)}"
+            )
+        if end <= start:
+            raise RequestError(
+                f"{name}: Sparse list must not have non-increasing offsets: {_start(flat)}"
+            )
+        words.append(tuple(ids[start:end]))
+        start = end
+    return tuple(words)
+
+
+def refuse_many(name: str, count: int, what: str) -> None:
+    """Refuse more words, or ids of words, than `MAX_WORD_IDS`.
+
+    Raises:
+        RequestError: there are more.
+    """
+    if count > MAX_WORD_IDS:
+        raise RequestError(
+            f"input '{name}' holds {count} {what} but may hold at most {MAX_WORD_IDS}; send "
+            "fewer"
+        )
+
+
+def _start(values: list[int]) -> str:
+    """A list as an error shows it."""
+    shown = str(values[:100])
+    return shown if len(values) <= 100 else f"{shown[:-1]}, ... ({len(values)} values)"
+
+
+def pack_words(words: list[list[int]]) -> list[list[int]]:
+    """The ``[2, L]`` list of some words, the inverse of `word_list`."""
+    ids = [token for word in words for token in word]
+    ends, end = [], 0
+    for word in words:
+        end += len(word)
+        ends.append(end)
+    return [ids, ends + [-1] * (len(ids) - len(ends))]
+
+
+def check_request_type(parameters: Mapping[str, Any]) -> None:
+    """Refuse the halves of a request that disaggregated serving makes.
+
+    Raises:
+        RequestError: the parameter ``request_type`` names one of them, or nothing known.
+    """
+    found = parameters.get("request_type", _WHOLE)
+    if found != _WHOLE:
+        raise RequestError(
+            f"parameter 'request_type' is {found!r} but disaggregated serving is not served. "
+            f"Leave it out, or send '{_WHOLE}'."
+        )
+
+
+def _refuse_unserved(inputs: SampleInputs) -> None:
+    for name, reason in _REFUSED:
+        if inputs.array(name) is not None:
+            raise RequestError(f"input '{name}' is set but {reason}; leave it out")
+
+
+def _refuse_lookahead(inputs: SampleInputs) -> None:
+    values = [inputs.scalar(name) for name in _LOOKAHEAD]
+    if all(value is None for value in values):
+        return
+    if any(value is None for value in values):
+        raise RequestError(f"{', '.join(_LOOKAHEAD)} must be given together or not at all")
+    raise RequestError(
+        "Cannot set the request lookahead decoding configuration when model instance lookahead "
+        "parameters are not set. Speculative decoding is not served: leave the inputs "
+        f"{', '.join(_LOOKAHEAD)} out."
+    )

@@ -1,0 +1,228 @@
+"""What a response says of a sequence beside its ids or text: place, lengths, log-probs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from tritonclient.grpc.model_config_pb2 import ModelConfig
+
+from trimaran.comm.messages.messages import FinishReason
+from trimaran.server.engines.beams import Beams, logits_by_beam, padded
+from trimaran.server.engines.live_request import TokenChunk
+from trimaran.server.inference.datatypes import NUMPY_TYPES, from_config
+from trimaran.server.inference.request import Tensor
+from trimaran.server.inference.tensor_bytes import object_array
+from trimaran.server.models.sample_inputs import SampleInputs
+from trimaran.server.models.sampling_inputs import PERF_METRICS
+
+LOGITS_DTYPES = {"FP32": "float32", "FP16": "float16"}
+"""The datatypes of logits outputs, and how an engine calls them."""
+
+STOPPED = "stop"
+"""The finish reason of an end id or a stop word."""
+
+_LOGITS = ("context_logits", "generation_logits")
+_FIGURES = (
+    ("kv_cache_alloc_new_blocks", "INT32"),
+    ("kv_cache_reused_blocks", "INT32"),
+    ("kv_cache_alloc_total_blocks", "INT32"),
+    ("arrival_time_ns", "INT64"),
+    ("first_scheduled_time_ns", "INT64"),
+    ("first_token_time_ns", "INT64"),
+    ("last_token_time_ns", "INT64"),
+    ("acceptance_rate", "FP32"),
+    ("total_accepted_draft_tokens", "INT32"),
+    ("total_draft_tokens", "INT32"),
+)
+
+
+_REASONS = {
+    FinishReason.END_ID: STOPPED,
+    FinishReason.STOP_WORDS: STOPPED,
+    FinishReason.LENGTH: "length",
+    FinishReason.CANCELLED: "cancelled",
+}
+
+
+@dataclass(slots=True)
+class Progress:
+    """One sequence so far."""
+
+    num_input: int
+    num_output: int = 0
+    cum_log_prob: float = 0.0
+    log_probs: list[float] = field(default_factory=list)
+    """Of the ids since `take_log_probs`."""
+
+    logits: dict[str, list[bytes | memoryview]] = field(default_factory=dict)
+    """By output, what no response has had."""
+
+    logits_dtype: str = ""
+    figures: dict[str, int] = field(default_factory=dict)
+    beams: Beams | None = None
+    """The last word on them, of a beam search."""
+
+    finish_reason: str = ""
+    """Why it ended, once it has."""
+
+    def add(self, chunk: TokenChunk) -> None:
+        """Take in the next ids."""
+        self.num_output += len(chunk.token_ids)
+        if chunk.is_last:
+            self.finish_reason = _REASONS[chunk.finish_reason]
+        if not chunk.extras:
+            return
+        if "beams" in chunk.extras:
+            self.beams = Beams.from_wire(chunk.extras["beams"])
+            self.num_output = self.beams.num_tokens
+        # Summed here, as an engine knows only what it sampled itself.
+        new = chunk.extras.get("log_probs", ())
+        self.cum_log_prob += sum(new)
+        self.log_probs += new
+        self.figures = chunk.extras.get("figures", self.figures)
+        self.logits_dtype = chunk.extras.get("logits_dtype", self.logits_dtype)
+        for name in _LOGITS:
+            if name in chunk.extras:
+                self.logits.setdefault(name, []).extend(chunk.extras[name])
+        if self.beams is not None and "generation_logits" in self.logits:
+            # Those of steps before went with beams that are replaced.
+            num_logits = sum(self.beams.num_logits)
+            del self.logits["generation_logits"][: -num_logits or None]
+
+    @property
+    def finish_reasons(self) -> list[str]:
+        """Why each beam ended; of a sequence without beams one."""
+        if self.beams is None:
+            return [self.finish_reason]
+        # Those that were growing ended with their request.
+        return [_REASONS.get(reason, self.finish_reason) for reason in self.beams.reasons]
+
+    def take_log_probs(self) -> list[float]:
+        """The log-probabilities since the last call."""
+        taken, self.log_probs = self.log_probs, []
+        return taken
+
+    def take_logits(self, name: str) -> npt.NDArray[Any] | None:
+        """The logits [tokens, vocabulary] since the last call; None if there are none."""
+        pieces = self.logits.pop(name, None)
+        if not pieces:
+            return None
+        # A prompt's come in pieces of any length, an output's token by token.
+        num_tokens = self.num_input if name == "context_logits" else len(pieces)
+        raw = pieces[0] if len(pieces) == 1 else b"".join(pieces)
+        return np.frombuffer(raw, self.logits_dtype).reshape(num_tokens, -1)
+
+
+class SequenceOutputs:
+    """Which of these outputs one request gets. ``flags`` are the token model's inputs."""
+
+    def __init__(
+        self,
+        flags: SampleInputs,
+        num_samples: int,
+        num_sequences: int,
+        config: ModelConfig,
+        *,
+        normalises_log_probs: bool = True,
+    ) -> None:
+        """``config`` is that of the model that answers.
+
+        Of beams, ``cum_log_probs`` are divided as their scores are, or are plain sums.
+        """
+        self._normalises = normalises_log_probs
+        self._is_streaming = flags.flag("streaming")
+        self._has_batch_index = num_samples > 1
+        self._has_sequence_index = num_sequences > 1
+        self._has_num_input = flags.flag("return_num_input_tokens")
+        self._has_num_output = flags.flag("return_num_output_tokens")
+        self._has_log_probs = flags.flag("return_log_probs")
+        self._has_reason = flags.flag("return_finish_reason")
+        self._has_figures = flags.flag(*PERF_METRICS)
+        self._logits = [name for name in _LOGITS if flags.flag(f"return_{name}")]
+        self._logits_type = logits_type(config)
+        self._has_any = (
+            self._has_batch_index
+            or self._has_sequence_index
+            or self._has_num_input
+            or self._has_num_output
+            or self._has_log_probs
+            or self._has_figures
+            or self._has_reason
+            or bool(self._logits)
+        )
+
+    @property
+    def tell_of_ends(self) -> bool:
+        """Whether the last response has one that no other has."""
+        return self._has_reason or self._has_figures
+
+    def tensors(
+        self, sample: int, sequence: int, progress: Progress, *, is_last: bool
+    ) -> list[Tensor]:
+        """The outputs of a response, with a batch dimension of 1; its end with the last."""
+        if not self._has_any:
+            return []
+        chosen = (
+            ("batch_index", sample, self._has_batch_index),
+            ("sequence_index", sequence, self._has_sequence_index),
+            ("num_input_tokens", progress.num_input, self._has_num_input),
+            ("num_output_tokens", progress.num_output, self._has_num_output),
+        )
+        tensors = [
+            _scalar(name, "INT32", value) for name, value, is_wanted in chosen if is_wanted
+        ]
+        if self._has_log_probs:
+            tensors += self._log_probs_tensors(progress)
+        tensors += self._logits_tensors(progress)
+        if self._has_reason and is_last:
+            reasons = progress.finish_reasons
+            data = object_array([reason.encode() for reason in reasons], (1, len(reasons)))
+            tensors.append(Tensor("finish_reason", "BYTES", data))
+        if self._has_figures and is_last:
+            # No drafts were made, and none accepted.
+            tensors += [
+                _scalar(name, datatype, progress.figures.get(name, 0))
+                for name, datatype in _FIGURES
+            ]
+        return tensors
+
+    def _log_probs_tensors(self, progress: Progress) -> list[Tensor]:
+        total, each = [progress.cum_log_prob], [progress.take_log_probs()]
+        beams = progress.beams
+        if beams is not None:
+            total = beams.scores if self._normalises else beams.cum_log_probs
+            each = beams.log_probs
+        return [
+            Tensor("cum_log_probs", "FP32", np.array([total], dtype=np.float32)),
+            Tensor("output_log_probs", "FP32", padded(each, np.float32)),
+        ]
+
+    def _logits_tensors(self, progress: Progress) -> Iterator[Tensor]:
+        datatype = self._logits_type
+        for name in self._logits:
+            logits = progress.take_logits(name)
+            if logits is None:
+                continue
+            data = logits.astype(NUMPY_TYPES[datatype], copy=False)[np.newaxis]
+            if name == "generation_logits":
+                if progress.beams is not None:
+                    data = logits_by_beam(progress.beams.num_logits, data[0])
+                # [1, beams, tokens, V]; in a stream tokens stand before beams.
+                data = (
+                    data.swapaxes(0, 1)[np.newaxis] if self._is_streaming else data[np.newaxis]
+                )
+            yield Tensor(name, datatype, data)
+
+
+def logits_type(config: ModelConfig) -> str:
+    """The datatype of a model's logits outputs, FP32 where it has none."""
+    types = (from_config(o.data_type) for o in config.output if o.name.endswith("_logits"))
+    return next(types, "FP32")
+
+
+def _scalar(name: str, datatype: str, value: float) -> Tensor:
+    return Tensor(name, datatype, np.array([[value]], dtype=NUMPY_TYPES[datatype]))

@@ -1,0 +1,245 @@
+"""The two text models: the ensemble, wired by its config, and the BLS model."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from typing import Any
+
+from trimaran.comm.errors import ConfigError, RequestError
+from trimaran.server.inference.request import InferRequest, InferResponse
+from trimaran.server.models.graph_model import GraphModel, prefixed, sequence_parameters
+from trimaran.server.models.sample_inputs import SampleInputs, batch_size
+from trimaran.server.models.sampling_inputs import PERF_METRICS
+from trimaran.server.models.text_pipeline import (
+    PipelineOptions,
+    Steps,
+    TensorMaps,
+    TextPipeline,
+    asks_to_stop,
+)
+from trimaran.server.models.transaction import check_transaction, num_responses
+from trimaran.server.repository.model_repository import RepositoryModel, Role
+from trimaran.server.repository.signatures import PASSED_ON
+
+_SAME_NAMES = (
+    "num_return_sequences", "exclude_input_in_output", "temperature", "repetition_penalty",
+    "presence_penalty", "frequency_penalty", "min_length", "min_tokens", "random_seed", "seed",
+    "return_log_probs", "return_context_logits", "return_generation_logits",
+    *PERF_METRICS, "return_finish_reason", "return_num_input_tokens",
+    "return_num_output_tokens",
+    "beam_width", "early_stopping", "beam_search_diversity_rate", "no_repeat_ngram_size",
+    "prompt_embedding_table", "prompt_vocab_size", "lora_task_id",
+    "lora_weights", "lora_config", "lora_name",
+    "guided_decoding_guide_type", "guided_decoding_guide",
+)  # fmt: skip
+_SAME_OUTPUTS = (
+    "cum_log_probs", "output_log_probs", "context_logits", "generation_logits", "batch_index",
+    "sequence_index", "finish_reason", "num_input_tokens", "num_output_tokens",
+    "kv_cache_alloc_new_blocks",
+    "kv_cache_reused_blocks", "kv_cache_alloc_total_blocks", "arrival_time_ns",
+    "first_scheduled_time_ns", "first_token_time_ns", "last_token_time_ns", "acceptance_rate",
+    "total_accepted_draft_tokens", "total_draft_tokens",
+)  # fmt: skip
+# Each reader's input, and the output that it must come from for the native pipeline.
+_NATIVE_WIRES = (
+    (Role.TOKEN, "input_ids", Role.PREPROCESSING, "INPUT_ID"),
+    (Role.TOKEN, "input_lengths", Role.PREPROCESSING, "REQUEST_INPUT_LEN"),
+    (Role.POSTPROCESSING, "TOKENS_BATCH", Role.TOKEN, "output_ids"),
+    (Role.POSTPROCESSING, "SEQUENCE_LENGTH", Role.TOKEN, "sequence_length"),
+)
+BLS_MAPS = TensorMaps(
+    preprocessing={
+        "QUERY": "text_input",
+        "DECODER_QUERY": "decoder_text_input",
+        "IMAGE_BYTES": "image_bytes_input",
+        "IMAGE_URL": "image_url_input",
+        "VIDEO_BYTES": "video_bytes_input",
+        "REQUEST_OUTPUT_LEN": "max_tokens",
+        "BAD_WORDS_DICT": "bad_words",
+        "STOP_WORDS_DICT": "stop_words",
+        "EMBEDDING_BIAS_WORDS": "embedding_bias_words",
+        "EMBEDDING_BIAS_WEIGHTS": "embedding_bias_weights",
+        "END_ID": "end_id",
+        "PAD_ID": "pad_id",
+        "PROMPT_TABLE_EXTRA_ID": "prompt_table_extra_id",
+    },
+    token={
+        "runtime_top_k": "top_k",
+        "runtime_top_p": "top_p",
+        "runtime_min_p": "min_p",
+        "runtime_top_p_min": "top_p_min",
+        "runtime_top_p_decay": "top_p_decay",
+        "runtime_top_p_reset_ids": "top_p_reset_ids",
+        "len_penalty": "length_penalty",
+        "streaming": "stream",
+        "stop": "stop",
+        **{name: name for name in _SAME_NAMES},
+    },
+    token_from_preprocessing={
+        "input_ids": "INPUT_ID",
+        "input_lengths": "REQUEST_INPUT_LEN",
+        "decoder_input_ids": "DECODER_INPUT_ID",
+        "decoder_input_lengths": "REQUEST_DECODER_INPUT_LEN",
+        "request_output_len": "REQUEST_OUTPUT_LEN",
+        "bad_words_list": "BAD_WORDS_IDS",
+        "stop_words_list": "STOP_WORDS_IDS",
+        "embedding_bias": "EMBEDDING_BIAS",
+        "end_id": "OUT_END_ID",
+        "pad_id": "OUT_PAD_ID",
+        "prompt_table_extra_ids": "OUT_PROMPT_TABLE_EXTRA_IDS",
+    },
+    outputs={
+        "OUTPUT": "text_output",
+        **{name: name for name in _SAME_OUTPUTS},
+    },
+)
+
+
+def ensemble_maps(model: RepositoryModel, step_names: dict[Role, str]) -> TensorMaps | None:
+    """The maps of an ensemble whose steps are these three, connected as text in, ids, text
+    out; None if they are connected otherwise. Preprocessing may be a user's own."""
+    by_name = {step.model_name: step for step in model.config.ensemble_scheduling.step}
+    steps = {role: by_name[name] for role, name in step_names.items()}
+    for reader, input_name, writer, output_name in _NATIVE_WIRES:
+        tensor = dict(steps[reader].input_map).get(input_name)
+        if tensor is None or tensor != dict(steps[writer].output_map).get(output_name):
+            return None
+    pre, token = steps[Role.PREPROCESSING], steps[Role.TOKEN]
+    inputs = {tensor.name for tensor in model.config.input}
+    outputs = _outputs(token, steps[Role.POSTPROCESSING])
+    if dict(pre.input_map).get("QUERY") not in inputs:
+        return None
+    if not {tensor.name for tensor in model.config.output} <= set(outputs.values()):
+        return None
+    written = {tensor: output for output, tensor in pre.output_map.items()}
+    return TensorMaps(
+        preprocessing={k: v for k, v in pre.input_map.items() if v in inputs},
+        token={k: v for k, v in token.input_map.items() if v in inputs},
+        token_from_preprocessing={
+            k: written[v] for k, v in token.input_map.items() if v in written
+        },
+        outputs=outputs,
+    )
+
+
+def _outputs(token: Any, post: Any) -> dict[str, str]:
+    """The ensemble's name of each output of the two steps (``ModelEnsembling.Step``)."""
+    outputs = {**token.output_map, **post.output_map}
+    written = {tensor: output for output, tensor in token.output_map.items()}
+    for name, tensor in post.input_map.items():
+        after = dict(post.output_map).get(f"OUT_{name}")
+        if name in PASSED_ON and after is not None and tensor in written:
+            outputs[written[tensor]] = after
+    return outputs
+
+
+class EnsembleModel:
+    """An ensemble of the three roles. Decoupled as soon as its token model is."""
+
+    def __init__(
+        self, model: RepositoryModel, version: int, steps: Steps, maps: TensorMaps
+    ) -> None:
+        self.name = model.name
+        self.version = str(version)
+        self.config = model.config
+        self._token = steps.token
+        options = PipelineOptions(
+            name=self.name,
+            version=self.version,
+            config=model.config,
+            is_batched=model.config.max_batch_size > 0,
+        )
+        self._pipeline = TextPipeline(steps, maps, options)
+        if steps.token.is_decoupled:
+            self.config.model_transaction_policy.decoupled = True
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether every step could run now."""
+        return self._pipeline.is_ready
+
+    @property
+    def is_decoupled(self) -> bool:
+        """Whether a request may have other than one response."""
+        return self._token.is_decoupled
+
+    async def infer(self, request: InferRequest) -> AsyncGenerator[InferResponse, None]:
+        """Run one request; see `inference.Model`."""
+        try:
+            async with aclosing(self._pipeline.infer(request)) as responses:
+                async for response in responses:
+                    response.parameters = sequence_parameters(request)
+                    yield response
+        except RequestError as error:
+            raise prefixed(f"in ensemble '{self.name}', ", error) from error
+
+
+class BlsModel:
+    """The BLS role: the same pipeline, wired here; requests never wait for each other."""
+
+    def __init__(self, model: RepositoryModel, version: int, steps: Steps | GraphModel) -> None:
+        """``steps`` are native ones, or wired already."""
+        self.name = model.name
+        self.version = str(version)
+        self.config = model.config
+        parameters = model.parameters
+        if parameters.get_str("tensorrt_llm_draft_model_name"):
+            raise ConfigError(
+                f"{model.config_path}: tensorrt_llm_draft_model_name is set, but speculative "
+                "decoding is not served. Leave it unset."
+            )
+        if parameters.get_str("multimodal_encoders_name"):
+            raise ConfigError(
+                f"{model.config_path}: multimodal_encoders_name is set, but multimodal models "
+                "are not served. Leave it unset."
+            )
+        self._is_batched = model.config.max_batch_size > 0
+        self._accumulates = parameters.get_loose_bool("accumulate_tokens") or False
+        options = PipelineOptions(
+            name=self.name,
+            version=self.version,
+            config=model.config,
+            is_batched=self._is_batched,
+            accumulates=self._accumulates,
+        )
+        self._pipeline = (
+            TextPipeline(steps, BLS_MAPS, options) if isinstance(steps, Steps) else steps
+        )
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether every step could run now."""
+        return self._pipeline.is_ready
+
+    @property
+    def is_decoupled(self) -> bool:
+        """Whether a request may have other than one response."""
+        return bool(self.config.model_transaction_policy.decoupled)
+
+    async def infer(self, request: InferRequest) -> AsyncGenerator[InferResponse, None]:
+        """Run one request; see `inference.Model`."""
+        if not asks_to_stop(request, BLS_MAPS, is_batched=self._is_batched):
+            self._check(request)
+        async with aclosing(self._pipeline.infer(request)) as responses:
+            async for response in responses:
+                yield response
+
+    def _check(self, request: InferRequest) -> None:
+        if "text_input" not in request.inputs:
+            raise RequestError("text_input is required")
+        if "image_input" in request.inputs:
+            raise RequestError("input 'image_input' is set but images are not served")
+        count = batch_size(request.inputs, "text_input", self._is_batched)
+        samples = [SampleInputs(request.inputs, i, self._is_batched) for i in range(count)]
+        for sample in samples:
+            if (sample.scalar("max_tokens") or 0) <= 0:
+                raise RequestError("max_tokens must be a single value > 0")
+            if (sample.scalar("num_draft_tokens") or 0) > 0:
+                raise RequestError("cannot perform speculative decoding without draft model")
+        first = samples[0]
+        if self._accumulates and (first.scalar("beam_width") or 1) > 1:
+            raise RequestError("Accumulation of tokens is only implemented for beam width = 1")
+        if self._accumulates and count > 1:
+            raise RequestError("Expected batch size of 1")
+        check_transaction(self.is_decoupled, count, num_responses(first), first.flag("stream"))

@@ -1,0 +1,365 @@
+"""Text in, text out: tokenize, generate, detokenize as ids arrive."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import AsyncGenerator, Mapping
+from contextlib import aclosing
+from dataclasses import dataclass, replace
+
+from tritonclient.grpc.model_config_pb2 import ModelConfig
+
+from trimaran.comm.errors import RequestError
+from trimaran.comm.messages.messages import FinishReason
+from trimaran.server.engines.live_request import TokenChunk
+from trimaran.server.inference.request import InferRequest, InferResponse, Model, Tensor
+from trimaran.server.inference.tensor_bytes import object_array
+from trimaran.server.models.arrivals import Arrivals
+from trimaran.server.models.detokenizer import IncrementalDetokenizer
+from trimaran.server.models.postprocessing import LastIdsJob
+from trimaran.server.models.sample_inputs import SampleInputs, batch_size
+from trimaran.server.models.sequence_outputs import STOPPED, Progress, SequenceOutputs
+from trimaran.server.models.stop_text import StopText
+from trimaran.server.models.text_answer import TextAnswer
+from trimaran.server.models.token_job import ChunkResponse, TokenJob
+from trimaran.server.models.tokenizer import Tokenizer
+from trimaran.server.models.transaction import num_responses
+
+
+@dataclass(frozen=True, slots=True)
+class TensorMaps:
+    """Where the text model's inputs go: each target input to the input it is read from."""
+
+    preprocessing: Mapping[str, str]
+    token: Mapping[str, str]
+    token_from_preprocessing: Mapping[str, str]
+    """Token model's input to preprocessing's output."""
+
+    outputs: Mapping[str, str]
+    """A step's output to the text model's output."""
+
+    @property
+    def text(self) -> str:
+        """The text model's input with the prompt."""
+        return self.preprocessing["QUERY"]
+
+
+@dataclass(frozen=True, slots=True)
+class Steps:
+    """The three models of a pipeline, each counting its own requests."""
+
+    preprocessing: Model
+    token: Model
+    postprocessing: Model
+    tokenizer: Tokenizer
+    arrivals: Arrivals
+    """Of the token model."""
+
+    skip_special_tokens: bool = True
+    excludes_input: bool = False
+    """Whether answers lack the prompt, unless a request says otherwise."""
+    has_own_preprocessing: bool = False
+    """Whether a user's code makes the prompt, so that it is what its ids say."""
+
+    normalises_log_probs: bool = True
+    """Whether a beam's log-probability is divided by its length, as its score is."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PipelineOptions:
+    """What differs between the text models."""
+
+    name: str
+    version: str
+    config: ModelConfig
+    is_batched: bool
+    accumulates: bool = False
+    """Whether each streamed response repeats the text so far."""
+
+
+class TextPipeline:
+    """Runs text requests over three step models; any number of them at once.
+
+    Stop words go two ways: as ids to the engine, which alone sees special tokens, and as
+    text to the detokenizer, which alone sees a word that other tokens spell.
+    """
+
+    def __init__(self, steps: Steps, maps: TensorMaps, options: PipelineOptions) -> None:
+        self._steps = steps
+        self._maps = maps
+        self._options = options
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether every step could run now."""
+        steps = self._steps
+        return all(m.is_ready for m in (steps.preprocessing, steps.token, steps.postprocessing))
+
+    async def infer(self, request: InferRequest) -> AsyncGenerator[InferResponse, None]:
+        """Run one request; see `inference.Model`."""
+        if asks_to_stop(request, self._maps, is_batched=self._options.is_batched):
+            async with aclosing(self._stop(request)) as stopped:
+                async for nothing in stopped:
+                    yield nothing
+            return
+        with self._steps.arrivals.expect(request.id) as arrival:
+            token_inputs = await self._token_inputs(request)
+        run = _Run(self._steps, self._maps, self._options, request, token_inputs)
+        job = TokenJob(
+            model_name=self._steps.token.name,
+            id=request.id,
+            inputs=token_inputs,
+            parameters=request.parameters,
+            priority=request.priority,
+            timeout_us=request.timeout_us,
+            arrival_ns=request.arrival_ns,
+            handed_ns=time.monotonic_ns(),
+            is_incremental=run.is_incremental,
+            is_stopped=arrival.is_stopped,
+        )
+        async with aclosing(self._steps.token.infer(job)) as responses:  # type: ignore[type-var]
+            async for response in responses:
+                assert isinstance(response, ChunkResponse)
+                answer = await run.take(response)
+                if answer is not None:
+                    yield answer
+
+    async def _stop(self, request: InferRequest) -> AsyncGenerator[InferResponse, None]:
+        """End the requests of this id; the answer has no outputs."""
+        token = self._steps.token
+        inputs = {"stop": request.inputs[self._maps.token["stop"]]}
+        stop = InferRequest(model_name=token.name, id=request.id, inputs=inputs)
+        async with aclosing(token.infer(stop)) as responses:  # type: ignore[type-var]
+            async for response in responses:
+                yield InferResponse(
+                    model_name=self._options.name,
+                    model_version=self._options.version,
+                    id=request.id,
+                    is_final=response.is_final,
+                )
+
+    async def _token_inputs(self, request: InferRequest) -> dict[str, Tensor]:
+        maps = self._maps
+        inputs = _renamed(request.inputs, maps.preprocessing)
+        pre_request = InferRequest(
+            model_name=self._steps.preprocessing.name, id=request.id, inputs=inputs
+        )
+        pre_outputs: dict[str, Tensor] = {}
+        stream = self._steps.preprocessing.infer(pre_request)
+        try:
+            async with aclosing(stream) as responses:  # type: ignore[type-var]
+                async for response in responses:
+                    pre_outputs = {tensor.name: tensor for tensor in response.outputs}
+        except RequestError as error:
+            raise _in_own_names(error, maps.preprocessing) from error
+        token_inputs = _renamed(request.inputs, maps.token)
+        token_inputs.update(_renamed(pre_outputs, maps.token_from_preprocessing))
+        return token_inputs
+
+
+def asks_to_stop(request: InferRequest, maps: TensorMaps, *, is_batched: bool) -> bool:
+    """Whether a request ends others of its id, and asks for nothing else."""
+    return SampleInputs(request.inputs, 0, is_batched).flag(maps.token.get("stop", ""))
+
+
+class _Run:
+    """One request's answers by (sample, sequence)."""
+
+    def __init__(
+        self,
+        steps: Steps,
+        maps: TensorMaps,
+        options: PipelineOptions,
+        request: InferRequest,
+        token_inputs: dict[str, Tensor],
+    ) -> None:
+        self._steps = steps
+        self._maps = maps
+        self._options = options
+        self._request = request
+        self._token_inputs = token_inputs
+        flags = SampleInputs(token_inputs, 0, options.is_batched)
+        num_samples = batch_size(request.inputs, maps.text, options.is_batched)
+        self._has_beams = (flags.scalar("beam_width") or 1) > 1
+        num_sequences = num_responses(flags) or 1
+        self._num_open = num_samples * num_sequences
+        self._outputs = [
+            SequenceOutputs(
+                SampleInputs(token_inputs, index, options.is_batched),
+                num_samples,
+                num_sequences,
+                options.config,
+                normalises_log_probs=steps.normalises_log_probs,
+            )
+            for index in range(num_samples)
+        ]
+        self._is_streaming = flags.flag("streaming")
+        stop_input = maps.preprocessing.get("STOP_WORDS_DICT", "")
+        self._stop_words = [
+            tuple(filter(None, self._sample(index).texts(stop_input)))
+            for index in range(num_samples)
+        ]
+        self._answers: dict[tuple[int, int], TextAnswer] = {}
+
+    @property
+    def is_incremental(self) -> bool:
+        """Whether ids are wanted as they come: for the client, or to find a stop word."""
+        # A stop word ends one beam, not the search.
+        return self._is_streaming or (any(self._stop_words) and not self._has_beams)
+
+    async def take(self, response: ChunkResponse) -> InferResponse | None:
+        """The text response that this chunk makes, if it makes one."""
+        place, chunk = (response.sample, response.sequence), response.chunk
+        answer = self._answers.get(place)
+        if answer is None:
+            answer = self._answers[place] = self._new_answer(response.sample)
+        if answer.stop.is_matched:
+            return None
+        delta, ids = "", chunk.token_ids
+        if self._stop_words[response.sample]:
+            # What came behind the stop word, at the same time, is not counted either.
+            delta, num_ids = answer.push_each(ids)
+            chunk, ids = chunk.beginning(num_ids), []
+        answer.progress.add(chunk)
+        if answer.progress.beams is not None:
+            return await self._take_beams(place, answer, chunk)
+        if not chunk.is_last:
+            delta += answer.push(ids)
+        if chunk.is_last or answer.stop.is_matched:
+            self._num_open -= 1
+            delta += await self._last(answer, ids if chunk.is_last else [])
+            if answer.stop.is_matched:
+                answer.progress.finish_reason = STOPPED
+            # Harmless where the engine has ended it.
+            response.end_sequence()
+            is_stopped = chunk.finish_reason is FinishReason.CANCELLED
+            has_news = delta or self._outputs[response.sample].tell_of_ends
+            if is_stopped and self._is_streaming and not has_news:
+                # A stopped stream ends with the flag alone, unless there is more to tell.
+                return None
+            return self._one(place, answer, delta, is_last=True)
+        if self._is_streaming and delta:
+            return self._one(place, answer, delta)
+        return None
+
+    async def _take_beams(
+        self, place: tuple[int, int], answer: TextAnswer, chunk: TokenChunk
+    ) -> InferResponse | None:
+        """The texts of all beams, whole each time, for they may change."""
+        self._num_open -= chunk.is_last
+        is_stopped = chunk.finish_reason is FinishReason.CANCELLED
+        has_news = "beams" in chunk.extras or self._outputs[place[0]].tell_of_ends
+        if not has_news and is_stopped and self._is_streaming:
+            return None
+        if not (chunk.is_last or self._is_streaming):
+            return None
+        beams = answer.progress.beams
+        assert beams is not None
+        texts, reasons = [], []
+        for ids, reason in zip(beams.token_ids, beams.reasons, strict=True):
+            one = self._new_answer(place[0])
+            texts.append(await self._last(one, ids) if chunk.is_last else one.push(ids))
+            # The engine knows nothing of words that it met as other ids.
+            reasons.append(FinishReason.STOP_WORDS if one.stop.is_matched else reason)
+        answer.progress.beams = replace(beams, reasons=reasons)
+        return self._response(place, answer, texts, is_last=chunk.is_last)
+
+    async def _last(self, answer: TextAnswer, ids: list[int]) -> str:
+        job = LastIdsJob(
+            model_name=self._steps.postprocessing.name,
+            id=self._request.id,
+            detokenizer=answer.detokenizer,
+            ids=ids,
+        )
+        rest = ""
+        stream = self._steps.postprocessing.infer(job)
+        async with aclosing(stream) as responses:  # type: ignore[type-var]
+            async for response in responses:
+                rest = response.outputs[0].data.flat[0].decode()
+        return answer.finish(rest)
+
+    def _excludes_input(self, sample: int) -> bool:
+        inputs = SampleInputs(self._token_inputs, sample, self._options.is_batched)
+        asked = inputs.scalar("exclude_input_in_output")
+        return self._steps.excludes_input if asked is None else bool(asked)
+
+    def _prompt(self, sample: int) -> str:
+        """The text before a sample's answer."""
+        steps = self._steps
+        if steps.has_own_preprocessing:
+            return steps.tokenizer.decode(self._prompt_ids(sample), steps.skip_special_tokens)
+        return self._sample(sample).texts(self._maps.text)[0]
+
+    def _prompt_ids(self, sample: int) -> list[int]:
+        inputs = SampleInputs(self._token_inputs, sample, self._options.is_batched)
+        return inputs.ids("input_ids")[: inputs.scalar("input_lengths")]
+
+    def _new_answer(self, sample: int) -> TextAnswer:
+        ids = self._prompt_ids(sample)
+        detokenizer = IncrementalDetokenizer(
+            self._steps.tokenizer, ids, self._steps.skip_special_tokens
+        )
+        stop = StopText(self._stop_words[sample])
+        return TextAnswer(detokenizer, stop, Progress(len(ids)))
+
+    def _one(
+        self, place: tuple[int, int], answer: TextAnswer, delta: str, *, is_last: bool = False
+    ) -> InferResponse:
+        """The response of a sequence without beams: what is new, or all that there is."""
+        is_delta = self._is_streaming and not self._options.accumulates
+        texts = [delta if is_delta else answer.text]
+        return self._response(place, answer, texts, is_last=is_last)
+
+    def _response(
+        self,
+        place: tuple[int, int],
+        answer: TextAnswer,
+        texts: list[str],
+        *,
+        is_last: bool = False,
+    ) -> InferResponse:
+        """``texts`` are of all beams, without the prompt."""
+        if not self._is_streaming and not self._excludes_input(place[0]):
+            prompt = self._prompt(place[0])
+            texts = [prompt + text for text in texts]
+        data = object_array([text.encode() for text in texts], (1, len(texts)))
+        outputs = [Tensor("OUTPUT", "BYTES", data)]
+        outputs += self._outputs[place[0]].tensors(*place, answer.progress, is_last=is_last)
+        return InferResponse(
+            model_name=self._options.name,
+            model_version=self._options.version,
+            id=self._request.id,
+            outputs=self._chosen(outputs),
+            is_final=self._num_open == 0,
+        )
+
+    def _chosen(self, outputs: list[Tensor]) -> list[Tensor]:
+        """The outputs that the text model has and the client wants, under their names."""
+        names, wanted = self._maps.outputs, self._request.outputs
+        chosen = []
+        for tensor in outputs:
+            name = names.get(tensor.name)
+            if name is not None and (not wanted or name in wanted):
+                data = tensor.data if self._options.is_batched else tensor.data[0]
+                chosen.append(Tensor(name, tensor.datatype, data))
+        return chosen
+
+    def _sample(self, index: int) -> SampleInputs:
+        return SampleInputs(self._request.inputs, index, self._options.is_batched)
+
+
+def _in_own_names(error: RequestError, sources: Mapping[str, str]) -> RequestError:
+    """A step's error with the inputs named as the client of the text model knows them."""
+    text = re.sub(
+        r"(?<=input ')[^']+(?=')", lambda named: sources.get(named[0], named[0]), str(error)
+    )
+    return RequestError(text, error.kind)
+
+
+def _renamed(tensors: Mapping[str, Tensor], sources: Mapping[str, str]) -> dict[str, Tensor]:
+    return {
+        target: Tensor(target, tensors[source].datatype, tensors[source].data)
+        for target, source in sources.items()
+        if source in tensors
+    }

@@ -1,0 +1,173 @@
+"""A parsed token-level request: its samples, and the merged stream of their tokens."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from trimaran.comm.errors import ErrorKind, RequestError
+from trimaran.comm.messages.messages import pack_ids
+from trimaran.comm.messages.sampling_params import SamplingParams
+from trimaran.server.engines.live_request import LiveRequest, TokenChunk
+from trimaran.server.engines.model_engines import ModelEngines
+from trimaran.server.inference.queue_policy import QueuePolicy
+from trimaran.server.inference.request import InferRequest, InferResponse
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One prompt of a request."""
+
+    prompt_ids: list[int]
+    sampling: SamplingParams
+    prompt_table: dict[str, Any] | None = None
+    """The field ``embeddings`` of `Submit`."""
+
+    cache_key: bytes = b""
+    """Beside ids, what prompts that share KV have in common."""
+
+    retention: dict[str, Any] | None = None
+    """The field of that name of `Submit`."""
+
+    adapter_id: int = 0
+    adapter: dict[str, Any] | None = None
+    """Both likewise."""
+
+
+@dataclass(slots=True, kw_only=True)
+class TokenJob(InferRequest):
+    """A token-level request of a text model in this process.
+
+    It travels as an ordinary request, so that it is counted as one, but is answered
+    with `ChunkResponse`, which spares a tensor for every token.
+    """
+
+    is_incremental: bool = True
+    """Whether chunks are wanted as they come, or one at the end."""
+
+    is_stopped: bool = False
+    """Whether the client ended it while its prompt was made."""
+
+
+@dataclass(slots=True, kw_only=True)
+class ChunkResponse(InferResponse):
+    """New ids of one sequence instead of tensors."""
+
+    sample: int = 0
+    sequence: int = 0
+    chunk: TokenChunk = field(default_factory=TokenChunk)
+    end_sequence: Callable[[], None]
+    """Ends this sequence with what it has: a stop word stands in its text."""
+
+
+class TokenStream:
+    """All sequences of one request at the engine, merged as they come.
+
+    A reader that is slower than the engine finds fewer and longer chunks.
+    """
+
+    def __init__(self, engines: ModelEngines, request: InferRequest) -> None:
+        self._engines = engines
+        self._request = request
+        self._live: dict[tuple[int, int], LiveRequest] = {}
+        self._is_cancelled = False
+        self._waiter: asyncio.Future[None] | None = None
+        self._timeout: asyncio.TimerHandle | None = None
+
+    def start(
+        self,
+        samples: list[Sample],
+        num_sequences: int,
+        policy: QueuePolicy,
+        *,
+        is_incremental: bool,
+    ) -> None:
+        """Submit every sequence of every sample.
+
+        Raises:
+            RequestError: the engine is not there; nothing is left running.
+        """
+        request = self._request
+        try:
+            for index, sample in enumerate(samples):
+                for sequence in range(num_sequences):
+                    sampling = sample.sampling
+                    if sampling.beam_width == 1:
+                        sampling = replace(sampling, num_return_sequences=1)
+                    live = self._engines.submit(
+                        prompt_ids=pack_ids(sample.prompt_ids),
+                        sequence_index=sequence,
+                        sampling=sampling.to_wire(),
+                        embeddings=sample.prompt_table,
+                        cache_salt=sample.cache_key,
+                        retention=sample.retention,
+                        adapter_id=sample.adapter_id,
+                        adapter=sample.adapter,
+                        priority=policy.priority(request),
+                        streaming=is_incremental,
+                        client_request_id=request.id,
+                        arrival_ns=request.arrival_ns,
+                    )
+                    live.on_news = self._wake
+                    self._live[index, sequence] = live
+        except BaseException:
+            self.abandon()
+            raise
+        if self._is_cancelled:
+            self.cancel()
+        timeout_s = policy.timeout_s(request)
+        if timeout_s:
+            loop = asyncio.get_running_loop()
+            self._timeout = loop.call_later(timeout_s, self._expire)
+
+    def cancel(self) -> None:
+        """End every sequence with what it has, which before `start` is nothing."""
+        self._is_cancelled = True
+        for live in self._live.values():
+            live.cancel()
+
+    def cancel_sequence(self, sample: int, sequence: int) -> None:
+        """End one sequence with what it has."""
+        self._live[sample, sequence].cancel()
+
+    def abandon(self) -> None:
+        """Nobody reads any more: end every sequence at the engine."""
+        if self._timeout is not None:
+            self._timeout.cancel()
+        for live in self._live.values():
+            live.abandon()
+
+    async def chunks(self) -> AsyncGenerator[tuple[int, int, TokenChunk, bool], None]:
+        """(sample, sequence, chunk, whether it is the last of all), as they come.
+
+        Raises:
+            RequestError: the engine refused or lost a sequence; the others are ended.
+        """
+        unfinished = dict(self._live)
+        try:
+            loop = asyncio.get_running_loop()
+            while unfinished:
+                ready = [place for place, live in unfinished.items() if live.has_news]
+                if not ready:
+                    self._waiter = loop.create_future()
+                    await self._waiter
+                    continue
+                for place in ready:
+                    chunk = unfinished[place].take()
+                    if chunk.is_last:
+                        del unfinished[place]
+                    yield *place, chunk, not unfinished
+        finally:
+            self.abandon()
+
+    def _wake(self) -> None:
+        waiter, self._waiter = self._waiter, None
+        if waiter is not None and not waiter.done():
+            waiter.set_result(None)
+
+    def _expire(self) -> None:
+        for live in self._live.values():
+            if not live.num_output_tokens:
+                live.reject(RequestError("Request timeout expired", ErrorKind.UNAVAILABLE))

@@ -1,0 +1,222 @@
+"""The token-level model: ids in, ids out, as tensors."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from dataclasses import replace
+
+import numpy as np
+from tritonclient.grpc.model_config_pb2 import ModelConfig
+
+from trimaran.comm.errors import RequestError
+from trimaran.comm.messages.sampling_params import SamplingParams
+from trimaran.server.engines.model_engines import ModelEngines
+from trimaran.server.inference.queue_policy import QueuePolicy
+from trimaran.server.inference.request import InferRequest, InferResponse
+from trimaran.server.models.adapter_inputs import add_digests, read_adapter
+from trimaran.server.models.arrivals import Arrivals
+from trimaran.server.models.backend_texts import texts_of
+from trimaran.server.models.cache_inputs import read_retention, salted
+from trimaran.server.models.gathering import Gathering
+from trimaran.server.models.logits_limit import check_logits
+from trimaran.server.models.prompt_table_inputs import cache_key, read_table
+from trimaran.server.models.sample_inputs import SampleInputs, batch_size
+from trimaran.server.models.sampling_inputs import check_request_type, read_sampling
+from trimaran.server.models.sequence_outputs import LOGITS_DTYPES, logits_type
+from trimaran.server.models.token_answers import Answers, ChunkAnswers, TensorAnswers
+from trimaran.server.models.token_job import Sample, TokenJob, TokenStream
+from trimaran.server.models.transaction import check_equal, check_transaction, num_responses
+from trimaran.server.repository.model_repository import RepositoryModel
+
+
+class TokenModel:
+    """A model of the token role, answered by its engine groups."""
+
+    def __init__(self, model: RepositoryModel, version: int, engines: ModelEngines) -> None:
+        self.name = model.name
+        self.version = str(version)
+        self.config: ModelConfig = model.config
+        self.is_decoupled = bool(model.config.model_transaction_policy.decoupled)
+        """Whether a request may have other than one response."""
+        self._texts = texts_of(model.config.backend)
+        self._engines = engines
+        engines.on_stop = self._stop_here
+        self._is_batched = model.config.max_batch_size > 0
+        self.excludes_input = model.parameters.get_bool("exclude_input_in_output") or False
+        """Whether answers lack the prompt, unless a request says otherwise."""
+        normalises = model.parameters.get_bool("normalize_log_probs")
+        self.normalises_log_probs = True if normalises is None else normalises
+        """Whether a beam's log-probability is divided by its length, as its score is."""
+        self._policy = QueuePolicy(model.config)
+        self._gathering = Gathering(model.config)
+        self._logits_dtype = LOGITS_DTYPES[logits_type(model.config)]
+        self._running: dict[str, set[TokenStream]] = {}
+        self.arrivals = Arrivals()
+        """Requests of text models whose prompts are being tokenized: a stop overtakes them."""
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether a worker group is up."""
+        return self._engines.is_ready
+
+    @property
+    def vocab_size(self) -> int | None:
+        """Ids of the engine's vocabulary; None as long as no engine was up."""
+        try:
+            return int(self._engines.facts()["vocab_size"])
+        except RequestError:
+            return None
+
+    async def infer(self, request: InferRequest) -> AsyncGenerator[InferResponse, None]:
+        """Run one request; see `inference.Model`."""
+        first = SampleInputs(request.inputs, 0, self._is_batched)
+        if first.flag("stop"):
+            self._stop(request.id)
+            if not self.is_decoupled:
+                yield InferResponse(
+                    model_name=self.name,
+                    model_version=self.version,
+                    id=request.id,
+                    is_final=True,
+                )
+            return
+        samples = self._samples(request)
+        num_sequences = num_responses(first)
+        check_equal(request.inputs, "beam_width", "num_return_sequences", "streaming")
+        check_transaction(
+            self.is_decoupled, len(samples), num_sequences, first.flag("streaming"), self._texts
+        )
+        stream = TokenStream(self._engines, request)
+        answers, is_incremental = self._answers(request, samples, stream, num_sequences)
+        self._running.setdefault(request.id, set()).add(stream)
+        if isinstance(request, TokenJob) and request.is_stopped:
+            stream.cancel()
+        try:
+            await add_digests([sample.adapter for sample in samples])
+            await self._gathering.join(len(samples))
+            stream.start(samples, num_sequences, self._policy, is_incremental=is_incremental)
+            async with aclosing(stream.chunks()) as chunks:
+                async for sample, sequence, chunk, is_end in chunks:
+                    response = answers.take(sample, sequence, chunk, is_end)
+                    if response is not None:
+                        yield response
+        finally:
+            stream.abandon()
+            self._forget(request.id, stream)
+
+    def _answers(
+        self,
+        request: InferRequest,
+        samples: list[Sample],
+        stream: TokenStream,
+        num_sequences: int,
+    ) -> tuple[Answers, bool]:
+        """What makes the responses, and whether it wants ids as they come."""
+        if isinstance(request, TokenJob):
+            return ChunkAnswers(self, request, stream), request.is_incremental
+        answers = TensorAnswers(
+            self,
+            request,
+            samples,
+            num_sequences,
+            excludes_input=self.excludes_input,
+            normalises_log_probs=self.normalises_log_probs,
+        )
+        return answers, answers.is_streaming
+
+    def _stop(self, request_id: str) -> None:
+        if not request_id:
+            raise RequestError(self._texts.no_stop_id)
+        self._stop_here(request_id)
+        self._engines.stop(request_id)
+
+    def _stop_here(self, request_id: str) -> None:
+        """End the requests of this id that came to this front end."""
+        for stream in list(self._running.get(request_id, ())):
+            stream.cancel()
+        self.arrivals.stop(request_id)
+
+    def _forget(self, request_id: str, stream: TokenStream) -> None:
+        streams = self._running.get(request_id, set())
+        streams.discard(stream)
+        if not streams:
+            self._running.pop(request_id, None)
+
+    # ---- request ------------------------------------------------------------------------
+
+    def _samples(self, request: InferRequest) -> list[Sample]:
+        if "input_ids" not in request.inputs:
+            raise RequestError(
+                "input_ids or encoder_input_features is not present in the request."
+            )
+        check_request_type(request.parameters)
+        facts = self._engines.facts()
+        vocab_size = int(facts["vocab_size"])
+        count = batch_size(request.inputs, "input_ids", self._is_batched)
+        samples: list[Sample] = []
+        for index in range(count):
+            inputs = SampleInputs(request.inputs, index, self._is_batched)
+            sampling = read_sampling(inputs, vocab_size, self._logits_dtype)
+            sampling = _with_beams(sampling, inputs)
+            sampling.validate(vocab_size)
+            table = read_table(inputs, request.inputs.get("prompt_embedding_table"))
+            prompt = _prompt(inputs, facts, 0 if table is None else table["shape"][0])
+            check_logits(
+                sampling,
+                len(prompt),
+                vocab_size,
+                int(facts["max_seq_len"]),
+                is_streaming=inputs.flag("streaming"),
+            )
+            key = cache_key(inputs, len(prompt), table)
+            key = salted(request.parameters, key)
+            adapter = read_adapter(inputs, request.inputs)
+            retention = read_retention(inputs)
+            samples.append(Sample(prompt, sampling, table, key, retention, *adapter))
+        return samples
+
+
+def _with_beams(sampling: SamplingParams, inputs: SampleInputs) -> SamplingParams:
+    """With as many beams returned as are asked for: all, unless it says fewer."""
+    width = sampling.beam_width
+    if width < 2:
+        return sampling
+    count = inputs.scalar("num_return_sequences")
+    return replace(sampling, num_return_sequences=width if count is None else int(count))
+
+
+def _prompt(
+    inputs: SampleInputs, facts: dict[str, object], num_table_entries: int
+) -> list[int]:
+    array = inputs.array("input_ids")
+    ids = np.empty(0, np.int32) if array is None else array.reshape(-1)
+    length = inputs.scalar("input_lengths")
+    if length is not None:
+        if not 0 <= length <= ids.size:
+            raise RequestError(
+                f"input_lengths is {length} but must be between 0 and {ids.size}, the number "
+                "of input_ids"
+            )
+        ids = ids[:length]
+    if not ids.size:
+        raise RequestError("the prompt is empty: input_ids must hold at least one token")
+    limit = min(int(str(facts["max_input_len"])), int(str(facts["max_seq_len"])) - 1)
+    if ids.size > limit:
+        raise RequestError(
+            f"Prompt length ({ids.size}) exceeds maximum input length ({limit}). Shorten the "
+            "prompt, or build the engine with a larger --max-input-len."
+        )
+    vocab_size = int(str(facts["vocab_size"])) + num_table_entries
+    low, high = int(ids.min()), int(ids.max())
+    if low < 0 or high >= vocab_size:
+        bad = low if low < 0 else high
+        raise RequestError(
+            f"token id {bad} of input_ids is outside the vocabulary of {vocab_size} ids"
+            + (
+                f", {num_table_entries} of the prompt table among them"
+                * bool(num_table_entries)
+            )
+        )
+    found: list[int] = ids.tolist()
+    return found

@@ -1,0 +1,75 @@
+"""How many responses a token-level request has, and whether its model may give them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from trimaran.comm.errors import RequestError
+from trimaran.server.inference.request import Tensor
+from trimaran.server.models.backend_texts import TENSORRT_LLM, BackendTexts
+from trimaran.server.models.sample_inputs import SampleInputs
+
+BATCH_NOT_DECOUPLED = (
+    "Batch size > 1 requires the tensorrt_llm backend to be using decoupled transaction policy"
+)
+MAX_SEQUENCES = 1024
+"""Most sequences of a request whose prompts have several each."""
+
+
+def num_responses(inputs: SampleInputs) -> int:
+    """Sequences of one sample that have responses of their own; beams share theirs."""
+    count = inputs.scalar("num_return_sequences")
+    if count is None or (count > 0 and (inputs.scalar("beam_width") or 1) > 1):
+        return 1
+    return int(count)
+
+
+def check_equal(inputs: Mapping[str, Tensor], *names: str) -> None:
+    """Check that inputs which hold for a whole request are the same in all its samples.
+
+    Raises:
+        RequestError: names the input and two of its values.
+    """
+    for name in names:
+        tensor = inputs.get(name)
+        values = [] if tensor is None else tensor.data.reshape(-1).tolist()
+        for value in values[1:]:
+            if value != values[0]:
+                raise RequestError(
+                    f"{name} is {value} in one sample and {values[0]} in another of the same "
+                    "request. Give all the same, or send two requests."
+                )
+
+
+def check_transaction(
+    is_decoupled: bool,
+    num_samples: int,
+    num_sequences: int,
+    is_streaming: bool,
+    texts: BackendTexts = TENSORRT_LLM,
+) -> None:
+    """Check that a request has as many responses as the model may give.
+
+    Raises:
+        RequestError: more than one, and the model is not decoupled; or more than any.
+    """
+    if num_sequences < 1:
+        raise RequestError(f"num_return_sequences is {num_sequences} but must be at least 1")
+    # Requests are admitted in turn: others would wait for all of these.
+    if num_sequences > 1 and num_samples * num_sequences > MAX_SEQUENCES:
+        raise RequestError(
+            f"num_return_sequences is {num_sequences} for each of {num_samples} prompt(s) but "
+            f"a request may have at most {MAX_SEQUENCES} sequences. Ask for fewer, or send "
+            "several requests."
+        )
+    if is_decoupled:
+        return
+    if is_streaming:
+        raise RequestError(texts.not_decoupled)
+    if num_samples > 1:
+        raise RequestError(BATCH_NOT_DECOUPLED)
+    if num_sequences > 1:
+        raise RequestError(
+            f"num_return_sequences is {num_sequences}, which requires the decoupled "
+            "transaction policy"
+        )

@@ -1,0 +1,200 @@
+"""The generate extension: one flat JSON object in, flat JSON objects out."""
+
+from __future__ import annotations
+
+from json.encoder import encode_basestring
+from typing import Any
+
+from tritonclient.grpc.model_config_pb2 import ModelConfig
+
+from trimaran.comm.errors import ErrorKind, RequestError
+from trimaran.server.inference.datatypes import from_config
+from trimaran.server.inference.pieces import Pieces, finish
+from trimaran.server.inference.request import (
+    InferRequest,
+    InferResponse,
+    ParameterValue,
+    Tensor,
+)
+from trimaran.server.inference.validation import WireInput
+from trimaran.server.protocol import json_access
+from trimaran.server.protocol.infer_json import check_size
+from trimaran.server.protocol.json_access import RepeatedKeys, as_string
+from trimaran.server.protocol.parameters import check_number, custom_value
+from trimaran.server.protocol.tensor_json import array_from_json, flatten, text_of, to_json
+
+EXACTLY_ONE = (
+    "generate expects model to produce exactly 1 response, use generate stream for model that "
+    "generates various number of responses"
+)
+_PARAMETERS = "parameters"
+
+
+class GenerateMapper:
+    """Turns generate bodies for one model into requests. Keeps nothing between requests."""
+
+    def __init__(self, config: ModelConfig, max_input_bytes: int) -> None:
+        batch = (-1,) if config.max_batch_size > 0 else ()
+        self._name = config.name
+        self._inputs = {
+            entry.name: (from_config(entry.data_type), batch + tuple(entry.dims))
+            for entry in config.input
+        }
+        self._max_input_bytes = max_input_bytes
+
+    def parse(self, body: bytes) -> tuple[InferRequest, list[WireInput]]:
+        """The request, without inputs, and its inputs, not yet checked against the model.
+
+        Raises:
+            RequestError: with the kind and text that clients know.
+        """
+        document = json_access.parse(body)
+        if not isinstance(document, dict):
+            raise RequestError("attempt to get members for non-object", ErrorKind.INTERNAL)
+        request = InferRequest(model_name=self._name)
+        if "id" in document:
+            request.id = as_string(document["id"], "'id'")
+        inputs: list[WireInput] = []
+        for name, value in document.items():
+            if name == _PARAMETERS:
+                self._nested(value, request, inputs)
+            else:
+                self._convert(name, value, request, inputs)
+        self._check_repeated(document)
+        check_number("parameters", len(request.parameters))
+        return request, inputs
+
+    def _nested(self, value: object, request: InferRequest, inputs: list[WireInput]) -> None:
+        if _PARAMETERS in self._inputs:
+            raise RequestError(
+                f"keyword '{_PARAMETERS}' is also the name of an input of model '{self._name}'"
+            )
+        if not isinstance(value, dict):
+            raise RequestError(
+                f"Expected JSON object for keyword: '{_PARAMETERS}': attempt to access JSON "
+                "non-object as object",
+                ErrorKind.INTERNAL,
+            )
+        for name, member in value.items():
+            try:
+                self._convert(name, member, request, inputs)
+            except RequestError as error:
+                raise RequestError(
+                    f"Converting keyword: '{_PARAMETERS}': {error}", error.kind
+                ) from None
+        self._check_repeated(value)
+
+    def _check_repeated(self, members: dict[str, Any]) -> None:
+        for name in members.repeated if isinstance(members, RepeatedKeys) else ():
+            if name in self._inputs:
+                raise RequestError(
+                    f"[request id: <id_unknown>] input '{name}' already exists in request"
+                )
+
+    def _convert(
+        self, name: str, value: Any, request: InferRequest, inputs: list[WireInput]
+    ) -> None:
+        if name not in self._inputs:
+            request.parameters[name] = custom_value(name, value)
+            return
+        datatype, dims = self._inputs[name]
+        if isinstance(value, list):
+            count, values = len(value), flatten(value)
+        else:
+            count, values = 1, [value]
+        shape = self._shape(name, dims, count) if count else ()
+        data = array_from_json(values, datatype, name)
+        size = sum(map(len, data)) if datatype == "BYTES" else data.nbytes
+        check_size(f"JSON input '{name}'", size, self._max_input_bytes)
+        inputs.append(WireInput(name, datatype, shape, data))
+
+    @staticmethod
+    def _shape(name: str, dims: tuple[int, ...], count: int) -> tuple[int, ...]:
+        """The innermost variable dimension takes what the fixed ones leave."""
+        for dim in dims:
+            if dim > 0 and count % dim == 0:
+                count //= dim
+            elif dim != -1:
+                raise RequestError(
+                    f"The schema can not convert input '{name}' to tensor with proper shape"
+                )
+        shape = list(dims)
+        for index in range(len(shape) - 1, -1, -1):
+            if shape[index] == -1:
+                shape[index], count = count, 1
+        if count != 1:
+            raise RequestError(
+                f"The schema can not convert input '{name}' to tensor with proper shape"
+            )
+        return tuple(shape)
+
+
+class GenerateEncoder:
+    """Turns the responses of one request into JSON objects with their keys in order.
+
+    A stream repeats the same keys, so the text between values is made once and used again
+    until the outputs or parameters change.
+    """
+
+    def __init__(self) -> None:
+        self._names: list[str] = []
+        self._parameters: dict[str, ParameterValue] = {}
+        self._order: list[int] = []
+        self._pieces: list[bytes] = []
+
+    def encode(self, response: InferResponse) -> Pieces[bytes]:
+        """One response as a JSON object.
+
+        Raises:
+            RequestError: an output's datatype has no JSON form.
+        """
+        outputs = response.outputs
+        names = [output.name for output in outputs]
+        if names != self._names or response.parameters != self._parameters or not self._pieces:
+            self._lay_out(response, names)
+        parts = [self._pieces[0]]
+        for index, piece in zip(self._order, self._pieces[1:], strict=True):
+            output = outputs[index]
+            if output.data.size == 1:
+                parts += (_value(output), piece)
+            else:
+                values = yield from to_json(output.data, output.datatype, output.name)
+                parts += (b"[", *values, b"]", piece)
+        return b"".join(parts)
+
+    def _lay_out(self, response: InferResponse, names: list[str]) -> None:
+        constants: dict[str, ParameterValue] = {
+            **response.parameters,
+            "model_name": response.model_name,
+            "model_version": response.model_version,
+        }
+        if response.id:
+            constants["id"] = response.id
+        position = {name: index for index, name in enumerate(names)}
+        pieces, order, text = [], [], b"{"
+        for number, key in enumerate(sorted({*constants, *position})):
+            text += (b"," if number else b"") + json_access.dump(key) + b":"
+            if key in position:
+                pieces.append(text)
+                order.append(position[key])
+                text = b""
+            else:
+                text += json_access.dump(constants[key])
+        self._names, self._parameters = names, dict(response.parameters)
+        self._order, self._pieces = order, [*pieces, text + b"}"]
+
+
+def _value(output: Tensor) -> bytes:
+    """An output's only value."""
+    # Of a streamed token; the JSON encoder takes ten times as long to say the same.
+    if output.datatype == "BYTES":
+        text = encode_basestring(text_of(output.data.item()))
+        return text.encode("utf-8", "surrogateescape")
+    if "INT" in output.datatype:
+        return b"%d" % output.data.item()
+    return b"".join(finish(to_json(output.data, output.datatype, output.name)))
+
+
+def error_object(text: str) -> bytes:
+    """The JSON object of an error."""
+    return json_access.dump({"error": text})

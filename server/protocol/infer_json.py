@@ -1,0 +1,275 @@
+"""The body of ``POST .../infer``: JSON with optional binary blobs, to a request."""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass, field
+from typing import Any
+
+from tritonclient.grpc.model_config_pb2 import ModelConfig, ModelInput
+
+from trimaran.comm.errors import ErrorKind, RequestError
+from trimaran.server.inference.datatypes import (
+    LENGTH_PREFIX_BYTES,
+    NUMPY_TYPES,
+    element_bytes,
+    from_config,
+)
+from trimaran.server.inference.request import InferRequest
+from trimaran.server.inference.validation import MAX_ELEMENTS, WireInput, too_many_elements
+from trimaran.server.protocol import json_access
+from trimaran.server.protocol.json_access import (
+    JsonObject,
+    as_list,
+    as_object,
+    as_string,
+    as_unsigned,
+)
+from trimaran.server.protocol.parameters import apply_json_parameters, check_number
+from trimaran.server.protocol.tensor_json import array_from_json, flatten
+
+_INT32_MAX = (1 << 31) - 1
+
+
+@dataclass(frozen=True, slots=True)
+class RequestedOutput:
+    """An output as the client wants it."""
+
+    name: str
+    is_binary: bool = False
+    num_classes: int = 0
+    """Answer with this many best classes instead of the values; 0 means the values."""
+
+
+@dataclass(slots=True)
+class ParsedInfer:
+    """A parsed body. The inputs are not yet checked against the model."""
+
+    request: InferRequest
+    inputs: list[WireInput] = field(default_factory=list)
+    outputs: list[RequestedOutput] = field(default_factory=list)
+    is_binary_by_default: bool = False
+
+
+def header_length(text: str | None, num_bytes: int) -> int:
+    """Bytes of the JSON part of a body of ``num_bytes``, from its header.
+
+    Raises:
+        RequestError: not a number, or outside the body.
+    """
+    if text is None:
+        return num_bytes
+    # As C's strtol reads it: what follows the digits is ignored.
+    digits = re.match(r"\s*[+-]?\d+", text)
+    if digits is None or abs(int(digits[0])) > _INT32_MAX:
+        raise RequestError(f"Unable to parse Inference-Header-Content-Length, got: {text}")
+    length = int(digits[0])
+    if not 0 <= length <= num_bytes:
+        raise RequestError(
+            f"inference header size should be in range (0, {num_bytes}), got: {length}"
+        )
+    return length
+
+
+def parse_infer(
+    body: bytes, json_bytes: int, config: ModelConfig, max_input_bytes: int
+) -> ParsedInfer:
+    """Parse a decompressed body whose first ``json_bytes`` are JSON; 0 of them means that
+    the body is the model's only input.
+
+    Raises:
+        RequestError: with the kind and text that clients know.
+    """
+    if json_bytes == 0:
+        check_size("Raw input", len(body), max_input_bytes)
+        wire = _raw_input(memoryview(body), config)
+        request = InferRequest(model_name=config.name)
+        return ParsedInfer(request, [wire], is_binary_by_default=True)
+    if json_bytes > max_input_bytes:
+        raise json_too_large(json_bytes, max_input_bytes)
+    view = memoryview(body)
+    return parse_document(view[:json_bytes], view[json_bytes:], config, max_input_bytes)
+
+
+def parse_document(
+    json: bytes | memoryview, blobs: memoryview, config: ModelConfig, max_input_bytes: int
+) -> ParsedInfer:
+    """Parse the JSON of a body, which is not too long, and find its inputs' blobs.
+
+    Raises:
+        RequestError: with the kind and text that clients know.
+    """
+    request = InferRequest(model_name=config.name)
+    parsed = ParsedInfer(request)
+    document = json_access.parse(json)
+    if not isinstance(document, dict):
+        raise RequestError("attempt to get members for non-object", ErrorKind.INTERNAL)
+    if "id" in document:
+        request.id = as_string(document["id"], "'id'")
+    if "parameters" in document:
+        members = as_object(document["parameters"], "'parameters'")
+        parsed.is_binary_by_default = apply_json_parameters(request, members)
+    if "inputs" not in document:
+        raise RequestError(
+            "Unable to parse 'inputs': attempt to access non-existing object member 'inputs'",
+            ErrorKind.INTERNAL,
+        )
+    parsed.inputs = _inputs(document["inputs"], blobs, config.name, max_input_bytes)
+    outputs = as_list(document.get("outputs", []), "'outputs'")
+    check_number("outputs", len(outputs))
+    for entry in outputs:
+        parsed.outputs.append(_output(as_object(entry, "'outputs'"), parsed))
+    return parsed
+
+
+def json_too_large(num_bytes: int, limit: int) -> RequestError:
+    """The error of a body whose JSON part is over the limit."""
+    return RequestError(
+        f"request JSON size of {num_bytes} bytes exceeds the maximum allowed input size of "
+        f"{limit} bytes. Use --http-max-input-size to increase the limit."
+    )
+
+
+def check_size(what: str, num_bytes: int, limit: int) -> None:
+    """Refuse input data over the limit of one tensor."""
+    if num_bytes > limit:
+        raise RequestError(
+            f"{what} has a byte_size ({num_bytes}) that exceeds the maximum allowed value of "
+            f"{limit} bytes. Use --http-max-input-size to increase the limit."
+        )
+
+
+def _member(entry: JsonObject, name: str) -> Any:
+    if name not in entry:
+        raise RequestError(
+            f"Unable to parse '{name}': attempt to access non-existing object member '{name}'",
+            ErrorKind.INTERNAL,
+        )
+    return entry[name]
+
+
+def _inputs(
+    entries: object, blobs: memoryview, model: str, max_input_bytes: int
+) -> list[WireInput]:
+    inputs: list[WireInput] = []
+    start = 0
+    items = as_list(entries, "'inputs'")
+    check_number("inputs", len(items))
+    for item in items:
+        entry = as_object(item, "'inputs'")
+        name = as_string(_member(entry, "name"), "'name'")
+        datatype = as_string(_member(entry, "datatype"), "'datatype'")
+        if datatype not in NUMPY_TYPES:
+            raise RequestError(f"invalid datatype for input {name}")
+        dims = as_list(_member(entry, "shape"), "'shape'")
+        shape = tuple(as_unsigned(dim, "'shape'") for dim in dims)
+        blob_bytes = _data_source(entry)
+        if blob_bytes is None:
+            data = _json_data(entry, WireInput(name, datatype, shape, b""), max_input_bytes)
+            inputs.append(WireInput(name, datatype, shape, data))
+            continue
+        end = start + blob_bytes
+        if end > len(blobs):
+            raise RequestError(
+                f"unexpected size for input '{name}', expecting {end - len(blobs)} additional "
+                f"bytes for model '{model}'"
+            )
+        inputs.append(WireInput(name, datatype, shape, blobs[start:end]))
+        start = end
+    if start != len(blobs):
+        raise RequestError(f"unexpected additional input data for model '{model}'")
+    return inputs
+
+
+def _data_source(entry: JsonObject) -> int | None:
+    """Size of the input's blob, or None if its data is in the JSON."""
+    parameters = as_object(entry.get("parameters", {}), "'parameters'")
+    sources = [f"'{name}'" for name in ("data",) if name in entry] + [
+        f"'{name}'"
+        for name in ("binary_data_size", "shared_memory_region")
+        if name in parameters
+    ]
+    if len(sources) != 1:
+        found = "no field is set" if not sources else "set " + " ".join(sources)
+        raise RequestError(
+            "Input must set only one of the following fields: 'data', 'binary_data_size' in "
+            f"'parameters', 'shared_memory_region' in 'parameters'. But {found}"
+        )
+    if "shared_memory_region" in parameters:
+        region = as_string(parameters["shared_memory_region"], "'shared_memory_region'")
+        raise RequestError(
+            f"Unable to find shared memory region: '{region}'", ErrorKind.NOT_FOUND
+        )
+    if "data" in entry:
+        return None
+    return as_unsigned(parameters["binary_data_size"], "'binary_data_size'")
+
+
+def _json_data(entry: JsonObject, wire: WireInput, max_input_bytes: int) -> Any:
+    count = math.prod(wire.shape)
+    if count > MAX_ELEMENTS:
+        raise RequestError(too_many_elements(wire))
+    check_size(
+        f"JSON input '{wire.name}'", count * element_bytes(wire.datatype), max_input_bytes
+    )
+    values = flatten(as_list(entry["data"], "'data'"))
+    data = array_from_json(values, wire.datatype, wire.name)
+    if len(data) != count:
+        raise RequestError(
+            "Unable to parse 'data': Shape does not match true shape of 'data' field",
+            ErrorKind.INTERNAL,
+        )
+    return data
+
+
+def _output(entry: JsonObject, parsed: ParsedInfer) -> RequestedOutput:
+    name = as_string(_member(entry, "name"), "'name'")
+    parameters = as_object(entry.get("parameters", {}), "'parameters'")
+    if "shared_memory_region" in parameters:
+        if parameters.get("classification"):
+            raise RequestError(
+                "Output can't set both 'shared_memory_region' and 'classification'"
+            )
+        region = as_string(parameters["shared_memory_region"], "'shared_memory_region'")
+        raise RequestError(
+            f"Unable to find shared memory region: '{region}'", ErrorKind.NOT_FOUND
+        )
+    is_binary = parsed.is_binary_by_default
+    if "binary_data" in parameters:
+        is_binary = json_access.as_bool(parameters["binary_data"], "'binary_data'")
+    classes = as_unsigned(parameters.get("classification", 0), "'classification'")
+    return RequestedOutput(name, is_binary, classes)
+
+
+def _raw_input(body: memoryview, config: ModelConfig) -> WireInput:
+    if len(config.input) != 1:
+        raise RequestError(
+            "Raw request must only have 1 input (found 1) to be deduced but got "
+            f"{len(config.input)} inputs in '{config.name}' model configuration"
+        )
+    entry = config.input[0]
+    datatype = from_config(entry.data_type)
+    batch = (1,) if config.max_batch_size > 0 else ()
+    if datatype == "BYTES":
+        if any(dim not in (1, -1) for dim in entry.dims):
+            raise RequestError(
+                f"For BYTES datatype raw input '{entry.name}', the model must have input shape "
+                "[1]"
+            )
+        prefix = len(body).to_bytes(LENGTH_PREFIX_BYTES, "little")
+        return WireInput(entry.name, datatype, batch + (1,) * len(entry.dims), prefix + body)
+    return WireInput(entry.name, datatype, batch + _deduced(entry, len(body)), body)
+
+
+def _deduced(entry: ModelInput, num_bytes: int) -> tuple[int, ...]:
+    """The shape of a raw input, from its size."""
+    fixed = [dim for dim in entry.dims if dim != -1]
+    if len(entry.dims) - len(fixed) > 1:
+        raise RequestError(
+            f"The shape of the raw input '{entry.name}' can not be deduced because there are "
+            "more than one variable-sized dimension"
+        )
+    row_bytes = math.prod(fixed) * element_bytes(from_config(entry.data_type))
+    variable = num_bytes // row_bytes if row_bytes else 0
+    return tuple(variable if dim == -1 else dim for dim in entry.dims)

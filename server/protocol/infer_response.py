@@ -1,0 +1,113 @@
+"""The body of an answer to ``POST .../infer``: JSON with optional binary blobs."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from trimaran.server.inference.pieces import Pieces
+from trimaran.server.inference.request import InferResponse, Tensor
+from trimaran.server.inference.tensor_bytes import to_parts
+from trimaran.server.protocol import json_access
+from trimaran.server.protocol.classification import classify
+from trimaran.server.protocol.infer_json import ParsedInfer, RequestedOutput
+from trimaran.server.protocol.tensor_json import few_values, to_json
+
+_SHORT_ITEMS = 1 << 14
+"""Values that are classified within some milliseconds."""
+
+_HOLE = b'"data":[null]'
+
+
+@dataclass(frozen=True, slots=True)
+class EncodedInfer:
+    """A response body; ``json_bytes`` is None when nothing binary follows the JSON."""
+
+    parts: deque[bytes]
+    num_bytes: int
+    json_bytes: int | None
+
+
+async def select_outputs(
+    outputs: list[Tensor],
+    wanted: Sequence[RequestedOutput],
+    labels: Mapping[str, list[str]],
+    *,
+    is_batching: bool,
+) -> list[Tensor]:
+    """The outputs that were asked for, classified where that was asked; all if none was."""
+    if not wanted:
+        return outputs
+    by_name = {output.name: output for output in wanted}
+    selected = []
+    for tensor in outputs:
+        output = by_name.get(tensor.name)
+        if output is None:
+            continue
+        if output.num_classes:
+            texts = labels.get(tensor.name, [])
+            tensor = await _classified(
+                tensor, output.num_classes, texts, is_batching=is_batching
+            )
+        selected.append(tensor)
+    return selected
+
+
+async def _classified(
+    tensor: Tensor, num_classes: int, labels: list[str], *, is_batching: bool
+) -> Tensor:
+    chosen = partial(classify, tensor, num_classes, is_batching=is_batching, labels=labels)
+    if tensor.data.size <= _SHORT_ITEMS:
+        return chosen()
+    # Sorting is not to be had in pieces, but lets go of the interpreter.
+    return await asyncio.to_thread(chosen)
+
+
+def encode_infer(response: InferResponse, parsed: ParsedInfer) -> Pieces[EncodedInfer]:
+    """The body for a response to a parsed request.
+
+    Raises:
+        RequestError: an output has no JSON form but was asked for in JSON.
+    """
+    binary = {output.name: output.is_binary for output in parsed.outputs}
+    document: dict[str, Any] = {"id": response.id} if response.id else {}
+    document["model_name"] = response.model_name
+    document["model_version"] = response.model_version
+    if response.parameters:
+        document["parameters"] = response.parameters
+    entries: list[dict[str, Any]] = []
+    long: list[list[bytes]] = []
+    blobs: list[bytes] = []
+    for tensor in response.outputs:
+        entry: dict[str, Any] = {
+            "name": tensor.name, "datatype": tensor.datatype, "shape": list(tensor.shape),
+        }  # fmt: skip
+        if binary.get(tensor.name, parsed.is_binary_by_default):
+            blob = yield from to_parts(tensor.data, tensor.datatype)
+            entry["parameters"] = {"binary_data_size": sum(map(len, blob))}
+            blobs += blob
+        else:
+            values = few_values(tensor.data, tensor.datatype, tensor.name)
+            if values is None:
+                long.append((yield from to_json(tensor.data, tensor.datatype, tensor.name)))
+            entry["data"] = [None] if values is None else values
+        entries.append(entry)
+    head = json_access.dump(document)[:-1]
+    parts = [head + b',"outputs":', *_filled(json_access.dump(entries), long), b"}"]
+    json_bytes = sum(map(len, parts))
+    num_bytes = json_bytes + sum(map(len, blobs))
+    return EncodedInfer(deque(parts + blobs), num_bytes, json_bytes if blobs else None)
+
+
+def _filled(entries: bytes, long: list[list[bytes]]) -> list[bytes]:
+    """The JSON text of entries in parts, with long values where it has a null for them."""
+    # No string has this in it, as its quotes are escaped there, and no element is null.
+    start, *rest = entries.split(_HOLE)
+    parts = [start]
+    for values, text in zip(long, rest, strict=True):
+        parts += [b'"data":[', *values, b"]" + text]
+    return parts

@@ -1,0 +1,126 @@
+"""Tensors as JSON values: strict types in, flat lists out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import chain
+from typing import Any
+
+import numpy as np
+
+from trimaran.comm.errors import ErrorKind, RequestError
+from trimaran.server.inference.datatypes import NUMPY_TYPES, ONLY_BINARY
+from trimaran.server.inference.pieces import PIECE_ITEMS, Pieces
+from trimaran.server.inference.tensor_bytes import Array, cut_strings, object_array
+from trimaran.server.protocol.json_access import MAX_NESTING, dump, too_big, wrong_type
+
+_DATA = "'data'"
+
+
+def flatten(data: list[Any]) -> list[Any]:
+    """The innermost values of nested lists, row-major.
+
+    Raises:
+        RequestError: nested too deep.
+    """
+    for _ in range(MAX_NESTING):
+        if not any(type(value) is list for value in data):
+            return data
+        data = list(chain.from_iterable(v if type(v) is list else (v,) for v in data))
+    raise RequestError(f"'data' is nested deeper than {MAX_NESTING} levels")
+
+
+def _strings(values: list[Any]) -> Array:
+    if not all(type(value) is str for value in values):
+        raise RequestError(
+            "Unable to parse JSON bytes array: attempt to access JSON non-string as string",
+            ErrorKind.INTERNAL,
+        )
+    return object_array([value.encode("utf-8", "surrogateescape") for value in values])
+
+
+def _integers(values: list[Any], datatype: str) -> Array:
+    word = "unsigned-integer" if datatype[0] == "U" else "signed-integer"
+    wide = np.dtype(np.uint64 if datatype[0] == "U" else np.int64)
+    if not all(type(value) is int for value in values):
+        raise wrong_type(_DATA, f"non-{word}", word)
+    try:
+        # Through 64 bits: a narrower type takes the low bits, as clients are used to.
+        return np.array(values, wide).astype(NUMPY_TYPES[datatype])
+    except OverflowError:
+        raise wrong_type(_DATA, f"non-{word}", word) from None
+
+
+def array_from_json(values: list[Any], datatype: str, input_name: str) -> Array:
+    """A flat array of JSON values that must all have the JSON type of ``datatype``.
+
+    Raises:
+        RequestError: a value of another JSON type, or a datatype without a JSON form.
+    """
+    if datatype in ONLY_BINARY:
+        raise RequestError(
+            f"receiving {datatype} data via JSON is not supported. Please use the binary "
+            f"data format for input {input_name}"
+        )
+    if datatype == "BYTES":
+        return _strings(values)
+    if datatype == "BOOL":
+        if not all(type(value) is bool for value in values):
+            raise wrong_type(_DATA, "non-boolean", "boolean")
+        return np.array(values, np.bool_)
+    if datatype not in ("FP32", "FP64"):
+        return _integers(values, datatype)
+    if not all(type(value) in (int, float) for value in values):
+        raise wrong_type(_DATA, "non-number", "double")
+    try:
+        with np.errstate(over="ignore"):
+            return np.array(values, np.float64).astype(NUMPY_TYPES[datatype])
+    except OverflowError:
+        raise too_big() from None
+
+
+def few_values(data: Array, datatype: str, output_name: str) -> list[Any] | None:
+    """The elements of an output, flat, if they take no more than a moment.
+
+    Raises:
+        RequestError: as for `to_json`.
+    """
+    values = next(_cut(data, datatype, output_name), [])
+    return values if len(values) == data.size else None
+
+
+def to_json(data: Array, datatype: str, output_name: str) -> Pieces[list[bytes]]:
+    """The elements of an output, flat, as the parts of a text of JSON values and commas.
+    Floats are the exact doubles of the elements.
+
+    Raises:
+        RequestError: a datatype without a JSON form.
+    """
+    parts: list[bytes] = []
+    for values in _cut(data, datatype, output_name):
+        parts += (dump(values)[1:-1], b",")
+        yield
+    return parts[:-1]
+
+
+def _cut(data: Array, datatype: str, output_name: str) -> Iterator[list[Any]]:
+    """The elements in order, at each time as many as take a moment."""
+    if datatype in ONLY_BINARY:
+        raise RequestError(
+            f"sending {datatype} data via JSON is not supported. Please use the binary data "
+            f"format for output {output_name}"
+        )
+    if datatype == "BYTES":
+        for strings in cut_strings(data):
+            yield list(map(text_of, strings))
+        return
+    flat = data.reshape(-1)
+    for start in range(0, len(flat), PIECE_ITEMS):
+        yield flat[start : start + PIECE_ITEMS].tolist()
+
+
+def text_of(element: bytes | str) -> str:
+    """An element of a BYTES tensor as JSON text; other bytes than UTF-8 survive."""
+    if isinstance(element, str):
+        return element
+    return bytes(element).decode("utf-8", "surrogateescape")

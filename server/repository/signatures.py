@@ -1,0 +1,163 @@
+"""The tensors of the five roles: how a model's role is seen from them, and their types."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import re
+from enum import Enum
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from google.protobuf import text_format
+from tritonclient.grpc.model_config_pb2 import DataType, ModelConfig
+
+from trimaran.comm.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+
+class Role(Enum):
+    """What a model does in a request's way. OTHER runs user code."""
+
+    PREPROCESSING = "preprocessing"
+    TOKEN = "token model"
+    POSTPROCESSING = "postprocessing"
+    ENSEMBLE = "ensemble"
+    BLS = "bls"
+    OTHER = "other"
+
+
+_TEMPLATES = {
+    Role.PREPROCESSING: "preprocessing",
+    Role.TOKEN: "tensorrt_llm",
+    Role.POSTPROCESSING: "postprocessing",
+    Role.ENSEMBLE: "ensemble",
+    Role.BLS: "tensorrt_llm_bls",
+}
+# Inputs and outputs that only a model of that role has together.
+_SIGNATURES: tuple[tuple[Role, frozenset[str], frozenset[str]], ...] = (
+    (
+        Role.PREPROCESSING,
+        frozenset({"QUERY", "REQUEST_OUTPUT_LEN"}),
+        frozenset({"INPUT_ID", "REQUEST_INPUT_LEN"}),
+    ),
+    (
+        Role.POSTPROCESSING,
+        frozenset({"TOKENS_BATCH", "SEQUENCE_LENGTH"}),
+        frozenset({"OUTPUT"}),
+    ),
+    (
+        Role.TOKEN,
+        frozenset({"input_ids", "input_lengths", "request_output_len"}),
+        frozenset({"output_ids", "sequence_length"}),
+    ),
+    (Role.BLS, frozenset({"text_input", "max_tokens"}), frozenset({"text_output"})),
+)
+PASSED_ON = frozenset(
+    {
+        "CUM_LOG_PROBS", "OUTPUT_LOG_PROBS", "CONTEXT_LOGITS", "GENERATION_LOGITS",
+        "BATCH_INDEX", "SEQUENCE_INDEX",
+    }
+)  # fmt: skip
+"""Inputs of older postprocessing models, which go through them as OUT_ and the name."""
+
+_HALVES_AND_FLOATS = ("TYPE_FP32", "TYPE_FP16", "TYPE_BF16")
+# Tensors whose type follows the engine's; all others have the one of the template.
+_CHOICES: dict[str, tuple[str, ...]] = {
+    "context_logits": ("TYPE_FP32", "TYPE_FP16"),
+    "generation_logits": ("TYPE_FP32", "TYPE_FP16"),
+    "draft_logits": ("TYPE_FP32", "TYPE_FP16"),
+    "encoder_input_features": _HALVES_AND_FLOATS,
+    "prompt_embedding_table": _HALVES_AND_FLOATS,
+    "lora_weights": _HALVES_AND_FLOATS,
+    "image_input": _HALVES_AND_FLOATS,
+    "PIXEL_VALUES": _HALVES_AND_FLOATS,
+}
+
+
+def role_of(path: Path, config: ModelConfig, *, has_code: bool = False) -> Role:
+    """The role, by platform and tensors; the name does not matter.
+
+    Raises:
+        ConfigError: name or backend say what the model is, but it lacks tensors for that,
+            and it has no code that could run instead.
+    """
+    if config.platform == "ensemble" or config.HasField("ensemble_scheduling"):
+        return Role.ENSEMBLE
+    inputs = {tensor.name for tensor in config.input}
+    outputs = {tensor.name for tensor in config.output}
+    for role, needed_inputs, needed_outputs in _SIGNATURES:
+        if needed_inputs <= inputs and needed_outputs <= outputs:
+            return role
+    if not has_code:
+        _refuse_near_miss(path, config, inputs, outputs)
+    return Role.OTHER
+
+
+def _refuse_near_miss(
+    path: Path, config: ModelConfig, inputs: set[str], outputs: set[str]
+) -> None:
+    names = {name: role for role, name in _TEMPLATES.items()}
+    is_engine = config.backend == "tensorrtllm"
+    meant = Role.TOKEN if is_engine else names.get(config.name)
+    for role, needed_inputs, needed_outputs in _SIGNATURES:
+        if role is meant:
+            lacking = sorted(needed_inputs - inputs) or sorted(needed_outputs - outputs)
+            side = "input" if needed_inputs - inputs else "output"
+            raise ConfigError(
+                f"{path}: a {role.value} has the {side} '{lacking[0]}', which is not declared. "
+                f"A complete one: trimaran init-repo FOLDER --models {_TEMPLATES[role]}"
+            )
+
+
+def check_tensors(path: Path, config: ModelConfig, role: Role) -> None:
+    """Check the types of the role's tensors and warn of tensors that the role ignores.
+
+    An ensemble may have any tensors, as its steps say what they mean.
+
+    Raises:
+        ConfigError: a tensor has another type than the role works with.
+    """
+    if role not in _TEMPLATES:
+        return
+    known_inputs, known_outputs = _known(role)
+    sides = (("input", config.input, known_inputs), ("output", config.output, known_outputs))
+    for side, tensors, known in sides:
+        for tensor in tensors:
+            if tensor.name in known:
+                _check_type(path, side, tensor, known[tensor.name])
+            elif role is not Role.ENSEMBLE and not _is_passed_on(role, tensor.name):
+                logger.warning(
+                    "%s: the %s '%s' is not one of a %s and is ignored",
+                    path, side, tensor.name, role.value,
+                )  # fmt: skip
+
+
+def _is_passed_on(role: Role, name: str) -> bool:
+    return role is Role.POSTPROCESSING and name.removeprefix("OUT_") in PASSED_ON
+
+
+def _check_type(path: Path, side: str, tensor: Any, type_name: str) -> None:
+    allowed = _CHOICES.get(tensor.name, (type_name,))
+    actual = DataType.Name(tensor.data_type)
+    if actual not in allowed:
+        raise ConfigError(
+            f"{path}: the {side} '{tensor.name}' has data_type {actual} but must have "
+            f"{' or '.join(allowed)}"
+        )
+
+
+@functools.cache
+def _known(role: Role) -> tuple[dict[str, str], dict[str, str]]:
+    """Names and types of a role's inputs and outputs, as its template has them."""
+    folder = resources.files("trimaran.server.repository") / "templates" / _TEMPLATES[role]
+    text = (folder / "config.pbtxt").read_text(encoding="utf-8")
+    text = re.sub(r"(data_type: )\$\{\w+\}", r"\1TYPE_FP32", text)
+    text = re.sub(r"(decoupled: )\$\{\w+\}", r"\1true", text)
+    config = text_format.Parse(re.sub(r"\$\{\w+\}", "1", text), ModelConfig())
+    return (
+        {tensor.name: DataType.Name(tensor.data_type) for tensor in config.input},
+        {tensor.name: DataType.Name(tensor.data_type) for tensor in config.output},
+    )

@@ -1,0 +1,152 @@
+"""The weight files of a Hugging Face folder, and what their headers tell; free of torch."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable
+from pathlib import Path
+
+from trimaran.comm.errors import ConfigError
+from trimaran.comm.files.input_files import parse_json
+from trimaran.worker.config.pretrained_config import PretrainedConfig
+from trimaran.worker.config.pretrained_families import FAMILIES
+from trimaran.worker.config.quantized import refuse_quantized_tensors
+from trimaran.worker.config.shard_file import TensorEntry, read_tensor_entries
+
+_LAYER_TENSOR = re.compile(r"(.*?\b(?:layers|h)\.)(\d+)(\..+\.(?:weight|bias))")
+_FORMATS = (("model", ".safetensors"), ("pytorch_model", ".bin"))
+"""How files begin and end; the first that is there is taken, as transformers does."""
+
+_HEAD = "lm_head.weight"
+_DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+
+
+def find_weight_files(folder: Path) -> tuple[Path, ...]:
+    """The only file, or those that an index names, or else all that are numbered.
+
+    Raises:
+        ConfigError: there is none, or the index names one that is not there.
+    """
+    for stem, suffix in _FORMATS:
+        files = _files_of(folder, stem, suffix)
+        if files:
+            return files
+    suffixes = [suffix for _, suffix in _FORMATS]
+    refuse_lost_links(file for file in sorted(folder.iterdir()) if file.suffix in suffixes)
+    raise ConfigError(_no_weights(folder))
+
+
+def stored_dtype(files: tuple[Path, ...]) -> str:
+    """The type of most numbers in the first file; float32 where its header does not tell."""
+    sizes = dict.fromkeys(_DTYPES, 0)
+    for file in files[:1]:
+        entries = read_tensor_entries(file) if file.suffix == ".safetensors" else {}
+        for entry in entries.values():
+            if entry.dtype in sizes:
+                sizes[entry.dtype] += entry.num_bytes
+    return _DTYPES[max(sizes, key=lambda word: sizes[word])]
+
+
+def tied_unless_stored(files: tuple[Path, ...]) -> dict[str, bool]:
+    """The key of the head, by whether one is stored; none where headers do not tell."""
+    if not files or any(file.suffix != ".safetensors" for file in files):
+        return {}
+    names = (name for file in files for name in read_tensor_entries(file))
+    return {"tie_word_embeddings": not any(name.endswith(_HEAD) for name in names)}
+
+
+def check_weight_files(folder: Path, files: tuple[Path, ...], config: PretrainedConfig) -> None:
+    """Refuse quantized weights, and weights that one layer has and another lacks.
+
+    Only safetensors files say what they hold without torch.
+    """
+    entries: dict[str, TensorEntry] = {}
+    for file in files:
+        if file.suffix == ".safetensors":
+            entries |= read_tensor_entries(file)
+    refuse_quantized_tensors(folder, entries)
+    others = FAMILIES[config.architecture].ignored_parts
+    names = {name for name in entries if not name.startswith(others)}
+    if config.dense_layers:
+        # Their MLP has other tensors than the layers with experts.
+        names = {name for name in names if ".mlp." not in name}
+    _check_layers(folder, names, config.num_hidden_layers)
+
+
+def _files_of(folder: Path, stem: str, suffix: str) -> tuple[Path, ...]:
+    index = folder / f"{stem}{suffix}.index.json"
+    single = folder / f"{stem}{suffix}"
+    if single.is_file():
+        return (single,)
+    if not index.is_file():
+        return tuple(sorted(folder.glob(f"{stem}-*{suffix}")))
+    try:
+        values = parse_json(index.read_text(encoding="utf-8"))
+        names = sorted(set(values["weight_map"].values()))
+        files = tuple(folder / name for name in names)
+    except (ValueError, KeyError, AttributeError, TypeError):
+        raise ConfigError(f"{index}: holds no weight_map. Download the folder again.") from None
+    except OSError as error:
+        raise ConfigError(
+            f"{index}: cannot be read ({error.strerror}). Correct its access rights, or "
+            "download the folder again."
+        ) from None
+    absent = [file for file in files if not file.exists()]
+    if absent:
+        refuse_lost_links(absent)
+        raise ConfigError(
+            f"{absent[0]}: cannot be read: {len(absent)} of the {len(files)} files that "
+            f"{index.name} names are not there. Download the folder again."
+        )
+    return files
+
+
+def refuse_lost_links(paths: Iterable[Path]) -> None:
+    """Say of the first link that leads nowhere where it leads.
+
+    Raises:
+        ConfigError: there is one.
+    """
+    for path in paths:
+        if path.is_symlink() and not path.exists():
+            raise ConfigError(
+                f"{path}: is a link to {os.readlink(path)}, which is not there. Mount or copy "
+                "that too (a download cache has its files in `blobs`, beside `snapshots`), or "
+                "download the folder again."
+            )
+
+
+def _no_weights(folder: Path) -> str:
+    if any(folder.glob("*.gguf")):
+        return (
+            f"{folder}: holds GGUF files, which are not served. Name the original checkpoint."
+        )
+    if any(folder.glob("consolidated*")):
+        return (
+            f"{folder}: holds consolidated files, the format of the model's maker. Name its "
+            "Hugging Face folder, whose files are called model*.safetensors."
+        )
+    others = ", ".join(sorted(file.name for file in folder.glob("*.safetensors")))
+    return (
+        f"{folder}: holds no model.safetensors, model-*.safetensors or pytorch_model.bin"
+        f"{f', only {others}' if others else ''}. Download the folder again, or save the "
+        "weights with transformers (model.save_pretrained)."
+    )
+
+
+def _check_layers(folder: Path, names: set[str], num_layers: int) -> None:
+    """Refuse weights that a layer has and another lacks; no model is needed to see that."""
+    numbers_of: dict[tuple[str, str], set[int]] = {}
+    for name in names:
+        found = _LAYER_TENSOR.match(name)
+        # DeepSeek V3 has another kind of layer behind the last one.
+        if found and int(found[2]) < num_layers:
+            numbers_of.setdefault((found[1], found[3]), set()).add(int(found[2]))
+    for (prefix, suffix), numbers in sorted(numbers_of.items()):
+        for number in range(num_layers):
+            if number not in numbers:
+                raise ConfigError(
+                    f"{folder}: the tensor '{prefix}{number}{suffix}' is missing, though "
+                    f"config.json tells of {num_layers} layers. Download the folder again."
+                )

@@ -1,0 +1,390 @@
+"""Reads and checks a model folder before any rank starts; free of torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+from trimaran.comm.errors import ConfigError
+from trimaran.comm.files.field_types import check_field_types
+from trimaran.comm.files.input_files import parse_json, read_text
+from trimaran.worker.config.checkpoint_folder import (
+    check_weight_files,
+    find_weight_files,
+    refuse_lost_links,
+    stored_dtype,
+    tied_unless_stored,
+)
+from trimaran.worker.config.pretrained_config import PretrainedConfig
+from trimaran.worker.config.quantized import refuse_quantized_folder
+from trimaran.worker.config.shard_file import read_header
+from trimaran.worker.config.shard_origin import check_origin, origin_of
+from trimaran.worker.config.stages import stage_sizes
+
+FORMAT_VERSION = 1
+CONFIG_FILE = "config.json"
+_BUILD_AGAIN = "Build the folder again with `trimaran build`"
+
+
+class FolderKind(Enum):
+    """What a model folder holds."""
+
+    ENGINE = "engine"
+    """One shard a rank, with the limits it was built for."""
+
+    CHECKPOINT = "checkpoint"
+    """One shard a rank, no limits: the first half of a build in two steps."""
+
+    HUGGINGFACE = "huggingface"
+    """Whole tensors, to be sharded in memory."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankMapping:
+    """The parallel sizes that a folder's shards were made for."""
+
+    world_size: int = 1
+    tp_size: int = 1
+    pp_size: int = 1
+    moe_tp_size: int = 1
+    moe_ep_size: int = 1
+    dp_size: int = 1
+    """Lanes that share the experts; where each lane holds all of them, lanes share shards."""
+
+    pp_partition: tuple[int, ...] = ()
+    """Layers of each pipeline stage; none where they are shared out evenly."""
+
+    gpus_per_node: int = 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BuildConfig:
+    """The limits that an engine folder was built for."""
+
+    max_batch_size: int = 2048
+    max_input_len: int = 1024
+    max_seq_len: int = 0
+    """Prompt and output together; 0 means the model's positions."""
+
+    max_num_tokens: int = 8192
+    max_beam_width: int = 1
+    max_lora_rank: int = 64
+    """Largest size of a LoRA adapter."""
+
+    gather_context_logits: bool = False
+    gather_generation_logits: bool = False
+    plugin_config: dict[str, Any] = field(default_factory=dict)
+    """``tokens_per_block`` and the plugin settings that the build command was given."""
+
+    @property
+    def tokens_per_block(self) -> int:
+        """Tokens of a KV block; 0 where nobody said."""
+        return int(self.plugin_config.get("tokens_per_block", 0))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, for ``config.json``."""
+        return asdict(self)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineFolder:
+    """A folder whose configuration and files were checked, without reading weights."""
+
+    path: Path
+    kind: FolderKind
+    config: PretrainedConfig
+    mapping: RankMapping | None
+    """None for a Hugging Face folder, which serves any sizes."""
+
+    build: BuildConfig
+    weight_files: tuple[Path, ...]
+    """One a rank in rank order, or all files of a Hugging Face folder."""
+
+    @classmethod
+    def load(cls, path: str | Path, *, check_weights: bool = True) -> EngineFolder:
+        """Read ``config.json`` and check it against the files that lie beside it.
+
+        ``check_weights=False`` leaves weight files alone, for weights made at random.
+        Raises `ConfigError` that names the file, the value and the remedy.
+        """
+        folder = Path(path)
+        values = _read_config(folder)
+        source = str(folder / CONFIG_FILE)
+        if "pretrained_config" not in values and "mapping" not in values:
+            return cls._load_huggingface(folder, values, source, check_weights)
+        return cls._load_sharded(folder, values, source, check_weights)
+
+    @classmethod
+    def _load_huggingface(
+        cls, folder: Path, values: dict[str, Any], source: str, check_weights: bool
+    ) -> EngineFolder:
+        refuse_quantized_folder(folder, values)
+        files = find_weight_files(folder) if check_weights else ()
+        if not (values.get("dtype") or values.get("torch_dtype")):
+            values = {**values, "dtype": stored_dtype(files)}
+        if "text_config" in values and "tie_word_embeddings" not in values:
+            # Transformers ties then, unless a head of its own is stored.
+            values = {**values, **tied_unless_stored(files)}
+        config = PretrainedConfig.from_huggingface(values, source)
+        check_weight_files(folder, files, config)
+        return cls(
+            path=folder,
+            kind=FolderKind.HUGGINGFACE,
+            config=config,
+            mapping=None,
+            build=BuildConfig(max_input_len=config.max_position_embeddings),
+            weight_files=files,
+        )
+
+    @classmethod
+    def _load_sharded(
+        cls, folder: Path, values: dict[str, Any], source: str, check_weights: bool
+    ) -> EngineFolder:
+        is_engine = "pretrained_config" in values
+        _check_format(values, source)
+        pretrained = _section(values, "pretrained_config", source) if is_engine else values
+        config = PretrainedConfig.from_dict(pretrained, source)
+        mapping = _rank_mapping(_section(pretrained, "mapping", source), config, source)
+        if pretrained.get("quantization") is not None:
+            _check_quantization(_section(pretrained, "quantization", source), source)
+        build = (
+            _build_config(_section(values, "build_config", source), source)
+            if is_engine
+            else BuildConfig()
+        )
+        files = tuple(shard_path(folder, rank) for rank in range(mapping.world_size))
+        if check_weights:
+            _check_shards(files, values.get("shards"), origin_of(config, mapping), source)
+        return cls(
+            path=folder,
+            kind=FolderKind.ENGINE if is_engine else FolderKind.CHECKPOINT,
+            config=config,
+            mapping=mapping,
+            build=build,
+            weight_files=files,
+        )
+
+    @property
+    def max_seq_len(self) -> int:
+        """Prompt and output together, never above the model's positions."""
+        positions = self.config.max_position_embeddings
+        return min(self.build.max_seq_len or positions, positions)
+
+    def check_parallel(
+        self, tp_size: int, pp_size: int, moe_ep_size: int = 1, expert_lanes: int = 1
+    ) -> None:
+        """Refuse sizes that this folder's shards were not made for."""
+        if self.mapping is None:
+            check_shares(self.config, tp_size, pp_size, moe_ep_size)
+            return
+        made_for = self.mapping
+        if (made_for.tp_size, made_for.pp_size) != (tp_size, pp_size):
+            lanes = f" in each of {made_for.dp_size} lanes" if made_for.dp_size > 1 else ""
+            raise ConfigError(
+                f"{self.path}: built for tp_size {made_for.tp_size} and pp_size "
+                f"{made_for.pp_size}{lanes} (world size {made_for.world_size}), but asked to "
+                f"run with tp_size {tp_size} and pp_size {pp_size} (world size "
+                f"{tp_size * pp_size}). Start {made_for.world_size} ranks, or build again "
+                f"with --tp-size {tp_size} --pp-size {pp_size}."
+            )
+        if self.config.num_experts and made_for.moe_ep_size != moe_ep_size:
+            raise ConfigError(
+                f"{self.path}: built for moe_ep_size {made_for.moe_ep_size}, but asked to run "
+                f"with {moe_ep_size}. Leave the sizes of experts out, or build again with "
+                f"--moe-ep-size {moe_ep_size}."
+            )
+        if made_for.dp_size != expert_lanes:
+            raise ConfigError(
+                f"{self.path}: built for experts shared over {made_for.dp_size} lane(s), but "
+                f"asked to share them over {expert_lanes}. Serve it with --dp-size "
+                f"{made_for.dp_size}, or build again for other lanes and sizes of experts."
+            )
+
+    def shard_of(self, rank: int) -> Path:
+        """The weight file of one rank of an engine or checkpoint folder."""
+        # Lanes that hold the same weights read the same files.
+        return self.weight_files[rank % len(self.weight_files)]
+
+
+def shard_path(folder: Path, rank: int) -> Path:
+    """Where one rank's weights lie."""
+    return folder / f"rank{rank}.safetensors"
+
+
+def check_shares(
+    config: PretrainedConfig, tp_size: int, pp_size: int, moe_ep_size: int = 1
+) -> None:
+    """Refuse parallel sizes that leave a rank without a head, a layer or as many experts.
+
+    Heads and widths that the sizes do not divide are filled up with zeros.
+    """
+    for name, size in (("tp_size", tp_size), ("pp_size", pp_size)):
+        if size < 1:
+            raise ConfigError(f"{name} is {size} but must be 1 or more")
+    if moe_ep_size > 1 and not config.num_experts:
+        raise ConfigError(
+            f"moe_ep_size is {moe_ep_size} but the model has no experts to share out. Leave "
+            "--moe-tp-size and --moe-ep-size out."
+        )
+    if config.num_experts % moe_ep_size:
+        raise ConfigError(
+            f"num_experts ({config.num_experts}) is not a multiple of moe_ep_size "
+            f"({moe_ep_size}). Choose a --moe-ep-size that divides it."
+        )
+    if tp_size > config.num_attention_heads:
+        raise ConfigError(
+            f"tp_size ({tp_size}) is above num_attention_heads ({config.num_attention_heads}), "
+            "so a rank would have none. Choose a smaller --tp-size."
+        )
+    if pp_size > config.num_hidden_layers:
+        raise ConfigError(
+            f"pp_size ({pp_size}) is above num_hidden_layers ({config.num_hidden_layers}), so "
+            "a stage would be empty. Choose a smaller --pp-size."
+        )
+
+
+def _read_config(folder: Path) -> dict[str, Any]:
+    path = folder / CONFIG_FILE
+    if not folder.is_dir():
+        raise ConfigError(
+            f"{folder}: no such folder. Name an engine folder made by `trimaran build`, or a "
+            "Hugging Face folder."
+        )
+    try:
+        text = read_text(path)
+    except FileNotFoundError:
+        refuse_lost_links([path])
+        snapshots = sorted(folder.glob(f"snapshots/*/{CONFIG_FILE}"))
+        inside = f" Or was {snapshots[-1].parent} meant?" if snapshots else ""
+        raise ConfigError(
+            f"{folder}: holds no {CONFIG_FILE}. Name an engine folder made by "
+            f"`trimaran build`, or a Hugging Face folder.{inside}"
+        ) from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(
+            f"{path}: cannot be read: {error}. {_BUILD_AGAIN}, or correct its access rights."
+        ) from None
+    if not text.strip():
+        raise ConfigError(f"{path}: is empty. {_BUILD_AGAIN}, or copy it again.")
+    try:
+        values = parse_json(text)
+    except ValueError as error:
+        raise ConfigError(
+            f"{path}: is not JSON: {error}. {_BUILD_AGAIN}, or copy it again."
+        ) from None
+    if not isinstance(values, dict):
+        raise ConfigError(
+            f"{path}: holds a {type(values).__name__}, not an object. {_BUILD_AGAIN}."
+        )
+    return values
+
+
+def _check_format(values: Mapping[str, Any], source: str) -> None:
+    version = values.get("format_version")
+    if version != FORMAT_VERSION:
+        made_by = values.get("version", "another program")
+        raise ConfigError(
+            f"{source}: format_version is {version!r} (written by {made_by!r}), but this "
+            f"version reads {FORMAT_VERSION}. {_BUILD_AGAIN} of this version."
+        )
+
+
+def _section(values: Mapping[str, Any], key: str, source: str) -> dict[str, Any]:
+    section = values.get(key)
+    if not isinstance(section, dict):
+        raise ConfigError(
+            f"{source}: {key} is {section!r} but must be an object. {_BUILD_AGAIN}."
+        )
+    return section
+
+
+def _rank_mapping(
+    values: Mapping[str, Any], config: PretrainedConfig, source: str
+) -> RankMapping:
+    known = {field.name for field in fields(RankMapping)}
+    chosen = {key: value for key, value in values.items() if key in known}
+    partition = chosen.pop("pp_partition", None) or []
+    _check_type_of("mapping.", RankMapping, {"pp_partition": partition}, source)
+    _check_positive_integers(chosen, "mapping", source)
+    _check_positive_integers(dict(enumerate(partition)), "mapping.pp_partition", source)
+    mapping = RankMapping(**chosen, pp_partition=tuple(partition))
+    try:
+        stage_sizes(config.num_hidden_layers, mapping.pp_size, mapping.pp_partition)
+    except ConfigError as error:
+        raise ConfigError(f"{source}: {error}") from None
+    world_size = mapping.tp_size * mapping.pp_size * mapping.dp_size
+    if mapping.world_size != world_size:
+        raise ConfigError(
+            f"{source}: mapping.world_size is {mapping.world_size} but tp_size "
+            f"{mapping.tp_size} times pp_size {mapping.pp_size} times dp_size "
+            f"{mapping.dp_size} is {world_size}. {_BUILD_AGAIN}."
+        )
+    return mapping
+
+
+def _build_config(values: Mapping[str, Any], source: str) -> BuildConfig:
+    known = {field.name for field in fields(BuildConfig)}
+    chosen = {key: value for key, value in values.items() if key in known}
+    limits = {key: chosen[key] for key in chosen if key.startswith("max_")}
+    _check_positive_integers(limits, "build_config", source)
+    plugins = chosen.setdefault("plugin_config", {})
+    _check_type_of("build_config.", BuildConfig, chosen, source)
+    blocks = {"tokens_per_block": plugins.get("tokens_per_block", 1)}
+    _check_positive_integers(blocks, "build_config.plugin_config", source)
+    return BuildConfig(**chosen)
+
+
+def _check_type_of(inside: str, owner: type, values: Mapping[str, Any], source: str) -> None:
+    try:
+        check_field_types(owner, values, inside=inside)
+    except ConfigError as error:
+        raise ConfigError(f"{source}: {error}. {_BUILD_AGAIN}.") from None
+
+
+def _check_positive_integers(values: Mapping[Any, Any], section: str, source: str) -> None:
+    for key, value in values.items():
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise ConfigError(
+                f"{source}: {section}.{key} is {value!r} but must be a whole number of 1 or "
+                f"more. {_BUILD_AGAIN}."
+            )
+
+
+def _check_quantization(values: Mapping[str, Any], source: str) -> None:
+    for key in ("quant_algo", "kv_cache_quant_algo"):
+        if values.get(key) is not None:
+            raise ConfigError(
+                f"{source}: quantization.{key} is {values[key]!r}, which is not served. Build "
+                "the folder again without quantization."
+            )
+
+
+def _check_shards(
+    files: tuple[Path, ...], listed: Any, origin: dict[str, Any], source: str
+) -> None:
+    entries = [] if listed is None else listed
+    if not (isinstance(entries, list) and all(isinstance(each, dict) for each in entries)):
+        raise ConfigError(
+            f"{source}: shards is {listed!r} but must be a list of objects. {_BUILD_AGAIN}."
+        )
+    entry_of = {entry.get("file"): entry for entry in entries}
+    for file in files:
+        if not file.is_file():
+            raise ConfigError(
+                f"{file}: missing, though {source} tells of {len(files)} ranks. "
+                f"{_BUILD_AGAIN}, or copy all of its files."
+            )
+        header = read_header(file)
+        entry = entry_of.get(file.name, {})
+        found = {"bytes": file.stat().st_size, "header_sha256": header.checksum}
+        for key, value in found.items():
+            # Folders of before have no checksums.
+            if entry.get(key, value) != value:
+                raise ConfigError(
+                    f"{file}: has {key} {value}, but {source} tells of {entry[key]}: it "
+                    f"belongs to another build. {_BUILD_AGAIN}, or copy it again."
+                )
+        check_origin(file, header.origin, origin, source)

@@ -1,0 +1,159 @@
+"""Which sizes of the parallel axes make a layout, and how those not named follow; no torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from trimaran.comm.errors import ConfigError
+from trimaran.worker.config.engine_config import ParallelConfig
+from trimaran.worker.config.engine_folder import EngineFolder, RankMapping
+from trimaran.worker.config.stages import stage_sizes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AskedSizes:
+    """The sizes that somebody named; 0, or -1 of the experts' two, for those left out."""
+
+    world_size: int = 0
+    tp_size: int = 0
+    pp_size: int = 0
+    dp_size: int = 0
+    moe_tp_size: int = -1
+    moe_ep_size: int = -1
+    pp_partition: tuple[int, ...] = ()
+    """Layers of each pipeline stage; none for even ones."""
+
+    @property
+    def names_axes(self) -> bool:
+        """Whether an axis beside the experts' is named."""
+        return bool(self.tp_size or self.pp_size or self.dp_size or self.pp_partition)
+
+    @property
+    def names_experts(self) -> bool:
+        """Whether one of the experts' sizes is named."""
+        return (self.moe_tp_size, self.moe_ep_size) != (-1, -1)
+
+
+def layout_of(asked: AskedSizes, folder: EngineFolder, num_named: int = 0) -> ParallelConfig:
+    """The layout that ``folder`` is to run in: what was asked for, else what it was made for.
+
+    ``num_named`` counts the devices or ranks that are named for it, which a folder made for
+    no sizes takes as its world size.
+
+    Raises:
+        ConfigError: no layout has these sizes, or the folder has no such layout.
+    """
+    made_for = folder.mapping
+    if made_for is None:
+        layout = _free_layout(asked, num_named)
+    else:
+        layout = _made_layout(asked, folder, made_for)
+    # A folder that was made for other sizes is said first: a better product would not help.
+    folder.check_parallel(
+        layout.tp_size, layout.pp_size, layout.expert_parts, layout.expert_lanes
+    )
+    _check_world_size(layout, asked.world_size)
+    _check_stages(asked.pp_partition, layout, folder)
+    return layout
+
+
+def _free_layout(asked: AskedSizes, num_named: int) -> ParallelConfig:
+    """Of a folder that is cut when it is loaded: the tensor axis takes what is left."""
+    pp_size, dp_size = asked.pp_size or len(asked.pp_partition) or 1, asked.dp_size or 1
+    others = pp_size * dp_size
+    world_size = asked.world_size or num_named
+    if not asked.tp_size and world_size % others:
+        raise ConfigError(
+            f"a world size of {world_size} is no multiple of --pp-size ({pp_size}) times "
+            f"--dp-size ({dp_size}). Correct one of them, or name --tp-size."
+        )
+    tp_size = asked.tp_size or world_size // others or 1
+    sizes = expert_sizes(asked.moe_tp_size, asked.moe_ep_size, tp_size, dp_size)
+    return ParallelConfig(
+        tp_size=tp_size,
+        pp_size=pp_size,
+        dp_size=dp_size,
+        moe_tp_size=sizes[0],
+        moe_ep_size=sizes[1],
+        pp_partition=asked.pp_partition,
+    )
+
+
+def _made_layout(
+    asked: AskedSizes, folder: EngineFolder, made_for: RankMapping
+) -> ParallelConfig:
+    """Of a folder with a shard a rank: only lanes can be added to what it was made for."""
+    tp_size, pp_size = asked.tp_size or made_for.tp_size, asked.pp_size or made_for.pp_size
+    if asked.world_size and not asked.names_axes and asked.world_size != made_for.world_size:
+        # Somebody who names the ranks alone means to cut the layers over them.
+        folder.check_parallel(asked.world_size, 1)
+    dp_size = asked.dp_size or made_for.dp_size
+    if made_for.dp_size not in (1, dp_size):
+        raise ConfigError(
+            f"{folder.path}: built for experts shared over {made_for.dp_size} lane(s), but "
+            f"asked to run with dp_size {dp_size}. Serve it with --dp-size "
+            f"{made_for.dp_size}, or build again with --dp-size {dp_size}."
+        )
+    sizes = made_for.moe_tp_size, made_for.moe_ep_size
+    if asked.names_experts:
+        sizes = expert_sizes(asked.moe_tp_size, asked.moe_ep_size, tp_size, dp_size)
+    return ParallelConfig(
+        tp_size=tp_size,
+        pp_size=pp_size,
+        dp_size=dp_size,
+        moe_tp_size=sizes[0],
+        moe_ep_size=sizes[1],
+        pp_partition=made_for.pp_partition,
+    )
+
+
+def _check_stages(asked: tuple[int, ...], layout: ParallelConfig, folder: EngineFolder) -> None:
+    sizes = stage_sizes(folder.config.num_hidden_layers, layout.pp_size, layout.pp_partition)
+    if asked and list(asked) != sizes:
+        shown = ",".join(map(str, asked))
+        raise ConfigError(
+            f"{folder.path}: built for stages of {','.join(map(str, sizes))} layers, but asked "
+            f"to run with {shown}. Leave --pp-partition out, or build again with "
+            f"--pp-partition {shown}."
+        )
+
+
+def _check_world_size(layout: ParallelConfig, asked: int) -> None:
+    if asked and asked != layout.world_size:
+        raise ConfigError(
+            f"--world-size is {asked} but tp_size ({layout.tp_size}) times pp_size "
+            f"({layout.pp_size}) times dp_size ({layout.dp_size}) is {layout.world_size}. "
+            "Leave --world-size out, or correct one of the sizes."
+        )
+
+
+def expert_sizes(
+    moe_tp_size: int, moe_ep_size: int, tp_size: int, dp_size: int = 1
+) -> tuple[int, int]:
+    """Ranks that cut each expert, and parts that share the experts out; -1 is the rest.
+
+    Their product is ``tp_size``, or with lanes ``tp_size * dp_size``: then the lanes share
+    the experts. A rest makes up ``tp_size`` if it can.
+
+    Raises:
+        ConfigError: they make up neither.
+    """
+    if moe_tp_size == -1 and moe_ep_size == -1:
+        return tp_size, 1
+    if min(moe_tp_size, moe_ep_size) < -1 or 0 in (moe_tp_size, moe_ep_size):
+        raise ConfigError(
+            f"--moe-tp-size is {moe_tp_size} and --moe-ep-size is {moe_ep_size}, but each must "
+            "be 1 or more, or -1 for what the tensor-parallel size leaves."
+        )
+    for num_ranks in (tp_size, tp_size * dp_size):
+        cut = num_ranks // moe_ep_size if moe_tp_size == -1 else moe_tp_size
+        shared = num_ranks // moe_tp_size if moe_ep_size == -1 else moe_ep_size
+        if cut * shared == num_ranks:
+            return cut, shared
+    sizes = {"--moe-tp-size": moe_tp_size, "--moe-ep-size": moe_ep_size}
+    named = [f"{flag} ({size})" for flag, size in sizes.items() if size != -1]
+    lanes = f", or that times --dp-size ({tp_size * dp_size})" if dp_size > 1 else ""
+    raise ConfigError(
+        f"{' times '.join(named)} must {'be' if len(named) > 1 else 'divide'} --tp-size "
+        f"({tp_size}){lanes}. Leave {'both' if len(named) > 1 else 'it'} out, or correct one."
+    )

@@ -1,0 +1,263 @@
+"""From a front end's message to a checked request."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from array import array
+from collections.abc import Hashable, Sequence
+
+import numpy as np
+import torch
+
+from trimaran.comm.errors import RequestError
+from trimaran.comm.messages.messages import Submit
+from trimaran.comm.messages.sampling_params import SamplingParams
+from trimaran.worker.config.engine_config import SchedulerConfig
+from trimaran.worker.execution.prompt_tables import PromptTable
+from trimaran.worker.kv_cache.free_blocks import Retention
+from trimaran.worker.kv_cache.sequence_blocks import RetentionPlan
+from trimaran.worker.requests.request import Request
+from trimaran.worker.sampling.sampling_rows import SERVED_FIELDS
+
+_LOGITS_DTYPES = ("float32", "float16")
+_LENGTHS = ("top_k", "min_tokens", "no_repeat_ngram_size")
+_WHOLE = tuple(
+    field.name for field in dataclasses.fields(SamplingParams) if field.type == "int"
+)
+_MAX_INT32 = (1 << 31) - 1
+_MOST_SEQUENCES, _MOST_IDS = 1 << 16, 1 << 64
+"""As many as `StepOutput` can tell apart."""
+
+
+def request_from(
+    source: Hashable,
+    message: Submit,
+    number: int,
+    limits: SchedulerConfig,
+    vocab_size: int,
+    hidden_size: int,
+    dtype: torch.dtype,
+) -> Request:
+    """The request of ``message``, all its values checked.
+
+    ``max_tokens`` beyond ``max_seq_len`` is lowered to what is left after the prompt.
+
+    Raises:
+        RequestError: names the value, what is allowed and the remedy.
+    """
+    sampling = _sampling(message, vocab_size)
+    if sampling.beam_width > 1:
+        _check_beams(sampling, limits, bool(message.output_ids))
+    _check_numbers(message, sampling.num_return_sequences)
+    prompt, output = _ids(message.prompt_ids), _ids(message.output_ids)
+    _check_prompt(prompt, limits)
+    table = _prompt_table(message, hidden_size, dtype)
+    num_entries = 0 if table is None else table.shape[0]
+    _check_ids("input_ids", prompt, vocab_size + num_entries)
+    _check_ids("output_ids", output, vocab_size)
+    if output and sampling.num_return_sequences > 1 and sampling.beam_width == 1:
+        raise RequestError(
+            f"a request with {len(output)} output ids continues one sequence, but "
+            f"num_return_sequences is {sampling.num_return_sequences}; send one request each"
+        )
+    room = limits.max_seq_len - len(prompt)
+    if sampling.max_tokens > room:
+        sampling = dataclasses.replace(sampling, max_tokens=room)
+    return Request(
+        source=source,
+        request_id=message.request_id,
+        number=number,
+        prompt_ids=prompt,
+        output_ids=output,
+        sampling=sampling,
+        sequence_index=message.sequence_index,
+        priority=message.priority,
+        has_adapter=bool(message.adapter_id) or message.adapter is not None,
+        cache_salt=message.cache_salt,
+        retention=_retention(message, len(prompt)),
+        prompt_table=None if table is None else message.embeddings,
+        client_id=message.client_request_id,
+        is_streaming=message.streaming,
+    )
+
+
+def _prompt_table(message: Submit, hidden_size: int, dtype: torch.dtype) -> PromptTable | None:
+    if message.embeddings is None:
+        return None
+    table = PromptTable.from_wire(message.embeddings)
+    table.check(hidden_size, dtype)
+    return table
+
+
+def _sampling(message: Submit, vocab_size: int) -> SamplingParams:
+    try:
+        sampling = SamplingParams.from_wire(message.sampling)
+    except TypeError as error:
+        raise RequestError(f"unknown sampling parameter: {error}") from error
+    sampling.refuse_all_but(SERVED_FIELDS)
+    for name in _WHOLE:
+        if not _is_whole(getattr(sampling, name)):
+            raise sampling.refusal(name, "a whole number")
+    sampling.validate(vocab_size)
+    checks = (
+        ("end_id", sampling.end_id < vocab_size, f"below the vocabulary size {vocab_size}"),
+        (
+            "repetition_penalty",
+            0 < sampling.repetition_penalty < math.inf,
+            "above 0, and finite",
+        ),
+        ("presence_penalty", math.isfinite(sampling.presence_penalty), "a finite number"),
+        ("frequency_penalty", math.isfinite(sampling.frequency_penalty), "a finite number"),
+        ("min_p", 0 <= sampling.min_p <= 1, "between 0 and 1"),
+        ("top_p_decay", 0 < sampling.top_p_decay <= 1, "above 0 and at most 1"),
+        (
+            "top_p_reset_ids",
+            -1 <= sampling.top_p_reset_ids < vocab_size,
+            f"-1 or below the vocabulary size {vocab_size}",
+        ),
+        ("top_p_min", 0 < sampling.top_p_min <= 1, "above 0 and at most 1"),
+        ("beam_width", sampling.beam_width >= 1, "at least 1"),
+        ("length_penalty", abs(sampling.length_penalty) <= 10, "between -10 and 10"),
+        (
+            "beam_search_diversity_rate",
+            abs(sampling.beam_search_diversity_rate) <= 1e6,
+            "between -1e6 and 1e6",
+        ),
+        ("num_return_sequences", sampling.num_return_sequences >= 1, "at least 1"),
+        ("logits_dtype", sampling.logits_dtype in _LOGITS_DTYPES, " or ".join(_LOGITS_DTYPES)),
+        ("no_repeat_ngram_size", sampling.no_repeat_ngram_size >= 0, "0 (off) or more"),
+        *((name, getattr(sampling, name) < 1 << 63, "below 2**63") for name in _LENGTHS),
+    )
+    for name, is_valid, allowed in checks:
+        if not is_valid:
+            raise sampling.refusal(name, allowed)
+    _check_words("bad_words", sampling.bad_words, range(vocab_size))
+    # Those beyond the vocabulary never come; steps keep all of them as 32 bits.
+    _check_words("stop_words", sampling.stop_words, range(-_MAX_INT32 - 1, _MAX_INT32 + 1))
+    _check_bias(sampling.embedding_bias, vocab_size)
+    return sampling
+
+
+def _check_bias(packed: bytes, vocab_size: int) -> None:
+    """Minus infinity forbids an id; nothing else may be beyond the finite numbers."""
+    if not packed:
+        return
+    bias = np.frombuffer(packed, "<f4")
+    if bias.size != vocab_size:
+        raise RequestError(
+            f"embedding_bias holds {bias.size} values but must hold one for each of the "
+            f"{vocab_size} vocabulary ids"
+        )
+    is_forbidden = np.isneginf(bias)
+    wrong = bias[~np.isfinite(bias) & ~is_forbidden]
+    if wrong.size:
+        raise RequestError(
+            f"embedding_bias holds {wrong[0]} but must hold finite numbers, or -inf for ids "
+            "that must not come"
+        )
+    if is_forbidden.all():
+        raise RequestError(
+            "embedding_bias is -inf for every id of the vocabulary; leave one that may come"
+        )
+
+
+def _retention(message: Submit, num_prompt_tokens: int) -> RetentionPlan | None:
+    said = message.retention
+    if said is None:
+        return None
+    ranges = tuple(
+        (start, end, Retention(priority, max(0, duration_ms) / 1e3))
+        for start, end, priority, duration_ms in said["ranges"]
+    )
+    priority, duration_ms = said["output"]
+    output = Retention(priority, max(0, duration_ms) / 1e3)
+    return RetentionPlan(ranges, output, num_prompt_tokens)
+
+
+def _check_beams(sampling: SamplingParams, limits: SchedulerConfig, has_output: bool) -> None:
+    width, count = sampling.beam_width, sampling.num_return_sequences
+    if width > limits.max_beam_width:
+        raise RequestError(
+            f"beam_width is {width} but this engine serves at most {limits.max_beam_width}. "
+            "Ask for fewer beams, or build the engine with a larger --max-beam-width (for a "
+            "Hugging Face folder set max_beam_width in config.pbtxt)."
+        )
+    if count > width:
+        raise RequestError(
+            f"num_return_sequences is {count} but a search with beam_width {width} finds no "
+            "more sequences than it has beams. Ask for fewer, or for wider beams."
+        )
+    if sampling.guide_type:
+        raise RequestError(
+            f"guided_decoding_guide_type is {sampling.guide_type!r} together with beam_width "
+            f"{width}: beams do not follow a guide. Leave one of the two out."
+        )
+    if has_output:
+        raise RequestError(
+            f"a request of beam_width {width} has output ids but a beam search starts at its "
+            "prompt. Send the prompt alone."
+        )
+
+
+def _check_numbers(message: Submit, num_sequences: int) -> None:
+    """What steps say of a request they say under its numbers, in one message with others."""
+    checks = (
+        ("request_id", message.request_id, _MOST_IDS - 1),
+        ("sequence_index", message.sequence_index, _MOST_SEQUENCES - num_sequences),
+    )
+    for name in ("request_id", "sequence_index", "priority"):
+        value = getattr(message, name)
+        if not _is_whole(value):
+            raise RequestError(f"{name} is {value!r} but must be a whole number")
+    for name, value, most in checks:
+        if not 0 <= value <= most:
+            raise RequestError(
+                f"{name} is {value} but must be 0 to {most}, with num_return_sequences "
+                f"{num_sequences}; number requests and their sequences from 0"
+            )
+
+
+def _ids(raw: bytes) -> array[int]:
+    ids = array("i")
+    ids.frombytes(raw)
+    return ids
+
+
+def _check_prompt(prompt: array[int], limits: SchedulerConfig) -> None:
+    if not prompt:
+        raise RequestError("the prompt is empty; send at least one token id")
+    limit = min(limits.max_input_len, limits.max_seq_len - 1)
+    if len(prompt) > limit:
+        raise RequestError(
+            f"Prompt length ({len(prompt)}) exceeds maximum input length ({limit}). Shorten "
+            "the prompt, or build the engine with a larger --max-input-len and --max-seq-len."
+        )
+
+
+def _check_ids(name: str, ids: array[int], vocab_size: int) -> None:
+    values = np.asarray(ids)
+    for value in (values.min(), values.max()) if len(values) else ():
+        if not 0 <= value < vocab_size:
+            raise _no_id(name, int(value), range(vocab_size))
+
+
+def _check_words(name: str, words: Sequence[Sequence[int]], allowed: range) -> None:
+    least, most = allowed[0], allowed[-1]
+    for word in filter(None, words):
+        # There may be 65,536 ids, in one word or in as many: a loop over ids takes longer.
+        if {*map(type, word)} != {int} or min(word) < least or max(word) > most:
+            wrong = (each for each in word if not _is_whole(each) or each not in allowed)
+            raise _no_id(name, next(wrong), allowed)
+
+
+def _no_id(name: str, value: object, allowed: range) -> RequestError:
+    return RequestError(
+        f"{name} holds {value!r:.80}, which is no token id: ids are {allowed[0]} to "
+        f"{allowed[-1]}"
+    )
+
+
+def _is_whole(value: object) -> bool:
+    """Whether it is a whole number; to Python True is one too, and 2.0 is equal to one."""
+    return type(value) is int

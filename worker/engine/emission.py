@@ -1,0 +1,127 @@
+"""What a step produced, as one message to each front end that is concerned."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Hashable
+from typing import Any
+
+from torch import Tensor
+
+from trimaran.comm.messages.messages import StepOutput
+from trimaran.worker.requests.request import Sequence
+from trimaran.worker.scheduling.scheduler import Emission
+from trimaran.worker.steps.step_types import SampledTokens
+
+
+class _Columns:
+    """The parallel arrays of one message under construction."""
+
+    __slots__ = ("extras", "indices", "num_tokens", "reasons", "request_ids", "token_ids")
+
+    def __init__(self) -> None:
+        self.request_ids = array("Q")
+        self.indices = array("H")
+        self.num_tokens = array("H")
+        self.reasons = bytearray()
+        self.token_ids = array("i")
+        self.extras: dict[int, dict[str, Any]] = {}
+
+    def message(self, step: int) -> StepOutput:
+        return StepOutput(
+            step=step,
+            request_ids=self.request_ids.tobytes(),
+            sequence_indices=self.indices.tobytes(),
+            num_tokens=self.num_tokens.tobytes(),
+            finish_reasons=bytes(self.reasons),
+            token_ids=self.token_ids.tobytes(),
+            extras=self.extras,
+        )
+
+
+def step_outputs(
+    step: int, emissions: list[Emission], details: StepDetails | None = None
+) -> list[tuple[Hashable, StepOutput]]:
+    """The messages of one step, by source; rows in the order of ``emissions``.
+
+    ``details`` go to the requests that asked for them.
+    """
+    columns_of: dict[Hashable, _Columns] = {}
+    for sequence, token_id, reason in emissions:
+        request = sequence.request
+        columns = columns_of.get(request.source)
+        if columns is None:
+            columns = columns_of[request.source] = _Columns()
+        has_token = token_id >= 0
+        if request.has_extras:
+            extras = _extras(sequence, details, has_token)
+            if extras:
+                columns.extras[len(columns.request_ids)] = extras
+        columns.request_ids.append(request.request_id)
+        columns.indices.append(sequence.index)
+        columns.num_tokens.append(has_token)
+        columns.reasons.append(reason)
+        if has_token:
+            columns.token_ids.append(token_id)
+    return [(source, columns.message(step)) for source, columns in columns_of.items()]
+
+
+def _bytes(tensor: Tensor) -> memoryview:
+    return tensor.numpy().data.cast("B")
+
+
+class StepDetails:
+    """What one step's result says beside ids, by sequence."""
+
+    def __init__(self, sequences: list[Sequence], sampled: SampledTokens) -> None:
+        """``sequences`` are those that the step sampled."""
+        self.log_probs: dict[Sequence, float] = {}
+        self.context_logits: dict[Sequence, list[Tensor]] = {}
+        self.generation_logits: dict[Sequence, Tensor] = {}
+        if sampled.log_probs is not None:
+            self.log_probs = dict(zip(sequences, sampled.log_probs, strict=True))
+        logits = sampled.logits
+        if logits is not None:
+            self.context_logits = {sequences[i]: x for i, x in logits.context.items()}
+            self.generation_logits = {sequences[i]: x for i, x in logits.generation.items()}
+
+    @classmethod
+    def of(cls, sequences: list[Sequence], sampled: SampledTokens) -> StepDetails | None:
+        """The details, or None where there are none."""
+        if sampled.log_probs is None and sampled.logits is None:
+            return None
+        return cls(sequences, sampled)
+
+
+def _extras(sequence: Sequence, details: StepDetails | None, has_token: bool) -> dict[str, Any]:
+    """Lists have one item a token; a front end that merges steps lets them grow."""
+    sampling = sequence.request.sampling
+    extras: dict[str, Any] = {}
+    if sequence.figures is not None:
+        if has_token or sequence.beams is not None:
+            sequence.figures.token()
+        # With every token: a text stop word ends a request before the engine knows.
+        extras["figures"] = sequence.figures.to_wire()
+    if sequence.beams is not None:
+        extras["beams"] = sequence.beams.payload()
+        logits = sequence.beams.logits()
+        if logits:
+            extras["beams"]["num_logits"] = [len(each) for each in logits]
+            extras["logits_dtype"] = sampling.logits_dtype
+            extras["generation_logits"] = [_bytes(x) for each in logits for x in each]
+    if details is None:
+        return extras
+    if sampling.return_log_probs and sequence.beams is None:
+        new = [details.log_probs[sequence]] if has_token else []
+        sequence.cum_log_prob += sum(new)
+        extras["log_probs"], extras["cum_log_prob"] = new, sequence.cum_log_prob
+    pieces = details.context_logits.get(sequence)
+    if pieces is not None and not sequence.has_told_prompt:
+        sequence.has_told_prompt = True
+        extras["logits_dtype"] = sampling.logits_dtype
+        extras["context_logits"] = [_bytes(piece) for piece in pieces]
+    of_token = details.generation_logits.get(sequence)
+    if of_token is not None and has_token:
+        extras["logits_dtype"] = sampling.logits_dtype
+        extras["generation_logits"] = [_bytes(of_token)]
+    return extras

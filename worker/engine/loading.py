@@ -1,0 +1,276 @@
+"""From a configuration to an engine that is ready to step: model, KV cache, warm-up."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from trimaran.comm.collectives.collectives import TensorParallelGroup
+from trimaran.comm.stages.pipeline import PipelineLinks
+from trimaran.comm.topology import ParallelLayout
+from trimaran.kernels.build import load_library
+from trimaran.kernels.cpu.sampling import CpuSampling
+from trimaran.worker.config.engine_config import EngineConfig, SchedulerConfig
+from trimaran.worker.engine.lora_loading import adapter_bytes, load_adapters
+from trimaran.worker.execution.cache_maker import CacheMaker
+from trimaran.worker.execution.device_inputs import DeviceInputs
+from trimaran.worker.execution.graph_choice import choose_graphs
+from trimaran.worker.execution.input_batch import InputBatch
+from trimaran.worker.execution.model_runner import ModelRunner
+from trimaran.worker.execution.warm_up import (
+    load_product_kernels,
+    peak_step_bytes,
+    run_small_steps,
+)
+from trimaran.worker.experts.balance import balance_experts
+from trimaran.worker.experts.loads import ExpertLoads
+from trimaran.worker.kv_cache.manager import KVCacheManager
+from trimaran.worker.kv_cache.sizing import blocks_that_fit, free_bytes
+from trimaran.worker.lora.manager import AdapterManager
+from trimaran.worker.models.first_table import looks_up_first_product, make_first_table
+from trimaran.worker.models.interfaces import CausalLM
+from trimaran.worker.models.registry import load_model
+from trimaran.worker.parallel.sum_norms import choose_sums_and_norms
+from trimaran.worker.scheduling.recompute import tokens_per_read
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class LoadedEngine:
+    """What loading made: the runner, the cache's manager and the limits that hold."""
+
+    runner: ModelRunner
+    caches: list[KVCacheManager]
+    """Of each lane that this rank decides for, its own first."""
+
+    limits: SchedulerConfig
+    vocab_size: int
+    adapters: list[AdapterManager]
+    """Likewise."""
+
+    sampling_backend: str
+    stages: str
+    """Layers of each pipeline stage."""
+
+    expert_loads: ExpertLoads | None
+    """None for a model without experts."""
+
+    def facts(self, topology: ParallelLayout, depth: int) -> dict[str, Any]:
+        """For front ends, logs and metrics."""
+        model, limits, cache = self.runner.model, self.limits, self.caches[0]
+        return {
+            "max_batch_size": limits.max_num_seqs * topology.dp_size,
+            "max_num_tokens": limits.max_num_batched_tokens,
+            "max_seq_len": limits.max_seq_len,
+            "max_input_len": limits.max_input_len,
+            "vocab_size": self.vocab_size,
+            "vocab_size_padded": model.vocab_size_padded,
+            "logits_dtype": "float32",
+            "dtype": str(model.dtype).removeprefix("torch."),
+            "device": str(model.device),
+            "world_size": topology.world_size,
+            "tp_size": topology.tp_size,
+            "pp_size": topology.pp_size,
+            "dp_size": topology.dp_size,
+            "stages": self.stages,
+            "tokens_per_block": cache.block_size,
+            "max_blocks": cache.num_blocks * topology.dp_size,
+            "reuses_blocks": cache.enable_reuse,
+            "lora_host_bytes": self.adapters[0].host_bytes,
+            "depth": depth,
+            "cuda_graphs": self.runner.num_graphs,
+            "prompt_graphs": self.runner.num_prompt_graphs,
+            "backends": {
+                **model.backends(),
+                "sampling": self.sampling_backend,
+                "lora": "triton" if model.device.type == "cuda" else model.backends()["linear"],
+            },
+        }
+
+
+def load_engine(
+    config: EngineConfig,
+    topology: ParallelLayout,
+    tp: TensorParallelGroup,
+    device: torch.device,
+    depth: int,
+    links: PipelineLinks,
+) -> LoadedEngine:
+    """Load this rank's weights, agree on the cache's size, allocate and warm up. Collective."""
+    sizes, prompt_sizes = choose_graphs(config, topology, device)
+    choose_sums_and_norms(config, tp, device)
+    model = load_model(config, topology, tp, device, expert_ranks=links.expert_ranks)
+    kernel = _sampling_kernel(model, device)
+    limits = _limits(config.scheduler, model)
+    _choose_first_table(config, model, tp, links)
+    maker = CacheMaker(config.cache, limits, model, topology)
+    inputs = _make_inputs(limits, maker.block_size, device, depth, kernel, model.switch_at)
+    vocab_size = model.config.vocab_size
+    expert_loads = _count_experts(config, model, inputs)
+    _open_links(links, model, limits, topology)
+
+    def make_runner(num_blocks: int) -> ModelRunner:
+        for group in maker.groups:
+            group.allocate(num_blocks, maker.block_size, device)
+        inputs.use_spare_block(num_blocks)
+        runner = ModelRunner(model, maker.groups, inputs, vocab_size, tp, depth, kernel, links)
+        runner.expert_loads = expert_loads
+        return runner
+
+    step_bytes = 0
+    if device.type == "cuda":
+        # The runner is not kept: it holds the memory of its blocks.
+        first = make_runner(inputs.max_blocks)
+        step_bytes = _first_steps(first, config, limits, sizes, prompt_sizes)
+        step_bytes += maker.staged_bytes
+        del first
+    available = free_bytes(device, len(topology.local_ranks)) - step_bytes
+    mine = blocks_that_fit(maker.config, limits, maker.block_bytes, available)
+    num_blocks = _agreed(mine, tp, device, links)
+    runner = make_runner(num_blocks)
+    maker.find_sides()
+    # Before graphs are captured: they hold what the layers do.
+    budget = adapter_bytes(config.lora, topology, device, step_bytes)
+    budget = _agreed(budget, tp, device, links)
+    adapters = load_adapters(
+        config.lora, runner, limits, budget, links,
+        is_leader=topology.rank == 0, is_deterministic=config.deterministic,
+    )  # fmt: skip
+    _warm_up(runner, limits, sizes, prompt_sizes, has_adapters=config.lora.has_graphs)
+    if expert_loads is not None:
+        # Steps of the warm-up are nobody's.
+        expert_loads.reset()
+    num_slots = _agreed(maker.host_slots(), tp, device, links)
+    caches = maker.make(runner, num_blocks, num_slots, topology)
+    backend = "torch" if kernel is None else kernel.name
+    stages = _stage_sizes(model, topology, links)
+    managers = [adapters, *(adapters.of_another_lane() for _ in caches[1:])]
+    return LoadedEngine(
+        runner, caches, limits, vocab_size, managers, backend, stages, expert_loads
+    )
+
+
+def _choose_first_table(
+    config: EngineConfig, model: CausalLM, tp: TensorParallelGroup, links: PipelineLinks
+) -> None:
+    """Let the model look up its first product, if all ranks can and shall. Collective."""
+    device = model.device
+    memory = torch.cuda.mem_get_info(device) if device.type == "cuda" else None
+    mine = looks_up_first_product(config, model, memory)
+    if _agreed(int(mine), tp, device, links):
+        make_first_table(model, config.scheduler.max_num_batched_tokens)
+
+
+def _open_links(
+    links: PipelineLinks, model: CausalLM, limits: SchedulerConfig, topology: ParallelLayout
+) -> None:
+    """Connect the stages, and those who tell of their experts' loads. Collective."""
+    most_tokens = max(limits.max_num_batched_tokens, limits.max_num_seqs)
+    links.open(topology, model.device, (most_tokens, model.config.hidden_size), model.dtype)
+    if model.config.num_experts:
+        links.open_news(topology)
+
+
+def _count_experts(
+    config: EngineConfig, model: CausalLM, inputs: InputBatch | DeviceInputs
+) -> ExpertLoads | None:
+    """Count the tokens of each expert, and balance them if that is asked for; before graphs
+    are captured, of which counting is a part."""
+    num_tokens = inputs.num_tokens if isinstance(inputs, DeviceInputs) else None
+    expert_loads = ExpertLoads.of(model, num_tokens)
+    balance_experts(model, expert_loads, config.experts)
+    return expert_loads
+
+
+def _warm_up(
+    runner: ModelRunner,
+    limits: SchedulerConfig,
+    graphs: list[int],
+    prompts: list[int],
+    *,
+    has_adapters: bool,
+) -> None:
+    """Run small steps, and capture graphs of these sizes if there are any. Collective."""
+    run_small_steps(runner, limits)
+    if graphs:
+        runner.capture_graphs(graphs, prompts, has_adapters=has_adapters)
+
+
+def _stage_sizes(model: CausalLM, topology: ParallelLayout, links: PipelineLinks) -> str:
+    """Layers of each pipeline stage. Collective."""
+    sizes = links.all_gather((topology.pp_rank, len(model.layers)))
+    return "+".join(str(size) for _, size in sorted(set(sizes)))
+
+
+def _sampling_kernel(model: CausalLM, device: torch.device) -> CpuSampling | None:
+    if device.type != "cpu" or model.backends()["linear"] == "torch":
+        return None
+    # Our kernels have threads of their own. Torch's would spin beside them after every
+    # larger operation of the sampler, and the step would wait for the cores.
+    torch.set_num_threads(1)
+    return CpuSampling(load_library())
+
+
+def _first_steps(
+    runner: ModelRunner,
+    config: EngineConfig,
+    limits: SchedulerConfig,
+    graphs: list[int],
+    prompts: list[int],
+) -> int:
+    """Load kernels, then tell the device memory of the largest steps, and of the graphs that
+    hold some of ``prompts`` tokens, if there are ``graphs``. The cache is let go. Collective
+    over the stages: they run steps together."""
+    if not config.deterministic:
+        # Before memory is shared out: kernels take some.
+        load_product_kernels(runner, limits)
+    prompt_bytes, decode_bytes = peak_step_bytes(runner, limits)
+    step_bytes = max(prompt_bytes, decode_bytes)
+    for group in runner.groups:
+        group.free()
+    if graphs:
+        # The graphs keep the memory of their largest steps for themselves.
+        share = max(prompts, default=0) / limits.max_num_batched_tokens
+        step_bytes += max(decode_bytes, int(share * prompt_bytes))
+    return step_bytes
+
+
+def _make_inputs(
+    limits: SchedulerConfig,
+    block_size: int,
+    device: torch.device,
+    depth: int,
+    kernel: CpuSampling | None,
+    switch_at: int,
+) -> InputBatch | DeviceInputs:
+    rows, length = limits.max_num_seqs, limits.max_seq_len
+    if device.type == "cuda":
+        tokens = limits.max_num_batched_tokens
+        return DeviceInputs(rows, length, tokens, block_size, device, depth, switch_at)
+    return InputBatch(rows, length, block_size, 1, device, depth, kernel, switch_at)
+
+
+def _limits(scheduler: SchedulerConfig, model: CausalLM) -> SchedulerConfig:
+    """The configured limits, lowered to what the model was made for, and what it costs."""
+    longest = model.config.max_position_embeddings
+    per_read = tokens_per_read(model.config, model.device.type)
+    scheduler = dataclasses.replace(scheduler, tokens_per_read=per_read)
+    if scheduler.max_seq_len <= longest:
+        return scheduler
+    logger.info("max_seq_len lowered from %d to the model's %d", scheduler.max_seq_len, longest)
+    return dataclasses.replace(
+        scheduler, max_seq_len=longest, max_input_len=min(scheduler.max_input_len, longest)
+    )
+
+
+def _agreed(
+    mine: int, tp: TensorParallelGroup, device: torch.device, links: PipelineLinks
+) -> int:
+    """The least of all ranks' numbers. Collective."""
+    every = tp.all_gather(torch.tensor([mine], dtype=torch.int64, device=device), 0)
+    return links.minimum(int(every.min()))

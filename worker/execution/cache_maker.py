@@ -1,0 +1,143 @@
+"""A rank's KV cache: its blocks' bytes, the host's share of them, and who hands them out."""
+
+from __future__ import annotations
+
+import logging
+import time
+from dataclasses import replace
+
+from trimaran.comm.errors import ConfigError
+from trimaran.comm.topology import ParallelLayout
+from trimaran.kernels.cuda import memory_sides
+from trimaran.worker.config.engine_config import CacheConfig, SchedulerConfig
+from trimaran.worker.execution.model_runner import ModelRunner
+from trimaran.worker.kv_cache.host_copies import HostCopies
+from trimaran.worker.kv_cache.kv_group import KVGroup, group_layers
+from trimaran.worker.kv_cache.manager import KVCacheManager
+from trimaran.worker.models.interfaces import CausalLM
+
+logger = logging.getLogger(__name__)
+
+USUAL_BLOCK_SIZE = 32
+"""Tokens of a block where neither configuration nor device ask for another number."""
+
+
+class CacheMaker:
+    """What a model's layers and the configuration say of its cache, before it has a size."""
+
+    def __init__(
+        self,
+        config: CacheConfig,
+        limits: SchedulerConfig,
+        model: CausalLM,
+        topology: ParallelLayout,
+    ) -> None:
+        self._limits = limits
+        self._model = model
+        # What lies where differs from GPU to GPU, and all ranks have a sequence's blocks alike.
+        is_alone = topology.world_size == 1
+        self._side_mask = memory_sides.mask_of(model.device) if is_alone else 0
+        self.groups = _groups_of(model, self._side_mask)
+        self.block_size = config.tokens_per_block or self._usual_block_size()
+        """Tokens of a block."""
+        self.config = replace(config, tokens_per_block=self.block_size)
+        self.block_bytes = sum(group.block_bytes(self.block_size) for group in self.groups)
+        """Of a block of every group."""
+
+    def _usual_block_size(self) -> int:
+        """As many tokens as let attention read on the near side of memory, if any do."""
+        return self.groups[0].sided_block_size or USUAL_BLOCK_SIZE
+
+    def find_sides(self) -> None:
+        """Find where the allocated blocks lie, if that is of use; graphs keep what is known."""
+        for group in self.groups if self._side_mask else ():
+            group.find_sides()
+
+    @property
+    def staged_bytes(self) -> int:
+        """Device memory for blocks on their way to the host."""
+        return self._num_staged * self.block_bytes
+
+    @property
+    def _num_staged(self) -> int:
+        """Blocks on the way to the host at once: as many as a step's tokens overwrite."""
+        if not self.config.host_bytes:
+            return 0
+        return -(-self._limits.max_num_batched_tokens // self.block_size)
+
+    def host_slots(self) -> int:
+        """Blocks that this rank keeps in its host's memory."""
+        num_bytes = self.config.host_bytes
+        if 0 < num_bytes < self.block_bytes:
+            raise ConfigError(
+                f"kv_cache_host_memory_bytes is {num_bytes} but a block of "
+                f"{self.block_size} tokens takes {self.block_bytes} on each "
+                "rank. Raise it to a multiple of that, or set it to 0."
+            )
+        return num_bytes // self.block_bytes
+
+    def make(
+        self, runner: ModelRunner, num_blocks: int, num_slots: int, topology: ParallelLayout
+    ) -> list[KVCacheManager]:
+        """Managers of so many blocks, and slots of the host, of each lane that this rank
+        decides for; and the host's memory for its own lane's."""
+        if num_slots:
+            self._keep_on_host(runner, num_slots)
+        logger.info(
+            "KV cache ready: %d blocks of %d tokens, %.2f GiB",
+            num_blocks,
+            self.block_size,
+            num_blocks * self.block_bytes / 2**30,
+        )
+        num_lanes = topology.dp_size if topology.is_leader else 1
+        managers = [self._manager(num_blocks, num_slots) for _ in range(num_lanes)]
+        for manager in managers:
+            manager.place([group.sides for group in self.groups])
+        return managers
+
+    def _keep_on_host(self, runner: ModelRunner, num_slots: int) -> None:
+        """Give each group of a runner the host's memory for evicted blocks."""
+        for group in self.groups:
+            assert group.memory is not None
+            begin = time.monotonic()
+            host = HostCopies(group.memory, num_slots, self._num_staged)
+            runner.hosts.append(host)
+            logger.info(
+                "KV cache on the host: %d blocks, %.2f GiB a rank, mapped in %.1f s",
+                num_slots,
+                host.num_bytes / 2**30,
+                time.monotonic() - begin,
+            )
+
+    def _manager(self, num_blocks: int, num_slots: int) -> KVCacheManager:
+        config, limits, model = self.config, self._limits, self._model.config
+        windows = config.windows_of(
+            model.layer_windows, limits.max_seq_len, model.num_hidden_layers
+        )
+        if all(windows) and num_slots and not config.enable_block_reuse:
+            raise ConfigError(
+                f"kv_cache_host_memory_bytes is {config.host_bytes} but blocks are not reused, "
+                f"and all layers have windows, of {max(windows)} tokens at most: sequences "
+                "that make room are computed again. Set enable_kv_cache_reuse to True, or the "
+                "bytes to 0."
+            )
+        return KVCacheManager(
+            [num_blocks] * len(self.groups),
+            self.block_size,
+            enable_reuse=config.enable_block_reuse,
+            window=max(windows) if all(windows) else 0,
+            num_sinks=config.num_sinks,
+            host_slots=num_slots,
+            is_reserving=not limits.can_preempt,
+            switch_at=self._model.switch_at,
+        )
+
+
+def _groups_of(model: CausalLM, side_mask: int) -> list[KVGroup]:
+    groups = group_layers(model.kv_cache_specs(), side_mask)
+    if len(groups) != 1:
+        raise ConfigError(
+            f"the model's layers need {len(groups)} kinds of KV cache but one is served. "
+            "Serve a model whose layers all attend alike."
+        )
+    return groups

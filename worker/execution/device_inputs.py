@@ -1,0 +1,272 @@
+"""The rows' state on a GPU, and one step's inputs made there from one packed copy."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from trimaran.worker.execution.input_batch import StepInputs, shift_of
+from trimaran.worker.steps.staging import to_device
+from trimaran.worker.steps.step_types import Int32Array, SchedulerOutput, int32s
+
+# Shapes: R rows, L longest sequence, M blocks of a longest sequence, T tokens of the step,
+# S entries (scheduled sequences), N sampled entries.
+
+_MIN_PACKED = 1 << 14
+
+_Segment = tuple[int, int, Int32Array]
+"""Row, place in it, and the ids that go there."""
+
+
+class _Staging:
+    """Pinned memory of one step in flight and its twin on the device.
+
+    The copy runs on a stream of its own, so that it is made while the step before runs: in
+    between two kernels it would hold up the device for some 15 us. The interpreter's kernels
+    run on the CPU, where there is nothing to wait for.
+    """
+
+    def __init__(self, device: torch.device, copies: torch.cuda.Stream | None) -> None:
+        self._copies = copies
+        self.memory = torch.empty(0, dtype=torch.int32)
+        self.array: Int32Array = self.memory.numpy()
+        self.twin = torch.empty(0, dtype=torch.int32, device=device)
+        if copies is not None:
+            self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._read = torch.cuda.Event()  # type: ignore[no-untyped-call]
+
+    def reserve(self, count: int) -> None:
+        """Wait until the memory is free, and make it large enough."""
+        if self._copies is not None:
+            self._copied.synchronize()
+        if count > len(self.memory):
+            size = max(_MIN_PACKED, 1 << (count - 1).bit_length())
+            self.memory = torch.empty(
+                size, dtype=torch.int32, pin_memory=self._copies is not None
+            )
+            self.array = self.memory.numpy()
+            self.twin = torch.empty(size, dtype=torch.int32, device=self.twin.device)
+            if self._copies is not None:
+                # Kernels that are still to run may use what the twin's memory was before.
+                self._copies.wait_stream(torch.cuda.current_stream(self.twin.device))
+
+    def send(self, count: int) -> Tensor:
+        """Start the copy of the first ``count``; the twin, for what the current stream runs."""
+        if self._copies is None:
+            self.twin[:count].copy_(self.memory[:count])
+            return self.twin
+        self._copies.wait_event(self._read)
+        with torch.cuda.stream(self._copies):
+            self.twin[:count].copy_(self.memory[:count], non_blocking=True)
+        self._copied.record(self._copies)
+        torch.cuda.current_stream(self.twin.device).wait_event(self._copied)
+        return self.twin
+
+    def release(self) -> None:
+        """What the current stream has been given so far was the last to read the twin."""
+        if self._copies is not None:
+            self._read.record()
+
+
+class DeviceInputs:
+    """Token ids and block tables of every row on a GPU; see `InputBatch` for the CPU's.
+
+    A step sends one packed copy: which rows, how many tokens each has computed, and what
+    changed. Kernels make token ids, positions and slots of it, in memory that stays where
+    it is, so that a CUDA graph can read it. Steps run in order on one stream, so one such
+    memory serves all steps in flight. Entries that pad a step use a row and a block of
+    their own, which no sequence has.
+    """
+
+    def __init__(
+        self,
+        num_rows: int,
+        max_seq_len: int,
+        max_tokens: int,
+        block_size: int,
+        device: torch.device,
+        depth: int,
+        switch_at: int = 0,
+    ) -> None:
+        """``switch_at`` is as `InputBatch` has it."""
+        # Imported only now: a CPU needs no Triton.
+        from trimaran.kernels.triton import inputs as triton_inputs
+
+        self._kernels = triton_inputs
+        self.block_size = block_size
+        self.device = device
+        self.max_seq_len = max_seq_len
+        self.max_blocks = -(-max_seq_len // block_size)
+        self.num_prompt_tokens = np.zeros(num_rows, dtype=np.int64)
+        shape = (num_rows + 1, max_seq_len + 1)
+        self.token_table = torch.zeros(shape, dtype=torch.int32, device=device)
+        table = (num_rows + 1, self.max_blocks)
+        self.block_tables = torch.zeros(table, dtype=torch.int32, device=device)
+        size = max(max_tokens, num_rows)
+        self._target = triton_inputs.StepTensors.allocate(size, block_size, device)
+        self._switch_at = switch_at
+        if switch_at:
+            shifts = torch.zeros(num_rows + 1, dtype=torch.int32, device=device)
+            self._target.shifts = shifts
+        copies = None if device.type == "cpu" else torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._ring = [_Staging(device, copies) for _ in range(depth + 1)]
+        self._step = 0
+
+    @property
+    def num_tokens(self) -> Tensor:
+        """int32 [1]: how many tokens of the step are no padding."""
+        return self._target.narrow[6, :1]
+
+    def use_spare_block(self, block: int) -> None:
+        """Where padding entries write; no sequence may have it."""
+        self.block_tables[-1].fill_(block)
+
+    # ---- one step ------------------------------------------------------------------------
+
+    def prepare(self, decision: SchedulerOutput, num_padded: int = 0) -> StepInputs:
+        """Enter what changed and make the step's inputs.
+
+        They are padded to ``num_padded`` tokens and as many entries, if that is more.
+        """
+        num_entries, num_sampled = len(decision.rows), len(decision.sampled)
+        num_updates, segments = len(decision.new_blocks), self._segments(decision)
+        at_places = 4 * num_entries + 1
+        at_segments = at_places + 2 * num_updates
+        num_ids = len(decision.decode_ids)
+        num_segments = len(segments) + num_ids
+        at_ids = at_segments + 4 * num_segments
+        at_decode_ids = at_ids + sum(len(ids) for _, _, ids in segments)
+        count = at_decode_ids + num_ids
+        self._step += 1
+        staging = self._ring[self._step % len(self._ring)]
+        staging.reserve(count)
+        num_tokens = self._pack_entries(staging.array, decision)
+        self._pack_blocks(staging.array[at_places:at_segments], decision)
+        _pack_ids(staging.array, at_segments, at_ids, segments)
+        if num_ids:
+            _pack_decode_ids(staging.array, at_ids - 4 * num_ids, at_decode_ids, decision)
+        packed = staging.send(count)
+        if num_updates or num_segments:
+            longest = max((len(ids) for _, _, ids in segments), default=1)
+            self._kernels.enter(
+                packed, self.token_table, self.block_tables, at_places, num_updates,
+                at_segments, num_segments, longest,
+            )  # fmt: skip
+        is_decode = decision.num_decodes == num_entries
+        max_query_len = 1 if is_decode else int(decision.num_scheduled_tokens.max())
+        self._kernels.prepare(
+            packed, self.token_table, self.block_tables, self._target, num_entries,
+            max(num_entries, num_padded), num_tokens, max_query_len,
+        )  # fmt: skip
+        staging.release()
+        longest = int((decision.num_computed_tokens + decision.num_scheduled_tokens).max())
+        inputs = self.views(
+            max(num_entries, num_padded), max(num_tokens, num_padded), num_sampled
+        )
+        inputs.max_query_len, inputs.max_seq_len = max_query_len, longest
+        if not is_decode:
+            computed = decision.num_computed_tokens[decision.num_decodes :]
+            inputs.has_past = bool(computed.any())
+        if num_sampled == num_tokens:
+            # All tokens, in order; padding lies behind them.
+            inputs.logits_indices = None
+        return inputs
+
+    def pad(self, count: int) -> None:
+        """Make inputs of ``count`` padding entries and nothing else."""
+        self._ring[0].reserve(1)
+        self._kernels.prepare(
+            self._ring[0].twin, self.token_table, self.block_tables, self._target, 0, count,
+            0, 1,
+        )  # fmt: skip
+
+    def views(self, num_entries: int, num_tokens: int, num_sampled: int) -> StepInputs:
+        """The inputs of a step of these sizes, where every such step finds them."""
+        wide, narrow = self._target.wide, self._target.narrow
+        return StepInputs(
+            token_ids=narrow[0, :num_tokens],
+            positions=wide[0, :num_tokens],
+            query_start_loc=narrow[3, : num_entries + 1],
+            seq_lens=narrow[2, :num_entries],
+            block_tables=[self.block_tables],
+            slot_mappings=[wide[1, :num_tokens]],
+            logits_indices=wide[2, :num_sampled],
+            sampled_slots=wide[3, :num_sampled],
+            max_query_len=1,
+            max_seq_len=self.max_seq_len,
+            rows=narrow[1, :num_entries],
+            sampled_rows=narrow[4, :num_sampled],
+            sampled_lengths=narrow[5, :num_sampled],
+        )
+
+    def _pack_entries(self, array: Int32Array, decision: SchedulerOutput) -> int:
+        """Rows, computed tokens, places of sampled entries, starts. Returns the tokens."""
+        count = len(decision.rows)
+        fields = array[: 3 * count].reshape(3, count)
+        fields[0] = decision.rows
+        fields[1] = decision.num_computed_tokens
+        if len(decision.sampled) == count:
+            fields[2] = np.arange(count, dtype=np.int32)
+        else:
+            fields[2] = -1
+            fields[2][decision.sampled] = np.arange(len(decision.sampled), dtype=np.int32)
+        starts = array[3 * count : 4 * count + 1]
+        starts[0] = 0
+        np.cumsum(decision.num_scheduled_tokens, out=starts[1:])
+        return int(starts[-1])
+
+    def _pack_blocks(self, array: Int32Array, decision: SchedulerOutput) -> None:
+        count = len(decision.new_blocks)
+        if count:
+            _, rows, indices, blocks = decision.new_blocks.T
+            np.multiply(rows, self.max_blocks, out=array[:count])
+            array[:count] += indices
+            array[count:] = blocks
+
+    def _segments(self, decision: SchedulerOutput) -> list[_Segment]:
+        for new in decision.new_rows:
+            self.num_prompt_tokens[new.row] = new.num_prompt_tokens
+        if self._target.shifts is not None and decision.new_rows:
+            entered = [
+                (new.row, shift_of(len(new.token_ids), self._switch_at))
+                for new in decision.new_rows
+            ]
+            rows, shifts = to_device(int32s(entered, 2).T.copy(), self.device)
+            self._target.shifts[rows.long()] = shifts
+        segments = [(new.row, 0, new.token_ids) for new in decision.new_rows]
+        segments += [(each.row, each.start, each.token_ids) for each in decision.token_writes]
+        return segments
+
+    def write_sampled(self, inputs: StepInputs, token_ids_N: Tensor) -> None:
+        """Put sampled ids where the next step reads its inputs."""
+        self._kernels.store_ids(token_ids_N, inputs.sampled_slots, self.token_table)
+
+    @property
+    def pinned_bytes(self) -> int:
+        """Page-locked host memory."""
+        return sum(4 * len(staging.memory) for staging in self._ring)
+
+
+def _pack_ids(
+    array: Int32Array, at_segments: int, at_ids: int, segments: list[_Segment]
+) -> None:
+    for number, (row, first, ids) in enumerate(segments):
+        segment, length = at_segments + 4 * number, len(ids)
+        array[segment : segment + 4] = row, first, at_ids, length
+        array[at_ids : at_ids + length] = ids
+        at_ids += length
+
+
+def _pack_decode_ids(
+    array: Int32Array, at_segments: int, at_ids: int, decision: SchedulerOutput
+) -> None:
+    """One segment of one id for each decode."""
+    ids = decision.decode_ids
+    count = len(ids)
+    segments = array[at_segments : at_segments + 4 * count].reshape(count, 4)
+    segments[:, 0] = decision.rows[:count]
+    segments[:, 1] = decision.num_computed_tokens[:count]
+    segments[:, 2] = np.arange(at_ids, at_ids + count, dtype=np.int32)
+    segments[:, 3] = 1
+    array[at_ids : at_ids + count] = ids

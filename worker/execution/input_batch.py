@@ -1,0 +1,273 @@
+"""The sequences' state in fixed rows on the device, and one step's inputs made from it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from trimaran.kernels.cpu.sampling import CpuSampling
+from trimaran.worker.steps.staging import StagingRing, StepArrays, to_device
+from trimaran.worker.steps.step_types import Int32Array, SchedulerOutput
+
+# Shapes: R rows, L longest sequence, M blocks of a longest sequence, T tokens of the step,
+# S entries (scheduled sequences), N sampled entries.
+
+
+@dataclass(slots=True)
+class StepInputs:
+    """One step's inputs on the device, and what the host knows of them."""
+
+    token_ids: Tensor
+    positions: Tensor
+    query_start_loc: Tensor
+    seq_lens: Tensor
+    block_tables: list[Tensor]
+    """One [S, blocks of the longest] a KV group."""
+
+    slot_mappings: list[Tensor]
+    """One [T] a KV group."""
+
+    logits_indices: Tensor | None
+    """Tokens whose logits are wanted; None means all."""
+
+    sampled_slots: Tensor
+    """Where in the token table each sampled id belongs."""
+
+    max_query_len: int
+    max_seq_len: int
+
+    rows: Tensor | None = None
+    """Row of ``block_tables`` of each sequence; None where sequence s has row s."""
+
+    sampled_rows: Tensor | None = None
+    """int32 [N] on the device, where it is known there: the rows that sample."""
+
+    sampled_lengths: Tensor | None = None
+    """int32 [N] likewise: tokens before the sampled one."""
+
+    has_past: bool = True
+    """See `AttentionMetadata`."""
+
+
+class _DecodeStep:
+    """A pure decode step on the CPU, whose inputs can be advanced where they are."""
+
+    __slots__ = ("block_size", "host", "inputs")
+
+    def __init__(self, block_size: int, inputs: StepInputs, host: StepArrays) -> None:
+        self.block_size = block_size
+        self.inputs = inputs
+        self.host = host
+
+    def is_followed_by(self, decision: SchedulerOutput) -> bool:
+        """Whether ``decision`` decodes the next token of the same rows, in the same blocks."""
+        host = self.host
+        if len(decision.new_blocks) or decision.new_rows or decision.token_writes:
+            return False
+        if decision.rows.tobytes() != host.rows.tobytes():
+            return False
+        computed = decision.num_computed_tokens
+        return (
+            decision.num_decodes == len(decision.rows) == len(decision.sampled)
+            and computed.tobytes() == host.seq_lens.tobytes()
+            and bool((computed % self.block_size).all())
+        )
+
+
+class InputBatch:
+    """Token ids and block tables of every row, kept where the model runs.
+
+    A step brings only changes. What is sampled is written into the token table on the
+    device, so the next step finds its input there before the host has seen it. The host
+    mirrors the block tables, to compute slots; on the CPU the mirror is the table.
+    """
+
+    def __init__(
+        self,
+        num_rows: int,
+        max_seq_len: int,
+        block_size: int,
+        num_groups: int,
+        device: torch.device,
+        depth: int,
+        kernel: CpuSampling | None = None,
+        switch_at: int = 0,
+    ) -> None:
+        """Positions of sequences that enter with more than ``switch_at`` tokens are told
+        behind those of others, by so much; see `RotaryEmbedding`."""
+        self.block_size = block_size
+        self._switch_at = switch_at
+        self._shifts = np.zeros(num_rows, dtype=np.int32)
+        self.device = device
+        self._kernel = kernel
+        self.row_len = max_seq_len + 1
+        self.max_blocks = -(-max_seq_len // block_size)
+        self.num_prompt_tokens = np.zeros(num_rows, dtype=np.int64)
+        # numpy's zeros cost no memory until they are written.
+        table = torch.from_numpy(np.zeros((num_rows, self.row_len), dtype=np.int32))
+        self.token_table = table.to(device)
+        self._flat_ids = self.token_table.view(-1)
+        shape = (num_groups, num_rows, self.max_blocks)
+        self._block_ids: npt.NDArray[np.int32] = np.zeros(shape, dtype=np.int32)
+        mirror = torch.from_numpy(self._block_ids)
+        self.block_tables = mirror if device.type == "cpu" else mirror.to(device)
+        self._staging = StagingRing(device, depth + 1)
+        self._last_decode: _DecodeStep | None = None
+
+    def use_spare_block(self, block: int) -> None:
+        """Nothing pads a step here."""
+
+    def _apply_changes(self, decision: SchedulerOutput) -> None:
+        """Enter new rows and new blocks."""
+        for new in decision.new_rows:
+            self.num_prompt_tokens[new.row] = new.num_prompt_tokens
+            if self._switch_at:
+                self._shifts[new.row] = shift_of(len(new.token_ids), self._switch_at)
+            ids = torch.from_numpy(np.array(new.token_ids, dtype=np.int32))
+            self.token_table[new.row, : len(ids)].copy_(ids, non_blocking=True)
+        for write in decision.token_writes:
+            ids = torch.from_numpy(np.array(write.token_ids, dtype=np.int32))
+            end = write.start + len(ids)
+            self.token_table[write.row, write.start : end].copy_(ids, non_blocking=True)
+        if len(decision.decode_ids):
+            self._write_decode_ids(decision)
+        blocks = decision.new_blocks
+        if len(blocks):
+            groups, rows, indices, values = blocks.T
+            self._block_ids[groups, rows, indices] = values
+            if self.device.type != "cpu":
+                self._send_blocks(groups, rows, indices, values)
+
+    def _write_decode_ids(self, decision: SchedulerOutput) -> None:
+        """Note the tokens that decodes compute, which another rank has sampled."""
+        count = len(decision.decode_ids)
+        places = decision.rows[:count].astype(np.int64) * self.row_len
+        places += decision.num_computed_tokens[:count]
+        ids = torch.from_numpy(np.array(decision.decode_ids))
+        self._flat_ids[to_device(places, self.device)] = ids.to(self.device)
+
+    def _send_blocks(
+        self, groups: Int32Array, rows: Int32Array, indices: Int32Array, values: Int32Array
+    ) -> None:
+        num_rows = self._block_ids.shape[1]
+        places = (groups.astype(np.int64) * num_rows + rows) * self.max_blocks + indices
+        on_device = to_device(np.stack((places, values.astype(np.int64))), self.device)
+        self.block_tables.view(-1).index_copy_(0, on_device[0], on_device[1].int())
+
+    def prepare(self, decision: SchedulerOutput, num_padded: int = 0) -> StepInputs:
+        """Enter what changed, and compute the step's inputs; ``num_padded`` is for GPUs."""
+        self._apply_changes(decision)
+        last = self._last_decode
+        if last is not None and last.is_followed_by(decision):
+            return self._advance(last, decision)
+        inputs, host = self._compute(decision)
+        is_repeatable = self.device.type == "cpu" and inputs.logits_indices is None
+        self._last_decode = None
+        if is_repeatable and decision.num_decodes == len(decision.rows):
+            self._last_decode = _DecodeStep(self.block_size, inputs, host)
+        return inputs
+
+    def _advance(self, last: _DecodeStep, decision: SchedulerOutput) -> StepInputs:
+        """The inputs of the step before, each sequence one token on, made in their place.
+
+        Ids that were sampled here are there already: `write_sampled` made them the next input.
+        """
+        host, inputs = last.host, last.inputs
+        # Positions, places and slots alike: no block ends here.
+        host.wide += 1
+        host.seq_lens += 1
+        inputs.max_seq_len += 1
+        if len(decision.decode_ids):
+            inputs.token_ids = torch.from_numpy(np.array(decision.decode_ids))
+        return inputs
+
+    def _compute(self, decision: SchedulerOutput) -> tuple[StepInputs, StepArrays]:
+        rows, computed = decision.rows, decision.num_computed_tokens
+        chunks, sampled = decision.num_scheduled_tokens, decision.sampled
+        num_entries, num_sampled = len(rows), len(sampled)
+        is_decode = decision.num_decodes == num_entries
+        num_tokens = num_entries if is_decode else decision.num_tokens
+        num_groups = len(self._block_ids)
+        host, device = self._staging.next(num_tokens, num_entries, num_sampled, num_groups)
+        ends = computed + chunks
+        if is_decode:
+            token_rows, positions = rows, computed
+            host.query_start_loc[:] = np.arange(num_entries + 1, dtype=np.int32)
+        else:
+            token_rows, positions = self._expand(decision, host, num_tokens)
+        host.positions[:] = positions
+        if self._switch_at:
+            host.positions += self._shifts[token_rows]
+        np.multiply(token_rows, self.row_len, out=host.token_places, dtype=np.int64)
+        host.token_places += positions
+        self._fill_slots(host, token_rows, positions)
+        host.seq_lens[:] = ends
+        host.rows[:] = rows
+        np.multiply(rows[sampled], self.row_len, out=host.sampled_places, dtype=np.int64)
+        host.sampled_places += ends[sampled]
+        needs_all = num_sampled == num_tokens
+        if not needs_all:
+            host.logits_indices[:] = host.query_start_loc[1:][sampled] - 1
+        self._staging.send()
+        max_seq_len = int(ends.max())
+        num_blocks = -(-max_seq_len // self.block_size)
+        inputs = StepInputs(
+            token_ids=self._flat_ids.index_select(0, device["token_places"]),
+            positions=device["positions"],
+            query_start_loc=device["query_start_loc"],
+            seq_lens=device["seq_lens"],
+            block_tables=[
+                self.block_tables[group, :, :num_blocks].index_select(0, device["rows"])
+                for group in range(num_groups)
+            ],
+            slot_mappings=list(device["slots"].unbind(0)),
+            logits_indices=None if needs_all else device["logits_indices"],
+            sampled_slots=device["sampled_places"],
+            max_query_len=1 if is_decode else int(chunks.max()),
+            max_seq_len=max_seq_len,
+        )
+        return inputs, host
+
+    def _expand(
+        self, decision: SchedulerOutput, host: StepArrays, num_tokens: int
+    ) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
+        """Row and position of every token of the step; fills ``query_start_loc``."""
+        chunks = decision.num_scheduled_tokens
+        host.query_start_loc[0] = 0
+        np.cumsum(chunks, out=host.query_start_loc[1:])
+        first = decision.num_computed_tokens - host.query_start_loc[:-1]
+        positions = np.arange(num_tokens, dtype=np.int32) + np.repeat(first, chunks)
+        return np.repeat(decision.rows, chunks), positions
+
+    def _fill_slots(
+        self, host: StepArrays, token_rows: npt.NDArray[Any], positions: npt.NDArray[Any]
+    ) -> None:
+        indices, offsets = np.divmod(positions, self.block_size)
+        for group, table in enumerate(self._block_ids):
+            slots = host.slots[group]
+            np.multiply(table[token_rows, indices], self.block_size, out=slots, dtype=np.int64)
+            slots += offsets
+
+    @property
+    def pinned_bytes(self) -> int:
+        """Page-locked host memory."""
+        return self._staging.pinned_bytes
+
+    def write_sampled(self, inputs: StepInputs, token_ids_N: Tensor) -> None:
+        """Put sampled ids where the next step reads its inputs."""
+        if self._kernel is not None:
+            self._kernel.store(token_ids_N, inputs.sampled_slots, self._flat_ids)
+        else:
+            self._flat_ids.index_copy_(0, inputs.sampled_slots, token_ids_N.to(torch.int32))
+        if self._last_decode is not None:
+            inputs.token_ids = token_ids_N
+
+
+def shift_of(num_tokens: int, switch_at: int) -> int:
+    """What is added to the positions of a sequence that enters with so many tokens."""
+    return switch_at if num_tokens > switch_at else 0

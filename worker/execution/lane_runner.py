@@ -1,0 +1,112 @@
+"""Runs one lane's part of a step on this rank, or helps where it has none."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from trimaran.comm.control.result_link import ResultReader
+from trimaran.comm.stages.pipeline import PipelineLinks
+from trimaran.comm.topology import ParallelLayout
+from trimaran.worker.execution.model_runner import ModelRunner
+from trimaran.worker.execution.step_result import ModelRunnerOutput, RemoteOutput
+from trimaran.worker.kv_cache.kv_group import KVGroup
+from trimaran.worker.layers.experts import ExpertMLP
+from trimaran.worker.models.interfaces import CausalLM
+from trimaran.worker.scheduling.lane_types import LaneDecisions
+from trimaran.worker.steps.step_times import DeviceClock, StepMarks
+from trimaran.worker.steps.step_types import SampledTokens
+
+
+class LaneRunner:
+    """The `ModelRunner` of one lane's rank, given the decisions of all lanes.
+
+    Where lanes share experts, all of them enter each layer of a step, with tokens or
+    without.
+    """
+
+    def __init__(
+        self, runner: ModelRunner, topology: ParallelLayout, links: PipelineLinks
+    ) -> None:
+        self._runner = runner
+        self._lane = topology.dp_rank
+        self._mixtures: list[ExpertMLP] = []
+        if links.expert_ranks is not None:
+            modules = runner.model.modules()
+            self._mixtures = [each for each in modules if isinstance(each, ExpertMLP)]
+        self._bound = runner.model.context.lane_bound
+        self._clock = DeviceClock(runner.inputs.device)
+        self._readers: list[ResultReader | None] = [
+            links.readers.get(topology.teller_of(lane)) for lane in range(topology.dp_size)
+        ]
+        """On rank 0, by lane, where its results come from; its own may be here."""
+
+    @property
+    def model(self) -> CausalLM:
+        """This rank's part of the model."""
+        return self._runner.model
+
+    @property
+    def groups(self) -> list[KVGroup]:
+        """This rank's KV cache."""
+        return self._runner.groups
+
+    @property
+    def loaded_step(self) -> int:
+        """The last step of this lane whose copies from the host are made."""
+        return self._runner.loaded_step
+
+    def close(self) -> None:
+        """Free what must be freed before the tensor group's communicator."""
+        self._runner.close()
+
+    def move_adapters(self, ops: list[Any]) -> None:
+        """Carry out what becomes of this lane's adapters, given that of all lanes."""
+        self._runner.move_adapters(ops[self._lane])
+
+    def execute_model(self, decision: LaneDecisions) -> ModelRunnerOutput:
+        """Launch one step. Collective over all lanes that share experts."""
+        own = decision.lanes[self._lane]
+        if self._mixtures:
+            most = max(lane.num_tokens for lane in decision.lanes if lane is not None)
+            # Lanes that run from a graph and those that do not exchange tokens alike.
+            self._bound.most_tokens = self._runner.graph_size(most) or most
+        if own is None:
+            outcome: ModelRunnerOutput | None = None
+            marks = self._help_others()
+        else:
+            outcome = self._runner.execute_model(own)
+            marks = outcome.marks
+        outputs: list[ModelRunnerOutput] = []
+        for lane, one in enumerate(decision.lanes):
+            if one is None:
+                continue
+            is_here = lane == self._lane and self._readers[lane] is None
+            if is_here and outcome is not None:
+                outputs.append(outcome)
+            else:
+                outputs.append(RemoteOutput(self._readers[lane], one.step, marks))
+        return LaneOutputs(outputs, marks)
+
+    @torch.inference_mode()
+    def _help_others(self) -> StepMarks:
+        marks = self._clock.begin()
+        for mixture in self._mixtures:
+            mixture.help_others()
+        marks.end()
+        return marks
+
+
+class LaneOutputs:
+    """What the lanes of one step sampled, maybe still on its way."""
+
+    __slots__ = ("_outputs", "marks")
+
+    def __init__(self, outputs: list[ModelRunnerOutput], marks: StepMarks) -> None:
+        self._outputs = outputs
+        self.marks = marks
+
+    def wait(self) -> SampledTokens:
+        """What was sampled, by lane. Once, and blocks until all of it is there."""
+        return SampledTokens(token_ids=[], lanes=[each.wait() for each in self._outputs])

@@ -1,0 +1,332 @@
+"""Runs one decided step on this rank: inputs, the stage's layers, and what ends the step."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trimaran.comm.collectives.collectives import TensorParallelGroup
+from trimaran.comm.stages.pipeline import PipelineLinks
+from trimaran.kernels.cpu.sampling import CpuSampling
+from trimaran.worker.attention.backend import AttentionMetadata, ForwardContext
+from trimaran.worker.execution.cuda_graphs import CudaGraphs
+from trimaran.worker.execution.device_inputs import DeviceInputs
+from trimaran.worker.execution.graph_choice import suits_a_graph
+from trimaran.worker.execution.input_batch import InputBatch, StepInputs
+from trimaran.worker.execution.prompt_tables import PromptTables
+from trimaran.worker.execution.stage_ends import stage_end
+from trimaran.worker.execution.step_result import ModelRunnerOutput
+from trimaran.worker.experts.loads import ExpertLoads
+from trimaran.worker.kv_cache.host_copies import HostCopies, begin_transfers
+from trimaran.worker.kv_cache.kv_group import KVGroup, layer_views
+from trimaran.worker.lora.store import AdapterStore
+from trimaran.worker.models.interfaces import CausalLM
+from trimaran.worker.steps.staging import to_device
+from trimaran.worker.steps.step_times import DeviceClock
+from trimaran.worker.steps.step_types import SchedulerOutput
+
+_LEAST_SPARED = 1024
+"""Tokens of a step whose queries cost more than the launches that leaving them out takes."""
+
+
+class ModelRunner:
+    """The model, its KV cache and the rows on this rank's device.
+
+    `execute_model` launches a step and does not wait for the device. A stage of a pipeline
+    gets its input from the stage before; the last one samples.
+    """
+
+    def __init__(
+        self,
+        model: CausalLM,
+        groups: list[KVGroup],
+        inputs: InputBatch | DeviceInputs,
+        vocab_size: int,
+        tp: TensorParallelGroup,
+        depth: int,
+        kernel: CpuSampling | None = None,
+        links: PipelineLinks | None = None,
+    ) -> None:
+        self.model = model
+        self.tp = tp
+        self.groups = groups
+        self.inputs = inputs
+        self._links = links = links or PipelineLinks()
+        self.end = stage_end(model, inputs, vocab_size, tp, depth, kernel, links)
+        self._previous = links.previous
+        self._lane_bound = model.context.lane_bound
+        self._prompt_tables = PromptTables(vocab_size, inputs.device)
+        self._kv_caches = layer_views(groups)
+        self._clock = DeviceClock(inputs.device)
+        self._is_deterministic = model.context.ops.is_deterministic
+        self._graphs: CudaGraphs | None = None
+        self._prompt_graphs: CudaGraphs | None = None
+        self._adapter_graphs: CudaGraphs | None = None
+        self.adapters: AdapterStore | None = None
+        self.expert_loads: ExpertLoads | None = None
+        """Of a model whose experts are counted."""
+
+        self.hosts: list[HostCopies] = []
+        """Each group's part of the host's memory, where blocks are kept there."""
+        self._fixed_TD: Tensor | None = None
+        """Where graphs of a later stage find the hidden states of the stage before."""
+
+    def capture_graphs(
+        self, sizes: list[int], prompt_sizes: list[int], *, has_adapters: bool
+    ) -> None:
+        """Run decodes, and steps of few tokens with prompts, from CUDA graphs from now on;
+        and decodes with adapters if it ``has_adapters``."""
+        pool = torch.cuda.graph_pool_handle()
+        self._graphs = CudaGraphs("sequences", sizes, self._launch_decode, pool)
+        self._prompt_graphs = CudaGraphs("tokens", prompt_sizes, self._launch_prompts, pool)
+        assert isinstance(self.inputs, DeviceInputs)
+        self.inputs.pad(max(sizes + prompt_sizes))
+        if self._previous is not None:
+            shape = max(sizes + prompt_sizes), self.model.config.hidden_size
+            self._fixed_TD = torch.zeros(
+                shape, dtype=self.model.dtype, device=self.inputs.device
+            )
+        self._adapter_graphs = CudaGraphs(
+            "sequences with adapters",
+            sizes if has_adapters else [],
+            self._launch_adapters,
+            pool,
+        )
+        for graphs in (self._graphs, self._prompt_graphs, self._adapter_graphs):
+            if graphs.sizes:
+                graphs.capture(self.inputs.device)
+        self._lane_bound.most_tokens = 0
+
+    def graph_size(self, num_tokens: int) -> int:
+        """The size of the graph that would hold so many tokens, one a sequence; 0 for none."""
+        return 0 if self._graphs is None else self._graphs.pick(num_tokens)
+
+    @property
+    def num_graphs(self) -> int:
+        """Captured decode sizes."""
+        return 0 if self._graphs is None else len(self._graphs)
+
+    @property
+    def num_prompt_graphs(self) -> int:
+        """Captured sizes of steps with prompts."""
+        return 0 if self._prompt_graphs is None else len(self._prompt_graphs)
+
+    @property
+    def pinned_bytes(self) -> int:
+        """Page-locked host memory of this rank."""
+        is_gpu = self.inputs.device.type == "cuda"
+        blocks = sum(host.num_bytes for host in self.hosts) if is_gpu else 0
+        return self.inputs.pinned_bytes + blocks
+
+    @property
+    def loaded_step(self) -> int:
+        """The last step whose copies from the host are made, with all before it."""
+        return min((host.done_step for host in self.hosts), default=0)
+
+    def close(self) -> None:
+        """Free what must be freed before the tensor group's communicator."""
+        if self.adapters is not None:
+            self.adapters.close()
+        for graphs in (self._graphs, self._prompt_graphs, self._adapter_graphs):
+            if graphs is not None:
+                graphs.close()
+        self._graphs = self._prompt_graphs = self._adapter_graphs = None
+        for host in self.hosts:
+            host.close()
+        self.hosts = []
+
+    @torch.inference_mode()
+    def move_adapters(self, ops: list[Any]) -> None:
+        """Carry out what becomes of adapters before the next step; see `lora.store`."""
+        assert self.adapters is not None
+        self.adapters.carry_out(ops)
+
+    @torch.inference_mode()
+    def execute_model(self, decision: SchedulerOutput) -> ModelRunnerOutput:
+        """Launch one step. Collective over the tensor group."""
+        marks = self._clock.begin()
+        if self.adapters is not None:
+            self.adapters.begin_step(decision)
+        for row in decision.finished_rows:
+            self.end.leave(row)
+            self._prompt_tables.leave(row)
+        for new in decision.new_rows:
+            self.end.enter(new)
+            if self._previous is None:
+                self._prompt_tables.enter(new, self.model.dtype)
+        if len(decision.transfers):
+            begin_transfers(self.hosts, decision.step, decision.transfers)
+        if len(decision.block_copies):
+            self._copy_blocks(decision)
+        hidden_TD, inputs = self._run_model(decision)
+        return self.end.finish(hidden_TD, inputs, decision, marks)
+
+    def run_alone(self, decision: SchedulerOutput) -> None:
+        """Run a step to its end before any stage begins another; while loading. Collective.
+
+        A stage that begins early has its GPU wait for its input, while it loads kernels: that
+        waits for the GPU, and must not keep the result from whoever is to send the input.
+        """
+        self.execute_model(decision).wait()
+        if not (self.model.stage.is_first and self.model.stage.is_last):
+            self._links.all_gather(None)
+
+    def _run_model(self, decision: SchedulerOutput) -> tuple[Tensor, StepInputs]:
+        """Hidden states of the step's tokens: a replayed graph's, or launched one by one."""
+        graphs = self._graphs_for(decision)
+        size = 0
+        if graphs is not None:
+            # Lanes that share experts run graphs of one size, that of the largest among them.
+            size = graphs.pick(max(decision.num_tokens, self._lane_bound.most_tokens))
+        if self.adapters is not None:
+            self.adapters.prepare(size)
+        inputs = self.inputs.prepare(decision, size)
+        hidden_TD: Tensor | None = None
+        if self._previous is not None:
+            hidden_TD = self._previous.receive(decision.num_tokens)
+        if graphs is not None and size:
+            if hidden_TD is not None and self._fixed_TD is not None:
+                self._fixed_TD[: len(hidden_TD)].copy_(hidden_TD)
+            return graphs.replay(size)[: decision.num_tokens], inputs
+        if not self._prompt_tables.is_empty:
+            hidden_TD = self._prompt_tables.embed(
+                decision, inputs.token_ids, self.model.embed_tokens
+            )
+        wanted = self._wanted(inputs)
+        with self._counting(wanted, decision):
+            hidden_TD = self._forward(inputs, decision.num_decodes, hidden_TD, wanted)
+        if wanted is not None:
+            inputs.logits_indices = None
+        return hidden_TD, inputs
+
+    def _counting(
+        self, wanted: Tensor | None, decision: SchedulerOutput
+    ) -> AbstractContextManager[None]:
+        """Counts the experts of the tokens that a step goes on with, unless none is wanted."""
+        is_narrow = wanted is not None
+        if is_narrow and not len(decision.sampled) and self.expert_loads is not None:
+            return self.expert_loads.nobody_in_last_layer()
+        return nullcontext()
+
+    def _graphs_for(self, decision: SchedulerOutput) -> CudaGraphs | None:
+        """The graphs that may hold this step. What only some steps have is in none."""
+        is_decode = decision.num_decodes == len(decision.rows)
+        if self.model.adapters.has_tokens:
+            return self._adapter_graphs if is_decode else None
+        if is_decode:
+            return self._graphs
+        has_graph = self._prompt_tables.is_empty and suits_a_graph(decision)
+        return self._prompt_graphs if has_graph else None
+
+    def _wanted(self, inputs: StepInputs) -> Tensor | None:
+        """The tokens behind which the step samples, if the last layer may leave the others
+        once it has their keys and values; else None.
+
+        Adapters are told by the place in the step, and lanes that share experts exchange what
+        they all know to be coming.
+        """
+        wanted = inputs.logits_indices
+        if wanted is None or self.end.needs_all:
+            return None
+        if self.model.adapters.has_tokens or self._lane_bound.most_tokens:
+            return None
+        # A product has rows, also where nobody samples: those of the first sequence's end.
+        return wanted if len(wanted) else inputs.query_start_loc[1:2].long() - 1
+
+    def _wanted_attention(
+        self, inputs: StepInputs, wanted: Tensor | None
+    ) -> AttentionMetadata | None:
+        """The wanted tokens as decodes, where the last layer does well to make no queries of
+        the others: on a GPU that may round a token by what is beside it."""
+        if wanted is None or self._is_deterministic:
+            return None
+        rows, lengths = inputs.sampled_rows, inputs.sampled_lengths
+        if len(inputs.token_ids) - len(wanted) < _LEAST_SPARED or rows is None:
+            return None
+        if not len(rows):
+            rows, lengths = inputs.rows, inputs.seq_lens[:1]
+        assert rows is not None and lengths is not None
+        return AttentionMetadata(
+            query_start_loc=torch.arange(
+                len(wanted) + 1, dtype=torch.int32, device=wanted.device
+            ),
+            seq_lens=lengths,
+            block_tables=inputs.block_tables[0],
+            slot_mapping=inputs.slot_mappings[0].index_select(0, wanted),
+            max_query_len=1,
+            max_seq_len=inputs.max_seq_len,
+            num_decodes=len(wanted),
+            rows=rows[: len(wanted)],
+        )
+
+    def _forward(
+        self,
+        inputs: StepInputs,
+        num_decodes: int,
+        hidden_TD: Tensor | None = None,
+        wanted: Tensor | None = None,
+    ) -> Tensor:
+        context = ForwardContext(
+            attention=_metadata(inputs, num_decodes),
+            kv_caches=self._kv_caches,
+            wanted=wanted,
+            wanted_attention=self._wanted_attention(inputs, wanted),
+        )
+        return self.model.forward(inputs.token_ids, inputs.positions, context, hidden_TD)
+
+    def _launch_decode(self, size: int) -> Tensor:
+        """A decode of ``size`` sequences, whatever rows the fixed memory names."""
+        assert isinstance(self.inputs, DeviceInputs)
+        self._lane_bound.most_tokens = size
+        return self._forward(self.inputs.views(size, size, size), size, self._fixed(size))
+
+    def _launch_adapters(self, size: int) -> Tensor:
+        """A decode of ``size`` sequences, with whatever adapters the fixed memory names."""
+        assert self.adapters is not None
+        with self.adapters.captured(size):
+            return self._launch_decode(size)
+
+    def _launch_prompts(self, size: int) -> Tensor:
+        """A step of ``size`` tokens, of any sequences that the fixed memory names.
+
+        Where decodes end and prompts begin is not known here: the kernel for prompts, which
+        takes any number of queries a sequence, serves all.
+        """
+        assert isinstance(self.inputs, DeviceInputs)
+        self._lane_bound.most_tokens = size
+        inputs = self.inputs.views(size, size, size)
+        inputs.max_query_len = size
+        return self._forward(inputs, 0, self._fixed(size))
+
+    def _fixed(self, size: int) -> Tensor | None:
+        """Where a captured step finds the hidden states of the stage before, if there is one.
+
+        A copy: layers may overwrite what they get.
+        """
+        return None if self._fixed_TD is None else self._fixed_TD[:size].clone()
+
+    def _copy_blocks(self, decision: SchedulerOutput) -> None:
+        """Make the step's block copies; all sources are read before any is written."""
+        for number, group in enumerate(self.groups):
+            copies = decision.block_copies[decision.block_copies[:, 0] == number]
+            if len(copies):
+                assert group.pool is not None
+                pairs = to_device(copies[:, 1:].T.astype("int64"), group.pool.device)
+                group.pool.index_copy_(0, pairs[1], group.pool.index_select(0, pairs[0]))
+
+
+def _metadata(inputs: StepInputs, num_decodes: int) -> AttentionMetadata:
+    return AttentionMetadata(
+        query_start_loc=inputs.query_start_loc,
+        seq_lens=inputs.seq_lens,
+        block_tables=inputs.block_tables[0],
+        slot_mapping=inputs.slot_mappings[0],
+        max_query_len=inputs.max_query_len,
+        max_seq_len=inputs.max_seq_len,
+        num_decodes=num_decodes,
+        has_past=inputs.has_past,
+        rows=inputs.rows,
+    )

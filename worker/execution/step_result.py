@@ -1,0 +1,124 @@
+"""What one step sampled, on its way from the device, or from another rank, to the host."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from trimaran.comm.control.result_link import ResultReader
+from trimaran.worker.execution.sampled_wire import decode_sampled
+from trimaran.worker.sampling.sampler import SamplerOutput
+from trimaran.worker.steps.step_times import StepMarks
+from trimaran.worker.steps.step_types import KeptLogits, SampledTokens
+
+
+class ModelRunnerOutput(Protocol):
+    """One step's result, maybe still on its way."""
+
+    marks: StepMarks
+    """Of this rank's part of the step."""
+
+    def wait(self) -> SampledTokens:
+        """What was sampled, on the host. Once, and blocks until it is there."""
+        ...
+
+
+class RemoteOutput:
+    """A step's result that the last pipeline stage tells rank 0; others are told nothing."""
+
+    __slots__ = ("_reader", "_step", "marks")
+
+    def __init__(self, reader: ResultReader | None, step: int, marks: StepMarks) -> None:
+        self._reader = reader
+        self._step = step
+        self.marks = marks
+
+    def wait(self) -> SampledTokens:
+        """What was sampled. Steps are waited for in order.
+
+        Raises:
+            PeerLostError: the last stage missed its deadline.
+        """
+        if self._reader is None:
+            return SampledTokens(token_ids=[])
+        return decode_sampled(self._reader.read(), self._step)
+
+
+class LocalOutput:
+    """A step's result on this rank's device."""
+
+    __slots__ = ("_beams", "_event", "_log_probs", "_logits", "_token_ids", "marks")
+
+    def __init__(
+        self,
+        output: SamplerOutput,
+        told_ids: Tensor,
+        copier: Copier | None,
+        marks: StepMarks,
+        logits: KeptLogits | None = None,
+    ) -> None:
+        """``told_ids`` of ``output`` were made before the end of the step was marked."""
+        self.marks = marks
+        self._logits = logits
+        self._token_ids = told_ids
+        self._log_probs = output.log_probs
+        self._beams = None if output.beams is None else output.beams.to_host()
+        self._event: torch.cuda.Event | None = None
+        if copier is not None:
+            self._token_ids, self._log_probs, self._event = copier.start(
+                told_ids, output.log_probs, marks
+            )
+
+    def wait(self) -> SampledTokens:
+        """The sampled ids on the host. Blocks until the device has them."""
+        if self._event is not None:
+            self._event.synchronize()
+        return SampledTokens(
+            token_ids=self._token_ids.tolist(),
+            log_probs=None if self._log_probs is None else self._log_probs.tolist(),
+            logits=self._logits,
+            beams=[] if self._beams is None else self._beams.to_lists(),
+        )
+
+
+class Copier:
+    """Copies results to pinned memory on a stream of its own, which later steps wait not for.
+
+    Its memory is used in turn: a result must be read before ``depth`` more are started.
+    """
+
+    def __init__(self, device: torch.device, max_ids: int, depth: int) -> None:
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._slots = [
+            (
+                torch.empty(max_ids, dtype=torch.int64, pin_memory=True),
+                torch.empty(max_ids, dtype=torch.float32, pin_memory=True),
+                torch.cuda.Event(blocking=True),  # type: ignore[no-untyped-call]
+            )
+            for _ in range(depth + 1)
+        ]
+        self._turn = 0
+
+    def start(
+        self, told_ids: Tensor, log_probs: Tensor | None, marks: StepMarks
+    ) -> tuple[Tensor, Tensor | None, torch.cuda.Event]:
+        """Launch the copies behind the step's end; the event tells when they are over."""
+        self._turn = (self._turn + 1) % len(self._slots)
+        ids_memory, log_probs_memory, event = self._slots[self._turn]
+        marks.hold(self._stream)
+        with torch.cuda.stream(self._stream):
+            copied_ids = _copy_back(told_ids, ids_memory, self._stream)
+            copied = None
+            if log_probs is not None:
+                copied = _copy_back(log_probs, log_probs_memory, self._stream)
+            event.record(self._stream)
+        return copied_ids, copied, event
+
+
+def _copy_back(source: Tensor, memory: Tensor, stream: torch.cuda.Stream) -> Tensor:
+    # The sampler's memory must not be reused before the copy has read it.
+    source.record_stream(stream)
+    # In its own dtype: a conversion would be one more kernel.
+    return memory.view(source.dtype)[: len(source)].copy_(source, non_blocking=True)

@@ -1,0 +1,171 @@
+"""Moves experts between the ranks that share them, so that each has about as much to do."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from trimaran.worker.config.experts_config import ExpertsConfig
+from trimaran.worker.experts.loads import ExpertLoads, mixtures_of
+from trimaran.worker.experts.placement import IntArray, Move, Placement
+from trimaran.worker.layers.expert_places import ExpertPlaces
+from trimaran.worker.layers.experts import ExpertMLP
+from trimaran.worker.layers.linear import LayerContext
+from trimaran.worker.models.interfaces import CausalLM
+
+logger = logging.getLogger(__name__)
+
+# Shapes: L layers with experts of this rank's stage, X experts of a layer, W width of a row.
+
+_CHUNK_BYTES = 64 << 20
+"""Of matrices on their way at once."""
+
+
+class ExpertBalancer:
+    """The placement of each layer's experts, looked at every ``interval`` steps.
+
+    All ranks that share experts take part in the same steps, know the same loads and so come
+    to the same placements. Weights move within memory that stays where it is; maps change on
+    the device: CUDA graphs remain as they are.
+    """
+
+    def __init__(
+        self,
+        mixtures: dict[int, ExpertMLP],
+        loads: ExpertLoads,
+        context: LayerContext,
+        num_redundant: int,
+        interval: int,
+    ) -> None:
+        """``num_redundant`` places of a layer, a multiple of the parts, are empty at first.
+
+        After the weights are loaded; before the memory for the KV cache is counted.
+        """
+        self._mixtures = [mixtures[number] for number in loads.layers]
+        self._loads = loads
+        self._ranks = context.expert_ranks
+        self._tp = context.tp
+        self._num_parts = context.moe_ep_size
+        self._interval = interval
+        self._num_steps = 0
+        num_experts = loads.counts_LX.shape[1]
+        start = Placement.initial(num_experts, self._num_parts, num_redundant)
+        self._placements = [start for _ in self._mixtures]
+        self._places = []
+        for mixture in self._mixtures:
+            places = ExpertPlaces(num_experts, self._num_parts, context.device)
+            places.set(start.places(), start.num_copies())
+            mixture.make_places(places, num_redundant // self._num_parts)
+            self._places.append(places)
+        self._seen_LX: IntArray = np.zeros(tuple(loads.counts_LX.shape), dtype=np.int64)
+
+    @torch.inference_mode()
+    def after_step(self) -> None:
+        """Count a step, and balance if it is time. Collective over the ranks that share."""
+        self._num_steps += 1
+        if self._num_steps % self._interval == 0:
+            self.balance()
+
+    @torch.inference_mode()
+    def fill(self) -> None:
+        """Copy experts to empty places, as if all had as much to do. Collective."""
+        num_moves, *_ = self._arrange(np.ones_like(self._seen_LX))
+        logger.info("copied %d experts to the redundant places", num_moves)
+
+    def balance(self) -> None:
+        """Move what should be elsewhere, for the loads since the last time. Collective."""
+        num_moves, before, after = self._arrange(self._fresh_counts())
+        if num_moves:
+            logger.info(
+                "moved %d experts: the busiest part of a layer had %.2f times the average to "
+                "do and would have had %.2f",
+                num_moves,
+                before,
+                after,
+            )
+
+    def _arrange(self, fresh_LX: IntArray) -> tuple[int, float, float]:
+        """Place every layer's experts for these loads. Returns how many were copied, and the
+        worst imbalance of a layer before and after. Collective."""
+        num_moves, before, after = 0, 1.0, 1.0
+        for place, mixture in enumerate(self._mixtures):
+            now, tokens_X = self._placements[place], fresh_LX[place]
+            new = now.balanced(tokens_X)
+            before = max(before, now.imbalance(tokens_X))
+            after = max(after, new.imbalance(tokens_X))
+            moves = now.moves_to(new)
+            if not moves:
+                continue
+            num_moves += len(moves)
+            for matrices in (mixture.experts.gate_up, mixture.experts.down):
+                self._move(matrices.data, moves)
+            self._places[place].set(new.places(), new.num_copies())
+            self._placements[place] = new
+        return num_moves, before, after
+
+    def _fresh_counts(self) -> IntArray:
+        """Tokens of every expert since the last time from all lanes, equal on all ranks."""
+        counts_LX: IntArray = self._loads.counts_LX.cpu().numpy().copy()
+        fresh_LX: IntArray = counts_LX - self._seen_LX
+        self._seen_LX = counts_LX
+        if self._ranks.size == self._tp.size:
+            # Every rank of a tensor group counts the same tokens.
+            return fresh_LX
+        own = torch.from_numpy(fresh_LX if self._tp.rank == 0 else np.zeros_like(fresh_LX))
+        every = self._ranks.all_reduce(own.to(self._loads.counts_LX.device))
+        total_LX: IntArray = every.cpu().numpy()
+        return total_LX
+
+    def _move(self, matrices: Tensor, moves: Sequence[Move]) -> None:
+        """Copy whole matrices between places, some rows of all of them at a time.
+
+        All rows are sent before any is overwritten: a place may be a source and a target.
+        """
+        num_parts = self._num_parts
+        own_part = self._ranks.rank % num_parts
+        num_rows, width = matrices.shape[1:]
+        leaving = [move for move in moves if move.from_part == own_part]
+        coming = [move for move in moves if move.to_part == own_part]
+        # In the order of the ranks that get them, and of those that sent them.
+        sources = [
+            move.from_place for move in sorted(leaving, key=lambda m: (m.to_part, m.to_place))
+        ]
+        targets = [
+            move.to_place for move in sorted(coming, key=lambda m: (m.from_part, m.to_place))
+        ]
+        pairs = self._pairs(moves)
+        step = max(1, _CHUNK_BYTES // (len(moves) * width * matrices.element_size()))
+        for first in range(0, num_rows, step):
+            height = min(step, num_rows - first)
+            rows = matrices[sources, first : first + height]
+            counts = [[height * count for count in row] for row in pairs]
+            found = self._ranks.all_to_all(rows.reshape(len(sources) * height, width), counts)
+            if targets:
+                matrices[targets, first : first + height] = found.view(-1, height, width)
+
+    def _pairs(self, moves: Sequence[Move]) -> list[list[int]]:
+        """How many matrices go from each rank to each: from one that cuts experts alike."""
+        size, num_parts = self._ranks.size, self._num_parts
+        pairs = [[0] * size for _ in range(size)]
+        for move in moves:
+            for first in range(0, size, num_parts):
+                pairs[first + move.from_part][first + move.to_part] += 1
+        return pairs
+
+
+def balance_experts(model: CausalLM, loads: ExpertLoads | None, config: ExpertsConfig) -> None:
+    """Let a model's experts be balanced from now on, if that is asked for. Collective over
+    the ranks that share experts.
+
+    ``config`` was checked against the model; a stage may still have no experts.
+    """
+    if config.rebalance_steps and loads is not None:
+        sizes = config.num_redundant, config.rebalance_steps
+        balancer = ExpertBalancer(mixtures_of(model), loads, model.context, *sizes)
+        if config.num_redundant:
+            balancer.fill()
+        loads.balancer = balancer

@@ -1,0 +1,107 @@
+"""What rank 0 tells front ends of the experts' loads, from all stages and lanes."""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+from numpy.typing import NDArray
+
+from trimaran.comm.control.control import ControlPlane
+from trimaran.comm.messages.messages import ExpertReport, FrameBuffer, encode
+from trimaran.comm.stages.pipeline import PipelineLinks
+from trimaran.worker.experts.loads import ExpertLoads
+
+ASK = b"experts"
+"""In the place of a decision: the first rank of each stage and lane tells its counts."""
+
+_PERIOD_S = 1.0
+"""Least time between two reports of an engine that is at work."""
+
+_NOTHING = ExpertReport(layers=[], counts=b"")
+
+
+class ExpertReports:
+    """One rank's part in the reports: rank 0 asks and adds up, others answer.
+
+    An engine at work waits for nobody: what was asked for is told with a later report.
+    """
+
+    def __init__(
+        self, loads: ExpertLoads | None, control: ControlPlane, links: PipelineLinks
+    ) -> None:
+        """``loads`` are those of this rank's stage, None if that has no experts."""
+        self._loads = loads
+        self._control = control
+        self._writer, self._readers = links.news_writer, links.news_readers
+        self._is_asked = False
+        self._next_s = 0.0
+
+    def answer(self) -> None:
+        """Tell rank 0 the counts, if this rank is one that tells them."""
+        loads = self._loads
+        if self._writer is None:
+            return
+        if loads is None:
+            self._writer.post(lambda: encode(_NOTHING), is_ready=True)
+            return
+        loads.begin()
+        self._writer.post(lambda: encode(loads.finish()), is_ready=loads.is_ready())
+
+    def report(self, *, is_idle: bool) -> ExpertReport | None:
+        """What there is to tell, if it is time: counts of some moments ago, or if nothing
+        runs those of now, which are waited for.
+
+        Raises:
+            PeerLostError: a rank did not answer.
+        """
+        if self._loads is None and not self._readers:
+            return None
+        now = time.monotonic()
+        if now < self._next_s and not is_idle:
+            return None
+        self._next_s = now + _PERIOD_S
+        if is_idle:
+            if self._is_asked:
+                self._take()
+            self._ask()
+            sums = self._take()
+            if self._readers:
+                self._control.mark_idle()
+            return sums
+        told = self._take() if self._is_asked and self._is_answered() else None
+        if not self._is_asked:
+            self._ask()
+        return told
+
+    def _ask(self) -> None:
+        self._is_asked = True
+        if self._loads is not None:
+            self._loads.begin()
+        if self._readers:
+            self._control.broadcast(ASK)
+
+    def _is_answered(self) -> bool:
+        is_own = self._loads is None or self._loads.is_ready()
+        return is_own and all(reader.has_message() for reader in self._readers.values())
+
+    def _take(self) -> ExpertReport:
+        """The sum of all answers."""
+        self._is_asked = False
+        reports = [] if self._loads is None else [self._loads.finish()]
+        for reader in self._readers.values():
+            (report,) = FrameBuffer().feed(reader.read())
+            assert isinstance(report, ExpertReport)
+            reports.append(report)
+        return added_up(reports)
+
+
+def added_up(reports: list[ExpertReport]) -> ExpertReport:
+    """The counts of all layers that some report has; those of several lanes add up."""
+    rows: dict[int, NDArray[np.int64]] = {}
+    for report in reports:
+        counts = np.frombuffer(report.counts, "<i8").reshape(max(len(report.layers), 1), -1)
+        for layer, row in zip(report.layers, counts, strict=False):
+            rows[layer] = rows[layer] + row if layer in rows else row
+    layers = sorted(rows)
+    return ExpertReport(layers=layers, counts=b"".join(rows[each].tobytes() for each in layers))

@@ -1,0 +1,84 @@
+"""The first layer's queries, keys and values by token id: a look-up in place of a product.
+
+They depend on a token's vector alone, before positions rotate them, so that they are made once
+for the whole vocabulary (Graef, "Transformer tricks: Precomputing the first layer",
+arXiv:2402.13388). A step then has one norm and one product less.
+"""
+
+from __future__ import annotations
+
+import logging
+
+import torch
+
+from trimaran.comm.errors import ConfigError
+from trimaran.worker.config.engine_config import EngineConfig
+from trimaran.worker.models.interfaces import CausalLM
+
+logger = logging.getLogger(__name__)
+
+MOST_SHARE = 0.02
+"""Of a GPU's memory that a table may take unless it is asked for: an 8B Llama's, 1.6 GB, makes
+it 0.2 % faster, and that share is worth about as much to a cache that is too small."""
+
+
+def looks_up_first_product(
+    config: EngineConfig, model: CausalLM, gpu_memory: tuple[int, int] | None
+) -> bool:
+    """Whether this rank can have a table, and shall: also where it has no first layer.
+
+    ``gpu_memory``: bytes that are free, and all, of its GPU; None on a CPU. Collective over
+    the tensor group.
+
+    Raises:
+        ConfigError: a table is asked for that cannot be.
+    """
+    asked = config.first_layer_table
+    if asked is False:
+        return False
+    reason = _why_not(config, model, gpu_memory)
+    if asked and reason:
+        raise ConfigError(
+            f"first-layer-table is set but {reason}: no product is looked up then. Serve "
+            "without it."
+        )
+    return not reason
+
+
+def make_first_table(model: CausalLM, most_tokens: int) -> None:
+    """Let a model look up its first product from now on; ``most_tokens`` of a step are made
+    at a time. Nothing in a stage without the first layer. Collective over the tensor group."""
+    project = model.first_projection()
+    if project is None:
+        return
+    ids = torch.arange(model.config.vocab_size, dtype=torch.int32, device=model.device)
+    with torch.inference_mode():
+        table = torch.cat([project(chunk) for chunk in torch.split(ids, most_tokens)])
+    model.first_table = table
+    logger.info("first product looked up, %.2f GiB for %d ids", table.nbytes / 2**30, len(ids))
+
+
+def _why_not(config: EngineConfig, model: CausalLM, gpu_memory: tuple[int, int] | None) -> str:
+    """Why there is no table; empty where there is one."""
+    if gpu_memory is None:
+        return "the device is cpu"
+    if config.deterministic:
+        return "tokens shall be deterministic, with adapters' places kept in every product"
+    if model.config.num_hidden_layers == 1:
+        return "the first layer is the last one, which makes queries of some tokens alone"
+    if not model.stage.is_first:
+        return ""
+    project = model.first_projection()
+    if project is None:
+        return f"{type(model).__name__} begins with no product of token ids alone"
+    with torch.inference_mode():
+        row = project(torch.zeros(1, dtype=torch.int32, device=model.device))
+    num_bytes = model.config.vocab_size * row.nbytes
+    free, total = gpu_memory
+    size = f"its table takes {num_bytes / 2**30:.2f} GiB"
+    # Its parts lie beside it for a moment.
+    if 2 * num_bytes > free:
+        return f"{size}, and twice as much is needed of the {free / 2**30:.2f} GiB free"
+    if not config.first_layer_table and num_bytes > MOST_SHARE * total:
+        return f"{size}, above {MOST_SHARE:.0%} of the memory"
+    return ""

@@ -1,0 +1,163 @@
+"""A stage's decoder layers run as one operator where the device has one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from trimaran.kernels.cpu.decoder import Decoder, DecoderShape, DecoderStep, LayerWeights
+from trimaran.worker.attention.backend import AttentionSpec, ForwardContext
+from trimaran.worker.config.pretrained_config import PretrainedConfig
+from trimaran.worker.layers.linear import LayerContext
+from trimaran.worker.layers.methods import NoLoRA, UnquantizedLinearMethod
+from trimaran.worker.layers.rotary import RotaryEmbedding
+
+# Shapes: T tokens of the step, D hidden size.
+
+
+class FusedLayers:
+    """Decoder layers in one call, or in one call between two sums over the tensor group."""
+
+    def __init__(
+        self, decoder: Decoder, context: LayerContext, biases: list[tuple[Tensor | None, ...]]
+    ) -> None:
+        self._decoder = decoder
+        self._tp = context.tp
+        self._biases = biases
+
+    def forward(
+        self, hidden_TD: Tensor, positions_T: Tensor, context: ForwardContext
+    ) -> tuple[Tensor, Tensor]:
+        """The last layer's output and the residual that is still to be added to it, both of
+        the tokens that are wanted."""
+        metadata = context.attention
+        step = DecoderStep(
+            positions_T,
+            metadata.slot_mapping,
+            metadata.query_start_loc,
+            metadata.seq_lens,
+            metadata.block_tables,
+            context.kv_caches,
+        )
+        x, residual = hidden_TD.clone(), torch.empty_like(hidden_TD)
+        last = 2 * len(self._biases) - 1
+        if context.wanted is None:
+            self._run((0, last + 1), x, residual, step)
+            return x, residual
+        self._run((0, last), x, residual, step)
+        x, residual = (each.index_select(0, context.wanted) for each in (x, residual))
+        self._run((last, last + 1), x, residual, step)
+        return x, residual
+
+    def _run(
+        self, halves: tuple[int, int], x_TD: Tensor, residual_TD: Tensor, step: DecoderStep
+    ) -> None:
+        """Halves of layers, one after the other; see `Decoder.run`."""
+        if self._tp.size == 1:
+            self._decoder.run(halves, x_TD, residual_TD, step)
+            return
+        for half in range(*halves):
+            self._decoder.run((half, half + 1), x_TD, residual_TD, step)
+            self._tp.all_reduce(x_TD)
+            bias = self._biases[half // 2][half % 2]
+            if bias is not None:
+                x_TD += bias
+
+
+def fuse_layers(
+    config: PretrainedConfig,
+    context: LayerContext,
+    layers: Sequence[nn.Module],
+    rotary: RotaryEmbedding | None,
+) -> FusedLayers | None:
+    """The layers as one operator; None where a method or the device has none for them,
+    as for a layer that does not see all tokens or has norms of its own.
+
+    Weights are read where they are: none may be replaced afterwards.
+    """
+    if config.parallel_residual:
+        return None
+    if not layers or not all(_is_plain(layer) for layer in layers):
+        return None
+    if rotary is not None and not rotary.rotates_whole_heads(config.head_size):
+        return None
+    if hasattr(layers[0].mlp, "gate_up_proj") and config.hidden_act != "silu":
+        return None
+    first: Any = layers[0]
+    shape = DecoderShape(
+        hidden=config.hidden_size,
+        inner=first.mlp.down_proj.weight.shape[1],
+        num_heads=first.attention.qkv_proj.num_heads,
+        num_kv_heads=first.attention.qkv_proj.num_kv_heads,
+        head_size=config.head_size,
+        eps=config.norm_epsilon,
+        activation=config.hidden_act,
+        cos_sin=None if rotary is None else rotary.cos_sin,
+    )
+    # With several ranks a row-parallel bias is added after the sum.
+    is_alone = context.tp.size == 1
+    weights = [_weights_of(layer, with_row_biases=is_alone) for layer in layers]
+    decoder = context.ops.fuse_decoder(shape, weights)
+    if decoder is None:
+        return None
+    biases = [_row_biases(layer) for layer in layers]
+    return FusedLayers(decoder, context, biases)
+
+
+_PARTS = {"attention_norm", "attention", "mlp_norm", "mlp"}
+_ATTENTION_PARTS = {"qkv_proj", "o_proj"}
+
+
+def _is_plain(layer: Any) -> bool:
+    """Whether a layer consists of two norms and products with the weight as it is, with
+    plain attention between them, and of nothing else."""
+    attention = layer.attention
+    if {name for name, _ in layer.named_children()} != _PARTS:
+        return False
+    # Experts have no product of their own.
+    if not hasattr(layer.mlp, "down_proj"):
+        return False
+    if {name for name, _ in attention.named_children()} != _ATTENTION_PARTS:
+        return False
+    spec = attention.backend.spec
+    if spec.position_bias is not None or spec != AttentionSpec(scale=attention.head_size**-0.5):
+        return False
+    linears = (
+        layer.attention.qkv_proj,
+        layer.attention.o_proj,
+        _up(layer),
+        layer.mlp.down_proj,
+    )
+    return all(
+        isinstance(linear.method, UnquantizedLinearMethod) and isinstance(linear.lora, NoLoRA)
+        for linear in linears
+    )
+
+
+def _up(layer: Any) -> Any:
+    return layer.mlp.gate_up_proj if hasattr(layer.mlp, "gate_up_proj") else layer.mlp.up_proj
+
+
+def _row_biases(layer: Any) -> tuple[Tensor | None, ...]:
+    return layer.attention.o_proj.bias, layer.mlp.down_proj.bias
+
+
+def _weights_of(layer: Any, *, with_row_biases: bool) -> LayerWeights:
+    out_bias, down_bias = _row_biases(layer) if with_row_biases else (None, None)
+    return LayerWeights(
+        attention_norm=layer.attention_norm.weight,
+        attention_norm_bias=getattr(layer.attention_norm, "bias", None),
+        qkv=layer.attention.qkv_proj.weight,
+        qkv_bias=layer.attention.qkv_proj.bias,
+        out=layer.attention.o_proj.weight,
+        out_bias=out_bias,
+        mlp_norm=layer.mlp_norm.weight,
+        mlp_norm_bias=getattr(layer.mlp_norm, "bias", None),
+        up=_up(layer).weight,
+        up_bias=_up(layer).bias,
+        down=layer.mlp.down_proj.weight,
+        down_bias=down_bias,
+    )

@@ -1,0 +1,180 @@
+"""Weights into a rank's model: from a whole checkpoint, from its shard file, or at random."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+
+from trimaran.comm.errors import ConfigError
+from trimaran.worker.config.shard_file import read_tensor_entries
+from trimaran.worker.layers.linear import WeightShapeError
+from trimaran.worker.models.interfaces import CausalLM, LoadsWeight, WeightTarget
+from trimaran.worker.models.weights.checkpoint import (
+    StoredTensor,
+    find_tensors,
+    refuse_differences,
+)
+from trimaran.worker.models.weights.checkpoint_file import is_safetensors, mapped_file
+from trimaran.worker.models.weights.tensor_reader import TensorReader
+
+_RANDOM_STD = 0.02
+_WIDER = (torch.bfloat16, torch.float32, torch.float64)
+"""Types whose numbers may be beyond float16's."""
+
+_WHOLE = ("embed_positions.", ".router.", ".attention.down_proj.")
+"""In names of weights that every rank holds whole."""
+
+
+def load_checkpoint(model: CausalLM, files: Sequence[Path]) -> None:
+    """Fill a rank's model from the files of a Hugging Face checkpoint.
+
+    On the CPU files are memory-mapped: only what this rank keeps is copied. On a GPU what it
+    needs is read by several threads. Raises `ConfigError` that names every tensor that is
+    missing, unexpected or of another shape.
+    """
+    parameters = dict(model.named_parameters())
+    everything = model.checkpoint_weights()
+    wanted: dict[Path, dict[str, tuple[StoredTensor, list[WeightTarget]]]]
+    wanted = {path: {} for path in files}
+    for key, stored in find_tensors(model, files).items():
+        mine = [target for target in everything[key] if target.parameter in parameters]
+        if mine:
+            wanted[stored.path][stored.name] = stored, mine
+    with _Files(model.device) as reader:
+        for path, names in wanted.items():
+            for name, tensor in reader.tensors(path, list(names)):
+                stored, targets = names[name]
+                refuse_overflow(tensor, parameters[targets[0].parameter].dtype, stored)
+                for target in targets:
+                    load_weight(model, parameters[target.parameter], target, tensor, stored)
+
+
+def load_shard(model: CausalLM, path: Path) -> None:
+    """Fill a rank's model from its own file of an engine folder.
+
+    On the CPU, weights whose dtype is the model's stay memory-mapped: ranks that load the
+    same file share its pages, and nothing is read before it is used.
+    """
+    parameters = dict(model.named_parameters())
+    entries = read_tensor_entries(path)
+    known = [name for name in entries if name in parameters]
+    for name in known:
+        if entries[name].shape != tuple(parameters[name].shape):
+            raise ConfigError(
+                f"{path}: the tensor {name!r} has shape {list(entries[name].shape)}, but "
+                f"config.json implies {list(parameters[name].shape)}. Build the folder again."
+            )
+    with _Files(model.device) as reader:
+        for name, tensor in reader.tensors(path, known):
+            parameter = parameters[name]
+            if tensor.dtype == parameter.dtype and parameter.device.type == "cpu":
+                parameter.data = tensor
+            else:
+                parameter.data.copy_(tensor)
+    missing = sorted(parameters.keys() - entries.keys())
+    refuse_differences(path, missing, [name for name in entries if name not in parameters])
+
+
+def fill_random(model: CausalLM, seed: int = 0) -> None:
+    """Make weights on the model's device: small normal matrices, unit norms, no biases.
+
+    The same seed gives the same weights on the same device and shard.
+    """
+    context = model.context
+    for name, parameter in model.named_parameters():
+        if name.endswith(".bias"):
+            parameter.data.zero_()
+        elif parameter.dim() == 1:
+            parameter.data.fill_(1.0)
+        else:
+            # These are whole on every rank and so must agree.
+            is_whole = any(whole in name for whole in _WHOLE)
+            ranks = context.expert_ranks if ".experts." in name else context.tp
+            shard = "" if is_whole else f"@{ranks.rank}"
+            generator = torch.Generator(device=parameter.device)
+            generator.manual_seed(_seed_of(f"{seed}:{name}{shard}"))
+            parameter.data.normal_(0.0, _RANDOM_STD, generator=generator)
+
+
+class _Files:
+    """Reads a rank's tensors: memory-mapped on the CPU, into its memory on a GPU."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._reader = TensorReader(device) if device.type == "cuda" else None
+
+    def tensors(self, path: Path, names: Sequence[str]) -> Iterator[tuple[str, Tensor]]:
+        """The named tensors of a file."""
+        if self._reader is not None and is_safetensors(path):
+            return self._reader.read(path, names)
+        return _mapped(path, names)
+
+    def __enter__(self) -> _Files:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        if self._reader is not None:
+            self._reader.close()
+
+
+def _mapped(path: Path, names: Sequence[str]) -> Iterator[tuple[str, Tensor]]:
+    with mapped_file(path) as tensor_of:
+        for name in names:
+            yield name, tensor_of(name)
+
+
+def load_weight(
+    model: CausalLM,
+    parameter: nn.Parameter,
+    target: WeightTarget,
+    tensor: Tensor,
+    stored: StoredTensor,
+) -> None:
+    """Copy this rank's part of a checkpoint's whole tensor into ``parameter``.
+
+    ``parameter`` is that of ``target``, or another one of its shape.
+
+    Raises:
+        ConfigError: the tensor has another shape than the configuration implies.
+    """
+    module = cast(LoadsWeight, model.get_submodule(target.parameter.rpartition(".")[0]))
+    whole = tensor.t() if target.is_transposed and tensor.dim() == 2 else tensor
+    try:
+        module.weight_loader(parameter, whole, target.shard)
+    except WeightShapeError as error:
+        remedy = "belong to different models; download the folder again."
+        is_vocabulary = target.parameter.split(".")[0] in ("embed_tokens", "lm_head")
+        if is_vocabulary and stored.entry.shape:
+            rows = stored.entry.shape[0]
+            remedy = (
+                f"have other vocabularies: set vocab_size to {rows} if the weights are right."
+            )
+        raise ConfigError(
+            f"{stored.path}: the tensor {stored.name!r} {error}. The weights and config.json "
+            f"{remedy}"
+        ) from None
+
+
+def refuse_overflow(tensor: Tensor, dtype: torch.dtype, stored: StoredTensor) -> None:
+    """Refuse weights that would become infinite: float16 ends long before wider types do.
+
+    Raises:
+        ConfigError: names the tensor and its largest number.
+    """
+    if dtype != torch.float16 or tensor.dtype not in _WIDER or not tensor.numel():
+        return
+    peak = max(abs(bound.item()) for bound in tensor.aminmax())
+    if torch.tensor(peak).to(dtype).isinf():
+        raise ConfigError(
+            f"{stored.path}: the tensor {stored.name!r} holds {peak:g} but float16 ends at "
+            f"{torch.finfo(dtype).max:g}, so that it would become infinite. Choose --dtype "
+            "bfloat16 or float32."
+        )
+
+
+def _seed_of(text: str) -> int:
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little") >> 1

@@ -1,0 +1,173 @@
+"""Tensor groups of GPUs that sum through each other's memory, once they have shown they can."""
+
+from __future__ import annotations
+
+import logging
+
+import torch
+from torch import Tensor
+
+from trimaran.comm.collectives.collectives import TensorParallelGroup
+from trimaran.comm.collectives.peer_memory import map_peer_memory, why_memory_is_apart
+from trimaran.comm.collectives.process_group import NcclGroup, SumInPlace
+from trimaran.comm.errors import ConfigError
+from trimaran.worker.config.engine_config import EngineConfig
+
+logger = logging.getLogger(__name__)
+
+SLOT_BYTES = {2: 16 << 20, 4: 8 << 20, 8: 2 << 20}
+"""By ranks: the largest tensor that is summed through peers' memory."""
+
+ONE_SHOT_BYTES = {2: 16 << 20, 4: 512 << 10, 8: 256 << 10}
+"""By ranks: up to here every rank reads all of it from all. Two ranks move no more that way."""
+
+_TEXT_BYTES = 512
+_NUM_REPLAYS = 5
+_CHECKED = (1, 1000, 4096, 100_000)
+"""Elements of the tensors that are summed before the first request, beside the largest."""
+
+
+def choose_sums(config: EngineConfig, group: TensorParallelGroup, device: torch.device) -> None:
+    """Let a tensor group sum as the configuration asks. Collective.
+
+    Raises:
+        ConfigError: sums through peers' memory are asked for and cannot be.
+    """
+    if group.size == 1:
+        return
+    reason = "as --all-reduce says"
+    if config.all_reduce != "nccl":
+        is_asked_for = config.all_reduce != "auto"
+        reason = try_peer_sums(group, takes_any=config.deterministic, is_asked_for=is_asked_for)
+        if reason and is_asked_for:
+            raise ConfigError(
+                f"--all-reduce {config.all_reduce} sums through the memory of a tensor "
+                f"group's GPUs, but {reason}. Serve with --all-reduce auto or nccl."
+            )
+    if not reason or device.type != "cuda":
+        return
+    logger.info("sums by NCCL: %s", reason)
+    if config.deterministic and group.size > 2:
+        logger.warning(
+            "deterministic with tp_size %d: the order of NCCL's sums depends on the number of "
+            "tokens in a step. Only --all-reduce peer has one order, where it is served",
+            group.size,
+        )
+
+
+def try_peer_sums(
+    group: TensorParallelGroup, *, takes_any: bool, is_asked_for: bool = True
+) -> str:
+    """Let a group of GPUs sum smaller tensors through each other's memory, or ``takes_any``,
+    and return why not, which is empty if it does. Collective; all ranks come to the same.
+
+    Sums are compared with NCCL's first, launched and from a CUDA graph. Unless that
+    ``is_asked_for``, it is tried only on GPUs that say that they can.
+
+    A rank waits for the others inside a kernel, without a limit of its own. If one dies, the
+    others' watchdogs miss the step's end and the supervisor ends the group with SIGKILL: the
+    driver takes a killed process's kernels off the GPU, spinning or not, and memory that
+    others have mapped stays until they are gone, so nobody reads what is no longer there.
+    """
+    if not isinstance(group, NcclGroup):
+        return f"this group uses {group.transport_of(1)}"
+    if group.num_hosts > 1:
+        return f"the group spans {group.num_hosts} hosts and may span 1"
+    if group.size not in SLOT_BYTES:
+        sizes = ", ".join(map(str, SLOT_BYTES))
+        return f"the group has {group.size} ranks and may have {sizes}"
+    problem = (
+        "" if is_asked_for else first_problem(group, why_memory_is_apart(group), group.device)
+    )
+    if problem:
+        return problem
+    slot_bytes = SLOT_BYTES[group.size]
+    peer_sum: SumInPlace | None = None
+    try:
+        peer_sum = _make_peer_sum(group, slot_bytes, takes_any)
+    except ConfigError as error:
+        problem = str(error)
+    problem = first_problem(group, problem, group.device)
+    if peer_sum is not None and not problem:
+        problem = first_problem(group, check_sums(group, peer_sum), group.device)
+        if problem:
+            logger.warning("sums over peers' memory are wrong here: %s", problem)
+    if not problem:
+        group.peer_sum = peer_sum
+        logger.info("sums of up to %d MiB over peers' memory", slot_bytes >> 20)
+    return problem
+
+
+def _make_peer_sum(group: NcclGroup, slot_bytes: int, takes_any: bool) -> SumInPlace:
+    # Imported only now: a CPU needs no Triton.
+    from trimaran.kernels.triton.peer_sum import PeerSum, region_bytes
+
+    memory = map_peer_memory(group, region_bytes(group.size, slot_bytes))
+    return PeerSum(
+        memory.addresses,
+        group.rank,
+        slot_bytes,
+        ONE_SHOT_BYTES[group.size],
+        group.device,
+        memory,
+        takes_any=takes_any,
+    )
+
+
+def first_problem(group: TensorParallelGroup, problem: str, device: torch.device) -> str:
+    """What the first rank with a problem says of it, the same on all; empty if none has one.
+    Collective."""
+    text = problem.encode()[:_TEXT_BYTES].ljust(_TEXT_BYTES, b"\0")
+    own = torch.tensor(list(text), dtype=torch.uint8, device=device)
+    every = group.all_gather(own[None], 0).tolist()
+    texts = (bytes(row).rstrip(b"\0").decode(errors="ignore") for row in every)
+    return next((each for each in texts if each), "")
+
+
+def check_sums(group: NcclGroup, peer_sum: SumInPlace) -> str:
+    """Compare sums of random numbers with those of what NCCL gathers. Collective.
+
+    Returns what differs on this rank first; empty if nothing does.
+    """
+    generator = torch.Generator(group.device).manual_seed(group.rank + 1)
+    found: list[str] = []
+    for dtype in (torch.bfloat16, torch.float32):
+        largest = SLOT_BYTES[group.size] // dtype.itemsize
+        for count in (*_CHECKED, largest):
+            x = torch.empty(count, dtype=dtype, device=group.device)
+            x.normal_(generator=generator)
+            expected = sum_of_gathered(group, x)
+            peer_sum(x)
+            found += _differences(x, expected, f"{count} {dtype}")
+    x = torch.empty(100_000, dtype=torch.bfloat16, device=group.device)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        peer_sum(x)
+        once = x.clone()
+        peer_sum(x)
+    for _ in range(_NUM_REPLAYS):
+        x.normal_(generator=generator)
+        expected = sum_of_gathered(group, x)
+        graph.replay()
+        found += _differences(once, expected, "a graph's first")
+        found += _differences(x, sum_of_gathered(group, expected), "a graph's second")
+    # The graph is freed only when the device has finished it.
+    torch.cuda.synchronize(group.device)
+    return found[0] if found else ""
+
+
+def sum_of_gathered(group: NcclGroup, x: Tensor) -> Tensor:
+    """The sum in rank order, in float32 and rounded once."""
+    parts = group.all_gather(x[None], 0).float()
+    total = parts[0]
+    for part in parts[1:]:
+        total = total + part
+    return total.to(x.dtype)
+
+
+def _differences(found: Tensor, expected: Tensor, what: str) -> list[str]:
+    """Text of the difference, if there is one. Never raises: the other ranks go on."""
+    if torch.equal(found, expected):
+        return []
+    difference = (found.float() - expected.float()).abs().max()
+    return [f"the sum of {what} differs from NCCL's by {difference:.3g}"]

@@ -1,0 +1,97 @@
+"""The tensor-parallel group as layers see it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from trimaran.comm.collectives.sum_and_norm import SumAndNorm
+
+
+class TensorGroup(Protocol):
+    """The ranks that share each layer; collective calls are made by all in one order."""
+
+    @property
+    def rank(self) -> int:
+        """This rank within the group."""
+        ...
+
+    @property
+    def size(self) -> int:
+        """Ranks of the group; with 1 every call is a no-op."""
+        ...
+
+    @property
+    def sum_norm(self) -> SumAndNorm | None:
+        """Sums what it takes together with the norm behind; None where nothing does."""
+        ...
+
+    def all_reduce(self, tensor: Tensor) -> Tensor:
+        """Sum over the ranks, in place."""
+        ...
+
+    def all_gather(self, tensor: Tensor, dim: int = -1) -> Tensor:
+        """The ranks' tensors joined along ``dim``."""
+        ...
+
+    def all_to_all(self, rows: Tensor, counts: Sequence[Sequence[int]]) -> Tensor:
+        """Rows for each rank in, rows from each rank out; ``counts[i][j]`` from i to j."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class ShardPosition:
+    """A rank's place without peers: enough to hold and load its weights, not to run them.
+
+    With size 1 it also runs.
+    """
+
+    rank: int = 0
+    size: int = 1
+    sum_norm: SumAndNorm | None = None
+
+    def all_reduce(self, tensor: Tensor) -> Tensor:
+        """Nothing to add for a single rank."""
+        self._refuse()
+        return tensor
+
+    def all_gather(self, tensor: Tensor, dim: int = -1) -> Tensor:
+        """Nothing to join for a single rank."""
+        self._refuse()
+        return tensor
+
+    def all_to_all(self, rows: Tensor, counts: Sequence[Sequence[int]]) -> Tensor:
+        """Nowhere to send to for a single rank."""
+        self._refuse()
+        return rows
+
+    def _refuse(self) -> None:
+        if self.size != 1:
+            raise RuntimeError(
+                f"a model built for shard {self.rank} of {self.size} has no peers to run with"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertRanks:
+    """The ranks that share a layer's experts, in so many parts.
+
+    Those of a part cut its experts between them.
+    """
+
+    num_parts: int = 1
+    ranks: TensorGroup | None = None
+    """Those of all lanes; None for one tensor group."""
+
+
+ONE_PART = ExpertRanks()
+"""One tensor group, whose ranks cut every expert."""
+
+
+def split(name: str, value: int, size: int) -> int:
+    """``value / size``, which the configuration's checks guarantee to be whole."""
+    assert value % size == 0, f"{name} {value} is not divisible by {size}"
+    return value // size

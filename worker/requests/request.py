@@ -1,0 +1,263 @@
+"""One request and its sequences, from submission to the last token."""
+
+from __future__ import annotations
+
+import time
+from array import array
+from bisect import bisect_left
+from collections.abc import Hashable
+from dataclasses import dataclass, field
+from enum import IntEnum
+from operator import attrgetter
+from typing import TYPE_CHECKING, Any
+
+from trimaran.comm.messages.messages import FinishReason
+from trimaran.comm.messages.sampling_params import SamplingParams
+from trimaran.worker.guided.guide import Grammar, Guide
+from trimaran.worker.kv_cache.sequence_blocks import RetentionPlan, SequenceBlocks, root_hash
+from trimaran.worker.requests.request_figures import SequenceFigures
+
+if TYPE_CHECKING:
+    from trimaran.worker.scheduling.beam_group import BeamGroup
+
+
+class RequestStatus(IntEnum):
+    """Where a sequence stands."""
+
+    NEW = 0
+    """Not in the queue yet: it forks off once its prompt is computed."""
+    WAITING = 1
+    RUNNING = 2
+    FINISHED = 3
+
+
+class Sequence:
+    """One stream of tokens of a request.
+
+    ``token_ids`` are the ids that the host knows: the prompt, then the output. The step
+    being planned may build on ``num_pending`` more, which the device has sampled or will.
+    ``num_computed_tokens`` counts tokens whose KV the launched steps leave behind.
+    """
+
+    __slots__ = (
+        "beams",
+        "blocks",
+        "capacity",
+        "cum_log_prob",
+        "end_id",
+        "figures",
+        "finish_reason",
+        "guide",
+        "has_told_prompt",
+        "index",
+        "is_preempted",
+        "key",
+        "last_step",
+        "look_at",
+        "max_len",
+        "num_computed_before",
+        "num_computed_tokens",
+        "num_pending",
+        "num_prompt_tokens",
+        "parent",
+        "paused_at",
+        "publish_at",
+        "request",
+        "row",
+        "status",
+        "stop_words",
+        "token_ids",
+    )
+
+    def __init__(
+        self, request: Request, position: int, token_ids: array[int], num_groups: int
+    ) -> None:
+        self.request = request
+        self.index = request.sequence_index + position
+        self.key: tuple[int, ...] = (-request.priority, request.number, position)
+        """Order of admission; the reverse is the order of preemption."""
+        self.token_ids = token_ids
+        self.num_prompt_tokens = request.num_prompt_tokens
+        self.max_len = request.num_prompt_tokens + request.sampling.max_tokens
+        self.end_id = request.sampling.end_id
+        self.stop_words = request.stop_words
+        """Stop words by their last id."""
+        self.look_at = 0
+        """Number of known tokens at which the next one may end it or fill a block."""
+        self.num_computed_tokens = 0
+        self.num_computed_before = 0
+        """The same without ``last_step``."""
+        self.num_pending = 0
+        self.row = -1
+        self.last_step = 0
+        """The last step that computes tokens of it."""
+        root = root_hash(request.cache_salt, request.adapter_id)
+        self.blocks = SequenceBlocks(num_groups, root)
+        self.blocks.retention = request.retention
+        self.capacity = 0
+        """Tokens that the blocks hold, while it has a row."""
+        self.publish_at = 0
+        """``num_computed_tokens`` from which another full block can be published."""
+        self.parent: Sequence | None = None
+        self.beams: BeamGroup | None = None
+        """Of a beam, the group that it belongs to."""
+        self.status = RequestStatus.NEW
+        self.finish_reason = FinishReason.NOT_FINISHED
+        self.is_preempted = False
+        self.paused_at = 0
+        """The step before which it made room for others, last."""
+        self.has_told_prompt = False
+        """Whether the prompt's logits were told."""
+        self.cum_log_prob = 0.0
+        """Of the output sampled here; what a replay brought is not in it."""
+        self.guide: Guide | None = None
+        """Where it stands in its grammar."""
+        self.figures: SequenceFigures | None = None
+        if request.sampling.return_perf_metrics:
+            self.figures = SequenceFigures(request.arrival_ns)
+
+    def pause(self, step: int) -> None:
+        """Back to the queue: who was paused first is the first of its level to come back, and
+        makes room for others again only after all that have not been."""
+        self.num_computed_tokens = 0
+        self.is_preempted = True
+        self.paused_at = step
+        self.key = (self.key[0], -1, step, *self.key[-2:])
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether it shares blocks with no other of its request."""
+        return self.beams is None and len(self.request.sequences) == 1
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Output ids that the host knows."""
+        return len(self.token_ids) - self.num_prompt_tokens
+
+    def ends_by(self, token_id: int) -> FinishReason:
+        """Whether the output so far, ``token_id`` last and appended, ends the sequence."""
+        words = self.stop_words.get(token_id)
+        if words is not None:
+            for word in words:
+                if (
+                    len(word) <= self.num_output_tokens
+                    and self.token_ids[-len(word) :].tolist() == word
+                ):
+                    return FinishReason.STOP_WORDS
+        if len(self.token_ids) >= self.max_len:
+            return FinishReason.LENGTH
+        if self.guide is not None and self.guide.is_complete:
+            return FinishReason.END_ID
+        return FinishReason.NOT_FINISHED
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Request:
+    """What a client asked for: a prompt, sampling, and 1..n sequences."""
+
+    source: Hashable
+    """The connection that submitted it."""
+
+    request_id: int
+    """Unique on its source."""
+
+    number: int
+    """Order of arrival."""
+
+    prompt_ids: array[int]
+    sampling: SamplingParams
+    output_ids: array[int] = field(default_factory=lambda: array("i"))
+    """Output that clients already have: the request is replayed."""
+
+    sequence_index: int = 0
+    """Index of the first sequence."""
+
+    priority: int = 0
+    has_adapter: bool = False
+    adapter_id: int = 0
+    """The adapter's number in its lane, once it is known; 0 for none."""
+
+    cache_salt: bytes = b""
+    retention: RetentionPlan | None = None
+    """How long its KV blocks are kept."""
+
+    prompt_table: dict[str, Any] | None = None
+    """`PromptTable.to_wire()`."""
+
+    is_streaming: bool = False
+    """Whether its client wants tokens as they come."""
+
+    client_id: str = ""
+    """What its client calls it; not unique."""
+
+    stop_words: dict[int, list[list[int]]] = field(default_factory=dict)
+    """Stop words by their last id."""
+
+    sequences: list[Sequence] = field(default_factory=list)
+
+    grammar: Grammar | None = None
+    """What the output must follow."""
+
+    lane: int = 0
+    """Where it runs, of the lanes of a data-parallel engine."""
+
+    arrival_ns: int = field(default_factory=time.monotonic_ns)
+    """When it came, before anything it waits for; on this host's monotonic clock."""
+
+    has_extras: bool = field(init=False)
+    """Whether it is told more than ids."""
+
+    may_get_stuck: bool = field(init=False)
+    """Whether its parameters may forbid every id at once."""
+
+    def __post_init__(self) -> None:
+        sampling = self.sampling
+        self.has_extras = (
+            sampling.return_log_probs
+            or sampling.return_context_logits
+            or sampling.return_generation_logits
+            or sampling.return_perf_metrics
+            or sampling.beam_width > 1
+        )
+        self.may_get_stuck = (
+            any(sampling.bad_words)
+            or sampling.no_repeat_ngram_size > 0
+            or bool(sampling.embedding_bias)
+            or bool(sampling.guide_type)
+        )
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Length of the prompt."""
+        return len(self.prompt_ids)
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether all sequences are."""
+        return all(s.status is RequestStatus.FINISHED for s in self.sequences)
+
+    def start_sequences(self, num_groups: int) -> None:
+        """Make the sequences; the first computes the prompt, the others fork off it."""
+        for word in self.sampling.stop_words:
+            if word:
+                self.stop_words.setdefault(word[-1], []).append(list(word))
+        # Of beams the scheduler knows one; the others are its group's.
+        is_beam = self.sampling.beam_width > 1
+        for position in range(1 if is_beam else self.sampling.num_return_sequences):
+            ids = self.prompt_ids + self.output_ids
+            sequence = Sequence(self, position, ids, num_groups)
+            if self.grammar is not None:
+                sequence.guide = self.grammar.start(self.sampling.end_id, self.output_ids)
+            self.sequences.append(sequence)
+        for sequence in self.sequences[1:]:
+            sequence.parent = self.sequences[0]
+
+
+KEY = attrgetter("key")
+
+
+def remove_by_key(sequences: list[Sequence], sequence: Sequence) -> None:
+    """Take one out of a list that is ordered by key; no two keys are equal."""
+    place = bisect_left(sequences, sequence.key, key=KEY)
+    assert sequences[place] is sequence, "a sequence is not where its key says"
+    del sequences[place]

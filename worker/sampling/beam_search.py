@@ -1,0 +1,173 @@
+"""Beam search of one request: which hypotheses live on, which are finished, when it ends."""
+
+from __future__ import annotations
+
+import math
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from heapq import nlargest
+from operator import attrgetter, itemgetter
+from typing import Any
+
+from trimaran.comm.messages.messages import FinishReason
+from trimaran.comm.messages.sampling_params import SamplingParams
+
+Candidates = tuple[Sequence[int], Sequence[float]]
+"""The likeliest next ids of one hypothesis, likeliest first, and their log-probabilities."""
+
+STOP_WHEN_FULL = 1
+STOP_BY_BEST = 0
+"""Values of ``early_stopping``; any other searches on as long as anything could win."""
+
+Trail = tuple["Trail", Any] | None
+"""A note on the last id of a hypothesis, and the trail of its parent."""
+
+_SCORE = attrgetter("score")
+
+
+@dataclass(frozen=True, slots=True)
+class Hypothesis:
+    """One output: what it holds and how likely it is."""
+
+    token_ids: array[int]
+    """Of the output, without the end id."""
+
+    log_probs: array[float]
+    """One an id."""
+
+    cum_log_prob: float
+    """Of the output, an end id included."""
+
+    score: float
+    """What hypotheses are ranked by: ``cum_log_prob`` by the length to the length penalty."""
+
+    reason: FinishReason = FinishReason.NOT_FINISHED
+    trail: Trail = None
+    """What its ids were chosen from, where that is kept."""
+
+    def notes(self) -> list[Any]:
+        """The notes of its trail, one an id."""
+        found, trail = [], self.trail
+        while trail is not None:
+            trail, note = trail
+            found.append(note)
+        return found[::-1]
+
+
+def num_candidates(params: SamplingParams) -> int:
+    """Next ids of each hypothesis that `BeamSearch` must see.
+
+    Some of them end their hypothesis, and as many as the beam is wide must be left.
+    """
+    ends = {word[-1] for word in params.stop_words if word} | {params.end_id}
+    return params.beam_width * (1 + len(ends))
+
+
+class BeamSearch:
+    """The hypotheses of one request: those that grow, all equally long, and the finished.
+
+    The rules are those of transformers: of the likeliest continuations over all hypotheses,
+    those that end compete with the finished ones if they rank within the beam width, and
+    the best of the others live on. The cost of a token is O(width x candidates), and a copy
+    of the outputs.
+    """
+
+    def __init__(self, params: SamplingParams, max_tokens: int) -> None:
+        self._params = params
+        self._words = [array("i", word) for word in params.stop_words if word]
+        self._max_tokens = max_tokens
+        self.num_tokens = 0
+        """Output tokens of every live hypothesis."""
+        self.live = [Hypothesis(array("i"), array("f"), 0.0, 0.0)]
+        """Best first; at most as many as the beam is wide."""
+        self.finished: list[Hypothesis] = []
+        """Likewise."""
+        self.is_over = False
+
+    def advance(self, candidates: Sequence[Candidates], notes: Sequence[Any] = ()) -> list[int]:
+        """Take in what may follow each live hypothesis.
+
+        ``notes``, one for each of them, are left on the trails of their children.
+
+        Returns the place, among those that lived before, of each new one's parent.
+        """
+        width, before = self._params.beam_width, self.live
+        ranked = self._rank(candidates)
+        self.num_tokens += 1
+        divisor = self._divisor(self.num_tokens)
+        live: list[Hypothesis] = []
+        ended: list[Hypothesis] = []
+        parents: list[int] = []
+        for rank, (_, parent, token_id, log_prob) in enumerate(ranked):
+            old = before[parent]
+            ids = array("i", old.token_ids)
+            ids.append(token_id)
+            reason = self._reason(ids, token_id)
+            total = old.cum_log_prob + log_prob
+            is_ended = reason is not FinishReason.NOT_FINISHED
+            if rank >= width if is_ended else len(live) >= width:
+                continue
+            log_probs = array("f", old.log_probs)
+            log_probs.append(log_prob)
+            trail: Trail = (old.trail, notes[parent]) if notes else None
+            if reason is FinishReason.END_ID:
+                ids.pop()
+                log_probs.pop()
+                trail = old.trail
+            new = Hypothesis(ids, log_probs, total, total / divisor, reason, trail)
+            if is_ended:
+                ended.append(new)
+                continue
+            live.append(new)
+            parents.append(parent)
+        if not ranked:
+            # Everything is masked: nothing can be added to what there is.
+            ended = [replace(old, reason=FinishReason.END_ID) for old in before]
+        self.live = live
+        self.finished = sorted([*self.finished, *ended], key=_SCORE, reverse=True)[:width]
+        self.is_over = not live or self._is_settled()
+        return parents
+
+    def best(self) -> list[Hypothesis]:
+        """The best so far, best first: of the finished and, until the end, the live ones."""
+        found = self.finished if self.is_over else [*self.finished, *self.live]
+        best = sorted(found, key=_SCORE, reverse=True)[: self._params.beam_width]
+        return best[: self._params.num_return_sequences]
+
+    def _rank(self, candidates: Sequence[Candidates]) -> list[tuple[float, int, int, float]]:
+        """The likeliest continuations: (rank's value, parent, id, log-probability)."""
+        rate = self._params.beam_search_diversity_rate
+        found = [
+            (parent.cum_log_prob + log_prob + rate * place, place, token_id, log_prob)
+            for place, (parent, (ids, log_probs)) in enumerate(
+                zip(self.live, candidates, strict=True)
+            )
+            for token_id, log_prob in zip(ids, log_probs, strict=True)
+            if log_prob > -math.inf
+        ]
+        return nlargest(num_candidates(self._params), found, key=itemgetter(0))
+
+    def _reason(self, ids: array[int], token_id: int) -> FinishReason:
+        if token_id == self._params.end_id:
+            return FinishReason.END_ID
+        if any(ids[-len(word) :] == word for word in self._words):
+            return FinishReason.STOP_WORDS
+        if self.num_tokens >= self._max_tokens:
+            return FinishReason.LENGTH
+        return FinishReason.NOT_FINISHED
+
+    def _divisor(self, num_tokens: int) -> float:
+        return float(num_tokens**self._params.length_penalty)
+
+    def _is_settled(self) -> bool:
+        """Whether nothing that lives can, or needs to, beat what is finished."""
+        params = self._params
+        if len(self.finished) < params.beam_width:
+            return False
+        if params.early_stopping == STOP_WHEN_FULL:
+            return True
+        length = self.num_tokens
+        if params.early_stopping != STOP_BY_BEST and params.length_penalty > 0:
+            length = self._max_tokens
+        return self.live[0].cum_log_prob / self._divisor(length) <= self.finished[-1].score

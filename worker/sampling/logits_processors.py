@@ -1,0 +1,128 @@
+"""What changes logits before an id is chosen, each for the rows that ask for it."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from trimaran.worker.sampling.sampling_rows import (
+    END_ID,
+    FREQUENCY,
+    MIN_TOKENS,
+    NGRAM,
+    PRESENCE,
+    REPETITION,
+    SamplingBatch,
+    Want,
+)
+from trimaran.worker.steps.staging import to_device
+
+# Shapes: N sampled rows, n of them concerned, V vocabulary, R rows, L longest sequence.
+
+_NEVER = float("-inf")
+
+_NO_ID = -2
+"""What no word has at a place: -1 there stands for any id."""
+
+
+def add_bias(logits_NV: Tensor, batch: SamplingBatch, token_table_RL: Tensor) -> None:
+    """Add each request's own bias."""
+    for entry in batch.rows_wanting(Want.BIAS):
+        logits_NV[entry] += batch.state.biases[int(batch.rows[entry])]
+
+
+def apply_penalties(logits_NV: Tensor, batch: SamplingBatch, token_table_RL: Tensor) -> None:
+    """Repetition (prompt and output), presence and frequency penalties (output).
+
+    A seen id's logit is divided by the repetition penalty if positive, else multiplied.
+    """
+    entries = batch.rows_wanting(Want.PENALTY)
+    index, floats = batch.index(entries), batch.floats(entries)
+    vocab_size = logits_NV.shape[1]
+    tokens, is_known, is_output = _history(batch, entries, token_table_RL)
+    counts = torch.zeros((2, len(entries), vocab_size), device=logits_NV.device)
+    counts[0].scatter_add_(1, tokens, is_known.float())
+    counts[1].scatter_add_(1, tokens, is_output.float())
+    logits = logits_NV[index]
+    repetition = floats[:, REPETITION, None]
+    penalised = torch.where(logits > 0, logits / repetition, logits * repetition)
+    logits = torch.where(counts[0] > 0, penalised, logits)
+    logits -= floats[:, FREQUENCY, None] * counts[1]
+    logits -= floats[:, PRESENCE, None] * (counts[1] > 0)
+    logits_NV[index] = logits
+
+
+def _history(
+    batch: SamplingBatch,
+    entries: npt.NDArray[np.int64],
+    token_table_RL: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The rows' ids so far, padded with 0, which of them are real, and which are output."""
+    rows, lengths = batch.rows[entries], batch.lengths[entries].astype(np.int64)
+    longest = int(lengths.max())
+    host = np.stack((rows.astype(np.int64), lengths, batch.state.num_prompt[rows]))
+    device_rows, ends, prompts = to_device(host, token_table_RL.device)
+    places = torch.arange(longest, device=token_table_RL.device)
+    is_known = places < ends[:, None]
+    tokens = token_table_RL[:, :longest].index_select(0, device_rows).long()
+    # A prompt table's ids are no ids of the vocabulary, and are not penalised.
+    is_known &= tokens < batch.state.vocab_size
+    tokens.masked_fill_(~is_known, 0)
+    return tokens, is_known, is_known & (places >= prompts[:, None])
+
+
+def forbid_early_end(logits_NV: Tensor, batch: SamplingBatch, token_table_RL: Tensor) -> None:
+    """Mask the end id until there are ``min_tokens`` new tokens."""
+    entries = batch.rows_wanting(Want.MIN_TOKENS)
+    params = batch.state.int_params[batch.rows[entries]]
+    is_early = batch.num_outputs(entries) < params[:, MIN_TOKENS]
+    if is_early.any():
+        places = batch.index(np.stack((entries[is_early], params[is_early, END_ID])))
+        # A tensor: a scalar would be copied to the device, and waited for.
+        never = logits_NV.new_full((1,), _NEVER)
+        logits_NV.index_put_((places[0], places[1]), never)
+
+
+def forbid_bad_words(logits_NV: Tensor, batch: SamplingBatch, token_table_RL: Tensor) -> None:
+    """Mask the last id of every bad word whose other ids the sequence ends with."""
+    for entry in batch.rows_wanting(Want.BAD_WORDS):
+        row, length = int(batch.rows[entry]), int(batch.lengths[entry])
+        words = batch.state.bad_words[row]
+        last_W, before_WH, longest = words[:, 0].long(), words[:, 1:], words.shape[1] - 1
+        end_H = token_table_RL[row, max(length - longest, 0) : length]
+        # Of a word that is longer than the sequence no first id is found.
+        end_H = F.pad(end_H, (longest - len(end_H), 0), value=_NO_ID)
+        is_bad_W = ((before_WH == end_H) | (before_WH < 0)).all(dim=1)
+        penalty_W = torch.where(is_bad_W, _NEVER, 0.0)
+        logits_NV[entry].index_put_((last_W,), penalty_W, accumulate=True)
+
+
+def forbid_repeated_ngrams(
+    logits_NV: Tensor, batch: SamplingBatch, token_table_RL: Tensor
+) -> None:
+    """Mask every id that would complete an n-gram which the sequence already holds."""
+    for entry in batch.rows_wanting(Want.NGRAM):
+        row, length = int(batch.rows[entry]), int(batch.lengths[entry])
+        size = int(batch.state.int_params[row, NGRAM])
+        if length < size:
+            continue
+        tokens = token_table_RL[row, :length].long()
+        grams = tokens.unfold(0, size, 1)
+        tail = tokens[length - size + 1 :]
+        is_repeat = (grams[:, :-1] == tail).all(dim=1)
+        last = grams[:, -1]
+        penalty = torch.where(is_repeat & (last < logits_NV.shape[1]), _NEVER, 0.0)
+        last = last.clamp(max=logits_NV.shape[1] - 1)
+        logits_NV[entry].index_put_((last,), penalty, accumulate=True)
+
+
+def apply_masks(logits_NV: Tensor, batch: SamplingBatch, token_table_RL: Tensor) -> None:
+    """Mask what may not come next in the rows that follow a guide."""
+    assert batch.masks is not None, "a guided row was sampled without its mask"
+    index = batch.index(batch.rows_wanting(Want.GUIDE))
+    bits = torch.arange(32, dtype=torch.int32, device=logits_NV.device)
+    is_allowed = (batch.masks[:, :, None] >> bits & 1).flatten(1)[:, : logits_NV.shape[1]]
+    logits_NV[index] = logits_NV[index].masked_fill(is_allowed == 0, _NEVER)

@@ -1,0 +1,85 @@
+"""From logits to the next token ids: row-wise processors, then the likeliest or a draw."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from trimaran.worker.sampling import logits_processors
+from trimaran.worker.sampling.beam_candidates import BeamCandidates, beam_candidates
+from trimaran.worker.sampling.candidates import is_forbidden
+from trimaran.worker.sampling.draw import draw
+from trimaran.worker.sampling.sampling_rows import FORBIDS, SamplingBatch, Want
+from trimaran.worker.steps.step_types import NO_ID
+
+# Shapes: N sampled rows, V vocabulary, R rows, L longest sequence.
+
+Processor = Callable[[Tensor, SamplingBatch, Tensor], None]
+
+PROCESSORS: tuple[tuple[Want, Processor], ...] = (
+    (Want.BIAS, logits_processors.add_bias),
+    (Want.PENALTY, logits_processors.apply_penalties),
+    (Want.NGRAM, logits_processors.forbid_repeated_ngrams),
+    (Want.BAD_WORDS, logits_processors.forbid_bad_words),
+    (Want.MIN_TOKENS, logits_processors.forbid_early_end),
+    (Want.GUIDE, logits_processors.apply_masks),
+)
+"""In order of application; each touches only the rows that ask for it."""
+
+
+@dataclass(slots=True)
+class SamplerOutput:
+    """Ids [N] int64 on the device; log-probabilities only if some row asked."""
+
+    token_ids: Tensor
+    log_probs: Tensor | None = None
+    beams: BeamCandidates | None = None
+    """Of the rows that are beams, whose ids mean nothing."""
+
+    is_stuck: Tensor | None = None
+    """bool [N]: whether every id is forbidden, so that the row's means nothing; None: no row
+    has any that is forbidden."""
+
+    def told_ids(self) -> Tensor:
+        """The ids as the host is told them: `NO_ID` where none may come."""
+        if self.is_stuck is None:
+            return self.token_ids
+        return self.token_ids.masked_fill(self.is_stuck, NO_ID)
+
+
+def sample(logits_NV: Tensor, batch: SamplingBatch, token_table_RL: Tensor) -> SamplerOutput:
+    """Choose each row's next id. A row's result does not depend on the other rows.
+
+    ``logits_NV`` is float32, on a GPU maybe the model's dtype, and may be overwritten.
+    ``token_table_RL`` holds every row's ids so far, those sampled by steps in flight included.
+    """
+    wants = batch.all_wants
+    if wants & Want.RESET:
+        batch.token_table = token_table_RL
+    if batch.device_rows is not None:
+        # Imported only now: a CPU needs no Triton.
+        from trimaran.worker.sampling import device_sampler
+
+        return device_sampler.sample(logits_NV, batch, token_table_RL)
+    if not wants:
+        return SamplerOutput(batch.state.likeliest(logits_NV))
+    model_logits = logits_NV.clone() if wants & Want.LOG_PROBS else logits_NV
+    for want, process in PROCESSORS:
+        if wants & want:
+            process(logits_NV, batch, token_table_RL)
+    beams = beam_candidates(logits_NV, batch) if wants & Want.BEAM else None
+    entries = batch.rows_wanting(Want.RANDOM)
+    if len(entries) == len(batch.rows):
+        ids = draw(logits_NV, batch, entries)
+    else:
+        ids = batch.state.likeliest(logits_NV)
+        if len(entries):
+            index = batch.index(entries)
+            ids.index_copy_(0, index, draw(logits_NV[index], batch, entries))
+    is_stuck = is_forbidden(logits_NV, ids) if wants & FORBIDS else None
+    if not wants & Want.LOG_PROBS:
+        return SamplerOutput(ids, None, beams, is_stuck)
+    chosen = model_logits.gather(1, ids[:, None])[:, 0]
+    return SamplerOutput(ids, chosen - model_logits.logsumexp(dim=-1), beams, is_stuck)

@@ -1,0 +1,302 @@
+"""Every row's sampling parameters, and what the rows of one step ask for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import IntFlag
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from trimaran.comm.messages.sampling_params import SamplingParams
+from trimaran.kernels.cpu.sampling import CpuSampling
+from trimaran.worker.sampling.bad_words import bad_words_table
+from trimaran.worker.sampling.beam_search import num_candidates
+from trimaran.worker.sampling.candidates import argmax
+from trimaran.worker.sampling.device_sampling_state import DeviceSamplingState
+from trimaran.worker.sampling.noise import noise_keys
+from trimaran.worker.steps.staging import to_device
+from trimaran.worker.steps.step_types import Int32Array, NewRow
+
+SERVED_FIELDS = frozenset(
+    {
+        "max_tokens", "end_id", "pad_id", "temperature", "top_k", "top_p", "min_p", "seed",
+        "top_p_decay", "top_p_min", "top_p_reset_ids",
+        "stop_words", "bad_words", "min_tokens", "repetition_penalty", "presence_penalty",
+        "frequency_penalty", "no_repeat_ngram_size", "embedding_bias", "num_return_sequences",
+        "return_log_probs", "return_context_logits", "return_generation_logits",
+        "logits_dtype", "return_perf_metrics", "guide_type", "guide",
+        "beam_width",
+        # They steer beam search only; without it clients send them to no effect.
+        "length_penalty", "early_stopping", "beam_search_diversity_rate",
+    }
+)  # fmt: skip
+
+
+class Want(IntFlag):
+    """What a row asks of the sampler beyond the likeliest id."""
+
+    RANDOM = 1
+    PENALTY = 2
+    MIN_TOKENS = 4
+    BAD_WORDS = 8
+    NGRAM = 16
+    BIAS = 32
+    LOG_PROBS = 64
+    FILTER = 128
+    """Of a random row: top-k, top-p or min-p."""
+    LOGITS = 256
+    """They are returned: they must be whole, and in memory before an id is chosen."""
+    GUIDE = 512
+    """Only what the step's masks allow may come."""
+    BEAM = 1024
+    """Its likeliest ids, of which the host selects."""
+    RESET = 2048
+    """An id of the output makes its decayed top-p whole again."""
+
+
+# Columns of the float and integer parameters.
+(
+    TEMPERATURE, TOP_P, MIN_P, REPETITION, PRESENCE, FREQUENCY, TOP_P_DECAY, TOP_P_MIN,
+) = range(8)  # fmt: skip
+TOP_K, MIN_TOKENS, END_ID, NGRAM, RESET = range(5)
+
+FORBIDS = Want.BIAS | Want.NGRAM | Want.BAD_WORDS | Want.GUIDE
+"""What may forbid ids, and so, alone or with another, all of them."""
+
+
+def wants_of(params: SamplingParams) -> Want:
+    """The processors that a request needs."""
+    wants = Want(0)
+    if params.beam_width > 1:
+        wants |= Want.BEAM
+    elif not params.is_greedy:
+        wants |= Want.RANDOM
+        if params.top_k > 0 or 0 < params.top_p < 1 or params.min_p > 0:
+            wants |= Want.FILTER
+        if 0 < params.top_p < 1 and params.top_p_decay < 1 and params.top_p_reset_ids >= 0:
+            wants |= Want.RESET
+    penalties = (params.repetition_penalty, params.presence_penalty, params.frequency_penalty)
+    if penalties != (1.0, 0.0, 0.0):
+        wants |= Want.PENALTY
+    if params.min_tokens > 1 and params.end_id >= 0:
+        wants |= Want.MIN_TOKENS
+    if any(params.bad_words):
+        wants |= Want.BAD_WORDS
+    if params.no_repeat_ngram_size > 0:
+        wants |= Want.NGRAM
+    if params.embedding_bias:
+        wants |= Want.BIAS
+    if params.return_log_probs and params.beam_width == 1:
+        wants |= Want.LOG_PROBS
+    if params.return_generation_logits:
+        wants |= Want.LOGITS
+    if params.guide_type:
+        wants |= Want.GUIDE
+    return wants
+
+
+@dataclass(slots=True)
+class SamplingBatch:
+    """What the sampled rows of one step ask for. Arrays are on the host, [N, ...]."""
+
+    rows: Int32Array
+    lengths: Int32Array
+    """Tokens before the sampled one."""
+
+    wants: npt.NDArray[np.uint32]
+    all_wants: int
+    """Union of ``wants``."""
+
+    state: SamplingRows
+    device_rows: Tensor | None = None
+    """``rows`` on a GPU."""
+
+    device_lengths: Tensor | None = None
+    """``lengths`` on a GPU."""
+
+    token_table: Tensor | None = None
+    """[R, L]: every row's ids so far, if some row asks for `Want.RESET`."""
+
+    masks: Tensor | None = None
+    """int32 [n, ceil(V / 32)] on the device: what may come in each row that has a guide."""
+
+    def rows_wanting(self, want: Want) -> npt.NDArray[np.int64]:
+        """Entries that ask for ``want``, ascending."""
+        return np.flatnonzero(self.wants & np.uint32(want))
+
+    def beyond_plain(self) -> npt.NDArray[np.int64]:
+        """Entries that ask for more than the likeliest id or a draw from all, ascending."""
+        return np.flatnonzero(self.wants & ~np.uint32(Want.RANDOM))
+
+    @property
+    def is_mostly_plain(self) -> bool:
+        """Whether few enough ask for more to be sampled by themselves, from logits that are
+        gathered for them; none of those of which the logits are to be kept."""
+        if not self.all_wants & ~Want.RANDOM:
+            return True
+        is_kept = self.all_wants & Want.LOGITS
+        return not is_kept and 2 * len(self.beyond_plain()) <= len(self.rows)
+
+    def at(self, entries: npt.NDArray[np.int64], index_n: Tensor) -> SamplingBatch:
+        """These entries alone, on a GPU; ``index`` is the same on the device.
+
+        They are ascending. Those that have a guide leave none out in between that has one.
+        """
+        assert self.device_rows is not None
+        assert self.device_lengths is not None
+        wants, masks = self.wants[entries], self.masks
+        if masks is not None:
+            first = np.count_nonzero(self.wants[: entries[0]] & Want.GUIDE)
+            masks = masks[first : first + np.count_nonzero(wants & Want.GUIDE)]
+        return SamplingBatch(
+            self.rows[entries],
+            self.lengths[entries],
+            wants,
+            int(np.bitwise_or.reduce(wants)),
+            self.state,
+            self.device_rows.index_select(0, index_n),
+            self.device_lengths.index_select(0, index_n),
+            masks=masks,
+        )
+
+    def without(self, entries: npt.NDArray[np.int64], index_n: Tensor) -> SamplingBatch:
+        """On a GPU: the batch with row -1, which asks for nothing, in place of these entries'.
+
+        What is left in it has no guide.
+        """
+        assert self.device_rows is not None
+        wants = self.wants.copy()
+        wants[entries] = 0
+        return SamplingBatch(
+            self.rows,
+            self.lengths,
+            wants,
+            int(np.bitwise_or.reduce(wants)),
+            self.state,
+            self.device_rows.index_fill(0, index_n, -1),
+            self.device_lengths,
+        )
+
+    def floats(self, entries: npt.NDArray[np.int64]) -> Tensor:
+        """float32 [n, 8] on the device, columns by name above."""
+        return to_device(self.state.float_params[self.rows[entries]], self.state.device)
+
+    def ints(self, entries: npt.NDArray[np.int64]) -> Tensor:
+        """int64 [n, 5] on the device."""
+        return to_device(self.state.int_params[self.rows[entries]], self.state.device)
+
+    def index(self, entries: npt.NDArray[np.int64]) -> Tensor:
+        """``entries`` on the device."""
+        return to_device(entries, self.state.device)
+
+    def num_outputs(self, entries: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """Output tokens before the sampled one."""
+        rows = self.rows[entries]
+        outputs: npt.NDArray[np.int64] = self.lengths[entries] - self.state.num_prompt[rows]
+        return outputs
+
+    def keys(self, entries: npt.NDArray[np.int64]) -> npt.NDArray[np.int32]:
+        """int32 [n, 2]: the noise's key of each row at its output position."""
+        rows = self.rows[entries]
+        return noise_keys(
+            self.state.seeds[rows],
+            self.state.sequence_indices[rows],
+            self.num_outputs(entries).astype(np.uint64),
+        )
+
+
+class SamplingRows:
+    """The sampling parameters of all rows, written when a row is entered."""
+
+    def __init__(
+        self,
+        num_rows: int,
+        vocab_size: int,
+        device: torch.device,
+        kernel: CpuSampling | None = None,
+    ) -> None:
+        self.vocab_size = vocab_size
+        self.device = device
+        self.kernel = kernel
+        """What chooses ids on this CPU; None means torch."""
+        self.float_params = np.zeros((num_rows, 8), dtype=np.float32)
+        self.int_params = np.zeros((num_rows, 5), dtype=np.int64)
+        self.seeds = np.zeros(num_rows, dtype=np.uint64)
+        self.sequence_indices = np.zeros(num_rows, dtype=np.uint64)
+        self.num_prompt = np.zeros(num_rows, dtype=np.int64)
+        self.num_candidates = np.zeros(num_rows, dtype=np.int64)
+        """Of rows that are beams: how many of their likeliest ids the host wants."""
+        self.bad_words: dict[int, Tensor] = {}
+        """Of rows that have any, on the CPU; see `logits_processors.forbid_bad_words`."""
+        self.biases: dict[int, Tensor] = {}
+        self.has_wants = False
+        """Whether any row asks for more than the likeliest id."""
+        self._wants = np.zeros(num_rows, dtype=np.uint32)
+        self.device_state: DeviceSamplingState | None = None
+        if device.type == "cuda":
+            self.device_state = DeviceSamplingState(num_rows, device)
+
+    def likeliest(self, logits_NV: Tensor) -> Tensor:
+        """The first of the likeliest ids of each row, int64 [N]."""
+        return argmax(logits_NV) if self.kernel is None else self.kernel.argmax(logits_NV)
+
+    def leave(self, row: int) -> None:
+        """The row's occupant is gone."""
+        self._wants[row] = 0
+        self.has_wants = bool(self._wants.any())
+
+    def enter(self, new: NewRow) -> None:
+        """Set a row's parameters from its new occupant's."""
+        params, row = SamplingParams.from_wire(new.sampling), new.row
+        self._wants[row] = wants_of(params)
+        self.has_wants = bool(self._wants.any())
+        # A repetition penalty of 0 or less is refused at submission.
+        self.float_params[row] = (
+            params.temperature,
+            params.top_p if params.top_p > 0 else 1.0,
+            params.min_p,
+            params.repetition_penalty,
+            params.presence_penalty,
+            params.frequency_penalty,
+            params.top_p_decay if params.top_p > 0 else 1.0,
+            params.top_p_min,
+        )
+        self.int_params[row] = (
+            params.top_k,
+            params.min_tokens,
+            params.end_id,
+            params.no_repeat_ngram_size,
+            params.top_p_reset_ids,
+        )
+        self.seeds[row] = params.seed
+        self.sequence_indices[row] = new.sequence_index
+        self.num_prompt[row] = new.num_prompt_tokens
+        if params.beam_width > 1:
+            self.num_candidates[row] = num_candidates(params)
+        if self.device_state is not None:
+            self.device_state.enter(new, params)
+        self.bad_words.pop(row, None)
+        self.biases.pop(row, None)
+        if any(params.bad_words) and self.device_state is None:
+            self.bad_words[row] = torch.from_numpy(bad_words_table(params.bad_words))
+        if params.embedding_bias:
+            bias = np.frombuffer(params.embedding_bias, dtype="<f4").copy()
+            self.biases[row] = to_device(bias, self.device)
+
+    def batch(
+        self,
+        rows: Int32Array,
+        lengths: Int32Array,
+        device_rows: Tensor | None = None,
+        device_lengths: Tensor | None = None,
+    ) -> SamplingBatch:
+        """What one step's sampled ``rows``, ``lengths`` tokens long, ask for.
+
+        The last two are the same where the device knows them already.
+        """
+        wants = self._wants[rows]
+        all_wants = int(np.bitwise_or.reduce(wants))
+        return SamplingBatch(rows, lengths, wants, all_wants, self, device_rows, device_lengths)

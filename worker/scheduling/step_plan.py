@@ -1,0 +1,233 @@
+"""The step being planned, and what the host remembers of a step until its result is in."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence as List
+
+import numpy as np
+
+from trimaran.worker.kv_cache.manager import BlockCopy, KVCacheManager
+from trimaran.worker.kv_cache.sequence_blocks import SequenceBlocks
+from trimaran.worker.requests.request import Sequence
+from trimaran.worker.steps.step_types import (
+    Int32Array,
+    KeptLogits,
+    NewRow,
+    SampledTokens,
+    SchedulerOutput,
+    TokenWrite,
+    TransferKind,
+    int32s,
+)
+
+_NO_BLOCKS = int32s((), 4)
+_NO_COPIES = int32s((), 3)
+_NO_TRANSFERS = int32s((), 4)
+_NONE = int32s(())
+
+_COMPUTED_AGAIN = 512
+"""Most tokens of a step that were computed before, beside other sequences."""
+
+
+class ScheduledStep:
+    """A decision and the sequences behind its rows."""
+
+    __slots__ = (
+        "decision", "lane", "logits", "num_context", "num_context_tokens", "num_scheduled",
+        "sampled",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        decision: SchedulerOutput,
+        sampled: list[Sequence],
+        num_context: int,
+        num_context_tokens: int,
+        num_scheduled: int,
+    ) -> None:
+        self.decision = decision
+        self.sampled = sampled
+        self.num_context = num_context
+        """Sequences that compute prompt tokens."""
+        self.num_context_tokens = num_context_tokens
+        self.num_scheduled = num_scheduled
+        """Sequences that compute anything; of beams one."""
+        self.logits: KeptLogits | None = None
+        """Of its result, if some are kept."""
+        self.lane = 0
+
+    @property
+    def num_generation_tokens(self) -> int:
+        """Ids that this step adds to outputs, or finds for beams to choose from."""
+        return len(self.decision.rows) - self.num_context
+
+    def parts(self, sampled: SampledTokens) -> list[tuple[ScheduledStep, SampledTokens]]:
+        """What is taken in one after the other: steps, and what they sampled."""
+        return [(self, sampled)]
+
+
+class _Entries:
+    """The scheduled sequences of one kind, as parallel columns of the decision."""
+
+    __slots__ = ("chunks", "rows", "sequences", "starts", "unsampled")
+
+    def __init__(self) -> None:
+        self.sequences: list[Sequence] = []
+        self.rows = array("i")
+        self.starts = array("i")
+        self.chunks = array("i")
+        """Of decodes nothing is kept."""
+        self.unsampled: list[int] = []
+        """Entries whose logits nobody wants: the few incomplete prompts."""
+
+    def ids(self) -> Int32Array:
+        """The one token that each of them computes, which the host knows."""
+        pairs = zip(self.sequences, self.starts, strict=True)
+        ids = (sequence.token_ids[start] for sequence, start in pairs)
+        return np.fromiter(ids, dtype=np.int32, count=len(self.starts))
+
+
+class StepPlan:
+    """Collects one step: entries within a token budget, new rows, blocks and copies."""
+
+    def __init__(self, step: int, budget: int, *, can_cut: bool = True) -> None:
+        """Without ``can_cut`` prompts are computed whole."""
+        self.step = step
+        self.budget = budget
+        """Tokens that may still be scheduled."""
+        self._again = _COMPUTED_AGAIN if can_cut else budget
+        self.has_preempted = False
+        self.transfers = _NO_TRANSFERS
+        self.first_samples: list[Sequence] = []
+        """Sequences whose first new token this step samples."""
+        self._decodes = _Entries()
+        self._chunks = _Entries()
+        self._new_rows: list[NewRow] = []
+        self._new_blocks: list[tuple[int, int, int, int]] = []
+        self._copies: list[BlockCopy] = []
+        self._token_writes: list[TokenWrite] = []
+        self._num_context = 0
+        self._num_context_tokens = 0
+        self.num_further_beams = 0
+        """Beams but the first of each request."""
+
+    @property
+    def has_entries(self) -> bool:
+        """Whether the step computes anything."""
+        return bool(self._decodes.sequences or self._chunks.sequences)
+
+    def budget_for(self, sequence: Sequence, num_others: int, num_later: int = 0) -> int:
+        """Tokens that a part of a sequence may have beside ``num_others`` that run.
+
+        Of them ``num_later`` are kept for others. One that was paused comes back in small
+        parts: steps that read all weights for a few decodes compute them for little, and no
+        stream waits long.
+        """
+        if not num_others or not sequence.num_output_tokens or sequence.beams is not None:
+            return self.budget
+        return min(self.budget, self._again + num_later)
+
+    def add_decode(self, sequence: Sequence, start: int) -> None:
+        """Schedule and sample one token of output after the first ``start``."""
+        entries = self._decodes
+        entries.sequences.append(sequence)
+        entries.rows.append(sequence.row)
+        entries.starts.append(start)
+        self.budget -= 1
+
+    def add(self, sequence: Sequence, start: int, chunk: int, is_sampled: bool) -> None:
+        """Schedule ``chunk`` tokens after the first ``start``."""
+        # A prompt's single token is computed as part of a prompt, so that its rounding does
+        # not depend on where the prompt was cut.
+        is_prompt = start < sequence.num_prompt_tokens
+        entries = self._chunks if is_prompt or chunk > 1 else self._decodes
+        if not is_sampled:
+            entries.unsampled.append(len(entries.sequences))
+        entries.sequences.append(sequence)
+        entries.rows.append(sequence.row)
+        entries.starts.append(start)
+        if entries is self._chunks:
+            entries.chunks.append(chunk)
+        self.budget -= chunk
+        if chunk > 1 and sequence.num_output_tokens:
+            self._again -= chunk
+        if is_prompt:
+            self._num_context += 1
+            self._num_context_tokens += chunk
+            if is_sampled and len(sequence.request.sequences) > 1:
+                self.first_samples.append(sequence)
+
+    def add_row(self, sequence: Sequence, copies: list[BlockCopy]) -> None:
+        """Send a sequence in full: it has just entered its row."""
+        self._new_rows.append(
+            NewRow(
+                row=sequence.row,
+                token_ids=np.array(sequence.token_ids, dtype=np.int32),
+                num_prompt_tokens=sequence.num_prompt_tokens,
+                sequence_index=sequence.index,
+                sampling=sequence.request.sampling.to_wire(),
+                adapter_id=sequence.request.adapter_id,
+                prompt_table=sequence.request.prompt_table,
+            )
+        )
+        self._copies += copies
+        self.add_blocks(sequence.row, sequence.blocks, 0)
+
+    def add_tokens(self, sequence: Sequence, first: int) -> None:
+        """Send the ids of a sequence, which is in its row already, from ``first`` on."""
+        ids = np.array(sequence.token_ids[first:], dtype=np.int32)
+        self._token_writes.append(TokenWrite(row=sequence.row, start=first, token_ids=ids))
+
+    def add_copies(self, copies: list[BlockCopy]) -> None:
+        """Copy blocks before the step."""
+        self._copies += copies
+
+    def add_transfers(self, cache: KVCacheManager, wait_step: int) -> None:
+        """Copy between the cache and the host, and wait for copies of an earlier step."""
+        moves, loads = cache.take_transfers()
+        transfers = [(TransferKind.MOVE, *move) for move in moves]
+        transfers += [(TransferKind.LOAD, *load) for load in loads]
+        if wait_step:
+            transfers.append((TransferKind.WAIT, wait_step, 0, 0))
+        if transfers:
+            self.transfers = int32s(transfers, 4)
+
+    def add_blocks(self, row: int, blocks: SequenceBlocks, first: int) -> None:
+        """Send the blocks of a row's tables from index ``first`` on."""
+        for group, table in enumerate(blocks.tables):
+            for index in range(first, len(table)):
+                self._new_blocks.append((group, row, index, table[index]))
+
+    def finish(self, finished_rows: List[int], *, has_ids: bool = False) -> ScheduledStep:
+        """The decision, decodes first; it ``has_ids`` of what they compute, or not."""
+        first, then = self._decodes, self._chunks
+        sequences = first.sequences + then.sequences
+        num_decodes = len(first.sequences)
+        indices = np.arange(len(sequences), dtype=np.int32)
+        sampled = sequences
+        if first.unsampled or then.unsampled:
+            unsampled = first.unsampled + [num_decodes + place for place in then.unsampled]
+            indices = np.delete(indices, unsampled)
+            sampled = [sequences[place] for place in indices]
+        chunks = np.ones(len(sequences), dtype=np.int32)
+        chunks[num_decodes:] = then.chunks
+        decision = SchedulerOutput(
+            step=self.step,
+            rows=np.frombuffer(first.rows + then.rows, dtype=np.int32),
+            num_scheduled_tokens=chunks,
+            num_computed_tokens=np.frombuffer(first.starts + then.starts, dtype=np.int32),
+            sampled=indices,
+            new_blocks=int32s(self._new_blocks, 4) if self._new_blocks else _NO_BLOCKS,
+            block_copies=int32s(self._copies, 3) if self._copies else _NO_COPIES,
+            finished_rows=int32s(finished_rows) if finished_rows else _NONE,
+            new_rows=self._new_rows,
+            token_writes=self._token_writes,
+            num_decodes=num_decodes,
+            transfers=self.transfers,
+            decode_ids=first.ids() if has_ids else _NONE,
+        )
+        num_scheduled = len(sequences) - self.num_further_beams
+        return ScheduledStep(
+            decision, sampled, self._num_context, self._num_context_tokens, num_scheduled
+        )

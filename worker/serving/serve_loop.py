@@ -1,0 +1,255 @@
+"""The loops of a loaded group: rank 0 serves the front ends, the others follow it."""
+
+from __future__ import annotations
+
+import logging
+import time
+from typing import TYPE_CHECKING
+
+from trimaran.comm.control.control import ControlPlane
+from trimaran.comm.errors import ErrorKind, ProtocolError, RequestError
+from trimaran.comm.messages.messages import (
+    Cancel,
+    KeepAdapter,
+    Message,
+    Release,
+    RequestFailed,
+    StatsReport,
+    StepOutput,
+    Stop,
+    Submit,
+)
+from trimaran.comm.messages.supervisor_link import SupervisorLink
+from trimaran.comm.watchdog import Watchdog
+from trimaran.worker.experts.reports import ASK
+from trimaran.worker.lora.ops_message import holds_ops
+from trimaran.worker.scheduling.lane_types import LaneDecisions
+from trimaran.worker.serving.frontend_link import Arrival, FrontendLinks
+from trimaran.worker.serving.garbage import GarbageCollection
+from trimaran.worker.serving.outbox import Outbox
+from trimaran.worker.serving.remote_logits import check_remote_logits, fit_logits, too_slow
+from trimaran.worker.steps.step_times import Part
+from trimaran.worker.steps.step_types import SchedulerOutput
+
+if TYPE_CHECKING:
+    from trimaran.worker.engine.engine import Engine
+
+logger = logging.getLogger(__name__)
+
+_WRITING_S = 0.001
+"""Between two looks at what is being written, where nothing else is to do."""
+
+
+def describe_decision(payload: bytes) -> str:
+    """A step's decision for the log: sizes and rows, no token ids."""
+    if not payload:
+        return "the first step"
+    if payload == ASK:
+        return "a question for the experts' loads"
+    if holds_ops(payload):
+        return f"{len(payload)} bytes of adapters"
+    try:
+        if LaneDecisions.is_encoded(payload):
+            return _describe_lanes(LaneDecisions.decode(payload))
+        return _describe(SchedulerOutput.decode(payload))
+    except ProtocolError:
+        return f"an undecodable decision of {len(payload)} bytes"
+
+
+def _describe_lanes(decisions: LaneDecisions) -> str:
+    lanes = ["idle" if each is None else _describe(each) for each in decisions.lanes]
+    return "; ".join(f"lane {number}: {text}" for number, text in enumerate(lanes))
+
+
+def _describe(decision: SchedulerOutput) -> str:
+    return (
+        f"step {decision.step} ({len(decision.rows)} sequences, {decision.num_tokens} tokens, "
+        f"rows {decision.rows.tolist()}, scheduled {decision.num_scheduled_tokens.tolist()}, "
+        f"computed before {decision.num_computed_tokens.tolist()})"
+    )
+
+
+class LeaderLoop:
+    """Rank 0: requests in, one engine step, tokens out, until told to shut down.
+
+    Without work it sleeps in the kernel on the front ends' and the supervisor's sockets.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        links: FrontendLinks,
+        control: ControlPlane,
+        supervisor: SupervisorLink,
+        watchdog: Watchdog,
+        stats_period_ms: int,
+    ) -> None:
+        self._engine = engine
+        self._links = links
+        self._control = control
+        self._supervisor = supervisor
+        self._watchdog = watchdog
+        self._stats_period_s = stats_period_ms / 1000
+        self._next_stats = 0.0
+        self._num_open = 0
+        self._was_busy = False
+        self._garbage = GarbageCollection()
+        self._outbox = Outbox(links)
+
+    def run(self) -> None:
+        """Serve until the supervisor says shutdown."""
+        with self._garbage:
+            self._run()
+        self._outbox.close()
+        self._watchdog.pause()
+
+    def _run(self) -> None:
+        times = self._engine.times
+        while not self._is_shutdown_asked():
+            is_busy = self._engine.has_work
+            times.enter(Part.RECEIVE if is_busy else Part.IDLE)
+            if self._outbox.is_waiting:
+                self._outbox.flush()
+            # What is being written is looked after even if nothing else happens.
+            wait_s = 0.0 if is_busy or not self._outbox.is_waiting else _WRITING_S
+            arrivals = self._links.poll(is_busy=is_busy or wait_s > 0, wait_s=wait_s)
+            times.enter(Part.RECEIVE)
+            for arrival in arrivals:
+                self._take(arrival)
+            if self._engine.has_work:
+                self._await_newcomers()
+                self._step()
+            # Before the next poll, which sleeps for as long as nothing comes.
+            if self._was_busy and not self._engine.has_work:
+                self._rest()
+            if self._links.num_open != self._num_open:
+                self._num_open = self._links.num_open
+                self._report_stats()
+
+    def _await_newcomers(self) -> None:
+        """Take requests along that come while the device is busy anyway."""
+        times = self._engine.times
+        while (wait_s := self._engine.spare_s) > 0:
+            times.enter(Part.WAIT)
+            arrivals = self._links.poll(is_busy=True, wait_s=wait_s)
+            times.enter(Part.RECEIVE)
+            if not arrivals:
+                return
+            for arrival in arrivals:
+                self._take(arrival)
+
+    def _is_shutdown_asked(self) -> bool:
+        for command in self._supervisor.commands():
+            if command.verb == "shutdown":
+                return True
+            logger.debug("rank 0 has nothing to do for command %r", command.verb)
+        return False
+
+    def _take(self, arrival: Arrival) -> None:
+        source, message = arrival.source, arrival.message
+        if message is None:
+            self._engine.drop_source(source)
+            self._outbox.drop(source)
+        elif isinstance(message, Submit):
+            self._submit(source, message)
+        elif isinstance(message, Cancel):
+            self._engine.cancel(source, message.request_ids)
+        elif isinstance(message, Stop):
+            self._engine.stop(message.client_request_id)
+            # They may be tokenizing the prompt of one, of which nobody else knows.
+            self._links.send_all(message, but=source)
+        elif isinstance(message, KeepAdapter):
+            self._engine.keep_adapter(message)
+            self._tell_of_adapters()
+        elif isinstance(message, Release):
+            self._outbox.release(source, message.numbers)
+        else:
+            raise ProtocolError(f"a front end sent {type(message).__name__} to an engine")
+
+    def _submit(self, source: int, message: Submit) -> None:
+        failed: RequestFailed | None = None
+        try:
+            self._check_logits(source, message)
+            self._engine.submit(source, message)
+        except RequestError as error:
+            failed = RequestFailed(
+                request_id=message.request_id, kind=error.kind.name, text=str(error)
+            )
+        # Also of a request that failed afterwards.
+        self._tell_of_adapters()
+        if failed is not None:
+            self._links.send(source, failed)
+
+    def _tell_of_adapters(self) -> None:
+        for taken in self._engine.take_taken():
+            self._links.send_all(taken)
+
+    def _check_logits(self, source: int, message: Submit) -> None:
+        """Refuse logits that are too large for one message to another host."""
+        names = ("return_context_logits", "return_generation_logits")
+        if any(map(message.sampling.get, names)) and not self._links.is_local(source):
+            facts = self._engine.facts()
+            check_remote_logits(message, int(facts["vocab_size"]), int(facts["max_seq_len"]))
+
+    def _step(self) -> None:
+        self._was_busy = True
+        self._watchdog.watch(self._describe)
+        result = self._engine.step()
+        for source, message in result.messages:
+            self._send(source, message)
+        self._control.keep_alive()
+        self._garbage.after_step()
+        if time.monotonic() >= self._next_stats:
+            self._report_stats()
+
+    def _send(self, source: int, message: Message) -> None:
+        """Send one message of a step; requests for whose logits a link is too slow fail, so
+        that all others of that front end go on."""
+        failed: list[int] = []
+        num_unsent = self._links.num_unsent(source)
+        if (
+            isinstance(message, StepOutput)
+            and message.extras
+            and not self._links.is_local(source)
+        ):
+            message, failed = fit_logits(message, num_unsent)
+        self._outbox.send(source, message)
+        if failed:
+            self._engine.cancel(source, failed)
+        for request_id in failed:
+            failure = RequestFailed(
+                request_id=request_id, kind=ErrorKind.INTERNAL.name, text=too_slow(num_unsent)
+            )
+            self._outbox.send(source, failure)
+
+    def _rest(self) -> None:
+        self._was_busy = False
+        self._watchdog.pause()
+        self._control.mark_idle()
+        self._report_stats()
+        self._engine.times.enter(Part.IDLE)
+        self._garbage.at_rest()
+
+    def _report_stats(self) -> None:
+        self._next_stats = time.monotonic() + self._stats_period_s
+        self._links.send_all(StatsReport(values=self._engine.stats()))
+        experts = self._engine.expert_report()
+        if experts is not None:
+            self._links.send_all(experts)
+
+    def _describe(self) -> str:
+        return f"an engine step after {describe_decision(self._control.last_decision)}"
+
+
+def follow(engine: Engine, control: ControlPlane, watchdog: Watchdog) -> None:
+    """Every other rank: carry out rank 0's decisions until it closes the control plane."""
+
+    def describe() -> str:
+        return describe_decision(control.last_decision)
+
+    with GarbageCollection() as garbage:
+        while (decision := control.receive()) is not None:
+            watchdog.watch(describe)
+            engine.follow(decision)
+            garbage.after_step()
+            watchdog.pause()

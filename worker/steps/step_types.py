@@ -1,0 +1,234 @@
+"""One engine step as data: what is decided for it and what comes back."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import IntEnum
+from typing import TYPE_CHECKING, Any
+
+import msgpack
+import numpy as np
+import numpy.typing as npt
+
+from trimaran.comm.errors import ProtocolError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+Int32Array = npt.NDArray[np.int32]
+
+_ARRAYS = (
+    "rows",
+    "num_scheduled_tokens",
+    "num_computed_tokens",
+    "sampled",
+    "new_blocks",
+    "block_copies",
+    "finished_rows",
+    "masks",
+    "transfers",
+    "decode_ids",
+)
+_COLUMNS = {"new_blocks": 4, "block_copies": 3, "transfers": 4}
+
+
+def int32s(values: Sequence[Any], num_columns: int = 0) -> Int32Array:
+    """An int32 array of ``values``; a table if ``num_columns`` is given."""
+    array = np.array(values, dtype=np.int32)
+    return array.reshape(-1, num_columns) if num_columns else array
+
+
+class TransferKind(IntEnum):
+    """Copies of KV blocks between device and host, which run beside the steps."""
+
+    MOVE = 0
+    """From a block to a slot of the host: what earlier steps wrote, begun before the loads."""
+    LOAD = 1
+    """From a slot of the host to a block."""
+    WAIT = 2
+    """The step does not run before all loads up to those of a certain step are made."""
+
+
+@dataclass(slots=True, kw_only=True)
+class NewRow:
+    """A row's occupant, sent once: a new sequence, or one that comes back.
+
+    ``token_ids`` holds the prompt and the output known so far. A preempted or replayed
+    sequence differs from a new one only in having output.
+    """
+
+    row: int
+    token_ids: Int32Array
+    num_prompt_tokens: int
+    sequence_index: int = 0
+    """Part of the sampling noise's key."""
+
+    sampling: dict[str, Any] = field(default_factory=dict)
+    """`SamplingParams.to_wire()`."""
+
+    adapter_id: int = 0
+    prompt_table: dict[str, Any] | None = None
+    """`PromptTable.to_wire()`, if ids beyond the vocabulary stand in the prompt."""
+
+
+@dataclass(slots=True, kw_only=True)
+class TokenWrite:
+    """Ids that a row goes on with from a place on, chosen by the host."""
+
+    row: int
+    start: int
+    token_ids: Int32Array
+
+
+@dataclass(slots=True, kw_only=True)
+class SchedulerOutput:
+    """The decision of one step: flat arrays that hold only what changed.
+
+    Entry i of the three parallel arrays schedules ``num_scheduled_tokens[i]`` tokens of
+    the sequence in ``rows[i]``, after the ``num_computed_tokens[i]`` that have KV already.
+    Decodes come first. A rank applies, in this order: ``finished_rows``, ``new_rows``,
+    ``transfers``, ``block_copies``, ``new_blocks``, the forward pass.
+    """
+
+    step: int
+    rows: Int32Array
+    num_scheduled_tokens: Int32Array
+    num_computed_tokens: Int32Array
+    sampled: Int32Array
+    """Entries (indices into ``rows``) whose last token's logits are sampled, ascending."""
+
+    new_blocks: Int32Array
+    """[n, 4]: KV group, row, index in the row's block table, block id."""
+
+    block_copies: Int32Array
+    """[n, 3]: KV group, source block, destination block."""
+
+    finished_rows: Int32Array
+    transfers: Int32Array = field(default_factory=lambda: int32s((), 4))
+    """[n, 4]: `TransferKind`, KV group, from, to; of a wait the last three are the step, twice
+    nothing."""
+
+    new_rows: list[NewRow] = field(default_factory=list)
+    masks: Int32Array = field(default_factory=lambda: int32s(()))
+    """[m * ceil(V / 32)]: one after the other, in order of ``sampled``, what may come next
+    in each of the m sampled rows that follow a guide; see `guided.guide`."""
+
+    token_writes: list[TokenWrite] = field(default_factory=list)
+    """Made with the new rows."""
+
+    num_decodes: int = 0
+    """How many leading entries compute one token of output; all others stand behind them."""
+
+    decode_ids: Int32Array = field(default_factory=lambda: int32s(()))
+    """[num_decodes]: the tokens that these compute, or nothing: then every rank that needs
+    them has sampled them. The first stage of a pipeline has not."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the step."""
+        return int(self.num_scheduled_tokens.sum())
+
+    def encode(self) -> bytes:
+        """A msgpack list: two integers, the raw arrays, new rows, token writes."""
+        arrays = [getattr(self, name).tobytes() for name in _ARRAYS]
+        rows = [
+            [
+                new.row,
+                new.token_ids.tobytes(),
+                new.num_prompt_tokens,
+                new.sequence_index,
+                new.sampling,
+                new.adapter_id,
+                new.prompt_table,
+            ]
+            for new in self.new_rows
+        ]
+        writes = [
+            [each.row, each.start, each.token_ids.tobytes()] for each in self.token_writes
+        ]
+        packed: bytes = msgpack.packb([self.step, self.num_decodes, arrays, rows, writes])
+        return packed
+
+    @classmethod
+    def decode(cls, payload: bytes | memoryview) -> SchedulerOutput:
+        """The inverse of `encode`; arrays are read-only views of ``payload``'s parts.
+
+        Raises:
+            ProtocolError: ``payload`` is not an encoded decision.
+        """
+        try:
+            step, num_decodes, raw_arrays, raw_rows, raw_writes = msgpack.unpackb(
+                payload, strict_map_key=False
+            )
+            arrays = {
+                name: np.frombuffer(raw, dtype=np.int32)
+                for name, raw in zip(_ARRAYS, raw_arrays, strict=True)
+            }
+            for name, num_columns in _COLUMNS.items():
+                arrays[name] = arrays[name].reshape(-1, num_columns)
+            new_rows = [
+                NewRow(
+                    row=row,
+                    token_ids=np.frombuffer(ids, dtype=np.int32),
+                    num_prompt_tokens=num_prompt,
+                    sequence_index=index,
+                    sampling=sampling,
+                    adapter_id=adapter,
+                    prompt_table=table,
+                )
+                for row, ids, num_prompt, index, sampling, adapter, table in raw_rows
+            ]
+            writes = [
+                TokenWrite(row=row, start=start, token_ids=np.frombuffer(ids, dtype=np.int32))
+                for row, start, ids in raw_writes
+            ]
+            return cls(
+                step=step,
+                num_decodes=num_decodes,
+                new_rows=new_rows,
+                token_writes=writes,
+                **arrays,
+            )
+        except (ValueError, TypeError, msgpack.UnpackException) as error:
+            raise ProtocolError(
+                f"cannot decode a step's decision of {len(payload)} bytes: {error}"
+            ) from error
+
+
+NO_ID = -2
+"""Stands for a sampled id where every id is forbidden; -1 is the end id of who has none."""
+
+
+@dataclass(slots=True)
+class KeptLogits:
+    """One step's logits that clients want, by index into the step's ``sampled``.
+
+    The tensors are on the host once the step's result is.
+    """
+
+    context: dict[int, list[Tensor]] = field(default_factory=dict)
+    """[P, V] in pieces, of prompts whose first new token the step samples."""
+
+    generation: dict[int, Tensor] = field(default_factory=dict)
+    """[V], what the sampled token was chosen from, before penalties and masks."""
+
+
+@dataclass(slots=True, kw_only=True)
+class SampledTokens:
+    """What one step sampled, on the host: entry i belongs to ``sampled[i]``."""
+
+    token_ids: list[int]
+    """`NO_ID` of a row in which none may come."""
+
+    log_probs: list[float] | None = None
+    """Log-probability of each id under the model; only if some request asked."""
+
+    logits: KeptLogits | None = None
+    """Likewise."""
+
+    beams: list[tuple[list[int], list[float]]] = field(default_factory=list)
+    """The likeliest ids of each sampled beam, in order, and their log-probabilities."""
+
+    lanes: list[SampledTokens] = field(default_factory=list)
+    """In a data-parallel engine what each lane of the step sampled, and nothing else is set."""
