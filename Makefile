@@ -122,6 +122,7 @@ check: $(VENV)/.dev  ## ruff, mypy, file and function sizes, import layers
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy -p trimaran
+	$(BIN)/lint-imports
 	$(PYTEST) tests/unit/project
 
 features: $(VENV)/.test  ## run the tests of single features, write docs/features.md and docs/commands.md

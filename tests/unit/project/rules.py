@@ -19,19 +19,8 @@ MAX_FUNCTION_LINES = 60
 MAX_ARGUMENTS = 8
 MAX_NESTING = 4
 
-# What each package may import, itself aside. Imports point downwards.
-LAYERS: dict[str, frozenset[str]] = {
-    "comm": frozenset(),
-    "kernels": frozenset({"comm"}),
-    "worker": frozenset({"kernels", "comm"}),
-    "builder": frozenset({"worker", "kernels", "comm"}),
-    "server": frozenset({"comm"}),
-    "orchestrator": frozenset({"comm"}),
-    "slurm": frozenset({"comm"}),
-    "client": frozenset({"comm"}),
-    "bench": frozenset({"client", "worker", "kernels", "comm"}),
-    "launcher": frozenset(PACKAGES),
-}
+MAX_MODULES = 25
+MIN_ROOM_LINES = 3
 
 
 @dataclass(frozen=True)
@@ -61,6 +50,11 @@ def sources(*folders: str) -> list[Source]:
     return [_source(path) for path in tracked_files(*(f"{folder}/*.py" for folder in folders))]
 
 
+def package_files() -> list[Path]:
+    """The Python files of all packages."""
+    return [source.path for source in sources(*PACKAGES)]
+
+
 @functools.cache
 def _source(path: Path) -> Source:
     text = path.read_text(encoding="utf-8")
@@ -86,18 +80,6 @@ def is_device_code(function: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
 def where(source: Source, node: ast.AST) -> str:
     """A place as file:line, to click on."""
     return f"{source.path.relative_to(ROOT)}:{getattr(node, 'lineno', 1)}"
-
-
-def imported_packages(source: Source, *, only_at_import: bool) -> set[str]:
-    """Names below ``trimaran`` and other roots that a file imports."""
-    nodes = source.tree.body if only_at_import else list(ast.walk(source.tree))
-    names: set[str] = set()
-    for node in nodes:
-        if isinstance(node, ast.Import):
-            names.update(alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom) and node.module:
-            names.add(node.module)
-    return names
 
 
 def nesting(node: ast.AST, depth: int = 0) -> int:
