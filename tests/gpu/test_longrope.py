@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.gpu.test_engine import make_driver
-from tests.unit.models import models
+from tests.unit.worker.models import models
 
 pytestmark = pytest.mark.gpu
 

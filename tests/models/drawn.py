@@ -15,7 +15,7 @@ from tests.models.families import family_configs
 from tests.models.field_cases import SERVED
 from tests.models.group_run import engine_config
 from tests.models.layouts import LAYOUTS, applies
-from tests.unit.models import models
+from tests.unit.worker.models import models
 from trimaran.launcher.cli.main import main
 from trimaran.worker.config.engine_config import EngineConfig
 from trimaran.worker.config.pretrained_families import FAMILIES

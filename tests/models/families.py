@@ -6,7 +6,7 @@ from typing import Any
 
 from transformers import Gemma3Config, Mistral3Config
 
-from tests.unit.models import models
+from tests.unit.worker.models import models
 
 
 def family_configs() -> dict[str, Any]:

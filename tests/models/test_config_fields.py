@@ -10,8 +10,8 @@ from transformers import AutoConfig
 
 from tests.models.families import family_configs
 from tests.models.field_cases import SERVED
-from tests.unit.models import models
-from tests.unit.models.paged_run import PagedRun
+from tests.unit.worker.models import models
+from tests.unit.worker.models.paged_run import PagedRun
 from trimaran.worker.config.pretrained_families import FAMILIES
 
 CONFIGS = family_configs()

@@ -8,7 +8,7 @@ import torch
 from tests.models.families import family_configs
 from tests.models.group_run import HAS_GPUS, serve
 from tests.models.layouts import LAYOUTS, cases
-from tests.unit.models import models
+from tests.unit.worker.models import models
 from trimaran.comm import mpi
 
 CONFIGS = family_configs()

@@ -15,7 +15,7 @@ if not torch.cuda.is_available():
     # Before anything imports triton: the GPU's kernels run on the CPU then.
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-from tests.unit.models import models
+from tests.unit.worker.models import models
 from trimaran.comm import mpi
 from trimaran.comm.collectives.collectives import TensorParallelGroup, connect_group
 

@@ -19,7 +19,7 @@ from trimaran.worker.layers.experts import ExpertMLP
 from trimaran.worker.layers.linear import LayerContext
 from trimaran.worker.parallel.tensor_parallel import ShardPosition
 
-_PATH = Path(__file__).parents[1] / "unit" / "models" / "models.py"
+_PATH = Path(__file__).parents[1] / "unit" / "worker" / "models" / "models.py"
 _SPEC = importlib.util.spec_from_file_location("models", _PATH)
 assert _SPEC is not None and _SPEC.loader is not None
 models = importlib.util.module_from_spec(_SPEC)

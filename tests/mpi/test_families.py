@@ -8,8 +8,8 @@ import torch
 from tests.models.families import family_configs, one_of_each_family
 from tests.models.group_run import serve
 from tests.models.layouts import LAYOUTS
-from tests.unit.models import models
-from tests.unit.models.paged_run import PagedRun
+from tests.unit.worker.models import models
+from tests.unit.worker.models.paged_run import PagedRun
 from trimaran.kernels.build import load_library
 from trimaran.kernels.cpu.operators import CpuOps
 from trimaran.worker.parallel.tensor_parallel import ExpertRanks

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 
 from tests.driver import Ranks
-from tests.unit.worker.test_every_feature import (
+from tests.unit.worker.engine.test_every_feature import (
     draw,
     make_adapters,
     make_engine,

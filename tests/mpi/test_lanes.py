@@ -15,8 +15,8 @@ from transformers import (
 )
 
 from tests.driver import Driver, Ranks
-from tests.unit.models.models import reference_greedy
 from tests.unit.worker.lora_adapters import make_adapter, on_the_wire
+from tests.unit.worker.models.models import reference_greedy
 from trimaran.comm import mpi
 from trimaran.comm.messages.messages import FinishReason
 from trimaran.worker.config.engine_config import (

@@ -8,7 +8,7 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from tests.driver import Driver, Ranks
-from tests.unit.models.models import reference_greedy
+from tests.unit.worker.models.models import reference_greedy
 from trimaran.comm import mpi
 from trimaran.comm.errors import PeerLostError
 from trimaran.comm.topology import ParallelLayout

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 
 from tests.mpi.test_pipeline import HAS_GPUS, make_ranks
-from tests.unit.worker.test_every_feature import (
+from tests.unit.worker.engine.test_every_feature import (
     draw,
     make_adapters,
     make_engine,

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from tests.models.families import family_configs
-from tests.unit.models import models
-from tests.unit.models.paged_run import PagedRun
+from tests.unit.worker.models import models
+from tests.unit.worker.models.paged_run import PagedRun
 from trimaran.comm.collectives.collectives import TensorParallelGroup, connect_group
 from trimaran.kernels import reference
 from trimaran.kernels.build import load_library

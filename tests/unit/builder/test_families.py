@@ -9,8 +9,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.unit.models import models
-from tests.unit.models.paged_run import PagedRun
+from tests.unit.worker.models import models
+from tests.unit.worker.models.paged_run import PagedRun
 from trimaran.comm.errors import ConfigError
 from trimaran.worker.config.engine_folder import EngineFolder
 from trimaran.worker.models.interfaces import StageRange

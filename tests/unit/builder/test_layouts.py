@@ -6,7 +6,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.unit.models import models
+from tests.unit.worker.models import models
 from trimaran.comm.topology import ParallelLayout
 from trimaran.worker.config.engine_folder import EngineFolder
 from trimaran.worker.models.interfaces import StageRange

@@ -1,0 +1,17 @@
+"""The tests of the element-wise kernels on a GPU, here by Triton's interpreter."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+_PATH = Path(__file__).resolve().parents[3] / "gpu" / "test_elementwise.py"
+_SPEC = importlib.util.spec_from_file_location("gpu_elementwise", _PATH)
+assert _SPEC is not None and _SPEC.loader is not None
+_tests = importlib.util.module_from_spec(_SPEC)
+_SPEC.loader.exec_module(_tests)
+
+# Tests and fixtures by their names there; the mark that asks for a GPU stays behind.
+_NAMES = [name for name in vars(_tests) if name.startswith("test_") or name in ("dtype", "ops")]
+globals().update({name: vars(_tests)[name] for name in _NAMES})
+pytestmark = _tests.pytestmark[1:]

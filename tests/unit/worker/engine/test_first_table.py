@@ -1,0 +1,83 @@
+"""When the first layer's product is looked up, and who is told why it is not."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.unit.worker.models import models
+from trimaran.comm.collectives.collectives import SingleRankGroup
+from trimaran.comm.control.control import LocalControlPlane
+from trimaran.comm.errors import ConfigError
+from trimaran.comm.topology import ParallelLayout
+from trimaran.worker.config.engine_config import EngineConfig, RankConfig
+from trimaran.worker.engine.engine import Engine
+from trimaran.worker.models.first_table import looks_up_first_product
+
+TABLE = 150 * (8 + 4 + 4) * 16 * 4
+"""Bytes of the model's table."""
+
+
+@pytest.fixture
+def model_of(tmp_path):
+    def make(config):
+        models.save_huggingface(tmp_path, config)
+        return models.load_ours(tmp_path)
+
+    return make
+
+
+def looks_up(model, memory, **changes):
+    config = EngineConfig(model="test", engine_dir="/m", **changes)
+    return looks_up_first_product(config, model, memory)
+
+
+@pytest.mark.parametrize(
+    ("memory", "changes", "expected"),
+    [
+        ((50 * TABLE, 50 * TABLE), {}, True),
+        ((50 * TABLE, 50 * TABLE), {"first_layer_table": False}, False),
+        ((50 * TABLE, 50 * TABLE), {"deterministic": True}, False),
+        # More than a fiftieth of the memory: only who asks for it.
+        ((49 * TABLE, 49 * TABLE), {}, False),
+        ((49 * TABLE, 49 * TABLE), {"first_layer_table": True}, True),
+        ((2 * TABLE - 1, 99 * TABLE), {}, False),
+        (None, {}, False),
+    ],
+)
+def test_a_table_is_made_where_it_is_worth_its_memory(model_of, memory, changes, expected):
+    assert looks_up(model_of(models.llama_config()), memory, **changes) is expected
+
+
+@pytest.mark.parametrize(
+    ("config", "memory", "changes", "complaint"),
+    [
+        (models.llama_config(), None, {}, "but the device is cpu"),
+        (
+            models.llama_config(),
+            (2 * TABLE - 1, 99 * TABLE),
+            {},
+            "its table takes 0.00 GiB, and twice as much is needed of the 0.00 GiB free",
+        ),
+        (models.llama_config(), (TABLE, TABLE), {"deterministic": True}, "be deterministic"),
+        (models.llama_config(num_hidden_layers=1), (TABLE, TABLE), {}, "is the last one"),
+        (models.gpt2_config(), (TABLE, TABLE), {}, "GPT2LMHeadModel begins with no product"),
+    ],
+)
+def test_who_asks_for_a_table_hears_why_there_is_none(
+    model_of, config, memory, changes, complaint
+):
+    with pytest.raises(
+        ConfigError, match=f"^first-layer-table is set.*{complaint}.*Serve with"
+    ):
+        looks_up(model_of(config), memory, first_layer_table=True, **changes)
+
+
+def test_an_engine_on_a_cpu_refuses_to_make_one(model_folder):
+    config = EngineConfig(
+        model="test", engine_dir=str(model_folder), device="cpu", first_layer_table=True
+    )
+    control, tp = LocalControlPlane(), SingleRankGroup()
+    engine = Engine(RankConfig(engine=config, group="test"), ParallelLayout(), control, tp)
+
+    with pytest.raises(ConfigError, match="first-layer-table is set but the device is cpu"):
+        engine.load()

@@ -1,0 +1,176 @@
+"""The last, partial block of a sequence serves others that begin alike."""
+
+from array import array
+
+import pytest
+
+from tests.unit.worker.scheduling.test_scheduler import BLOCK, Planner
+from trimaran.worker.kv_cache.manager import KVCacheManager
+from trimaran.worker.kv_cache.sequence_blocks import SequenceBlocks, root_hash
+
+SIZE = 8
+
+
+def start(manager, ids):
+    """Admit a sequence and give it all its blocks; it and how many tokens were cached."""
+    manager.begin_step()
+    blocks = start_of(manager, ids)
+    num_cached, _ = manager.begin(blocks, manager.prefixes.find(blocks, len(ids), ids))
+    assert manager.grow(blocks, len(ids))
+    manager.publish(blocks, len(ids))
+    return blocks, num_cached
+
+
+def start_of(manager, ids):
+    blocks = SequenceBlocks(1, root_hash(b"", 0))
+    manager.extend_hashes(blocks, ids)
+    return blocks
+
+
+def ended(manager, ids):
+    blocks, _ = start(manager, ids)
+    manager.end(blocks, ids, len(ids), len(ids))
+
+
+def ids_of(*parts):
+    return array("i", [number for part in parts for number in part])
+
+
+CASES = {
+    "the same again": (ids_of(range(20)), 19),
+    "one that goes on": (ids_of(range(30)), 20),
+    "one that leaves it late": (ids_of(range(19), (99, 98)), 19),
+    "one that leaves it early": (ids_of(range(17), range(90, 99)), 16),
+    "one that is shorter": (ids_of(range(19)), 18),
+    "one that leaves before": (ids_of(range(9), range(90, 99)), 8),
+}
+
+
+@pytest.mark.parametrize(("ids", "num_cached"), CASES.values(), ids=list(CASES))
+def test_a_partial_block_is_begun_with_where_it_saves_half_of_one(ids, num_cached):
+    manager = KVCacheManager([8], SIZE, enable_reuse=True)
+    ended(manager, ids_of(range(20)))
+
+    blocks, found = start(manager, ids)
+
+    assert found == num_cached
+    manager.check([blocks])
+    manager.end(blocks, ids, len(ids), len(ids))
+    manager.check([])
+
+
+def test_whoever_takes_it_over_writes_to_it_so_nobody_else_finds_it():
+    manager = KVCacheManager([8], SIZE, enable_reuse=True)
+    ids = ids_of(range(20))
+    ended(manager, ids)
+
+    _, first = start(manager, ids)
+    _, second = start(manager, ids)
+
+    assert (first, second) == (19, 16)
+
+
+def test_partial_blocks_give_way_to_full_ones():
+    manager = KVCacheManager([4], SIZE, enable_reuse=True)
+    older, newer = ids_of(range(8)), ids_of(range(100, 112))
+    ended(manager, older)
+    ended(manager, newer)
+
+    # One block never had content, and the partial one goes next.
+    other = SequenceBlocks(1, root_hash(b"", 0))
+    assert manager.grow(other, 2 * SIZE)
+    manager.release(other)
+
+    found = [
+        len(manager.prefixes.find(start_of(manager, ids), 9, ids).shared[0])
+        for ids in (
+            ids_of(older, (7,)),
+            newer[:9],
+        )
+    ]
+    assert found == [1, 1]
+    assert manager.prefixes.find(start_of(manager, newer), 12, newer).last == []
+
+
+def test_a_block_that_its_prompt_ended_in_stays_when_it_is_begun_with():
+    manager = KVCacheManager([8], SIZE, enable_reuse=True)
+    whole = ids_of(range(30))
+    blocks, _ = start(manager, whole)
+    manager.end(blocks, whole, num_prompt=20, num_computed=30)
+
+    first, num_cached = start(manager, ids_of(range(20)))
+
+    assert num_cached == 19
+    manager.check([first])
+    manager.end_step()
+    manager.check([first])
+    assert start(manager, whole)[1] == 29
+
+
+def test_tokens_are_the_same_from_partial_blocks_and_figures_tell_of_them(
+    make_engine, prompt_of
+):
+    prompt = prompt_of(59)
+    prompts = [prompt, prompt, prompt[:55], prompt[:53] + prompt_of(20, 1)]
+    driver = make_engine(max_num_seqs=1)
+    figures = []
+    for one in prompts:
+        request = driver.submit(one, max_tokens=30, return_perf_metrics=True)
+        driver.run()
+        alone = make_engine(enable_block_reuse=False)
+        expected = alone.submit(one, max_tokens=30)
+        alone.run()
+        assert driver.output(request) == alone.output(expected)
+        told = driver.extras[request, 0][-1]["figures"]
+        names = ("alloc_new", "alloc_total", "reused")
+        figures.append([told[f"kv_cache_{name}_blocks"] for name in names])
+
+    assert figures[:2] == [[4, 4, 0], [1, 1, 4]]
+    driver.check_idle()
+
+
+def test_a_fork_copies_no_block_that_its_parent_gets_as_a_copy_in_the_same_step(
+    make_engine, prompt_of
+):
+    driver = make_engine(max_num_seqs=2, tokens_per_block=32, max_tokens=128)
+    prompt = prompt_of(10)
+    driver.submit(prompt, max_tokens=100)
+    for _ in range(75):
+        driver.step()
+    # Paused when the first request takes the last block. When that one ends, the parent comes
+    # back with a copy of its first block, and the fork, which had no row, starts beside it.
+    request = driver.submit(prompt, max_tokens=30, num_return_sequences=2)
+    driver.run()
+
+    first = driver.output(1)[:30]
+    assert driver.engine.scheduler.pauses.num_sequences == 1
+    assert driver.outputs(request) == [first, first]
+    driver.check_idle()
+
+
+def test_a_request_of_one_token_leaves_no_block_held(make_engine, prompt_of):
+    driver = make_engine()
+    prompt = prompt_of(59)
+    driver.submit(prompt, max_tokens=30)
+    driver.run()
+
+    driver.submit(prompt, max_tokens=1)
+    driver.run()
+
+    driver.check_idle()
+
+
+@pytest.mark.parametrize("policy", ["max_utilization", "guaranteed_no_evict"])
+def test_who_needs_the_whole_cache_starts_though_a_part_of_a_full_block_is_cached(policy):
+    num_blocks = 8
+    planner = Planner(num_blocks=num_blocks, policy=policy)
+    # Its prompt ends in a block that its output fills.
+    planner.add(prompt=[1, 2, 3, 4, 5, 6], max_tokens=3)
+    while planner.scheduler.has_requests:
+        planner.step()
+
+    planner.add(prompt=[1, 2, 3, 4, 5, 6, *range(10, 34)], max_tokens=num_blocks * BLOCK - 29)
+
+    while planner.scheduler.has_requests:
+        assert planner.step(), "it waits for ever"
+    planner.check_empty()
