@@ -9,16 +9,14 @@ from collections.abc import Hashable
 from dataclasses import dataclass, field
 from enum import IntEnum
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from trimaran.comm.messages.messages import FinishReason
 from trimaran.comm.messages.sampling_params import SamplingParams
 from trimaran.worker.guided.guide import Grammar, Guide
+from trimaran.worker.kv_cache.manager import KVCacheManager
 from trimaran.worker.kv_cache.sequence_blocks import RetentionPlan, SequenceBlocks, root_hash
 from trimaran.worker.requests.request_figures import SequenceFigures
-
-if TYPE_CHECKING:
-    from trimaran.worker.scheduling.beam_group import BeamGroup
 
 
 class RequestStatus(IntEnum):
@@ -29,6 +27,57 @@ class RequestStatus(IntEnum):
     WAITING = 1
     RUNNING = 2
     FINISHED = 3
+
+
+class Beams(Protocol):
+    """The beams of one request: what its first sequence, the leader, is tied to.
+
+    The scheduler makes it (`scheduling.beam_group.BeamGroup`) and alone selects among beams.
+    All others hold rows and blocks for beams, or tell clients about them, through this.
+    """
+
+    width: int
+    beams: list[Sequence]
+    """The leader first."""
+
+    awaited_step: int
+    """The step whose result the next selection is made from."""
+
+    def start_over(self) -> None:
+        """Forget all output: the same output is found again."""
+        ...
+
+    def num_further_blocks(self, cache: KVCacheManager, num_blocks: int) -> int:
+        """Blocks of all but the leader, if each has ``num_blocks``."""
+        ...
+
+    def reserve(self, cache: KVCacheManager, num_blocks: int) -> None:
+        """Reserve ``num_blocks`` for each but the leader; the caller has checked."""
+        ...
+
+    def release(self, cache: KVCacheManager) -> None:
+        """Free the blocks and the reservations of all but the leader."""
+        ...
+
+    def enter_rows(self, free_rows: list[int]) -> None:
+        """Take rows for all but the leader."""
+        ...
+
+    def leave_rows(self) -> list[int]:
+        """Give back the rows of all but the leader."""
+        ...
+
+    def payload(self) -> dict[str, Any]:
+        """The best outputs so far, best first, for a message's extras."""
+        ...
+
+    def logits(self) -> list[list[Any]]:
+        """Logits of each output of `payload`, in its order; empty if the client wants none."""
+        ...
+
+    def forget(self) -> None:
+        """Let go of all outputs and of their logits: everything was sent."""
+        ...
 
 
 class Sequence:
@@ -99,7 +148,7 @@ class Sequence:
         self.publish_at = 0
         """``num_computed_tokens`` from which another full block can be published."""
         self.parent: Sequence | None = None
-        self.beams: BeamGroup | None = None
+        self.beams: Beams | None = None
         """Of a beam, the group that it belongs to."""
         self.status = RequestStatus.NEW
         self.finish_reason = FinishReason.NOT_FINISHED

@@ -270,7 +270,7 @@ def advance_groups(
     places = [place for place, sequence in enumerate(step.sampled) if sequence.beams]
     for place, each in zip(places, candidates, strict=True):
         group = step.sampled[place].beams
-        assert group is not None
+        assert isinstance(group, BeamGroup)
         found.setdefault(group, []).append(each)
         if place in kept:
             logits.setdefault(group, []).append(kept[place])

@@ -265,7 +265,7 @@ class Scheduler:
         of whoever runs behind it."""
         start = sequence.num_computed_tokens
         if sequence.beams is not None and start >= sequence.num_prompt_tokens:
-            self._plan_beams(sequence, sequence.beams, plan)
+            self._plan_beams(sequence, plan)
             return
         chunk = 1
         if missing > 1:
@@ -294,8 +294,10 @@ class Scheduler:
         sequence.capacity = blocks.num_blocks * self.cache.block_size
         return True
 
-    def _plan_beams(self, leader: Sequence, beams: BeamGroup, plan: StepPlan) -> None:
+    def _plan_beams(self, leader: Sequence, plan: StepPlan) -> None:
         """Schedule a token of every beam, all or none, preempting others for room."""
+        beams = leader.beams
+        assert isinstance(beams, BeamGroup)
         if plan.budget < beams.width:
             return
         while beams.num_needed(self.cache) > self.cache.num_available:
