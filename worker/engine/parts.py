@@ -13,9 +13,9 @@ from trimaran.worker.execution.step_result import ModelRunnerOutput
 from trimaran.worker.kv_cache.kv_group import KVGroup
 from trimaran.worker.lora.manager import AdapterManager
 from trimaran.worker.models.interfaces import CausalLM
-from trimaran.worker.scheduling.lane_types import LaneDecisions
 from trimaran.worker.scheduling.lanes import LaneAdapters, LaneScheduler
 from trimaran.worker.scheduling.scheduler import Scheduler
+from trimaran.worker.steps.lane_decisions import LaneDecisions
 from trimaran.worker.steps.step_types import SchedulerOutput
 
 

@@ -14,7 +14,7 @@ from trimaran.worker.execution.step_result import ModelRunnerOutput, RemoteOutpu
 from trimaran.worker.kv_cache.kv_group import KVGroup
 from trimaran.worker.layers.experts import ExpertMLP
 from trimaran.worker.models.interfaces import CausalLM
-from trimaran.worker.scheduling.lane_types import LaneDecisions
+from trimaran.worker.steps.lane_decisions import LaneDecisions
 from trimaran.worker.steps.step_times import DeviceClock, StepMarks
 from trimaran.worker.steps.step_types import SampledTokens
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable
 from collections.abc import Sequence as List
+from dataclasses import dataclass
 from typing import Any
 
 from trimaran.comm.errors import ErrorKind, RequestError
@@ -14,16 +15,50 @@ from trimaran.worker.lora.sent import PIECE_BYTES, OutgoingAdapter
 from trimaran.worker.lora.store import num_piece_bytes
 from trimaran.worker.requests.request import Request, Sequence
 from trimaran.worker.sampling.beam_search import Candidates
-from trimaran.worker.scheduling.lane_types import LaneDecisions, LaneSteps
 from trimaran.worker.scheduling.limits import check_limits, check_queue
 from trimaran.worker.scheduling.loads import Loads
 from trimaran.worker.scheduling.pauses import Pauses
 from trimaran.worker.scheduling.scheduler import Emission, Scheduler
 from trimaran.worker.scheduling.step_plan import ScheduledStep
+from trimaran.worker.steps.lane_decisions import LaneDecisions
+from trimaran.worker.steps.step_types import SampledTokens
 
 _SLACK = 2
 """Sequences that a lane may have beyond the least busy one and still get a request whose
 prompt it has in its cache."""
+
+
+@dataclass(slots=True)
+class LaneSteps:
+    """The decisions of one step, and the sequences behind each of them."""
+
+    decision: LaneDecisions
+    lanes: list[ScheduledStep | None]
+
+    @property
+    def num_context(self) -> int:
+        """Sequences that compute prompt tokens."""
+        return sum(step.num_context for step in self.lanes if step is not None)
+
+    @property
+    def num_context_tokens(self) -> int:
+        """Their tokens."""
+        return sum(step.num_context_tokens for step in self.lanes if step is not None)
+
+    @property
+    def num_scheduled(self) -> int:
+        """Sequences that compute anything; of beams one."""
+        return sum(step.num_scheduled for step in self.lanes if step is not None)
+
+    @property
+    def num_generation_tokens(self) -> int:
+        """Ids that the step adds to outputs, or finds for beams to choose from."""
+        return sum(step.num_generation_tokens for step in self.lanes if step is not None)
+
+    def parts(self, sampled: SampledTokens) -> list[tuple[ScheduledStep, SampledTokens]]:
+        """The step of each lane that has one, and what it sampled."""
+        steps = [step for step in self.lanes if step is not None]
+        return list(zip(steps, sampled.lanes, strict=True))
 
 
 class LaneScheduler:

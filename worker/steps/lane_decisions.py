@@ -1,4 +1,4 @@
-"""One step of all lanes as data: what is decided for each, and what comes back."""
+"""The decisions of one step of all data-parallel ranks, as data and on the wire."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ from dataclasses import dataclass
 import msgpack
 
 from trimaran.comm.errors import ProtocolError
-from trimaran.worker.scheduling.step_plan import ScheduledStep
-from trimaran.worker.steps.step_types import SampledTokens, SchedulerOutput
+from trimaran.worker.steps.step_types import SchedulerOutput
 
 _FIRST_BYTE = 0x92
 """Of an encoded pair; that of one lane's decision is another, as it has more parts."""
@@ -50,36 +49,3 @@ class LaneDecisions:
             ) from error
         lanes = [None if raw is None else SchedulerOutput.decode(raw) for raw in decisions]
         return cls(step, lanes)
-
-
-@dataclass(slots=True)
-class LaneSteps:
-    """The decisions of one step, and the sequences behind each of them."""
-
-    decision: LaneDecisions
-    lanes: list[ScheduledStep | None]
-
-    @property
-    def num_context(self) -> int:
-        """Sequences that compute prompt tokens."""
-        return sum(step.num_context for step in self.lanes if step is not None)
-
-    @property
-    def num_context_tokens(self) -> int:
-        """Their tokens."""
-        return sum(step.num_context_tokens for step in self.lanes if step is not None)
-
-    @property
-    def num_scheduled(self) -> int:
-        """Sequences that compute anything; of beams one."""
-        return sum(step.num_scheduled for step in self.lanes if step is not None)
-
-    @property
-    def num_generation_tokens(self) -> int:
-        """Ids that the step adds to outputs, or finds for beams to choose from."""
-        return sum(step.num_generation_tokens for step in self.lanes if step is not None)
-
-    def parts(self, sampled: SampledTokens) -> list[tuple[ScheduledStep, SampledTokens]]:
-        """The step of each lane that has one, and what it sampled."""
-        steps = [step for step in self.lanes if step is not None]
-        return list(zip(steps, sampled.lanes, strict=True))
