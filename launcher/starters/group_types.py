@@ -1,33 +1,16 @@
-"""What a process group is, where it can stand, and whom it tells."""
+"""What a process group consists of: its processes, its engines, its time limits."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from enum import Enum
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from trimaran.launcher.starters.mpi_launch import Mpi
 from trimaran.server.config import frontend_title
 
-if TYPE_CHECKING:
-    from trimaran.launcher.supervisor.group import Group
-
 FRONTEND, ORCHESTRATOR, RANK = "frontend", "orchestrator", "rank"
 _TITLES = {ORCHESTRATOR: "orchestrator"}
-
-
-class GroupState(Enum):
-    """Where a group stands."""
-
-    DOWN = "down"
-    STARTING = "starting"
-    READY = "ready"
-    DYING = "dying"
-    """Something ended; the rest is being ended."""
-
-    STOPPING = "stopping"
-    """Told to end in order."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,32 +85,3 @@ def group_tag(role: str, name: str) -> str:
 def frontend_name(index: int) -> str:
     """The name of a front end's group; the first one is the only one by default."""
     return f"{FRONTEND}-{index}" if index else FRONTEND
-
-
-@dataclass(frozen=True, slots=True)
-class Failure:
-    """Why a group died."""
-
-    text: str
-    is_config_error: bool = False
-    is_final: bool = False
-    """Starting it again cannot help."""
-
-
-@dataclass(frozen=True, slots=True)
-class GroupEvents:
-    """Whom a group tells what."""
-
-    on_connected: Callable[[Group], None]
-    """Every process has its configuration."""
-
-    on_ready: Callable[[Group], None]
-    on_drained: Callable[[Group, dict[str, Any]], None]
-    on_failure: Callable[[Group, Failure], None]
-    """All its processes are gone."""
-
-    on_stopped: Callable[[Group], None]
-    """All its processes are gone, as they were told."""
-
-    on_down: Callable[[Group], None]
-    """It serves no more: one of its processes is gone, and the rest is being ended."""

@@ -7,18 +7,13 @@ import logging
 import os
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum
 from typing import Any
 
 from trimaran.comm.messages.messages import ChildConfig, ChildState, Command
 from trimaran.launcher.starters.children import describe_signal, describe_status
-from trimaran.launcher.starters.group_types import (
-    FRONTEND,
-    ORCHESTRATOR,
-    Failure,
-    GroupEvents,
-    GroupSpec,
-    GroupState,
-)
+from trimaran.launcher.starters.group_types import FRONTEND, ORCHESTRATOR, GroupSpec
 from trimaran.launcher.starters.helper_watch import HelperWatch
 from trimaran.launcher.starters.mpi_launch import exit_signal
 from trimaran.launcher.starters.process_tree import descendants
@@ -43,6 +38,48 @@ that does not let its other threads run, such as an import, is no hang."""
 
 _READ_S = 0.05
 _KILL_PERIOD_S = 0.05
+
+
+class GroupState(Enum):
+    """Where a group stands."""
+
+    DOWN = "down"
+    STARTING = "starting"
+    READY = "ready"
+    DYING = "dying"
+    """Something ended; the rest is being ended."""
+
+    STOPPING = "stopping"
+    """Told to end in order."""
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """Why a group died."""
+
+    text: str
+    is_config_error: bool = False
+    is_final: bool = False
+    """Starting it again cannot help."""
+
+
+@dataclass(frozen=True, slots=True)
+class GroupEvents:
+    """Whom a group tells what."""
+
+    on_connected: Callable[[Group], None]
+    """Every process has its configuration."""
+
+    on_ready: Callable[[Group], None]
+    on_drained: Callable[[Group, dict[str, Any]], None]
+    on_failure: Callable[[Group, Failure], None]
+    """All its processes are gone."""
+
+    on_stopped: Callable[[Group], None]
+    """All its processes are gone, as they were told."""
+
+    on_down: Callable[[Group], None]
+    """It serves no more: one of its processes is gone, and the rest is being ended."""
 
 
 class Group:

@@ -15,8 +15,7 @@ from trimaran.comm.errors import ConfigError
 from trimaran.comm.messages.messages import ChildRequest, Command
 from trimaran.launcher.config import GroupConfig
 from trimaran.launcher.placement.preflight import check_host_memory
-from trimaran.launcher.starters.group_types import GroupState
-from trimaran.launcher.supervisor.group import Group
+from trimaran.launcher.supervisor.group import Group, GroupState
 from trimaran.launcher.supervisor.links import Link
 from trimaran.launcher.supervisor.roster import Roster
 from trimaran.server.repository.model_repository import RepositoryModel, repository_model

@@ -8,18 +8,12 @@ from typing import Any
 from trimaran.comm.messages.messages import Command
 from trimaran.launcher.config import GroupConfig, RestartPolicy
 from trimaran.launcher.starters.children import Children
-from trimaran.launcher.starters.group_types import (
-    FRONTEND,
-    ORCHESTRATOR,
-    GroupEvents,
-    GroupSpec,
-    GroupState,
-)
+from trimaran.launcher.starters.group_types import FRONTEND, ORCHESTRATOR, GroupSpec
 from trimaran.launcher.starters.scratch import MpiScratch
 from trimaran.launcher.starters.spawn_starter import SpawnLink, SpawnStarter
 from trimaran.launcher.starters.starter import CommandStarter, Starter
 from trimaran.launcher.starters.step_starter import StepStarter
-from trimaran.launcher.supervisor.group import Group
+from trimaran.launcher.supervisor.group import Group, GroupEvents, GroupState
 from trimaran.launcher.supervisor.group_specs import PRESTARTED, SpecMaker
 from trimaran.launcher.supervisor.links import Link
 from trimaran.launcher.supervisor.restart import RestartBudget

@@ -19,13 +19,12 @@ from trimaran.comm.messages.messages import ChildRequest, ChildState, Command
 from trimaran.comm.transport.address import Address
 from trimaran.launcher.config import ServeConfig
 from trimaran.launcher.starters.children import Children, describe_signal
-from trimaran.launcher.starters.group_types import Failure, GroupEvents, GroupState
 from trimaran.launcher.starters.mpi_launch import Mpi
 from trimaran.launcher.starters.process_tree import adopt_orphans, kill_and_reap_all
 from trimaran.launcher.starters.run_dir import RunDir
 from trimaran.launcher.starters.scratch import MpiScratch
 from trimaran.launcher.supervisor.banner import announce, withdraw
-from trimaran.launcher.supervisor.group import Group
+from trimaran.launcher.supervisor.group import Failure, Group, GroupEvents, GroupState
 from trimaran.launcher.supervisor.group_control import GroupControl, GroupResolver
 from trimaran.launcher.supervisor.group_specs import Addresses, Programs, SpecMaker
 from trimaran.launcher.supervisor.links import Link, LinkEvents, listen

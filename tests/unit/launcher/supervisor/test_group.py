@@ -7,8 +7,8 @@ import gc
 from types import SimpleNamespace
 
 from trimaran.comm.messages.messages import ChildState
-from trimaran.launcher.starters.group_types import RANK, GroupEvents, GroupSpec
-from trimaran.launcher.supervisor.group import Group
+from trimaran.launcher.starters.group_types import RANK, GroupSpec
+from trimaran.launcher.supervisor.group import Group, GroupEvents
 
 
 class Spawned:
