@@ -14,8 +14,8 @@ import numpy as np
 import torch
 
 from trimaran.comm import mpi
-from trimaran.comm.collectives.collectives import connect_group
-from trimaran.comm.collectives.process_group import GlooGroup
+from trimaran.comm.collectives.tensor_group import connect_group
+from trimaran.comm.collectives.torch_groups import GlooGroup
 
 SIZES = (1 << 10, 16 << 10, 256 << 10, 1 << 20, 4 << 20)
 WARM_UP = 20

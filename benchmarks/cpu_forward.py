@@ -15,7 +15,7 @@ from collections.abc import Callable
 
 import torch
 
-from trimaran.comm.collectives.collectives import SingleRankGroup
+from trimaran.comm.collectives.tensor_group import SingleRankGroup
 from trimaran.kernels.dispatch import Ops, select_ops
 from trimaran.kernels.torch_ops import TorchOps
 from trimaran.worker.attention.backend import AttentionMetadata, ForwardContext

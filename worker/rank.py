@@ -27,7 +27,7 @@ from trimaran.worker.serving.start_times import StartTimes
 if TYPE_CHECKING:
     import torch
 
-    from trimaran.comm.collectives.collectives import TensorParallelGroup
+    from trimaran.comm.collectives.tensor_group import TensorParallelGroup
     from trimaran.comm.control.control import ControlPlane
     from trimaran.comm.stages.pipeline import PipelineLinks
     from trimaran.comm.topology import ParallelLayout
@@ -160,7 +160,7 @@ class RankProcess:
         device: torch.device,
     ) -> tuple[TensorParallelGroup, PipelineLinks]:
         """This rank's tensor group, and its ties to ranks outside of it. Collective."""
-        from trimaran.comm.collectives.collectives import connect_group
+        from trimaran.comm.collectives.tensor_group import connect_group
         from trimaran.comm.stages.pipeline import PipelineLinks
 
         timeout_s = config.start_timeout_s

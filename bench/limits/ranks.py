@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import psutil
 import torch
 
-from trimaran.comm.collectives.collectives import (
+from trimaran.comm.collectives.tensor_group import (
     SingleRankGroup,
     TensorParallelGroup,
     connect_group,

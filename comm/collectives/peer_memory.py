@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from trimaran.comm.collectives.process_group import NcclGroup
+from trimaran.comm.collectives.torch_groups import NcclGroup
 from trimaran.comm.errors import ConfigError
 
 _NATIVE_ATOMICS = 3  # CU_DEVICE_P2P_ATTRIBUTE_NATIVE_ATOMIC_SUPPORTED

@@ -6,10 +6,10 @@ from typing import Any
 
 import torch
 
-from trimaran.comm.collectives.collectives import TensorParallelGroup
+from trimaran.comm.collectives.tensor_group import TensorParallelGroup
 from trimaran.comm.control.result_link import ResultReader, ResultWriter, connect_results
 from trimaran.comm.mpi import World
-from trimaran.comm.stages.stage_link import (
+from trimaran.comm.stages.stage_links import (
     HiddenShape,
     StageReceiver,
     StageSender,

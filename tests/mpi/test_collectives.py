@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from trimaran.comm.collectives.collectives import TensorParallelGroup, connect_group
+from trimaran.comm.collectives.tensor_group import TensorParallelGroup, connect_group
 from trimaran.comm.errors import PeerLostError
 from trimaran.comm.mpi import MPI, World
 

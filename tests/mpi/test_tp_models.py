@@ -8,7 +8,7 @@ import torch
 from tests.models.families import family_configs
 from tests.unit.worker.models import models
 from tests.unit.worker.models.paged_run import PagedRun
-from trimaran.comm.collectives.collectives import TensorParallelGroup, connect_group
+from trimaran.comm.collectives.tensor_group import TensorParallelGroup, connect_group
 from trimaran.kernels import reference
 from trimaran.kernels.build import load_library
 from trimaran.kernels.cpu.operators import CpuOps

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from trimaran.comm.collectives.collectives import TensorParallelGroup
+from trimaran.comm.collectives.tensor_group import TensorParallelGroup
 from trimaran.comm.stages.pipeline import PipelineLinks
 from trimaran.comm.topology import ParallelLayout
 from trimaran.kernels.build import load_library

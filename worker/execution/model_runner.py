@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trimaran.comm.collectives.collectives import TensorParallelGroup
+from trimaran.comm.collectives.tensor_group import TensorParallelGroup
 from trimaran.comm.stages.pipeline import PipelineLinks
 from trimaran.kernels.cpu.sampling import CpuSampling
 from trimaran.worker.attention.backend import AttentionMetadata, ForwardContext

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trimaran.comm.collectives.collectives import TensorParallelGroup
+from trimaran.comm.collectives.tensor_group import TensorParallelGroup
 
 # Shapes: N rows, V vocabulary.
 

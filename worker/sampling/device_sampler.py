@@ -7,7 +7,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from trimaran.comm.collectives.collectives import TensorParallelGroup
+from trimaran.comm.collectives.tensor_group import TensorParallelGroup
 from trimaran.kernels.triton import logits as triton_logits
 from trimaran.kernels.triton import mask as triton_mask
 from trimaran.kernels.triton import sampling as triton_sampling

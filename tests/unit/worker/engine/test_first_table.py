@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.unit.worker.models import models
-from trimaran.comm.collectives.collectives import SingleRankGroup
+from trimaran.comm.collectives.tensor_group import SingleRankGroup
 from trimaran.comm.control.control import LocalControlPlane
 from trimaran.comm.errors import ConfigError
 from trimaran.comm.topology import ParallelLayout

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from trimaran.comm.collectives.collectives import SingleRankGroup
+from trimaran.comm.collectives.tensor_group import SingleRankGroup
 from trimaran.comm.control.control import LocalControlPlane
 from trimaran.comm.errors import ConfigError
 from trimaran.comm.topology import ParallelLayout

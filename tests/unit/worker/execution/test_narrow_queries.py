@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.unit.worker.models import models
-from trimaran.comm.collectives.collectives import SingleRankGroup
+from trimaran.comm.collectives.tensor_group import SingleRankGroup
 from trimaran.comm.messages.sampling_params import SamplingParams
 from trimaran.kernels.gpu import TritonOps
 from trimaran.worker.execution import model_runner

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from trimaran.comm.collectives.process_group import NcclGroup
+from trimaran.comm.collectives.torch_groups import NcclGroup
 from trimaran.comm.errors import ConfigError
 from trimaran.worker.config.engine_config import ALL_REDUCES, EngineConfig
 from trimaran.worker.parallel import sum_norms

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from trimaran.comm.collectives.collectives import SingleRankGroup
+from trimaran.comm.collectives.tensor_group import SingleRankGroup
 from trimaran.comm.messages.sampling_params import SamplingParams
 from trimaran.worker.sampling import device_sampler, sampler
 from trimaran.worker.sampling.device_sampling_state import DeviceSamplingState

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from trimaran.comm.collectives.collectives import TensorParallelGroup
+from trimaran.comm.collectives.tensor_group import TensorParallelGroup
 from trimaran.comm.errors import PeerLostError
 from trimaran.comm.mpi import World
 from trimaran.comm.transport.net import dial_any, own_addresses

@@ -120,8 +120,8 @@ def connect_group(
     connecting.
     """
     # Imported here so that each transport's module can build on this interface.
-    from trimaran.comm.collectives.process_group import GlooGroup, NcclGroup
-    from trimaran.comm.collectives.shm_collectives import SharedMemoryGroup
+    from trimaran.comm.collectives.shared_memory import SharedMemoryGroup
+    from trimaran.comm.collectives.torch_groups import GlooGroup, NcclGroup
 
     is_gpu = device.type == "cuda"
     # What torch makes for one group is made by all ranks of the root world.

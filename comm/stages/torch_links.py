@@ -11,10 +11,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from trimaran.comm.collectives.process_group import MULTICAST_OFF, connect_store
+from trimaran.comm.collectives.torch_groups import MULTICAST_OFF, connect_store
 from trimaran.comm.errors import PeerLostError
 from trimaran.comm.mpi import World
-from trimaran.comm.stages.stage_link import (
+from trimaran.comm.stages.stage_links import (
     HiddenShape,
     StageReceiver,
     StageSender,

@@ -241,7 +241,8 @@ def connect_stages(
     other GPUs NCCL; CPU ranks of one host use shared memory, of several hosts gloo.
     """
     # Imported here so that each transport's module can build on this interface.
-    from trimaran.comm.stages import stage_groups, stage_peers
+    from trimaran.comm.stages import peer_memory_links as stage_peers
+    from trimaran.comm.stages import torch_links as stage_groups
 
     is_one_host = len(set(stages.hosts)) == 1
     if device.type == "cuda":

@@ -12,10 +12,10 @@ from trimaran.comm.collectives.peer_memory import (
     map_peer_memory,
     why_memory_is_apart,
 )
-from trimaran.comm.collectives.process_group import NcclGroup
+from trimaran.comm.collectives.torch_groups import NcclGroup
 from trimaran.comm.errors import ConfigError
 from trimaran.comm.mpi import World
-from trimaran.comm.stages.stage_link import (
+from trimaran.comm.stages.stage_links import (
     FREED,
     SENT,
     HiddenShape,

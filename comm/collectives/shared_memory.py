@@ -10,8 +10,8 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from trimaran.comm.collectives.collectives import TensorParallelGroup
 from trimaran.comm.collectives.shares import Shares
+from trimaran.comm.collectives.tensor_group import TensorParallelGroup
 from trimaran.comm.errors import PeerLostError
 from trimaran.comm.mpi import World
 from trimaran.comm.transport.shared_memory import (
