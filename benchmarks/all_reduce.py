@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from trimaran.comm import mpi
-from trimaran.comm.collectives.tensor_group import connect_group
+from trimaran.comm.collectives.connect import connect_group
 from trimaran.comm.collectives.torch_groups import GlooGroup
 
 SIZES = (1 << 10, 16 << 10, 256 << 10, 1 << 20, 4 << 20)

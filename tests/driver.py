@@ -11,7 +11,8 @@ import numpy as np
 import torch
 
 from trimaran.comm import mpi
-from trimaran.comm.collectives.tensor_group import SingleRankGroup, connect_group
+from trimaran.comm.collectives.connect import connect_group
+from trimaran.comm.collectives.tensor_group import SingleRankGroup
 from trimaran.comm.control.control import LocalControlPlane, connect_control
 from trimaran.comm.messages.messages import (
     FinishReason,

@@ -160,7 +160,7 @@ class RankProcess:
         device: torch.device,
     ) -> tuple[TensorParallelGroup, PipelineLinks]:
         """This rank's tensor group, and its ties to ranks outside of it. Collective."""
-        from trimaran.comm.collectives.tensor_group import connect_group
+        from trimaran.comm.collectives.connect import connect_group
         from trimaran.comm.stages.pipeline import PipelineLinks
 
         timeout_s = config.start_timeout_s

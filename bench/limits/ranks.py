@@ -12,11 +12,8 @@ from typing import TYPE_CHECKING, Any
 import psutil
 import torch
 
-from trimaran.comm.collectives.tensor_group import (
-    SingleRankGroup,
-    TensorParallelGroup,
-    connect_group,
-)
+from trimaran.comm.collectives.connect import connect_group
+from trimaran.comm.collectives.tensor_group import SingleRankGroup, TensorParallelGroup
 from trimaran.comm.control.control import ControlPlane, LocalControlPlane, connect_control
 from trimaran.comm.errors import ConfigError, TrimaranError
 from trimaran.comm.stages.pipeline import PipelineLinks

@@ -1,14 +1,29 @@
-"""Collectives on tensors among the ranks of one tensor group, over what fits best."""
+"""Tensor groups: the collectives on tensors that every transport implements."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from typing import Protocol
 
 import torch
 
-from trimaran.comm.collectives.sum_and_norm import SumAndNorm
-from trimaran.comm.mpi import MPI, World
+
+class SumAndNorm(Protocol):
+    """Sums over a group what is to be added to a residual that is normalised next."""
+
+    def takes(self, residual_TD: torch.Tensor) -> bool:
+        """Whether it can add to such a residual; the same on all ranks."""
+        ...
+
+    def __call__(
+        self, x: torch.Tensor, residual_TD: torch.Tensor, weight_D: torch.Tensor, eps: float
+    ) -> torch.Tensor:
+        """Add the ranks' sum of ``x`` into ``residual``, and return that RMS-normalised.
+
+        ``x`` is this rank's addend [T, D], or float32 parts [S, T, D] of it. Collective.
+        """
+        ...
 
 
 class TensorParallelGroup(ABC):
@@ -108,28 +123,3 @@ class SingleRankGroup(TensorParallelGroup):
     def transport_of(self, num_bytes: int) -> str:
         """Nothing carries anything."""
         return "none"
-
-
-def connect_group(
-    world: World, device: torch.device, timeout_s: float, connect_timeout_s: float = 300.0
-) -> TensorParallelGroup:
-    """The tensor group of all ranks of ``world``. Collective over ``world.root``.
-
-    GPUs use NCCL; CPU ranks of one host shared memory, and gloo where some group spans
-    several hosts. ``timeout_s`` bounds every later collective, ``connect_timeout_s`` the
-    connecting.
-    """
-    # Imported here so that each transport's module can build on this interface.
-    from trimaran.comm.collectives.shared_memory import SharedMemoryGroup
-    from trimaran.comm.collectives.torch_groups import GlooGroup, NcclGroup
-
-    is_gpu = device.type == "cuda"
-    # What torch makes for one group is made by all ranks of the root world.
-    needs = is_gpu or len(set(world.hosts)) > 1
-    if world.root.size > 1 and world.root.comm.allreduce(needs and world.size > 1, MPI.LOR):
-        if is_gpu:
-            return NcclGroup(world, device, timeout_s, connect_timeout_s)
-        return GlooGroup(world, timeout_s, connect_timeout_s)
-    if world.size == 1:
-        return SingleRankGroup()
-    return SharedMemoryGroup.connect(world, timeout_s)

@@ -15,15 +15,13 @@ from trimaran.comm.collectives.peer_memory import (
 from trimaran.comm.collectives.torch_groups import NcclGroup
 from trimaran.comm.errors import ConfigError
 from trimaran.comm.mpi import World
-from trimaran.comm.stages.stage_links import (
+from trimaran.comm.stages.shared_memory_links import (
     FREED,
     SENT,
-    HiddenShape,
-    StageReceiver,
-    StageSender,
     StepCounts,
     share_with_neighbours,
 )
+from trimaran.comm.stages.stage_links import HiddenShape, StageReceiver, StageSender
 from trimaran.comm.transport.shared_memory import SharedSegment
 
 logger = logging.getLogger(__name__)
@@ -145,7 +143,7 @@ class PeerReceiver(StageReceiver):
 def connect_peers(
     stages: World, shape: HiddenShape, device: torch.device, timeout_s: float
 ) -> tuple[StageReceiver | None, StageSender | None] | None:
-    """See `stage_link.connect_stages`; None where GPUs do not map each other's memory.
+    """See `pipeline.connect_stages`; None where GPUs do not map each other's memory.
 
     Raises:
         ConfigError: what a GPU reads is not what the one before wrote.

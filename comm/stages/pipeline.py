@@ -9,18 +9,36 @@ import torch
 from trimaran.comm.collectives.tensor_group import TensorParallelGroup
 from trimaran.comm.control.result_link import ResultReader, ResultWriter, connect_results
 from trimaran.comm.mpi import World
-from trimaran.comm.stages.stage_links import (
-    HiddenShape,
-    StageReceiver,
-    StageSender,
-    connect_stages,
-)
+from trimaran.comm.stages import peer_memory_links, torch_links
+from trimaran.comm.stages.shared_memory_links import connect_shared
+from trimaran.comm.stages.stage_links import HiddenShape, StageReceiver, StageSender
 from trimaran.comm.topology import ParallelLayout
 from trimaran.comm.waits import Waits
 
 _EXTRA_SLOTS = 2
 """Steps that a link between stages holds beside one a stage: one more may be in flight, and
 the one that is being read is not free yet."""
+
+
+def connect_stages(
+    stages: World, shape: HiddenShape, device: torch.device, timeout_s: float
+) -> tuple[StageReceiver | None, StageSender | None]:
+    """This rank's ends to the stage before and to the next one.
+
+    Collective over the world that ``stages`` is cut from, each rank with its own: the ranks of
+    one pipeline, first stage first. GPUs of one host that map each other's memory use it,
+    other GPUs NCCL; CPU ranks of one host use shared memory, of several hosts gloo.
+    """
+    is_one_host = len(set(stages.hosts)) == 1
+    if device.type == "cuda":
+        if is_one_host:
+            ends = peer_memory_links.connect_peers(stages, shape, device, timeout_s)
+            if ends is not None:
+                return ends
+        return torch_links.connect_nccl(stages, shape, device, timeout_s)
+    if is_one_host:
+        return connect_shared(stages, shape, timeout_s)
+    return torch_links.connect_gloo(stages, shape, timeout_s)
 
 
 class PipelineLinks:

@@ -105,7 +105,7 @@ class GlooReceiver(StageReceiver):
 def connect_gloo(
     stages: World, shape: HiddenShape, timeout_s: float
 ) -> tuple[StageReceiver | None, StageSender | None]:
-    """Collective over the ranks of one pipeline; see `stage_link.connect_stages`."""
+    """Collective over the ranks of one pipeline; see `pipeline.connect_stages`."""
     store = connect_store(stages, timeout_s)
     limit = timedelta(seconds=timeout_s)
     group = _torch_distributed.ProcessGroupGloo(store, stages.rank, stages.size, limit)
@@ -217,7 +217,7 @@ class NcclReceiver(StageReceiver):
 def connect_nccl(
     stages: World, shape: HiddenShape, device: torch.device, timeout_s: float
 ) -> tuple[StageReceiver | None, StageSender | None]:
-    """Collective over the ranks of one pipeline; see `stage_link.connect_stages`."""
+    """Collective over the ranks of one pipeline; see `pipeline.connect_stages`."""
     pairs = _NcclPairs(stages, shape, device, timeout_s)
     receiver = None if stages.rank == 0 else NcclReceiver(pairs)
     sender = None if stages.rank == stages.size - 1 else NcclSender(pairs)

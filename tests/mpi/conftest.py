@@ -17,7 +17,8 @@ if not torch.cuda.is_available():
 
 from tests.unit.worker.models import models
 from trimaran.comm import mpi
-from trimaran.comm.collectives.tensor_group import TensorParallelGroup, connect_group
+from trimaran.comm.collectives.connect import connect_group
+from trimaran.comm.collectives.tensor_group import TensorParallelGroup
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 torch.set_num_threads(1)

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from trimaran.comm.collectives.tensor_group import TensorParallelGroup, connect_group
+from trimaran.comm.collectives.connect import connect_group
+from trimaran.comm.collectives.tensor_group import TensorParallelGroup
 from trimaran.comm.errors import PeerLostError
 from trimaran.comm.mpi import MPI, World
 

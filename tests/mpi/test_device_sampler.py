@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from trimaran.comm import mpi
-from trimaran.comm.collectives.tensor_group import connect_group
+from trimaran.comm.collectives.connect import connect_group
 from trimaran.comm.messages.sampling_params import SamplingParams
 from trimaran.worker.sampling import device_sampler
 from trimaran.worker.sampling.device_sampling_state import DeviceSamplingState

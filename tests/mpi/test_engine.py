@@ -9,7 +9,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from tests.driver import Driver, Ranks
 from trimaran.comm import mpi
-from trimaran.comm.collectives.tensor_group import connect_group
+from trimaran.comm.collectives.connect import connect_group
 from trimaran.worker.config.engine_config import (
     CacheConfig,
     EngineConfig,

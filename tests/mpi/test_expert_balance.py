@@ -8,7 +8,7 @@ import torch
 from tests.mpi.test_expert_dispatch import CONFIGS, CPU, NUM_RANKS, make_layer
 from tests.unit.worker.models import models
 from tests.unit.worker.models.paged_run import PagedRun
-from trimaran.comm.collectives.tensor_group import connect_group
+from trimaran.comm.collectives.connect import connect_group
 from trimaran.comm.topology import ParallelLayout
 from trimaran.kernels.torch_ops import TorchOps
 from trimaran.worker.config.engine_folder import EngineFolder

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from trimaran.comm.collectives.tensor_group import connect_group
+from trimaran.comm.collectives.connect import connect_group
 from trimaran.comm.mpi import MPI
 from trimaran.comm.topology import ParallelLayout
 from trimaran.kernels.build import load_library

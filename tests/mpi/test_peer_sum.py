@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from trimaran.comm.collectives.connect import connect_group
 from trimaran.comm.collectives.peer_memory import why_memory_is_apart
-from trimaran.comm.collectives.tensor_group import connect_group
 from trimaran.comm.errors import ConfigError
 from trimaran.comm.transport.shared_memory import SharedSegment
 from trimaran.kernels.triton.peer_sum import TILE, PeerSum, region_bytes

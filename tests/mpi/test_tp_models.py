@@ -8,7 +8,8 @@ import torch
 from tests.models.families import family_configs
 from tests.unit.worker.models import models
 from tests.unit.worker.models.paged_run import PagedRun
-from trimaran.comm.collectives.tensor_group import TensorParallelGroup, connect_group
+from trimaran.comm.collectives.connect import connect_group
+from trimaran.comm.collectives.tensor_group import TensorParallelGroup
 from trimaran.kernels import reference
 from trimaran.kernels.build import load_library
 from trimaran.kernels.cpu.operators import CpuOps

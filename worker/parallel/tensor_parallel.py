@@ -8,7 +8,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from trimaran.comm.collectives.sum_and_norm import SumAndNorm
+from trimaran.comm.collectives.tensor_group import SumAndNorm
 
 
 class TensorGroup(Protocol):

@@ -9,7 +9,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralFo
 
 from tests.driver import Driver, Ranks
 from tests.gpu.hidden_waits import no_hidden_waits
-from trimaran.comm.collectives.tensor_group import connect_group
+from trimaran.comm.collectives.connect import connect_group
 from trimaran.comm.mpi import MPI
 from trimaran.worker.config.engine_config import (
     CacheConfig,

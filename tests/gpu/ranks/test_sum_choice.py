@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from trimaran.comm.collectives.tensor_group import connect_group
+from trimaran.comm.collectives.connect import connect_group
 from trimaran.comm.errors import ConfigError
 from trimaran.worker.config.engine_config import EngineConfig
 from trimaran.worker.parallel import sum_norms

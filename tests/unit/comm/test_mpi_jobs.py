@@ -41,7 +41,7 @@ time.sleep(120)
 STOPPED = """
 import os, signal, torch
 from trimaran.comm import mpi
-from trimaran.comm.collectives.tensor_group import connect_group
+from trimaran.comm.collectives.connect import connect_group
 from trimaran.comm.errors import PeerLostError
 world = mpi.World.discover()
 group = connect_group(world, torch.device("cpu"), timeout_s=3.0)
