@@ -41,7 +41,7 @@ from trimaran.worker.experts.reports import ASK, ExpertReports
 from trimaran.worker.guided.compiler import GuideCompiler
 from trimaran.worker.lora.ops_message import decode_ops, encode_ops, holds_ops
 from trimaran.worker.requests.request import Request
-from trimaran.worker.scheduling.lanes import LaneSteps
+from trimaran.worker.scheduling.data_parallel import LaneSteps
 from trimaran.worker.scheduling.scheduler import Emission
 from trimaran.worker.scheduling.step_plan import ScheduledStep
 from trimaran.worker.steps.step_times import Part, StepTimes

@@ -13,7 +13,7 @@ from trimaran.worker.execution.step_result import ModelRunnerOutput
 from trimaran.worker.kv_cache.kv_group import KVGroup
 from trimaran.worker.lora.manager import AdapterManager
 from trimaran.worker.models.interfaces import CausalLM
-from trimaran.worker.scheduling.lanes import LaneAdapters, LaneScheduler
+from trimaran.worker.scheduling.data_parallel import LaneAdapters, LaneScheduler
 from trimaran.worker.scheduling.scheduler import Scheduler
 from trimaran.worker.steps.lane_decisions import LaneDecisions
 from trimaran.worker.steps.step_types import SchedulerOutput

@@ -9,7 +9,7 @@ import torch
 
 from trimaran.comm.messages.messages import STATS_KEYS
 from trimaran.worker.engine.loading import LoadedEngine
-from trimaran.worker.scheduling.lanes import LaneScheduler, LaneSteps
+from trimaran.worker.scheduling.data_parallel import LaneScheduler, LaneSteps
 from trimaran.worker.scheduling.scheduler import Scheduler
 from trimaran.worker.scheduling.step_plan import ScheduledStep
 from trimaran.worker.steps.step_times import StepTimes

@@ -18,17 +18,17 @@ from trimaran.worker.requests.request import (
     remove_by_key,
 )
 from trimaran.worker.sampling.beam_search import Candidates
+from trimaran.worker.scheduling.admission_policy import Outlook
 from trimaran.worker.scheduling.beam_group import BeamGroup, advance_groups, num_next_tokens
-from trimaran.worker.scheduling.fair_chunks import FairChunks
-from trimaran.worker.scheduling.guided_followers import Followers
+from trimaran.worker.scheduling.capacity import PlaceFinder
+from trimaran.worker.scheduling.guided_sequences import Followers
 from trimaran.worker.scheduling.limits import check_limits, check_queue
-from trimaran.worker.scheduling.loads import Loads
 from trimaran.worker.scheduling.micro_batches import MicroBatches
-from trimaran.worker.scheduling.outlook import Outlook
-from trimaran.worker.scheduling.places import PlaceFinder
 from trimaran.worker.scheduling.releases import Releases
+from trimaran.worker.scheduling.resources import Loads
 from trimaran.worker.scheduling.rows import Rows
 from trimaran.worker.scheduling.step_plan import ScheduledStep, StepPlan
+from trimaran.worker.scheduling.token_budget import FairChunks
 from trimaran.worker.scheduling.waiting_queue import WaitingQueue
 
 _WATERMARK = 0.01

@@ -18,7 +18,7 @@ from trimaran.worker.lora.sent import OutgoingAdapter
 from trimaran.worker.lora.store import PIECE
 from trimaran.worker.lora.tensor_file import TensorFile
 from trimaran.worker.requests.request import Request
-from trimaran.worker.scheduling.lanes import LaneAdapters
+from trimaran.worker.scheduling.data_parallel import LaneAdapters
 
 
 class Lanes:

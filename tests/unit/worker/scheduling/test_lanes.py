@@ -12,7 +12,7 @@ from trimaran.comm.messages.sampling_params import SamplingParams
 from trimaran.worker.config.engine_config import SchedulerConfig
 from trimaran.worker.kv_cache.manager import KVCacheManager
 from trimaran.worker.requests.request import Request
-from trimaran.worker.scheduling.lanes import LaneScheduler
+from trimaran.worker.scheduling.data_parallel import LaneScheduler
 from trimaran.worker.scheduling.scheduler import Scheduler
 from trimaran.worker.steps.lane_decisions import LaneDecisions
 from trimaran.worker.steps.step_types import SampledTokens, SchedulerOutput

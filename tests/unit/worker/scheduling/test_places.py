@@ -8,8 +8,8 @@ import pytest
 
 from tests.unit.worker.scheduling.test_scheduler import BLOCK, Planner
 from trimaran.comm.messages.messages import FinishReason
-from trimaran.worker.scheduling import places
-from trimaran.worker.scheduling.places import PlaceFinder
+from trimaran.worker.scheduling import capacity as places
+from trimaran.worker.scheduling.capacity import PlaceFinder
 
 
 def test_a_prompt_that_waits_is_looked_up_only_once_there_may_be_room(monkeypatch):

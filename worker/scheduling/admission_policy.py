@@ -8,10 +8,10 @@ from trimaran.comm.messages.messages import FinishReason
 from trimaran.worker.config.engine_config import SchedulerConfig
 from trimaran.worker.kv_cache.manager import KVCacheManager
 from trimaran.worker.requests.request import Sequence
-from trimaran.worker.scheduling.growth import GrowthForecast
-from trimaran.worker.scheduling.loads import Loads
+from trimaran.worker.scheduling.kv_forecast import GrowthForecast
+from trimaran.worker.scheduling.preemption import Turns
 from trimaran.worker.scheduling.recompute import RecomputePrice
-from trimaran.worker.scheduling.turns import Turns
+from trimaran.worker.scheduling.resources import Loads
 
 _PATIENCE = 16
 """Steps until admission is tried again, unless a sequence ends before."""
