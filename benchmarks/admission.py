@@ -13,7 +13,7 @@ from trimaran.comm.messages.sampling_params import SamplingParams
 from trimaran.worker.config.engine_config import SchedulerConfig
 from trimaran.worker.kv_cache.manager import KVCacheManager
 from trimaran.worker.requests.request import Request
-from trimaran.worker.scheduling.pauses import Pauses
+from trimaran.worker.scheduling.preemption import Pauses
 from trimaran.worker.scheduling.scheduler import Scheduler
 from trimaran.worker.scheduling.step_plan import ScheduledStep
 

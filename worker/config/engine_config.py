@@ -101,7 +101,7 @@ class SchedulerConfig:
 
     tokens_per_read: float = 0.0
     """Prompt tokens that are computed in the time of reading the weights; known once the model
-    is. For ``max_utilization``, see `worker/scheduling/recompute.py`."""
+    is. For ``max_utilization``, see `worker/scheduling/preemption.py`."""
 
     depth: int = 0
     """Steps in flight: 1 plain, 2 overlapped, in a pipeline one a stage or one more; 0 what

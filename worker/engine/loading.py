@@ -35,7 +35,7 @@ from trimaran.worker.models.first_table import looks_up_first_product, make_firs
 from trimaran.worker.models.interfaces import CausalLM
 from trimaran.worker.models.registry import load_model
 from trimaran.worker.parallel.sum_norms import choose_sums_and_norms
-from trimaran.worker.scheduling.recompute import tokens_per_read
+from trimaran.worker.scheduling.preemption import tokens_per_read
 
 logger = logging.getLogger(__name__)
 

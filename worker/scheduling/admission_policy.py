@@ -9,8 +9,7 @@ from trimaran.worker.config.engine_config import SchedulerConfig
 from trimaran.worker.kv_cache.manager import KVCacheManager
 from trimaran.worker.requests.request import Sequence
 from trimaran.worker.scheduling.kv_forecast import GrowthForecast
-from trimaran.worker.scheduling.preemption import Turns
-from trimaran.worker.scheduling.recompute import RecomputePrice
+from trimaran.worker.scheduling.preemption import RecomputePrice, Turns
 from trimaran.worker.scheduling.resources import Loads
 
 _PATIENCE = 16

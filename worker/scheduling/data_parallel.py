@@ -16,7 +16,7 @@ from trimaran.worker.lora.store import num_piece_bytes
 from trimaran.worker.requests.request import Request, Sequence
 from trimaran.worker.sampling.beam_search import Candidates
 from trimaran.worker.scheduling.limits import check_limits, check_queue
-from trimaran.worker.scheduling.pauses import Pauses
+from trimaran.worker.scheduling.preemption import Pauses
 from trimaran.worker.scheduling.resources import Loads
 from trimaran.worker.scheduling.scheduler import Emission, Scheduler
 from trimaran.worker.scheduling.step_plan import ScheduledStep

@@ -23,12 +23,9 @@ from trimaran.worker.scheduling.beam_group import BeamGroup, advance_groups, num
 from trimaran.worker.scheduling.capacity import PlaceFinder
 from trimaran.worker.scheduling.guided_sequences import Followers
 from trimaran.worker.scheduling.limits import check_limits, check_queue
-from trimaran.worker.scheduling.micro_batches import MicroBatches
-from trimaran.worker.scheduling.releases import Releases
-from trimaran.worker.scheduling.resources import Loads
-from trimaran.worker.scheduling.rows import Rows
+from trimaran.worker.scheduling.resources import Loads, Releases, Rows
 from trimaran.worker.scheduling.step_plan import ScheduledStep, StepPlan
-from trimaran.worker.scheduling.token_budget import FairChunks
+from trimaran.worker.scheduling.token_budget import FairChunks, MicroBatches
 from trimaran.worker.scheduling.waiting_queue import WaitingQueue
 
 _WATERMARK = 0.01

@@ -14,7 +14,7 @@ from trimaran.worker.requests.request import (
     Sequence,
     remove_by_key,
 )
-from trimaran.worker.scheduling.pauses import Pauses
+from trimaran.worker.scheduling.preemption import Pauses
 
 
 class WaitingQueue:

@@ -8,7 +8,7 @@ import pytest
 from tests.unit.worker.scheduling.test_scheduler import BLOCK, Planner
 from trimaran.worker.config.pretrained_config import PretrainedConfig
 from trimaran.worker.scheduling.kv_forecast import GrowthForecast
-from trimaran.worker.scheduling.recompute import tokens_per_read
+from trimaran.worker.scheduling.preemption import tokens_per_read
 
 
 def finish_all(planner):
