@@ -13,7 +13,6 @@ from trimaran.comm.messages.sampling_params import SamplingParams
 from trimaran.worker.config.engine_config import SchedulerConfig
 from trimaran.worker.kv_cache.manager import KVCacheManager
 from trimaran.worker.requests.request import Request
-from trimaran.worker.scheduling.preemption import Pauses
 from trimaran.worker.scheduling.scheduler import Scheduler
 from trimaran.worker.scheduling.step_plan import ScheduledStep
 
@@ -128,7 +127,7 @@ def run(scheduler: Scheduler, lengths: list[int], cost: StepCost) -> tuple[int, 
     seconds, begin = 0.0, scheduler.step
     while scheduler.has_requests or in_flight:
         # What the host has is there by the next step.
-        scheduler.loads.done_step = scheduler.step
+        scheduler.swap_ins.done_step = scheduler.step
         step = scheduler.schedule()
         if step is not None:
             in_flight.append(step)
@@ -165,10 +164,12 @@ def main() -> None:
             per_read = 0.0 if args.never_pause else load.cost.tokens_per_read
             scheduler = make_scheduler(load, expected, per_read, args.host_blocks)
             for time in ("first", "again"):
-                scheduler.pauses = pauses = Pauses()
+                counts = scheduler.preemptions
+                before = counts.num_sequences, counts.num_tokens
                 steps, seconds = run(scheduler, queue(scheduler, load), load.cost)
-                counts = f"{pauses.num_sequences} | {pauses.num_tokens:,}"
-                print(f"{name} | {expected} | {time} | {steps:,} | {seconds:.1f} | {counts}",
+                paused, again = counts.num_sequences - before[0], counts.num_tokens - before[1]
+                told = f"{paused} | {again:,}"
+                print(f"{name} | {expected} | {time} | {steps:,} | {seconds:.1f} | {told}",
                       flush=True)  # fmt: skip
 
 

@@ -149,7 +149,7 @@ class Stress:
     def _look(self) -> None:
         scheduler = self._engine.scheduler
         self.peak_running = max(self.peak_running, len(scheduler.running))
-        self.num_paused = max(self.num_paused, scheduler.num_preempted)
+        self.num_paused = max(self.num_paused, scheduler.preemptions.num_waiting)
 
     def _take(self, message: object, window: Window, is_counted: bool) -> None:
         if isinstance(message, RequestFailed):
@@ -195,7 +195,7 @@ class Stress:
             self.problems.append(f"{len(self._streams)} streams never ended")
         if cache.num_free != cache.num_blocks:
             self.problems.append(f"{cache.num_blocks - cache.num_free} blocks are still held")
-        if scheduler.running or scheduler.waiting or scheduler.num_preempted:
+        if scheduler.running or scheduler.waiting or scheduler.preemptions.num_waiting:
             self.problems.append("sequences are left in the scheduler")
         cache.check([])
 

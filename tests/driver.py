@@ -151,7 +151,7 @@ class Driver:
         cache.check([])
         assert cache.num_free == cache.num_available == cache.num_blocks
         assert len(scheduler.rows.free) == scheduler.config.max_num_seqs
-        assert scheduler.num_preempted == 0
+        assert scheduler.preemptions.num_waiting == 0
         assert not self.engine._requests and not self.engine._in_flight
 
 

@@ -85,7 +85,7 @@ class OfflineDriver:
             RuntimeError: a request was refused, or tokens are missing.
         """
         self._submit(load)
-        pauses = self._engine.scheduler.pauses
+        pauses = self._engine.scheduler.preemptions
         before = pauses.num_sequences, pauses.num_tokens
         waiting = set(range(self._next_id - load.requests, self._next_id))
         done = OfflineRun()
@@ -102,7 +102,7 @@ class OfflineDriver:
             done.steps_s.append(now - last)
             last = now
         done.seconds = last - start
-        pauses = self._engine.scheduler.pauses
+        pauses = self._engine.scheduler.preemptions
         done.num_paused = pauses.num_sequences - before[0]
         done.num_recomputed = pauses.num_tokens - before[1]
         self._control.mark_idle()

@@ -159,7 +159,7 @@ def test_paused_sequences_take_turns_and_keep_on_the_host_what_they_computed(
         assert outputs(driver) == expected
 
     assert scheduler.cache.hosts[0].num_loaded > 0
-    assert scheduler.pauses.num_sequences > 3 * len(prompts)
+    assert scheduler.preemptions.num_sequences > 3 * len(prompts)
     driver.engine.shutdown()
 
 

@@ -32,11 +32,11 @@ def test_every_feature_at_once_gives_what_one_rank_gives_alone(world):
     engine = driver.engine
     if world.rank == 0:
         assert not engine._requests and not engine.scheduler.has_requests
-        for lane in engine.scheduler.lanes:
+        for lane in engine.scheduler.ranks:
             lane.cache.check([])
             assert lane.cache.num_free == lane.cache.num_blocks
             assert len(lane.rows.free) == lane.config.max_num_seqs
-        assert [lane.num_used for lane in engine._adapters.lanes] == [0, 0]
+        assert [lane.num_used for lane in engine._adapters.ranks] == [0, 0]
         alone = make_engine(1, 1024)
         whole = [request for request in range(1, NUM_REQUESTS + 1) if request not in killed]
         for request in rng.sample(whole, NUM_ALONE):

@@ -141,7 +141,7 @@ def test_lanes_give_the_tokens_of_transformers(
 
     def drive(driver):
         requests = [driver.submit(prompt, max_tokens=12) for prompt in PROMPTS]
-        lanes = driver.engine.scheduler.lanes
+        lanes = driver.engine.scheduler.ranks
         used = {number for number, lane in enumerate(lanes) if lane.has_requests}
         driver.run()
         return used, [driver.outputs(request) for request in requests]
@@ -238,7 +238,7 @@ def test_cancelled_requests_leave_nothing_behind_in_any_lane(world, models):
             driver.step()
             driver.engine.cancel("client", [request])
         driver.run()
-        caches = [lane.cache for lane in driver.engine.scheduler.lanes]
+        caches = [lane.cache for lane in driver.engine.scheduler.ranks]
         reasons = [driver.reasons[request, 0] for request in requests]
         return reasons, [cache.num_free for cache in caches], [c.num_blocks for c in caches]
 

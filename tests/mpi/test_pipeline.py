@@ -167,7 +167,7 @@ def test_paused_sequences_keep_on_each_stages_host_what_they_computed(
         numbers = [driver.submit(prompt, max_tokens=90) for prompt in prompts]
         driver.run()
         scheduler = driver.engine.scheduler
-        assert scheduler.pauses.num_sequences > len(prompts)
+        assert scheduler.preemptions.num_sequences > len(prompts)
         assert scheduler.cache.hosts[0].num_loaded > 0
         return [driver.output(number) for number in numbers]
 

@@ -41,7 +41,7 @@ from trimaran.worker.experts.reports import ASK, ExpertReports
 from trimaran.worker.guided.compiler import GuideCompiler
 from trimaran.worker.lora.ops_message import decode_ops, encode_ops, holds_ops
 from trimaran.worker.requests.request import Request
-from trimaran.worker.scheduling.data_parallel import LaneSteps
+from trimaran.worker.scheduling.data_parallel import DataParallelStep
 from trimaran.worker.scheduling.scheduler import Emission
 from trimaran.worker.scheduling.step_plan import ScheduledStep
 from trimaran.worker.steps.step_times import Part, StepTimes
@@ -101,7 +101,9 @@ class Engine:
         default_depth = 2 if self.device.type == "cuda" else 1
         num_stages = topology.pp_size
         self.depth = self._config.scheduler.depth or max(default_depth, num_stages)
-        self._in_flight: deque[tuple[ScheduledStep | LaneSteps, ModelRunnerOutput]] = deque()
+        self._in_flight: deque[tuple[ScheduledStep | DataParallelStep, ModelRunnerOutput]] = (
+            deque()
+        )
         self._requests: dict[tuple[Hashable, int], list[Request]] = {}
         self._num_submitted = 0
         self._taken: list[AdapterTaken] = []
@@ -299,8 +301,8 @@ class Engine:
             self._add_compiled(result)
         if self._profile is not None:
             self._profile.begin_step(self.scheduler.step + 1, self.times)
-        if self.scheduler.loads:
-            self.scheduler.loads.done_step = self.runner.loaded_step
+        if self.scheduler.swap_ins:
+            self.scheduler.swap_ins.done_step = self.runner.loaded_step
         step = self.scheduler.schedule()
         self._move_adapters()
         if step is not None:

@@ -13,7 +13,7 @@ from trimaran.worker.execution.step_result import ModelRunnerOutput
 from trimaran.worker.kv_cache.kv_group import KVGroup
 from trimaran.worker.lora.manager import AdapterManager
 from trimaran.worker.models.interfaces import CausalLM
-from trimaran.worker.scheduling.data_parallel import LaneAdapters, LaneScheduler
+from trimaran.worker.scheduling.data_parallel import DataParallelAdapters, DataParallelScheduler
 from trimaran.worker.scheduling.scheduler import Scheduler
 from trimaran.worker.steps.lane_decisions import LaneDecisions
 from trimaran.worker.steps.step_types import SchedulerOutput
@@ -54,8 +54,8 @@ class EngineParts(NamedTuple):
     """Who runs steps, who decides them, and how decisions are read."""
 
     runner: RunsSteps
-    scheduler: Scheduler | LaneScheduler
-    adapters: AdapterManager | LaneAdapters
+    scheduler: Scheduler | DataParallelScheduler
+    adapters: AdapterManager | DataParallelAdapters
     decode: Callable[[bytes], SchedulerOutput | LaneDecisions]
 
 
@@ -76,7 +76,7 @@ def engine_parts(
         )
     return EngineParts(
         LaneRunner(loaded.runner, topology, links),
-        LaneScheduler(schedulers),
-        LaneAdapters(loaded.adapters),
+        DataParallelScheduler(schedulers),
+        DataParallelAdapters(loaded.adapters),
         LaneDecisions.decode,
     )

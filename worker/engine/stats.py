@@ -9,7 +9,7 @@ import torch
 
 from trimaran.comm.messages.messages import STATS_KEYS
 from trimaran.worker.engine.loading import LoadedEngine
-from trimaran.worker.scheduling.data_parallel import LaneScheduler, LaneSteps
+from trimaran.worker.scheduling.data_parallel import DataParallelScheduler, DataParallelStep
 from trimaran.worker.scheduling.scheduler import Scheduler
 from trimaran.worker.scheduling.step_plan import ScheduledStep
 from trimaran.worker.steps.step_times import StepTimes
@@ -19,16 +19,19 @@ class EngineStats:
     """Remembers what the last step held; an idle engine reports no request."""
 
     def __init__(
-        self, loaded: LoadedEngine, scheduler: Scheduler | LaneScheduler, times: StepTimes
+        self,
+        loaded: LoadedEngine,
+        scheduler: Scheduler | DataParallelScheduler,
+        times: StepTimes,
     ) -> None:
         self._loaded = loaded
         self._scheduler = scheduler
         self._times = times
         self._process = psutil.Process()
-        self._last: ScheduledStep | LaneSteps | None = None
+        self._last: ScheduledStep | DataParallelStep | None = None
         self._num_active = 0
 
-    def record(self, step: ScheduledStep | LaneSteps) -> None:
+    def record(self, step: ScheduledStep | DataParallelStep) -> None:
         """Note a step that was just scheduled."""
         self._last = step
         self._num_active = self._scheduler.num_active
@@ -55,7 +58,7 @@ class EngineStats:
         active = self._scheduler.num_active if last is None else self._num_active
         scheduled = 0 if last is None else last.num_scheduled
         context = 0 if last is None else last.num_context
-        pauses = self._scheduler.pauses
+        pauses = self._scheduler.preemptions
         return {
             "active_requests": active,
             "max_requests": len(self._loaded.caches) * self._loaded.limits.max_num_seqs,

@@ -13,7 +13,7 @@ _FIRST_BYTE = 0x81
 
 
 def encode_ops(ops: list[Any]) -> bytes:
-    """A msgpack map of what `AdapterManager.take_ops` or `LaneAdapters.take_ops` gave."""
+    """A msgpack map of the operations of `take_ops`, of one dp rank or of all."""
     packed: bytes = msgpack.packb({"adapters": ops})
     return packed
 

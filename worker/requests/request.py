@@ -149,7 +149,7 @@ class Sequence:
         "num_pending",
         "num_prompt_tokens",
         "parent",
-        "paused_at",
+        "preempted_at",
         "publish_at",
         "request",
         "row",
@@ -193,7 +193,7 @@ class Sequence:
         self.status = RequestStatus.NEW
         self.finish_reason = FinishReason.NOT_FINISHED
         self.is_preempted = False
-        self.paused_at = 0
+        self.preempted_at = 0
         """The step before which it made room for others, last."""
         self.has_told_prompt = False
         """Whether the prompt's logits were told."""
@@ -205,12 +205,12 @@ class Sequence:
         if request.sampling.return_perf_metrics:
             self.figures = SequenceFigures(request.arrival_ns)
 
-    def pause(self, step: int) -> None:
-        """Back to the queue: who was paused first is the first of its level to come back, and
-        makes room for others again only after all that have not been."""
+    def preempt(self, step: int) -> None:
+        """Back to the queue. Within its priority, the sequence that was preempted first is the
+        first to resume, and the last to be preempted again."""
         self.num_computed_tokens = 0
         self.is_preempted = True
-        self.paused_at = step
+        self.preempted_at = step
         self.key = (self.key[0], -1, step, *self.key[-2:])
 
     @property
@@ -287,8 +287,8 @@ class Request:
     grammar: Grammar | None = None
     """What the output must follow."""
 
-    lane: int = 0
-    """Where it runs, of the lanes of a data-parallel engine."""
+    dp_rank: int = 0
+    """The data-parallel rank that it runs on."""
 
     arrival_ns: int = field(default_factory=time.monotonic_ns)
     """When it came, before anything it waits for; on this host's monotonic clock."""

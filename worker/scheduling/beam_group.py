@@ -14,18 +14,18 @@ from trimaran.worker.sampling.beam_search import BeamSearch, Candidates, Hypothe
 from trimaran.worker.scheduling.step_plan import ScheduledStep, StepPlan
 
 _INTERVAL = 16
-"""Tokens between two words about beams to a client that does not stream."""
+"""Tokens between two messages about beams to a client that does not stream."""
 
 
 class BeamGroup:
-    """A request's beams: each has a row, all have as many tokens, and full blocks are shared.
+    """A request's beams: each has a row, all have the same length, full blocks are shared.
 
-    The scheduler queues the first alone, the leader, which computes the prompt as any
-    sequence does. From then on all are planned together, and only once the host has
-    selected among what their last step found: which beam goes on with whose tokens is not
-    known before. A hypothesis keeps the row and the blocks of its parent. The second that
-    follows the same parent takes a row that nobody goes on with, shares the parent's full
-    blocks and gets a copy of the partial one.
+    The scheduler queues the first beam alone. This leader computes the prompt like any other
+    sequence. From then on all beams are scheduled together, and only after the host has
+    selected among the candidates of their last step: the selection decides which beam goes on
+    with which tokens. A hypothesis keeps the row and the blocks of its parent. A second
+    hypothesis of the same parent takes the row of a beam that was dropped, shares the parent's
+    full blocks and gets a copy of the partial block.
     """
 
     def __init__(self, leader: Sequence) -> None:
@@ -38,12 +38,12 @@ class BeamGroup:
             beam.beams = self
             self.beams.append(beam)
         self._max_blocks = 0
-        """Blocks promised to each beam; 0 if none are."""
+        """Blocks reserved for each beam; 0 without reservations."""
         self._num_shown = 0
         self.start_over()
 
     def start_over(self) -> None:
-        """Forget all output: it is found again, and alike."""
+        """Forget all output: the same output is found again."""
         leader = self.leader
         del leader.token_ids[leader.num_prompt_tokens :]
         self.search = BeamSearch(
@@ -52,11 +52,11 @@ class BeamGroup:
         self.awaited_step = 0
         """The step whose result the next selection is made from."""
         self._live = [0]
-        """The beam that has each of the search's live hypotheses."""
+        """By live hypothesis of the search, the number of its beam."""
         self._forks: dict[int, int] = {}
-        """Beams that go on with another's tokens, and whose."""
+        """Beams that go on with the tokens of another beam, and the number of that beam."""
         self._is_entered = [True] + [False] * (self.width - 1)
-        """Whether a beam's row was told of its request."""
+        """By beam, whether a decision has sent its row."""
 
     # ---- rows and blocks -----------------------------------------------------------------
 
@@ -68,19 +68,19 @@ class BeamGroup:
         )
 
     def reserve(self, cache: KVCacheManager, num_blocks: int) -> None:
-        """Promise ``num_blocks`` to each but the leader; the caller has checked."""
+        """Reserve ``num_blocks`` for each but the leader; the caller has checked."""
         self._max_blocks = num_blocks
         for beam in self.beams[1:]:
             self._reserve_own(beam, cache)
 
     def _reserve_own(self, beam: Sequence, cache: KVCacheManager) -> None:
-        """Promise a beam without blocks what it will not share with its parent."""
+        """Reserve for a beam without blocks those that it will not share with its parent."""
         num_shared = len(self.leader.token_ids) // cache.block_size
         if self._max_blocks:
             cache.reserve(beam.blocks, self._max_blocks - num_shared)
 
     def release(self, cache: KVCacheManager) -> None:
-        """Drop the blocks and the promises of all but the leader."""
+        """Free the blocks and the reservations of all but the leader."""
         self._max_blocks = 0
         for beam in self.beams[1:]:
             cache.release(beam.blocks)
@@ -102,14 +102,14 @@ class BeamGroup:
     def advance(
         self, candidates: List[Candidates], cache: KVCacheManager, logits: List[Any] = ()
     ) -> None:
-        """Select among what the step found for each live hypothesis, in their order.
+        """Select among the step's candidates, given for each live hypothesis in order.
 
-        ``logits`` are what it was found in, if they are kept.
+        ``logits`` are those of each live hypothesis, if they are kept.
         """
         parents = [self._live[parent] for parent in self.search.advance(candidates, logits)]
         if self.search.is_over:
             return
-        # The scheduler looks at the leader's own room no more.
+        # The leader takes the slow path from now on: its capacity stands for no blocks.
         self.leader.capacity = 0
         unused = [number for number in range(self.width) if number not in parents]
         for number in unused:
@@ -131,7 +131,7 @@ class BeamGroup:
             else:
                 ids.append(hypothesis.token_ids[-1])
         if 0 not in live:
-            # Its length stands for all.
+            # The scheduler takes the length of all beams from the leader.
             self.leader.token_ids[first:] = self.search.live[0].token_ids
 
     def _vacate(self, number: int, cache: KVCacheManager) -> None:
@@ -142,7 +142,7 @@ class BeamGroup:
     # ---- planning ------------------------------------------------------------------------
 
     def num_needed(self, cache: KVCacheManager) -> int:
-        """Blocks that the next step takes of those that nobody is promised."""
+        """Unreserved blocks that the next step takes."""
         if self._max_blocks:
             return 0
         num_known = len(self.leader.token_ids)
@@ -184,13 +184,13 @@ class BeamGroup:
         self, child: int, parent: int, num_tokens: int, cache: KVCacheManager
     ) -> list[BlockCopy]:
         blocks, source = self.beams[child].blocks, self.beams[parent].blocks
-        # What was promised to a beam without blocks.
+        # The reservation of a beam without blocks.
         cache.release(blocks)
-        # Of a promise, what a window has left behind is not held.
+        # Blocks that the window has left need no reservation.
         max_blocks = max(0, self._max_blocks - source.num_left)
         return cache.fork(blocks, source, num_tokens, max_blocks)
 
-    # ---- what clients are told -----------------------------------------------------------
+    # ---- output --------------------------------------------------------------------------
 
     def payload(self) -> dict[str, Any]:
         """The best outputs so far, best first, for a message's extras."""
@@ -206,8 +206,8 @@ class BeamGroup:
         return payload
 
     def logits(self) -> list[list[Any]]:
-        """By output as in `payload` what its ids were chosen from: of the last id if the
-        client hears every step, else of all, once the search is over."""
+        """By output as in `payload`, the logits of its ids: of the last id for a client that
+        streams; of all ids, once the search is over, for others."""
         if not self.leader.request.sampling.return_generation_logits:
             return []
         if self.leader.request.is_streaming:
@@ -217,26 +217,26 @@ class BeamGroup:
         return [hypothesis.notes() for hypothesis in self.search.best()]
 
     def _reason(self, hypothesis: Hypothesis) -> FinishReason:
-        # A live one ends as its request does.
+        # A live hypothesis ends as its request does.
         return hypothesis.reason or self.leader.finish_reason
 
     @property
     def finish_reason(self) -> FinishReason:
-        """Why the best output ended, once all have."""
+        """The best output's reason, once all outputs have ended."""
         best = self.search.best()
         return best[0].reason if self.search.is_over else FinishReason.NOT_FINISHED
 
     def forget(self) -> None:
-        """Let go of all outputs and of the logits beside them: everything is told.
+        """Let go of all outputs and of their logits: everything was sent.
 
-        A group and its beams refer to each other. What they hold would stay until the garbage
-        collector comes, which is seldom, and logits of every id are hundreds of megabytes.
+        A group and its beams refer to each other, so their memory would stay until the garbage
+        collector runs. That is seldom, and logits of every id are hundreds of megabytes.
         """
         self.search.live, self.search.finished = [], []
 
     def is_news(self) -> bool:
-        """Whether clients should be told now; who does not stream, for the case that the
-        request is cancelled."""
+        """Whether to send the outputs now. A client that does not stream gets them now and then
+        as well, in case its request is cancelled."""
         interval = 1 if self.leader.request.is_streaming else _INTERVAL
         if self._num_shown and self.search.num_tokens < self._num_shown + interval:
             return False
@@ -247,22 +247,22 @@ class BeamGroup:
 def num_further_blocks(
     sampling: SamplingParams, cache: KVCacheManager, num_prompt_tokens: int, num_blocks: int
 ) -> int:
-    """Blocks of all beams but one, if each has ``num_blocks``; the prompt's are shared."""
+    """Blocks of all beams but one, each of ``num_blocks`` of which the prompt's are shared."""
     num_shared = num_prompt_tokens // cache.block_size
     return (sampling.beam_width - 1) * max(0, num_blocks - num_shared)
 
 
 def num_next_tokens(sequences: Iterable[Sequence]) -> int:
-    """Tokens of a step in which each of these computes one, of beams each of them."""
+    """Tokens of a step in which each sequence, and each beam, computes one."""
     return sum(1 if each.beams is None else each.beams.width for each in sequences)
 
 
 def advance_groups(
     step: ScheduledStep, candidates: Iterable[Candidates], cache: KVCacheManager
 ) -> list[BeamGroup]:
-    """Let every group of a step select. Returns those whose clients should be told.
+    """Let every group of a step select. Returns the groups whose outputs are to be sent.
 
-    ``candidates`` are of the sampled beams, in the order of the step.
+    ``candidates`` are those of the sampled beams, in the order of the step.
     """
     found: dict[BeamGroup, list[Candidates]] = {}
     logits: dict[BeamGroup, list[Any]] = {}
@@ -274,13 +274,13 @@ def advance_groups(
         found.setdefault(group, []).append(each)
         if place in kept:
             logits.setdefault(group, []).append(kept[place])
-    told = []
+    changed = []
     for group, each_beam in found.items():
         is_ended = group.leader.status is RequestStatus.FINISHED
-        # One that was preempted meanwhile has started over.
+        # A group that was preempted meanwhile has started over.
         if is_ended or group.awaited_step != step.decision.step:
             continue
         group.advance(each_beam, cache, logits.get(group, ()))
         if group.is_news() or group.search.is_over:
-            told.append(group)
-    return told
+            changed.append(group)
+    return changed

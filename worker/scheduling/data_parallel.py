@@ -1,4 +1,8 @@
-"""Lanes on rank 0: a scheduler, a cache and adapters for each, planned together."""
+"""Data parallelism on rank 0: one scheduler, cache and adapters per dp rank, planned together.
+
+A dp rank is a copy of the attention layers with requests of its own. All dp ranks run each step
+together, since they may share experts.
+"""
 
 from __future__ import annotations
 
@@ -15,187 +19,186 @@ from trimaran.worker.lora.sent import PIECE_BYTES, OutgoingAdapter
 from trimaran.worker.lora.store import num_piece_bytes
 from trimaran.worker.requests.request import Request, Sequence
 from trimaran.worker.sampling.beam_search import Candidates
-from trimaran.worker.scheduling.limits import check_limits, check_queue
-from trimaran.worker.scheduling.preemption import Pauses
-from trimaran.worker.scheduling.resources import Loads
+from trimaran.worker.scheduling.capacity import check_limits
+from trimaran.worker.scheduling.preemption import PreemptionCounts
+from trimaran.worker.scheduling.resources import SwapIns
 from trimaran.worker.scheduling.scheduler import Emission, Scheduler
 from trimaran.worker.scheduling.step_plan import ScheduledStep
+from trimaran.worker.scheduling.waiting_queue import check_queue
 from trimaran.worker.steps.lane_decisions import LaneDecisions
 from trimaran.worker.steps.step_types import SampledTokens
 
 _SLACK = 2
-"""Sequences that a lane may have beyond the least busy one and still get a request whose
-prompt it has in its cache."""
+"""Sequences that a dp rank may have beyond the least busy one and still get a request whose
+prompt is in its prefix cache."""
 
 
 @dataclass(slots=True)
-class LaneSteps:
-    """The decisions of one step, and the sequences behind each of them."""
+class DataParallelStep:
+    """One step of all dp ranks: the decisions, and the sequences of each rank's decision."""
 
     decision: LaneDecisions
-    lanes: list[ScheduledStep | None]
+    ranks: list[ScheduledStep | None]
 
     @property
     def num_context(self) -> int:
         """Sequences that compute prompt tokens."""
-        return sum(step.num_context for step in self.lanes if step is not None)
+        return sum(step.num_context for step in self.ranks if step is not None)
 
     @property
     def num_context_tokens(self) -> int:
-        """Their tokens."""
-        return sum(step.num_context_tokens for step in self.lanes if step is not None)
+        """Prompt tokens that they compute."""
+        return sum(step.num_context_tokens for step in self.ranks if step is not None)
 
     @property
     def num_scheduled(self) -> int:
-        """Sequences that compute anything; of beams one."""
-        return sum(step.num_scheduled for step in self.lanes if step is not None)
+        """Sequences that compute tokens; beams of one request count once."""
+        return sum(step.num_scheduled for step in self.ranks if step is not None)
 
     @property
     def num_generation_tokens(self) -> int:
-        """Ids that the step adds to outputs, or finds for beams to choose from."""
-        return sum(step.num_generation_tokens for step in self.lanes if step is not None)
+        """Ids that the step samples for outputs, or finds as candidates of beams."""
+        return sum(step.num_generation_tokens for step in self.ranks if step is not None)
 
     def parts(self, sampled: SampledTokens) -> list[tuple[ScheduledStep, SampledTokens]]:
-        """The step of each lane that has one, and what it sampled."""
-        steps = [step for step in self.lanes if step is not None]
+        """The step of each dp rank that has one, with its sampled ids."""
+        steps = [step for step in self.ranks if step is not None]
         return list(zip(steps, sampled.lanes, strict=True))
 
 
-class LaneScheduler:
-    """Decides a step of every lane at once. To the engine it is one `Scheduler`.
+class DataParallelScheduler:
+    """Decides one step of all dp ranks. The engine uses it like one `Scheduler`.
 
-    A lane has rows, blocks and a token budget of its own. A request stays in the lane that
-    it is given: the one with the fewest sequences, or one nearly as idle that has more of
-    the prompt in its cache.
+    A dp rank has rows, blocks and a token budget of its own. A request stays on its dp rank:
+    the one with the fewest sequences, or one nearly as idle with more of the prompt in its
+    prefix cache.
     """
 
-    def __init__(self, lanes: List[Scheduler]) -> None:
-        self.lanes = lanes
-        self.config = lanes[0].config
+    def __init__(self, ranks: List[Scheduler]) -> None:
+        self.ranks = ranks
+        self.config = ranks[0].config
         self.step = 0
-        """Steps of all lanes together; each lane counts its own besides."""
+        """Steps of all dp ranks together. Each rank counts its own steps besides."""
 
     # ---- requests ------------------------------------------------------------------------
 
     def check(self, request: Request) -> None:
-        """Give a request its lane, or refuse it.
+        """Choose a request's dp rank, or refuse the request.
 
         Raises:
-            RequestError: as of `Scheduler.check`; queues count together.
+            RequestError: as of `Scheduler.check`; the queues of all ranks count together.
         """
-        check_limits(request, self.config, self.lanes[0].cache)
+        check_limits(request, self.config, self.ranks[0].cache)
         if self.config.has_queue_limits:
-            num_free = sum(len(lane.rows.free) for lane in self.lanes)
-            queues = [(lane.waiting, lane.expected) for lane in self.lanes]
-            check_queue(request, self.config, queues, num_free)
-        request.lane = self._choose(request)
+            num_free = sum(len(rank.rows.free) for rank in self.ranks)
+            check_queue(request, self.config, [r.policy.queue for r in self.ranks], num_free)
+        request.dp_rank = self._choose(request)
 
     def expect(self, request: Request) -> None:
-        """Keep its place for a checked request, until it is added, ended or given up."""
-        self.lanes[request.lane].expect(request)
+        """Count a checked request as waiting until it is added, ended or given up."""
+        self.ranks[request.dp_rank].expect(request)
 
     def give_up(self, request: Request) -> None:
-        """Keep no place any more for a request that was expected."""
-        self.lanes[request.lane].give_up(request)
+        """Count a request that was expected no more."""
+        self.ranks[request.dp_rank].give_up(request)
 
     def add(self, request: Request) -> None:
         """Queue a checked request."""
-        self.lanes[request.lane].add(request)
+        self.ranks[request.dp_rank].add(request)
 
     def end(self, request: Request, reason: FinishReason) -> None:
         """End all of a request's sequences now."""
-        self.lanes[request.lane].end(request, reason)
+        self.ranks[request.dp_rank].end(request, reason)
 
     def take_failed(self) -> list[Request]:
-        """Requests with a sequence that no id could go on, once each."""
-        return [request for lane in self.lanes for request in lane.take_failed()]
+        """Requests in which every next id was forbidden, once each."""
+        return [request for rank in self.ranks for request in rank.take_failed()]
 
     def take_ended(self) -> list[Emission]:
         """The ends that no step's result brought, once each."""
-        return [emission for lane in self.lanes for emission in lane.take_ended()]
+        return [emission for rank in self.ranks for emission in rank.take_ended()]
 
     def discard_ended(self, source: Hashable) -> None:
-        """Forget the ends that a vanished source would have been told."""
-        for lane in self.lanes:
-            lane.discard_ended(source)
+        """Forget the ends that were to be sent to a connection that is gone."""
+        for rank in self.ranks:
+            rank.discard_ended(source)
 
     @property
     def has_requests(self) -> bool:
-        """Whether any sequence runs or waits, or an end is to be told."""
-        return any(lane.has_requests for lane in self.lanes)
+        """Whether any sequence runs or waits, or an end is to be sent."""
+        return any(rank.has_requests for rank in self.ranks)
 
     @property
     def running(self) -> list[Sequence]:
-        """Sequences with a row, of all lanes."""
-        return [sequence for lane in self.lanes for sequence in lane.running]
+        """Sequences with a row, of all dp ranks."""
+        return [sequence for rank in self.ranks for sequence in rank.running]
 
     @property
     def waiting(self) -> list[Sequence]:
-        """The queues of all lanes, one behind the other."""
-        return [sequence for lane in self.lanes for sequence in lane.waiting]
+        """The queues of all dp ranks, one behind the other."""
+        return [sequence for rank in self.ranks for sequence in rank.waiting]
 
     @property
-    def loads(self) -> Loads:
-        """Of lane 0, whose device is this rank's. Of other lanes a step's copies are taken to
-        be made when its result is here; who needs them waits for them in any case."""
-        return self.lanes[0].loads
+    def swap_ins(self) -> SwapIns:
+        """The swap-ins of dp rank 0, whose device is this process's.
+
+        The copies of another dp rank count as made when its step's result is here. A sequence
+        that needs them waits for them on the device in any case.
+        """
+        return self.ranks[0].swap_ins
 
     @property
     def micro_batch(self) -> int:
-        """Which of the steps in flight of a pipeline the last one was."""
-        return self.lanes[0].micro_batch
+        """The last step's place among the steps in flight of a pipeline."""
+        return self.ranks[0].micro_batch
 
     @property
-    def pauses(self) -> Pauses:
-        """Of all lanes."""
-        return Pauses.sum(lane.pauses for lane in self.lanes)
+    def preemptions(self) -> PreemptionCounts:
+        """Preempted sequences of all dp ranks."""
+        return PreemptionCounts.sum(rank.preemptions for rank in self.ranks)
 
     @property
     def num_active(self) -> int:
-        """Sequences that run or wait."""
-        return sum(lane.num_active for lane in self.lanes)
-
-    @property
-    def num_preempted(self) -> int:
-        """Sequences in the queues that ran before."""
-        return sum(lane.num_preempted for lane in self.lanes)
+        """Sequences that run, wait or are expected."""
+        return sum(rank.num_active for rank in self.ranks)
 
     @property
     def num_empty_slots(self) -> int:
-        """Sequences of static batches that have ended before others of them."""
-        return sum(lane.num_empty_slots for lane in self.lanes)
+        """Sequences of static batches that have ended before others of theirs."""
+        return sum(rank.num_empty_slots for rank in self.ranks)
 
     def _choose(self, request: Request) -> int:
-        counts = [lane.num_active for lane in self.lanes]
+        counts = [rank.num_active for rank in self.ranks]
         most = min(counts) + _SLACK
         hits = self._cached_blocks(request)
         near = [number for number, count in enumerate(counts) if count <= most]
         return min(near, key=lambda number: (-hits[number], counts[number], number))
 
     def _cached_blocks(self, request: Request) -> list[int]:
-        """Leading blocks of the prompt that each lane's cache holds."""
-        first = self.lanes[0].cache
-        # Numbers of adapters are a lane's own, and not known yet: prompts with one miss. What
-        # was computed without is of no use to them.
+        """Leading blocks of the prompt that each dp rank's prefix cache holds."""
+        first = self.ranks[0].cache
+        # A request with an adapter counts no hits: its number, which each dp rank gives itself,
+        # is not known yet, and KV that was computed without the adapter is of no use.
         can_hit = first.enable_reuse and not request.has_adapter
         if not can_hit or request.num_prompt_tokens <= first.block_size:
-            return [0] * len(self.lanes)
+            return [0] * len(self.ranks)
         blocks = SequenceBlocks(len(first.pools), root_hash(request.cache_salt, 0))
         ids = request.prompt_ids + request.output_ids
         first.extend_hashes(blocks, ids)
-        found = [lane.cache.prefixes.find(blocks, len(ids)) for lane in self.lanes]
+        found = [rank.cache.prefixes.find(blocks, len(ids)) for rank in self.ranks]
         return [len(prefix.shared[0]) for prefix in found]
 
     # ---- steps ---------------------------------------------------------------------------
 
-    def schedule(self) -> LaneSteps | None:
-        """Decide the next step of every lane; None if none has anything to compute."""
+    def schedule(self) -> DataParallelStep | None:
+        """Decide the next step of every dp rank; None if no rank has anything to compute."""
         steps: list[ScheduledStep | None] = []
-        for lane in self.lanes:
-            # Looked at for each: the first of several idle ones is who may let others wait.
-            is_beside_others = any(other.running for other in self.lanes if other is not lane)
+        for rank in self.ranks:
+            # Evaluated for each rank, as ranks before it may have started sequences: of several
+            # idle ranks only the first holds requests back.
+            is_beside_others = any(other.running for other in self.ranks if other is not rank)
             step = (
-                lane.schedule(is_beside_others=is_beside_others) if lane.has_requests else None
+                rank.schedule(is_beside_others=is_beside_others) if rank.has_requests else None
             )
             steps.append(step)
         if not any(steps):
@@ -203,9 +206,9 @@ class LaneScheduler:
         self.step += 1
         for number, step in enumerate(steps):
             if step is not None:
-                step.lane = number
+                step.dp_rank = number
         decisions = [None if step is None else step.decision for step in steps]
-        return LaneSteps(LaneDecisions(self.step, decisions), steps)
+        return DataParallelStep(LaneDecisions(self.step, decisions), steps)
 
     def update_from_output(
         self,
@@ -213,99 +216,102 @@ class LaneScheduler:
         token_ids: Iterable[int],
         candidates: List[Candidates] = (),
     ) -> list[Emission]:
-        """Take in what one lane's step sampled."""
-        lane = self.lanes[step.lane]
-        if step.lane:
-            lane.loads.done_step = step.decision.step
-        return lane.update_from_output(step, token_ids, candidates)
+        """Take in the sampled ids of one dp rank's step."""
+        rank = self.ranks[step.dp_rank]
+        if step.dp_rank:
+            rank.swap_ins.done_step = step.decision.step
+        return rank.update_from_output(step, token_ids, candidates)
 
 
-class LaneAdapters:
-    """The adapters of every lane. To the engine they are one `AdapterManager`.
+class DataParallelAdapters:
+    """The adapters of all dp ranks. The engine uses them like one `AdapterManager`.
 
-    Each lane keeps each adapter that comes with a request and that it has room for, since its
-    next request may go to any of them; those of folders it reads when it needs them. One whose
-    host cache is full of adapters in use does without: requests that it would get go to
-    another.
+    Each dp rank keeps each adapter that comes with a request, as far as it has room, since the
+    next request may go to any rank. Adapters of folders are read when a rank needs them. If a
+    rank's host cache is full of adapters in use, it does not keep a new one, and requests for
+    that adapter go to another rank.
     """
 
-    def __init__(self, lanes: List[AdapterManager]) -> None:
-        self.lanes = lanes
+    def __init__(self, ranks: List[AdapterManager]) -> None:
+        self.ranks = ranks
         self._turn = 0
 
     @property
     def is_open(self) -> Callable[[Request], bool]:
         """Whether a request may still need its adapter."""
-        return self.lanes[0].is_open
+        return self.ranks[0].is_open
 
     @is_open.setter
     def is_open(self, is_open: Callable[[Request], bool]) -> None:
-        for lane in self.lanes:
-            lane.is_open = is_open
+        for rank in self.ranks:
+            rank.is_open = is_open
 
     @property
     def has_ops(self) -> bool:
-        """Whether ranks of any lane are to be told of anything."""
-        return any(lane.has_ops for lane in self.lanes)
+        """Whether processes of any dp rank are to be told of adapters."""
+        return any(rank.has_ops for rank in self.ranks)
 
     def take_ops(self) -> list[list[AdapterOp]]:
-        """What ranks are to be told before the next step, by lane: together as much as of one
-        lane alone, first of lanes with requests that wait for it, which take turns."""
-        ops: list[list[AdapterOp]] = [[] for _ in self.lanes]
+        """Operations to send before the next step, by dp rank.
+
+        All together have the size that one rank alone may send. Ranks with requests that wait
+        for an adapter go first, in turn.
+        """
+        ops: list[list[AdapterOp]] = [[] for _ in self.ranks]
         room = PIECE_BYTES
         self._turn += 1
-        numbers = [(self._turn + place) % len(self.lanes) for place in range(len(self.lanes))]
-        for number in sorted(numbers, key=lambda number: not self.lanes[number].is_awaited):
-            ops[number] = self.lanes[number].take_ops(room)
+        numbers = [(self._turn + place) % len(self.ranks) for place in range(len(self.ranks))]
+        for number in sorted(numbers, key=lambda number: not self.ranks[number].is_awaited):
+            ops[number] = self.ranks[number].take_ops(room)
             room -= num_piece_bytes(ops[number])
         return ops
 
     def enter(self, message: Submit, request: Request) -> int:
-        """The number, in its lane, of the adapter that a request asks for; 0 for none.
+        """The number, on its dp rank, of the adapter that a request asks for; 0 for none.
 
-        The request changes its lane if that cannot have the adapter and another one does.
+        The request changes to another dp rank if its own cannot have the adapter.
 
         Raises:
-            RequestError: as of `AdapterManager.enter`, in every lane.
+            RequestError: as of `AdapterManager.enter`, on every dp rank.
         """
         if message.adapter and "name" not in message.adapter:
-            # It comes along this once. What is only named, one lane may have of all.
+            # The weights come this once. Adapters that are only named may be on one rank alone.
             self.keep(message.adapter_id, message.adapter)
         refusal: RequestError | None = None
-        for place in range(len(self.lanes)):
-            number = (request.lane + place) % len(self.lanes)
+        for place in range(len(self.ranks)):
+            number = (request.dp_rank + place) % len(self.ranks)
             is_for_room = refusal is None or refusal.kind is ErrorKind.UNAVAILABLE
-            if not is_for_room and not self.lanes[number].knows(message):
-                # It would read what the first has read, and refuse it too.
+            if not is_for_room and not self.ranks[number].knows(message):
+                # This rank would read the same files and refuse them too.
                 continue
             try:
-                adapter = self.lanes[number].enter(message, request)
+                adapter = self.ranks[number].enter(message, request)
             except RequestError as error:
                 refusal = refusal or error
                 continue
-            request.lane = number
+            request.dp_rank = number
             return adapter
         assert refusal is not None
         raise refusal
 
     def digest_of(self, task: int) -> bytes:
-        """As of `AdapterManager.digest_of`; lanes that have any of this id have the same."""
-        return next(filter(None, (lane.digest_of(task) for lane in self.lanes)), b"")
+        """As of `AdapterManager.digest_of`; all dp ranks that have the adapter agree."""
+        return next(filter(None, (rank.digest_of(task) for rank in self.ranks)), b"")
 
     def keep(self, task: int, given: dict[str, Any]) -> None:
-        """Cache an adapter in every lane that has room.
+        """Cache an adapter on every dp rank that has room.
 
         Raises:
-            RequestError: as of `AdapterManager.keep`; of room if no lane has any.
+            RequestError: as of `AdapterManager.keep`; for lack of room if no rank has any.
         """
         full: list[AdapterManager] = []
         made: list[OutgoingAdapter] = []
-        for lane in self.lanes:
+        for rank in self.ranks:
             try:
-                lane.keep(task, given, made)
+                rank.keep(task, given, made)
             except RequestError as error:
-                if error.kind is not ErrorKind.UNAVAILABLE or len(full) == len(self.lanes) - 1:
+                if error.kind is not ErrorKind.UNAVAILABLE or len(full) == len(self.ranks) - 1:
                     raise
-                full.append(lane)
-        for lane in full:
-            lane.retire(task, given)
+                full.append(rank)
+        for rank in full:
+            rank.retire(task, given)

@@ -1,4 +1,4 @@
-"""The sequences that follow a guide: what may come next, and which cannot go on."""
+"""The sequences that follow a grammar: the ids allowed next, and requests that get stuck."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from trimaran.worker.scheduling.step_plan import ScheduledStep
 from trimaran.worker.steps.step_types import NO_ID
 
 
-class Followers:
-    """Counts them, so that an engine without any pays nothing."""
+class GuidedSequences:
+    """Counts guided sequences, so that an engine without any pays nothing."""
 
     def __init__(self) -> None:
         self._count = 0
-        """Sequences that follow a guide and have not ended."""
+        """Guided sequences that have not ended."""
         self._masks = Masks()
         self._failed: list[Request] = []
 
     def add(self, request: Request) -> None:
-        """The sequences of a request were made."""
+        """Count a request whose sequences were just made."""
         if request.grammar is not None:
             self._count += len(request.sequences)
 
@@ -29,8 +29,8 @@ class Followers:
         """A sequence has ended."""
         self._count -= sequence.guide is not None
 
-    def fill(self, step: ScheduledStep) -> ScheduledStep:
-        """Say in the decision what may come in those that the step samples."""
+    def fill_masks(self, step: ScheduledStep) -> ScheduledStep:
+        """Add the ids allowed next to the decision, for each guided sequence it samples."""
         if self._count:
             guides = [s.guide for s in step.sampled if s.guide is not None]
             if guides:
@@ -43,9 +43,9 @@ class Followers:
         token_id: int,
         finish: Callable[[Sequence, FinishReason], None],
     ) -> bool:
-        """Go on in the sequence's guide, if it has one; False if its request fails.
+        """Advance the sequence's guide, if it has one; False if the request fails.
 
-        That is where its parameters, the guide among them, together forbid every id.
+        A request fails if its sampling parameters and its guide together forbid every id.
         """
         guide = sequence.guide
         if token_id != NO_ID and (guide is None or guide.accept(token_id)):
@@ -57,6 +57,6 @@ class Followers:
         return False
 
     def take_failed(self) -> list[Request]:
-        """Requests with a sequence that no id could go on, once each; all of it has ended."""
+        """Requests that failed since the last call; all of their sequences have ended."""
         failed, self._failed = self._failed, []
         return failed

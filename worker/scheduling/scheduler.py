@@ -1,4 +1,4 @@
-"""What each step computes: admission, chunking, preemption, and taking in the results."""
+"""The scheduler: what each step computes, which sequences it preempts, and its results."""
 
 from __future__ import annotations
 
@@ -18,33 +18,28 @@ from trimaran.worker.requests.request import (
     remove_by_key,
 )
 from trimaran.worker.sampling.beam_search import Candidates
-from trimaran.worker.scheduling.admission_policy import Outlook
+from trimaran.worker.scheduling.admission_policy import Batch, policy_of
 from trimaran.worker.scheduling.beam_group import BeamGroup, advance_groups, num_next_tokens
-from trimaran.worker.scheduling.capacity import PlaceFinder
-from trimaran.worker.scheduling.guided_sequences import Followers
-from trimaran.worker.scheduling.limits import check_limits, check_queue
-from trimaran.worker.scheduling.resources import Loads, Releases, Rows
+from trimaran.worker.scheduling.capacity import CapacityCheck, check_limits
+from trimaran.worker.scheduling.guided_sequences import GuidedSequences
+from trimaran.worker.scheduling.resources import DeferredFrees, Rows
 from trimaran.worker.scheduling.step_plan import ScheduledStep, StepPlan
-from trimaran.worker.scheduling.token_budget import FairChunks, MicroBatches
-from trimaran.worker.scheduling.waiting_queue import WaitingQueue
-
-_WATERMARK = 0.01
-"""Share of the blocks that admission leaves free for the growth of running sequences."""
+from trimaran.worker.scheduling.token_budget import ChunkedPrefill, MicroBatches
+from trimaran.worker.scheduling.waiting_queue import check_queue
 
 Emission = tuple[Sequence, int, FinishReason]
-"""A sequence, its next token id or -1 if it only ends, and whether it ends."""
+"""A sequence, its next token id or -1 if there is none, and its finish reason."""
 
 
 class Scheduler:
-    """Decides steps under one token budget and keeps every sequence's place.
+    """Decides steps under one token budget.
 
-    There are no phases: a sequence has known and computed tokens, and a step lets the
-    computed ones catch up. A decode is the case of one missing token, a chunk of a prompt
-    the case of many. Running sequences come first, then the queue in order of priority and
-    arrival; the first that does not fit stops admission, so none is overtaken for ever.
+    There are no prefill and decode phases. A sequence has known tokens and computed tokens, and
+    each step lets the computed ones catch up: a decode is one missing token, a chunk of a
+    prompt is many. Running sequences come first. Then the admission policy starts waiting ones.
 
-    Steps may be planned before the results of earlier ones are known. All ranks run steps
-    in order, so what a later step writes never reaches an earlier one.
+    A step may be planned before the results of earlier ones are known. All ranks run steps in
+    order, so a later step's writes never reach an earlier step.
     """
 
     def __init__(
@@ -54,28 +49,35 @@ class Scheduler:
         adapters: AdapterManager | None = None,
         num_micro_batches: int = 0,
     ) -> None:
-        """Without ``adapters`` no request may have one; see `MicroBatches` for the last."""
+        """Without ``adapters`` no request may have one. A pipeline has ``num_micro_batches``
+        steps in flight, each with other sequences; 0 means no pipeline.
+
+        Raises:
+            ConfigError: the configured admission policy does not exist.
+        """
         self.config = config
         self.cache = cache
-        self._adapters = adapters
-        self._micro_batches = MicroBatches(num_micro_batches) if num_micro_batches else None
-        self.running: list[Sequence] = []
-        self._queue = WaitingQueue(cache, adapters)
-        self.waiting, self.expected = self._queue.sequences, self._queue.expected
-        self.loads = Loads()
         self.step = 0
-        self._is_static = config.is_static
-        self._batch_size = 0
-        """Sequences of the static batch that runs, as it was formed."""
-        self._can_preempt = config.can_preempt
+        """Steps decided so far."""
+        self.policy = policy_of(config)(config, cache, adapters)
+        """Owns the waiting sequences; decides which of them start, and the victims for them."""
+        queue = self.policy.queue
+        self.waiting, self.expected = queue.sequences, queue.expected
+        self.preemptions = queue.preemptions
+        self.batch = Batch()
+        self.running, self.swap_ins = self.batch.running, self.batch.swap_ins
         self.rows = Rows(config.max_num_seqs)
-        self.releases = Releases(cache)
+        self.deferred_frees = DeferredFrees(cache)
+        self._adapters = adapters
+        self._capacity = CapacityCheck(config, cache)
+        leaves_room = config.enable_chunked_context and not self.policy.whole_batches
+        self._chunked_prefill = ChunkedPrefill(cache.block_size, leaves_room=leaves_room)
+        self._micro_batches = MicroBatches(num_micro_batches) if num_micro_batches else None
+        self._guided = GuidedSequences()
         self._ended: list[Emission] = []
-        self.pauses = self._queue.pauses
-        self._outlook = Outlook(config, cache)
-        self._followers = Followers()
-        self._chunks = FairChunks(config, cache.block_size)
-        self._places = PlaceFinder(config, cache)
+        """Ends that no step's result brings."""
+        self._batch_size = 0
+        """Sequences of the batch after the last admission."""
 
     # ---- requests ------------------------------------------------------------------------
 
@@ -86,22 +88,21 @@ class Scheduler:
             RequestError: names the value, the limit and the remedy.
         """
         check_limits(request, self.config, self.cache)
-        queue = self.waiting, self.expected
-        check_queue(request, self.config, [queue], len(self.rows.free))
+        check_queue(request, self.config, [self.policy.queue], len(self.rows.free))
 
     def expect(self, request: Request) -> None:
-        """Keep its place for a checked request, until it is added, ended or given up."""
+        """Count a checked request as waiting until it is added, ended or given up."""
         self.expected.add(request)
 
     def give_up(self, request: Request) -> None:
-        """Keep no place any more for a request that was expected."""
+        """Count a request that was expected no more."""
         self.expected.discard(request)
 
     def add(self, request: Request) -> None:
-        """Queue a checked request. A replayed one may turn out to be complete."""
+        """Queue a checked request. A replayed request may turn out to be complete."""
         self.expected.discard(request)
         request.start_sequences(len(self.cache.pools))
-        self._followers.add(request)
+        self._guided.add(request)
         first = request.sequences[0]
         if request.output_ids:
             reason = first.ends_by(request.output_ids[-1])
@@ -111,23 +112,22 @@ class Scheduler:
                 return
         if request.sampling.beam_width > 1:
             first.beams = BeamGroup(first)
-            self._outlook.beams_came()
-        self._queue.add(first)
+        self.policy.add(first)
 
     def end(self, request: Request, reason: FinishReason) -> None:
-        """End all of a request's sequences now, by cancellation."""
+        """End all of a request's sequences now: it was cancelled."""
         self.expected.discard(request)
         if not request.sequences:
             request.start_sequences(len(self.cache.pools))
-            self._followers.add(request)
+            self._guided.add(request)
         for sequence in request.sequences:
             if sequence.status is not RequestStatus.FINISHED:
                 self._finish(sequence, reason)
                 self._ended.append((sequence, -1, reason))
 
     def take_failed(self) -> list[Request]:
-        """Requests with a sequence that no id could go on, once each; all of it has ended."""
-        return self._followers.take_failed()
+        """Requests in which every next id was forbidden, once each; all of it has ended."""
+        return self._guided.take_failed()
 
     def take_ended(self) -> list[Emission]:
         """The ends that no step's result brought, once each."""
@@ -135,76 +135,68 @@ class Scheduler:
         return ended
 
     def discard_ended(self, source: Hashable) -> None:
-        """Forget the ends that a vanished source would have been told."""
+        """Forget the ends that were to be sent to a connection that is gone."""
         self._ended = [item for item in self._ended if item[0].request.source != source]
 
     @property
     def has_requests(self) -> bool:
-        """Whether any sequence runs or waits, or an end is to be told."""
-        return bool(self.running or self.waiting or self.loads or self._ended)
+        """Whether any sequence runs or waits, or an end is to be sent."""
+        return bool(self.running or self.waiting or self.swap_ins or self._ended)
 
     @property
     def micro_batch(self) -> int:
-        """Which of the steps in flight of a pipeline the last one was; 0 without stages."""
+        """The last step's place among the steps in flight of a pipeline; 0 without one."""
         return self.step % self._micro_batches.count if self._micro_batches else 0
 
     @property
     def num_active(self) -> int:
-        """Sequences that run or wait; of beams one, and of a request that is expected."""
-        return self._num_in_batch + len(self.waiting) + len(self.expected)
-
-    @property
-    def num_preempted(self) -> int:
-        """Sequences in the queue that ran before."""
-        return self.pauses.num_waiting
+        """Sequences that run, wait or are expected; beams of one request count once."""
+        return self.batch.num_sequences + len(self.waiting) + len(self.expected)
 
     @property
     def num_empty_slots(self) -> int:
-        """Sequences of the static batch that have ended before others of it."""
-        num_left = self._num_in_batch
-        return max(0, self._batch_size - num_left) if self._is_static and num_left else 0
+        """Sequences of a static batch that have ended before others of it."""
+        num_left = self.batch.num_sequences
+        is_static = self.policy.whole_batches
+        return max(0, self._batch_size - num_left) if is_static and num_left else 0
 
-    @property
-    def _num_in_batch(self) -> int:
-        """Sequences that run, or do as soon as their prefix has come from the host."""
-        return len(self.running) + self.loads.num_open
-
-    # ---- planning ------------------------------------------------------------------------
+    # ---- run: schedule -------------------------------------------------------------------
 
     def schedule(self, *, is_beside_others: bool = False) -> ScheduledStep | None:
-        """Decide the next step; None if there is nothing to compute. In other lanes sequences
-        may run beside it."""
+        """Decide the next step; None if there is nothing to compute.
+
+        ``is_beside_others`` says that other data-parallel ranks have running sequences.
+        """
         can_cut = self.config.enable_chunked_context
         plan = StepPlan(self.step + 1, self.config.max_num_batched_tokens, can_cut=can_cut)
+        self.batch.step = plan.step
         self.cache.begin_step()
-        maker = self._outlook.who_makes_room(self.running, self.waiting, self.loads, plan.step)
-        if maker is not None:
-            self._preempt(maker)
+        victim = self.policy.victim(self.batch)
+        if victim is not None:
+            self._preempt(victim)
         self._plan_running(plan)
-        if self.loads:
-            self._start_loaded(plan, is_urgent=False)
-        is_batch_over = not self.running and not self.loads
-        if not plan.has_preempted and (is_batch_over or not self._is_static):
+        if self.swap_ins:
+            self._start_swapped_in(plan, is_urgent=False)
+        is_batch_over = not self.running and not self.swap_ins
+        if not plan.has_preempted and (is_batch_over or not self.policy.whole_batches):
             self._admit(plan, is_beside_others)
-            self._batch_size = self._num_in_batch
-        while self.loads and not plan.has_entries:
-            self._start_loaded(plan, is_urgent=True)
+        while self.swap_ins and not plan.has_entries:
+            self._start_swapped_in(plan, is_urgent=True)
             if not plan.has_entries:
-                # All of them had been cancelled, which made room for others.
+                # All of them had been cancelled, so there is room for others.
                 self._admit(plan, is_beside_others)
-                self._batch_size = self._num_in_batch
         self.cache.end_step()
         if not plan.has_entries:
             return None
         if self.cache.hosts:
-            plan.add_transfers(self.cache, self.loads.take_wait_step())
+            plan.add_transfers(self.cache, self.swap_ins.take_wait_step())
         self.step += 1
-        self._queue.add_forks(plan.first_samples)
+        self.policy.add_forks(plan.first_samples)
         has_ids = self._micro_batches is not None
-        return self._followers.fill(plan.finish(self.rows.take_finished(), has_ids=has_ids))
+        return self._guided.fill_masks(plan.finish(self.rows.take_finished(), has_ids=has_ids))
 
     def _plan_running(self, plan: StepPlan) -> None:
-        """Schedule what the running sequences miss: all, or a share of them in a pipeline."""
+        """Schedule what running sequences miss; in a pipeline, a share of the sequences."""
         if self._micro_batches is None:
             self._plan_each(self.running, plan)
             return
@@ -212,12 +204,12 @@ class Scheduler:
         while not is_final:
             picked = self._micro_batches.pick(self.running, plan.step)
             self._plan_each(picked, plan)
-            # All that were picked may have made room: then it is others' turn.
+            # If all that were picked have been preempted, others take the step.
             is_final = plan.has_entries or all(sequence.row >= 0 for sequence in picked)
 
     def _plan_each(self, running: list[Sequence], plan: StepPlan) -> None:
-        """Schedule what these running sequences miss, as far as the budget goes."""
-        # Ordered by key: whoever is preempted comes later in it than whoever needs room.
+        """Schedule the missing tokens of these running sequences, as far as the budget goes."""
+        # In order of keys, so a victim always stands behind the sequence that needs its blocks.
         index = 0
         step = plan.step
         while index < len(running) and plan.budget > 0:
@@ -226,10 +218,10 @@ class Scheduler:
             num_known = len(sequence.token_ids) + sequence.num_pending
             start = sequence.num_computed_tokens
             missing = num_known - start
-            # At its length limit it only waits for tokens that are in flight.
+            # At its length limit a sequence only waits for tokens in flight.
             if num_known >= sequence.max_len or missing <= 0:
                 continue
-            # What may come next is known once the host has seen what came last.
+            # A guide allows ids by the last token, which the host must have seen.
             if sequence.guide is not None and sequence.num_pending:
                 continue
             if (
@@ -238,17 +230,18 @@ class Scheduler:
                 and num_known < sequence.publish_at
                 and start >= sequence.num_prompt_tokens
             ):
-                # `_advance` of nearly every sequence of nearly every step, spelled out.
+                # `_advance` for nearly every sequence of nearly every step, without its calls.
+                # A test proves that both decide alike.
                 plan.add_decode(sequence, start)
                 sequence.num_computed_before = start
                 sequence.num_computed_tokens = num_known
                 sequence.last_step = step
                 sequence.num_pending += 1
             elif sequence.row < 0:
-                # It made room for one before it, meanwhile.
+                # Preempted meanwhile, for a sequence before it.
                 continue
             elif num_known > self.cache.switch_at and not sequence.blocks.is_long:
-                # All of its keys are to be rotated otherwise from now on.
+                # All of its keys must be computed again, with the rotation of long contexts.
                 self._preempt(sequence)
                 index -= running is self.running
             else:
@@ -258,8 +251,8 @@ class Scheduler:
     def _plan_one(
         self, sequence: Sequence, missing: int, num_running: int, num_later: int, plan: StepPlan
     ) -> None:
-        """Schedule a running one's next chunk, or its beams; ``num_later`` tokens are those
-        of whoever runs behind it."""
+        """Schedule a running sequence's next chunk, or its beams. ``num_later`` tokens are kept
+        for the running sequences behind it."""
         start = sequence.num_computed_tokens
         if sequence.beams is not None and start >= sequence.num_prompt_tokens:
             self._plan_beams(sequence, plan)
@@ -267,16 +260,138 @@ class Scheduler:
         chunk = 1
         if missing > 1:
             budget = plan.budget_for(sequence, num_running - 1, num_later)
-            chunk = self._chunk(sequence, missing, budget, num_later)
+            chunk = self._chunk(sequence, missing, budget - num_later)
         if self.cache.window.num_tokens and sequence.is_alone:
             self.cache.leave_behind(sequence.blocks, start)
         if self._make_room(sequence, start + chunk, plan):
             self._advance(sequence, chunk, chunk == missing, plan)
 
-    def _chunk(self, sequence: Sequence, missing: int, budget: int, num_later: int = 0) -> int:
-        """Tokens to compute now; ``num_later`` are left to those that run behind it."""
-        waiting = self._queue.ready if self.rows.free else []
-        return self._chunks.size(sequence, missing, budget - num_later, waiting, self.step + 1)
+    def _chunk(self, sequence: Sequence, missing: int, budget: int) -> int:
+        """Tokens of a sequence to compute in this step."""
+        waiting = self.policy.queue.ready if self.rows.free else []
+        return self._chunked_prefill.size(sequence, missing, budget, waiting, self.step + 1)
+
+    def _plan_beams(self, leader: Sequence, plan: StepPlan) -> None:
+        """Schedule a token of every beam, all or none, and preempt others for their blocks."""
+        beams = leader.beams
+        assert isinstance(beams, BeamGroup)
+        if plan.budget < beams.width:
+            return
+        while beams.num_needed(self.cache) > self.cache.num_available:
+            if self._preempt_last(plan) is leader:
+                return
+        beams.plan(plan, self.cache)
+        leader.num_computed_before = leader.num_computed_tokens
+        leader.num_computed_tokens += 1
+        leader.last_step = plan.step
+
+    def _advance(
+        self, sequence: Sequence, chunk: int, is_sampled: bool, plan: StepPlan
+    ) -> None:
+        """Schedule ``chunk`` tokens of a sequence, for which its blocks have room."""
+        start = sequence.num_computed_tokens
+        plan.add(sequence, start, chunk, is_sampled)
+        sequence.num_computed_before = start
+        sequence.num_computed_tokens = start + chunk
+        sequence.last_step = plan.step
+        if is_sampled and sequence.beams is not None:
+            sequence.beams.awaited_step = plan.step
+        elif is_sampled:
+            sequence.num_pending += 1
+        if start + chunk >= sequence.publish_at:
+            # Layers write a step's KV before they read any, so it can be shared at once.
+            sequence.publish_at = self.cache.publish(sequence.blocks, start + chunk)
+
+    # ---- run: admission ------------------------------------------------------------------
+
+    def _admit(self, plan: StepPlan, is_beside_others: bool) -> None:
+        """Start waiting sequences, in the order and as far as the policy admits them."""
+        policy, batch = self.policy, self.batch
+        policy.begin_admission(batch)
+        while self.waiting and self.rows.free and plan.budget > 0:
+            may_overtake = is_beside_others or bool(self.running)
+            sequence = policy.queue.next(may_overtake=may_overtake)
+            # A preempted sequence resumes when the host knows all of its tokens.
+            if sequence is None or sequence.num_pending:
+                break
+            if not plan.budget_for(sequence, len(self.running)):
+                break
+            if not policy.admits(sequence, batch):
+                break
+            if not self._start(sequence, plan):
+                self._chunked_prefill.out_of_blocks(plan.step)
+                break
+        self._batch_size = batch.num_sequences
+
+    def _start(self, sequence: Sequence, plan: StepPlan) -> bool:
+        """Start one sequence with its first chunk, or return False and change nothing."""
+        cache, blocks, beams = self.cache, sequence.blocks, sequence.beams
+        reserves = self.policy.reserves_output
+        cache.fit_to(blocks, sequence.token_ids)
+        if beams is not None and len(self.rows.free) < beams.width:
+            return False
+        allocation = self._capacity.find(
+            sequence,
+            plan.step,
+            can_grow_later=not reserves,
+            num_kept=self.policy.watermark(sequence, self.batch),
+        )
+        if allocation is None:
+            return False
+        missing = len(sequence.token_ids) - allocation.num_cached
+        can_wait = missing <= self.config.max_num_batched_tokens
+        if missing > plan.budget and can_wait and not self.config.enable_chunked_context:
+            return False
+        adapters, number = self._adapters, sequence.request.adapter_id
+        if adapters is not None and not adapters.make_ready(number):
+            return False
+        copies = allocation.take(sequence, cache, is_reserved=reserves)
+        chunk = self._chunk(sequence, missing, plan.budget_for(sequence, len(self.running)))
+        has_room = cache.grow(blocks, allocation.num_cached + chunk)
+        assert has_room, "a sequence was admitted without room for its first chunk"
+        sequence.capacity = blocks.num_blocks * cache.block_size
+        self._enter_row(sequence)
+        if blocks.load:
+            self.swap_ins.add(sequence, plan.step)
+            return True
+        insort(self.running, sequence, key=KEY)
+        plan.add_row(sequence, copies)
+        self._advance(sequence, chunk, chunk == missing, plan)
+        return True
+
+    def _start_swapped_in(self, plan: StepPlan, *, is_urgent: bool) -> None:
+        """Run the sequences whose prefix has come from the host cache.
+
+        With ``is_urgent`` the first one runs in any case: the device waits for its copies.
+        """
+        while plan.budget > 0:
+            sequence = self.swap_ins.take(self.cache, is_urgent=is_urgent)
+            if sequence is None:
+                return
+            if sequence.status is RequestStatus.FINISHED:
+                self.rows.give_back(sequence)
+                self.deferred_frees.free(sequence)
+                continue
+            is_urgent = False
+            insort(self.running, sequence, key=KEY)
+            start = sequence.num_computed_tokens
+            missing = len(sequence.token_ids) - start
+            chunk = self._chunk(sequence, missing, plan.budget)
+            chunk = min(chunk, sequence.capacity - start)
+            plan.add_row(sequence, [])
+            self._advance(sequence, chunk, chunk == missing, plan)
+
+    def _enter_row(self, sequence: Sequence) -> None:
+        self.policy.queue.start(sequence)
+        self.rows.take(sequence)
+        sequence.status = RequestStatus.RUNNING
+        sequence.publish_at = 0
+
+    def _leave_row(self, sequence: Sequence) -> None:
+        remove_by_key(self.running, sequence)
+        self.rows.leave(sequence)
+
+    # ---- preempt -------------------------------------------------------------------------
 
     def _make_room(self, sequence: Sequence, num_tokens: int, plan: StepPlan) -> bool:
         """Grow a running sequence, preempting others; False if it was preempted itself."""
@@ -291,139 +406,23 @@ class Scheduler:
         sequence.capacity = blocks.num_blocks * self.cache.block_size
         return True
 
-    def _plan_beams(self, leader: Sequence, plan: StepPlan) -> None:
-        """Schedule a token of every beam, all or none, preempting others for room."""
-        beams = leader.beams
-        assert isinstance(beams, BeamGroup)
-        if plan.budget < beams.width:
-            return
-        while beams.num_needed(self.cache) > self.cache.num_available:
-            if self._preempt_last(plan) is leader:
-                return
-        beams.plan(plan, self.cache)
-        leader.num_computed_before = leader.num_computed_tokens
-        leader.num_computed_tokens += 1
-        leader.last_step = plan.step
-
     def _preempt_last(self, plan: StepPlan) -> Sequence:
-        """Preempt the last running sequence, for room, and return it."""
-        assert self._can_preempt, "a sequence outgrew its reservation"
+        """Preempt the last running sequence, for its blocks, and return it."""
+        assert not self.policy.reserves_output, "a sequence outgrew its reservation"
         victim = self.running[-1]
         self._preempt(victim)
         plan.has_preempted = True
         return victim
 
     def _preempt(self, sequence: Sequence) -> None:
-        """Back to the queue: what was computed is freed, though it may be found again."""
+        """Back to the queue without blocks; the prefix or host cache may still have them."""
         self._leave_row(sequence)
-        self.releases.pause(sequence)
+        self.deferred_frees.preempt(sequence)
         if sequence.beams is not None:
             sequence.beams.start_over()
-        self._queue.add_paused(sequence, self.step)
+        self.policy.queue.add_preempted(sequence, self.step)
 
-    def _advance(
-        self, sequence: Sequence, chunk: int, is_sampled: bool, plan: StepPlan
-    ) -> None:
-        start = sequence.num_computed_tokens
-        plan.add(sequence, start, chunk, is_sampled)
-        sequence.num_computed_before = start
-        sequence.num_computed_tokens = start + chunk
-        sequence.last_step = plan.step
-        if is_sampled and sequence.beams is not None:
-            sequence.beams.awaited_step = plan.step
-        elif is_sampled:
-            sequence.num_pending += 1
-        if start + chunk >= sequence.publish_at:
-            # Layers write a step's KV before they read any, so it can be shared at once.
-            sequence.publish_at = self.cache.publish(sequence.blocks, start + chunk)
-
-    def _admit(self, plan: StepPlan, is_beside_others: bool) -> None:
-        self._outlook.begin_admission()
-        while self.waiting and self.rows.free and plan.budget > 0:
-            sequence = self._queue.next(may_overtake=is_beside_others or bool(self.running))
-            # A preempted one comes back when the host knows all of its tokens.
-            if sequence is None or sequence.num_pending:
-                return
-            if not plan.budget_for(sequence, len(self.running)):
-                return
-            if not self._outlook.has_future(
-                sequence, self.running, self.loads, len(self.waiting), plan.step
-            ):
-                return
-            if not self._start(sequence, plan):
-                self._chunks.refuse(plan.step)
-                return
-
-    def _start(self, sequence: Sequence, plan: StepPlan) -> bool:
-        """Admit one sequence with its first chunk, or return False and change nothing."""
-        cache, blocks, beams = self.cache, sequence.blocks, sequence.beams
-        cache.fit_to(blocks, sequence.token_ids)
-        if beams is not None and len(self.rows.free) < beams.width:
-            return False
-        has_turn = self._outlook.has_turn(sequence)
-        is_growing = self._can_preempt and self.running and not has_turn
-        place = self._places.find(
-            sequence,
-            plan.step,
-            can_grow_later=self._can_preempt,
-            num_kept=int(cache.num_blocks * _WATERMARK) if is_growing else 0,
-        )
-        if place is None:
-            return False
-        missing = len(sequence.token_ids) - place.num_cached
-        can_wait = missing <= self.config.max_num_batched_tokens
-        if missing > plan.budget and can_wait and not self.config.enable_chunked_context:
-            return False
-        adapters, number = self._adapters, sequence.request.adapter_id
-        if adapters is not None and not adapters.make_ready(number):
-            return False
-        copies = place.take(sequence, cache, is_reserved=not self._can_preempt)
-        chunk = self._chunk(sequence, missing, plan.budget_for(sequence, len(self.running)))
-        has_room = cache.grow(blocks, place.num_cached + chunk)
-        assert has_room, "a sequence was admitted without room for its first chunk"
-        sequence.capacity = blocks.num_blocks * cache.block_size
-        self._take_row(sequence)
-        if blocks.load:
-            self.loads.add(sequence, plan.step)
-            return True
-        insort(self.running, sequence, key=KEY)
-        plan.add_row(sequence, copies)
-        self._advance(sequence, chunk, chunk == missing, plan)
-        return True
-
-    def _start_loaded(self, plan: StepPlan, *, is_urgent: bool) -> None:
-        """Let those run whose prefix has come from the host.
-
-        With ``is_urgent`` the first runs in any case: the device waits for its copies.
-        """
-        while plan.budget > 0:
-            sequence = self.loads.take(self.cache, is_urgent=is_urgent)
-            if sequence is None:
-                return
-            if sequence.status is RequestStatus.FINISHED:
-                self.rows.give_back(sequence)
-                self.releases.release_later(sequence)
-                continue
-            is_urgent = False
-            insort(self.running, sequence, key=KEY)
-            start = sequence.num_computed_tokens
-            missing = len(sequence.token_ids) - start
-            chunk = self._chunk(sequence, missing, plan.budget)
-            chunk = min(chunk, sequence.capacity - start)
-            plan.add_row(sequence, [])
-            self._advance(sequence, chunk, chunk == missing, plan)
-
-    def _take_row(self, sequence: Sequence) -> None:
-        self._queue.start(sequence)
-        self.rows.take(sequence)
-        sequence.status = RequestStatus.RUNNING
-        sequence.publish_at = 0
-
-    def _leave_row(self, sequence: Sequence) -> None:
-        remove_by_key(self.running, sequence)
-        self.rows.leave(sequence)
-
-    # ---- results -------------------------------------------------------------------------
+    # ---- update --------------------------------------------------------------------------
 
     def update_from_output(
         self,
@@ -433,8 +432,8 @@ class Scheduler:
     ) -> list[Emission]:
         """Take in one step's sampled ids, in order of the step's ``sampled`` sequences.
 
-        ``candidates`` are those of the beams among them, in order; their ids mean nothing.
-        What a sequence sampled that has ended meanwhile is dropped.
+        ``candidates`` are those of the beams among them, in order; the ids of beams mean
+        nothing. Ids of sequences that have ended meanwhile are dropped.
         """
         emitted: list[Emission] = []
         not_finished = FinishReason.NOT_FINISHED
@@ -456,15 +455,15 @@ class Scheduler:
             sequence.token_ids.append(token_id)
             reason = not_finished
             if sequence.stop_words or len(sequence.token_ids) >= sequence.look_at:
-                if not self._followers.accept(sequence, token_id, self._finish):
+                if not self._guided.accept(sequence, token_id, self._finish):
                     continue
                 reason = self._look_at(sequence, token_id)
             emitted.append((sequence, token_id, reason))
-        self.releases.step_done(step.decision.step)
+        self.deferred_frees.step_done(step.decision.step)
         return emitted
 
     def _look_at(self, sequence: Sequence, token_id: int) -> FinishReason:
-        """Hash a block that the new token fills, and end the sequence if it does."""
+        """Hash a block that the new token fills, and end the sequence if the token does."""
         num_known, block_size = len(sequence.token_ids), self.cache.block_size
         if num_known % block_size == 0:
             self.cache.extend_hashes(sequence.blocks, sequence.token_ids)
@@ -477,17 +476,18 @@ class Scheduler:
         return reason
 
     def _finish(self, sequence: Sequence, reason: FinishReason) -> None:
-        self._followers.remove(sequence)
+        """End a sequence, wherever it is."""
+        self._guided.remove(sequence)
         if sequence.blocks.load:
-            # Its blocks are being written: `_start_loaded` frees them.
+            # Its blocks are being written: `_start_swapped_in` frees them.
             sequence.status, sequence.finish_reason = RequestStatus.FINISHED, reason
             return
         if sequence.status is RequestStatus.WAITING:
-            self._queue.drop(sequence)
+            self.policy.queue.drop(sequence)
         is_running = sequence.status is RequestStatus.RUNNING
         sequence.status = RequestStatus.FINISHED
         sequence.finish_reason = reason
-        self._outlook.ended(sequence, reason)
+        self.policy.sequence_ended(sequence, reason)
         if is_running:
             self._leave_row(sequence)
-            self.releases.release_later(sequence)
+            self.deferred_frees.free(sequence)

@@ -1,4 +1,4 @@
-"""The step being planned, and what the host remembers of a step until its result is in."""
+"""The step being planned, and the host's record of a step until its result is here."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ _NO_TRANSFERS = int32s((), 4)
 _NONE = int32s(())
 
 _COMPUTED_AGAIN = 512
-"""Most tokens of a step that were computed before, beside other sequences."""
+"""Most tokens that a step recomputes after preemptions, beside other sequences."""
 
 
 class ScheduledStep:
-    """A decision and the sequences behind its rows."""
+    """A decision, and the sequences in its rows."""
 
     __slots__ = (
-        "decision", "lane", "logits", "num_context", "num_context_tokens", "num_scheduled",
+        "decision", "dp_rank", "logits", "num_context", "num_context_tokens", "num_scheduled",
         "sampled",
     )  # fmt: skip
 
@@ -52,18 +52,18 @@ class ScheduledStep:
         """Sequences that compute prompt tokens."""
         self.num_context_tokens = num_context_tokens
         self.num_scheduled = num_scheduled
-        """Sequences that compute anything; of beams one."""
+        """Sequences that compute tokens; beams of one request count once."""
         self.logits: KeptLogits | None = None
-        """Of its result, if some are kept."""
-        self.lane = 0
+        """Logits of its result, if clients asked for any."""
+        self.dp_rank = 0
 
     @property
     def num_generation_tokens(self) -> int:
-        """Ids that this step adds to outputs, or finds for beams to choose from."""
+        """Ids that this step samples for outputs, or finds as candidates of beams."""
         return len(self.decision.rows) - self.num_context
 
     def parts(self, sampled: SampledTokens) -> list[tuple[ScheduledStep, SampledTokens]]:
-        """What is taken in one after the other: steps, and what they sampled."""
+        """The steps that `update_from_output` takes one by one, each with its sampled ids."""
         return [(self, sampled)]
 
 
@@ -77,12 +77,12 @@ class _Entries:
         self.rows = array("i")
         self.starts = array("i")
         self.chunks = array("i")
-        """Of decodes nothing is kept."""
+        """Empty for decodes, which compute one token each."""
         self.unsampled: list[int] = []
-        """Entries whose logits nobody wants: the few incomplete prompts."""
+        """Entries whose last token is not sampled: the few incomplete prompts."""
 
     def ids(self) -> Int32Array:
-        """The one token that each of them computes, which the host knows."""
+        """The one token that each entry computes; the host knows it."""
         pairs = zip(self.sequences, self.starts, strict=True)
         ids = (sequence.token_ids[start] for sequence, start in pairs)
         return np.fromiter(ids, dtype=np.int32, count=len(self.starts))
@@ -92,7 +92,7 @@ class StepPlan:
     """Collects one step: entries within a token budget, new rows, blocks and copies."""
 
     def __init__(self, step: int, budget: int, *, can_cut: bool = True) -> None:
-        """Without ``can_cut`` prompts are computed whole."""
+        """Without ``can_cut`` there is no chunked prefill: prompts are computed whole."""
         self.step = step
         self.budget = budget
         """Tokens that may still be scheduled."""
@@ -110,7 +110,7 @@ class StepPlan:
         self._num_context = 0
         self._num_context_tokens = 0
         self.num_further_beams = 0
-        """Beams but the first of each request."""
+        """Scheduled beams, without the first of each request."""
 
     @property
     def has_entries(self) -> bool:
@@ -118,18 +118,18 @@ class StepPlan:
         return bool(self._decodes.sequences or self._chunks.sequences)
 
     def budget_for(self, sequence: Sequence, num_others: int, num_later: int = 0) -> int:
-        """Tokens that a part of a sequence may have beside ``num_others`` that run.
+        """Tokens that a chunk of a sequence may have beside ``num_others`` running sequences.
 
-        Of them ``num_later`` are kept for others. One that was paused comes back in small
-        parts: steps that read all weights for a few decodes compute them for little, and no
-        stream waits long.
+        ``num_later`` of them are kept for sequences that are scheduled after it. A preempted
+        sequence is recomputed in small chunks: a step reads all weights for its few decodes
+        anyway, so a small chunk costs little there, and no stream waits long.
         """
         if not num_others or not sequence.num_output_tokens or sequence.beams is not None:
             return self.budget
         return min(self.budget, self._again + num_later)
 
     def add_decode(self, sequence: Sequence, start: int) -> None:
-        """Schedule and sample one token of output after the first ``start``."""
+        """Schedule one decode: the token at ``start``, with the next one sampled."""
         entries = self._decodes
         entries.sequences.append(sequence)
         entries.rows.append(sequence.row)
@@ -159,7 +159,7 @@ class StepPlan:
                 self.first_samples.append(sequence)
 
     def add_row(self, sequence: Sequence, copies: list[BlockCopy]) -> None:
-        """Send a sequence in full: it has just entered its row."""
+        """Send a sequence that has just entered its row, with all of its ids and blocks."""
         self._new_rows.append(
             NewRow(
                 row=sequence.row,
@@ -175,7 +175,7 @@ class StepPlan:
         self.add_blocks(sequence.row, sequence.blocks, 0)
 
     def add_tokens(self, sequence: Sequence, first: int) -> None:
-        """Send the ids of a sequence, which is in its row already, from ``first`` on."""
+        """Send the ids from ``first`` on of a sequence that is in its row already."""
         ids = np.array(sequence.token_ids[first:], dtype=np.int32)
         self._token_writes.append(TokenWrite(row=sequence.row, start=first, token_ids=ids))
 
@@ -184,7 +184,7 @@ class StepPlan:
         self._copies += copies
 
     def add_transfers(self, cache: KVCacheManager, wait_step: int) -> None:
-        """Copy between the cache and the host, and wait for copies of an earlier step."""
+        """Add copies between device and host cache, and a wait for those of an earlier step."""
         moves, loads = cache.take_transfers()
         transfers = [(TransferKind.MOVE, *move) for move in moves]
         transfers += [(TransferKind.LOAD, *load) for load in loads]
@@ -194,13 +194,13 @@ class StepPlan:
             self.transfers = int32s(transfers, 4)
 
     def add_blocks(self, row: int, blocks: SequenceBlocks, first: int) -> None:
-        """Send the blocks of a row's tables from index ``first`` on."""
+        """Send the entries of a row's block tables from index ``first`` on."""
         for group, table in enumerate(blocks.tables):
             for index in range(first, len(table)):
                 self._new_blocks.append((group, row, index, table[index]))
 
     def finish(self, finished_rows: List[int], *, has_ids: bool = False) -> ScheduledStep:
-        """The decision, decodes first; it ``has_ids`` of what they compute, or not."""
+        """The decision, decodes first; with ``has_ids`` it holds the ids that they compute."""
         first, then = self._decodes, self._chunks
         sequences = first.sequences + then.sequences
         num_decodes = len(first.sequences)

@@ -1,4 +1,4 @@
-"""How a prompt that needs several steps is cut, and what it leaves to those behind it."""
+"""How a step's token budget is shared out: chunked prefill, and a pipeline's micro-batches."""
 
 from __future__ import annotations
 
@@ -6,31 +6,33 @@ from collections.abc import Sequence as List
 from itertools import islice
 from operator import attrgetter
 
-from trimaran.worker.config.engine_config import SchedulerConfig
 from trimaran.worker.requests.request import KEY, Sequence
+
+_LAST_STEP = attrgetter("last_step")
 
 _MOST_SEEN = 32
 """Waiting sequences that are looked at."""
 
-_REFUSED_STEPS = 4
-"""Steps in which nothing is left to those that wait for blocks."""
+_BLOCKED_STEPS = 4
+"""Steps in which no budget is left to waiting sequences after one found no blocks."""
 
 
-class FairChunks:
-    """Cuts what a sequence has to compute into parts of steps.
+class ChunkedPrefill:
+    """Cuts the tokens that a sequence misses into chunks of steps.
 
-    One that needs more than a step leaves up to half of it to short prompts that wait, and
-    stops at a block's end if it can.
+    A sequence that needs more than one step leaves up to half of its budget to short prompts
+    that wait. Its chunk stops at a block's end if that is possible.
     """
 
-    def __init__(self, config: SchedulerConfig, block_size: int) -> None:
+    def __init__(self, block_size: int, *, leaves_room: bool) -> None:
+        """Without ``leaves_room`` no budget is left to prompts that wait."""
         self._block_size = block_size
-        self._shares = config.enable_chunked_context and not config.is_static
-        self._refused_until = 0
+        self._leaves_room = leaves_room
+        self._blocked_until = 0
 
-    def refuse(self, step: int) -> None:
-        """Who waits has found no blocks in this step, and will not soon."""
-        self._refused_until = step + _REFUSED_STEPS
+    def out_of_blocks(self, step: int) -> None:
+        """A waiting sequence found no blocks in ``step``, and probably will not soon."""
+        self._blocked_until = step + _BLOCKED_STEPS
 
     def size(
         self,
@@ -40,26 +42,26 @@ class FairChunks:
         waiting: List[Sequence],
         step: int,
     ) -> int:
-        """Tokens to compute in ``step``, of ``missing`` ones and within ``budget``, above 0."""
+        """Tokens to compute in ``step``: 1 to ``missing``, and within ``budget``."""
         budget = max(1, budget)
         if missing <= budget:
             return missing
-        if self._shares and step > self._refused_until:
+        if self._leaves_room and step > self._blocked_until:
             budget -= left_to_waiting(waiting, budget)
-        return part_of_prompt(sequence.num_computed_tokens, budget, self._block_size)
+        return chunk_size(sequence.num_computed_tokens, budget, self._block_size)
 
 
-def part_of_prompt(start: int, budget: int, block_size: int) -> int:
+def chunk_size(start: int, budget: int, block_size: int) -> int:
     """Tokens to compute after the first ``start``: up to a block's end if the budget allows."""
     aligned = (start + budget) // block_size * block_size - start
     return aligned if aligned > 0 else budget
 
 
 def left_to_waiting(waiting: List[Sequence], budget: int) -> int:
-    """Tokens of ``budget``, half of it at most, in which whole prompts of ``waiting`` fit.
+    """Tokens of ``budget``, half of it at most, into which whole prompts of ``waiting`` fit.
 
-    Prompts that do not fit are not counted: long ones follow each other, for side by side
-    none of them would be done earlier, and the first of them later.
+    Longer prompts are not counted. They follow each other: side by side no prompt would be
+    done earlier, and the first one later.
     """
     left = budget // 2
     taken = 0
@@ -70,24 +72,21 @@ def left_to_waiting(waiting: List[Sequence], budget: int) -> int:
     return taken
 
 
-_LAST_STEP = attrgetter("last_step")
-
-
 class MicroBatches:
-    """Shares the running sequences out over as many steps as are in flight.
+    """Shares the running sequences out over as many steps as a pipeline has in flight.
 
-    With p stages p steps run at once, one on each. They hold different sequences: what
-    follows a token is known when it has left the last stage. A prompt is no such case, and
-    its chunks follow each other in consecutive steps. Each step takes an equal share of the
-    sequences that decode, so that stages neither wait for a large step nor run empty ones;
-    what was scheduled longest ago goes first.
+    With p stages p steps run at once, one on each stage, and they hold different sequences: the
+    next decode of a sequence is possible once its token has left the last stage. Prompts have
+    no such limit, and their chunks follow each other in consecutive steps. Each step takes an
+    equal share of the decoding sequences, so stages neither wait for a large step nor run empty
+    ones. Sequences that were scheduled longest ago go first.
     """
 
     def __init__(self, count: int) -> None:
         self.count = count
 
     def pick(self, running: list[Sequence], step: int) -> list[Sequence]:
-        """Those of ``running`` that ``step`` may take, in the same order."""
+        """The sequences of ``running`` that ``step`` may take, in the same order."""
         prompts: list[Sequence] = []
         ready: list[Sequence] = []
         num_decoding = 0

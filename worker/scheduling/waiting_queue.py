@@ -1,10 +1,12 @@
-"""The sequences that wait for a row and blocks, the most urgent first."""
+"""The sequences that wait for a row and blocks, in order of priority and arrival."""
 
 from __future__ import annotations
 
-from bisect import insort
-from collections.abc import Iterable
+from bisect import bisect_left, insort
+from collections.abc import Sequence as List
 
+from trimaran.comm.errors import RefusedError, with_request_id
+from trimaran.worker.config.engine_config import SchedulerConfig
 from trimaran.worker.kv_cache.manager import KVCacheManager
 from trimaran.worker.lora.manager import AdapterManager
 from trimaran.worker.requests.request import (
@@ -14,14 +16,14 @@ from trimaran.worker.requests.request import (
     Sequence,
     remove_by_key,
 )
-from trimaran.worker.scheduling.preemption import Pauses
+from trimaran.worker.scheduling.preemption import PreemptionCounts
 
 
 class WaitingQueue:
-    """In order of priority and arrival; who was paused stands before the others of its level.
+    """Ordered by `Sequence.key`; preempted sequences stand before others of their priority.
 
-    Finding a place is a binary search, making room there a move of those behind it. Finding who
-    is next looks at each adapter that is on its way, not at those that wait for it.
+    Inserting is a binary search and a move of the sequences behind. Finding the next sequence
+    looks at each adapter that is being loaded, not at each sequence that waits for it.
     """
 
     def __init__(self, cache: KVCacheManager, adapters: AdapterManager | None) -> None:
@@ -29,61 +31,55 @@ class WaitingQueue:
         """In order; for reading."""
 
         self.expected: set[Request] = set()
-        """Checked requests whose sequences come later: they have their places already."""
+        """Checked requests whose sequences come later. They count as waiting already."""
 
-        self.pauses = Pauses()
+        self.preemptions = PreemptionCounts()
         self._cache = cache
         self._adapters = adapters
         self._held: dict[int, list[Sequence]] = {}
-        """In order, those whose adapter is on its way, by its number."""
+        """By adapter number and in order, the sequences whose adapter is being loaded."""
 
         self._ready: list[Sequence] = []
         """In order, all others, if the engine has adapters."""
 
     def add(self, sequence: Sequence) -> None:
-        """A new one waits from now on."""
+        """Queue a new sequence."""
         self._cache.extend_hashes(sequence.blocks, sequence.token_ids)
         self._insert(sequence)
 
-    def add_forks(self, parents: Iterable[Sequence]) -> None:
-        """The siblings of sequences whose prompt is computed wait from now on."""
-        for parent in parents:
-            for sibling in parent.request.sequences[1:]:
-                if sibling.status is RequestStatus.NEW:
-                    self.add(sibling)
-
-    def add_paused(self, sequence: Sequence, step: int) -> None:
-        """One that ran until this step waits again."""
-        self.pauses.begin(sequence, step)
+    def add_preempted(self, sequence: Sequence, step: int) -> None:
+        """Queue a sequence that ran until this step."""
+        self.preemptions.preempted()
+        sequence.preempt(step)
         self._insert(sequence)
 
     def next(self, *, may_overtake: bool) -> Sequence | None:
-        """Who is to start next; None if all wait for adapters that are on their way.
+        """The first sequence that may start; None if all wait for adapters.
 
-        If others ``may_overtake``, who waits for an adapter holds up nobody: it is there
-        soon, whatever they do.
+        With ``may_overtake`` sequences may start before one that waits for its adapter: the
+        adapter arrives soon, whether they run or not.
         """
         if self._adapters is None or not may_overtake:
             return self.sequences[0]
-        # Thousands may wait for one adapter: who waits for it is looked at when it is there.
+        # Thousands of sequences may wait for one adapter: they are sorted in once it is there.
         for number in [each for each in self._held if self._adapters.is_ready(each)]:
             self._ready = sorted([*self._ready, *self._held.pop(number)], key=KEY)
         return self._ready[0] if self._ready else None
 
     @property
     def ready(self) -> list[Sequence]:
-        """In order, those whose adapter was not on its way when `next` looked; for reading."""
+        """In order, sequences whose adapter was there when `next` looked; for reading."""
         return self.sequences if self._adapters is None else self._ready
 
     def start(self, sequence: Sequence) -> None:
-        """One has a place and waits no more."""
+        """The sequence has a row and blocks and waits no more."""
         self._remove(sequence)
-        self.pauses.end(sequence)
+        self.preemptions.resumed(sequence)
 
     def drop(self, sequence: Sequence) -> None:
-        """One has ended where it waits."""
+        """The sequence ended while it waited."""
         self._remove(sequence)
-        self.pauses.over(sequence)
+        self.preemptions.left(sequence)
         self._cache.forget(sequence.blocks)
 
     def _insert(self, sequence: Sequence) -> None:
@@ -102,3 +98,39 @@ class WaitingQueue:
             remove_by_key(self._held.get(number, self._ready), sequence)
             if not self._held.get(number, True):
                 del self._held[number]
+
+
+def check_queue(
+    request: Request, config: SchedulerConfig, queues: List[WaitingQueue], num_free_rows: int
+) -> None:
+    """Refuse a request if the queue of its priority is full.
+
+    ``queues`` are those of all data-parallel ranks. Sequences that will get one of the free
+    rows do not count as waiting. A replayed request is never refused. The cost is a binary
+    search per queue.
+
+    Raises:
+        RefusedError: as many requests wait as may.
+    """
+    level, levels = -request.priority, config.level_queue_sizes
+    limit = levels[level - 1] if levels else config.max_queue_size
+    if not limit or request.output_ids:
+        return
+    first, end = 0, sum(len(queue.sequences) + len(queue.expected) for queue in queues)
+    if levels:
+        first, end = (
+            sum(
+                bisect_left(queue.sequences, (bound,), key=KEY)
+                + sum(-other.priority < bound for other in queue.expected)
+                for queue in queues
+            )
+            for bound in (level, level + 1)
+        )
+    if end - max(first, num_free_rows) < limit:
+        return
+    place = f" by priority level {level}" if levels else ""
+    text = (
+        f"Exceeds maximum queue size: Maximum queue size of {limit} has been reached{place}, "
+        "please try again later"
+    )
+    raise RefusedError(with_request_id(request.client_id, text))

@@ -126,7 +126,7 @@ def test_preemption_happens_in_the_cases_that_claim_it(make_engine, prompt_of):
     most = 0
     while driver.engine.has_work:
         driver.step()
-        most = max(most, driver.engine.scheduler.num_preempted)
+        most = max(most, driver.engine.scheduler.preemptions.num_waiting)
 
     assert most > 0
 
@@ -169,7 +169,7 @@ def test_tokens_survive_any_history(make_engine, prompt_of, seed):
             cancelled.add(unlucky)
             driver.engine.cancel("client", [unlucky])
         scheduler = driver.engine.scheduler
-        held = (*scheduler.running, *scheduler.waiting, *scheduler.releases)
+        held = (*scheduler.running, *scheduler.waiting, *scheduler.deferred_frees)
         scheduler.cache.check([sequence.blocks for sequence in held])
     driver.run(max_steps=10_000)
 

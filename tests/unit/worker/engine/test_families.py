@@ -90,7 +90,7 @@ def test_latent_vectors_survive_pauses_and_the_way_to_the_host_and_back(
     most_paused = 0
     while driver.engine.has_work:
         driver.step()
-        most_paused = max(most_paused, driver.engine.scheduler.num_preempted)
+        most_paused = max(most_paused, driver.engine.scheduler.preemptions.num_waiting)
     for _ in range(2):
         assert outputs_of(driver, prompts) == expected
 

@@ -86,7 +86,7 @@ def test_a_paused_request_tells_each_logit_once(make_engine):
     most_preempted = 0
     while driver.engine.has_work:
         driver.step()
-        most_preempted = max(most_preempted, driver.engine.scheduler.num_preempted)
+        most_preempted = max(most_preempted, driver.engine.scheduler.preemptions.num_waiting)
 
     assert most_preempted == 1
     for request_id in asked:

@@ -117,7 +117,7 @@ class History:
     def step(self) -> None:
         scheduler = self.scheduler
         if self.rng.random() < 0.3:
-            scheduler.loads.done_step = scheduler.step
+            scheduler.swap_ins.done_step = scheduler.step
             self.memory.finish_loads(scheduler.step)
         if not scheduler.has_requests and not self.in_flight:
             return
@@ -190,7 +190,7 @@ class History:
         if not cache.enable_reuse:
             assert not any(host.num_used for host in cache.hosts)
         assert len(scheduler.rows.free) == scheduler.config.max_num_seqs
-        assert scheduler.num_preempted == 0
+        assert scheduler.preemptions.num_waiting == 0
         for request in self.requests:
             places = {(request.number, s.index) for s in request.sequences}
             assert request.number in self.failed or places <= self.ended
@@ -215,6 +215,6 @@ def test_every_block_row_and_slot_comes_back_and_held_what_it_should(first):
         history = History(seed)
         history.run()
         num_loaded += sum(host.num_loaded for host in history.cache.hosts)
-        num_paused += history.scheduler.pauses.num_sequences
+        num_paused += history.scheduler.preemptions.num_sequences
     assert num_loaded > 0
     assert num_paused > 0

@@ -88,13 +88,13 @@ def test_who_was_paused_goes_on_with_its_own_blocks(
         assert outputs(driver) == expected
 
     assert host.num_loaded > 0
-    assert scheduler.pauses.num_sequences > 0
+    assert scheduler.preemptions.num_sequences > 0
     assert scheduler.cache.num_reused_blocks == 0 or enable_block_reuse
     if not enable_block_reuse:
         assert host.num_used == 0
         if "host_bytes" not in changes:
             # What was not full, of each, and what was on its way when it was paused.
-            assert scheduler.pauses.num_tokens < 18 * scheduler.pauses.num_sequences
+            assert scheduler.preemptions.num_tokens < 18 * scheduler.preemptions.num_sequences
 
 
 def test_a_slot_that_is_replaced_twice_in_a_step_gets_what_came_last_alone():

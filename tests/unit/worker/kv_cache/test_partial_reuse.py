@@ -143,7 +143,7 @@ def test_a_fork_copies_no_block_that_its_parent_gets_as_a_copy_in_the_same_step(
     driver.run()
 
     first = driver.output(1)[:30]
-    assert driver.engine.scheduler.pauses.num_sequences == 1
+    assert driver.engine.scheduler.preemptions.num_sequences == 1
     assert driver.outputs(request) == [first, first]
     driver.check_idle()
 

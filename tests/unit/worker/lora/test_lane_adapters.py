@@ -18,7 +18,7 @@ from trimaran.worker.lora.sent import OutgoingAdapter
 from trimaran.worker.lora.store import PIECE
 from trimaran.worker.lora.tensor_file import TensorFile
 from trimaran.worker.requests.request import Request
-from trimaran.worker.scheduling.data_parallel import LaneAdapters
+from trimaran.worker.scheduling.data_parallel import DataParallelAdapters
 
 
 class Lanes:
@@ -32,7 +32,7 @@ class Lanes:
         lora = LoraConfig(prefetch_dir=str(prefetch_dir), host_memory_bytes=int(2.9 * size))
         engine = make_engine(lora=lora).engine
         self.managers = [engine._adapters, engine._adapters.of_another_lane()]
-        self.adapters = LaneAdapters(self.managers)
+        self.adapters = DataParallelAdapters(self.managers)
         self.open: list[Request] = []
         self.adapters.is_open = lambda request: request in self.open
 
@@ -44,7 +44,7 @@ class Lanes:
             number=0,
             prompt_ids=array("i", [1]),
             sampling=SamplingParams(),
-            lane=lane,
+            dp_rank=lane,
             has_adapter=True,
         )
         # As front ends send one: of an id alone they say nothing more.
@@ -59,7 +59,7 @@ class Lanes:
 
     def weights_of(self, request: Request) -> object:
         """What the adapter of a request consists of."""
-        return self.managers[request.lane]._on_host[request.adapter_id].content
+        return self.managers[request.dp_rank]._on_host[request.adapter_id].content
 
     def fill(self, lane) -> None:
         """Let requests of one lane use all of its adapters."""
@@ -79,9 +79,9 @@ def test_an_adapter_is_served_where_there_is_room_for_it(lanes, full):
     brought = [lanes.ask(3, lane, weights=3) for lane in (0, 1)]
     named = [lanes.ask(3, lane) for lane in (0, 1)]
 
-    assert {request.lane for request in (*brought, *named)} == {1 - full}
+    assert {request.dp_rank for request in (*brought, *named)} == {1 - full}
     # Those that are known everywhere go where they were sent.
-    assert lanes.ask(1, full).lane == full
+    assert lanes.ask(1, full).dp_rank == full
 
 
 def test_an_adapter_of_a_folder_that_is_gone_is_served_by_the_lane_that_has_it(lanes):
@@ -92,7 +92,7 @@ def test_an_adapter_of_a_folder_that_is_gone_is_served_by_the_lane_that_has_it(l
     shutil.rmtree(lanes.folder / "a")
     second = lanes.ask(0, 0, name="a")
 
-    assert first.lane == second.lane == 1
+    assert first.dp_rank == second.dp_rank == 1
     assert lanes.weights_of(first) == lanes.weights_of(second)
     with pytest.raises(RequestError, match="no LoRA adapter is named 'b'"):
         lanes.ask(0, 0, name="b")
@@ -129,12 +129,12 @@ def test_an_id_means_its_newest_weights_in_a_lane_without_room_too(lanes):
     new = lanes.ask(1, 0, weights=3)
     later = lanes.ask(1, 0)
 
-    assert old.lane == 0 and new.lane == later.lane == 1
+    assert old.dp_rank == 0 and new.dp_rank == later.dp_rank == 1
     assert lanes.weights_of(new) == lanes.weights_of(later) != lanes.weights_of(old)
     assert lanes.weights_of(later) == on_the_wire(lanes.weights[3])["digest"]
     lanes.open.clear()
     # Nobody needs the old one any more, and there is room again.
-    assert lanes.ask(4, 0, weights=4).lane == 0
+    assert lanes.ask(4, 0, weights=4).dp_rank == 0
 
 
 def test_an_adapter_that_no_lane_has_room_for_is_refused_and_changes_nothing(lanes):
@@ -145,6 +145,6 @@ def test_an_adapter_that_no_lane_has_room_for_is_refused_and_changes_nothing(lan
         lanes.ask(1, 1, weights=3)
 
     assert caught.value.kind is ErrorKind.UNAVAILABLE
-    assert lanes.ask(1, 1).lane == 1
+    assert lanes.ask(1, 1).dp_rank == 1
     with pytest.raises(RequestError, match="LoRA task 4 not found in cache"):
         lanes.ask(4, 0)

@@ -403,7 +403,7 @@ def test_adapters_take_turns_where_the_model_runs_and_paused_requests_go_on(
     while driver.engine.has_work:
         driver.step()
         most = max(most, manager.num_on_device)
-        num_paused = max(num_paused, driver.engine.scheduler.num_preempted)
+        num_paused = max(num_paused, driver.engine.scheduler.preemptions.num_waiting)
 
     assert 1 < most < 5
     assert num_paused

@@ -162,7 +162,7 @@ def test_beams_do_not_depend_on_how_steps_are_made(make, prompt_of, alone, way):
 
     while driver.engine.has_work:
         driver.step()
-        most = max(most, driver.engine.scheduler.num_preempted)
+        most = max(most, driver.engine.scheduler.preemptions.num_waiting)
         check_blocks(driver)
 
     assert {n: output_of(driver, request) for n, request in requests.items()} == alone
@@ -287,7 +287,12 @@ def test_a_search_that_cannot_be_is_refused(make, prompt_of, fields, text):
 
 def check_blocks(driver):
     scheduler = driver.engine.scheduler
-    held = [*scheduler.running, *scheduler.waiting, *scheduler.releases, *scheduler.loads]
+    held = [
+        *scheduler.running,
+        *scheduler.waiting,
+        *scheduler.deferred_frees,
+        *scheduler.swap_ins,
+    ]
     held += [beam for s in held if s.beams is not None for beam in s.beams.beams[1:]]
     scheduler.cache.check([sequence.blocks for sequence in held])
 

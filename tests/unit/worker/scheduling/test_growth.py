@@ -7,7 +7,7 @@ import pytest
 
 from tests.unit.worker.scheduling.test_scheduler import BLOCK, Planner
 from trimaran.worker.config.pretrained_config import PretrainedConfig
-from trimaran.worker.scheduling.kv_forecast import GrowthForecast
+from trimaran.worker.scheduling.kv_forecast import KVForecast
 from trimaran.worker.scheduling.preemption import tokens_per_read
 
 
@@ -21,7 +21,7 @@ def finish_all(planner):
 
 
 def test_outputs_that_end_at_their_limit_are_expected_whole():
-    forecast = GrowthForecast(1)
+    forecast = KVForecast(1)
     for _ in range(2000):
         forecast.observe(100, is_at_limit=True)
 
@@ -29,7 +29,7 @@ def test_outputs_that_end_at_their_limit_are_expected_whole():
 
 
 def test_outputs_that_end_early_are_expected_to():
-    forecast = GrowthForecast(1024)
+    forecast = KVForecast(1024)
     rng = np.random.default_rng(0)
     for length in rng.geometric(1 / 40, 4000):
         forecast.observe(min(int(length), 100), is_at_limit=length > 100)
@@ -38,7 +38,7 @@ def test_outputs_that_end_early_are_expected_to():
 
 
 def test_what_ended_long_ago_counts_no_more():
-    forecast = GrowthForecast(1024)
+    forecast = KVForecast(1024)
     for length in [1000] * 3000 + [10] * 3000:
         forecast.observe(length, is_at_limit=False)
 
@@ -82,7 +82,7 @@ def test_a_cache_that_holds_all_at_their_limits_keeps_nobody_waiting():
 
 
 def test_a_burst_is_foretold_as_if_each_newcomer_came_alone_but_looked_at_once(monkeypatch):
-    has_room, foretell = GrowthForecast.has_room, GrowthForecast._foretell
+    has_room, foretell = KVForecast.has_room, KVForecast._forecast
     num_looked_at, answers = 0, []
 
     def count(self, sequences, block_size):
@@ -92,7 +92,7 @@ def test_a_burst_is_foretold_as_if_each_newcomer_came_alone_but_looked_at_once(m
 
     def compare(self, running, newcomer, cache):
         nonlocal num_looked_at
-        anew = GrowthForecast(20)
+        anew = KVForecast(20)
         anew.has_beams = self.has_beams
         before = num_looked_at
         expected = has_room(anew, running, newcomer, cache)
@@ -100,8 +100,8 @@ def test_a_burst_is_foretold_as_if_each_newcomer_came_alone_but_looked_at_once(m
         answers.append((has_room(self, running, newcomer, cache), expected))
         return answers[-1][0]
 
-    monkeypatch.setattr(GrowthForecast, "_foretell", count)
-    monkeypatch.setattr(GrowthForecast, "has_room", compare)
+    monkeypatch.setattr(KVForecast, "_forecast", count)
+    monkeypatch.setattr(KVForecast, "has_room", compare)
     planner = Planner(
         num_blocks=300,
         max_num_seqs=400,

@@ -12,7 +12,7 @@ from trimaran.comm.messages.sampling_params import SamplingParams
 from trimaran.worker.config.engine_config import SchedulerConfig
 from trimaran.worker.kv_cache.manager import KVCacheManager
 from trimaran.worker.requests.request import Request
-from trimaran.worker.scheduling.data_parallel import LaneScheduler
+from trimaran.worker.scheduling.data_parallel import DataParallelScheduler
 from trimaran.worker.scheduling.scheduler import Scheduler
 from trimaran.worker.steps.lane_decisions import LaneDecisions
 from trimaran.worker.steps.step_types import SampledTokens, SchedulerOutput
@@ -32,7 +32,7 @@ class Planner:
         caches = [
             KVCacheManager([num_blocks], BLOCK, enable_reuse=True) for _ in range(num_lanes)
         ]
-        self.scheduler = LaneScheduler([Scheduler(config, cache) for cache in caches])
+        self.scheduler = DataParallelScheduler([Scheduler(config, cache) for cache in caches])
         self.count = 0
 
     def add(self, num_prompt=4, prompt=None, **fields) -> Request:
@@ -65,7 +65,7 @@ class Planner:
             token_ids=[],
             lanes=[
                 SampledTokens(token_ids=[token_id] * len(lane.sampled))
-                for lane in step.lanes
+                for lane in step.ranks
                 if lane is not None
             ],
         )
@@ -79,7 +79,7 @@ class Planner:
 def test_requests_go_to_the_lane_with_the_fewest():
     planner = Planner(num_lanes=3)
 
-    lanes = [planner.add().lane for _ in range(6)]
+    lanes = [planner.add().dp_rank for _ in range(6)]
 
     assert lanes == [0, 1, 2, 0, 1, 2]
 
@@ -92,9 +92,9 @@ def test_a_prompt_goes_where_the_cache_has_it_unless_that_lane_is_busier():
     while planner.scheduler.has_requests:
         planner.step()
 
-    again = [planner.add(prompt=[*prompt, number]).lane for number in range(4)]
+    again = [planner.add(prompt=[*prompt, number]).dp_rank for number in range(4)]
 
-    assert first.lane == 0
+    assert first.dp_rank == 0
     # Two more than the other lane has are not too many.
     assert again == [0, 0, 0, 1]
 
@@ -107,8 +107,8 @@ def test_a_prompt_with_an_adapter_goes_nowhere_for_what_was_computed_without():
         planner.step()
     planner.add(prompt=prompt)
 
-    assert planner.check(prompt=prompt).lane == 0
-    assert planner.check(prompt=prompt, has_adapter=True).lane == 1
+    assert planner.check(prompt=prompt).dp_rank == 0
+    assert planner.check(prompt=prompt, has_adapter=True).dp_rank == 1
 
 
 def test_each_lane_has_a_step_of_its_own_and_idle_ones_have_none():
@@ -120,10 +120,10 @@ def test_each_lane_has_a_step_of_its_own_and_idle_ones_have_none():
     planner.add(5)
     both = planner.scheduler.schedule()
 
-    assert [lane is None for lane in alone.lanes] == [False, True]
+    assert [lane is None for lane in alone.ranks] == [False, True]
     assert alone.num_context_tokens == 8
     assert (both.num_scheduled, both.num_context_tokens) == (3, 11)
-    assert [lane.decision.step for lane in both.lanes] == [2, 1]
+    assert [lane.decision.step for lane in both.ranks] == [2, 1]
     assert both.decision.step == 2
 
 
@@ -137,7 +137,7 @@ def test_lanes_take_in_their_own_results_and_tell_of_every_end():
 
     assert sorted(ends) == [(number, FinishReason.LENGTH) for number in range(3)]
     assert not planner.scheduler.running
-    assert all(lane.cache.num_free == 64 for lane in planner.scheduler.lanes)
+    assert all(lane.cache.num_free == 64 for lane in planner.scheduler.ranks)
 
 
 def test_a_cancelled_request_ends_in_its_lane():
@@ -192,7 +192,7 @@ def test_requests_that_come_later_have_their_places_in_lanes_and_queues():
         requests.append(planner.check(priority=priority))
         planner.scheduler.expect(requests[-1])
 
-    assert [request.lane for request in requests] == [0, 1, 0, 1, 0]
+    assert [request.dp_rank for request in requests] == [0, 1, 0, 1, 0]
     assert planner.scheduler.num_active == 5
     for priority, limit in ((-1, 2), (-2, 1)):
         with pytest.raises(RequestError, match=f"Maximum queue size of {limit}"):

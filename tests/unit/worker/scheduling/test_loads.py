@@ -86,7 +86,7 @@ def test_others_run_until_the_copies_are_made(planner):
     assert busy.sequences[0].num_output_tokens == 7
     assert waiting.sequences[0].num_output_tokens == 0
 
-    planner.scheduler.loads.done_step = load_step
+    planner.scheduler.swap_ins.done_step = load_step
     transfers = planner.step()
 
     assert transfers[TransferKind.WAIT] == [[load_step, 0, 0]]
@@ -118,7 +118,7 @@ def test_a_prefix_on_its_way_is_loaded_once_and_then_shared(planner):
     assert num_loads > 0
     assert planner.step()[TransferKind.LOAD] == []
 
-    planner.scheduler.loads.done_step = planner.scheduler.step
+    planner.scheduler.swap_ins.done_step = planner.scheduler.step
     assert planner.step()[TransferKind.LOAD] == []
 
     assert [twin.sequences[0].num_output_tokens for twin in twins] == [1, 1]
@@ -136,7 +136,7 @@ def test_blocks_of_a_cancelled_load_are_kept_until_it_is_over(planner):
     planner.scheduler.end(waiting, FinishReason.CANCELLED)
     planner.step()
     assert planner.cache.num_free == num_free
-    planner.scheduler.loads.done_step = load_step
+    planner.scheduler.swap_ins.done_step = load_step
 
     # Other ranks' copies may still be on their way: they are told to wait.
     assert planner.step()[TransferKind.WAIT] == [[load_step, 0, 0]]
@@ -166,7 +166,7 @@ def test_a_sibling_takes_nothing_from_its_parent_that_is_on_its_way():
     # The parent has its row first, is paused for want of blocks, and comes back.
     while not urgent.is_finished:
         planner.step()
-    assert planner.scheduler.pauses.num_sequences > 0
+    assert planner.scheduler.preemptions.num_sequences > 0
 
     while not (transfers := planner.step())[TransferKind.LOAD]:
         assert planner.scheduler.has_requests
@@ -189,12 +189,12 @@ def test_a_static_batchs_slots_are_empty_when_its_sequences_have_ended():
     loading = static.add(FIRST, max_tokens=9)
     cancelled = static.add(PROMPTS[1], max_tokens=9)
     static.step()
-    assert len(list(scheduler.loads)) == 2
+    assert len(list(scheduler.swap_ins)) == 2
 
     empty.append(scheduler.num_empty_slots)
     scheduler.end(cancelled, FinishReason.CANCELLED)
     empty.append(scheduler.num_empty_slots)
-    scheduler.loads.done_step = scheduler.step
+    scheduler.swap_ins.done_step = scheduler.step
     while scheduler.has_requests:
         static.step()
         empty.append(scheduler.num_empty_slots)

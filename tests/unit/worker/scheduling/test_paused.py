@@ -16,7 +16,7 @@ def test_who_was_paused_comes_back_in_parts_beside_others():
         planner.add(num_prompt, max_tokens=count)
     parts = []
     while planner.scheduler.has_requests:
-        was_paused = planner.scheduler.num_preempted or parts
+        was_paused = planner.scheduler.preemptions.num_waiting or parts
         scheduled = planner.step()
         if was_paused and scheduled.get(2, 0) > 1:
             parts.append(scheduled[2])
@@ -53,6 +53,6 @@ def test_who_was_paused_first_comes_back_first_and_is_not_the_next_to_be_paused(
 
     assert len(paused) == len(set(paused)) > 1
     assert back == paused
-    pauses = planner.scheduler.pauses
+    pauses = planner.scheduler.preemptions
     assert (pauses.num_waiting, pauses.num_sequences) == (0, len(paused))
     assert 2 * BLOCK * len(paused) <= pauses.num_tokens < 5 * BLOCK * len(paused)

@@ -8,19 +8,19 @@ import pytest
 
 from tests.unit.worker.scheduling.test_scheduler import BLOCK, Planner
 from trimaran.comm.messages.messages import FinishReason
-from trimaran.worker.scheduling import capacity as places
-from trimaran.worker.scheduling.capacity import PlaceFinder
+from trimaran.worker.scheduling import capacity
+from trimaran.worker.scheduling.capacity import CapacityCheck
 
 
 def test_a_prompt_that_waits_is_looked_up_only_once_there_may_be_room(monkeypatch):
-    find_prefix, num_looks = places.find_prefix, 0
+    find_prefix, num_looks = capacity.find_prefix, 0
 
     def count(*arguments, **options):
         nonlocal num_looks
         num_looks += 1
         return find_prefix(*arguments, **options)
 
-    monkeypatch.setattr(places, "find_prefix", count)
+    monkeypatch.setattr(capacity, "find_prefix", count)
     planner = Planner(num_blocks=80, policy="guaranteed_no_evict", max_num_batched_tokens=256)
     prompt = list(range(32 * BLOCK))
     for number in range(2):
@@ -46,14 +46,14 @@ def test_a_prompt_that_waits_is_looked_up_only_once_there_may_be_room(monkeypatc
 @pytest.mark.parametrize("seed", range(4))
 def test_who_waits_gets_the_place_that_a_look_at_every_step_finds(monkeypatch, policy, seed):
     rng = random.Random(seed)
-    find, answers = PlaceFinder.find, []
+    find, answers = CapacityCheck.find, []
 
     def compare(self, sequence, step, **options):
-        anew = find(PlaceFinder(self._config, self._cache), sequence, step, **options)
+        anew = find(CapacityCheck(self._config, self._cache), sequence, step, **options)
         answers.append((find(self, sequence, step, **options), anew))
         return answers[-1][0]
 
-    monkeypatch.setattr(PlaceFinder, "find", compare)
+    monkeypatch.setattr(CapacityCheck, "find", compare)
     planner = Planner(
         num_blocks=rng.choice([12, 18, 24]),
         policy=policy,

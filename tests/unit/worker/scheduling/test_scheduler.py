@@ -87,7 +87,7 @@ class Planner:
         scheduler = self.scheduler
         held = [s for request in self.requests for s in request.sequences]
         self.cache.check([s.blocks for s in held])
-        rows = [s.row for s in (*scheduler.running, *scheduler.loads)]
+        rows = [s.row for s in (*scheduler.running, *scheduler.swap_ins)]
         assert len(set(rows)) == len(rows) <= self.config.max_num_seqs
         assert set(rows).isdisjoint(scheduler.rows.free)
         assert len(rows) + len(scheduler.rows.free) == self.config.max_num_seqs
@@ -109,7 +109,7 @@ class Planner:
     def check_empty(self):
         scheduler = self.scheduler
         assert not scheduler.has_requests
-        assert scheduler.num_preempted == 0
+        assert scheduler.preemptions.num_waiting == 0
         self.cache.check([])
         assert self.cache.num_free == self.cache.num_blocks
 
@@ -173,7 +173,7 @@ def test_out_of_blocks_the_last_admitted_is_preempted_and_comes_back():
     planner.step()
     for _ in range(3):
         planner.step()
-    assert planner.scheduler.num_preempted == 1
+    assert planner.scheduler.preemptions.num_waiting == 1
     assert second.sequences[0].row == -1
     assert second.sequences[0].num_computed_tokens == 0
 
@@ -255,7 +255,7 @@ def test_guaranteed_no_evict_starts_only_what_surely_fits():
     assert set(planner.step()) == {0, 1}
     while planner.scheduler.has_requests:
         planner.step()
-        assert planner.scheduler.num_preempted == 0
+        assert planner.scheduler.preemptions.num_waiting == 0
     assert planner.ended == dict.fromkeys(range(3), FinishReason.LENGTH)
     planner.check_empty()
 

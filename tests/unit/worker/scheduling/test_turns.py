@@ -25,7 +25,7 @@ def serve(priorities=(0,) * NUM_REQUESTS, **limits):
         planner.add(PROMPT, max_tokens=OUTPUT, priority=priority)
     ends, longest, begun = {}, 0, {}
     while scheduler.has_requests:
-        scheduler.loads.done_step = scheduler.step
+        scheduler.swap_ins.done_step = scheduler.step
         planner.step()
         paused = {s.request.number for s in scheduler.waiting if s.is_preempted}
         begun = {number: begun.get(number, scheduler.step) for number in paused}
@@ -52,8 +52,8 @@ def test_a_host_without_room_for_who_is_paused_lets_nobody_take_turns():
     _, longest, scheduler = serve(host_slots=8)
 
     assert longest == longest_alone
-    assert scheduler.pauses.num_sequences == alone.pauses.num_sequences
-    assert scheduler.pauses.num_tokens < alone.pauses.num_tokens
+    assert scheduler.preemptions.num_sequences == alone.preemptions.num_sequences
+    assert scheduler.preemptions.num_tokens < alone.preemptions.num_tokens
 
 
 def test_nobody_makes_room_for_a_lower_priority():
@@ -63,4 +63,4 @@ def test_nobody_makes_room_for_a_lower_priority():
     first = [ends[number] for number in range(6)]
     assert max(first) < min(ends[number] for number in range(6, NUM_REQUESTS))
     assert max(first) <= OUTPUT + NUM_REQUESTS
-    assert scheduler.pauses.num_sequences > 0
+    assert scheduler.preemptions.num_sequences > 0
