@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from trimaran.comm.errors import ConfigError
-from trimaran.comm.files.special_tokens import special_tokens
+from trimaran.comm.files.input_files import special_tokens
 
 TYPES = ("auto", "t5", "llama")
 

@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
+import faulthandler
+import logging
 import os
+import sys
+import threading
 import time
+import traceback
 from collections.abc import Callable
+from dataclasses import dataclass
+
+from trimaran.comm.topology import ParallelLayout
 
 SPIN_S = 0.0005
 FIRST_SLEEP_S = 0.00005
@@ -46,3 +54,103 @@ def wait_for(
             return False
         backoff.pause()
     return True
+
+
+_SHORTEST, _LONGEST = 0.8, 0.88
+"""Of the hang timeout: whoever waits names who is missing before its watchdog ends it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Waits:
+    """The longest waits of one rank in a step, in seconds.
+
+    When a rank is lost all others wait within moments, most of them for ranks that wait
+    too. The one that waits for the lost one itself is to give up first, as what it says is
+    what the operator reads.
+    """
+
+    hidden_s: float
+    """For the stage before."""
+
+    tensor_s: float
+    """For the other ranks of the tensor group, which get their hidden states by themselves."""
+
+    experts_s: float
+    """For the ranks of other lanes, each of which sums over its tensor group before."""
+
+    results_s: float
+    """On rank 0 for what the last stage sampled, behind all of these."""
+
+    @classmethod
+    def of(cls, topology: ParallelLayout, hang_timeout_s: float) -> Waits:
+        """Those of a rank, by its stage."""
+        num_waits = 3 * topology.pp_size
+
+        def behind(number: int) -> float:
+            return hang_timeout_s * (_SHORTEST + (_LONGEST - _SHORTEST) * number / num_waits)
+
+        first = 3 * topology.pp_rank
+        return cls(behind(first), behind(first + 1), behind(first + 2), behind(num_waits))
+
+
+logger = logging.getLogger(__name__)
+
+_LONGEST_PERIOD_S = 1.0
+
+
+class Watchdog:
+    """Watches one activity of the main thread at a time.
+
+    `watch` and `pause` only store two values, so they belong around every step. The
+    thread looks about four times per hang timeout, at most once a second: a hang is
+    noticed up to a quarter late.
+    """
+
+    def __init__(self, hang_timeout_s: float, on_hang: Callable[[], None]) -> None:
+        self.hang_timeout_s = hang_timeout_s
+        self._on_hang = on_hang
+        self._deadline = float("inf")
+        self._what: Callable[[], str] = str
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
+        self._thread.start()
+
+    def watch(self, what: Callable[[], str], timeout_s: float | None = None) -> None:
+        """An activity begins; ``what()`` describes it if it hangs."""
+        limit = self.hang_timeout_s if timeout_s is None else timeout_s
+        self._what = what
+        self._deadline = time.monotonic() + limit
+
+    def pause(self) -> None:
+        """Nothing is going on that could hang."""
+        self._deadline = float("inf")
+
+    def stop(self) -> None:
+        """End the thread."""
+        self._stopped.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        period_s = min(self.hang_timeout_s / 4, _LONGEST_PERIOD_S)
+        while not self._stopped.wait(period_s):
+            late_s = time.monotonic() - self._deadline
+            if late_s > 0:
+                self._bark(late_s)
+                return
+
+    def _bark(self, late_s: float) -> None:
+        logger.error(
+            "%s did not end within its time limit (%.1f s over): the job ends. If it needs "
+            "that long, raise --hang-timeout. Stacks of the main thread and of all follow.",
+            self._what(),
+            late_s,
+        )
+        try:
+            # Of more than a hundred threads the oldest are left out, and this is the first.
+            frame = sys._current_frames().get(threading.main_thread().ident or 0)
+            if frame is not None:
+                traceback.print_stack(frame, file=sys.stderr)
+            faulthandler.dump_traceback(file=sys.stderr, all_threads=True)
+        except (OSError, ValueError):
+            logger.exception("the stacks could not be written")
+        self._on_hang()

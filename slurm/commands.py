@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from trimaran.comm.errors import ConfigError
 from trimaran.comm.files.flag_values import seconds
 from trimaran.slurm import queue
-from trimaran.slurm.job_spec import ENDPOINTS, RARE, JobSpec, add_job_arguments
-from trimaran.slurm.render import render
+from trimaran.slurm.job_spec import ENDPOINTS, PORT_SHIFT, RARE, JobSpec, add_job_arguments
 
 __all__ = ["add_arguments", "run"]
 
@@ -104,3 +106,18 @@ def _stop(args: argparse.Namespace) -> int:
     state = queue.wait_over(args.job, args.wait)
     print(f"Job {args.job}: {state}")
     return 0 if state == "COMPLETED" else EXIT_FAILURE
+
+
+def render(job: JobSpec) -> str:
+    """The batch script of a job."""
+    environment = Environment(
+        loader=PackageLoader("trimaran.slurm", "templates"),
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+        autoescape=False,  # a shell script; values are quoted where the shell reads them
+    )
+    environment.filters["quote"] = shlex.quote
+    template = environment.get_template(f"{job.template.replace('-', '_')}.sbatch")
+    return template.render(job=job, port_shift=PORT_SHIFT)

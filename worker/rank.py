@@ -18,8 +18,8 @@ from trimaran.comm.errors import ConfigError
 from trimaran.comm.log import join_log, setup_logging
 from trimaran.comm.messages.messages import EngineHello
 from trimaran.comm.messages.supervisor_link import SupervisorLink
-from trimaran.comm.waits import Waits
-from trimaran.comm.watchdog import Watchdog
+from trimaran.comm.wait import Waits
+from trimaran.comm.wait import Watchdog
 from trimaran.worker.config.engine_config import ParallelConfig, RankConfig
 from trimaran.worker.serving.garbage import GarbageCollection
 from trimaran.worker.serving.start_times import StartTimes

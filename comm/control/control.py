@@ -6,7 +6,7 @@ import time
 from enum import IntEnum
 from typing import Protocol
 
-from trimaran.comm.control.wake_line import WakeReceiver, WakeSender, connect_wake_lines
+from trimaran.comm.control.host_lines import WakeReceiver, WakeSender, connect_wake_lines
 from trimaran.comm.errors import PeerLostError
 from trimaran.comm.mpi import MPI, Comm, World
 from trimaran.comm.transport.shared_memory import SharedSegment

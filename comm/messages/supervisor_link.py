@@ -27,7 +27,7 @@ from trimaran.comm.messages.messages import (
     encode,
 )
 from trimaran.comm.transport.address import Address
-from trimaran.comm.transport.net import watch_for_lost_host
+from trimaran.comm.transport.address import watch_for_lost_host
 
 logger = logging.getLogger(__name__)
 

@@ -7,7 +7,7 @@ import logging
 import torch
 from torch import Tensor
 
-from trimaran.comm.collectives.peer_memory import (
+from trimaran.comm.collectives.torch_groups import (
     PeerMemory,
     map_peer_memory,
     why_memory_is_apart,

@@ -15,8 +15,11 @@ from trimaran.launcher.config import MpiConfig
 from trimaran.launcher.flags import serve_flags
 from trimaran.launcher.flags.parser import FlagParser
 from trimaran.launcher.placement import preflight
-from trimaran.launcher.placement.gpus import num_visible_gpus, torch_is_cpu_only
-from trimaran.launcher.placement.host_names import check_host_names
+from trimaran.launcher.placement.hosts import (
+    check_host_names,
+    num_visible_gpus,
+    torch_is_cpu_only,
+)
 from trimaran.launcher.placement.preflight import Endpoint
 from trimaran.launcher.resolution import settings
 from trimaran.launcher.resolution.resolve import Resolver

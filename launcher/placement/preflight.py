@@ -13,9 +13,7 @@ import psutil
 
 from trimaran.comm.errors import ConfigError
 from trimaran.launcher.config import GroupConfig, ServeConfig
-from trimaran.launcher.placement.gpus import num_visible_gpus
-from trimaran.launcher.placement.host_names import check_host_names
-from trimaran.launcher.placement.hosts import is_this_host
+from trimaran.launcher.placement.hosts import check_host_names, is_this_host, num_visible_gpus
 from trimaran.server.config import FrontendConfig
 from trimaran.worker.config.host_limits import free_memory_bytes
 

@@ -21,19 +21,17 @@ from trimaran.launcher.placement.hosts import (
 )
 from trimaran.launcher.placement.job import Job, own_address
 from trimaran.launcher.placement.launch_choice import Launch, choose_launch
-from trimaran.launcher.placement.prestarted import (
-    needed_world_size,
-    seat_participants,
-    show_ranks,
-    world_hosts,
-)
 from trimaran.launcher.placement.seating import (
     Draft,
     PlacementConflict,
+    needed_world_size,
     seat,
+    seat_participants,
     seats_of,
     show,
+    show_ranks,
     with_devices,
+    world_hosts,
 )
 from trimaran.launcher.resolution import settings
 from trimaran.launcher.resolution.engine_args import (
@@ -41,8 +39,7 @@ from trimaran.launcher.resolution.engine_args import (
     resolve_device,
     threads_of_a_rank,
 )
-from trimaran.launcher.resolution.instances import Instance, instances_of
-from trimaran.launcher.resolution.start_models import start_models
+from trimaran.launcher.resolution.instances import Instance, instances_of, start_models
 from trimaran.launcher.starters.mpi_launch import Mpi, find_mpi
 from trimaran.orchestrator.placement import Host
 from trimaran.server.repository.model_repository import RepositoryModel

@@ -288,3 +288,15 @@ def _candidates() -> list[str]:
         if path is not None and os.path.realpath(path) not in map(os.path.realpath, paths):
             paths.append(path)
     return paths
+
+
+def mpi_settings() -> dict[str, str]:
+    """The environment variables, for Open MPI 5 or newer."""
+    return {
+        # Without this, the death of one spawned rank ends the orchestrator and every group.
+        "OMPI_MCA_mpi_ft_enable": "1",
+        "OMPI_MCA_mca_base_param_file_path": str(Path(__file__).parent / "mca"),
+        # Groups are placed by us; MPI would count cores, and bind the groups to the same.
+        "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
+        "PRTE_MCA_hwloc_default_binding_policy": "none",
+    }

@@ -8,11 +8,10 @@ from typing import Any
 
 from trimaran.comm.env import INCARNATION, LOG_PIPE
 from trimaran.comm.messages.messages import Command
-from trimaran.launcher.starters.group_types import GroupSpec
 from trimaran.launcher.starters.process_tree import kill_tagged
 from trimaran.launcher.starters.rank_watch import RankWatch
-from trimaran.launcher.starters.scratch import MpiScratch
-from trimaran.launcher.starters.starter import StarterEvents
+from trimaran.launcher.starters.run_dir import MpiScratch
+from trimaran.launcher.starters.starter import GroupSpec, StarterEvents
 
 
 class SpawnLink:

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import time
 from collections.abc import Mapping, Sequence
 from functools import cache
 
 from trimaran.launcher.config import HostSlots
+from trimaran.launcher.starters.children import Children, CommandStarter
 from trimaran.launcher.starters.mpi_launch import MPICH, library_version, parse_library
+from trimaran.launcher.starters.process_tree import kill_tagged, send, tagged
+from trimaran.launcher.starters.run_dir import MpiScratch
+from trimaran.launcher.starters.starter import GroupSpec, StarterEvents
 
 # What the batch script's own options left for steps: a group's step has options of its own,
 # and each of its ranks sees all GPUs of the job on its node, to take those that it is told.
@@ -60,3 +67,41 @@ def compose_srun(
 def step_env(environ: Mapping[str, str]) -> dict[str, str]:
     """The environment of a group's srun, without what the job says for other steps."""
     return {k: v for k, v in environ.items() if not k.startswith(_JOB_OPTIONS)}
+
+
+_SRUN_END_S = 4.0
+"""srun ends its step in this time, ranks that are stopped included, or is killed."""
+
+_HELPER_END_S = 3.0
+"""srun's second process outlives it for so long at most: it ends the step of a dead srun."""
+
+
+class StepStarter(CommandStarter):
+    """An srun. Killed at once with its helper it would leave the ranks to themselves."""
+
+    def __init__(self, spec: GroupSpec, children: Children, scratch: MpiScratch) -> None:
+        super().__init__(spec, children, scratch)
+        self._killed_since: float | None = None
+
+    def start(self, incarnation: int, events: StarterEvents) -> None:
+        """See `starters.Starter`."""
+        self._killed_since = None
+        super().start(incarnation, events)
+
+    def kill(self, *, spare_own: bool = False) -> bool:
+        """See `starters.Starter`: terminate the step, and kill an srun that does not.
+
+        With ``spare_own`` there is nothing to do: srun itself ends a step that lost a rank.
+        """
+        left = tagged(os.getpid(), self._spec.tag)
+        if spare_own or not left:
+            return bool(left)
+        now = time.monotonic()
+        if self._killed_since is None:
+            self._killed_since = now
+            send(self.pid, signal.SIGTERM)
+        elif now - self._killed_since > _SRUN_END_S + _HELPER_END_S:
+            kill_tagged(os.getpid(), self._spec.tag)
+        elif now - self._killed_since > _SRUN_END_S and not self.is_over:
+            send(self.pid, signal.SIGKILL)
+        return True

@@ -2,16 +2,89 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
-from trimaran.comm.env import INCARNATION
-from trimaran.launcher.starters.children import Children
-from trimaran.launcher.starters.group_types import GroupSpec
-from trimaran.launcher.starters.process_tree import kill_tagged
-from trimaran.launcher.starters.scratch import MpiScratch
+from trimaran.launcher.starters.mpi_launch import Mpi
+from trimaran.server.config import frontend_title
+
+FRONTEND, ORCHESTRATOR, RANK = "frontend", "orchestrator", "rank"
+_TITLES = {ORCHESTRATOR: "orchestrator"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineSpec:
+    """One engine that the processes of a group run, as the front end knows it."""
+
+    name: str
+    """The group that its rank 0 names when it dials the front end."""
+
+    model: str
+    generation: int = 1
+    start_method: str = ""
+    ranks: tuple[int, ...]
+    """Which ranks of the process group run it, in order."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupSpec:
+    """What a group consists of."""
+
+    role: str
+    """``frontend``, ``orchestrator`` or ``rank``."""
+
+    name: str
+    world_size: int
+    command: Sequence[str]
+    """Starts the whole group (mpirun, srun, the only process itself), or with an
+    orchestrator one rank of it."""
+
+    env: Mapping[str, str]
+    make_config: Callable[[int, int], dict[str, Any]]
+    """From incarnation and rank to what that process is told."""
+
+    engines: tuple[EngineSpec, ...] = ()
+    mpi: Mpi | None = None
+    """The starter, if ``command`` is its mpirun."""
+
+    is_spawned: bool = False
+    """The orchestrator starts the ranks."""
+
+    is_step: bool = False
+    """``command`` is an srun, and the ranks are not below it."""
+
+    inherit_fds: bool = False
+    """The process reaches the job that we are a task of through our descriptors."""
+
+    connect_timeout_s: float
+    startup_timeout_s: float
+    hang_timeout_s: float
+    """A process that is silent for so long, once ready, has hung; 0 means never."""
+
+    @property
+    def title(self) -> str:
+        """The group in log lines."""
+        if self.role == FRONTEND:
+            return frontend_title(int(self.name.partition("-")[2] or 0))
+        return _TITLES.get(self.role, f"group {self.name}")
+
+    @property
+    def tag(self) -> str:
+        """What the environment of the group's processes says; no model's group has it too."""
+        return group_tag(self.role, self.name)
+
+
+def group_tag(role: str, name: str) -> str:
+    """The value of TRIMARAN_GROUP in the environment of a group's processes."""
+    if role == RANK:
+        return name
+    return f":{name}" if role == FRONTEND else f":{role}"
+
+
+def frontend_name(index: int) -> str:
+    """The name of a front end's group; the first one is the only one by default."""
+    return f"{FRONTEND}-{index}" if index else FRONTEND
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,57 +136,3 @@ class Starter(Protocol):
 
     def release(self) -> None:
         """Nothing is wanted any more of the incarnation that was started last."""
-
-
-class CommandStarter:
-    """One direct child: mpirun, srun, or the only process of the group."""
-
-    def __init__(self, spec: GroupSpec, children: Children, scratch: MpiScratch) -> None:
-        self._spec = spec
-        self._scratch = scratch
-        self._children = children
-        self._pid = 0
-        self._status: int | None = None
-
-    @property
-    def pid(self) -> int:
-        """See `Starter`."""
-        return self._pid
-
-    @property
-    def status(self) -> int | None:
-        """See `Starter`."""
-        return self._status
-
-    @property
-    def is_over(self) -> bool:
-        """See `Starter`."""
-        return self._pid == 0 or self._status is not None
-
-    @property
-    def title(self) -> str:
-        """See `Starter`."""
-        return f"{os.path.basename(self._spec.command[0])} (pid {self._pid})"
-
-    def start(self, incarnation: int, events: StarterEvents) -> None:
-        """See `Starter`."""
-        self._pid, self._status = 0, None
-
-        def on_exit(status: int) -> None:
-            self._status = status
-            events.on_exit()
-
-        spec = self._spec
-        self._scratch.prepare(spec.tag)
-        env = {**spec.env, INCARNATION: str(incarnation)}
-        self._pid = self._children.start(
-            spec.command, env, on_exit, inherit_fds=spec.inherit_fds
-        )
-
-    def kill(self, *, spare_own: bool = False) -> bool:
-        """See `Starter`."""
-        return bool(kill_tagged(os.getpid(), self._spec.tag, self._pid if spare_own else 0))
-
-    def release(self) -> None:
-        """See `Starter`: the child was killed with its group."""
-        self._scratch.clear(self._spec.tag)

@@ -13,11 +13,16 @@ from typing import Any
 
 from trimaran.comm.messages.messages import ChildConfig, ChildState, Command
 from trimaran.launcher.starters.children import describe_signal, describe_status
-from trimaran.launcher.starters.group_types import FRONTEND, ORCHESTRATOR, GroupSpec
-from trimaran.launcher.starters.helper_watch import HelperWatch
 from trimaran.launcher.starters.mpi_launch import exit_signal
 from trimaran.launcher.starters.process_tree import descendants
-from trimaran.launcher.starters.starter import Starter, StarterEvents
+from trimaran.launcher.starters.rank_watch import HelperWatch
+from trimaran.launcher.starters.starter import (
+    FRONTEND,
+    ORCHESTRATOR,
+    GroupSpec,
+    Starter,
+    StarterEvents,
+)
 from trimaran.launcher.supervisor.links import Link
 
 logger = logging.getLogger(__name__)

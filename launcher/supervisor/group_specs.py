@@ -14,7 +14,16 @@ from trimaran.comm.env import INCARNATION, ChildEnv
 from trimaran.comm.errors import ConfigError
 from trimaran.launcher.config import GroupConfig, HostSlots, ServeConfig
 from trimaran.launcher.placement.job import rank_environ
-from trimaran.launcher.starters.group_types import (
+from trimaran.launcher.starters.mpi_launch import (
+    Mpi,
+    compose,
+    mpi_settings,
+    num_slots,
+    starter_env,
+)
+from trimaran.launcher.starters.run_dir import MpiScratch
+from trimaran.launcher.starters.srun import compose_srun, plugin, step_env
+from trimaran.launcher.starters.starter import (
     FRONTEND,
     ORCHESTRATOR,
     RANK,
@@ -23,10 +32,6 @@ from trimaran.launcher.starters.group_types import (
     frontend_name,
     group_tag,
 )
-from trimaran.launcher.starters.mpi_launch import Mpi, compose, num_slots, starter_env
-from trimaran.launcher.starters.scratch import MpiScratch
-from trimaran.launcher.starters.srun import compose_srun, plugin, step_env
-from trimaran.orchestrator.mpi_settings import mpi_settings
 from trimaran.worker.config.engine_config import RankConfig
 
 PRESTARTED = "ranks"

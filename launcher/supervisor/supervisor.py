@@ -21,8 +21,7 @@ from trimaran.launcher.config import ServeConfig
 from trimaran.launcher.starters.children import Children, describe_signal
 from trimaran.launcher.starters.mpi_launch import Mpi
 from trimaran.launcher.starters.process_tree import adopt_orphans, kill_and_reap_all
-from trimaran.launcher.starters.run_dir import RunDir
-from trimaran.launcher.starters.scratch import MpiScratch
+from trimaran.launcher.starters.run_dir import MpiScratch, RunDir
 from trimaran.launcher.supervisor.banner import announce, withdraw
 from trimaran.launcher.supervisor.group import Failure, Group, GroupEvents, GroupState
 from trimaran.launcher.supervisor.group_control import GroupControl, GroupResolver

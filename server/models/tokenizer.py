@@ -16,7 +16,7 @@ from tokenizers import Tokenizer as FastTokenizer
 
 from trimaran.comm.errors import ConfigError
 from trimaran.comm.files.input_files import NoFileError, require_file
-from trimaran.comm.files.special_tokens import special_tokens
+from trimaran.comm.files.input_files import special_tokens
 
 logger = logging.getLogger(__name__)
 

@@ -30,8 +30,7 @@ from trimaran.comm.messages.messages import (
     pack_ids,
 )
 from trimaran.comm.transport.address import Address
-from trimaran.launcher.starters.run_dir import RunDir
-from trimaran.launcher.starters.scratch import MpiScratch
+from trimaran.launcher.starters.run_dir import MpiScratch, RunDir
 from trimaran.worker.config.engine_config import (
     CacheConfig,
     EngineConfig,

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from trimaran.comm.collectives.connect import connect_group
-from trimaran.comm.collectives.peer_memory import why_memory_is_apart
+from trimaran.comm.collectives.torch_groups import why_memory_is_apart
 from trimaran.comm.errors import ConfigError
 from trimaran.comm.transport.shared_memory import SharedSegment
 from trimaran.kernels.triton.peer_sum import TILE, PeerSum, region_bytes

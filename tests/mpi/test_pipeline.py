@@ -12,7 +12,7 @@ from tests.unit.worker.models.models import reference_greedy
 from trimaran.comm import mpi
 from trimaran.comm.errors import PeerLostError
 from trimaran.comm.topology import ParallelLayout
-from trimaran.comm.waits import Waits
+from trimaran.comm.wait import Waits
 from trimaran.worker.config.engine_config import (
     CacheConfig,
     EngineConfig,

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from trimaran.comm.collectives.peer_memory import map_peer_memory
+from trimaran.comm.collectives.torch_groups import map_peer_memory
 from trimaran.comm.collectives.tensor_group import TensorParallelGroup
 from trimaran.comm.collectives.torch_groups import NcclGroup
 from trimaran.comm.errors import ConfigError

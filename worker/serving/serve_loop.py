@@ -20,7 +20,7 @@ from trimaran.comm.messages.messages import (
     Submit,
 )
 from trimaran.comm.messages.supervisor_link import SupervisorLink
-from trimaran.comm.watchdog import Watchdog
+from trimaran.comm.wait import Watchdog
 from trimaran.worker.experts.reports import ASK
 from trimaran.worker.lora.ops_message import holds_ops
 from trimaran.worker.serving.frontend_link import Arrival, FrontendLinks

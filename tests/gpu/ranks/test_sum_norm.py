@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from trimaran.comm.collectives.connect import connect_group
-from trimaran.comm.collectives.peer_memory import map_peer_memory
+from trimaran.comm.collectives.torch_groups import map_peer_memory
 from trimaran.kernels.cuda.sum_norm import SumNorm, region_bytes
 from trimaran.kernels.triton.norm import rms_norm
 from trimaran.kernels.triton.peer_sum import PeerSum

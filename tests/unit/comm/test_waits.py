@@ -7,7 +7,7 @@ import itertools
 import pytest
 
 from trimaran.comm.topology import ParallelLayout
-from trimaran.comm.waits import Waits
+from trimaran.comm.wait import Waits
 
 
 @pytest.mark.parametrize("sizes", [(1, 1, 1), (2, 3, 2), (1, 16, 1)])

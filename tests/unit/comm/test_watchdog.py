@@ -6,7 +6,7 @@ import logging
 import threading
 import time
 
-from trimaran.comm.watchdog import Watchdog
+from trimaran.comm.wait import Watchdog
 
 
 def test_a_hang_is_reported_with_what_hung_and_where(caplog, capfd):

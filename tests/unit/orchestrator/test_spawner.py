@@ -25,10 +25,8 @@ from trimaran.comm.messages.messages import (
     encode,
 )
 from trimaran.comm.transport.address import Address
-from trimaran.launcher.starters.mpi_launch import starter_env
-from trimaran.launcher.starters.run_dir import RunDir
-from trimaran.launcher.starters.scratch import MpiScratch
-from trimaran.orchestrator.mpi_settings import mpi_settings
+from trimaran.launcher.starters.mpi_launch import mpi_settings, starter_env
+from trimaran.launcher.starters.run_dir import MpiScratch, RunDir
 
 BIN = Path(sys.executable).parent
 PYTHON = (sys.executable, "-P", "-c")

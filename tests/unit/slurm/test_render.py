@@ -11,9 +11,8 @@ import pytest
 from trimaran.comm.errors import ConfigError
 from trimaran.launcher.cli.main import main
 from trimaran.launcher.flags.parser import FlagParser
-from trimaran.slurm.commands import add_arguments, run
+from trimaran.slurm.commands import add_arguments, render, run
 from trimaran.slurm.job_spec import TEMPLATES, JobSpec
-from trimaran.slurm.render import render
 
 
 def script_of(*flags: str) -> str:

@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 from launcher_repository import write_checkpoint, write_model
 
-from trimaran.launcher.cli.main import main
-from trimaran.launcher.cli.standard_output import watched_output
+from trimaran.launcher.cli.main import main, watched_output
 
 PROGRAM = """
 import os, sys

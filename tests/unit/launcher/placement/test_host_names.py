@@ -9,7 +9,7 @@ from trimaran.bench.serving.free_ports import free_ports
 from trimaran.comm.errors import ConfigError
 from trimaran.launcher.cli import main as cli
 from trimaran.launcher.placement import preflight
-from trimaran.launcher.placement.host_names import check_host_names
+from trimaran.launcher.placement.hosts import check_host_names
 
 NOWHERE = "no-such-host.invalid"
 

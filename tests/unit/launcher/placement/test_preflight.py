@@ -9,7 +9,7 @@ import pytest
 from launcher_repository import resolve, write_engine, write_model
 
 from trimaran.comm.errors import ConfigError
-from trimaran.launcher.placement import gpus, preflight
+from trimaran.launcher.placement import hosts, preflight
 from trimaran.launcher.placement.preflight import Endpoint
 from trimaran.launcher.starters.run_dir import RunDir
 from trimaran.worker.config.host_limits import free_memory_bytes
@@ -80,12 +80,12 @@ def test_too_few_gpus_are_counted_in_the_refusal(monkeypatch):
 
 @pytest.mark.feature("variable:CUDA_VISIBLE_DEVICES", of="request")
 def test_hidden_gpus_do_not_count(monkeypatch):
-    monkeypatch.setattr(gpus, "_num_driver_gpus", lambda: 4)
+    monkeypatch.setattr(hosts, "_num_driver_gpus", lambda: 4)
     for chosen, expected in (("0,1", 2), ("", 0), ("-1", 0), ("0,-1,1", 1), ("MIG-a", 1)):
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", chosen)
-        assert gpus.num_visible_gpus() == expected
+        assert hosts.num_visible_gpus() == expected
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
-    assert gpus.num_visible_gpus() == 4
+    assert hosts.num_visible_gpus() == 4
 
 
 def test_a_small_shared_memory_is_refused_with_the_size_that_is_needed():

@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 
 from trimaran.launcher.starters.mpi_launch import MpiConfig, compose, find_mpi, starter_env
-from trimaran.launcher.starters.run_dir import RunDir
-from trimaran.launcher.starters.scratch import MpiScratch
+from trimaran.launcher.starters.run_dir import MpiScratch, RunDir
 
 RANK = "from mpi4py import MPI; MPI.COMM_WORLD.barrier(); print('up', flush=True); input()"
 

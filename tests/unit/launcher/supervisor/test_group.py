@@ -7,7 +7,7 @@ import gc
 from types import SimpleNamespace
 
 from trimaran.comm.messages.messages import ChildState
-from trimaran.launcher.starters.group_types import RANK, GroupSpec
+from trimaran.launcher.starters.starter import RANK, GroupSpec
 from trimaran.launcher.supervisor.group import Group, GroupEvents
 
 
