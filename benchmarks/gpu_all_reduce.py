@@ -21,8 +21,7 @@ from trimaran.bench.kernels.kernel_timing import microseconds_of_collective
 from trimaran.bench.results.results import append, environment
 from trimaran.comm import mpi
 from trimaran.comm.collectives.connect import connect_group
-from trimaran.comm.collectives.torch_groups import map_peer_memory
-from trimaran.comm.collectives.torch_groups import NcclGroup
+from trimaran.comm.collectives.torch_groups import NcclGroup, map_peer_memory
 from trimaran.kernels.triton.peer_sum import PeerSum, region_bytes
 from trimaran.worker.parallel.peer_sums import check_sums
 

@@ -19,8 +19,7 @@ from trimaran.bench.kernels.kernel_timing import microseconds_of_collective
 from trimaran.bench.results.results import append, environment
 from trimaran.comm import mpi
 from trimaran.comm.collectives.connect import connect_group
-from trimaran.comm.collectives.torch_groups import map_peer_memory
-from trimaran.comm.collectives.torch_groups import NcclGroup
+from trimaran.comm.collectives.torch_groups import NcclGroup, map_peer_memory
 from trimaran.kernels.cuda.sum_norm import MAX_ROWS, SumNorm
 from trimaran.kernels.cuda.sum_norm import region_bytes as sum_norm_bytes
 from trimaran.kernels.triton.norm import rms_norm

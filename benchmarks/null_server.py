@@ -9,7 +9,7 @@ from pathlib import Path
 
 from trimaran.comm.log import setup_logging
 from trimaran.launcher.flags.serve_flags import add_arguments
-from trimaran.launcher.resolution.resolve import Resolver
+from trimaran.launcher.resolution.resolver import Resolver
 from trimaran.launcher.supervisor.group_specs import Programs
 from trimaran.launcher.supervisor.supervisor import Supervisor
 

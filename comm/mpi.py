@@ -19,8 +19,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from trimaran.comm import env
+from trimaran.comm.deadlines import wait_for
 from trimaran.comm.errors import ConfigError, PeerLostError
-from trimaran.comm.wait import wait_for
 
 Comm = MPI.Comm
 

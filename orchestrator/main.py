@@ -9,11 +9,11 @@ import os
 import signal
 import sys
 
+from trimaran.comm.deadlines import Watchdog
 from trimaran.comm.env import ChildEnv
 from trimaran.comm.errors import ConfigError, PeerLostError
 from trimaran.comm.log import setup_logging
 from trimaran.comm.messages.supervisor_link import SupervisorLink
-from trimaran.comm.wait import Watchdog
 from trimaran.orchestrator.spawner import Spawner
 
 logger = logging.getLogger(__name__)

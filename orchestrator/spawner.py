@@ -14,11 +14,11 @@ from typing import Any
 
 import psutil
 
+from trimaran.comm.deadlines import Watchdog
 from trimaran.comm.errors import ConfigError, PeerLostError
 from trimaran.comm.messages.messages import Command
 from trimaran.comm.messages.supervisor_link import SupervisorLink
 from trimaran.comm.mpi import MPI, library_version
-from trimaran.comm.wait import Watchdog
 
 _NOBODY_HAS_THIS_NAME = "trimaran-is-anybody-there"
 _NO_PROGRAM = "/proc/self/no-such-program"

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from trimaran.comm.messages.supervisor_link import SupervisorLink
-from trimaran.comm.transport.address import Address
+from trimaran.comm.transport.sockets import Address
 from trimaran.server.config import FrontendConfig
 from trimaran.server.engines.client import EngineClient
 from trimaran.server.fleet.first_frontend import FirstFrontend

@@ -13,7 +13,7 @@ import torch
 from trimaran.comm import mpi
 from trimaran.comm.collectives.connect import connect_group
 from trimaran.comm.collectives.tensor_group import SingleRankGroup
-from trimaran.comm.control.control import LocalControlPlane, connect_control
+from trimaran.comm.control.control_plane import LocalControlPlane, connect_control
 from trimaran.comm.messages.messages import (
     FinishReason,
     RequestFailed,

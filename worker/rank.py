@@ -13,13 +13,12 @@ import signal
 import sys
 from typing import TYPE_CHECKING, Any
 
+from trimaran.comm.deadlines import Waits, Watchdog
 from trimaran.comm.env import LOG_PIPE, ChildEnv
 from trimaran.comm.errors import ConfigError
 from trimaran.comm.log import join_log, setup_logging
 from trimaran.comm.messages.messages import EngineHello
 from trimaran.comm.messages.supervisor_link import SupervisorLink
-from trimaran.comm.wait import Waits
-from trimaran.comm.wait import Watchdog
 from trimaran.worker.config.engine_config import ParallelConfig, RankConfig
 from trimaran.worker.serving.garbage import GarbageCollection
 from trimaran.worker.serving.start_times import StartTimes
@@ -28,7 +27,7 @@ if TYPE_CHECKING:
     import torch
 
     from trimaran.comm.collectives.tensor_group import TensorParallelGroup
-    from trimaran.comm.control.control import ControlPlane
+    from trimaran.comm.control.control_plane import ControlPlane
     from trimaran.comm.stages.pipeline import PipelineLinks
     from trimaran.comm.topology import ParallelLayout
     from trimaran.worker.engine.engine import Engine
@@ -122,7 +121,7 @@ class RankProcess:
         with GarbageCollection():
             import torch
 
-            from trimaran.comm.control.control import connect_control
+            from trimaran.comm.control.control_plane import connect_control
             from trimaran.worker.engine.engine import Engine
             from trimaran.worker.execution.device import select_device
             from trimaran.worker.serving.affinity import pin_near

@@ -14,7 +14,7 @@ import torch
 
 from trimaran.comm.collectives.connect import connect_group
 from trimaran.comm.collectives.tensor_group import SingleRankGroup, TensorParallelGroup
-from trimaran.comm.control.control import ControlPlane, LocalControlPlane, connect_control
+from trimaran.comm.control.control_plane import ControlPlane, LocalControlPlane, connect_control
 from trimaran.comm.errors import ConfigError, TrimaranError
 from trimaran.comm.stages.pipeline import PipelineLinks
 from trimaran.comm.topology import ParallelLayout

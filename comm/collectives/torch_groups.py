@@ -16,7 +16,7 @@ import torch.distributed as dist
 from trimaran.comm.collectives.tensor_group import TensorParallelGroup
 from trimaran.comm.errors import ConfigError, PeerLostError
 from trimaran.comm.mpi import World
-from trimaran.comm.transport.address import dial_any, own_addresses
+from trimaran.comm.transport.sockets import dial_any, own_addresses
 
 MULTICAST_OFF = {
     "NCCL_NVLS_ENABLE": "0",

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from queue import SimpleQueue
 from typing import Protocol
 
-from trimaran.comm.control.host_lines import connect_lines
+from trimaran.comm.control.host_connections import connect_lines
 from trimaran.comm.errors import PeerLostError
 from trimaran.comm.mpi import World
 from trimaran.comm.transport.shared_memory import SharedSegment

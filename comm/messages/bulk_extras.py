@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Hashable
 from typing import Any
 
+from trimaran.comm.messages.bulk import INLINE_BYTES, BulkSender, open_bulk
 from trimaran.comm.messages.messages import StepOutput
-from trimaran.comm.transport.bulk import INLINE_BYTES, BulkSender, open_bulk
 
 BULKY = ("context_logits", "generation_logits")
 """Extras that are lists of bytes."""

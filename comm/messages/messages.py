@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from trimaran.comm.errors import ProtocolError
-from trimaran.comm.transport.address import FrameCutter, frame
+from trimaran.comm.transport.sockets import FrameCutter, frame
 
 PROTOCOL_VERSION = 3
 MAX_FRAME_BYTES = (1 << 31) - 1

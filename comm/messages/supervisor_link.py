@@ -26,8 +26,7 @@ from trimaran.comm.messages.messages import (
     Pong,
     encode,
 )
-from trimaran.comm.transport.address import Address
-from trimaran.comm.transport.address import watch_for_lost_host
+from trimaran.comm.transport.sockets import Address, watch_for_lost_host
 
 logger = logging.getLogger(__name__)
 

@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 from trimaran.comm.collectives.torch_groups import (
+    NcclGroup,
     PeerMemory,
     map_peer_memory,
     why_memory_is_apart,
 )
-from trimaran.comm.collectives.torch_groups import NcclGroup
 from trimaran.comm.errors import ConfigError
 from trimaran.comm.mpi import World
 from trimaran.comm.stages.shared_memory_links import (

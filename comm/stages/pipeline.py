@@ -8,12 +8,12 @@ import torch
 
 from trimaran.comm.collectives.tensor_group import TensorParallelGroup
 from trimaran.comm.control.result_link import ResultReader, ResultWriter, connect_results
+from trimaran.comm.deadlines import Waits
 from trimaran.comm.mpi import World
 from trimaran.comm.stages import peer_memory_links, torch_links
 from trimaran.comm.stages.shared_memory_links import connect_shared
 from trimaran.comm.stages.stage_links import HiddenShape, StageReceiver, StageSender
 from trimaran.comm.topology import ParallelLayout
-from trimaran.comm.wait import Waits
 
 _EXTRA_SLOTS = 2
 """Steps that a link between stages holds beside one a stage: one more may be in flight, and

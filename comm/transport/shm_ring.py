@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 
+from trimaran.comm.deadlines import Backoff
 from trimaran.comm.errors import PeerLostError
 from trimaran.comm.transport.shared_memory import (
     CACHE_LINE_BYTES,
@@ -13,7 +14,6 @@ from trimaran.comm.transport.shared_memory import (
     fence,
     spin_until,
 )
-from trimaran.comm.wait import Backoff
 
 SLOT_BYTES = 16 << 10
 NUM_SLOTS = 64

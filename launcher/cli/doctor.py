@@ -22,7 +22,7 @@ from trimaran.launcher.placement.hosts import (
 )
 from trimaran.launcher.placement.preflight import Endpoint
 from trimaran.launcher.resolution import settings
-from trimaran.launcher.resolution.resolve import Resolver
+from trimaran.launcher.resolution.resolver import Resolver
 from trimaran.launcher.starters import mpi_launch
 from trimaran.launcher.starters.run_dir import RunDir
 from trimaran.server.repository.model_repository import ModelRepository, Role

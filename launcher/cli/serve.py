@@ -13,7 +13,7 @@ from trimaran.launcher.flags.serve_flags import add_arguments
 from trimaran.launcher.placement import preflight
 from trimaran.launcher.placement.job import abort_job, become_rank
 from trimaran.launcher.resolution import settings
-from trimaran.launcher.resolution.resolve import Resolver
+from trimaran.launcher.resolution.resolver import Resolver
 from trimaran.launcher.starters.mpi_launch import check_library, library_version
 from trimaran.launcher.supervisor.group_specs import Programs
 from trimaran.launcher.supervisor.supervisor import EXIT_CONFIG, Supervisor

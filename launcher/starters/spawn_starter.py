@@ -9,7 +9,7 @@ from typing import Any
 from trimaran.comm.env import INCARNATION, LOG_PIPE
 from trimaran.comm.messages.messages import Command
 from trimaran.launcher.starters.process_tree import kill_tagged
-from trimaran.launcher.starters.rank_watch import RankWatch
+from trimaran.launcher.starters.process_watch import RankWatch
 from trimaran.launcher.starters.run_dir import MpiScratch
 from trimaran.launcher.starters.starter import GroupSpec, StarterEvents
 

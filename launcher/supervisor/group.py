@@ -15,7 +15,7 @@ from trimaran.comm.messages.messages import ChildConfig, ChildState, Command
 from trimaran.launcher.starters.children import describe_signal, describe_status
 from trimaran.launcher.starters.mpi_launch import exit_signal
 from trimaran.launcher.starters.process_tree import descendants
-from trimaran.launcher.starters.rank_watch import HelperWatch
+from trimaran.launcher.starters.process_watch import HelperWatch
 from trimaran.launcher.starters.starter import (
     FRONTEND,
     ORCHESTRATOR,
@@ -23,7 +23,7 @@ from trimaran.launcher.starters.starter import (
     Starter,
     StarterEvents,
 )
-from trimaran.launcher.supervisor.links import Link
+from trimaran.launcher.supervisor.child_connections import Link
 
 logger = logging.getLogger(__name__)
 

@@ -15,9 +15,9 @@ from trimaran.comm.errors import ConfigError
 from trimaran.comm.messages.messages import ChildRequest, Command
 from trimaran.launcher.config import GroupConfig
 from trimaran.launcher.placement.preflight import check_host_memory
+from trimaran.launcher.supervisor.child_connections import Link
 from trimaran.launcher.supervisor.group import Group, GroupState
-from trimaran.launcher.supervisor.links import Link
-from trimaran.launcher.supervisor.roster import Roster
+from trimaran.launcher.supervisor.group_table import Roster
 from trimaran.server.repository.model_repository import RepositoryModel, repository_model
 
 logger = logging.getLogger(__name__)

@@ -22,7 +22,7 @@ from trimaran.launcher.starters.mpi_launch import (
     starter_env,
 )
 from trimaran.launcher.starters.run_dir import MpiScratch
-from trimaran.launcher.starters.srun import compose_srun, plugin, step_env
+from trimaran.launcher.starters.slurm_step import compose_srun, plugin, step_env
 from trimaran.launcher.starters.starter import (
     FRONTEND,
     ORCHESTRATOR,

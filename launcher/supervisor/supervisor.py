@@ -16,19 +16,19 @@ from typing import Any
 
 from trimaran.comm.errors import ConfigError
 from trimaran.comm.messages.messages import ChildRequest, ChildState, Command
-from trimaran.comm.transport.address import Address
+from trimaran.comm.transport.sockets import Address
 from trimaran.launcher.config import ServeConfig
 from trimaran.launcher.starters.children import Children, describe_signal
 from trimaran.launcher.starters.mpi_launch import Mpi
 from trimaran.launcher.starters.process_tree import adopt_orphans, kill_and_reap_all
 from trimaran.launcher.starters.run_dir import MpiScratch, RunDir
-from trimaran.launcher.supervisor.banner import announce, withdraw
+from trimaran.launcher.supervisor.child_connections import Link, LinkEvents, listen
 from trimaran.launcher.supervisor.group import Failure, Group, GroupEvents, GroupState
 from trimaran.launcher.supervisor.group_control import GroupControl, GroupResolver
 from trimaran.launcher.supervisor.group_specs import Addresses, Programs, SpecMaker
-from trimaran.launcher.supervisor.links import Link, LinkEvents, listen
+from trimaran.launcher.supervisor.group_table import Roster
 from trimaran.launcher.supervisor.log_pump import LogPump
-from trimaran.launcher.supervisor.roster import Roster
+from trimaran.launcher.supervisor.readiness import announce, withdraw
 
 logger = logging.getLogger(__name__)
 

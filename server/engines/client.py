@@ -10,7 +10,7 @@ from functools import partial
 
 from trimaran.comm.errors import ProtocolError
 from trimaran.comm.messages.messages import EngineHello, Message
-from trimaran.comm.transport.address import Address
+from trimaran.comm.transport.sockets import Address
 from trimaran.server.config import FrontendConfig
 from trimaran.server.engines.group import EngineGroup
 from trimaran.server.engines.link import BEING_ENDED, EngineLink

@@ -12,7 +12,7 @@ from typing import Any
 from tritonclient.grpc.service_pb2 import ModelStatisticsResponse
 
 from trimaran.comm.errors import RequestError
-from trimaran.comm.transport.address import Address
+from trimaran.comm.transport.sockets import Address
 from trimaran.server.config import FrontendConfig
 from trimaran.server.fleet.peer_link import PeerLink, Verb
 from trimaran.server.fleet.shared_state import SharedState

@@ -14,7 +14,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from trimaran.comm.errors import RequestError
-from trimaran.comm.transport.address import Address
+from trimaran.comm.transport.sockets import Address
 from trimaran.server.config import FrontendConfig, frontend_title
 from trimaran.server.fleet.peer_link import PeerLink, Verb
 from trimaran.server.fleet.shared_state import SharedState

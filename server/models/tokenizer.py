@@ -15,8 +15,7 @@ from typing import TypeVar
 from tokenizers import Tokenizer as FastTokenizer
 
 from trimaran.comm.errors import ConfigError
-from trimaran.comm.files.input_files import NoFileError, require_file
-from trimaran.comm.files.input_files import special_tokens
+from trimaran.comm.files.input_files import NoFileError, require_file, special_tokens
 
 logger = logging.getLogger(__name__)
 

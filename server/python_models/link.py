@@ -14,7 +14,7 @@ from contextvars import ContextVar
 from weakref import WeakValueDictionary
 
 from trimaran.comm.errors import ErrorKind
-from trimaran.comm.transport.bulk import BulkSender
+from trimaran.comm.messages.bulk import BulkSender
 from trimaran.server.python_models.responses import Ticket
 from trimaran.server.python_models.wire import (
     Call,

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import cast
 
 from trimaran.comm.errors import ConfigError, ProtocolError
-from trimaran.comm.transport.bulk import BulkSender
+from trimaran.comm.messages.bulk import BulkSender
 from trimaran.server.python_models.wire import (
     BULK_PEER,
     Failed,

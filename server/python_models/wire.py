@@ -14,8 +14,8 @@ import msgpack
 import numpy as np
 
 from trimaran.comm.errors import ProtocolError
-from trimaran.comm.transport.bulk import INLINE_BYTES, BulkSender, open_bulk
-from trimaran.comm.transport.address import FrameCutter, frame
+from trimaran.comm.messages.bulk import INLINE_BYTES, BulkSender, open_bulk
+from trimaran.comm.transport.sockets import FrameCutter, frame
 from trimaran.server.inference.datatypes import NUMPY_TYPES
 from trimaran.server.inference.pieces import Pieces, finish
 from trimaran.server.inference.request import Tensor

@@ -29,7 +29,7 @@ from trimaran.comm.messages.messages import (
     encode,
     pack_ids,
 )
-from trimaran.comm.transport.address import Address
+from trimaran.comm.transport.sockets import Address
 from trimaran.launcher.starters.run_dir import MpiScratch, RunDir
 from trimaran.worker.config.engine_config import (
     CacheConfig,

@@ -8,7 +8,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from trimaran.comm.collectives.tensor_group import SingleRankGroup
-from trimaran.comm.control.control import LocalControlPlane
+from trimaran.comm.control.control_plane import LocalControlPlane
 from trimaran.comm.messages.messages import Submit, pack_ids
 from trimaran.comm.messages.sampling_params import SamplingParams
 from trimaran.comm.topology import ParallelLayout

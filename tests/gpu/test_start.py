@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from trimaran.comm.collectives.tensor_group import SingleRankGroup
-from trimaran.comm.control.control import LocalControlPlane
+from trimaran.comm.control.control_plane import LocalControlPlane
 from trimaran.comm.messages.messages import Submit, pack_ids
 from trimaran.comm.messages.sampling_params import SamplingParams
 from trimaran.comm.topology import ParallelLayout

@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from trimaran.comm.control.control import ControlPlane, connect_control
+from trimaran.comm.control.control_plane import ControlPlane, connect_control
 from trimaran.comm.errors import PeerLostError
 from trimaran.comm.mpi import World
 

@@ -10,9 +10,9 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 from tests.driver import Driver, Ranks
 from tests.unit.worker.models.models import reference_greedy
 from trimaran.comm import mpi
+from trimaran.comm.deadlines import Waits
 from trimaran.comm.errors import PeerLostError
 from trimaran.comm.topology import ParallelLayout
-from trimaran.comm.wait import Waits
 from trimaran.worker.config.engine_config import (
     CacheConfig,
     EngineConfig,

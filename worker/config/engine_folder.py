@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from trimaran.comm.errors import ConfigError
-from trimaran.comm.files.json_types import check_field_types
 from trimaran.comm.files.input_files import parse_json, read_text
+from trimaran.comm.files.json_types import check_field_types
 from trimaran.worker.config.checkpoint_folder import (
     check_weight_files,
     find_weight_files,

@@ -8,8 +8,7 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from trimaran.comm.errors import ConfigError
-from trimaran.comm.files.json_types import check_field_types
-from trimaran.comm.files.json_types import JsonType, check_types
+from trimaran.comm.files.json_types import JsonType, check_field_types, check_types
 from trimaran.worker.config.huggingface_defaults import with_defaults
 from trimaran.worker.config.huggingface_keys import check_positive
 from trimaran.worker.config.huggingface_types import check_huggingface_types, check_rope_types

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from trimaran.comm.collectives.tensor_group import TensorParallelGroup
-from trimaran.comm.control.control import ControlPlane
+from trimaran.comm.control.control_plane import ControlPlane
 from trimaran.comm.errors import ErrorKind, RequestError
 from trimaran.comm.messages.messages import (
     AdapterTaken,

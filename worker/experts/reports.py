@@ -7,7 +7,7 @@ import time
 import numpy as np
 from numpy.typing import NDArray
 
-from trimaran.comm.control.control import ControlPlane
+from trimaran.comm.control.control_plane import ControlPlane
 from trimaran.comm.messages.messages import ExpertReport, FrameBuffer, encode
 from trimaran.comm.stages.pipeline import PipelineLinks
 from trimaran.worker.experts.loads import ExpertLoads

@@ -7,9 +7,13 @@ import logging
 import torch
 from torch import Tensor
 
-from trimaran.comm.collectives.torch_groups import map_peer_memory, why_memory_is_apart
 from trimaran.comm.collectives.tensor_group import TensorParallelGroup
-from trimaran.comm.collectives.torch_groups import NcclGroup, SumInPlace
+from trimaran.comm.collectives.torch_groups import (
+    NcclGroup,
+    SumInPlace,
+    map_peer_memory,
+    why_memory_is_apart,
+)
 from trimaran.comm.errors import ConfigError
 from trimaran.worker.config.engine_config import EngineConfig
 

@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from trimaran.comm.collectives.torch_groups import map_peer_memory
 from trimaran.comm.collectives.tensor_group import TensorParallelGroup
-from trimaran.comm.collectives.torch_groups import NcclGroup
+from trimaran.comm.collectives.torch_groups import NcclGroup, map_peer_memory
 from trimaran.comm.errors import ConfigError
 from trimaran.kernels.build import KernelsUnavailableError
 from trimaran.kernels.cuda.build import check_compiler

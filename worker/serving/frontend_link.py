@@ -21,7 +21,7 @@ from trimaran.comm.messages.messages import (
     Pong,
     encode,
 )
-from trimaran.comm.transport.address import Address
+from trimaran.comm.transport.sockets import Address
 
 logger = logging.getLogger(__name__)
 

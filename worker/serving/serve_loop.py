@@ -6,7 +6,8 @@ import logging
 import time
 from typing import TYPE_CHECKING
 
-from trimaran.comm.control.control import ControlPlane
+from trimaran.comm.control.control_plane import ControlPlane
+from trimaran.comm.deadlines import Watchdog
 from trimaran.comm.errors import ErrorKind, ProtocolError, RequestError
 from trimaran.comm.messages.messages import (
     Cancel,
@@ -20,7 +21,6 @@ from trimaran.comm.messages.messages import (
     Submit,
 )
 from trimaran.comm.messages.supervisor_link import SupervisorLink
-from trimaran.comm.wait import Watchdog
 from trimaran.worker.experts.reports import ASK
 from trimaran.worker.lora.ops_message import holds_ops
 from trimaran.worker.serving.frontend_link import Arrival, FrontendLinks

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from trimaran.comm.wait import wait_for
+from trimaran.comm.deadlines import wait_for
 
 ROOT_OK = {
     f"{prefix}_ALLOW_RUN_AS_ROOT{suffix}": "1"

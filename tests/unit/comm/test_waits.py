@@ -6,8 +6,8 @@ import itertools
 
 import pytest
 
+from trimaran.comm.deadlines import Waits
 from trimaran.comm.topology import ParallelLayout
-from trimaran.comm.wait import Waits
 
 
 @pytest.mark.parametrize("sizes", [(1, 1, 1), (2, 3, 2), (1, 16, 1)])

@@ -6,7 +6,7 @@ import logging
 import threading
 import time
 
-from trimaran.comm.wait import Watchdog
+from trimaran.comm.deadlines import Watchdog
 
 
 def test_a_hang_is_reported_with_what_hung_and_where(caplog, capfd):

@@ -10,7 +10,7 @@ from trimaran.launcher.config import ServeConfig
 from trimaran.launcher.flags import serve_flags
 from trimaran.launcher.flags.parser import FlagParser
 from trimaran.launcher.placement.job import Job
-from trimaran.launcher.resolution.resolve import Resolver
+from trimaran.launcher.resolution.resolver import Resolver
 
 TOKEN_CONFIG = """
 backend: "tensorrtllm"

@@ -12,7 +12,7 @@ from pathlib import Path
 from trimaran.comm.errors import ConfigError
 from trimaran.comm.log import setup_logging
 from trimaran.launcher.config import GroupConfig, LogConfig, RestartPolicy, ServeConfig
-from trimaran.launcher.placement.seating import PlacementConflict
+from trimaran.launcher.placement.group_placement import PlacementConflict
 from trimaran.launcher.starters.mpi_launch import OPENMPI, Mpi
 from trimaran.launcher.supervisor.group_specs import Programs
 from trimaran.launcher.supervisor.supervisor import EXIT_CONFIG, Supervisor

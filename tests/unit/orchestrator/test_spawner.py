@@ -24,7 +24,7 @@ from trimaran.comm.messages.messages import (
     Message,
     encode,
 )
-from trimaran.comm.transport.address import Address
+from trimaran.comm.transport.sockets import Address
 from trimaran.launcher.starters.mpi_launch import mpi_settings, starter_env
 from trimaran.launcher.starters.run_dir import MpiScratch, RunDir
 

@@ -8,7 +8,7 @@ from started_frontend import Peer
 from tritonclient.grpc.model_config_pb2 import ModelConfig
 
 from trimaran.comm.messages.messages import Answer, Ask
-from trimaran.comm.transport.address import Address
+from trimaran.comm.transport.sockets import Address
 from trimaran.server.metrics.metrics import Metrics
 
 

@@ -21,7 +21,7 @@ from trimaran.comm.messages.messages import (
     StepOutput,
     encode,
 )
-from trimaran.comm.transport.address import Address
+from trimaran.comm.transport.sockets import Address
 from trimaran.launcher.cli.main import main as trimaran
 from trimaran.server.config import FrontendConfig
 

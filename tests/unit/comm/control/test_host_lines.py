@@ -8,8 +8,8 @@ import threading
 
 import pytest
 
-from trimaran.comm.control import host_lines
-from trimaran.comm.control.host_lines import accept_lines
+from trimaran.comm.control import host_connections as host_lines
+from trimaran.comm.control.host_connections import accept_lines
 from trimaran.comm.errors import PeerLostError
 
 TOKEN = b"0123456789abcdef"

@@ -22,7 +22,7 @@ from trimaran.comm.messages.messages import (
     encode,
 )
 from trimaran.comm.messages.supervisor_link import SupervisorLink
-from trimaran.comm.transport.address import Address
+from trimaran.comm.transport.sockets import Address
 
 CHILD = """
 import select, sys, time

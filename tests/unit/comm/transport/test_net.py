@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
-from trimaran.comm.transport.address import own_addresses
+from trimaran.comm.transport.sockets import own_addresses
 
 INTERFACES = {
     "lo": "127.0.0.1",

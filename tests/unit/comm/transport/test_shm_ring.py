@@ -13,10 +13,10 @@ import time
 
 import pytest
 
+from trimaran.comm.deadlines import wait_for
 from trimaran.comm.errors import ConfigError, PeerLostError
 from trimaran.comm.transport.shared_memory import Futex, SharedSegment
 from trimaran.comm.transport.shm_ring import RingReader, RingWriter, ShmRing
-from trimaran.comm.wait import wait_for
 
 READER = """
 import hashlib, sys

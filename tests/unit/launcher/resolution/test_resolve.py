@@ -17,7 +17,7 @@ from trimaran.launcher.cli import main as cli
 from trimaran.launcher.placement import hosts
 from trimaran.launcher.placement.job import Job
 from trimaran.launcher.resolution import settings
-from trimaran.launcher.resolution.resolve import PlacementConflict, group_name
+from trimaran.launcher.resolution.resolver import PlacementConflict, group_name
 from trimaran.server.repository.model_repository import ModelRepository
 
 

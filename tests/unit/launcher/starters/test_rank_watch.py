@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from trimaran.launcher.starters.rank_watch import RankWatch
+from trimaran.launcher.starters.process_watch import RankWatch
 
 TAG = "watched"
 SLEEP = "import time; print(flush=True); time.sleep(99)"

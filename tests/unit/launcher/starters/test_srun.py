@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from trimaran.launcher.config import HostSlots
-from trimaran.launcher.starters.srun import compose_srun, step_env
+from trimaran.launcher.starters.slurm_step import compose_srun, step_env
 
 
 def test_a_step_shares_the_job_and_ends_with_its_first_rank():

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from launcher_repository import resolve, write_engine, write_model
 
-from trimaran.launcher.supervisor.banner import announce, endpoint_urls
+from trimaran.launcher.supervisor.readiness import announce, endpoint_urls
 
 
 @pytest.fixture

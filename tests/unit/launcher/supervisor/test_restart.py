@@ -1,7 +1,7 @@
 """How often, and how soon, what died is started again."""
 
 from trimaran.launcher.config import RestartPolicy
-from trimaran.launcher.supervisor.roster import RestartBudget
+from trimaran.launcher.supervisor.group_table import RestartBudget
 
 
 def test_each_pause_is_twice_as_long_up_to_the_longest():

@@ -11,7 +11,7 @@ from started_frontend import Peer as Connection
 from started_frontend import StartedFrontend, write_repository
 
 from trimaran.comm.messages.messages import Answer, Ask, Command
-from trimaran.comm.transport.address import Address
+from trimaran.comm.transport.sockets import Address
 from trimaran.server.fleet.shared_state import SharedState
 from trimaran.server.loading.remembered import Remembered, RememberedModel
 from trimaran.server.repository.config_pbtxt import read_config

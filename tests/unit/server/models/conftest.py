@@ -35,7 +35,7 @@ from trimaran.comm.messages.messages import (
     encode,
     unpack_ids,
 )
-from trimaran.comm.transport.address import Address
+from trimaran.comm.transport.sockets import Address
 from trimaran.launcher.cli.fill_template import fill
 from trimaran.launcher.cli.init_repo import MODELS, template
 from trimaran.server.config import FrontendConfig

@@ -3,7 +3,7 @@
 import socket
 import threading
 
-from trimaran.comm.transport.bulk import BulkSender
+from trimaran.comm.messages.bulk import BulkSender
 from trimaran.server.python_models.link import Link, current_scope
 from trimaran.server.python_models.responses import Ticket
 from trimaran.server.python_models.wire import (

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from trimaran.comm.transport.bulk import BulkSender
+from trimaran.comm.messages.bulk import BulkSender
 from trimaran.server.python_models import utils as pb_utils
 from trimaran.server.python_models.tensors import Tensor, TritonModelException
 from trimaran.server.python_models.wire import (

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from trimaran.comm.collectives.tensor_group import SingleRankGroup
-from trimaran.comm.control.control import LocalControlPlane
+from trimaran.comm.control.control_plane import LocalControlPlane
 from trimaran.comm.errors import ConfigError
 from trimaran.comm.topology import ParallelLayout
 from trimaran.worker.config.engine_config import (

@@ -23,7 +23,7 @@ from trimaran.comm.messages.messages import (
     Stop,
     encode,
 )
-from trimaran.comm.transport.address import Address
+from trimaran.comm.transport.sockets import Address
 from trimaran.worker.serving import frontend_link
 from trimaran.worker.serving.frontend_link import Arrival, FrontendLinks
 from trimaran.worker.serving.serve_loop import LeaderLoop

@@ -11,11 +11,11 @@ import pytest
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from tests.unit.worker.serving.test_frontend_link import HELLO, Frontend, open_link
-from trimaran.comm.control.control import LocalControlPlane
+from trimaran.comm.control.control_plane import LocalControlPlane
+from trimaran.comm.deadlines import Watchdog
 from trimaran.comm.errors import RequestError
 from trimaran.comm.messages.messages import Message, RequestFailed, StepOutput, Submit, pack_ids
 from trimaran.comm.messages.sampling_params import SamplingParams
-from trimaran.comm.wait import Watchdog
 from trimaran.worker.serving.frontend_link import Arrival, FrontendLinks
 from trimaran.worker.serving.remote_logits import check_remote_logits
 from trimaran.worker.serving.serve_loop import LeaderLoop

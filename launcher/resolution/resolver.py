@@ -13,15 +13,7 @@ from functools import cached_property
 from trimaran.comm.errors import ConfigError
 from trimaran.comm.topology import MAX_RANKS
 from trimaran.launcher.config import GroupConfig, ServeConfig
-from trimaran.launcher.placement.hosts import (
-    allocated_hosts,
-    is_this_host,
-    named_hosts,
-    this_host,
-)
-from trimaran.launcher.placement.job import Job, own_address
-from trimaran.launcher.placement.launch_choice import Launch, choose_launch
-from trimaran.launcher.placement.seating import (
+from trimaran.launcher.placement.group_placement import (
     Draft,
     PlacementConflict,
     needed_world_size,
@@ -33,13 +25,21 @@ from trimaran.launcher.placement.seating import (
     with_devices,
     world_hosts,
 )
+from trimaran.launcher.placement.hosts import (
+    allocated_hosts,
+    is_this_host,
+    named_hosts,
+    this_host,
+)
+from trimaran.launcher.placement.job import Job, own_address
+from trimaran.launcher.placement.launch_choice import Launch, choose_launch
 from trimaran.launcher.resolution import settings
 from trimaran.launcher.resolution.engine_args import (
     engine_config,
     resolve_device,
     threads_of_a_rank,
 )
-from trimaran.launcher.resolution.instances import Instance, instances_of, start_models
+from trimaran.launcher.resolution.models import Instance, instances_of, start_models
 from trimaran.launcher.starters.mpi_launch import Mpi, find_mpi
 from trimaran.orchestrator.placement import Host
 from trimaran.server.repository.model_repository import RepositoryModel

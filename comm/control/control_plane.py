@@ -6,12 +6,12 @@ import time
 from enum import IntEnum
 from typing import Protocol
 
-from trimaran.comm.control.host_lines import WakeReceiver, WakeSender, connect_wake_lines
+from trimaran.comm.control.host_connections import WakeReceiver, WakeSender, connect_wake_lines
+from trimaran.comm.deadlines import Backoff, wait_for
 from trimaran.comm.errors import PeerLostError
 from trimaran.comm.mpi import MPI, Comm, World
 from trimaran.comm.transport.shared_memory import SharedSegment
 from trimaran.comm.transport.shm_ring import RingReader, RingWriter, ShmRing
-from trimaran.comm.wait import Backoff, wait_for
 
 _TAG = 1
 

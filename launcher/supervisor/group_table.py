@@ -10,12 +10,12 @@ from trimaran.comm.messages.messages import Command
 from trimaran.launcher.config import GroupConfig, RestartPolicy
 from trimaran.launcher.starters.children import Children, CommandStarter
 from trimaran.launcher.starters.run_dir import MpiScratch
+from trimaran.launcher.starters.slurm_step import StepStarter
 from trimaran.launcher.starters.spawn_starter import SpawnLink, SpawnStarter
-from trimaran.launcher.starters.srun import StepStarter
 from trimaran.launcher.starters.starter import FRONTEND, ORCHESTRATOR, GroupSpec, Starter
+from trimaran.launcher.supervisor.child_connections import Link
 from trimaran.launcher.supervisor.group import Group, GroupEvents, GroupState
 from trimaran.launcher.supervisor.group_specs import PRESTARTED, SpecMaker
-from trimaran.launcher.supervisor.links import Link
 
 _MOST_DOUBLINGS = 64
 """Beyond the longest pause in any case; a float has room for a thousand."""

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 
 from trimaran.comm.errors import PeerLostError
 from trimaran.comm.mpi import World
-from trimaran.comm.transport.address import dial_any, own_addresses, watch_for_lost_host
+from trimaran.comm.transport.sockets import dial_any, own_addresses, watch_for_lost_host
 
 _ACCEPT_TIMEOUT_S = 60.0
 _GREETING_TIMEOUT_S = 5.0
