@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-from trimaran.comm.alone import no_segment
-
-with no_segment():
-    from mpi4py import MPI as MPI  # before the rest: a death before MPI_Init hangs Spawn
-
+import contextlib
 import ctypes
 import os
 import signal
@@ -14,13 +10,46 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from trimaran.comm import env
-from trimaran.comm.deadlines import wait_for
-from trimaran.comm.errors import ConfigError, PeerLostError
+_STARTERS = ("PMIX_NAMESPACE", "PMI_RANK")
+_TRANSPORTS = "OMPI_MCA_btl"
+_SEGMENTS = "sm,vader"
+_SLEEPER = "ofi"
+"""The one-sided transport over libfabric sleeps for a second in every start (Open MPI 5.0)."""
+
+
+@contextlib.contextmanager
+def _without_segment() -> Iterator[None]:
+    """Initialise MPI within: Open MPI makes no shared-memory segment for a rank alone.
+
+    No other process can attach to it, spawned ones included, and it is never deleted: each
+    such process would leave a file in /dev/shm. Nor is there a transport that only costs
+    time. What the operator chose stays.
+    """
+    given = os.environ.get(_TRANSPORTS)
+    if any(name in os.environ for name in _STARTERS) or not (given or "^").startswith("^"):
+        yield
+        return
+    os.environ[_TRANSPORTS] = f"{given},{_SEGMENTS}" if given else f"^{_SEGMENTS},{_SLEEPER}"
+    try:
+        yield
+    finally:
+        # Jobs that this process starts have several ranks.
+        if given is None:
+            del os.environ[_TRANSPORTS]
+        else:
+            os.environ[_TRANSPORTS] = given
+
+
+with _without_segment():
+    from mpi4py import MPI as MPI  # before our modules: a death before MPI_Init hangs Spawn
+
+from trimaran.comm import env  # noqa: E402
+from trimaran.comm.deadlines import wait_for  # noqa: E402
+from trimaran.comm.errors import ConfigError, PeerLostError  # noqa: E402
 
 Comm = MPI.Comm
 

@@ -9,8 +9,6 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-import psutil
-
 from trimaran.comm.errors import ConfigError, ProtocolError
 
 
@@ -121,6 +119,8 @@ DIAL_TIMEOUT_S = 5.0
 def own_addresses() -> list[str]:
     """This host's IPv4 addresses: of the interfaces that ``GLOO_SOCKET_IFNAME`` names, or
     else ``NCCL_SOCKET_IFNAME`` in its way, if any of them is here."""
+    import psutil  # only where ranks are on several hosts
+
     interfaces = psutil.net_if_addrs()
     selected = _chosen(interfaces) or interfaces
     addresses = [

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from trimaran.comm.messages.bulk_extras import unpack
+from trimaran.comm.messages.bulk import unpack
 from trimaran.comm.messages.messages import (
     AdapterTaken,
     FinishReason,

@@ -6,8 +6,7 @@ from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 
-from trimaran.comm.messages.bulk import BulkSender
-from trimaran.comm.messages.bulk_extras import bulky_bytes, pack
+from trimaran.comm.messages.bulk import BulkSender, bulky_bytes, pack
 from trimaran.comm.messages.messages import Message, StepOutput
 from trimaran.worker.serving.frontend_link import FrontendLinks
 

@@ -7,7 +7,7 @@ import dataclasses
 import numpy as np
 
 from trimaran.comm.errors import RequestError
-from trimaran.comm.messages.bulk_extras import BULKY, MAX_REMOTE_BYTES
+from trimaran.comm.messages.bulk import BULKY, MAX_REMOTE_BYTES
 from trimaran.comm.messages.messages import StepOutput, Submit
 from trimaran.worker.serving.frontend_link import MAX_UNSENT_BYTES
 

@@ -9,7 +9,7 @@ import time
 import pytest
 
 from tests.unit.worker.serving.test_frontend_link import HELLO, Frontend, open_link, output
-from trimaran.comm.messages.bulk_extras import unpack
+from trimaran.comm.messages.bulk import unpack
 from trimaran.comm.messages.messages import Message
 from trimaran.worker.serving.frontend_link import FrontendLinks
 from trimaran.worker.serving.outbox import Outbox

@@ -7,8 +7,7 @@ import os
 import pytest
 
 from trimaran.comm.errors import ProtocolError
-from trimaran.comm.messages.bulk import INLINE_BYTES, BulkSender, open_bulk
-from trimaran.comm.messages.bulk_extras import pack, unpack
+from trimaran.comm.messages.bulk import INLINE_BYTES, BulkSender, open_bulk, pack, unpack
 from trimaran.comm.messages.messages import StepOutput, decode, encode
 
 
