@@ -14,8 +14,8 @@ import torch
 from trimaran.comm.messages.messages import Submit, encode, pack_ids
 from trimaran.comm.messages.sampling_params import SamplingParams
 from trimaran.worker.config.engine_config import SchedulerConfig
-from trimaran.worker.engine.admission import request_from
-from trimaran.worker.engine.emission import step_outputs
+from trimaran.worker.engine.input_processor import request_from
+from trimaran.worker.engine.output_processor import step_outputs
 from trimaran.worker.kv_cache.manager import KVCacheManager
 from trimaran.worker.scheduling.scheduler import Scheduler
 from trimaran.worker.scheduling.step_plan import ScheduledStep

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, Protocol
 from trimaran.comm.stages.pipeline import PipelineLinks
 from trimaran.comm.topology import ParallelLayout
 from trimaran.worker.engine.loading import LoadedEngine
-from trimaran.worker.execution.lane_runner import LaneRunner
+from trimaran.worker.execution.data_parallel_runner import LaneRunner
 from trimaran.worker.execution.step_result import ModelRunnerOutput
 from trimaran.worker.kv_cache.kv_group import KVGroup
 from trimaran.worker.lora.manager import AdapterManager
