@@ -27,13 +27,11 @@ from trimaran.comm.messages.messages import (
 from trimaran.comm.stages.pipeline import PipelineLinks
 from trimaran.comm.topology import ParallelLayout
 from trimaran.worker.config.engine_config import RankConfig
-from trimaran.worker.engine.guided_requests import GuidedRequests
-from trimaran.worker.engine.input_processor import request_from
+from trimaran.worker.engine.input_processor import GuidedRequests, request_from
 from trimaran.worker.engine.interfaces import engine_parts
 from trimaran.worker.engine.loading import LoadedEngine, load_engine
-from trimaran.worker.engine.output_processor import StepDetails, step_outputs
+from trimaran.worker.engine.output_processor import EngineStats, StepDetails, step_outputs
 from trimaran.worker.engine.plan_timing import PlanTiming
-from trimaran.worker.engine.stats import EngineStats
 from trimaran.worker.engine.step_profile import StepProfile
 from trimaran.worker.execution.device import select_device
 from trimaran.worker.execution.step_result import ModelRunnerOutput

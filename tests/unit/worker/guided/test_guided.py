@@ -27,7 +27,7 @@ from trimaran.comm.errors import ConfigError, RefusedError, RequestError
 from trimaran.comm.messages.messages import FinishReason
 from trimaran.comm.messages.sampling_params import SamplingParams
 from trimaran.worker.config.engine_config import GuidedConfig
-from trimaran.worker.engine.guided_requests import GuidedRequests
+from trimaran.worker.engine.input_processor import GuidedRequests
 from trimaran.worker.guided.compiler import GuideCompiler
 from trimaran.worker.requests.request import Request
 
