@@ -43,11 +43,10 @@ class Driver:
         ties: tuple[Any, ...] = (),
     ) -> None:
         """``ties`` are the engine's layout, control plane, group and links; its own if none."""
-        self.engine = Engine(
+        self.engine = Engine.load(
             RankConfig(engine=config, group="test", profile=profile),
             *(ties or (ParallelLayout(), LocalControlPlane(), SingleRankGroup())),
         )
-        self.engine.load()
         self.tokens: dict[tuple[int, int], list[int]] = defaultdict(list)
         self.reasons: dict[tuple[int, int], FinishReason] = {}
         self.extras: dict[tuple[int, int], list[dict]] = defaultdict(list)

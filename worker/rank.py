@@ -141,8 +141,7 @@ class RankProcess:
         self._group, self._links = self._connect(world, config, topology, device)
         link.state("loading", f"loading the model on {device}")
         self._times.end("connections")
-        engine = Engine(config, topology, self._control, self._group, self._links)
-        engine.load()
+        engine = Engine.load(config, topology, self._control, self._group, self._links)
         self._times.end("engine")
         if device.type == "cuda":
             watch_compilations()

@@ -63,8 +63,7 @@ def load_engine(
 ) -> Engine:
     """This rank's part of an engine that is ready; traces the steps of ``profile``."""
     rank = RankConfig(engine=config, group=_SOURCE, profile=profile)
-    engine = Engine(rank, ranks.topology, ranks.control, ranks.group, ranks.links)
-    engine.load()
+    engine = Engine.load(rank, ranks.topology, ranks.control, ranks.group, ranks.links)
     ranks.barrier()
     return engine
 

@@ -67,8 +67,7 @@ def make_engine(folder, dtype, **flags):
         **engine_flags,
     )  # fmt: skip
     rank = RankConfig(engine=config, group="test")
-    engine = Engine(rank, ParallelLayout(), LocalControlPlane(), SingleRankGroup())
-    engine.load()
+    engine = Engine.load(rank, ParallelLayout(), LocalControlPlane(), SingleRankGroup())
     return engine
 
 

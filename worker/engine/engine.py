@@ -28,7 +28,7 @@ from trimaran.comm.stages.pipeline import PipelineLinks
 from trimaran.comm.topology import ParallelLayout
 from trimaran.worker.config.engine_config import RankConfig
 from trimaran.worker.engine.input_processor import GuidedRequests, request_from
-from trimaran.worker.engine.interfaces import engine_parts
+from trimaran.worker.engine.interfaces import EngineStep, engine_parts
 from trimaran.worker.engine.loading import LoadedEngine, load_engine
 from trimaran.worker.engine.output_processor import EngineStats, StepDetails, step_outputs
 from trimaran.worker.engine.plan_timing import PlanTiming
@@ -39,18 +39,16 @@ from trimaran.worker.experts.reports import ASK, ExpertReports
 from trimaran.worker.guided.compiler import GuideCompiler
 from trimaran.worker.lora.ops_message import decode_ops, encode_ops, holds_ops
 from trimaran.worker.requests.request import Request
-from trimaran.worker.scheduling.data_parallel import DataParallelStep
 from trimaran.worker.scheduling.scheduler import Emission
-from trimaran.worker.scheduling.step_plan import ScheduledStep
 from trimaran.worker.steps.step_times import Part, StepTimes
 
 logger = logging.getLogger(__name__)
 
 _FEW = 128
-"""Up to so many running sequences, a step is planned late, so that newcomers ride along."""
+"""With up to this many running sequences a step is planned late, so that newcomers join it."""
 
 _GRAMMAR_S = 0.002
-"""Requests that come meanwhile wait for so long, if all others wait for a grammar."""
+"""Longest sleep while all requests wait for grammars; new requests wait as long."""
 
 _NOTHING_ALLOWED = (
     "no id can follow: the request's parameters (bad_words, no_repeat_ngram_size, "
@@ -59,101 +57,98 @@ _NOTHING_ALLOWED = (
 )
 
 _WAITED_S = 0.0002
-"""A result that kept the host waiting for longer was read when the device had it."""
+"""If the host waited longer than this for a result, the device finished it just then."""
 
 
 @dataclass(slots=True)
 class StepResult:
-    """What a step has to tell the front ends, by connection."""
+    """The messages of one step for the front ends, by connection."""
 
     messages: list[tuple[Any, Message]] = field(default_factory=list)
-    """Sources are what the caller submitted under."""
+    """With the sources that the caller gave to `Engine.submit`."""
 
 
 class Engine:
     """One loop for every mode: keeps up to ``depth`` steps in flight on the device.
 
-    Rank 0 schedules, sends each decision to the other ranks and takes in what was sampled.
-    The others `follow`. Every rank of a stage samples the same ids, so none is sent back; in
-    a pipeline the last stage tells rank 0. With depth 1 a step's result is known before the
-    next is planned; with 2 the device has the next step before the host looks at the last
-    one's ids, and a pipeline has a step for each stage.
+    Rank 0 schedules, sends each decision to the other ranks and takes in the sampled ids. The
+    others `follow`. Every rank of a stage samples the same ids, so none is sent back; in a
+    pipeline the last stage sends them to rank 0. With depth 1 a step's result is known before
+    the next is planned. With 2 the device has the next step before the host sees the last one's
+    ids. A pipeline has at least one step per stage.
     """
 
     def __init__(
         self,
+        loaded: LoadedEngine,
+        topology: ParallelLayout,
+        control: ControlPlane,
+        links: PipelineLinks,
+        profile: StepProfile | None = None,
+    ) -> None:
+        """An engine that is ready to step. `load` makes one from a configuration."""
+        self._loaded = loaded
+        self._topology = topology
+        self._control = control
+        self._profile = profile
+        self.device = loaded.device
+        self.depth = loaded.depth
+        parts = engine_parts(loaded, topology, links)
+        self.runner, self.scheduler, self._adapters, self._decode = parts
+        self._adapters.is_open = self._is_open
+        self._guided = GuidedRequests(_guide_compiler(loaded, topology))
+        self._in_flight: deque[tuple[EngineStep, ModelRunnerOutput]] = deque()
+        self._requests: dict[tuple[Hashable, int], list[Request]] = {}
+        self._num_submitted = 0
+        self._taken: list[AdapterTaken] = []
+        self.times = StepTimes()
+        is_overlapped = self.depth > 1 and topology.pp_size == 1
+        self._timing = PlanTiming(is_overlapped and self.device.type == "cuda")
+        self._stats = EngineStats(loaded, self.scheduler, self.times)
+        self._expert_reports = ExpertReports(loaded.expert_loads, control, links)
+
+    # ---- life ----------------------------------------------------------------------------
+
+    @classmethod
+    def load(
+        cls,
         rank_config: RankConfig,
         topology: ParallelLayout,
         control: ControlPlane,
         tp_group: TensorParallelGroup,
         links: PipelineLinks | None = None,
-    ) -> None:
-        """``links`` tie a rank to others than its tensor group; one stage needs none."""
-        self._config = rank_config.engine
-        self._topology = topology
-        self._control = control
-        self._tp = tp_group
-        self._links = links or PipelineLinks()
-        self.device = select_device(self._config, topology)
-        # On the CPU a step runs where the host would plan the next: overlap only delays.
-        default_depth = 2 if self.device.type == "cuda" else 1
-        num_stages = topology.pp_size
-        self.depth = self._config.scheduler.depth or max(default_depth, num_stages)
-        self._in_flight: deque[tuple[ScheduledStep | DataParallelStep, ModelRunnerOutput]] = (
-            deque()
-        )
-        self._requests: dict[tuple[Hashable, int], list[Request]] = {}
-        self._num_submitted = 0
-        self._taken: list[AdapterTaken] = []
-        self.times = StepTimes()
-        is_overlapped = self.depth > 1 and num_stages == 1
-        self._timing = PlanTiming(is_overlapped and self.device.type == "cuda")
-        self._profile = StepProfile.of_rank(rank_config, topology.rank, self.device)
-        self._loaded: LoadedEngine | None = None
-
-    # ---- life ----------------------------------------------------------------------------
-
-    def load(self) -> None:
+    ) -> Engine:
         """Load the model, size and allocate the KV cache, warm up. Collective.
+
+        ``links`` connect a rank with ranks outside of its tensor group; an engine of one
+        tensor group needs none.
 
         Raises:
             ConfigError: the configuration asks for what this engine cannot do.
         """
-        if self._profile is not None:
-            self._profile.prepare()
-        self._loaded = load_engine(
-            self._config, self._topology, self._tp, self.device, self.depth, self._links
-        )
-        num_micro_batches = self.depth if self._topology.pp_size > 1 else 0
-        parts = engine_parts(self._loaded, self._topology, self._links, num_micro_batches)
-        self.runner, self.scheduler, self._adapters, self._decode = parts
-        self._adapters.is_open = self._is_open
-        self._guided = self._guided_requests()
-        self._stats = EngineStats(self._loaded, self.scheduler, self.times)
-        loads = self._loaded.expert_loads
-        self._expert_reports = ExpertReports(loads, self._control, self._links)
-        # What is alive now stays: the collector need not look at it again.
+        config, links = rank_config.engine, links or PipelineLinks()
+        device = select_device(config, topology)
+        profile = StepProfile.of_rank(rank_config, topology.rank, device)
+        if profile is not None:
+            # Before graphs are captured.
+            profile.prepare()
+        loaded = load_engine(config, topology, tp_group, device, links)
+        engine = cls(loaded, topology, control, links, profile)
+        # Objects that are alive now stay: the garbage collector need not look at them again.
         gc.collect()
         gc.freeze()
-
-    def _guided_requests(self) -> GuidedRequests:
-        config = self._config.guided
-        if not config.backend or self._topology.rank > 0:
-            return GuidedRequests(None)
-        folder = self._config.engine_dir
-        return GuidedRequests(GuideCompiler(config, folder, self._vocab_size))
+        return engine
 
     def facts(self) -> dict[str, Any]:
-        """What front ends and metrics are told once the engine is warm."""
-        assert self._loaded is not None
-        return self._loaded.facts(self._topology, self.depth)
+        """Facts about the warm engine for front ends, logs and metrics."""
+        return self._loaded.facts(self._topology)
 
     def stats(self) -> dict[str, float]:
         """The gauges of the last iteration, keys of ``STATS_KEYS``."""
         return self._stats.values()
 
     def expert_report(self) -> ExpertReport | None:
-        """Tokens of each expert since the start, if the model has any and it is time."""
+        """Tokens of each expert since the start, if a report is due and there are experts."""
         return self._expert_reports.report(is_idle=not self.has_work)
 
     def shutdown(self) -> None:
@@ -179,7 +174,7 @@ class Engine:
             request = self._admitted(source, message)
         except RequestError:
             raise
-        # Nothing is queued yet: a fault in one request's values is no reason to end the others.
+        # Nothing is queued yet, so a fault in one request's values must not end the others.
         except Exception as error:
             logger.exception("request %d cannot be admitted", message.request_id)
             raise RequestError(
@@ -195,14 +190,13 @@ class Engine:
         self._requests.setdefault((source, message.request_id), []).append(request)
 
     def _admitted(self, source: Hashable, message: Submit) -> Request:
-        """A checked request with its adapter; one with a guide is held already."""
-        assert self._loaded is not None
+        """A checked request with its adapter. If it has a guide, compiling has begun."""
         request = request_from(
             source,
             message,
             self._num_submitted,
             self._loaded.limits,
-            self._vocab_size,
+            self._loaded.vocab_size,
             self.runner.model.config.hidden_size,
             self.runner.model.dtype,
         )
@@ -216,7 +210,7 @@ class Engine:
         return request
 
     def _is_open(self, request: Request) -> bool:
-        """Whether somebody still waits for a request."""
+        """Whether a front end still waits for a request."""
         return request in self._requests.get((request.source, request.request_id), ())
 
     def cancel(self, source: Hashable, request_ids: list[int]) -> None:
@@ -234,22 +228,22 @@ class Engine:
             self.cancel(request.source, [request.request_id])
 
     def keep_adapter(self, message: KeepAdapter) -> None:
-        """Cache an adapter that no request here has asked for yet."""
+        """Cache an adapter before any request asks for it."""
         if message.is_remembered and self._adapters.digest_of(message.adapter_id):
-            # Who remembers another one is told of this one.
+            # A front end that remembers another version learns of this one.
             self._tell_of(message.adapter_id)
             return
         try:
             self._adapters.keep(message.adapter_id, message.adapter)
         except RequestError as error:
-            # Who asks for it here is told.
+            # A request that asks for it gets the error.
             logger.info("adapter %d is not kept: %s", message.adapter_id, error)
-        # As of `submit`. It would be told again to whoever starts in this engine's place.
+        # As in `submit`. An engine that is restarted after a crash would get it again.
         except Exception:
             logger.exception("adapter %d cannot be kept", message.adapter_id)
 
     def take_taken(self) -> list[AdapterTaken]:
-        """What all front ends are to know of adapters that came since the last call."""
+        """Adapters that came since the last call, for all front ends."""
         taken, self._taken = self._taken, []
         return taken
 
@@ -258,7 +252,7 @@ class Engine:
         self._taken.append(AdapterTaken(adapter_id=task, digest=digest))
 
     def drop_source(self, source: Hashable) -> None:
-        """A connection is gone: end its requests, and tell nobody."""
+        """A connection is gone: end its requests without a message."""
         for key in [key for key in self._requests if key[0] == source]:
             for request in self._requests.pop(key):
                 self._end(request, FinishReason.CANCELLED)
@@ -272,8 +266,8 @@ class Engine:
     @property
     def spare_s(self) -> float:
         """Seconds that `step` can wait for requests without a gap on the device."""
-        # With many running, a late wake-up would cost all of them for one newcomer's sake; and
-        # whoever waits already could not start with the newcomers.
+        # With many running sequences a late wake-up would cost all of them, for one newcomer.
+        # And while sequences wait, a newcomer would not start before them.
         if len(self.scheduler.running) > _FEW or self.scheduler.waiting:
             return 0.0
         return self._timing.spare_s(time.perf_counter())
@@ -284,15 +278,10 @@ class Engine:
         has_own = bool(self._in_flight or self._guided) or self._adapters.has_ops
         return has_own or self.scheduler.has_requests
 
-    @property
-    def _vocab_size(self) -> int:
-        assert self._loaded is not None
-        return self._loaded.vocab_size
-
     # ---- steps ---------------------------------------------------------------------------
 
     def step(self) -> StepResult:
-        """Run one engine step on rank 0 and return what it has to tell."""
+        """Run one engine step on rank 0; returns the messages for front ends."""
         start = self.times.enter(Part.SCHEDULE)
         result = StepResult()
         if self._guided:
@@ -329,8 +318,10 @@ class Engine:
         return result
 
     def _move_adapters(self) -> None:
-        """Let all ranks know what becomes of adapters, ahead of the step that needs it; they
-        come to an idle engine, or to a lane that is, too."""
+        """Send adapter operations to all ranks, ahead of the step that needs the adapters.
+
+        Adapters also arrive while the engine, or a dp rank, is idle.
+        """
         if not self._adapters.has_ops:
             return
         ops = self._adapters.take_ops()
@@ -339,7 +330,7 @@ class Engine:
         self.runner.move_adapters(ops)
 
     def _add_compiled(self, result: StepResult) -> None:
-        """Queue the requests whose guides have become grammars; tell whose never will."""
+        """Queue the requests whose grammars are compiled; fail those whose guides cannot be."""
         for request, error in self._guided.take_compiled():
             if error is None:
                 self.scheduler.add(request)
@@ -368,7 +359,7 @@ class Engine:
                 self._fail(request, RequestError(_NOTHING_ALLOWED), result)
             details = StepDetails.of(part.sampled, told)
             self._emit(result, step.decision.step, emissions, details)
-            # The gauges know the last step for as long as no other comes.
+            # The gauges refer to this step until the next one: free its logits now.
             part.logits = None
         if self._profile is not None:
             self._profile.end_step(step.decision.step)
@@ -386,7 +377,7 @@ class Engine:
                 self._forget(sequence.request)
 
     def _forget(self, request: Request) -> None:
-        """There is nothing more to tell of a request; its id may be another's too."""
+        """Drop a request that is over; another request may have the same id."""
         key = (request.source, request.request_id)
         others = [other for other in self._requests.pop(key, ()) if other is not request]
         if others:
@@ -394,7 +385,8 @@ class Engine:
         for sequence in request.sequences:
             if sequence.beams is not None:
                 sequence.beams.forget()
-        # They refer to each other: without this they would wait for the garbage collector.
+        # Request and sequences refer to each other: without this only the garbage collector
+        # would free them.
         request.sequences.clear()
 
     def follow(self, payload: bytes) -> None:
@@ -409,14 +401,21 @@ class Engine:
         if self._profile is not None:
             self._profile.begin_step(decision.step)
         output = self.runner.execute_model(decision)
-        # Its events are used again once the device has passed them.
+        # The marks' events are reused once the device has passed them.
         self.times.launched(output.marks)
         self._balance_experts()
         if self._profile is not None:
             self._profile.end_step(decision.step)
 
     def _balance_experts(self) -> None:
-        """Behind a step on every rank: experts may change ranks."""
-        assert self._loaded is not None
+        """After a step, on every rank: experts may move between ranks."""
         if self._loaded.expert_loads is not None:
             self._loaded.expert_loads.after_step()
+
+
+def _guide_compiler(loaded: LoadedEngine, topology: ParallelLayout) -> GuideCompiler | None:
+    """The compiler of guides on rank 0, if guided decoding is served."""
+    config = loaded.config
+    if not config.guided.backend or topology.rank > 0:
+        return None
+    return GuideCompiler(config.guided, config.engine_dir, loaded.vocab_size)

@@ -1,26 +1,38 @@
-"""What an engine is put together from: for one lane, or for several that step together."""
+"""What the engine steps: a scheduler, its adapters and a runner, of one dp rank or of all.
+
+`Scheduler`, `AdapterManager` and `ModelRunner` serve these interfaces without data parallelism.
+With several dp ranks the classes of `scheduling.data_parallel` and of
+`execution.data_parallel_runner` hold one of each per rank. The engine knows only interfaces.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Sequence as List
 from typing import Any, NamedTuple, Protocol
 
+from trimaran.comm.messages.messages import FinishReason, Submit
 from trimaran.comm.stages.pipeline import PipelineLinks
 from trimaran.comm.topology import ParallelLayout
+from trimaran.worker.config.engine_config import SchedulerConfig
 from trimaran.worker.engine.loading import LoadedEngine
-from trimaran.worker.execution.data_parallel_runner import LaneRunner
+from trimaran.worker.execution.data_parallel_runner import DataParallelRunner
 from trimaran.worker.execution.step_result import ModelRunnerOutput
 from trimaran.worker.kv_cache.kv_group import KVGroup
-from trimaran.worker.lora.manager import AdapterManager
 from trimaran.worker.models.interfaces import CausalLM
+from trimaran.worker.requests.request import Request, Sequence
+from trimaran.worker.sampling.beam_search import Candidates
 from trimaran.worker.scheduling.data_parallel import DataParallelAdapters, DataParallelScheduler
-from trimaran.worker.scheduling.scheduler import Scheduler
+from trimaran.worker.scheduling.preemption import PreemptionCounts
+from trimaran.worker.scheduling.resources import SwapIns
+from trimaran.worker.scheduling.scheduler import Emission, Scheduler
+from trimaran.worker.scheduling.step_plan import ScheduledStep
 from trimaran.worker.steps.lane_decisions import LaneDecisions
-from trimaran.worker.steps.step_types import SchedulerOutput
+from trimaran.worker.steps.step_types import SampledTokens, SchedulerOutput
 
 
-class RunsSteps(Protocol):
-    """A `ModelRunner` or a `LaneRunner`, with the kind of decisions that it takes."""
+class StepRunner(Protocol):
+    """Runs decided steps on this rank. It takes the decisions of the scheduler beside it."""
 
     @property
     def model(self) -> CausalLM:
@@ -34,11 +46,11 @@ class RunsSteps(Protocol):
 
     @property
     def loaded_step(self) -> int:
-        """The last step whose copies from the host are made, with all before it."""
+        """The last step whose copies from the host cache are made, with all before it."""
         ...
 
     def move_adapters(self, ops: list[Any]) -> None:
-        """Carry out what becomes of adapters before the next step."""
+        """Carry out the operations of `StepAdapters.take_ops` before the next step."""
         ...
 
     def execute_model(self, decision: Any) -> ModelRunnerOutput:
@@ -50,22 +62,169 @@ class RunsSteps(Protocol):
         ...
 
 
-class EngineParts(NamedTuple):
-    """Who runs steps, who decides them, and how decisions are read."""
+class EngineStep(Protocol):
+    """A scheduled step: the decision for the ranks, and the sequences in it."""
 
-    runner: RunsSteps
-    scheduler: Scheduler | DataParallelScheduler
-    adapters: AdapterManager | DataParallelAdapters
+    @property
+    def decision(self) -> SchedulerOutput | LaneDecisions:
+        """What all ranks carry out."""
+        ...
+
+    @property
+    def num_context(self) -> int:
+        """Sequences that compute prompt tokens."""
+        ...
+
+    @property
+    def num_context_tokens(self) -> int:
+        """Prompt tokens that they compute."""
+        ...
+
+    @property
+    def num_scheduled(self) -> int:
+        """Sequences that compute tokens; beams of one request count once."""
+        ...
+
+    @property
+    def num_generation_tokens(self) -> int:
+        """Ids that the step samples for outputs, or finds as candidates of beams."""
+        ...
+
+    def parts(self, sampled: SampledTokens) -> list[tuple[ScheduledStep, SampledTokens]]:
+        """The steps that `StepScheduler.update_from_output` takes, with their sampled ids."""
+        ...
+
+
+class StepScheduler(Protocol):
+    """Decides steps on rank 0; `Scheduler` has the contracts."""
+
+    step: int
+    config: SchedulerConfig
+
+    @property
+    def running(self) -> list[Sequence]:
+        """Sequences with a row."""
+        ...
+
+    @property
+    def waiting(self) -> list[Sequence]:
+        """Sequences without a row."""
+        ...
+
+    @property
+    def swap_ins(self) -> SwapIns:
+        """Sequences whose prefix is being copied from the host cache."""
+        ...
+
+    @property
+    def preemptions(self) -> PreemptionCounts:
+        """Preempted sequences, now and since the start."""
+        ...
+
+    @property
+    def has_requests(self) -> bool:
+        """Whether any sequence runs or waits, or an end is to be sent."""
+        ...
+
+    @property
+    def num_active(self) -> int:
+        """Sequences that run, wait or are expected."""
+        ...
+
+    @property
+    def num_empty_slots(self) -> int:
+        """Sequences of static batches that have ended before others of theirs."""
+        ...
+
+    @property
+    def micro_batch(self) -> int:
+        """The last step's place among the steps in flight of a pipeline."""
+        ...
+
+    def check(self, request: Request) -> None:
+        """Refuse a request that cannot be admitted, by `RequestError`."""
+        ...
+
+    def expect(self, request: Request) -> None:
+        """Count a checked request as waiting until it is added, ended or given up."""
+        ...
+
+    def give_up(self, request: Request) -> None:
+        """Count a request that was expected no more."""
+        ...
+
+    def add(self, request: Request) -> None:
+        """Queue a checked request."""
+        ...
+
+    def end(self, request: Request, reason: FinishReason) -> None:
+        """End all of a request's sequences now."""
+        ...
+
+    def take_failed(self) -> list[Request]:
+        """Requests in which every next id was forbidden, once each."""
+        ...
+
+    def take_ended(self) -> list[Emission]:
+        """The ends that no step's result brought, once each."""
+        ...
+
+    def discard_ended(self, source: Hashable) -> None:
+        """Forget the ends that were to be sent to a connection that is gone."""
+        ...
+
+    def schedule(self) -> EngineStep | None:
+        """Decide the next step; None if there is nothing to compute."""
+        ...
+
+    def update_from_output(
+        self, step: ScheduledStep, token_ids: Iterable[int], candidates: List[Candidates] = ()
+    ) -> list[Emission]:
+        """Take in the sampled ids of one of a step's parts."""
+        ...
+
+
+class StepAdapters(Protocol):
+    """The adapter caches on rank 0; `AdapterManager` has the contracts."""
+
+    is_open: Callable[[Request], bool]
+
+    @property
+    def has_ops(self) -> bool:
+        """Whether ranks are to be told of adapters."""
+        ...
+
+    def take_ops(self) -> list[Any]:
+        """The operations that ranks carry out before the next step."""
+        ...
+
+    def enter(self, message: Submit, request: Request) -> int:
+        """The number of the adapter that a request asks for; 0 for none."""
+        ...
+
+    def digest_of(self, task: int) -> bytes:
+        """The digest of an adapter's content; empty if it is not here."""
+        ...
+
+    def keep(self, task: int, given: dict[str, Any]) -> object:
+        """Cache an adapter; the result is of no use to the engine."""
+        ...
+
+
+class EngineParts(NamedTuple):
+    """The parts that the engine steps, and how followers read decisions."""
+
+    runner: StepRunner
+    scheduler: StepScheduler
+    adapters: StepAdapters
     decode: Callable[[bytes], SchedulerOutput | LaneDecisions]
 
 
 def engine_parts(
-    loaded: LoadedEngine,
-    topology: ParallelLayout,
-    links: PipelineLinks,
-    num_micro_batches: int,
+    loaded: LoadedEngine, topology: ParallelLayout, links: PipelineLinks
 ) -> EngineParts:
-    """The parts of a loaded engine."""
+    """The parts of a loaded engine. One dp rank needs no layer for several in between."""
+    num_micro_batches = loaded.depth if topology.pp_size > 1 else 0
     schedulers = [
         Scheduler(loaded.limits, cache, adapters, num_micro_batches)
         for cache, adapters in zip(loaded.caches, loaded.adapters, strict=True)
@@ -75,7 +234,7 @@ def engine_parts(
             loaded.runner, schedulers[0], loaded.adapters[0], SchedulerOutput.decode
         )
     return EngineParts(
-        LaneRunner(loaded.runner, topology, links),
+        DataParallelRunner(loaded.runner, topology, links),
         DataParallelScheduler(schedulers),
         DataParallelAdapters(loaded.adapters),
         LaneDecisions.decode,

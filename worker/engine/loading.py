@@ -1,4 +1,4 @@
-"""From a configuration to an engine that is ready to step: model, KV cache, warm-up."""
+"""Loads one rank: model, KV cache, adapters and warm-up, from a configuration."""
 
 from __future__ import annotations
 
@@ -45,16 +45,23 @@ logger = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class LoadedEngine:
-    """What loading made: the runner, the cache's manager and the limits that hold."""
+    """A rank that is loaded and warm: its runner, its caches and the limits that hold."""
+
+    config: EngineConfig
+    device: torch.device
+    depth: int
+    """Steps in flight."""
 
     runner: ModelRunner
     caches: list[KVCacheManager]
-    """Of each lane that this rank decides for, its own first."""
+    """Of each dp rank that this process schedules, its own first."""
 
     limits: SchedulerConfig
+    """The configured ones, lowered to those of the model."""
+
     vocab_size: int
     adapters: list[AdapterManager]
-    """Likewise."""
+    """As ``caches``."""
 
     sampling_backend: str
     stages: str
@@ -63,7 +70,7 @@ class LoadedEngine:
     expert_loads: ExpertLoads | None
     """None for a model without experts."""
 
-    def facts(self, topology: ParallelLayout, depth: int) -> dict[str, Any]:
+    def facts(self, topology: ParallelLayout) -> dict[str, Any]:
         """For front ends, logs and metrics."""
         model, limits, cache = self.runner.model, self.limits, self.caches[0]
         return {
@@ -85,7 +92,7 @@ class LoadedEngine:
             "max_blocks": cache.num_blocks * topology.dp_size,
             "reuses_blocks": cache.enable_reuse,
             "lora_host_bytes": self.adapters[0].host_bytes,
-            "depth": depth,
+            "depth": self.depth,
             "cuda_graphs": self.runner.num_graphs,
             "prompt_graphs": self.runner.num_prompt_graphs,
             "backends": {
@@ -101,10 +108,14 @@ def load_engine(
     topology: ParallelLayout,
     tp: TensorParallelGroup,
     device: torch.device,
-    depth: int,
     links: PipelineLinks,
 ) -> LoadedEngine:
-    """Load this rank's weights, agree on the cache's size, allocate and warm up. Collective."""
+    """Load this rank's weights, agree on the cache's size, allocate and warm up. Collective.
+
+    Raises:
+        ConfigError: the configuration asks for what this engine cannot do.
+    """
+    depth = _depth(config, topology, device)
     sizes, prompt_sizes = choose_graphs(config, topology, device)
     choose_sums_and_norms(config, tp, device)
     model = load_model(config, topology, tp, device, expert_ranks=links.expert_ranks)
@@ -127,7 +138,7 @@ def load_engine(
 
     step_bytes = 0
     if device.type == "cuda":
-        # The runner is not kept: it holds the memory of its blocks.
+        # This runner is dropped afterwards: it holds the memory of its blocks.
         first = make_runner(inputs.max_blocks)
         step_bytes = _first_steps(first, config, limits, sizes, prompt_sizes)
         step_bytes += maker.staged_bytes
@@ -146,7 +157,7 @@ def load_engine(
     )  # fmt: skip
     _warm_up(runner, limits, sizes, prompt_sizes, has_adapters=config.lora.has_graphs)
     if expert_loads is not None:
-        # Steps of the warm-up are nobody's.
+        # Tokens of warm-up steps do not count.
         expert_loads.reset()
     num_slots = _agreed(maker.host_slots(), tp, device, links)
     caches = maker.make(runner, num_blocks, num_slots, topology)
@@ -154,14 +165,22 @@ def load_engine(
     stages = _stage_sizes(model, topology, links)
     managers = [adapters, *(adapters.of_another_lane() for _ in caches[1:])]
     return LoadedEngine(
-        runner, caches, limits, vocab_size, managers, backend, stages, expert_loads
-    )
+        config, device, depth, runner, caches, limits, vocab_size, managers, backend, stages,
+        expert_loads,
+    )  # fmt: skip
+
+
+def _depth(config: EngineConfig, topology: ParallelLayout, device: torch.device) -> int:
+    """Steps in flight, if the configuration leaves them open."""
+    # On the CPU a step runs where the host would plan the next one: overlap only delays.
+    default = 2 if device.type == "cuda" else 1
+    return config.scheduler.depth or max(default, topology.pp_size)
 
 
 def _choose_first_table(
     config: EngineConfig, model: CausalLM, tp: TensorParallelGroup, links: PipelineLinks
 ) -> None:
-    """Let the model look up its first product, if all ranks can and shall. Collective."""
+    """Let the model look up its first product if all ranks can and should. Collective."""
     device = model.device
     memory = torch.cuda.mem_get_info(device) if device.type == "cuda" else None
     mine = looks_up_first_product(config, model, memory)
@@ -172,7 +191,7 @@ def _choose_first_table(
 def _open_links(
     links: PipelineLinks, model: CausalLM, limits: SchedulerConfig, topology: ParallelLayout
 ) -> None:
-    """Connect the stages, and those who tell of their experts' loads. Collective."""
+    """Connect the stages, and the ranks that report expert loads. Collective."""
     most_tokens = max(limits.max_num_batched_tokens, limits.max_num_seqs)
     links.open(topology, model.device, (most_tokens, model.config.hidden_size), model.dtype)
     if model.config.num_experts:
@@ -182,8 +201,10 @@ def _open_links(
 def _count_experts(
     config: EngineConfig, model: CausalLM, inputs: InputBatch | DeviceInputs
 ) -> ExpertLoads | None:
-    """Count the tokens of each expert, and balance them if that is asked for; before graphs
-    are captured, of which counting is a part."""
+    """Count the tokens of each expert, and balance experts if the configuration asks for it.
+
+    Counting is part of captured graphs, so this comes before any capture.
+    """
     num_tokens = inputs.num_tokens if isinstance(inputs, DeviceInputs) else None
     expert_loads = ExpertLoads.of(model, num_tokens)
     balance_experts(model, expert_loads, config.experts)
@@ -198,7 +219,7 @@ def _warm_up(
     *,
     has_adapters: bool,
 ) -> None:
-    """Run small steps, and capture graphs of these sizes if there are any. Collective."""
+    """Run small steps, then capture graphs of these sizes. Collective."""
     run_small_steps(runner, limits)
     if graphs:
         runner.capture_graphs(graphs, prompts, has_adapters=has_adapters)
@@ -226,9 +247,11 @@ def _first_steps(
     graphs: list[int],
     prompts: list[int],
 ) -> int:
-    """Load kernels, then tell the device memory of the largest steps, and of the graphs that
-    hold some of ``prompts`` tokens, if there are ``graphs``. The cache is let go. Collective
-    over the stages: they run steps together."""
+    """Load kernels, then measure the device memory, in bytes, that the largest steps need.
+
+    With ``graphs`` the memory of graphs is added, also of those of ``prompts`` tokens. The
+    cache is freed. Collective over the stages, which run steps together.
+    """
     if not config.deterministic:
         # Before memory is shared out: kernels take some.
         load_product_kernels(runner, limits)
@@ -259,7 +282,7 @@ def _make_inputs(
 
 
 def _limits(scheduler: SchedulerConfig, model: CausalLM) -> SchedulerConfig:
-    """The configured limits, lowered to what the model was made for, and what it costs."""
+    """The configured limits, lowered to the model's, with its tokens per read of weights."""
     longest = model.config.max_position_embeddings
     per_read = tokens_per_read(model.config, model.device.type)
     scheduler = dataclasses.replace(scheduler, tokens_per_read=per_read)
@@ -274,7 +297,7 @@ def _limits(scheduler: SchedulerConfig, model: CausalLM) -> SchedulerConfig:
 def _agreed(
     mine: int, tp: TensorParallelGroup, device: torch.device, links: PipelineLinks
 ) -> int:
-    """The least of all ranks' numbers. Collective."""
+    """The smallest of all ranks' numbers. Collective."""
     every = tp.all_gather(torch.tensor([mine], dtype=torch.int64, device=device), 0)
     return links.minimum(int(every.min()))
 
@@ -285,8 +308,8 @@ def adapter_bytes(
     device: torch.device,
     step_bytes: int,
 ) -> int:
-    """Memory that this rank has for adapters in use: a share of what the model, the KV cache
-    and a step's own ``step_bytes`` leave."""
+    """Device memory of this rank for adapters in use: the configured share of the memory that
+    the model, the KV cache and the ``step_bytes`` of a step leave."""
     left = max(0, free_bytes(device, len(topology.local_ranks)) - step_bytes)
     return int(left * config.gpu_memory_fraction)
 
@@ -303,8 +326,8 @@ def load_adapters(
 ) -> AdapterManager:
     """Let a runner's layers take adapters, and load those of the folder. Collective.
 
-    ``budget`` bytes are there for adapters in use, at most one a row. The leader alone reads
-    the folder, whose files may be others by the time that others would.
+    Adapters in use take ``budget`` bytes, with at most one adapter per row. The leader alone
+    reads the folder: its files may change before another rank would read them.
     """
     model = runner.model
     layout = AdapterLayout(model)
@@ -340,7 +363,7 @@ def load_adapters(
         store.expect(number, rows)
         for piece in pieces:
             store.take_piece(number, piece)
-        # What is cut out of it is much less than the whole.
+        # The shares that are cut out of it are much smaller than the whole.
         store.wait_for(number)
     if manager.num_on_host:
         logger.info("%d LoRA adapters of %s", manager.num_on_host, config.prefetch_dir)
@@ -351,7 +374,7 @@ def load_adapters(
 def _next_of(
     found: Iterator[tuple[int, OutgoingAdapter]],
 ) -> tuple[int, list[Row], list[bytes]] | None:
-    """What the leader tells all ranks of the next adapter; None where there is no other."""
+    """The leader's message to all ranks about the next adapter; None after the last."""
     for number, outgoing in found:
         return number, outgoing.rows, list(map(bytes, outgoing.pieces()))
     return None

@@ -1,4 +1,4 @@
-"""What a step produced, as one message to each front end that is concerned."""
+"""What the engine sends to front ends: each step's outputs, and gauges."""
 
 from __future__ import annotations
 
@@ -12,11 +12,10 @@ import torch
 from torch import Tensor
 
 from trimaran.comm.messages.messages import STATS_KEYS, StepOutput
+from trimaran.worker.engine.interfaces import EngineStep, StepScheduler
 from trimaran.worker.engine.loading import LoadedEngine
 from trimaran.worker.requests.request import Sequence
-from trimaran.worker.scheduling.data_parallel import DataParallelScheduler, DataParallelStep
-from trimaran.worker.scheduling.scheduler import Emission, Scheduler
-from trimaran.worker.scheduling.step_plan import ScheduledStep
+from trimaran.worker.scheduling.scheduler import Emission
 from trimaran.worker.steps.step_times import StepTimes
 from trimaran.worker.steps.step_types import SampledTokens
 
@@ -51,7 +50,7 @@ def step_outputs(
 ) -> list[tuple[Hashable, StepOutput]]:
     """The messages of one step, by source; rows in the order of ``emissions``.
 
-    ``details`` go to the requests that asked for them.
+    Requests that asked for ``details`` get them.
     """
     columns_of: dict[Hashable, _Columns] = {}
     for sequence, token_id, reason in emissions:
@@ -78,10 +77,10 @@ def _bytes(tensor: Tensor) -> memoryview:
 
 
 class StepDetails:
-    """What one step's result says beside ids, by sequence."""
+    """One step's outputs beside ids, by sequence."""
 
     def __init__(self, sequences: list[Sequence], sampled: SampledTokens) -> None:
-        """``sequences`` are those that the step sampled."""
+        """``sequences`` are the sampled ones."""
         self.log_probs: dict[Sequence, float] = {}
         self.context_logits: dict[Sequence, list[Tensor]] = {}
         self.generation_logits: dict[Sequence, Tensor] = {}
@@ -101,13 +100,13 @@ class StepDetails:
 
 
 def _extras(sequence: Sequence, details: StepDetails | None, has_token: bool) -> dict[str, Any]:
-    """Lists have one item a token; a front end that merges steps lets them grow."""
+    """Outputs beside ids. Lists have one item per token, so front ends can join steps."""
     sampling = sequence.request.sampling
     extras: dict[str, Any] = {}
     if sequence.figures is not None:
         if has_token or sequence.beams is not None:
             sequence.figures.token()
-        # With every token: a text stop word ends a request before the engine knows.
+        # With every token: a stop word in the text ends a request at the front end.
         extras["figures"] = sequence.figures.to_wire()
     if sequence.beams is not None:
         extras["beams"] = sequence.beams.payload()
@@ -135,22 +134,19 @@ def _extras(sequence: Sequence, details: StepDetails | None, has_token: bool) ->
 
 
 class EngineStats:
-    """Remembers what the last step held; an idle engine reports no request."""
+    """The gauges of the last step, for metrics. An idle engine reports no request."""
 
     def __init__(
-        self,
-        loaded: LoadedEngine,
-        scheduler: Scheduler | DataParallelScheduler,
-        times: StepTimes,
+        self, loaded: LoadedEngine, scheduler: StepScheduler, times: StepTimes
     ) -> None:
         self._loaded = loaded
         self._scheduler = scheduler
         self._times = times
         self._process = psutil.Process()
-        self._last: ScheduledStep | DataParallelStep | None = None
+        self._last: EngineStep | None = None
         self._num_active = 0
 
-    def record(self, step: ScheduledStep | DataParallelStep) -> None:
+    def record(self, step: EngineStep) -> None:
         """Note a step that was just scheduled."""
         self._last = step
         self._num_active = self._scheduler.num_active
@@ -210,12 +206,12 @@ class EngineStats:
         }
 
     def _of_adapters(self) -> dict[str, float]:
-        lanes = self._loaded.adapters
+        ranks = self._loaded.adapters
         return {
-            "lora_host_adapters": lanes[0].num_on_host,
-            "lora_device_adapters": sum(lane.num_on_device for lane in lanes),
-            "lora_used_adapters": sum(lane.num_used for lane in lanes),
-            "lora_loaded_adapters": sum(lane.num_loaded for lane in lanes),
+            "lora_host_adapters": ranks[0].num_on_host,
+            "lora_device_adapters": sum(rank.num_on_device for rank in ranks),
+            "lora_used_adapters": sum(rank.num_used for rank in ranks),
+            "lora_loaded_adapters": sum(rank.num_loaded for rank in ranks),
         }
 
     def _of_memory(self) -> dict[str, float]:

@@ -1,4 +1,4 @@
-"""Runs one lane's part of a step on this rank, or helps where it has none."""
+"""Runs one dp rank's part of a step, or helps the others in layers of shared experts."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from trimaran.worker.steps.step_times import DeviceClock, StepMarks
 from trimaran.worker.steps.step_types import SampledTokens
 
 
-class LaneRunner:
-    """The `ModelRunner` of one lane's rank, given the decisions of all lanes.
+class DataParallelRunner:
+    """The `ModelRunner` of one dp rank, given the decisions of all dp ranks.
 
-    Where lanes share experts, all of them enter each layer of a step, with tokens or
+    If dp ranks share experts, all of them enter each expert layer of a step, with tokens or
     without.
     """
 
@@ -30,7 +30,7 @@ class LaneRunner:
         self, runner: ModelRunner, topology: ParallelLayout, links: PipelineLinks
     ) -> None:
         self._runner = runner
-        self._lane = topology.dp_rank
+        self._dp_rank = topology.dp_rank
         self._mixtures: list[ExpertMLP] = []
         if links.expert_ranks is not None:
             modules = runner.model.modules()
@@ -38,9 +38,10 @@ class LaneRunner:
         self._bound = runner.model.context.lane_bound
         self._clock = DeviceClock(runner.inputs.device)
         self._readers: list[ResultReader | None] = [
-            links.readers.get(topology.teller_of(lane)) for lane in range(topology.dp_size)
+            links.readers.get(topology.teller_of(rank)) for rank in range(topology.dp_size)
         ]
-        """On rank 0, by lane, where its results come from; its own may be here."""
+        """On rank 0, by dp rank, the source of its results. Those of this process may be here
+        without a reader."""
 
     @property
     def model(self) -> CausalLM:
@@ -54,7 +55,7 @@ class LaneRunner:
 
     @property
     def loaded_step(self) -> int:
-        """The last step of this lane whose copies from the host are made."""
+        """The last step of this dp rank whose copies from the host cache are made."""
         return self._runner.loaded_step
 
     def close(self) -> None:
@@ -62,15 +63,15 @@ class LaneRunner:
         self._runner.close()
 
     def move_adapters(self, ops: list[Any]) -> None:
-        """Carry out what becomes of this lane's adapters, given that of all lanes."""
-        self._runner.move_adapters(ops[self._lane])
+        """Carry out the adapter operations of this dp rank, given those of all."""
+        self._runner.move_adapters(ops[self._dp_rank])
 
     def execute_model(self, decision: LaneDecisions) -> ModelRunnerOutput:
-        """Launch one step. Collective over all lanes that share experts."""
-        own = decision.lanes[self._lane]
+        """Launch one step. Collective over all dp ranks that share experts."""
+        own = decision.lanes[self._dp_rank]
         if self._mixtures:
             most = max(lane.num_tokens for lane in decision.lanes if lane is not None)
-            # Lanes that run from a graph and those that do not exchange tokens alike.
+            # Ranks that run from a graph and ranks that do not exchange equally many tokens.
             self._bound.most_tokens = self._runner.graph_size(most) or most
         if own is None:
             outcome: ModelRunnerOutput | None = None
@@ -79,15 +80,15 @@ class LaneRunner:
             outcome = self._runner.execute_model(own)
             marks = outcome.marks
         outputs: list[ModelRunnerOutput] = []
-        for lane, one in enumerate(decision.lanes):
+        for rank, one in enumerate(decision.lanes):
             if one is None:
                 continue
-            is_here = lane == self._lane and self._readers[lane] is None
+            is_here = rank == self._dp_rank and self._readers[rank] is None
             if is_here and outcome is not None:
                 outputs.append(outcome)
             else:
-                outputs.append(RemoteOutput(self._readers[lane], one.step, marks))
-        return LaneOutputs(outputs, marks)
+                outputs.append(RemoteOutput(self._readers[rank], one.step, marks))
+        return DataParallelOutput(outputs, marks)
 
     @torch.inference_mode()
     def _help_others(self) -> StepMarks:
@@ -98,8 +99,8 @@ class LaneRunner:
         return marks
 
 
-class LaneOutputs:
-    """What the lanes of one step sampled, maybe still on its way."""
+class DataParallelOutput:
+    """The sampled ids of all dp ranks in one step, maybe still on their way."""
 
     __slots__ = ("_outputs", "marks")
 
@@ -108,5 +109,5 @@ class LaneOutputs:
         self.marks = marks
 
     def wait(self) -> SampledTokens:
-        """What was sampled, by lane. Once, and blocks until all of it is there."""
+        """The sampled ids by dp rank. Called once; blocks until all of them are here."""
         return SampledTokens(token_ids=[], lanes=[each.wait() for each in self._outputs])

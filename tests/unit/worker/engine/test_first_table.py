@@ -77,7 +77,7 @@ def test_an_engine_on_a_cpu_refuses_to_make_one(model_folder):
         model="test", engine_dir=str(model_folder), device="cpu", first_layer_table=True
     )
     control, tp = LocalControlPlane(), SingleRankGroup()
-    engine = Engine(RankConfig(engine=config, group="test"), ParallelLayout(), control, tp)
+    rank = RankConfig(engine=config, group="test")
 
     with pytest.raises(ConfigError, match="first-layer-table is set but the device is cpu"):
-        engine.load()
+        Engine.load(rank, ParallelLayout(), control, tp)

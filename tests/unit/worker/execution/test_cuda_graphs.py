@@ -43,16 +43,11 @@ def test_a_cpu_refuses_to_capture_steps_with_prompts(model_folder):
     config = EngineConfig(
         model="test", engine_dir=str(model_folder), device="cpu", prompt_graph_tokens=512
     )
-    engine = Engine(
-        RankConfig(engine=config, group="test"),
-        ParallelLayout(),
-        LocalControlPlane(),
-        SingleRankGroup(),
-    )
+    rank = RankConfig(engine=config, group="test")
     with pytest.raises(
         ConfigError, match=r"prompt-graph-tokens is 512 but the device is cpu.*Serve without"
     ):
-        engine.load()
+        Engine.load(rank, ParallelLayout(), LocalControlPlane(), SingleRankGroup())
 
 
 @pytest.mark.parametrize(
