@@ -67,8 +67,7 @@ def make_engine(folder, dtype, **flags):
         **engine_flags,
     )  # fmt: skip
     rank = RankConfig(engine=config, group="test")
-    engine = Engine.load(rank, ParallelLayout(), LocalControlPlane(), SingleRankGroup())
-    return engine
+    return Engine.load(rank, ParallelLayout(), LocalControlPlane(), SingleRankGroup())
 
 
 def serve(engine, prompts):

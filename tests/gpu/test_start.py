@@ -85,8 +85,7 @@ def load(folder, profile=None, *, num_seqs=4, num_tokens=64):
         cache=CacheConfig(tokens_per_block=32, max_tokens=1024),
     )
     rank = RankConfig(engine=config, group="test", profile=profile)
-    engine = Engine.load(rank, ParallelLayout(), LocalControlPlane(), SingleRankGroup())
-    return engine
+    return Engine.load(rank, ParallelLayout(), LocalControlPlane(), SingleRankGroup())
 
 
 def run(folder, profile=None):
