@@ -45,7 +45,7 @@ ELSEWHERE = {
     # They are the front end's: tests/unit/pipelines.
     "exclude_input_in_output",
     "normalize_log_probs",
-    # They need flags or GPUs to place groups by: test_resolve.py.
+    # They need flags or GPUs to place groups by: test_resolver.py.
     "participant_ids",
     "num_nodes",
     # False is refused beside host memory, as blocks there are of no other use.
