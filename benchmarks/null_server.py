@@ -11,7 +11,7 @@ from trimaran.comm.log import setup_logging
 from trimaran.launcher.flags.serve_flags import add_arguments
 from trimaran.launcher.resolution.resolver import Resolver
 from trimaran.launcher.supervisor.group_specs import Programs
-from trimaran.launcher.supervisor.supervisor import Supervisor
+from trimaran.launcher.supervisor.supervisor import supervise
 
 
 def main() -> int:
@@ -22,7 +22,7 @@ def main() -> int:
     resolver = Resolver(parser.parse_args(), None)
     rank = (sys.executable, str(Path(__file__).with_name("null_engine.py")))
     programs = dataclasses.replace(Programs.installed(), rank=rank)
-    return Supervisor(resolver.initial(), None, programs, resolver).run()
+    return supervise(resolver.initial(), None, programs, resolver)
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from trimaran.launcher.resolution import settings
 from trimaran.launcher.resolution.resolver import Resolver
 from trimaran.launcher.starters.mpi_launch import check_library, library_version
 from trimaran.launcher.supervisor.group_specs import Programs
-from trimaran.launcher.supervisor.supervisor import EXIT_CONFIG, Supervisor
+from trimaran.launcher.supervisor.supervisor import EXIT_CONFIG, supervise
 
 __all__ = ["add_arguments", "run"]
 
@@ -59,7 +59,7 @@ def _serve(args: argparse.Namespace) -> int:
             check_library(mpi)
         elif resolver.launch.kind == "none":
             library_version()  # a rank without mpirun is a world of one, but loads MPI
-        supervisor = Supervisor(config, mpi, Programs.installed(), resolver)
+        programs = Programs.installed()
     except ConfigError as error:
         if job is None:
             raise
@@ -71,4 +71,4 @@ def _serve(args: argparse.Namespace) -> int:
         logger.info("%s", note)
     for line in config.picture.splitlines():
         logger.info("%s", line)
-    return supervisor.run()
+    return supervise(config, mpi, programs, resolver)

@@ -3,32 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import dataclasses
 import logging
-import os
-import resource
-import secrets
-import signal
-import socket
-import sys
 from typing import Any
 
-from trimaran.comm.errors import ConfigError
 from trimaran.comm.messages.messages import ChildRequest, ChildState, Command
-from trimaran.comm.transport.sockets import Address
 from trimaran.launcher.config import ServeConfig
-from trimaran.launcher.starters.children import Children, describe_signal
 from trimaran.launcher.starters.mpi_launch import Mpi
-from trimaran.launcher.starters.process_tree import adopt_orphans, kill_and_reap_all
-from trimaran.launcher.starters.run_dir import MpiScratch, RunDir
 from trimaran.launcher.supervisor.child_connections import Link, LinkEvents, listen
 from trimaran.launcher.supervisor.group import Failure, Group, GroupEvents, GroupState
 from trimaran.launcher.supervisor.group_control import GroupControl, GroupResolver
-from trimaran.launcher.supervisor.group_specs import Addresses, Programs, SpecMaker
+from trimaran.launcher.supervisor.group_specs import Programs, SpecMaker
 from trimaran.launcher.supervisor.group_table import Roster
-from trimaran.launcher.supervisor.log_pump import LogPump
 from trimaran.launcher.supervisor.readiness import announce, withdraw
+from trimaran.launcher.supervisor.runtime import ChildSockets, Runtime, run
 
 logger = logging.getLogger(__name__)
 
@@ -43,8 +30,30 @@ _LAST_WORDS_S = 2.0
 _SHUTDOWN_GRACE_S = 3.0
 _FORCED_POLL_S = 0.05
 _ANNOUNCE_S = 0.1
-_MAX_OPEN_FILES = 65536
-_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+
+
+def supervise(
+    config: ServeConfig,
+    mpi: Mpi | None,
+    programs: Programs,
+    resolver: GroupResolver | None = None,
+) -> int:
+    """Run one server until a signal or a failure ends it; the exit code.
+
+    ``mpi`` starts the groups that need an mpirun. ``resolver`` makes groups of the models
+    that are loaded while serving.
+
+    Raises:
+        ConfigError: a folder or the log file cannot be made.
+    """
+
+    async def serve(runtime: Runtime) -> int:
+        sockets = ChildSockets(config, runtime.run_dir)
+        maker = SpecMaker(config, mpi, programs, sockets.addresses, runtime.scratch)
+        return await Supervisor(config, maker, runtime, resolver).run(sockets)
+
+    withdraw(config)  # that of a server which was killed
+    return run(config, serve)
 
 
 class Supervisor:
@@ -57,61 +66,41 @@ class Supervisor:
     def __init__(
         self,
         config: ServeConfig,
-        mpi: Mpi | None,
-        programs: Programs | None = None,
-        resolver: GroupResolver | None = None,
+        maker: SpecMaker,
+        runtime: Runtime,
+        resolver: GroupResolver | None,
     ) -> None:
         """``resolver`` makes groups of the models that are loaded while serving."""
         self._config = config
-        self._mpi = mpi
-        self._programs = programs or Programs.installed()
-        self._resolver = resolver
-        self._signals: list[int] = []
+        self._shutdown = runtime.shutdown
+        self._show = runtime.log.show
+        events = GroupEvents(
+            on_connected=self._on_connected,
+            on_ready=self._on_ready,
+            on_drained=self._on_drained,
+            on_failure=self._on_failure,
+            on_stopped=self._on_stopped,
+            on_down=self._on_down,
+        )
+        self._roster = Roster(maker, runtime.children, runtime.scratch, events, config.restart)
+        self._roster.add(config.groups)
+        self._control = GroupControl(self._roster, resolver)
         self._failure: Failure | None = None
         self._is_announced = False
         self._is_ending = False
         self._was_cut_short = False
         self._draining: set[Group] = set()
-
-    def run(self) -> int:
-        """Serve until a signal or a failure; the exit code."""
-        withdraw(self._config)  # that of a server which was killed
-        adopt_orphans()
-        _allow_many_connections()
-        with contextlib.ExitStack() as cleanup:
-            return asyncio.run(self._run(cleanup))
-
-    async def _run(self, cleanup: contextlib.ExitStack) -> int:
-        """``cleanup`` is done once the loop has ended."""
-        loop = asyncio.get_running_loop()
-        self._catch_signals(loop)
-        # Not before: a signal that nobody catches would leave the folders behind.
-        run_dir = RunDir()
-        cleanup.callback(run_dir.remove)
-        self._scratch = MpiScratch(run_dir)
-        cleanup.callback(self._scratch.remove)
-        cleanup.callback(_end_all)
-        pump = LogPump(loop, self._log_sinks(), sys.stdout.fileno())
-        self._show = pump.show
-        _log_through(pump)
-        children = Children(loop, pump.write_fd)
-        try:
-            return await self._serve(run_dir, children)
-        finally:
-            _hold_signals()
-            children.close()
-            pump.close()
-            _log_through(sys.stderr)
-
-    async def _serve(self, run_dir: RunDir, children: Children) -> int:
         self._drained = asyncio.Event()
         self._stopped = asyncio.Event()
-        self._make_groups(run_dir, children)
+
+    async def run(self, sockets: ChildSockets) -> int:
+        """Serve until a signal or a failure; the exit code."""
         events = LinkEvents(self._on_hello, self._on_state, self._on_request, self._on_lost)
-        servers = [await listen(sock, self._token, events) for sock in self._listeners]
+        token = sockets.addresses.token
+        servers = [await listen(sock, token, events) for sock in sockets.listeners]
         for group in list(self._roster):
             group.start()
-        await self._wake.wait()
+        await self._shutdown.begun.wait()
         self._is_ending = True
         withdraw(self._config)
         await self._end()
@@ -121,64 +110,7 @@ class Supervisor:
         logger.info("ended with exit code %d", code)
         return code
 
-    def _catch_signals(self, loop: asyncio.AbstractEventLoop) -> None:
-        self._wake = asyncio.Event()
-        self._forced = asyncio.Event()
-        for number in _SIGNALS:
-            # `nohup` asks for SIGHUP to be ignored.
-            if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:
-                loop.add_signal_handler(number, self._on_signal, number)
-
-    def _make_groups(self, run_dir: RunDir, children: Children) -> None:
-        self._token = secrets.token_hex(16)
-        addresses = self._open_addresses(run_dir)
-        events = GroupEvents(
-            on_connected=self._on_connected,
-            on_ready=self._on_ready,
-            on_drained=self._on_drained,
-            on_failure=self._on_failure,
-            on_stopped=self._on_stopped,
-            on_down=self._on_down,
-        )
-        maker = SpecMaker(self._config, self._mpi, self._programs, addresses, self._scratch)
-        self._roster = Roster(maker, children, self._scratch, events, self._config.restart)
-        self._roster.add(self._config.groups)
-        self._control = GroupControl(self._roster, self._resolver)
-
-    def _open_addresses(self, run_dir: RunDir) -> Addresses:
-        """The sockets on which children are expected, by their addresses."""
-        near = run_dir.socket("supervisor")
-        self._listeners = [Address.parse(near).listen()]
-        indices = range(self._config.frontend.num_frontends)
-        addresses = Addresses(
-            self._token,
-            near,
-            tuple(run_dir.socket(f"frontend-{index}") for index in indices),
-            between_frontends=run_dir.socket("frontends"),
-        )
-        host = self._config.advertise_address
-        if not host:
-            return addresses
-        self._listeners.append(Address(host="0.0.0.0").listen())
-        port = self._listeners[-1].getsockname()[1]
-        # Held, but not listened on: every incarnation of a front end opens its port.
-        self._held = [_held_socket() for _ in indices]
-        return dataclasses.replace(
-            addresses,
-            far_supervisor=f"tcp:{host}:{port}",
-            far_frontends=tuple(f"tcp:{host}:{held.getsockname()[1]}" for held in self._held),
-        )
-
     # ---- events -------------------------------------------------------------------------
-
-    def _on_signal(self, number: int) -> None:
-        self._signals.append(number)
-        if len(self._signals) == 1:
-            logger.info("received %s: draining", describe_signal(number))
-            self._wake.set()
-        else:
-            logger.warning("received %s again: ending at once", describe_signal(number))
-            self._forced.set()
 
     def _on_hello(self, link: Link) -> None:
         group = self._roster.group_of(link)
@@ -269,7 +201,7 @@ class Supervisor:
             self._roster.mark_failed(group)
             self._roster.tell(group)
             self._failure = failure
-            self._wake.set()
+            self._shutdown.begin()
             return
         logger.error("%s: %s; restart in %.1f s", group.spec.title, what, delay)
         self._roster.note_restart(group, delay)
@@ -330,10 +262,10 @@ class Supervisor:
         while not self._roster.are_down(groups):
             self._stopped.clear()
             left_s = deadline - loop.time()
-            if left_s <= 0 or (may_force and self._forced.is_set()):
+            if left_s <= 0 or (may_force and self._shutdown.forced.is_set()):
                 return False
-            await self._first_of(self._stopped, self._forced, left_s)
-            if not may_force and self._forced.is_set():
+            await self._first_of(self._stopped, self._shutdown.forced, left_s)
+            if not may_force and self._shutdown.forced.is_set():
                 await asyncio.sleep(min(left_s, _FORCED_POLL_S))
         return True
 
@@ -355,10 +287,10 @@ class Supervisor:
         self._draining = {g for g in self._roster.frontends if g.state is GroupState.READY}
         if not self._draining:
             return
-        await self._first_of(self._drained, self._forced, timeout_s + _DRAIN_MARGIN_S)
+        await self._first_of(self._drained, self._shutdown.forced, timeout_s + _DRAIN_MARGIN_S)
         if not self._drained.is_set():
             self._was_cut_short = True
-            if not self._forced.is_set():
+            if not self._shutdown.forced.is_set():
                 late = ", ".join(sorted(group.spec.title for group in self._draining))
                 logger.error("%s: not drained after %g s", late, timeout_s + _DRAIN_MARGIN_S)
 
@@ -379,56 +311,6 @@ class Supervisor:
     def _exit_code(self) -> int:
         if self._failure is not None:
             return EXIT_CONFIG if self._failure.is_config_error else EXIT_FAILURE
-        if self._forced.is_set():
-            return 128 + self._signals[-1]
+        if self._shutdown.forced.is_set():
+            return 128 + self._shutdown.last_signal
         return EXIT_FAILURE if self._was_cut_short else 0
-
-    def _log_sinks(self) -> dict[str, int]:
-        sinks = {"stderr": sys.stderr.fileno()}
-        path = self._config.log.file
-        if path:
-            try:
-                flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
-                sinks[f"--log-file {path}"] = os.open(path, flags, 0o644)
-            except OSError as error:
-                raise ConfigError(
-                    f"--log-file {path}: {error.strerror}. Name a file that can be written."
-                ) from None
-        return sinks
-
-
-def _allow_many_connections() -> None:
-    """Let the front end, which inherits this limit, hold as many sockets as it may."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = _MAX_OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, _MAX_OPEN_FILES)
-    if soft < wanted:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
-
-
-def _end_all() -> None:
-    """End what is left of all processes."""
-    left = kill_and_reap_all()
-    if left:
-        logger.error("processes that would not end: %s", left)
-
-
-def _hold_signals() -> None:
-    """Let nothing cut short what is left to clean up, nor change the exit code. Not by other
-    handlers: the loop, as it closes, has moments without any, and some with half of one."""
-    signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
-
-
-def _log_through(stream: Any) -> None:
-    """Send this process's log lines to another stream."""
-    # The first one: a file of this process's own stays what it is.
-    for handler in logging.getLogger().handlers[:1]:
-        if isinstance(handler, logging.StreamHandler):
-            handler.setStream(stream)
-
-
-def _held_socket() -> socket.socket:
-    """A TCP port that others of this user may listen on and nobody else gets."""
-    held = socket.socket()
-    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-    held.bind(("0.0.0.0", 0))
-    return held

@@ -15,7 +15,7 @@ from trimaran.launcher.config import GroupConfig, LogConfig, RestartPolicy, Serv
 from trimaran.launcher.placement.group_placement import PlacementConflict
 from trimaran.launcher.starters.mpi_launch import OPENMPI, Mpi
 from trimaran.launcher.supervisor.group_specs import Programs
-from trimaran.launcher.supervisor.supervisor import EXIT_CONFIG, Supervisor
+from trimaran.launcher.supervisor.supervisor import EXIT_CONFIG, supervise
 from trimaran.server.config import FrontendConfig
 from trimaran.server.repository.model_repository import RepositoryModel
 from trimaran.worker.config.engine_config import CacheConfig, EngineConfig, ParallelConfig
@@ -88,7 +88,7 @@ def main() -> int:
     spawner = (orchestrator,) if orchestrator else (*child, "orchestrator")
     programs = Programs((*child, "frontend"), (*child, "rank"), spawner)
     try:
-        return Supervisor(config, mpi, programs, OneRankGroups()).run()
+        return supervise(config, mpi, programs, OneRankGroups())
     except ConfigError as error:
         print(error, file=sys.stderr)
         return EXIT_CONFIG

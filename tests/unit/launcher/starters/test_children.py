@@ -4,9 +4,11 @@ import subprocess
 import sys
 
 PROGRAM = """
-import asyncio, contextlib, os, signal
+import os, signal
 from asyncio.selector_events import BaseSelectorEventLoop
-from trimaran.launcher.supervisor.supervisor import Supervisor
+from trimaran.launcher.config import ServeConfig
+from trimaran.launcher.supervisor.runtime import run
+from trimaran.server.config import FrontendConfig
 
 close_self_pipe = BaseSelectorEventLoop._close_self_pipe
 
@@ -14,19 +16,12 @@ def lose_a_child_meanwhile(loop):
     close_self_pipe(loop)
     os.kill(os.getpid(), signal.SIGCHLD)
 
-class Ending(Supervisor):
-    def __init__(self):
-        pass
-
-    def _log_sinks(self):
-        return {"stderr": 2}
-
-    async def _serve(self, run_dir, children):
-        return 0
+async def serve(runtime):
+    return 0
 
 BaseSelectorEventLoop._close_self_pipe = lose_a_child_meanwhile
-with contextlib.ExitStack() as cleanup:
-    asyncio.run(Ending()._run(cleanup))
+config = ServeConfig(frontend=FrontendConfig(model_repository="/nowhere"), groups=())
+run(config, serve)
 """
 
 
